@@ -1,0 +1,191 @@
+//! The face of every disk.
+
+use std::collections::VecDeque;
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
+use crate::Buf;
+
+/// A run of bytes on a disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Piece {
+    /// First byte.
+    pub offset: u64,
+    /// Bytes; above zero.
+    pub len: u64,
+}
+
+/// The runs of one request. One is the common case and costs no allocation.
+pub type Pieces = SmallVec<[Piece; 1]>;
+
+/// What a request does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Fill the buffer from the pieces, one after the other.
+    Read,
+    /// Write the buffer to the pieces, one after the other. With `fua` the data is durable at completion.
+    Write {
+        /// Force unit access.
+        fua: bool,
+    },
+    /// Make the pieces read as zeroes.
+    Zero {
+        /// The space may be given back.
+        unmap: bool,
+        /// Fail with `ErrorKind::Unsupported` rather than write zeroes by hand.
+        fast: bool,
+        /// Durable at completion.
+        fua: bool,
+    },
+    /// The content is no longer needed; may do nothing, may leave anything.
+    Discard {
+        /// Durable at completion.
+        fua: bool,
+    },
+    /// What was completed before is durable at completion.
+    Flush,
+}
+
+/// One request: pieces, and for reads and writes a buffer that holds their bytes one after the other.
+#[derive(Debug)]
+pub struct Request {
+    /// What to do.
+    pub kind: Kind,
+    /// Where. Empty for a flush.
+    pub pieces: Pieces,
+    /// The data: as long as the pieces together for reads and writes, empty otherwise.
+    pub buf: Buf,
+    /// The caller's mark, returned with the completion.
+    pub token: u64,
+}
+
+/// A completed request, its buffer handed back.
+#[derive(Debug)]
+pub struct Done {
+    /// The request as it was submitted.
+    pub request: Request,
+    /// How it went. After an error the content of the pieces (or the buffer, for a read) is undefined.
+    pub result: io::Result<()>,
+}
+
+/// A queue of requests to one disk, used by one thread. Requests may complete in any order: one that must see another's
+/// effect is submitted after the other's completion.
+pub trait Queue: Send {
+    /// Hands a request over. May do the work at once; may block while the queue is full.
+    fn submit(&mut self, request: Request);
+
+    /// Makes sure that everything submitted is on its way. Cheap when there is nothing to start.
+    fn start(&mut self);
+
+    /// The next completion. `None` if nothing has completed and `wait` is false, or if nothing is in flight.
+    fn complete(&mut self, wait: bool) -> Option<Done>;
+
+    /// Requests submitted and not yet handed back.
+    fn in_flight(&self) -> usize;
+}
+
+/// A disk as bytes. Offsets and lengths may be any within the size; multiples of [`Disk::align`] are fast.
+///
+/// The plain methods block and are for single steps; streams of requests go through a [`Queue`].
+pub trait Disk: Send + Sync {
+    /// Size in bytes.
+    fn len(&self) -> u64;
+
+    /// True if there is not a byte.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The alignment of offsets, lengths and memory at which requests take the fast way: a power of two, from 1.
+    fn align(&self) -> u32 {
+        1
+    }
+
+    /// Fills `buf` from `offset`. Reading past the end is an error of kind `UnexpectedEof`.
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()>;
+
+    /// Writes `buf` at `offset`. Writing past the end is an error; a disk never grows by a write.
+    fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()>;
+
+    /// Makes a range read as zeroes. With `unmap` the space may be given back; with `fast` the call fails with
+    /// `Unsupported` where it would have to write the zeroes.
+    fn zero(&self, offset: u64, len: u64, unmap: bool, fast: bool) -> io::Result<()>;
+
+    /// Tells that a range is no longer needed.
+    fn discard(&self, offset: u64, len: u64) -> io::Result<()>;
+
+    /// Makes everything completed so far durable.
+    fn flush(&self) -> io::Result<()>;
+
+    /// The first allocated run at or after `from`, `None` if there is none. What lies between is known to read as zeroes.
+    fn allocated(&self, from: u64) -> io::Result<Option<Range<u64>>> {
+        Ok((from < self.len()).then(|| from..self.len()))
+    }
+
+    /// Changes the size. `Unsupported` where the disk has the size it has.
+    fn resize(&self, _len: u64) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    /// A queue that keeps up to about `depth` operations on their way.
+    fn queue(self: Arc<Self>, depth: u32) -> io::Result<Box<dyn Queue>>;
+}
+
+/// The queue of disks that do the work at once: every request is carried out by the plain methods as it is submitted.
+pub struct InlineQueue<D: Disk + ?Sized> {
+    disk: Arc<D>,
+    done: VecDeque<Done>,
+}
+
+impl<D: Disk + ?Sized> InlineQueue<D> {
+    /// A queue over `disk`.
+    pub fn new(disk: Arc<D>) -> Self {
+        InlineQueue { disk, done: VecDeque::new() }
+    }
+
+    fn run(&self, request: &mut Request) -> io::Result<()> {
+        let mut at = 0usize;
+        let mut durable = false;
+        for piece in &request.pieces {
+            let end = at + if request.buf.is_empty() { 0 } else { piece.len as usize };
+            match request.kind {
+                Kind::Read => self.disk.read_at(piece.offset, &mut request.buf[at..end])?,
+                Kind::Write { fua } => {
+                    durable |= fua;
+                    self.disk.write_at(piece.offset, &request.buf[at..end])?
+                }
+                Kind::Zero { unmap, fast, fua } => {
+                    durable |= fua;
+                    self.disk.zero(piece.offset, piece.len, unmap, fast)?
+                }
+                Kind::Discard { fua } => {
+                    durable |= fua;
+                    self.disk.discard(piece.offset, piece.len)?
+                }
+                Kind::Flush => {}
+            }
+            at = end;
+        }
+        if durable || request.kind == Kind::Flush { self.disk.flush() } else { Ok(()) }
+    }
+}
+
+impl<D: Disk + ?Sized> Queue for InlineQueue<D> {
+    fn submit(&mut self, mut request: Request) {
+        let result = self.run(&mut request);
+        self.done.push_back(Done { request, result });
+    }
+
+    fn start(&mut self) {}
+
+    fn complete(&mut self, _wait: bool) -> Option<Done> {
+        self.done.pop_front()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.done.len()
+    }
+}

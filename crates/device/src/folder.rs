@@ -1,0 +1,203 @@
+//! Folders of state files: the few calls from which everything durable is made.
+//!
+//! A trait, so that [`crate::faulty`] can stop the world before each of them, and keep or lose what was not flushed.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::ops::Deref;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use rustix::mm::{MapFlags, MsyncFlags, ProtFlags};
+
+/// A folder of state files. Names are plain file names.
+pub trait Folder: Send + Sync {
+    /// Opens a file for reading and writing. `NotFound` if it is missing, unless `create` is set.
+    fn open(&self, name: &str, create: bool) -> io::Result<Box<dyn StateFile>>;
+    /// Renames a file over another. Durable after [`Folder::sync`].
+    fn rename(&self, from: &str, to: &str) -> io::Result<()>;
+    /// Removes a file; one that is missing already is no error. Durable after [`Folder::sync`].
+    fn remove(&self, name: &str) -> io::Result<()>;
+    /// Makes creations, renames and removals durable.
+    fn sync(&self) -> io::Result<()>;
+    /// The names in the folder, sorted.
+    fn list(&self) -> io::Result<Vec<String>>;
+    /// Where the folder lies, for messages and for locks.
+    fn path(&self) -> &Path;
+}
+
+/// A state file, open.
+pub trait StateFile: Send + Sync {
+    /// Length in bytes.
+    fn len(&self) -> io::Result<u64>;
+    /// True if there is not a byte.
+    fn is_empty(&self) -> io::Result<bool> {
+        Ok(self.len()? == 0)
+    }
+    /// Fills `buf` from `offset`.
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()>;
+    /// Writes at `offset`, growing the file where needed.
+    fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()>;
+    /// Changes the length. What appears reads as zeroes.
+    fn set_len(&self, len: u64) -> io::Result<()>;
+    /// Reserves space for the first `len` bytes, so that writing them, through a mapping too, can't run out of it.
+    fn reserve(&self, len: u64) -> io::Result<()>;
+    /// Makes the file's content and length durable, what was written through mappings included.
+    fn sync(&self) -> io::Result<()>;
+    /// Maps the first `len` bytes, a multiple of 8, shared.
+    fn map(&self, len: u64) -> io::Result<Mapping>;
+}
+
+/// Puts `content` in place of the file `name`, durably and whole: after a crash the old or the new content is there.
+pub fn replace(folder: &dyn Folder, name: &str, content: &[u8]) -> io::Result<()> {
+    let fresh = format!("{name}.new");
+    folder.remove(&fresh)?;
+    let file = folder.open(&fresh, true)?;
+    file.write_at(0, content)?;
+    file.sync()?;
+    folder.rename(&fresh, name)?;
+    folder.sync()
+}
+
+/// The real folder.
+#[derive(Debug, Clone)]
+pub struct Dir {
+    path: PathBuf,
+}
+
+impl Dir {
+    /// Opens a folder, making it (for the owner alone) and its parents where they are missing.
+    pub fn open(path: &Path) -> io::Result<Dir> {
+        use std::os::unix::fs::DirBuilderExt;
+        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path)?;
+        Ok(Dir { path: path.to_path_buf() })
+    }
+}
+
+impl Folder for Dir {
+    fn open(&self, name: &str, create: bool) -> io::Result<Box<dyn StateFile>> {
+        let file = OpenOptions::new().read(true).write(true).create(create).open(self.path.join(name))?;
+        Ok(Box::new(RealFile { file }))
+    }
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        std::fs::rename(self.path.join(from), self.path.join(to))
+    }
+    fn remove(&self, name: &str) -> io::Result<()> {
+        match std::fs::remove_file(self.path.join(name)) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+            _ => Ok(()),
+        }
+    }
+    fn sync(&self) -> io::Result<()> {
+        File::open(&self.path)?.sync_all()
+    }
+    fn list(&self) -> io::Result<Vec<String>> {
+        let mut names = Vec::new();
+        for entry in std::fs::read_dir(&self.path)? {
+            if let Ok(name) = entry?.file_name().into_string() {
+                names.push(name);
+            }
+        }
+        names.sort();
+        Ok(names)
+    }
+    fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+struct RealFile {
+    file: File,
+}
+
+impl StateFile for RealFile {
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.file.metadata()?.len())
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.file.read_exact_at(buf, offset)
+    }
+    fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        self.file.write_all_at(buf, offset)
+    }
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        self.file.set_len(len)
+    }
+    fn reserve(&self, len: u64) -> io::Result<()> {
+        if len == 0 {
+            return Ok(());
+        }
+        match rustix::fs::fallocate(&self.file, rustix::fs::FallocateFlags::empty(), 0, len) {
+            // Where the file system can't reserve, the length is all there is to have.
+            Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => {
+                if self.len()? < len { self.file.set_len(len) } else { Ok(()) }
+            }
+            other => Ok(other?),
+        }
+    }
+    fn sync(&self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+    fn map(&self, len: u64) -> io::Result<Mapping> {
+        Mapping::new(&self.file, len)
+    }
+}
+
+/// A shared, writable mapping of a file, seen as atomic words.
+#[derive(Clone)]
+pub struct Mapping(Arc<Mapped>);
+
+struct Mapped {
+    start: *mut std::ffi::c_void,
+    len: usize,
+}
+
+// SAFETY: the memory is only reached as atomics, and unmapped once, by the last holder.
+unsafe impl Send for Mapped {}
+// SAFETY: as above.
+unsafe impl Sync for Mapped {}
+
+impl Mapping {
+    fn new(file: &File, len: u64) -> io::Result<Mapping> {
+        let len = usize::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?;
+        if len == 0 || len % 8 != 0 || file.metadata()?.len() < len as u64 {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "a mapping has whole words within the file"));
+        }
+        // SAFETY: a fresh mapping at an address of the kernel's choice aliases no Rust memory.
+        let start = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                file,
+                0,
+            )?
+        };
+        Ok(Mapping(Arc::new(Mapped { start, len })))
+    }
+
+    /// Writes the changed pages back and waits until they are durable.
+    pub fn sync(&self) -> io::Result<()> {
+        // SAFETY: the range is the mapping's own.
+        Ok(unsafe { rustix::mm::msync(self.0.start, self.0.len, MsyncFlags::SYNC) }?)
+    }
+}
+
+impl Deref for Mapping {
+    type Target = [AtomicU64];
+    fn deref(&self) -> &[AtomicU64] {
+        // SAFETY: page-aligned, whole words, mapped as long as `self` lives; other processes that share the file reach it
+        // as atomics too, so no access is ever a data race.
+        unsafe { std::slice::from_raw_parts(self.0.start as *const AtomicU64, self.0.len / 8) }
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // SAFETY: mapped in `new` with this length; nobody holds a reference any more.
+        let _ = unsafe { rustix::mm::munmap(self.start, self.len) };
+    }
+}

@@ -1,0 +1,13 @@
+//! A disk as bytes: queues of batched requests with owned, aligned buffers; direct and buffered files, block devices, RAM and
+//! faulty disks; and the folders that hold state.
+//!
+//! Everything above this room reads and writes disks through [`Disk`] and keeps its state through [`Folder`], so that one
+//! faulty pair ([`faulty`]) can cut the power under all of it.
+
+mod buffer;
+mod disk;
+mod folder;
+
+pub use buffer::Buf;
+pub use disk::{Disk, Done, InlineQueue, Kind, Piece, Pieces, Queue, Request};
+pub use folder::{Dir, Folder, Mapping, StateFile, replace};
