@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use smallvec::SmallVec;
@@ -85,6 +86,13 @@ pub trait Queue: Send {
 
     /// Requests submitted and not yet handed back.
     fn in_flight(&self) -> usize;
+
+    /// A descriptor that is readable whenever `complete(false)` may have something to hand back, so that one thread can
+    /// wait for a completion and for something else in one `poll`. `None` where there is no such thing: because all
+    /// work is done as it is submitted, or because only `complete(true)` can wait.
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
 }
 
 /// A disk as bytes. Offsets and lengths may be any within the size; multiples of [`Disk::align`] are fast.
@@ -116,6 +124,11 @@ pub trait Disk: Send + Sync {
 
     /// Tells that a range is no longer needed.
     fn discard(&self, offset: u64, len: u64) -> io::Result<()>;
+
+    /// Tells that a range will be read soon. A hint: may do nothing.
+    fn prefetch(&self, _offset: u64, _len: u64) -> io::Result<()> {
+        Ok(())
+    }
 
     /// Makes everything completed so far durable.
     fn flush(&self) -> io::Result<()>;
