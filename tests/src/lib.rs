@@ -1,1 +1,98 @@
-//! Being built.
+//! What the tests of a user's day stand on: the `dsync` command run as a user runs it, servers and guests that are
+//! always reaped, a small NBD client of our own, images and their differences, and seeded randomness.
+//!
+//! Helpers panic when the world is not as it should be: they are the tests' assertions.
+//!
+//! Environment:
+//! - `DSYNC_BIN`: the binary to test; without it `cargo build -p dsync` makes one.
+//! - `DSYNC_SOAK=1`: the long campaigns run their full counts.
+//! - `DSYNC_SEED`: the seed of a run to repeat; every test prints its own.
+//! - `DSYNC_STRICT=1`: a missing tool fails a test instead of skipping it.
+//! - `DSYNC_TEST_DIR`: where images lie; by default in cargo's target folder.
+
+pub mod guest;
+pub mod image;
+pub mod load;
+pub mod nbd;
+pub mod random;
+pub mod run;
+pub mod site;
+
+pub use random::Random;
+pub use run::{Background, Output, Run};
+pub use site::{Server, Site};
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// True when the long campaigns are to run their full counts.
+pub fn soak() -> bool {
+    std::env::var_os("DSYNC_SOAK").is_some_and(|v| v == "1")
+}
+
+/// How often to do something: `sample` times in `make test`, `full` times in `make soak`.
+pub fn rounds(sample: u32, full: u32) -> u32 {
+    if soak() { full } else { sample }
+}
+
+/// Writes past the capture of cargo's test harness, so that it is seen when the test passes too.
+pub fn say(line: &str) {
+    // A closed standard error must not fail a test.
+    let _ = writeln!(std::io::stderr().lock(), "{line}");
+}
+
+/// Says that something was not tested, and why.
+pub fn skipped(what: &str, why: &str) {
+    say(&format!("SKIPPED: {why}; not tested: {what}"));
+}
+
+/// True if all tools are here. Else says which one is missing and what goes untested: the test returns at once.
+/// Tools are what `scripts/setup` installs, so under `DSYNC_STRICT=1` a missing one is a failure.
+pub fn need(tools: &[&str], what: &str) -> bool {
+    for tool in tools {
+        if find(tool).is_none() {
+            let strict = std::env::var_os("DSYNC_STRICT").is_some_and(|v| v == "1");
+            assert!(!strict, "{tool} is missing, and DSYNC_STRICT=1 allows no skipping: {what}");
+            skipped(what, &format!("{tool} is missing"));
+            return false;
+        }
+    }
+    true
+}
+
+/// True for root. Else says what goes untested.
+pub fn need_root(what: &str) -> bool {
+    let root = rustix::process::geteuid().is_root();
+    if !root {
+        skipped(what, "this needs root");
+    }
+    root
+}
+
+/// Where a program lies: in `PATH`, or in the folders of root's PATH, where Debian keeps mkfs and sshd.
+pub fn find(program: &str) -> Option<PathBuf> {
+    search_path().iter().map(|folder| folder.join(program)).find(|path| path.is_file())
+}
+
+/// `PATH` with root's folders behind.
+pub fn search_path() -> Vec<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let mut folders: Vec<PathBuf> = std::env::split_paths(&path).collect();
+    folders.extend(["/usr/local/sbin", "/usr/sbin", "/sbin"].map(PathBuf::from));
+    folders
+}
+
+/// The root of the repository.
+pub fn repository() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the tests lie in the repository")
+}
+
+/// The folder of a profile (`target/debug`) that this test was built into.
+pub fn profile_dir() -> PathBuf {
+    let exe = std::env::current_exe().expect("the test's own path");
+    exe.ancestors()
+        .find(|folder| folder.file_name().is_some_and(|name| name == "deps"))
+        .and_then(Path::parent)
+        .map(Path::to_path_buf)
+        .expect("a test lies in target/PROFILE/deps")
+}

@@ -1,0 +1,337 @@
+//! A Linux guest: Debian's kernel under qemu's emulation, with the host's root shared read-only, so that the host's
+//! own programs (mkfs, fio) run in it on the guest's disks.
+//!
+//! The guest runs one shell script. What the script prints is read line by line; lines that begin with `@` are its
+//! marks (`mark begun` prints one), for which a test waits. The last is `@exit STATUS`.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+
+use crate::{Background, Run};
+
+/// The kernel modules that are loaded, with what they need, in this order.
+const MODULES: &[&str] = &["virtio_pci", "virtio_blk", "9pnet_virtio", "9p", "crc32c_generic", "ext4"];
+
+/// A guest to be booted.
+#[derive(Debug, Clone, Default)]
+pub struct Options {
+    /// The script, for the host's `/bin/sh` inside the guest.
+    pub script: String,
+    /// Disks in their order (`/dev/vda`, `/dev/vdb`): an NBD URI or the path of a raw image.
+    pub disks: Vec<String>,
+    /// More kernel modules to load, by name.
+    pub modules: Vec<String>,
+    /// A folder of the host that the script finds, writable, at `/mnt`.
+    pub share: Option<PathBuf>,
+    /// Memory in MiB; 0 means 384.
+    pub memory: u32,
+}
+
+/// A guest that runs. Killed at the latest when dropped.
+pub struct Guest {
+    process: Background,
+    lines: Receiver<String>,
+    seen: Vec<String>,
+    control: UnixStream,
+    folder: TempDir,
+    /// When it was started.
+    pub started: Instant,
+}
+
+/// True if guests can run here. Else says what goes untested.
+pub fn possible(what: &str) -> bool {
+    if !cfg!(target_arch = "x86_64") {
+        crate::skipped(what, "guests share this machine's programs and are x86_64");
+        return false;
+    }
+    if !crate::need(&["qemu-system-x86_64", "busybox"], what) {
+        return false;
+    }
+    match kernel() {
+        Ok(_) => true,
+        Err(why) => {
+            let strict = std::env::var_os("DSYNC_STRICT").is_some_and(|v| v == "1");
+            assert!(!strict, "{why}, and DSYNC_STRICT=1 allows no skipping: {what}");
+            crate::skipped(what, why);
+            false
+        }
+    }
+}
+
+/// The folder of the unpacked kernel package.
+fn kernel() -> Result<&'static Path, &'static str> {
+    static KERNEL: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+    let found = KERNEL.get_or_init(|| {
+        let script = crate::repository().join("scripts/guest-kernel");
+        let output = Run::new(script).limit(Duration::from_secs(600)).output();
+        match output.status.success() {
+            true => Ok(PathBuf::from(output.text().trim())),
+            false => Err(format!("no kernel for guests ({})", output.stderr.trim())),
+        }
+    });
+    found.as_deref().map_err(String::as_str)
+}
+
+/// Runs first in the guest: makes it a machine in which the host's programs feel at home, and runs the script there.
+const INIT: &str = r#"#!/bin/busybox sh
+export PATH=/bin
+/bin/busybox --install -s /bin
+mount -t proc proc /proc
+mount -t sysfs sys /sys
+mount -t devtmpfs dev /dev
+for module in $(cat /modules/order); do
+    insmod /modules/$module || echo "can't load $module"
+done
+# Talk is raw: what a test sends is not echoed and what the script prints is not changed.
+stty -F /dev/ttyS1 raw -echo
+stty -F /dev/ttyS2 raw -echo
+# The host's orders.
+while read -r order; do
+    case $order in
+    cut) echo b >/proc/sysrq-trigger ;;
+    off) poweroff -f ;;
+    esac
+done </dev/ttyS2 &
+(
+    mkdir /host
+    mount -t 9p -o trans=virtio,version=9p2000.L,ro,cache=loose,msize=512000 root /host &&
+    for folder in tmp run var/tmp mnt; do
+        mount -t tmpfs none /host/$folder || exit
+    done
+    mount -t 9p -o trans=virtio,version=9p2000.L,msize=512000 share /host/mnt 2>/dev/null
+    mount --bind /dev /host/dev && mount -t proc proc /host/proc && mount -t sysfs sys /host/sys &&
+    cp /script /host/tmp/script &&
+    exec chroot /host /usr/bin/env -i HOME=/tmp LC_ALL=C PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+        /bin/sh /tmp/script
+) </dev/ttyS1 >/dev/ttyS1 2>&1
+status=$?
+echo >/dev/ttyS1
+echo "@exit $status" >/dev/ttyS1
+sync
+poweroff -f
+"#;
+
+/// Stands before every script.
+const PRELUDE: &str = r#"mark() { echo "@$*"; }
+"#;
+
+impl Guest {
+    /// Boots a guest. Ask [`possible`] first. Call it from the test's own thread, as [`Run::start`].
+    pub fn boot(options: &Options) -> Guest {
+        let kernel = kernel().expect("a kernel: ask guest::possible first");
+        let folder = TempDir::with_prefix("dsync-guest-").expect("a temporary folder");
+        let initrd = folder.path().join("initrd");
+        fs::write(&initrd, initramfs(kernel, options)).expect("the initramfs");
+        let control = folder.path().join("control");
+        let console = folder.path().join("console");
+        let memory = if options.memory == 0 { 384 } else { options.memory };
+        let mut run = Run::new("qemu-system-x86_64")
+            .args(["-accel", "tcg", "-cpu", "max", "-machine", "pc", "-smp", "1", "-m", &memory.to_string()])
+            .args(["-nodefaults", "-no-user-config", "-display", "none", "-monitor", "none", "-no-reboot"])
+            .arg("-kernel")
+            .arg(only(&kernel.join("boot"), "vmlinuz-"))
+            .arg("-initrd")
+            .arg(&initrd)
+            .args(["-append", "console=ttyS0 quiet panic=-1 mitigations=off no_timer_check"])
+            .args(["-serial", &format!("file:{}", console.display())])
+            .args(["-chardev", "stdio,id=talk,signal=off", "-serial", "chardev:talk"])
+            .args(["-chardev", &format!("socket,id=control,path={},server=on,wait=off", control.display())])
+            .args(["-serial", "chardev:control"])
+            .args(["-fsdev", "local,id=root,path=/,security_model=none,readonly=on,multidevs=remap"])
+            .args(["-device", "virtio-9p-pci,fsdev=root,mount_tag=root"]);
+        if let Some(share) = &options.share {
+            let share = share.display();
+            run = run
+                .args(["-fsdev", &format!("local,id=share,path={share},security_model=none,multidevs=remap")])
+                .args(["-device", "virtio-9p-pci,fsdev=share,mount_tag=share"]);
+        }
+        for disk in &options.disks {
+            run = run.args(["-drive", &format!("file={disk},format=raw,if=virtio,cache=none,discard=unmap")]);
+        }
+        let started = Instant::now();
+        let mut process = run.start_talking();
+        let stdout = process.child.stdout.take().expect("a pipe");
+        let (sender, lines) = channel();
+        std::thread::spawn(move || {
+            for line in BufReader::new(stdout).split(b'\n').map_while(Result::ok) {
+                let line = String::from_utf8_lossy(&line).trim_end_matches('\r').to_string();
+                if sender.send(line).is_err() {
+                    return;
+                }
+            }
+        });
+        let until = started + Duration::from_secs(20);
+        let control = loop {
+            if let Ok(stream) = UnixStream::connect(&control) {
+                break stream;
+            }
+            if process.ended().is_some() || Instant::now() > until {
+                panic!("qemu does not start: {}", process.stderr_so_far());
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        };
+        Guest { process, lines, seen: Vec::new(), control, folder, started }
+    }
+
+    /// Waits for a line that is the mark, or begins with it and a blank; returns what follows. Fails the test if the
+    /// script or the guest ends before, or after `limit`.
+    pub fn wait_for(&mut self, mark: &str, limit: Duration) -> String {
+        let until = Instant::now() + limit;
+        loop {
+            match self.lines.recv_timeout(until.saturating_duration_since(Instant::now())) {
+                Ok(line) => {
+                    let found =
+                        line.strip_prefix('@').and_then(|rest| rest.strip_prefix(mark)).map(str::to_string);
+                    let ended = line.starts_with("@exit ");
+                    self.seen.push(line);
+                    match found {
+                        Some(rest) if rest.is_empty() => return rest,
+                        Some(rest) if rest.starts_with(' ') => return rest[1..].to_string(),
+                        _ => assert!(!ended, "the script ended before it marked '{mark}': {}", self.report()),
+                    }
+                }
+                Err(RecvTimeoutError::Timeout) => {
+                    panic!("no mark '{mark}' within {limit:?}: {}", self.report())
+                }
+                Err(RecvTimeoutError::Disconnected) => {
+                    panic!("the guest ended before it marked '{mark}': {}", self.report())
+                }
+            }
+        }
+    }
+
+    /// Sends a line to the script's standard input.
+    pub fn send(&mut self, line: &str) {
+        let pipe = self.process.child.stdin.as_mut().expect("a pipe");
+        writeln!(pipe, "{line}").and_then(|()| pipe.flush()).expect("talking to the guest");
+    }
+
+    /// Waits until the script has ended with success and the guest has powered off.
+    pub fn finish(mut self, limit: Duration) -> Vec<String> {
+        let status = self.wait_for("exit", limit);
+        assert_eq!(status, "0", "the script failed: {}", self.report());
+        self.gone();
+        std::mem::take(&mut self.seen)
+    }
+
+    /// Cuts the guest's power (sysrq-b): nothing is flushed, nothing is unmounted.
+    pub fn cut(mut self) {
+        writeln!(self.control, "cut").expect("the guest's control line");
+        self.gone();
+    }
+
+    fn gone(&mut self) {
+        let ended = self.process.wait_for(Duration::from_secs(30));
+        assert!(ended.is_some_and(|status| status.success()), "qemu did not end well: {}", self.report());
+    }
+
+    /// What the script printed and the console showed.
+    pub fn report(&self) -> String {
+        let tail = |text: &str| {
+            let lines: Vec<&str> = text.lines().collect();
+            lines[lines.len().saturating_sub(60)..].join("\n")
+        };
+        let console = fs::read(self.folder.path().join("console")).unwrap_or_default();
+        format!(
+            "--- the script printed:\n{}\n--- the console shows:\n{}\n--- qemu says:\n{}",
+            tail(&self.seen.join("\n")),
+            tail(&String::from_utf8_lossy(&console)),
+            self.process.stderr_so_far()
+        )
+    }
+}
+
+/// The only entry of a folder whose name begins so.
+fn only(folder: &Path, prefix: &str) -> PathBuf {
+    let entries = fs::read_dir(folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
+    let mut found = entries
+        .map(|entry| entry.expect("a folder").path())
+        .filter(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(prefix)));
+    found.next().unwrap_or_else(|| panic!("{}: nothing begins with {prefix}", folder.display()))
+}
+
+/// The initial file system as a cpio archive.
+fn initramfs(kernel: &Path, options: &Options) -> Vec<u8> {
+    let mut archive = Cpio::default();
+    for folder in ["bin", "dev", "proc", "sys", "modules"] {
+        archive.add(folder, 0o040755, &[]);
+    }
+    let busybox = fs::read(crate::find("busybox").expect("busybox")).expect("busybox");
+    archive.add("bin/busybox", 0o100755, &busybox);
+    archive.add("init", 0o100755, INIT.as_bytes());
+    archive.add("script", 0o100644, format!("{PRELUDE}{}\n", options.script).as_bytes());
+    let modules = only(&kernel.join("lib/modules"), "");
+    let names = MODULES.iter().copied().chain(options.modules.iter().map(String::as_str));
+    let mut order = String::new();
+    for path in module_order(&modules, names) {
+        let name = path.file_name().expect("a module").to_string_lossy().into_owned();
+        let module = fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+        archive.add(&format!("modules/{name}"), 0o100644, &module);
+        order.push_str(&format!("{name}\n"));
+    }
+    archive.add("modules/order", 0o100644, order.as_bytes());
+    archive.end()
+}
+
+/// The files of modules, each after those that it needs.
+fn module_order<'a>(folder: &Path, names: impl Iterator<Item = &'a str>) -> Vec<PathBuf> {
+    let text = fs::read_to_string(folder.join("modules.dep")).expect("modules.dep");
+    let mut order: Vec<&str> = Vec::new();
+    for name in names {
+        // Modules are named with either sign and filed with either.
+        let same = |path: &str| {
+            let file = path.rsplit('/').next().unwrap_or_default();
+            file.split('.').next().unwrap_or_default().replace('-', "_") == name.replace('-', "_")
+        };
+        let line = text.lines().find(|line| line.split(':').next().is_some_and(same));
+        // What is built into the kernel needs no loading.
+        let Some((path, needs)) = line.and_then(|line| line.split_once(':')) else { continue };
+        // The last one named needs nothing of the others.
+        for needed in needs.split_whitespace().rev().chain([path]) {
+            if !order.contains(&needed) {
+                order.push(needed);
+            }
+        }
+    }
+    order.into_iter().map(|path| folder.join(path)).collect()
+}
+
+/// A cpio archive ("newc"), as the kernel unpacks it.
+#[derive(Default)]
+struct Cpio {
+    bytes: Vec<u8>,
+    files: u32,
+}
+
+impl Cpio {
+    fn add(&mut self, name: &str, mode: u32, content: &[u8]) {
+        self.files += 1;
+        let (size, name_size) = (content.len(), name.len() + 1);
+        let fields = [self.files as usize, mode as usize, 0, 0, 1, 0, size, 0, 0, 0, 0, name_size, 0];
+        self.bytes.extend(b"070701");
+        for field in fields {
+            self.bytes.extend(format!("{field:08x}").bytes());
+        }
+        self.bytes.extend(name.bytes());
+        self.bytes.push(0);
+        self.pad();
+        self.bytes.extend(content);
+        self.pad();
+    }
+
+    fn pad(&mut self) {
+        self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
+    }
+
+    fn end(mut self) -> Vec<u8> {
+        self.add("TRAILER!!!", 0, &[]);
+        self.bytes
+    }
+}
