@@ -1,1 +1,14 @@
-//! Being built.
+//! What records a source's writes. So far the embedded tracker: [`TrackedDisk`], a disk that writes down what is written
+//! through it and keeps what open views still need.
+
+mod gate;
+mod intent;
+mod record;
+mod saved;
+mod served;
+mod tracked;
+
+pub use record::Record;
+pub use saved::{Saved, SavedParts};
+pub use served::{Clock, Served};
+pub use tracked::{Frozen, Settings, TrackError, TrackedDisk};

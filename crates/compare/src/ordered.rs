@@ -1,0 +1,74 @@
+//! Work shared out over threads whose results come back in the order of the work.
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+
+use crossbeam_channel::bounded;
+
+/// Takes items one by one from `next`, lets `threads` threads turn them into results, and hands these to `sink` in the
+/// items' order. At most four items a thread are held. Stops at the first error of any of the three.
+pub(crate) fn ordered<T, R, E>(
+    threads: usize,
+    mut next: impl FnMut() -> Result<Option<T>, E> + Send,
+    work: impl Fn(T) -> Result<R, E> + Sync,
+    mut sink: impl FnMut(R) -> Result<(), E>,
+) -> Result<(), E>
+where
+    T: Send,
+    R: Send,
+    E: Send,
+{
+    let (items_in, items) = bounded::<(u64, T)>(threads);
+    let (results_in, results) = bounded::<(u64, Result<R, E>)>(threads);
+    // What is taken and not yet handed on is bounded by these tickets.
+    let (tickets_in, tickets) = bounded::<()>(threads * 4);
+    let failed = Mutex::new(None);
+    let sunk = std::thread::scope(|scope| {
+        let failed = &failed;
+        scope.spawn(move || {
+            let mut number = 0;
+            loop {
+                match next() {
+                    Ok(Some(item)) => {
+                        if tickets_in.send(()).is_err() || items_in.send((number, item)).is_err() {
+                            return;
+                        }
+                        number += 1;
+                    }
+                    Ok(None) => return,
+                    Err(error) => {
+                        *failed.lock().unwrap_or_else(|e| e.into_inner()) = Some(error);
+                        return;
+                    }
+                }
+            }
+        });
+        for _ in 0..threads {
+            let (items, results_in, work) = (items.clone(), results_in.clone(), &work);
+            scope.spawn(move || {
+                for (number, item) in items {
+                    if results_in.send((number, work(item))).is_err() {
+                        return;
+                    }
+                }
+            });
+        }
+        drop((items, results_in));
+        let mut early = BTreeMap::new();
+        let mut due = 0;
+        for (number, result) in results {
+            early.insert(number, result);
+            while let Some(result) = early.remove(&due) {
+                sink(result?)?;
+                due += 1;
+                let _ = tickets.try_recv();
+            }
+        }
+        Ok(())
+    });
+    sunk?;
+    match failed.into_inner().unwrap_or_else(|e| e.into_inner()) {
+        Some(error) => Err(error),
+        None => Ok(()),
+    }
+}

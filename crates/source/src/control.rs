@@ -1,0 +1,388 @@
+//! How other processes reach a source that a server holds: a Unix socket in the source's folder.
+//!
+//! A message is `[json length u32][blob length u32][json][blob]`; descriptors travel with its first byte. A view lives as
+//! long as the connection that asked for it.
+
+use std::io::{self, IoSlice, IoSliceMut, Read};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+use delta::Epoch;
+use extents::Bitmap;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
+};
+use serde::{Deserialize, Serialize};
+use trackers::{Saved, SavedParts};
+
+use crate::SourceError;
+use crate::source::{Checkpoint, SharedView, Source};
+
+const NAME: &str = "control";
+/// The most bytes of one part of a message: the encoding of the largest bitmap fits.
+const MOST: u32 = 256 << 20;
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum Ask {
+    /// End the epoch; with a view.
+    Checkpoint,
+    /// The view that is open as `@view`.
+    HeldView,
+    /// What was written since the last checkpoint.
+    Dirty,
+    /// A replica stands here now.
+    Acknowledge { replica: String, epoch: Epoch },
+    /// How the tracker is.
+    Status,
+}
+
+/// What a server tells of the source that it holds.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Status {
+    /// The process that serves it.
+    pub process: u32,
+    /// Blocks written since the last checkpoint.
+    pub dirty: u64,
+    /// Regions that a power cut would make dirty.
+    pub active_regions: u64,
+    /// Bytes a region.
+    pub region: u64,
+    /// Views open, and bytes kept for them.
+    pub views: usize,
+    /// Bytes kept for open views.
+    pub kept_bytes: u64,
+    /// Why what came before the next checkpoint is not known.
+    pub lost: Option<String>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum Answer {
+    Checkpoint { epoch: Epoch, size: u64 },
+    Dirty,
+    Done,
+    Status(Status),
+    Error { message: String, refusal: bool },
+}
+
+fn send(
+    socket: &UnixStream,
+    message: &impl Serialize,
+    blob: &[u8],
+    fds: &[BorrowedFd<'_>],
+) -> io::Result<()> {
+    let json = serde_json::to_vec(message)?;
+    let mut bytes = Vec::with_capacity(8 + json.len() + blob.len());
+    bytes.extend_from_slice(&(json.len() as u32).to_le_bytes());
+    bytes.extend_from_slice(&(blob.len() as u32).to_le_bytes());
+    bytes.extend_from_slice(&json);
+    bytes.extend_from_slice(blob);
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut sent = 0;
+    while sent < bytes.len() {
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if sent == 0 && !fds.is_empty() {
+            control.push(SendAncillaryMessage::ScmRights(fds));
+        }
+        sent +=
+            rustix::net::sendmsg(socket, &[IoSlice::new(&bytes[sent..])], &mut control, SendFlags::NOSIGNAL)?;
+    }
+    Ok(())
+}
+
+/// A message, its blob and its descriptors; `None` at the end of the conversation.
+fn receive<T: for<'a> Deserialize<'a>>(
+    socket: &UnixStream,
+) -> io::Result<Option<(T, Vec<u8>, Vec<OwnedFd>)>> {
+    let mut head = [0u8; 8];
+    let mut fds = Vec::new();
+    let mut have = 0;
+    while have < head.len() {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut into = [IoSliceMut::new(&mut head[have..])];
+        let got = rustix::net::recvmsg(socket, &mut into, &mut control, RecvFlags::CMSG_CLOEXEC)?.bytes;
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(rights) = message {
+                fds.extend(rights);
+            }
+        }
+        match got {
+            0 if have == 0 => return Ok(None),
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            got => have += got,
+        }
+    }
+    let word = |i: usize| u32::from_le_bytes([head[i], head[i + 1], head[i + 2], head[i + 3]]);
+    let (json_len, blob_len) = (word(0), word(4));
+    if json_len > 1 << 20 || blob_len > MOST {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "a control message is too large"));
+    }
+    let mut json = vec![0u8; json_len as usize];
+    let mut blob = vec![0u8; blob_len as usize];
+    (&*socket).read_exact(&mut json)?;
+    (&*socket).read_exact(&mut blob)?;
+    Ok(Some((serde_json::from_slice(&json)?, blob, fds)))
+}
+
+/// The address of the socket, by way of a descriptor: a path to a deep folder may be too long for one.
+fn address(folder: &Path) -> io::Result<(OwnedFd, std::path::PathBuf)> {
+    let fd: OwnedFd = std::fs::File::open(folder)?.into();
+    let path = format!("/proc/self/fd/{}/{NAME}", std::os::fd::AsRawFd::as_raw_fd(&fd));
+    Ok((fd, path.into()))
+}
+
+/// The server's end: answers until it is stopped.
+pub struct ControlServer {
+    stop: Arc<AtomicBool>,
+    folder: std::path::PathBuf,
+    thread: Option<JoinHandle<()>>,
+    connections: Arc<Mutex<Vec<(UnixStream, JoinHandle<()>)>>>,
+}
+
+impl ControlServer {
+    /// Begins to answer for a source.
+    pub fn start(source: Arc<Source>) -> Result<ControlServer, SourceError> {
+        let folder = source.folder().path().to_path_buf();
+        let listen = || -> io::Result<UnixListener> {
+            // Only the holder of the source's lock comes here, so a socket that is there is a dead one's.
+            source.folder().remove(NAME)?;
+            let (_fd, path) = address(&folder)?;
+            UnixListener::bind(path)
+        };
+        let listener = listen().map_err(SourceError::state("listen in", &folder))?;
+        let stop = Arc::new(AtomicBool::new(false));
+        let connections: Arc<Mutex<Vec<(UnixStream, JoinHandle<()>)>>> = Arc::default();
+        let thread = {
+            let (stop, connections) = (stop.clone(), connections.clone());
+            std::thread::Builder::new().name("control".into()).spawn(move || {
+                for socket in listener.incoming() {
+                    if stop.load(SeqCst) {
+                        return;
+                    }
+                    let Ok(socket) = socket else { continue };
+                    let Ok(ours) = socket.try_clone() else { continue };
+                    let source = source.clone();
+                    let answering = std::thread::Builder::new().name("control".into()).spawn(move || {
+                        // A client that goes away or talks nonsense ends its own connection alone.
+                        let _ = answer_all(&source, &socket);
+                        let _ = socket.shutdown(std::net::Shutdown::Both);
+                    });
+                    let mut all = connections.lock().unwrap_or_else(|e| e.into_inner());
+                    all.retain(|(_, thread)| !thread.is_finished());
+                    all.extend(answering.ok().map(|thread| (ours, thread)));
+                }
+            })
+        };
+        let thread = Some(thread.map_err(SourceError::state("start a thread for", &folder))?);
+        Ok(ControlServer { stop, folder, thread, connections })
+    }
+}
+
+impl Drop for ControlServer {
+    /// Ends every conversation; views of other processes end with it.
+    fn drop(&mut self) {
+        self.stop.store(true, SeqCst);
+        if let Ok((_fd, path)) = address(&self.folder) {
+            let _ = UnixStream::connect(&path);
+            let _ = std::fs::remove_file(path);
+        }
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+        for (socket, thread) in self.connections.lock().unwrap_or_else(|e| e.into_inner()).drain(..) {
+            let _ = socket.shutdown(std::net::Shutdown::Both);
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Views that one connection holds.
+#[derive(Default)]
+struct Holding {
+    own: Vec<Checkpoint>,
+    shared: Vec<Arc<SharedView>>,
+}
+
+fn answer_all(source: &Source, socket: &UnixStream) -> io::Result<()> {
+    let mut holding = Holding::default();
+    let result = (|| {
+        while let Some((ask, _, _)) = receive::<Ask>(socket)? {
+            if let Err(error) = answer(source, socket, &mut holding, ask)? {
+                let refusal = error.is_refusal();
+                send(socket, &Answer::Error { message: error.to_string(), refusal }, &[], &[])?;
+            }
+        }
+        Ok(())
+    })();
+    for saved in holding.own.iter().filter_map(|c| c.saved.as_ref()) {
+        source.disk().drop_view(saved);
+    }
+    result
+}
+
+fn answer(
+    source: &Source,
+    socket: &UnixStream,
+    holding: &mut Holding,
+    ask: Ask,
+) -> io::Result<Result<(), SourceError>> {
+    let checkpoint = match ask {
+        Ask::Checkpoint => match source.checkpoint(true) {
+            Ok(checkpoint) => {
+                holding.own.push(checkpoint.clone());
+                checkpoint
+            }
+            Err(error) => return Ok(Err(error)),
+        },
+        Ask::HeldView => match source.held_view() {
+            Some(shared) => {
+                let checkpoint = shared.checkpoint().clone();
+                holding.shared.push(shared);
+                checkpoint
+            }
+            None => {
+                let name = source.about().name();
+                return Ok(Err(SourceError::Refused(format!(
+                    "no view of {name} is open: connect to the export {name}@view first, or leave --at-view out"
+                ))));
+            }
+        },
+        Ask::Dirty => {
+            let mut blob = Vec::new();
+            source.dirty().encode(&mut blob);
+            return send(socket, &Answer::Dirty, &blob, &[]).map(Ok);
+        }
+        Ask::Acknowledge { replica, epoch } => {
+            return match source.acknowledge(&replica, epoch) {
+                Ok(()) => send(socket, &Answer::Done, &[], &[]).map(Ok),
+                Err(error) => Ok(Err(error)),
+            };
+        }
+        Ask::Status => {
+            let status = Answer::Status(status(source));
+            return send(socket, &status, &[], &[]).map(Ok);
+        }
+    };
+    let parts = match checkpoint.saved.as_ref().map(|s| s.parts()) {
+        Some(Ok(parts)) => parts,
+        Some(Err(e)) => return Ok(Err(SourceError::state("share a view of", &source.about().path)(e))),
+        None => return Ok(Err(SourceError::Server("the server made no view".into()))),
+    };
+    let size = checkpoint.saved.as_ref().map_or(0, |s| s.size());
+    let answer = Answer::Checkpoint { epoch: checkpoint.epoch, size };
+    send(socket, &answer, &[], &[parts.map.as_fd(), parts.data.as_fd()]).map(Ok)
+}
+
+/// How a held source is.
+pub(crate) fn status(source: &Source) -> Status {
+    let (active_regions, region) = source.disk().active_regions();
+    let views = source.disk().views();
+    Status {
+        process: std::process::id(),
+        dirty: source.dirty().count(),
+        active_regions,
+        region,
+        views: views.len(),
+        kept_bytes: views.iter().map(|v| v.kept_bytes()).sum(),
+        lost: source.lost(),
+    }
+}
+
+/// The other end: a connection to the server of a source.
+pub struct Client {
+    socket: Arc<UnixStream>,
+}
+
+impl Client {
+    /// Connects to the server of the source whose folder this is; `None` if there is none.
+    pub fn connect(folder: &Path) -> Result<Option<Client>, SourceError> {
+        let connect = || {
+            let (_fd, path) = address(folder)?;
+            UnixStream::connect(path)
+        };
+        match connect() {
+            Ok(socket) => Ok(Some(Client { socket: Arc::new(socket) })),
+            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
+                Ok(None)
+            }
+            Err(e) => Err(SourceError::state("reach the server through", folder)(e)),
+        }
+    }
+
+    fn ask(&self, ask: &Ask) -> Result<(Answer, Vec<u8>, Vec<OwnedFd>), SourceError> {
+        let gone = |e: io::Error| {
+            SourceError::Server(format!("the server of the source went away ({e}): run again"))
+        };
+        send(&self.socket, ask, &[], &[]).map_err(gone)?;
+        match receive(&self.socket).map_err(gone)? {
+            None => Err(gone(io::ErrorKind::UnexpectedEof.into())),
+            Some((Answer::Error { message, refusal: true }, ..)) => Err(SourceError::Refused(message)),
+            Some((Answer::Error { message, .. }, ..)) => Err(SourceError::Server(message)),
+            Some(answer) => Ok(answer),
+        }
+    }
+
+    fn confused<T>() -> Result<T, SourceError> {
+        Err(SourceError::Server(
+            "the server of the source answered something else: is it of another version?".into(),
+        ))
+    }
+
+    /// A checkpoint with its view, or the view that is held open as `@view`.
+    pub(crate) fn view(&self, held: bool) -> Result<(Epoch, u64, Saved), SourceError> {
+        let (answer, _, fds) = self.ask(if held { &Ask::HeldView } else { &Ask::Checkpoint })?;
+        let mut fds = fds.into_iter();
+        match (answer, fds.next(), fds.next()) {
+            (Answer::Checkpoint { epoch, size }, Some(map), Some(data)) => {
+                let saved = Saved::from_parts(SavedParts { map, data })
+                    .map_err(|e| SourceError::Server(format!("can't share the server's view: {e}")))?;
+                Ok((epoch, size, saved))
+            }
+            _ => Self::confused(),
+        }
+    }
+
+    /// Adds what was written since the last checkpoint to `into`.
+    pub(crate) fn dirty(&self, into: &Bitmap) -> Result<(), SourceError> {
+        let (_, blob, _) = self.ask(&Ask::Dirty)?;
+        into.decode_into(&blob).or_else(|_| Self::confused())
+    }
+
+    /// Tells where a replica stands now.
+    pub(crate) fn acknowledge(&self, replica: &str, epoch: Epoch) -> Result<(), SourceError> {
+        self.ask(&Ask::Acknowledge { replica: replica.to_owned(), epoch }).map(|_| ())
+    }
+
+    /// How the tracker is.
+    pub fn status(&self) -> Result<Status, SourceError> {
+        match self.ask(&Ask::Status)?.0 {
+            Answer::Status(status) => Ok(status),
+            _ => Self::confused(),
+        }
+    }
+
+    /// A check that the server is still there: a view is exact only while it is.
+    pub(crate) fn alive(&self) -> Arc<dyn Fn() -> io::Result<()> + Send + Sync> {
+        let socket = self.socket.clone();
+        Arc::new(move || {
+            use rustix::event::{PollFd, PollFlags, Timespec, poll};
+            let mut fds = [PollFd::new(&*socket, PollFlags::RDHUP)];
+            let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+            poll(&mut fds, Some(&now))?;
+            if fds[0].revents().intersects(PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR) {
+                return Err(io::Error::other(
+                    "the server of the source stopped, and its view with it: run again",
+                ));
+            }
+            Ok(())
+        })
+    }
+}

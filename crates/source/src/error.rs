@@ -1,0 +1,83 @@
+//! What can go wrong with a source, by what its user can do about it.
+
+use std::path::{Path, PathBuf};
+
+/// An error of this room.
+#[derive(Debug, thiserror::Error)]
+pub enum SourceError {
+    /// The disk or its identity.
+    #[error(transparent)]
+    Device(#[from] device::DeviceError),
+    /// The record.
+    #[error(transparent)]
+    Track(#[from] trackers::TrackError),
+    /// A state file could not be read or written.
+    #[error("can't {what} {}: {error}", path.display())]
+    State {
+        /// What was tried, as a verb.
+        what: &'static str,
+        /// The file or folder.
+        path: PathBuf,
+        /// What the system said.
+        error: std::io::Error,
+    },
+    /// A state file holds what no version of this program wrote.
+    #[error("{} is damaged ({why}): move the folder away to begin anew; the replica will then be compared", path.display())]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// In what way.
+        why: String,
+    },
+    /// Somebody else holds the source.
+    #[error("source {} is in use by {holder}: wait for it, or stop it", path.display())]
+    Busy {
+        /// The source.
+        path: PathBuf,
+        /// Who holds it.
+        holder: String,
+    },
+    /// No such source.
+    #[error("{0}")]
+    Unknown(String),
+    /// The replica names an epoch that this source never had.
+    #[error("{0}")]
+    Foreign(String),
+    /// What changed since then is not known.
+    #[error("what changed since epoch {since} is not known: {why}")]
+    Lost {
+        /// Where the replica stands.
+        since: u64,
+        /// Why the knowledge is gone.
+        why: String,
+    },
+    /// The source changed under a reader although nobody serves it.
+    #[error("source {} was written by another program while it was read: serve it with \"dsync serve\", or stop the writer, and run again", .0.display())]
+    Moved(PathBuf),
+    /// The server of a source gave an error, or went away.
+    #[error("{0}")]
+    Server(String),
+    /// Not to be done with this source.
+    #[error("{0}")]
+    Refused(String),
+}
+
+impl SourceError {
+    pub(crate) fn state(what: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> SourceError {
+        let path = path.to_path_buf();
+        move |error| SourceError::State { what, path, error }
+    }
+
+    /// True where lineage, state or a lock stands in the way, and not a failure.
+    pub fn is_refusal(&self) -> bool {
+        match self {
+            SourceError::Device(e) => e.is_refusal(),
+            SourceError::Track(trackers::TrackError::Shrunk { .. }) => true,
+            SourceError::Damaged { .. }
+            | SourceError::Busy { .. }
+            | SourceError::Foreign(_)
+            | SourceError::Refused(_) => true,
+            _ => false,
+        }
+    }
+}

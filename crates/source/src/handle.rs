@@ -1,0 +1,203 @@
+//! A source as a sync sees it: held by this process, or by a server that answers for it.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use delta::Epoch;
+use device::{Dir, Disk};
+use extents::Bitmap;
+
+use crate::SourceError;
+use crate::control::{Client, Status, status};
+use crate::history::{Bookmarks, History, Position};
+use crate::source::{Options, Source, open_reader};
+use crate::state::{About, StateDir};
+use crate::view::View;
+
+/// A source, to be copied from.
+pub struct Handle {
+    about: About,
+    place: PathBuf,
+    holder: Holder,
+}
+
+enum Holder {
+    Here(Box<Source>),
+    Server(Client),
+}
+
+impl Handle {
+    /// Reaches the source that a path, or the name of an export, means: through its server if one runs, else by holding it
+    /// in this process. A disk that was never followed becomes a source.
+    pub fn attach(state: &StateDir, what: &str, options: &Options) -> Result<Handle, SourceError> {
+        let known = state.source(what)?;
+        if let Some((place, about)) = &known {
+            if let Some(client) = Client::connect(place)? {
+                return Ok(Handle {
+                    about: about.clone(),
+                    place: place.clone(),
+                    holder: Holder::Server(client),
+                });
+            }
+        }
+        let path = known.as_ref().map_or_else(|| Path::new(what), |(_, about)| &about.path);
+        if !path.exists() {
+            return Err(SourceError::Unknown(match known {
+                Some(_) => format!("source {} is not there any more", path.display()),
+                None => format!(
+                    "there is no source {what}: give the path of an image or device, or the name under which \"dsync \
+                     serve\" serves it"
+                ),
+            }));
+        }
+        let source = match Source::open(state, path, options) {
+            // A server that is just starting holds the lock before it answers.
+            Err(busy @ SourceError::Busy { .. }) => {
+                let place = state.source(what)?.map(|(place, about)| (place, about));
+                for _ in 0..50 {
+                    if let Some((place, about)) = &place {
+                        if let Some(client) = Client::connect(place)? {
+                            let (about, place) = (about.clone(), place.clone());
+                            return Ok(Handle { about, place, holder: Holder::Server(client) });
+                        }
+                    }
+                    std::thread::sleep(std::time::Duration::from_millis(20));
+                }
+                return Err(busy);
+            }
+            other => other?,
+        };
+        let place = source.folder().path().to_path_buf();
+        Ok(Handle { about: source.about().clone(), place, holder: Holder::Here(Box::new(source)) })
+    }
+
+    /// What the source's folder says of it.
+    pub fn about(&self) -> &About {
+        &self.about
+    }
+
+    /// True if a server answers for the source.
+    pub fn is_served(&self) -> bool {
+        matches!(self.holder, Holder::Server(_))
+    }
+
+    /// How the tracker is.
+    pub fn status(&self) -> Result<Status, SourceError> {
+        match &self.holder {
+            Holder::Here(source) => Ok(status(source)),
+            Holder::Server(client) => client.status(),
+        }
+    }
+
+    /// Takes a checkpoint and opens its view; with `held`, takes the view that is open as `@view` instead.
+    pub fn view(&self, held: bool) -> Result<View, SourceError> {
+        match &self.holder {
+            Holder::Here(_) if held => Err(SourceError::Refused(format!(
+                "{} is not served, so no view of it is open: leave --at-view out",
+                self.about.path.display()
+            ))),
+            Holder::Here(source) => source.still_view(&source.checkpoint(false)?),
+            Holder::Server(client) => {
+                let (epoch, size, saved) = client.view(held)?;
+                let disk = open_reader(&self.about.path)?;
+                if disk.len() < size {
+                    return Err(SourceError::Moved(self.about.path.clone()));
+                }
+                Ok(View::new(epoch, disk, size, Some(Arc::new(saved)), client.alive()))
+            }
+        }
+    }
+
+    fn history(&self) -> Result<History, SourceError> {
+        let folder = Dir::open(&self.place).map_err(SourceError::state("open", &self.place))?;
+        History::read(&folder)
+    }
+
+    /// The last epoch of the history.
+    pub fn last_epoch(&self) -> Result<Option<Epoch>, SourceError> {
+        Ok(self.history()?.last())
+    }
+
+    /// The epoch of a number, for `--since`.
+    pub fn epoch(&self, number: u64) -> Result<Option<Epoch>, SourceError> {
+        Ok(self.history()?.by_number(number))
+    }
+
+    /// The size of the source at an epoch.
+    pub fn size_at(&self, epoch: &Epoch) -> Result<Option<u64>, SourceError> {
+        Ok(self.history()?.size_at(epoch))
+    }
+
+    /// The blocks, of the source's block size, that a replica with these positions lacks for the view, and the chain of
+    /// epochs it may stand at.
+    pub fn changes_since(
+        &self,
+        positions: &[Position],
+        view: &View,
+    ) -> Result<(Bitmap, Vec<Epoch>), SourceError> {
+        let block_size = self.about.block_size;
+        if let Some(ahead) = positions.iter().find(|p| p.epoch.number > view.epoch().number) {
+            return Err(SourceError::Refused(format!(
+                "the replica is at epoch {}, the view that is open shows epoch {}: a replica never goes back",
+                ahead.epoch.number,
+                view.epoch().number
+            )));
+        }
+        let changes = Bitmap::new(view.len().div_ceil(u64::from(block_size)));
+        let mut chain = self.history()?.changes_since(positions, block_size, &changes)?;
+        // Epochs that came after the view belong to nobody's delta yet; what they changed is sent from the view, which has
+        // the older content.
+        chain.retain(|e| e.number <= view.epoch().number);
+        Ok((changes, chain))
+    }
+
+    /// What a sync would find now, without taking a checkpoint.
+    pub fn estimate(&self, positions: &[Position]) -> Result<Bitmap, SourceError> {
+        let block_size = self.about.block_size;
+        let size = device::identity(&self.about.path)?.size;
+        let changes = Bitmap::new(size.div_ceil(u64::from(block_size)));
+        self.history()?.changes_since(positions, block_size, &changes)?;
+        match &self.holder {
+            Holder::Here(source) => {
+                if let Some(why) = source.lost() {
+                    return Err(SourceError::Lost {
+                        since: positions.last().map_or(0, |p| p.epoch.number),
+                        why,
+                    });
+                }
+                changes.union_with(&source.dirty())
+            }
+            Holder::Server(client) => {
+                if let Some(why) = client.status()?.lost {
+                    return Err(SourceError::Lost {
+                        since: positions.last().map_or(0, |p| p.epoch.number),
+                        why,
+                    });
+                }
+                client.dirty(&changes)?
+            }
+        }
+        Ok(changes)
+    }
+
+    /// Notes that a replica stands at an epoch now.
+    pub fn acknowledge(&self, replica: &str, epoch: Epoch) -> Result<(), SourceError> {
+        match &self.holder {
+            Holder::Here(source) => source.acknowledge(replica, epoch),
+            Holder::Server(client) => client.acknowledge(replica, epoch),
+        }
+    }
+
+    /// Where replicas were last known to stand.
+    pub fn bookmarks(&self) -> Result<Bookmarks, SourceError> {
+        crate::bookmarks(&self.place)
+    }
+
+    /// Lets the source go, cleanly.
+    pub fn close(self) -> Result<(), SourceError> {
+        match self.holder {
+            Holder::Here(source) => source.close(),
+            Holder::Server(_) => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,407 @@
+//! The history of a source: the changes of each epoch, in one append-only log.
+//!
+//! The log is a sequence of entries, each `[length u32][xxh3 u64][head length u32][head: JSON][changes]`, fsynced one by one. A cut-off
+//! last entry is an epoch that never came to be. Entries that no bookmark needs are dropped, and old neighbours folded into
+//! one, by writing the log anew beside the old and renaming it.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::ops::Range;
+use std::path::PathBuf;
+
+use delta::Epoch;
+use device::{Folder, StateFile};
+use extents::Bitmap;
+use serde::{Deserialize, Serialize};
+
+use crate::SourceError;
+
+const NAME: &str = "history";
+const MAGIC: &[u8; 8] = b"dsynchis";
+const BOOKMARKS: &str = "bookmarks";
+/// Bytes of an entry before its head.
+const PREFIX: usize = 16;
+/// Entries at which the log is tidied, and how many of the newest are then left alone.
+const TIDY_AT: usize = 512;
+const TIDY_KEEPS: usize = 256;
+/// Ids that a folded entry remembers; older ones are forgotten, and a replica there is compared.
+const IDS_KEPT: usize = 4096;
+
+/// One epoch's entry, or several epochs' folded into one.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Head {
+    /// The epochs, ascending; the last one is where the entry ends.
+    epochs: Vec<Epoch>,
+    /// Why the changes are not known; `None` if they are.
+    lost: Option<String>,
+    /// Size in bytes at the end.
+    size: u64,
+    /// Bytes a block.
+    block_size: u32,
+    /// Seconds since 1970 at the end.
+    time: u64,
+}
+
+#[derive(Debug, Clone)]
+struct Entry {
+    head: Head,
+    /// Where the changes lie in the file.
+    changes: Range<u64>,
+}
+
+/// What one entry tells to the outside.
+#[derive(Debug, Clone, Serialize)]
+pub struct EpochInfo {
+    /// The epoch.
+    pub epoch: Epoch,
+    /// Why its changes are not known; `None` if they are.
+    pub lost: Option<String>,
+    /// Size of the source in bytes at its end.
+    pub size: u64,
+    /// Seconds since 1970 at its end.
+    pub time: u64,
+}
+
+/// Where a part of a replica stands: the bytes below `upto` (and above those of the position before) are of `epoch`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Position {
+    /// The epoch.
+    pub epoch: Epoch,
+    /// The first byte after; `u64::MAX` for the rest of the disk.
+    pub upto: u64,
+}
+
+/// The history, read.
+pub struct History {
+    path: PathBuf,
+    file: Box<dyn StateFile>,
+    entries: Vec<Entry>,
+    end: u64,
+}
+
+impl History {
+    /// Reads the history in `folder`; an empty one if there is none. What stands there up to now is enough: a log only grows,
+    /// and is only ever replaced by one that says the same.
+    pub fn read(folder: &dyn Folder) -> Result<History, SourceError> {
+        let path = folder.path().join(NAME);
+        let fail = |what| SourceError::state(what, &path);
+        let file = folder.open(NAME, true).map_err(fail("open"))?;
+        let len = file.len().map_err(fail("read"))?;
+        let mut history = History { path: path.clone(), file, entries: Vec::new(), end: 8 };
+        if len < 8 {
+            return Ok(history);
+        }
+        let mut magic = [0u8; 8];
+        history.file.read_at(0, &mut magic).map_err(fail("read"))?;
+        if &magic != MAGIC {
+            // A log of which not even the beginning reached the disk.
+            if magic == [0; 8] {
+                return Ok(history);
+            }
+            return Err(SourceError::Damaged { path, why: "it is no history".into() });
+        }
+        while let Some((entry, end)) = history.entry_at(history.end, len).map_err(fail("read"))? {
+            history.entries.push(entry);
+            history.end = end;
+        }
+        Ok(history)
+    }
+
+    /// The sound entry at an offset, and where it ends.
+    fn entry_at(&self, at: u64, len: u64) -> io::Result<Option<(Entry, u64)>> {
+        let mut prefix = [0u8; PREFIX];
+        if at + PREFIX as u64 > len {
+            return Ok(None);
+        }
+        self.file.read_at(at, &mut prefix)?;
+        let word = |i: usize| u32::from_le_bytes([prefix[i], prefix[i + 1], prefix[i + 2], prefix[i + 3]]);
+        let (total, head_len) = (u64::from(word(0)), u64::from(word(12)));
+        let sum = u64::from_le_bytes(prefix[4..12].try_into().unwrap_or_default());
+        let end = at + PREFIX as u64 + total;
+        if total == 0 || head_len > total || end > len {
+            return Ok(None);
+        }
+        let mut content = vec![0u8; total as usize];
+        self.file.read_at(at + PREFIX as u64, &mut content)?;
+        if twox_hash::XxHash3_64::oneshot(&content) != sum {
+            return Ok(None);
+        }
+        let Ok(head) = serde_json::from_slice::<Head>(&content[..head_len as usize]) else { return Ok(None) };
+        if head.epochs.is_empty() || !head.block_size.is_power_of_two() {
+            return Ok(None);
+        }
+        Ok(Some((Entry { head, changes: at + PREFIX as u64 + head_len..end }, end)))
+    }
+
+    /// The last epoch.
+    pub fn last(&self) -> Option<Epoch> {
+        self.entries.last().and_then(|e| e.head.epochs.last().copied())
+    }
+
+    /// Every entry, oldest first.
+    pub fn epochs(&self) -> Vec<EpochInfo> {
+        let info = |e: &Entry| {
+            let epoch = e.head.epochs.last().copied()?;
+            Some(EpochInfo { epoch, lost: e.head.lost.clone(), size: e.head.size, time: e.head.time })
+        };
+        self.entries.iter().filter_map(info).collect()
+    }
+
+    /// The size of the source at an epoch.
+    pub fn size_at(&self, epoch: &Epoch) -> Option<u64> {
+        self.entries.iter().find(|e| e.head.epochs.contains(epoch)).map(|e| e.head.size)
+    }
+
+    /// The epoch of a number.
+    pub fn by_number(&self, number: u64) -> Option<Epoch> {
+        self.entries.iter().flat_map(|e| &e.head.epochs).find(|e| e.number == number).copied()
+    }
+
+    /// Bytes of the log.
+    pub fn bytes(&self) -> u64 {
+        self.end
+    }
+
+    /// Appends an epoch; durable on return. After an error the log is as before.
+    pub(crate) fn append(
+        &mut self,
+        epoch: Epoch,
+        lost: Option<String>,
+        size: u64,
+        block_size: u32,
+        changes: &Bitmap,
+    ) -> Result<(), SourceError> {
+        let time =
+            std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs());
+        let head = Head { epochs: vec![epoch], lost, size, block_size, time };
+        let mut encoded = Vec::new();
+        if head.lost.is_none() {
+            changes.encode(&mut encoded);
+        }
+        let bytes = entry_bytes(&head, &encoded).map_err(SourceError::state("write", &self.path))?;
+        let write = |file: &dyn StateFile, end: u64| -> io::Result<()> {
+            if end == 8 {
+                file.write_at(0, MAGIC)?;
+            }
+            file.set_len(end)?;
+            file.write_at(end, &bytes)?;
+            file.sync()
+        };
+        write(&*self.file, self.end).map_err(SourceError::state("write", &self.path))?;
+        let end = self.end + bytes.len() as u64;
+        self.entries.push(Entry { head, changes: end - encoded.len() as u64..end });
+        self.end = end;
+        Ok(())
+    }
+
+    /// Where an epoch stands, as the number of entries up to and with it.
+    fn locate(&self, epoch: &Epoch) -> Result<usize, SourceError> {
+        if let Some(at) = self.entries.iter().position(|e| e.head.epochs.contains(epoch)) {
+            // A replica inside a folded entry may lack all of it.
+            let is_end = self.entries[at].head.epochs.last() == Some(epoch);
+            return Ok(if is_end { at + 1 } else { at });
+        }
+        let last = self.last().map_or(0, |e| e.number);
+        let first = self.entries.first().and_then(|e| e.head.epochs.first()).map_or(0, |e| e.number);
+        if epoch.number > last {
+            return Err(SourceError::Foreign(format!(
+                "the replica is at epoch {}, but this source only knows epochs up to {last}: its state was restored from \
+                 a copy or made anew. Say --adopt to compare everything and go on from here",
+                epoch.number
+            )));
+        }
+        if epoch.number >= first {
+            return Err(SourceError::Foreign(format!(
+                "the replica's epoch {} is not this source's epoch of that number: one of the two is a copy that went its \
+                 own way. Say --adopt to compare everything and go on from here",
+                epoch.number
+            )));
+        }
+        Err(SourceError::Lost {
+            since: epoch.number,
+            why: format!("the history now begins at epoch {first}"),
+        })
+    }
+
+    /// Adds to `into` the blocks that a replica with these positions lacks, and returns the chain of epochs it may stand at:
+    /// from the oldest position to the last epoch. Blocks of `into` have `block_size` bytes and cover the source as it is.
+    ///
+    /// # Errors
+    /// `Lost` where a gap lies between, `Foreign` where a position is not of this source's past.
+    pub fn changes_since(
+        &self,
+        positions: &[Position],
+        block_size: u32,
+        into: &Bitmap,
+    ) -> Result<Vec<Epoch>, SourceError> {
+        let mut oldest = self.entries.len();
+        let mut below = 0;
+        let mut spans = Vec::new();
+        for position in positions {
+            let at = self.locate(&position.epoch)?;
+            oldest = oldest.min(at);
+            spans.push((at, below..position.upto));
+            below = below.max(position.upto);
+        }
+        let since = positions.last().map_or(0, |p| p.epoch.number);
+        let mut chain = Vec::new();
+        // The base stands in the entry before the first that is needed, or inside it.
+        chain.extend(positions.iter().map(|p| p.epoch).min_by_key(|e| e.number));
+        for (index, entry) in self.entries.iter().enumerate().skip(oldest) {
+            if let Some(why) = &entry.head.lost {
+                return Err(SourceError::Lost { since, why: why.clone() });
+            }
+            let base = chain.first().map_or(0, |e| e.number);
+            chain.extend(entry.head.epochs.iter().filter(|e| e.number > base));
+            let wanted: Vec<&Range<u64>> = spans
+                .iter()
+                .filter(|(at, range)| *at <= index && !range.is_empty())
+                .map(|(_, r)| r)
+                .collect();
+            let whole = wanted.iter().any(|r| r.start == 0 && r.end == u64::MAX);
+            let changes = self.changes(entry)?;
+            if entry.head.block_size == block_size && whole && changes.blocks() == into.blocks() {
+                into.union_with(&changes);
+                continue;
+            }
+            let (from, to) = (u64::from(entry.head.block_size), u64::from(block_size));
+            for run in changes.runs() {
+                for range in &wanted {
+                    let start = (run.start * from).max(range.start);
+                    let end =
+                        run.end.saturating_mul(from).min(range.end).min(into.blocks().saturating_mul(to));
+                    if start < end {
+                        into.set(start / to..end.div_ceil(to));
+                    }
+                }
+            }
+        }
+        // What grew since then is new, whatever was written to it.
+        if let (Some(before), Some(now)) = (
+            oldest.checked_sub(1).map(|at| self.entries[at].head.size),
+            self.entries.last().map(|e| e.head.size),
+        ) {
+            if before < now {
+                into.set(
+                    before / u64::from(block_size)..now.div_ceil(u64::from(block_size)).min(into.blocks()),
+                );
+            }
+        }
+        Ok(chain)
+    }
+
+    fn changes(&self, entry: &Entry) -> Result<Bitmap, SourceError> {
+        let mut bytes = vec![0u8; (entry.changes.end - entry.changes.start) as usize];
+        self.file.read_at(entry.changes.start, &mut bytes).map_err(SourceError::state("read", &self.path))?;
+        let changes = Bitmap::new(entry.head.size.div_ceil(u64::from(entry.head.block_size)));
+        changes
+            .decode_into(&bytes)
+            .map_err(|e| SourceError::Damaged { path: self.path.clone(), why: e.to_string() })?;
+        Ok(changes)
+    }
+
+    /// Tidies a long log: what no bookmark needs is dropped, old neighbours are folded. The newest entries always stay, so
+    /// that a replica rolled back a little still finds its epoch.
+    pub(crate) fn tidy(&mut self, folder: &dyn Folder, bookmarks: &Bookmarks) -> Result<(), SourceError> {
+        if self.entries.len() < TIDY_AT {
+            return Ok(());
+        }
+        let old = self.entries.len() - TIDY_KEEPS;
+        let oldest_needed = bookmarks.0.values().map(|b| b.epoch.number).min();
+        let mut kept: Vec<(Head, Vec<u8>)> = Vec::new();
+        for entry in &self.entries[..old] {
+            let number = entry.head.epochs.last().map_or(0, |e| e.number);
+            if oldest_needed.is_some_and(|needed| number < needed) {
+                continue;
+            }
+            let changes = self.changes(entry)?;
+            let folds = kept.last().is_some_and(|(last, _)| {
+                last.lost.is_none()
+                    && entry.head.lost.is_none()
+                    && last.block_size == entry.head.block_size
+                    && last.size <= entry.head.size
+                    && !oldest_needed.is_some_and(|n| last.epochs.iter().any(|e| e.number == n))
+            });
+            if let (true, Some((mut head, before))) = (folds, if folds { kept.pop() } else { None }) {
+                changes
+                    .decode_into(&before)
+                    .map_err(|e| SourceError::Damaged { path: self.path.clone(), why: e.to_string() })?;
+                head.epochs.extend(&entry.head.epochs);
+                let extra = head.epochs.len().saturating_sub(IDS_KEPT);
+                head.epochs.drain(..extra);
+                kept.push((Head { epochs: head.epochs, ..entry.head.clone() }, encoded(&changes)));
+            } else {
+                kept.push((
+                    entry.head.clone(),
+                    if entry.head.lost.is_some() { Vec::new() } else { encoded(&changes) },
+                ));
+            }
+        }
+        let mut content = MAGIC.to_vec();
+        let fail = |e| SourceError::State { what: "write", path: self.path.clone(), error: e };
+        for (head, changes) in kept {
+            content.extend(entry_bytes(&head, &changes).map_err(fail)?);
+        }
+        for entry in &self.entries[old..] {
+            let mut changes = vec![0u8; (entry.changes.end - entry.changes.start) as usize];
+            self.file.read_at(entry.changes.start, &mut changes).map_err(fail)?;
+            content.extend(entry_bytes(&entry.head, &changes).map_err(fail)?);
+        }
+        device::replace(folder, NAME, &content).map_err(fail)?;
+        *self = History::read(folder)?;
+        Ok(())
+    }
+}
+
+fn encoded(changes: &Bitmap) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    changes.encode(&mut bytes);
+    bytes
+}
+
+fn entry_bytes(head: &Head, changes: &[u8]) -> io::Result<Vec<u8>> {
+    let head = serde_json::to_vec(head)?;
+    let total = u32::try_from(head.len() + changes.len())
+        .map_err(|_| io::Error::new(io::ErrorKind::InvalidInput, "an epoch's changes are too large"))?;
+    let mut content = head.clone();
+    content.extend_from_slice(changes);
+    let mut bytes = Vec::with_capacity(PREFIX + content.len());
+    bytes.extend_from_slice(&total.to_le_bytes());
+    bytes.extend_from_slice(&twox_hash::XxHash3_64::oneshot(&content).to_le_bytes());
+    bytes.extend_from_slice(&(head.len() as u32).to_le_bytes());
+    bytes.extend_from_slice(&content);
+    Ok(bytes)
+}
+
+/// An epoch that a replica was last known to stand at.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Bookmark {
+    /// The epoch.
+    pub epoch: Epoch,
+    /// Seconds since 1970 when it was told.
+    pub time: u64,
+}
+
+/// The bookmarks of a source, by the name of the replica.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Bookmarks(pub BTreeMap<String, Bookmark>);
+
+impl Bookmarks {
+    /// Reads the bookmarks in a source's folder.
+    pub fn read(folder: &dyn Folder) -> Result<Bookmarks, SourceError> {
+        crate::state::read_json(folder, BOOKMARKS).map(Option::unwrap_or_default)
+    }
+
+    /// Moves a replica's bookmark; durable on return.
+    pub(crate) fn set(folder: &dyn Folder, replica: &str, epoch: Epoch) -> Result<Bookmarks, SourceError> {
+        let mut bookmarks = Self::read(folder)?;
+        let time =
+            std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs());
+        if bookmarks.0.get(replica).is_some_and(|b| b.epoch == epoch) {
+            return Ok(bookmarks);
+        }
+        bookmarks.0.insert(replica.to_owned(), Bookmark { epoch, time });
+        crate::state::write_json(folder, BOOKMARKS, &bookmarks)?;
+        Ok(bookmarks)
+    }
+}

@@ -1,0 +1,427 @@
+//! A source held by this process: its record, its history, its checkpoints.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, Weak};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use delta::Epoch;
+use device::{Dir, Disk, Folder, Identity};
+use extents::Bitmap;
+use trackers::{Clock, Saved, Served, Settings, TrackedDisk};
+use uuid::Uuid;
+
+use crate::SourceError;
+use crate::history::{Bookmarks, History};
+use crate::stamp::{Boot, Stamp, Verdict};
+use crate::state::{About, FolderLock, StateDir, write_about};
+use crate::view::View;
+
+/// How to open a source.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Bytes a block; `None` leaves the choice to the size of the disk, or to what the record already has.
+    pub block_size: Option<u32>,
+    /// Write past the page cache.
+    pub direct: bool,
+    /// Believe the record of a block device across a stop.
+    pub trust_device: bool,
+    /// A source smaller than its record is meant.
+    pub allow_shrink: bool,
+    /// The most bytes that one view may keep.
+    pub view_limit: u64,
+    /// False leaves the write-intent log out; see [`Settings::intents`].
+    pub intents: bool,
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options {
+            block_size: None,
+            direct: false,
+            trust_device: false,
+            allow_shrink: false,
+            view_limit: Options::VIEW_LIMIT,
+            intents: true,
+        }
+    }
+}
+
+impl Options {
+    /// The default bound on what a view keeps.
+    pub const VIEW_LIMIT: u64 = 16 << 30;
+
+    /// The block size for a disk: 4 KiB, larger where the bitmap would exceed 128 MiB, up to 1 MiB.
+    fn block_size_for(size: u64) -> u32 {
+        let mut block_size = 4096u32;
+        while block_size < 1 << 20 && size / u64::from(block_size) > (128 << 20) * 8 {
+            block_size *= 2;
+        }
+        block_size
+    }
+}
+
+/// What the source must know of the thing that it follows, besides its bytes.
+pub trait Medium: Send + Sync {
+    /// What the thing is now.
+    fn identity(&self) -> Result<Identity, SourceError>;
+    /// The life of the machine.
+    fn boot(&self) -> Boot;
+    /// A second way to the same bytes, for readers: past the page cache.
+    fn reader(&self) -> Result<Arc<dyn Disk>, SourceError>;
+}
+
+/// An image file or a block device at a path.
+struct AtPath(PathBuf);
+
+impl Medium for AtPath {
+    fn identity(&self) -> Result<Identity, SourceError> {
+        Ok(device::identity(&self.0)?)
+    }
+    fn boot(&self) -> Boot {
+        Boot::current()
+    }
+    fn reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
+        open_reader(&self.0)
+    }
+}
+
+pub(crate) fn open_reader(path: &Path) -> Result<Arc<dyn Disk>, SourceError> {
+    Ok(device::open(path, &device::Options { write: false, direct: true, exclusive: false })?)
+}
+
+/// What a checkpoint gave.
+#[derive(Debug, Clone)]
+pub struct Checkpoint {
+    /// The epoch that the source stands at.
+    pub epoch: Epoch,
+    /// What the writers keep for its view, if one was asked for.
+    pub saved: Option<Arc<Saved>>,
+}
+
+/// A source, held. Its lock is free again when this is dropped; [`Source::close`] ends it cleanly.
+pub struct Source {
+    about: About,
+    folder: Arc<dyn Folder>,
+    medium: Box<dyn Medium>,
+    disk: TrackedDisk,
+    view_limit: u64,
+    book: Mutex<Book>,
+    /// The view that readers share under the name `@view`.
+    shared_view: Mutex<Weak<SharedView>>,
+    tending: Option<(Arc<AtomicBool>, JoinHandle<()>)>,
+    locks: Option<(FolderLock, Option<device::ImageLock>)>,
+}
+
+/// What a checkpoint changes, under one lock.
+struct Book {
+    history: History,
+    stamp: Stamp,
+    /// Why what came before the next checkpoint is not known.
+    lost: Option<String>,
+}
+
+/// A view kept open for as long as somebody holds it.
+pub struct SharedView {
+    /// The view.
+    pub view: View,
+    checkpoint: Checkpoint,
+    disk: TrackedDisk,
+}
+
+impl SharedView {
+    /// The checkpoint that it shows.
+    pub fn checkpoint(&self) -> &Checkpoint {
+        &self.checkpoint
+    }
+}
+
+impl Drop for SharedView {
+    fn drop(&mut self) {
+        if let Some(saved) = &self.checkpoint.saved {
+            self.disk.drop_view(saved);
+        }
+    }
+}
+
+impl Source {
+    /// Opens the source at `path`, making its folder in the state directory where it is new. Takes the source's lock.
+    ///
+    /// # Errors
+    /// `Busy` if somebody else holds it.
+    pub fn open(state: &StateDir, path: &Path, options: &Options) -> Result<Source, SourceError> {
+        let path = std::fs::canonicalize(path).map_err(SourceError::state("find", path))?;
+        let identity = device::identity(&path)?;
+        let known = state.source(&path.to_string_lossy())?;
+        let uuid = known.as_ref().map_or_else(Uuid::new_v4, |(_, about)| about.uuid);
+        let place = known.as_ref().map_or_else(|| state.source_folder(uuid), |(place, _)| place.clone());
+        let folder = Dir::open(&place).map_err(SourceError::state("make", &place))?;
+        let lock = match FolderLock::take(&place).map_err(SourceError::state("lock", &place))? {
+            Ok(lock) => lock,
+            Err(holder) => return Err(SourceError::Busy { path, holder }),
+        };
+        let disk =
+            device::open(&path, &device::Options { write: true, direct: options.direct, exclusive: false })?;
+        let image = device::lock_image(&path, device::Access::Write)?;
+        let block_size = match (options.block_size, &known) {
+            (Some(size), _) => size,
+            (None, Some((_, about))) => about.block_size,
+            (None, None) => Options::block_size_for(disk.len()),
+        };
+        if !block_size.is_power_of_two() || !(4096..=1 << 20).contains(&block_size) {
+            return Err(SourceError::Refused(format!(
+                "a block has a power of two bytes from 4K to 1M, not {block_size}"
+            )));
+        }
+        let about = About { version: About::VERSION, uuid, path: path.clone(), identity, block_size };
+        if let Some((_, known)) = &known {
+            if known.version != About::VERSION {
+                return Err(SourceError::Refused(format!(
+                    "the state in {} is of version {}, this program knows {}",
+                    place.display(),
+                    known.version,
+                    About::VERSION
+                )));
+            }
+        }
+        write_about(&folder, &about)?;
+        let mut source = Self::over(about, disk, Arc::new(folder), Box::new(AtPath(path)), options)?;
+        source.locks = Some((lock, Some(image)));
+        Ok(source)
+    }
+
+    /// Opens a source from its parts: the disk, the folder of its state, and what is to know of the medium. Takes no lock.
+    pub fn over(
+        about: About,
+        disk: Arc<dyn Disk>,
+        folder: Arc<dyn Folder>,
+        medium: Box<dyn Medium>,
+        options: &Options,
+    ) -> Result<Source, SourceError> {
+        let history = History::read(&*folder)?;
+        folder.sync().map_err(SourceError::state("sync", folder.path()))?;
+        let identity = medium.identity()?;
+        let boot = medium.boot();
+        let served = Served::open(&*folder).map_err(SourceError::state("open", folder.path()))?.last();
+        let verdict = match Stamp::read(&*folder)? {
+            None if history.last().is_none() => Verdict::New,
+            None => Verdict::Lost("the stamp of the image is gone".into()),
+            Some(stamp) => stamp.verdict(&identity, &boot, served, options.trust_device),
+        };
+        let lost = match &verdict {
+            Verdict::Lost(why) => Some(why.clone()),
+            Verdict::New => Some("the source was not tracked before".into()),
+            Verdict::Trusted { .. } => None,
+        };
+        // Durable before the first write goes through: from here on the stop is an unclean one, and what was lost stays lost
+        // until the history says so.
+        let stamp = Stamp { clean: false, lost: lost.clone(), identity, boot: boot.id };
+        let settings = Settings {
+            block_size: about.block_size,
+            region: Settings::REGION,
+            intents: options.intents,
+            allow_shrink: options.allow_shrink || lost.is_some(),
+        };
+        let (trusted, power_lost) = match verdict {
+            Verdict::Trusted { power_lost } => (true, power_lost),
+            _ => (false, false),
+        };
+        let last = history.last().map_or(0, |e| e.number);
+        if !trusted {
+            stamp.write(&*folder)?;
+        }
+        let disk = TrackedDisk::open(disk, folder.clone(), settings, last, trusted, power_lost)?;
+        // After the records: a power cut before this finds the old stamp and looks at the regions again.
+        stamp.write(&*folder)?;
+        let stop = Arc::new(AtomicBool::new(false));
+        let tending = {
+            let (disk, stop) = (disk.clone(), stop.clone());
+            std::thread::Builder::new()
+                .name("tend".into())
+                .spawn(move || tend(&disk, &stop))
+                .map_err(SourceError::state("start a thread for", folder.path()))?
+        };
+        Ok(Source {
+            about,
+            folder,
+            medium,
+            disk,
+            view_limit: options.view_limit,
+            book: Mutex::new(Book { history, stamp, lost }),
+            shared_view: Mutex::new(Weak::new()),
+            tending: Some((stop, tending)),
+            locks: None,
+        })
+    }
+
+    /// What the source's folder says of it.
+    pub fn about(&self) -> &About {
+        &self.about
+    }
+
+    /// Where the source's state lies.
+    pub fn folder(&self) -> &dyn Folder {
+        &*self.folder
+    }
+
+    /// The disk to write through.
+    pub fn disk(&self) -> &TrackedDisk {
+        &self.disk
+    }
+
+    /// Why what came before the next checkpoint is not known; `None` if it is.
+    pub fn lost(&self) -> Option<String> {
+        self.book().lost.clone()
+    }
+
+    fn book(&self) -> std::sync::MutexGuard<'_, Book> {
+        self.book.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Ends the epoch and begins the next. Where nothing was written since the last one, the source still stands at that
+    /// and no epoch is added. With `view`, what writers overwrite from this moment on is kept until
+    /// [`TrackedDisk::drop_view`].
+    pub fn checkpoint(&self, view: bool) -> Result<Checkpoint, SourceError> {
+        let mut book = self.book();
+        let saved = if view {
+            let saved =
+                Saved::create(self.folder.path(), self.disk.len(), self.about.block_size, self.view_limit)
+                    .map_err(SourceError::state("make a view in", self.folder.path()))?;
+            Some(Arc::new(saved))
+        } else {
+            None
+        };
+        let frozen = self.disk.checkpoint(saved.clone())?;
+        let size = self.disk.len();
+        let same = book.history.last().filter(|last| {
+            book.lost.is_none() && frozen.changes.is_clean() && book.history.size_at(last) == Some(size)
+        });
+        let epoch = match same {
+            Some(last) => last,
+            None => {
+                let epoch = Epoch { number: frozen.number, id: Uuid::new_v4() };
+                let lost = book.lost.clone();
+                let appended = book.history.append(epoch, lost, size, self.about.block_size, &frozen.changes);
+                if let Err(error) = appended {
+                    if let Some(saved) = &saved {
+                        self.disk.drop_view(saved);
+                    }
+                    return Err(error);
+                }
+                epoch
+            }
+        };
+        // The epoch stands: what follows only tidies up, and is done again at the next opening if it fails here.
+        self.disk.release()?;
+        if book.lost.take().is_some() {
+            book.stamp.lost = None;
+            let stamp = book.stamp.clone();
+            stamp.write(&*self.folder)?;
+        }
+        Ok(Checkpoint { epoch, saved })
+    }
+
+    /// The view that readers share as `@view`: the one that is open, else a new one at a checkpoint taken now.
+    pub fn shared_view(&self) -> Result<Arc<SharedView>, SourceError> {
+        let mut slot = self.shared_view.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(open) = slot.upgrade() {
+            return Ok(open);
+        }
+        let checkpoint = self.checkpoint(true)?;
+        let disk = self.medium.reader()?;
+        let view =
+            View::new(checkpoint.epoch, disk, self.disk.len(), checkpoint.saved.clone(), Arc::new(|| Ok(())));
+        let shared = Arc::new(SharedView { view, checkpoint, disk: self.disk.clone() });
+        *slot = Arc::downgrade(&shared);
+        Ok(shared)
+    }
+
+    /// The view open as `@view`, if somebody holds one.
+    pub fn held_view(&self) -> Option<Arc<SharedView>> {
+        self.shared_view.lock().unwrap_or_else(|e| e.into_inner()).upgrade()
+    }
+
+    /// A view for a source that nobody writes while this process holds it: the image itself, and a look at the end whether
+    /// it stayed as it was.
+    pub(crate) fn still_view(&self, checkpoint: &Checkpoint) -> Result<View, SourceError> {
+        let path = self.about.path.clone();
+        let before = self.medium.identity()?;
+        let alive = move || match device::identity(&path) {
+            Ok(now) if now == before || now.is_block() => Ok(()),
+            Ok(_) => Err(io::Error::other(SourceError::Moved(path.clone()).to_string())),
+            Err(e) => Err(io::Error::other(e.to_string())),
+        };
+        Ok(View::new(checkpoint.epoch, self.medium.reader()?, self.disk.len(), None, Arc::new(alive)))
+    }
+
+    /// Reads from the history under this source's lock.
+    pub fn with_history<T>(&self, read: impl FnOnce(&History) -> T) -> T {
+        read(&self.book().history)
+    }
+
+    /// Notes where a replica stands now, and tidies the history by it.
+    pub fn acknowledge(&self, replica: &str, epoch: Epoch) -> Result<(), SourceError> {
+        let mut book = self.book();
+        let bookmarks = Bookmarks::set(&*self.folder, replica, epoch)?;
+        book.history.tidy(&*self.folder, &bookmarks)
+    }
+
+    /// What was written since the last checkpoint.
+    pub fn dirty(&self) -> Bitmap {
+        self.disk.dirty()
+    }
+
+    /// Ends cleanly: the record is durable, and the stamp says that nobody wrote since. To be called when no writer is left.
+    pub fn close(mut self) -> Result<(), SourceError> {
+        self.stop_tending();
+        self.disk.close()?;
+        let mut book = self.book();
+        let mut identity = self.medium.identity()?;
+        // A write that came in the same tick as ours would bear the same time: let the tick pass, then look.
+        let wait = Clock::now().saturating_sub(identity.ctime_ns.max(0) as u64) <= Clock::tick();
+        if wait && !identity.is_block() {
+            std::thread::sleep(Duration::from_nanos(2 * Clock::tick()));
+            identity = self.medium.identity()?;
+        }
+        let stamp = Stamp { clean: true, identity, boot: self.medium.boot().id, ..book.stamp.clone() };
+        book.stamp = stamp.clone();
+        stamp.write(&*self.folder)
+    }
+
+    fn stop_tending(&mut self) {
+        if let Some((stop, thread)) = self.tending.take() {
+            stop.store(true, SeqCst);
+            thread.thread().unpark();
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Source {
+    fn drop(&mut self) {
+        self.stop_tending();
+        // The lock goes last.
+        self.locks.take();
+    }
+}
+
+/// Ticks after which an unwritten region falls idle.
+const IDLE_TICKS: u8 = 10;
+
+fn tend(disk: &TrackedDisk, stop: &AtomicBool) {
+    while !stop.load(SeqCst) {
+        std::thread::park_timeout(Duration::from_secs(1));
+        if !stop.load(SeqCst) {
+            // A sweep that fails leaves more regions active than need be; the next one tries again.
+            let _ = disk.sweep(IDLE_TICKS);
+        }
+    }
+}
+
+/// The bookmarks of a source, read without its lock.
+pub fn bookmarks(folder: &Path) -> Result<Bookmarks, SourceError> {
+    let folder = Dir::open(folder).map_err(SourceError::state("open", folder))?;
+    Bookmarks::read(&folder)
+}

@@ -1,0 +1,115 @@
+//! Whether the image is as its record says: a stamp taken when the last writer left, and compared before the record is
+//! believed again.
+
+use device::{Folder, Identity};
+use serde::{Deserialize, Serialize};
+use trackers::Clock;
+
+use crate::SourceError;
+
+const NAME: &str = "stamp";
+
+/// What was known of the image when its record was last in order.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Stamp {
+    /// The record was closed; while a source is open this is false.
+    pub clean: bool,
+    /// Why knowledge was lost and no checkpoint has come since; to be written into the history as a gap.
+    pub lost: Option<String>,
+    /// The image at that moment.
+    pub identity: Identity,
+    /// The kernel's life in which the stamp was taken.
+    pub boot: String,
+}
+
+/// The machine's life, as far as stamps need it.
+#[derive(Debug, Clone)]
+pub struct Boot {
+    /// A name that no other boot has.
+    pub id: String,
+    /// Nanoseconds since 1970 when it began.
+    pub began: u64,
+}
+
+impl Boot {
+    /// This one.
+    pub fn current() -> Boot {
+        let id =
+            std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned();
+        let stat = std::fs::read_to_string("/proc/stat").unwrap_or_default();
+        let began =
+            stat.lines().find_map(|l| l.strip_prefix("btime ")).and_then(|t| t.trim().parse::<u64>().ok());
+        Boot { id, began: began.unwrap_or(0).saturating_mul(1_000_000_000) }
+    }
+}
+
+/// How late a durable note of the last served write may be, in nanoseconds: it is written about every second.
+const LATE: u64 = 10_000_000_000;
+
+/// What a look at the stamp tells.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    /// There is no record yet.
+    New,
+    /// The record holds.
+    Trusted { power_lost: bool },
+    /// It does not.
+    Lost(String),
+}
+
+impl Stamp {
+    pub fn read(folder: &dyn Folder) -> Result<Option<Stamp>, SourceError> {
+        crate::state::read_json(folder, NAME)
+    }
+
+    pub fn write(&self, folder: &dyn Folder) -> Result<(), SourceError> {
+        crate::state::write_json(folder, NAME, self)
+    }
+
+    /// Whether the record that this stamp was taken of can be believed for the image as it is. `served` is the time of the
+    /// last write that went through the tracker.
+    pub fn verdict(&self, now: &Identity, boot: &Boot, served: u64, trust_device: bool) -> Verdict {
+        if let Some(why) = &self.lost {
+            return Verdict::Lost(why.clone());
+        }
+        if !self.identity.same_object(now) {
+            return Verdict::Lost("another file or device has taken its place".into());
+        }
+        let same_boot = !boot.id.is_empty() && self.boot == boot.id;
+        if now.is_block() {
+            return if !trust_device {
+                Verdict::Lost(
+                    "a block device may have been written while nobody served it (say --trust-device if it was not)".into(),
+                )
+            } else {
+                Verdict::Trusted { power_lost: !self.clean && !same_boot }
+            };
+        }
+        if self.clean {
+            return if self.identity == *now {
+                Verdict::Trusted { power_lost: false }
+            } else {
+                Verdict::Lost("the image was changed while nobody served it".into())
+            };
+        }
+        if self.identity.size != now.size {
+            return Verdict::Lost("the image was resized while nobody served it".into());
+        }
+        // An unclean stop: the last write to the image must have been one of ours. Its time is noted just before it goes
+        // down, in memory that outlives the process but not the kernel.
+        let changed = now.ctime_ns.max(0) as u64;
+        let untouched = self.identity.ctime_ns == now.ctime_ns;
+        if same_boot {
+            if untouched || changed <= served.saturating_add(Clock::tick()) {
+                return Verdict::Trusted { power_lost: false };
+            }
+            return Verdict::Lost(
+                "after its server was killed, the image was changed by another program".into(),
+            );
+        }
+        if untouched || (changed <= served.saturating_add(LATE) && changed < boot.began) {
+            return Verdict::Trusted { power_lost: true };
+        }
+        Verdict::Lost("after the power cut, the image was changed by another program".into())
+    }
+}

@@ -1,0 +1,164 @@
+//! Views: the source as it was at a checkpoint, as a disk that only reads.
+
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+use delta::Epoch;
+use device::{Disk, Done, Kind, Queue, Request};
+use extents::Bitmap;
+use trackers::Saved;
+
+/// Tells whether what keeps a view exact is still at work.
+pub(crate) type Alive = Arc<dyn Fn() -> io::Result<()> + Send + Sync>;
+
+/// The source as it was at a checkpoint.
+#[derive(Clone)]
+pub struct View {
+    epoch: Epoch,
+    disk: Arc<dyn Disk>,
+    size: u64,
+    saved: Option<Arc<Saved>>,
+    alive: Alive,
+}
+
+impl View {
+    pub(crate) fn new(
+        epoch: Epoch,
+        disk: Arc<dyn Disk>,
+        size: u64,
+        saved: Option<Arc<Saved>>,
+        alive: Alive,
+    ) -> View {
+        View { epoch, disk, size, saved, alive }
+    }
+
+    /// The checkpoint that it shows.
+    pub fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
+    /// Tells that only these blocks will be read: the writer need not keep others.
+    pub fn narrow(&self, blocks: &Bitmap) {
+        if let Some(saved) = &self.saved {
+            saved.narrow(blocks);
+        }
+    }
+
+    /// Tells that everything below this offset has been read for good.
+    pub fn taken(&self, offset: u64) {
+        if let Some(saved) = &self.saved {
+            saved.taken(offset / u64::from(saved.block_size()));
+        }
+    }
+
+    /// Bytes that the writer had to keep for this view so far.
+    pub fn kept_bytes(&self) -> u64 {
+        self.saved.as_ref().map_or(0, |s| s.kept_bytes())
+    }
+
+    /// Says whether everything read so far was exact: to be asked before what was read is declared whole.
+    pub fn verify(&self) -> io::Result<()> {
+        (self.alive)()
+    }
+
+    /// Turns what was read from the image into what the view shows.
+    fn mend(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        match &self.saved {
+            Some(saved) => saved.mend(offset, buf),
+            None => Ok(()),
+        }
+    }
+}
+
+fn read_only() -> io::Error {
+    io::Error::new(io::ErrorKind::PermissionDenied, "a view is read-only")
+}
+
+impl Disk for View {
+    fn len(&self) -> u64 {
+        self.size
+    }
+    fn align(&self) -> u32 {
+        self.disk.align()
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.disk.read_at(offset, buf)?;
+        self.mend(offset, buf)?;
+        self.verify()
+    }
+    fn write_at(&self, _offset: u64, _buf: &[u8]) -> io::Result<()> {
+        Err(read_only())
+    }
+    fn zero(&self, _offset: u64, _len: u64, _unmap: bool, _fast: bool) -> io::Result<()> {
+        Err(read_only())
+    }
+    fn discard(&self, _offset: u64, _len: u64) -> io::Result<()> {
+        Err(read_only())
+    }
+    fn flush(&self) -> io::Result<()> {
+        Ok(())
+    }
+    fn prefetch(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.disk.prefetch(offset, len)
+    }
+    /// The image is asked first, the kept blocks after: a hole that the writer fills or makes in between was kept before.
+    fn allocated(&self, from: u64) -> io::Result<Option<Range<u64>>> {
+        let image = self.disk.allocated(from)?.filter(|run| run.start < self.size);
+        let kept = self.saved.as_ref().and_then(|s| s.next_kept(from));
+        self.verify()?;
+        Ok(match (image, kept) {
+            // Overlapping runs are given as one, up to where the first ends: the next call finds the rest.
+            (Some(a), Some(b)) if a.start <= b.start => Some(a.start..a.end.min(self.size)),
+            (_, Some(b)) => Some(b),
+            (Some(a), None) => Some(a.start..a.end.min(self.size)),
+            (None, None) => None,
+        })
+    }
+    fn queue(self: Arc<Self>, depth: u32) -> io::Result<Box<dyn Queue>> {
+        Ok(Box::new(ViewQueue { inner: self.disk.clone().queue(depth)?, view: self }))
+    }
+}
+
+struct ViewQueue {
+    inner: Box<dyn Queue>,
+    view: Arc<View>,
+}
+
+impl ViewQueue {
+    fn mend(&self, done: &mut Done) -> io::Result<()> {
+        let Request { pieces, buf, .. } = &mut done.request;
+        let mut at = 0;
+        for piece in pieces.iter() {
+            let end = at + piece.len as usize;
+            self.view.mend(piece.offset, &mut buf[at..end])?;
+            at = end;
+        }
+        self.view.verify()
+    }
+}
+
+impl Queue for ViewQueue {
+    fn submit(&mut self, request: Request) {
+        self.inner.submit(request)
+    }
+    fn start(&mut self) {
+        self.inner.start()
+    }
+    fn complete(&mut self, wait: bool) -> Option<Done> {
+        let mut done = self.inner.complete(wait)?;
+        match done.request.kind {
+            Kind::Read if done.result.is_ok() => done.result = self.mend(&mut done),
+            Kind::Read | Kind::Flush => {}
+            // Views are only handed to readers, and the disk beneath is opened for reading alone.
+            _ => done.result = Err(read_only()),
+        }
+        Some(done)
+    }
+    fn in_flight(&self) -> usize {
+        self.inner.in_flight()
+    }
+    fn wait_fd(&self) -> Option<std::os::fd::BorrowedFd<'_>> {
+        self.inner.wait_fd()
+    }
+}

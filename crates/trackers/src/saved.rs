@@ -1,0 +1,279 @@
+//! What an open view needs and has kept: a map shared between the server that writes and the process that reads the view.
+//!
+//! Before a write overwrites a block that a view still needs, the old content goes to the view's file, at the block's own
+//! offset, then the block's bit is set, then the write goes on. A reader reads the image first and looks at the bit *after*:
+//! if it is clear, no write to the block had begun when the image was read.
+//!
+//! The map lives in memory shared by descriptor, the saved data in a file without a name: when both processes are gone,
+//! so is the view.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Mutex;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
+
+use device::{Disk, Mapping};
+use extents::Bitmap;
+use rustix::fs::{MemfdFlags, Mode, OFlags};
+
+use crate::record::{Section, raise};
+
+const MAGIC: u64 = u64::from_le_bytes(*b"dsyncvew");
+const HEAD_WORDS: usize = 512;
+/// Words of the head.
+const BROKEN: usize = 4;
+const NARROWED: usize = 5;
+const TAKEN: usize = 6;
+const KEPT: usize = 7;
+
+/// Writers to the same block must not both save it: the later one would save the earlier one's data. A lock for each
+/// stripe of 1 MiB, by turns.
+const STRIPES: usize = 64;
+const STRIPE: u64 = 1 << 20;
+
+/// The shared side of one view.
+pub struct Saved {
+    map: File,
+    head: Mapping,
+    size: u64,
+    block_size: u32,
+    limit: u64,
+    data: File,
+    needed: Bitmap<Section>,
+    kept: Bitmap<Section>,
+    locks: Vec<Mutex<()>>,
+}
+
+/// What another process needs to read the view: descriptors to pass over a socket.
+#[derive(Debug)]
+pub struct SavedParts {
+    /// The shared map.
+    pub map: OwnedFd,
+    /// The saved data.
+    pub data: OwnedFd,
+}
+
+impl Saved {
+    /// A view of a disk of `size` bytes that needs everything, and may keep up to `limit` bytes in a file in `folder`.
+    pub fn create(folder: &Path, size: u64, block_size: u32, limit: u64) -> io::Result<Saved> {
+        let blocks = size.div_ceil(u64::from(block_size));
+        let words = Bitmap::<Section>::words(blocks) as usize;
+        let map = File::from(rustix::fs::memfd_create("dsync-view", MemfdFlags::CLOEXEC)?);
+        map.set_len(((HEAD_WORDS + 2 * words) * 8) as u64)?;
+        let data = match rustix::fs::open(
+            folder,
+            OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC,
+            Mode::RUSR | Mode::WUSR,
+        ) {
+            Ok(fd) => File::from(fd),
+            Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::ISDIR) => {
+                let path = folder.join(format!("view-{}", std::process::id()));
+                let file = File::options().read(true).write(true).create(true).truncate(true).open(&path)?;
+                std::fs::remove_file(&path)?;
+                file
+            }
+            Err(e) => return Err(e.into()),
+        };
+        data.set_len(size)?;
+        let head = Mapping::new(&map, ((HEAD_WORDS + 2 * words) * 8) as u64)?;
+        for (at, word) in [MAGIC, size, u64::from(block_size), limit].into_iter().enumerate() {
+            head[at].store(word, Relaxed);
+        }
+        Self::over(map, head, data)
+    }
+
+    /// The view that another process keeps.
+    pub fn from_parts(parts: SavedParts) -> io::Result<Saved> {
+        let map = File::from(parts.map);
+        let len = map.metadata()?.len();
+        let head = Mapping::new(&map, len & !7)?;
+        Self::over(map, head, File::from(parts.data))
+    }
+
+    fn over(map: File, head: Mapping, data: File) -> io::Result<Saved> {
+        let bad = || {
+            io::Error::new(io::ErrorKind::InvalidData, "not a view's map: the server is of another version")
+        };
+        if head.len() < HEAD_WORDS || head[0].load(Relaxed) != MAGIC {
+            return Err(bad());
+        }
+        let (size, limit) = (head[1].load(Relaxed), head[3].load(Relaxed));
+        let block_size = u32::try_from(head[2].load(Relaxed)).map_err(|_| bad())?;
+        if !block_size.is_power_of_two() {
+            return Err(bad());
+        }
+        let blocks = size.div_ceil(u64::from(block_size));
+        let words = Bitmap::<Section>::words(blocks) as usize;
+        if head.len() < HEAD_WORDS + 2 * words {
+            return Err(bad());
+        }
+        let section = |at: usize| {
+            let first = HEAD_WORDS + at * words;
+            Bitmap::over(Section::new(&head, first..first + words), blocks).map_err(|_| bad())
+        };
+        let (needed, kept) = (section(0)?, section(1)?);
+        let locks = (0..STRIPES).map(|_| Mutex::new(())).collect();
+        Ok(Saved { map, head, size, block_size, limit, data, needed, kept, locks })
+    }
+
+    /// Descriptors for another process.
+    pub fn parts(&self) -> io::Result<SavedParts> {
+        Ok(SavedParts {
+            map: self.map.as_fd().try_clone_to_owned()?,
+            data: self.data.as_fd().try_clone_to_owned()?,
+        })
+    }
+
+    /// Size in bytes of the disk at the view's moment.
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Bytes a block.
+    pub fn block_size(&self) -> u32 {
+        self.block_size
+    }
+
+    /// Bytes kept so far.
+    pub fn kept_bytes(&self) -> u64 {
+        self.head[KEPT].load(Relaxed)
+    }
+
+    /// The most bytes that may be kept.
+    pub fn limit(&self) -> u64 {
+        self.limit
+    }
+
+    /// True once the view could not keep what it needed. What was read before this turned true is sound.
+    pub fn is_broken(&self) -> bool {
+        self.head[BROKEN].load(SeqCst) != 0
+    }
+
+    /// Gives the view up. Ordered before the write that was not saved, and looked at after every read.
+    pub fn give_up(&self) {
+        self.head[BROKEN].store(1, SeqCst);
+    }
+
+    /// Tells that only these blocks are needed. May be told at any time: until then everything is kept.
+    pub fn narrow(&self, blocks: &Bitmap) {
+        self.needed.union_with(blocks);
+        self.head[NARROWED].store(1, Release);
+    }
+
+    /// Tells that blocks below this one have been taken and need not be kept any more. Only rises.
+    pub fn taken(&self, block: u64) {
+        raise(&self.head[TAKEN], block);
+    }
+
+    fn blocks_of(&self, offset: u64, len: u64) -> Range<u64> {
+        let shift = self.block_size.trailing_zeros();
+        offset >> shift..((offset + len - 1) >> shift) + 1
+    }
+
+    fn bytes_of(&self, blocks: &Range<u64>) -> Range<u64> {
+        let bs = u64::from(self.block_size);
+        blocks.start * bs..(blocks.end * bs).min(self.size)
+    }
+
+    /// Keeps what the view needs of a byte range that is about to be overwritten on `disk`. Never fails: a view that can't
+    /// keep its data is given up, the writer goes on.
+    pub(crate) fn keep(&self, disk: &dyn Disk, offset: u64, len: u64) {
+        if self.is_broken() || offset >= self.size || len == 0 {
+            return;
+        }
+        let all = self.blocks_of(offset, len.min(self.size - offset));
+        let narrowed = self.head[NARROWED].load(Acquire) != 0;
+        let first = all.start.max(self.head[TAKEN].load(Relaxed));
+        let per_stripe = (STRIPE / u64::from(self.block_size)).max(1);
+        let mut at = first;
+        while at < all.end {
+            let end = ((at / per_stripe + 1) * per_stripe).min(all.end);
+            if self.kept.all(at..end) || (narrowed && !self.needed.any(at..end)) {
+                at = end;
+                continue;
+            }
+            let lock = &self.locks[(at / per_stripe) as usize % STRIPES];
+            let _held = lock.lock().unwrap_or_else(|e| e.into_inner());
+            if let Err(_full) = self.keep_stripe(disk, at..end, narrowed) {
+                self.give_up();
+                return;
+            }
+            at = end;
+        }
+    }
+
+    /// Keeps one stripe's part, its lock held.
+    fn keep_stripe(&self, disk: &dyn Disk, blocks: Range<u64>, narrowed: bool) -> io::Result<()> {
+        let wanted = |b: u64| !self.kept.get(b) && (!narrowed || self.needed.get(b));
+        let mut at = blocks.start;
+        while at < blocks.end {
+            if !wanted(at) {
+                at += 1;
+                continue;
+            }
+            let mut end = at + 1;
+            while end < blocks.end && wanted(end) {
+                end += 1;
+            }
+            let bytes = self.bytes_of(&(at..end));
+            let len = bytes.end - bytes.start;
+            if self.head[KEPT].fetch_add(len, Relaxed) + len > self.limit {
+                return Err(io::ErrorKind::StorageFull.into());
+            }
+            let mut old = vec![0u8; len as usize];
+            disk.read_at(bytes.start, &mut old)?;
+            if old.iter().any(|b| *b != 0) {
+                // A block of zeroes needs no place: the file has a hole there.
+                self.data.write_all_at(&old, bytes.start)?;
+            }
+            // Release: whoever sees the bit sees the data in the file.
+            self.kept.set(at..end);
+            at = end;
+        }
+        Ok(())
+    }
+
+    /// Mends what was read from the image: blocks overwritten since the view's moment come from the kept copy.
+    /// To be called *after* the image was read.
+    pub fn mend(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        if buf.is_empty() {
+            return Ok(());
+        }
+        let end = offset + buf.len() as u64;
+        for run in self.kept.runs_in(self.blocks_of(offset, buf.len() as u64)) {
+            let bytes = self.bytes_of(&run);
+            let (from, to) = (bytes.start.max(offset), bytes.end.min(end));
+            if from < to {
+                self.data.read_exact_at(&mut buf[(from - offset) as usize..(to - offset) as usize], from)?;
+            }
+        }
+        // Looked at last: a view that broke while we read may have let a write through.
+        if self.is_broken() {
+            return Err(io::Error::other(format!(
+                "the view is broken: the disk was overwritten faster than it was read, and the {} bytes that may be kept \
+                 for it (--view-limit of \"dsync serve\", or the room in the state directory) were not enough",
+                self.limit
+            )));
+        }
+        Ok(())
+    }
+
+    /// The first kept run of bytes at or after `from`: there the image's holes say nothing about the view.
+    pub fn next_kept(&self, from: u64) -> Option<Range<u64>> {
+        let blocks = self.size.div_ceil(u64::from(self.block_size));
+        let shift = self.block_size.trailing_zeros();
+        let run = self.kept.runs_in(from >> shift..blocks).next()?;
+        let bytes = self.bytes_of(&run);
+        Some(bytes.start.max(from)..bytes.end)
+    }
+}
+
+impl std::fmt::Debug for Saved {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Saved({} bytes kept)", self.kept_bytes())
+    }
+}

@@ -1,0 +1,505 @@
+//! The embedded tracker: a disk that writes down what is written through it.
+//!
+//! A write: its regions' intent durable → inside the gate: what open views need is kept, the bits are set → the data goes
+//! down → the gate is left → the answer. A checkpoint publishes a fresh record (and perhaps a new view) and drains the gate:
+//! then every write marked in the old record has landed, and every later one is marked in the new record and keeps its
+//! blocks for the view.
+
+use std::collections::VecDeque;
+use std::io;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, RwLock};
+
+use device::{Disk, Done, Folder, Kind, Piece, Queue, Request};
+use extents::Bitmap;
+
+use crate::gate::Gate;
+use crate::intent::Intents;
+use crate::record::Record;
+use crate::saved::Saved;
+use crate::served::Served;
+
+/// What can be wrong with a record.
+#[derive(Debug, thiserror::Error)]
+pub enum TrackError {
+    /// The source became smaller.
+    #[error("the source shrank from {was} to {is} bytes: say --allow-shrink if that is meant")]
+    Shrunk {
+        /// Size in bytes that the record knows.
+        was: u64,
+        /// Size now.
+        is: u64,
+    },
+    /// The state directory failed.
+    #[error("{what} in {}: {error}", place.display())]
+    State {
+        /// What was tried.
+        what: &'static str,
+        /// The folder.
+        place: std::path::PathBuf,
+        /// What the system said.
+        error: io::Error,
+    },
+}
+
+/// How to track.
+#[derive(Debug, Clone, Copy)]
+pub struct Settings {
+    /// Bytes a block: a power of two from 4096 to 1 MiB.
+    pub block_size: u32,
+    /// Bytes a region of the write-intent log.
+    pub region: u64,
+    /// False leaves the write-intent log out: then a power cut loses bits. Only for measuring what the log costs, and for
+    /// the test that shows what it is for.
+    pub intents: bool,
+    /// A smaller disk than the record knows is meant.
+    pub allow_shrink: bool,
+}
+
+impl Settings {
+    /// Bytes a region of the write-intent log.
+    pub const REGION: u64 = 16 << 20;
+}
+
+/// What the writers work with; replaced whole.
+struct Current {
+    record: Arc<Record>,
+    views: Vec<Arc<Saved>>,
+}
+
+struct Shared {
+    disk: Arc<dyn Disk>,
+    folder: Arc<dyn Folder>,
+    settings: Settings,
+    gate: Gate,
+    intents: Intents,
+    served: Served,
+    current: RwLock<Arc<Current>>,
+    /// Counts the replacements of `current`, so that a queue need not take the lock for each write.
+    version: AtomicU64,
+    /// Records swapped out and not yet released.
+    frozen: Mutex<Vec<Arc<Record>>>,
+}
+
+/// A disk whose writes are recorded.
+#[derive(Clone)]
+pub struct TrackedDisk {
+    shared: Arc<Shared>,
+}
+
+/// What a checkpoint froze.
+#[derive(Debug)]
+pub struct Frozen {
+    /// The number of the epoch that ends here: above that of every record in it.
+    pub number: u64,
+    /// Blocks changed since what was released last.
+    pub changes: Bitmap,
+    /// The view of this moment, if one was asked for.
+    pub view: Option<Arc<Saved>>,
+}
+
+impl TrackedDisk {
+    /// Opens the records in `folder` that come after `last_epoch`, as left by an earlier run, and goes on recording.
+    /// `trusted` is false where what the folder holds can't be trusted: then everything before is forgotten (and the caller
+    /// writes a gap into the history). `power_lost` says that the kernel has been away since: then what was active is dirty.
+    pub fn open(
+        disk: Arc<dyn Disk>,
+        folder: Arc<dyn Folder>,
+        settings: Settings,
+        last_epoch: u64,
+        trusted: bool,
+        power_lost: bool,
+    ) -> Result<TrackedDisk, TrackError> {
+        let place = folder.path().to_path_buf();
+        let state = |what| {
+            let place = place.clone();
+            move |error| TrackError::State { what, place: place.clone(), error }
+        };
+        let size = disk.len();
+        let mut old = Vec::new();
+        let numbers = Record::list(&*folder).map_err(state("can't list the records"))?;
+        for number in &numbers {
+            if trusted && *number > last_epoch {
+                old.extend(Record::open(&*folder, *number).map_err(state("can't open a record"))?);
+            }
+        }
+        let was = old.iter().map(Record::size).max();
+        if let Some(was) = was.filter(|was| *was > size && !settings.allow_shrink) {
+            return Err(TrackError::Shrunk { was, is: size });
+        }
+        let number = numbers.last().copied().unwrap_or(0).max(last_epoch) + 1;
+        let record = Record::create(&*folder, number, size, settings.block_size)
+            .map_err(state("can't make a record"))?;
+        for earlier in &old {
+            record.absorb(earlier);
+        }
+        if let Some(was) = was.filter(|was| *was < size) {
+            record.mark(was, size - was);
+        }
+        if trusted && power_lost && !old.is_empty() {
+            match Intents::left_active(&*folder).map_err(state("can't read the write-intent log"))? {
+                Some(active) if settings.intents => active.iter().for_each(|r| {
+                    let end = r.end.min(size);
+                    record.mark(r.start, end.saturating_sub(r.start))
+                }),
+                Some(_) => {}
+                None => record.mark(0, size),
+            }
+        }
+        // The order matters: what the old files say stands in the new record, durably, before they go.
+        record.sync().map_err(state("can't write a record"))?;
+        for number in &numbers {
+            Record::remove(&*folder, *number).map_err(state("can't remove a record"))?;
+        }
+        folder.sync().map_err(state("can't sync the folder"))?;
+        let intents = Intents::create(&*folder, size, settings.region, settings.intents)
+            .map_err(state("can't make the write-intent log"))?;
+        let served = Served::open(&*folder).map_err(state("can't make the stamp of the last write"))?;
+        Ok(TrackedDisk {
+            shared: Arc::new(Shared {
+                disk,
+                folder,
+                settings,
+                gate: Gate::default(),
+                intents,
+                served,
+                current: RwLock::new(Arc::new(Current { record: Arc::new(record), views: Vec::new() })),
+                version: AtomicU64::new(1),
+                frozen: Mutex::new(Vec::new()),
+            }),
+        })
+    }
+
+    /// Ends the record and begins the next, atomically for the writers; waits for the writes in flight; makes the source
+    /// durable. What was frozen stays on disk, and is part of every later answer, until [`TrackedDisk::release`].
+    pub fn checkpoint(&self, view: Option<Arc<Saved>>) -> Result<Frozen, TrackError> {
+        let s = &self.shared;
+        // Held throughout: one checkpoint at a time.
+        let mut frozen = s.frozen.lock().unwrap_or_else(|e| e.into_inner());
+        let number = self.record().number() + 1;
+        let next = Record::create(&*s.folder, number, s.disk.len(), s.settings.block_size)
+            .map_err(|e| self.state("can't make a record", e))?;
+        let last = {
+            let mut current = s.current.write().unwrap_or_else(|e| e.into_inner());
+            let mut views = current.views.clone();
+            views.extend(view.clone());
+            let last = current.record.clone();
+            *current = Arc::new(Current { record: Arc::new(next), views });
+            s.version.fetch_add(1, SeqCst);
+            last
+        };
+        frozen.push(last.clone());
+        s.gate.drain();
+        let done = last
+            .sync()
+            .map_err(|e| self.state("can't write a record", e))
+            .and_then(|()| s.disk.flush().map_err(|e| self.state("can't flush the source; state", e)));
+        if let Err(error) = done {
+            if let Some(view) = view {
+                self.drop_view(&view);
+            }
+            return Err(error);
+        }
+        let changes = Bitmap::new(s.disk.len().div_ceil(u64::from(s.settings.block_size)));
+        for record in frozen.iter() {
+            record.add_to(&changes);
+        }
+        Ok(Frozen { number: last.number(), changes, view })
+    }
+
+    /// Forgets what is frozen: it stands in the history now.
+    pub fn release(&self) -> Result<(), TrackError> {
+        let s = &self.shared;
+        let mut frozen = s.frozen.lock().unwrap_or_else(|e| e.into_inner());
+        for record in frozen.iter() {
+            Record::remove(&*s.folder, record.number())
+                .map_err(|e| self.state("can't remove a record", e))?;
+        }
+        // Not synced: a record that comes back after a power cut has a number that the history knows, and is removed then.
+        frozen.clear();
+        Ok(())
+    }
+
+    /// Ends a view: from now on nothing is kept for it.
+    pub fn drop_view(&self, view: &Arc<Saved>) {
+        let s = &self.shared;
+        let mut current = s.current.write().unwrap_or_else(|e| e.into_inner());
+        let views = current.views.iter().filter(|v| !Arc::ptr_eq(v, view)).cloned().collect();
+        *current = Arc::new(Current { record: current.record.clone(), views });
+        s.version.fetch_add(1, SeqCst);
+    }
+
+    /// Views open now.
+    pub fn views(&self) -> Vec<Arc<Saved>> {
+        self.current().views.clone()
+    }
+
+    /// The record being written.
+    pub fn record(&self) -> Arc<Record> {
+        self.current().record.clone()
+    }
+
+    /// Blocks written since what was released last, at this moment.
+    pub fn dirty(&self) -> Bitmap {
+        let s = &self.shared;
+        let frozen = s.frozen.lock().unwrap_or_else(|e| e.into_inner());
+        let dirty = Bitmap::new(s.disk.len().div_ceil(u64::from(s.settings.block_size)));
+        for record in frozen.iter() {
+            record.add_to(&dirty);
+        }
+        self.record().add_to(&dirty);
+        dirty
+    }
+
+    /// Housekeeping, to be called about once a second: lets regions fall idle that were not written for `age` calls, and
+    /// makes the stamp of the last write durable.
+    pub fn sweep(&self, age: u8) -> Result<(), TrackError> {
+        let s = &self.shared;
+        s.intents
+            .sweep(age, &s.gate, || self.sync_records())
+            .and_then(|()| s.served.sync())
+            .map_err(|e| self.state("can't tend the write-intent log", e))
+    }
+
+    /// The clean end: flushes the disk, makes every bit durable and drops all intents. No write may come after.
+    pub fn close(&self) -> Result<(), TrackError> {
+        let s = &self.shared;
+        s.gate.drain();
+        s.disk.flush().map_err(|e| self.state("can't flush the source; state", e))?;
+        self.sync_records().map_err(|e| self.state("can't write a record", e))?;
+        s.intents
+            .sweep(0, &s.gate, || Ok(()))
+            .and_then(|()| s.served.sync())
+            .map_err(|e| self.state("can't drop the write-intent log", e))
+    }
+
+    /// Regions that a power cut now would make dirty, and bytes a region.
+    pub fn active_regions(&self) -> (u64, u64) {
+        (self.shared.intents.active(), self.shared.intents.region())
+    }
+
+    /// Bytes a block.
+    pub fn block_size(&self) -> u32 {
+        self.shared.settings.block_size
+    }
+
+    /// The disk beneath.
+    pub fn inner(&self) -> &Arc<dyn Disk> {
+        &self.shared.disk
+    }
+
+    fn sync_records(&self) -> io::Result<()> {
+        // The lock keeps a checkpoint from moving a record from current to frozen between the two looks.
+        let frozen = self.shared.frozen.try_lock();
+        match frozen {
+            Ok(frozen) => {
+                for record in frozen.iter() {
+                    record.sync()?;
+                }
+                self.record().sync()
+            }
+            // A checkpoint is under way and will sync the record that it freezes; this sweep can wait for the next tick.
+            Err(_) => Err(io::ErrorKind::WouldBlock.into()),
+        }
+    }
+
+    fn current(&self) -> Arc<Current> {
+        self.shared.current.read().unwrap_or_else(|e| e.into_inner()).clone()
+    }
+
+    fn state(&self, what: &'static str, error: io::Error) -> TrackError {
+        TrackError::State { what, place: self.shared.folder.path().to_path_buf(), error }
+    }
+}
+
+impl Shared {
+    /// Lets a change of the given ranges in. Returns the side of the gate to leave by.
+    fn begin(&self, pieces: &[Piece], seat: &mut Seat) -> io::Result<usize> {
+        loop {
+            let side = self.gate.enter();
+            let idle = pieces.iter().find(|p| !self.intents.covers(p.offset, p.len));
+            let Some(idle) = idle else {
+                let current = seat.current(self);
+                for view in &current.views {
+                    for piece in pieces {
+                        view.keep(&*self.disk, piece.offset, piece.len);
+                    }
+                }
+                for piece in pieces {
+                    current.record.mark(piece.offset, piece.len);
+                }
+                self.served.note();
+                return Ok(side);
+            };
+            // The log is written outside the gate: its sweep drains the gate while it holds the log.
+            self.gate.leave(side);
+            self.intents.activate(idle.offset, idle.len).map_err(|e| {
+                let place = self.folder.path().display();
+                io::Error::new(e.kind(), format!("can't log the intent to write in {place}: {e}"))
+            })?;
+        }
+    }
+
+    fn end(&self, side: usize) {
+        self.served.note();
+        self.gate.leave(side);
+    }
+
+    fn check(&self, offset: u64, len: u64) -> io::Result<()> {
+        match offset.checked_add(len) {
+            Some(end) if end <= self.disk.len() => Ok(()),
+            _ => Err(io::Error::new(io::ErrorKind::InvalidInput, "beyond the end of the disk")),
+        }
+    }
+
+    fn change(
+        &self,
+        offset: u64,
+        len: u64,
+        work: impl FnOnce(&dyn Disk) -> io::Result<()>,
+    ) -> io::Result<()> {
+        self.check(offset, len)?;
+        let side = self.begin(&[Piece { offset, len }], &mut Seat::default())?;
+        let result = work(&*self.disk);
+        self.end(side);
+        result
+    }
+}
+
+/// A queue's own hold on the current record, taken anew when it was replaced.
+#[derive(Default)]
+struct Seat {
+    version: u64,
+    current: Option<Arc<Current>>,
+}
+
+impl Seat {
+    /// Inside the gate. The version is read after the gate was entered: what a checkpoint published before its drain is
+    /// seen by every write that the drain does not wait for.
+    fn current<'a>(&'a mut self, shared: &Shared) -> &'a Current {
+        let version = shared.version.load(SeqCst);
+        if self.version != version || self.current.is_none() {
+            let current = shared.current.read().unwrap_or_else(|e| e.into_inner());
+            // Read under the lock, so that number and content belong together.
+            self.version = shared.version.load(SeqCst);
+            self.current = Some(current.clone());
+        }
+        match &self.current {
+            Some(current) => current,
+            None => unreachable!("filled above"),
+        }
+    }
+}
+
+impl Disk for TrackedDisk {
+    fn len(&self) -> u64 {
+        self.shared.disk.len()
+    }
+    fn align(&self) -> u32 {
+        self.shared.disk.align()
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.shared.disk.read_at(offset, buf)
+    }
+    fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        self.shared.change(offset, buf.len() as u64, |d| d.write_at(offset, buf))
+    }
+    fn zero(&self, offset: u64, len: u64, unmap: bool, fast: bool) -> io::Result<()> {
+        self.shared.change(offset, len, |d| d.zero(offset, len, unmap, fast))
+    }
+    fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.shared.change(offset, len, |d| d.discard(offset, len))
+    }
+    fn flush(&self) -> io::Result<()> {
+        self.shared.disk.flush()
+    }
+    fn allocated(&self, from: u64) -> io::Result<Option<Range<u64>>> {
+        self.shared.disk.allocated(from)
+    }
+    fn queue(self: Arc<Self>, depth: u32) -> io::Result<Box<dyn Queue>> {
+        Ok(Box::new(TrackedQueue {
+            inner: self.shared.disk.clone().queue(depth)?,
+            shared: self.shared.clone(),
+            seat: Seat::default(),
+            passes: Vec::new(),
+            free: Vec::new(),
+            refused: VecDeque::new(),
+        }))
+    }
+}
+
+/// A queue that lets changes in before it hands them on, and out when they come back.
+struct TrackedQueue {
+    inner: Box<dyn Queue>,
+    shared: Arc<Shared>,
+    seat: Seat,
+    /// For each change in flight its caller's token and its side of the gate; the inner token is the place here.
+    passes: Vec<(u64, usize)>,
+    free: Vec<usize>,
+    refused: VecDeque<Done>,
+}
+
+fn changes(kind: Kind) -> bool {
+    matches!(kind, Kind::Write { .. } | Kind::Zero { .. } | Kind::Discard { .. })
+}
+
+impl Queue for TrackedQueue {
+    fn submit(&mut self, mut request: Request) {
+        if changes(request.kind) {
+            let checked = request.pieces.iter().try_for_each(|p| self.shared.check(p.offset, p.len));
+            match checked.and_then(|()| self.shared.begin(&request.pieces, &mut self.seat)) {
+                Ok(side) => {
+                    let pass = (request.token, side);
+                    let place = match self.free.pop() {
+                        Some(place) => {
+                            self.passes[place] = pass;
+                            place
+                        }
+                        None => {
+                            self.passes.push(pass);
+                            self.passes.len() - 1
+                        }
+                    };
+                    request.token = place as u64;
+                }
+                Err(error) => return self.refused.push_back(Done { request, result: Err(error) }),
+            }
+        }
+        self.inner.submit(request)
+    }
+
+    fn start(&mut self) {
+        self.inner.start()
+    }
+
+    fn complete(&mut self, wait: bool) -> Option<Done> {
+        if let Some(done) = self.refused.pop_front() {
+            return Some(done);
+        }
+        let mut done = self.inner.complete(wait)?;
+        if changes(done.request.kind) {
+            let place = done.request.token as usize;
+            let (token, side) = self.passes[place];
+            self.shared.end(side);
+            self.free.push(place);
+            done.request.token = token;
+        }
+        Some(done)
+    }
+
+    fn in_flight(&self) -> usize {
+        self.refused.len() + self.inner.in_flight()
+    }
+}
+
+impl Drop for TrackedQueue {
+    /// Whoever is inside the gate must leave it, or no checkpoint would ever end.
+    fn drop(&mut self) {
+        while self.in_flight() > 0 {
+            if self.complete(true).is_none() {
+                break;
+            }
+        }
+    }
+}
