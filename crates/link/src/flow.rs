@@ -1,0 +1,140 @@
+//! The two waiting places of a link's end: for messages, and for credit.
+
+use std::collections::VecDeque;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::{Error, Message, Result};
+
+/// A panic elsewhere leaves these states whole: every change is a single step.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// How a direction ended.
+#[derive(Clone)]
+pub(crate) enum End {
+    Goodbye,
+    Failed(Error),
+}
+
+/// Messages that have arrived. The credits bound it.
+#[derive(Default)]
+pub(crate) struct Inbox {
+    state: Mutex<InboxState>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct InboxState {
+    queue: VecDeque<Message>,
+    end: Option<End>,
+}
+
+impl Inbox {
+    pub(crate) fn push(&self, message: Message) {
+        lock(&self.state).queue.push_back(message);
+        self.changed.notify_one();
+    }
+
+    /// The first end stands: a pipe that closes after the goodbye changes nothing.
+    pub(crate) fn end(&self, end: End) {
+        lock(&self.state).end.get_or_insert(end);
+        self.changed.notify_all();
+    }
+
+    pub(crate) fn ended(&self) -> Option<End> {
+        lock(&self.state).end.clone()
+    }
+
+    /// What arrived before the end is still given out.
+    pub(crate) fn pop(&self) -> Result<Option<Message>> {
+        let mut state = lock(&self.state);
+        loop {
+            if let Some(message) = state.queue.pop_front() {
+                return Ok(Some(message));
+            }
+            match &state.end {
+                Some(End::Goodbye) => return Ok(None),
+                Some(End::Failed(error)) => return Err(error.clone()),
+                None => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+
+    /// The error that ended it, waiting a little for the reader to notice.
+    pub(crate) fn failure(&self, patience: Duration) -> Option<Error> {
+        let until = Instant::now() + patience;
+        let mut state = lock(&self.state);
+        loop {
+            if let Some(End::Failed(error)) = &state.end {
+                return Some(error.clone());
+            }
+            let left = until.checked_duration_since(Instant::now())?;
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+/// What may still be sent to the peer.
+#[derive(Default)]
+pub(crate) struct Window {
+    state: Mutex<WindowState>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct WindowState {
+    /// `None` until the peer's hello has told its window.
+    credit: Option<i64>,
+    closed: Option<Error>,
+}
+
+impl Window {
+    /// Gives credit; the first time, opens the window.
+    pub(crate) fn release(&self, bytes: u64) {
+        let mut state = lock(&self.state);
+        let credit = i64::try_from(bytes).unwrap_or(i64::MAX);
+        state.credit = Some(state.credit.unwrap_or(0).saturating_add(credit));
+        self.changed.notify_all();
+    }
+
+    /// Takes credit for one message, waiting until there is any. It may overdraw: a message longer than what is left would
+    /// otherwise wait for credit that the peer, which gives it back in portions, withholds.
+    pub(crate) fn acquire(&self, bytes: u64) -> Result<()> {
+        let mut state = self.opened(|credit| credit > 0)?;
+        if let Some(credit) = &mut state.credit {
+            *credit = credit.saturating_sub(i64::try_from(bytes).unwrap_or(i64::MAX));
+        }
+        Ok(())
+    }
+
+    /// Waits for the peer's hello. What happened after it does not count.
+    pub(crate) fn wait_open(&self) -> Result<()> {
+        let opened = self.opened(|_| true).map(drop);
+        if lock(&self.state).credit.is_some() { Ok(()) } else { opened }
+    }
+
+    /// Waits for the peer's hello, and fails if the link has ended since.
+    pub(crate) fn wait_usable(&self) -> Result<()> {
+        self.opened(|_| true).map(drop)
+    }
+
+    pub(crate) fn close(&self, error: Error) {
+        lock(&self.state).closed.get_or_insert(error);
+        self.changed.notify_all();
+    }
+
+    fn opened(&self, enough: impl Fn(i64) -> bool) -> Result<MutexGuard<'_, WindowState>> {
+        let mut state = lock(&self.state);
+        loop {
+            if let Some(error) = &state.closed {
+                return Err(error.clone());
+            }
+            if state.credit.is_some_and(&enough) {
+                return Ok(state);
+            }
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}

@@ -1,0 +1,53 @@
+//! What travels.
+
+use device::Buf;
+use serde::de::DeserializeOwned;
+
+use crate::{Error, Result};
+
+/// The longest head in bytes.
+pub const MAX_HEAD: usize = 4 << 20;
+/// The longest body in bytes.
+pub const MAX_BODY: usize = 2 << 20;
+/// Bytes of framing in front of head and body.
+pub(crate) const HEADER: usize = 12;
+/// What the longest message costs.
+pub(crate) const MAX_COST: u64 = (HEADER + MAX_HEAD + MAX_BODY) as u64;
+
+/// One message. What the kinds mean is the users' business.
+#[derive(Debug, Default)]
+pub struct Message {
+    /// Tells messages apart.
+    pub kind: u8,
+    /// Metadata, at most [`MAX_HEAD`] bytes.
+    pub head: Vec<u8>,
+    /// Data, at most [`MAX_BODY`] bytes. It arrives in aligned memory, ready for direct I/O.
+    pub body: Buf,
+}
+
+impl Message {
+    /// The head, read as JSON.
+    ///
+    /// # Errors
+    /// [`Error::Bad`] if it is not the JSON of a `T`.
+    pub fn json<T: DeserializeOwned>(&self) -> Result<T> {
+        serde_json::from_slice(&self.head).map_err(|error| Error::Bad {
+            peer: "the far side".into(),
+            what: format!("a message of kind {} that can't be read ({error})", self.kind),
+        })
+    }
+
+    /// The bytes that the message takes of the window, and on the wire.
+    pub(crate) fn cost(&self) -> u64 {
+        (HEADER + self.head.len() + self.body.len()) as u64
+    }
+
+    pub(crate) fn check(&self) -> Result<()> {
+        for (part, len, limit) in [("head", self.head.len(), MAX_HEAD), ("body", self.body.len(), MAX_BODY)] {
+            if len > limit {
+                return Err(Error::TooLong { kind: self.kind, part, len, limit });
+            }
+        }
+        Ok(())
+    }
+}

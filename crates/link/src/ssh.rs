@@ -1,0 +1,334 @@
+//! The far side in a process that a remote shell starts.
+
+use std::collections::VecDeque;
+use std::io::{self, Read, Write};
+use std::path::Path;
+use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::flow::lock;
+use crate::{Error, Result};
+
+/// A remote shell that was started, and what it said.
+pub(crate) struct Remote {
+    host: String,
+    rsh: String,
+    command: Vec<String>,
+    child: Mutex<Child>,
+    said: Arc<Said>,
+}
+
+/// Starts `command` on `host`.
+pub(crate) fn start(
+    rsh: &[String],
+    host: &str,
+    command: &[String],
+) -> Result<(Arc<Remote>, ChildStdout, ChildStdin)> {
+    // A host that begins with a dash would be an option to ssh, and options of ssh can run programs.
+    if host.is_empty() || host.starts_with('-') || host.contains('\0') {
+        return Err(Error::Host(host.to_string()));
+    }
+    let Some((program, options)) = rsh.split_first() else {
+        return Err(Error::Start { program: String::new(), why: "no remote shell is named".into() });
+    };
+    let failed = |error: io::Error| Error::Start { program: program.clone(), why: error.to_string() };
+    let mut line = Command::new(program);
+    line.args(options);
+    if Path::new(program).file_name().is_some_and(|name| name == "ssh") {
+        // A network that falls silent shall end the link within two minutes. The user's own -o stands before this one,
+        // and ssh takes the first.
+        line.args(["-o", "ServerAliveInterval=30"]);
+    }
+    line.arg(host).arg(quoted(command));
+    line.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = line.spawn().map_err(failed)?;
+    let (stdin, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
+    let said = Arc::new(Said::default());
+    let remote = Arc::new(Remote {
+        host: host.to_string(),
+        rsh: Path::new(program).file_name().unwrap_or_default().to_string_lossy().into_owned(),
+        command: command.to_vec(),
+        child: Mutex::new(child),
+        said: Arc::clone(&said),
+    });
+    let (Some(stdin), Some(stdout), Some(stderr)) = (stdin, stdout, stderr) else {
+        remote.reap(Duration::ZERO);
+        return Err(failed(io::ErrorKind::BrokenPipe.into()));
+    };
+    let listener = thread::Builder::new().name("link stderr".into()).spawn(move || said.listen(stderr));
+    if let Err(error) = listener {
+        remote.reap(Duration::ZERO);
+        return Err(failed(error));
+    }
+    Ok((remote, stdout, stdin))
+}
+
+/// One string that a POSIX shell splits into exactly these words.
+fn quoted(words: &[String]) -> String {
+    let quote = |word: &String| {
+        let plain = |c: char| c.is_ascii_alphanumeric() || "_-./=:,@+%".contains(c);
+        if !word.is_empty() && word.chars().all(plain) {
+            word.clone()
+        } else {
+            format!("'{}'", word.replace('\'', r"'\''"))
+        }
+    };
+    words.iter().map(quote).collect::<Vec<_>>().join(" ")
+}
+
+impl Remote {
+    /// From now on what the far side writes to its standard error is shown as it comes.
+    pub(crate) fn show(&self) {
+        self.said.show();
+    }
+
+    pub(crate) fn kill(&self) {
+        // An error means that it has ended.
+        let _ = lock(&self.child).kill();
+    }
+
+    /// Waits for the end that long, then kills.
+    pub(crate) fn reap(&self, patience: Duration) -> Option<ExitStatus> {
+        let until = Instant::now() + patience;
+        loop {
+            // Not held while sleeping, so that a kill comes through.
+            match lock(&self.child).try_wait() {
+                Ok(None) if Instant::now() < until => {}
+                Ok(Some(status)) => return Some(status),
+                _ => break,
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+        let mut child = lock(&self.child);
+        let _ = child.kill();
+        child.wait().ok()
+    }
+
+    /// The error for a stream that ended without a goodbye.
+    pub(crate) fn why_it_ended(&self, greeted: bool, why: String) -> Error {
+        // The stream has ended, so the process is about to.
+        let status = self.reap(Duration::from_secs(5));
+        let code = status.and_then(|status| status.code());
+        let status = match status {
+            Some(status) => match (status.code(), std::os::unix::process::ExitStatusExt::signal(&status)) {
+                (Some(code), _) => format!("exit {code}"),
+                (None, Some(signal)) => format!("killed by signal {signal}"),
+                (None, None) => status.to_string(),
+            },
+            None => "its end is unknown".into(),
+        };
+        let said = self.said.last();
+        let (host, rsh) = (self.host.clone(), self.rsh.clone());
+        if greeted {
+            let why = if said.is_empty() { why } else { said };
+            let colon = if why.is_empty() { "" } else { ": " };
+            return Error::Cut { peer: host, why: format!("{rsh} ended ({status}){colon}{why}") };
+        }
+        match code {
+            Some(255) | None => Error::Rsh { rsh, host, status, said },
+            Some(127) => {
+                Error::Absent { program: self.command.first().cloned().unwrap_or_default(), host, said }
+            }
+            Some(_) => Error::Command { command: self.command.join(" "), host, status, said },
+        }
+    }
+}
+
+/// What the remote shell and the far side wrote to their standard error.
+#[derive(Default)]
+struct Said {
+    state: Mutex<SaidState>,
+    ended: Condvar,
+}
+
+#[derive(Default)]
+struct SaidState {
+    /// The last of it, in lines.
+    lines: VecDeque<Vec<u8>>,
+    /// Before the hello it is kept back: should the link fail, it is shown once, in the error.
+    shown: bool,
+    ended: bool,
+}
+
+/// Lines, and bytes of a line, that are kept.
+const LINES: usize = 20;
+const LINE: usize = 1000;
+
+impl Said {
+    fn listen(&self, mut stderr: ChildStderr) {
+        let mut chunk = [0; 4096];
+        loop {
+            match stderr.read(&mut chunk) {
+                Ok(0) => break,
+                Ok(len) => self.hear(&chunk[..len]),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(_) => break,
+            }
+        }
+        lock(&self.state).ended = true;
+        self.ended.notify_all();
+    }
+
+    fn hear(&self, bytes: &[u8]) {
+        let mut state = lock(&self.state);
+        if state.shown {
+            let _ = io::stderr().write_all(bytes);
+        }
+        for piece in bytes.split_inclusive(|&byte| byte == b'\n') {
+            match state.lines.back_mut() {
+                Some(line) if line.last() != Some(&b'\n') && line.len() < LINE => {
+                    line.extend_from_slice(piece)
+                }
+                _ => state.lines.push_back(piece.to_vec()),
+            }
+            if state.lines.len() > LINES {
+                state.lines.pop_front();
+            }
+        }
+    }
+
+    fn show(&self) {
+        let mut state = lock(&self.state);
+        state.shown = true;
+        for line in &state.lines {
+            let _ = io::stderr().write_all(line);
+        }
+    }
+
+    /// The last lines as one. A connection that ssh keeps for later can hold the stream open: it is not waited for long.
+    fn last(&self) -> String {
+        let state = lock(&self.state);
+        let (state, _) = self
+            .ended
+            .wait_timeout_while(state, Duration::from_millis(300), |state| !state.ended)
+            .unwrap_or_else(PoisonError::into_inner);
+        let lines = state.lines.iter().map(|line| String::from_utf8_lossy(line).trim().to_string());
+        let lines: Vec<String> = lines.filter(|line| !line.is_empty()).collect();
+        lines[lines.len().saturating_sub(5)..].join("; ")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::{Link, Message};
+
+    fn words(words: &[&str]) -> Vec<String> {
+        words.iter().map(|word| word.to_string()).collect()
+    }
+
+    /// A remote shell that takes `HOST COMMAND` as ssh does, and runs the command here.
+    fn local(script: &str) -> Vec<String> {
+        words(&["sh", "-c", script, "rsh"])
+    }
+
+    fn fails(script: &str, command: &[&str]) -> Error {
+        match Link::ssh(&local(script), "backup", &words(command)) {
+            Ok(_) => panic!("{script} should not work"),
+            Err(error) => error,
+        }
+    }
+
+    #[test]
+    fn words_arrive_as_they_are() {
+        let given = words(&[
+            "a b",
+            "",
+            "it's",
+            "$HOME",
+            "`id`",
+            "\"q\"",
+            "*",
+            "~",
+            "new\nline",
+            "\\",
+            "plain-1",
+            ";&|",
+        ]);
+        let line = format!("printf '%s\\0' {}", quoted(&given));
+        let out = Command::new("sh").args(["-c", &line]).output().unwrap().stdout;
+        let got: Vec<&[u8]> = out.split(|&byte| byte == 0).collect();
+        assert_eq!(got.len(), given.len() + 1);
+        for (given, got) in given.iter().zip(got) {
+            assert_eq!(given.as_bytes(), got);
+        }
+        assert_eq!(quoted(&words(&["dsync", "receive", "/srv/vm.raw"])), "dsync receive /srv/vm.raw");
+    }
+
+    proptest! {
+        #[test]
+        fn any_word_arrives_as_it_is(word in "[^\0]{0,20}") {
+            let line = format!("printf %s {}", quoted(std::slice::from_ref(&word)));
+            let out = Command::new("sh").args(["-c", &line]).output().unwrap().stdout;
+            prop_assert_eq!(word.as_bytes(), &out[..]);
+        }
+    }
+
+    #[test]
+    fn a_process_carries_a_conversation() {
+        // `cat` answers as a dsync would that sends everything back.
+        let link = Link::ssh(&local("exec sh -c \"$2\""), "backup", &words(&["cat"])).unwrap();
+        let (tx, rx) = link.split();
+        for kind in 0..100 {
+            tx.send(Message { kind, body: device::Buf::new(1 << 20), ..Message::default() }).unwrap();
+            assert_eq!(rx.recv().unwrap().unwrap().kind, kind);
+        }
+        tx.finish().unwrap();
+        assert!(rx.recv().unwrap().is_none());
+    }
+
+    #[test]
+    fn failures_name_the_host_and_a_way_out() {
+        assert_eq!(
+            fails("echo 'Permission denied (publickey).' >&2; exit 255", &["dsync"]).to_string(),
+            "sh to backup failed (exit 255): Permission denied (publickey).: try \"sh backup true\" by hand"
+        );
+        assert_eq!(
+            fails("echo 'sh: 1: dsync: not found' >&2; exit 127", &["dsync", "receive"]).to_string(),
+            "dsync is not installed on backup, or not in the PATH of its non-interactive shell: sh: 1: dsync: not found: install it there, or give its path with --remote-dsync"
+        );
+        assert_eq!(
+            fails("echo no disk >&2; exit 1", &["dsync", "receive"]).to_string(),
+            "\"dsync receive\" on backup failed (exit 1): no disk"
+        );
+        assert!(
+            matches!(fails("echo Welcome; sleep 100", &["dsync"]), Error::NotDsync { said, .. } if said == "Welcome")
+        );
+        assert!(matches!(fails("kill -9 $$", &["dsync"]), Error::Rsh { .. }));
+        let error = Link::ssh(&words(&["/no/such/ssh"]), "backup", &words(&["dsync"])).map(drop).unwrap_err();
+        assert!(error.to_string().starts_with("can't start \"/no/such/ssh\" (No such file"), "{error}");
+        assert!(matches!(Link::ssh(&[], "backup", &[]).map(drop), Err(Error::Start { .. })));
+        for host in ["", "-oProxyCommand=id"] {
+            let error = Link::ssh(&local("cat"), host, &words(&["dsync"])).map(drop).unwrap_err();
+            assert_eq!(error, Error::Host(host.to_string()));
+        }
+    }
+
+    #[test]
+    fn a_process_that_dies_later_is_a_cut() {
+        // The hello comes back, then nothing more.
+        let link =
+            Link::ssh(&local("head -c 16; echo 'Connection reset' >&2; exit 255"), "backup", &[]).unwrap();
+        let (tx, rx) = link.split();
+        let error = rx.recv().unwrap_err();
+        assert_eq!(error.to_string(), "the link to backup was cut: sh ended (exit 255): Connection reset");
+        assert_eq!(tx.send(Message::default()).unwrap_err(), error);
+    }
+
+    #[test]
+    fn a_dropped_link_leaves_no_process() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("pid");
+        let script = format!("echo $$ > {}; exec cat", file.display());
+        let link = Link::ssh(&local(&script), "backup", &[]).unwrap();
+        let pid = std::fs::read_to_string(&file).unwrap();
+        let process = format!("/proc/{}", pid.trim());
+        assert!(Path::new(&process).exists());
+        drop(link);
+        assert!(!Path::new(&process).exists());
+    }
+}
