@@ -1,0 +1,128 @@
+//! What can go wrong with a replica, by what its user can do about it.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use uuid::Uuid;
+
+/// An error of this room. Unless the text says otherwise, the destination is as it was.
+#[derive(Debug, thiserror::Error)]
+pub enum ReplicaError {
+    /// Somebody else holds the replica.
+    #[error("replica {} is in use by {holder}: wait for it, or stop it", path.display())]
+    Busy {
+        /// The destination.
+        path: PathBuf,
+        /// Who holds it.
+        holder: String,
+    },
+    /// Something stands at the place that was never a replica.
+    #[error("{} exists and is no replica: give another path, or prove it with --adopt if it holds a copy", .0.display())]
+    NotAReplica(PathBuf),
+    /// A file lies where the seed must be written.
+    #[error("{} lies where the new copy must be written and is not dsync's: move it away", .0.display())]
+    PartialTaken(PathBuf),
+    /// The destination is not as the last commit left it.
+    #[error("replica {} was changed by another program since its last commit ({why}): compare it anew with --adopt", path.display())]
+    Changed {
+        /// The destination.
+        path: PathBuf,
+        /// In what way it differs.
+        why: String,
+    },
+    /// A state file can't be believed.
+    #[error("{} is damaged ({why}): {way_out}", path.display())]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// In what way.
+        why: String,
+        /// What to do.
+        way_out: String,
+    },
+    /// The delta is of another source.
+    #[error("replica {} is of source {has}, the delta of source {given}: give the right destination", path.display())]
+    WrongSource {
+        /// The destination.
+        path: PathBuf,
+        /// The source it follows.
+        has: Uuid,
+        /// The source of the delta.
+        given: Uuid,
+    },
+    /// The delta does not fit what the replica holds.
+    #[error("replica {} {has}, {given}: run \"dsync sync\" again", path.display())]
+    WrongEpoch {
+        /// The destination.
+        path: PathBuf,
+        /// Where it stands.
+        has: String,
+        /// What the delta needs.
+        given: String,
+    },
+    /// The sizes don't fit.
+    #[error("replica {} holds {has} bytes, {given}", path.display())]
+    WrongSize {
+        /// The destination.
+        path: PathBuf,
+        /// Its size in bytes.
+        has: u64,
+        /// What the delta says, and the way out.
+        given: String,
+    },
+    /// The delta is damaged, cut short, or of a kind that is not understood.
+    #[error("replica {}: the delta is refused: {error}", path.display())]
+    Delta {
+        /// The destination.
+        path: PathBuf,
+        /// What is wrong with it.
+        error: String,
+    },
+    /// Not to be done with this destination.
+    #[error("{0}")]
+    Refused(String),
+    /// No space.
+    #[error("no space {place}: free at least {missing} bytes and run \"dsync sync\" again ({state})")]
+    Full {
+        /// For what, and where.
+        place: String,
+        /// Bytes that are missing, as far as is known; at least 1.
+        missing: u64,
+        /// What became of the destination.
+        state: &'static str,
+    },
+    /// The disk could not be opened or locked.
+    #[error(transparent)]
+    Device(#[from] device::DeviceError),
+    /// A call failed.
+    #[error("can't {what} {}: {error}", path.display())]
+    Io {
+        /// What was tried, as a verb.
+        what: &'static str,
+        /// The file or folder.
+        path: PathBuf,
+        /// What the system said.
+        #[source]
+        error: io::Error,
+    },
+}
+
+/// What this room returns.
+pub type Result<T> = std::result::Result<T, ReplicaError>;
+
+impl ReplicaError {
+    /// True where lineage, state or a lock stands in the way, and nothing failed.
+    pub fn is_refusal(&self) -> bool {
+        match self {
+            ReplicaError::Full { .. } | ReplicaError::Io { .. } | ReplicaError::Delta { .. } => false,
+            ReplicaError::Device(e) => e.is_refusal(),
+            _ => true,
+        }
+    }
+}
+
+/// Names the thing and the place in a failed call's error.
+pub(crate) fn io_error(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> ReplicaError {
+    let path = path.to_path_buf();
+    move |error| ReplicaError::Io { what, path, error }
+}

@@ -1,0 +1,302 @@
+//! What a replica knows of itself, and how it is kept.
+
+use delta::Epoch;
+use device::Folder;
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use crate::error::{ReplicaError, Result, io_error};
+
+/// The file's name in the replica's folder.
+pub(crate) const NAME: &str = "lineage";
+
+/// What a replica knows of itself.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Lineage {
+    /// Version of this format.
+    pub version: u32,
+    /// The source followed. `None` until an adopted file is proven.
+    pub source: Option<Uuid>,
+    /// The epoch of the last commit. `None` before the first.
+    pub epoch: Option<Epoch>,
+    /// How far the destination may be trusted.
+    pub state: State,
+    /// Bytes of the destination as of the last commit; 0 before the first.
+    pub size: u64,
+    /// The source's block size in bytes.
+    pub block_size: u32,
+    /// Names this very state: new at every commit.
+    pub nonce: Uuid,
+    /// The stream of the last commit. A journal that ends with it has done its work.
+    pub committed: Option<Uuid>,
+    /// The destination as the last commit left it.
+    pub stamp: Option<Stamp>,
+    /// What is under way.
+    pub step: Option<Step>,
+}
+
+/// How far a destination may be trusted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum State {
+    /// Byte for byte one epoch of the source.
+    Exact,
+    /// A copy of a live disk without a cut.
+    Fuzzy,
+    /// A seed or an in-place commit is under way, or a file was adopted and not proven yet.
+    Incomplete,
+}
+
+/// The destination at a moment.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Stamp {
+    /// Inode of a file; 0 for a device.
+    pub inode: u64,
+    /// Bytes.
+    pub size: u64,
+    /// When a file's inode changed last, in nanoseconds since 1970; 0 for a device.
+    pub changed: i64,
+    /// A fingerprint of a few blocks of a device, empty for a file: tells another disk under the same name.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub print: String,
+}
+
+/// A range of a replica, and what it holds: `[previous.upto, upto)` stands at `epoch`.
+///
+/// What lies beyond the last position holds nothing: there, what a delta does not name becomes zeroes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Position {
+    /// `None`: it holds something, nobody knows what. Only a compare can tell.
+    pub epoch: Option<Epoch>,
+    /// End of the range in bytes.
+    pub upto: u64,
+}
+
+/// A step that was begun: what it leads to, and how far it has come.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Step {
+    /// Where it writes.
+    pub place: StepPlace,
+    /// Names the state under way, for deltas that continue it.
+    pub nonce: Uuid,
+    /// What the place holds durably.
+    pub positions: Vec<Position>,
+    /// What it will be.
+    pub toward: Toward,
+    /// All is written and durable; only the names are to be changed.
+    pub finished: bool,
+}
+
+/// Where a step writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum StepPlace {
+    /// The destination itself.
+    InPlace,
+    /// A new file, NAME.partial, which takes the destination's place at the end.
+    Fresh {
+        /// Its inode.
+        inode: u64,
+    },
+    /// The same, begun as a clone of the destination.
+    Clone {
+        /// Its inode.
+        inode: u64,
+    },
+}
+
+/// What a commit makes of a replica.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Toward {
+    /// The source.
+    pub source: Uuid,
+    /// The epoch.
+    pub epoch: Epoch,
+    /// Bytes.
+    pub size: u64,
+    /// Bytes a block.
+    pub block_size: u32,
+    /// The delta was read from a live disk without a cut.
+    pub fuzzy: bool,
+    /// The delta's stream.
+    pub stream: Uuid,
+}
+
+impl Lineage {
+    /// The version this program writes.
+    pub const VERSION: u32 = 1;
+
+    /// A lineage before the first commit.
+    pub(crate) fn new() -> Lineage {
+        Lineage {
+            version: Self::VERSION,
+            source: None,
+            epoch: None,
+            state: State::Incomplete,
+            size: 0,
+            block_size: 0,
+            nonce: Uuid::new_v4(),
+            committed: None,
+            stamp: None,
+            step: None,
+        }
+    }
+
+    /// Reads the lineage of a folder, `None` if it has none.
+    pub(crate) fn load(folder: &dyn Folder) -> Result<Option<Lineage>> {
+        let path = folder.path().join(NAME);
+        let file = match folder.open(NAME, false) {
+            Ok(file) => file,
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(io_error("open", &path)(e)),
+        };
+        let damaged = |why: String| ReplicaError::Damaged {
+            path: path.clone(),
+            why,
+            way_out: "move the folder away and compare the replica anew with --adopt".into(),
+        };
+        let len = file.len().map_err(io_error("read", &path))?;
+        if len > 1 << 20 {
+            return Err(damaged("it is far too large".into()));
+        }
+        let mut bytes = vec![0; len as usize];
+        file.read_at(0, &mut bytes).map_err(io_error("read", &path))?;
+        // The version first: what a newer program wrote need not parse.
+        #[derive(Deserialize)]
+        struct Version {
+            version: u32,
+        }
+        let version: Version = serde_json::from_slice(&bytes).map_err(|e| damaged(e.to_string()))?;
+        if version.version != Self::VERSION {
+            return Err(ReplicaError::Refused(format!(
+                "{} has version {}, this dsync knows version {}: use the dsync that wrote it, or a newer one",
+                path.display(),
+                version.version,
+                Self::VERSION
+            )));
+        }
+        let lineage: Lineage = serde_json::from_slice(&bytes).map_err(|e| damaged(e.to_string()))?;
+        if let Some(step) = &lineage.step {
+            if step.positions.windows(2).any(|w| w[0].upto >= w[1].upto) {
+                return Err(damaged("its positions do not ascend".into()));
+            }
+        }
+        Ok(Some(lineage))
+    }
+
+    /// Puts this lineage in place of the folder's, durably.
+    pub(crate) fn store(&self, folder: &dyn Folder) -> Result<()> {
+        let path = folder.path().join(NAME);
+        let bytes = serde_json::to_vec_pretty(self).map_err(|e| io_error("write", &path)(e.into()))?;
+        device::replace(folder, NAME, &bytes).map_err(io_error("write", &path))
+    }
+
+    /// What the destination holds, or the step under way.
+    pub(crate) fn positions(&self) -> Vec<Position> {
+        match &self.step {
+            Some(step) => step.positions.clone(),
+            None if self.size == 0 => Vec::new(),
+            None => vec![Position { epoch: self.epoch, upto: self.size }],
+        }
+    }
+
+    /// The lineage after the commit of `toward`.
+    pub(crate) fn after(&self, toward: &Toward, stamp: Stamp) -> Lineage {
+        Lineage {
+            version: Self::VERSION,
+            source: Some(toward.source),
+            epoch: Some(toward.epoch),
+            state: if toward.fuzzy { State::Fuzzy } else { State::Exact },
+            size: toward.size,
+            block_size: toward.block_size,
+            nonce: Uuid::new_v4(),
+            committed: Some(toward.stream),
+            stamp: Some(stamp),
+            step: None,
+        }
+    }
+}
+
+/// Positions after `[0, upto)` was brought to `epoch`.
+pub(crate) fn overlay(positions: &[Position], epoch: Epoch, upto: u64) -> Vec<Position> {
+    if upto == 0 {
+        return positions.to_vec();
+    }
+    let mut next = vec![Position { epoch: Some(epoch), upto }];
+    for p in positions.iter().filter(|p| p.upto > upto) {
+        match next.last_mut() {
+            Some(last) if last.epoch == p.epoch => last.upto = p.upto,
+            _ => next.push(*p),
+        }
+    }
+    next
+}
+
+/// Where the positions end: beyond lies nothing.
+pub(crate) fn known(positions: &[Position]) -> u64 {
+    positions.last().map_or(0, |p| p.upto)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(number: u64) -> Epoch {
+        Epoch { number, id: Uuid::from_u128(number.into()) }
+    }
+
+    fn p(number: u64, upto: u64) -> Position {
+        Position { epoch: Some(at(number)), upto }
+    }
+
+    #[test]
+    fn positions_overlay() {
+        let base = [p(1, 100)];
+        assert_eq!(overlay(&base, at(2), 0), base);
+        let once = overlay(&base, at(2), 40);
+        assert_eq!(once, [p(2, 40), p(1, 100)]);
+        // Interrupted again, before and behind the first position.
+        assert_eq!(overlay(&once, at(3), 10), [p(3, 10), p(2, 40), p(1, 100)]);
+        assert_eq!(overlay(&once, at(3), 60), [p(3, 60), p(1, 100)]);
+        assert_eq!(overlay(&once, at(2), 60), [p(2, 60), p(1, 100)]);
+        assert_eq!(overlay(&once, at(3), 200), [p(3, 200)]);
+        assert_eq!(overlay(&once, at(1), 50), [p(1, 100)]);
+        assert_eq!(overlay(&[], at(1), 50), [p(1, 50)]);
+        assert_eq!(known(&once), 100);
+    }
+
+    #[test]
+    fn lineage_is_kept_and_refused() {
+        let temp = tempfile::tempdir().unwrap();
+        let folder = device::Dir::open(temp.path()).unwrap();
+        assert_eq!(Lineage::load(&folder).unwrap(), None);
+        let mut lineage = Lineage::new();
+        lineage.stamp = Some(Stamp { inode: 7, size: 4096, changed: -1, print: String::new() });
+        lineage.step = Some(Step {
+            place: StepPlace::Clone { inode: 9 },
+            nonce: Uuid::new_v4(),
+            positions: vec![p(2, 40), Position { epoch: None, upto: 100 }],
+            toward: Toward {
+                source: Uuid::new_v4(),
+                epoch: at(2),
+                size: 100,
+                block_size: 4096,
+                fuzzy: false,
+                stream: Uuid::new_v4(),
+            },
+            finished: false,
+        });
+        lineage.store(&folder).unwrap();
+        assert_eq!(Lineage::load(&folder).unwrap().as_ref(), Some(&lineage));
+
+        let path = temp.path().join(NAME);
+        let text = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(&path, text.replace("\"version\": 1", "\"version\": 2")).unwrap();
+        assert!(Lineage::load(&folder).unwrap_err().to_string().contains("newer"));
+        std::fs::write(&path, &text[..text.len() / 2]).unwrap();
+        assert!(matches!(Lineage::load(&folder), Err(ReplicaError::Damaged { .. })));
+        let swapped = text.replace("\"upto\": 40", "\"upto\": 400");
+        std::fs::write(&path, swapped).unwrap();
+        assert!(matches!(Lineage::load(&folder), Err(ReplicaError::Damaged { .. })));
+    }
+}

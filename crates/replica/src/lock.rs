@@ -1,0 +1,96 @@
+//! One process at a time works on a replica.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+
+/// The file's name in the replica's folder.
+pub(crate) const NAME: &str = "lock";
+
+/// The lock on a replica's folder, held as long as this lives.
+#[derive(Debug)]
+pub(crate) struct Lock {
+    file: File,
+    path: PathBuf,
+}
+
+impl Lock {
+    /// Takes the lock of a folder; an inner `Err` says who has it.
+    pub fn take(folder: &Path) -> io::Result<Result<Lock, String>> {
+        let path = folder.join(NAME);
+        loop {
+            let mut file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path)?;
+            match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => {}
+                Err(Errno::WOULDBLOCK) => return Ok(Err(holder(&mut file)?)),
+                Err(e) => return Err(e.into()),
+            }
+            // Its last holder may have removed it between the opening and the lock.
+            let here = std::fs::symlink_metadata(&path).map(|m| (m.dev(), m.ino()));
+            let ours = file.metadata()?;
+            if here.is_ok_and(|here| here == (ours.dev(), ours.ino())) {
+                file.set_len(0)?;
+                let program = std::fs::read_to_string("/proc/self/comm").unwrap_or_default();
+                let host = rustix::system::uname();
+                let host = host.nodename().to_string_lossy();
+                write!(file, "{} (process {} on {host})", program.trim(), std::process::id())?;
+                return Ok(Ok(Lock { file, path }));
+            }
+        }
+    }
+
+    /// Who holds the lock of a folder, `None` if nobody does. For reports: it may change at once.
+    pub fn held(folder: &Path) -> io::Result<Option<String>> {
+        let mut file = match File::open(folder.join(NAME)) {
+            Ok(file) => file,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(e),
+        };
+        match flock(&file, FlockOperation::NonBlockingLockShared) {
+            Ok(()) => Ok(None),
+            Err(Errno::WOULDBLOCK) => Ok(Some(holder(&mut file)?)),
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    /// Gives the lock up and removes its file, and the folder if that leaves it empty: for a folder that was made only to
+    /// hold a lock.
+    pub fn remove(self) {
+        let _ = std::fs::remove_file(&self.path);
+        if let Some(folder) = self.path.parent() {
+            let _ = std::fs::remove_dir(folder);
+        }
+        drop(self.file);
+    }
+}
+
+fn holder(file: &mut File) -> io::Result<String> {
+    let mut text = String::new();
+    file.take(256).read_to_string(&mut text)?;
+    Ok(if text.is_empty() { "another process".into() } else { text })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_holder_at_a_time() {
+        let temp = tempfile::tempdir().unwrap();
+        assert_eq!(Lock::held(temp.path()).unwrap(), None);
+        let lock = Lock::take(temp.path()).unwrap().unwrap();
+        let told = Lock::take(temp.path()).unwrap().unwrap_err();
+        assert!(told.contains(&format!("process {}", std::process::id())), "{told}");
+        assert_eq!(Lock::held(temp.path()).unwrap(), Some(told));
+        drop(lock);
+        assert_eq!(Lock::held(temp.path()).unwrap(), None);
+        let folder = temp.path().join("inner");
+        std::fs::create_dir(&folder).unwrap();
+        Lock::take(&folder).unwrap().unwrap().remove();
+        assert!(!folder.exists());
+    }
+}

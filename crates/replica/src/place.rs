@@ -1,0 +1,246 @@
+//! The place of a destination: everything that is done to it besides reading and writing its bytes.
+
+use std::ffi::OsString;
+use std::fs::{File, OpenOptions, Permissions};
+use std::io;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use device::Disk;
+use rustix::fs::{CWD, RenameFlags};
+use rustix::io::Errno;
+use rustix::time::{ClockId, clock_gettime};
+
+use crate::error::Result;
+use crate::lineage::Stamp;
+
+/// One of the two files of a place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Which {
+    /// NAME, the destination.
+    Whole,
+    /// NAME.partial, what will take its place.
+    Partial,
+}
+
+/// The place of a destination. A trait, so that tests can stop the world before each of these steps.
+pub(crate) trait Place: Send {
+    /// The destination's path, for messages.
+    fn path(&self) -> &Path;
+    /// True for a block device: it has its size, its content before the first seed may be anything, and nothing can be
+    /// renamed over it.
+    fn is_device(&self) -> bool;
+    /// What stands there; `None` if nothing does.
+    fn stamp(&self, which: Which) -> io::Result<Option<Stamp>>;
+    /// Makes the destination durable with its times, and returns a stamp which no later change can bear.
+    fn settle(&self) -> io::Result<Stamp>;
+    /// Opens for reading and writing.
+    fn open(&self, which: Which) -> Result<Arc<dyn Disk>>;
+    /// Makes an empty NAME.partial, which must not exist, and returns its inode.
+    fn create(&self) -> io::Result<u64>;
+    /// Makes NAME.partial share the destination's content.
+    fn clone_whole(&self) -> io::Result<()>;
+    /// Renames NAME.partial to NAME; over an existing file only with `replace`. Durable after [`Place::sync`].
+    fn rename(&self, replace: bool) -> io::Result<()>;
+    /// Removes NAME.partial; one that is missing is no error.
+    fn remove(&self) -> io::Result<()>;
+    /// Makes names durable.
+    fn sync(&self) -> io::Result<()>;
+}
+
+/// A file's place.
+pub(crate) struct FilePlace {
+    path: PathBuf,
+    partial: PathBuf,
+}
+
+impl FilePlace {
+    /// The place of a file at an absolute path.
+    pub fn new(path: PathBuf) -> FilePlace {
+        let mut name = OsString::from(path.as_os_str());
+        name.push(".partial");
+        FilePlace { path, partial: name.into() }
+    }
+
+    fn file(&self, which: Which) -> &Path {
+        match which {
+            Which::Whole => &self.path,
+            Which::Partial => &self.partial,
+        }
+    }
+}
+
+fn stamp_of(file: &std::fs::Metadata) -> Stamp {
+    let changed = file.ctime().saturating_mul(1_000_000_000).saturating_add(file.ctime_nsec());
+    Stamp { inode: file.ino(), size: file.len(), changed, print: String::new() }
+}
+
+impl Place for FilePlace {
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn is_device(&self) -> bool {
+        false
+    }
+
+    fn stamp(&self, which: Which) -> io::Result<Option<Stamp>> {
+        match std::fs::symlink_metadata(self.file(which)) {
+            Ok(found) => Ok(Some(stamp_of(&found))),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+
+    fn settle(&self) -> io::Result<Stamp> {
+        let file = File::open(&self.path)?;
+        // Not only the data: after a power cut the inode must not wake up with an older time than the stamp's.
+        file.sync_all()?;
+        let stamp = stamp_of(&file.metadata()?);
+        // A change within the same tick of the clock would bear the same time. The bound is for a clock that was set back.
+        for _ in 0..50 {
+            let now = clock_gettime(ClockId::RealtimeCoarse);
+            if now.tv_sec.saturating_mul(1_000_000_000).saturating_add(now.tv_nsec) > stamp.changed {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(stamp)
+    }
+
+    fn open(&self, which: Which) -> Result<Arc<dyn Disk>> {
+        let options = device::Options { write: true, direct: true, exclusive: false };
+        Ok(device::open(self.file(which), &options)?)
+    }
+
+    fn create(&self) -> io::Result<u64> {
+        // A disk holds what its files' modes would hide: for the owner alone.
+        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&self.partial)?;
+        Ok(file.metadata()?.ino())
+    }
+
+    fn clone_whole(&self) -> io::Result<()> {
+        let from = File::open(&self.path)?;
+        let to = OpenOptions::new().write(true).open(&self.partial)?;
+        rustix::fs::ioctl_ficlone(&to, &from)?;
+        let old = from.metadata()?;
+        if (old.uid(), old.gid()) != (to.metadata()?.uid(), to.metadata()?.gid()) {
+            fchown(&to, Some(old.uid()), Some(old.gid()))?;
+        }
+        to.set_permissions(Permissions::from(old.permissions()))
+    }
+
+    fn rename(&self, replace: bool) -> io::Result<()> {
+        if replace {
+            return std::fs::rename(&self.partial, &self.path);
+        }
+        match rustix::fs::renameat_with(CWD, &self.partial, CWD, &self.path, RenameFlags::NOREPLACE) {
+            // Where the file system knows no such rename, a look before it must do.
+            Err(Errno::INVAL | Errno::NOSYS) if !self.path.try_exists()? => {
+                std::fs::rename(&self.partial, &self.path)
+            }
+            Err(Errno::INVAL | Errno::NOSYS) => Err(io::ErrorKind::AlreadyExists.into()),
+            other => Ok(other?),
+        }
+    }
+
+    fn remove(&self) -> io::Result<()> {
+        match std::fs::remove_file(&self.partial) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+            _ => Ok(()),
+        }
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        let parent = self.path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        File::open(parent)?.sync_all()
+    }
+}
+
+/// A block device's place. The device stays open, and held, as long as this lives.
+pub(crate) struct DevicePlace {
+    path: PathBuf,
+    disk: Arc<dyn Disk>,
+}
+
+impl DevicePlace {
+    /// Opens a device exclusively.
+    pub fn new(path: PathBuf) -> Result<DevicePlace> {
+        let disk = device::open(&path, &device::Options { write: true, direct: true, exclusive: true })?;
+        Ok(DevicePlace { path, disk })
+    }
+}
+
+/// Blocks that make a device's fingerprint, in number and bytes: few enough to cost nothing, and enough that no two disks
+/// in use agree in all of them.
+const PRINT_BLOCKS: u64 = 16;
+const PRINT_BLOCK: u64 = 4096;
+
+/// A hash of a few blocks: the first, which every file system and partition table changes, and others spread evenly.
+pub(crate) fn fingerprint(disk: &dyn Disk) -> io::Result<String> {
+    let mut hasher = blake3::Hasher::new();
+    let len = disk.len();
+    let mut block = device::Buf::new(PRINT_BLOCK as usize);
+    let blocks = len / PRINT_BLOCK;
+    let mut last = None;
+    for n in 0..PRINT_BLOCKS.min(blocks) {
+        let at = (u128::from(blocks - 1) * u128::from(n) / u128::from(PRINT_BLOCKS - 1)) as u64;
+        if last == Some(at) {
+            continue;
+        }
+        last = Some(at);
+        disk.read_at(at * PRINT_BLOCK, &mut block)?;
+        hasher.update(&block);
+    }
+    Ok(hasher.finalize().to_hex()[..32].to_string())
+}
+
+impl Place for DevicePlace {
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn is_device(&self) -> bool {
+        true
+    }
+
+    fn stamp(&self, which: Which) -> io::Result<Option<Stamp>> {
+        Ok(match which {
+            Which::Whole => {
+                Some(Stamp { inode: 0, size: self.disk.len(), changed: 0, print: fingerprint(&*self.disk)? })
+            }
+            Which::Partial => None,
+        })
+    }
+
+    fn settle(&self) -> io::Result<Stamp> {
+        self.disk.flush()?;
+        Ok(Stamp { inode: 0, size: self.disk.len(), changed: 0, print: fingerprint(&*self.disk)? })
+    }
+
+    fn open(&self, _which: Which) -> Result<Arc<dyn Disk>> {
+        Ok(self.disk.clone())
+    }
+
+    fn create(&self) -> io::Result<u64> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    fn clone_whole(&self) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    fn rename(&self, _replace: bool) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    fn remove(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
+}
