@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use rustix::mm::{MapFlags, MsyncFlags, ProtFlags};
+use rustix::mm::{MapFlags, ProtFlags};
 
 /// A folder of state files. Names are plain file names.
 pub trait Folder: Send + Sync {
@@ -132,7 +132,11 @@ impl StateFile for RealFile {
         match rustix::fs::fallocate(&self.file, rustix::fs::FallocateFlags::empty(), 0, len) {
             // Where the file system can't reserve, the length is all there is to have.
             Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => {
-                if self.len()? < len { self.file.set_len(len) } else { Ok(()) }
+                if self.len()? < len {
+                    self.file.set_len(len)
+                } else {
+                    Ok(())
+                }
             }
             other => Ok(other?),
         }
@@ -145,7 +149,7 @@ impl StateFile for RealFile {
     }
 }
 
-/// A shared, writable mapping of a file, seen as atomic words.
+/// A shared, writable mapping of a file, seen as atomic words. What was stored is durable after [`StateFile::sync`].
 #[derive(Clone)]
 pub struct Mapping(Arc<Mapped>);
 
@@ -160,10 +164,14 @@ unsafe impl Send for Mapped {}
 unsafe impl Sync for Mapped {}
 
 impl Mapping {
-    fn new(file: &File, len: u64) -> io::Result<Mapping> {
+    /// Maps the first `len` bytes of a file, a multiple of 8, shared.
+    pub fn new(file: &File, len: u64) -> io::Result<Mapping> {
         let len = usize::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?;
         if len == 0 || len % 8 != 0 || file.metadata()?.len() < len as u64 {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "a mapping has whole words within the file"));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "a mapping has whole words within the file",
+            ));
         }
         // SAFETY: a fresh mapping at an address of the kernel's choice aliases no Rust memory.
         let start = unsafe {
@@ -177,12 +185,6 @@ impl Mapping {
             )?
         };
         Ok(Mapping(Arc::new(Mapped { start, len })))
-    }
-
-    /// Writes the changed pages back and waits until they are durable.
-    pub fn sync(&self) -> io::Result<()> {
-        // SAFETY: the range is the mapping's own.
-        Ok(unsafe { rustix::mm::msync(self.0.start, self.0.len, MsyncFlags::SYNC) }?)
     }
 }
 

@@ -2,12 +2,19 @@
 //! faulty disks; and the folders that hold state.
 //!
 //! Everything above this room reads and writes disks through [`Disk`] and keeps its state through [`Folder`], so that one
-//! faulty pair ([`faulty`]) can cut the power under all of it.
+//! faulty pair can cut the power under all of it.
 
 mod buffer;
 mod disk;
+mod error;
+mod file;
 mod folder;
+mod ram;
+mod sys;
 
 pub use buffer::Buf;
 pub use disk::{Disk, Done, InlineQueue, Kind, Piece, Pieces, Queue, Request};
+pub use error::{DeviceError, DeviceErrorKind};
+pub use file::{Options, adopt, open};
 pub use folder::{Dir, Folder, Mapping, StateFile, replace};
+pub use ram::RamDisk;

@@ -1,0 +1,140 @@
+//! Errors that name the thing, the place and the way out.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// What kind of trouble a [`DeviceError`] tells of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DeviceErrorKind {
+    /// There is nothing at the path.
+    Missing,
+    /// The user may not do that.
+    Denied,
+    /// Neither a regular file nor a block device.
+    NotADisk,
+    /// Mounted, locked, held, or opened exclusively by somebody else.
+    InUse,
+    /// The file system or the kernel can't do that.
+    Unsupported,
+    /// The system call failed.
+    Failed,
+}
+
+/// A disk that could not be opened, locked or looked at: says what was tried, where, why it failed and what to do.
+#[derive(Debug, thiserror::Error)]
+#[error("{doing} {}: {why}: {way_out}", path.display())]
+pub struct DeviceError {
+    kind: DeviceErrorKind,
+    doing: &'static str,
+    path: PathBuf,
+    why: String,
+    way_out: String,
+    #[source]
+    source: Option<io::Error>,
+}
+
+impl DeviceError {
+    pub(crate) fn new(
+        kind: DeviceErrorKind,
+        doing: &'static str,
+        path: &Path,
+        why: impl Into<String>,
+        way_out: impl Into<String>,
+    ) -> DeviceError {
+        let (why, way_out) = (why.into(), way_out.into());
+        DeviceError { kind, doing, path: path.to_path_buf(), why, way_out, source: None }
+    }
+
+    pub(crate) fn from_io(doing: &'static str, path: &Path, error: io::Error) -> DeviceError {
+        use io::ErrorKind::*;
+        let (kind, why, way_out) = match error.kind() {
+            NotFound => {
+                (DeviceErrorKind::Missing, "there is no such file or device".into(), "check the path".into())
+            }
+            NotADirectory => (
+                DeviceErrorKind::Missing,
+                "a part of the path is not a folder".into(),
+                "check the path".to_string(),
+            ),
+            PermissionDenied => (
+                DeviceErrorKind::Denied,
+                "permission denied".into(),
+                "run as a user who may do this, or change the owner or the mode".into(),
+            ),
+            ReadOnlyFilesystem => (
+                DeviceErrorKind::Denied,
+                "it is read-only".into(),
+                "make the file system or the device writable".into(),
+            ),
+            ResourceBusy | ExecutableFileBusy => (
+                DeviceErrorKind::InUse,
+                "another program uses it exclusively".into(),
+                "unmount it, or stop that program".into(),
+            ),
+            IsADirectory => {
+                (DeviceErrorKind::NotADisk, "it is a folder".into(), "give a file or a block device".into())
+            }
+            Unsupported => (
+                DeviceErrorKind::Unsupported,
+                error.to_string(),
+                "use another file system or a newer kernel".into(),
+            ),
+            _ => (DeviceErrorKind::Failed, error.to_string(), "see the kernel's log (dmesg)".into()),
+        };
+        DeviceError { kind, doing, path: path.to_path_buf(), why, way_out, source: Some(error) }
+    }
+
+    /// What kind of trouble it is.
+    pub fn kind(&self) -> DeviceErrorKind {
+        self.kind
+    }
+
+    /// The file or device.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl From<DeviceError> for io::Error {
+    fn from(error: DeviceError) -> io::Error {
+        let kind = match (&error.source, error.kind) {
+            (Some(source), _) => source.kind(),
+            (None, DeviceErrorKind::Missing) => io::ErrorKind::NotFound,
+            (None, DeviceErrorKind::Denied) => io::ErrorKind::PermissionDenied,
+            (None, DeviceErrorKind::NotADisk) => io::ErrorKind::InvalidInput,
+            (None, DeviceErrorKind::InUse) => io::ErrorKind::ResourceBusy,
+            (None, DeviceErrorKind::Unsupported) => io::ErrorKind::Unsupported,
+            (None, DeviceErrorKind::Failed) => io::ErrorKind::Other,
+        };
+        io::Error::new(kind, error)
+    }
+}
+
+/// A request that failed: keeps the kind of the system's error, which callers match on, and adds the place.
+#[derive(Debug, thiserror::Error)]
+#[error("{}: {doing} of {len} bytes at byte {offset}: {source}", path.display())]
+struct Fault {
+    path: PathBuf,
+    doing: &'static str,
+    offset: u64,
+    len: u64,
+    source: io::Error,
+}
+
+/// Names the disk and the place in a failed request's error.
+pub(crate) fn at(path: &Path, doing: &'static str, offset: u64, len: u64, source: io::Error) -> io::Error {
+    io::Error::new(source.kind(), Fault { path: path.to_path_buf(), doing, offset, len, source })
+}
+
+/// Refuses a range that does not lie within a disk of `size` bytes.
+pub(crate) fn within(path: &Path, doing: &'static str, offset: u64, len: u64, size: u64) -> io::Result<()> {
+    if offset.checked_add(len).is_some_and(|end| end <= size) {
+        return Ok(());
+    }
+    let kind = if doing == "read" { io::ErrorKind::UnexpectedEof } else { io::ErrorKind::InvalidInput };
+    let path = path.display();
+    Err(io::Error::new(
+        kind,
+        format!("{path}: {doing} of {len} bytes at byte {offset} passes the end of the disk at byte {size}"),
+    ))
+}

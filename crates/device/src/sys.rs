@@ -1,0 +1,33 @@
+//! The few system calls that no safe wrapper covers.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+
+/// Hands a range of a block device back (BLKDISCARD). Offset and length are whole sectors.
+pub(crate) fn block_discard(file: &File, offset: u64, len: u64) -> io::Result<()> {
+    const BLKDISCARD: u32 = 0x1277;
+    let range = [offset, len];
+    // SAFETY: the kernel reads two u64 from `range`, which outlives the call.
+    let result = unsafe { libc::ioctl(file.as_raw_fd(), BLKDISCARD as _, range.as_ptr()) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// The memory and offset alignment that direct I/O to a file needs, where the kernel tells (Linux 6.1).
+/// `Some((0, 0))` says that the file takes no direct I/O.
+pub(crate) fn direct_alignment(file: &File) -> Option<(u32, u32)> {
+    // SAFETY: statx is plain data, for which zeroes are a valid value.
+    let mut answer: libc::statx = unsafe { std::mem::zeroed() };
+    // SAFETY: the path is an empty C string, `answer` a statx to fill; both outlive the call.
+    let result = unsafe {
+        libc::statx(
+            file.as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_EMPTY_PATH,
+            libc::STATX_DIOALIGN,
+            &raw mut answer,
+        )
+    };
+    (result == 0 && answer.stx_mask & libc::STATX_DIOALIGN != 0)
+        .then_some((answer.stx_dio_mem_align, answer.stx_dio_offset_align))
+}
