@@ -1,1 +1,31 @@
-//! Being built.
+//! The NBD server: any [`device::Disk`] as a network block device, over Unix sockets and TCP.
+//!
+//! Fixed newstyle negotiation, simple and structured replies, block status, and every command of the protocol document but
+//! its experimental extensions. The server knows nothing of what lies behind a disk: whoever implements [`Exports`] says
+//! which disks there are, and a [`Context`] says what is known of their blocks.
+//!
+//! ```no_run
+//! # use std::sync::Arc;
+//! # fn example(exports: Arc<dyn nbd::Exports>) -> std::io::Result<()> {
+//! let server = nbd::Server::new(exports);
+//! server.serve_unix(std::os::unix::net::UnixListener::bind("/run/dsync.sock")?)?;
+//! // ... until the program is told to end
+//! server.shutdown(std::time::Duration::from_secs(5));
+//! # Ok(())
+//! # }
+//! ```
+
+mod context;
+mod export;
+mod handshake;
+mod output;
+mod pool;
+mod protocol;
+mod server;
+mod session;
+mod socket;
+
+pub use context::{Context, Status, state};
+pub use export::{BlockSizes, Export, Exports, Listed, Refusal};
+pub use server::{Limits, Server, is_loopback};
+pub use socket::Stream;

@@ -1,0 +1,93 @@
+//! What is known of the blocks of an export: metadata contexts.
+
+use std::io;
+use std::sync::Arc;
+
+use device::Disk;
+
+/// The flags of the contexts that many clients know.
+pub mod state {
+    /// `base:allocation`: no space is allocated.
+    pub const HOLE: u32 = 1;
+    /// `base:allocation`: reads as zeroes.
+    pub const ZERO: u32 = 2;
+    /// `qemu:dirty-bitmap:NAME`: changed.
+    pub const DIRTY: u32 = 1;
+}
+
+/// A run of bytes that share their flags.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Status {
+    /// Bytes; above zero.
+    pub len: u64,
+    /// Flags; their meaning is the context's.
+    pub flags: u32,
+}
+
+/// A source of knowledge about the blocks of an export, asked with NBD's block status.
+pub trait Context: Send + Sync {
+    /// Namespace, colon and leaf, as in `qemu:dirty-bitmap:dsync`.
+    fn name(&self) -> &str;
+
+    /// The status of the runs that follow one another from `offset`, within the export. At least one run and at most
+    /// `limit`; together they may fall short of `len` bytes or go beyond. What goes beyond is cut off.
+    fn status(&self, offset: u64, len: u64, limit: usize) -> io::Result<Vec<Status>>;
+}
+
+/// `base:allocation`, from what the disk says of its holes.
+pub(crate) struct Allocation {
+    pub(crate) disk: Arc<dyn Disk>,
+}
+
+impl Context for Allocation {
+    fn name(&self) -> &str {
+        "base:allocation"
+    }
+
+    fn status(&self, offset: u64, len: u64, limit: usize) -> io::Result<Vec<Status>> {
+        let end = offset.saturating_add(len);
+        let mut runs = Vec::new();
+        let mut at = offset;
+        while at < end && runs.len() < limit {
+            let data = self
+                .disk
+                .allocated(at)?
+                .map_or(end..end, |run| run.start.clamp(at, end)..run.end.clamp(at, end));
+            if data.start > at {
+                runs.push(Status { len: data.start - at, flags: state::HOLE | state::ZERO });
+            }
+            if !data.is_empty() && runs.len() < limit {
+                runs.push(Status { len: data.end - data.start, flags: 0 });
+            }
+            if data.is_empty() && data.start < end {
+                return Err(io::Error::other("the disk reports an allocated run without a byte"));
+            }
+            at = data.end;
+        }
+        Ok(runs)
+    }
+}
+
+/// Makes of a context's answer what the protocol allows: runs within `len` bytes that fit 32 bits, neighbours alike merged.
+/// `None` if the answer does not make sense.
+pub(crate) fn tidy(runs: &[Status], len: u32, limit: usize) -> Option<Vec<(u32, u32)>> {
+    let mut tidied: Vec<(u32, u32)> = Vec::with_capacity(runs.len().min(limit));
+    let mut left = len;
+    for run in runs {
+        if left == 0 {
+            break;
+        }
+        let len = u32::try_from(run.len).unwrap_or(u32::MAX).min(left);
+        if len == 0 {
+            return None;
+        }
+        left -= len;
+        let full = tidied.len() == limit;
+        match tidied.last_mut() {
+            Some(last) if last.1 == run.flags => last.0 += len,
+            _ if full => break,
+            _ => tidied.push((len, run.flags)),
+        }
+    }
+    (!tidied.is_empty()).then_some(tidied)
+}

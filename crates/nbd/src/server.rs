@@ -1,0 +1,280 @@
+//! Listening, counting connections, and ending them.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::TcpListener;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixListener;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
+
+use crate::export::Exports;
+use crate::handshake::{negotiate, turn_away};
+use crate::session;
+use crate::socket::{Stream, wait};
+
+/// What a server allows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Connections at a time. Those beyond are told so and closed.
+    pub connections: usize,
+    /// The time that a client has to choose its export.
+    pub handshake: Duration,
+}
+
+impl Default for Limits {
+    /// 128 connections, 30 seconds.
+    fn default() -> Limits {
+        Limits { connections: 128, handshake: Duration::from_secs(30) }
+    }
+}
+
+/// Connections over the limit that are told so at a time; what comes beyond them is closed without a word.
+const TURNED_AWAY: usize = 16;
+/// How long a client is given to hear that there is no place for it.
+const TURN_AWAY_TIME: Duration = Duration::from_secs(5);
+/// How long to wait when the system has no descriptor or no thread left.
+const EXHAUSTED: Duration = Duration::from_millis(100);
+
+/// An NBD server: a thread for each listener, and one for each connection.
+///
+/// Dropping it ends it as [`Server::shutdown`] does, with no time left to anyone.
+pub struct Server {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    exports: Arc<dyn Exports>,
+    limits: Limits,
+    closing: AtomicBool,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    next: u64,
+    /// What ends the wait of each thread that accepts.
+    listeners: HashMap<u64, Arc<OwnedFd>>,
+    connections: HashMap<u64, Arc<Stream>>,
+    /// Connections that are being told that there is no place for them.
+    turned_away: HashMap<u64, Arc<Stream>>,
+}
+
+impl State {
+    fn id(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+
+    fn streams(&self) -> impl Iterator<Item = &Arc<Stream>> {
+        self.connections.values().chain(self.turned_away.values())
+    }
+
+    fn is_idle(&self) -> bool {
+        self.listeners.is_empty() && self.connections.is_empty() && self.turned_away.is_empty()
+    }
+}
+
+impl Server {
+    /// A server with the usual limits, that does not listen yet.
+    pub fn new(exports: Arc<dyn Exports>) -> Server {
+        Server::with_limits(exports, Limits::default())
+    }
+
+    /// A server that does not listen yet.
+    pub fn with_limits(exports: Arc<dyn Exports>, limits: Limits) -> Server {
+        let (closing, state, changed) = Default::default();
+        Server { shared: Arc::new(Shared { exports, limits, closing, state, changed }) }
+    }
+
+    /// Accepts connections on a Unix socket, in a thread of its own, until the server ends. The socket's file is the
+    /// caller's to remove.
+    pub fn serve_unix(&self, listener: UnixListener) -> io::Result<()> {
+        listener.set_nonblocking(true)?;
+        self.listen(listener, |listener| listener.accept().map(|(stream, _)| stream.into()))
+    }
+
+    /// Accepts connections on a TCP socket, in a thread of its own, until the server ends. There is no encryption and no
+    /// password: see [`is_loopback`].
+    pub fn serve_tcp(&self, listener: TcpListener) -> io::Result<()> {
+        listener.set_nonblocking(true)?;
+        self.listen(listener, |listener| listener.accept().map(|(stream, _)| stream.into()))
+    }
+
+    /// Serves a client that is connected already, in a thread of its own.
+    ///
+    /// # Errors
+    /// `ConnectionAborted` if the server has been told to end or has all the connections it allows; else what kept the
+    /// thread from starting.
+    pub fn serve_stream(&self, stream: impl Into<Stream>) -> io::Result<()> {
+        self.shared.connect(stream.into())
+    }
+
+    /// Connections at this moment.
+    pub fn connections(&self) -> usize {
+        self.shared.lock().connections.len()
+    }
+
+    /// Ends the server: accepts no more, lets every connection finish the requests that have arrived, and closes it. What
+    /// is not through after `grace`, because its client does not take its replies, is cut off. Returns when no thread of
+    /// the server is left; for that, a disk must answer what was asked of it.
+    pub fn shutdown(&self, grace: Duration) {
+        let shared = &*self.shared;
+        let mut state = shared.lock();
+        shared.closing.store(true, Ordering::SeqCst);
+        for bell in state.listeners.values() {
+            let _ = rustix::io::write(bell, &1u64.to_ne_bytes());
+        }
+        state.streams().for_each(|stream| stream.end_input());
+        let deadline = after(grace);
+        while !state.is_idle() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            state = match shared.changed.wait_timeout(state, left) {
+                Ok((state, _)) => state,
+                Err(poisoned) => poisoned.into_inner().0,
+            };
+        }
+        state.streams().for_each(|stream| stream.cut());
+        while !state.is_idle() {
+            state = shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn listen<L, A>(&self, listener: L, accept: A) -> io::Result<()>
+    where
+        L: AsFd + Send + 'static,
+        A: Fn(&L) -> io::Result<Stream> + Send + 'static,
+    {
+        let bell = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
+        let shared = self.shared.clone();
+        let id = {
+            let mut state = self.shared.lock();
+            if shared.closing.load(Ordering::SeqCst) {
+                return Err(io::Error::new(
+                    io::ErrorKind::ConnectionAborted,
+                    "the server has been told to end",
+                ));
+            }
+            let id = state.id();
+            state.listeners.insert(id, bell.clone());
+            id
+        };
+        let leave = Leave { shared: shared.clone(), id };
+        thread::Builder::new().name("nbd-accept".into()).spawn(move || {
+            // Moved in whole, so that a thread that does not start leaves too.
+            let leave = leave;
+            let listener = listener;
+            while !shared.closing.load(Ordering::SeqCst) {
+                let mut fds = [PollFd::new(&listener, PollFlags::IN), PollFd::new(&*bell, PollFlags::IN)];
+                if wait(&mut fds, None).is_err() {
+                    thread::sleep(EXHAUSTED);
+                }
+                match accept(&listener) {
+                    // Refused, or no thread to be had: the client sees its connection closed.
+                    Ok(stream) => drop(shared.connect(stream)),
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                    Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+                    // Most likely out of descriptors: trying again at once would only keep a core busy.
+                    Err(_) => thread::sleep(EXHAUSTED),
+                }
+            }
+            drop(listener);
+            drop(leave);
+        })?;
+        Ok(())
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.shutdown(Duration::ZERO);
+    }
+}
+
+impl Shared {
+    /// A thread that panicked has left the state whole: every change is a single step.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn connect(self: &Arc<Shared>, stream: Stream) -> io::Result<()> {
+        let stream = Arc::new(stream);
+        let full;
+        let id = {
+            let mut state = self.lock();
+            let aborted = |why| Err(io::Error::new(io::ErrorKind::ConnectionAborted, why));
+            if self.closing.load(Ordering::SeqCst) {
+                return aborted("the server has been told to end");
+            }
+            full = state.connections.len() >= self.limits.connections;
+            if full && state.turned_away.len() >= TURNED_AWAY {
+                return aborted("the server has all the connections it allows");
+            }
+            let id = state.id();
+            let place = if full { &mut state.turned_away } else { &mut state.connections };
+            place.insert(id, stream.clone());
+            id
+        };
+        let leave = Leave { shared: self.clone(), id };
+        thread::Builder::new().name("nbd-client".into()).spawn(move || {
+            let leave = leave;
+            match full {
+                true => leave.shared.turn_away(&stream),
+                false => leave.shared.converse(&stream),
+            }
+            // The client learns that it is over no later than the server does.
+            stream.cut();
+            drop(stream);
+            drop(leave);
+        })?;
+        Ok(())
+    }
+
+    fn converse(&self, stream: &Stream) {
+        let deadline = after(self.limits.handshake);
+        if let Ok(Some(agreed)) = negotiate(stream, &*self.exports, deadline) {
+            // A disk without a queue can't be served; there is no reply that says so at this point.
+            let _ = session::run(stream, agreed, &self.closing);
+        }
+    }
+
+    fn turn_away(&self, stream: &Stream) {
+        let allowed = self.limits.connections;
+        let message = format!("the server has all the {allowed} connections it allows: try again later");
+        let _ = turn_away(stream, &message, after(TURN_AWAY_TIME));
+    }
+}
+
+/// The moment after `time`; after a year where `time` is beyond what the clock can count.
+fn after(time: Duration) -> Instant {
+    Instant::now() + time.min(Duration::from_secs(365 * 24 * 3600))
+}
+
+/// Takes a thread off the books when it ends, however it ends.
+struct Leave {
+    shared: Arc<Shared>,
+    id: u64,
+}
+
+impl Drop for Leave {
+    fn drop(&mut self) {
+        let mut state = self.shared.lock();
+        state.listeners.remove(&self.id);
+        state.connections.remove(&self.id);
+        state.turned_away.remove(&self.id);
+        self.shared.changed.notify_all();
+    }
+}
+
+/// True if only this machine can reach the listener. A server without encryption should listen nowhere else.
+pub fn is_loopback(listener: &TcpListener) -> io::Result<bool> {
+    Ok(listener.local_addr()?.ip().to_canonical().is_loopback())
+}
