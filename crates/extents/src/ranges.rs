@@ -1,0 +1,318 @@
+//! Sets as sorted ranges.
+
+use std::ops::Range;
+
+use crate::{DecodeError, varint};
+
+/// A set of numbers as ranges that are sorted, not empty, and neither overlap nor touch. What a number counts, bytes or
+/// blocks, is the caller's affair. `u64::MAX` itself can't be a member.
+///
+/// Adding at the end is cheap; adding in the middle moves what lies behind. Whole-set operations take time linear in the
+/// number of ranges.
+#[derive(Clone, Default, PartialEq, Eq, Hash)]
+pub struct Extents {
+    ranges: Vec<(u64, u64)>,
+}
+
+impl Extents {
+    /// The empty set.
+    pub fn new() -> Extents {
+        Extents::default()
+    }
+
+    /// Numbers in the set.
+    pub fn len(&self) -> u64 {
+        self.ranges.iter().map(|r| r.1 - r.0).sum()
+    }
+
+    /// True if no number is in the set.
+    pub fn is_empty(&self) -> bool {
+        self.ranges.is_empty()
+    }
+
+    /// Ranges in the set.
+    pub fn count(&self) -> usize {
+        self.ranges.len()
+    }
+
+    /// The smallest member.
+    pub fn start(&self) -> Option<u64> {
+        self.ranges.first().map(|r| r.0)
+    }
+
+    /// One past the largest member; 0 for the empty set.
+    pub fn end(&self) -> u64 {
+        self.ranges.last().map_or(0, |r| r.1)
+    }
+
+    /// The ranges, ascending.
+    pub fn iter(&self) -> Iter<'_> {
+        Iter { ranges: self.ranges.iter() }
+    }
+
+    /// Adds a range. Empty ranges add nothing.
+    pub fn insert(&mut self, range: Range<u64>) {
+        if range.start >= range.end {
+            return;
+        }
+        // Most sets are built in order.
+        match self.ranges.last_mut() {
+            Some(last) if range.start > last.1 => return self.ranges.push((range.start, range.end)),
+            Some(last) if range.start >= last.0 => {
+                last.1 = last.1.max(range.end);
+                return;
+            }
+            None => return self.ranges.push((range.start, range.end)),
+            Some(_) => {}
+        }
+        // What touches is joined, so the bounds count as inside.
+        let from = self.ranges.partition_point(|r| r.1 < range.start);
+        let to = self.ranges.partition_point(|r| r.0 <= range.end);
+        let mut joined = (range.start, range.end);
+        if from < to {
+            joined = (joined.0.min(self.ranges[from].0), joined.1.max(self.ranges[to - 1].1));
+        }
+        self.ranges.splice(from..to, [joined]);
+    }
+
+    /// Takes a range out.
+    pub fn remove(&mut self, range: Range<u64>) {
+        if range.start >= range.end {
+            return;
+        }
+        let touched = self.touched(&range);
+        let (Some(&first), Some(&last)) =
+            (self.ranges[touched.clone()].first(), self.ranges[touched.clone()].last())
+        else {
+            return;
+        };
+        let before = (first.0 < range.start).then_some((first.0, range.start));
+        let after = (last.1 > range.end).then_some((range.end, last.1));
+        self.ranges.splice(touched, before.into_iter().chain(after));
+    }
+
+    /// True if `number` is in the set.
+    pub fn contains(&self, number: u64) -> bool {
+        self.ranges.get(self.ranges.partition_point(|r| r.1 <= number)).is_some_and(|r| r.0 <= number)
+    }
+
+    /// True if any number of the range is in the set.
+    pub fn overlaps(&self, range: Range<u64>) -> bool {
+        range.start < range.end && !self.touched(&range).is_empty()
+    }
+
+    /// True if every number of the range is in the set; so it is for an empty range.
+    pub fn covers(&self, range: Range<u64>) -> bool {
+        range.start >= range.end
+            || self
+                .ranges
+                .get(self.ranges.partition_point(|r| r.1 <= range.start))
+                .is_some_and(|r| r.0 <= range.start && range.end <= r.1)
+    }
+
+    /// What either set has.
+    pub fn union(&self, other: &Extents) -> Extents {
+        let mut out = Extents { ranges: Vec::with_capacity(self.ranges.len().max(other.ranges.len())) };
+        let (mut a, mut b) = (&self.ranges[..], &other.ranges[..]);
+        while let Some(next) = match (a.first(), b.first()) {
+            (Some(x), Some(y)) if y.0 < x.0 => take(&mut b),
+            (Some(_), _) => take(&mut a),
+            (None, _) => take(&mut b),
+        } {
+            out.insert(next.0..next.1);
+        }
+        out
+    }
+
+    /// What both sets have.
+    pub fn intersection(&self, other: &Extents) -> Extents {
+        let mut out = Extents::new();
+        let (mut a, mut b) = (&self.ranges[..], &other.ranges[..]);
+        while let (Some(x), Some(y)) = (a.first(), b.first()) {
+            let (start, end) = (x.0.max(y.0), x.1.min(y.1));
+            if start < end {
+                out.ranges.push((start, end));
+            }
+            // The one that ends first can meet nothing more.
+            if x.1 < y.1 {
+                take(&mut a)
+            } else {
+                take(&mut b)
+            };
+        }
+        out
+    }
+
+    /// What this set has and `other` has not.
+    pub fn difference(&self, other: &Extents) -> Extents {
+        let mut out = Extents::new();
+        let mut cut = other.ranges.iter().peekable();
+        for &(mut start, end) in &self.ranges {
+            while let Some(&&(from, to)) = cut.peek() {
+                if from >= end {
+                    break;
+                }
+                if start < from {
+                    out.ranges.push((start, from));
+                }
+                start = start.max(to);
+                if to > end {
+                    // It may cut the next range as well.
+                    break;
+                }
+                cut.next();
+            }
+            if start < end {
+                out.ranges.push((start, end));
+            }
+        }
+        out
+    }
+
+    /// What `within` has and this set has not.
+    pub fn complement(&self, within: Range<u64>) -> Extents {
+        Extents::from(within).difference(self)
+    }
+
+    /// What this set has within `range`.
+    pub fn clip(&self, range: Range<u64>) -> Extents {
+        if range.start >= range.end {
+            return Extents::new();
+        }
+        let mut ranges = self.ranges[self.touched(&range)].to_vec();
+        if let Some(first) = ranges.first_mut() {
+            first.0 = first.0.max(range.start);
+        }
+        if let Some(last) = ranges.last_mut() {
+            last.1 = last.1.min(range.end);
+        }
+        Extents { ranges }
+    }
+
+    /// Appends a compact form of the set: the number of ranges, then for each the gap before it and its length less one.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        varint::put(out, self.ranges.len() as u64);
+        let mut at = 0;
+        for &(start, end) in &self.ranges {
+            varint::put(out, start - at);
+            varint::put(out, end - start - 1);
+            at = end;
+        }
+    }
+
+    /// Takes an encoded set from the front of `bytes`. Memory stays within eight times the length of `bytes`.
+    pub fn decode(bytes: &mut &[u8]) -> Result<Extents, DecodeError> {
+        let mut rest = *bytes;
+        let count = varint::get(&mut rest)?;
+        // Two bytes a range at least: a larger count is a lie, found out before any memory is asked for.
+        if count > rest.len() as u64 / 2 {
+            return Err(DecodeError::Truncated);
+        }
+        let mut ranges = Vec::with_capacity(count as usize);
+        let mut at = 0u64;
+        for i in 0..count {
+            let gap = varint::get(&mut rest)?;
+            let len = varint::get(&mut rest)?;
+            if i > 0 && gap == 0 {
+                return Err(DecodeError::Order);
+            }
+            let start = at.checked_add(gap).ok_or(DecodeError::PastEnd)?;
+            at = start.checked_add(len).and_then(|e| e.checked_add(1)).ok_or(DecodeError::PastEnd)?;
+            ranges.push((start, at));
+        }
+        *bytes = rest;
+        Ok(Extents { ranges })
+    }
+
+    /// The indices of the ranges that share a number with `range`, which is not empty.
+    fn touched(&self, range: &Range<u64>) -> Range<usize> {
+        let from = self.ranges.partition_point(|r| r.1 <= range.start);
+        let to = self.ranges.partition_point(|r| r.0 < range.end);
+        from..to
+    }
+}
+
+/// Takes the first range off a slice.
+fn take(ranges: &mut &[(u64, u64)]) -> Option<(u64, u64)> {
+    let (first, rest) = ranges.split_first()?;
+    *ranges = rest;
+    Some(*first)
+}
+
+impl From<Range<u64>> for Extents {
+    fn from(range: Range<u64>) -> Extents {
+        Extents::from_iter([range])
+    }
+}
+
+/// Ranges in any order; they may overlap.
+impl FromIterator<Range<u64>> for Extents {
+    fn from_iter<I: IntoIterator<Item = Range<u64>>>(ranges: I) -> Extents {
+        let mut out = Extents::new();
+        out.extend(ranges);
+        out
+    }
+}
+
+impl Extend<Range<u64>> for Extents {
+    fn extend<I: IntoIterator<Item = Range<u64>>>(&mut self, ranges: I) {
+        // Ranges out of order are gathered and sorted: inserting them one by one would move the tail each time.
+        let mut late = Vec::new();
+        for range in ranges {
+            if range.start >= range.end {
+                continue;
+            }
+            if self.ranges.last().is_none_or(|last| range.start >= last.0) {
+                self.insert(range);
+            } else {
+                late.push((range.start, range.end));
+            }
+        }
+        if !late.is_empty() {
+            late.sort_unstable();
+            let mut sorted = Extents { ranges: Vec::with_capacity(late.len()) };
+            for (start, end) in late {
+                sorted.insert(start..end);
+            }
+            *self = self.union(&sorted);
+        }
+    }
+}
+
+/// The ranges of an [`Extents`], ascending.
+#[derive(Clone)]
+pub struct Iter<'a> {
+    ranges: std::slice::Iter<'a, (u64, u64)>,
+}
+
+impl Iterator for Iter<'_> {
+    type Item = Range<u64>;
+    fn next(&mut self) -> Option<Range<u64>> {
+        self.ranges.next().map(|r| r.0..r.1)
+    }
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        self.ranges.size_hint()
+    }
+}
+
+impl DoubleEndedIterator for Iter<'_> {
+    fn next_back(&mut self) -> Option<Range<u64>> {
+        self.ranges.next_back().map(|r| r.0..r.1)
+    }
+}
+
+impl ExactSizeIterator for Iter<'_> {}
+
+impl<'a> IntoIterator for &'a Extents {
+    type Item = Range<u64>;
+    type IntoIter = Iter<'a>;
+    fn into_iter(self) -> Iter<'a> {
+        self.iter()
+    }
+}
+
+impl std::fmt::Debug for Extents {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_list().entries(self.iter()).finish()
+    }
+}
