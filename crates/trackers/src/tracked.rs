@@ -252,6 +252,16 @@ impl TrackedDisk {
         dirty
     }
 
+    /// The runs of blocks within a range that were written since what was released last, ascending, at most `limit`.
+    pub fn dirty_runs(&self, blocks: Range<u64>, limit: usize) -> Vec<Range<u64>> {
+        let frozen = self.shared.frozen.lock().unwrap_or_else(|e| e.into_inner());
+        if frozen.is_empty() {
+            return self.record().runs_in(blocks).take(limit).collect();
+        }
+        drop(frozen);
+        self.dirty().runs_in(blocks).take(limit).collect()
+    }
+
     /// Housekeeping, to be called about once a second: lets regions fall idle that were not written for `age` calls, and
     /// makes the stamp of the last write durable.
     pub fn sweep(&self, age: u8) -> Result<(), TrackError> {

@@ -1,0 +1,413 @@
+//! What the embedded tracker promises, against a model of the disk.
+
+use std::io;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use device::{Buf, Dir, Disk, Folder, InlineQueue, Kind, Piece, Queue, RamDisk, Request};
+use trackers::{Saved, Settings, TrackedDisk};
+
+const BLOCK: u64 = 4096;
+
+fn settings() -> Settings {
+    Settings { block_size: BLOCK as u32, region: Settings::REGION, intents: true, allow_shrink: false }
+}
+
+fn open(disk: Arc<dyn Disk>, folder: &Arc<dyn Folder>, last_epoch: u64) -> TrackedDisk {
+    TrackedDisk::open(disk, folder.clone(), settings(), last_epoch, true, false).unwrap()
+}
+
+fn scratch() -> (tempfile::TempDir, Arc<dyn Folder>) {
+    let temp = tempfile::tempdir().unwrap();
+    let folder: Arc<dyn Folder> = Arc::new(Dir::open(temp.path()).unwrap());
+    (temp, folder)
+}
+
+fn blocks(bitmap: &extents::Bitmap) -> Vec<u64> {
+    bitmap.runs().flatten().collect()
+}
+
+fn content(disk: &dyn Disk) -> Vec<u8> {
+    let mut all = vec![0; disk.len() as usize];
+    disk.read_at(0, &mut all).unwrap();
+    all
+}
+
+/// A small generator, so that a failing run can be repeated from its seed.
+struct Random(u64);
+
+impl Random {
+    fn seeded(name: &str) -> Random {
+        let seed = std::env::var("DSYNC_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or_else(|| {
+            std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_nanos() as u64
+        });
+        println!("{name}: DSYNC_SEED={seed}");
+        Random(seed | 1)
+    }
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % limit
+    }
+}
+
+#[test]
+fn every_way_to_change_a_disk_is_marked_and_nothing_else() {
+    let (_temp, folder) = scratch();
+    let ram: Arc<dyn Disk> = Arc::new(RamDisk::new(100 * BLOCK + 7));
+    let disk = Arc::new(open(ram, &folder, 0));
+    disk.write_at(5, &[1; 10]).unwrap();
+    disk.write_at(3 * BLOCK - 1, &[2; 2]).unwrap();
+    disk.zero(10 * BLOCK, 5 * BLOCK, true, false).unwrap();
+    disk.discard(20 * BLOCK + 1, 3 * BLOCK).unwrap();
+    disk.write_at(100 * BLOCK + 6, &[3]).unwrap();
+    let mut queue: Box<dyn Queue> = disk.clone().queue(8).unwrap();
+    for (kind, offset, len) in [
+        (Kind::Write { fua: true }, 40 * BLOCK, 2 * BLOCK),
+        (Kind::Zero { unmap: true, fast: false, fua: false }, 50 * BLOCK, BLOCK),
+        (Kind::Discard { fua: false }, 60 * BLOCK, 2 * BLOCK),
+        (Kind::Read, 70 * BLOCK, BLOCK),
+        (Kind::Flush, 0, 0),
+    ] {
+        let data = matches!(kind, Kind::Write { .. } | Kind::Read);
+        let buf = Buf::new(if data { len as usize } else { 0 });
+        let pieces = if len > 0 { [Piece { offset, len }].into_iter().collect() } else { Default::default() };
+        queue.submit(Request { kind, pieces, buf, token: offset + 1 });
+        let done = queue.complete(true).unwrap();
+        assert_eq!(done.request.token, offset + 1);
+        done.result.unwrap();
+    }
+    let refused = disk.write_at(100 * BLOCK + 7, &[1]);
+    assert!(refused.is_err(), "a write beyond the end");
+    drop(queue);
+    let frozen = disk.checkpoint(None).unwrap();
+    let expected: Vec<u64> =
+        [0..1, 2..4, 10..15, 20..24, 40..42, 50..51, 60..62, 100..101].into_iter().flatten().collect();
+    assert_eq!(blocks(&frozen.changes), expected);
+}
+
+#[test]
+fn a_record_outlives_its_process_until_it_is_released() {
+    let (_temp, folder) = scratch();
+    let ram: Arc<dyn Disk> = Arc::new(RamDisk::new(64 * BLOCK));
+    let disk = open(ram.clone(), &folder, 0);
+    disk.write_at(BLOCK, &[1; 8]).unwrap();
+    // Killed: nothing is closed.
+    drop(disk);
+    let disk = open(ram.clone(), &folder, 0);
+    disk.write_at(3 * BLOCK, &[1; 8]).unwrap();
+    let frozen = disk.checkpoint(None).unwrap();
+    assert_eq!(blocks(&frozen.changes), [1, 3]);
+    disk.write_at(5 * BLOCK, &[1; 8]).unwrap();
+    // Killed between the checkpoint and its release: the epoch is widened, nothing is lost.
+    drop(disk);
+    let disk = open(ram.clone(), &folder, 0);
+    let again = disk.checkpoint(None).unwrap();
+    assert_eq!(blocks(&again.changes), [1, 3, 5]);
+    // Asked again before the release, it is there again.
+    disk.write_at(7 * BLOCK, &[1; 8]).unwrap();
+    let again = disk.checkpoint(None).unwrap();
+    assert_eq!(blocks(&again.changes), [1, 3, 5, 7]);
+    disk.release().unwrap();
+    disk.write_at(9 * BLOCK, &[1; 8]).unwrap();
+    drop(disk);
+    let disk = open(ram, &folder, again.number);
+    assert_eq!(blocks(&disk.checkpoint(None).unwrap().changes), [9]);
+}
+
+#[test]
+fn a_power_cut_makes_the_active_regions_dirty_and_no_others() {
+    let (_temp, folder) = scratch();
+    let size = 4 * Settings::REGION;
+    let ram: Arc<dyn Disk> = Arc::new(RamDisk::new(size));
+    let disk = open(ram.clone(), &folder, 0);
+    disk.write_at(0, &[1; 8]).unwrap();
+    disk.sweep(0).unwrap();
+    disk.sweep(0).unwrap();
+    assert_eq!(disk.active_regions().0, 0, "swept");
+    disk.write_at(2 * Settings::REGION + 1, &[1; 8]).unwrap();
+    assert_eq!(disk.active_regions().0, 1);
+    drop(disk);
+    let disk = TrackedDisk::open(ram, folder, settings(), 0, true, true).unwrap();
+    let per_region = Settings::REGION / BLOCK;
+    let changes = disk.checkpoint(None).unwrap().changes;
+    let runs: Vec<Range<u64>> = changes.runs().collect();
+    assert_eq!(runs, [0..1, 2 * per_region..3 * per_region]);
+}
+
+#[test]
+fn growth_is_marked_and_shrinking_refused() {
+    let (_temp, folder) = scratch();
+    drop(open(Arc::new(RamDisk::new(10 * BLOCK)), &folder, 0));
+    let grown = open(Arc::new(RamDisk::new(13 * BLOCK)), &folder, 0);
+    assert_eq!(blocks(&grown.checkpoint(None).unwrap().changes), [10, 11, 12]);
+    drop(grown);
+    let shrunk: Arc<dyn Disk> = Arc::new(RamDisk::new(5 * BLOCK));
+    let refused = TrackedDisk::open(shrunk.clone(), folder.clone(), settings(), 0, true, false);
+    assert!(refused.is_err());
+    let meant = Settings { allow_shrink: true, ..settings() };
+    assert!(TrackedDisk::open(shrunk, folder, meant, 0, true, false).is_ok());
+}
+
+/// A disk whose writes take their time: the data lands long after the write was let in.
+struct Slow {
+    ram: Arc<RamDisk>,
+    delay: Duration,
+}
+
+impl Disk for Slow {
+    fn len(&self) -> u64 {
+        self.ram.len()
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.ram.read_at(offset, buf)
+    }
+    fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        std::thread::sleep(self.delay);
+        self.ram.write_at(offset, buf)
+    }
+    fn zero(&self, offset: u64, len: u64, unmap: bool, fast: bool) -> io::Result<()> {
+        self.ram.zero(offset, len, unmap, fast)
+    }
+    fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.ram.discard(offset, len)
+    }
+    fn flush(&self) -> io::Result<()> {
+        Ok(())
+    }
+    fn queue(self: Arc<Self>, _depth: u32) -> io::Result<Box<dyn Queue>> {
+        Ok(Box::new(InlineQueue::new(self)))
+    }
+}
+
+/// The lost-update race: writes that are in flight at the checkpoint and land 400 ms later. A copy taken after each
+/// checkpoint, of the blocks reported and no others, must end up equal to the disk.
+#[test]
+fn no_update_is_lost_to_writes_that_land_late() {
+    let (_temp, folder) = scratch();
+    let count = 512u64;
+    let ram = Arc::new(RamDisk::new(count * BLOCK));
+    let slow: Arc<dyn Disk> = Arc::new(Slow { ram: ram.clone(), delay: Duration::from_millis(400) });
+    let disk = Arc::new(open(slow, &folder, 0));
+    let stop = Arc::new(AtomicBool::new(false));
+    let writers: Vec<_> = (0..8u64)
+        .map(|w| {
+            let (disk, stop) = (disk.clone(), stop.clone());
+            std::thread::spawn(move || {
+                let mut random = Random((w + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+                while !stop.load(SeqCst) {
+                    let block = random.below(count);
+                    disk.write_at(block * BLOCK, &[random.below(255) as u8 + 1; BLOCK as usize]).unwrap();
+                }
+            })
+        })
+        .collect();
+    let mut copy = vec![0u8; (count * BLOCK) as usize];
+    let mut sync = |disk: &TrackedDisk| {
+        let frozen = disk.checkpoint(None).unwrap();
+        for block in frozen.changes.runs().flatten() {
+            let at = (block * BLOCK) as usize;
+            ram.read_at(block * BLOCK, &mut copy[at..at + BLOCK as usize]).unwrap();
+        }
+        disk.release().unwrap();
+    };
+    for _ in 0..6 {
+        std::thread::sleep(Duration::from_millis(130));
+        sync(&disk);
+    }
+    stop.store(true, SeqCst);
+    writers.into_iter().for_each(|w| w.join().unwrap());
+    sync(&disk);
+    let now = content(&*ram);
+    let lost = (0..count as usize)
+        .filter(|b| copy[b * 4096..(b + 1) * 4096] != now[b * 4096..(b + 1) * 4096])
+        .count();
+    assert_eq!(lost, 0, "{lost} of {count} blocks lost");
+}
+
+/// Writers on several queues, checkpoints with views under them: each view must show the disk as it was, byte for byte,
+/// however it is read, and the epochs together must name every block that changed.
+#[test]
+fn views_show_one_moment_and_epochs_name_every_change() {
+    let seconds = if std::env::var_os("DSYNC_SOAK").is_some() { 60 } else { 4 };
+    let mut random = Random::seeded("views_show_one_moment");
+    let (temp, folder) = scratch();
+    let count = 2048u64;
+    let ram = Arc::new(RamDisk::new(count * BLOCK - 100));
+    let disk = Arc::new(open(ram.clone(), &folder, 0));
+    let stop = Arc::new(AtomicBool::new(false));
+    // Writers stop between requests while the truth is looked at: a view is compared with a copy made in that pause.
+    let pause = Arc::new(std::sync::RwLock::new(()));
+    let writes = Arc::new(AtomicU64::new(0));
+    let writers: Vec<_> = (0..4u64)
+        .map(|w| {
+            let (disk, stop, pause, writes) = (disk.clone(), stop.clone(), pause.clone(), writes.clone());
+            let mut random = Random(random.below(u64::MAX) | (w + 1));
+            std::thread::spawn(move || {
+                let len = disk.len();
+                let mut queue = disk.queue(4).unwrap();
+                while !stop.load(SeqCst) {
+                    let _going = pause.read().unwrap();
+                    let offset = random.below(len);
+                    let most = (len - offset).min(5 * BLOCK);
+                    let bytes = 1 + random.below(most);
+                    let kind = match random.below(8) {
+                        0 => Kind::Zero { unmap: true, fast: false, fua: false },
+                        1 => Kind::Discard { fua: false },
+                        _ => Kind::Write { fua: false },
+                    };
+                    let mut buf =
+                        Buf::new(if matches!(kind, Kind::Write { .. }) { bytes as usize } else { 0 });
+                    buf.fill(random.below(256) as u8);
+                    queue.submit(Request {
+                        kind,
+                        pieces: [Piece { offset, len: bytes }].into_iter().collect(),
+                        buf,
+                        token: 0,
+                    });
+                    queue.complete(true).unwrap().result.unwrap();
+                    writes.fetch_add(1, SeqCst);
+                }
+            })
+        })
+        .collect();
+    let began = std::time::Instant::now();
+    let mut replica = content(&*ram);
+    let mut views = 0;
+    let open_views: Mutex<Vec<(Arc<Saved>, Vec<u8>)>> = Mutex::default();
+    let check = |saved: &Arc<Saved>, truth: &[u8], random: &mut Random| {
+        let mut offset = 0u64;
+        while offset < truth.len() as u64 {
+            let len = (1 + random.below(70_000)).min(truth.len() as u64 - offset);
+            let mut part = vec![0; len as usize];
+            ram.read_at(offset, &mut part).unwrap();
+            saved.mend(offset, &mut part).unwrap();
+            let expected = &truth[offset as usize..(offset + len) as usize];
+            if let Some(at) = part.iter().zip(expected).position(|(a, b)| a != b) {
+                panic!("the view differs at byte {}", offset + at as u64);
+            }
+            offset += len;
+        }
+    };
+    // The first checkpoint only sets the stage.
+    disk.checkpoint(None).unwrap();
+    disk.release().unwrap();
+    {
+        let _still = pause.write().unwrap();
+        let frozen = disk.checkpoint(None).unwrap();
+        disk.release().unwrap();
+        drop(frozen);
+        replica.copy_from_slice(&content(&*ram));
+    }
+    while began.elapsed() < Duration::from_secs(seconds) {
+        let saved = Arc::new(Saved::create(temp.path(), disk.len(), BLOCK as u32, 1 << 30).unwrap());
+        let (frozen, truth) = {
+            let _still = pause.write().unwrap();
+            let frozen = disk.checkpoint(Some(saved.clone())).unwrap();
+            (frozen, content(&*ram))
+        };
+        disk.release().unwrap();
+        views += 1;
+        std::thread::sleep(Duration::from_millis(random.below(20)));
+        for run in frozen.changes.runs() {
+            let bytes = run.start * BLOCK..(run.end * BLOCK).min(disk.len());
+            let part = &mut replica[bytes.start as usize..bytes.end as usize];
+            ram.read_at(bytes.start, part).unwrap();
+            saved.mend(bytes.start, part).unwrap();
+        }
+        assert!(replica == truth, "the blocks of the epoch, read from its view, make the replica equal");
+        let mut open = open_views.lock().unwrap();
+        open.push((saved, truth));
+        if open.len() > 2 {
+            let (saved, truth) = open.remove(random.below(3) as usize);
+            check(&saved, &truth, &mut random);
+            disk.drop_view(&saved);
+        }
+    }
+    stop.store(true, SeqCst);
+    writers.into_iter().for_each(|w| w.join().unwrap());
+    for (saved, truth) in open_views.lock().unwrap().drain(..) {
+        check(&saved, &truth, &mut random);
+    }
+    println!("{views} views under {} writes", writes.load(SeqCst));
+    assert!(views > 5 && writes.load(SeqCst) > 100);
+}
+
+#[test]
+fn a_full_view_breaks_and_the_writer_goes_on() {
+    let (temp, folder) = scratch();
+    let ram = Arc::new(RamDisk::new(64 * BLOCK));
+    let disk = open(ram.clone(), &folder, 0);
+    let saved = Arc::new(Saved::create(temp.path(), disk.len(), BLOCK as u32, 3 * BLOCK).unwrap());
+    disk.checkpoint(Some(saved.clone())).unwrap();
+    let mut part = [0; 100];
+    for block in 0..3 {
+        disk.write_at(block * BLOCK, &[1; 4096]).unwrap();
+    }
+    saved.mend(0, &mut part).unwrap();
+    disk.write_at(3 * BLOCK, &[1; 4096]).unwrap();
+    let error = saved.mend(0, &mut part).unwrap_err().to_string();
+    assert!(error.contains("view is broken") && error.contains("--view-limit"), "{error}");
+}
+
+#[test]
+fn a_view_keeps_only_what_its_reader_still_needs() {
+    let (temp, folder) = scratch();
+    let ram = Arc::new(RamDisk::new(64 * BLOCK));
+    let disk = open(ram, &folder, 0);
+    let saved = Arc::new(Saved::create(temp.path(), disk.len(), BLOCK as u32, 1 << 30).unwrap());
+    disk.checkpoint(Some(saved.clone())).unwrap();
+    let needed = extents::Bitmap::new(64);
+    needed.set(10..20);
+    saved.narrow(&needed);
+    saved.taken(12);
+    disk.write_at(0, &vec![1; 64 * BLOCK as usize]).unwrap();
+    assert_eq!(saved.kept_bytes(), 8 * BLOCK);
+    disk.drop_view(&saved);
+}
+
+#[test]
+fn the_intent_is_durable_before_the_data() {
+    // A folder's file is looked at while the write is still on its way.
+    let (temp, folder) = scratch();
+    let ram = Arc::new(RamDisk::new(4 * Settings::REGION));
+    struct Watch {
+        inner: Arc<RamDisk>,
+        intent: std::path::PathBuf,
+        seen: AtomicBool,
+    }
+    impl Disk for Watch {
+        fn len(&self) -> u64 {
+            self.inner.len()
+        }
+        fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+            self.inner.read_at(offset, buf)
+        }
+        fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+            let log = std::fs::read(&self.intent)?;
+            let region = offset / Settings::REGION;
+            self.seen.store(log[4096 + (region / 8) as usize] & (1 << (region % 8)) != 0, SeqCst);
+            self.inner.write_at(offset, buf)
+        }
+        fn zero(&self, offset: u64, len: u64, unmap: bool, fast: bool) -> io::Result<()> {
+            self.inner.zero(offset, len, unmap, fast)
+        }
+        fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+            self.inner.discard(offset, len)
+        }
+        fn flush(&self) -> io::Result<()> {
+            Ok(())
+        }
+        fn queue(self: Arc<Self>, _depth: u32) -> io::Result<Box<dyn Queue>> {
+            Ok(Box::new(InlineQueue::new(self)))
+        }
+    }
+    let watch =
+        Arc::new(Watch { inner: ram, intent: temp.path().join("intent"), seen: AtomicBool::new(false) });
+    let disk = open(watch.clone(), &folder, 0);
+    disk.write_at(3 * Settings::REGION, &[1]).unwrap();
+    assert!(watch.seen.load(SeqCst));
+}
