@@ -15,7 +15,7 @@ use rustix::io::Errno;
 use crate::Buf;
 use crate::disk::{Disk, InlineQueue, Queue};
 use crate::error::{DeviceError, DeviceErrorKind, at, within};
-use crate::sys;
+use crate::{sys, usage};
 
 /// How to open a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -25,7 +25,9 @@ pub struct Options {
     /// Past the page cache, many requests on their way at once. A file system that has no direct I/O is used through the
     /// page cache all the same. Block devices are always direct: their page cache is stale beside a mounted file system.
     pub direct: bool,
-    /// Refused while somebody else uses it: a block device that is mounted or held.
+    /// Refused while somebody else uses it: a block device that is mounted, held or opened
+    /// exclusively, a file behind a loop device or swapped on. Programs that merely have it open are
+    /// [`lock_image`](crate::lock_image)'s matter.
     pub exclusive: bool,
 }
 
@@ -80,6 +82,17 @@ fn not_a_disk(path: &Path, kind: std::fs::FileType) -> Option<DeviceError> {
     Some(DeviceError::new(DeviceErrorKind::NotADisk, "open", path, what, "give a file or a block device"))
 }
 
+/// Says who uses it, if anybody is seen to.
+fn refuse_used(path: &Path) -> Result<(), DeviceError> {
+    let way_out = "unmount it, or stop what uses it";
+    match usage::in_use(path) {
+        Some(why) => {
+            Err(DeviceError::new(DeviceErrorKind::InUse, "open", path, format!("it is {why}"), way_out))
+        }
+        None => Ok(()),
+    }
+}
+
 fn open_file(path: &Path, options: &Options, flags: i32) -> io::Result<File> {
     OpenOptions::new().read(true).write(options.write).custom_flags(flags).open(path)
 }
@@ -97,7 +110,14 @@ impl FileDisk {
             (true, false) => libc::O_DIRECT,
             (false, _) => 0,
         };
-        Self::new(open_file(path, options, flags).map_err(fail)?, path, options)
+        match open_file(path, options, flags) {
+            Err(e) if e.raw_os_error() == Some(libc::EBUSY) => {
+                refuse_used(path)?;
+                Err(fail(e))
+            }
+            Err(e) => Err(fail(e)),
+            Ok(file) => Self::new(file, path, options),
+        }
     }
 
     pub(crate) fn adopt(file: File, path: &Path, options: &Options) -> Result<FileDisk, DeviceError> {
@@ -113,6 +133,9 @@ impl FileDisk {
 
     fn new(plain: File, path: &Path, options: &Options) -> Result<FileDisk, DeviceError> {
         let fail = |e| DeviceError::from_io("open", path, e);
+        if options.exclusive && !plain.metadata().map_err(fail)?.file_type().is_block_device() {
+            refuse_used(path)?;
+        }
         let metadata = plain.metadata().map_err(fail)?;
         if let Some(error) = not_a_disk(path, metadata.file_type()) {
             return Err(error);

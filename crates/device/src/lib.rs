@@ -9,12 +9,18 @@ mod disk;
 mod error;
 mod file;
 mod folder;
+mod identity;
+mod lock;
 mod ram;
 mod sys;
+mod usage;
 
 pub use buffer::Buf;
 pub use disk::{Disk, Done, InlineQueue, Kind, Piece, Pieces, Queue, Request};
 pub use error::{DeviceError, DeviceErrorKind};
 pub use file::{Options, adopt, open};
 pub use folder::{Dir, Folder, Mapping, StateFile, replace};
+pub use identity::{DiskKind, Identity, identity};
+pub use lock::{Access, ImageLock, lock_image};
 pub use ram::RamDisk;
+pub use usage::{free_space, in_use};

@@ -1,0 +1,152 @@
+//! What makes a file or a device that file or that device.
+
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::SeekFrom;
+use serde::{Deserialize, Serialize};
+
+use crate::error::{DeviceError, DeviceErrorKind};
+
+/// Whether it is a file or a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DiskKind {
+    /// A regular file.
+    File,
+    /// A block device.
+    Block,
+}
+
+/// What a path leads to, and how it stands. Equal identities mean that nothing was changed, as far as the system tells:
+/// of a file the times do, of a device nothing does.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Identity {
+    /// File or block device.
+    pub kind: DiskKind,
+    /// The path without symbolic links.
+    pub path: PathBuf,
+    /// Of a file the number of the device it lies on; of a block device its own number.
+    pub dev: u64,
+    /// Inode of a file; 0 for a block device.
+    pub ino: u64,
+    /// Of a block device: a number that the kernel gives to each medium once in its life (Linux 5.15).
+    pub diskseq: Option<u64>,
+    /// Bytes.
+    pub size: u64,
+    /// Last change of a file's content, nanoseconds since 1970; 0 for a block device.
+    pub mtime_ns: i64,
+    /// Last change of a file's inode or content, nanoseconds since 1970; 0 for a block device.
+    pub ctime_ns: i64,
+}
+
+impl Identity {
+    /// True if both are the same file or device, whatever has happened to it since.
+    pub fn same_object(&self, other: &Identity) -> bool {
+        (self.kind, self.dev, self.ino, self.diskseq) == (other.kind, other.dev, other.ino, other.diskseq)
+    }
+
+    /// True for a block device.
+    pub fn is_block(&self) -> bool {
+        self.kind == DiskKind::Block
+    }
+}
+
+/// The identity of the file or block device at `path`. Symbolic links are followed.
+pub fn identity(path: &Path) -> Result<Identity, DeviceError> {
+    let fail = |e: io::Error| DeviceError::from_io("look at", path, e);
+    let canonical = std::fs::canonicalize(path).map_err(fail)?;
+    let metadata = std::fs::metadata(&canonical).map_err(fail)?;
+    let kind = metadata.file_type();
+    if kind.is_file() {
+        let nanoseconds =
+            |seconds: i64, rest: i64| seconds.saturating_mul(1_000_000_000).saturating_add(rest);
+        return Ok(Identity {
+            kind: DiskKind::File,
+            path: canonical,
+            dev: metadata.dev(),
+            ino: metadata.ino(),
+            diskseq: None,
+            size: metadata.len(),
+            mtime_ns: nanoseconds(metadata.mtime(), metadata.mtime_nsec()),
+            ctime_ns: nanoseconds(metadata.ctime(), metadata.ctime_nsec()),
+        });
+    }
+    if !kind.is_block_device() {
+        let why = "it is neither a file nor a block device";
+        let way_out = "give a file or a block device";
+        return Err(DeviceError::new(DeviceErrorKind::NotADisk, "look at", path, why, way_out));
+    }
+    let device = metadata.rdev();
+    Ok(Identity {
+        kind: DiskKind::Block,
+        size: block_size(&canonical, device).map_err(fail)?,
+        path: canonical,
+        dev: device,
+        ino: 0,
+        diskseq: diskseq(device),
+        mtime_ns: 0,
+        ctime_ns: 0,
+    })
+}
+
+/// Where sysfs tells of a block device.
+pub(crate) fn sysfs(device: u64) -> PathBuf {
+    PathBuf::from(format!("/sys/dev/block/{}:{}", libc::major(device), libc::minor(device)))
+}
+
+/// From sysfs, which all may read; else by opening the device.
+fn block_size(path: &Path, device: u64) -> io::Result<u64> {
+    let sectors =
+        std::fs::read_to_string(sysfs(device).join("size")).ok().and_then(|s| s.trim().parse::<u64>().ok());
+    match sectors {
+        // The kernel counts in sectors of 512 bytes there, whatever the device's own are.
+        Some(sectors) => Ok(sectors.saturating_mul(512)),
+        None => Ok(rustix::fs::seek(std::fs::File::open(path)?, SeekFrom::End(0))?),
+    }
+}
+
+/// A partition has its disk's.
+fn diskseq(device: u64) -> Option<u64> {
+    let place = std::fs::canonicalize(sysfs(device)).ok()?;
+    let read = |place: &Path| std::fs::read_to_string(place.join("diskseq")).ok();
+    read(&place).or_else(|| read(place.parent()?))?.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+
+    #[test]
+    fn a_write_and_a_replacement_show() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk");
+        std::fs::write(&path, [1; 5000]).unwrap();
+        let first = identity(&path).unwrap();
+        assert_eq!((first.kind, first.size), (DiskKind::File, 5000));
+        assert_eq!(identity(&path).unwrap(), first);
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        std::fs::File::options().write(true).open(&path).unwrap().write_at(b"x", 7).unwrap();
+        let second = identity(&path).unwrap();
+        assert!(second.same_object(&first) && second != first);
+        let link = folder.path().join("link");
+        std::os::unix::fs::symlink(&path, &link).unwrap();
+        assert_eq!(identity(&link).unwrap(), second);
+        std::fs::write(folder.path().join("other"), [1; 5000]).unwrap();
+        std::fs::rename(folder.path().join("other"), &path).unwrap();
+        assert!(!identity(&path).unwrap().same_object(&first));
+    }
+
+    #[test]
+    fn what_is_no_disk_is_refused_by_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let error = identity(folder.path()).unwrap_err();
+        assert_eq!(error.kind(), DeviceErrorKind::NotADisk);
+        assert!(error.to_string().contains(&folder.path().display().to_string()), "{error}");
+        let error = identity(&folder.path().join("missing")).unwrap_err();
+        assert_eq!(error.kind(), DeviceErrorKind::Missing);
+    }
+}

@@ -1,0 +1,134 @@
+//! Who may use an image at the same time. The locks are those that QEMU takes, so that each refuses the other.
+//!
+//! QEMU locks single bytes far below any data's meaning, always shared: byte 100+n says "I use permission n", byte 200+n
+//! says "I do not share permission n". After locking its own it asks, for each permission it uses, whether anybody
+//! doesn't share it, and for each it doesn't share, whether anybody uses it. The locks belong to the open file description.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::path::Path;
+
+use crate::error::{DeviceError, DeviceErrorKind};
+use crate::usage;
+
+/// How an image is going to be used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// Reading, beside others who read. Nobody may write.
+    ReadShared,
+    /// Writing. Nobody else may write, nor count on what they read.
+    Write,
+}
+
+const USED: i64 = 100;
+const NOT_SHARED: i64 = 200;
+/// Reading what nobody changes meanwhile.
+const READ: i64 = 0;
+const WRITE: i64 = 1;
+const RESIZE: i64 = 3;
+/// In either case nobody else may do these.
+const DENIED: [i64; 2] = [WRITE, RESIZE];
+
+impl Access {
+    fn uses(self) -> &'static [i64] {
+        match self {
+            Access::ReadShared => &[READ],
+            Access::Write => &[READ, WRITE, RESIZE],
+        }
+    }
+}
+
+/// A lock on an image; falls when dropped.
+#[derive(Debug)]
+pub struct ImageLock {
+    // Locks go with the last descriptor of this open file, which is ours alone.
+    _file: File,
+}
+
+/// Locks the file or block device at `path` against other users, QEMU's programs among them. Of kind
+/// [`DeviceErrorKind::InUse`] if somebody uses it in a way that doesn't go together with `access`.
+pub fn lock_image(path: &Path, access: Access) -> Result<ImageLock, DeviceError> {
+    let fail = |e: io::Error| match e.raw_os_error() {
+        Some(libc::ENOLCK | libc::EINVAL | libc::EOPNOTSUPP | libc::ENOSYS) => DeviceError::new(
+            DeviceErrorKind::Unsupported,
+            "lock",
+            path,
+            "its file system has no locks",
+            "move it to another, or mount that one with locks",
+        ),
+        _ => DeviceError::from_io("lock", path, e),
+    };
+    let file = File::open(path).map_err(fail)?;
+    for byte in access.uses().iter().map(|n| USED + n).chain(DENIED.map(|n| NOT_SHARED + n)) {
+        lock(&file, byte).map_err(fail)?;
+    }
+    for byte in DENIED.map(|n| USED + n).into_iter().chain(access.uses().iter().map(|n| NOT_SHARED + n)) {
+        if locked_by_others(&file, byte).map_err(fail)? {
+            let does = match byte - if byte < NOT_SHARED { USED } else { NOT_SHARED } {
+                WRITE if byte < NOT_SHARED => "another program has it open for writing",
+                RESIZE if byte < NOT_SHARED => "another program may resize it",
+                _ => "another program counts on its content to stay as it is",
+            };
+            let who = usage::openers(&file).map(|who| format!(" ({who})")).unwrap_or_default();
+            let way_out = "stop that program first";
+            return Err(DeviceError::new(
+                DeviceErrorKind::InUse,
+                "lock",
+                path,
+                format!("{does}{who}"),
+                way_out,
+            ));
+        }
+    }
+    Ok(ImageLock { _file: file })
+}
+
+fn byte_lock(kind: i32, byte: i64) -> libc::flock {
+    // SAFETY: flock is plain data, for which zeroes are a valid value.
+    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+    lock.l_type = kind as _;
+    lock.l_whence = libc::SEEK_SET as _;
+    lock.l_start = byte as _;
+    lock.l_len = 1;
+    lock
+}
+
+fn lock(file: &File, byte: i64) -> io::Result<()> {
+    let wanted = byte_lock(libc::F_RDLCK, byte);
+    // SAFETY: the kernel reads a flock from the pointer, which outlives the call.
+    let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const wanted) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+fn locked_by_others(file: &File, byte: i64) -> io::Result<bool> {
+    let mut asked = byte_lock(libc::F_WRLCK, byte);
+    // SAFETY: the kernel reads and writes a flock at the pointer, which outlives the call.
+    let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut asked) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(i32::from(asked.l_type) != libc::F_UNLCK) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_writer_or_many_readers() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk");
+        std::fs::write(&path, [0; 4096]).unwrap();
+        let reader = lock_image(&path, Access::ReadShared).unwrap();
+        let second = lock_image(&path, Access::ReadShared).unwrap();
+        let error = lock_image(&path, Access::Write).unwrap_err();
+        assert_eq!(error.kind(), DeviceErrorKind::InUse);
+        let text = error.to_string();
+        assert!(text.contains("disk") && text.contains(&format!("pid {}", std::process::id())), "{text}");
+        drop((reader, second));
+        let writer = lock_image(&path, Access::Write).unwrap();
+        assert!(lock_image(&path, Access::ReadShared).is_err());
+        let text = lock_image(&path, Access::Write).unwrap_err().to_string();
+        assert!(text.contains("open for writing"), "{text}");
+        drop(writer);
+        lock_image(&path, Access::Write).unwrap();
+    }
+}
