@@ -1,1 +1,116 @@
-fn main() {}
+//! The command.
+
+mod args;
+mod delta_files;
+mod demo;
+mod failure;
+mod far;
+mod manual;
+mod output;
+mod pipes;
+mod serve;
+mod status;
+mod sync_command;
+mod units;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::Parser;
+use source::StateDir;
+
+use args::{Cli, Command};
+use failure::Failure;
+use output::Output;
+
+fn main() -> ExitCode {
+    let words = match paper_names(std::env::args_os().collect()) {
+        Ok(words) => words,
+        Err(usage) => {
+            eprintln!("{usage}");
+            return ExitCode::from(failure::USAGE);
+        }
+    };
+    // Bad usage ends here, with clap's own message and code 2.
+    let cli = Cli::parse_from(words);
+    let output = Output::new(&cli);
+    let output = match cli.command {
+        Command::Extract(_) | Command::Combine(_) => output.to_stderr(),
+        _ => output,
+    };
+    match run(&cli, &output) {
+        Ok(code) => {
+            output.finish();
+            ExitCode::from(code)
+        }
+        Err(error) => {
+            let code = failure::code(&error);
+            output.error(&failure::text(&error), code);
+            ExitCode::from(code)
+        }
+    }
+}
+
+/// Called as `dmextract` or `dmmerge` the program takes the arguments that the paper gives them: one name.
+fn paper_names(words: Vec<OsString>) -> Result<Vec<OsString>, String> {
+    let called = words.first().map(std::path::Path::new).and_then(|p| p.file_name()).unwrap_or_default().to_owned();
+    let command = match called.to_str() {
+        Some("dmextract") => "extract",
+        Some("dmmerge") => "merge",
+        _ => return Ok(words),
+    };
+    let asks_help = words.get(1).is_some_and(|w| w == "--help" || w == "-h" || w == "--version");
+    if words.len() < 2 && !asks_help {
+        let what = if command == "extract" { "NAME > DELTA" } else { "DEVICE < DELTA" };
+        return Err(format!("usage: {} {what}\n(the same as \"dsync {command}\", which takes options)", called.display()));
+    }
+    let mut all = vec![OsString::from("dsync"), command.into()];
+    all.extend(words.into_iter().skip(1));
+    Ok(all)
+}
+
+fn run(cli: &Cli, output: &Output) -> Result<u8> {
+    let state = StateDir::find(cli.state_dir.as_deref());
+    if !matches!(cli.command, Command::Serve(_) | Command::Demo(_)) {
+        failure::on_interrupt(matches!(cli.command, Command::Receive(_)))?;
+    }
+    match &cli.command {
+        Command::Sync(args) => sync_command::run(args, &state, output)?,
+        Command::Serve(args) => serve::run(args, &state, output)?,
+        Command::Status(args) => status::run(args, &state, output)?,
+        Command::Extract(args) => pipes::extract(args, &state, output)?,
+        Command::Merge(args) => pipes::merge(args, &state, output)?,
+        Command::Inspect(args) => delta_files::inspect(args, output)?,
+        Command::Combine(args) => delta_files::combine(args, output)?,
+        Command::Recover(args) => status::recover(args, &state, output)?,
+        Command::Demo(args) => demo::run(args, output)?,
+        Command::Receive(_) => far::receive(&state)?,
+        Command::Man { folder } => manual::pages(folder)?,
+        Command::Completions { shell } => manual::completions(*shell),
+    }
+    Ok(0)
+}
+
+/// The block size that the arguments ask for.
+fn block_size(args: &args::SourceArgs) -> Result<Option<u32>> {
+    let Some(size) = args.block_size else { return Ok(None) };
+    match u32::try_from(size) {
+        Ok(size) if size.is_power_of_two() && (4096..=1 << 20).contains(&size) => Ok(Some(size)),
+        _ => Err(Failure::usage(format!(
+            "--block-size takes a power of two from 4K to 1M, not {}",
+            units::size(size)
+        ))
+        .into()),
+    }
+}
+
+/// How a source is opened where nothing serves it.
+fn source_options(args: &args::SourceArgs) -> Result<source::Options> {
+    Ok(source::Options {
+        block_size: block_size(args)?,
+        trust_device: args.trust_device,
+        allow_shrink: args.allow_shrink,
+        ..source::Options::default()
+    })
+}

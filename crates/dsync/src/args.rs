@@ -1,0 +1,309 @@
+//! The command line: one definition for parsing, help, man pages and completions.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use crate::units::parse_size;
+
+/// Keep a copy of a disk up to date by moving only the blocks that changed.
+#[derive(Debug, Parser)]
+#[command(
+    name = "dsync",
+    version,
+    max_term_width = 100,
+    after_help = "A first copy, and every later one:\n  \
+        dsync serve /srv/vm.raw --socket /run/vm.sock      let a VM or any NBD client write to the disk\n  \
+        dsync sync /srv/vm.raw backup:/srv/vm.raw          the first time everything, then what changed\n  \
+        dsync status                                       what is followed, and what each replica lacks\n\n\
+        See it work on a scratch disk, in under a minute:\n  \
+        dsync demo\n\n\
+        Exit codes: 0 done, 1 failed, 2 bad usage, 3 tracking lost and --method tracked was demanded,\n\
+        4 lineage, state or lock refuses, 5 verify found differences, 130 interrupted."
+)]
+pub struct Cli {
+    /// Where sources keep their records [default: /var/lib/dsync for root, else ~/.local/state/dsync]
+    #[arg(long, global = true, env = "DSYNC_STATE_DIR", value_name = "DIR")]
+    pub state_dir: Option<PathBuf>,
+
+    /// One JSON object a line on standard output: message_type status, error or summary
+    #[arg(long, global = true)]
+    pub json: bool,
+
+    /// Say more
+    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    pub verbose: u8,
+
+    /// Say nothing but errors
+    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    pub quiet: bool,
+
+    /// What to do
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Bring a replica up to date; the first time, make it
+    #[command(after_help = "Examples:\n  \
+        dsync sync /srv/vm.raw /backup/vm.raw              on this host\n  \
+        dsync sync vm backup:/srv/vm.raw                   a served disk by its export name, over ssh\n  \
+        dsync sync -n /srv/vm.raw backup:/srv/vm.raw       what would be sent\n  \
+        dsync sync --bwlimit 10M --compress /srv/vm.raw root@far:/dev/vg0/vm\n  \
+        dsync sync --adopt /srv/vm.raw far:/srv/vm.raw     a copy that was carried there by hand\n\n\
+        A path with a slash before its colon is local.")]
+    Sync(Sync),
+
+    /// Serve disks to NBD clients and record what they write
+    #[command(after_help = "Examples:\n  \
+        dsync serve /srv/vm.raw --socket /run/vm.sock\n  \
+        qemu-system-x86_64 -drive file=nbd+unix:///vm?socket=/run/vm.sock,format=raw …\n  \
+        nbdinfo --map=qemu:dirty-bitmap:dsync 'nbd+unix:///vm?socket=/run/vm.sock'\n  \
+        nbdcopy 'nbd+unix:///vm@view?socket=/run/vm.sock' vm-now.raw    the disk as it is at this moment\n\n\
+        An export is named by its file's stem. NAME@view is the disk as it was when the first client\n\
+        connected to it, for as long as one stays connected.")]
+    Serve(Serve),
+
+    /// Sources, trackers and replicas: trust, epochs, what each lacks
+    #[command(after_help = "Examples:\n  dsync status\n  dsync status /srv/vm.raw --json")]
+    Status(Status),
+
+    /// Write the changed blocks to standard output
+    #[command(after_help = "Examples:\n  \
+        dsync extract /srv/vm.raw | ssh backup dsync merge /srv/vm.raw\n  \
+        dsync extract /srv/vm.raw --since 41 > vm-41.delta\n  \
+        dmextract mydev | ssh backup dmmerge /dev/mapper/mydev\n\n\
+        Without --since: everything since the sole bookmark; where there is none, the whole disk.")]
+    Extract(Extract),
+
+    /// Merge a delta from standard input into a replica
+    #[command(after_help = "Examples:\n  \
+        dsync merge /srv/vm.raw < vm-41.delta\n  \
+        ssh prod dsync extract /srv/vm.raw | dsync merge /srv/vm.raw")]
+    Merge(Merge),
+
+    /// Say what a delta file holds, and whether it is whole
+    #[command(after_help = "Example:\n  dsync inspect vm-41.delta")]
+    Inspect(Inspect),
+
+    /// Fold two consecutive deltas into one; what the later one wrote wins
+    #[command(after_help = "Example:\n  dsync combine monday.delta tuesday.delta > both.delta")]
+    Combine(Combine),
+
+    /// Finish or undo what a crash left of a replica, and say how it is (every command does this on opening)
+    #[command(after_help = "Example:\n  dsync recover /srv/vm.raw")]
+    Recover(Recover),
+
+    /// Show the whole thing on a scratch disk, in under a minute
+    Demo(Demo),
+
+    /// The far end of a sync, over standard input and output
+    #[command(hide = true)]
+    Receive(Receive),
+
+    /// Write man pages into a folder
+    #[command(hide = true)]
+    Man {
+        /// The folder
+        folder: PathBuf,
+    },
+
+    /// Write completions for a shell to standard output
+    #[command(hide = true)]
+    Completions {
+        /// The shell
+        shell: clap_complete::Shell,
+    },
+}
+
+/// How a source is opened.
+#[derive(Debug, Args)]
+pub struct SourceArgs {
+    /// Bytes a block: a power of two from 4K to 1M [default: 4K, more for disks over 4 TiB]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub block_size: Option<u64>,
+
+    /// Trust the record of a block device although nobody served it for a while: nobody else wrote to it
+    #[arg(long)]
+    pub trust_device: bool,
+
+    /// The source became smaller and that is meant
+    #[arg(long)]
+    pub allow_shrink: bool,
+}
+
+/// `sync`.
+#[derive(Debug, Args)]
+pub struct Sync {
+    /// An image, a block device, or the name under which one is served
+    #[arg(value_name = "SRC")]
+    pub source: String,
+    /// Where the replica lives
+    #[arg(value_name = "[[USER@]HOST:]DST")]
+    pub destination: String,
+    /// How to find the changes
+    #[arg(long, value_enum, default_value_t = MethodArg::Auto)]
+    pub method: MethodArg,
+    /// How the replica steps to the new epoch
+    #[arg(long, value_enum, default_value_t = CommitArg::Journal)]
+    pub commit: CommitArg,
+    /// Only say what would be moved
+    #[arg(short = 'n', long)]
+    pub dry_run: bool,
+    /// Take over a copy that was carried there by hand: compares all of it
+    #[arg(long)]
+    pub adopt: bool,
+    /// Send the view that is open as the export NAME@view, not the disk as it is now
+    #[arg(long)]
+    pub at_view: bool,
+    /// Send at most this many bytes a second, such as 10M
+    #[arg(long, value_name = "RATE", value_parser = parse_size)]
+    pub bwlimit: Option<u64>,
+    /// Compress with zstd, at a level from 1 to 19
+    #[arg(long, value_name = "LEVEL", num_args = 0..=1, require_equals = true, default_missing_value = "1",
+          value_parser = clap::value_parser!(i32).range(1..=19))]
+    pub compress: Option<i32>,
+    /// The remote shell with its options
+    #[arg(short = 'e', long, value_name = "COMMAND", env = "DSYNC_RSH", default_value = "ssh")]
+    pub rsh: String,
+    /// The command that runs dsync on the far host
+    #[arg(long, value_name = "COMMAND", default_value = "dsync")]
+    pub remote_dsync: String,
+    /// Where the replica keeps its lineage and journal [default: beside a file, in the state directory for a device]
+    #[arg(long, value_name = "DIR")]
+    pub journal_dir: Option<String>,
+    #[command(flatten)]
+    pub open: SourceArgs,
+}
+
+/// How to find the changes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum MethodArg {
+    /// What the tracker wrote down; compare where it knows nothing; copy where there is no replica
+    Auto,
+    /// Only what the tracker wrote down; fails where knowledge was lost
+    Tracked,
+    /// Checksums of all blocks on both sides
+    Compare,
+}
+
+/// How the replica steps to the new epoch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum CommitArg {
+    /// Store the whole delta, then merge it: the replica is never between two epochs
+    Journal,
+    /// Write blocks as they come: fastest; incomplete meanwhile
+    InPlace,
+    /// Merge into a clone and swap it in (XFS, Btrfs)
+    Reflink,
+}
+
+/// `serve`.
+#[derive(Debug, Args)]
+pub struct Serve {
+    /// Images or block devices
+    #[arg(required = true, value_name = "IMAGE")]
+    pub images: Vec<PathBuf>,
+    /// The Unix socket to listen on
+    #[arg(long, value_name = "PATH", required_unless_present = "tcp")]
+    pub socket: Option<PathBuf>,
+    /// A loopback address and port to listen on, such as 127.0.0.1:10809
+    #[arg(long, value_name = "ADDRESS")]
+    pub tcp: Option<std::net::SocketAddr>,
+    /// Refuse writes
+    #[arg(long)]
+    pub read_only: bool,
+    /// Write past the page cache
+    #[arg(long)]
+    pub direct: bool,
+    /// The most that a view may keep of what is overwritten
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "16G")]
+    pub view_limit: u64,
+    #[command(flatten)]
+    pub open: SourceArgs,
+}
+
+/// `status`.
+#[derive(Debug, Args)]
+pub struct Status {
+    /// A source or a replica; without it, every source known here
+    pub path: Option<String>,
+}
+
+/// `extract`.
+#[derive(Debug, Args)]
+pub struct Extract {
+    /// An image, a block device, or the name under which one is served
+    #[arg(value_name = "SRC")]
+    pub source: String,
+    /// The epoch at which the replica stands; 0 for the whole disk
+    #[arg(long, value_name = "EPOCH")]
+    pub since: Option<u64>,
+    /// Compress with zstd, at a level from 1 to 19
+    #[arg(long, value_name = "LEVEL", num_args = 0..=1, require_equals = true, default_missing_value = "1",
+          value_parser = clap::value_parser!(i32).range(1..=19))]
+    pub compress: Option<i32>,
+    /// Write at most this many bytes a second
+    #[arg(long, value_name = "RATE", value_parser = parse_size)]
+    pub bwlimit: Option<u64>,
+    #[command(flatten)]
+    pub open: SourceArgs,
+}
+
+/// `merge`.
+#[derive(Debug, Args)]
+pub struct Merge {
+    /// The replica
+    #[arg(value_name = "DST")]
+    pub destination: PathBuf,
+    /// How the replica steps to the new epoch
+    #[arg(long, value_enum, default_value_t = CommitArg::Journal)]
+    pub commit: CommitArg,
+    /// Where the replica keeps its lineage and journal
+    #[arg(long, value_name = "DIR")]
+    pub journal_dir: Option<PathBuf>,
+}
+
+/// `inspect`.
+#[derive(Debug, Args)]
+pub struct Inspect {
+    /// The delta; - for standard input
+    pub delta: PathBuf,
+}
+
+/// `combine`.
+#[derive(Debug, Args)]
+pub struct Combine {
+    /// The earlier delta
+    pub first: PathBuf,
+    /// The later delta
+    pub second: PathBuf,
+}
+
+/// `recover`.
+#[derive(Debug, Args)]
+pub struct Recover {
+    /// The replica
+    #[arg(value_name = "DST")]
+    pub destination: PathBuf,
+    /// Where the replica keeps its lineage and journal
+    #[arg(long, value_name = "DIR")]
+    pub journal_dir: Option<PathBuf>,
+}
+
+/// `demo`.
+#[derive(Debug, Args)]
+pub struct Demo {
+    /// Size of the scratch disk
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "1G")]
+    pub size: u64,
+    /// Keep the folder to look around in
+    #[arg(long)]
+    pub keep: bool,
+}
+
+/// `receive`.
+#[derive(Debug, Args)]
+pub struct Receive {}

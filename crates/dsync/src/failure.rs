@@ -1,0 +1,100 @@
+//! How the program ends when it can't do what it was told.
+
+use std::fmt;
+
+use anyhow::Result;
+
+/// It failed.
+pub const FAILED: u8 = 1;
+/// It was told wrongly.
+pub const USAGE: u8 = 2;
+/// Tracking was lost and `--method tracked` was demanded.
+pub const LOST: u8 = 3;
+/// Lineage, state or a lock refuses.
+pub const REFUSED: u8 = 4;
+/// A signal ended it.
+pub const INTERRUPTED: u8 = 130;
+
+/// An error of the command itself, with its exit code.
+#[derive(Debug)]
+pub struct Failure {
+    message: String,
+    code: u8,
+}
+
+impl Failure {
+    /// Bad usage.
+    pub fn usage(message: impl Into<String>) -> Failure {
+        Failure { message: message.into(), code: USAGE }
+    }
+
+    /// Lineage, state or a lock is in the way.
+    pub fn refused(message: impl Into<String>) -> Failure {
+        Failure { message: message.into(), code: REFUSED }
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl std::error::Error for Failure {}
+
+/// The exit code of an error: that of the first cause that has one.
+pub fn code(error: &anyhow::Error) -> u8 {
+    for cause in error.chain() {
+        if let Some(failure) = cause.downcast_ref::<Failure>() {
+            return failure.code;
+        }
+        if let Some(error) = cause.downcast_ref::<sync::SyncError>() {
+            return match error.class() {
+                sync::Class::Failed => FAILED,
+                sync::Class::Lost => LOST,
+                sync::Class::Refused => REFUSED,
+            };
+        }
+        let refused = cause.downcast_ref::<source::SourceError>().map(|e| e.is_refusal()).or_else(|| {
+            cause
+                .downcast_ref::<replica::ReplicaError>()
+                .map(|e| e.is_refusal())
+                .or_else(|| cause.downcast_ref::<device::DeviceError>().map(|e| e.is_refusal()))
+        });
+        match refused {
+            Some(true) => return REFUSED,
+            Some(false) => return FAILED,
+            None => {}
+        }
+    }
+    FAILED
+}
+
+/// The error's text, causes after a colon, none said twice.
+pub fn text(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain() {
+        let cause = cause.to_string();
+        if text.is_empty() {
+            text = cause;
+        } else if !text.contains(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
+}
+
+/// Ends the program with code 130 when it is interrupted. Whatever is under way is as safe as after any other death.
+pub fn on_interrupt(quiet: bool) -> Result<()> {
+    use signal_hook::consts::{SIGINT, SIGTERM};
+    let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM])?;
+    std::thread::Builder::new().name("signals".into()).spawn(move || {
+        if signals.forever().next().is_some() {
+            if !quiet {
+                eprintln!("\ndsync: interrupted: what has arrived is kept, run the same command again to go on");
+            }
+            std::process::exit(i32::from(INTERRUPTED));
+        }
+    })?;
+    Ok(())
+}

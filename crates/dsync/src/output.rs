@@ -1,0 +1,162 @@
+//! What the program says: lines for people, or one JSON object a line.
+
+use std::io::{IsTerminal, Write};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use crate::args::Cli;
+use crate::units;
+
+/// Where and how to say things.
+pub struct Output {
+    json: bool,
+    quiet: bool,
+    verbose: bool,
+    /// Results and summaries go here: standard output, or standard error where that carries a delta.
+    to_stderr: bool,
+    bar: Mutex<Option<Bar>>,
+}
+
+struct Bar {
+    bar: Option<ProgressBar>,
+    began: Instant,
+    said: Instant,
+}
+
+/// How often a JSON status is said.
+const STATUS_EVERY: Duration = Duration::from_millis(500);
+
+impl Output {
+    /// As the arguments ask.
+    pub fn new(cli: &Cli) -> Output {
+        Output { json: cli.json, quiet: cli.quiet, verbose: cli.verbose > 0, to_stderr: false, bar: Mutex::new(None) }
+    }
+
+    /// For commands whose standard output is a delta.
+    pub fn to_stderr(mut self) -> Output {
+        self.to_stderr = true;
+        self
+    }
+
+    /// True if JSON was asked for.
+    pub fn is_json(&self) -> bool {
+        self.json
+    }
+
+    fn line(&self, text: &str) {
+        // A reader who has gone is no reason to fail: the work is done.
+        if self.to_stderr {
+            let _ = writeln!(std::io::stderr(), "{text}");
+        } else {
+            let _ = writeln!(std::io::stdout(), "{text}");
+        }
+    }
+
+    /// A line of the result.
+    pub fn say(&self, text: &str) {
+        if !self.quiet && !self.json {
+            self.line(text);
+        }
+    }
+
+    /// A line that scripts wait for: said even when standard output is a pipe.
+    pub fn ready(&self, text: &str) {
+        if self.json {
+            self.line(&json!({"message_type": "status", "message": text}).to_string());
+        } else if !self.quiet {
+            self.line(text);
+        }
+        let _ = std::io::stdout().flush();
+    }
+
+    /// A line for the curious.
+    pub fn more(&self, text: &str) {
+        if self.verbose && !self.json {
+            let _ = writeln!(std::io::stderr(), "{text}");
+        }
+    }
+
+    /// Something that the user should know although all is well.
+    pub fn warn(&self, text: &str) {
+        if self.json {
+            self.line(&json!({"message_type": "status", "warning": text}).to_string());
+        } else {
+            let _ = writeln!(std::io::stderr(), "dsync: warning: {text}");
+        }
+    }
+
+    /// The summary, as an object with `message_type`.
+    pub fn summary(&self, value: &impl Serialize) {
+        if let (true, Ok(Value::Object(fields))) = (self.json, serde_json::to_value(value)) {
+            let mut all = serde_json::Map::new();
+            all.insert("message_type".into(), "summary".into());
+            all.extend(fields);
+            self.line(&Value::Object(all).to_string());
+        }
+    }
+
+    /// An error, as the program ends.
+    pub fn error(&self, message: &str, code: u8) {
+        self.finish();
+        if self.json {
+            self.line(&json!({"message_type": "error", "message": message, "code": code}).to_string());
+        }
+        let _ = writeln!(std::io::stderr(), "dsync: {message}");
+    }
+
+    /// How far the work is, in bytes of `total`.
+    pub fn progress(&self, done: u64, total: u64) {
+        let mut slot = self.bar.lock().unwrap_or_else(|e| e.into_inner());
+        let bar = slot.get_or_insert_with(|| {
+            let shown = !self.quiet && !self.json && std::io::stderr().is_terminal();
+            Bar { bar: shown.then(|| new_bar(total)), began: Instant::now(), said: Instant::now() }
+        });
+        if let Some(bar) = &bar.bar {
+            bar.set_length(total);
+            bar.set_position(done);
+        }
+        if self.json && bar.said.elapsed() >= STATUS_EVERY {
+            bar.said = Instant::now();
+            let seconds = bar.began.elapsed().as_secs_f64();
+            let rate = done as f64 / seconds.max(1e-3);
+            let left = if rate > 0.0 { Some(total.saturating_sub(done) as f64 / rate) } else { None };
+            let status = json!({
+                "message_type": "status",
+                "bytes_done": done,
+                "bytes_total": total,
+                "bytes_per_second": rate as u64,
+                "seconds_elapsed": seconds,
+                "seconds_left": left,
+            });
+            self.line(&status.to_string());
+        }
+    }
+
+    /// Takes the progress away.
+    pub fn finish(&self) {
+        if let Some(Bar { bar: Some(bar), .. }) = self.bar.lock().unwrap_or_else(|e| e.into_inner()).take() {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+fn new_bar(total: u64) -> ProgressBar {
+    let size = |s: &ProgressState, w: &mut dyn std::fmt::Write| {
+        let _ = write!(w, "{} of {}", units::size(s.pos()), units::size(s.len().unwrap_or(0)));
+    };
+    let rate = |s: &ProgressState, w: &mut dyn std::fmt::Write| {
+        let _ = write!(w, "{}/s", units::size(s.per_sec() as u64));
+    };
+    let left = |s: &ProgressState, w: &mut dyn std::fmt::Write| {
+        let _ = write!(w, "{} left", units::seconds(s.eta().as_secs_f64().round()));
+    };
+    let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
+    if let Ok(style) = ProgressStyle::with_template("{bar:30} {percent:>3}%  {size}  {rate}  {left}") {
+        bar.set_style(style.with_key("size", size).with_key("rate", rate).with_key("left", left));
+    }
+    bar
+}

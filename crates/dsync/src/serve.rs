@@ -1,0 +1,277 @@
+//! `dsync serve`: tracked exports for NBD clients.
+
+use std::io;
+use std::ops::Range;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail};
+use device::Disk;
+use extents::Bitmap;
+use nbd::{Context, Export, Exports, Listed, Refusal, Status, state};
+use source::{ControlServer, Source, StateDir, export_name};
+
+use crate::args;
+use crate::output::Output;
+use crate::{Failure, units};
+
+/// The suffix under which an export shows its view.
+const VIEW: &str = "@view";
+
+/// How long connections may take to finish what they are doing when the server is told to end.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+struct Served {
+    name: String,
+    what: What,
+}
+
+enum What {
+    Tracked(Arc<Source>),
+    ReadOnly(Arc<dyn Disk>),
+}
+
+struct All(Vec<Served>);
+
+impl Exports for All {
+    fn list(&self) -> Vec<Listed> {
+        let describe = |s: &Served| match &s.what {
+            What::Tracked(source) => format!("{}, tracked", source.about().path.display()),
+            What::ReadOnly(_) => "read-only".to_owned(),
+        };
+        self.0.iter().map(|s| Listed { name: s.name.clone(), description: describe(s) }).collect()
+    }
+
+    fn open(&self, name: &str) -> Result<Export, Refusal> {
+        let (plain, view) = match name.strip_suffix(VIEW) {
+            Some(plain) if !self.0.iter().any(|s| s.name == name) => (plain, true),
+            _ => (name, false),
+        };
+        let Some(served) = self.0.iter().find(|s| s.name == plain) else {
+            let names: Vec<&str> = self.0.iter().map(|s| s.name.as_str()).collect();
+            return Err(Refusal::unknown(format!("there is no export \"{name}\" here, but: {}", names.join(", "))));
+        };
+        match (&served.what, view) {
+            (What::Tracked(source), false) => {
+                let mut export = Export::new(name, Arc::new(source.disk().clone()));
+                export.description = source.about().path.display().to_string();
+                export.contexts = vec![Arc::new(Dirty { source: source.clone() })];
+                Ok(export)
+            }
+            (What::Tracked(source), true) => {
+                let shared = source
+                    .shared_view()
+                    .map_err(|e| Refusal::denied(format!("can't open a view of {plain}: {e}")))?;
+                let mut export = Export::new(name, Arc::new(shared.view.clone()));
+                export.description =
+                    format!("{} at epoch {}", source.about().path.display(), shared.view.epoch().number);
+                export.read_only = true;
+                export.contexts = vec![Arc::new(Changed {
+                    changes: shared.checkpoint().changes.clone(),
+                    block_size: u64::from(source.about().block_size),
+                })];
+                export.guard = Box::new(shared);
+                Ok(export)
+            }
+            (What::ReadOnly(disk), _) => {
+                let mut export = Export::new(name, disk.clone());
+                export.read_only = true;
+                Ok(export)
+            }
+        }
+    }
+}
+
+const DIRTY: &str = "qemu:dirty-bitmap:dsync";
+
+/// What was written since the last checkpoint.
+struct Dirty {
+    source: Arc<Source>,
+}
+
+impl Context for Dirty {
+    fn name(&self) -> &str {
+        DIRTY
+    }
+    fn status(&self, offset: u64, len: u64, limit: usize) -> io::Result<Vec<Status>> {
+        if self.source.lost().is_some() {
+            // Nothing is known to be clean.
+            return Ok(vec![Status { len, flags: state::DIRTY }]);
+        }
+        let disk = self.source.disk();
+        let block_size = u64::from(disk.block_size());
+        Ok(runs_of(offset, len, block_size, |blocks| disk.dirty_runs(blocks, limit)))
+    }
+}
+
+/// What was written in the epoch that a view ends.
+struct Changed {
+    changes: Option<Arc<Bitmap>>,
+    block_size: u64,
+}
+
+impl Context for Changed {
+    fn name(&self) -> &str {
+        DIRTY
+    }
+    fn status(&self, offset: u64, len: u64, limit: usize) -> io::Result<Vec<Status>> {
+        match &self.changes {
+            None => Ok(vec![Status { len, flags: state::DIRTY }]),
+            Some(changes) => {
+                Ok(runs_of(offset, len, self.block_size, |blocks| changes.runs_in(blocks).take(limit).collect()))
+            }
+        }
+    }
+}
+
+/// Turns dirty runs of blocks into runs of bytes with flags, gapless from `offset` as far as the runs are known.
+fn runs_of(offset: u64, len: u64, block_size: u64, dirty: impl Fn(Range<u64>) -> Vec<Range<u64>>) -> Vec<Status> {
+    let end = offset + len;
+    let mut statuses = Vec::new();
+    let mut at = offset;
+    for run in dirty(offset / block_size..end.div_ceil(block_size)) {
+        let (start, stop) = ((run.start * block_size).max(at), (run.end * block_size).min(end));
+        if start >= stop {
+            continue;
+        }
+        if start > at {
+            statuses.push(Status { len: start - at, flags: 0 });
+        }
+        statuses.push(Status { len: stop - start, flags: state::DIRTY });
+        at = stop;
+    }
+    // With a cut-off list of runs the rest is not known here; clients ask again from where the answer ends.
+    if statuses.is_empty() {
+        statuses.push(Status { len, flags: 0 });
+    }
+    statuses
+}
+
+/// A Unix socket's file, gone with the server.
+struct SocketFile(PathBuf);
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+fn listen_unix(path: &Path) -> Result<(UnixListener, SocketFile)> {
+    if UnixStream::connect(path).is_ok() {
+        return Err(Failure::refused(format!("another server already listens on {}", path.display())).into());
+    }
+    use std::os::unix::fs::FileTypeExt;
+    match std::fs::symlink_metadata(path) {
+        Ok(meta) if meta.file_type().is_socket() => {
+            std::fs::remove_file(path).with_context(|| format!("can't remove the dead socket {}", path.display()))?;
+        }
+        Ok(_) => bail!("can't listen on {}: something that is no socket is there", path.display()),
+        Err(_) => {}
+    }
+    let listener = UnixListener::bind(path).with_context(|| format!("can't listen on {}", path.display()))?;
+    Ok((listener, SocketFile(path.to_path_buf())))
+}
+
+/// Runs the server until a signal ends it.
+pub fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> {
+    if let Some(address) = args.tcp.filter(|a| !a.ip().is_loopback()) {
+        return Err(Failure::usage(format!(
+            "{address} is not on this host alone: NBD has no protection on the way, so dsync serves TCP on loopback \
+             (127.0.0.1:{}); let ssh carry it farther",
+            address.port()
+        ))
+        .into());
+    }
+    let mut all: Vec<Served> = Vec::new();
+    let mut sources = Vec::new();
+    for image in &args.images {
+        let name = export_name(image);
+        if all.iter().any(|s| s.name == name) {
+            return Err(Failure::usage(format!("two of the images would both be served as \"{name}\"")).into());
+        }
+        let what = if args.read_only {
+            let options = device::Options { write: false, direct: args.direct, exclusive: false };
+            What::ReadOnly(device::open(image, &options)?)
+        } else {
+            let options = source::Options {
+                block_size: crate::block_size(&args.open)?,
+                direct: args.direct,
+                trust_device: args.open.trust_device,
+                allow_shrink: args.open.allow_shrink,
+                view_limit: args.view_limit,
+                intents: true,
+            };
+            let source = Arc::new(Source::open(state, image, &options)?);
+            sources.push(source.clone());
+            What::Tracked(source)
+        };
+        all.push(Served { name, what });
+    }
+    // Before anything can be connected to: a signal that comes now already ends everything in order.
+    let mut signals = signal_hook::iterator::Signals::new([signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM])?;
+    let unix = args.socket.as_deref().map(listen_unix).transpose()?;
+    let tcp = args
+        .tcp
+        .map(|address| std::net::TcpListener::bind(address).with_context(|| format!("can't listen on {address}")))
+        .transpose()?;
+    let controls: Vec<ControlServer> =
+        sources.iter().map(|s| ControlServer::start(s.clone())).collect::<Result<_, _>>()?;
+    let lines: Vec<String> = all
+        .iter()
+        .map(|served| {
+            let mut ways = Vec::new();
+            if let Some(socket) = &args.socket {
+                ways.push(format!("nbd+unix:///{}?socket={}", served.name, socket.display()));
+            }
+            if let Some(tcp) = &tcp {
+                let address = tcp.local_addr().map_or_else(|_| String::new(), |a| a.to_string());
+                ways.push(format!("nbd://{address}/{}", served.name));
+            }
+            let about = match &served.what {
+                What::ReadOnly(disk) => format!("{}, read-only", units::size(disk.len())),
+                What::Tracked(source) => {
+                    let trust = match (source.lost(), source.with_history(|h| h.last())) {
+                        (Some(why), _) => format!("tracking begins now: {why}"),
+                        (None, Some(last)) => format!("tracked since epoch {}", last.number),
+                        (None, None) => "tracked".into(),
+                    };
+                    format!("{}, blocks of {}, {trust}", units::size(source.disk().len()), units::size(source.about().block_size.into()))
+                }
+            };
+            format!("serving {} on {} ({about})", served.name, ways.join(" and "))
+        })
+        .collect();
+    let server = nbd::Server::new(Arc::new(All(all)));
+    let _socket = match unix {
+        Some((listener, file)) => {
+            server.serve_unix(listener)?;
+            Some(file)
+        }
+        None => None,
+    };
+    if let Some(tcp) = tcp {
+        server.serve_tcp(tcp)?;
+    }
+    for line in lines {
+        output.ready(&line);
+    }
+    signals.forever().next();
+    server.shutdown(PATIENCE);
+    drop(server);
+    drop(controls);
+    for source in sources {
+        match Arc::try_unwrap(source) {
+            Ok(source) => source.close()?,
+            Err(source) => {
+                // A connection did not end in time: the stop is an unclean one, and the next start will see that.
+                eprintln!(
+                    "dsync: warning: a client still held {} when the server ended",
+                    source.about().path.display()
+                );
+            }
+        }
+    }
+    Ok(())
+}

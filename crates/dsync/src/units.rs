@@ -1,0 +1,115 @@
+//! Sizes, rates and times as people write and read them.
+
+/// Reads `4096`, `4K`, `4KiB`, `1.5M`, `10MB` (of 1000) …; bytes.
+pub fn parse_size(text: &str) -> Result<u64, String> {
+    let text = text.trim();
+    let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(split);
+    let wrong = || format!("\"{text}\" is no size: write 4096, 4K, 1.5M or 2GiB");
+    let number: f64 = number.parse().map_err(|_| wrong())?;
+    let unit = unit.trim().trim_end_matches("/s");
+    let scale = |base: f64| -> Option<f64> {
+        let power = match unit.chars().next().map(|c| c.to_ascii_uppercase()) {
+            None | Some('B') => 0,
+            Some('K') => 1,
+            Some('M') => 2,
+            Some('G') => 3,
+            Some('T') => 4,
+            Some('P') => 5,
+            _ => return None,
+        };
+        Some(base.powi(power))
+    };
+    let base = match unit.get(1..).unwrap_or("") {
+        "" | "iB" | "ib" => 1024.0,
+        "B" | "b" => 1000.0,
+        _ => return Err(wrong()),
+    };
+    let bytes = number * scale(base).ok_or_else(wrong)?;
+    if !(0.0..=1e19).contains(&bytes) {
+        return Err(wrong());
+    }
+    Ok(bytes as u64)
+}
+
+/// `1.4 GiB`.
+pub fn size(bytes: u64) -> String {
+    const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    let mut value = bytes as f64;
+    let mut unit = 0;
+    while value >= 1024.0 && unit < UNITS.len() - 1 {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if unit == 0 {
+        format!("{bytes} B")
+    } else if value < 10.0 {
+        format!("{value:.2} {}", UNITS[unit])
+    } else if value < 100.0 {
+        format!("{value:.1} {}", UNITS[unit])
+    } else {
+        format!("{value:.0} {}", UNITS[unit])
+    }
+}
+
+/// `0.42 s`, `3 min 5 s`, `2 h 10 min`.
+pub fn seconds(seconds: f64) -> String {
+    let whole = seconds as u64;
+    match whole {
+        0..60 => format!("{seconds:.2} s"),
+        60..3600 => format!("{} min {} s", whole / 60, whole % 60),
+        _ => format!("{} h {} min", whole / 3600, whole % 3600 / 60),
+    }
+}
+
+/// `12 345 678`.
+pub fn count(number: u64) -> String {
+    let digits = number.to_string();
+    let mut out = String::with_capacity(digits.len() + digits.len() / 3);
+    for (at, digit) in digits.chars().enumerate() {
+        if at > 0 && (digits.len() - at) % 3 == 0 {
+            out.push(' ');
+        }
+        out.push(digit);
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_as_people_write_them() {
+        for (text, bytes) in [
+            ("0", 0),
+            ("4096", 4096),
+            ("4K", 4096),
+            ("4k", 4096),
+            ("4KiB", 4096),
+            ("1.5M", 1_572_864),
+            ("10MB", 10_000_000),
+            ("2GiB", 2 << 30),
+            ("64T", 64 << 40),
+            ("1M/s", 1 << 20),
+            ("512B", 512),
+        ] {
+            assert_eq!(parse_size(text), Ok(bytes), "{text}");
+        }
+        for text in ["", "K", "four", "4X", "4KK", "-1", "1e30", "99999999P"] {
+            assert!(parse_size(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn figures_are_written_as_people_read_them() {
+        assert_eq!(size(0), "0 B");
+        assert_eq!(size(1536), "1.50 KiB");
+        assert_eq!(size(43 << 20), "43.0 MiB");
+        assert_eq!(size(u64::MAX), "16.0 EiB");
+        assert_eq!(seconds(0.421), "0.42 s");
+        assert_eq!(seconds(185.0), "3 min 5 s");
+        assert_eq!(seconds(7800.0), "2 h 10 min");
+        assert_eq!(count(12_345_678), "12 345 678");
+    }
+}

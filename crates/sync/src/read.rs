@@ -1,0 +1,402 @@
+//! Reading: from the extents that are wanted to frames with their data.
+//!
+//! A frame's worth of extents is one request of many pieces, and several frames are on their way at a time, so that a
+//! scattered set of blocks is read at the disk's full depth. Where the wanted blocks lie dense, the span is read whole and
+//! what lies between is dropped: above a quarter, one long read beats picking.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+use delta::{Frame, Record};
+use device::{Buf, Disk, Kind, Piece, Pieces, Queue, Request};
+use extents::Bitmap;
+
+/// The most data of a frame, in bytes.
+pub(crate) const FRAME: u64 = delta::MAX_DATA as u64;
+/// The most extents that are read for one frame.
+const FRAME_EXTENTS: usize = 2048;
+/// Frames on their way at a time, and operations of the disk's queue.
+const AHEAD: usize = 4;
+const DEPTH: u32 = 64;
+/// Wanted extents that lie closer than this may be read as one span, if they fill it to a quarter.
+const NEAR: u64 = 256 << 10;
+/// Shorter extents are read without asking whether they lie in a hole.
+const WORTH_ASKING: u64 = 64 << 10;
+
+/// What is wanted, ascending: bytes of the source.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Want {
+    /// To be read.
+    Read(Range<u64>),
+    /// Known to be zeroes.
+    Zero(Range<u64>),
+}
+
+/// What a delta has to carry: blocks marked in a bitmap, and from some offset on everything.
+pub(crate) struct Wanted {
+    pub changes: Bitmap,
+    pub block_size: u64,
+    pub size: u64,
+    /// From here on everything, holes included. `u64::MAX` for nothing of that kind.
+    pub all_from: u64,
+}
+
+impl Wanted {
+    /// Blocks that are marked, or allocated where everything is wanted; extents; bytes.
+    pub fn count(&self, disk: &dyn Disk) -> io::Result<(u64, u64, u64)> {
+        let (mut blocks, mut extents, mut bytes) = (0, 0, 0);
+        let mut wants = self.wants(disk);
+        while let Some(want) = wants.next()? {
+            let (range, counts) = match &want {
+                Want::Read(range) => (range, true),
+                Want::Zero(range) => (range, range.start < self.all_from),
+            };
+            if counts {
+                extents += 1;
+                bytes += range.end - range.start;
+                blocks += (range.end - range.start).div_ceil(self.block_size);
+            }
+        }
+        Ok((blocks, extents, bytes))
+    }
+
+    /// The extents, ascending.
+    pub fn wants<'a>(&'a self, disk: &'a dyn Disk) -> Wants<'a> {
+        let marked_end = self.all_from.min(self.size);
+        let blocks = marked_end.div_ceil(self.block_size).min(self.changes.blocks());
+        Wants {
+            runs: self.changes.runs_in(0..blocks),
+            wanted: self,
+            disk,
+            marked_end,
+            rest: marked_end,
+            pending: VecDeque::new(),
+        }
+    }
+}
+
+/// The extents of [`Wanted`], cut by what the disk knows of its holes.
+pub(crate) struct Wants<'a> {
+    runs: extents::Runs<'a>,
+    wanted: &'a Wanted,
+    disk: &'a dyn Disk,
+    marked_end: u64,
+    rest: u64,
+    pending: VecDeque<Want>,
+}
+
+impl Wants<'_> {
+    pub fn next(&mut self) -> io::Result<Option<Want>> {
+        if let Some(want) = self.pending.pop_front() {
+            return Ok(Some(want));
+        }
+        if let Some(run) = self.runs.next() {
+            let bs = self.wanted.block_size;
+            let range = run.start * bs..(run.end * bs).min(self.marked_end);
+            if range.end - range.start < WORTH_ASKING {
+                return Ok(Some(Want::Read(range)));
+            }
+            return self.cut(range).map(Some);
+        }
+        if self.rest < self.wanted.size {
+            // One allocated run and the hole before it at a time: a huge disk is never listed whole.
+            let start = self.rest;
+            let end = match self.disk.allocated(start)? {
+                Some(data) if data.start <= start => data.end,
+                Some(data) => data.start,
+                None => self.wanted.size,
+            };
+            let end = round(end, self.wanted.block_size).clamp(start + 1, self.wanted.size);
+            self.rest = end;
+            return self.cut(start..end).map(Some);
+        }
+        Ok(None)
+    }
+
+    /// Splits a range into what is allocated and what is known to be zero, in whole blocks.
+    fn cut(&mut self, range: Range<u64>) -> io::Result<Want> {
+        let bs = self.wanted.block_size;
+        let mut at = range.start;
+        while at < range.end {
+            let data = match self.disk.allocated(at)? {
+                Some(data) => (data.start / bs * bs).clamp(at, range.end)..round(data.end, bs).clamp(at, range.end),
+                None => range.end..range.end,
+            };
+            if data.start > at {
+                self.pending.push_back(Want::Zero(at..data.start));
+            }
+            if !data.is_empty() {
+                self.pending.push_back(Want::Read(data.clone()));
+            }
+            at = if data.end > at { data.end } else { range.end };
+        }
+        Ok(self.pending.pop_front().unwrap_or(Want::Read(range)))
+    }
+}
+
+fn round(offset: u64, block: u64) -> u64 {
+    offset.checked_next_multiple_of(block).unwrap_or(u64::MAX)
+}
+
+/// A frame's extents on their way.
+struct Job {
+    wants: Vec<Want>,
+    /// The spans that are read, and for each how its bytes lie in the buffer.
+    spans: Vec<Range<u64>>,
+}
+
+impl Job {
+    /// Plans the reads of a frame: neighbours that fill their span to a quarter become one read.
+    fn new(wants: Vec<Want>) -> Job {
+        let mut spans: Vec<Range<u64>> = Vec::with_capacity(wants.len());
+        let reads: Vec<&Range<u64>> =
+            wants.iter().filter_map(|w| if let Want::Read(r) = w { Some(r) } else { None }).collect();
+        let mut at = 0;
+        while at < reads.len() {
+            let mut end = at + 1;
+            let mut data = reads[at].end - reads[at].start;
+            while end < reads.len() && reads[end].start - reads[end - 1].end <= NEAR {
+                data += reads[end].end - reads[end].start;
+                end += 1;
+            }
+            let span = reads[at].start..reads[end - 1].end;
+            if end - at > 1 && data * 4 >= span.end - span.start {
+                spans.push(span);
+            } else {
+                for read in &reads[at..end] {
+                    match spans.last_mut() {
+                        Some(last) if last.end == read.start => last.end = read.end,
+                        _ => spans.push((*read).clone()),
+                    }
+                }
+            }
+            at = end;
+        }
+        Job { wants, spans }
+    }
+
+    fn request(&self, token: u64, mut buf: Buf) -> Request {
+        let bytes: u64 = self.spans.iter().map(|s| s.end - s.start).sum();
+        if buf.capacity() < bytes as usize {
+            buf = Buf::new(bytes as usize);
+        }
+        buf.set_len(bytes as usize);
+        let pieces: Pieces = self.spans.iter().map(|s| Piece { offset: s.start, len: s.end - s.start }).collect();
+        Request { kind: Kind::Read, pieces, buf, token }
+    }
+
+    /// What was read, as a frame: what lies between is dropped, zeroes become records without data. Returns the end of the
+    /// frame's last extent too.
+    fn frame(self, mut buf: Buf, block_size: u64) -> (Frame, u64) {
+        let mut records: Vec<Record> = Vec::with_capacity(self.wants.len());
+        let (mut kept, mut span, mut before) = (0usize, 0usize, 0u64);
+        let mut end = 0;
+        let mut push = |zero: bool, offset: u64, len: u64| match records.last_mut() {
+            Some(Record::Data { offset: o, len: l }) if !zero && *o + *l == offset => *l += len,
+            Some(Record::Zero { offset: o, len: l }) if zero && *o + *l == offset => *l += len,
+            _ if zero => records.push(Record::Zero { offset, len }),
+            _ => records.push(Record::Data { offset, len }),
+        };
+        for want in &self.wants {
+            let range = match want {
+                Want::Zero(range) => {
+                    push(true, range.start, range.end - range.start);
+                    end = range.end;
+                    continue;
+                }
+                Want::Read(range) => range,
+            };
+            while self.spans[span].end < range.end {
+                before += self.spans[span].end - self.spans[span].start;
+                span += 1;
+            }
+            let start = (before + range.start - self.spans[span].start) as usize;
+            let mut at = range.start;
+            while at < range.end {
+                let len = block_size.min(range.end - at);
+                let from = start + (at - range.start) as usize;
+                let to = from + len as usize;
+                if compare::is_zero(&buf[from..to]) {
+                    push(true, at, len);
+                } else {
+                    push(false, at, len);
+                    if from != kept {
+                        buf.copy_within(from..to, kept);
+                    }
+                    kept += len as usize;
+                }
+                at += len;
+            }
+            end = range.end;
+        }
+        buf.set_len(kept);
+        (Frame { records, data: buf }, end)
+    }
+}
+
+/// Reads frames from a disk, in order, several ahead.
+pub(crate) struct FrameReader<'a> {
+    wants: Wants<'a>,
+    queue: Box<dyn Queue>,
+    block_size: u64,
+    left_over: Option<Want>,
+    jobs: BTreeMap<u64, (Job, Option<Buf>)>,
+    next_token: u64,
+    due: u64,
+    ended: bool,
+    read: u64,
+}
+
+impl<'a> FrameReader<'a> {
+    pub fn new<D: Disk + 'static>(wanted: &'a Wanted, disk: &'a Arc<D>) -> io::Result<FrameReader<'a>> {
+        Ok(FrameReader {
+            wants: wanted.wants(&**disk),
+            queue: disk.clone().queue(DEPTH)?,
+            block_size: wanted.block_size,
+            left_over: None,
+            jobs: BTreeMap::new(),
+            next_token: 0,
+            due: 0,
+            ended: false,
+            read: 0,
+        })
+    }
+
+    /// Bytes read from the disk so far.
+    pub fn bytes_read(&self) -> u64 {
+        self.read
+    }
+
+    /// The extents of the next frame; empty at the end.
+    fn gather(&mut self) -> io::Result<Vec<Want>> {
+        let mut wants = Vec::new();
+        let mut data = 0;
+        while data < FRAME && wants.len() < FRAME_EXTENTS {
+            let Some(want) = (match self.left_over.take() {
+                Some(want) => Some(want),
+                None => self.wants.next()?,
+            }) else {
+                break;
+            };
+            match want {
+                Want::Zero(_) => wants.push(want),
+                Want::Read(range) => {
+                    let room = FRAME - data;
+                    let len = range.end - range.start;
+                    if len <= room {
+                        data += len;
+                        wants.push(Want::Read(range));
+                    } else {
+                        // Cut at a block, and never to nothing: a frame is many times a block.
+                        let take = room / self.block_size * self.block_size;
+                        if take > 0 {
+                            wants.push(Want::Read(range.start..range.start + take));
+                        }
+                        self.left_over = Some(Want::Read(range.start + take..range.end));
+                        break;
+                    }
+                }
+            }
+        }
+        Ok(wants)
+    }
+
+    /// The next frame and the end of its last extent; `None` at the end. `spare` is a buffer to use again.
+    pub fn next(&mut self, mut spare: Option<Buf>) -> io::Result<Option<(Frame, u64)>> {
+        while !self.ended && self.jobs.len() < AHEAD {
+            let wants = self.gather()?;
+            if wants.is_empty() {
+                self.ended = true;
+                break;
+            }
+            let job = Job::new(wants);
+            let token = self.next_token;
+            self.next_token += 1;
+            if job.spans.is_empty() {
+                self.jobs.insert(token, (job, Some(Buf::default())));
+            } else {
+                self.queue.submit(job.request(token, spare.take().unwrap_or_default()));
+                self.jobs.insert(token, (job, None));
+            }
+        }
+        self.queue.start();
+        loop {
+            match self.jobs.get(&self.due) {
+                None => return Ok(None),
+                Some((_, Some(_))) => break,
+                Some((_, None)) => {}
+            }
+            let Some(done) = self.queue.complete(true) else {
+                return Err(io::Error::other("the disk's queue lost a request"));
+            };
+            done.result?;
+            self.read += done.request.buf.len() as u64;
+            if let Some((_, slot)) = self.jobs.get_mut(&done.request.token) {
+                *slot = Some(done.request.buf);
+            }
+        }
+        match self.jobs.remove(&self.due) {
+            Some((job, Some(buf))) => {
+                self.due += 1;
+                Ok(Some(job.frame(buf, self.block_size)))
+            }
+            _ => Ok(None),
+        }
+    }
+}
+
+/// Packs differences, which come with their data, into frames.
+#[derive(Default)]
+pub(crate) struct Packer {
+    records: Vec<Record>,
+    data: Option<Buf>,
+}
+
+impl Packer {
+    /// Adds a difference; hands over the frames that became full.
+    pub fn add(
+        &mut self,
+        difference: compare::Difference,
+        mut full: impl FnMut(Frame) -> io::Result<()>,
+    ) -> io::Result<()> {
+        if self.records.len() >= FRAME_EXTENTS {
+            full(self.take())?;
+        }
+        match difference {
+            compare::Difference::Zero(range) => match self.records.last_mut() {
+                Some(Record::Zero { offset, len }) if *offset + *len == range.start => *len += range.end - range.start,
+                _ => self.records.push(Record::Zero { offset: range.start, len: range.end - range.start }),
+            },
+            compare::Difference::Data { offset, data } => {
+                if self.data.as_ref().is_some_and(|d| d.len() + data.len() > FRAME as usize) {
+                    full(self.take())?;
+                }
+                let buf = self.data.get_or_insert_with(|| {
+                    let mut buf = Buf::new(FRAME as usize);
+                    buf.set_len(0);
+                    buf
+                });
+                let at = buf.len();
+                buf.set_len(at + data.len());
+                buf[at..].copy_from_slice(&data);
+                let more = data.len() as u64;
+                match self.records.last_mut() {
+                    Some(Record::Data { offset: o, len }) if *o + *len == offset => *len += more,
+                    _ => self.records.push(Record::Data { offset, len: more }),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// What is left.
+    pub fn take(&mut self) -> Frame {
+        Frame { records: std::mem::take(&mut self.records), data: self.data.take().unwrap_or_default() }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.records.is_empty()
+    }
+}
