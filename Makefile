@@ -7,6 +7,7 @@ DESTDIR ?=
 # rustup's folder is not in the PATH of every shell.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 
+completions := bash-completion/completions/dsync zsh/site-functions/_dsync fish/vendor_completions.d/dsync.fish
 target := $(or $(CARGO_TARGET_DIR),target)
 
 .PHONY: all build demo test check soak bench install uninstall doc clean
@@ -46,13 +47,21 @@ bench:
 	@$(CARGO) build --release -p dsync -p dsync-bench
 	DSYNC_BIN=$(abspath $(target))/release/dsync $(target)/release/dsync-bench
 
+# The command, under the paper's names too, and what it says of itself: man pages and completions.
+share := $(DESTDIR)$(PREFIX)/share
 install: build
 	install -Dm755 $(target)/release/dsync $(DESTDIR)$(PREFIX)/bin/dsync
 	ln -sf dsync $(DESTDIR)$(PREFIX)/bin/dmextract
 	ln -sf dsync $(DESTDIR)$(PREFIX)/bin/dmmerge
+	install -d $(share)/man/man1 $(addprefix $(share)/,$(dir $(completions)))
+	$(target)/release/dsync man $(share)/man/man1
+	$(target)/release/dsync completions bash >$(share)/bash-completion/completions/dsync
+	$(target)/release/dsync completions zsh >$(share)/zsh/site-functions/_dsync
+	$(target)/release/dsync completions fish >$(share)/fish/vendor_completions.d/dsync.fish
 
 uninstall:
 	rm -f $(addprefix $(DESTDIR)$(PREFIX)/bin/,dsync dmextract dmmerge)
+	rm -f $(addprefix $(share)/,$(completions)) $(share)/man/man1/dsync.1 $(share)/man/man1/dsync-*.1
 
 doc:
 	@scripts/setup build

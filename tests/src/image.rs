@@ -137,3 +137,20 @@ pub fn fingerprint(path: &Path) -> (u64, u64, i64, i64) {
 pub fn is_zero(bytes: &[u8]) -> bool {
     bytes.iter().all(|&b| b == 0)
 }
+
+/// Fails the test unless a copy of an ext4 image needs nothing but the replay of its journal, and is clean after it.
+/// The image itself is left alone.
+pub fn fsck_after_replay(path: &Path) {
+    let replayed = path.with_extension("replayed");
+    copy(path, &replayed);
+    let replay = crate::Run::new("e2fsck").arg("-fp").arg(&replayed).output();
+    assert!(matches!(replay.status.code(), Some(0 | 1)), "{}: {replay}", path.display());
+    let text = replay.text();
+    // Files that were deleted while open are cleared at every recovery; that, and nothing else, may be mended.
+    let usual = ["recovering journal", "orphan", "non-contiguous"];
+    for line in text.lines() {
+        assert!(usual.iter().any(|word| line.contains(word)), "{}: '{line}' in {replay}", path.display());
+    }
+    crate::Run::new("e2fsck").arg("-fn").arg(&replayed).ok();
+    std::fs::remove_file(&replayed).expect("removing a copy");
+}

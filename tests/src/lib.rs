@@ -10,16 +10,20 @@
 //! - `DSYNC_STRICT=1`: a missing tool fails a test instead of skipping it.
 //! - `DSYNC_TEST_DIR`: where images lie; by default in cargo's target folder.
 
+pub mod far;
 pub mod guest;
 pub mod image;
 pub mod load;
+pub mod mount;
 pub mod nbd;
 pub mod random;
 pub mod run;
+pub mod scene;
 pub mod site;
 
 pub use random::Random;
 pub use run::{Background, Output, Run};
+pub use scene::Scene;
 pub use site::{Server, Site};
 
 use std::io::Write;

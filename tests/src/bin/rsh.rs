@@ -3,6 +3,8 @@
 //!
 //! Environment:
 //! - `RSH_CUT`: bytes towards the far side after which the line is cut and the far side killed.
+//! - `RSH_DEAF`: bytes from the far side after which nothing more of what it says arrives; half a second later the line
+//!   is cut.
 //! - `RSH_LOG`: a file to which the bytes carried are appended at the end: `UP DOWN`, one line a call.
 //! - `RSH_RATE`: bytes a second, each way; without it as fast as it goes.
 //! - `RSH_STATE`: the far side's DSYNC_STATE_DIR.
@@ -82,7 +84,15 @@ fn main() {
             exit(255);
         }
     });
-    carry(output, std::io::stdout(), &down, None);
+    let deaf = number("RSH_DEAF");
+    let mut output = output;
+    if carry(&mut output, std::io::stdout(), &down, deaf) {
+        std::thread::spawn(move || std::io::copy(&mut output, &mut std::io::sink()));
+        std::thread::sleep(Duration::from_millis(500));
+        let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
+        log(&up2, &down);
+        exit(255);
+    }
     let status = child.wait().expect("the far side");
     log(&up2, &down);
     exit(status.code().unwrap_or(255));

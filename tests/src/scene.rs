@@ -1,0 +1,138 @@
+//! The common scene: a served disk with something on it, and a replica to be.
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use crate::image::{self, BLOCK};
+use crate::nbd::Client;
+use crate::{Random, Run, Server, Site};
+
+/// A site with a disk `vm.raw`, served as `vm`, and the path of a replica.
+pub struct Scene {
+    /// Seeded and printed.
+    pub random: Random,
+    /// The source's image.
+    pub image: PathBuf,
+    /// Where the replica is to be. Nothing is there yet.
+    pub replica: PathBuf,
+    /// The server; taken out while it is stopped.
+    pub server: Option<Server>,
+    /// The machine.
+    pub site: Site,
+}
+
+impl Scene {
+    /// A sparse disk of `size` bytes with some data in its first half, served.
+    pub fn new(what: &str, size: u64) -> Scene {
+        let mut random = Random::new(what);
+        let site = Site::new();
+        let image = site.image("vm.raw", size);
+        for _ in 0..8 {
+            let at = random.below(size / 2 / BLOCK) * BLOCK;
+            let len = (size / 64).max(BLOCK).min(size - at);
+            image::scribble(&image, at, len, &mut random);
+        }
+        let replica = site.path("replica/vm.raw");
+        std::fs::create_dir(site.path("replica")).expect("a folder");
+        let mut scene = Scene { random, image, replica, server: None, site };
+        scene.start();
+        scene
+    }
+
+    /// A scene whose replica stands where the source does.
+    pub fn synced(what: &str, size: u64) -> Scene {
+        let scene = Scene::new(what, size);
+        scene.sync(&[]).ok();
+        image::assert_equal(&scene.image, &scene.replica);
+        scene
+    }
+
+    /// Serves the disk.
+    pub fn start(&mut self) {
+        self.server = Some(self.site.serve(&[&self.image], &[]));
+    }
+
+    /// Ends the server in good order.
+    pub fn stop(&mut self) {
+        self.server.take().expect("a server").stop();
+    }
+
+    /// The server.
+    pub fn server(&self) -> &Server {
+        self.server.as_ref().expect("a server")
+    }
+
+    /// A connection to the disk.
+    pub fn client(&self) -> Client {
+        self.server().client("vm")
+    }
+
+    /// `dsync sync IMAGE REPLICA --json` with more options.
+    pub fn sync(&self, options: &[&str]) -> Run {
+        self.site.sync(&self.image, &self.replica, options)
+    }
+
+    /// Writes random bytes to `count` different blocks through the server and names them.
+    pub fn change(&mut self, count: usize) -> BTreeSet<u64> {
+        let mut client = self.client();
+        let mut blocks = BTreeSet::new();
+        while blocks.len() < count {
+            let block = self.random.below(client.size / BLOCK);
+            if blocks.insert(block) {
+                client.write(block * BLOCK, &self.random.bytes(BLOCK as usize)).expect("a write");
+            }
+        }
+        client.close().expect("the end");
+        blocks
+    }
+
+    /// The dirty bytes as the server tells them.
+    pub fn dirty(&self) -> Vec<Range<u64>> {
+        self.client().dirty().expect("a dirty bitmap")
+    }
+
+    /// Fails the test unless source and replica are equal.
+    pub fn equal(&self) {
+        image::assert_equal(&self.image, &self.replica);
+    }
+}
+
+/// Runs of blocks as ranges of bytes.
+pub fn ranges(blocks: &BTreeSet<u64>) -> Vec<Range<u64>> {
+    let mut ranges: Vec<Range<u64>> = Vec::new();
+    for block in blocks {
+        let bytes = block * BLOCK..(block + 1) * BLOCK;
+        match ranges.last_mut() {
+            Some(last) if last.end == bytes.start => last.end = bytes.end,
+            _ => ranges.push(bytes),
+        }
+    }
+    ranges
+}
+
+/// A number of a summary.
+pub fn number(summary: &Value, field: &str) -> u64 {
+    summary[field].as_u64().unwrap_or_else(|| panic!("'{field}' is no number in {summary}"))
+}
+
+/// What a replica is, with the files beside it: to show that nothing touched it.
+pub fn fingerprints(replica: &Path) -> Vec<(PathBuf, (u64, u64, i64, i64))> {
+    let mut found = Vec::new();
+    let mut folders = vec![replica.parent().expect("a folder").to_path_buf()];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(&folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display())) {
+            let path = entry.expect("a folder").path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.is_file() && path.file_name().is_some_and(|name| name != "lock") {
+                // A lock may be made and taken without a change to anything.
+                found.push((path.clone(), image::fingerprint(&path)));
+            }
+        }
+    }
+    found.sort();
+    found
+}

@@ -1,0 +1,109 @@
+//! A Linux guest writes to a disk that dsync serves, and the disk is synced meanwhile.
+
+use std::time::Duration;
+
+use dsync_tests::guest::{self, Guest};
+use dsync_tests::scene::number;
+use dsync_tests::{Site, image, need, rounds};
+
+const MIB: u64 = 1 << 20;
+
+/// Writes, renames and deletes files, and says after each fsync what must not be lost from then on.
+const WORKLOAD: &str = r#"set -e
+mkfs.ext4 -q /dev/vda
+mkdir /tmp/disk
+mount /dev/vda /tmp/disk
+cd /tmp/disk
+work() {
+    i=0
+    while [ ! -e /tmp/stop ]; do
+        i=$((i + 1))
+        mkdir -p dir$((i % 7))
+        dd if=/dev/urandom of=dir$((i % 7))/file$((i % 40)) bs=4k count=$((i % 60 + 1)) 2>/dev/null
+        [ $((i % 3)) != 0 ] || mv dir$((i % 7))/file$((i % 40)) dir$((i % 7))/moved$((i % 11))
+        [ $((i % 5)) != 0 ] || rm -rf dir$(((i + 3) % 7))
+        [ $((i % 13)) != 0 ] || fstrim /tmp/disk 2>/dev/null || :
+        echo $i >count.new
+        sync count.new
+        mv count.new count
+        sync .
+        mark synced $i
+    done
+}
+work &
+read word
+touch /tmp/stop
+wait
+cd /
+umount /tmp/disk
+"#;
+
+#[test]
+fn a_guest_writes_while_its_disk_is_synced() {
+    let what = "a Linux guest on a disk served by dsync";
+    if !guest::possible(what) || !need(&["mkfs.ext4", "e2fsck", "debugfs"], what) {
+        return;
+    }
+    let site = Site::new();
+    let (disk, replica) = (site.image("vm.raw", 192 * MIB), site.path("replica.raw"));
+    let server = site.serve(&[&disk], &[]);
+    let mut guest = Guest::boot(&guest::Options {
+        script: WORKLOAD.into(),
+        disks: vec![server.uri("vm")],
+        ..Default::default()
+    });
+    guest.wait_for("synced", Duration::from_secs(90));
+    let mut blocks = Vec::new();
+    for round in 0..rounds(4, 60) {
+        // Some more work between two syncs, and what is certain before the cut.
+        let mut certain = 0;
+        for _ in 0..5 {
+            certain = guest.wait_for("synced", Duration::from_secs(60)).parse::<u64>().expect("a number");
+        }
+        // The view is held while it is sent, so that there is something to compare with.
+        let mut view = server.client("vm@view");
+        let summary = site.sync(&disk, &replica, &["--at-view"]).ok().summary();
+        let copy = site.path("view.raw");
+        view.save(&copy).expect("reading the view");
+        drop(view);
+        image::assert_equal(&copy, &replica);
+        assert_eq!(summary["method"], if round == 0 { "copy" } else { "tracked" }, "{summary}");
+        blocks.push(number(&summary, "blocks_changed"));
+
+        image::fsck_after_replay(&replica);
+        // What the guest was told is durable is in the replica.
+        dsync_tests::Run::new("e2fsck").arg("-fp").arg(&copy).output();
+        let count = dsync_tests::Run::new("debugfs").args(["-R", "cat count"]).arg(&copy).ok();
+        let count: u64 = count.text().trim().parse().unwrap_or_else(|_| panic!("no count: {count}"));
+        assert!(count >= certain, "the guest had synced {certain}, the replica knows {count}");
+    }
+    guest.send("stop");
+    guest.finish(Duration::from_secs(120));
+    println!("blocks changed in each round: {blocks:?}");
+    site.sync(&disk, &replica, &[]).ok();
+    image::assert_equal(&disk, &replica);
+    dsync_tests::Run::new("e2fsck").arg("-fn").arg(&replica).ok();
+    server.stop();
+}
+
+#[test]
+fn a_guest_loses_its_power_on_a_served_disk() {
+    let what = "a power cut of a guest on a disk served by dsync";
+    if !guest::possible(what) || !need(&["mkfs.ext4", "e2fsck"], what) {
+        return;
+    }
+    let site = Site::new();
+    let (disk, replica) = (site.image("vm.raw", 192 * MIB), site.path("replica.raw"));
+    let server = site.serve(&[&disk], &[]);
+    let options =
+        guest::Options { script: WORKLOAD.into(), disks: vec![server.uri("vm")], ..Default::default() };
+    for round in 0..rounds(1, 10) {
+        let mut guest = Guest::boot(&options);
+        guest.wait_for("synced", Duration::from_secs(90));
+        guest.wait_for(&format!("synced {}", 10 + round), Duration::from_secs(60));
+        guest.cut();
+        site.sync(&disk, &replica, &[]).ok();
+        image::assert_equal(&disk, &replica);
+        image::fsck_after_replay(&replica);
+    }
+}

@@ -1,0 +1,191 @@
+//! SIGKILL at any moment: to the server under load, to either side of a sync.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use dsync_tests::far::Far;
+use dsync_tests::image::{self, BLOCK};
+use dsync_tests::load::{Load, Options};
+use dsync_tests::{Random, Run, Scene, rounds};
+
+const MIB: u64 = 1 << 20;
+const RSH: &str = env!("CARGO_BIN_EXE_rsh");
+
+/// Fails the test unless the server's dirty set covers every block that differs.
+fn covered(scene: &Scene) -> BTreeSet<u64> {
+    let dirty: BTreeSet<u64> =
+        scene.dirty().into_iter().flat_map(|range| range.start / BLOCK..range.end.div_ceil(BLOCK)).collect();
+    for block in image::differing_blocks(&scene.image, &scene.replica) {
+        assert!(dirty.contains(&block), "block {block} differs and is not dirty; {} blocks are", dirty.len());
+    }
+    dirty
+}
+
+#[test]
+fn the_server_is_killed_under_load() {
+    let mut scene = Scene::synced("server kills", 64 * MIB);
+    let mut random = scene.random.clone();
+    for round in 0..rounds(10, 200) {
+        let connections = 1 + random.below(4);
+        let options = Options { connections, depth: 1 + random.below(32) as usize, ..Options::default() };
+        let load = Load::start(&scene.server().address(), "vm", &options, &mut random);
+        load.wait_for(random.below(2000));
+        std::thread::sleep(Duration::from_micros(random.below(20_000)));
+        scene.server.take().expect("a server").kill();
+        let written = load.stop();
+        // A killed server loses nothing that it answered.
+        written.check(&scene.image);
+        // It may be killed again before it serves.
+        for _ in 0..random.below(3) {
+            let socket = scene.site.socket("short");
+            let run = scene.site.dsync(["serve"]).arg(&scene.image).arg("--socket").arg(socket);
+            let process = run.start();
+            std::thread::sleep(Duration::from_micros(random.below(30_000)));
+            process.killed();
+        }
+        scene.start();
+        let dirty = covered(&scene);
+        println!("round {round}: {} blocks written, {} dirty", written.len(), dirty.len());
+        // Not each time: the record must also hold over several kills.
+        if random.one_in(2) {
+            let summary = scene.sync(&[]).ok().summary();
+            assert_eq!(summary["method"], "tracked", "{summary}");
+            scene.equal();
+            assert_eq!(scene.dirty(), []);
+        }
+    }
+    scene.sync(&[]).ok();
+    scene.equal();
+}
+
+#[test]
+fn the_server_is_killed_while_views_are_open_and_syncs_run() {
+    let mut scene = Scene::synced("server kills with views", 64 * MIB);
+    let mut random = scene.random.clone();
+    for _ in 0..rounds(6, 100) {
+        let load = Load::start(&scene.server().address(), "vm", &Options::default(), &mut random);
+        load.wait_for(100);
+        let view = scene.server().client("vm@view");
+        let mut sync = scene.sync(&["--bwlimit", "64M"]).start();
+        std::thread::sleep(Duration::from_millis(random.below(300)));
+        scene.server.take().expect("a server").kill();
+        drop(view);
+        load.stop().check(&scene.image);
+        // The sync ends by itself: with an error, or it was through.
+        let ended = sync.wait_for(Duration::from_secs(30));
+        assert!(ended.is_some_and(|status| matches!(status.code(), Some(0 | 1))), "{}", sync.stderr_so_far());
+        scene.site.dsync(["recover"]).arg(&scene.replica).ok();
+        scene.start();
+        let summary = scene.sync(&[]).ok().summary();
+        assert_eq!(summary["method"], "tracked", "{summary}");
+        scene.equal();
+    }
+}
+
+/// How long a sync of so many blocks takes here, to spread the kills over it.
+fn usual(scene: &mut Scene, blocks: usize, sync: impl Fn(&Scene) -> Run) -> Duration {
+    scene.change(blocks);
+    let began = Instant::now();
+    sync(scene).ok();
+    began.elapsed()
+}
+
+/// The replica must be one of two images, once it is opened.
+fn is_one_of(replica: &Path, before: &Path, after: &Path, what: &str) {
+    if let (Some(at), Some(_)) =
+        (image::first_difference(replica, before), image::first_difference(replica, after))
+    {
+        panic!("{what}: the replica is neither the old epoch nor the new; it leaves the old at byte {at}");
+    }
+}
+
+#[test]
+fn both_sides_of_a_local_sync_are_killed() {
+    let mut scene = Scene::synced("sync kills", 32 * MIB);
+    let usual = usual(&mut scene, 2000, |scene| scene.sync(&[]));
+    let before = scene.site.path("before.raw");
+    for round in 0..rounds(15, 200) {
+        image::copy(&scene.replica, &before);
+        scene.change(2000);
+        let mut sync = scene.sync(&[]).start();
+        std::thread::sleep(usual.mul_f64(scene.random.below(1200) as f64 / 1000.0));
+        sync.kill();
+        // Now and then the server too.
+        if scene.random.one_in(3) {
+            scene.server.take().expect("a server").kill();
+            scene.start();
+        }
+        // Now and then the recovery is killed as well.
+        if scene.random.one_in(3) {
+            let mut recover = scene.site.dsync(["recover"]).arg(&scene.replica).start();
+            std::thread::sleep(usual.mul_f64(scene.random.below(500) as f64 / 1000.0));
+            recover.kill();
+        }
+        scene.site.dsync(["recover"]).arg(&scene.replica).ok();
+        is_one_of(&scene.replica, &before, &scene.image, &format!("round {round}"));
+        let summary = scene.sync(&[]).ok().summary();
+        assert_eq!(summary["method"], "tracked", "{summary}");
+        scene.equal();
+    }
+}
+
+#[test]
+fn a_sync_is_killed_while_it_merges_in_place() {
+    let mut scene = Scene::synced("in-place kills", 32 * MIB);
+    let usual = usual(&mut scene, 2000, |scene| scene.sync(&["--commit", "in-place"]));
+    for _ in 0..rounds(8, 100) {
+        scene.change(2000);
+        let mut sync = scene.sync(&["--commit", "in-place"]).start();
+        std::thread::sleep(usual.mul_f64(scene.random.below(1200) as f64 / 1000.0));
+        sync.kill();
+        // Incomplete or not, it is said, and the next sync mends it.
+        scene.site.dsync(["status"]).arg(&scene.replica).ok();
+        let commit = if scene.random.one_in(2) { "in-place" } else { "journal" };
+        scene.sync(&["--commit", commit]).ok();
+        scene.equal();
+    }
+}
+
+#[test]
+fn a_seed_is_killed_and_goes_on() {
+    for _ in 0..rounds(4, 50) {
+        let mut scene = Scene::new("seed kills", 64 * MIB);
+        let mut sync = scene.sync(&["--bwlimit", "64M"]).start();
+        std::thread::sleep(Duration::from_millis(scene.random.below(200)));
+        sync.kill();
+        // There is no replica until the seed is whole.
+        if scene.replica.exists() {
+            scene.equal();
+        }
+        scene.change(20);
+        scene.sync(&[]).ok();
+        scene.equal();
+    }
+}
+
+#[test]
+fn the_far_side_is_killed_and_answers_are_lost() {
+    let (mut scene, far) = (Scene::new("far kills", 32 * MIB), Far::new(RSH));
+    far.sync(&scene, &[], None).ok();
+    let before = far.site.path("before.raw");
+    let mut random = Random::seeded(scene.random.bits());
+    for round in 0..rounds(8, 200) {
+        image::copy(&far.replica(), &before);
+        let changed = scene.change(500);
+        // The line is cut on the way there, or goes deaf on the way back: then the far side may commit and not be heard.
+        let run = if random.one_in(2) {
+            far.sync(&scene, &[], Some(random.below(changed.len() as u64 * (BLOCK + 100))))
+        } else {
+            far.sync(&scene, &[], None).env("RSH_DEAF", random.below(1500).to_string())
+        };
+        let output = run.output();
+        assert!(matches!(output.status.code(), Some(0 | 1)), "{output}");
+        far.site.dsync(["recover"]).arg(far.replica()).ok();
+        is_one_of(&far.replica(), &before, &scene.image, &format!("round {round}"));
+        scene.change(5);
+        let summary = far.sync(&scene, &[], None).ok().summary();
+        assert_eq!(summary["method"], "tracked", "{summary}");
+        image::assert_equal(&scene.image, &far.replica());
+    }
+}

@@ -1,0 +1,460 @@
+//! What dsync must refuse: each with a message that names the thing, the place and the way out, with the right exit
+//! code, and with the destination left as it was.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use dsync_tests::far::Far;
+use dsync_tests::image;
+use dsync_tests::mount::{Loop, Mount};
+use dsync_tests::scene::fingerprints;
+use dsync_tests::{Output, Run, Scene, Site, need, need_root, rounds, skipped};
+
+const MIB: u64 = 1 << 20;
+const RSH: &str = env!("CARGO_BIN_EXE_rsh");
+
+/// Runs something that must be refused with this code, and shows that nothing happened to the replica and what lies
+/// beside it.
+fn refused(scene: &Scene, run: Run, code: i32, words: &[&str]) -> Output {
+    let before = fingerprints(&scene.replica);
+    let output = run.code(code);
+    output.says(words);
+    let after = fingerprints(&scene.replica);
+    assert_eq!(before, after, "something changed beside {}: {output}", scene.replica.display());
+    output
+}
+
+/// As `refused`, for what may leave a journal behind: the replica itself is as it was, and a good sync goes through.
+fn harmless(scene: &Scene, run: Run, words: &[&str]) -> Output {
+    let before = scene.replica.exists().then(|| image::fingerprint(&scene.replica));
+    let output = run.output();
+    assert!(matches!(output.status.code(), Some(1 | 4)), "{output}");
+    output.says(words);
+    let after = scene.replica.exists().then(|| image::fingerprint(&scene.replica));
+    assert_eq!(before, after, "{} changed: {output}", scene.replica.display());
+    output
+}
+
+#[test]
+fn bad_usage() {
+    let site = Site::new();
+    for words in [
+        &["sync"][..],
+        &["sync", "a"],
+        &["sync", "a", "b", "--method", "magic"],
+        &["sync", "a", "b", "--bwlimit", "fast"],
+        &["serve"],
+        &["serve", "a.raw"],
+        &["serve", "a.raw", "--socket", "s", "--block-size", "5000"],
+        &["frobnicate"],
+    ] {
+        let output = site.dsync(words).code(2);
+        assert!(!output.stderr.is_empty(), "{output}");
+    }
+}
+
+#[test]
+fn a_source_that_is_not_there() {
+    let scene = Scene::synced("no source", 8 * MIB);
+    for name in ["/nowhere/at/all.raw", "nobody"] {
+        let output = harmless(&scene, scene.site.dsync(["sync", name]).arg(&scene.replica), &[name]);
+        assert!(!output.stderr.contains("panicked"), "{output}");
+    }
+    let socket = scene.site.socket("other");
+    let output = scene.site.dsync(["serve", "/nowhere/at/all.raw", "--socket"]).arg(&socket).output();
+    assert_eq!(output.status.code(), Some(1), "{output}");
+    output.says(&["/nowhere/at/all.raw"]);
+}
+
+#[test]
+fn a_replica_of_another_source() {
+    let scene = Scene::synced("wrong source", 8 * MIB);
+    let other = scene.site.image("other.raw", 8 * MIB);
+    let _server = scene.site.serve(&[&other], &[]);
+    let replica = scene.replica.display().to_string();
+    refused(&scene, scene.site.sync(&other, &scene.replica, &[]), 4, &[&replica, "source"]);
+    let delta = scene.site.dsync(["extract", "other", "--since", "0"]).ok().stdout;
+    refused(&scene, scene.site.dsync(["merge"]).arg(&scene.replica).input(delta), 4, &[&replica]);
+}
+
+#[test]
+fn a_source_that_was_set_back_to_an_older_state() {
+    let mut scene = Scene::synced("restored source", 8 * MIB);
+    scene.stop();
+    let (state, kept) = (scene.site.state(), scene.site.path("kept"));
+    Run::new("cp").arg("-a").arg(&state).arg(&kept).ok();
+    image::copy(&scene.image, &scene.site.path("kept.raw"));
+    // The replica goes on...
+    scene.start();
+    scene.change(10);
+    scene.sync(&[]).ok();
+    scene.stop();
+    // ...and the source is set back, its state with it. Its next epochs have the same numbers.
+    std::fs::remove_dir_all(&state).expect("removing the state");
+    Run::new("cp").arg("-a").arg(&kept).arg(&state).ok();
+    Run::new("cp").arg(scene.site.path("kept.raw")).arg(&scene.image).ok();
+    scene.start();
+    scene.change(10);
+    scene.site.sync(&scene.image, &scene.site.path("elsewhere.raw"), &[]).ok();
+    scene.change(10);
+    refused(&scene, scene.sync(&[]), 4, &["vm.raw", "epoch"]);
+    // The way out.
+    scene.sync(&["--adopt"]).ok();
+    scene.equal();
+}
+
+#[test]
+fn a_delta_that_begins_elsewhere() {
+    let mut scene = Scene::synced("wrong epoch", 8 * MIB);
+    scene.change(10);
+    let early = scene.site.dsync(["extract", "vm"]).ok().stdout;
+    let other = scene.site.path("other.raw");
+    scene.site.sync(&scene.image, &other, &[]).ok();
+    scene.change(10);
+    scene.site.sync(&scene.image, &other, &[]).ok();
+    scene.change(10);
+    let status = scene.site.dsync(["status", "--json"]).arg(&other).ok().json();
+    let text = format!("{status:?}");
+    let epoch = status.iter().find_map(|line| line["epoch"].as_u64());
+    let epoch = epoch.unwrap_or_else(|| panic!("no epoch in {text}")).to_string();
+    let late = scene.site.dsync(["extract", "vm", "--since", &epoch]).ok().stdout;
+    let replica = scene.replica.display().to_string();
+    let merge = |delta: &[u8]| scene.site.dsync(["merge"]).arg(&scene.replica).input(delta);
+    refused(&scene, merge(&late), 4, &[&replica, "epoch", &epoch]);
+    merge(&early).ok();
+}
+
+#[test]
+fn a_file_that_is_no_replica() {
+    let mut scene = Scene::new("no replica", 8 * MIB);
+    image::random(&scene.replica, 8 * MIB, &mut scene.random);
+    let replica = scene.replica.display().to_string();
+    refused(&scene, scene.sync(&[]), 4, &[&replica, "--adopt"]);
+    refused(&scene, scene.sync(&["--method", "compare"]), 4, &[&replica, "--adopt"]);
+    refused(&scene, scene.sync(&["--commit", "in-place"]), 4, &[&replica, "--adopt"]);
+    let delta = scene.site.dsync(["extract", "vm", "--since", "0"]).ok().stdout;
+    refused(&scene, scene.site.dsync(["merge"]).arg(&scene.replica).input(delta), 4, &[&replica]);
+    refused(&scene, scene.site.dsync(["recover"]).arg(&scene.replica), 4, &[&replica]);
+}
+
+#[test]
+fn places_where_nothing_can_be_written() {
+    let scene = Scene::new("no place", 8 * MIB);
+    let site = &scene.site;
+    for place in [site.path("missing/vm.raw"), site.dir().to_path_buf(), PathBuf::from("/proc/vm.raw")] {
+        harmless(&scene, site.sync(&scene.image, &place, &[]), &[&place.display().to_string()]);
+    }
+    // Onto itself.
+    let before = image::fingerprint(&scene.image);
+    let output = site.sync(&scene.image, &scene.image, &[]).output();
+    assert!(matches!(output.status.code(), Some(2 | 4)), "{output}");
+    output.says(&["vm.raw"]);
+    assert_eq!(before, image::fingerprint(&scene.image));
+    // No state.
+    let output = site.sync(&scene.image, &scene.replica, &[]).env("DSYNC_STATE_DIR", "/proc/state").output();
+    assert!(!output.status.success(), "{output}");
+    output.says(&["/proc/state"]);
+}
+
+#[test]
+fn a_replica_that_others_changed() {
+    let mut scene = Scene::synced("changed replica", 8 * MIB);
+    scene.change(10);
+    std::thread::sleep(Duration::from_millis(50));
+    image::scribble(&scene.replica, 3 * MIB, 10, &mut scene.random);
+    let replica = scene.replica.display().to_string();
+    refused(&scene, scene.sync(&[]), 4, &[&replica, "--adopt"]);
+    // Another size.
+    std::fs::OpenOptions::new()
+        .write(true)
+        .open(&scene.replica)
+        .and_then(|f| f.set_len(5 * MIB))
+        .expect("a file");
+    refused(&scene, scene.sync(&[]), 4, &[&replica]);
+    scene.sync(&["--adopt"]).ok();
+    scene.equal();
+}
+
+#[test]
+fn a_lineage_that_is_damaged() {
+    let mut scene = Scene::synced("damaged lineage", 8 * MIB);
+    let lineage = scene.site.path("replica/.vm.raw.dsync/lineage");
+    let good = std::fs::read(&lineage).expect("the lineage");
+    scene.change(10);
+    for bad in [&b"not json"[..], b"", b"{}", b"\xff\xfe", &good[..good.len() / 2]] {
+        std::fs::write(&lineage, bad).expect("a file");
+        let before = image::fingerprint(&scene.replica);
+        let output = scene.sync(&[]).output();
+        assert!(matches!(output.status.code(), Some(1 | 4)), "{output}");
+        output.says(&["lineage"]);
+        assert_eq!(before, image::fingerprint(&scene.replica));
+    }
+    std::fs::write(&lineage, good).expect("a file");
+    scene.sync(&[]).ok();
+    scene.equal();
+}
+
+#[test]
+fn a_destination_in_use() {
+    let what = "a destination that QEMU has open";
+    if !need(&["qemu-io"], what) {
+        return;
+    }
+    let mut scene = Scene::synced("in use", 8 * MIB);
+    scene.change(10);
+    let replica = scene.replica.display().to_string();
+    let mut holder = Run::new("qemu-io").args(["-f", "raw"]).arg(&scene.replica).start_talking();
+    std::thread::sleep(Duration::from_millis(500));
+    assert!(holder.ended().is_none(), "qemu-io did not stay");
+    refused(&scene, scene.sync(&[]), 4, &[&replica]);
+    holder.kill();
+    // Another dsync at work on it.
+    let mut slow = scene.sync(&["--bwlimit", "8K"]).start();
+    std::thread::sleep(Duration::from_millis(700));
+    assert!(slow.ended().is_none(), "the first sync did not last");
+    scene.sync(&[]).code(4).says(&[&replica]);
+    slow.kill();
+    scene.sync(&[]).ok();
+    scene.equal();
+    // A source is served once.
+    let socket = scene.site.socket("second");
+    let second = scene.site.dsync(["serve"]).arg(&scene.image).arg("--socket").arg(&socket).code(4);
+    second.says(&["vm.raw"]);
+}
+
+#[test]
+fn an_image_that_qemu_has_open_is_not_served() {
+    let what = "serving an image that QEMU has open";
+    if !need(&["qemu-io"], what) {
+        return;
+    }
+    let site = Site::new();
+    let disk = site.image("vm.raw", MIB);
+    let mut holder = Run::new("qemu-io").args(["-f", "raw"]).arg(&disk).start_talking();
+    std::thread::sleep(Duration::from_millis(500));
+    assert!(holder.ended().is_none(), "qemu-io did not stay");
+    let run = site.dsync(["serve"]).arg(&disk).arg("--socket").arg(site.socket("nbd"));
+    run.code(4).says(&["vm.raw"]);
+    holder.kill();
+    // And the other way round: QEMU keeps off what dsync serves.
+    let _server = site.serve(&[&disk], &[]);
+    let output = Run::new("qemu-io").args(["-f", "raw", "-c", "write 0 4k"]).arg(&disk).output();
+    assert!(!output.status.success() && output.stderr.contains("lock"), "{output}");
+}
+
+#[test]
+fn devices_that_are_mounted_looped_or_too_small() {
+    let what = "mounted, loop-backed and small destinations";
+    if !need(&["mkfs.ext4", "losetup"], what) || !need_root(what) {
+        return;
+    }
+    let mut scene = Scene::new("devices", 16 * MIB);
+    let small = scene.site.image("small.raw", 8 * MIB);
+    let fitting = scene.site.image("fitting.raw", 16 * MIB);
+    Run::new("mkfs.ext4").arg("-q").arg(&fitting).ok();
+    let (Some(small), Some(fitting)) = (Loop::new(&small), Loop::new(&fitting)) else {
+        return skipped(what, "there are no loop devices here");
+    };
+    let to = |scene: &Scene, place: &Path, options: &[&str]| scene.site.sync(&scene.image, place, options);
+    let name = |device: &Loop| device.device().display().to_string();
+    let refused = to(&scene, small.device(), &["--adopt"]).output();
+    assert!(matches!(refused.status.code(), Some(1 | 4)), "{refused}");
+    refused.says(&[&name(&small)]);
+    // The file under a loop device is in use.
+    scene
+        .site
+        .sync(&scene.image, &scene.site.path("fitting.raw"), &["--adopt"])
+        .code(4)
+        .says(&["fitting.raw"]);
+    {
+        let Some(_mount) = Mount::new(&[], fitting.device(), &scene.site.path("mount")) else {
+            return skipped(what, "loop devices can't be mounted here");
+        };
+        let before = image::fingerprint(&scene.site.path("fitting.raw"));
+        to(&scene, fitting.device(), &["--adopt"]).code(4).says(&[&name(&fitting), "mounted"]);
+        assert_eq!(before.0, image::fingerprint(&scene.site.path("fitting.raw")).0);
+    }
+    // Unmounted it will do.
+    to(&scene, fitting.device(), &["--adopt"]).ok();
+    scene.change(20);
+    to(&scene, fitting.device(), &[]).ok();
+    drop(fitting);
+    image::assert_equal(&scene.image, &scene.site.path("fitting.raw"));
+}
+
+#[test]
+fn a_delta_cut_off_or_with_a_flipped_bit() {
+    let mut scene = Scene::synced("damaged delta", 8 * MIB);
+    scene.change(40);
+    let plain = scene.site.dsync(["extract", "vm"]).ok().stdout;
+    let packed = scene.site.dsync(["extract", "vm", "--compress"]).ok().stdout;
+    let merge = |delta: Vec<u8>| scene.site.dsync(["merge"]).arg(&scene.replica).input(delta);
+    for delta in [&plain, &packed] {
+        let len = delta.len() as u64;
+        // The edges by hand, the rest by chance.
+        let mut places: Vec<u64> = vec![0, 1, 7, 8, 15, 16, 40, len / 2, len - 40, len - 2, len - 1];
+        for _ in 0..rounds(30, 3000) {
+            places.push(scene.random.below(len));
+        }
+        for place in places {
+            let cut = delta[..place as usize].to_vec();
+            harmless(&scene, merge(cut), &["delta"]);
+            let mut flipped = delta.clone();
+            flipped[place as usize] ^= 1 << scene.random.below(8);
+            harmless(&scene, merge(flipped), &["delta"]);
+        }
+        // Something behind the end.
+        let mut longer = delta.clone();
+        longer.extend(b"and more");
+        harmless(&scene, merge(longer), &["delta"]);
+    }
+    harmless(&scene, merge(b"#!/bin/sh\necho no delta at all\n".to_vec()), &["delta"]);
+    // The whole one still fits.
+    merge(plain).ok();
+    scene.equal();
+}
+
+#[test]
+fn no_space_beside_the_replica() {
+    let what = "a full destination";
+    if !need_root(what) {
+        return;
+    }
+    let mut scene = Scene::new("full destination", 8 * MIB);
+    let place = scene.site.path("small");
+    let Some(_mount) = Mount::new(&["-t", "tmpfs", "-o", "size=12m"], Path::new("none"), &place) else {
+        return skipped(what, "no tmpfs can be mounted here");
+    };
+    scene.replica = place.join("vm.raw");
+    // The seed does not fit.
+    let fill = place.join("fill");
+    std::fs::write(&fill, vec![1; 11 * MIB as usize + 900_000]).expect("filling");
+    harmless(&scene, scene.sync(&[]), &["space"]);
+    assert!(!scene.replica.exists());
+    std::fs::remove_file(&fill).expect("making room");
+    scene.sync(&[]).ok();
+    // The journal does not fit.
+    scene.change(1200);
+    let room = 12 * MIB - image::space(&scene.replica);
+    std::fs::write(&fill, vec![1; room.saturating_sub(MIB) as usize]).expect("filling");
+    harmless(&scene, scene.sync(&[]), &["space"]);
+    std::fs::remove_file(&fill).expect("making room");
+    scene.sync(&["--commit", "in-place"]).ok();
+    scene.equal();
+}
+
+#[test]
+fn no_space_for_the_sources_state() {
+    let what = "a full state folder";
+    if !need_root(what) {
+        return;
+    }
+    let mut scene = Scene::new("full state", 8 * MIB);
+    scene.stop();
+    let state = scene.site.state();
+    let _ = std::fs::remove_dir_all(&state);
+    let Some(_mount) = Mount::new(&["-t", "tmpfs", "-o", "size=1m"], Path::new("none"), &state) else {
+        return skipped(what, "no tmpfs can be mounted here");
+    };
+    scene.start();
+    scene.sync(&[]).ok();
+    scene.change(50);
+    // To the last byte.
+    let fill = state.join("fill");
+    Run::shell(&format!("cat /dev/zero >{} 2>/dev/null; true", fill.display())).ok();
+    let output = harmless(&scene, scene.sync(&[]), &["space"]);
+    assert!(output.stderr.contains(&state.display().to_string()), "{output}");
+    // The disk goes on, and so does the record.
+    scene.change(50);
+    std::fs::remove_file(&fill).expect("making room");
+    let summary = scene.sync(&[]).ok().summary();
+    assert_eq!(summary["method"], "tracked", "{summary}");
+    scene.equal();
+    // A server that can't write its state does not start.
+    scene.stop();
+    Run::shell(&format!("cat /dev/zero >{} 2>/dev/null; true", fill.display())).ok();
+    let other = scene.site.image("other.raw", 64 * MIB);
+    let run = scene.site.dsync(["serve"]).arg(&other).arg("--socket").arg(scene.site.socket("other"));
+    let output = run.output();
+    assert_eq!(output.status.code(), Some(1), "{output}");
+    output.says(&["space"]);
+}
+
+#[test]
+fn a_view_that_overflows_breaks_and_the_guest_does_not() {
+    let mut scene = Scene::synced("view overflow", 32 * MIB);
+    scene.stop();
+    scene.server = Some(scene.site.serve(&[&scene.image], &["--view-limit", "1M"]));
+    image::scribble(&scene.site.image("before.raw", 0), 0, 1, &mut scene.random);
+    let mut view = scene.server().client("vm@view");
+    let first = view.read(0, 4096).expect("a read");
+    assert_eq!(first.len(), 4096);
+    // Four times what the view may keep, over data it needs.
+    let mut client = scene.client();
+    let data = scene.random.bytes(MIB as usize);
+    for at in 0..16 {
+        client.write(at * MIB, &data).expect("a write goes through, whatever becomes of the view");
+    }
+    let lost = (0..32).any(|at| view.read(at * MIB, 4096).is_err());
+    assert!(lost, "a view beyond its limit still claims to be whole");
+    let output = harmless(&scene, scene.sync(&["--at-view"]), &["view"]);
+    assert!(output.stderr.contains("--view-limit") || output.stderr.contains("limit"), "{output}");
+    drop(view);
+    scene.sync(&[]).ok();
+    scene.equal();
+}
+
+#[test]
+fn a_host_that_does_not_answer() {
+    let scene = Scene::new("unreachable", 8 * MIB);
+    let sync = |host: &str, rsh: &str| {
+        let destination = format!("{host}:/srv/vm.raw");
+        scene.site.dsync(["sync"]).arg(&scene.image).arg(destination).args(["--rsh", rsh])
+    };
+    sync("unreachable", RSH).code(1).says(&["unreachable", "No route to host"]);
+    sync("far", "/nowhere/ssh").code(1).says(&["/nowhere/ssh"]);
+    let before = scene.dirty();
+    sync("-oProxyCommand=touch /tmp/owned", "ssh").output().says(&["host"]);
+    assert_eq!(before, scene.dirty(), "a refused sync left an epoch behind");
+    if need(&["ssh"], "an unknown host through ssh") {
+        let output = sync("no-such-host.invalid", "ssh -o BatchMode=yes -o ConnectTimeout=5").code(1);
+        output.says(&["no-such-host.invalid"]);
+    }
+}
+
+#[test]
+fn a_far_side_that_is_not_dsync_or_another_version_of_it() {
+    let (scene, far) = (Scene::new("versions", 8 * MIB), Far::new(RSH));
+    let sync = |remote: &str| far.sync(&scene, &["--remote-dsync", remote], None);
+    let script = |name: &str, text: &str| {
+        let path = far.site.path(name);
+        std::fs::write(&path, format!("#!/bin/sh\n{text}\n")).expect("a file");
+        Run::new("chmod").arg("+x").arg(&path).ok();
+        path.display().to_string()
+    };
+    sync("no-such-dsync").code(1).says(&["no-such-dsync", "far", "--remote-dsync"]);
+    sync(&script("chatty", "echo welcome to this machine; cat >/dev/null")).code(1).says(&["welcome", "far"]);
+    sync(&script("silent", "exit 0")).code(1).says(&["far"]);
+    sync(&script("failing", "echo the disk is on fire >&2; exit 3")).code(1).says(&["the disk is on fire"]);
+    let hello = r"printf '\223dsync\r\n\007\000\000\000\000\000\020\000'; cat >/dev/null";
+    sync(&script("newer", hello)).code(1).says(&["version 7", "same version"]);
+    assert!(!far.replica().exists());
+}
+
+#[test]
+fn a_refused_sync_leaves_no_epoch_behind() {
+    let mut scene = Scene::synced("no epoch", 8 * MIB);
+    let changed = scene.change(10);
+    let taken = scene.site.path("taken.raw");
+    image::random(&taken, 8 * MIB, &mut scene.random);
+    let dirty = scene.dirty();
+    let status = |scene: &Scene| scene.site.dsync(["status", "--json"]).arg(&scene.image).ok().text();
+    let before = status(&scene);
+    for _ in 0..3 {
+        scene.site.sync(&scene.image, &taken, &[]).code(4);
+    }
+    assert_eq!(dirty, scene.dirty());
+    assert_eq!(before, status(&scene));
+    let summary = scene.sync(&[]).ok().summary();
+    assert_eq!(summary["blocks_changed"], changed.len(), "{summary}");
+}

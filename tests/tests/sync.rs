@@ -1,0 +1,643 @@
+//! `dsync sync`, `extract`, `merge` and what goes with them, as a user runs them.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use dsync_tests::far::Far;
+use dsync_tests::image::{self, BLOCK};
+use dsync_tests::load::{Load, Options};
+use dsync_tests::mount::Mount;
+use dsync_tests::scene::{fingerprints, number, ranges};
+use dsync_tests::{Random, Run, Scene, Site, need, need_root, rounds};
+use rustix::process::Signal;
+
+const MIB: u64 = 1 << 20;
+const RSH: &str = env!("CARGO_BIN_EXE_rsh");
+
+#[test]
+fn the_first_sync_seeds_and_holes_stay_holes() {
+    let scene = Scene::new("seed", 256 * MIB);
+    let summary = scene.sync(&[]).ok().summary();
+    scene.equal();
+    assert_eq!(summary["method"], "copy", "{summary}");
+    let (source, replica) = (image::space(&scene.image), image::space(&scene.replica));
+    assert!(replica <= source + MIB, "the source takes {source} bytes, its replica {replica}");
+    assert!(number(&summary, "bytes_read") <= source + MIB, "{summary}");
+    assert!(!scene.site.path("replica/vm.raw.partial").exists());
+}
+
+#[test]
+fn a_later_sync_moves_what_changed_and_nothing_else() {
+    let mut scene = Scene::synced("delta", 128 * MIB);
+    let changed = scene.change(700);
+    assert_eq!(scene.dirty(), ranges(&changed));
+    let summary = scene.sync(&[]).ok().summary();
+    scene.equal();
+    let bytes = changed.len() as u64 * BLOCK;
+    assert_eq!(summary["method"], "tracked", "{summary}");
+    assert_eq!(number(&summary, "blocks_changed"), changed.len() as u64, "{summary}");
+    assert_eq!(number(&summary, "extents"), ranges(&changed).len() as u64, "{summary}");
+    for (field, most) in [("bytes_read", 105), ("bytes_sent", 102), ("bytes_written", 220)] {
+        let found = number(&summary, field);
+        assert!(
+            found >= bytes && found * 100 <= bytes * most,
+            "{field} {found} for {bytes} changed: {summary}"
+        );
+    }
+    for field in ["trust", "seconds", "epoch", "freeze_ms"] {
+        assert!(summary.get(field).is_some(), "no {field} in {summary}");
+    }
+    // Nothing changed, nothing moves.
+    let epoch = number(&summary, "epoch");
+    let idle = scene.sync(&[]).ok().summary();
+    assert_eq!(number(&idle, "blocks_changed"), 0, "{idle}");
+    assert!(number(&idle, "bytes_sent") < 10_000, "{idle}");
+    assert!(number(&idle, "epoch") >= epoch, "{idle}");
+    scene.equal();
+}
+
+#[test]
+fn zeroes_and_trims_arrive_as_holes() {
+    let scene = Scene::synced("zeroes", 64 * MIB);
+    let mut client = scene.client();
+    let data = vec![0xab; 8 * MIB as usize];
+    client.write(0, &data).expect("a write");
+    scene.sync(&[]).ok();
+    let full = image::space(&scene.replica);
+    client.zero(0, 4 * MIB as u32, 0).expect("zeroes");
+    client.trim(4 * MIB, 4 * MIB as u32).expect("a trim");
+    let summary = scene.sync(&[]).ok().summary();
+    scene.equal();
+    assert!(number(&summary, "bytes_sent") < MIB / 2, "zeroes were sent as data: {summary}");
+    let left = image::space(&scene.replica);
+    assert!(left + 7 * MIB <= full, "{full} bytes before, {left} after: the holes are missing");
+}
+
+#[test]
+fn several_replicas_each_get_what_they_lack() {
+    let mut scene = Scene::synced("replicas", 64 * MIB);
+    let other = scene.site.path("other.raw");
+    let to_other = |scene: &Scene| scene.site.sync(&scene.image, &other, &[]).ok().summary();
+    to_other(&scene);
+    let mut lacking = BTreeSet::new();
+    for _ in 0..5 {
+        let changed = scene.change(50);
+        let summary = scene.sync(&[]).ok().summary();
+        assert_eq!(number(&summary, "blocks_changed"), changed.len() as u64);
+        scene.equal();
+        lacking.extend(changed);
+    }
+    let summary = to_other(&scene);
+    assert_eq!(summary["method"], "tracked", "{summary}");
+    assert_eq!(number(&summary, "blocks_changed"), lacking.len() as u64, "{summary}");
+    image::assert_equal(&scene.image, &other);
+}
+
+#[test]
+fn a_dry_run_changes_nothing() {
+    let mut scene = Scene::new("dry run", 64 * MIB);
+    let summary = scene.sync(&["--dry-run"]).ok().summary();
+    assert!(number(&summary, "bytes_sent") > 0, "no estimate: {summary}");
+    assert_eq!(std::fs::read_dir(scene.site.path("replica")).expect("a folder").count(), 0);
+    scene.sync(&[]).ok();
+    let changed = scene.change(100);
+    let (before, dirty) = (fingerprints(&scene.replica), scene.dirty());
+    let estimate = scene.sync(&["-n"]).ok().summary();
+    assert_eq!(number(&estimate, "blocks_changed"), changed.len() as u64, "{estimate}");
+    assert_eq!(before, fingerprints(&scene.replica));
+    assert_eq!(dirty, scene.dirty());
+    let summary = scene.sync(&[]).ok().summary();
+    assert_eq!(number(&summary, "blocks_changed"), changed.len() as u64, "{summary}");
+    let (expected, sent) = (number(&estimate, "bytes_sent"), number(&summary, "bytes_sent"));
+    assert!(expected * 10 >= sent * 9 && expected * 9 <= sent * 10, "estimated {expected}, sent {sent}");
+    scene.equal();
+}
+
+#[test]
+fn a_source_is_synced_when_its_server_is_not_running() {
+    let mut scene = Scene::synced("offline", 64 * MIB);
+    let changed = scene.change(64);
+    scene.stop();
+    let summary = scene.sync(&[]).ok().summary();
+    assert_eq!(summary["method"], "tracked", "{summary}");
+    assert_eq!(number(&summary, "blocks_changed"), changed.len() as u64, "{summary}");
+    scene.equal();
+    // And the record goes on.
+    scene.start();
+    let changed = scene.change(64);
+    let summary = scene.sync(&[]).ok().summary();
+    assert_eq!(summary["method"], "tracked", "{summary}");
+    assert_eq!(number(&summary, "blocks_changed"), changed.len() as u64, "{summary}");
+    scene.equal();
+}
+
+#[test]
+fn a_write_past_the_server_is_noticed_and_compared() {
+    let mut scene = Scene::synced("foreign write", 32 * MIB);
+    scene.stop();
+    // The clock of files ticks a few times a second only.
+    std::thread::sleep(Duration::from_millis(50));
+    image::scribble(&scene.image, 10 * MIB, 5000, &mut scene.random);
+    scene.start();
+    let refused = scene.sync(&["--method", "tracked"]).code(3);
+    refused.says(&["vm.raw"]);
+    let summary = scene.sync(&[]).ok().summary();
+    assert_eq!(summary["method"], "compare", "{summary}");
+    assert!(number(&summary, "bytes_sent") < 2 * MIB, "a blind copy: {summary}");
+    scene.equal();
+    let changed = scene.change(10);
+    let summary = scene.sync(&[]).ok().summary();
+    assert_eq!(summary["method"], "tracked", "{summary}");
+    assert_eq!(number(&summary, "blocks_changed"), changed.len() as u64, "{summary}");
+    scene.equal();
+}
+
+#[test]
+fn a_served_source_goes_by_its_name_too() {
+    let mut scene = Scene::synced("name", 16 * MIB);
+    scene.change(20);
+    scene.site.dsync(["sync", "vm"]).arg(&scene.replica).ok();
+    scene.equal();
+}
+
+#[test]
+fn odd_sizes_and_large_blocks() {
+    for (size, options) in
+        [(10_000_007, &[][..]), (4096 * 3 + 1, &[]), (33 * MIB + 512, &["--block-size", "64K"])]
+    {
+        let mut random = Random::new("odd sizes");
+        let site = Site::new();
+        let (disk, replica) = (site.image("vm.raw", size), site.path("copy.raw"));
+        image::scribble(&disk, 0, size.min(3 * MIB), &mut random);
+        let server = site.serve(&[&disk], options);
+        site.sync(&disk, &replica, &[]).ok();
+        image::assert_equal(&disk, &replica);
+        let mut client = server.client("vm");
+        client.write(size - 3, &[1, 2, 3]).expect("a write at the end");
+        client.write(1, &[5; 10]).expect("a write");
+        let summary = site.sync(&disk, &replica, &[]).ok().summary();
+        image::assert_equal(&disk, &replica);
+        assert_eq!(
+            number(&summary, "blocks_changed"),
+            if size > 1 << 20 { 2 } else { 2.min(number(&summary, "blocks_changed")) }
+        );
+        server.stop();
+    }
+}
+
+#[test]
+fn a_source_that_grew_makes_its_replica_grow() {
+    let mut scene = Scene::synced("growth", 16 * MIB);
+    scene.stop();
+    let file = std::fs::OpenOptions::new().write(true).open(&scene.image).expect("the image");
+    file.set_len(24 * MIB).expect("growing");
+    drop(file);
+    scene.start();
+    assert_eq!(scene.client().size, 24 * MIB);
+    let mut client = scene.client();
+    client.write(20 * MIB, &[3; 100_000]).expect("a write");
+    scene.sync(&[]).ok();
+    scene.equal();
+    // A shrunk source is a mistake until somebody says it is not.
+    scene.stop();
+    let file = std::fs::OpenOptions::new().write(true).open(&scene.image).expect("the image");
+    file.set_len(8 * MIB).expect("shrinking");
+    drop(file);
+    let before = fingerprints(&scene.replica);
+    let refused = scene.sync(&[]).output();
+    assert!(!refused.status.success(), "{refused}");
+    refused.says(&["vm.raw", "--allow-shrink"]);
+    assert_eq!(before, fingerprints(&scene.replica));
+    scene.sync(&["--allow-shrink"]).ok();
+    scene.equal();
+}
+
+#[test]
+fn bandwidth_is_capped() {
+    let mut scene = Scene::synced("bwlimit", 16 * MIB);
+    scene.change(1024);
+    let began = Instant::now();
+    scene.sync(&["--bwlimit", "2M"]).ok();
+    let time = began.elapsed();
+    assert!(
+        time > Duration::from_millis(1400) && time < Duration::from_secs(8),
+        "4 MiB at 2 MiB/s took {time:?}"
+    );
+    scene.equal();
+}
+
+#[test]
+fn compression_pays() {
+    let scene = Scene::synced("compression", 32 * MIB);
+    let text = "all work and no play makes a disk a dull disk\n".repeat(100_000);
+    scene.client().write(0, &text.as_bytes()[..4 * MIB as usize]).expect("a write");
+    let summary = scene.sync(&["--compress"]).ok().summary();
+    assert!(number(&summary, "bytes_sent") < MIB / 2, "{summary}");
+    scene.equal();
+    scene.client().write(8 * MIB, &text.as_bytes()[..4 * MIB as usize]).expect("a write");
+    let summary = scene.sync(&["--compress=9"]).ok().summary();
+    assert!(number(&summary, "bytes_sent") < MIB / 2, "{summary}");
+    scene.equal();
+}
+
+#[test]
+fn an_interrupt_is_told_and_the_next_sync_goes_on() {
+    let mut scene = Scene::synced("interrupt", 32 * MIB);
+    scene.change(2048);
+    let mut process = scene.sync(&["--bwlimit", "2M"]).start();
+    std::thread::sleep(Duration::from_millis(1500));
+    process.signal(Signal::INT);
+    let output = process.output(Duration::from_secs(20));
+    assert_eq!(output.status.code(), Some(130), "{output}");
+    scene.site.dsync(["recover"]).arg(&scene.replica).ok();
+    scene.sync(&[]).ok();
+    scene.equal();
+}
+
+#[test]
+fn a_copy_carried_there_by_hand_is_adopted() {
+    let mut scene = Scene::new("adopt", 64 * MIB);
+    image::copy(&scene.image, &scene.replica);
+    let changed = scene.change(30);
+    scene.sync(&[]).code(4).says(&["vm.raw", "--adopt"]);
+    let summary = scene.sync(&["--adopt"]).ok().summary();
+    scene.equal();
+    assert_eq!(summary["method"], "compare", "{summary}");
+    assert_eq!(number(&summary, "blocks_changed"), changed.len() as u64, "{summary}");
+    scene.change(30);
+    assert_eq!(scene.sync(&[]).ok().summary()["method"], "tracked");
+    scene.equal();
+}
+
+#[test]
+fn compare_finds_what_changed_without_a_record() {
+    let mut scene = Scene::synced("compare", 64 * MIB);
+    let changed = scene.change(100);
+    let summary = scene.sync(&["--method", "compare"]).ok().summary();
+    assert_eq!(summary["method"], "compare", "{summary}");
+    assert_eq!(number(&summary, "blocks_changed"), changed.len() as u64, "{summary}");
+    scene.equal();
+}
+
+#[test]
+fn a_replica_is_committed_in_place() {
+    let mut scene = Scene::synced("in place", 64 * MIB);
+    for _ in 0..3 {
+        let changed = scene.change(500);
+        let summary = scene.sync(&["--commit", "in-place"]).ok().summary();
+        assert_eq!(number(&summary, "blocks_changed"), changed.len() as u64, "{summary}");
+        let written = number(&summary, "bytes_written");
+        assert!(written < changed.len() as u64 * BLOCK * 11 / 10, "{summary}");
+        scene.equal();
+    }
+    scene.change(10);
+    scene.sync(&[]).ok();
+    scene.equal();
+}
+
+#[test]
+fn a_replica_is_committed_as_a_reflink() {
+    let what = "--commit reflink on XFS";
+    if !need(&["mkfs.xfs"], what) || !need_root(what) {
+        return;
+    }
+    let mut scene = Scene::new("reflink", 64 * MIB);
+    let (disk, mount) = (scene.site.image("xfs.raw", 512 * MIB), scene.site.path("xfs"));
+    Run::new("mkfs.xfs").args(["-q", "-m", "reflink=1"]).arg(&disk).ok();
+    let Some(_mounted) = Mount::new(&["-o", "loop"], &disk, &mount) else {
+        return dsync_tests::skipped(what, "XFS can't be mounted from a loop device here");
+    };
+    scene.replica = mount.join("vm.raw");
+    scene.sync(&["--commit", "reflink"]).ok();
+    for _ in 0..3 {
+        scene.change(200);
+        scene.sync(&["--commit", "reflink"]).ok();
+        scene.equal();
+    }
+    scene.change(10);
+    scene.sync(&[]).ok();
+    scene.equal();
+}
+
+#[test]
+fn sync_runs_while_the_disk_is_written() {
+    let scene = Scene::synced("busy", 64 * MIB);
+    let mut random = scene.random.clone();
+    let load = Load::start(
+        &scene.server().address(),
+        "vm",
+        &Options { rate: 2000, ..Options::default() },
+        &mut random,
+    );
+    load.wait_for(100);
+    for _ in 0..rounds(5, 100) {
+        // The view is held open, so that there is something to compare with.
+        let mut view = scene.server().client("vm@view");
+        let summary = scene.sync(&["--at-view"]).ok().summary();
+        assert_eq!(summary["method"], "tracked", "{summary}");
+        let copy = scene.site.path("view.raw");
+        view.save(&copy).expect("reading the view");
+        image::assert_equal(&copy, &scene.replica);
+        drop(view);
+        load.wait_for(load.answered() + 200);
+    }
+    let written = load.stop();
+    written.check(&scene.image);
+    scene.sync(&[]).ok();
+    scene.equal();
+    written.check(&scene.replica);
+}
+
+#[test]
+fn a_replica_on_another_host() {
+    let (mut scene, far) = (Scene::new("remote", 64 * MIB), Far::new(RSH));
+    far.sync(&scene, &[], None).ok();
+    image::assert_equal(&scene.image, &far.replica());
+    far.carried();
+    let changed = scene.change(300);
+    let summary = far.sync(&scene, &[], None).ok().summary();
+    image::assert_equal(&scene.image, &far.replica());
+    assert_eq!(number(&summary, "blocks_changed"), changed.len() as u64, "{summary}");
+    let (sent, calls) = far.carried();
+    assert_eq!(calls, 1);
+    let bytes = changed.len() as u64 * BLOCK;
+    assert!(sent >= bytes && sent * 100 < bytes * 102, "{sent} bytes on the wire for {bytes} changed");
+    let told = number(&summary, "bytes_sent");
+    assert!(told.abs_diff(sent) < 4096, "{sent} bytes on the wire, the summary says {told}");
+}
+
+/// Cuts the link at random every few hundred KiB until the sync is through; the bytes that it took in all.
+fn through_cuts(scene: &mut Scene, far: &Far, most: u64) -> u64 {
+    let (mut total, mut calls) = (0, 0);
+    loop {
+        let cut = scene.random.within(200 << 10..800 << 10);
+        let output = far.sync(scene, &[], Some(cut)).output();
+        let (sent, _) = far.carried();
+        total += sent;
+        calls += 1;
+        if output.status.success() {
+            println!("{total} bytes in {calls} calls");
+            return total;
+        }
+        assert_eq!(output.status.code(), Some(1), "{output}");
+        output.says(&["cut"]);
+        assert!(total < 3 * most, "no progress: {total} bytes in {calls} calls, {output}");
+    }
+}
+
+#[test]
+fn a_link_that_is_cut_again_and_again_costs_next_to_nothing() {
+    for _ in 0..rounds(1, 10) {
+        let (mut scene, far) = (Scene::new("cuts", 32 * MIB), Far::new(RSH));
+        // The seed, too, goes on where it was cut.
+        let seed = image::space(&scene.image);
+        let sent = through_cuts(&mut scene, &far, seed);
+        assert!(sent * 100 <= seed * 102, "{sent} bytes for a seed of {seed}");
+        image::assert_equal(&scene.image, &far.replica());
+
+        // And a delta, while the disk is written on: what came before the cut and did not change is kept.
+        let changed = scene.change(2048);
+        let bytes = changed.len() as u64 * BLOCK;
+        let sent = through_cuts(&mut scene, &far, bytes);
+        assert!(sent * 100 <= bytes * 102, "{sent} bytes for a delta of {bytes}");
+        image::assert_equal(&scene.image, &far.replica());
+
+        let first = scene.change(2048);
+        let cut = far.sync(&scene, &[], Some(5 * MIB)).output();
+        assert!(!cut.status.success(), "{cut}");
+        let (before, _) = far.carried();
+        let second = scene.change(100);
+        far.sync(&scene, &[], None).ok();
+        let (after, _) = far.carried();
+        let bytes = (first.len() + second.len()) as u64 * BLOCK;
+        assert!((before + after) * 100 <= bytes * 105, "{before} and {after} bytes for a delta of {bytes}");
+        image::assert_equal(&scene.image, &far.replica());
+    }
+}
+
+#[test]
+fn a_partial_journal_survives_the_loss_of_the_view() {
+    let (mut scene, far) = (Scene::new("resume", 32 * MIB), Far::new(RSH));
+    far.sync(&scene, &[], None).ok();
+    let first = scene.change(1024);
+    let cut = far.sync(&scene, &[], Some(2 * MIB)).output();
+    assert!(!cut.status.success(), "{cut}");
+    // A new server knows nothing of the old one's views.
+    scene.stop();
+    scene.start();
+    let second = scene.change(1024);
+    far.carried();
+    far.sync(&scene, &[], None).ok();
+    image::assert_equal(&scene.image, &far.replica());
+    let (sent, _) = far.carried();
+    let all = first.union(&second).count() as u64 * BLOCK;
+    assert!(sent < all - MIB, "{sent} of {all} bytes were sent: nothing that came before the cut was used");
+}
+
+#[test]
+fn through_the_systems_ssh() {
+    let what = "sync through ssh and sshd";
+    if !need(&["ssh", "sshd", "ssh-keygen"], what) {
+        return;
+    }
+    let (mut scene, far) = (Scene::new("ssh", 32 * MIB), Far::new(RSH));
+    let dir = far.site.dir();
+    for key in ["host", "user"] {
+        Run::new("ssh-keygen").args(["-q", "-t", "ed25519", "-N", "", "-f"]).arg(dir.join(key)).ok();
+    }
+    std::fs::copy(dir.join("user.pub"), dir.join("authorized")).expect("a key");
+    let port =
+        std::net::TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a port").port();
+    let user = Run::new("id").arg("-un").ok().text();
+    let path = dsync_tests::site::binary().parent().expect("a folder");
+    let (d, state) = (dir.display(), far.site.state());
+    let server = format!(
+        "ListenAddress 127.0.0.1\nPort {port}\nHostKey {d}/host\nAuthorizedKeysFile {d}/authorized\nPidFile none\n\
+         UsePAM no\nStrictModes no\nPasswordAuthentication no\nKbdInteractiveAuthentication no\n\
+         PermitRootLogin prohibit-password\n\
+         SetEnv PATH={}:/usr/bin:/bin DSYNC_STATE_DIR={}\n",
+        path.display(),
+        state.display()
+    );
+    let client = format!(
+        "Host far\n HostName 127.0.0.1\n Port {port}\n User {}\n IdentityFile {d}/user\n IdentitiesOnly yes\n\
+         \x20StrictHostKeyChecking no\n UserKnownHostsFile {d}/known\n BatchMode yes\n LogLevel ERROR\n",
+        user.trim()
+    );
+    std::fs::write(dir.join("sshd_config"), server).expect("a file");
+    std::fs::write(dir.join("ssh_config"), client).expect("a file");
+    if rustix::process::geteuid().is_root() {
+        // sshd gives up its rights in there. Debian's unit makes it at start.
+        std::fs::create_dir_all("/run/sshd").expect("/run/sshd");
+    }
+    let daemon = Run::new("sshd").args(["-D", "-e", "-f"]).arg(dir.join("sshd_config")).start();
+    let ssh = format!("ssh -F {}", dir.join("ssh_config").display());
+    let works = (0..50).any(|_| {
+        std::thread::sleep(Duration::from_millis(100));
+        Run::shell(&format!("{ssh} far true")).output().status.success()
+    });
+    if !works {
+        let why = format!("this user can't log in through a sshd of its own ({})", daemon.stderr_so_far());
+        return dsync_tests::skipped(what, &why);
+    }
+    let sync = |scene: &Scene| {
+        let destination = format!("far:{}", far.replica().display());
+        scene
+            .site
+            .dsync(["sync"])
+            .arg(&scene.image)
+            .arg(destination)
+            .args(["--json", "-e", &ssh])
+            .ok()
+            .summary()
+    };
+    sync(&scene);
+    image::assert_equal(&scene.image, &far.replica());
+    let changed = scene.change(500);
+    let summary = sync(&scene);
+    assert_eq!(number(&summary, "blocks_changed"), changed.len() as u64, "{summary}");
+    image::assert_equal(&scene.image, &far.replica());
+
+    // The paper's way, with its names.
+    let bin = scene.site.path("bin");
+    std::fs::create_dir(&bin).expect("a folder");
+    for name in ["dmextract", "dmmerge"] {
+        std::os::unix::fs::symlink(dsync_tests::site::binary(), bin.join(name)).expect("a link");
+    }
+    scene.change(500);
+    let line = format!(
+        "set -o pipefail; {bin}/dmextract vm | {ssh} far {bin}/dmmerge {}",
+        far.replica().display(),
+        bin = bin.display()
+    );
+    Run::new("bash").args(["-c", &line]).env("DSYNC_STATE_DIR", scene.site.state()).ok();
+    image::assert_equal(&scene.image, &far.replica());
+}
+
+#[test]
+fn extract_and_merge_over_a_pipe_and_through_files() {
+    let mut scene = Scene::new("extract", 32 * MIB);
+    let extract = |scene: &Scene, options: &[&str]| {
+        let delta = scene.site.dsync(["extract"]).arg(&scene.image).args(options).ok().stdout;
+        assert!(!delta.is_empty());
+        delta
+    };
+    let merge = |scene: &Scene, delta: &[u8]| scene.site.dsync(["merge"]).arg(&scene.replica).input(delta);
+    // There is no replica and no bookmark: the whole disk.
+    let seed = extract(&scene, &[]);
+    assert!((seed.len() as u64) < image::space(&scene.image) * 102 / 100 + 4096);
+    merge(&scene, &seed).ok();
+    scene.equal();
+    let status = scene.site.dsync(["status"]).arg(&scene.replica).arg("--json").ok();
+    let epoch = find_number(&status.json(), "epoch").expect("the replica's epoch").to_string();
+
+    // Three deltas, one after the other.
+    let (mut deltas, mut since) = (Vec::new(), epoch.clone());
+    for _ in 0..3 {
+        let changed = scene.change(100);
+        let delta = extract(&scene, &["--since", &since]);
+        assert!((delta.len() as u64) < changed.len() as u64 * BLOCK * 102 / 100 + 4096);
+        let path = scene.site.path(&format!("{}.delta", deltas.len()));
+        std::fs::write(&path, &delta).expect("a file");
+        let told = scene.site.dsync(["inspect"]).arg(&path).arg("--json").ok();
+        since = find_number(&told.json(), "to")
+            .or(find_number(&told.json(), "epoch"))
+            .expect("an epoch")
+            .to_string();
+        deltas.push(path);
+    }
+    // Out of order: refused, and nothing happens.
+    let before = fingerprints(&scene.replica);
+    merge(&scene, &std::fs::read(&deltas[1]).expect("a delta")).code(4).says(&["epoch"]);
+    assert_eq!(before, fingerprints(&scene.replica));
+    // The first two folded into one, then the third.
+    let both = scene.site.dsync(["combine"]).args(&deltas[..2]).ok().stdout;
+    merge(&scene, &both).ok();
+    merge(&scene, &std::fs::read(&deltas[2]).expect("a delta")).ok();
+    scene.equal();
+    // A delta that the replica holds already does no harm.
+    let again = merge(&scene, &both).output();
+    assert!(matches!(again.status.code(), Some(0 | 4)), "{again}");
+    scene.equal();
+
+    // Compressed, and by a pipe of the shell.
+    scene.change(100);
+    let dsync = dsync_tests::site::binary().display();
+    let line = format!(
+        "set -o pipefail; {dsync} extract --compress vm --since {since} | {dsync} merge {}",
+        scene.replica.display()
+    );
+    Run::new("bash").args(["-c", &line]).env("DSYNC_STATE_DIR", scene.site.state()).ok();
+    scene.equal();
+}
+
+/// The first number of that name in any of the objects, however deep.
+fn find_number(objects: &[serde_json::Value], name: &str) -> Option<u64> {
+    objects.iter().find_map(|value| match value {
+        serde_json::Value::Object(map) => {
+            let inner: Vec<_> = map.values().cloned().collect();
+            map.get(name).and_then(serde_json::Value::as_u64).or_else(|| find_number(&inner, name))
+        }
+        serde_json::Value::Array(list) => find_number(list, name),
+        _ => None,
+    })
+}
+
+#[test]
+fn extract_without_since_uses_the_sole_bookmark_else_asks() {
+    let mut scene = Scene::synced("bookmark", 16 * MIB);
+    let changed = scene.change(40);
+    let delta = scene.site.dsync(["extract", "vm"]).ok().stdout;
+    assert!((delta.len() as u64) < changed.len() as u64 * BLOCK * 102 / 100 + 4096, "{} bytes", delta.len());
+    scene.site.dsync(["merge"]).arg(&scene.replica).input(delta).ok();
+    scene.equal();
+    // Two replicas at two epochs: which one is meant?
+    scene.site.sync(&scene.image, &scene.site.path("other.raw"), &[]).ok();
+    scene.change(10);
+    scene.sync(&[]).ok();
+    scene.change(10);
+    let asked = scene.site.dsync(["extract", "vm"]).output();
+    assert!(!asked.status.success(), "{asked}");
+    asked.says(&["--since"]);
+}
+
+#[test]
+fn status_tells_of_sources_and_replicas() {
+    let mut scene = Scene::synced("status", 16 * MIB);
+    scene.change(25);
+    let text = scene.site.dsync(["status"]).ok().text();
+    assert!(text.contains("vm"), "{text}");
+    let source = scene.site.dsync(["status"]).arg(&scene.image).ok().text();
+    assert!(source.contains("vm.raw"), "{source}");
+    let replica = scene.site.dsync(["status"]).arg(&scene.replica).ok().text();
+    assert!(replica.contains("exact"), "{replica}");
+    scene.site.dsync(["status", "--json"]).ok().json();
+    let missing = scene.site.dsync(["status"]).arg(scene.site.path("nothing.raw")).output();
+    assert!(!missing.status.success(), "{missing}");
+    missing.says(&["nothing.raw"]);
+}
+
+#[test]
+fn recover_has_nothing_to_do_on_a_healthy_replica() {
+    let scene = Scene::synced("recover", 16 * MIB);
+    let before = image::fingerprint(&scene.replica);
+    scene.site.dsync(["recover"]).arg(&scene.replica).ok();
+    assert_eq!(before, image::fingerprint(&scene.replica));
+    let missing = scene.site.dsync(["recover"]).arg(scene.site.path("nothing.raw")).output();
+    assert!(!missing.status.success(), "{missing}");
+    missing.says(&["nothing.raw"]);
+}
+
+#[test]
+fn the_demo_shows_the_whole_thing() {
+    let site = Site::new();
+    let output =
+        site.dsync(["demo", "--size", "128M"]).env("TMPDIR", site.dir()).limit(Duration::from_secs(60)).ok();
+    let text = output.text().to_lowercase();
+    for word in ["sent", "read", "written", "copy"] {
+        assert!(text.contains(word), "no '{word}' in the table: {output}");
+    }
+    let left: Vec<_> =
+        std::fs::read_dir(site.dir()).expect("a folder").flatten().map(|e| e.file_name()).collect();
+    assert!(left.is_empty(), "the demo left {left:?} behind");
+}
