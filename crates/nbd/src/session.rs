@@ -627,5 +627,5 @@ fn failure_of(error: &io::Error, header: &Header) -> Failure {
         Unsupported | InvalidInput => EINVAL,
         _ => EIO,
     };
-    Failure { code, message: format!("{} bytes at {}: {error}", header.len, header.offset) }
+    Failure { code, message: error.to_string() }
 }
