@@ -89,6 +89,11 @@ impl DeviceError {
         self.kind
     }
 
+    /// True where somebody else's use of the disk is in the way, and nothing failed.
+    pub fn is_refusal(&self) -> bool {
+        self.kind == DeviceErrorKind::InUse
+    }
+
     /// The file or device.
     pub fn path(&self) -> &Path {
         &self.path

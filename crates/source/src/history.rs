@@ -62,12 +62,13 @@ pub struct EpochInfo {
     pub time: u64,
 }
 
-/// Where a part of a replica stands: the bytes below `upto` (and above those of the position before) are of `epoch`.
+/// Where a part of a replica stands: the bytes below `upto` (and above those of the position before) are of `epoch`. What
+/// lies beyond the last position is not there yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Position {
     /// The epoch.
     pub epoch: Epoch,
-    /// The first byte after; `u64::MAX` for the rest of the disk.
+    /// The first byte after.
     pub upto: u64,
 }
 
@@ -223,7 +224,7 @@ impl History {
         })
     }
 
-    /// Adds to `into` the blocks that a replica with these positions lacks, and returns the chain of epochs it may stand at:
+    /// Adds to `into` the blocks below the last position that a replica with these positions lacks, and returns the chain of epochs it may stand at:
     /// from the oldest position to the last epoch. Blocks of `into` have `block_size` bytes and cover the source as it is.
     ///
     /// # Errors
@@ -258,7 +259,7 @@ impl History {
                 .filter(|(at, range)| *at <= index && !range.is_empty())
                 .map(|(_, r)| r)
                 .collect();
-            let whole = wanted.iter().any(|r| r.start == 0 && r.end == u64::MAX);
+            let whole = wanted.iter().any(|r| r.start == 0 && r.end >= entry.head.size);
             let changes = self.changes(entry)?;
             if entry.head.block_size == block_size && whole && changes.blocks() == into.blocks() {
                 into.union_with(&changes);
@@ -274,17 +275,6 @@ impl History {
                         into.set(start / to..end.div_ceil(to));
                     }
                 }
-            }
-        }
-        // What grew since then is new, whatever was written to it.
-        if let (Some(before), Some(now)) = (
-            oldest.checked_sub(1).map(|at| self.entries[at].head.size),
-            self.entries.last().map(|e| e.head.size),
-        ) {
-            if before < now {
-                into.set(
-                    before / u64::from(block_size)..now.div_ceil(u64::from(block_size)).min(into.blocks()),
-                );
             }
         }
         Ok(chain)
@@ -403,5 +393,134 @@ impl Bookmarks {
         bookmarks.0.insert(replica.to_owned(), Bookmark { epoch, time });
         crate::state::write_json(folder, BOOKMARKS, &bookmarks)?;
         Ok(bookmarks)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use device::Dir;
+    use proptest::prelude::*;
+    use std::collections::BTreeSet;
+    use uuid::Uuid;
+
+    fn scratch() -> (tempfile::TempDir, Dir) {
+        let temp = tempfile::tempdir().unwrap();
+        let dir = Dir::open(temp.path()).unwrap();
+        (temp, dir)
+    }
+
+    fn epoch(number: u64) -> Epoch {
+        Epoch { number, id: Uuid::new_v4() }
+    }
+
+    fn bitmap(blocks: u64, set: &[u64]) -> Bitmap {
+        let bitmap = Bitmap::new(blocks);
+        set.iter().for_each(|b| {
+            bitmap.set(*b..*b + 1);
+        });
+        bitmap
+    }
+
+    const BLOCKS: u64 = 100;
+
+    fn filled(dir: &Dir, epochs: &[Vec<u64>]) -> (History, Vec<Epoch>) {
+        let mut history = History::read(dir).unwrap();
+        let ids: Vec<Epoch> = (1..=epochs.len() as u64).map(|n| epoch(n * 3)).collect();
+        for (id, set) in ids.iter().zip(epochs) {
+            history.append(*id, None, BLOCKS * 4096, 4096, &bitmap(BLOCKS, set)).unwrap();
+        }
+        (history, ids)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(60))]
+        /// What is found for positions is at least, and for unfolded histories exactly, what changed since each.
+        #[test]
+        fn positions_get_what_they_lack(
+            epochs in proptest::collection::vec(proptest::collection::vec(0..BLOCKS, 0..12), 1..12),
+            cuts in proptest::collection::vec((any::<proptest::sample::Index>(), 1..BLOCKS), 1..4),
+        ) {
+            let (_temp, dir) = scratch();
+            let (_, ids) = filled(&dir, &epochs);
+            let history = History::read(&dir).unwrap();
+            let mut ends: Vec<u64> = cuts.iter().map(|c| c.1).collect();
+            ends.sort_unstable();
+            ends.dedup();
+            let at: Vec<usize> = cuts.iter().take(ends.len()).map(|c| c.0.index(ids.len())).collect();
+            let positions: Vec<Position> =
+                ends.iter().zip(&at).map(|(end, i)| Position { epoch: ids[*i], upto: end * 4096 }).collect();
+            let found = Bitmap::new(BLOCKS);
+            let chain = history.changes_since(&positions, 4096, &found).unwrap();
+            let mut expected = BTreeSet::new();
+            let mut below = 0;
+            for (end, i) in ends.iter().zip(&at) {
+                expected.extend(epochs[i + 1..].iter().flatten().filter(|b| (below..*end).contains(b)));
+                below = *end;
+            }
+            prop_assert_eq!(found.runs().flatten().collect::<BTreeSet<_>>(), expected);
+            let oldest = *at.iter().min().unwrap();
+            prop_assert_eq!(chain, ids[oldest..].to_vec());
+        }
+    }
+
+    #[test]
+    fn a_gap_an_unknown_and_a_copied_epoch_are_told_apart() {
+        let (_temp, dir) = scratch();
+        let (mut history, ids) = filled(&dir, &[vec![1], vec![2]]);
+        history.append(epoch(9), Some("test".into()), BLOCKS * 4096, 4096, &Bitmap::new(BLOCKS)).unwrap();
+        let last = epoch(12);
+        history.append(last, None, BLOCKS * 4096, 4096, &bitmap(BLOCKS, &[7])).unwrap();
+        let since = |epoch: Epoch| {
+            history.changes_since(&[Position { epoch, upto: u64::MAX }], 4096, &Bitmap::new(BLOCKS))
+        };
+        assert!(matches!(since(ids[0]), Err(SourceError::Lost { since: 3, .. })));
+        assert!(matches!(since(epoch(6)), Err(SourceError::Foreign(_))), "another id under a known number");
+        assert!(matches!(since(epoch(13)), Err(SourceError::Foreign(_))), "ahead of the source");
+        assert!(matches!(since(epoch(1)), Err(SourceError::Lost { .. })), "before the history");
+        assert_eq!(since(last).unwrap(), [last]);
+    }
+
+    #[test]
+    fn a_cut_off_entry_never_was() {
+        let (temp, dir) = scratch();
+        let (history, ids) = filled(&dir, &[vec![1], vec![2], vec![3]]);
+        let whole = std::fs::read(temp.path().join(NAME)).unwrap();
+        let second_end = history.entries[1].changes.end;
+        for cut in second_end..whole.len() as u64 {
+            std::fs::write(temp.path().join(NAME), &whole[..cut as usize]).unwrap();
+            let mut history = History::read(&dir).unwrap();
+            assert_eq!(history.last(), Some(ids[1]), "cut at {cut}");
+            let next = epoch(50);
+            history.append(next, None, BLOCKS * 4096, 4096, &bitmap(BLOCKS, &[9])).unwrap();
+            assert_eq!(History::read(&dir).unwrap().last(), Some(next));
+        }
+        for at in second_end as usize..whole.len() {
+            let mut flipped = whole.clone();
+            flipped[at] ^= 0x40;
+            std::fs::write(temp.path().join(NAME), &flipped).unwrap();
+            assert_eq!(History::read(&dir).unwrap().last(), Some(ids[1]), "flipped at {at}");
+        }
+    }
+
+    #[test]
+    fn a_long_history_is_tidied_and_still_answers() {
+        let (_temp, dir) = scratch();
+        let many: Vec<Vec<u64>> = (0..TIDY_AT as u64).map(|n| vec![n % BLOCKS]).collect();
+        let (mut history, ids) = filled(&dir, &many);
+        let bookmarks = Bookmarks::set(&dir, "somewhere", ids[100]).unwrap();
+        history.tidy(&dir, &bookmarks).unwrap();
+        assert!(history.entries.len() <= TIDY_KEEPS + 3, "{} entries", history.entries.len());
+        // The bookmark finds exactly its changes; an epoch inside a fold finds at least them.
+        for at in [100, 101, 150, 255, 300, 511] {
+            let found = Bitmap::new(BLOCKS);
+            let position = Position { epoch: ids[at], upto: u64::MAX };
+            let chain = history.changes_since(&[position], 4096, &found).unwrap();
+            assert!(many[at + 1..].iter().flatten().all(|b| found.get(*b)), "from {at}");
+            assert_eq!(chain.first(), Some(&ids[at]));
+            assert_eq!(chain.last(), ids.last());
+        }
+        let before = Position { epoch: ids[50], upto: u64::MAX };
+        assert!(matches!(history.changes_since(&[before], 4096, &Bitmap::new(BLOCKS)), Err(SourceError::Lost { .. })));
     }
 }

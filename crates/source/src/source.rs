@@ -99,6 +99,8 @@ pub struct Checkpoint {
     pub epoch: Epoch,
     /// What the writers keep for its view, if one was asked for.
     pub saved: Option<Arc<Saved>>,
+    /// Blocks written in the epoch that ended; `None` where that is not known.
+    pub changes: Option<Arc<Bitmap>>,
 }
 
 /// A source, held. Its lock is free again when this is dropped; [`Source::close`] ends it cleanly.
@@ -315,12 +317,14 @@ impl Source {
         };
         // The epoch stands: what follows only tidies up, and is done again at the next opening if it fails here.
         self.disk.release()?;
-        if book.lost.take().is_some() {
+        let lost = book.lost.take().is_some();
+        if lost {
             book.stamp.lost = None;
             let stamp = book.stamp.clone();
             stamp.write(&*self.folder)?;
         }
-        Ok(Checkpoint { epoch, saved })
+        let changes = (!lost).then(|| Arc::new(frozen.changes));
+        Ok(Checkpoint { epoch, saved, changes })
     }
 
     /// The view that readers share as `@view`: the one that is open, else a new one at a checkpoint taken now.
