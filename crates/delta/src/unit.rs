@@ -1,0 +1,150 @@
+//! Units: the pieces a delta travels in.
+
+use std::fmt;
+
+use device::Buf;
+
+use crate::frame::{MAX_DATA, MAX_FRAME_HEAD};
+use crate::header::MAX_HEADER;
+use crate::ledger::TRAILER;
+use crate::{Error, Result};
+
+/// What a unit is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum UnitKind {
+    /// The first unit: where the delta comes from and what it fits.
+    Header = 1,
+    /// Records and their data.
+    Frame = 2,
+    /// The last unit: totals, and a digest of everything.
+    Trailer = 3,
+}
+
+impl UnitKind {
+    /// The kind that a byte of a stream or a message stands for.
+    pub fn from_byte(byte: u8) -> Option<UnitKind> {
+        [UnitKind::Header, UnitKind::Frame, UnitKind::Trailer].into_iter().find(|&kind| kind as u8 == byte)
+    }
+
+    /// The longest head and body.
+    pub(crate) fn bounds(self) -> (usize, usize) {
+        match self {
+            UnitKind::Header => (MAX_HEADER, 0),
+            UnitKind::Frame => (MAX_FRAME_HEAD, MAX_DATA),
+            UnitKind::Trailer => (TRAILER, 0),
+        }
+    }
+}
+
+impl fmt::Display for UnitKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            UnitKind::Header => "header",
+            UnitKind::Frame => "frame",
+            UnitKind::Trailer => "trailer",
+        })
+    }
+}
+
+/// One piece of a delta as it travels: encoded, not yet believed. Only a [`crate::Decoder`] tells whether it is in order.
+#[derive(Debug)]
+pub struct Unit {
+    /// What it is.
+    pub kind: UnitKind,
+    /// Metadata: a few bytes a record.
+    pub head: Vec<u8>,
+    /// A frame's data, aligned in memory; empty for the others.
+    pub body: Buf,
+}
+
+impl Unit {
+    /// Bytes in front of head and body in a byte stream.
+    pub const PREFIX: usize = 16;
+    /// The first bytes of every unit in a byte stream.
+    pub const MAGIC: [u8; 4] = *b"dsyn";
+
+    /// Bytes that the unit takes in a byte stream.
+    pub fn wire_len(&self) -> u64 {
+        (Self::PREFIX + self.head.len() + self.body.len()) as u64
+    }
+
+    /// Refuses lengths beyond those of the format; `unit` is the number for the message.
+    pub(crate) fn check_lengths(kind: UnitKind, unit: u64, head: usize, body: usize) -> Result<()> {
+        let bounds = kind.bounds();
+        for (what, found, limit) in [("bytes of metadata", head, bounds.0), ("bytes of data", body, bounds.1)]
+        {
+            if found > limit {
+                return Err(Error::TooLong { unit, what, found: found as u64, limit: limit as u64 });
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn prefix(&self) -> [u8; Self::PREFIX] {
+        let mut prefix = [0; Self::PREFIX];
+        prefix[..4].copy_from_slice(&Self::MAGIC);
+        prefix[4] = self.kind as u8;
+        prefix[8..12].copy_from_slice(&(self.head.len() as u32).to_le_bytes());
+        prefix[12..].copy_from_slice(&(self.body.len() as u32).to_le_bytes());
+        prefix
+    }
+}
+
+/// Fixed-size fields from the front of a unit's head.
+pub(crate) struct Fields<'a> {
+    pub rest: &'a [u8],
+    pub unit: u64,
+}
+
+impl<'a> Fields<'a> {
+    pub fn bytes(&mut self, len: usize) -> Result<&'a [u8]> {
+        if len > self.rest.len() {
+            return Err(Error::Damaged { unit: self.unit, what: "its metadata is too short" });
+        }
+        let (taken, rest) = self.rest.split_at(len);
+        self.rest = rest;
+        Ok(taken)
+    }
+
+    pub fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
+        let mut out = [0; N];
+        out.copy_from_slice(self.bytes(N)?);
+        Ok(out)
+    }
+
+    pub fn u8(&mut self) -> Result<u8> {
+        Ok(self.array::<1>()?[0])
+    }
+
+    pub fn u16(&mut self) -> Result<u16> {
+        Ok(u16::from_le_bytes(self.array()?))
+    }
+
+    pub fn u32(&mut self) -> Result<u32> {
+        Ok(u32::from_le_bytes(self.array()?))
+    }
+
+    pub fn u64(&mut self) -> Result<u64> {
+        Ok(u64::from_le_bytes(self.array()?))
+    }
+
+    pub fn uuid(&mut self) -> Result<uuid::Uuid> {
+        Ok(uuid::Uuid::from_bytes(self.array()?))
+    }
+
+    /// Bytes kept for later, zero until then: so that no byte of a delta can change unnoticed.
+    pub fn reserved(&mut self, len: usize) -> Result<()> {
+        match self.bytes(len)?.iter().all(|&b| b == 0) {
+            true => Ok(()),
+            false => Err(Error::Damaged { unit: self.unit, what: "reserved bytes are not zero" }),
+        }
+    }
+
+    pub fn finish(self) -> Result<()> {
+        match self.rest {
+            [] => Ok(()),
+            _ => Err(Error::Damaged { unit: self.unit, what: "its metadata is too long" }),
+        }
+    }
+}
