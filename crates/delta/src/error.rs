@@ -168,6 +168,15 @@ pub enum Error {
         /// What stands in the way.
         why: &'static str,
     },
+    /// What is wrong with one of two deltas.
+    #[error("the {which} delta: {error}")]
+    Of {
+        /// "first" or "second".
+        which: &'static str,
+        /// What is wrong.
+        #[source]
+        error: Box<Error>,
+    },
     /// A delta was not the same when read again.
     #[error("the second delta changed while it was read: combine the deltas again")]
     Changed,
