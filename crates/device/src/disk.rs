@@ -63,6 +63,22 @@ pub struct Request {
     pub token: u64,
 }
 
+impl Request {
+    /// Refuses a buffer that is not as long as the pieces together.
+    pub(crate) fn check(&self) -> io::Result<()> {
+        if !matches!(self.kind, Kind::Read | Kind::Write { .. }) {
+            return Ok(());
+        }
+        let total = self.pieces.iter().try_fold(0u64, |sum, piece| sum.checked_add(piece.len));
+        if total == Some(self.buf.len() as u64) {
+            return Ok(());
+        }
+        let text =
+            format!("a request of {} pieces has a buffer of {} bytes", self.pieces.len(), self.buf.len());
+        Err(io::Error::new(io::ErrorKind::InvalidInput, text))
+    }
+}
+
 /// A completed request, its buffer handed back.
 #[derive(Debug)]
 pub struct Done {
@@ -158,37 +174,42 @@ impl<D: Disk + ?Sized> InlineQueue<D> {
     pub fn new(disk: Arc<D>) -> Self {
         InlineQueue { disk, done: VecDeque::new() }
     }
+}
 
-    fn run(&self, request: &mut Request) -> io::Result<()> {
-        let mut at = 0usize;
-        let mut durable = false;
-        for piece in &request.pieces {
-            let end = at + if request.buf.is_empty() { 0 } else { piece.len as usize };
-            match request.kind {
-                Kind::Read => self.disk.read_at(piece.offset, &mut request.buf[at..end])?,
-                Kind::Write { fua } => {
-                    durable |= fua;
-                    self.disk.write_at(piece.offset, &request.buf[at..end])?
-                }
-                Kind::Zero { unmap, fast, fua } => {
-                    durable |= fua;
-                    self.disk.zero(piece.offset, piece.len, unmap, fast)?
-                }
-                Kind::Discard { fua } => {
-                    durable |= fua;
-                    self.disk.discard(piece.offset, piece.len)?
-                }
-                Kind::Flush => {}
+/// Carries a request out by the plain methods.
+pub(crate) fn run<D: Disk + ?Sized>(disk: &D, request: &mut Request) -> io::Result<()> {
+    request.check()?;
+    let (mut at, mut durable) = (0, false);
+    for piece in &request.pieces {
+        match request.kind {
+            Kind::Read => {
+                let end = at + piece.len as usize;
+                disk.read_at(piece.offset, &mut request.buf[at..end])?;
+                at = end;
             }
-            at = end;
+            Kind::Write { fua } => {
+                durable |= fua;
+                let end = at + piece.len as usize;
+                disk.write_at(piece.offset, &request.buf[at..end])?;
+                at = end;
+            }
+            Kind::Zero { unmap, fast, fua } => {
+                durable |= fua;
+                disk.zero(piece.offset, piece.len, unmap, fast)?;
+            }
+            Kind::Discard { fua } => {
+                durable |= fua;
+                disk.discard(piece.offset, piece.len)?;
+            }
+            Kind::Flush => {}
         }
-        if durable || request.kind == Kind::Flush { self.disk.flush() } else { Ok(()) }
     }
+    if durable || request.kind == Kind::Flush { disk.flush() } else { Ok(()) }
 }
 
 impl<D: Disk + ?Sized> Queue for InlineQueue<D> {
     fn submit(&mut self, mut request: Request) {
-        let result = self.run(&mut request);
+        let result = run(&*self.disk, &mut request);
         self.done.push_back(Done { request, result });
     }
 

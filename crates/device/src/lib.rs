@@ -2,17 +2,20 @@
 //! faulty disks; and the folders that hold state.
 //!
 //! Everything above this room reads and writes disks through [`Disk`] and keeps its state through [`Folder`], so that one
-//! faulty pair can cut the power under all of it.
+//! faulty pair ([`faulty`]) can cut the power under all of it.
 
 mod buffer;
 mod disk;
 mod error;
+pub mod faulty;
 mod file;
 mod folder;
 mod identity;
 mod lock;
 mod ram;
+mod rng;
 mod sys;
+mod threads;
 mod usage;
 
 pub use buffer::Buf;
