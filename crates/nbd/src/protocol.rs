@@ -79,7 +79,6 @@ pub(crate) const ENOMEM: u32 = 12;
 pub(crate) const EINVAL: u32 = 22;
 pub(crate) const ENOSPC: u32 = 28;
 pub(crate) const ENOTSUP: u32 = 95;
-pub(crate) const ESHUTDOWN: u32 = 108;
 
 /// The longest string that the protocol allows.
 pub(crate) const STRING_MAX: usize = 4096;

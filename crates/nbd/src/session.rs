@@ -37,7 +37,8 @@ const BATCH: usize = 32;
 const RUNS: usize = 16 << 10;
 /// Payload that is read and thrown away to get at the next request. A client that sends more in one is cut off.
 const SKIP: u32 = 64 << 20;
-/// How long requests that arrive after the server was told to end still get an answer.
+/// How long requests are taken in after the server was told to end. Those that had arrived are through long before; this is
+/// for a client that never stops sending.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// Serves one connection until it ends. All that was submitted has completed when this returns.
@@ -125,7 +126,7 @@ struct Session<'a> {
     free: Vec<usize>,
     pool: Pool,
     output: Output,
-    /// When to stop answering. Set once the server was told to end.
+    /// When to take in no more. Set once the server was told to end.
     last_words: Option<Instant>,
 }
 
@@ -414,9 +415,6 @@ impl<'a> Session<'a> {
             CMD_BLOCK_STATUS => ("block status", CMD_FLAG_REQ_ONE, false),
             _ => return refuse(EINVAL, format!("there is no command {command}")),
         };
-        if self.last_words.is_some() {
-            return refuse(ESHUTDOWN, "the server is being shut down".into());
-        }
         // The document wants FUA accepted with every command, whether it means something there or not.
         let unknown = flags & !(allowed | CMD_FLAG_FUA);
         if unknown != 0 {

@@ -1,0 +1,519 @@
+//! What the tests share: a client that speaks the protocol byte by byte, so that it can also speak it wrongly; and a disk
+//! that can be told to fail, to wait, and to complete out of order.
+#![allow(dead_code, missing_docs)]
+
+use std::collections::HashMap;
+use std::io::{self, Read, Write};
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use device::{Disk, Done, InlineQueue, Kind, Queue, RamDisk, Request};
+use nbd::{Export, Exports, Limits, Listed, Refusal, Server};
+
+pub const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
+pub const ACK: u32 = 1;
+pub const ERR: u32 = 1 << 31;
+pub const UNSUP: u32 = ERR + 1;
+pub const POLICY: u32 = ERR + 2;
+pub const INVALID: u32 = ERR + 3;
+pub const UNKNOWN: u32 = ERR + 6;
+pub const SHUTDOWN: u32 = ERR + 7;
+pub const TOO_BIG: u32 = ERR + 9;
+
+pub const READ: u16 = 0;
+pub const WRITE: u16 = 1;
+pub const DISC: u16 = 2;
+pub const FLUSH: u16 = 3;
+pub const TRIM: u16 = 4;
+pub const CACHE: u16 = 5;
+pub const ZEROES: u16 = 6;
+pub const STATUS: u16 = 7;
+
+pub const FUA: u16 = 1;
+pub const NO_HOLE: u16 = 2;
+pub const DF: u16 = 4;
+pub const REQ_ONE: u16 = 8;
+pub const FAST: u16 = 16;
+
+/// What an answered request came to.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Answer {
+    pub error: u32,
+    pub message: String,
+    pub data: Vec<u8>,
+    /// Content chunks of a structured read: offset, length, true for a hole.
+    pub chunks: Vec<(u64, u32, bool)>,
+    /// By context id.
+    pub status: HashMap<u32, Vec<(u32, u32)>>,
+}
+
+pub struct Client {
+    pub stream: UnixStream,
+    pub structured: bool,
+    pending: HashMap<u64, (u16, u64, u32, Answer)>,
+    cookie: u64,
+}
+
+impl Client {
+    /// Connected, greeted, both flags set.
+    pub fn connect(server: &Server) -> Client {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        server.serve_stream(theirs).unwrap();
+        Client::over(ours, 3)
+    }
+
+    pub fn over(stream: UnixStream, flags: u32) -> Client {
+        // Long enough for a busy machine, and no test hangs.
+        stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        let mut client = Client { stream, structured: false, pending: HashMap::new(), cookie: 0x1234_5678_9abc_0000 };
+        let greeting: [u8; 18] = client.read();
+        assert_eq!(&greeting, b"NBDMAGICIHAVEOPT\0\x03");
+        client.send(&flags.to_be_bytes());
+        client
+    }
+
+    /// In transmission with an export, with structured replies if `structured`, and with these contexts.
+    pub fn enter(server: &Server, name: &str, structured: bool, contexts: &[&str]) -> Client {
+        let mut client = Client::connect(server);
+        if structured {
+            client.structure();
+        }
+        if !contexts.is_empty() {
+            let replies = client.option(10, &meta(name, contexts));
+            assert_eq!(replies.len(), contexts.len() + 1, "{replies:?}");
+        }
+        client.go(name);
+        client
+    }
+
+    pub fn send(&mut self, bytes: &[u8]) {
+        self.stream.write_all(bytes).unwrap();
+    }
+
+    pub fn read<const N: usize>(&mut self) -> [u8; N] {
+        let mut bytes = [0; N];
+        self.stream.read_exact(&mut bytes).unwrap();
+        bytes
+    }
+
+    pub fn read_vec(&mut self, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.stream.read_exact(&mut bytes).unwrap();
+        bytes
+    }
+
+    fn u16(&mut self) -> u16 {
+        u16::from_be_bytes(self.read())
+    }
+    fn u32(&mut self) -> u32 {
+        u32::from_be_bytes(self.read())
+    }
+    fn u64(&mut self) -> u64 {
+        u64::from_be_bytes(self.read())
+    }
+
+    /// True if the server has closed the connection, with nothing left to read.
+    pub fn is_closed(&mut self) -> bool {
+        match self.stream.read(&mut [0; 1]) {
+            Ok(got) => got == 0,
+            Err(e) => e.kind() == io::ErrorKind::ConnectionReset,
+        }
+    }
+
+    pub fn send_option(&mut self, option: u32, data: &[u8]) {
+        self.send(&option_bytes(option, data));
+    }
+
+    /// Sends an option and reads its replies, the final one included.
+    pub fn option(&mut self, option: u32, data: &[u8]) -> Vec<(u32, Vec<u8>)> {
+        self.send_option(option, data);
+        let mut replies = Vec::new();
+        loop {
+            assert_eq!(self.u64(), 0x3e889045565a9);
+            assert_eq!(self.u32(), option);
+            let kind = self.u32();
+            let len = self.u32();
+            let data = self.read_vec(len as usize);
+            replies.push((kind, data));
+            if kind == ACK || kind >= ERR {
+                return replies;
+            }
+        }
+    }
+
+    /// The final reply to an option, its text if it is an error.
+    pub fn verdict(&mut self, option: u32, data: &[u8]) -> (u32, String) {
+        let (kind, data) = self.option(option, data).pop().unwrap();
+        (kind, String::from_utf8(data).unwrap())
+    }
+
+    pub fn structure(&mut self) {
+        assert_eq!(self.option(8, &[]), [(ACK, vec![])]);
+        self.structured = true;
+    }
+
+    /// Enters transmission: size and flags.
+    pub fn go(&mut self, name: &str) -> (u64, u16) {
+        let replies = self.option(7, &info(name, &[]));
+        assert_eq!(replies.len(), 2, "{replies:?}");
+        let data = &replies[0].1;
+        assert_eq!((replies[0].0, &data[..2], data.len()), (3, &[0, 0][..], 12));
+        (u64::from_be_bytes(data[2..10].try_into().unwrap()), u16::from_be_bytes(data[10..].try_into().unwrap()))
+    }
+
+    /// Sends a request and returns its cookie.
+    pub fn request(&mut self, command: u16, flags: u16, offset: u64, len: u32, payload: &[u8]) -> u64 {
+        self.cookie += 1;
+        let cookie = self.cookie;
+        let mut bytes = request_bytes(command, flags, cookie, offset, len);
+        bytes.extend(payload);
+        self.send(&bytes);
+        self.pending.insert(cookie, (command, offset, len, Answer::default()));
+        cookie
+    }
+
+    /// The next request to be answered whole, in whatever order.
+    pub fn next(&mut self) -> (u64, Answer) {
+        loop {
+            match self.u32() {
+                0x6744_6698 => {
+                    let error = self.u32();
+                    let cookie = self.u64();
+                    let (command, _, len, mut answer) = self.pending.remove(&cookie).expect("an answer to a request");
+                    assert!(!(self.structured && command == READ), "a simple reply to a structured read");
+                    answer.error = error;
+                    if command == READ && error == 0 {
+                        answer.data = self.read_vec(len as usize);
+                    }
+                    return (cookie, answer);
+                }
+                0x668e_33ef => {
+                    assert!(self.structured);
+                    let (flags, kind) = (self.u16(), self.u16());
+                    let (cookie, len) = (self.u64(), self.u32());
+                    let payload = self.read_vec(len as usize);
+                    let (command, offset, asked, answer) = self.pending.get_mut(&cookie).expect("an answer to a request");
+                    let (command, offset, asked) = (*command, *offset, *asked);
+                    let number = |at: usize| u64::from_be_bytes(payload[at..at + 8].try_into().unwrap());
+                    let short = |at: usize| u32::from_be_bytes(payload[at..at + 4].try_into().unwrap());
+                    match kind {
+                        0 => assert!(len == 0 && flags == 1),
+                        1 | 2 => {
+                            assert_eq!(command, READ);
+                            answer.data.resize(asked as usize, 0xee);
+                            let len = if kind == 1 { len - 8 } else { short(8) };
+                            assert!(len > 0);
+                            let at = (number(0) - offset) as usize;
+                            let to = &mut answer.data[at..at + len as usize];
+                            match kind {
+                                1 => to.copy_from_slice(&payload[8..]),
+                                _ => to.fill(0),
+                            }
+                            answer.chunks.push((number(0), len, kind == 2));
+                        }
+                        5 => {
+                            assert_eq!(command, STATUS);
+                            assert!(len > 4 && (len - 4) % 8 == 0);
+                            let runs = (0..(len as usize - 4) / 8).map(|i| (short(4 + 8 * i), short(8 + 8 * i)));
+                            assert!(answer.status.insert(short(0), runs.collect()).is_none());
+                        }
+                        0x8001 => {
+                            assert_eq!(len as usize, 6 + usize::from(u16::from_be_bytes([payload[4], payload[5]])));
+                            answer.error = short(0);
+                            assert_ne!(answer.error, 0);
+                            answer.message = String::from_utf8(payload[6..].to_vec()).unwrap();
+                        }
+                        _ => panic!("a chunk of kind {kind:#x}"),
+                    }
+                    if flags & 1 != 0 {
+                        let (.., answer) = self.pending.remove(&cookie).unwrap();
+                        if command == READ && answer.error == 0 {
+                            let covered: u64 = answer.chunks.iter().map(|chunk| u64::from(chunk.1)).sum();
+                            assert_eq!(covered, u64::from(asked));
+                        }
+                        return (cookie, answer);
+                    }
+                }
+                other => panic!("a reply with magic {other:#x}"),
+            }
+        }
+    }
+
+    /// One request and its answer.
+    pub fn ask(&mut self, command: u16, flags: u16, offset: u64, len: u32, payload: &[u8]) -> Answer {
+        let cookie = self.request(command, flags, offset, len, payload);
+        let (answered, answer) = self.next();
+        assert_eq!(answered, cookie);
+        answer
+    }
+
+    pub fn read_at(&mut self, offset: u64, len: u32) -> Vec<u8> {
+        let answer = self.ask(READ, 0, offset, len, &[]);
+        assert_eq!(answer.error, 0, "{}", answer.message);
+        answer.data
+    }
+
+    pub fn write_at(&mut self, offset: u64, bytes: &[u8]) {
+        let answer = self.ask(WRITE, 0, offset, bytes.len() as u32, bytes);
+        assert_eq!(answer.error, 0, "{}", answer.message);
+    }
+
+    /// Disconnects, and waits until the server has done so too.
+    pub fn bye(mut self) {
+        self.send(&request_bytes(DISC, 0, 0, 0, 0));
+        assert!(self.is_closed());
+    }
+}
+
+pub fn option_bytes(option: u32, data: &[u8]) -> Vec<u8> {
+    let mut bytes = OPTION_MAGIC.to_be_bytes().to_vec();
+    bytes.extend(option.to_be_bytes());
+    bytes.extend((data.len() as u32).to_be_bytes());
+    bytes.extend(data);
+    bytes
+}
+
+pub fn request_bytes(command: u16, flags: u16, cookie: u64, offset: u64, len: u32) -> Vec<u8> {
+    let mut bytes = 0x2560_9513u32.to_be_bytes().to_vec();
+    bytes.extend(flags.to_be_bytes());
+    bytes.extend(command.to_be_bytes());
+    bytes.extend(cookie.to_be_bytes());
+    bytes.extend(offset.to_be_bytes());
+    bytes.extend(len.to_be_bytes());
+    bytes
+}
+
+/// The data of INFO and GO.
+pub fn info(name: &str, asked: &[u16]) -> Vec<u8> {
+    let mut data = (name.len() as u32).to_be_bytes().to_vec();
+    data.extend(name.bytes());
+    data.extend((asked.len() as u16).to_be_bytes());
+    asked.iter().for_each(|one| data.extend(one.to_be_bytes()));
+    data
+}
+
+/// The data of LIST_META_CONTEXT and SET_META_CONTEXT.
+pub fn meta(name: &str, queries: &[&str]) -> Vec<u8> {
+    let mut data = (name.len() as u32).to_be_bytes().to_vec();
+    data.extend(name.bytes());
+    data.extend((queries.len() as u32).to_be_bytes());
+    for query in queries {
+        data.extend((query.len() as u32).to_be_bytes());
+        data.extend(query.bytes());
+    }
+    data
+}
+
+/// Exports made anew for each connection by a function of the name.
+pub struct Table {
+    pub listed: Vec<Listed>,
+    pub open: Box<dyn Fn(&str) -> Result<Export, Refusal> + Send + Sync>,
+}
+
+impl Exports for Table {
+    fn list(&self) -> Vec<Listed> {
+        self.listed.clone()
+    }
+
+    fn open(&self, name: &str) -> Result<Export, Refusal> {
+        (self.open)(name)
+    }
+}
+
+/// A server with one export, `disk`, changed by `adjust`.
+pub fn serve_one<F>(disk: Arc<dyn Disk>, limits: Limits, adjust: F) -> Server
+where
+    F: Fn(&mut Export) + Send + Sync + 'static,
+{
+    let open = move |name: &str| {
+        if name != "disk" {
+            return Err(Refusal::unknown(format!("there is no export {name}")));
+        }
+        let mut export = Export::new(name, disk.clone());
+        adjust(&mut export);
+        Ok(export)
+    };
+    let listed = vec![Listed { name: "disk".into(), description: "for tests".into() }];
+    Server::with_limits(Arc::new(Table { listed, open: Box::new(open) }), limits)
+}
+
+pub fn serve(disk: Arc<dyn Disk>) -> Server {
+    serve_one(disk, Limits::default(), |_| {})
+}
+
+/// How a [`Rig`] carries out what it is asked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// At once.
+    Inline,
+    /// By threads, in any order; the queue can be waited for by descriptor.
+    Polled,
+    /// By threads, in any order; only `complete(true)` can wait.
+    Blocking,
+}
+
+/// What to do before a step is carried out: by name, offset and length.
+pub type Hook = Box<dyn Fn(&'static str, u64, u64) -> io::Result<()> + Send + Sync>;
+
+/// A disk in memory that does as it is told.
+pub struct Rig {
+    pub ram: RamDisk,
+    pub mode: Mode,
+    pub hook: Hook,
+    pub flushes: AtomicU64,
+    pub most_in_flight: AtomicU64,
+}
+
+impl Rig {
+    pub fn new(len: u64, mode: Mode, hook: Hook) -> Arc<Rig> {
+        Arc::new(Rig { ram: RamDisk::new(len), mode, hook, flushes: 0.into(), most_in_flight: 0.into() })
+    }
+
+    pub fn plain(len: u64, mode: Mode) -> Arc<Rig> {
+        Rig::new(len, mode, Box::new(|_, _, _| Ok(())))
+    }
+}
+
+impl Disk for Rig {
+    fn len(&self) -> u64 {
+        self.ram.len()
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        (self.hook)("read", offset, buf.len() as u64)?;
+        self.ram.read_at(offset, buf)
+    }
+    fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        (self.hook)("write", offset, buf.len() as u64)?;
+        self.ram.write_at(offset, buf)
+    }
+    fn zero(&self, offset: u64, len: u64, unmap: bool, fast: bool) -> io::Result<()> {
+        let what = match (unmap, fast) {
+            (true, true) => "fast unmap",
+            (true, false) => "unmap",
+            (false, true) => "fast zero",
+            (false, false) => "zero",
+        };
+        (self.hook)(what, offset, len)?;
+        self.ram.zero(offset, len, unmap, fast)
+    }
+    fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        (self.hook)("discard", offset, len)?;
+        self.ram.discard(offset, len)
+    }
+    fn prefetch(&self, offset: u64, len: u64) -> io::Result<()> {
+        (self.hook)("prefetch", offset, len)
+    }
+    fn flush(&self) -> io::Result<()> {
+        self.flushes.fetch_add(1, Ordering::SeqCst);
+        (self.hook)("flush", 0, 0)
+    }
+    fn allocated(&self, from: u64) -> io::Result<Option<Range<u64>>> {
+        (self.hook)("allocated", from, 0)?;
+        self.ram.allocated(from)
+    }
+    fn queue(self: Arc<Self>, _depth: u32) -> io::Result<Box<dyn Queue>> {
+        if self.mode == Mode::Inline {
+            return Ok(Box::new(InlineQueue::new(self)));
+        }
+        let (ask, asked) = channel::<Request>();
+        let (answer, done) = channel();
+        let bell = Arc::new(rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK).unwrap());
+        let asked = Arc::new(Mutex::new(asked));
+        for _ in 0..4 {
+            let (disk, asked, answer, bell) = (self.clone(), asked.clone(), answer.clone(), bell.clone());
+            std::thread::spawn(move || work(&disk, &asked, &answer, &bell));
+        }
+        Ok(Box::new(ThreadQueue { disk: self, ask, done, bell, in_flight: 0 }))
+    }
+}
+
+fn work(disk: &Arc<Rig>, asked: &Mutex<Receiver<Request>>, answer: &Sender<Done>, bell: &OwnedFd) {
+    loop {
+        let next = asked.lock().unwrap().recv();
+        let Ok(request) = next else { return };
+        let mut inline = InlineQueue::new(disk.clone());
+        inline.submit(request);
+        if answer.send(inline.complete(true).unwrap()).is_err() {
+            return;
+        }
+        rustix::io::write(bell, &1u64.to_ne_bytes()).unwrap();
+    }
+}
+
+struct ThreadQueue {
+    disk: Arc<Rig>,
+    ask: Sender<Request>,
+    done: Receiver<Done>,
+    bell: Arc<OwnedFd>,
+    in_flight: usize,
+}
+
+impl Queue for ThreadQueue {
+    fn submit(&mut self, request: Request) {
+        if !matches!(request.kind, Kind::Flush) {
+            assert!(request.pieces.iter().all(|piece| piece.len > 0));
+        }
+        self.in_flight += 1;
+        self.disk.most_in_flight.fetch_max(self.in_flight as u64, Ordering::SeqCst);
+        self.ask.send(request).unwrap();
+    }
+    fn start(&mut self) {}
+    fn complete(&mut self, wait: bool) -> Option<Done> {
+        if self.in_flight == 0 {
+            return None;
+        }
+        let _ = rustix::io::read(&*self.bell, &mut [0; 8]);
+        let done = if wait { self.done.recv().ok() } else { self.done.try_recv().ok() };
+        self.in_flight -= usize::from(done.is_some());
+        done
+    }
+    fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        (self.disk.mode == Mode::Polled).then(|| self.bell.as_fd())
+    }
+}
+
+/// Noise that a seed decides: xorshift, so that a failing run can be had again.
+pub struct Noise(u64);
+
+impl Noise {
+    pub fn new(seed: u64) -> Noise {
+        // Small seeds must not make similar sequences.
+        let mut noise = Noise((seed ^ 0x9e37_79b9_7f4a_7c15).wrapping_mul(0xbf58_476d_1ce4_e5b9) | 1);
+        for _ in 0..8 {
+            noise.next();
+        }
+        noise
+    }
+    #[allow(clippy::should_implement_trait)]
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+    /// Below `bound`.
+    pub fn below(&mut self, bound: u64) -> u64 {
+        (self.next() >> 11) % bound.max(1)
+    }
+    pub fn bytes(&mut self, len: usize) -> Vec<u8> {
+        let mut bytes: Vec<u8> = (0..len.div_ceil(8)).flat_map(|_| self.next().to_le_bytes()).collect();
+        bytes.truncate(len);
+        bytes
+    }
+}
+
+/// The seed of a run, printed: `DSYNC_SEED`, or the time.
+pub fn seed() -> u64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+    let seed = std::env::var("DSYNC_SEED").map_or(now.as_nanos() as u64, |seed| seed.parse().expect("DSYNC_SEED: a number"));
+    println!("DSYNC_SEED={seed}");
+    seed
+}
