@@ -167,7 +167,7 @@ fn fio(uri: &str, jobs: u32, size: u64, block: &str) {
     let part = size / u64::from(jobs);
     Run::new("fio")
         .args(["--name=verify", "--ioengine=nbd", "--rw=randwrite", "--verify=crc32c", "--do_verify=1"])
-        .args(["--verify_fatal=1", "--iodepth=16", "--group_reporting", "--fsync=200"])
+        .args(["--verify_fatal=1", "--iodepth=16", "--group_reporting", "--fsync=1000"])
         .arg(format!("--uri={uri}"))
         .arg(format!("--bs={block}"))
         .arg(format!("--numjobs={jobs}"))
@@ -182,7 +182,7 @@ fn fio_verifies_what_it_wrote() {
     if !need(&["fio"], "fio's nbd engine against dsync serve") {
         return;
     }
-    let size = u64::from(dsync_tests::rounds(64, 1024)) * MIB;
+    let size = u64::from(dsync_tests::rounds(32, 1024)) * MIB;
     for options in [&[][..], &["--direct"][..]] {
         let site = Site::new();
         let disk = site.image("vm.raw", size);
