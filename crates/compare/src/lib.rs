@@ -12,7 +12,7 @@ use std::sync::Arc;
 use device::{Buf, Disk};
 use serde::{Deserialize, Serialize};
 
-use ordered::ordered;
+pub use ordered::in_order;
 
 /// Bytes of the digest of a block: half a BLAKE3, so that even a guest that chooses its blocks finds no two alike.
 pub const DIGEST: usize = 16;
@@ -109,10 +109,11 @@ pub fn answer(
 ) -> io::Result<()> {
     let here = size.min(disk.len());
     let mut chunks = Chunks { disk: &**disk, at: 0, end: here, data: None };
-    ordered(
+    in_order(
         threads(),
         || chunks.next(),
-        |claim| match &claim {
+        || (),
+        |_, claim| match &claim {
             Claim::Zero(_) => Ok((claim, Vec::new())),
             Claim::Digests(range) => {
                 let mut buf = Buf::new((range.end - range.start) as usize);
@@ -154,7 +155,7 @@ pub fn differences(
     let block = u64::from(block_size);
     let mut heard = 0u64;
     let mut read = 0u64;
-    ordered(
+    in_order(
         threads(),
         // A long hole is cut into chunks where the source has data.
         {
@@ -204,7 +205,8 @@ pub fn differences(
                 }
             }
         },
-        |(claim, theirs)| {
+        || (),
+        |_, (claim, theirs)| {
             let range = claim.range().clone();
             let mut buf = Buf::new((range.end - range.start) as usize);
             disk.read_at(range.start, &mut buf)?;

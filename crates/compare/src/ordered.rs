@@ -5,12 +5,13 @@ use std::sync::Mutex;
 
 use crossbeam_channel::bounded;
 
-/// Takes items one by one from `next`, lets `threads` threads turn them into results, and hands these to `sink` in the
-/// items' order. At most four items a thread are held. Stops at the first error of any of the three.
-pub(crate) fn ordered<T, R, E>(
+/// Takes items one by one from `next`, lets `threads` threads, each with what `own` made for it, turn them into results, and
+/// hands these to `sink` in the items' order. At most four items a thread are held. Stops at the first error of any of them.
+pub fn in_order<T, R, S, E>(
     threads: usize,
     mut next: impl FnMut() -> Result<Option<T>, E> + Send,
-    work: impl Fn(T) -> Result<R, E> + Sync,
+    own: impl Fn() -> S + Sync,
+    work: impl Fn(&mut S, T) -> Result<R, E> + Sync,
     mut sink: impl FnMut(R) -> Result<(), E>,
 ) -> Result<(), E>
 where
@@ -44,10 +45,11 @@ where
             }
         });
         for _ in 0..threads {
-            let (items, results_in, work) = (items.clone(), results_in.clone(), &work);
+            let (items, results_in, own, work) = (items.clone(), results_in.clone(), &own, &work);
             scope.spawn(move || {
+                let mut own = own();
                 for (number, item) in items {
-                    if results_in.send((number, work(item))).is_err() {
+                    if results_in.send((number, work(&mut own, item))).is_err() {
                         return;
                     }
                 }

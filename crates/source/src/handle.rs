@@ -128,6 +128,30 @@ impl Handle {
         Ok(self.history()?.size_at(epoch))
     }
 
+    /// Says whether what a replica with these positions lacks is known, as far as that can be said before a checkpoint.
+    pub fn reaches(&self, positions: &[Position]) -> Result<(), SourceError> {
+        self.history()?.reaches(positions)?;
+        match self.lost()? {
+            Some(why) => {
+                Err(SourceError::Lost { since: positions.last().map_or(0, |p| p.epoch.number), why })
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Why what came before the next checkpoint is not known; `None` if it is.
+    pub fn lost(&self) -> Result<Option<String>, SourceError> {
+        match &self.holder {
+            Holder::Here(source) => Ok(source.lost()),
+            Holder::Server(client) => Ok(client.status()?.lost),
+        }
+    }
+
+    /// A disk to look at what is allocated now, outside of any view.
+    pub fn reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
+        open_reader(&self.about.path)
+    }
+
     /// The blocks, of the source's block size, that a replica with these positions lacks for the view, and the chain of
     /// epochs it may stand at.
     pub fn changes_since(
@@ -153,29 +177,14 @@ impl Handle {
 
     /// What a sync would find now, without taking a checkpoint.
     pub fn estimate(&self, positions: &[Position]) -> Result<Bitmap, SourceError> {
+        self.reaches(positions)?;
         let block_size = self.about.block_size;
         let size = device::identity(&self.about.path)?.size;
         let changes = Bitmap::new(size.div_ceil(u64::from(block_size)));
         self.history()?.changes_since(positions, block_size, &changes)?;
         match &self.holder {
-            Holder::Here(source) => {
-                if let Some(why) = source.lost() {
-                    return Err(SourceError::Lost {
-                        since: positions.last().map_or(0, |p| p.epoch.number),
-                        why,
-                    });
-                }
-                changes.union_with(&source.dirty())
-            }
-            Holder::Server(client) => {
-                if let Some(why) = client.status()?.lost {
-                    return Err(SourceError::Lost {
-                        since: positions.last().map_or(0, |p| p.epoch.number),
-                        why,
-                    });
-                }
-                client.dirty(&changes)?
-            }
+            Holder::Here(source) => changes.union_with(&source.dirty()),
+            Holder::Server(client) => client.dirty(&changes)?,
         }
         Ok(changes)
     }

@@ -224,6 +224,17 @@ impl History {
         })
     }
 
+    /// Says whether [`History::changes_since`] would answer, without looking at the changes.
+    pub fn reaches(&self, positions: &[Position]) -> Result<(), SourceError> {
+        for position in positions {
+            let at = self.locate(&position.epoch)?;
+            if let Some(why) = self.entries[at..].iter().find_map(|e| e.head.lost.clone()) {
+                return Err(SourceError::Lost { since: position.epoch.number, why });
+            }
+        }
+        Ok(())
+    }
+
     /// Adds to `into` the blocks below the last position that a replica with these positions lacks, and returns the chain of epochs it may stand at:
     /// from the oldest position to the last epoch. Blocks of `into` have `block_size` bytes and cover the source as it is.
     ///
@@ -521,6 +532,9 @@ mod tests {
             assert_eq!(chain.last(), ids.last());
         }
         let before = Position { epoch: ids[50], upto: u64::MAX };
-        assert!(matches!(history.changes_since(&[before], 4096, &Bitmap::new(BLOCKS)), Err(SourceError::Lost { .. })));
+        assert!(matches!(
+            history.changes_since(&[before], 4096, &Bitmap::new(BLOCKS)),
+            Err(SourceError::Lost { .. })
+        ));
     }
 }

@@ -1,0 +1,71 @@
+//! What can end a sync, by what its user can do about it.
+
+use serde::{Deserialize, Serialize};
+
+/// What kind of end it is; decides the exit code.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Class {
+    /// Something failed.
+    Failed,
+    /// What changed is not known, and nothing but the tracker was to be asked.
+    Lost,
+    /// Lineage, state or a lock is in the way.
+    Refused,
+}
+
+/// An error of this room.
+#[derive(Debug, thiserror::Error)]
+pub enum SyncError {
+    /// At the source.
+    #[error(transparent)]
+    Source(#[from] source::SourceError),
+    /// At the replica, on this side of a link.
+    #[error(transparent)]
+    Replica(#[from] replica::ReplicaError),
+    /// Between them.
+    #[error(transparent)]
+    Link(#[from] link::Error),
+    /// The delta.
+    #[error(transparent)]
+    Delta(#[from] delta::Error),
+    /// Reading or writing.
+    #[error("can't {what}: {error}")]
+    Io {
+        /// What was tried.
+        what: String,
+        /// What the system said.
+        error: std::io::Error,
+    },
+    /// The far side gave up.
+    #[error("{message}")]
+    Far {
+        /// What it said.
+        message: String,
+        /// What kind of end it is.
+        class: Class,
+    },
+    /// Something stands in the way.
+    #[error("{0}")]
+    Refused(String),
+}
+
+impl SyncError {
+    /// What kind of end it is.
+    pub fn class(&self) -> Class {
+        let refused = match self {
+            SyncError::Source(source::SourceError::Lost { .. }) => return Class::Lost,
+            SyncError::Far { class, .. } => return *class,
+            SyncError::Source(e) => e.is_refusal(),
+            SyncError::Replica(e) => e.is_refusal(),
+            SyncError::Refused(_) => true,
+            _ => false,
+        };
+        if refused { Class::Refused } else { Class::Failed }
+    }
+
+    pub(crate) fn io(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> SyncError {
+        let what = what.into();
+        move |error| SyncError::Io { what, error }
+    }
+}

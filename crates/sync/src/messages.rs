@@ -1,0 +1,161 @@
+//! What the two ends of a sync say to each other.
+//!
+//!     source                                   replica
+//!     Open: which replica, for which source ─▶
+//!                                            ◀─ Standing: what is there
+//!     Compare (only if its content is needed) ─▶
+//!                                            ◀─ Claim … Claim
+//!     Header, Frame … Frame, Trailer         ─▶
+//!                                            ◀─ Committed
+//!
+//! Either side may end the conversation with Failed at any time.
+
+use std::path::PathBuf;
+
+use compare::Claim;
+use delta::{Epoch, Resume, Unit, UnitKind};
+use device::Buf;
+use link::Message;
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use crate::error::{Class, SyncError};
+
+pub(crate) const OPEN: u8 = 1;
+pub(crate) const STANDING: u8 = 2;
+pub(crate) const COMPARE: u8 = 3;
+pub(crate) const CLAIM: u8 = 4;
+pub(crate) const HEADER: u8 = 5;
+pub(crate) const FRAME: u8 = 6;
+pub(crate) const TRAILER: u8 = 7;
+pub(crate) const COMMITTED: u8 = 8;
+pub(crate) const FAILED: u8 = 9;
+
+/// How the replica steps to the new epoch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Commit {
+    /// Store the whole delta, then merge it.
+    #[default]
+    Journal,
+    /// Write blocks as they come.
+    InPlace,
+    /// Merge into a clone and swap it in.
+    Reflink,
+}
+
+/// Opens a replica.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Open {
+    pub path: PathBuf,
+    pub journal_dir: Option<PathBuf>,
+    /// The source's folder must not be its own replica's.
+    pub source: Uuid,
+    pub source_path: PathBuf,
+    pub commit: Commit,
+    pub adopt: bool,
+    /// Nothing will be written.
+    pub dry_run: bool,
+}
+
+/// What stands at the destination.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Standing {
+    /// The destination's canonical path, as the replica's name.
+    pub path: PathBuf,
+    /// The source it follows; `None` if there is no replica yet, or an adopted file.
+    pub source: Option<Uuid>,
+    /// The parts of the replica and where they stand, ascending.
+    pub positions: Vec<Part>,
+    /// Names this very state.
+    pub nonce: Uuid,
+    /// A step was begun and not finished: what continues it is bound to the nonce.
+    pub under_way: bool,
+    /// The interrupted delta that a next one may go on from.
+    pub resumes: Option<Resume>,
+    /// Bytes.
+    pub size: u64,
+    /// What opening it had to mend, for people to read.
+    pub recovered: Option<String>,
+}
+
+/// A part of a replica.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub(crate) struct Part {
+    /// Where it stands; `None` if nobody knows.
+    pub epoch: Option<Epoch>,
+    /// Its end in bytes.
+    pub upto: u64,
+}
+
+/// Asks for digests.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Compare {
+    pub size: u64,
+    pub block_size: u32,
+}
+
+/// The replica stands at the new epoch.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Committed {
+    pub epoch: Epoch,
+    pub bytes_written: u64,
+    pub bytes_read: u64,
+}
+
+/// The end.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Failed {
+    pub message: String,
+    pub class: Class,
+}
+
+/// A unit of a delta as a message: the same bytes in other clothes.
+pub(crate) fn of_unit(unit: Unit) -> Message {
+    let kind = match unit.kind {
+        UnitKind::Header => HEADER,
+        UnitKind::Frame => FRAME,
+        UnitKind::Trailer => TRAILER,
+    };
+    Message { kind, head: unit.head, body: unit.body }
+}
+
+/// The unit that a message carries; `None` if it is of another kind.
+pub(crate) fn to_unit(message: Message) -> Result<Unit, Message> {
+    let kind = match message.kind {
+        HEADER => UnitKind::Header,
+        FRAME => UnitKind::Frame,
+        TRAILER => UnitKind::Trailer,
+        _ => return Err(message),
+    };
+    Ok(Unit { kind, head: message.head, body: message.body })
+}
+
+pub(crate) fn of_claim(claim: &Claim, digests: &[u8]) -> std::io::Result<Message> {
+    Ok(Message { kind: CLAIM, head: serde_json::to_vec(claim)?, body: Buf::from(digests) })
+}
+
+/// What to make of a message that was not expected: the far side's own words, if it is its end.
+pub(crate) fn unexpected(message: &Message) -> SyncError {
+    if message.kind == FAILED {
+        if let Ok(Failed { message, class }) = message.json() {
+            return SyncError::Far { message, class };
+        }
+    }
+    SyncError::Far {
+        message: format!("the far side said something out of turn (message kind {}): is it the same version?", message.kind),
+        class: Class::Failed,
+    }
+}
+
+/// The next message, which must be of this kind.
+pub(crate) fn expect(receiver: &link::Receiver, kind: u8) -> Result<Message, SyncError> {
+    match receiver.recv()? {
+        Some(message) if message.kind == kind => Ok(message),
+        Some(message) => Err(unexpected(&message)),
+        None => Err(SyncError::Far {
+            message: "the far side ended the conversation too early: run again".into(),
+            class: Class::Failed,
+        }),
+    }
+}

@@ -1,0 +1,557 @@
+//! The source's end: find what the replica lacks, read it from a view, pack it, send it.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Instant;
+
+use compare::{Claim, in_order};
+use delta::{Compressor, Encoder, Frame, Header, Method, Unit, encode_frame};
+use device::Disk;
+use extents::Bitmap;
+use link::{Link, Receiver, Sender};
+use serde::Serialize;
+use source::{Handle, Position, SourceError, View};
+use uuid::Uuid;
+
+use crate::error::SyncError;
+use crate::messages::{
+    CLAIM, COMMITTED, COMPARE, Commit, Committed, Compare, OPEN, Open, Part, STANDING, Standing, expect, of_unit,
+    unexpected,
+};
+use crate::read::{FrameReader, Packer, Wanted};
+
+/// How the changes are to be found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum How {
+    /// By the tracker; by digests where it knows nothing; everything where there is no replica.
+    #[default]
+    Auto,
+    /// By the tracker alone.
+    Tracked,
+    /// By digests.
+    Compare,
+}
+
+/// What to do.
+#[derive(Debug, Clone, Default)]
+pub struct Options {
+    /// How the changes are to be found.
+    pub how: How,
+    /// How the replica steps to the new epoch.
+    pub commit: Commit,
+    /// Only say what would be moved.
+    pub dry_run: bool,
+    /// Take over a file that is no replica, by comparing all of it.
+    pub adopt: bool,
+    /// Send the view that is open as `@view`.
+    pub at_view: bool,
+    /// A zstd level.
+    pub compress: Option<i32>,
+    /// Bytes a second.
+    pub bwlimit: Option<u64>,
+    /// Where the replica keeps lineage and journal.
+    pub journal_dir: Option<PathBuf>,
+}
+
+/// What was found how, what it cost, and what was committed.
+#[derive(Debug, Clone, Serialize)]
+pub struct Summary {
+    /// The source.
+    pub source: PathBuf,
+    /// The replica.
+    pub destination: String,
+    /// How the changes were found: tracked, compare or copy.
+    pub method: Method,
+    /// `tracked`, `compared` or `seeded`: what the equality of the replica rests on; with the reason if it is not the
+    /// tracker.
+    pub trust: String,
+    /// Bytes of the source.
+    pub disk_size: u64,
+    /// Bytes a block.
+    pub block_size: u32,
+    /// Blocks that the delta names.
+    pub blocks_changed: u64,
+    /// Runs of such blocks.
+    pub extents: u64,
+    /// Bytes of such blocks.
+    pub bytes_changed: u64,
+    /// Bytes read from the source.
+    pub bytes_read: u64,
+    /// Bytes sent over the link, framing included.
+    pub bytes_sent: u64,
+    /// Bytes received over the link.
+    pub bytes_received: u64,
+    /// Bytes written at the destination, journal included.
+    pub bytes_written: u64,
+    /// Wall-clock time.
+    pub seconds: f64,
+    /// The number of the epoch at which the replica stands now.
+    pub epoch: Option<u64>,
+    /// How long a file system was frozen, in milliseconds; `None` where nothing had to be.
+    pub freeze_ms: Option<u64>,
+    /// A transfer that had been cut was taken up.
+    pub resumed: bool,
+    /// Nothing was moved, only counted.
+    pub dry_run: bool,
+    /// What opening the replica had to mend.
+    pub recovered: Option<String>,
+    /// Bytes that writers had to keep for the view.
+    pub view_bytes: u64,
+}
+
+/// Told how far the transfer is: bytes done, bytes in all.
+pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
+
+/// What is to be sent, as found.
+struct Found {
+    method: Method,
+    trust: String,
+    header: Header,
+    wanted: Wanted,
+}
+
+/// The chosen way.
+enum Way {
+    Tracked(Vec<Position>),
+    Compare(String),
+    Copy,
+}
+
+/// Brings the replica at the other end of `link` up to date. `name` is how the user named the destination.
+pub fn push(
+    handle: &Handle,
+    link: Link,
+    destination: &Path,
+    name: &str,
+    options: &Options,
+    progress: Progress<'_>,
+) -> Result<Summary, SyncError> {
+    let began = Instant::now();
+    let traffic = link.traffic();
+    let (sender, receiver) = link.split();
+    if let Some(rate) = options.bwlimit {
+        sender.limit(rate);
+    }
+    let about = handle.about();
+    let open = Open {
+        path: destination.to_path_buf(),
+        journal_dir: options.journal_dir.clone(),
+        source: about.uuid,
+        source_path: about.path.clone(),
+        commit: options.commit,
+        adopt: options.adopt,
+        dry_run: options.dry_run,
+    };
+    sender.send_json(OPEN, &open)?;
+    let standing: Standing = expect(&receiver, STANDING)?.json()?;
+    let way = choose(handle, &standing, options)?;
+    let mut summary = Summary {
+        source: about.path.clone(),
+        destination: name.to_owned(),
+        method: Method::Tracked,
+        trust: String::new(),
+        disk_size: 0,
+        block_size: about.block_size,
+        blocks_changed: 0,
+        extents: 0,
+        bytes_changed: 0,
+        bytes_read: 0,
+        bytes_sent: 0,
+        bytes_received: 0,
+        bytes_written: 0,
+        seconds: 0.0,
+        epoch: None,
+        freeze_ms: None,
+        resumed: standing.under_way || standing.resumes.is_some(),
+        dry_run: options.dry_run,
+        recovered: standing.recovered.clone(),
+        view_bytes: 0,
+    };
+    if options.dry_run {
+        estimate(handle, &way, &mut summary)?;
+        sender.finish()?;
+        summary.seconds = began.elapsed().as_secs_f64();
+        return Ok(summary);
+    }
+    let view = Arc::new(handle.view(options.at_view)?);
+    let found = find(handle, &view, way, &standing)?;
+    summary.method = found.method;
+    summary.trust = found.trust.clone();
+    summary.disk_size = view.len();
+    let replica = standing.path.display().to_string();
+    let bookmark = if name.contains(':') && !name.starts_with('/') { name.to_owned() } else { replica };
+
+    // Nothing changed and the replica stands at this epoch already: there is nothing to commit.
+    let epoch = view.epoch();
+    let stands = matches!(standing.positions[..], [Part { epoch: Some(e), upto }] if e == epoch && upto == view.len());
+    if found.method == Method::Tracked && stands && !summary.resumed {
+        sender.finish()?;
+        handle.acknowledge(&bookmark, epoch)?;
+        summary.epoch = Some(epoch.number);
+        summary.bytes_sent = traffic.sent();
+        summary.bytes_received = traffic.received();
+        summary.seconds = began.elapsed().as_secs_f64();
+        return Ok(summary);
+    }
+
+    let total = Totals::default();
+    let result = match found.method {
+        Method::Compare => send_differences(&sender, &receiver, &view, &found, options, &total, progress),
+        _ => send_wanted(&sender, &view, &found, options, &total, progress),
+    };
+    // Where the far side gave its reason, that is the error, and not the broken link that came of it.
+    let committed: Committed = match result.and_then(|()| expect(&receiver, COMMITTED)) {
+        Ok(message) => message.json()?,
+        Err(error @ SyncError::Link(_)) => {
+            return Err(match receiver.recv() {
+                Ok(Some(message)) if message.kind == crate::messages::FAILED => unexpected(&message),
+                _ => error,
+            });
+        }
+        Err(error) => {
+            let failed = crate::messages::Failed { message: error.to_string(), class: error.class() };
+            let _ = sender.send_json(crate::messages::FAILED, &failed);
+            return Err(error);
+        }
+    };
+    sender.finish()?;
+    handle.acknowledge(&bookmark, committed.epoch)?;
+    summary.epoch = Some(committed.epoch.number);
+    summary.blocks_changed = total.blocks.load(Relaxed);
+    summary.extents = total.extents.load(Relaxed);
+    summary.bytes_changed = total.bytes.load(Relaxed);
+    summary.bytes_read = total.read.load(Relaxed);
+    summary.bytes_written = committed.bytes_written;
+    summary.bytes_sent = traffic.sent();
+    summary.bytes_received = traffic.received();
+    summary.view_bytes = view.kept_bytes();
+    summary.seconds = began.elapsed().as_secs_f64();
+    Ok(summary)
+}
+
+/// Decides how to find the changes, before a checkpoint is taken: a refused sync leaves no epoch behind.
+fn choose(handle: &Handle, standing: &Standing, options: &Options) -> Result<Way, SyncError> {
+    let about = handle.about();
+    if let Some(other) = standing.source.filter(|s| *s != about.uuid && !options.adopt) {
+        return Err(SyncError::Refused(format!(
+            "replica {} is of source {other}, and {} is source {}: give the right destination, or say --adopt to compare \
+             everything and make it a replica of this source",
+            standing.path.display(),
+            about.path.display(),
+            about.uuid
+        )));
+    }
+    if standing.positions.is_empty() && standing.source.is_none() && !options.adopt {
+        return match options.how {
+            How::Tracked => Err(SyncError::Refused(format!(
+                "there is no replica at {} yet: make it first, without --method tracked",
+                standing.path.display()
+            ))),
+            _ => Ok(Way::Copy),
+        };
+    }
+    let positions: Option<Vec<Position>> = standing
+        .positions
+        .iter()
+        .map(|p| Some(Position { epoch: p.epoch?, upto: p.upto }))
+        .collect();
+    if options.how == How::Compare {
+        return Ok(Way::Compare("asked for".into()));
+    }
+    if standing.positions.is_empty() {
+        // A seed that had not come far enough to keep anything.
+        return Ok(Way::Copy);
+    }
+    let lost = match positions.filter(|_| !options.adopt) {
+        Some(positions) => match handle.reaches(&positions) {
+            Ok(()) => return Ok(Way::Tracked(positions)),
+            Err(lost @ SourceError::Lost { .. }) => lost,
+            Err(other) => return Err(other.into()),
+        },
+        None => SourceError::Lost { since: 0, why: "the replica was adopted".into() },
+    };
+    if options.how == How::Tracked {
+        return Err(lost.into());
+    }
+    let why = match lost {
+        SourceError::Lost { why, .. } => why,
+        other => other.to_string(),
+    };
+    Ok(Way::Compare(why))
+}
+
+/// Finds what the replica lacks for the view.
+fn find(handle: &Handle, view: &Arc<View>, way: Way, standing: &Standing) -> Result<Found, SyncError> {
+    let about = handle.about();
+    let block_size = u64::from(about.block_size);
+    let size = view.len();
+    let to = view.epoch();
+    let mut header = Header {
+        stream: Uuid::new_v4(),
+        source: about.uuid,
+        chain: vec![to],
+        size_before: standing.size,
+        size_after: size,
+        block_size: about.block_size,
+        method: Method::Compare,
+        binds: Some(standing.nonce),
+        resumes: standing.resumes,
+        fuzzy: false,
+    };
+    let nothing = || Wanted { changes: Bitmap::new(0), block_size, size, all_from: u64::MAX };
+    match way {
+        Way::Compare(why) => {
+            // What a cut-off transfer left is compared away: digests are those of the destination itself.
+            header.resumes = None;
+            Ok(Found { method: Method::Compare, trust: format!("compared: {why}"), header, wanted: nothing() })
+        }
+        Way::Copy => {
+            header.method = Method::Copy;
+            header.size_before = 0;
+            header.binds = standing.under_way.then_some(standing.nonce);
+            header.resumes = None;
+            Ok(Found {
+                method: Method::Copy,
+                trust: "seeded".into(),
+                header,
+                wanted: Wanted { all_from: 0, ..nothing() },
+            })
+        }
+        Way::Tracked(positions) => {
+            let (changes, chain) = match handle.changes_since(&positions, view) {
+                Ok(found) => found,
+                // The gap came up with the checkpoint itself.
+                Err(SourceError::Lost { why, .. }) => return find(handle, view, Way::Compare(why), standing),
+                Err(error) => return Err(error.into()),
+            };
+            let upto = positions.last().map_or(0, |p| p.upto);
+            let all_from = if upto < size { upto / block_size * block_size } else { u64::MAX };
+            if all_from != u64::MAX {
+                changes.set(all_from / block_size..(all_from / block_size + 1).min(changes.blocks()));
+            }
+            header.method = Method::Tracked;
+            if standing.under_way {
+                // Only this replica, in this very state, can use it.
+                header.size_before = standing.size;
+            } else {
+                header.binds = None;
+                if let Some(first) = chain.first() {
+                    header.size_before = handle.size_at(first)?.unwrap_or(standing.size);
+                }
+                header.chain = chain;
+            }
+            let narrowed = Bitmap::new(changes.blocks());
+            narrowed.union_with(&changes);
+            if all_from != u64::MAX {
+                narrowed.set(all_from / block_size..narrowed.blocks());
+            }
+            view.narrow(&narrowed);
+            Ok(Found {
+                method: Method::Tracked,
+                trust: "tracked".into(),
+                header,
+                wanted: Wanted { changes, block_size, size, all_from },
+            })
+        }
+    }
+}
+
+/// What a sync would move, without taking a checkpoint.
+fn estimate(handle: &Handle, way: &Way, summary: &mut Summary) -> Result<(), SyncError> {
+    let disk = handle.reader()?;
+    let block_size = u64::from(handle.about().block_size);
+    let size = disk.len();
+    let wanted = match way {
+        Way::Tracked(positions) => {
+            let upto = positions.last().map_or(0, |p| p.upto);
+            let all_from = if upto < size { upto / block_size * block_size } else { u64::MAX };
+            Wanted { changes: handle.estimate(positions)?, block_size, size, all_from }
+        }
+        // What a compare will find can't be known before; everything is the bound.
+        Way::Copy | Way::Compare(_) => Wanted { changes: Bitmap::new(0), block_size, size, all_from: 0 },
+    };
+    (summary.method, summary.trust) = match way {
+        Way::Tracked(_) => (Method::Tracked, "tracked".into()),
+        Way::Compare(why) => (Method::Compare, format!("compared: {why}")),
+        Way::Copy => (Method::Copy, "seeded".into()),
+    };
+    summary.disk_size = size;
+    (summary.blocks_changed, summary.extents, summary.bytes_changed) =
+        wanted.count(&*disk).map_err(SyncError::io(format!("look at {}", summary.source.display())))?;
+    Ok(())
+}
+
+/// What was sent so far.
+#[derive(Default)]
+pub(crate) struct Totals {
+    pub blocks: AtomicU64,
+    pub extents: AtomicU64,
+    pub bytes: AtomicU64,
+    pub read: AtomicU64,
+}
+
+impl Totals {
+    fn add(&self, frame: &Frame, block_size: u64) {
+        for record in &frame.records {
+            self.extents.fetch_add(1, Relaxed);
+            self.bytes.fetch_add(record.len(), Relaxed);
+            self.blocks.fetch_add(record.len().div_ceil(block_size), Relaxed);
+        }
+    }
+}
+
+/// Where the units of a delta go.
+pub(crate) trait Sink {
+    fn unit(&mut self, unit: Unit) -> Result<(), SyncError>;
+}
+
+impl Sink for &Sender {
+    fn unit(&mut self, unit: Unit) -> Result<(), SyncError> {
+        Ok(self.send(of_unit(unit))?)
+    }
+}
+
+fn send_wanted(
+    sender: &Sender,
+    view: &Arc<View>,
+    found: &Found,
+    options: &Options,
+    totals: &Totals,
+    progress: Progress<'_>,
+) -> Result<(), SyncError> {
+    let (_, _, bytes) = found.wanted.count(&**view).map_err(SyncError::io("look at the view"))?;
+    pack_wanted(sender, view, &found.header, &found.wanted, options.compress, totals, &|done| progress(done, bytes))
+}
+
+/// Reads what is wanted from a view, packs it as a delta, and hands its units on, in order.
+pub(crate) fn pack_wanted(
+    mut sink: impl Sink,
+    view: &Arc<View>,
+    header: &Header,
+    wanted: &Wanted,
+    compress: Option<i32>,
+    totals: &Totals,
+    progress: &dyn Fn(u64),
+) -> Result<(), SyncError> {
+    let reading = || format!("read {}", "the view of the source");
+    let (mut encoder, unit) = Encoder::new(header, None)?;
+    sink.unit(unit)?;
+    let mut frames = FrameReader::new(wanted, view).map_err(SyncError::io(reading()))?;
+    let stream = header.stream;
+    match compress {
+        None => {
+            while let Some((frame, end)) = frames.next(None).map_err(SyncError::io(reading()))? {
+                totals.add(&frame, wanted.block_size);
+                let unit = encoder.frame(frame)?;
+                sink.unit(unit)?;
+                view.taken(end);
+                progress(totals.bytes.load(Relaxed));
+            }
+            totals.read.fetch_add(frames.bytes_read(), Relaxed);
+        }
+        Some(level) => {
+            let read = AtomicU64::new(0);
+            let mut sequence = 0;
+            in_order(
+                std::thread::available_parallelism().map_or(2, |n| n.get()),
+                || -> Result<_, SyncError> {
+                    let next = frames.next(None).map_err(SyncError::io(reading()))?;
+                    read.store(frames.bytes_read(), Relaxed);
+                    sequence += 1;
+                    Ok(next.map(|(frame, end)| (sequence - 1, frame, end)))
+                },
+                || Compressor::new(level),
+                |compressor, (sequence, frame, end)| {
+                    totals.add(&frame, wanted.block_size);
+                    let compressor = compressor.as_mut().map_err(|e| SyncError::Refused(e.to_string()))?;
+                    Ok((encode_frame(stream, sequence, frame, Some(compressor))?, end))
+                },
+                |(encoded, end)| {
+                    let unit = encoder.append(encoded)?;
+                    sink.unit(unit)?;
+                    view.taken(end);
+                    progress(totals.bytes.load(Relaxed));
+                    Ok(())
+                },
+            )?;
+            totals.read.fetch_add(read.load(Relaxed), Relaxed);
+        }
+    }
+    // The last moment to notice that what was read was no one moment: without a trailer nothing is committed.
+    view.verify().map_err(SyncError::io(reading()))?;
+    sink.unit(encoder.trailer())
+}
+
+fn send_differences(
+    sender: &Sender,
+    receiver: &Receiver,
+    view: &Arc<View>,
+    found: &Found,
+    options: &Options,
+    totals: &Totals,
+    progress: Progress<'_>,
+) -> Result<(), SyncError> {
+    let size = view.len();
+    let block_size = found.header.block_size;
+    sender.send_json(COMPARE, &Compare { size, block_size })?;
+    let (mut encoder, unit) = Encoder::new(&found.header, options.compress)?;
+    let mut sink = sender;
+    sink.unit(unit)?;
+    let mut packer = Packer::default();
+    let disk: Arc<dyn Disk> = view.clone();
+    // Errors of the link keep their words through the compare room, which knows only those of the system.
+    let mut trouble: Option<SyncError> = None;
+    let heard_trouble = std::sync::Mutex::new(None);
+    let heard = AtomicU64::new(0);
+    let hear = || {
+        let next = (|| -> Result<(Claim, Vec<u8>), SyncError> {
+            let message = expect(receiver, CLAIM)?;
+            Ok((message.json::<Claim>()?, message.body.to_vec()))
+        })();
+        match next {
+            Ok((claim, digests)) => {
+                heard.store(claim.range().end, Relaxed);
+                Ok(Some((claim, digests)))
+            }
+            Err(error) => {
+                *heard_trouble.lock().unwrap_or_else(|e| e.into_inner()) = Some(error);
+                Err(std::io::Error::other("the far side stopped"))
+            }
+        }
+    };
+    let mut emit = |frame: Frame| -> std::io::Result<()> {
+        totals.add(&frame, u64::from(block_size));
+        let end = frame.records.last().map_or(0, |r| r.end());
+        let sent = encoder.frame(frame).map_err(SyncError::from).and_then(|unit| Ok(sender.send(of_unit(unit))?));
+        match sent {
+            Ok(()) => {
+                view.taken(end);
+                Ok(())
+            }
+            Err(error) => {
+                trouble = Some(error);
+                Err(std::io::Error::other("the far side stopped"))
+            }
+        }
+    };
+    let compared = compare::differences(&disk, block_size, hear, |difference| {
+        progress(heard.load(Relaxed), size);
+        packer.add(difference, &mut emit)
+    })
+    .and_then(|read| {
+        if !packer.is_empty() {
+            emit(packer.take())?;
+        }
+        Ok(read)
+    });
+    match compared {
+        Ok(read) => totals.read.fetch_add(read, Relaxed),
+        Err(error) => {
+            let heard = heard_trouble.into_inner().unwrap_or_else(|e| e.into_inner());
+            return Err(trouble.or(heard).unwrap_or_else(|| SyncError::io("compare the view of the source")(error)));
+        }
+    };
+    view.verify().map_err(SyncError::io("read the view of the source"))?;
+    sink.unit(encoder.trailer())
+}
