@@ -70,6 +70,11 @@ impl Buf {
         self.len = len;
     }
 
+    /// Where the bytes lie; they stay there as long as the buffer lives, wherever it is moved.
+    pub(crate) fn memory(&mut self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+
     fn layout(capacity: usize) -> Layout {
         Layout::from_size_align(capacity, Self::ALIGN).expect("a buffer beyond the address space")
     }

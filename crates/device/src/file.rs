@@ -13,8 +13,10 @@ use rustix::fs::{FallocateFlags, SeekFrom};
 use rustix::io::Errno;
 
 use crate::Buf;
-use crate::disk::{Disk, InlineQueue, Queue};
+use crate::disk::{Disk, InlineQueue, Queue, run};
 use crate::error::{DeviceError, DeviceErrorKind, at, within};
+use crate::threads::ThreadQueue;
+use crate::uring::UringQueue;
 use crate::{sys, usage};
 
 /// How to open a disk.
@@ -53,6 +55,8 @@ pub(crate) struct FileDisk {
     memory: usize,
     /// Held while a part of a block device's sector is read, changed and written.
     edges: Mutex<()>,
+    /// As if there were no io_uring.
+    pub(crate) threads: bool,
 }
 
 /// Opens a file or a block device as a disk.
@@ -167,7 +171,12 @@ impl FileDisk {
             unit,
             memory,
             edges: Mutex::new(()),
+            threads: false,
         })
+    }
+
+    pub(crate) fn is_block(&self) -> bool {
+        self.block
     }
 
     /// The descriptor that takes direct requests, if there is one.
@@ -445,8 +454,17 @@ impl Disk for FileDisk {
         Ok(())
     }
 
-    fn queue(self: Arc<Self>, _depth: u32) -> io::Result<Box<dyn Queue>> {
-        Ok(Box::new(InlineQueue::new(self)))
+    fn queue(self: Arc<Self>, depth: u32) -> io::Result<Box<dyn Queue>> {
+        if self.direct().is_none() {
+            return Ok(Box::new(InlineQueue::new(self)));
+        }
+        if !self.threads {
+            // Missing, forbidden or short of memory: threads reach the same rate at twice the cost.
+            if let Ok(queue) = UringQueue::new(Arc::clone(&self), depth) {
+                return Ok(Box::new(queue));
+            }
+        }
+        Ok(Box::new(ThreadQueue::new(Arc::new(move |request| run(&*self, request)), depth)?))
     }
 }
 

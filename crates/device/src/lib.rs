@@ -5,6 +5,7 @@
 //! faulty pair ([`faulty`]) can cut the power under all of it.
 
 mod buffer;
+pub mod contract;
 mod disk;
 mod error;
 pub mod faulty;
@@ -15,7 +16,10 @@ mod lock;
 mod ram;
 mod rng;
 mod sys;
+#[cfg(test)]
+mod tests;
 mod threads;
+mod uring;
 mod usage;
 
 pub use buffer::Buf;

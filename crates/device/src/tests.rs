@@ -1,0 +1,349 @@
+//! Each engine against the common contract, and what `open` refuses.
+
+use std::fs::File;
+use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::contract::contract;
+use crate::faulty::{FaultyDisk, Outage, Power};
+use crate::file::FileDisk;
+use crate::uring::UringQueue;
+use crate::{Access, DeviceErrorKind, Disk, Options, RamDisk, adopt, in_use, lock_image, open};
+
+const WRITE: Options = Options { write: true, direct: false, exclusive: false };
+const DIRECT: Options = Options { write: true, direct: true, exclusive: false };
+
+/// Makes files of any size in a folder.
+struct Files(tempfile::TempDir, AtomicUsize);
+
+impl Files {
+    fn new() -> Files {
+        Files(tempfile::tempdir().unwrap(), AtomicUsize::new(0))
+    }
+
+    fn make(&self, size: u64) -> PathBuf {
+        let path = self.0.path().join(format!("disk{}", self.1.fetch_add(1, Ordering::Relaxed)));
+        File::create(&path).unwrap().set_len(size).unwrap();
+        path
+    }
+}
+
+/// A loop device over a file; detached when dropped, after a failure too.
+struct Loop {
+    path: PathBuf,
+    backing: tempfile::NamedTempFile,
+}
+
+impl Loop {
+    /// `None`, and a line that says so, where this can't be had.
+    fn new(size: u64) -> Option<Loop> {
+        let backing = tempfile::NamedTempFile::new().unwrap();
+        backing.as_file().set_len(size.next_multiple_of(512)).unwrap();
+        let output = Command::new("losetup").args(["--find", "--show"]).arg(backing.path()).output();
+        match output {
+            Ok(output) if output.status.success() => {
+                let path = String::from_utf8(output.stdout).unwrap().trim().into();
+                Some(Loop { path, backing })
+            }
+            _ => {
+                println!("skipped: loop devices need root and losetup");
+                None
+            }
+        }
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").arg("--detach").arg(&self.path).status();
+    }
+}
+
+#[test]
+fn ram_keeps_the_contract() {
+    contract(|size| Arc::new(RamDisk::new(size)));
+}
+
+#[test]
+fn buffered_files_keep_the_contract() {
+    let files = Files::new();
+    contract(|size| open(&files.make(size), &WRITE).unwrap());
+}
+
+#[test]
+fn direct_files_keep_the_contract() {
+    let files = Files::new();
+    let disk = FileDisk::open(&files.make(8192), &DIRECT).unwrap();
+    if disk.direct().is_none() {
+        return println!("skipped: no direct I/O in {}", files.0.path().display());
+    }
+    match UringQueue::new(Arc::new(disk), 8) {
+        Err(e) => println!("skipped: no io_uring: {e}"),
+        Ok(_) => contract(|size| open(&files.make(size), &DIRECT).unwrap()),
+    }
+}
+
+#[test]
+fn threads_keep_the_contract() {
+    let files = Files::new();
+    contract(|size| {
+        let mut disk = FileDisk::open(&files.make(size), &DIRECT).unwrap();
+        disk.threads = true;
+        Arc::new(disk)
+    });
+}
+
+#[test]
+fn faulty_disks_without_faults_keep_the_contract() {
+    for outage in [Outage::Kill, Outage::PowerCut] {
+        let power = Power::new(outage);
+        contract(|size| Arc::new(FaultyDisk::new(&power, Arc::new(RamDisk::new(size)))));
+        let shuffled = |size| {
+            let disk = FaultyDisk::new(&power, Arc::new(RamDisk::new(size)));
+            disk.shuffle_completions(size);
+            Arc::new(disk) as Arc<dyn Disk>
+        };
+        contract(shuffled);
+    }
+}
+
+#[test]
+fn adopted_files_keep_the_contract() {
+    let files = Files::new();
+    contract(|size| {
+        let path = files.make(size);
+        let file = File::options().read(true).write(true).open(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        adopt(file, &path, &DIRECT).unwrap()
+    });
+}
+
+#[test]
+fn block_devices_keep_the_contract() {
+    let Some(device) = Loop::new(6 << 20) else { return };
+    contract(|_| {
+        let disk = open(&device.path, &Options { exclusive: true, ..WRITE }).unwrap();
+        disk.zero(0, disk.len(), true, false).unwrap();
+        disk
+    });
+    contract(|_| {
+        let mut disk = FileDisk::open(&device.path, &WRITE).unwrap();
+        disk.threads = true;
+        disk.zero(0, disk.len(), false, false).unwrap();
+        Arc::new(disk)
+    });
+}
+
+#[test]
+fn a_block_devices_own_cache_is_not_asked() {
+    let Some(device) = Loop::new(1 << 20) else { return };
+    // Another program's buffered reader fills the cache; the device then changes below it.
+    let cached = File::open(&device.path).unwrap();
+    let mut byte = [1];
+    cached.read_at(&mut byte, 0).unwrap();
+    let disk = open(&device.path, &WRITE).unwrap();
+    assert_eq!(disk.len(), 1 << 20);
+    device.backing.as_file().write_at(&[7; 4096], 0).unwrap();
+    device.backing.as_file().sync_all().unwrap();
+    let mut found = [0; 4096];
+    disk.read_at(0, &mut found).unwrap();
+    assert_eq!(found[4095], 7);
+    disk.read_at(100, &mut found[..5]).unwrap();
+    assert_eq!(found[4], 7);
+}
+
+#[test]
+fn what_is_used_elsewhere_is_refused_and_named() {
+    let Some(device) = Loop::new(16 << 20) else { return };
+    let backing = device.backing.path();
+    let said = in_use(backing).unwrap();
+    assert_eq!(said, format!("the backing of {}", device.path.display()));
+    let exclusive = Options { exclusive: true, ..WRITE };
+    let error = open(backing, &exclusive).err().unwrap();
+    assert_eq!(error.kind(), DeviceErrorKind::InUse);
+    assert!(error.to_string().contains(&said), "{error}");
+
+    assert_eq!(in_use(&device.path), None);
+    let first = open(&device.path, &exclusive).unwrap();
+    let error = open(&device.path, &exclusive).err().unwrap();
+    assert_eq!(error.kind(), DeviceErrorKind::InUse);
+    assert!(error.to_string().contains(&format!("pid {}", std::process::id())), "{error}");
+    drop(first);
+
+    let made = Command::new("mkfs.ext4").arg("-q").arg(&device.path).status();
+    let folder = tempfile::tempdir().unwrap();
+    let mounted = Command::new("mount").arg(&device.path).arg(folder.path()).status();
+    if !made.is_ok_and(|s| s.success()) || !mounted.is_ok_and(|s| s.success()) {
+        return println!("skipped: can't mount here");
+    }
+    let said = in_use(&device.path);
+    let refused = open(&device.path, &exclusive).map(|_| ());
+    assert!(Command::new("umount").arg(folder.path()).status().unwrap().success());
+    assert_eq!(said, Some(format!("mounted on {}", folder.path().display())));
+    let error = refused.unwrap_err();
+    assert!(error.to_string().contains(&said.unwrap()), "{error}");
+    assert_eq!(in_use(&device.path), None);
+}
+
+#[test]
+fn qemu_and_we_refuse_each_other() {
+    if Command::new("qemu-io").arg("--version").output().is_err() {
+        return println!("skipped: no qemu-io");
+    }
+    let files = Files::new();
+    let path = files.make(1 << 20);
+    let qemu = |access: &[&str], command: &str| {
+        let output = Command::new("qemu-io")
+            .args(["-f", "raw", "-c", command])
+            .args(access)
+            .arg(&path)
+            .output()
+            .unwrap();
+        let text =
+            String::from_utf8_lossy(&output.stderr).into_owned() + &String::from_utf8_lossy(&output.stdout);
+        (output.status.success() && !text.contains("lock"), text)
+    };
+    // Ours first.
+    let reading = lock_image(&path, Access::ReadShared).unwrap();
+    let (fine, text) = qemu(&["-r"], "read 0 4k");
+    assert!(fine, "{text}");
+    let (fine, text) = qemu(&[], "write 0 4k");
+    assert!(!fine, "{text}");
+    drop(reading);
+    let writing = lock_image(&path, Access::Write).unwrap();
+    // A reader of a raw image minds no writer.
+    assert!(qemu(&["-r"], "read 0 4k").0);
+    assert!(!qemu(&[], "write 0 4k").0);
+    drop(writing);
+    // Theirs first: a server that stays until it is ended.
+    for (read_only, allowed) in [(true, [Access::ReadShared].as_slice()), (false, &[])] {
+        let socket = files.0.path().join("socket");
+        let mut command = Command::new("qemu-nbd");
+        command.args(["-f", "raw", "--persistent", "-k"]).arg(&socket).arg(&path);
+        if read_only {
+            command.arg("-r");
+        }
+        let mut server = command.spawn().unwrap();
+        let begin = std::time::Instant::now();
+        while !std::fs::metadata(&socket).is_ok_and(|m| m.file_type().is_socket()) {
+            assert!(begin.elapsed().as_secs() < 20, "qemu-nbd doesn't start");
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+        let found =
+            [Access::ReadShared, Access::Write].map(|access| (access, lock_image(&path, access).map(|_| ())));
+        server.kill().unwrap();
+        server.wait().unwrap();
+        let _ = std::fs::remove_file(&socket);
+        for (access, result) in found {
+            match result {
+                Ok(()) => {
+                    assert!(allowed.contains(&access), "{access:?} beside qemu-nbd, read-only {read_only}")
+                }
+                Err(e) => {
+                    assert!(!allowed.contains(&access) && e.kind() == DeviceErrorKind::InUse, "{e}");
+                    assert!(e.to_string().contains("qemu-nbd, pid"), "{e}");
+                }
+            }
+        }
+    }
+    assert!(qemu(&[], "write 0 4k").0);
+}
+
+#[test]
+fn what_is_no_disk_is_refused() {
+    let files = Files::new();
+    let folder = files.0.path();
+    let refused = |path: &Path, options: &Options, kind, says: &str| {
+        let error = open(path, options).err().unwrap();
+        let text = error.to_string();
+        assert_eq!(error.kind(), kind, "{text}");
+        let path = path.display().to_string();
+        assert!(text.contains(&path) && text.contains(says), "{text}");
+        assert!(text.matches(": ").count() >= 2, "no way out: {text}");
+        assert_eq!(std::io::Error::from(error).to_string(), text);
+    };
+    refused(&folder.join("missing"), &WRITE, DeviceErrorKind::Missing, "check the path");
+    refused(&files.make(1).join("below"), &WRITE, DeviceErrorKind::Missing, "check the path");
+    refused(folder, &WRITE, DeviceErrorKind::NotADisk, "folder");
+    refused(Path::new("/dev/null"), &WRITE, DeviceErrorKind::NotADisk, "character device");
+    let pipe = folder.join("pipe");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    refused(&pipe, &WRITE, DeviceErrorKind::NotADisk, "pipe");
+    let socket = folder.join("socket");
+    let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    refused(&socket, &WRITE, DeviceErrorKind::NotADisk, "socket");
+    let mine = folder.join("mine");
+    File::options().write(true).create(true).truncate(true).mode(0o400).open(&mine).unwrap();
+    std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o755)).unwrap();
+    std::thread::scope(|scope| {
+        let denied = scope.spawn(|| {
+            // Root is denied nothing, so becomes nobody: this thread alone.
+            let nobody = rustix::thread::Uid::from_raw(65534);
+            if rustix::process::geteuid().is_root() {
+                rustix::thread::set_thread_uid(nobody).unwrap();
+            }
+            refused(&mine, &WRITE, DeviceErrorKind::Denied, "owner");
+        });
+        denied.join().unwrap();
+    });
+}
+
+#[test]
+fn a_disk_for_reading_is_not_written() {
+    let files = Files::new();
+    for direct in [false, true] {
+        let path = files.make(8192);
+        let disk = open(&path, &Options { direct, ..Options::default() }).unwrap();
+        for result in
+            [disk.write_at(0, &[1]), disk.zero(0, 1, true, false), disk.discard(0, 1), disk.resize(1)]
+        {
+            let error = result.unwrap_err();
+            assert_eq!(error.kind(), std::io::ErrorKind::PermissionDenied);
+            assert!(error.to_string().contains(&path.display().to_string()), "{error}");
+        }
+    }
+}
+
+#[test]
+fn a_file_that_shrinks_meanwhile_is_no_success() {
+    let files = Files::new();
+    for options in [WRITE, DIRECT] {
+        let path = files.make(1 << 20);
+        let disk = open(&path, &options).unwrap();
+        File::options().write(true).open(&path).unwrap().set_len(100_000).unwrap();
+        let mut queue = Arc::clone(&disk).queue(8).unwrap();
+        for (offset, fine) in [(0, true), (98_304, false), (500_000, false)] {
+            let pieces = [crate::Piece { offset, len: 8192 }].into_iter().collect();
+            let buf = crate::Buf::new(8192);
+            queue.submit(crate::Request { kind: crate::Kind::Read, pieces, buf, token: 0 });
+            let result = queue.complete(true).unwrap().result;
+            assert_eq!(result.is_ok(), fine, "{options:?} {offset}");
+            if let Err(e) = result {
+                assert_eq!(e.kind(), std::io::ErrorKind::UnexpectedEof, "{e}");
+                assert!(e.to_string().contains(&path.display().to_string()), "{e}");
+            }
+        }
+    }
+}
+
+#[test]
+fn punched_and_zeroed_space_is_given_back() {
+    let files = Files::new();
+    for options in [WRITE, DIRECT] {
+        let disk = open(&files.make(8 << 20), &options).unwrap();
+        assert_eq!(disk.allocated(0).unwrap(), None);
+        disk.write_at(0, &vec![1; 8 << 20]).unwrap();
+        disk.zero(1 << 20, 1 << 20, true, true).unwrap();
+        disk.discard(4 << 20, 1 << 20).unwrap();
+        disk.flush().unwrap();
+        let mut runs = Vec::new();
+        while let Some(run) = disk.allocated(runs.last().map_or(0, |r: &std::ops::Range<u64>| r.end)).unwrap()
+        {
+            runs.push(run);
+        }
+        assert_eq!(runs, [0..1 << 20, 2 << 20..4 << 20, 5 << 20..8 << 20]);
+    }
+}

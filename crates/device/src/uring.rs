@@ -1,0 +1,491 @@
+//! The queue of direct disks: io_uring.
+//!
+//! # Why it is sound
+//! The kernel reads and writes a request's buffer from the moment its entry is submitted until its completion is taken from
+//! the ring. All that time the buffer lies in a [`Slot`] of the queue, where nobody touches its bytes: a slot's request is
+//! taken out only when the last of its operations has completed, and its address was taken before the first was submitted
+//! (moving a `Buf` doesn't move its memory). Dropping the queue waits for the operations under way. Where waiting is
+//! impossible, and where the queue is forgotten, the buffers are never freed, so the kernel may go on.
+
+use std::collections::VecDeque;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::sync::Arc;
+
+use io_uring::{IoUring, Probe, opcode, squeue, types};
+
+use crate::disk::{Done, Kind, Pieces, Queue, Request};
+use crate::error::at;
+use crate::file::FileDisk;
+
+/// Longer runs are cut, so that a few large requests keep the disk as busy as many small ones.
+const LONGEST: u64 = 1 << 20;
+const DEEPEST: u32 = 4096;
+
+pub(crate) struct UringQueue {
+    ring: IoUring,
+    disk: Arc<FileDisk>,
+    /// Operations on their way at most.
+    depth: usize,
+    slots: Vec<Option<Slot>>,
+    free_slots: Vec<usize>,
+    /// Operations on their way, by the number that the kernel hands back.
+    flying: Vec<Option<Op>>,
+    free: Vec<usize>,
+    waiting: VecDeque<Op>,
+    done: VecDeque<Done>,
+    in_flight: usize,
+    /// Everything that waits was meant to start: what takes the place of a completed operation starts by itself.
+    started: bool,
+}
+
+/// A request, as long as the kernel may use its buffer.
+struct Slot {
+    request: Request,
+    /// Where the buffer's bytes lie.
+    memory: *mut u8,
+    /// Operations that have not completed.
+    left: usize,
+    error: Option<io::Error>,
+    then_flush: bool,
+}
+
+// SAFETY: the pointer leads to the memory of the request's own buffer, which a thread may be given.
+unsafe impl Send for Slot {}
+
+/// A part of a request, as the kernel knows it.
+#[derive(Debug, Clone, Copy)]
+struct Op {
+    slot: usize,
+    act: Act,
+    offset: u64,
+    /// First byte in the request's buffer.
+    at: usize,
+    len: u64,
+    /// Through the page cache.
+    plain: bool,
+    /// Let the kernel use a thread: without, it had said EAGAIN.
+    patient: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Act {
+    Read,
+    Write { durable: bool },
+    Fallocate { mode: i32 },
+    Flush,
+}
+
+const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
+
+impl UringQueue {
+    /// A queue over a disk that has a direct descriptor. Fails where the kernel has no io_uring, or doesn't let us.
+    pub(crate) fn new(disk: Arc<FileDisk>, depth: u32) -> io::Result<UringQueue> {
+        let depth = depth.clamp(1, DEEPEST);
+        let ring = IoUring::builder().setup_clamp().build(depth.next_power_of_two())?;
+        let mut probe = Probe::new();
+        ring.submitter().register_probe(&mut probe)?;
+        let needed = [opcode::Read::CODE, opcode::Write::CODE, opcode::Fallocate::CODE, opcode::Fsync::CODE];
+        if !needed.into_iter().all(|code| probe.is_supported(code)) {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
+        let depth = depth as usize;
+        Ok(UringQueue {
+            ring,
+            disk,
+            depth,
+            slots: Vec::new(),
+            free_slots: Vec::new(),
+            flying: (0..depth).map(|_| None).collect(),
+            free: (0..depth).rev().collect(),
+            waiting: VecDeque::new(),
+            done: VecDeque::new(),
+            in_flight: 0,
+            started: false,
+        })
+    }
+
+    /// Operations that the kernel has, or that lie in the ring.
+    fn under_way(&self) -> usize {
+        self.depth - self.free.len()
+    }
+
+    /// Cuts a request into operations. What can't go through the ring is done here and now.
+    fn cut(&mut self, slot: usize) -> io::Result<()> {
+        let Some(held) = self.slots[slot].as_ref() else { return Ok(()) };
+        let (kind, memory) = (held.request.kind, held.memory as usize);
+        let disk = Arc::clone(&self.disk);
+        held.request.check()?;
+        let doing = name(kind);
+        for piece in &held.request.pieces {
+            disk.check(doing, piece.offset, piece.len)?;
+        }
+        let runs = merge(&held.request.pieces);
+        let before = self.waiting.len();
+        let mut fua = false;
+        for (offset, from, len) in runs {
+            let fail = |e| at(&disk.path, doing, offset, len, e);
+            let op = |act, range: Range<u64>, plain| Op {
+                slot,
+                act,
+                offset: range.start,
+                at: from + (range.start - offset) as usize,
+                len: range.end - range.start,
+                plain,
+                patient: false,
+            };
+            let act = match kind {
+                Kind::Read => Act::Read,
+                Kind::Write { fua: durable } => {
+                    fua = durable;
+                    Act::Write { durable }
+                }
+                Kind::Zero { unmap, fast, fua: durable } => {
+                    fua = durable;
+                    if disk.is_block() && (fast || disk.units(offset, len) != (offset..offset + len)) {
+                        disk.zero_raw(offset, len, unmap, fast).map_err(fail)?;
+                        continue;
+                    }
+                    Act::Fallocate { mode: if unmap { PUNCH } else { ZERO } }
+                }
+                Kind::Discard { fua: durable } => {
+                    fua = durable;
+                    if disk.is_block() {
+                        disk.discard_raw(offset, len).map_err(fail)?;
+                        continue;
+                    }
+                    Act::Fallocate { mode: PUNCH }
+                }
+                Kind::Flush => Act::Flush,
+            };
+            if matches!(act, Act::Fallocate { .. }) {
+                self.waiting.push_back(op(act, offset..offset + len, true));
+                continue;
+            }
+            let whole = disk.units(offset, len);
+            if disk.fits(
+                whole.start,
+                memory + from + (whole.start - offset) as usize,
+                whole.end - whole.start,
+            ) {
+                if disk.is_block() && whole != (offset..offset + len) {
+                    self.by_hand(slot, act, offset, from, len).map_err(fail)?;
+                    continue;
+                }
+                for (range, plain) in
+                    [(offset..whole.start, true), (whole.clone(), false), (whole.end..offset + len, true)]
+                {
+                    self.waiting.extend(steps(range).map(|range| op(act, range, plain)));
+                }
+            } else if disk.is_block() {
+                self.by_hand(slot, act, offset, from, len).map_err(fail)?;
+            } else {
+                self.waiting.extend(steps(offset..offset + len).map(|range| op(act, range, true)));
+            }
+        }
+        if kind == Kind::Flush {
+            let act = Act::Flush;
+            self.waiting.push_back(Op { slot, act, offset: 0, at: 0, len: 0, plain: true, patient: false });
+        }
+        let count = self.waiting.len() - before;
+        // One forced write is cheaper than a write and a flush; of many, one flush is.
+        let then_flush = fua && !(count == 1 && matches!(kind, Kind::Write { .. }));
+        if then_flush {
+            self.waiting.range_mut(before..).for_each(|op| {
+                if let Act::Write { durable } = &mut op.act {
+                    *durable = false;
+                }
+            });
+        }
+        if let Some(held) = self.slots[slot].as_mut() {
+            held.left = count;
+            held.then_flush = then_flush;
+        }
+        Ok(())
+    }
+
+    /// Reads or writes what a block device takes from the ring neither whole nor in parts.
+    fn by_hand(&mut self, slot: usize, act: Act, offset: u64, from: usize, len: u64) -> io::Result<()> {
+        let Some(held) = self.slots[slot].as_mut() else { return Ok(()) };
+        // No operation uses this part of the buffer, but others may use the rest: so a slice of this part alone.
+        // SAFETY: `check` has found the part within the buffer, which the slot owns; no entry of this part is submitted.
+        let part = unsafe { std::slice::from_raw_parts_mut(held.memory.add(from), len as usize) };
+        if act == Act::Read { self.disk.read_raw(offset, part) } else { self.disk.write_raw(offset, part) }
+    }
+
+    /// Puts waiting operations into the ring as far as the depth allows.
+    fn fill(&mut self) {
+        while let (Some(op), Some(&number)) = (self.waiting.front().copied(), self.free.last()) {
+            let Some(held) = self.slots[op.slot].as_ref() else {
+                self.waiting.pop_front();
+                continue;
+            };
+            let entry = self.entry(&op, held).user_data(number as u64);
+            let entry = if op.patient { entry.flags(squeue::Flags::ASYNC) } else { entry };
+            // SAFETY: the entry's memory is that of a slot's buffer and stays until the completion is taken (see above);
+            // its descriptor is open as long as `self.disk`.
+            if unsafe { self.ring.submission().push(&entry) }.is_err() {
+                // As many places as operations, so never; the next round would try again.
+                return;
+            }
+            self.waiting.pop_front();
+            self.free.pop();
+            self.flying[number] = Some(op);
+        }
+    }
+
+    fn entry(&self, op: &Op, held: &Slot) -> squeue::Entry {
+        let file = if op.plain { &self.disk.plain } else { self.disk.direct().unwrap_or(&self.disk.plain) };
+        let file = types::Fd(file.as_raw_fd());
+        // Stays within the buffer: `check` has compared its length with the pieces'.
+        let memory = held.memory.wrapping_add(op.at);
+        match op.act {
+            Act::Read => opcode::Read::new(file, memory, op.len as u32).offset(op.offset).build(),
+            Act::Write { durable } => {
+                let flags = if durable { libc::RWF_DSYNC } else { 0 };
+                opcode::Write::new(file, memory, op.len as u32).offset(op.offset).rw_flags(flags).build()
+            }
+            Act::Fallocate { mode } => {
+                opcode::Fallocate::new(file, op.len).offset(op.offset).mode(mode).build()
+            }
+            Act::Flush => opcode::Fsync::new(file).flags(types::FsyncFlags::DATASYNC).build(),
+        }
+    }
+
+    /// Submits what lies in the ring, and waits for `want` completions.
+    fn enter(&mut self, want: usize) {
+        loop {
+            match self.ring.submit_and_wait(want) {
+                Ok(_) => return,
+                Err(e) => match e.raw_os_error() {
+                    Some(libc::EINTR) => {}
+                    // The kernel is short of memory, or wants completions taken first.
+                    Some(libc::EAGAIN | libc::EBUSY) => {
+                        self.reap();
+                        if want > 0 && !self.done.is_empty() {
+                            return;
+                        }
+                        std::thread::sleep(std::time::Duration::from_millis(1));
+                    }
+                    _ => return self.give_up(&e),
+                },
+            }
+        }
+    }
+
+    /// The ring doesn't work any more. What it had fails, and its buffers stay where the kernel may still find them.
+    fn give_up(&mut self, error: &io::Error) {
+        self.waiting.clear();
+        let lost: Vec<Slot> = self.slots.iter_mut().filter_map(Option::take).collect();
+        for mut slot in lost {
+            std::mem::forget(std::mem::take(&mut slot.request.buf));
+            let result =
+                Err(io::Error::new(error.kind(), format!("{}: io_uring: {error}", self.disk.path.display())));
+            self.done.push_back(Done { request: slot.request, result });
+        }
+        self.flying.iter_mut().for_each(|op| *op = None);
+        self.free = (0..self.depth).rev().collect();
+    }
+
+    /// Takes the completions that are there.
+    fn reap(&mut self) {
+        loop {
+            let Some(entry) = self.ring.completion().next() else { return };
+            let number = entry.user_data() as usize;
+            let Some(op) = self.flying.get_mut(number).and_then(Option::take) else { continue };
+            self.free.push(number);
+            self.completed(op, entry.result());
+        }
+    }
+
+    fn completed(&mut self, op: Op, result: i32) {
+        let Some(kind) = self.slots[op.slot].as_ref().map(|held| held.request.kind) else { return };
+        let outcome = match (op.act, result) {
+            (_, error) if [-libc::EINTR, -libc::EAGAIN, -libc::ECANCELED].contains(&error) => {
+                return self.again(Op { patient: true, ..op });
+            }
+            // Refused for its alignment: the page cache takes anything.
+            (Act::Read | Act::Write { .. }, error)
+                if error == -libc::EINVAL && !op.plain && !self.disk.is_block() =>
+            {
+                return self.again(Op { plain: true, ..op });
+            }
+            (Act::Fallocate { .. }, error) if error == -libc::EOPNOTSUPP || error == -libc::ENOSYS => {
+                match kind {
+                    Kind::Zero { unmap, fast, .. } => self.disk.zero_raw(op.offset, op.len, unmap, fast),
+                    _ => Ok(()),
+                }
+            }
+            (_, error) if error < 0 => Err(io::Error::from_raw_os_error(-error)),
+            (Act::Fallocate { .. } | Act::Flush, _) => Ok(()),
+            (Act::Read, 0) => {
+                Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the disk has become shorter"))
+            }
+            (Act::Write { .. }, 0) => Err(io::ErrorKind::WriteZero.into()),
+            (Act::Read | Act::Write { .. }, count) if (count as u64) < op.len => {
+                let count = u64::from(count.unsigned_abs());
+                let (offset, from, len) = (op.offset + count, op.at + count as usize, op.len - count);
+                let memory = self.slots[op.slot].as_ref().map_or(0, |held| held.memory as usize);
+                let fits = self.disk.fits(offset, memory + from, len);
+                if fits || !self.disk.is_block() {
+                    return self.again(Op { offset, at: from, len, plain: op.plain || !fits, ..op });
+                }
+                self.by_hand(op.slot, op.act, offset, from, len)
+            }
+            _ => Ok(()),
+        };
+        let Some(held) = self.slots[op.slot].as_mut() else { return };
+        if let Err(e) = outcome {
+            held.error.get_or_insert_with(|| at(&self.disk.path, name(kind), op.offset, op.len, e));
+        }
+        held.left -= 1;
+        if held.left == 0 {
+            self.finish(op.slot);
+        }
+    }
+
+    /// Ahead of what waits: its request is older.
+    fn again(&mut self, op: Op) {
+        self.waiting.push_front(op);
+    }
+
+    /// The last operation of a request has completed.
+    fn finish(&mut self, slot: usize) {
+        let Some(held) = self.slots[slot].as_mut() else { return };
+        if held.error.is_none() && std::mem::take(&mut held.then_flush) {
+            held.left = 1;
+            let act = Act::Flush;
+            self.waiting.push_back(Op { slot, act, offset: 0, at: 0, len: 0, plain: true, patient: false });
+            return;
+        }
+        if let Some(held) = self.slots[slot].take() {
+            self.free_slots.push(slot);
+            let result = held.error.map_or(Ok(()), Err);
+            self.done.push_back(Done { request: held.request, result });
+        }
+    }
+
+    /// Completions without which no request can be done: waiting for fewer would only wake us in vain.
+    fn worth_waiting(&self) -> usize {
+        let least = self.slots.iter().flatten().map(|held| held.left).min().unwrap_or(1);
+        // With more to start, the disk must not run idle meanwhile.
+        let most = if self.waiting.is_empty() { self.depth } else { self.depth.div_ceil(4) };
+        least.min(most).clamp(1, self.under_way().max(1))
+    }
+}
+
+impl Queue for UringQueue {
+    fn submit(&mut self, mut request: Request) {
+        let memory = request.buf.memory();
+        let held = Slot { request, memory, left: 0, error: None, then_flush: false };
+        let slot = self.free_slots.pop().unwrap_or(self.slots.len());
+        if slot == self.slots.len() {
+            self.slots.push(None);
+        }
+        self.slots[slot] = Some(held);
+        self.in_flight += 1;
+        self.started = false;
+        let before = self.waiting.len();
+        if let Err(error) = self.cut(slot) {
+            // None of its operations has been started yet.
+            self.waiting.truncate(before);
+            if let Some(held) = self.slots[slot].as_mut() {
+                (held.left, held.then_flush, held.error) = (0, false, Some(error));
+            }
+        }
+        if self.slots[slot].as_ref().is_some_and(|held| held.left == 0) {
+            self.finish(slot);
+        }
+        self.fill();
+    }
+
+    fn start(&mut self) {
+        self.started = true;
+        self.fill();
+        if !self.ring.submission().is_empty() {
+            self.enter(0);
+        }
+    }
+
+    fn complete(&mut self, wait: bool) -> Option<Done> {
+        loop {
+            if self.done.is_empty() {
+                self.reap();
+                self.fill();
+            }
+            if let Some(done) = self.done.pop_front() {
+                self.in_flight -= 1;
+                return Some(done);
+            }
+            if self.under_way() == 0 && self.waiting.is_empty() {
+                return None;
+            }
+            if !wait {
+                if self.started {
+                    self.start();
+                }
+                return None;
+            }
+            self.started = true;
+            let want = self.worth_waiting();
+            self.enter(want);
+        }
+    }
+
+    fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.ring.as_fd())
+    }
+}
+
+impl Drop for UringQueue {
+    fn drop(&mut self) {
+        // What was not started stays undone; what was, uses the buffers until it has completed.
+        self.waiting.clear();
+        while self.under_way() > 0 {
+            let want = self.under_way();
+            self.enter(want);
+            self.reap();
+            self.waiting.clear();
+        }
+    }
+}
+
+fn name(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Read => "read",
+        Kind::Write { .. } => "write",
+        Kind::Zero { .. } => "zeroing",
+        Kind::Discard { .. } => "discard",
+        Kind::Flush => "flush",
+    }
+}
+
+/// The runs of adjacent pieces: offset, first byte in the buffer, length.
+fn merge(pieces: &Pieces) -> Vec<(u64, usize, u64)> {
+    let mut runs: Vec<(u64, usize, u64)> = Vec::with_capacity(pieces.len());
+    let mut from = 0;
+    for piece in pieces.iter().filter(|piece| piece.len > 0) {
+        match runs.last_mut() {
+            Some((offset, _, len)) if *offset + *len == piece.offset => *len += piece.len,
+            _ => runs.push((piece.offset, from, piece.len)),
+        }
+        from += piece.len as usize;
+    }
+    runs
+}
+
+/// A range in steps of at most [`LONGEST`].
+fn steps(range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
+    let mut at = range.start;
+    std::iter::from_fn(move || {
+        let start = at;
+        at = range.end.min(at + LONGEST);
+        (start < range.end).then_some(start..at)
+    })
+}
