@@ -15,7 +15,7 @@ pub mod guest;
 pub mod image;
 pub mod load;
 pub mod mount;
-pub mod nbd;
+pub use nbd::client as nbd;
 pub mod random;
 pub mod run;
 pub mod scene;

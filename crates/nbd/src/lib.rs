@@ -15,6 +15,7 @@
 //! # }
 //! ```
 
+pub mod client;
 mod context;
 mod export;
 mod handshake;
