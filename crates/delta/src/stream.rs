@@ -64,23 +64,32 @@ pub struct Units<R> {
     inner: R,
     units: u64,
     bytes: u64,
+    failed: bool,
 }
 
 impl<R: Read> Units<R> {
     /// The units of a stream that begins with a header.
     pub fn new(inner: R) -> Units<R> {
-        Units { inner, units: 0, bytes: 0 }
+        Units { inner, units: 0, bytes: 0, failed: false }
     }
 
     /// The next unit; `None` if the stream ends before its first byte. Bodies are read into aligned memory.
     ///
     /// # Errors
     /// [`Error::Torn`] if the stream ends inside the unit; [`Error::NotADelta`] or [`Error::Damaged`] for what is no unit.
+    /// After an error there is no telling where the next unit begins: [`Error::Refused`].
     #[expect(
         clippy::should_implement_trait,
         reason = "an iterator's result would hide the error that ends it"
     )]
     pub fn next(&mut self) -> Result<Option<Unit>> {
+        if self.failed {
+            return Err(Error::Refused { unit: self.units });
+        }
+        self.read().inspect_err(|_| self.failed = true)
+    }
+
+    fn read(&mut self) -> Result<Option<Unit>> {
         let mut prefix = [0; Unit::PREFIX];
         let got = self.fill(&mut prefix)?;
         // What does not even begin like a delta is none, however short.

@@ -1,0 +1,214 @@
+//! Combining and then merging is merging one after the other.
+
+use std::io::Cursor;
+
+use delta::{Error, Frame, Header, Method, Record, Resume, Writer, combine};
+use device::Buf;
+use proptest::prelude::*;
+use uuid::Uuid;
+
+use crate::model::{Change, changes, delta, epoch, frames, header, merge, read};
+
+fn fold(first: &[u8], second: &[u8], level: Option<i32>) -> delta::Result<Vec<u8>> {
+    let mut writer = Writer::new(Vec::new());
+    let totals = combine(first, Cursor::new(second), &mut writer, level)?;
+    let bytes = writer.into_inner();
+    let (_, frames) = read(&bytes)?;
+    assert_eq!(totals.frames, frames.len() as u64);
+    Ok(bytes)
+}
+
+fn sizes() -> impl Strategy<Value = [u64; 4]> {
+    // Growing, shrinking, and often staying.
+    proptest::collection::vec(prop_oneof![Just(12_000u64), 0u64..16_000], 4)
+        .prop_map(|s| [s[0], s[1], s[2], s[3]])
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+
+    #[test]
+    fn as_one_after_the_other(
+        (sizes, one, two, three) in sizes().prop_flat_map(|s| (Just(s), changes(s[1]), changes(s[2]), changes(s[3]))),
+        per_frame in 1usize..8,
+        level in proptest::option::of(1i32..3),
+        noise: u8,
+    ) {
+        let one = delta(&header(sizes[0], sizes[1], &[1, 2]), frames(&one, per_frame), None);
+        let two = delta(&header(sizes[1], sizes[2], &[2, 3]), frames(&two, per_frame + 1), Some(1));
+        let three = delta(&header(sizes[2], sizes[3], &[3, 4]), frames(&three, per_frame), None);
+        let start: Vec<u8> = (0..sizes[0]).map(|i| (i as u8).wrapping_mul(31).wrapping_add(noise) | 1).collect();
+        let mut expected = start.clone();
+        for delta in [&one, &two] {
+            merge(&mut expected, delta);
+        }
+        let pair = fold(&one, &two, level).unwrap();
+        let mut disk = start.clone();
+        merge(&mut disk, &pair);
+        prop_assert!(disk == expected);
+        merge(&mut expected, &three);
+        // Three fold either way.
+        for all in [fold(&pair, &three, level).unwrap(), fold(&one, &fold(&two, &three, None).unwrap(), level).unwrap()] {
+            let mut disk = start.clone();
+            merge(&mut disk, &all);
+            prop_assert!(disk == expected);
+            let (header, _) = read(&all).unwrap();
+            prop_assert_eq!(header.chain, [1, 2, 3, 4].map(epoch));
+            prop_assert_eq!((header.size_before, header.size_after), (sizes[0], sizes[3]));
+        }
+    }
+
+    #[test]
+    fn a_seed_and_what_follows_is_a_seed(seeded in changes(12_000), later in changes(12_000)) {
+        let mut first = header(0, 12_000, &[5]);
+        first.method = Method::Copy;
+        let first = delta(&first, frames(&seeded, 3), None);
+        let second = delta(&header(12_000, 12_000, &[5, 7]), frames(&later, 3), None);
+        let both = fold(&first, &second, None).unwrap();
+        let (header, _) = read(&both).unwrap();
+        prop_assert!(header.is_seed());
+        prop_assert_eq!(header.chain, [epoch(7)]);
+        let (mut disk, mut expected) = (Vec::new(), Vec::new());
+        merge(&mut disk, &both);
+        merge(&mut expected, &first);
+        merge(&mut expected, &second);
+        prop_assert!(disk == expected);
+    }
+}
+
+fn zero(offset: u64, len: u64) -> Frame {
+    Frame { records: vec![Record::Zero { offset, len }], data: Buf::new(0) }
+}
+
+#[test]
+fn what_was_cut_off_does_not_return() {
+    let shrink = delta(&header(10_000, 4000, &[1, 2]), vec![zero(0, 10)], None);
+    let grow = delta(&header(4000, 9000, &[2, 3]), vec![zero(8000, 500)], None);
+    let both = fold(&shrink, &grow, None).unwrap();
+    let mut disk = vec![1; 10_000];
+    merge(&mut disk, &both);
+    assert_eq!(disk.len(), 9000);
+    assert!(disk[4000..].iter().all(|&b| b == 0));
+    // It is one record, not three.
+    assert_eq!(read(&both).unwrap().1[0].records.last(), Some(&Record::Zero { offset: 4000, len: 5000 }));
+}
+
+#[test]
+fn the_second_may_begin_before_the_first_ends() {
+    let first = delta(&header(10_000, 10_000, &[1, 2, 3]), vec![zero(0, 10)], None);
+    let second = delta(&header(10_000, 10_000, &[2, 3, 4]), vec![zero(5, 10)], None);
+    let (header_read, frames) = read(&fold(&first, &second, None).unwrap()).unwrap();
+    assert_eq!(header_read.chain, [1, 2, 3, 4].map(epoch));
+    assert_eq!(frames[0].records, [Record::Zero { offset: 0, len: 15 }]);
+}
+
+#[test]
+fn large_ones_fill_their_frames() {
+    let size = 64 << 20;
+    let piece = |i: u64, fill| Change { offset: i * 300_000, len: 200_000, fill: Some(fill) };
+    let first: Vec<_> = (0..200).map(|i| piece(i, 1)).collect();
+    let second: Vec<_> = (0..200).step_by(3).map(|i| piece(i, 9)).collect();
+    let first = delta(&header(size, size, &[1, 2]), frames(&first, 4), None);
+    let second = delta(&header(size, size, &[2, 3]), frames(&second, 4), Some(1));
+    let both = fold(&first, &second, None).unwrap();
+    let (mut disk, mut expected) = (vec![0; size as usize], vec![0; size as usize]);
+    merge(&mut disk, &both);
+    merge(&mut expected, &first);
+    merge(&mut expected, &second);
+    assert!(disk == expected);
+    let (_, frames) = read(&both).unwrap();
+    assert!(frames.len() <= 200 * 200_000 / (900 << 10) + 1, "{} frames", frames.len());
+}
+
+#[test]
+fn two_that_do_not_belong_together() {
+    let first = header(10_000, 10_000, &[1, 2]);
+    let second = header(10_000, 10_000, &[2, 3]);
+    let refuse = |change: &dyn Fn(&mut Header, &mut Header), why: &str| {
+        let (mut first, mut second) = (first.clone(), second.clone());
+        change(&mut first, &mut second);
+        let (first, second) =
+            (delta(&first, vec![zero(0, 10)], None), delta(&second, vec![zero(0, 10)], None));
+        let error = fold(&first, &second, None).unwrap_err().to_string();
+        assert!(error.contains(why), "{error}, not: {why}");
+    };
+    refuse(&|_, s| s.source = Uuid::from_u128(8), "come from different sources");
+    refuse(
+        &|_, s| s.chain.remove(0).number = 0,
+        "the first delta ends at epoch 2 (00000000), the second covers",
+    );
+    refuse(&|_, s| s.chain[0].id = Uuid::from_u128(8), "does not begin or pass there");
+    refuse(&|_, s| s.size_before = 20_000, "another disk size");
+    refuse(&|_, s| s.binds = Some(Uuid::nil()), "the second delta was not tracked");
+    refuse(
+        &|_, s| (s.method, s.binds) = (Method::Compare, Some(Uuid::nil())),
+        "the second delta was not tracked",
+    );
+    let resume = Resume { stream: Uuid::nil(), frames: 1, digest: [0; 32] };
+    refuse(&|f, _| f.resumes = Some(resume), "the first delta goes on from an interrupted one");
+    refuse(&|_, s| s.resumes = Some(resume), "the second delta goes on from an interrupted one");
+    refuse(&|f, _| (f.method, f.binds) = (Method::Rolling, Some(Uuid::nil())), "may copy");
+}
+
+#[test]
+fn what_the_first_is_bound_to_binds_both() {
+    let mut first = header(10_000, 10_000, &[2]);
+    (first.method, first.binds) = (Method::Compare, Some(Uuid::from_u128(77)));
+    let mut second = header(10_000, 10_000, &[2, 3]);
+    second.fuzzy = true;
+    let (first, second) = (delta(&first, vec![zero(0, 10)], None), delta(&second, vec![], None));
+    let (both, _) = read(&fold(&first, &second, None).unwrap()).unwrap();
+    assert_eq!((both.method, both.binds, both.fuzzy), (Method::Compare, Some(Uuid::from_u128(77)), true));
+    assert_eq!(both.chain, [epoch(3)]);
+}
+
+#[test]
+fn damage_in_either_leaves_no_delta() {
+    let first = delta(&header(10_000, 10_000, &[1, 2]), vec![zero(0, 10), zero(50, 10)], None);
+    let second = delta(&header(10_000, 10_000, &[2, 3]), vec![zero(5, 10), zero(70, 10)], None);
+    for flip_first in [true, false] {
+        for at in 0..first.len().max(second.len()) {
+            let (mut first, mut second) = (first.clone(), second.clone());
+            let damaged = if flip_first { &mut first } else { &mut second };
+            let Some(byte) = damaged.get_mut(at) else { continue };
+            *byte ^= 4;
+            let mut writer = Writer::new(Vec::new());
+            let error = combine(&first[..], Cursor::new(&second), &mut writer, None).unwrap_err();
+            let which = if flip_first { "first" } else { "second" };
+            assert!(matches!(&error, Error::Of { which: w, .. } if *w == which), "{error}");
+            assert!(read(&writer.into_inner()).is_err(), "what was written is taken for a delta");
+        }
+    }
+}
+
+/// Shows another delta the second time it is read.
+struct Changing {
+    reads: [Cursor<Vec<u8>>; 2],
+    now: usize,
+}
+
+impl std::io::Read for Changing {
+    fn read(&mut self, buf: &mut [u8]) -> std::io::Result<usize> {
+        self.reads[self.now].read(buf)
+    }
+}
+
+impl std::io::Seek for Changing {
+    fn seek(&mut self, to: std::io::SeekFrom) -> std::io::Result<u64> {
+        if matches!(to, std::io::SeekFrom::Start(_)) {
+            self.now = 1;
+        }
+        self.reads[self.now].seek(to)
+    }
+}
+
+#[test]
+fn a_delta_that_changes_while_it_is_read() {
+    let first = delta(&header(10_000, 10_000, &[1, 2]), vec![zero(0, 10)], None);
+    let second = |at| Cursor::new(delta(&header(10_000, 10_000, &[2, 3]), vec![zero(at, 10)], None));
+    let changing = Changing { reads: [second(5), second(500)], now: 0 };
+    let mut writer = Writer::new(Vec::new());
+    let error = combine(&first[..], changing, &mut writer, None).unwrap_err();
+    assert!(matches!(error, Error::Changed), "{error}");
+    assert!(read(&writer.into_inner()).is_err());
+}
