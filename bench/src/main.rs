@@ -1,0 +1,196 @@
+//! Whole programs side by side: dsync beside the limit of what is possible, and beside its peers. Medians of interleaved
+//! rounds, printed as tables and written to a file.
+
+mod compress;
+mod content;
+mod dsync;
+mod idle;
+mod limit;
+mod paper;
+mod places;
+mod process;
+mod report;
+mod serve;
+mod sync;
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+
+use anyhow::{Context, Result};
+use clap::{Args, Parser, Subcommand};
+
+use report::Report;
+
+/// Measure dsync beside its peers. Needs root for cold caches, loop devices and network namespaces; what can't be had is
+/// left out, with a line that says so.
+#[derive(Parser)]
+#[command(name = "dsync-bench", version)]
+struct Cli {
+    #[command(flatten)]
+    bench: Bench,
+    #[command(subcommand)]
+    what: Option<What>,
+}
+
+/// What holds for every scenario.
+#[derive(Args)]
+struct Bench {
+    /// The dsync binary [default: the one beside this program]
+    #[arg(long, global = true, env = "DSYNC_BIN", value_name = "FILE")]
+    dsync: Option<PathBuf>,
+    /// Where images lie: a folder on the disk to be measured
+    #[arg(long, global = true, value_name = "DIR", default_value = "target/bench")]
+    dir: PathBuf,
+    /// A folder in memory
+    #[arg(long, global = true, value_name = "DIR", default_value = "/dev/shm")]
+    memory_dir: PathBuf,
+    /// The file for the results [default: bench/results/DATE.md]
+    #[arg(long, global = true, value_name = "FILE")]
+    out: Option<PathBuf>,
+    /// Small sizes and few rounds: to see that everything works
+    #[arg(long, global = true)]
+    quick: bool,
+    /// Rounds, of which the median is taken
+    #[arg(long, global = true, value_name = "COUNT")]
+    rounds: Option<usize>,
+    /// Size of the images in bytes
+    #[arg(long, global = true, value_name = "BYTES", value_parser = bytes)]
+    size: Option<u64>,
+    /// Seed of all content and all changes
+    #[arg(long, global = true, default_value_t = 1)]
+    seed: u64,
+    /// Percentages of changed blocks, for the scenario sync
+    #[arg(long, global = true, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=100))]
+    percent: Vec<u32>,
+    /// Only the peers whose name contains one of these words, and the limit
+    #[arg(long, global = true, value_delimiter = ',', value_name = "WORD")]
+    only: Vec<String>,
+    /// No line for every run
+    #[arg(long, global = true)]
+    quiet: bool,
+}
+
+#[derive(Subcommand)]
+enum What {
+    /// All scenarios, one after the other; also without a word
+    All,
+    /// An older copy brought up to date, 1, 10 and 50 % changed, warm and cold
+    Sync,
+    /// NBD servers side by side, and ours with cold regions and with an open view
+    Serve,
+    /// A disk of 64 TiB beside one of 1 GiB: idle, and with 1000 blocks changed; memory
+    Idle,
+    /// A compressible image over a link of 100 Mbit/s
+    Compress,
+    /// The limit: move blocks that are known, or all of them, with io_uring and past the page cache
+    Limit {
+        /// The file to read
+        source: PathBuf,
+        /// The file to write
+        destination: PathBuf,
+        /// The numbers of the blocks of 4 KiB, one a line
+        #[arg(long)]
+        list: Option<PathBuf>,
+    },
+    /// The paper's way: listed blocks to standard output, one at a time
+    #[command(hide = true)]
+    Extract { source: PathBuf, list: PathBuf },
+    /// The paper's way: blocks from standard input to their places
+    #[command(hide = true)]
+    Merge { destination: PathBuf },
+    /// A remote shell over a slow link: RATE in bits a second
+    #[command(hide = true)]
+    Rsh {
+        rate: u64,
+        host: String,
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        words: Vec<String>,
+    },
+}
+
+fn bytes(text: &str) -> Result<u64, String> {
+    let (number, shift) = match text.char_indices().last() {
+        Some((at, 'K' | 'k')) => (&text[..at], 10),
+        Some((at, 'M' | 'm')) => (&text[..at], 20),
+        Some((at, 'G' | 'g')) => (&text[..at], 30),
+        _ => (text, 0),
+    };
+    let number: u64 = number.parse().map_err(|_| format!("\"{text}\" is no size: write 4096, 256M or 4G"))?;
+    number
+        .checked_shl(shift)
+        .filter(|&bytes| bytes >> shift == number && bytes > 0)
+        .ok_or_else(|| "too large".into())
+}
+
+/// This program with one of its own subcommands.
+fn own(subcommand: &str) -> Command {
+    let program = std::env::current_exe().unwrap_or_else(|_| "dsync-bench".into());
+    let mut command = Command::new(program);
+    command.arg(subcommand);
+    command
+}
+
+fn scenarios(mut bench: Bench, what: What) -> Result<bool> {
+    process::catch_signals()?;
+    if bench.dsync.is_none() {
+        let beside = std::env::current_exe()?.with_file_name("dsync");
+        bench.dsync = beside.is_file().then_some(beside);
+    }
+    if let Some(path) = &mut bench.dsync {
+        *path =
+            std::fs::canonicalize(&*path).with_context(|| format!("{}: no dsync there", path.display()))?;
+    }
+    std::fs::create_dir_all(&bench.dir).with_context(|| bench.dir.display().to_string())?;
+    bench.dir = std::fs::canonicalize(&bench.dir)?;
+    let out = bench.out.clone();
+    let out = out.unwrap_or_else(|| Path::new("bench/results").join(format!("{}.md", report::date())));
+    let mut report = Report::new(bench.dsync.as_deref(), &bench.dir);
+    type Scenario = fn(&Bench, &mut Report) -> Result<()>;
+    let all: [(&str, Scenario); 4] = [
+        ("sync", sync::sync),
+        ("serve", serve::serve),
+        ("idle", idle::idle),
+        ("compress", compress::compress),
+    ];
+    let chosen = match what {
+        What::Sync => "sync",
+        What::Serve => "serve",
+        What::Idle => "idle",
+        What::Compress => "compress",
+        _ => "",
+    };
+    for (name, scenario) in all.into_iter().filter(|(name, _)| chosen.is_empty() || *name == chosen) {
+        if let Err(error) = scenario(&bench, &mut report) {
+            report.failed(name, &error);
+        }
+        if process::interrupted() {
+            break;
+        }
+    }
+    report.finish(&out)
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let result = match cli.what.unwrap_or(What::All) {
+        What::Limit { source, destination, list } => {
+            limit::run(&source, &destination, list.as_deref()).map(|()| true)
+        }
+        What::Extract { source, list } => paper::extract(&source, &list).map(|()| true),
+        What::Merge { destination } => paper::merge(&destination).map(|()| true),
+        What::Rsh { rate, host, words } => match compress::rsh(rate, &host, &words) {
+            Ok(code) => return ExitCode::from(u8::try_from(code).unwrap_or(255)),
+            Err(error) => Err(error),
+        },
+        what => scenarios(cli.bench, what),
+    };
+    match result {
+        _ if process::interrupted() => ExitCode::from(130),
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("dsync-bench: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

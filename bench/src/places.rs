@@ -1,0 +1,167 @@
+//! Places that must be given back: folders, loop devices, mounts, network namespaces. Dropping one gives it back.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use tempfile::TempDir;
+
+use crate::process::{self, command};
+
+const QUICK: Duration = Duration::from_secs(60);
+
+/// A temporary folder.
+pub fn scratch(parent: &Path) -> Result<TempDir> {
+    std::fs::create_dir_all(parent).with_context(|| parent.display().to_string())?;
+    TempDir::with_prefix_in("dsync-bench-", parent).with_context(|| parent.display().to_string())
+}
+
+/// A folder for sockets, whose paths must be short.
+pub fn sockets() -> Result<TempDir> {
+    Ok(TempDir::with_prefix("dsync-bench-")?)
+}
+
+/// True for root.
+pub fn root() -> bool {
+    rustix::process::geteuid().is_root()
+}
+
+/// Bytes free where a folder lies.
+pub fn free(folder: &Path) -> u64 {
+    rustix::fs::statvfs(folder).map_or(0, |stat| stat.f_bavail.saturating_mul(stat.f_frsize))
+}
+
+/// A sparse file.
+pub fn sparse(path: &Path, size: u64) -> Result<()> {
+    let file = std::fs::File::create(path).with_context(|| path.display().to_string())?;
+    file.set_len(size).with_context(|| format!("{}: {size} bytes", path.display()))
+}
+
+/// A file system on a loop device over a file.
+pub struct Loop {
+    device: String,
+    mounted: Option<PathBuf>,
+}
+
+impl Loop {
+    /// Makes a btrfs in a sparse file of `size` bytes and mounts it on a folder beside it.
+    pub fn btrfs(file: &Path, size: u64) -> Result<Loop> {
+        sparse(file, size)?;
+        process::run(command("mkfs.btrfs").args(["-q"]).arg(file), QUICK)?;
+        let attached =
+            process::run(command("losetup").args(["--find", "--show", "--direct-io=on"]).arg(file), QUICK)?;
+        let mut made = Loop { device: attached.stdout.trim().to_string(), mounted: None };
+        let folder = file.with_extension("mounted");
+        std::fs::create_dir_all(&folder)?;
+        process::run(
+            command("mount").args(["-t", "btrfs", "-o", "noatime", &made.device]).arg(&folder),
+            QUICK,
+        )?;
+        made.mounted = Some(folder);
+        Ok(made)
+    }
+
+    /// Where it is mounted.
+    pub fn folder(&self) -> &Path {
+        self.mounted.as_deref().unwrap_or(Path::new("/nonexistent"))
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        if let Some(folder) = &self.mounted {
+            if process::run_always(command("umount").arg(folder), QUICK).is_err() {
+                let _ = process::run_always(command("umount").arg("--lazy").arg(folder), QUICK);
+            }
+        }
+        if let Err(error) = process::run_always(command("losetup").args(["--detach", &self.device]), QUICK) {
+            eprintln!("{} is left behind: {error:#}", self.device);
+        }
+    }
+}
+
+/// Two network namespaces with a link between them.
+pub struct Network {
+    near: String,
+    far: String,
+}
+
+impl Network {
+    /// The far side's address.
+    pub const FAR: &str = "10.213.7.2";
+
+    /// A link of so many bits a second each way. Needs root.
+    pub fn new(bits_per_second: u64) -> Result<Network> {
+        ensure!(root(), "network namespaces need root");
+        let id = std::process::id();
+        let network = Network { near: format!("dsync-near-{id}"), far: format!("dsync-far-{id}") };
+        let ip = |line: &str| process::run(command("ip").args(line.split_whitespace()), QUICK).map(drop);
+        let (near, far) = (&network.near, &network.far);
+        // Two names of at most 15 bytes that nobody else has.
+        let (a, b) = (format!("dsa{id}"), format!("dsb{id}"));
+        ip(&format!("netns add {near}"))?;
+        ip(&format!("netns add {far}"))?;
+        ip(&format!("link add {a} netns {near} type veth peer name {b} netns {far}"))?;
+        for (space, device, address) in [(near, &a, "10.213.7.1"), (far, &b, Self::FAR)] {
+            ip(&format!("-n {space} address add {address}/24 dev {device}"))?;
+            ip(&format!("-n {space} link set {device} up"))?;
+            ip(&format!("-n {space} link set lo up"))?;
+            let shape = format!(
+                "-n {space} qdisc add dev {device} root tbf rate {bits_per_second}bit burst 64kb latency 100ms"
+            );
+            process::run(command("tc").args(shape.split_whitespace()), QUICK)?;
+        }
+        Ok(network)
+    }
+
+    /// The words before a command that runs it on the near side.
+    pub fn near(&self) -> [&str; 4] {
+        ["ip", "netns", "exec", &self.near]
+    }
+
+    /// The words before a command that runs it on the far side.
+    pub fn far(&self) -> [&str; 4] {
+        ["ip", "netns", "exec", &self.far]
+    }
+}
+
+impl Drop for Network {
+    fn drop(&mut self) {
+        for space in [&self.near, &self.far] {
+            if Path::new("/run/netns").join(space).exists() {
+                if let Err(error) = process::run_always(command("ip").args(["netns", "delete", space]), QUICK)
+                {
+                    eprintln!("network namespace {space} is left behind: {error:#}");
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_network_carries_and_is_given_back() {
+        let tools = ["ip", "tc", "bash"];
+        if !root() || tools.iter().any(|tool| dsync_tests::find(tool).is_none()) {
+            return println!("skipped: this needs root, ip, tc and bash");
+        }
+        // A kernel may lack namespaces, veth or tbf.
+        let network = match Network::new(100_000_000) {
+            Ok(network) => network,
+            Err(error) => return println!("skipped: {error:#}"),
+        };
+        let [ip, rest @ ..] = network.near();
+        // A refusal is an answer too, and needs nobody who listens.
+        let mut knock = command(ip);
+        knock.args(rest).args(["bash", "-c", &format!("exec 3<>/dev/tcp/{}/9", Network::FAR)]);
+        let error = process::run(&mut knock, QUICK).unwrap_err().to_string();
+        assert!(error.contains("refused"), "{error}");
+        let space = Path::new("/run/netns").join(&network.near);
+        assert!(space.exists());
+        drop(network);
+        assert!(!space.exists());
+    }
+}
