@@ -517,3 +517,10 @@ pub fn seed() -> u64 {
     println!("DSYNC_SEED={seed}");
     seed
 }
+
+/// The most memory this process has had, in bytes.
+pub fn peak() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find(|line| line.starts_with("VmHWM:")).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() << 10
+}
