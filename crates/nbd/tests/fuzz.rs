@@ -107,7 +107,8 @@ fn noise_does_no_harm() {
         usual(info);
     }));
     let seed = seed();
-    let runs = std::env::var("DSYNC_FUZZ_RUNS").map_or(3000, |runs| runs.parse().expect("DSYNC_FUZZ_RUNS: a number"));
+    let runs = std::env::var("DSYNC_FUZZ_RUNS")
+        .map_or(3000, |runs| runs.parse().expect("DSYNC_FUZZ_RUNS: a number"));
     // A run of the usual length is bounded in time on a slow machine too.
     let until = (runs <= 3000).then(|| Instant::now() + Duration::from_secs(20));
 

@@ -33,7 +33,8 @@ fn several(open: Arc<AtomicUsize>, opened: Arc<AtomicUsize>) -> Table {
             self.0.fetch_sub(1, Ordering::SeqCst);
         }
     }
-    let listed = ["one", "two"].map(|name| Listed { name: name.into(), description: format!("number {name}") });
+    let listed =
+        ["one", "two"].map(|name| Listed { name: name.into(), description: format!("number {name}") });
     let find = move |name: &str| {
         let (size, read_only) = match name {
             "one" => (1 << 20, false),
@@ -155,7 +156,8 @@ fn info_and_go() {
     // HAS_FLAGS, FLUSH, FUA, TRIM, WRITE_ZEROES, MULTI_CONN, CACHE, FAST_ZERO.
     let flags = 0b1101_0110_1101u16;
     let size_and_flags = [&[0, 0][..], &(1u64 << 20).to_be_bytes(), &flags.to_be_bytes()].concat();
-    let sizes = [&[0, 3][..], &1u32.to_be_bytes(), &4096u32.to_be_bytes(), &(32u32 << 20).to_be_bytes()].concat();
+    let sizes =
+        [&[0, 3][..], &1u32.to_be_bytes(), &4096u32.to_be_bytes(), &(32u32 << 20).to_be_bytes()].concat();
     let expected = [
         (3, size_and_flags),
         (3, b"\0\x01one".to_vec()),
@@ -310,7 +312,8 @@ fn silent_and_trickling_clients_are_dropped() {
     });
     // One that asks without end and never reads.
     let mut deaf = Client::connect(&server);
-    let deafening = std::thread::spawn(move || while deaf.stream.write_all(&option_bytes(77, &[0; 4096])).is_ok() {});
+    let deafening =
+        std::thread::spawn(move || while deaf.stream.write_all(&option_bytes(77, &[0; 4096])).is_ok() {});
     assert!(silent.is_closed());
     assert!(half.is_closed());
     trickle.join().unwrap();

@@ -92,7 +92,9 @@ fn random_requests_against_a_model() {
                 let server = serve(rig.clone());
                 let models: Vec<Vec<u8>> = std::thread::scope(|scope| {
                     let (server, seed) = (&server, seed ^ mode as u64 ^ connections << 8);
-                    let run = |at| move || exercise(server, structured, at * REGION, &mut Noise::new(seed + at), 40);
+                    let run = |at| {
+                        move || exercise(server, structured, at * REGION, &mut Noise::new(seed + at), 40)
+                    };
                     let running: Vec<_> = (0..connections).map(|at| scope.spawn(run(at))).collect();
                     running.into_iter().map(|one| one.join().expect("one client went well")).collect()
                 });

@@ -265,7 +265,8 @@ fn errors_of_the_disk_reach_the_client() {
         };
         let server = serve(Rig::new(16 * MIB, mode, Box::new(hook)));
         for client in &mut both(&server) {
-            for (at, code) in [(1, EIO), (2, ENOSPC), (3, ENOSPC), (4, EPERM), (5, EINVAL), (6, EIO), (7, 0)] {
+            for (at, code) in [(1, EIO), (2, ENOSPC), (3, ENOSPC), (4, EPERM), (5, EINVAL), (6, EIO), (7, 0)]
+            {
                 for command in [READ, WRITE, TRIM, ZEROES, CACHE] {
                     let payload = if command == WRITE { &noise(4096)[..] } else { &[] };
                     let answer = client.ask(command, 0, at * MIB, 4096, payload);
@@ -316,7 +317,9 @@ impl Context for Stripes {
 }
 
 fn with_stripes(export: &mut Export) {
-    for name in ["x-s:tripes", "x-bad:error", "x-bad:empty", "x-bad:zero", "x-odd:long", "x-odd:alike", "x-odd:many"] {
+    for name in
+        ["x-s:tripes", "x-bad:error", "x-bad:empty", "x-bad:zero", "x-odd:long", "x-odd:alike", "x-odd:many"]
+    {
         export.contexts.push(Arc::new(Stripes(name)));
     }
 }
@@ -503,7 +506,9 @@ fn many_requests_at_once() {
                 bytes.extend(block);
             }
             // In pieces that end anywhere.
-            let writing = std::thread::spawn(move || bytes.chunks(10_007).for_each(|part| writer.write_all(part).unwrap()));
+            let writing = std::thread::spawn(move || {
+                bytes.chunks(10_007).for_each(|part| writer.write_all(part).unwrap())
+            });
             let mut answered: Vec<u64> = (0..1000)
                 .map(|_| {
                     let reply = client.read::<16>();
@@ -517,7 +522,8 @@ fn many_requests_at_once() {
             // No more than the sockets hold: this client does not read while it writes.
             for _ in 0..20 {
                 let ask = |at| (client.request(READ, 0, at as u64 * 4096, 4096, &[]), at);
-                let mut asked: HashMap<u64, usize> = (0..50).map(|_| noise.below(1000) as usize).map(ask).collect();
+                let mut asked: HashMap<u64, usize> =
+                    (0..50).map(|_| noise.below(1000) as usize).map(ask).collect();
                 while !asked.is_empty() {
                     let (cookie, answer) = client.next();
                     assert!(answer.data == blocks[asked.remove(&cookie).unwrap()]);
@@ -536,7 +542,10 @@ fn disconnecting_lets_requests_finish() {
             let (gate, rig) = gated(mode);
             let server = serve(rig.clone());
             let mut client = Client::enter(&server, "disk", true, &[]);
-            let cookies = [client.request(WRITE, 0, 0, 512, &[9; 512]), client.request(WRITE, FUA, MIB, 512, &[9; 512])];
+            let cookies = [
+                client.request(WRITE, 0, 0, 512, &[9; 512]),
+                client.request(WRITE, FUA, MIB, 512, &[9; 512]),
+            ];
             match ending {
                 0 => client.send(&request_bytes(DISC, 0, 0, 0, 0)),
                 1 => client.stream.shutdown(Shutdown::Write).unwrap(),

@@ -70,7 +70,8 @@ impl Client {
     pub fn over(stream: UnixStream, flags: u32) -> Client {
         // Long enough for a busy machine, and no test hangs.
         stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
-        let mut client = Client { stream, structured: false, pending: HashMap::new(), cookie: 0x1234_5678_9abc_0000 };
+        let mut client =
+            Client { stream, structured: false, pending: HashMap::new(), cookie: 0x1234_5678_9abc_0000 };
         let greeting: [u8; 18] = client.read();
         assert_eq!(&greeting, b"NBDMAGICIHAVEOPT\0\x03");
         client.send(&flags.to_be_bytes());
@@ -163,7 +164,10 @@ impl Client {
         assert_eq!(replies.len(), 2, "{replies:?}");
         let data = &replies[0].1;
         assert_eq!((replies[0].0, &data[..2], data.len()), (3, &[0, 0][..], 12));
-        (u64::from_be_bytes(data[2..10].try_into().unwrap()), u16::from_be_bytes(data[10..].try_into().unwrap()))
+        (
+            u64::from_be_bytes(data[2..10].try_into().unwrap()),
+            u16::from_be_bytes(data[10..].try_into().unwrap()),
+        )
     }
 
     /// Sends a request and returns its cookie.
@@ -184,7 +188,8 @@ impl Client {
                 0x6744_6698 => {
                     let error = self.u32();
                     let cookie = self.u64();
-                    let (command, _, len, mut answer) = self.pending.remove(&cookie).expect("an answer to a request");
+                    let (command, _, len, mut answer) =
+                        self.pending.remove(&cookie).expect("an answer to a request");
                     assert!(!(self.structured && command == READ), "a simple reply to a structured read");
                     answer.error = error;
                     if command == READ && error == 0 {
@@ -197,7 +202,8 @@ impl Client {
                     let (flags, kind) = (self.u16(), self.u16());
                     let (cookie, len) = (self.u64(), self.u32());
                     let payload = self.read_vec(len as usize);
-                    let (command, offset, asked, answer) = self.pending.get_mut(&cookie).expect("an answer to a request");
+                    let (command, offset, asked, answer) =
+                        self.pending.get_mut(&cookie).expect("an answer to a request");
                     let (command, offset, asked) = (*command, *offset, *asked);
                     let number = |at: usize| u64::from_be_bytes(payload[at..at + 8].try_into().unwrap());
                     let short = |at: usize| u32::from_be_bytes(payload[at..at + 4].try_into().unwrap());
@@ -219,11 +225,15 @@ impl Client {
                         5 => {
                             assert_eq!(command, STATUS);
                             assert!(len > 4 && (len - 4) % 8 == 0);
-                            let runs = (0..(len as usize - 4) / 8).map(|i| (short(4 + 8 * i), short(8 + 8 * i)));
+                            let runs =
+                                (0..(len as usize - 4) / 8).map(|i| (short(4 + 8 * i), short(8 + 8 * i)));
                             assert!(answer.status.insert(short(0), runs.collect()).is_none());
                         }
                         0x8001 => {
-                            assert_eq!(len as usize, 6 + usize::from(u16::from_be_bytes([payload[4], payload[5]])));
+                            assert_eq!(
+                                len as usize,
+                                6 + usize::from(u16::from_be_bytes([payload[4], payload[5]]))
+                            );
                             answer.error = short(0);
                             assert_ne!(answer.error, 0);
                             answer.message = String::from_utf8(payload[6..].to_vec()).unwrap();
@@ -513,7 +523,8 @@ impl Noise {
 /// The seed of a run, printed: `DSYNC_SEED`, or the time.
 pub fn seed() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
-    let seed = std::env::var("DSYNC_SEED").map_or(now.as_nanos() as u64, |seed| seed.parse().expect("DSYNC_SEED: a number"));
+    let seed = std::env::var("DSYNC_SEED")
+        .map_or(now.as_nanos() as u64, |seed| seed.parse().expect("DSYNC_SEED: a number"));
     println!("DSYNC_SEED={seed}");
     seed
 }
