@@ -319,10 +319,12 @@ pub fn meta(name: &str, queries: &[&str]) -> Vec<u8> {
     data
 }
 
+type Open = dyn Fn(&str) -> Result<Export, Refusal> + Send + Sync;
+
 /// Exports made anew for each connection by a function of the name.
 pub struct Table {
     pub listed: Vec<Listed>,
-    pub open: Box<dyn Fn(&str) -> Result<Export, Refusal> + Send + Sync>,
+    pub open: Box<Open>,
 }
 
 impl Exports for Table {
