@@ -5,6 +5,7 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::ops::Deref;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -48,6 +49,10 @@ pub trait StateFile: Send + Sync {
     fn sync(&self) -> io::Result<()>;
     /// Maps the first `len` bytes, a multiple of 8, shared.
     fn map(&self, len: u64) -> io::Result<Mapping>;
+    /// Begins to write a range back and does not wait for it, so that a later [`StateFile::sync`] finds little to do. A hint.
+    fn write_back(&self, _offset: u64, _len: u64) {}
+    /// Drops what the page cache holds of a range that is durable already. A hint.
+    fn uncache(&self, _offset: u64, _len: u64) {}
 }
 
 /// Puts `content` in place of the file `name`, durably and whole: after a crash the old or the new content is there.
@@ -146,6 +151,16 @@ impl StateFile for RealFile {
     }
     fn map(&self, len: u64) -> io::Result<Mapping> {
         Mapping::new(&self.file, len)
+    }
+    fn write_back(&self, offset: u64, len: u64) {
+        if let (Ok(offset), Ok(len)) = (offset.try_into(), len.try_into()) {
+            // SAFETY: no memory is passed; the descriptor is open as long as `self` lives.
+            unsafe { libc::sync_file_range(self.file.as_raw_fd(), offset, len, libc::SYNC_FILE_RANGE_WRITE) };
+        }
+    }
+    fn uncache(&self, offset: u64, len: u64) {
+        let len = std::num::NonZeroU64::new(len);
+        let _ = rustix::fs::fadvise(&self.file, offset, len, rustix::fs::Advice::DontNeed);
     }
 }
 

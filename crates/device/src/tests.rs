@@ -347,3 +347,33 @@ fn punched_and_zeroed_space_is_given_back() {
         assert_eq!(runs, [0..1 << 20, 2 << 20..4 << 20, 5 << 20..8 << 20]);
     }
 }
+
+#[test]
+fn plain_calls_beside_a_busy_queue() {
+    // Kernels exist whose direct writes end only in the thread that began them, while a zeroing waits for their end.
+    let files = Files::new();
+    let disk = open(&files.make(8 << 20), &DIRECT).unwrap();
+    disk.write_at(0, &vec![1; 8 << 20]).unwrap();
+    let (say, done) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let mut queue = Arc::clone(&disk).queue(64).unwrap();
+        for round in 0..100u64 {
+            for n in 0..64 {
+                let pieces = [crate::Piece { offset: n * 65536, len: 65536 }].into_iter().collect();
+                let kind = crate::Kind::Write { fua: false };
+                queue.submit(crate::Request { kind, pieces, buf: crate::Buf::new(65536), token: 0 });
+            }
+            queue.start();
+            disk.zero(5 << 20, 100_000, round % 2 == 0, false).unwrap();
+            disk.discard(6 << 20, 100_000).unwrap();
+            disk.resize((8 << 20) - round).unwrap();
+            disk.write_at(7 << 20, &[3; 5000]).unwrap();
+            disk.flush().unwrap();
+            while let Some(done) = queue.complete(true) {
+                done.result.unwrap();
+            }
+        }
+        say.send(()).unwrap();
+    });
+    done.recv_timeout(std::time::Duration::from_secs(60)).expect("the thread hangs");
+}
