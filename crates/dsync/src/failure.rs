@@ -91,7 +91,9 @@ pub fn on_interrupt(quiet: bool) -> Result<()> {
     std::thread::Builder::new().name("signals".into()).spawn(move || {
         if signals.forever().next().is_some() {
             if !quiet {
-                eprintln!("\ndsync: interrupted: what has arrived is kept, run the same command again to go on");
+                eprintln!(
+                    "\ndsync: interrupted: what has arrived is kept, run the same command again to go on"
+                );
             }
             std::process::exit(i32::from(INTERRUPTED));
         }

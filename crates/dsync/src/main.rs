@@ -54,7 +54,8 @@ fn main() -> ExitCode {
 
 /// Called as `dmextract` or `dmmerge` the program takes the arguments that the paper gives them: one name.
 fn paper_names(words: Vec<OsString>) -> Result<Vec<OsString>, String> {
-    let called = words.first().map(std::path::Path::new).and_then(|p| p.file_name()).unwrap_or_default().to_owned();
+    let called =
+        words.first().map(std::path::Path::new).and_then(|p| p.file_name()).unwrap_or_default().to_owned();
     let command = match called.to_str() {
         Some("dmextract") => "extract",
         Some("dmmerge") => "merge",
@@ -63,7 +64,10 @@ fn paper_names(words: Vec<OsString>) -> Result<Vec<OsString>, String> {
     let asks_help = words.get(1).is_some_and(|w| w == "--help" || w == "-h" || w == "--version");
     if words.len() < 2 && !asks_help {
         let what = if command == "extract" { "NAME > DELTA" } else { "DEVICE < DELTA" };
-        return Err(format!("usage: {} {what}\n(the same as \"dsync {command}\", which takes options)", called.display()));
+        return Err(format!(
+            "usage: {} {what}\n(the same as \"dsync {command}\", which takes options)",
+            called.display()
+        ));
     }
     let mut all = vec![OsString::from("dsync"), command.into()];
     all.extend(words.into_iter().skip(1));

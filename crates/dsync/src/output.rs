@@ -33,7 +33,13 @@ const STATUS_EVERY: Duration = Duration::from_millis(500);
 impl Output {
     /// As the arguments ask.
     pub fn new(cli: &Cli) -> Output {
-        Output { json: cli.json, quiet: cli.quiet, verbose: cli.verbose > 0, to_stderr: false, bar: Mutex::new(None) }
+        Output {
+            json: cli.json,
+            quiet: cli.quiet,
+            verbose: cli.verbose > 0,
+            to_stderr: false,
+            bar: Mutex::new(None),
+        }
     }
 
     /// For commands whose standard output is a delta.

@@ -51,7 +51,10 @@ impl Exports for All {
         };
         let Some(served) = self.0.iter().find(|s| s.name == plain) else {
             let names: Vec<&str> = self.0.iter().map(|s| s.name.as_str()).collect();
-            return Err(Refusal::unknown(format!("there is no export \"{name}\" here, but: {}", names.join(", "))));
+            return Err(Refusal::unknown(format!(
+                "there is no export \"{name}\" here, but: {}",
+                names.join(", ")
+            )));
         };
         match (&served.what, view) {
             (What::Tracked(source), false) => {
@@ -119,15 +122,20 @@ impl Context for Changed {
     fn status(&self, offset: u64, len: u64, limit: usize) -> io::Result<Vec<Status>> {
         match &self.changes {
             None => Ok(vec![Status { len, flags: state::DIRTY }]),
-            Some(changes) => {
-                Ok(runs_of(offset, len, self.block_size, |blocks| changes.runs_in(blocks).take(limit).collect()))
-            }
+            Some(changes) => Ok(runs_of(offset, len, self.block_size, |blocks| {
+                changes.runs_in(blocks).take(limit).collect()
+            })),
         }
     }
 }
 
 /// Turns dirty runs of blocks into runs of bytes with flags, gapless from `offset` as far as the runs are known.
-fn runs_of(offset: u64, len: u64, block_size: u64, dirty: impl Fn(Range<u64>) -> Vec<Range<u64>>) -> Vec<Status> {
+fn runs_of(
+    offset: u64,
+    len: u64,
+    block_size: u64,
+    dirty: impl Fn(Range<u64>) -> Vec<Range<u64>>,
+) -> Vec<Status> {
     let end = offset + len;
     let mut statuses = Vec::new();
     let mut at = offset;
@@ -165,7 +173,8 @@ fn listen_unix(path: &Path) -> Result<(UnixListener, SocketFile)> {
     use std::os::unix::fs::FileTypeExt;
     match std::fs::symlink_metadata(path) {
         Ok(meta) if meta.file_type().is_socket() => {
-            std::fs::remove_file(path).with_context(|| format!("can't remove the dead socket {}", path.display()))?;
+            std::fs::remove_file(path)
+                .with_context(|| format!("can't remove the dead socket {}", path.display()))?;
         }
         Ok(_) => bail!("can't listen on {}: something that is no socket is there", path.display()),
         Err(_) => {}
@@ -189,7 +198,9 @@ pub fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> 
     for image in &args.images {
         let name = export_name(image);
         if all.iter().any(|s| s.name == name) {
-            return Err(Failure::usage(format!("two of the images would both be served as \"{name}\"")).into());
+            return Err(
+                Failure::usage(format!("two of the images would both be served as \"{name}\"")).into()
+            );
         }
         let what = if args.read_only {
             let options = device::Options { write: false, direct: args.direct, exclusive: false };
@@ -210,11 +221,14 @@ pub fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> 
         all.push(Served { name, what });
     }
     // Before anything can be connected to: a signal that comes now already ends everything in order.
-    let mut signals = signal_hook::iterator::Signals::new([signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM])?;
+    let mut signals =
+        signal_hook::iterator::Signals::new([signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM])?;
     let unix = args.socket.as_deref().map(listen_unix).transpose()?;
     let tcp = args
         .tcp
-        .map(|address| std::net::TcpListener::bind(address).with_context(|| format!("can't listen on {address}")))
+        .map(|address| {
+            std::net::TcpListener::bind(address).with_context(|| format!("can't listen on {address}"))
+        })
         .transpose()?;
     let controls: Vec<ControlServer> =
         sources.iter().map(|s| ControlServer::start(s.clone())).collect::<Result<_, _>>()?;
@@ -237,7 +251,11 @@ pub fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> 
                         (None, Some(last)) => format!("tracked since epoch {}", last.number),
                         (None, None) => "tracked".into(),
                     };
-                    format!("{}, blocks of {}, {trust}", units::size(source.disk().len()), units::size(source.about().block_size.into()))
+                    format!(
+                        "{}, blocks of {}, {trust}",
+                        units::size(source.disk().len()),
+                        units::size(source.about().block_size.into())
+                    )
                 }
             };
             format!("serving {} on {} ({about})", served.name, ways.join(" and "))

@@ -33,4 +33,5 @@ mod wire;
 pub use ends::{Link, Receiver, Sender, Traffic};
 pub use error::{Error, Result};
 pub use message::{MAX_BODY, MAX_HEAD, Message};
+pub use rate::Limited;
 pub use wire::{VERSION, widen};

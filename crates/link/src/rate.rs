@@ -1,5 +1,6 @@
 //! A bound on bytes per second.
 
+use std::io::{self, Write};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -34,5 +35,30 @@ impl Rate {
     /// Counts what was sent.
     pub(crate) fn charge(&mut self, bytes: u64) {
         self.free_at += Duration::from_secs_f64(bytes as f64 / self.per_second as f64);
+    }
+}
+
+/// A writer that lets no more through than so many bytes a second.
+pub struct Limited<W> {
+    inner: W,
+    rate: Rate,
+}
+
+impl<W: Write> Limited<W> {
+    /// Bounds `inner`.
+    pub fn new(inner: W, bytes_per_second: u64) -> Limited<W> {
+        Limited { inner, rate: Rate::new(bytes_per_second) }
+    }
+}
+
+impl<W: Write> Write for Limited<W> {
+    fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
+        self.rate.wait();
+        let written = self.inner.write(&buf[..buf.len().min(self.rate.chunk())])?;
+        self.rate.charge(written as u64);
+        Ok(written)
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        self.inner.flush()
     }
 }

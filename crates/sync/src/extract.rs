@@ -107,7 +107,9 @@ pub fn extract(
     let (_, _, bytes) = wanted.count(&*view).map_err(SyncError::io("look at the view"))?;
     let totals = Totals::default();
     let mut writer = Writer::new(out);
-    pack_wanted(ToWriter(&mut writer), &view, &header, &wanted, compress, &totals, &|done| progress(done, bytes))?;
+    pack_wanted(ToWriter(&mut writer), &view, &header, &wanted, compress, &totals, &|done| {
+        progress(done, bytes)
+    })?;
     writer.flush()?;
     let epoch = view.epoch();
     handle.acknowledge(BOOKMARK, epoch)?;
@@ -145,8 +147,10 @@ fn begin(handle: &Handle, since: Option<u64>) -> Result<Option<Epoch>, SyncError
                 [] => Ok(None),
                 [epoch] => Ok(Some(epoch)),
                 _ => {
-                    let list: Vec<String> =
-                        bookmarks.iter().map(|(name, b)| format!("{name} at epoch {}", b.epoch.number)).collect();
+                    let list: Vec<String> = bookmarks
+                        .iter()
+                        .map(|(name, b)| format!("{name} at epoch {}", b.epoch.number))
+                        .collect();
                     Err(SyncError::Refused(format!(
                         "the replicas of {path} stand at different epochs ({}): say which one with --since EPOCH",
                         list.join(", ")

@@ -49,13 +49,8 @@ pub enum Commit {
 pub(crate) struct Open {
     pub path: PathBuf,
     pub journal_dir: Option<PathBuf>,
-    /// The source's folder must not be its own replica's.
-    pub source: Uuid,
-    pub source_path: PathBuf,
     pub commit: Commit,
     pub adopt: bool,
-    /// Nothing will be written.
-    pub dry_run: bool,
 }
 
 /// What stands at the destination.
@@ -143,7 +138,10 @@ pub(crate) fn unexpected(message: &Message) -> SyncError {
         }
     }
     SyncError::Far {
-        message: format!("the far side said something out of turn (message kind {}): is it the same version?", message.kind),
+        message: format!(
+            "the far side said something out of turn (message kind {}): is it the same version?",
+            message.kind
+        ),
         class: Class::Failed,
     }
 }

@@ -16,8 +16,8 @@ use uuid::Uuid;
 
 use crate::error::SyncError;
 use crate::messages::{
-    CLAIM, COMMITTED, COMPARE, Commit, Committed, Compare, OPEN, Open, Part, STANDING, Standing, expect, of_unit,
-    unexpected,
+    CLAIM, COMMITTED, COMPARE, Commit, Committed, Compare, OPEN, Open, Part, STANDING, Standing, expect,
+    of_unit, unexpected,
 };
 use crate::read::{FrameReader, Packer, Wanted};
 
@@ -137,11 +137,8 @@ pub fn push(
     let open = Open {
         path: destination.to_path_buf(),
         journal_dir: options.journal_dir.clone(),
-        source: about.uuid,
-        source_path: about.path.clone(),
         commit: options.commit,
         adopt: options.adopt,
-        dry_run: options.dry_run,
     };
     sender.send_json(OPEN, &open)?;
     let standing: Standing = expect(&receiver, STANDING)?.json()?;
@@ -184,7 +181,8 @@ pub fn push(
 
     // Nothing changed and the replica stands at this epoch already: there is nothing to commit.
     let epoch = view.epoch();
-    let stands = matches!(standing.positions[..], [Part { epoch: Some(e), upto }] if e == epoch && upto == view.len());
+    let stands =
+        matches!(standing.positions[..], [Part { epoch: Some(e), upto }] if e == epoch && upto == view.len());
     if found.method == Method::Tracked && stands && !summary.resumed {
         sender.finish()?;
         handle.acknowledge(&bookmark, epoch)?;
@@ -251,11 +249,8 @@ fn choose(handle: &Handle, standing: &Standing, options: &Options) -> Result<Way
             _ => Ok(Way::Copy),
         };
     }
-    let positions: Option<Vec<Position>> = standing
-        .positions
-        .iter()
-        .map(|p| Some(Position { epoch: p.epoch?, upto: p.upto }))
-        .collect();
+    let positions: Option<Vec<Position>> =
+        standing.positions.iter().map(|p| Some(Position { epoch: p.epoch?, upto: p.upto })).collect();
     if options.how == How::Compare {
         return Ok(Way::Compare("asked for".into()));
     }
@@ -304,7 +299,12 @@ fn find(handle: &Handle, view: &Arc<View>, way: Way, standing: &Standing) -> Res
         Way::Compare(why) => {
             // What a cut-off transfer left is compared away: digests are those of the destination itself.
             header.resumes = None;
-            Ok(Found { method: Method::Compare, trust: format!("compared: {why}"), header, wanted: nothing() })
+            Ok(Found {
+                method: Method::Compare,
+                trust: format!("compared: {why}"),
+                header,
+                wanted: nothing(),
+            })
         }
         Way::Copy => {
             header.method = Method::Copy;
@@ -421,7 +421,9 @@ fn send_wanted(
     progress: Progress<'_>,
 ) -> Result<(), SyncError> {
     let (_, _, bytes) = found.wanted.count(&**view).map_err(SyncError::io("look at the view"))?;
-    pack_wanted(sender, view, &found.header, &found.wanted, options.compress, totals, &|done| progress(done, bytes))
+    pack_wanted(sender, view, &found.header, &found.wanted, options.compress, totals, &|done| {
+        progress(done, bytes)
+    })
 }
 
 /// Reads what is wanted from a view, packs it as a delta, and hands its units on, in order.
@@ -523,7 +525,8 @@ fn send_differences(
     let mut emit = |frame: Frame| -> std::io::Result<()> {
         totals.add(&frame, u64::from(block_size));
         let end = frame.records.last().map_or(0, |r| r.end());
-        let sent = encoder.frame(frame).map_err(SyncError::from).and_then(|unit| Ok(sender.send(of_unit(unit))?));
+        let sent =
+            encoder.frame(frame).map_err(SyncError::from).and_then(|unit| Ok(sender.send(of_unit(unit))?));
         match sent {
             Ok(()) => {
                 view.taken(end);
@@ -549,7 +552,9 @@ fn send_differences(
         Ok(read) => totals.read.fetch_add(read, Relaxed),
         Err(error) => {
             let heard = heard_trouble.into_inner().unwrap_or_else(|e| e.into_inner());
-            return Err(trouble.or(heard).unwrap_or_else(|| SyncError::io("compare the view of the source")(error)));
+            return Err(trouble
+                .or(heard)
+                .unwrap_or_else(|| SyncError::io("compare the view of the source")(error)));
         }
     };
     view.verify().map_err(SyncError::io("read the view of the source"))?;

@@ -121,7 +121,9 @@ impl Wants<'_> {
         let mut at = range.start;
         while at < range.end {
             let data = match self.disk.allocated(at)? {
-                Some(data) => (data.start / bs * bs).clamp(at, range.end)..round(data.end, bs).clamp(at, range.end),
+                Some(data) => {
+                    (data.start / bs * bs).clamp(at, range.end)..round(data.end, bs).clamp(at, range.end)
+                }
                 None => range.end..range.end,
             };
             if data.start > at {
@@ -183,7 +185,8 @@ impl Job {
             buf = Buf::new(bytes as usize);
         }
         buf.set_len(bytes as usize);
-        let pieces: Pieces = self.spans.iter().map(|s| Piece { offset: s.start, len: s.end - s.start }).collect();
+        let pieces: Pieces =
+            self.spans.iter().map(|s| Piece { offset: s.start, len: s.end - s.start }).collect();
         Request { kind: Kind::Read, pieces, buf, token }
     }
 
@@ -366,7 +369,9 @@ impl Packer {
         }
         match difference {
             compare::Difference::Zero(range) => match self.records.last_mut() {
-                Some(Record::Zero { offset, len }) if *offset + *len == range.start => *len += range.end - range.start,
+                Some(Record::Zero { offset, len }) if *offset + *len == range.start => {
+                    *len += range.end - range.start
+                }
                 _ => self.records.push(Record::Zero { offset: range.start, len: range.end - range.start }),
             },
             compare::Difference::Data { offset, data } => {

@@ -1,0 +1,97 @@
+//! `dsync inspect` and `dsync combine`: deltas as files.
+
+use std::fs::File;
+use std::io::{BufReader, IsTerminal, Read, stdin, stdout};
+use std::path::Path;
+
+use anyhow::{Context as _, Result};
+use delta::{Event, Header, Reader, Totals, Writer};
+use serde::Serialize;
+
+use crate::args;
+use crate::failure::Failure;
+use crate::output::Output;
+use crate::units;
+
+#[derive(Serialize)]
+struct Inspected {
+    header: Header,
+    totals: Totals,
+    bytes: u64,
+}
+
+fn open(path: &Path) -> Result<File> {
+    File::open(path).with_context(|| format!("can't open the delta {}", path.display()))
+}
+
+/// Says what a delta holds, having verified all of it.
+pub fn inspect(args: &args::Inspect, output: &Output) -> Result<()> {
+    let (name, input): (String, Box<dyn Read>) = if args.delta == Path::new("-") {
+        ("standard input".into(), Box::new(stdin().lock()))
+    } else {
+        (args.delta.display().to_string(), Box::new(open(&args.delta)?))
+    };
+    let mut reader = Reader::new(BufReader::with_capacity(1 << 20, input));
+    let whole = |e: delta::Error| anyhow::Error::from(e).context(format!("delta {name}"));
+    let mut totals = None;
+    let header = reader.header().map_err(whole)?.clone();
+    while let Some(event) = reader.next().map_err(whole)? {
+        if let Event::End(end) = event {
+            totals = Some(end);
+        }
+    }
+    reader.expect_end().map_err(whole)?;
+    let totals = totals.unwrap_or_default();
+    let bytes = reader.bytes();
+    let first = header.chain.first().map_or(0, |e| e.number);
+    let last = header.to().map_or(0, |e| e.number);
+    output.say(&format!("delta {name}: whole, {}", units::size(bytes)));
+    output.say(&format!("  source   {}", header.source));
+    output.say(&if header.is_seed() {
+        format!("  epochs   the whole disk at {last}")
+    } else {
+        format!("  epochs   {first} to {last}, fits {} of them", header.chain.len())
+    });
+    output.say(&format!("  method   {}{}", header.method, if header.fuzzy { ", fuzzy" } else { "" }));
+    output.say(&match header.size_before == header.size_after || header.is_seed() {
+        true => format!("  disk     {}", units::size(header.size_after)),
+        false => format!(
+            "  disk     {}, before {}",
+            units::size(header.size_after),
+            units::size(header.size_before)
+        ),
+    });
+    output.say(&format!("  blocks   of {}", units::size(header.block_size.into())));
+    output.say(&format!("  data     {}", units::size(totals.data)));
+    output.say(&format!("  zeroes   {}", units::size(totals.zero)));
+    output.say(&format!(
+        "  records  {} in {} frames",
+        units::count(totals.records),
+        units::count(totals.frames)
+    ));
+    output.summary(&Inspected { header, totals, bytes });
+    Ok(())
+}
+
+/// Folds two deltas into one.
+pub fn combine(args: &args::Combine, output: &Output) -> Result<()> {
+    if stdout().is_terminal() {
+        return Err(Failure::usage("a delta is no text: dsync combine A B > C").into());
+    }
+    let mut writer = Writer::new(stdout().lock());
+    let totals = delta::combine(
+        BufReader::with_capacity(1 << 20, open(&args.first)?),
+        BufReader::with_capacity(1 << 20, open(&args.second)?),
+        &mut writer,
+        None,
+    )
+    .map_err(|e| match e {
+        delta::Error::Sources { .. } | delta::Error::Apart { .. } => {
+            anyhow::Error::from(Failure::refused(e.to_string()))
+        }
+        other => other.into(),
+    })?;
+    writer.flush()?;
+    output.say(&format!("{} of data, {} of zeroes", units::size(totals.data), units::size(totals.zero)));
+    Ok(())
+}

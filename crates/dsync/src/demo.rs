@@ -1,0 +1,330 @@
+//! `dsync demo`: the whole thing on a scratch disk. A disk image is served, a file system made and filled through its NBD
+//! export, a replica seeded, a little changed, the replica synced and compared byte for byte.
+
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use nbd::client::{Address, Client};
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::args;
+use crate::failure::Failure;
+use crate::output::Output;
+use crate::units;
+
+/// Files on the scratch disk, and bytes of each.
+const FILES: u32 = 200;
+const FILE: usize = 1 << 20;
+/// Files that are changed, and bytes of each change.
+const CHANGED: u32 = 12;
+const CHANGE: usize = 20_000;
+
+/// The smallest disk that holds the files.
+const LEAST: u64 = 512 << 20;
+
+/// The server, ended with the demo.
+struct Server(Child);
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = rustix::process::Pid::from_raw(self.0.id() as i32)
+            .map(|pid| rustix::process::kill_process(pid, rustix::process::Signal::TERM));
+        let _ = self.0.wait();
+    }
+}
+
+/// The export as a disk that a file system can be made on: reads, writes and a position. Writes are kept together, so that
+/// neighbouring ones travel as one request.
+struct ExportDisk {
+    client: Client,
+    size: u64,
+    at: u64,
+    pending: Vec<u8>,
+    pending_at: u64,
+}
+
+impl ExportDisk {
+    const TOGETHER: usize = 256 << 10;
+
+    fn send(&mut self) -> io::Result<()> {
+        if !self.pending.is_empty() {
+            self.client.write(self.pending_at, &self.pending)?;
+            self.pending.clear();
+        }
+        Ok(())
+    }
+}
+
+impl Read for ExportDisk {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        self.send()?;
+        let len = (buf.len() as u64).min(self.size.saturating_sub(self.at)).min(1 << 20);
+        if len > 0 {
+            buf[..len as usize].copy_from_slice(&self.client.read(self.at, len as u32)?);
+            self.at += len;
+        }
+        Ok(len as usize)
+    }
+}
+
+impl Write for ExportDisk {
+    fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
+        let follows = self.pending_at + self.pending.len() as u64 == self.at;
+        if !follows || self.pending.len() >= Self::TOGETHER {
+            self.send()?;
+        }
+        if self.pending.is_empty() {
+            self.pending_at = self.at;
+        }
+        self.pending.extend_from_slice(buf);
+        self.at += buf.len() as u64;
+        Ok(buf.len())
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        self.send()?;
+        self.client.flush()
+    }
+}
+
+impl Seek for ExportDisk {
+    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+        let at = match to {
+            SeekFrom::Start(at) => Some(at),
+            SeekFrom::End(by) => self.size.checked_add_signed(by),
+            SeekFrom::Current(by) => self.at.checked_add_signed(by),
+        };
+        self.at = at.ok_or(io::ErrorKind::InvalidInput)?;
+        Ok(self.at)
+    }
+}
+
+fn connect(socket: &Path) -> Result<ExportDisk> {
+    let client =
+        Client::connect(&Address::from(socket), "disk").context("can't connect to the demo's server")?;
+    let size = client.size;
+    Ok(ExportDisk { client, size, at: 0, pending: Vec::new(), pending_at: 0 })
+}
+
+/// Bytes that no compressor and no zero detection makes disappear.
+fn noise(seed: u64, len: usize) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut bytes = Vec::with_capacity(len + 8);
+    while bytes.len() < len {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        bytes.extend_from_slice(&state.to_le_bytes());
+    }
+    bytes.truncate(len);
+    bytes
+}
+
+fn fill(disk: ExportDisk) -> Result<()> {
+    let mut disk = disk;
+    fatfs::format_volume(&mut disk, fatfs::FormatVolumeOptions::new().volume_label(*b"DSYNC DEMO "))
+        .context("can't make a file system on the export")?;
+    let volume = fatfs::FileSystem::new(disk, fatfs::FsOptions::new()).context("can't mount the export")?;
+    for number in 0..FILES {
+        let mut file = volume.root_dir().create_file(&format!("file-{number:03}.bin"))?;
+        file.write_all(&noise(u64::from(number) + 1, FILE))?;
+    }
+    volume.unmount().context("can't unmount the export")
+}
+
+fn change(disk: ExportDisk) -> Result<()> {
+    let volume = fatfs::FileSystem::new(disk, fatfs::FsOptions::new()).context("can't mount the export")?;
+    for number in 0..CHANGED {
+        let mut file = volume.root_dir().open_file(&format!("file-{:03}.bin", number * FILES / CHANGED))?;
+        file.seek(SeekFrom::Start(u64::from(number) * 50_000))?;
+        file.write_all(&noise(u64::from(number) + 1000, CHANGE))?;
+    }
+    let mut file = volume.root_dir().create_file("one-more.txt")?;
+    file.write_all(b"written after the seed\n")?;
+    drop(file);
+    volume.unmount().context("can't unmount the export")
+}
+
+/// One line of the table.
+#[derive(Debug, Serialize)]
+struct Row {
+    what: &'static str,
+    blocks: Option<u64>,
+    bytes_read: u64,
+    bytes_sent: u64,
+    bytes_written: u64,
+    seconds: f64,
+}
+
+fn sync(dsync: &Path, state: &Path, from: &Path, to: &Path, what: &'static str) -> Result<Row> {
+    let output = Command::new(dsync)
+        .args(["--json", "--state-dir"])
+        .arg(state)
+        .arg("sync")
+        .arg(from)
+        .arg(to)
+        .stderr(Stdio::piped())
+        .output()
+        .context("can't run dsync")?;
+    ensure!(
+        output.status.success(),
+        "the demo's sync failed: {}",
+        String::from_utf8_lossy(&output.stderr).trim()
+    );
+    let lines = String::from_utf8_lossy(&output.stdout);
+    let summary = lines
+        .lines()
+        .filter_map(|l| serde_json::from_str::<Value>(l).ok())
+        .find(|v| v["message_type"] == "summary")
+        .context("the demo's sync gave no summary")?;
+    let field = |name: &str| summary[name].as_u64().unwrap_or(0);
+    Ok(Row {
+        what,
+        blocks: Some(field("blocks_changed")),
+        bytes_read: field("bytes_read"),
+        bytes_sent: field("bytes_sent"),
+        bytes_written: field("bytes_written"),
+        seconds: summary["seconds"].as_f64().unwrap_or(0.0),
+    })
+}
+
+/// Copies everything, for comparison: as `dd` would, and durably.
+fn full_copy(from: &Path, to: &Path) -> Result<Row> {
+    let began = Instant::now();
+    let (mut from, mut to) = (File::open(from)?, File::create(to)?);
+    let mut buffer = vec![0u8; 4 << 20];
+    let mut bytes = 0;
+    loop {
+        let got = from.read(&mut buffer)?;
+        if got == 0 {
+            break;
+        }
+        to.write_all(&buffer[..got])?;
+        bytes += got as u64;
+    }
+    to.sync_all()?;
+    Ok(Row {
+        what: "a full copy",
+        blocks: None,
+        bytes_read: bytes,
+        bytes_sent: bytes,
+        bytes_written: bytes,
+        seconds: began.elapsed().as_secs_f64(),
+    })
+}
+
+fn equal(a: &Path, b: &Path) -> Result<()> {
+    let (mut a, mut b) = (File::open(a)?, File::open(b)?);
+    ensure!(a.metadata()?.len() == b.metadata()?.len(), "the replica has another size");
+    let (mut x, mut y) = (vec![0u8; 1 << 20], vec![0u8; 1 << 20]);
+    let mut at = 0u64;
+    loop {
+        let got = a.read(&mut x)?;
+        b.read_exact(&mut y[..got])?;
+        if got == 0 {
+            return Ok(());
+        }
+        if let Some(first) = x[..got].iter().zip(&y[..got]).position(|(x, y)| x != y) {
+            bail!("the replica differs at byte {}", at + first as u64);
+        }
+        at += got as u64;
+    }
+}
+
+fn serve(dsync: &Path, state: &Path, image: &Path, socket: &Path) -> Result<Server> {
+    let child = Command::new(dsync)
+        .arg("--state-dir")
+        .arg(state)
+        .arg("serve")
+        .arg(image)
+        .arg("--socket")
+        .arg(socket)
+        .stdout(Stdio::null())
+        .spawn()
+        .context("can't start the demo's server")?;
+    let mut server = Server(child);
+    let began = Instant::now();
+    while !socket.exists() {
+        if let Some(status) = server.0.try_wait()? {
+            bail!("the demo's server ended ({status})");
+        }
+        ensure!(began.elapsed() < Duration::from_secs(10), "the demo's server does not come up");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(server)
+}
+
+/// Runs the demo.
+pub fn run(args: &args::Demo, output: &Output) -> Result<()> {
+    if args.size < LEAST || args.size % 4096 != 0 {
+        return Err(Failure::usage(format!(
+            "the demo's disk has at least {} and whole blocks of 4 KiB",
+            units::size(LEAST)
+        ))
+        .into());
+    }
+    let dsync = std::env::current_exe().context("can't find this program")?;
+    let folder = tempfile::Builder::new().prefix("dsync-demo-").tempdir().context("can't make a folder")?;
+    let at = |name: &str| -> PathBuf { folder.path().join(name) };
+    let (image, replica, socket, state) = (at("disk.raw"), at("replica.raw"), at("socket"), at("state"));
+    File::create(&image)?.set_len(args.size)?;
+    output.say(&format!(
+        "A scratch disk of {}, served as an NBD export from {}.",
+        units::size(args.size),
+        image.display()
+    ));
+    let server = serve(&dsync, &state, &image, &socket)?;
+    fill(connect(&socket)?)?;
+    output.say(&format!(
+        "A FAT file system with {FILES} files of {} was made on it, through the export.",
+        units::size(FILE as u64)
+    ));
+    let seed = sync(&dsync, &state, &image, &replica, "seed, the first sync")?;
+    change(connect(&socket)?)?;
+    output.say(&format!("Then {CHANGED} of the files were changed in the middle, and one was added."));
+    let delta = sync(&dsync, &state, &image, &replica, "sync of the changes")?;
+    equal(&image, &replica)?;
+    output.say("The replica is equal to the disk, byte for byte.\n");
+    let copy = full_copy(&image, &at("copy.raw"))?;
+    drop(server);
+
+    output.say(&format!(
+        "{:<24}{:>10}{:>12}{:>12}{:>12}{:>10}",
+        "", "blocks", "read", "sent", "written", "time"
+    ));
+    for row in [&seed, &delta, &copy] {
+        output.say(&format!(
+            "{:<24}{:>10}{:>12}{:>12}{:>12}{:>10}",
+            row.what,
+            row.blocks.map_or_else(|| "all".into(), units::count),
+            units::size(row.bytes_read),
+            units::size(row.bytes_sent),
+            units::size(row.bytes_written),
+            units::seconds(row.seconds)
+        ));
+    }
+    output.say(&format!(
+        "\nThe sync moved {} of {}: {:.0} times less than the full copy, in {:.0} times less time.",
+        units::size(delta.bytes_sent),
+        units::size(args.size),
+        copy.bytes_sent as f64 / delta.bytes_sent.max(1) as f64,
+        copy.seconds / delta.seconds.max(1e-6)
+    ));
+    #[derive(Serialize)]
+    struct Summary<'a> {
+        disk_size: u64,
+        equal: bool,
+        seed: &'a Row,
+        delta: &'a Row,
+        copy: &'a Row,
+    }
+    output.summary(&Summary { disk_size: args.size, equal: true, seed: &seed, delta: &delta, copy: &copy });
+    if args.keep {
+        output.say(&format!("Everything is kept in {}.", folder.keep().display()));
+    }
+    Ok(())
+}

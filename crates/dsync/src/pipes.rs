@@ -1,0 +1,75 @@
+//! `dsync extract` and `dsync merge`: the two halves of a sync, with any pipe between.
+
+use std::io::{IsTerminal, stdin, stdout};
+
+use anyhow::{Result, bail};
+use source::{Handle, StateDir};
+
+use crate::args;
+use crate::failure::Failure;
+use crate::output::Output;
+use crate::sync_command::commit;
+use crate::units;
+
+/// Writes the changed blocks to standard output.
+pub fn extract(args: &args::Extract, state: &StateDir, output: &Output) -> Result<()> {
+    if stdout().is_terminal() {
+        return Err(Failure::usage(
+            "a delta is no text: send it somewhere, as in \"dsync extract SRC > vm.delta\" or \"… | ssh backup dsync merge DST\"",
+        )
+        .into());
+    }
+    let handle = Handle::attach(state, &args.source, &crate::source_options(&args.open)?)?;
+    let progress = |done, total| output.progress(done, total);
+    let result = match args.bwlimit {
+        Some(0) => return Err(Failure::usage("--bwlimit takes a rate above zero, such as 10M").into()),
+        Some(rate) => {
+            let out = link::Limited::new(stdout().lock(), rate);
+            sync::extract(&handle, args.since, args.compress, out, &progress)
+        }
+        None => {
+            link::widen(&stdout());
+            sync::extract(&handle, args.since, args.compress, stdout().lock(), &progress)
+        }
+    };
+    output.finish();
+    let closed = handle.close();
+    let extracted = result?;
+    closed?;
+    let from = match extracted.since {
+        Some(epoch) => format!("epoch {epoch} to {}", extracted.epoch),
+        None => format!("the whole disk at epoch {}", extracted.epoch),
+    };
+    output.say(&format!(
+        "{}: {from}, {} blocks, {} written in {}",
+        extracted.source.display(),
+        units::count(extracted.blocks_changed),
+        units::size(extracted.bytes_sent),
+        units::seconds(extracted.seconds)
+    ));
+    output.summary(&extracted);
+    Ok(())
+}
+
+/// Merges a delta from standard input.
+pub fn merge(args: &args::Merge, state: &StateDir, output: &Output) -> Result<()> {
+    if stdin().is_terminal() {
+        bail!(Failure::usage("merge reads a delta from standard input: dsync merge DST < vm.delta"));
+    }
+    link::widen(&stdin());
+    let path = std::path::absolute(&args.destination)?;
+    let merged = sync::merge(&path, args.journal_dir.as_deref(), commit(args.commit), state, stdin().lock())?;
+    if let Some(recovered) = &merged.recovered {
+        output.warn(recovered);
+    }
+    output.say(&format!(
+        "{} is at epoch {}: {} merged, {} written in {}",
+        path.display(),
+        merged.epoch,
+        units::size(merged.bytes_read),
+        units::size(merged.bytes_written),
+        units::seconds(merged.seconds)
+    ));
+    output.summary(&merged);
+    Ok(())
+}

@@ -1,0 +1,212 @@
+//! `dsync status` and `dsync recover`.
+
+use std::path::Path;
+
+use anyhow::{Result, bail};
+use replica::{Replica, State};
+use serde::Serialize;
+use source::{About, Bookmarks, Client, History, Position, StateDir, Status};
+
+use crate::args;
+use crate::output::Output;
+use crate::units;
+
+/// What is known of a source.
+#[derive(Serialize)]
+struct SourceStatus {
+    kind: &'static str,
+    path: std::path::PathBuf,
+    uuid: uuid::Uuid,
+    block_size: u32,
+    size: Option<u64>,
+    /// The last epoch.
+    epoch: Option<u64>,
+    epochs: Vec<source::EpochInfo>,
+    served: Option<Status>,
+    replicas: Vec<Lacking>,
+}
+
+/// A replica as its source knows it.
+#[derive(Serialize)]
+struct Lacking {
+    replica: String,
+    epoch: u64,
+    time: u64,
+    /// Blocks that it lacks up to the last epoch; `None` where that is not known.
+    blocks: Option<u64>,
+    why: Option<String>,
+}
+
+/// Says what is followed, and what each replica lacks.
+pub fn run(args: &args::Status, state: &StateDir, output: &Output) -> Result<()> {
+    let sources = match &args.path {
+        Some(what) => match state.source(what)? {
+            Some(found) => vec![found],
+            None => return replica(Path::new(what), state, output, false),
+        },
+        None => state.sources()?,
+    };
+    if sources.is_empty() {
+        output.say(&format!(
+            "nothing is followed yet (state directory {}): begin with \"dsync serve\" or \"dsync sync\"",
+            state.path().display()
+        ));
+    }
+    for (place, about) in sources {
+        source_status(&place, about, output)?;
+    }
+    Ok(())
+}
+
+fn source_status(place: &Path, about: About, output: &Output) -> Result<()> {
+    let folder = device::Dir::open(place)?;
+    let history = History::read(&folder)?;
+    let size = device::identity(&about.path).ok().map(|i| i.size);
+    let served = match Client::connect(place)? {
+        Some(client) => Some(client.status()?),
+        None => None,
+    };
+    let block_size = about.block_size;
+    let lacks = |position: Position| {
+        let blocks = extents::Bitmap::new(position.upto.div_ceil(u64::from(block_size)));
+        history.changes_since(&[position], block_size, &blocks).map(|_| blocks.count())
+    };
+    let replicas: Vec<Lacking> = Bookmarks::read(&folder)?
+        .0
+        .into_iter()
+        .map(|(replica, bookmark)| {
+            let upto = history.size_at(&bookmark.epoch).unwrap_or(0);
+            let (blocks, why) = match lacks(Position { epoch: bookmark.epoch, upto }) {
+                Ok(blocks) => (Some(blocks), None),
+                Err(error) => (None, Some(error.to_string())),
+            };
+            Lacking { replica, epoch: bookmark.epoch.number, time: bookmark.time, blocks, why }
+        })
+        .collect();
+    let status = SourceStatus {
+        kind: "source",
+        path: about.path,
+        uuid: about.uuid,
+        block_size,
+        size,
+        epoch: history.last().map(|e| e.number),
+        epochs: history.epochs(),
+        served,
+        replicas,
+    };
+    say(&status, output);
+    output.summary(&status);
+    Ok(())
+}
+
+fn say(status: &SourceStatus, output: &Output) {
+    let size = status.size.map_or_else(|| "not there".to_owned(), units::size);
+    output.say(&format!(
+        "source {} ({size}, blocks of {})",
+        status.path.display(),
+        units::size(status.block_size.into())
+    ));
+    match &status.served {
+        Some(served) => {
+            output.say(&format!(
+                "  served by process {}, {} blocks written since the last checkpoint",
+                served.process,
+                units::count(served.dirty)
+            ));
+            if let Some(why) = &served.lost {
+                output.say(&format!("  what came before is not known: {why}"));
+            }
+            if served.active_regions > 0 {
+                output.say(&format!(
+                    "  a power cut now would make {} regions of {} dirty",
+                    units::count(served.active_regions),
+                    units::size(served.region)
+                ));
+            }
+            if served.views > 0 {
+                output.say(&format!(
+                    "  {} views open, {} kept for them",
+                    served.views,
+                    units::size(served.kept_bytes)
+                ));
+            }
+        }
+        None => output.say("  not served"),
+    }
+    match status.epoch {
+        Some(epoch) => output.say(&format!("  at epoch {epoch}")),
+        None => output.say("  no checkpoint yet"),
+    }
+    for replica in &status.replicas {
+        let lacks = match (replica.blocks, &replica.why) {
+            (Some(0), _) => "lacks nothing of that".to_owned(),
+            (Some(blocks), _) => {
+                let bytes = blocks.saturating_mul(status.block_size.into());
+                format!("lacks {} blocks, {}", units::count(blocks), units::size(bytes))
+            }
+            (None, why) => format!("will be compared: {}", why.as_deref().unwrap_or("not known")),
+        };
+        output.say(&format!("  {} at epoch {}, {lacks}", replica.replica, replica.epoch));
+    }
+}
+
+/// What is known of a replica.
+#[derive(Serialize)]
+struct ReplicaStatus {
+    kind: &'static str,
+    path: std::path::PathBuf,
+    source: Option<uuid::Uuid>,
+    epoch: Option<u64>,
+    state: State,
+    size: u64,
+    recovered: Option<String>,
+    /// Bytes of a transfer that was cut, kept to go on from.
+    partial: bool,
+}
+
+fn replica(path: &Path, state: &StateDir, output: &Output, recovering: bool) -> Result<()> {
+    let absolute = std::path::absolute(path)?;
+    let options = replica::Options { device_folder: state.replica_folder(&absolute), ..Default::default() };
+    if !absolute.exists() && !recovering {
+        bail!(source::SourceError::Unknown(format!(
+            "{} is neither a source that is followed here nor a replica",
+            path.display()
+        )));
+    }
+    let replica = Replica::open(&absolute, &options)?;
+    let standing = replica.standing();
+    let status = ReplicaStatus {
+        kind: "replica",
+        path: absolute.clone(),
+        source: standing.source,
+        epoch: standing.epoch.map(|e| e.number),
+        state: standing.state,
+        size: standing.size,
+        recovered: standing.recovered.clone(),
+        partial: standing.under_way || standing.resumes.is_some(),
+    };
+    let at = match (status.epoch, status.state) {
+        (Some(epoch), State::Exact) => {
+            format!("exactly epoch {epoch} of source {}", status.source.unwrap_or_default())
+        }
+        (Some(epoch), State::Fuzzy) => format!("about epoch {epoch}, copied from a live disk without a cut"),
+        _ => "incomplete: run \"dsync sync\" again".to_owned(),
+    };
+    output.say(&format!("replica {}: {at}, {}", absolute.display(), units::size(status.size)));
+    match &status.recovered {
+        Some(recovered) => output.say(&format!("  {recovered}")),
+        None if recovering => output.say("  nothing was left to finish"),
+        None => {}
+    }
+    if status.partial {
+        output.say("  a transfer was cut: the next \"dsync sync\" goes on from there");
+    }
+    output.summary(&status);
+    Ok(())
+}
+
+/// Finishes or undoes what a crash left of a replica.
+pub fn recover(args: &args::Recover, state: &StateDir, output: &Output) -> Result<()> {
+    let _ = &args.journal_dir;
+    replica(&args.destination, state, output, true)
+}

@@ -1,0 +1,210 @@
+//! The replica's end: say where it stands, receive, commit.
+
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use delta::Units;
+use link::{Link, Receiver, Sender};
+use replica::{Receipt, Replica};
+use serde::Serialize;
+use source::StateDir;
+
+use crate::error::{Class, SyncError};
+use crate::messages::{
+    COMMITTED, COMPARE, Commit, Committed, Compare, FAILED, Failed, OPEN, Open, Part, STANDING, Standing,
+    expect, of_claim, to_unit, unexpected,
+};
+
+fn mode(commit: Commit) -> replica::Commit {
+    match commit {
+        Commit::Journal => replica::Commit::Journal,
+        Commit::InPlace => replica::Commit::InPlace,
+        Commit::Reflink => replica::Commit::Reflink,
+    }
+}
+
+/// Serves one sync as the replica's end of `link`. What goes wrong is told to the other end too.
+pub fn receive(link: Link, state: &StateDir) -> Result<(), SyncError> {
+    let (sender, receiver) = link.split();
+    match converse(&sender, &receiver, state) {
+        Ok(()) => {
+            sender.finish()?;
+            Ok(())
+        }
+        Err(error) => {
+            // Nobody may be there to hear it.
+            let _ = sender.send_json(FAILED, &Failed { message: error.to_string(), class: error.class() });
+            let _ = sender.finish();
+            Err(error)
+        }
+    }
+}
+
+fn open_options(path: &Path, journal_dir: Option<&Path>, adopt: bool, state: &StateDir) -> replica::Options {
+    replica::Options {
+        folder: journal_dir.map(Path::to_path_buf),
+        device_folder: state.replica_folder(path),
+        adopt,
+        ..replica::Options::default()
+    }
+}
+
+fn converse(sender: &Sender, receiver: &Receiver, state: &StateDir) -> Result<(), SyncError> {
+    let open: Open = expect(receiver, OPEN)?.json()?;
+    // Where the near side was given a relative path, it means the far user's home, as with every other copy over ssh.
+    let path =
+        std::path::absolute(&open.path).map_err(SyncError::io(format!("find {}", open.path.display())))?;
+    let options = open_options(&path, open.journal_dir.as_deref(), open.adopt, state);
+    let mut replica = Replica::open(&path, &options)?;
+    let standing = replica.standing();
+    sender.send_json(
+        STANDING,
+        &Standing {
+            path: std::fs::canonicalize(&path).unwrap_or_else(|_| path.clone()),
+            source: standing.source,
+            positions: standing.positions.iter().map(|p| Part { epoch: p.epoch, upto: p.upto }).collect(),
+            nonce: standing.nonce,
+            under_way: standing.under_way,
+            resumes: standing.resumes,
+            size: standing.size,
+            recovered: standing.recovered.clone(),
+        },
+    )?;
+    let Some(mut message) = receiver.recv()? else {
+        // Nothing to be done: up to date, or a dry run.
+        return Ok(());
+    };
+    let compare: Option<Compare> = if message.kind == COMPARE {
+        let compare = message.json()?;
+        message = receiver.recv()?.ok_or_else(|| SyncError::Far {
+            message: "the source ended the conversation too early: run again".into(),
+            class: Class::Failed,
+        })?;
+        Some(compare)
+    } else {
+        None
+    };
+    let disk = compare.as_ref().map(|_| replica.content()).transpose()?;
+    let header = to_unit(message).map_err(|m| unexpected(&m))?;
+    let receipt = replica.receive(header, mode(open.commit))?;
+    let committed = match (compare, disk) {
+        (Some(compare), Some(disk)) => std::thread::scope(|scope| {
+            let answering = scope.spawn(move || {
+                compare::answer(&disk, compare.size, compare.block_size, |claim, digests| {
+                    let message = of_claim(&claim, &digests)?;
+                    sender.send(message).map_err(std::io::Error::other)
+                })
+            });
+            let received = take_units(receipt, receiver);
+            match answering.join() {
+                // A link that broke under the answers broke for the units too, and says more there.
+                Ok(Err(error)) if received.is_ok() => Err(SyncError::io("read the replica")(error)),
+                Ok(_) => received,
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        })?,
+        _ => take_units(receipt, receiver)?,
+    };
+    sender.send_json(COMMITTED, &committed)?;
+    // The other end says goodbye when it has noted that.
+    while receiver.recv()?.is_some() {}
+    Ok(())
+}
+
+fn take_units(mut receipt: Receipt<'_>, receiver: &Receiver) -> Result<Committed, SyncError> {
+    loop {
+        let message = match receiver.recv() {
+            Ok(Some(message)) => message,
+            end => {
+                // What has arrived is kept: the next sync goes on from there.
+                receipt.keep()?;
+                return Err(match end {
+                    Err(error) => error.into(),
+                    Ok(_) => SyncError::Far {
+                        message: "the source ended the transfer too early: run again, it goes on from there"
+                            .into(),
+                        class: Class::Failed,
+                    },
+                });
+            }
+        };
+        let unit = match to_unit(message) {
+            Ok(unit) => unit,
+            Err(message) => {
+                receipt.keep()?;
+                return Err(unexpected(&message));
+            }
+        };
+        let last = unit.kind == delta::UnitKind::Trailer;
+        receipt.unit(unit)?;
+        if last {
+            let committed = receipt.finish()?;
+            return Ok(Committed {
+                epoch: committed.epoch,
+                bytes_written: committed.bytes_written,
+                bytes_read: committed.bytes_read,
+            });
+        }
+    }
+}
+
+/// What a merge did.
+#[derive(Debug, Clone, Serialize)]
+pub struct Merged {
+    /// The replica.
+    pub destination: PathBuf,
+    /// The number of the epoch at which it stands now.
+    pub epoch: u64,
+    /// Bytes of the delta.
+    pub bytes_read: u64,
+    /// Bytes written, journal included.
+    pub bytes_written: u64,
+    /// Wall-clock time.
+    pub seconds: f64,
+    /// What opening the replica had to mend.
+    pub recovered: Option<String>,
+}
+
+/// Merges a delta from a byte stream into the replica at `path`.
+pub fn merge(
+    path: &Path,
+    journal_dir: Option<&Path>,
+    commit: Commit,
+    state: &StateDir,
+    input: impl Read,
+) -> Result<Merged, SyncError> {
+    let began = Instant::now();
+    let mut units = Units::new(input);
+    let no_delta = || delta::Error::NoTrailer { units: 0 };
+    // The header first: what is no delta leaves no trace.
+    let header = units.next()?.ok_or_else(no_delta)?;
+    let mut replica = Replica::open(path, &open_options(path, journal_dir, false, state))?;
+    let recovered = replica.standing().recovered.clone();
+    let mut receipt = replica.receive(header, mode(commit))?;
+    let committed = loop {
+        let unit = match units.next() {
+            Ok(Some(unit)) => unit,
+            end => {
+                receipt.keep()?;
+                return Err(match end {
+                    Err(error) => error.into(),
+                    Ok(_) => delta::Error::NoTrailer { units: units.count() }.into(),
+                });
+            }
+        };
+        let last = unit.kind == delta::UnitKind::Trailer;
+        receipt.unit(unit)?;
+        if last {
+            break receipt.finish()?;
+        }
+    };
+    Ok(Merged {
+        destination: path.to_path_buf(),
+        epoch: committed.epoch.number,
+        bytes_read: units.bytes(),
+        bytes_written: committed.bytes_written,
+        seconds: began.elapsed().as_secs_f64(),
+        recovered,
+    })
+}
