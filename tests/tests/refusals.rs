@@ -7,7 +7,7 @@ use std::time::Duration;
 use dsync_tests::far::Far;
 use dsync_tests::image;
 use dsync_tests::mount::{Loop, Mount};
-use dsync_tests::scene::fingerprints;
+use dsync_tests::scene::{fingerprints, number};
 use dsync_tests::{Output, Run, Scene, Site, need, need_root, rounds, skipped};
 
 const MIB: u64 = 1 << 20;
@@ -113,10 +113,8 @@ fn a_delta_that_begins_elsewhere() {
     scene.change(10);
     scene.site.sync(&scene.image, &other, &[]).ok();
     scene.change(10);
-    let status = scene.site.dsync(["status", "--json"]).arg(&other).ok().json();
-    let text = format!("{status:?}");
-    let epoch = status.iter().find_map(|line| line["epoch"].as_u64());
-    let epoch = epoch.unwrap_or_else(|| panic!("no epoch in {text}")).to_string();
+    let status = scene.site.dsync(["status", "--json"]).arg(&other).ok().summary();
+    let epoch = number(&status, "epoch").to_string();
     let late = scene.site.dsync(["extract", "vm", "--since", &epoch]).ok().stdout;
     let replica = scene.replica.display().to_string();
     let merge = |delta: &[u8]| scene.site.dsync(["merge"]).arg(&scene.replica).input(delta);
