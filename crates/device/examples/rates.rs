@@ -30,7 +30,7 @@ fn measure(path: &std::path::Path, len: u64) -> Result<(), Box<dyn std::error::E
         let mut dice = 1u64;
         let scattered: Vec<u64> = std::iter::repeat_with(|| {
             dice = dice.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            (dice >> 16) % (len >> 12) << 12
+            ((dice >> 16) % (len >> 12)) << 12
         })
         .take(200_000)
         .collect();

@@ -15,6 +15,7 @@ use rustix::io::Errno;
 use crate::Buf;
 use crate::disk::{Disk, InlineQueue, Queue, run};
 use crate::error::{DeviceError, DeviceErrorKind, at, within};
+use crate::identity::sysfs;
 use crate::threads::ThreadQueue;
 use crate::uring::UringQueue;
 use crate::{sys, usage};
@@ -97,6 +98,10 @@ fn refuse_used(path: &Path) -> Result<(), DeviceError> {
     }
 }
 
+fn is_read_only(device: u64) -> bool {
+    std::fs::read_to_string(sysfs(device).join("ro")).is_ok_and(|text| text.trim() == "1")
+}
+
 fn open_file(path: &Path, options: &Options, flags: i32) -> io::Result<File> {
     OpenOptions::new().read(true).write(options.write).custom_flags(flags).open(path)
 }
@@ -105,9 +110,14 @@ impl FileDisk {
     pub(crate) fn open(path: &Path, options: &Options) -> Result<FileDisk, DeviceError> {
         let fail = |e| DeviceError::from_io("open", path, e);
         // Looked at before it is opened: opening a pipe would wait, opening a tape would rewind it.
-        let kind = std::fs::metadata(path).map_err(fail)?.file_type();
+        let metadata = std::fs::metadata(path).map_err(fail)?;
+        let kind = metadata.file_type();
         if let Some(error) = not_a_disk(path, kind) {
             return Err(error);
+        }
+        // Some kernels open it for writing all the same, and fail each write.
+        if kind.is_block_device() && options.write && is_read_only(metadata.rdev()) {
+            return Err(fail(io::ErrorKind::ReadOnlyFilesystem.into()));
         }
         let flags = match (kind.is_block_device(), options.exclusive) {
             (true, true) => libc::O_DIRECT | libc::O_EXCL,
@@ -148,8 +158,9 @@ impl FileDisk {
         let (mut direct, mut unit, mut memory) = (None, 1, 1);
         let len = if block {
             unit = u64::from(rustix::fs::ioctl_blksszget(&plain).map_err(|e| fail(e.into()))?);
-            // What the kernel asks of memory is at most a sector.
-            memory = unit as usize;
+            // A sector is enough for memory where the kernel doesn't say.
+            let asked = sys::direct_alignment(&plain).map(|(memory, _)| u64::from(memory)).filter(|m| *m > 0);
+            memory = asked.unwrap_or(unit) as usize;
             rustix::fs::seek(&plain, SeekFrom::End(0)).map_err(|e| fail(e.into()))?
         } else {
             if options.direct {
@@ -309,10 +320,7 @@ impl FileDisk {
     /// True if the block device has a command that writes zeroes.
     fn zeroes_itself(&self) -> bool {
         let Ok(metadata) = self.plain.metadata() else { return false };
-        let limit = |file: &str| {
-            let (major, minor) = (libc::major(metadata.rdev()), libc::minor(metadata.rdev()));
-            std::fs::read_to_string(format!("/sys/dev/block/{major}:{minor}/{file}")).ok()
-        };
+        let limit = |file| std::fs::read_to_string(sysfs(metadata.rdev()).join(file)).ok();
         // A partition has its disk's queue.
         let bytes =
             limit("queue/write_zeroes_max_bytes").or_else(|| limit("../queue/write_zeroes_max_bytes"));

@@ -1,7 +1,8 @@
 //! Each engine against the common contract, and what `open` refuses.
 
 use std::fs::File;
-use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt, PermissionsExt};
+use std::io::Read;
+use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -11,7 +12,7 @@ use crate::contract::contract;
 use crate::faulty::{FaultyDisk, Outage, Power};
 use crate::file::FileDisk;
 use crate::uring::UringQueue;
-use crate::{Access, DeviceErrorKind, Disk, Options, RamDisk, adopt, in_use, lock_image, open};
+use crate::{Access, DeviceErrorKind, Disk, Options, RamDisk, adopt, identity, in_use, lock_image, open};
 
 const WRITE: Options = Options { write: true, direct: false, exclusive: false };
 const DIRECT: Options = Options { write: true, direct: true, exclusive: false };
@@ -40,9 +41,15 @@ struct Loop {
 impl Loop {
     /// `None`, and a line that says so, where this can't be had.
     fn new(size: u64) -> Option<Loop> {
+        Loop::over(|_| (), size, &[])
+    }
+
+    fn over(fill: impl Fn(&Path), size: u64, options: &[&str]) -> Option<Loop> {
         let backing = tempfile::NamedTempFile::new().unwrap();
         backing.as_file().set_len(size.next_multiple_of(512)).unwrap();
-        let output = Command::new("losetup").args(["--find", "--show"]).arg(backing.path()).output();
+        fill(backing.path());
+        let output =
+            Command::new("losetup").args(["--find", "--show"]).args(options).arg(backing.path()).output();
         match output {
             Ok(output) if output.status.success() => {
                 let path = String::from_utf8(output.stdout).unwrap().trim().into();
@@ -228,7 +235,12 @@ fn qemu_and_we_refuse_each_other() {
         }
         let mut server = command.spawn().unwrap();
         let begin = std::time::Instant::now();
-        while !std::fs::metadata(&socket).is_ok_and(|m| m.file_type().is_socket()) {
+        // It listens before it opens the image, and greets after.
+        let greeted = |socket: &Path| {
+            let mut stream = std::os::unix::net::UnixStream::connect(socket)?;
+            stream.read_exact(&mut [0; 8])
+        };
+        while greeted(&socket).is_err() {
             assert!(begin.elapsed().as_secs() < 20, "qemu-nbd doesn't start");
             std::thread::sleep(std::time::Duration::from_millis(10));
         }
@@ -376,4 +388,51 @@ fn plain_calls_beside_a_busy_queue() {
         say.send(()).unwrap();
     });
     done.recv_timeout(std::time::Duration::from_secs(60)).expect("the thread hangs");
+}
+
+#[test]
+fn a_new_medium_is_another_device() {
+    let Some(device) = Loop::new(1 << 20) else { return };
+    let first = identity(&device.path).unwrap();
+    assert!(first.is_block() && first.size == 1 << 20 && first.ino == 0);
+    assert_eq!(identity(&device.path).unwrap(), first);
+    drop(device);
+    let Some(device) = Loop::new(1 << 20) else { return };
+    let second = identity(&device.path).unwrap();
+    assert!(!second.same_object(&first));
+    if first.diskseq.is_none() {
+        println!("skipped: this kernel doesn't number media");
+    } else {
+        assert_ne!(second.diskseq, first.diskseq);
+    }
+}
+
+#[test]
+fn a_read_only_device_is_denied_as_such() {
+    let Some(device) = Loop::over(|_| (), 1 << 20, &["--read-only"]) else { return };
+    let error = open(&device.path, &WRITE).err().unwrap();
+    assert_eq!(error.kind(), DeviceErrorKind::Denied);
+    assert!(error.to_string().contains("it is read-only"), "{error}");
+    open(&device.path, &Options::default()).unwrap();
+}
+
+#[test]
+fn a_mounted_partition_takes_its_disk_and_not_its_sibling() {
+    let Some(device) = Loop::over(|_| (), 16 << 20, &["--partscan"]) else { return };
+    for (n, start) in [("1", "2048"), ("2", "10240")] {
+        let _ = Command::new("addpart").arg(&device.path).args([n, start, "8192"]).status();
+    }
+    let part = |n| PathBuf::from(format!("{}p{n}", device.path.display()));
+    let made = Command::new("mkfs.ext4").arg("-q").arg(part(1)).status();
+    let folder = tempfile::tempdir().unwrap();
+    let mounted = Command::new("mount").arg(part(1)).arg(folder.path()).status();
+    if !made.is_ok_and(|s| s.success()) || !mounted.is_ok_and(|s| s.success()) {
+        return println!("skipped: can't make and mount partitions here");
+    }
+    let said = [part(1), device.path.clone(), part(2)].map(|path| in_use(&path));
+    let sequences = [part(1), device.path.clone()].map(|path| identity(&path).unwrap().diskseq);
+    assert!(Command::new("umount").arg(folder.path()).status().unwrap().success());
+    let mounted = Some(format!("mounted on {}", folder.path().display()));
+    assert_eq!(said, [mounted.clone(), mounted, None]);
+    assert_eq!(sequences[0], sequences[1]);
 }
