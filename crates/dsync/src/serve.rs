@@ -208,6 +208,7 @@ pub fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> 
         } else {
             let options = source::Options {
                 block_size: crate::block_size(&args.open)?,
+                read_only: false,
                 direct: args.direct,
                 trust_device: args.open.trust_device,
                 allow_shrink: args.open.allow_shrink,

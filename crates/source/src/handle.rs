@@ -50,7 +50,8 @@ impl Handle {
                 ),
             }));
         }
-        let source = match Source::open(state, path, options) {
+        let options = Options { read_only: true, ..options.clone() };
+        let source = match Source::open(state, path, &options) {
             // A server that is just starting holds the lock before it answers.
             Err(busy @ SourceError::Busy { .. }) => {
                 let place = state.source(what)?.map(|(place, about)| (place, about));

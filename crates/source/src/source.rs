@@ -24,6 +24,8 @@ use crate::view::View;
 pub struct Options {
     /// Bytes a block; `None` leaves the choice to the size of the disk, or to what the record already has.
     pub block_size: Option<u32>,
+    /// Nobody will write through the source while it is open here.
+    pub read_only: bool,
     /// Write past the page cache.
     pub direct: bool,
     /// Believe the record of a block device across a stop.
@@ -40,6 +42,7 @@ impl Default for Options {
     fn default() -> Options {
         Options {
             block_size: None,
+            read_only: false,
             direct: false,
             trust_device: false,
             allow_shrink: false,
@@ -159,14 +162,25 @@ impl Source {
         let known = state.source(&path.to_string_lossy())?;
         let uuid = known.as_ref().map_or_else(Uuid::new_v4, |(_, about)| about.uuid);
         let place = known.as_ref().map_or_else(|| state.source_folder(uuid), |(place, _)| place.clone());
+        let lock_image = || {
+            let access = if options.read_only { device::Access::ReadShared } else { device::Access::Write };
+            device::lock_image(&path, access)
+        };
+        // What can't be had leaves no new folder behind; for a known source the folder's lock knows better who has it.
+        let early = if known.is_none() { Some(lock_image()?) } else { None };
         let folder = Dir::open(&place).map_err(SourceError::state("make", &place))?;
         let lock = match FolderLock::take(&place).map_err(SourceError::state("lock", &place))? {
             Ok(lock) => lock,
             Err(holder) => return Err(SourceError::Busy { path, holder }),
         };
-        let disk =
-            device::open(&path, &device::Options { write: true, direct: options.direct, exclusive: false })?;
-        let image = device::lock_image(&path, device::Access::Write)?;
+        let disk = device::open(
+            &path,
+            &device::Options { write: !options.read_only, direct: options.direct, exclusive: false },
+        )?;
+        let image = match early {
+            Some(lock) => lock,
+            None => lock_image()?,
+        };
         let block_size = match (options.block_size, &known) {
             (Some(size), _) => size,
             (None, Some((_, about))) => about.block_size,

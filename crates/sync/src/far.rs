@@ -12,7 +12,7 @@ use source::StateDir;
 
 use crate::error::{Class, SyncError};
 use crate::messages::{
-    COMMITTED, COMPARE, Commit, Committed, Compare, FAILED, Failed, OPEN, Open, Part, STANDING, Standing,
+    COMMITTED, Commit, Committed, Compare, FAILED, Failed, OPEN, Open, PLAN, Part, Plan, STANDING, Standing,
     expect, of_claim, to_unit, unexpected,
 };
 
@@ -71,20 +71,18 @@ fn converse(sender: &Sender, receiver: &Receiver, state: &StateDir) -> Result<()
             recovered: standing.recovered.clone(),
         },
     )?;
-    let Some(mut message) = receiver.recv()? else {
+    let plan: Plan = match receiver.recv()? {
+        Some(message) if message.kind == PLAN => message.json()?,
+        Some(message) => return Err(unexpected(&message)),
         // Nothing to be done: up to date, or a dry run.
-        return Ok(());
+        None => return Ok(()),
     };
-    let compare: Option<Compare> = if message.kind == COMPARE {
-        let compare = message.json()?;
-        message = receiver.recv()?.ok_or_else(|| SyncError::Far {
-            message: "the source ended the conversation too early: run again".into(),
-            class: Class::Failed,
-        })?;
-        Some(compare)
-    } else {
-        None
-    };
+    replica.expect(plan.bytes);
+    let compare = plan.compare;
+    let message = receiver.recv()?.ok_or_else(|| SyncError::Far {
+        message: "the source ended the conversation too early: run again".into(),
+        class: Class::Failed,
+    })?;
     let disk = compare.as_ref().map(|_| replica.content()).transpose()?;
     let header = to_unit(message).map_err(|m| unexpected(&m))?;
     let receipt = replica.receive(header, mode(open.commit))?;

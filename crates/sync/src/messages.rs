@@ -3,8 +3,8 @@
 //!     source                                   replica
 //!     Open: which replica, for which source ─▶
 //!                                            ◀─ Standing: what is there
-//!     Compare (only if its content is needed) ─▶
-//!                                            ◀─ Claim … Claim
+//!     Plan: what will come, what to tell     ─▶
+//!                                            ◀─ Claim … Claim (only if they are asked for)
 //!     Header, Frame … Frame, Trailer         ─▶
 //!                                            ◀─ Committed
 //!
@@ -23,7 +23,7 @@ use crate::error::{Class, SyncError};
 
 pub(crate) const OPEN: u8 = 1;
 pub(crate) const STANDING: u8 = 2;
-pub(crate) const COMPARE: u8 = 3;
+pub(crate) const PLAN: u8 = 3;
 pub(crate) const CLAIM: u8 = 4;
 pub(crate) const HEADER: u8 = 5;
 pub(crate) const FRAME: u8 = 6;
@@ -81,6 +81,15 @@ pub(crate) struct Part {
     pub epoch: Option<Epoch>,
     /// Its end in bytes.
     pub upto: u64,
+}
+
+/// What will come.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Plan {
+    /// Bytes of changes, as far as is known.
+    pub bytes: u64,
+    /// The source asks for digests of the replica, as if it had so many bytes, by blocks of that size.
+    pub compare: Option<Compare>,
 }
 
 /// Asks for digests.

@@ -16,7 +16,7 @@ use uuid::Uuid;
 
 use crate::error::SyncError;
 use crate::messages::{
-    CLAIM, COMMITTED, COMPARE, Commit, Committed, Compare, OPEN, Open, Part, STANDING, Standing, expect,
+    CLAIM, COMMITTED, Commit, Committed, Compare, OPEN, Open, PLAN, Part, Plan, STANDING, Standing, expect,
     of_unit, unexpected,
 };
 use crate::read::{FrameReader, Packer, Wanted};
@@ -421,6 +421,7 @@ fn send_wanted(
     progress: Progress<'_>,
 ) -> Result<(), SyncError> {
     let (_, _, bytes) = found.wanted.count(&**view).map_err(SyncError::io("look at the view"))?;
+    sender.send_json(PLAN, &Plan { bytes, compare: None })?;
     pack_wanted(sender, view, &found.header, &found.wanted, options.compress, totals, &|done| {
         progress(done, bytes)
     })
@@ -496,7 +497,7 @@ fn send_differences(
 ) -> Result<(), SyncError> {
     let size = view.len();
     let block_size = found.header.block_size;
-    sender.send_json(COMPARE, &Compare { size, block_size })?;
+    sender.send_json(PLAN, &Plan { bytes: 0, compare: Some(Compare { size, block_size }) })?;
     let (mut encoder, unit) = Encoder::new(&found.header, options.compress)?;
     let mut sink = sender;
     sink.unit(unit)?;

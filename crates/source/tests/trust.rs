@@ -1,0 +1,206 @@
+//! When a record is believed again, and when it is not: real files, real times.
+
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use device::Disk;
+use extents::Bitmap;
+use source::{Handle, Options, Position, Source, SourceError, StateDir};
+
+const BLOCK: u64 = 4096;
+const SIZE: u64 = 256 * BLOCK;
+
+struct Scene {
+    _temp: tempfile::TempDir,
+    image: PathBuf,
+    state: StateDir,
+}
+
+impl Scene {
+    fn new() -> Scene {
+        let temp = tempfile::tempdir().unwrap();
+        let image = temp.path().join("vm.raw");
+        std::fs::File::create(&image).unwrap().set_len(SIZE).unwrap();
+        let state = StateDir::find(Some(&temp.path().join("state")));
+        Scene { _temp: temp, image, state }
+    }
+
+    fn open(&self) -> Source {
+        Source::open(&self.state, &self.image, &Options::default()).unwrap()
+    }
+
+    fn foreign_write(&self) {
+        let file = std::fs::File::options().write(true).open(&self.image).unwrap();
+        file.write_all_at(b"not through the server", 77 * BLOCK).unwrap();
+    }
+}
+
+fn since(source: &Source, position: Position) -> Result<Vec<u64>, SourceError> {
+    let changes = Bitmap::new(SIZE / BLOCK);
+    source.with_history(|h| h.changes_since(&[position], BLOCK as u32, &changes))?;
+    Ok(changes.runs().flatten().collect())
+}
+
+fn first(source: &Source) -> Position {
+    Position { epoch: source.checkpoint(false).unwrap().epoch, upto: SIZE }
+}
+
+/// Longer than a tick of the clock by which files are stamped.
+fn some_ticks() {
+    std::thread::sleep(Duration::from_millis(40));
+}
+
+#[test]
+fn a_clean_stop_is_trusted() {
+    let scene = Scene::new();
+    let source = scene.open();
+    let at = first(&source);
+    source.disk().write_at(3 * BLOCK, &[1; 10]).unwrap();
+    source.close().unwrap();
+    some_ticks();
+    let source = scene.open();
+    assert_eq!(source.lost(), None);
+    source.disk().write_at(9 * BLOCK, &[1; 10]).unwrap();
+    source.checkpoint(false).unwrap();
+    assert_eq!(since(&source, at).unwrap(), [3, 9]);
+}
+
+#[test]
+fn a_foreign_write_after_a_clean_stop_is_a_gap_even_at_once() {
+    for round in 0..20 {
+        let scene = Scene::new();
+        let source = scene.open();
+        let at = first(&source);
+        source.disk().write_at(3 * BLOCK, &[1; 10]).unwrap();
+        source.close().unwrap();
+        scene.foreign_write();
+        let source = scene.open();
+        assert!(source.lost().is_some_and(|why| why.contains("nobody served")), "round {round}");
+        source.checkpoint(false).unwrap();
+        assert!(matches!(since(&source, at), Err(SourceError::Lost { .. })));
+        // From the gap on, tracking goes on.
+        let at = first(&source);
+        source.disk().write_at(5 * BLOCK, &[1; 10]).unwrap();
+        source.checkpoint(false).unwrap();
+        assert_eq!(since(&source, at).unwrap(), [5]);
+    }
+}
+
+#[test]
+fn a_kill_is_trusted_and_a_foreign_write_after_it_is_not() {
+    let scene = Scene::new();
+    let source = scene.open();
+    let at = first(&source);
+    source.disk().write_at(3 * BLOCK, &[1; 10]).unwrap();
+    // Not closed: as after SIGKILL.
+    drop(source);
+    some_ticks();
+    let source = scene.open();
+    assert_eq!(source.lost(), None);
+    source.checkpoint(false).unwrap();
+    assert_eq!(since(&source, at).unwrap(), [3]);
+    drop(source);
+    some_ticks();
+    scene.foreign_write();
+    let source = scene.open();
+    assert!(source.lost().is_some_and(|why| why.contains("killed")));
+}
+
+#[test]
+fn lost_stays_lost_until_the_history_says_so() {
+    let scene = Scene::new();
+    let source = scene.open();
+    let at = first(&source);
+    source.close().unwrap();
+    some_ticks();
+    scene.foreign_write();
+    for _ in 0..3 {
+        let source = scene.open();
+        assert!(source.lost().is_some());
+        source.close().unwrap();
+    }
+    let source = scene.open();
+    source.checkpoint(false).unwrap();
+    assert!(matches!(since(&source, at), Err(SourceError::Lost { .. })));
+    source.close().unwrap();
+    assert_eq!(scene.open().lost(), None);
+}
+
+#[test]
+fn another_file_in_its_place_and_another_size_are_gaps() {
+    let scene = Scene::new();
+    let source = scene.open();
+    first(&source);
+    source.close().unwrap();
+    let copy = scene.image.with_extension("copy");
+    std::fs::copy(&scene.image, &copy).unwrap();
+    std::fs::rename(&copy, &scene.image).unwrap();
+    let source = scene.open();
+    assert!(source.lost().is_some());
+    source.checkpoint(false).unwrap();
+    source.close().unwrap();
+    std::fs::File::options().write(true).open(&scene.image).unwrap().set_len(SIZE * 2).unwrap();
+    assert!(scene.open().lost().is_some());
+}
+
+fn copy_folder(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let to = to.join(entry.file_name());
+        match entry.file_type().unwrap() {
+            kind if kind.is_dir() => copy_folder(&entry.path(), &to),
+            kind if kind.is_file() => drop(std::fs::copy(entry.path(), to).unwrap()),
+            _ => {}
+        }
+    }
+}
+
+/// A source whose state was copied goes two ways under the same numbers; a replica of the one is not the other's.
+#[test]
+fn a_copied_source_is_found_out() {
+    let scene = Scene::new();
+    let source = scene.open();
+    first(&source);
+    source.close().unwrap();
+    let copied = StateDir::find(Some(&scene.state.path().with_extension("copied")));
+    copy_folder(scene.state.path(), copied.path());
+    let source = scene.open();
+    source.disk().write_at(0, &[1; 10]).unwrap();
+    let at = first(&source);
+    source.close().unwrap();
+    let other = Source::open(&copied, &scene.image, &Options::default()).unwrap();
+    // Served elsewhere meanwhile: what changed is not known, and then its epochs are its own.
+    other.checkpoint(false).unwrap();
+    other.disk().write_at(BLOCK, &[1; 10]).unwrap();
+    other.checkpoint(false).unwrap();
+    let answer = other.with_history(|h| h.reaches(&[at]));
+    assert!(matches!(answer, Err(SourceError::Foreign(_))), "{answer:?}");
+}
+
+#[test]
+fn a_source_has_one_holder() {
+    let scene = Scene::new();
+    let _source = scene.open();
+    let Err(error) = Source::open(&scene.state, &scene.image, &Options::default()) else {
+        panic!("opened twice");
+    };
+    assert!(matches!(&error, SourceError::Busy { holder, .. } if holder.contains("process")), "{error}");
+    assert!(error.is_refusal());
+}
+
+/// What nobody serves can be read as it stands, and a writer in between is noticed.
+#[test]
+fn a_still_view_notices_a_writer() {
+    let scene = Scene::new();
+    let handle = Handle::attach(&scene.state, &scene.image.to_string_lossy(), &Options::default()).unwrap();
+    let view = handle.view(false).unwrap();
+    let mut block = [0; 4096];
+    view.read_at(0, &mut block).unwrap();
+    view.verify().unwrap();
+    some_ticks();
+    scene.foreign_write();
+    let error = view.verify().unwrap_err().to_string();
+    assert!(error.contains("written by another program"), "{error}");
+}
