@@ -436,3 +436,23 @@ fn a_mounted_partition_takes_its_disk_and_not_its_sibling() {
     assert_eq!(said, [mounted.clone(), mounted, None]);
     assert_eq!(sequences[0], sequences[1]);
 }
+
+#[test]
+fn neighbours_in_a_sector_lose_nothing() {
+    let Some(device) = Loop::new(1 << 20) else { return };
+    let disk = open(&device.path, &WRITE).unwrap();
+    std::thread::scope(|scope| {
+        for half in 0..2u64 {
+            let disk = &disk;
+            scope.spawn(move || {
+                for round in 0..500u64 {
+                    let bytes = [round as u8; 256];
+                    disk.write_at(half * 256, &bytes).unwrap();
+                    let mut found = [0; 256];
+                    disk.read_at(half * 256, &mut found).unwrap();
+                    assert_eq!(found, bytes, "half {half}, round {round}");
+                }
+            });
+        }
+    });
+}
