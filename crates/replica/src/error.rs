@@ -82,7 +82,7 @@ pub enum ReplicaError {
     #[error("{0}")]
     Refused(String),
     /// No space.
-    #[error("no space {place}: free at least {missing} bytes and run \"dsync sync\" again ({state})")]
+    #[error("no space {place}: free at least {missing} bytes and run again ({state})")]
     Full {
         /// For what, and where.
         place: String,
@@ -122,7 +122,22 @@ impl ReplicaError {
 }
 
 /// Names the thing and the place in a failed call's error.
-pub(crate) fn io_error(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> ReplicaError {
+pub(crate) fn io_error(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> ReplicaError + use<> {
     let path = path.to_path_buf();
     move |error| ReplicaError::Io { what, path, error }
+}
+
+/// The same for the destination, of which `state` tells what became of it.
+pub(crate) fn disk_error(
+    what: &'static str,
+    path: &Path,
+    state: &'static str,
+) -> impl FnOnce(io::Error) -> ReplicaError + use<> {
+    let path = path.to_path_buf();
+    move |error| match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            ReplicaError::Full { place: format!("to {what} {}", path.display()), missing: 1, state }
+        }
+        _ => ReplicaError::Io { what, path, error },
+    }
 }

@@ -1,1 +1,20 @@
-//! Being built.
+//! A replica: a destination with its lineage. What it holds, how a delta becomes part of it, and what is left of that after a
+//! crash.
+//!
+//! [`Replica::open`] takes the replica for this process alone and finishes or undoes what a crash left. [`Replica::standing`]
+//! tells where it stands; [`Replica::receive`] takes a delta's header and gives a [`Receipt`] for the other units, whose
+//! [`Receipt::finish`] commits. Whatever is cut off between is gone on from by a next delta.
+
+mod apply;
+mod error;
+mod journal;
+mod lineage;
+mod lock;
+mod place;
+mod receipt;
+mod replica;
+
+pub use error::{ReplicaError, Result};
+pub use lineage::{Lineage, Position, Stamp, State, Step, StepPlace, Toward};
+pub use receipt::{Commit, Committed, Receipt};
+pub use replica::{Options, Replica, Standing, inspect};

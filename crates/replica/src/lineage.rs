@@ -97,6 +97,8 @@ pub enum StepPlace {
     Fresh {
         /// Its inode.
         inode: u64,
+        /// It may take the place of what stands there.
+        replaces: bool,
     },
     /// The same, begun as a clone of the destination.
     Clone {

@@ -23,7 +23,8 @@ impl Lock {
     pub fn take(folder: &Path) -> io::Result<Result<Lock, String>> {
         let path = folder.join(NAME);
         loop {
-            let mut file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path)?;
+            let mut file =
+                OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path)?;
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
                 Err(Errno::WOULDBLOCK) => return Ok(Err(holder(&mut file)?)),
@@ -40,20 +41,6 @@ impl Lock {
                 write!(file, "{} (process {} on {host})", program.trim(), std::process::id())?;
                 return Ok(Ok(Lock { file, path }));
             }
-        }
-    }
-
-    /// Who holds the lock of a folder, `None` if nobody does. For reports: it may change at once.
-    pub fn held(folder: &Path) -> io::Result<Option<String>> {
-        let mut file = match File::open(folder.join(NAME)) {
-            Ok(file) => file,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(e) => return Err(e),
-        };
-        match flock(&file, FlockOperation::NonBlockingLockShared) {
-            Ok(()) => Ok(None),
-            Err(Errno::WOULDBLOCK) => Ok(Some(holder(&mut file)?)),
-            Err(e) => Err(e.into()),
         }
     }
 
@@ -81,13 +68,11 @@ mod tests {
     #[test]
     fn one_holder_at_a_time() {
         let temp = tempfile::tempdir().unwrap();
-        assert_eq!(Lock::held(temp.path()).unwrap(), None);
         let lock = Lock::take(temp.path()).unwrap().unwrap();
         let told = Lock::take(temp.path()).unwrap().unwrap_err();
         assert!(told.contains(&format!("process {}", std::process::id())), "{told}");
-        assert_eq!(Lock::held(temp.path()).unwrap(), Some(told));
         drop(lock);
-        assert_eq!(Lock::held(temp.path()).unwrap(), None);
+        drop(Lock::take(temp.path()).unwrap().unwrap());
         let folder = temp.path().join("inner");
         std::fs::create_dir(&folder).unwrap();
         Lock::take(&folder).unwrap().unwrap().remove();

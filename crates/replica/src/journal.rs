@@ -1,0 +1,348 @@
+//! The delta as it lies beside the destination before it is merged.
+//!
+//! A journal is one file of units: segments in order, each a header and frames. All but the last are parts of deltas that were
+//! cut off; each next one's header names the one before as what it goes on from. A trailer ends the last.
+//!
+//! It grows under one name and is merged under another. The second name is durable before the first byte of the destination
+//! is changed, and says by itself that the destination may be half merged.
+
+use std::io::{self, IoSlice, Read, Write};
+
+use delta::{Decoder, Epoch, Event, Header, Method, Resume, Unit, UnitKind, Units, Writer};
+use device::{Buf, Folder, StateFile};
+use uuid::Uuid;
+
+use crate::apply::Applier;
+use crate::error::{ReplicaError, Result, io_error};
+use crate::lineage::{Position, known, overlay};
+
+/// The name of a journal that grows.
+pub(crate) const ARRIVING: &str = "journal";
+/// The name of a journal that is whole, verified and durable, from before the merge until the lineage has moved.
+pub(crate) const WHOLE: &str = "journal-whole";
+
+/// Bytes read at once.
+const STEP: usize = 1 << 20;
+/// The kernel is told to write back what has come every so many bytes, so that the sync at the end finds little to do.
+const WRITE_BACK: u64 = 8 << 20;
+
+/// A part of a journal: what was received of one delta.
+#[derive(Debug, Clone)]
+pub(crate) struct Segment {
+    /// Its header.
+    pub header: Header,
+    /// Its frames.
+    pub frames: u64,
+    /// The highest byte reached, one past.
+    pub upto: u64,
+    /// The digest after the last frame.
+    pub digest: [u8; 32],
+}
+
+impl Segment {
+    /// As the header of a delta that goes on from here names it.
+    pub fn resume(&self) -> Resume {
+        Resume { stream: self.header.stream, frames: self.frames, digest: self.digest }
+    }
+
+    /// The epoch it leads to.
+    pub fn to(&self) -> Option<Epoch> {
+        self.header.to().copied()
+    }
+}
+
+/// What a journal holds.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Contents {
+    /// The segments, in order; each has at least one frame or is the last of a whole journal.
+    pub segments: Vec<Segment>,
+    /// Bytes of the file that are in order.
+    pub bytes: u64,
+    /// The trailer is there.
+    pub whole: bool,
+}
+
+impl Contents {
+    /// What a next delta may go on from.
+    pub fn resume(&self) -> Option<Resume> {
+        self.segments.last().map(Segment::resume)
+    }
+
+    /// The stream that the journal ends with.
+    pub fn stream(&self) -> Option<Uuid> {
+        self.segments.last().map(|s| s.header.stream)
+    }
+
+    /// Where a replica stands that holds this on top of `base`.
+    pub fn positions(&self, base: &[Position]) -> Vec<Position> {
+        self.segments.iter().fold(base.to_vec(), |positions, segment| match segment.to() {
+            Some(to) => overlay(&positions, to, segment.upto),
+            None => positions,
+        })
+    }
+}
+
+/// Reads a journal and verifies it. `None` if there is no such file.
+pub(crate) fn measure(folder: &dyn Folder, name: &str) -> Result<Option<Contents>> {
+    let path = folder.path().join(name);
+    let file = match folder.open(name, false) {
+        Ok(file) => file,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(io_error("open", &path)(e)),
+    };
+    let mut contents = Contents::default();
+    let mut input = Input::new(&*file).map_err(io_error("read", &path))?;
+    // Whatever is wrong ends what is in order; what follows is then sent again.
+    let _ = walk(&mut input, &mut contents, None);
+    Ok(Some(contents))
+}
+
+/// Applies a journal's frames in order. `failed` makes an error of what the disk says.
+pub(crate) fn replay(
+    folder: &dyn Folder,
+    name: &str,
+    journal: &Contents,
+    applier: &mut Applier,
+    positions: &mut Vec<Position>,
+    failed: impl FnOnce(io::Error) -> ReplicaError,
+) -> Result<()> {
+    let path = folder.path().join(name);
+    let file = folder.open(name, false).map_err(io_error("open", &path))?;
+    let mut input = Input::new(&*file).map_err(io_error("read", &path))?;
+    // Only what was verified before: bytes behind it count for nothing.
+    input.end = input.end.min(journal.bytes);
+    input.forget = true;
+    let mut again = Contents::default();
+    let result = walk(&mut input, &mut again, Some((applier, positions)));
+    match result {
+        Ok(()) if again.bytes == journal.bytes && again.whole == journal.whole => Ok(()),
+        Err(Trouble::Disk(error)) => Err(failed(error)),
+        Err(Trouble::Delta(delta::Error::Read { error, .. })) => Err(io_error("read", &path)(error)),
+        Err(Trouble::Delta(error)) => Err(damaged(&path, error.to_string())),
+        Ok(()) => Err(damaged(&path, "it is not as it was when it was verified".into())),
+    }
+}
+
+/// A journal that can't be believed, though the destination may be half merged.
+pub(crate) fn damaged(path: &std::path::Path, why: String) -> ReplicaError {
+    ReplicaError::Damaged {
+        path: path.to_path_buf(),
+        why,
+        way_out: "the replica may be half merged, compare it anew with --adopt".into(),
+    }
+}
+
+enum Trouble {
+    Delta(delta::Error),
+    Disk(io::Error),
+}
+
+impl From<delta::Error> for Trouble {
+    fn from(error: delta::Error) -> Trouble {
+        Trouble::Delta(error)
+    }
+}
+
+/// Goes through the units of a journal, verifies them, and applies them if asked to.
+fn walk(
+    input: &mut Input<'_>,
+    contents: &mut Contents,
+    mut onto: Option<(&mut Applier, &mut Vec<Position>)>,
+) -> std::result::Result<(), Trouble> {
+    let mut units = Units::new(input);
+    let mut decoder = Decoder::new();
+    loop {
+        let Some(unit) = units.next()? else { return Ok(()) };
+        let mut before = None;
+        if unit.kind == UnitKind::Header {
+            let ended = std::mem::take(&mut decoder);
+            before = ended.header().map(|header| Segment {
+                header: header.clone(),
+                frames: ended.frames(),
+                upto: ended.end(),
+                digest: ended.digest(),
+            });
+        }
+        match decoder.push(unit)? {
+            Event::Header(header) => {
+                let goes_on = header.resumes == before.as_ref().map(Segment::resume)
+                    && before.as_ref().is_none_or(|b| b.header.source == header.source);
+                if !goes_on {
+                    return Err(delta::Error::Header { why: "it does not go on from the one before" }.into());
+                }
+                if let Some((applier, positions)) = &mut onto {
+                    if let Some(to) = before.as_ref().and_then(Segment::to) {
+                        **positions = overlay(positions, to, before.as_ref().map_or(0, |b| b.upto));
+                    }
+                    applier.rewind(known(positions)).map_err(Trouble::Disk)?;
+                }
+                continue;
+            }
+            Event::Frame(frame) => {
+                if let Some((applier, _)) = &mut onto {
+                    applier.frame(frame).map_err(Trouble::Disk)?;
+                }
+            }
+            Event::End(_) => contents.whole = true,
+        }
+        let Some(header) = decoder.header() else { continue };
+        if header.method == Method::Rolling && !contents.whole {
+            // Its extents don't ascend: what came of it says nothing about how far it came.
+            continue;
+        }
+        // A segment counts from its first frame.
+        let (frames, upto) = (decoder.frames(), decoder.end());
+        match contents.segments.last_mut().filter(|s| s.header.stream == header.stream) {
+            Some(segment) => (segment.frames, segment.upto) = (frames, upto),
+            None => {
+                let header = header.clone();
+                contents.segments.push(Segment { header, frames, upto, digest: [0; 32] });
+            }
+        }
+        if let Some(segment) = contents.segments.last_mut() {
+            segment.digest = decoder.digest();
+        }
+        contents.bytes = units.bytes();
+        if contents.whole {
+            return Ok(());
+        }
+    }
+}
+
+/// Reads a state file from front to back.
+struct Input<'a> {
+    file: &'a dyn StateFile,
+    at: u64,
+    end: u64,
+    /// The page cache is left without what was read.
+    forget: bool,
+    buf: Buf,
+    /// What of `buf` is still to be handed out.
+    left: std::ops::Range<usize>,
+}
+
+impl<'a> Input<'a> {
+    fn new(file: &'a dyn StateFile) -> io::Result<Input<'a>> {
+        let end = file.len()?;
+        Ok(Input { file, at: 0, end, forget: false, buf: Buf::scratch(STEP), left: 0..0 })
+    }
+}
+
+impl Read for Input<'_> {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        if self.left.is_empty() {
+            let len = (self.end - self.at).min(STEP as u64) as usize;
+            if len == 0 {
+                return Ok(0);
+            }
+            self.file.read_at(self.at, &mut self.buf[..len])?;
+            if self.forget {
+                self.file.uncache(self.at, len as u64);
+            }
+            self.at += len as u64;
+            self.left = 0..len;
+        }
+        let len = out.len().min(self.left.len());
+        out[..len].copy_from_slice(&self.buf[self.left.start..self.left.start + len]);
+        self.left.start += len;
+        Ok(len)
+    }
+}
+
+/// A journal that grows.
+pub(crate) struct Growing {
+    file: Box<dyn StateFile>,
+    /// What was handed over and not written yet.
+    pending: Vec<u8>,
+    written: u64,
+    started: u64,
+}
+
+impl Growing {
+    /// Opens the journal of a folder to add to it after `bytes`; what lies behind is dropped. 0 begins a new one.
+    pub fn open(folder: &dyn Folder, bytes: u64) -> io::Result<Growing> {
+        if bytes == 0 {
+            folder.remove(ARRIVING)?;
+        }
+        let file = folder.open(ARRIVING, true)?;
+        if bytes > 0 {
+            file.set_len(bytes)?;
+        }
+        Ok(Growing { file, pending: Vec::new(), written: bytes, started: bytes })
+    }
+
+    /// Adds a unit.
+    pub fn unit(&mut self, unit: &Unit) -> io::Result<()> {
+        match Writer::new(&mut *self).unit(unit) {
+            Ok(()) => Ok(()),
+            Err(delta::Error::Write(error)) => Err(error),
+            Err(other) => Err(io::Error::other(other)),
+        }
+    }
+
+    /// Bytes so far.
+    pub fn len(&self) -> u64 {
+        self.written + self.pending.len() as u64
+    }
+
+    fn put(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.file.write_at(self.written, bytes)?;
+        self.written += bytes.len() as u64;
+        if self.written - self.started >= WRITE_BACK {
+            self.file.write_back(self.started, self.written - self.started);
+            self.started = self.written;
+        }
+        Ok(())
+    }
+
+    fn empty(&mut self) -> io::Result<()> {
+        if self.pending.is_empty() {
+            return Ok(());
+        }
+        let mut pending = std::mem::take(&mut self.pending);
+        self.put(&pending)?;
+        pending.clear();
+        self.pending = pending;
+        Ok(())
+    }
+
+    /// Hands all but what lies behind `bytes` to the file. Not durable.
+    pub fn keep(mut self, bytes: u64) -> io::Result<()> {
+        self.empty()?;
+        if self.written > bytes { self.file.set_len(bytes) } else { Ok(()) }
+    }
+
+    /// The journal is whole: makes it durable, under the name that says so.
+    pub fn close(mut self, folder: &dyn Folder) -> io::Result<()> {
+        self.empty()?;
+        self.file.sync()?;
+        folder.rename(ARRIVING, WHOLE)?;
+        folder.sync()
+    }
+}
+
+impl Write for Growing {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.write_vectored(&[IoSlice::new(bytes)])
+    }
+
+    fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        for slice in slices {
+            if slice.len() >= STEP / 4 {
+                // Long enough to be worth no copy.
+                self.empty()?;
+                self.put(slice)?;
+            } else {
+                self.pending.extend_from_slice(slice);
+                if self.pending.len() >= STEP {
+                    self.empty()?;
+                }
+            }
+        }
+        Ok(slices.iter().map(|s| s.len()).sum())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.empty()
+    }
+}

@@ -1,0 +1,473 @@
+//! Receiving a delta and committing it.
+
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use delta::{Decoder, Epoch, Event, Header, Unit};
+use device::Disk;
+use uuid::Uuid;
+
+use crate::apply::Applier;
+use crate::error::{ReplicaError, Result, disk_error, io_error};
+use crate::journal::{self, ARRIVING, Contents, Growing, Segment};
+use crate::lineage::{Lineage, Position, State, Step, StepPlace, Toward, known, overlay};
+use crate::place::Which;
+use crate::replica::{INTERRUPTED, Replica, toward};
+
+/// How a delta becomes part of a replica. A seed goes to NAME.partial, or in place on a device, whatever is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Commit {
+    /// Stored in the journal as it arrives, merged once it is whole.
+    #[default]
+    Journal,
+    /// Written to the destination as it arrives, which is incomplete meanwhile.
+    InPlace,
+    /// Written to a clone (XFS, Btrfs), which takes the destination's place at the end.
+    Reflink,
+}
+
+/// What a commit did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Committed {
+    /// Where the replica stands.
+    pub epoch: Epoch,
+    /// Bytes written, to the journal and to the destination.
+    pub bytes_written: u64,
+    /// Bytes of the destination read to fill the gaps of what was written whole.
+    pub bytes_read: u64,
+}
+
+/// How much may be written, and how much time may pass, before what has come is made durable: as much is sent again after
+/// a crash.
+const SAVE_BYTES: u64 = 64 << 20;
+const SAVE_TIME: Duration = Duration::from_secs(2);
+
+/// A delta being received. Dropped before [`Receipt::finish`], it keeps what has come, as [`Receipt::keep`] does.
+pub struct Receipt<'a> {
+    replica: &'a mut Replica,
+    decoder: Decoder,
+    toward: Toward,
+    sink: Sink,
+}
+
+enum Sink {
+    Journal(Box<ToJournal>),
+    Direct(Box<Direct>),
+    Closed,
+}
+
+/// A delta on its way to the journal.
+struct ToJournal {
+    file: Growing,
+    /// What the journal held before.
+    before: Contents,
+    /// Bytes of it that are in order.
+    bytes: u64,
+}
+
+/// A delta on its way to the destination, or to what will take its place.
+struct Direct {
+    disk: Arc<dyn Disk>,
+    applier: Applier,
+    /// Where the place stood before.
+    base: Vec<Position>,
+    saved: Instant,
+    saved_bytes: u64,
+}
+
+impl Replica {
+    /// Begins to receive a delta by its header.
+    ///
+    /// # Errors
+    /// Refused if the delta does not fit what [`Replica::standing`] says; then nothing was changed.
+    pub fn receive(&mut self, header: Unit, commit: Commit) -> Result<Receipt<'_>> {
+        let wrong = |error: String| ReplicaError::Delta { path: self.path().to_path_buf(), error };
+        let mut raw = Vec::new();
+        delta::Writer::new(&mut raw).unit(&header).map_err(|e| wrong(e.to_string()))?;
+        let mut decoder = Decoder::new();
+        let header = match decoder.push(header) {
+            Ok(Event::Header(header)) => header,
+            Ok(_) => return Err(wrong("it does not begin with its header".into())),
+            Err(e) => return Err(wrong(e.to_string())),
+        };
+        let toward = toward(&header).ok_or_else(|| wrong("it names no epoch".into()))?;
+        self.check_resume(&header)?;
+        let fit = self.check(&header);
+        if let (Err(_), Some(Step { place: StepPlace::Clone { .. }, .. })) = (&fit, &self.lineage.step) {
+            // It may fit what the clone was made from, which is as it was.
+            let step = self.lineage.step.take();
+            if let Err(e) = self.check(&header) {
+                self.lineage.step = step;
+                return Err(e);
+            }
+            self.store()?;
+            self.remove_partial()?;
+        } else {
+            fit?;
+        }
+        let seeds = header.is_seed() && header.resumes.is_none() && self.lineage.epoch != Some(toward.epoch);
+        let sink = match self.lineage.step.as_ref().map(|s| s.place) {
+            _ if seeds => self.seed(&toward)?,
+            Some(StepPlace::Fresh { .. } | StepPlace::Clone { .. }) => self.go_on(&toward, &header)?,
+            _ => match commit {
+                Commit::Journal => self.to_journal(&header, &raw)?,
+                Commit::InPlace => self.in_place(&toward, &header)?,
+                Commit::Reflink => self.reflink(&toward, &header)?,
+            },
+        };
+        Ok(Receipt { replica: self, decoder, toward, sink })
+    }
+
+    /// Whether what the delta goes on from is what the journal holds.
+    fn check_resume(&self, header: &Header) -> Result<()> {
+        let Some(resumes) = header.resumes else { return Ok(()) };
+        let held = self.journal.as_ref().and_then(Contents::resume);
+        if held == Some(resumes) {
+            return Ok(());
+        }
+        let has = match held {
+            Some(held) => format!("holds {} frames of an interrupted delta {}", held.frames, held.stream),
+            None => "holds no interrupted delta".into(),
+        };
+        let given = format!("the delta goes on from {} frames of {}", resumes.frames, resumes.stream);
+        Err(ReplicaError::WrongEpoch { path: self.path().to_path_buf(), has, given })
+    }
+
+    pub(crate) fn remove_partial(&self) -> Result<()> {
+        self.place.remove().map_err(io_error("remove the unfinished copy of", self.place.path()))
+    }
+
+    /// Drops what of a delta is in the journal.
+    fn drop_journal(&mut self) -> Result<()> {
+        self.journal = None;
+        self.remove(ARRIVING)
+    }
+
+    fn to_journal(&mut self, header: &Header, raw: &[u8]) -> Result<Sink> {
+        let path = self.folder.path().join(ARRIVING);
+        let place = format!("for the journal {}", path.display());
+        if let Some(free) = device::free_space(self.folder.path()).ok().filter(|free| *free < self.expected) {
+            let state = "the replica is unchanged";
+            return Err(ReplicaError::Full { place, missing: self.expected - free, state });
+        }
+        if !self.kept {
+            // What was adopted: its journal means nothing without the state it is bound to.
+            self.store()?;
+        }
+        let before = match header.resumes {
+            Some(_) => self.journal.take().unwrap_or_default(),
+            None => {
+                self.journal = None;
+                Contents::default()
+            }
+        };
+        let failed = disk_error("write the journal", &path, "the replica is unchanged");
+        let begun = Growing::open(&*self.folder, before.bytes).and_then(|mut file| {
+            io::Write::write_all(&mut file, raw)?;
+            Ok(file)
+        });
+        let file = begun.map_err(failed)?;
+        Ok(Sink::Journal(Box::new(ToJournal { file, bytes: before.bytes, before })))
+    }
+
+    fn seed(&mut self, toward: &Toward) -> Result<Sink> {
+        self.drop_journal()?;
+        if self.which() == Which::Partial {
+            self.remove_partial()?;
+        }
+        // Nothing of an old replica is worth anything from here on; where one is replaced, it stays until the rename.
+        let lineage = Lineage::new();
+        if self.place.is_device() {
+            self.lineage = lineage;
+            return self.begin_step(StepPlace::InPlace, Vec::new(), toward, false);
+        }
+        let replaces = self.replace && self.stamp(Which::Whole)?.is_some();
+        let inode = self.create()?;
+        self.lineage = lineage;
+        self.begin_step(StepPlace::Fresh { inode, replaces }, Vec::new(), toward, true)
+    }
+
+    fn create(&self) -> Result<u64> {
+        match self.place.create() {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+                let mut name = self.place.path().as_os_str().to_owned();
+                name.push(".partial");
+                Err(ReplicaError::PartialTaken(name.into()))
+            }
+            other => other.map_err(disk_error("make an unfinished copy of", self.place.path(), INTERRUPTED)),
+        }
+    }
+
+    fn in_place(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
+        let base = self.positions();
+        let sink = self.begin_step(StepPlace::InPlace, base, toward, false)?;
+        self.take_journal(sink, toward, header)
+    }
+
+    fn reflink(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
+        let path = self.place.path().to_path_buf();
+        if self.place.is_device() || self.lineage.step.is_some() {
+            let why = if self.place.is_device() { "is a device" } else { "has an in-place commit under way" };
+            return Err(ReplicaError::Refused(format!(
+                "{} {why}, so it can't be committed by reflink: use --commit journal",
+                path.display()
+            )));
+        }
+        let base = self.positions();
+        let inode = self.create()?;
+        let before = self.lineage.clone();
+        // The intent first, so that a crash leaves nothing that nobody knows.
+        self.step(StepPlace::Clone { inode }, base.clone(), toward)?;
+        if let Err(e) = self.place.clone_whole() {
+            self.lineage = before;
+            self.store()?;
+            self.remove_partial()?;
+            return Err(match e.raw_os_error().map(rustix::io::Errno::from_raw_os_error) {
+                Some(
+                    rustix::io::Errno::OPNOTSUPP
+                    | rustix::io::Errno::NOTTY
+                    | rustix::io::Errno::INVAL
+                    | rustix::io::Errno::XDEV,
+                ) => ReplicaError::Refused(format!(
+                    "the file system of {} can't clone files ({e}), XFS and Btrfs can: use --commit journal",
+                    path.display()
+                )),
+                _ => disk_error("clone", &path, INTERRUPTED)(e),
+            });
+        }
+        let sink = self.direct(Which::Partial, base, toward, false)?;
+        self.take_journal(sink, toward, header)
+    }
+
+    /// Goes on with NAME.partial.
+    fn go_on(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
+        let Some(step) = self.lineage.step.clone() else { return Ok(Sink::Closed) };
+        let sink = self.begin_step(step.place, step.positions, toward, false)?;
+        self.take_journal(sink, toward, header)
+    }
+
+    /// Writes down what is about to happen, durably.
+    fn step(&mut self, place: StepPlace, positions: Vec<Position>, toward: &Toward) -> Result<()> {
+        if place == StepPlace::InPlace {
+            self.lineage.state = State::Incomplete;
+        }
+        let step = Step { place, nonce: Uuid::new_v4(), positions, toward: *toward, finished: false };
+        self.lineage.step = Some(step);
+        self.store()
+    }
+
+    fn begin_step(
+        &mut self,
+        place: StepPlace,
+        base: Vec<Position>,
+        toward: &Toward,
+        blank: bool,
+    ) -> Result<Sink> {
+        self.step(place, base.clone(), toward)?;
+        self.direct(self.which(), base, toward, blank)
+    }
+
+    fn direct(&mut self, which: Which, base: Vec<Position>, toward: &Toward, blank: bool) -> Result<Sink> {
+        let failed = |what| disk_error(what, self.place.path(), INTERRUPTED);
+        let disk = self.place.open(which)?;
+        if !self.place.is_device() && disk.len() < toward.size {
+            disk.resize(toward.size).map_err(failed("grow"))?;
+        }
+        let applier = Applier::new(disk.clone(), known(&base), blank).map_err(failed("open"))?;
+        Ok(Sink::Direct(Box::new(Direct { disk, applier, base, saved: Instant::now(), saved_bytes: 0 })))
+    }
+
+    /// Brings what the delta goes on from out of the journal to where the delta goes itself, and drops any other.
+    fn take_journal(&mut self, mut sink: Sink, toward: &Toward, header: &Header) -> Result<Sink> {
+        let held = self.journal.take().filter(|_| header.resumes.is_some());
+        if let (Some(contents), Sink::Direct(direct)) = (held, &mut sink) {
+            let failed = |what| disk_error(what, self.place.path(), INTERRUPTED);
+            let longest = contents.segments.iter().map(|s| s.header.size_after).max().unwrap_or(0);
+            if !self.place.is_device() && direct.disk.len() < longest {
+                direct.disk.resize(longest).map_err(failed("grow"))?;
+            }
+            let mut positions = direct.base.clone();
+            journal::replay(
+                &*self.folder,
+                ARRIVING,
+                &contents,
+                &mut direct.applier,
+                &mut positions,
+                failed("write to"),
+            )?;
+            direct.base = contents.positions(&direct.base);
+            direct.applier.rewind(known(&direct.base)).map_err(failed("write to"))?;
+            direct.save(self, toward.epoch)?;
+        }
+        self.drop_journal()?;
+        Ok(sink)
+    }
+}
+
+impl Direct {
+    /// Makes what has come durable, and says so in the lineage.
+    fn save(&mut self, replica: &mut Replica, epoch: Epoch) -> Result<()> {
+        let upto = self.applier.position();
+        self.applier.flush().map_err(disk_error("flush", replica.place.path(), INTERRUPTED))?;
+        (self.saved, self.saved_bytes) = (Instant::now(), self.applier.written);
+        let positions = overlay(&self.base, epoch, upto);
+        match &mut replica.lineage.step {
+            Some(step) if step.positions != positions => step.positions = positions,
+            _ => return Ok(()),
+        }
+        replica.store()
+    }
+}
+
+impl Receipt<'_> {
+    /// Takes the next unit.
+    ///
+    /// # Errors
+    /// What is wrong with the delta, or with the place it goes to. What came before is kept.
+    pub fn unit(&mut self, unit: Unit) -> Result<()> {
+        let path = self.replica.place.path().to_path_buf();
+        let refused = |e: delta::Error| ReplicaError::Delta { path: path.clone(), error: e.to_string() };
+        match &mut self.sink {
+            Sink::Journal(journal) => {
+                if let Err(e) = journal.file.unit(&unit) {
+                    let full = matches!(e.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded);
+                    if full {
+                        // Others need space on that file system too.
+                        self.sink = Sink::Closed;
+                        self.replica.drop_journal()?;
+                    }
+                    let state = "the replica is unchanged, and what had come of the delta is dropped";
+                    let path = self.replica.folder.path().join(ARRIVING);
+                    return Err(disk_error("write the journal", &path, state)(e));
+                }
+                self.decoder.push(unit).map_err(refused)?;
+                journal.bytes = journal.file.len();
+            }
+            Sink::Direct(direct) => {
+                if let Event::Frame(frame) = self.decoder.push(unit).map_err(refused)? {
+                    let failed = disk_error("write to", &path, INTERRUPTED);
+                    direct.applier.frame(frame).map_err(failed)?;
+                    let much = direct.applier.written - direct.saved_bytes >= SAVE_BYTES;
+                    let time = direct.saved.elapsed();
+                    if time >= SAVE_TIME || (much && time >= SAVE_TIME / 4) {
+                        direct.save(self.replica, self.toward.epoch)?;
+                    }
+                }
+            }
+            Sink::Closed => {
+                return Err(ReplicaError::Delta { path, error: "it was given up before this unit".into() });
+            }
+        }
+        Ok(())
+    }
+
+    /// Commits the delta, once its trailer was taken: durable when this returns.
+    ///
+    /// # Errors
+    /// If the trailer is missing, or the place it goes to fails. What came is kept, and finished or gone on from later.
+    pub fn finish(mut self) -> Result<Committed> {
+        if !self.decoder.is_complete() {
+            let error = delta::Error::NoTrailer { units: self.decoder.units() }.to_string();
+            return Err(ReplicaError::Delta { path: self.replica.path().to_path_buf(), error });
+        }
+        let (written, read) = match std::mem::replace(&mut self.sink, Sink::Closed) {
+            Sink::Journal(journal) => {
+                let bytes = journal.file.len() - journal.before.bytes;
+                let contents = contents(&journal, &self.decoder, true);
+                let path = self.replica.folder.path().join(ARRIVING);
+                let state = "the replica is unchanged";
+                let closed = journal.file.close(&*self.replica.folder);
+                closed.map_err(disk_error("write the journal", &path, state))?;
+                let (written, read) = self.replica.merge(&contents)?;
+                (bytes + written, read)
+            }
+            Sink::Direct(direct) => self.finish_direct(direct)?,
+            Sink::Closed => (0, 0),
+        };
+        self.replica.refresh()?;
+        Ok(Committed { epoch: self.toward.epoch, bytes_written: written, bytes_read: read })
+    }
+
+    fn finish_direct(&mut self, direct: Box<Direct>) -> Result<(u64, u64)> {
+        let replica = &mut *self.replica;
+        let Direct { disk, mut applier, .. } = *direct;
+        let size = self.toward.size;
+        {
+            let failed = |what| disk_error(what, replica.place.path(), INTERRUPTED);
+            applier.finish(size).map_err(failed("write to"))?;
+            if !replica.place.is_device() && disk.len() != size {
+                disk.resize(size).map_err(failed("cut"))?;
+            }
+            applier.flush().map_err(failed("flush"))?;
+        }
+        let counts = (applier.written, applier.read);
+        drop((applier, disk));
+        let toward = self.toward;
+        match replica.lineage.step.as_ref().map(|s| s.place) {
+            Some(place @ (StepPlace::Fresh { .. } | StepPlace::Clone { .. })) => {
+                if let Some(step) = &mut replica.lineage.step {
+                    step.positions = overlay(&[], toward.epoch, size);
+                    step.finished = true;
+                }
+                replica.store()?;
+                replica.rename(!matches!(place, StepPlace::Fresh { replaces: false, .. }))?;
+                replica.renamed(&toward)?;
+            }
+            _ => replica.moved(&toward)?,
+        }
+        Ok(counts)
+    }
+
+    /// Ends a delta that was cut off: what has come is kept, and a next delta may go on from it.
+    ///
+    /// # Errors
+    /// If it can't be written down.
+    pub fn keep(mut self) -> Result<()> {
+        self.put_away()?;
+        self.replica.refresh()
+    }
+
+    fn put_away(&mut self) -> Result<()> {
+        match std::mem::replace(&mut self.sink, Sink::Closed) {
+            Sink::Journal(journal) => {
+                let contents = contents(&journal, &self.decoder, self.decoder.is_complete());
+                let path = self.replica.folder.path().join(ARRIVING);
+                let kept = journal.file.keep(contents.bytes);
+                kept.map_err(disk_error("write the journal", &path, "the replica is unchanged"))?;
+                self.replica.journal = (!contents.segments.is_empty()).then_some(contents);
+                Ok(())
+            }
+            Sink::Direct(mut direct) => {
+                let drained = direct.applier.drain();
+                direct.save(self.replica, self.toward.epoch)?;
+                drained.map_err(disk_error("write to", self.replica.place.path(), INTERRUPTED))
+            }
+            Sink::Closed => Ok(()),
+        }
+    }
+}
+
+/// What the journal holds with what has come of this delta.
+fn contents(journal: &ToJournal, decoder: &Decoder, whole: bool) -> Contents {
+    let mut contents = journal.before.clone();
+    if let Some(header) = decoder.header().filter(|_| decoder.frames() > 0 || whole) {
+        contents.segments.push(Segment {
+            header: header.clone(),
+            frames: decoder.frames(),
+            upto: decoder.end(),
+            digest: decoder.digest(),
+        });
+        contents.bytes = journal.bytes;
+    }
+    contents.whole = whole;
+    contents
+}
+
+impl Drop for Receipt<'_> {
+    fn drop(&mut self) {
+        // After an error; whoever wants to know calls `keep`.
+        let _ = self.put_away();
+        let _ = self.replica.refresh();
+    }
+}

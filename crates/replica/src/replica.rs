@@ -1,0 +1,695 @@
+//! Opening a replica: what is safe, what a crash left, and where it stands.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use delta::{Epoch, Header, Method, Resume};
+use device::{Disk, Folder};
+use rustix::fs::FileType;
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use crate::apply::Applier;
+use crate::error::{ReplicaError, Result, disk_error, io_error};
+use crate::journal::{self, ARRIVING, Contents, WHOLE};
+use crate::lineage::{self, Lineage, Position, Stamp, State, StepPlace, Toward};
+use crate::lock::Lock;
+use crate::place::{DevicePlace, FilePlace, Place, Which};
+
+/// How to open a replica.
+#[derive(Debug, Clone, Default)]
+pub struct Options {
+    /// The folder of the replica's state. Without it: `.NAME.dsync/` beside a file, `device_folder` for a device.
+    pub folder: Option<PathBuf>,
+    /// The folder of a device's state, usually in the state directory.
+    pub device_folder: PathBuf,
+    /// Take what stands there, replica or not, as something that a compare will prove.
+    pub adopt: bool,
+    /// Let a seed take the place of what stands there.
+    pub replace: bool,
+}
+
+/// Where a replica stands: what its source must know to find what it lacks.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Standing {
+    /// The source it follows. `None` if there is no replica yet, or an adopted file.
+    pub source: Option<Uuid>,
+    /// The epoch of the last commit. `None` before the first.
+    pub epoch: Option<Epoch>,
+    /// How far the destination may be trusted. Incomplete if there is none.
+    pub state: State,
+    /// Bytes as of the last commit; of an adopted file those it has; 0 before the first seed is committed.
+    pub size: u64,
+    /// The source's block size in bytes, as of the last commit.
+    pub block_size: u32,
+    /// Bytes that a device has room for. `None` for a file.
+    pub capacity: Option<u64>,
+    /// The parts of the replica, ascending, its journal counted. Empty if there is nothing yet.
+    pub positions: Vec<Position>,
+    /// Names this very state, for deltas that fit nothing else.
+    pub nonce: Uuid,
+    /// A step was begun and not finished: what continues it is bound to the nonce.
+    pub under_way: bool,
+    /// The interrupted delta in the journal. What goes on from it says so; anything else drops it.
+    pub resumes: Option<Resume>,
+    /// What opening the replica had to mend, for people to read.
+    pub recovered: Option<String>,
+}
+
+/// A destination with its lineage, held alone and in order: whatever a crash left was finished or undone when it was opened.
+pub struct Replica {
+    pub(crate) place: Box<dyn Place>,
+    pub(crate) folder: Box<dyn Folder>,
+    pub(crate) lineage: Lineage,
+    /// The lineage is on disk.
+    pub(crate) kept: bool,
+    /// The part of a delta in the journal.
+    pub(crate) journal: Option<Contents>,
+    pub(crate) adopt: bool,
+    pub(crate) replace: bool,
+    /// Bytes that the next delta is expected to bring.
+    pub(crate) expected: u64,
+    recovered: Vec<String>,
+    standing: Standing,
+    lock: Option<Lock>,
+    image: Option<device::ImageLock>,
+}
+
+/// The folder of a file's replica.
+fn folder_beside(file: &Path) -> PathBuf {
+    let mut name = std::ffi::OsString::from(".");
+    name.push(file.file_name().unwrap_or_default());
+    name.push(".dsync");
+    file.with_file_name(name)
+}
+
+/// Where a destination is, without links; whether something is there; and where its state lies.
+fn locate(path: &Path, options: &Options) -> Result<(PathBuf, Option<FileType>, PathBuf)> {
+    let canonical = match std::fs::canonicalize(path) {
+        Ok(path) => path,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+            let absolute = std::path::absolute(path).map_err(io_error("find", path))?;
+            let (Some(parent), Some(name)) = (absolute.parent(), absolute.file_name()) else {
+                return Err(ReplicaError::Refused(format!("{} is no file's name: give one", path.display())));
+            };
+            if std::fs::symlink_metadata(&absolute).is_ok() {
+                return Err(ReplicaError::Refused(format!(
+                    "{} is a link that leads nowhere: remove it, or give another path",
+                    path.display()
+                )));
+            }
+            match std::fs::canonicalize(parent) {
+                Ok(parent) => parent.join(name),
+                Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+                    return Err(ReplicaError::Refused(format!(
+                        "there is no folder {} for the replica: make it, or give another path",
+                        parent.display()
+                    )));
+                }
+                Err(e) => return Err(io_error("find", parent)(e)),
+            }
+        }
+        Err(e) => return Err(io_error("find", path)(e)),
+    };
+    let kind = match rustix::fs::stat(&canonical) {
+        Ok(found) => Some(FileType::from_raw_mode(found.st_mode)),
+        Err(rustix::io::Errno::NOENT) => None,
+        Err(e) => return Err(io_error("look at", &canonical)(e.into())),
+    };
+    let folder = match (&options.folder, kind) {
+        (Some(folder), _) => folder.clone(),
+        (None, Some(FileType::BlockDevice)) => options.device_folder.clone(),
+        (None, _) => folder_beside(&canonical),
+    };
+    if folder.as_os_str().is_empty() {
+        return Err(ReplicaError::Refused(format!(
+            "{} is a device, and no folder is given for the state of its replica: give one with --journal-dir",
+            path.display()
+        )));
+    }
+    Ok((canonical, kind, folder))
+}
+
+/// What is written down of the replica at `path`, `None` if it is none. Changes nothing, recovers nothing, and takes no lock.
+///
+/// # Errors
+/// If the lineage can't be read or understood.
+pub fn inspect(path: &Path, options: &Options) -> Result<Option<Lineage>> {
+    let (_, _, folder) = locate(path, options)?;
+    if !folder.is_dir() {
+        return Ok(None);
+    }
+    Lineage::load(&device::Dir::open(&folder).map_err(io_error("open", &folder))?)
+}
+
+impl Replica {
+    /// Opens the replica at `path`, or the place for one. Finishes or undoes what a crash left; [`Standing::recovered`] tells.
+    ///
+    /// # Errors
+    /// Refused if somebody else uses it, if it is no replica and is not to be adopted or replaced, if it was changed by
+    /// others, or if a delta is there that can neither be finished nor dropped.
+    pub fn open(path: &Path, options: &Options) -> Result<Replica> {
+        let (path, kind, folder_path) = locate(path, options)?;
+        match kind {
+            None | Some(FileType::RegularFile | FileType::BlockDevice) => {}
+            Some(_) => {
+                return Err(ReplicaError::Refused(format!(
+                    "{} is neither a file nor a block device: give one of these",
+                    path.display()
+                )));
+            }
+        }
+        let device = kind == Some(FileType::BlockDevice);
+        // What is refused leaves no folder behind.
+        if kind.is_some() && !device && !options.adopt && !options.replace && !folder_path.exists() {
+            return Err(ReplicaError::NotAReplica(path));
+        }
+        let folder = device::Dir::open(&folder_path).map_err(io_error("make", &folder_path))?;
+        let lock =
+            match Lock::take(&folder_path).map_err(io_error("lock", &folder_path.join(crate::lock::NAME)))? {
+                Ok(lock) => lock,
+                Err(holder) => return Err(ReplicaError::Busy { path, holder }),
+            };
+        let opened = (|| {
+            if let Some(user) = kind.and_then(|_| device::in_use(&path)) {
+                return Err(ReplicaError::Busy { path: path.clone(), holder: user });
+            }
+            let image =
+                kind.map(|_| device::lock_image(&path, device::Access::Write)).transpose().or_else(|e| {
+                    // A file system without locks can't tell of others, and can't be asked.
+                    if e.kind() == device::DeviceErrorKind::Unsupported { Ok(None) } else { Err(e) }
+                })?;
+            let place: Box<dyn Place> = if device {
+                Box::new(DevicePlace::new(path.clone())?)
+            } else {
+                Box::new(FilePlace::new(path.clone()))
+            };
+            let mut replica = Replica::begin(place, Box::new(folder), options.adopt, options.replace)?;
+            replica.image = image;
+            Ok(replica)
+        })();
+        match opened {
+            Ok(mut replica) => {
+                replica.lock = Some(lock);
+                Ok(replica)
+            }
+            Err(e) => {
+                lock.remove();
+                Err(e)
+            }
+        }
+    }
+
+    /// Opens what is at a place, with its state in `folder`.
+    pub(crate) fn begin(
+        place: Box<dyn Place>,
+        folder: Box<dyn Folder>,
+        adopt: bool,
+        replace: bool,
+    ) -> Result<Replica> {
+        let lineage = Lineage::load(&*folder)?;
+        let mut replica = Replica {
+            place,
+            folder,
+            kept: lineage.is_some(),
+            standing: Standing {
+                source: None,
+                epoch: None,
+                state: State::Incomplete,
+                size: 0,
+                block_size: 0,
+                capacity: None,
+                positions: Vec::new(),
+                nonce: Uuid::nil(),
+                under_way: false,
+                resumes: None,
+                recovered: None,
+            },
+            lineage: lineage.unwrap_or_else(Lineage::new),
+            journal: None,
+            adopt,
+            replace,
+            expected: 0,
+            recovered: Vec::new(),
+            lock: None,
+            image: None,
+        };
+        if replica.kept {
+            replica.recover()?;
+        } else {
+            replica.first()?;
+        }
+        replica.refresh()?;
+        Ok(replica)
+    }
+
+    /// Where the replica stands.
+    pub fn standing(&self) -> &Standing {
+        &self.standing
+    }
+
+    /// The destination's path, without links.
+    pub fn path(&self) -> &Path {
+        self.place.path()
+    }
+
+    /// What the destination holds, to be compared: without what lies in a journal, so a delta that was found by comparing
+    /// must not go on from it.
+    ///
+    /// # Errors
+    /// If there is nothing, or it can't be opened.
+    pub fn content(&self) -> Result<Arc<dyn Disk>> {
+        self.place.open(self.which())
+    }
+
+    /// Says how many bytes of data the next delta is likely to bring, so that the space for its journal can be checked first.
+    pub fn expect(&mut self, bytes: u64) {
+        self.expected = bytes;
+    }
+
+    /// Where the step under way writes, or the next will.
+    pub(crate) fn which(&self) -> Which {
+        match self.lineage.step.as_ref().map(|s| s.place) {
+            Some(StepPlace::Fresh { .. } | StepPlace::Clone { .. }) => Which::Partial,
+            Some(StepPlace::InPlace) | None => Which::Whole,
+        }
+    }
+
+    /// Where the replica stands by its lineage alone, or by its step.
+    pub(crate) fn positions(&self) -> Vec<Position> {
+        self.lineage.positions()
+    }
+
+    pub(crate) fn nonce(&self) -> Uuid {
+        self.lineage.step.as_ref().map_or(self.lineage.nonce, |s| s.nonce)
+    }
+
+    /// Brings [`Replica::standing`] up to date.
+    pub(crate) fn refresh(&mut self) -> Result<()> {
+        let positions = self.positions();
+        let capacity = match self.place.is_device() {
+            true => Some(self.place.open(Which::Whole)?.len()),
+            false => None,
+        };
+        let lineage = &self.lineage;
+        self.standing = Standing {
+            source: lineage.source.or(lineage.step.as_ref().map(|s| s.toward.source)),
+            epoch: lineage.epoch,
+            state: lineage.state,
+            size: lineage.size,
+            block_size: lineage.block_size,
+            capacity,
+            positions: self.journal.as_ref().map_or(positions.clone(), |j| j.positions(&positions)),
+            nonce: self.nonce(),
+            under_way: lineage.step.is_some(),
+            resumes: self.journal.as_ref().and_then(Contents::resume),
+            recovered: (!self.recovered.is_empty()).then(|| self.recovered.join("; ")),
+        };
+        Ok(())
+    }
+
+    pub(crate) fn stamp(&self, which: Which) -> Result<Option<Stamp>> {
+        self.place.stamp(which).map_err(io_error("look at", self.place.path()))
+    }
+
+    pub(crate) fn store(&mut self) -> Result<()> {
+        self.lineage.store(&*self.folder)?;
+        self.kept = true;
+        Ok(())
+    }
+
+    pub(crate) fn remove(&self, name: &str) -> Result<()> {
+        self.folder.remove(name).map_err(io_error("remove", &self.folder.path().join(name)))
+    }
+
+    /// A place without a lineage.
+    fn first(&mut self) -> Result<()> {
+        // They belong to nothing.
+        for name in [ARRIVING, WHOLE] {
+            self.remove(name)?;
+        }
+        if self.stamp(Which::Partial)?.is_some_and(|s| s.size == 0) {
+            // A seed was begun, and stopped before it had said so.
+            self.remove_partial()?;
+        }
+        let Some(stamp) = self.stamp(Which::Whole)? else { return Ok(()) };
+        if self.adopt {
+            return self.take(stamp);
+        }
+        let free = self.replace || (self.place.is_device() && self.is_blank()?);
+        if free { Ok(()) } else { Err(ReplicaError::NotAReplica(self.place.path().to_path_buf())) }
+    }
+
+    /// True if a device bears nothing that anybody would miss: its first and last MiB are zeroes.
+    fn is_blank(&self) -> Result<bool> {
+        let disk = self.place.open(Which::Whole)?;
+        let len = disk.len().min(1 << 20);
+        let mut buf = device::Buf::new(len as usize);
+        for offset in [0, disk.len() - len] {
+            disk.read_at(offset, &mut buf).map_err(io_error("read", self.place.path()))?;
+            if buf.iter().any(|b| *b != 0) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Takes what stands there as something of which nothing is known.
+    fn take(&mut self, stamp: Stamp) -> Result<()> {
+        for name in [ARRIVING, WHOLE] {
+            self.remove(name)?;
+        }
+        if self.which() == Which::Partial {
+            self.remove_partial()?;
+        }
+        self.journal = None;
+        self.lineage = Lineage { size: stamp.size, stamp: Some(stamp), ..Lineage::new() };
+        self.kept = false;
+        Ok(())
+    }
+
+    /// Finishes or undoes what a crash left.
+    fn recover(&mut self) -> Result<()> {
+        self.recover_partial()?;
+        let whole = self.stamp(Which::Whole)?;
+        let had = self.lineage.epoch.is_some() || !self.positions().is_empty();
+        let Some(whole) = whole else {
+            if had && self.which() == Which::Whole {
+                self.forget()?;
+            }
+            return self.recover_journal(None);
+        };
+        if let Some(StepPlace::Fresh { replaces, .. }) = self.lineage.step.as_ref().map(|s| s.place) {
+            // Unless it is what the seed replaces, somebody has put something in its place meanwhile.
+            return if replaces { Ok(()) } else { Err(ReplicaError::NotAReplica(self.place.path().into())) };
+        }
+        if !had && !self.place.is_device() && !self.replace {
+            return if self.adopt {
+                self.take(whole)
+            } else {
+                Err(ReplicaError::NotAReplica(self.place.path().into()))
+            };
+        }
+        self.recover_journal(Some(whole))
+    }
+
+    /// A new file that was to take the destination's place.
+    fn recover_partial(&mut self) -> Result<()> {
+        let Some(step) = self.lineage.step.clone() else { return Ok(()) };
+        let (inode, replaces) = match step.place {
+            StepPlace::Fresh { inode, replaces } => (inode, replaces),
+            StepPlace::Clone { inode } => (inode, true),
+            StepPlace::InPlace => return Ok(()),
+        };
+        let epoch = step.toward.epoch;
+        let is_ours = |s: &Option<Stamp>| s.as_ref().is_some_and(|s| s.inode == inode);
+        if step.finished && is_ours(&self.stamp(Which::Whole)?) {
+            self.recovered.push(format!("epoch {epoch} had been put in place; its commit is finished now"));
+            return self.renamed(&step.toward);
+        }
+        if is_ours(&self.stamp(Which::Partial)?) {
+            if step.finished {
+                self.rename(replaces)?;
+                self.recovered
+                    .push(format!("the copy of epoch {epoch} was complete; it is put in place now"));
+                return self.renamed(&step.toward);
+            }
+            return Ok(());
+        }
+        // It never became durable, or somebody has removed it: nothing is lost but time.
+        self.recovered.push(format!("the unfinished copy of epoch {epoch} is gone; it is begun anew"));
+        self.lineage.step = None;
+        self.store()
+    }
+
+    /// Puts NAME.partial in place.
+    pub(crate) fn rename(&self, replace: bool) -> Result<()> {
+        match self.place.rename(replace) {
+            Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {
+                Err(ReplicaError::NotAReplica(self.place.path().to_path_buf()))
+            }
+            other => other.map_err(io_error("put in place", self.place.path())),
+        }
+    }
+
+    /// Moves the lineage after NAME.partial was put in place.
+    pub(crate) fn renamed(&mut self, toward: &Toward) -> Result<()> {
+        self.place.sync().map_err(io_error("sync the folder of", self.place.path()))?;
+        self.moved(toward)
+    }
+
+    /// Moves the lineage: the destination is complete.
+    pub(crate) fn moved(&mut self, toward: &Toward) -> Result<()> {
+        let stamp = self.place.settle().map_err(disk_error("flush", self.place.path(), INTERRUPTED))?;
+        self.lineage = self.lineage.after(toward, stamp);
+        self.store()
+    }
+
+    /// The destination is gone: so is what was known of it.
+    fn forget(&mut self) -> Result<()> {
+        self.recovered.push("the replica's file is gone; a new one will be made".into());
+        for name in [ARRIVING, WHOLE, lineage::NAME] {
+            self.remove(name)?;
+        }
+        self.lineage = Lineage::new();
+        self.kept = false;
+        Ok(())
+    }
+
+    /// What lies in the journal: merged if it is whole, kept if it can be gone on from, removed otherwise.
+    fn recover_journal(&mut self, whole: Option<Stamp>) -> Result<()> {
+        let Some(now) = whole else {
+            // An unfinished copy may have been begun from a journal; without a destination there is nothing else to merge into.
+            return self.keep_journal();
+        };
+        let path = self.place.path().to_path_buf();
+        let changed = |why: &str| ReplicaError::Changed { path: path.clone(), why: why.into() };
+        let before = self.lineage.stamp.clone();
+        if before.as_ref().is_some_and(|b| b.inode != now.inode) {
+            return if self.adopt {
+                self.take(now)
+            } else {
+                Err(changed("another file has taken its place"))
+            };
+        }
+        if let Some(contents) = journal::measure(&*self.folder, WHOLE)? {
+            if contents.stream().is_some() && contents.stream() == self.lineage.committed {
+                // Its work is done; only the removal was missing.
+                self.remove(WHOLE)?;
+            } else if self.adopt {
+                return self.take(now);
+            } else if !contents.whole {
+                let path = self.folder.path().join(WHOLE);
+                return Err(journal::damaged(&path, "it was whole once and is not any more".into()));
+            } else {
+                // The name may be newer than the folder's last sync, and nothing may be written before it is durable.
+                self.folder.sync().map_err(io_error("sync", self.folder.path()))?;
+                return self.redo(&contents);
+            }
+        }
+        // An in-place step has changed it itself; all else leaves it alone.
+        if !self.lineage.step.as_ref().is_some_and(|s| s.place == StepPlace::InPlace) {
+            let why = match before {
+                Some(before) if before.size != now.size => Some("its size is another"),
+                Some(before) if before.changed != now.changed => Some("it was written to"),
+                Some(before) if before.print != now.print => Some("it is another disk, or was written to"),
+                _ => None,
+            };
+            if let Some(why) = why {
+                return if self.adopt { self.take(now) } else { Err(changed(why)) };
+            }
+        }
+        let contents = journal::measure(&*self.folder, ARRIVING)?.unwrap_or_default();
+        if contents.whole && self.which() == Which::Whole && self.fits_journal(&contents) {
+            let file = self.folder.open(ARRIVING, false).map_err(io_error("open", self.folder.path()))?;
+            let durable = file.sync().and_then(|()| self.folder.rename(ARRIVING, WHOLE));
+            durable.and_then(|()| self.folder.sync()).map_err(io_error("sync", self.folder.path()))?;
+            return self.redo(&contents);
+        }
+        self.keep_journal()?;
+        let unproven =
+            self.lineage.epoch.is_none() && self.lineage.step.is_none() && !self.positions().is_empty();
+        if unproven && !self.adopt {
+            return Err(ReplicaError::NotAReplica(path));
+        }
+        Ok(())
+    }
+
+    /// Keeps what of a delta is in the journal if it fits, removes it otherwise.
+    fn keep_journal(&mut self) -> Result<()> {
+        match journal::measure(&*self.folder, ARRIVING)? {
+            Some(contents)
+                if !contents.segments.is_empty() && !contents.whole && self.fits_journal(&contents) =>
+            {
+                self.journal = Some(contents);
+                Ok(())
+            }
+            Some(_) => self.remove(ARRIVING),
+            None => Ok(()),
+        }
+    }
+
+    fn fits_journal(&self, contents: &Contents) -> bool {
+        contents.segments.first().is_some_and(|s| s.header.resumes.is_none() && self.check(&s.header).is_ok())
+    }
+
+    /// Merges a whole journal that a crash left.
+    fn redo(&mut self, contents: &Contents) -> Result<()> {
+        let epoch = contents.segments.last().and_then(|s| s.to());
+        self.merge(contents)?;
+        if let Some(epoch) = epoch {
+            self.recovered.push(format!("the journal of epoch {epoch} was whole; it is merged now"));
+        }
+        Ok(())
+    }
+
+    /// Merges the whole journal in place and moves the lineage. May be done again after a crash, from any point. Returns the
+    /// bytes written and read.
+    pub(crate) fn merge(&mut self, contents: &Contents) -> Result<(u64, u64)> {
+        let Some(toward) = contents.segments.last().and_then(|s| toward(&s.header)) else {
+            return Err(journal::damaged(&self.folder.path().join(WHOLE), "it has no header".into()));
+        };
+        let path = self.place.path().to_path_buf();
+        let failed = |what| disk_error(what, &path, SAFE);
+        let disk = self.place.open(Which::Whole)?;
+        let longest = contents.segments.iter().map(|s| s.header.size_after).max().unwrap_or(toward.size);
+        if !self.place.is_device() && disk.len() < longest {
+            disk.resize(longest).map_err(failed("grow"))?;
+        }
+        let mut applier = Applier::new(disk.clone(), 0, false).map_err(failed("open"))?;
+        let mut positions = self.positions();
+        journal::replay(&*self.folder, WHOLE, contents, &mut applier, &mut positions, failed("write to"))?;
+        applier.finish(toward.size).map_err(failed("write to"))?;
+        if !self.place.is_device() && disk.len() != toward.size {
+            disk.resize(toward.size).map_err(failed("cut"))?;
+        }
+        applier.flush().map_err(failed("flush"))?;
+        let counts = (applier.written, applier.read);
+        drop((applier, disk));
+        self.moved(&toward)?;
+        self.remove(WHOLE)?;
+        Ok(counts)
+    }
+
+    /// Whether a delta fits what the replica is, its journal aside.
+    pub(crate) fn check(&self, header: &Header) -> Result<()> {
+        let path = || self.place.path().to_path_buf();
+        let lineage = &self.lineage;
+        if header.method == Method::Rolling {
+            return Err(ReplicaError::Refused(format!(
+                "replica {}: the delta moves blocks within the destination (method rolling), which this dsync does not merge \
+                 yet: use another method",
+                self.place.path().display()
+            )));
+        }
+        if let Some(capacity) = self.standing.capacity.filter(|c| *c < header.size_after) {
+            return Err(ReplicaError::WrongSize {
+                path: path(),
+                has: capacity,
+                given: format!("the source has {}: give a device at least that large", header.size_after),
+            });
+        }
+        let source = lineage.source.or(lineage.step.as_ref().map(|s| s.toward.source));
+        let proves = self.adopt && header.method == Method::Compare && header.binds.is_some();
+        let seeds = header.is_seed() && header.resumes.is_none();
+        if let Some(has) = source.filter(|s| *s != header.source && !proves && !(seeds && self.replace)) {
+            return Err(ReplicaError::WrongSource { path: path(), has, given: header.source });
+        }
+        let refused = |has: String, given: String| Err(ReplicaError::WrongEpoch { path: path(), has, given });
+        if let Some(binds) = header.binds {
+            if binds != self.nonce() {
+                let given = "the delta was made for another state of it".into();
+                return refused("has moved on".into(), given);
+            }
+            if header.method != Method::Compare && self.positions().iter().any(|p| p.epoch.is_none()) {
+                return refused("is not proven yet".into(), "only a compare can do that".into());
+            }
+        } else {
+            let fresh = lineage.epoch.is_none() && self.is_free();
+            if seeds && (fresh || self.replace) {
+                return Ok(());
+            }
+            let wants = match header.chain.first() {
+                _ if seeds => "the delta is a whole copy".into(),
+                Some(first) => format!("the delta begins at {}", first.number),
+                None => "the delta names no epoch".into(),
+            };
+            let Some(epoch) = lineage.epoch else {
+                let has =
+                    if fresh && lineage.step.is_none() { "does not exist yet" } else { "is incomplete" };
+                return refused(has.into(), wants);
+            };
+            for position in self.positions() {
+                let Some(at) = position.epoch else { return refused("is not proven yet".into(), wants) };
+                if header.position(&at).is_some() {
+                    continue;
+                }
+                let has = format!("is at epoch {}", at.number);
+                if header.chain.iter().any(|e| e.number == at.number) {
+                    let given = format!(
+                        "the delta's epoch {} is another one of a copied or restored source",
+                        at.number
+                    );
+                    return refused(has, given);
+                }
+                if header.to().is_some_and(|to| to.number < at.number) {
+                    let to = header.to().map_or(0, |e| e.number);
+                    return refused(has, format!("the delta ends at {to} already"));
+                }
+                return refused(has, wants);
+            }
+            let first = header.chain.first() == Some(&epoch);
+            if first && header.chain.len() > 1 && header.size_before != lineage.size {
+                return Err(ReplicaError::WrongSize {
+                    path: path(),
+                    has: lineage.size,
+                    given: format!(
+                        "the delta begins with {} at the same epoch: compare the replica anew with --adopt",
+                        header.size_before
+                    ),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// True if nothing that is worth anything stands at the destination.
+    fn is_free(&self) -> bool {
+        match self.lineage.step.as_ref().map(|s| s.place) {
+            Some(StepPlace::Fresh { .. }) => true,
+            // The first seed of a device: nothing was there before.
+            Some(StepPlace::InPlace) => self.lineage.stamp.is_none(),
+            Some(StepPlace::Clone { .. }) => false,
+            None => self.lineage.size == 0,
+        }
+    }
+}
+
+/// What became of the destination when space or a disk failed.
+pub(crate) const SAFE: &str = "the delta is safe in the journal, and the next command finishes the commit";
+pub(crate) const INTERRUPTED: &str =
+    "the replica is unchanged or marked as incomplete, and the next sync goes on";
+
+/// What a delta makes of a replica.
+pub(crate) fn toward(header: &Header) -> Option<Toward> {
+    Some(Toward {
+        source: header.source,
+        epoch: *header.to()?,
+        size: header.size_after,
+        block_size: header.block_size,
+        fuzzy: header.fuzzy,
+        stream: header.stream,
+    })
+}
+
+impl Drop for Replica {
+    fn drop(&mut self) {
+        // A folder that was made only for the lock goes again.
+        if let Some(lock) = self.lock.take() {
+            if !self.kept {
+                lock.remove();
+            }
+        }
+        self.image = None;
+    }
+}
