@@ -48,11 +48,6 @@ impl Output {
         self
     }
 
-    /// True if JSON was asked for.
-    pub fn is_json(&self) -> bool {
-        self.json
-    }
-
     fn line(&self, text: &str) {
         // A reader who has gone is no reason to fail: the work is done.
         if self.to_stderr {

@@ -109,6 +109,7 @@ pub fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Result<()> {
         }
     };
     output.finish();
+    output.more(&format!("source {} in {}", handle.about().uuid, state.path().display()));
     // The source is let go even if the sync failed; the sync's own error comes first.
     let closed = handle.close();
     let summary = summary?;

@@ -12,8 +12,8 @@ use source::StateDir;
 
 use crate::error::{Class, SyncError};
 use crate::messages::{
-    COMMITTED, Commit, Committed, Compare, FAILED, Failed, OPEN, Open, PLAN, Part, Plan, STANDING, Standing,
-    expect, of_claim, to_unit, unexpected,
+    COMMITTED, Commit, Committed, FAILED, Failed, OPEN, Open, PLAN, Part, Plan, STANDING, Standing, expect,
+    of_claim, to_unit, unexpected,
 };
 
 fn mode(commit: Commit) -> replica::Commit {

@@ -39,7 +39,7 @@ pub(crate) struct Wanted {
     pub changes: Bitmap,
     pub block_size: u64,
     pub size: u64,
-    /// From here on everything, holes included. `u64::MAX` for nothing of that kind.
+    /// From here on everything that is not zero. `u64::MAX` for nothing of that kind.
     pub all_from: u64,
 }
 
@@ -49,15 +49,10 @@ impl Wanted {
         let (mut blocks, mut extents, mut bytes) = (0, 0, 0);
         let mut wants = self.wants(disk);
         while let Some(want) = wants.next()? {
-            let (range, counts) = match &want {
-                Want::Read(range) => (range, true),
-                Want::Zero(range) => (range, range.start < self.all_from),
-            };
-            if counts {
-                extents += 1;
-                bytes += range.end - range.start;
-                blocks += (range.end - range.start).div_ceil(self.block_size);
-            }
+            let (Want::Read(range) | Want::Zero(range)) = &want;
+            extents += 1;
+            bytes += range.end - range.start;
+            blocks += (range.end - range.start).div_ceil(self.block_size);
         }
         Ok((blocks, extents, bytes))
     }
@@ -100,17 +95,19 @@ impl Wants<'_> {
             }
             return self.cut(range).map(Some);
         }
-        if self.rest < self.wanted.size {
-            // One allocated run and the hole before it at a time: a huge disk is never listed whole.
-            let start = self.rest;
-            let end = match self.disk.allocated(start)? {
-                Some(data) if data.start <= start => data.end,
-                Some(data) => data.start,
-                None => self.wanted.size,
+        while self.rest < self.wanted.size {
+            // Where everything is wanted, what is not named is zero: holes need no word.
+            let bs = self.wanted.block_size;
+            let Some(data) = self.disk.allocated(self.rest)? else {
+                self.rest = self.wanted.size;
+                return Ok(None);
             };
-            let end = round(end, self.wanted.block_size).clamp(start + 1, self.wanted.size);
-            self.rest = end;
-            return self.cut(start..end).map(Some);
+            let start = (data.start / bs * bs).max(self.rest);
+            let end = round(data.end, bs).min(self.wanted.size);
+            self.rest = end.max(start);
+            if start < end {
+                return Ok(Some(Want::Read(start..end)));
+            }
         }
         Ok(None)
     }
@@ -192,7 +189,7 @@ impl Job {
 
     /// What was read, as a frame: what lies between is dropped, zeroes become records without data. Returns the end of the
     /// frame's last extent too.
-    fn frame(self, mut buf: Buf, block_size: u64) -> (Frame, u64) {
+    fn frame(self, mut buf: Buf, block_size: u64, all_from: u64) -> (Frame, u64) {
         let mut records: Vec<Record> = Vec::with_capacity(self.wants.len());
         let (mut kept, mut span, mut before) = (0usize, 0usize, 0u64);
         let mut end = 0;
@@ -222,7 +219,9 @@ impl Job {
                 let from = start + (at - range.start) as usize;
                 let to = from + len as usize;
                 if compare::is_zero(&buf[from..to]) {
-                    push(true, at, len);
+                    if at < all_from {
+                        push(true, at, len);
+                    }
                 } else {
                     push(false, at, len);
                     if from != kept {
@@ -244,6 +243,7 @@ pub(crate) struct FrameReader<'a> {
     wants: Wants<'a>,
     queue: Box<dyn Queue>,
     block_size: u64,
+    all_from: u64,
     left_over: Option<Want>,
     jobs: BTreeMap<u64, (Job, Option<Buf>)>,
     next_token: u64,
@@ -258,6 +258,7 @@ impl<'a> FrameReader<'a> {
             wants: wanted.wants(&**disk),
             queue: disk.clone().queue(DEPTH)?,
             block_size: wanted.block_size,
+            all_from: wanted.all_from,
             left_over: None,
             jobs: BTreeMap::new(),
             next_token: 0,
@@ -308,6 +309,16 @@ impl<'a> FrameReader<'a> {
 
     /// The next frame and the end of its last extent; `None` at the end. `spare` is a buffer to use again.
     pub fn next(&mut self, mut spare: Option<Buf>) -> io::Result<Option<(Frame, u64)>> {
+        loop {
+            match self.step(spare.take())? {
+                // Where zeroes need no word, a frame may have nothing to say.
+                Some((frame, _)) if frame.records.is_empty() => spare = Some(frame.data),
+                step => return Ok(step),
+            }
+        }
+    }
+
+    fn step(&mut self, mut spare: Option<Buf>) -> io::Result<Option<(Frame, u64)>> {
         while !self.ended && self.jobs.len() < AHEAD {
             let wants = self.gather()?;
             if wants.is_empty() {
@@ -340,13 +351,9 @@ impl<'a> FrameReader<'a> {
                 *slot = Some(done.request.buf);
             }
         }
-        match self.jobs.remove(&self.due) {
-            Some((job, Some(buf))) => {
-                self.due += 1;
-                Ok(Some(job.frame(buf, self.block_size)))
-            }
-            _ => Ok(None),
-        }
+        let Some((job, Some(buf))) = self.jobs.remove(&self.due) else { return Ok(None) };
+        self.due += 1;
+        Ok(Some(job.frame(buf, self.block_size, self.all_from)))
     }
 }
 
