@@ -316,3 +316,137 @@ impl std::fmt::Debug for Extents {
         f.debug_list().entries(self.iter()).finish()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    type Model = BTreeSet<u64>;
+
+    /// Short and long ranges in a small space, so that they meet; some empty, some upside down.
+    fn range() -> impl Strategy<Value = Range<u64>> {
+        (0u64..120, prop_oneof![0u64..4, 0u64..60], 0u8..15).prop_map(|(start, len, odd)| match odd {
+            0 => start..start / 2,
+            _ => start..start + len,
+        })
+    }
+
+    fn ranges() -> impl Strategy<Value = Vec<Range<u64>>> {
+        prop::collection::vec(range(), 0..30)
+    }
+
+    fn model(ranges: &[Range<u64>]) -> Model {
+        ranges.iter().cloned().flatten().collect()
+    }
+
+    /// The members are the model's, and the ranges are as few as can be.
+    fn same(set: &Extents, model: &Model) {
+        assert_eq!(&set.iter().flatten().collect::<Model>(), model);
+        assert!(set.iter().all(|r| r.start < r.end), "{set:?}");
+        let pairs = set.ranges.windows(2);
+        assert!(pairs.into_iter().all(|p| p[0].1 < p[1].0), "{set:?} has ranges that touch");
+        assert_eq!(set.len(), model.len() as u64);
+        assert_eq!(set.is_empty(), model.is_empty());
+        assert_eq!(set.start(), model.first().copied());
+        assert_eq!(set.end(), model.last().map_or(0, |m| m + 1));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
+
+        #[test]
+        fn inserts_and_removes(steps in prop::collection::vec((range(), any::<bool>()), 0..60)) {
+            let (mut set, mut model) = (Extents::new(), Model::new());
+            for (range, add) in steps {
+                if add {
+                    set.insert(range.clone());
+                    model.extend(range);
+                } else {
+                    set.remove(range.clone());
+                    model.retain(|m| !range.contains(m));
+                }
+                same(&set, &model);
+            }
+        }
+
+        #[test]
+        fn gathers_in_any_order(first in ranges(), then in ranges()) {
+            let mut set = Extents::from_iter(first.clone());
+            same(&set, &model(&first));
+            set.extend(then.clone());
+            same(&set, &model(&[first, then].concat()));
+        }
+
+        #[test]
+        fn algebra(a in ranges(), b in ranges(), within in range()) {
+            let (x, y) = (Extents::from_iter(a.clone()), Extents::from_iter(b.clone()));
+            let (a, b) = (model(&a), model(&b));
+            same(&x.union(&y), &a.union(&b).copied().collect());
+            same(&x.intersection(&y), &a.intersection(&b).copied().collect());
+            same(&x.difference(&y), &a.difference(&b).copied().collect());
+            same(&x.clip(within.clone()), &a.iter().copied().filter(|m| within.contains(m)).collect());
+            same(&x.complement(within.clone()), &within.clone().filter(|m| !a.contains(m)).collect());
+        }
+
+        #[test]
+        fn questions(a in ranges(), asked in range()) {
+            let set = Extents::from_iter(a.clone());
+            let model = model(&a);
+            prop_assert_eq!(set.contains(asked.start), model.contains(&asked.start));
+            prop_assert_eq!(set.overlaps(asked.clone()), asked.clone().any(|m| model.contains(&m)));
+            prop_assert_eq!(set.covers(asked.clone()), asked.clone().all(|m| model.contains(&m)));
+            prop_assert_eq!(set.iter().rev().count(), set.count());
+        }
+
+        #[test]
+        fn encodes_and_decodes(a in ranges(), shift in 0u32..56, behind in prop::collection::vec(any::<u8>(), 0..5)) {
+            let set = Extents::from_iter(a.into_iter().map(|r| r.start << shift..r.end << shift));
+            let mut bytes = Vec::new();
+            set.encode(&mut bytes);
+            let len = bytes.len();
+            bytes.extend(&behind);
+            let mut rest = &bytes[..];
+            prop_assert_eq!(Extents::decode(&mut rest), Ok(set));
+            prop_assert_eq!(rest, &behind[..]);
+            for cut in 0..len {
+                prop_assert_eq!(Extents::decode(&mut &bytes[..cut]), Err(DecodeError::Truncated));
+            }
+        }
+
+        #[test]
+        fn garbage_is_a_set_or_an_error(bytes in prop::collection::vec(any::<u8>(), 0..40)) {
+            let mut rest = &bytes[..];
+            if let Ok(set) = Extents::decode(&mut rest) {
+                let mut again = Vec::new();
+                set.encode(&mut again);
+                prop_assert_eq!(&again[..], &bytes[..bytes.len() - rest.len()]);
+            }
+        }
+    }
+
+    #[test]
+    fn reaches_to_the_last_number() {
+        let mut set = Extents::from(5..u64::MAX);
+        assert_eq!((set.len(), set.end()), (u64::MAX - 5, u64::MAX));
+        assert!(set.contains(u64::MAX - 1) && !set.contains(u64::MAX));
+        let mut bytes = Vec::new();
+        set.encode(&mut bytes);
+        assert_eq!(Extents::decode(&mut &bytes[..]).as_ref(), Ok(&set));
+        set.remove(10..u64::MAX);
+        assert_eq!(set.len(), 5);
+        set.insert(0..u64::MAX);
+        assert_eq!(set.count(), 1);
+    }
+
+    #[test]
+    fn a_false_count_asks_for_no_memory() {
+        let mut bytes = Vec::new();
+        varint::put(&mut bytes, u64::MAX);
+        bytes.extend([0; 64]);
+        assert_eq!(Extents::decode(&mut &bytes[..]), Err(DecodeError::Truncated));
+    }
+}

@@ -257,8 +257,6 @@ fn racing_setters_lose_nothing_and_share_the_claims() {
                             random ^= random << 17;
                             let block = random % blocks;
                             claims += u64::from(map.set(block..block + 1));
-                            // Whoever has set a bit, or found it set, finds it through the summary too.
-                            assert_eq!(map.runs_in(block..block + 1).next(), Some(block..block + 1));
                         }
                         claims
                     })
@@ -302,4 +300,77 @@ fn a_reader_finds_every_leaf_it_has_heard_of() {
             }
         }
     });
+}
+
+#[test]
+fn a_leaf_found_set_is_found_through_the_summary() {
+    // Two set the same blocks side by side: the one that comes second finds the leaf set and writes nothing. If the leaf
+    // went before the summary bit, it would now and then find the leaf alone, and nobody would look there.
+    const GROUPS: u64 = 2000;
+    for _ in 0..8 {
+        let map = Bitmap::new(GROUPS * GROUP_BLOCKS);
+        let turns = [AtomicU64::new(0), AtomicU64::new(0)];
+        let missed = AtomicU64::new(0);
+        let (map, turns, lost) = (&map, &turns, &missed);
+        std::thread::scope(|scope| {
+            for me in 0..2 {
+                scope.spawn(move || {
+                    for group in 1..GROUPS {
+                        turns[me].store(group, std::sync::atomic::Ordering::Release);
+                        while turns[1 - me].load(Acquire) < group {
+                            std::thread::yield_now();
+                        }
+                        let block = group * GROUP_BLOCKS;
+                        map.set(block..block + 1);
+                        if map.next_group(group as usize) != Some(group as usize) {
+                            lost.fetch_add(1, Relaxed);
+                        }
+                    }
+                });
+            }
+        });
+        assert_eq!(missed.into_inner(), 0);
+    }
+}
+
+/// Figures, for those who ask: `cargo test --release -p extents speed -- --ignored --nocapture`.
+#[test]
+#[ignore = "prints figures, proves nothing"]
+fn speed() {
+    use std::time::{Duration, Instant};
+    let best = |name: &str, mut step: Box<dyn FnMut() + '_>| {
+        let times = (0..9).map(|_| {
+            let began = Instant::now();
+            step();
+            began.elapsed()
+        });
+        println!("{name}: {:?}", times.min().unwrap_or(Duration::MAX));
+    };
+    let blocks = 1 << 30;
+    let map = Bitmap::new(blocks);
+    // Every page is there, as it would be in a bitmap that has lived.
+    map.set(0..blocks);
+    map.clear(0..blocks);
+    let mut random = 1u64;
+    let mut next = || {
+        random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (random >> 33) % blocks
+    };
+    best("128 MiB, clean", Box::new(|| assert_eq!(map.runs().count(), 0)));
+    for _ in 0..blocks / 100_000 {
+        let block = next();
+        map.set(block..block + 1);
+    }
+    best("0.001 % set: runs", Box::new(|| assert!(map.runs().count() > 10_000)));
+    best("0.001 % set: count", Box::new(|| assert!(map.count() > 10_000)));
+    best("0.001 % set: encode", Box::new(|| map.encode(&mut Vec::new())));
+    best("0.001 % set: union", Box::new(|| Bitmap::new(blocks).union_with(&map)));
+    best("0.001 % set: a loop over all words", {
+        Box::new(|| assert!(map.leaves().iter().filter(|w| w.load(Relaxed) != 0).count() > 10_000))
+    });
+    best("a million sets of what is set, in order", {
+        map.set(0..1 << 20);
+        Box::new(|| (0..1 << 20).for_each(|b| assert!(!map.set(b..b + 1))))
+    });
+    best("all set at once", Box::new(|| assert!(Bitmap::new(blocks).set(0..blocks))));
 }
