@@ -56,6 +56,7 @@ fn ends(disk: &Arc<dyn Disk>) {
     for offset in [len - 1, len, len + 4096, u64::MAX] {
         assert!(disk.read_at(offset, &mut two).is_err());
         assert!(disk.write_at(offset, &[1; 2]).is_err(), "a write past the end");
+        assert!(disk.write_through(offset, &[1; 2]).is_err(), "a write past the end");
         assert!(disk.zero(offset, 2, true, false).is_err(), "a zeroing past the end");
         assert!(disk.discard(offset, 2).is_err(), "a discard past the end");
         let mut queue = Arc::clone(disk).queue(4).expect("a queue");
@@ -191,7 +192,11 @@ impl<'a> Part<'a> {
             match self.dice.below(6) {
                 0 | 1 => {
                     let bytes = self.bytes(piece.len as usize);
-                    self.disk.write_at(piece.offset, &bytes).expect("write");
+                    if self.dice.coin() {
+                        self.disk.write_at(piece.offset, &bytes).expect("write");
+                    } else {
+                        self.disk.write_through(piece.offset, &bytes).expect("write through");
+                    }
                     self.model(piece).copy_from_slice(&bytes);
                 }
                 2 => {

@@ -89,7 +89,7 @@ pub struct Done {
 }
 
 /// A queue of requests to one disk, used by one thread. Requests may complete in any order: one that must see another's
-/// effect is submitted after the other's completion.
+/// effect is submitted after the other's completion. Dropping a queue waits for what has been started; the rest stays undone.
 pub trait Queue: Send {
     /// Hands a request over. May do the work at once; may block while the queue is full.
     fn submit(&mut self, request: Request);
@@ -133,6 +133,12 @@ pub trait Disk: Send + Sync {
 
     /// Writes `buf` at `offset`. Writing past the end is an error; a disk never grows by a write.
     fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()>;
+
+    /// Writes as [`Disk::write_at`] does, and returns when that much is durable. Other writes need not be.
+    fn write_through(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        self.write_at(offset, buf)?;
+        self.flush()
+    }
 
     /// Makes a range read as zeroes. With `unmap` the space may be given back; with `fast` the call fails with
     /// `Unsupported` where it would have to write the zeroes.
@@ -186,6 +192,10 @@ pub(crate) fn run<D: Disk + ?Sized>(disk: &D, request: &mut Request) -> io::Resu
                 let end = at + piece.len as usize;
                 disk.read_at(piece.offset, &mut request.buf[at..end])?;
                 at = end;
+            }
+            // Of many pieces one flush is cheaper than as many forced writes.
+            Kind::Write { fua: true } if request.pieces.len() == 1 => {
+                disk.write_through(piece.offset, &request.buf)?;
             }
             Kind::Write { fua } => {
                 durable |= fua;

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::fs::{FallocateFlags, SeekFrom};
-use rustix::io::Errno;
+use rustix::io::{Errno, ReadWriteFlags};
 
 use crate::Buf;
 use crate::disk::{Disk, InlineQueue, Queue, run};
@@ -264,6 +264,24 @@ impl FileDisk {
         self.write_edge(whole.end, tail)
     }
 
+    /// A write of which this much is durable at its end. `Unsupported` where the parts would have to go different ways.
+    fn write_forced(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        let file = match self.direct() {
+            None => &self.plain,
+            Some(direct) if self.fits(offset, buf.as_ptr() as usize, buf.len() as u64) => direct,
+            Some(_) => return Err(io::ErrorKind::Unsupported.into()),
+        };
+        let mut done = 0;
+        while done < buf.len() {
+            let rest = [io::IoSlice::new(&buf[done..])];
+            match retry(|| rustix::io::pwritev2(file, &rest, offset + done as u64, ReadWriteFlags::DSYNC))? {
+                0 => return Err(io::ErrorKind::WriteZero.into()),
+                count => done += count,
+            }
+        }
+        Ok(())
+    }
+
     /// Reads what is no whole unit: through the page cache of a file, by whole sectors of a block device.
     fn read_edge(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
         if buf.is_empty() {
@@ -397,6 +415,18 @@ impl Disk for FileDisk {
         let len = buf.len() as u64;
         self.check("write", offset, len)?;
         self.write_raw(offset, buf).map_err(|e| at(&self.path, "write", offset, len, e))
+    }
+
+    fn write_through(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        let len = buf.len() as u64;
+        self.check("write", offset, len)?;
+        match self.write_forced(offset, buf) {
+            Err(e) if e.kind() == io::ErrorKind::Unsupported => {
+                self.write_at(offset, buf)?;
+                self.flush()
+            }
+            other => other.map_err(|e| at(&self.path, "write", offset, len, e)),
+        }
     }
 
     fn zero(&self, offset: u64, len: u64, unmap: bool, fast: bool) -> io::Result<()> {

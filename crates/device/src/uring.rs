@@ -38,6 +38,8 @@ pub(crate) struct UringQueue {
     in_flight: usize,
     /// Everything that waits was meant to start: what takes the place of a completed operation starts by itself.
     started: bool,
+    /// The ring failed: what it may still have bears numbers that can't be given again.
+    dead: bool,
 }
 
 /// A request, as long as the kernel may use its buffer.
@@ -104,6 +106,7 @@ impl UringQueue {
             done: VecDeque::new(),
             in_flight: 0,
             started: false,
+            dead: false,
         })
     }
 
@@ -118,6 +121,10 @@ impl UringQueue {
         let (kind, memory) = (held.request.kind, held.memory as usize);
         let disk = Arc::clone(&self.disk);
         held.request.check()?;
+        if self.dead {
+            let text = format!("{}: io_uring has failed: open the disk again", disk.path.display());
+            return Err(io::Error::other(text));
+        }
         let doing = name(kind);
         for piece in &held.request.pieces {
             disk.check(doing, piece.offset, piece.len)?;
@@ -277,6 +284,7 @@ impl UringQueue {
 
     /// The ring doesn't work any more. What it had fails, and its buffers stay where the kernel may still find them.
     fn give_up(&mut self, error: &io::Error) {
+        self.dead = true;
         self.waiting.clear();
         let lost: Vec<Slot> = self.slots.iter_mut().filter_map(Option::take).collect();
         for mut slot in lost {

@@ -236,6 +236,11 @@ impl Disk for FaultyDisk {
         self.change(offset, len, len, false, |disk| disk.write_at(offset, buf))
     }
 
+    fn write_through(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        let len = buf.len() as u64;
+        self.change(offset, len, len, true, |disk| disk.write_at(offset, buf))
+    }
+
     fn zero(&self, offset: u64, len: u64, unmap: bool, fast: bool) -> io::Result<()> {
         self.change(offset, len, 0, false, |disk| disk.zero(offset, len, unmap, fast))
     }
