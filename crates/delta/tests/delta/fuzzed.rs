@@ -80,7 +80,11 @@ fn the_reader_stands_anything() {
         let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
         since.as_nanos() as u64 | 1
     });
-    let runs = number("DSYNC_FUZZ_RUNS").unwrap_or(30_000);
+    let runs = number("DSYNC_FUZZ_RUNS").unwrap_or(if std::env::var_os("DSYNC_SOAK").is_some() {
+        3_000_000
+    } else {
+        30_000
+    });
     println!("DSYNC_SEED={seed} DSYNC_FUZZ_RUNS={runs}");
     let mut accepted = 0;
     for run in 0..runs {
