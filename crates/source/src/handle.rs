@@ -104,7 +104,8 @@ impl Handle {
                 if disk.len() < size {
                     return Err(SourceError::Moved(self.about.path.clone()));
                 }
-                Ok(View::new(epoch, disk, size, Some(Arc::new(saved)), client.alive()))
+                let view = View::new(epoch, disk, size, Some(Arc::new(saved)), client.alive());
+                Ok(if held { view.shared() } else { view })
             }
         }
     }

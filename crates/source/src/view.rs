@@ -20,6 +20,8 @@ pub struct View {
     size: u64,
     saved: Option<Arc<Saved>>,
     alive: Alive,
+    /// Other readers hold it too, and need what this one does not.
+    shared: bool,
 }
 
 impl View {
@@ -30,7 +32,17 @@ impl View {
         saved: Option<Arc<Saved>>,
         alive: Alive,
     ) -> View {
-        View { epoch, disk, size, saved, alive }
+        View { epoch, disk, size, saved, alive, shared: false }
+    }
+
+    /// The same view, but one that others read too: all of it is kept for them, whatever this reader has taken.
+    pub(crate) fn shared(self) -> View {
+        View { shared: true, ..self }
+    }
+
+    /// What the writer keeps, where it is this reader's to say how much.
+    fn own(&self) -> Option<&Saved> {
+        self.saved.as_deref().filter(|_| !self.shared)
     }
 
     /// The checkpoint that it shows.
@@ -40,14 +52,14 @@ impl View {
 
     /// Tells that only these blocks will be read: the writer need not keep others.
     pub fn narrow(&self, blocks: &Bitmap) {
-        if let Some(saved) = &self.saved {
+        if let Some(saved) = self.own() {
             saved.narrow(blocks);
         }
     }
 
     /// Tells that everything below this offset has been read for good.
     pub fn taken(&self, offset: u64) {
-        if let Some(saved) = &self.saved {
+        if let Some(saved) = self.own() {
             saved.taken(offset / u64::from(saved.block_size()));
         }
     }
