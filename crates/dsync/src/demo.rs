@@ -17,15 +17,15 @@ use crate::failure::Failure;
 use crate::output::Output;
 use crate::units;
 
-/// Files on the scratch disk, and bytes of each.
-const FILES: u32 = 200;
+/// The most files on the scratch disk, and bytes of each.
+const FILES: u64 = 200;
 const FILE: usize = 1 << 20;
 /// Files that are changed, and bytes of each change.
-const CHANGED: u32 = 12;
+const CHANGED: u64 = 12;
 const CHANGE: usize = 20_000;
 
 /// The smallest disk that holds the files.
-const LEAST: u64 = 512 << 20;
+const LEAST: u64 = 64 << 20;
 
 /// The server, ended with the demo.
 struct Server(Child);
@@ -124,24 +124,23 @@ fn noise(seed: u64, len: usize) -> Vec<u8> {
     bytes
 }
 
-fn fill(disk: ExportDisk) -> Result<()> {
-    let mut disk = disk;
+fn fill(mut disk: ExportDisk, files: u64) -> Result<()> {
     fatfs::format_volume(&mut disk, fatfs::FormatVolumeOptions::new().volume_label(*b"DSYNC DEMO "))
         .context("can't make a file system on the export")?;
     let volume = fatfs::FileSystem::new(disk, fatfs::FsOptions::new()).context("can't mount the export")?;
-    for number in 0..FILES {
+    for number in 0..files {
         let mut file = volume.root_dir().create_file(&format!("file-{number:03}.bin"))?;
-        file.write_all(&noise(u64::from(number) + 1, FILE))?;
+        file.write_all(&noise(number + 1, FILE))?;
     }
     volume.unmount().context("can't unmount the export")
 }
 
-fn change(disk: ExportDisk) -> Result<()> {
+fn change(disk: ExportDisk, files: u64) -> Result<()> {
     let volume = fatfs::FileSystem::new(disk, fatfs::FsOptions::new()).context("can't mount the export")?;
     for number in 0..CHANGED {
-        let mut file = volume.root_dir().open_file(&format!("file-{:03}.bin", number * FILES / CHANGED))?;
-        file.seek(SeekFrom::Start(u64::from(number) * 50_000))?;
-        file.write_all(&noise(u64::from(number) + 1000, CHANGE))?;
+        let mut file = volume.root_dir().open_file(&format!("file-{:03}.bin", number * files / CHANGED))?;
+        file.seek(SeekFrom::Start(number * 50_000))?;
+        file.write_all(&noise(number + 1000, CHANGE))?;
     }
     let mut file = volume.root_dir().create_file("one-more.txt")?;
     file.write_all(b"written after the seed\n")?;
@@ -278,13 +277,15 @@ pub fn run(args: &args::Demo, output: &Output) -> Result<()> {
         image.display()
     ));
     let server = serve(&dsync, &state, &image, &socket)?;
-    fill(connect(&socket)?)?;
+    // Half of the disk at most: the rest stays free, as on real ones.
+    let files = FILES.min(args.size / 2 / FILE as u64);
+    fill(connect(&socket)?, files)?;
     output.say(&format!(
-        "A FAT file system with {FILES} files of {} was made on it, through the export.",
+        "A FAT file system with {files} files of {} was made on it, through the export.",
         units::size(FILE as u64)
     ));
     let seed = sync(&dsync, &state, &image, &replica, "seed, the first sync")?;
-    change(connect(&socket)?)?;
+    change(connect(&socket)?, files)?;
     output.say(&format!("Then {CHANGED} of the files were changed in the middle, and one was added."));
     let delta = sync(&dsync, &state, &image, &replica, "sync of the changes")?;
     equal(&image, &replica)?;

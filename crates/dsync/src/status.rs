@@ -42,7 +42,7 @@ pub fn run(args: &args::Status, state: &StateDir, output: &Output) -> Result<()>
     let sources = match &args.path {
         Some(what) => match state.source(what)? {
             Some(found) => vec![found],
-            None => return replica(Path::new(what), state, output, false),
+            None => return replica(Path::new(what), None, state, output, false),
         },
         None => state.sources()?,
     };
@@ -139,7 +139,7 @@ fn say(status: &SourceStatus, output: &Output) {
     }
     for replica in &status.replicas {
         let lacks = match (replica.blocks, &replica.why) {
-            (Some(0), _) => "lacks nothing of that".to_owned(),
+            (Some(0), _) => "lacks nothing up to there".to_owned(),
             (Some(blocks), _) => {
                 let bytes = blocks.saturating_mul(status.block_size.into());
                 format!("lacks {} blocks, {}", units::count(blocks), units::size(bytes))
@@ -164,9 +164,19 @@ struct ReplicaStatus {
     partial: bool,
 }
 
-fn replica(path: &Path, state: &StateDir, output: &Output, recovering: bool) -> Result<()> {
+fn replica(
+    path: &Path,
+    folder: Option<&Path>,
+    state: &StateDir,
+    output: &Output,
+    recovering: bool,
+) -> Result<()> {
     let absolute = std::path::absolute(path)?;
-    let options = replica::Options { device_folder: state.replica_folder(&absolute), ..Default::default() };
+    let options = replica::Options {
+        folder: folder.map(Path::to_path_buf),
+        device_folder: state.replica_folder(&absolute),
+        ..Default::default()
+    };
     if !absolute.exists() && !recovering {
         bail!(source::SourceError::Unknown(format!(
             "{} is neither a source that is followed here nor a replica",
@@ -175,6 +185,9 @@ fn replica(path: &Path, state: &StateDir, output: &Output, recovering: bool) -> 
     }
     let replica = Replica::open(&absolute, &options)?;
     let standing = replica.standing();
+    if standing.source.is_none() && standing.positions.is_empty() {
+        bail!(source::SourceError::Unknown(format!("there is no replica at {}", path.display())));
+    }
     let status = ReplicaStatus {
         kind: "replica",
         path: absolute.clone(),
@@ -207,6 +220,5 @@ fn replica(path: &Path, state: &StateDir, output: &Output, recovering: bool) -> 
 
 /// Finishes or undoes what a crash left of a replica.
 pub fn recover(args: &args::Recover, state: &StateDir, output: &Output) -> Result<()> {
-    let _ = &args.journal_dir;
-    replica(&args.destination, state, output, true)
+    replica(&args.destination, args.journal_dir.as_deref(), state, output, true)
 }

@@ -221,7 +221,16 @@ impl Source {
         let identity = medium.identity()?;
         let boot = medium.boot();
         let served = Served::open(&*folder).map_err(SourceError::state("open", folder.path()))?.last();
-        let verdict = match Stamp::read(&*folder)? {
+        let stamp = Stamp::read(&*folder)?;
+        let was = stamp.as_ref().map_or(0, |s| s.identity.size);
+        if was > identity.size && !options.allow_shrink {
+            return Err(SourceError::Refused(format!(
+                "source {} shrank from {was} to {} bytes: say --allow-shrink if that is meant",
+                about.path.display(),
+                identity.size
+            )));
+        }
+        let verdict = match stamp {
             None if history.last().is_none() => Verdict::New,
             None => Verdict::Lost("the stamp of the image is gone".into()),
             Some(stamp) => stamp.verdict(&identity, &boot, served, options.trust_device),
@@ -350,7 +359,8 @@ impl Source {
         let checkpoint = self.checkpoint(true)?;
         let disk = self.medium.reader()?;
         let view =
-            View::new(checkpoint.epoch, disk, self.disk.len(), checkpoint.saved.clone(), Arc::new(|| Ok(())));
+            View::new(checkpoint.epoch, disk, self.disk.len(), checkpoint.saved.clone(), Arc::new(|| Ok(())))
+                .shared();
         let shared = Arc::new(SharedView { view, checkpoint, disk: self.disk.clone() });
         *slot = Arc::downgrade(&shared);
         Ok(shared)

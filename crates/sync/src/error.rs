@@ -45,6 +45,14 @@ pub enum SyncError {
         /// What kind of end it is.
         class: Class,
     },
+    /// What changed is not known, and nothing but the tracker was to be asked.
+    #[error("what changed on {} is not known ({why}): leave --method tracked out to compare everything", path.display())]
+    Lost {
+        /// The source.
+        path: std::path::PathBuf,
+        /// Why.
+        why: String,
+    },
     /// Something stands in the way.
     #[error("{0}")]
     Refused(String),
@@ -54,7 +62,9 @@ impl SyncError {
     /// What kind of end it is.
     pub fn class(&self) -> Class {
         let refused = match self {
-            SyncError::Source(source::SourceError::Lost { .. }) => return Class::Lost,
+            SyncError::Lost { .. } | SyncError::Source(source::SourceError::Lost { .. }) => {
+                return Class::Lost;
+            }
             SyncError::Far { class, .. } => return *class,
             SyncError::Source(e) => e.is_refusal(),
             SyncError::Replica(e) => e.is_refusal(),

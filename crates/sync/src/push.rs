@@ -172,7 +172,7 @@ pub fn push(
         return Ok(summary);
     }
     let view = Arc::new(handle.view(options.at_view)?);
-    let found = find(handle, &view, way, &standing)?;
+    let found = find(handle, &view, way, &standing, options.how)?;
     summary.method = found.method;
     summary.trust = found.trust.clone();
     summary.disk_size = view.len();
@@ -266,18 +266,24 @@ fn choose(handle: &Handle, standing: &Standing, options: &Options) -> Result<Way
         },
         None => SourceError::Lost { since: 0, why: "the replica was adopted".into() },
     };
-    if options.how == How::Tracked {
-        return Err(lost.into());
-    }
     let why = match lost {
         SourceError::Lost { why, .. } => why,
         other => other.to_string(),
     };
+    if options.how == How::Tracked {
+        return Err(SyncError::Lost { path: about.path.clone(), why });
+    }
     Ok(Way::Compare(why))
 }
 
 /// Finds what the replica lacks for the view.
-fn find(handle: &Handle, view: &Arc<View>, way: Way, standing: &Standing) -> Result<Found, SyncError> {
+fn find(
+    handle: &Handle,
+    view: &Arc<View>,
+    way: Way,
+    standing: &Standing,
+    how: How,
+) -> Result<Found, SyncError> {
     let about = handle.about();
     let block_size = u64::from(about.block_size);
     let size = view.len();
@@ -322,7 +328,9 @@ fn find(handle: &Handle, view: &Arc<View>, way: Way, standing: &Standing) -> Res
             let (changes, chain) = match handle.changes_since(&positions, view) {
                 Ok(found) => found,
                 // The gap came up with the checkpoint itself.
-                Err(SourceError::Lost { why, .. }) => return find(handle, view, Way::Compare(why), standing),
+                Err(SourceError::Lost { why, .. }) if how != How::Tracked => {
+                    return find(handle, view, Way::Compare(why), standing, how);
+                }
                 Err(error) => return Err(error.into()),
             };
             let upto = positions.last().map_or(0, |p| p.upto);
@@ -379,6 +387,8 @@ fn estimate(handle: &Handle, way: &Way, summary: &mut Summary) -> Result<(), Syn
     summary.disk_size = size;
     (summary.blocks_changed, summary.extents, summary.bytes_changed) =
         wanted.count(&*disk).map_err(SyncError::io(format!("look at {}", summary.source.display())))?;
+    // Before compression; what a compare sends is at most this.
+    (summary.bytes_read, summary.bytes_sent) = (summary.bytes_changed, summary.bytes_changed);
     Ok(())
 }
 
