@@ -361,3 +361,26 @@ fn a_header_alone_is_read_and_is_not_whole() {
     assert!(!decoder.is_complete());
     assert_eq!(decoder.units(), 1);
 }
+
+#[test]
+fn nothing_comes_after_the_trailer() {
+    let header = header(4096, 4096, &[1, 2]);
+    let zero = || Frame { records: vec![Record::Zero { offset: 0, len: 1 }], data: Buf::new(0) };
+    for late in 0..4 {
+        let (encoder, first) = Encoder::new(&header, None).unwrap();
+        let mut decoder = Decoder::new();
+        decoder.push(first).unwrap();
+        decoder.push(encoder.trailer()).unwrap();
+        let (mut encoder, first) = Encoder::new(&header, None).unwrap();
+        let result = match late {
+            0 => decoder.push(first).map(|_| ()),
+            1 => decoder.push(encoder.frame(zero()).unwrap()).map(|_| ()),
+            2 => decoder.push(encoder.trailer()).map(|_| ()),
+            _ => {
+                let unit = encoder.frame(zero()).unwrap();
+                decoder.append(delta::decode_frame(header.stream, 0, unit, None).unwrap()).map(|_| ())
+            }
+        };
+        assert!(matches!(result, Err(Error::AfterEnd { unit: 2 })), "{result:?}");
+    }
+}
