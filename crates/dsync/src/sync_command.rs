@@ -76,6 +76,7 @@ pub fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Result<()> {
         compress: args.compress,
         bwlimit: args.bwlimit,
         journal_dir: args.journal_dir.clone().map(PathBuf::from),
+        may_be_cut: destination.host.is_some(),
     };
     let handle = Handle::attach(state, &args.source, &crate::source_options(&args.open)?)?;
     let progress = |done, total| output.progress(done, total);

@@ -13,8 +13,8 @@ use source::{Handle, Position, SourceError};
 use uuid::Uuid;
 
 use crate::error::SyncError;
-use crate::push::{Progress, Sink, Totals, pack_wanted};
-use crate::read::Wanted;
+use crate::push::{Packing, Progress, Sink, Totals, pack_wanted};
+use crate::read::{FrameSize, Wanted};
 
 /// The bookmark that `extract` moves: what it wrote is taken to have arrived.
 const BOOKMARK: &str = "extract";
@@ -107,9 +107,8 @@ pub fn extract(
     let (_, _, bytes) = wanted.count(&*view).map_err(SyncError::io("look at the view"))?;
     let totals = Totals::default();
     let mut writer = Writer::new(out);
-    pack_wanted(ToWriter(&mut writer), &view, &header, &wanted, compress, &totals, &|done| {
-        progress(done, bytes)
-    })?;
+    let how = Packing { compress, size: FrameSize::new(false, block_size) };
+    pack_wanted(ToWriter(&mut writer), &view, &header, &wanted, how, &totals, &|done| progress(done, bytes))?;
     writer.flush()?;
     let epoch = view.epoch();
     handle.acknowledge(BOOKMARK, epoch)?;

@@ -19,7 +19,7 @@ use crate::messages::{
     CLAIM, COMMITTED, Commit, Committed, Compare, OPEN, Open, PLAN, Part, Plan, STANDING, Standing, expect,
     of_unit, unexpected,
 };
-use crate::read::{FrameReader, Packer, Wanted};
+use crate::read::{FrameReader, FrameSize, Packer, Wanted};
 
 /// How the changes are to be found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -52,6 +52,8 @@ pub struct Options {
     pub bwlimit: Option<u64>,
     /// Where the replica keeps lineage and journal.
     pub journal_dir: Option<PathBuf>,
+    /// The link leads to another host, and may be cut.
+    pub may_be_cut: bool,
 }
 
 /// What was found how, what it cost, and what was committed.
@@ -432,9 +434,15 @@ fn send_wanted(
 ) -> Result<(), SyncError> {
     let (_, _, bytes) = found.wanted.count(&**view).map_err(SyncError::io("look at the view"))?;
     sender.send_json(PLAN, &Plan { bytes, compare: None })?;
-    pack_wanted(sender, view, &found.header, &found.wanted, options.compress, totals, &|done| {
-        progress(done, bytes)
-    })
+    let size = FrameSize::new(options.may_be_cut, found.wanted.block_size);
+    let how = Packing { compress: options.compress, size };
+    pack_wanted(sender, view, &found.header, &found.wanted, how, totals, &|done| progress(done, bytes))
+}
+
+/// How frames are packed.
+pub(crate) struct Packing {
+    pub compress: Option<i32>,
+    pub size: FrameSize,
 }
 
 /// Reads what is wanted from a view, packs it as a delta, and hands its units on, in order.
@@ -443,16 +451,16 @@ pub(crate) fn pack_wanted(
     view: &Arc<View>,
     header: &Header,
     wanted: &Wanted,
-    compress: Option<i32>,
+    how: Packing,
     totals: &Totals,
     progress: &dyn Fn(u64),
 ) -> Result<(), SyncError> {
     let reading = || format!("read {}", "the view of the source");
     let (mut encoder, unit) = Encoder::new(header, None)?;
     sink.unit(unit)?;
-    let mut frames = FrameReader::new(wanted, view).map_err(SyncError::io(reading()))?;
+    let mut frames = FrameReader::new(wanted, view, how.size).map_err(SyncError::io(reading()))?;
     let stream = header.stream;
-    match compress {
+    match how.compress {
         None => {
             while let Some((frame, end)) = frames.next(None).map_err(SyncError::io(reading()))? {
                 totals.add(&frame, wanted.block_size);
@@ -511,7 +519,7 @@ fn send_differences(
     let (mut encoder, unit) = Encoder::new(&found.header, options.compress)?;
     let mut sink = sender;
     sink.unit(unit)?;
-    let mut packer = Packer::default();
+    let mut packer = Packer::new(FrameSize::new(options.may_be_cut, u64::from(block_size)));
     let disk: Arc<dyn Disk> = view.clone();
     // Errors of the link keep their words through the compare room, which knows only those of the system.
     let mut trouble: Option<SyncError> = None;

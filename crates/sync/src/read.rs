@@ -25,6 +25,29 @@ const NEAR: u64 = 256 << 10;
 /// Shorter extents are read without asking whether they lie in a hole.
 const WORTH_ASKING: u64 = 64 << 10;
 
+/// The size of the frames. What a cut link costs is the frame that was under way: over a link that may be cut, frames begin
+/// small and grow with what has arrived, so that the loss stays below one part in [`FrameSize::PART`] of that.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct FrameSize {
+    grows: bool,
+    least: u64,
+    given: u64,
+}
+
+impl FrameSize {
+    const PART: u64 = 64;
+    const LEAST: u64 = 8 << 10;
+
+    pub fn new(may_be_cut: bool, block_size: u64) -> FrameSize {
+        FrameSize { grows: may_be_cut, least: block_size.max(Self::LEAST), given: 0 }
+    }
+
+    /// The most data of the next frame, in bytes.
+    fn limit(&self) -> u64 {
+        if self.grows { (self.given / Self::PART).clamp(self.least, FRAME) } else { FRAME }
+    }
+}
+
 /// What is wanted, ascending: bytes of the source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Want {
@@ -244,6 +267,7 @@ pub(crate) struct FrameReader<'a> {
     queue: Box<dyn Queue>,
     block_size: u64,
     all_from: u64,
+    size: FrameSize,
     left_over: Option<Want>,
     jobs: BTreeMap<u64, (Job, Option<Buf>)>,
     next_token: u64,
@@ -253,12 +277,17 @@ pub(crate) struct FrameReader<'a> {
 }
 
 impl<'a> FrameReader<'a> {
-    pub fn new<D: Disk + 'static>(wanted: &'a Wanted, disk: &'a Arc<D>) -> io::Result<FrameReader<'a>> {
+    pub fn new<D: Disk + 'static>(
+        wanted: &'a Wanted,
+        disk: &'a Arc<D>,
+        size: FrameSize,
+    ) -> io::Result<FrameReader<'a>> {
         Ok(FrameReader {
             wants: wanted.wants(&**disk),
             queue: disk.clone().queue(DEPTH)?,
             block_size: wanted.block_size,
             all_from: wanted.all_from,
+            size,
             left_over: None,
             jobs: BTreeMap::new(),
             next_token: 0,
@@ -277,7 +306,8 @@ impl<'a> FrameReader<'a> {
     fn gather(&mut self) -> io::Result<Vec<Want>> {
         let mut wants = Vec::new();
         let mut data = 0;
-        while data < FRAME && wants.len() < FRAME_EXTENTS {
+        let limit = self.size.limit();
+        while data < limit && wants.len() < FRAME_EXTENTS {
             let Some(want) = (match self.left_over.take() {
                 Some(want) => Some(want),
                 None => self.wants.next()?,
@@ -287,7 +317,7 @@ impl<'a> FrameReader<'a> {
             match want {
                 Want::Zero(_) => wants.push(want),
                 Want::Read(range) => {
-                    let room = FRAME - data;
+                    let room = limit - data;
                     let len = range.end - range.start;
                     if len <= room {
                         data += len;
@@ -304,6 +334,7 @@ impl<'a> FrameReader<'a> {
                 }
             }
         }
+        self.size.given += data;
         Ok(wants)
     }
 
@@ -358,13 +389,17 @@ impl<'a> FrameReader<'a> {
 }
 
 /// Packs differences, which come with their data, into frames.
-#[derive(Default)]
 pub(crate) struct Packer {
+    size: FrameSize,
     records: Vec<Record>,
     data: Option<Buf>,
 }
 
 impl Packer {
+    pub fn new(size: FrameSize) -> Packer {
+        Packer { size, records: Vec::new(), data: None }
+    }
+
     /// Adds a difference; hands over the frames that became full.
     pub fn add(
         &mut self,
@@ -382,7 +417,8 @@ impl Packer {
                 _ => self.records.push(Record::Zero { offset: range.start, len: range.end - range.start }),
             },
             compare::Difference::Data { offset, data } => {
-                if self.data.as_ref().is_some_and(|d| d.len() + data.len() > FRAME as usize) {
+                let limit = self.size.limit() as usize;
+                if self.data.as_ref().is_some_and(|d| d.len() + data.len() > limit) {
                     full(self.take())?;
                 }
                 let buf = self.data.get_or_insert_with(|| {
@@ -390,6 +426,7 @@ impl Packer {
                     buf.set_len(0);
                     buf
                 });
+                self.size.given += data.len() as u64;
                 let at = buf.len();
                 buf.set_len(at + data.len());
                 buf[at..].copy_from_slice(&data);
