@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use device::Queue;
+
 use crate::context::{Allocation, Context};
 use crate::export::{Export, Exports, Refusal};
 use crate::protocol::*;
@@ -16,6 +18,7 @@ pub(crate) struct Agreed {
     pub(crate) structured: bool,
     /// The contexts that the client selected; each one's id is its place.
     pub(crate) contexts: Vec<Arc<dyn Context>>,
+    pub(crate) queue: Box<dyn Queue>,
 }
 
 /// Option data beyond this is read and refused.
@@ -46,12 +49,13 @@ pub(crate) fn negotiate(
                 let name = std::str::from_utf8(&data).map_err(|_| Gone)?;
                 let structured = client.structured;
                 let opened = client.open(name).map_err(|_| Gone)?;
+                let queue = opened.queue().map_err(|_| Gone)?;
                 let mut reply = Vec::with_capacity(134);
                 reply.extend(opened.size.to_be_bytes());
                 reply.extend(transmission_flags(&opened.export, structured).to_be_bytes());
                 reply.resize(if talk.no_zeroes { 10 } else { 134 }, 0);
                 talk.send(&reply)?;
-                return Ok(client.agree());
+                return Ok(client.agree(queue));
             }
             OPT_ABORT => {
                 // The client may be gone already, and needs no answer.
@@ -60,8 +64,8 @@ pub(crate) fn negotiate(
             }
             OPT_LIST => client.list(&mut talk, &data)?,
             OPT_INFO | OPT_GO => {
-                if client.info(&mut talk, option, &data)? && option == OPT_GO {
-                    return Ok(client.agree());
+                if let Some(queue) = client.info(&mut talk, option, &data)? {
+                    return Ok(client.agree(queue));
                 }
             }
             OPT_STRUCTURED_REPLY => {
@@ -190,6 +194,16 @@ struct Opened {
     size: u64,
 }
 
+impl Opened {
+    /// The last thing that can fail, so that the client is told of it while it can be.
+    fn queue(&self) -> Result<Box<dyn Queue>, Refusal> {
+        let Export { name, disk, queue_depth, .. } = &self.export;
+        disk.clone()
+            .queue((*queue_depth).max(1))
+            .map_err(|error| Refusal::denied(format!("export {name} can't be used: {error}")))
+    }
+}
+
 impl Client<'_> {
     fn open(&mut self, name: &str) -> Result<&Opened, Refusal> {
         if self.opened.as_ref().is_none_or(|opened| opened.asked != name) {
@@ -213,12 +227,12 @@ impl Client<'_> {
     }
 
     /// Enters transmission with the export opened last.
-    fn agree(self) -> Option<Agreed> {
+    fn agree(self, queue: Box<dyn Queue>) -> Option<Agreed> {
         let Opened { asked, export, size } = self.opened?;
         // Contexts hold for the export they were set for, and no other.
         let contexts =
             self.selected.filter(|(name, _)| *name == asked).map_or_else(Vec::new, |(_, contexts)| contexts);
-        Some(Agreed { export, size, structured: self.structured, contexts })
+        Some(Agreed { export, size, structured: self.structured, contexts, queue })
     }
 
     fn list(&mut self, talk: &mut Talk<'_>, data: &[u8]) -> Result<(), Gone> {
@@ -235,18 +249,27 @@ impl Client<'_> {
         talk.send(&reply)
     }
 
-    /// Answers INFO and GO; true if it went well.
-    fn info(&mut self, talk: &mut Talk<'_>, option: u32, data: &[u8]) -> Result<bool, Gone> {
+    /// Answers INFO and GO; a queue if transmission begins.
+    fn info(
+        &mut self,
+        talk: &mut Talk<'_>,
+        option: u32,
+        data: &[u8],
+    ) -> Result<Option<Box<dyn Queue>>, Gone> {
         let Some((name, asked)) = parse_info(data) else {
             talk.refuse(option, REP_ERR_INVALID, "the option's data does not make sense")?;
-            return Ok(false);
+            return Ok(None);
         };
         let structured = self.structured;
-        let opened = match self.open(name) {
-            Ok(opened) => opened,
+        let ready = self.open(name).and_then(|opened| {
+            let queue = if option == OPT_GO { Some(opened.queue()?) } else { None };
+            Ok((opened, queue))
+        });
+        let (opened, queue) = match ready {
+            Ok(ready) => ready,
             Err(refusal) => {
                 talk.refuse(option, refusal.code, &refusal.message)?;
-                return Ok(false);
+                return Ok(None);
             }
         };
         let export = &opened.export;
@@ -269,7 +292,7 @@ impl Client<'_> {
         }
         push_reply(&mut reply, option, REP_ACK, &[]);
         talk.send(&reply)?;
-        Ok(true)
+        Ok(queue)
     }
 
     fn meta(&mut self, talk: &mut Talk<'_>, option: u32, data: &[u8]) -> Result<(), Gone> {

@@ -241,8 +241,7 @@ impl Shared {
     fn converse(&self, stream: &Stream) {
         let deadline = after(self.limits.handshake);
         if let Ok(Some(agreed)) = negotiate(stream, &*self.exports, deadline) {
-            // A disk without a queue can't be served; there is no reply that says so at this point.
-            let _ = session::run(stream, agreed, &self.closing);
+            session::run(stream, agreed, &self.closing);
         }
     }
 

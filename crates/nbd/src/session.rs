@@ -42,14 +42,12 @@ const SKIP: u32 = 64 << 20;
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// Serves one connection until it ends. All that was submitted has completed when this returns.
-pub(crate) fn run(stream: &Stream, agreed: Agreed, closing: &AtomicBool) -> io::Result<()> {
-    let queue = agreed.export.disk.clone().queue(agreed.export.queue_depth.max(1))?;
-    let mut session = Session::new(stream, &agreed, queue, closing);
+pub(crate) fn run(stream: &Stream, agreed: Agreed, closing: &AtomicBool) {
+    let mut session = Session::new(stream, agreed, closing);
     // Gone: nobody is left to hear of it.
     let _ = session.serve();
     // The disk must be done with this connection's requests before anyone is told that it is over.
     while session.queue.in_flight() > 0 && session.queue.complete(true).is_some() {}
-    Ok(())
 }
 
 /// What the next bytes from the client are.
@@ -106,10 +104,6 @@ struct Slot {
 
 struct Session<'a> {
     stream: &'a Stream,
-    export: &'a Export,
-    size: u64,
-    structured: bool,
-    contexts: &'a [Arc<dyn Context>],
     closing: &'a AtomicBool,
     queue: Box<dyn Queue>,
     /// The queue can't be waited for together with the socket: most likely it is done when `submit` returns.
@@ -128,24 +122,22 @@ struct Session<'a> {
     output: Output,
     /// When to take in no more. Set once the server was told to end.
     last_words: Option<Instant>,
+
+    size: u64,
+    structured: bool,
+    contexts: Vec<Arc<dyn Context>>,
+    /// Last, as its guard outlives the queue.
+    export: Export,
 }
 
 impl<'a> Session<'a> {
-    fn new(
-        stream: &'a Stream,
-        agreed: &'a Agreed,
-        queue: Box<dyn Queue>,
-        closing: &'a AtomicBool,
-    ) -> Session<'a> {
+    fn new(stream: &'a Stream, agreed: Agreed, closing: &'a AtomicBool) -> Session<'a> {
+        let Agreed { export, size, structured, contexts, queue } = agreed;
         Session {
             stream,
-            export: &agreed.export,
-            size: agreed.size,
-            structured: agreed.structured,
-            contexts: &agreed.contexts,
             closing,
             prompt: queue.wait_fd().is_none(),
-            depth: agreed.export.queue_depth.max(1) as usize,
+            depth: export.queue_depth.max(1) as usize,
             queue,
             input: vec![0; INPUT].into_boxed_slice(),
             start: 0,
@@ -157,6 +149,10 @@ impl<'a> Session<'a> {
             pool: Pool::new(),
             output: Output::new(),
             last_words: None,
+            size,
+            structured,
+            contexts,
+            export,
         }
     }
 
@@ -577,7 +573,7 @@ impl<'a> Session<'a> {
     fn block_status(&mut self, header: &Header) {
         let limit = if header.flags & CMD_FLAG_REQ_ONE != 0 { 1 } else { RUNS };
         let mut answers = Vec::with_capacity(self.contexts.len());
-        for context in self.contexts {
+        for context in &self.contexts {
             let runs = context.status(header.offset, header.len.into(), limit).and_then(|runs| {
                 tidy(&runs, header.len, limit).ok_or_else(|| {
                     io::Error::other(format!("{} has no answer that makes sense", context.name()))

@@ -235,6 +235,35 @@ fn garbage_ends_the_connection() {
 }
 
 #[test]
+fn a_disk_that_can_not_be_used_is_refused() {
+    let hook = |what: &str, _, _| match what {
+        "queue" => Err(std::io::Error::other("no memory for a ring")),
+        _ => Ok(()),
+    };
+    let server = serve(Rig::new(4096, Mode::Inline, Box::new(hook)));
+    let mut client = Client::connect(&server);
+    assert_eq!(client.option(6, &info("disk", &[])).len(), 2);
+    let (kind, message) = client.verdict(7, &info("disk", &[]));
+    assert_eq!((kind, &*message), (POLICY, "export disk can't be used: no memory for a ring"));
+    client.send_option(1, b"disk");
+    assert!(client.is_closed());
+
+    // As is one that is set up wrongly.
+    for (min, preferred, max) in [
+        (0, 4096, 1 << 20),
+        (3, 4096, 1 << 20),
+        (1 << 17, 1 << 17, 1 << 20),
+        (512, 256, 1024),
+        (1, 4096, 512),
+    ] {
+        let server = serve_one(Arc::new(RamDisk::new(4096)), Limits::default(), move |export| {
+            export.block = nbd::BlockSizes { min, preferred, max };
+        });
+        assert_eq!(Client::connect(&server).verdict(7, &info("disk", &[])).0, POLICY);
+    }
+}
+
+#[test]
 fn contexts() {
     let server = server();
     let mut client = Client::connect(&server);

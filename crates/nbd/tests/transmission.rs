@@ -4,8 +4,8 @@
 mod common;
 
 use std::collections::HashMap;
-use std::io::{self, ErrorKind, Write};
-use std::net::Shutdown;
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
@@ -85,7 +85,7 @@ fn trims_and_zeroes() {
     let asked = Arc::new(Mutex::new(Vec::new()));
     let seen = asked.clone();
     let hook = move |what, offset, len| {
-        if what != "write" && what != "read" {
+        if !["write", "read", "queue"].contains(&what) {
             seen.lock().unwrap().push((what, offset, len));
         }
         Ok(())
@@ -146,7 +146,9 @@ fn forced_writes_are_flushed_once_and_before_the_answer() {
 
 #[test]
 fn nothing_asked_nothing_done() {
-    let server = serve(Rig::new(4096, Mode::Inline, Box::new(|_, _, _| panic!("the disk was asked"))));
+    let nothing =
+        |what: &str, _, _| if what == "queue" { Ok(()) } else { panic!("the disk was asked for a {what}") };
+    let server = serve(Rig::new(4096, Mode::Inline, Box::new(nothing)));
     for client in &mut both(&server) {
         for command in [READ, WRITE, TRIM, ZEROES] {
             for offset in [0, 100, 4096] {
@@ -417,8 +419,8 @@ fn gated(mode: Mode) -> (Arc<Gate>, Arc<Rig>) {
     let gate = Arc::new(Gate::default());
     let hook = {
         let gate = gate.clone();
-        move |_: &'static str, offset, _| {
-            if offset < MIB {
+        move |what: &'static str, offset, _| {
+            if offset < MIB && what != "queue" {
                 gate.pass();
             }
             Ok(())
@@ -601,6 +603,26 @@ fn shutting_down_finishes_what_arrived() {
         // A second time is harmless.
         server.shutdown(Duration::ZERO);
     }
+}
+
+#[test]
+fn a_client_that_never_stops_asking_can_not_keep_the_server_up() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let server = serve(Rig::plain(MIB, Mode::Inline));
+    server.serve_tcp(listener).unwrap();
+    let mut asking = TcpStream::connect(address).unwrap();
+    asking.write_all(&[&3u32.to_be_bytes()[..], &option_bytes(1, b"disk")].concat()).unwrap();
+    asking.read_exact(&mut [0; 18 + 10]).unwrap();
+    let mut reading = asking.try_clone().unwrap();
+    let ask = std::thread::spawn(move || while asking.write_all(&request_bytes(READ, 0, 1, 0, 1)).is_ok() {});
+    let read = std::thread::spawn(move || while reading.read(&mut [0; 4096]).is_ok_and(|got| got > 0) {});
+    std::thread::sleep(Duration::from_millis(50));
+    let start = Instant::now();
+    server.shutdown(Duration::from_secs(60));
+    assert!(start.elapsed() < Duration::from_secs(30));
+    ask.join().unwrap();
+    read.join().unwrap();
 }
 
 #[test]

@@ -429,6 +429,7 @@ impl Disk for Rig {
         self.ram.allocated(from)
     }
     fn queue(self: Arc<Self>, _depth: u32) -> io::Result<Box<dyn Queue>> {
+        (self.hook)("queue", 0, 0)?;
         if self.mode == Mode::Inline {
             return Ok(Box::new(InlineQueue::new(self)));
         }
