@@ -162,10 +162,12 @@ fn qemu_io_patterns() {
     }
 }
 
-fn fio(uri: &str, jobs: u32, size: u64, block: &str) {
+fn fio(site: &Site, uri: &str, jobs: u32, size: u64, block: &str) {
     // Each job is a connection with a part of the disk to itself.
     let part = size / u64::from(jobs);
     Run::new("fio")
+        // It leaves the state of its verification where it runs.
+        .dir(site.dir())
         .args(["--name=verify", "--ioengine=nbd", "--rw=randwrite", "--verify=crc32c", "--do_verify=1"])
         .args(["--verify_fatal=1", "--iodepth=16", "--group_reporting", "--fsync=1000"])
         .arg(format!("--uri={uri}"))
@@ -188,7 +190,7 @@ fn fio_verifies_what_it_wrote() {
         let disk = site.image("vm.raw", size);
         let server = site.serve(&[&disk], options);
         for (jobs, block) in [(1, "4k"), (4, "4k"), (4, "64k"), (1, "1m")] {
-            fio(&server.uri("vm"), jobs, size, block);
+            fio(&site, &server.uri("vm"), jobs, size, block);
         }
         // All of it was written through the server, so all of it is dirty.
         let dirty = server.client("vm").dirty().expect("a dirty bitmap");

@@ -1,14 +1,14 @@
 //! What dsync must refuse: each with a message that names the thing, the place and the way out, with the right exit
 //! code, and with the destination left as it was.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use dsync_tests::far::Far;
 use dsync_tests::image;
 use dsync_tests::mount::{Loop, Mount};
 use dsync_tests::scene::{fingerprints, number};
-use dsync_tests::{Output, Run, Scene, Site, need, need_root, rounds, skipped};
+use dsync_tests::{Output, Random, Run, Scene, Site, need, need_root, rounds, skipped};
 
 const MIB: u64 = 1 << 20;
 const RSH: &str = env!("CARGO_BIN_EXE_rsh");
@@ -139,8 +139,11 @@ fn a_file_that_is_no_replica() {
 fn places_where_nothing_can_be_written() {
     let scene = Scene::new("no place", 8 * MIB);
     let site = &scene.site;
-    for place in [site.path("missing/vm.raw"), site.dir().to_path_buf(), PathBuf::from("/proc/vm.raw")] {
-        harmless(&scene, site.sync(&scene.image, &place, &[]), &[&place.display().to_string()]);
+    let (missing, here) = (site.path("missing"), site.dir().to_path_buf());
+    for (place, named) in
+        [(missing.join("vm.raw"), &missing), (here.clone(), &here), ("/proc/vm.raw".into(), &"/proc".into())]
+    {
+        harmless(&scene, site.sync(&scene.image, &place, &[]), &[&named.display().to_string()]);
     }
     // Onto itself.
     let before = image::fingerprint(&scene.image);
@@ -149,7 +152,8 @@ fn places_where_nothing_can_be_written() {
     output.says(&["vm.raw"]);
     assert_eq!(before, image::fingerprint(&scene.image));
     // No state.
-    let output = site.sync(&scene.image, &scene.replica, &[]).env("DSYNC_STATE_DIR", "/proc/state").output();
+    let idle = site.image("idle.raw", MIB);
+    let output = site.sync(&idle, &scene.replica, &[]).env("DSYNC_STATE_DIR", "/proc/state").output();
     assert!(!output.status.success(), "{output}");
     output.says(&["/proc/state"]);
 }
@@ -284,8 +288,11 @@ fn devices_that_are_mounted_looped_or_too_small() {
 fn a_delta_cut_off_or_with_a_flipped_bit() {
     let mut scene = Scene::synced("damaged delta", 8 * MIB);
     scene.change(40);
-    let plain = scene.site.dsync(["extract", "vm"]).ok().stdout;
-    let packed = scene.site.dsync(["extract", "vm", "--compress"]).ok().stdout;
+    let status = scene.site.dsync(["status", "--json"]).arg(&scene.replica).ok().summary();
+    let since = number(&status, "epoch").to_string();
+    let extract =
+        |options: &[&str]| scene.site.dsync(["extract", "vm", "--since", &since]).args(options).ok().stdout;
+    let (plain, packed) = (extract(&[]), extract(&["--compress"]));
     let merge = |delta: Vec<u8>| scene.site.dsync(["merge"]).arg(&scene.replica).input(delta);
     for delta in [&plain, &packed] {
         let len = delta.len() as u64;
@@ -295,6 +302,7 @@ fn a_delta_cut_off_or_with_a_flipped_bit() {
             places.push(scene.random.below(len));
         }
         for place in places {
+            println!("cut, then flipped at byte {place} of {len}");
             let cut = delta[..place as usize].to_vec();
             harmless(&scene, merge(cut), &["delta"]);
             let mut flipped = delta.clone();
@@ -302,6 +310,7 @@ fn a_delta_cut_off_or_with_a_flipped_bit() {
             harmless(&scene, merge(flipped), &["delta"]);
         }
         // Something behind the end.
+        println!("longer than {len}");
         let mut longer = delta.clone();
         longer.extend(b"and more");
         harmless(&scene, merge(longer), &["delta"]);
@@ -383,16 +392,18 @@ fn a_view_that_overflows_breaks_and_the_guest_does_not() {
     let mut scene = Scene::synced("view overflow", 32 * MIB);
     scene.stop();
     scene.server = Some(scene.site.serve(&[&scene.image], &["--view-limit", "1M"]));
-    image::scribble(&scene.site.image("before.raw", 0), 0, 1, &mut scene.random);
-    let mut view = scene.server().client("vm@view");
-    let first = view.read(0, 4096).expect("a read");
-    assert_eq!(first.len(), 4096);
-    // Four times what the view may keep, over data it needs.
     let mut client = scene.client();
-    let data = scene.random.bytes(MIB as usize);
-    for at in 0..16 {
-        client.write(at * MIB, &data).expect("a write goes through, whatever becomes of the view");
-    }
+    let mut fill = |random: &mut Random, what: &str| {
+        let data = random.bytes(MIB as usize);
+        for at in 0..16 {
+            client.write(at * MIB, &data).expect(what);
+        }
+    };
+    fill(&mut scene.random, "a write before the view");
+    let mut view = scene.server().client("vm@view");
+    view.read(0, 4096).expect("a read");
+    // Sixteen times what the view may keep, over data it needs.
+    fill(&mut scene.random, "a write goes through, whatever becomes of the view");
     let lost = (0..32).any(|at| view.read(at * MIB, 4096).is_err());
     assert!(lost, "a view beyond its limit still claims to be whole");
     let output = harmless(&scene, scene.sync(&["--at-view"]), &["view"]);
@@ -407,12 +418,12 @@ fn a_host_that_does_not_answer() {
     let scene = Scene::new("unreachable", 8 * MIB);
     let sync = |host: &str, rsh: &str| {
         let destination = format!("{host}:/srv/vm.raw");
-        scene.site.dsync(["sync"]).arg(&scene.image).arg(destination).args(["--rsh", rsh])
+        scene.site.dsync(["sync", "--rsh", rsh, "--"]).arg(&scene.image).arg(destination)
     };
     sync("unreachable", RSH).code(1).says(&["unreachable", "No route to host"]);
     sync("far", "/nowhere/ssh").code(1).says(&["/nowhere/ssh"]);
     let before = scene.dirty();
-    sync("-oProxyCommand=touch /tmp/owned", "ssh").output().says(&["host"]);
+    sync("-oProxyCommand=touch owned", "ssh").output().says(&["host"]);
     assert_eq!(before, scene.dirty(), "a refused sync left an epoch behind");
     if need(&["ssh"], "an unknown host through ssh") {
         let output = sync("no-such-host.invalid", "ssh -o BatchMode=yes -o ConnectTimeout=5").code(1);

@@ -97,7 +97,7 @@ fn several_replicas_each_get_what_they_lack() {
 fn a_dry_run_changes_nothing() {
     let mut scene = Scene::new("dry run", 64 * MIB);
     let summary = scene.sync(&["--dry-run"]).ok().summary();
-    assert!(number(&summary, "bytes_sent") > 0, "no estimate: {summary}");
+    assert!(number(&summary, "bytes_changed") > 0, "no estimate: {summary}");
     assert_eq!(std::fs::read_dir(scene.site.path("replica")).expect("a folder").count(), 0);
     scene.sync(&[]).ok();
     let changed = scene.change(100);
@@ -108,8 +108,7 @@ fn a_dry_run_changes_nothing() {
     assert_eq!(dirty, scene.dirty());
     let summary = scene.sync(&[]).ok().summary();
     assert_eq!(number(&summary, "blocks_changed"), changed.len() as u64, "{summary}");
-    let (expected, sent) = (number(&estimate, "bytes_sent"), number(&summary, "bytes_sent"));
-    assert!(expected * 10 >= sent * 9 && expected * 9 <= sent * 10, "estimated {expected}, sent {sent}");
+    assert_eq!(number(&estimate, "bytes_changed"), changed.len() as u64 * BLOCK, "{estimate}");
     scene.equal();
 }
 
@@ -177,6 +176,7 @@ fn odd_sizes_and_large_blocks() {
         client.write(1, &[5; 10]).expect("a write");
         let summary = site.sync(&disk, &replica, &[]).ok().summary();
         image::assert_equal(&disk, &replica);
+        // The last three bytes may lie in two blocks.
         let block = number(&summary, "block_size");
         let last = (size - 1) / block - (size - 3) / block + 1;
         assert_eq!(number(&summary, "blocks_changed"), 1 + last, "{summary}");
@@ -618,7 +618,7 @@ fn recover_has_nothing_to_do_on_a_healthy_replica() {
 fn the_demo_shows_the_whole_thing() {
     let site = Site::new();
     let output =
-        site.dsync(["demo", "--size", "128M"]).env("TMPDIR", site.dir()).limit(Duration::from_secs(60)).ok();
+        site.dsync(["demo", "--size", "512M"]).env("TMPDIR", site.dir()).limit(Duration::from_secs(60)).ok();
     let text = output.text().to_lowercase();
     for word in ["sent", "read", "written", "copy"] {
         assert!(text.contains(word), "no '{word}' in the table: {output}");
