@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use delta::Epoch;
 use device::{Dir, Disk, Folder, Identity};
@@ -15,7 +15,7 @@ use uuid::Uuid;
 
 use crate::SourceError;
 use crate::history::{Bookmarks, History};
-use crate::stamp::{Boot, Stamp, Verdict};
+use crate::stamp::{Boot, LastWrite, Stamp, Verdict};
 use crate::state::{About, FolderLock, StateDir, write_about};
 use crate::view::View;
 
@@ -220,7 +220,8 @@ impl Source {
         folder.sync().map_err(SourceError::state("sync", folder.path()))?;
         let identity = medium.identity()?;
         let boot = medium.boot();
-        let served = Served::open(&*folder).map_err(SourceError::state("open", folder.path()))?.last();
+        let served = Served::open(&*folder).map_err(SourceError::state("open", folder.path()))?;
+        let last_write = LastWrite { time: served.last(), in_flight: served.was_busy() };
         let stamp = Stamp::read(&*folder)?;
         let was = stamp.as_ref().map_or(0, |s| s.identity.size);
         if was > identity.size && !options.allow_shrink {
@@ -233,7 +234,7 @@ impl Source {
         let verdict = match stamp {
             None if history.last().is_none() => Verdict::New,
             None => Verdict::Lost("the stamp of the image is gone".into()),
-            Some(stamp) => stamp.verdict(&identity, &boot, served, options.trust_device),
+            Some(stamp) => stamp.verdict(&identity, &boot, last_write, options.trust_device),
         };
         let lost = match &verdict {
             Verdict::Lost(why) => Some(why.clone()),
@@ -438,10 +439,23 @@ impl Drop for Source {
 /// Ticks after which an unwritten region falls idle.
 const IDLE_TICKS: u8 = 10;
 
+/// From one note of a busy disk to the next, and from one look at an idle disk to the next.
+const BUSY_PULSE: Duration = Duration::from_millis(5);
+const IDLE_PULSE: Duration = Duration::from_millis(100);
+const SWEEP_EVERY: Duration = Duration::from_secs(1);
+
 fn tend(disk: &TrackedDisk, stop: &AtomicBool) {
+    let (mut last, mut wrote, mut swept) = (0, Instant::now(), Instant::now());
     while !stop.load(SeqCst) {
-        std::thread::park_timeout(Duration::from_secs(1));
-        if !stop.load(SeqCst) {
+        let busy = wrote.elapsed() < SWEEP_EVERY;
+        std::thread::park_timeout(if busy { BUSY_PULSE } else { IDLE_PULSE });
+        let (moved, now) = disk.pulse(last);
+        last = now;
+        if moved {
+            wrote = Instant::now();
+        }
+        if swept.elapsed() >= SWEEP_EVERY && !stop.load(SeqCst) {
+            swept = Instant::now();
             // A sweep that fails leaves more regions active than need be; the next one tries again.
             let _ = disk.sweep(IDLE_TICKS);
         }

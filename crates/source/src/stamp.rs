@@ -46,6 +46,19 @@ impl Boot {
 /// How late a durable note of the last served write may be, in nanoseconds: it is written about every second.
 const LATE: u64 = 10_000_000_000;
 
+/// What the next process finds of the last served write.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct LastWrite {
+    /// Nanoseconds since 1970; see [`trackers::Served`].
+    pub time: u64,
+    /// Writes were in flight when the process died: the image may have been changed by them a little later.
+    pub in_flight: bool,
+}
+
+/// How long after the last note of a dying process its writes may still have stamped the image, in nanoseconds. Notes come
+/// every few milliseconds while writes are in flight.
+const DYING: u64 = 25_000_000;
+
 /// What a look at the stamp tells.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Verdict {
@@ -66,9 +79,8 @@ impl Stamp {
         crate::state::write_json(folder, NAME, self)
     }
 
-    /// Whether the record that this stamp was taken of can be believed for the image as it is. `served` is the time of the
-    /// last write that went through the tracker.
-    pub fn verdict(&self, now: &Identity, boot: &Boot, served: u64, trust_device: bool) -> Verdict {
+    /// Whether the record that this stamp was taken of can be believed for the image as it is.
+    pub fn verdict(&self, now: &Identity, boot: &Boot, last: LastWrite, trust_device: bool) -> Verdict {
         if let Some(why) = &self.lost {
             return Verdict::Lost(why.clone());
         }
@@ -100,14 +112,15 @@ impl Stamp {
         let changed = now.ctime_ns.max(0) as u64;
         let untouched = self.identity.ctime_ns == now.ctime_ns;
         if same_boot {
-            if untouched || changed <= served.saturating_add(Clock::tick()) {
+            let grace = Clock::tick() + if last.in_flight { DYING } else { 0 };
+            if untouched || changed <= last.time.saturating_add(grace) {
                 return Verdict::Trusted { power_lost: false };
             }
             return Verdict::Lost(
                 "after its server was killed, the image was changed by another program".into(),
             );
         }
-        if untouched || (changed <= served.saturating_add(LATE) && changed < boot.began) {
+        if untouched || (changed <= last.time.saturating_add(LATE) && changed < boot.began) {
             return Verdict::Trusted { power_lost: true };
         }
         Verdict::Lost("after the power cut, the image was changed by another program".into())

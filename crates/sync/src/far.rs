@@ -63,6 +63,7 @@ fn converse(sender: &Sender, receiver: &Receiver, state: &StateDir) -> Result<()
         &Standing {
             path: std::fs::canonicalize(&path).unwrap_or_else(|_| path.clone()),
             source: standing.source,
+            epoch: standing.epoch,
             positions: standing.positions.iter().map(|p| Part { epoch: p.epoch, upto: p.upto }).collect(),
             nonce: standing.nonce,
             under_way: standing.under_way,

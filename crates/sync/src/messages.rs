@@ -60,7 +60,9 @@ pub(crate) struct Standing {
     pub path: PathBuf,
     /// The source it follows; `None` if there is no replica yet, or an adopted file.
     pub source: Option<Uuid>,
-    /// The parts of the replica and where they stand, ascending.
+    /// The epoch of its last commit.
+    pub epoch: Option<Epoch>,
+    /// The parts of the replica and where they stand, ascending, its journal counted.
     pub positions: Vec<Part>,
     /// Names this very state.
     pub nonce: Uuid,

@@ -346,10 +346,16 @@ fn find(
                 header.size_before = standing.size;
             } else {
                 header.binds = None;
-                if let Some(first) = chain.first() {
-                    header.size_before = handle.size_at(first)?.unwrap_or(standing.size);
+                if let Some(first) = standing.epoch.or(chain.first().copied()) {
+                    header.size_before = handle.size_at(&first)?.unwrap_or(standing.size);
                 }
-                header.chain = chain;
+                // A journal may reach farther than the last commit in all its parts: the replica still stands there.
+                if let Some(epoch) = standing.epoch.filter(|e| !chain.contains(e)) {
+                    header.chain = vec![epoch];
+                    header.chain.extend(chain.iter().filter(|e| e.number > epoch.number));
+                } else {
+                    header.chain = chain;
+                }
             }
             let narrowed = Bitmap::new(changes.blocks());
             narrowed.union_with(&changes);

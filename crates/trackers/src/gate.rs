@@ -1,24 +1,44 @@
 //! The gate every tracked write passes: knowing when all writes that began before a moment have ended.
 
+use std::ops::Deref;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::SeqCst};
 use std::time::Duration;
 
 /// Counts the writes inside, in two generations, so that one generation can run dry while the next fills.
-#[derive(Default)]
+///
+/// The counts lie in shared words: if the process dies, the next one sees whether writes were in flight.
 pub(crate) struct Gate {
     generation: AtomicUsize,
-    inside: [Lane; 2],
+    words: Box<dyn Deref<Target = [AtomicU64]> + Send + Sync>,
     /// Held by the one that waits: two generations serve one waiter.
     turn: Mutex<()>,
 }
 
-/// A counter on a cache line of its own: both are touched by every write of every connection.
-#[derive(Default)]
-#[repr(align(128))]
-struct Lane(AtomicUsize);
+/// The words of the two counts: cache lines apart, as both are touched by every write of every connection.
+const LANES: [usize; 2] = [32, 64];
+
+/// Writes that are inside, or were when the process died.
+pub(crate) fn inside(words: &[AtomicU64]) -> u64 {
+    LANES.iter().map(|lane| words[*lane].load(SeqCst)).sum()
+}
 
 impl Gate {
+    /// A gate over at least 128 words, nobody inside.
+    pub fn new(words: impl Deref<Target = [AtomicU64]> + Send + Sync + 'static) -> Gate {
+        LANES.iter().for_each(|lane| words[*lane].store(0, SeqCst));
+        Gate { generation: AtomicUsize::new(0), words: Box::new(words), turn: Mutex::new(()) }
+    }
+
+    fn lane(&self, side: usize) -> &AtomicU64 {
+        &self.words[LANES[side]]
+    }
+
+    /// True if writes are inside.
+    pub fn is_busy(&self) -> bool {
+        inside(&self.words) > 0
+    }
+
     /// Enters. Returns the side to leave by.
     ///
     /// Sequentially consistent throughout: what a waiter published before [`Gate::drain`] is seen by every write that the
@@ -27,7 +47,7 @@ impl Gate {
     pub fn enter(&self) -> usize {
         loop {
             let side = self.generation.load(SeqCst) & 1;
-            self.inside[side].0.fetch_add(1, SeqCst);
+            self.lane(side).fetch_add(1, SeqCst);
             if self.generation.load(SeqCst) & 1 == side {
                 return side;
             }
@@ -37,7 +57,7 @@ impl Gate {
 
     /// Leaves by the side that [`Gate::enter`] gave.
     pub fn leave(&self, side: usize) {
-        self.inside[side].0.fetch_sub(1, SeqCst);
+        self.lane(side).fetch_sub(1, SeqCst);
     }
 
     /// Waits until every write that entered before the call has left.
@@ -45,7 +65,7 @@ impl Gate {
         let _turn = self.turn.lock().unwrap_or_else(|e| e.into_inner());
         let side = self.generation.fetch_add(1, SeqCst) & 1;
         let mut looks = 0u32;
-        while self.inside[side].0.load(SeqCst) != 0 {
+        while self.lane(side).load(SeqCst) != 0 {
             looks += 1;
             if looks < 64 {
                 std::thread::yield_now();
@@ -60,12 +80,13 @@ impl Gate {
 mod tests {
     use super::*;
     use std::sync::Arc;
-    use std::sync::atomic::{AtomicBool, AtomicU64};
+    use std::sync::atomic::AtomicBool;
 
     /// Writers read a published number inside the gate; after a drain none may still be working with an old one.
     #[test]
     fn nobody_is_inside_with_an_old_state_after_a_drain() {
-        let gate = Arc::new(Gate::default());
+        let words: Box<[AtomicU64]> = (0..128).map(|_| AtomicU64::new(0)).collect();
+        let gate = Arc::new(Gate::new(words));
         let published = Arc::new(AtomicU64::new(0));
         let busy: Arc<Vec<AtomicU64>> = Arc::new((0..4).map(|_| AtomicU64::new(u64::MAX)).collect());
         let stop = Arc::new(AtomicBool::new(false));

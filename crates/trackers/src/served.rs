@@ -59,6 +59,16 @@ impl Served {
         self.mapping[0].load(Relaxed)
     }
 
+    /// The words of the gate, shared with it.
+    pub(crate) fn words(&self) -> Mapping {
+        self.mapping.clone()
+    }
+
+    /// True if writes were in flight when the process died that had this open before.
+    pub fn was_busy(&self) -> bool {
+        crate::gate::inside(&self.mapping) > 0
+    }
+
     /// Makes the stamp durable if it moved.
     pub fn sync(&self) -> io::Result<()> {
         let last = self.last();

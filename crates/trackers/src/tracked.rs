@@ -161,7 +161,7 @@ impl TrackedDisk {
                 disk,
                 folder,
                 settings,
-                gate: Gate::default(),
+                gate: Gate::new(served.words()),
                 intents,
                 served,
                 current: RwLock::new(Arc::new(Current { record: Arc::new(record), views: Vec::new() })),
@@ -270,6 +270,16 @@ impl TrackedDisk {
             .sweep(age, &s.gate, || self.sync_records())
             .and_then(|()| s.served.sync())
             .map_err(|e| self.state("can't tend the write-intent log", e))
+    }
+
+    /// Notes the time if writes are in flight: called every few milliseconds, it tells a next process how long this one
+    /// lived. Returns whether there were writes since `before`, an earlier answer.
+    pub fn pulse(&self, before: u64) -> (bool, u64) {
+        if self.shared.gate.is_busy() {
+            self.shared.served.note();
+        }
+        let last = self.shared.served.last();
+        (last != before, last)
     }
 
     /// The clean end: flushes the disk, makes every bit durable and drops all intents. No write may come after.
