@@ -123,6 +123,12 @@ pub(crate) fn replay(
     }
 }
 
+/// Up to where the destination keeps what a delta does not name; beyond, that becomes zero. A compare has looked at all there
+/// is, whatever is known of it.
+pub(crate) fn kept(header: &Header, positions: &[Position]) -> u64 {
+    if header.method == Method::Compare { u64::MAX } else { known(positions) }
+}
+
 /// A journal that can't be believed, though the destination may be half merged.
 pub(crate) fn damaged(path: &std::path::Path, why: String) -> ReplicaError {
     ReplicaError::Damaged {
@@ -174,7 +180,7 @@ fn walk(
                     if let Some(to) = before.as_ref().and_then(Segment::to) {
                         **positions = overlay(positions, to, before.as_ref().map_or(0, |b| b.upto));
                     }
-                    applier.rewind(known(positions)).map_err(Trouble::Disk)?;
+                    applier.rewind(kept(&header, positions)).map_err(Trouble::Disk)?;
                 }
                 continue;
             }

@@ -13,6 +13,8 @@ mod lock;
 mod place;
 mod receipt;
 mod replica;
+#[cfg(test)]
+mod tests;
 
 pub use error::{ReplicaError, Result};
 pub use lineage::{Lineage, Position, Stamp, State, Step, StepPlace, Toward};

@@ -10,8 +10,8 @@ use uuid::Uuid;
 
 use crate::apply::Applier;
 use crate::error::{ReplicaError, Result, disk_error, io_error};
-use crate::journal::{self, ARRIVING, Contents, Growing, Segment};
-use crate::lineage::{Lineage, Position, State, Step, StepPlace, Toward, known, overlay};
+use crate::journal::{self, ARRIVING, Contents, Growing, Segment, kept};
+use crate::lineage::{Lineage, Position, State, Step, StepPlace, Toward, overlay};
 use crate::place::Which;
 use crate::replica::{INTERRUPTED, Replica, toward};
 
@@ -38,9 +38,9 @@ pub struct Committed {
     pub bytes_read: u64,
 }
 
-/// How much may be written, and how much time may pass, before what has come is made durable: as much is sent again after
-/// a crash.
-const SAVE_BYTES: u64 = 64 << 20;
+/// How many bytes may be written, and how much time may pass, before what has come is made durable: as much is sent again
+/// after a crash.
+pub(crate) const SAVE_BYTES: u64 = 64 << 20;
 const SAVE_TIME: Duration = Duration::from_secs(2);
 
 /// A delta being received. Dropped before [`Receipt::finish`], it keeps what has come, as [`Receipt::keep`] does.
@@ -108,7 +108,7 @@ impl Replica {
         }
         let seeds = header.is_seed() && header.resumes.is_none() && self.lineage.epoch != Some(toward.epoch);
         let sink = match self.lineage.step.as_ref().map(|s| s.place) {
-            _ if seeds => self.seed(&toward)?,
+            _ if seeds => self.seed(&toward, &header)?,
             Some(StepPlace::Fresh { .. } | StepPlace::Clone { .. }) => self.go_on(&toward, &header)?,
             _ => match commit {
                 Commit::Journal => self.to_journal(&header, &raw)?,
@@ -144,6 +144,15 @@ impl Replica {
         self.remove(ARRIVING)
     }
 
+    /// Says that the journal can't be written. Where space is short it goes: others need that space too.
+    fn journal_failed(&mut self, error: io::Error) -> ReplicaError {
+        if matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) {
+            let _ = self.drop_journal();
+        }
+        let state = "the replica is unchanged, and what had come of the delta is dropped";
+        disk_error("write the journal", &self.folder.path().join(ARRIVING), state)(error)
+    }
+
     fn to_journal(&mut self, header: &Header, raw: &[u8]) -> Result<Sink> {
         let path = self.folder.path().join(ARRIVING);
         let place = format!("for the journal {}", path.display());
@@ -162,16 +171,15 @@ impl Replica {
                 Contents::default()
             }
         };
-        let failed = disk_error("write the journal", &path, "the replica is unchanged");
         let begun = Growing::open(&*self.folder, before.bytes).and_then(|mut file| {
             io::Write::write_all(&mut file, raw)?;
             Ok(file)
         });
-        let file = begun.map_err(failed)?;
+        let file = begun.map_err(|e| self.journal_failed(e))?;
         Ok(Sink::Journal(Box::new(ToJournal { file, bytes: before.bytes, before })))
     }
 
-    fn seed(&mut self, toward: &Toward) -> Result<Sink> {
+    fn seed(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
         self.drop_journal()?;
         if self.which() == Which::Partial {
             self.remove_partial()?;
@@ -180,12 +188,12 @@ impl Replica {
         let lineage = Lineage::new();
         if self.place.is_device() {
             self.lineage = lineage;
-            return self.begin_step(StepPlace::InPlace, Vec::new(), toward, false);
+            return self.begin_step(StepPlace::InPlace, Vec::new(), toward, header, false);
         }
         let replaces = self.replace && self.stamp(Which::Whole)?.is_some();
         let inode = self.create()?;
         self.lineage = lineage;
-        self.begin_step(StepPlace::Fresh { inode, replaces }, Vec::new(), toward, true)
+        self.begin_step(StepPlace::Fresh { inode, replaces }, Vec::new(), toward, header, true)
     }
 
     fn create(&self) -> Result<u64> {
@@ -201,7 +209,7 @@ impl Replica {
 
     fn in_place(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
         let base = self.positions();
-        let sink = self.begin_step(StepPlace::InPlace, base, toward, false)?;
+        let sink = self.begin_step(StepPlace::InPlace, base, toward, header, false)?;
         self.take_journal(sink, toward, header)
     }
 
@@ -217,8 +225,9 @@ impl Replica {
         let base = self.positions();
         let inode = self.create()?;
         let before = self.lineage.clone();
-        // The intent first, so that a crash leaves nothing that nobody knows.
-        self.step(StepPlace::Clone { inode }, base.clone(), toward)?;
+        // The intent first, so that a crash leaves nothing that nobody knows. It says what the clone holds once that is
+        // durable.
+        self.step(StepPlace::Clone { inode }, Vec::new(), toward)?;
         if let Err(e) = self.place.clone_whole() {
             self.lineage = before;
             self.store()?;
@@ -236,14 +245,14 @@ impl Replica {
                 _ => disk_error("clone", &path, INTERRUPTED)(e),
             });
         }
-        let sink = self.direct(Which::Partial, base, toward, false)?;
+        let sink = self.direct(Which::Partial, base, toward, header, false)?;
         self.take_journal(sink, toward, header)
     }
 
     /// Goes on with NAME.partial.
     fn go_on(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
         let Some(step) = self.lineage.step.clone() else { return Ok(Sink::Closed) };
-        let sink = self.begin_step(step.place, step.positions, toward, false)?;
+        let sink = self.begin_step(step.place, step.positions, toward, header, false)?;
         self.take_journal(sink, toward, header)
     }
 
@@ -262,19 +271,27 @@ impl Replica {
         place: StepPlace,
         base: Vec<Position>,
         toward: &Toward,
+        header: &Header,
         blank: bool,
     ) -> Result<Sink> {
         self.step(place, base.clone(), toward)?;
-        self.direct(self.which(), base, toward, blank)
+        self.direct(self.which(), base, toward, header, blank)
     }
 
-    fn direct(&mut self, which: Which, base: Vec<Position>, toward: &Toward, blank: bool) -> Result<Sink> {
+    fn direct(
+        &mut self,
+        which: Which,
+        base: Vec<Position>,
+        toward: &Toward,
+        header: &Header,
+        blank: bool,
+    ) -> Result<Sink> {
         let failed = |what| disk_error(what, self.place.path(), INTERRUPTED);
         let disk = self.place.open(which)?;
         if !self.place.is_device() && disk.len() < toward.size {
             disk.resize(toward.size).map_err(failed("grow"))?;
         }
-        let applier = Applier::new(disk.clone(), known(&base), blank).map_err(failed("open"))?;
+        let applier = Applier::new(disk.clone(), kept(header, &base), blank).map_err(failed("open"))?;
         Ok(Sink::Direct(Box::new(Direct { disk, applier, base, saved: Instant::now(), saved_bytes: 0 })))
     }
 
@@ -297,7 +314,7 @@ impl Replica {
                 failed("write to"),
             )?;
             direct.base = contents.positions(&direct.base);
-            direct.applier.rewind(known(&direct.base)).map_err(failed("write to"))?;
+            direct.applier.rewind(kept(header, &direct.base)).map_err(failed("write to"))?;
             direct.save(self, toward.epoch)?;
         }
         self.drop_journal()?;
@@ -331,15 +348,11 @@ impl Receipt<'_> {
         match &mut self.sink {
             Sink::Journal(journal) => {
                 if let Err(e) = journal.file.unit(&unit) {
-                    let full = matches!(e.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded);
-                    if full {
-                        // Others need space on that file system too.
+                    let error = self.replica.journal_failed(e);
+                    if matches!(error, ReplicaError::Full { .. }) {
                         self.sink = Sink::Closed;
-                        self.replica.drop_journal()?;
                     }
-                    let state = "the replica is unchanged, and what had come of the delta is dropped";
-                    let path = self.replica.folder.path().join(ARRIVING);
-                    return Err(disk_error("write the journal", &path, state)(e));
+                    return Err(error);
                 }
                 self.decoder.push(unit).map_err(refused)?;
                 journal.bytes = journal.file.len();
@@ -348,9 +361,8 @@ impl Receipt<'_> {
                 if let Event::Frame(frame) = self.decoder.push(unit).map_err(refused)? {
                     let failed = disk_error("write to", &path, INTERRUPTED);
                     direct.applier.frame(frame).map_err(failed)?;
-                    let much = direct.applier.written - direct.saved_bytes >= SAVE_BYTES;
-                    let time = direct.saved.elapsed();
-                    if time >= SAVE_TIME || (much && time >= SAVE_TIME / 4) {
+                    let much = direct.applier.written - direct.saved_bytes >= self.replica.save_bytes;
+                    if much || direct.saved.elapsed() >= SAVE_TIME {
                         direct.save(self.replica, self.toward.epoch)?;
                     }
                 }
@@ -375,10 +387,9 @@ impl Receipt<'_> {
             Sink::Journal(journal) => {
                 let bytes = journal.file.len() - journal.before.bytes;
                 let contents = contents(&journal, &self.decoder, true);
-                let path = self.replica.folder.path().join(ARRIVING);
-                let state = "the replica is unchanged";
-                let closed = journal.file.close(&*self.replica.folder);
-                closed.map_err(disk_error("write the journal", &path, state))?;
+                if let Err(e) = journal.file.close(&*self.replica.folder) {
+                    return Err(self.replica.journal_failed(e));
+                }
                 let (written, read) = self.replica.merge(&contents)?;
                 (bytes + written, read)
             }
@@ -432,9 +443,9 @@ impl Receipt<'_> {
         match std::mem::replace(&mut self.sink, Sink::Closed) {
             Sink::Journal(journal) => {
                 let contents = contents(&journal, &self.decoder, self.decoder.is_complete());
-                let path = self.replica.folder.path().join(ARRIVING);
-                let kept = journal.file.keep(contents.bytes);
-                kept.map_err(disk_error("write the journal", &path, "the replica is unchanged"))?;
+                if let Err(e) = journal.file.keep(contents.bytes) {
+                    return Err(self.replica.journal_failed(e));
+                }
                 self.replica.journal = (!contents.segments.is_empty()).then_some(contents);
                 Ok(())
             }

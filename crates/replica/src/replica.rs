@@ -69,6 +69,8 @@ pub struct Replica {
     pub(crate) replace: bool,
     /// Bytes that the next delta is expected to bring.
     pub(crate) expected: u64,
+    /// A step in place is made durable every so many bytes.
+    pub(crate) save_bytes: u64,
     recovered: Vec<String>,
     standing: Standing,
     lock: Option<Lock>,
@@ -230,6 +232,7 @@ impl Replica {
             adopt,
             replace,
             expected: 0,
+            save_bytes: crate::receipt::SAVE_BYTES,
             recovered: Vec::new(),
             lock: None,
             image: None,
@@ -328,10 +331,7 @@ impl Replica {
         for name in [ARRIVING, WHOLE] {
             self.remove(name)?;
         }
-        if self.stamp(Which::Partial)?.is_some_and(|s| s.size == 0) {
-            // A seed was begun, and stopped before it had said so.
-            self.remove_partial()?;
-        }
+        self.remove_unclaimed()?;
         let Some(stamp) = self.stamp(Which::Whole)? else { return Ok(()) };
         if self.adopt {
             return self.take(stamp);
@@ -393,13 +393,21 @@ impl Replica {
         self.recover_journal(Some(whole))
     }
 
+    /// Removes a NAME.partial that was made before its step could be written down: such a one is empty.
+    fn remove_unclaimed(&self) -> Result<()> {
+        match self.stamp(Which::Partial)? {
+            Some(stamp) if stamp.size == 0 => self.remove_partial(),
+            _ => Ok(()),
+        }
+    }
+
     /// A new file that was to take the destination's place.
     fn recover_partial(&mut self) -> Result<()> {
-        let Some(step) = self.lineage.step.clone() else { return Ok(()) };
+        let Some(step) = self.lineage.step.clone() else { return self.remove_unclaimed() };
         let (inode, replaces) = match step.place {
             StepPlace::Fresh { inode, replaces } => (inode, replaces),
             StepPlace::Clone { inode } => (inode, true),
-            StepPlace::InPlace => return Ok(()),
+            StepPlace::InPlace => return self.remove_unclaimed(),
         };
         let epoch = step.toward.epoch;
         let is_ours = |s: &Option<Stamp>| s.as_ref().is_some_and(|s| s.inode == inode);
@@ -414,12 +422,17 @@ impl Replica {
                     .push(format!("the copy of epoch {epoch} was complete; it is put in place now"));
                 return self.renamed(&step.toward);
             }
-            return Ok(());
+            if matches!(step.place, StepPlace::Fresh { .. }) || !step.positions.is_empty() {
+                return Ok(());
+            }
+            // Whether it was cloned already, nobody knows.
+            self.remove_partial()?;
         }
         // It never became durable, or somebody has removed it: nothing is lost but time.
         self.recovered.push(format!("the unfinished copy of epoch {epoch} is gone; it is begun anew"));
         self.lineage.step = None;
-        self.store()
+        self.store()?;
+        self.remove_unclaimed()
     }
 
     /// Puts NAME.partial in place.

@@ -1,0 +1,452 @@
+//! Whatever crashes when: after recovery a replica is one epoch, or marked as incomplete, and the next sync completes it.
+
+use std::sync::atomic::Ordering::SeqCst;
+
+use device::faulty::{Keep, Outage, Power};
+
+use super::world::*;
+use crate::{Commit, ReplicaError, State};
+
+/// Every outage that a run goes through. `KeepAll` and `LoseUnsynced` are also taken apart: data without metadata, and the
+/// other way round.
+const OUTAGES: [(Outage, Keep, Keep); 6] = [
+    (Outage::Kill, Keep::KeepAll, Keep::KeepAll),
+    (Outage::PowerCut, Keep::LoseUnsynced, Keep::LoseUnsynced),
+    (Outage::PowerCut, Keep::KeepAll, Keep::KeepAll),
+    (Outage::PowerCut, Keep::KeepAll, Keep::LoseUnsynced),
+    (Outage::PowerCut, Keep::LoseUnsynced, Keep::KeepAll),
+    (Outage::PowerCut, Keep::Random, Keep::Random),
+];
+
+fn on() -> Power {
+    Power::new(Outage::Kill)
+}
+
+/// Brings the replica up to date as a sync does, whatever it lacks.
+fn sync(world: &World, power: &Power, source: &Source, to: usize, commit: Commit) -> crate::Result<()> {
+    let mut replica = world.open(power)?;
+    let delta = source.lacks(replica.standing(), None, to);
+    merge(&mut replica, &delta, commit)?;
+    Ok(())
+}
+
+/// One scenario: a world in order, and what is done to it while the power may be cut.
+struct Scenario<'a> {
+    name: &'a str,
+    source: &'a Source,
+    world: World,
+    /// The epoch the replica stands at before (none: there is no replica yet), and after.
+    from: Option<usize>,
+    to: usize,
+    /// The destination itself changes, so is incomplete meanwhile.
+    in_place: bool,
+    commit: Commit,
+    run: &'a dyn Fn(&World, &Power) -> crate::Result<()>,
+}
+
+/// What is left must be one epoch or marked, whatever happened; and the next syncs succeed.
+fn check(s: &Scenario<'_>, world: &World, what: &str) {
+    let source = s.source;
+    let fail = |why: String| -> ! { panic!("{}: {what}: {why}", s.name) };
+    let power = on();
+    let standing = match world.open(&power) {
+        Ok(replica) => replica.standing().clone(),
+        Err(e) => fail(format!("does not open: {e}")),
+    };
+    match standing.state {
+        State::Exact => {
+            let at = source.index(&standing.epoch.unwrap());
+            if Some(at) != s.from && at != s.to {
+                fail(format!("is at {at}"));
+            }
+            if standing.size != source.size(at) || !world.holds(&source.images[at]) {
+                fail(format!("is not epoch {at} as it says"));
+            }
+        }
+        State::Fuzzy => fail("is fuzzy".into()),
+        State::Incomplete => match (s.from, s.in_place) {
+            // A seed under way; the file appears whole.
+            (None, _) => {
+                if world.kind == Kind::File && world.raw().is_some() {
+                    fail("a file is there before it is whole".into());
+                }
+            }
+            (Some(_), true) => {}
+            (Some(_), false) => fail("is incomplete".into()),
+        },
+    }
+    // The same delta again, as after a lost acknowledgement or from a pipe.
+    if let Some(from) = s.from {
+        let again = world.fork();
+        let mut replica = again.open(&power).unwrap();
+        match merge(&mut replica, &source.tracked(from, s.to), Commit::Journal) {
+            Ok(_) => assert!(again.holds(&source.images[s.to]), "{}: {what}: merged again", s.name),
+            // Where the destination already holds a part of a newer one.
+            Err(ReplicaError::WrongEpoch { .. }) => {}
+            Err(e) => fail(format!("the delta again: {e}")),
+        }
+    }
+    // The next sync, to the same epoch and to the next, by the same way and by the default.
+    for (to, commit) in [(s.to, s.commit), (s.to + 1, s.commit), (s.to + 1, Commit::Journal)] {
+        let next = world.fork();
+        if let Err(e) = sync(&next, &power, source, to, commit) {
+            fail(format!("the next sync to {to} by {commit:?}: {e}"));
+        }
+        if !next.holds(&source.images[to]) {
+            fail(format!("is not {to} after the next sync by {commit:?}"));
+        }
+        let replica = next.open(&power).unwrap();
+        let standing = replica.standing();
+        assert_eq!((standing.epoch, standing.state), (Some(source.epochs[to]), State::Exact));
+        assert_eq!((standing.under_way, standing.resumes), (false, None));
+        drop(replica);
+        let left: Vec<String> = next.names();
+        assert!(
+            left.iter().all(|n| n == "lineage" || n == "vm.raw"),
+            "{}: {what}: left over: {left:?}",
+            s.name
+        );
+    }
+}
+
+/// Cuts the power at every step of the scenario.
+fn cut_everywhere(s: &Scenario<'_>) {
+    let power = on();
+    let whole = s.world.fork();
+    (s.run)(&whole, &power).unwrap_or_else(|e| panic!("{}: without a cut: {e}", s.name));
+    assert!(whole.holds(&s.source.images[s.to]), "{}: without a cut", s.name);
+    let steps = power.steps();
+    println!("{}: {steps} steps", s.name);
+    for (number, (outage, disks, folders)) in OUTAGES.into_iter().enumerate() {
+        for step in 1..=steps + 1 {
+            let what = format!("cut by {outage:?} {disks:?} {folders:?} at step {step} of {steps}");
+            let world = s.world.fork();
+            let power = Power::new(outage);
+            power.cut_at(step);
+            let result = (s.run)(&world, &power);
+            assert_eq!(result.is_ok(), step > steps, "{}: {what}: {result:?}", s.name);
+            power.crash(disks, folders, step * 7 + number as u64).unwrap();
+            check(s, &world, &what);
+            if step > steps {
+                // What was acknowledged stays.
+                let replica = world.open(&on()).unwrap();
+                assert_eq!(replica.standing().epoch, Some(s.source.epochs[s.to]), "{}: {what}", s.name);
+            }
+            // The recovery is cut too, at some step.
+            let again = world.fork();
+            let power = Power::new(outage);
+            power.cut_at(1 + step % 23);
+            let _ = again.open(&power);
+            power.crash(disks, folders, step * 11 + number as u64).unwrap();
+            check(s, &again, &format!("{what}, and its recovery at step {}", 1 + step % 23));
+        }
+    }
+}
+
+fn source() -> Source {
+    // Grown and shrunk on the way.
+    Source::new(11, &[40, 48, 44, 44, 60])
+}
+
+fn replica_at(kind: Kind, source: &Source, at: usize) -> World {
+    let world = World::new(kind);
+    if kind == Kind::Device {
+        world.soil();
+        let mut replica = world.open_with(&on(), false, true).unwrap();
+        merge(&mut replica, &source.seed(at), Commit::Journal).unwrap();
+    } else {
+        sync(&world, &on(), source, at, Commit::Journal).unwrap();
+    }
+    assert!(world.holds(&source.images[at]));
+    world
+}
+
+fn scenario(name: &str, kind: Kind, from: usize, to: usize, commit: Commit) {
+    let source = source();
+    let run = |world: &World, power: &Power| {
+        let mut replica = world.open(power)?;
+        merge(&mut replica, &source.tracked(from, to), commit).map(drop)
+    };
+    let in_place = commit == Commit::InPlace;
+    let world = replica_at(kind, &source, from);
+    cut_everywhere(&Scenario {
+        name,
+        source: &source,
+        world,
+        from: Some(from),
+        to,
+        in_place,
+        commit,
+        run: &run,
+    });
+}
+
+#[test]
+fn journal_on_a_file_that_grows() {
+    scenario("journal, file, grows", Kind::File, 0, 1, Commit::Journal);
+}
+
+#[test]
+fn journal_on_a_file_that_shrinks() {
+    scenario("journal, file, shrinks", Kind::File, 1, 3, Commit::Journal);
+}
+
+#[test]
+fn journal_on_a_device() {
+    scenario("journal, device", Kind::Device, 0, 1, Commit::Journal);
+}
+
+#[test]
+fn in_place_on_a_file_that_grows() {
+    scenario("in place, file, grows", Kind::File, 0, 1, Commit::InPlace);
+}
+
+#[test]
+fn in_place_on_a_file_that_shrinks() {
+    scenario("in place, file, shrinks", Kind::File, 1, 3, Commit::InPlace);
+}
+
+#[test]
+fn in_place_on_a_device() {
+    scenario("in place, device", Kind::Device, 0, 1, Commit::InPlace);
+}
+
+#[test]
+fn reflink_that_grows() {
+    scenario("reflink, grows", Kind::File, 0, 1, Commit::Reflink);
+}
+
+#[test]
+fn reflink_that_shrinks() {
+    scenario("reflink, shrinks", Kind::File, 1, 3, Commit::Reflink);
+}
+
+fn seed(name: &str, kind: Kind) {
+    let source = source();
+    let run = |world: &World, power: &Power| {
+        let mut replica = world.open_with(power, false, kind == Kind::Device)?;
+        merge(&mut replica, &source.seed(1), Commit::Journal).map(drop)
+    };
+    let world = World::new(kind);
+    if kind == Kind::Device {
+        world.soil();
+    }
+    let scenario = Scenario {
+        name,
+        source: &source,
+        world,
+        from: None,
+        to: 1,
+        in_place: true,
+        commit: Commit::Journal,
+        run: &run,
+    };
+    if kind == Kind::File {
+        return cut_everywhere(&scenario);
+    }
+    // A soiled device without a lineage is refused: what was cut before the lineage lay there has changed nothing.
+    let power = on();
+    assert!(matches!(scenario.world.open(&power), Err(ReplicaError::NotAReplica(_))));
+    let blank = World::new(kind);
+    cut_everywhere(&Scenario { world: blank, ..scenario });
+    let whole = scenario.world.fork();
+    run(&whole, &power).unwrap();
+    assert!(whole.holds(&source.images[1]));
+    let steps = power.steps();
+    for step in 1..=steps {
+        let world = scenario.world.fork();
+        let power = Power::new(Outage::PowerCut);
+        power.cut_at(step);
+        let _ = run(&world, &power);
+        power.crash(Keep::Random, Keep::Random, step).unwrap();
+        if !world.names().contains(&"lineage".to_owned()) {
+            assert_eq!(world.raw(), scenario.world.raw());
+            continue;
+        }
+        check(&scenario, &world, &format!("on a used device, cut at {step}"));
+    }
+}
+
+#[test]
+fn seed_of_a_file() {
+    seed("seed, file", Kind::File);
+}
+
+#[test]
+fn seed_of_a_device() {
+    seed("seed, device", Kind::Device);
+}
+
+/// A transfer cut in the middle, gone on from with a newer epoch, by the same or another way.
+fn resumed(name: &str, kind: Kind, from: Option<usize>, first: Commit, then: Commit) {
+    let source = source();
+    let world = match from {
+        Some(from) => replica_at(kind, &source, from),
+        None => World::new(kind),
+    };
+    let mut replica = world.open(&on()).unwrap();
+    let middle = from.map_or(1, |from| from + 1);
+    let delta = match from {
+        Some(from) => source.tracked(from, middle),
+        None => source.seed(middle),
+    };
+    receive_part(&mut replica, &delta, first, 3).unwrap();
+    let standing = replica.standing().clone();
+    drop(replica);
+    assert_eq!(world.open(&on()).unwrap().standing().positions, standing.positions, "{name}");
+    let upto = standing.positions[0].upto;
+    assert!(upto > 0 && standing.positions[0].epoch == Some(source.epochs[middle]), "{name}: {standing:?}");
+    let to = middle + 1;
+    let run = |world: &World, power: &Power| {
+        let mut replica = world.open(power)?;
+        let delta = source.lacks(replica.standing(), None, to);
+        merge(&mut replica, &delta, then).map(drop)
+    };
+    // What was interrupted before may be there in every state.
+    let in_place = first == Commit::InPlace || then == Commit::InPlace;
+    cut_everywhere(&Scenario { name, source: &source, world, from, to, in_place, commit: then, run: &run });
+}
+
+#[test]
+fn journal_resumed() {
+    resumed("journal, resumed", Kind::File, Some(0), Commit::Journal, Commit::Journal);
+}
+
+#[test]
+fn journal_resumed_on_a_device() {
+    resumed("journal, device, resumed", Kind::Device, Some(0), Commit::Journal, Commit::Journal);
+}
+
+#[test]
+fn in_place_resumed() {
+    resumed("in place, resumed", Kind::File, Some(0), Commit::InPlace, Commit::InPlace);
+}
+
+#[test]
+fn in_place_resumed_on_a_device() {
+    resumed("in place, device, resumed", Kind::Device, Some(0), Commit::InPlace, Commit::InPlace);
+}
+
+#[test]
+fn in_place_resumed_by_journal() {
+    resumed("in place, resumed by journal", Kind::File, Some(0), Commit::InPlace, Commit::Journal);
+}
+
+#[test]
+fn journal_resumed_in_place() {
+    resumed("journal, resumed in place", Kind::File, Some(0), Commit::Journal, Commit::InPlace);
+}
+
+#[test]
+fn journal_resumed_by_reflink() {
+    resumed("journal, resumed by reflink", Kind::File, Some(0), Commit::Journal, Commit::Reflink);
+}
+
+#[test]
+fn reflink_resumed() {
+    resumed("reflink, resumed", Kind::File, Some(0), Commit::Reflink, Commit::Reflink);
+}
+
+#[test]
+fn seed_resumed() {
+    resumed("seed, resumed", Kind::File, None, Commit::Journal, Commit::Journal);
+}
+
+#[test]
+fn seed_of_a_device_resumed() {
+    resumed("seed, device, resumed", Kind::Device, None, Commit::Journal, Commit::Journal);
+}
+
+/// A file brought by hand, proven by comparing.
+#[test]
+fn adopted() {
+    for commit in [Commit::Journal, Commit::InPlace, Commit::Reflink] {
+        let source = source();
+        let world = World::new(Kind::File);
+        world.put(&source.images[0]);
+        let power = on();
+        let adopt = |world: &World, power: &Power| {
+            let mut replica = world.open_with(power, true, false)?;
+            let delta = source.lacks(replica.standing(), world.raw().as_deref(), 1);
+            merge(&mut replica, &delta, commit).map(drop)
+        };
+        let whole = world.fork();
+        adopt(&whole, &power).unwrap();
+        assert!(whole.holds(&source.images[1]));
+        let steps = power.steps();
+        println!("adopted by {commit:?}: {steps} steps");
+        for (number, (outage, disks, folders)) in OUTAGES.into_iter().enumerate() {
+            for step in 1..=steps + 1 {
+                let what = format!("adopt by {commit:?}, {outage:?} {disks:?} {folders:?} at step {step}");
+                let world = world.fork();
+                let power = Power::new(outage);
+                power.cut_at(step);
+                let _ = adopt(&world, &power);
+                power.crash(disks, folders, step + number as u64).unwrap();
+                match world.open(&on()) {
+                    Ok(replica) => match replica.standing().state {
+                        State::Exact => assert!(world.holds(&source.images[1]), "{what}"),
+                        state => {
+                            assert_eq!((state, replica.standing().epoch), (State::Incomplete, None), "{what}")
+                        }
+                    },
+                    Err(ReplicaError::NotAReplica(_)) => assert!(world.holds(&source.images[0]), "{what}"),
+                    Err(e) => panic!("{what}: {e}"),
+                }
+                adopt(&world, &on()).unwrap_or_else(|e| panic!("{what}: again: {e}"));
+                assert!(world.holds(&source.images[1]), "{what}: again");
+                assert_eq!(world.open(&on()).unwrap().standing().state, State::Exact, "{what}");
+            }
+        }
+    }
+}
+
+/// The destination is full in the middle of the merge: the journal is kept, and recovery finishes once there is space.
+#[test]
+fn no_space_in_the_middle_of_a_merge() {
+    for kind in [Kind::File, Kind::Device] {
+        let source = source();
+        let world = replica_at(kind, &source, 0);
+        for blocks in 0..6 {
+            let world = world.fork();
+            world.room.store(blocks * BLOCK, SeqCst);
+            let mut replica = world.open(&on()).unwrap();
+            let error = merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap_err();
+            assert!(matches!(error, ReplicaError::Full { .. }), "{error}");
+            assert!(
+                !error.is_refusal() && error.to_string().contains("the next command finishes"),
+                "{error}"
+            );
+            drop(replica);
+            // Still full: said again, and nothing is lost.
+            world.room.store(blocks * BLOCK, SeqCst);
+            assert!(matches!(world.open(&on()), Err(ReplicaError::Full { .. })));
+            world.room.store(u64::MAX, SeqCst);
+            let replica = world.open(&on()).unwrap();
+            assert!(replica.standing().recovered.as_ref().unwrap().contains("merged now"));
+            assert_eq!(replica.standing().epoch, Some(source.epochs[1]));
+            assert!(world.holds(&source.images[1]));
+        }
+    }
+}
+
+/// The journal's place is full before the merge: nothing has happened.
+#[test]
+fn no_space_for_the_journal() {
+    let source = source();
+    let world = replica_at(Kind::File, &source, 0);
+    let names = world.names();
+    for bytes in [0, 1, 100, 5000, 20000, 60000] {
+        let power = on();
+        let folder = device::faulty::FaultyFolder::new(&power, &world.state()).unwrap();
+        folder.full_after(bytes);
+        let mut replica = world.open_in(&power, Box::new(folder), false, false).unwrap();
+        let error = merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap_err();
+        assert!(matches!(error, ReplicaError::Full { .. }), "{bytes}: {error}");
+        assert!(world.holds(&source.images[0]));
+        drop(replica);
+        assert_eq!(world.names(), names, "{bytes}");
+    }
+    sync(&world, &on(), &source, 1, Commit::Journal).unwrap();
+    assert!(world.holds(&source.images[1]));
+}

@@ -1,0 +1,6 @@
+//! The replica in a world whose power can be cut at every step, and in the real one.
+
+mod crash;
+mod fit;
+mod real;
+pub(crate) mod world;

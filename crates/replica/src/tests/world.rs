@@ -1,0 +1,609 @@
+//! A small world: a destination whose power can be cut at every step, and a source with its history.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+
+use delta::{Encoder, Epoch, Frame, Header, Method, Record, Unit, Units, Writer};
+use device::faulty::{FaultyDisk, FaultyFolder, Power};
+use device::{Buf, Disk, Folder, InlineQueue, Queue, RamDisk, StateFile};
+use tempfile::TempDir;
+use uuid::Uuid;
+
+use crate::error::Result;
+use crate::lineage::Stamp;
+use crate::place::{Place, Which, fingerprint};
+use crate::{Commit, Committed, Replica, Standing};
+
+/// Bytes of a block.
+pub(crate) const BLOCK: u64 = 4096;
+/// A modelled file begins with its inode: what a power cut leaves is written anew, so real inodes don't last.
+const HEAD: u64 = 4096;
+const NAME: &str = "vm.raw";
+const PARTIAL: &str = "vm.raw.partial";
+
+/// Repeatable dice.
+#[derive(Clone)]
+pub(crate) struct Dice(pub u64);
+
+impl Dice {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    pub fn below(&mut self, limit: u64) -> u64 {
+        self.next() % limit.max(1)
+    }
+}
+
+/// A source: its content at each epoch, and what changed.
+pub(crate) struct Source {
+    pub id: Uuid,
+    pub epochs: Vec<Epoch>,
+    pub images: Vec<Vec<u8>>,
+    changes: Vec<BTreeSet<u64>>,
+}
+
+impl Source {
+    /// Epochs of sizes in blocks. The first image has content, zero blocks and holes.
+    pub fn new(seed: u64, blocks: &[u64]) -> Source {
+        let mut dice = Dice(seed);
+        let mut source = Source { id: Uuid::new_v4(), epochs: vec![], images: vec![], changes: vec![] };
+        for (n, &size) in blocks.iter().enumerate() {
+            let mut image = source.images.last().cloned().unwrap_or_default();
+            let before = image.len() as u64 / BLOCK;
+            image.resize((size * BLOCK) as usize, 0);
+            // Growth marks the new blocks.
+            let mut changed: BTreeSet<u64> = (before.min(size)..size).collect();
+            let mut at = dice.below(3);
+            while at < size {
+                let run = 1 + dice.below(3);
+                for block in at..(at + run).min(size) {
+                    let content = match dice.below(4) {
+                        0 => 0,
+                        _ => (dice.next() % 255 + 1) as u8,
+                    };
+                    let place = (block * BLOCK) as usize..((block + 1) * BLOCK) as usize;
+                    image[place.clone()].fill(content);
+                    if content != 0 {
+                        image[place.start..place.start + 8].copy_from_slice(&dice.next().to_le_bytes());
+                    }
+                    changed.insert(block);
+                }
+                at += run + 1 + dice.below(6);
+            }
+            source.epochs.push(Epoch { number: 40 + n as u64, id: Uuid::new_v4() });
+            source.images.push(image);
+            source.changes.push(changed);
+        }
+        source
+    }
+
+    pub fn size(&self, at: usize) -> u64 {
+        self.images[at].len() as u64
+    }
+
+    pub fn index(&self, epoch: &Epoch) -> usize {
+        self.epochs.iter().position(|e| e == epoch).expect("an epoch of this source")
+    }
+
+    fn changed(&self, from: usize, to: usize) -> BTreeSet<u64> {
+        let mut all: BTreeSet<u64> = self.changes[from + 1..=to].iter().flatten().copied().collect();
+        all.retain(|b| b * BLOCK < self.size(to));
+        all
+    }
+
+    pub fn header(&self, from: usize, to: usize, method: Method) -> Header {
+        Header {
+            stream: Uuid::new_v4(),
+            source: self.id,
+            chain: self.epochs[from..=to].to_vec(),
+            size_before: if method == Method::Copy { 0 } else { self.size(from) },
+            size_after: self.size(to),
+            block_size: BLOCK as u32,
+            method,
+            binds: None,
+            resumes: None,
+            fuzzy: false,
+        }
+    }
+
+    /// A delta of these blocks, as bytes.
+    pub fn encode(&self, header: &Header, to: usize, blocks: &BTreeSet<u64>) -> Vec<u8> {
+        self.encode_in(header, to, blocks, 3)
+    }
+
+    /// The same with so many blocks a frame.
+    pub fn encode_in(
+        &self,
+        header: &Header,
+        to: usize,
+        blocks: &BTreeSet<u64>,
+        frame_blocks: usize,
+    ) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        let mut writer = Writer::new(&mut bytes);
+        let (mut encoder, unit) = Encoder::new(header, None).unwrap();
+        writer.unit(&unit).unwrap();
+        let blocks: Vec<u64> = blocks.iter().copied().collect();
+        for blocks in blocks.chunks(frame_blocks) {
+            let (mut records, mut data) = (Vec::<Record>::new(), Vec::new());
+            for &block in blocks {
+                let (offset, len) = (block * BLOCK, BLOCK);
+                let content = &self.images[to][offset as usize..(offset + len) as usize];
+                let zero = content.iter().all(|b| *b == 0);
+                match records.last_mut() {
+                    Some(Record::Data { offset: o, len: l }) if !zero && *o + *l == offset => *l += len,
+                    Some(Record::Zero { offset: o, len: l }) if zero && *o + *l == offset => *l += len,
+                    _ if zero => records.push(Record::Zero { offset, len }),
+                    _ => records.push(Record::Data { offset, len }),
+                }
+                if !zero {
+                    data.extend_from_slice(content);
+                }
+            }
+            let unit = encoder.frame(Frame { records, data: Buf::from(&data[..]) }).unwrap();
+            writer.unit(&unit).unwrap();
+        }
+        writer.unit(&encoder.trailer()).unwrap();
+        bytes
+    }
+
+    /// A delta from one epoch to another, as `extract` makes it.
+    pub fn tracked(&self, from: usize, to: usize) -> Vec<u8> {
+        self.encode(&self.header(from, to, Method::Tracked), to, &self.changed(from, to))
+    }
+
+    /// A seed, as `extract` makes it.
+    pub fn seed(&self, to: usize) -> Vec<u8> {
+        self.encode(&self.header(to, to, Method::Copy), to, &self.allocated(to))
+    }
+
+    /// The blocks with content, and every third of the others, for a source tells some zeroes and not all.
+    pub fn allocated(&self, to: usize) -> BTreeSet<u64> {
+        let is_zero = |b: &u64| {
+            self.images[to][(b * BLOCK) as usize..((b + 1) * BLOCK) as usize].iter().all(|byte| *byte == 0)
+        };
+        (0..self.size(to) / BLOCK).filter(|b| b % 3 == 0 || !is_zero(b)).collect()
+    }
+
+    /// What a replica that stands so lacks: as a sync finds it.
+    pub fn lacks(&self, standing: &Standing, content: Option<&[u8]>, to: usize) -> Vec<u8> {
+        let size = self.size(to);
+        let known = standing.positions.last().map_or(0, |p| p.upto);
+        let mut header = self.header(to, to, Method::Tracked);
+        header.size_before = standing.size;
+        header.binds = Some(standing.nonce);
+        header.resumes = standing.resumes;
+        if standing.positions.is_empty() {
+            header.method = Method::Copy;
+            header.size_before = 0;
+            header.binds = standing.under_way.then_some(standing.nonce);
+            return self.encode(&header, to, &self.allocated(to));
+        }
+        if standing.positions.iter().any(|p| p.epoch.is_none()) {
+            header.method = Method::Compare;
+            header.resumes = None;
+            let content = content.expect("a content to compare");
+            let differs = |b: &u64| {
+                let place = (b * BLOCK) as usize..((b + 1) * BLOCK) as usize;
+                content.get(place.clone()).is_none_or(|c| c != &self.images[to][place])
+            };
+            let blocks = (0..size / BLOCK).filter(differs).collect();
+            return self.encode(&header, to, &blocks);
+        }
+        let mut wanted = BTreeSet::new();
+        let mut start = 0;
+        let mut oldest = to;
+        for position in &standing.positions {
+            let at = self.index(&position.epoch.unwrap());
+            oldest = oldest.min(at);
+            wanted.extend(
+                self.changed(at, to).into_iter().filter(|b| (start..position.upto).contains(&(b * BLOCK))),
+            );
+            start = position.upto;
+        }
+        wanted.extend(self.allocated(to).into_iter().filter(|b| b * BLOCK >= known));
+        if !standing.under_way {
+            header.binds = None;
+            header.chain = self.epochs[oldest..=to].to_vec();
+            header.size_before = self.size(oldest);
+        }
+        self.encode(&header, to, &wanted)
+    }
+}
+
+/// The units of a delta.
+pub(crate) fn units(bytes: &[u8]) -> Vec<Unit> {
+    let (mut units, mut all) = (Units::new(bytes), Vec::new());
+    while let Ok(Some(unit)) = units.next() {
+        all.push(unit);
+    }
+    all
+}
+
+/// Merges a delta.
+pub(crate) fn merge(replica: &mut Replica, bytes: &[u8], commit: Commit) -> Result<Committed> {
+    let mut units = units(bytes).into_iter();
+    let mut receipt = replica.receive(units.next().expect("a header"), commit)?;
+    for unit in units {
+        receipt.unit(unit)?;
+    }
+    receipt.finish()
+}
+
+/// Receives so many frames of a delta, then the link is cut.
+pub(crate) fn receive_part(replica: &mut Replica, bytes: &[u8], commit: Commit, frames: usize) -> Result<()> {
+    let mut units = units(bytes).into_iter();
+    let mut receipt = replica.receive(units.next().expect("a header"), commit)?;
+    for unit in units.take(frames) {
+        receipt.unit(unit)?;
+    }
+    receipt.keep()
+}
+
+/// What kind of destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    File,
+    Device,
+}
+
+/// A destination's machine, from one life to the next.
+pub(crate) struct World {
+    temp: TempDir,
+    pub kind: Kind,
+    ram: Arc<RamDisk>,
+    inodes: Arc<AtomicU64>,
+    /// Bytes that may still be written to the destination.
+    pub room: Arc<AtomicU64>,
+}
+
+/// A device's size in the tests.
+pub(crate) const CAPACITY: u64 = 96 * BLOCK;
+
+impl World {
+    pub fn new(kind: Kind) -> World {
+        // Thousands of worlds come and go: in memory where there is such a place.
+        let memory = Path::new("/dev/shm");
+        let temp = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }.unwrap();
+        for name in ["site", "state"] {
+            std::fs::create_dir(temp.path().join(name)).unwrap();
+        }
+        World {
+            temp,
+            kind,
+            ram: Arc::new(RamDisk::new(CAPACITY)),
+            inodes: Arc::new(AtomicU64::new(1)),
+            room: Arc::new(AtomicU64::new(u64::MAX)),
+        }
+    }
+
+    /// The same world once more.
+    pub fn fork(&self) -> World {
+        let other = World::new(self.kind);
+        for folder in ["site", "state"] {
+            for entry in std::fs::read_dir(self.temp.path().join(folder)).unwrap() {
+                let entry = entry.unwrap();
+                std::fs::copy(entry.path(), other.temp.path().join(folder).join(entry.file_name())).unwrap();
+            }
+        }
+        let mut bytes = vec![0; CAPACITY as usize];
+        self.ram.read_at(0, &mut bytes).unwrap();
+        other.ram.write_at(0, &bytes).unwrap();
+        other.inodes.store(self.inodes.load(SeqCst), SeqCst);
+        other
+    }
+
+    pub fn site(&self) -> PathBuf {
+        self.temp.path().join("site")
+    }
+
+    pub fn state(&self) -> PathBuf {
+        self.temp.path().join("state")
+    }
+
+    /// What a used device holds.
+    pub fn soil(&self) {
+        let mut dice = Dice(7);
+        let mut bytes = vec![0; CAPACITY as usize];
+        bytes.iter_mut().for_each(|b| *b = dice.next() as u8);
+        self.ram.write_at(0, &bytes).unwrap();
+    }
+
+    /// Opens the replica in a life of its own.
+    pub fn open(&self, power: &Power) -> Result<Replica> {
+        self.open_with(power, false, false)
+    }
+
+    pub fn open_with(&self, power: &Power, adopt: bool, replace: bool) -> Result<Replica> {
+        let folder = FaultyFolder::new(power, &self.state()).unwrap();
+        self.open_in(power, Box::new(folder), adopt, replace)
+    }
+
+    pub fn open_in(
+        &self,
+        power: &Power,
+        folder: Box<dyn Folder>,
+        adopt: bool,
+        replace: bool,
+    ) -> Result<Replica> {
+        let place: Box<dyn Place> = match self.kind {
+            Kind::File => Box::new(ModelFile {
+                path: self.site().join(NAME),
+                folder: FaultyFolder::new(power, &self.site()).unwrap(),
+                inodes: self.inodes.clone(),
+                room: self.room.clone(),
+            }),
+            Kind::Device => {
+                let disk = FaultyDisk::new(power, self.ram.clone() as _);
+                disk.shuffle_completions(power.steps() + 3);
+                if self.room.load(SeqCst) != u64::MAX {
+                    disk.full_after(self.room.load(SeqCst));
+                }
+                Box::new(ModelDevice { path: "/dev/model".into(), disk: Arc::new(disk) })
+            }
+        };
+        let mut replica = Replica::begin(place, folder, adopt, replace)?;
+        replica.save_bytes = 5 * BLOCK;
+        Ok(replica)
+    }
+
+    /// What the destination holds, `None` if there is none.
+    pub fn raw(&self) -> Option<Vec<u8>> {
+        match self.kind {
+            Kind::File => {
+                std::fs::read(self.site().join(NAME)).ok().map(|bytes| bytes[HEAD as usize..].to_vec())
+            }
+            Kind::Device => {
+                let mut bytes = vec![0; CAPACITY as usize];
+                self.ram.read_at(0, &mut bytes).unwrap();
+                Some(bytes)
+            }
+        }
+    }
+
+    /// True if the destination is the image; what lies behind it on a device is nobody's.
+    pub fn holds(&self, image: &[u8]) -> bool {
+        match (self.raw(), self.kind) {
+            (Some(raw), Kind::File) => raw == image,
+            (Some(raw), Kind::Device) => raw.get(..image.len()) == Some(image),
+            (None, _) => false,
+        }
+    }
+
+    /// Writes to the destination behind the replica's back.
+    pub fn tamper(&self, offset: u64, byte: u8) {
+        match self.kind {
+            Kind::File => {
+                use std::os::unix::fs::FileExt;
+                let file = std::fs::File::options().write(true).open(self.site().join(NAME)).unwrap();
+                file.write_at(&[byte], HEAD + offset).unwrap();
+            }
+            Kind::Device => self.ram.write_at(offset, &[byte]).unwrap(),
+        }
+    }
+
+    /// Puts another file in the destination's place.
+    pub fn put(&self, content: &[u8]) {
+        let mut bytes = vec![0; HEAD as usize];
+        bytes[..8].copy_from_slice(&self.inodes.fetch_add(1, SeqCst).to_le_bytes());
+        bytes.extend_from_slice(content);
+        std::fs::write(self.site().join(NAME), bytes).unwrap();
+    }
+
+    pub fn remove(&self) {
+        std::fs::remove_file(self.site().join(NAME)).unwrap();
+    }
+
+    pub fn names(&self) -> Vec<String> {
+        let dirs = [self.site(), self.state()];
+        let mut names: Vec<String> = dirs
+            .iter()
+            .flat_map(|d| std::fs::read_dir(d).unwrap())
+            .map(|e| e.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        names
+    }
+}
+
+/// A file's place, all of whose steps can be cut.
+struct ModelFile {
+    path: PathBuf,
+    folder: FaultyFolder,
+    inodes: Arc<AtomicU64>,
+    room: Arc<AtomicU64>,
+}
+
+fn name(which: Which) -> &'static str {
+    match which {
+        Which::Whole => NAME,
+        Which::Partial => PARTIAL,
+    }
+}
+
+impl Place for ModelFile {
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn is_device(&self) -> bool {
+        false
+    }
+
+    fn stamp(&self, which: Which) -> io::Result<Option<Stamp>> {
+        let file = match self.folder.open(name(which), false) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            other => other?,
+        };
+        let mut bytes = vec![0; file.len()? as usize];
+        file.read_at(0, &mut bytes)?;
+        if (bytes.len() as u64) < HEAD {
+            // Cut while it was made.
+            return Ok(Some(Stamp { inode: 0, size: 0, changed: 0, print: String::new() }));
+        }
+        let inode = u64::from_le_bytes(bytes[..8].try_into().unwrap());
+        let hash = blake3::hash(&bytes[HEAD as usize..]);
+        let changed = i64::from_le_bytes(hash.as_bytes()[..8].try_into().unwrap());
+        Ok(Some(Stamp { inode, size: bytes.len() as u64 - HEAD, changed, print: String::new() }))
+    }
+
+    fn settle(&self) -> io::Result<Stamp> {
+        self.stamp(Which::Whole)?.ok_or_else(|| io::ErrorKind::NotFound.into())
+    }
+
+    fn open(&self, which: Which) -> Result<Arc<dyn Disk>> {
+        let file =
+            self.folder.open(name(which), false).map_err(crate::error::io_error("open", &self.path))?;
+        Ok(Arc::new(ModelDisk { file, room: self.room.clone() }))
+    }
+
+    fn create(&self) -> io::Result<u64> {
+        if self.folder.list()?.iter().any(|n| n == PARTIAL) {
+            return Err(io::ErrorKind::AlreadyExists.into());
+        }
+        let inode = self.inodes.fetch_add(1, SeqCst);
+        let file = self.folder.open(PARTIAL, true)?;
+        let mut head = vec![0; HEAD as usize];
+        head[..8].copy_from_slice(&inode.to_le_bytes());
+        file.write_at(0, &head)?;
+        // The inode is part of the file's being, so never lost where the name is not.
+        file.sync()?;
+        Ok(inode)
+    }
+
+    fn clone_whole(&self) -> io::Result<()> {
+        let from = self.folder.open(NAME, false)?;
+        let mut bytes = vec![0; (from.len()? - HEAD) as usize];
+        from.read_at(HEAD, &mut bytes)?;
+        self.folder.open(PARTIAL, false)?.write_at(HEAD, &bytes)
+    }
+
+    fn rename(&self, replace: bool) -> io::Result<()> {
+        if !replace && self.folder.list()?.iter().any(|n| n == NAME) {
+            return Err(io::ErrorKind::AlreadyExists.into());
+        }
+        self.folder.rename(PARTIAL, NAME)
+    }
+
+    fn remove(&self) -> io::Result<()> {
+        self.folder.remove(PARTIAL)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.folder.sync()
+    }
+}
+
+/// A modelled file's content.
+struct ModelDisk {
+    file: Box<dyn StateFile>,
+    room: Arc<AtomicU64>,
+}
+
+impl ModelDisk {
+    fn within(&self, range: Range<u64>) -> io::Result<()> {
+        if range.end <= self.len() { Ok(()) } else { Err(io::ErrorKind::InvalidInput.into()) }
+    }
+}
+
+impl Disk for ModelDisk {
+    fn len(&self) -> u64 {
+        self.file.len().map_or(0, |len| len - HEAD)
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.file.read_at(HEAD + offset, buf)
+    }
+
+    fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        self.within(offset..offset + buf.len() as u64)?;
+        let room = self.room.load(SeqCst);
+        if room != u64::MAX {
+            let left = room.checked_sub(buf.len() as u64).ok_or(io::ErrorKind::StorageFull)?;
+            self.room.store(left, SeqCst);
+        }
+        self.file.write_at(HEAD + offset, buf)
+    }
+
+    fn zero(&self, offset: u64, len: u64, _unmap: bool, _fast: bool) -> io::Result<()> {
+        self.within(offset..offset + len)?;
+        self.file.write_at(HEAD + offset, &vec![0; len as usize])
+    }
+
+    fn discard(&self, _offset: u64, _len: u64) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        self.file.sync()
+    }
+
+    fn resize(&self, len: u64) -> io::Result<()> {
+        self.file.set_len(HEAD + len)
+    }
+
+    fn queue(self: Arc<Self>, _depth: u32) -> io::Result<Box<dyn Queue>> {
+        Ok(Box::new(InlineQueue::new(self)))
+    }
+}
+
+/// A device's place.
+struct ModelDevice {
+    path: PathBuf,
+    disk: Arc<FaultyDisk>,
+}
+
+impl Place for ModelDevice {
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn is_device(&self) -> bool {
+        true
+    }
+
+    fn stamp(&self, which: Which) -> io::Result<Option<Stamp>> {
+        if which == Which::Partial {
+            return Ok(None);
+        }
+        let print = fingerprint(&*self.disk)?;
+        Ok(Some(Stamp { inode: 0, size: self.disk.len(), changed: 0, print }))
+    }
+
+    fn settle(&self) -> io::Result<Stamp> {
+        self.stamp(Which::Whole)?.ok_or_else(|| io::ErrorKind::NotFound.into())
+    }
+
+    fn open(&self, _which: Which) -> Result<Arc<dyn Disk>> {
+        Ok(self.disk.clone())
+    }
+
+    fn create(&self) -> io::Result<u64> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    fn clone_whole(&self) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    fn rename(&self, _replace: bool) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    fn remove(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
+}
