@@ -584,7 +584,8 @@ impl Replica {
         Ok(counts)
     }
 
-    /// Whether a delta fits what the replica is, its journal aside.
+    /// Whether a delta fits what the replica is. What it goes on from is not looked at: that the journal holds it says that it
+    /// fits.
     pub(crate) fn check(&self, header: &Header) -> Result<()> {
         let path = || self.place.path().to_path_buf();
         let lineage = &self.lineage;
@@ -617,7 +618,7 @@ impl Replica {
             if header.method != Method::Compare && self.positions().iter().any(|p| p.epoch.is_none()) {
                 return refused("is not proven yet".into(), "only a compare can do that".into());
             }
-        } else {
+        } else if header.resumes.is_none() {
             let fresh = lineage.epoch.is_none() && self.is_free();
             if seeds && (fresh || self.replace) {
                 return Ok(());

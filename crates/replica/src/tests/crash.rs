@@ -367,7 +367,10 @@ fn adopted() {
         let power = on();
         let adopt = |world: &World, power: &Power| {
             let mut replica = world.open_with(power, true, false)?;
-            let delta = source.lacks(replica.standing(), world.raw().as_deref(), 1);
+            let disk = replica.content()?;
+            let mut content = vec![0; disk.len() as usize];
+            disk.read_at(0, &mut content).map_err(crate::error::io_error("read", replica.path()))?;
+            let delta = source.lacks(replica.standing(), Some(&content), 1);
             merge(&mut replica, &delta, commit).map(drop)
         };
         let whole = world.fork();

@@ -1,1 +1,362 @@
+//! A delta becomes part of the replica it fits, and of no other.
 
+use delta::{Method, Resume};
+use device::faulty::{Outage, Power};
+use uuid::Uuid;
+
+use super::world::*;
+use crate::{Commit, Position, Replica, ReplicaError, State};
+
+const MODES: [Commit; 3] = [Commit::Journal, Commit::InPlace, Commit::Reflink];
+
+fn on() -> Power {
+    Power::new(Outage::Kill)
+}
+
+fn source() -> Source {
+    Source::new(3, &[40, 48, 44, 44, 60])
+}
+
+fn at(source: &Source, epoch: usize) -> World {
+    let world = World::new(Kind::File);
+    merge(&mut world.open(&on()).unwrap(), &source.seed(epoch), Commit::Journal).unwrap();
+    world
+}
+
+/// Merges what a byte stream brings, however damaged.
+fn merge_stream(replica: &mut Replica, bytes: &[u8], commit: Commit) -> Result<(), String> {
+    let mut units = delta::Units::new(bytes);
+    let header = units.next().map_err(|e| e.to_string())?.ok_or("empty")?;
+    let mut receipt = replica.receive(header, commit).map_err(|e| e.to_string())?;
+    while let Some(unit) = units.next().map_err(|e| e.to_string())? {
+        receipt.unit(unit).map_err(|e| e.to_string())?;
+    }
+    receipt.finish().map(drop).map_err(|e| e.to_string())
+}
+
+#[test]
+fn a_delta_fits_every_position_of_its_chain_and_nothing_else() {
+    let source = source();
+    for epoch in 0..source.epochs.len() {
+        let world = at(&source, epoch);
+        for commit in MODES {
+            for (from, to) in [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3), (2, 4), (0, 4)] {
+                let world = world.fork();
+                let mut replica = world.open(&on()).unwrap();
+                let what = format!("at {epoch}, delta {from} to {to} by {commit:?}");
+                let result = merge(&mut replica, &source.tracked(from, to), commit);
+                if (from..=to).contains(&epoch) {
+                    result.unwrap_or_else(|e| panic!("{what}: {e}"));
+                    assert!(world.holds(&source.images[to]), "{what}");
+                    // And again: as after an answer that was lost.
+                    merge(&mut replica, &source.tracked(from, to), commit).unwrap();
+                    assert!(world.holds(&source.images[to]), "{what}, again");
+                    drop(replica);
+                    let replica = world.open(&on()).unwrap();
+                    let standing = replica.standing();
+                    assert_eq!((standing.epoch, standing.state), (Some(source.epochs[to]), State::Exact));
+                    assert_eq!(standing.recovered, None);
+                } else {
+                    let error = result.unwrap_err();
+                    assert!(error.is_refusal(), "{what}: {error}");
+                    let number = source.epochs[epoch].number;
+                    let wanted = if epoch < from {
+                        format!("the delta begins at {}", source.epochs[from].number)
+                    } else {
+                        format!("the delta ends at {} already", source.epochs[to].number)
+                    };
+                    let text = error.to_string();
+                    assert!(
+                        text.contains(&format!("is at epoch {number}, {wanted}: run \"dsync sync\"")),
+                        "{text}"
+                    );
+                    assert!(world.holds(&source.images[epoch]), "{what}");
+                }
+            }
+        }
+    }
+}
+
+/// Refused, and nothing is changed: not a byte, not a name, not the nonce.
+fn refused(world: &World, what: &str, bytes: &[u8], words: &str) {
+    for commit in MODES {
+        let mut replica = world.open(&on()).unwrap();
+        let (raw, standing, names) = (world.raw(), replica.standing().clone(), world.names());
+        let error = merge(&mut replica, bytes, commit).unwrap_err();
+        assert!(error.is_refusal() && error.to_string().contains(words), "{what} by {commit:?}: {error}");
+        assert_eq!(replica.standing(), &standing, "{what}");
+        drop(replica);
+        assert_eq!((world.raw(), world.names()), (raw, names), "{what}");
+        assert_eq!(world.open(&on()).unwrap().standing(), &standing, "{what}");
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let source = source();
+    let world = at(&source, 1);
+    let other = Source::new(5, &[40, 48, 44]);
+    refused(&world, "another source", &other.tracked(1, 2), "is of source");
+    // A copy of the source: the same identity and numbers, other ids.
+    let mut copied = self::source();
+    copied.id = source.id;
+    refused(&world, "a copied source", &copied.tracked(1, 2), "copied or restored source");
+    refused(&world, "another whole copy", &source.seed(2), "the delta is a whole copy");
+    let changed = |change: &dyn Fn(&mut delta::Header)| {
+        let mut header = source.header(1, 2, Method::Tracked);
+        change(&mut header);
+        source.encode(&header, 2, &[2, 3].into())
+    };
+    refused(&world, "another size", &changed(&|h| h.size_before += BLOCK), "the delta begins with");
+    refused(&world, "another state", &changed(&|h| h.binds = Some(Uuid::new_v4())), "another state of it");
+    let resume = Resume { stream: Uuid::new_v4(), frames: 2, digest: [3; 32] };
+    refused(
+        &world,
+        "goes on from nothing",
+        &changed(&|h| h.resumes = Some(resume)),
+        "holds no interrupted delta",
+    );
+    let binds = world.open(&on()).unwrap().standing().nonce;
+    let rolling = changed(&|h| (h.method, h.binds) = (Method::Rolling, Some(binds)));
+    refused(&world, "moves blocks", &rolling, "use another method");
+    // What is gone on from must be held exactly.
+    let mut replica = world.open(&on()).unwrap();
+    receive_part(&mut replica, &source.tracked(1, 2), Commit::Journal, 2).unwrap();
+    let held = replica.standing().resumes.unwrap();
+    drop(replica);
+    for wrong in [
+        Resume { frames: held.frames + 1, ..held },
+        Resume { digest: [0; 32], ..held },
+        Resume { stream: Uuid::new_v4(), ..held },
+    ] {
+        refused(
+            &world,
+            "goes on from something else",
+            &changed(&|h| h.resumes = Some(wrong)),
+            "goes on from",
+        );
+    }
+    let power = on();
+    let absent = World::new(Kind::File);
+    let error = merge(&mut absent.open(&power).unwrap(), &source.tracked(0, 1), Commit::Journal).unwrap_err();
+    assert!(error.to_string().contains("does not exist yet, the delta begins at 40"), "{error}");
+    assert_eq!(absent.names(), [""; 0]);
+    // A device that is too small.
+    let device = World::new(Kind::Device);
+    let large = Source::new(5, &[97]);
+    let error = merge(&mut device.open(&power).unwrap(), &large.seed(0), Commit::Journal).unwrap_err();
+    assert!(error.to_string().contains("give a device at least that large"), "{error}");
+    assert_eq!(device.raw().unwrap(), vec![0; CAPACITY as usize]);
+}
+
+/// Cut short anywhere, or one bit flipped anywhere: refused, and the destination is as it was, or marked.
+#[test]
+fn damaged_deltas_are_refused() {
+    let source = source();
+    let begun = at(&source, 0);
+    let delta = source.tracked(0, 1);
+    let seed = source.seed(1);
+    let mut dice = Dice(std::env::var("DSYNC_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(1));
+    println!("seed {}", dice.0);
+    let count = if std::env::var_os("DSYNC_SOAK").is_some() { 3000 } else { 150 };
+    for n in 0..count {
+        let commit = MODES[n % 3];
+        for (bytes, world) in [(&delta, begun.fork()), (&seed, World::new(Kind::File))] {
+            let mut bytes = bytes.clone();
+            // Half of them near the front, where most kinds of bytes are.
+            let at = dice.below(if n % 4 < 2 { 600 } else { bytes.len() as u64 }) as usize;
+            let what = if n % 2 == 0 {
+                bytes.truncate(at);
+                format!("cut at {at} by {commit:?}")
+            } else {
+                let bit = dice.below(8);
+                bytes[at] ^= 1 << bit;
+                format!("bit {bit} of byte {at} flipped by {commit:?}")
+            };
+            let before = world.raw();
+            let mut replica = world.open(&on()).unwrap();
+            let error = merge_stream(&mut replica, &bytes, commit).unwrap_err();
+            assert!(!error.is_empty());
+            drop(replica);
+            let mut replica = world.open(&on()).unwrap();
+            match replica.standing().state {
+                State::Incomplete => assert!(before.is_none() || commit == Commit::InPlace, "{what}"),
+                _ => assert_eq!(world.raw(), before, "{what}"),
+            }
+            let again = source.lacks(replica.standing(), None, 1);
+            merge(&mut replica, &again, commit).unwrap_or_else(|e| panic!("{what}: {e}"));
+            assert!(world.holds(&source.images[1]), "{what}");
+        }
+    }
+}
+
+#[test]
+fn units_after_the_end_are_refused() {
+    let source = source();
+    let world = at(&source, 0);
+    let mut replica = world.open(&on()).unwrap();
+    let mut all = units(&source.tracked(0, 1));
+    let trailer = units(&source.tracked(0, 1)).pop().unwrap();
+    let mut receipt = replica.receive(all.remove(0), Commit::Journal).unwrap();
+    for unit in all {
+        receipt.unit(unit).unwrap();
+    }
+    assert!(receipt.unit(trailer).is_err());
+}
+
+#[test]
+fn foreign_writes_are_noticed_and_adopted() {
+    let source = source();
+    for kind in [Kind::File, Kind::Device] {
+        let world = World::new(kind);
+        merge(&mut world.open(&on()).unwrap(), &source.seed(0), Commit::Journal).unwrap();
+        world.tamper(if kind == Kind::Device { 1100 } else { 17 * BLOCK }, 99);
+        let error = world.open(&on()).err().unwrap();
+        assert!(error.is_refusal() && error.to_string().contains("--adopt"), "{error}");
+        assert!(matches!(error, ReplicaError::Changed { .. }));
+        let mut replica = world.open_with(&on(), true, false).unwrap();
+        let standing = replica.standing().clone();
+        let size = world.raw().unwrap().len() as u64;
+        assert_eq!((standing.source, standing.epoch, standing.size), (None, None, size));
+        assert_eq!(standing.positions, [Position { epoch: None, upto: size }]);
+        // Only a compare can prove it.
+        let error = merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap_err();
+        assert!(matches!(error, ReplicaError::WrongEpoch { .. }), "{error}");
+        let mut header = source.header(1, 1, Method::Copy);
+        header.binds = Some(standing.nonce);
+        let error =
+            merge(&mut replica, &source.encode(&header, 1, &[1].into()), Commit::Journal).unwrap_err();
+        assert!(error.to_string().contains("only a compare"), "{error}");
+        let delta = source.lacks(&standing, world.raw().as_deref(), 1);
+        merge(&mut replica, &delta, Commit::Journal).unwrap();
+        assert!(world.holds(&source.images[1]));
+        drop(replica);
+        assert_eq!(world.open(&on()).unwrap().standing().epoch, Some(source.epochs[1]));
+        if kind == Kind::File {
+            // Another file in its place, equal though it is.
+            world.put(&source.images[1]);
+            assert!(matches!(world.open(&on()), Err(ReplicaError::Changed { .. })));
+        }
+    }
+}
+
+/// With `--adopt` a good replica may change its source, by a compare.
+#[test]
+fn a_replica_can_be_adopted_by_another_source() {
+    let (source, other) = (source(), Source::new(9, &[30, 50]));
+    for commit in MODES {
+        let world = at(&source, 0);
+        let mut replica = world.open_with(&on(), true, false).unwrap();
+        let mut standing = replica.standing().clone();
+        assert_eq!(standing.source, Some(source.id));
+        standing.positions = vec![Position { epoch: None, upto: standing.size }];
+        let delta = other.lacks(&standing, world.raw().as_deref(), 1);
+        merge(&mut replica, &delta, commit).unwrap();
+        assert!(world.holds(&other.images[1]));
+        drop(replica);
+        assert_eq!(world.open(&on()).unwrap().standing().source, Some(other.id));
+    }
+}
+
+#[test]
+fn a_removed_replica_is_made_anew() {
+    let source = source();
+    let world = at(&source, 0);
+    receive_part(&mut world.open(&on()).unwrap(), &source.tracked(0, 1), Commit::Journal, 2).unwrap();
+    world.remove();
+    let mut replica = world.open(&on()).unwrap();
+    assert!(replica.standing().recovered.as_ref().unwrap().contains("is gone"));
+    assert!(replica.standing().positions.is_empty() && replica.standing().resumes.is_none());
+    merge(&mut replica, &source.seed(1), Commit::Journal).unwrap();
+    assert!(world.holds(&source.images[1]));
+}
+
+#[test]
+fn a_seed_replaces_only_where_it_is_told_to() {
+    let source = source();
+    let world = World::new(Kind::File);
+    world.put(b"precious");
+    assert!(matches!(world.open(&on()), Err(ReplicaError::NotAReplica(_))));
+    // Cut off, gone on from, finished: the old file stays to the end.
+    let mut replica = world.open_with(&on(), false, true).unwrap();
+    receive_part(&mut replica, &source.seed(0), Commit::Journal, 2).unwrap();
+    drop(replica);
+    assert_eq!(world.raw().unwrap(), b"precious");
+    let mut replica = world.open(&on()).unwrap();
+    assert!(replica.standing().under_way);
+    let delta = source.lacks(replica.standing(), None, 1);
+    merge(&mut replica, &delta, Commit::Journal).unwrap();
+    assert!(world.holds(&source.images[1]));
+    // A file that appears beside a seed under way is nobody's to overwrite.
+    let world = World::new(Kind::File);
+    receive_part(&mut world.open(&on()).unwrap(), &source.seed(0), Commit::Journal, 2).unwrap();
+    world.put(b"precious");
+    assert!(matches!(world.open(&on()), Err(ReplicaError::NotAReplica(_))));
+    world.remove();
+    let mut replica = world.open(&on()).unwrap();
+    let delta = source.lacks(replica.standing(), None, 0);
+    world.put(b"precious");
+    assert!(matches!(merge(&mut replica, &delta, Commit::Journal), Err(ReplicaError::NotAReplica(_))));
+    assert_eq!(world.raw().unwrap(), b"precious");
+}
+
+#[test]
+fn what_lies_at_the_partial_name_is_not_touched() {
+    let source = source();
+    let world = World::new(Kind::File);
+    world.put(b"not ours");
+    std::fs::rename(world.site().join("vm.raw"), world.site().join("vm.raw.partial")).unwrap();
+    let mut replica = world.open(&on()).unwrap();
+    let error = merge(&mut replica, &source.seed(0), Commit::Journal).unwrap_err();
+    assert!(
+        matches!(&error, ReplicaError::PartialTaken(path) if path.ends_with("vm.raw.partial")),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_fuzzy_copy_becomes_exact() {
+    let source = source();
+    let world = World::new(Kind::File);
+    let mut header = source.header(0, 0, Method::Copy);
+    header.fuzzy = true;
+    let mut replica = world.open(&on()).unwrap();
+    merge(&mut replica, &source.encode(&header, 0, &source.allocated(0)), Commit::Journal).unwrap();
+    assert_eq!(replica.standing().state, State::Fuzzy);
+    merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap();
+    assert_eq!(replica.standing().state, State::Exact);
+}
+
+/// The destination is another disk under the same name.
+#[test]
+fn another_device_is_refused() {
+    let source = source();
+    let world = World::new(Kind::Device);
+    merge(&mut world.open(&on()).unwrap(), &source.seed(0), Commit::Journal).unwrap();
+    world.soil();
+    assert!(matches!(world.open(&on()), Err(ReplicaError::Changed { .. })));
+}
+
+/// A journal that was whole and is damaged: the destination may be half merged, so it is not trusted.
+#[test]
+fn a_damaged_journal_is_not_merged() {
+    let source = source();
+    let world = at(&source, 0);
+    world.room.store(2 * BLOCK, std::sync::atomic::Ordering::SeqCst);
+    merge(&mut world.open(&on()).unwrap(), &source.tracked(0, 1), Commit::Journal).unwrap_err();
+    world.room.store(u64::MAX, std::sync::atomic::Ordering::SeqCst);
+    let journal = world.state().join("journal-whole");
+    let mut bytes = std::fs::read(&journal).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 4;
+    std::fs::write(&journal, &bytes).unwrap();
+    let error = world.open(&on()).err().unwrap();
+    assert!(
+        matches!(error, ReplicaError::Damaged { .. }) && error.to_string().contains("--adopt"),
+        "{error}"
+    );
+    let mut replica = world.open_with(&on(), true, false).unwrap();
+    let delta = source.lacks(replica.standing(), world.raw().as_deref(), 1);
+    merge(&mut replica, &delta, Commit::Journal).unwrap();
+    assert!(world.holds(&source.images[1]));
+}

@@ -1,1 +1,299 @@
+//! The replica on real files, file systems and devices.
 
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::world::*;
+use crate::{Commit, Options, Replica, ReplicaError, State, inspect};
+
+fn source() -> Source {
+    Source::new(3, &[400, 480, 440, 440, 600])
+}
+
+fn open(path: &Path) -> crate::Result<Replica> {
+    Replica::open(path, &Options::default())
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let mut names: Vec<String> =
+        std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn a_file_is_seeded_and_kept_up_to_date() {
+    let temp = tempfile::tempdir().unwrap();
+    let path = temp.path().join("vm.raw");
+    let source = source();
+    assert_eq!(inspect(&path, &Options::default()).unwrap(), None);
+    let mut replica = open(&path).unwrap();
+    assert_eq!(replica.path(), std::fs::canonicalize(temp.path()).unwrap().join("vm.raw"));
+    merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+    assert_eq!(std::fs::read(&path).unwrap(), source.images[0]);
+    let committed = merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap();
+    assert_eq!(committed.epoch, source.epochs[1]);
+    // Once to the journal, once to the destination.
+    assert!(committed.bytes_written > 2 * 100 * BLOCK, "{committed:?}");
+    merge(&mut replica, &source.tracked(1, 3), Commit::InPlace).unwrap();
+    assert_eq!(std::fs::read(&path).unwrap(), source.images[3]);
+    drop(replica);
+    let lineage = inspect(&path, &Options::default()).unwrap().unwrap();
+    assert_eq!((lineage.epoch, lineage.state), (Some(source.epochs[3]), State::Exact));
+    assert_eq!(names(temp.path()), [".vm.raw.dsync", "vm.raw"]);
+    assert_eq!(names(&temp.path().join(".vm.raw.dsync")), ["lineage", "lock"]);
+    assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+    // A single write by anybody, an instant later.
+    let mut replica = open(&path).unwrap();
+    merge(&mut replica, &source.tracked(3, 4), Commit::Journal).unwrap();
+    drop(replica);
+    std::fs::File::options().write(true).open(&path).unwrap().write_at(b"x", 5).unwrap();
+    assert!(matches!(open(&path), Err(ReplicaError::Changed { .. })));
+}
+
+#[test]
+fn holes_stay_holes_and_odd_sizes_fit() {
+    let temp = tempfile::tempdir_in("/var/tmp").unwrap();
+    let path = temp.path().join("vm.raw");
+    // 1 GiB with a few blocks, and a short last one.
+    let size = (1 << 30) + 700;
+    let mut header = source().header(0, 0, delta::Method::Copy);
+    header.size_after = size;
+    let mut bytes = Vec::new();
+    let mut writer = delta::Writer::new(&mut bytes);
+    let (mut encoder, unit) = delta::Encoder::new(&header, None).unwrap();
+    writer.unit(&unit).unwrap();
+    let frame = delta::Frame {
+        records: vec![
+            delta::Record::Data { offset: 8192, len: 4096 },
+            delta::Record::Zero { offset: 1 << 20, len: 500 << 20 },
+            delta::Record::Data { offset: size - 700, len: 700 },
+        ],
+        data: device::Buf::from(&[7; 4796][..]),
+    };
+    writer.unit(&encoder.frame(frame).unwrap()).unwrap();
+    writer.unit(&encoder.trailer()).unwrap();
+    merge(&mut open(&path).unwrap(), &bytes, Commit::Journal).unwrap();
+    let found = std::fs::metadata(&path).unwrap();
+    assert_eq!(found.len(), size);
+    assert!(found.blocks() * 512 <= 64 << 10, "{} bytes are allocated", found.blocks() * 512);
+    let file = std::fs::File::open(&path).unwrap();
+    let mut tail = [0; 800];
+    file.read_exact_at(&mut tail, size - 800).unwrap();
+    assert_eq!((tail[..100].to_vec(), tail[100..].to_vec()), (vec![0; 100], vec![7; 700]));
+}
+
+#[test]
+fn what_is_refused_leaves_no_trace() {
+    let temp = tempfile::tempdir().unwrap();
+    let path = temp.path().join("vm.raw");
+    std::fs::write(&path, b"precious").unwrap();
+    let error = open(&path).err().unwrap();
+    assert!(matches!(error, ReplicaError::NotAReplica(_)) && error.is_refusal());
+    assert!(error.to_string().contains("vm.raw") && error.to_string().contains("--adopt"), "{error}");
+    assert_eq!(names(temp.path()), ["vm.raw"]);
+    // Nothing was received: the folder goes again.
+    drop(open(&temp.path().join("new.raw")).unwrap());
+    assert_eq!(names(temp.path()), ["vm.raw"]);
+    for (path, words) in [
+        (temp.path().to_path_buf(), "neither a file nor a block device"),
+        (PathBuf::from("/dev/null"), "neither a file nor a block device"),
+        (temp.path().join("no/where.raw"), "make it"),
+    ] {
+        let error = open(&path).err().unwrap();
+        assert!(error.is_refusal() && error.to_string().contains(words), "{error}");
+    }
+    std::os::unix::fs::symlink("nowhere", temp.path().join("dangling")).unwrap();
+    assert!(open(&temp.path().join("dangling")).err().unwrap().to_string().contains("leads nowhere"));
+    assert_eq!(names(temp.path()), ["dangling", "vm.raw"]);
+}
+
+#[test]
+fn one_process_at_a_time() {
+    let temp = tempfile::tempdir().unwrap();
+    let path = temp.path().join("vm.raw");
+    let first = open(&path).unwrap();
+    let error = open(&path).err().unwrap();
+    let told = format!("process {}", std::process::id());
+    assert!(matches!(error, ReplicaError::Busy { .. }) && error.to_string().contains(&told), "{error}");
+    drop(first);
+    let source = source();
+    merge(&mut open(&path).unwrap(), &source.seed(0), Commit::Journal).unwrap();
+    // By a link, it is the same replica.
+    let link = temp.path().join("link.raw");
+    std::os::unix::fs::symlink(&path, &link).unwrap();
+    let mut replica = open(&link).unwrap();
+    assert!(matches!(open(&path), Err(ReplicaError::Busy { .. })));
+    merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap();
+    drop(replica);
+    assert!(link.is_symlink());
+    assert_eq!(std::fs::read(&path).unwrap(), source.images[1]);
+    // Somebody who has the image open, as QEMU does.
+    let lock = device::lock_image(&path, device::Access::ReadShared).unwrap();
+    let error = open(&path).err().unwrap();
+    assert!(error.is_refusal(), "{error}");
+    drop(lock);
+    open(&path).unwrap();
+}
+
+/// A command that must succeed; its output.
+fn run(command: &str, arguments: &[&str]) -> Result<String, String> {
+    let output = Command::new(command).args(arguments).output().map_err(|e| format!("{command}: {e}"))?;
+    match output.status.success() {
+        true => Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned()),
+        false => Err(format!("{command} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr).trim())),
+    }
+}
+
+/// A loop device over a file; detached when dropped.
+struct Loop(String);
+
+impl Loop {
+    fn over(path: &Path) -> Result<Loop, String> {
+        run("losetup", &["--find", "--show", path.to_str().unwrap()]).map(Loop)
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = run("losetup", &["--detach", &self.0]);
+    }
+}
+
+/// A file system in a file; unmounted when dropped.
+struct Mount {
+    folder: PathBuf,
+    _temp: tempfile::TempDir,
+}
+
+impl Mount {
+    fn new(kind: &str) -> Result<Mount, String> {
+        let temp = tempfile::tempdir_in("/var/tmp").unwrap();
+        let image = temp.path().join("image");
+        std::fs::File::create(&image).unwrap().set_len(400 << 20).unwrap();
+        run(&format!("mkfs.{kind}"), &["-q", image.to_str().unwrap()])?;
+        let folder = temp.path().join("mount");
+        std::fs::create_dir(&folder).unwrap();
+        run("mount", &["-o", "loop", image.to_str().unwrap(), folder.to_str().unwrap()])?;
+        Ok(Mount { folder, _temp: temp })
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        let _ = run("umount", &[self.folder.to_str().unwrap()]);
+    }
+}
+
+#[test]
+fn reflink_where_the_file_system_can() {
+    let mut tried = 0;
+    for kind in ["xfs", "btrfs"] {
+        let mount = match Mount::new(kind) {
+            Ok(mount) => mount,
+            Err(why) => {
+                println!("skipped: reflink on {kind}: {why}");
+                continue;
+            }
+        };
+        tried += 1;
+        let path = mount.folder.join("vm.raw");
+        let source = source();
+        let mut replica = open(&path).unwrap();
+        merge(&mut replica, &source.seed(0), Commit::Reflink).unwrap();
+        let before = std::fs::metadata(&path).unwrap().ino();
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o640)).unwrap();
+        drop(replica);
+        // A change of mode is a change by others; nobody can tell what else was done.
+        assert!(matches!(open(&path), Err(ReplicaError::Changed { .. })));
+        let mut replica = Replica::open(&path, &Options { adopt: true, ..Options::default() }).unwrap();
+        let delta = source.lacks(replica.standing(), Some(&source.images[0]), 1);
+        merge(&mut replica, &delta, Commit::Reflink).unwrap();
+        let after = std::fs::metadata(&path).unwrap();
+        assert!(after.ino() != before && after.mode() & 0o777 == 0o640, "{kind}");
+        assert_eq!(std::fs::read(&path).unwrap(), source.images[1]);
+        // Cut off and gone on from.
+        receive_part(&mut replica, &source.tracked(1, 2), Commit::Reflink, 3).unwrap();
+        drop(replica);
+        let mut replica = open(&path).unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), source.images[1]);
+        assert!(replica.standing().under_way && replica.standing().state == State::Exact);
+        let delta = source.lacks(replica.standing(), None, 3);
+        merge(&mut replica, &delta, Commit::Reflink).unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), source.images[3]);
+        drop(replica);
+        assert!(open(&path).unwrap().standing().recovered.is_none());
+    }
+    println!("reflink: tried on {tried} file systems");
+}
+
+#[test]
+fn reflink_where_it_can_not_is_refused() {
+    // Memory's file system clones nothing.
+    if !Path::new("/dev/shm").is_dir() {
+        println!("skipped: there is no /dev/shm");
+        return;
+    }
+    let temp = tempfile::tempdir_in("/dev/shm").unwrap();
+    let path = temp.path().join("vm.raw");
+    let source = source();
+    let mut replica = open(&path).unwrap();
+    merge(&mut replica, &source.seed(0), Commit::Reflink).unwrap();
+    let error = merge(&mut replica, &source.tracked(0, 1), Commit::Reflink).unwrap_err();
+    assert!(error.is_refusal() && error.to_string().contains("use --commit journal"), "{error}");
+    assert_eq!(names(temp.path()), [".vm.raw.dsync", "vm.raw"]);
+    drop(replica);
+    let mut replica = open(&path).unwrap();
+    merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap();
+    assert_eq!(std::fs::read(&path).unwrap(), source.images[1]);
+}
+
+#[test]
+fn a_device_is_seeded_in_place() {
+    let temp = tempfile::tempdir_in("/var/tmp").unwrap();
+    let image = temp.path().join("image");
+    std::fs::write(&image, vec![0xaa; 4 << 20]).unwrap();
+    let disk = match Loop::over(&image) {
+        Ok(disk) => disk,
+        Err(why) => {
+            println!("skipped: no loop device: {why}");
+            return;
+        }
+    };
+    let path = Path::new(&disk.0);
+    assert!(open(path).err().unwrap().to_string().contains("--journal-dir"));
+    let state = temp.path().join("state");
+    let options = Options { device_folder: state.clone(), ..Options::default() };
+    let source = source();
+    // It holds something.
+    assert!(matches!(Replica::open(path, &options), Err(ReplicaError::NotAReplica(_))));
+    assert!(!state.exists());
+    let replacing = Options { replace: true, ..options.clone() };
+    let mut replica = Replica::open(path, &replacing).unwrap();
+    assert_eq!(replica.standing().capacity, Some(4 << 20));
+    assert!(Replica::open(path, &replacing).is_err());
+    receive_part(&mut replica, &source.seed(0), Commit::Journal, 5).unwrap();
+    drop(replica);
+    let mut replica = Replica::open(path, &options).unwrap();
+    assert_eq!(replica.standing().state, State::Incomplete);
+    let delta = source.lacks(replica.standing(), None, 1);
+    merge(&mut replica, &delta, Commit::Journal).unwrap();
+    for (from, to, commit) in [(1, 2, Commit::InPlace), (2, 4, Commit::Journal)] {
+        merge(&mut replica, &source.tracked(from, to), commit).unwrap();
+        let mut held = vec![0; source.images[to].len()];
+        replica.content().unwrap().read_at(0, &mut held).unwrap();
+        assert!(held == source.images[to], "{commit:?}");
+    }
+    let error = merge(&mut replica, &source.tracked(3, 4), Commit::Reflink).unwrap_err();
+    assert!(error.to_string().contains("is a device"), "{error}");
+    drop(replica);
+    // Somebody makes a file system on it.
+    std::fs::File::options().write(true).open(path).unwrap().write_at(&[1; 512], 1024).unwrap();
+    run("blockdev", &["--flushbufs", &disk.0]).unwrap();
+    let error = Replica::open(path, &options).err().unwrap();
+    assert!(matches!(error, ReplicaError::Changed { .. }), "{error}");
+    // The file under the device is in use.
+    let error = Replica::open(&image, &Options { adopt: true, ..Options::default() }).err().unwrap();
+    assert!(matches!(error, ReplicaError::Busy { .. }) && error.to_string().contains(&disk.0), "{error}");
+}
