@@ -144,7 +144,7 @@ fn scenarios(mut bench: Bench, what: What) -> Result<bool> {
     bench.dir = std::fs::canonicalize(&bench.dir)?;
     let out = bench.out.clone();
     let out = out.unwrap_or_else(|| Path::new("bench/results").join(format!("{}.md", report::date())));
-    let mut report = Report::new(bench.dsync.as_deref(), &bench.dir);
+    let mut report = Report::new(bench.dsync.as_deref(), &bench.dir, bench.quick);
     type Scenario = fn(&Bench, &mut Report) -> Result<()>;
     let all: [(&str, Scenario); 4] = [
         ("sync", sync::sync),

@@ -10,6 +10,7 @@ use anyhow::{Context, Result};
 pub struct Report {
     text: String,
     goals: Vec<(bool, String)>,
+    quick: bool,
     /// What went wrong on the way.
     pub failures: Vec<String>,
 }
@@ -64,8 +65,8 @@ impl Table {
 
 impl Report {
     /// Begins with the machine.
-    pub fn new(dsync: Option<&Path>, dir: &Path) -> Report {
-        let mut report = Report { text: String::new(), goals: Vec::new(), failures: Vec::new() };
+    pub fn new(dsync: Option<&Path>, dir: &Path, quick: bool) -> Report {
+        let mut report = Report { text: String::new(), goals: Vec::new(), quick, failures: Vec::new() };
         report.add(&format!("# dsync-bench, {}\n\n{}\n", date(), machine(dsync, dir)));
         report
     }
@@ -115,6 +116,11 @@ impl Report {
         if !self.goals.is_empty() {
             let met = self.goals.iter().filter(|goal| goal.0).count();
             let mut text = format!("\n## Goals: {met} of {} met\n\n", self.goals.len());
+            if self.quick {
+                text.push_str(
+                    "This was a quick run: sizes are too small, and rounds too few, to judge by.\n\n",
+                );
+            }
             for (met, goal) in &self.goals {
                 let _ = writeln!(text, "- {}: {goal}", if *met { "met" } else { "MISSED" });
             }

@@ -265,7 +265,8 @@ fn compare(
             (Medium::Memory, _) => (NBDKIT, 1.0),
         };
         if let (Some(ours), Some(theirs)) = (of(OURS, at), of(peer, at)) {
-            report.goal(&format!("{title}: {}, times {peer}", load.name), ours / theirs, false, goal);
+            let place = if medium == Medium::Memory { "in memory" } else { "direct" };
+            report.goal(&format!("{place}: {}, times {peer}", load.name), ours / theirs, false, goal);
         }
     }
     Ok(())
