@@ -28,7 +28,7 @@ demo:
 test: check
 	@scripts/setup test
 	$(CARGO) build --workspace
-	DSYNC_BIN=$(abspath $(target))/debug/dsync $(CARGO) test --workspace
+	DSYNC_BIN=$(abspath $(target))/debug/dsync $(CARGO) test --workspace --no-fail-fast
 
 check:
 	@scripts/setup build lint
@@ -39,7 +39,7 @@ check:
 soak:
 	@scripts/setup build test
 	$(CARGO) build --workspace --release
-	DSYNC_SOAK=1 DSYNC_BIN=$(abspath $(target))/release/dsync $(CARGO) test --workspace --release
+	DSYNC_SOAK=1 DSYNC_BIN=$(abspath $(target))/release/dsync $(CARGO) test --workspace --release --no-fail-fast
 
 # Against the limit and the peers, side by side; results are printed and written to bench/results/.
 bench:
