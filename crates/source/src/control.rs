@@ -97,10 +97,11 @@ fn send(
     Ok(())
 }
 
-/// A message, its blob and its descriptors; `None` at the end of the conversation.
-fn receive<T: for<'a> Deserialize<'a>>(
-    socket: &UnixStream,
-) -> io::Result<Option<(T, Vec<u8>, Vec<OwnedFd>)>> {
+/// A message, its blob and its descriptors.
+type Received<T> = (T, Vec<u8>, Vec<OwnedFd>);
+
+/// The next message; `None` at the end of the conversation.
+fn receive<T: for<'a> Deserialize<'a>>(socket: &UnixStream) -> io::Result<Option<Received<T>>> {
     let mut head = [0u8; 8];
     let mut fds = Vec::new();
     let mut have = 0;
@@ -139,12 +140,15 @@ fn address(folder: &Path) -> io::Result<(OwnedFd, std::path::PathBuf)> {
     Ok((fd, path.into()))
 }
 
+/// Conversations under way: a hold on the socket, and who answers.
+type Conversations = Vec<(UnixStream, JoinHandle<()>)>;
+
 /// The server's end: answers until it is stopped.
 pub struct ControlServer {
     stop: Arc<AtomicBool>,
     folder: std::path::PathBuf,
     thread: Option<JoinHandle<()>>,
-    connections: Arc<Mutex<Vec<(UnixStream, JoinHandle<()>)>>>,
+    connections: Arc<Mutex<Conversations>>,
 }
 
 impl ControlServer {
@@ -159,7 +163,7 @@ impl ControlServer {
         };
         let listener = listen().map_err(SourceError::state("listen in", &folder))?;
         let stop = Arc::new(AtomicBool::new(false));
-        let connections: Arc<Mutex<Vec<(UnixStream, JoinHandle<()>)>>> = Arc::default();
+        let connections: Arc<Mutex<Conversations>> = Arc::default();
         let thread = {
             let (stop, connections) = (stop.clone(), connections.clone());
             std::thread::Builder::new().name("control".into()).spawn(move || {
@@ -317,7 +321,7 @@ impl Client {
         }
     }
 
-    fn ask(&self, ask: &Ask) -> Result<(Answer, Vec<u8>, Vec<OwnedFd>), SourceError> {
+    fn ask(&self, ask: &Ask) -> Result<Received<Answer>, SourceError> {
         let gone = |e: io::Error| {
             SourceError::Server(format!("the server of the source went away ({e}): run again"))
         };

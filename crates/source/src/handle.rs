@@ -54,7 +54,7 @@ impl Handle {
         let source = match Source::open(state, path, &options) {
             // A server that is just starting holds the lock before it answers.
             Err(busy @ SourceError::Busy { .. }) => {
-                let place = state.source(what)?.map(|(place, about)| (place, about));
+                let place = state.source(what)?;
                 for _ in 0..50 {
                     if let Some((place, about)) = &place {
                         if let Some(client) = Client::connect(place)? {

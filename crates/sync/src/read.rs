@@ -184,7 +184,7 @@ impl Job {
                 end += 1;
             }
             let span = reads[at].start..reads[end - 1].end;
-            if end - at > 1 && data * 4 >= span.end - span.start {
+            if data >= WORTH_ASKING && data * 4 >= span.end - span.start {
                 spans.push(span);
             } else {
                 for read in &reads[at..end] {
