@@ -22,7 +22,7 @@ pub enum DeviceErrorKind {
 
 /// A disk that could not be opened, locked or looked at: says what was tried, where, why it failed and what to do.
 #[derive(Debug, thiserror::Error)]
-#[error("{doing} {}: {why}: {way_out}", path.display())]
+#[error("can't {doing} {}: {why}: {way_out}", path.display())]
 pub struct DeviceError {
     kind: DeviceErrorKind,
     doing: &'static str,
