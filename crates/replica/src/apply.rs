@@ -299,3 +299,154 @@ impl Applier {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use device::RamDisk;
+    use device::faulty::{FaultyDisk, Outage, Power};
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn data(offset: u64, len: u64) -> Record {
+        Record::Data { offset, len }
+    }
+
+    fn offsets(runs: &[Run]) -> Vec<u64> {
+        runs.iter().map(|r| r.offset).collect()
+    }
+
+    #[test]
+    fn dense_regions_become_spans() {
+        const K: u64 = 4096;
+        let every = |step: u64, from: u64, count: u64| -> Vec<Record> {
+            (0..count).map(|n| data((from + n * step) * K, K)).collect()
+        };
+        // Every third block is dense, every tenth is not.
+        let dense = plan(&every(3, 0, 200), 0, u64::MAX);
+        assert_eq!((dense.picked.len(), dense.spans.len(), dense.spans[0].len()), (0, 1, 200));
+        let sparse = plan(&every(10, 0, 200), 0, u64::MAX);
+        assert_eq!((sparse.picked.len(), sparse.spans.len()), (200, 0));
+        // Both in one frame, with a wide gap between.
+        let both: Vec<Record> = [every(10, 0, 20), every(2, 1000, 50)].concat();
+        let both = plan(&both, 0, u64::MAX);
+        assert_eq!((both.picked.len(), both.spans.len(), both.spans[0][0].at), (20, 1, 20 * 4096));
+        // What is written whole anyway, and long runs.
+        assert!(plan(&[data(0, 1 << 20)], 0, u64::MAX).spans.is_empty());
+        let long: Vec<Record> = (0..8).map(|n| data(n * 256 * K, 128 * K)).collect();
+        assert!(plan(&long, 0, u64::MAX).spans.is_empty());
+        // A zero record parts what lies around it; beyond what is known every gap is a zeroing.
+        let parted =
+            [every(2, 0, 10), vec![Record::Zero { offset: 100 * K, len: K }], every(2, 200, 10)].concat();
+        let parted = plan(&parted, 0, u64::MAX);
+        assert_eq!((parted.spans.len(), parted.zeroes.clone()), (2, vec![100 * K..101 * K]));
+        let beyond = plan(&every(2, 0, 10), 0, 9 * K);
+        assert_eq!(offsets(&beyond.picked), [10, 12, 14, 16, 18].map(|n| n * K));
+        assert_eq!(beyond.zeroes, [9, 11, 13, 15, 17].map(|n| n * K..(n + 1) * K));
+        assert_eq!(offsets(&beyond.spans[0]), [0, 2, 4, 6, 8].map(|n| n * K));
+        // A span is not longer than its bound.
+        let wide = plan(&every(3, 0, 4000), 0, u64::MAX);
+        assert!(wide.spans.len() > 1);
+        for span in &wide.spans {
+            assert!(span.last().unwrap().end() - span[0].offset <= DENSE_SPAN);
+        }
+    }
+
+    /// Records in ascending order: gap, length, zero or not, end of frame.
+    fn records() -> impl Strategy<Value = Vec<(u64, u64, bool, bool)>> {
+        prop::collection::vec(
+            (
+                prop_oneof![4 => 0u64..4, 1 => 0u64..200],
+                prop_oneof![6 => 1u64..3, 1 => 1u64..60],
+                prop::bool::weighted(0.15),
+                prop::bool::weighted(0.1),
+            ),
+            1..80,
+        )
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
+
+        /// Whatever the shape, and in whatever order the disk completes: the same as one write after the other.
+        #[test]
+        fn frames_are_applied_as_they_say(
+            records in records(),
+            unit in prop_oneof![Just(512u64), Just(4096u64), Just(700u64)],
+            known in prop_oneof![Just(u64::MAX), 0u64..400],
+            seed in any::<u64>(),
+        ) {
+            let known = known.saturating_mul(unit);
+            let mut at = 0;
+            let mut frames: Vec<Vec<Record>> = vec![vec![]];
+            for (gap, len, zero, ends) in records {
+                let (offset, len) = ((at + gap) * unit, len * unit);
+                at += gap + len / unit;
+                frames.last_mut().unwrap().push(if zero { Record::Zero { offset, len } } else { data(offset, len) });
+                if ends {
+                    frames.push(vec![]);
+                }
+            }
+            frames.retain(|f| !f.is_empty());
+            let size = (at + 50) * unit;
+            let before: Vec<u8> = (0..size).map(|n| (n % 251 + 1) as u8).collect();
+            let mut expected = before.clone();
+            let (mut cursor, mut n) = (0, 0u8);
+            let ram = Arc::new(RamDisk::from_bytes(&before));
+            let power = Power::new(Outage::Kill);
+            let disk = Arc::new(FaultyDisk::new(&power, ram.clone() as _));
+            disk.shuffle_completions(seed);
+            let mut applier = Applier::new(disk, known, false).unwrap();
+            for records in frames {
+                let mut bytes = Vec::new();
+                for record in &records {
+                    let place = record.offset() as usize..record.end() as usize;
+                    let gap = cursor.max(known).min(size)..record.offset();
+                    if !gap.is_empty() {
+                        expected[gap.start as usize..gap.end as usize].fill(0);
+                    }
+                    if let Record::Data { .. } = record {
+                        n = n.wrapping_add(1).max(1);
+                        expected[place.clone()].fill(n);
+                        bytes.extend_from_slice(&expected[place]);
+                    } else {
+                        expected[place].fill(0);
+                    }
+                    cursor = record.end();
+                }
+                applier.frame(Frame { records, data: Buf::from(&bytes[..]) }).unwrap();
+                // All that lies below the position is there already.
+                let upto = applier.position();
+                prop_assert!(upto <= cursor);
+                let mut now = vec![0; upto as usize];
+                ram.read_at(0, &mut now).unwrap();
+                prop_assert!(now == expected[..upto as usize]);
+            }
+            applier.finish(size).unwrap();
+            if cursor.max(known) < size {
+                expected[cursor.max(known) as usize..].fill(0);
+            }
+            let mut found = vec![0; size as usize];
+            ram.read_at(0, &mut found).unwrap();
+            prop_assert!(found == expected);
+            prop_assert_eq!(applier.position(), size);
+        }
+    }
+
+    /// What failed never counts as complete, nor what comes after it.
+    #[test]
+    fn the_position_stays_before_what_failed() {
+        let power = Power::new(Outage::Kill);
+        let disk = Arc::new(FaultyDisk::new(&power, Arc::new(RamDisk::new(1 << 20))));
+        disk.fail_writes(40960..45056, 5);
+        let mut applier = Applier::new(disk, u64::MAX, false).unwrap();
+        for block in 0..20 {
+            let frame = Frame { records: vec![data(block * 8192, 4096)], data: Buf::new(4096) };
+            if applier.frame(frame).is_err() {
+                break;
+            }
+        }
+        let _ = applier.drain();
+        assert_eq!(applier.position(), 40960);
+    }
+}

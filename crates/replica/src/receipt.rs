@@ -197,7 +197,8 @@ impl Replica {
     }
 
     fn create(&self) -> Result<u64> {
-        match self.place.create() {
+        // Without its name, what comes could not be gone on from after a power cut.
+        match self.place.create().and_then(|inode| self.place.sync().map(|()| inode)) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
                 let mut name = self.place.path().as_os_str().to_owned();
                 name.push(".partial");

@@ -44,8 +44,13 @@ struct Scenario<'a> {
     run: &'a dyn Fn(&World, &Power) -> crate::Result<()>,
 }
 
-/// What is left must be one epoch or marked, whatever happened; and the next syncs succeed.
-fn check(s: &Scenario<'_>, world: &World, what: &str) {
+/// True for the long campaign. The short one takes every step, but not everything that can come after each.
+fn soak() -> bool {
+    std::env::var_os("DSYNC_SOAK").is_some_and(|v| v == "1")
+}
+
+/// What is left must be one epoch or marked, whatever happened; and the next syncs succeed: those that `turn` chooses.
+fn check(s: &Scenario<'_>, world: &World, turn: u64, what: &str) {
     let source = s.source;
     let fail = |why: String| -> ! { panic!("{}: {what}: {why}", s.name) };
     let power = on();
@@ -76,7 +81,7 @@ fn check(s: &Scenario<'_>, world: &World, what: &str) {
         },
     }
     // The same delta again, as after a lost acknowledgement or from a pipe.
-    if let Some(from) = s.from {
+    if let Some(from) = s.from.filter(|_| soak() || turn % 4 == 3) {
         let again = world.fork();
         let mut replica = again.open(&power).unwrap();
         match merge(&mut replica, &source.tracked(from, s.to), Commit::Journal) {
@@ -87,7 +92,11 @@ fn check(s: &Scenario<'_>, world: &World, what: &str) {
         }
     }
     // The next sync, to the same epoch and to the next, by the same way and by the default.
-    for (to, commit) in [(s.to, s.commit), (s.to + 1, s.commit), (s.to + 1, Commit::Journal)] {
+    let nexts = [(s.to, s.commit), (s.to + 1, s.commit), (s.to + 1, Commit::Journal)];
+    for (n, (to, commit)) in nexts.into_iter().enumerate() {
+        if !soak() && turn % 4 != n as u64 {
+            continue;
+        }
         let next = world.fork();
         if let Err(e) = sync(&next, &power, source, to, commit) {
             fail(format!("the next sync to {to} by {commit:?}: {e}"));
@@ -119,6 +128,11 @@ fn cut_everywhere(s: &Scenario<'_>) {
     println!("{}: {steps} steps", s.name);
     for (number, (outage, disks, folders)) in OUTAGES.into_iter().enumerate() {
         for step in 1..=steps + 1 {
+            let turn = step + number as u64;
+            // The outages that find most are tried at every step.
+            if !soak() && !matches!(number, 0 | 1) && turn % 3 != 0 && step <= steps {
+                continue;
+            }
             let what = format!("cut by {outage:?} {disks:?} {folders:?} at step {step} of {steps}");
             let world = s.world.fork();
             let power = Power::new(outage);
@@ -126,19 +140,22 @@ fn cut_everywhere(s: &Scenario<'_>) {
             let result = (s.run)(&world, &power);
             assert_eq!(result.is_ok(), step > steps, "{}: {what}: {result:?}", s.name);
             power.crash(disks, folders, step * 7 + number as u64).unwrap();
-            check(s, &world, &what);
+            check(s, &world, turn, &what);
             if step > steps {
                 // What was acknowledged stays.
                 let replica = world.open(&on()).unwrap();
                 assert_eq!(replica.standing().epoch, Some(s.source.epochs[s.to]), "{}: {what}", s.name);
             }
             // The recovery is cut too, at some step.
+            if !soak() && turn % 3 != 1 {
+                continue;
+            }
             let again = world.fork();
             let power = Power::new(outage);
             power.cut_at(1 + step % 23);
             let _ = again.open(&power);
             power.crash(disks, folders, step * 11 + number as u64).unwrap();
-            check(s, &again, &format!("{what}, and its recovery at step {}", 1 + step % 23));
+            check(s, &again, turn / 3, &format!("{what}, and its recovery at step {}", 1 + step % 23));
         }
     }
 }
@@ -263,7 +280,7 @@ fn seed(name: &str, kind: Kind) {
             assert_eq!(world.raw(), scenario.world.raw());
             continue;
         }
-        check(&scenario, &world, &format!("on a used device, cut at {step}"));
+        check(&scenario, &world, step, &format!("on a used device, cut at {step}"));
     }
 }
 
@@ -452,4 +469,42 @@ fn no_space_for_the_journal() {
     }
     sync(&world, &on(), &source, 1, Commit::Journal).unwrap();
     assert!(world.holds(&source.images[1]));
+}
+
+/// What was made durable of a seed, or of an in-place commit, outlives a power cut, so that it need not be sent again.
+#[test]
+fn what_was_saved_is_gone_on_from() {
+    for (kind, from, commit) in [
+        (Kind::File, None, Commit::Journal),
+        (Kind::Device, None, Commit::Journal),
+        (Kind::File, Some(0), Commit::InPlace),
+        (Kind::File, Some(0), Commit::Reflink),
+    ] {
+        let source = source();
+        let world = match from {
+            Some(from) => replica_at(kind, &source, from),
+            None => World::new(kind),
+        };
+        let delta = from.map_or_else(|| source.seed(1), |from| source.tracked(from, 1));
+        let power = Power::new(Outage::PowerCut);
+        let mut replica = world.open(&power).unwrap();
+        let mut units = units(&delta).into_iter();
+        let mut receipt = replica.receive(units.next().unwrap(), commit).unwrap();
+        for unit in units.take(8) {
+            receipt.unit(unit).unwrap();
+        }
+        power.cut();
+        drop(receipt);
+        drop(replica);
+        power.crash(Keep::LoseUnsynced, Keep::LoseUnsynced, 0).unwrap();
+        let replica = world.open(&on()).unwrap();
+        let standing = replica.standing();
+        let first =
+            standing.positions.first().unwrap_or_else(|| panic!("{kind:?} by {commit:?}: nothing is left"));
+        assert_eq!(first.epoch, Some(source.epochs[1]), "{kind:?} by {commit:?}: {standing:?}");
+        assert!(first.upto > 4 * BLOCK, "{standing:?}");
+        drop(replica);
+        sync(&world, &on(), &source, 2, commit).unwrap();
+        assert!(world.holds(&source.images[2]));
+    }
 }

@@ -360,3 +360,45 @@ fn a_damaged_journal_is_not_merged() {
     merge(&mut replica, &delta, Commit::Journal).unwrap();
     assert!(world.holds(&source.images[1]));
 }
+
+/// What is bound to a state fits that state, and not what a commit or a step has made of it.
+#[test]
+fn a_bound_delta_fits_once() {
+    let source = source();
+    for commit in MODES {
+        let world = at(&source, 0);
+        let mut replica = world.open(&on()).unwrap();
+        let mut standing = replica.standing().clone();
+        standing.under_way = true;
+        let delta = source.lacks(&standing, None, 1);
+        receive_part(&mut replica, &delta, commit, 2).unwrap();
+        if commit == Commit::InPlace {
+            let error = merge(&mut replica, &delta, commit).unwrap_err();
+            assert!(error.to_string().contains("another state of it"), "{error}");
+        }
+        let rest = source.lacks(replica.standing(), None, 1);
+        merge(&mut replica, &rest, commit).unwrap();
+        assert!(world.holds(&source.images[1]));
+        let error = merge(&mut replica, &delta, commit).unwrap_err();
+        assert!(error.to_string().contains("another state of it"), "{error}");
+    }
+}
+
+/// A file that somebody puts in the place of an unfinished seed is neither gone on with nor removed.
+#[test]
+fn another_file_at_the_partial_name_is_noticed() {
+    let source = source();
+    let world = World::new(Kind::File);
+    receive_part(&mut world.open(&on()).unwrap(), &source.seed(0), Commit::Journal, 3).unwrap();
+    let partial = world.site().join("vm.raw.partial");
+    let ours = std::fs::read(&partial).unwrap();
+    world.put(&ours[4096..]);
+    std::fs::rename(world.site().join("vm.raw"), &partial).unwrap();
+    let theirs = std::fs::read(&partial).unwrap();
+    let mut replica = world.open(&on()).unwrap();
+    assert!(replica.standing().positions.is_empty());
+    let delta = source.lacks(replica.standing(), None, 0);
+    let error = merge(&mut replica, &delta, Commit::Journal).unwrap_err();
+    assert!(matches!(error, ReplicaError::PartialTaken(_)), "{error}");
+    assert_eq!(std::fs::read(&partial).unwrap(), theirs);
+}
