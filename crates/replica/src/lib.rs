@@ -9,7 +9,6 @@ mod apply;
 mod error;
 mod journal;
 mod lineage;
-mod lock;
 mod place;
 mod receipt;
 mod replica;

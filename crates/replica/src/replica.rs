@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use delta::{Epoch, Header, Method, Resume};
-use device::{Disk, Folder};
+use device::{Disk, Folder, FolderLock};
 use rustix::fs::FileType;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -13,7 +13,6 @@ use crate::apply::Applier;
 use crate::error::{ReplicaError, Result, disk_error, io_error};
 use crate::journal::{self, ARRIVING, Contents, WHOLE};
 use crate::lineage::{self, Lineage, Position, Stamp, State, StepPlace, Toward};
-use crate::lock::Lock;
 use crate::place::{DevicePlace, FilePlace, Place, Which};
 
 /// How to open a replica.
@@ -73,7 +72,7 @@ pub struct Replica {
     pub(crate) save_bytes: u64,
     recovered: Vec<String>,
     standing: Standing,
-    lock: Option<Lock>,
+    lock: Option<FolderLock>,
     image: Option<device::ImageLock>,
 }
 
@@ -167,11 +166,10 @@ impl Replica {
             return Err(ReplicaError::NotAReplica(path));
         }
         let folder = device::Dir::open(&folder_path).map_err(io_error("make", &folder_path))?;
-        let lock =
-            match Lock::take(&folder_path).map_err(io_error("lock", &folder_path.join(crate::lock::NAME)))? {
-                Ok(lock) => lock,
-                Err(holder) => return Err(ReplicaError::Busy { path, holder }),
-            };
+        let lock = match FolderLock::take(&folder_path).map_err(io_error("lock", &folder_path))? {
+            Ok(lock) => lock,
+            Err(holder) => return Err(ReplicaError::Busy { path, holder }),
+        };
         let opened = (|| {
             if let Some(user) = kind.and_then(|_| device::in_use(&path)) {
                 return Err(ReplicaError::Busy { path: path.clone(), holder: user });

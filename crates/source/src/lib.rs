@@ -17,5 +17,5 @@ pub use handle::Handle;
 pub use history::{Bookmark, Bookmarks, EpochInfo, History, Position};
 pub use source::{Checkpoint, Medium, Options, SharedView, Source, bookmarks};
 pub use stamp::Boot;
-pub use state::{About, FolderLock, StateDir, export_name};
+pub use state::{About, StateDir, export_name};
 pub use view::View;

@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use delta::Epoch;
-use device::{Dir, Disk, Folder, Identity};
+use device::{Dir, Disk, Folder, FolderLock, Identity};
 use extents::Bitmap;
 use trackers::{Clock, Saved, Served, Settings, TrackedDisk};
 use uuid::Uuid;
@@ -16,7 +16,7 @@ use uuid::Uuid;
 use crate::SourceError;
 use crate::history::{Bookmarks, History};
 use crate::stamp::{Boot, LastWrite, Stamp, Verdict};
-use crate::state::{About, FolderLock, StateDir, write_about};
+use crate::state::{About, StateDir, write_about};
 use crate::view::View;
 
 /// How to open a source.

@@ -1,11 +1,8 @@
 //! The state directory: where sources keep their records, and who holds them.
 
-use std::fs::File;
-use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
 use device::{Dir, Folder, Identity};
-use rustix::fs::{FlockOperation, flock};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -165,32 +162,4 @@ pub(crate) fn write_json<T: Serialize>(
     let path = folder.path().join(name);
     let bytes = serde_json::to_vec_pretty(value).map_err(|e| SourceError::state("write", &path)(e.into()))?;
     device::replace(folder, name, &bytes).map_err(SourceError::state("write", &path))
-}
-
-/// The lock on a folder of state, held as long as this lives.
-#[derive(Debug)]
-pub struct FolderLock {
-    _file: File,
-}
-
-impl FolderLock {
-    /// Takes the lock, or says who has it.
-    pub fn take(folder: &Path) -> std::io::Result<Result<FolderLock, String>> {
-        let mut file =
-            File::options().read(true).write(true).create(true).truncate(false).open(folder.join("lock"))?;
-        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => {
-                let program = std::fs::read_to_string("/proc/self/comm").unwrap_or_default();
-                file.set_len(0)?;
-                write!(file, "{} (process {})", program.trim(), std::process::id())?;
-                Ok(Ok(FolderLock { _file: file }))
-            }
-            Err(rustix::io::Errno::WOULDBLOCK) => {
-                let mut holder = String::new();
-                file.read_to_string(&mut holder)?;
-                Ok(Err(if holder.is_empty() { "another process".into() } else { holder }))
-            }
-            Err(e) => Err(e.into()),
-        }
-    }
 }

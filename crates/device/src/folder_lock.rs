@@ -1,4 +1,4 @@
-//! One process at a time works on a replica.
+//! One process at a time works on a folder of state.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -8,19 +8,18 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
-/// The file's name in the replica's folder.
-pub(crate) const NAME: &str = "lock";
+const NAME: &str = "lock";
 
-/// The lock on a replica's folder, held as long as this lives.
+/// The lock on a folder of state, held as long as this lives.
 #[derive(Debug)]
-pub(crate) struct Lock {
+pub struct FolderLock {
     file: File,
     path: PathBuf,
 }
 
-impl Lock {
+impl FolderLock {
     /// Takes the lock of a folder; an inner `Err` says who has it.
-    pub fn take(folder: &Path) -> io::Result<Result<Lock, String>> {
+    pub fn take(folder: &Path) -> io::Result<Result<FolderLock, String>> {
         let path = folder.join(NAME);
         loop {
             let mut file =
@@ -39,7 +38,7 @@ impl Lock {
                 let host = rustix::system::uname();
                 let host = host.nodename().to_string_lossy();
                 write!(file, "{} (process {} on {host})", program.trim(), std::process::id())?;
-                return Ok(Ok(Lock { file, path }));
+                return Ok(Ok(FolderLock { file, path }));
             }
         }
     }
@@ -68,14 +67,14 @@ mod tests {
     #[test]
     fn one_holder_at_a_time() {
         let temp = tempfile::tempdir().unwrap();
-        let lock = Lock::take(temp.path()).unwrap().unwrap();
-        let told = Lock::take(temp.path()).unwrap().unwrap_err();
+        let lock = FolderLock::take(temp.path()).unwrap().unwrap();
+        let told = FolderLock::take(temp.path()).unwrap().unwrap_err();
         assert!(told.contains(&format!("process {}", std::process::id())), "{told}");
         drop(lock);
-        drop(Lock::take(temp.path()).unwrap().unwrap());
+        drop(FolderLock::take(temp.path()).unwrap().unwrap());
         let folder = temp.path().join("inner");
         std::fs::create_dir(&folder).unwrap();
-        Lock::take(&folder).unwrap().unwrap().remove();
+        FolderLock::take(&folder).unwrap().unwrap().remove();
         assert!(!folder.exists());
     }
 }
