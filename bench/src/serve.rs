@@ -216,7 +216,9 @@ fn compare(
     let mut figures: BTreeMap<(&str, usize), Vec<f64>> = BTreeMap::new();
     for round in 0..rounds {
         for at in 0..names.len() {
-            process::go_on()?;
+            if process::interrupted() {
+                break;
+            }
             let name = names[(at + round) % names.len()];
             let image = &images[usize::from(name != OURS)];
             let mut one = || -> Result<()> {
@@ -232,7 +234,9 @@ fn compare(
                 server.stop()
             };
             if let Err(error) = one() {
-                process::go_on()?;
+                if process::interrupted() {
+                    break;
+                }
                 report.failed(&format!("{name}, {title}"), &error);
             }
         }

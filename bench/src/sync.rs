@@ -523,24 +523,63 @@ pub fn sync(bench: &Bench, report: &mut Report) -> Result<()> {
         report.left_out("cold caches", "dropping them needs root");
         cells.retain(|cell| !cell.cold);
     }
-    let mut runs: BTreeMap<(Cell, String), Vec<Run>> = BTreeMap::new();
+    let names: Vec<String> = peers.iter().map(|peer| peer.name().to_string()).collect();
+    let mut runs = Runs::new();
+    let course = Course { bench, files: &files, socket: server.as_ref().map(|_| &*socket), programs, rounds };
+    let mut done = Ok(());
     for &cell in &cells {
-        for round in 0..rounds {
+        done = course.measure(cell, &mut content, &mut peers, &mut runs, report);
+        if done.is_err() {
+            break;
+        }
+    }
+    // What was found out before an interruption is worth showing.
+    tables(report, &runs, &names, &cells, bytes);
+    goals(report, &runs, &cells, bytes);
+    done?;
+    drop(peers);
+    if let Some(server) = server {
+        server.stop()?;
+    }
+    Ok(())
+}
+
+/// How the rounds are run.
+struct Course<'a> {
+    bench: &'a Bench,
+    files: &'a Files,
+    /// Of the server of the source, if there is one.
+    socket: Option<&'a Path>,
+    programs: Vec<PathBuf>,
+    rounds: usize,
+}
+
+impl Course<'_> {
+    fn measure<'p>(
+        &self,
+        cell: Cell,
+        content: &mut Content,
+        peers: &mut Vec<Box<dyn Peer + 'p>>,
+        runs: &mut Runs,
+        report: &mut Report,
+    ) -> Result<()> {
+        for round in 0..self.rounds {
             process::go_on()?;
             let change = content.change(content.blocks() * u64::from(cell.percent) / 100);
-            write_list(&files.list, &change.blocks)?;
-            match &server {
-                Some(_) => {
-                    let mut client =
-                        Client::connect_with(&Address::Unix(socket.clone()), &export(&files.source), &[])?;
+            write_list(&self.files.list, &change.blocks)?;
+            match self.socket {
+                Some(socket) => {
+                    let address = Address::Unix(socket.to_path_buf());
+                    let mut client = Client::connect_with(&address, &export(&self.files.source), &[])?;
                     content.apply_through(&change, &mut client)?;
                     client.close()?;
                 }
-                None => content.apply(&change, &files.source)?,
+                None => content.apply(&change, &self.files.source)?,
             }
             let mut gone = Vec::new();
-            for peer in &mut peers {
-                if let Err(error) = peer.change(&content, &change) {
+            for peer in peers.iter_mut() {
+                if let Err(error) = peer.change(content, &change) {
+                    process::go_on()?;
                     report.failed(&format!("{}, {cell}", peer.name()), &error);
                     gone.push(peer.name().to_string());
                 }
@@ -557,11 +596,11 @@ pub fn sync(bench: &Bench, report: &mut Report) -> Result<()> {
                     continue;
                 }
                 if peer.shared() && !std::mem::take(&mut moved) {
-                    content.undo(&change, &files.destination)?;
+                    content.undo(&change, &self.files.destination)?;
                 }
-                match one(peer.as_mut(), &content, &change, cell, round == 0, &programs) {
+                match one(peer.as_mut(), content, &change, cell, round == 0, &self.programs) {
                     Ok(run) => {
-                        if !bench.quiet {
+                        if !self.bench.quiet {
                             eprintln!("{cell}, round {}: {name}: {} s", round + 1, seconds(run.seconds));
                         }
                         so_far.push(run);
@@ -575,17 +614,10 @@ pub fn sync(bench: &Bench, report: &mut Report) -> Result<()> {
             }
             peers.retain(|peer| !gone.iter().any(|gone| gone == peer.name()));
             // Whoever was last, or failed: the common copy stands at this round for the next one.
-            content.apply(&change, &files.destination)?;
+            content.apply(&change, &self.files.destination)?;
         }
+        Ok(())
     }
-    let names: Vec<String> = peers.iter().map(|peer| peer.name().to_string()).collect();
-    tables(report, &runs, &names, &cells, bytes);
-    goals(report, &runs, &cells, bytes);
-    drop(peers);
-    if let Some(server) = server {
-        server.stop()?;
-    }
-    Ok(())
 }
 
 /// One run of one peer, with its check.
