@@ -1,7 +1,7 @@
 //! The place of a destination: everything that is done to it besides reading and writing its bytes.
 
 use std::ffi::OsString;
-use std::fs::{File, OpenOptions, Permissions};
+use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
 use std::path::{Path, PathBuf};
@@ -129,7 +129,7 @@ impl Place for FilePlace {
         if (old.uid(), old.gid()) != (to.metadata()?.uid(), to.metadata()?.gid()) {
             fchown(&to, Some(old.uid()), Some(old.gid()))?;
         }
-        to.set_permissions(Permissions::from(old.permissions()))
+        to.set_permissions(old.permissions())
     }
 
     fn rename(&self, replace: bool) -> io::Result<()> {

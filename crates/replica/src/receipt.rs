@@ -101,8 +101,8 @@ impl Replica {
                 self.lineage.step = step;
                 return Err(e);
             }
-            self.store()?;
             self.remove_partial()?;
+            self.store()?;
         } else {
             fit?;
         }
@@ -111,7 +111,7 @@ impl Replica {
             _ if seeds => self.seed(&toward, &header)?,
             Some(StepPlace::Fresh { .. } | StepPlace::Clone { .. }) => self.go_on(&toward, &header)?,
             _ => match commit {
-                Commit::Journal => self.to_journal(&header, &raw)?,
+                Commit::Journal => self.journal_sink(&header, &raw)?,
                 Commit::InPlace => self.in_place(&toward, &header)?,
                 Commit::Reflink => self.reflink(&toward, &header)?,
             },
@@ -134,8 +134,10 @@ impl Replica {
         Err(ReplicaError::WrongEpoch { path: self.path().to_path_buf(), has, given })
     }
 
+    /// Removes NAME.partial, durably: before the lineage forgets that it is ours.
     pub(crate) fn remove_partial(&self) -> Result<()> {
-        self.place.remove().map_err(io_error("remove the unfinished copy of", self.place.path()))
+        let removed = self.place.remove().and_then(|()| self.place.sync());
+        removed.map_err(io_error("remove the unfinished copy of", self.place.path()))
     }
 
     /// Drops what of a delta is in the journal.
@@ -153,7 +155,7 @@ impl Replica {
         disk_error("write the journal", &self.folder.path().join(ARRIVING), state)(error)
     }
 
-    fn to_journal(&mut self, header: &Header, raw: &[u8]) -> Result<Sink> {
+    fn journal_sink(&mut self, header: &Header, raw: &[u8]) -> Result<Sink> {
         let path = self.folder.path().join(ARRIVING);
         let place = format!("for the journal {}", path.display());
         if let Some(free) = device::free_space(self.folder.path()).ok().filter(|free| *free < self.expected) {
@@ -230,9 +232,9 @@ impl Replica {
         // durable.
         self.step(StepPlace::Clone { inode }, Vec::new(), toward)?;
         if let Err(e) = self.place.clone_whole() {
+            self.remove_partial()?;
             self.lineage = before;
             self.store()?;
-            self.remove_partial()?;
             return Err(match e.raw_os_error().map(rustix::io::Errno::from_raw_os_error) {
                 Some(
                     rustix::io::Errno::OPNOTSUPP
@@ -394,16 +396,16 @@ impl Receipt<'_> {
                 let (written, read) = self.replica.merge(&contents)?;
                 (bytes + written, read)
             }
-            Sink::Direct(direct) => self.finish_direct(direct)?,
+            Sink::Direct(direct) => self.finish_direct(*direct)?,
             Sink::Closed => (0, 0),
         };
         self.replica.refresh()?;
         Ok(Committed { epoch: self.toward.epoch, bytes_written: written, bytes_read: read })
     }
 
-    fn finish_direct(&mut self, direct: Box<Direct>) -> Result<(u64, u64)> {
+    fn finish_direct(&mut self, direct: Direct) -> Result<(u64, u64)> {
         let replica = &mut *self.replica;
-        let Direct { disk, mut applier, .. } = *direct;
+        let Direct { disk, mut applier, .. } = direct;
         let size = self.toward.size;
         {
             let failed = |what| disk_error(what, replica.place.path(), INTERRUPTED);

@@ -368,6 +368,8 @@ impl Replica {
 
     /// Finishes or undoes what a crash left.
     fn recover(&mut self) -> Result<()> {
+        // After a kill, what is seen need not be durable yet; what is done now builds on it.
+        self.folder.sync().map_err(io_error("sync", self.folder.path()))?;
         self.recover_partial()?;
         let whole = self.stamp(Which::Whole)?;
         let had = self.lineage.epoch.is_some() || !self.positions().is_empty();
@@ -493,8 +495,6 @@ impl Replica {
                 let path = self.folder.path().join(WHOLE);
                 return Err(journal::damaged(&path, "it was whole once and is not any more".into()));
             } else {
-                // The name may be newer than the folder's last sync, and nothing may be written before it is durable.
-                self.folder.sync().map_err(io_error("sync", self.folder.path()))?;
                 return self.redo(&contents);
             }
         }

@@ -1,6 +1,7 @@
 //! Whatever crashes when: after recovery a replica is one epoch, or marked as incomplete, and the next sync completes it.
 
-use std::sync::atomic::Ordering::SeqCst;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use device::faulty::{Keep, Outage, Power};
 
@@ -507,4 +508,76 @@ fn what_was_saved_is_gone_on_from() {
         sync(&world, &on(), &source, 2, commit).unwrap();
         assert!(world.holds(&source.images[2]));
     }
+}
+
+/// The process is killed at a step, and the machine loses power while the next one recovers: what the first had not synced
+/// is lost only then.
+fn killed_then_cut(name: &str, from: Option<usize>, commit: Commit) {
+    let source = source();
+    let first = match from {
+        Some(from) => replica_at(Kind::File, &source, from),
+        None => World::new(Kind::File),
+    };
+    let delta = from.map_or_else(|| source.seed(1), |from| source.tracked(from, 1));
+    let run = |world: &World, machine: &Machine, steps: u64| {
+        let steps = Arc::new(AtomicU64::new(steps));
+        let mut replica = world.open_mortal(machine, &steps)?;
+        merge(&mut replica, &delta, commit)?;
+        Ok::<u64, ReplicaError>(steps.load(SeqCst))
+    };
+    let many = 1 << 20;
+    let world = first.fork();
+    let steps = many - run(&world, &world.machine(&on()), many).unwrap();
+    let scenario = Scenario {
+        name,
+        source: &source,
+        world: first,
+        from,
+        to: 1,
+        in_place: commit == Commit::InPlace,
+        commit,
+        run: &|_, _| Ok(()),
+    };
+    let mut turn = 0;
+    for killed in 0..=steps {
+        // Until the recovery gets through.
+        for cut in 1.. {
+            turn += 1;
+            let world = scenario.world.fork();
+            let power = Power::new(Outage::PowerCut);
+            let machine = world.machine(&power);
+            assert_eq!(run(&world, &machine, killed).is_ok(), killed == steps);
+            let already = power.steps();
+            power.cut_at(already + cut);
+            let recovered = world.open_mortal(&machine, &Arc::new(AtomicU64::new(many))).is_ok();
+            let keep = if turn % 2 == 0 { Keep::LoseUnsynced } else { Keep::Random };
+            power.crash(keep, keep, turn).unwrap();
+            let what = format!("killed at step {killed}, cut by {keep:?} at step {cut} of the recovery");
+            check(&scenario, &world, turn / 2, &what);
+            if recovered {
+                break;
+            }
+        }
+    }
+    println!("{name}: {steps} steps, {turn} outages");
+}
+
+#[test]
+fn journal_killed_then_cut() {
+    killed_then_cut("journal, killed, then cut", Some(0), Commit::Journal);
+}
+
+#[test]
+fn in_place_killed_then_cut() {
+    killed_then_cut("in place, killed, then cut", Some(0), Commit::InPlace);
+}
+
+#[test]
+fn reflink_killed_then_cut() {
+    killed_then_cut("reflink, killed, then cut", Some(0), Commit::Reflink);
+}
+
+#[test]
+fn seed_killed_then_cut() {
+    killed_then_cut("seed, killed, then cut", None, Commit::Journal);
 }

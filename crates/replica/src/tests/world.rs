@@ -328,6 +328,26 @@ impl World {
         self.open_in(power, Box::new(folder), adopt, replace)
     }
 
+    /// The folders of a machine, for several lives of a process between two power cuts.
+    pub fn machine(&self, power: &Power) -> Machine {
+        let folder = |path: &Path| Arc::new(FaultyFolder::new(power, path).unwrap());
+        Machine { site: folder(&self.site()), state: folder(&self.state()) }
+    }
+
+    /// Opens the replica's file in a process that is killed after so many steps, on a machine that lives on.
+    pub fn open_mortal(&self, machine: &Machine, steps: &Arc<AtomicU64>) -> Result<Replica> {
+        let mortal = |folder: &Arc<FaultyFolder>| Mortal { folder: folder.clone(), steps: steps.clone() };
+        let place = ModelFile {
+            path: self.site().join(NAME),
+            folder: Box::new(mortal(&machine.site)),
+            inodes: self.inodes.clone(),
+            room: self.room.clone(),
+        };
+        let mut replica = Replica::begin(Box::new(place), Box::new(mortal(&machine.state)), false, false)?;
+        replica.save_bytes = 5 * BLOCK;
+        Ok(replica)
+    }
+
     pub fn open_in(
         &self,
         power: &Power,
@@ -338,7 +358,7 @@ impl World {
         let place: Box<dyn Place> = match self.kind {
             Kind::File => Box::new(ModelFile {
                 path: self.site().join(NAME),
-                folder: FaultyFolder::new(power, &self.site()).unwrap(),
+                folder: Box::new(FaultyFolder::new(power, &self.site()).unwrap()),
                 inodes: self.inodes.clone(),
                 room: self.room.clone(),
             }),
@@ -418,7 +438,7 @@ impl World {
 /// A file's place, all of whose steps can be cut.
 struct ModelFile {
     path: PathBuf,
-    folder: FaultyFolder,
+    folder: Box<dyn Folder>,
     inodes: Arc<AtomicU64>,
     room: Arc<AtomicU64>,
 }
@@ -605,5 +625,83 @@ impl Place for ModelDevice {
 
     fn sync(&self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+/// What outlives a process that is killed: what it did and did not sync may still be lost by a later power cut.
+pub(crate) struct Machine {
+    site: Arc<FaultyFolder>,
+    state: Arc<FaultyFolder>,
+}
+
+/// A folder as a process sees it that is killed after so many steps.
+struct Mortal {
+    folder: Arc<FaultyFolder>,
+    steps: Arc<AtomicU64>,
+}
+
+fn step(steps: &AtomicU64) -> io::Result<()> {
+    match steps.fetch_update(SeqCst, SeqCst, |left| left.checked_sub(1)) {
+        Ok(_) => Ok(()),
+        Err(_) => Err(io::Error::other("killed")),
+    }
+}
+
+impl Folder for Mortal {
+    fn open(&self, name: &str, create: bool) -> io::Result<Box<dyn StateFile>> {
+        if create {
+            step(&self.steps)?;
+        }
+        Ok(Box::new(MortalFile { file: self.folder.open(name, create)?, steps: self.steps.clone() }))
+    }
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        step(&self.steps)?;
+        self.folder.rename(from, to)
+    }
+    fn remove(&self, name: &str) -> io::Result<()> {
+        step(&self.steps)?;
+        self.folder.remove(name)
+    }
+    fn sync(&self) -> io::Result<()> {
+        step(&self.steps)?;
+        self.folder.sync()
+    }
+    fn list(&self) -> io::Result<Vec<String>> {
+        self.folder.list()
+    }
+    fn path(&self) -> &Path {
+        self.folder.path()
+    }
+}
+
+struct MortalFile {
+    file: Box<dyn StateFile>,
+    steps: Arc<AtomicU64>,
+}
+
+impl StateFile for MortalFile {
+    fn len(&self) -> io::Result<u64> {
+        self.file.len()
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.file.read_at(offset, buf)
+    }
+    fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        step(&self.steps)?;
+        self.file.write_at(offset, buf)
+    }
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        step(&self.steps)?;
+        self.file.set_len(len)
+    }
+    fn reserve(&self, len: u64) -> io::Result<()> {
+        self.file.reserve(len)
+    }
+    fn sync(&self) -> io::Result<()> {
+        step(&self.steps)?;
+        self.file.sync()
+    }
+    fn map(&self, len: u64) -> io::Result<device::Mapping> {
+        self.file.map(len)
     }
 }
