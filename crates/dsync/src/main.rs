@@ -36,7 +36,7 @@ fn main() -> ExitCode {
     let cli = Cli::parse_from(words);
     let output = Output::new(&cli);
     let output = match cli.command {
-        Command::Extract(_) | Command::Combine(_) => output.to_stderr(),
+        Command::Extract(_) | Command::Combine(_) => output.on_stderr(),
         _ => output,
     };
     match run(&cli, &output) {
@@ -66,7 +66,7 @@ fn paper_names(words: Vec<OsString>) -> Result<Vec<OsString>, String> {
         let what = if command == "extract" { "NAME > DELTA" } else { "DEVICE < DELTA" };
         return Err(format!(
             "usage: {} {what}\n(the same as \"dsync {command}\", which takes options)",
-            called.display()
+            called.to_string_lossy()
         ));
     }
     let mut all = vec![OsString::from("dsync"), command.into()];

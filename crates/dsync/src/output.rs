@@ -43,7 +43,7 @@ impl Output {
     }
 
     /// For commands whose standard output is a delta.
-    pub fn to_stderr(mut self) -> Output {
+    pub fn on_stderr(mut self) -> Output {
         self.to_stderr = true;
         self
     }
