@@ -339,7 +339,8 @@ mod tests {
         let parted =
             [every(2, 0, 10), vec![Record::Zero { offset: 100 * K, len: K }], every(2, 200, 10)].concat();
         let parted = plan(&parted, 0, u64::MAX);
-        assert_eq!((parted.spans.len(), parted.zeroes.clone()), (2, vec![100 * K..101 * K]));
+        let hole = 100 * K..101 * K;
+        assert_eq!((parted.spans.len(), parted.zeroes.clone()), (2, vec![hole]));
         let beyond = plan(&every(2, 0, 10), 0, 9 * K);
         assert_eq!(offsets(&beyond.picked), [10, 12, 14, 16, 18].map(|n| n * K));
         assert_eq!(beyond.zeroes, [9, 11, 13, 15, 17].map(|n| n * K..(n + 1) * K));
