@@ -10,18 +10,19 @@ use crate::record::raise;
 
 const NAME: &str = "served";
 
-/// The clock by which file systems stamp their files: coarse, and read without entering the kernel.
+/// The clock by which file systems stamp their files, read without entering the kernel. They may stamp to the nanosecond
+/// or by the tick before (Linux 6.13 does both), so a note is exact, and a stamp as early as a tick before it.
 #[derive(Debug, Clone, Copy)]
 pub struct Clock;
 
 impl Clock {
-    /// Nanoseconds since 1970, as a file written now would be stamped.
+    /// Nanoseconds since 1970: not before the stamp of any file written until now.
     pub fn now() -> u64 {
-        let t = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
+        let t = rustix::time::clock_gettime(rustix::time::ClockId::Realtime);
         (t.tv_sec.max(0) as u64).saturating_mul(1_000_000_000).saturating_add(t.tv_nsec.max(0) as u64)
     }
 
-    /// Nanoseconds from one tick of that clock to the next.
+    /// Nanoseconds from one tick to the next.
     pub fn tick() -> u64 {
         let t = rustix::time::clock_getres(rustix::time::ClockId::RealtimeCoarse);
         (t.tv_nsec.max(1) as u64).max(1_000_000)
