@@ -24,7 +24,7 @@ use crate::socket::{Gone, Received, Stream, wait};
 /// Bytes taken from the socket in one step.
 const INPUT: usize = 256 << 10;
 /// Requests above this go to the disk in parts that end at multiples of it.
-pub(crate) const CHUNK: usize = 256 << 10;
+pub(crate) const CHUNK: usize = 128 << 10;
 /// Writes above this are received straight into their buffer, without a look at what follows them.
 const LARGE: usize = 32 << 10;
 /// Bytes of buffers in use beyond which no further request is taken in.
@@ -32,7 +32,7 @@ const HELD: usize = 8 << 20;
 /// Bytes of replies that are worth a call of their own.
 const SEND: usize = 128 << 10;
 /// Replies that are not held back any longer: the client can use them while the next are made.
-const BATCH: usize = 32;
+const BATCH: usize = 16;
 /// Runs in one block status reply.
 const RUNS: usize = 16 << 10;
 /// Payload that is read and thrown away to get at the next request. A client that sends more in one is cut off.
