@@ -21,7 +21,9 @@ pub(crate) const ARRIVING: &str = "journal";
 /// The name of a journal that is whole, verified and durable, from before the merge until the lineage has moved.
 pub(crate) const WHOLE: &str = "journal-whole";
 
-/// Bytes read at once.
+/// Reads shorter than this are served from a buffer of so many bytes.
+const SMALL: usize = 64 << 10;
+/// Small writes are gathered to so many bytes.
 const STEP: usize = 1 << 20;
 /// The kernel is told to write back what has come every so many bytes, so that the sync at the end finds little to do.
 const WRITE_BACK: u64 = 8 << 20;
@@ -222,6 +224,7 @@ struct Input<'a> {
     end: u64,
     /// The page cache is left without what was read.
     forget: bool,
+    forgotten: u64,
     buf: Buf,
     /// What of `buf` is still to be handed out.
     left: std::ops::Range<usize>,
@@ -230,22 +233,39 @@ struct Input<'a> {
 impl<'a> Input<'a> {
     fn new(file: &'a dyn StateFile) -> io::Result<Input<'a>> {
         let end = file.len()?;
-        Ok(Input { file, at: 0, end, forget: false, buf: Buf::scratch(STEP), left: 0..0 })
+        Ok(Input { file, at: 0, end, forget: false, forgotten: 0, buf: Buf::scratch(SMALL), left: 0..0 })
+    }
+
+    fn fetch(&mut self, out: &mut [u8]) -> io::Result<()> {
+        self.file.read_at(self.at, out)?;
+        self.at += out.len() as u64;
+        let behind = self.at - self.forgotten;
+        if self.forget && (behind >= WRITE_BACK || self.at == self.end) {
+            self.file.uncache(self.forgotten, behind);
+            self.forgotten = self.at;
+        }
+        Ok(())
     }
 }
 
 impl Read for Input<'_> {
     fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
         if self.left.is_empty() {
-            let len = (self.end - self.at).min(STEP as u64) as usize;
+            let most = usize::try_from(self.end - self.at).unwrap_or(usize::MAX);
+            if out.len() >= SMALL && most >= SMALL {
+                // Data goes where it belongs at once.
+                let len = out.len().min(most);
+                self.fetch(&mut out[..len])?;
+                return Ok(len);
+            }
+            let len = most.min(SMALL);
             if len == 0 {
                 return Ok(0);
             }
-            self.file.read_at(self.at, &mut self.buf[..len])?;
-            if self.forget {
-                self.file.uncache(self.at, len as u64);
-            }
-            self.at += len as u64;
+            let mut buf = std::mem::take(&mut self.buf);
+            let fetched = self.fetch(&mut buf[..len]);
+            self.buf = buf;
+            fetched?;
             self.left = 0..len;
         }
         let len = out.len().min(self.left.len());
@@ -334,7 +354,7 @@ impl Write for Growing {
 
     fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
         for slice in slices {
-            if slice.len() >= STEP / 4 {
+            if slice.len() >= SMALL {
                 // Long enough to be worth no copy.
                 self.empty()?;
                 self.put(slice)?;

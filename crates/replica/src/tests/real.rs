@@ -7,6 +7,13 @@ use std::process::Command;
 use super::world::*;
 use crate::{Commit, Options, Replica, ReplicaError, State, inspect};
 
+/// A child that a neighbouring test begins holds, until it runs its own program, the locks of all the others.
+static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
+
+fn alone() -> std::sync::MutexGuard<'static, ()> {
+    ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
 fn source() -> Source {
     Source::new(3, &[400, 480, 440, 440, 600])
 }
@@ -24,6 +31,7 @@ fn names(folder: &Path) -> Vec<String> {
 
 #[test]
 fn a_file_is_seeded_and_kept_up_to_date() {
+    let _alone = alone();
     let temp = tempfile::tempdir().unwrap();
     let path = temp.path().join("vm.raw");
     let source = source();
@@ -54,6 +62,7 @@ fn a_file_is_seeded_and_kept_up_to_date() {
 
 #[test]
 fn holes_stay_holes_and_odd_sizes_fit() {
+    let _alone = alone();
     let temp = tempfile::tempdir_in("/var/tmp").unwrap();
     let path = temp.path().join("vm.raw");
     // 1 GiB with a few blocks, and a short last one.
@@ -86,6 +95,7 @@ fn holes_stay_holes_and_odd_sizes_fit() {
 
 #[test]
 fn what_is_refused_leaves_no_trace() {
+    let _alone = alone();
     let temp = tempfile::tempdir().unwrap();
     let path = temp.path().join("vm.raw");
     std::fs::write(&path, b"precious").unwrap();
@@ -111,6 +121,7 @@ fn what_is_refused_leaves_no_trace() {
 
 #[test]
 fn one_process_at_a_time() {
+    let _alone = alone();
     let temp = tempfile::tempdir().unwrap();
     let path = temp.path().join("vm.raw");
     let first = open(&path).unwrap();
@@ -188,6 +199,7 @@ impl Drop for Mount {
 
 #[test]
 fn reflink_where_the_file_system_can() {
+    let _alone = alone();
     let mut tried = 0;
     for kind in ["xfs", "btrfs"] {
         let mount = match Mount::new(kind) {
@@ -230,6 +242,7 @@ fn reflink_where_the_file_system_can() {
 
 #[test]
 fn reflink_where_it_can_not_is_refused() {
+    let _alone = alone();
     // Memory's file system clones nothing.
     if !Path::new("/dev/shm").is_dir() {
         println!("skipped: there is no /dev/shm");
@@ -251,6 +264,7 @@ fn reflink_where_it_can_not_is_refused() {
 
 #[test]
 fn a_device_is_seeded_in_place() {
+    let _alone = alone();
     let temp = tempfile::tempdir_in("/var/tmp").unwrap();
     let image = temp.path().join("image");
     std::fs::write(&image, vec![0xaa; 4 << 20]).unwrap();
