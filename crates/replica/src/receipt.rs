@@ -74,6 +74,8 @@ struct Direct {
     base: Vec<Position>,
     saved: Instant,
     saved_bytes: u64,
+    /// A flush has failed: the system forgets what it could not write, so no later one says anything about that.
+    broken: bool,
 }
 
 impl Replica {
@@ -146,11 +148,10 @@ impl Replica {
         self.remove(ARRIVING)
     }
 
-    /// Says that the journal can't be written. Where space is short it goes: others need that space too.
+    /// The journal can't be written, so it goes. Where space is short, others need that too; and after a failed sync the
+    /// system forgets what it could not write, so that a later sync succeeds over a journal that is not there.
     fn journal_failed(&mut self, error: io::Error) -> ReplicaError {
-        if matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) {
-            let _ = self.drop_journal();
-        }
+        let _ = self.drop_journal();
         let state = "the replica is unchanged, and what had come of the delta is dropped";
         disk_error("write the journal", &self.folder.path().join(ARRIVING), state)(error)
     }
@@ -295,7 +296,14 @@ impl Replica {
             disk.resize(toward.size).map_err(failed("grow"))?;
         }
         let applier = Applier::new(disk.clone(), kept(header, &base), blank).map_err(failed("open"))?;
-        Ok(Sink::Direct(Box::new(Direct { disk, applier, base, saved: Instant::now(), saved_bytes: 0 })))
+        Ok(Sink::Direct(Box::new(Direct {
+            disk,
+            applier,
+            base,
+            saved: Instant::now(),
+            saved_bytes: 0,
+            broken: false,
+        })))
     }
 
     /// Brings what the delta goes on from out of the journal to where the delta goes itself, and drops any other.
@@ -329,7 +337,10 @@ impl Direct {
     /// Makes what has come durable, and says so in the lineage.
     fn save(&mut self, replica: &mut Replica, epoch: Epoch) -> Result<()> {
         let upto = self.applier.position();
-        self.applier.flush().map_err(disk_error("flush", replica.place.path(), INTERRUPTED))?;
+        if let Err(e) = self.applier.flush() {
+            self.broken = true;
+            return Err(disk_error("flush", replica.place.path(), INTERRUPTED)(e));
+        }
         (self.saved, self.saved_bytes) = (Instant::now(), self.applier.written);
         let positions = overlay(&self.base, epoch, upto);
         match &mut replica.lineage.step {
@@ -351,11 +362,8 @@ impl Receipt<'_> {
         match &mut self.sink {
             Sink::Journal(journal) => {
                 if let Err(e) = journal.file.unit(&unit) {
-                    let error = self.replica.journal_failed(e);
-                    if matches!(error, ReplicaError::Full { .. }) {
-                        self.sink = Sink::Closed;
-                    }
-                    return Err(error);
+                    self.sink = Sink::Closed;
+                    return Err(self.replica.journal_failed(e));
                 }
                 self.decoder.push(unit).map_err(refused)?;
                 journal.bytes = journal.file.len();
@@ -454,6 +462,9 @@ impl Receipt<'_> {
             }
             Sink::Direct(mut direct) => {
                 let drained = direct.applier.drain();
+                if direct.broken {
+                    return Ok(());
+                }
                 direct.save(self.replica, self.toward.epoch)?;
                 drained.map_err(disk_error("write to", self.replica.place.path(), INTERRUPTED))
             }

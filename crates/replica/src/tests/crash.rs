@@ -581,3 +581,37 @@ fn reflink_killed_then_cut() {
 fn seed_killed_then_cut() {
     killed_then_cut("seed, killed, then cut", None, Commit::Journal);
 }
+
+/// A sync fails, once: the system forgets what it could not write, and says so only that time. Nothing that was under way is
+/// believed to be durable by a later sync.
+#[test]
+fn a_failed_sync_is_not_asked_again() {
+    let source = source();
+    for commit in [Commit::Journal, Commit::InPlace, Commit::Reflink] {
+        let first = replica_at(Kind::File, &source, 0);
+        for number in 1.. {
+            let world = first.fork();
+            let machine = world.machine(&on());
+            let steps = Arc::new(AtomicU64::new(1 << 20));
+            let mut replica = world.open_mortal(&machine, &steps).unwrap();
+            machine.syncs.fails.store(number, SeqCst);
+            let result = merge(&mut replica, &source.tracked(0, 1), commit);
+            drop(replica);
+            let failed = machine.syncs.failed();
+            let what = format!("{commit:?}: sync {number} fails: {failed:?}");
+            assert_eq!(result.is_err(), failed.is_some(), "{what}: {result:?}");
+            // The lineage is written anew as a whole; all else is left alone.
+            assert!(
+                failed.as_ref().is_none_or(|(name, after)| name == "lineage.new" || *after == 0),
+                "{what}"
+            );
+            assert!(!world.names().contains(&"journal".to_owned()), "{what}");
+            sync(&world, &on(), &source, 2, commit).unwrap();
+            assert!(world.holds(&source.images[2]), "{what}");
+            if failed.is_none() {
+                assert!(number > 3);
+                break;
+            }
+        }
+    }
+}

@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
 
 use delta::{Encoder, Epoch, Frame, Header, Method, Record, Unit, Units, Writer};
 use device::faulty::{FaultyDisk, FaultyFolder, Power};
@@ -331,12 +331,16 @@ impl World {
     /// The folders of a machine, for several lives of a process between two power cuts.
     pub fn machine(&self, power: &Power) -> Machine {
         let folder = |path: &Path| Arc::new(FaultyFolder::new(power, path).unwrap());
-        Machine { site: folder(&self.site()), state: folder(&self.state()) }
+        let syncs = Arc::new(Syncs::default());
+        Machine { site: folder(&self.site()), state: folder(&self.state()), syncs }
     }
 
     /// Opens the replica's file in a process that is killed after so many steps, on a machine that lives on.
     pub fn open_mortal(&self, machine: &Machine, steps: &Arc<AtomicU64>) -> Result<Replica> {
-        let mortal = |folder: &Arc<FaultyFolder>| Mortal { folder: folder.clone(), steps: steps.clone() };
+        let mortal = |folder: &Arc<FaultyFolder>| {
+            let (folder, steps, syncs) = (folder.clone(), steps.clone(), machine.syncs.clone());
+            Mortal { folder, steps, syncs }
+        };
         let place = ModelFile {
             path: self.site().join(NAME),
             folder: Box::new(mortal(&machine.site)),
@@ -632,12 +636,42 @@ impl Place for ModelDevice {
 pub(crate) struct Machine {
     site: Arc<FaultyFolder>,
     state: Arc<FaultyFolder>,
+    pub syncs: Arc<Syncs>,
+}
+
+/// The syncs of files, one of which may fail.
+#[derive(Default)]
+pub(crate) struct Syncs {
+    names: Mutex<Vec<String>>,
+    /// Counted from 1; 0 for none.
+    pub fails: AtomicU64,
+}
+
+impl Syncs {
+    fn sync(&self, name: &str) -> io::Result<()> {
+        let mut names = self.names.lock().unwrap();
+        names.push(name.into());
+        if names.len() as u64 == self.fails.load(SeqCst) {
+            Err(io::Error::from_raw_os_error(5))
+        } else {
+            Ok(())
+        }
+    }
+
+    /// The file whose sync failed, and how often it was synced after that.
+    pub fn failed(&self) -> Option<(String, usize)> {
+        let names = self.names.lock().unwrap();
+        let at = self.fails.load(SeqCst).checked_sub(1)? as usize;
+        let name = names.get(at)?;
+        Some((name.clone(), names[at + 1..].iter().filter(|n| *n == name).count()))
+    }
 }
 
 /// A folder as a process sees it that is killed after so many steps.
 struct Mortal {
     folder: Arc<FaultyFolder>,
     steps: Arc<AtomicU64>,
+    syncs: Arc<Syncs>,
 }
 
 fn step(steps: &AtomicU64) -> io::Result<()> {
@@ -652,7 +686,13 @@ impl Folder for Mortal {
         if create {
             step(&self.steps)?;
         }
-        Ok(Box::new(MortalFile { file: self.folder.open(name, create)?, steps: self.steps.clone() }))
+        let file = self.folder.open(name, create)?;
+        Ok(Box::new(MortalFile {
+            name: name.into(),
+            file,
+            steps: self.steps.clone(),
+            syncs: self.syncs.clone(),
+        }))
     }
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {
         step(&self.steps)?;
@@ -675,8 +715,10 @@ impl Folder for Mortal {
 }
 
 struct MortalFile {
+    name: String,
     file: Box<dyn StateFile>,
     steps: Arc<AtomicU64>,
+    syncs: Arc<Syncs>,
 }
 
 impl StateFile for MortalFile {
@@ -699,6 +741,7 @@ impl StateFile for MortalFile {
     }
     fn sync(&self) -> io::Result<()> {
         step(&self.steps)?;
+        self.syncs.sync(&self.name)?;
         self.file.sync()
     }
     fn map(&self, len: u64) -> io::Result<device::Mapping> {
