@@ -50,7 +50,7 @@ fn the_server_is_killed_under_load() {
         // Not each time: the record must also hold over several kills.
         if random.one_in(2) {
             let summary = scene.sync(&[]).ok().summary();
-            assert_eq!(summary["method"], "tracked", "{summary}");
+            believed_or_doubted(&summary);
             scene.equal();
             assert_eq!(scene.dirty(), []);
         }
@@ -78,7 +78,7 @@ fn the_server_is_killed_while_views_are_open_and_syncs_run() {
         scene.site.dsync(["recover"]).arg(&scene.replica).ok();
         scene.start();
         let summary = scene.sync(&[]).ok().summary();
-        assert_eq!(summary["method"], "tracked", "{summary}");
+        believed_or_doubted(&summary);
         scene.equal();
     }
 }
@@ -92,6 +92,16 @@ fn usual(scene: &mut Scene, blocks: usize, sync: impl Fn(&Scene) -> Run) -> Dura
 }
 
 /// The replica must be one of two images, once it is opened.
+/// A record is believed after a kill, or doubted by the image's times, as on a machine too busy to note the last write in time.
+/// Both are sound; what is never done is to believe it wrongly, which the comparison after this shows.
+fn believed_or_doubted(summary: &serde_json::Value) {
+    let doubted = summary["trust"].as_str().is_some_and(|t| t.contains("after its server was killed"));
+    assert!(summary["method"] == "tracked" || doubted, "{summary}");
+    if doubted {
+        println!("doubted: {}", summary["trust"]);
+    }
+}
+
 fn is_one_of(replica: &Path, before: &Path, after: &Path, what: &str) {
     if let (Some(at), Some(_)) =
         (image::first_difference(replica, before), image::first_difference(replica, after))
@@ -125,7 +135,7 @@ fn both_sides_of_a_local_sync_are_killed() {
         scene.site.dsync(["recover"]).arg(&scene.replica).ok();
         is_one_of(&scene.replica, &before, &scene.image, &format!("round {round}"));
         let summary = scene.sync(&[]).ok().summary();
-        assert_eq!(summary["method"], "tracked", "{summary}");
+        believed_or_doubted(&summary);
         scene.equal();
     }
 }
@@ -185,7 +195,7 @@ fn the_far_side_is_killed_and_answers_are_lost() {
         is_one_of(&far.replica(), &before, &scene.image, &format!("round {round}"));
         scene.change(5);
         let summary = far.sync(&scene, &[], None).ok().summary();
-        assert_eq!(summary["method"], "tracked", "{summary}");
+        believed_or_doubted(&summary);
         image::assert_equal(&scene.image, &far.replica());
     }
 }

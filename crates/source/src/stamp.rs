@@ -56,9 +56,9 @@ pub(crate) struct LastWrite {
 }
 
 /// How long after the last note of a dying process its writes may still have stamped the image, in nanoseconds. Notes come
-/// every few milliseconds while writes are in flight, but on a busy machine the noting thread waits for its turn, and
-/// writes that wait for the inode's lock are carried out when the process has been killed.
-const DYING: u64 = 1_000_000_000;
+/// every few milliseconds while writes are in flight. On a very busy machine the last write may come later, and the record
+/// is then doubted without need: a foreign write in that time is the worse mistake.
+const DYING: u64 = 50_000_000;
 
 /// What a look at the stamp tells.
 #[derive(Debug, Clone, PartialEq, Eq)]

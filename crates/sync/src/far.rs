@@ -192,11 +192,16 @@ pub fn merge(
                 });
             }
         };
-        let last = unit.kind == delta::UnitKind::Trailer;
-        receipt.unit(unit)?;
-        if last {
+        if unit.kind == delta::UnitKind::Trailer {
+            // Before anything is merged: what goes on after its end is not what was extracted.
+            let number = units.count();
+            if !matches!(units.next(), Ok(None)) {
+                return Err(delta::Error::AfterEnd { unit: number }.into());
+            }
+            receipt.unit(unit)?;
             break receipt.finish()?;
         }
+        receipt.unit(unit)?;
     };
     Ok(Merged {
         destination: path.to_path_buf(),

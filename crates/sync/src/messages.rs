@@ -1,5 +1,6 @@
 //! What the two ends of a sync say to each other.
 //!
+//! ```text
 //!     source                                   replica
 //!     Open: which replica, for which source ─▶
 //!                                            ◀─ Standing: what is there
@@ -7,6 +8,7 @@
 //!                                            ◀─ Claim … Claim (only if they are asked for)
 //!     Header, Frame … Frame, Trailer         ─▶
 //!                                            ◀─ Committed
+//! ```
 //!
 //! Either side may end the conversation with Failed at any time.
 

@@ -264,6 +264,13 @@ fn choose(handle: &Handle, standing: &Standing, options: &Options) -> Result<Way
         Some(positions) => match handle.reaches(&positions) {
             Ok(()) => return Ok(Way::Tracked(positions)),
             Err(lost @ SourceError::Lost { .. }) => lost,
+            Err(SourceError::Foreign(why)) => {
+                return Err(SyncError::Refused(format!(
+                    "replica {} does not fit source {}: {why}",
+                    standing.path.display(),
+                    about.path.display()
+                )));
+            }
             Err(other) => return Err(other.into()),
         },
         None => SourceError::Lost { since: 0, why: "the replica was adopted".into() },
