@@ -19,7 +19,7 @@ build:
 	$(CARGO) build --release -p dsync
 
 demo:
-	@scripts/setup build demo
+	@scripts/setup build
 	@$(CARGO) build --release -p dsync
 	@$(target)/release/dsync demo
 
