@@ -108,6 +108,8 @@ pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
 /// What is to be sent, as found.
 struct Found {
     method: Method,
+    /// Blocks, extents and bytes that changed, where that is less than what is moved.
+    changed: Option<(u64, u64, u64)>,
     trust: String,
     header: Header,
     wanted: Wanted,
@@ -174,7 +176,9 @@ pub fn push(
         return Ok(summary);
     }
     let view = Arc::new(handle.view(options.at_view)?);
-    let found = find(handle, &view, way, &standing, options.how)?;
+    // On one host, and with nothing stored in between, a dense region is moved whole: that costs less than picking.
+    let fill = !options.may_be_cut && options.commit == Commit::InPlace;
+    let found = find(handle, &view, way, &standing, options.how, fill)?;
     summary.method = found.method;
     summary.trust = found.trust.clone();
     summary.disk_size = view.len();
@@ -218,9 +222,10 @@ pub fn push(
     sender.finish()?;
     handle.acknowledge(&bookmark, committed.epoch)?;
     summary.epoch = Some(committed.epoch.number);
-    summary.blocks_changed = total.blocks.load(Relaxed);
-    summary.extents = total.extents.load(Relaxed);
-    summary.bytes_changed = total.bytes.load(Relaxed);
+    (summary.blocks_changed, summary.extents, summary.bytes_changed) = found
+        .changed
+        .filter(|(blocks, ..)| *blocks < total.blocks.load(Relaxed))
+        .unwrap_or((total.blocks.load(Relaxed), total.extents.load(Relaxed), total.bytes.load(Relaxed)));
     summary.bytes_read = total.read.load(Relaxed);
     summary.bytes_written = committed.bytes_written;
     summary.bytes_sent = traffic.sent();
@@ -292,6 +297,7 @@ fn find(
     way: Way,
     standing: &Standing,
     how: How,
+    fill: bool,
 ) -> Result<Found, SyncError> {
     let about = handle.about();
     let block_size = u64::from(about.block_size);
@@ -316,6 +322,7 @@ fn find(
             header.resumes = None;
             Ok(Found {
                 method: Method::Compare,
+                changed: None,
                 trust: format!("compared: {why}"),
                 header,
                 wanted: nothing(),
@@ -328,6 +335,7 @@ fn find(
             header.resumes = None;
             Ok(Found {
                 method: Method::Copy,
+                changed: None,
                 trust: "seeded".into(),
                 header,
                 wanted: Wanted { all_from: 0, ..nothing() },
@@ -338,7 +346,7 @@ fn find(
                 Ok(found) => found,
                 // The gap came up with the checkpoint itself.
                 Err(SourceError::Lost { why, .. }) if how != How::Tracked => {
-                    return find(handle, view, Way::Compare(why), standing, how);
+                    return find(handle, view, Way::Compare(why), standing, how, fill);
                 }
                 Err(error) => return Err(error.into()),
             };
@@ -364,6 +372,12 @@ fn find(
                     header.chain = chain;
                 }
             }
+            let changed = fill.then(|| {
+                let blocks = changes.count();
+                let extents = changes.runs().count() as u64;
+                fill_dense(&changes);
+                (blocks, extents, blocks.saturating_mul(block_size).min(size))
+            });
             let narrowed = Bitmap::new(changes.blocks());
             narrowed.union_with(&changes);
             if all_from != u64::MAX {
@@ -372,11 +386,33 @@ fn find(
             view.narrow(&narrowed);
             Ok(Found {
                 method: Method::Tracked,
+                changed,
                 trust: "tracked".into(),
                 header,
                 wanted: Wanted { changes, block_size, size, all_from },
             })
         }
+    }
+}
+
+/// Blocks of a window, and the part of it that must be marked for all of it to be moved: one in so many.
+const WINDOW: u64 = 2048;
+const DENSE_PART: u64 = 3;
+
+/// Marks what lies between the marked blocks of dense windows.
+fn fill_dense(changes: &Bitmap) {
+    let mut at = 0;
+    while let Some(first) = changes.runs_in(at..changes.blocks()).next() {
+        let window = first.start..(first.start + WINDOW).min(changes.blocks());
+        let (mut marked, mut end) = (0, first.start);
+        for run in changes.runs_in(window.clone()) {
+            marked += run.end - run.start;
+            end = run.end;
+        }
+        if marked * DENSE_PART >= window.end - window.start {
+            changes.set(first.start..end);
+        }
+        at = window.end;
     }
 }
 
@@ -591,4 +627,27 @@ fn send_differences(
     };
     view.verify().map_err(SyncError::io("read the view of the source"))?;
     sink.unit(encoder.trailer())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dense_windows_are_filled_and_others_left() {
+        let changes = Bitmap::new(10 * WINDOW);
+        // Every second block of the first window, every tenth of a later one, and two strays.
+        (0..WINDOW).step_by(2).for_each(|b| {
+            changes.set(b..b + 1);
+        });
+        (4 * WINDOW..5 * WINDOW).step_by(10).for_each(|b| {
+            changes.set(b..b + 1);
+        });
+        changes.set(9 * WINDOW..9 * WINDOW + 1);
+        changes.set(10 * WINDOW - 1..10 * WINDOW);
+        let sparse = changes.count() - WINDOW / 2;
+        fill_dense(&changes);
+        assert!(changes.all(0..WINDOW - 1));
+        assert_eq!(changes.count(), WINDOW - 1 + sparse);
+    }
 }
