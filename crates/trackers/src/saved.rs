@@ -78,7 +78,6 @@ impl Saved {
             }
             Err(e) => return Err(e.into()),
         };
-        data.set_len(size)?;
         let head = Mapping::new(&map, ((HEAD_WORDS + 2 * words) * 8) as u64)?;
         for (at, word) in [MAGIC, size, u64::from(block_size), limit].into_iter().enumerate() {
             head[at].store(word, Relaxed);
@@ -248,7 +247,7 @@ impl Saved {
             let bytes = self.bytes_of(&run);
             let (from, to) = (bytes.start.max(offset), bytes.end.min(end));
             if from < to {
-                self.data.read_exact_at(&mut buf[(from - offset) as usize..(to - offset) as usize], from)?;
+                self.read_kept(from, &mut buf[(from - offset) as usize..(to - offset) as usize])?;
             }
         }
         // Looked at last: a view that broke while we read may have let a write through.
@@ -258,6 +257,24 @@ impl Saved {
                  for it (--view-limit of \"dsync serve\", or the room in the state directory) were not enough",
                 self.limit
             )));
+        }
+        Ok(())
+    }
+
+    /// Reads kept data. The file ends where the last block ends that was not all zeroes; a disk may be larger than the file
+    /// system lets a file be.
+    fn read_kept(&self, from: u64, buf: &mut [u8]) -> io::Result<()> {
+        let mut have = 0;
+        while have < buf.len() {
+            match self.data.read_at(&mut buf[have..], from + have as u64) {
+                Ok(0) => {
+                    buf[have..].fill(0);
+                    return Ok(());
+                }
+                Ok(got) => have += got,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
         }
         Ok(())
     }
