@@ -332,10 +332,9 @@ impl Growing {
         Ok(())
     }
 
-    /// Hands all but what lies behind `bytes` to the file. Not durable.
-    pub fn keep(mut self, bytes: u64) -> io::Result<()> {
-        self.empty()?;
-        if self.written > bytes { self.file.set_len(bytes) } else { Ok(()) }
+    /// Hands what has come to the file. Not durable; what is not in order is found out when it is measured.
+    pub fn keep(mut self) -> io::Result<()> {
+        self.empty()
     }
 
     /// The journal is whole: makes it durable, under the name that says so.

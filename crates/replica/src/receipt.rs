@@ -454,7 +454,7 @@ impl Receipt<'_> {
         match std::mem::replace(&mut self.sink, Sink::Closed) {
             Sink::Journal(journal) => {
                 let contents = contents(&journal, &self.decoder, self.decoder.is_complete());
-                if let Err(e) = journal.file.keep(contents.bytes) {
+                if let Err(e) = journal.file.keep() {
                     return Err(self.replica.journal_failed(e));
                 }
                 self.replica.journal = (!contents.segments.is_empty()).then_some(contents);

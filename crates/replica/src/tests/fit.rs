@@ -402,3 +402,73 @@ fn another_file_at_the_partial_name_is_noticed() {
     assert!(matches!(error, ReplicaError::PartialTaken(_)), "{error}");
     assert_eq!(std::fs::read(&partial).unwrap(), theirs);
 }
+
+/// A disk that grows, is cut off there, and shrinks again: what was received lies beyond the end it will have.
+#[test]
+fn a_part_beyond_the_final_end_is_merged() {
+    let source = source();
+    for then in MODES {
+        let world = at(&source, 0);
+        let mut replica = world.open(&on()).unwrap();
+        let delta = source.tracked(0, 1);
+        let frames = units(&delta).len() - 2;
+        receive_part(&mut replica, &delta, Commit::Journal, frames).unwrap();
+        assert!(replica.standing().positions[0].upto > source.size(2));
+        let rest = source.lacks(replica.standing(), None, 2);
+        merge(&mut replica, &rest, then).unwrap();
+        assert!(world.holds(&source.images[2]), "{then:?}");
+    }
+}
+
+/// The journal's work is done and only its removal was missing; then somebody writes to the destination.
+#[test]
+fn a_journal_that_was_merged_covers_no_foreign_write() {
+    let source = source();
+    let world = at(&source, 0);
+    let power = on();
+    let mut replica = world.open(&power).unwrap();
+    let already = power.steps();
+    let other = world.fork();
+    merge(&mut other.open(&power).unwrap(), &source.tracked(0, 1), Commit::Journal).unwrap();
+    // Opening took a step too; the last of all is the removal.
+    let steps = power.steps() - already - 1;
+    power.cut_at(power.steps() + steps);
+    merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap_err();
+    drop(replica);
+    assert!(world.names().contains(&"journal-whole".to_owned()));
+    world.fork().open(&on()).unwrap();
+    world.tamper(3 * BLOCK, 99);
+    assert!(matches!(world.open(&on()), Err(ReplicaError::Changed { .. })));
+}
+
+/// A part of a delta that does not fit, as when a state folder was put together from two backups.
+#[test]
+fn a_part_that_does_not_fit_is_dropped() {
+    let source = source();
+    let (old, new) = (at(&source, 1), at(&source, 3));
+    receive_part(&mut old.open(&on()).unwrap(), &source.tracked(1, 2), Commit::Journal, 2).unwrap();
+    assert!(old.open(&on()).unwrap().standing().resumes.is_some());
+    std::fs::copy(old.state().join("journal"), new.state().join("journal")).unwrap();
+    let replica = new.open(&on()).unwrap();
+    assert_eq!((replica.standing().resumes, replica.standing().positions.len()), (None, 1));
+    assert!(!new.names().contains(&"journal".to_owned()));
+}
+
+/// Each byte of a kept part is verified before it is counted.
+#[test]
+fn a_damaged_part_counts_up_to_the_damage() {
+    let source = source();
+    let world = at(&source, 0);
+    receive_part(&mut world.open(&on()).unwrap(), &source.tracked(0, 1), Commit::Journal, 4).unwrap();
+    let held = world.open(&on()).unwrap().standing().resumes.unwrap();
+    let journal = world.state().join("journal");
+    let mut bytes = std::fs::read(&journal).unwrap();
+    let last = bytes.len() - 10;
+    bytes[last] ^= 1;
+    std::fs::write(&journal, &bytes).unwrap();
+    let mut replica = world.open(&on()).unwrap();
+    assert_eq!(replica.standing().resumes.unwrap().frames, held.frames - 1);
+    let rest = source.lacks(replica.standing(), None, 2);
+    merge(&mut replica, &rest, Commit::Journal).unwrap();
+    assert!(world.holds(&source.images[2]));
+}
