@@ -92,6 +92,12 @@ enum What {
         #[arg(long)]
         list: Option<PathBuf>,
     },
+    /// Read files in full, all of them at once, with io_uring and past the page cache
+    Read {
+        /// The files
+        #[arg(required = true)]
+        files: Vec<PathBuf>,
+    },
     /// The paper's way: listed blocks to standard output, one at a time
     #[command(hide = true)]
     Extract { source: PathBuf, list: PathBuf },
@@ -176,6 +182,7 @@ fn main() -> ExitCode {
         What::Limit { source, destination, list } => {
             limit::run(&source, &destination, list.as_deref()).map(|()| true)
         }
+        What::Read { files } => limit::read(&files).map(|_| true),
         What::Extract { source, list } => paper::extract(&source, &list).map(|()| true),
         What::Merge { destination } => paper::merge(&destination).map(|()| true),
         What::Rsh { rate, host, words } => match compress::rsh(rate, &host, &words) {

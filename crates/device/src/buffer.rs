@@ -148,7 +148,7 @@ impl DerefMut for Buf {
 
 impl From<&[u8]> for Buf {
     fn from(bytes: &[u8]) -> Buf {
-        let mut buf = Buf::new(bytes.len());
+        let mut buf = Buf::scratch(bytes.len());
         buf.copy_from_slice(bytes);
         buf
     }

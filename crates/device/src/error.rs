@@ -126,6 +126,18 @@ struct Fault {
     source: io::Error,
 }
 
+/// True if a read failed because the medium could not give the data, and not for any other reason: other parts of the disk
+/// may be read all the same.
+pub fn is_unreadable(error: &io::Error) -> bool {
+    let inner = error.get_ref().and_then(|e| e.downcast_ref::<Fault>());
+    let number = inner.map_or(error, |fault| &fault.source).raw_os_error();
+    // What drivers and file systems make of a bad sector or a wrong checksum.
+    matches!(
+        number,
+        Some(libc::EIO | libc::EREMOTEIO | libc::ENODATA | libc::EILSEQ | libc::EBADMSG | libc::EUCLEAN)
+    )
+}
+
 /// Names the disk and the place in a failed request's error.
 pub(crate) fn at(path: &Path, doing: &'static str, offset: u64, len: u64, source: io::Error) -> io::Error {
     io::Error::new(source.kind(), Fault { path: path.to_path_buf(), doing, offset, len, source })

@@ -146,6 +146,9 @@ pub struct Sync {
     /// How to find the changes
     #[arg(long, value_enum, default_value_t = MethodArg::Auto)]
     pub method: MethodArg,
+    /// How blocks are compared
+    #[arg(long, value_enum, default_value_t = HashArg::Blake3)]
+    pub hash: HashArg,
     /// How the replica steps to the new epoch
     #[arg(long, value_enum, default_value_t = CommitArg::Journal)]
     pub commit: CommitArg,
@@ -187,6 +190,17 @@ pub enum MethodArg {
     Tracked,
     /// Checksums of all blocks on both sides
     Compare,
+    /// No finding: everything that is allocated is sent
+    Copy,
+}
+
+/// How blocks are digested.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum HashArg {
+    /// BLAKE3: no two blocks are alike, whoever wrote them
+    Blake3,
+    /// XXH3-128: faster, for disks whose writers mean no harm
+    Xxh3,
 }
 
 /// How the replica steps to the new epoch.

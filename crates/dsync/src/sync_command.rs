@@ -7,7 +7,7 @@ use link::Link;
 use source::{Handle, StateDir};
 use sync::{Commit, How, Options, Summary};
 
-use crate::args::{self, CommitArg, MethodArg};
+use crate::args::{self, CommitArg, HashArg, MethodArg};
 use crate::failure::Failure;
 use crate::output::Output;
 use crate::units;
@@ -52,23 +52,30 @@ pub fn commit(arg: CommitArg) -> Commit {
     }
 }
 
+pub fn hash(arg: HashArg) -> compare::Hash {
+    match arg {
+        HashArg::Blake3 => compare::Hash::Blake3,
+        HashArg::Xxh3 => compare::Hash::Xxh3,
+    }
+}
+
 /// Runs the command.
 pub fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Result<()> {
     let destination = Destination::parse(&args.destination)?;
     if args.bwlimit == Some(0) {
         return Err(Failure::usage("--bwlimit takes a rate above zero, such as 10M").into());
     }
-    if args.adopt && args.method == MethodArg::Tracked {
-        return Err(
-            Failure::usage("--adopt proves a copy by comparing it: leave --method tracked out").into()
-        );
+    if args.adopt && !matches!(args.method, MethodArg::Auto | MethodArg::Compare) {
+        return Err(Failure::usage("--adopt proves a copy by comparing it: leave --method out").into());
     }
     let options = Options {
         how: match args.method {
             MethodArg::Auto => How::Auto,
             MethodArg::Tracked => How::Tracked,
             MethodArg::Compare => How::Compare,
+            MethodArg::Copy => How::Copy,
         },
+        hash: hash(args.hash),
         commit: commit(args.commit),
         dry_run: args.dry_run,
         adopt: args.adopt,

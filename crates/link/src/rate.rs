@@ -7,14 +7,15 @@ use std::time::{Duration, Instant};
 /// What may be caught up after a pause. With a chunk of the same size, no more than 100 ms' worth goes out at once.
 const SLACK: Duration = Duration::from_millis(50);
 
-/// A token bucket, kept as the moment from which more may be sent.
-pub(crate) struct Rate {
+/// A token bucket, kept as the moment from which more may pass.
+pub struct Rate {
     per_second: u64,
     free_at: Instant,
 }
 
 impl Rate {
-    pub(crate) fn new(per_second: u64) -> Rate {
+    /// So many bytes a second; at least one.
+    pub fn new(per_second: u64) -> Rate {
         Rate { per_second: per_second.max(1), free_at: Instant::now() }
     }
 
@@ -23,8 +24,8 @@ impl Rate {
         (self.per_second / 20).clamp(512, 1 << 20) as usize
     }
 
-    /// Sleeps until more may be sent.
-    pub(crate) fn wait(&mut self) {
+    /// Sleeps until more may pass.
+    pub fn wait(&mut self) {
         let now = Instant::now();
         match self.free_at.checked_duration_since(now) {
             Some(early) => sleep(early),
@@ -32,8 +33,8 @@ impl Rate {
         }
     }
 
-    /// Counts what was sent.
-    pub(crate) fn charge(&mut self, bytes: u64) {
+    /// Counts what has passed.
+    pub fn charge(&mut self, bytes: u64) {
         self.free_at += Duration::from_secs_f64(bytes as f64 / self.per_second as f64);
     }
 }

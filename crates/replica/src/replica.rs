@@ -613,7 +613,8 @@ impl Replica {
                 let given = "the delta was made for another state of it".into();
                 return refused("has moved on".into(), given);
             }
-            if header.method != Method::Compare && self.positions().iter().any(|p| p.epoch.is_none()) {
+            let all = matches!(header.method, Method::Compare | Method::Copy);
+            if !all && self.positions().iter().any(|p| p.epoch.is_none()) {
                 return refused("is not proven yet".into(), "only a compare can do that".into());
             }
         } else if header.resumes.is_none() {

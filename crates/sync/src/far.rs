@@ -70,6 +70,7 @@ fn converse(sender: &Sender, receiver: &Receiver, state: &StateDir) -> Result<()
             resumes: standing.resumes,
             size: standing.size,
             recovered: standing.recovered.clone(),
+            changed: None,
         },
     )?;
     let plan: Plan = match receiver.recv()? {
@@ -90,7 +91,7 @@ fn converse(sender: &Sender, receiver: &Receiver, state: &StateDir) -> Result<()
     let committed = match (compare, disk) {
         (Some(compare), Some(disk)) => std::thread::scope(|scope| {
             let answering = scope.spawn(move || {
-                compare::answer(&disk, compare.size, compare.block_size, |claim, digests| {
+                compare::answer(&disk, &compare, |claim, digests| {
                     let message = of_claim(&claim, &digests)?;
                     sender.send(message).map_err(std::io::Error::other)
                 })

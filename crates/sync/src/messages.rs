@@ -14,7 +14,7 @@
 
 use std::path::PathBuf;
 
-use compare::Claim;
+use compare::{Claim, Scope};
 use delta::{Epoch, Resume, Unit, UnitKind};
 use device::Buf;
 use link::Message;
@@ -53,6 +53,8 @@ pub(crate) struct Open {
     pub journal_dir: Option<PathBuf>,
     pub commit: Commit,
     pub adopt: bool,
+    /// It will be compared and perhaps mended: others may have changed it.
+    pub verify: bool,
 }
 
 /// What stands at the destination.
@@ -76,6 +78,8 @@ pub(crate) struct Standing {
     pub size: u64,
     /// What opening it had to mend, for people to read.
     pub recovered: Option<String>,
+    /// Why it may not be what its last commit left, where that was let pass.
+    pub changed: Option<String>,
 }
 
 /// A part of a replica.
@@ -92,15 +96,10 @@ pub(crate) struct Part {
 pub(crate) struct Plan {
     /// Bytes of changes, as far as is known.
     pub bytes: u64,
-    /// The source asks for digests of the replica, as if it had so many bytes, by blocks of that size.
-    pub compare: Option<Compare>,
-}
-
-/// Asks for digests.
-#[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct Compare {
-    pub size: u64,
-    pub block_size: u32,
+    /// The source asks for digests of the replica.
+    pub compare: Option<Scope>,
+    /// A delta follows; else the digests are all that is wanted.
+    pub delta: bool,
 }
 
 /// The replica stands at the new epoch.

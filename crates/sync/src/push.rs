@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Instant;
 
-use compare::{Claim, in_order};
+use compare::{Hash, Scope, in_order};
 use delta::{Compressor, Encoder, Frame, Header, Method, Unit, encode_frame};
 use device::Disk;
 use extents::Bitmap;
@@ -14,12 +14,13 @@ use serde::Serialize;
 use source::{Handle, Position, SourceError, View};
 use uuid::Uuid;
 
+use crate::compared::send_differences;
 use crate::error::SyncError;
 use crate::messages::{
-    CLAIM, COMMITTED, Commit, Committed, Compare, OPEN, Open, PLAN, Part, Plan, STANDING, Standing, expect,
+    COMMITTED, Commit, Committed, FAILED, Failed, OPEN, Open, PLAN, Part, Plan, STANDING, Standing, expect,
     of_unit, unexpected,
 };
-use crate::read::{FrameReader, FrameSize, Packer, Wanted};
+use crate::read::{FrameReader, FrameSize, Wanted};
 
 /// How the changes are to be found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -31,6 +32,8 @@ pub enum How {
     Tracked,
     /// By digests.
     Compare,
+    /// Not at all: everything is sent.
+    Copy,
 }
 
 /// What to do.
@@ -46,6 +49,8 @@ pub struct Options {
     pub adopt: bool,
     /// Send the view that is open as `@view`.
     pub at_view: bool,
+    /// How blocks are digested.
+    pub hash: Hash,
     /// A zstd level.
     pub compress: Option<i32>,
     /// Bytes a second.
@@ -119,7 +124,7 @@ struct Found {
 enum Way {
     Tracked(Vec<Position>),
     Compare(String),
-    Copy,
+    Copy(String),
 }
 
 /// Brings the replica at the other end of `link` up to date. `name` is how the user named the destination.
@@ -143,6 +148,7 @@ pub fn push(
         journal_dir: options.journal_dir.clone(),
         commit: options.commit,
         adopt: options.adopt,
+        verify: false,
     };
     sender.send_json(OPEN, &open)?;
     let standing: Standing = expect(&receiver, STANDING)?.json()?;
@@ -182,8 +188,7 @@ pub fn push(
     summary.method = found.method;
     summary.trust = found.trust.clone();
     summary.disk_size = view.len();
-    let replica = standing.path.display().to_string();
-    let bookmark = if name.contains(':') && !name.starts_with('/') { name.to_owned() } else { replica };
+    let bookmark = bookmark(name, &standing);
 
     // Nothing changed and the replica stands at this epoch already: there is nothing to commit.
     let epoch = view.epoch();
@@ -201,24 +206,15 @@ pub fn push(
 
     let total = Totals::default();
     let result = match found.method {
-        Method::Compare => send_differences(&sender, &receiver, &view, &found, options, &total, progress),
+        Method::Compare => {
+            let scope = Scope { hash: options.hash, ..Scope::whole(view.len(), about.block_size) };
+            let size = FrameSize::new(options.may_be_cut, u64::from(about.block_size));
+            let how = Packing { compress: options.compress, size };
+            send_differences(&sender, &receiver, &view, &found.header, &scope, how, &total, progress)
+        }
         _ => send_wanted(&sender, &view, &found, options, &total, progress),
     };
-    // Where the far side gave its reason, that is the error, and not the broken link that came of it.
-    let committed: Committed = match result.and_then(|()| expect(&receiver, COMMITTED)) {
-        Ok(message) => message.json()?,
-        Err(error @ SyncError::Link(_)) => {
-            return Err(match receiver.recv() {
-                Ok(Some(message)) if message.kind == crate::messages::FAILED => unexpected(&message),
-                _ => error,
-            });
-        }
-        Err(error) => {
-            let failed = crate::messages::Failed { message: error.to_string(), class: error.class() };
-            let _ = sender.send_json(crate::messages::FAILED, &failed);
-            return Err(error);
-        }
-    };
+    let committed = committed(&sender, &receiver, result)?;
     sender.finish()?;
     handle.acknowledge(&bookmark, committed.epoch)?;
     summary.epoch = Some(committed.epoch.number);
@@ -233,6 +229,33 @@ pub fn push(
     summary.view_bytes = view.kept_bytes();
     summary.seconds = began.elapsed().as_secs_f64();
     Ok(summary)
+}
+
+/// The name under which a source remembers a replica.
+pub(crate) fn bookmark(name: &str, standing: &Standing) -> String {
+    let far = name.contains(':') && !name.starts_with('/');
+    if far { name.to_owned() } else { standing.path.display().to_string() }
+}
+
+/// What the far side makes of a delta that was sent, or of what went wrong here. Where the far side gave its reason, that is
+/// the error, and not the broken link that came of it.
+pub(crate) fn committed(
+    sender: &Sender,
+    receiver: &Receiver,
+    sent: Result<(), SyncError>,
+) -> Result<Committed, SyncError> {
+    match sent.and_then(|()| expect(receiver, COMMITTED)) {
+        Ok(message) => Ok(message.json()?),
+        Err(error @ SyncError::Link(_)) => Err(match receiver.recv() {
+            Ok(Some(message)) if message.kind == FAILED => unexpected(&message),
+            _ => error,
+        }),
+        Err(error) => {
+            let failed = Failed { message: error.to_string(), class: error.class() };
+            let _ = sender.send_json(FAILED, &failed);
+            Err(error)
+        }
+    }
 }
 
 /// Decides how to find the changes, before a checkpoint is taken: a refused sync leaves no epoch behind.
@@ -253,7 +276,7 @@ fn choose(handle: &Handle, standing: &Standing, options: &Options) -> Result<Way
                 "there is no replica at {} yet: make it first, without --method tracked",
                 standing.path.display()
             ))),
-            _ => Ok(Way::Copy),
+            _ => Ok(Way::Copy("seeded".into())),
         };
     }
     let positions: Option<Vec<Position>> =
@@ -263,7 +286,10 @@ fn choose(handle: &Handle, standing: &Standing, options: &Options) -> Result<Way
     }
     if standing.positions.is_empty() {
         // A seed that had not come far enough to keep anything.
-        return Ok(Way::Copy);
+        return Ok(Way::Copy("seeded".into()));
+    }
+    if options.how == How::Copy {
+        return Ok(Way::Copy("copied: asked for".into()));
     }
     let lost = match positions.filter(|_| !options.adopt) {
         Some(positions) => match handle.reaches(&positions) {
@@ -328,18 +354,19 @@ fn find(
                 wanted: nothing(),
             })
         }
-        Way::Copy => {
+        Way::Copy(trust) => {
             header.method = Method::Copy;
-            header.size_before = 0;
-            header.binds = standing.under_way.then_some(standing.nonce);
             header.resumes = None;
-            Ok(Found {
-                method: Method::Copy,
-                changed: None,
-                trust: "seeded".into(),
-                header,
-                wanted: Wanted { all_from: 0, ..nothing() },
-            })
+            let mut wanted = Wanted { all_from: 0, ..nothing() };
+            if standing.positions.is_empty() {
+                header.size_before = 0;
+                header.binds = standing.under_way.then_some(standing.nonce);
+            } else {
+                // Something stands there: its zeroes must be named.
+                wanted = Wanted { changes: Bitmap::new(size.div_ceil(block_size)), ..nothing() };
+                wanted.changes.set(0..wanted.changes.blocks());
+            }
+            Ok(Found { method: Method::Copy, changed: None, trust, header, wanted })
         }
         Way::Tracked(positions) => {
             let (changes, chain) = match handle.changes_since(&positions, view) {
@@ -428,12 +455,12 @@ fn estimate(handle: &Handle, way: &Way, summary: &mut Summary) -> Result<(), Syn
             Wanted { changes: handle.estimate(positions)?, block_size, size, all_from }
         }
         // What a compare will find can't be known before; everything is the bound.
-        Way::Copy | Way::Compare(_) => Wanted { changes: Bitmap::new(0), block_size, size, all_from: 0 },
+        Way::Copy(_) | Way::Compare(_) => Wanted { changes: Bitmap::new(0), block_size, size, all_from: 0 },
     };
     (summary.method, summary.trust) = match way {
         Way::Tracked(_) => (Method::Tracked, "tracked".into()),
         Way::Compare(why) => (Method::Compare, format!("compared: {why}")),
-        Way::Copy => (Method::Copy, "seeded".into()),
+        Way::Copy(trust) => (Method::Copy, trust.clone()),
     };
     summary.disk_size = size;
     (summary.blocks_changed, summary.extents, summary.bytes_changed) =
@@ -453,7 +480,7 @@ pub(crate) struct Totals {
 }
 
 impl Totals {
-    fn add(&self, frame: &Frame, block_size: u64) {
+    pub fn add(&self, frame: &Frame, block_size: u64) {
         for record in &frame.records {
             self.extents.fetch_add(1, Relaxed);
             self.bytes.fetch_add(record.len(), Relaxed);
@@ -482,7 +509,7 @@ fn send_wanted(
     progress: Progress<'_>,
 ) -> Result<(), SyncError> {
     let (_, _, bytes) = found.wanted.count(&**view).map_err(SyncError::io("look at the view"))?;
-    sender.send_json(PLAN, &Plan { bytes, compare: None })?;
+    sender.send_json(PLAN, &Plan { bytes, compare: None, delta: true })?;
     let size = FrameSize::new(options.may_be_cut, found.wanted.block_size);
     let how = Packing { compress: options.compress, size };
     pack_wanted(sender, view, &found.header, &found.wanted, how, totals, &|done| progress(done, bytes))
@@ -550,82 +577,6 @@ pub(crate) fn pack_wanted(
     }
     // The last moment to notice that what was read was no one moment: without a trailer nothing is committed.
     view.verify().map_err(SyncError::io(reading()))?;
-    sink.unit(encoder.trailer())
-}
-
-fn send_differences(
-    sender: &Sender,
-    receiver: &Receiver,
-    view: &Arc<View>,
-    found: &Found,
-    options: &Options,
-    totals: &Totals,
-    progress: Progress<'_>,
-) -> Result<(), SyncError> {
-    let size = view.len();
-    let block_size = found.header.block_size;
-    sender.send_json(PLAN, &Plan { bytes: 0, compare: Some(Compare { size, block_size }) })?;
-    let (mut encoder, unit) = Encoder::new(&found.header, options.compress)?;
-    let mut sink = sender;
-    sink.unit(unit)?;
-    let mut packer = Packer::new(FrameSize::new(options.may_be_cut, u64::from(block_size)));
-    let disk: Arc<dyn Disk> = view.clone();
-    // Errors of the link keep their words through the compare room, which knows only those of the system.
-    let mut trouble: Option<SyncError> = None;
-    let heard_trouble = std::sync::Mutex::new(None);
-    let heard = AtomicU64::new(0);
-    let hear = || {
-        let next = (|| -> Result<(Claim, Vec<u8>), SyncError> {
-            let message = expect(receiver, CLAIM)?;
-            Ok((message.json::<Claim>()?, message.body.to_vec()))
-        })();
-        match next {
-            Ok((claim, digests)) => {
-                heard.store(claim.range().end, Relaxed);
-                Ok(Some((claim, digests)))
-            }
-            Err(error) => {
-                *heard_trouble.lock().unwrap_or_else(|e| e.into_inner()) = Some(error);
-                Err(std::io::Error::other("the far side stopped"))
-            }
-        }
-    };
-    let mut emit = |frame: Frame| -> std::io::Result<()> {
-        totals.add(&frame, u64::from(block_size));
-        let end = frame.records.last().map_or(0, |r| r.end());
-        let sent =
-            encoder.frame(frame).map_err(SyncError::from).and_then(|unit| Ok(sender.send(of_unit(unit))?));
-        match sent {
-            Ok(()) => {
-                view.taken(end);
-                Ok(())
-            }
-            Err(error) => {
-                trouble = Some(error);
-                Err(std::io::Error::other("the far side stopped"))
-            }
-        }
-    };
-    let compared = compare::differences(&disk, block_size, hear, |difference| {
-        progress(heard.load(Relaxed), size);
-        packer.add(difference, &mut emit)
-    })
-    .and_then(|read| {
-        if !packer.is_empty() {
-            emit(packer.take())?;
-        }
-        Ok(read)
-    });
-    match compared {
-        Ok(read) => totals.read.fetch_add(read, Relaxed),
-        Err(error) => {
-            let heard = heard_trouble.into_inner().unwrap_or_else(|e| e.into_inner());
-            return Err(trouble
-                .or(heard)
-                .unwrap_or_else(|| SyncError::io("compare the view of the source")(error)));
-        }
-    };
-    view.verify().map_err(SyncError::io("read the view of the source"))?;
     sink.unit(encoder.trailer())
 }
 

@@ -400,44 +400,38 @@ impl Packer {
         Packer { size, records: Vec::new(), data: None }
     }
 
-    /// Adds a difference; hands over the frames that became full.
-    pub fn add(
-        &mut self,
-        difference: compare::Difference,
-        mut full: impl FnMut(Frame) -> io::Result<()>,
-    ) -> io::Result<()> {
-        if self.records.len() >= FRAME_EXTENTS {
-            full(self.take())?;
+    /// Adds zeroes; returns the frame that became full.
+    pub fn zero(&mut self, range: Range<u64>) -> Option<Frame> {
+        let full = (self.records.len() >= FRAME_EXTENTS).then(|| self.take());
+        let more = range.end - range.start;
+        match self.records.last_mut() {
+            Some(Record::Zero { offset, len }) if *offset + *len == range.start => *len += more,
+            _ => self.records.push(Record::Zero { offset: range.start, len: more }),
         }
-        match difference {
-            compare::Difference::Zero(range) => match self.records.last_mut() {
-                Some(Record::Zero { offset, len }) if *offset + *len == range.start => {
-                    *len += range.end - range.start
-                }
-                _ => self.records.push(Record::Zero { offset: range.start, len: range.end - range.start }),
-            },
-            compare::Difference::Data { offset, data } => {
-                let limit = self.size.limit() as usize;
-                if self.data.as_ref().is_some_and(|d| d.len() + data.len() > limit) {
-                    full(self.take())?;
-                }
-                let buf = self.data.get_or_insert_with(|| {
-                    let mut buf = Buf::new(FRAME as usize);
-                    buf.set_len(0);
-                    buf
-                });
-                self.size.given += data.len() as u64;
-                let at = buf.len();
-                buf.set_len(at + data.len());
-                buf[at..].copy_from_slice(&data);
-                let more = data.len() as u64;
-                match self.records.last_mut() {
-                    Some(Record::Data { offset: o, len }) if *o + *len == offset => *len += more,
-                    _ => self.records.push(Record::Data { offset, len: more }),
-                }
-            }
+        full
+    }
+
+    /// Adds data, at most [`FRAME`] bytes; returns the frame that became full.
+    pub fn data(&mut self, offset: u64, data: &[u8]) -> Option<Frame> {
+        let limit = self.size.limit() as usize;
+        let held = self.data.as_ref().map_or(0, |d| d.len());
+        let ends = self.records.len() >= FRAME_EXTENTS || (held > 0 && held + data.len() > limit);
+        let full = ends.then(|| self.take());
+        let buf = self.data.get_or_insert_with(|| {
+            let mut buf = Buf::scratch(FRAME as usize);
+            buf.set_len(0);
+            buf
+        });
+        let more = data.len() as u64;
+        self.size.given += more;
+        let at = buf.len();
+        buf.set_len(at + data.len());
+        buf[at..].copy_from_slice(data);
+        match self.records.last_mut() {
+            Some(Record::Data { offset: o, len }) if *o + *len == offset => *len += more,
+            _ => self.records.push(Record::Data { offset, len: more }),
         }
-        Ok(())
+        full
     }
 
     /// What is left.

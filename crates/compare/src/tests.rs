@@ -1,0 +1,243 @@
+use std::ops::Range;
+use std::sync::Arc;
+
+use device::faulty::{FaultyDisk, Outage, Power};
+use device::{Disk, RamDisk};
+use proptest::prelude::*;
+
+use super::*;
+
+/// What a comparison came upon.
+#[derive(Default)]
+struct Outcome {
+    mended: Vec<u8>,
+    sent: u64,
+    read: u64,
+    unreadable: Vec<Range<u64>>,
+    unreadable_there: Vec<Range<u64>>,
+}
+
+fn run_disks(
+    from: Arc<dyn Disk>,
+    to: Arc<dyn Disk>,
+    scope: &Scope,
+    replica: &[u8],
+) -> std::io::Result<Outcome> {
+    let mut claims = Vec::new();
+    answer(&to, scope, |claim, digests| {
+        claims.push((claim, digests));
+        Ok(())
+    })?;
+    let mut claims = claims.into_iter();
+    let mut outcome = Outcome { mended: replica.to_vec(), ..Outcome::default() };
+    outcome.mended.resize(scope.size as usize, 0);
+    let mut last = 0;
+    let mut looked = 0;
+    differences(
+        &from,
+        scope,
+        || Ok(claims.next()),
+        |finding| {
+            let range = match finding {
+                Finding::Data { offset, data } => {
+                    outcome.sent += data.len() as u64;
+                    outcome.mended[offset as usize..][..data.len()].copy_from_slice(data);
+                    offset..offset + data.len() as u64
+                }
+                Finding::Zero(r) => {
+                    outcome.mended[r.start as usize..r.end as usize].fill(0);
+                    r
+                }
+                Finding::Unreadable(r) => {
+                    outcome.unreadable.push(r.clone());
+                    r
+                }
+                Finding::UnreadableThere(r) => {
+                    outcome.unreadable_there.push(r);
+                    return Ok(());
+                }
+                Finding::Upto(upto, read) => {
+                    assert!(upto >= last && upto > looked);
+                    looked = upto;
+                    outcome.read += read;
+                    return Ok(());
+                }
+            };
+            assert!(range.start >= last && range.start < range.end, "differences ascend");
+            last = range.end;
+            Ok(())
+        },
+    )?;
+    assert_eq!(claims.len(), 0);
+    Ok(outcome)
+}
+
+fn run(source: &[u8], replica: &[u8], scope: &Scope) -> Outcome {
+    let from: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(source));
+    let to: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(replica));
+    run_disks(from, to, scope, replica).unwrap()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(40))]
+    #[test]
+    fn any_replica_becomes_equal(
+        size in 1usize..5_000_000,
+        other in 1usize..5_000_000,
+        edits in proptest::collection::vec((0usize..5_000_000, 1usize..300_000, 0u8..4), 0..20),
+        shift in 12u32..17,
+        fast in any::<bool>(),
+        ranges in proptest::collection::vec((0u64..5_000_000, 1u64..2_000_000), 0..4),
+    ) {
+        let mut source = vec![0u8; size];
+        for (at, len, value) in &edits {
+            if *at < size {
+                let end = (at + len).min(size);
+                source[*at..end].fill(*value);
+            }
+        }
+        let mut replica = source.clone();
+        replica.resize(other, 7);
+        for (at, len, value) in edits.iter().rev().take(5) {
+            if *at < other {
+                let end = (at + len / 2).min(other);
+                replica[*at..end].fill(value.wrapping_mul(3));
+            }
+        }
+        let hash = if fast { Hash::Xxh3 } else { Hash::Blake3 };
+        let whole = Scope { hash, ..Scope::whole(size as u64, 1 << shift) };
+        prop_assert!(run(&source, &replica, &whole).mended == source);
+        // Only where it is asked for.
+        if !ranges.is_empty() {
+            let ranges: Vec<Range<u64>> = ranges.iter().map(|(at, len)| *at..at + len).collect();
+            let scope = whole.within(&ranges);
+            let mended = run(&source, &replica, &scope).mended;
+            replica.resize(size, 0);
+            let mut expected = replica;
+            for r in &scope.ranges {
+                let r = r.start as usize..r.end as usize;
+                expected[r.clone()].copy_from_slice(&source[r]);
+            }
+            prop_assert!(mended == expected);
+        }
+    }
+}
+
+#[test]
+fn equal_disks_differ_nowhere_and_holes_are_not_read() {
+    let bytes: Vec<u8> = (0..3_000_001u32).map(|i| (i / 7) as u8).collect();
+    let scope = Scope::whole(bytes.len() as u64, 4096);
+    assert_eq!(run(&bytes, &bytes, &scope).sent, 0);
+    let sparse = || {
+        let disk = RamDisk::new(64 << 30);
+        disk.write_at(5 << 30, &[1; 10_000]).unwrap();
+        Arc::new(disk) as Arc<dyn Disk>
+    };
+    let mut claims = Vec::new();
+    let scope = Scope::whole(64 << 30, 4096);
+    answer(&sparse(), &scope, |claim, digests| {
+        claims.push((claim, digests));
+        Ok(())
+    })
+    .unwrap();
+    assert!(claims.len() < 10, "{} claims", claims.len());
+    let (mut claims, mut read) = (claims.into_iter(), 0);
+    differences(
+        &sparse(),
+        &scope,
+        || Ok(claims.next()),
+        |finding| {
+            match finding {
+                Finding::Upto(_, bytes) => read += bytes,
+                other => panic!("{other:?}"),
+            }
+            Ok(())
+        },
+    )
+    .unwrap();
+    assert!(read <= 2 << 20, "{read} bytes read");
+}
+
+#[test]
+fn a_lying_account_is_refused() {
+    let disk: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(&[1; 10_000]));
+    let scope = Scope::whole(10_000, 4096);
+    let hear = |claims: Vec<(Claim, Vec<u8>)>, scope: &Scope| {
+        let mut claims = claims.into_iter();
+        differences(&disk, scope, || Ok(claims.next()), |_| Ok(()))
+    };
+    for claims in [
+        vec![],
+        vec![(Claim::Zero(0..20_000), vec![])],
+        vec![(Claim::Zero(0..u64::MAX), vec![])],
+        vec![(Claim::Zero(4096..8192), vec![])],
+        vec![(Claim::Zero(0..0), vec![])],
+        vec![(Claim::Zero(0..5), vec![])],
+        vec![(Claim::Zero(0..4096), vec![0; DIGEST])],
+        vec![(Claim::Unreadable(0..20_000), vec![])],
+        vec![(Claim::Digests(0..10_000), vec![0; 7])],
+        vec![(Claim::Digests(0..10_000), vec![0; 4 * DIGEST])],
+        vec![(Claim::Digests(0..4096), vec![0; DIGEST]), (Claim::Digests(0..4096), vec![0; DIGEST])],
+        vec![(Claim::Zero(0..8192), vec![]), (Claim::Zero(4096..10_000), vec![])],
+    ] {
+        let text = format!("{claims:?}");
+        assert!(hear(claims, &scope).is_err(), "{text}");
+    }
+    // Claims of a part must stay within it.
+    let part = scope.clone().within(&[4096..8192]);
+    assert!(hear(vec![(Claim::Zero(4096..8192), vec![])], &part).is_ok());
+    assert!(hear(vec![(Claim::Zero(0..4096), vec![])], &part).is_err());
+    assert!(hear(vec![(Claim::Zero(4096..10_000), vec![])], &part).is_err());
+    // And what is no scope is not begun.
+    let bad = Scope { block_size: 3, ..scope.clone() };
+    assert!(answer(&disk, &bad, |_, _| Ok(())).is_err() && hear(vec![], &bad).is_err());
+}
+
+#[test]
+fn what_cannot_be_read_is_named_and_the_rest_goes_on() {
+    const EIO: i32 = 5;
+    let source: Vec<u8> = (0..4_000_000u32).map(|i| (i / 5000 + 1) as u8).collect();
+    let mut replica = source.clone();
+    for at in [100_000, 1_500_000, 3_900_000] {
+        replica[at] ^= 1;
+    }
+    let disk = |bytes: &[u8], bad: &[u64]| {
+        let faulty = FaultyDisk::new(&Power::new(Outage::Kill), Arc::new(RamDisk::from_bytes(bytes)));
+        bad.iter().for_each(|at| faulty.fail_reads(*at..*at + 1, EIO));
+        Arc::new(faulty) as Arc<dyn Disk>
+    };
+    let strict = Scope::whole(4_000_000, 4096);
+    // Without a word the first block that can't be read ends it, by name, on either side.
+    for (here, there) in [(&[2_000_000][..], &[][..]), (&[], &[2_000_000])] {
+        let error = run_disks(disk(&source, here), disk(&replica, there), &strict, &replica).err().unwrap();
+        let block = 2_000_000 / 4096 * 4096;
+        assert!(error.to_string().contains(&block.to_string()), "{error}");
+    }
+    // With it, all else is compared: what can't be read there is sent, what can't be read here is told.
+    let lenient = Scope { keep_going: true, ..strict };
+    let bad_here = [1_500_000, 2_000_000];
+    let bad_there = [3_000_000, 3_003_904];
+    let outcome =
+        run_disks(disk(&source, &bad_here), disk(&replica, &bad_there), &lenient, &replica).unwrap();
+    let block = |at: u64| at / 4096 * 4096..at / 4096 * 4096 + 4096;
+    assert_eq!(outcome.unreadable, bad_here.map(block));
+    assert_eq!(outcome.unreadable_there.iter().map(|r| r.end - r.start).sum::<u64>(), 2 * 4096);
+    assert_eq!(outcome.sent, 4 * 4096, "two that differ, two that can't be read there");
+    let mut expected = source.clone();
+    expected[1_500_000] = replica[1_500_000];
+    assert!(outcome.mended == expected);
+    // Another error than the medium's is none to go on behind: the source became shorter.
+    let short = disk(&source[..3_000_000], &[]);
+    assert!(run_disks(short, disk(&replica, &[]), &lenient, &replica).is_err());
+}
+
+#[test]
+fn reading_keeps_to_its_rate() {
+    let bytes = vec![1; 4 << 20];
+    let scope = Scope { rate: Some(8 << 20), ..Scope::whole(4 << 20, 4096) };
+    let disk: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(&bytes));
+    let began = std::time::Instant::now();
+    answer(&disk, &scope, |_, _| Ok(())).unwrap();
+    let time = began.elapsed().as_secs_f64();
+    assert!(time > 0.25 && time < 5.0, "{time} s");
+}

@@ -1,0 +1,166 @@
+//! Comparing a view with a replica: the digests come from the far side, and what differs is handed on as it is found.
+
+use std::io;
+use std::ops::Range;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use compare::{Claim, Finding, Scope};
+use delta::{Encoder, Frame, Header};
+use device::Disk;
+use link::{Receiver, Sender};
+use source::View;
+
+use crate::error::SyncError;
+use crate::messages::{CLAIM, PLAN, Plan, expect, of_unit};
+use crate::push::{Packing, Progress, Sink, Totals};
+use crate::read::Packer;
+
+/// Hears the far side's digests of a scope and hands what differs from the view to `found`.
+pub(crate) fn compare(
+    receiver: &Receiver,
+    view: &Arc<View>,
+    scope: &Scope,
+    totals: &Totals,
+    progress: Progress<'_>,
+    mut found: impl FnMut(Finding<'_>) -> Result<(), SyncError>,
+) -> Result<(), SyncError> {
+    // Errors of the link keep their words through the compare room, which knows only those of the system.
+    let heard_trouble = Mutex::new(None);
+    let mut trouble = None;
+    let stopped = || io::Error::other("the far side stopped");
+    let hear = || {
+        let next = (|| -> Result<(Claim, Vec<u8>), SyncError> {
+            let message = expect(receiver, CLAIM)?;
+            Ok((message.json::<Claim>()?, message.body.to_vec()))
+        })();
+        next.map(Some).map_err(|error| {
+            *heard_trouble.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+            stopped()
+        })
+    };
+    let all = scope.bytes();
+    let mut seen = Seen { ranges: &scope.ranges, before: 0 };
+    let disk: Arc<dyn Disk> = view.clone();
+    let compared = compare::differences(&disk, scope, hear, |finding| {
+        let upto = match finding {
+            Finding::Upto(upto, read) => {
+                totals.read.fetch_add(read, Relaxed);
+                Some(upto)
+            }
+            _ => None,
+        };
+        found(finding).map_err(|error| {
+            trouble = Some(error);
+            stopped()
+        })?;
+        if let Some(upto) = upto {
+            // What was read is in our hands: the writers need not keep it any more.
+            view.taken(upto);
+            progress(seen.below(upto), all);
+        }
+        Ok(())
+    });
+    let heard_trouble = heard_trouble.into_inner().unwrap_or_else(PoisonError::into_inner);
+    compared.map_err(|error| {
+        let own = || SyncError::io("compare the view of the source")(error);
+        trouble.or(heard_trouble).unwrap_or_else(own)
+    })?;
+    // The last moment to notice that what was read was no one moment.
+    view.verify().map_err(SyncError::io("read the view of the source"))
+}
+
+/// Counts the bytes of ranges below an offset that rises.
+struct Seen<'a> {
+    ranges: &'a [Range<u64>],
+    before: u64,
+}
+
+impl Seen<'_> {
+    fn below(&mut self, upto: u64) -> u64 {
+        while let Some((first, rest)) = self.ranges.split_first().filter(|(first, _)| first.end <= upto) {
+            self.before += first.end - first.start;
+            self.ranges = rest;
+        }
+        self.before + self.ranges.first().map_or(0, |r| upto.saturating_sub(r.start))
+    }
+}
+
+/// Sends differences as a delta.
+pub(crate) struct Sending<'a> {
+    sender: &'a Sender,
+    encoder: Encoder,
+    packer: Packer,
+    totals: &'a Totals,
+    block_size: u64,
+}
+
+impl<'a> Sending<'a> {
+    /// Begins the delta.
+    pub fn begin(
+        sender: &'a Sender,
+        header: &Header,
+        how: Packing,
+        totals: &'a Totals,
+    ) -> Result<Sending<'a>, SyncError> {
+        let (encoder, unit) = Encoder::new(header, how.compress)?;
+        let mut sink = sender;
+        sink.unit(unit)?;
+        let block_size = u64::from(header.block_size);
+        Ok(Sending { sender, encoder, packer: Packer::new(how.size), totals, block_size })
+    }
+
+    fn frame(&mut self, frame: Frame) -> Result<(), SyncError> {
+        self.totals.add(&frame, self.block_size);
+        Ok(self.sender.send(of_unit(self.encoder.frame(frame)?))?)
+    }
+
+    /// Adds a finding.
+    pub fn add(&mut self, finding: &Finding<'_>) -> Result<(), SyncError> {
+        let full = match finding {
+            Finding::Data { offset, data } => self.packer.data(*offset, data),
+            Finding::Zero(range) => self.packer.zero(range.clone()),
+            _ => None,
+        };
+        full.map_or(Ok(()), |frame| self.frame(frame))
+    }
+
+    /// Ends the delta.
+    pub fn end(mut self) -> Result<(), SyncError> {
+        if !self.packer.is_empty() {
+            let frame = self.packer.take();
+            self.frame(frame)?;
+        }
+        let mut sink = self.sender;
+        sink.unit(self.encoder.trailer())
+    }
+}
+
+/// Sends what differs from the view as a delta.
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn send_differences(
+    sender: &Sender,
+    receiver: &Receiver,
+    view: &Arc<View>,
+    header: &Header,
+    scope: &Scope,
+    how: Packing,
+    totals: &Totals,
+    progress: Progress<'_>,
+) -> Result<(), SyncError> {
+    sender.send_json(PLAN, &Plan { bytes: 0, compare: Some(scope.clone()), delta: true })?;
+    let mut sending = Sending::begin(sender, header, how, totals)?;
+    compare(receiver, view, scope, totals, progress, |finding| sending.add(&finding))?;
+    sending.end()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn progress_counts_what_is_asked_for_alone() {
+        let mut seen = Seen { ranges: &[10..20, 30..50], before: 0 };
+        assert_eq!([10, 15, 20, 30, 40, 50].map(|upto| seen.below(upto)), [0, 5, 10, 10, 20, 30]);
+    }
+}
