@@ -24,7 +24,7 @@ use crate::socket::{Gone, Received, Stream, wait};
 /// Bytes taken from the socket in one step.
 const INPUT: usize = 256 << 10;
 /// Requests above this go to the disk in parts that end at multiples of it.
-pub(crate) const CHUNK: usize = 128 << 10;
+pub(crate) const CHUNK: usize = 1 << 20;
 /// Writes above this are received straight into their buffer, without a look at what follows them.
 const LARGE: usize = 32 << 10;
 /// Bytes of buffers in use beyond which no further request is taken in.

@@ -231,9 +231,13 @@ impl Source {
                 identity.size
             )));
         }
+        let last = history.last().map_or(0, |e| e.number);
+        let recorded = TrackedDisk::has_record(&*folder, last)
+            .map_err(SourceError::state("look into", folder.path()))?;
         let verdict = match stamp {
             None if history.last().is_none() => Verdict::New,
             None => Verdict::Lost("the stamp of the image is gone".into()),
+            Some(_) if !recorded => Verdict::Lost("its record is gone".into()),
             Some(stamp) => stamp.verdict(&identity, &boot, last_write, options.trust_device),
         };
         let lost = match &verdict {
@@ -254,7 +258,6 @@ impl Source {
             Verdict::Trusted { power_lost } => (true, power_lost),
             _ => (false, false),
         };
-        let last = history.last().map_or(0, |e| e.number);
         if !trusted {
             stamp.write(&*folder)?;
         }
@@ -311,19 +314,21 @@ impl Source {
     /// [`TrackedDisk::drop_view`].
     pub fn checkpoint(&self, view: bool) -> Result<Checkpoint, SourceError> {
         let mut book = self.book();
-        let saved = if view {
-            let saved =
-                Saved::create(self.folder.path(), self.disk.len(), self.about.block_size, self.view_limit)
-                    .map_err(SourceError::state("make a view in", self.folder.path()))?;
-            Some(Arc::new(saved))
-        } else {
-            None
-        };
-        let frozen = self.disk.checkpoint(saved.clone())?;
         let size = self.disk.len();
-        let same = book.history.last().filter(|last| {
-            book.lost.is_none() && frozen.changes.is_clean() && book.history.size_at(last) == Some(size)
-        });
+        let stands = book
+            .history
+            .last()
+            .filter(|last| book.lost.is_none() && book.history.size_at(last) == Some(size));
+        if let Some(epoch) = stands {
+            let saved = if view { Some(self.new_view()?) } else { None };
+            if self.disk.view_of_unchanged(saved.as_ref()) {
+                let blocks = size.div_ceil(u64::from(self.about.block_size));
+                return Ok(Checkpoint { epoch, saved, changes: Some(Arc::new(Bitmap::new(blocks))) });
+            }
+        }
+        let saved = if view { Some(self.new_view()?) } else { None };
+        let frozen = self.disk.checkpoint(saved.clone())?;
+        let same = stands.filter(|_| frozen.changes.is_clean());
         let epoch = match same {
             Some(last) => last,
             None => {
@@ -349,6 +354,13 @@ impl Source {
         }
         let changes = (!lost).then(|| Arc::new(frozen.changes));
         Ok(Checkpoint { epoch, saved, changes })
+    }
+
+    fn new_view(&self) -> Result<Arc<Saved>, SourceError> {
+        let place = self.folder.path();
+        Saved::create(place, self.disk.len(), self.about.block_size, self.view_limit)
+            .map(Arc::new)
+            .map_err(SourceError::state("make a view in", place))
     }
 
     /// The view that readers share as `@view`: the one that is open, else a new one at a checkpoint taken now.
@@ -446,6 +458,8 @@ const SWEEP_EVERY: Duration = Duration::from_secs(1);
 
 fn tend(disk: &TrackedDisk, stop: &AtomicBool) {
     let (mut last, mut wrote, mut swept) = (0, Instant::now(), Instant::now());
+    // Not in the first second, which may be the only one; and after a failure not before the next sweep.
+    let mut spare = false;
     while !stop.load(SeqCst) {
         let busy = wrote.elapsed() < SWEEP_EVERY;
         std::thread::park_timeout(if busy { BUSY_PULSE } else { IDLE_PULSE });
@@ -454,8 +468,9 @@ fn tend(disk: &TrackedDisk, stop: &AtomicBool) {
         if moved {
             wrote = Instant::now();
         }
+        spare = spare && disk.prepare().is_ok();
         if swept.elapsed() >= SWEEP_EVERY && !stop.load(SeqCst) {
-            swept = Instant::now();
+            (swept, spare) = (Instant::now(), true);
             // A sweep that fails leaves more regions active than need be; the next one tries again.
             let _ = disk.sweep(IDLE_TICKS);
         }

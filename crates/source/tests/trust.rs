@@ -128,6 +128,26 @@ fn lost_stays_lost_until_the_history_says_so() {
 }
 
 #[test]
+fn a_record_that_is_gone_is_a_gap() {
+    let scene = Scene::new();
+    let source = scene.open();
+    let at = first(&source);
+    source.disk().write_at(3 * BLOCK, &[1; 10]).unwrap();
+    let folder = source.folder().path().to_path_buf();
+    source.close().unwrap();
+    for entry in std::fs::read_dir(folder).unwrap().map(Result::unwrap) {
+        if entry.file_name().to_string_lossy().starts_with("record-") {
+            std::fs::remove_file(entry.path()).unwrap();
+        }
+    }
+    some_ticks();
+    let source = scene.open();
+    assert!(source.lost().unwrap().contains("record is gone"));
+    source.checkpoint(false).unwrap();
+    assert!(matches!(since(&source, at), Err(SourceError::Lost { .. })));
+}
+
+#[test]
 fn another_file_in_its_place_and_another_size_are_gaps() {
     let scene = Scene::new();
     let source = scene.open();

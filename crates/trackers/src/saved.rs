@@ -1,8 +1,11 @@
 //! What an open view needs and has kept: a map shared between the server that writes and the process that reads the view.
 //!
-//! Before a write overwrites a block that a view still needs, the old content goes to the view's file, at the block's own
-//! offset, then the block's bit is set, then the write goes on. A reader reads the image first and looks at the bit *after*:
-//! if it is clear, no write to the block had begun when the image was read.
+//! Before a write overwrites a block that a view still needs, the old content goes to the view's file, then the block's bit
+//! is set, then the write goes on. A reader reads the image first and looks at the bit *after*: if it is clear, no write to
+//! the block had begun when the image was read.
+//!
+//! The file has a slot for each stripe of the disk of which something was kept, in the order in which that happened: a disk
+//! may be larger than the file system lets a file be.
 //!
 //! The map lives in memory shared by descriptor, the saved data in a file without a name: when both processes are gone,
 //! so is the view.
@@ -29,11 +32,29 @@ const BROKEN: usize = 4;
 const NARROWED: usize = 5;
 const TAKEN: usize = 6;
 const KEPT: usize = 7;
+const SLOTS: usize = 8;
 
-/// Writers to the same block must not both save it: the later one would save the earlier one's data. A lock for each
-/// stripe of 1 MiB, by turns.
-const STRIPES: usize = 64;
+/// Bytes of the disk that share a slot of the file: as much as the largest block has.
 const STRIPE: u64 = 1 << 20;
+/// Writers to the same block must not both save it: the later one would save the earlier one's data. A lock for each
+/// stripe, by turns; it guards the stripe's slot too.
+const LOCKS: usize = 64;
+
+/// Where the parts of a map begin, in words: the blocks needed lie behind the head, then the blocks kept, then the slots.
+struct Layout {
+    kept: usize,
+    slots: usize,
+    end: usize,
+}
+
+impl Layout {
+    fn of(size: u64, block_size: u32) -> Layout {
+        let words = Bitmap::<Section>::words(size.div_ceil(u64::from(block_size))) as usize;
+        let kept = HEAD_WORDS + words;
+        let slots = kept + words;
+        Layout { kept, slots, end: slots + size.div_ceil(STRIPE) as usize }
+    }
+}
 
 /// The shared side of one view.
 pub struct Saved {
@@ -45,6 +66,8 @@ pub struct Saved {
     data: File,
     needed: Bitmap<Section>,
     kept: Bitmap<Section>,
+    /// For each stripe the number of its slot, from 1; 0 for none. Written before the bits of the stripe's blocks.
+    slots: Section,
     locks: Vec<Mutex<()>>,
 }
 
@@ -60,10 +83,9 @@ pub struct SavedParts {
 impl Saved {
     /// A view of a disk of `size` bytes that needs everything, and may keep up to `limit` bytes in a file in `folder`.
     pub fn create(folder: &Path, size: u64, block_size: u32, limit: u64) -> io::Result<Saved> {
-        let blocks = size.div_ceil(u64::from(block_size));
-        let words = Bitmap::<Section>::words(blocks) as usize;
+        let bytes = Layout::of(size, block_size).end as u64 * 8;
         let map = File::from(rustix::fs::memfd_create("dsync-view", MemfdFlags::CLOEXEC)?);
-        map.set_len(((HEAD_WORDS + 2 * words) * 8) as u64)?;
+        map.set_len(bytes)?;
         let data = match rustix::fs::open(
             folder,
             OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC,
@@ -78,7 +100,7 @@ impl Saved {
             }
             Err(e) => return Err(e.into()),
         };
-        let head = Mapping::new(&map, ((HEAD_WORDS + 2 * words) * 8) as u64)?;
+        let head = Mapping::new(&map, bytes)?;
         for (at, word) in [MAGIC, size, u64::from(block_size), limit].into_iter().enumerate() {
             head[at].store(word, Relaxed);
         }
@@ -102,21 +124,20 @@ impl Saved {
         }
         let (size, limit) = (head[1].load(Relaxed), head[3].load(Relaxed));
         let block_size = u32::try_from(head[2].load(Relaxed)).map_err(|_| bad())?;
-        if !block_size.is_power_of_two() {
+        if !block_size.is_power_of_two() || u64::from(block_size) > STRIPE {
+            return Err(bad());
+        }
+        let layout = Layout::of(size, block_size);
+        if head.len() < layout.end {
             return Err(bad());
         }
         let blocks = size.div_ceil(u64::from(block_size));
-        let words = Bitmap::<Section>::words(blocks) as usize;
-        if head.len() < HEAD_WORDS + 2 * words {
-            return Err(bad());
-        }
-        let section = |at: usize| {
-            let first = HEAD_WORDS + at * words;
-            Bitmap::over(Section::new(&head, first..first + words), blocks).map_err(|_| bad())
-        };
-        let (needed, kept) = (section(0)?, section(1)?);
-        let locks = (0..STRIPES).map(|_| Mutex::new(())).collect();
-        Ok(Saved { map, head, size, block_size, limit, data, needed, kept, locks })
+        let bitmap = |words| Bitmap::over(Section::new(&head, words), blocks).map_err(|_| bad());
+        let needed = bitmap(HEAD_WORDS..layout.kept)?;
+        let kept = bitmap(layout.kept..layout.slots)?;
+        let slots = Section::new(&head, layout.slots..layout.end);
+        let locks = (0..LOCKS).map(|_| Mutex::new(())).collect();
+        Ok(Saved { map, head, size, block_size, limit, data, needed, kept, slots, locks })
     }
 
     /// Descriptors for another process.
@@ -180,14 +201,14 @@ impl Saved {
 
     /// Keeps what the view needs of a byte range that is about to be overwritten on `disk`. Never fails: a view that can't
     /// keep its data is given up, the writer goes on.
-    pub(crate) fn keep(&self, disk: &dyn Disk, offset: u64, len: u64) {
+    pub fn keep(&self, disk: &dyn Disk, offset: u64, len: u64) {
         if self.is_broken() || offset >= self.size || len == 0 {
             return;
         }
         let all = self.blocks_of(offset, len.min(self.size - offset));
         let narrowed = self.head[NARROWED].load(Acquire) != 0;
         let first = all.start.max(self.head[TAKEN].load(Relaxed));
-        let per_stripe = (STRIPE / u64::from(self.block_size)).max(1);
+        let per_stripe = STRIPE / u64::from(self.block_size);
         let mut at = first;
         while at < all.end {
             let end = ((at / per_stripe + 1) * per_stripe).min(all.end);
@@ -195,7 +216,7 @@ impl Saved {
                 at = end;
                 continue;
             }
-            let lock = &self.locks[(at / per_stripe) as usize % STRIPES];
+            let lock = &self.locks[(at / per_stripe) as usize % LOCKS];
             let _held = lock.lock().unwrap_or_else(|e| e.into_inner());
             if let Err(_full) = self.keep_stripe(disk, at..end, narrowed) {
                 self.give_up();
@@ -226,10 +247,15 @@ impl Saved {
             let mut old = vec![0u8; len as usize];
             disk.read_at(bytes.start, &mut old)?;
             if old.iter().any(|b| *b != 0) {
-                // A block of zeroes needs no place: the file has a hole there.
-                self.data.write_all_at(&old, bytes.start)?;
+                // Zeroes need no place: where a stripe has no slot, or the slot a hole, a block reads as zeroes.
+                let slot = &self.slots[(bytes.start / STRIPE) as usize];
+                if slot.load(Relaxed) == 0 {
+                    slot.store(self.head[SLOTS].fetch_add(1, Relaxed) + 1, Relaxed);
+                }
+                let place = self.place(bytes.start).ok_or(io::ErrorKind::InvalidData)?;
+                self.data.write_all_at(&old, place)?;
             }
-            // Release: whoever sees the bit sees the data in the file.
+            // Release: whoever sees the bit sees the slot, and the data in the file.
             self.kept.set(at..end);
             at = end;
         }
@@ -261,12 +287,34 @@ impl Saved {
         Ok(())
     }
 
-    /// Reads kept data. The file ends where the last block ends that was not all zeroes; a disk may be larger than the file
-    /// system lets a file be.
+    /// Where in the file the byte at `offset` of the disk lies, and what follows it up to the end of its stripe; `None` if
+    /// the stripe has no slot.
+    fn place(&self, offset: u64) -> Option<u64> {
+        let slot = self.slots[(offset / STRIPE) as usize].load(Relaxed);
+        slot.checked_sub(1)?.checked_mul(STRIPE)?.checked_add(offset % STRIPE)
+    }
+
+    /// Reads kept data.
     fn read_kept(&self, from: u64, buf: &mut [u8]) -> io::Result<()> {
+        let mut at = from;
+        let mut rest = buf;
+        while !rest.is_empty() {
+            let len = (STRIPE - at % STRIPE).min(rest.len() as u64);
+            let (part, others) = rest.split_at_mut(len as usize);
+            match self.place(at) {
+                Some(place) => self.read_slot(place, part)?,
+                None => part.fill(0),
+            }
+            (at, rest) = (at + len, others);
+        }
+        Ok(())
+    }
+
+    /// Reads from one slot. The file ends where the last block ends that was not all zeroes.
+    fn read_slot(&self, place: u64, buf: &mut [u8]) -> io::Result<()> {
         let mut have = 0;
         while have < buf.len() {
-            match self.data.read_at(&mut buf[have..], from + have as u64) {
+            match self.data.read_at(&mut buf[have..], place + have as u64) {
                 Ok(0) => {
                     buf[have..].fill(0);
                     return Ok(());

@@ -78,8 +78,10 @@ struct Shared {
     current: RwLock<Arc<Current>>,
     /// Counts the replacements of `current`, so that a queue need not take the lock for each write.
     version: AtomicU64,
-    /// Records swapped out and not yet released.
+    /// Records swapped out and not yet released. Held throughout a checkpoint: one at a time.
     frozen: Mutex<Vec<Arc<Record>>>,
+    /// The next record, made ahead. Taken after `frozen`.
+    spare: Mutex<Option<Record>>,
 }
 
 /// A disk whose writes are recorded.
@@ -167,19 +169,33 @@ impl TrackedDisk {
                 current: RwLock::new(Arc::new(Current { record: Arc::new(record), views: Vec::new() })),
                 version: AtomicU64::new(1),
                 frozen: Mutex::new(Vec::new()),
+                spare: Mutex::new(None),
             }),
         })
+    }
+
+    /// True if `folder` holds a sound record that comes after `last_epoch`. From the first opening on there is always one:
+    /// a folder without has lost what was written.
+    pub fn has_record(folder: &dyn Folder, last_epoch: u64) -> io::Result<bool> {
+        for number in Record::list(folder)?.into_iter().filter(|n| *n > last_epoch) {
+            if Record::open(folder, number)?.is_some() {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     /// Ends the record and begins the next, atomically for the writers; waits for the writes in flight; makes the source
     /// durable. What was frozen stays on disk, and is part of every later answer, until [`TrackedDisk::release`].
     pub fn checkpoint(&self, view: Option<Arc<Saved>>) -> Result<Frozen, TrackError> {
         let s = &self.shared;
-        // Held throughout: one checkpoint at a time.
         let mut frozen = s.frozen.lock().unwrap_or_else(|e| e.into_inner());
-        let number = self.record().number() + 1;
-        let next = Record::create(&*s.folder, number, s.disk.len(), s.settings.block_size)
-            .map_err(|e| self.state("can't make a record", e))?;
+        // Held until the record is in use: whoever makes the next spare goes by its number.
+        let mut spare = s.spare.lock().unwrap_or_else(|e| e.into_inner());
+        let next = match spare.take() {
+            Some(next) => next,
+            None => self.next_record()?,
+        };
         let last = {
             let mut current = s.current.write().unwrap_or_else(|e| e.into_inner());
             let mut views = current.views.clone();
@@ -189,13 +205,12 @@ impl TrackedDisk {
             s.version.fetch_add(1, SeqCst);
             last
         };
+        drop(spare);
         frozen.push(last.clone());
         s.gate.drain();
-        let done = last
-            .sync()
-            .map_err(|e| self.state("can't write a record", e))
-            .and_then(|()| s.disk.flush().map_err(|e| self.state("can't flush the source; state", e)));
-        if let Err(error) = done {
+        // The frozen record itself need not be durable: until it is released, no intent is dropped before it is, and what
+        // was active counts as written.
+        if let Err(error) = s.disk.flush().map_err(|e| self.state("can't flush the source; state", e)) {
             if let Some(view) = view {
                 self.drop_view(&view);
             }
@@ -206,6 +221,47 @@ impl TrackedDisk {
             record.add_to(&changes);
         }
         Ok(Frozen { number: last.number(), changes, view })
+    }
+
+    /// Makes the next record ahead, so that a checkpoint need not wait for it. Does nothing if there is one.
+    pub fn prepare(&self) -> Result<(), TrackError> {
+        let mut spare = self.shared.spare.lock().unwrap_or_else(|e| e.into_inner());
+        if spare.is_none() {
+            *spare = Some(self.next_record()?);
+        }
+        Ok(())
+    }
+
+    /// A record with the number after that of the one in use; to be called with `spare` locked.
+    fn next_record(&self) -> Result<Record, TrackError> {
+        let s = &self.shared;
+        Record::create(&*s.folder, self.record().number() + 1, s.disk.len(), s.settings.block_size)
+            .map_err(|e| self.state("can't make a record", e))
+    }
+
+    /// Opens a view without ending the record, which is possible if nothing was written since what was released last.
+    /// False if something was: then there is no view.
+    pub fn view_of_unchanged(&self, view: Option<&Arc<Saved>>) -> bool {
+        let s = &self.shared;
+        let frozen = s.frozen.lock().unwrap_or_else(|e| e.into_inner());
+        let record = self.record();
+        if !frozen.is_empty() || !record.is_clean() {
+            return false;
+        }
+        if let Some(view) = view {
+            let mut current = s.current.write().unwrap_or_else(|e| e.into_inner());
+            let views = current.views.iter().chain([view]).cloned().collect();
+            *current = Arc::new(Current { record: record.clone(), views });
+            s.version.fetch_add(1, SeqCst);
+        }
+        // Whoever came in before the view was there has left, and has left a mark; whoever came later keeps for the view.
+        // As long as there is no mark, the view is of this moment and of the last checkpoint.
+        s.gate.drain();
+        let unchanged = record.is_clean();
+        if let Some(view) = view.filter(|_| !unchanged) {
+            self.drop_view(view);
+        }
+        unchanged
     }
 
     /// Forgets what is frozen: it stands in the history now.
@@ -288,6 +344,9 @@ impl TrackedDisk {
         s.gate.drain();
         s.disk.flush().map_err(|e| self.state("can't flush the source; state", e))?;
         self.sync_records().map_err(|e| self.state("can't write a record", e))?;
+        if let Some(spare) = s.spare.lock().unwrap_or_else(|e| e.into_inner()).take() {
+            Record::remove(&*s.folder, spare.number()).map_err(|e| self.state("can't remove a record", e))?;
+        }
         s.intents
             .sweep(0, &s.gate, || Ok(()))
             .and_then(|()| s.served.sync())

@@ -336,6 +336,151 @@ fn views_show_one_moment_and_epochs_name_every_change() {
     assert!(views > 5 && writes.load(SeqCst) > 100);
 }
 
+/// Now and then nothing was written between two looks: then a view needs no new record. Writers that come in meanwhile are
+/// neither missed nor seen.
+#[test]
+fn a_view_of_an_unchanged_disk_misses_no_writer() {
+    let seconds = if std::env::var_os("DSYNC_SOAK").is_some() { 60 } else { 3 };
+    let mut random = Random::seeded("a_view_of_an_unchanged_disk");
+    let (temp, folder) = scratch();
+    let count = 64u64;
+    let ram = Arc::new(RamDisk::new(count * BLOCK));
+    let disk = open(ram.clone(), &folder, 0);
+    let stop = Arc::new(AtomicBool::new(false));
+    let writers: Vec<_> = (0..2)
+        .map(|_| {
+            let (disk, stop) = (disk.clone(), stop.clone());
+            let mut random = Random(random.below(u64::MAX) | 1);
+            std::thread::spawn(move || {
+                while !stop.load(SeqCst) {
+                    let offset = random.below(count * BLOCK - 100);
+                    disk.write_at(offset, &[random.below(256) as u8; 100]).unwrap();
+                    std::thread::sleep(Duration::from_micros(random.below(3) * random.below(400)));
+                }
+            })
+        })
+        .collect();
+    let new_view = || Arc::new(Saved::create(temp.path(), disk.len(), BLOCK as u32, 1 << 30).unwrap());
+    let shown = |saved: &Saved| {
+        let mut all = content(&*ram);
+        saved.mend(0, &mut all).unwrap();
+        all
+    };
+    let mut replica = content(&*ram);
+    let (mut unchanged, mut changed) = (0, 0);
+    let began = std::time::Instant::now();
+    while began.elapsed() < Duration::from_secs(seconds) {
+        let saved = new_view();
+        if disk.view_of_unchanged(Some(&saved)) {
+            unchanged += 1;
+            std::thread::sleep(Duration::from_micros(random.below(300)));
+            assert!(shown(&saved) == replica, "a view of what did not change shows something else");
+            disk.drop_view(&saved);
+            continue;
+        }
+        changed += 1;
+        assert!(disk.views().is_empty());
+        if random.below(2) == 0 {
+            disk.prepare().unwrap();
+        }
+        let saved = new_view();
+        let frozen = disk.checkpoint(Some(saved.clone())).unwrap();
+        disk.release().unwrap();
+        let now = shown(&saved);
+        for block in blocks(&frozen.changes) {
+            let bytes = (block * BLOCK) as usize..((block + 1) * BLOCK) as usize;
+            replica[bytes.clone()].copy_from_slice(&now[bytes]);
+        }
+        assert!(now == replica, "a change was missed");
+        disk.drop_view(&saved);
+    }
+    stop.store(true, SeqCst);
+    writers.into_iter().for_each(|w| w.join().unwrap());
+    println!("{unchanged} views without and {changed} with a new record");
+    assert!(unchanged > 20 && changed > 20);
+}
+
+/// The record made ahead is only a record: a crash leaves it, a stop takes it away.
+#[test]
+fn a_spare_record_is_used_by_the_next_checkpoint_and_taken_away_at_the_end() {
+    let (temp, folder) = scratch();
+    let ram: Arc<dyn Disk> = Arc::new(RamDisk::new(64 * BLOCK));
+    let records = || {
+        let names = std::fs::read_dir(temp.path()).unwrap();
+        names.filter(|n| n.as_ref().unwrap().file_name().to_string_lossy().starts_with("record-")).count()
+    };
+    let disk = open(ram.clone(), &folder, 0);
+    disk.prepare().unwrap();
+    disk.prepare().unwrap();
+    assert_eq!(records(), 2);
+    disk.write_at(BLOCK, &[1; 8]).unwrap();
+    drop(disk);
+    let disk = open(ram.clone(), &folder, 0);
+    assert_eq!(records(), 1);
+    disk.prepare().unwrap();
+    let frozen = disk.checkpoint(None).unwrap();
+    assert_eq!((blocks(&frozen.changes), records()), (vec![1], 2));
+    disk.release().unwrap();
+    disk.write_at(2 * BLOCK, &[1; 8]).unwrap();
+    disk.prepare().unwrap();
+    disk.close().unwrap();
+    assert_eq!(records(), 1);
+    let disk = open(ram, &folder, frozen.number);
+    assert_eq!(blocks(&disk.checkpoint(None).unwrap().changes), [2]);
+}
+
+/// The disk may be larger than the largest file: what is kept has its own places.
+#[test]
+fn a_view_of_a_huge_disk_keeps_what_is_overwritten_anywhere() {
+    let (temp, _) = scratch();
+    let size = 1u64 << 50;
+    let saved = Saved::create(temp.path(), size, 1 << 20, 1 << 30).unwrap();
+    let there = Saved::from_parts(saved.parts().unwrap()).unwrap();
+    /// Each block of 4 KiB holds its number, the odd ones of each MiB nothing.
+    struct Numbered(u64);
+    impl Disk for Numbered {
+        fn len(&self) -> u64 {
+            self.0
+        }
+        fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+            for (at, block) in buf.chunks_mut(4096).enumerate() {
+                let number = offset / 4096 + at as u64;
+                block.fill(0);
+                if number % 2 == 0 {
+                    block[..8].copy_from_slice(&number.to_le_bytes());
+                }
+            }
+            Ok(())
+        }
+        fn write_at(&self, _: u64, _: &[u8]) -> io::Result<()> {
+            unreachable!()
+        }
+        fn zero(&self, _: u64, _: u64, _: bool, _: bool) -> io::Result<()> {
+            unreachable!()
+        }
+        fn discard(&self, _: u64, _: u64) -> io::Result<()> {
+            unreachable!()
+        }
+        fn flush(&self) -> io::Result<()> {
+            Ok(())
+        }
+        fn queue(self: Arc<Self>, _: u32) -> io::Result<Box<dyn Queue>> {
+            Ok(Box::new(InlineQueue::new(self)))
+        }
+    }
+    let disk = Numbered(size);
+    for offset in [size - 4096, 1 << 44, (1 << 44) - 4096, 0, 1 << 49] {
+        saved.keep(&disk, offset, 8192.min(size - offset));
+    }
+    for offset in [0, (1 << 44) - (1 << 20), 1 << 44, 1 << 49, size - (1 << 20)] {
+        let (mut found, mut expected) = (vec![0xff; 1 << 20], vec![0; 1 << 20]);
+        there.mend(offset, &mut found).unwrap();
+        disk.read_at(offset, &mut expected).unwrap();
+        assert!(found == expected, "at {offset}");
+    }
+    assert!(!there.is_broken());
+}
+
 #[test]
 fn a_full_view_breaks_and_the_writer_goes_on() {
     let (temp, folder) = scratch();
