@@ -199,7 +199,11 @@ impl Mapping {
                 0,
             )?
         };
-        Ok(Mapping(Arc::new(Mapped { start, len })))
+        let mapped = Mapped { start, len };
+        // Words are touched here and there: no page is worth reading ahead of. A hint: without it all works as well.
+        // SAFETY: the advice changes no content, and the range is the mapping just made.
+        let _ = unsafe { rustix::mm::madvise(start, len, rustix::mm::Advice::Random) };
+        Ok(Mapping(Arc::new(mapped)))
     }
 }
 
