@@ -7,8 +7,10 @@ mod record;
 mod saved;
 mod served;
 mod tracked;
+mod tracker;
 
 pub use record::Record;
 pub use saved::{Saved, SavedParts};
 pub use served::{Clock, Served};
 pub use tracked::{Frozen, Settings, TrackError, TrackedDisk};
+pub use tracker::{Tracker, find};

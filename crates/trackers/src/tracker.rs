@@ -1,0 +1,44 @@
+//! What records the writes to a live disk, and which one follows a given disk.
+
+use std::path::Path;
+
+use extents::Bitmap;
+
+use crate::TrackError;
+
+/// Records the writes to a live disk, from the kernel: it goes on while no process of ours runs.
+///
+/// An epoch ends with `checkpoint`, then [`lost`](Tracker::lost) (what it says of the record covers all that was written
+/// before the checkpoint), then the history, then `release`. Whoever dies in between widens the next epoch, no more.
+pub trait Tracker: Send + Sync {
+    /// What kind it is: `bpf` or `dm`.
+    fn kind(&self) -> &'static str;
+
+    /// Bytes a block.
+    fn block_size(&self) -> u32;
+
+    /// Bytes of the disk when tracking began.
+    fn size(&self) -> u64;
+
+    /// Why what it has recorded since what was released last can't be trusted; `None` if it can. A tracker that has only
+    /// just begun knows nothing of what came before, and says so until its first release.
+    fn lost(&self) -> Result<Option<String>, TrackError>;
+
+    /// Ends the record and begins the next. A write that was in flight meanwhile has landed when this returns, or is marked
+    /// in the next record too.
+    ///
+    /// Returns all that was written since what was released last: asked again before the release, it returns the same and
+    /// more.
+    fn checkpoint(&self) -> Result<Bitmap, TrackError>;
+
+    /// Forgets what the last checkpoint returned: it stands in the history now.
+    fn release(&self) -> Result<(), TrackError>;
+
+    /// Blocks written since what was released last, at this moment, without ending anything.
+    fn dirty(&self) -> Result<Bitmap, TrackError>;
+}
+
+/// The tracker that follows the block device at `device`, if one does.
+pub fn find(_device: &Path) -> Result<Option<Box<dyn Tracker>>, TrackError> {
+    Ok(None)
+}
