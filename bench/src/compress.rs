@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::{self, BufWriter, Read, Write};
-use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
@@ -11,11 +11,12 @@ use anyhow::{Context, Result, ensure};
 use dsync_tests::Random;
 use dsync_tests::nbd::{Address, Client};
 
+use crate::Bench;
 use crate::dsync::{Dsync, export};
-use crate::places::{Network, root, scratch, sockets};
-use crate::process::{self, Daemon, command, quote, run, shell};
+use crate::line::Line;
+use crate::places::{scratch, sockets};
+use crate::process::{self, quote, run, shell};
 use crate::report::{Report, Table, seconds, size};
-use crate::{Bench, own};
 
 /// Bits a second.
 const RATE: u64 = 100_000_000;
@@ -49,55 +50,6 @@ impl Prose {
     }
 }
 
-/// How the far side is reached.
-struct Way {
-    about: &'static str,
-    rsh: String,
-    /// Ended before the network goes.
-    _sshd: Option<Daemon>,
-    _network: Option<Network>,
-}
-
-fn keygen(file: &Path) -> Result<()> {
-    run(command("ssh-keygen").args(["-q", "-t", "ed25519", "-N", "", "-f"]).arg(file), LIMIT).map(drop)
-}
-
-/// Two namespaces with a sshd on the far side.
-fn network(folder: &Path) -> Result<Way> {
-    let network = Network::new(RATE)?;
-    let here = folder.display();
-    keygen(&folder.join("host_key"))?;
-    keygen(&folder.join("key"))?;
-    std::fs::copy(folder.join("key.pub"), folder.join("authorized_keys"))?;
-    let config = format!(
-        "Port 2222\nListenAddress {}\nHostKey {here}/host_key\nAuthorizedKeysFile {here}/authorized_keys\nPidFile none\n\
-         StrictModes no\nUsePAM no\nPasswordAuthentication no\n",
-        Network::FAR
-    );
-    std::fs::write(folder.join("sshd_config"), config)?;
-    let config = format!(
-        "Host backup\n HostName {}\n Port 2222\n User root\n IdentityFile {here}/key\n IdentitiesOnly yes\n BatchMode yes\n\
-         \x20UserKnownHostsFile {here}/known_hosts\n StrictHostKeyChecking accept-new\n LogLevel ERROR\n",
-        Network::FAR
-    );
-    std::fs::write(folder.join("ssh_config"), config)?;
-    std::fs::create_dir_all("/run/sshd")?;
-    let program = dsync_tests::find("sshd").context("sshd is not installed")?;
-    let [ip, rest @ ..] = network.far();
-    let mut line = command(ip);
-    line.args(rest).arg(program).args(["-D", "-e", "-f"]).arg(folder.join("sshd_config"));
-    let mut sshd = Daemon::start_bare(&mut line)?;
-    let rsh = format!("{} ssh -F {here}/ssh_config", network.near().join(" "));
-    let until = Instant::now() + Duration::from_secs(20);
-    while let Err(error) = run(&mut shell(&format!("{rsh} backup true")), LIMIT) {
-        sshd.check()?;
-        ensure!(Instant::now() < until, "sshd does not answer: {error:#}");
-        std::thread::sleep(Duration::from_millis(50));
-    }
-    let about = "two network namespaces, veth, tbf, ssh";
-    Ok(Way { about, rsh, _sshd: Some(sshd), _network: Some(network) })
-}
-
 /// Runs the scenario.
 pub fn compress(bench: &Bench, report: &mut Report) -> Result<()> {
     let bytes =
@@ -116,28 +68,8 @@ pub fn compress(bench: &Bench, report: &mut Report) -> Result<()> {
     };
     let folder = scratch(&bench.dir)?;
     let sockets = sockets()?;
-    let tools = ["ip", "tc", "ssh", "sshd", "ssh-keygen"];
-    let missing = tools.iter().find(|tool| dsync_tests::find(tool).is_none());
-    let network = match missing {
-        Some(tool) => Err(anyhow::anyhow!("{tool} is not installed")),
-        None if !root() => Err(anyhow::anyhow!("network namespaces need root")),
-        None => network(folder.path()),
-    };
-    let way = network.unwrap_or_else(|error| {
-        report
-            .left_out("the link of two network namespaces", &format!("{error:#}; a throttled pipe instead"));
-        let rsh = format!("{} rsh {RATE}", own("").get_program().to_string_lossy());
-        Way { about: "a throttled pipe", rsh, _sshd: None, _network: None }
-    });
-    report.line(&format!("the link: {}", way.about));
-
-    // The far side keeps its state apart, as another machine would.
-    let far = folder.path().join("far-dsync");
+    let line = Line::new(RATE, binary, folder.path(), report)?;
     let state = |name: &str| folder.path().join(name);
-    let script =
-        format!("#!/bin/sh\nDSYNC_STATE_DIR={} exec {} \"$@\"\n", quote(&state("far-state")), quote(binary));
-    std::fs::write(&far, script)?;
-    std::fs::set_permissions(&far, std::fs::Permissions::from_mode(0o755))?;
 
     let mut random = Random::seeded(bench.seed);
     let prose = Prose::new(&mut random);
@@ -162,8 +94,7 @@ pub fn compress(bench: &Bench, report: &mut Report) -> Result<()> {
     let server = dsync.serve(&image, &socket, &[])?;
     let replica = folder.path().join("copy.img");
     let destination = format!("backup:{}", replica.display());
-    let far = far.display().to_string();
-    let options = ["--compress", "--rsh", &way.rsh, "--remote-dsync", &far];
+    let options = [&["--compress"][..], &line.options()].concat();
     let mut table =
         Table::new("Time against the link", &["sync", "changed", "sent", "seconds", "link alone", "ratio"]);
     for what in ["seed", "a tenth changed"] {
@@ -194,7 +125,7 @@ pub fn compress(bench: &Bench, report: &mut Report) -> Result<()> {
         // A small delta is over before the connection has paid off.
         if what == "seed" {
             report.goal("compressed seed: time, times the link's", ratio, true, 1.1);
-            let bare = shell_time(&way, sent as u64)?;
+            let bare = line.seconds(sent as u64)?;
             report.line(&format!(
                 "so many random bytes through the same remote shell into cat, without dsync: {} s ({:.2})",
                 seconds(bare),
@@ -204,12 +135,6 @@ pub fn compress(bench: &Bench, report: &mut Report) -> Result<()> {
     }
     report.table(&table);
     server.stop()
-}
-
-/// What the remote shell needs for so many bytes, in seconds.
-fn shell_time(way: &Way, bytes: u64) -> Result<f64> {
-    let line = format!("head -c {bytes} /dev/urandom | {} backup 'cat >/dev/null'", way.rsh);
-    Ok(run(&mut shell(&line), LIMIT)?.seconds)
 }
 
 fn same(a: &Path, b: &Path) -> Result<()> {

@@ -10,6 +10,7 @@ use serde_json::Value;
 use crate::process::{self, Daemon, Outcome};
 
 /// The binary with a state directory.
+#[derive(Clone)]
 pub struct Dsync {
     /// The binary.
     pub binary: PathBuf,
@@ -41,7 +42,8 @@ impl Dsync {
         Dsync { binary: binary.to_path_buf(), state }
     }
 
-    fn command(&self, name: &str) -> Command {
+    /// One of its commands, in this state.
+    pub fn command(&self, name: &str) -> Command {
         let mut command = Command::new(&self.binary);
         command.arg(name).env("DSYNC_STATE_DIR", &self.state).env("LC_ALL", "C");
         command

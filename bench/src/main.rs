@@ -1,11 +1,13 @@
 //! Whole programs side by side: dsync beside the limit of what is possible, and beside its peers. Medians of interleaved
 //! rounds, printed as tables and written to a file.
 
+mod compare;
 mod compress;
 mod content;
 mod dsync;
 mod idle;
 mod limit;
+mod line;
 mod paper;
 mod places;
 mod process;
@@ -59,7 +61,7 @@ struct Bench {
     /// Seed of all content and all changes
     #[arg(long, global = true, default_value_t = 1)]
     seed: u64,
-    /// Percentages of changed blocks, for the scenario sync
+    /// Percentages of changed blocks, for the scenarios sync and compare
     #[arg(long, global = true, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=100))]
     percent: Vec<u32>,
     /// Only the peers whose name contains one of these words, and the limit
@@ -80,6 +82,8 @@ enum What {
     Serve,
     /// A disk of 64 TiB beside one of 1 GiB: idle, and with 1000 blocks changed; memory
     Idle,
+    /// An older copy brought up to date without a record: here, and over a link of 1 Gbit/s
+    Compare,
     /// A compressible image over a link of 100 Mbit/s
     Compress,
     /// The limit: move blocks that are known, or all of them, with io_uring and past the page cache
@@ -152,14 +156,16 @@ fn scenarios(mut bench: Bench, what: What) -> Result<bool> {
     let out = out.unwrap_or_else(|| Path::new("bench/results").join(format!("{}.md", report::date())));
     let mut report = Report::new(bench.dsync.as_deref(), &bench.dir, bench.quick);
     type Scenario = fn(&Bench, &mut Report) -> Result<()>;
-    let all: [(&str, Scenario); 4] = [
+    let all: [(&str, Scenario); 5] = [
         ("sync", sync::sync),
+        ("compare", compare::compare),
         ("serve", serve::serve),
         ("idle", idle::idle),
         ("compress", compress::compress),
     ];
     let chosen = match what {
         What::Sync => "sync",
+        What::Compare => "compare",
         What::Serve => "serve",
         What::Idle => "idle",
         What::Compress => "compress",

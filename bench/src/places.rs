@@ -106,8 +106,10 @@ impl Network {
             ip(&format!("-n {space} address add {address}/24 dev {device}"))?;
             ip(&format!("-n {space} link set {device} up"))?;
             ip(&format!("-n {space} link set lo up"))?;
+            // Enough for 4 ms, or a fast link would wait for the clock.
+            let burst = (bits_per_second / 8 / 250).max(64 << 10);
             let shape = format!(
-                "-n {space} qdisc add dev {device} root tbf rate {bits_per_second}bit burst 64kb latency 100ms"
+                "-n {space} qdisc add dev {device} root tbf rate {bits_per_second}bit burst {burst} latency 100ms"
             );
             process::run(command("tc").args(shape.split_whitespace()), QUICK)?;
         }

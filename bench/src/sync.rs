@@ -99,7 +99,7 @@ impl Peer for Program<'_> {
 }
 
 /// rsync's own count.
-fn rsync_sent(stdout: &str) -> Option<u64> {
+pub fn rsync_sent(stdout: &str) -> Option<u64> {
     let number = |line: &str| -> Option<u64> {
         let digits: String = line.chars().filter(char::is_ascii_digit).collect();
         digits.parse().ok()
@@ -422,9 +422,23 @@ impl Peer for Btrfs {
 
 /// One column of the tables.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct Cell {
-    percent: u32,
-    cold: bool,
+pub struct Cell {
+    /// Blocks that changed.
+    pub percent: u32,
+    /// With empty caches.
+    pub cold: bool,
+}
+
+impl Cell {
+    /// The columns of a scenario.
+    pub fn all(bench: &Bench, report: &mut Report) -> Vec<Cell> {
+        let percents = if bench.percent.is_empty() { &[1, 10, 50] } else { &bench.percent[..] };
+        let cells = percents.iter().flat_map(|&percent| [false, true].map(|cold| Cell { percent, cold }));
+        if !root() {
+            report.left_out("cold caches", "dropping them needs root");
+        }
+        cells.filter(|cell| root() || !cell.cold).collect()
+    }
 }
 
 impl std::fmt::Display for Cell {
@@ -515,14 +529,7 @@ pub fn sync(bench: &Bench, report: &mut Report) -> Result<()> {
     let programs = found.iter().chain([&own]).chain(&bench.dsync).map(PathBuf::as_path);
     let programs = process::parts(programs);
 
-    let mut cells = Vec::new();
-    for &percent in if bench.percent.is_empty() { &[1, 10, 50] } else { &bench.percent[..] } {
-        cells.extend([false, true].map(|cold| Cell { percent, cold }));
-    }
-    if !root() {
-        report.left_out("cold caches", "dropping them needs root");
-        cells.retain(|cell| !cell.cold);
-    }
+    let cells = Cell::all(bench, report);
     let names: Vec<String> = peers.iter().map(|peer| peer.name().to_string()).collect();
     let mut runs = Runs::new();
     let course = Course { bench, files: &files, socket: server.as_ref().map(|_| &*socket), programs, rounds };

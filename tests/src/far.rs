@@ -23,10 +23,15 @@ impl Far {
 
     /// Syncs a scene's source to the far side. The line is cut after `cut` bytes.
     pub fn sync(&self, scene: &Scene, options: &[&str], cut: Option<u64>) -> Run {
+        self.run("sync", scene, options, cut)
+    }
+
+    /// The same for another command that takes a source and a destination.
+    pub fn run(&self, command: &str, scene: &Scene, options: &[&str], cut: Option<u64>) -> Run {
         let destination = format!("far:{}", self.replica().display());
         let run = scene
             .site
-            .dsync(["sync"])
+            .dsync([command])
             .arg(&scene.image)
             .arg(destination)
             .args(["--json", "--rsh", self.rsh])

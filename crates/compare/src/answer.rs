@@ -7,6 +7,7 @@ use std::sync::Arc;
 use device::Disk;
 
 use crate::reader::{Reader, Stretch};
+use crate::scope::CHUNK;
 use crate::{Claim, DIGEST, Scope, in_order, workers};
 
 /// Says of every stretch of a scope what `disk` holds, in order.
@@ -53,4 +54,33 @@ pub fn answer(
         },
         |claims| claims.into_iter().try_for_each(|(claim, digests)| say(claim, digests)),
     )
+}
+
+/// The same from what `digests` knows of some blocks; the disk is not read.
+///
+/// # Errors
+/// Those of both functions; `InvalidData` for a scope that makes no sense.
+pub fn answer_from(
+    mut digests: impl FnMut(Range<u64>) -> io::Result<Vec<u8>>,
+    scope: &Scope,
+    mut say: impl FnMut(Claim, Vec<u8>) -> io::Result<()>,
+) -> io::Result<()> {
+    scope.check()?;
+    let block = u64::from(scope.block_size);
+    let zero = scope.hash.digest(&vec![0; scope.block_size as usize]);
+    for range in &scope.ranges {
+        let mut at = range.start;
+        while at < range.end {
+            let end = ((at / CHUNK + 1) * CHUNK).min(range.end);
+            let digests = digests(at / block..end.div_ceil(block))?;
+            // The last block may be short, and has another digest then.
+            if end % block == 0 && digests.chunks(DIGEST).all(|digest| digest == zero) {
+                say(Claim::Zero(at..end), Vec::new())?;
+            } else {
+                say(Claim::Digests(at..end), digests)?;
+            }
+            at = end;
+        }
+    }
+    Ok(())
 }

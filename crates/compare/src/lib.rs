@@ -10,15 +10,17 @@
 mod answer;
 mod differences;
 mod digest;
+mod digest_file;
 mod ordered;
 mod reader;
 mod scope;
 #[cfg(test)]
 mod tests;
 
-pub use answer::answer;
+pub use answer::{answer, answer_from};
 pub use differences::{Finding, differences};
 pub use digest::{DIGEST, Digest, Hash, is_zero};
+pub use digest_file::DigestFile;
 pub use ordered::in_order;
 pub use reader::salvage;
 pub use scope::{Claim, Scope};

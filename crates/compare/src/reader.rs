@@ -149,10 +149,10 @@ impl Reader {
         let here = self.here(&range) as usize;
         let (mut buf, bad) = match result {
             Ok(buf) => (buf, Vec::new()),
-            Err(error) => {
+            Err(error) if !device::is_unreadable(&error) => return Err(error),
+            Err(_) => {
                 let mut buf = Buf::scratch(here);
-                let bad =
-                    salvage(&*self.disk, range.start, &mut buf, self.block_size, self.keep_going, error)?;
+                let bad = salvage(&*self.disk, range.start, &mut buf, self.block_size, self.keep_going)?;
                 (buf, bad)
             }
         };
@@ -166,9 +166,9 @@ impl Reader {
     }
 }
 
-/// After a read has failed with `error`: reads its blocks one by one, so that no more than what is broken is lost. With
-/// `keep_going` the blocks that can't be read are returned, joined, and read as zeroes; an error that has another cause
-/// than the medium ends it all the same.
+/// After a read has failed because of the medium: reads its blocks one by one, so that no more than what is broken is lost.
+/// With `keep_going` the blocks that can't be read are returned, joined, and read as zeroes; an error that has another cause
+/// ends it all the same.
 ///
 /// # Errors
 /// Of the first block that can't be read, with its offset.
@@ -178,18 +178,14 @@ pub fn salvage(
     buf: &mut [u8],
     block_size: u32,
     keep_going: bool,
-    error: io::Error,
 ) -> io::Result<Vec<Range<u64>>> {
-    if !device::is_unreadable(&error) {
-        return Err(error);
-    }
     let mut bad: Vec<Range<u64>> = Vec::new();
     let mut at = offset;
     for block in buf.chunks_mut(block_size as usize) {
         let end = at + block.len() as u64;
         if let Err(error) = disk.read_at(at, block) {
             if !keep_going || !device::is_unreadable(&error) {
-                return Err(io::Error::new(error.kind(), format!("byte {at} can't be read: {error}")));
+                return Err(device::unreadable(at, error));
             }
             block.fill(0);
             match bad.last_mut() {

@@ -137,6 +137,7 @@ fn join(first: &Header, second: &Header) -> Result<Header> {
         binds: first.binds,
         resumes: None,
         fuzzy: first.fuzzy || second.fuzzy,
+        lacking: first.lacking || second.lacking,
     })
 }
 

@@ -22,7 +22,8 @@ pub(crate) const MAX_SIZE: u64 = i64::MAX as u64;
 const BINDS: u32 = 1;
 const RESUMES: u32 = 2;
 const FUZZY: u32 = 4;
-const KNOWN: u32 = BINDS | RESUMES | FUZZY;
+const LACKING: u32 = 8;
+const KNOWN: u32 = BINDS | RESUMES | FUZZY | LACKING;
 
 /// A moment of a source: what lies between two checkpoints begins with one. The number orders, the id alone identifies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -112,6 +113,8 @@ pub struct Header {
     pub resumes: Option<Resume>,
     /// Read from a live disk without a cut: the result is no exact epoch.
     pub fuzzy: bool,
+    /// Parts of the source could not be read, and are left out: the result is no epoch until a compare has proven it.
+    pub lacking: bool,
 }
 
 impl Header {
@@ -169,6 +172,7 @@ impl Header {
         flags |= if self.binds.is_some() { BINDS } else { 0 };
         flags |= if self.resumes.is_some() { RESUMES } else { 0 };
         flags |= if self.fuzzy { FUZZY } else { 0 };
+        flags |= if self.lacking { LACKING } else { 0 };
         head.extend(VERSION.to_le_bytes());
         head.extend([self.method as u8, 0]);
         head.extend(flags.to_le_bytes());
@@ -248,7 +252,7 @@ impl Header {
         let Some(method) = Method::from_byte(method) else {
             return Err(Error::Header { why: "its method is not known: use a newer dsync" });
         };
-        let fuzzy = flags & FUZZY != 0;
+        let (fuzzy, lacking) = (flags & FUZZY != 0, flags & LACKING != 0);
         let header = Header {
             stream,
             source,
@@ -260,6 +264,7 @@ impl Header {
             binds,
             resumes,
             fuzzy,
+            lacking,
         };
         header.check()?;
         Ok(header)

@@ -126,11 +126,28 @@ struct Fault {
     source: io::Error,
 }
 
+/// Bytes that the medium can't give.
+#[derive(Debug, thiserror::Error)]
+#[error("byte {offset} can't be read: {source}")]
+struct Unreadable {
+    offset: u64,
+    source: io::Error,
+}
+
+/// Names the first byte that can't be read in the error of an attempt to.
+pub fn unreadable(offset: u64, source: io::Error) -> io::Error {
+    io::Error::new(source.kind(), Unreadable { offset, source })
+}
+
 /// True if a read failed because the medium could not give the data, and not for any other reason: other parts of the disk
 /// may be read all the same.
 pub fn is_unreadable(error: &io::Error) -> bool {
-    let inner = error.get_ref().and_then(|e| e.downcast_ref::<Fault>());
-    let number = inner.map_or(error, |fault| &fault.source).raw_os_error();
+    let inner = error.get_ref();
+    if let Some(unreadable) = inner.and_then(|e| e.downcast_ref::<Unreadable>()) {
+        return is_unreadable(&unreadable.source);
+    }
+    let fault = inner.and_then(|e| e.downcast_ref::<Fault>());
+    let number = fault.map_or(error, |fault| &fault.source).raw_os_error();
     // What drivers and file systems make of a bad sector or a wrong checksum.
     matches!(
         number,

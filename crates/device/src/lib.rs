@@ -25,7 +25,7 @@ mod usage;
 
 pub use buffer::Buf;
 pub use disk::{Disk, Done, InlineQueue, Kind, Piece, Pieces, Queue, Request};
-pub use error::{DeviceError, DeviceErrorKind, is_unreadable};
+pub use error::{DeviceError, DeviceErrorKind, is_unreadable, unreadable};
 pub use file::{Options, adopt, open};
 pub use folder::{Dir, Folder, Mapping, StateFile, replace};
 pub use folder_lock::FolderLock;

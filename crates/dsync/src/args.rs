@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-use crate::units::parse_size;
+use crate::units::{parse_range, parse_size};
 
 /// Keep a copy of a disk up to date by moving only the blocks that changed.
 #[derive(Debug, Parser)]
@@ -52,7 +52,8 @@ pub enum Command {
         dsync sync vm backup:/srv/vm.raw                   a served disk by its export name, over ssh\n  \
         dsync sync -n /srv/vm.raw backup:/srv/vm.raw       what would be sent\n  \
         dsync sync --bwlimit 10M --compress /srv/vm.raw root@far:/dev/vg0/vm\n  \
-        dsync sync --adopt /srv/vm.raw far:/srv/vm.raw     a copy that was carried there by hand\n\n\
+        dsync sync --adopt /srv/vm.raw far:/srv/vm.raw     a copy that was carried there by hand\n  \
+        dsync sync --digests /srv/vm.raw far:/srv/vm.raw   without a record, don't read the replica\n\n\
         A path with a slash before its colon is local.")]
     Sync(Sync),
 
@@ -91,6 +92,18 @@ pub enum Command {
     /// Fold two consecutive deltas into one; what the later one wrote wins
     #[command(after_help = "Example:\n  dsync combine monday.delta tuesday.delta > both.delta")]
     Combine(Combine),
+
+    /// Prove a replica: compare its checksums with those of the source
+    #[command(after_help = "Examples:\n  \
+        dsync verify /srv/vm.raw backup:/srv/vm.raw\n  \
+        dsync verify --rate 50M vm backup:/srv/vm.raw      read no more than that a second, on each side\n  \
+        dsync verify --range 0:1G --range 8G:1M vm /backup/vm.raw\n  \
+        dsync verify --repair vm backup:/srv/vm.raw        send what differs, and commit it\n\n\
+        The source may be in use: what has changed there since the replica's epoch is known, and left out.\n\
+        Where that is not known (the output says why) every difference is told, changes among them.\n\
+        A repair of the whole replica brings it to the source's epoch of now; one of ranges leaves it at its own.\n\n\
+        Exit code 0: no differences, or all of them repaired. 5: differences. 1: something could not be read.")]
+    Verify(Verify),
 
     /// Finish or undo what a crash left of a replica, and say how it is (every command does this on opening)
     #[command(after_help = "Example:\n  dsync recover /srv/vm.raw")]
@@ -134,6 +147,23 @@ pub struct SourceArgs {
     pub allow_shrink: bool,
 }
 
+/// How the replica's side is reached.
+#[derive(Debug, Args)]
+pub struct FarArgs {
+    /// Send at most this many bytes a second, such as 10M
+    #[arg(long, value_name = "RATE", value_parser = parse_size)]
+    pub bwlimit: Option<u64>,
+    /// The remote shell with its options
+    #[arg(short = 'e', long, value_name = "COMMAND", env = "DSYNC_RSH", default_value = "ssh")]
+    pub rsh: String,
+    /// The command that runs dsync on the far host
+    #[arg(long, value_name = "COMMAND", default_value = "dsync")]
+    pub remote_dsync: String,
+    /// Where the replica keeps its lineage and journal [default: beside a file, in the state directory for a device]
+    #[arg(long, value_name = "DIR")]
+    pub journal_dir: Option<String>,
+}
+
 /// `sync`.
 #[derive(Debug, Args)]
 pub struct Sync {
@@ -149,9 +179,15 @@ pub struct Sync {
     /// How blocks are compared
     #[arg(long, value_enum, default_value_t = HashArg::Blake3)]
     pub hash: HashArg,
+    /// Keep digests of the replica, so that it need not be read the next time it is compared [default: in its folder]
+    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "")]
+    pub digests: Option<String>,
     /// How the replica steps to the new epoch
     #[arg(long, value_enum, default_value_t = CommitArg::Journal)]
     pub commit: CommitArg,
+    /// Go on behind what can't be read: the rest is copied, the replica is incomplete then, and the exit code is 1
+    #[arg(long)]
+    pub keep_going: bool,
     /// Only say what would be moved
     #[arg(short = 'n', long)]
     pub dry_run: bool,
@@ -161,22 +197,12 @@ pub struct Sync {
     /// Send the view that is open as the export NAME@view, not the disk as it is now
     #[arg(long)]
     pub at_view: bool,
-    /// Send at most this many bytes a second, such as 10M
-    #[arg(long, value_name = "RATE", value_parser = parse_size)]
-    pub bwlimit: Option<u64>,
     /// Compress with zstd, at a level from 1 to 19
     #[arg(long, value_name = "LEVEL", num_args = 0..=1, require_equals = true, default_missing_value = "1",
           value_parser = clap::value_parser!(i32).range(1..=19))]
     pub compress: Option<i32>,
-    /// The remote shell with its options
-    #[arg(short = 'e', long, value_name = "COMMAND", env = "DSYNC_RSH", default_value = "ssh")]
-    pub rsh: String,
-    /// The command that runs dsync on the far host
-    #[arg(long, value_name = "COMMAND", default_value = "dsync")]
-    pub remote_dsync: String,
-    /// Where the replica keeps its lineage and journal [default: beside a file, in the state directory for a device]
-    #[arg(long, value_name = "DIR")]
-    pub journal_dir: Option<String>,
+    #[command(flatten)]
+    pub far: FarArgs,
     #[command(flatten)]
     pub open: SourceArgs,
 }
@@ -294,6 +320,39 @@ pub struct Combine {
     pub first: PathBuf,
     /// The later delta
     pub second: PathBuf,
+}
+
+/// `verify`.
+#[derive(Debug, Args)]
+pub struct Verify {
+    /// An image, a block device, or the name under which one is served
+    #[arg(value_name = "SRC")]
+    pub source: String,
+    /// Where the replica lives
+    #[arg(value_name = "[[USER@]HOST:]DST")]
+    pub destination: String,
+    /// Send what differs, and commit it
+    #[arg(long)]
+    pub repair: bool,
+    /// Compare only these bytes, such as 1G:64M; may be given several times
+    #[arg(long = "range", value_name = "OFFSET:LEN", value_parser = parse_range)]
+    pub ranges: Vec<std::ops::Range<u64>>,
+    /// Read at most this many bytes a second on each side, such as 50M
+    #[arg(long, value_name = "RATE", value_parser = parse_size)]
+    pub rate: Option<u64>,
+    /// Go on behind what can't be read; the exit code is 1 then
+    #[arg(long)]
+    pub keep_going: bool,
+    /// How blocks are compared
+    #[arg(long, value_enum, default_value_t = HashArg::Blake3)]
+    pub hash: HashArg,
+    /// How a repair is committed
+    #[arg(long, value_enum, default_value_t = CommitArg::Journal)]
+    pub commit: CommitArg,
+    #[command(flatten)]
+    pub far: FarArgs,
+    #[command(flatten)]
+    pub open: SourceArgs,
 }
 
 /// `recover`.

@@ -52,7 +52,9 @@ pub fn inspect(args: &args::Inspect, output: &Output) -> Result<()> {
     } else {
         format!("  epochs   {first} to {last}, fits {} of them", header.chain.len())
     });
-    output.say(&format!("  method   {}{}", header.method, if header.fuzzy { ", fuzzy" } else { "" }));
+    let fuzzy = if header.fuzzy { ", fuzzy" } else { "" };
+    let lacking = if header.lacking { ", lacking what could not be read at the source" } else { "" };
+    output.say(&format!("  method   {}{fuzzy}{lacking}", header.method));
     output.say(&match header.size_before == header.size_after || header.is_seed() {
         true => format!("  disk     {}", units::size(header.size_after)),
         false => format!(

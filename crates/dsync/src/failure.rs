@@ -12,6 +12,8 @@ pub const USAGE: u8 = 2;
 pub const LOST: u8 = 3;
 /// Lineage, state or a lock refuses.
 pub const REFUSED: u8 = 4;
+/// `verify` found differences.
+pub const DIFFERS: u8 = 5;
 /// A signal ended it.
 pub const INTERRUPTED: u8 = 130;
 

@@ -12,6 +12,7 @@ mod serve;
 mod status;
 mod sync_command;
 mod units;
+mod verify_command;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -80,13 +81,14 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
         failure::on_interrupt(matches!(cli.command, Command::Receive(_)))?;
     }
     match &cli.command {
-        Command::Sync(args) => sync_command::run(args, &state, output)?,
+        Command::Sync(args) => return sync_command::run(args, &state, output),
         Command::Serve(args) => serve::run(args, &state, output)?,
         Command::Status(args) => status::run(args, &state, output)?,
         Command::Extract(args) => pipes::extract(args, &state, output)?,
         Command::Merge(args) => pipes::merge(args, &state, output)?,
         Command::Inspect(args) => delta_files::inspect(args, output)?,
         Command::Combine(args) => delta_files::combine(args, output)?,
+        Command::Verify(args) => return verify_command::run(args, &state, output),
         Command::Recover(args) => status::recover(args, &state, output)?,
         Command::Demo(args) => demo::run(args, output)?,
         Command::Receive(_) => far::receive(&state)?,

@@ -81,6 +81,11 @@ impl Output {
         }
     }
 
+    /// True if more was asked for.
+    pub fn is_verbose(&self) -> bool {
+        self.verbose
+    }
+
     /// Something that the user should know although all is well.
     pub fn warn(&self, text: &str) {
         if self.json {

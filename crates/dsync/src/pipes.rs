@@ -19,10 +19,10 @@ pub fn extract(args: &args::Extract, state: &StateDir, output: &Output) -> Resul
         )
         .into());
     }
+    units::check_rates(&[("--bwlimit", args.bwlimit)])?;
     let handle = Handle::attach(state, &args.source, &crate::source_options(&args.open)?)?;
     let progress = |done, total| output.progress(done, total);
     let result = match args.bwlimit {
-        Some(0) => return Err(Failure::usage("--bwlimit takes a rate above zero, such as 10M").into()),
         Some(rate) => {
             let out = link::Limited::new(stdout().lock(), rate);
             sync::extract(&handle, args.since, args.compress, out, &progress)

@@ -1,14 +1,14 @@
 //! `dsync sync`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 use link::Link;
 use source::{Handle, StateDir};
-use sync::{Commit, How, Options, Summary};
+use sync::{Commit, Extents, How, Options, Summary, SyncError};
 
-use crate::args::{self, CommitArg, HashArg, MethodArg};
-use crate::failure::Failure;
+use crate::args::{self, CommitArg, FarArgs, HashArg, MethodArg};
+use crate::failure::{self, FAILED, Failure};
 use crate::output::Output;
 use crate::units;
 
@@ -59,12 +59,46 @@ pub fn hash(arg: HashArg) -> compare::Hash {
     }
 }
 
-/// Runs the command.
-pub fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Result<()> {
+/// Reaches the replica's side, which lives in a thread of its own or on another host, and talks to it: with the link, the
+/// destination's path there, and its name as the user wrote it.
+pub fn converse<T>(
+    destination: &Destination,
+    name: &str,
+    far: &FarArgs,
+    handle: &Handle,
+    state: &StateDir,
+    talk: impl FnOnce(Link, &Path, &str) -> Result<T>,
+) -> Result<T> {
+    let Some(host) = &destination.host else {
+        let path = std::path::absolute(&destination.path)
+            .with_context(|| format!("can't find {}", destination.path.display()))?;
+        if std::fs::canonicalize(&path).is_ok_and(|p| p == handle.about().path) {
+            return Err(Failure::refused(format!(
+                "{} is the source itself: give another destination",
+                path.display()
+            ))
+            .into());
+        }
+        let (here, there) = Link::pair();
+        let state = state.clone();
+        let far = std::thread::Builder::new()
+            .name("receive".into())
+            // Its errors travel over the link, as those of a far host do.
+            .spawn(move || sync::receive(there, &state).is_ok())?;
+        let result = talk(here, &path, &path.display().to_string());
+        let _ = far.join();
+        return result;
+    };
+    let rsh: Vec<String> = far.rsh.split_whitespace().map(str::to_owned).collect();
+    let mut command: Vec<String> = far.remote_dsync.split_whitespace().map(str::to_owned).collect();
+    command.push("receive".into());
+    talk(Link::ssh(&rsh, host, &command)?, &destination.path, name)
+}
+
+/// Runs the command; its exit code.
+pub fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Result<u8> {
     let destination = Destination::parse(&args.destination)?;
-    if args.bwlimit == Some(0) {
-        return Err(Failure::usage("--bwlimit takes a rate above zero, such as 10M").into());
-    }
+    units::check_rates(&[("--bwlimit", args.far.bwlimit)])?;
     if args.adopt && !matches!(args.method, MethodArg::Auto | MethodArg::Compare) {
         return Err(Failure::usage("--adopt proves a copy by comparing it: leave --method out").into());
     }
@@ -77,46 +111,33 @@ pub fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Result<()> {
         },
         hash: hash(args.hash),
         commit: commit(args.commit),
+        digests: args.digests.as_ref().map(|file| (!file.is_empty()).then(|| PathBuf::from(file))),
+        keep_going: args.keep_going,
+        lacking: false,
         dry_run: args.dry_run,
         adopt: args.adopt,
         at_view: args.at_view,
         compress: args.compress,
-        bwlimit: args.bwlimit,
-        journal_dir: args.journal_dir.clone().map(PathBuf::from),
+        bwlimit: args.far.bwlimit,
+        journal_dir: args.far.journal_dir.clone().map(PathBuf::from),
         may_be_cut: destination.host.is_some(),
     };
     let handle = Handle::attach(state, &args.source, &crate::source_options(&args.open)?)?;
     let progress = |done, total| output.progress(done, total);
-    let summary = match &destination.host {
-        None => {
-            let path = std::path::absolute(&destination.path)
-                .with_context(|| format!("can't find {}", destination.path.display()))?;
-            if std::fs::canonicalize(&path).is_ok_and(|p| p == handle.about().path) {
-                return Err(Failure::refused(format!(
-                    "{} is the source itself: give another destination",
-                    path.display()
-                ))
-                .into());
-            }
-            let (here, there) = Link::pair();
-            let state = state.clone();
-            let far = std::thread::Builder::new()
-                .name("receive".into())
-                // Its errors travel over the link, as those of a far host do.
-                .spawn(move || sync::receive(there, &state).is_ok())?;
-            let result = sync::push(&handle, here, &path, &path.display().to_string(), &options, &progress);
-            let _ = far.join();
-            result
-        }
-        Some(host) => {
-            let rsh: Vec<String> = args.rsh.split_whitespace().map(str::to_owned).collect();
-            let mut command: Vec<String> = args.remote_dsync.split_whitespace().map(str::to_owned).collect();
-            command.push("receive".into());
-            let link = Link::ssh(&rsh, host, &command)?;
-            sync::push(&handle, link, &destination.path, &args.destination, &options, &progress)
-        }
+    let attempt = |options: &Options| {
+        converse(&destination, &args.destination, &args.far, &handle, state, |link, path, name| {
+            Ok(sync::push(&handle, link, path, name, options, &progress)?)
+        })
     };
+    let mut summary = attempt(&options);
     output.finish();
+    // What will be lacking has to be known before the replica takes the first byte.
+    let unreadable = |e: &anyhow::Error| e.downcast_ref::<SyncError>().is_some_and(SyncError::is_unreadable);
+    if let Some(error) = summary.as_ref().err().filter(|e| args.keep_going && unreadable(e)) {
+        output.warn(&failure::text(error));
+        summary = attempt(&Options { lacking: true, ..options });
+        output.finish();
+    }
     output.more(&format!("source {} in {}", handle.about().uuid, state.path().display()));
     // The source is let go even if the sync failed; the sync's own error comes first.
     let closed = handle.close();
@@ -125,9 +146,25 @@ pub fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Result<()> {
     if let Some(recovered) = &summary.recovered {
         output.warn(recovered);
     }
+    list("can't be read at the source", &summary.unreadable, output);
     say(&summary, output);
     output.summary(&summary);
-    Ok(())
+    Ok(if summary.unreadable.extents > 0 { FAILED } else { 0 })
+}
+
+/// Extents that are shown to people who did not ask for more.
+const SHOWN: usize = 20;
+
+/// Lists extents, as many as people read.
+pub fn list(what: &str, extents: &Extents, output: &Output) {
+    let shown = if output.is_verbose() { Extents::LISTED } else { SHOWN };
+    for extent in extents.list.iter().take(shown) {
+        output.say(&format!("{what}: {} bytes at byte {}", extent.bytes, extent.offset));
+    }
+    let rest = extents.extents.saturating_sub(shown.min(extents.list.len()) as u64);
+    if rest > 0 {
+        output.say(&format!("{what}: {} more extents", units::count(rest)));
+    }
 }
 
 fn say(summary: &Summary, output: &Output) {
@@ -151,8 +188,11 @@ fn say(summary: &Summary, output: &Output) {
         });
         return;
     }
-    let epoch = summary.epoch.map_or_else(String::new, |e| format!(" at epoch {e}"));
-    if summary.blocks_changed == 0 {
+    let epoch = match summary.epoch {
+        Some(epoch) => format!(" at epoch {epoch}"),
+        None => " incomplete".to_owned(),
+    };
+    if summary.blocks_changed == 0 && summary.epoch.is_some() {
         output.say(&format!(
             "{} is up to date{epoch} ({}; {})",
             summary.destination,
@@ -162,6 +202,9 @@ fn say(summary: &Summary, output: &Output) {
         return;
     }
     output.say(&format!("{} is{epoch}: {found} {of} ({})", summary.destination, summary.trust));
+    if let Some(digests) = &summary.digests {
+        output.say(&format!("digests of the replica: {digests}"));
+    }
     output.say(&format!(
         "read {}, sent {}, wrote {}, in {}{}",
         units::size(summary.bytes_read),

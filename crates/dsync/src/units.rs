@@ -1,5 +1,7 @@
 //! Sizes, rates and times as people write and read them.
 
+use crate::failure::Failure;
+
 /// Reads `4096`, `4K`, `4KiB`, `1.5M`, `10MB` (of 1000) …; bytes.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let text = text.trim();
@@ -30,6 +32,23 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
         return Err(wrong());
     }
     Ok(bytes as u64)
+}
+
+/// Refuses rates of nothing.
+pub fn check_rates(rates: &[(&str, Option<u64>)]) -> Result<(), Failure> {
+    match rates.iter().find(|(_, rate)| *rate == Some(0)) {
+        Some((name, _)) => Err(Failure::usage(format!("{name} takes a rate above zero, such as 10M"))),
+        None => Ok(()),
+    }
+}
+
+/// Reads `OFFSET:LEN`, both as [`parse_size`] does; the range of bytes.
+pub fn parse_range(text: &str) -> Result<std::ops::Range<u64>, String> {
+    let wrong = || format!("\"{text}\" is no range: write OFFSET:LEN, such as 1G:64M");
+    let (offset, len) = text.split_once(':').ok_or_else(wrong)?;
+    let (offset, len) = (parse_size(offset)?, parse_size(len)?);
+    let end = offset.checked_add(len).filter(|_| len > 0).ok_or_else(wrong)?;
+    Ok(offset..end)
 }
 
 /// `1.4 GiB`.
@@ -98,6 +117,15 @@ mod tests {
         }
         for text in ["", "K", "four", "4X", "4KK", "-1", "1e30", "99999999P"] {
             assert!(parse_size(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn ranges_are_an_offset_and_a_length() {
+        assert_eq!(parse_range("1M:4K"), Ok(1 << 20..(1 << 20) + 4096));
+        assert_eq!(parse_range("0:1"), Ok(0..1));
+        for text in ["", "1M", "1M:", ":4K", "0:0", "1:2:3", "15E:9E", "1-2"] {
+            assert!(parse_range(text).is_err(), "{text}");
         }
     }
 

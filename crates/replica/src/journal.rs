@@ -194,8 +194,9 @@ fn walk(
             Event::End(_) => contents.whole = true,
         }
         let Some(header) = decoder.header() else { continue };
-        if header.method == Method::Rolling && !contents.whole {
-            // Its extents don't ascend: what came of it says nothing about how far it came.
+        if (header.method == Method::Rolling || header.lacking) && !contents.whole {
+            // Its extents don't ascend, or leave out more than what is equal: what came of it says nothing about how far it
+            // came.
             continue;
         }
         // A segment counts from its first frame.

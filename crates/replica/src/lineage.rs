@@ -43,7 +43,8 @@ pub enum State {
     Exact,
     /// A copy of a live disk without a cut.
     Fuzzy,
-    /// A seed or an in-place commit is under way, or a file was adopted and not proven yet.
+    /// A seed or an in-place commit is under way, a file was adopted and not proven yet, or parts of the source could not
+    /// be read.
     Incomplete,
 }
 
@@ -120,6 +121,9 @@ pub struct Toward {
     pub block_size: u32,
     /// The delta was read from a live disk without a cut.
     pub fuzzy: bool,
+    /// The delta lacks what could not be read.
+    #[serde(default)]
+    pub lacking: bool,
     /// The delta's stream.
     pub stream: Uuid,
 }
@@ -207,8 +211,13 @@ impl Lineage {
         Lineage {
             version: Self::VERSION,
             source: Some(toward.source),
-            epoch: Some(toward.epoch),
-            state: if toward.fuzzy { State::Fuzzy } else { State::Exact },
+            // What lacks something is no epoch: only a compare makes it one again.
+            epoch: (!toward.lacking).then_some(toward.epoch),
+            state: match toward {
+                Toward { lacking: true, .. } => State::Incomplete,
+                Toward { fuzzy: true, .. } => State::Fuzzy,
+                _ => State::Exact,
+            },
             size: toward.size,
             block_size: toward.block_size,
             nonce: Uuid::new_v4(),
@@ -284,6 +293,7 @@ mod tests {
                 size: 100,
                 block_size: 4096,
                 fuzzy: false,
+                lacking: false,
                 stream: Uuid::new_v4(),
             },
             finished: false,

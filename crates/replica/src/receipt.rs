@@ -342,6 +342,8 @@ impl Direct {
             return Err(disk_error("flush", replica.place.path(), INTERRUPTED)(e));
         }
         (self.saved, self.saved_bytes) = (Instant::now(), self.applier.written);
+        // What is lacking was left out below that, too.
+        let upto = if replica.lineage.step.as_ref().is_some_and(|s| s.toward.lacking) { 0 } else { upto };
         let positions = overlay(&self.base, epoch, upto);
         match &mut replica.lineage.step {
             Some(step) if step.positions != positions => step.positions = positions,
@@ -357,6 +359,19 @@ impl Receipt<'_> {
     /// # Errors
     /// What is wrong with the delta, or with the place it goes to. What came before is kept.
     pub fn unit(&mut self, unit: Unit) -> Result<()> {
+        self.unit_seen(unit, |_| {})
+    }
+
+    /// The delta's header.
+    pub fn header(&self) -> Option<&Header> {
+        self.decoder.header()
+    }
+
+    /// Takes the next unit as [`Receipt::unit`] does, and shows a frame, verified, before it goes where it belongs.
+    ///
+    /// # Errors
+    /// As for [`Receipt::unit`].
+    pub fn unit_seen(&mut self, unit: Unit, seen: impl FnOnce(&delta::Frame)) -> Result<()> {
         let path = self.replica.place.path().to_path_buf();
         let refused = |e: delta::Error| ReplicaError::Delta { path: path.clone(), error: e.to_string() };
         match &mut self.sink {
@@ -365,11 +380,14 @@ impl Receipt<'_> {
                     self.sink = Sink::Closed;
                     return Err(self.replica.journal_failed(e));
                 }
-                self.decoder.push(unit).map_err(refused)?;
+                if let Event::Frame(frame) = self.decoder.push(unit).map_err(refused)? {
+                    seen(&frame);
+                }
                 journal.bytes = journal.file.len();
             }
             Sink::Direct(direct) => {
                 if let Event::Frame(frame) = self.decoder.push(unit).map_err(refused)? {
+                    seen(&frame);
                     let failed = disk_error("write to", &path, INTERRUPTED);
                     direct.applier.frame(frame).map_err(failed)?;
                     let much = direct.applier.written - direct.saved_bytes >= self.replica.save_bytes;
@@ -476,7 +494,7 @@ impl Receipt<'_> {
 /// What the journal holds with what has come of this delta.
 fn contents(journal: &ToJournal, decoder: &Decoder, whole: bool) -> Contents {
     let mut contents = journal.before.clone();
-    if let Some(header) = decoder.header().filter(|_| decoder.frames() > 0 || whole) {
+    if let Some(header) = decoder.header().filter(|h| (decoder.frames() > 0 && !h.lacking) || whole) {
         contents.segments.push(Segment {
             header: header.clone(),
             frames: decoder.frames(),

@@ -26,6 +26,8 @@ pub struct Options {
     pub adopt: bool,
     /// Let a seed take the place of what stands there.
     pub replace: bool,
+    /// Let it pass that others changed the destination, which [`Standing::changed`] then says: only a compare fits it.
+    pub doubt: bool,
 }
 
 /// Where a replica stands: what its source must know to find what it lacks.
@@ -53,6 +55,8 @@ pub struct Standing {
     pub resumes: Option<Resume>,
     /// What opening the replica had to mend, for people to read.
     pub recovered: Option<String>,
+    /// In what way others changed the destination since the last commit, where [`Options::doubt`] let it pass.
+    pub changed: Option<String>,
 }
 
 /// A destination with its lineage, held alone and in order: whatever a crash left was finished or undone when it was opened.
@@ -66,6 +70,8 @@ pub struct Replica {
     pub(crate) journal: Option<Contents>,
     pub(crate) adopt: bool,
     pub(crate) replace: bool,
+    doubt: bool,
+    changed: Option<&'static str>,
     /// Bytes that the next delta is expected to bring.
     pub(crate) expected: u64,
     /// A step in place is made durable every so many bytes.
@@ -184,7 +190,7 @@ impl Replica {
             } else {
                 Box::new(FilePlace::new(path.clone()))
             };
-            let mut replica = Replica::begin(place, Box::new(folder), options.adopt, options.replace)?;
+            let mut replica = Replica::begin(place, Box::new(folder), options)?;
             replica.image = image;
             Ok(replica)
         })();
@@ -204,8 +210,7 @@ impl Replica {
     pub(crate) fn begin(
         place: Box<dyn Place>,
         folder: Box<dyn Folder>,
-        adopt: bool,
-        replace: bool,
+        options: &Options,
     ) -> Result<Replica> {
         let lineage = Lineage::load(&*folder)?;
         let mut replica = Replica {
@@ -224,11 +229,14 @@ impl Replica {
                 under_way: false,
                 resumes: None,
                 recovered: None,
+                changed: None,
             },
             lineage: lineage.unwrap_or_else(Lineage::new),
             journal: None,
-            adopt,
-            replace,
+            adopt: options.adopt,
+            replace: options.replace,
+            doubt: options.doubt,
+            changed: None,
             expected: 0,
             save_bytes: crate::receipt::SAVE_BYTES,
             recovered: Vec::new(),
@@ -252,6 +260,11 @@ impl Replica {
     /// The destination's path, without links.
     pub fn path(&self) -> &Path {
         self.place.path()
+    }
+
+    /// The folder of the replica's state.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
     }
 
     /// What the destination holds, to be compared: without what lies in a journal, so a delta that was found by comparing
@@ -305,6 +318,7 @@ impl Replica {
             under_way: lineage.step.is_some(),
             resumes: self.journal.as_ref().and_then(Contents::resume),
             recovered: (!self.recovered.is_empty()).then(|| self.recovered.join("; ")),
+            changed: self.changed.map(str::to_owned),
         };
         Ok(())
     }
@@ -360,7 +374,7 @@ impl Replica {
         if self.which() == Which::Partial {
             self.remove_partial()?;
         }
-        self.journal = None;
+        (self.journal, self.changed) = (None, None);
         self.lineage = Lineage { size: stamp.size, stamp: Some(stamp), ..Lineage::new() };
         self.kept = false;
         Ok(())
@@ -455,6 +469,7 @@ impl Replica {
     pub(crate) fn moved(&mut self, toward: &Toward) -> Result<()> {
         let stamp = self.place.settle().map_err(disk_error("flush", self.place.path(), INTERRUPTED))?;
         self.lineage = self.lineage.after(toward, stamp);
+        self.changed = None;
         self.store()
     }
 
@@ -479,16 +494,17 @@ impl Replica {
         let changed = |why: &str| ReplicaError::Changed { path: path.clone(), why: why.into() };
         let before = self.lineage.stamp.clone();
         if before.as_ref().is_some_and(|b| b.inode != now.inode) {
-            return if self.adopt {
-                self.take(now)
-            } else {
-                Err(changed("another file has taken its place"))
-            };
+            if self.adopt {
+                return self.take(now);
+            }
+            self.changed = Some("another file has taken its place");
         }
         if let Some(contents) = journal::measure(&*self.folder, WHOLE)? {
             if contents.stream().is_some() && contents.stream() == self.lineage.committed {
                 // Its work is done; only the removal was missing.
                 self.remove(WHOLE)?;
+            } else if let Some(why) = self.changed {
+                return Err(changed(why));
             } else if self.adopt {
                 return self.take(now);
             } else if !contents.whole {
@@ -506,9 +522,15 @@ impl Replica {
                 Some(before) if before.print != now.print => Some("it is another disk, or was written to"),
                 _ => None,
             };
-            if let Some(why) = why {
-                return if self.adopt { self.take(now) } else { Err(changed(why)) };
-            }
+            self.changed = self.changed.or(why);
+        }
+        if let Some(why) = self.changed {
+            return match (self.adopt, self.doubt) {
+                (true, _) => self.take(now),
+                // What lies in the journal belongs to what was there before.
+                (false, true) => Ok(()),
+                (false, false) => Err(changed(why)),
+            };
         }
         let contents = journal::measure(&*self.folder, ARRIVING)?.unwrap_or_default();
         if contents.whole && self.which() == Which::Whole && self.fits_journal(&contents) {
@@ -518,8 +540,10 @@ impl Replica {
             return self.redo(&contents);
         }
         self.keep_journal()?;
-        let unproven =
-            self.lineage.epoch.is_none() && self.lineage.step.is_none() && !self.positions().is_empty();
+        let unproven = self.lineage.source.is_none()
+            && self.lineage.epoch.is_none()
+            && self.lineage.step.is_none()
+            && !self.positions().is_empty();
         if unproven && !self.adopt {
             return Err(ReplicaError::NotAReplica(path));
         }
@@ -602,6 +626,10 @@ impl Replica {
             });
         }
         let source = lineage.source.or(lineage.step.as_ref().map(|s| s.toward.source));
+        if let Some(why) = self.changed.filter(|_| header.method != Method::Compare || header.binds.is_none())
+        {
+            return Err(ReplicaError::Changed { path: path(), why: why.into() });
+        }
         let proves = self.adopt && header.method == Method::Compare && header.binds.is_some();
         let seeds = header.is_seed() && header.resumes.is_none();
         if let Some(has) = source.filter(|s| *s != header.source && !proves && !(seeds && self.replace)) {
@@ -613,8 +641,7 @@ impl Replica {
                 let given = "the delta was made for another state of it".into();
                 return refused("has moved on".into(), given);
             }
-            let all = matches!(header.method, Method::Compare | Method::Copy);
-            if !all && self.positions().iter().any(|p| p.epoch.is_none()) {
+            if header.method != Method::Compare && self.positions().iter().any(|p| p.epoch.is_none()) {
                 return refused("is not proven yet".into(), "only a compare can do that".into());
             }
         } else if header.resumes.is_none() {
@@ -691,6 +718,7 @@ pub(crate) fn toward(header: &Header) -> Option<Toward> {
         size: header.size_after,
         block_size: header.block_size,
         fuzzy: header.fuzzy,
+        lacking: header.lacking,
         stream: header.stream,
     })
 }

@@ -149,8 +149,16 @@ pub(crate) fn send_differences(
     progress: Progress<'_>,
 ) -> Result<(), SyncError> {
     sender.send_json(PLAN, &Plan { bytes: 0, compare: Some(scope.clone()), delta: true })?;
+    let lacking = how.lacking;
     let mut sending = Sending::begin(sender, header, how, totals)?;
-    compare(receiver, view, scope, totals, progress, |finding| sending.add(&finding))?;
+    compare(receiver, view, scope, totals, progress, |finding| match finding {
+        Finding::Unreadable(range) if lacking => {
+            totals.left_out(&range);
+            Ok(())
+        }
+        Finding::Unreadable(range) => Err(SyncError::Unreadable(range.start)),
+        other => sending.add(&other),
+    })?;
     sending.end()
 }
 

@@ -53,6 +53,11 @@ pub enum SyncError {
         /// Why.
         why: String,
     },
+    /// A part of the source can't be read.
+    #[error(
+        "the source can't be read at byte {0}: --keep-going copies the rest, and the replica is incomplete then"
+    )]
+    Unreadable(u64),
     /// Something stands in the way.
     #[error("{0}")]
     Refused(String),
@@ -72,6 +77,15 @@ impl SyncError {
             _ => false,
         };
         if refused { Class::Refused } else { Class::Failed }
+    }
+
+    /// True if a part of the source can't be read, and the rest perhaps can.
+    pub fn is_unreadable(&self) -> bool {
+        match self {
+            SyncError::Unreadable(_) => true,
+            SyncError::Io { error, .. } => device::is_unreadable(error),
+            _ => false,
+        }
     }
 
     pub(crate) fn io(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> SyncError {

@@ -85,6 +85,7 @@ pub fn extract(
         binds: None,
         resumes: None,
         fuzzy: false,
+        lacking: false,
     };
     let wanted = match &positions {
         None => Wanted { changes: Bitmap::new(0), block_size, size, all_from: 0 },
@@ -107,7 +108,7 @@ pub fn extract(
     let (_, _, bytes) = wanted.count(&*view).map_err(SyncError::io("look at the view"))?;
     let totals = Totals::default();
     let mut writer = Writer::new(out);
-    let how = Packing { compress, size: FrameSize::new(false, block_size) };
+    let how = Packing { compress, size: FrameSize::new(false, block_size), lacking: false };
     pack_wanted(ToWriter(&mut writer), &view, &header, &wanted, how, &totals, &|done| progress(done, bytes))?;
     writer.flush()?;
     let epoch = view.epoch();

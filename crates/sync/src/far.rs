@@ -2,14 +2,18 @@
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Instant;
 
+use compare::{Claim, Scope};
 use delta::Units;
+use device::Disk;
 use link::{Link, Receiver, Sender};
 use replica::{Receipt, Replica};
 use serde::Serialize;
 use source::StateDir;
 
+use crate::digests::Kept;
 use crate::error::{Class, SyncError};
 use crate::messages::{
     COMMITTED, Commit, Committed, FAILED, Failed, OPEN, Open, PLAN, Part, Plan, STANDING, Standing, expect,
@@ -41,11 +45,10 @@ pub fn receive(link: Link, state: &StateDir) -> Result<(), SyncError> {
     }
 }
 
-fn open_options(path: &Path, journal_dir: Option<&Path>, adopt: bool, state: &StateDir) -> replica::Options {
+fn open_options(path: &Path, journal_dir: Option<&Path>, state: &StateDir) -> replica::Options {
     replica::Options {
         folder: journal_dir.map(Path::to_path_buf),
         device_folder: state.replica_folder(path),
-        adopt,
         ..replica::Options::default()
     }
 }
@@ -55,9 +58,18 @@ fn converse(sender: &Sender, receiver: &Receiver, state: &StateDir) -> Result<()
     // Where the near side was given a relative path, it means the far user's home, as with every other copy over ssh.
     let path =
         std::path::absolute(&open.path).map_err(SyncError::io(format!("find {}", open.path.display())))?;
-    let options = open_options(&path, open.journal_dir.as_deref(), open.adopt, state);
+    let options = replica::Options {
+        adopt: open.adopt,
+        doubt: open.verify,
+        ..open_options(&path, open.journal_dir.as_deref(), state)
+    };
     let mut replica = Replica::open(&path, &options)?;
     let standing = replica.standing();
+    // A device may be larger than what it holds a copy of.
+    let len = match standing.changed {
+        Some(_) if standing.capacity.is_none() => Some(replica.content()?.len()),
+        _ => None,
+    };
     sender.send_json(
         STANDING,
         &Standing {
@@ -70,7 +82,8 @@ fn converse(sender: &Sender, receiver: &Receiver, state: &StateDir) -> Result<()
             resumes: standing.resumes,
             size: standing.size,
             recovered: standing.recovered.clone(),
-            changed: None,
+            changed: standing.changed.clone(),
+            wrong_size: len.filter(|len| *len != standing.size),
         },
     )?;
     let plan: Plan = match receiver.recv()? {
@@ -81,22 +94,28 @@ fn converse(sender: &Sender, receiver: &Receiver, state: &StateDir) -> Result<()
     };
     replica.expect(plan.bytes);
     let compare = plan.compare;
+    if let (Some(scope), false) = (&compare, plan.delta) {
+        answer(sender, &replica.content()?, scope, None).map_err(SyncError::io("read the replica"))?;
+        while receiver.recv()?.is_some() {}
+        return Ok(());
+    }
     let message = receiver.recv()?.ok_or_else(|| SyncError::Far {
         message: "the source ended the conversation too early: run again".into(),
         class: Class::Failed,
     })?;
+    let mut kept = open.digests.as_ref().map(|asked| Kept::open(asked, &replica)).transpose()?;
+    let standing = replica.standing().clone();
     let disk = compare.as_ref().map(|_| replica.content()).transpose()?;
     let header = to_unit(message).map_err(|m| unexpected(&m))?;
     let receipt = replica.receive(header, mode(open.commit))?;
-    let committed = match (compare, disk) {
+    if let Some(kept) = &mut kept {
+        kept.begin(compare.as_ref(), receipt.header(), &standing)?;
+    }
+    let seen = kept.as_ref();
+    let mut committed = match (compare, disk) {
         (Some(compare), Some(disk)) => std::thread::scope(|scope| {
-            let answering = scope.spawn(move || {
-                compare::answer(&disk, &compare, |claim, digests| {
-                    let message = of_claim(&claim, &digests)?;
-                    sender.send(message).map_err(std::io::Error::other)
-                })
-            });
-            let received = take_units(receipt, receiver);
+            let answering = scope.spawn(move || answer(sender, &disk, &compare, seen));
+            let received = take_units(receipt, receiver, seen);
             match answering.join() {
                 // A link that broke under the answers broke for the units too, and says more there.
                 Ok(Err(error)) if received.is_ok() => Err(SyncError::io("read the replica")(error)),
@@ -104,15 +123,30 @@ fn converse(sender: &Sender, receiver: &Receiver, state: &StateDir) -> Result<()
                 Err(panic) => std::panic::resume_unwind(panic),
             }
         })?,
-        _ => take_units(receipt, receiver)?,
+        _ => take_units(receipt, receiver, seen)?,
     };
+    committed.digests = kept.map(|kept| kept.end(replica.standing().nonce));
     sender.send_json(COMMITTED, &committed)?;
     // The other end says goodbye when it has noted that.
     while receiver.recv()?.is_some() {}
     Ok(())
 }
 
-fn take_units(mut receipt: Receipt<'_>, receiver: &Receiver) -> Result<Committed, SyncError> {
+fn answer(sender: &Sender, disk: &Arc<dyn Disk>, scope: &Scope, kept: Option<&Kept>) -> std::io::Result<()> {
+    let say = |claim: Claim, digests: Vec<u8>| {
+        sender.send(of_claim(&claim, &digests)?).map_err(std::io::Error::other)
+    };
+    match kept {
+        Some(kept) => kept.answer(disk, scope, say),
+        None => compare::answer(disk, scope, say),
+    }
+}
+
+fn take_units(
+    mut receipt: Receipt<'_>,
+    receiver: &Receiver,
+    kept: Option<&Kept>,
+) -> Result<Committed, SyncError> {
     loop {
         let message = match receiver.recv() {
             Ok(Some(message)) => message,
@@ -137,13 +171,18 @@ fn take_units(mut receipt: Receipt<'_>, receiver: &Receiver) -> Result<Committed
             }
         };
         let last = unit.kind == delta::UnitKind::Trailer;
-        receipt.unit(unit)?;
+        receipt.unit_seen(unit, |frame| {
+            if let Some(kept) = kept {
+                kept.frame(frame);
+            }
+        })?;
         if last {
             let committed = receipt.finish()?;
             return Ok(Committed {
                 epoch: committed.epoch,
                 bytes_written: committed.bytes_written,
                 bytes_read: committed.bytes_read,
+                digests: None,
             });
         }
     }
@@ -179,7 +218,7 @@ pub fn merge(
     let no_delta = || delta::Error::NoTrailer { units: 0 };
     // The header first: what is no delta leaves no trace.
     let header = units.next()?.ok_or_else(no_delta)?;
-    let mut replica = Replica::open(path, &open_options(path, journal_dir, false, state))?;
+    let mut replica = Replica::open(path, &open_options(path, journal_dir, state))?;
     let recovered = replica.standing().recovered.clone();
     let mut receipt = replica.receive(header, mode(commit))?;
     let committed = loop {

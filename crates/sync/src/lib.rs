@@ -1,16 +1,24 @@
 //! Both ends of a sync: the source's end chooses the method, finds, reads, packs and sends ([`push`]); the replica's end
-//! says where it stands, receives and commits ([`receive`]). [`extract`] and [`merge`] do the same with a pipe between.
+//! says where it stands, receives and commits ([`receive`]). [`extract`] and [`merge`] do the same with a pipe between;
+//! [`verify`] proves a replica, and mends it.
 
 mod compared;
+mod digests;
 mod error;
+mod extents;
 mod extract;
 mod far;
 mod messages;
 mod push;
 mod read;
+#[cfg(test)]
+mod tests;
+mod verify;
 
 pub use error::{Class, SyncError};
+pub use extents::{Extent, Extents};
 pub use extract::{Extracted, extract};
 pub use far::{Merged, merge, receive};
 pub use messages::Commit;
 pub use push::{How, Options, Progress, Summary, push};
+pub use verify::{Verified, VerifyOptions, verify};

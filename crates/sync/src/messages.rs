@@ -21,6 +21,7 @@ use link::Message;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
+use crate::digests::Digests;
 use crate::error::{Class, SyncError};
 
 pub(crate) const OPEN: u8 = 1;
@@ -55,6 +56,8 @@ pub(crate) struct Open {
     pub adopt: bool,
     /// It will be compared and perhaps mended: others may have changed it.
     pub verify: bool,
+    /// Keep digests of the replica from one sync to the next.
+    pub digests: Option<Digests>,
 }
 
 /// What stands at the destination.
@@ -80,6 +83,8 @@ pub(crate) struct Standing {
     pub recovered: Option<String>,
     /// Why it may not be what its last commit left, where that was let pass.
     pub changed: Option<String>,
+    /// Bytes that a replica's file has, where it should have others.
+    pub wrong_size: Option<u64>,
 }
 
 /// A part of a replica.
@@ -108,6 +113,8 @@ pub(crate) struct Committed {
     pub epoch: Epoch,
     pub bytes_written: u64,
     pub bytes_read: u64,
+    /// What became of the digests that were asked for.
+    pub digests: Option<String>,
 }
 
 /// The end.

@@ -1,8 +1,9 @@
 //! The source's end: find what the replica lacks, read it from a view, pack it, send it.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use compare::{Hash, Scope, in_order};
@@ -15,7 +16,9 @@ use source::{Handle, Position, SourceError, View};
 use uuid::Uuid;
 
 use crate::compared::send_differences;
+use crate::digests::Digests;
 use crate::error::SyncError;
+use crate::extents::Extents;
 use crate::messages::{
     COMMITTED, Commit, Committed, FAILED, Failed, OPEN, Open, PLAN, Part, Plan, STANDING, Standing, expect,
     of_unit, unexpected,
@@ -51,6 +54,12 @@ pub struct Options {
     pub at_view: bool,
     /// How blocks are digested.
     pub hash: Hash,
+    /// Go on behind what can't be read at the replica, and, where it is `lacking`, at the source.
+    pub keep_going: bool,
+    /// Leave out what can't be read at the source: the replica is incomplete then.
+    pub lacking: bool,
+    /// Keep digests of the replica from this sync to the next: in this file, or in the replica's folder.
+    pub digests: Option<Option<PathBuf>>,
     /// A zstd level.
     pub compress: Option<i32>,
     /// Bytes a second.
@@ -101,6 +110,10 @@ pub struct Summary {
     pub resumed: bool,
     /// Nothing was moved, only counted.
     pub dry_run: bool,
+    /// What became of the digests that were to be kept.
+    pub digests: Option<String>,
+    /// What could not be read at the source, and is missing at the replica.
+    pub unreadable: Extents,
     /// What opening the replica had to mend.
     pub recovered: Option<String>,
     /// Bytes that writers had to keep for the view.
@@ -149,6 +162,7 @@ pub fn push(
         commit: options.commit,
         adopt: options.adopt,
         verify: false,
+        digests: options.digests.clone().map(|file| Digests { file, hash: options.hash }),
     };
     sender.send_json(OPEN, &open)?;
     let standing: Standing = expect(&receiver, STANDING)?.json()?;
@@ -172,6 +186,8 @@ pub fn push(
         freeze_ms: None,
         resumed: standing.under_way || standing.resumes.is_some(),
         dry_run: options.dry_run,
+        digests: None,
+        unreadable: Extents::default(),
         recovered: standing.recovered.clone(),
         view_bytes: 0,
     };
@@ -184,7 +200,8 @@ pub fn push(
     let view = Arc::new(handle.view(options.at_view)?);
     // On one host, and with nothing stored in between, a dense region is moved whole: that costs less than picking.
     let fill = !options.may_be_cut && options.commit == Commit::InPlace;
-    let found = find(handle, &view, way, &standing, options.how, fill)?;
+    let mut found = find(handle, &view, way, &standing, options.how, fill)?;
+    found.header.lacking = options.lacking;
     summary.method = found.method;
     summary.trust = found.trust.clone();
     summary.disk_size = view.len();
@@ -194,7 +211,7 @@ pub fn push(
     let epoch = view.epoch();
     let stands =
         matches!(standing.positions[..], [Part { epoch: Some(e), upto }] if e == epoch && upto == view.len());
-    if found.method == Method::Tracked && stands && !summary.resumed {
+    if found.method == Method::Tracked && stands && !summary.resumed && !options.lacking {
         sender.finish()?;
         handle.acknowledge(&bookmark, epoch)?;
         summary.epoch = Some(epoch.number);
@@ -207,17 +224,25 @@ pub fn push(
     let total = Totals::default();
     let result = match found.method {
         Method::Compare => {
-            let scope = Scope { hash: options.hash, ..Scope::whole(view.len(), about.block_size) };
+            let scope = Scope {
+                hash: options.hash,
+                keep_going: options.keep_going,
+                ..Scope::whole(view.len(), about.block_size)
+            };
             let size = FrameSize::new(options.may_be_cut, u64::from(about.block_size));
-            let how = Packing { compress: options.compress, size };
+            let how = Packing { compress: options.compress, size, lacking: options.lacking };
             send_differences(&sender, &receiver, &view, &found.header, &scope, how, &total, progress)
         }
         _ => send_wanted(&sender, &view, &found, options, &total, progress),
     };
     let committed = committed(&sender, &receiver, result)?;
     sender.finish()?;
-    handle.acknowledge(&bookmark, committed.epoch)?;
-    summary.epoch = Some(committed.epoch.number);
+    summary.unreadable = total.unreadable();
+    summary.digests = committed.digests;
+    if !options.lacking {
+        handle.acknowledge(&bookmark, committed.epoch)?;
+        summary.epoch = Some(committed.epoch.number);
+    }
     (summary.blocks_changed, summary.extents, summary.bytes_changed) = found
         .changed
         .filter(|(blocks, ..)| *blocks < total.blocks.load(Relaxed))
@@ -304,7 +329,13 @@ fn choose(handle: &Handle, standing: &Standing, options: &Options) -> Result<Way
             }
             Err(other) => return Err(other.into()),
         },
-        None => SourceError::Lost { since: 0, why: "the replica was adopted".into() },
+        None => {
+            let why = match (options.adopt, standing.source) {
+                (false, Some(_)) => "a part of the source could not be read the last time",
+                _ => "the replica was adopted",
+            };
+            SourceError::Lost { since: 0, why: why.into() }
+        }
     };
     let why = match lost {
         SourceError::Lost { why, .. } => why,
@@ -340,6 +371,7 @@ fn find(
         binds: Some(standing.nonce),
         resumes: standing.resumes,
         fuzzy: false,
+        lacking: false,
     };
     let nothing = || Wanted { changes: Bitmap::new(0), block_size, size, all_from: u64::MAX };
     match way {
@@ -477,9 +509,19 @@ pub(crate) struct Totals {
     pub extents: AtomicU64,
     pub bytes: AtomicU64,
     pub read: AtomicU64,
+    unreadable: Mutex<Extents>,
 }
 
 impl Totals {
+    /// Notes what could not be read.
+    pub fn left_out(&self, range: &Range<u64>) {
+        self.unreadable.lock().unwrap_or_else(PoisonError::into_inner).add(range);
+    }
+
+    fn unreadable(&self) -> Extents {
+        self.unreadable.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     pub fn add(&self, frame: &Frame, block_size: u64) {
         for record in &frame.records {
             self.extents.fetch_add(1, Relaxed);
@@ -511,7 +553,7 @@ fn send_wanted(
     let (_, _, bytes) = found.wanted.count(&**view).map_err(SyncError::io("look at the view"))?;
     sender.send_json(PLAN, &Plan { bytes, compare: None, delta: true })?;
     let size = FrameSize::new(options.may_be_cut, found.wanted.block_size);
-    let how = Packing { compress: options.compress, size };
+    let how = Packing { compress: options.compress, size, lacking: options.lacking };
     pack_wanted(sender, view, &found.header, &found.wanted, how, totals, &|done| progress(done, bytes))
 }
 
@@ -519,6 +561,8 @@ fn send_wanted(
 pub(crate) struct Packing {
     pub compress: Option<i32>,
     pub size: FrameSize,
+    /// Leave out what can't be read.
+    pub lacking: bool,
 }
 
 /// Reads what is wanted from a view, packs it as a delta, and hands its units on, in order.
@@ -534,7 +578,7 @@ pub(crate) fn pack_wanted(
     let reading = || format!("read {}", "the view of the source");
     let (mut encoder, unit) = Encoder::new(header, None)?;
     sink.unit(unit)?;
-    let mut frames = FrameReader::new(wanted, view, how.size).map_err(SyncError::io(reading()))?;
+    let mut frames = FrameReader::new(wanted, view, &how, totals).map_err(SyncError::io(reading()))?;
     let stream = header.stream;
     match how.compress {
         None => {

@@ -13,6 +13,8 @@ use delta::{Frame, Record};
 use device::{Buf, Disk, Kind, Piece, Pieces, Queue, Request};
 use extents::Bitmap;
 
+use crate::push::{Packing, Totals};
+
 /// The most data of a frame, in bytes.
 pub(crate) const FRAME: u64 = delta::MAX_DATA as u64;
 /// The most extents that are read for one frame.
@@ -269,25 +271,33 @@ pub(crate) struct FrameReader<'a> {
     all_from: u64,
     size: FrameSize,
     left_over: Option<Want>,
-    jobs: BTreeMap<u64, (Job, Option<Buf>)>,
+    jobs: BTreeMap<u64, (Job, Option<io::Result<Buf>>)>,
     next_token: u64,
     due: u64,
     ended: bool,
     read: u64,
+    disk: &'a dyn Disk,
+    /// Leave out what can't be read.
+    lacking: bool,
+    totals: &'a Totals,
 }
 
 impl<'a> FrameReader<'a> {
     pub fn new<D: Disk + 'static>(
         wanted: &'a Wanted,
         disk: &'a Arc<D>,
-        size: FrameSize,
+        how: &Packing,
+        totals: &'a Totals,
     ) -> io::Result<FrameReader<'a>> {
         Ok(FrameReader {
+            disk: &**disk,
+            lacking: how.lacking,
+            totals,
             wants: wanted.wants(&**disk),
             queue: disk.clone().queue(DEPTH)?,
             block_size: wanted.block_size,
             all_from: wanted.all_from,
-            size,
+            size: how.size,
             left_over: None,
             jobs: BTreeMap::new(),
             next_token: 0,
@@ -360,7 +370,7 @@ impl<'a> FrameReader<'a> {
             let token = self.next_token;
             self.next_token += 1;
             if job.spans.is_empty() {
-                self.jobs.insert(token, (job, Some(Buf::default())));
+                self.jobs.insert(token, (job, Some(Ok(Buf::default()))));
             } else {
                 self.queue.submit(job.request(token, spare.take().unwrap_or_default()));
                 self.jobs.insert(token, (job, None));
@@ -376,15 +386,52 @@ impl<'a> FrameReader<'a> {
             let Some(done) = self.queue.complete(true) else {
                 return Err(io::Error::other("the disk's queue lost a request"));
             };
-            done.result?;
             self.read += done.request.buf.len() as u64;
             if let Some((_, slot)) = self.jobs.get_mut(&done.request.token) {
-                *slot = Some(done.request.buf);
+                *slot = Some(done.result.map(|()| done.request.buf));
             }
         }
-        let Some((job, Some(buf))) = self.jobs.remove(&self.due) else { return Ok(None) };
+        let Some((job, Some(result))) = self.jobs.remove(&self.due) else { return Ok(None) };
         self.due += 1;
+        let (job, buf) = match result {
+            Ok(buf) => (job, buf),
+            Err(error) => self.salvage(job, error)?,
+        };
         Ok(Some(job.frame(buf, self.block_size, self.all_from)))
+    }
+
+    /// Reads a frame's extents again, block by block; those that can't be read are left out, or end it.
+    fn salvage(&self, job: Job, error: io::Error) -> io::Result<(Job, Buf)> {
+        if !device::is_unreadable(&error) {
+            return Err(error);
+        }
+        let (mut wants, mut data) = (Vec::new(), Vec::new());
+        for want in job.wants {
+            let Want::Read(range) = want else {
+                wants.push(want);
+                continue;
+            };
+            let mut bytes = vec![0; (range.end - range.start) as usize];
+            let block = u32::try_from(self.block_size).unwrap_or(u32::MAX);
+            let bad = compare::salvage(self.disk, range.start, &mut bytes, block, self.lacking)?;
+            let mut at = range.start;
+            let mut keep = |part: Range<u64>| {
+                if !part.is_empty() {
+                    data.extend(
+                        &bytes[(part.start - range.start) as usize..(part.end - range.start) as usize],
+                    );
+                    wants.push(Want::Read(part));
+                }
+            };
+            for bad in bad {
+                self.totals.left_out(&bad);
+                keep(at..bad.start);
+                at = bad.end;
+            }
+            keep(at..range.end);
+        }
+        let spans = wants.iter().filter_map(|w| if let Want::Read(r) = w { Some(r.clone()) } else { None });
+        Ok((Job { spans: spans.collect(), wants }, Buf::from(&data[..])))
     }
 }
 

@@ -21,6 +21,7 @@ pub fn header(size_before: u64, size_after: u64, chain: &[u64]) -> Header {
         binds: None,
         resumes: None,
         fuzzy: false,
+        lacking: false,
     }
 }
 

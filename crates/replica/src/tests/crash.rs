@@ -461,7 +461,7 @@ fn no_space_for_the_journal() {
         let power = on();
         let folder = device::faulty::FaultyFolder::new(&power, &world.state()).unwrap();
         folder.full_after(bytes);
-        let mut replica = world.open_in(&power, Box::new(folder), false, false).unwrap();
+        let mut replica = world.open_in(&power, Box::new(folder), &crate::Options::default()).unwrap();
         let error = merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap_err();
         assert!(matches!(error, ReplicaError::Full { .. }), "{bytes}: {error}");
         assert!(world.holds(&source.images[0]));

@@ -5,7 +5,7 @@ use device::faulty::{Outage, Power};
 use uuid::Uuid;
 
 use super::world::*;
-use crate::{Commit, Position, Replica, ReplicaError, State};
+use crate::{Commit, Position, Replica, ReplicaError, Standing, State};
 
 const MODES: [Commit; 3] = [Commit::Journal, Commit::InPlace, Commit::Reflink];
 
@@ -236,6 +236,38 @@ fn foreign_writes_are_noticed_and_adopted() {
             // Another file in its place, equal though it is.
             world.put(&source.images[1]);
             assert!(matches!(world.open(&on()), Err(ReplicaError::Changed { .. })));
+        }
+    }
+}
+
+/// What others changed may be looked at, and mended by a compare; nothing else fits it.
+#[test]
+fn what_others_changed_can_be_doubted() {
+    let source = source();
+    for kind in [Kind::File, Kind::Device] {
+        for commit in [Commit::Journal, Commit::InPlace] {
+            let world = World::new(kind);
+            merge(&mut world.open(&on()).unwrap(), &source.seed(0), Commit::Journal).unwrap();
+            assert_eq!(world.open_doubting(&on()).unwrap().standing().changed, None);
+            world.tamper(if kind == Kind::Device { 1100 } else { 17 * BLOCK }, 99);
+            let mut replica = world.open_doubting(&on()).unwrap();
+            let standing = replica.standing().clone();
+            assert!(standing.changed.is_some());
+            assert_eq!((standing.source, standing.epoch), (Some(source.id), Some(source.epochs[0])));
+            let error = merge(&mut replica, &source.tracked(0, 1), commit).unwrap_err();
+            assert!(matches!(error, ReplicaError::Changed { .. }), "{error}");
+            drop(replica);
+            // To look changes nothing: who does not doubt is refused as before.
+            assert!(matches!(world.open(&on()), Err(ReplicaError::Changed { .. })));
+            let mut replica = world.open_doubting(&on()).unwrap();
+            let unknown = vec![Position { epoch: None, upto: standing.size }];
+            let standing = Standing { positions: unknown, ..standing };
+            let delta = source.lacks(&standing, world.raw().as_deref(), 1);
+            merge(&mut replica, &delta, commit).unwrap();
+            assert_eq!(replica.standing().changed, None);
+            drop(replica);
+            assert!(world.holds(&source.images[1]));
+            assert_eq!(world.open(&on()).unwrap().standing().epoch, Some(source.epochs[1]));
         }
     }
 }

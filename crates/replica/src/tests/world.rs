@@ -16,7 +16,7 @@ use uuid::Uuid;
 use crate::error::Result;
 use crate::lineage::Stamp;
 use crate::place::{Place, Which, fingerprint};
-use crate::{Commit, Committed, Replica, Standing};
+use crate::{Commit, Committed, Options, Replica, Standing};
 
 /// Bytes of a block.
 pub(crate) const BLOCK: u64 = 4096;
@@ -112,6 +112,7 @@ impl Source {
             binds: None,
             resumes: None,
             fuzzy: false,
+            lacking: false,
         }
     }
 
@@ -325,7 +326,12 @@ impl World {
 
     pub fn open_with(&self, power: &Power, adopt: bool, replace: bool) -> Result<Replica> {
         let folder = FaultyFolder::new(power, &self.state()).unwrap();
-        self.open_in(power, Box::new(folder), adopt, replace)
+        self.open_in(power, Box::new(folder), &Options { adopt, replace, ..Options::default() })
+    }
+
+    pub fn open_doubting(&self, power: &Power) -> Result<Replica> {
+        let folder = FaultyFolder::new(power, &self.state()).unwrap();
+        self.open_in(power, Box::new(folder), &Options { doubt: true, ..Options::default() })
     }
 
     /// The folders of a machine, for several lives of a process between two power cuts.
@@ -347,18 +353,13 @@ impl World {
             inodes: self.inodes.clone(),
             room: self.room.clone(),
         };
-        let mut replica = Replica::begin(Box::new(place), Box::new(mortal(&machine.state)), false, false)?;
+        let mut replica =
+            Replica::begin(Box::new(place), Box::new(mortal(&machine.state)), &Options::default())?;
         replica.save_bytes = 5 * BLOCK;
         Ok(replica)
     }
 
-    pub fn open_in(
-        &self,
-        power: &Power,
-        folder: Box<dyn Folder>,
-        adopt: bool,
-        replace: bool,
-    ) -> Result<Replica> {
+    pub fn open_in(&self, power: &Power, folder: Box<dyn Folder>, options: &Options) -> Result<Replica> {
         let place: Box<dyn Place> = match self.kind {
             Kind::File => Box::new(ModelFile {
                 path: self.site().join(NAME),
@@ -375,7 +376,7 @@ impl World {
                 Box::new(ModelDevice { path: "/dev/model".into(), disk: Arc::new(disk) })
             }
         };
-        let mut replica = Replica::begin(place, folder, adopt, replace)?;
+        let mut replica = Replica::begin(place, folder, options)?;
         replica.save_bytes = 5 * BLOCK;
         Ok(replica)
     }

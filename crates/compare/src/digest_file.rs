@@ -1,0 +1,364 @@
+//! A file of digests, so that a replica that nobody has changed need not be read to be compared.
+//!
+//! It is worth something only for the very state of the replica that it names by its nonce, which every commit changes. It
+//! is made worthless before the first digest in it changes, and names a state again only once all of them are durable.
+//!
+//! Pages of 4096 bytes, each ending in its own checksum: first the head, then 255 digests a page.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use twox_hash::XxHash3_128;
+use uuid::Uuid;
+
+use crate::{DIGEST, Hash, Scope};
+
+const MAGIC: &[u8; 8] = b"dsyndig1";
+const PAGE: usize = 4096;
+/// Digests of a page.
+const PER_PAGE: u64 = (PAGE / DIGEST - 1) as u64;
+/// Bytes of a page before its checksum.
+const HASHED: usize = PAGE - DIGEST;
+
+/// The digests of all blocks of a replica.
+pub struct DigestFile {
+    file: File,
+    path: PathBuf,
+    /// Of this file, so that what an older one has left behind is not taken for a page of it.
+    id: Uuid,
+    size: u64,
+    block_size: u32,
+    hash: Hash,
+    /// The page in hand: its number, its bytes, and whether they are to be written.
+    page: Option<(u64, Vec<u8>, bool)>,
+}
+
+impl DigestFile {
+    /// The digests of the state that `nonce` names. `Ok(Err(why))` where they are not to be had.
+    ///
+    /// # Errors
+    /// If there is a file that is no file of digests.
+    pub fn open(path: &Path, nonce: Uuid) -> io::Result<Result<DigestFile, String>> {
+        let file = match OpenOptions::new().read(true).write(true).open(path) {
+            Ok(file) => file,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                return Ok(Err("there were no digests yet".into()));
+            }
+            Err(e) => return Err(e),
+        };
+        let mut head = vec![0; PAGE];
+        own(path, &file)?;
+        let no = |why: &str| Ok(Err(format!("the digests in {} {why}", path.display())));
+        if file.read_exact_at(&mut head, 0).is_err() {
+            return no("are damaged");
+        }
+        let mut file = match DigestFile::of_head(file, path, &head) {
+            Some((file, found)) if found == nonce => file,
+            Some(_) => return no("are of another state of the replica"),
+            None => return no("are damaged"),
+        };
+        for page in 0..file.blocks().div_ceil(PER_PAGE) {
+            if file.load(page).is_err() {
+                return no("are damaged");
+            }
+        }
+        Ok(Ok(file))
+    }
+
+    /// Begins a file for a disk. It names no state yet.
+    ///
+    /// # Errors
+    /// If there is a file that is no file of digests, or it can't be written.
+    pub fn create(path: &Path, size: u64, block_size: u32, hash: Hash) -> io::Result<DigestFile> {
+        let file = OpenOptions::new().create(true).truncate(false).read(true).write(true).open(path)?;
+        if file.metadata()?.len() > 0 {
+            own(path, &file)?;
+        }
+        file.set_len(0)?;
+        let id = Uuid::new_v4();
+        let mut file = DigestFile { file, path: path.to_path_buf(), id, size, block_size, hash, page: None };
+        file.name(Uuid::nil())?;
+        Ok(file)
+    }
+
+    /// The file's path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// True if it holds what a scope asks for.
+    pub fn serves(&self, scope: &Scope) -> bool {
+        (self.size, self.block_size, self.hash) == (scope.size, scope.block_size, scope.hash)
+    }
+
+    /// True if it is of a disk of this size, by blocks of this size.
+    pub fn fits(&self, size: u64, block_size: u32) -> bool {
+        (self.size, self.block_size) == (size, block_size)
+    }
+
+    fn blocks(&self) -> u64 {
+        self.size.div_ceil(u64::from(self.block_size))
+    }
+
+    /// From here on it names no state, durably: what is in it may change.
+    pub fn forget(&mut self) -> io::Result<()> {
+        self.name(Uuid::nil())
+    }
+
+    /// All digests are those of the state that `nonce` names. Durable on return.
+    pub fn seal(mut self, nonce: Uuid) -> io::Result<()> {
+        self.save()?;
+        self.file.sync_all()?;
+        self.name(nonce)
+    }
+
+    /// The digests of some blocks.
+    ///
+    /// # Errors
+    /// `InvalidData` for a page that is damaged.
+    pub fn get(&mut self, blocks: std::ops::Range<u64>) -> io::Result<Vec<u8>> {
+        let mut digests = Vec::with_capacity((blocks.end - blocks.start) as usize * DIGEST);
+        let mut at = blocks.start;
+        while at < blocks.end {
+            let end = ((at / PER_PAGE + 1) * PER_PAGE).min(blocks.end);
+            let from = (at % PER_PAGE) as usize * DIGEST;
+            let len = (end - at) as usize * DIGEST;
+            digests.extend_from_slice(&self.load(at / PER_PAGE)?[from..from + len]);
+            at = end;
+        }
+        Ok(digests)
+    }
+
+    /// Enters the digests of the blocks from `first` on.
+    ///
+    /// # Errors
+    /// `InvalidInput` for blocks that the disk has not.
+    pub fn put(&mut self, first: u64, digests: &[u8]) -> io::Result<()> {
+        let end = first + (digests.len() / DIGEST) as u64;
+        if end > self.blocks() || digests.len() % DIGEST != 0 {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "digests of blocks that are not there"));
+        }
+        let (mut at, mut rest) = (first, digests);
+        while at < end {
+            let part = ((at / PER_PAGE + 1) * PER_PAGE).min(end);
+            let (now, later) = rest.split_at((part - at) as usize * DIGEST);
+            rest = later;
+            let page = at / PER_PAGE;
+            // A page that was never written begins empty.
+            if self.page.as_ref().is_none_or(|p| p.0 != page) && self.load(page).is_err() {
+                self.page = Some((page, vec![0; PAGE], true));
+            }
+            if let Some((_, bytes, dirty)) = &mut self.page {
+                let from = (at % PER_PAGE) as usize * DIGEST;
+                bytes[from..from + now.len()].copy_from_slice(now);
+                *dirty = true;
+            }
+            at = part;
+        }
+        Ok(())
+    }
+
+    /// Enters that a range of bytes, in whole blocks, holds this data, or zeroes without any.
+    ///
+    /// # Errors
+    /// `InvalidInput` for what is no range of whole blocks of the disk.
+    pub fn wrote(&mut self, offset: u64, len: u64, data: Option<&[u8]>) -> io::Result<()> {
+        let block = u64::from(self.block_size);
+        let end = offset.checked_add(len).filter(|end| *end <= self.size);
+        let Some(end) = end.filter(|end| offset % block == 0 && (end % block == 0 || *end == self.size))
+        else {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "changes that are no whole blocks"));
+        };
+        if let Some(data) = data {
+            let digests: Vec<u8> =
+                data.chunks(block as usize).flat_map(|block| self.hash.digest(block)).collect();
+            return self.put(offset / block, &digests);
+        }
+        let zero = self.hash.digest(&vec![0; block as usize]);
+        let many = zero.repeat(PER_PAGE as usize);
+        let whole = end / block;
+        let mut at = offset / block;
+        while at < whole {
+            let count = (whole - at).min(PER_PAGE);
+            self.put(at, &many[..count as usize * DIGEST])?;
+            at += count;
+        }
+        if end % block > 0 {
+            self.put(whole, &self.hash.digest(&vec![0; (end % block) as usize]))?;
+        }
+        Ok(())
+    }
+
+    /// The page of that number, sound.
+    fn load(&mut self, number: u64) -> io::Result<&[u8]> {
+        if self.page.as_ref().is_none_or(|p| p.0 != number) {
+            self.save()?;
+            let mut bytes = vec![0; PAGE];
+            self.file.read_exact_at(&mut bytes, (number + 1) * PAGE as u64)?;
+            if self.checksum(number, &bytes) != bytes[HASHED..] {
+                return Err(io::Error::new(
+                    io::ErrorKind::InvalidData,
+                    format!("the digests in {} are damaged: remove the file", self.path.display()),
+                ));
+            }
+            self.page = Some((number, bytes, false));
+        }
+        Ok(self.page.as_ref().map_or(&[], |p| &p.1))
+    }
+
+    /// Writes the page in hand.
+    fn save(&mut self) -> io::Result<()> {
+        if let Some((number, mut bytes, true)) = self.page.take() {
+            let sum = self.checksum(number, &bytes);
+            bytes[HASHED..].copy_from_slice(&sum);
+            self.file.write_all_at(&bytes, (number + 1) * PAGE as u64)?;
+        }
+        Ok(())
+    }
+
+    fn checksum(&self, number: u64, page: &[u8]) -> [u8; DIGEST] {
+        let mut bytes = Vec::with_capacity(PAGE + 24);
+        bytes.extend(self.id.as_bytes());
+        bytes.extend(number.to_le_bytes());
+        bytes.extend(&page[..HASHED]);
+        XxHash3_128::oneshot(&bytes).to_le_bytes()
+    }
+
+    /// Writes the head, durably.
+    fn name(&mut self, nonce: Uuid) -> io::Result<()> {
+        let mut head = Vec::with_capacity(PAGE);
+        head.extend(MAGIC);
+        head.extend(nonce.as_bytes());
+        head.extend(self.id.as_bytes());
+        head.extend(self.size.to_le_bytes());
+        head.extend(self.block_size.to_le_bytes());
+        head.push(match self.hash {
+            Hash::Blake3 => 1,
+            Hash::Xxh3 => 2,
+        });
+        head.resize(HASHED, 0);
+        let sum = XxHash3_128::oneshot(&head);
+        head.extend(sum.to_le_bytes());
+        self.file.write_all_at(&head, 0)?;
+        self.file.sync_all()
+    }
+
+    fn of_head(file: File, path: &Path, head: &[u8]) -> Option<(DigestFile, Uuid)> {
+        if XxHash3_128::oneshot(&head[..HASHED]).to_le_bytes() != head[HASHED..] {
+            return None;
+        }
+        let field = |at: usize| -> Option<[u8; 16]> { head[at..at + 16].try_into().ok() };
+        let size = u64::from_le_bytes(head[40..48].try_into().ok()?);
+        let block_size = u32::from_le_bytes(head[48..52].try_into().ok()?);
+        let hash = match head[52] {
+            1 => Hash::Blake3,
+            2 => Hash::Xxh3,
+            _ => return None,
+        };
+        // A scope's own bounds hold here too.
+        Scope::whole(size, block_size).check().ok()?;
+        let (nonce, id) = (Uuid::from_bytes(field(8)?), Uuid::from_bytes(field(24)?));
+        // A file that names no state is of no state.
+        let nonce = if nonce.is_nil() { Uuid::max() } else { nonce };
+        Some((DigestFile { file, path: path.to_path_buf(), id, size, block_size, hash, page: None }, nonce))
+    }
+}
+
+/// Refuses what is no file of digests: it is not ours to write to.
+fn own(path: &Path, file: &File) -> io::Result<()> {
+    let mut magic = [0; 8];
+    let ours = file.metadata()?.is_file() && file.read_exact_at(&mut magic, 0).is_ok() && magic == *MAGIC;
+    if ours {
+        return Ok(());
+    }
+    Err(io::Error::new(
+        io::ErrorKind::AlreadyExists,
+        format!("{} is no file of digests: give another name", path.display()),
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BLOCK: u64 = 4096;
+
+    #[test]
+    fn digests_are_kept_for_one_state_and_no_other() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("digests");
+        let size = 1000 * BLOCK + 77;
+        let (one, two) = (Uuid::from_u128(1), Uuid::from_u128(2));
+        assert!(DigestFile::open(&path, one).unwrap().is_err());
+        let digest = |n: u64| Hash::Blake3.digest(&n.to_le_bytes());
+        let mut file = DigestFile::create(&path, size, 4096, Hash::Blake3).unwrap();
+        for n in 0..1001 {
+            file.put(n, &digest(n)).unwrap();
+        }
+        assert!(file.put(1001, &digest(0)).is_err());
+        file.seal(one).unwrap();
+        let why = DigestFile::open(&path, two).unwrap().err().unwrap();
+        assert!(why.contains("another state"), "{why}");
+        let mut file = DigestFile::open(&path, one).unwrap().ok().unwrap();
+        assert!(file.serves(&Scope::whole(size, 4096)) && !file.serves(&Scope::whole(size + 1, 4096)));
+        assert!(!file.serves(&Scope { hash: Hash::Xxh3, ..Scope::whole(size, 4096) }));
+        let all: Vec<u8> = (0..1001).flat_map(digest).collect();
+        assert!(file.get(0..1001).unwrap() == all);
+        assert!(file.get(250..260).unwrap() == all[250 * DIGEST..260 * DIGEST]);
+        // A change, here and there, and zeroes up to the short block at the end.
+        file.forget().unwrap();
+        assert!(DigestFile::open(&path, one).unwrap().is_err(), "it was forgotten");
+        file.wrote(300 * BLOCK, 2 * BLOCK, Some(&[7; 8192])).unwrap();
+        file.wrote(500 * BLOCK, 500 * BLOCK + 77, None).unwrap();
+        assert!(file.wrote(1, BLOCK, None).is_err() && file.wrote(0, 5, None).is_err());
+        assert!(file.wrote(u64::MAX - 4095, BLOCK, None).is_err());
+        file.seal(two).unwrap();
+        let mut file = DigestFile::open(&path, two).unwrap().ok().unwrap();
+        assert!(DigestFile::open(&path, one).unwrap().is_err());
+        let mut expected = all;
+        let block = |b: &[u8]| Hash::Blake3.digest(b);
+        expected[300 * DIGEST..302 * DIGEST].copy_from_slice(&block(&[7; 4096]).repeat(2));
+        expected[500 * DIGEST..1000 * DIGEST].copy_from_slice(&block(&[0; 4096]).repeat(500));
+        expected[1000 * DIGEST..].copy_from_slice(&block(&[0; 77]));
+        assert!(file.get(0..1001).unwrap() == expected);
+        // No state is not a state.
+        drop(file);
+        let mut file = DigestFile::open(&path, two).unwrap().ok().unwrap();
+        file.forget().unwrap();
+        assert!(DigestFile::open(&path, Uuid::nil()).unwrap().is_err());
+    }
+
+    #[test]
+    fn damage_is_noticed_and_foreign_files_are_left_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("digests");
+        let nonce = Uuid::from_u128(1);
+        let mut file = DigestFile::create(&path, 600 * BLOCK, 4096, Hash::Xxh3).unwrap();
+        file.wrote(0, 600 * BLOCK, None).unwrap();
+        file.seal(nonce).unwrap();
+        let good = std::fs::read(&path).unwrap();
+        for at in [9, 30, 45, 4000, 4090, 5000, 8191, 9000, good.len() - 1] {
+            let mut bad = good.clone();
+            bad[at] ^= 4;
+            std::fs::write(&path, bad).unwrap();
+            assert!(DigestFile::open(&path, nonce).unwrap().is_err(), "byte {at}");
+        }
+        for len in [4096, 5000, good.len() - 1] {
+            std::fs::write(&path, &good[..len]).unwrap();
+            assert!(DigestFile::open(&path, nonce).unwrap().is_err(), "{len} bytes");
+        }
+        // A page in the place of another, and one of another file.
+        let mut swapped = good.clone();
+        swapped.copy_within(4096..8192, 8192);
+        std::fs::write(&path, swapped).unwrap();
+        assert!(DigestFile::open(&path, nonce).unwrap().is_err());
+        for foreign in [&b"a letter to a friend"[..], b"x", &[0; 10_000]] {
+            std::fs::write(&path, foreign).unwrap();
+            assert!(DigestFile::open(&path, nonce).is_err());
+            assert!(DigestFile::create(&path, 4096, 4096, Hash::Xxh3).is_err());
+            assert!(std::fs::read(&path).unwrap() == foreign);
+        }
+    }
+}

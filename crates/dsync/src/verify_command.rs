@@ -1,0 +1,100 @@
+//! `dsync verify`.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use source::{Handle, StateDir};
+use sync::{Verified, VerifyOptions};
+
+use crate::args;
+use crate::failure::{DIFFERS, FAILED};
+use crate::output::Output;
+use crate::sync_command::{Destination, commit, converse, hash, list};
+use crate::units;
+
+/// Runs the command; its exit code.
+pub fn run(args: &args::Verify, state: &StateDir, output: &Output) -> Result<u8> {
+    let destination = Destination::parse(&args.destination)?;
+    units::check_rates(&[("--bwlimit", args.far.bwlimit), ("--rate", args.rate)])?;
+    let options = VerifyOptions {
+        repair: args.repair,
+        commit: commit(args.commit),
+        ranges: args.ranges.clone(),
+        hash: hash(args.hash),
+        rate: args.rate,
+        bwlimit: args.far.bwlimit,
+        keep_going: args.keep_going,
+        journal_dir: args.far.journal_dir.clone().map(PathBuf::from),
+        may_be_cut: destination.host.is_some(),
+    };
+    let handle = Handle::attach(state, &args.source, &crate::source_options(&args.open)?)?;
+    let progress = |done, total| output.progress(done, total);
+    let verified =
+        converse(&destination, &args.destination, &args.far, &handle, state, |link, path, name| {
+            Ok(sync::verify(&handle, link, path, name, &options, &progress)?)
+        });
+    output.finish();
+    // The source is let go even if it failed; the first error comes first.
+    let closed = handle.close();
+    let verified = verified?;
+    closed?;
+    if let Some(recovered) = &verified.recovered {
+        output.warn(recovered);
+    }
+    say(&verified, output);
+    output.summary(&verified);
+    let unread = verified.unreadable.extents > 0;
+    let unmended = !verified.repaired && verified.unreadable_there.extents > 0;
+    Ok(if unread || unmended {
+        FAILED
+    } else if verified.differs() {
+        DIFFERS
+    } else {
+        0
+    })
+}
+
+fn say(verified: &Verified, output: &Output) {
+    if let Some(changed) = &verified.changed {
+        output.warn(&format!("{} was changed by another program ({changed})", verified.destination));
+    }
+    if verified.trust != "exact" {
+        output.warn(&format!(
+            "what changed at the source since epoch {} is not known: {}",
+            verified.epoch, verified.trust
+        ));
+    }
+    if let Some(size) = verified.wrong_size {
+        output.say(&format!("differs: it has {size} bytes"));
+    }
+    list("differs", &verified.differing, output);
+    list("can't be read at the source", &verified.unreadable, output);
+    list("can't be read at the replica", &verified.unreadable_there, output);
+    let compared = verified.bytes_compared - verified.bytes_changed_since;
+    let found = match verified.differing.extents {
+        0 => "no differences".to_owned(),
+        extents => {
+            let bytes = units::size(verified.differing.bytes);
+            format!("{} extents differ, {bytes}", units::count(extents))
+        }
+    };
+    output.say(&format!(
+        "{} at epoch {}: {found} in {} of {}{}, in {}",
+        verified.destination,
+        verified.epoch,
+        units::size(compared),
+        units::size(verified.disk_size),
+        match verified.bytes_changed_since {
+            0 => String::new(),
+            bytes => format!(" ({} changed at the source since then)", units::size(bytes)),
+        },
+        units::seconds(verified.seconds)
+    ));
+    if verified.repaired {
+        output.say(&format!(
+            "repaired: it is at epoch {} now, {} written",
+            verified.epoch_after,
+            units::size(verified.bytes_written)
+        ));
+    }
+}

@@ -1,0 +1,175 @@
+//! The replica's digests, kept from one sync to the next so that it need not be read to be compared.
+
+use std::io;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use compare::{Claim, DIGEST, DigestFile, Hash, Scope};
+use delta::{Frame, Header, Method, Record};
+use device::Disk;
+use replica::{Replica, Standing};
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use crate::error::SyncError;
+
+/// Asks for digests to be kept.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct Digests {
+    /// Where; in the replica's folder, if it is not said.
+    pub file: Option<PathBuf>,
+    /// How blocks are digested where they are begun.
+    pub hash: Hash,
+}
+
+/// The name in the replica's folder.
+const NAME: &str = "digests";
+
+/// The digests of one sync. What goes wrong with them is told, and costs reading the next time, nothing else.
+pub(crate) struct Kept {
+    path: PathBuf,
+    hash: Hash,
+    /// `None` from where on they are of no use.
+    file: Mutex<Option<DigestFile>>,
+    /// They are of the replica as it is.
+    good: bool,
+    told: String,
+}
+
+impl Kept {
+    /// Looks for the digests of what a replica is.
+    pub fn open(asked: &Digests, replica: &Replica) -> Result<Kept, SyncError> {
+        let path = match &asked.file {
+            Some(path) => {
+                std::path::absolute(path).map_err(SyncError::io(format!("find {}", path.display())))?
+            }
+            None => replica.folder().join(NAME),
+        };
+        let opened = DigestFile::open(&path, replica.standing().nonce);
+        let opened = opened.map_err(SyncError::io("open the file of digests"))?;
+        let (file, told) = match opened {
+            Ok(file) => (Some(file), String::new()),
+            Err(why) => (None, why),
+        };
+        Ok(Kept { path, hash: asked.hash, good: file.is_some(), file: Mutex::new(file), told })
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Option<DigestFile>> {
+        self.file.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Prepares for a delta: from here on the file names no state until all is committed.
+    pub fn begin(
+        &mut self,
+        scope: Option<&Scope>,
+        header: Option<&Header>,
+        standing: &Standing,
+    ) -> Result<(), SyncError> {
+        let Some(header) = header else { return Ok(()) };
+        let fits = |file: &DigestFile| match scope {
+            Some(scope) => file.serves(scope),
+            None => file.fits(header.size_after, header.block_size) && standing.size == header.size_after,
+        };
+        let begun = (|| {
+            let mut slot = self.lock();
+            // What came of an interrupted delta is merged with this one, and is not seen here.
+            let alone = header.resumes.is_none();
+            if let Some(file) = slot.as_mut().filter(|file| self.good && alone && fits(file)) {
+                file.forget()?;
+                return Ok((true, "used".to_owned()));
+            }
+            let why = if self.good { "the digests are of another kind".into() } else { self.told.clone() };
+            let all = scope.is_some() || header.method == Method::Copy;
+            if !all || !alone {
+                // The next compare makes them.
+                *slot = None;
+                return Ok((false, format!("not kept: {why}")));
+            }
+            let mut file = DigestFile::create(&self.path, header.size_after, header.block_size, self.hash)?;
+            if scope.is_none() {
+                // What a copy does not name is zero.
+                file.wrote(0, header.size_after, None)?;
+            }
+            *slot = Some(file);
+            Ok((false, format!("made anew: {why}")))
+        })();
+        (self.good, self.told) = begun.map_err(SyncError::io("write the file of digests"))?;
+        Ok(())
+    }
+
+    /// Answers for the replica: from the digests if they are good, else by reading it, which makes them.
+    pub fn answer(
+        &self,
+        disk: &Arc<dyn Disk>,
+        scope: &Scope,
+        mut say: impl FnMut(Claim, Vec<u8>) -> io::Result<()>,
+    ) -> io::Result<()> {
+        if self.good {
+            return compare::answer_from(
+                |blocks| match self.lock().as_mut() {
+                    Some(file) => file.get(blocks),
+                    None => Err(io::Error::other("the digests were given up under way: run again")),
+                },
+                scope,
+                say,
+            );
+        }
+        let block = u64::from(scope.block_size);
+        compare::answer(disk, scope, |claim, digests| {
+            // Entered before it is said: what changes because of it is entered after.
+            self.enter(|file| match &claim {
+                Claim::Zero(range) => file.wrote(range.start, range.end - range.start, None),
+                Claim::Digests(range) => file.put(range.start / block, &digests),
+                Claim::Unreadable(range) => {
+                    let blocks = (range.end - range.start).div_ceil(block);
+                    // No block has such a digest.
+                    file.put(range.start / block, &vec![0xff; blocks as usize * DIGEST])
+                }
+            });
+            say(claim, digests)
+        })
+    }
+
+    /// A frame of the delta is on its way to the replica.
+    pub fn frame(&self, frame: &Frame) {
+        self.enter(|file| {
+            let mut at = 0;
+            for record in &frame.records {
+                let (offset, len) = (record.offset(), record.len());
+                match record {
+                    Record::Data { .. } => {
+                        let end = at + len as usize;
+                        let data = frame.data.get(at..end);
+                        let missing = || io::Error::other("a frame is short of data");
+                        file.wrote(offset, len, Some(data.ok_or_else(missing)?))?;
+                        at = end;
+                    }
+                    Record::Zero { .. } => file.wrote(offset, len, None)?,
+                    Record::Copy { .. } => return Err(io::Error::other("blocks were moved")),
+                }
+            }
+            Ok(())
+        });
+    }
+
+    /// Changes the file, or gives it up.
+    fn enter(&self, change: impl FnOnce(&mut DigestFile) -> io::Result<()>) {
+        let mut slot = self.lock();
+        if let Some(file) = slot.as_mut() {
+            if change(file).is_err() {
+                *slot = None;
+            }
+        }
+    }
+
+    /// All is committed: the digests are those of the state of this nonce. Says what became of them.
+    pub fn end(self, nonce: Uuid) -> String {
+        let file = self.file.into_inner().unwrap_or_else(PoisonError::into_inner);
+        match file.map(|file| file.seal(nonce)) {
+            Some(Ok(())) => self.told,
+            Some(Err(error)) => format!("not kept: {error}"),
+            None if self.told.starts_with("not kept") => self.told,
+            None => "not kept: they could not be written, or blocks were moved".into(),
+        }
+    }
+}

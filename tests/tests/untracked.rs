@@ -1,0 +1,352 @@
+//! Bringing a replica up to date where nobody wrote down what changed: copies, digests, gaps in the history, and sources and
+//! replicas that are not as they should be.
+
+use std::fs::OpenOptions;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use dsync_tests::far::Far;
+use dsync_tests::image::{self, BLOCK};
+use dsync_tests::load::{Load, Options};
+use dsync_tests::mount::{Loop, Mount};
+use dsync_tests::scene::number;
+use dsync_tests::{Random, Run, Scene, Site, need, need_root, rounds, skipped};
+use serde_json::Value;
+
+const MIB: u64 = 1 << 20;
+const RSH: &str = env!("CARGO_BIN_EXE_rsh");
+
+/// Makes the source's record worthless: somebody writes past the server.
+fn lose_track(scene: &mut Scene, at: u64, len: u64) {
+    scene.stop();
+    // The clock of files ticks a few times a second only.
+    std::thread::sleep(Duration::from_millis(50));
+    image::scribble(&scene.image, at, len, &mut scene.random);
+    scene.start();
+}
+
+/// Changes one byte of a replica so that its lineage does not notice, as a disk does that loses bits.
+fn rot(replica: &Path, at: u64) {
+    use std::os::unix::fs::MetadataExt;
+    let file = OpenOptions::new().read(true).write(true).open(replica).expect("the replica");
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, at).expect("reading");
+    file.write_all_at(&[!byte[0]], at).expect("writing");
+    let name = replica.file_name().and_then(|n| n.to_str()).expect("a name");
+    let path = replica.with_file_name(format!(".{name}.dsync")).join("lineage");
+    let mut lineage: Value = serde_json::from_slice(&std::fs::read(&path).expect("a lineage")).expect("JSON");
+    let now = file.metadata().expect("the replica");
+    lineage["stamp"]["changed"] = (now.ctime() * 1_000_000_000 + now.ctime_nsec()).into();
+    std::fs::write(&path, serde_json::to_vec(&lineage).expect("JSON")).expect("a lineage");
+}
+
+fn text<'a>(summary: &'a Value, field: &str) -> &'a str {
+    summary[field].as_str().unwrap_or_else(|| panic!("no {field} in {summary}"))
+}
+
+#[test]
+fn a_copy_by_hand_sends_everything_and_keeps_holes() {
+    for commit in ["journal", "in-place"] {
+        let mut scene = Scene::synced("copy", 64 * MIB);
+        let space = image::space(&scene.image);
+        // Something that only a copy of everything, its zeroes too, makes good.
+        rot(&scene.replica, 3 * MIB);
+        rot(&scene.replica, 60 * MIB);
+        let mut client = scene.client();
+        client.write(20 * MIB, &[5; 8192]).expect("a write");
+        let summary = scene.sync(&["--method", "copy", "--commit", commit]).ok().summary();
+        scene.equal();
+        assert_eq!(text(&summary, "method"), "copy", "{summary}");
+        let sent = number(&summary, "bytes_sent");
+        assert!(sent <= space + 2 * MIB, "{sent} bytes sent of {space} allocated");
+        let replica = image::space(&scene.replica);
+        assert!(replica <= space + 2 * MIB, "the source takes {space} bytes, its replica {replica}");
+        // A new state, followed as any other.
+        let changed = scene.change(30);
+        let summary = scene.sync(&[]).ok().summary();
+        assert_eq!(text(&summary, "method"), "tracked", "{summary}");
+        assert_eq!(number(&summary, "blocks_changed"), changed.len() as u64);
+        scene.equal();
+    }
+    let scene = Scene::new("first copy", 16 * MIB);
+    scene.sync(&["--method", "copy"]).ok();
+    scene.equal();
+    scene.sync(&["--method", "copy", "--adopt"]).code(2);
+}
+
+#[test]
+fn after_a_gap_the_replica_is_compared_under_load_and_tracked_again() {
+    let mut scene = Scene::synced("gap under load", 48 * MIB);
+    for round in 0..rounds(3, 30) {
+        lose_track(&mut scene, u64::from(round) * MIB, 9000);
+        let mut random = scene.random.clone();
+        let options = Options { rate: 1500, ..Options::default() };
+        let load = Load::start(&scene.server().address(), "vm", &options, &mut random);
+        load.wait_for(50);
+        let summary = scene.sync(&[]).ok().summary();
+        assert_eq!(text(&summary, "method"), "compare", "{summary}");
+        assert!(text(&summary, "trust").starts_with("compared: "), "{summary}");
+        assert!(text(&summary, "trust").len() > "compared: ".len(), "no reason: {summary}");
+        load.wait_for(load.answered() + 100);
+        // What was written while it was compared was written down.
+        let written = load.stop();
+        let summary = scene.sync(&[]).ok().summary();
+        assert_eq!(text(&summary, "method"), "tracked", "{summary}");
+        scene.equal();
+        written.check(&scene.replica);
+    }
+}
+
+#[test]
+fn digests_spare_reading_the_replica() {
+    let mut scene = Scene::new("digests", 32 * MIB);
+    // The seed makes them, every later sync keeps them.
+    let summary = scene.sync(&["--digests"]).ok().summary();
+    assert!(text(&summary, "digests").starts_with("made anew"), "{summary}");
+    let file = scene.site.path("replica/.vm.raw.dsync/digests");
+    assert!(file.exists());
+    for options in
+        [&["--digests"][..], &["--digests", "--commit", "in-place"], &["--digests", "--method", "copy"]]
+    {
+        scene.change(60);
+        scene.client().zero(5 * MIB, 100_000 / 4096 * 4096, 0).expect("zeroes");
+        let summary = scene.sync(options).ok().summary();
+        assert_eq!(text(&summary, "digests"), "used", "{options:?}: {summary}");
+        scene.equal();
+    }
+    // What is rotten in the replica does not show: it was not read.
+    lose_track(&mut scene, 9 * MIB, 50_000);
+    rot(&scene.replica, 25 * MIB);
+    let summary = scene.sync(&["--digests"]).ok().summary();
+    assert_eq!(text(&summary, "method"), "compare", "{summary}");
+    assert_eq!(text(&summary, "digests"), "used", "{summary}");
+    let blocks = number(&summary, "blocks_changed");
+    assert!((12..=14).contains(&blocks), "{summary}");
+    assert_eq!(image::differing_blocks(&scene.image, &scene.replica), [25 * MIB / BLOCK]);
+    // A compare that reads finds it.
+    let summary = scene.sync(&["--method", "compare"]).ok().summary();
+    assert_eq!(number(&summary, "blocks_changed"), 1, "{summary}");
+    scene.equal();
+}
+
+#[test]
+fn stale_digests_are_never_used() {
+    let mut scene = Scene::new("stale digests", 16 * MIB);
+    let file = scene.site.path("replica/my-digests");
+    let option = format!("--digests={}", file.display());
+    scene.sync(&[&option]).ok();
+    let good = std::fs::read(&file).expect("digests");
+    for what in
+        ["a commit without them", "an older file", "damage", "another hash", "another program's writes"]
+    {
+        println!("{what}");
+        let mut options = vec!["--method", "compare", &option];
+        match what {
+            "a commit without them" => {
+                scene.change(5);
+                scene.sync(&[]).ok();
+                rot(&scene.replica, 3 * MIB);
+            }
+            "an older file" => {
+                std::fs::write(&file, &good).expect("digests");
+                rot(&scene.replica, 4 * MIB);
+            }
+            "damage" => {
+                let mut bytes = std::fs::read(&file).expect("digests");
+                let middle = bytes.len() / 2;
+                bytes[middle] ^= 1;
+                std::fs::write(&file, bytes).expect("digests");
+                rot(&scene.replica, 5 * MIB);
+            }
+            "another hash" => {
+                options.extend(["--hash", "xxh3"]);
+                rot(&scene.replica, 6 * MIB);
+            }
+            _ => {
+                std::thread::sleep(Duration::from_millis(50));
+                image::scribble(&scene.replica, 7 * MIB, 10, &mut scene.random);
+                scene.sync(&options).code(4).says(&["--adopt"]);
+                options = vec!["--adopt", &option];
+            }
+        }
+        let summary = scene.sync(&options).ok().summary();
+        assert!(text(&summary, "digests").starts_with("made anew: "), "{what}: {summary}");
+        assert_eq!(number(&summary, "blocks_changed"), 1, "{what}: {summary}");
+        scene.equal();
+    }
+    // What is no file of digests is not written to.
+    let letter = scene.site.path("letter");
+    std::fs::write(&letter, "dear friend").expect("a file");
+    let option = format!("--digests={}", letter.display());
+    scene.sync(&["--method", "compare", &option]).code(1).says(&["letter"]);
+    assert_eq!(std::fs::read(&letter).expect("a file"), b"dear friend");
+    let option = format!("--digests={}", scene.replica.display());
+    scene.sync(&["--method", "compare", &option]).code(1).says(&["vm.raw"]);
+    scene.equal();
+}
+
+#[test]
+fn digests_flow_over_the_link_and_little_else() {
+    let (mut scene, far) = (Scene::new("bytes", 64 * MIB), Far::new(RSH));
+    let mut random = scene.random.clone();
+    image::random(&scene.site.path("noise"), 64 * MIB, &mut random);
+    let noise = std::fs::read(scene.site.path("noise")).expect("noise");
+    for (n, part) in noise.chunks(MIB as usize).enumerate() {
+        scene.client().write(n as u64 * MIB, part).expect("a write");
+    }
+    far.sync(&scene, &[], None).ok();
+    let changed = scene.change(150);
+    let summary = far.sync(&scene, &["--method", "compare"], None).ok().summary();
+    assert_eq!(number(&summary, "blocks_changed"), changed.len() as u64, "{summary}");
+    let both = number(&summary, "bytes_sent") + number(&summary, "bytes_received");
+    let besides = both - changed.len() as u64 * BLOCK;
+    assert!(besides * 1000 <= 64 * MIB * 5, "{besides} bytes besides what changed: {summary}");
+    image::assert_equal(&scene.image, &far.replica());
+}
+
+/// A device over a file that has become shorter: what lies behind its end can't be read.
+struct Broken {
+    site: Site,
+    file: PathBuf,
+    device: Loop,
+}
+
+impl Broken {
+    fn new(random: &mut Random) -> Option<Broken> {
+        let site = Site::new();
+        let file = site.image("disk.raw", 16 * MIB);
+        image::random(&file, 16 * MIB, random);
+        Some(Broken { device: Loop::new(&file)?, site, file })
+    }
+
+    fn cut(&self, size: u64) {
+        let file = OpenOptions::new().write(true).open(&self.file).expect("the file");
+        file.set_len(size).expect("another size");
+        Run::new("blockdev").arg("--flushbufs").arg(self.device.device()).output();
+    }
+}
+
+#[test]
+fn behind_unreadable_sectors_of_a_source() {
+    let what = "unreadable sectors";
+    if !need(&["losetup"], what) || !need_root(what) {
+        return;
+    }
+    let mut random = Random::new(what);
+    for (seeded, commit) in [(false, "journal"), (true, "journal"), (true, "in-place")] {
+        let Some(broken) = Broken::new(&mut random) else {
+            return skipped(what, "there are no loop devices here");
+        };
+        let replica = broken.site.path("copy.raw");
+        let sync = |options: &[&str]| {
+            let options = [&["--commit", commit][..], options].concat();
+            broken.site.sync(broken.device.device(), &replica, &options)
+        };
+        if seeded {
+            sync(&[]).ok();
+            image::scribble(&broken.file, MIB, 100_000, &mut random);
+        }
+        let first = 16 * MIB - 5 * BLOCK;
+        broken.cut(first);
+        let before = replica.exists().then(|| image::fingerprint(&replica));
+        sync(&[]).code(1).says(&[&first.to_string()]);
+        if commit == "journal" {
+            assert_eq!(replica.exists().then(|| image::fingerprint(&replica)), before);
+        }
+        let summary = sync(&["--keep-going"]).code(1).summary();
+        assert_eq!(number(&summary["unreadable"], "bytes"), 5 * BLOCK, "{summary}");
+        assert_eq!(number(&summary["unreadable"]["list"][0], "offset"), first, "{summary}");
+        assert!(summary["epoch"].is_null(), "{summary}");
+        // All else is there, and nobody claims more.
+        let bytes = |path: &Path| std::fs::read(path).expect("an image")[..first as usize].to_vec();
+        assert!(bytes(&broken.file) == bytes(&replica));
+        let status = broken.site.dsync(["status", "--json"]).arg(&replica).ok().summary();
+        assert_eq!((text(&status, "state"), &status["epoch"]), ("incomplete", &Value::Null), "{status}");
+        broken.site.dsync(["verify"]).arg(broken.device.device()).arg(&replica).code(4).says(&["incomplete"]);
+        sync(&["--method", "tracked"]).code(3);
+        // The disk is mended: a compare makes it whole.
+        broken.cut(16 * MIB);
+        let summary = sync(&[]).ok().summary();
+        assert_eq!(text(&summary, "method"), "compare", "{summary}");
+        image::assert_equal(&broken.file, &replica);
+        let status = broken.site.dsync(["status", "--json"]).arg(&replica).ok().summary();
+        assert_eq!(text(&status, "state"), "exact", "{status}");
+    }
+}
+
+#[test]
+fn a_source_that_changes_its_size_while_it_is_read() {
+    let mut random = Random::new("size under way");
+    for size in [6 * MIB, 40 * MIB] {
+        let site = Site::new();
+        let (disk, replica) = (site.image("vm.raw", 24 * MIB), site.path("copy.raw"));
+        image::random(&disk, 24 * MIB, &mut random);
+        site.sync(&disk, &replica, &[]).ok();
+        for options in [&["--method", "compare"][..], &["--method", "copy"]] {
+            image::random(&disk, 24 * MIB, &mut random);
+            let before = image::fingerprint(&replica);
+            let slow = [options, &["--bwlimit", "6M", "--allow-shrink"]].concat();
+            let process = site.sync(&disk, &replica, &slow).start();
+            std::thread::sleep(Duration::from_millis(1200));
+            let file = OpenOptions::new().write(true).open(&disk).expect("the disk");
+            file.set_len(size).expect("another size");
+            let output = process.output(Duration::from_secs(60));
+            assert_eq!(output.status.code(), Some(1), "{output}");
+            output.says(&["vm.raw"]);
+            assert_eq!(image::fingerprint(&replica), before, "the replica is as it was: {output}");
+        }
+        site.sync(&disk, &replica, &["--allow-shrink"]).ok();
+        image::assert_equal(&disk, &replica);
+    }
+}
+
+#[test]
+fn a_compare_without_space_for_it() {
+    let what = "a full destination";
+    if !need_root(what) {
+        return;
+    }
+    let mut scene = Scene::new("full", 8 * MIB);
+    let place = scene.site.path("small");
+    let Some(_mount) = Mount::new(&["-t", "tmpfs", "-o", "size=12m"], Path::new("none"), &place) else {
+        return skipped(what, "no tmpfs can be mounted here");
+    };
+    scene.replica = place.join("vm.raw");
+    scene.sync(&[]).ok();
+    scene.change(1500);
+    let room = 12 * MIB - image::space(&scene.replica);
+    std::fs::write(place.join("fill"), vec![1; room.saturating_sub(MIB) as usize]).expect("filling");
+    let before = image::fingerprint(&scene.replica);
+    scene.sync(&["--method", "compare"]).code(1).says(&["space"]);
+    scene.site.dsync(["verify", "--repair"]).arg(&scene.image).arg(&scene.replica).code(1).says(&["space"]);
+    assert_eq!(image::fingerprint(&scene.replica), before);
+    std::fs::remove_file(place.join("fill")).expect("making room");
+    scene.sync(&["--method", "compare", "--commit", "in-place", "--digests"]).ok();
+    scene.equal();
+}
+
+#[test]
+fn holes_cost_neither_side_anything() {
+    let (site, size) = (Site::new(), 256 << 30);
+    let (disk, replica) = (site.image("vm.raw", size), site.path("copy.raw"));
+    let mut random = Random::new("holes");
+    image::scribble(&disk, 100 << 30, MIB, &mut random);
+    site.sync(&disk, &replica, &[]).ok();
+    image::scribble(&disk, 200 << 30, 5000, &mut random);
+    let began = Instant::now();
+    let summary = site.sync(&disk, &replica, &["--method", "compare"]).ok().summary();
+    assert!(number(&summary, "bytes_read") < 8 * MIB, "{summary}");
+    assert!(number(&summary, "bytes_received") < MIB, "{summary}");
+    assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+    let at = |path: &Path| {
+        let mut bytes = vec![0; 5000];
+        OpenOptions::new()
+            .read(true)
+            .open(path)
+            .and_then(|f| f.read_exact_at(&mut bytes, 200 << 30))
+            .expect("reading");
+        bytes
+    };
+    assert!(at(&disk) == at(&replica));
+}

@@ -1,0 +1,283 @@
+//! `dsync verify`: what it finds, what it mends, and when it must find nothing.
+
+use std::collections::BTreeSet;
+use std::fs::OpenOptions;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use dsync_tests::far::Far;
+use dsync_tests::image::{self, BLOCK};
+use dsync_tests::load::{Load, Options};
+use dsync_tests::mount::Loop;
+use dsync_tests::scene::{fingerprints, number};
+use dsync_tests::{Random, Run, Scene, Site, need, need_root, rounds, skipped};
+
+const MIB: u64 = 1 << 20;
+const RSH: &str = env!("CARGO_BIN_EXE_rsh");
+
+fn verify(scene: &Scene, options: &[&str]) -> Run {
+    scene.site.dsync(["verify"]).arg(&scene.image).arg(&scene.replica).arg("--json").args(options)
+}
+
+/// Flips single bits of a file within a range, in so many different blocks; their numbers.
+fn flip(path: &Path, within: std::ops::Range<u64>, count: usize, random: &mut Random) -> BTreeSet<u64> {
+    let file = OpenOptions::new().read(true).write(true).open(path).expect("an image");
+    let mut blocks = BTreeSet::new();
+    while blocks.len() < count {
+        let at = random.within(within.clone());
+        if blocks.insert(at / BLOCK) {
+            let mut byte = [0];
+            file.read_exact_at(&mut byte, at).expect("reading");
+            byte[0] ^= 1 << random.below(8);
+            file.write_all_at(&byte, at).expect("writing");
+        }
+    }
+    blocks
+}
+
+/// The blocks that a summary lists.
+fn listed(summary: &serde_json::Value, field: &str) -> BTreeSet<u64> {
+    let list = summary[field]["list"].as_array().expect("a list");
+    list.iter()
+        .flat_map(|e| {
+            let (at, len) = (number(e, "offset"), number(e, "bytes"));
+            at / BLOCK..(at + len).div_ceil(BLOCK)
+        })
+        .collect()
+}
+
+#[test]
+fn a_hundred_flipped_bits_are_found_and_mended() {
+    for (options, far) in [(&[][..], false), (&["--hash", "xxh3"], false), (&["--commit", "in-place"], true)]
+    {
+        let mut scene = Scene::new("flips", 96 * MIB + 1234);
+        let beyond = far.then(|| Far::new(RSH));
+        let run = |scene: &Scene, more: &[&str]| {
+            // How a repair is committed means nothing to who only looks.
+            let all = [options, more].concat();
+            match &beyond {
+                Some(far) => far.run("verify", scene, &all, None),
+                None => verify(scene, &all),
+            }
+        };
+        match &beyond {
+            Some(far) => {
+                far.sync(&scene, &[], None).ok();
+                scene.replica = far.replica();
+            }
+            None => drop(scene.sync(&[]).ok()),
+        }
+        let sound = run(&scene, &[]).ok().summary();
+        assert_eq!((number(&sound["differing"], "bytes"), &sound["trust"]), (0, &"exact".into()), "{sound}");
+        let mut flipped = flip(&scene.replica, 0..96 * MIB + 1234, 98, &mut scene.random);
+        // The very first bit and the very last.
+        flipped.extend(flip(&scene.replica, 0..1, 1, &mut scene.random));
+        flipped.extend(flip(&scene.replica, 96 * MIB + 1233..96 * MIB + 1234, 1, &mut scene.random));
+        let before = image::fingerprint(&scene.replica);
+        let found = run(&scene, &[]).code(5).summary();
+        assert_eq!(listed(&found, "differing"), flipped, "{found}");
+        assert_eq!(image::fingerprint(&scene.replica), before, "looking changes nothing");
+        let mended = run(&scene, &["--repair"]).ok().summary();
+        assert_eq!(listed(&mended, "differing"), flipped, "{mended}");
+        assert!(mended["repaired"] == true, "{mended}");
+        scene.equal();
+        let sound = run(&scene, &[]).ok().summary();
+        assert_eq!(number(&sound["differing"], "extents"), 0, "{sound}");
+        // It is followed as before.
+        let changed = scene.change(20);
+        let summary = match &beyond {
+            Some(far) => far.sync(&scene, &[], None).ok().summary(),
+            None => scene.sync(&[]).ok().summary(),
+        };
+        assert_eq!(summary["method"], "tracked", "{summary}");
+        assert_eq!(number(&summary, "blocks_changed"), changed.len() as u64, "{summary}");
+        scene.equal();
+    }
+}
+
+#[test]
+fn a_sound_replica_of_a_busy_source_raises_no_alarm() {
+    let mut scene = Scene::synced("no false alarm", 64 * MIB);
+    let mut random = scene.random.clone();
+    let load = Load::start(
+        &scene.server().address(),
+        "vm",
+        &Options { rate: 1500, ..Options::default() },
+        &mut random,
+    );
+    load.wait_for(200);
+    for round in 0..rounds(4, 60) {
+        let summary = verify(&scene, &[]).ok().summary();
+        assert_eq!(summary["trust"], "exact", "{summary}");
+        assert!(number(&summary, "bytes_changed_since") > 0, "nothing was written: {summary}");
+        assert_eq!(number(&summary["differing"], "extents"), 0, "{summary}");
+        load.wait_for(load.answered() + 100);
+        if round % 2 == 1 {
+            scene.sync(&[]).ok();
+        }
+    }
+    // Damage is found all the same, unless the source has written there since; and mended.
+    scene.sync(&[]).ok();
+    let flipped = flip(&scene.replica, 0..64 * MIB, 100, &mut scene.random);
+    let found = verify(&scene, &[]).code(5).summary();
+    let seen = listed(&found, "differing");
+    assert!(seen.is_subset(&flipped), "a false alarm: {found}");
+    let since = number(&found, "bytes_changed_since") / BLOCK;
+    assert!(flipped.len() as u64 - seen.len() as u64 <= since, "{found}");
+    let mended = verify(&scene, &["--repair"]).ok().summary();
+    assert!(number(&mended, "epoch_after") > number(&mended, "epoch"), "{mended}");
+    let summary = verify(&scene, &[]).ok().summary();
+    assert_eq!(number(&summary["differing"], "extents"), 0, "{summary}");
+    let written = load.stop();
+    assert_eq!(scene.sync(&[]).ok().summary()["method"], "tracked");
+    scene.equal();
+    written.check(&scene.replica);
+}
+
+#[test]
+fn ranges_are_looked_at_and_mended_by_themselves() {
+    let mut scene = Scene::synced("ranges", 32 * MIB);
+    // Damage that the system does not tell of: the file's times are set back to what the lineage knows.
+    let inside = flip(&scene.replica, 8 * MIB..9 * MIB, 3, &mut scene.random);
+    let outside = flip(&scene.replica, 20 * MIB..21 * MIB, 3, &mut scene.random);
+    restamp(&scene);
+    let range = ["--range", "8M:1M", "--range", "3:5"];
+    let found = verify(&scene, &range).code(5).summary();
+    assert_eq!(listed(&found, "differing"), inside, "{found}");
+    assert_eq!(number(&found, "bytes_compared"), MIB + BLOCK, "{found}");
+    assert!(number(&found, "bytes_read") <= 2 * MIB + BLOCK, "{found}");
+    // The source goes on, within the range too; the replica stays where it is.
+    scene.client().write(8 * MIB + 512 * 1024, &[9; 4096]).expect("a write");
+    let changed = 8 * MIB / BLOCK + 128;
+    let mended = verify(&scene, &[&["--repair"][..], &range].concat()).ok().summary();
+    let seen: BTreeSet<u64> = inside.iter().copied().filter(|block| *block != changed).collect();
+    assert_eq!(listed(&mended, "differing"), seen, "{mended}");
+    assert_eq!(number(&mended, "epoch_after"), number(&mended, "epoch"), "{mended}");
+    let rest = verify(&scene, &[]).code(5).summary();
+    assert_eq!(listed(&rest, "differing"), outside, "{rest}");
+    let summary = scene.sync(&[]).ok().summary();
+    assert_eq!((&summary["method"], number(&summary, "blocks_changed")), (&"tracked".into(), 1), "{summary}");
+    // What others changed is not declared whole because a part of it is.
+    flip(&scene.replica, 8 * MIB..9 * MIB, 1, &mut scene.random);
+    let before = fingerprints(&scene.replica);
+    verify(&scene, &["--repair", "--range", "8M:1M"]).code(4).says(&["vm.raw", "--range"]);
+    assert_eq!(fingerprints(&scene.replica), before);
+    verify(&scene, &["--range", "1T:4K"]).code(4).says(&["vm.raw"]);
+    verify(&scene, &["--range", "1T"]).code(2);
+    verify(&scene, &["--repair"]).ok();
+    scene.equal();
+}
+
+/// Makes the replica's lineage believe that nothing was done to the file: as with damage by the disk itself.
+fn restamp(scene: &Scene) {
+    use std::os::unix::fs::MetadataExt;
+    let path = scene.site.path("replica/.vm.raw.dsync/lineage");
+    let mut lineage: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(&path).expect("the lineage")).expect("JSON");
+    let file = std::fs::metadata(&scene.replica).expect("the replica");
+    lineage["stamp"]["changed"] = (file.ctime() * 1_000_000_000 + file.ctime_nsec()).into();
+    std::fs::write(&path, serde_json::to_vec(&lineage).expect("JSON")).expect("the lineage");
+}
+
+#[test]
+fn a_file_that_nobody_serves_is_verified_too() {
+    let mut random = Random::new("plain file");
+    let site = Site::new();
+    let (disk, replica) = (site.image("vm.raw", 16 * MIB), site.path("copy.raw"));
+    image::scribble(&disk, MIB, 4 * MIB, &mut random);
+    site.sync(&disk, &replica, &[]).ok();
+    let verify =
+        |options: &[&str]| site.dsync(["verify"]).arg(&disk).arg(&replica).arg("--json").args(options);
+    assert_eq!(verify(&[]).ok().summary()["trust"], "exact");
+    // Nobody wrote down what changed: a difference may be a change, and is told as such.
+    std::thread::sleep(Duration::from_millis(50));
+    image::scribble(&disk, 2 * MIB, 10_000, &mut random);
+    let output = verify(&[]).code(5);
+    assert!(output.summary()["trust"].as_str().is_some_and(|t| t.contains("may be changes")), "{output}");
+    // A part can't be mended then; all of it can.
+    verify(&["--repair", "--range", "0:4M"]).code(4).says(&["--range"]);
+    verify(&["--repair"]).ok();
+    image::assert_equal(&disk, &replica);
+    verify(&[]).ok();
+    // Shorter and longer replicas.
+    for size in [5 * MIB + 17, 40 * MIB] {
+        let file = OpenOptions::new().write(true).open(&replica).expect("the replica");
+        file.set_len(size).expect("another size");
+        drop(file);
+        let found = verify(&[]).code(5).summary();
+        assert_eq!(number(&found, "wrong_size"), size, "{found}");
+        verify(&["--repair"]).ok();
+        image::assert_equal(&disk, &replica);
+    }
+}
+
+#[test]
+fn what_is_no_replica_is_not_verified() {
+    let mut scene = Scene::new("no replica", 8 * MIB);
+    verify(&scene, &[]).code(4).says(&["vm.raw"]);
+    image::random(&scene.replica, 8 * MIB, &mut scene.random);
+    verify(&scene, &[]).code(4).says(&["vm.raw", "--adopt"]);
+    std::fs::remove_file(&scene.replica).expect("a file");
+    // One that is incomplete.
+    let mut process = scene.sync(&["--bwlimit", "20K"]).start();
+    std::thread::sleep(Duration::from_millis(1500));
+    process.kill();
+    verify(&scene, &[]).code(4).says(&["vm.raw", "sync"]);
+    scene.sync(&[]).ok();
+    verify(&scene, &[]).ok();
+    // And of another source.
+    let other = scene.site.image("other.raw", 8 * MIB);
+    let run = scene.site.dsync(["verify"]).arg(&other).arg(&scene.replica);
+    run.code(4).says(&["vm.raw", "source"]);
+    verify(&scene, &["--rate", "0"]).code(2);
+}
+
+#[test]
+fn reading_keeps_to_a_rate() {
+    let scene = Scene::new("rate", 16 * MIB);
+    let mut client = scene.client();
+    client.write(0, &vec![7; 8 * MIB as usize]).expect("a write");
+    scene.sync(&[]).ok();
+    let began = Instant::now();
+    verify(&scene, &["--rate", "5M"]).ok();
+    let time = began.elapsed();
+    assert!(
+        time > Duration::from_millis(1200) && time < Duration::from_secs(15),
+        "8 MiB at 5 MiB/s took {time:?}"
+    );
+}
+
+/// A device over a file that has become shorter: what lies behind its end can't be read.
+#[test]
+fn sectors_that_cannot_be_read() {
+    let what = "unreadable sectors";
+    if !need(&["losetup"], what) || !need_root(what) {
+        return;
+    }
+    let mut random = Random::new("unreadable");
+    let site = Site::new();
+    let (file, replica) = (site.image("disk.raw", 16 * MIB), site.path("copy.raw"));
+    image::random(&file, 16 * MIB, &mut random);
+    let Some(device) = Loop::new(&file) else { return skipped(what, "there are no loop devices here") };
+    let verify = |options: &[&str]| {
+        site.dsync(["verify"])
+            .arg(device.device())
+            .arg(&replica)
+            .args(["--json", "--trust-device"])
+            .args(options)
+    };
+    site.sync(device.device(), &replica, &[]).ok();
+    image::assert_equal(&file, &replica);
+    verify(&[]).ok();
+    let shorter = OpenOptions::new().write(true).open(&file).expect("the file");
+    shorter.set_len(16 * MIB - 3 * BLOCK).expect("cutting");
+    Run::new("blockdev").arg("--flushbufs").arg(device.device()).output();
+    let first = (16 * MIB - 3 * BLOCK).to_string();
+    verify(&[]).code(1).says(&[&first]);
+    // The rest is looked at.
+    flip(&replica, 0..8 * MIB, 2, &mut random);
+    let found = verify(&["--keep-going"]).code(1).summary();
+    assert_eq!(number(&found["unreadable"], "bytes"), 3 * BLOCK, "{found}");
+    assert_eq!(number(&found["differing"], "bytes"), 2 * BLOCK, "{found}");
+}
