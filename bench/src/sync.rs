@@ -179,7 +179,7 @@ fn programs<'a>(files: &'a Files, report: &mut Report) -> Vec<Box<dyn Peer + 'a>
         "qemu-img convert -n",
         &["qemu-img"],
         None,
-        plain("qemu-img", &["convert", "-n", "-f", "raw", "-O", "raw"]),
+        plain("qemu-img", &["convert", "-U", "-n", "-f", "raw", "-O", "raw"]),
     );
     add("nbdcopy", &["nbdcopy"], None, plain("nbdcopy", &["--flush"]));
     peers

@@ -39,15 +39,9 @@ pub fn free_space(path: &Path) -> Result<u64, DeviceError> {
 
 /// The device, its partitions, and the disk it is a partition of.
 fn related(device: u64) -> Vec<u64> {
-    let mut devices = vec![device];
-    let Ok(place) = std::fs::canonicalize(sysfs(device)) else { return devices };
-    if place.join("partition").exists() {
+    let mut devices = partitions(device);
+    if let Some(place) = std::fs::canonicalize(sysfs(device)).ok().filter(|p| p.join("partition").exists()) {
         devices.extend(place.parent().and_then(device_number));
-    } else {
-        let entries = std::fs::read_dir(&place).into_iter().flatten().flatten();
-        devices.extend(
-            entries.filter(|e| e.path().join("partition").exists()).filter_map(|e| device_number(&e.path())),
-        );
     }
     devices
 }
@@ -61,21 +55,93 @@ fn parse_number(text: &str) -> Option<u64> {
     Some(libc::makedev(major.parse().ok()?, minor.parse().ok()?))
 }
 
-fn mounted(devices: &[u64]) -> Option<String> {
-    let table = std::fs::read("/proc/self/mountinfo").ok()?;
-    table.split(|b| *b == b'\n').find_map(|line| {
-        let fields: Vec<&[u8]> = line.split(|b| *b == b' ').collect();
-        let number = parse_number(std::str::from_utf8(fields.get(2)?).ok()?)?;
-        let place = unescape(fields.get(4)?);
-        // Btrfs shows a number of its own there: its source says which device it lies on.
-        let separator = fields.iter().position(|f| *f == b"-")?;
-        let source = fields.get(separator + 2).map(|f| unescape(f));
+/// A file system that is mounted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mount {
+    /// Where; if in several places, the first.
+    pub place: PathBuf,
+    /// The number under which its files appear, as `st_dev`: one for each file system.
+    pub dev: u64,
+}
+
+/// The file systems that lie on the block device at `path`: on itself, on its partitions, and on what holds these, as
+/// device-mapper and md devices do.
+///
+/// # Errors
+/// If the device or the table of mounts can't be looked at.
+pub fn mounts_on(path: &Path) -> Result<Vec<Mount>, DeviceError> {
+    let fail = |e| DeviceError::from_io("look at", path, e);
+    let metadata = std::fs::metadata(path).map_err(fail)?;
+    if !metadata.file_type().is_block_device() {
+        return Ok(Vec::new());
+    }
+    let mut devices = partitions(metadata.rdev());
+    let mut at = 0;
+    while let Some(&device) = devices.get(at) {
+        for above in holders(device).flat_map(partitions) {
+            if !devices.contains(&above) {
+                devices.push(above);
+            }
+        }
+        at += 1;
+    }
+    let mut found: Vec<Mount> = Vec::new();
+    for mount in mount_table().map_err(fail)? {
+        if mount.is_on(&devices) && !found.iter().any(|m| m.dev == mount.dev) {
+            found.push(Mount { place: mount.place, dev: mount.dev });
+        }
+    }
+    Ok(found)
+}
+
+/// A block device and its partitions.
+fn partitions(device: u64) -> Vec<u64> {
+    let entries = std::fs::read_dir(sysfs(device)).into_iter().flatten().flatten();
+    let below =
+        entries.filter(|e| e.path().join("partition").exists()).filter_map(|e| device_number(&e.path()));
+    std::iter::once(device).chain(below).collect()
+}
+
+/// The devices that hold a block device.
+fn holders(device: u64) -> impl Iterator<Item = u64> {
+    let entries = std::fs::read_dir(sysfs(device).join("holders")).into_iter().flatten().flatten();
+    entries.filter_map(|e| device_number(&e.path()))
+}
+
+/// A line of the kernel's table.
+struct Mounted {
+    place: PathBuf,
+    dev: u64,
+    source: Option<PathBuf>,
+}
+
+impl Mounted {
+    fn is_on(&self, devices: &[u64]) -> bool {
+        // Btrfs shows a number of its own: its source says which device it lies on.
         let by_source = || {
-            let metadata = source.filter(|s| s.is_absolute()).and_then(|s| std::fs::metadata(s).ok());
+            let metadata =
+                self.source.as_ref().filter(|s| s.is_absolute()).and_then(|s| std::fs::metadata(s).ok());
             metadata.is_some_and(|m| m.file_type().is_block_device() && devices.contains(&m.rdev()))
         };
-        (devices.contains(&number) || by_source()).then(|| format!("mounted on {}", place.display()))
-    })
+        devices.contains(&self.dev) || by_source()
+    }
+}
+
+fn mount_table() -> std::io::Result<Vec<Mounted>> {
+    let table = std::fs::read("/proc/self/mountinfo")?;
+    let line = |line: &[u8]| {
+        let fields: Vec<&[u8]> = line.split(|b| *b == b' ').collect();
+        let dev = parse_number(std::str::from_utf8(fields.get(2)?).ok()?)?;
+        let place = unescape(fields.get(4)?);
+        let separator = fields.iter().position(|f| *f == b"-")?;
+        Some(Mounted { place, dev, source: fields.get(separator + 2).map(|f| unescape(f)) })
+    };
+    Ok(table.split(|b| *b == b'\n').filter_map(line).collect())
+}
+
+fn mounted(devices: &[u64]) -> Option<String> {
+    let mount = mount_table().ok()?.into_iter().find(|m| m.is_on(devices))?;
+    Some(format!("mounted on {}", mount.place.display()))
 }
 
 fn swapped_on(is_it: impl Fn(&std::fs::Metadata) -> bool) -> Option<String> {
