@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use extents::Bitmap;
+use uuid::Uuid;
 
 use crate::TrackError;
 
@@ -20,8 +21,7 @@ pub trait Tracker: Send + Sync {
     /// Bytes of the disk when tracking began.
     fn size(&self) -> u64;
 
-    /// Why what it has recorded since what was released last can't be trusted; `None` if it can. A tracker that has only
-    /// just begun knows nothing of what came before, and says so until its first release.
+    /// Why what it has recorded since what was released last can't be trusted; `None` if it can.
     fn lost(&self) -> Result<Option<String>, TrackError>;
 
     /// Ends the record and begins the next. A write that was in flight meanwhile has landed when this returns, or is marked
@@ -31,8 +31,12 @@ pub trait Tracker: Send + Sync {
     /// more.
     fn checkpoint(&self) -> Result<Bitmap, TrackError>;
 
-    /// Forgets what the last checkpoint returned: it stands in the history now.
-    fn release(&self) -> Result<(), TrackError>;
+    /// Forgets what the last checkpoint returned: it stands in the history now, as the epoch of this id.
+    fn release(&self, epoch: Uuid) -> Result<(), TrackError>;
+
+    /// The id given at the last release: what is recorded came after that epoch. `None` before the first. It lives and
+    /// dies with the record, so that no other history, and no older copy of this one, takes the record for its own.
+    fn released(&self) -> Result<Option<Uuid>, TrackError>;
 
     /// Blocks written since what was released last, at this moment, without ending anything.
     fn dirty(&self) -> Result<Bitmap, TrackError>;
