@@ -10,7 +10,7 @@ export PATH := $(PATH):$(HOME)/.cargo/bin
 completions := bash-completion/completions/dsync zsh/site-functions/_dsync fish/vendor_completions.d/dsync.fish
 target := $(or $(CARGO_TARGET_DIR),target)
 
-.PHONY: all build demo test check soak bench install uninstall doc clean
+.PHONY: all build demo test test-vm check soak bench install uninstall doc clean
 
 all: build
 
@@ -29,6 +29,11 @@ test: check
 	@scripts/setup test
 	$(CARGO) build --workspace
 	DSYNC_BIN=$(abspath $(target))/debug/dsync $(CARGO) test --workspace --no-fail-fast
+
+# The kernel module, all of its tests, in guests with two of Debian's kernels.
+test-vm:
+	@scripts/setup build test
+	DSYNC_VM=1 $(CARGO) test -p dsync-tests --test vm -- --nocapture
 
 check:
 	@scripts/setup build lint

@@ -19,19 +19,37 @@ use crate::{Background, Run};
 /// The kernel modules that are loaded, with what they need, in this order.
 const MODULES: &[&str] = &["virtio_pci", "virtio_blk", "9pnet_virtio", "9p", "crc32c_generic", "ext4"];
 
+/// Which of Debian's kernels a guest boots.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Kernel {
+    /// The release's own.
+    #[default]
+    Stable,
+    /// The release's backports'.
+    Backports,
+}
+
 /// A guest to be booted.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
+    /// Its kernel.
+    pub kernel: Kernel,
     /// The script, for the host's `/bin/sh` inside the guest.
     pub script: String,
     /// Disks in their order (`/dev/vda`, `/dev/vdb`): an NBD URI or the path of a raw image.
     pub disks: Vec<String>,
-    /// More kernel modules to load, by name.
+    /// More kernel modules to load: a name, and parameters behind it.
     pub modules: Vec<String>,
+    /// Files that the script finds in `/tmp/files`, beside a busybox and mdadm.
+    pub files: Vec<PathBuf>,
     /// A folder of the host that the script finds, writable, at `/mnt`.
     pub share: Option<PathBuf>,
     /// Memory in MiB; 0 means 384.
     pub memory: u32,
+    /// Processors; 0 means one.
+    pub cpus: u32,
+    /// More arguments for qemu.
+    pub qemu: Vec<String>,
 }
 
 /// A guest that runs. Killed at the latest when dropped.
@@ -47,6 +65,11 @@ pub struct Guest {
 
 /// True if guests can run here. Else says what goes untested.
 pub fn possible(what: &str) -> bool {
+    possible_with(Kernel::Stable, what)
+}
+
+/// The same for a guest with the kernel named.
+pub fn possible_with(kernel: Kernel, what: &str) -> bool {
     if !cfg!(target_arch = "x86_64") {
         crate::skipped(what, "guests share this machine's programs and are x86_64");
         return false;
@@ -54,29 +77,31 @@ pub fn possible(what: &str) -> bool {
     if !crate::need(&["qemu-system-x86_64"], what) {
         return false;
     }
-    match kernel() {
-        Ok(_) => true,
-        Err(why) => {
-            let strict = std::env::var_os("DSYNC_STRICT").is_some_and(|v| v == "1");
-            assert!(!strict, "{why}, and DSYNC_STRICT=1 allows no skipping: {what}");
-            crate::skipped(what, why);
-            false
-        }
-    }
+    crate::got(kernel.folder(), what)
 }
 
-/// The folder of the unpacked kernel package.
-fn kernel() -> Result<&'static Path, &'static str> {
-    static KERNEL: OnceLock<Result<PathBuf, String>> = OnceLock::new();
-    let found = KERNEL.get_or_init(|| {
+impl Kernel {
+    /// The folder of the unpacked kernel package.
+    fn folder(self) -> Result<&'static Path, &'static str> {
+        static FOUND: [OnceLock<Result<PathBuf, String>>; 2] = [const { OnceLock::new() }; 2];
+        let found = FOUND[self as usize].get_or_init(|| self.fetch(&[]));
+        found.as_deref().map_err(String::as_str)
+    }
+
+    /// The tree that modules for this kernel are built against.
+    pub fn headers(self) -> Result<PathBuf, String> {
+        self.fetch(&["--headers"]).map(|folder| folder.join("build"))
+    }
+
+    fn fetch(self, options: &[&str]) -> Result<PathBuf, String> {
+        let backports = (self == Kernel::Backports).then_some("--backports");
         let script = crate::repository().join("scripts/guest-kernel");
-        let output = Run::new(script).limit(Duration::from_secs(600)).output();
+        let output = Run::new(script).args(options).args(backports).limit(Duration::from_secs(600)).output();
         match output.status.success() {
             true => Ok(PathBuf::from(output.text().trim())),
             false => Err(format!("no kernel for guests ({})", output.stderr.trim())),
         }
-    });
-    found.as_deref().map_err(String::as_str)
+    }
 }
 
 /// Runs first in the guest: makes it a machine in which the host's programs feel at home, and runs the script there.
@@ -86,9 +111,10 @@ export PATH=/bin
 mount -t proc proc /proc
 mount -t sysfs sys /sys
 mount -t devtmpfs dev /dev
-for module in $(cat /modules/order); do
+while read -r module; do
+    # shellcheck disable=SC2086 # a file and parameters
     insmod /modules/$module || echo "can't load $module"
-done
+done </modules/order
 # Talk is raw: what a test sends is not echoed and what the script prints is not changed.
 stty -F /dev/ttyS1 raw -echo
 stty -F /dev/ttyS2 raw -echo
@@ -107,7 +133,7 @@ done </dev/ttyS2 &
     done
     mount -t 9p -o trans=virtio,version=9p2000.L,msize=512000 share /host/mnt 2>/dev/null
     mount --bind /dev /host/dev && mount -t proc proc /host/proc && mount -t sysfs sys /host/sys &&
-    cp /script /host/tmp/script &&
+    cp /script /host/tmp/script && cp -r /files /host/tmp &&
     exec chroot /host /usr/bin/env -i HOME=/tmp LC_ALL=C PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
         /bin/sh /tmp/script
 ) </dev/ttyS1 >/dev/ttyS1 2>&1
@@ -125,15 +151,17 @@ const PRELUDE: &str = r#"mark() { echo "@$*"; }
 impl Guest {
     /// Boots a guest. Ask [`possible`] first. Call it from the test's own thread, as [`Run::start`].
     pub fn boot(options: &Options) -> Guest {
-        let kernel = kernel().expect("a kernel: ask guest::possible first");
+        let kernel = options.kernel.folder().expect("a kernel: ask guest::possible first");
         let folder = TempDir::with_prefix("dsync-guest-").expect("a temporary folder");
         let initrd = folder.path().join("initrd");
         fs::write(&initrd, initramfs(kernel, options)).expect("the initramfs");
         let control = folder.path().join("control");
         let console = folder.path().join("console");
         let memory = if options.memory == 0 { 384 } else { options.memory };
+        let cpus = options.cpus.max(1);
         let mut run = Run::new("qemu-system-x86_64")
-            .args(["-accel", "tcg", "-cpu", "max", "-machine", "pc", "-smp", "1", "-m", &memory.to_string()])
+            .args(["-accel", "tcg", "-cpu", "max", "-machine", "pc"])
+            .args(["-smp", &cpus.to_string(), "-m", &memory.to_string()])
             .args(["-nodefaults", "-no-user-config", "-display", "none", "-monitor", "none", "-no-reboot"])
             .arg("-kernel")
             .arg(only(&kernel.join("boot"), "vmlinuz-"))
@@ -156,7 +184,7 @@ impl Guest {
             run = run.args(["-drive", &format!("file={disk},format=raw,if=virtio,cache=none,discard=unmap")]);
         }
         let started = Instant::now();
-        let mut process = run.start_talking();
+        let mut process = run.args(&options.qemu).start_talking();
         let stdout = process.child.stdout.take().expect("a pipe");
         let (sender, lines) = channel();
         std::thread::spawn(move || {
@@ -260,21 +288,28 @@ fn only(folder: &Path, prefix: &str) -> PathBuf {
 /// The initial file system as a cpio archive.
 fn initramfs(kernel: &Path, options: &Options) -> Vec<u8> {
     let mut archive = Cpio::default();
-    for folder in ["bin", "dev", "proc", "sys", "modules"] {
+    for folder in ["bin", "dev", "proc", "sys", "modules", "files"] {
         archive.add(folder, 0o040755, &[]);
     }
     let busybox = fs::read(kernel.join("bin/busybox")).expect("busybox");
     archive.add("bin/busybox", 0o100755, &busybox);
     archive.add("init", 0o100755, INIT.as_bytes());
     archive.add("script", 0o100644, format!("{PRELUDE}{}\n", options.script).as_bytes());
+    for path in ["bin/busybox", "sbin/mdadm"].map(|tool| kernel.join(tool)).iter().chain(&options.files) {
+        let name = path.file_name().expect("a file").to_string_lossy();
+        let content = fs::read(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+        archive.add(&format!("files/{name}"), 0o100755, &content);
+    }
     let modules = only(&kernel.join("lib/modules"), "");
     let names = MODULES.iter().copied().chain(options.modules.iter().map(String::as_str));
     let mut order = String::new();
-    for path in module_order(&modules, names) {
+    for path in module_order(&modules, names.clone().map(|name| name.split(' ').next().unwrap_or(name))) {
         let name = path.file_name().expect("a module").to_string_lossy().into_owned();
         let module = fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
         archive.add(&format!("modules/{name}"), 0o100644, &module);
-        order.push_str(&format!("{name}\n"));
+        let stem = name.split('.').next().unwrap_or_default();
+        let parameters = names.clone().find_map(|asked| asked.strip_prefix(stem)?.strip_prefix(' '));
+        order.push_str(&format!("{name} {}\n", parameters.unwrap_or_default()));
     }
     archive.add("modules/order", 0o100644, order.as_bytes());
     archive.end()

@@ -54,14 +54,20 @@ pub fn skipped(what: &str, why: &str) {
 /// Tools are what `scripts/setup` installs, so under `DSYNC_STRICT=1` a missing one is a failure.
 pub fn need(tools: &[&str], what: &str) -> bool {
     for tool in tools {
-        if find(tool).is_none() {
-            let strict = std::env::var_os("DSYNC_STRICT").is_some_and(|v| v == "1");
-            assert!(!strict, "{tool} is missing, and DSYNC_STRICT=1 allows no skipping: {what}");
-            skipped(what, &format!("{tool} is missing"));
+        if !got(find(tool).ok_or_else(|| format!("{tool} is missing")), what) {
             return false;
         }
     }
     true
+}
+
+/// True if there is what is needed. Else says why not, and what goes untested; a failure under `DSYNC_STRICT=1`.
+pub fn got<T, E: std::fmt::Display>(thing: Result<T, E>, what: &str) -> bool {
+    let Err(why) = thing else { return true };
+    let strict = std::env::var_os("DSYNC_STRICT").is_some_and(|v| v == "1");
+    assert!(!strict, "{why}, and DSYNC_STRICT=1 allows no skipping: {what}");
+    skipped(what, &why.to_string());
+    false
 }
 
 /// True for root. Else says what goes untested.

@@ -1,0 +1,112 @@
+# What the tests in a guest share. They speak TAP: `ok N - what`, `not ok N - what`, and `1..N` at the end.
+# The guest's files lie in /tmp/files: the module, the program `blocks`, mdadm, and these scripts.
+export DM_DISABLE_UDEV=1 MDADM_NO_UDEV=1
+PATH=$PATH:/tmp/files
+insmod() { busybox insmod "$@"; }
+rmmod() { busybox rmmod "$@"; }
+
+tests=0
+failed=0
+log_seen=0
+
+ok() {
+    tests=$((tests + 1))
+    echo "ok $tests - $*"
+}
+
+not_ok() {
+    tests=$((tests + 1))
+    failed=$((failed + 1))
+    echo "not ok $tests - $*"
+}
+
+say() { echo "# $*"; }
+
+# The rest of the line is a command that has to succeed.
+check() {
+    what=$1
+    shift
+    if "$@" >/tmp/check.out 2>&1; then ok "$what"; else
+        not_ok "$what"
+        sed 's/^/# /' /tmp/check.out
+    fi
+}
+
+# One that has to fail.
+refuse() {
+    what=$1
+    shift
+    if "$@" >/tmp/check.out 2>&1; then not_ok "$what"; else ok "$what"; fi
+}
+
+is() {
+    if [ "$2" = "$3" ]; then ok "$1"; else not_ok "$1: '$2' is not '$3'"; fi
+}
+
+# The kernel must not have complained since it was looked at last.
+quiet() {
+    dmesg >/tmp/log
+    tail -n +$((log_seen + 1)) /tmp/log >/tmp/log.new
+    log_seen=$(wc -l </tmp/log)
+    if grep -E -A 12 'WARNING:|BUG:|Oops|Call Trace|blocked for more|general protection|soft lockup|refcount|leaked' \
+        /tmp/log.new | grep -v -E 'Speculative|RETBleed|Spectre' >/tmp/log.bad; then
+        not_ok "nothing in the kernel's log: $*"
+        sed 's/^/# /' /tmp/log.bad
+    else
+        ok "nothing in the kernel's log: $*"
+    fi
+}
+
+done_testing() {
+    cd /
+    echo "1..$tests"
+    [ $failed = 0 ]
+    exit
+}
+
+sectors() { blockdev --getsz "$1"; }
+
+# track NAME DEVICE [ARGS...]: a tracked device over a whole device.
+track() {
+    name=$1
+    device=$2
+    shift 2
+    dmsetup create "$name" --table "0 $(sectors "$device") track $device 0 ${*:-8}"
+}
+
+message() {
+    name=$1
+    shift
+    dmsetup message "$name" 0 "$@"
+}
+
+# A field of the status line, counted from the block's sectors.
+field() { dmsetup status "$1" | cut -d' ' -f$(($2 + 3)); }
+
+# sync_up NAME REPLICA: what a sync does. Prints what `blocks judge` says.
+sync_up() {
+    epoch=$(message "$1" checkpoint) || return 1
+    blocks judge "/dev/mapper/$1" "$2" "/proc/track/$1.frozen" || return 1
+    message "$1" release "$epoch"
+}
+
+# number KEY: of what `blocks judge` said.
+number() { echo "$verdict" | sed -n "s/^reported.*/ &/; s/.* $1 \([0-9]*\).*/\1/p"; }
+
+# truth NAME REPLICA WHAT [loose]: every difference is reported; at most 5 % of the set is no difference, unless loose.
+truth() {
+    sync
+    verdict=$(sync_up "$1" "$2")
+    say "$3: $verdict"
+    if [ -z "$(number missed)" ] || [ "$(number missed)" != 0 ]; then
+        not_ok "$3: every difference is reported"
+        return
+    fi
+    ok "$3: every difference is reported"
+    [ "${4:-}" = loose ] && return
+    if [ $(($(number surplus) * 20)) -le "$(number reported)" ]; then
+        ok "$3: hardly more than the differences"
+    else
+        not_ok "$3: hardly more than the differences"
+    fi
+}

@@ -1,0 +1,119 @@
+# Whatever writes to a tracked device: every block that differs is reported. /dev/vda is tracked, /dev/vdb was its copy.
+. /tmp/files/lib.sh
+insmod /tmp/files/dm-track.ko || exit
+track t /dev/vda
+t=/dev/mapper/t
+is "a new record does not know what was before" "$(field t 7)" lost
+
+truth t /dev/vdb "nothing"
+is "nothing was written" "$(number reported)" 0
+is "from the first checkpoint on it knows" "$(field t 7)" tracked
+
+dd if=/dev/urandom of=$t bs=4k seek=77 count=3 conv=notrunc oflag=direct 2>/dev/null
+is "/proc lists what was written" "$(echo $(cat /proc/track/t))" "77 78 79"
+truth t /dev/vdb "three blocks"
+is "no more than was written" "$(number reported)" 3
+dd if=/dev/urandom of=$t bs=512 seek=8007 count=2 conv=notrunc oflag=direct 2>/dev/null
+is "parts of blocks count" "$(echo $(cat /proc/track/t))" "1000 1001"
+truth t /dev/vdb "parts of blocks"
+
+fio --name=f --filename=$t --rw=randwrite --bsrange=512-256k --blockalign=512 --direct=1 --size=100% --io_size=24m \
+    --ioengine=libaio --iodepth=16 --randrepeat=0 --randseed=$SEED --refill_buffers --output=/dev/null
+truth t /dev/vdb "fio, direct"
+fio --name=f --filename=$t --rw=randwrite --bs=4k-64k --size=100% --io_size=24m --randrepeat=0 --randseed=$SEED \
+    --refill_buffers --fsync_on_close=1 --output=/dev/null
+truth t /dev/vdb "fio, through the page cache"
+quiet "plain writes"
+
+blkdiscard -o 40M -l 9M $t
+truth t /dev/vdb "a discard" loose
+is "every block of the discard" "$(number reported)" 2304
+blkdiscard -z -o 60M -l 5M $t
+truth t /dev/vdb "write-zeroes"
+is "every block of the write-zeroes" "$(number reported)" 1280
+blkdiscard -o 100M -l 10M $t
+blkdiscard -z -o 105M -l 10M $t
+truth t /dev/vdb "discard and write-zeroes, one over the other" loose
+blkdiscard -s -o 120M -l 1M $t 2>/dev/null || say "no secure erase here"
+truth t /dev/vdb "secure erase" loose
+# What reads as zeroes now would be no difference where zeroes are written next.
+for part in 40+9 60+5 100+15 120+1; do
+    dd if=/dev/urandom of=$t bs=1M seek=${part%+*} count=${part#*+} conv=notrunc oflag=direct 2>/dev/null
+done
+truth t /dev/vdb "all written again"
+quiet "discards"
+
+# A file system, made and filled.
+make() {
+    case $1 in
+    ext4) mkfs.ext4 -q -F -E nodiscard,lazy_itable_init=0,lazy_journal_init=0 $t ;;
+    xfs) mkfs.xfs -q -f -K $t ;;
+    btrfs) mkfs.btrfs -q -f -K $t >/dev/null ;;
+    esac || not_ok "mkfs.$1"
+}
+fill() {
+    mkdir -p /tmp/m
+    mount -o "${2:-defaults}" $t /tmp/m || not_ok "mounting $1"
+    for n in 1 2 3 4 5 6; do
+        dd if=/dev/urandom of=/tmp/m/f$n bs=64k count=$((n * 16)) 2>/dev/null
+    done
+    for n in $(seq 200); do echo $n >/tmp/m/s$n; done
+    [ -z "${2:-}" ] || truth t /dev/vdb "$1, mounted" loose
+    rm -f /tmp/m/f3 /tmp/m/f5
+    dd if=/dev/urandom of=/tmp/m/f1 bs=4k count=40 seek=3 conv=notrunc 2>/dev/null
+    [ -z "${2:-}" ] || fstrim /tmp/m || not_ok "trimming $1"
+    umount /tmp/m
+}
+for fs in $FILESYSTEMS; do
+    make $fs
+    truth t /dev/vdb "mkfs.$fs"
+    fill $fs
+    truth t /dev/vdb "$fs, filled"
+    quiet "$fs"
+done
+for fs in $FILESYSTEMS; do
+    make $fs
+    fill $fs discard
+    truth t /dev/vdb "$fs with discards" loose
+    quiet "$fs with discards"
+done
+mkfs.ext4 -q -F -E discard $t
+truth t /dev/vdb "mkfs.ext4 that discards the whole device" loose
+
+# Partitions: of the tracked device as a loop device's, the whole and the part written in turns.
+if [ -n "$MORE" ]; then
+    # Two of them in an MBR: 2048 + 40960 sectors, and 43008 + 500000.
+    printf '\0\0\0\0\203\0\0\0\0\010\0\0\0\240\0\0\0\0\0\0\203\0\0\0\0\250\0\0\040\241\007\0' |
+        dd of=$t bs=1 seek=446 conv=notrunc 2>/dev/null
+    printf '\125\252' | dd of=$t bs=1 seek=510 conv=notrunc 2>/dev/null
+    truth t /dev/vdb "a table of partitions"
+    loop=$(losetup -f --show -P --direct-io=on $t)
+    [ -b ${loop}p1 ] || not_ok "partitions are seen"
+    dd if=/dev/urandom of=${loop}p1 bs=4k seek=100 count=50 oflag=direct 2>/dev/null
+    dd if=/dev/urandom of=$loop bs=4k seek=9000 count=50 oflag=direct 2>/dev/null
+    dd if=/dev/urandom of=${loop}p2 bs=4k seek=200 count=50 2>/dev/null
+    sync
+    losetup -d $loop
+    truth t /dev/vdb "writes through partitions and the whole"
+    is "no more than the partitions' writes" "$(number reported)" 150
+    quiet "partitions"
+
+    # A mirror's member.
+    truncate -s 64M /tmp/other
+    other=$(losetup -f --show /tmp/other)
+    mdadm --create /dev/md/m --run --force --assume-clean --level=1 --raid-devices=2 --metadata=1.2 $t $other \
+        </dev/null >/tmp/mdadm.out 2>&1 || { not_ok "a mirror"; sed 's/^/# /' /tmp/mdadm.out; }
+    md=$(ls /dev/md[0-9]* | head -n 1)
+    dd if=/dev/urandom of=$md bs=64k count=200 seek=50 oflag=direct 2>/dev/null
+    mkfs.ext4 -q -F -E nodiscard $md
+    mdadm --stop $md >/dev/null 2>&1
+    losetup -d $other
+    truth t /dev/vdb "a mirror's member" loose
+    quiet "a mirror"
+fi
+
+check "it can be removed" dmsetup remove t
+check "the copy is the disk" cmp /dev/vda /dev/vdb
+check "the module can be unloaded" rmmod dm-track
+quiet "truth"
+done_testing
