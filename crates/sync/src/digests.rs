@@ -78,7 +78,11 @@ impl Kept {
                 file.forget()?;
                 return Ok((true, "used".to_owned()));
             }
-            let why = if self.good { "the digests are of another kind".into() } else { self.told.clone() };
+            let why = match self.good {
+                _ if !alone => "an interrupted transfer was taken up".into(),
+                true => "the digests are of another kind".into(),
+                false => self.told.clone(),
+            };
             let all = scope.is_some() || header.method == Method::Copy;
             if !all || !alone {
                 // The next compare makes them.

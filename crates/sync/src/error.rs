@@ -55,7 +55,7 @@ pub enum SyncError {
     },
     /// A part of the source can't be read.
     #[error(
-        "the source can't be read at byte {0}: --keep-going copies the rest, and the replica is incomplete then"
+        "the source can't be read at byte {0}, so nothing was committed: \"dsync sync --keep-going\" copies the rest, and leaves the replica incomplete"
     )]
     Unreadable(u64),
     /// Something stands in the way.
