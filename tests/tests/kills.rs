@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 use dsync_tests::far::Far;
 use dsync_tests::image::{self, BLOCK};
 use dsync_tests::load::{Load, Options};
+use dsync_tests::scene::fingerprints;
 use dsync_tests::{Random, Run, Scene, rounds};
+use rustix::process::Signal;
 
 const MIB: u64 = 1 << 20;
 const RSH: &str = env!("CARGO_BIN_EXE_rsh");
@@ -198,4 +200,58 @@ fn the_far_side_is_killed_and_answers_are_lost() {
         believed_or_doubted(&summary);
         image::assert_equal(&scene.image, &far.replica());
     }
+}
+
+/// An administrator tidies up too much: the server still ends when it is told to, and nothing is believed afterwards.
+#[test]
+fn a_server_without_its_state_ends_all_the_same() {
+    let mut scene = Scene::synced("state gone", 8 * MIB);
+    std::fs::remove_dir_all(scene.site.state()).expect("the state");
+    scene.change(3);
+    let mut server = scene.server.take().expect("a server");
+    server.process().signal(Signal::TERM);
+    assert!(server.process().wait_for(Duration::from_secs(20)).is_some(), "the server hangs");
+    refuses(&scene);
+    scene.sync(&["--adopt"]).ok();
+    scene.equal();
+}
+
+/// Another file has been moved over the image that is served: nothing of it is sent as if it had been followed.
+#[test]
+fn an_image_that_was_replaced_while_it_is_served() {
+    let mut scene = Scene::synced("replaced", 8 * MIB);
+    scene.change(3);
+    let other = scene.site.image("other.raw", 8 * MIB);
+    std::fs::rename(&other, &scene.image).expect("another image in its place");
+    let before = fingerprints(&scene.replica);
+    refuses(&scene);
+    assert_eq!(before, fingerprints(&scene.replica));
+    scene.stop();
+    scene.start();
+    let summary = scene.sync(&[]).ok().summary();
+    assert_eq!(summary["method"], "compare", "{summary}");
+    scene.equal();
+}
+
+fn refuses(scene: &Scene) {
+    let output = scene.sync(&[]).output();
+    assert_eq!(output.status.code(), Some(4), "{output}");
+}
+
+/// Written by somebody else while it is served and idle.
+#[test]
+fn a_write_beside_the_server_is_noticed() {
+    let mut scene = Scene::synced("beside", 8 * MIB);
+    scene.change(3);
+    scene.sync(&[]).ok();
+    std::thread::sleep(Duration::from_millis(50));
+    image::scribble(&scene.image, 5 * MIB, 4096, &mut scene.random);
+    let summary = scene.sync(&[]).ok().summary();
+    assert_eq!(summary["method"], "compare", "{summary}");
+    scene.equal();
+    // And then all is in order again.
+    scene.change(3);
+    let summary = scene.sync(&[]).ok().summary();
+    assert_eq!((summary["method"].as_str(), summary["blocks_changed"].as_u64()), (Some("tracked"), Some(3)));
+    scene.equal();
 }

@@ -146,6 +146,7 @@ type Conversations = Vec<(UnixStream, JoinHandle<()>)>;
 /// The server's end: answers until it is stopped.
 pub struct ControlServer {
     stop: Arc<AtomicBool>,
+    listener: UnixListener,
     folder: std::path::PathBuf,
     thread: Option<JoinHandle<()>>,
     connections: Arc<Mutex<Conversations>>,
@@ -161,7 +162,9 @@ impl ControlServer {
             let (_fd, path) = address(&folder)?;
             UnixListener::bind(path)
         };
-        let listener = listen().map_err(SourceError::state("listen in", &folder))?;
+        let failed = SourceError::state("listen in", &folder);
+        let both = listen().and_then(|ours| Ok((ours.try_clone()?, ours)));
+        let (listener, ours) = both.map_err(failed)?;
         let stop = Arc::new(AtomicBool::new(false));
         let connections: Arc<Mutex<Conversations>> = Arc::default();
         let thread = {
@@ -186,7 +189,7 @@ impl ControlServer {
             })
         };
         let thread = Some(thread.map_err(SourceError::state("start a thread for", &folder))?);
-        Ok(ControlServer { stop, folder, thread, connections })
+        Ok(ControlServer { stop, listener: ours, folder, thread, connections })
     }
 }
 
@@ -194,8 +197,9 @@ impl Drop for ControlServer {
     /// Ends every conversation; views of other processes end with it.
     fn drop(&mut self) {
         self.stop.store(true, SeqCst);
+        // Wakes whoever accepts, even if the folder is gone.
+        let _ = rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both);
         if let Ok((_fd, path)) = address(&self.folder) {
-            let _ = UnixStream::connect(&path);
             let _ = std::fs::remove_file(path);
         }
         if let Some(thread) = self.thread.take() {

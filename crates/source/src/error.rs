@@ -12,7 +12,7 @@ pub enum SourceError {
     #[error(transparent)]
     Track(#[from] trackers::TrackError),
     /// A state file could not be read or written.
-    #[error("can't {what} {}: {error}", path.display())]
+    #[error("can't {what} {}: {error}{}", path.display(), way_out(error))]
     State {
         /// What was tried, as a verb.
         what: &'static str,
@@ -54,12 +54,27 @@ pub enum SourceError {
     /// The source changed under a reader although nobody serves it.
     #[error("source {} was written by another program while it was read: serve it with \"dsync serve\", or stop the writer, and run again", .0.display())]
     Moved(PathBuf),
+    /// Another file stands at the path of the one that is followed.
+    #[error("another file has taken the place of {} since it was opened: stop its server, put the right file there, and serve it again", .0.display())]
+    Replaced(PathBuf),
     /// The server of a source gave an error, or went away.
     #[error("{0}")]
     Server(String),
     /// Not to be done with this source.
     #[error("{0}")]
     Refused(String),
+}
+
+fn way_out(error: &std::io::Error) -> &'static str {
+    match error.kind() {
+        std::io::ErrorKind::PermissionDenied | std::io::ErrorKind::ReadOnlyFilesystem => {
+            ": name another state directory with --state-dir, or run as a user who may do this"
+        }
+        std::io::ErrorKind::StorageFull => {
+            ": free some space, or name another state directory with --state-dir"
+        }
+        _ => "",
+    }
 }
 
 impl SourceError {
@@ -76,6 +91,7 @@ impl SourceError {
             SourceError::Damaged { .. }
             | SourceError::Busy { .. }
             | SourceError::Foreign(_)
+            | SourceError::Replaced(_)
             | SourceError::Refused(_) => true,
             _ => false,
         }

@@ -100,7 +100,7 @@ impl Handle {
             Holder::Here(source) => source.still_view(&source.checkpoint(false)?),
             Holder::Server(client) => {
                 let (epoch, size, saved) = client.view(held)?;
-                let disk = open_reader(&self.about.path)?;
+                let disk = open_reader(&self.about.path, &self.about.identity)?;
                 if disk.len() < size {
                     return Err(SourceError::Moved(self.about.path.clone()));
                 }
@@ -151,7 +151,7 @@ impl Handle {
 
     /// A disk to look at what is allocated now, outside of any view.
     pub fn reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
-        open_reader(&self.about.path)
+        open_reader(&self.about.path, &self.about.identity)
     }
 
     /// The blocks, of the source's block size, that a replica with these positions lacks for the view, and the chain of
@@ -174,6 +174,10 @@ impl Handle {
         // Epochs that came after the view belong to nobody's delta yet; what they changed is sent from the view, which has
         // the older content.
         chain.retain(|e| e.number <= view.epoch().number);
+        if chain.last() != Some(&view.epoch()) {
+            let since = positions.last().map_or(0, |p| p.epoch.number);
+            return Err(SourceError::Lost { since, why: "a part of the history can't be read".into() });
+        }
         Ok((changes, chain))
     }
 

@@ -1,7 +1,7 @@
 //! A source held by this process: its record, its history, its checkpoints.
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
@@ -15,7 +15,7 @@ use uuid::Uuid;
 
 use crate::SourceError;
 use crate::history::{Bookmarks, History};
-use crate::stamp::{Boot, LastWrite, Stamp, Verdict};
+use crate::stamp::{Boot, FOREIGN, LastWrite, REPLACED, Stamp, Verdict};
 use crate::state::{About, StateDir, write_about};
 use crate::view::View;
 
@@ -77,22 +77,27 @@ pub trait Medium: Send + Sync {
 }
 
 /// An image file or a block device at a path.
-struct AtPath(PathBuf);
+struct AtPath(Identity);
 
 impl Medium for AtPath {
     fn identity(&self) -> Result<Identity, SourceError> {
-        Ok(device::identity(&self.0)?)
+        Ok(device::identity(&self.0.path)?)
     }
     fn boot(&self) -> Boot {
         Boot::current()
     }
     fn reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
-        open_reader(&self.0)
+        open_reader(&self.0.path, &self.0)
     }
 }
 
-pub(crate) fn open_reader(path: &Path) -> Result<Arc<dyn Disk>, SourceError> {
-    Ok(device::open(path, &device::Options { write: false, direct: true, exclusive: false })?)
+/// Opens the image for reading: the one that is followed, and not what may stand at its path by now.
+pub(crate) fn open_reader(path: &Path, followed: &Identity) -> Result<Arc<dyn Disk>, SourceError> {
+    let disk = device::open(path, &device::Options { write: false, direct: true, exclusive: false })?;
+    if !device::identity(path)?.same_object(followed) {
+        return Err(SourceError::Replaced(path.to_path_buf()));
+    }
+    Ok(disk)
 }
 
 /// What a checkpoint gave.
@@ -110,7 +115,7 @@ pub struct Checkpoint {
 pub struct Source {
     about: About,
     folder: Arc<dyn Folder>,
-    medium: Box<dyn Medium>,
+    medium: Arc<dyn Medium>,
     disk: TrackedDisk,
     view_limit: u64,
     book: Mutex<Book>,
@@ -157,8 +162,14 @@ impl Source {
     /// # Errors
     /// `Busy` if somebody else holds it.
     pub fn open(state: &StateDir, path: &Path, options: &Options) -> Result<Source, SourceError> {
-        let path = std::fs::canonicalize(path).map_err(SourceError::state("find", path))?;
-        let identity = device::identity(&path)?;
+        let identity = device::identity(path)?;
+        let path = identity.path.clone();
+        if path.to_str().is_none() {
+            return Err(SourceError::Refused(format!(
+                "the name of {} is not UTF-8, and its state could not be found again: rename it",
+                path.display()
+            )));
+        }
         let known = state.source(&path.to_string_lossy())?;
         let uuid = known.as_ref().map_or_else(Uuid::new_v4, |(_, about)| about.uuid);
         let place = known.as_ref().map_or_else(|| state.source_folder(uuid), |(place, _)| place.clone());
@@ -191,7 +202,13 @@ impl Source {
                 "a block has a power of two bytes from 4K to 1M, not {block_size}"
             )));
         }
-        let about = About { version: About::VERSION, uuid, path: path.clone(), identity, block_size };
+        let about = About {
+            version: About::VERSION,
+            uuid,
+            path: path.clone(),
+            identity: identity.clone(),
+            block_size,
+        };
         if let Some((_, known)) = &known {
             if known.version != About::VERSION {
                 return Err(SourceError::Refused(format!(
@@ -203,7 +220,7 @@ impl Source {
             }
         }
         write_about(&folder, &about)?;
-        let mut source = Self::over(about, disk, Arc::new(folder), Box::new(AtPath(path)), options)?;
+        let mut source = Self::over(about, disk, Arc::new(folder), Box::new(AtPath(identity)), options)?;
         source.locks = Some((lock, Some(image)));
         Ok(source)
     }
@@ -221,7 +238,13 @@ impl Source {
         let identity = medium.identity()?;
         let boot = medium.boot();
         let served = Served::open(&*folder).map_err(SourceError::state("open", folder.path()))?;
-        let last_write = LastWrite { time: served.last(), in_flight: served.was_busy() };
+        let foreign = served.foreign();
+        let last_write = LastWrite {
+            time: served.last(),
+            in_flight: served.was_busy(),
+            seen: served.seen(),
+            foreign: foreign.is_some(),
+        };
         let stamp = Stamp::read(&*folder)?;
         let was = stamp.as_ref().map_or(0, |s| s.identity.size);
         if was > identity.size && !options.allow_shrink {
@@ -238,6 +261,7 @@ impl Source {
             None if history.last().is_none() => Verdict::New,
             None => Verdict::Lost("the stamp of the image is gone".into()),
             Some(_) if !recorded => Verdict::Lost("its record is gone".into()),
+            Some(stamp) if stamp.epoch > last => Verdict::Lost("a part of its history is gone".into()),
             Some(stamp) => stamp.verdict(&identity, &boot, last_write, options.trust_device),
         };
         let lost = match &verdict {
@@ -247,7 +271,13 @@ impl Source {
         };
         // Durable before the first write goes through: from here on the stop is an unclean one, and what was lost stays lost
         // until the history says so.
-        let stamp = Stamp { clean: false, lost: lost.clone(), identity, boot: boot.id };
+        let stamp = Stamp {
+            clean: false,
+            lost: lost.clone(),
+            identity: identity.clone(),
+            boot: boot.id,
+            epoch: last,
+        };
         let settings = Settings {
             block_size: about.block_size,
             region: Settings::REGION,
@@ -264,12 +294,17 @@ impl Source {
         let disk = TrackedDisk::open(disk, folder.clone(), settings, last, trusted, power_lost)?;
         // After the records: a power cut before this finds the old stamp and looks at the regions again.
         stamp.write(&*folder)?;
+        if let Some(times) = foreign {
+            disk.settle(times);
+        }
+        disk.look(|| changed(&identity))?;
+        let medium: Arc<dyn Medium> = medium.into();
         let stop = Arc::new(AtomicBool::new(false));
         let tending = {
-            let (disk, stop) = (disk.clone(), stop.clone());
+            let (disk, stop, medium) = (disk.clone(), stop.clone(), medium.clone());
             std::thread::Builder::new()
                 .name("tend".into())
-                .spawn(move || tend(&disk, &stop))
+                .spawn(move || tend(&disk, &*medium, &stop))
                 .map_err(SourceError::state("start a thread for", folder.path()))?
         };
         Ok(Source {
@@ -302,7 +337,13 @@ impl Source {
 
     /// Why what came before the next checkpoint is not known; `None` if it is.
     pub fn lost(&self) -> Option<String> {
-        self.book().lost.clone()
+        self.doubted(&self.book()).0
+    }
+
+    /// The same, and what of it is to be settled with the tracker.
+    fn doubted(&self, book: &Book) -> (Option<String>, Option<u64>) {
+        let foreign = self.disk.foreign();
+        (book.lost.clone().or_else(|| foreign.map(|_| FOREIGN.into())), foreign)
     }
 
     fn book(&self) -> std::sync::MutexGuard<'_, Book> {
@@ -314,11 +355,15 @@ impl Source {
     /// [`TrackedDisk::drop_view`].
     pub fn checkpoint(&self, view: bool) -> Result<Checkpoint, SourceError> {
         let mut book = self.book();
+        let now = self.medium.identity()?;
+        if !now.same_object(&book.stamp.identity) {
+            return Err(SourceError::Replaced(self.about.path.clone()));
+        }
+        self.disk.look(|| changed(&now))?;
+        let (lost, foreign) = self.doubted(&book);
         let size = self.disk.len();
-        let stands = book
-            .history
-            .last()
-            .filter(|last| book.lost.is_none() && book.history.size_at(last) == Some(size));
+        let stands =
+            book.history.last().filter(|last| lost.is_none() && book.history.size_at(last) == Some(size));
         if let Some(epoch) = stands {
             let saved = if view { Some(self.new_view()?) } else { None };
             if self.disk.view_of_unchanged(saved.as_ref()) {
@@ -333,8 +378,8 @@ impl Source {
             Some(last) => last,
             None => {
                 let epoch = Epoch { number: frozen.number, id: Uuid::new_v4() };
-                let lost = book.lost.clone();
-                let appended = book.history.append(epoch, lost, size, self.about.block_size, &frozen.changes);
+                let appended =
+                    book.history.append(epoch, lost.clone(), size, self.about.block_size, &frozen.changes);
                 if let Err(error) = appended {
                     if let Some(saved) = &saved {
                         self.disk.drop_view(saved);
@@ -346,13 +391,15 @@ impl Source {
         };
         // The epoch stands: what follows only tidies up, and is done again at the next opening if it fails here.
         self.disk.release()?;
-        let lost = book.lost.take().is_some();
-        if lost {
+        if book.lost.take().is_some() {
             book.stamp.lost = None;
             let stamp = book.stamp.clone();
             stamp.write(&*self.folder)?;
         }
-        let changes = (!lost).then(|| Arc::new(frozen.changes));
+        if let Some(times) = foreign {
+            self.disk.settle(times);
+        }
+        let changes = lost.is_none().then(|| Arc::new(frozen.changes));
         Ok(Checkpoint { epoch, saved, changes })
     }
 
@@ -418,7 +465,6 @@ impl Source {
     pub fn close(mut self) -> Result<(), SourceError> {
         self.stop_tending();
         self.disk.close()?;
-        let mut book = self.book();
         let mut identity = self.medium.identity()?;
         // A write that came in the same tick as ours would bear the same time: let the tick pass, then look.
         let wait = Clock::now().saturating_sub(identity.ctime_ns.max(0) as u64) <= Clock::tick();
@@ -426,9 +472,13 @@ impl Source {
             std::thread::sleep(Duration::from_nanos(2 * Clock::tick()));
             identity = self.medium.identity()?;
         }
-        let stamp = Stamp { clean: true, identity, boot: self.medium.boot().id, ..book.stamp.clone() };
-        book.stamp = stamp.clone();
-        stamp.write(&*self.folder)
+        self.disk.look(|| changed(&identity))?;
+        let book = self.book();
+        let replaced = !identity.same_object(&book.stamp.identity);
+        let lost = if replaced { Some(REPLACED.into()) } else { self.doubted(&book).0 };
+        let epoch = book.history.last().map_or(0, |e| e.number);
+        let boot = self.medium.boot().id;
+        Stamp { clean: true, lost, identity, boot, epoch }.write(&*self.folder)
     }
 
     fn stop_tending(&mut self) {
@@ -456,21 +506,31 @@ const BUSY_PULSE: Duration = Duration::from_millis(5);
 const IDLE_PULSE: Duration = Duration::from_millis(100);
 const SWEEP_EVERY: Duration = Duration::from_secs(1);
 
-fn tend(disk: &TrackedDisk, stop: &AtomicBool) {
+/// When the image was changed last, in nanoseconds since 1970; `None` for what has no such time.
+fn changed(identity: &Identity) -> Option<u64> {
+    (!identity.is_block()).then_some(identity.ctime_ns.max(0) as u64)
+}
+
+fn tend(disk: &TrackedDisk, medium: &dyn Medium, stop: &AtomicBool) {
     let (mut last, mut wrote, mut swept) = (0, Instant::now(), Instant::now());
     // Not in the first second, which may be the only one; and after a failure not before the next sweep.
     let mut spare = false;
+    // One look soon after the last write, then one at each sweep. What can't be looked at is left to the next checkpoint.
+    let mut look = true;
     while !stop.load(SeqCst) {
         let busy = wrote.elapsed() < SWEEP_EVERY;
         std::thread::park_timeout(if busy { BUSY_PULSE } else { IDLE_PULSE });
         let (moved, now) = disk.pulse(last);
         last = now;
         if moved {
-            wrote = Instant::now();
+            (wrote, look) = (Instant::now(), true);
+        } else if look {
+            look = false;
+            let _ = disk.look(|| medium.identity().ok().as_ref().and_then(changed));
         }
         spare = spare && disk.prepare().is_ok();
         if swept.elapsed() >= SWEEP_EVERY && !stop.load(SeqCst) {
-            (swept, spare) = (Instant::now(), true);
+            (swept, spare, look) = (Instant::now(), true, true);
             // A sweep that fails leaves more regions active than need be; the next one tries again.
             let _ = disk.sweep(IDLE_TICKS);
         }

@@ -20,6 +20,10 @@ pub(crate) struct Stamp {
     pub identity: Identity,
     /// The kernel's life in which the stamp was taken.
     pub boot: String,
+    /// The number of the history's last epoch at that moment. A history that ends earlier has lost what the record of
+    /// today does not hold.
+    #[serde(default)]
+    pub epoch: u64,
 }
 
 /// The machine's life, as far as stamps need it.
@@ -53,12 +57,21 @@ pub(crate) struct LastWrite {
     pub time: u64,
     /// Writes were in flight when the process died: the image may have been changed by them a little later.
     pub in_flight: bool,
+    /// When the image had been changed last, as the process saw it; 0 if it never looked.
+    pub seen: u64,
+    /// The process saw that others had changed the image.
+    pub foreign: bool,
 }
 
 /// How long after the last note of a dying process its writes may still have stamped the image, in nanoseconds. Notes come
 /// every few milliseconds while writes are in flight. On a very busy machine the last write may come later, and the record
 /// is then doubted without need: a foreign write in that time is the worse mistake.
 const DYING: u64 = 50_000_000;
+
+/// Why nothing is known after a write past the server.
+pub(crate) const FOREIGN: &str = "the image was changed by another program while dsync had it open";
+/// Why nothing is known of what stands at the path now.
+pub(crate) const REPLACED: &str = "another file or device has taken its place";
 
 /// What a look at the stamp tells.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -85,8 +98,11 @@ impl Stamp {
         if let Some(why) = &self.lost {
             return Verdict::Lost(why.clone());
         }
+        if last.foreign {
+            return Verdict::Lost(FOREIGN.into());
+        }
         if !self.identity.same_object(now) {
-            return Verdict::Lost("another file or device has taken its place".into());
+            return Verdict::Lost(REPLACED.into());
         }
         let same_boot = !boot.id.is_empty() && self.boot == boot.id;
         if now.is_block() {
@@ -113,6 +129,12 @@ impl Stamp {
         let changed = now.ctime_ns.max(0) as u64;
         let untouched = self.identity.ctime_ns == now.ctime_ns;
         if same_boot {
+            // Not so after a power cut: then a file's time may be older than its content.
+            if changed < last.seen {
+                return Verdict::Lost(
+                    "after its server was killed, the image was set back to an earlier state".into(),
+                );
+            }
             let grace = Clock::tick() + if last.in_flight { DYING } else { 0 };
             if untouched || changed <= last.time.saturating_add(grace) {
                 return Verdict::Trusted { power_lost: false };
@@ -125,5 +147,35 @@ impl Stamp {
             return Verdict::Trusted { power_lost: true };
         }
         Verdict::Lost("after the power cut, the image was changed by another program".into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn after_a_kill_the_image_is_no_older_than_it_was_seen() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let now = device::identity(file.path()).unwrap();
+        let changed = now.ctime_ns as u64;
+        let boot = Boot { id: "this one".into(), began: 0 };
+        let stamp = |ctime_ns| Stamp {
+            clean: false,
+            lost: None,
+            identity: Identity { ctime_ns, ..now.clone() },
+            boot: boot.id.clone(),
+            epoch: 1,
+        };
+        let last = |seen| LastWrite { time: changed, in_flight: false, seen, foreign: false };
+        let trusted = Verdict::Trusted { power_lost: false };
+        assert_eq!(stamp(1).verdict(&now, &boot, last(changed), false), trusted);
+        // Rolled back, even to the very state that was opened; or written to after the clock was set back.
+        for opened in [1, now.ctime_ns] {
+            let verdict = stamp(opened).verdict(&now, &boot, last(changed + 1), false);
+            assert!(matches!(&verdict, Verdict::Lost(why) if why.contains("set back")), "{verdict:?}");
+        }
+        let seen = LastWrite { foreign: true, ..last(changed) };
+        assert_eq!(stamp(1).verdict(&now, &boot, seen, false), Verdict::Lost(FOREIGN.into()));
     }
 }

@@ -224,3 +224,126 @@ fn a_still_view_notices_a_writer() {
     let error = view.verify().unwrap_err().to_string();
     assert!(error.contains("written by another program"), "{error}");
 }
+
+/// Waits until a write past the server is noticed by itself, and says whether it was.
+fn notices(source: &Source) -> bool {
+    (0..300).any(|_| {
+        std::thread::sleep(Duration::from_millis(10));
+        source.lost().is_some_and(|why| why.contains("had it open"))
+    })
+}
+
+#[test]
+fn a_foreign_write_to_a_served_image_is_a_gap() {
+    let scene = Scene::new();
+    let source = scene.open();
+    // Noticed by a checkpoint at once.
+    let at = first(&source);
+    scene.foreign_write();
+    source.checkpoint(false).unwrap();
+    assert!(matches!(since(&source, at), Err(SourceError::Lost { .. })));
+    assert_eq!(source.lost(), None);
+    // Noticed soon after served writes, though served writes follow, and known to the next process after a kill.
+    let at = first(&source);
+    source.disk().write_at(3 * BLOCK, &[1; 10]).unwrap();
+    std::thread::sleep(Duration::from_millis(400));
+    assert_eq!(source.lost(), None, "our own write was doubted");
+    scene.foreign_write();
+    assert!(notices(&source));
+    source.disk().write_at(4 * BLOCK, &[1; 10]).unwrap();
+    drop(source);
+    let source = scene.open();
+    assert!(source.lost().is_some());
+    source.checkpoint(false).unwrap();
+    assert!(matches!(since(&source, at), Err(SourceError::Lost { .. })));
+    assert_eq!(source.lost(), None);
+    // Noticed by a clean end.
+    let at = first(&source);
+    scene.foreign_write();
+    source.close().unwrap();
+    some_ticks();
+    let source = scene.open();
+    assert!(source.lost().is_some());
+    source.checkpoint(false).unwrap();
+    assert!(matches!(since(&source, at), Err(SourceError::Lost { .. })));
+    source.close().unwrap();
+    assert_eq!(scene.open().lost(), None);
+}
+
+/// Writes through the tracker are never taken for foreign ones, however looks and writes fall.
+#[test]
+fn served_writes_are_not_doubted() {
+    let scene = Scene::new();
+    let source = scene.open();
+    first(&source);
+    let began = std::time::Instant::now();
+    for round in 0u64.. {
+        source.disk().write_at(round % 200 * BLOCK, &[round as u8; 512]).unwrap();
+        if round % 7 == 0 {
+            source.checkpoint(false).unwrap();
+        }
+        if round % 50 == 0 {
+            std::thread::sleep(Duration::from_millis(round % 13));
+        }
+        assert_eq!(source.lost(), None, "round {round}");
+        if began.elapsed() > Duration::from_secs(2) {
+            break;
+        }
+    }
+    source.close().unwrap();
+    assert_eq!(scene.open().lost(), None);
+}
+
+#[test]
+fn a_change_behind_the_back_of_a_reader_is_a_gap() {
+    let scene = Scene::new();
+    let attach =
+        || Handle::attach(&scene.state, &scene.image.to_string_lossy(), &Options::default()).unwrap();
+    let handle = attach();
+    let at = Position { epoch: handle.view(false).unwrap().epoch(), upto: SIZE };
+    handle.close().unwrap();
+    some_ticks();
+    let handle = attach();
+    handle.view(false).unwrap().verify().unwrap();
+    // All is read, but the replica takes its time, and somebody begins to write.
+    scene.foreign_write();
+    handle.close().unwrap();
+    some_ticks();
+    let handle = attach();
+    handle.view(false).unwrap();
+    assert!(matches!(handle.reaches(&[at]), Err(SourceError::Lost { .. })));
+}
+
+#[test]
+fn another_file_in_the_place_of_a_served_one_is_not_read() {
+    let scene = Scene::new();
+    let source = scene.open();
+    first(&source);
+    let copy = scene.image.with_extension("copy");
+    std::fs::copy(&scene.image, &copy).unwrap();
+    std::fs::rename(&copy, &scene.image).unwrap();
+    source.disk().write_at(0, &[1; 10]).unwrap();
+    let error = source.checkpoint(false).unwrap_err();
+    assert!(matches!(error, SourceError::Replaced(_)), "{error}");
+    assert!(source.shared_view().is_err());
+    source.close().unwrap();
+    assert!(scene.open().lost().unwrap().contains("taken its place"));
+}
+
+#[test]
+fn a_history_without_its_end_is_a_gap() {
+    let scene = Scene::new();
+    let source = scene.open();
+    let at = first(&source);
+    let history = source.folder().path().join("history");
+    let short = std::fs::metadata(&history).unwrap().len();
+    source.disk().write_at(3 * BLOCK, &[1; 10]).unwrap();
+    source.checkpoint(false).unwrap();
+    source.close().unwrap();
+    // As after a part of the state was brought back from a backup, or a block went bad.
+    std::fs::File::options().write(true).open(&history).unwrap().set_len(short).unwrap();
+    let source = scene.open();
+    source.disk().write_at(4 * BLOCK, &[1; 10]).unwrap();
+    source.checkpoint(false).unwrap();
+    assert!(matches!(since(&source, at), Err(SourceError::Lost { .. })));
+}

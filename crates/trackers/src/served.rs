@@ -2,7 +2,10 @@
 //! foreign one.
 
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{
+    AtomicU64,
+    Ordering::{Relaxed, SeqCst},
+};
 
 use device::{Folder, Mapping, StateFile};
 
@@ -29,6 +32,16 @@ impl Clock {
     }
 }
 
+/// Words of the mapping: the last note; the image's time of change at the last look; how often somebody else was seen to
+/// have changed it, and how many of these times the history knows. The gate's words lie behind them.
+const NOTED: usize = 0;
+const SEEN: usize = 1;
+const FOREIGN: usize = 2;
+const SETTLED: usize = 3;
+
+/// A clock that is behind the last note by more than this was set back, in nanoseconds.
+const SET_BACK: u64 = 1_000_000_000;
+
 /// The time of the last served write, in a mapped file: the latest value outlives the process, a recent one a power cut.
 pub struct Served {
     file: Box<dyn StateFile>,
@@ -46,18 +59,57 @@ impl Served {
             folder.sync()?;
         }
         let mapping = file.map(4096)?;
-        let durable = AtomicU64::new(mapping[0].load(Relaxed));
+        let durable = AtomicU64::new(mapping[NOTED].load(Relaxed));
         Ok(Served { file, mapping, durable })
     }
 
-    /// Notes that a write is about to go down, or has just come back.
+    /// Notes that a write is about to go down, or has just come back. Every note differs from the one before.
     pub fn note(&self) {
-        raise(&self.mapping[0], Clock::now());
+        let (word, now) = (&self.mapping[NOTED], Clock::now());
+        match word.load(Relaxed) {
+            last if last < now => raise(word, now),
+            // A note from before the clock was set back would cover whatever others do until then.
+            last if last - now > SET_BACK => word.store(now, Relaxed),
+            _ => {
+                word.fetch_add(1, Relaxed);
+            }
+        }
     }
 
     /// Nanoseconds since 1970 at the last served write; 0 if there was none.
     pub fn last(&self) -> u64 {
-        self.mapping[0].load(Relaxed)
+        self.mapping[NOTED].load(Relaxed)
+    }
+
+    /// True if the clock was set back behind the last note.
+    pub(crate) fn is_ahead(&self) -> bool {
+        self.last().saturating_sub(Clock::now()) > SET_BACK
+    }
+
+    /// The image's time of change when it was last looked at, in nanoseconds since 1970; 0 if it never was.
+    pub fn seen(&self) -> u64 {
+        self.mapping[SEEN].load(Relaxed)
+    }
+
+    pub(crate) fn see(&self, changed: u64) {
+        self.mapping[SEEN].store(changed, Relaxed);
+    }
+
+    /// How often somebody else was seen to have changed the image, if the history does not say so yet.
+    pub fn foreign(&self) -> Option<u64> {
+        let times = self.mapping[FOREIGN].load(SeqCst);
+        (times != self.mapping[SETTLED].load(SeqCst)).then_some(times)
+    }
+
+    /// Somebody else has changed the image.
+    pub(crate) fn doubt(&self) -> io::Result<()> {
+        self.mapping[FOREIGN].fetch_add(1, SeqCst);
+        self.file.sync()
+    }
+
+    /// The history says so, up to an earlier answer of [`Served::foreign`].
+    pub(crate) fn settle(&self, times: u64) {
+        self.mapping[SETTLED].store(times, SeqCst);
     }
 
     /// The words of the gate, shared with it.
@@ -78,5 +130,28 @@ impl Served {
             self.durable.store(last, Relaxed);
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_clock_that_was_set_back_takes_the_note_with_it() {
+        let temp = tempfile::tempdir().unwrap();
+        let served = Served::open(&device::Dir::open(temp.path()).unwrap()).unwrap();
+        served.note();
+        let first = served.last();
+        served.note();
+        assert!(served.last() > first, "every note differs");
+        served.mapping[NOTED].store(Clock::now() + 500_000_000, Relaxed);
+        let ahead = served.last();
+        served.note();
+        assert_eq!(served.last(), ahead + 1, "a small step shows as little as it can");
+        served.mapping[NOTED].store(Clock::now() + 3600 * 1_000_000_000, Relaxed);
+        assert!(served.is_ahead());
+        served.note();
+        assert!(!served.is_ahead() && served.last() <= Clock::now());
     }
 }

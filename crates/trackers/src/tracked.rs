@@ -82,6 +82,8 @@ struct Shared {
     frozen: Mutex<Vec<Arc<Record>>>,
     /// The next record, made ahead. Taken after `frozen`.
     spare: Mutex<Option<Record>>,
+    /// The last look at the image: the last note then, and the image's time of change.
+    looked: Mutex<Option<(u64, u64)>>,
 }
 
 /// A disk whose writes are recorded.
@@ -170,6 +172,7 @@ impl TrackedDisk {
                 version: AtomicU64::new(1),
                 frozen: Mutex::new(Vec::new()),
                 spare: Mutex::new(None),
+                looked: Mutex::new(None),
             }),
         })
     }
@@ -331,11 +334,41 @@ impl TrackedDisk {
     /// Notes the time if writes are in flight: called every few milliseconds, it tells a next process how long this one
     /// lived. Returns whether there were writes since `before`, an earlier answer.
     pub fn pulse(&self, before: u64) -> (bool, u64) {
-        if self.shared.gate.is_busy() {
+        if self.shared.gate.is_busy() || self.shared.served.is_ahead() {
             self.shared.served.note();
         }
         let last = self.shared.served.last();
         (last != before, last)
+    }
+
+    /// Looks whether others have changed the image: its time of change moved although no write went through this disk since
+    /// the last look. `changed` is asked for that time, in nanoseconds since 1970. While writes come and go, nothing is seen.
+    pub fn look(&self, changed: impl FnOnce() -> Option<u64>) -> Result<(), TrackError> {
+        let s = &self.shared;
+        let mut looked = s.looked.lock().unwrap_or_else(|e| e.into_inner());
+        let noted = s.served.last();
+        let Some(changed) = changed() else { return Ok(()) };
+        // In this order: a write that was under way as the image was looked at is still inside the gate, or has left a note.
+        if s.gate.is_busy() || s.served.last() != noted {
+            return Ok(());
+        }
+        let foreign = looked.is_some_and(|(then, was)| then == noted && was != changed);
+        *looked = Some((noted, changed));
+        s.served.see(changed);
+        if foreign {
+            s.served.doubt().map_err(|e| self.state("can't write down that others changed the image", e))?;
+        }
+        Ok(())
+    }
+
+    /// How often others were seen to have changed the image, if that was not [settled](TrackedDisk::settle) yet.
+    pub fn foreign(&self) -> Option<u64> {
+        self.shared.served.foreign()
+    }
+
+    /// Says that the history knows of what [`TrackedDisk::foreign`] told.
+    pub fn settle(&self, times: u64) {
+        self.shared.served.settle(times);
     }
 
     /// The clean end: flushes the disk, makes every bit durable and drops all intents. No write may come after.
