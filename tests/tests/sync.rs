@@ -248,6 +248,8 @@ fn an_interrupt_is_told_and_the_next_sync_goes_on() {
     process.signal(Signal::INT);
     let output = process.output(Duration::from_secs(20));
     assert_eq!(output.status.code(), Some(130), "{output}");
+    let said = output.json();
+    assert!(said.iter().any(|line| line["message_type"] == "error" && line["code"] == 130), "{output}");
     scene.site.dsync(["recover"]).arg(&scene.replica).ok();
     scene.sync(&[]).ok();
     scene.equal();
@@ -601,6 +603,14 @@ fn status_tells_of_sources_and_replicas() {
     let missing = scene.site.dsync(["status"]).arg(scene.site.path("nothing.raw")).output();
     assert!(!missing.status.success(), "{missing}");
     missing.says(&["nothing.raw"]);
+    // A first copy that was cut is a replica too.
+    let second = scene.site.path("second.raw");
+    let mut process = scene.site.sync(&scene.image, &second, &["--bwlimit", "100K"]).start();
+    std::thread::sleep(Duration::from_millis(500));
+    process.signal(Signal::INT);
+    process.output(Duration::from_secs(20));
+    let cut = scene.site.dsync(["status"]).arg(&second).ok().text();
+    assert!(cut.contains("incomplete") && cut.contains("goes on"), "{cut}");
 }
 
 #[test]
@@ -626,4 +636,17 @@ fn the_demo_shows_the_whole_thing() {
     let left: Vec<_> =
         std::fs::read_dir(site.dir()).expect("a folder").flatten().map(|e| e.file_name()).collect();
     assert!(left.is_empty(), "the demo left {left:?} behind");
+}
+
+#[test]
+fn a_disk_of_nothing_may_become_one_of_something() {
+    let site = Site::new();
+    let (disk, replica) = (site.image("vm.raw", 0), site.path("copy.raw"));
+    site.sync(&disk, &replica, &[]).ok();
+    for size in [4096 + 7, 0, 3 * MIB] {
+        image::scribble(&disk, 0, size, &mut Random::new("something"));
+        std::fs::File::options().write(true).open(&disk).and_then(|f| f.set_len(size)).expect("another size");
+        site.sync(&disk, &replica, &["--allow-shrink"]).ok();
+        image::assert_equal(&disk, &replica);
+    }
 }

@@ -86,17 +86,14 @@ pub fn text(error: &anyhow::Error) -> String {
     text
 }
 
-/// Ends the program with code 130 when it is interrupted. Whatever is under way is as safe as after any other death.
-pub fn on_interrupt(quiet: bool) -> Result<()> {
+/// Ends the program with code 130 when it is interrupted, after `says`. Whatever is under way is as safe as after any other
+/// death.
+pub fn on_interrupt(says: impl FnOnce() + Send + 'static) -> Result<()> {
     use signal_hook::consts::{SIGINT, SIGTERM};
     let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM])?;
     std::thread::Builder::new().name("signals".into()).spawn(move || {
         if signals.forever().next().is_some() {
-            if !quiet {
-                eprintln!(
-                    "\ndsync: interrupted: what has arrived is kept, run the same command again to go on"
-                );
-            }
+            says();
             std::process::exit(i32::from(INTERRUPTED));
         }
     })?;

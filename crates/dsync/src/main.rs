@@ -77,8 +77,24 @@ fn paper_names(words: Vec<OsString>) -> Result<Vec<OsString>, String> {
 
 fn run(cli: &Cli, output: &Output) -> Result<u8> {
     let state = StateDir::find(cli.state_dir.as_deref());
-    if !matches!(cli.command, Command::Serve(_) | Command::Demo(_)) {
-        failure::on_interrupt(matches!(cli.command, Command::Receive(_)))?;
+    let interrupted = match cli.command {
+        Command::Serve(_) | Command::Demo(_) => None,
+        // The near end says it.
+        Command::Receive(_) => Some(""),
+        Command::Sync(_) | Command::Merge(_) => {
+            Some("interrupted: what has arrived is kept, run the same command again to go on")
+        }
+        _ => Some("interrupted"),
+    };
+    if let Some(message) = interrupted {
+        let output = output.alike();
+        failure::on_interrupt(move || {
+            if !message.is_empty() {
+                // Behind the terminal's own ^C.
+                eprintln!();
+                output.error(message, failure::INTERRUPTED);
+            }
+        })?;
     }
     match &cli.command {
         Command::Sync(args) => return sync_command::run(args, &state, output),

@@ -48,6 +48,11 @@ impl Output {
         self
     }
 
+    /// One that says things in the same way, for another thread.
+    pub fn alike(&self) -> Output {
+        Output { bar: Mutex::new(None), ..*self }
+    }
+
     fn line(&self, text: &str) {
         // A reader who has gone is no reason to fail: the work is done.
         if self.to_stderr {

@@ -177,9 +177,13 @@ fn replica(
         device_folder: state.replica_folder(&absolute),
         ..Default::default()
     };
-    if !absolute.exists() && !recovering {
+    // A replica whose first copy is not whole yet has a lineage, but no file.
+    if !recovering
+        && !absolute.exists()
+        && replica::inspect(&absolute, &options).map_or(true, |l| l.is_none())
+    {
         bail!(source::SourceError::Unknown(format!(
-            "{} is neither a source that is followed here nor a replica",
+            "{} is neither a source that is followed here nor a replica: \"dsync status\" alone lists the sources",
             path.display()
         )));
     }

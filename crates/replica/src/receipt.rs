@@ -193,7 +193,9 @@ impl Replica {
             self.lineage = lineage;
             return self.begin_step(StepPlace::InPlace, Vec::new(), toward, header, false);
         }
-        let replaces = self.replace && self.stamp(Which::Whole)?.is_some();
+        // A replica of nothing is an empty file, and ours.
+        let ours = self.replace || self.lineage.epoch.is_some();
+        let replaces = ours && self.stamp(Which::Whole)?.is_some();
         let inode = self.create()?;
         self.lineage = lineage;
         self.begin_step(StepPlace::Fresh { inode, replaces }, Vec::new(), toward, header, true)
