@@ -78,7 +78,10 @@ pub fn compare(bench: &Bench, report: &mut Report) -> Result<()> {
     content.write(&files.copy)?;
     let dsync = Dsync::new(binary, at("state"));
     here(bench, report, &dsync, &files, &mut content, rounds)?;
-    afar(bench, report, &dsync, &files, &mut content, folder.path())
+    if bench.only.is_empty() || bench.only.iter().any(|only| "link".contains(only.as_str())) {
+        afar(bench, report, &dsync, &files, &mut content, folder.path())?;
+    }
+    Ok(())
 }
 
 fn tools(dsync: &Dsync, bench: &Bench, report: &mut Report) -> Vec<Tool> {
