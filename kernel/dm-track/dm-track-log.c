@@ -62,6 +62,7 @@ struct track_super {
 	__le32 crc;
 	__le32 version;
 	__u8 uuid[16];
+	__u8 released[16];
 	__le64 sequence;
 	__le64 sectors;
 	__le64 epoch;
@@ -229,6 +230,7 @@ static int log_write_super(struct track_log *log, u32 flags)
 	s->magic = cpu_to_le64(SUPER_MAGIC);
 	s->version = cpu_to_le32(SUPER_VERSION);
 	export_uuid(s->uuid, &r->uuid);
+	export_uuid(s->released, &r->released);
 	s->sequence = cpu_to_le64(++log->sequence);
 	s->sectors = cpu_to_le64(log->sectors);
 	s->epoch = cpu_to_le64(log->active->number);
@@ -1021,6 +1023,7 @@ static int log_load(struct track_log *log, struct track_super *s, char **error)
 		return -EINVAL;
 
 	import_uuid(&r->uuid, s->uuid);
+	import_uuid(&r->released, s->released);
 	log_geometry(log, unit);
 	log->sequence = le64_to_cpu(s->sequence);
 	log->groups = le64_to_cpu(s->groups);

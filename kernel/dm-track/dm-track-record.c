@@ -279,10 +279,12 @@ static void track_record_drop(struct track_record *r)
  * track_record_release - forget a frozen record that has been put to use
  * @r: the record; @r->control held
  * @epoch: the number that the checkpoint reported
+ * @name: by which the caller knows the epoch, or zero. It is kept with the record:
+ *	what the record holds came after the epoch of this name
  *
  * Return: 0, -ESTALE if another epoch or none is frozen, or -ERESTARTSYS.
  */
-int track_record_release(struct track_record *r, u64 epoch)
+int track_record_release(struct track_record *r, u64 epoch, const uuid_t *name)
 {
 	int err;
 
@@ -292,6 +294,9 @@ int track_record_release(struct track_record *r, u64 epoch)
 	err = track_record_drain(r);
 	if (err)
 		return err;
+	mutex_lock(&r->lock);
+	r->released = *name;
+	mutex_unlock(&r->lock);
 	if (r->log)
 		track_log_release(r->log);
 	track_record_drop(r);
@@ -359,8 +364,8 @@ int track_record_abort(struct track_record *r)
  * @r: the record; @r->control held
  *
  * On a live device what is written between reading and clearing is missed: the
- * reader has not seen it and the next one won't. The epoch's number jumps, so
- * that who follows checkpoints notices.
+ * reader has not seen it and the next one won't. The epoch's number jumps and
+ * its name is gone, so that who follows checkpoints notices.
  *
  * Return: 0 or -ERESTARTSYS.
  */
@@ -371,12 +376,12 @@ int track_record_clear(struct track_record *r)
 
 	lockdep_assert_held(&r->control);
 	if (r->frozen) {
-		err = track_record_release(r, r->frozen->number);
+		err = track_record_release(r, r->frozen->number, &uuid_null);
 		if (err)
 			return err;
 	}
 	err = track_record_checkpoint(r, &epoch);
-	return err ?: track_record_release(r, epoch);
+	return err ?: track_record_release(r, epoch, &uuid_null);
 }
 
 /* Mark blocks that no write goes with. */

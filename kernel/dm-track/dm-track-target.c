@@ -423,6 +423,7 @@ static int track_message(struct dm_target *ti, unsigned int argc, char **argv,
 {
 	struct track_target *t = ti->private;
 	struct track_record *r = t->record;
+	uuid_t name = uuid_null;
 	unsigned int sz = 0;
 	u64 first, count;
 	int err = mutex_lock_killable(&r->control);
@@ -435,8 +436,10 @@ static int track_message(struct dm_target *ti, unsigned int argc, char **argv,
 			DMEMIT("%llu", first);
 			err = 1;
 		}
-	} else if (argc == 2 && !strcasecmp(argv[0], "release")) {
-		err = kstrtou64(argv[1], 10, &first) ?: track_record_release(r, first);
+	} else if ((argc == 2 || argc == 3) && !strcasecmp(argv[0], "release")) {
+		err = kstrtou64(argv[1], 10, &first) ?:
+		      (argc == 3 ? uuid_parse(argv[2], &name) : 0) ?:
+		      track_record_release(r, first, &name);
 	} else if (argc == 1 && !strcasecmp(argv[0], "abort")) {
 		err = track_record_abort(r);
 	} else if (argc == 3 && !strcasecmp(argv[0], "mark")) {
@@ -472,8 +475,12 @@ static void track_status(struct dm_target *ti, status_type_t type,
 			DMEMIT("%llu", r->frozen->number);
 		else
 			DMEMIT("-");
-		DMEMIT(" %llu %pUb %s %zu", active->number, &r->uuid,
+		DMEMIT(" %llu %pUb %s %zu ", active->number, &r->uuid,
 		       active->lost ? "lost" : "tracked", track_record_bytes(r));
+		if (uuid_is_null(&r->released))
+			DMEMIT("-");
+		else
+			DMEMIT("%pUb", &r->released);
 		if (r->log)
 			DMEMIT(" %s %llu", track_log_state(r->log),
 			       track_log_active_regions(r->log));

@@ -67,6 +67,7 @@ struct track_epoch {
  * @refs: tables that use the record
  * @name: the device's name when the record was made; names it in /proc/track
  * @uuid: minted with the record; another one means another record
+ * @released: name that whoever released an epoch last has given it, or zero
  * @control: see above
  * @lock: see above
  * @sectors: size of the device
@@ -87,6 +88,7 @@ struct track_record {
 	unsigned int refs;
 	char name[DM_NAME_LEN];
 	uuid_t uuid;
+	uuid_t released;
 	struct mutex control;
 	struct mutex lock;
 	sector_t sectors;
@@ -175,7 +177,7 @@ void track_record_settle(struct track_record *r);
 int track_record_grow(struct track_record *r, struct track_maps *maps,
 		      sector_t sectors);
 int track_record_checkpoint(struct track_record *r, u64 *epoch);
-int track_record_release(struct track_record *r, u64 epoch);
+int track_record_release(struct track_record *r, u64 epoch, const uuid_t *name);
 int track_record_abort(struct track_record *r);
 int track_record_clear(struct track_record *r);
 int track_record_mark(struct track_record *r, u64 first, u64 count);

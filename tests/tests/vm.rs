@@ -248,6 +248,23 @@ fn a_log_outlives_failures() {
 }
 
 #[test]
+fn the_dm_tracker_follows() {
+    let what = "dsync's tracker over dm-track";
+    for &kernel in kernels() {
+        if !full() || !possible(kernel, what) {
+            continue;
+        }
+        let mut random = Random::new(what);
+        let site = Site::new();
+        let mut disks = twins(&site, 64 * MIB, &mut random);
+        let meta = site.path("meta.raw");
+        image::sparse(&meta, 20 * MIB);
+        disks.push(meta.display().to_string());
+        Vm::new(kernel, "tracker.sh", disks).run(120);
+    }
+}
+
+#[test]
 fn power_cuts() {
     let what = "dm-track over power cuts";
     for &kernel in kernels() {

@@ -39,7 +39,7 @@ is "status: block sectors and blocks" "$(dmsetup status t | cut -d' ' -f4,5)" "8
 refuse "release of what was never frozen" message t release 1
 refuse "abort of nothing" message t abort
 refuse "the frozen record of nothing" cat /proc/track/t.frozen
-for words in "" "checkpoint now" "release" "release x" "mark" "mark 1" "mark 0 0" "mark $((half / 8)) 1" \
+for words in "" "checkpoint now" "release" "release x" "release 1 x" "mark" "mark 1" "mark 0 0" "mark $((half / 8)) 1" \
     "mark 1 18446744073709551615" "mark -1 1" "unknown" "untrack"; do
     refuse "message '$words'" message t $words
 done

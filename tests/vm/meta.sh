@@ -14,7 +14,7 @@ await() {
     done
     false
 }
-idle() { await 10 0; }
+idle() { await 11 0; }
 # Blocks, in a region each: 256 blocks are a region.
 put() { dd if=/dev/urandom of=$t bs=4k seek=$1 count=${2:-1} conv=notrunc oflag=direct 2>/dev/null; }
 
@@ -25,7 +25,7 @@ check "a blank one" create
 is "a new record is lost" "$(field t 7)" lost
 sync_up t /dev/vdb >/dev/null
 put 1000
-is "a write makes its region active" "$(field t 10)" 1
+is "a write makes its region active" "$(field t 11)" 1
 check "left alone it idles" idle
 put 3000
 put 3001
@@ -51,6 +51,7 @@ truth t /dev/vdb "over lives"
 is "nothing but that" "$(number reported)" 5
 dmsetup remove t
 create
+is "unnamed releases leave no name" "$(field t 9)" -
 is "what was released stays away" "$(cat /proc/track/t)" ""
 
 message t mark 70 2
@@ -75,14 +76,14 @@ read -r word
 (put 9000; touch /tmp/passed) &
 busybox usleep 1500000
 [ -e /tmp/passed ] && not_ok "a write to an idle region waits" || ok "a write to an idle region waits"
-is "and status says so" "$(field t 9)" waiting
+is "and status says so" "$(field t 10)" waiting
 check "a write to an active region passes" put 2
 message t mark 12000 1 2>/dev/null && not_ok "a mark that would not last is an error" || ok "a mark that would not last is an error"
 mark heal
 read -r word
 busybox usleep 2000000
 check "it passes once the metadata can be written" test -e /tmp/passed
-check "the log is back" await 9 ok
+check "the log is back" await 10 ok
 touch /tmp/stop
 wait
 check "and its regions idle" idle
@@ -94,12 +95,12 @@ read -r word
 rm /tmp/passed
 (put 9000; touch /tmp/passed) &
 busybox usleep 1000000
-is "waiting again" "$(field t 9)" waiting
+is "waiting again" "$(field t 10)" waiting
 check "it is declared untracked" message t untrack
 busybox usleep 500000
 check "then the write passes" test -e /tmp/passed
 wait
-is "and status says so" "$(field t 9)" untracked
+is "and status says so" "$(field t 10)" untracked
 truth t /dev/vdb "untracked, while it lasts"
 check "removed with metadata that fails" dmsetup remove t
 mark heal

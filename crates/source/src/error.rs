@@ -87,7 +87,7 @@ impl SourceError {
     pub fn is_refusal(&self) -> bool {
         match self {
             SourceError::Device(e) => e.is_refusal(),
-            SourceError::Track(trackers::TrackError::Shrunk { .. }) => true,
+            SourceError::Track(e) => e.is_refusal(),
             SourceError::Damaged { .. }
             | SourceError::Busy { .. }
             | SourceError::Foreign(_)

@@ -1,6 +1,7 @@
 //! What records a source's writes. So far the embedded tracker: [`TrackedDisk`], a disk that writes down what is written
 //! through it and keeps what open views still need.
 
+pub mod dm;
 mod gate;
 mod intent;
 mod record;

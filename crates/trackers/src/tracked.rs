@@ -41,6 +41,36 @@ pub enum TrackError {
         /// What the system said.
         error: io::Error,
     },
+    /// The kernel would not.
+    #[error("can't {what} for {}: {error}", device.display())]
+    Kernel {
+        /// What was tried, as a verb.
+        what: &'static str,
+        /// The device to be tracked.
+        device: std::path::PathBuf,
+        /// What the kernel said.
+        error: String,
+    },
+    /// The device or its path.
+    #[error(transparent)]
+    Device(#[from] device::DeviceError),
+    /// This machine or this device can't be tracked so.
+    #[error("{0}")]
+    Unable(String),
+    /// Not as things stand.
+    #[error("{0}")]
+    Refused(String),
+}
+
+impl TrackError {
+    /// True where the state of things stands in the way, and not a failure.
+    pub fn is_refusal(&self) -> bool {
+        match self {
+            TrackError::Shrunk { .. } | TrackError::Refused(_) => true,
+            TrackError::Device(e) => e.is_refusal(),
+            _ => false,
+        }
+    }
 }
 
 /// How to track.

@@ -5,7 +5,7 @@ use std::path::Path;
 use extents::Bitmap;
 use uuid::Uuid;
 
-use crate::TrackError;
+use crate::{TrackError, dm};
 
 /// Records the writes to a live disk, from the kernel: it goes on while no process of ours runs.
 ///
@@ -43,6 +43,6 @@ pub trait Tracker: Send + Sync {
 }
 
 /// The tracker that follows the block device at `device`, if one does.
-pub fn find(_device: &Path) -> Result<Option<Box<dyn Tracker>>, TrackError> {
-    Ok(None)
+pub fn find(device: &Path) -> Result<Option<Box<dyn Tracker>>, TrackError> {
+    dm::find(device)
 }

@@ -4,6 +4,9 @@
 //!   record reports to the replica, and prints `reported N different N missed N surplus N regions N whole N`:
 //!   blocks; then regions of 64 blocks with a surplus, and how many of these are reported whole.
 //! - `blocks load DEVICE SEED THREADS SECONDS`: random writes of random sizes, in bursts here and there.
+//! - `blocks add DEVICE NAME [META]`, `blocks remove DEVICE`: maps a device through dm-track, as dsync does, and back.
+//! - `blocks follow DEVICE REPLICA UUID [die]`: what a sync does with the device's tracker. Prints whether the record is
+//!   lost, what was released last, and how many blocks were copied. `die` is to do so before the release.
 //! - `blocks time DEVICE COUNT SEED|+STRIDE`: writes of 4 KiB one by one, at random or STRIDE bytes apart; prints the
 //!   nanoseconds that one took.
 //!
@@ -119,6 +122,36 @@ fn judge(device: &str, replica: &str, frozen: &str) {
     );
 }
 
+fn follow(path: &str, replica: &str, epoch: &str, die: bool) {
+    let tracker = trackers::find(path.as_ref()).expect("a look").expect("a tracker");
+    let dirty = tracker.dirty().expect("what is dirty");
+    let changes = tracker.checkpoint().expect("a checkpoint");
+    assert!(dirty.runs().all(|run| changes.all(run)), "what was dirty is frozen");
+    let lost = tracker.lost().expect("trust").unwrap_or_else(|| "tracked".into());
+    let released = tracker.released().expect("a name").map_or("-".into(), |id| id.to_string());
+    let (device, replica) = (open(path), open(replica));
+    assert_eq!(size(&device), tracker.size());
+    let block = u64::from(tracker.block_size());
+    let mut buffer = Buffer::new();
+    for number in changes.runs().flatten() {
+        let at = number * block;
+        let bytes = buffer.get(block.min(tracker.size() - at) as usize);
+        device.read_exact_at(bytes, at).expect("the device");
+        replica.write_all_at(bytes, at).expect("the replica");
+    }
+    println!("{} {lost} {released} {}", tracker.kind(), changes.count());
+    if !die {
+        tracker.release(epoch.parse().expect("a UUID")).expect("a release");
+    }
+}
+
+fn add(device: &str, name: &str, meta: Option<&str>) {
+    if let Err(e) = trackers::dm::add(device.as_ref(), name, 4096, meta.map(str::as_ref)) {
+        println!("{e}");
+        std::process::exit(1);
+    }
+}
+
 fn load(device: &str, seed: u64, threads: u64, seconds: f64) {
     let until = Instant::now() + Duration::from_secs_f64(seconds);
     std::thread::scope(|scope| {
@@ -176,7 +209,12 @@ fn main() {
         ["load", device, seed, threads, seconds] => {
             load(device, number(seed), number(threads), seconds.parse().expect("seconds"));
         }
+        ["add", device, name] => add(device, name, None),
+        ["add", device, name, meta] => add(device, name, Some(meta)),
+        ["remove", device] => assert!(trackers::dm::remove(device.as_ref()).expect("an end")),
+        ["follow", device, replica, epoch] => follow(device, replica, epoch, false),
+        ["follow", device, replica, epoch, "die"] => follow(device, replica, epoch, true),
         ["time", device, count, order] => time(device, number(count), order),
-        _ => panic!("blocks judge|load|time, see its source"),
+        _ => panic!("blocks judge|load|follow|add|remove|time: see its source"),
     }
 }

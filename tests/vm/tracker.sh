@@ -1,0 +1,63 @@
+# dm-track as dsync uses it: through its dm tracker. /dev/vda is tracked, /dev/vdb was its copy, /dev/vdc is for metadata.
+. /tmp/files/lib.sh
+t=/dev/mapper/t
+first=11111111-1111-4111-8111-111111111111
+second=22222222-2222-4222-8222-222222222222
+# says WHAT PATTERN COMMAND...: it fails, and says so.
+says() {
+    what=$1
+    pattern=$2
+    shift 2
+    if "$@" >/tmp/said 2>&1; then not_ok "$what"
+    elif grep -q "$pattern" /tmp/said; then ok "$what"
+    else not_ok "$what: $(cat /tmp/said)"; fi
+}
+put() { dd if=/dev/urandom of=$t bs=4k seek=$1 count=$2 conv=notrunc oflag=direct 2>/dev/null; }
+
+says "without the module" "bpf" blocks add /dev/vda t
+insmod /tmp/files/dm-track.ko idle_ms=200 || exit
+says "a device that does not exist" "/dev/none" blocks add /dev/none t
+says "a file" "serve" blocks add /tmp/script t
+mkdir -p /tmp/m
+mkfs.ext4 -q -F /dev/vdc
+mount /dev/vdc /tmp/m
+says "a mounted device" "mounted" blocks add /dev/vdc t
+says "metadata on a mounted device" "mounted" blocks add /dev/vda t /dev/vdc
+umount /tmp/m
+says "metadata on a file system" "dmesg" blocks add /dev/vda t /dev/vdc
+
+check "added" blocks add /dev/vda t
+says "added twice" "held by" blocks add /dev/vda t
+says "a name twice" "busy\|exists" blocks add /dev/vdb t
+put 100 5
+is "a new one does not know what was before" "$(blocks follow $t /dev/vdb $first)" \
+    "dm it was not tracked before - 5"
+put 200 3
+is "after a release it does" "$(blocks follow $t /dev/vdb $second die)" "dm tracked $first 3"
+put 300 2
+is "what was not released comes again, and what came since" "$(blocks follow $t /dev/vdb $second)" \
+    "dm tracked $first 5"
+check "the copy is the disk" cmp $t /dev/vdb
+echo >/proc/track/t
+is "a clear takes the name away" "$(blocks follow $t /dev/vdb $second)" "dm tracked - 0"
+check "removed" blocks remove $t
+check "and gone" test ! -e $t
+quiet "without metadata"
+
+dd if=/dev/zero of=/dev/vdc bs=64k count=2 conv=notrunc 2>/dev/null
+check "added with metadata" blocks add /dev/vda t /dev/vdc
+blocks follow $t /dev/vdb $first >/dev/null
+put 400 4
+blocks follow $t /dev/vdb $second die >/dev/null
+put 500 4
+blocks remove $t
+check "and again" blocks add /dev/vda t /dev/vdc
+is "record and name are there" "$(blocks follow $t /dev/vdb $second)" "dm tracked $first 8"
+blocks remove $t
+check "once more" blocks add /dev/vda t /dev/vdc
+is "with the next name" "$(blocks follow $t /dev/vdb $first)" "dm tracked $second 0"
+check "the copy is the disk" cmp $t /dev/vdb
+blocks remove $t
+check "the module can be unloaded" rmmod dm-track
+quiet "with metadata"
+done_testing
