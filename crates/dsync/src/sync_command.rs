@@ -192,6 +192,9 @@ fn say(summary: &Summary, output: &Output) {
         Some(epoch) => format!(" at epoch {epoch}"),
         None => " incomplete".to_owned(),
     };
+    if let Some(digests) = &summary.digests {
+        output.say(&format!("digests of the replica: {digests}"));
+    }
     if summary.blocks_changed == 0 && summary.epoch.is_some() {
         output.say(&format!(
             "{} is up to date{epoch} ({}; {})",
@@ -202,9 +205,6 @@ fn say(summary: &Summary, output: &Output) {
         return;
     }
     output.say(&format!("{} is{epoch}: {found} {of} ({})", summary.destination, summary.trust));
-    if let Some(digests) = &summary.digests {
-        output.say(&format!("digests of the replica: {digests}"));
-    }
     output.say(&format!(
         "read {}, sent {}, wrote {}, in {}{}",
         units::size(summary.bytes_read),
