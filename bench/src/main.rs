@@ -12,6 +12,7 @@ mod paper;
 mod places;
 mod process;
 mod report;
+mod rolling;
 mod serve;
 mod sync;
 
@@ -78,6 +79,8 @@ enum What {
     All,
     /// An older copy brought up to date, 1, 10 and 50 % changed, warm and cold
     Sync,
+    /// Files whose content has moved: inserted, hostile, and versions of packages
+    Rolling,
     /// NBD servers side by side, and ours with cold regions and with an open view
     Serve,
     /// A disk of 64 TiB beside one of 1 GiB: idle, and with 1000 blocks changed; memory
@@ -156,9 +159,10 @@ fn scenarios(mut bench: Bench, what: What) -> Result<bool> {
     let out = out.unwrap_or_else(|| Path::new("bench/results").join(format!("{}.md", report::date())));
     let mut report = Report::new(bench.dsync.as_deref(), &bench.dir, bench.quick);
     type Scenario = fn(&Bench, &mut Report) -> Result<()>;
-    let all: [(&str, Scenario); 5] = [
+    let all: [(&str, Scenario); 6] = [
         ("sync", sync::sync),
         ("compare", compare::compare),
+        ("rolling", rolling::rolling),
         ("serve", serve::serve),
         ("idle", idle::idle),
         ("compress", compress::compress),
@@ -166,6 +170,7 @@ fn scenarios(mut bench: Bench, what: What) -> Result<bool> {
     let chosen = match what {
         What::Sync => "sync",
         What::Compare => "compare",
+        What::Rolling => "rolling",
         What::Serve => "serve",
         What::Idle => "idle",
         What::Compress => "compress",

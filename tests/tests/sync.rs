@@ -481,7 +481,7 @@ fn through_the_systems_ssh() {
         let why = format!("this user can't log in through a sshd of its own ({})", daemon.stderr_so_far());
         return dsync_tests::skipped(what, &why);
     }
-    let sync = |scene: &Scene| {
+    let sync_by = |scene: &Scene, options: &[&str]| {
         let destination = format!("far:{}", far.replica().display());
         scene
             .site
@@ -489,14 +489,25 @@ fn through_the_systems_ssh() {
             .arg(&scene.image)
             .arg(destination)
             .args(["--json", "-e", &ssh])
+            .args(options)
             .ok()
             .summary()
     };
+    let sync = |scene: &Scene| sync_by(scene, &[]);
     sync(&scene);
     image::assert_equal(&scene.image, &far.replica());
     let changed = scene.change(500);
     let summary = sync(&scene);
     assert_eq!(number(&summary, "blocks_changed"), changed.len() as u64, "{summary}");
+    image::assert_equal(&scene.image, &far.replica());
+
+    // What has moved.
+    let mut client = scene.client();
+    let part = client.read(0, 2 << 20).expect("a read");
+    client.write(20 * MIB + BLOCK, &part).expect("a write");
+    client.close().expect("the end");
+    let summary = sync_by(&scene, &["--method", "rolling", "--commit", "in-place"]);
+    assert!(number(&summary, "bytes_sent") < MIB / 4, "{summary}");
     image::assert_equal(&scene.image, &far.replica());
 
     // The paper's way, with its names.

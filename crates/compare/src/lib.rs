@@ -13,6 +13,7 @@ mod digest;
 mod digest_file;
 mod ordered;
 mod reader;
+pub mod rolling;
 mod scope;
 #[cfg(test)]
 mod tests;

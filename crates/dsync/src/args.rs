@@ -53,6 +53,7 @@ pub enum Command {
         dsync sync -n /srv/vm.raw backup:/srv/vm.raw       what would be sent\n  \
         dsync sync --bwlimit 10M --compress /srv/vm.raw root@far:/dev/vg0/vm\n  \
         dsync sync --adopt /srv/vm.raw far:/srv/vm.raw     a copy that was carried there by hand\n  \
+        dsync sync --method rolling dump.sql far:dump.sql  a file in which much was inserted or moved\n  \
         dsync sync --digests /srv/vm.raw far:/srv/vm.raw   without a record, don't read the replica\n\n\
         A path with a slash before its colon is local.")]
     Sync(Sync),
@@ -188,6 +189,9 @@ pub struct Sync {
     /// Go on behind what can't be read: the rest is copied, the replica is incomplete then, and the exit code is 1
     #[arg(long)]
     pub keep_going: bool,
+    /// How cycles of copies are broken, for --method rolling in place
+    #[arg(long, value_enum, default_value_t = CyclesArg::Trim, hide = true)]
+    pub cycles: CyclesArg,
     /// Only say what would be moved
     #[arg(short = 'n', long)]
     pub dry_run: bool,
@@ -216,6 +220,8 @@ pub enum MethodArg {
     Tracked,
     /// Checksums of all blocks on both sides
     Compare,
+    /// Checksums of blocks wherever they stand: for files whose content has moved
+    Rolling,
     /// No finding: everything that is allocated is sent
     Copy,
 }
@@ -227,6 +233,15 @@ pub enum HashArg {
     Blake3,
     /// XXH3-128: faster, for disks whose writers mean no harm
     Xxh3,
+}
+
+/// What is sent of copies that overwrite each other's content.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum CyclesArg {
+    /// As little as can be
+    Trim,
+    /// One of them, whole
+    Delete,
 }
 
 /// How the replica steps to the new epoch.

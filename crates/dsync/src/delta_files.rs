@@ -66,6 +66,7 @@ pub fn inspect(args: &args::Inspect, output: &Output) -> Result<()> {
     output.say(&format!("  blocks   of {}", units::size(header.block_size.into())));
     output.say(&format!("  data     {}", units::size(totals.data)));
     output.say(&format!("  zeroes   {}", units::size(totals.zero)));
+    output.say(&format!("  copies   {}", units::size(totals.copied)));
     output.say(&format!(
         "  records  {} in {} frames",
         units::count(totals.records),

@@ -7,7 +7,7 @@ use link::Link;
 use source::{Handle, StateDir};
 use sync::{Commit, Extents, How, Options, Summary, SyncError};
 
-use crate::args::{self, CommitArg, FarArgs, HashArg, MethodArg};
+use crate::args::{self, CommitArg, CyclesArg, FarArgs, HashArg, MethodArg};
 use crate::failure::{self, FAILED, Failure};
 use crate::output::Output;
 use crate::units;
@@ -99,7 +99,7 @@ pub fn converse<T>(
 pub fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Result<u8> {
     let destination = Destination::parse(&args.destination)?;
     units::check_rates(&[("--bwlimit", args.far.bwlimit)])?;
-    if args.adopt && !matches!(args.method, MethodArg::Auto | MethodArg::Compare) {
+    if args.adopt && !matches!(args.method, MethodArg::Auto | MethodArg::Compare | MethodArg::Rolling) {
         return Err(Failure::usage("--adopt proves a copy by comparing it: leave --method out").into());
     }
     let options = Options {
@@ -107,9 +107,17 @@ pub fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Result<u8> {
             MethodArg::Auto => How::Auto,
             MethodArg::Tracked => How::Tracked,
             MethodArg::Compare => How::Compare,
+            MethodArg::Rolling => How::Rolling,
             MethodArg::Copy => How::Copy,
         },
         hash: hash(args.hash),
+        in_place: compare::rolling::InPlace {
+            cycles: match args.cycles {
+                CyclesArg::Trim => compare::rolling::Cycles::Trim,
+                CyclesArg::Delete => compare::rolling::Cycles::Delete,
+            },
+            ..Default::default()
+        },
         commit: commit(args.commit),
         digests: args.digests.as_ref().map(|file| (!file.is_empty()).then(|| PathBuf::from(file))),
         keep_going: args.keep_going,
@@ -174,10 +182,14 @@ fn say(summary: &Summary, output: &Output) {
         units::count(summary.extents),
         units::size(summary.bytes_changed)
     );
+    let found = match summary.bytes_copied {
+        0 => found,
+        copied => format!("{found} ({} of that copied at the destination)", units::size(copied)),
+    };
     let of = format!("of {}", units::size(summary.disk_size));
     if summary.dry_run {
         output.say(&match summary.method {
-            delta::Method::Compare => format!(
+            delta::Method::Compare | delta::Method::Rolling => format!(
                 "would compare all of {} with {} ({}), at most {} to send",
                 summary.source.display(),
                 summary.destination,

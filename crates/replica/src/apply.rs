@@ -60,7 +60,7 @@ fn plan(records: &[Record], mut cursor: u64, known: u64) -> Plan {
         if let Record::Data { .. } = record {
             let joins = group.first().zip(group.last()).is_some_and(|(first, last)| {
                 // Beyond `known` a gap is not the disk's to fill.
-                offset - last.end() <= DENSE_GAP
+                offset.checked_sub(last.end()).is_some_and(|gap| gap <= DENSE_GAP)
                     && offset + len - first.offset <= DENSE_SPAN
                     && offset <= known
             });
@@ -117,6 +117,7 @@ pub(crate) struct Applier {
     cursor: u64,
     known: u64,
     blank: bool,
+    scattered: bool,
     /// Bytes written to the disk, the filled gaps of spans included.
     pub written: u64,
     /// Bytes read to fill the gaps of spans.
@@ -137,9 +138,15 @@ impl Applier {
             cursor: 0,
             known,
             blank,
+            scattered: false,
             written: 0,
             read: 0,
         })
+    }
+
+    /// For a delta whose records stand in any order: nothing between them is filled.
+    pub fn scattered(disk: Arc<dyn Disk>) -> io::Result<Applier> {
+        Ok(Applier { scattered: true, ..Applier::new(disk, u64::MAX, false)? })
     }
 
     /// Where all records that end before it are complete.
@@ -157,7 +164,14 @@ impl Applier {
     /// Applies a frame. Returns once it is on its way. After an error nothing more may be applied.
     pub fn frame(&mut self, frame: Frame) -> io::Result<()> {
         let Frame { records, data } = frame;
-        let plan = plan(&records, self.cursor, self.known);
+        if records.iter().any(|r| matches!(r, Record::Copy { .. })) {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "a copy that nobody has read"));
+        }
+        let mut plan = plan(&records, self.cursor, self.known);
+        if self.scattered {
+            plan.picked.extend(plan.spans.drain(..).flatten());
+            plan.picked.sort_by_key(|run| run.at);
+        }
         self.zero(&plan.zeroes)?;
         if plan.spans.is_empty() {
             if !plan.picked.is_empty() {

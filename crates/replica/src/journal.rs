@@ -14,7 +14,7 @@ use uuid::Uuid;
 
 use crate::apply::Applier;
 use crate::error::{ReplicaError, Result, io_error};
-use crate::lineage::{Position, known, overlay};
+use crate::lineage::{Position, known, overlay, whole_blocks};
 
 /// The name of a journal that grows.
 pub(crate) const ARRIVING: &str = "journal";
@@ -78,7 +78,10 @@ impl Contents {
     /// Where a replica stands that holds this on top of `base`.
     pub fn positions(&self, base: &[Position]) -> Vec<Position> {
         self.segments.iter().fold(base.to_vec(), |positions, segment| match segment.to() {
-            Some(to) => overlay(&positions, to, segment.upto),
+            Some(to) => {
+                let header = &segment.header;
+                overlay(&positions, to, whole_blocks(segment.upto, header.block_size, header.size_after))
+            }
             None => positions,
         })
     }
@@ -128,7 +131,8 @@ pub(crate) fn replay(
 /// Up to where the destination keeps what a delta does not name; beyond, that becomes zero. A compare has looked at all there
 /// is, whatever is known of it.
 pub(crate) fn kept(header: &Header, positions: &[Position]) -> u64 {
-    if header.method == Method::Compare { u64::MAX } else { known(positions) }
+    let all = matches!(header.method, Method::Compare | Method::Rolling);
+    if all { u64::MAX } else { known(positions) }
 }
 
 /// A journal that can't be believed, though the destination may be half merged.
@@ -173,6 +177,9 @@ fn walk(
         }
         match decoder.push(unit)? {
             Event::Header(header) => {
+                if header.method == Method::Rolling {
+                    return Err(delta::Error::Header { why: "its copies were never read" }.into());
+                }
                 let goes_on = header.resumes == before.as_ref().map(Segment::resume)
                     && before.as_ref().is_none_or(|b| b.header.source == header.source);
                 if !goes_on {
@@ -194,9 +201,8 @@ fn walk(
             Event::End(_) => contents.whole = true,
         }
         let Some(header) = decoder.header() else { continue };
-        if (header.method == Method::Rolling || header.lacking) && !contents.whole {
-            // Its extents don't ascend, or leave out more than what is equal: what came of it says nothing about how far it
-            // came.
+        if header.lacking && !contents.whole {
+            // It leaves out more than what is equal: what came of it says nothing about how far it came.
             continue;
         }
         // A segment counts from its first frame.

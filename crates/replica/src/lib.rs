@@ -6,6 +6,7 @@
 //! [`Receipt::finish`] commits. Whatever is cut off between is gone on from by a next delta.
 
 mod apply;
+mod copies;
 mod error;
 mod journal;
 mod lineage;

@@ -243,6 +243,11 @@ pub(crate) fn overlay(positions: &[Position], epoch: Epoch, upto: u64) -> Vec<Po
     next
 }
 
+/// Up to where a delta's changes count as made: a block that was changed in part is changed again, as a whole.
+pub(crate) fn whole_blocks(upto: u64, block_size: u32, size: u64) -> u64 {
+    if upto >= size { upto } else { upto - upto % u64::from(block_size).max(1) }
+}
+
 /// Where the positions end: beyond lies nothing.
 pub(crate) fn known(positions: &[Position]) -> u64 {
     positions.last().map_or(0, |p| p.upto)
@@ -274,6 +279,10 @@ mod tests {
         assert_eq!(overlay(&once, at(1), 50), [p(1, 100)]);
         assert_eq!(overlay(&[], at(1), 50), [p(1, 50)]);
         assert_eq!(known(&once), 100);
+        assert_eq!(
+            [0, 4095, 4096, 9999, 10_000].map(|at| whole_blocks(at, 4096, 10_000)),
+            [0, 0, 4096, 8192, 10_000]
+        );
     }
 
     #[test]

@@ -4,14 +4,15 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use delta::{Decoder, Epoch, Event, Header, Unit};
+use delta::{Decoder, Encoder, Epoch, Event, Frame, Header, Method, Unit};
 use device::Disk;
 use uuid::Uuid;
 
 use crate::apply::Applier;
+use crate::copies::{Copies, Trouble, Written};
 use crate::error::{ReplicaError, Result, disk_error, io_error};
 use crate::journal::{self, ARRIVING, Contents, Growing, Segment, kept};
-use crate::lineage::{Lineage, Position, State, Step, StepPlace, Toward, overlay};
+use crate::lineage::{Lineage, Position, State, Step, StepPlace, Toward, known, overlay, whole_blocks};
 use crate::place::Which;
 use crate::replica::{INTERRUPTED, Replica, toward};
 
@@ -34,7 +35,7 @@ pub struct Committed {
     pub epoch: Epoch,
     /// Bytes written, to the journal and to the destination.
     pub bytes_written: u64,
-    /// Bytes of the destination read to fill the gaps of what was written whole.
+    /// Bytes of the destination read, to be copied or to fill the gaps of what was written whole.
     pub bytes_read: u64,
 }
 
@@ -64,12 +65,33 @@ struct ToJournal {
     before: Contents,
     /// Bytes of it that are in order.
     bytes: u64,
+    /// For a delta that copies.
+    rolling: Option<Box<Resolved>>,
+}
+
+/// A delta whose copies are read before it goes to the journal: what lies there is one that was found by comparing, and may
+/// be merged again and again.
+struct Resolved {
+    copies: Copies,
+    header: Header,
+    /// `None` after the trailer.
+    encoder: Option<Encoder>,
+    /// What the encoder said last.
+    frames: u64,
+    upto: u64,
+    digest: [u8; 32],
 }
 
 /// A delta on its way to the destination, or to what will take its place.
 struct Direct {
     disk: Arc<dyn Disk>,
     applier: Applier,
+    /// For a delta that copies.
+    copies: Option<Copies>,
+    /// For one whose records stand in no order, as it is made where it reads: nothing can be said of how far it is.
+    written: Option<Written>,
+    /// Where the records of one that ascends have come.
+    end: u64,
     /// Where the place stood before.
     base: Vec<Position>,
     saved: Instant,
@@ -94,6 +116,9 @@ impl Replica {
             Err(e) => return Err(wrong(e.to_string())),
         };
         let toward = toward(&header).ok_or_else(|| wrong("it names no epoch".into()))?;
+        if header.method == Method::Rolling && header.resumes.is_some() {
+            return Err(wrong("it copies, and goes on from another one".into()));
+        }
         self.check_resume(&header)?;
         let fit = self.check(&header);
         if let (Err(_), Some(Step { place: StepPlace::Clone { .. }, .. })) = (&fit, &self.lineage.step) {
@@ -119,6 +144,15 @@ impl Replica {
             },
         };
         Ok(Receipt { replica: self, decoder, toward, sink })
+    }
+
+    /// True if a delta that is committed this way is made where the destination's content lies, so that its copies must stand
+    /// in an order in which they can be made. Otherwise all deltas ascend.
+    pub fn is_in_place(&self, commit: Commit) -> bool {
+        match self.lineage.step.as_ref().map(|s| s.place) {
+            Some(StepPlace::Fresh { .. } | StepPlace::Clone { .. }) => true,
+            Some(StepPlace::InPlace) | None => commit == Commit::InPlace,
+        }
     }
 
     /// Whether what the delta goes on from is what the journal holds.
@@ -174,12 +208,31 @@ impl Replica {
                 Contents::default()
             }
         };
+        let (mut own, mut rolling) = (Vec::new(), None);
+        if header.method == Method::Rolling {
+            let (resolved, unit) = self.resolved(header)?;
+            delta::Writer::new(&mut own)
+                .unit(&unit)
+                .map_err(|e| ReplicaError::Delta { path: self.path().to_path_buf(), error: e.to_string() })?;
+            rolling = Some(Box::new(resolved));
+        }
+        let raw = if rolling.is_some() { &own } else { raw };
         let begun = Growing::open(&*self.folder, before.bytes).and_then(|mut file| {
             io::Write::write_all(&mut file, raw)?;
             Ok(file)
         });
         let file = begun.map_err(|e| self.journal_failed(e))?;
-        Ok(Sink::Journal(Box::new(ToJournal { file, bytes: before.bytes, before })))
+        Ok(Sink::Journal(Box::new(ToJournal { file, bytes: before.bytes, before, rolling })))
+    }
+
+    /// Reads the copies of a delta from the destination, and begins the delta that holds them as data.
+    fn resolved(&self, header: &Header) -> Result<(Resolved, Unit)> {
+        let header = Header { method: Method::Compare, ..header.clone() };
+        let (encoder, unit) = Encoder::new(&header, None)
+            .map_err(|e| ReplicaError::Delta { path: self.path().to_path_buf(), error: e.to_string() })?;
+        let copies = Copies::new(&self.content()?).map_err(io_error("open", self.place.path()))?;
+        let digest = encoder.digest();
+        Ok((Resolved { copies, header, encoder: Some(encoder), frames: 0, upto: 0, digest }, unit))
     }
 
     fn seed(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
@@ -214,7 +267,7 @@ impl Replica {
     }
 
     fn in_place(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
-        let base = self.positions();
+        let base = while_made(header, self.positions());
         let sink = self.begin_step(StepPlace::InPlace, base, toward, header, false)?;
         self.take_journal(sink, toward, header)
     }
@@ -251,14 +304,15 @@ impl Replica {
                 _ => disk_error("clone", &path, INTERRUPTED)(e),
             });
         }
-        let sink = self.direct(Which::Partial, base, toward, header, false)?;
+        let sink = self.direct(Which::Partial, Which::Whole, base, toward, header, false)?;
         self.take_journal(sink, toward, header)
     }
 
     /// Goes on with NAME.partial.
     fn go_on(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
         let Some(step) = self.lineage.step.clone() else { return Ok(Sink::Closed) };
-        let sink = self.begin_step(step.place, step.positions, toward, header, false)?;
+        let base = while_made(header, step.positions);
+        let sink = self.begin_step(step.place, base, toward, header, false)?;
         self.take_journal(sink, toward, header)
     }
 
@@ -281,12 +335,14 @@ impl Replica {
         blank: bool,
     ) -> Result<Sink> {
         self.step(place, base.clone(), toward)?;
-        self.direct(self.which(), base, toward, header, blank)
+        self.direct(self.which(), self.which(), base, toward, header, blank)
     }
 
+    /// Begins to write to one place what is copied from one.
     fn direct(
         &mut self,
         which: Which,
+        copied: Which,
         base: Vec<Position>,
         toward: &Toward,
         header: &Header,
@@ -297,11 +353,25 @@ impl Replica {
         if !self.place.is_device() && disk.len() < toward.size {
             disk.resize(toward.size).map_err(failed("grow"))?;
         }
-        let applier = Applier::new(disk.clone(), kept(header, &base), blank).map_err(failed("open"))?;
+        let rolling = header.method == Method::Rolling;
+        let written = (rolling && copied == which).then(Written::default);
+        let copies = match rolling {
+            true if copied == which => Some(Copies::new(&disk).map_err(failed("open"))?),
+            true => Some(Copies::new(&self.place.open(copied)?).map_err(failed("open"))?),
+            false => None,
+        };
+        let applier = match written {
+            Some(_) => Applier::scattered(disk.clone()),
+            None => Applier::new(disk.clone(), kept(header, &base), blank),
+        };
+        let applier = applier.map_err(failed("open"))?;
         Ok(Sink::Direct(Box::new(Direct {
             disk,
             applier,
+            copies,
+            written,
             base,
+            end: 0,
             saved: Instant::now(),
             saved_bytes: 0,
             broken: false,
@@ -328,7 +398,7 @@ impl Replica {
             )?;
             direct.base = contents.positions(&direct.base);
             direct.applier.rewind(kept(header, &direct.base)).map_err(failed("write to"))?;
-            direct.save(self, toward.epoch)?;
+            direct.save(self, toward)?;
         }
         self.drop_journal()?;
         Ok(sink)
@@ -337,21 +407,125 @@ impl Replica {
 
 impl Direct {
     /// Makes what has come durable, and says so in the lineage.
-    fn save(&mut self, replica: &mut Replica, epoch: Epoch) -> Result<()> {
-        let upto = self.applier.position();
+    fn save(&mut self, replica: &mut Replica, toward: &Toward) -> Result<()> {
+        let upto = whole_blocks(self.applier.position(), toward.block_size, toward.size);
         if let Err(e) = self.applier.flush() {
             self.broken = true;
             return Err(disk_error("flush", replica.place.path(), INTERRUPTED)(e));
         }
         (self.saved, self.saved_bytes) = (Instant::now(), self.applier.written);
+        if self.written.is_some() {
+            return Ok(());
+        }
         // What is lacking was left out below that, too.
-        let upto = if replica.lineage.step.as_ref().is_some_and(|s| s.toward.lacking) { 0 } else { upto };
-        let positions = overlay(&self.base, epoch, upto);
+        let upto = if toward.lacking { 0 } else { upto };
+        let positions = overlay(&self.base, toward.epoch, upto);
         match &mut replica.lineage.step {
             Some(step) if step.positions != positions => step.positions = positions,
             _ => return Ok(()),
         }
         replica.store()
+    }
+}
+
+/// The positions of what a delta changes while that is under way. One that copies within the same place leaves nothing of
+/// which anybody could say what it holds.
+fn while_made(header: &Header, positions: Vec<Position>) -> Vec<Position> {
+    if header.method != Method::Rolling {
+        return positions;
+    }
+    let upto = known(&positions).max(header.size_before).max(header.size_after);
+    vec![Position { epoch: None, upto }]
+}
+
+/// Why a delta can't be taken any further.
+enum Stop {
+    /// Something is wrong with it.
+    Delta(String),
+    /// The destination's disk has failed.
+    Disk(io::Error),
+    /// The journal has.
+    Journal(io::Error),
+}
+
+impl From<delta::Error> for Stop {
+    fn from(error: delta::Error) -> Stop {
+        Stop::Delta(error.to_string())
+    }
+}
+
+impl From<Trouble> for Stop {
+    fn from(trouble: Trouble) -> Stop {
+        match trouble {
+            Trouble::Disk(error) => Stop::Disk(error),
+            Trouble::Other { offset, from } => Stop::Delta(format!(
+                "what stands at byte {from} is not what it copies to byte {offset}: run \"dsync sync\" again"
+            )),
+        }
+    }
+}
+
+impl ToJournal {
+    fn unit(
+        &mut self,
+        unit: Unit,
+        decoder: &mut Decoder,
+        seen: impl FnOnce(&Frame),
+    ) -> std::result::Result<(), Stop> {
+        let Some(rolling) = &mut self.rolling else {
+            self.file.unit(&unit).map_err(Stop::Journal)?;
+            if let Event::Frame(frame) = decoder.push(unit)? {
+                seen(&frame);
+            }
+            self.bytes = self.file.len();
+            return Ok(());
+        };
+        let whole = match decoder.push(unit)? {
+            Event::Frame(frame) => {
+                seen(&frame);
+                rolling.copies.push(frame);
+                false
+            }
+            _ => true,
+        };
+        while let Some(frame) = rolling.copies.next(whole)? {
+            let Some(encoder) = &mut rolling.encoder else { break };
+            self.file.unit(&encoder.frame(frame)?).map_err(Stop::Journal)?;
+            (rolling.frames, rolling.upto) = (encoder.frames(), encoder.end());
+            rolling.digest = encoder.digest();
+            self.bytes = self.file.len();
+        }
+        if let Some(encoder) = rolling.encoder.take_if(|_| whole) {
+            self.file.unit(&encoder.trailer()).map_err(Stop::Journal)?;
+            self.bytes = self.file.len();
+        }
+        Ok(())
+    }
+}
+
+impl Direct {
+    /// Applies a frame; without one, all that is left of those before.
+    fn frame(&mut self, frame: Option<Frame>) -> std::result::Result<(), Stop> {
+        let all = frame.is_none();
+        let Some(copies) = &mut self.copies else {
+            return frame.map_or(Ok(()), |frame| self.applier.frame(frame)).map_err(Stop::Disk);
+        };
+        for record in frame.iter().flat_map(|frame| &frame.records) {
+            let fits = match &mut self.written {
+                Some(written) => written.add(record),
+                None => record.offset() >= std::mem::replace(&mut self.end, record.end()),
+            };
+            if !fits {
+                return Err(Stop::Delta(format!("it writes byte {} in no order", record.offset())));
+            }
+        }
+        if let Some(frame) = frame {
+            copies.push(frame);
+        }
+        while let Some(frame) = copies.next(all)? {
+            self.applier.frame(frame).map_err(Stop::Disk)?;
+        }
+        Ok(())
     }
 }
 
@@ -375,31 +549,40 @@ impl Receipt<'_> {
     /// As for [`Receipt::unit`].
     pub fn unit_seen(&mut self, unit: Unit, seen: impl FnOnce(&delta::Frame)) -> Result<()> {
         let path = self.replica.place.path().to_path_buf();
-        let refused = |e: delta::Error| ReplicaError::Delta { path: path.clone(), error: e.to_string() };
-        match &mut self.sink {
-            Sink::Journal(journal) => {
-                if let Err(e) = journal.file.unit(&unit) {
-                    self.sink = Sink::Closed;
-                    return Err(self.replica.journal_failed(e));
-                }
-                if let Event::Frame(frame) = self.decoder.push(unit).map_err(refused)? {
-                    seen(&frame);
-                }
-                journal.bytes = journal.file.len();
-            }
-            Sink::Direct(direct) => {
-                if let Event::Frame(frame) = self.decoder.push(unit).map_err(refused)? {
-                    seen(&frame);
-                    let failed = disk_error("write to", &path, INTERRUPTED);
-                    direct.applier.frame(frame).map_err(failed)?;
-                    let much = direct.applier.written - direct.saved_bytes >= self.replica.save_bytes;
-                    if much || direct.saved.elapsed() >= SAVE_TIME {
-                        direct.save(self.replica, self.toward.epoch)?;
+        let taken = match &mut self.sink {
+            Sink::Journal(journal) => journal.unit(unit, &mut self.decoder, seen),
+            Sink::Direct(direct) => (|| {
+                let frame = match self.decoder.push(unit)? {
+                    Event::Frame(frame) => {
+                        seen(&frame);
+                        Some(frame)
                     }
-                }
+                    _ => None,
+                };
+                direct.frame(frame)
+            })(),
+            Sink::Closed => Err(Stop::Delta("it was given up before this unit".into())),
+        };
+        match taken {
+            Ok(()) => {}
+            Err(Stop::Delta(error)) => return Err(ReplicaError::Delta { path, error }),
+            Err(Stop::Disk(e)) => {
+                let what = if self.decoder.header().is_some_and(|h| h.method == Method::Rolling) {
+                    "read or write"
+                } else {
+                    "write to"
+                };
+                return Err(disk_error(what, &path, INTERRUPTED)(e));
             }
-            Sink::Closed => {
-                return Err(ReplicaError::Delta { path, error: "it was given up before this unit".into() });
+            Err(Stop::Journal(e)) => {
+                self.sink = Sink::Closed;
+                return Err(self.replica.journal_failed(e));
+            }
+        }
+        if let Sink::Direct(direct) = &mut self.sink {
+            let much = direct.applier.written - direct.saved_bytes >= self.replica.save_bytes;
+            if much || direct.saved.elapsed() >= SAVE_TIME {
+                direct.save(self.replica, &self.toward)?;
             }
         }
         Ok(())
@@ -418,11 +601,12 @@ impl Receipt<'_> {
             Sink::Journal(journal) => {
                 let bytes = journal.file.len() - journal.before.bytes;
                 let contents = contents(&journal, &self.decoder, true);
+                let copied = journal.rolling.as_ref().map_or(0, |r| r.copies.read);
                 if let Err(e) = journal.file.close(&*self.replica.folder) {
                     return Err(self.replica.journal_failed(e));
                 }
                 let (written, read) = self.replica.merge(&contents)?;
-                (bytes + written, read)
+                (bytes + written, copied + read)
             }
             Sink::Direct(direct) => self.finish_direct(*direct)?,
             Sink::Closed => (0, 0),
@@ -433,7 +617,7 @@ impl Receipt<'_> {
 
     fn finish_direct(&mut self, direct: Direct) -> Result<(u64, u64)> {
         let replica = &mut *self.replica;
-        let Direct { disk, mut applier, .. } = direct;
+        let Direct { disk, mut applier, copies, .. } = direct;
         let size = self.toward.size;
         {
             let failed = |what| disk_error(what, replica.place.path(), INTERRUPTED);
@@ -443,8 +627,8 @@ impl Receipt<'_> {
             }
             applier.flush().map_err(failed("flush"))?;
         }
-        let counts = (applier.written, applier.read);
-        drop((applier, disk));
+        let counts = (applier.written, applier.read + copies.as_ref().map_or(0, |c| c.read));
+        drop((applier, copies, disk));
         let toward = self.toward;
         match replica.lineage.step.as_ref().map(|s| s.place) {
             Some(place @ (StepPlace::Fresh { .. } | StepPlace::Clone { .. })) => {
@@ -485,7 +669,7 @@ impl Receipt<'_> {
                 if direct.broken {
                     return Ok(());
                 }
-                direct.save(self.replica, self.toward.epoch)?;
+                direct.save(self.replica, &self.toward)?;
                 drained.map_err(disk_error("write to", self.replica.place.path(), INTERRUPTED))
             }
             Sink::Closed => Ok(()),
@@ -496,13 +680,13 @@ impl Receipt<'_> {
 /// What the journal holds with what has come of this delta.
 fn contents(journal: &ToJournal, decoder: &Decoder, whole: bool) -> Contents {
     let mut contents = journal.before.clone();
-    if let Some(header) = decoder.header().filter(|h| (decoder.frames() > 0 && !h.lacking) || whole) {
-        contents.segments.push(Segment {
-            header: header.clone(),
-            frames: decoder.frames(),
-            upto: decoder.end(),
-            digest: decoder.digest(),
-        });
+    let segment = match &journal.rolling {
+        Some(r) => Some((&r.header, r.frames, r.upto, r.digest)),
+        None => decoder.header().map(|h| (h, decoder.frames(), decoder.end(), decoder.digest())),
+    };
+    let segment = segment.filter(|(header, frames, ..)| (*frames > 0 && !header.lacking) || whole);
+    if let Some((header, frames, upto, digest)) = segment {
+        contents.segments.push(Segment { header: header.clone(), frames, upto, digest });
         contents.bytes = journal.bytes;
     }
     contents.whole = whole;

@@ -611,13 +611,6 @@ impl Replica {
     pub(crate) fn check(&self, header: &Header) -> Result<()> {
         let path = || self.place.path().to_path_buf();
         let lineage = &self.lineage;
-        if header.method == Method::Rolling {
-            return Err(ReplicaError::Refused(format!(
-                "replica {}: the delta moves blocks within the destination (method rolling), which this dsync does not merge \
-                 yet: use another method",
-                self.place.path().display()
-            )));
-        }
         if let Some(capacity) = self.standing.capacity.filter(|c| *c < header.size_after) {
             return Err(ReplicaError::WrongSize {
                 path: path(),
@@ -626,11 +619,11 @@ impl Replica {
             });
         }
         let source = lineage.source.or(lineage.step.as_ref().map(|s| s.toward.source));
-        if let Some(why) = self.changed.filter(|_| header.method != Method::Compare || header.binds.is_none())
-        {
+        let compared = matches!(header.method, Method::Compare | Method::Rolling) && header.binds.is_some();
+        if let Some(why) = self.changed.filter(|_| !compared) {
             return Err(ReplicaError::Changed { path: path(), why: why.into() });
         }
-        let proves = self.adopt && header.method == Method::Compare && header.binds.is_some();
+        let proves = self.adopt && compared;
         let seeds = header.is_seed() && header.resumes.is_none();
         if let Some(has) = source.filter(|s| *s != header.source && !proves && !(seeds && self.replace)) {
             return Err(ReplicaError::WrongSource { path: path(), has, given: header.source });
@@ -641,7 +634,7 @@ impl Replica {
                 let given = "the delta was made for another state of it".into();
                 return refused("has moved on".into(), given);
             }
-            if header.method != Method::Compare && self.positions().iter().any(|p| p.epoch.is_none()) {
+            if !compared && self.positions().iter().any(|p| p.epoch.is_none()) {
                 return refused("is not proven yet".into(), "only a compare can do that".into());
             }
         } else if header.resumes.is_none() {

@@ -5,8 +5,9 @@ use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use compare::rolling::Change;
 use compare::{Claim, Finding, Scope};
-use delta::{Encoder, Frame, Header};
+use delta::{Encoder, Frame, Header, Record};
 use device::Disk;
 use link::{Receiver, Sender};
 use source::View;
@@ -125,6 +126,18 @@ impl<'a> Sending<'a> {
         full.map_or(Ok(()), |frame| self.frame(frame))
     }
 
+    /// Adds what was found to have moved, or not.
+    pub fn change(&mut self, change: Change) -> Result<(), SyncError> {
+        let full = match change {
+            Change::Data { offset, data } => self.packer.data(offset, &data),
+            Change::Zero(range) => self.packer.zero(range),
+            Change::Copy { offset, len, from, hash } => {
+                self.packer.copy(Record::Copy { offset, len, from, hash })
+            }
+        };
+        full.map_or(Ok(()), |frame| self.frame(frame))
+    }
+
     /// Ends the delta.
     pub fn end(mut self) -> Result<(), SyncError> {
         if !self.packer.is_empty() {
@@ -148,7 +161,7 @@ pub(crate) fn send_differences(
     totals: &Totals,
     progress: Progress<'_>,
 ) -> Result<(), SyncError> {
-    sender.send_json(PLAN, &Plan { bytes: 0, compare: Some(scope.clone()), delta: true })?;
+    sender.send_json(PLAN, &Plan { bytes: 0, compare: Some(scope.clone()), rolling: None, delta: true })?;
     let lacking = how.lacking;
     let mut sending = Sending::begin(sender, header, how, totals)?;
     compare(receiver, view, scope, totals, progress, |finding| match finding {

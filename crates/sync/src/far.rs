@@ -17,7 +17,7 @@ use crate::digests::Kept;
 use crate::error::{Class, SyncError};
 use crate::messages::{
     COMMITTED, Commit, Committed, FAILED, Failed, OPEN, Open, PLAN, Part, Plan, STANDING, Standing, expect,
-    of_claim, to_unit, unexpected,
+    of_claim, of_told, to_unit, unexpected,
 };
 
 fn mode(commit: Commit) -> replica::Commit {
@@ -84,6 +84,7 @@ fn converse(sender: &Sender, receiver: &Receiver, state: &StateDir) -> Result<()
             recovered: standing.recovered.clone(),
             changed: standing.changed.clone(),
             wrong_size: len.filter(|len| *len != standing.size),
+            in_place: replica.is_in_place(mode(open.commit)),
         },
     )?;
     let plan: Plan = match receiver.recv()? {
@@ -93,6 +94,19 @@ fn converse(sender: &Sender, receiver: &Receiver, state: &StateDir) -> Result<()
         None => return Ok(()),
     };
     replica.expect(plan.bytes);
+    if let Some(shape) = plan.rolling {
+        let mut trouble = None;
+        let told = compare::rolling::tell(&replica.content()?, &shape, |(told, sums)| {
+            sender.send(of_told(&told, &sums)?).map_err(|error| {
+                trouble = Some(error);
+                std::io::Error::other("the source stopped")
+            })
+        });
+        told.map_err(|error| match trouble {
+            Some(trouble) => trouble.into(),
+            None => SyncError::io("read the replica")(error),
+        })?;
+    }
     let compare = plan.compare;
     if let (Some(scope), false) = (&compare, plan.delta) {
         answer(sender, &replica.content()?, scope, None).map_err(SyncError::io("read the replica"))?;

@@ -11,6 +11,7 @@ mod far;
 mod messages;
 mod push;
 mod read;
+mod rolling;
 #[cfg(test)]
 mod tests;
 mod verify;

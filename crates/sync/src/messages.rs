@@ -5,7 +5,7 @@
 //!     Open: which replica, for which source ─▶
 //!                                            ◀─ Standing: what is there
 //!     Plan: what will come, what to tell     ─▶
-//!                                            ◀─ Claim … Claim (only if they are asked for)
+//!                                            ◀─ Claim … Claim, or Sums … Sums (only if they are asked for)
 //!     Header, Frame … Frame, Trailer         ─▶
 //!                                            ◀─ Committed
 //! ```
@@ -14,6 +14,7 @@
 
 use std::path::PathBuf;
 
+use compare::rolling::{Shape, Told};
 use compare::{Claim, Scope};
 use delta::{Epoch, Resume, Unit, UnitKind};
 use device::Buf;
@@ -33,6 +34,7 @@ pub(crate) const FRAME: u8 = 6;
 pub(crate) const TRAILER: u8 = 7;
 pub(crate) const COMMITTED: u8 = 8;
 pub(crate) const FAILED: u8 = 9;
+pub(crate) const SUMS: u8 = 10;
 
 /// How the replica steps to the new epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -85,6 +87,8 @@ pub(crate) struct Standing {
     pub changed: Option<String>,
     /// Bytes that a replica's file has, where it should have others.
     pub wrong_size: Option<u64>,
+    /// What is copied within it must stand in an order in which that can be done in place.
+    pub in_place: bool,
 }
 
 /// A part of a replica.
@@ -103,6 +107,8 @@ pub(crate) struct Plan {
     pub bytes: u64,
     /// The source asks for digests of the replica.
     pub compare: Option<Scope>,
+    /// The source asks for the sums of the replica's blocks, before it sends anything.
+    pub rolling: Option<Shape>,
     /// A delta follows; else the digests are all that is wanted.
     pub delta: bool,
 }
@@ -147,6 +153,10 @@ pub(crate) fn to_unit(message: Message) -> Result<Unit, Message> {
 
 pub(crate) fn of_claim(claim: &Claim, digests: &[u8]) -> std::io::Result<Message> {
     Ok(Message { kind: CLAIM, head: serde_json::to_vec(claim)?, body: Buf::from(digests) })
+}
+
+pub(crate) fn of_told(told: &Told, sums: &[u8]) -> std::io::Result<Message> {
+    Ok(Message { kind: SUMS, head: serde_json::to_vec(told)?, body: Buf::from(sums) })
 }
 
 /// What to make of a message that was not expected: the far side's own words, if it is its end.

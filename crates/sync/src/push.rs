@@ -6,8 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
+use compare::rolling::InPlace;
 use compare::{Hash, Scope, in_order};
-use delta::{Compressor, Encoder, Frame, Header, Method, Unit, encode_frame};
+use delta::{Compressor, Encoder, Frame, Header, Method, Record, Unit, encode_frame};
 use device::Disk;
 use extents::Bitmap;
 use link::{Link, Receiver, Sender};
@@ -24,6 +25,7 @@ use crate::messages::{
     of_unit, unexpected,
 };
 use crate::read::{FrameReader, FrameSize, Wanted};
+use crate::rolling::send_moved;
 
 /// How the changes are to be found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -35,6 +37,8 @@ pub enum How {
     Tracked,
     /// By digests.
     Compare,
+    /// By sums of blocks wherever they stand: finds what has moved too.
+    Rolling,
     /// Not at all: everything is sent.
     Copy,
 }
@@ -60,6 +64,8 @@ pub struct Options {
     pub lacking: bool,
     /// Keep digests of the replica from this sync to the next: in this file, or in the replica's folder.
     pub digests: Option<Option<PathBuf>>,
+    /// How what has moved is put in order, where it is moved in place.
+    pub in_place: InPlace,
     /// A zstd level.
     pub compress: Option<i32>,
     /// Bytes a second.
@@ -77,7 +83,7 @@ pub struct Summary {
     pub source: PathBuf,
     /// The replica.
     pub destination: String,
-    /// How the changes were found: tracked, compare or copy.
+    /// How the changes were found: tracked, compare, rolling or copy.
     pub method: Method,
     /// `tracked`, `compared` or `seeded`: what the equality of the replica rests on; with the reason if it is not the
     /// tracker.
@@ -92,6 +98,8 @@ pub struct Summary {
     pub extents: u64,
     /// Bytes of such blocks.
     pub bytes_changed: u64,
+    /// Those of them that the replica had elsewhere.
+    pub bytes_copied: u64,
     /// Bytes read from the source.
     pub bytes_read: u64,
     /// Bytes sent over the link, framing included.
@@ -137,6 +145,7 @@ struct Found {
 enum Way {
     Tracked(Vec<Position>),
     Compare(String),
+    Rolling(String),
     Copy(String),
 }
 
@@ -177,6 +186,7 @@ pub fn push(
         blocks_changed: 0,
         extents: 0,
         bytes_changed: 0,
+        bytes_copied: 0,
         bytes_read: 0,
         bytes_sent: 0,
         bytes_received: 0,
@@ -233,6 +243,12 @@ pub fn push(
             let how = Packing { compress: options.compress, size, lacking: options.lacking };
             send_differences(&sender, &receiver, &view, &found.header, &scope, how, &total, progress)
         }
+        Method::Rolling => {
+            let size = FrameSize::new(options.may_be_cut, u64::from(about.block_size));
+            let how = Packing { compress: options.compress, size, lacking: options.lacking };
+            let in_place = standing.in_place.then_some(options.in_place);
+            send_moved(&sender, &receiver, &view, &found.header, in_place, how, &total, progress)
+        }
         _ => send_wanted(&sender, &view, &found, options, &total, progress),
     };
     let committed = committed(&sender, &receiver, result)?;
@@ -247,6 +263,7 @@ pub fn push(
         .changed
         .filter(|(blocks, ..)| *blocks < total.blocks.load(Relaxed))
         .unwrap_or((total.blocks.load(Relaxed), total.extents.load(Relaxed), total.bytes.load(Relaxed)));
+    summary.bytes_copied = total.copied.load(Relaxed);
     summary.bytes_read = total.read.load(Relaxed);
     summary.bytes_written = committed.bytes_written;
     summary.bytes_sent = traffic.sent();
@@ -309,6 +326,9 @@ fn choose(handle: &Handle, standing: &Standing, options: &Options) -> Result<Way
     if options.how == How::Compare {
         return Ok(Way::Compare("asked for".into()));
     }
+    if options.how == How::Rolling && (options.adopt || !standing.positions.is_empty()) {
+        return Ok(Way::Rolling("asked for".into()));
+    }
     if standing.positions.is_empty() {
         // A seed that had not come far enough to keep anything.
         return Ok(Way::Copy("seeded".into()));
@@ -331,7 +351,9 @@ fn choose(handle: &Handle, standing: &Standing, options: &Options) -> Result<Way
         },
         None => {
             let why = match (options.adopt, standing.source) {
-                (false, Some(_)) => "a part of the source could not be read the last time",
+                (false, Some(_)) => {
+                    "a part of the source could not be read the last time, or moving its parts in place was cut off"
+                }
                 _ => "the replica was adopted",
             };
             SourceError::Lost { since: 0, why: why.into() }
@@ -375,16 +397,16 @@ fn find(
     };
     let nothing = || Wanted { changes: Bitmap::new(0), block_size, size, all_from: u64::MAX };
     match way {
-        Way::Compare(why) => {
+        Way::Compare(_) | Way::Rolling(_) => {
+            let (method, why) = match way {
+                Way::Rolling(why) => (Method::Rolling, why),
+                Way::Compare(why) => (Method::Compare, why),
+                _ => (Method::Compare, String::new()),
+            };
             // What a cut-off transfer left is compared away: digests are those of the destination itself.
             header.resumes = None;
-            Ok(Found {
-                method: Method::Compare,
-                changed: None,
-                trust: format!("compared: {why}"),
-                header,
-                wanted: nothing(),
-            })
+            header.method = method;
+            Ok(Found { method, changed: None, trust: format!("compared: {why}"), header, wanted: nothing() })
         }
         Way::Copy(trust) => {
             header.method = Method::Copy;
@@ -487,11 +509,14 @@ fn estimate(handle: &Handle, way: &Way, summary: &mut Summary) -> Result<(), Syn
             Wanted { changes: handle.estimate(positions)?, block_size, size, all_from }
         }
         // What a compare will find can't be known before; everything is the bound.
-        Way::Copy(_) | Way::Compare(_) => Wanted { changes: Bitmap::new(0), block_size, size, all_from: 0 },
+        Way::Copy(_) | Way::Compare(_) | Way::Rolling(_) => {
+            Wanted { changes: Bitmap::new(0), block_size, size, all_from: 0 }
+        }
     };
     (summary.method, summary.trust) = match way {
         Way::Tracked(_) => (Method::Tracked, "tracked".into()),
         Way::Compare(why) => (Method::Compare, format!("compared: {why}")),
+        Way::Rolling(why) => (Method::Rolling, format!("compared: {why}")),
         Way::Copy(trust) => (Method::Copy, trust.clone()),
     };
     summary.disk_size = size;
@@ -508,6 +533,7 @@ pub(crate) struct Totals {
     pub blocks: AtomicU64,
     pub extents: AtomicU64,
     pub bytes: AtomicU64,
+    pub copied: AtomicU64,
     pub read: AtomicU64,
     unreadable: Mutex<Extents>,
 }
@@ -526,6 +552,9 @@ impl Totals {
         for record in &frame.records {
             self.extents.fetch_add(1, Relaxed);
             self.bytes.fetch_add(record.len(), Relaxed);
+            if let Record::Copy { len, .. } = record {
+                self.copied.fetch_add(*len, Relaxed);
+            }
             self.blocks.fetch_add(record.len().div_ceil(block_size), Relaxed);
         }
     }
@@ -551,7 +580,7 @@ fn send_wanted(
     progress: Progress<'_>,
 ) -> Result<(), SyncError> {
     let (_, _, bytes) = found.wanted.count(&**view).map_err(SyncError::io("look at the view"))?;
-    sender.send_json(PLAN, &Plan { bytes, compare: None, delta: true })?;
+    sender.send_json(PLAN, &Plan { bytes, compare: None, rolling: None, delta: true })?;
     let size = FrameSize::new(options.may_be_cut, found.wanted.block_size);
     let how = Packing { compress: options.compress, size, lacking: options.lacking };
     pack_wanted(sender, view, &found.header, &found.wanted, how, totals, &|done| progress(done, bytes))

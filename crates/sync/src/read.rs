@@ -435,16 +435,21 @@ impl<'a> FrameReader<'a> {
     }
 }
 
+/// Copies of so many bytes end a frame.
+const COPIED: u64 = 16 << 20;
+
 /// Packs differences, which come with their data, into frames.
 pub(crate) struct Packer {
     size: FrameSize,
     records: Vec<Record>,
     data: Option<Buf>,
+    /// Bytes of the copies among the records.
+    copied: u64,
 }
 
 impl Packer {
     pub fn new(size: FrameSize) -> Packer {
-        Packer { size, records: Vec::new(), data: None }
+        Packer { size, records: Vec::new(), data: None, copied: 0 }
     }
 
     /// Adds zeroes; returns the frame that became full.
@@ -481,8 +486,19 @@ impl Packer {
         full
     }
 
+    /// Adds a copy; returns the frame that became full.
+    pub fn copy(&mut self, record: Record) -> Option<Frame> {
+        // The far side can begin with what it has.
+        let ends = self.records.len() >= FRAME_EXTENTS || self.copied >= COPIED;
+        let full = ends.then(|| self.take());
+        self.copied += record.len();
+        self.records.push(record);
+        full
+    }
+
     /// What is left.
     pub fn take(&mut self) -> Frame {
+        self.copied = 0;
         Frame { records: std::mem::take(&mut self.records), data: self.data.take().unwrap_or_default() }
     }
 

@@ -19,34 +19,34 @@ const OUTAGES: [(Outage, Keep, Keep); 6] = [
     (Outage::PowerCut, Keep::Random, Keep::Random),
 ];
 
-fn on() -> Power {
+pub(super) fn on() -> Power {
     Power::new(Outage::Kill)
 }
 
 /// Brings the replica up to date as a sync does, whatever it lacks.
 fn sync(world: &World, power: &Power, source: &Source, to: usize, commit: Commit) -> crate::Result<()> {
     let mut replica = world.open(power)?;
-    let delta = source.lacks(replica.standing(), None, to);
+    let delta = source.lacks(replica.standing(), content(&replica).as_deref(), to);
     merge(&mut replica, &delta, commit)?;
     Ok(())
 }
 
 /// One scenario: a world in order, and what is done to it while the power may be cut.
-struct Scenario<'a> {
-    name: &'a str,
-    source: &'a Source,
-    world: World,
+pub(super) struct Scenario<'a> {
+    pub name: &'a str,
+    pub source: &'a Source,
+    pub world: World,
     /// The epoch the replica stands at before (none: there is no replica yet), and after.
-    from: Option<usize>,
-    to: usize,
+    pub from: Option<usize>,
+    pub to: usize,
     /// The destination itself changes, so is incomplete meanwhile.
-    in_place: bool,
-    commit: Commit,
-    run: &'a dyn Fn(&World, &Power) -> crate::Result<()>,
+    pub in_place: bool,
+    pub commit: Commit,
+    pub run: &'a dyn Fn(&World, &Power) -> crate::Result<()>,
 }
 
 /// True for the long campaign. The short one takes every step, but not everything that can come after each.
-fn soak() -> bool {
+pub(super) fn soak() -> bool {
     std::env::var_os("DSYNC_SOAK").is_some_and(|v| v == "1")
 }
 
@@ -120,7 +120,7 @@ fn check(s: &Scenario<'_>, world: &World, turn: u64, what: &str) {
 }
 
 /// Cuts the power at every step of the scenario.
-fn cut_everywhere(s: &Scenario<'_>) {
+pub(super) fn cut_everywhere(s: &Scenario<'_>) {
     let power = on();
     let whole = s.world.fork();
     (s.run)(&whole, &power).unwrap_or_else(|e| panic!("{}: without a cut: {e}", s.name));
@@ -166,7 +166,7 @@ fn source() -> Source {
     Source::new(11, &[40, 48, 44, 44, 60])
 }
 
-fn replica_at(kind: Kind, source: &Source, at: usize) -> World {
+pub(super) fn replica_at(kind: Kind, source: &Source, at: usize) -> World {
     let world = World::new(kind);
     if kind == Kind::Device {
         world.soil();

@@ -116,9 +116,9 @@ fn what_does_not_fit_is_refused() {
         &changed(&|h| h.resumes = Some(resume)),
         "holds no interrupted delta",
     );
-    let binds = world.open(&on()).unwrap().standing().nonce;
-    let rolling = changed(&|h| (h.method, h.binds) = (Method::Rolling, Some(binds)));
-    refused(&world, "moves blocks", &rolling, "use another method");
+    let state = Some(Uuid::new_v4());
+    let rolling = changed(&|h| (h.method, h.binds) = (Method::Rolling, state));
+    refused(&world, "copies of another state", &rolling, "another state of it");
     // What is gone on from must be held exactly.
     let mut replica = world.open(&on()).unwrap();
     receive_part(&mut replica, &source.tracked(1, 2), Commit::Journal, 2).unwrap();

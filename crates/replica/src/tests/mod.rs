@@ -3,4 +3,5 @@
 mod crash;
 mod fit;
 mod real;
+mod rolling;
 pub(crate) mod world;

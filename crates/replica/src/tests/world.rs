@@ -86,6 +86,75 @@ impl Source {
         source
     }
 
+    /// The same, but the content of each epoch is that of the one before with parts of it moved about.
+    pub fn moving(seed: u64, blocks: &[u64]) -> Source {
+        let mut source = Source::new(seed, blocks);
+        let mut dice = Dice(seed ^ 0x5eed);
+        for n in 1..blocks.len() {
+            let mut image = source.images[n - 1].clone();
+            for _ in 0..3 {
+                let (at, len) = (dice.below(image.len() as u64), dice.below(12 * BLOCK));
+                let part: Vec<u8> =
+                    image.drain(at as usize..(at + len).min(image.len() as u64) as usize).collect();
+                let to = dice.below(image.len() as u64) as usize;
+                image.splice(to..to, part);
+            }
+            let fresh: Vec<u8> = (0..700).map(|_| dice.next() as u8).collect();
+            image.splice(0..0, fresh);
+            image.resize(source.images[n].len(), 0x77);
+            source.changes[n] = (0..blocks[n].max(blocks[n - 1])).collect();
+            source.images[n] = image;
+        }
+        source
+    }
+
+    /// A delta that copies within the destination, as a sync finds it.
+    pub fn rolling(&self, standing: &Standing, content: &[u8], to: usize, in_place: bool) -> Vec<u8> {
+        let mut header = self.header(to, to, Method::Rolling);
+        header.size_before = standing.size;
+        header.binds = Some(standing.nonce);
+        let (new, old): (Arc<dyn Disk>, Arc<dyn Disk>) =
+            (Arc::new(RamDisk::from_bytes(&self.images[to])), Arc::new(RamDisk::from_bytes(content)));
+        let size = standing.size.max(self.size(to));
+        let shape = compare::rolling::Shape { size, block: 512, key: [3; 32] };
+        let mut index = compare::rolling::Index::new(shape.clone(), standing.size).unwrap();
+        compare::rolling::tell(&old, &shape, |(said, sums)| index.hear(&said, &sums)).unwrap();
+        index.finish();
+        let mut bytes = Vec::new();
+        let mut writer = Writer::new(&mut bytes);
+        let (mut encoder, unit) = Encoder::new(&header, None).unwrap();
+        writer.unit(&unit).unwrap();
+        let mut frames: Vec<Frame> = Vec::new();
+        let in_place = in_place.then(compare::rolling::InPlace::default);
+        let found = |change| {
+            let (record, data) = match change {
+                compare::rolling::Change::Data { offset, data } => {
+                    (Record::Data { offset, len: data.len() as u64 }, data)
+                }
+                compare::rolling::Change::Zero(r) => {
+                    (Record::Zero { offset: r.start, len: r.end - r.start }, Buf::default())
+                }
+                compare::rolling::Change::Copy { offset, len, from, hash } => {
+                    (Record::Copy { offset, len, from, hash }, Buf::default())
+                }
+            };
+            match frames.last_mut().filter(|f| f.records.len() < 3 && f.data.is_empty()) {
+                Some(frame) => {
+                    frame.records.push(record);
+                    frame.data = data;
+                }
+                None => frames.push(Frame { records: vec![record], data }),
+            }
+            Ok(())
+        };
+        compare::rolling::changes(&new, &index, in_place, found, |_| {}).unwrap();
+        for frame in frames {
+            writer.unit(&encoder.frame(frame).unwrap()).unwrap();
+        }
+        writer.unit(&encoder.trailer()).unwrap();
+        bytes
+    }
+
     pub fn size(&self, at: usize) -> u64 {
         self.images[at].len() as u64
     }
@@ -219,6 +288,14 @@ impl Source {
         }
         self.encode(&header, to, &wanted)
     }
+}
+
+/// What a replica holds, to be compared.
+pub(crate) fn content(replica: &Replica) -> Option<Vec<u8>> {
+    let disk = replica.content().ok()?;
+    let mut bytes = vec![0; disk.len() as usize];
+    disk.read_at(0, &mut bytes).ok()?;
+    Some(bytes)
 }
 
 /// The units of a delta.

@@ -1,0 +1,491 @@
+//! Files whose content has moved: beside rsync, which made this known.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use dsync_tests::Random;
+
+use crate::Bench;
+use crate::dsync::{Dsync, Synced};
+use crate::places::{free, scratch};
+use crate::process::{self, command, quote, run, shell};
+use crate::report::{Report, Table, median, seconds, size};
+
+const LIMIT: Duration = Duration::from_secs(600);
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+
+/// Packages of binaries of which the archives have two versions, and kernels with their modules.
+const PACKAGES: [&str; 6] = ["git", "libc6", "libssl3", "libcurl4", "libxml2", "libpython3.11-minimal"];
+const KERNELS: &str = "^linux-image-6.1.0-[0-9]+-cloud-amd64$";
+
+/// A folder with a source and the copy that is brought up to date.
+struct Place<'a> {
+    bench: &'a Bench,
+    dsync: Dsync,
+    source: PathBuf,
+    copy: PathBuf,
+}
+
+/// What a run cost.
+struct Cost {
+    seconds: f64,
+    /// Both ways.
+    bytes: u64,
+    peak: u64,
+}
+
+impl Place<'_> {
+    /// Puts an older state in the copy's place, as if it had been carried there.
+    fn restore(&self, old: &Path) -> Result<()> {
+        let state = self.copy.with_file_name(".copy.dsync");
+        if state.exists() {
+            std::fs::remove_dir_all(state)?;
+        }
+        run(command("cp").args(["--sparse=always", "--"]).arg(old).arg(&self.copy), LIMIT)?;
+        rustix::fs::sync();
+        Ok(())
+    }
+
+    fn check(&self) -> Result<()> {
+        run(command("cmp").arg(&self.source).arg(&self.copy), LIMIT).context("WRONG CONTENT").map(drop)
+    }
+
+    fn dsync(&self, options: &[&str]) -> Result<Cost> {
+        let copy = self.copy.display().to_string();
+        let options = [&["--method", "rolling", "--adopt", "--allow-shrink"], options].concat();
+        let synced: Synced = self.dsync.sync(&self.source, &copy, &options, LIMIT)?;
+        self.check()?;
+        Ok(Cost {
+            seconds: synced.outcome.seconds,
+            bytes: synced.number("bytes_sent") + synced.number("bytes_received"),
+            peak: synced.outcome.peak,
+        })
+    }
+
+    /// `None` if it took longer than `limit`.
+    fn rsync(&self, options: &str, limit: Duration) -> Result<Option<Cost>> {
+        let line = format!(
+            "rsync --no-whole-file --stats {options} {} {} && sync {}",
+            quote(&self.source),
+            quote(&self.copy),
+            quote(&self.copy)
+        );
+        let outcome = match process::run(&mut shell(&line), limit) {
+            Err(error) if error.to_string().contains("still running") => return Ok(None),
+            other => other?,
+        };
+        self.check()?;
+        let number = |name: &str| {
+            let line = outcome.stdout.lines().find_map(|line| line.strip_prefix(name));
+            let digits: String = line.unwrap_or("").chars().filter(char::is_ascii_digit).collect();
+            digits.parse::<u64>().unwrap_or(0)
+        };
+        let bytes = number("Total bytes sent:") + number("Total bytes received:");
+        Ok(Some(Cost { seconds: outcome.seconds, bytes, peak: outcome.peak }))
+    }
+
+    fn has_rsync(&self) -> bool {
+        dsync_tests::find("rsync").is_some()
+    }
+}
+
+/// Writes a file, a MiB at a time; stretches of zeroes become holes if it is to be `sparse`.
+fn write(path: &Path, size: u64, sparse: bool, mut fill: impl FnMut(u64, &mut [u8])) -> Result<()> {
+    let file = File::create(path).with_context(|| path.display().to_string())?;
+    let mut buf = vec![0; MIB as usize];
+    let mut at = 0;
+    while at < size {
+        process::go_on()?;
+        let len = MIB.min(size - at) as usize;
+        buf.fill(0);
+        fill(at, &mut buf[..len]);
+        if !sparse || buf[..len].iter().any(|b| *b != 0) {
+            file.write_all_at(&buf[..len], at)?;
+        }
+        at += len as u64;
+    }
+    file.set_len(size)?;
+    file.sync_all()?;
+    Ok(())
+}
+
+/// Content that compresses nowhere, by its place alone.
+fn noise(seed: u64, at: u64, buf: &mut [u8]) {
+    let mut random = Random::seeded(seed << 40 ^ at);
+    Random::seeded(random.bits()).fill(buf);
+}
+
+/// Runs the scenario.
+pub fn rolling(bench: &Bench, report: &mut Report) -> Result<()> {
+    let Some(binary) = &bench.dsync else {
+        report.section("rolling: files whose content has moved", "");
+        report.left_out("rolling", "no binary: build it, or name it with --dsync");
+        return Ok(());
+    };
+    let folder = scratch(&bench.dir)?;
+    let path = |name: &str| folder.path().join(name);
+    let place =
+        Place { bench, dsync: Dsync::new(binary, path("state")), source: path("source"), copy: path("copy") };
+    if !place.has_rsync() {
+        report.left_out("rsync", "it is not installed");
+    }
+    inserted(&place, report, &path("old"))?;
+    hostile(&place, report, &path("old"))?;
+    if let Err(error) = real(&place, report, folder.path()) {
+        process::go_on()?;
+        report.left_out("real data", &format!("{error:#}"));
+    }
+    Ok(())
+}
+
+/// 1 MiB inserted at the front.
+fn inserted(place: &Place<'_>, report: &mut Report, old: &Path) -> Result<()> {
+    let bench = place.bench;
+    let bytes = bench.size.unwrap_or(if bench.quick { 256 * MIB } else { 4 * GIB }) / MIB * MIB;
+    report.section(
+        &format!("rolling: {} with 1 MiB inserted at the front", size(bytes as f64)),
+        "The copy's old state has just been written, so it is in the page cache, which rsync reads and dsync reads past. \
+         Bytes are those of both directions. Each run ends with an fsync of the copy.",
+    );
+    write(old, bytes, false, |at, buf| noise(bench.seed, at, buf))?;
+    write(&place.source, bytes + MIB, false, |at, buf| match at.checked_sub(MIB) {
+        Some(at) => noise(bench.seed, at, buf),
+        None => noise(bench.seed + 1, at, buf),
+    })?;
+    let ways: [(&str, Option<&[&str]>); 4] = [
+        ("rsync", None),
+        ("dsync --commit journal", Some(&["--commit", "journal"])),
+        ("dsync --commit in-place", Some(&["--commit", "in-place"])),
+        ("dsync --commit reflink", Some(&["--commit", "reflink"])),
+    ];
+    let mut costs: Vec<Vec<Cost>> = ways.iter().map(|_| Vec::new()).collect();
+    for round in 0..bench.rounds.unwrap_or(if bench.quick { 1 } else { 3 }) {
+        for turn in 0..ways.len() {
+            let at = (turn + round) % ways.len();
+            let (name, options) = ways[at];
+            if (options.is_none() && !place.has_rsync()) || (round > 0 && costs[at].is_empty()) {
+                continue;
+            }
+            place.restore(old)?;
+            let cost = match options {
+                Some(options) => place.dsync(options).map(Some),
+                None => place.rsync("", LIMIT),
+            };
+            match cost {
+                Ok(Some(cost)) => {
+                    if !bench.quiet {
+                        eprintln!("{name}: {} s, {} bytes", seconds(cost.seconds), cost.bytes);
+                    }
+                    costs[at].push(cost);
+                }
+                Ok(None) => report.left_out(name, "it took too long"),
+                Err(error) if format!("{error:#}").contains("can't clone") => {
+                    report.left_out(name, "the file system can't clone");
+                }
+                Err(error) => report.failed(name, &error),
+            }
+        }
+    }
+    let middle = |costs: &[Cost]| median(&costs.iter().map(|cost| cost.seconds).collect::<Vec<_>>());
+    let mut table = Table::new("1 MiB inserted", &["program", "s", "bytes", "peak memory"]);
+    for ((name, _), costs) in ways.iter().zip(&costs) {
+        let Some(first) = costs.first() else { continue };
+        let peak = costs.iter().map(|c| c.peak).max().unwrap_or(0);
+        table.row(vec![name.to_string(), seconds(middle(costs)), first.bytes.to_string(), size(peak as f64)]);
+    }
+    report.table(&table);
+    if let (Some(theirs), Some(ours)) = (costs[0].first(), costs[2].first()) {
+        let bytes = ours.bytes as f64 / theirs.bytes as f64;
+        report.goal("rolling: bytes, against rsync", bytes, true, 1.02);
+        for way in [1, 2] {
+            let ratio = middle(&costs[0]) / middle(&costs[way]);
+            report.goal(&format!("rolling: {} as fast as rsync", ways[way].0), ratio, false, 5.0);
+        }
+    }
+    Ok(())
+}
+
+/// What a file holds: a half at a time.
+type Fill = fn(seed: u64, at: u64, size: u64, buf: &mut [u8]);
+
+/// Blocks whose weak sums are equal for rsync, wherever they are cut, and whose content is not.
+fn equal_sums(seed: u64, at: u64, buf: &mut [u8]) {
+    buf.fill(100);
+    let mut random = Random::seeded(seed << 40 ^ at);
+    for block in buf.chunks_mut(512) {
+        for _ in 0..16 {
+            // Neither the sum nor the sum of sums changes.
+            let place = random.below(block.len() as u64 - 2) as usize;
+            block[place] += 1;
+            block[place + 1] -= 2;
+            block[place + 2] += 1;
+        }
+    }
+}
+
+/// Files at which others take for ever: name, sparse, the old content, the new one.
+const HOSTILE: [(&str, bool, Fill, Fill); 6] = [
+    ("zeroes early, changes late", false, early, late),
+    ("the same, sparse", true, early, late),
+    (
+        "[zeroes][noise] to [noise][zeroes]",
+        false,
+        |seed, at, size, buf| {
+            if at >= size / 2 {
+                noise(seed, at - size / 2, buf)
+            }
+        },
+        |seed, at, size, buf| {
+            if at < size / 2 {
+                noise(seed, at, buf)
+            }
+        },
+    ),
+    (
+        "equal weak sums",
+        false,
+        |seed, at, _, buf| equal_sums(seed, at, buf),
+        |seed, at, _, buf| equal_sums(seed + 1, at, buf),
+    ),
+    (
+        "one block again and again, shifted",
+        false,
+        |_, at, _, buf| {
+            (at..).zip(buf).for_each(|(at, b)| *b = (at % 4096 * 31 >> 3) as u8);
+        },
+        |_, at, _, buf| {
+            (at..).zip(buf).for_each(|(at, b)| *b = ((at + 4095) % 4096 * 31 >> 3) as u8);
+        },
+    ),
+    (
+        "nothing alike",
+        false,
+        |seed, at, _, buf| noise(seed, at, buf),
+        |seed, at, _, buf| noise(seed + 7, at, buf),
+    ),
+];
+
+fn early(seed: u64, at: u64, size: u64, buf: &mut [u8]) {
+    if at >= size / 2 {
+        noise(seed, at, buf);
+    }
+}
+
+/// As before, but its last quarter has zeroes and noise in turns, which nowhere begin at a block.
+fn late(seed: u64, at: u64, size: u64, buf: &mut [u8]) {
+    early(seed, at, size, buf);
+    if at >= size / 4 * 3 {
+        noise(seed + 3, at, buf);
+        let len = buf.len();
+        buf[len / 7..len / 7 * 5].fill(0);
+    }
+}
+
+fn hostile(place: &Place<'_>, report: &mut Report, old: &Path) -> Result<()> {
+    let bench = place.bench;
+    let sizes = match (bench.quick, bench.size) {
+        (true, _) => vec![32 * MIB, 128 * MIB],
+        (_, Some(most)) => vec![most / 4, most],
+        _ => vec![GIB, 4 * GIB],
+    };
+    let sizes: Vec<u64> = sizes.iter().map(|size| size / (8 * MIB) * (8 * MIB)).filter(|s| *s > 0).collect();
+    let limit = Duration::from_secs(if bench.quick { 10 } else { 60 });
+    report.section(
+        "rolling: files at which others take for ever",
+        &format!(
+            "dsync --method rolling --commit in-place beside rsync --inplace, which is given {} s. What \
+             makes equal sums for rsync makes none here, and nobody can make any: the weak sum has a key. Sizes up to 16 \
+             GiB: --size 16G.",
+            limit.as_secs()
+        ),
+    );
+    let mut table = Table::new(
+        "time and bytes",
+        &["file", "size", "dsync s", "s/GiB", "bytes", "rsync s", "bytes", "rsync/dsync"],
+    );
+    for (name, sparse, before, after) in HOSTILE {
+        let mut rates = Vec::new();
+        for &bytes in &sizes {
+            let needed = bytes * 3 + GIB;
+            if free(old.parent().unwrap_or(old)) < needed {
+                report.left_out(&format!("{name}, {}", size(bytes as f64)), "too little space");
+                continue;
+            }
+            write(old, bytes, sparse, |at, buf| before(bench.seed, at, bytes, buf))?;
+            write(&place.source, bytes, sparse, |at, buf| after(bench.seed, at, bytes, buf))?;
+            let mut cells = vec![name.to_string(), size(bytes as f64)];
+            place.restore(old)?;
+            let ours = place.dsync(&["--commit", "in-place"])?;
+            rates.push(ours.seconds / (bytes as f64 / GIB as f64));
+            cells.extend([
+                seconds(ours.seconds),
+                seconds(ours.seconds / (bytes as f64 / GIB as f64)),
+                size(ours.bytes as f64),
+            ]);
+            // Frames and sums cost a little, whatever is in them.
+            let share = ours.bytes as f64 / bytes as f64;
+            ensure!(share < 1.02 || bytes < GIB, "{name}: {} bytes for {bytes}", ours.bytes);
+            if place.has_rsync() {
+                place.restore(old)?;
+                match place.rsync("--inplace", limit)? {
+                    Some(theirs) => cells.extend([
+                        seconds(theirs.seconds),
+                        size(theirs.bytes as f64),
+                        format!("{:.1}", theirs.seconds / ours.seconds),
+                    ]),
+                    None => cells.extend([
+                        format!("> {}", limit.as_secs()),
+                        "?".into(),
+                        format!("> {:.1}", limit.as_secs_f64() / ours.seconds),
+                    ]),
+                }
+            }
+            if !bench.quiet {
+                eprintln!("{}", cells.join(", "));
+            }
+            table.row(cells);
+        }
+        if let [small, .., large] = rates[..] {
+            report.goal(
+                &format!("rolling: {name}: time a GiB, largest to smallest"),
+                large / small,
+                true,
+                1.5,
+            );
+        }
+    }
+    report.table(&table);
+    Ok(())
+}
+
+/// Two versions of a package of binaries, unpacked and joined to one file each, with the number of files.
+fn versions(folder: &Path, name: &str) -> Result<Option<(PathBuf, PathBuf, usize)>> {
+    let wanted: Vec<String> = if name.starts_with('^') {
+        let found = run(command("apt-cache").args(["search", "--names-only", name]), LIMIT)?;
+        let mut names: Vec<String> =
+            found.stdout.lines().filter_map(|line| Some(line.split(' ').next()?.to_string())).collect();
+        names.sort_by_key(|name| (name.len(), name.clone()));
+        names.split_off(names.len().saturating_sub(2))
+    } else {
+        let found = run(command("apt-cache").args(["madison", name]), LIMIT)?;
+        let mut versions: Vec<&str> =
+            found.stdout.lines().filter_map(|line| line.split('|').nth(1)).map(str::trim).collect();
+        // The newest stands first.
+        versions.dedup();
+        versions.truncate(2);
+        versions.into_iter().rev().map(|version| format!("{name}={version}")).collect()
+    };
+    let [old, new] = &wanted[..] else { return Ok(None) };
+    let mut joined = Vec::new();
+    let mut count = 0;
+    for (at, package) in [old, new].into_iter().enumerate() {
+        let place = folder.join(format!("package-{at}"));
+        if place.exists() {
+            std::fs::remove_dir_all(&place)?;
+        }
+        std::fs::create_dir_all(&place)?;
+        run(command("apt-get").args(["-qq", "download", package]).current_dir(&place), LIMIT)?;
+        let file = folder.join(format!("joined-{at}"));
+        // In the order of their names, as an archive has them.
+        let line = format!(
+            "cd {} && dpkg -x *.deb all && rm *.deb && find all -type f \\( -name '*.ko' -o -name '*.so*' -o -perm /111 \\) \
+             | LC_ALL=C sort | tee list | xargs -d '\\n' cat > {} && wc -l < list",
+            quote(&place),
+            quote(&file)
+        );
+        count = run(&mut shell(&line), LIMIT)?.stdout.trim().parse().unwrap_or(0);
+        joined.push(file);
+    }
+    let mut joined = joined.into_iter();
+    Ok(joined.next().zip(joined.next()).map(|(old, new)| (old, new, count)))
+}
+
+/// Successive versions of kernel modules and other binaries.
+fn real(place: &Place<'_>, report: &mut Report, folder: &Path) -> Result<()> {
+    ensure!(dsync_tests::find("apt-get").is_some(), "apt-get is not installed");
+    report.section(
+        "rolling: two versions of packages of binaries",
+        "Each package's modules, libraries and programs, joined to one file. Bytes of both directions. Lost compression is \
+         what a program sends more in place than out of place, as a part of the file, as the paper counts it (\"In-Place \
+         Rsync\", Rasch and Burns: 0.54 % lost compression with either rule, 3.1 % of the file's size of extra memory).",
+    );
+    let columns = [
+        "package",
+        "files",
+        "size",
+        "rolling",
+        "in place, trim",
+        "in place, delete",
+        "rsync",
+        "rsync --inplace",
+    ];
+    let mut table = Table::new("bytes", &columns);
+    let mut sums = [0u64; 6];
+    let mut packages: Vec<&str> = PACKAGES.to_vec();
+    packages.push(KERNELS);
+    if place.bench.quick {
+        packages.truncate(2);
+    }
+    for name in packages {
+        process::go_on()?;
+        let found = match versions(folder, name) {
+            Ok(Some(found)) => found,
+            Ok(None) => {
+                report.left_out(name, "the archives have one version only");
+                continue;
+            }
+            Err(error) => {
+                process::go_on()?;
+                report.left_out(name, &format!("{error:#}"));
+                continue;
+            }
+        };
+        let (old, new, count) = found;
+        std::fs::copy(&new, &place.source)?;
+        let total = std::fs::metadata(&new)?.len();
+        let mut bytes = vec![total];
+        for options in [
+            &["--commit", "journal"][..],
+            &["--commit", "in-place", "--cycles", "trim"],
+            &["--commit", "in-place", "--cycles", "delete"],
+        ] {
+            place.restore(&old)?;
+            bytes.push(place.dsync(options)?.bytes);
+        }
+        for options in ["", "--inplace"] {
+            place.restore(&old)?;
+            bytes.push(if place.has_rsync() {
+                place.rsync(options, LIMIT)?.map_or(0, |cost| cost.bytes)
+            } else {
+                0
+            });
+        }
+        let name = if name.starts_with('^') { "linux-image-6.1 (cloud)" } else { name };
+        let mut cells = vec![name.to_string(), count.to_string(), size(total as f64)];
+        cells.extend(bytes[1..].iter().map(u64::to_string));
+        if !place.bench.quiet {
+            eprintln!("{}", cells.join(", "));
+        }
+        table.row(cells);
+        sums.iter_mut().zip(bytes).for_each(|(sum, bytes)| *sum += bytes);
+    }
+    let mut cells = vec!["all".to_string(), String::new(), size(sums[0] as f64)];
+    cells.extend(sums[1..].iter().map(u64::to_string));
+    table.row(cells);
+    let lost = |at: usize| (sums[at] as f64 - sums[1] as f64) * 100.0 / sums[0].max(1) as f64;
+    let percent = |at: usize| format!("{:.2} %", lost(at));
+    let blank = || "".to_string();
+    table.row(vec!["lost compression".into(), blank(), blank(), blank(), percent(2), percent(3)]);
+    report.table(&table);
+    report.goal("rolling: lost compression in %, trim", lost(2), true, 0.5);
+    report.goal("rolling: lost compression in %, delete", lost(3), true, 0.5);
+    if sums[5] > 0 {
+        let ratio = sums[2] as f64 / sums[5] as f64;
+        report.goal("rolling: bytes in place, against rsync --inplace", ratio, true, 1.0);
+    }
+    Ok(())
+}

@@ -1,0 +1,277 @@
+use std::sync::Arc;
+
+use device::{Disk, RamDisk};
+use proptest::prelude::*;
+
+use super::*;
+
+const KEY: [u8; 32] = [7; 32];
+
+/// An edit of a file: what, where, how much, and another place.
+type Edit = (u8, u32, u32, u32);
+
+fn noise(len: usize, seed: u64) -> Vec<u8> {
+    let mut state = seed | 1;
+    (0..len)
+        .map(|_| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 32) as u8
+        })
+        .collect()
+}
+
+fn edit(bytes: &mut Vec<u8>, (what, at, len, other): Edit, most: usize) {
+    let size = bytes.len().max(1);
+    let at = (at as usize % size).min(bytes.len());
+    let len = (len as usize % most).min(bytes.len() - at);
+    let other = other as usize % size;
+    match what % 10 {
+        // Insert.
+        0 => drop(bytes.splice(at..at, noise(len, u64::from(what) + other as u64))),
+        // Delete.
+        1 => drop(bytes.drain(at..at + len)),
+        // Move.
+        2 => {
+            let moved: Vec<u8> = bytes.drain(at..at + len).collect();
+            let to = other.min(bytes.len());
+            bytes.splice(to..to, moved);
+        }
+        // Swap.
+        3 => {
+            for n in 0..len.min(size - other) {
+                bytes.swap(at + n, other + n);
+            }
+        }
+        // Duplicate.
+        4 => {
+            let twice = bytes[at..at + len].to_vec();
+            let to = other.min(bytes.len());
+            bytes.splice(to..to, twice);
+        }
+        5 => bytes[at..at + len].reverse(),
+        // Truncate and grow.
+        6 => bytes.truncate(size - len.min(size)),
+        7 => bytes.extend(noise(len, other as u64)),
+        8 => bytes[at..at + len].fill(0),
+        _ => bytes[at..at + len].fill(other as u8),
+    }
+}
+
+fn index(old: &Arc<dyn Disk>, shape: &Shape) -> Index {
+    let mut index = Index::new(shape.clone(), old.len()).unwrap();
+    tell(old, shape, |(said, sums)| index.hear(&said, &sums)).unwrap();
+    assert!(index.is_whole());
+    index.finish();
+    index
+}
+
+/// Brings `old` to `new`, and counts the bytes that had to be sent.
+fn run(new: &[u8], old: &[u8], in_place: Option<InPlace>, block: u32) -> (Vec<u8>, u64) {
+    let source: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(new));
+    let destination: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(old));
+    let shape = Shape { size: old.len().max(new.len()) as u64, block, key: KEY };
+    let index = index(&destination, &shape);
+    let mut result = old.to_vec();
+    result.resize(old.len().max(new.len()), 0);
+    let before = result.clone();
+    let (mut sent, mut last) = (0, 0);
+    let found = |change| {
+        let (range, bytes) = match change {
+            Change::Data { offset, data } => {
+                sent += data.len() as u64;
+                (offset..offset + data.len() as u64, data.to_vec())
+            }
+            Change::Zero(range) => (range.clone(), vec![0; (range.end - range.start) as usize]),
+            Change::Copy { offset, len, from, hash } => {
+                assert!(from + len <= old.len() as u64 && len <= 1 << 20);
+                let read = from as usize..(from + len) as usize;
+                let bytes = if in_place.is_some() { &result[read] } else { &before[read] };
+                assert_eq!(scan::hash(bytes), hash, "copy of {len} from {from} to {offset}");
+                (offset..offset + len, bytes.to_vec())
+            }
+        };
+        assert!(in_place.is_some() || range.start >= last, "changes ascend");
+        last = range.end;
+        result[range.start as usize..range.end as usize].copy_from_slice(&bytes);
+        Ok(())
+    };
+    changes(&source, &index, in_place, found, |_| {}).unwrap();
+    result.truncate(new.len());
+    assert!(sent <= new.len() as u64);
+    (result, sent)
+}
+
+fn every_way(new: &[u8], old: &[u8], block: u32) {
+    assert!(run(new, old, None, block).0 == new, "out of place");
+    for cycles in [Cycles::Trim, Cycles::Delete] {
+        for window in [1, 2, 7, 1 << 19] {
+            let result = run(new, old, Some(InPlace { cycles, window }), block).0;
+            assert!(result == new, "in place, {cycles:?}, window {window}");
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 60, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_file_becomes_any_other(
+        size in prop_oneof![0usize..3000, 3000usize..300_000],
+        edits in prop::collection::vec(any::<Edit>(), 0..12),
+        shift in 9u32..13,
+        seed in any::<u64>(),
+    ) {
+        let old = noise(size, seed);
+        let mut new = old.clone();
+        edits.into_iter().for_each(|e| edit(&mut new, e, 60_000));
+        every_way(&new, &old, 1 << shift);
+        every_way(&old, &new, 1 << shift);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 4, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Over the borders of chunks.
+    #[test]
+    fn any_large_file_becomes_any_other(
+        edits in prop::collection::vec(any::<Edit>(), 1..12),
+        shift in 12u32..18,
+        seed in any::<u64>(),
+    ) {
+        let old = noise(11_000_000, seed);
+        let mut new = old.clone();
+        edits.into_iter().for_each(|e| edit(&mut new, e, 3_000_000));
+        let block = 1 << shift;
+        prop_assert!(run(&new, &old, None, block).0 == new);
+        prop_assert!(run(&new, &old, Some(InPlace::default()), block).0 == new);
+        let small = InPlace { cycles: Cycles::Delete, window: 9 };
+        prop_assert!(run(&new, &old, Some(small), block).0 == new);
+    }
+}
+
+#[test]
+fn what_was_inserted_is_all_that_is_sent() {
+    let old = noise(20 << 20, 3);
+    for inserted in [1, 511, 4096, 1 << 20, (1 << 20) + 77] {
+        let new = [noise(inserted, 9), old.clone()].concat();
+        for in_place in [None, Some(InPlace::default())] {
+            let (result, sent) = run(&new, &old, in_place, 4096);
+            assert!(result == new);
+            // And the last block, which is a short one of the new file.
+            assert!(sent <= inserted as u64 + 4096, "{sent} for {inserted}");
+        }
+        // The other way nothing is sent.
+        for in_place in [None, Some(InPlace::default())] {
+            let (result, sent) = run(&old, &new, in_place, 4096);
+            assert!(result == old && sent <= 8192, "{sent} for {inserted} less");
+        }
+    }
+}
+
+#[test]
+fn equal_files_need_nothing_and_holes_are_not_read() {
+    let bytes = noise(9_000_001, 5);
+    assert_eq!(run(&bytes, &bytes, None, 4096).1, 0);
+    // Halves swapped: [zeroes][noise] and [noise][zeroes].
+    let (a, z) = (noise(6 << 20, 5), vec![0; 6 << 20]);
+    let (first, second) = ([a.clone(), z.clone()].concat(), [z, a].concat());
+    for in_place in [None, Some(InPlace::default())] {
+        assert_eq!(run(&first, &second, in_place, 4096).1, 0);
+        assert_eq!(run(&second, &first, in_place, 4096).1, 0);
+    }
+}
+
+#[test]
+fn halves_that_are_swapped_in_place_cost_a_half() {
+    let (a, b) = (noise(5 << 20, 1), noise(5 << 20, 2));
+    let (first, second) = ([a.clone(), b.clone()].concat(), [b, a].concat());
+    assert_eq!(run(&first, &second, None, 4096).1, 0);
+    let (result, sent) = run(&first, &second, Some(InPlace::default()), 4096);
+    assert!(result == first);
+    assert_eq!(sent, 5 << 20);
+}
+
+#[test]
+fn a_lying_account_is_refused_or_does_no_harm() {
+    let shape = Shape { size: 40_000, block: 4096, key: KEY };
+    for (said, sums) in [
+        (Told::Sums(0..50_000), vec![0; 13 * SUMS]),
+        (Told::Sums(4096..8192), vec![0; SUMS]),
+        (Told::Sums(0..8192), vec![0; SUMS]),
+        (Told::Sums(0..0), vec![]),
+        #[allow(clippy::reversed_empty_ranges)]
+        (Told::Sums(0..u64::MAX), vec![]),
+        (Told::Zero(0..50_000), vec![]),
+        (Told::Zero(0..4096), vec![1]),
+    ] {
+        assert!(Index::new(shape.clone(), 40_000).unwrap().hear(&said, &sums).is_err(), "{said:?}");
+    }
+    let mut short = Index::new(shape.clone(), 40_000).unwrap();
+    short.hear(&Told::Sums(0..5000), &[1; 2 * SUMS]).unwrap();
+    assert!(short.hear(&Told::Sums(5000..9000), &[1; SUMS]).is_err(), "nothing follows a short block");
+    assert!(short.hear(&Told::Zero(5000..9000), &[]).is_err(), "but its end");
+    short.hear(&Told::Zero(5000..40_000), &[]).unwrap();
+    for block in [0, 1, 256, 5000, 1 << 31] {
+        assert!(Index::new(Shape { block, ..shape.clone() }, 0).is_err());
+    }
+
+    // Equal weak sums for everything, which are also those of the source, and false strong ones: it takes no time.
+    let new = vec![0x55; 24 << 20];
+    let shape = Shape { size: 24 << 20, block: 65536, key: KEY };
+    let mut sums = sums::Summer::new(&shape).sums(sums::Summer::new(&shape).weak.sum(&new[..65536]), &new);
+    let mut index = Index::new(shape, 24 << 20).unwrap();
+    for chunk in 0..6 {
+        let mut told = Vec::new();
+        for block in 0..64u8 {
+            (sums[10], sums[11]) = (chunk, block);
+            told.extend(sums);
+        }
+        let from = u64::from(chunk) * (4 << 20);
+        index.hear(&Told::Sums(from..from + (4 << 20)), &told).unwrap();
+    }
+    index.finish();
+    let source: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(&new));
+    let (mut sent, began) = (0, std::time::Instant::now());
+    let found = |change| {
+        if let Change::Data { data, .. } = change {
+            sent += data.len();
+        }
+        Ok(())
+    };
+    changes(&source, &index, None, found, |_| {}).unwrap();
+    assert_eq!(sent, new.len());
+    assert!(began.elapsed().as_secs() < 10, "{:?}", began.elapsed());
+}
+
+#[test]
+#[ignore = "a measurement"]
+fn speed() {
+    let old = noise(1 << 30, 3);
+    let (moved, other) = ([noise(1 << 20, 9), old.clone()].concat(), noise(1 << 30, 4));
+    for (what, new) in [("same", &old), ("moved", &moved), ("other", &other)] {
+        let source: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(new));
+        let destination: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(&old));
+        let shape = Shape::new(old.len() as u64, KEY);
+        let began = std::time::Instant::now();
+        let mut index = Index::new(shape.clone(), destination.len()).unwrap();
+        tell(&destination, &shape, |(said, sums)| index.hear(&said, &sums)).unwrap();
+        index.finish();
+        let told = began.elapsed();
+        for in_place in [None, Some(InPlace::default())] {
+            let began = std::time::Instant::now();
+            let mut sent = 0;
+            let found = |change| {
+                if let Change::Data { data, .. } = change {
+                    sent += data.len();
+                }
+                Ok(())
+            };
+            changes(&source, &index, in_place, found, |_| {}).unwrap();
+            let in_place = in_place.is_some();
+            println!("{what}: told {told:?}, in place {in_place} {:?}, {sent} sent", began.elapsed());
+        }
+    }
+}

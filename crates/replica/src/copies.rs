@@ -1,0 +1,236 @@
+//! Carrying copies out: what they copy is read ahead and checked, and they become data. What comes out stands in the delta's
+//! order, each frame once everything that it and those before it copy has been read: whoever writes it at once overwrites
+//! nothing that an earlier copy still needs.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::io;
+use std::sync::Arc;
+
+use delta::{Frame, MAX_DATA, Record};
+use device::{Buf, Disk, Kind, Piece, Pieces, Queue, Request};
+use twox_hash::XxHash3_128;
+
+/// Operations kept on their way.
+const DEPTH: u32 = 64;
+/// Bytes read ahead.
+const AHEAD: usize = 16 << 20;
+/// Copies that are read with one request.
+const MOST_PIECES: usize = 1024;
+
+/// Why a copy could not be made.
+pub(crate) enum Trouble {
+    /// The disk's reason.
+    Disk(io::Error),
+    /// What stands there is not what was to be copied.
+    Other { offset: u64, from: u64 },
+}
+
+/// A frame on its way out.
+struct Job {
+    /// As they came in.
+    records: Vec<Record>,
+    /// `None` while it is read.
+    data: Option<Buf>,
+}
+
+/// Turns copies into data.
+pub(crate) struct Copies {
+    queue: Box<dyn Queue>,
+    jobs: VecDeque<Job>,
+    /// The token of the first job.
+    first: u64,
+    bytes: usize,
+    /// Bytes read so far.
+    pub read: u64,
+}
+
+impl Copies {
+    /// Of what `disk` holds.
+    pub fn new(disk: &Arc<dyn Disk>) -> io::Result<Copies> {
+        let queue = disk.clone().queue(DEPTH)?;
+        Ok(Copies { queue, jobs: VecDeque::new(), first: 0, bytes: 0, read: 0 })
+    }
+
+    /// Takes a frame.
+    pub fn push(&mut self, frame: Frame) {
+        let Frame { records, data } = frame;
+        let copies = |record: &Record| matches!(record, Record::Copy { .. });
+        if !records.iter().any(copies) {
+            self.bytes += data.len();
+            self.jobs.push_back(Job { records, data: Some(data) });
+            return;
+        }
+        let mut at = 0;
+        for run in records.chunk_by(|a, b| copies(a) == copies(b)) {
+            if !run.first().is_some_and(copies) {
+                let len: u64 =
+                    run.iter().map(|r| if let Record::Data { len, .. } = r { *len } else { 0 }).sum();
+                let end = at + len as usize;
+                self.bytes += len as usize;
+                self.jobs.push_back(Job { records: run.to_vec(), data: Some(Buf::from(&data[at..end])) });
+                at = end;
+                continue;
+            }
+            let mut run = run;
+            while !run.is_empty() {
+                // No more than one frame's data at a time.
+                let mut bytes = 0;
+                let count = run.iter().take(MOST_PIECES).take_while(|r| {
+                    bytes += r.len();
+                    bytes <= MAX_DATA as u64
+                });
+                let (now, later) = run.split_at(count.count().max(1));
+                self.fetch(now.to_vec());
+                run = later;
+            }
+        }
+        self.queue.start();
+    }
+
+    fn fetch(&mut self, records: Vec<Record>) {
+        let mut pieces: Pieces = Pieces::with_capacity(records.len());
+        let mut total = 0;
+        for record in &records {
+            let Record::Copy { from, len, .. } = *record else { continue };
+            total += len as usize;
+            match pieces.last_mut() {
+                Some(last) if last.offset + last.len == from => last.len += len,
+                _ => pieces.push(Piece { offset: from, len }),
+            }
+        }
+        self.bytes += total;
+        self.read += total as u64;
+        let token = self.first + self.jobs.len() as u64;
+        self.jobs.push_back(Job { records, data: None });
+        self.queue.submit(Request { kind: Kind::Read, pieces, buf: Buf::scratch(total), token });
+    }
+
+    /// The next frame: without waiting while little is read ahead, unless `all` is wanted.
+    pub fn next(&mut self, all: bool) -> Result<Option<Frame>, Trouble> {
+        while self.jobs.front().is_some_and(|job| job.data.is_none()) {
+            let Some(done) = self.queue.complete(all || self.bytes > AHEAD) else { return Ok(None) };
+            done.result.map_err(Trouble::Disk)?;
+            let at = done.request.token.wrapping_sub(self.first) as usize;
+            if let Some(job) = self.jobs.get_mut(at) {
+                job.data = Some(done.request.buf);
+            }
+        }
+        let Some(Job { records, data: Some(data) }) = self.jobs.pop_front() else { return Ok(None) };
+        self.first += 1;
+        self.bytes -= data.len();
+        let mut at = 0;
+        let mut out: Vec<Record> = Vec::with_capacity(records.len());
+        for record in records {
+            let len = if let Record::Zero { .. } = record { 0 } else { record.len() as usize };
+            if let Record::Copy { offset, from, hash, .. } = record {
+                if data.get(at..at + len).map(XxHash3_128::oneshot) != Some(u128::from_le_bytes(hash)) {
+                    return Err(Trouble::Other { offset, from });
+                }
+                out.push(Record::Data { offset, len: len as u64 });
+            } else {
+                out.push(record);
+            }
+            at += len;
+        }
+        Ok(Some(Frame { records: out, data }))
+    }
+}
+
+/// What a delta has written so far that stands in no order: no byte may be written twice, or what it copies would depend on
+/// when.
+#[derive(Default)]
+pub(crate) struct Written(BTreeMap<u64, u64>);
+
+impl Written {
+    /// Notes a record's bytes. `false` if one of them was written before.
+    pub fn add(&mut self, record: &Record) -> bool {
+        let (mut start, mut end) = (record.offset(), record.end());
+        if let Some((&before, &stop)) = self.0.range(..end).next_back() {
+            if stop > start {
+                return false;
+            }
+            if stop == start {
+                start = before;
+            }
+        }
+        if let Some(stop) = self.0.remove(&end) {
+            end = stop;
+        }
+        self.0.insert(start, end);
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_byte_is_written_once() {
+        let mut written = Written::default();
+        let data = |offset, len| Record::Data { offset, len };
+        for (offset, len, fine) in [
+            (10, 10, true),
+            (20, 5, true),
+            (0, 10, true),
+            (24, 1, false),
+            (25, 1, true),
+            (9, 2, false),
+            (0, 100, false),
+            (100, 10, true),
+            (90, 11, false),
+            (26, 74, true),
+            (50, 1, false),
+            (110, 1, true),
+        ] {
+            assert_eq!(written.add(&data(offset, len)), fine, "{offset} {len}");
+        }
+        assert_eq!(written.0.len(), 1);
+    }
+
+    #[test]
+    fn copies_become_data_in_order() {
+        let bytes: Vec<u8> = (0..3 << 20).map(|n: u32| (n % 253) as u8).collect();
+        let disk: Arc<dyn Disk> = Arc::new(device::RamDisk::from_bytes(&bytes));
+        let copy = |offset: u64, from: u64, len: u64| {
+            let hash = XxHash3_128::oneshot(&bytes[from as usize..(from + len) as usize]).to_le_bytes();
+            Record::Copy { offset, len, from, hash }
+        };
+        let records = vec![
+            copy(900, 0, 1 << 20),
+            copy(5, 77, 3),
+            copy(2000, 80, 1 << 20),
+            Record::Data { offset: 3, len: 2 },
+            Record::Zero { offset: 1 << 40, len: 1 << 50 },
+            Record::Data { offset: 0, len: 1 },
+            copy(7, 1, 1),
+        ];
+        let mut copies = Copies::new(&disk).unwrap();
+        copies.push(Frame { records: records.clone(), data: Buf::from(&[1, 2, 3][..]) });
+        let mut out = Vec::new();
+        while let Ok(Some(frame)) = copies.next(true) {
+            let mut at = 0;
+            for record in frame.records {
+                if let Record::Data { offset, len } = record {
+                    out.push((offset, frame.data[at..at + len as usize].to_vec()));
+                    at += len as usize;
+                } else {
+                    out.push((record.offset(), vec![]));
+                }
+            }
+            assert!(at == frame.data.len() && at <= MAX_DATA);
+        }
+        let offsets: Vec<u64> = out.iter().map(|(offset, _)| *offset).collect();
+        assert_eq!(offsets, records.iter().map(Record::offset).collect::<Vec<_>>());
+        assert_eq!(out[1].1, bytes[77..80]);
+        assert_eq!((&out[3].1[..], &out[5].1[..], &out[6].1[..]), (&[1, 2][..], &[3][..], &[1][..]));
+
+        let lie = Record::Copy { offset: 4, len: 9, from: 100, hash: [0; 16] };
+        copies.push(Frame { records: vec![lie], data: Buf::default() });
+        assert!(matches!(copies.next(true), Err(Trouble::Other { offset: 4, from: 100 })));
+        let far = Record::Copy { offset: 4, len: 9, from: 1 << 62, hash: [0; 16] };
+        let mut copies = Copies::new(&disk).unwrap();
+        copies.push(Frame { records: vec![far], data: Buf::default() });
+        assert!(matches!(copies.next(true), Err(Trouble::Disk(_))));
+    }
+}

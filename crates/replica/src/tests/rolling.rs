@@ -1,0 +1,185 @@
+//! Deltas that copy within the destination, by every way to commit them.
+
+use delta::{Encoder, Frame, Method, Record, Writer};
+use device::Buf;
+use device::faulty::Power;
+
+use super::crash::{Scenario, cut_everywhere, on, replica_at};
+use super::world::*;
+use crate::{Commit, ReplicaError, State};
+
+fn source() -> Source {
+    Source::moving(23, &[40, 48, 44, 44, 60])
+}
+
+fn by_rolling(world: &World, power: &Power, source: &Source, to: usize, commit: Commit) -> crate::Result<()> {
+    let mut replica = world.open(power)?;
+    let content = content(&replica).unwrap();
+    let delta = source.rolling(replica.standing(), &content, to, replica.is_in_place(commit));
+    merge(&mut replica, &delta, commit).map(drop)
+}
+
+#[test]
+fn every_way_yields_the_source() {
+    for seed in 0..30 {
+        let source = Source::moving(seed, &[40, 48, 44, 20, 44, 1, 60]);
+        for kind in [Kind::File, Kind::Device] {
+            for commit in [Commit::Journal, Commit::InPlace, Commit::Reflink] {
+                if (kind, commit) == (Kind::Device, Commit::Reflink) {
+                    continue;
+                }
+                let world = replica_at(kind, &source, 0);
+                for to in 1..source.images.len() {
+                    by_rolling(&world, &on(), &source, to, commit).unwrap();
+                    assert!(world.holds(&source.images[to]), "{kind:?} {commit:?} {seed}, epoch {to}");
+                    let replica = world.open(&on()).unwrap();
+                    let standing = replica.standing();
+                    assert_eq!((standing.state, standing.epoch), (State::Exact, Some(source.epochs[to])));
+                }
+                assert!(world.names().iter().all(|n| n == "lineage" || n == "vm.raw"), "{:?}", world.names());
+            }
+        }
+    }
+}
+
+fn scenario(name: &str, kind: Kind, from: usize, to: usize, commit: Commit) {
+    let source = source();
+    let run = |world: &World, power: &Power| by_rolling(world, power, &source, to, commit);
+    let in_place = commit == Commit::InPlace;
+    let world = replica_at(kind, &source, from);
+    let from = Some(from);
+    cut_everywhere(&Scenario { name, source: &source, world, from, to, in_place, commit, run: &run });
+}
+
+#[test]
+fn journal_cut_everywhere() {
+    scenario("rolling, journal, grows", Kind::File, 0, 1, Commit::Journal);
+    scenario("rolling, journal, shrinks", Kind::Device, 1, 2, Commit::Journal);
+}
+
+#[test]
+fn in_place_cut_everywhere() {
+    scenario("rolling, in place, grows", Kind::File, 0, 1, Commit::InPlace);
+    scenario("rolling, in place, shrinks", Kind::File, 1, 2, Commit::InPlace);
+    scenario("rolling, in place, device", Kind::Device, 0, 1, Commit::InPlace);
+}
+
+#[test]
+fn reflink_cut_everywhere() {
+    scenario("rolling, reflink, shrinks", Kind::File, 1, 2, Commit::Reflink);
+}
+
+/// After a cut in the middle nobody knows what stands where; rolling finds that too.
+#[test]
+fn what_was_cut_in_place_is_mended_by_rolling() {
+    let source = source();
+    for kind in [Kind::File, Kind::Device] {
+        for frames in 1..12 {
+            for commit in [Commit::Journal, Commit::InPlace] {
+                let world = replica_at(kind, &source, 0);
+                let mut replica = world.open(&on()).unwrap();
+                let delta = source.rolling(replica.standing(), &content(&replica).unwrap(), 1, true);
+                receive_part(&mut replica, &delta, Commit::InPlace, frames).unwrap();
+                let standing = replica.standing().clone();
+                assert_eq!((standing.state, standing.under_way), (State::Incomplete, true));
+                assert!(standing.positions.iter().all(|p| p.epoch.is_none()), "{standing:?}");
+                // Nothing but a comparison will do.
+                let tracked = source.tracked(0, 1);
+                assert!(matches!(
+                    merge(&mut replica, &tracked, commit),
+                    Err(ReplicaError::WrongEpoch { .. })
+                ));
+                drop(replica);
+                by_rolling(&world, &on(), &source, 2, commit).unwrap();
+                assert!(world.holds(&source.images[2]));
+                assert_eq!(world.open(&on()).unwrap().standing().state, State::Exact);
+            }
+        }
+    }
+}
+
+/// What came to the journal before a cut is gone on from: its copies are data there.
+#[test]
+fn what_was_cut_in_the_journal_is_gone_on_from() {
+    let source = source();
+    let world = replica_at(Kind::File, &source, 0);
+    let mut replica = world.open(&on()).unwrap();
+    let delta = source.rolling(replica.standing(), &content(&replica).unwrap(), 1, false);
+    receive_part(&mut replica, &delta, Commit::Journal, 5).unwrap();
+    drop(replica);
+    let mut replica = world.open(&on()).unwrap();
+    let standing = replica.standing().clone();
+    assert_eq!(standing.positions[0].epoch, Some(source.epochs[1]));
+    assert!(standing.resumes.is_some() && world.holds(&source.images[0]));
+    let rest = source.lacks(&standing, None, 2);
+    merge(&mut replica, &rest, Commit::Journal).unwrap();
+    assert!(world.holds(&source.images[2]));
+}
+
+/// A peer that lies: what it says is refused, and nothing that is exact changes.
+#[test]
+fn lies_are_refused() {
+    let source = source();
+    let data = |offset, len| (Record::Data { offset, len }, vec![9; len as usize]);
+    let image = &source.images[0];
+    let copy = |offset: u64, from: u64, len: u64| {
+        let bytes = image.get(from as usize..(from + len) as usize).unwrap_or(b"");
+        let hash = twox_hash::XxHash3_128::oneshot(bytes).to_le_bytes();
+        (Record::Copy { offset, len, from, hash }, Vec::new())
+    };
+    let bad_hash = (Record::Copy { offset: 0, len: 4096, from: 8192, hash: [1; 16] }, Vec::new());
+    let beyond = copy(0, source.size(0) + 40 * BLOCK, 4096);
+    type Lie = (&'static str, Vec<(Record, Vec<u8>)>);
+    let cases: Vec<Lie> = vec![
+        ("a false hash", vec![bad_hash]),
+        ("copied from beyond the end", vec![beyond]),
+        ("two copies to one place", vec![copy(0, 8192, 4096), copy(4000, 20_000, 4096)]),
+        ("data over a copy", vec![copy(0, 8192, 4096), data(100, 512)]),
+        ("zeroes over a copy", vec![copy(9000, 0, 4096), (Record::Zero { offset: 0, len: 10_000 }, vec![])]),
+        ("read after it was overwritten", vec![data(8192, 4096), copy(0, 8192, 4096), data(60_000, 512)]),
+    ];
+    for (what, records) in cases {
+        for commit in [Commit::Journal, Commit::InPlace, Commit::Reflink] {
+            let world = replica_at(Kind::File, &source, 0);
+            let mut replica = world.open(&on()).unwrap();
+            let mut header = source.header(1, 1, Method::Rolling);
+            header.binds = Some(replica.standing().nonce);
+            header.size_before = source.size(0) * 4;
+            let mut bytes = Vec::new();
+            let mut writer = Writer::new(&mut bytes);
+            let (mut encoder, unit) = Encoder::new(&header, None).unwrap();
+            writer.unit(&unit).unwrap();
+            for (record, data) in &records {
+                let frame = Frame { records: vec![*record], data: Buf::from(&data[..]) };
+                writer.unit(&encoder.frame(frame).unwrap()).unwrap();
+            }
+            writer.unit(&encoder.trailer()).unwrap();
+            let result = merge(&mut replica, &bytes, commit);
+            drop(replica);
+            let standing = world.open(&on()).unwrap().standing().clone();
+            // Where the old content is still there when it is read, a delta that reads it late is none the worse.
+            if what.starts_with("read after") && result.is_ok() {
+                continue;
+            }
+            assert!(
+                matches!(result, Err(ReplicaError::Delta { .. } | ReplicaError::Io { .. })),
+                "{what}, {commit:?}: {result:?}"
+            );
+            if commit == Commit::InPlace {
+                assert_eq!(standing.state, State::Incomplete, "{what}");
+            } else {
+                assert!(world.holds(&source.images[0]), "{what}, {commit:?}");
+                assert_eq!(standing.state, State::Exact, "{what}, {commit:?}");
+            }
+            // And the replica can be brought in order.
+            by_rolling(&world, &on(), &source, 2, Commit::Journal).unwrap();
+            assert!(world.holds(&source.images[2]), "{what}, {commit:?}");
+        }
+    }
+    // Copies that go on from another delta, or fit no state.
+    let world = replica_at(Kind::File, &source, 0);
+    let mut replica = world.open(&on()).unwrap();
+    let delta = source.rolling(replica.standing(), &content(&replica).unwrap(), 1, false);
+    merge(&mut replica, &delta, Commit::Journal).unwrap();
+    assert!(matches!(merge(&mut replica, &delta, Commit::Journal), Err(ReplicaError::WrongEpoch { .. })));
+}
