@@ -255,10 +255,10 @@ const HOSTILE: [(&str, bool, Fill, Fill); 6] = [
         "one block again and again, shifted",
         false,
         |_, at, _, buf| {
-            (at..).zip(buf).for_each(|(at, b)| *b = (at % 4096 * 31 >> 3) as u8);
+            (at..).zip(buf).for_each(|(at, b)| *b = ((at % 4096 * 31) >> 3) as u8);
         },
         |_, at, _, buf| {
-            (at..).zip(buf).for_each(|(at, b)| *b = ((at + 4095) % 4096 * 31 >> 3) as u8);
+            (at..).zip(buf).for_each(|(at, b)| *b = (((at + 4095) % 4096 * 31) >> 3) as u8);
         },
     ),
     (

@@ -117,7 +117,11 @@ fn any_edit_by_any_way() {
     plain.edit(|bytes, _| bytes.clear());
     plain.rolling(&["--commit", "in-place"]);
     plain.edit(|bytes, random| *bytes = random.bytes(100_001));
-    plain.site.sync(&plain.source, &plain.replica, &["--method", "rolling"]).ok();
+    plain.rolling(&[]);
+    plain.edit(|bytes, _| bytes.clear());
+    plain.rolling(&[]);
+    plain.edit(|bytes, random| *bytes = random.bytes(100_001));
+    plain.site.sync(&plain.source, &plain.replica, &[]).ok();
     image::assert_equal(&plain.source, &plain.replica);
 }
 

@@ -326,8 +326,12 @@ fn choose(handle: &Handle, standing: &Standing, options: &Options) -> Result<Way
     if options.how == How::Compare {
         return Ok(Way::Compare("asked for".into()));
     }
-    if options.how == How::Rolling && (options.adopt || !standing.positions.is_empty()) {
+    let stands = standing.epoch.is_some() || !standing.positions.is_empty();
+    if options.how == How::Rolling && (options.adopt || stands) {
         return Ok(Way::Rolling("asked for".into()));
+    }
+    if standing.positions.is_empty() && stands && options.how == How::Auto {
+        return Ok(Way::Compare("the replica was empty".into()));
     }
     if standing.positions.is_empty() {
         // A seed that had not come far enough to keep anything.

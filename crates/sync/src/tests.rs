@@ -57,6 +57,7 @@ fn standing(source: Uuid) -> Standing {
         recovered: None,
         changed: None,
         wrong_size: None,
+        in_place: false,
     }
 }
 
@@ -178,7 +179,8 @@ fn a_lying_source_is_found_out() {
     };
     let plan = |scope: Scope, delta| Message {
         kind: PLAN,
-        head: serde_json::to_vec(&Plan { bytes: u64::MAX / 2, compare: Some(scope), delta }).unwrap(),
+        head: serde_json::to_vec(&Plan { bytes: u64::MAX / 2, compare: Some(scope), rolling: None, delta })
+            .unwrap(),
         ..Message::default()
     };
     let whole = Scope::whole(SIZE, 4096);

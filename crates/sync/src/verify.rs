@@ -196,7 +196,7 @@ pub fn verify(
         seconds: 0.0,
         recovered: standing.recovered.clone(),
     };
-    let plan = Plan { bytes: 0, compare: Some(scope.clone()), delta: options.repair };
+    let plan = Plan { bytes: 0, compare: Some(scope.clone()), rolling: None, delta: options.repair };
     sender.send_json(PLAN, &plan)?;
     let totals = Totals::default();
     if options.repair {

@@ -50,6 +50,9 @@ pub(super) struct Weak {
     leaves: [u64; 256],
     /// The powers of the last [`STEP`] places, by limbs.
     powers: Box<[[i16; STEP]; LIMBS]>,
+    /// The processor has AVX2 and BMI2.
+    #[cfg(target_arch = "x86_64")]
+    wide: bool,
 }
 
 /// What a search found: the place of a block's first byte, and its sum.
@@ -73,11 +76,35 @@ impl Weak {
             }
             value = fold(times(value, point));
         }
-        Weak { point, step: power(point, STEP as u64), leaves, powers }
+        Weak {
+            point,
+            step: power(point, STEP as u64),
+            leaves,
+            powers,
+            #[cfg(target_arch = "x86_64")]
+            wide: is_x86_feature_detected!("avx2") && is_x86_feature_detected!("bmi2"),
+        }
     }
 
     /// The sum of a block of any length.
     pub fn sum(&self, block: &[u8]) -> u64 {
+        #[cfg(target_arch = "x86_64")]
+        if self.wide {
+            // SAFETY: `wide` says that the processor has what the function is compiled for.
+            return unsafe { self.sum_wide(block) };
+        }
+        self.sum_by(block)
+    }
+
+    /// The same with wider registers.
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx2,bmi2")]
+    unsafe fn sum_wide(&self, block: &[u8]) -> u64 {
+        self.sum_by(block)
+    }
+
+    #[inline(always)]
+    fn sum_by(&self, block: &[u8]) -> u64 {
         // The short step comes first: every later one moves what is before it by a whole step.
         let (short, whole) = block.split_at(block.len() % STEP);
         let mut sum = self.dot(short, STEP - short.len());
@@ -88,6 +115,7 @@ impl Weak {
     }
 
     /// The sum of at most a step of bytes, whose first has the power at this place.
+    #[inline(always)]
     fn dot(&self, bytes: &[u8], place: usize) -> u64 {
         let mut value = 0;
         for (limb, powers) in self.powers.iter().enumerate() {
