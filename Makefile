@@ -3,6 +3,7 @@
 CARGO ?= cargo
 PREFIX ?= /usr/local
 DESTDIR ?=
+UNITS ?= /etc/systemd/system
 
 # rustup's folder is not in the PATH of every shell.
 export PATH := $(PATH):$(HOME)/.cargo/bin
@@ -10,7 +11,7 @@ export PATH := $(PATH):$(HOME)/.cargo/bin
 completions := bash-completion/completions/dsync zsh/site-functions/_dsync fish/vendor_completions.d/dsync.fish
 target := $(or $(CARGO_TARGET_DIR),target)
 
-.PHONY: all build demo test test-vm check soak bench install uninstall doc clean
+.PHONY: all build bpf demo test test-vm check soak bench install uninstall doc clean
 
 all: build
 
@@ -22,6 +23,12 @@ demo:
 	@scripts/setup build
 	@$(CARGO) build --release -p dsync
 	@$(target)/release/dsync demo
+
+# The tracker's program, kept beside its source so that nobody needs clang to build dsync.
+bpf:
+	@scripts/setup bpf
+	cd bpf && clang -target bpf -mcpu=v3 -g -O2 -Wall -Wextra -Werror -ffile-prefix-map=$(CURDIR)/bpf=. -c track.bpf.c -o track.bpf.o
+	llvm-strip -g bpf/track.bpf.o
 
 # Formatting, lints, then unit, property and integration tests, the guest's sample among them. A tool that could not
 # be installed leaves a line that begins with SKIPPED.
@@ -58,6 +65,8 @@ install: build
 	install -Dm755 $(target)/release/dsync $(DESTDIR)$(PREFIX)/bin/dsync
 	ln -sf dsync $(DESTDIR)$(PREFIX)/bin/dmextract
 	ln -sf dsync $(DESTDIR)$(PREFIX)/bin/dmmerge
+	install -Dm644 systemd/dsync-track@.service $(DESTDIR)$(UNITS)/dsync-track@.service
+	sed -i 's|/usr/local/bin|$(PREFIX)/bin|' $(DESTDIR)$(UNITS)/dsync-track@.service
 	install -d $(share)/man/man1 $(addprefix $(share)/,$(dir $(completions)))
 	$(target)/release/dsync man $(share)/man/man1
 	$(target)/release/dsync completions bash >$(share)/bash-completion/completions/dsync
@@ -66,6 +75,7 @@ install: build
 
 uninstall:
 	rm -f $(addprefix $(DESTDIR)$(PREFIX)/bin/,dsync dmextract dmmerge)
+	rm -f $(DESTDIR)$(UNITS)/dsync-track@.service
 	rm -f $(addprefix $(share)/,$(completions)) $(share)/man/man1/dsync.1 $(share)/man/man1/dsync-*.1
 
 doc:

@@ -68,6 +68,17 @@ pub enum Command {
         connected to it, for as long as one stays connected.")]
     Serve(Serve),
 
+    /// Follow a live disk: from now on every block written to it is known
+    #[command(after_help = "Examples:\n  \
+        dsync track add /dev/sdb                           at once: mounted or not, nothing is restarted\n  \
+        dsync status /dev/sdb\n  \
+        dsync track remove /dev/sdb\n\n\
+        To keep the record over a reboot, for a disk that is not the root file system's:\n  \
+        systemctl enable --now \"dsync-track@$(systemd-escape -p /dev/sdb).service\"\n\n\
+        The service runs 'dsync track save' when the last file system is unmounted, and 'dsync track\n\
+        restore' before the first is mounted. A record is trusted again only if nothing wrote between.")]
+    Track(Track),
+
     /// Sources, trackers and replicas: trust, epochs, what each lacks
     #[command(after_help = "Examples:\n  dsync status\n  dsync status /srv/vm.raw --json")]
     Status(Status),
@@ -278,6 +289,56 @@ pub struct Serve {
     pub view_limit: u64,
     #[command(flatten)]
     pub open: SourceArgs,
+}
+
+/// `track`.
+#[derive(Debug, Args)]
+pub struct Track {
+    /// What to do
+    #[command(subcommand)]
+    pub action: TrackAction,
+}
+
+/// What `track` does.
+#[derive(Debug, Subcommand)]
+pub enum TrackAction {
+    /// Begin to follow a disk, a partition, or any other block device
+    Add {
+        /// The block device
+        #[arg(value_name = "DEV")]
+        device: PathBuf,
+        /// What follows it
+        #[arg(long, value_enum, default_value_t = With::Bpf)]
+        with: With,
+        /// Bytes a block: a power of two from 4K to 1M [default: 4K, more for disks over 4 TiB]
+        #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+        block_size: Option<u64>,
+    },
+    /// Stop following it, and forget what was recorded
+    Remove {
+        /// The block device
+        #[arg(value_name = "DEV")]
+        device: PathBuf,
+    },
+    /// Save the record of a device that nobody uses any more, for 'restore' after a reboot
+    Save {
+        /// The block device
+        #[arg(value_name = "DEV")]
+        device: PathBuf,
+    },
+    /// Follow a device on from its saved record; where that can't be trusted, from now on
+    Restore {
+        /// The block device
+        #[arg(value_name = "DEV")]
+        device: PathBuf,
+    },
+}
+
+/// What follows a disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum With {
+    /// Programs in the kernel (BPF): nothing to install
+    Bpf,
 }
 
 /// `status`.

@@ -61,6 +61,7 @@ pub fn code(error: &anyhow::Error) -> u8 {
             cause
                 .downcast_ref::<replica::ReplicaError>()
                 .map(|e| e.is_refusal())
+                .or_else(|| cause.downcast_ref::<trackers::TrackError>().map(|e| e.is_refusal()))
                 .or_else(|| cause.downcast_ref::<device::DeviceError>().map(|e| e.is_refusal()))
         });
         match refused {

@@ -11,6 +11,7 @@ mod pipes;
 mod serve;
 mod status;
 mod sync_command;
+mod track;
 mod units;
 mod verify_command;
 
@@ -99,6 +100,7 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
     match &cli.command {
         Command::Sync(args) => return sync_command::run(args, &state, output),
         Command::Serve(args) => serve::run(args, &state, output)?,
+        Command::Track(args) => track::run(args, &state, output)?,
         Command::Status(args) => status::run(args, &state, output)?,
         Command::Extract(args) => pipes::extract(args, &state, output)?,
         Command::Merge(args) => pipes::merge(args, &state, output)?,
@@ -115,8 +117,8 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
 }
 
 /// The block size that the arguments ask for.
-fn block_size(args: &args::SourceArgs) -> Result<Option<u32>> {
-    let Some(size) = args.block_size else { return Ok(None) };
+fn block_size(size: Option<u64>) -> Result<Option<u32>> {
+    let Some(size) = size else { return Ok(None) };
     match u32::try_from(size) {
         Ok(size) if size.is_power_of_two() && (4096..=1 << 20).contains(&size) => Ok(Some(size)),
         _ => Err(Failure::usage(format!(
@@ -130,7 +132,7 @@ fn block_size(args: &args::SourceArgs) -> Result<Option<u32>> {
 /// How a source is opened where nothing serves it.
 fn source_options(args: &args::SourceArgs) -> Result<source::Options> {
     Ok(source::Options {
-        block_size: block_size(args)?,
+        block_size: block_size(args.block_size)?,
         trust_device: args.trust_device,
         allow_shrink: args.allow_shrink,
         ..source::Options::default()

@@ -207,7 +207,7 @@ pub fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> 
             What::ReadOnly(device::open(image, &options)?)
         } else {
             let options = source::Options {
-                block_size: crate::block_size(&args.open)?,
+                block_size: crate::block_size(args.open.block_size)?,
                 read_only: false,
                 direct: args.direct,
                 trust_device: args.open.trust_device,

@@ -9,7 +9,7 @@ use source::{About, Bookmarks, Client, History, Position, StateDir, Status};
 
 use crate::args;
 use crate::output::Output;
-use crate::units;
+use crate::{track, units};
 
 /// What is known of a source.
 #[derive(Serialize)]
@@ -42,18 +42,28 @@ pub fn run(args: &args::Status, state: &StateDir, output: &Output) -> Result<()>
     let sources = match &args.path {
         Some(what) => match state.source(what)? {
             Some(found) => vec![found],
+            None if track::status(Some(Path::new(what)), output)? > 0 => return Ok(()),
             None => return replica(Path::new(what), None, state, output, false),
         },
         None => state.sources()?,
     };
-    if sources.is_empty() {
+    let trackers = match &args.path {
+        // Said with its source below.
+        Some(_) => 0,
+        None => track::status(None, output)?,
+    };
+    if sources.is_empty() && trackers == 0 {
         output.say(&format!(
-            "nothing is followed yet (state directory {}): begin with \"dsync serve\" or \"dsync sync\"",
+            "nothing is followed yet (state directory {}): begin with \"dsync serve\", \"dsync track\" or \"dsync sync\"",
             state.path().display()
         ));
     }
     for (place, about) in sources {
+        let path = about.path.clone();
         source_status(&place, about, output)?;
+        if args.path.is_some() {
+            track::status(Some(&path), output)?;
+        }
     }
     Ok(())
 }

@@ -47,6 +47,11 @@ pub fn export_name(path: &Path) -> String {
     path.file_stem().map_or_else(|| "disk".into(), |s| s.to_string_lossy().into_owned())
 }
 
+/// A device's path as one name.
+fn device_name(device: &Path) -> String {
+    device.to_string_lossy().trim_start_matches('/').replace('/', "-")
+}
+
 impl StateDir {
     /// The given directory, else the one of `DSYNC_STATE_DIR`, else `/var/lib/dsync` for root, else the user's own.
     pub fn find(given: Option<&Path>) -> StateDir {
@@ -68,13 +73,12 @@ impl StateDir {
 
     /// The folder for the replica on a block device, by its canonical path.
     pub fn replica_folder(&self, device: &Path) -> PathBuf {
-        let name: String = device
-            .to_string_lossy()
-            .trim_start_matches('/')
-            .chars()
-            .map(|c| if c == '/' { '-' } else { c })
-            .collect();
-        self.root.join("replicas").join(name)
+        self.root.join("replicas").join(device_name(device))
+    }
+
+    /// The folder for the saved record of a tracked device, by its canonical path.
+    pub fn tracker_folder(&self, device: &Path) -> PathBuf {
+        self.root.join("trackers").join(device_name(device))
     }
 
     /// The known sources.

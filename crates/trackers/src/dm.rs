@@ -96,6 +96,13 @@ pub(crate) fn find(device: &Path) -> Result<Option<Box<dyn Tracker>>, TrackError
     Ok(Some(Box::new(DmTracker { device: device.into(), name, block_size, size })))
 }
 
+/// The devices that are mapped through dm-track.
+pub(crate) fn list() -> Vec<PathBuf> {
+    let names = std::fs::read_dir(PROC).into_iter().flatten().flatten().map(|entry| entry.file_name());
+    let devices = names.map(|name| Path::new("/dev/mapper").join(name));
+    devices.filter(|device| device.exists()).collect()
+}
+
 /// The name of a mapped device; `None` for all others.
 fn name_of(device: &Path) -> Result<Option<String>, TrackError> {
     let Ok(disk) = identity(device) else { return Ok(None) };

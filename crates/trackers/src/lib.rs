@@ -1,6 +1,7 @@
-//! What records a source's writes. So far the embedded tracker: [`TrackedDisk`], a disk that writes down what is written
-//! through it and keeps what open views still need.
+//! What records a source's writes: the embedded tracker [`TrackedDisk`], a disk that writes down what is written through it
+//! and keeps what open views still need; and, behind [`Tracker`], what records the writes to a live disk from the kernel.
 
+pub mod bpf;
 pub mod dm;
 mod gate;
 mod intent;
@@ -14,4 +15,4 @@ pub use record::Record;
 pub use saved::{Saved, SavedParts};
 pub use served::{Clock, Served};
 pub use tracked::{Frozen, Settings, TrackError, TrackedDisk};
-pub use tracker::{Tracker, find};
+pub use tracker::{Tracker, find, list};

@@ -1,11 +1,11 @@
 //! What records the writes to a live disk, and which one follows a given disk.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use extents::Bitmap;
 use uuid::Uuid;
 
-use crate::{TrackError, dm};
+use crate::{TrackError, bpf, dm};
 
 /// Records the writes to a live disk, from the kernel: it goes on while no process of ours runs.
 ///
@@ -44,5 +44,15 @@ pub trait Tracker: Send + Sync {
 
 /// The tracker that follows the block device at `device`, if one does.
 pub fn find(device: &Path) -> Result<Option<Box<dyn Tracker>>, TrackError> {
-    dm::find(device)
+    match bpf::find(device)? {
+        None => dm::find(device),
+        found => Ok(found),
+    }
+}
+
+/// The devices that are tracked here.
+pub fn list() -> Result<Vec<PathBuf>, TrackError> {
+    let mut devices = bpf::list()?;
+    devices.extend(dm::list());
+    Ok(devices)
 }

@@ -1,0 +1,129 @@
+//! `dsync track`: following a live disk.
+
+use std::path::Path;
+
+use anyhow::Result;
+use serde::Serialize;
+use source::StateDir;
+use trackers::bpf::{self, Restored};
+use trackers::{TrackError, Tracker};
+
+use crate::args::{Track, TrackAction, With};
+use crate::failure::Failure;
+use crate::output::Output;
+use crate::units;
+
+/// What is known of a tracker.
+#[derive(Serialize)]
+struct TrackerStatus {
+    kind: &'static str,
+    path: std::path::PathBuf,
+    tracker: &'static str,
+    size: u64,
+    block_size: u32,
+    /// Blocks written since the last checkpoint; `None` if that can't be told.
+    dirty: Option<u64>,
+    lost: Option<String>,
+}
+
+/// Begins or ends to follow a disk; saves and restores its record.
+pub fn run(args: &Track, state: &StateDir, output: &Output) -> Result<()> {
+    match &args.action {
+        TrackAction::Add { device, with: With::Bpf, block_size } => {
+            let tracker = bpf::add(device, crate::block_size(*block_size)?)?;
+            output.say(&format!(
+                "{} is tracked from now on, in blocks of {}; the next \"dsync sync\" compares or copies, later ones send \
+                 what changed",
+                device.display(),
+                units::size(tracker.block_size().into())
+            ));
+            output.more("the record ends with the machine's run, but where dsync-track@.service saves it");
+            say(device, &*tracker, output)
+        }
+        TrackAction::Remove { device } => {
+            if !bpf::remove(device)? {
+                return Err(Failure::refused(format!(
+                    "{} is not tracked: \"dsync status\" tells what is",
+                    device.display()
+                ))
+                .into());
+            }
+            output.say(&format!(
+                "{} is not tracked any more; what was recorded is forgotten",
+                device.display()
+            ));
+            Ok(())
+        }
+        TrackAction::Save { device } => {
+            bpf::save(device, &folder(device, state)?)?;
+            output.say(&format!("the record of {} is saved", device.display()));
+            Ok(())
+        }
+        TrackAction::Restore { device } => {
+            output.say(&match bpf::restore(device, &folder(device, state)?)? {
+                Restored::WentOn => format!("{} was tracked all the while", device.display()),
+                Restored::Trusted => format!("{} is tracked on from its saved record", device.display()),
+                Restored::Lost(why) => {
+                    format!("{} is tracked from now on; what came before is lost: {why}", device.display())
+                }
+            });
+            Ok(())
+        }
+    }
+}
+
+fn folder(device: &Path, state: &StateDir) -> Result<device::Dir> {
+    let canonical = std::fs::canonicalize(device).unwrap_or_else(|_| device.to_path_buf());
+    let place = state.tracker_folder(&canonical);
+    device::Dir::open(&place)
+        .map_err(|error| TrackError::State { what: "can't make a folder", place, error }.into())
+}
+
+/// Says how the trackers are, of one device or of all. Returns how many there are.
+pub fn status(device: Option<&Path>, output: &Output) -> Result<usize> {
+    let devices = match device {
+        Some(device) => vec![device.to_path_buf()],
+        None => trackers::list()?,
+    };
+    let mut found = 0;
+    for device in devices {
+        if let Some(tracker) = trackers::find(&device)? {
+            found += 1;
+            say(&device, &*tracker, output)?;
+        } else if !device.exists() {
+            found += 1;
+            output.say(&format!(
+                "{} was tracked and is not there any more: end it with \"dsync track remove {0}\"",
+                device.display()
+            ));
+        }
+    }
+    Ok(found)
+}
+
+fn say(device: &Path, tracker: &dyn Tracker, output: &Output) -> Result<()> {
+    let status = TrackerStatus {
+        kind: "tracker",
+        path: device.to_path_buf(),
+        tracker: tracker.kind(),
+        size: tracker.size(),
+        block_size: tracker.block_size(),
+        dirty: tracker.dirty().ok().map(|dirty| dirty.count()),
+        lost: tracker.lost()?,
+    };
+    output.say(&format!(
+        "device {} ({}, blocks of {}) is followed by the {} tracker",
+        device.display(),
+        units::size(status.size),
+        units::size(status.block_size.into()),
+        status.tracker
+    ));
+    if let Some(dirty) = status.dirty {
+        output.say(&format!("  {} blocks written since the last checkpoint", units::count(dirty)));
+    }
+    if let Some(why) = &status.lost {
+        output.say(&format!("  what came before is not known: {why}"));
+    }
+    output.summary(&status);
+    Ok(())
+}

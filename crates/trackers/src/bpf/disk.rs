@@ -1,0 +1,78 @@
+//! What is followed: a whole disk, or one partition of it.
+
+use std::path::{Path, PathBuf};
+
+use device::Identity;
+
+use crate::TrackError;
+
+/// A block device as the kernel counts it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Followed {
+    /// Its path without links.
+    pub path: PathBuf,
+    /// Its number, as `major:minor`.
+    pub number: String,
+    /// The number that the kernel gave the disk and will give no other.
+    pub diskseq: u64,
+    /// Where it begins on the disk, in sectors of 512 bytes.
+    pub first_sector: u64,
+    /// Bytes.
+    pub size: u64,
+    /// Where sysfs tells of it.
+    pub sysfs: PathBuf,
+}
+
+impl Followed {
+    /// Looks at the block device at `path`.
+    pub fn at(path: &Path) -> Result<Followed, TrackError> {
+        let identity = device::identity(path)?;
+        if !identity.is_block() {
+            return Err(TrackError::Unable(format!(
+                "{} is not a block device: serve a file with \"dsync serve\", which records what is written through it",
+                path.display()
+            )));
+        }
+        Self::of(&identity)
+    }
+
+    /// The same, for a path known to be a block device.
+    pub fn of(identity: &Identity) -> Result<Followed, TrackError> {
+        let number = format!("{}:{}", libc::major(identity.dev), libc::minor(identity.dev));
+        let sysfs = PathBuf::from("/sys/dev/block").join(&number);
+        let Some(diskseq) = identity.diskseq else {
+            return Err(TrackError::Unable(format!(
+                "the kernel gives {} no diskseq (Linux 5.15): use \"dsync sync --method compare\"",
+                identity.path.display()
+            )));
+        };
+        Ok(Followed {
+            path: identity.path.clone(),
+            number,
+            diskseq,
+            // A whole disk has no such file.
+            first_sector: read_number(&sysfs.join("start")).unwrap_or(0),
+            size: identity.size,
+            sysfs,
+        })
+    }
+
+    /// The folder of the whole disk in sysfs.
+    pub fn whole_disk(&self) -> PathBuf {
+        let place = std::fs::canonicalize(&self.sysfs).unwrap_or_else(|_| self.sysfs.clone());
+        match place.parent() {
+            Some(disk) if place.join("partition").exists() => disk.to_path_buf(),
+            _ => place,
+        }
+    }
+
+    /// True for zoned disks, whose zones change by operations of their own.
+    pub fn is_zoned(&self) -> bool {
+        std::fs::read_to_string(self.whole_disk().join("queue/zoned")).is_ok_and(|z| z.trim() != "none")
+    }
+}
+
+/// A number in a file of its own.
+pub(super) fn read_number(path: &Path) -> Option<u64> {
+    std::fs::read_to_string(path).ok()?.trim().parse().ok()
+}

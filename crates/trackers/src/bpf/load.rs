@@ -1,0 +1,181 @@
+//! Beginning and ending to track: programs, maps and links, pinned so that they outlive us.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::path::Path;
+
+use aya::programs::BtfTracePoint;
+use aya::programs::links::FdLink;
+use aya::{Btf, EbpfLoader};
+use extents::Bitmap;
+
+use super::disk::Followed;
+use super::notes::{Counts, Notes};
+use super::{BpfTracker, LINKS, MAPS, RECORDS, TRACEPOINTS, folder, sys};
+use crate::TrackError;
+
+/// The program, as `make bpf` builds it.
+static OBJECT: &[u8] = aya::include_bytes_aligned!("../../../../bpf/track.bpf.o");
+
+/// Where BPF objects are pinned.
+pub(super) const BPFFS: &str = "/sys/fs/bpf";
+const BPFFS_MAGIC: i64 = 0xcafe_4a11;
+
+/// The block size for a disk: 4 KiB, larger where the bitmap would exceed 128 MiB, up to 1 MiB.
+fn block_size_for(size: u64) -> u32 {
+    let mut block_size = 4096u32;
+    while block_size < 1 << 20 && size / u64::from(block_size) > (128 << 20) * 8 {
+        block_size *= 2;
+    }
+    block_size
+}
+
+/// Follows a block device from now on. `why` is what its record will say of the time before.
+pub(super) fn begin(disk: &Followed, block_size: Option<u32>, why: &str) -> Result<BpfTracker, TrackError> {
+    check_machine()?;
+    if disk.is_zoned() {
+        return Err(TrackError::Unable(format!(
+            "{} is a zoned disk, whose zones change unseen: use \"dsync sync --method compare\"",
+            disk.path.display()
+        )));
+    }
+    let block_size = block_size.unwrap_or_else(|| block_size_for(disk.size));
+    let place = folder(&disk.number);
+    if let Err(error) =
+        std::fs::create_dir_all(place.parent().unwrap_or(&place)).and_then(|()| std::fs::create_dir(&place))
+    {
+        return Err(match error.kind() {
+            io::ErrorKind::AlreadyExists => TrackError::Refused(format!(
+                "{} is tracked already: see \"dsync status {0}\", or end it with \"dsync track remove {0}\"",
+                disk.path.display()
+            )),
+            _ => TrackError::State { what: "can't make a folder", place, error },
+        });
+    }
+    let begun = load(disk, block_size, &place, why).and_then(|()| BpfTracker::open(&place, &disk.path));
+    if begun.is_err() {
+        // What was pinned so far follows nothing that anybody would ask for.
+        let _ = unpin(&place);
+    }
+    begun
+}
+
+fn load(disk: &Followed, block_size: u32, place: &Path, why: &str) -> Result<(), TrackError> {
+    let failed = |what: &'static str| {
+        let device = disk.path.clone();
+        move |error: String| TrackError::Kernel { what, device: device.clone(), error }
+    };
+    let pin = |error: io::Error| TrackError::State { what: "can't pin", place: place.to_path_buf(), error };
+    let btf = Btf::from_sys_fs().map_err(|e| failed("read the kernel's types")(chain(&e)))?;
+    let blocks = disk.size.div_ceil(u64::from(block_size));
+    let words = Bitmap::<()>::words(blocks);
+    let leaf_words = blocks.div_ceil(4096) * 64;
+    let block_shift = u64::from((block_size / 512).trailing_zeros());
+    let sectors = disk.size / 512;
+    let mut programs = EbpfLoader::new()
+        .btf(Some(&btf))
+        .override_global("diskseq", &disk.diskseq, true)
+        .override_global("first_sector", &disk.first_sector, true)
+        .override_global("sectors", &sectors, true)
+        .override_global("block_shift", &block_shift, true)
+        .override_global("leaf_words", &leaf_words, true)
+        .load(OBJECT)
+        .map_err(|e| failed("load the program")(chain(&e)))?;
+    for name in MAPS {
+        let map = programs.map(name).ok_or_else(|| failed("load the program")(format!("no map {name}")))?;
+        map.pin(place.join(name)).map_err(|e| failed("pin a map")(chain(&e)))?;
+    }
+    for name in RECORDS {
+        let record = sys::create_record(words).map_err(|e| failed("make a record")(e.to_string()))?;
+        sys::pin(record.as_fd(), &place.join(name)).map_err(pin)?;
+        if name == RECORDS[0] {
+            let slot = sys::get(&place.join("slot")).map_err(pin)?;
+            super::put_in_slot(slot.as_fd(), record.as_fd())
+                .map_err(|e| failed("begin a record")(e.to_string()))?;
+        }
+    }
+    let mut ids = [0; LINKS.len()];
+    for ((id, name), tracepoint) in ids.iter_mut().zip(LINKS).zip(TRACEPOINTS) {
+        let fail = failed("attach the program");
+        let program: &mut BtfTracePoint = programs
+            .program_mut(name)
+            .ok_or_else(|| fail(format!("no program {name}")))?
+            .try_into()
+            .map_err(|e| fail(chain(&e)))?;
+        program.load(tracepoint, &btf).map_err(|e| fail(chain(&e)))?;
+        let link = program.attach().map_err(|e| fail(chain(&e)))?;
+        let link: FdLink = program.take_link(link).map_err(|e| fail(chain(&e)))?.into();
+        link.pin(place.join(name)).map_err(|e| fail(chain(&e)))?;
+        *id = sys::get(&place.join(name)).and_then(|link| sys::link_ids(link.as_fd())).map_err(pin)?.0;
+    }
+    let notes = Notes {
+        device: disk.path.clone(),
+        diskseq: disk.diskseq,
+        first_sector: disk.first_sector,
+        size: disk.size,
+        block_size,
+        boot: boot_id(),
+        links: ids,
+        lost: Some(why.to_owned()),
+        released: None,
+        base: Counts::default(),
+        pending: None,
+        doubtful: false,
+    };
+    let map = sys::get(&place.join("notes")).map_err(pin)?;
+    notes.write(map.as_fd()).map_err(pin)
+}
+
+/// Ends the tracking whose pins lie in a folder. Programs at work finish; then the kernel lets them go.
+pub(super) fn unpin(place: &Path) -> io::Result<()> {
+    for entry in std::fs::read_dir(place)? {
+        std::fs::remove_file(entry?.path())?;
+    }
+    std::fs::remove_dir(place)?;
+    // The folder of all trackers goes with the last of them.
+    let _ = place.parent().map(std::fs::remove_dir);
+    Ok(())
+}
+
+/// What this machine must have.
+fn check_machine() -> Result<(), TrackError> {
+    let unable = |why: &str| Err(TrackError::Unable(why.to_owned()));
+    if !rustix::process::geteuid().is_root() {
+        return unable(
+            "tracking a live disk takes root: run it with sudo, or use \"dsync sync --method compare\"",
+        );
+    }
+    if !Path::new("/sys/kernel/btf/vmlinux").exists() {
+        return unable(
+            "this kernel was built without BTF (there is no /sys/kernel/btf/vmlinux), which the bpf tracker needs: \
+             use \"dsync serve\" or \"dsync sync --method compare\"",
+        );
+    }
+    let bpffs = rustix::fs::statfs(BPFFS).is_ok_and(|s| s.f_type == BPFFS_MAGIC);
+    if !bpffs {
+        return unable(
+            "no BPF file system is mounted at /sys/fs/bpf: \"mount -t bpf bpf /sys/fs/bpf\", or use \
+             \"dsync sync --method compare\"",
+        );
+    }
+    Ok(())
+}
+
+/// The name of this life of the kernel.
+pub(super) fn boot_id() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
+}
+
+/// An error with its causes.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let said = error.to_string();
+        if !text.contains(&said) {
+            text = format!("{text}: {said}");
+        }
+        cause = error.source();
+    }
+    text
+}

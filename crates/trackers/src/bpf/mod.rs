@@ -1,0 +1,385 @@
+//! The bpf tracker: follows any block device while it is in use, from within the kernel, with no daemon and no module.
+//!
+//! Programs at tracepoints of the block layer mark what is written in a record (see `bpf/track.bpf.c`). Programs,
+//! maps and links are pinned below `/sys/fs/bpf/dsync/MAJOR:MINOR/`, and live until they are removed or the machine stops.
+//!
+//! There are two records. One is in use; the other is clean, or holds what the last checkpoint returned and nobody has
+//! released. So what a process leaves that dies in between needs no notes to be understood: whatever stands in either record
+//! was written since the last release.
+
+mod disk;
+mod load;
+mod notes;
+mod saved;
+mod sys;
+#[cfg(test)]
+mod tests;
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use extents::Bitmap;
+use rustix::fs::FlockOperation;
+use uuid::Uuid;
+
+use crate::{TrackError, Tracker};
+use disk::Followed;
+use notes::{Counts, Notes};
+use sys::Words;
+
+pub use saved::{Restored, restore, save};
+
+/// What is pinned, by the names that the objects have in the program: the maps, the two records, and the links.
+const MAPS: [&str; 4] = ["slot", "flight", "counts", "notes"];
+const RECORDS: [&str; 2] = ["record-a", "record-b"];
+const LINKS: [&str; 5] = ["bio_complete", "rq_complete", "split", "remap", "queue"];
+/// The tracepoint of each link. Ends are seen first, so that no write is seen to begin whose end is not.
+const TRACEPOINTS: [&str; 5] =
+    ["block_bio_complete", "block_rq_complete", "block_split", "block_bio_remap", "block_bio_queue"];
+/// How many of them tell of ends.
+const ENDS: usize = 2;
+
+const BEGAN: &str = "it was not tracked before";
+
+/// Where a device's tracker is pinned.
+fn folder(number: &str) -> PathBuf {
+    Path::new(load::BPFFS).join("dsync").join(number)
+}
+
+/// Follows the block device at `device` from now on, in blocks of `block_size` bytes, or of 4 KiB and more for disks above
+/// 4 TiB. What was written before is not known: [`Tracker::lost`] says so until the first release.
+///
+/// # Errors
+/// `Unable` where the machine or the device can't do it, `Refused` if it is tracked already.
+pub fn add(device: &Path, block_size: Option<u32>) -> Result<Box<dyn Tracker>, TrackError> {
+    Ok(Box::new(load::begin(&Followed::at(device)?, block_size, BEGAN)?))
+}
+
+/// Stops following a device, and forgets what was recorded. False if it was not tracked.
+pub fn remove(device: &Path) -> Result<bool, TrackError> {
+    let number = match device::identity(device) {
+        Ok(identity) => Some(Followed::of(&identity)?.number),
+        // A disk that is gone is known by the path that it had.
+        Err(_) => pinned()?.into_iter().find(|(_, path)| path == device).map(|(number, _)| number),
+    };
+    let Some(place) = number.map(|number| folder(&number)) else { return Ok(false) };
+    match load::unpin(&place) {
+        Ok(()) => Ok(true),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(TrackError::State { what: "can't remove the tracker", place, error }),
+    }
+}
+
+/// The bpf tracker of a device, if it has one.
+pub(crate) fn find(device: &Path) -> Result<Option<Box<dyn Tracker>>, TrackError> {
+    let Ok(identity) = device::identity(device) else { return Ok(None) };
+    if !identity.is_block() {
+        return Ok(None);
+    }
+    let place = folder(&format!("{}:{}", libc::major(identity.dev), libc::minor(identity.dev)));
+    // Whoever may not look there can't read the disk's record either: to him it is not tracked, and is compared.
+    match place.try_exists() {
+        Ok(true) => {}
+        _ => return Ok(None),
+    }
+    Ok(Some(match BpfTracker::open(&place, &identity.path) {
+        Ok(tracker) => Box::new(tracker),
+        Err(error) => Box::new(Broken { device: identity.path, size: identity.size, why: error.to_string() }),
+    }))
+}
+
+/// The devices that are tracked, by the paths that they had when that began.
+pub(crate) fn list() -> Result<Vec<PathBuf>, TrackError> {
+    Ok(pinned()?.into_iter().map(|(_, path)| path).collect())
+}
+
+/// Number and path of what is tracked.
+fn pinned() -> Result<Vec<(String, PathBuf)>, TrackError> {
+    let Ok(entries) = std::fs::read_dir(folder("")) else { return Ok(Vec::new()) };
+    let mut found = Vec::new();
+    for entry in entries.flatten() {
+        let number = entry.file_name().to_string_lossy().into_owned();
+        let notes = sys::get(&entry.path().join("notes")).and_then(|map| Notes::read(map.as_fd()));
+        let device = match notes {
+            Ok(notes) => notes.device,
+            // Enough to name it and to remove it by.
+            Err(_) => Path::new("/dev/block").join(&number),
+        };
+        found.push((number, device));
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// Puts a record in use. Returns when no program works with the one before.
+fn put_in_slot(slot: BorrowedFd, record: BorrowedFd) -> io::Result<()> {
+    use std::os::fd::AsRawFd;
+    sys::update(slot, 0, &record.as_raw_fd().to_ne_bytes())
+}
+
+/// See the module.
+pub(crate) struct BpfTracker {
+    place: PathBuf,
+    device: PathBuf,
+    size: u64,
+    block_size: u32,
+    slot: OwnedFd,
+    flight: OwnedFd,
+    counts: OwnedFd,
+    notes: OwnedFd,
+    records: [Record; 2],
+}
+
+struct Record {
+    map: OwnedFd,
+    id: u32,
+    bits: Bitmap<Words>,
+}
+
+impl BpfTracker {
+    /// Opens what is pinned in a folder, for the device at a path.
+    fn open(place: &Path, device: &Path) -> Result<BpfTracker, TrackError> {
+        let get = |name: &str| {
+            sys::get(&place.join(name)).map_err(|error| TrackError::State {
+                what: "can't open the tracker's pin",
+                place: place.join(name),
+                error,
+            })
+        };
+        let [slot, flight, counts, notes] = [get(MAPS[0])?, get(MAPS[1])?, get(MAPS[2])?, get(MAPS[3])?];
+        let state =
+            |error| TrackError::State { what: "can't use the tracker", place: place.to_owned(), error };
+        let known = Notes::read(notes.as_fd()).map_err(state)?;
+        let (size, block_size) = (known.size, known.block_size);
+        if !block_size.is_power_of_two() || !(4096..=1 << 20).contains(&block_size) {
+            return Err(state(io::Error::new(io::ErrorKind::InvalidData, "its block size is none")));
+        }
+        let record = |name: &str| -> Result<Record, TrackError> {
+            let map = get(name)?;
+            let blocks = size.div_ceil(u64::from(block_size));
+            let words = Words::map(map.as_fd(), Bitmap::<Words>::words(blocks)).map_err(state)?;
+            let id = sys::map_id(map.as_fd()).map_err(state)?;
+            let bits = Bitmap::over(words, blocks)
+                .map_err(|e| state(io::Error::new(io::ErrorKind::InvalidData, e)))?;
+            Ok(Record { map, id, bits })
+        };
+        let records = [record(RECORDS[0])?, record(RECORDS[1])?];
+        let (place, device) = (place.to_owned(), device.to_owned());
+        Ok(BpfTracker { place, device, size, block_size, slot, flight, counts, notes, records })
+    }
+
+    fn failed(&self, what: &'static str) -> impl FnOnce(io::Error) -> TrackError {
+        let device = self.device.clone();
+        move |error| TrackError::Kernel { what, device, error: error.to_string() }
+    }
+
+    fn notes(&self) -> Result<Notes, TrackError> {
+        Notes::read(self.notes.as_fd()).map_err(self.failed("read the tracker's notes"))
+    }
+
+    fn write_notes(&self, notes: &Notes) -> Result<(), TrackError> {
+        notes.write(self.notes.as_fd()).map_err(self.failed("write the tracker's notes"))
+    }
+
+    /// One process at a time ends an epoch, or looks at both records.
+    fn lock(&self) -> Result<File, TrackError> {
+        let lock = File::open(&self.place).and_then(|folder| {
+            rustix::fs::flock(&folder, FlockOperation::LockExclusive)?;
+            Ok(folder)
+        });
+        lock.map_err(self.failed("lock the tracker"))
+    }
+
+    /// The record in use, and the other one. `None` if neither is in use.
+    fn in_use(&self) -> Result<Option<(&Record, &Record)>, TrackError> {
+        let mut id = [0; 4];
+        sys::lookup(self.slot.as_fd(), 0, &mut id).map_err(self.failed("look at the record in use"))?;
+        let id = u32::from_ne_bytes(id);
+        let [a, b] = &self.records;
+        Ok(if a.id == id {
+            Some((a, b))
+        } else if b.id == id {
+            Some((b, a))
+        } else {
+            None
+        })
+    }
+
+    /// Link and program of each link, as far as they are pinned.
+    fn links(&self) -> [io::Result<(u32, u32)>; LINKS.len()] {
+        LINKS.map(|name| sys::get(&self.place.join(name)).and_then(|link| sys::link_ids(link.as_fd())))
+    }
+
+    fn counts(&self) -> Result<Counts, TrackError> {
+        let count = |key| {
+            let mut value = [0; 8];
+            sys::lookup(self.counts.as_fd(), key, &mut value).map(|()| u64::from_ne_bytes(value))
+        };
+        let read = || {
+            let mut counts = Counts { dropped: count(0)?, stray: count(1)?, missed: 0, unended: 0 };
+            for (i, link) in self.links().into_iter().enumerate() {
+                let misses = sys::misses(link?.1)?;
+                *(if i < ENDS { &mut counts.unended } else { &mut counts.missed }) += misses;
+            }
+            Ok(counts)
+        };
+        read().map_err(self.failed("read the tracker's counts"))
+    }
+
+    /// Why it records no more what happens to this disk; what is said here no checkpoint mends.
+    fn severed(&self, notes: &Notes) -> Result<Option<String>, TrackError> {
+        let said = |why: &str| Ok(Some(format!("{why}; run \"dsync track remove\" and \"dsync track add\"")));
+        let Ok(now) = Followed::at(&self.device) else {
+            return said("the device is not there any more");
+        };
+        if now.diskseq != notes.diskseq || folder(&now.number) != self.place {
+            return said("another disk has taken the device's place");
+        }
+        if now.size != notes.size || now.first_sector != notes.first_sector {
+            return said("the device was resized or moved");
+        }
+        if load::boot_id() != notes.boot {
+            return said("the machine was started anew");
+        }
+        for ((link, name), id) in self.links().into_iter().zip(LINKS).zip(notes.links) {
+            match link {
+                Ok((found, _)) if found == id => {}
+                Ok(_) => return said(&format!("its link {name} was replaced")),
+                Err(_) => return said(&format!("its link {name} is not pinned any more")),
+            }
+        }
+        if self.in_use()?.is_none() {
+            return said("its record was replaced");
+        }
+        Ok(None)
+    }
+
+    /// [`Tracker::checkpoint`]; `mark_again` is false only in the test that shows what the second mark is for.
+    fn swap(&self, mark_again: bool) -> Result<Bitmap, TrackError> {
+        let _lock = self.lock()?;
+        let mut notes = self.notes()?;
+        let Some((last, next)) = self.in_use()? else {
+            return Err(self.failed("find the record in use")(io::ErrorKind::NotFound.into()));
+        };
+        // Before the swap: what is counted from here on is the next epoch's, too. Where a link is gone no count helps.
+        notes.pending = Some(self.counts().unwrap_or(notes.base));
+        if !next.bits.is_clean() {
+            // Never released: it stays in what is returned.
+            last.bits.union_with(&next.bits);
+            next.bits.clear(0..next.bits.blocks());
+        }
+        put_in_slot(self.slot.as_fd(), next.map.as_fd()).map_err(self.failed("begin the next record"))?;
+        if mark_again {
+            // Whoever marked in the last record has left its program: he is in the table, or has landed.
+            let flight = sys::values::<2>(self.flight.as_fd())
+                .map_err(self.failed("read the table of writes in flight"))?;
+            for [first, after] in flight.into_iter().map(|[first, last]| [first, last.saturating_add(1)]) {
+                next.bits.set(first..after);
+            }
+        }
+        self.write_notes(&notes)?;
+        let changes = Bitmap::new(last.bits.blocks());
+        changes.union_with(&last.bits);
+        Ok(changes)
+    }
+}
+
+impl Tracker for BpfTracker {
+    fn kind(&self) -> &'static str {
+        "bpf"
+    }
+
+    fn block_size(&self) -> u32 {
+        self.block_size
+    }
+
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn lost(&self) -> Result<Option<String>, TrackError> {
+        let notes = self.notes()?;
+        if let Some(why) = self.severed(&notes)? {
+            return Ok(Some(why));
+        }
+        if notes.lost.is_some() {
+            return Ok(notes.lost);
+        }
+        Ok(self.counts()?.since(&notes.base, notes.doubtful))
+    }
+
+    fn checkpoint(&self) -> Result<Bitmap, TrackError> {
+        self.swap(true)
+    }
+
+    fn release(&self, epoch: Uuid) -> Result<(), TrackError> {
+        let _lock = self.lock()?;
+        let mut notes = self.notes()?;
+        let Some(pending) = notes.pending.take() else { return Ok(()) };
+        if let Some((_, frozen)) = self.in_use()? {
+            frozen.bits.clear(0..frozen.bits.blocks());
+        }
+        notes.doubtful = pending.since(&notes.base, notes.doubtful).is_some();
+        notes.base = pending;
+        notes.lost = None;
+        notes.released = Some(epoch);
+        self.write_notes(&notes)
+    }
+
+    fn released(&self) -> Result<Option<Uuid>, TrackError> {
+        Ok(self.notes()?.released)
+    }
+
+    fn dirty(&self) -> Result<Bitmap, TrackError> {
+        let _lock = self.lock()?;
+        let dirty = Bitmap::new(self.records[0].bits.blocks());
+        self.records.iter().for_each(|record| dirty.union_with(&record.bits));
+        Ok(dirty)
+    }
+}
+
+/// What is left of a tracker some of whose pins are gone.
+struct Broken {
+    device: PathBuf,
+    size: u64,
+    why: String,
+}
+
+impl Broken {
+    fn error(&self) -> TrackError {
+        TrackError::Refused(format!(
+            "the tracker of {0} is broken ({1}): run \"dsync track remove {0}\" and \"dsync track add {0}\"",
+            self.device.display(),
+            self.why
+        ))
+    }
+}
+
+impl Tracker for Broken {
+    fn kind(&self) -> &'static str {
+        "bpf"
+    }
+    fn block_size(&self) -> u32 {
+        4096
+    }
+    fn size(&self) -> u64 {
+        self.size
+    }
+    fn lost(&self) -> Result<Option<String>, TrackError> {
+        Ok(Some(self.error().to_string()))
+    }
+    fn checkpoint(&self) -> Result<Bitmap, TrackError> {
+        Err(self.error())
+    }
+    fn release(&self, _epoch: Uuid) -> Result<(), TrackError> {
+        Err(self.error())
+    }
+    fn released(&self) -> Result<Option<Uuid>, TrackError> {
+        Ok(None)
+    }
+    fn dirty(&self) -> Result<Bitmap, TrackError> {
+        Err(self.error())
+    }
+}

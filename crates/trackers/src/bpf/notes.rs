@@ -1,0 +1,89 @@
+//! What a tracker's users know of it, kept beside its record in the kernel: it lives as long as the record does.
+
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use super::sys;
+
+/// Bytes of the map's one value.
+const ROOM: usize = 4096;
+
+/// What tells that writes were not recorded. All of it only grows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub(super) struct Counts {
+    /// Writes that found no place in the table of writes in flight.
+    pub dropped: u64,
+    /// Writes that completed and had not been in that table.
+    pub stray: u64,
+    /// Beginnings of writes at which a program was not run because it ran already on that processor.
+    pub missed: u64,
+    /// Ends of writes that were missed so. Alone they do no harm: a write stays in the table for longer than it need.
+    pub unended: u64,
+}
+
+impl Counts {
+    /// What was not recorded between `base` and these counts, in words.
+    pub fn since(&self, base: &Counts, doubtful: bool) -> Option<String> {
+        let more = |what: fn(&Counts) -> u64| what(self).saturating_sub(what(base));
+        let why = if more(|c| c.dropped) > 0 {
+            format!("{} writes found no place in the table of writes in flight", more(|c| c.dropped))
+        } else if more(|c| c.missed) > 0 {
+            format!("{} events were missed", more(|c| c.missed))
+        } else if more(|c| c.stray) > 0 {
+            format!("{} writes landed whose beginning was not seen", more(|c| c.stray))
+        } else if doubtful && more(|c| c.unended) > 0 {
+            // A write whose beginning was missed is known by its end alone.
+            format!("{} ends of writes were missed after beginnings were", more(|c| c.unended))
+        } else {
+            return None;
+        };
+        Some(why)
+    }
+}
+
+/// See the module.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct Notes {
+    /// The device's path when tracking began.
+    pub device: PathBuf,
+    pub diskseq: u64,
+    pub first_sector: u64,
+    pub size: u64,
+    pub block_size: u32,
+    /// The life of the kernel.
+    pub boot: String,
+    /// Numbers of the links.
+    pub links: [u32; 5],
+    /// Why what was written since the last release is not known; `None` if it is.
+    pub lost: Option<String>,
+    /// The epoch that was released last.
+    pub released: Option<Uuid>,
+    /// The counts as they stood when what was released last was checkpointed.
+    pub base: Counts,
+    /// The counts just before the last checkpoint, if that is not released.
+    pub pending: Option<Counts>,
+    /// Writes of the epoch released last were not recorded: one of them may land in this one.
+    pub doubtful: bool,
+}
+
+impl Notes {
+    pub fn read(map: BorrowedFd) -> io::Result<Notes> {
+        let mut value = vec![0; ROOM];
+        sys::lookup(map, 0, &mut value)?;
+        let end = value.iter().position(|b| *b == 0).unwrap_or(ROOM);
+        Ok(serde_json::from_slice(&value[..end])?)
+    }
+
+    pub fn write(&self, map: BorrowedFd) -> io::Result<()> {
+        let mut value = serde_json::to_vec(self)?;
+        if value.len() >= ROOM {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "its notes are too long"));
+        }
+        value.resize(ROOM, 0);
+        sys::update(map, 0, &value)
+    }
+}

@@ -1,0 +1,268 @@
+//! The record across a reboot: saved with a stamp after the last writer left, and believed again only if nobody wrote since.
+//!
+//! What tells of a write in between: in the same life of the kernel, the disk's own count of sectors written; in a new one,
+//! that count from its begin; and, wherever another system had the disk meanwhile, a fingerprint of the places that every
+//! mount changes, on the disk and each of its partitions.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use device::Folder;
+use serde::{Deserialize, Serialize};
+use twox_hash::XxHash3_128;
+use uuid::Uuid;
+
+use super::disk::{Followed, read_number};
+use super::{BEGAN, BpfTracker, folder, load};
+use crate::{TrackError, Tracker};
+
+pub(super) const NAME: &str = "bpf-record";
+
+/// How the disk was when its record was saved.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+struct Stamp {
+    boot: String,
+    diskseq: u64,
+    size: u64,
+    first_sector: u64,
+    block_size: u32,
+    /// What the hardware says of itself.
+    name: String,
+    written: Written,
+    fingerprint: String,
+    /// Why the record was not known even then.
+    lost: Option<String>,
+    /// The epoch that it had released last.
+    released: Option<Uuid>,
+    /// Hash of the record as it follows.
+    record: String,
+}
+
+/// The kernel's count of sectors changed since the disk appeared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+struct Written {
+    written: u64,
+    discarded: u64,
+}
+
+/// How a restored tracker stands.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Restored {
+    /// It had never stopped.
+    WentOn,
+    /// The saved record holds.
+    Trusted,
+    /// It doesn't, or there was none: the tracker knows what is written from now on.
+    Lost(String),
+}
+
+/// Saves the record of a device in a folder, for [`restore`] after a reboot. Tracking goes on meanwhile; what is written
+/// after this is not in the record, so that nobody may write until the machine stops.
+///
+/// # Errors
+/// `Refused` if somebody still uses the device, or it is not tracked. Then no record is left in the folder.
+pub fn save(device: &Path, to: &dyn Folder) -> Result<(), TrackError> {
+    let state = |what: &'static str| {
+        let place = to.path().to_path_buf();
+        move |error| TrackError::State { what, place, error }
+    };
+    to.remove(NAME).map_err(state("can't remove the old record"))?;
+    let disk = Followed::at(device)?;
+    let place = folder(&disk.number);
+    if !place.exists() {
+        return Err(TrackError::Refused(format!(
+            "{} is not tracked: begin with \"dsync track add {0}\"",
+            device.display()
+        )));
+    }
+    let tracker = BpfTracker::open(&place, &disk.path)?;
+    if let Some(user) = device::in_use(device) {
+        return Err(TrackError::Refused(format!(
+            "{} is still in use ({user}): save its record after the last writer has left, or it is lost at the reboot",
+            device.display()
+        )));
+    }
+    let flushed = File::open(&disk.path).and_then(|file| file.sync_all());
+    flushed.map_err(tracker.failed("flush the device"))?;
+    let written = Written::of(&disk).ok_or_else(|| {
+        TrackError::Refused(format!("the kernel does not count the writes to {}", device.display()))
+    })?;
+    let mut bits = Vec::new();
+    tracker.dirty()?.encode(&mut bits);
+    let stamp = Stamp {
+        boot: load::boot_id(),
+        diskseq: disk.diskseq,
+        size: disk.size,
+        first_sector: disk.first_sector,
+        block_size: tracker.block_size(),
+        name: hardware_name(&disk),
+        written,
+        fingerprint: fingerprint(&disk)?,
+        lost: tracker.lost()?,
+        released: tracker.released()?,
+        record: hash(&bits),
+    };
+    if Written::of(&disk) != Some(written) {
+        return Err(TrackError::Refused(format!("{} is still being written", device.display())));
+    }
+    let head = serde_json::to_vec(&stamp).map_err(|e| state("can't save the record")(e.into()))?;
+    let mut file = (head.len() as u64).to_le_bytes().to_vec();
+    file.extend_from_slice(&head);
+    file.extend_from_slice(&bits);
+    device::replace(to, NAME, &file).map_err(state("can't save the record"))
+}
+
+/// Follows a device again after a reboot, from the record in a folder. A record is believed once, and never after any
+/// doubt: then the device is followed from now on.
+pub fn restore(device: &Path, from: &dyn Folder) -> Result<Restored, TrackError> {
+    let state = |error| TrackError::State {
+        what: "can't take the saved record",
+        place: from.path().to_path_buf(),
+        error,
+    };
+    let saved = read(from).map_err(state)?;
+    from.remove(NAME).and_then(|()| from.sync()).map_err(state)?;
+    let disk = Followed::at(device)?;
+    if let Some(tracker) = super::find(device)? {
+        return Ok(tracker.lost()?.map_or(Restored::WentOn, Restored::Lost));
+    }
+    let (block_size, saved) = match saved {
+        Ok((stamp, bits)) => (Some(stamp.block_size), Ok((stamp, bits))),
+        Err(why) => (None, Err(why)),
+    };
+    // Followed first and looked at then: whoever writes meanwhile is recorded, and seen to have written.
+    let tracker = load::begin(&disk, block_size, BEGAN)?;
+    let verdict = saved.and_then(|(stamp, bits)| {
+        stamp.verdict(&disk)?;
+        let words = tracker.records[0].bits.decode_into(&bits);
+        words.map_err(|e| format!("the saved record is damaged: {e}"))?;
+        Ok(stamp.released)
+    });
+    let mut notes = tracker.notes()?;
+    match verdict {
+        Ok(released) => (notes.released, notes.lost) = (released, None),
+        Err(why) => notes.lost = Some(why),
+    }
+    tracker.write_notes(&notes)?;
+    Ok(notes.lost.map_or(Restored::Trusted, Restored::Lost))
+}
+
+/// The stamp and the encoded record; else why they can't be used.
+#[allow(clippy::type_complexity)]
+fn read(from: &dyn Folder) -> std::io::Result<Result<(Stamp, Vec<u8>), String>> {
+    let file = match from.open(NAME, false) {
+        Ok(file) => file,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+            return Ok(Err("no record was saved when the machine stopped".into()));
+        }
+        Err(e) => return Err(e),
+    };
+    let damaged = || Ok(Err("the saved record is damaged".to_owned()));
+    // A record has 128 MiB at most, in the form that it is saved in one percent more.
+    let len = file.len()?;
+    if !(8..256 << 20).contains(&len) {
+        return damaged();
+    }
+    let mut bytes = vec![0; len as usize];
+    file.read_at(0, &mut bytes)?;
+    let (head, rest) = bytes.split_at(8);
+    let head = u64::from_le_bytes(head.try_into().unwrap_or_default());
+    if head > rest.len() as u64 {
+        return damaged();
+    }
+    let (head, bits) = rest.split_at(head as usize);
+    match serde_json::from_slice::<Stamp>(head) {
+        Ok(stamp) if stamp.record == hash(bits) => Ok(Ok((stamp, bits.to_vec()))),
+        _ => damaged(),
+    }
+}
+
+impl Stamp {
+    /// Whether the record holds for the disk as it is now.
+    fn verdict(&self, now: &Followed) -> Result<(), String> {
+        let lost = |why: &str| Err(why.to_owned());
+        if let Some(why) = &self.lost {
+            return Err(why.clone());
+        }
+        if (self.size, self.first_sector) != (now.size, now.first_sector) {
+            return lost("the device was resized or moved while it was not tracked");
+        }
+        let same_boot = self.boot == load::boot_id();
+        if self.name != hardware_name(now) || (same_boot && self.diskseq != now.diskseq) {
+            return lost("another disk has taken the device's place");
+        }
+        let expected = if same_boot { self.written } else { Written::default() };
+        if Written::of(now) != Some(expected) {
+            return lost("the device was written while it was not tracked");
+        }
+        match fingerprint(now) {
+            Ok(fingerprint) if fingerprint == self.fingerprint => Ok(()),
+            Ok(_) => lost("the device was mounted or written while it was not tracked"),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+}
+
+impl Written {
+    /// `None` where the kernel doesn't count.
+    fn of(disk: &Followed) -> Option<Written> {
+        let place = disk.whole_disk();
+        if read_number(&place.join("queue/iostats")) != Some(1) {
+            return None;
+        }
+        let stat = std::fs::read_to_string(place.join("stat")).ok()?;
+        let fields: Vec<u64> = stat.split_whitespace().map_while(|f| f.parse().ok()).collect();
+        Some(Written { written: *fields.get(6)?, discarded: *fields.get(13)? })
+    }
+}
+
+/// What the hardware, or what stands in its place, says of itself.
+fn hardware_name(disk: &Followed) -> String {
+    let place = disk.whole_disk();
+    let files = ["wwid", "device/wwid", "serial", "device/serial", "dm/uuid", "md/uuid", "loop/backing_file"];
+    files.iter().filter_map(|f| std::fs::read_to_string(place.join(f)).ok()).collect()
+}
+
+/// A hash of the places that every mount changes, on the whole disk and on each of its partitions: the first and the last
+/// MiB, with the superblocks of ext4, XFS, Btrfs, LVM, md and partition tables.
+pub(super) fn fingerprint(disk: &Followed) -> Result<String, TrackError> {
+    const EDGE: u64 = 1 << 20;
+    let mut content = Vec::new();
+    let mut add = |path: &Path| -> Result<(), TrackError> {
+        let disk = device::open(path, &device::Options { write: false, direct: true, exclusive: false })?;
+        let len = disk.len();
+        let edge = EDGE.min(len);
+        for begin in [0, len - edge] {
+            let mut part = vec![0; edge as usize];
+            disk.read_at(begin, &mut part).map_err(|error| TrackError::State {
+                what: "can't read the device",
+                place: path.to_path_buf(),
+                error,
+            })?;
+            content.extend_from_slice(hash(&part).as_bytes());
+        }
+        Ok(())
+    };
+    add(&disk.path)?;
+    for partition in partitions(disk) {
+        add(&partition)?;
+    }
+    Ok(hash(&content))
+}
+
+/// The partitions of a whole disk, sorted by number.
+fn partitions(disk: &Followed) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(&disk.sysfs).into_iter().flatten().flatten();
+    let mut found: Vec<(u64, PathBuf)> = entries
+        .filter_map(|entry| {
+            let number = read_number(&entry.path().join("partition"))?;
+            Some((number, Path::new("/dev").join(entry.file_name())))
+        })
+        .collect();
+    found.sort();
+    found.into_iter().map(|(_, path)| path).collect()
+}
+
+fn hash(bytes: &[u8]) -> String {
+    format!("{:032x}", XxHash3_128::oneshot(bytes))
+}

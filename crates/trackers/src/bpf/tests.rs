@@ -1,0 +1,559 @@
+//! On loop devices of this machine. Each test has a mount namespace of its own: its mounts and pins end with its thread.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use device::Folder;
+use extents::Bitmap;
+
+use super::*;
+
+const BLOCK: usize = 4096;
+const EPOCH: uuid::Uuid = uuid::Uuid::from_u128(7);
+
+/// False, with a line that says why, where the machine can't run these tests. Else this thread has its own mounts.
+fn ready(tools: &[&str]) -> bool {
+    let missing = |what: String| {
+        assert!(std::env::var("DSYNC_STRICT").as_deref() != Ok("1"), "{what}");
+        println!("SKIPPED: {what}");
+        false
+    };
+    if !rustix::process::geteuid().is_root() {
+        return missing("the bpf tracker is tested as root only".into());
+    }
+    if !Path::new("/sys/kernel/btf/vmlinux").exists() {
+        return missing("this kernel has no BTF, so the bpf tracker goes untested".into());
+    }
+    for tool in tools {
+        let found = Command::new("sh").args(["-c", &format!("command -v {tool}")]).output();
+        if !found.is_ok_and(|o| o.status.success()) {
+            return missing(format!("there is no {tool}"));
+        }
+    }
+    // SAFETY: nothing in this thread depends on sharing its mounts or its working directory with the others.
+    unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWNS) }.unwrap();
+    run("mount --make-rprivate /");
+    run("mount -t bpf bpf /sys/fs/bpf");
+    true
+}
+
+/// Runs a line of shell; it must succeed.
+fn run(line: &str) -> String {
+    let path = format!("{}:/usr/sbin:/sbin", std::env::var("PATH").unwrap_or_default());
+    let output = Command::new("sh").args(["-ec", line]).env("PATH", path).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+    assert!(output.status.success(), "{line}: {text} {}", String::from_utf8_lossy(&output.stderr));
+    text
+}
+
+/// A loop device over a file of random content.
+struct Loop {
+    device: PathBuf,
+    image: PathBuf,
+    folder: tempfile::TempDir,
+}
+
+impl Loop {
+    fn new(mib: u64) -> Loop {
+        let folder = tempfile::tempdir().unwrap();
+        let image = folder.path().join("image");
+        run(&format!("head -c {mib}M /dev/urandom >{}", image.display()));
+        Self::over(image, folder)
+    }
+
+    fn over(image: PathBuf, folder: tempfile::TempDir) -> Loop {
+        let device = run(&format!("losetup -P -f --show {}", image.display())).into();
+        Loop { device, image, folder }
+    }
+
+    /// A node for a partition of so many MiB, which the kernel is told of where it does not read such tables itself.
+    fn partition(&self, number: u32, first_mib: u64, mib: u64) -> PathBuf {
+        let node = self.folder.path().join(format!("p{number}"));
+        let name = format!("{}p{number}", self.device.file_name().unwrap().display());
+        let place = Path::new("/sys/class/block").join(name).join("dev");
+        if !place.exists() {
+            run(&format!("addpart {} {number} {} {}", self.name(), first_mib * 2048, mib * 2048));
+        }
+        let number = std::fs::read_to_string(place).unwrap();
+        run(&format!("mknod {} b {}", node.display(), number.trim().replace(':', " ")));
+        node
+    }
+
+    fn name(&self) -> String {
+        self.device.display().to_string()
+    }
+
+    fn read(&self) -> Vec<u8> {
+        run(&format!("sync {}", self.name()));
+        std::fs::read(&self.image).unwrap()
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let name = self.name();
+        let mounts = format!("umount {name} {name}p* 2>/dev/null; losetup -d {name}");
+        let _ = Command::new("sh").args(["-c", &mounts]).stderr(Stdio::null()).status();
+    }
+}
+
+/// Blocks whose content differs.
+fn differing(before: &[u8], after: &[u8]) -> Bitmap {
+    let blocks = Bitmap::new((after.len() / BLOCK) as u64);
+    for (i, (a, b)) in before.chunks(BLOCK).zip(after.chunks(BLOCK)).enumerate() {
+        if a != b {
+            blocks.set(i as u64..i as u64 + 1);
+        }
+    }
+    blocks
+}
+
+/// The runs of a set, as text.
+fn runs(blocks: &Bitmap) -> String {
+    format!("{:?}", blocks.runs().collect::<Vec<_>>())
+}
+
+/// Every block that differs is in `reported`.
+fn assert_covers(reported: &Bitmap, differing: &Bitmap, what: &str) {
+    let missed = differing.extents();
+    for run in missed.iter() {
+        assert!(reported.all(run.clone()), "{what}: of {run:?} not all are reported");
+    }
+}
+
+#[test]
+fn what_differs_is_reported_after_mixed_workloads() {
+    if !ready(&["mkfs.ext4", "mkfs.xfs", "mkfs.btrfs", "fio", "sfdisk"]) {
+        return;
+    }
+    let disk = Loop::new(320);
+    let (dev, mnt) = (disk.name(), disk.folder.path().join("mnt"));
+    std::fs::create_dir(&mnt).unwrap();
+    let mnt = mnt.display();
+    let fio = |more: &str| {
+        format!(
+            "fio --name=t --filename={dev} --size=320M --refill_buffers --minimal --io_size=20M --randseed={} {more} \
+             >/dev/null",
+            more.len()
+        )
+    };
+    let fill = format!(
+        "mount {dev} {mnt}; for i in 1 2 3; do head -c 9000000 /dev/urandom >{mnt}/$i; done; sync; \
+         head -c 100000 /dev/urandom | dd of={mnt}/1 conv=notrunc bs=1000 seek=77 2>/dev/null; rm {mnt}/2; umount {mnt}"
+    );
+    // What it does, and whether it discards: then blocks may be reported that read as before.
+    let workloads = [
+        (
+            "direct",
+            fio(
+                "--rw=randwrite --direct=1 --ioengine=io_uring --iodepth=32 --bsrange=512-256k --bs_unaligned=0",
+            ),
+            false,
+        ),
+        ("buffered", fio("--rw=randwrite --bsrange=512-64k --bs_unaligned=1 --end_fsync=1"), false),
+        ("sequential", fio("--rw=write --bs=1M --direct=1 --offset=123M"), false),
+        ("ext4", format!("mkfs.ext4 -q -E nodiscard {dev}; {fill}"), false),
+        ("xfs", format!("mkfs.xfs -q -f -K {dev}; {fill}"), false),
+        ("btrfs", format!("mkfs.btrfs -q -f -K {dev}; {fill}"), false),
+        ("zeroes", format!("blkdiscard -f -z -o 5M -l 33M {dev}"), false),
+        ("discard", format!("blkdiscard -f -o 100M -l 150M {dev}; blkdiscard -f -o 4608 -l 512 {dev}"), true),
+        ("mkfs with discard", format!("mkfs.ext4 -q {dev}; {fill}"), true),
+        (
+            "table",
+            format!(
+                "wipefs -qa {dev}; printf '2048,204800\\n206848,409600\\n' | sfdisk -q --no-tell-kernel {dev}"
+            ),
+            true,
+        ),
+    ];
+    let through_partitions = |p1: &str, p2: &str| {
+        format!(
+            "head -c 3000000 /dev/urandom | dd of={p1} bs=4k seek=10 oflag=direct iflag=fullblock conv=notrunc 2>&1; \
+             head -c 3000000 /dev/urandom | dd of={p2} bs=3k seek=99 conv=notrunc,fsync 2>&1; \
+             blkdiscard -f -z -o 8k -l 16k {p1}; \
+             head -c 50000 /dev/urandom | dd of={dev} bs=512 seek=77777 conv=notrunc,fsync 2>&1"
+        )
+    };
+    let tracker = add(&disk.device, None).unwrap();
+    assert_eq!((tracker.kind(), tracker.block_size(), tracker.size()), ("bpf", 4096, 320 << 20));
+    assert!(tracker.lost().unwrap().is_some(), "what came before is not known");
+    tracker.checkpoint().unwrap();
+    tracker.release(EPOCH).unwrap();
+    assert_eq!(tracker.lost().unwrap(), None);
+    let mut before = disk.read();
+    for (what, line, discards) in workloads.into_iter().chain([("partitions", String::new(), false)]) {
+        if what == "partitions" {
+            run(&format!("blockdev --rereadpt {dev}"));
+            let (p1, p2) = (disk.partition(1, 1, 100), disk.partition(2, 101, 200));
+            run(&through_partitions(&p1.display().to_string(), &p2.display().to_string()));
+        } else {
+            run(&line);
+        }
+        let after = disk.read();
+        // Another process looks at it: nothing hangs on ours.
+        let tracker = find(&disk.device).unwrap().unwrap();
+        let reported = tracker.checkpoint().unwrap();
+        assert_eq!(tracker.lost().unwrap(), None, "{what}");
+        tracker.release(EPOCH).unwrap();
+        let differing = differing(&before, &after);
+        assert_covers(&reported, &differing, what);
+        let (all, changed) = (reported.count(), differing.count());
+        println!("{what}: {changed} blocks differ, {all} reported");
+        assert!(changed > 0, "{what} changed nothing");
+        assert!(discards || (all - changed) * 20 <= all, "{what}: {all} reported, {changed} differ");
+        before = after;
+    }
+    assert!(remove(&disk.device).unwrap());
+    assert!(!remove(&disk.device).unwrap());
+    assert!(find(&disk.device).unwrap().is_none());
+}
+
+#[test]
+fn a_partition_is_followed_whoever_writes_to_it() {
+    if !ready(&["addpart"]) {
+        return;
+    }
+    let disk = Loop::new(8);
+    let (first, second) = (disk.partition(1, 1, 2), disk.partition(2, 3, 4));
+    let tracker = add(&second, None).unwrap();
+    assert_eq!(tracker.size(), 4 << 20);
+    tracker.checkpoint().unwrap();
+    tracker.release(EPOCH).unwrap();
+    write(&second, 7);
+    write(&first, 511);
+    // Through the whole disk: before it, across its end, within, after it.
+    write(&disk.device, 767);
+    run(&format!(
+        "dd if=/dev/urandom of={0} bs=1M count=2 seek=6 oflag=direct conv=notrunc 2>&1",
+        disk.name()
+    ));
+    write(&disk.device, 768 + 20);
+    write(&disk.device, 2000);
+    assert_eq!(runs(&tracker.checkpoint().unwrap()), "[7..8, 20..21, 768..1024]");
+    // Writes beside it are no strays.
+    assert_eq!(tracker.lost().unwrap(), None);
+    assert!(find(&disk.device).unwrap().is_none());
+    remove(&second).unwrap();
+}
+
+/// A process, ended with its children when dropped.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn start(line: &str) -> Running {
+    Running(Command::new("sh").args(["-c", &format!("exec {line}")]).stdout(Stdio::null()).spawn().unwrap())
+}
+
+/// A loop device whose writes take 400 ms, and the file beneath it as it is at this moment.
+struct Slow {
+    disk: Option<Loop>,
+    content: PathBuf,
+    mount: String,
+    _server: Running,
+}
+
+impl Slow {
+    fn new() -> Slow {
+        let folder = tempfile::tempdir().unwrap();
+        let (content, mount) = (folder.path().join("content"), folder.path().join("slow"));
+        std::fs::create_dir(&mount).unwrap();
+        run(&format!("head -c 16M /dev/urandom >{}", content.display()));
+        let mount = mount.display().to_string();
+        let server = start(&format!(
+            "nbdfuse -C 32 {mount} --command nbdkit -s --filter=delay file {} delay-write=400ms",
+            content.display()
+        ));
+        let image = PathBuf::from(format!("{mount}/nbd"));
+        let until = Instant::now() + Duration::from_secs(10);
+        while !image.exists() {
+            assert!(Instant::now() < until, "nbdfuse does not start");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Slow { disk: Some(Loop::over(image, folder)), content, mount, _server: server }
+    }
+}
+
+impl Drop for Slow {
+    fn drop(&mut self) {
+        // The folder of all this lives in the disk: unmounted before it goes.
+        let disk = self.disk.take();
+        if let Some(disk) = &disk {
+            run(&format!("losetup -d {}", disk.name()));
+        }
+        let _ = Command::new("sh").args(["-c", &format!("sleep 0.2; umount -l {}", self.mount)]).status();
+    }
+}
+
+/// Copies what each checkpoint reports, at once, while writes that take 400 ms are in flight; then looks which blocks the
+/// copy lacks that the next checkpoint does not report. Returns how many.
+fn lost_updates(mark_again: bool) -> u64 {
+    let slow = Slow::new();
+    let disk = slow.disk.as_ref().unwrap();
+    let number = Followed::at(&disk.device).unwrap().number;
+    add(&disk.device, None).unwrap();
+    let tracker = BpfTracker::open(&folder(&number), &disk.device).unwrap();
+    tracker.swap(true).unwrap();
+    tracker.release(EPOCH).unwrap();
+    let mut lost = 0;
+    let mut load = start(&format!(
+        "fio --name=t --filename={} --rw=randwrite --bs=4k --direct=1 --ioengine=libaio --iodepth=16 --refill_buffers \
+         --size=16M --time_based --runtime=4 --minimal",
+        disk.name()
+    ));
+    let mut copy = std::fs::read(&slow.content).unwrap();
+    let mut ended = false;
+    while !ended {
+        // The last round begins when all has landed.
+        ended = load.0.try_wait().unwrap().is_some();
+        std::thread::sleep(Duration::from_millis(if ended { 900 } else { 530 }));
+        let changes = tracker.swap(mark_again).unwrap();
+        assert_eq!(tracker.lost().unwrap(), None);
+        let now = std::fs::read(&slow.content).unwrap();
+        for run in changes.runs() {
+            let bytes = run.start as usize * BLOCK..run.end as usize * BLOCK;
+            copy[bytes.clone()].copy_from_slice(&now[bytes]);
+        }
+        tracker.release(EPOCH).unwrap();
+        if ended {
+            lost = differing(&copy, &now).count();
+        }
+    }
+    remove(&disk.device).unwrap();
+    lost
+}
+
+#[test]
+fn a_write_in_flight_at_the_checkpoint_is_not_lost() {
+    if !ready(&["nbdkit", "nbdfuse", "fio"]) {
+        return;
+    }
+    assert_eq!(lost_updates(true), 0);
+    let without = lost_updates(false);
+    assert!(without > 0, "nothing was lost without the second mark, so this test shows nothing");
+    println!("{without} of 4096 blocks are lost without the second mark");
+}
+
+fn write(device: &Path, block: u64) {
+    run(&format!(
+        "head -c 4096 /dev/urandom | dd of={} bs=4k seek={block} conv=notrunc oflag=direct iflag=fullblock 2>&1",
+        device.display()
+    ));
+}
+
+#[test]
+fn what_is_not_released_is_returned_again() {
+    if !ready(&[]) {
+        return;
+    }
+    let disk = Loop::new(8);
+    let tracker = add(&disk.device, None).unwrap();
+    assert!(matches!(add(&disk.device, None), Err(TrackError::Refused(_))));
+    write(&disk.device, 3);
+    // A release before any checkpoint releases nothing, and a tracker that began knows nothing of before.
+    tracker.release(EPOCH).unwrap();
+    assert!(tracker.lost().unwrap().is_some());
+    assert_eq!(tracker.released().unwrap(), None);
+    assert_eq!(runs(&tracker.checkpoint().unwrap()), "[3..4]");
+    write(&disk.device, 9);
+    // As if the process had died here.
+    drop(tracker);
+    let tracker = find(&disk.device).unwrap().unwrap();
+    assert!(tracker.lost().unwrap().is_some());
+    assert_eq!(runs(&tracker.dirty().unwrap()), "[3..4, 9..10]");
+    assert_eq!(runs(&tracker.checkpoint().unwrap()), "[3..4, 9..10]");
+    assert_eq!(runs(&tracker.checkpoint().unwrap()), "[3..4, 9..10]");
+    write(&disk.device, 5);
+    tracker.release(EPOCH).unwrap();
+    assert_eq!((tracker.lost().unwrap(), tracker.released().unwrap()), (None, Some(EPOCH)));
+    assert_eq!(runs(&tracker.dirty().unwrap()), "[5..6]");
+    assert_eq!(runs(&tracker.checkpoint().unwrap()), "[5..6]");
+    tracker.release(EPOCH).unwrap();
+    assert!(tracker.dirty().unwrap().is_clean());
+    remove(&disk.device).unwrap();
+}
+
+#[test]
+fn a_pin_a_link_or_a_disk_that_is_gone_means_lost() {
+    if !ready(&[]) {
+        return;
+    }
+    let mut disk = Loop::new(8);
+    let place = folder(&Followed::at(&disk.device).unwrap().number);
+    let trusted = |disk: &Loop| {
+        let _ = remove(&disk.device);
+        let tracker = add(&disk.device, None).unwrap();
+        tracker.checkpoint().unwrap();
+        tracker.release(EPOCH).unwrap();
+        assert_eq!(tracker.lost().unwrap(), None);
+    };
+    let lost = |disk: &Loop| find(&disk.device).unwrap().unwrap().lost().unwrap();
+    for name in MAPS.iter().chain(&RECORDS).chain(&LINKS) {
+        trusted(&disk);
+        std::fs::remove_file(place.join(name)).unwrap();
+        assert!(lost(&disk).is_some(), "{name}");
+    }
+    // Another link in its place, another record in use.
+    trusted(&disk);
+    std::fs::rename(place.join("queue"), place.join("was")).unwrap();
+    std::fs::rename(place.join("remap"), place.join("queue")).unwrap();
+    std::fs::rename(place.join("was"), place.join("remap")).unwrap();
+    assert!(lost(&disk).unwrap().contains("replaced"));
+    trusted(&disk);
+    // Another disk under the same number, and the same one with another size.
+    run(&format!("losetup -d {}", disk.name()));
+    run(&format!("losetup {} {}", disk.name(), disk.image.display()));
+    assert!(lost(&disk).unwrap().contains("another disk"));
+    trusted(&disk);
+    run(&format!("truncate -s 9M {}; losetup -c {}", disk.image.display(), disk.name()));
+    assert!(lost(&disk).unwrap().contains("resized"));
+    // What counts as unrecorded.
+    trusted(&disk);
+    let counts = sys::get(&place.join("counts")).unwrap();
+    for key in 0..2 {
+        sys::update(counts.as_fd(), key, &7u64.to_ne_bytes()).unwrap();
+        assert!(lost(&disk).unwrap().contains("7 writes"));
+        let tracker = find(&disk.device).unwrap().unwrap();
+        tracker.checkpoint().unwrap();
+        tracker.release(EPOCH).unwrap();
+        assert_eq!(lost(&disk), None);
+    }
+    // A tracker whose device is gone can still be removed, by its path.
+    run(&format!("losetup -d {}", disk.name()));
+    disk.device = disk.device.clone();
+    assert!(remove(&disk.device).unwrap());
+    assert!(!place.exists());
+}
+
+#[test]
+fn a_tracker_is_removed_under_load() {
+    if !ready(&["fio"]) {
+        return;
+    }
+    let disk = Loop::new(32);
+    let load = start(&format!(
+        "fio --name=t --filename={} --rw=randwrite --bs=4k --direct=1 --ioengine=libaio --iodepth=32 --size=32M \
+         --time_based --runtime=30 --minimal",
+        disk.name()
+    ));
+    for round in 0..8 {
+        let tracker = add(&disk.device, Some(4096 << (round % 4))).unwrap();
+        let until = Instant::now() + Duration::from_secs(20);
+        while tracker.dirty().unwrap().is_clean() {
+            assert!(Instant::now() < until, "nothing is recorded");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        assert!(!tracker.checkpoint().unwrap().is_clean());
+        tracker.release(EPOCH).unwrap();
+        assert!(remove(&disk.device).unwrap());
+        assert!(find(&disk.device).unwrap().is_none());
+    }
+    drop(load);
+}
+
+#[test]
+fn a_saved_record_is_believed_only_if_nobody_wrote_since() {
+    if !ready(&["mkfs.ext4", "mkfs.xfs", "mkfs.btrfs"]) {
+        return;
+    }
+    let disk = Loop::new(320);
+    let state = tempfile::tempdir().unwrap();
+    let state = device::Dir::open(state.path()).unwrap();
+    let mnt = disk.folder.path().join("mnt");
+    std::fs::create_dir(&mnt).unwrap();
+    let mount = format!("mount {} {}", disk.name(), mnt.display());
+    let unmount = format!("umount {}", mnt.display());
+    assert!(matches!(save(&disk.device, &state), Err(TrackError::Refused(_))));
+    let reboot = |between: &dyn Fn()| {
+        let tracker = match find(&disk.device).unwrap() {
+            Some(tracker) => tracker,
+            None => add(&disk.device, None).unwrap(),
+        };
+        tracker.checkpoint().unwrap();
+        tracker.release(EPOCH).unwrap();
+        write(&disk.device, 20_000);
+        save(&disk.device, &state).unwrap();
+        assert_eq!(restore(&disk.device, &state).unwrap(), Restored::WentOn);
+        save(&disk.device, &state).unwrap();
+        remove(&disk.device).unwrap();
+        between();
+        restore(&disk.device, &state).unwrap()
+    };
+    let lost = |restored: Restored, why: &str| match restored {
+        Restored::Lost(said) => assert!(said.contains(why), "{said}"),
+        other => panic!("{other:?} although it {why}"),
+    };
+    assert_eq!(reboot(&|| ()), Restored::Trusted);
+    let tracker = find(&disk.device).unwrap().unwrap();
+    assert_eq!((tracker.lost().unwrap(), tracker.released().unwrap()), (None, Some(EPOCH)));
+    assert_eq!(runs(&tracker.dirty().unwrap()), "[20000..20001]");
+    drop(tracker);
+    lost(reboot(&|| write(&disk.device, 30_000)), "was written");
+    lost(reboot(&|| state.remove(saved::NAME).unwrap()), "no record was saved");
+    lost(
+        reboot(&|| {
+            run(&format!("losetup -d {0}; losetup {0} {1}", disk.name(), disk.image.display()));
+        }),
+        "another disk",
+    );
+    // What another system did with the disk shows in no count of this one.
+    for mkfs in ["mkfs.ext4 -q -F", "mkfs.xfs -q -f", "mkfs.btrfs -q -f"] {
+        run(&format!("{mkfs} {}", disk.name()));
+        let before = saved::fingerprint(&Followed::at(&disk.device).unwrap()).unwrap();
+        assert_eq!(saved::fingerprint(&Followed::at(&disk.device).unwrap()).unwrap(), before);
+        run(&format!("{mount}; {unmount}; sync {}", disk.name()));
+        assert_ne!(saved::fingerprint(&Followed::at(&disk.device).unwrap()).unwrap(), before, "{mkfs}");
+    }
+    // In use: nothing is saved.
+    run(&mount);
+    let refused = save(&disk.device, &state);
+    run(&unmount);
+    assert!(matches!(refused, Err(TrackError::Refused(_))));
+    remove(&disk.device).unwrap();
+}
+
+#[test]
+fn what_can_not_be_tracked_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file");
+    std::fs::write(&file, [0; 8192]).unwrap();
+    let said = add(&file, None).err().unwrap().to_string();
+    assert!(said.contains("dsync serve"), "{said}");
+    assert!(matches!(add(&folder.path().join("missing"), None), Err(TrackError::Device(_))));
+    assert!(find(&file).unwrap().is_none());
+    assert!(find(&folder.path().join("missing")).unwrap().is_none());
+    if !ready(&[]) {
+        return;
+    }
+    let disk = Loop::new(8);
+    run("umount /sys/fs/bpf");
+    let said = add(&disk.device, None).err().unwrap().to_string();
+    assert!(said.contains("mount -t bpf"), "{said}");
+}
+
+/// Whoever changes the source must run `make bpf`.
+#[test]
+fn the_object_is_built_from_the_source() {
+    let version = Command::new("clang").arg("--version").output();
+    let Ok(version) = version else {
+        return println!("SKIPPED: there is no clang to build bpf/track.bpf.c with");
+    };
+    let version = String::from_utf8_lossy(&version.stdout).lines().next().unwrap_or_default().to_owned();
+    if !version.contains(" 14.0.6") {
+        return println!("SKIPPED: bpf/track.bpf.o was built by clang 14.0.6, here is {version}");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    run(&format!(
+        "cp -r {0}/bpf {0}/Makefile {0}/scripts {0}/Cargo.toml {1}; cd {1}; cp bpf/track.bpf.o old; make -s bpf; \
+         cmp old bpf/track.bpf.o",
+        root.display(),
+        folder.path().display()
+    ));
+}
