@@ -56,6 +56,8 @@ where
             });
         }
         drop((items, results_in));
+        // Goes with this scope: who waits for a ticket must not wait for a sink that has failed.
+        let tickets = tickets;
         let mut early = BTreeMap::new();
         let mut due = 0;
         for (number, result) in results {
@@ -72,5 +74,34 @@ where
     match failed.into_inner().unwrap_or_else(|e| e.into_inner()) {
         Some(error) => Err(error),
         None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn a_sink_that_fails_ends_it_though_all_else_would_go_on() {
+        // Endless work, and the first of it comes last: all that may be held is held when the sink fails.
+        let ended = crossbeam_channel::bounded(1);
+        let sender = ended.0;
+        std::thread::spawn(move || {
+            let mut number = 0;
+            let next = || {
+                number += 1;
+                Ok(Some(number))
+            };
+            let work = |_: &mut (), number| {
+                if number == 1 {
+                    std::thread::sleep(Duration::from_millis(300));
+                }
+                Ok(())
+            };
+            let _ = sender.send(in_order(2, next, || (), work, |()| Err("enough")));
+        });
+        assert_eq!(ended.1.recv_timeout(Duration::from_secs(20)), Ok(Err("enough")));
     }
 }
