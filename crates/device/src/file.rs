@@ -98,10 +98,6 @@ fn refuse_used(path: &Path) -> Result<(), DeviceError> {
     }
 }
 
-fn is_read_only(device: u64) -> bool {
-    std::fs::read_to_string(sysfs(device).join("ro")).is_ok_and(|text| text.trim() == "1")
-}
-
 fn open_file(path: &Path, options: &Options, flags: i32) -> io::Result<File> {
     OpenOptions::new().read(true).write(options.write).custom_flags(flags).open(path)
 }
@@ -116,7 +112,7 @@ impl FileDisk {
             return Err(error);
         }
         // Some kernels open it for writing all the same, and fail each write.
-        if kind.is_block_device() && options.write && is_read_only(metadata.rdev()) {
+        if kind.is_block_device() && options.write && usage::is_read_only(metadata.rdev()) {
             return Err(fail(io::ErrorKind::ReadOnlyFilesystem.into()));
         }
         let flags = match (kind.is_block_device(), options.exclusive) {

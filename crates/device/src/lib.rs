@@ -32,4 +32,4 @@ pub use folder_lock::FolderLock;
 pub use identity::{DiskKind, Identity, identity};
 pub use lock::{Access, ImageLock, lock_image};
 pub use ram::RamDisk;
-pub use usage::{Mount, free_space, in_use, mounts_on};
+pub use usage::{Mount, free_space, in_use, may_change, mounts_on};

@@ -22,11 +22,29 @@ pub fn in_use(path: &Path) -> Option<String> {
     }
     let devices = related(metadata.rdev());
     let is_one = |m: &std::fs::Metadata| m.file_type().is_block_device() && devices.contains(&m.rdev());
-    mounted(&devices)
+    mounted(&devices, |_| true)
         .or_else(|| swapped_on(is_one))
         .or_else(|| held(&devices))
         .or_else(|| loop_over(is_one))
         .or_else(|| opened_exclusively(path))
+}
+
+/// Says who may write to the block device at `path` while somebody reads it: what [`in_use`] says, but of file systems only
+/// those that are mounted for writing. `None` if nobody is seen, and for a file, whose times tell of writes.
+pub fn may_change(path: &Path) -> Option<String> {
+    let metadata = std::fs::metadata(path).ok()?;
+    if !metadata.file_type().is_block_device() || is_read_only(metadata.rdev()) {
+        return None;
+    }
+    let devices = related(metadata.rdev());
+    mounted(&devices, |mount| !mount.read_only)
+        .or_else(|| swapped_on(|m| m.file_type().is_block_device() && devices.contains(&m.rdev())))
+        .or_else(|| held(&devices))
+}
+
+/// True if the kernel lets nobody write to a block device.
+pub(crate) fn is_read_only(device: u64) -> bool {
+    std::fs::read_to_string(sysfs(device).join("ro")).is_ok_and(|text| text.trim() == "1")
 }
 
 /// Bytes that an ordinary user may still write to the file system that holds `path`.
@@ -113,6 +131,8 @@ struct Mounted {
     place: PathBuf,
     dev: u64,
     source: Option<PathBuf>,
+    /// Nothing can be written through any of its mounts.
+    read_only: bool,
 }
 
 impl Mounted {
@@ -134,13 +154,15 @@ fn mount_table() -> std::io::Result<Vec<Mounted>> {
         let dev = parse_number(std::str::from_utf8(fields.get(2)?).ok()?)?;
         let place = unescape(fields.get(4)?);
         let separator = fields.iter().position(|f| *f == b"-")?;
-        Some(Mounted { place, dev, source: fields.get(separator + 2).map(|f| unescape(f)) })
+        let read_only =
+            fields.get(separator + 3).is_some_and(|o| o.split(|b| *b == b',').any(|option| option == b"ro"));
+        Some(Mounted { place, dev, source: fields.get(separator + 2).map(|f| unescape(f)), read_only })
     };
     Ok(table.split(|b| *b == b'\n').filter_map(line).collect())
 }
 
-fn mounted(devices: &[u64]) -> Option<String> {
-    let mount = mount_table().ok()?.into_iter().find(|m| m.is_on(devices))?;
+fn mounted(devices: &[u64], counts: impl Fn(&Mounted) -> bool) -> Option<String> {
+    let mount = mount_table().ok()?.into_iter().find(|m| m.is_on(devices) && counts(m))?;
     Some(format!("mounted on {}", mount.place.display()))
 }
 

@@ -1,5 +1,6 @@
 //! Man pages and completions, from the same definition as the help.
 
+use std::io::Write;
 use std::path::Path;
 
 use anyhow::{Context as _, Result};
@@ -16,5 +17,8 @@ pub fn pages(folder: &Path) -> Result<()> {
 
 /// Writes the completions for a shell to standard output.
 pub fn completions(shell: clap_complete::Shell) {
-    clap_complete::generate(shell, &mut Cli::command(), "dsync", &mut std::io::stdout());
+    // By way of memory: the generator panics where a reader has gone.
+    let mut text = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "dsync", &mut text);
+    let _ = std::io::stdout().write_all(&text);
 }

@@ -82,12 +82,12 @@ pub enum ReplicaError {
     #[error("{0}")]
     Refused(String),
     /// No space.
-    #[error("no space {place}: free at least {missing} bytes and run again ({state})")]
+    #[error("no space {place}: free {} and run again ({state})", missing.map_or("some".into(), |m| format!("at least {m} bytes")))]
     Full {
         /// For what, and where.
         place: String,
-        /// Bytes that are missing, as far as is known; at least 1.
-        missing: u64,
+        /// Bytes that are missing, if that is known.
+        missing: Option<u64>,
         /// What became of the destination.
         state: &'static str,
     },
@@ -136,7 +136,7 @@ pub(crate) fn disk_error(
     let path = path.to_path_buf();
     move |error| match error.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-            ReplicaError::Full { place: format!("to {what} {}", path.display()), missing: 1, state }
+            ReplicaError::Full { place: format!("to {what} {}", path.display()), missing: None, state }
         }
         _ => ReplicaError::Io { what, path, error },
     }

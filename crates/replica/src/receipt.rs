@@ -195,7 +195,7 @@ impl Replica {
         let place = format!("for the journal {}", path.display());
         if let Some(free) = device::free_space(self.folder.path()).ok().filter(|free| *free < self.expected) {
             let state = "the replica is unchanged";
-            return Err(ReplicaError::Full { place, missing: self.expected - free, state });
+            return Err(ReplicaError::Full { place, missing: Some(self.expected - free), state });
         }
         if !self.kept {
             // What was adopted: its journal means nothing without the state it is bound to.

@@ -170,6 +170,15 @@ impl Source {
                 path.display()
             )));
         }
+        let user = if options.read_only { device::may_change(&path) } else { device::in_use(&path) };
+        if let Some(user) = user {
+            let why = if options.read_only {
+                "may change while it is read: unmount it, mount it read-only or copy a snapshot of it"
+            } else {
+                "can't be served to others too: stop that use first"
+            };
+            return Err(SourceError::Refused(format!("{} is {user} and {why}", path.display())));
+        }
         let known = state.source(&path.to_string_lossy())?;
         let uuid = known.as_ref().map_or_else(Uuid::new_v4, |(_, about)| about.uuid);
         let place = known.as_ref().map_or_else(|| state.source_folder(uuid), |(place, _)| place.clone());
