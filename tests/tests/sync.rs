@@ -155,6 +155,8 @@ fn a_write_past_the_server_is_noticed_and_compared() {
 fn a_served_source_goes_by_its_name_too() {
     let mut scene = Scene::synced("name", 16 * MIB);
     scene.change(20);
+    // Whatever folder of that name lies here.
+    std::fs::create_dir(scene.site.path("vm")).expect("a folder");
     scene.site.dsync(["sync", "vm"]).arg(&scene.replica).ok();
     scene.equal();
 }

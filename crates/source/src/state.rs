@@ -108,9 +108,15 @@ impl StateDir {
             if let Some(found) = sources.iter().find(|(_, a)| a.path == path) {
                 return Ok(Some(found.clone()));
             }
-            let identity = device::identity(&path)?;
-            let moved = |a: &About| a.identity.same_object(&identity) && !a.path.exists();
-            return Ok(sources.into_iter().find(|(_, a)| moved(a)));
+            match device::identity(&path) {
+                Ok(identity) => {
+                    let moved = |a: &About| a.identity.same_object(&identity) && !a.path.exists();
+                    return Ok(sources.into_iter().find(|(_, a)| moved(a)));
+                }
+                // A folder that happens to be here does not hide what is served under its name.
+                Err(error) if what.contains('/') => return Err(error.into()),
+                Err(_) => {}
+            }
         }
         if what.contains('/') {
             return Ok(None);
