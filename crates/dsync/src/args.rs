@@ -216,6 +216,15 @@ pub struct Sync {
     #[arg(long, value_name = "LEVEL", num_args = 0..=1, require_equals = true, default_missing_value = "1",
           value_parser = clap::value_parser!(i32).range(1..=19))]
     pub compress: Option<i32>,
+    /// On a live disk: freeze what is mounted for the last, short pass
+    #[arg(long, value_enum, default_value_t = FreezeArg::Auto)]
+    pub freeze: FreezeArg,
+    /// The longest that a freeze may last, in seconds; then it is ended by force and the sync fails
+    #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=300))]
+    pub freeze_limit: u64,
+    /// On a live disk: passes over what changes before the last one
+    #[arg(long, value_name = "COUNT", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub passes: u32,
     #[command(flatten)]
     pub far: FarArgs,
     #[command(flatten)]
@@ -253,6 +262,17 @@ pub enum CyclesArg {
     Trim,
     /// One of them, whole
     Delete,
+}
+
+/// Whether file systems on a live disk may be frozen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum FreezeArg {
+    /// Those that are mounted; where there are none, the sync waits for a moment in which nobody writes
+    Auto,
+    /// None: the replica may be of several moments, and is marked fuzzy then
+    Never,
+    /// There must be one to freeze
+    Require,
 }
 
 /// How the replica steps to the new epoch.

@@ -4,10 +4,10 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 use link::Link;
-use source::{Handle, StateDir};
+use source::{FreezeMode, Handle, StateDir};
 use sync::{Commit, Extents, How, Options, Summary, SyncError};
 
-use crate::args::{self, CommitArg, CyclesArg, FarArgs, HashArg, MethodArg};
+use crate::args::{self, CommitArg, CyclesArg, FarArgs, FreezeArg, HashArg, MethodArg};
 use crate::failure::{self, FAILED, Failure};
 use crate::output::Output;
 use crate::units;
@@ -129,6 +129,15 @@ pub fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Result<u8> {
         bwlimit: args.far.bwlimit,
         journal_dir: args.far.journal_dir.clone().map(PathBuf::from),
         may_be_cut: destination.host.is_some(),
+        passes: args.passes,
+        cut: source::CutOptions {
+            freeze: match args.freeze {
+                FreezeArg::Auto => FreezeMode::Auto,
+                FreezeArg::Never => FreezeMode::Never,
+                FreezeArg::Require => FreezeMode::Require,
+            },
+            limit: std::time::Duration::from_secs(args.freeze_limit),
+        },
     };
     let handle = Handle::attach(state, &args.source, &crate::source_options(&args.open)?)?;
     let progress = |done, total| output.progress(done, total);
@@ -223,7 +232,11 @@ fn say(summary: &Summary, output: &Output) {
         units::size(summary.bytes_sent),
         units::size(summary.bytes_written),
         units::seconds(summary.seconds),
-        if summary.resumed { ", on from where the last transfer ended" } else { "" }
+        match summary.freeze_ms {
+            Some(ms) => format!(", {ms} ms of it frozen"),
+            None if summary.resumed => ", on from where the last transfer ended".to_owned(),
+            None => String::new(),
+        }
     ));
 }
 

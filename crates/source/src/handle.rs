@@ -10,6 +10,7 @@ use extents::Bitmap;
 use crate::SourceError;
 use crate::control::{Client, Status, status};
 use crate::history::{Bookmarks, History, Position};
+use crate::live::Live;
 use crate::source::{Options, Source, open_reader};
 use crate::state::{About, StateDir};
 use crate::view::View;
@@ -23,6 +24,7 @@ pub struct Handle {
 
 enum Holder {
     Here(Box<Source>),
+    Live(Box<Live>),
     Server(Client),
 }
 
@@ -49,6 +51,9 @@ impl Handle {
                      serve\" serves it"
                 ),
             }));
+        }
+        if let Some(tracker) = trackers::find(path)? {
+            return Ok(Live::open(state, path, tracker)?.into());
         }
         let options = Options { read_only: true, ..options.clone() };
         let source = match Source::open(state, path, &options) {
@@ -82,21 +87,39 @@ impl Handle {
         matches!(self.holder, Holder::Server(_))
     }
 
+    /// The source as a live disk, if it is one: then there are no views of it but those of [`Live::cut`].
+    pub fn live(&self) -> Option<&Live> {
+        match &self.holder {
+            Holder::Live(live) => Some(live),
+            _ => None,
+        }
+    }
+
     /// How the tracker is.
     pub fn status(&self) -> Result<Status, SourceError> {
         match &self.holder {
             Holder::Here(source) => Ok(status(source)),
+            Holder::Live(live) => Ok(Status {
+                process: std::process::id(),
+                dirty: live.dirty()?.count(),
+                active_regions: 0,
+                region: 0,
+                views: 0,
+                kept_bytes: 0,
+                lost: live.lost()?,
+            }),
             Holder::Server(client) => client.status(),
         }
     }
 
-    /// Takes a checkpoint and opens its view; with `held`, takes the view that is open as `@view` instead.
+    /// Takes a checkpoint and opens its view (of a live disk: the disk itself, which goes on changing); with `held`, takes the view that is open as `@view` instead.
     pub fn view(&self, held: bool) -> Result<View, SourceError> {
         match &self.holder {
-            Holder::Here(_) if held => Err(SourceError::Refused(format!(
+            Holder::Here(_) | Holder::Live(_) if held => Err(SourceError::Refused(format!(
                 "{} is not served, so no view of it is open: leave --at-view out",
                 self.about.path.display()
             ))),
+            Holder::Live(live) => live.checkpoint(),
             Holder::Here(source) => source.still_view(&source.checkpoint(false)?),
             Holder::Server(client) => {
                 let (epoch, size, saved) = client.view(held)?;
@@ -145,6 +168,7 @@ impl Handle {
     pub fn lost(&self) -> Result<Option<String>, SourceError> {
         match &self.holder {
             Holder::Here(source) => Ok(source.lost()),
+            Holder::Live(live) => live.lost(),
             Holder::Server(client) => Ok(client.status()?.lost),
         }
     }
@@ -190,6 +214,7 @@ impl Handle {
         self.history()?.changes_since(positions, block_size, &changes)?;
         match &self.holder {
             Holder::Here(source) => changes.union_with(&source.dirty()),
+            Holder::Live(live) => changes.union_with(&live.dirty()?),
             Holder::Server(client) => client.dirty(&changes)?,
         }
         Ok(changes)
@@ -199,6 +224,7 @@ impl Handle {
     pub fn acknowledge(&self, replica: &str, epoch: Epoch) -> Result<(), SourceError> {
         match &self.holder {
             Holder::Here(source) => source.acknowledge(replica, epoch),
+            Holder::Live(live) => live.acknowledge(replica, epoch),
             Holder::Server(client) => client.acknowledge(replica, epoch),
         }
     }
@@ -212,7 +238,14 @@ impl Handle {
     pub fn close(self) -> Result<(), SourceError> {
         match self.holder {
             Holder::Here(source) => source.close(),
-            Holder::Server(_) => Ok(()),
+            Holder::Server(_) | Holder::Live(_) => Ok(()),
         }
+    }
+}
+
+impl From<Live> for Handle {
+    fn from(live: Live) -> Handle {
+        let (about, place) = (live.about().clone(), live.folder().path().to_path_buf());
+        Handle { about, place, holder: Holder::Live(Box::new(live)) }
     }
 }

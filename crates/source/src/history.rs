@@ -158,6 +158,11 @@ impl History {
         self.entries.iter().flat_map(|e| &e.head.epochs).find(|e| e.number == number).copied()
     }
 
+    /// True if an epoch of this id stands in the log.
+    pub(crate) fn knows(&self, id: uuid::Uuid) -> bool {
+        self.entries.iter().flat_map(|e| &e.head.epochs).any(|e| e.id == id)
+    }
+
     /// Bytes of the log.
     pub fn bytes(&self) -> u64 {
         self.end

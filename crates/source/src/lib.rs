@@ -1,11 +1,15 @@
 //! A source: the disk that is followed. Its identity, its history, its checkpoints and views.
 //!
-//! [`Source`] holds one in this process; [`Handle`] reaches one wherever it is held.
+//! [`Source`] holds one whose writes pass through this process, [`Live`] one that a tracker in the kernel follows; [`Handle`]
+//! reaches one wherever it is held.
 
+mod captured;
 mod control;
 mod error;
+mod freeze;
 mod handle;
 mod history;
+mod live;
 mod source;
 mod stamp;
 mod state;
@@ -13,8 +17,10 @@ mod view;
 
 pub use control::{Client, ControlServer, Status};
 pub use error::SourceError;
+pub use freeze::{Freeze, FreezeError};
 pub use handle::Handle;
 pub use history::{Bookmark, Bookmarks, EpochInfo, History, Position};
+pub use live::{Cut, CutOptions, FreezeMode, Live};
 pub use source::{Checkpoint, Medium, Options, SharedView, Source, bookmarks};
 pub use stamp::Boot;
 pub use state::{About, StateDir, export_name};

@@ -89,6 +89,12 @@ impl Stamp {
         crate::state::read_json(folder, NAME)
     }
 
+    /// Removes it: what it says of the source is no longer true.
+    pub fn forget(folder: &dyn Folder) -> Result<(), SourceError> {
+        let gone = folder.remove(NAME).and_then(|()| folder.sync());
+        gone.map_err(SourceError::state("remove a stamp in", folder.path()))
+    }
+
     pub fn write(&self, folder: &dyn Folder) -> Result<(), SourceError> {
         crate::state::write_json(folder, NAME, self)
     }

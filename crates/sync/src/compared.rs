@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use compare::rolling::Change;
 use compare::{Claim, Finding, Scope};
 use delta::{Encoder, Frame, Header, Record};
-use device::Disk;
+use device::{Buf, Disk};
 use link::{Receiver, Sender};
 use source::View;
 
@@ -149,6 +149,11 @@ impl<'a> Sending<'a> {
     }
 }
 
+/// Bytes of a disk's last block.
+fn last_block(size: u64, block_size: u64) -> u64 {
+    if size == 0 { 0 } else { (size - 1) % block_size + 1 }
+}
+
 /// Sends what differs from the view as a delta.
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn send_differences(
@@ -161,17 +166,34 @@ pub(crate) fn send_differences(
     totals: &Totals,
     progress: Progress<'_>,
 ) -> Result<(), SyncError> {
-    sender.send_json(PLAN, &Plan { bytes: 0, compare: Some(scope.clone()), rolling: None, delta: true })?;
-    let lacking = how.lacking;
+    sender.send_json(
+        PLAN,
+        &Plan { bytes: 0, compare: Some(scope.clone()), rolling: None, delta: true, pass: how.pass },
+    )?;
+    let (lacking, pass) = (how.lacking, how.pass);
     let mut sending = Sending::begin(sender, header, how, totals)?;
+    let mut end = 0;
     compare(receiver, view, scope, totals, progress, |finding| match finding {
         Finding::Unreadable(range) if lacking => {
             totals.left_out(&range);
             Ok(())
         }
         Finding::Unreadable(range) => Err(SyncError::Unreadable(range.start)),
-        other => sending.add(&other),
+        other => {
+            end = match &other {
+                Finding::Data { offset, data } => offset + data.len() as u64,
+                Finding::Zero(range) => range.end,
+                _ => end,
+            };
+            sending.add(&other)
+        }
     })?;
+    if pass && end < view.len() {
+        let mut block = Buf::new(last_block(view.len(), header.block_size.into()) as usize);
+        let offset = view.len() - block.len() as u64;
+        view.read_at(offset, &mut block).map_err(SyncError::io("read the source"))?;
+        sending.add(&Finding::Data { offset, data: &block })?;
+    }
     sending.end()
 }
 

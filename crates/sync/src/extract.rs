@@ -88,7 +88,7 @@ pub fn extract(
         lacking: false,
     };
     let wanted = match &positions {
-        None => Wanted { changes: Bitmap::new(0), block_size, size, all_from: 0 },
+        None => Wanted { changes: Bitmap::new(0), block_size, size, all_from: 0, to_end: false },
         Some(positions) => {
             let (changes, chain) = handle.changes_since(positions, &view)?;
             let upto = positions[0].upto;
@@ -102,13 +102,13 @@ pub fn extract(
                 needed.set(all_from / block_size..needed.blocks());
             }
             view.narrow(&needed);
-            Wanted { changes, block_size, size, all_from }
+            Wanted { changes, block_size, size, all_from, to_end: false }
         }
     };
     let (_, _, bytes) = wanted.count(&*view).map_err(SyncError::io("look at the view"))?;
     let totals = Totals::default();
     let mut writer = Writer::new(out);
-    let how = Packing { compress, size: FrameSize::new(false, block_size), lacking: false };
+    let how = Packing { compress, size: FrameSize::new(false, block_size), lacking: false, pass: false };
     pack_wanted(ToWriter(&mut writer), &view, &header, &wanted, how, &totals, &|done| progress(done, bytes))?;
     writer.flush()?;
     let epoch = view.epoch();

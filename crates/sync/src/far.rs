@@ -64,39 +64,69 @@ fn converse(sender: &Sender, receiver: &Receiver, state: &StateDir) -> Result<()
         ..open_options(&path, open.journal_dir.as_deref(), state)
     };
     let mut replica = Replica::open(&path, &options)?;
-    let standing = replica.standing();
+    loop {
+        say_standing(sender, &path, &mut replica, open.commit)?;
+        let plan: Plan = match receiver.recv()? {
+            Some(message) if message.kind == PLAN => message.json()?,
+            Some(message) => return Err(unexpected(&message)),
+            // Nothing to be done: up to date, or a dry run.
+            None => return Ok(()),
+        };
+        if let (Some(scope), false) = (&plan.compare, plan.delta) {
+            answer(sender, &replica.content()?, scope, None).map_err(SyncError::io("read the replica"))?;
+            while receiver.recv()?.is_some() {}
+            return Ok(());
+        }
+        if let Some(committed) = take_delta(sender, receiver, &mut replica, &open, plan)? {
+            sender.send_json(COMMITTED, &committed)?;
+            // The other end says goodbye when it has noted that.
+            while receiver.recv()?.is_some() {}
+            return Ok(());
+        }
+    }
+}
+
+fn say_standing(
+    sender: &Sender,
+    path: &Path,
+    replica: &mut Replica,
+    commit: Commit,
+) -> Result<(), SyncError> {
+    let standing = replica.standing().clone();
     // A device may be larger than what it holds a copy of.
     let len = match standing.changed {
         Some(_) if standing.capacity.is_none() => Some(replica.content()?.len()),
         _ => None,
     };
-    sender.send_json(
-        STANDING,
-        &Standing {
-            path: std::fs::canonicalize(&path).unwrap_or_else(|_| path.clone()),
-            source: standing.source,
-            epoch: standing.epoch,
-            positions: standing.positions.iter().map(|p| Part { epoch: p.epoch, upto: p.upto }).collect(),
-            nonce: standing.nonce,
-            under_way: standing.under_way,
-            resumes: standing.resumes,
-            size: standing.size,
-            recovered: standing.recovered.clone(),
-            changed: standing.changed.clone(),
-            wrong_size: len.filter(|len| *len != standing.size),
-            in_place: replica.is_in_place(mode(open.commit)),
-        },
-    )?;
-    let plan: Plan = match receiver.recv()? {
-        Some(message) if message.kind == PLAN => message.json()?,
-        Some(message) => return Err(unexpected(&message)),
-        // Nothing to be done: up to date, or a dry run.
-        None => return Ok(()),
+    let standing = Standing {
+        path: std::fs::canonicalize(path).unwrap_or_else(|_| path.to_path_buf()),
+        source: standing.source,
+        epoch: standing.epoch,
+        positions: standing.positions.iter().map(|p| Part { epoch: p.epoch, upto: p.upto }).collect(),
+        nonce: standing.nonce,
+        under_way: standing.under_way,
+        resumes: standing.resumes,
+        size: standing.size,
+        recovered: standing.recovered,
+        changed: standing.changed,
+        wrong_size: len.filter(|len| *len != standing.size),
+        in_place: replica.is_in_place(mode(commit)),
     };
+    Ok(sender.send_json(STANDING, &standing)?)
+}
+
+/// Receives a delta and commits it. `None` after a pass, which is only kept.
+fn take_delta(
+    sender: &Sender,
+    receiver: &Receiver,
+    replica: &mut Replica,
+    open: &Open,
+    plan: Plan,
+) -> Result<Option<Committed>, SyncError> {
     replica.expect(plan.bytes);
-    if let Some(shape) = plan.rolling {
+    if let Some(shape) = &plan.rolling {
         let mut trouble = None;
-        let told = compare::rolling::tell(&replica.content()?, &shape, |(told, sums)| {
+        let told = compare::rolling::tell(&replica.content()?, shape, |(told, sums)| {
             sender.send(of_told(&told, &sums)?).map_err(|error| {
                 trouble = Some(error);
                 std::io::Error::other("the source stopped")
@@ -107,17 +137,14 @@ fn converse(sender: &Sender, receiver: &Receiver, state: &StateDir) -> Result<()
             None => SyncError::io("read the replica")(error),
         })?;
     }
-    let compare = plan.compare;
-    if let (Some(scope), false) = (&compare, plan.delta) {
-        answer(sender, &replica.content()?, scope, None).map_err(SyncError::io("read the replica"))?;
-        while receiver.recv()?.is_some() {}
-        return Ok(());
-    }
+    let (compare, pass) = (plan.compare, plan.pass);
     let message = receiver.recv()?.ok_or_else(|| SyncError::Far {
         message: "the source ended the conversation too early: run again".into(),
         class: Class::Failed,
     })?;
-    let mut kept = open.digests.as_ref().map(|asked| Kept::open(asked, &replica)).transpose()?;
+    // What a pass leaves is no state that digests could be bound to.
+    let asked = open.digests.as_ref().filter(|_| !pass);
+    let mut kept = asked.map(|asked| Kept::open(asked, replica)).transpose()?;
     let standing = replica.standing().clone();
     let disk = compare.as_ref().map(|_| replica.content()).transpose()?;
     let header = to_unit(message).map_err(|m| unexpected(&m))?;
@@ -126,10 +153,10 @@ fn converse(sender: &Sender, receiver: &Receiver, state: &StateDir) -> Result<()
         kept.begin(compare.as_ref(), receipt.header(), &standing)?;
     }
     let seen = kept.as_ref();
-    let mut committed = match (compare, disk) {
+    let committed = match (compare, disk) {
         (Some(compare), Some(disk)) => std::thread::scope(|scope| {
             let answering = scope.spawn(move || answer(sender, &disk, &compare, seen));
-            let received = take_units(receipt, receiver, seen);
+            let received = take_units(receipt, receiver, seen, pass);
             match answering.join() {
                 // A link that broke under the answers broke for the units too, and says more there.
                 Ok(Err(error)) if received.is_ok() => Err(SyncError::io("read the replica")(error)),
@@ -137,13 +164,12 @@ fn converse(sender: &Sender, receiver: &Receiver, state: &StateDir) -> Result<()
                 Err(panic) => std::panic::resume_unwind(panic),
             }
         })?,
-        _ => take_units(receipt, receiver, seen)?,
+        _ => take_units(receipt, receiver, seen, pass)?,
     };
-    committed.digests = kept.map(|kept| kept.end(replica.standing().nonce));
-    sender.send_json(COMMITTED, &committed)?;
-    // The other end says goodbye when it has noted that.
-    while receiver.recv()?.is_some() {}
-    Ok(())
+    Ok(committed.map(|mut committed| {
+        committed.digests = kept.map(|kept| kept.end(replica.standing().nonce));
+        committed
+    }))
 }
 
 fn answer(sender: &Sender, disk: &Arc<dyn Disk>, scope: &Scope, kept: Option<&Kept>) -> std::io::Result<()> {
@@ -160,7 +186,8 @@ fn take_units(
     mut receipt: Receipt<'_>,
     receiver: &Receiver,
     kept: Option<&Kept>,
-) -> Result<Committed, SyncError> {
+    pass: bool,
+) -> Result<Option<Committed>, SyncError> {
     loop {
         let message = match receiver.recv() {
             Ok(Some(message)) => message,
@@ -185,6 +212,11 @@ fn take_units(
             }
         };
         let last = unit.kind == delta::UnitKind::Trailer;
+        if last && pass {
+            // Kept like a transfer that was cut: what comes next goes on from it.
+            receipt.keep()?;
+            return Ok(None);
+        }
         receipt.unit_seen(unit, |frame| {
             if let Some(kept) = kept {
                 kept.frame(frame);
@@ -192,12 +224,12 @@ fn take_units(
         })?;
         if last {
             let committed = receipt.finish()?;
-            return Ok(Committed {
+            return Ok(Some(Committed {
                 epoch: committed.epoch,
                 bytes_written: committed.bytes_written,
                 bytes_read: committed.bytes_read,
                 digests: None,
-            });
+            }));
         }
     }
 }

@@ -8,6 +8,7 @@ mod error;
 mod extents;
 mod extract;
 mod far;
+mod live;
 mod messages;
 mod push;
 mod read;

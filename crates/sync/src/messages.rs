@@ -7,7 +7,7 @@
 //!     Plan: what will come, what to tell     ─▶
 //!                                            ◀─ Claim … Claim, or Sums … Sums (only if they are asked for)
 //!     Header, Frame … Frame, Trailer         ─▶
-//!                                            ◀─ Committed
+//!                                            ◀─ Committed, or after a pass over a live disk Standing again
 //! ```
 //!
 //! Either side may end the conversation with Failed at any time.
@@ -111,6 +111,9 @@ pub(crate) struct Plan {
     pub rolling: Option<Shape>,
     /// A delta follows; else the digests are all that is wanted.
     pub delta: bool,
+    /// The delta is a pass over a live disk: what it carries is kept, and committed with the delta that ends at a cut. After
+    /// its trailer comes a new Standing.
+    pub pass: bool,
 }
 
 /// The replica stands at the new epoch.

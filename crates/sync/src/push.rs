@@ -13,13 +13,14 @@ use device::Disk;
 use extents::Bitmap;
 use link::{Link, Receiver, Sender};
 use serde::Serialize;
-use source::{Handle, Position, SourceError, View};
+use source::{CutOptions, Handle, Position, SourceError, View};
 use uuid::Uuid;
 
 use crate::compared::send_differences;
 use crate::digests::Digests;
 use crate::error::SyncError;
 use crate::extents::Extents;
+use crate::live::{Caught, catch_up};
 use crate::messages::{
     COMMITTED, Commit, Committed, FAILED, Failed, OPEN, Open, PLAN, Part, Plan, STANDING, Standing, expect,
     of_unit, unexpected,
@@ -74,6 +75,10 @@ pub struct Options {
     pub journal_dir: Option<PathBuf>,
     /// The link leads to another host, and may be cut.
     pub may_be_cut: bool,
+    /// How many passes over a live disk may be made before the cut.
+    pub passes: u32,
+    /// How a live disk is cut.
+    pub cut: CutOptions,
 }
 
 /// What was found how, what it cost, and what was committed.
@@ -132,17 +137,19 @@ pub struct Summary {
 pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
 
 /// What is to be sent, as found.
-struct Found {
-    method: Method,
+pub(crate) struct Found {
+    pub method: Method,
     /// Blocks, extents and bytes that changed, where that is less than what is moved.
     changed: Option<(u64, u64, u64)>,
-    trust: String,
+    pub trust: String,
     header: Header,
-    wanted: Wanted,
+    pub wanted: Wanted,
+    /// It is a pass over a live disk, not yet the whole.
+    pub pass: bool,
 }
 
 /// The chosen way.
-enum Way {
+pub(crate) enum Way {
     Tracked(Vec<Position>),
     Compare(String),
     Rolling(String),
@@ -207,21 +214,33 @@ pub fn push(
         summary.seconds = began.elapsed().as_secs_f64();
         return Ok(summary);
     }
-    let view = Arc::new(handle.view(options.at_view)?);
-    // On one host, and with nothing stored in between, a dense region is moved whole: that costs less than picking.
-    let fill = !options.may_be_cut && options.commit == Commit::InPlace;
-    let mut found = find(handle, &view, way, &standing, options.how, fill)?;
-    found.header.lacking = options.lacking;
-    summary.method = found.method;
-    summary.trust = found.trust.clone();
-    summary.disk_size = view.len();
+    let total = Totals::default();
     let bookmark = bookmark(name, &standing);
+    let mut first = None;
+    let (view, found, standing) = match handle.live() {
+        None => {
+            let view = Arc::new(handle.view(options.at_view)?);
+            // On one host, and with nothing stored in between, a dense region is moved whole: that costs less than picking.
+            let fill = !options.may_be_cut && options.commit == Commit::InPlace;
+            let mut found = find(handle, &view, way, &standing, options.how, fill)?;
+            found.header.lacking = options.lacking;
+            (view, found, standing)
+        }
+        Some(live) => {
+            let line = (&sender, &receiver);
+            let caught = catch_up(handle, live, line, standing, way, options, &total, progress)
+                .and_then(|caught| of_cut(handle, caught, &mut summary, &mut first));
+            told(&sender, &receiver, caught)?
+        }
+    };
+    (summary.method, summary.trust) = first.clone().unwrap_or((found.method, found.trust.clone()));
+    summary.disk_size = view.len();
 
     // Nothing changed and the replica stands at this epoch already: there is nothing to commit.
     let epoch = view.epoch();
     let stands =
         matches!(standing.positions[..], [Part { epoch: Some(e), upto }] if e == epoch && upto == view.len());
-    if found.method == Method::Tracked && stands && !summary.resumed && !options.lacking {
+    if found.method == Method::Tracked && stands && !summary.resumed && !options.lacking && first.is_none() {
         sender.finish()?;
         handle.acknowledge(&bookmark, epoch)?;
         summary.epoch = Some(epoch.number);
@@ -231,25 +250,14 @@ pub fn push(
         return Ok(summary);
     }
 
-    let total = Totals::default();
     let result = match found.method {
-        Method::Compare => {
-            let scope = Scope {
-                hash: options.hash,
-                keep_going: options.keep_going,
-                ..Scope::whole(view.len(), about.block_size)
-            };
-            let size = FrameSize::new(options.may_be_cut, u64::from(about.block_size));
-            let how = Packing { compress: options.compress, size, lacking: options.lacking };
-            send_differences(&sender, &receiver, &view, &found.header, &scope, how, &total, progress)
-        }
         Method::Rolling => {
             let size = FrameSize::new(options.may_be_cut, u64::from(about.block_size));
-            let how = Packing { compress: options.compress, size, lacking: options.lacking };
+            let how = Packing { compress: options.compress, size, lacking: options.lacking, pass: false };
             let in_place = standing.in_place.then_some(options.in_place);
             send_moved(&sender, &receiver, &view, &found.header, in_place, how, &total, progress)
         }
-        _ => send_wanted(&sender, &view, &found, options, &total, progress),
+        _ => send(&sender, &receiver, &view, &found, options, &total, progress),
     };
     let committed = committed(&sender, &receiver, result)?;
     sender.finish()?;
@@ -273,6 +281,57 @@ pub fn push(
     Ok(summary)
 }
 
+/// What a cut of a live disk leaves to be sent.
+fn of_cut(
+    handle: &Handle,
+    caught: Caught,
+    summary: &mut Summary,
+    first: &mut Option<(Method, String)>,
+) -> Result<(Arc<View>, Found, Standing), SyncError> {
+    let Caught { standing, positions, cut, first: begun } = caught;
+    *first = begun;
+    summary.freeze_ms = cut.freeze.map(|lasted| lasted.as_millis() as u64);
+    let view = Arc::new(cut.view.clone());
+    // Only what was read at the cut may be sent: nothing but the record can say what that must be.
+    let mut found = find(handle, &view, Way::Tracked(positions), &standing, How::Tracked, false)?;
+    if found.wanted.all_from < view.len() || !cut.holds(&found.wanted.changes) {
+        let why = "more was missing at the end than had been read";
+        return Err(SyncError::Lost { path: handle.about().path.clone(), why: why.into() });
+    }
+    found.header.fuzzy = cut.fuzzy;
+    if cut.fuzzy {
+        found.trust = "fuzzy: somebody wrote during the last pass".into();
+    }
+    Ok((view, found, standing))
+}
+
+/// Sends a delta: what is wanted, or what a comparison finds.
+pub(crate) fn send(
+    sender: &Sender,
+    receiver: &Receiver,
+    view: &Arc<View>,
+    found: &Found,
+    options: &Options,
+    totals: &Totals,
+    progress: Progress<'_>,
+) -> Result<(), SyncError> {
+    match found.method {
+        Method::Compare => {
+            let block_size = found.header.block_size;
+            let scope = Scope {
+                hash: options.hash,
+                keep_going: options.keep_going,
+                ..Scope::whole(view.len(), block_size)
+            };
+            let size = FrameSize::new(options.may_be_cut, u64::from(block_size));
+            let how =
+                Packing { compress: options.compress, size, lacking: options.lacking, pass: found.pass };
+            send_differences(sender, receiver, view, &found.header, &scope, how, totals, progress)
+        }
+        _ => send_wanted(sender, view, found, options, totals, progress),
+    }
+}
+
 /// The name under which a source remembers a replica.
 pub(crate) fn bookmark(name: &str, standing: &Standing) -> String {
     let far = name.contains(':') && !name.starts_with('/');
@@ -286,22 +345,27 @@ pub(crate) fn committed(
     receiver: &Receiver,
     sent: Result<(), SyncError>,
 ) -> Result<Committed, SyncError> {
-    match sent.and_then(|()| expect(receiver, COMMITTED)) {
-        Ok(message) => Ok(message.json()?),
-        Err(error @ SyncError::Link(_)) => Err(match receiver.recv() {
+    let committed = sent.and_then(|()| expect(receiver, COMMITTED));
+    Ok(told(sender, receiver, committed)?.json()?)
+}
+
+/// Tells the far side of what went wrong here, or learns from it what went wrong there.
+fn told<T>(sender: &Sender, receiver: &Receiver, result: Result<T, SyncError>) -> Result<T, SyncError> {
+    result.map_err(|error| match error {
+        error @ SyncError::Link(_) => match receiver.recv() {
             Ok(Some(message)) if message.kind == FAILED => unexpected(&message),
             _ => error,
-        }),
-        Err(error) => {
+        },
+        error => {
             let failed = Failed { message: error.to_string(), class: error.class() };
             let _ = sender.send_json(FAILED, &failed);
-            Err(error)
+            error
         }
-    }
+    })
 }
 
 /// Decides how to find the changes, before a checkpoint is taken: a refused sync leaves no epoch behind.
-fn choose(handle: &Handle, standing: &Standing, options: &Options) -> Result<Way, SyncError> {
+pub(crate) fn choose(handle: &Handle, standing: &Standing, options: &Options) -> Result<Way, SyncError> {
     let about = handle.about();
     if let Some(other) = standing.source.filter(|s| *s != about.uuid && !options.adopt) {
         return Err(SyncError::Refused(format!(
@@ -374,7 +438,7 @@ fn choose(handle: &Handle, standing: &Standing, options: &Options) -> Result<Way
 }
 
 /// Finds what the replica lacks for the view.
-fn find(
+pub(crate) fn find(
     handle: &Handle,
     view: &Arc<View>,
     way: Way,
@@ -399,7 +463,7 @@ fn find(
         fuzzy: false,
         lacking: false,
     };
-    let nothing = || Wanted { changes: Bitmap::new(0), block_size, size, all_from: u64::MAX };
+    let nothing = || Wanted { changes: Bitmap::new(0), block_size, size, all_from: u64::MAX, to_end: false };
     match way {
         Way::Compare(_) | Way::Rolling(_) => {
             let (method, why) = match way {
@@ -410,7 +474,8 @@ fn find(
             // What a cut-off transfer left is compared away: digests are those of the destination itself.
             header.resumes = None;
             header.method = method;
-            Ok(Found { method, changed: None, trust: format!("compared: {why}"), header, wanted: nothing() })
+            let trust = format!("compared: {why}");
+            Ok(Found { method, changed: None, trust, header, wanted: nothing(), pass: false })
         }
         Way::Copy(trust) => {
             header.method = Method::Copy;
@@ -424,7 +489,7 @@ fn find(
                 wanted = Wanted { changes: Bitmap::new(size.div_ceil(block_size)), ..nothing() };
                 wanted.changes.set(0..wanted.changes.blocks());
             }
-            Ok(Found { method: Method::Copy, changed: None, trust, header, wanted })
+            Ok(Found { method: Method::Copy, changed: None, trust, header, wanted, pass: false })
         }
         Way::Tracked(positions) => {
             let (changes, chain) = match handle.changes_since(&positions, view) {
@@ -474,7 +539,8 @@ fn find(
                 changed,
                 trust: "tracked".into(),
                 header,
-                wanted: Wanted { changes, block_size, size, all_from },
+                wanted: Wanted { changes, block_size, size, all_from, to_end: false },
+                pass: false,
             })
         }
     }
@@ -510,11 +576,11 @@ fn estimate(handle: &Handle, way: &Way, summary: &mut Summary) -> Result<(), Syn
         Way::Tracked(positions) => {
             let upto = positions.last().map_or(0, |p| p.upto);
             let all_from = if upto < size { upto / block_size * block_size } else { u64::MAX };
-            Wanted { changes: handle.estimate(positions)?, block_size, size, all_from }
+            Wanted { changes: handle.estimate(positions)?, block_size, size, all_from, to_end: false }
         }
         // What a compare will find can't be known before; everything is the bound.
         Way::Copy(_) | Way::Compare(_) | Way::Rolling(_) => {
-            Wanted { changes: Bitmap::new(0), block_size, size, all_from: 0 }
+            Wanted { changes: Bitmap::new(0), block_size, size, all_from: 0, to_end: false }
         }
     };
     (summary.method, summary.trust) = match way {
@@ -584,9 +650,9 @@ fn send_wanted(
     progress: Progress<'_>,
 ) -> Result<(), SyncError> {
     let (_, _, bytes) = found.wanted.count(&**view).map_err(SyncError::io("look at the view"))?;
-    sender.send_json(PLAN, &Plan { bytes, compare: None, rolling: None, delta: true })?;
+    sender.send_json(PLAN, &Plan { bytes, compare: None, rolling: None, delta: true, pass: found.pass })?;
     let size = FrameSize::new(options.may_be_cut, found.wanted.block_size);
-    let how = Packing { compress: options.compress, size, lacking: options.lacking };
+    let how = Packing { compress: options.compress, size, lacking: options.lacking, pass: found.pass };
     pack_wanted(sender, view, &found.header, &found.wanted, how, totals, &|done| progress(done, bytes))
 }
 
@@ -596,6 +662,8 @@ pub(crate) struct Packing {
     pub size: FrameSize,
     /// Leave out what can't be read.
     pub lacking: bool,
+    /// It is a pass over a live disk: the last block is sent whatever it holds, so that the delta reaches the end.
+    pub pass: bool,
 }
 
 /// Reads what is wanted from a view, packs it as a delta, and hands its units on, in order.

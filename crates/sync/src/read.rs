@@ -66,6 +66,8 @@ pub(crate) struct Wanted {
     pub size: u64,
     /// From here on everything that is not zero. `u64::MAX` for nothing of that kind.
     pub all_from: u64,
+    /// The last block is wanted, whatever stands there: so that the delta reaches the disk's end.
+    pub to_end: bool,
 }
 
 impl Wanted {
@@ -80,6 +82,11 @@ impl Wanted {
             blocks += (range.end - range.start).div_ceil(self.block_size);
         }
         Ok((blocks, extents, bytes))
+    }
+
+    /// Where the last block begins.
+    fn last_block(&self) -> u64 {
+        self.size.saturating_sub(1) / self.block_size * self.block_size
     }
 
     /// The extents, ascending.
@@ -124,8 +131,9 @@ impl Wants<'_> {
             // Where everything is wanted, what is not named is zero: holes need no word.
             let bs = self.wanted.block_size;
             let Some(data) = self.disk.allocated(self.rest)? else {
-                self.rest = self.wanted.size;
-                return Ok(None);
+                let rest = std::mem::replace(&mut self.rest, self.wanted.size);
+                let last = self.wanted.last_block().max(rest);
+                return Ok(self.wanted.to_end.then_some(Want::Zero(last..self.wanted.size)));
             };
             let start = (data.start / bs * bs).max(self.rest);
             let end = round(data.end, bs).min(self.wanted.size);
@@ -212,9 +220,9 @@ impl Job {
         Request { kind: Kind::Read, pieces, buf, token }
     }
 
-    /// What was read, as a frame: what lies between is dropped, zeroes become records without data. Returns the end of the
-    /// frame's last extent too.
-    fn frame(self, mut buf: Buf, block_size: u64, all_from: u64) -> (Frame, u64) {
+    /// What was read, as a frame: what lies between is dropped, zeroes become records without data; those that begin
+    /// in `unnamed` no records at all. Returns the end of the frame's last extent too.
+    fn frame(self, mut buf: Buf, block_size: u64, unnamed: Range<u64>) -> (Frame, u64) {
         let mut records: Vec<Record> = Vec::with_capacity(self.wants.len());
         let (mut kept, mut span, mut before) = (0usize, 0usize, 0u64);
         let mut end = 0;
@@ -244,7 +252,7 @@ impl Job {
                 let from = start + (at - range.start) as usize;
                 let to = from + len as usize;
                 if compare::is_zero(&buf[from..to]) {
-                    if at < all_from {
+                    if !unnamed.contains(&at) {
                         push(true, at, len);
                     }
                 } else {
@@ -279,6 +287,8 @@ pub(crate) struct FrameReader<'a> {
     disk: &'a dyn Disk,
     /// Leave out what can't be read.
     lacking: bool,
+    /// From here on zeroes are named where others need no word.
+    named_from: u64,
     totals: &'a Totals,
 }
 
@@ -292,6 +302,7 @@ impl<'a> FrameReader<'a> {
         Ok(FrameReader {
             disk: &**disk,
             lacking: how.lacking,
+            named_from: if wanted.to_end { wanted.last_block() } else { u64::MAX },
             totals,
             wants: wanted.wants(&**disk),
             queue: disk.clone().queue(DEPTH)?,
@@ -397,7 +408,7 @@ impl<'a> FrameReader<'a> {
             Ok(buf) => (job, buf),
             Err(error) => self.salvage(job, error)?,
         };
-        Ok(Some(job.frame(buf, self.block_size, self.all_from)))
+        Ok(Some(job.frame(buf, self.block_size, self.all_from..self.named_from)))
     }
 
     /// Reads a frame's extents again, block by block; those that can't be read are left out, or end it.

@@ -179,8 +179,14 @@ fn a_lying_source_is_found_out() {
     };
     let plan = |scope: Scope, delta| Message {
         kind: PLAN,
-        head: serde_json::to_vec(&Plan { bytes: u64::MAX / 2, compare: Some(scope), rolling: None, delta })
-            .unwrap(),
+        head: serde_json::to_vec(&Plan {
+            bytes: u64::MAX / 2,
+            compare: Some(scope),
+            rolling: None,
+            delta,
+            pass: false,
+        })
+        .unwrap(),
         ..Message::default()
     };
     let whole = Scope::whole(SIZE, 4096);

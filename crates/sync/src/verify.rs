@@ -137,6 +137,13 @@ pub fn verify(
         }
     }
 
+    if handle.live().is_some() {
+        return Err(SyncError::Refused(format!(
+            "{} is in use and goes on changing while it is read: \"dsync sync --method compare\" compares it with {name} and mends \
+             what differs",
+            about.path.display()
+        )));
+    }
     // The view first, then what changed up to it: no write can fall between.
     let view = Arc::new(handle.view(false)?);
     let (size, block_size) = (view.len(), about.block_size);
@@ -196,7 +203,8 @@ pub fn verify(
         seconds: 0.0,
         recovered: standing.recovered.clone(),
     };
-    let plan = Plan { bytes: 0, compare: Some(scope.clone()), rolling: None, delta: options.repair };
+    let plan =
+        Plan { bytes: 0, compare: Some(scope.clone()), rolling: None, delta: options.repair, pass: false };
     sender.send_json(PLAN, &plan)?;
     let totals = Totals::default();
     if options.repair {
@@ -208,8 +216,12 @@ pub fn verify(
         )?;
         let size = FrameSize::new(options.may_be_cut, block);
         let sent = (|| {
-            let mut sending =
-                Sending::begin(&sender, &header, Packing { compress: None, size, lacking: false }, &totals)?;
+            let mut sending = Sending::begin(
+                &sender,
+                &header,
+                Packing { compress: None, size, lacking: false, pass: false },
+                &totals,
+            )?;
             compare(&receiver, &view, &scope, &totals, progress, |finding| {
                 note(&mut verified, &finding, &since, block);
                 if to_view {

@@ -1,0 +1,303 @@
+//! A live disk as a source: a tracker in the kernel writes down what changes, and nothing keeps what is overwritten.
+//!
+//! What is read from such a disk after a checkpoint is that epoch's content or newer; what is newer stands in the tracker's
+//! next record. So passes over the changes come nearer and nearer, and the last, small one makes the copy exact: nobody
+//! writes while it is read, because the file systems are frozen, or because nobody happened to.
+
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use delta::Epoch;
+use device::{Dir, Disk, Folder, FolderLock, Mount};
+use extents::Bitmap;
+use trackers::Tracker;
+use uuid::Uuid;
+
+use crate::SourceError;
+use crate::captured::{Captured, Memory};
+use crate::freeze::Freeze;
+use crate::history::{Bookmarks, History};
+use crate::source::open_reader;
+use crate::stamp::Stamp;
+use crate::state::{About, StateDir, write_about};
+use crate::view::View;
+
+/// Whether file systems may be frozen for the last pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum FreezeMode {
+    /// Those that are mounted are.
+    #[default]
+    Auto,
+    /// Never: unless nobody happens to write, the copy is fuzzy.
+    Never,
+    /// There must be one to freeze.
+    Require,
+}
+
+/// How the last pass is made.
+#[derive(Debug, Clone, Copy)]
+pub struct CutOptions {
+    /// Whether to freeze.
+    pub freeze: FreezeMode,
+    /// A freeze lasts no longer than this, whatever happens.
+    pub limit: Duration,
+}
+
+impl Default for CutOptions {
+    /// Freezes what is mounted, for at most ten seconds.
+    fn default() -> CutOptions {
+        CutOptions { freeze: FreezeMode::Auto, limit: Duration::from_secs(10) }
+    }
+}
+
+/// The most bytes that are read in the last pass.
+const MOST: u64 = 256 << 20;
+
+/// How often a cut without a freeze is tried, while somebody writes.
+const TRIES: usize = 5;
+
+/// What the last pass gave.
+pub struct Cut {
+    /// The changes and what else was asked for, as of the checkpoint. Nothing else may be read from it.
+    pub view: View,
+    /// How long file systems were frozen; `None` where nothing had to be.
+    pub freeze: Option<Duration>,
+    /// Somebody wrote meanwhile: it shows no one moment.
+    pub fuzzy: bool,
+    captured: Arc<Captured>,
+}
+
+impl Cut {
+    /// True if all these blocks can be read from the view.
+    pub fn holds(&self, blocks: &Bitmap) -> bool {
+        self.captured.holds(blocks)
+    }
+}
+
+/// A live disk, held.
+pub struct Live {
+    about: About,
+    folder: Arc<dyn Folder>,
+    tracker: Box<dyn Tracker>,
+    disk: Arc<dyn Disk>,
+    book: Mutex<Book>,
+    _lock: FolderLock,
+}
+
+struct Book {
+    history: History,
+    lost: Option<String>,
+}
+
+impl Live {
+    /// Opens the disk at `path`, which `tracker` follows. Takes the source's lock.
+    ///
+    /// # Errors
+    /// `Busy` if somebody else holds it.
+    pub fn open(state: &StateDir, path: &Path, tracker: Box<dyn Tracker>) -> Result<Live, SourceError> {
+        let path = std::fs::canonicalize(path).map_err(SourceError::state("find", path))?;
+        let identity = device::identity(&path)?;
+        let known = state.source(&path.to_string_lossy())?;
+        let uuid = known.as_ref().map_or_else(Uuid::new_v4, |(_, about)| about.uuid);
+        let place = known.map_or_else(|| state.source_folder(uuid), |(place, _)| place);
+        let folder = Dir::open(&place).map_err(SourceError::state("make", &place))?;
+        let lock = match FolderLock::take(&place).map_err(SourceError::state("lock", &place))? {
+            Ok(lock) => lock,
+            Err(holder) => return Err(SourceError::Busy { path, holder }),
+        };
+        let disk = open_reader(&path, &identity)?;
+        let block_size = tracker.block_size();
+        let about = About { version: About::VERSION, uuid, path, identity, block_size };
+        write_about(&folder, &about)?;
+        // What a server would trust says nothing about the time from here on.
+        Stamp::forget(&folder)?;
+        let history = History::read(&folder)?;
+        let lost = match tracker.released()? {
+            _ if tracker.size() != disk.len() => Some("the disk was resized".into()),
+            None => Some("the disk was not tracked before".into()),
+            // Everything after that epoch is in the record, whatever the history has come to know since.
+            Some(id) if history.knows(id) => tracker.lost()?,
+            Some(_) => Some("what the tracker recorded belongs to another history".into()),
+        };
+        let book = Mutex::new(Book { history, lost });
+        Ok(Live { about, folder: Arc::new(folder), tracker, disk, book, _lock: lock })
+    }
+
+    /// What the source's folder says of it.
+    pub fn about(&self) -> &About {
+        &self.about
+    }
+
+    /// Bytes of the disk.
+    pub fn size(&self) -> u64 {
+        self.disk.len()
+    }
+
+    /// The tracker that follows it.
+    pub fn tracker(&self) -> &dyn Tracker {
+        &*self.tracker
+    }
+
+    pub(crate) fn folder(&self) -> &dyn Folder {
+        &*self.folder
+    }
+
+    fn book(&self) -> std::sync::MutexGuard<'_, Book> {
+        self.book.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Why what came before the next checkpoint is not known; `None` if it is.
+    pub fn lost(&self) -> Result<Option<String>, SourceError> {
+        match self.book().lost.clone() {
+            Some(why) => Ok(Some(why)),
+            None => Ok(self.tracker.lost()?),
+        }
+    }
+
+    /// Ends the epoch and begins the next. What is read afterwards is of this epoch, or newer and in the next record.
+    pub fn checkpoint(&self) -> Result<View, SourceError> {
+        let mut book = self.book();
+        let changes = self.tracker.checkpoint()?;
+        let epoch = self.write_down(&mut book, &changes)?;
+        Ok(self.view(epoch, self.disk.clone()))
+    }
+
+    /// Appends what a checkpoint of the tracker returned to the history, and releases it.
+    fn write_down(&self, book: &mut Book, changes: &Bitmap) -> Result<Epoch, SourceError> {
+        // Asked after the checkpoint: a loss up to then is in the answer.
+        let lost = match book.lost.clone() {
+            Some(why) => Some(why),
+            None => self.tracker.lost()?,
+        };
+        let size = self.disk.len();
+        let last = book.history.last();
+        let same =
+            last.filter(|e| lost.is_none() && changes.is_clean() && book.history.size_at(e) == Some(size));
+        let epoch = match same {
+            Some(epoch) => epoch,
+            None => {
+                let number = last.map_or(0, |e| e.number) + 1;
+                let epoch = Epoch { number, id: Uuid::new_v4() };
+                book.history.append(epoch, lost, size, self.about.block_size, changes)?;
+                epoch
+            }
+        };
+        self.tracker.release(epoch.id)?;
+        book.lost = None;
+        Ok(epoch)
+    }
+
+    fn view(&self, epoch: Epoch, disk: Arc<dyn Disk>) -> View {
+        View::new(epoch, disk, self.disk.len(), None, Arc::new(|| Ok(())))
+    }
+
+    /// What was written since the last checkpoint.
+    pub fn dirty(&self) -> Result<Bitmap, SourceError> {
+        Ok(self.tracker.dirty()?)
+    }
+
+    /// The last pass: a checkpoint, and all that changed up to it, and `also`, read while nobody writes.
+    ///
+    /// # Errors
+    /// `Refused` where that can't be had: too much changes, a freeze ends early, somebody writes past the file systems.
+    pub fn cut(&self, also: &Bitmap, options: &CutOptions) -> Result<Cut, SourceError> {
+        let mounts = match options.freeze {
+            FreezeMode::Never => Vec::new(),
+            _ => device::mounts_on(&self.about.path)?,
+        };
+        if mounts.is_empty() && options.freeze == FreezeMode::Require {
+            return Err(SourceError::Refused(format!(
+                "there is no mounted file system on {} to freeze: leave --freeze require out, and stop who writes to the \
+                 disk itself",
+                self.about.path.display()
+            )));
+        }
+        if mounts.is_empty() {
+            self.unfrozen_cut(also, options)
+        } else {
+            self.frozen_cut(also, &mounts, options)
+        }
+    }
+
+    fn frozen_cut(&self, also: &Bitmap, mounts: &[Mount], options: &CutOptions) -> Result<Cut, SourceError> {
+        self.refuse_own_state(mounts)?;
+        let mut book = self.book();
+        let expected = Bitmap::new(also.blocks());
+        expected.union_with(also);
+        expected.union_with(&self.tracker.dirty()?);
+        let bytes = expected.count().saturating_mul(self.about.block_size.into());
+        // What the freeze itself makes the file systems write comes on top.
+        let memory = Memory::prepare(bytes.saturating_add(bytes / 2 + (8 << 20)), MOST);
+        let refused = |error: crate::freeze::FreezeError| {
+            SourceError::Refused(format!("{error}: run again, or see --freeze"))
+        };
+        let freeze = Freeze::begin(mounts, options.limit).map_err(refused)?;
+        let changes = self.tracker.checkpoint()?;
+        let captured = self.capture(&changes, also, memory);
+        let lasted = freeze.thaw().map_err(refused)?;
+        let captured = Arc::new(captured?);
+        let epoch = self.write_down(&mut book, &changes)?;
+        Ok(Cut { view: self.view(epoch, captured.clone()), freeze: Some(lasted), fuzzy: false, captured })
+    }
+
+    /// Without a freeze the pass is exact if nothing was written while it was read.
+    fn unfrozen_cut(&self, also: &Bitmap, options: &CutOptions) -> Result<Cut, SourceError> {
+        let mut book = self.book();
+        let wanted = Bitmap::new(also.blocks());
+        wanted.union_with(also);
+        for left in (0..TRIES).rev() {
+            let changes = self.tracker.checkpoint()?;
+            let epoch = self.write_down(&mut book, &changes)?;
+            wanted.union_with(&changes);
+            let captured = Arc::new(self.capture(&changes, &wanted, Memory::prepare(0, MOST))?);
+            let fuzzy = !self.tracker.dirty()?.is_clean();
+            if !fuzzy || (left == 0 && options.freeze == FreezeMode::Never) {
+                return Ok(Cut { view: self.view(epoch, captured.clone()), freeze: None, fuzzy, captured });
+            }
+        }
+        Err(SourceError::Refused(format!(
+            "{} is being written to, and there is no mounted file system on it to freeze: stop the writer for a moment, or \
+             say --freeze never to take a copy that may be of several moments",
+            self.about.path.display()
+        )))
+    }
+
+    fn capture(&self, changes: &Bitmap, also: &Bitmap, memory: Memory) -> Result<Captured, SourceError> {
+        let blocks = Bitmap::new(changes.blocks());
+        blocks.union_with(changes);
+        blocks.union_with(also);
+        let path = &self.about.path;
+        let captured = Captured::read(&self.disk, blocks, self.about.block_size.into(), memory);
+        captured.map_err(SourceError::state("read", path))?.ok_or_else(|| {
+            SourceError::Refused(format!(
+                "{} changes faster than it can be copied: more than {} MiB were left for the last pass. Run again when \
+                 less is written, or allow more passes with --passes",
+                path.display(),
+                MOST >> 20
+            ))
+        })
+    }
+
+    /// What lies on a frozen file system can't be written, nor perhaps even read.
+    fn refuse_own_state(&self, mounts: &[Mount]) -> Result<(), SourceError> {
+        use std::os::unix::fs::MetadataExt;
+        let place = self.folder.path();
+        let dev = std::fs::metadata(place).map_err(SourceError::state("look at", place))?.dev();
+        match mounts.iter().find(|m| m.dev == dev) {
+            Some(mount) => Err(SourceError::Refused(format!(
+                "the state directory {} lies on {}, which is to be frozen: put it elsewhere with --state-dir",
+                place.display(),
+                mount.place.display()
+            ))),
+            None => Ok(()),
+        }
+    }
+
+    /// Notes where a replica stands now, and tidies the history by it.
+    pub fn acknowledge(&self, replica: &str, epoch: Epoch) -> Result<(), SourceError> {
+        let mut book = self.book();
+        let bookmarks = Bookmarks::set(&*self.folder, replica, epoch)?;
+        book.history.tidy(&*self.folder, &bookmarks)
+    }
+}
