@@ -15,6 +15,7 @@ mod report;
 mod rolling;
 mod serve;
 mod sync;
+mod track;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -85,6 +86,8 @@ enum What {
     Serve,
     /// A disk of 64 TiB beside one of 1 GiB: idle, and with 1000 blocks changed; memory
     Idle,
+    /// Writing to a live disk that is tracked, beside one that is not
+    Track,
     /// An older copy brought up to date without a record: here, and over a link of 1 Gbit/s
     Compare,
     /// A compressible image over a link of 100 Mbit/s
@@ -159,13 +162,14 @@ fn scenarios(mut bench: Bench, what: What) -> Result<bool> {
     let out = out.unwrap_or_else(|| Path::new("bench/results").join(format!("{}.md", report::date())));
     let mut report = Report::new(bench.dsync.as_deref(), &bench.dir, bench.quick);
     type Scenario = fn(&Bench, &mut Report) -> Result<()>;
-    let all: [(&str, Scenario); 6] = [
+    let all: [(&str, Scenario); 7] = [
         ("sync", sync::sync),
         ("compare", compare::compare),
         ("rolling", rolling::rolling),
         ("serve", serve::serve),
         ("idle", idle::idle),
         ("compress", compress::compress),
+        ("track", track::track),
     ];
     let chosen = match what {
         What::Sync => "sync",
@@ -174,6 +178,7 @@ fn scenarios(mut bench: Bench, what: What) -> Result<bool> {
         What::Serve => "serve",
         What::Idle => "idle",
         What::Compress => "compress",
+        What::Track => "track",
         _ => "",
     };
     for (name, scenario) in all.into_iter().filter(|(name, _)| chosen.is_empty() || *name == chosen) {

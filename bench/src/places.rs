@@ -31,6 +31,18 @@ pub fn free(folder: &Path) -> u64 {
     rustix::fs::statvfs(folder).map_or(0, |stat| stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
+/// An image whose space is all allocated.
+pub fn filled(path: &Path, bytes: u64) -> Result<()> {
+    use std::io::Write;
+    let mut file = std::fs::File::create(path).with_context(|| path.display().to_string())?;
+    let chunk = vec![0x5a; 1 << 20];
+    for _ in 0..bytes >> 20 {
+        process::go_on()?;
+        file.write_all(&chunk)?;
+    }
+    Ok(file.sync_all()?)
+}
+
 /// A sparse file.
 pub fn sparse(path: &Path, size: u64) -> Result<()> {
     let file = std::fs::File::create(path).with_context(|| path.display().to_string())?;

@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use crate::Bench;
 use crate::dsync::{Dsync, export, uri};
-use crate::places::{scratch, sockets, sparse};
+use crate::places::{filled, scratch, sockets, sparse};
 use crate::process::{self, Daemon, command, run, shell};
 use crate::report::{Report, Table, median};
 
@@ -129,18 +129,6 @@ impl Setting<'_> {
         }
         Ok(client.close()?)
     }
-}
-
-/// An image whose space is all allocated.
-fn filled(path: &Path, bytes: u64) -> Result<()> {
-    use std::io::Write;
-    let mut file = std::fs::File::create(path).with_context(|| path.display().to_string())?;
-    let chunk = vec![0x5a; 1 << 20];
-    for _ in 0..bytes >> 20 {
-        process::go_on()?;
-        file.write_all(&chunk)?;
-    }
-    Ok(file.sync_all()?)
 }
 
 fn show(load: &Load, figure: f64) -> String {
