@@ -186,6 +186,23 @@ fn stale_digests_are_never_used() {
     scene.equal();
 }
 
+/// What came of a sync that was cut off stands in the digests, and not in the replica.
+#[test]
+fn digests_of_a_sync_that_was_cut_off_are_not_used() {
+    let mut scene = Scene::new("cut digests", 16 * MIB);
+    scene.sync(&["--digests"]).ok();
+    scene.change(2000);
+    let before = image::fingerprint(&scene.replica);
+    let mut process = scene.sync(&["--digests", "--bwlimit", "2M"]).start();
+    std::thread::sleep(Duration::from_millis(2000));
+    assert!(process.ended().is_none(), "the sync did not last");
+    process.kill();
+    assert_eq!(image::fingerprint(&scene.replica), before, "nothing is merged yet");
+    let summary = scene.sync(&["--method", "compare", "--digests"]).ok().summary();
+    assert!(text(&summary, "digests").starts_with("made anew: "), "{summary}");
+    scene.equal();
+}
+
 #[test]
 fn digests_flow_over_the_link_and_little_else() {
     let (mut scene, far) = (Scene::new("bytes", 64 * MIB), Far::new(RSH));
