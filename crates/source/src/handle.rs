@@ -112,14 +112,17 @@ impl Handle {
         }
     }
 
-    /// Takes a checkpoint and opens its view (of a live disk: the disk itself, which goes on changing); with `held`, takes the view that is open as `@view` instead.
+    /// Takes a checkpoint and opens its view, which a live disk has none of; with `held`, takes the view that is open as `@view` instead.
     pub fn view(&self, held: bool) -> Result<View, SourceError> {
         match &self.holder {
             Holder::Here(_) | Holder::Live(_) if held => Err(SourceError::Refused(format!(
                 "{} is not served, so no view of it is open: leave --at-view out",
                 self.about.path.display()
             ))),
-            Holder::Live(live) => live.checkpoint(),
+            Holder::Live(_) => Err(SourceError::Refused(format!(
+                "{} is a disk in use: only cuts of it show one moment",
+                self.about.path.display()
+            ))),
             Holder::Here(source) => source.still_view(&source.checkpoint(false)?),
             Holder::Server(client) => {
                 let (epoch, size, saved) = client.view(held)?;

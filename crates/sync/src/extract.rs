@@ -9,7 +9,7 @@ use delta::{Epoch, Header, Method, Unit, Writer};
 use device::Disk;
 use extents::Bitmap;
 use serde::Serialize;
-use source::{Handle, Position, SourceError};
+use source::{Cut, CutOptions, Handle, Live, Position, SourceError};
 use uuid::Uuid;
 
 use crate::error::SyncError;
@@ -71,7 +71,13 @@ pub fn extract(
         }
         None => None,
     };
-    let view = Arc::new(handle.view(false)?);
+    let (view, cut) = match handle.live() {
+        None => (Arc::new(handle.view(false)?), None),
+        Some(live) => {
+            let cut = cut(handle, live, positions.as_deref())?;
+            (Arc::new(cut.view.clone()), Some(cut))
+        }
+    };
     let block_size = u64::from(about.block_size);
     let size = view.len();
     let mut header = Header {
@@ -105,6 +111,9 @@ pub fn extract(
             Wanted { changes, block_size, size, all_from, to_end: false }
         }
     };
+    if cut.is_some_and(|cut| wanted.all_from < size || !cut.holds(&wanted.changes)) {
+        return Err(whole_live_disk(handle));
+    }
     let (_, _, bytes) = wanted.count(&*view).map_err(SyncError::io("look at the view"))?;
     let totals = Totals::default();
     let mut writer = Writer::new(out);
@@ -124,6 +133,20 @@ pub fn extract(
         bytes_sent: writer.bytes(),
         seconds: began.elapsed().as_secs_f64(),
     })
+}
+
+/// A live disk is read in one go, while nobody writes.
+fn cut(handle: &Handle, live: &Live, positions: Option<&[Position]>) -> Result<Cut, SyncError> {
+    let positions = positions.ok_or_else(|| whole_live_disk(handle))?;
+    Ok(live.cut(&handle.estimate(positions)?, &CutOptions::default())?)
+}
+
+fn whole_live_disk(handle: &Handle) -> SyncError {
+    SyncError::Refused(format!(
+        "{0} is a disk in use, and more of it is wanted than can be read in a moment: \"dsync sync {0}\" copies it in several \
+         passes",
+        handle.about().path.display()
+    ))
 }
 
 /// Where the delta begins.

@@ -40,6 +40,12 @@ pub(crate) fn catch_up(
     totals: &Totals,
     progress: Progress<'_>,
 ) -> Result<Caught, SyncError> {
+    if options.at_view {
+        return Err(SyncError::Refused(format!(
+            "{} is not served, so no view of it is open: leave --at-view out",
+            handle.about().path.display()
+        )));
+    }
     if options.how == How::Rolling {
         return Err(SyncError::Refused(format!(
             "{} is a disk in use, and --method rolling looks for what has moved in a file: leave it out",

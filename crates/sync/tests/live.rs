@@ -266,3 +266,24 @@ fn another_state_directory_does_not_believe_the_record() {
         assert_eq!(moment(&scene.path(image)).unwrap(), scene.written.load(SeqCst), "{image}");
     }
 }
+
+/// An extract has no passes: it is a cut, or nothing.
+#[test]
+fn an_extract_of_a_live_disk_is_a_cut() {
+    let scene = Scene::new();
+    scene.write(2_000);
+    let extract = || {
+        let mut delta = Vec::new();
+        sync::extract(&scene.attach("state"), None, None, &mut delta, &|_, _| {}).map(|_| delta)
+    };
+    let refused = extract().unwrap_err().to_string();
+    assert!(refused.contains("dsync sync"), "{refused}");
+    scene.sync(&options(FreezeMode::Auto)).unwrap();
+    scene.write(300);
+    let delta = extract().unwrap();
+    let state = StateDir::find(Some(&scene.path("far")));
+    sync::merge(&scene.path("copy"), None, Commit::Journal, &state, &delta[..]).unwrap();
+    assert_eq!(moment(&scene.path("copy")).unwrap(), scene.written.load(SeqCst));
+    let busy = writing(&scene, 50, Duration::from_micros(200), extract).unwrap_err().to_string();
+    assert!(busy.contains("is being written to"), "{busy}");
+}
