@@ -265,6 +265,23 @@ fn the_dm_tracker_follows() {
 }
 
 #[test]
+fn the_bpf_tracker_follows() {
+    let what = "the bpf tracker on Debian's kernels";
+    for &kernel in kernels() {
+        if !full() || !possible(kernel, what) || !need(&["mkfs.ext4", "blkdiscard"], what) {
+            continue;
+        }
+        let mut random = Random::new(what);
+        let site = Site::new();
+        let mut vm = Vm::new(kernel, "bpf.sh", twins(&site, 64 * MIB, &mut random));
+        vm.modules(&["dm_delay", "raid1"]);
+        let seconds = if full() { 20 } else { 6 };
+        vm.variables = format!("SEED={}\nSECONDS_OF_LOAD={seconds}", random.below(1 << 30));
+        vm.run(180);
+    }
+}
+
+#[test]
 fn power_cuts() {
     let what = "dm-track over power cuts";
     for &kernel in kernels() {

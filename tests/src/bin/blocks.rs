@@ -212,9 +212,16 @@ fn main() {
         ["add", device, name] => add(device, name, None),
         ["add", device, name, meta] => add(device, name, Some(meta)),
         ["remove", device] => assert!(trackers::dm::remove(device.as_ref()).expect("an end")),
+        ["bpf", device] => {
+            if let Err(e) = trackers::bpf::add(device.as_ref(), None) {
+                println!("{e}");
+                std::process::exit(1);
+            }
+        }
+        ["unbpf", device] => assert!(trackers::bpf::remove(device.as_ref()).expect("an end")),
         ["follow", device, replica, epoch] => follow(device, replica, epoch, false),
         ["follow", device, replica, epoch, "die"] => follow(device, replica, epoch, true),
         ["time", device, count, order] => time(device, number(count), order),
-        _ => panic!("blocks judge|load|follow|add|remove|time: see its source"),
+        _ => panic!("blocks judge|load|follow|add|remove|bpf|unbpf|time: see its source"),
     }
 }
