@@ -260,7 +260,9 @@ fn the_dm_tracker_follows() {
         let meta = site.path("meta.raw");
         image::sparse(&meta, 20 * MIB);
         disks.push(meta.display().to_string());
-        Vm::new(kernel, "tracker.sh", disks).run(120);
+        let mut vm = Vm::new(kernel, "tracker.sh", disks);
+        vm.options.files.push(dsync_tests::site::binary().into());
+        vm.run(120);
     }
 }
 

@@ -72,7 +72,8 @@ pub enum Command {
     #[command(after_help = "Examples:\n  \
         dsync track add /dev/sdb                           at once: mounted or not, nothing is restarted\n  \
         dsync status /dev/sdb\n  \
-        dsync track remove /dev/sdb\n\n\
+        dsync track remove /dev/sdb\n  \
+        dsync track add --with dm --meta /dev/sdc1 /dev/sdb   as /dev/mapper/sdb-tracked\n\n\
         To keep the record over a reboot, for a disk that is not the root file system's:\n  \
         systemctl enable --now \"dsync-track@$(systemd-escape -p /dev/sdb).service\"\n\n\
         The service runs 'dsync track save' when the last file system is unmounted, and 'dsync track\n\
@@ -333,6 +334,12 @@ pub enum TrackAction {
         /// Bytes a block: a power of two from 4K to 1M [default: 4K, more for disks over 4 TiB]
         #[arg(long, value_name = "SIZE", value_parser = parse_size)]
         block_size: Option<u64>,
+        /// With dm: the name of the new device, /dev/mapper/NAME [default: the device's name and "-tracked"]
+        #[arg(long, value_name = "NAME")]
+        name: Option<String>,
+        /// With dm: a device for metadata, so that the record outlives a reboot or a crash
+        #[arg(long, value_name = "DEV")]
+        meta: Option<PathBuf>,
     },
     /// Stop following it, and forget what was recorded
     Remove {
@@ -359,6 +366,8 @@ pub enum TrackAction {
 pub enum With {
     /// Programs in the kernel (BPF): nothing to install
     Bpf,
+    /// The device-mapper target dm-track, beneath a new device; its module has to be installed
+    Dm,
 }
 
 /// `status`.

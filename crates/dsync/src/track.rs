@@ -6,7 +6,7 @@ use anyhow::Result;
 use serde::Serialize;
 use source::StateDir;
 use trackers::bpf::{self, Restored};
-use trackers::{TrackError, Tracker};
+use trackers::{TrackError, Tracker, dm};
 
 use crate::args::{Track, TrackAction, With};
 use crate::failure::Failure;
@@ -29,7 +29,29 @@ struct TrackerStatus {
 /// Begins or ends to follow a disk; saves and restores its record.
 pub fn run(args: &Track, state: &StateDir, output: &Output) -> Result<()> {
     match &args.action {
-        TrackAction::Add { device, with: With::Bpf, block_size } => {
+        TrackAction::Add { device, with: With::Dm, block_size, name, meta } => {
+            let name = match (name, device.file_name()) {
+                (Some(name), _) => name.clone(),
+                (None, Some(file)) => format!("{}-tracked", file.to_string_lossy()),
+                (None, None) => return Err(Failure::usage("--name is missing").into()),
+            };
+            let tracker = dm::add(device, &name, crate::block_size(*block_size)?, meta.as_deref())?;
+            let mapped = dm::path(&name);
+            output.say(&format!(
+                "{} is {} now and tracked, in blocks of {}; what is written to {0} itself is not seen",
+                device.display(),
+                mapped.display(),
+                units::size(tracker.block_size().into())
+            ));
+            if meta.is_none() {
+                output.more("the record ends with the device: --meta keeps it over reboots and crashes");
+            }
+            say(&mapped, &*tracker, output)
+        }
+        TrackAction::Add { name: Some(_), .. } | TrackAction::Add { meta: Some(_), .. } => {
+            Err(Failure::usage("--name and --meta go with --with dm").into())
+        }
+        TrackAction::Add { device, block_size, .. } => {
             let tracker = bpf::add(device, crate::block_size(*block_size)?)?;
             output.say(&format!(
                 "{} is tracked from now on, in blocks of {}; the next \"dsync sync\" compares or copies, later ones send \
@@ -41,7 +63,7 @@ pub fn run(args: &Track, state: &StateDir, output: &Output) -> Result<()> {
             say(device, &*tracker, output)
         }
         TrackAction::Remove { device } => {
-            if !bpf::remove(device)? {
+            if !bpf::remove(device)? && !dm::remove(device)? {
                 return Err(Failure::refused(format!(
                     "{} is not tracked: \"dsync status\" tells what is",
                     device.display()

@@ -12,6 +12,7 @@ use device::identity;
 use extents::Bitmap;
 use uuid::Uuid;
 
+use crate::tracker::block_size_for;
 use crate::{TrackError, Tracker};
 
 const PROC: &str = "/proc/track";
@@ -19,15 +20,20 @@ const MAGIC: &[u8; 8] = b"dmtrack1";
 /// Sectors of 512 bytes are the device mapper's unit.
 const SECTOR: u64 = 512;
 
-/// Maps `device` through dm-track as `/dev/mapper/NAME`, in blocks of `block_size` bytes, with its metadata on the device
-/// `meta` if there is one. What is written to `device` itself from now on is not recorded: use the mapped one.
+/// Where a device of this name appears.
+pub fn path(name: &str) -> PathBuf {
+    Path::new("/dev/mapper").join(name)
+}
+
+/// Maps `device` through dm-track as `/dev/mapper/NAME`, in blocks of `block_size` bytes, or of 4 KiB and more for disks
+/// above 4 TiB, with its metadata on the device `meta` if there is one. What is written to `device` itself from now on is not recorded: use the mapped one.
 ///
 /// # Errors
 /// `Unable` without the module or `dmsetup`, `Refused` where the device is in use or the name is taken.
 pub fn add(
     device: &Path,
     name: &str,
-    block_size: u32,
+    block_size: Option<u32>,
     meta: Option<&Path>,
 ) -> Result<Box<dyn Tracker>, TrackError> {
     let disk = identity(device)?;
@@ -56,14 +62,14 @@ pub fn add(
         "0 {} track {} 0 {}",
         disk.size / SECTOR,
         disk.path.display(),
-        u64::from(block_size) / SECTOR
+        u64::from(block_size.unwrap_or_else(|| block_size_for(disk.size))) / SECTOR
     );
     if let Some(meta) = meta {
         table.push_str(&format!(" 2 meta {}", identity(meta)?.path.display()));
     }
     // The target's reasons don't reach dmsetup.
     dmsetup("map (dmesg may say more)", device, &["create", name, "--table", &table])?;
-    let mapped = Path::new("/dev/mapper").join(name);
+    let mapped = path(name);
     match find(&mapped)? {
         Some(tracker) => Ok(tracker),
         None => Err(kernel("find what was mapped", &mapped)("it is not there".into())),

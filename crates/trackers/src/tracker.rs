@@ -56,3 +56,12 @@ pub fn list() -> Result<Vec<PathBuf>, TrackError> {
     devices.extend(dm::list());
     Ok(devices)
 }
+
+/// The block size for a disk: 4 KiB, larger where the bitmap would exceed 128 MiB, up to 1 MiB.
+pub(crate) fn block_size_for(size: u64) -> u32 {
+    let mut block_size = 4096u32;
+    while block_size < 1 << 20 && size / u64::from(block_size) > (128 << 20) * 8 {
+        block_size *= 2;
+    }
+    block_size
+}

@@ -4,7 +4,6 @@
 //!   record reports to the replica, and prints `reported N different N missed N surplus N regions N whole N`:
 //!   blocks; then regions of 64 blocks with a surplus, and how many of these are reported whole.
 //! - `blocks load DEVICE SEED THREADS SECONDS`: random writes of random sizes, in bursts here and there.
-//! - `blocks add DEVICE NAME [META]`, `blocks remove DEVICE`: maps a device through dm-track, as dsync does, and back.
 //! - `blocks follow DEVICE REPLICA UUID [die]`: what a sync does with the device's tracker. Prints whether the record is
 //!   lost, what was released last, and how many blocks were copied. `die` is to do so before the release.
 //! - `blocks time DEVICE COUNT SEED|+STRIDE`: writes of 4 KiB one by one, at random or STRIDE bytes apart; prints the
@@ -145,13 +144,6 @@ fn follow(path: &str, replica: &str, epoch: &str, die: bool) {
     }
 }
 
-fn add(device: &str, name: &str, meta: Option<&str>) {
-    if let Err(e) = trackers::dm::add(device.as_ref(), name, 4096, meta.map(str::as_ref)) {
-        println!("{e}");
-        std::process::exit(1);
-    }
-}
-
 fn load(device: &str, seed: u64, threads: u64, seconds: f64) {
     let until = Instant::now() + Duration::from_secs_f64(seconds);
     std::thread::scope(|scope| {
@@ -209,9 +201,6 @@ fn main() {
         ["load", device, seed, threads, seconds] => {
             load(device, number(seed), number(threads), seconds.parse().expect("seconds"));
         }
-        ["add", device, name] => add(device, name, None),
-        ["add", device, name, meta] => add(device, name, Some(meta)),
-        ["remove", device] => assert!(trackers::dm::remove(device.as_ref()).expect("an end")),
         ["bpf", device] => {
             if let Err(e) = trackers::bpf::add(device.as_ref(), None) {
                 println!("{e}");
@@ -222,6 +211,6 @@ fn main() {
         ["follow", device, replica, epoch] => follow(device, replica, epoch, false),
         ["follow", device, replica, epoch, "die"] => follow(device, replica, epoch, true),
         ["time", device, count, order] => time(device, number(count), order),
-        _ => panic!("blocks judge|load|follow|add|remove|bpf|unbpf|time: see its source"),
+        _ => panic!("blocks judge|load|follow|bpf|unbpf|time: see its source"),
     }
 }

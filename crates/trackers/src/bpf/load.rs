@@ -21,15 +21,6 @@ static OBJECT: &[u8] = aya::include_bytes_aligned!("../../../../bpf/track.bpf.o"
 pub(super) const BPFFS: &str = "/sys/fs/bpf";
 const BPFFS_MAGIC: i64 = 0xcafe_4a11;
 
-/// The block size for a disk: 4 KiB, larger where the bitmap would exceed 128 MiB, up to 1 MiB.
-fn block_size_for(size: u64) -> u32 {
-    let mut block_size = 4096u32;
-    while block_size < 1 << 20 && size / u64::from(block_size) > (128 << 20) * 8 {
-        block_size *= 2;
-    }
-    block_size
-}
-
 /// Follows a block device from now on. `why` is what its record will say of the time before.
 pub(super) fn begin(disk: &Followed, block_size: Option<u32>, why: &str) -> Result<BpfTracker, TrackError> {
     check_machine()?;
@@ -39,7 +30,7 @@ pub(super) fn begin(disk: &Followed, block_size: Option<u32>, why: &str) -> Resu
             disk.path.display()
         )));
     }
-    let block_size = block_size.unwrap_or_else(|| block_size_for(disk.size));
+    let block_size = block_size.unwrap_or_else(|| crate::tracker::block_size_for(disk.size));
     let place = folder(&disk.number);
     if let Err(error) =
         std::fs::create_dir_all(place.parent().unwrap_or(&place)).and_then(|()| std::fs::create_dir(&place))
