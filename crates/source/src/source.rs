@@ -173,7 +173,7 @@ impl Source {
         let user = if options.read_only { device::may_change(&path) } else { device::in_use(&path) };
         if let Some(user) = user {
             let why = if options.read_only {
-                "may change while it is read: unmount it, mount it read-only or copy a snapshot of it"
+                "may change while it is read: follow it with \"dsync track add\", mount it read-only or copy a snapshot"
             } else {
                 "can't be served to others too: stop that use first"
             };
