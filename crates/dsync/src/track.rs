@@ -112,7 +112,7 @@ pub fn status(device: Option<&Path>, output: &Output) -> Result<usize> {
         if let Some(tracker) = trackers::find(&device)? {
             found += 1;
             say(&device, &*tracker, output)?;
-        } else if !device.exists() {
+        } else if !device.exists() && trackers::list().is_ok_and(|tracked| tracked.contains(&device)) {
             found += 1;
             output.say(&format!(
                 "{} was tracked and is not there any more: end it with \"dsync track remove {0}\"",
