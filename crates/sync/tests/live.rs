@@ -272,18 +272,18 @@ fn another_state_directory_does_not_believe_the_record() {
 fn an_extract_of_a_live_disk_is_a_cut() {
     let scene = Scene::new();
     scene.write(2_000);
-    let extract = || {
+    let extract = |since| {
         let mut delta = Vec::new();
-        sync::extract(&scene.attach("state"), None, None, &mut delta, &|_, _| {}).map(|_| delta)
+        sync::extract(&scene.attach("state"), since, None, &mut delta, &|_, _| {}).map(|_| delta)
     };
-    let refused = extract().unwrap_err().to_string();
+    let refused = extract(None).unwrap_err().to_string();
     assert!(refused.contains("dsync sync"), "{refused}");
     scene.sync(&options(FreezeMode::Auto)).unwrap();
     scene.write(300);
-    let delta = extract().unwrap();
+    let delta = extract(None).unwrap();
     let state = StateDir::find(Some(&scene.path("far")));
     sync::merge(&scene.path("copy"), None, Commit::Journal, &state, &delta[..]).unwrap();
     assert_eq!(moment(&scene.path("copy")).unwrap(), scene.written.load(SeqCst));
-    let busy = writing(&scene, 50, Duration::from_micros(200), extract).unwrap_err().to_string();
+    let busy = writing(&scene, 50, Duration::from_micros(200), || extract(Some(2))).unwrap_err().to_string();
     assert!(busy.contains("is being written to"), "{busy}");
 }
