@@ -46,6 +46,13 @@ pub(crate) fn catch_up(
             handle.about().path.display()
         )));
     }
+    if options.keep_going || options.lacking {
+        return Err(SyncError::Refused(format!(
+            "{} is a disk in use, and what a pass over it left out could not be told from what it sent: leave --keep-going \
+             out, or copy the disk while nobody uses it",
+            handle.about().path.display()
+        )));
+    }
     if options.how == How::Rolling {
         return Err(SyncError::Refused(format!(
             "{} is a disk in use, and --method rolling looks for what has moved in a file: leave it out",

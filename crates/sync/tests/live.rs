@@ -287,3 +287,18 @@ fn an_extract_of_a_live_disk_is_a_cut() {
     let busy = writing(&scene, 50, Duration::from_micros(200), || extract(Some(2))).unwrap_err().to_string();
     assert!(busy.contains("is being written to"), "{busy}");
 }
+
+/// A pass that left blocks out would be committed by the cut as if it were whole.
+#[test]
+fn nothing_may_be_left_out_of_a_live_disk() {
+    let scene = Scene::new();
+    scene.write(100);
+    for options in [
+        Options { keep_going: true, ..options(FreezeMode::Auto) },
+        Options { keep_going: true, lacking: true, ..options(FreezeMode::Auto) },
+    ] {
+        let refused = scene.sync(&options).unwrap_err().to_string();
+        assert!(refused.contains("--keep-going"), "{refused}");
+        assert!(!scene.path("copy").exists());
+    }
+}
