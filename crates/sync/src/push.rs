@@ -81,6 +81,13 @@ pub struct Options {
     pub cut: CutOptions,
 }
 
+impl Options {
+    fn packing(&self, block_size: u64, pass: bool) -> Packing {
+        let size = FrameSize::new(self.may_be_cut, block_size);
+        Packing { compress: self.compress, size, lacking: self.lacking, pass }
+    }
+}
+
 /// What was found how, what it cost, and what was committed.
 #[derive(Debug, Clone, Serialize)]
 pub struct Summary {
@@ -252,8 +259,7 @@ pub fn push(
 
     let result = match found.method {
         Method::Rolling => {
-            let size = FrameSize::new(options.may_be_cut, u64::from(about.block_size));
-            let how = Packing { compress: options.compress, size, lacking: options.lacking, pass: false };
+            let how = options.packing(about.block_size.into(), false);
             let in_place = standing.in_place.then_some(options.in_place);
             send_moved(&sender, &receiver, &view, &found.header, in_place, how, &total, progress)
         }
@@ -323,9 +329,7 @@ pub(crate) fn send(
                 keep_going: options.keep_going,
                 ..Scope::whole(view.len(), block_size)
             };
-            let size = FrameSize::new(options.may_be_cut, u64::from(block_size));
-            let how =
-                Packing { compress: options.compress, size, lacking: options.lacking, pass: found.pass };
+            let how = options.packing(block_size.into(), found.pass);
             send_differences(sender, receiver, view, &found.header, &scope, how, totals, progress)
         }
         _ => send_wanted(sender, view, found, options, totals, progress),
@@ -651,8 +655,7 @@ fn send_wanted(
 ) -> Result<(), SyncError> {
     let (_, _, bytes) = found.wanted.count(&**view).map_err(SyncError::io("look at the view"))?;
     sender.send_json(PLAN, &Plan { bytes, compare: None, rolling: None, delta: true, pass: found.pass })?;
-    let size = FrameSize::new(options.may_be_cut, found.wanted.block_size);
-    let how = Packing { compress: options.compress, size, lacking: options.lacking, pass: found.pass };
+    let how = options.packing(found.wanted.block_size, found.pass);
     pack_wanted(sender, view, &found.header, &found.wanted, how, totals, &|done| progress(done, bytes))
 }
 
