@@ -94,6 +94,9 @@ fn join(first: &Header, second: &Header) -> Result<Header> {
     if first.source != second.source {
         return Err(Error::Sources { first: first.source, second: second.source });
     }
+    if first.ahead {
+        return refuse("first", "is a mirror's batch, and ends within an epoch");
+    }
     if first.method == Method::Rolling {
         return refuse("first", "may copy within the replica");
     }
@@ -138,6 +141,7 @@ fn join(first: &Header, second: &Header) -> Result<Header> {
         resumes: None,
         fuzzy: first.fuzzy || second.fuzzy,
         lacking: first.lacking || second.lacking,
+        ahead: false,
     })
 }
 

@@ -23,7 +23,8 @@ const BINDS: u32 = 1;
 const RESUMES: u32 = 2;
 const FUZZY: u32 = 4;
 const LACKING: u32 = 8;
-const KNOWN: u32 = BINDS | RESUMES | FUZZY | LACKING;
+const AHEAD: u32 = 16;
+const KNOWN: u32 = BINDS | RESUMES | FUZZY | LACKING | AHEAD;
 
 /// A moment of a source: what lies between two checkpoints begins with one. The number orders, the id alone identifies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -115,6 +116,9 @@ pub struct Header {
     pub fuzzy: bool,
     /// Parts of the source could not be read, and are left out: the result is no epoch until a compare has proven it.
     pub lacking: bool,
+    /// A batch: the result is ahead of the chain's last epoch, at a moment within the next, which nothing names but this
+    /// delta's stream id.
+    pub ahead: bool,
 }
 
 impl Header {
@@ -156,6 +160,8 @@ impl Header {
             "its disk is larger than any can be"
         } else if matches!(self.method, Method::Compare | Method::Rolling) && !bound {
             "its changes were found by looking at a replica, and it does not say at which"
+        } else if self.ahead && (self.method != Method::Tracked || self.binds.is_none()) {
+            "it is a batch, and says not of which replica's state"
         } else if self.is_seed() && chain.len() > 1 {
             "a seed spans one epoch, not several"
         } else {
@@ -173,6 +179,7 @@ impl Header {
         flags |= if self.resumes.is_some() { RESUMES } else { 0 };
         flags |= if self.fuzzy { FUZZY } else { 0 };
         flags |= if self.lacking { LACKING } else { 0 };
+        flags |= if self.ahead { AHEAD } else { 0 };
         head.extend(VERSION.to_le_bytes());
         head.extend([self.method as u8, 0]);
         head.extend(flags.to_le_bytes());
@@ -265,6 +272,7 @@ impl Header {
             resumes,
             fuzzy,
             lacking,
+            ahead: flags & AHEAD != 0,
         };
         header.check()?;
         Ok(header)

@@ -3,10 +3,11 @@
 use std::io::{Read, Write};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::time::Duration;
 
 use serde::Serialize;
 
-use crate::flow::{End, Inbox, Window, lock};
+use crate::flow::{End, Heard, Inbox, Window, lock};
 use crate::rate::Rate;
 use crate::wire::{self, Wire};
 use crate::{Error, Message, Result, ssh};
@@ -271,6 +272,11 @@ impl Sender {
     pub fn traffic(&self) -> Arc<Traffic> {
         Arc::clone(&self.end.0.traffic)
     }
+
+    /// Cuts the link. Whoever waits in one of its halves, on this side or the other, gets an error.
+    pub fn cut(&self) {
+        self.end.0.abandon();
+    }
 }
 
 impl Drop for Sender {
@@ -288,19 +294,33 @@ impl Receiver {
     /// [`Error::Cut`] if the link ended without a goodbye; [`Error::Bad`], [`Error::NotDsync`] and [`Error::Version`] if
     /// the peer is not what it should be. All that arrived before is given out first.
     pub fn recv(&self) -> Result<Option<Message>> {
-        let shared = &self.end.0;
-        let message = shared.inbox.pop()?;
-        if let Some(message) = &message {
-            match &shared.road {
-                Road::Pair(pair) => {
-                    if let Some(other) = pair.other() {
-                        other.window.release(message.cost());
-                    }
-                }
-                Road::Wire(wire) => wire.consumed(shared, message.cost()),
-            }
-        }
+        let message = self.end.0.inbox.pop()?;
+        message.iter().for_each(|message| self.taken(message));
         Ok(message)
+    }
+
+    /// As [`Receiver::recv`], but waits no longer than that.
+    ///
+    /// # Errors
+    /// As [`Receiver::recv`].
+    pub fn recv_within(&self, patience: Duration) -> Result<Heard> {
+        let heard = self.end.0.inbox.pop_within(patience)?;
+        if let Heard::Message(message) = &heard {
+            self.taken(message);
+        }
+        Ok(heard)
+    }
+
+    fn taken(&self, message: &Message) {
+        let shared = &self.end.0;
+        match &shared.road {
+            Road::Pair(pair) => {
+                if let Some(other) = pair.other() {
+                    other.window.release(message.cost());
+                }
+            }
+            Road::Wire(wire) => wire.consumed(shared, message.cost()),
+        }
     }
 }
 
@@ -323,7 +343,7 @@ impl Drop for Receiver {
 pub(crate) mod tests {
     use std::fs::File;
     use std::thread;
-    use std::time::{Duration, Instant};
+    use std::time::Instant;
 
     use device::Buf;
 

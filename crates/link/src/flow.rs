@@ -6,6 +6,17 @@ use std::time::{Duration, Instant};
 
 use crate::{Error, Message, Result};
 
+/// What came in a given time.
+#[derive(Debug)]
+pub enum Heard {
+    /// A message.
+    Message(Message),
+    /// The peer's goodbye.
+    Goodbye,
+    /// Nothing.
+    Nothing,
+}
+
 /// A panic elsewhere leaves these states whole: every change is a single step.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -59,6 +70,24 @@ impl Inbox {
                 Some(End::Failed(error)) => return Err(error.clone()),
                 None => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
             }
+        }
+    }
+
+    /// As [`Inbox::pop`], but waits no longer than that.
+    pub(crate) fn pop_within(&self, patience: Duration) -> Result<Heard> {
+        let until = Instant::now() + patience;
+        let mut state = lock(&self.state);
+        loop {
+            if let Some(message) = state.queue.pop_front() {
+                return Ok(Heard::Message(message));
+            }
+            match &state.end {
+                Some(End::Goodbye) => return Ok(Heard::Goodbye),
+                Some(End::Failed(error)) => return Err(error.clone()),
+                None => {}
+            }
+            let Some(left) = until.checked_duration_since(Instant::now()) else { return Ok(Heard::Nothing) };
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 

@@ -32,6 +32,7 @@ mod wire;
 
 pub use ends::{Link, Receiver, Sender, Traffic};
 pub use error::{Error, Result};
+pub use flow::Heard;
 pub use message::{MAX_BODY, MAX_HEAD, Message};
 pub use rate::{Limited, Rate};
 pub use wire::{VERSION, widen};

@@ -1,12 +1,14 @@
 //! The delta as it lies beside the destination before it is merged.
 //!
 //! A journal is one file of units: segments in order, each a header and frames. All but the last are parts of deltas that were
-//! cut off; each next one's header names the one before as what it goes on from. A trailer ends the last.
+//! cut off; each next one's header names the one before as what it goes on from. A trailer ends the last. A mirror's journal goes
+//! on behind the trailer with the next batch, bound to the one before; behind the last trailer nothing counts.
 //!
 //! It grows under one name and is merged under another. The second name is durable before the first byte of the destination
 //! is changed, and says by itself that the destination may be half merged.
 
 use std::io::{self, IoSlice, Read, Write};
+use std::sync::Arc;
 
 use delta::{Decoder, Epoch, Event, Header, Method, Resume, Unit, UnitKind, Units, Writer};
 use device::{Buf, Folder, StateFile};
@@ -58,7 +60,9 @@ impl Segment {
 pub(crate) struct Contents {
     /// The segments, in order; each has at least one frame or is the last of a whole journal.
     pub segments: Vec<Segment>,
-    /// Bytes of the file that are in order.
+    /// Where it begins in the file.
+    pub start: u64,
+    /// Bytes from there on that are in order.
     pub bytes: u64,
     /// The trailer is there.
     pub whole: bool,
@@ -87,19 +91,42 @@ impl Contents {
     }
 }
 
-/// Reads a journal and verifies it. `None` if there is no such file.
+/// Reads a journal and verifies its first delta. `None` if there is no such file.
 pub(crate) fn measure(folder: &dyn Folder, name: &str) -> Result<Option<Contents>> {
-    let path = folder.path().join(name);
-    let file = match folder.open(name, false) {
-        Ok(file) => file,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(io_error("open", &path)(e)),
-    };
-    let mut contents = Contents::default();
-    let mut input = Input::new(&*file).map_err(io_error("read", &path))?;
+    let Some(file) = existing(folder, name)? else { return Ok(None) };
+    measure_at(&*file, 0).map(Some).map_err(io_error("read", &folder.path().join(name)))
+}
+
+/// Reads a journal and verifies it: its whole deltas, each bound to the one before. `None` if there is no such file.
+pub(crate) fn measure_all(folder: &dyn Folder, name: &str) -> Result<Option<Vec<Contents>>> {
+    let Some(file) = existing(folder, name)? else { return Ok(None) };
+    let mut deltas: Vec<Contents> = Vec::new();
+    loop {
+        let start = deltas.last().map_or(0, |last| last.start + last.bytes);
+        let next = measure_at(&*file, start).map_err(io_error("read", &folder.path().join(name)))?;
+        let binds = next.segments.first().map(|s| (s.header.source, s.header.binds));
+        let before = deltas.last().and_then(|last| last.segments.last());
+        let goes_on = before.is_none_or(|b| binds == Some((b.header.source, Some(b.header.stream))));
+        if !next.whole || !goes_on {
+            return Ok(Some(deltas));
+        }
+        deltas.push(next);
+    }
+}
+
+fn existing(folder: &dyn Folder, name: &str) -> Result<Option<Box<dyn StateFile>>> {
+    match folder.open(name, false) {
+        Ok(file) => Ok(Some(file)),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(io_error("open", &folder.path().join(name))(e)),
+    }
+}
+
+fn measure_at(file: &dyn StateFile, start: u64) -> io::Result<Contents> {
+    let mut contents = Contents { start, ..Contents::default() };
     // Whatever is wrong ends what is in order; what follows is then sent again.
-    let _ = walk(&mut input, &mut contents, None);
-    Ok(Some(contents))
+    let _ = walk(&mut Input::new(file, start)?, &mut contents, None);
+    Ok(contents)
 }
 
 /// Applies a journal's frames in order. `failed` makes an error of what the disk says.
@@ -113,9 +140,9 @@ pub(crate) fn replay(
 ) -> Result<()> {
     let path = folder.path().join(name);
     let file = folder.open(name, false).map_err(io_error("open", &path))?;
-    let mut input = Input::new(&*file).map_err(io_error("read", &path))?;
+    let mut input = Input::new(&*file, journal.start).map_err(io_error("read", &path))?;
     // Only what was verified before: bytes behind it count for nothing.
-    input.end = input.end.min(journal.bytes);
+    input.end = input.end.min(journal.start + journal.bytes);
     input.forget = true;
     let mut again = Contents::default();
     let result = walk(&mut input, &mut again, Some((applier, positions)));
@@ -238,9 +265,10 @@ struct Input<'a> {
 }
 
 impl<'a> Input<'a> {
-    fn new(file: &'a dyn StateFile) -> io::Result<Input<'a>> {
-        let end = file.len()?;
-        Ok(Input { file, at: 0, end, forget: false, forgotten: 0, buf: Buf::scratch(SMALL), left: 0..0 })
+    fn new(file: &'a dyn StateFile, start: u64) -> io::Result<Input<'a>> {
+        let end = file.len()?.max(start);
+        let buf = Buf::scratch(SMALL);
+        Ok(Input { file, at: start, end, forget: false, forgotten: start, buf, left: 0..0 })
     }
 
     fn fetch(&mut self, out: &mut [u8]) -> io::Result<()> {
@@ -284,7 +312,7 @@ impl Read for Input<'_> {
 
 /// A journal that grows.
 pub(crate) struct Growing {
-    file: Box<dyn StateFile>,
+    file: Arc<dyn StateFile>,
     /// What was handed over and not written yet.
     pending: Vec<u8>,
     written: u64,
@@ -301,7 +329,7 @@ impl Growing {
         if bytes > 0 {
             file.set_len(bytes)?;
         }
-        Ok(Growing { file, pending: Vec::new(), written: bytes, started: bytes })
+        Ok(Growing { file: file.into(), pending: Vec::new(), written: bytes, started: bytes })
     }
 
     /// Adds a unit.
@@ -340,17 +368,27 @@ impl Growing {
     }
 
     /// Hands what has come to the file. Not durable; what is not in order is found out when it is measured.
-    pub fn keep(mut self) -> io::Result<()> {
+    pub fn keep(&mut self) -> io::Result<()> {
         self.empty()
+    }
+
+    /// The file, to make durable what was [kept](Growing::keep).
+    pub fn file(&self) -> Arc<dyn StateFile> {
+        self.file.clone()
     }
 
     /// The journal is whole: makes it durable, under the name that says so.
     pub fn close(mut self, folder: &dyn Folder) -> io::Result<()> {
         self.empty()?;
-        self.file.sync()?;
-        folder.rename(ARRIVING, WHOLE)?;
-        folder.sync()
+        seal(&*self.file, folder)
     }
+}
+
+/// Makes a journal that begins with a whole delta durable, under the name that says so.
+pub(crate) fn seal(file: &dyn StateFile, folder: &dyn Folder) -> io::Result<()> {
+    file.sync()?;
+    folder.rename(ARRIVING, WHOLE)?;
+    folder.sync()
 }
 
 impl Write for Growing {

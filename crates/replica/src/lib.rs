@@ -6,6 +6,7 @@
 //! [`Receipt::finish`] commits. Whatever is cut off between is gone on from by a next delta.
 
 mod apply;
+mod batches;
 mod copies;
 mod error;
 mod journal;
@@ -16,6 +17,7 @@ mod replica;
 #[cfg(test)]
 mod tests;
 
+pub use batches::{BatchLog, Batches};
 pub use error::{ReplicaError, Result};
 pub use lineage::{Lineage, Position, Stamp, State, Step, StepPlace, Toward};
 pub use receipt::{Commit, Committed, Receipt};

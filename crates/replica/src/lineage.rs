@@ -19,13 +19,16 @@ pub struct Lineage {
     pub source: Option<Uuid>,
     /// The epoch of the last commit. `None` before the first.
     pub epoch: Option<Epoch>,
+    /// It is ahead of that epoch by batches of a mirror, at a moment within the next: no delta that ends at that epoch fits.
+    #[serde(default)]
+    pub ahead: bool,
     /// How far the destination may be trusted.
     pub state: State,
     /// Bytes of the destination as of the last commit; 0 before the first.
     pub size: u64,
     /// The source's block size in bytes.
     pub block_size: u32,
-    /// Names this very state: new at every commit.
+    /// Names this very state: the stream of the last commit.
     pub nonce: Uuid,
     /// The stream of the last commit. A journal that ends with it has done its work.
     pub committed: Option<Uuid>,
@@ -124,6 +127,9 @@ pub struct Toward {
     /// The delta lacks what could not be read.
     #[serde(default)]
     pub lacking: bool,
+    /// The delta is a batch.
+    #[serde(default)]
+    pub ahead: bool,
     /// The delta's stream.
     pub stream: Uuid,
 }
@@ -138,6 +144,7 @@ impl Lineage {
             version: Self::VERSION,
             source: None,
             epoch: None,
+            ahead: false,
             state: State::Incomplete,
             size: 0,
             block_size: 0,
@@ -213,6 +220,7 @@ impl Lineage {
             source: Some(toward.source),
             // What lacks something is no epoch: only a compare makes it one again.
             epoch: (!toward.lacking).then_some(toward.epoch),
+            ahead: toward.ahead,
             state: match toward {
                 Toward { lacking: true, .. } => State::Incomplete,
                 Toward { fuzzy: true, .. } => State::Fuzzy,
@@ -220,7 +228,7 @@ impl Lineage {
             },
             size: toward.size,
             block_size: toward.block_size,
-            nonce: Uuid::new_v4(),
+            nonce: toward.stream,
             committed: Some(toward.stream),
             stamp: Some(stamp),
             step: None,
@@ -303,6 +311,7 @@ mod tests {
                 block_size: 4096,
                 fuzzy: false,
                 lacking: false,
+                ahead: false,
                 stream: Uuid::new_v4(),
             },
             finished: false,

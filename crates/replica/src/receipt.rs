@@ -605,7 +605,7 @@ impl Receipt<'_> {
                 if let Err(e) = journal.file.close(&*self.replica.folder) {
                     return Err(self.replica.journal_failed(e));
                 }
-                let (written, read) = self.replica.merge(&contents)?;
+                let (written, read) = self.replica.merge(&[contents])?;
                 (bytes + written, copied + read)
             }
             Sink::Direct(direct) => self.finish_direct(*direct)?,
@@ -656,7 +656,7 @@ impl Receipt<'_> {
 
     fn put_away(&mut self) -> Result<()> {
         match std::mem::replace(&mut self.sink, Sink::Closed) {
-            Sink::Journal(journal) => {
+            Sink::Journal(mut journal) => {
                 let contents = contents(&journal, &self.decoder, self.decoder.is_complete());
                 if let Err(e) = journal.file.keep() {
                     return Err(self.replica.journal_failed(e));

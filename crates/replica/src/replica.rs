@@ -499,19 +499,20 @@ impl Replica {
             }
             self.changed = Some("another file has taken its place");
         }
-        if let Some(contents) = journal::measure(&*self.folder, WHOLE)? {
-            if contents.stream().is_some() && contents.stream() == self.lineage.committed {
+        let deltas = journal::measure_all(&*self.folder, WHOLE)?;
+        if let Some(last) = deltas.as_ref().map(|deltas| deltas.last().and_then(Contents::stream)) {
+            if last.is_some() && last == self.lineage.committed {
                 // Its work is done; only the removal was missing.
                 self.remove(WHOLE)?;
             } else if let Some(why) = self.changed {
                 return Err(changed(why));
             } else if self.adopt {
                 return self.take(now);
-            } else if !contents.whole {
+            } else if last.is_none() {
                 let path = self.folder.path().join(WHOLE);
                 return Err(journal::damaged(&path, "it was whole once and is not any more".into()));
             } else {
-                return self.redo(&contents);
+                return self.redo(deltas.as_deref().unwrap_or_default());
             }
         }
         // An in-place step has changed it itself; all else leaves it alone.
@@ -537,7 +538,7 @@ impl Replica {
             let file = self.folder.open(ARRIVING, false).map_err(io_error("open", self.folder.path()))?;
             let durable = file.sync().and_then(|()| self.folder.rename(ARRIVING, WHOLE));
             durable.and_then(|()| self.folder.sync()).map_err(io_error("sync", self.folder.path()))?;
-            return self.redo(&contents);
+            return self.redo(&[contents]);
         }
         self.keep_journal()?;
         let unproven = self.lineage.source.is_none()
@@ -569,32 +570,46 @@ impl Replica {
     }
 
     /// Merges a whole journal that a crash left.
-    fn redo(&mut self, contents: &Contents) -> Result<()> {
-        let epoch = contents.segments.last().and_then(|s| s.to());
-        self.merge(contents)?;
-        if let Some(epoch) = epoch {
-            self.recovered.push(format!("the journal of epoch {epoch} was whole; it is merged now"));
+    fn redo(&mut self, deltas: &[Contents]) -> Result<()> {
+        self.merge(deltas)?;
+        if let (Some(epoch), ahead) = (self.lineage.epoch, self.lineage.ahead) {
+            let what = if ahead { "batches after" } else { "the journal of" };
+            let was = if ahead { "were" } else { "was" };
+            let now = if ahead { "they are" } else { "it is" };
+            self.recovered.push(format!("{what} epoch {epoch} {was} whole; {now} merged now"));
         }
         Ok(())
     }
 
-    /// Merges the whole journal in place and moves the lineage. May be done again after a crash, from any point. Returns the
-    /// bytes written and read.
-    pub(crate) fn merge(&mut self, contents: &Contents) -> Result<(u64, u64)> {
-        let Some(toward) = contents.segments.last().and_then(|s| toward(&s.header)) else {
+    /// Merges the whole deltas of the journal in place, one after the other, and moves the lineage to the last. May be done
+    /// again after a crash, from any point. Returns the bytes written and read.
+    pub(crate) fn merge(&mut self, deltas: &[Contents]) -> Result<(u64, u64)> {
+        let last = deltas.last().and_then(|contents| contents.segments.last());
+        let Some(toward) = last.and_then(|s| toward(&s.header)) else {
             return Err(journal::damaged(&self.folder.path().join(WHOLE), "it has no header".into()));
         };
         let path = self.place.path().to_path_buf();
         let failed = |what| disk_error(what, &path, SAFE);
         let disk = self.place.open(Which::Whole)?;
-        let longest = contents.segments.iter().map(|s| s.header.size_after).max().unwrap_or(toward.size);
+        let segments = deltas.iter().flat_map(|contents| &contents.segments);
+        let longest = segments.map(|s| s.header.size_after).max().unwrap_or(toward.size);
         if !self.place.is_device() && disk.len() < longest {
             disk.resize(longest).map_err(failed("grow"))?;
         }
         let mut applier = Applier::new(disk.clone(), 0, false).map_err(failed("open"))?;
         let mut positions = self.positions();
-        journal::replay(&*self.folder, WHOLE, contents, &mut applier, &mut positions, failed("write to"))?;
-        applier.finish(toward.size).map_err(failed("write to"))?;
+        for contents in deltas {
+            journal::replay(
+                &*self.folder,
+                WHOLE,
+                contents,
+                &mut applier,
+                &mut positions,
+                failed("write to"),
+            )?;
+            let size = contents.segments.last().map_or(toward.size, |s| s.header.size_after);
+            applier.finish(size).map_err(failed("write to"))?;
+        }
         if !self.place.is_device() && disk.len() != toward.size {
             disk.resize(toward.size).map_err(failed("cut"))?;
         }
@@ -654,10 +669,11 @@ impl Replica {
             };
             for position in self.positions() {
                 let Some(at) = position.epoch else { return refused("is not proven yet".into(), wants) };
-                if header.position(&at).is_some() {
+                if header.position(&at).is_some_and(|i| !lineage.ahead || i + 1 < header.chain.len()) {
                     continue;
                 }
-                let has = format!("is at epoch {}", at.number);
+                let ahead = if lineage.ahead { ", and ahead of it by batches of a mirror" } else { "" };
+                let has = format!("is at epoch {}{ahead}", at.number);
                 if header.chain.iter().any(|e| e.number == at.number) {
                     let given = format!(
                         "the delta's epoch {} is another one of a copied or restored source",
@@ -665,7 +681,7 @@ impl Replica {
                     );
                     return refused(has, given);
                 }
-                if header.to().is_some_and(|to| to.number < at.number) {
+                if header.to().is_some_and(|to| to.number <= at.number) {
                     let to = header.to().map_or(0, |e| e.number);
                     return refused(has, format!("the delta ends at {to} already"));
                 }
@@ -712,6 +728,7 @@ pub(crate) fn toward(header: &Header) -> Option<Toward> {
         block_size: header.block_size,
         fuzzy: header.fuzzy,
         lacking: header.lacking,
+        ahead: header.ahead,
         stream: header.stream,
     })
 }

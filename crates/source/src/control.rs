@@ -3,6 +3,7 @@
 //! A message is `[json length u32][blob length u32][json][blob]`; descriptors travel with its first byte. A view lives as
 //! long as the connection that asked for it.
 
+use std::collections::BTreeMap;
 use std::io::{self, IoSlice, IoSliceMut, Read};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -19,7 +20,7 @@ use rustix::net::{
     SendFlags,
 };
 use serde::{Deserialize, Serialize};
-use trackers::{Saved, SavedParts};
+use trackers::{Follower, Saved, SavedParts};
 
 use crate::SourceError;
 use crate::source::{Checkpoint, SharedView, Source};
@@ -41,6 +42,14 @@ enum Ask {
     Acknowledge { replica: String, epoch: Epoch },
     /// How the tracker is.
     Status,
+    /// Follow what is written, for batches. Ends with the connection.
+    Follow,
+    /// Blocks written since the last batch.
+    Pending,
+    /// End a batch; with it the epoch, if that is to end.
+    Batch { ends: bool },
+    /// A batch has been read: its view may go.
+    Drop { view: u64 },
 }
 
 /// What a server tells of the source that it holds.
@@ -66,10 +75,15 @@ pub struct Status {
 #[serde(rename_all = "kebab-case")]
 enum Answer {
     Checkpoint { epoch: Epoch, size: u64 },
+    Following { direct: bool },
+    Pending { blocks: u64 },
+    Batch { epoch: Epoch, size: u64, view: u64 },
+    NoBatch,
     Dirty,
     Done,
     Status(Status),
     Error { message: String, refusal: bool },
+    Lost { since: u64, why: String },
 }
 
 fn send(
@@ -217,6 +231,10 @@ impl Drop for ControlServer {
 struct Holding {
     own: Vec<Checkpoint>,
     shared: Vec<Arc<SharedView>>,
+    follower: Option<Follower>,
+    /// Views of batches, by number.
+    batches: BTreeMap<u64, Arc<Saved>>,
+    next_batch: u64,
 }
 
 fn answer_all(source: &Source, socket: &UnixStream) -> io::Result<()> {
@@ -224,13 +242,17 @@ fn answer_all(source: &Source, socket: &UnixStream) -> io::Result<()> {
     let result = (|| {
         while let Some((ask, _, _)) = receive::<Ask>(socket)? {
             if let Err(error) = answer(source, socket, &mut holding, ask)? {
-                let refusal = error.is_refusal();
-                send(socket, &Answer::Error { message: error.to_string(), refusal }, &[], &[])?;
+                let answer = match error {
+                    SourceError::Lost { since, why } => Answer::Lost { since, why },
+                    error => Answer::Error { refusal: error.is_refusal(), message: error.to_string() },
+                };
+                send(socket, &answer, &[], &[])?;
             }
         }
         Ok(())
     })();
-    for saved in holding.own.iter().filter_map(|c| c.saved.as_ref()) {
+    let own = holding.own.iter().filter_map(|c| c.saved.as_ref());
+    for saved in own.chain(holding.batches.values()) {
         source.disk().drop_view(saved);
     }
     result
@@ -278,6 +300,21 @@ fn answer(
             let status = Answer::Status(status(source));
             return send(socket, &status, &[], &[]).map(Ok);
         }
+        Ask::Follow => {
+            holding.follower = Some(source.follow());
+            return send(socket, &Answer::Following { direct: source.is_direct() }, &[], &[]).map(Ok);
+        }
+        Ask::Pending => {
+            let blocks = holding.follower.as_ref().map_or(0, Follower::pending);
+            return send(socket, &Answer::Pending { blocks }, &[], &[]).map(Ok);
+        }
+        Ask::Batch { ends } => return answer_batch(source, socket, holding, ends),
+        Ask::Drop { view } => {
+            if let Some(saved) = holding.batches.remove(&view) {
+                source.disk().drop_view(&saved);
+            }
+            return send(socket, &Answer::Done, &[], &[]).map(Ok);
+        }
     };
     let parts = match checkpoint.saved.as_ref().map(|s| s.parts()) {
         Some(Ok(parts)) => parts,
@@ -287,6 +324,34 @@ fn answer(
     let size = checkpoint.saved.as_ref().map_or(0, |s| s.size());
     let answer = Answer::Checkpoint { epoch: checkpoint.epoch, size };
     send(socket, &answer, &[], &[parts.map.as_fd(), parts.data.as_fd()]).map(Ok)
+}
+
+fn answer_batch(
+    source: &Source,
+    socket: &UnixStream,
+    holding: &mut Holding,
+    ends: bool,
+) -> io::Result<Result<(), SourceError>> {
+    let Some(follower) = &holding.follower else {
+        return Ok(Err(SourceError::Server("a batch was asked for, and nothing is followed".into())));
+    };
+    let portion = match source.portion(follower, ends) {
+        Ok(Some(portion)) => portion,
+        Ok(None) => return send(socket, &Answer::NoBatch, &[], &[]).map(Ok),
+        Err(error) => return Ok(Err(error)),
+    };
+    let view = holding.next_batch;
+    holding.next_batch += 1;
+    holding.batches.insert(view, portion.saved.clone());
+    let parts = match portion.saved.parts() {
+        Ok(parts) => parts,
+        // Whoever follows begins anew after an error: what this batch had is part of what its replica lacks then.
+        Err(e) => return Ok(Err(SourceError::state("share a view of", &source.about().path)(e))),
+    };
+    let mut blob = Vec::new();
+    portion.changes.encode(&mut blob);
+    let answer = Answer::Batch { epoch: portion.epoch, size: portion.saved.size(), view };
+    send(socket, &answer, &blob, &[parts.map.as_fd(), parts.data.as_fd()]).map(Ok)
 }
 
 /// How a held source is.
@@ -334,6 +399,7 @@ impl Client {
             None => Err(gone(io::ErrorKind::UnexpectedEof.into())),
             Some((Answer::Error { message, refusal: true }, ..)) => Err(SourceError::Refused(message)),
             Some((Answer::Error { message, .. }, ..)) => Err(SourceError::Server(message)),
+            Some((Answer::Lost { since, why }, ..)) => Err(SourceError::Lost { since, why }),
             Some(answer) => Ok(answer),
         }
     }
@@ -367,6 +433,43 @@ impl Client {
     /// Tells where a replica stands now.
     pub(crate) fn acknowledge(&self, replica: &str, epoch: Epoch) -> Result<(), SourceError> {
         self.ask(&Ask::Acknowledge { replica: replica.to_owned(), epoch }).map(|_| ())
+    }
+
+    /// Begins to follow what is written. Says whether that goes past the page cache.
+    pub(crate) fn follow(&self) -> Result<bool, SourceError> {
+        match self.ask(&Ask::Follow)?.0 {
+            Answer::Following { direct } => Ok(direct),
+            _ => Self::confused(),
+        }
+    }
+
+    /// Blocks written since the last batch.
+    pub(crate) fn pending(&self) -> Result<u64, SourceError> {
+        match self.ask(&Ask::Pending)?.0 {
+            Answer::Pending { blocks } => Ok(blocks),
+            _ => Self::confused(),
+        }
+    }
+
+    /// Ends a batch: its epoch, its size, its view and the number of that, and what was written, as it is encoded.
+    #[allow(clippy::type_complexity)]
+    pub(crate) fn batch(&self, ends: bool) -> Result<Option<(Epoch, u64, u64, Saved, Vec<u8>)>, SourceError> {
+        let (answer, blob, fds) = self.ask(&Ask::Batch { ends })?;
+        let mut fds = fds.into_iter();
+        match (answer, fds.next(), fds.next()) {
+            (Answer::NoBatch, ..) => Ok(None),
+            (Answer::Batch { epoch, size, view }, Some(map), Some(data)) => {
+                let saved = Saved::from_parts(SavedParts { map, data })
+                    .map_err(|e| SourceError::Server(format!("can't share the server's view: {e}")))?;
+                Ok(Some((epoch, size, view, saved, blob)))
+            }
+            _ => Self::confused(),
+        }
+    }
+
+    /// Lets the view of a batch go.
+    pub(crate) fn drop_batch(&self, view: u64) -> Result<(), SourceError> {
+        self.ask(&Ask::Drop { view }).map(|_| ())
     }
 
     /// How the tracker is.

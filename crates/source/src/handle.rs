@@ -8,6 +8,7 @@ use device::{Dir, Disk};
 use extents::Bitmap;
 
 use crate::SourceError;
+use crate::batches::Batches;
 use crate::control::{Client, Status, status};
 use crate::history::{Bookmarks, History, Position};
 use crate::live::Live;
@@ -126,7 +127,7 @@ impl Handle {
             Holder::Here(source) => source.still_view(&source.checkpoint(false)?),
             Holder::Server(client) => {
                 let (epoch, size, saved) = client.view(held)?;
-                let disk = open_reader(&self.about.path, &self.about.identity)?;
+                let disk = open_reader(&self.about.path, &self.about.identity, true)?;
                 if disk.len() < size {
                     return Err(SourceError::Moved(self.about.path.clone()));
                 }
@@ -178,7 +179,7 @@ impl Handle {
 
     /// A disk to look at what is allocated now, outside of any view.
     pub fn reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
-        open_reader(&self.about.path, &self.about.identity)
+        open_reader(&self.about.path, &self.about.identity, true)
     }
 
     /// The blocks, of the source's block size, that a replica with these positions lacks for the view, and the chain of
@@ -229,6 +230,21 @@ impl Handle {
             Holder::Here(source) => source.acknowledge(replica, epoch),
             Holder::Live(live) => live.acknowledge(replica, epoch),
             Holder::Server(client) => client.acknowledge(replica, epoch),
+        }
+    }
+
+    /// Begins to follow what is written, for batches. The next checkpoint is the first moment that a replica can stand at to
+    /// be taken on from by these.
+    ///
+    /// # Errors
+    /// `Refused` if no server writes the source: nobody else can tell what is written within an epoch.
+    pub fn follow(&self) -> Result<Batches, SourceError> {
+        match &self.holder {
+            Holder::Server(_) => Batches::begin(&self.place, &self.about),
+            Holder::Here(_) | Holder::Live(_) => Err(SourceError::Refused(format!(
+                "{} is not served, so nothing tells what is written to it within an epoch: serve it with \"dsync serve\"",
+                self.about.path.display()
+            ))),
         }
     }
 

@@ -3,6 +3,7 @@
 //! [`Source`] holds one whose writes pass through this process, [`Live`] one that a tracker in the kernel follows; [`Handle`]
 //! reaches one wherever it is held.
 
+mod batches;
 mod captured;
 mod control;
 mod error;
@@ -15,13 +16,14 @@ mod stamp;
 mod state;
 mod view;
 
+pub use batches::{Batch, Batches};
 pub use control::{Client, ControlServer, Status};
 pub use error::SourceError;
 pub use freeze::{Freeze, FreezeError};
 pub use handle::Handle;
 pub use history::{Bookmark, Bookmarks, EpochInfo, History, Position};
 pub use live::{Cut, CutOptions, FreezeMode, Live};
-pub use source::{Checkpoint, Medium, Options, SharedView, Source, bookmarks};
+pub use source::{Checkpoint, Medium, Options, Portion, SharedView, Source, bookmarks};
 pub use stamp::Boot;
 pub use state::{About, StateDir, export_name};
 pub use view::View;

@@ -106,7 +106,7 @@ impl Live {
             Ok(lock) => lock,
             Err(holder) => return Err(SourceError::Busy { path, holder }),
         };
-        let disk = open_reader(&path, &identity)?;
+        let disk = open_reader(&path, &identity, true)?;
         let block_size = tracker.block_size();
         let about = About { version: About::VERSION, uuid, path, identity, block_size };
         write_about(&folder, &about)?;

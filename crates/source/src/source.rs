@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use delta::Epoch;
 use device::{Dir, Disk, Folder, FolderLock, Identity};
 use extents::Bitmap;
-use trackers::{Clock, Saved, Served, Settings, TrackedDisk};
+use trackers::{Clock, Follower, Saved, Served, Settings, TrackedDisk};
 use uuid::Uuid;
 
 use crate::SourceError;
@@ -87,13 +87,17 @@ impl Medium for AtPath {
         Boot::current()
     }
     fn reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
-        open_reader(&self.0.path, &self.0)
+        open_reader(&self.0.path, &self.0, true)
     }
 }
 
 /// Opens the image for reading: the one that is followed, and not what may stand at its path by now.
-pub(crate) fn open_reader(path: &Path, followed: &Identity) -> Result<Arc<dyn Disk>, SourceError> {
-    let disk = device::open(path, &device::Options { write: false, direct: true, exclusive: false })?;
+pub(crate) fn open_reader(
+    path: &Path,
+    followed: &Identity,
+    direct: bool,
+) -> Result<Arc<dyn Disk>, SourceError> {
+    let disk = device::open(path, &device::Options { write: false, direct, exclusive: false })?;
     if !device::identity(path)?.same_object(followed) {
         return Err(SourceError::Replaced(path.to_path_buf()));
     }
@@ -111,12 +115,24 @@ pub struct Checkpoint {
     pub changes: Option<Arc<Bitmap>>,
 }
 
+/// What was written between two moments of a source.
+#[derive(Debug, Clone)]
+pub struct Portion {
+    /// The last epoch before the second moment; the one that ends there, if one does.
+    pub epoch: Epoch,
+    /// What the writers keep for the view of that moment.
+    pub saved: Arc<Saved>,
+    /// Blocks written in between.
+    pub changes: Arc<Bitmap>,
+}
+
 /// A source, held. Its lock is free again when this is dropped; [`Source::close`] ends it cleanly.
 pub struct Source {
     about: About,
     folder: Arc<dyn Folder>,
     medium: Arc<dyn Medium>,
     disk: TrackedDisk,
+    direct: bool,
     view_limit: u64,
     book: Mutex<Book>,
     /// The view that readers share under the name `@view`.
@@ -321,6 +337,7 @@ impl Source {
             folder,
             medium,
             disk,
+            direct: options.direct,
             view_limit: options.view_limit,
             book: Mutex::new(Book { history, stamp, lost }),
             shared_view: Mutex::new(Weak::new()),
@@ -363,25 +380,88 @@ impl Source {
     /// and no epoch is added. With `view`, what writers overwrite from this moment on is kept until
     /// [`TrackedDisk::drop_view`].
     pub fn checkpoint(&self, view: bool) -> Result<Checkpoint, SourceError> {
+        self.end_epoch(&mut self.book(), view, None).map(|(checkpoint, _)| checkpoint)
+    }
+
+    /// Follows what is written from now on, for [`Source::portion`].
+    pub fn follow(&self) -> Follower {
+        self.disk.follow()
+    }
+
+    /// What was written since the follower's last portion, and the view of this moment, which the writers keep until
+    /// [`TrackedDisk::drop_view`]. Nothing is made durable, and the epoch goes on, but where it is to end: then this is a
+    /// checkpoint too. `None` if nothing was written, and no epoch is to end.
+    ///
+    /// # Errors
+    /// `Lost` if what was written is not known.
+    pub fn portion(&self, follower: &Follower, ends: bool) -> Result<Option<Portion>, SourceError> {
         let mut book = self.book();
+        self.look(&book)?;
+        let since = book.history.last();
+        if let (Some(why), _) = self.doubted(&book) {
+            return Err(SourceError::Lost { since: since.map_or(0, |e| e.number), why });
+        }
+        if ends {
+            let (Checkpoint { epoch, saved, .. }, followed) =
+                self.end_epoch(&mut book, true, Some(follower))?;
+            let blocks = self.disk.len().div_ceil(u64::from(self.about.block_size));
+            let changes = followed.unwrap_or_else(|| Arc::new(Bitmap::new(blocks)));
+            return Ok(saved.map(|saved| {
+                saved.narrow(&changes);
+                Portion { epoch, saved, changes }
+            }));
+        }
+        if follower.pending() == 0 {
+            return Ok(None);
+        }
+        let epoch = since.ok_or_else(|| {
+            SourceError::Refused(format!(
+                "{} has no epoch yet that a batch could follow",
+                self.about.path.display()
+            ))
+        })?;
+        let saved = self.new_view()?;
+        let changes = self.disk.cut(follower, &saved);
+        Ok(Some(Portion { epoch, saved, changes }))
+    }
+
+    /// True if what is written through the source goes past the page cache.
+    pub(crate) fn is_direct(&self) -> bool {
+        self.direct
+    }
+
+    /// Looks whether it is still the same image, and whether others have changed it.
+    fn look(&self, book: &Book) -> Result<(), SourceError> {
         let now = self.medium.identity()?;
         if !now.same_object(&book.stamp.identity) {
             return Err(SourceError::Replaced(self.about.path.clone()));
         }
-        self.disk.look(|| changed(&now))?;
-        let (lost, foreign) = self.doubted(&book);
+        Ok(self.disk.look(|| changed(&now))?)
+    }
+
+    /// A checkpoint, and what a follower had at its moment.
+    fn end_epoch(
+        &self,
+        book: &mut Book,
+        view: bool,
+        follower: Option<&Follower>,
+    ) -> Result<(Checkpoint, Option<Arc<Bitmap>>), SourceError> {
+        self.look(book)?;
+        let (lost, foreign) = self.doubted(book);
         let size = self.disk.len();
         let stands =
             book.history.last().filter(|last| lost.is_none() && book.history.size_at(last) == Some(size));
-        if let Some(epoch) = stands {
+        // What a follower has may be older than the epoch, so its portion may not be empty although nothing was written since.
+        if let Some(epoch) = stands.filter(|_| follower.is_none_or(|f| f.pending() == 0)) {
             let saved = if view { Some(self.new_view()?) } else { None };
             if self.disk.view_of_unchanged(saved.as_ref()) {
                 let blocks = size.div_ceil(u64::from(self.about.block_size));
-                return Ok(Checkpoint { epoch, saved, changes: Some(Arc::new(Bitmap::new(blocks))) });
+                let changes = Some(Arc::new(Bitmap::new(blocks)));
+                return Ok((Checkpoint { epoch, saved, changes }, None));
             }
         }
         let saved = if view { Some(self.new_view()?) } else { None };
-        let frozen = self.disk.checkpoint(saved.clone())?;
+        let frozen = self.disk.checkpoint(saved.clone(), follower)?;
         let same = stands.filter(|_| frozen.changes.is_clean());
         let epoch = match same {
             Some(last) => last,
@@ -392,6 +472,9 @@ impl Source {
                 if let Err(error) = appended {
                     if let Some(saved) = &saved {
                         self.disk.drop_view(saved);
+                    }
+                    if let (Some(follower), Some(followed)) = (follower, &frozen.followed) {
+                        self.disk.give_back(follower, followed);
                     }
                     return Err(error);
                 }
@@ -409,7 +492,7 @@ impl Source {
             self.disk.settle(times);
         }
         let changes = lost.is_none().then(|| Arc::new(frozen.changes));
-        Ok(Checkpoint { epoch, saved, changes })
+        Ok((Checkpoint { epoch, saved, changes }, frozen.followed))
     }
 
     fn new_view(&self) -> Result<Arc<Saved>, SourceError> {

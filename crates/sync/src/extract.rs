@@ -92,6 +92,7 @@ pub fn extract(
         resumes: None,
         fuzzy: false,
         lacking: false,
+        ahead: false,
     };
     let wanted = match &positions {
         None => Wanted { changes: Bitmap::new(0), block_size, size, all_from: 0, to_end: false },

@@ -466,6 +466,7 @@ pub(crate) fn find(
         resumes: standing.resumes,
         fuzzy: false,
         lacking: false,
+        ahead: false,
     };
     let nothing = || Wanted { changes: Bitmap::new(0), block_size, size, all_from: u64::MAX, to_end: false };
     match way {

@@ -217,6 +217,7 @@ fn a_lying_source_is_found_out() {
         resumes: None,
         fuzzy: false,
         lacking: false,
+        ahead: false,
     };
     let nonce = lineage_nonce(&replica);
     for (nonce, frames, end) in

@@ -320,6 +320,7 @@ fn header(
         resumes: None,
         fuzzy: false,
         lacking: false,
+        ahead: false,
     })
 }
 

@@ -14,5 +14,5 @@ mod tracker;
 pub use record::Record;
 pub use saved::{Saved, SavedParts};
 pub use served::{Clock, Served};
-pub use tracked::{Frozen, Settings, TrackError, TrackedDisk};
+pub use tracked::{Follower, Frozen, Settings, TrackError, TrackedDisk};
 pub use tracker::{Tracker, find, list};

@@ -126,12 +126,13 @@ impl Record {
         self.block_size
     }
 
-    /// Marks the blocks that a byte range touches.
-    pub(crate) fn mark(&self, offset: u64, len: u64) {
+    /// Marks the blocks that a byte range touches, and returns them.
+    pub(crate) fn mark(&self, offset: u64, len: u64) -> Range<u64> {
         let shift = self.block_size.trailing_zeros();
-        if len > 0 {
-            self.bits.set(offset >> shift..((offset + len - 1) >> shift) + 1);
-        }
+        let end = if len > 0 { ((offset + len - 1) >> shift) + 1 } else { offset >> shift };
+        let blocks = offset >> shift..end;
+        self.bits.set(blocks.clone());
+        blocks
     }
 
     /// Marks everything that another record holds; its blocks may be of another size, its disk smaller.

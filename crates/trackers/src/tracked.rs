@@ -93,9 +93,39 @@ impl Settings {
 }
 
 /// What the writers work with; replaced whole.
+#[derive(Clone)]
 struct Current {
     record: Arc<Record>,
     views: Vec<Arc<Saved>>,
+    followers: Vec<Following>,
+}
+
+/// What was written since a follower's last cut, in memory: the record of the epoch holds the same bits, and outlives the
+/// process.
+#[derive(Clone)]
+struct Following {
+    number: u64,
+    blocks: Arc<Bitmap>,
+}
+
+/// Takes parts of an epoch as they come: what was written between two of its cuts. Gone when it is dropped.
+pub struct Follower {
+    number: u64,
+    disk: TrackedDisk,
+}
+
+impl Follower {
+    /// Blocks written since the last cut.
+    pub fn pending(&self) -> u64 {
+        let current = self.disk.current();
+        current.followers.iter().find(|f| f.number == self.number).map_or(0, |f| f.blocks.count())
+    }
+}
+
+impl Drop for Follower {
+    fn drop(&mut self) {
+        self.disk.shared.replace(|current| current.followers.retain(|f| f.number != self.number));
+    }
 }
 
 struct Shared {
@@ -108,6 +138,8 @@ struct Shared {
     current: RwLock<Arc<Current>>,
     /// Counts the replacements of `current`, so that a queue need not take the lock for each write.
     version: AtomicU64,
+    /// Followers there ever were.
+    followers: AtomicU64,
     /// Records swapped out and not yet released. Held throughout a checkpoint: one at a time.
     frozen: Mutex<Vec<Arc<Record>>>,
     /// The next record, made ahead. Taken after `frozen`.
@@ -131,6 +163,8 @@ pub struct Frozen {
     pub changes: Bitmap,
     /// The view of this moment, if one was asked for.
     pub view: Option<Arc<Saved>>,
+    /// Blocks written since the last cut of the follower that took part.
+    pub followed: Option<Arc<Bitmap>>,
 }
 
 impl TrackedDisk {
@@ -175,10 +209,12 @@ impl TrackedDisk {
             match Intents::left_active(&*folder).map_err(state("can't read the write-intent log"))? {
                 Some(active) if settings.intents => active.iter().for_each(|r| {
                     let end = r.end.min(size);
-                    record.mark(r.start, end.saturating_sub(r.start))
+                    record.mark(r.start, end.saturating_sub(r.start));
                 }),
                 Some(_) => {}
-                None => record.mark(0, size),
+                None => {
+                    record.mark(0, size);
+                }
             }
         }
         // The order matters: what the old files say stands in the new record, durably, before they go.
@@ -198,8 +234,13 @@ impl TrackedDisk {
                 gate: Gate::new(served.words()),
                 intents,
                 served,
-                current: RwLock::new(Arc::new(Current { record: Arc::new(record), views: Vec::new() })),
+                current: RwLock::new(Arc::new(Current {
+                    record: Arc::new(record),
+                    views: Vec::new(),
+                    followers: Vec::new(),
+                })),
                 version: AtomicU64::new(1),
+                followers: AtomicU64::new(0),
                 frozen: Mutex::new(Vec::new()),
                 spare: Mutex::new(None),
                 looked: Mutex::new(None),
@@ -219,8 +260,13 @@ impl TrackedDisk {
     }
 
     /// Ends the record and begins the next, atomically for the writers; waits for the writes in flight; makes the source
-    /// durable. What was frozen stays on disk, and is part of every later answer, until [`TrackedDisk::release`].
-    pub fn checkpoint(&self, view: Option<Arc<Saved>>) -> Result<Frozen, TrackError> {
+    /// durable. What was frozen stays on disk, and is part of every later answer, until [`TrackedDisk::release`]. At the same
+    /// moment a `follower` is cut.
+    pub fn checkpoint(
+        &self,
+        view: Option<Arc<Saved>>,
+        follower: Option<&Follower>,
+    ) -> Result<Frozen, TrackError> {
         let s = &self.shared;
         let mut frozen = s.frozen.lock().unwrap_or_else(|e| e.into_inner());
         // Held until the record is in use: whoever makes the next spare goes by its number.
@@ -229,15 +275,11 @@ impl TrackedDisk {
             Some(next) => next,
             None => self.next_record()?,
         };
-        let last = {
-            let mut current = s.current.write().unwrap_or_else(|e| e.into_inner());
-            let mut views = current.views.clone();
-            views.extend(view.clone());
-            let last = current.record.clone();
-            *current = Arc::new(Current { record: Arc::new(next), views });
-            s.version.fetch_add(1, SeqCst);
-            last
-        };
+        let (last, followed) = s.replace(|current| {
+            current.views.extend(view.clone());
+            let last = std::mem::replace(&mut current.record, Arc::new(next));
+            (last, follower.and_then(|f| current.begin_anew(f)))
+        });
         drop(spare);
         frozen.push(last.clone());
         s.gate.drain();
@@ -247,13 +289,46 @@ impl TrackedDisk {
             if let Some(view) = view {
                 self.drop_view(&view);
             }
+            if let (Some(follower), Some(followed)) = (follower, followed) {
+                self.give_back(follower, &followed);
+            }
             return Err(error);
         }
-        let changes = Bitmap::new(s.disk.len().div_ceil(u64::from(s.settings.block_size)));
+        let changes = Bitmap::new(self.blocks());
         for record in frozen.iter() {
             record.add_to(&changes);
         }
-        Ok(Frozen { number: last.number(), changes, view })
+        Ok(Frozen { number: last.number(), changes, view, followed })
+    }
+
+    /// Follows what is written from now on. A write that is in flight may go unnoticed: the checkpoint that comes next waits
+    /// for it, and what it wrote belongs to the epoch that ends there.
+    pub fn follow(&self) -> Follower {
+        let number = self.shared.followers.fetch_add(1, SeqCst);
+        let blocks = Arc::new(Bitmap::new(self.blocks()));
+        self.shared.replace(|current| current.followers.push(Following { number, blocks }));
+        Follower { number, disk: self.clone() }
+    }
+
+    /// Cuts a follower within an epoch, atomically for the writers: waits for the writes in flight, and returns the blocks
+    /// written since its last cut. `view` shows this moment, and keeps those blocks alone. Nothing is made durable: the
+    /// record still has all of it.
+    pub fn cut(&self, follower: &Follower, view: &Arc<Saved>) -> Arc<Bitmap> {
+        let followed = self.shared.replace(|current| {
+            current.views.push(view.clone());
+            current.begin_anew(follower)
+        });
+        self.shared.gate.drain();
+        let followed = followed.unwrap_or_else(|| Arc::new(Bitmap::new(self.blocks())));
+        view.narrow(&followed);
+        followed
+    }
+
+    /// Takes a cut back: what it gave is part of the next.
+    pub fn give_back(&self, follower: &Follower, blocks: &Bitmap) {
+        if let Some(f) = self.current().followers.iter().find(|f| f.number == follower.number) {
+            f.blocks.union_with(blocks);
+        }
     }
 
     /// Makes the next record ahead, so that a checkpoint need not wait for it. Does nothing if there is one.
@@ -282,10 +357,7 @@ impl TrackedDisk {
             return false;
         }
         if let Some(view) = view {
-            let mut current = s.current.write().unwrap_or_else(|e| e.into_inner());
-            let views = current.views.iter().chain([view]).cloned().collect();
-            *current = Arc::new(Current { record: record.clone(), views });
-            s.version.fetch_add(1, SeqCst);
+            s.replace(|current| current.views.push(view.clone()));
         }
         // Whoever came in before the view was there has left, and has left a mark; whoever came later keeps for the view.
         // As long as there is no mark, the view is of this moment and of the last checkpoint.
@@ -312,11 +384,7 @@ impl TrackedDisk {
 
     /// Ends a view: from now on nothing is kept for it.
     pub fn drop_view(&self, view: &Arc<Saved>) {
-        let s = &self.shared;
-        let mut current = s.current.write().unwrap_or_else(|e| e.into_inner());
-        let views = current.views.iter().filter(|v| !Arc::ptr_eq(v, view)).cloned().collect();
-        *current = Arc::new(Current { record: current.record.clone(), views });
-        s.version.fetch_add(1, SeqCst);
+        self.shared.replace(|current| current.views.retain(|v| !Arc::ptr_eq(v, view)));
     }
 
     /// Views open now.
@@ -333,7 +401,7 @@ impl TrackedDisk {
     pub fn dirty(&self) -> Bitmap {
         let s = &self.shared;
         let frozen = s.frozen.lock().unwrap_or_else(|e| e.into_inner());
-        let dirty = Bitmap::new(s.disk.len().div_ceil(u64::from(s.settings.block_size)));
+        let dirty = Bitmap::new(self.blocks());
         for record in frozen.iter() {
             record.add_to(&dirty);
         }
@@ -426,6 +494,10 @@ impl TrackedDisk {
         self.shared.settings.block_size
     }
 
+    fn blocks(&self) -> u64 {
+        self.shared.disk.len().div_ceil(u64::from(self.block_size()))
+    }
+
     /// The disk beneath.
     pub fn inner(&self) -> &Arc<dyn Disk> {
         &self.shared.disk
@@ -455,7 +527,26 @@ impl TrackedDisk {
     }
 }
 
+impl Current {
+    /// What a follower has, which begins anew.
+    fn begin_anew(&mut self, follower: &Follower) -> Option<Arc<Bitmap>> {
+        let following = self.followers.iter_mut().find(|f| f.number == follower.number)?;
+        let fresh = Arc::new(Bitmap::new(following.blocks.blocks()));
+        Some(std::mem::replace(&mut following.blocks, fresh))
+    }
+}
+
 impl Shared {
+    /// Replaces what the writers work with. Whoever then drains the gate knows that all of them have seen it.
+    fn replace<T>(&self, change: impl FnOnce(&mut Current) -> T) -> T {
+        let mut current = self.current.write().unwrap_or_else(|e| e.into_inner());
+        let mut next = Current::clone(&current);
+        let result = change(&mut next);
+        *current = Arc::new(next);
+        self.version.fetch_add(1, SeqCst);
+        result
+    }
+
     /// Lets a change of the given ranges in. Returns the side of the gate to leave by.
     fn begin(&self, pieces: &[Piece], seat: &mut Seat) -> io::Result<usize> {
         loop {
@@ -469,7 +560,10 @@ impl Shared {
                     }
                 }
                 for piece in pieces {
-                    current.record.mark(piece.offset, piece.len);
+                    let blocks = current.record.mark(piece.offset, piece.len);
+                    for follower in &current.followers {
+                        follower.blocks.set(blocks.clone());
+                    }
                 }
                 self.served.note();
                 return Ok(side);

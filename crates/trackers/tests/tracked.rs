@@ -83,7 +83,7 @@ fn every_way_to_change_a_disk_is_marked_and_nothing_else() {
     let refused = disk.write_at(100 * BLOCK + 7, &[1]);
     assert!(refused.is_err(), "a write beyond the end");
     drop(queue);
-    let frozen = disk.checkpoint(None).unwrap();
+    let frozen = disk.checkpoint(None, None).unwrap();
     let expected: Vec<u64> =
         [0..1, 2..4, 10..15, 20..24, 40..42, 50..51, 60..62, 100..101].into_iter().flatten().collect();
     assert_eq!(blocks(&frozen.changes), expected);
@@ -99,23 +99,23 @@ fn a_record_outlives_its_process_until_it_is_released() {
     drop(disk);
     let disk = open(ram.clone(), &folder, 0);
     disk.write_at(3 * BLOCK, &[1; 8]).unwrap();
-    let frozen = disk.checkpoint(None).unwrap();
+    let frozen = disk.checkpoint(None, None).unwrap();
     assert_eq!(blocks(&frozen.changes), [1, 3]);
     disk.write_at(5 * BLOCK, &[1; 8]).unwrap();
     // Killed between the checkpoint and its release: the epoch is widened, nothing is lost.
     drop(disk);
     let disk = open(ram.clone(), &folder, 0);
-    let again = disk.checkpoint(None).unwrap();
+    let again = disk.checkpoint(None, None).unwrap();
     assert_eq!(blocks(&again.changes), [1, 3, 5]);
     // Asked again before the release, it is there again.
     disk.write_at(7 * BLOCK, &[1; 8]).unwrap();
-    let again = disk.checkpoint(None).unwrap();
+    let again = disk.checkpoint(None, None).unwrap();
     assert_eq!(blocks(&again.changes), [1, 3, 5, 7]);
     disk.release().unwrap();
     disk.write_at(9 * BLOCK, &[1; 8]).unwrap();
     drop(disk);
     let disk = open(ram, &folder, again.number);
-    assert_eq!(blocks(&disk.checkpoint(None).unwrap().changes), [9]);
+    assert_eq!(blocks(&disk.checkpoint(None, None).unwrap().changes), [9]);
 }
 
 #[test]
@@ -133,7 +133,7 @@ fn a_power_cut_makes_the_active_regions_dirty_and_no_others() {
     drop(disk);
     let disk = TrackedDisk::open(ram, folder, settings(), 0, true, true).unwrap();
     let per_region = Settings::REGION / BLOCK;
-    let changes = disk.checkpoint(None).unwrap().changes;
+    let changes = disk.checkpoint(None, None).unwrap().changes;
     let runs: Vec<Range<u64>> = changes.runs().collect();
     assert_eq!(runs, [0..1, 2 * per_region..3 * per_region]);
 }
@@ -143,7 +143,7 @@ fn growth_is_marked_and_shrinking_refused() {
     let (_temp, folder) = scratch();
     drop(open(Arc::new(RamDisk::new(10 * BLOCK)), &folder, 0));
     let grown = open(Arc::new(RamDisk::new(13 * BLOCK)), &folder, 0);
-    assert_eq!(blocks(&grown.checkpoint(None).unwrap().changes), [10, 11, 12]);
+    assert_eq!(blocks(&grown.checkpoint(None, None).unwrap().changes), [10, 11, 12]);
     drop(grown);
     let shrunk: Arc<dyn Disk> = Arc::new(RamDisk::new(5 * BLOCK));
     let refused = TrackedDisk::open(shrunk.clone(), folder.clone(), settings(), 0, true, false);
@@ -207,7 +207,7 @@ fn no_update_is_lost_to_writes_that_land_late() {
         .collect();
     let mut copy = vec![0u8; (count * BLOCK) as usize];
     let mut sync = |disk: &TrackedDisk| {
-        let frozen = disk.checkpoint(None).unwrap();
+        let frozen = disk.checkpoint(None, None).unwrap();
         for block in frozen.changes.runs().flatten() {
             let at = (block * BLOCK) as usize;
             ram.read_at(block * BLOCK, &mut copy[at..at + BLOCK as usize]).unwrap();
@@ -293,11 +293,11 @@ fn views_show_one_moment_and_epochs_name_every_change() {
         }
     };
     // The first checkpoint only sets the stage.
-    disk.checkpoint(None).unwrap();
+    disk.checkpoint(None, None).unwrap();
     disk.release().unwrap();
     {
         let _still = pause.write().unwrap();
-        let frozen = disk.checkpoint(None).unwrap();
+        let frozen = disk.checkpoint(None, None).unwrap();
         disk.release().unwrap();
         drop(frozen);
         replica.copy_from_slice(&content(&*ram));
@@ -306,7 +306,7 @@ fn views_show_one_moment_and_epochs_name_every_change() {
         let saved = Arc::new(Saved::create(temp.path(), disk.len(), BLOCK as u32, 1 << 30).unwrap());
         let (frozen, truth) = {
             let _still = pause.write().unwrap();
-            let frozen = disk.checkpoint(Some(saved.clone())).unwrap();
+            let frozen = disk.checkpoint(Some(saved.clone()), None).unwrap();
             (frozen, content(&*ram))
         };
         disk.release().unwrap();
@@ -384,7 +384,7 @@ fn a_view_of_an_unchanged_disk_misses_no_writer() {
             disk.prepare().unwrap();
         }
         let saved = new_view();
-        let frozen = disk.checkpoint(Some(saved.clone())).unwrap();
+        let frozen = disk.checkpoint(Some(saved.clone()), None).unwrap();
         disk.release().unwrap();
         let now = shown(&saved);
         for block in blocks(&frozen.changes) {
@@ -418,7 +418,7 @@ fn a_spare_record_is_used_by_the_next_checkpoint_and_taken_away_at_the_end() {
     let disk = open(ram.clone(), &folder, 0);
     assert_eq!(records(), 1);
     disk.prepare().unwrap();
-    let frozen = disk.checkpoint(None).unwrap();
+    let frozen = disk.checkpoint(None, None).unwrap();
     assert_eq!((blocks(&frozen.changes), records()), (vec![1], 2));
     disk.release().unwrap();
     disk.write_at(2 * BLOCK, &[1; 8]).unwrap();
@@ -426,7 +426,7 @@ fn a_spare_record_is_used_by_the_next_checkpoint_and_taken_away_at_the_end() {
     disk.close().unwrap();
     assert_eq!(records(), 1);
     let disk = open(ram, &folder, frozen.number);
-    assert_eq!(blocks(&disk.checkpoint(None).unwrap().changes), [2]);
+    assert_eq!(blocks(&disk.checkpoint(None, None).unwrap().changes), [2]);
 }
 
 /// The disk may be larger than the largest file: what is kept has its own places.
@@ -487,7 +487,7 @@ fn a_full_view_breaks_and_the_writer_goes_on() {
     let ram = Arc::new(RamDisk::new(64 * BLOCK));
     let disk = open(ram.clone(), &folder, 0);
     let saved = Arc::new(Saved::create(temp.path(), disk.len(), BLOCK as u32, 3 * BLOCK).unwrap());
-    disk.checkpoint(Some(saved.clone())).unwrap();
+    disk.checkpoint(Some(saved.clone()), None).unwrap();
     let mut part = [0; 100];
     for block in 0..3 {
         disk.write_at(block * BLOCK, &[1; 4096]).unwrap();
@@ -504,7 +504,7 @@ fn a_view_keeps_only_what_its_reader_still_needs() {
     let ram = Arc::new(RamDisk::new(64 * BLOCK));
     let disk = open(ram, &folder, 0);
     let saved = Arc::new(Saved::create(temp.path(), disk.len(), BLOCK as u32, 1 << 30).unwrap());
-    disk.checkpoint(Some(saved.clone())).unwrap();
+    disk.checkpoint(Some(saved.clone()), None).unwrap();
     let needed = extents::Bitmap::new(64);
     needed.set(10..20);
     saved.narrow(&needed);

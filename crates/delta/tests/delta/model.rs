@@ -22,6 +22,7 @@ pub fn header(size_before: u64, size_after: u64, chain: &[u64]) -> Header {
         resumes: None,
         fuzzy: false,
         lacking: false,
+        ahead: false,
     }
 }
 

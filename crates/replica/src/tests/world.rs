@@ -182,6 +182,7 @@ impl Source {
             resumes: None,
             fuzzy: false,
             lacking: false,
+            ahead: false,
         }
     }
 

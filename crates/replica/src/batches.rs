@@ -1,0 +1,268 @@
+//! Committing a mirror's batches: each is appended to the journal, and committed by one sync of that. What it changes is brought
+//! to the destination after; that is flushed, and the journal begun anew, only where that has grown long. Opening the replica
+//! merges what the journal holds.
+//!
+//! Two threads may share the work: one appends what arrives to the [`BatchLog`], the other commits with [`Batches`].
+
+use std::sync::Arc;
+
+use delta::{Decoded, Decoder, Event, Frame, Unit};
+use device::StateFile;
+
+use crate::apply::Applier;
+use crate::error::{ReplicaError, Result, disk_error, io_error};
+use crate::journal::{self, ARRIVING, Contents, Growing, WHOLE};
+use crate::lineage::Toward;
+use crate::place::Which;
+use crate::replica::{Replica, SAFE, toward};
+
+/// Bytes of the journal at which it is begun anew.
+const LONG: u64 = 256 << 20;
+/// What of a batch is kept in memory until it is committed, in bytes of data; more is read back from the journal.
+const HELD: usize = 32 << 20;
+
+/// Where batches are appended as they arrive.
+pub struct BatchLog {
+    file: Growing,
+    path: std::path::PathBuf,
+}
+
+impl BatchLog {
+    /// Appends a unit as it came. Whether it is sound is found out by whoever commits.
+    ///
+    /// # Errors
+    /// If it can't be written.
+    pub fn unit(&mut self, unit: &Unit) -> Result<()> {
+        self.file.unit(unit).map_err(|e| self.failed(e))
+    }
+
+    /// Ends a batch: hands all of it to the file, and returns where it ends there.
+    ///
+    /// # Errors
+    /// If it can't be written.
+    pub fn end(&mut self) -> Result<u64> {
+        self.file.keep().map_err(|e| self.failed(e))?;
+        Ok(self.file.len())
+    }
+
+    /// True if it has grown long, and should be begun anew with [`Batches::settle`] before the next batch.
+    pub fn is_long(&self) -> bool {
+        self.file.len() >= LONG
+    }
+
+    fn failed(&self, error: std::io::Error) -> ReplicaError {
+        disk_error("write the journal", &self.path, "the replica stands at the last batch that was confirmed")(
+            error,
+        )
+    }
+}
+
+/// Commits batches, in order.
+pub struct Batches<'a> {
+    replica: &'a mut Replica,
+    file: Arc<dyn StateFile>,
+    applier: Applier,
+    /// The journal bears the name of one that may be half merged.
+    sealed: bool,
+    /// Where the last committed batch ends in the journal.
+    end: u64,
+    batch: Option<Arriving>,
+    /// Committed, and not brought to the destination.
+    committed: Option<Arriving>,
+}
+
+/// A batch that arrives.
+struct Arriving {
+    decoder: Decoder,
+    toward: Toward,
+    /// Its data, as long as that is not too much.
+    frames: Option<Vec<Frame>>,
+    held: usize,
+    contents: Contents,
+}
+
+impl Replica {
+    /// Begins to receive batches: deltas that are each bound to the state that the one before left.
+    ///
+    /// # Errors
+    /// Refused if nothing stands there that a batch could fit, or a step is under way.
+    pub fn batches(&mut self) -> Result<(BatchLog, Batches<'_>)> {
+        if self.lineage.epoch.is_none() || self.lineage.step.is_some() || self.standing().changed.is_some() {
+            return Err(ReplicaError::Refused(format!(
+                "{} is no whole replica yet: run \"dsync sync\" first",
+                self.path().display()
+            )));
+        }
+        self.journal = None;
+        let disk = self.place.open(Which::Whole)?;
+        let applier = Applier::new(disk, u64::MAX, false);
+        let applier = applier.map_err(io_error("open", self.place.path()))?;
+        let log = self.new_log()?;
+        let file = log.file.file();
+        let batches = Batches { replica: self, file, applier,
+            sealed: false,
+            end: 0,
+            batch: None,
+            committed: None,
+        };
+        Ok((log, batches))
+    }
+
+    fn new_log(&self) -> Result<BatchLog> {
+        let path = self.folder.path().join(ARRIVING);
+        let file = Growing::open(&*self.folder, 0).map_err(io_error("make", &path))?;
+        Ok(BatchLog { file, path })
+    }
+}
+
+impl Batches<'_> {
+    fn wrong(&self, error: impl ToString) -> ReplicaError {
+        ReplicaError::Delta { path: self.replica.path().to_path_buf(), error: error.to_string() }
+    }
+
+    /// Begins a batch by its header.
+    ///
+    /// # Errors
+    /// Refused if it does not fit what the one before left.
+    pub fn begin(&mut self, header: Unit) -> Result<()> {
+        let mut decoder = Decoder::new();
+        let header = match decoder.push(header).map_err(|e| self.wrong(e))? {
+            Event::Header(header) => header,
+            _ => return Err(self.wrong("a batch does not begin with its header")),
+        };
+        let lineage = &self.replica.lineage;
+        if header.binds.is_none() || header.resumes.is_some() || header.size_after != lineage.size {
+            return Err(self.wrong("it is no batch for this replica"));
+        }
+        self.replica.check(&header)?;
+        let toward = toward(&header).ok_or_else(|| self.wrong("it names no epoch"))?;
+        let contents = Contents { start: self.end, ..Contents::default() };
+        let frames = Some(Vec::new());
+        self.batch = Some(Arriving { decoder, toward, frames, held: 0, contents });
+        Ok(())
+    }
+
+    /// Takes the next frame of the batch, which was verified in itself.
+    ///
+    /// # Errors
+    /// If it may not stand where it stands.
+    pub fn frame(&mut self, decoded: Decoded) -> Result<()> {
+        let Some(batch) = &mut self.batch else {
+            return Err(self.wrong("a frame stands outside of a batch"));
+        };
+        let taken = batch.decoder.append(decoded);
+        match taken {
+            Ok(frame) => {
+                batch.held += frame.data.len();
+                if batch.held > HELD {
+                    batch.frames = None;
+                }
+                if let Some(frames) = &mut batch.frames {
+                    frames.push(frame);
+                }
+                Ok(())
+            }
+            Err(e) => Err(self.wrong(e)),
+        }
+    }
+
+    /// Commits the batch with its trailer; `end` is what [`BatchLog::end`] returned after it. Durable when this returns: the
+    /// batch is then brought to the destination with [`Batches::apply`].
+    ///
+    /// # Errors
+    /// If the batch is not whole, or the journal can't be made durable: then the replica stands where it stood.
+    pub fn commit(&mut self, trailer: Unit, end: u64) -> Result<()> {
+        let Some(mut batch) = self.batch.take() else {
+            return Err(self.wrong("a trailer stands outside of a batch"));
+        };
+        match batch.decoder.push(trailer) {
+            Ok(Event::End(_)) => {}
+            Ok(_) => return Err(self.wrong("a batch does not end with its trailer")),
+            Err(e) => return Err(self.wrong(e)),
+        }
+        let folder = &*self.replica.folder;
+        let durable = if self.sealed { self.file.sync() } else { journal::seal(&*self.file, folder) };
+        let state = "the replica stands at the last batch that was confirmed";
+        durable.map_err(disk_error("sync the journal", &folder.path().join(WHOLE), state))?;
+        self.sealed = true;
+        batch.contents.bytes = end - self.end;
+        batch.contents.whole = true;
+        self.end = end;
+        let stamp = self.replica.lineage.stamp.clone();
+        self.replica.lineage = match stamp {
+            Some(stamp) => self.replica.lineage.after(&batch.toward, stamp),
+            None => return Err(self.wrong("the replica was never committed")),
+        };
+        self.committed = Some(batch);
+        Ok(())
+    }
+
+    /// Brings what was committed to the destination. Returns the bytes written. Not durable, as the journal has it.
+    ///
+    /// # Errors
+    /// If the destination fails: the batch is safe in the journal.
+    pub fn apply(&mut self) -> Result<u64> {
+        let Some(batch) = self.committed.take() else { return Ok(0) };
+        let path = self.replica.place.path().to_path_buf();
+        let failed = |what| disk_error(what, &path, SAFE);
+        let before = self.applier.written;
+        self.applier.rewind(u64::MAX).map_err(failed("write to"))?;
+        match batch.frames {
+            Some(frames) => {
+                for frame in frames {
+                    self.applier.frame(frame).map_err(failed("write to"))?;
+                }
+            }
+            None => {
+                let mut contents = batch.contents;
+                contents.segments.clear();
+                let mut positions = self.replica.positions();
+                let folder = &*self.replica.folder;
+                let to = failed("write to");
+                journal::replay(folder, WHOLE, &contents, &mut self.applier, &mut positions, to)?;
+            }
+        }
+        self.applier.drain().map_err(failed("write to"))?;
+        Ok(self.applier.written - before)
+    }
+
+    /// Makes the destination durable, moves the lineage, and begins the journal anew.
+    ///
+    /// # Errors
+    /// If the destination can't be flushed: all is safe in the journal.
+    pub fn settle(&mut self) -> Result<BatchLog> {
+        self.apply()?;
+        self.flush()?;
+        let log = self.replica.new_log()?;
+        self.file = log.file.file();
+        (self.sealed, self.end) = (false, 0);
+        Ok(log)
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        if !self.sealed {
+            return self.replica.remove(ARRIVING);
+        }
+        let path = self.replica.place.path().to_path_buf();
+        let failed = |what| disk_error(what, &path, SAFE);
+        self.applier.flush().map_err(failed("flush"))?;
+        let stamp = self.replica.place.settle().map_err(failed("flush"))?;
+        self.replica.lineage.stamp = Some(stamp);
+        self.replica.store()?;
+        self.replica.remove(WHOLE)?;
+        self.sealed = false;
+        Ok(())
+    }
+
+    /// Ends: what was committed stands in the destination, durably.
+    ///
+    /// # Errors
+    /// As for [`Batches::settle`].
+    pub fn finish(mut self) -> Result<()> {
+        self.apply()?;
+        self.flush()?;
+        let Batches { replica, applier, .. } = self;
+        drop(applier);
+        replica.refresh()
+    }
+}

@@ -1,0 +1,72 @@
+//! Batches: parts of an epoch, one after the other, each with the view of its end.
+//!
+//! Nothing of them is durable at the source, where the epoch's record has the same bits: who can't go on from a batch goes on
+//! from the epoch, and moves a little more.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use delta::Epoch;
+use device::Disk;
+use extents::Bitmap;
+
+use crate::SourceError;
+use crate::control::Client;
+use crate::source::open_reader;
+use crate::state::About;
+use crate::view::View;
+
+/// Follows a source that a server writes.
+pub struct Batches {
+    client: Client,
+    disk: Arc<dyn Disk>,
+    about: About,
+}
+
+/// What was written between two moments, and the source as it was at the second.
+pub struct Batch {
+    /// The last epoch before its end; the one that ends with it, if one does.
+    pub epoch: Epoch,
+    /// Blocks written.
+    pub changes: Bitmap,
+    /// Shows those blocks, and no others.
+    pub view: Arc<View>,
+    number: u64,
+}
+
+impl Batches {
+    pub(crate) fn begin(folder: &Path, about: &About) -> Result<Batches, SourceError> {
+        let client = Client::connect(folder)?
+            .ok_or_else(|| SourceError::Server("the server of the source went away: run again".into()))?;
+        let direct = client.follow()?;
+        // What was written just now lies in the page cache, and reading it past that would wait until it is on the disk.
+        let disk = open_reader(&about.path, &about.identity, direct)?;
+        Ok(Batches { client, disk, about: about.clone() })
+    }
+
+    /// Blocks written since the last batch.
+    pub fn pending(&self) -> Result<u64, SourceError> {
+        self.client.pending()
+    }
+
+    /// Ends a batch at this moment, and with it the epoch if `ends`. `None` if nothing was written and no epoch is to end.
+    ///
+    /// # Errors
+    /// `Lost` if what was written is not known any more. After any error what the batch had may be gone: follow anew.
+    pub fn next(&self, ends: bool) -> Result<Option<Batch>, SourceError> {
+        let Some((epoch, size, number, saved, blob)) = self.client.batch(ends)? else { return Ok(None) };
+        if self.disk.len() < size {
+            return Err(SourceError::Moved(self.about.path.clone()));
+        }
+        let changes = Bitmap::new(size.div_ceil(u64::from(self.about.block_size)));
+        let wrong = |_| SourceError::Server("the server told changes beyond the end of the disk".into());
+        changes.decode_into(&blob).map_err(wrong)?;
+        let view = View::new(epoch, self.disk.clone(), size, Some(Arc::new(saved)), self.client.alive());
+        Ok(Some(Batch { epoch, changes, view: Arc::new(view), number }))
+    }
+
+    /// Tells that a batch has been read for good: nothing more is kept for it.
+    pub fn done(&self, batch: &Batch) -> Result<(), SourceError> {
+        self.client.drop_batch(batch.number)
+    }
+}
