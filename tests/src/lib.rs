@@ -17,6 +17,7 @@ pub mod load;
 pub mod mount;
 pub use nbd::client as nbd;
 pub mod random;
+pub mod records;
 pub mod run;
 pub mod scene;
 pub mod site;

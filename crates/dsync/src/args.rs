@@ -1,10 +1,11 @@
 //! The command line: one definition for parsing, help, man pages and completions.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-use crate::units::{parse_range, parse_size};
+use crate::units::{parse_factor, parse_range, parse_size, parse_time};
 
 /// Keep a copy of a disk up to date by moving only the blocks that changed.
 #[derive(Debug, Parser)]
@@ -57,6 +58,21 @@ pub enum Command {
         dsync sync --digests /srv/vm.raw far:/srv/vm.raw   without a record, don't read the replica\n\n\
         A path with a slash before its colon is local.")]
     Sync(Sync),
+
+    /// Keep a replica up to date, seconds behind, until it is stopped
+    #[command(after_help = "Examples:\n  \
+        dsync mirror vm backup:/srv/vm.raw                 a served disk, over ssh\n  \
+        dsync mirror --rpo 30s --compress vm backup:/srv/vm.raw    a slow link: fewer and larger batches\n  \
+        dsync mirror --rate 20M vm /mnt/copy/vm.raw        move no more than 20 MiB of changes a second\n  \
+        dsync mirror --json -v vm backup:/srv/vm.raw       one JSON object a batch: blocks, times, lag\n\n\
+        It begins with a sync. From then on what was written is sent in batches, each of which the replica\n\
+        takes whole or not at all: it is always the disk as it was at one moment. The interval between\n\
+        batches follows the speed of both sites, and is at most half of --rpo. If the link or the other side\n\
+        fails, that is said, and tried again until it works; meanwhile only the replica falls behind.\n\n\
+        A first SIGINT or SIGTERM brings the replica up to date and ends; a second one ends at once.\n\n\
+        A disk followed with \"dsync track\" is mirrored too: each batch is a sync with its short freeze, at\n\
+        most one a second.")]
+    Mirror(Mirror),
 
     /// Serve disks to NBD clients and record what they write
     #[command(after_help = "Examples:\n  \
@@ -161,7 +177,7 @@ pub struct SourceArgs {
 }
 
 /// How the replica's side is reached.
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 pub struct FarArgs {
     /// Send at most this many bytes a second, such as 10M
     #[arg(long, value_name = "RATE", value_parser = parse_size)]
@@ -175,6 +191,80 @@ pub struct FarArgs {
     /// Where the replica keeps its lineage and journal [default: beside a file, in the state directory for a device]
     #[arg(long, value_name = "DIR")]
     pub journal_dir: Option<String>,
+}
+
+/// The longest that a freeze may last, in seconds.
+pub const FREEZE_LIMIT: u64 = 10;
+/// Passes over what changes on a live disk before the last one.
+pub const PASSES: u32 = 8;
+
+/// `mirror`.
+#[derive(Debug, Args)]
+pub struct Mirror {
+    /// The name under which a disk is served, its path, or a tracked device
+    #[arg(value_name = "SRC")]
+    pub source: String,
+    /// Where the replica lives
+    #[arg(value_name = "[[USER@]HOST:]DST")]
+    pub destination: String,
+    /// How far the replica may be behind while the link keeps up
+    #[arg(long, value_name = "TIME", value_parser = parse_time, default_value = "5s")]
+    pub rpo: Duration,
+    /// The first interval between batches
+    #[arg(long, value_name = "TIME", value_parser = parse_time, default_value = "30ms")]
+    pub interval: Duration,
+    /// The shortest interval between batches
+    #[arg(long, value_name = "TIME", value_parser = parse_time, default_value = "10ms")]
+    pub min_interval: Duration,
+    /// How fast the interval follows the time that this site needs for a batch, 0 to 1
+    #[arg(long, value_name = "FACTOR", value_parser = parse_factor, default_value = "0.5")]
+    pub alpha: f64,
+    /// How fast the interval follows the time that the replica's site needs, 0 to 1
+    #[arg(long, value_name = "FACTOR", value_parser = parse_factor, default_value = "0.5")]
+    pub beta: f64,
+    /// Move at most so many bytes of changed blocks a second, by longer intervals: what is written again meanwhile is moved once
+    #[arg(long, value_name = "RATE", value_parser = parse_size)]
+    pub rate: Option<u64>,
+    /// How often an epoch ends: after a crash of the source, what was written since then is sent again
+    #[arg(long, value_name = "TIME", value_parser = parse_time, default_value = "60s")]
+    pub epoch: Duration,
+    /// After so long without a word the other side is taken to be gone
+    #[arg(long, value_name = "TIME", value_parser = parse_time, default_value = "30s")]
+    pub timeout: Duration,
+    /// Compress with zstd, at a level from 1 to 19
+    #[arg(long, value_name = "LEVEL", num_args = 0..=1, require_equals = true, default_missing_value = "1",
+          value_parser = clap::value_parser!(i32).range(1..=19))]
+    pub compress: Option<i32>,
+    /// Make a replica of what is there already, by comparing all of it
+    #[arg(long)]
+    pub adopt: bool,
+    /// How both sites share their work among threads
+    #[arg(long, value_enum, default_value_t = StagesArg::Adaptive, hide = true)]
+    pub stages: StagesArg,
+    /// Keep the interval as it begins
+    #[arg(long, hide = true)]
+    pub fixed_interval: bool,
+    /// How the replica's side is reached
+    #[command(flatten)]
+    pub far: FarArgs,
+    /// How the source is opened
+    #[command(flatten)]
+    pub open: SourceArgs,
+}
+
+/// The models of pipelining that paper 004 measures.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum StagesArg {
+    /// As many threads as are measured to be of use
+    Adaptive,
+    /// One thread a site
+    Serial,
+    /// One thread a stage
+    Fine,
+    /// Two threads on one batch
+    Threads,
+    /// Both
+    Hybrid,
 }
 
 /// `sync`.
@@ -221,10 +311,10 @@ pub struct Sync {
     #[arg(long, value_enum, default_value_t = FreezeArg::Auto)]
     pub freeze: FreezeArg,
     /// The longest that a freeze may last, in seconds; then it is ended by force and the sync fails
-    #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=300))]
+    #[arg(long, value_name = "SECONDS", default_value_t = FREEZE_LIMIT, value_parser = clap::value_parser!(u64).range(1..=300))]
     pub freeze_limit: u64,
     /// On a live disk: passes over what changes before the last one
-    #[arg(long, value_name = "COUNT", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=100))]
+    #[arg(long, value_name = "COUNT", default_value_t = PASSES, value_parser = clap::value_parser!(u32).range(1..=100))]
     pub passes: u32,
     #[command(flatten)]
     pub far: FarArgs,

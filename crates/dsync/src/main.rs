@@ -6,6 +6,7 @@ mod demo;
 mod failure;
 mod far;
 mod manual;
+mod mirror_command;
 mod output;
 mod pipes;
 mod serve;
@@ -79,7 +80,7 @@ fn paper_names(words: Vec<OsString>) -> Result<Vec<OsString>, String> {
 fn run(cli: &Cli, output: &Output) -> Result<u8> {
     let state = StateDir::find(cli.state_dir.as_deref());
     let interrupted = match cli.command {
-        Command::Serve(_) | Command::Demo(_) => None,
+        Command::Serve(_) | Command::Demo(_) | Command::Mirror(_) => None,
         // The near end says it.
         Command::Receive(_) => Some(""),
         Command::Sync(_) | Command::Merge(_) => {
@@ -99,6 +100,7 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
     }
     match &cli.command {
         Command::Sync(args) => return sync_command::run(args, &state, output),
+        Command::Mirror(args) => mirror_command::run(args, &state, output)?,
         Command::Serve(args) => serve::run(args, &state, output)?,
         Command::Track(args) => track::run(args, &state, output)?,
         Command::Status(args) => status::run(args, &state, output)?,

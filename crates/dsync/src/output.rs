@@ -100,11 +100,25 @@ impl Output {
         }
     }
 
+    /// True if programs listen.
+    pub fn is_json(&self) -> bool {
+        self.json
+    }
+
+    /// How it goes, as an object with `message_type`.
+    pub fn status(&self, value: &impl Serialize) {
+        self.object("status", value);
+    }
+
     /// The summary, as an object with `message_type`.
     pub fn summary(&self, value: &impl Serialize) {
+        self.object("summary", value);
+    }
+
+    fn object(&self, message_type: &str, value: &impl Serialize) {
         if let (true, Ok(Value::Object(fields))) = (self.json, serde_json::to_value(value)) {
             let mut all = serde_json::Map::new();
-            all.insert("message_type".into(), "summary".into());
+            all.insert("message_type".into(), message_type.into());
             all.extend(fields);
             self.line(&Value::Object(all).to_string());
         }

@@ -42,6 +42,17 @@ impl Destination {
         }
         Ok(destination)
     }
+
+    /// The path there, and what to call it.
+    pub fn place(&self, name: &str) -> Result<(PathBuf, String)> {
+        if self.host.is_some() {
+            return Ok((self.path.clone(), name.to_owned()));
+        }
+        let path =
+            std::path::absolute(&self.path).with_context(|| format!("can't find {}", self.path.display()))?;
+        let name = path.display().to_string();
+        Ok((path, name))
+    }
 }
 
 pub fn commit(arg: CommitArg) -> Commit {
@@ -69,30 +80,45 @@ pub fn converse<T>(
     state: &StateDir,
     talk: impl FnOnce(Link, &Path, &str) -> Result<T>,
 ) -> Result<T> {
+    let (path, name) = destination.place(name)?;
+    refuse_itself(&path, destination, handle)?;
+    let (link, receiving) = connect(destination, far, state)?;
+    let result = talk(link, &path, &name);
+    if let Some(receiving) = receiving {
+        let _ = receiving.join();
+    }
+    result
+}
+
+/// Refuses a source as its own destination.
+pub fn refuse_itself(path: &Path, destination: &Destination, handle: &Handle) -> Result<()> {
+    let local = destination.host.is_none();
+    if local && std::fs::canonicalize(path).is_ok_and(|p| p == handle.about().path) {
+        let path = path.display();
+        return Err(Failure::refused(format!("{path} is the source itself: give another destination")).into());
+    }
+    Ok(())
+}
+
+/// A link to the replica's side, and the thread that it is, if it is one.
+pub fn connect(
+    destination: &Destination,
+    far: &FarArgs,
+    state: &StateDir,
+) -> Result<(Link, Option<std::thread::JoinHandle<()>>)> {
     let Some(host) = &destination.host else {
-        let path = std::path::absolute(&destination.path)
-            .with_context(|| format!("can't find {}", destination.path.display()))?;
-        if std::fs::canonicalize(&path).is_ok_and(|p| p == handle.about().path) {
-            return Err(Failure::refused(format!(
-                "{} is the source itself: give another destination",
-                path.display()
-            ))
-            .into());
-        }
         let (here, there) = Link::pair();
         let state = state.clone();
-        let far = std::thread::Builder::new()
-            .name("receive".into())
+        let receiving = std::thread::Builder::new().name("receive".into()).spawn(move || {
             // Its errors travel over the link, as those of a far host do.
-            .spawn(move || sync::receive(there, &state).is_ok())?;
-        let result = talk(here, &path, &path.display().to_string());
-        let _ = far.join();
-        return result;
+            let _ = sync::receive(there, &state);
+        })?;
+        return Ok((here, Some(receiving)));
     };
     let rsh: Vec<String> = far.rsh.split_whitespace().map(str::to_owned).collect();
     let mut command: Vec<String> = far.remote_dsync.split_whitespace().map(str::to_owned).collect();
     command.push("receive".into());
-    talk(Link::ssh(&rsh, host, &command)?, &destination.path, name)
+    Ok((Link::ssh(&rsh, host, &command)?, None))
 }
 
 /// Runs the command; its exit code.
@@ -184,7 +210,8 @@ pub fn list(what: &str, extents: &Extents, output: &Output) {
     }
 }
 
-fn say(summary: &Summary, output: &Output) {
+/// Says what a sync did.
+pub fn say(summary: &Summary, output: &Output) {
     let found = format!(
         "{} blocks in {} extents, {}",
         units::count(summary.blocks_changed),

@@ -1,5 +1,7 @@
 //! Sizes, rates and times as people write and read them.
 
+use std::time::Duration;
+
 use crate::failure::Failure;
 
 /// Reads `4096`, `4K`, `4KiB`, `1.5M`, `10MB` (of 1000) …; bytes.
@@ -49,6 +51,33 @@ pub fn parse_range(text: &str) -> Result<std::ops::Range<u64>, String> {
     let (offset, len) = (parse_size(offset)?, parse_size(len)?);
     let end = offset.checked_add(len).filter(|_| len > 0).ok_or_else(wrong)?;
     Ok(offset..end)
+}
+
+/// Reads `30ms`, `1.5s`, `2m` or `1h`.
+pub fn parse_time(text: &str) -> Result<Duration, String> {
+    let wrong = || format!("\"{text}\" is no time: write 30ms, 5s, 2m or 1h");
+    let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').ok_or_else(wrong)?;
+    let number: f64 = text[..split].parse().map_err(|_| wrong())?;
+    let scale = match text[split..].trim() {
+        "ms" => 1e-3,
+        "s" => 1.0,
+        "m" | "min" => 60.0,
+        "h" => 3600.0,
+        _ => return Err(wrong()),
+    };
+    let seconds = number * scale;
+    if !(1e-3..=1e6).contains(&seconds) {
+        return Err(format!("\"{text}\" is no time between 1ms and 277h"));
+    }
+    Ok(Duration::from_secs_f64(seconds))
+}
+
+/// Reads a number from 0 to 1.
+pub fn parse_factor(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(factor) if (0.0..=1.0).contains(&factor) => Ok(factor),
+        _ => Err(format!("\"{text}\" is no number from 0 to 1")),
+    }
 }
 
 /// `1.4 GiB`.

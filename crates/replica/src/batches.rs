@@ -99,12 +99,8 @@ impl Replica {
         let applier = applier.map_err(io_error("open", self.place.path()))?;
         let log = self.new_log()?;
         let file = log.file.file();
-        let batches = Batches { replica: self, file, applier,
-            sealed: false,
-            end: 0,
-            batch: None,
-            committed: None,
-        };
+        let batches =
+            Batches { replica: self, file, applier, sealed: false, end: 0, batch: None, committed: None };
         Ok((log, batches))
     }
 

@@ -37,6 +37,8 @@ pub struct Standing {
     pub source: Option<Uuid>,
     /// The epoch of the last commit. `None` before the first.
     pub epoch: Option<Epoch>,
+    /// It is ahead of that epoch by batches of a mirror.
+    pub ahead: bool,
     /// How far the destination may be trusted. Incomplete if there is none.
     pub state: State,
     /// Bytes as of the last commit; of an adopted file those it has; 0 before the first seed is committed.
@@ -220,6 +222,7 @@ impl Replica {
             standing: Standing {
                 source: None,
                 epoch: None,
+                ahead: false,
                 state: State::Incomplete,
                 size: 0,
                 block_size: 0,
@@ -309,6 +312,7 @@ impl Replica {
         self.standing = Standing {
             source: lineage.source.or(lineage.step.as_ref().map(|s| s.toward.source)),
             epoch: lineage.epoch,
+            ahead: lineage.ahead,
             state: lineage.state,
             size: lineage.size,
             block_size: lineage.block_size,

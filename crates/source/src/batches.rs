@@ -28,7 +28,7 @@ pub struct Batch {
     /// The last epoch before its end; the one that ends with it, if one does.
     pub epoch: Epoch,
     /// Blocks written.
-    pub changes: Bitmap,
+    pub changes: Arc<Bitmap>,
     /// Shows those blocks, and no others.
     pub view: Arc<View>,
     number: u64,
@@ -62,7 +62,15 @@ impl Batches {
         let wrong = |_| SourceError::Server("the server told changes beyond the end of the disk".into());
         changes.decode_into(&blob).map_err(wrong)?;
         let view = View::new(epoch, self.disk.clone(), size, Some(Arc::new(saved)), self.client.alive());
-        Ok(Some(Batch { epoch, changes, view: Arc::new(view), number }))
+        Ok(Some(Batch { epoch, changes: Arc::new(changes), view: Arc::new(view), number }))
+    }
+
+    /// Takes back what a batch had: it will be in the next one too.
+    ///
+    /// # Errors
+    /// If the server went away: follow anew.
+    pub fn give_back(&self, changes: &Bitmap) -> Result<(), SourceError> {
+        self.client.give_back(changes)
     }
 
     /// Tells that a batch has been read for good: nothing more is kept for it.

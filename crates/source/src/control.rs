@@ -50,6 +50,8 @@ enum Ask {
     Batch { ends: bool },
     /// A batch has been read: its view may go.
     Drop { view: u64 },
+    /// These blocks belong to the next batch too.
+    GiveBack,
 }
 
 /// What a server tells of the source that it holds.
@@ -240,8 +242,8 @@ struct Holding {
 fn answer_all(source: &Source, socket: &UnixStream) -> io::Result<()> {
     let mut holding = Holding::default();
     let result = (|| {
-        while let Some((ask, _, _)) = receive::<Ask>(socket)? {
-            if let Err(error) = answer(source, socket, &mut holding, ask)? {
+        while let Some((ask, blob, _)) = receive::<Ask>(socket)? {
+            if let Err(error) = answer(source, socket, &mut holding, ask, &blob)? {
                 let answer = match error {
                     SourceError::Lost { since, why } => Answer::Lost { since, why },
                     error => Answer::Error { refusal: error.is_refusal(), message: error.to_string() },
@@ -263,6 +265,7 @@ fn answer(
     socket: &UnixStream,
     holding: &mut Holding,
     ask: Ask,
+    blob: &[u8],
 ) -> io::Result<Result<(), SourceError>> {
     let checkpoint = match ask {
         Ask::Checkpoint => match source.checkpoint(true) {
@@ -307,6 +310,15 @@ fn answer(
         Ask::Pending => {
             let blocks = holding.follower.as_ref().map_or(0, Follower::pending);
             return send(socket, &Answer::Pending { blocks }, &[], &[]).map(Ok);
+        }
+        Ask::GiveBack => {
+            let blocks =
+                Bitmap::new(source.disk().record().size().div_ceil(source.about().block_size.into()));
+            if let (Ok(()), Some(follower)) = (blocks.decode_into(blob), &holding.follower) {
+                source.disk().give_back(follower, &blocks);
+                return send(socket, &Answer::Done, &[], &[]).map(Ok);
+            }
+            return Ok(Err(SourceError::Server("blocks were given back that nobody had".into())));
         }
         Ask::Batch { ends } => return answer_batch(source, socket, holding, ends),
         Ask::Drop { view } => {
@@ -391,10 +403,14 @@ impl Client {
     }
 
     fn ask(&self, ask: &Ask) -> Result<Received<Answer>, SourceError> {
+        self.ask_with(ask, &[])
+    }
+
+    fn ask_with(&self, ask: &Ask, blob: &[u8]) -> Result<Received<Answer>, SourceError> {
         let gone = |e: io::Error| {
             SourceError::Server(format!("the server of the source went away ({e}): run again"))
         };
-        send(&self.socket, ask, &[], &[]).map_err(gone)?;
+        send(&self.socket, ask, blob, &[]).map_err(gone)?;
         match receive(&self.socket).map_err(gone)? {
             None => Err(gone(io::ErrorKind::UnexpectedEof.into())),
             Some((Answer::Error { message, refusal: true }, ..)) => Err(SourceError::Refused(message)),
@@ -465,6 +481,13 @@ impl Client {
             }
             _ => Self::confused(),
         }
+    }
+
+    /// Takes back what a batch had.
+    pub(crate) fn give_back(&self, blocks: &Bitmap) -> Result<(), SourceError> {
+        let mut blob = Vec::new();
+        blocks.encode(&mut blob);
+        self.ask_with(&Ask::GiveBack, &blob).map(|_| ())
     }
 
     /// Lets the view of a batch go.

@@ -168,7 +168,14 @@ pub(crate) fn send_differences(
 ) -> Result<(), SyncError> {
     sender.send_json(
         PLAN,
-        &Plan { bytes: 0, compare: Some(scope.clone()), rolling: None, delta: true, pass: how.pass },
+        &Plan {
+            bytes: 0,
+            compare: Some(scope.clone()),
+            rolling: None,
+            delta: true,
+            pass: how.pass,
+            mirror: None,
+        },
     )?;
     let (lacking, pass) = (how.lacking, how.pass);
     let mut sending = Sending::begin(sender, header, how, totals)?;

@@ -12,6 +12,8 @@ pub enum Class {
     Lost,
     /// Lineage, state or a lock is in the way.
     Refused,
+    /// Somebody else uses the replica: it may be free soon.
+    Busy,
 }
 
 /// An error of this room.
@@ -71,6 +73,7 @@ impl SyncError {
                 return Class::Lost;
             }
             SyncError::Far { class, .. } => return *class,
+            SyncError::Replica(replica::ReplicaError::Busy { .. }) => return Class::Busy,
             SyncError::Source(e) => e.is_refusal(),
             SyncError::Replica(e) => e.is_refusal(),
             SyncError::Refused(_) => true,

@@ -95,7 +95,7 @@ pub fn extract(
         ahead: false,
     };
     let wanted = match &positions {
-        None => Wanted { changes: Bitmap::new(0), block_size, size, all_from: 0, to_end: false },
+        None => Wanted { changes: Bitmap::new(0).into(), block_size, size, all_from: 0, to_end: false },
         Some(positions) => {
             let (changes, chain) = handle.changes_since(positions, &view)?;
             let upto = positions[0].upto;
@@ -109,7 +109,7 @@ pub fn extract(
                 needed.set(all_from / block_size..needed.blocks());
             }
             view.narrow(&needed);
-            Wanted { changes, block_size, size, all_from, to_end: false }
+            Wanted { changes: changes.into(), block_size, size, all_from, to_end: false }
         }
     };
     if cut.is_some_and(|cut| wanted.all_from < size || !cut.holds(&wanted.changes)) {

@@ -19,6 +19,7 @@ use crate::messages::{
     COMMITTED, Commit, Committed, FAILED, Failed, OPEN, Open, PLAN, Part, Plan, STANDING, Standing, expect,
     of_claim, of_told, to_unit, unexpected,
 };
+use crate::mirrored::receive_batches;
 
 fn mode(commit: Commit) -> replica::Commit {
     match commit {
@@ -72,6 +73,9 @@ fn converse(sender: &Sender, receiver: &Receiver, state: &StateDir) -> Result<()
             // Nothing to be done: up to date, or a dry run.
             None => return Ok(()),
         };
+        if let Some(mirror) = &plan.mirror {
+            return receive_batches(sender, receiver, &mut replica, mirror);
+        }
         if let (Some(scope), false) = (&plan.compare, plan.delta) {
             answer(sender, &replica.content()?, scope, None).map_err(SyncError::io("read the replica"))?;
             while receiver.recv()?.is_some() {}
@@ -106,6 +110,7 @@ fn say_standing(
         nonce: standing.nonce,
         under_way: standing.under_way,
         resumes: standing.resumes,
+        ahead: standing.ahead,
         size: standing.size,
         recovered: standing.recovered,
         changed: standing.changed,

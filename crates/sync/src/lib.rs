@@ -2,6 +2,7 @@
 //! says where it stands, receives and commits ([`receive`]). [`extract`] and [`merge`] do the same with a pipe between;
 //! [`verify`] proves a replica, and mends it.
 
+mod batching;
 mod compared;
 mod digests;
 mod error;
@@ -10,6 +11,9 @@ mod extract;
 mod far;
 mod live;
 mod messages;
+mod mirror;
+mod mirrored;
+mod pipeline;
 mod push;
 mod read;
 mod rolling;
@@ -17,10 +21,13 @@ mod rolling;
 mod tests;
 mod verify;
 
+pub use batching::Batching;
 pub use error::{Class, SyncError};
 pub use extents::{Extent, Extents};
 pub use extract::{Extracted, extract};
 pub use far::{Merged, merge, receive};
 pub use messages::Commit;
+pub use mirror::{BatchReport, MirrorEvent, MirrorOptions, MirrorSummary, mirror};
+pub use pipeline::Stages;
 pub use push::{How, Options, Progress, Summary, push};
 pub use verify::{Verified, VerifyOptions, verify};

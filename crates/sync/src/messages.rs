@@ -10,6 +10,9 @@
 //!                                            ◀─ Committed, or after a pass over a live disk Standing again
 //! ```
 //!
+//! In a mirror, a Plan that says so is followed by one delta after the other, each bound to the state that the one before
+//! leaves; the replica answers each with Confirmed. While there is nothing to say, the source says Ping, and gets one back.
+//!
 //! Either side may end the conversation with Failed at any time.
 
 use std::path::PathBuf;
@@ -24,6 +27,7 @@ use uuid::Uuid;
 
 use crate::digests::Digests;
 use crate::error::{Class, SyncError};
+use crate::pipeline::Stages;
 
 pub(crate) const OPEN: u8 = 1;
 pub(crate) const STANDING: u8 = 2;
@@ -35,6 +39,8 @@ pub(crate) const TRAILER: u8 = 7;
 pub(crate) const COMMITTED: u8 = 8;
 pub(crate) const FAILED: u8 = 9;
 pub(crate) const SUMS: u8 = 10;
+pub(crate) const BATCH: u8 = 11;
+pub(crate) const PING: u8 = 12;
 
 /// How the replica steps to the new epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -81,6 +87,8 @@ pub(crate) struct Standing {
     pub resumes: Option<Resume>,
     /// Bytes.
     pub size: u64,
+    /// It is ahead of its epoch by batches of a mirror.
+    pub ahead: bool,
     /// What opening it had to mend, for people to read.
     pub recovered: Option<String>,
     /// Why it may not be what its last commit left, where that was let pass.
@@ -114,6 +122,26 @@ pub(crate) struct Plan {
     /// The delta is a pass over a live disk: what it carries is kept, and committed with the delta that ends at a cut. After
     /// its trailer comes a new Standing.
     pub pass: bool,
+    /// Batches of a mirror follow, until the source says goodbye.
+    pub mirror: Option<MirrorPlan>,
+}
+
+/// How a mirror's batches come.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub(crate) struct MirrorPlan {
+    /// How the replica's end shares its work.
+    pub stages: Stages,
+    /// After so many milliseconds without a word the source is taken to be gone.
+    pub timeout_ms: u32,
+}
+
+/// A batch is committed.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Confirmed {
+    /// Its stream.
+    pub stream: Uuid,
+    /// From its first byte to its commit, in microseconds.
+    pub micros: u64,
 }
 
 /// The replica stands at the new epoch.

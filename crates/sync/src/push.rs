@@ -230,6 +230,15 @@ pub fn push(
             // On one host, and with nothing stored in between, a dense region is moved whole: that costs less than picking.
             let fill = !options.may_be_cut && options.commit == Commit::InPlace;
             let mut found = find(handle, &view, way, &standing, options.how, fill)?;
+            if standing.ahead && found.method == Method::Tracked && stands(&standing, &view) {
+                // A mirror brought it something that the source does not know it ever had.
+                let why =
+                    "the replica is ahead of its epoch, and the source is not: it was restored from a copy";
+                if options.how == How::Tracked {
+                    return Err(SyncError::Lost { path: about.path.clone(), why: why.into() });
+                }
+                found = find(handle, &view, Way::Compare(why.into()), &standing, options.how, fill)?;
+            }
             found.header.lacking = options.lacking;
             (view, found, standing)
         }
@@ -245,9 +254,12 @@ pub fn push(
 
     // Nothing changed and the replica stands at this epoch already: there is nothing to commit.
     let epoch = view.epoch();
-    let stands =
-        matches!(standing.positions[..], [Part { epoch: Some(e), upto }] if e == epoch && upto == view.len());
-    if found.method == Method::Tracked && stands && !summary.resumed && !options.lacking && first.is_none() {
+    if found.method == Method::Tracked
+        && stands(&standing, &view)
+        && !summary.resumed
+        && !options.lacking
+        && first.is_none()
+    {
         sender.finish()?;
         handle.acknowledge(&bookmark, epoch)?;
         summary.epoch = Some(epoch.number);
@@ -285,6 +297,11 @@ pub fn push(
     summary.view_bytes = view.kept_bytes();
     summary.seconds = began.elapsed().as_secs_f64();
     Ok(summary)
+}
+
+/// True if the replica stands at the epoch of a view, or ahead of it.
+fn stands(standing: &Standing, view: &View) -> bool {
+    matches!(standing.positions[..], [Part { epoch: Some(e), upto }] if e == view.epoch() && upto == view.len())
 }
 
 /// What a cut of a live disk leaves to be sent.
@@ -468,7 +485,8 @@ pub(crate) fn find(
         lacking: false,
         ahead: false,
     };
-    let nothing = || Wanted { changes: Bitmap::new(0), block_size, size, all_from: u64::MAX, to_end: false };
+    let nothing =
+        || Wanted { changes: Bitmap::new(0).into(), block_size, size, all_from: u64::MAX, to_end: false };
     match way {
         Way::Compare(_) | Way::Rolling(_) => {
             let (method, why) = match way {
@@ -491,7 +509,7 @@ pub(crate) fn find(
                 header.binds = standing.under_way.then_some(standing.nonce);
             } else {
                 // Something stands there: its zeroes must be named.
-                wanted = Wanted { changes: Bitmap::new(size.div_ceil(block_size)), ..nothing() };
+                wanted = Wanted { changes: Bitmap::new(size.div_ceil(block_size)).into(), ..nothing() };
                 wanted.changes.set(0..wanted.changes.blocks());
             }
             Ok(Found { method: Method::Copy, changed: None, trust, header, wanted, pass: false })
@@ -544,7 +562,7 @@ pub(crate) fn find(
                 changed,
                 trust: "tracked".into(),
                 header,
-                wanted: Wanted { changes, block_size, size, all_from, to_end: false },
+                wanted: Wanted { changes: changes.into(), block_size, size, all_from, to_end: false },
                 pass: false,
             })
         }
@@ -581,11 +599,11 @@ fn estimate(handle: &Handle, way: &Way, summary: &mut Summary) -> Result<(), Syn
         Way::Tracked(positions) => {
             let upto = positions.last().map_or(0, |p| p.upto);
             let all_from = if upto < size { upto / block_size * block_size } else { u64::MAX };
-            Wanted { changes: handle.estimate(positions)?, block_size, size, all_from, to_end: false }
+            Wanted { changes: handle.estimate(positions)?.into(), block_size, size, all_from, to_end: false }
         }
         // What a compare will find can't be known before; everything is the bound.
         Way::Copy(_) | Way::Compare(_) | Way::Rolling(_) => {
-            Wanted { changes: Bitmap::new(0), block_size, size, all_from: 0, to_end: false }
+            Wanted { changes: Bitmap::new(0).into(), block_size, size, all_from: 0, to_end: false }
         }
     };
     (summary.method, summary.trust) = match way {
@@ -655,7 +673,10 @@ fn send_wanted(
     progress: Progress<'_>,
 ) -> Result<(), SyncError> {
     let (_, _, bytes) = found.wanted.count(&**view).map_err(SyncError::io("look at the view"))?;
-    sender.send_json(PLAN, &Plan { bytes, compare: None, rolling: None, delta: true, pass: found.pass })?;
+    sender.send_json(
+        PLAN,
+        &Plan { bytes, compare: None, rolling: None, delta: true, pass: found.pass, mirror: None },
+    )?;
     let how = options.packing(found.wanted.block_size, found.pass);
     pack_wanted(sender, view, &found.header, &found.wanted, how, totals, &|done| progress(done, bytes))
 }

@@ -33,6 +33,7 @@ const WORTH_ASKING: u64 = 64 << 10;
 pub(crate) struct FrameSize {
     grows: bool,
     least: u64,
+    most: u64,
     given: u64,
 }
 
@@ -41,12 +42,20 @@ impl FrameSize {
     const LEAST: u64 = 8 << 10;
 
     pub fn new(may_be_cut: bool, block_size: u64) -> FrameSize {
-        FrameSize { grows: may_be_cut, least: block_size.max(Self::LEAST), given: 0 }
+        FrameSize { grows: may_be_cut, least: block_size.max(Self::LEAST), most: FRAME, given: 0 }
+    }
+
+    /// Frames of a size at which so many bytes make several, for several threads.
+    pub fn shared(bytes: u64, block_size: u64) -> FrameSize {
+        const PARTS: u64 = 4;
+        const LEAST: u64 = 64 << 10;
+        let most = (bytes / PARTS).next_multiple_of(block_size).clamp(LEAST.max(block_size), FRAME);
+        FrameSize { grows: false, least: block_size, most, given: 0 }
     }
 
     /// The most data of the next frame, in bytes.
     fn limit(&self) -> u64 {
-        if self.grows { (self.given / Self::PART).clamp(self.least, FRAME) } else { FRAME }
+        if self.grows { (self.given / Self::PART).clamp(self.least, self.most) } else { self.most }
     }
 }
 
@@ -61,7 +70,7 @@ pub(crate) enum Want {
 
 /// What a delta has to carry: blocks marked in a bitmap, and from some offset on everything.
 pub(crate) struct Wanted {
-    pub changes: Bitmap,
+    pub changes: Arc<Bitmap>,
     pub block_size: u64,
     pub size: u64,
     /// From here on everything that is not zero. `u64::MAX` for nothing of that kind.

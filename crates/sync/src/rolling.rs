@@ -40,7 +40,14 @@ pub(crate) fn send_moved(
     let all = shape.size + view.len();
     sender.send_json(
         PLAN,
-        &Plan { bytes: 0, compare: None, rolling: Some(shape.clone()), delta: true, pass: false },
+        &Plan {
+            bytes: 0,
+            compare: None,
+            rolling: Some(shape.clone()),
+            delta: true,
+            pass: false,
+            mirror: None,
+        },
     )?;
     let mut index = Index::new(shape.clone(), header.size_before).map_err(reading())?;
     while !index.is_whole() {

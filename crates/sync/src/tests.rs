@@ -53,6 +53,7 @@ fn standing(source: Uuid) -> Standing {
         nonce: Uuid::from_u128(2),
         under_way: false,
         resumes: None,
+        ahead: false,
         size: SIZE,
         recovered: None,
         changed: None,
@@ -185,6 +186,7 @@ fn a_lying_source_is_found_out() {
             rolling: None,
             delta,
             pass: false,
+            mirror: None,
         })
         .unwrap(),
         ..Message::default()

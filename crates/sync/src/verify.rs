@@ -203,8 +203,14 @@ pub fn verify(
         seconds: 0.0,
         recovered: standing.recovered.clone(),
     };
-    let plan =
-        Plan { bytes: 0, compare: Some(scope.clone()), rolling: None, delta: options.repair, pass: false };
+    let plan = Plan {
+        bytes: 0,
+        compare: Some(scope.clone()),
+        rolling: None,
+        delta: options.repair,
+        pass: false,
+        mirror: None,
+    };
     sender.send_json(PLAN, &plan)?;
     let totals = Totals::default();
     if options.repair {

@@ -1,0 +1,193 @@
+//! `dsync mirror`.
+
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use source::{Handle, StateDir};
+use sync::{Batching, MirrorEvent, MirrorOptions, MirrorSummary, Options, Stages, SyncError};
+
+use crate::args::{self, StagesArg};
+use crate::failure;
+use crate::output::Output;
+use crate::sync_command::{Destination, connect, refuse_itself};
+use crate::{sync_command, units};
+
+/// How often people are told how it goes, if they ask for more.
+const TOLD_EVERY: Duration = Duration::from_secs(10);
+/// How often programs are told, if they don't ask for every batch.
+const STATUS_EVERY: Duration = Duration::from_secs(1);
+
+fn stages(arg: StagesArg) -> Stages {
+    match arg {
+        StagesArg::Adaptive => Stages::ADAPTIVE,
+        StagesArg::Serial => Stages::SERIAL,
+        StagesArg::Fine => Stages::FINE,
+        StagesArg::Threads => Stages::THREADS,
+        StagesArg::Hybrid => Stages::HYBRID,
+    }
+}
+
+/// The first signal asks for an end in order, the second ends at once. Before there is anything to end in order, the first
+/// does.
+fn on_signals(stop: Arc<AtomicBool>, mirroring: Arc<AtomicBool>, output: Output) -> Result<()> {
+    use signal_hook::consts::{SIGINT, SIGTERM};
+    let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM])?;
+    std::thread::Builder::new().name("signals".into()).spawn(move || {
+        for _ in signals.forever() {
+            if stop.swap(true, SeqCst) || !mirroring.load(SeqCst) {
+                eprintln!();
+                output.error(
+                    "interrupted: the replica is as its last batch left it, and the same command goes on from there",
+                    failure::INTERRUPTED,
+                );
+                std::process::exit(failure::INTERRUPTED.into());
+            }
+        }
+    })?;
+    Ok(())
+}
+
+/// Runs the command until a signal ends it.
+pub fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()> {
+    let destination = Destination::parse(&args.destination)?;
+    units::check_rates(&[("--bwlimit", args.far.bwlimit), ("--rate", args.rate)])?;
+    let mut far = args.far.clone();
+    if destination.host.is_some() && far.rsh == "ssh" {
+        // A mirror must notice when its link falls; ssh by itself would not for hours.
+        far.rsh = "ssh -o ServerAliveInterval=10 -o ServerAliveCountMax=3".into();
+    }
+    let options = MirrorOptions {
+        sync: Options {
+            adopt: args.adopt,
+            compress: args.compress,
+            bwlimit: far.bwlimit,
+            journal_dir: far.journal_dir.clone().map(Into::into),
+            may_be_cut: destination.host.is_some(),
+            passes: args::PASSES,
+            cut: source::CutOptions {
+                freeze: source::FreezeMode::Auto,
+                limit: Duration::from_secs(args::FREEZE_LIMIT),
+            },
+            ..Options::default()
+        },
+        batching: Batching {
+            alpha: args.alpha,
+            beta: args.beta,
+            first: args.interval,
+            least: args.min_interval,
+            rpo: args.rpo,
+            rate: args.rate,
+            adaptive: !args.fixed_interval,
+        },
+        here: stages(args.stages),
+        there: stages(args.stages),
+        epoch_every: args.epoch,
+        timeout: args.timeout,
+    };
+    let (stop, mirroring) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+    on_signals(stop.clone(), mirroring.clone(), output.alike())?;
+    let source_options = crate::source_options(&args.open)?;
+    let (path, name) = destination.place(&args.destination)?;
+    let teller = Teller { output, name: &name, mirroring: &mirroring, last: Mutex::new(None) };
+    let progress = |done, total| output.progress(done, total);
+    let summary = sync::mirror(
+        &mut || {
+            let handle = Handle::attach(state, &args.source, &source_options)?;
+            refuse_itself(&path, &destination, &handle).map_err(|e| SyncError::Refused(e.to_string()))?;
+            Ok(handle)
+        },
+        &mut || match connect(&destination, &far, state) {
+            Ok((link, _)) => Ok(link),
+            Err(error) => match error.downcast::<link::Error>() {
+                Ok(error) => Err(error.into()),
+                Err(other) => Err(SyncError::Refused(failure::text(&other))),
+            },
+        },
+        (&path, &name),
+        &options,
+        &stop,
+        &|event| teller.tell(event),
+        &progress,
+    );
+    output.finish();
+    let summary = summary?;
+    say(&summary, &name, output);
+    output.summary(&summary);
+    Ok(())
+}
+
+fn say(summary: &MirrorSummary, name: &str, output: &Output) {
+    let epoch = summary.epoch.map_or_else(String::new, |epoch| format!(" at epoch {epoch}"));
+    output.say(&format!(
+        "{name} is{epoch}: {} batches with {} of changes, sent {}, in {}",
+        units::count(summary.batches),
+        units::size(summary.bytes_changed),
+        units::size(summary.bytes_sent),
+        units::seconds(summary.seconds.round())
+    ));
+}
+
+/// Tells people and programs how it goes.
+struct Teller<'a> {
+    output: &'a Output,
+    name: &'a str,
+    mirroring: &'a AtomicBool,
+    last: Mutex<Option<Instant>>,
+}
+
+impl Teller<'_> {
+    /// True if the last telling was so long ago.
+    fn is_due(&self, every: Duration) -> bool {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let due = last.is_none_or(|last| last.elapsed() >= every);
+        if due {
+            *last = Some(Instant::now());
+        }
+        due
+    }
+
+    fn tell(&self, event: MirrorEvent<'_>) {
+        let output = self.output;
+        match event {
+            MirrorEvent::Synced(summary) => {
+                output.finish();
+                if let Some(recovered) = &summary.recovered {
+                    output.warn(recovered);
+                }
+                if self.mirroring.swap(true, SeqCst) && summary.freeze_ms.is_some() {
+                    // A live disk's batches: one a second would be many lines.
+                    if !output.is_verbose() && !self.is_due(TOLD_EVERY) {
+                        return;
+                    }
+                }
+                sync_command::say(summary, output);
+                if let Ok(value) = serde_json::to_value(summary) {
+                    output.status(&value);
+                }
+            }
+            MirrorEvent::Mirroring => output.ready(&format!("mirroring to {}", self.name)),
+            MirrorEvent::Batch(batch) => {
+                if output.is_json() && (output.is_verbose() || self.is_due(STATUS_EVERY)) {
+                    if let Ok(value) = serde_json::to_value(batch) {
+                        output.status(&value);
+                    }
+                } else if !output.is_json() && output.is_verbose() && self.is_due(TOLD_EVERY) {
+                    output.more(&format!(
+                        "{} batches, the last of {} in {} blocks; interval {}, {} behind, sent {}",
+                        units::count(batch.batch),
+                        units::size(batch.bytes),
+                        units::count(batch.blocks),
+                        units::seconds(batch.interval),
+                        units::seconds(batch.lag),
+                        units::size(batch.sent)
+                    ));
+                }
+            }
+            MirrorEvent::Broken(error, wait) => {
+                output.warn(&format!("{error}; trying again in {}", units::seconds(wait.as_secs_f64())))
+            }
+        }
+    }
+}

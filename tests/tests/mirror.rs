@@ -1,0 +1,269 @@
+//! The mirror: at every moment, whatever is killed or cut, the replica is the source as it was at the end of one batch.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use dsync_tests::far::Far;
+use dsync_tests::image::{self, BLOCK};
+use dsync_tests::records::{self, Records};
+use dsync_tests::scene::number;
+use dsync_tests::{Background, Random, Run, Scene, rounds};
+use rustix::process::Signal;
+
+const MIB: u64 = 1 << 20;
+const RSH: &str = env!("CARGO_BIN_EXE_rsh");
+
+fn mirror(scene: &Scene, replica: &Path, options: &[&str]) -> Run {
+    scene.site.dsync(["mirror", "--json", "-v"]).arg(&scene.image).arg(replica).args(options)
+}
+
+/// Waits until the replica, or what lies in its journal, has grown out of what it was.
+fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+    let until = Instant::now() + Duration::from_secs(60);
+    while !done() {
+        assert!(Instant::now() < until, "waited for a minute: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Ends a mirror in good order: its batches and its summary.
+fn stop(mut mirror: Background) -> (Vec<serde_json::Value>, serde_json::Value) {
+    mirror.signal(Signal::TERM);
+    let output = mirror.output(Duration::from_secs(60));
+    assert!(output.status.success(), "{output}");
+    let batches = output.json().into_iter().filter(|o| o.get("batch").is_some()).collect();
+    (batches, output.summary())
+}
+
+fn recover(scene: &Scene, replica: &Path) {
+    scene.site.dsync(["recover"]).arg(replica).ok();
+}
+
+#[test]
+fn what_is_written_arrives_in_batches() {
+    let mut scene = Scene::new("mirror", 64 * MIB);
+    let running = mirror(&scene, &scene.replica, &["--rpo", "1s"]).start();
+    wait_until("the first copy", || scene.replica.exists());
+    let load = Records::start(&scene.server().address(), "vm", None, 200);
+    std::thread::sleep(Duration::from_millis(1500));
+    load.stop();
+    scene.change(300);
+    let (batches, summary) = stop(running);
+    scene.equal();
+    assert!(batches.len() >= 3, "{} batches in 1.5 s: {summary}", batches.len());
+    assert_eq!(number(&summary, "syncs"), 1, "{summary}");
+    assert_eq!(number(&summary, "broken"), 0, "{summary}");
+    // The end of a mirror is an epoch like any other: a sync finds nothing.
+    let synced = scene.sync(&[]).ok().summary();
+    assert_eq!((synced["method"].as_str(), number(&synced, "blocks_changed")), (Some("tracked"), 0));
+    for batch in &batches {
+        let interval = batch["interval"].as_f64().expect("an interval");
+        assert!(interval <= 0.5, "half of the bound on what may be lost: {batch}");
+    }
+}
+
+#[test]
+fn a_killed_mirror_leaves_a_batch() {
+    let mut scene = Scene::synced("mirror kills", 32 * MIB);
+    let (mut next, mut had) = (None, [0, 0]);
+    for round in 0..rounds(10, 170) {
+        let mut running = mirror(&scene, &scene.replica, &["--epoch", "300ms"]).start();
+        let load = Records::start(&scene.server().address(), "vm", next, 500 * scene.random.below(2));
+        std::thread::sleep(Duration::from_millis(150 + scene.random.below(700)));
+        running.kill();
+        next = Some(load.stop());
+        if scene.random.one_in(3) {
+            let mut recovering = scene.site.dsync(["recover"]).arg(&scene.replica).start();
+            std::thread::sleep(Duration::from_micros(scene.random.below(20_000)));
+            recovering.kill();
+        }
+        recover(&scene, &scene.replica);
+        let found = records::check(&scene.replica, &format!("round {round}"));
+        assert!(found >= had, "round {round}: the replica went back from {had:?} to {found:?}");
+        println!("round {round}: {found:?} of {next:?}");
+        had = found;
+    }
+    let running = mirror(&scene, &scene.replica, &[]).start();
+    std::thread::sleep(Duration::from_millis(300));
+    stop(running);
+    scene.equal();
+}
+
+#[test]
+fn a_mirror_outlives_its_server() {
+    let mut scene = Scene::synced("server kills under a mirror", 32 * MIB);
+    let mut running = mirror(&scene, &scene.replica, &["--epoch", "1s"]).start();
+    let mut next = None;
+    for round in 0..rounds(4, 160) {
+        let load = Records::start(&scene.server().address(), "vm", next, 300);
+        load.wait_for(100 + scene.random.below(1000));
+        scene.server.take().expect("a server").kill();
+        next = Some(load.stop());
+        // What is there while nobody can say more: what the mirror holds is looked at through its journal, once it is ended.
+        if scene.random.one_in(3) {
+            running.kill();
+            recover(&scene, &scene.replica);
+            records::check(&scene.replica, &format!("round {round}"));
+            scene.start();
+            running = mirror(&scene, &scene.replica, &["--epoch", "1s"]).start();
+        } else {
+            scene.start();
+        }
+        assert!(running.ended().is_none(), "{}", running.stderr_so_far());
+    }
+    scene.change(50);
+    wait_until("the last change arrives", || image::first_difference(&scene.image, &scene.replica).is_none());
+    stop(running);
+    scene.equal();
+}
+
+/// The processes that descend from one.
+fn descendants(of: u32) -> Vec<(u32, String)> {
+    let mut found = Vec::new();
+    let mut parents = vec![of];
+    while let Some(parent) = parents.pop() {
+        let Ok(tasks) = std::fs::read_dir(format!("/proc/{parent}/task")) else { continue };
+        for task in tasks.flatten() {
+            let children = std::fs::read_to_string(task.path().join("children")).unwrap_or_default();
+            for child in children.split_whitespace().filter_map(|c| c.parse().ok()) {
+                let line = std::fs::read_to_string(format!("/proc/{child}/cmdline")).unwrap_or_default();
+                found.push((child, line.replace('\0', " ")));
+                parents.push(child);
+            }
+        }
+    }
+    found
+}
+
+/// Kills the far side of a mirror, if it lives.
+fn kill_far(running: &Background) -> bool {
+    let all = descendants(running.pid().as_raw_nonzero().get() as u32);
+    let far = all.iter().find(|(_, line)| line.contains("dsync receive") && !line.contains("/bin/sh"));
+    let pid = far.and_then(|(pid, _)| rustix::process::Pid::from_raw(*pid as i32));
+    pid.is_some_and(|pid| rustix::process::kill_process(pid, Signal::KILL).is_ok())
+}
+
+#[test]
+fn a_killed_far_side_and_a_cut_line() {
+    let (mut scene, far) = (Scene::new("far kills under a mirror", 32 * MIB), Far::new(RSH));
+    far.sync(&scene, &[], None).ok();
+    let mut random = Random::seeded(scene.random.bits());
+    let (mut next, mut had) = (None, [0, 0]);
+    for round in 0..rounds(5, 170) {
+        // Each connection is cut after so many bytes, if at all.
+        let cut = random.one_in(2).then(|| 200_000 + random.below(3_000_000));
+        let mut running = far.run("mirror", &scene, &["-v", "--epoch", "700ms"], cut).start();
+        let load = Records::start(&scene.server().address(), "vm", next, 300);
+        for _ in 0..1 + random.below(2) {
+            std::thread::sleep(Duration::from_millis(200 + random.below(500)));
+            if cut.is_none() {
+                println!("round {round}: the far side was killed: {}", kill_far(&running));
+            }
+        }
+        std::thread::sleep(Duration::from_millis(300 + random.below(900)));
+        assert!(running.ended().is_none(), "{}", running.stderr_so_far());
+        running.kill();
+        next = Some(load.stop());
+        // The far side notices that its line has ended.
+        wait_until("the far side lets go", || {
+            let output = far.site.dsync(["recover"]).arg(far.replica()).output();
+            output.status.success()
+        });
+        let found = records::check(&far.replica(), &format!("round {round}"));
+        assert!(found >= had, "round {round}: the replica went back from {had:?} to {found:?}");
+        println!("round {round}: {found:?} of {next:?}");
+        had = found;
+    }
+    scene.change(20);
+    far.sync(&scene, &[], None).ok();
+    image::assert_equal(&scene.image, &far.replica());
+}
+
+/// A line that was cut costs what was on it: what is dirty is not sent twice.
+#[test]
+fn after_a_cut_only_what_is_missing_is_sent() {
+    let (mut scene, far) = (Scene::new("cut and caught up", 64 * MIB), Far::new(RSH));
+    far.sync(&scene, &[], None).ok();
+    far.carried();
+    let running = far.run("mirror", &scene, &["-v", "--epoch", "1h"], None).start();
+    let mut dirtied = 0;
+    for round in 0..3 {
+        dirtied += scene.change(1000).len() as u64;
+        wait_until("it arrives", || image::first_difference(&scene.image, &far.replica()).is_none());
+        wait_until("the far side is there", || kill_far(&running));
+        println!("round {round}: cut");
+        dirtied += scene.change(500).len() as u64;
+        wait_until("it is caught up", || image::first_difference(&scene.image, &far.replica()).is_none());
+    }
+    let (_, summary) = stop(running);
+    assert_eq!(number(&summary, "syncs"), 1, "batches went on from where they were: {summary}");
+    let (carried, _) = far.carried();
+    let payload = dirtied * BLOCK;
+    assert!(carried < payload + payload / 20, "{carried} bytes were carried for {payload} that changed");
+    assert_eq!(number(&summary, "broken"), 3, "{summary}");
+}
+
+/// A replica that a mirror left within an epoch takes a sync, and no delta that ends before it.
+#[test]
+fn a_replica_within_an_epoch() {
+    let mut scene = Scene::synced("within an epoch", 16 * MIB);
+    scene.change(10);
+    let old = scene.site.dsync(["extract"]).arg(&scene.image).ok().stdout;
+    scene.sync(&[]).ok();
+    let mut running = mirror(&scene, &scene.replica, &["--epoch", "1h"]).start();
+    scene.change(100);
+    wait_until("it arrives", || image::first_difference(&scene.image, &scene.replica).is_none());
+    running.kill();
+    recover(&scene, &scene.replica);
+    scene.equal();
+    let refused = scene.site.dsync(["merge"]).arg(&scene.replica).input(old).code(4);
+    refused.says(&["ahead"]);
+    scene.change(5);
+    let summary = scene.sync(&[]).ok().summary();
+    assert_eq!(summary["method"], "tracked", "{summary}");
+    // All that was written since the epoch, as no batch is known to a new process.
+    assert!((100..=105).contains(&number(&summary, "blocks_changed")), "{summary}");
+    scene.equal();
+}
+
+#[test]
+fn one_slow_mirror_does_not_hold_up_another() {
+    let (mut scene, far) = (Scene::synced("two mirrors", 32 * MIB), Far::new(RSH));
+    far.sync(&scene, &[], None).ok();
+    let slow = far.run("mirror", &scene, &["-v", "--bwlimit", "256K"], None).start();
+    let fast = mirror(&scene, &scene.replica, &[]).start();
+    std::thread::sleep(Duration::from_millis(500));
+    let load = Records::start(&scene.server().address(), "vm", None, 0);
+    std::thread::sleep(Duration::from_secs(3));
+    let end = load.stop();
+    wait_until("the fast one has it", || image::first_difference(&scene.image, &scene.replica).is_none());
+    let (batches, _) = stop(fast);
+    let lags: Vec<f64> = batches.iter().map(|b| b["lag"].as_f64().expect("a lag")).collect();
+    let worst = lags.iter().copied().fold(0.0, f64::max);
+    println!("{end:?}; {} fast batches, worst lag {worst:.3} s", lags.len());
+    assert!(lags.len() > 10 && worst < 2.0, "{} batches, worst lag {worst}", lags.len());
+    stop(slow);
+    image::assert_equal(&scene.image, &far.replica());
+}
+
+#[test]
+fn what_can_not_be_mirrored_is_refused() {
+    let mut scene = Scene::new("mirror refusals", 8 * MIB);
+    let replica = scene.replica.clone();
+    for (options, words) in [
+        (["--rpo", "soon"], ["no time"]),
+        (["--alpha", "2"], ["from 0 to 1"]),
+        (["--rate", "0"], ["above zero"]),
+    ] {
+        mirror(&scene, &replica, &options).code(2).says(&words);
+    }
+    let itself: PathBuf = scene.image.clone();
+    mirror(&scene, &itself, &[]).code(4).says(&["source itself"]);
+    scene.stop();
+    mirror(&scene, &replica, &[]).code(4).says(&["dsync serve"]);
+    assert!(!replica.exists());
+    // Nobody could tell what is written while the mirror is away from a file that nothing follows.
+    scene.start();
+    std::fs::write(&replica, b"somebody's").expect("a file");
+    mirror(&scene, &replica, &[]).code(4).says(&["--adopt"]);
+}
