@@ -31,7 +31,7 @@ fn place(writer: u64, number: u64) -> u64 {
 }
 
 fn record(writer: u64, number: u64) -> Vec<u8> {
-    let mut bytes = Random::seeded(number * WRITERS + writer).bytes(BLOCK as usize);
+    let mut bytes = Random::seeded(number.wrapping_mul(WRITERS).wrapping_add(writer)).bytes(BLOCK as usize);
     bytes[..8].copy_from_slice(&number.to_le_bytes());
     bytes[8..16].copy_from_slice(&writer.to_le_bytes());
     bytes
@@ -80,7 +80,8 @@ impl Records {
     /// Waits for so many more.
     pub fn wait_for(&self, more: u64) {
         let (upto, until) = (self.written() + more, Instant::now() + Duration::from_secs(60));
-        while self.written() < upto && Instant::now() < until && !self.threads.iter().all(|t| t.is_finished()) {
+        while self.written() < upto && Instant::now() < until && !self.threads.iter().all(|t| t.is_finished())
+        {
             std::thread::sleep(Duration::from_millis(1));
         }
     }

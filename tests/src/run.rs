@@ -262,6 +262,20 @@ impl Background {
         output
     }
 
+    /// Waits, up to a minute, until it has written these words to standard output.
+    pub fn wait_to_say(&mut self, words: &str) {
+        let until = Instant::now() + Duration::from_secs(60);
+        loop {
+            let bytes = self.stdout.as_ref().map(|pipe| pipe.bytes.lock().expect("a reader").clone());
+            if String::from_utf8_lossy(&bytes.unwrap_or_default()).contains(words) {
+                return;
+            }
+            assert!(self.ended().is_none(), "it ended without '{words}': {}", self.stderr_so_far());
+            assert!(Instant::now() < until, "it does not say '{words}': {}", self.stderr_so_far());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
     /// What it has written to standard error so far.
     pub fn stderr_so_far(&self) -> String {
         let bytes = self.stderr.as_ref().map(|pipe| pipe.bytes.lock().expect("a reader").clone());

@@ -12,6 +12,8 @@ use rustix::process::Signal;
 
 const MIB: u64 = 1 << 20;
 const RSH: &str = env!("CARGO_BIN_EXE_rsh");
+/// What a mirror says when its batches begin.
+const MIRRORING: &str = "mirroring to";
 
 fn mirror(scene: &Scene, replica: &Path, options: &[&str]) -> Run {
     scene.site.dsync(["mirror", "--json", "-v"]).arg(&scene.image).arg(replica).args(options)
@@ -42,8 +44,8 @@ fn recover(scene: &Scene, replica: &Path) {
 #[test]
 fn what_is_written_arrives_in_batches() {
     let mut scene = Scene::new("mirror", 64 * MIB);
-    let running = mirror(&scene, &scene.replica, &["--rpo", "1s"]).start();
-    wait_until("the first copy", || scene.replica.exists());
+    let mut running = mirror(&scene, &scene.replica, &["--rpo", "1s"]).start();
+    running.wait_to_say(MIRRORING);
     let load = Records::start(&scene.server().address(), "vm", None, 200);
     std::thread::sleep(Duration::from_millis(1500));
     load.stop();
@@ -69,7 +71,10 @@ fn a_killed_mirror_leaves_a_batch() {
     for round in 0..rounds(10, 170) {
         let mut running = mirror(&scene, &scene.replica, &["--epoch", "300ms"]).start();
         let load = Records::start(&scene.server().address(), "vm", next, 500 * scene.random.below(2));
-        std::thread::sleep(Duration::from_millis(150 + scene.random.below(700)));
+        if !scene.random.one_in(4) {
+            running.wait_to_say(MIRRORING);
+        }
+        std::thread::sleep(Duration::from_millis(scene.random.below(700)));
         running.kill();
         next = Some(load.stop());
         if scene.random.one_in(3) {
@@ -83,8 +88,8 @@ fn a_killed_mirror_leaves_a_batch() {
         println!("round {round}: {found:?} of {next:?}");
         had = found;
     }
-    let running = mirror(&scene, &scene.replica, &[]).start();
-    std::thread::sleep(Duration::from_millis(300));
+    let mut running = mirror(&scene, &scene.replica, &[]).start();
+    running.wait_to_say(MIRRORING);
     stop(running);
     scene.equal();
 }
@@ -93,6 +98,7 @@ fn a_killed_mirror_leaves_a_batch() {
 fn a_mirror_outlives_its_server() {
     let mut scene = Scene::synced("server kills under a mirror", 32 * MIB);
     let mut running = mirror(&scene, &scene.replica, &["--epoch", "1s"]).start();
+    running.wait_to_say(MIRRORING);
     let mut next = None;
     for round in 0..rounds(4, 160) {
         let load = Records::start(&scene.server().address(), "vm", next, 300);
@@ -106,6 +112,7 @@ fn a_mirror_outlives_its_server() {
             records::check(&scene.replica, &format!("round {round}"));
             scene.start();
             running = mirror(&scene, &scene.replica, &["--epoch", "1s"]).start();
+            running.wait_to_say(MIRRORING);
         } else {
             scene.start();
         }
@@ -153,6 +160,9 @@ fn a_killed_far_side_and_a_cut_line() {
         // Each connection is cut after so many bytes, if at all.
         let cut = random.one_in(2).then(|| 200_000 + random.below(3_000_000));
         let mut running = far.run("mirror", &scene, &["-v", "--epoch", "700ms"], cut).start();
+        if cut.is_none() {
+            running.wait_to_say(MIRRORING);
+        }
         let load = Records::start(&scene.server().address(), "vm", next, 300);
         for _ in 0..1 + random.below(2) {
             std::thread::sleep(Duration::from_millis(200 + random.below(500)));
@@ -185,7 +195,8 @@ fn after_a_cut_only_what_is_missing_is_sent() {
     let (mut scene, far) = (Scene::new("cut and caught up", 64 * MIB), Far::new(RSH));
     far.sync(&scene, &[], None).ok();
     far.carried();
-    let running = far.run("mirror", &scene, &["-v", "--epoch", "1h"], None).start();
+    let mut running = far.run("mirror", &scene, &["-v", "--epoch", "1h"], None).start();
+    running.wait_to_say(MIRRORING);
     let mut dirtied = 0;
     for round in 0..3 {
         dirtied += scene.change(1000).len() as u64;
@@ -211,6 +222,7 @@ fn a_replica_within_an_epoch() {
     let old = scene.site.dsync(["extract"]).arg(&scene.image).ok().stdout;
     scene.sync(&[]).ok();
     let mut running = mirror(&scene, &scene.replica, &["--epoch", "1h"]).start();
+    running.wait_to_say(MIRRORING);
     scene.change(100);
     wait_until("it arrives", || image::first_difference(&scene.image, &scene.replica).is_none());
     running.kill();
@@ -230,9 +242,10 @@ fn a_replica_within_an_epoch() {
 fn one_slow_mirror_does_not_hold_up_another() {
     let (mut scene, far) = (Scene::synced("two mirrors", 32 * MIB), Far::new(RSH));
     far.sync(&scene, &[], None).ok();
-    let slow = far.run("mirror", &scene, &["-v", "--bwlimit", "256K"], None).start();
-    let fast = mirror(&scene, &scene.replica, &[]).start();
-    std::thread::sleep(Duration::from_millis(500));
+    let mut slow = far.run("mirror", &scene, &["-v", "--bwlimit", "256K"], None).start();
+    let mut fast = mirror(&scene, &scene.replica, &[]).start();
+    fast.wait_to_say(MIRRORING);
+    slow.wait_to_say(MIRRORING);
     let load = Records::start(&scene.server().address(), "vm", None, 0);
     std::thread::sleep(Duration::from_secs(3));
     let end = load.stop();

@@ -129,7 +129,7 @@ pub fn mirror(
     let mut summary = MirrorSummary::default();
     let mut followed: Option<Followed> = None;
     let mut wait = FIRST_RETRY;
-    // Until it has worked once, what fails is most likely the user's to mend.
+    // Until it has worked once, what fails is most likely the user's to mend: all but a link that was cut.
     let mut worked = false;
     while !(stop.load(SeqCst) && worked) {
         let ended = match &mut followed {
@@ -160,7 +160,7 @@ pub fn mirror(
         };
         match ended {
             Ok(()) => wait = FIRST_RETRY,
-            Err(error) if !worked || is_final(&error) => return Err(error),
+            Err(error) if is_final(&error) || !(worked || is_cut(&error)) => return Err(error),
             Err(error) => {
                 summary.broken += 1;
                 tell(MirrorEvent::Broken(&error, wait));
@@ -190,6 +190,11 @@ fn is_final(error: &SyncError) -> bool {
         SyncError::Source(_) => false,
         _ => error.class() == Class::Refused,
     }
+}
+
+/// A link that stood and fell.
+fn is_cut(error: &SyncError) -> bool {
+    matches!(error, SyncError::Link(link::Error::Cut { .. }))
 }
 
 /// How a session ended in order.
