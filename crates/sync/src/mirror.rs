@@ -611,9 +611,9 @@ impl Session<'_> {
             let due = interval.max(pause);
             if on_their_way >= WINDOW {
                 self.wait(LOOK_EVERY);
-            } else if past >= due {
-                return Ok(Some(false));
-            } else if past >= pause && on_their_way <= 1 && self.batches.pending()? >= threshold {
+            } else if past >= due
+                || (past >= pause && on_their_way <= 1 && self.batches.pending()? >= threshold)
+            {
                 return Ok(Some(false));
             } else {
                 // Not slept through: much may be written in a long interval.
