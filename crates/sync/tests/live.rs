@@ -46,7 +46,7 @@ impl Tracker for Standin {
         Ok(self.lost.lock().unwrap().clone())
     }
     fn checkpoint(&self) -> Result<Bitmap, TrackError> {
-        Ok(self.disk.checkpoint(None)?.changes)
+        Ok(self.disk.checkpoint(None, None)?.changes)
     }
     fn release(&self, epoch: Uuid) -> Result<(), TrackError> {
         *self.released.lock().unwrap() = Some(epoch);
