@@ -336,6 +336,17 @@ static void log_failed(struct track_log *log, int err)
 	log_try_full(log);
 }
 
+/* A superblock for what is now, where there may be one; @err is of what it needs. */
+static void log_commit(struct track_log *log, int err)
+{
+	if (!err && log->state == LOG_FULL)
+		err = log_write_super(log, SUPER_FULL);
+	else if (!err && log->state == LOG_OK)
+		err = log_write_super(log, 0);
+	if (err)
+		log_failed(log, err);
+}
+
 /* Activating. */
 
 /**
@@ -700,12 +711,7 @@ void track_log_checkpoint(struct track_log *log, struct track_epoch *frozen,
 
 	log->frozen = frozen;
 	log->active = active;
-	if (log->state == LOG_FULL)
-		err = log_write_super(log, SUPER_FULL);
-	else if (log->state == LOG_OK)
-		err = err ?: log_write_super(log, 0);
-	if (err)
-		log_failed(log, err);
+	log_commit(log, err);
 	mutex_unlock(&log->lock);
 }
 
@@ -717,16 +723,9 @@ void track_log_checkpoint(struct track_log *log, struct track_epoch *frozen,
  */
 void track_log_release(struct track_log *log)
 {
-	int err = 0;
-
 	mutex_lock(&log->lock);
 	log->frozen = NULL;
-	if (log->state == LOG_FULL)
-		err = log_write_super(log, SUPER_FULL);
-	else if (log->state == LOG_OK)
-		err = log_write_super(log, 0);
-	if (err)
-		log_failed(log, err);
+	log_commit(log, 0);
 	mutex_unlock(&log->lock);
 }
 
@@ -788,16 +787,9 @@ int track_log_grow(struct track_log *log, struct track_maps *maps,
 /* The new blocks are marked, their intents durable: now the size may be, too. */
 void track_log_resized(struct track_log *log)
 {
-	int err = 0;
-
 	mutex_lock(&log->lock);
 	log->sectors = log->record->sectors;
-	if (log->state == LOG_FULL)
-		err = log_write_super(log, SUPER_FULL);
-	else if (log->state == LOG_OK)
-		err = log_write_super(log, 0);
-	if (err)
-		log_failed(log, err);
+	log_commit(log, 0);
 	mutex_unlock(&log->lock);
 }
 
