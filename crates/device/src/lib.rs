@@ -22,6 +22,7 @@ mod tests;
 mod threads;
 mod uring;
 mod usage;
+mod written;
 
 pub use buffer::Buf;
 pub use disk::{Disk, Done, InlineQueue, Kind, Piece, Pieces, Queue, Request};
@@ -33,3 +34,4 @@ pub use identity::{DiskKind, Identity, identity};
 pub use lock::{Access, ImageLock, lock_image};
 pub use ram::RamDisk;
 pub use usage::{Mount, free_space, in_use, may_change, mounts_on};
+pub use written::Written;

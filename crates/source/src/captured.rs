@@ -13,46 +13,37 @@ const CHUNK: u64 = 1 << 20;
 const PIECES: usize = 512;
 const DEPTH: u32 = 64;
 
-/// Memory made ready before it is needed, so that filling it waits for nothing but the disk.
-pub(crate) struct Memory {
+/// Reads blocks of a disk into memory, again and again: what was read last counts.
+pub(crate) struct Capture {
+    queue: Box<dyn Queue>,
     ready: Vec<Buf>,
-    limit: u64,
+    left: u64,
+    captured: Captured,
 }
 
-impl Memory {
-    /// Touches so many bytes; up to `limit` may be used.
-    pub fn prepare(bytes: u64, limit: u64) -> Memory {
-        let chunks = bytes.min(limit).div_ceil(CHUNK) + 1;
-        let touched = |_| {
+impl Capture {
+    /// Nothing is read yet. At most `most` bytes will be, those read again counted again.
+    pub fn new(disk: &Arc<dyn Disk>, block_size: u64, most: u64) -> io::Result<Capture> {
+        let (size, queue) = (disk.len(), disk.clone().queue(DEPTH)?);
+        let blocks = Bitmap::new(size.div_ceil(block_size));
+        let captured = Captured { size, block_size, blocks, layers: Vec::new() };
+        Ok(Capture { queue, ready: Vec::new(), left: most, captured })
+    }
+
+    /// Touches so many bytes of memory, so that filling them waits for nothing but the disk.
+    pub fn prepare(&mut self, bytes: u64) {
+        let chunks = bytes.min(self.left).div_ceil(CHUNK) as usize + 1;
+        while self.ready.len() < chunks {
             let mut buf = Buf::new(CHUNK as usize);
             buf.fill(0);
-            buf
-        };
-        Memory { ready: (0..chunks).map(touched).collect(), limit }
+            self.ready.push(buf);
+        }
     }
-}
 
-/// Some blocks of a disk as they were when they were read. All others read as zeroes.
-pub(crate) struct Captured {
-    size: u64,
-    block_size: u64,
-    blocks: Bitmap,
-    /// For each run its first byte, its length, its buffer, and its place there; ascending.
-    runs: Vec<(u64, u64, usize, usize)>,
-    bufs: Vec<Buf>,
-}
-
-impl Captured {
-    /// Reads `blocks` of `disk`. `None` if they need more memory than they may.
-    pub fn read(
-        disk: &Arc<dyn Disk>,
-        blocks: Bitmap,
-        block_size: u64,
-        memory: Memory,
-    ) -> io::Result<Option<Captured>> {
-        let size = disk.len();
-        let Memory { mut ready, limit } = memory;
-        let mut runs: Vec<(u64, u64, usize, usize)> = Vec::new();
+    /// Reads blocks. False if they need more memory than is left; then none is read.
+    pub fn read(&mut self, blocks: &Bitmap) -> io::Result<bool> {
+        let Captured { size, block_size, .. } = self.captured;
+        let mut runs: Vec<Run> = Vec::new();
         let mut total = 0u64;
         let mut requests: Vec<(Pieces, u64)> = vec![(Pieces::new(), 0)];
         for run in blocks.runs() {
@@ -71,21 +62,21 @@ impl Captured {
                 at += len;
                 total += len;
             }
-            if total > limit {
-                return Ok(None);
+            if total > self.left {
+                return Ok(false);
             }
         }
+        self.left -= total;
         requests.retain(|(pieces, _)| !pieces.is_empty());
         let mut bufs: Vec<Buf> = (0..requests.len()).map(|_| Buf::default()).collect();
-        let mut queue = disk.clone().queue(DEPTH)?;
         for (token, (pieces, len)) in requests.into_iter().enumerate() {
-            let mut buf = ready.pop().unwrap_or_else(|| Buf::scratch(CHUNK as usize));
+            let mut buf = self.ready.pop().unwrap_or_else(|| Buf::scratch(CHUNK as usize));
             buf.set_len(len as usize);
-            queue.submit(Request { kind: Kind::Read, pieces, buf, token: token as u64 });
+            self.queue.submit(Request { kind: Kind::Read, pieces, buf, token: token as u64 });
         }
-        queue.start();
-        while queue.in_flight() > 0 {
-            let Some(done) = queue.complete(true) else {
+        self.queue.start();
+        while self.queue.in_flight() > 0 {
+            let Some(done) = self.queue.complete(true) else {
                 return Err(io::Error::other("the disk's queue lost a request"));
             };
             done.result?;
@@ -93,9 +84,36 @@ impl Captured {
                 *place = done.request.buf;
             }
         }
-        Ok(Some(Captured { size, block_size, blocks, runs, bufs }))
+        self.captured.blocks.union_with(blocks);
+        self.captured.layers.push(Layer { runs, bufs });
+        Ok(true)
     }
 
+    /// What was read.
+    pub fn finish(self) -> Captured {
+        self.captured
+    }
+}
+
+/// First byte, length, buffer, and place there.
+type Run = (u64, u64, usize, usize);
+
+/// What was read at once; its runs ascend.
+struct Layer {
+    runs: Vec<Run>,
+    bufs: Vec<Buf>,
+}
+
+/// Some blocks of a disk as they were when they were read last. All others read as zeroes.
+pub(crate) struct Captured {
+    size: u64,
+    block_size: u64,
+    blocks: Bitmap,
+    /// Later ones cover earlier ones.
+    layers: Vec<Layer>,
+}
+
+impl Captured {
     /// True if all these blocks were read.
     pub fn holds(&self, blocks: &Bitmap) -> bool {
         blocks.runs().all(|run| self.blocks.all(run))
@@ -113,13 +131,14 @@ impl Disk for Captured {
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
         let end = offset + buf.len() as u64;
         buf.fill(0);
-        let first = self.runs.partition_point(|(start, len, ..)| start + len <= offset);
-        for (start, len, index, place) in self.runs.iter().skip(first).take_while(|(start, ..)| *start < end)
-        {
-            let (from, to) = ((*start).max(offset), (start + len).min(end));
-            let at = place + (from - start) as usize;
-            let data = &self.bufs[*index][at..at + (to - from) as usize];
-            buf[(from - offset) as usize..(to - offset) as usize].copy_from_slice(data);
+        for Layer { runs, bufs } in &self.layers {
+            let first = runs.partition_point(|(start, len, ..)| start + len <= offset);
+            for (start, len, index, place) in runs.iter().skip(first).take_while(|(start, ..)| *start < end) {
+                let (from, to) = ((*start).max(offset), (start + len).min(end));
+                let at = place + (from - start) as usize;
+                let data = &bufs[*index][at..at + (to - from) as usize];
+                buf[(from - offset) as usize..(to - offset) as usize].copy_from_slice(data);
+            }
         }
         Ok(())
     }
@@ -151,12 +170,25 @@ mod tests {
 
     use super::*;
 
+    const BLOCK: u64 = 4096;
+    const SIZE: u64 = 5000 * BLOCK - 100;
+
+    /// Every byte of the disk's content times `factor`.
+    fn content(factor: u64) -> Vec<u8> {
+        (0..SIZE).map(|n| (n / 7 % 251 + 1) as u8).map(|byte| byte.wrapping_mul(factor as u8)).collect()
+    }
+
+    fn put(blocks: &Bitmap, from: &[u8], to: &mut [u8]) {
+        for run in blocks.runs() {
+            let bytes = (run.start * BLOCK) as usize..((run.end * BLOCK).min(SIZE)) as usize;
+            to[bytes.clone()].copy_from_slice(&from[bytes]);
+        }
+    }
+
     #[test]
-    fn what_was_captured_reads_back_and_the_rest_is_zero() {
-        const BLOCK: u64 = 4096;
-        let size = 5000 * BLOCK - 100;
-        let content: Vec<u8> = (0..size).map(|n| (n / 7 % 251 + 1) as u8).collect();
-        let disk: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(&content));
+    fn what_was_captured_last_reads_back_and_the_rest_is_zero() {
+        let (before, after) = (content(1), content(3));
+        let disk: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(&before));
         let blocks = Bitmap::new(5000);
         // A long run, many single blocks, and the short last one.
         blocks.set(10..700);
@@ -164,17 +196,23 @@ mod tests {
             blocks.set(b..b + 1);
         });
         blocks.set(4999..5000);
-        let mut expected = vec![0; size as usize];
-        for run in blocks.runs() {
-            let bytes = (run.start * BLOCK) as usize..((run.end * BLOCK).min(size)) as usize;
-            expected[bytes.clone()].copy_from_slice(&content[bytes]);
-        }
-        let copy = Bitmap::new(5000);
-        copy.union_with(&blocks);
-        let captured =
-            Captured::read(&disk, blocks, BLOCK, Memory::prepare(1 << 20, 64 << 20)).unwrap().unwrap();
-        for step in [size, 4096, 100_001] {
-            let mut found = vec![1; size as usize];
+        let mut capture = Capture::new(&disk, BLOCK, 64 << 20).unwrap();
+        capture.prepare(1 << 20);
+        assert!(capture.read(&blocks).unwrap());
+        // Some of it once more, and some that was not read before.
+        disk.write_at(0, &after).unwrap();
+        let again = Bitmap::new(5000);
+        again.set(600..800);
+        (1000..4000).step_by(6).for_each(|b| {
+            again.set(b..b + 1);
+        });
+        assert!(capture.read(&again).unwrap());
+        let captured = capture.finish();
+        let mut expected = vec![0; SIZE as usize];
+        put(&blocks, &before, &mut expected);
+        put(&again, &after, &mut expected);
+        for step in [SIZE, 4096, 100_001] {
+            let mut found = vec![1; SIZE as usize];
             let mut at = 0;
             for part in found.chunks_mut(step as usize) {
                 captured.read_at(at, part).unwrap();
@@ -182,9 +220,20 @@ mod tests {
             }
             assert!(found == expected);
         }
-        assert!(captured.holds(&copy));
-        copy.set(0..1);
-        assert!(!captured.holds(&copy));
-        assert!(Captured::read(&disk, copy, BLOCK, Memory::prepare(0, 1 << 20)).unwrap().is_none());
+        assert!(captured.holds(&blocks) && captured.holds(&again));
+        blocks.set(0..1);
+        assert!(!captured.holds(&blocks));
+    }
+
+    #[test]
+    fn there_is_a_limit() {
+        let disk: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(&content(1)));
+        let mut capture = Capture::new(&disk, BLOCK, 300 * BLOCK).unwrap();
+        let blocks = Bitmap::new(5000);
+        blocks.set(100..300);
+        assert!(capture.read(&blocks).unwrap());
+        assert!(!capture.read(&blocks).unwrap());
+        blocks.clear(0..200);
+        assert!(capture.read(&blocks).unwrap());
     }
 }

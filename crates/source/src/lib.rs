@@ -19,7 +19,7 @@ mod view;
 pub use batches::{Batch, Batches};
 pub use control::{Client, ControlServer, Status};
 pub use error::SourceError;
-pub use freeze::{Freeze, FreezeError};
+pub use freeze::{Freeze, FreezeError, Prepared};
 pub use handle::Handle;
 pub use history::{Bookmark, Bookmarks, EpochInfo, History, Position};
 pub use live::{Cut, CutOptions, FreezeMode, Live};

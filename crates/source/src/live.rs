@@ -9,14 +9,14 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use delta::Epoch;
-use device::{Dir, Disk, Folder, FolderLock, Mount};
+use device::{Dir, Disk, Folder, FolderLock, Mount, Written};
 use extents::Bitmap;
 use trackers::Tracker;
 use uuid::Uuid;
 
 use crate::SourceError;
-use crate::captured::{Captured, Memory};
-use crate::freeze::Freeze;
+use crate::captured::{Capture, Captured};
+use crate::freeze::{self, Freeze, FreezeError, Prepared};
 use crate::history::{Bookmarks, History};
 use crate::source::open_reader;
 use crate::stamp::Stamp;
@@ -51,10 +51,13 @@ impl Default for CutOptions {
     }
 }
 
-/// The most bytes that are read in the last pass.
+/// The most bytes that a cut reads.
 const MOST: u64 = 256 << 20;
 
-/// How often a cut without a freeze is tried, while somebody writes.
+/// So many bytes are read in a few milliseconds: under a freeze they don't matter.
+const LITTLE: u64 = 2 << 20;
+
+/// How often a cut is tried while somebody writes whom no freeze stops.
 const TRIES: usize = 5;
 
 /// What the last pass gave.
@@ -202,10 +205,7 @@ impl Live {
     /// # Errors
     /// `Refused` where that can't be had: too much changes, a freeze ends early, somebody writes past the file systems.
     pub fn cut(&self, also: &Bitmap, options: &CutOptions) -> Result<Cut, SourceError> {
-        let mounts = match options.freeze {
-            FreezeMode::Never => Vec::new(),
-            _ => device::mounts_on(&self.about.path)?,
-        };
+        let mounts = self.mounts(options)?;
         if mounts.is_empty() && options.freeze == FreezeMode::Require {
             return Err(SourceError::Refused(format!(
                 "there is no mounted file system on {} to freeze: leave --freeze require out, and stop who writes to the \
@@ -220,40 +220,88 @@ impl Live {
         }
     }
 
+    /// The file systems that a cut freezes.
+    fn mounts(&self, options: &CutOptions) -> Result<Vec<Mount>, SourceError> {
+        match options.freeze {
+            FreezeMode::Never => Ok(Vec::new()),
+            _ => Ok(device::mounts_on(&self.about.path)?),
+        }
+    }
+
+    /// Lets the file systems that a cut freezes write out what they hold in memory: the tracker sees it only then.
+    pub fn flush(&self, options: &CutOptions) -> Result<(), SourceError> {
+        freeze::flush(&self.mounts(options)?).map_err(refused)
+    }
+
     fn frozen_cut(&self, also: &Bitmap, mounts: &[Mount], options: &CutOptions) -> Result<Cut, SourceError> {
         self.refuse_own_state(mounts)?;
         let mut book = self.book();
-        let expected = Bitmap::new(also.blocks());
-        expected.union_with(also);
-        expected.union_with(&self.tracker.dirty()?);
-        let bytes = expected.count().saturating_mul(self.about.block_size.into());
-        // What the freeze itself makes the file systems write comes on top.
-        let memory = Memory::prepare(bytes.saturating_add(bytes / 2 + (8 << 20)), MOST);
-        let refused = |error: crate::freeze::FreezeError| {
-            SourceError::Refused(format!("{error}: run again, or see --freeze"))
-        };
-        let freeze = Freeze::begin(mounts, options.limit).map_err(refused)?;
-        let changes = self.tracker.checkpoint()?;
-        let captured = self.capture(&changes, also, memory);
-        let lasted = freeze.thaw().map_err(refused)?;
-        let captured = Arc::new(captured?);
-        let epoch = self.write_down(&mut book, &changes)?;
-        Ok(Cut { view: self.view(epoch, captured.clone()), freeze: Some(lasted), fuzzy: false, captured })
+        let mut capture = self.begin_capture()?;
+        self.read(&mut capture, also)?;
+        for _ in 0..TRIES {
+            let prepared = Freeze::prepare(mounts, options.limit).map_err(refused)?;
+            let left = self.read_while_it_shrinks(&mut book, &prepared, &mut capture)?;
+            // What the freeze itself makes the file systems write comes on top.
+            capture.prepare(2 * left + (8 << 20));
+            // Not under the freeze, since the kernel takes its time over it. What is written from here to the freeze is of
+            // both epochs.
+            self.tracker.checkpoint()?;
+            prepared.settle().map_err(refused)?;
+            let freeze = prepared.freeze().map_err(refused)?;
+            let changes = self.tracker.dirty()?;
+            let written = Written::of(self.about.identity.dev);
+            let captured = self.read(&mut capture, &changes);
+            // A write to what was marked before shows in the count only, one that has not ended in the marks only.
+            let still = written == Written::of(self.about.identity.dev)
+                && changes.count() == self.tracker.dirty()?.count();
+            let lasted = freeze.thaw().map_err(refused)?;
+            captured?;
+            if still {
+                let epoch = self.write_down(&mut book, &changes)?;
+                return Ok(self.cut_of(epoch, capture, Some(lasted), false));
+            }
+        }
+        Err(SourceError::Refused(format!(
+            "{} is being written to past its file systems while these are frozen: stop who writes to the device itself, or \
+             to a partition that is not mounted (\"swapoff\" for swap space), or say --freeze never to take a copy that may \
+             be of several moments",
+            self.about.path.display()
+        )))
+    }
+
+    /// Reads what would have to be read under a freeze while nothing is frozen yet. Returns how many bytes it was at last.
+    fn read_while_it_shrinks(
+        &self,
+        book: &mut Book,
+        prepared: &Prepared,
+        capture: &mut Capture,
+    ) -> Result<u64, SourceError> {
+        let mut before = u64::MAX;
+        loop {
+            prepared.settle().map_err(refused)?;
+            let changes = self.tracker.checkpoint()?;
+            self.write_down(book, &changes)?;
+            self.read(capture, &changes)?;
+            let bytes = changes.count().saturating_mul(self.about.block_size.into());
+            if bytes <= LITTLE || bytes > before / 4 * 3 {
+                return Ok(bytes);
+            }
+            before = bytes;
+        }
     }
 
     /// Without a freeze the pass is exact if nothing was written while it was read.
     fn unfrozen_cut(&self, also: &Bitmap, options: &CutOptions) -> Result<Cut, SourceError> {
         let mut book = self.book();
-        let wanted = Bitmap::new(also.blocks());
-        wanted.union_with(also);
+        let mut capture = self.begin_capture()?;
+        self.read(&mut capture, also)?;
         for left in (0..TRIES).rev() {
             let changes = self.tracker.checkpoint()?;
             let epoch = self.write_down(&mut book, &changes)?;
-            wanted.union_with(&changes);
-            let captured = Arc::new(self.capture(&changes, &wanted, Memory::prepare(0, MOST))?);
+            self.read(&mut capture, &changes)?;
             let fuzzy = !self.tracker.dirty()?.is_clean();
             if !fuzzy || (left == 0 && options.freeze == FreezeMode::Never) {
-                return Ok(Cut { view: self.view(epoch, captured.clone()), freeze: None, fuzzy, captured });
+                return Ok(self.cut_of(epoch, capture, None, fuzzy));
             }
         }
         Err(SourceError::Refused(format!(
@@ -263,20 +311,27 @@ impl Live {
         )))
     }
 
-    fn capture(&self, changes: &Bitmap, also: &Bitmap, memory: Memory) -> Result<Captured, SourceError> {
-        let blocks = Bitmap::new(changes.blocks());
-        blocks.union_with(changes);
-        blocks.union_with(also);
+    fn cut_of(&self, epoch: Epoch, capture: Capture, freeze: Option<Duration>, fuzzy: bool) -> Cut {
+        let captured = Arc::new(capture.finish());
+        Cut { view: self.view(epoch, captured.clone()), freeze, fuzzy, captured }
+    }
+
+    fn begin_capture(&self) -> Result<Capture, SourceError> {
+        let capture = Capture::new(&self.disk, self.about.block_size.into(), MOST);
+        capture.map_err(SourceError::state("read", &self.about.path))
+    }
+
+    fn read(&self, capture: &mut Capture, blocks: &Bitmap) -> Result<(), SourceError> {
         let path = &self.about.path;
-        let captured = Captured::read(&self.disk, blocks, self.about.block_size.into(), memory);
-        captured.map_err(SourceError::state("read", path))?.ok_or_else(|| {
-            SourceError::Refused(format!(
-                "{} changes faster than it can be copied: more than {} MiB were left for the last pass. Run again when \
-                 less is written, or allow more passes with --passes",
-                path.display(),
-                MOST >> 20
-            ))
-        })
+        if capture.read(blocks).map_err(SourceError::state("read", path))? {
+            return Ok(());
+        }
+        Err(SourceError::Refused(format!(
+            "{} changes faster than it can be copied: more than {} MiB were left for the last pass. Run again when less is \
+             written, or allow more passes with --passes",
+            path.display(),
+            MOST >> 20
+        )))
     }
 
     /// What lies on a frozen file system can't be written, nor perhaps even read.
@@ -300,4 +355,8 @@ impl Live {
         let bookmarks = Bookmarks::set(&*self.folder, replica, epoch)?;
         book.history.tidy(&*self.folder, &bookmarks)
     }
+}
+
+fn refused(error: FreezeError) -> SourceError {
+    SourceError::Refused(format!("{error}: run again, or see --freeze"))
 }

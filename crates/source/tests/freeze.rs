@@ -45,7 +45,7 @@ impl Scene {
     fn freeze(&self, limit: Duration) -> Result<Freeze, FreezeError> {
         let mounts = device::mounts_on(Path::new(&self.device)).unwrap();
         assert_eq!(mounts.iter().map(|m| m.place.clone()).collect::<Vec<_>>(), [self.mount()]);
-        Freeze::begin(&mounts, limit)
+        Freeze::prepare(&mounts, limit)?.freeze()
     }
 
     /// Writes from a thread; the channel hears when it is through.
@@ -99,7 +99,7 @@ fn a_freeze_ends_at_its_limit_and_then_proves_nothing() {
 fn freezes_and_waits() {
     let Some(place) = std::env::var_os("DSYNC_TEST_FREEZES") else { return };
     let mounts = device::mounts_on(Path::new(&place)).unwrap();
-    let _freeze = Freeze::begin(&mounts, Duration::from_secs(60)).unwrap();
+    let _freeze = Freeze::prepare(&mounts, Duration::from_secs(60)).unwrap().freeze().unwrap();
     println!("frozen");
     std::thread::sleep(Duration::from_secs(60));
 }

@@ -69,6 +69,7 @@ pub(crate) fn catch_up(
         let whole = |positions: &[Position]| positions.last().is_some_and(|p| p.upto >= size);
         if let Way::Tracked(positions) = &way {
             if whole(positions) {
+                live.flush(&options.cut)?;
                 let lacks = handle.estimate(positions)?;
                 let blocks = lacks.count();
                 let few = blocks <= FEW_BLOCKS && blocks.saturating_mul(block_size) <= FEW_BYTES;

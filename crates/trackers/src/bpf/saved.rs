@@ -206,13 +206,10 @@ impl Stamp {
 impl Written {
     /// `None` where the kernel doesn't count.
     fn of(disk: &Followed) -> Option<Written> {
-        let place = disk.whole_disk();
-        if read_number(&place.join("queue/iostats")) != Some(1) {
-            return None;
-        }
-        let stat = std::fs::read_to_string(place.join("stat")).ok()?;
-        let fields: Vec<u64> = stat.split_whitespace().map_while(|f| f.parse().ok()).collect();
-        Some(Written { written: *fields.get(6)?, discarded: *fields.get(13)? })
+        let number = std::fs::read_to_string(disk.whole_disk().join("dev")).ok()?;
+        let (major, minor) = number.trim().split_once(':')?;
+        let count = device::Written::of(libc::makedev(major.parse().ok()?, minor.parse().ok()?))?;
+        Some(Written { written: count.sectors, discarded: count.discarded })
     }
 }
 
