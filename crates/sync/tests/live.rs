@@ -4,6 +4,8 @@
 //! puts n into block [`place`]`(n)`, one after the other, so that an image tells how far it reaches and whether it is whole.
 #![allow(missing_docs)]
 
+use std::io::Read;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
@@ -116,6 +118,16 @@ impl Scene {
 
 fn sync(handle: &Handle, copy: &Path, options: &Options) -> Result<Summary, SyncError> {
     let (here, there) = Link::pair();
+    between(handle, here, there, copy, options)
+}
+
+fn between(
+    handle: &Handle,
+    here: Link,
+    there: Link,
+    copy: &Path,
+    options: &Options,
+) -> Result<Summary, SyncError> {
     let state = StateDir::find(Some(&copy.with_extension("state")));
     std::thread::scope(|scope| {
         scope.spawn(move || receive(there, &state).is_ok());
@@ -265,6 +277,52 @@ fn another_state_directory_does_not_believe_the_record() {
         .unwrap();
         assert_eq!(moment(&scene.path(image)).unwrap(), scene.written.load(SeqCst), "{image}");
     }
+}
+
+/// A stream that ends after so many bytes.
+struct Short<R> {
+    stream: R,
+    left: u64,
+}
+
+impl<R: Read> Read for Short<R> {
+    fn read(&mut self, buf: &mut [u8]) -> std::io::Result<usize> {
+        let room = buf.len().min(self.left as usize);
+        let read = self.stream.read(&mut buf[..room])?;
+        self.left -= read as u64;
+        Ok(read)
+    }
+}
+
+/// The link falls in a pass, between two, in the cut, or not at all: what had arrived counts, and the replica is one moment.
+#[test]
+fn a_link_that_is_cut_costs_no_more_than_time() {
+    let seed: Option<u64> = std::env::var("DSYNC_SEED").ok().and_then(|seed| seed.parse().ok());
+    let seed = seed.unwrap_or_else(|| std::process::id().into());
+    println!("DSYNC_SEED={seed}");
+    let scene = Scene::new();
+    scene.write(20_000);
+    scene.sync(&options(FreezeMode::Auto)).unwrap();
+    let rounds = if std::env::var_os("DSYNC_SOAK").is_some() { 300 } else { 12 };
+    let (mut cut, mut through) = (0, 0);
+    for round in 0..rounds {
+        let left = seed.wrapping_mul(1000).wrapping_add(round).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 42;
+        let result = writing(&scene, 300, Duration::from_millis(60), || {
+            let (near, far) = UnixStream::pair().unwrap();
+            let short = Short { stream: far.try_clone().unwrap(), left };
+            let there = Link::pipe(short, far);
+            let here = Link::pipe(near.try_clone().unwrap(), near);
+            between(&scene.attach("state"), here, there, &scene.path("copy"), &options(FreezeMode::Auto))
+        });
+        *(if result.is_ok() { &mut through } else { &mut cut }) += 1;
+        let reached = moment(&scene.path("copy")).unwrap();
+        let summary = scene.sync(&options(FreezeMode::Auto)).unwrap();
+        assert_eq!(summary.trust, "tracked", "after {left} bytes");
+        let now = moment(&scene.path("copy")).unwrap();
+        assert!(reached <= now && now == scene.written.load(SeqCst), "{reached}, {now}");
+    }
+    println!("{cut} of {rounds} were cut, {through} came through");
+    assert!(cut > 0);
 }
 
 /// An extract has no passes: it is a cut, or nothing.
