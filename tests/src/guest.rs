@@ -118,6 +118,7 @@ done </modules/order
 # Talk is raw: what a test sends is not echoed and what the script prints is not changed.
 stty -F /dev/ttyS1 raw -echo
 stty -F /dev/ttyS2 raw -echo
+echo @up >/dev/ttyS1
 # The host's orders.
 while read -r order; do
     case $order in
@@ -148,9 +149,34 @@ poweroff -f
 const PRELUDE: &str = r#"mark() { echo "@$*"; }
 "#;
 
+/// How often a boot is tried: the emulator now and then trips over a kernel that patches itself while two processors run.
+const BOOTS: u32 = 3;
+
 impl Guest {
     /// Boots a guest. Ask [`possible`] first. Call it from the test's own thread, as [`Run::start`].
     pub fn boot(options: &Options) -> Guest {
+        for left in (0..BOOTS).rev() {
+            let mut guest = Guest::start(options);
+            if guest.is_up() {
+                return guest;
+            }
+            assert!(left > 0, "no guest comes up: {}", guest.report());
+            crate::say(&format!("a guest died as it booted, and is started anew: {}", guest.report()));
+        }
+        unreachable!("the last one is up, or the test has failed")
+    }
+
+    /// False if it ended before its first process began.
+    fn is_up(&mut self) -> bool {
+        match self.lines.recv_timeout(Duration::from_secs(120)) {
+            Ok(line) if line == "@up" => true,
+            Ok(line) => panic!("a guest begins with '{line}': {}", self.report()),
+            Err(RecvTimeoutError::Disconnected) => false,
+            Err(RecvTimeoutError::Timeout) => panic!("the guest does not come up: {}", self.report()),
+        }
+    }
+
+    fn start(options: &Options) -> Guest {
         let kernel = options.kernel.folder().expect("a kernel: ask guest::possible first");
         let folder = TempDir::with_prefix("dsync-guest-").expect("a temporary folder");
         let initrd = folder.path().join("initrd");

@@ -6,46 +6,14 @@ use std::time::{Duration, Instant};
 
 use dsync_tests::mount::{Loop, Mount};
 use dsync_tests::scene::number;
-use dsync_tests::{Run, Site, got, need, need_root, rounds, say};
+use dsync_tests::{Random, Run, Site, got, need, need_root, repository, rounds, say};
 
 const MIB: u64 = 1 << 20;
 
-/// A database whose rows are a chain of digests: each holds that of the one before, so that a lost or a torn commit shows.
-const DATABASE: &str = r#"
-import hashlib, os, sqlite3, sys
-place, stop = sys.argv[1], sys.argv[2]
-db = sqlite3.connect(place, isolation_level=None)
-db.execute("pragma journal_mode=wal")
-db.execute("pragma synchronous=normal")
-db.execute("create table if not exists chain (n integer primary key, filler blob, digest text)")
-last = "begin"
-n = 0
-while not os.path.exists(stop):
-    db.execute("begin immediate")
-    for _ in range(20):
-        n += 1
-        filler = os.urandom(700)
-        last = hashlib.sha256(last.encode() + filler).hexdigest()
-        db.execute("insert into chain values (?, ?, ?)", (n, filler, last))
-    db.execute("commit")
-    if n % 400 == 0:
-        db.execute("delete from chain where n < ?", (n - 4000,))
-"#;
-
-/// Reads such a database, checks it whole, and prints how many rows it has.
-const CHECK: &str = r#"
-import hashlib, sqlite3, sys
-db = sqlite3.connect(sys.argv[1])
-assert db.execute("pragma integrity_check").fetchone()[0] == "ok", "integrity"
-last, before = None, None
-for n, filler, digest in db.execute("select n, filler, digest from chain order by n"):
-    if last is not None:
-        assert n == before + 1, "a gap after row %d" % before
-        assert digest == hashlib.sha256(last.encode() + filler).hexdigest(), "row %d" % n
-    last, before = digest, n
-assert (before or 0) % 20 == 0, "half a commit: up to row %d" % before
-print(before or 0)
-"#;
+/// A database in which a lost or a torn commit shows.
+fn database(action: &str) -> Run {
+    Run::new("/usr/bin/python3").arg(repository().join("tests/chain.py")).arg(action)
+}
 
 /// The BPF file system may have to be mounted for a test, and the tests of this file share it.
 static BPF: Mutex<()> = Mutex::new(());
@@ -80,7 +48,9 @@ impl Tracked {
             return None;
         }
         let device = device?;
-        Run::new("mkfs.ext4").arg("-q").arg(device.device()).ok();
+        // The last MiB is nobody's.
+        let blocks = format!("{}k", (size - MIB) >> 10);
+        Run::new("mkfs.ext4").arg("-q").arg(device.device()).arg(blocks).ok();
         let place = site.path("mount");
         let mount = Mount::new(&[], device.device(), &place);
         if !got(mount.as_ref().ok_or("mounting is not allowed"), what) {
@@ -103,6 +73,34 @@ impl Drop for Tracked {
     }
 }
 
+/// A replica's file system, mounted. It is a copy of the copy: what is mounted is written to.
+struct Look {
+    mount: Mount,
+    device: Loop,
+    place: PathBuf,
+}
+
+impl Look {
+    fn at(site: &Site, copy: &Path) -> Look {
+        let (image, place) = (site.path("look.raw"), site.path("look"));
+        Run::new("cp").args(["--sparse=always"]).arg(copy).arg(&image).ok();
+        let device = Loop::new(&image).expect("a loop device");
+        let mount = Mount::new(&[], device.device(), &place).expect("the replica mounts");
+        Look { mount, device, place }
+    }
+
+    fn place(&self) -> &Path {
+        &self.place
+    }
+
+    /// Unmounted, it has no fault.
+    fn check(self) {
+        let Look { mount, device, .. } = self;
+        drop(mount);
+        Run::new("e2fsck").args(["-fn"]).arg(device.device()).ok();
+    }
+}
+
 #[test]
 fn a_busy_file_system_is_copied_as_of_one_moment() {
     let what = "syncs of a mounted disk under load";
@@ -112,8 +110,7 @@ fn a_busy_file_system_is_copied_as_of_one_moment() {
     }
     let (place, site) = (&tracked.place, &tracked.site);
     let (stop, copy) = (site.path("stop"), site.path("copy.raw"));
-    let python = || Run::new("/usr/bin/python3").arg("-c");
-    let database = python().arg(DATABASE).arg(place.join("chain.db")).arg(&stop).start();
+    let writer = database("write").arg(place.join("chain.db")).arg(&stop).start();
     let fio = Run::new("fio")
         .args([
             "--name=load",
@@ -134,22 +131,15 @@ fn a_busy_file_system_is_copied_as_of_one_moment() {
         if round > 0 {
             assert_eq!(synced["method"], "tracked", "{synced}");
         }
-        // A copy of the copy: what is mounted is written to.
-        let mounted = site.path("look.raw");
-        Run::new("cp").args(["--sparse=always"]).arg(&copy).arg(&mounted).ok();
-        let device = Loop::new(&mounted).expect("a loop device");
-        {
-            let look = site.path("look");
-            let _mount = Mount::new(&[], device.device(), &look).expect("the replica mounts");
-            let rows = python().arg(CHECK).arg(look.join("chain.db")).ok().text();
-            let rows: u64 = rows.trim().parse().expect("a number");
-            assert!(rows >= last, "round {round}: the database went back from {last} to {rows}");
-            last = rows;
-        }
-        Run::new("e2fsck").args(["-fn"]).arg(device.device()).ok();
+        let look = Look::at(site, &copy);
+        let rows = database("check").arg(look.place().join("chain.db")).ok().text();
+        let rows: u64 = rows.trim().parse().expect("a number");
+        assert!(rows >= last, "round {round}: the database went back from {last} to {rows}");
+        last = rows;
+        look.check();
     }
     std::fs::write(&stop, "").expect("a file");
-    database.output(Duration::from_secs(30));
+    writer.output(Duration::from_secs(30));
     load.kill();
     frozen.sort_unstable();
     say(&format!(
@@ -158,6 +148,62 @@ fn a_busy_file_system_is_copied_as_of_one_moment() {
         frozen[frozen.len() - 1]
     ));
     assert!(last > 0);
+}
+
+/// Killed at any moment: in a pass, between two, under the freeze, in the commit. Nothing stays frozen, nothing is lost.
+#[test]
+fn a_sync_that_is_killed_leaves_a_disk_that_is_followed_and_thawed() {
+    let what = "syncs of a mounted disk that are killed";
+    let Some(tracked) = Tracked::new(what, 256 * MIB) else { return };
+    if !need(&["fio", "mkfs.xfs", "mkfs.btrfs"], what) {
+        return;
+    }
+    let (site, mut random) = (&tracked.site, Random::new(what));
+    for (fs, options, commit) in [
+        ("ext4", &[] as &[&str], "journal"),
+        ("xfs", &["-q", "-m", "reflink=1"], "reflink"),
+        ("btrfs", &["-q"], "reflink"),
+    ] {
+        let place = site.path(fs);
+        let _mount = if options.is_empty() {
+            std::fs::create_dir(&place).expect("a folder");
+            None
+        } else {
+            let image = site.image(&format!("{fs}.raw"), 640 * MIB);
+            Run::new(format!("mkfs.{fs}")).args(options).arg(&image).ok();
+            let mount = Mount::new(&["-o", "loop"], &image, &place);
+            if mount.is_none() {
+                dsync_tests::skipped(what, &format!("{fs} can't be mounted from a loop device here"));
+                continue;
+            }
+            mount
+        };
+        let copy = place.join("copy.raw");
+        let sync = || site.sync(tracked.device(), &copy, &["--commit", commit, "--passes", "3"]);
+        sync().ok();
+        let load = Run::new("fio")
+            .args(["--name=load", "--rw=randwrite", "--bs=4k-64k", "--size=32m", "--ioengine=psync"])
+            .args(["--rate_iops=1000", "--time_based", "--runtime=600", "--output=/dev/null"])
+            .arg(format!("--directory={}", tracked.place.display()));
+        let mut load = load.start();
+        for _ in 0..rounds(3, 40) {
+            let mut syncing = sync().start();
+            std::thread::sleep(Duration::from_millis(random.below(700)));
+            syncing.kill();
+            let began = Instant::now();
+            std::fs::write(tracked.place.join("probe"), b"thawed").expect("a write");
+            assert!(began.elapsed() < Duration::from_secs(5), "it stayed frozen for {:?}", began.elapsed());
+        }
+        let synced = sync().ok().summary();
+        assert_eq!(synced["method"], "tracked", "{fs}: {synced}");
+        load.kill();
+        // Nobody writes any more: the files are those of the copy.
+        let synced = sync().ok().summary();
+        assert_eq!(synced["method"], "tracked", "{fs}: {synced}");
+        let look = Look::at(site, &copy);
+        Run::new("diff").arg("-r").arg(&tracked.place).arg(look.place()).ok();
+        look.check();
+    }
 }
 
 #[test]
@@ -175,4 +221,32 @@ fn what_can_not_be_frozen_or_is_not_tracked_is_refused() {
     let began = Instant::now();
     std::fs::write(tracked.place.join("file"), b"still here").expect("a write");
     assert!(began.elapsed() < Duration::from_secs(5));
+}
+
+#[test]
+fn who_writes_past_a_frozen_file_system_is_noticed() {
+    let what = "writes past a frozen file system";
+    let Some(tracked) = Tracked::new(what, 64 * MIB) else { return };
+    if !need(&["fio"], what) {
+        return;
+    }
+    let (site, copy) = (&tracked.site, tracked.site.path("copy.raw"));
+    // The same block again and again: it is marked before the freeze, so only the count of writes tells.
+    let writer = Run::new("fio").arg(format!("--filename={}", tracked.device().display()));
+    let writer = writer.arg(format!("--offset={}", 63 * MIB)).args([
+        "--name=load",
+        "--rw=write",
+        "--bs=4k",
+        "--size=4k",
+        "--direct=1",
+        "--ioengine=psync",
+        "--time_based",
+        "--runtime=60",
+        "--output=/dev/null",
+    ]);
+    let mut writer = writer.start();
+    std::thread::sleep(Duration::from_millis(500));
+    site.sync(tracked.device(), &copy, &[]).code(4).says(&["past its file systems", "swapoff"]);
+    writer.kill();
+    site.sync(tracked.device(), &copy, &[]).ok();
 }

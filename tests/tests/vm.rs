@@ -284,6 +284,73 @@ fn the_bpf_tracker_follows() {
 }
 
 #[test]
+fn a_user_follows_and_syncs() {
+    let what = "a user's commands on live disks of a guest";
+    for &kernel in kernels() {
+        if !full() || !possible(kernel, what) || !need(&["mkfs.ext4", "e2fsck", "python3"], what) {
+            continue;
+        }
+        let site = Site::new();
+        let disks = [("disk.raw", 64 * MIB), ("replicas.raw", 320 * MIB)].map(|(name, size)| {
+            let path = site.path(name);
+            image::sparse(&path, size);
+            path.display().to_string()
+        });
+        let mut vm = Vm::new(kernel, "user.sh", disks.into());
+        vm.options.files.extend([dsync_tests::site::binary().into(), repository().join("tests/chain.py")]);
+        vm.modules(&["loop", "dm_delay"]);
+        vm.variables = format!("LIVES={}", if soak() { 20 } else { 3 });
+        vm.run(900);
+    }
+}
+
+/// The record of the bpf tracker over real reboots: what its unit runs at the end of one and the beginning of the next.
+#[test]
+fn a_record_is_believed_after_a_reboot_only_if_nobody_wrote() {
+    let what = "the bpf tracker over reboots";
+    for &kernel in kernels() {
+        if !full() || !possible(kernel, what) || !need(&["mkfs.ext4", "tune2fs"], what) {
+            continue;
+        }
+        let site = Site::new();
+        let images = [("disk.raw", 64 * MIB), ("state.raw", 256 * MIB)].map(|(name, size)| {
+            let path = site.path(name);
+            image::sparse(&path, size);
+            path
+        });
+        let known = "tracked on from its saved record";
+        let lives = [
+            ("first", "", "copy", "save"),
+            ("nothing", known, "tracked", "save"),
+            ("mount", "lost: the device was", "compare", "save"),
+            ("write", "lost: the device was written", "compare", "save"),
+            ("nothing", known, "tracked", "leave"),
+            ("nothing", "lost: no record was saved", "compare", "save"),
+            ("elsewhere", "lost: the device was mounted or written", "compare", "save"),
+            ("replaced", "lost: the device was mounted or written", "compare", "save"),
+        ];
+        for (between, expect, method, end) in lives {
+            match between {
+                "elsewhere" => {
+                    Run::new("tune2fs").args(["-c", "7"]).arg(&images[0]).ok();
+                }
+                "replaced" => {
+                    let mut random = Random::new(what);
+                    image::random(&images[0], 64 * MIB, &mut random);
+                    Run::new("mkfs.ext4").args(["-q", "-F"]).arg(&images[0]).ok();
+                }
+                _ => {}
+            }
+            let disks = images.iter().map(|path| path.display().to_string()).collect();
+            let mut vm = Vm::new(kernel, "reboot.sh", disks);
+            vm.options.files.push(dsync_tests::site::binary().into());
+            vm.variables = format!("BETWEEN={between}\nEXPECT='{expect}'\nMETHOD={method}\nEND={end}");
+            vm.run(180);
+        }
+    }
+}
+
+#[test]
 fn power_cuts() {
     let what = "dm-track over power cuts";
     for &kernel in kernels() {

@@ -39,6 +39,16 @@ refuse() {
     if "$@" >/tmp/check.out 2>&1; then not_ok "$what"; else ok "$what"; fi
 }
 
+# says WHAT PATTERN COMMAND...: it fails, and says so.
+says() {
+    what=$1
+    pattern=$2
+    shift 2
+    if "$@" >/tmp/said 2>&1; then not_ok "$what"
+    elif grep -q "$pattern" /tmp/said; then ok "$what"
+    else not_ok "$what: $(cat /tmp/said)"; fi
+}
+
 is() {
     if [ "$2" = "$3" ]; then ok "$1"; else not_ok "$1: '$2' is not '$3'"; fi
 }
@@ -110,3 +120,18 @@ truth() {
         not_ok "$3: hardly more than the differences"
     fi
 }
+
+# synced WHAT DISK REPLICA [ARGS...]: leaves the summary in $summary.
+synced() {
+    what=$1
+    shift
+    if dsync sync --json "$@" >/tmp/sync.out 2>/tmp/sync.err; then ok "$what"; else
+        not_ok "$what"
+        sed 's/^/# /' /tmp/sync.out /tmp/sync.err
+    fi
+    summary=$(tail -n 1 /tmp/sync.out)
+    say "$what: $summary"
+}
+
+# value KEY: of that summary.
+value() { echo "$summary" | sed -n "s/.*\"$1\": *\"\{0,1\}\([^\",}]*\).*/\1/p"; }

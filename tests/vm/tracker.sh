@@ -4,15 +4,6 @@ t=/dev/mapper/t
 export DSYNC_STATE_DIR=/tmp/state
 first=11111111-1111-4111-8111-111111111111
 second=22222222-2222-4222-8222-222222222222
-# says WHAT PATTERN COMMAND...: it fails, and says so.
-says() {
-    what=$1
-    pattern=$2
-    shift 2
-    if "$@" >/tmp/said 2>&1; then not_ok "$what"
-    elif grep -q "$pattern" /tmp/said; then ok "$what"
-    else not_ok "$what: $(cat /tmp/said)"; fi
-}
 add() { dsync track add --with dm --name t "$@"; }
 put() { dd if=/dev/urandom of=$t bs=4k seek=$1 count=$2 conv=notrunc oflag=direct 2>/dev/null; }
 
