@@ -270,16 +270,16 @@ fn the_dm_tracker_follows() {
 fn the_bpf_tracker_follows() {
     let what = "the bpf tracker on Debian's kernels";
     for &kernel in kernels() {
-        if !full() || !possible(kernel, what) || !need(&["mkfs.ext4", "blkdiscard"], what) {
+        let tools = ["mkfs.ext4", "mkfs.xfs", "mkfs.btrfs", "blkdiscard"];
+        if !full() || !possible(kernel, what) || !need(&tools, what) {
             continue;
         }
         let mut random = Random::new(what);
         let site = Site::new();
-        let mut vm = Vm::new(kernel, "bpf.sh", twins(&site, 64 * MIB, &mut random));
-        vm.modules(&["dm_delay", "raid1"]);
-        let seconds = if full() { 20 } else { 6 };
-        vm.variables = format!("SEED={}\nSECONDS_OF_LOAD={seconds}", random.below(1 << 30));
-        vm.run(180);
+        let mut vm = Vm::new(kernel, "bpf.sh", twins(&site, 320 * MIB, &mut random));
+        vm.modules(&["dm_delay", "raid1", "xfs", "btrfs"]);
+        vm.variables = format!("SEED={}\nSECONDS_OF_LOAD=20", random.below(1 << 30));
+        vm.run(400);
     }
 }
 

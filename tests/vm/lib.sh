@@ -121,6 +121,40 @@ truth() {
     fi
 }
 
+# make FILESYSTEM DEVICE
+make() {
+    case $1 in
+    ext4) mkfs.ext4 -q -F -E nodiscard,lazy_itable_init=0,lazy_journal_init=0 $2 ;;
+    xfs) mkfs.xfs -q -f -K $2 ;;
+    btrfs) mkfs.btrfs -q -f -K $2 >/dev/null ;;
+    esac || not_ok "mkfs.$1"
+}
+
+# fill FILESYSTEM DEVICE OPTIONS COMMAND...: the command is run while it is mounted and half full.
+fill() {
+    kind=$1
+    options=$3
+    mkdir -p /tmp/m
+    mount -o $options $2 /tmp/m || not_ok "mounting $kind"
+    shift 3
+    for n in 1 2 3 4 5 6; do
+        dd if=/dev/urandom of=/tmp/m/f$n bs=64k count=$((n * 16)) 2>/dev/null
+    done
+    for n in $(seq 200); do echo $n >/tmp/m/s$n; done
+    "$@"
+    rm -f /tmp/m/f3 /tmp/m/f5
+    dd if=/dev/urandom of=/tmp/m/f1 bs=4k count=40 seek=3 conv=notrunc 2>/dev/null
+    [ $options != discard ] || fstrim /tmp/m || not_ok "trimming $kind"
+    umount /tmp/m
+}
+
+# two_partitions DEVICE: in an MBR, 2048 + 40960 sectors, and 43008 + 500000.
+two_partitions() {
+    printf '\0\0\0\0\203\0\0\0\0\010\0\0\0\240\0\0\0\0\0\0\203\0\0\0\0\250\0\0\040\241\007\0' |
+        dd of=$1 bs=1 seek=446 conv=notrunc 2>/dev/null
+    printf '\125\252' | dd of=$1 bs=1 seek=510 conv=notrunc 2>/dev/null
+}
+
 # synced WHAT DISK REPLICA [ARGS...]: leaves the summary in $summary.
 synced() {
     what=$1

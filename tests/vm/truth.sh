@@ -43,37 +43,16 @@ done
 truth t /dev/vdb "all written again"
 quiet "discards"
 
-# A file system, made and filled.
-make() {
-    case $1 in
-    ext4) mkfs.ext4 -q -F -E nodiscard,lazy_itable_init=0,lazy_journal_init=0 $t ;;
-    xfs) mkfs.xfs -q -f -K $t ;;
-    btrfs) mkfs.btrfs -q -f -K $t >/dev/null ;;
-    esac || not_ok "mkfs.$1"
-}
-fill() {
-    mkdir -p /tmp/m
-    mount -o "${2:-defaults}" $t /tmp/m || not_ok "mounting $1"
-    for n in 1 2 3 4 5 6; do
-        dd if=/dev/urandom of=/tmp/m/f$n bs=64k count=$((n * 16)) 2>/dev/null
-    done
-    for n in $(seq 200); do echo $n >/tmp/m/s$n; done
-    [ -z "${2:-}" ] || truth t /dev/vdb "$1, mounted" loose
-    rm -f /tmp/m/f3 /tmp/m/f5
-    dd if=/dev/urandom of=/tmp/m/f1 bs=4k count=40 seek=3 conv=notrunc 2>/dev/null
-    [ -z "${2:-}" ] || fstrim /tmp/m || not_ok "trimming $1"
-    umount /tmp/m
-}
 for fs in $FILESYSTEMS; do
-    make $fs
+    make $fs $t
     truth t /dev/vdb "mkfs.$fs"
-    fill $fs
+    fill $fs $t defaults :
     truth t /dev/vdb "$fs, filled"
     quiet "$fs"
 done
 for fs in $FILESYSTEMS; do
-    make $fs
-    fill $fs discard
+    make $fs $t
+    fill $fs $t discard truth t /dev/vdb "$fs, mounted" loose
     truth t /dev/vdb "$fs with discards" loose
     quiet "$fs with discards"
 done
@@ -82,10 +61,7 @@ truth t /dev/vdb "mkfs.ext4 that discards the whole device" loose
 
 # Partitions: of the tracked device as a loop device's, the whole and the part written in turns.
 if [ -n "$MORE" ]; then
-    # Two of them in an MBR: 2048 + 40960 sectors, and 43008 + 500000.
-    printf '\0\0\0\0\203\0\0\0\0\010\0\0\0\240\0\0\0\0\0\0\203\0\0\0\0\250\0\0\040\241\007\0' |
-        dd of=$t bs=1 seek=446 conv=notrunc 2>/dev/null
-    printf '\125\252' | dd of=$t bs=1 seek=510 conv=notrunc 2>/dev/null
+    two_partitions $t
     truth t /dev/vdb "a table of partitions"
     loop=$(losetup -f --show -P --direct-io=on $t)
     [ -b ${loop}p1 ] || not_ok "partitions are seen"

@@ -5,7 +5,8 @@
 //!   blocks; then regions of 64 blocks with a surplus, and how many of these are reported whole.
 //! - `blocks load DEVICE SEED THREADS SECONDS`: random writes of random sizes, in bursts here and there.
 //! - `blocks follow DEVICE REPLICA UUID [die]`: what a sync does with the device's tracker. Prints whether the record is
-//!   lost, what was released last, and how many blocks were copied. `die` is to do so before the release.
+//!   lost, what was released last, and how many blocks were copied; to standard error, how many of these were the same
+//!   before. `die` is to do so before the release.
 //! - `blocks time DEVICE COUNT SEED|+STRIDE`: writes of 4 KiB one by one, at random or STRIDE bytes apart; prints the
 //!   nanoseconds that one took.
 //!
@@ -131,13 +132,17 @@ fn follow(path: &str, replica: &str, epoch: &str, die: bool) {
     let (device, replica) = (open(path), open(replica));
     assert_eq!(size(&device), tracker.size());
     let block = u64::from(tracker.block_size());
-    let mut buffer = Buffer::new();
+    let (mut buffer, mut before, mut same) = (Buffer::new(), Buffer::new(), 0);
     for number in changes.runs().flatten() {
         let at = number * block;
-        let bytes = buffer.get(block.min(tracker.size() - at) as usize);
+        let len = block.min(tracker.size() - at) as usize;
+        let (bytes, before) = (buffer.get(len), before.get(len));
         device.read_exact_at(bytes, at).expect("the device");
+        replica.read_exact_at(before, at).expect("the replica");
+        same += u64::from(bytes == before);
         replica.write_all_at(bytes, at).expect("the replica");
     }
+    eprintln!("same {same}");
     println!("{} {lost} {released} {}", tracker.kind(), changes.count());
     if !die {
         tracker.release(epoch.parse().expect("a UUID")).expect("a release");

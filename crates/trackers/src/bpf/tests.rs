@@ -432,6 +432,38 @@ fn a_pin_a_link_or_a_disk_that_is_gone_means_lost() {
 }
 
 #[test]
+fn a_disk_of_64_tib_is_followed() {
+    if !ready(&[]) {
+        return;
+    }
+    // Where a file may be so large, with nothing in it.
+    let Ok(folder) = tempfile::tempdir_in("/dev/shm") else {
+        return println!("SKIPPED: there is no /dev/shm for a file of 64 TiB");
+    };
+    let image = folder.path().join("image");
+    std::fs::File::create(&image).unwrap().set_len(64 << 40).unwrap();
+    let disk = Loop::over(image, folder);
+    let tracker = add(&disk.device, None).unwrap();
+    assert_eq!((tracker.block_size(), tracker.size()), (64 << 10, 64 << 40));
+    tracker.checkpoint().unwrap();
+    tracker.release(EPOCH).unwrap();
+    for block in [16, 5 << 30, (16 << 30) - 1] {
+        write(&disk.device, block);
+    }
+    let began = Instant::now();
+    let last = (1 << 30) - 1;
+    assert_eq!(
+        runs(&tracker.checkpoint().unwrap()),
+        format!("[1..2, 335544320..335544321, {last}..{}]", last + 1)
+    );
+    tracker.release(EPOCH).unwrap();
+    assert!(tracker.dirty().unwrap().is_clean());
+    assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
+    assert_eq!(tracker.lost().unwrap(), None);
+    remove(&disk.device).unwrap();
+}
+
+#[test]
 fn a_tracker_is_removed_under_load() {
     if !ready(&["fio"]) {
         return;
