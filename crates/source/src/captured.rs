@@ -1,5 +1,6 @@
 //! Blocks read in one go, kept in memory, as a disk.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,22 +18,23 @@ const DEPTH: u32 = 64;
 pub(crate) struct Capture {
     queue: Box<dyn Queue>,
     ready: Vec<Buf>,
-    left: u64,
+    most: u64,
+    /// What was read and is not in its place yet.
+    fresh: Vec<(Pieces, Buf)>,
     captured: Captured,
 }
 
 impl Capture {
-    /// Nothing is read yet. At most `most` bytes will be, those read again counted again.
+    /// Nothing is read yet. At most `most` bytes are held, and at most as many read at once.
     pub fn new(disk: &Arc<dyn Disk>, block_size: u64, most: u64) -> io::Result<Capture> {
         let (size, queue) = (disk.len(), disk.clone().queue(DEPTH)?);
-        let blocks = Bitmap::new(size.div_ceil(block_size));
-        let captured = Captured { size, block_size, blocks, layers: Vec::new() };
-        Ok(Capture { queue, ready: Vec::new(), left: most, captured })
+        let captured = Captured { size, block_size, slots: BTreeMap::new(), chunks: Vec::new() };
+        Ok(Capture { queue, ready: Vec::new(), most, fresh: Vec::new(), captured })
     }
 
     /// Touches so many bytes of memory, so that filling them waits for nothing but the disk.
     pub fn prepare(&mut self, bytes: u64) {
-        let chunks = bytes.min(self.left).div_ceil(CHUNK) as usize + 1;
+        let chunks = bytes.min(self.most).div_ceil(CHUNK) as usize + 1;
         while self.ready.len() < chunks {
             let mut buf = Buf::new(CHUNK as usize);
             buf.fill(0);
@@ -40,11 +42,12 @@ impl Capture {
         }
     }
 
-    /// Reads blocks. False if they need more memory than is left; then none is read.
+    /// Reads blocks. False if they are too many; then none is read.
     pub fn read(&mut self, blocks: &Bitmap) -> io::Result<bool> {
         let Captured { size, block_size, .. } = self.captured;
-        let mut runs: Vec<Run> = Vec::new();
-        let mut total = 0u64;
+        if blocks.count().saturating_mul(block_size) > self.most {
+            return Ok(false);
+        }
         let mut requests: Vec<(Pieces, u64)> = vec![(Pieces::new(), 0)];
         for run in blocks.runs() {
             let bytes = run.start * block_size..(run.end * block_size).min(size);
@@ -53,22 +56,14 @@ impl Capture {
                 if requests.last().is_none_or(|(pieces, used)| *used == CHUNK || pieces.len() == PIECES) {
                     requests.push((Pieces::new(), 0));
                 }
-                let index = requests.len() - 1;
                 let Some((pieces, used)) = requests.last_mut() else { break };
                 let len = (bytes.end - at).min(CHUNK - *used);
-                runs.push((at, len, index, *used as usize));
                 pieces.push(Piece { offset: at, len });
                 *used += len;
                 at += len;
-                total += len;
-            }
-            if total > self.left {
-                return Ok(false);
             }
         }
-        self.left -= total;
         requests.retain(|(pieces, _)| !pieces.is_empty());
-        let mut bufs: Vec<Buf> = (0..requests.len()).map(|_| Buf::default()).collect();
         for (token, (pieces, len)) in requests.into_iter().enumerate() {
             let mut buf = self.ready.pop().unwrap_or_else(|| Buf::scratch(CHUNK as usize));
             buf.set_len(len as usize);
@@ -80,43 +75,62 @@ impl Capture {
                 return Err(io::Error::other("the disk's queue lost a request"));
             };
             done.result?;
-            if let Some(place) = bufs.get_mut(done.request.token as usize) {
-                *place = done.request.buf;
-            }
+            self.fresh.push((done.request.pieces, done.request.buf));
         }
-        self.captured.blocks.union_with(blocks);
-        self.captured.layers.push(Layer { runs, bufs });
         Ok(true)
     }
 
-    /// What was read.
+    /// Puts what was read in its place. False if it is too much to hold. Not part of reading, since that may be urgent.
+    pub fn keep(&mut self) -> bool {
+        for (pieces, buf) in self.fresh.drain(..) {
+            let mut from = 0;
+            for Piece { offset, len } in pieces {
+                self.captured.put(offset, &buf[from..from + len as usize]);
+                from += len as usize;
+            }
+            self.ready.push(buf);
+        }
+        self.captured.slots.len() as u64 * self.captured.block_size <= self.most
+    }
+
+    /// What was read and kept.
     pub fn finish(self) -> Captured {
         self.captured
     }
-}
-
-/// First byte, length, buffer, and place there.
-type Run = (u64, u64, usize, usize);
-
-/// What was read at once; its runs ascend.
-struct Layer {
-    runs: Vec<Run>,
-    bufs: Vec<Buf>,
 }
 
 /// Some blocks of a disk as they were when they were read last. All others read as zeroes.
 pub(crate) struct Captured {
     size: u64,
     block_size: u64,
-    blocks: Bitmap,
-    /// Later ones cover earlier ones.
-    layers: Vec<Layer>,
+    /// Where each block lies, counted in blocks.
+    slots: BTreeMap<u64, usize>,
+    chunks: Vec<Box<[u8]>>,
 }
 
 impl Captured {
+    /// Chunk and place of a slot.
+    fn place(&self, slot: usize) -> (usize, usize) {
+        let in_chunk = (CHUNK / self.block_size) as usize;
+        (slot / in_chunk, slot % in_chunk * self.block_size as usize)
+    }
+
+    /// Takes whole blocks, the last of the disk perhaps a short one.
+    fn put(&mut self, offset: u64, data: &[u8]) {
+        for (i, block) in data.chunks(self.block_size as usize).enumerate() {
+            let next = self.slots.len();
+            let slot = *self.slots.entry(offset / self.block_size + i as u64).or_insert(next);
+            let (chunk, at) = self.place(slot);
+            if chunk == self.chunks.len() {
+                self.chunks.push(vec![0; CHUNK as usize].into());
+            }
+            self.chunks[chunk][at..at + block.len()].copy_from_slice(block);
+        }
+    }
+
     /// True if all these blocks were read.
     pub fn holds(&self, blocks: &Bitmap) -> bool {
-        blocks.runs().all(|run| self.blocks.all(run))
+        blocks.runs().flatten().all(|block| self.slots.contains_key(&block))
     }
 }
 
@@ -131,14 +145,13 @@ impl Disk for Captured {
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
         let end = offset + buf.len() as u64;
         buf.fill(0);
-        for Layer { runs, bufs } in &self.layers {
-            let first = runs.partition_point(|(start, len, ..)| start + len <= offset);
-            for (start, len, index, place) in runs.iter().skip(first).take_while(|(start, ..)| *start < end) {
-                let (from, to) = ((*start).max(offset), (start + len).min(end));
-                let at = place + (from - start) as usize;
-                let data = &bufs[*index][at..at + (to - from) as usize];
-                buf[(from - offset) as usize..(to - offset) as usize].copy_from_slice(data);
-            }
+        for (block, &slot) in self.slots.range(offset / self.block_size..end.div_ceil(self.block_size)) {
+            let start = block * self.block_size;
+            let (from, to) = (start.max(offset), (start + self.block_size).min(end));
+            let (chunk, place) = self.place(slot);
+            let at = place + (from - start) as usize;
+            let data = &self.chunks[chunk][at..at + (to - from) as usize];
+            buf[(from - offset) as usize..(to - offset) as usize].copy_from_slice(data);
         }
         Ok(())
     }
@@ -155,9 +168,10 @@ impl Disk for Captured {
         Ok(())
     }
     fn allocated(&self, from: u64) -> io::Result<Option<Range<u64>>> {
-        let block = from / self.block_size;
-        let run = self.blocks.runs_in(block..self.blocks.blocks()).next();
-        Ok(run.map(|r| (r.start * self.block_size).max(from)..(r.end * self.block_size).min(self.size)))
+        let mut blocks = self.slots.range(from / self.block_size..).map(|(block, _)| *block);
+        let Some(first) = blocks.next() else { return Ok(None) };
+        let after = first + 1 + (first + 1..).zip(blocks).take_while(|(a, b)| a == b).count() as u64;
+        Ok(Some((first * self.block_size).max(from)..(after * self.block_size).min(self.size)))
     }
     fn queue(self: Arc<Self>, _: u32) -> io::Result<Box<dyn Queue>> {
         Ok(Box::new(InlineQueue::new(self)))
@@ -206,7 +220,8 @@ mod tests {
         (1000..4000).step_by(6).for_each(|b| {
             again.set(b..b + 1);
         });
-        assert!(capture.read(&again).unwrap());
+        assert!(capture.keep());
+        assert!(capture.read(&again).unwrap() && capture.keep());
         let captured = capture.finish();
         let mut expected = vec![0; SIZE as usize];
         put(&blocks, &before, &mut expected);
@@ -231,9 +246,14 @@ mod tests {
         let mut capture = Capture::new(&disk, BLOCK, 300 * BLOCK).unwrap();
         let blocks = Bitmap::new(5000);
         blocks.set(100..300);
-        assert!(capture.read(&blocks).unwrap());
+        // The same ones need no more memory.
+        assert!(capture.read(&blocks).unwrap() && capture.keep());
+        assert!(capture.read(&blocks).unwrap() && capture.keep());
+        blocks.set(0..100);
+        assert!(capture.read(&blocks).unwrap() && capture.keep());
+        blocks.set(300..301);
         assert!(!capture.read(&blocks).unwrap());
-        blocks.clear(0..200);
-        assert!(capture.read(&blocks).unwrap());
+        blocks.clear(0..300);
+        assert!(capture.read(&blocks).unwrap() && !capture.keep());
     }
 }

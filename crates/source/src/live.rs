@@ -51,7 +51,7 @@ impl Default for CutOptions {
     }
 }
 
-/// The most bytes that a cut reads.
+/// The most bytes that a cut holds.
 const MOST: u64 = 256 << 20;
 
 /// So many bytes are read in a few milliseconds: under a freeze they don't matter.
@@ -237,7 +237,7 @@ impl Live {
         self.refuse_own_state(mounts)?;
         let mut book = self.book();
         let mut capture = self.begin_capture()?;
-        self.read(&mut capture, also)?;
+        self.read_and_keep(&mut capture, also)?;
         for _ in 0..TRIES {
             let prepared = Freeze::prepare(mounts, options.limit).map_err(refused)?;
             let left = self.read_while_it_shrinks(&mut book, &prepared, &mut capture)?;
@@ -250,12 +250,13 @@ impl Live {
             let freeze = prepared.freeze().map_err(refused)?;
             let changes = self.tracker.dirty()?;
             let written = Written::of(self.about.identity.dev);
-            let captured = self.read(&mut capture, &changes);
-            // A write to what was marked before shows in the count only, one that has not ended in the marks only.
+            let read = capture.read(&changes);
+            // A write to what was marked before shows in the count only, and only once it has ended.
             let still = written == Written::of(self.about.identity.dev)
+                && written.is_none_or(|count| count.in_flight == 0)
                 && changes.count() == self.tracker.dirty()?.count();
             let lasted = freeze.thaw().map_err(refused)?;
-            captured?;
+            self.kept(read, &mut capture)?;
             if still {
                 let epoch = self.write_down(&mut book, &changes)?;
                 return Ok(self.cut_of(epoch, capture, Some(lasted), false));
@@ -281,7 +282,7 @@ impl Live {
             prepared.settle().map_err(refused)?;
             let changes = self.tracker.checkpoint()?;
             self.write_down(book, &changes)?;
-            self.read(capture, &changes)?;
+            self.read_and_keep(capture, &changes)?;
             let bytes = changes.count().saturating_mul(self.about.block_size.into());
             if bytes <= LITTLE || bytes > before / 4 * 3 {
                 return Ok(bytes);
@@ -294,11 +295,11 @@ impl Live {
     fn unfrozen_cut(&self, also: &Bitmap, options: &CutOptions) -> Result<Cut, SourceError> {
         let mut book = self.book();
         let mut capture = self.begin_capture()?;
-        self.read(&mut capture, also)?;
+        self.read_and_keep(&mut capture, also)?;
         for left in (0..TRIES).rev() {
             let changes = self.tracker.checkpoint()?;
             let epoch = self.write_down(&mut book, &changes)?;
-            self.read(&mut capture, &changes)?;
+            self.read_and_keep(&mut capture, &changes)?;
             let fuzzy = !self.tracker.dirty()?.is_clean();
             if !fuzzy || (left == 0 && options.freeze == FreezeMode::Never) {
                 return Ok(self.cut_of(epoch, capture, None, fuzzy));
@@ -321,9 +322,15 @@ impl Live {
         capture.map_err(SourceError::state("read", &self.about.path))
     }
 
-    fn read(&self, capture: &mut Capture, blocks: &Bitmap) -> Result<(), SourceError> {
+    fn read_and_keep(&self, capture: &mut Capture, blocks: &Bitmap) -> Result<(), SourceError> {
+        let read = capture.read(blocks);
+        self.kept(read, capture)
+    }
+
+    /// What became of a read, with all of it in its place.
+    fn kept(&self, read: std::io::Result<bool>, capture: &mut Capture) -> Result<(), SourceError> {
         let path = &self.about.path;
-        if capture.read(blocks).map_err(SourceError::state("read", path))? {
+        if read.map_err(SourceError::state("read", path))? && capture.keep() {
             return Ok(());
         }
         Err(SourceError::Refused(format!(
