@@ -509,8 +509,8 @@ fn through_the_systems_ssh() {
     client.write(20 * MIB + BLOCK, &part).expect("a write");
     client.close().expect("the end");
     let summary = sync_by(&scene, &["--method", "rolling", "--commit", "in-place"]);
-    assert!(number(&summary, "bytes_copied") > 0, "{summary}");
-    assert!(number(&summary, "bytes_sent") < 2 * MIB, "{summary}");
+    // Half a block of 8 KiB at either end, and where things stand.
+    assert!(number(&summary, "bytes_sent") < 32 * 1024, "{summary}");
     image::assert_equal(&scene.image, &far.replica());
 
     // The paper's way, with its names.

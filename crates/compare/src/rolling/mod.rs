@@ -44,5 +44,5 @@ fn read(disk: &Arc<dyn Disk>, range: Range<u64>, buf: &mut Buf) -> io::Result<()
         *buf = Buf::new(len);
     }
     buf.set_len(len);
-    disk.read_at(range.start, buf)
+    if disk.read_cached(range.start, buf) { Ok(()) } else { disk.read_at(range.start, buf) }
 }

@@ -115,7 +115,10 @@ impl<'a> Scan<'a> {
             match self.roll(at) {
                 Some((to, Found::Zero)) => {
                     self.literal(at, to);
-                    at = self.zeroes(to);
+                    let end = self.zeroes(to);
+                    // A block may begin with the last of them: only what follows them is taken from it.
+                    let reach = if end < self.chunk.end { self.block - 1 } else { 0 };
+                    at = (end - reach).max(to + 1);
                 }
                 Some((to, Found::From(from))) => {
                     self.literal(at, to);
@@ -272,7 +275,7 @@ impl<'a> Scan<'a> {
     /// What must be sent, and the zeroes in it.
     fn literal(&mut self, from: usize, to: usize) {
         let to = to.min(self.chunk.end);
-        let mut at = from.max(self.chunk.start);
+        let mut at = from.max(self.done());
         let mut sent = at;
         while at < to {
             let part = &self.data[at..to.min(at + ZEROES)];
@@ -289,9 +292,14 @@ impl<'a> Scan<'a> {
         self.push(sent..to, Found::Literal);
     }
 
-    /// Adds what of a part lies within the chunk.
+    /// What lies before it was found already.
+    fn done(&self) -> usize {
+        self.found.last().map_or(self.chunk.start, |(last, _)| last.end)
+    }
+
+    /// Adds what of a part lies within the chunk and was not found before.
     fn push(&mut self, range: Range<usize>, found: Found) {
-        let inside = range.start.max(self.chunk.start)..range.end.min(self.chunk.end);
+        let inside = range.start.max(self.done())..range.end.min(self.chunk.end);
         if inside.is_empty() {
             return;
         }

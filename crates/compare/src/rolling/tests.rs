@@ -184,6 +184,27 @@ fn equal_files_need_nothing_and_holes_are_not_read() {
     }
 }
 
+/// Blocks that begin or end with zeroes are found as others are, though zeroes around them reach into them.
+#[test]
+fn what_stands_among_zeroes_is_found_where_it_has_moved() {
+    let mut old = vec![0; 6 << 20];
+    for (n, at) in
+        (0..2 << 20).step_by(4096).enumerate().filter(|(n, _)| [0, 3, 5, 6, 12].contains(&(n % 17)))
+    {
+        old[at..at + 4096].copy_from_slice(&noise(4096, n as u64));
+    }
+    for shift in [4096, 4000, 8191, 1, 512] {
+        let mut new = old.clone();
+        let to = (4 << 20) - 300_000 + shift;
+        new.copy_within(0..2 << 20, to);
+        for in_place in [None, Some(InPlace::default())] {
+            let (result, sent) = run(&new, &old, in_place, 8192);
+            assert!(result == new);
+            assert_eq!(sent, 0, "moved by {to}");
+        }
+    }
+}
+
 #[test]
 fn halves_that_are_swapped_in_place_cost_a_half() {
     let (a, b) = (noise(5 << 20, 1), noise(5 << 20, 2));
