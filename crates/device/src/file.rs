@@ -407,6 +407,14 @@ impl Disk for FileDisk {
         self.read_raw(offset, buf).map_err(|e| at(&self.path, "read", offset, len, e))
     }
 
+    fn read_cached(&self, offset: u64, buf: &mut [u8]) -> bool {
+        let len = buf.len() as u64;
+        !self.block
+            && self.check("read", offset, len).is_ok()
+            && sys::is_cached(&self.plain, offset, len)
+            && self.plain.read_exact_at(buf, offset).is_ok()
+    }
+
     fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
         let len = buf.len() as u64;
         self.check("write", offset, len)?;

@@ -31,3 +31,18 @@ pub(crate) fn direct_alignment(file: &File) -> Option<(u32, u32)> {
     (result == 0 && answer.stx_mask & libc::STATX_DIOALIGN != 0)
         .then_some((answer.stx_dio_mem_align, answer.stx_dio_offset_align))
 }
+
+/// Whether the page cache holds every page of a range of a file. False where the kernel doesn't tell (before Linux 6.5).
+pub(crate) fn is_cached(file: &File, offset: u64, len: u64) -> bool {
+    // The same number on every architecture that Rust knows.
+    const CACHESTAT: libc::c_long = 451;
+    const PAGE: u64 = 4096;
+    let range = [offset, len];
+    // Pages cached, dirty, under writeback, evicted, recently evicted.
+    let mut answer = [0u64; 5];
+    // SAFETY: the kernel reads two u64 from `range` and writes five to `answer`; both outlive the call.
+    let result =
+        unsafe { libc::syscall(CACHESTAT, file.as_raw_fd(), range.as_ptr(), answer.as_mut_ptr(), 0) };
+    let pages = (offset + len).div_ceil(PAGE) - offset / PAGE;
+    result == 0 && len > 0 && answer[0] >= pages
+}

@@ -12,7 +12,9 @@ use crate::contract::contract;
 use crate::faulty::{FaultyDisk, Outage, Power};
 use crate::file::FileDisk;
 use crate::uring::UringQueue;
-use crate::{Access, DeviceErrorKind, Disk, Options, RamDisk, adopt, identity, in_use, lock_image, open};
+use crate::{
+    Access, Buf, DeviceErrorKind, Disk, Options, RamDisk, adopt, identity, in_use, lock_image, open,
+};
 
 const WRITE: Options = Options { write: true, direct: false, exclusive: false };
 const DIRECT: Options = Options { write: true, direct: true, exclusive: false };
@@ -160,6 +162,29 @@ fn a_block_devices_own_cache_is_not_asked() {
     assert_eq!(found[4095], 7);
     disk.read_at(100, &mut found[..5]).unwrap();
     assert_eq!(found[4], 7);
+}
+
+/// What is asked for in memory is not brought there; what is there is the file's content, whoever wrote it last.
+#[test]
+fn only_what_is_cached_is_read_from_the_cache() {
+    let files = Files::new();
+    let path = files.make(1 << 20);
+    let disk = open(&path, &Options { write: true, direct: true, ..Options::default() }).unwrap();
+    let mut buf = Buf::new(300_000);
+    std::fs::write(&path, vec![7; 1 << 20]).unwrap();
+    if !disk.read_cached(4097, &mut buf) {
+        return println!("SKIPPED: this kernel does not tell what its page cache holds");
+    }
+    assert!(buf.iter().all(|b| *b == 7));
+    assert!(!disk.read_cached((1 << 20) - 5, &mut buf[..10]), "beyond the end");
+    disk.write_at(8192, &Buf::from(&[9; 8192][..])).unwrap();
+    disk.flush().unwrap();
+    assert!(!disk.read_cached(0, &mut buf[..65536]) || buf[8192..16384].iter().all(|b| *b == 9));
+    let file = std::fs::File::open(&path).unwrap();
+    rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+    for _ in 0..2 {
+        assert!(!disk.read_cached(0, &mut buf), "nobody has read it");
+    }
 }
 
 #[test]

@@ -13,7 +13,7 @@ use twox_hash::XxHash3_128;
 /// Operations kept on their way.
 const DEPTH: u32 = 64;
 /// Bytes read ahead.
-const AHEAD: usize = 16 << 20;
+const AHEAD: usize = 8 << 20;
 /// Copies that are read with one request.
 const MOST_PIECES: usize = 1024;
 
@@ -35,10 +35,14 @@ struct Job {
 
 /// Turns copies into data.
 pub(crate) struct Copies {
+    disk: Arc<dyn Disk>,
     queue: Box<dyn Queue>,
     jobs: VecDeque<Job>,
     /// The token of the first job.
     first: u64,
+    /// So many of the first jobs are read or on their way.
+    begun: usize,
+    /// Bytes of these.
     bytes: usize,
     /// Bytes read so far.
     pub read: u64,
@@ -48,7 +52,7 @@ impl Copies {
     /// Of what `disk` holds.
     pub fn new(disk: &Arc<dyn Disk>) -> io::Result<Copies> {
         let queue = disk.clone().queue(DEPTH)?;
-        Ok(Copies { queue, jobs: VecDeque::new(), first: 0, bytes: 0, read: 0 })
+        Ok(Copies { disk: disk.clone(), queue, jobs: VecDeque::new(), first: 0, begun: 0, bytes: 0, read: 0 })
     }
 
     /// Takes a frame.
@@ -56,9 +60,8 @@ impl Copies {
         let Frame { records, data } = frame;
         let copies = |record: &Record| matches!(record, Record::Copy { .. });
         if !records.iter().any(copies) {
-            self.bytes += data.len();
             self.jobs.push_back(Job { records, data: Some(data) });
-            return;
+            return self.ahead();
         }
         let mut at = 0;
         for run in records.chunk_by(|a, b| copies(a) == copies(b)) {
@@ -66,7 +69,6 @@ impl Copies {
                 let len: u64 =
                     run.iter().map(|r| if let Record::Data { len, .. } = r { *len } else { 0 }).sum();
                 let end = at + len as usize;
-                self.bytes += len as usize;
                 self.jobs.push_back(Job { records: run.to_vec(), data: Some(Buf::from(&data[at..end])) });
                 at = end;
                 continue;
@@ -80,35 +82,54 @@ impl Copies {
                     bytes <= MAX_DATA as u64
                 });
                 let (now, later) = run.split_at(count.count().max(1));
-                self.fetch(now.to_vec());
+                self.jobs.push_back(Job { records: now.to_vec(), data: None });
                 run = later;
             }
+        }
+        self.ahead();
+    }
+
+    /// Begins jobs as far as the bound allows, one at least.
+    fn ahead(&mut self) {
+        while self.begun < self.jobs.len() && (self.begun == 0 || self.bytes < AHEAD) {
+            self.begin();
         }
         self.queue.start();
     }
 
-    fn fetch(&mut self, records: Vec<Record>) {
-        let mut pieces: Pieces = Pieces::with_capacity(records.len());
-        let mut total = 0;
-        for record in &records {
+    /// Begins the next job.
+    fn begin(&mut self) {
+        let Some(job) = self.jobs.get_mut(self.begun) else { return };
+        let token = self.first + self.begun as u64;
+        self.begun += 1;
+        if let Some(data) = &job.data {
+            self.bytes += data.len();
+            return;
+        }
+        let mut pieces: Pieces = Pieces::with_capacity(job.records.len());
+        for record in &job.records {
             let Record::Copy { from, len, .. } = *record else { continue };
-            total += len as usize;
             match pieces.last_mut() {
-                Some(last) if last.offset + last.len == from => last.len += len,
+                Some(last) if last.offset.checked_add(last.len) == Some(from) => last.len += len,
                 _ => pieces.push(Piece { offset: from, len }),
             }
         }
-        self.bytes += total;
-        self.read += total as u64;
-        let token = self.first + self.jobs.len() as u64;
-        self.jobs.push_back(Job { records, data: None });
-        self.queue.submit(Request { kind: Kind::Read, pieces, buf: Buf::scratch(total), token });
+        let mut buf = Buf::scratch(pieces.iter().map(|piece| piece.len as usize).sum());
+        self.bytes += buf.len();
+        self.read += buf.len() as u64;
+        if cached(&*self.disk, &pieces, &mut buf) {
+            job.data = Some(buf);
+        } else {
+            self.queue.submit(Request { kind: Kind::Read, pieces, buf, token });
+        }
     }
 
     /// The next frame: without waiting while little is read ahead, unless `all` is wanted.
     pub fn next(&mut self, all: bool) -> Result<Option<Frame>, Trouble> {
+        self.ahead();
         while self.jobs.front().is_some_and(|job| job.data.is_none()) {
-            let Some(done) = self.queue.complete(all || self.bytes > AHEAD) else { return Ok(None) };
+            let wait = all || self.begun < self.jobs.len();
+            let Some(done) = self.queue.complete(wait) else { return Ok(None) };
             done.result.map_err(Trouble::Disk)?;
             let at = done.request.token.wrapping_sub(self.first) as usize;
             if let Some(job) = self.jobs.get_mut(at) {
@@ -117,6 +138,7 @@ impl Copies {
         }
         let Some(Job { records, data: Some(data) }) = self.jobs.pop_front() else { return Ok(None) };
         self.first += 1;
+        self.begun -= 1;
         self.bytes -= data.len();
         let mut at = 0;
         let mut out: Vec<Record> = Vec::with_capacity(records.len());
@@ -134,6 +156,15 @@ impl Copies {
         }
         Ok(Some(Frame { records: out, data }))
     }
+}
+
+/// Reads pieces if memory has all of them.
+fn cached(disk: &dyn Disk, pieces: &Pieces, buf: &mut Buf) -> bool {
+    let mut at = 0;
+    pieces.iter().all(|piece| {
+        let end = at + piece.len as usize;
+        disk.read_cached(piece.offset, &mut buf[std::mem::replace(&mut at, end)..end])
+    })
 }
 
 /// What a delta has written so far that stands in no order: no byte may be written twice, or what it copies would depend on

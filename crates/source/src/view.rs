@@ -99,6 +99,9 @@ impl Disk for View {
         self.mend(offset, buf)?;
         self.verify()
     }
+    fn read_cached(&self, offset: u64, buf: &mut [u8]) -> bool {
+        self.disk.read_cached(offset, buf) && self.mend(offset, buf).is_ok() && self.verify().is_ok()
+    }
     fn write_at(&self, _offset: u64, _buf: &[u8]) -> io::Result<()> {
         Err(read_only())
     }
