@@ -7,12 +7,14 @@ use std::time::Duration;
 
 use serde::Serialize;
 
+use crate::dial::{Call, dial};
 use crate::flow::{End, Heard, Inbox, Window, lock};
 use crate::rate::Rate;
 use crate::wire::{self, Wire};
-use crate::{Error, Message, Result, ssh};
+use crate::{Error, Keys, Message, Result, ssh};
 
-/// What may be on its way to one receiver, in bytes; one message may exceed it.
+/// What may be on its way to one receiver, in bytes; one message may exceed it. Enough for what is near, and for ssh, which
+/// has a window of its own.
 pub(crate) const WINDOW: u32 = 8 << 20;
 
 /// One end of a link.
@@ -90,6 +92,16 @@ impl Shared {
         Error::Cut { peer: self.peer.clone(), why: why.into() }
     }
 
+    /// Ends the link from outside, whatever its halves do.
+    pub(crate) fn cut_off(&self, why: &str) {
+        let error = self.cut(why);
+        self.window.close(error.clone());
+        self.inbox.end(End::Failed(error));
+        if let Road::Wire(wire) = &self.road {
+            wire.abandon(false);
+        }
+    }
+
     /// Ends the link at this end without a goodbye.
     fn abandon(&self) {
         let error = self.cut("it was given up on this side");
@@ -134,7 +146,7 @@ impl Link {
     /// An end over two byte streams. A thread reads `reader` until it ends, and no longer than both halves live unless it
     /// is stuck in a read. The peer's hello is awaited by [`Link::ready`] or the first message.
     pub fn pipe(reader: impl Read + Send + 'static, writer: impl Write + Send + 'static) -> Link {
-        Link::from_shared(wire::open("the far side", Box::new(reader), Box::new(writer), None))
+        Link::from_shared(wire::open("the far side", Box::new(reader), Box::new(writer), WINDOW, None))
     }
 
     /// The end of a process that was started to be the far side: its standard input and output. Later prints to standard
@@ -158,7 +170,20 @@ impl Link {
     pub fn ssh(rsh: &[String], host: &str, command: &[String]) -> Result<Link> {
         let (remote, reader, writer) = ssh::start(rsh, host, command)?;
         widen_both(&reader, &writer);
-        let link = Link::from_shared(wire::open(host, Box::new(reader), Box::new(writer), Some(remote)));
+        let (reader, writer) = (Box::new(reader), Box::new(writer));
+        let link = Link::from_shared(wire::open(host, reader, writer, WINDOW, Some(remote)));
+        link.ready()?;
+        Ok(link)
+    }
+
+    /// Calls the [`Listener`](crate::Listener) at `host` and `port`, shows the own key of `keys`, believes only the one that is
+    /// pinned there for `HOST:PORT` or `HOST`, and waits for its hello.
+    ///
+    /// # Errors
+    /// [`Error::Connect`], [`Error::Tls`], [`Error::Unknown`], [`Error::Swapped`], [`Error::Expired`], [`Error::NotTrusted`],
+    /// [`Error::Busy`], [`Error::Keys`], [`Error::Version`], each naming the host and a way out.
+    pub fn tls(keys: &Keys, host: &str, port: u16, call: &Call) -> Result<Link> {
+        let link = Link::from_shared(dial(keys, host, port, call)?);
         link.ready()?;
         Ok(link)
     }
@@ -375,6 +400,8 @@ pub(crate) mod tests {
         check(a, b);
         let (a, b) = piped();
         check(a, b);
+        let (a, b) = crate::tests::over_tls(3);
+        check(a, b);
     }
 
     #[test]
@@ -450,6 +477,10 @@ pub(crate) mod tests {
     #[test]
     fn the_window_bounds_what_is_in_flight() {
         every_link(|a, b| {
+            let window = match &b.receiver.end.0.road {
+                Road::Pair(_) => u64::from(WINDOW),
+                Road::Wire(wire) => wire.window(),
+            };
             let ((tx, _a_rx), (_b_tx, rx)) = (a.split(), b.split());
             let traffic = tx.traffic();
             let sender = thread::spawn(move || {
@@ -459,14 +490,19 @@ pub(crate) mod tests {
                 }
                 sent
             });
+            let until = Instant::now() + Duration::from_secs(20);
+            while traffic.sent() < window && Instant::now() < until {
+                thread::sleep(Duration::from_millis(10));
+            }
             thread::sleep(Duration::from_millis(200));
-            let bound = u64::from(WINDOW) + crate::message::MAX_COST;
-            assert!((u64::from(WINDOW)..bound).contains(&traffic.sent()), "{} in flight", traffic.sent());
+            let bound = window + crate::message::MAX_COST;
+            assert!((window..bound).contains(&traffic.sent()), "{} in flight", traffic.sent());
             for _ in 0..100 {
                 rx.recv().unwrap().unwrap();
             }
             drop(rx);
-            assert!((100..=110).contains(&sender.join().unwrap()));
+            let most = 102 + (window >> 20);
+            assert!((100..=most).contains(&sender.join().unwrap()));
         });
     }
 

@@ -1,5 +1,7 @@
 //! What can go wrong on a link.
 
+use crate::Key;
+
 /// Shorthand for results of this room.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -111,6 +113,128 @@ pub enum Error {
         /// The message's kind.
         kind: u8,
         /// What the encoder said.
+        why: String,
+    },
+    /// The keys kept here can't be used.
+    #[error("can't use {path}: {why}")]
+    Keys {
+        /// The file or folder.
+        path: String,
+        /// What is wrong with it, and the way out.
+        why: String,
+    },
+    /// What was given for a key, or for the name of one, can't be it.
+    #[error("\"{text}\" is no {what}")]
+    NotAKey {
+        /// What was given.
+        text: String,
+        /// What it should have been.
+        what: String,
+    },
+    /// A name is pinned with another key already.
+    #[error(
+        "{name} is pinned with another key, {pinned}: if it has a new one, run: dsync key forget {name}, then this command again"
+    )]
+    Pinned {
+        /// The name.
+        name: String,
+        /// The fingerprint of the key that is pinned.
+        pinned: String,
+    },
+    /// A name for which no key is pinned.
+    #[error("no key is pinned under the name \"{0}\": dsync key list shows those that are")]
+    NoPin(String),
+    /// The peer showed a key that is not pinned here.
+    #[error(
+        "{peer} shows a key that is not pinned here, {}: if \"dsync key\" shows the same there, run: dsync key trust {name} {key}",
+        key.fingerprint()
+    )]
+    Unknown {
+        /// Who showed it.
+        peer: String,
+        /// The name under which it would be pinned.
+        name: String,
+        /// The key.
+        key: Key,
+    },
+    /// The peer showed another key than the one that is pinned under its name.
+    #[error(
+        "THE KEY OF {peer} HAS CHANGED. Somebody may be standing between this host and {name}. Pinned here is {}, shown was {}. \
+         Nothing was sent. Only if \"dsync key\" on {name} itself shows the new one, run: dsync key forget {name} && dsync key trust {name} {shown}",
+        pinned.fingerprint(),
+        shown.fingerprint()
+    )]
+    Swapped {
+        /// Who showed it.
+        peer: String,
+        /// The name under which another key is pinned.
+        name: String,
+        /// The key that is pinned.
+        pinned: Key,
+        /// The key that was shown.
+        shown: Key,
+    },
+    /// The peer's key is pinned, and the pin has expired.
+    #[error(
+        "the pin of {name}'s key, {}, has expired: if it is still to be trusted, run: dsync key trust {name} {key}",
+        key.fingerprint()
+    )]
+    Expired {
+        /// The name under which it is pinned.
+        name: String,
+        /// The key.
+        key: Key,
+    },
+    /// The key is pinned, and does not serve here.
+    #[error("the key of {name}, {}, may not be used here: name it with --from", key.fingerprint())]
+    NotFrom {
+        /// The name under which it is pinned.
+        name: String,
+        /// The key.
+        key: Key,
+    },
+    /// The far side does not accept this side's key.
+    #[error("{peer} does not accept this host's key: on {peer}, run: dsync key trust {name} {key}")]
+    NotTrusted {
+        /// Who refused it.
+        peer: String,
+        /// The name under which it could be pinned there.
+        name: String,
+        /// This side's key.
+        key: Key,
+    },
+    /// The far side can't be reached over the network.
+    #[error(
+        "can't reach {peer} ({why}): see that \"dsync receive --listen\" runs there and that no firewall is between"
+    )]
+    Connect {
+        /// Who was to be reached.
+        peer: String,
+        /// What the system said.
+        why: String,
+    },
+    /// There is no TLS to be had with the other end.
+    #[error("{peer} does not talk TLS as \"dsync receive --listen\" does: {why}")]
+    Tls {
+        /// Who was at the other end.
+        peer: String,
+        /// What went wrong.
+        why: String,
+    },
+    /// The far side takes no session now.
+    #[error("{peer} takes no session: {why}")]
+    Busy {
+        /// Who refused it.
+        peer: String,
+        /// Why, and the way out.
+        why: String,
+    },
+    /// The address can't be listened on.
+    #[error("can't listen on {address}: {why}")]
+    Listen {
+        /// The address.
+        address: String,
+        /// What the system said.
         why: String,
     },
     /// The system refused a file descriptor.

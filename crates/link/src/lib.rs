@@ -1,4 +1,4 @@
-//! Messages and credits between two sites: in one process, over any pair of pipes, or through the system's ssh.
+//! Messages and credits between two sites: in one process, over any pair of pipes, through the system's ssh, or over TLS.
 //!
 //! A [`Link`] is split into a [`Sender`] and a [`Receiver`], which two threads may use. What is on its way to a receiver is
 //! bounded by credits: [`Sender::send`] waits while the peer's window is used up, and the peer's [`Receiver::recv`] gives
@@ -7,6 +7,9 @@
 //!
 //! A conversation ends with a goodbye from each side ([`Sender::finish`]). Any other end is a cut, and an error: a half that
 //! is dropped too early cuts the link, so hold both until the end, even if only one is used.
+//!
+//! Over TLS ([`Link::tls`], [`Listener`]) each side shows a key of its own ([`Keys`]) and believes only keys that are pinned
+//! there. A session has several connections, its lanes.
 //!
 //! ```
 //! use link::{Link, Message};
@@ -22,17 +25,31 @@
 //! # }
 //! ```
 
+mod dial;
 mod ends;
 mod error;
 mod flow;
+mod keys;
+mod lanes;
+mod listen;
 mod message;
 mod rate;
+mod session;
 mod ssh;
+#[cfg(test)]
+mod tests;
+mod tls;
 mod wire;
 
+pub use dial::{Call, PORT};
 pub use ends::{Link, Receiver, Sender, Traffic};
 pub use error::{Error, Result};
 pub use flow::Heard;
+pub use keys::{Key, Keys, Pin, host_name};
+pub use listen::{Limits, Listener, Peer, Stop};
 pub use message::{MAX_BODY, MAX_HEAD, Message};
 pub use rate::{Limited, Rate};
+pub use session::MAX_LANES;
+#[doc(hidden)]
+pub use session::read_lane;
 pub use wire::{VERSION, widen};

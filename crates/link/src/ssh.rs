@@ -9,6 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::flow::lock;
+use crate::wire::Carrier;
 use crate::{Error, Result};
 
 /// A remote shell that was started, and what it said.
@@ -79,18 +80,8 @@ fn quoted(words: &[String]) -> String {
 }
 
 impl Remote {
-    /// From now on what the far side writes to its standard error is shown as it comes.
-    pub(crate) fn show(&self) {
-        self.said.show();
-    }
-
-    pub(crate) fn kill(&self) {
-        // An error means that it has ended.
-        let _ = lock(&self.child).kill();
-    }
-
     /// Waits for the end that long, then kills.
-    pub(crate) fn reap(&self, patience: Duration) -> Option<ExitStatus> {
+    fn reap(&self, patience: Duration) -> Option<ExitStatus> {
         let until = Instant::now() + patience;
         loop {
             // Not held while sleeping, so that a kill comes through.
@@ -105,9 +96,24 @@ impl Remote {
         let _ = child.kill();
         child.wait().ok()
     }
+}
 
-    /// The error for a stream that ended without a goodbye.
-    pub(crate) fn why_it_ended(&self, greeted: bool, why: String) -> Error {
+impl Carrier for Remote {
+    /// From now on what the far side writes to its standard error is shown as it comes.
+    fn greeted(&self) {
+        self.said.show();
+    }
+
+    fn kill(&self) {
+        // An error means that it has ended.
+        let _ = lock(&self.child).kill();
+    }
+
+    fn settle(&self, patience: Duration) {
+        self.reap(patience);
+    }
+
+    fn why_it_ended(&self, greeted: bool, why: String) -> Error {
         // The stream has ended, so the process is about to.
         let status = self.reap(Duration::from_secs(5));
         let code = status.and_then(|status| status.code());

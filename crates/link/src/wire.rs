@@ -14,11 +14,10 @@ use std::time::Duration;
 
 use device::Buf;
 
-use crate::ends::{Road, Shared, WINDOW};
+use crate::ends::{Road, Shared};
 use crate::flow::{End, lock};
 use crate::message::{HEADER, MAX_BODY, MAX_COST, MAX_HEAD};
 use crate::rate::Rate;
-use crate::ssh::Remote;
 use crate::{Error, Message, Result};
 
 /// The version of the link and of everything that is said over it.
@@ -31,8 +30,17 @@ const MESSAGE: u8 = 0;
 const CREDIT: u8 = 1;
 const GOODBYE: u8 = 2;
 
-/// Credit is given back in portions of a quarter of the window, so that it costs next to nothing.
-const PORTION: u64 = WINDOW as u64 / 4;
+/// What carries a link's streams, where that can be ended by force and knows more than they of why they ended.
+pub(crate) trait Carrier: Send + Sync {
+    /// The peer has said its hello.
+    fn greeted(&self) {}
+    /// Ends it at once, and so wakes whoever is stuck in a write.
+    fn kill(&self);
+    /// Waits that long until what was sent before the goodbye is delivered, then ends it.
+    fn settle(&self, patience: Duration);
+    /// The error for streams that ended without a goodbye.
+    fn why_it_ended(&self, greeted: bool, why: String) -> Error;
+}
 
 /// Makes a pipe hold 1 MiB where the system allows it: it carries three times as much then. Does nothing to what is no pipe.
 pub fn widen(pipe: &impl AsFd) {
@@ -56,7 +64,9 @@ pub(crate) struct Wire {
     /// Bytes that came in and whose credit was not sent yet: what the peer must keep bounded.
     inside: AtomicU64,
     abandoned: AtomicBool,
-    remote: Option<Arc<Remote>>,
+    /// What may be on its way to this end, in bytes; one message may exceed it.
+    window: u32,
+    carrier: Option<Arc<dyn Carrier>>,
 }
 
 struct Out {
@@ -64,26 +74,28 @@ struct Out {
     rate: Option<Rate>,
 }
 
-/// Starts a link: writes the hello, and starts the thread that reads.
+/// Starts a link: writes the hello, which tells the window, and starts the thread that reads.
 pub(crate) fn open(
     peer: &str,
     reader: Box<dyn Read + Send>,
     writer: Box<dyn Write + Send>,
-    remote: Option<Arc<Remote>>,
+    window: u32,
+    carrier: Option<Arc<dyn Carrier>>,
 ) -> Arc<Shared> {
     let wire = Wire {
         out: Mutex::new(Out { writer: Some(writer), rate: None }),
         owed: AtomicU64::new(0),
         inside: AtomicU64::new(0),
         abandoned: AtomicBool::new(false),
-        remote,
+        window,
+        carrier,
     };
     let shared = Arc::new(Shared::new(peer, Road::Wire(wire)));
     if let Road::Wire(wire) = &shared.road {
         let mut hello = [0; HELLO];
         hello[..8].copy_from_slice(&MAGIC);
         hello[8..10].copy_from_slice(&VERSION.to_le_bytes());
-        hello[12..].copy_from_slice(&WINDOW.to_le_bytes());
+        hello[12..].copy_from_slice(&window.to_le_bytes());
         // A peer that has gone already is reported by the reader, which knows why.
         let _ = wire.put(&mut lock(&wire.out), &shared, [&hello, &[], &[]]);
     }
@@ -128,8 +140,14 @@ impl Wire {
         self.give_credit(shared);
     }
 
+    #[cfg(test)]
+    pub(crate) fn window(&self) -> u64 {
+        self.window.into()
+    }
+
     fn give_credit(&self, shared: &Shared) {
-        while self.owed.load(Ordering::SeqCst) >= PORTION {
+        // In portions of a quarter of the window, so that it costs next to nothing.
+        while self.owed.load(Ordering::SeqCst) >= u64::from(self.window / 4) {
             let mut out = match self.out.try_lock() {
                 Ok(out) => out,
                 Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
@@ -163,8 +181,8 @@ impl Wire {
         self.close_if_abandoned();
         self.give_credit(shared);
         written.map_err(|error| {
-            // The reader learns more of a process: how it ended, and what it said.
-            let patience = Duration::from_secs(if self.remote.is_some() { 2 } else { 0 });
+            // The reader learns more from the carrier: how it ended, and what it said.
+            let patience = Duration::from_secs(if self.carrier.is_some() { 2 } else { 0 });
             let error = shared.inbox.failure(patience).unwrap_or_else(|| shared.cut(error.to_string()));
             shared.window.close(error.clone());
             error
@@ -213,9 +231,8 @@ impl Wire {
     /// One half gave up: closes the stream, so that the peer notices.
     pub(crate) fn abandon(&self, finished: bool) {
         self.abandoned.store(true, Ordering::SeqCst);
-        if let (Some(remote), false) = (&self.remote, finished) {
-            // Wakes whoever is stuck in a write.
-            remote.kill();
+        if let (Some(carrier), false) = (&self.carrier, finished) {
+            carrier.kill();
         }
         self.close_if_abandoned();
     }
@@ -223,9 +240,9 @@ impl Wire {
     /// Both halves have gone.
     pub(crate) fn hang_up(&self, finished: bool) {
         self.abandon(finished);
-        if let Some(remote) = &self.remote {
-            // After a goodbye the remote shell gets time to deliver it.
-            remote.reap(if finished { Duration::from_secs(10) } else { Duration::ZERO });
+        if let Some(carrier) = &self.carrier {
+            // After a goodbye it gets time to deliver it.
+            carrier.settle(if finished { Duration::from_secs(10) } else { Duration::ZERO });
         }
     }
 }
@@ -237,8 +254,8 @@ fn read(shared: &Shared, reader: Box<dyn Read + Send>) {
     let mut reader = BufReader::with_capacity(16 << 10, reader);
     let mut greeted = false;
     let failure = match read_all(shared, wire, &mut reader, &mut greeted) {
-        Failure::Ended(why) => match &wire.remote {
-            Some(remote) if !wire.abandoned.load(Ordering::SeqCst) => remote.why_it_ended(greeted, why),
+        Failure::Ended(why) => match &wire.carrier {
+            Some(carrier) if !wire.abandoned.load(Ordering::SeqCst) => carrier.why_it_ended(greeted, why),
             _ => shared.cut(why),
         },
         Failure::Wrong(error) => error,
@@ -274,8 +291,8 @@ fn read_all(
         Err(failure) => return failure,
     };
     *greeted = true;
-    if let Some(remote) = &wire.remote {
-        remote.show();
+    if let Some(carrier) = &wire.carrier {
+        carrier.greeted();
     }
     shared.window.release(window);
     loop {
@@ -346,7 +363,7 @@ fn read_unit(
             }
             let cost = (HEADER + head + body) as u64;
             let inside = wire.inside.fetch_add(cost, Ordering::SeqCst) + cost;
-            if inside >= u64::from(WINDOW) + MAX_COST {
+            if inside >= u64::from(wire.window) + MAX_COST {
                 return Err(bad(shared, "more than it had credit for"));
             }
             if shared.inbox.ended().is_some() {
@@ -378,6 +395,7 @@ mod tests {
 
     use super::*;
     use crate::Link;
+    use crate::ends::WINDOW;
     use crate::ends::tests::pipe;
 
     /// Runs `check` in a thread, and fails when it hangs.

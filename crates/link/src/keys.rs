@@ -1,0 +1,340 @@
+//! Whom a site trusts: its own key, and the keys of others, pinned by hand as ssh's are.
+//!
+//! The folder holds `own`, an Ed25519 key as PKCS#8, and `pinned`, the trusted keys as JSON. Both are for their owner alone.
+
+use std::fmt;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use base64::Engine;
+use base64::engine::general_purpose::{STANDARD, STANDARD_NO_PAD};
+use ring::digest;
+use ring::rand::SystemRandom;
+use ring::signature::{Ed25519KeyPair, KeyPair};
+use rustix::fs::FlockOperation;
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, Result};
+
+/// Stands before a key's own characters.
+const KIND: &str = "dsync-ed25519";
+
+/// What stands before an Ed25519 key in its SubjectPublicKeyInfo (RFC 8410).
+const SPKI: [u8; 12] = [0x30, 0x2a, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x03, 0x21, 0x00];
+
+/// Far more than any list of pins.
+const MAX_FILE: u64 = 4 << 20;
+
+/// A site's public key. Written as one line, `dsync-ed25519 BASE64`, and read back from it with or without a comment.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Key([u8; 32]);
+
+impl Key {
+    /// The key's fingerprint, for people to compare: `SHA256:…`, over its SubjectPublicKeyInfo.
+    pub fn fingerprint(&self) -> String {
+        format!("SHA256:{}", STANDARD_NO_PAD.encode(digest::digest(&digest::SHA256, &self.to_spki())))
+    }
+
+    /// The key as TLS carries it (RFC 7250).
+    pub(crate) fn to_spki(self) -> Vec<u8> {
+        [&SPKI[..], &self.0].concat()
+    }
+
+    pub(crate) fn from_spki(spki: &[u8]) -> Option<Key> {
+        spki.strip_prefix(&SPKI).and_then(|key| key.try_into().ok()).map(Key)
+    }
+}
+
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{KIND} {}", STANDARD.encode(self.0))
+    }
+}
+
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl FromStr for Key {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Key> {
+        let mut words = text.split_whitespace();
+        let key = match (words.next(), words.next()) {
+            (Some(KIND), Some(word)) => STANDARD.decode(word).ok().and_then(|key| key.try_into().ok()),
+            _ => None,
+        };
+        key.map(Key).ok_or_else(|| Error::NotAKey {
+            text: text.to_string(),
+            what: format!("key: a key is the line that \"dsync key\" prints, {KIND} and 44 characters"),
+        })
+    }
+}
+
+impl Serialize for Key {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Key {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Key, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+/// A key that is trusted.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Pin {
+    /// Whose it is. On the side that connects this is the host, or `HOST:PORT`.
+    pub name: String,
+    /// The key.
+    pub key: Key,
+    /// Until when, in seconds since 1970; `None` for ever.
+    pub expires: Option<u64>,
+}
+
+impl Pin {
+    /// True from the moment on that was set for it.
+    pub fn has_expired(&self) -> bool {
+        self.expires.is_some_and(|at| {
+            SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs() >= at
+        })
+    }
+}
+
+/// A site's own key with its secret half.
+pub(crate) struct Own {
+    pub(crate) key: Key,
+    /// PKCS#8.
+    pub(crate) secret: Vec<u8>,
+}
+
+/// The keys of a site, in a folder of its own. Cheap: the files are read when they are asked for.
+#[derive(Debug, Clone)]
+pub struct Keys {
+    folder: PathBuf,
+}
+
+impl Keys {
+    /// The keys in `folder`, which is made when the first is.
+    pub fn new(folder: impl Into<PathBuf>) -> Keys {
+        Keys { folder: folder.into() }
+    }
+
+    /// This site's public key. Makes it the first time.
+    ///
+    /// # Errors
+    /// [`Error::Keys`] if it can't be made or read, or is open to others.
+    pub fn own(&self) -> Result<Key> {
+        self.own_with_secret().map(|own| own.key)
+    }
+
+    pub(crate) fn own_with_secret(&self) -> Result<Own> {
+        let path = self.folder.join("own");
+        let secret = match self.read("own")? {
+            Some(secret) => secret,
+            None => {
+                let _lock = self.lock()?;
+                match self.read("own")? {
+                    Some(secret) => secret,
+                    None => {
+                        let made = Ed25519KeyPair::generate_pkcs8(&SystemRandom::new());
+                        let made = made.map_err(|_| refused(&path, "the system has no random numbers"))?;
+                        self.write("own", made.as_ref())?;
+                        made.as_ref().to_vec()
+                    }
+                }
+            }
+        };
+        let pair = Ed25519KeyPair::from_pkcs8(&secret).map_err(|error| {
+            refused(&path, format!("it is no key ({error}): remove it, and a new one is made"))
+        })?;
+        let key = pair.public_key().as_ref().try_into().map(Key);
+        Ok(Own { key: key.map_err(|_| refused(&path, "it is no Ed25519 key"))?, secret })
+    }
+
+    /// The pinned keys, in the order of their names.
+    ///
+    /// # Errors
+    /// [`Error::Keys`] if they can't be read.
+    pub fn pins(&self) -> Result<Vec<Pin>> {
+        let Some(bytes) = self.read("pinned")? else { return Ok(Vec::new()) };
+        let pins: Result<Vec<Pin>, _> = serde_json::from_slice(&bytes);
+        pins.map_err(|error| refused(&self.folder.join("pinned"), format!("it is damaged: {error}")))
+    }
+
+    /// Trusts `key` under `name`, for ever or until `expires` (seconds since 1970). The same key again gets the new end.
+    ///
+    /// # Errors
+    /// [`Error::Pinned`] if the name has another key; [`Error::NotAKey`] if it can't be a name; [`Error::Keys`].
+    pub fn trust(&self, name: &str, key: Key, expires: Option<u64>) -> Result<()> {
+        let plain = |c: char| !c.is_whitespace() && !c.is_control() && c != '/' && c != '\'' && c != '"';
+        if name.is_empty() || name.len() > 255 || name.starts_with('-') || !name.chars().all(plain) {
+            let what = "name for a key: give the host's, or HOST:PORT".to_string();
+            return Err(Error::NotAKey { text: name.to_string(), what });
+        }
+        let _lock = self.lock()?;
+        let mut pins = self.pins()?;
+        if let Some(other) = pins.iter().find(|pin| pin.name == name && pin.key != key) {
+            return Err(Error::Pinned { name: name.to_string(), pinned: other.key.fingerprint() });
+        }
+        pins.retain(|pin| pin.name != name);
+        pins.push(Pin { name: name.to_string(), key, expires });
+        pins.sort_by(|a, b| a.name.cmp(&b.name));
+        self.write_pins(&pins)
+    }
+
+    /// Trusts the key under `name` no longer. A session that is under way goes on.
+    ///
+    /// # Errors
+    /// [`Error::NoPin`] if there is none; [`Error::Keys`].
+    pub fn forget(&self, name: &str) -> Result<()> {
+        let _lock = self.lock()?;
+        let mut pins = self.pins()?;
+        let all = pins.len();
+        pins.retain(|pin| pin.name != name);
+        if pins.len() == all {
+            return Err(Error::NoPin(name.to_string()));
+        }
+        self.write_pins(&pins)
+    }
+
+    fn write_pins(&self, pins: &[Pin]) -> Result<()> {
+        let bytes = serde_json::to_vec_pretty(pins)
+            .map_err(|error| refused(&self.folder.join("pinned"), error.to_string()))?;
+        self.write("pinned", &bytes)
+    }
+
+    /// Whoever changes something holds this.
+    fn lock(&self) -> Result<File> {
+        let failed = |error: io::Error| refused(&self.folder, error.to_string());
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.folder).map_err(failed)?;
+        let folder = File::open(&self.folder).map_err(failed)?;
+        rustix::fs::flock(&folder, FlockOperation::LockExclusive).map_err(|error| failed(error.into()))?;
+        Ok(folder)
+    }
+
+    /// A file's content; `None` if it is not there.
+    fn read(&self, name: &str) -> Result<Option<Vec<u8>>> {
+        let path = self.folder.join(name);
+        let failed = |error: io::Error| refused(&path, error.to_string());
+        let file = match File::open(&path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(failed(error)),
+        };
+        let mode = file.metadata().map_err(failed)?.mode();
+        if mode & 0o077 != 0 {
+            let way_out =
+                format!("others may read or change it: look who did, then chmod 600 {}", path.display());
+            return Err(refused(&path, way_out));
+        }
+        let mut bytes = Vec::new();
+        file.take(MAX_FILE).read_to_end(&mut bytes).map_err(failed)?;
+        Ok(Some(bytes))
+    }
+
+    /// Puts a file in place, durably and whole. Under the lock.
+    fn write(&self, name: &str, content: &[u8]) -> Result<()> {
+        let path = self.folder.join(name);
+        let fresh = self.folder.join(format!("{name}.new"));
+        let written = (|| {
+            let options = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).clone();
+            let mut file = options.open(&fresh)?;
+            file.write_all(content)?;
+            file.sync_all()?;
+            fs::rename(&fresh, &path)?;
+            File::open(&self.folder)?.sync_all()
+        })();
+        written.map_err(|error: io::Error| refused(&path, error.to_string()))
+    }
+}
+
+fn refused(path: &Path, why: impl Into<String>) -> Error {
+    Error::Keys { path: path.display().to_string(), why: why.into() }
+}
+
+/// This host's own name, as a suggestion for others.
+pub fn host_name() -> String {
+    let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    if name.is_empty() { "host".into() } else { name }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    fn keys() -> (tempfile::TempDir, Keys) {
+        let folder = tempfile::tempdir().unwrap();
+        let keys = Keys::new(folder.path().join("state/keys"));
+        (folder, keys)
+    }
+
+    #[test]
+    fn a_key_is_made_once_and_kept_private() {
+        let (_folder, keys) = keys();
+        let made: Vec<Key> = std::thread::scope(|scope| {
+            let makers: Vec<_> = (0..8).map(|_| scope.spawn(|| keys.own().unwrap())).collect();
+            makers.into_iter().map(|maker| maker.join().unwrap()).collect()
+        });
+        assert!(made.iter().all(|key| *key == made[0]), "eight at once make one key");
+        let file = keys.folder.join("own");
+        assert_eq!(fs::metadata(&file).unwrap().mode() & 0o777, 0o600);
+        assert_eq!(fs::metadata(&keys.folder).unwrap().mode() & 0o777, 0o700);
+        fs::set_permissions(&file, fs::Permissions::from_mode(0o644)).unwrap();
+        let error = keys.own().unwrap_err().to_string();
+        assert!(error.contains("chmod 600"), "{error}");
+        fs::set_permissions(&file, fs::Permissions::from_mode(0o600)).unwrap();
+        fs::write(&file, "nonsense").unwrap();
+        assert!(matches!(keys.own(), Err(Error::Keys { .. })));
+    }
+
+    #[test]
+    fn a_key_is_read_as_it_is_written() {
+        let (_folder, keys) = keys();
+        let key = keys.own().unwrap();
+        let line = key.to_string();
+        assert_eq!(line.parse::<Key>().unwrap(), key);
+        assert_eq!(format!("  {line} root@backup\n").parse::<Key>().unwrap(), key);
+        assert_eq!(Key::from_spki(&key.to_spki()), Some(key));
+        assert_eq!(key.fingerprint().len(), "SHA256:".len() + 43);
+        for wrong in
+            ["", KIND, "dsync-ed25519 AAAA", "ssh-ed25519 AAAA", &line[..line.len() - 1], "dsync-ed25519 %"]
+        {
+            assert!(matches!(wrong.parse::<Key>(), Err(Error::NotAKey { .. })), "{wrong}");
+        }
+        assert_eq!(Key::from_spki(&key.to_spki()[..43]), None);
+    }
+
+    #[test]
+    fn pins_are_kept_by_name() {
+        let (_a, keys) = keys();
+        let others: Vec<Key> = (0..2).map(|_| super::tests::keys().1.own().unwrap()).collect();
+        assert_eq!(keys.pins().unwrap(), []);
+        keys.trust("backup", others[0], None).unwrap();
+        keys.trust("alpha:7", others[1], Some(5)).unwrap();
+        let names = |keys: &Keys| keys.pins().unwrap().into_iter().map(|pin| pin.name).collect::<Vec<_>>();
+        assert_eq!(names(&keys), ["alpha:7", "backup"]);
+        let pins = keys.pins().unwrap();
+        assert!(pins[0].has_expired() && !pins[1].has_expired());
+        let error = keys.trust("backup", others[1], None).unwrap_err();
+        assert!(error.to_string().contains("dsync key forget backup"), "{error}");
+        keys.trust("alpha:7", others[1], None).unwrap();
+        assert!(!keys.pins().unwrap()[0].has_expired(), "the same key again gets a new end");
+        keys.forget("backup").unwrap();
+        assert_eq!(keys.forget("backup"), Err(Error::NoPin("backup".into())));
+        assert_eq!(names(&keys), ["alpha:7"]);
+        for wrong in ["", "-x", "a b", "a/b", "a'b"] {
+            assert!(matches!(keys.trust(wrong, others[0], None), Err(Error::NotAKey { .. })), "{wrong}");
+        }
+    }
+}
