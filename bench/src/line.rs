@@ -22,7 +22,7 @@ pub struct Line {
     /// The command that runs dsync there.
     pub dsync: String,
     /// Ended before the network goes.
-    _sshd: Option<Daemon>,
+    _sshd: Option<Sshd>,
     _network: Option<Network>,
 }
 
@@ -71,36 +71,61 @@ fn keygen(file: &Path) -> Result<()> {
 /// Two namespaces with a sshd on the far side.
 fn network(rate: u64, folder: &Path, far: &Path) -> Result<Line> {
     let network = Network::new(rate)?;
-    let here = folder.display();
-    keygen(&folder.join("host_key"))?;
-    keygen(&folder.join("key"))?;
-    std::fs::copy(folder.join("key.pub"), folder.join("authorized_keys"))?;
-    let config = format!(
-        "Port 2222\nListenAddress {}\nHostKey {here}/host_key\nAuthorizedKeysFile {here}/authorized_keys\nPidFile none\n\
-         StrictModes no\nUsePAM no\nPasswordAuthentication no\n",
-        Network::FAR
-    );
-    std::fs::write(folder.join("sshd_config"), config)?;
-    let config = format!(
-        "Host backup\n HostName {}\n Port 2222\n User root\n IdentityFile {here}/key\n IdentitiesOnly yes\n BatchMode yes\n\
-         \x20UserKnownHostsFile {here}/known_hosts\n StrictHostKeyChecking accept-new\n LogLevel ERROR\n",
-        Network::FAR
-    );
-    std::fs::write(folder.join("ssh_config"), config)?;
-    std::fs::create_dir_all("/run/sshd")?;
-    let program = dsync_tests::find("sshd").context("sshd is not installed")?;
-    let [ip, rest @ ..] = network.far();
-    let mut line = command(ip);
-    line.args(rest).arg(program).args(["-D", "-e", "-f"]).arg(folder.join("sshd_config"));
-    let mut sshd = Daemon::start_bare(&mut line)?;
-    let rsh = format!("{} ssh -F {here}/ssh_config", network.near().join(" "));
-    let until = Instant::now() + Duration::from_secs(20);
-    while let Err(error) = run(&mut shell(&format!("{rsh} backup true")), LIMIT) {
-        sshd.check()?;
-        ensure!(Instant::now() < until, "sshd does not answer: {error:#}");
-        std::thread::sleep(Duration::from_millis(50));
-    }
+    let mut sshd = Sshd::start(&network.far(), Network::FAR, folder)?;
+    let rsh = format!("{} {}", network.near().join(" "), sshd.rsh);
+    sshd.wait(&rsh)?;
     let about = "two network namespaces, veth, tbf, ssh";
     let dsync = PathBuf::from(far).display().to_string();
     Ok(Line { about, rsh, dsync, _sshd: Some(sshd), _network: Some(network) })
+}
+
+/// A sshd with keys and a configuration of its own.
+pub struct Sshd {
+    /// The remote shell that leads to it, as the host `backup`.
+    pub rsh: String,
+    daemon: Daemon,
+}
+
+impl Sshd {
+    /// Starts one that listens on `address`, behind the words of `within`. What is needed for it lies in `folder`.
+    pub fn start(within: &[&str], address: &str, folder: &Path) -> Result<Sshd> {
+        let here = folder.display();
+        keygen(&folder.join("host_key"))?;
+        keygen(&folder.join("key"))?;
+        std::fs::copy(folder.join("key.pub"), folder.join("authorized_keys"))?;
+        let config = format!(
+            "Port 2222\nListenAddress {address}\nHostKey {here}/host_key\nAuthorizedKeysFile {here}/authorized_keys\nPidFile none\n\
+             StrictModes no\nUsePAM no\nPasswordAuthentication no\n"
+        );
+        std::fs::write(folder.join("sshd_config"), config)?;
+        let config = format!(
+            "Host backup\n HostName {address}\n Port 2222\n User root\n IdentityFile {here}/key\n IdentitiesOnly yes\n BatchMode yes\n\
+             \x20UserKnownHostsFile {here}/known_hosts\n StrictHostKeyChecking accept-new\n LogLevel ERROR\n"
+        );
+        std::fs::write(folder.join("ssh_config"), config)?;
+        std::fs::create_dir_all("/run/sshd")?;
+        let program = dsync_tests::find("sshd").context("sshd is not installed")?;
+        let mut line = match within {
+            [first, rest @ ..] => {
+                let mut line = command(first);
+                line.args(rest).arg(program);
+                line
+            }
+            [] => std::process::Command::new(program),
+        };
+        let daemon = Daemon::start_bare(line.args(["-D", "-e", "-f"]).arg(folder.join("sshd_config")))?;
+        let rsh = format!("ssh -F {here}/ssh_config");
+        Ok(Sshd { rsh, daemon })
+    }
+
+    /// Waits until it answers to this remote shell.
+    pub fn wait(&mut self, rsh: &str) -> Result<()> {
+        let until = Instant::now() + Duration::from_secs(20);
+        while let Err(error) = run(&mut shell(&format!("{rsh} backup true")), LIMIT) {
+            self.daemon.check()?;
+            ensure!(Instant::now() < until, "sshd does not answer: {error:#}");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        Ok(())
+    }
 }

@@ -8,6 +8,7 @@ mod dsync;
 mod idle;
 mod limit;
 mod line;
+mod link;
 mod paper;
 mod places;
 mod process;
@@ -92,6 +93,8 @@ enum What {
     Compare,
     /// A compressible image over a link of 100 Mbit/s
     Compress,
+    /// What a link carries over TLS, beside plain TCP and ssh
+    Link,
     /// The limit: move blocks that are known, or all of them, with io_uring and past the page cache
     Limit {
         /// The file to read
@@ -114,6 +117,12 @@ enum What {
     /// The paper's way: blocks from standard input to their places
     #[command(hide = true)]
     Merge { destination: PathBuf },
+    /// Carries bytes over a link, or takes them
+    #[command(hide = true)]
+    Carry {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        words: Vec<String>,
+    },
     /// A remote shell over a slow link: RATE in bits a second
     #[command(hide = true)]
     Rsh {
@@ -162,7 +171,7 @@ fn scenarios(mut bench: Bench, what: What) -> Result<bool> {
     let out = out.unwrap_or_else(|| Path::new("bench/results").join(format!("{}.md", report::date())));
     let mut report = Report::new(bench.dsync.as_deref(), &bench.dir, bench.quick);
     type Scenario = fn(&Bench, &mut Report) -> Result<()>;
-    let all: [(&str, Scenario); 7] = [
+    let all: [(&str, Scenario); 8] = [
         ("sync", sync::sync),
         ("compare", compare::compare),
         ("rolling", rolling::rolling),
@@ -170,6 +179,7 @@ fn scenarios(mut bench: Bench, what: What) -> Result<bool> {
         ("idle", idle::idle),
         ("compress", compress::compress),
         ("track", track::track),
+        ("link", link::link),
     ];
     let chosen = match what {
         What::Sync => "sync",
@@ -179,6 +189,7 @@ fn scenarios(mut bench: Bench, what: What) -> Result<bool> {
         What::Idle => "idle",
         What::Compress => "compress",
         What::Track => "track",
+        What::Link => "link",
         _ => "",
     };
     for (name, scenario) in all.into_iter().filter(|(name, _)| chosen.is_empty() || *name == chosen) {
@@ -201,6 +212,10 @@ fn main() -> ExitCode {
         What::Read { files } => limit::read(&files).map(|_| true),
         What::Extract { source, list } => paper::extract(&source, &list).map(|()| true),
         What::Merge { destination } => paper::merge(&destination).map(|()| true),
+        What::Carry { words } => {
+            let words: Vec<&str> = words.iter().map(String::as_str).collect();
+            dsync_tests::carry::run(&words).map(|()| true).map_err(|error| anyhow::anyhow!(error))
+        }
         What::Rsh { rate, host, words } => match compress::rsh(rate, &host, &words) {
             Ok(code) => return ExitCode::from(u8::try_from(code).unwrap_or(255)),
             Err(error) => Err(error),

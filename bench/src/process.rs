@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{Read, Seek};
+use std::os::unix::fs::FileExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -224,9 +225,16 @@ impl Daemon {
     }
 
     fn said(&self) -> String {
-        let (mut log, mut bytes) = (&self.log, Vec::new());
-        let _ = log.rewind().and_then(|()| log.read_to_end(&mut bytes));
-        last(&String::from_utf8_lossy(&bytes))
+        last(&self.so_far())
+    }
+
+    /// What it has written so far.
+    pub fn so_far(&self) -> String {
+        let size = self.log.metadata().map_or(0, |meta| meta.len());
+        let mut bytes = vec![0; usize::try_from(size).unwrap_or(0)];
+        // At its place: the server's own stands in the same open file.
+        let have = self.log.read_at(&mut bytes, 0).unwrap_or(0);
+        String::from_utf8_lossy(&bytes[..have]).into_owned()
     }
 
     /// Bytes it has read from storage so far.

@@ -10,6 +10,7 @@
 //! - `DSYNC_STRICT=1`: a missing tool fails a test instead of skipping it.
 //! - `DSYNC_TEST_DIR`: where images lie; by default in cargo's target folder.
 
+pub mod carry;
 pub mod far;
 pub mod guest;
 pub mod image;

@@ -278,8 +278,12 @@ impl Background {
 
     /// What it has written to standard error so far.
     pub fn stderr_so_far(&self) -> String {
-        let bytes = self.stderr.as_ref().map(|pipe| pipe.bytes.lock().expect("a reader").clone());
-        String::from_utf8_lossy(&bytes.unwrap_or_default()).into_owned()
+        so_far(&self.stderr)
+    }
+
+    /// What it has written to standard output so far.
+    pub fn stdout_so_far(&self) -> String {
+        so_far(&self.stdout)
     }
 
     /// Kills it with SIGKILL and hands out what it wrote until then.
@@ -287,6 +291,11 @@ impl Background {
         self.kill();
         self.output(Duration::from_secs(10))
     }
+}
+
+fn so_far(pipe: &Option<Gathered>) -> String {
+    let bytes = pipe.as_ref().map(|pipe| pipe.bytes.lock().expect("a reader").clone());
+    String::from_utf8_lossy(&bytes.unwrap_or_default()).into_owned()
 }
 
 impl Drop for Background {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-use crate::units::{parse_factor, parse_range, parse_size, parse_time};
+use crate::units::{parse_expiry, parse_factor, parse_range, parse_size, parse_time};
 
 /// Keep a copy of a disk up to date by moving only the blocks that changed.
 #[derive(Debug, Parser)]
@@ -55,8 +55,10 @@ pub enum Command {
         dsync sync --bwlimit 10M --compress /srv/vm.raw root@far:/dev/vg0/vm\n  \
         dsync sync --adopt /srv/vm.raw far:/srv/vm.raw     a copy that was carried there by hand\n  \
         dsync sync --method rolling dump.sql far:dump.sql  a file in which much was inserted or moved\n  \
-        dsync sync --digests /srv/vm.raw far:/srv/vm.raw   without a record, don't read the replica\n\n\
-        A path with a slash before its colon is local.")]
+        dsync sync --digests /srv/vm.raw far:/srv/vm.raw   without a record, don't read the replica\n  \
+        dsync sync /srv/vm.raw tls://far/vm.raw            without ssh, see \"dsync key\"\n\n\
+        A path with a slash before its colon is local. tls://HOST[:PORT]/PATH is a path in the first folder\n\
+        that \"dsync receive --listen\" was given there; tls://HOST//PATH is an absolute one.")]
     Sync(Sync),
 
     /// Keep a replica up to date, seconds behind, until it is stopped
@@ -141,9 +143,25 @@ pub enum Command {
     /// Show the whole thing on a scratch disk, in under a minute
     Demo(Demo),
 
-    /// The far end of a sync, over standard input and output
-    #[command(hide = true)]
+    /// The far end of a sync: take replicas from other sites, over TLS
+    #[command(after_help = "Examples:\n  \
+        dsync receive --listen 0.0.0.0 --into /srv/replicas\n  \
+        dsync receive --listen 192.0.2.7:10873 --into /srv/replicas --into /dev/vg0/vm --from alpha\n\n\
+        Lets in those whose keys are pinned here (see \"dsync key\"), and nobody else. They can make replicas\n\
+        in the folders and on the devices named, and reach nothing else.\n\n\
+        Without --listen it talks over standard input and output: that is what \"dsync sync\" runs over ssh.")]
     Receive(Receive),
+
+    /// This site's key, and the keys of others that it trusts
+    #[command(after_help = "Examples:\n  \
+        dsync key                                          show this site's key; the first time, make it\n  \
+        dsync key trust backup dsync-ed25519 AAAA…         believe the host backup by this key alone\n  \
+        dsync key trust alpha dsync-ed25519 AAAA… --expires 90d\n  \
+        dsync key list\n  \
+        dsync key forget alpha\n\n\
+        On the side that syncs, a name is the host as it stands in tls://HOST/PATH, or HOST:PORT.\n\
+        On the side that receives it is any name, for the log and for --from.")]
+    Key(KeyArgs),
 
     /// Write man pages into a folder
     #[command(hide = true)]
@@ -191,6 +209,9 @@ pub struct FarArgs {
     /// Where the replica keeps its lineage and journal [default: beside a file, in the state directory for a device]
     #[arg(long, value_name = "DIR")]
     pub journal_dir: Option<String>,
+    /// Connections to a tls:// destination, 1 to 16 [default: as many as cores, 2 to 4]
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u8).range(1..=16))]
+    pub lanes: Option<u8>,
 }
 
 /// The longest that a freeze may last, in seconds.
@@ -204,7 +225,7 @@ pub struct Mirror {
     /// The name under which a disk is served, its path, or a tracked device
     #[arg(value_name = "SRC")]
     pub source: String,
-    /// Where the replica lives
+    /// Where the replica lives; tls://HOST[:PORT]/DST without ssh
     #[arg(value_name = "[[USER@]HOST:]DST")]
     pub destination: String,
     /// How far the replica may be behind while the link keeps up
@@ -273,7 +294,7 @@ pub struct Sync {
     /// An image, a block device, or the name under which one is served
     #[arg(value_name = "SRC")]
     pub source: String,
-    /// Where the replica lives
+    /// Where the replica lives; tls://HOST[:PORT]/DST without ssh
     #[arg(value_name = "[[USER@]HOST:]DST")]
     pub destination: String,
     /// How to find the changes
@@ -523,7 +544,7 @@ pub struct Verify {
     /// An image, a block device, or the name under which one is served
     #[arg(value_name = "SRC")]
     pub source: String,
-    /// Where the replica lives
+    /// Where the replica lives; tls://HOST[:PORT]/DST without ssh
     #[arg(value_name = "[[USER@]HOST:]DST")]
     pub destination: String,
     /// Send what differs, and commit it
@@ -574,4 +595,59 @@ pub struct Demo {
 
 /// `receive`.
 #[derive(Debug, Args)]
-pub struct Receive {}
+pub struct Receive {
+    /// Where to take sessions: an address with or without a port [default port: 10873]
+    #[arg(long, value_name = "ADDRESS[:PORT]", requires = "into", value_parser = parse_listen)]
+    pub listen: Option<std::net::SocketAddr>,
+    /// A folder in which callers may make replicas, or a device for one; may be given several times
+    #[arg(long, value_name = "PATH", requires = "listen")]
+    pub into: Vec<PathBuf>,
+    /// Let in only the key pinned under this name; may be given several times [default: all that are pinned]
+    #[arg(long, value_name = "NAME", requires = "listen")]
+    pub from: Vec<String>,
+    /// Seconds after which a peer that has vanished is given up
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, requires = "listen",
+          value_parser = clap::value_parser!(u64).range(3..=3600))]
+    pub timeout: u64,
+}
+
+/// Reads an address with or without a port.
+fn parse_listen(text: &str) -> Result<std::net::SocketAddr, String> {
+    let alone = |text: &str| text.trim_start_matches('[').trim_end_matches(']').parse::<std::net::IpAddr>();
+    match (text.parse(), alone(text)) {
+        (Ok(address), _) => Ok(address),
+        (_, Ok(ip)) => Ok((ip, link::PORT).into()),
+        _ => Err(format!("\"{text}\" is no address: write 192.0.2.7, 192.0.2.7:{0} or [::]:{0}", link::PORT)),
+    }
+}
+
+/// `key`.
+#[derive(Debug, Args)]
+pub struct KeyArgs {
+    /// What to do; without it, the key is shown
+    #[command(subcommand)]
+    pub action: Option<KeyAction>,
+}
+
+/// What `key` does.
+#[derive(Debug, Subcommand)]
+pub enum KeyAction {
+    /// Trust a key
+    Trust {
+        /// The host, as it will be called; HOST:PORT for one of several there; for a caller any name
+        name: String,
+        /// The line that "dsync key" prints there
+        #[arg(required = true, num_args = 1..=3)]
+        key: Vec<String>,
+        /// Until when: 90d, 12h, or a date such as 2027-03-01
+        #[arg(long, value_name = "WHEN", value_parser = parse_expiry)]
+        expires: Option<u64>,
+    },
+    /// The keys that are trusted
+    List,
+    /// Trust a key no longer
+    Forget {
+        /// Its name
+        name: String,
+    },
+}

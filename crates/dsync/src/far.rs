@@ -1,14 +1,61 @@
-//! `dsync receive`: the far end of a sync.
+//! The far side: how it is called, and `dsync receive`, which is it.
+
+use std::time::Duration;
 
 use anyhow::Result;
-use link::Link;
+use link::{Call, Keys, Limits, Link, Listener};
 use source::StateDir;
+use sync::Reach;
 
-/// Talks over standard input and output. Errors travel over the link; who started this end reads them there.
-pub fn receive(state: &StateDir) -> Result<()> {
-    let link = Link::stdio()?;
-    sync::receive(link, state).map_err(|error| {
-        // The near side has shown it: nothing more is said here.
-        anyhow::Error::from(error)
-    })
+use crate::args::{FarArgs, Receive};
+use crate::output::Output;
+
+/// How long sessions may take to end when the listener is told to.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// A link to the far side: to where dsync listens, if a port is given, else through the remote shell.
+pub fn call(host: &str, port: Option<u16>, far: &FarArgs, state: &StateDir) -> Result<Link> {
+    if let Some(port) = port {
+        let usual = Call::default();
+        let call = Call { lanes: far.lanes.map_or(usual.lanes, usize::from), ..usual };
+        return Ok(Link::tls(&Keys::new(state.keys_folder()), host, port, &call)?);
+    }
+    let rsh: Vec<String> = far.rsh.split_whitespace().map(str::to_owned).collect();
+    let mut command: Vec<String> = far.remote_dsync.split_whitespace().map(str::to_owned).collect();
+    command.push("receive".into());
+    Ok(Link::ssh(&rsh, host, &command)?)
+}
+
+/// Runs `dsync receive`.
+pub fn receive(args: &Receive, state: &StateDir, output: &Output) -> Result<()> {
+    let Some(address) = args.listen else {
+        // Errors travel over the link; who started this end reads them there.
+        return Ok(sync::receive(Link::stdio()?, state)?);
+    };
+    let reach = Reach::within(&args.into)?;
+    let keys = Keys::new(state.keys_folder());
+    let limits =
+        Limits { timeout: Duration::from_secs(args.timeout), from: args.from.clone(), ..Limits::default() };
+    // Before anybody can call: a signal that comes now already ends everything in order.
+    let mut signals =
+        signal_hook::iterator::Signals::new([signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM])?;
+    let log = output.alike();
+    let listener = Listener::bind(address, &keys, limits, move |line| log.note(line))?;
+    let stop = listener.stop()?;
+    output.ready(&format!("listening on {}", listener.address()));
+    output.more(&format!("with the key {}", keys.own()?));
+    let (state, log) = (state.clone(), output.alike());
+    let serving = std::thread::Builder::new().name("listener".into()).spawn(move || {
+        listener.run(move |link, peer| {
+            log.note(&format!("{peer}: a session begins"));
+            match sync::receive_within(link, &state, &reach) {
+                Ok(()) => log.note(&format!("{peer}: the session ended well")),
+                Err(error) => log.note(&format!("{peer}: the session failed: {error}")),
+            }
+        });
+    })?;
+    signals.forever().next();
+    stop.stop(PATIENCE);
+    let _ = serving.join();
+    Ok(())
 }

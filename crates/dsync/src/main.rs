@@ -5,6 +5,7 @@ mod delta_files;
 mod demo;
 mod failure;
 mod far;
+mod key;
 mod manual;
 mod mirror_command;
 mod output;
@@ -81,6 +82,7 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
     let state = StateDir::find(cli.state_dir.as_deref());
     let interrupted = match cli.command {
         Command::Serve(_) | Command::Demo(_) | Command::Mirror(_) => None,
+        Command::Receive(args::Receive { listen: Some(_), .. }) => None,
         // The near end says it.
         Command::Receive(_) => Some(""),
         Command::Sync(_) | Command::Merge(_) => {
@@ -111,7 +113,8 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
         Command::Verify(args) => return verify_command::run(args, &state, output),
         Command::Recover(args) => status::recover(args, &state, output)?,
         Command::Demo(args) => demo::run(args, output)?,
-        Command::Receive(_) => far::receive(&state)?,
+        Command::Receive(args) => far::receive(args, &state, output)?,
+        Command::Key(args) => key::run(args, &state, output)?,
         Command::Man { folder } => manual::pages(folder)?,
         Command::Completions { shell } => manual::completions(*shell),
     }

@@ -79,6 +79,15 @@ impl Output {
         let _ = std::io::stdout().flush();
     }
 
+    /// A line of a log: something that happened while the program runs on.
+    pub fn note(&self, text: &str) {
+        if self.json {
+            self.line(&json!({"message_type": "status", "message": text}).to_string());
+        } else if !self.quiet {
+            let _ = writeln!(std::io::stderr(), "{text}");
+        }
+    }
+
     /// A line for the curious.
     pub fn more(&self, text: &str) {
         if self.verbose && !self.json {

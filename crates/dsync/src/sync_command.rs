@@ -17,14 +17,24 @@ use crate::units;
 pub struct Destination {
     /// `None` for this host.
     pub host: Option<String>,
+    /// Where dsync listens there; `None` if ssh leads there.
+    pub port: Option<u16>,
     /// The path there.
     pub path: PathBuf,
 }
 
 impl Destination {
-    /// Reads `[[USER@]HOST:]DST`. A path with a slash before its colon is local.
+    /// Reads `[[USER@]HOST:]DST` and `tls://HOST[:PORT]/DST`. A path with a slash before its colon is local.
     pub fn parse(text: &str) -> Result<Destination, Failure> {
-        let local = |path: &str| Destination { host: None, path: path.into() };
+        if let Some(rest) = text.strip_prefix("tls://") {
+            return Destination::parse_tls(rest).ok_or_else(|| {
+                Failure::usage(format!(
+                    "\"{text}\" is no destination: write tls://HOST/PATH or tls://HOST:PORT/PATH, where PATH lies in the \
+                     folder that receives there"
+                ))
+            });
+        }
+        let local = |path: &str| Destination { host: None, port: None, path: path.into() };
         let destination = match text.split_once(':') {
             Some((host, path)) if !host.contains('/') => {
                 if host.is_empty() || path.is_empty() {
@@ -33,7 +43,7 @@ impl Destination {
                         if host.is_empty() { "host" } else { "path" }
                     )));
                 }
-                Destination { host: Some(host.to_owned()), path: path.into() }
+                Destination { host: Some(host.to_owned()), port: None, path: path.into() }
             }
             _ => local(text),
         };
@@ -52,6 +62,20 @@ impl Destination {
             std::path::absolute(&self.path).with_context(|| format!("can't find {}", self.path.display()))?;
         let name = path.display().to_string();
         Ok((path, name))
+    }
+
+    /// Reads `HOST[:PORT]/PATH`, where an IPv6 address stands in brackets.
+    fn parse_tls(text: &str) -> Option<Destination> {
+        let (place, path) = text.split_once('/')?;
+        let (host, port) = match place.rsplit_once(':') {
+            Some((host, port)) if !port.ends_with(']') => (host, port.parse().ok().filter(|port| *port > 0)?),
+            _ => (place, link::PORT),
+        };
+        let plain = host.strip_prefix('[').map_or(Some(host), |host| host.strip_suffix(']'))?;
+        let whole = !plain.is_empty() && !path.is_empty() && !host.contains(char::is_whitespace);
+        let named = !plain.contains(['[', ']', '@']) && (host != plain || !plain.contains(':'));
+        let port = Some(port);
+        (whole && named).then(|| Destination { host: Some(host.to_owned()), port, path: path.into() })
     }
 }
 
@@ -115,10 +139,7 @@ pub fn connect(
         })?;
         return Ok((here, Some(receiving)));
     };
-    let rsh: Vec<String> = far.rsh.split_whitespace().map(str::to_owned).collect();
-    let mut command: Vec<String> = far.remote_dsync.split_whitespace().map(str::to_owned).collect();
-    command.push("receive".into());
-    Ok((Link::ssh(&rsh, host, &command)?, None))
+    Ok((crate::far::call(host, destination.port, far, state)?, None))
 }
 
 /// Runs the command; its exit code.
@@ -273,14 +294,43 @@ mod tests {
 
     #[test]
     fn destinations_are_read_as_ssh_users_write_them() {
-        let far = |host: &str, path: &str| Destination { host: Some(host.into()), path: path.into() };
-        let here = |path: &str| Destination { host: None, path: path.into() };
+        let far =
+            |host: &str, path: &str| Destination { host: Some(host.into()), port: None, path: path.into() };
+        let here = |path: &str| Destination { host: None, port: None, path: path.into() };
         assert_eq!(Destination::parse("backup:/srv/vm.raw").unwrap(), far("backup", "/srv/vm.raw"));
         assert_eq!(Destination::parse("me@backup:vm.raw").unwrap(), far("me@backup", "vm.raw"));
         assert_eq!(Destination::parse("/srv/a:b.raw").unwrap(), here("/srv/a:b.raw"));
         assert_eq!(Destination::parse("./a:b.raw").unwrap(), here("./a:b.raw"));
         assert_eq!(Destination::parse("vm.raw").unwrap(), here("vm.raw"));
         for wrong in ["", ":/srv", "host:"] {
+            assert!(Destination::parse(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn destinations_over_tls_are_read_as_urls() {
+        for (text, host, port, path) in [
+            ("tls://backup/vm.raw", "backup", 10873, "vm.raw"),
+            ("tls://backup:7000/a/vm.raw", "backup", 7000, "a/vm.raw"),
+            ("tls://192.0.2.7//dev/vg0/vm", "192.0.2.7", 10873, "/dev/vg0/vm"),
+            ("tls://[2001:db8::7]/vm.raw", "[2001:db8::7]", 10873, "vm.raw"),
+            ("tls://[2001:db8::7]:7000/vm.raw", "[2001:db8::7]", 7000, "vm.raw"),
+        ] {
+            let destination = Destination { host: Some(host.into()), port: Some(port), path: path.into() };
+            assert_eq!(Destination::parse(text).unwrap(), destination, "{text}");
+        }
+        for wrong in [
+            "tls://",
+            "tls:///vm.raw",
+            "tls://backup",
+            "tls://backup/",
+            "tls://backup:/x",
+            "tls://backup:0/x",
+            "tls://backup:99999/x",
+            "tls://2001:db8::7/x",
+            "tls://me@backup/x",
+            "tls://[::1/x",
+        ] {
             assert!(Destination::parse(wrong).is_err(), "{wrong}");
         }
     }

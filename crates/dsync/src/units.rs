@@ -1,6 +1,6 @@
 //! Sizes, rates and times as people write and read them.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::failure::Failure;
 
@@ -80,6 +80,49 @@ pub fn parse_factor(text: &str) -> Result<f64, String> {
     }
 }
 
+/// Reads `90d`, `12h` from now on, or a date; seconds since 1970.
+pub fn parse_expiry(text: &str) -> Result<u64, String> {
+    let wrong = || format!("\"{text}\" is no time: write 90d, 12h, or a date such as 2027-03-01");
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+    for (unit, seconds) in [('d', DAY), ('h', 3600), ('m', 60), ('s', 1)] {
+        if let Some(count) = text.strip_suffix(unit) {
+            let count: u64 = count.parse().map_err(|_| wrong())?;
+            return count.checked_mul(seconds).and_then(|time| now.checked_add(time)).ok_or_else(wrong);
+        }
+    }
+    let mut parts = text.split('-').map(|part| part.parse::<u32>().ok());
+    let (Some(Some(year @ 1970..=9999)), Some(Some(month @ 1..=12)), Some(Some(day @ 1..=31)), None) =
+        (parts.next(), parts.next(), parts.next(), parts.next())
+    else {
+        return Err(wrong());
+    };
+    let time = day_number(year, month, day) * DAY;
+    // Such as the 30th of February.
+    if date(time) == format!("{year:04}-{month:02}-{day:02}") { Ok(time) } else { Err(wrong()) }
+}
+
+const DAY: u64 = 86_400;
+
+/// Days from 1970 to a date. Years are counted from March on, so that the leap day is a year's last.
+fn day_number(year: u32, month: u32, day: u32) -> u64 {
+    let year = u64::from(year) - u64::from(month < 3);
+    let of_year = (153 * u64::from((month + 9) % 12) + 2) / 5 + u64::from(day) - 1;
+    // 719 468 days lie between March of the year 0 and 1970.
+    (365 * year + year / 4 - year / 100 + year / 400 + of_year).saturating_sub(719_468)
+}
+
+/// The date of a time in seconds since 1970: `2027-03-01`, in UTC.
+pub fn date(time: u64) -> String {
+    let day = time / DAY;
+    // The first guess is at most one too large.
+    let mut year = 1970 + u32::try_from(day / 365).unwrap_or(u32::MAX - 1970);
+    while day_number(year, 1, 1) > day {
+        year -= 1;
+    }
+    let month = (1..=12).rev().find(|month| day_number(year, *month, 1) <= day).unwrap_or(1);
+    format!("{year:04}-{month:02}-{:02}", day - day_number(year, month, 1) + 1)
+}
+
 /// `1.4 GiB`.
 pub fn size(bytes: u64) -> String {
     const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
@@ -146,6 +189,36 @@ mod tests {
         }
         for text in ["", "K", "four", "4X", "4KK", "-1", "1e30", "99999999P"] {
             assert!(parse_size(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn dates_are_those_of_the_calendar() {
+        for (text, time) in [
+            ("1970-01-01", 0),
+            ("1999-12-31", 946_598_400),
+            ("2000-02-29", 951_782_400),
+            ("2000-03-01", 951_868_800),
+            ("2026-11-21", 1_795_219_200),
+            ("9999-12-31", 253_402_214_400),
+        ] {
+            assert_eq!(parse_expiry(text), Ok(time), "{text}");
+            assert_eq!(date(time + DAY - 1), text);
+        }
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
+        assert!((now + 90 * DAY..=now + 90 * DAY + 5).contains(&parse_expiry("90d").unwrap()));
+        for text in [
+            "",
+            "d",
+            "90",
+            "-1d",
+            "2026-02-29",
+            "2026-13-01",
+            "2026-1",
+            "1969-12-31",
+            "99999999999999999999d",
+        ] {
+            assert!(parse_expiry(text).is_err(), "{text}");
         }
     }
 

@@ -92,19 +92,14 @@ impl Shared {
         Error::Cut { peer: self.peer.clone(), why: why.into() }
     }
 
-    /// Ends the link from outside, whatever its halves do.
-    pub(crate) fn cut_off(&self, why: &str) {
-        let error = self.cut(why);
-        self.window.close(error.clone());
-        self.inbox.end(End::Failed(error));
-        if let Road::Wire(wire) = &self.road {
-            wire.abandon(false);
-        }
-    }
-
     /// Ends the link at this end without a goodbye.
     fn abandon(&self) {
-        let error = self.cut("it was given up on this side");
+        self.abandon_because("it was given up on this side");
+    }
+
+    /// The same from outside, whatever the halves do.
+    pub(crate) fn abandon_because(&self, why: &str) {
+        let error = self.cut(why);
         match &self.road {
             Road::Pair(pair) => {
                 if let Some(other) = pair.other() {

@@ -481,3 +481,37 @@ impl Drop for Writer {
         self.session.out.close(None);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+
+    #[test]
+    fn what_waits_for_an_earlier_chunk_is_bounded() {
+        let order = Order { state: Mutex::new(OrderState::of(2)), changed: Condvar::new() };
+        let chunk = |number| Chunk { number, bytes: vec![number as u8; CHUNK] };
+        let count = 2 * (AHEAD / CHUNK) as u64;
+        thread::scope(|scope| {
+            scope.spawn(|| (1..count).for_each(|number| order.put(chunk(number)).unwrap()));
+            let until = Instant::now() + Duration::from_secs(20);
+            while lock(&order.state).bytes + CHUNK + KEPT <= AHEAD {
+                assert!(Instant::now() < until, "it takes less than it may");
+                thread::sleep(Duration::from_millis(1));
+            }
+            thread::sleep(Duration::from_millis(50));
+            assert!(lock(&order.state).bytes <= AHEAD);
+            // The lane whose turn it is never waits.
+            order.put(chunk(0)).unwrap();
+            for number in 0..count {
+                assert_eq!(order.take().unwrap().unwrap()[..], chunk(number).bytes[..]);
+            }
+        });
+        assert_eq!(lock(&order.state).bytes, 0);
+        assert!(order.put(chunk(count - 1)).is_err(), "one that came before");
+        order.lane_ended();
+        order.lane_ended();
+        assert_eq!(order.take(), Ok(None));
+    }
+}

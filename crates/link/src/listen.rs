@@ -197,7 +197,7 @@ impl Stop {
         let mut sessions = lock(&state.sessions);
         sessions.gathering.clear();
         for link in sessions.open.values().filter_map(Weak::upgrade) {
-            link.cut_off("this side is ending");
+            link.abandon_because("this side is ending");
         }
         state.changed.notify_all();
         let _ = state.changed.wait_timeout_while(sessions, patience, |sessions| sessions.all > 0);
@@ -326,7 +326,9 @@ impl State {
 
     /// Why one who has come is sent away, for whoever runs this.
     fn refuse(&self, from: IpAddr, failed: Failed) {
+        let distrust = failed.is_distrust();
         let why = match failed.error("the caller") {
+            _ if distrust => "left, it does not trust this host's key".into(),
             Error::Unknown { key, .. } => format!(
                 "refused, its key is not pinned here: {}. To let it in, run: dsync key trust NAME {key}",
                 key.fingerprint()

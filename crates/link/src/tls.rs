@@ -236,12 +236,9 @@ impl Caller {
 
     /// What a failure means to the side that calls.
     pub(crate) fn error(&self, failed: Failed) -> Error {
-        let peer = self.peer.clone();
-        match failed {
-            Failed::Tls(rustls::Error::AlertReceived(
-                AlertDescription::CertificateUnknown | AlertDescription::BadCertificate,
-            )) => Error::NotTrusted { peer, name: host_name(), key: self.own },
-            failed => failed.error(&peer),
+        match failed.is_distrust() {
+            true => Error::NotTrusted { peer: self.peer.clone(), name: host_name(), key: self.own },
+            false => failed.error(&self.peer),
         }
     }
 }
@@ -279,6 +276,11 @@ pub(crate) enum Failed {
 }
 
 impl Failed {
+    /// True if the other side does not believe the key that was shown to it.
+    pub(crate) fn is_distrust(&self) -> bool {
+        matches!(self, Failed::Tls(rustls::Error::AlertReceived(AlertDescription::CertificateUnknown)))
+    }
+
     /// As an error about `peer`.
     pub(crate) fn error(self, peer: &str) -> Error {
         let peer = peer.to_string();

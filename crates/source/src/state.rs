@@ -81,6 +81,11 @@ impl StateDir {
         self.root.join("trackers").join(device_name(device))
     }
 
+    /// The folder for this site's key and those that it trusts.
+    pub fn keys_folder(&self) -> PathBuf {
+        self.root.join("keys")
+    }
+
     /// The known sources.
     pub fn sources(&self) -> Result<Vec<(PathBuf, About)>, SourceError> {
         let root = self.root.join("sources");

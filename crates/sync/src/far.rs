@@ -20,6 +20,7 @@ use crate::messages::{
     of_claim, of_told, to_unit, unexpected,
 };
 use crate::mirrored::receive_batches;
+use crate::reach::Reach;
 
 fn mode(commit: Commit) -> replica::Commit {
     match commit {
@@ -31,8 +32,13 @@ fn mode(commit: Commit) -> replica::Commit {
 
 /// Serves one sync as the replica's end of `link`. What goes wrong is told to the other end too.
 pub fn receive(link: Link, state: &StateDir) -> Result<(), SyncError> {
+    receive_within(link, state, &Reach::Anything)
+}
+
+/// The same for one who may not reach everything.
+pub fn receive_within(link: Link, state: &StateDir, reach: &Reach) -> Result<(), SyncError> {
     let (sender, receiver) = link.split();
-    match converse(&sender, &receiver, state) {
+    match converse(&sender, &receiver, state, reach) {
         Ok(()) => {
             sender.finish()?;
             Ok(())
@@ -54,11 +60,14 @@ fn open_options(path: &Path, journal_dir: Option<&Path>, state: &StateDir) -> re
     }
 }
 
-fn converse(sender: &Sender, receiver: &Receiver, state: &StateDir) -> Result<(), SyncError> {
+fn converse(sender: &Sender, receiver: &Receiver, state: &StateDir, reach: &Reach) -> Result<(), SyncError> {
     let open: Open = expect(receiver, OPEN)?.json()?;
-    // Where the near side was given a relative path, it means the far user's home, as with every other copy over ssh.
-    let path =
-        std::path::absolute(&open.path).map_err(SyncError::io(format!("find {}", open.path.display())))?;
+    let path = reach.find(&open.path)?;
+    reach.only_beside("a journal in", open.journal_dir.as_deref())?;
+    reach.only_beside(
+        "the file of digests",
+        open.digests.as_ref().and_then(|digests| digests.file.as_deref()),
+    )?;
     let options = replica::Options {
         adopt: open.adopt,
         doubt: open.verify,

@@ -1,0 +1,69 @@
+//! `dsync key`: this site's key, and those that it trusts.
+
+use anyhow::Result;
+use link::{Key, Keys};
+use serde::Serialize;
+use source::StateDir;
+
+use crate::args::{KeyAction, KeyArgs};
+use crate::output::Output;
+use crate::units;
+
+/// A key, as JSON tells it.
+#[derive(Serialize)]
+struct Shown {
+    name: String,
+    key: Key,
+    fingerprint: String,
+    /// Seconds since 1970.
+    expires: Option<u64>,
+    expired: bool,
+}
+
+impl Shown {
+    fn new(name: &str, key: Key) -> Shown {
+        Shown { name: name.to_owned(), key, fingerprint: key.fingerprint(), expires: None, expired: false }
+    }
+}
+
+/// Runs the command.
+pub fn run(args: &KeyArgs, state: &StateDir, output: &Output) -> Result<()> {
+    let keys = Keys::new(state.keys_folder());
+    match &args.action {
+        None => {
+            let shown = Shown::new(&link::host_name(), keys.own()?);
+            // Made to be pasted behind "dsync key trust NAME".
+            output.say(&format!("{} {}", shown.key, shown.name));
+            output.say(&format!("its fingerprint is {}", shown.fingerprint));
+            output.summary(&shown);
+        }
+        Some(KeyAction::Trust { name, key, expires }) => {
+            let key: Key = key.join(" ").parse()?;
+            keys.trust(name, key, *expires)?;
+            let until = expires.map_or(String::new(), |at| format!(" until {}", units::date(at)));
+            output.say(&format!("{name} is trusted by its key {}{until}", key.fingerprint()));
+            output.summary(&Shown { expires: *expires, ..Shown::new(name, key) });
+        }
+        Some(KeyAction::List) => {
+            let pins = keys.pins()?;
+            if pins.is_empty() {
+                output.say("no key is trusted yet: dsync key trust NAME KEY, with the line that \"dsync key\" prints there");
+            }
+            for pin in pins {
+                let until = match pin.expires {
+                    None => String::new(),
+                    Some(at) if pin.has_expired() => format!("  EXPIRED {}", units::date(at)),
+                    Some(at) => format!("  until {}", units::date(at)),
+                };
+                output.say(&format!("{}  {}{until}", pin.name, pin.key.fingerprint()));
+                let expired = pin.has_expired();
+                output.summary(&Shown { expires: pin.expires, expired, ..Shown::new(&pin.name, pin.key) });
+            }
+        }
+        Some(KeyAction::Forget { name }) => {
+            keys.forget(name)?;
+            output.say(&format!("{name} is trusted no longer"));
+        }
+    }
+    Ok(())
+}

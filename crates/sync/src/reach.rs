@@ -1,0 +1,183 @@
+//! Where one who calls may have replicas made.
+
+use std::path::{Component, Path, PathBuf};
+
+use crate::error::SyncError;
+
+/// What of this host a caller may reach.
+#[derive(Debug, Clone)]
+pub enum Reach {
+    /// All that the system lets this process reach: the caller has a shell here anyway.
+    Anything,
+    /// Files within these folders, and these devices.
+    Within {
+        /// Without links in their paths.
+        folders: Vec<PathBuf>,
+        /// As they were named, and without links.
+        devices: Vec<(PathBuf, PathBuf)>,
+    },
+}
+
+impl Reach {
+    /// Only what is within the folders, or is one of the devices, that `places` names.
+    ///
+    /// # Errors
+    /// [`SyncError::Refused`] if one of them is neither; [`SyncError::Io`] if it can't be looked at.
+    pub fn within(places: &[PathBuf]) -> Result<Reach, SyncError> {
+        use std::os::unix::fs::FileTypeExt;
+        let (mut folders, mut devices) = (Vec::new(), Vec::new());
+        for place in places {
+            let found = std::fs::canonicalize(place).and_then(|path| Ok((std::fs::metadata(&path)?, path)));
+            let (what, path) = found.map_err(SyncError::io(format!("find {}", place.display())))?;
+            if what.is_dir() {
+                folders.push(path);
+            } else if what.file_type().is_block_device() {
+                devices.push((place.clone(), path));
+            } else {
+                return Err(SyncError::Refused(format!(
+                    "{} is neither a folder nor a block device: name the folder in which the replicas lie",
+                    place.display()
+                )));
+            }
+        }
+        Ok(Reach::Within { folders, devices })
+    }
+
+    /// The absolute path of the replica that is asked for.
+    ///
+    /// A relative path means the user's home where anything may be reached, as with every copy over ssh; else the first
+    /// folder. No link is followed on the way from a folder to the replica.
+    pub(crate) fn find(&self, asked: &Path) -> Result<PathBuf, SyncError> {
+        let Reach::Within { folders, devices } = self else {
+            return std::path::absolute(asked).map_err(SyncError::io(format!("find {}", asked.display())));
+        };
+        let refused = |why: &str| {
+            Err(SyncError::Refused(format!(
+                "{} is out of reach for those who call here: {why}",
+                asked.display()
+            )))
+        };
+        if let Some((_, device)) = devices.iter().find(|(named, device)| asked == named || asked == device) {
+            return Ok(device.clone());
+        }
+        let found = match asked.is_absolute() {
+            true => folders.iter().find_map(|folder| Some((folder, asked.strip_prefix(folder).ok()?))),
+            false => folders.first().map(|folder| (folder, asked)),
+        };
+        let Some((folder, rest)) = found else {
+            return refused("it lies in no folder, and is no device, that --into names there");
+        };
+        let mut path = folder.clone();
+        let mut parts = rest.components().peekable();
+        if parts.peek().is_none() {
+            return refused("name a file within the folder");
+        }
+        while let Some(part) = parts.next() {
+            let Component::Normal(name) = part else {
+                return refused("a path within a folder has no . and no ..");
+            };
+            let name = name.to_string_lossy();
+            if (name.starts_with('.') && name.ends_with(".dsync")) || name.ends_with(".partial") {
+                return refused("such names are dsync's own");
+            }
+            path.push(part);
+            match (std::fs::symlink_metadata(&path), parts.peek()) {
+                (Ok(what), _) if what.is_symlink() => return refused("there is a link on the way"),
+                (Ok(what), Some(_)) if !what.is_dir() => {
+                    return refused("there is a file where a folder should be");
+                }
+                (Ok(what), None) if !what.is_file() => return refused("it is no file"),
+                (Err(_), Some(_)) => return refused("there is no such folder: make it there"),
+                (Ok(_), _) | (Err(_), None) => {}
+            }
+        }
+        Ok(path)
+    }
+
+    /// Refuses what is to lie elsewhere than the replica, where not anything may be reached.
+    pub(crate) fn only_beside(&self, what: &str, path: Option<&Path>) -> Result<(), SyncError> {
+        match (self, path) {
+            (Reach::Within { .. }, Some(path)) => Err(SyncError::Refused(format!(
+                "{what} {} is out of reach for those who call here: leave it out",
+                path.display()
+            ))),
+            _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn nothing_outside_the_folders_is_reached() {
+        let root = tempfile::tempdir().unwrap();
+        let root = fs::canonicalize(root.path()).unwrap();
+        let at = |name: &str| root.join(name);
+        for folder in ["into/a", "into/.vm.raw.dsync", "other", "into-not"] {
+            fs::create_dir_all(at(folder)).unwrap();
+        }
+        for file in ["into/vm.raw", "other/x", "secret"] {
+            fs::write(at(file), "").unwrap();
+        }
+        symlink(at("secret"), at("into/link")).unwrap();
+        symlink(&root, at("into/up")).unwrap();
+        symlink(at("into/a"), at("into/inside")).unwrap();
+        symlink(at("into"), at("named")).unwrap();
+        fifo(&at("into/pipe"));
+        let reach = Reach::within(&[at("named"), at("other")]).unwrap();
+        let find = |path: &str| reach.find(Path::new(path));
+        let inside = |path: &Path| path.to_str().unwrap().to_string();
+        for (asked, found) in [
+            ("vm.raw".to_string(), "into/vm.raw"),
+            ("new.raw".into(), "into/new.raw"),
+            ("a/new.raw".into(), "into/a/new.raw"),
+            (inside(&at("into/vm.raw")), "into/vm.raw"),
+            (inside(&at("other/x")), "other/x"),
+        ] {
+            assert_eq!(find(&asked).unwrap(), at(found), "{asked}");
+        }
+        for asked in [
+            "",
+            ".",
+            "..",
+            "../secret",
+            "a/../../secret",
+            "a/..",
+            "link",
+            "up/secret",
+            "inside/x",
+            "a",
+            "pipe",
+            "vm.raw/x",
+            "none/x",
+            ".vm.raw.dsync/journal",
+            "vm.raw.partial",
+            "/etc/passwd",
+            "/",
+        ] {
+            assert!(matches!(find(asked), Err(SyncError::Refused(_))), "{asked}: {:?}", find(asked));
+        }
+        for asked in [
+            inside(&at("secret")),
+            inside(&at("into")),
+            inside(&at("into-not/x")),
+            inside(&at("into/../secret")),
+        ] {
+            assert!(matches!(find(&asked), Err(SyncError::Refused(_))), "{asked}");
+        }
+        assert!(reach.only_beside("a journal in", Some(Path::new("/tmp"))).is_err());
+        assert!(reach.only_beside("a journal in", None).is_ok());
+        assert!(Reach::within(&[at("secret")]).is_err() && Reach::within(&[at("nothing")]).is_err());
+        assert_eq!(Reach::Anything.find(Path::new("/etc/passwd")).unwrap(), Path::new("/etc/passwd"));
+    }
+
+    fn fifo(path: &Path) {
+        let made = std::process::Command::new("mkfifo").arg(path).status().unwrap();
+        assert!(made.success());
+    }
+}

@@ -1,0 +1,335 @@
+//! Two sites without ssh: keys, `dsync receive --listen`, and destinations over TLS, on loopback.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use dsync_tests::scene::{fingerprints, number};
+use dsync_tests::{Background, Run, Scene, Site, image};
+use rustix::process::Signal;
+
+const HOST: &str = "127.0.0.1";
+
+/// The far site with a listener that takes replicas into a folder.
+struct Far {
+    site: Site,
+    process: Option<Background>,
+    port: u16,
+}
+
+impl Far {
+    /// Listens with more options.
+    fn new(options: &[&str]) -> Far {
+        let site = Site::new();
+        std::fs::create_dir(site.path("into")).expect("a folder");
+        let mut far = Far { site, process: None, port: 0 };
+        far.start(options);
+        far
+    }
+
+    /// One that trusts the near site, and is trusted.
+    fn trusted(scene: &Scene) -> Far {
+        let far = Far::new(&[]);
+        trust(&scene.site, HOST, &far.site, &[]);
+        trust(&far.site, "near", &scene.site, &[]);
+        far
+    }
+
+    fn start(&mut self, options: &[&str]) {
+        let listen = format!("{HOST}:{}", self.port);
+        let into = self.site.path("into");
+        let process =
+            self.site.dsync(["receive", "--listen", &listen, "--into"]).arg(into).args(options).start();
+        let until = Instant::now() + Duration::from_secs(30);
+        self.port = loop {
+            let said = process.stdout_so_far();
+            if let Some(address) = said.lines().find_map(|line| line.strip_prefix("listening on ")) {
+                break address.rsplit(':').next().and_then(|port| port.parse().ok()).expect("a port");
+            }
+            assert!(Instant::now() < until, "it does not listen: {said} {}", process.stderr_so_far());
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        self.process = Some(process);
+    }
+
+    fn destination(&self, path: &str) -> String {
+        format!("tls://{HOST}:{}/{path}", self.port)
+    }
+
+    fn replica(&self) -> PathBuf {
+        self.site.path("into/vm.raw")
+    }
+
+    /// `dsync sync` of the scene's disk to `vm.raw` there.
+    fn sync(&self, scene: &Scene, options: &[&str]) -> Run {
+        self.sync_to(scene, &self.destination("vm.raw"), options)
+    }
+
+    fn sync_to(&self, scene: &Scene, destination: &str, options: &[&str]) -> Run {
+        scene.site.dsync(["sync", "--json"]).arg(&scene.image).arg(destination).args(options)
+    }
+
+    /// Waits until the log has a line with all these words.
+    fn says(&self, words: &[&str]) {
+        let process = self.process.as_ref().expect("a listener");
+        let until = Instant::now() + Duration::from_secs(20);
+        while !process.stderr_so_far().lines().any(|line| words.iter().all(|word| line.contains(word))) {
+            assert!(Instant::now() < until, "it does not say {words:?}: {}", process.stderr_so_far());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+/// The line that `dsync key` prints at a site.
+fn key(site: &Site) -> String {
+    site.dsync(["key"]).ok().text().lines().next().expect("a key").to_owned()
+}
+
+/// Pins `whose` key at `site`.
+fn trust(site: &Site, name: &str, whose: &Site, options: &[&str]) {
+    site.dsync(["key", "trust", name, &key(whose)]).args(options).ok();
+}
+
+/// Runs the command that a message ends with, as one who pastes it would.
+fn paste(site: &Site, message: &str) {
+    let line = message.lines().find_map(|line| line.split_once("run: ")).expect("a command").1;
+    let line = line.replace("NAME", "near");
+    site.dsync(line.strip_prefix("dsync ").expect("dsync").split_whitespace()).ok();
+}
+
+#[test]
+fn two_sites_need_six_commands() {
+    let mut scene = Scene::new("two sites without ssh", 64 << 20);
+    let far = Far::new(&[]);
+    trust(&scene.site, HOST, &far.site, &[]);
+    // As words, without quotes, it is the same.
+    let words = key(&scene.site);
+    far.site.dsync(["key", "trust", "near"]).args(words.split(' ')).ok();
+    far.sync(&scene, &["--lanes", "3"]).ok();
+    image::assert_equal(&scene.image, &far.replica());
+    let changed = scene.change(50);
+    let summary = far.sync(&scene, &[]).ok().summary();
+    assert_eq!(summary["method"], "tracked");
+    assert_eq!(number(&summary, "blocks_changed"), changed.len() as u64);
+    image::assert_equal(&scene.image, &far.replica());
+    let verify = scene.site.dsync(["verify", "--json"]).arg(&scene.image).arg(far.destination("vm.raw"));
+    assert_eq!(number(&verify.ok().summary(), "bytes_changed_since"), 0);
+    far.says(&["near", "SHA256:", "ended well"]);
+    let list = scene.site.dsync(["key", "list"]).ok().text();
+    assert!(list.contains(HOST) && list.contains("SHA256:"), "{list}");
+    // An absolute path within the folder is as good.
+    let absolute = far.destination(far.replica().to_str().expect("a name"));
+    let summary = far.sync_to(&scene, &absolute, &[]).ok().summary();
+    assert_eq!(number(&summary, "blocks_changed"), 0);
+}
+
+#[test]
+fn who_is_not_known_is_refused_and_told_what_to_do() {
+    let scene = Scene::new("unknown keys", 16 << 20);
+    let far = Far::new(&[]);
+    let refused = far.sync(&scene, &[]).code(1);
+    refused.says(&["not pinned here", "SHA256:", "dsync key trust 127.0.0.1 dsync-ed25519 "]);
+    paste(&scene.site, &refused.stderr);
+    far.sync(&scene, &[]).code(1).says(&["does not accept this host's key", "dsync key trust"]);
+    far.says(&[HOST, "not pinned here", "SHA256:"]);
+    assert!(fingerprints(&far.replica()).is_empty(), "nothing was written");
+    let process = far.process.as_ref().expect("a listener");
+    paste(&far.site, &process.stderr_so_far());
+    far.sync(&scene, &[]).ok();
+    image::assert_equal(&scene.image, &far.replica());
+
+    // What is forgotten, or has expired, counts at once.
+    far.site.dsync(["key", "forget", "near"]).ok();
+    far.sync(&scene, &[]).code(1).says(&["does not accept"]);
+    trust(&far.site, "near", &scene.site, &["--expires", "2001-09-09"]);
+    far.sync(&scene, &[]).code(1).says(&["does not accept"]);
+    far.says(&["near", "has expired", "dsync key trust near"]);
+    trust(&far.site, "near", &scene.site, &["--expires", "1d"]);
+    far.sync(&scene, &[]).ok();
+    trust(&scene.site, HOST, &far.site, &["--expires", "0s"]);
+    far.sync(&scene, &[]).code(1).says(&["has expired", "dsync key trust 127.0.0.1"]);
+    assert!(scene.site.dsync(["key", "list"]).ok().text().contains("EXPIRED"));
+}
+
+#[test]
+fn another_key_under_the_same_name_is_loud() {
+    let scene = Scene::new("a swapped key", 16 << 20);
+    let mut far = Far::trusted(&scene);
+    far.sync(&scene, &[]).ok();
+    let before = fingerprints(&far.replica());
+    far.process.take().expect("a listener").killed();
+    std::fs::remove_file(far.site.state().join("keys/own")).expect("a key");
+    far.start(&[]);
+    let refused = far.sync(&scene, &[]).code(1);
+    refused.says(&["THE KEY OF", "HAS CHANGED", "dsync key forget 127.0.0.1"]);
+    assert_eq!(before, fingerprints(&far.replica()));
+    let theirs = key(&far.site);
+    scene.site.dsync(["key", "trust", HOST, &theirs]).code(1).says(&["another key", "dsync key forget"]);
+    scene.site.dsync(["key", "forget", HOST]).ok();
+    scene.site.dsync(["key", "trust", HOST, &theirs]).ok();
+    far.sync(&scene, &[]).ok();
+}
+
+#[test]
+fn callers_reach_nothing_but_the_folder() {
+    let scene = Scene::new("paths out of the folder", 16 << 20);
+    let far = Far::trusted(&scene);
+    let outside = far.site.path("outside");
+    std::fs::create_dir(&outside).expect("a folder");
+    let link = |to: &Path, name: &str| {
+        std::os::unix::fs::symlink(to, far.site.path("into").join(name)).expect("a link");
+    };
+    std::fs::write(outside.join("file"), "precious").expect("a file");
+    link(&outside, "link");
+    link(&outside.join("file"), "file");
+    link(&outside.join("new"), "new");
+    let before = fingerprints(&outside.join("x"));
+    let refused = |path: &str, options: &[&str]| {
+        let refused = far.sync_to(&scene, &far.destination(path), options).code(4);
+        refused.says(&["out of reach"]);
+        assert_eq!(fingerprints(&outside.join("x")), before, "{path}");
+    };
+    let absolute = outside.join("vm.raw").display().to_string();
+    for path in
+        ["../outside/vm.raw", "a/../../outside/vm.raw", "link/vm.raw", "file", "new", &absolute, "..", "."]
+    {
+        refused(path, &[]);
+    }
+    let elsewhere = outside.display().to_string();
+    refused("vm.raw", &["--journal-dir", &elsewhere]);
+    refused("vm.raw", &[&format!("--digests={elsewhere}/digests")]);
+    far.sync(&scene, &["--digests"]).ok();
+    refused(".vm.raw.dsync/lineage", &[]);
+    refused("vm.raw.partial", &[]);
+    image::assert_equal(&scene.image, &far.replica());
+    // To read is to reach too.
+    let verify = scene.site.dsync(["verify"]).arg(&scene.image).arg(far.destination("link/file"));
+    verify.code(4).says(&["out of reach"]);
+}
+
+/// Carries connections to a port, and cuts them all after so many bytes towards it.
+fn cutting(port: u16, bytes: u64) -> u16 {
+    let listener = TcpListener::bind((HOST, 0)).expect("a port");
+    let here = listener.local_addr().expect("an address").port();
+    let left = std::sync::Arc::new(std::sync::atomic::AtomicI64::new(bytes as i64));
+    let all = std::sync::Arc::new(std::sync::Mutex::new(Vec::<TcpStream>::new()));
+    std::thread::spawn(move || {
+        for near in listener.incoming().map_while(Result::ok) {
+            let far = TcpStream::connect((HOST, port)).expect("the listener");
+            for (mut from, mut to, counts) in [
+                (near.try_clone().expect("a socket"), far.try_clone().expect("a socket"), true),
+                (far, near, false),
+            ] {
+                all.lock().expect("no panic").push(from.try_clone().expect("a socket"));
+                let (left, all) = (left.clone(), all.clone());
+                std::thread::spawn(move || {
+                    let mut buf = [0; 1 << 16];
+                    while let Ok(len @ 1..) = from.read(&mut buf) {
+                        if counts
+                            && left.fetch_sub(len as i64, std::sync::atomic::Ordering::SeqCst) < len as i64
+                        {
+                            for socket in all.lock().expect("no panic").iter() {
+                                let _ = socket.shutdown(Shutdown::Both);
+                            }
+                            return;
+                        }
+                        if to.write_all(&buf[..len]).is_err() {
+                            return;
+                        }
+                    }
+                    let _ = to.shutdown(Shutdown::Write);
+                });
+            }
+        }
+    });
+    here
+}
+
+#[test]
+fn a_cut_transfer_goes_on() {
+    let mut scene = Scene::new("a cut over tls", 64 << 20);
+    let mut far = Far::trusted(&scene);
+    let mut client = scene.client();
+    for at in 0..24 {
+        client.write(at << 20, &scene.random.bytes(1 << 20)).expect("a write");
+    }
+    client.close().expect("the end");
+    let port = cutting(far.port, 10 << 20);
+    let through = format!("tls://{HOST}:{port}/vm.raw");
+    far.sync_to(&scene, &through, &["--lanes", "3"]).code(1).says(&["was cut"]);
+    far.says(&["near", "the session failed"]);
+    let summary = far.sync(&scene, &[]).ok().summary();
+    assert_eq!(summary["resumed"], true, "{summary}");
+    let sent = number(&summary, "bytes_sent");
+    let all = image::space(&scene.image);
+    // What was under way on the lanes is lost with them.
+    assert!(sent + (1 << 20) < all, "what had arrived was sent again: {sent} of {all}");
+    image::assert_equal(&scene.image, &far.replica());
+
+    // The same when the listener is told to end in the middle of one, and when it is killed.
+    for signal in [Signal::TERM, Signal::KILL] {
+        let mut client = scene.client();
+        for at in 0..16 {
+            client.write(at << 20, &scene.random.bytes(1 << 20)).expect("a write");
+        }
+        client.close().expect("the end");
+        let mut syncing = far.sync(&scene, &["--bwlimit", "8M"]).start();
+        std::thread::sleep(Duration::from_millis(900));
+        let mut process = far.process.take().expect("a listener");
+        process.signal(signal);
+        let ended = process.output(Duration::from_secs(20));
+        assert_eq!(ended.status.success(), signal == Signal::TERM, "{ended}");
+        let status = syncing.wait_for(Duration::from_secs(30)).expect("an end");
+        assert_eq!(status.code(), Some(1));
+        far.start(&[]);
+        far.sync(&scene, &[]).ok();
+        image::assert_equal(&scene.image, &far.replica());
+    }
+}
+
+#[test]
+fn a_replica_in_use_is_refused_and_others_are_not() {
+    let scene = Scene::new("two at once", 64 << 20);
+    let far = Far::trusted(&scene);
+    let slow = far.sync(&scene, &["--bwlimit", "1M"]).start();
+    let lock = far.site.path("into/.vm.raw.dsync/lock");
+    let until = Instant::now() + Duration::from_secs(20);
+    while !lock.exists() {
+        assert!(Instant::now() < until, "no session begins");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    std::thread::sleep(Duration::from_millis(100));
+    far.sync(&scene, &[]).code(4);
+    // Meanwhile somebody talks nonsense to the port, and another replica is made.
+    let mut nonsense = TcpStream::connect((HOST, far.port)).expect("the listener");
+    nonsense.write_all(b"GET / HTTP/1.1\r\n\r\n").expect("a write");
+    far.sync_to(&scene, &far.destination("other.raw"), &[]).ok();
+    image::assert_equal(&scene.image, &far.site.path("into/other.raw"));
+    far.says(&[HOST, "no TLS"]);
+    drop(slow);
+}
+
+#[test]
+fn wrong_usage_names_the_way_out() {
+    let site = Site::new();
+    site.dsync(["receive", "--listen", HOST]).code(2).says(&["--into"]);
+    site.dsync(["receive", "--listen", "here", "--into", "."]).code(2).says(&["is no address"]);
+    std::fs::write(site.path("file"), "").expect("a file");
+    site.dsync(["receive", "--listen", HOST, "--into", "file"]).code(4).says(&["neither a folder nor"]);
+    let taken = TcpListener::bind((HOST, 0)).expect("a port");
+    let address = taken.local_addr().expect("an address").to_string();
+    site.dsync(["receive", "--listen", &address, "--into", "."]).code(1).says(&["can't listen on", &address]);
+    for wrong in ["tls://backup", "tls://:1/x", "tls://backup:x/y"] {
+        site.dsync(["sync", "file", wrong]).code(2).says(&["is no destination", "tls://HOST/PATH"]);
+    }
+    site.dsync(["key", "trust", "backup", "ssh-ed25519 AAAA"]).code(1).says(&["is no key"]);
+    site.dsync(["key", "forget", "nobody"]).code(1).says(&["nobody"]);
+    site.dsync(["key", "trust", "backup", &key(&site), "--expires", "soon"]).code(2).says(&["is no time"]);
+    let json = site.dsync(["key", "--json"]).ok().summary();
+    assert!(key(&site).starts_with(json["key"].as_str().expect("a key")));
+    let mode = std::os::unix::fs::PermissionsExt::mode(
+        &std::fs::metadata(site.state().join("keys/own")).expect("a key").permissions(),
+    );
+    assert_eq!(mode & 0o777, 0o600);
+}
