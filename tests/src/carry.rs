@@ -101,7 +101,7 @@ fn source_tcp(address: SocketAddr, connections: usize, time: Duration, congestio
                     }
                     socket.shutdown(std::net::Shutdown::Write)?;
                     // The other side closes when it has read everything.
-                    socket.read(&mut [0])?;
+                    while socket.read(&mut [0])? > 0 {}
                     Ok(sent)
                 })
             })
