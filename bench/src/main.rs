@@ -9,8 +9,10 @@ mod idle;
 mod limit;
 mod line;
 mod link;
+mod mirror;
 mod paper;
 mod places;
+mod plot;
 mod process;
 mod report;
 mod rolling;
@@ -87,6 +89,8 @@ enum What {
     Serve,
     /// A disk of 64 TiB beside one of 1 GiB: idle, and with 1000 blocks changed; memory
     Idle,
+    /// The mirror: figures 3 to 8 of its paper, and what it costs the writer
+    Mirror,
     /// Writing to a live disk that is tracked, beside one that is not
     Track,
     /// An older copy brought up to date without a record: here, and over a link of 1 Gbit/s
@@ -171,7 +175,7 @@ fn scenarios(mut bench: Bench, what: What) -> Result<bool> {
     let out = out.unwrap_or_else(|| Path::new("bench/results").join(format!("{}.md", report::date())));
     let mut report = Report::new(bench.dsync.as_deref(), &bench.dir, bench.quick);
     type Scenario = fn(&Bench, &mut Report) -> Result<()>;
-    let all: [(&str, Scenario); 8] = [
+    let all: [(&str, Scenario); 9] = [
         ("sync", sync::sync),
         ("compare", compare::compare),
         ("rolling", rolling::rolling),
@@ -180,6 +184,7 @@ fn scenarios(mut bench: Bench, what: What) -> Result<bool> {
         ("compress", compress::compress),
         ("track", track::track),
         ("link", link::link),
+        ("mirror", mirror::mirror),
     ];
     let chosen = match what {
         What::Sync => "sync",
@@ -190,6 +195,7 @@ fn scenarios(mut bench: Bench, what: What) -> Result<bool> {
         What::Compress => "compress",
         What::Track => "track",
         What::Link => "link",
+        What::Mirror => "mirror",
         _ => "",
     };
     for (name, scenario) in all.into_iter().filter(|(name, _)| chosen.is_empty() || *name == chosen) {

@@ -237,6 +237,11 @@ impl Daemon {
         String::from_utf8_lossy(&bytes[..have]).into_owned()
     }
 
+    /// Its process id.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
     /// Bytes it has read from storage so far.
     pub fn reads(&self) -> u64 {
         storage_reads(Path::new(&format!("/proc/{}/io", self.child.id()))).unwrap_or(0)

@@ -256,6 +256,7 @@ impl Disk for FaultyDisk {
 
     fn flush(&self) -> io::Result<()> {
         let _step = self.power.step()?;
+        self.power.count_sync();
         let mut book = lock(&self.core.durable);
         self.core.inner.flush()?;
         book.sectors.clear();

@@ -225,6 +225,7 @@ impl Folder for FaultyFolder {
 
     fn sync(&self) -> io::Result<()> {
         let _step = self.power.step()?;
+        self.power.count_sync();
         let book = &mut *lock(&self.core.book);
         book.durable = book.names.clone();
         book.unsynced.clear();
@@ -304,6 +305,7 @@ impl StateFile for FaultyFile {
 
     fn sync(&self) -> io::Result<()> {
         let _step = self.power.step()?;
+        self.power.count_sync();
         if !self.power.forgets() {
             return Ok(());
         }

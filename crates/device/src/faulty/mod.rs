@@ -66,6 +66,7 @@ struct Inner {
     /// Held shared by each operation under way, alone while the power is cut.
     gate: RwLock<()>,
     steps: AtomicU64,
+    syncs: AtomicU64,
     last: AtomicU64,
     cut: AtomicBool,
     members: Mutex<Vec<Arc<dyn Member>>>,
@@ -86,6 +87,7 @@ impl Power {
             outage,
             gate: RwLock::new(()),
             steps: AtomicU64::new(0),
+            syncs: AtomicU64::new(0),
             last: AtomicU64::new(u64::MAX),
             cut: AtomicBool::new(false),
             members: Mutex::default(),
@@ -96,6 +98,15 @@ impl Power {
     /// syncs of state files; creations, renames, removals and syncs of folders. Stores to mappings are none.
     pub fn steps(&self) -> u64 {
         self.0.steps.load(Ordering::SeqCst)
+    }
+
+    /// How many of them make something durable: flushes of disks, syncs of files and folders.
+    pub fn syncs(&self) -> u64 {
+        self.0.syncs.load(Ordering::SeqCst)
+    }
+
+    fn count_sync(&self) {
+        self.0.syncs.fetch_add(1, Ordering::SeqCst);
     }
 
     /// Cuts the power in place of the step number `step`, counted from 1: it and all later operations fail with an error that

@@ -10,7 +10,7 @@ use crate::{Commit, ReplicaError, State};
 
 /// Every outage that a run goes through. `KeepAll` and `LoseUnsynced` are also taken apart: data without metadata, and the
 /// other way round.
-const OUTAGES: [(Outage, Keep, Keep); 6] = [
+pub(super) const OUTAGES: [(Outage, Keep, Keep); 6] = [
     (Outage::Kill, Keep::KeepAll, Keep::KeepAll),
     (Outage::PowerCut, Keep::LoseUnsynced, Keep::LoseUnsynced),
     (Outage::PowerCut, Keep::KeepAll, Keep::KeepAll),

@@ -1,5 +1,6 @@
 //! The replica in a world whose power can be cut at every step, and in the real one.
 
+mod batches;
 mod crash;
 mod fit;
 mod real;

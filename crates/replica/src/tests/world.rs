@@ -163,7 +163,7 @@ impl Source {
         self.epochs.iter().position(|e| e == epoch).expect("an epoch of this source")
     }
 
-    fn changed(&self, from: usize, to: usize) -> BTreeSet<u64> {
+    pub fn changed(&self, from: usize, to: usize) -> BTreeSet<u64> {
         let mut all: BTreeSet<u64> = self.changes[from + 1..=to].iter().flatten().copied().collect();
         all.retain(|b| b * BLOCK < self.size(to));
         all

@@ -1,0 +1,247 @@
+//! Whatever crashes when, a mirrored replica is the source as it was at the end of one batch: the last that was confirmed, or the
+//! one after.
+
+use std::cell::RefCell;
+
+use delta::{Header, Method, UnitKind, Units, decode_frame};
+use device::faulty::Power;
+use uuid::Uuid;
+
+use super::crash::{OUTAGES, on, replica_at, soak};
+use super::world::*;
+use crate::{BatchLog, Batches, Commit, ReplicaError, State};
+
+/// The images that batches lead to; that of the fourth is an epoch.
+const LAST: usize = 6;
+const EPOCH: usize = 4;
+
+fn source() -> Source {
+    Source::new(5, &[40; LAST + 2])
+}
+
+/// What there is besides the destination's content: which batches were sent, and confirmed.
+#[derive(Default)]
+struct Sent {
+    /// Streams, by the image that they lead to.
+    streams: Vec<(Uuid, usize)>,
+    confirmed: usize,
+}
+
+fn header(source: &Source, to: usize, nonce: Uuid) -> Header {
+    let epoch = if to < EPOCH { 0 } else { EPOCH };
+    Header {
+        chain: vec![source.epochs[epoch]],
+        binds: Some(nonce),
+        ahead: to != EPOCH,
+        ..source.header(to - 1, to, Method::Tracked)
+    }
+}
+
+fn send(log: &mut BatchLog, batches: &mut Batches<'_>, bytes: &[u8], stream: Uuid) -> crate::Result<()> {
+    let mut units = Units::new(bytes);
+    let mut sequence = 0;
+    while let Some(unit) = units.next().unwrap() {
+        log.unit(&unit)?;
+        match unit.kind {
+            UnitKind::Header => batches.begin(unit)?,
+            UnitKind::Frame => {
+                batches.frame(decode_frame(stream, sequence, unit, None).unwrap())?;
+                sequence += 1;
+            }
+            UnitKind::Trailer => {
+                let end = log.end()?;
+                batches.commit(unit, end)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn mirror(source: &Source, world: &World, power: &Power, sent: &RefCell<Sent>) -> crate::Result<()> {
+    let mut replica = world.open(power)?;
+    let mut nonce = replica.standing().nonce;
+    let (mut log, mut batches) = replica.batches()?;
+    for to in 1..=LAST {
+        let header = header(source, to, nonce);
+        nonce = header.stream;
+        sent.borrow_mut().streams.push((nonce, to));
+        let bytes = source.encode(&header, to, &source.changed(to - 1, to));
+        send(&mut log, &mut batches, &bytes, nonce)?;
+        sent.borrow_mut().confirmed = to;
+        batches.apply()?;
+        if to == 3 {
+            log = batches.settle()?;
+        }
+    }
+    batches.finish()
+}
+
+/// What is left is the end of a batch, and says so.
+fn check(source: &Source, world: &World, sent: &Sent, what: &str) {
+    let replica = world.open(&on()).unwrap_or_else(|e| panic!("{what}: does not open: {e}"));
+    let standing = replica.standing().clone();
+    drop(replica);
+    let at = sent.streams.iter().find(|(stream, _)| *stream == standing.nonce).map_or(0, |(_, to)| *to);
+    assert!(world.holds(&source.images[at]), "{what}: is not batch {at} as it says");
+    assert!(at >= sent.confirmed, "{what}: is batch {at}, and {} was confirmed", sent.confirmed);
+    assert!(at <= sent.confirmed + 1, "{what}: is batch {at}, and only {} was confirmed", sent.confirmed);
+    let epoch = if at < EPOCH { 0 } else { EPOCH };
+    assert_eq!(standing.epoch, Some(source.epochs[epoch]), "{what}: batch {at}");
+    assert_eq!(standing.ahead, at != 0 && at != EPOCH, "{what}: batch {at}");
+    assert_eq!((standing.state, standing.under_way), (State::Exact, false), "{what}");
+    // A sync goes on from the epoch.
+    let next = world.fork();
+    let mut replica = next.open(&on()).unwrap();
+    merge(&mut replica, &source.tracked(epoch, LAST + 1), Commit::Journal)
+        .unwrap_or_else(|e| panic!("{what}: the next sync: {e}"));
+    drop(replica);
+    assert!(next.holds(&source.images[LAST + 1]), "{what}: the next sync");
+}
+
+fn cut_everywhere(kind: Kind) {
+    let source = source();
+    let start = replica_at(kind, &source, 0);
+    let (whole, power, sent) = (start.fork(), on(), RefCell::default());
+    mirror(&source, &whole, &power, &sent).unwrap();
+    check(&source, &whole, &sent.borrow(), "without a cut");
+    let steps = power.steps();
+    println!("{steps} steps");
+    for (number, (outage, disks, folders)) in OUTAGES.into_iter().enumerate() {
+        for step in 1..=steps {
+            if !soak() && number > 1 && (step + number as u64) % 13 != 0 {
+                continue;
+            }
+            let what = format!("cut by {outage:?} {disks:?} {folders:?} at step {step} of {steps}");
+            let (world, power, sent) = (start.fork(), Power::new(outage), RefCell::default());
+            power.cut_at(step);
+            assert!(mirror(&source, &world, &power, &sent).is_err(), "{what}");
+            power.crash(disks, folders, step * 7 + number as u64).unwrap();
+            check(&source, &world.fork(), &sent.borrow(), &what);
+            // The recovery is cut too.
+            if !soak() && step % 3 != 0 {
+                continue;
+            }
+            let power = Power::new(outage);
+            power.cut_at(1 + step % 17);
+            let _ = world.open(&power);
+            power.crash(disks, folders, step * 11 + number as u64).unwrap();
+            check(&source, &world, &sent.borrow(), &format!("{what}, and its recovery"));
+        }
+    }
+}
+
+#[test]
+fn batches_to_a_file() {
+    cut_everywhere(Kind::File);
+}
+
+#[test]
+fn batches_to_a_device() {
+    cut_everywhere(Kind::Device);
+}
+
+/// One sync of the journal commits a batch, however many there are.
+#[test]
+fn a_batch_costs_one_sync() {
+    let source = source();
+    let world = replica_at(Kind::File, &source, 0);
+    let power = on();
+    let mut replica = world.open(&power).unwrap();
+    let mut nonce = replica.standing().nonce;
+    let (mut log, mut batches) = replica.batches().unwrap();
+    for to in 1..=3 {
+        let header = header(&source, to, nonce);
+        nonce = header.stream;
+        let bytes = source.encode(&header, to, &source.changed(to - 1, to));
+        let before = power.syncs();
+        send(&mut log, &mut batches, &bytes, nonce).unwrap();
+        batches.apply().unwrap();
+        // The first one gives the journal its name, durably: a sync of the folder.
+        assert_eq!(power.syncs() - before, if to == 1 { 2 } else { 1 }, "batch {to}");
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let source = source();
+    let world = replica_at(Kind::File, &source, 0);
+    let mut replica = world.open(&on()).unwrap();
+    let nonce = replica.standing().nonce;
+    let first = header(&source, 1, nonce);
+    let bytes = source.encode(&first, 1, &source.changed(0, 1));
+    {
+        let (mut log, mut batches) = replica.batches().unwrap();
+        send(&mut log, &mut batches, &bytes, first.stream).unwrap();
+        // The same again, and one that leaves a batch out.
+        for (header, to) in [(first.clone(), 1), (header(&source, 3, Uuid::new_v4()), 3)] {
+            let bytes = source.encode(&header, to, &source.changed(to - 1, to));
+            let error = send(&mut log, &mut batches, &bytes, header.stream).unwrap_err();
+            assert!(matches!(error, ReplicaError::WrongEpoch { .. }), "{error}");
+        }
+        batches.finish().unwrap();
+    }
+    assert!(world.holds(&source.images[1]));
+    // A delta that ends at the epoch would take a part of the batch back.
+    let error = merge(&mut replica, &source.tracked(0, 0), Commit::Journal).unwrap_err();
+    assert!(error.to_string().contains("ahead"), "{error}");
+    drop(replica);
+    assert!(world.holds(&source.images[1]));
+    // What a batch lacks is not made up for.
+    let mut replica = world.open(&on()).unwrap();
+    let second = header(&source, 2, first.stream);
+    let bytes = source.encode(&second, 2, &source.changed(1, 2));
+    let mut damaged = bytes.clone();
+    let at = damaged.len() - 20;
+    damaged[at] ^= 1;
+    let (mut log, mut batches) = replica.batches().unwrap();
+    let mut units = Units::new(&damaged[..]);
+    let mut sequence = 0;
+    let failed = loop {
+        let unit = match units.next() {
+            Ok(Some(unit)) => unit,
+            _ => break true,
+        };
+        log.unit(&unit).unwrap();
+        let taken = match unit.kind {
+            UnitKind::Header => batches.begin(unit),
+            UnitKind::Frame => {
+                sequence += 1;
+                batches.frame(decode_frame(second.stream, sequence - 1, unit, None).unwrap())
+            }
+            UnitKind::Trailer => log.end().and_then(|end| batches.commit(unit, end)),
+        };
+        if taken.is_err() {
+            break true;
+        }
+        if sequence > 1000 {
+            break false;
+        }
+    };
+    assert!(failed);
+    batches.finish().unwrap();
+    drop(replica);
+    assert!(world.holds(&source.images[1]));
+}
+
+/// More than is held in memory is read back from the journal.
+#[test]
+fn a_large_batch_goes_by_the_journal() {
+    let blocks = 12_000;
+    let source = Source::new(9, &[blocks; 3]);
+    let world = replica_at(Kind::File, &source, 0);
+    let mut replica = world.open(&on()).unwrap();
+    let all = (0..blocks).collect();
+    let nonce = replica.standing().nonce;
+    let first = Header {
+        ahead: true,
+        chain: vec![source.epochs[0]],
+        binds: Some(nonce),
+        ..source.header(0, 1, Method::Tracked)
+    };
+    let (mut log, mut batches) = replica.batches().unwrap();
+    send(&mut log, &mut batches, &source.encode_in(&first, 1, &all, 200), first.stream).unwrap();
+    batches.apply().unwrap();
+    batches.finish().unwrap();
+    drop(replica);
+    assert!(world.holds(&source.images[1]));
+}
