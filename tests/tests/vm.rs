@@ -300,7 +300,7 @@ fn a_user_follows_and_syncs() {
         vm.options.files.extend([dsync_tests::site::binary().into(), repository().join("tests/chain.py")]);
         vm.modules(&["loop", "dm_delay"]);
         vm.variables = format!("LIVES={}", if soak() { 20 } else { 3 });
-        vm.run(900);
+        vm.run(1200);
     }
 }
 

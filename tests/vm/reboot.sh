@@ -22,7 +22,7 @@ if [ $BETWEEN != first ]; then
 fi
 synced "$BETWEEN: a sync" /dev/vda /tmp/r/copy.raw
 is "$BETWEEN: its method" "$(value method)" $METHOD
-[ $METHOD != tracked ] || [ "$(value blocks_changed)" -lt 400 ] || not_ok "$(value blocks_changed) blocks"
+[ $METHOD != tracked ] || [ "$(value blocks_changed)" -lt 4000 ] || not_ok "$(value blocks_changed) blocks"
 check "$BETWEEN: the replica is the disk" cmp /dev/vda /tmp/r/copy.raw
 mount /dev/vda /tmp/m
 dd if=/dev/urandom of=/tmp/m/file$$ bs=4k count=20 2>/dev/null

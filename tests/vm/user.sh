@@ -53,7 +53,7 @@ user() {
     check "$kind: with the same files" diff -r /tmp/m /tmp/look
     umount /tmp/look
 
-    says "$kind: state on what is to be frozen" "state-dir" dsync --state-dir /tmp/m/state sync $disk $copy
+    says "$kind: state on what is to be frozen" "state-dir" dsync --state-dir /tmp/m/state sync $disk /tmp/r/other.raw
     rm -rf /tmp/m/state
 
     # The paper's way.

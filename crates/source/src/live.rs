@@ -206,13 +206,6 @@ impl Live {
     /// `Refused` where that can't be had: too much changes, a freeze ends early, somebody writes past the file systems.
     pub fn cut(&self, also: &Bitmap, options: &CutOptions) -> Result<Cut, SourceError> {
         let mounts = self.mounts(options)?;
-        if mounts.is_empty() && options.freeze == FreezeMode::Require {
-            return Err(SourceError::Refused(format!(
-                "there is no mounted file system on {} to freeze: leave --freeze require out, and stop who writes to the \
-                 disk itself",
-                self.about.path.display()
-            )));
-        }
         if mounts.is_empty() {
             self.unfrozen_cut(also, options)
         } else {
@@ -220,21 +213,32 @@ impl Live {
         }
     }
 
-    /// The file systems that a cut freezes.
+    /// The file systems that a cut freezes, if it can.
     fn mounts(&self, options: &CutOptions) -> Result<Vec<Mount>, SourceError> {
-        match options.freeze {
-            FreezeMode::Never => Ok(Vec::new()),
-            _ => Ok(device::mounts_on(&self.about.path)?),
+        let mounts = match options.freeze {
+            FreezeMode::Never => return Ok(Vec::new()),
+            _ => device::mounts_on(&self.about.path)?,
+        };
+        if mounts.is_empty() && options.freeze == FreezeMode::Require {
+            return Err(SourceError::Refused(format!(
+                "there is no mounted file system on {} to freeze: leave --freeze require out, and stop who writes to the \
+                 disk itself",
+                self.about.path.display()
+            )));
         }
+        self.refuse_own_state(&mounts)?;
+        Ok(mounts)
     }
 
     /// Lets the file systems that a cut freezes write out what they hold in memory: the tracker sees it only then.
+    ///
+    /// # Errors
+    /// Where a cut would be refused: before a pass, so that nothing is copied in vain.
     pub fn flush(&self, options: &CutOptions) -> Result<(), SourceError> {
         freeze::flush(&self.mounts(options)?).map_err(refused)
     }
 
     fn frozen_cut(&self, also: &Bitmap, mounts: &[Mount], options: &CutOptions) -> Result<Cut, SourceError> {
-        self.refuse_own_state(mounts)?;
         let mut book = self.book();
         let mut capture = self.begin_capture()?;
         self.read_and_keep(&mut capture, also)?;

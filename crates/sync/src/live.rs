@@ -66,10 +66,10 @@ pub(crate) fn catch_up(
     let (mut first, mut before) = (None, u64::MAX);
     let mut pass = 0;
     let (positions, also) = loop {
+        live.flush(&options.cut)?;
         let whole = |positions: &[Position]| positions.last().is_some_and(|p| p.upto >= size);
         if let Way::Tracked(positions) = &way {
             if whole(positions) {
-                live.flush(&options.cut)?;
                 let lacks = handle.estimate(positions)?;
                 let blocks = lacks.count();
                 let few = blocks <= FEW_BLOCKS && blocks.saturating_mul(block_size) <= FEW_BYTES;
