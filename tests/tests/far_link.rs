@@ -38,16 +38,14 @@ fn lanes_fill_a_far_link() {
         return;
     }
     let scripts = repository().join("tests/vm");
-    let (rates, lanes, seconds, rounds) =
-        if soak() { ("100 1000", "1 4 8", 25, 3) } else { ("100", "4", 12, 1) };
-    let vanish = if soak() { "yes" } else { "" };
+    let (rates, lanes, seconds, rounds) = if soak() { ("100 1000", "4", 20, 3) } else { ("100", "4", 10, 1) };
     let options = Options {
         modules: ["veth", "sch_netem", "tcp_bbr"].map(String::from).into(),
         files: vec![PathBuf::from(env!("CARGO_BIN_EXE_carry")), scripts.join("lib.sh")],
         memory: 1024,
         cpus: 2,
         script: format!(
-            "RATES=\"{rates}\" LANES=\"{lanes}\" SECONDS_EACH={seconds} ROUNDS={rounds} VANISH={vanish}\n{}",
+            "RATES=\"{rates}\" LANES=\"{lanes}\" SECONDS_EACH={seconds} ROUNDS={rounds}\n{}",
             std::fs::read_to_string(scripts.join("far.sh")).expect("the script")
         ),
         ..Options::default()
@@ -71,6 +69,6 @@ fn lanes_fill_a_far_link() {
             100.0 * tls / rate
         ));
         // Far below the goals, so that a busy machine does not fail the test.
-        assert!(ratio > 0.5, "lanes carry {ratio:.2} of what plain TCP carries");
+        assert!(ratio > 0.3, "lanes carry {ratio:.2} of what plain TCP carries");
     }
 }

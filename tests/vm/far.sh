@@ -37,17 +37,14 @@ for rate in $RATES; do
     done
 done
 # A peer that vanishes: the link goes down in the middle.
-if [ -n "${VANISH:-}" ]; then
-    tc -n near qdisc del dev v0 root
-    near $carry source tls 10.9.0.2:7002 2 300 /tmp/keys >/tmp/vanish.log 2>&1 &
-    pid=$!
-    sleep 2
-    ip -n far link set v0 down
-    begin=$(date +%s)
-    wait $pid
-    took=$(($(date +%s) - begin))
-    say "a peer that vanished was noticed after $took s: $(cat /tmp/vanish.log)"
-    [ "$took" -le 45 ] && ok "noticed" || not_ok "noticed"
-fi
-dmesg | grep -i -E 'oops|bug:' && not_ok "nothing in the kernel's log" || ok "nothing in the kernel's log"
+near $carry source tls 10.9.0.2:7002 2 300 /tmp/keys >/tmp/vanish.log 2>&1 &
+pid=$!
+sleep 3
+ip -n far link set v0 down
+begin=$(date +%s)
+wait $pid
+took=$(($(date +%s) - begin))
+say "a peer that vanished was noticed after $took s: $(cat /tmp/vanish.log)"
+[ "$took" -le 45 ] && ok "a peer that vanished was noticed" || not_ok "a peer that vanished was noticed"
+quiet "a far link"
 done_testing
