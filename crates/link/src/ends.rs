@@ -391,11 +391,16 @@ pub(crate) mod tests {
 
     /// What a link of any kind must do: in `check`, `a` and `b` are its ends.
     fn every_link(check: fn(Link, Link)) {
+        every_near_link(check);
+        let (a, b) = crate::tests::over_tls(3);
+        check(a, b);
+    }
+
+    /// The same where time is measured, for links that need no more of a busy machine than a memory copy.
+    fn every_near_link(check: fn(Link, Link)) {
         let (a, b) = Link::pair();
         check(a, b);
         let (a, b) = piped();
-        check(a, b);
-        let (a, b) = crate::tests::over_tls(3);
         check(a, b);
     }
 
@@ -557,7 +562,7 @@ pub(crate) mod tests {
 
     #[test]
     fn the_limit_holds_within_a_tenth() {
-        every_link(|a, b| {
+        every_near_link(|a, b| {
             let ((tx, _a_rx), (_b_tx, rx)) = (a.split(), b.split());
             let rate = 16 << 20;
             tx.limit(rate);
@@ -582,7 +587,7 @@ pub(crate) mod tests {
 
     #[test]
     fn it_is_fast_enough_to_be_no_bottleneck() {
-        every_link(|a, b| {
+        every_near_link(|a, b| {
             let ((tx, _a_rx), (_b_tx, rx)) = (a.split(), b.split());
             let started = Instant::now();
             let far = thread::spawn(move || {

@@ -31,6 +31,13 @@ const AHEAD: usize = WINDOW as usize;
 /// What a waiting chunk costs beside its bytes.
 const KEPT: usize = 64;
 
+/// How long what was sent before a link is given up may take to go out.
+const LAST_WORDS: Duration = Duration::from_millis(500);
+
+/// What a thread does for its lane, and where it is counted.
+type Work = fn(&Session, &Lane) -> Result<(), String>;
+type Count = fn(&mut Threads) -> &mut usize;
+
 /// What is read from a connection at a time.
 const READ: usize = 256 << 10;
 
@@ -57,16 +64,17 @@ pub(crate) fn open(peer: &str, lanes: Vec<Secured>, patience: Duration) -> Resul
         lanes: lanes.collect(),
         out: Queue { state: Mutex::default(), changed: Condvar::new(), most: 2 * count },
         order: Order { state: Mutex::new(OrderState::of(count)), changed: Condvar::new() },
-        threads: Mutex::new(0),
+        threads: Mutex::default(),
         ended: Condvar::new(),
     });
     for lane in 0..count {
-        type Work = fn(&Session, &Lane) -> Result<(), String>;
-        for (name, work) in [("lane sender", send as Work), ("lane reader", receive)] {
+        let kinds: [(&str, Work, Count); 2] =
+            [("lane sender", send, |t| &mut t.senders), ("lane reader", receive, |t| &mut t.readers)];
+        for (name, work, count) in kinds {
             let started = session.lanes[lane].prepare(patience).and_then(|()| {
-                *lock(&session.threads) += 1;
+                *count(&mut lock(&session.threads)) += 1;
                 let worker = Arc::clone(&session);
-                let run = move || worker.run(&worker.lanes[lane], work);
+                let run = move || worker.run(&worker.lanes[lane], work, count);
                 thread::Builder::new().name(name.into()).spawn(run)
             });
             if let Err(error) = started {
@@ -86,9 +94,15 @@ struct Session {
     lanes: Vec<Lane>,
     out: Queue,
     order: Order,
-    /// Threads that are at work.
-    threads: Mutex<usize>,
+    threads: Mutex<Threads>,
     ended: Condvar,
+}
+
+/// Threads that are at work.
+#[derive(Default)]
+struct Threads {
+    senders: usize,
+    readers: usize,
 }
 
 struct Lane {
@@ -116,12 +130,19 @@ impl Lane {
 }
 
 impl Session {
-    fn run(&self, lane: &Lane, work: fn(&Session, &Lane) -> Result<(), String>) {
+    fn run(&self, lane: &Lane, work: Work, count: Count) {
         if let Err(why) = work(self, lane) {
             self.cut(&why);
         }
-        *lock(&self.threads) -= 1;
+        *count(&mut lock(&self.threads)) -= 1;
         self.ended.notify_all();
+    }
+
+    /// True if so many threads have ended within `patience`.
+    fn wait(&self, patience: Duration, ended: fn(&Threads) -> bool) -> bool {
+        let threads = lock(&self.threads);
+        let waited = self.ended.wait_timeout_while(threads, patience, |threads| !ended(threads));
+        ended(&waited.unwrap_or_else(PoisonError::into_inner).0)
     }
 
     /// Ends everything at once; the first reason stands.
@@ -136,19 +157,15 @@ impl Session {
 
 impl Carrier for Session {
     fn kill(&self) {
+        // What was sent before still goes out, as from a pipe, if the peer takes it.
+        self.out.close(None);
+        self.wait(LAST_WORDS, |threads| threads.senders == 0);
         self.cut("it was given up on this side");
     }
 
     fn settle(&self, patience: Duration) {
         self.out.close(None);
-        let threads = lock(&self.threads);
-        let (threads, _) = self
-            .ended
-            .wait_timeout_while(threads, patience, |threads| *threads > 0)
-            .unwrap_or_else(PoisonError::into_inner);
-        let left = *threads;
-        drop(threads);
-        if left > 0 {
+        if !self.wait(patience, |threads| threads.senders == 0 && threads.readers == 0) {
             self.cut("the peer did not end in time");
         }
     }

@@ -316,8 +316,8 @@ fn bad_peers_do_not_disturb_good_ones() {
         went_on("a flood");
         for mut socket in silent {
             let _ = socket.read_to_end(&mut Vec::new());
+            assert!(began.elapsed() < Duration::from_secs(12), "silent ones were kept");
         }
-        assert!(began.elapsed() < Duration::from_secs(12), "silent ones were kept for {:?}", began.elapsed());
         server.says(&["127.0.0.1", "in time"]);
         converse(server.call(&near, 1).unwrap(), 3).unwrap();
 

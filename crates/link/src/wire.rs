@@ -34,7 +34,7 @@ const GOODBYE: u8 = 2;
 pub(crate) trait Carrier: Send + Sync {
     /// The peer has said its hello.
     fn greeted(&self) {}
-    /// Ends it at once, and so wakes whoever is stuck in a write.
+    /// Ends it, and so wakes whoever is stuck in a write. What was sent before may still go out, for a moment.
     fn kill(&self);
     /// Waits that long until what was sent before the goodbye is delivered, then ends it.
     fn settle(&self, patience: Duration);
