@@ -69,7 +69,7 @@ struct Bench {
     /// Percentages of changed blocks, for the scenarios sync and compare
     #[arg(long, global = true, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=100))]
     percent: Vec<u32>,
-    /// Only the peers whose name contains one of these words, and the limit
+    /// Only the peers whose name contains one of these words, and the limit; of rolling, only these parts
     #[arg(long, global = true, value_delimiter = ',', value_name = "WORD")]
     only: Vec<String>,
     /// No line for every run

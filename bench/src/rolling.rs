@@ -133,13 +133,22 @@ pub fn rolling(bench: &Bench, report: &mut Report) -> Result<()> {
     if !place.has_rsync() {
         report.left_out("rsync", "it is not installed");
     }
-    inserted(&place, report, &path("old"))?;
+    if wanted(bench, "inserted") {
+        inserted(&place, report, &path("old"))?;
+    }
     hostile(&place, report, &path("old"))?;
-    if let Err(error) = real(&place, report, folder.path()) {
-        process::go_on()?;
-        report.left_out("real data", &format!("{error:#}"));
+    if wanted(bench, "packages") {
+        if let Err(error) = real(&place, report, folder.path()) {
+            process::go_on()?;
+            report.left_out("packages", &format!("{error:#}"));
+        }
     }
     Ok(())
+}
+
+/// Whether a part of the scenario is asked for: "inserted", "packages", or a hostile file by its name.
+fn wanted(bench: &Bench, part: &str) -> bool {
+    bench.only.is_empty() || bench.only.iter().any(|only| part.contains(only.as_str()))
 }
 
 /// 1 MiB inserted at the front.
@@ -287,6 +296,10 @@ fn late(seed: u64, at: u64, size: u64, buf: &mut [u8]) {
 
 fn hostile(place: &Place<'_>, report: &mut Report, old: &Path) -> Result<()> {
     let bench = place.bench;
+    let files: Vec<_> = HOSTILE.into_iter().filter(|(name, ..)| wanted(bench, name)).collect();
+    if files.is_empty() {
+        return Ok(());
+    }
     let sizes = match (bench.quick, bench.size) {
         (true, _) => vec![32 * MIB, 128 * MIB],
         (_, Some(most)) => vec![most / 4, most],
@@ -307,7 +320,7 @@ fn hostile(place: &Place<'_>, report: &mut Report, old: &Path) -> Result<()> {
         "time and bytes",
         &["file", "size", "dsync s", "s/GiB", "bytes", "rsync s", "bytes", "rsync/dsync"],
     );
-    for (name, sparse, before, after) in HOSTILE {
+    for (name, sparse, before, after) in files {
         let mut rates = Vec::new();
         for &bytes in &sizes {
             let needed = bytes * 3 + GIB;

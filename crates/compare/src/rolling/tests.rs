@@ -266,33 +266,3 @@ fn a_lying_account_is_refused_or_does_no_harm() {
     assert_eq!(sent, new.len());
     assert!(began.elapsed().as_secs() < 10, "{:?}", began.elapsed());
 }
-
-#[test]
-#[ignore = "a measurement"]
-fn speed() {
-    let old = noise(1 << 30, 3);
-    let (moved, other) = ([noise(1 << 20, 9), old.clone()].concat(), noise(1 << 30, 4));
-    for (what, new) in [("same", &old), ("moved", &moved), ("other", &other)] {
-        let source: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(new));
-        let destination: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(&old));
-        let shape = Shape::new(old.len() as u64, KEY);
-        let began = std::time::Instant::now();
-        let mut index = Index::new(shape.clone(), destination.len()).unwrap();
-        tell(&destination, &shape, |(said, sums)| index.hear(&said, &sums)).unwrap();
-        index.finish();
-        let told = began.elapsed();
-        for in_place in [None, Some(InPlace::default())] {
-            let began = std::time::Instant::now();
-            let mut sent = 0;
-            let found = |change| {
-                if let Change::Data { data, .. } = change {
-                    sent += data.len();
-                }
-                Ok(())
-            };
-            changes(&source, &index, in_place, found, |_| {}).unwrap();
-            let in_place = in_place.is_some();
-            println!("{what}: told {told:?}, in place {in_place} {:?}, {sent} sent", began.elapsed());
-        }
-    }
-}

@@ -8,4 +8,3 @@ mod raw;
 mod reader;
 mod refused;
 mod returned;
-mod speed;
