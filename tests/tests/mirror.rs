@@ -228,6 +228,8 @@ fn a_replica_within_an_epoch() {
     running.kill();
     recover(&scene, &scene.replica);
     scene.equal();
+    let status = scene.site.dsync(["status"]).arg(&scene.replica).ok().text();
+    assert!(status.contains("batch of a mirror after epoch"), "{status}");
     let refused = scene.site.dsync(["merge"]).arg(&scene.replica).input(old).code(4);
     refused.says(&["ahead"]);
     scene.change(5);

@@ -289,6 +289,37 @@ fn a_cut_transfer_goes_on() {
 }
 
 #[test]
+fn a_mirror_outlives_its_listener() {
+    let mut scene = Scene::new("a mirror over tls", 32 << 20);
+    let mut far = Far::trusted(&scene);
+    let mut mirror = scene
+        .site
+        .dsync(["mirror", "--json", "-v", "--lanes", "2"])
+        .arg(&scene.image)
+        .arg(far.destination("vm.raw"))
+        .start();
+    mirror.wait_to_say("mirroring to");
+    for signal in [Signal::KILL, Signal::TERM] {
+        scene.change(200);
+        let mut process = far.process.take().expect("a listener");
+        process.signal(signal);
+        process.output(Duration::from_secs(20));
+        scene.change(200);
+        far.start(&[]);
+        let until = Instant::now() + Duration::from_secs(60);
+        while image::first_difference(&scene.image, &far.replica()).is_some() {
+            assert!(Instant::now() < until, "it is not caught up: {}", mirror.stderr_so_far());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+    mirror.signal(Signal::TERM);
+    let output = mirror.output(Duration::from_secs(30));
+    assert!(output.status.success(), "{output}");
+    assert!(number(&output.summary(), "broken") >= 2, "{output}");
+    image::assert_equal(&scene.image, &far.replica());
+}
+
+#[test]
 fn a_replica_in_use_is_refused_and_others_are_not() {
     let scene = Scene::new("two at once", 64 << 20);
     let far = Far::trusted(&scene);

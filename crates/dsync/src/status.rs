@@ -167,6 +167,8 @@ struct ReplicaStatus {
     path: std::path::PathBuf,
     source: Option<uuid::Uuid>,
     epoch: Option<u64>,
+    /// It is ahead of that epoch by batches of a mirror.
+    ahead: bool,
     state: State,
     size: u64,
     recovered: Option<String>,
@@ -207,12 +209,17 @@ fn replica(
         path: absolute.clone(),
         source: standing.source,
         epoch: standing.epoch.map(|e| e.number),
+        ahead: standing.ahead,
         state: standing.state,
         size: standing.size,
         recovered: standing.recovered.clone(),
         partial: standing.under_way || standing.resumes.is_some(),
     };
     let at = match (status.epoch, status.state) {
+        (Some(epoch), State::Exact) if status.ahead => format!(
+            "exactly the last batch of a mirror after epoch {epoch} of source {}",
+            status.source.unwrap_or_default()
+        ),
         (Some(epoch), State::Exact) => {
             format!("exactly epoch {epoch} of source {}", status.source.unwrap_or_default())
         }

@@ -617,7 +617,7 @@ impl Session<'_> {
                 return Ok(Some(false));
             } else {
                 // Not slept through: much may be written in a long interval.
-                self.wait((due - past).min((interval / 4).max(Duration::from_millis(2))));
+                self.wait((due - past).min((interval / 2).max(Duration::from_millis(5))));
             }
         }
     }
