@@ -89,7 +89,7 @@ enum What {
     Serve,
     /// A disk of 64 TiB beside one of 1 GiB: idle, and with 1000 blocks changed; memory
     Idle,
-    /// The mirror: figures 3 to 8 of its paper, and what it costs the writer
+    /// The mirror: figures 3 to 8 of its paper, and what it costs the writer; --only fig3,…,fig8,cost for some of it
     Mirror,
     /// Writing to a live disk that is tracked, beside one that is not
     Track,

@@ -299,36 +299,39 @@ pub fn mirror(bench: &Bench, report: &mut Report) -> Result<()> {
         tls: listening.as_ref().map(|(listener, port)| (*port, listener.id())),
     };
     let at = |name: &str| figures.join(name);
+    let wanted = |name: &str| bench.only.is_empty() || bench.only.iter().any(|word| word == name);
     let serial = |compress, encrypt| Some(How::new("serial", compress, encrypt));
-    setting.figure(
-        report,
-        (&at("mirror-fig3.svg"), "Figure 3: baseline"),
-        SEQUENTIAL,
-        &[
-            ("no mirror", None),
-            ("without adaptive batching", Some(How::new("serial", false, false).with(&["--fixed-interval"]))),
-            ("adaptive batching", serial(false, false)),
-        ],
-    )?;
-    setting.figure(
-        report,
-        (&at("mirror-fig4.svg"), "Figure 4: compression and encryption, serial"),
-        SEQUENTIAL,
-        &[
-            ("neither", serial(false, false)),
-            ("compression", serial(true, false)),
-            ("encryption", serial(false, true)),
-            ("both", serial(true, true)),
-        ],
-    )?;
+    let figure_3 = [
+        ("no mirror", None),
+        ("without adaptive batching", Some(How::new("serial", false, false).with(&["--fixed-interval"]))),
+        ("adaptive batching", serial(false, false)),
+    ];
+    let figure_4 = [
+        ("neither", serial(false, false)),
+        ("compression", serial(true, false)),
+        ("encryption", serial(false, true)),
+        ("both", serial(true, true)),
+    ];
     let models: Vec<(&str, Option<How>)> =
         MODELS.iter().map(|model| (*model, Some(How::new(model, true, true)))).collect();
-    for (number, pattern) in [(5, SEQUENTIAL), (7, HALF), (8, RANDOM)] {
-        let title = format!("Figure {number}: models, {}", pattern.name);
-        setting.figure(report, (&at(&format!("mirror-fig{number}.svg")), &title), pattern, &models)?;
+    for (number, title, pattern, ways) in [
+        (3, "baseline", SEQUENTIAL, &figure_3[..]),
+        (4, "compression and encryption, serial", SEQUENTIAL, &figure_4[..]),
+        (5, "models, sequential", SEQUENTIAL, &models[..]),
+        (7, "models, 50 % random", HALF, &models[..]),
+        (8, "models, 100 % random", RANDOM, &models[..]),
+    ] {
+        if wanted(&format!("fig{number}")) {
+            let file = at(&format!("mirror-fig{number}.svg"));
+            setting.figure(report, (&file, &format!("Figure {number}: {title}")), pattern, ways)?;
+        }
     }
-    convergence(&setting, report, &at("mirror-fig6.svg"))?;
-    cost(&setting, report)?;
+    if wanted("fig6") {
+        convergence(&setting, report, &at("mirror-fig6.svg"))?;
+    }
+    if wanted("cost") {
+        cost(&setting, report)?;
+    }
     if let Some((listener, _)) = listening {
         listener.stop()?;
     }

@@ -53,6 +53,8 @@ fn on_signals(stop: Arc<AtomicBool>, mirroring: Arc<AtomicBool>, output: Output)
 pub fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()> {
     let destination = Destination::parse(&args.destination)?;
     units::check_rates(&[("--bwlimit", args.far.bwlimit), ("--rate", args.rate)])?;
+    // It works beside others, for as long as the machine runs: who writes to the disk goes first.
+    let _ = rustix::process::nice(10);
     let mut far = args.far.clone();
     if destination.host.is_some() && far.rsh == "ssh" {
         // A mirror must notice when its link falls; ssh by itself would not for hours.
