@@ -279,7 +279,7 @@ fn the_bpf_tracker_follows() {
         let mut vm = Vm::new(kernel, "bpf.sh", twins(&site, 320 * MIB, &mut random));
         vm.modules(&["dm_delay", "raid1", "xfs", "btrfs"]);
         vm.variables = format!("SEED={}\nSECONDS_OF_LOAD=20", random.below(1 << 30));
-        vm.run(400);
+        vm.run(900);
     }
 }
 

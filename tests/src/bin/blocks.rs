@@ -133,14 +133,17 @@ fn follow(path: &str, replica: &str, epoch: &str, die: bool) {
     assert_eq!(size(&device), tracker.size());
     let block = u64::from(tracker.block_size());
     let (mut buffer, mut before, mut same) = (Buffer::new(), Buffer::new(), 0);
-    for number in changes.runs().flatten() {
-        let at = number * block;
-        let len = block.min(tracker.size() - at) as usize;
-        let (bytes, before) = (buffer.get(len), before.get(len));
-        device.read_exact_at(bytes, at).expect("the device");
-        replica.read_exact_at(before, at).expect("the replica");
-        same += u64::from(bytes == before);
-        replica.write_all_at(bytes, at).expect("the replica");
+    for run in changes.runs() {
+        let end = (run.end * block).min(tracker.size());
+        for at in (run.start * block..end).step_by(CHUNK) {
+            let len = CHUNK.min((end - at) as usize);
+            let (bytes, before) = (buffer.get(len), before.get(len));
+            device.read_exact_at(bytes, at).expect("the device");
+            replica.read_exact_at(before, at).expect("the replica");
+            let blocks = bytes.chunks(block as usize).zip(before.chunks(block as usize));
+            same += blocks.filter(|(now, before)| now == before).count();
+            replica.write_all_at(bytes, at).expect("the replica");
+        }
     }
     eprintln!("same {same}");
     println!("{} {lost} {released} {}", tracker.kind(), changes.count());
