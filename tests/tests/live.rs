@@ -146,6 +146,32 @@ fn a_busy_file_system_is_copied_as_of_one_moment() {
 
 /// Killed at any moment: in a pass, between two, under the freeze, in the commit. Nothing stays frozen, nothing is lost.
 #[test]
+fn a_mounted_disk_is_mirrored() {
+    let what = "a mirror of a mounted disk";
+    let Some(tracked) = Tracked::new(what, 64 * MIB) else { return };
+    let copy = tracked.site.path("copy.raw");
+    let mut mirror =
+        tracked.site.dsync(["mirror", "--json", "--rpo", "2s"]).arg(tracked.device()).arg(&copy).start();
+    mirror.wait_to_say("\"trust\"");
+    let mut random = Random::new(what);
+    let content: Vec<Vec<u8>> = (0..20).map(|_| random.bytes(100_000)).collect();
+    for (number, bytes) in content.iter().enumerate() {
+        std::fs::write(tracked.place.join(format!("file-{number}")), bytes).expect("a file");
+        std::thread::sleep(Duration::from_millis(150));
+    }
+    mirror.signal(rustix::process::Signal::TERM);
+    let output = mirror.output(Duration::from_secs(60));
+    assert!(output.status.success(), "{output}");
+    assert!(number(&output.summary(), "syncs") >= 3, "{output}");
+    let look = Look::at(&tracked.site, &copy);
+    for (number, bytes) in content.iter().enumerate() {
+        let there = std::fs::read(look.place().join(format!("file-{number}"))).expect("a file");
+        assert!(there == *bytes, "file {number} is another at the replica");
+    }
+    look.check();
+}
+
+#[test]
 fn a_sync_that_is_killed_leaves_a_disk_that_is_followed_and_thawed() {
     let what = "syncs of a mounted disk that are killed";
     let Some(tracked) = Tracked::new(what, 256 * MIB) else { return };

@@ -248,7 +248,7 @@ fn one_slow_mirror_does_not_hold_up_another() {
     let mut fast = mirror(&scene, &scene.replica, &[]).start();
     fast.wait_to_say(MIRRORING);
     slow.wait_to_say(MIRRORING);
-    let load = Records::start(&scene.server().address(), "vm", None, 0);
+    let load = Records::start(&scene.server().address(), "vm", None, 300);
     std::thread::sleep(Duration::from_secs(3));
     let end = load.stop();
     wait_until("the fast one has it", || image::first_difference(&scene.image, &scene.replica).is_none());

@@ -94,14 +94,24 @@ pub fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()>
     let (path, name) = destination.place(&args.destination)?;
     let teller = Teller { output, name: &name, mirroring: &mirroring, last: Mutex::new(None) };
     let progress = |done, total| output.progress(done, total);
+    // A replica on this host is let go by a thread of its own.
+    let mut receiving: Option<std::thread::JoinHandle<()>> = None;
+    let mut reach = || -> Result<link::Link> {
+        if let Some(before) = receiving.take() {
+            let _ = before.join();
+        }
+        let (link, next) = connect(&destination, &far, state)?;
+        receiving = next;
+        Ok(link)
+    };
     let summary = sync::mirror(
         &mut || {
             let handle = Handle::attach(state, &args.source, &source_options)?;
             refuse_itself(&path, &destination, &handle).map_err(|e| SyncError::Refused(e.to_string()))?;
             Ok(handle)
         },
-        &mut || match connect(&destination, &far, state) {
-            Ok((link, _)) => Ok(link),
+        &mut || match reach() {
+            Ok(link) => Ok(link),
             Err(error) => match error.downcast::<link::Error>() {
                 Ok(error) => Err(error.into()),
                 Err(other) => Err(SyncError::Refused(failure::text(&other))),

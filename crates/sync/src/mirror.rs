@@ -131,36 +131,41 @@ pub fn mirror(
     let mut wait = FIRST_RETRY;
     // Until it has worked once, what fails is most likely the user's to mend: all but a link that was cut.
     let mut worked = false;
-    while !(stop.load(SeqCst) && worked) {
+    let (mut busy, mut stopped) = (0, false);
+    loop {
         let ended = match &mut followed {
             None => begin(attach, connect, (destination, name), options, &mut summary, tell, progress).map(
                 |begun| {
                     followed = Some(begun);
                     worked = true;
+                    Ended::Apart
                 },
             ),
-            Some(follow) if follow.handle.live().is_some() => {
-                follow.round(connect, (destination, name), options, &mut summary, stop, tell, progress)
-            }
             Some(follow) => {
-                match follow.mirror(connect, (destination, name), options, &mut summary, stop, tell) {
-                    Ok(Ended::Stopped) => break,
-                    Ok(Ended::Apart) => {
-                        followed = None;
-                        Ok(())
+                let ended = match follow.handle.live() {
+                    Some(_) => {
+                        let both = (destination, name);
+                        follow.round(connect, both, options, &mut summary, stop, tell, progress)
                     }
-                    Err(error) => {
-                        if matches!(error, SyncError::Source(_)) {
-                            followed = None;
-                        }
-                        Err(error)
-                    }
-                }
+                    None => follow.mirror(connect, (destination, name), options, &mut summary, stop, tell),
+                };
+                // What was known of the source goes with its server, or where the replica is another.
+                let anew = matches!(ended, Err(SyncError::Source(_)) | Ok(Ended::Apart));
+                followed = followed.filter(|_| !anew);
+                ended
             }
         };
         match ended {
-            Ok(()) => wait = FIRST_RETRY,
+            Ok(Ended::Stopped) => break,
+            Ok(Ended::Apart | Ended::Round) => (wait, busy) = (FIRST_RETRY, 0),
             Err(error) if is_final(&error) || !(worked || is_cut(&error)) => return Err(error),
+            // The end of the conversation before has not been heard everywhere yet.
+            Err(error) if error.class() == Class::Busy && busy < BUSY_LOOKS => {
+                busy += 1;
+                std::thread::sleep(LOOK_EVERY);
+            }
+            // After the word to stop, one more attempt is worth its time, and no more.
+            Err(error) if stopped => return Err(error),
             Err(error) => {
                 summary.broken += 1;
                 tell(MirrorEvent::Broken(&error, wait));
@@ -169,9 +174,7 @@ pub fn mirror(
                     std::thread::sleep(LOOK_EVERY);
                 }
                 wait = (wait * 2).min(LAST_RETRY);
-                if stop.load(SeqCst) {
-                    return Err(error);
-                }
+                stopped = stop.load(SeqCst);
             }
         }
     }
@@ -181,6 +184,9 @@ pub fn mirror(
     }
     Ok(summary)
 }
+
+/// How often a replica that is in use is asked for again at once.
+const BUSY_LOOKS: u32 = 40;
 
 /// What another attempt can't mend: another source, another replica, a source that shrank. What is merely in use may be free
 /// soon: the far side of a link that fell lets go when it notices.
@@ -203,6 +209,8 @@ enum Ended {
     Stopped,
     /// The replica does not stand where any batch left it: a sync must find what it lacks.
     Apart,
+    /// A live disk's batch is done.
+    Round,
 }
 
 /// Follows the source, and syncs: from there on batches can go on.
@@ -285,13 +293,15 @@ impl Followed {
         stop: &AtomicBool,
         tell: &(dyn Fn(MirrorEvent<'_>) + Sync),
         progress: Progress<'_>,
-    ) -> Result<(), SyncError> {
+    ) -> Result<Ended, SyncError> {
         // A freeze costs its writers: more than one a second is no way to treat a host.
         let interval = self.interval.current().max(Duration::from_secs(1));
         let until = self.epoch_began + interval;
         while Instant::now() < until && !stop.load(SeqCst) {
             std::thread::sleep(LOOK_EVERY);
         }
+        // The last one begins after the word to stop: what was written before that is in it.
+        let last = stop.load(SeqCst);
         let began = Instant::now();
         let synced = push(&self.handle, connect()?, destination, name, &options.sync, progress)?;
         self.interval.primary(began.elapsed());
@@ -303,7 +313,7 @@ impl Followed {
         summary.bytes_changed += synced.bytes_changed;
         summary.epoch = synced.epoch;
         tell(MirrorEvent::Synced(&synced));
-        Ok(())
+        Ok(if last { Ended::Stopped } else { Ended::Round })
     }
 
     /// Takes up batches where the replica stands, until told to stop or something fails.
