@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use source::{Handle, StateDir};
-use sync::{Batching, MirrorEvent, MirrorOptions, MirrorSummary, Options, Stages, SyncError};
+use sync::{Batching, Mirror, MirrorEvent, MirrorOptions, MirrorSummary, Options, Stages, SyncError};
 
 use crate::args::{self, StagesArg};
 use crate::failure;
@@ -104,25 +104,27 @@ pub fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()>
         receiving = next;
         Ok(link)
     };
-    let summary = sync::mirror(
-        &mut || {
+    let mirror = Mirror {
+        attach: &mut || {
             let handle = Handle::attach(state, &args.source, &source_options)?;
             refuse_itself(&path, &destination, &handle).map_err(|e| SyncError::Refused(e.to_string()))?;
             Ok(handle)
         },
-        &mut || match reach() {
+        connect: &mut || match reach() {
             Ok(link) => Ok(link),
             Err(error) => match error.downcast::<link::Error>() {
                 Ok(error) => Err(error.into()),
                 Err(other) => Err(SyncError::Refused(failure::text(&other))),
             },
         },
-        (&path, &name),
-        &options,
-        &stop,
-        &|event| teller.tell(event),
-        &progress,
-    );
+        destination: &path,
+        name: &name,
+        options: &options,
+        stop: &stop,
+        tell: &|event| teller.tell(event),
+        progress: &progress,
+    };
+    let summary = mirror.run();
     output.finish();
     let summary = summary?;
     say(&summary, &name, output);

@@ -411,12 +411,11 @@ fn a_lane_joins_only_the_session_of_its_own_key() {
     assert_eq!(answer(&near, join), NO_SESSION, "the session has all its lanes");
 }
 
-#[test]
-fn what_no_lane_carries_cuts_the_session() {
-    let (near, far) = two();
+/// A server that listens to its end of every link until that ends, and what ended it.
+fn ending(site: &Site) -> (Server, mpsc::Receiver<Error>) {
     let (sender, ends) = mpsc::channel();
     let sender = Mutex::new(sender);
-    let server = Server::start(&far, Limits::default(), move |link, _| {
+    let server = Server::start(site, Limits::default(), move |link, _| {
         let (_tx, rx) = link.split();
         let error = loop {
             match rx.recv() {
@@ -424,8 +423,15 @@ fn what_no_lane_carries_cuts_the_session() {
                 end => break end.map(drop).unwrap_err(),
             }
         };
-        lock(&sender).send(error.to_string()).unwrap();
+        lock(&sender).send(error).unwrap();
     });
+    (server, ends)
+}
+
+#[test]
+fn what_no_lane_carries_cuts_the_session() {
+    let (near, far) = two();
+    let (server, ends) = ending(&far);
     let header = |number: u64, len: u32| [&number.to_le_bytes()[..], &len.to_le_bytes()].concat();
     let chunk = |number: u64| [header(number, 16), b"\x93dsync\r\n\x01\0\0\0\0\0\x10\0".to_vec()].concat();
     for (bytes, why) in [
@@ -437,7 +443,7 @@ fn what_no_lane_carries_cuts_the_session() {
     ] {
         let (mut lane, _) = begun(&server, &near, 1);
         lane.write_all(&bytes, soon()).map_err(|failed| failed.error("")).unwrap();
-        let said = ends.recv_timeout(Duration::from_secs(20)).unwrap();
+        let said = ends.recv_timeout(Duration::from_secs(20)).unwrap().to_string();
         assert!(said.contains("cut") && said.contains(why), "{why}: {said}");
     }
     // A stream with a hole, cleanly ended.
@@ -445,13 +451,13 @@ fn what_no_lane_carries_cuts_the_session() {
     lane.write_all(&chunk(1), soon()).map_err(|failed| failed.error("")).unwrap();
     lane.tls.send_close_notify();
     let _ = lane.write_all(&[], soon());
-    let said = ends.recv_timeout(Duration::from_secs(20)).unwrap();
+    let said = ends.recv_timeout(Duration::from_secs(20)).unwrap().to_string();
     assert!(said.contains("chunk 0 never came"), "{said}");
     // One that ends within a chunk.
     let (mut lane, _) = begun(&server, &near, 1);
     lane.write_all(&header(0, 500), soon()).map_err(|failed| failed.error("")).unwrap();
     drop(lane);
-    assert!(ends.recv_timeout(Duration::from_secs(20)).unwrap().contains("cut"));
+    assert!(ends.recv_timeout(Duration::from_secs(20)).unwrap().is_cut());
 }
 
 #[test]
@@ -508,18 +514,7 @@ fn proxy(to: SocketAddr) -> Proxy {
 #[test]
 fn a_lane_that_breaks_cuts_the_link_at_both_ends() {
     let (near, far) = two();
-    let (sender, ends) = mpsc::channel();
-    let sender = Mutex::new(sender);
-    let server = Server::start(&far, Limits::default(), move |link, _| {
-        let (_tx, rx) = link.split();
-        let error = loop {
-            match rx.recv() {
-                Ok(Some(_)) => {}
-                end => break end.map(drop).unwrap_err(),
-            }
-        };
-        lock(&sender).send(error).unwrap();
-    });
+    let (server, ends) = ending(&far);
     for broken in 0..3 {
         let proxy = proxy(server.address);
         let call = Call { lanes: 3, ..Call::default() };

@@ -193,15 +193,14 @@ impl Batches<'_> {
         Ok(())
     }
 
-    /// Brings what was committed to the destination. Returns the bytes written. Not durable, as the journal has it.
+    /// Brings what was committed to the destination. Not durable, as the journal has it.
     ///
     /// # Errors
     /// If the destination fails: the batch is safe in the journal.
-    pub fn apply(&mut self) -> Result<u64> {
-        let Some(batch) = self.committed.take() else { return Ok(0) };
+    pub fn apply(&mut self) -> Result<()> {
+        let Some(batch) = self.committed.take() else { return Ok(()) };
         let path = self.replica.place.path().to_path_buf();
         let failed = |what| disk_error(what, &path, SAFE);
-        let before = self.applier.written;
         self.applier.rewind(u64::MAX).map_err(failed("write to"))?;
         match batch.frames {
             Some(frames) => {
@@ -218,8 +217,7 @@ impl Batches<'_> {
                 journal::replay(folder, WHOLE, &contents, &mut self.applier, &mut positions, to)?;
             }
         }
-        self.applier.drain().map_err(failed("write to"))?;
-        Ok(self.applier.written - before)
+        self.applier.drain().map_err(failed("write to"))
     }
 
     /// Makes the destination durable, moves the lineage, and begins the journal anew.

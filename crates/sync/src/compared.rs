@@ -166,17 +166,8 @@ pub(crate) fn send_differences(
     totals: &Totals,
     progress: Progress<'_>,
 ) -> Result<(), SyncError> {
-    sender.send_json(
-        PLAN,
-        &Plan {
-            bytes: 0,
-            compare: Some(scope.clone()),
-            rolling: None,
-            delta: true,
-            pass: how.pass,
-            mirror: None,
-        },
-    )?;
+    let plan = Plan { compare: Some(scope.clone()), delta: true, pass: how.pass, ..Plan::default() };
+    sender.send_json(PLAN, &plan)?;
     let (lacking, pass) = (how.lacking, how.pass);
     let mut sending = Sending::begin(sender, header, how, totals)?;
     let mut end = 0;

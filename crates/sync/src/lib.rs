@@ -28,7 +28,7 @@ pub use extents::{Extent, Extents};
 pub use extract::{Extracted, extract};
 pub use far::{Merged, merge, receive, receive_within};
 pub use messages::Commit;
-pub use mirror::{BatchReport, MirrorEvent, MirrorOptions, MirrorSummary, mirror};
+pub use mirror::{BatchReport, Mirror, MirrorEvent, MirrorOptions, MirrorSummary};
 pub use pipeline::Stages;
 pub use push::{How, Options, Progress, Summary, push};
 pub use reach::Reach;

@@ -15,13 +15,13 @@
 //!
 //! Either side may end the conversation with Failed at any time.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use compare::rolling::{Shape, Told};
 use compare::{Claim, Scope};
 use delta::{Epoch, Resume, Unit, UnitKind};
 use device::Buf;
-use link::Message;
+use link::{Link, Message, Receiver, Sender};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -68,6 +68,14 @@ pub(crate) struct Open {
     pub digests: Option<Digests>,
 }
 
+impl Open {
+    /// Neither to be adopted nor verified, and without digests.
+    pub(crate) fn new(path: &Path, journal_dir: &Option<PathBuf>, commit: Commit) -> Open {
+        let (path, journal_dir) = (path.to_path_buf(), journal_dir.clone());
+        Open { path, journal_dir, commit, adopt: false, verify: false, digests: None }
+    }
+}
+
 /// What stands at the destination.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Standing {
@@ -109,7 +117,7 @@ pub(crate) struct Part {
 }
 
 /// What will come.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Plan {
     /// Bytes of changes, as far as is known.
     pub bytes: u64,
@@ -207,7 +215,7 @@ pub(crate) fn unexpected(message: &Message) -> SyncError {
 }
 
 /// The next message, which must be of this kind.
-pub(crate) fn expect(receiver: &link::Receiver, kind: u8) -> Result<Message, SyncError> {
+pub(crate) fn expect(receiver: &Receiver, kind: u8) -> Result<Message, SyncError> {
     match receiver.recv()? {
         Some(message) if message.kind == kind => Ok(message),
         Some(message) => Err(unexpected(&message)),
@@ -216,4 +224,19 @@ pub(crate) fn expect(receiver: &link::Receiver, kind: u8) -> Result<Message, Syn
             class: Class::Failed,
         }),
     }
+}
+
+/// Begins a conversation: asks for a replica, and hears where it stands. `rate` limits what is sent, in bytes a second.
+pub(crate) fn open(
+    link: Link,
+    replica: &Open,
+    rate: Option<u64>,
+) -> Result<(Sender, Receiver, Standing), SyncError> {
+    let (sender, receiver) = link.split();
+    if let Some(rate) = rate {
+        sender.limit(rate);
+    }
+    sender.send_json(OPEN, replica)?;
+    let standing = expect(&receiver, STANDING)?.json()?;
+    Ok((sender, receiver, standing))
 }

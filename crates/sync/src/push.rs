@@ -22,8 +22,8 @@ use crate::error::SyncError;
 use crate::extents::Extents;
 use crate::live::{Caught, catch_up};
 use crate::messages::{
-    COMMITTED, Commit, Committed, FAILED, Failed, OPEN, Open, PLAN, Part, Plan, STANDING, Standing, expect,
-    of_unit, unexpected,
+    COMMITTED, Commit, Committed, FAILED, Failed, Open, PLAN, Part, Plan, Standing, expect, of_unit, open,
+    unexpected,
 };
 use crate::read::{FrameReader, FrameSize, Wanted};
 use crate::rolling::send_moved;
@@ -174,21 +174,13 @@ pub fn push(
 ) -> Result<Summary, SyncError> {
     let began = Instant::now();
     let traffic = link.traffic();
-    let (sender, receiver) = link.split();
-    if let Some(rate) = options.bwlimit {
-        sender.limit(rate);
-    }
     let about = handle.about();
-    let open = Open {
-        path: destination.to_path_buf(),
-        journal_dir: options.journal_dir.clone(),
-        commit: options.commit,
+    let replica = Open {
         adopt: options.adopt,
-        verify: false,
         digests: options.digests.clone().map(|file| Digests { file, hash: options.hash }),
+        ..Open::new(destination, &options.journal_dir, options.commit)
     };
-    sender.send_json(OPEN, &open)?;
-    let standing: Standing = expect(&receiver, STANDING)?.json()?;
+    let (sender, receiver, standing) = open(link, &replica, options.bwlimit)?;
     let way = choose(handle, &standing, options)?;
     let mut summary = Summary {
         source: about.path.clone(),
@@ -673,10 +665,7 @@ fn send_wanted(
     progress: Progress<'_>,
 ) -> Result<(), SyncError> {
     let (_, _, bytes) = found.wanted.count(&**view).map_err(SyncError::io("look at the view"))?;
-    sender.send_json(
-        PLAN,
-        &Plan { bytes, compare: None, rolling: None, delta: true, pass: found.pass, mirror: None },
-    )?;
+    sender.send_json(PLAN, &Plan { bytes, delta: true, pass: found.pass, ..Plan::default() })?;
     let how = options.packing(found.wanted.block_size, found.pass);
     pack_wanted(sender, view, &found.header, &found.wanted, how, totals, &|done| progress(done, bytes))
 }

@@ -38,17 +38,7 @@ pub(crate) fn send_moved(
     let reading = || SyncError::io("read the view of the source");
     let shape = Shape::new(view.len().max(header.size_before), key());
     let all = shape.size + view.len();
-    sender.send_json(
-        PLAN,
-        &Plan {
-            bytes: 0,
-            compare: None,
-            rolling: Some(shape.clone()),
-            delta: true,
-            pass: false,
-            mirror: None,
-        },
-    )?;
+    sender.send_json(PLAN, &Plan { rolling: Some(shape.clone()), delta: true, ..Plan::default() })?;
     let mut index = Index::new(shape.clone(), header.size_before).map_err(reading())?;
     while !index.is_whole() {
         let message = expect(receiver, SUMS)?;

@@ -22,7 +22,7 @@ use uuid::Uuid;
 use crate::compared::{Sending, compare};
 use crate::error::SyncError;
 use crate::extents::Extents;
-use crate::messages::{Commit, OPEN, Open, PLAN, Plan, STANDING, Standing, expect};
+use crate::messages::{Commit, Open, PLAN, Plan, Standing, open};
 use crate::push::{Packing, Progress, Totals, bookmark, committed};
 use crate::read::FrameSize;
 
@@ -110,21 +110,9 @@ pub fn verify(
 ) -> Result<Verified, SyncError> {
     let began = Instant::now();
     let traffic = link.traffic();
-    let (sender, receiver) = link.split();
-    if let Some(rate) = options.bwlimit {
-        sender.limit(rate);
-    }
     let about = handle.about();
-    let open = Open {
-        path: destination.to_path_buf(),
-        journal_dir: options.journal_dir.clone(),
-        commit: options.commit,
-        adopt: false,
-        verify: true,
-        digests: None,
-    };
-    sender.send_json(OPEN, &open)?;
-    let standing: Standing = expect(&receiver, STANDING)?.json()?;
+    let replica = Open { verify: true, ..Open::new(destination, &options.journal_dir, options.commit) };
+    let (sender, receiver, standing) = open(link, &replica, options.bwlimit)?;
     let position = [stands(handle, &standing)?];
     let lost = known(handle, &position, &standing)?;
     let partly = !options.ranges.is_empty();
@@ -203,14 +191,7 @@ pub fn verify(
         seconds: 0.0,
         recovered: standing.recovered.clone(),
     };
-    let plan = Plan {
-        bytes: 0,
-        compare: Some(scope.clone()),
-        rolling: None,
-        delta: options.repair,
-        pass: false,
-        mirror: None,
-    };
+    let plan = Plan { compare: Some(scope.clone()), delta: options.repair, ..Plan::default() };
     sender.send_json(PLAN, &plan)?;
     let totals = Totals::default();
     if options.repair {

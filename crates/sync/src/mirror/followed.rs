@@ -1,0 +1,172 @@
+//! A source that is followed, over as many conversations as it takes.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::{Duration, Instant};
+
+use delta::Epoch;
+use extents::Bitmap;
+use source::{Batches, Handle};
+use uuid::Uuid;
+
+use super::session::{Ground, Sent, Session};
+use super::{Ended, Mirror, MirrorEvent, MirrorSummary};
+use crate::batching::Interval;
+use crate::error::SyncError;
+use crate::messages::{MirrorPlan, Open, PLAN, Plan, Standing, open};
+use crate::push::{Summary, push};
+
+/// A source that is followed, and what of it the replica may have.
+pub(super) struct Followed {
+    handle: Handle,
+    /// `None` for a live disk, each of whose batches is a sync.
+    batches: Option<Batches>,
+    /// Where the replica stood when it was last heard of.
+    at: At,
+    /// Batches that were sent and not confirmed, oldest first.
+    unconfirmed: VecDeque<Sent>,
+    interval: Interval,
+    epoch_began: Instant,
+    count: u64,
+}
+
+/// Where a replica stands.
+#[derive(Clone, Copy, PartialEq)]
+enum At {
+    /// At an epoch, by a sync.
+    Epoch(Option<Epoch>),
+    /// Where the batch of this stream left it.
+    Batch(Uuid),
+}
+
+/// Brings the replica to the source's state of now.
+fn sync(handle: &Handle, mirror: &mut Mirror<'_>, summary: &mut MirrorSummary) -> Result<Summary, SyncError> {
+    let link = (mirror.connect)()?;
+    let options = &mirror.options.sync;
+    let synced = push(handle, link, mirror.destination, mirror.name, options, mirror.progress)?;
+    summary.syncs += 1;
+    summary.bytes_sent += synced.bytes_sent;
+    summary.epoch = synced.epoch;
+    (mirror.tell)(MirrorEvent::Synced(&synced));
+    Ok(synced)
+}
+
+impl Followed {
+    /// Follows the source, and syncs: from there on batches can go on.
+    pub(super) fn begin(mirror: &mut Mirror<'_>, summary: &mut MirrorSummary) -> Result<Followed, SyncError> {
+        let handle = (mirror.attach)()?;
+        // Before the checkpoint of the sync: what is written from there on is in the first batch.
+        let batches = if handle.live().is_some() { None } else { Some(handle.follow()?) };
+        let synced = sync(&handle, mirror, summary)?;
+        let epoch = handle.last_epoch()?.filter(|e| Some(e.number) == synced.epoch);
+        Ok(Followed {
+            handle,
+            batches,
+            at: At::Epoch(epoch),
+            unconfirmed: VecDeque::new(),
+            interval: Interval::new(&mirror.options.batching),
+            epoch_began: Instant::now(),
+            count: 0,
+        })
+    }
+
+    /// Goes on, until told to stop or something fails.
+    pub(super) fn go_on(
+        &mut self,
+        mirror: &mut Mirror<'_>,
+        summary: &mut MirrorSummary,
+    ) -> Result<Ended, SyncError> {
+        match &self.batches {
+            Some(_) => self.converse(mirror, summary),
+            None => self.round(mirror, summary),
+        }
+    }
+
+    /// Lets the source go.
+    pub(super) fn close(self) -> Result<(), SyncError> {
+        Ok(self.handle.close()?)
+    }
+
+    /// A batch of a live disk: a sync with its freeze.
+    fn round(&mut self, mirror: &mut Mirror<'_>, summary: &mut MirrorSummary) -> Result<Ended, SyncError> {
+        // A freeze costs its writers: more than one a second is no way to treat a host.
+        mirror.rest_until(self.epoch_began + self.interval.current().max(Duration::from_secs(1)));
+        // The last one begins after the word to stop: what was written before that is in it.
+        let last = mirror.stop.load(SeqCst);
+        let began = Instant::now();
+        let synced = sync(&self.handle, mirror, summary)?;
+        self.interval.primary(began.elapsed());
+        self.interval.backup(began.elapsed(), began.elapsed(), synced.blocks_changed);
+        self.epoch_began = began;
+        summary.batches += 1;
+        summary.bytes_changed += synced.bytes_changed;
+        Ok(if last { Ended::Stopped } else { Ended::Round })
+    }
+
+    /// Takes up batches where the replica stands, until told to stop or something fails.
+    fn converse(&mut self, mirror: &mut Mirror<'_>, summary: &mut MirrorSummary) -> Result<Ended, SyncError> {
+        let link = (mirror.connect)()?;
+        let traffic = link.traffic();
+        let options = mirror.options;
+        let replica = Open::new(mirror.destination, &options.sync.journal_dir, options.sync.commit);
+        let (sender, receiver, standing) = open(link, &replica, options.sync.bwlimit)?;
+        let lacking = self.recognise(&standing);
+        let (Some(lacking), Some(batches)) = (lacking, &self.batches) else {
+            sender.finish()?;
+            return Ok(Ended::Apart);
+        };
+        for changes in lacking {
+            batches.give_back(&changes)?;
+        }
+        let plan = MirrorPlan {
+            stages: options.there,
+            timeout_ms: options.timeout.as_millis().try_into().unwrap_or(u32::MAX),
+        };
+        let plan = Plan { delta: true, mirror: Some(plan), ..Plan::default() };
+        sender.send_json(PLAN, &plan)?;
+        (mirror.tell)(MirrorEvent::Mirroring);
+        let ground = Ground {
+            handle: &self.handle,
+            batches,
+            options,
+            stop: mirror.stop,
+            tell: mirror.tell,
+            sender: &sender,
+            receiver: &receiver,
+        };
+        let session = Session::new(ground, mirror.name, &standing, self.interval.clone());
+        let (result, left) = session.run(&mut self.epoch_began, &mut self.count);
+        self.interval = left.interval;
+        self.unconfirmed = left.unconfirmed;
+        self.at = At::Batch(left.confirmed.unwrap_or(standing.nonce));
+        summary.batches += left.summary.batches;
+        summary.bytes_changed += left.summary.bytes_changed;
+        summary.epoch = left.summary.epoch.or(summary.epoch);
+        summary.bytes_sent += traffic.sent();
+        result?;
+        sender.finish()?;
+        while receiver.recv()?.is_some() {}
+        Ok(Ended::Stopped)
+    }
+
+    /// What the replica lacks of what was sent, if it stands where a batch has left it.
+    fn recognise(&mut self, standing: &Standing) -> Option<Vec<Arc<Bitmap>>> {
+        if standing.under_way || standing.resumes.is_some() || standing.changed.is_some() {
+            return None;
+        }
+        let sent = std::mem::take(&mut self.unconfirmed);
+        let known = match self.at {
+            At::Batch(stream) => stream == standing.nonce,
+            At::Epoch(epoch) => epoch.is_some() && epoch == standing.epoch && !standing.ahead,
+        };
+        // Confirmations may have been lost with the link.
+        let arrived = match sent.iter().position(|s| s.stream == standing.nonce) {
+            Some(at) => at + 1,
+            None if known => 0,
+            None => return None,
+        };
+        self.at = At::Batch(standing.nonce);
+        Some(sent.into_iter().skip(arrived).map(|s| s.changes).collect())
+    }
+}

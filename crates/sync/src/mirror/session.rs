@@ -1,0 +1,471 @@
+//! One conversation with the replica: batches are cut, read, packed and sent, and their confirmations heard.
+
+use std::collections::VecDeque;
+use std::ops::Deref;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use delta::{Compressor, Encoder, Epoch, Frame, Header, Method, encode_frame};
+use extents::Bitmap;
+use link::{Heard, Receiver, Sender};
+use source::{Batch, Batches, Handle};
+use uuid::Uuid;
+
+use super::{BatchReport, LOOK_EVERY, MirrorEvent, MirrorOptions, MirrorSummary};
+use crate::batching::Interval;
+use crate::error::{Class, SyncError};
+use crate::messages::{BATCH, Confirmed, PING, Standing, unexpected};
+use crate::push::{Packing, Sink, Totals, bookmark};
+use crate::read::{FrameReader, FrameSize, Wanted};
+
+/// Batches that may be on their way.
+const WINDOW: usize = 16;
+/// After so long without a word the far side is asked for one.
+const PING_EVERY: Duration = Duration::from_secs(5);
+
+/// A batch on its way.
+pub(super) struct Sent {
+    pub(super) stream: Uuid,
+    epoch: Epoch,
+    ends: bool,
+    pub(super) changes: Arc<Bitmap>,
+    blocks: u64,
+    bytes: u64,
+    cut: Instant,
+    /// The cut before: what was written just after it has waited until now.
+    cut_before: Instant,
+    primary: Option<Duration>,
+}
+
+/// What a conversation stands on.
+pub(super) struct Ground<'a> {
+    pub(super) handle: &'a Handle,
+    pub(super) batches: &'a Batches,
+    pub(super) options: &'a MirrorOptions,
+    pub(super) stop: &'a AtomicBool,
+    pub(super) tell: &'a (dyn Fn(MirrorEvent<'_>) + Sync),
+    pub(super) sender: &'a Sender,
+    pub(super) receiver: &'a Receiver,
+}
+
+/// One conversation with the replica.
+pub(super) struct Session<'a> {
+    ground: Ground<'a>,
+    bookmark: String,
+    /// The state that the first batch is bound to.
+    nonce: Uuid,
+    size: u64,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl<'a> Deref for Session<'a> {
+    type Target = Ground<'a>;
+
+    fn deref(&self) -> &Ground<'a> {
+        &self.ground
+    }
+}
+
+/// What a conversation knows, and leaves to the next.
+pub(super) struct State {
+    /// Batches that were sent and not confirmed, oldest first.
+    pub(super) unconfirmed: VecDeque<Sent>,
+    pub(super) interval: Interval,
+    /// The last batch that was sent ends within an epoch.
+    ahead: bool,
+    /// The last batch that was confirmed.
+    pub(super) confirmed: Option<Uuid>,
+    pub(super) summary: MirrorSummary,
+    failed: Option<SyncError>,
+    /// No batch will follow.
+    ended: bool,
+}
+
+/// What passes through the stages.
+enum Item {
+    Header(Box<Header>),
+    Frame(Uuid, u64, Frame),
+    Trailer(Uuid, Instant),
+}
+
+enum Packed {
+    Frame(Box<delta::Encoded>),
+    Other(Item),
+}
+
+impl<'a> Session<'a> {
+    /// A conversation with the replica that the user calls `name`, from where it stands.
+    pub(super) fn new(
+        ground: Ground<'a>,
+        name: &str,
+        standing: &Standing,
+        interval: Interval,
+    ) -> Session<'a> {
+        let state = State {
+            unconfirmed: VecDeque::new(),
+            interval,
+            ahead: standing.ahead,
+            confirmed: None,
+            summary: MirrorSummary::default(),
+            failed: None,
+            ended: false,
+        };
+        Session {
+            ground,
+            bookmark: bookmark(name, standing),
+            nonce: standing.nonce,
+            size: standing.size,
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits a little, or until something happens.
+    fn wait(&self, least: Duration) {
+        let state = self.state();
+        let waited = self.changed.wait_timeout(state, least.min(LOOK_EVERY));
+        drop(waited.unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Ends all of it.
+    fn fail(&self, error: SyncError) {
+        self.state().failed.get_or_insert(error);
+        self.changed.notify_all();
+        self.sender.cut();
+    }
+
+    /// Until told to stop, or something fails. What failed first tells why the others did.
+    pub(super) fn run(self, epoch_began: &mut Instant, count: &mut u64) -> (Result<(), SyncError>, State) {
+        std::thread::scope(|scope| {
+            let hearing = scope.spawn(|| self.hear().unwrap_or_else(|error| self.fail(error)));
+            match self.send_batches(epoch_began, count) {
+                Ok(()) => {
+                    self.state().ended = true;
+                    self.changed.notify_all();
+                }
+                Err(error) => {
+                    let mut state = self.state();
+                    if state.failed.as_ref().is_none_or(|e| matches!(e, SyncError::Refused(_))) {
+                        state.failed = Some(error);
+                    }
+                    drop(state);
+                    // The reason may still be on its way from the far side; then nothing more is expected of it.
+                    self.wait(LOOK_EVERY);
+                    self.sender.cut();
+                }
+            }
+            let _ = hearing.join();
+        });
+        let mut state = self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let failed = state.failed.take();
+        (failed.map_or(Ok(()), Err), state)
+    }
+
+    /// Batch after batch through the stages.
+    fn send_batches(&self, epoch_began: &mut Instant, count: &mut u64) -> Result<(), SyncError> {
+        let mut encoder: Option<Encoder> = None;
+        let totals = Totals::default();
+        let level = self.options.sync.compress;
+        self.options.here.run(
+            |give| self.cut_batches(give, epoch_began, count, &totals),
+            || level.and_then(|level| Compressor::new(level).ok()),
+            |compressor, item| match item {
+                Item::Frame(stream, sequence, frame) => {
+                    let encoded = encode_frame(stream, sequence, frame, compressor.as_mut())?;
+                    Ok(Packed::Frame(Box::new(encoded)))
+                }
+                other => Ok(Packed::Other(other)),
+            },
+            |packed| {
+                let mut sink = self.sender;
+                match (packed, &mut encoder) {
+                    (Packed::Other(Item::Header(header)), _) => {
+                        let (begun, unit) = Encoder::new(&header, None)?;
+                        encoder = Some(begun);
+                        sink.unit(unit)
+                    }
+                    (Packed::Frame(frame), Some(encoder)) => sink.unit(encoder.append(*frame)?),
+                    (Packed::Other(Item::Trailer(stream, cut)), slot) => {
+                        if let Some(encoder) = slot.take() {
+                            sink.unit(encoder.trailer())?;
+                        }
+                        self.sent(stream, cut.elapsed());
+                        Ok(())
+                    }
+                    _ => Ok(()),
+                }
+            },
+            || {
+                self.state().failed.get_or_insert(SyncError::Refused("stopped".into()));
+                self.changed.notify_all();
+            },
+        )
+    }
+
+    /// The source's site is through with a batch.
+    fn sent(&self, stream: Uuid, took: Duration) {
+        let mut state = self.state();
+        state.interval.primary(took);
+        if let Some(sent) = state.unconfirmed.iter_mut().find(|s| s.stream == stream) {
+            sent.primary = Some(took);
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Cuts batches in time, reads them, and gives their frames on.
+    fn cut_batches(
+        &self,
+        give: &mut dyn FnMut(Item) -> Result<(), SyncError>,
+        epoch_began: &mut Instant,
+        count: &mut u64,
+        totals: &Totals,
+    ) -> Result<(), SyncError> {
+        let mut nonce = self.nonce;
+        let block_size = u64::from(self.handle.about().block_size);
+        let mut cut_before = Instant::now();
+        let mut pause = Duration::ZERO;
+        loop {
+            let Some(last) = self.await_interval(cut_before, pause)? else { return Ok(()) };
+            let due = epoch_began.elapsed() >= self.options.epoch_every && self.state().ahead;
+            let ends = last || due;
+            if last && !self.state().ahead && self.batches.pending()? == 0 {
+                return Ok(());
+            }
+            let cut = Instant::now();
+            let Some(batch) = self.batches.next(ends)? else {
+                // Nothing was written: the next look may come later, and nobody's write has waited.
+                (pause, cut_before) = (Duration::ZERO, cut);
+                self.wait(LOOK_EVERY);
+                continue;
+            };
+            if ends {
+                *epoch_began = cut;
+            }
+            *count += 1;
+            let stream = Uuid::new_v4();
+            let blocks = batch.changes.count();
+            let bytes = blocks * block_size;
+            self.begin_batch(&batch, stream, ends, (blocks, bytes), (cut, cut_before));
+            pause = self.state().interval.at_least(bytes);
+            cut_before = cut;
+            give(Item::Header(Box::new(self.header(&batch, stream, nonce, ends))))?;
+            nonce = stream;
+            self.read(&batch, (stream, bytes), give, totals)?;
+            self.batches.done(&batch)?;
+            give(Item::Trailer(stream, cut))?;
+            if !self.options.here.overlap {
+                self.await_sent(stream)?;
+            }
+            if last {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Waits for the moment of the next cut. `None` if there will be none; else whether it is the last.
+    fn await_interval(&self, cut_before: Instant, pause: Duration) -> Result<Option<bool>, SyncError> {
+        loop {
+            let (interval, threshold, on_their_way) = {
+                let state = self.state();
+                if state.failed.is_some() {
+                    return Ok(None);
+                }
+                (state.interval.current(), state.interval.threshold(), state.unconfirmed.len())
+            };
+            if self.stop.load(SeqCst) {
+                return Ok(Some(true));
+            }
+            let past = cut_before.elapsed();
+            let due = interval.max(pause);
+            if on_their_way >= WINDOW {
+                self.wait(LOOK_EVERY);
+            } else if past >= due
+                || (past >= pause && on_their_way <= 1 && self.batches.pending()? >= threshold)
+            {
+                return Ok(Some(false));
+            } else {
+                // Not slept through: much may be written in a long interval.
+                self.wait((due - past).min((interval / 2).max(Duration::from_millis(5))));
+            }
+        }
+    }
+
+    fn await_sent(&self, stream: Uuid) -> Result<(), SyncError> {
+        loop {
+            let state = self.state();
+            if state.failed.is_some() {
+                return Err(SyncError::Refused("stopped".into()));
+            }
+            let waits = state.unconfirmed.iter().any(|s| s.stream == stream && s.primary.is_none());
+            drop(state);
+            if !waits {
+                return Ok(());
+            }
+            self.wait(LOOK_EVERY);
+        }
+    }
+
+    fn begin_batch(
+        &self,
+        batch: &Batch,
+        stream: Uuid,
+        ends: bool,
+        (blocks, bytes): (u64, u64),
+        (cut, cut_before): (Instant, Instant),
+    ) {
+        let mut state = self.state();
+        state.ahead = !ends;
+        state.unconfirmed.push_back(Sent {
+            stream,
+            epoch: batch.epoch,
+            ends,
+            changes: batch.changes.clone(),
+            blocks,
+            bytes,
+            cut,
+            cut_before,
+            primary: None,
+        });
+    }
+
+    fn header(&self, batch: &Batch, stream: Uuid, nonce: Uuid, ends: bool) -> Header {
+        let about = self.handle.about();
+        Header {
+            stream,
+            source: about.uuid,
+            chain: vec![batch.epoch],
+            size_before: self.size,
+            size_after: device::Disk::len(&*batch.view),
+            block_size: about.block_size,
+            method: Method::Tracked,
+            binds: Some(nonce),
+            resumes: None,
+            fuzzy: false,
+            lacking: false,
+            ahead: !ends,
+        }
+    }
+
+    /// Reads a batch from its view.
+    fn read(
+        &self,
+        batch: &Batch,
+        (stream, bytes): (Uuid, u64),
+        give: &mut dyn FnMut(Item) -> Result<(), SyncError>,
+        totals: &Totals,
+    ) -> Result<(), SyncError> {
+        let block_size = u64::from(self.handle.about().block_size);
+        let size = device::Disk::len(&*batch.view);
+        let wanted =
+            Wanted { changes: batch.changes.clone(), block_size, size, all_from: u64::MAX, to_end: false };
+        let packing = Packing {
+            compress: self.options.sync.compress,
+            size: FrameSize::shared(bytes, block_size),
+            lacking: false,
+            pass: false,
+        };
+        let reading = || SyncError::io("read the view of the source");
+        let mut frames = FrameReader::new(&wanted, &batch.view, &packing, totals).map_err(reading())?;
+        let mut sequence = 0;
+        while let Some((frame, end)) = frames.next(None).map_err(reading())? {
+            batch.view.taken(end);
+            give(Item::Frame(stream, sequence, frame))?;
+            sequence += 1;
+        }
+        batch.view.verify().map_err(reading())
+    }
+
+    /// Hears confirmations, until all that was sent is confirmed and nothing more will be.
+    fn hear(&self) -> Result<(), SyncError> {
+        let traffic = self.sender.traffic();
+        let (mut received, mut heard, mut pinged) = (traffic.received(), Instant::now(), Instant::now());
+        loop {
+            {
+                let state = self.state();
+                if state.failed.is_some() || (state.ended && state.unconfirmed.is_empty()) {
+                    return Ok(());
+                }
+            }
+            let message = match self.receiver.recv_within(LOOK_EVERY)? {
+                Heard::Message(message) => message,
+                Heard::Goodbye => {
+                    return Err(SyncError::Far {
+                        message: "the far side ended the mirror".into(),
+                        class: Class::Failed,
+                    });
+                }
+                Heard::Nothing => {
+                    if traffic.received() != received {
+                        (received, heard) = (traffic.received(), Instant::now());
+                    }
+                    if heard.elapsed() > self.options.timeout {
+                        return Err(SyncError::Far {
+                            message: format!(
+                                "nothing came from the far side for {} s: the link is given up",
+                                self.options.timeout.as_secs()
+                            ),
+                            class: Class::Failed,
+                        });
+                    }
+                    let idle = self.state().unconfirmed.is_empty();
+                    if idle && pinged.elapsed() > PING_EVERY {
+                        pinged = Instant::now();
+                        self.sender.send_json(PING, &())?;
+                    }
+                    continue;
+                }
+            };
+            (received, heard) = (traffic.received(), Instant::now());
+            match message.kind {
+                PING => {}
+                BATCH => self.confirm(&message.json()?)?,
+                _ => return Err(unexpected(&message)),
+            }
+        }
+    }
+
+    fn confirm(&self, confirmed: &Confirmed) -> Result<(), SyncError> {
+        let mut state = self.state();
+        let next = state.unconfirmed.pop_front().filter(|s| s.stream == confirmed.stream);
+        let Some(sent) = next else {
+            return Err(SyncError::Far {
+                message: "the far side confirmed a batch that is not due".into(),
+                class: Class::Failed,
+            });
+        };
+        let (whole, backup) = (sent.cut.elapsed(), Duration::from_micros(confirmed.micros));
+        state.interval.backup(backup, whole, sent.blocks);
+        state.confirmed = Some(sent.stream);
+        state.summary.batches += 1;
+        state.summary.bytes_changed += sent.bytes;
+        if sent.ends {
+            state.summary.epoch = Some(sent.epoch.number);
+        }
+        let report = BatchReport {
+            batch: state.summary.batches,
+            epoch: sent.epoch.number,
+            blocks: sent.blocks,
+            bytes: sent.bytes,
+            interval: state.interval.current().as_secs_f64(),
+            primary: sent.primary.unwrap_or(whole).as_secs_f64(),
+            backup: backup.as_secs_f64(),
+            whole: whole.as_secs_f64(),
+            lag: sent.cut_before.elapsed().as_secs_f64(),
+            sent: self.sender.traffic().sent(),
+        };
+        drop(state);
+        self.changed.notify_all();
+        (self.tell)(MirrorEvent::Batch(&report));
+        if sent.ends {
+            self.handle.acknowledge(&self.bookmark, sent.epoch)?;
+        }
+        Ok(())
+    }
+}
