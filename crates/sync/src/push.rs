@@ -620,6 +620,8 @@ pub(crate) struct Totals {
     pub bytes: AtomicU64,
     pub copied: AtomicU64,
     pub read: AtomicU64,
+    /// Where the last record ended.
+    end: AtomicU64,
     unreadable: Mutex<Extents>,
 }
 
@@ -633,9 +635,13 @@ impl Totals {
         self.unreadable.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    /// Counts what a frame tells: frames are to be counted in their order.
     pub fn add(&self, frame: &Frame, block_size: u64) {
         for record in &frame.records {
-            self.extents.fetch_add(1, Relaxed);
+            // A frame may end within a run.
+            if self.end.swap(record.end(), Relaxed) != record.offset() || record.offset() == 0 {
+                self.extents.fetch_add(1, Relaxed);
+            }
             self.bytes.fetch_add(record.len(), Relaxed);
             if let Record::Copy { len, .. } = record {
                 self.copied.fetch_add(*len, Relaxed);
@@ -715,11 +721,13 @@ pub(crate) fn pack_wanted(
                     let next = frames.next(None).map_err(SyncError::io(reading()))?;
                     read.store(frames.bytes_read(), Relaxed);
                     sequence += 1;
+                    if let Some((frame, _)) = &next {
+                        totals.add(frame, wanted.block_size);
+                    }
                     Ok(next.map(|(frame, end)| (sequence - 1, frame, end)))
                 },
                 || Compressor::new(level),
                 |compressor, (sequence, frame, end)| {
-                    totals.add(&frame, wanted.block_size);
                     let compressor = compressor.as_mut().map_err(|e| SyncError::Refused(e.to_string()))?;
                     Ok((encode_frame(stream, sequence, frame, Some(compressor))?, end))
                 },
@@ -742,6 +750,20 @@ pub(crate) fn pack_wanted(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_run_that_several_frames_share_is_one_extent() {
+        let totals = Totals::default();
+        let frame = |ranges: &[Range<u64>]| {
+            let records = ranges.iter().map(|r| Record::Zero { offset: r.start, len: r.end - r.start });
+            Frame { records: records.collect(), data: device::Buf::default() }
+        };
+        totals.add(&frame(&[0..4096, 8192..16384]), 4096);
+        totals.add(&frame(&[16384..20480]), 4096);
+        totals.add(&frame(&[20480..24576, 40960..45056]), 4096);
+        assert_eq!(totals.extents.into_inner(), 3);
+        assert_eq!(totals.blocks.into_inner(), 6);
+    }
 
     #[test]
     fn dense_windows_are_filled_and_others_left() {
