@@ -127,11 +127,11 @@ fn two_sites_need_six_commands() {
 #[test]
 fn who_is_not_known_is_refused_and_told_what_to_do() {
     let scene = Scene::new("unknown keys", 16 << 20);
-    let far = Far::new(&[]);
-    let refused = far.sync(&scene, &[]).code(1);
+    let mut far = Far::new(&[]);
+    let refused = far.sync(&scene, &[]).code(4);
     refused.says(&["not pinned here", "SHA256:", "dsync key trust 127.0.0.1 dsync-ed25519 "]);
     paste(&scene.site, &refused.stderr);
-    far.sync(&scene, &[]).code(1).says(&["does not accept this host's key", "dsync key trust"]);
+    far.sync(&scene, &[]).code(4).says(&["does not accept this host's key", "dsync key trust"]);
     far.says(&[HOST, "not pinned here", "SHA256:"]);
     assert!(fingerprints(&far.replica()).is_empty(), "nothing was written");
     let process = far.process.as_ref().expect("a listener");
@@ -141,14 +141,25 @@ fn who_is_not_known_is_refused_and_told_what_to_do() {
 
     // What is forgotten, or has expired, counts at once.
     far.site.dsync(["key", "forget", "near"]).ok();
-    far.sync(&scene, &[]).code(1).says(&["does not accept"]);
+    far.sync(&scene, &[]).code(4).says(&["does not accept"]);
     trust(&far.site, "near", &scene.site, &["--expires", "2001-09-09"]);
-    far.sync(&scene, &[]).code(1).says(&["does not accept"]);
+    far.sync(&scene, &[]).code(4).says(&["does not accept"]);
     far.says(&["near", "has expired", "dsync key trust near"]);
     trust(&far.site, "near", &scene.site, &["--expires", "1d"]);
     far.sync(&scene, &[]).ok();
+    // A mirror ends when its key is trusted no longer: asking again does not help.
+    let mut mirror = scene.site.dsync(["mirror"]).arg(&scene.image).arg(far.destination("vm.raw")).start();
+    mirror.wait_to_say("mirroring to");
+    far.site.dsync(["key", "forget", "near"]).ok();
+    far.process.take().expect("a listener").killed();
+    far.start(&[]);
+    let ended = mirror.output(Duration::from_secs(60));
+    assert_eq!(ended.status.code(), Some(4), "{ended}");
+    ended.says(&["does not accept this host's key"]);
+    trust(&far.site, "near", &scene.site, &[]);
+    far.sync(&scene, &[]).ok();
     trust(&scene.site, HOST, &far.site, &["--expires", "0s"]);
-    far.sync(&scene, &[]).code(1).says(&["has expired", "dsync key trust 127.0.0.1"]);
+    far.sync(&scene, &[]).code(4).says(&["has expired", "dsync key trust 127.0.0.1"]);
     assert!(scene.site.dsync(["key", "list"]).ok().text().contains("EXPIRED"));
 }
 
@@ -161,11 +172,11 @@ fn another_key_under_the_same_name_is_loud() {
     far.process.take().expect("a listener").killed();
     std::fs::remove_file(far.site.state().join("keys/own")).expect("a key");
     far.start(&[]);
-    let refused = far.sync(&scene, &[]).code(1);
+    let refused = far.sync(&scene, &[]).code(4);
     refused.says(&["THE KEY OF", "HAS CHANGED", "dsync key forget 127.0.0.1"]);
     assert_eq!(before, fingerprints(&far.replica()));
     let theirs = key(&far.site);
-    scene.site.dsync(["key", "trust", HOST, &theirs]).code(1).says(&["another key", "dsync key forget"]);
+    scene.site.dsync(["key", "trust", HOST, &theirs]).code(4).says(&["another key", "dsync key forget"]);
     scene.site.dsync(["key", "forget", HOST]).ok();
     scene.site.dsync(["key", "trust", HOST, &theirs]).ok();
     far.sync(&scene, &[]).ok();

@@ -20,7 +20,7 @@ use crate::units::{parse_expiry, parse_factor, parse_range, parse_size, parse_ti
         See it work on a scratch disk, in under a minute:\n  \
         dsync demo\n\n\
         Exit codes: 0 done, 1 failed, 2 bad usage, 3 tracking lost and --method tracked was demanded,\n\
-        4 lineage, state or lock refuses, 5 verify found differences, 130 interrupted."
+        4 lineage, state, lock or key refuses, 5 verify found differences, 130 interrupted."
 )]
 pub struct Cli {
     /// Where sources keep their records [default: /var/lib/dsync for root, else ~/.local/state/dsync]

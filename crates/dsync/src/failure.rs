@@ -10,7 +10,7 @@ pub const FAILED: u8 = 1;
 pub const USAGE: u8 = 2;
 /// Tracking was lost and `--method tracked` was demanded.
 pub const LOST: u8 = 3;
-/// Lineage, state or a lock refuses.
+/// Lineage, state, a lock or a key refuses.
 pub const REFUSED: u8 = 4;
 /// `verify` found differences.
 pub const DIFFERS: u8 = 5;
@@ -63,6 +63,7 @@ pub fn code(error: &anyhow::Error) -> u8 {
                 .map(|e| e.is_refusal())
                 .or_else(|| cause.downcast_ref::<trackers::TrackError>().map(|e| e.is_refusal()))
                 .or_else(|| cause.downcast_ref::<device::DeviceError>().map(|e| e.is_refusal()))
+                .or_else(|| cause.downcast_ref::<link::Error>().map(|e| e.is_refusal()))
         });
         match refused {
             Some(true) => return REFUSED,

@@ -20,6 +20,12 @@ struct Shown {
     expired: bool,
 }
 
+/// All that are trusted.
+#[derive(Serialize)]
+struct Pins {
+    pins: Vec<Shown>,
+}
+
 impl Shown {
     fn new(name: &str, key: Key) -> Shown {
         Shown { name: name.to_owned(), key, fingerprint: key.fingerprint(), expires: None, expired: false }
@@ -49,16 +55,19 @@ pub fn run(args: &KeyArgs, state: &StateDir, output: &Output) -> Result<()> {
             if pins.is_empty() {
                 output.say("no key is trusted yet: dsync key trust NAME KEY, with the line that \"dsync key\" prints there");
             }
-            for pin in pins {
+            for pin in &pins {
                 let until = match pin.expires {
                     None => String::new(),
                     Some(at) if pin.has_expired() => format!("  EXPIRED {}", units::date(at)),
                     Some(at) => format!("  until {}", units::date(at)),
                 };
                 output.say(&format!("{}  {}{until}", pin.name, pin.key.fingerprint()));
-                let expired = pin.has_expired();
-                output.summary(&Shown { expires: pin.expires, expired, ..Shown::new(&pin.name, pin.key) });
             }
+            let shown = |pin: &link::Pin| {
+                let expired = pin.has_expired();
+                Shown { expires: pin.expires, expired, ..Shown::new(&pin.name, pin.key) }
+            };
+            output.summary(&Pins { pins: pins.iter().map(shown).collect() });
         }
         Some(KeyAction::Forget { name }) => {
             keys.forget(name)?;

@@ -247,6 +247,20 @@ impl Error {
     pub fn is_cut(&self) -> bool {
         matches!(self, Error::Cut { .. })
     }
+
+    /// True if a key is in the way: one side does not trust the other, and trying again does not help until somebody says
+    /// that it may.
+    pub fn is_refusal(&self) -> bool {
+        matches!(
+            self,
+            Error::Unknown { .. }
+                | Error::Swapped { .. }
+                | Error::Expired { .. }
+                | Error::NotFrom { .. }
+                | Error::NotTrusted { .. }
+                | Error::Pinned { .. }
+        )
+    }
 }
 
 fn because(why: &str) -> String {

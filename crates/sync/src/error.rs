@@ -76,6 +76,7 @@ impl SyncError {
             SyncError::Replica(replica::ReplicaError::Busy { .. }) => return Class::Busy,
             SyncError::Source(e) => e.is_refusal(),
             SyncError::Replica(e) => e.is_refusal(),
+            SyncError::Link(e) => e.is_refusal(),
             SyncError::Refused(_) => true,
             _ => false,
         };

@@ -9,6 +9,8 @@
 //!   before. `die` is to do so before the release.
 //! - `blocks time DEVICE COUNT SEED|+STRIDE`: writes of 4 KiB one by one, at random or STRIDE bytes apart; prints the
 //!   nanoseconds that one took.
+//! - `blocks pace SOCKET EXPORT FIRST COUNT RATE`: writes to an NBD server, so many blocks a second, scattered, none
+//!   twice; of all the blocks in that order COUNT from the FIRST on.
 //!
 //! `BLOCKS_REGION` sets the blocks of a region.
 
@@ -17,6 +19,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::time::{Duration, Instant};
 
 use dsync_tests::Random;
+use dsync_tests::nbd::{Address, Client};
 
 const DIRECT: i32 = 0o40000;
 const CHUNK: usize = 1 << 20;
@@ -200,6 +203,21 @@ fn time(device: &str, count: u64, order: &str) {
     println!("{}", started.elapsed().as_nanos() as u64 / count);
 }
 
+fn pace(socket: &str, export: &str, numbers: std::ops::Range<u64>, rate: u64) {
+    let address = Address::Unix(socket.into());
+    let mut client = Client::connect(&address, export).expect("a server");
+    let blocks = client.size / 4096;
+    let (began, first) = (Instant::now(), numbers.start);
+    for number in numbers {
+        let due = Duration::from_micros((number - first) * 1_000_000 / rate);
+        std::thread::sleep(due.saturating_sub(began.elapsed()));
+        // An odd factor visits every block of a power of two.
+        let at = number.wrapping_mul(0x9e37_79b1) % blocks * 4096;
+        client.write(at, &Random::seeded(number).bytes(4096)).expect("a write");
+    }
+    client.close().expect("an end");
+}
+
 fn main() {
     let args: Vec<String> = std::env::args().collect();
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
@@ -219,6 +237,10 @@ fn main() {
         ["follow", device, replica, epoch] => follow(device, replica, epoch, false),
         ["follow", device, replica, epoch, "die"] => follow(device, replica, epoch, true),
         ["time", device, count, order] => time(device, number(count), order),
-        _ => panic!("blocks judge|load|follow|bpf|unbpf|time: see its source"),
+        ["pace", socket, export, first, count, rate] => {
+            let first = number(first);
+            pace(socket, export, first..first + number(count), number(rate));
+        }
+        _ => panic!("blocks pace|judge|load|follow|bpf|unbpf|time: see its source"),
     }
 }
