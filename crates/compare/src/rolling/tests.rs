@@ -215,6 +215,20 @@ fn halves_that_are_swapped_in_place_cost_a_half() {
     assert_eq!(sent, 5 << 20);
 }
 
+/// What a window has overwritten no later one reads, so that memory is bounded: a shift by a window costs as much again.
+#[test]
+fn a_window_bounds_what_is_ordered_together() {
+    let old = noise(6 << 20, 3);
+    let new = [noise(2 << 20, 9), old.clone()].concat();
+    let sent = |window| {
+        let (result, sent) = run(&new, &old, Some(InPlace { window, ..InPlace::default() }), 4096);
+        assert!(result == new);
+        sent
+    };
+    assert!(sent(InPlace::default().window) <= (2 << 20) + 4096);
+    assert!(sent(2) >= 5 << 20);
+}
+
 #[test]
 fn a_lying_account_is_refused_or_does_no_harm() {
     let shape = Shape { size: 40_000, block: 4096, key: KEY };
