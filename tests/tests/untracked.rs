@@ -292,6 +292,49 @@ fn behind_unreadable_sectors_of_a_source() {
     }
 }
 
+/// On one host a region in which much has changed is sent and written whole, and what has changed is told all the same. Over a
+/// link nothing more is sent than has changed.
+#[test]
+fn dense_regions_are_sent_whole_on_one_host() {
+    let (mut scene, far) = (Scene::new("dense", 8 * MIB), Far::new(RSH));
+    // Zeroes are never sent.
+    let mut client = scene.client();
+    let noise = scene.random.bytes(8 << 20);
+    client.write(0, &noise).expect("a write");
+    client.close().expect("the end");
+    scene.sync(&[]).ok();
+    far.sync(&scene, &[], None).ok();
+    for (method, commit, whole) in
+        [("tracked", "in-place", true), ("compare", "in-place", true), ("compare", "journal", false)]
+    {
+        let before = std::fs::read(&scene.replica).expect("a replica");
+        // What is zero already stands between what has changed, too.
+        scene.change(1200);
+        let mut client = scene.client();
+        (0..2048).step_by(7).for_each(|block| client.trim(block * BLOCK, BLOCK as u32).expect("zeroes"));
+        client.close().expect("the end");
+        let after = std::fs::read(&scene.image).expect("an image");
+        let parts = before.chunks(BLOCK as usize).zip(after.chunks(BLOCK as usize));
+        let differs: Vec<bool> = parts.map(|(before, after)| before != after).collect();
+        let changed = differs.iter().filter(|differs| **differs).count() as u64;
+        let options = ["--method", method, "--commit", commit];
+        let summary = scene.sync(&options).ok().summary();
+        scene.equal();
+        // Frames have heads.
+        let more = |summary: &Value| number(summary, "bytes_sent") > changed * BLOCK * 102 / 100;
+        assert_eq!(more(&summary), whole, "{method}, {commit}: {summary}");
+        let summaries = [summary, far.sync(&scene, &options, None).ok().summary()];
+        image::assert_equal(&scene.image, &far.replica());
+        assert!(!more(&summaries[1]), "{method}, {commit}: {}", summaries[1]);
+        for summary in summaries.iter().filter(|summary| summary["method"] == "compare") {
+            let runs = differs.chunk_by(|a, b| a == b).filter(|run| run[0]).count() as u64;
+            assert_eq!(number(summary, "blocks_changed"), changed, "{commit}: {summary}");
+            assert_eq!(number(summary, "extents"), runs, "{commit}: {summary}");
+            assert_eq!(number(summary, "bytes_changed"), changed * BLOCK, "{commit}: {summary}");
+        }
+    }
+}
+
 #[test]
 fn a_source_that_changes_its_size_while_it_is_read() {
     let mut random = Random::new("size under way");

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use device::{Buf, Disk};
+use extents::Bitmap;
 
 use crate::reader::{Reader, Stretch};
 use crate::scope::Account;
@@ -22,6 +23,13 @@ pub enum Finding<'a> {
     },
     /// The other side differs: the source has zeroes.
     Zero(Range<u64>),
+    /// The other side has the same; it was asked to be told because of what differs around it.
+    Between {
+        /// Where, in bytes.
+        offset: u64,
+        /// What both have: no zeroes.
+        data: &'a [u8],
+    },
     /// The source can't be read here: nobody knows whether the other side differs.
     Unreadable(Range<u64>),
     /// The other side can't be read here; what the source has was told before.
@@ -44,22 +52,32 @@ struct Work {
     theirs: Vec<(Range<u64>, Theirs)>,
 }
 
+impl Work {
+    /// Where a range of the source lies in what was read of it.
+    fn within(&self, range: &Range<u64>) -> Range<usize> {
+        (range.start - self.range.start) as usize..(range.end - self.range.start) as usize
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Verdict {
     Same,
+    Between,
     Data,
     Zero,
     Unreadable,
 }
 
 /// Takes the other side's claims from `hear`, in order, compares them with `disk`, and hands what comes of it to `found`,
-/// ascending.
+/// ascending. `widen` is shown those blocks of a stretch, counted from its beginning, that are told as data, and may mark
+/// more: what of these is the same and not zero is told as [`Finding::Between`].
 ///
 /// # Errors
 /// Those of the disk and of both functions; `InvalidData` where the claims are not a gapless account of the scope.
 pub fn differences(
     disk: &Arc<dyn Disk>,
     scope: &Scope,
+    widen: impl Fn(&Bitmap) + Sync,
     hear: impl FnMut() -> io::Result<Option<(Claim, Vec<u8>)>> + Send,
     mut found: impl FnMut(Finding<'_>) -> io::Result<()>,
 ) -> io::Result<()> {
@@ -86,20 +104,20 @@ pub fn differences(
         || (),
         |_, work| {
             let runs = compare(scope, &work, &zero);
+            let runs = widened(runs, &work, scope.block_size.into(), &widen);
             Ok((work, runs))
         },
         |(work, runs): (Work, Vec<(Range<u64>, Verdict)>)| {
             let empty = Buf::default();
             let buf = work.ours.as_ref().map_or(&empty, |(buf, _)| buf);
             for (range, verdict) in runs {
-                let at = |offset: u64| (offset - work.range.start) as usize;
+                let data = || &buf[work.within(&range)];
                 found(match verdict {
                     Verdict::Same => continue,
+                    Verdict::Between => Finding::Between { offset: range.start, data: data() },
+                    Verdict::Data => Finding::Data { offset: range.start, data: data() },
                     Verdict::Unreadable => Finding::Unreadable(range),
                     Verdict::Zero => Finding::Zero(range),
-                    Verdict::Data => {
-                        Finding::Data { offset: range.start, data: &buf[at(range.start)..at(range.end)] }
-                    }
                 })?;
             }
             for (range, _) in work.theirs.into_iter().filter(|(_, t)| matches!(t, Theirs::Unreadable)) {
@@ -110,14 +128,59 @@ pub fn differences(
     )
 }
 
+/// The runs of a stretch, with what is told though it is the same.
+fn widened(
+    runs: Vec<(Range<u64>, Verdict)>,
+    work: &Work,
+    block: u64,
+    widen: &impl Fn(&Bitmap),
+) -> Vec<(Range<u64>, Verdict)> {
+    let blocks = |range: &Range<u64>| {
+        (range.start - work.range.start) / block..(range.end - work.range.start).div_ceil(block)
+    };
+    let told = runs.iter().filter(|(_, verdict)| *verdict == Verdict::Data);
+    // Nothing lies between less than two.
+    let Some((buf, _)) = work.ours.as_ref().filter(|_| told.clone().count() > 1) else { return runs };
+    let map = Bitmap::new(blocks(&work.range).end);
+    for (range, _) in told {
+        map.set(blocks(range));
+    }
+    widen(&map);
+    let mut wider = Runs::default();
+    for (range, verdict) in runs {
+        if verdict != Verdict::Same {
+            wider.push(range, verdict);
+            continue;
+        }
+        for n in blocks(&range) {
+            let start = work.range.start + n * block;
+            let one = start..(start + block).min(range.end);
+            // Zeroes may be a hole there, and are to stay one.
+            let between = map.get(n) && !is_zero(&buf[work.within(&one)]);
+            wider.push(one, if between { Verdict::Between } else { Verdict::Same });
+        }
+    }
+    wider.0
+}
+
+/// Ranges with their verdicts; neighbours of the same verdict are joined.
+#[derive(Default)]
+struct Runs(Vec<(Range<u64>, Verdict)>);
+
+impl Runs {
+    fn push(&mut self, range: Range<u64>, verdict: Verdict) {
+        match self.0.last_mut() {
+            Some((last, v)) if *v == verdict && last.end == range.start => last.end = range.end,
+            _ => self.0.push((range, verdict)),
+        }
+    }
+}
+
 /// Compares a stretch block by block, and joins neighbours of the same verdict.
 fn compare(scope: &Scope, work: &Work, zero: &[u8]) -> Vec<(Range<u64>, Verdict)> {
     let block = u64::from(scope.block_size);
-    let mut runs: Vec<(Range<u64>, Verdict)> = Vec::new();
-    let mut push = |range: Range<u64>, verdict: Verdict| match runs.last_mut() {
-        Some((last, v)) if *v == verdict && last.end == range.start => last.end = range.end,
-        _ => runs.push((range, verdict)),
-    };
+    let mut runs = Runs::default();
+    let mut push = |range, verdict| runs.push(range, verdict);
     for (part, theirs) in &work.theirs {
         let Some((buf, bad)) = &work.ours else {
             // A hole here: what is not zero there differs.
@@ -145,7 +208,7 @@ fn compare(scope: &Scope, work: &Work, zero: &[u8]) -> Vec<(Range<u64>, Verdict)
         let mut index = 0;
         while start < part.end {
             let end = (start + block).min(part.end);
-            let ours = &buf[(start - work.range.start) as usize..(end - work.range.start) as usize];
+            let ours = &buf[work.within(&(start..end))];
             while bad.peek().is_some_and(|b| b.end <= start) {
                 bad.next();
             }
@@ -172,7 +235,7 @@ fn compare(scope: &Scope, work: &Work, zero: &[u8]) -> Vec<(Range<u64>, Verdict)
             index += 1;
         }
     }
-    runs
+    runs.0
 }
 
 /// Brings the stretches of this side and the claims of the other together.

@@ -36,6 +36,7 @@ fn run_disks(
     differences(
         &from,
         scope,
+        |_| {},
         || Ok(claims.next()),
         |finding| {
             let range = match finding {
@@ -44,6 +45,7 @@ fn run_disks(
                     outcome.mended[offset as usize..][..data.len()].copy_from_slice(data);
                     offset..offset + data.len() as u64
                 }
+                Finding::Between { .. } => unreachable!("nothing was asked for besides"),
                 Finding::Zero(r) => {
                     outcome.mended[r.start as usize..r.end as usize].fill(0);
                     r
@@ -145,6 +147,7 @@ fn equal_disks_differ_nowhere_and_holes_are_not_read() {
     differences(
         &sparse(),
         &scope,
+        |_| {},
         || Ok(claims.next()),
         |finding| {
             match finding {
@@ -158,13 +161,86 @@ fn equal_disks_differ_nowhere_and_holes_are_not_read() {
     assert!(read <= 2 << 20, "{read} bytes read");
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(40))]
+    /// Whatever is asked for besides: what differs is told as that, once, and of the rest what was asked for and is not zero.
+    #[test]
+    fn what_is_told_besides_is_no_difference(
+        size in 1usize..3_000_000,
+        kinds in proptest::collection::vec(0u8..6, 1..800),
+        asked in proptest::collection::vec(any::<bool>(), 1..100),
+    ) {
+        let (mut source, mut replica) = (vec![1; size], vec![1; size]);
+        let blocks = size.div_ceil(4096);
+        let kind = |block: usize| kinds[block % kinds.len()];
+        for block in 0..blocks {
+            let range = block * 4096..((block + 1) * 4096).min(size);
+            match kind(block) {
+                0 | 1 => replica[range].fill(2),
+                2 => source[range].fill(0),
+                3 => {
+                    source[range.clone()].fill(0);
+                    replica[range].fill(0);
+                }
+                _ => {}
+            }
+        }
+        let (from, to): (Arc<dyn Disk>, Arc<dyn Disk>) =
+            (Arc::new(RamDisk::from_bytes(&source)), Arc::new(RamDisk::from_bytes(&replica)));
+        let scope = Scope::whole(size as u64, 4096);
+        let mut claims = Vec::new();
+        answer(&to, &scope, |claim, digests| {
+            claims.push((claim, digests));
+            Ok(())
+        })
+        .unwrap();
+        let mut claims = claims.into_iter();
+        let widen = |marks: &extents::Bitmap| {
+            let told: Vec<_> = marks.runs().collect();
+            let within = told[0].start..told[told.len() - 1].end;
+            for block in within.filter(|block| asked[*block as usize % asked.len()]) {
+                marks.set(block..block + 1);
+            }
+        };
+        let (mut told, mut last) = (vec![None; blocks], 0);
+        let found = |finding: Finding<'_>| {
+            let (range, what) = match &finding {
+                Finding::Data { offset, data } => (*offset..offset + data.len() as u64, 0),
+                Finding::Zero(range) => (range.clone(), 2),
+                Finding::Between { offset, data } => (*offset..offset + data.len() as u64, 4),
+                _ => return Ok(()),
+            };
+            if let Finding::Data { offset, data } | Finding::Between { offset, data } = finding {
+                assert!(data == &source[offset as usize..][..data.len()]);
+            }
+            assert!(range.start >= last && range.start % 4096 == 0, "findings ascend, in whole blocks");
+            last = range.end;
+            (range.start / 4096..range.end.div_ceil(4096)).for_each(|block| told[block as usize] = Some(what));
+            Ok(())
+        };
+        differences(&from, &scope, widen, || Ok(claims.next()), found).unwrap();
+        for (block, told) in told.iter().enumerate() {
+            let stretch = block / 256 * 256;
+            let differs = (stretch..(stretch + 256).min(blocks)).filter(|b| kind(*b) < 2);
+            let between = differs.clone().any(|b| b < block) && differs.clone().any(|b| b > block);
+            let expected = match kind(block) {
+                0 | 1 => Some(0),
+                2 => Some(2),
+                3 => None,
+                _ => (between && asked[(block - stretch) % asked.len()]).then_some(4),
+            };
+            prop_assert_eq!(*told, expected, "block {}", block);
+        }
+    }
+}
+
 #[test]
 fn a_lying_account_is_refused() {
     let disk: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(&[1; 10_000]));
     let scope = Scope::whole(10_000, 4096);
     let hear = |claims: Vec<(Claim, Vec<u8>)>, scope: &Scope| {
         let mut claims = claims.into_iter();
-        differences(&disk, scope, || Ok(claims.next()), |_| Ok(()))
+        differences(&disk, scope, |_| {}, || Ok(claims.next()), |_| Ok(()))
     };
     for claims in [
         vec![],

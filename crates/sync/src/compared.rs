@@ -9,19 +9,22 @@ use compare::rolling::Change;
 use compare::{Claim, Finding, Scope};
 use delta::{Encoder, Frame, Header, Record};
 use device::{Buf, Disk};
+use extents::Bitmap;
 use link::{Receiver, Sender};
 use source::View;
 
 use crate::error::SyncError;
 use crate::messages::{CLAIM, PLAN, Plan, expect, of_unit};
-use crate::push::{Packing, Progress, Sink, Totals};
+use crate::push::{Packing, Progress, Sink, Totals, fill_dense};
 use crate::read::Packer;
 
-/// Hears the far side's digests of a scope and hands what differs from the view to `found`.
+/// Hears the far side's digests of a scope and hands what differs from the view to `found`; with `fill` also what lies between
+/// where much differs.
 pub(crate) fn compare(
     receiver: &Receiver,
     view: &Arc<View>,
     scope: &Scope,
+    fill: bool,
     totals: &Totals,
     progress: Progress<'_>,
     mut found: impl FnMut(Finding<'_>) -> Result<(), SyncError>,
@@ -43,7 +46,12 @@ pub(crate) fn compare(
     let all = scope.bytes();
     let mut seen = Seen { ranges: &scope.ranges, before: 0 };
     let disk: Arc<dyn Disk> = view.clone();
-    let compared = compare::differences(&disk, scope, hear, |finding| {
+    let widen = |blocks: &Bitmap| {
+        if fill {
+            fill_dense(blocks);
+        }
+    };
+    let compared = compare::differences(&disk, scope, widen, hear, |finding| {
         let upto = match finding {
             Finding::Upto(upto, read) => {
                 totals.read.fetch_add(read, Relaxed);
@@ -112,16 +120,27 @@ impl<'a> Sending<'a> {
     }
 
     fn frame(&mut self, frame: Frame) -> Result<(), SyncError> {
-        self.totals.add(&frame, self.block_size);
         Ok(self.sender.send(of_unit(self.encoder.frame(frame)?))?)
+    }
+
+    /// Counts what has changed, which is not all that is sent.
+    fn changed(&self, range: Range<u64>) {
+        self.totals.changed(range, self.block_size);
     }
 
     /// Adds a finding.
     pub fn add(&mut self, finding: &Finding<'_>) -> Result<(), SyncError> {
         let full = match finding {
-            Finding::Data { offset, data } => self.packer.data(*offset, data),
-            Finding::Zero(range) => self.packer.zero(range.clone()),
-            _ => None,
+            Finding::Data { offset, data } => {
+                self.changed(*offset..offset + data.len() as u64);
+                self.packer.data(*offset, data)
+            }
+            Finding::Zero(range) => {
+                self.changed(range.clone());
+                self.packer.zero(range.clone())
+            }
+            Finding::Between { offset, data } => self.packer.data(*offset, data),
+            Finding::Unreadable(_) | Finding::UnreadableThere(_) | Finding::Upto(..) => None,
         };
         full.map_or(Ok(()), |frame| self.frame(frame))
     }
@@ -129,9 +148,17 @@ impl<'a> Sending<'a> {
     /// Adds what was found to have moved, or not.
     pub fn change(&mut self, change: Change) -> Result<(), SyncError> {
         let full = match change {
-            Change::Data { offset, data } => self.packer.data(offset, &data),
-            Change::Zero(range) => self.packer.zero(range),
+            Change::Data { offset, data } => {
+                self.changed(offset..offset + data.len() as u64);
+                self.packer.data(offset, &data)
+            }
+            Change::Zero(range) => {
+                self.changed(range.clone());
+                self.packer.zero(range)
+            }
             Change::Copy { offset, len, from, hash } => {
+                self.changed(offset..offset + len);
+                self.totals.copied.fetch_add(len, Relaxed);
                 self.packer.copy(Record::Copy { offset, len, from, hash })
             }
         };
@@ -168,10 +195,10 @@ pub(crate) fn send_differences(
 ) -> Result<(), SyncError> {
     let plan = Plan { compare: Some(scope.clone()), delta: true, pass: how.pass, ..Plan::default() };
     sender.send_json(PLAN, &plan)?;
-    let (lacking, pass) = (how.lacking, how.pass);
+    let (lacking, pass, fill) = (how.lacking, how.pass, how.fill);
     let mut sending = Sending::begin(sender, header, how, totals)?;
     let mut end = 0;
-    compare(receiver, view, scope, totals, progress, |finding| match finding {
+    compare(receiver, view, scope, fill, totals, progress, |finding| match finding {
         Finding::Unreadable(range) if lacking => {
             totals.left_out(&range);
             Ok(())

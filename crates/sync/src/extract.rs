@@ -118,7 +118,8 @@ pub fn extract(
     let (_, _, bytes) = wanted.count(&*view).map_err(SyncError::io("look at the view"))?;
     let totals = Totals::default();
     let mut writer = Writer::new(out);
-    let how = Packing { compress, size: FrameSize::new(false, block_size), lacking: false, pass: false };
+    let size = FrameSize::new(false, block_size);
+    let how = Packing { compress, size, lacking: false, pass: false, fill: false };
     pack_wanted(ToWriter(&mut writer), &view, &header, &wanted, how, &totals, &|done| progress(done, bytes))?;
     writer.flush()?;
     let epoch = view.epoch();

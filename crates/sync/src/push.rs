@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use compare::rolling::InPlace;
 use compare::{Hash, Scope, in_order};
-use delta::{Compressor, Encoder, Frame, Header, Method, Record, Unit, encode_frame};
+use delta::{Compressor, Encoder, Frame, Header, Method, Unit, encode_frame};
 use device::Disk;
 use extents::Bitmap;
 use link::{Link, Receiver, Sender};
@@ -84,7 +84,12 @@ pub struct Options {
 impl Options {
     fn packing(&self, block_size: u64, pass: bool) -> Packing {
         let size = FrameSize::new(self.may_be_cut, block_size);
-        Packing { compress: self.compress, size, lacking: self.lacking, pass }
+        Packing { compress: self.compress, size, lacking: self.lacking, pass, fill: self.fills() && !pass }
+    }
+
+    /// On one host, and with nothing stored in between, a dense region is moved whole: that costs less than picking.
+    fn fills(&self) -> bool {
+        !self.may_be_cut && self.commit == Commit::InPlace
     }
 }
 
@@ -219,8 +224,7 @@ pub fn push(
     let (view, found, standing) = match handle.live() {
         None => {
             let view = Arc::new(handle.view(options.at_view)?);
-            // On one host, and with nothing stored in between, a dense region is moved whole: that costs less than picking.
-            let fill = !options.may_be_cut && options.commit == Commit::InPlace;
+            let fill = options.fills();
             let mut found = find(handle, &view, way, &standing, options.how, fill)?;
             if standing.ahead && found.method == Method::Tracked && stands(&standing, &view) {
                 // A mirror brought it something that the source does not know it ever had.
@@ -566,7 +570,7 @@ const WINDOW: u64 = 2048;
 const DENSE_PART: u64 = 3;
 
 /// Marks what lies between the marked blocks of dense windows.
-fn fill_dense(changes: &Bitmap) {
+pub(crate) fn fill_dense(changes: &Bitmap) {
     let mut at = 0;
     while let Some(first) = changes.runs_in(at..changes.blocks()).next() {
         let window = first.start..(first.start + WINDOW).min(changes.blocks());
@@ -612,7 +616,7 @@ fn estimate(handle: &Handle, way: &Way, summary: &mut Summary) -> Result<(), Syn
     Ok(())
 }
 
-/// What was sent so far.
+/// What was found so far.
 #[derive(Default)]
 pub(crate) struct Totals {
     pub blocks: AtomicU64,
@@ -638,16 +642,17 @@ impl Totals {
     /// Counts what a frame tells: frames are to be counted in their order.
     pub fn add(&self, frame: &Frame, block_size: u64) {
         for record in &frame.records {
-            // A frame may end within a run.
-            if self.end.swap(record.end(), Relaxed) != record.offset() || record.offset() == 0 {
-                self.extents.fetch_add(1, Relaxed);
-            }
-            self.bytes.fetch_add(record.len(), Relaxed);
-            if let Record::Copy { len, .. } = record {
-                self.copied.fetch_add(*len, Relaxed);
-            }
-            self.blocks.fetch_add(record.len().div_ceil(block_size), Relaxed);
+            self.changed(record.offset()..record.end(), block_size);
         }
+    }
+
+    /// Counts a range that has changed. What begins where the last one ended belongs to its run.
+    pub fn changed(&self, range: Range<u64>, block_size: u64) {
+        let goes_on = self.end.swap(range.end, Relaxed) == range.start && range.start != 0;
+        let first = if goes_on { range.start.div_ceil(block_size) } else { range.start / block_size };
+        self.blocks.fetch_add(range.end.div_ceil(block_size) - first, Relaxed);
+        self.extents.fetch_add(u64::from(!goes_on), Relaxed);
+        self.bytes.fetch_add(range.end - range.start, Relaxed);
     }
 }
 
@@ -682,6 +687,8 @@ pub(crate) struct Packing {
     pub size: FrameSize,
     /// Leave out what can't be read.
     pub lacking: bool,
+    /// Send dense regions whole.
+    pub fill: bool,
     /// It is a pass over a live disk: the last block is sent whatever it holds, so that the delta reaches the end.
     pub pass: bool,
 }
@@ -749,6 +756,9 @@ pub(crate) fn pack_wanted(
 
 #[cfg(test)]
 mod tests {
+    use delta::Record;
+    use proptest::prelude::*;
+
     use super::*;
 
     #[test]
@@ -759,7 +769,7 @@ mod tests {
             Frame { records: records.collect(), data: device::Buf::default() }
         };
         totals.add(&frame(&[0..4096, 8192..16384]), 4096);
-        totals.add(&frame(&[16384..20480]), 4096);
+        totals.add(&frame(std::slice::from_ref(&(16384..20480))), 4096);
         totals.add(&frame(&[20480..24576, 40960..45056]), 4096);
         assert_eq!(totals.extents.into_inner(), 3);
         assert_eq!(totals.blocks.into_inner(), 6);
@@ -781,5 +791,33 @@ mod tests {
         fill_dense(&changes);
         assert!(changes.all(0..WINDOW - 1));
         assert_eq!(changes.count(), WINDOW - 1 + sparse);
+    }
+
+    proptest! {
+        /// However it comes in pieces, and whatever is sent besides: a block counts once, and so does a run of them.
+        #[test]
+        fn what_has_changed_counts_once(
+            blocks in proptest::collection::vec((any::<bool>(), any::<bool>()), 1..200),
+            short in 1u64..4097,
+        ) {
+            let totals = Totals::default();
+            let size = blocks.len() as u64 * 4096 - (4096 - short);
+            let changed = |n: usize| blocks.get(n).is_some_and(|(changed, _)| *changed);
+            let (mut start, mut bytes) = (0, 0);
+            for (n, (_, cut)) in blocks.iter().enumerate() {
+                let end = ((n as u64 + 1) * 4096).min(size);
+                if !changed(n) {
+                    start = end;
+                } else if !changed(n + 1) || *cut {
+                    totals.changed(start..end, 4096);
+                    bytes += end - start;
+                    start = end;
+                }
+            }
+            let runs = (0..blocks.len()).filter(|n| changed(*n) && !changed(*n + 1)).count() as u64;
+            let expected = ((0..blocks.len()).filter(|n| changed(*n)).count() as u64, runs, bytes);
+            let Totals { blocks, extents, bytes, .. } = totals;
+            prop_assert_eq!((blocks.into_inner(), extents.into_inner(), bytes.into_inner()), expected);
+        }
     }
 }

@@ -206,10 +206,10 @@ pub fn verify(
             let mut sending = Sending::begin(
                 &sender,
                 &header,
-                Packing { compress: None, size, lacking: false, pass: false },
+                Packing { compress: None, size, lacking: false, pass: false, fill: false },
                 &totals,
             )?;
-            compare(&receiver, &view, &scope, &totals, progress, |finding| {
+            compare(&receiver, &view, &scope, false, &totals, progress, |finding| {
                 note(&mut verified, &finding, &since, block);
                 if to_view {
                     sending.add(&finding)
@@ -231,7 +231,7 @@ pub fn verify(
         verified.epoch_after = committed.epoch.number;
         verified.bytes_written = committed.bytes_written;
     } else {
-        compare(&receiver, &view, &scope, &totals, progress, |finding| {
+        compare(&receiver, &view, &scope, false, &totals, progress, |finding| {
             note(&mut verified, &finding, &since, block);
             Ok(())
         })?;
@@ -339,7 +339,7 @@ fn note(verified: &mut Verified, finding: &Finding<'_>, since: &Bitmap, block: u
         Finding::Zero(range) => (range.clone(), &mut verified.differing),
         Finding::Unreadable(range) => (range.clone(), &mut verified.unreadable),
         Finding::UnreadableThere(range) => return verified.unreadable_there.add(range),
-        Finding::Upto(..) => return,
+        Finding::Between { .. } | Finding::Upto(..) => return,
     };
     unmarked(since, &range, block, |part| list.add(&part));
 }

@@ -370,6 +370,7 @@ impl<'a> Session<'a> {
             size: FrameSize::shared(bytes, block_size),
             lacking: false,
             pass: false,
+            fill: false,
         };
         let reading = || SyncError::io("read the view of the source");
         let mut frames = FrameReader::new(&wanted, &batch.view, &packing, totals).map_err(reading())?;
