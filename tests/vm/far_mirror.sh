@@ -9,7 +9,17 @@ PER_SECOND=300
 at() {
     side=$1
     shift
-    DSYNC_STATE_DIR=/tmp/$side/state ip netns exec "$side" dsync "$@"
+    (
+        export DSYNC_STATE_DIR=/tmp/$side/state
+        exec ip netns exec "$side" dsync "$@"
+    )
+}
+# The same to stay: it takes the place of the shell.
+begin() {
+    export DSYNC_STATE_DIR=/tmp/$1/state
+    side=$1
+    shift
+    exec ip netns exec "$side" dsync "$@"
 }
 # write FIRST COUNT: blocks that nobody wrote before, at a steady pace.
 write() { near blocks pace /tmp/near/sock vm "$1" "$2" $PER_SECOND; }
@@ -26,12 +36,12 @@ mkdir -p /tmp/near /tmp/far/replicas
 truncate -s 512M /tmp/near/vm.raw
 at near key trust 10.9.0.2 $(at far key | head -n 1 | cut -d' ' -f1,2)
 at far key trust near $(at near key | head -n 1 | cut -d' ' -f1,2)
-at far receive --listen 10.9.0.2 --into /tmp/far/replicas >/tmp/far/log 2>&1 &
+begin far receive --listen 10.9.0.2 --into /tmp/far/replicas >/tmp/far/log 2>&1 &
 receiving=$!
-at near serve /tmp/near/vm.raw --socket /tmp/near/sock >/tmp/near/log 2>&1 &
+begin near serve /tmp/near/vm.raw --socket /tmp/near/sock >/tmp/near/log 2>&1 &
 serving=$!
 sleep 3
-at near mirror /tmp/near/vm.raw tls://10.9.0.2/vm.raw --json -v --rpo 20s >/tmp/mirror.out 2>/tmp/mirror.err &
+begin near mirror /tmp/near/vm.raw tls://10.9.0.2/vm.raw --json -v --rpo 20s >/tmp/mirror.out 2>/tmp/mirror.err &
 mirroring=$!
 write 0 1
 check "the mirror runs" arrived
@@ -47,9 +57,9 @@ ip -n far link set v0 down
 check "a load while the link is gone" write $((1 + steady)) $gone
 cmp -s /tmp/near/vm.raw /tmp/far/replicas/vm.raw && not_ok "the link was gone" || ok "the link was gone"
 ip -n far link set v0 up
-begin=$(date +%s)
+up=$(date +%s)
 check "the mirror catches up" arrived
-say "caught up after $(($(date +%s) - begin)) s"
+say "caught up after $(($(date +%s) - up)) s"
 kill -TERM $mirroring
 wait $mirroring && ok "the mirror ends in order" || not_ok "the mirror ends in order"
 check "both are equal" cmp /tmp/near/vm.raw /tmp/far/replicas/vm.raw

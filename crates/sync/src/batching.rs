@@ -37,6 +37,9 @@ impl Default for Batching {
     }
 }
 
+/// By how much an interval is longer than a batch is on its way: what is written just after a cut is confirmed before two
+/// intervals have passed, with room for what varies.
+const ROOM: f64 = 1.125;
 /// What is left of the statistics' past with each batch.
 const MEMORY: f64 = 0.98;
 
@@ -61,7 +64,7 @@ impl Interval {
 
     fn bounded(&self, seconds: f64) -> f64 {
         let most = self.how.rpo.as_secs_f64() / 2.0;
-        let least = self.how.least.as_secs_f64().max(self.whole).min(most);
+        let least = self.how.least.as_secs_f64().max(self.whole * ROOM).min(most);
         seconds.clamp(least, most)
     }
 
@@ -135,8 +138,8 @@ mod tests {
         let (low, high) = (settle(15.0, 20), settle(30.0, 20));
         let (low, high) = (low[19], high[19]);
         assert!((low - high).abs() < 0.1, "{low} and {high}");
-        // The slower site needs 6 + t/2 for t: it keeps up from 12 ms on.
-        assert!((11.5..14.0).contains(&low), "{low}");
+        // The slower site needs 6 + t/2 for t: it keeps up from 12 ms on, and with an eighth of room from 15.4.
+        assert!((15.0..16.0).contains(&low), "{low}");
     }
 
     #[test]
@@ -157,13 +160,13 @@ mod tests {
     }
 
     #[test]
-    fn an_interval_is_no_shorter_than_a_batch_is_on_its_way() {
+    fn an_interval_is_longer_than_a_batch_is_on_its_way() {
         let mut interval = Interval::new(&Batching::default());
         for _ in 0..50 {
             interval.primary(ms(1.0));
             interval.backup(ms(2.0), ms(300.0), 10);
         }
-        assert!(interval.current() >= ms(299.0), "{:?}", interval.current());
+        assert!(interval.current() >= ms(330.0), "{:?}", interval.current());
     }
 
     #[test]
@@ -175,7 +178,7 @@ mod tests {
             interval.primary(ms(100.0));
             interval.backup(ms(100.0), ms(100.0), 1000);
         }
-        assert!((990..=1010).contains(&interval.threshold()), "{}", interval.threshold());
+        assert!((1115..=1135).contains(&interval.threshold()), "{}", interval.threshold());
         assert_eq!(interval.at_least(1 << 30), Duration::ZERO);
         let fixed = Interval::new(&Batching { rate: Some(1 << 20), ..how });
         assert_eq!(fixed.at_least(3 << 20), ms(3000.0));
