@@ -269,8 +269,11 @@ impl Guest {
             lines[lines.len().saturating_sub(60)..].join("\n")
         };
         let console = fs::read(self.folder.path().join("console")).unwrap_or_default();
+        let failed: Vec<&str> =
+            self.seen.iter().map(String::as_str).filter(|line| line.starts_with("not ok")).collect();
         format!(
-            "--- the script printed:\n{}\n--- the console shows:\n{}\n--- qemu says:\n{}",
+            "--- what failed:\n{}\n--- the script printed:\n{}\n--- the console shows:\n{}\n--- qemu says:\n{}",
+            failed.join("\n"),
             tail(&self.seen.join("\n")),
             tail(&String::from_utf8_lossy(&console)),
             self.process.stderr_so_far()
