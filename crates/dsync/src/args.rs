@@ -309,7 +309,8 @@ pub struct Sync {
     /// How the replica steps to the new epoch
     #[arg(long, value_enum, default_value_t = CommitArg::Journal)]
     pub commit: CommitArg,
-    /// Go on behind what can't be read: the rest is copied, the replica is incomplete then, and the exit code is 1
+    /// Go on behind what can't be read, with exit code 1: of the source it is left out, and the replica incomplete then; of
+    /// the replica it is written anew
     #[arg(long)]
     pub keep_going: bool,
     /// How cycles of copies are broken, for --method rolling in place

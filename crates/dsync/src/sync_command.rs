@@ -211,9 +211,11 @@ pub fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Result<u8> {
         output.warn(recovered);
     }
     list("can't be read at the source", &summary.unreadable, output);
+    list("could not be read at the replica, and was sent", &summary.unreadable_there, output);
     say(&summary, output);
     output.summary(&summary);
-    Ok(if summary.unreadable.extents > 0 { FAILED } else { 0 })
+    let unread = summary.unreadable.extents + summary.unreadable_there.extents;
+    Ok(if unread > 0 { FAILED } else { 0 })
 }
 
 /// Extents that are shown to people who did not ask for more.

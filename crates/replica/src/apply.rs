@@ -97,6 +97,29 @@ impl Plan {
     }
 }
 
+/// Where runs lie on the disk.
+fn pieces(runs: &[Run]) -> Pieces {
+    let mut pieces: Pieces = Pieces::with_capacity(runs.len());
+    for run in runs {
+        match pieces.last_mut() {
+            Some(last) if last.offset + last.len == run.offset => last.len += run.len,
+            _ => pieces.push(Piece { offset: run.offset, len: run.len }),
+        }
+    }
+    pieces
+}
+
+/// The data of some of a frame's runs.
+fn pick(runs: &[Run], data: &Buf) -> Buf {
+    let mut picked = Buf::new(runs.iter().map(|r| r.len as usize).sum());
+    let mut at = 0;
+    for run in runs {
+        picked[at..at + run.len as usize].copy_from_slice(&data[run.at..run.at + run.len as usize]);
+        at += run.len as usize;
+    }
+    picked
+}
+
 /// A request on its way.
 struct Flying {
     /// Its first byte on the disk.
@@ -178,14 +201,8 @@ impl Applier {
                 self.write(&plan.picked, data)?;
             }
         } else {
-            let mut picked = Buf::new(plan.picked.iter().map(|r| r.len as usize).sum());
-            let mut at = 0;
-            for run in &plan.picked {
-                picked[at..at + run.len as usize].copy_from_slice(&data[run.at..run.at + run.len as usize]);
-                at += run.len as usize;
-            }
             if !plan.picked.is_empty() {
-                self.write(&plan.picked, picked)?;
+                self.write(&plan.picked, pick(&plan.picked, &data))?;
             }
             let data = Arc::new(data);
             for runs in plan.spans {
@@ -229,15 +246,8 @@ impl Applier {
     }
 
     fn write(&mut self, runs: &[Run], buf: Buf) -> io::Result<()> {
-        let mut pieces: Pieces = Pieces::with_capacity(runs.len());
-        for run in runs {
-            match pieces.last_mut() {
-                Some(last) if last.offset + last.len == run.offset => last.len += run.len,
-                _ => pieces.push(Piece { offset: run.offset, len: run.len }),
-            }
-        }
         self.written += buf.len() as u64;
-        self.submit(Kind::Write { fua: false }, pieces, buf, None)
+        self.submit(Kind::Write { fua: false }, pieces(runs), buf, None)
     }
 
     fn span(&mut self, runs: Vec<Run>, data: &Arc<Buf>) -> io::Result<()> {
@@ -289,6 +299,19 @@ impl Applier {
     fn done(&mut self, done: Done) -> io::Result<()> {
         let Done { mut request, result } = done;
         let Some(mut flying) = self.flying.remove(&request.token) else { return result };
+        let unreadable = result.as_ref().is_err_and(device::is_unreadable);
+        if let Some((data, runs)) = flying.overlay.take_if(|_| unreadable) {
+            // What lies between can't be read: it stays as it is.
+            self.written -= request.buf.len() as u64;
+            request.buf = pick(&runs, &data);
+            self.written += request.buf.len() as u64;
+            request.pieces = pieces(&runs);
+            request.kind = Kind::Write { fua: false };
+            self.flying.insert(request.token, flying);
+            self.queue.submit(request);
+            self.queue.start();
+            return Ok(());
+        }
         if let Err(e) = result {
             // It stays in flight for `position`: nothing from here on may count as complete.
             flying.overlay = None;
@@ -448,12 +471,14 @@ mod tests {
         }
     }
 
+    const EIO: i32 = 5;
+
     /// What failed never counts as complete, nor what comes after it.
     #[test]
     fn the_position_stays_before_what_failed() {
         let power = Power::new(Outage::Kill);
         let disk = Arc::new(FaultyDisk::new(&power, Arc::new(RamDisk::new(1 << 20))));
-        disk.fail_writes(40960..45056, 5);
+        disk.fail_writes(40960..45056, EIO);
         let mut applier = Applier::new(disk, u64::MAX, false).unwrap();
         for block in 0..20 {
             let frame = Frame { records: vec![data(block * 8192, 4096)], data: Buf::new(4096) };
@@ -463,5 +488,24 @@ mod tests {
         }
         let _ = applier.drain();
         assert_eq!(applier.position(), 40960);
+    }
+
+    #[test]
+    fn a_gap_that_cannot_be_read_keeps_nothing_from_being_written() {
+        let before = vec![9; 1 << 20];
+        let ram = Arc::new(RamDisk::from_bytes(&before));
+        let disk = Arc::new(FaultyDisk::new(&Power::new(Outage::Kill), ram.clone() as _));
+        disk.fail_reads(4096 * 7..4096 * 7 + 1, EIO);
+        let mut applier = Applier::new(disk, u64::MAX, false).unwrap();
+        let records: Vec<Record> = (0..20).map(|n| data(n * 8192, 4096)).collect();
+        applier.frame(Frame { records, data: Buf::from(&[3; 20 * 4096][..]) }).unwrap();
+        applier.finish(1 << 20).unwrap();
+        let mut found = vec![0; 1 << 20];
+        ram.read_at(0, &mut found).unwrap();
+        for (block, bytes) in found.chunks(4096).enumerate() {
+            let expected = if block < 40 && block % 2 == 0 { 3 } else { 9 };
+            assert!(bytes.iter().all(|b| *b == expected), "block {block}");
+        }
+        assert_eq!(applier.written, 20 * 4096);
     }
 }

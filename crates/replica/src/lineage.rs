@@ -60,7 +60,7 @@ pub struct Stamp {
     pub size: u64,
     /// When a file's inode changed last, in nanoseconds since 1970; 0 for a device.
     pub changed: i64,
-    /// A fingerprint of a few blocks of a device, empty for a file: tells another disk under the same name.
+    /// Hashes of a few blocks of a device, empty for a file: they tell another disk under the same name.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub print: String,
 }

@@ -178,9 +178,15 @@ impl DevicePlace {
 const PRINT_BLOCKS: u64 = 16;
 const PRINT_BLOCK: u64 = 4096;
 
-/// A hash of a few blocks: the first, which every file system and partition table changes, and others spread evenly.
+/// Characters of a block's hash.
+const PRINT_HASH: usize = 8;
+/// Stands for the hash of a block that can't be read.
+const UNREADABLE: &str = "????????";
+
+/// Hashes of a few blocks: the first, which every file system and partition table changes, and others spread evenly. Each
+/// by itself: one that can't be read must not hide what the others say.
 pub(crate) fn fingerprint(disk: &dyn Disk) -> io::Result<String> {
-    let mut hasher = blake3::Hasher::new();
+    let mut print = String::new();
     let len = disk.len();
     let mut block = device::Buf::new(PRINT_BLOCK as usize);
     let blocks = len / PRINT_BLOCK;
@@ -191,10 +197,25 @@ pub(crate) fn fingerprint(disk: &dyn Disk) -> io::Result<String> {
             continue;
         }
         last = Some(at);
-        disk.read_at(at * PRINT_BLOCK, &mut block)?;
-        hasher.update(&block);
+        match disk.read_at(at * PRINT_BLOCK, &mut block) {
+            Ok(()) => print.push_str(&blake3::hash(&block).to_hex()[..PRINT_HASH]),
+            Err(error) if device::is_unreadable(&error) => print.push_str(UNREADABLE),
+            Err(error) => return Err(error),
+        }
     }
-    Ok(hasher.finalize().to_hex()[..32].to_string())
+    Ok(print)
+}
+
+/// True if two fingerprints may be those of one disk: no block says otherwise, and one at least says so.
+pub(crate) fn agree(before: &str, now: &str) -> bool {
+    let hashes =
+        |print: &str| -> Vec<Vec<u8>> { print.as_bytes().chunks(PRINT_HASH).map(<[u8]>::to_vec).collect() };
+    let (before, now) = (hashes(before), hashes(now));
+    let known = |hash: &[u8]| hash != UNREADABLE.as_bytes();
+    let told = || before.iter().zip(&now).filter(|(before, now)| known(before) && known(now));
+    before.len() == now.len()
+        && told().all(|(before, now)| before == now)
+        && (before.is_empty() || told().count() > 0)
 }
 
 impl Place for DevicePlace {
@@ -242,5 +263,40 @@ impl Place for DevicePlace {
 
     fn sync(&self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+// Lists of one range are just that.
+#[allow(clippy::single_range_in_vec_init)]
+#[cfg(test)]
+mod tests {
+    use std::ops::Range;
+
+    use device::RamDisk;
+    use device::faulty::{FaultyDisk, Outage, Power};
+
+    use super::*;
+
+    const EIO: i32 = 5;
+
+    #[test]
+    fn blocks_that_cannot_be_read_say_nothing() {
+        let disk = Arc::new(RamDisk::new(16 << 20));
+        for at in 0..16 << 8 {
+            disk.write_at(at << 12, &[at as u8; 100]).unwrap();
+        }
+        let print = |bad: &[Range<u64>]| {
+            let faulty = FaultyDisk::new(&Power::new(Outage::Kill), disk.clone());
+            bad.iter().for_each(|bad| faulty.fail_reads(bad.clone(), EIO));
+            fingerprint(&faulty).unwrap()
+        };
+        let (sound, last) = (print(&[]), print(&[(16 << 20) - 512..16 << 20]));
+        assert!(sound != last && agree(&sound, &last) && agree(&last, &sound) && agree(&last, &last));
+        let nothing = print(&[0..16 << 20]);
+        assert!(!agree(&nothing, &nothing) && !agree(&sound, &nothing));
+        assert!(agree("", "") && !agree("", &sound) && !agree(&sound, &sound[..120]));
+        disk.write_at(5, &[7]).unwrap();
+        assert!(!agree(&sound, &print(&[])) && !agree(&last, &print(&[])));
+        assert!(agree(&sound, &print(&[0..1])));
     }
 }

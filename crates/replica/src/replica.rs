@@ -13,7 +13,7 @@ use crate::apply::Applier;
 use crate::error::{ReplicaError, Result, disk_error, io_error};
 use crate::journal::{self, ARRIVING, Contents, WHOLE};
 use crate::lineage::{self, Lineage, Position, Stamp, State, StepPlace, Toward};
-use crate::place::{DevicePlace, FilePlace, Place, Which};
+use crate::place::{DevicePlace, FilePlace, Place, Which, agree};
 
 /// How to open a replica.
 #[derive(Debug, Clone, Default)]
@@ -524,7 +524,9 @@ impl Replica {
             let why = match before {
                 Some(before) if before.size != now.size => Some("its size is another"),
                 Some(before) if before.changed != now.changed => Some("it was written to"),
-                Some(before) if before.print != now.print => Some("it is another disk, or was written to"),
+                Some(before) if !agree(&before.print, &now.print) => {
+                    Some("it is another disk, or was written to")
+                }
                 _ => None,
             };
             self.changed = self.changed.or(why);

@@ -204,6 +204,10 @@ pub(crate) fn send_differences(
             Ok(())
         }
         Finding::Unreadable(range) => Err(SyncError::Unreadable(range.start)),
+        Finding::UnreadableThere(range) => {
+            totals.unreadable_there(&range);
+            Ok(())
+        }
         other => {
             end = match &other {
                 Finding::Data { offset, data } => offset + data.len() as u64,

@@ -60,6 +60,9 @@ pub enum SyncError {
         "the source can't be read at byte {0}, so nothing was committed: \"dsync sync --keep-going\" copies the rest, and leaves the replica incomplete"
     )]
     Unreadable(u64),
+    /// A part of the replica can't be read.
+    #[error("the replica can't be read: {0}: --keep-going goes on behind what can't")]
+    UnreadableReplica(#[source] std::io::Error),
     /// Something stands in the way.
     #[error("{0}")]
     Refused(String),
@@ -89,6 +92,15 @@ impl SyncError {
             SyncError::Unreadable(_) => true,
             SyncError::Io { error, .. } => device::is_unreadable(error),
             _ => false,
+        }
+    }
+
+    /// Of an attempt to read the replica.
+    pub(crate) fn of_replica(error: std::io::Error) -> SyncError {
+        if device::is_unreadable(&error) {
+            SyncError::UnreadableReplica(error)
+        } else {
+            SyncError::io("read the replica")(error)
         }
     }
 

@@ -45,7 +45,7 @@ pub fn receive_within(link: Link, state: &StateDir, reach: &Reach) -> Result<(),
         }
         Err(error) => {
             // Nobody may be there to hear it.
-            let _ = sender.send_json(FAILED, &Failed { message: error.to_string(), class: error.class() });
+            let _ = sender.send_json(FAILED, &Failed::of(&error));
             let _ = sender.finish();
             Err(error)
         }
@@ -86,7 +86,7 @@ fn converse(sender: &Sender, receiver: &Receiver, state: &StateDir, reach: &Reac
             return receive_batches(sender, receiver, &mut replica, mirror);
         }
         if let (Some(scope), false) = (&plan.compare, plan.delta) {
-            answer(sender, &replica.content()?, scope, None).map_err(SyncError::io("read the replica"))?;
+            answer(sender, &replica.content()?, scope, None).map_err(SyncError::of_replica)?;
             while receiver.recv()?.is_some() {}
             return Ok(());
         }
@@ -148,7 +148,7 @@ fn take_delta(
         });
         told.map_err(|error| match trouble {
             Some(trouble) => trouble.into(),
-            None => SyncError::io("read the replica")(error),
+            None => SyncError::of_replica(error),
         })?;
     }
     let (compare, pass) = (plan.compare, plan.pass);
@@ -169,11 +169,18 @@ fn take_delta(
     let seen = kept.as_ref();
     let committed = match (compare, disk) {
         (Some(compare), Some(disk)) => std::thread::scope(|scope| {
-            let answering = scope.spawn(move || answer(sender, &disk, &compare, seen));
+            let answering = scope.spawn(move || {
+                answer(sender, &disk, &compare, seen).map_err(|error| {
+                    let error = SyncError::of_replica(error);
+                    // The source waits for the rest, and this side for what the source makes of it.
+                    let _ = sender.send_json(FAILED, &Failed::of(&error));
+                    error
+                })
+            });
             let received = take_units(receipt, receiver, seen, pass);
             match answering.join() {
                 // A link that broke under the answers broke for the units too, and says more there.
-                Ok(Err(error)) if received.is_ok() => Err(SyncError::io("read the replica")(error)),
+                Ok(Err(error)) if received.is_ok() => Err(error),
                 Ok(_) => received,
                 Err(panic) => std::panic::resume_unwind(panic),
             }

@@ -169,6 +169,13 @@ pub(crate) struct Failed {
     pub class: Class,
 }
 
+impl Failed {
+    /// What an error says.
+    pub fn of(error: &SyncError) -> Failed {
+        Failed { message: error.to_string(), class: error.class() }
+    }
+}
+
 /// A unit of a delta as a message: the same bytes in other clothes.
 pub(crate) fn of_unit(unit: Unit) -> Message {
     let kind = match unit.kind {

@@ -139,6 +139,8 @@ pub struct Summary {
     pub digests: Option<String>,
     /// What could not be read at the source, and is missing at the replica.
     pub unreadable: Extents,
+    /// What could not be read at the replica, and was sent, whatever it held.
+    pub unreadable_there: Extents,
     /// What opening the replica had to mend.
     pub recovered: Option<String>,
     /// Bytes that writers had to keep for the view.
@@ -209,6 +211,7 @@ pub fn push(
         dry_run: options.dry_run,
         digests: None,
         unreadable: Extents::default(),
+        unreadable_there: Extents::default(),
         recovered: standing.recovered.clone(),
         view_bytes: 0,
     };
@@ -269,13 +272,14 @@ pub fn push(
         Method::Rolling => {
             let how = options.packing(about.block_size.into(), false);
             let in_place = standing.in_place.then_some(options.in_place);
-            send_moved(&sender, &receiver, &view, &found.header, in_place, how, &total, progress)
+            let keep_going = options.keep_going;
+            send_moved(&sender, &receiver, &view, &found.header, in_place, keep_going, how, &total, progress)
         }
         _ => send(&sender, &receiver, &view, &found, options, &total, progress),
     };
     let committed = committed(&sender, &receiver, result)?;
     sender.finish()?;
-    summary.unreadable = total.unreadable();
+    (summary.unreadable, summary.unreadable_there) = total.unreadable();
     summary.digests = committed.digests;
     if !options.lacking {
         handle.acknowledge(&bookmark, committed.epoch)?;
@@ -374,8 +378,7 @@ fn told<T>(sender: &Sender, receiver: &Receiver, result: Result<T, SyncError>) -
             _ => error,
         },
         error => {
-            let failed = Failed { message: error.to_string(), class: error.class() };
-            let _ = sender.send_json(FAILED, &failed);
+            let _ = sender.send_json(FAILED, &Failed::of(&error));
             error
         }
     })
@@ -408,6 +411,9 @@ pub(crate) fn choose(handle: &Handle, standing: &Standing, options: &Options) ->
         return Ok(Way::Compare("asked for".into()));
     }
     let stands = standing.epoch.is_some() || !standing.positions.is_empty();
+    if options.how == How::Rolling && options.lacking {
+        return Ok(Way::Compare("a part of the source can't be read".into()));
+    }
     if options.how == How::Rolling && (options.adopt || stands) {
         return Ok(Way::Rolling("asked for".into()));
     }
@@ -626,16 +632,22 @@ pub(crate) struct Totals {
     pub read: AtomicU64,
     /// Where the last record ended.
     end: AtomicU64,
-    unreadable: Mutex<Extents>,
+    /// At the source, and at the replica.
+    unreadable: Mutex<(Extents, Extents)>,
 }
 
 impl Totals {
-    /// Notes what could not be read.
+    /// Notes what could not be read at the source.
     pub fn left_out(&self, range: &Range<u64>) {
-        self.unreadable.lock().unwrap_or_else(PoisonError::into_inner).add(range);
+        self.unreadable.lock().unwrap_or_else(PoisonError::into_inner).0.add(range);
     }
 
-    fn unreadable(&self) -> Extents {
+    /// Notes what could not be read at the replica.
+    pub fn unreadable_there(&self, range: &Range<u64>) {
+        self.unreadable.lock().unwrap_or_else(PoisonError::into_inner).1.add(range);
+    }
+
+    fn unreadable(&self) -> (Extents, Extents) {
         self.unreadable.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 

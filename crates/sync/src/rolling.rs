@@ -31,12 +31,13 @@ pub(crate) fn send_moved(
     view: &Arc<View>,
     header: &Header,
     in_place: Option<InPlace>,
+    keep_going: bool,
     how: Packing,
     totals: &Totals,
     progress: Progress<'_>,
 ) -> Result<(), SyncError> {
     let reading = || SyncError::io("read the view of the source");
-    let shape = Shape::new(view.len().max(header.size_before), key());
+    let shape = Shape { keep_going, ..Shape::new(view.len().max(header.size_before), key()) };
     let all = shape.size + view.len();
     sender.send_json(PLAN, &Plan { rolling: Some(shape.clone()), delta: true, ..Plan::default() })?;
     let mut index = Index::new(shape.clone(), header.size_before).map_err(reading())?;
@@ -46,6 +47,7 @@ pub(crate) fn send_moved(
         index.hear(&told, &message.body).map_err(SyncError::io("use the replica's sums"))?;
         progress(index.heard(), all);
     }
+    index.unreadable().iter().for_each(|range| totals.unreadable_there(range));
     index.finish();
     let mut sending = Sending::begin(sender, header, how, totals)?;
     // Errors of the link keep their words.

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use extents::Extents;
 
-use super::sums::{CHUNK, SUMS, Shape, Summer, Sums, Told, ZERO, parts};
+use super::sums::{CHUNK, SUMS, Shape, Summer, Sums, Told, UNREADABLE, ZERO, parts};
 use super::weak::Likely;
 
 /// Places that are looked at for one sum, at most: more than any honest set of sums needs.
@@ -102,6 +102,12 @@ impl Index {
         Ok(())
     }
 
+    /// What can't be read at the destination, ascending.
+    pub fn unreadable(&self) -> Vec<Range<u64>> {
+        let bad = self.sums.iter().zip(0..).filter(|(sums, _)| **sums == UNREADABLE);
+        bad.map(|(_, number)| self.extent(number)).collect()
+    }
+
     /// Bytes of the destination of which was told.
     pub fn heard(&self) -> u64 {
         self.heard
@@ -123,6 +129,7 @@ impl Index {
         for number in 0..self.sums.len() as u32 {
             let sums = self.sums[number as usize];
             if sums == ZERO
+                || sums == UNREADABLE
                 || self.place(number).is_none_or(|r| r.end - r.start < u64::from(self.shape.block))
             {
                 continue;
@@ -173,7 +180,7 @@ impl Index {
     /// The strong sum of a block that may be copied or left where it is; `None` if there is no such block.
     pub(super) fn strong(&self, number: u64) -> Option<&[u8]> {
         let sums = self.sums.get(usize::try_from(number).ok()?)?;
-        (*sums != ZERO).then(|| parts(sums).1)
+        (*sums != ZERO && *sums != UNREADABLE).then(|| parts(sums).1)
     }
 
     /// Where a block lies that may be copied.

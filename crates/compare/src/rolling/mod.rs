@@ -32,17 +32,32 @@ pub use order::Cycles;
 pub use plan::{Change, InPlace, changes};
 pub use sums::{SUMS, Shape, Told, tell};
 
+use crate::salvage;
+
 /// Threads that read and sum: twice the cores, so that half of them may wait for the disk.
 fn threads() -> usize {
     std::thread::available_parallelism().map_or(2, |n| n.get()).saturating_mul(2).clamp(2, 32)
 }
 
-/// Reads a range of at most some chunks into a buffer that is kept.
-fn read(disk: &Arc<dyn Disk>, range: Range<u64>, buf: &mut Buf) -> io::Result<()> {
+/// Reads a range of at most some chunks into a buffer that is kept. Returns which of its blocks of `block` bytes can't be
+/// read, and are zeroes in the buffer; without `keep_going` the first of them is an error, by its place.
+fn read(
+    disk: &Arc<dyn Disk>,
+    range: Range<u64>,
+    buf: &mut Buf,
+    block: u32,
+    keep_going: bool,
+) -> io::Result<Vec<Range<u64>>> {
     let len = (range.end - range.start) as usize;
     if buf.capacity() < len {
         *buf = Buf::new(len);
     }
     buf.set_len(len);
-    if disk.read_cached(range.start, buf) { Ok(()) } else { disk.read_at(range.start, buf) }
+    if disk.read_cached(range.start, buf) {
+        return Ok(Vec::new());
+    }
+    match disk.read_at(range.start, buf) {
+        Err(error) if device::is_unreadable(&error) => salvage(&**disk, range.start, buf, block, keep_going),
+        other => other.map(|()| Vec::new()),
+    }
 }

@@ -55,6 +55,9 @@ impl Default for InPlace {
     }
 }
 
+/// Bytes of what disks read in one piece.
+const SECTOR: u32 = 4096;
+
 /// What a chunk has become: its parts, and the data of its literals one after the other.
 type Piece = (Range<u64>, Vec<Part>, VecDeque<Buf>);
 
@@ -135,8 +138,8 @@ fn scan(
             };
             let whole = chunk.start.saturating_sub(around)..chunk.end.saturating_add(around).min(size);
             // Direct reads of whole sectors take the short way.
-            let start = whole.start / 4096 * 4096;
-            super::read(disk, start..whole.end, buf)?;
+            let start = whole.start / u64::from(SECTOR) * u64::from(SECTOR);
+            super::read(disk, start..whole.end, buf, SECTOR, false)?;
             let data = &buf[(whole.start - start) as usize..];
             let parts = Scan::new(index, data, whole.start, size, chunk.clone()).run();
             let mut literals = VecDeque::new();
@@ -265,8 +268,8 @@ impl Windows<'_> {
 
     /// Bytes of the source, read once more.
     fn bytes(&mut self, offset: u64, len: u64) -> io::Result<Buf> {
-        let mut buf = Buf::new(len as usize);
-        self.disk.read_at(offset, &mut buf)?;
+        let mut buf = Buf::default();
+        super::read(self.disk, offset..offset + len, &mut buf, SECTOR, false)?;
         self.read += len;
         Ok(buf)
     }

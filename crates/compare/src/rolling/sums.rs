@@ -32,6 +32,8 @@ pub struct Shape {
     pub block: u32,
     /// Drawn anew for every sync, and told to nobody else.
     pub key: [u8; 32],
+    /// Go on behind blocks that can't be read: they fit nothing.
+    pub keep_going: bool,
 }
 
 impl Shape {
@@ -39,7 +41,7 @@ impl Shape {
     pub fn new(size: u64, key: [u8; 32]) -> Shape {
         let block =
             (1..).map(|shift| 1u64 << shift).find(|b| b.saturating_mul(*b) >= size).unwrap_or(LARGEST);
-        Shape { size, block: block.clamp(SMALLEST, LARGEST) as u32, key }
+        Shape { size, block: block.clamp(SMALLEST, LARGEST) as u32, key, keep_going: false }
     }
 
     /// # Errors
@@ -77,6 +79,9 @@ pub(super) type Sums = [u8; SUMS];
 
 /// Sums of blocks of zeroes: such blocks are no matter of copying.
 pub(super) const ZERO: Sums = [0; SUMS];
+
+/// Sums of blocks that can't be read.
+pub(super) const UNREADABLE: Sums = [0xff; SUMS];
 
 /// Makes sums.
 pub(super) struct Summer {
@@ -145,13 +150,16 @@ pub fn tell(
                 Stretch::Hole(range) => return Ok((Told::Zero(range), Vec::new())),
                 Stretch::Data(range) => range,
             };
-            super::read(disk, range.clone(), buf)?;
-            if is_zero(buf) {
+            let bad = super::read(disk, range.clone(), buf, shape.block, shape.keep_going)?;
+            let mut bad = bad.iter().peekable();
+            if bad.peek().is_none() && is_zero(buf) {
                 return Ok((Told::Zero(range), Vec::new()));
             }
             let mut told = Vec::with_capacity(buf.len().div_ceil(block) * SUMS);
-            for block in buf.chunks(block) {
+            for (block, at) in buf.chunks(block).zip((range.start..).step_by(block)) {
+                while bad.next_if(|bad| bad.end <= at).is_some() {}
                 match is_zero(block) {
+                    _ if bad.peek().is_some_and(|bad| bad.start <= at) => told.extend(UNREADABLE),
                     true => told.extend(ZERO),
                     false => told.extend(summer.sums(summer.weak.sum(block), block)),
                 }

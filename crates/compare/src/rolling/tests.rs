@@ -71,7 +71,7 @@ fn index(old: &Arc<dyn Disk>, shape: &Shape) -> Index {
 fn run(new: &[u8], old: &[u8], in_place: Option<InPlace>, block: u32) -> (Vec<u8>, u64) {
     let source: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(new));
     let destination: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(old));
-    let shape = Shape { size: old.len().max(new.len()) as u64, block, key: KEY };
+    let shape = Shape { size: old.len().max(new.len()) as u64, block, key: KEY, keep_going: false };
     let index = index(&destination, &shape);
     let mut result = old.to_vec();
     result.resize(old.len().max(new.len()), 0);
@@ -231,7 +231,7 @@ fn a_window_bounds_what_is_ordered_together() {
 
 #[test]
 fn a_lying_account_is_refused_or_does_no_harm() {
-    let shape = Shape { size: 40_000, block: 4096, key: KEY };
+    let shape = Shape { size: 40_000, block: 4096, key: KEY, keep_going: false };
     for (said, sums) in [
         (Told::Sums(0..50_000), vec![0; 13 * SUMS]),
         (Told::Sums(4096..8192), vec![0; SUMS]),
@@ -255,7 +255,7 @@ fn a_lying_account_is_refused_or_does_no_harm() {
 
     // Equal weak sums for everything, which are also those of the source, and false strong ones: it takes no time.
     let new = vec![0x55; 24 << 20];
-    let shape = Shape { size: 24 << 20, block: 65536, key: KEY };
+    let shape = Shape { size: 24 << 20, block: 65536, key: KEY, keep_going: false };
     let mut sums = sums::Summer::new(&shape).sums(sums::Summer::new(&shape).weak.sum(&new[..65536]), &new);
     let mut index = Index::new(shape, 24 << 20).unwrap();
     for chunk in 0..6 {

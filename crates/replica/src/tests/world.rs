@@ -116,7 +116,7 @@ impl Source {
         let (new, old): (Arc<dyn Disk>, Arc<dyn Disk>) =
             (Arc::new(RamDisk::from_bytes(&self.images[to])), Arc::new(RamDisk::from_bytes(content)));
         let size = standing.size.max(self.size(to));
-        let shape = compare::rolling::Shape { size, block: 512, key: [3; 32] };
+        let shape = compare::rolling::Shape { size, block: 512, key: [3; 32], keep_going: false };
         let mut index = compare::rolling::Index::new(shape.clone(), standing.size).unwrap();
         compare::rolling::tell(&old, &shape, |(said, sums)| index.hear(&said, &sums)).unwrap();
         index.finish();

@@ -1,0 +1,131 @@
+//! Sectors of a replica's device that can't be read: what needs them says so, all else goes on.
+
+use dsync_tests::image::{self, BLOCK};
+use dsync_tests::mount::Worn;
+use dsync_tests::scene::number;
+use dsync_tests::{Random, Run, Scene, Site, need, need_root, skipped};
+
+const MIB: u64 = 1 << 20;
+const SIZE: u64 = 16 * MIB;
+
+/// True if worn disks can be made here.
+fn ready(what: &str) -> bool {
+    need(&["losetup", "nbdkit", "nbdfuse"], what) && need_root(what)
+}
+
+/// A served source full of noise, and a device that is its replica.
+fn synced(what: &str) -> Option<(Scene, Worn)> {
+    let mut scene = Scene::new(what, SIZE);
+    let noise = scene.random.bytes(SIZE as usize);
+    let mut client = scene.client();
+    client.write(0, &noise).expect("a write");
+    client.close().expect("the end");
+    let Some(worn) = Worn::new(&scene.site.image("worn.raw", SIZE)) else {
+        skipped(what, "there are no loop devices over FUSE here");
+        return None;
+    };
+    scene.replica = worn.device().to_path_buf();
+    scene.sync(&[]).ok();
+    image::assert_equal(&scene.image, worn.content());
+    Some((scene, worn))
+}
+
+/// Writes to blocks of the source.
+fn write(scene: &mut Scene, blocks: impl Iterator<Item = u64>) {
+    let mut client = scene.client();
+    for block in blocks {
+        client.write(block * BLOCK, &scene.random.bytes(BLOCK as usize)).expect("a write");
+    }
+    client.close().expect("the end");
+}
+
+fn verify(scene: &Scene, options: &[&str]) -> Run {
+    scene.site.dsync(["verify"]).arg(&scene.image).arg(&scene.replica).arg("--json").args(options)
+}
+
+#[test]
+fn a_replica_with_sectors_that_cannot_be_read() {
+    let what = "unreadable sectors of a replica";
+    if !ready(what) {
+        return;
+    }
+    let Some((mut scene, worn)) = synced(what) else { return };
+    // The first and the last are looked at whenever the device is opened.
+    for bad in [vec![SIZE - BLOCK], vec![0, 1000 * BLOCK, 1002 * BLOCK, SIZE - BLOCK]] {
+        for commit in ["journal", "in-place"] {
+            let sync =
+                |scene: &Scene, options: &[&str]| scene.sync(&[&["--commit", commit][..], options].concat());
+            let (first, lost) = (bad[0].to_string(), bad.len() as u64 * BLOCK);
+            worn.spoil(&bad);
+            // What was written down needs nothing of them, and what lies between the changed blocks of a dense region
+            // is left alone.
+            write(
+                &mut scene,
+                (990..1020).filter(|block| !bad.contains(&(block * BLOCK))).step_by(2).chain([5]),
+            );
+            let summary = sync(&scene, &[]).ok().summary();
+            assert_eq!(summary["method"], "tracked", "{summary}");
+            image::assert_equal(&scene.image, worn.content());
+
+            verify(&scene, &[]).code(1).says(&[&first, "--keep-going"]);
+            let found = verify(&scene, &["--keep-going"]).code(1).summary();
+            assert_eq!(number(&found["unreadable_there"], "bytes"), lost, "{found}");
+            assert_eq!(number(&found["differing"], "bytes"), lost, "{found}");
+
+            for method in ["compare", "rolling"] {
+                worn.spoil(&bad);
+                write(&mut scene, [7, 2000].into_iter());
+                sync(&scene, &["--method", method]).code(1).says(&[&first, "--keep-going"]);
+                let summary = sync(&scene, &["--method", method, "--keep-going"]).code(1).summary();
+                let there = &summary["unreadable_there"];
+                assert!(number(there, "bytes") >= lost, "{method}, {commit}: {summary}");
+                assert!(number(&there["list"][0], "offset") <= bad[0], "{method}, {commit}: {summary}");
+                assert!(number(&summary, "blocks_changed") < 100, "{method}, {commit}: {summary}");
+                assert!(summary["epoch"].is_u64(), "all was sent, and written: {summary}");
+                image::assert_equal(&scene.image, worn.content());
+                // What was written can be read again.
+                let sound = verify(&scene, &[]).ok().summary();
+                assert_eq!(sound["trust"], "exact", "{sound}");
+            }
+        }
+    }
+    // It is followed as before, and still told from another disk.
+    worn.spoil(&[SIZE - BLOCK]);
+    write(&mut scene, [1].into_iter());
+    scene.sync(&[]).ok();
+    image::scribble(worn.content(), 0, BLOCK, &mut scene.random);
+    worn.spoil(&[SIZE - BLOCK]);
+    write(&mut scene, [1].into_iter());
+    scene.sync(&[]).code(4).says(&["another disk"]);
+}
+
+/// Rolling looks for what has moved in all of the source: where that can't be read, the rest is compared.
+#[test]
+fn a_source_that_cannot_be_read_is_compared() {
+    let what = "unreadable sectors of a source, rolling";
+    if !ready(what) {
+        return;
+    }
+    let (site, mut random) = (Site::new(), Random::new(what));
+    let content = site.image("worn.raw", SIZE);
+    image::random(&content, SIZE, &mut random);
+    let Some(worn) = Worn::new(&content) else {
+        return skipped(what, "there are no loop devices over FUSE here");
+    };
+    let replica = site.path("copy.raw");
+    let sync = |options: &[&str]| site.sync(worn.device(), &replica, options);
+    sync(&[]).ok();
+    for commit in ["journal", "in-place"] {
+        image::scribble(worn.content(), MIB, 100_000, &mut random);
+        let bad = 3000 * BLOCK;
+        worn.spoil(&[bad]);
+        let options = ["--method", "rolling", "--commit", commit];
+        sync(&options).code(1).says(&[&bad.to_string()]);
+        let summary = sync(&[&options[..], &["--keep-going"]].concat()).code(1).summary();
+        assert_eq!(summary["method"], "compare", "{summary}");
+        assert_eq!(number(&summary["unreadable"], "bytes"), BLOCK, "{summary}");
+        image::assert_equal(worn.content(), &replica);
+        worn.spoil(&[]);
+        sync(&[]).ok();
+    }
+}
