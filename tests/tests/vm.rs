@@ -178,8 +178,8 @@ fn every_difference_is_reported() {
         let size = if full() { 320 * MIB } else { 144 * MIB };
         let mut vm = Vm::new(kernel, "truth.sh", twins(&site, size, &mut random));
         vm.modules(&["loop", "raid1", "xfs", "btrfs"]);
-        let (fs, more) = if full() { ("ext4 xfs btrfs", "yes") } else { ("ext4", "") };
-        vm.variables = format!("SEED={}\nFILESYSTEMS='{fs}'\nMORE={more}", random.below(1 << 30));
+        let (fs, io, more) = if full() { ("ext4 xfs btrfs", "24m", "yes") } else { ("ext4", "8m", "") };
+        vm.variables = format!("SEED={}\nFILESYSTEMS='{fs}'\nIO={io}\nMORE={more}", random.below(1 << 30));
         vm.run(600);
     }
 }

@@ -1,4 +1,7 @@
 # Whatever writes to a tracked device: every block that differs is reported. /dev/vda is tracked, /dev/vdb was its copy.
+#   FILESYSTEMS   made, mounted and filled
+#   IO            how much fio writes
+#   MORE          if not empty: also file systems that discard, partitions, and a mirror's member
 . /tmp/files/lib.sh
 insmod /tmp/files/dm-track.ko || exit
 track t /dev/vda
@@ -17,10 +20,10 @@ dd if=/dev/urandom of=$t bs=512 seek=8007 count=2 conv=notrunc oflag=direct 2>/d
 is "parts of blocks count" "$(echo $(cat /proc/track/t))" "1000 1001"
 truth t /dev/vdb "parts of blocks"
 
-fio --name=f --filename=$t --rw=randwrite --bsrange=512-256k --blockalign=512 --direct=1 --size=100% --io_size=24m \
+fio --name=f --filename=$t --rw=randwrite --bsrange=512-256k --blockalign=512 --direct=1 --size=100% --io_size=$IO \
     --ioengine=libaio --iodepth=16 --randrepeat=0 --randseed=$SEED --refill_buffers --output=/dev/null
 truth t /dev/vdb "fio, direct"
-fio --name=f --filename=$t --rw=randwrite --bs=4k-64k --size=100% --io_size=24m --randrepeat=0 --randseed=$SEED \
+fio --name=f --filename=$t --rw=randwrite --bs=4k-64k --size=100% --io_size=$IO --randrepeat=0 --randseed=$SEED \
     --refill_buffers --fsync_on_close=1 --output=/dev/null
 truth t /dev/vdb "fio, through the page cache"
 quiet "plain writes"
@@ -50,7 +53,7 @@ for fs in $FILESYSTEMS; do
     truth t /dev/vdb "$fs, filled"
     quiet "$fs"
 done
-for fs in $FILESYSTEMS; do
+for fs in ${MORE:+$FILESYSTEMS}; do
     make $fs $t
     fill $fs $t discard truth t /dev/vdb "$fs, mounted" loose
     truth t /dev/vdb "$fs with discards" loose

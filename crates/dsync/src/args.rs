@@ -268,9 +268,6 @@ pub struct Mirror {
     /// How the replica's side is reached
     #[command(flatten)]
     pub far: FarArgs,
-    /// How the source is opened
-    #[command(flatten)]
-    pub open: SourceArgs,
 }
 
 /// The models of pipelining that paper 004 measures.

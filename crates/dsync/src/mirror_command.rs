@@ -90,7 +90,6 @@ pub fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()>
     };
     let (stop, mirroring) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
     on_signals(stop.clone(), mirroring.clone(), output.alike())?;
-    let source_options = crate::source_options(&args.open)?;
     let (path, name) = destination.place(&args.destination)?;
     let teller = Teller { output, name: &name, mirroring: &mirroring, last: Mutex::new(None) };
     let progress = |done, total| output.progress(done, total);
@@ -106,7 +105,7 @@ pub fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()>
     };
     let mirror = Mirror {
         attach: &mut || {
-            let handle = Handle::attach(state, &args.source, &source_options)?;
+            let handle = Handle::attach_followed(state, &args.source)?;
             refuse_itself(&path, &destination, &handle).map_err(|e| SyncError::Refused(e.to_string()))?;
             Ok(handle)
         },

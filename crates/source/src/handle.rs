@@ -1,6 +1,6 @@
 //! A source as a sync sees it: held by this process, or by a server that answers for it.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use delta::Epoch;
@@ -33,49 +33,61 @@ impl Handle {
     /// Reaches the source that a path, or the name of an export, means: through its server if one runs, else by holding it
     /// in this process. A disk that was never followed becomes a source.
     pub fn attach(state: &StateDir, what: &str, options: &Options) -> Result<Handle, SourceError> {
-        let known = state.source(what)?;
-        if let Some((place, about)) = &known {
-            if let Some(client) = Client::connect(place)? {
-                return Ok(Handle {
-                    about: about.clone(),
-                    place: place.clone(),
-                    holder: Holder::Server(client),
-                });
-            }
+        if let Some(handle) = Handle::served(state, what)? {
+            return Ok(handle);
         }
-        let path = known.as_ref().map_or_else(|| Path::new(what), |(_, about)| &about.path);
-        if !path.exists() {
-            return Err(SourceError::Unknown(match known {
-                Some(_) => format!("source {} is not there any more", path.display()),
-                None => format!(
-                    "there is no source {what}: give the path of an image or device, or the name under which \"dsync \
-                     serve\" serves it"
-                ),
-            }));
-        }
-        if let Some(tracker) = trackers::find(path)? {
-            return Ok(Live::open(state, path, tracker)?.into());
+        let path = place_of(state, what)?;
+        if let Some(tracker) = trackers::find(&path)? {
+            return Ok(Live::open(state, &path, tracker)?.into());
         }
         let options = Options { read_only: true, ..options.clone() };
-        let source = match Source::open(state, path, &options) {
+        let source = match Source::open(state, &path, &options) {
             // A server that is just starting holds the lock before it answers.
             Err(busy @ SourceError::Busy { .. }) => {
-                let place = state.source(what)?;
-                for _ in 0..50 {
-                    if let Some((place, about)) = &place {
-                        if let Some(client) = Client::connect(place)? {
-                            let (about, place) = (about.clone(), place.clone());
-                            return Ok(Handle { about, place, holder: Holder::Server(client) });
-                        }
-                    }
-                    std::thread::sleep(std::time::Duration::from_millis(20));
-                }
-                return Err(busy);
+                return Handle::served_soon(state, what)?.ok_or(busy);
             }
             other => other?,
         };
         let place = source.folder().path().to_path_buf();
         Ok(Handle { about: source.about().clone(), place, holder: Holder::Here(Box::new(source)) })
+    }
+
+    /// Reaches a source that is followed while it changes: through its server, or its tracker in the kernel. Never holds it:
+    /// a server that is to come finds it free.
+    ///
+    /// # Errors
+    /// `Refused` if nobody follows it.
+    pub fn attach_followed(state: &StateDir, what: &str) -> Result<Handle, SourceError> {
+        if let Some(handle) = Handle::served(state, what)? {
+            return Ok(handle);
+        }
+        let path = place_of(state, what)?;
+        if let Some(tracker) = trackers::find(&path)? {
+            return Ok(Live::open(state, &path, tracker)?.into());
+        }
+        Handle::served_soon(state, what)?.ok_or_else(|| {
+            SourceError::Refused(format!(
+                "nobody follows what is written to {}: serve it with \"dsync serve\", or follow a disk in use with \"dsync track add\"",
+                path.display()
+            ))
+        })
+    }
+
+    fn served(state: &StateDir, what: &str) -> Result<Option<Handle>, SourceError> {
+        let Some((place, about)) = state.source(what)? else { return Ok(None) };
+        let client = Client::connect(&place)?;
+        Ok(client.map(|client| Handle { about, place, holder: Holder::Server(client) }))
+    }
+
+    /// Waits a second for a server that may be starting.
+    fn served_soon(state: &StateDir, what: &str) -> Result<Option<Handle>, SourceError> {
+        for _ in 0..50 {
+            if let Some(handle) = Handle::served(state, what)? {
+                return Ok(Some(handle));
+            }
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+        Ok(None)
     }
 
     /// What the source's folder says of it.
@@ -260,6 +272,22 @@ impl Handle {
             Holder::Server(_) | Holder::Live(_) => Ok(()),
         }
     }
+}
+
+/// The path of the source that is meant, which must be there.
+fn place_of(state: &StateDir, what: &str) -> Result<PathBuf, SourceError> {
+    let known = state.source(what)?;
+    let path = known.as_ref().map_or_else(|| PathBuf::from(what), |(_, about)| about.path.clone());
+    if path.exists() {
+        return Ok(path);
+    }
+    Err(SourceError::Unknown(match known {
+        Some(_) => format!("source {} is not there any more", path.display()),
+        None => format!(
+            "there is no source {what}: give the path of an image or device, or the name under which \"dsync serve\" \
+             serves it"
+        ),
+    }))
 }
 
 impl From<Live> for Handle {
