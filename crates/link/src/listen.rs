@@ -305,12 +305,15 @@ impl State {
         drop(stranger);
         let answer = Word { what: WELCOME, session: place.session, ..word };
         let lanes = usize::from(word.lanes);
-        let mut gathering = Gathering { key, lanes: (0..lanes).map(|_| None).collect() };
+        // Before the answer: the other lanes may be here as soon as that is heard.
+        let gathering = Gathering { key, lanes: (0..lanes).map(|_| None).collect() };
+        lock(&self.sessions).gathering.insert(place.session, gathering);
         if secured.write_all(&answer.to_bytes(), until).is_err() {
             return;
         }
-        gathering.lanes[0] = Some(secured);
-        lock(&self.sessions).gathering.insert(place.session, gathering);
+        if let Some(gathering) = lock(&self.sessions).gathering.get_mut(&place.session) {
+            gathering.lanes[0] = Some(secured);
+        }
         let Some(lanes) = self.gather(place.session) else {
             return self.says.now_and_then(&format!("{peer}: the session's lanes did not come in time"));
         };
