@@ -34,6 +34,14 @@ write() {
 }
 writes() { write; waits test -e /tmp/written; }
 stuck() { write; busybox usleep 1500000; [ ! -e /tmp/written ]; }
+# comes_to_freeze PID: while the process lives, a write gets stuck.
+comes_to_freeze() {
+    while kill -0 $1; do
+        stuck && return
+    done
+    cat /tmp/sync.out
+    false
+}
 
 user() {
     kind=$1
@@ -83,14 +91,15 @@ user() {
     quiet "$kind: syncs"
 }
 
-# frozen_to_death: reads that take two seconds hold the freeze. Whoever freezes is killed, or takes too long.
+# frozen_to_death: reads that take four seconds hold the freeze, long enough to be found by one of the probes. Whoever freezes
+# is killed, or takes too long.
 frozen_to_death() {
     kind=$1
     dd if=/dev/urandom of=/tmp/m/fourth bs=4k count=5 2>/dev/null
-    slow 2000
+    slow 4000
     dsync sync $disk $copy --freeze-limit 60 >/tmp/sync.out 2>&1 &
     pid=$!
-    check "$kind: it comes to a freeze" waits stuck
+    check "$kind: it comes to a freeze" comes_to_freeze $pid
     kill -9 $pid
     wait $pid
     check "$kind: killed, it leaves nothing frozen" writes
