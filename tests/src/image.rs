@@ -162,3 +162,20 @@ pub fn fsck_after_replay(path: &Path) {
     crate::Run::new("e2fsck").arg("-fn").arg(&replayed).ok();
     std::fs::remove_file(&replayed).expect("removing a copy");
 }
+
+/// Bytes of a file that the page cache holds; `None` where the system doesn't say.
+pub fn cached(path: &Path) -> Option<u64> {
+    let said =
+        crate::Run::new("fincore").args(["--bytes", "--noheadings", "--output", "RES"]).arg(path).output();
+    said.text().trim().parse().ok()
+}
+
+/// Makes the page cache hold the first bytes of a file, whole MiB, and nothing else of it but what the system reads ahead.
+pub fn cache(path: &Path, bytes: u64) {
+    let dd = |words: &[&str]| {
+        crate::Run::new("dd").arg(format!("if={}", path.display())).args(words).arg("status=none").ok()
+    };
+    crate::Run::new("sync").arg(path).ok();
+    dd(&["iflag=nocache", "count=0"]);
+    dd(&["of=/dev/null", "bs=1M", &format!("count={}", bytes >> 20)]);
+}

@@ -361,6 +361,47 @@ fn a_source_that_changes_its_size_while_it_is_read() {
     }
 }
 
+/// What is only read brings nothing into the page cache, and drives nothing out of it.
+#[test]
+fn reading_leaves_the_page_cache_as_it_was() {
+    let what = "the page cache after a compare";
+    if !need(&["fincore"], what) {
+        return;
+    }
+    let (site, mut random) = (Site::new(), Random::new(what));
+    let (disk, replica) = (site.image("vm.raw", 48 * MIB), site.path("copy.raw"));
+    image::random(&disk, 48 * MIB, &mut random);
+    site.sync(&disk, &replica, &[]).ok();
+    for warm in [0, 16 * MIB] {
+        for words in [
+            &["verify"][..],
+            &["sync", "--method", "compare"],
+            &["sync", "--method", "compare", "--commit", "in-place"],
+            &["sync", "--method", "rolling"],
+            &["sync", "--method", "rolling", "--commit", "in-place"],
+        ] {
+            // Changing it once makes it another file for who compares; the pages that are written are gone then.
+            let syncs = words[0] == "sync";
+            if syncs {
+                image::scribble(&disk, 40 * MIB, BLOCK, &mut random);
+            }
+            [&disk, &replica].into_iter().for_each(|path| image::cache(path, warm));
+            let cached = || (image::cached(&disk), image::cached(&replica));
+            let (Some(source), Some(copy)) = cached() else {
+                return skipped(what, "fincore does not tell what is cached");
+            };
+            assert!(source >= warm && copy >= warm, "{source} and {copy} bytes are cached");
+            let run = site.dsync([words[0]]).arg(&disk).arg(&replica).args(&words[1..]).ok();
+            let (Some(source_after), Some(copy_after)) = cached() else { continue };
+            assert_eq!(source_after, source, "{words:?}, {warm} bytes warm: {run}");
+            assert!(copy_after <= copy, "{copy} became {copy_after}: {words:?}, {warm} bytes warm: {run}");
+            // What was written lies far from what is warm.
+            assert!(copy_after >= warm, "{copy} became {copy_after}: {words:?}, {warm} bytes warm: {run}");
+        }
+    }
+    image::assert_equal(&disk, &replica);
+}
+
 #[test]
 fn a_compare_without_space_for_it() {
     let what = "a full destination";

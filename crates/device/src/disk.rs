@@ -131,9 +131,10 @@ pub trait Disk: Send + Sync {
     /// Fills `buf` from `offset`. Reading past the end is an error of kind `UnexpectedEof`.
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()>;
 
-    /// Fills `buf` from `offset` if memory has all of it already, and says whether it did. What a file's page cache holds is
-    /// read at the speed of memory, and nothing is added to it. For who wants to know the content alone: it says nothing of
-    /// what the medium holds. After `false` the content of `buf` is undefined.
+    /// Fills `buf` from `offset` if memory has all of it already, and as much behind it as the system reads ahead; says
+    /// whether it did. What a file's page cache holds is read at the speed of memory, and nothing is added to it. For who
+    /// wants to know the content alone: it says nothing of what the medium holds. After `false` the content of `buf` is
+    /// undefined.
     fn read_cached(&self, _offset: u64, _buf: &mut [u8]) -> bool {
         false
     }

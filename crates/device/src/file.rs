@@ -39,6 +39,8 @@ pub struct Options {
 const PAGE: u64 = 4096;
 /// Bounce buffers, and zeroes written by hand.
 const STEP: u64 = 1 << 20;
+/// More than most file systems read ahead of what is asked for.
+const AHEAD: u64 = 8 << 20;
 
 /// A file or a block device, open.
 pub(crate) struct FileDisk {
@@ -54,6 +56,8 @@ pub(crate) struct FileDisk {
     pub(crate) unit: u64,
     /// Direct requests use memory at multiples of this.
     memory: usize,
+    /// Bytes that the kernel reads ahead of what is asked for.
+    ahead: u64,
     /// Held while a part of a block device's sector is read, changed and written.
     edges: Mutex<()>,
     /// As if there were no io_uring.
@@ -177,6 +181,7 @@ impl FileDisk {
             len: AtomicU64::new(len),
             unit,
             memory,
+            ahead: if block { 0 } else { read_ahead(metadata.dev()) },
             edges: Mutex::new(()),
             threads: false,
         })
@@ -409,9 +414,11 @@ impl Disk for FileDisk {
 
     fn read_cached(&self, offset: u64, buf: &mut [u8]) -> bool {
         let len = buf.len() as u64;
+        // The kernel would read ahead, as far as this.
+        let end = offset.saturating_add(len).saturating_add(len.max(self.ahead)).min(self.len());
         !self.block
             && self.check("read", offset, len).is_ok()
-            && sys::is_cached(&self.plain, offset, len)
+            && sys::is_cached(&self.plain, offset, end - offset)
             && self.plain.read_exact_at(buf, offset).is_ok()
     }
 
@@ -518,6 +525,14 @@ fn open_direct(plain: &File, metadata: &std::fs::Metadata, options: &Options) ->
         offset > 0 && PAGE % u64::from(offset) == 0 && u64::from(memory) <= PAGE
     });
     (same && possible).then_some(file)
+}
+
+/// Bytes that the kernel reads ahead on a file system.
+fn read_ahead(device: u64) -> u64 {
+    let told = |file| std::fs::read_to_string(sysfs(device).join(file)).ok();
+    // A partition has its disk's queue.
+    let kib = told("queue/read_ahead_kb").or_else(|| told("../queue/read_ahead_kb"));
+    kib.and_then(|kib| kib.trim().parse::<u64>().ok()).map_or(AHEAD, |kib| kib.saturating_mul(1024))
 }
 
 /// The open file by its number: the path may lead elsewhere by now.

@@ -58,6 +58,16 @@ impl Default for InPlace {
 /// Bytes of what disks read in one piece.
 const SECTOR: u32 = 4096;
 
+/// Reads the whole sectors in which a range lies, and says where in the buffer it is. What is no whole sector goes through
+/// the page cache, which is to stay as it is.
+fn sectors(disk: &Arc<dyn Disk>, range: Range<u64>, buf: &mut Buf) -> io::Result<Range<usize>> {
+    let sector = u64::from(SECTOR);
+    let start = range.start / sector * sector;
+    let end = range.end.next_multiple_of(sector).min(disk.len());
+    super::read(disk, start..end, buf, SECTOR, false)?;
+    Ok((range.start - start) as usize..(range.end - start) as usize)
+}
+
 /// What a chunk has become: its parts, and the data of its literals one after the other.
 type Piece = (Range<u64>, Vec<Part>, VecDeque<Buf>);
 
@@ -137,10 +147,8 @@ fn scan(
                 Stretch::Data(range) => range,
             };
             let whole = chunk.start.saturating_sub(around)..chunk.end.saturating_add(around).min(size);
-            // Direct reads of whole sectors take the short way.
-            let start = whole.start / u64::from(SECTOR) * u64::from(SECTOR);
-            super::read(disk, start..whole.end, buf, SECTOR, false)?;
-            let data = &buf[(whole.start - start) as usize..];
+            let place = sectors(disk, whole.clone(), buf)?;
+            let data = &buf[place];
             let parts = Scan::new(index, data, whole.start, size, chunk.clone()).run();
             let mut literals = VecDeque::new();
             if with_data {
@@ -269,8 +277,8 @@ impl Windows<'_> {
     /// Bytes of the source, read once more.
     fn bytes(&mut self, offset: u64, len: u64) -> io::Result<Buf> {
         let mut buf = Buf::default();
-        super::read(self.disk, offset..offset + len, &mut buf, SECTOR, false)?;
+        let place = sectors(self.disk, offset..offset + len, &mut buf)?;
         self.read += len;
-        Ok(buf)
+        Ok(if place == (0..buf.len()) { buf } else { Buf::from(&buf[place]) })
     }
 }
