@@ -261,6 +261,45 @@ fn one_slow_mirror_does_not_hold_up_another() {
     image::assert_equal(&scene.image, &far.replica());
 }
 
+/// A link that can't keep up costs lag, and neither time of the writer nor memory without end.
+#[test]
+fn a_writer_never_waits_for_a_slow_link() {
+    let (mut scene, far) = (Scene::new("a link that can't keep up", 64 * MIB), Far::new(RSH));
+    far.sync(&scene, &[], None).ok();
+    let mut running = far.run("mirror", &scene, &["-v", "--bwlimit", "128K"], None).start();
+    running.wait_to_say(MIRRORING);
+    let mut client = scene.client();
+    let (began, mut count, mut slowest) = (Instant::now(), 0u64, Duration::ZERO);
+    while began.elapsed() < Duration::from_secs(5) {
+        let (at, data) = (scene.random.below(16 * MIB / BLOCK) * BLOCK, scene.random.bytes(BLOCK as usize));
+        let asked = Instant::now();
+        client.write(at, &data).expect("a write");
+        slowest = slowest.max(asked.elapsed());
+        count += 1;
+    }
+    client.close().expect("the end");
+    let status = scene.site.dsync(["status", "--json"]).arg(&scene.image).ok().summary();
+    let kept = status["served"]["kept_bytes"].as_u64().expect("a number");
+    let text = std::fs::read_to_string(format!("/proc/{}/status", running.pid())).expect("a process");
+    let peak = text.lines().find_map(|line| line.strip_prefix("VmHWM:")?.trim().strip_suffix(" kB"));
+    let peak = peak.expect("a peak").parse::<u64>().expect("a number") << 10;
+    running.kill();
+    println!(
+        "{count} writes, the slowest {slowest:?}; {} MiB at most, {kept} bytes kept: {status}",
+        peak / MIB
+    );
+    let link = 5 * (128 << 10);
+    assert!(count * BLOCK > 8 * link, "{count} writes in 5 s: the writer is as slow as the link");
+    assert!(slowest < Duration::from_secs(2), "a write took {slowest:?}");
+    assert!(kept <= 32 * MIB, "{kept} bytes are kept for batches of at most 16 MiB");
+    assert!(peak < 200 * MIB, "{} MiB", peak / MIB);
+    wait_until("the far side lets go", || {
+        far.site.dsync(["recover"]).arg(far.replica()).output().status.success()
+    });
+    far.sync(&scene, &[], None).ok();
+    image::assert_equal(&scene.image, &far.replica());
+}
+
 #[test]
 fn what_can_not_be_mirrored_is_refused() {
     let mut scene = Scene::new("mirror refusals", 8 * MIB);

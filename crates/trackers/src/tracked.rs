@@ -615,16 +615,16 @@ impl Seat {
     /// seen by every write that the drain does not wait for.
     fn current<'a>(&'a mut self, shared: &Shared) -> &'a Current {
         let version = shared.version.load(SeqCst);
-        if self.version != version || self.current.is_none() {
-            let current = shared.current.read().unwrap_or_else(|e| e.into_inner());
-            // Read under the lock, so that number and content belong together.
-            self.version = shared.version.load(SeqCst);
-            self.current = Some(current.clone());
-        }
-        match &self.current {
-            Some(current) => current,
-            None => unreachable!("filled above"),
-        }
+        let current = match self.current.take() {
+            Some(current) if self.version == version => current,
+            _ => {
+                let current = shared.current.read().unwrap_or_else(|e| e.into_inner());
+                // Read under the lock, so that number and content belong together.
+                self.version = shared.version.load(SeqCst);
+                current.clone()
+            }
+        };
+        self.current.insert(current)
     }
 }
 
