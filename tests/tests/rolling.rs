@@ -143,6 +143,16 @@ fn into_a_clone() {
         plain.edit(any_edit);
         plain.rolling(&["--commit", "reflink"]);
     }
+    // What has moved by whole blocks is shared with the old file, and not written.
+    plain.edit(|bytes, random| *bytes = random.bytes(12 << 20));
+    plain.rolling(&["--commit", "reflink"]);
+    for (inserted, most) in [(1 << 20, 3 * MIB), (777, 14 * MIB)] {
+        plain.edit(|bytes, random| drop(bytes.splice(0..0, random.bytes(inserted))));
+        let summary = plain.rolling(&["--commit", "reflink"]);
+        assert!(number(&summary, "bytes_copied") > 11 * MIB, "{summary}");
+        let written = number(&summary, "bytes_written");
+        assert!(written < most, "{written} bytes were written for {inserted} inserted: {summary}");
+    }
 }
 
 /// A source that nobody serves has no record: whatever happened to it is found.

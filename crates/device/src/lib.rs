@@ -16,6 +16,7 @@ mod identity;
 mod lock;
 mod ram;
 mod rng;
+mod sharing;
 mod sys;
 #[cfg(test)]
 mod tests;
@@ -33,5 +34,6 @@ pub use folder_lock::FolderLock;
 pub use identity::{DiskKind, Identity, identity};
 pub use lock::{Access, ImageLock, lock_image};
 pub use ram::RamDisk;
+pub use sharing::Sharing;
 pub use usage::{Mount, free_space, in_use, may_change, mounts_on};
 pub use written::Written;

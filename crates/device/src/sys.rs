@@ -46,3 +46,18 @@ pub(crate) fn is_cached(file: &File, offset: u64, len: u64) -> bool {
     let pages = (offset + len).div_ceil(PAGE) - offset / PAGE;
     result == 0 && len > 0 && answer[0] >= pages
 }
+
+/// Lets a range of one file share what another of the same file system holds (FICLONERANGE). Offsets and length are whole
+/// blocks of that.
+pub(crate) fn clone_range(
+    (from, from_offset): (&File, u64),
+    (to, to_offset): (&File, u64),
+    len: u64,
+) -> io::Result<()> {
+    let fd = u64::try_from(from.as_raw_fd()).map_err(io::Error::other)?;
+    // struct file_clone_range: a descriptor as a signed number of 64 bits, and three offsets.
+    let range = [fd, from_offset, len, to_offset];
+    // SAFETY: the kernel reads four u64 from `range`, which outlives the call, as do both files.
+    let result = unsafe { libc::ioctl(to.as_raw_fd(), libc::FICLONERANGE as _, range.as_ptr()) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}

@@ -392,7 +392,7 @@ pub enum CommitArg {
     Journal,
     /// Write blocks as they come: fastest; incomplete meanwhile
     InPlace,
-    /// Merge into a clone and swap it in (XFS, Btrfs)
+    /// Merge into a clone and swap it in (XFS, Btrfs): what has moved by whole blocks is shared, not written
     Reflink,
 }
 

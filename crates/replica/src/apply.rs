@@ -186,10 +186,15 @@ impl Applier {
 
     /// Applies a frame. Returns once it is on its way. After an error nothing more may be applied.
     pub fn frame(&mut self, frame: Frame) -> io::Result<()> {
-        let Frame { records, data } = frame;
-        if records.iter().any(|r| matches!(r, Record::Copy { .. })) {
+        if frame.records.iter().any(|r| matches!(r, Record::Copy { .. })) {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "a copy that nobody has read"));
         }
+        self.frame_of_copies(frame)
+    }
+
+    /// The same for what comes out of [`crate::copies`]: a copy that still stands in it was carried out already.
+    pub fn frame_of_copies(&mut self, frame: Frame) -> io::Result<()> {
+        let Frame { records, data } = frame;
         let mut plan = plan(&records, self.cursor, self.known);
         if self.scattered {
             plan.picked.extend(plan.spans.drain(..).flatten());

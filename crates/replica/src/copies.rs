@@ -4,10 +4,11 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 
 use delta::{Frame, MAX_DATA, Record};
-use device::{Buf, Disk, Kind, Piece, Pieces, Queue, Request};
+use device::{Buf, Disk, Kind, Piece, Pieces, Queue, Request, Sharing};
 use twox_hash::XxHash3_128;
 
 /// Operations kept on their way.
@@ -44,6 +45,8 @@ pub(crate) struct Copies {
     begun: usize,
     /// Bytes of these.
     bytes: usize,
+    /// Lets the place that is written to share what is copied.
+    sharing: Option<Sharing>,
     /// Bytes read so far.
     pub read: u64,
 }
@@ -52,7 +55,13 @@ impl Copies {
     /// Of what `disk` holds.
     pub fn new(disk: &Arc<dyn Disk>) -> io::Result<Copies> {
         let queue = disk.clone().queue(DEPTH)?;
-        Ok(Copies { disk: disk.clone(), queue, jobs: VecDeque::new(), first: 0, begun: 0, bytes: 0, read: 0 })
+        let (disk, jobs) = (disk.clone(), VecDeque::new());
+        Ok(Copies { disk, queue, jobs, first: 0, begun: 0, bytes: 0, sharing: None, read: 0 })
+    }
+
+    /// The same, but what can be shared is, and stands in the frames that come out as a copy: carried out already.
+    pub fn sharing(self, sharing: Option<Sharing>) -> Copies {
+        Copies { sharing, ..self }
     }
 
     /// Takes a frame.
@@ -142,20 +151,64 @@ impl Copies {
         self.bytes -= data.len();
         let mut at = 0;
         let mut out: Vec<Record> = Vec::with_capacity(records.len());
+        // What of the data is shared, ascending.
+        let mut shared: Vec<Range<usize>> = Vec::new();
         for record in records {
             let len = if let Record::Zero { .. } = record { 0 } else { record.len() as usize };
             if let Record::Copy { offset, from, hash, .. } = record {
                 if data.get(at..at + len).map(XxHash3_128::oneshot) != Some(u128::from_le_bytes(hash)) {
                     return Err(Trouble::Other { offset, from });
                 }
-                out.push(Record::Data { offset, len: len as u64 });
+                let part = self.share(offset..record.end(), from);
+                for (start, end) in [(offset, part.start), (part.end, record.end())] {
+                    if start < end {
+                        out.push(Record::Data { offset: start, len: end - start });
+                    }
+                    if start == offset && !part.is_empty() {
+                        let (from, len) = (from + (part.start - offset), part.end - part.start);
+                        let begin = at + (part.start - offset) as usize;
+                        shared.push(begin..begin + len as usize);
+                        out.push(Record::Copy { offset: part.start, len, from, hash });
+                    }
+                }
             } else {
                 out.push(record);
             }
             at += len;
         }
-        Ok(Some(Frame { records: out, data }))
+        Ok(Some(Frame { records: out, data: without(data, &shared) }))
     }
+
+    /// Shares of a copy what can be shared, and returns that; nothing more is tried where the file system can't.
+    fn share(&mut self, range: Range<u64>, from: u64) -> Range<u64> {
+        let nothing = range.end..range.end;
+        let Some(sharing) = &self.sharing else { return nothing };
+        let part = sharing.part(range.clone(), from);
+        if part.is_empty() {
+            return nothing;
+        }
+        match sharing.share(part.clone(), from + (part.start - range.start)) {
+            Ok(()) => part,
+            Err(_) => {
+                self.sharing = None;
+                nothing
+            }
+        }
+    }
+}
+
+/// Data without some parts of it, ascending.
+fn without(data: Buf, parts: &[Range<usize>]) -> Buf {
+    if parts.is_empty() {
+        return data;
+    }
+    let mut rest = Buf::new(data.len() - parts.iter().map(Range::len).sum::<usize>());
+    let (mut from, mut to) = (0, 0);
+    for (start, end) in parts.iter().map(|part| (part.start, part.end)).chain([(data.len(), data.len())]) {
+        rest[to..to + (start - from)].copy_from_slice(&data[from..start]);
+        (from, to) = (end, to + (start - from));
+    }
+    rest
 }
 
 /// Reads pieces if memory has all of them.

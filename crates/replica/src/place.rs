@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use device::Disk;
+use device::{Disk, Sharing};
 use rustix::fs::{CWD, RenameFlags};
 use rustix::io::Errno;
 use rustix::time::{ClockId, clock_gettime};
@@ -42,6 +42,10 @@ pub(crate) trait Place: Send {
     fn create(&self) -> io::Result<u64>;
     /// Makes NAME.partial share the destination's content.
     fn clone_whole(&self) -> io::Result<()>;
+    /// What lets NAME.partial share parts of the destination's content; `None` where that is not to be had.
+    fn sharing(&self) -> Option<Sharing> {
+        None
+    }
     /// Renames NAME.partial to NAME; over an existing file only with `replace`. Durable after [`Place::sync`].
     fn rename(&self, replace: bool) -> io::Result<()>;
     /// Removes NAME.partial; one that is missing is no error.
@@ -130,6 +134,10 @@ impl Place for FilePlace {
             fchown(&to, Some(old.uid()), Some(old.gid()))?;
         }
         to.set_permissions(old.permissions())
+    }
+
+    fn sharing(&self) -> Option<Sharing> {
+        Sharing::new(&self.path, &self.partial).ok()
     }
 
     fn rename(&self, replace: bool) -> io::Result<()> {

@@ -357,7 +357,10 @@ impl Replica {
         let written = (rolling && copied == which).then(Written::default);
         let copies = match rolling {
             true if copied == which => Some(Copies::new(&disk).map_err(failed("open"))?),
-            true => Some(Copies::new(&self.place.open(copied)?).map_err(failed("open"))?),
+            true => {
+                let copies = Copies::new(&self.place.open(copied)?).map_err(failed("open"))?;
+                Some(copies.sharing(self.place.sharing()))
+            }
             false => None,
         };
         let applier = match written {
@@ -523,7 +526,7 @@ impl Direct {
             copies.push(frame);
         }
         while let Some(frame) = copies.next(all)? {
-            self.applier.frame(frame).map_err(Stop::Disk)?;
+            self.applier.frame_of_copies(frame).map_err(Stop::Disk)?;
         }
         Ok(())
     }

@@ -1,0 +1,44 @@
+//! Content that two files share, where their file system can (XFS, Btrfs).
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::ops::Range;
+use std::path::Path;
+
+use crate::sys;
+
+/// A file that may come to share what another holds.
+pub struct Sharing {
+    from: File,
+    to: File,
+    /// What can be shared, in bytes.
+    block: u64,
+}
+
+impl Sharing {
+    /// Lets the file at `to` share what the one at `from` holds.
+    ///
+    /// # Errors
+    /// If one of them can't be opened.
+    pub fn new(from: &Path, to: &Path) -> io::Result<Sharing> {
+        let (from, to) = (File::open(from)?, OpenOptions::new().write(true).open(to)?);
+        let block = rustix::fs::fstatvfs(&to)?.f_bsize.max(1);
+        Ok(Sharing { from, to, block })
+    }
+
+    /// Of a range of `to` that is to hold what `from` holds from `at` on: the whole blocks, if they can be shared; empty if
+    /// there are none, or they lie in different parts of a block.
+    pub fn part(&self, range: Range<u64>, at: u64) -> Range<u64> {
+        let start = range.start.next_multiple_of(self.block);
+        let end = range.end / self.block * self.block;
+        if range.start % self.block == at % self.block && start < end { start..end } else { end..end }
+    }
+
+    /// Shares whole blocks: `range` of `to` is then what `from` holds from `at` on. Durable when `to` is flushed.
+    ///
+    /// # Errors
+    /// If the file system can't, or says no.
+    pub fn share(&self, range: Range<u64>, at: u64) -> io::Result<()> {
+        sys::clone_range((&self.from, at), (&self.to, range.start), range.end - range.start)
+    }
+}
