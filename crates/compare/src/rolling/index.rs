@@ -129,7 +129,6 @@ impl Index {
         for number in 0..self.sums.len() as u32 {
             let sums = self.sums[number as usize];
             if sums == ZERO
-                || sums == UNREADABLE
                 || self.place(number).is_none_or(|r| r.end - r.start < u64::from(self.shape.block))
             {
                 continue;
@@ -180,7 +179,7 @@ impl Index {
     /// The strong sum of a block that may be copied or left where it is; `None` if there is no such block.
     pub(super) fn strong(&self, number: u64) -> Option<&[u8]> {
         let sums = self.sums.get(usize::try_from(number).ok()?)?;
-        (*sums != ZERO && *sums != UNREADABLE).then(|| parts(sums).1)
+        (*sums != ZERO).then(|| parts(sums).1)
     }
 
     /// Where a block lies that may be copied.

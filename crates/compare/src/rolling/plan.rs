@@ -282,3 +282,18 @@ impl Windows<'_> {
         Ok(if place == (0..buf.len()) { buf } else { Buf::from(&buf[place]) })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_known_to_be_kept_has_a_bound() {
+        let disk: Arc<dyn Disk> = Arc::new(device::RamDisk::new(1 << 20));
+        let how = InPlace { window: 1, ..InPlace::default() };
+        let mut windows =
+            Windows { disk: &disk, how, parts: Vec::new(), at: 0, begun: 0, kept: Extents::new(), read: 0 };
+        (0..400_000).for_each(|n| windows.keep(n * 2..n * 2 + 1));
+        assert!((100_000..200_000).contains(&windows.kept.count()), "{}", windows.kept.count());
+    }
+}

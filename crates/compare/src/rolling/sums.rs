@@ -80,7 +80,7 @@ pub(super) type Sums = [u8; SUMS];
 /// Sums of blocks of zeroes: such blocks are no matter of copying.
 pub(super) const ZERO: Sums = [0; SUMS];
 
-/// Sums of blocks that can't be read.
+/// Sums of blocks that can't be read. They are those of no other, but for a chance as small as that two blocks have equal ones.
 pub(super) const UNREADABLE: Sums = [0xff; SUMS];
 
 /// Makes sums.

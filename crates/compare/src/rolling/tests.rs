@@ -229,6 +229,141 @@ fn a_window_bounds_what_is_ordered_together() {
     assert!(sent(2) >= 5 << 20);
 }
 
+/// Content that is the same wherever a copy begins: what stands at its place already is left there all the same.
+#[test]
+fn a_copy_ends_where_a_block_stands() {
+    let period = noise(127, 4);
+    let old: Vec<u8> = period.iter().copied().cycle().take(400 * 4096).collect();
+    let mut new = old.clone();
+    for block in [3, 77, 200] {
+        new[block * 4096 + 1000] ^= 1;
+    }
+    let (from, to): (Arc<dyn Disk>, Arc<dyn Disk>) =
+        (Arc::new(RamDisk::from_bytes(&new)), Arc::new(RamDisk::from_bytes(&old)));
+    let index = index(&to, &Shape { size: old.len() as u64, block: 4096, key: KEY, keep_going: false });
+    let mut moved = 0;
+    let found = |change| {
+        if let Change::Copy { len, .. } = change {
+            moved += len;
+        }
+        Ok(())
+    };
+    changes(&from, &index, None, found, |_| {}).unwrap();
+    assert!(moved <= 3 * 4096, "{moved} bytes are copied");
+}
+
+/// A run of copies ends where the blocks stand at their own places, though it could go on.
+#[test]
+fn a_run_of_copies_ends_where_blocks_stand() {
+    // The same 100 blocks at two places, and the source has them at both: behind what was inserted, at the first.
+    let twice = noise(100 * 4096, 6);
+    let old = [noise(10 * 4096, 7), twice.clone(), noise(10 * 4096, 8), twice.clone()].concat();
+    let mut new = old.clone();
+    // The last block before the second ones becomes the last before the first ones.
+    let (from, to) = (9 * 4096, 119 * 4096);
+    new.copy_within(from..from + 4096, to);
+    let (from, to): (Arc<dyn Disk>, Arc<dyn Disk>) =
+        (Arc::new(RamDisk::from_bytes(&new)), Arc::new(RamDisk::from_bytes(&old)));
+    let index = index(&to, &Shape { size: old.len() as u64, block: 4096, key: KEY, keep_going: false });
+    let mut moved = 0;
+    let found = |change| {
+        if let Change::Copy { len, .. } = change {
+            moved += len;
+        }
+        Ok(())
+    };
+    changes(&from, &index, None, found, |_| {}).unwrap();
+    assert!((4096..=17 * 4096).contains(&moved), "{moved} bytes are copied");
+}
+
+/// Blocks of which there are many in the index stand there once: a search for one is no longer than for another.
+#[test]
+fn blocks_that_are_many_hide_no_others() {
+    let many = noise(512, 1);
+    let old = [many.repeat(4000), noise(512 * 4000, 2)].concat();
+    let new = [noise(100, 3), old.clone()].concat();
+    assert!(run(&new, &old, None, 512).1 <= 100 + 512);
+    let shape = Shape { size: old.len() as u64, block: 512, key: KEY, keep_going: false };
+    let destination: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(&old));
+    let index = index(&destination, &shape);
+    let mut candidates = Vec::new();
+    index.candidates(index.summer.weak.sum(&many), &mut candidates);
+    assert_eq!(candidates.len(), 1);
+}
+
+/// A device may hold more than the replica: that stands where it stands, and nothing is copied from there.
+#[test]
+fn nothing_is_copied_from_behind_the_replica() {
+    let old = noise(8 * 4096, 8);
+    let destination: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(&old));
+    let shape = Shape { size: old.len() as u64, block: 4096, key: KEY, keep_going: false };
+    let mut index = Index::new(shape.clone(), 4 * 4096).unwrap();
+    tell(&destination, &shape, |(said, sums)| index.hear(&said, &sums)).unwrap();
+    index.finish();
+    let block = |number: usize| &old[number * 4096..(number + 1) * 4096];
+    let new = [&[7; 100][..], block(6), block(2), &noise(3996, 9)[..], block(3), &old[4 * 4096..]].concat();
+    let source: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(&new));
+    let (mut copied, mut sent) = (Vec::new(), 0);
+    let found = |change| {
+        match change {
+            Change::Copy { from, len, .. } => copied.push((from, len)),
+            Change::Data { data, .. } => sent += data.len(),
+            Change::Zero(_) => {}
+        }
+        Ok(())
+    };
+    changes(&source, &index, None, found, |_| {}).unwrap();
+    assert_eq!((copied, sent), (vec![(2 * 4096, 4096)], 100 + 4096 + 3996));
+}
+
+/// What can't be read fits nothing, is no zeroes, and is told; without leave it is an error that names the block.
+#[test]
+fn blocks_that_cannot_be_read_are_sent() {
+    use device::faulty::{FaultyDisk, Outage, Power};
+    let mut old = noise(5 << 20, 8);
+    old[1 << 20..2 << 20].fill(0);
+    let new = [noise(100, 9), old.clone()].concat();
+    let worn = |bad: &[u64]| {
+        let disk = FaultyDisk::new(&Power::new(Outage::Kill), Arc::new(RamDisk::from_bytes(&old)));
+        bad.iter().for_each(|at| disk.fail_reads(*at..*at + 1, 5));
+        Arc::new(disk) as Arc<dyn Disk>
+    };
+    let strict = Shape { size: old.len() as u64, block: 4096, key: KEY, keep_going: false };
+    let error = tell(&worn(&[3_000_000]), &strict, |_| Ok(())).unwrap_err();
+    assert!(error.to_string().contains(&(3_000_000u64 / 4096 * 4096).to_string()), "{error}");
+    let lenient = Shape { keep_going: true, ..strict.clone() };
+    let bad = [1_500_000, 3_000_000, 3_004_000, 5_242_879];
+    let (sound, lacking) = (index(&worn(&[]), &strict), index(&worn(&bad), &lenient));
+    let blocks: Vec<u64> = lacking.unreadable().iter().map(|range| range.start / 4096).collect();
+    assert_eq!(blocks, bad.map(|at| at / 4096));
+    assert!(sound.unreadable().is_empty());
+    let all = |index: &Index, source: &[u8]| {
+        let source: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(source));
+        let mut ranges: Vec<(bool, u64, u64)> = Vec::new();
+        let found = |change| {
+            ranges.push(match change {
+                Change::Data { offset, data } => (true, offset, offset + data.len() as u64),
+                Change::Zero(range) => (false, range.start, range.end),
+                Change::Copy { from, len, .. } => {
+                    assert!(bad.iter().all(|bad| from + len <= bad / 4096 * 4096 || from > *bad));
+                    return Ok(());
+                }
+            });
+            Ok(())
+        };
+        changes(&source, index, None, found, |_| {}).unwrap();
+        ranges
+    };
+    // At its place, all else is left; zeroes are told, what is not zero is sent.
+    let there = all(&lacking, &old);
+    let sent: u64 = there.iter().filter(|(data, ..)| *data).map(|(_, start, end)| end - start).sum();
+    assert_eq!(sent, 3 * 4096);
+    let zero = 1_500_000 / 4096 * 4096;
+    assert!(there.contains(&(false, zero, zero + 4096)), "{there:?}");
+    let moved: u64 = all(&lacking, &new).iter().filter(|(data, ..)| *data).map(|(_, s, e)| e - s).sum();
+    assert!((3 * 4096..=5 * 4096).contains(&moved), "{moved}");
+}
+
 #[test]
 fn a_lying_account_is_refused_or_does_no_harm() {
     let shape = Shape { size: 40_000, block: 4096, key: KEY, keep_going: false };

@@ -1,11 +1,17 @@
 //! Deltas that copy within the destination, by every way to commit them.
 
-use delta::{Encoder, Frame, Method, Record, Writer};
-use device::Buf;
+use std::collections::VecDeque;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use delta::{Encoder, Frame, Header, Method, Record, Writer};
 use device::faulty::Power;
+use device::{Buf, Disk, Done, Kind as Op, Queue, RamDisk, Request};
 
 use super::crash::{Scenario, cut_everywhere, on, replica_at};
 use super::world::*;
+use crate::copies::Copies;
 use crate::{Commit, ReplicaError, State};
 
 fn source() -> Source {
@@ -111,6 +117,10 @@ fn what_was_cut_in_the_journal_is_gone_on_from() {
     let standing = replica.standing().clone();
     assert_eq!(standing.positions[0].epoch, Some(source.epochs[1]));
     assert!(standing.resumes.is_some() && world.holds(&source.images[0]));
+    // What copies begins anew: it reads what stands there, not what the journal holds.
+    let header = Header { resumes: standing.resumes, ..source.header(1, 2, Method::Rolling) };
+    let (_, unit) = Encoder::new(&Header { binds: Some(standing.nonce), ..header }, None).unwrap();
+    assert!(matches!(replica.receive(unit, Commit::Journal), Err(ReplicaError::Delta { .. })));
     let rest = source.lacks(&standing, None, 2);
     merge(&mut replica, &rest, Commit::Journal).unwrap();
     assert!(world.holds(&source.images[2]));
@@ -182,4 +192,110 @@ fn lies_are_refused() {
     let delta = source.rolling(replica.standing(), &content(&replica).unwrap(), 1, false);
     merge(&mut replica, &delta, Commit::Journal).unwrap();
     assert!(matches!(merge(&mut replica, &delta, Commit::Journal), Err(ReplicaError::WrongEpoch { .. })));
+}
+
+/// What stands in no order is never read to fill a gap: what is still on its way there would be lost.
+#[test]
+fn gaps_of_what_stands_in_no_order_are_left_alone() {
+    let source = source();
+    let mut world = replica_at(Kind::Device, &source, 0);
+    world.delay = Duration::from_millis(20);
+    let mut replica = world.open(&on()).unwrap();
+    let header = Header {
+        binds: Some(replica.standing().nonce),
+        size_before: source.size(0),
+        ..source.header(1, 1, Method::Rolling)
+    };
+    let mut bytes = Vec::new();
+    let mut writer = Writer::new(&mut bytes);
+    let (mut encoder, unit) = Encoder::new(&header, None).unwrap();
+    writer.unit(&unit).unwrap();
+    for (first, fill) in [(1, 5), (0, 6)] {
+        let offsets = (first..30).step_by(2).map(|block| block * BLOCK);
+        let records: Vec<Record> = offsets.map(|offset| Record::Data { offset, len: BLOCK }).collect();
+        let data = vec![fill; records.len() * BLOCK as usize];
+        let frame = Frame { records, data: Buf::from(&data[..]) };
+        writer.unit(&encoder.frame(frame).unwrap()).unwrap();
+    }
+    writer.unit(&encoder.trailer()).unwrap();
+    merge(&mut replica, &bytes, Commit::InPlace).unwrap();
+    let found = content(&replica).unwrap();
+    for (block, bytes) in found.chunks(BLOCK as usize).take(30).enumerate() {
+        let fill = if block % 2 == 1 { 5 } else { 6 };
+        assert!(bytes.iter().all(|b| *b == fill), "block {block}");
+    }
+}
+
+/// A disk that reads nothing until somebody waits for it.
+struct Lazy(RamDisk);
+
+struct LazyQueue(Arc<Lazy>, VecDeque<Request>);
+
+impl Disk for Lazy {
+    fn len(&self) -> u64 {
+        self.0.len()
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.0.read_at(offset, buf)
+    }
+    fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        self.0.write_at(offset, buf)
+    }
+    fn zero(&self, offset: u64, len: u64, unmap: bool, fast: bool) -> io::Result<()> {
+        self.0.zero(offset, len, unmap, fast)
+    }
+    fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.0.discard(offset, len)
+    }
+    fn flush(&self) -> io::Result<()> {
+        self.0.flush()
+    }
+    fn queue(self: Arc<Self>, _depth: u32) -> io::Result<Box<dyn Queue>> {
+        Ok(Box::new(LazyQueue(self, VecDeque::new())))
+    }
+}
+
+impl Queue for LazyQueue {
+    fn submit(&mut self, request: Request) {
+        self.1.push_back(request);
+    }
+    fn start(&mut self) {}
+    fn complete(&mut self, wait: bool) -> Option<Done> {
+        let mut request = wait.then(|| self.1.pop_front())??;
+        assert_eq!(request.kind, Op::Read);
+        let mut at = 0;
+        for piece in &request.pieces {
+            let end = at + piece.len as usize;
+            self.0.read_at(piece.offset, &mut request.buf[at..end]).unwrap();
+            at = end;
+        }
+        Some(Done { request, result: Ok(()) })
+    }
+    fn in_flight(&self) -> usize {
+        self.1.len()
+    }
+}
+
+/// However slowly the disk reads what is copied: what has come is held in bounded memory.
+#[test]
+fn what_waits_for_a_copy_is_bounded() {
+    let disk: Arc<dyn Disk> = Arc::new(Lazy(RamDisk::new(1 << 20)));
+    let mut copies = Copies::new(&disk).ok().unwrap();
+    let hash = twox_hash::XxHash3_128::oneshot(&[0; 4096]).to_le_bytes();
+    let mut held = 0;
+    for n in 0..64u64 {
+        let copy = Record::Copy { offset: n << 21, len: 4096, from: 0, hash };
+        let data = Record::Data { offset: (n << 21) + 4096, len: 1 << 20 };
+        copies.push(Frame { records: vec![copy], data: Buf::default() });
+        copies.push(Frame { records: vec![data], data: Buf::new(1 << 20) });
+        held += 4096 + (1 << 20);
+        while let Some(frame) = copies.next(false).ok().unwrap() {
+            held -= frame.data.len();
+        }
+        assert!(held <= 16 << 20, "{held} bytes are held");
+    }
+    while let Some(frame) = copies.next(true).ok().unwrap() {
+        held -= frame.data.len();
+    }
+    assert_eq!(held, 0);
 }

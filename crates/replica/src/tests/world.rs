@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use delta::{Encoder, Epoch, Frame, Header, Method, Record, Unit, Units, Writer};
 use device::faulty::{FaultyDisk, FaultyFolder, Power};
@@ -343,6 +344,8 @@ pub(crate) struct World {
     inodes: Arc<AtomicU64>,
     /// Bytes that may still be written to the destination.
     pub room: Arc<AtomicU64>,
+    /// How long each write to a device takes.
+    pub delay: Duration,
 }
 
 /// A device's size in the tests.
@@ -362,6 +365,7 @@ impl World {
             ram: Arc::new(RamDisk::new(CAPACITY)),
             inodes: Arc::new(AtomicU64::new(1)),
             room: Arc::new(AtomicU64::new(u64::MAX)),
+            delay: Duration::ZERO,
         }
     }
 
@@ -448,6 +452,7 @@ impl World {
             Kind::Device => {
                 let disk = FaultyDisk::new(power, self.ram.clone() as _);
                 disk.shuffle_completions(power.steps() + 3);
+                disk.delay(self.delay);
                 if self.room.load(SeqCst) != u64::MAX {
                     disk.full_after(self.room.load(SeqCst));
                 }
