@@ -1,13 +1,15 @@
 //! The mirror: at every moment, whatever is killed or cut, the replica is the source as it was at the end of one batch.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use dsync_tests::far::Far;
 use dsync_tests::image::{self, BLOCK};
+use dsync_tests::mount::Loop;
 use dsync_tests::records::{self, Records};
 use dsync_tests::scene::number;
-use dsync_tests::{Background, Random, Run, Scene, rounds};
+use dsync_tests::{Background, Random, Run, Scene, need_root, rounds};
 use rustix::process::Signal;
 
 const MIB: u64 = 1 << 20;
@@ -212,6 +214,75 @@ fn after_a_cut_only_what_is_missing_is_sent() {
     let payload = dirtied * BLOCK;
     assert!(carried < payload + payload / 20, "{carried} bytes were carried for {payload} that changed");
     assert_eq!(number(&summary, "broken"), 3, "{summary}");
+}
+
+/// What was on its way when a line was cut is sent again, and what is written while the mirror begins is not missed: no block is
+/// written twice here, and no sync covers what batches leave out.
+#[test]
+fn nothing_is_left_out_at_any_cut() {
+    let (scene, far) = (Scene::new("cuts without a second chance", 64 * MIB), Far::new(RSH));
+    far.sync(&scene, &[], None).ok();
+    let mut client = scene.client();
+    let (mut random, done) = (Random::seeded(scene.random.clone().bits()), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // Every block once, in a scattered order.
+            for number in 0..3000 {
+                let at = number * 2731 % (64 * MIB / BLOCK) * BLOCK;
+                client.write(at, &random.bytes(BLOCK as usize)).expect("a write");
+                std::thread::sleep(Duration::from_micros(random.below(3000)));
+            }
+            done.store(true, SeqCst);
+        });
+        let mut running = far.run("mirror", &scene, &["-v", "--epoch", "1h"], Some(2_500_000)).start();
+        wait_until("all is written", || done.load(SeqCst));
+        wait_until("all arrives", || image::first_difference(&scene.image, &far.replica()).is_none());
+        assert!(running.ended().is_none(), "{}", running.stderr_so_far());
+        let said = running.stderr_so_far();
+        running.kill();
+        assert!(said.matches("was cut").count() >= 3, "lines were cut: {said}");
+        assert!(!said.contains("compared"), "{said}");
+    });
+}
+
+/// A device that was put back to an older state while the mirror looked away, with all that its replica knows of itself, is
+/// noticed, and brought up to date by a sync.
+#[test]
+fn a_replica_that_was_put_back_is_noticed() {
+    let what = "a mirror to a device that is put back";
+    if !need_root(what) {
+        return;
+    }
+    let mut scene = Scene::new(what, 16 * MIB);
+    let image = scene.site.image("device.img", 16 * MIB);
+    let Some(device) = Loop::new(&image) else {
+        return dsync_tests::skipped(what, "there is no loop device");
+    };
+    let device = device.device();
+    let (folder, kept) = (scene.site.path("journal"), scene.site.path("kept"));
+    let command = |command: &str| {
+        let run = scene.site.dsync([command, "--json", "--adopt", "--rsh", RSH, "--journal-dir"]);
+        run.arg(&folder).arg(&scene.image).arg(format!("far:{}", device.display()))
+    };
+    command("sync").ok();
+    let before = std::fs::read(device).expect("a device");
+    Run::new("cp").arg("-a").args([&folder, &kept]).ok();
+    let mut running = command("mirror").args(["-v", "--epoch", "1h"]).start();
+    running.wait_to_say(MIRRORING);
+    scene.change(100);
+    wait_until("it arrives", || image::first_difference(&scene.image, device).is_none());
+    running.signal(Signal::STOP);
+    wait_until("the far side is there", || kill_far(&running));
+    std::fs::write(device, &before).expect("a device");
+    Run::new("rm").arg("-r").arg(&folder).ok();
+    Run::new("mv").args([&kept, &folder]).ok();
+    scene.change(10);
+    running.signal(Signal::CONT);
+    wait_until("what was taken away is there again", || {
+        image::first_difference(&scene.image, device).is_none()
+    });
+    let (_, summary) = stop(running);
+    assert_eq!(number(&summary, "syncs"), 2, "{summary}");
 }
 
 /// A replica that a mirror left within an epoch takes a sync, and no delta that ends before it.

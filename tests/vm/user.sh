@@ -45,7 +45,8 @@ comes_to_freeze() {
 
 user() {
     kind=$1
-    mkfs.ext4 -q -F $disk
+    # Without what ext4 writes by itself later on.
+    make ext4 $disk
     mount $disk /tmp/m
     dd if=/dev/urandom of=/tmp/m/first bs=64k count=60 2>/dev/null
     synced "$kind: a first sync" $disk $copy

@@ -26,6 +26,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// Between two attempts to reach the other side, at first and at most.
 const FIRST_RETRY: Duration = Duration::from_millis(500);
 const LAST_RETRY: Duration = Duration::from_secs(30);
+/// So many conversations may be cut before a batch has come through: then a sync takes its place.
+const FRUITLESS: u32 = 3;
 /// How often a replica that is in use is asked for again at once.
 const BUSY_LOOKS: u32 = 40;
 
@@ -136,7 +138,10 @@ impl Mirror<'_> {
         // Until it has worked once, what fails is most likely the user's to mend: all but a link that was cut.
         let mut worked = false;
         let (mut busy, mut stopped) = (0, false);
+        // Conversations that were cut one after the other, and nothing confirmed in any of them.
+        let mut fruitless = 0;
         loop {
+            let before = summary.batches;
             let ended = match &mut followed {
                 None => Followed::begin(&mut self, &mut summary).map(|begun| {
                     followed = Some(begun);
@@ -145,12 +150,21 @@ impl Mirror<'_> {
                 }),
                 Some(follow) => {
                     let ended = follow.go_on(&mut self, &mut summary);
-                    // What was known of the source goes with its server, or where the replica is another.
-                    let anew = matches!(ended, Err(SyncError::Source(_)) | Ok(Ended::Apart));
+                    fruitless = match &ended {
+                        Err(error) if is_cut(error) && summary.batches == before => fruitless + 1,
+                        _ => 0,
+                    };
+                    // What was known of the source goes with its server, or where the replica is another. What no batch gets
+                    // through a line that falls again and again, a sync does: it goes on where it was cut.
+                    let anew = matches!(ended, Err(SyncError::Source(_)) | Ok(Ended::Apart))
+                        || fruitless >= FRUITLESS;
                     followed = followed.filter(|_| !anew);
                     ended
                 }
             };
+            if summary.batches > before {
+                wait = FIRST_RETRY;
+            }
             match ended {
                 Ok(Ended::Stopped) => break,
                 Ok(Ended::Apart | Ended::Round) => (wait, busy) = (FIRST_RETRY, 0),
