@@ -147,7 +147,11 @@ fn descendants(of: u32) -> Vec<(u32, String)> {
 /// Kills the far side of a mirror, if it lives.
 fn kill_far(running: &Background) -> bool {
     let all = descendants(running.pid().as_raw_nonzero().get() as u32);
-    let far = all.iter().find(|(_, line)| line.contains("dsync receive") && !line.contains("/bin/sh"));
+    // Not the shells that call it.
+    let far = all.iter().find(|(_, line)| {
+        let mut words = line.split(' ');
+        words.next().is_some_and(|word| word.ends_with("dsync")) && words.next() == Some("receive")
+    });
     let pid = far.and_then(|(pid, _)| rustix::process::Pid::from_raw(*pid as i32));
     pid.is_some_and(|pid| rustix::process::kill_process(pid, Signal::KILL).is_ok())
 }
@@ -270,7 +274,8 @@ fn a_replica_that_was_put_back_is_noticed() {
     let mut running = command("mirror").args(["-v", "--epoch", "1h"]).start();
     running.wait_to_say(MIRRORING);
     scene.change(100);
-    wait_until("it arrives", || image::first_difference(&scene.image, device).is_none());
+    let equal = |scene: &Scene| std::fs::read(&scene.image).ok() == std::fs::read(device).ok();
+    wait_until("it arrives", || equal(&scene));
     running.signal(Signal::STOP);
     wait_until("the far side is there", || kill_far(&running));
     std::fs::write(device, &before).expect("a device");
@@ -278,9 +283,7 @@ fn a_replica_that_was_put_back_is_noticed() {
     Run::new("mv").args([&kept, &folder]).ok();
     scene.change(10);
     running.signal(Signal::CONT);
-    wait_until("what was taken away is there again", || {
-        image::first_difference(&scene.image, device).is_none()
-    });
+    wait_until("what was taken away is there again", || equal(&scene));
     let (_, summary) = stop(running);
     assert_eq!(number(&summary, "syncs"), 2, "{summary}");
 }
@@ -330,6 +333,66 @@ fn one_slow_mirror_does_not_hold_up_another() {
     assert!(lags.len() > 10 && worst < 2.0, "{} batches, worst lag {worst}", lags.len());
     stop(slow);
     image::assert_equal(&scene.image, &far.replica());
+}
+
+/// Whatever another program does to a replica's file between two batches, or after a mirror was killed: no commit seals it.
+#[test]
+fn what_others_do_to_a_replica_is_noticed() {
+    let mut scene = Scene::synced("others at the replica", 16 * MIB);
+    for act in ["write", "cut", "replace", "remove"] {
+        for killed in [false, true] {
+            let mut running = mirror(&scene, &scene.replica, &["--epoch", "1h"]).start();
+            running.wait_to_say(MIRRORING);
+            scene.change(20);
+            wait_until("it arrives", || image::first_difference(&scene.image, &scene.replica).is_none());
+            // The times of files go by ticks.
+            std::thread::sleep(Duration::from_millis(30));
+            if killed {
+                running.kill();
+            }
+            let replica = &scene.replica;
+            match act {
+                "write" => image::scribble(replica, 5 * MIB, BLOCK, &mut scene.random),
+                "cut" => {
+                    let file = std::fs::OpenOptions::new().write(true).open(replica).expect("a file");
+                    file.set_len(8 * MIB).expect("a shorter file");
+                }
+                "remove" => std::fs::remove_file(replica).expect("a file"),
+                _ => {
+                    let other = scene.site.path("replica/other");
+                    image::copy(replica, &other);
+                    std::fs::rename(&other, replica).expect("another file");
+                }
+            }
+            if !killed {
+                scene.change(1);
+                let ended = running.output(Duration::from_secs(30));
+                assert_eq!(ended.status.code(), Some(4), "{act}: {ended}");
+                ended.says(&["changed by another program"]);
+            }
+            let recovered = scene.site.dsync(["recover"]).arg(&scene.replica).output();
+            let expected = if act == "remove" { 1 } else { 4 };
+            assert_eq!(recovered.status.code(), Some(expected), "{act}, killed: {killed}: {recovered}");
+            scene.sync(&["--adopt"]).ok();
+            scene.equal();
+        }
+    }
+}
+
+/// The same in the course of a sync.
+#[test]
+fn what_others_do_while_a_delta_comes_is_noticed() {
+    let mut scene = Scene::synced("others during a sync", 16 * MIB);
+    scene.change(1000);
+    let running = scene.sync(&["--bwlimit", "2M"]).start();
+    std::thread::sleep(Duration::from_millis(700));
+    image::scribble(&scene.replica, 5 * MIB, BLOCK, &mut scene.random);
+    let ended = running.output(Duration::from_secs(30));
+    assert_eq!(ended.status.code(), Some(4), "{ended}");
+    ended.says(&["changed by another program"]);
+    scene.sync(&[]).code(4).says(&["--adopt"]);
+    scene.sync(&["--adopt"]).ok();
+    scene.equal();
 }
 
 /// A link that can't keep up costs lag, and neither time of the writer nor memory without end.

@@ -93,6 +93,7 @@ impl Replica {
                 self.path().display()
             )));
         }
+        self.untouched()?;
         self.journal = None;
         let disk = self.place.open(Which::Whole)?;
         let applier = Applier::new(disk, u64::MAX, false);
@@ -166,7 +167,8 @@ impl Batches<'_> {
     /// batch is then brought to the destination with [`Batches::apply`].
     ///
     /// # Errors
-    /// If the batch is not whole, or the journal can't be made durable: then the replica stands where it stood.
+    /// If the batch is not whole, somebody else has changed the destination, or the journal can't be made durable: then the
+    /// replica stands where it stood.
     pub fn commit(&mut self, trailer: Unit, end: u64) -> Result<()> {
         let Some(mut batch) = self.batch.take() else {
             return Err(self.wrong("a trailer stands outside of a batch"));
@@ -176,6 +178,7 @@ impl Batches<'_> {
             Ok(_) => return Err(self.wrong("a batch does not end with its trailer")),
             Err(e) => return Err(self.wrong(e)),
         }
+        self.replica.untouched()?;
         let folder = &*self.replica.folder;
         let durable = if self.sealed { self.file.sync() } else { journal::seal(&*self.file, folder) };
         let state = "the replica stands at the last batch that was confirmed";
@@ -201,6 +204,7 @@ impl Batches<'_> {
         let Some(batch) = self.committed.take() else { return Ok(()) };
         let path = self.replica.place.path().to_path_buf();
         let failed = |what| disk_error(what, &path, SAFE);
+        self.replica.note(false)?;
         self.applier.rewind(u64::MAX).map_err(failed("write to"))?;
         match batch.frames {
             Some(frames) => {
@@ -217,7 +221,10 @@ impl Batches<'_> {
                 journal::replay(folder, WHOLE, &contents, &mut self.applier, &mut positions, to)?;
             }
         }
-        self.applier.drain().map_err(failed("write to"))
+        self.applier.drain().map_err(failed("write to"))?;
+        self.replica.still_there(self.replica.lineage.size)?;
+        self.replica.leave()?;
+        self.replica.note(true)
     }
 
     /// Makes the destination durable, moves the lineage, and begins the journal anew.
@@ -237,12 +244,15 @@ impl Batches<'_> {
         if !self.sealed {
             return self.replica.remove(ARRIVING);
         }
+        self.replica.untouched()?;
         let path = self.replica.place.path().to_path_buf();
         let failed = |what| disk_error(what, &path, SAFE);
         self.applier.flush().map_err(failed("flush"))?;
         let stamp = self.replica.place.settle().map_err(failed("flush"))?;
         self.replica.lineage.stamp = Some(stamp);
         self.replica.store()?;
+        self.replica.leave()?;
+        self.replica.remove(crate::rest::NAME)?;
         self.replica.remove(WHOLE)?;
         self.sealed = false;
         Ok(())

@@ -14,6 +14,7 @@ mod lineage;
 mod place;
 mod receipt;
 mod replica;
+mod rest;
 #[cfg(test)]
 mod tests;
 

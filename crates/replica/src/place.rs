@@ -29,6 +29,10 @@ pub(crate) enum Which {
 pub(crate) trait Place: Send {
     /// The destination's path, for messages.
     fn path(&self) -> &Path;
+    /// What stays the same as long as what was written and not flushed can't be lost; empty where nobody can say.
+    fn life(&self) -> String {
+        String::new()
+    }
     /// True for a block device: it has its size, its content before the first seed may be anything, and nothing can be
     /// renamed over it.
     fn is_device(&self) -> bool;
@@ -84,6 +88,10 @@ fn stamp_of(file: &std::fs::Metadata) -> Stamp {
 impl Place for FilePlace {
     fn path(&self) -> &Path {
         &self.path
+    }
+
+    fn life(&self) -> String {
+        std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
     }
 
     fn is_device(&self) -> bool {

@@ -267,6 +267,7 @@ impl Replica {
     }
 
     fn in_place(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
+        self.untouched()?;
         let base = while_made(header, self.positions());
         let sink = self.begin_step(StepPlace::InPlace, base, toward, header, false)?;
         self.take_journal(sink, toward, header)
@@ -605,6 +606,7 @@ impl Receipt<'_> {
                 let bytes = journal.file.len() - journal.before.bytes;
                 let contents = contents(&journal, &self.decoder, true);
                 let copied = journal.rolling.as_ref().map_or(0, |r| r.copies.read);
+                self.replica.untouched()?;
                 if let Err(e) = journal.file.close(&*self.replica.folder) {
                     return Err(self.replica.journal_failed(e));
                 }
@@ -640,10 +642,16 @@ impl Receipt<'_> {
                     step.finished = true;
                 }
                 replica.store()?;
+                if let StepPlace::Clone { .. } = place {
+                    replica.untouched()?;
+                }
                 replica.rename(!matches!(place, StepPlace::Fresh { replaces: false, .. }))?;
                 replica.renamed(&toward)?;
             }
-            _ => replica.moved(&toward)?,
+            _ => {
+                replica.still_there(size)?;
+                replica.moved(&toward)?;
+            }
         }
         Ok(counts)
     }
@@ -673,6 +681,7 @@ impl Receipt<'_> {
                     return Ok(());
                 }
                 direct.save(self.replica, &self.toward)?;
+                self.replica.leave()?;
                 drained.map_err(disk_error("write to", self.replica.place.path(), INTERRUPTED))
             }
             Sink::Closed => Ok(()),

@@ -13,7 +13,8 @@ use crate::apply::Applier;
 use crate::error::{ReplicaError, Result, disk_error, io_error};
 use crate::journal::{self, ARRIVING, Contents, WHOLE};
 use crate::lineage::{self, Lineage, Position, Stamp, State, StepPlace, Toward};
-use crate::place::{DevicePlace, FilePlace, Place, Which, agree};
+use crate::place::{DevicePlace, FilePlace, Place, Which};
+use crate::rest;
 
 /// How to open a replica.
 #[derive(Debug, Clone, Default)]
@@ -74,6 +75,8 @@ pub struct Replica {
     pub(crate) replace: bool,
     doubt: bool,
     changed: Option<&'static str>,
+    /// What the file looked like when this process left it alone ([`crate::rest`]); `None` if it has no say.
+    pub(crate) left: Option<Stamp>,
     /// Bytes that the next delta is expected to bring.
     pub(crate) expected: u64,
     /// A step in place is made durable every so many bytes.
@@ -240,6 +243,7 @@ impl Replica {
             replace: options.replace,
             doubt: options.doubt,
             changed: None,
+            left: None,
             expected: 0,
             save_bytes: crate::receipt::SAVE_BYTES,
             recovered: Vec::new(),
@@ -251,6 +255,7 @@ impl Replica {
         } else {
             replica.first()?;
         }
+        replica.leave()?;
         replica.refresh()?;
         Ok(replica)
     }
@@ -344,7 +349,7 @@ impl Replica {
     /// A place without a lineage.
     fn first(&mut self) -> Result<()> {
         // They belong to nothing.
-        for name in [ARRIVING, WHOLE] {
+        for name in [ARRIVING, WHOLE, rest::NAME] {
             self.remove(name)?;
         }
         self.remove_unclaimed()?;
@@ -372,7 +377,7 @@ impl Replica {
 
     /// Takes what stands there as something of which nothing is known.
     fn take(&mut self, stamp: Stamp) -> Result<()> {
-        for name in [ARRIVING, WHOLE] {
+        for name in [ARRIVING, WHOLE, rest::NAME] {
             self.remove(name)?;
         }
         if self.which() == Which::Partial {
@@ -472,6 +477,7 @@ impl Replica {
     /// Moves the lineage: the destination is complete.
     pub(crate) fn moved(&mut self, toward: &Toward) -> Result<()> {
         let stamp = self.place.settle().map_err(disk_error("flush", self.place.path(), INTERRUPTED))?;
+        self.left = (!self.place.is_device()).then(|| stamp.clone());
         self.lineage = self.lineage.after(toward, stamp);
         self.changed = None;
         self.store()
@@ -480,7 +486,7 @@ impl Replica {
     /// The destination is gone: so is what was known of it.
     fn forget(&mut self) -> Result<()> {
         self.recovered.push("the replica's file is gone; a new one will be made".into());
-        for name in [ARRIVING, WHOLE, lineage::NAME] {
+        for name in [ARRIVING, WHOLE, rest::NAME, lineage::NAME] {
             self.remove(name)?;
         }
         self.lineage = Lineage::new();
@@ -508,28 +514,22 @@ impl Replica {
             if last.is_some() && last == self.lineage.committed {
                 // Its work is done; only the removal was missing.
                 self.remove(WHOLE)?;
-            } else if let Some(why) = self.changed {
-                return Err(changed(why));
             } else if self.adopt {
                 return self.take(now);
+            } else if let Some(why) = self.changed {
+                return Err(changed(why));
             } else if last.is_none() {
                 let path = self.folder.path().join(WHOLE);
                 return Err(journal::damaged(&path, "it was whole once and is not any more".into()));
+            } else if let Some(why) = self.since_batches(&now, deltas.as_deref().unwrap_or_default())? {
+                return Err(changed(why));
             } else {
                 return self.redo(deltas.as_deref().unwrap_or_default());
             }
         }
         // An in-place step has changed it itself; all else leaves it alone.
         if !self.lineage.step.as_ref().is_some_and(|s| s.place == StepPlace::InPlace) {
-            let why = match before {
-                Some(before) if before.size != now.size => Some("its size is another"),
-                Some(before) if before.changed != now.changed => Some("it was written to"),
-                Some(before) if !agree(&before.print, &now.print) => {
-                    Some("it is another disk, or was written to")
-                }
-                _ => None,
-            };
-            self.changed = self.changed.or(why);
+            self.changed = self.changed.or(before.and_then(|before| before.differs(&now)));
         }
         if let Some(why) = self.changed {
             return match (self.adopt, self.doubt) {
@@ -622,7 +622,9 @@ impl Replica {
         applier.flush().map_err(failed("flush"))?;
         let counts = (applier.written, applier.read);
         drop((applier, disk));
+        self.still_there(toward.size)?;
         self.moved(&toward)?;
+        self.remove(rest::NAME)?;
         self.remove(WHOLE)?;
         Ok(counts)
     }
