@@ -194,7 +194,8 @@ impl Guest {
                 .args(["-device", "virtio-9p-pci,fsdev=share,mount_tag=share"]);
         }
         for disk in &options.disks {
-            run = run.args(["-drive", &format!("file={disk},format=raw,if=virtio,cache=none,discard=unmap")]);
+            run = run
+                .args(["-drive", &format!("file={disk},format=raw,if=virtio,cache=writeback,discard=unmap")]);
         }
         let started = Instant::now();
         let mut process = run.args(&options.qemu).start_talking();

@@ -209,6 +209,8 @@ fn after_a_cut_only_what_is_missing_is_sent() {
         wait_until("it arrives", || image::first_difference(&scene.image, &far.replica()).is_none());
         wait_until("the far side is there", || kill_far(&running));
         println!("round {round}: cut");
+        // What is written from now on, the mirror knows that it can't be sent.
+        std::thread::sleep(Duration::from_millis(200));
         dirtied += scene.change(500).len() as u64;
         wait_until("it is caught up", || image::first_difference(&scene.image, &far.replica()).is_none());
     }

@@ -480,3 +480,21 @@ fn a_refused_sync_leaves_no_epoch_behind() {
     let summary = scene.sync(&[]).ok().summary();
     assert_eq!(summary["blocks_changed"], changed.len(), "{summary}");
 }
+
+#[test]
+fn two_replicas_share_no_folder() {
+    let scene = Scene::synced("two replicas of one folder", 8 << 20);
+    let (folder, other) = (scene.site.path("journal"), scene.site.path("replica/other.raw"));
+    let sync = |replica: &Path| {
+        let folder = folder.to_str().expect("a name");
+        scene.site.sync(&scene.image, replica, &["--journal-dir", folder])
+    };
+    let first = scene.site.path("replica/first.raw");
+    sync(&first).ok();
+    sync(&other).code(4).says(&["another replica", "first.raw", "--journal-dir"]);
+    assert!(!other.exists());
+    sync(&first).ok();
+    // Where the first is gone, the folder is free to be judged by what stands there.
+    std::fs::rename(&first, &other).expect("another name");
+    sync(&other).code(4).says(&["changed by another program"]);
+}

@@ -71,7 +71,7 @@ pub enum Command {
         takes whole or not at all: it is always the disk as it was at one moment. The interval between\n\
         batches follows the speed of both sites, and is at most half of --rpo. If the link or the other side\n\
         fails, that is said, and tried again until it works; meanwhile only the replica falls behind.\n\n\
-        A first SIGINT or SIGTERM brings the replica up to date and ends; a second one ends at once.\n\n\
+        Once it mirrors, a first SIGINT or SIGTERM brings the replica up to date and ends; a second one ends at once.\n\n\
         A disk followed with \"dsync track\" is mirrored too: each batch is a sync with its short freeze, at\n\
         most one a second.")]
     Mirror(Mirror),

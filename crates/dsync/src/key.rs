@@ -48,6 +48,10 @@ pub fn run(args: &KeyArgs, state: &StateDir, output: &Output) -> Result<()> {
             keys.trust(name, key, *expires)?;
             let until = expires.map_or(String::new(), |at| format!(" until {}", units::date(at)));
             output.say(&format!("{name} is trusted by its key {}{until}", key.fingerprint()));
+            let now = std::time::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs();
+            if expires.is_some_and(|at| at <= now) {
+                output.warn("that is over already: the key is refused");
+            }
             output.summary(&Shown { expires: *expires, ..Shown::new(name, key) });
         }
         Some(KeyAction::List) => {

@@ -29,17 +29,29 @@ fn stages(arg: StagesArg) -> Stages {
     }
 }
 
+/// Signals that follow so soon are one: a supervisor may tell a process and its group.
+const ONE_WORD: Duration = Duration::from_millis(500);
+
 /// The first signal asks for an end in order, the second ends at once. Before there is anything to end in order, the first
 /// does.
 fn on_signals(stop: Arc<AtomicBool>, mirroring: Arc<AtomicBool>, output: Output) -> Result<()> {
     use signal_hook::consts::{SIGINT, SIGTERM};
     let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM])?;
     std::thread::Builder::new().name("signals".into()).spawn(move || {
+        let mut first: Option<Instant> = None;
         for _ in signals.forever() {
-            if stop.swap(true, SeqCst) || !mirroring.load(SeqCst) {
+            let begun = mirroring.load(SeqCst);
+            if begun && first.get_or_insert_with(Instant::now).elapsed() < ONE_WORD {
+                stop.store(true, SeqCst);
+            } else {
                 eprintln!();
+                let replica = if begun {
+                    "the replica is as its last batch left it"
+                } else {
+                    "what was copied is kept"
+                };
                 output.error(
-                    "interrupted: the replica is as its last batch left it, and the same command goes on from there",
+                    &format!("interrupted: {replica}, and the same command goes on from there"),
                     failure::INTERRUPTED,
                 );
                 std::process::exit(failure::INTERRUPTED.into());

@@ -271,9 +271,10 @@ impl Failed {
             Failed::Io(error) if error.kind() == io::ErrorKind::TimedOut => {
                 Error::Tls { peer, why: "it does not answer in time".into() }
             }
-            Failed::Io(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
-                Error::Tls { peer, why: "it closed the connection".into() }
-            }
+            Failed::Io(error) if error.kind() == io::ErrorKind::UnexpectedEof => Error::Tls {
+                peer,
+                why: "it closed the connection, as it does when it has too many callers: try again".into(),
+            },
             Failed::Io(error) => Error::Tls { peer, why: error.to_string() },
             Failed::Tls(rustls::Error::InvalidCertificate(CertificateError::Other(OtherError(error))))
                 if error.is::<Error>() =>

@@ -1,5 +1,7 @@
 //! What a replica knows of itself, and how it is kept.
 
+use std::path::PathBuf;
+
 use delta::Epoch;
 use device::Folder;
 use serde::{Deserialize, Serialize};
@@ -15,6 +17,9 @@ pub(crate) const NAME: &str = "lineage";
 pub struct Lineage {
     /// Version of this format.
     pub version: u32,
+    /// The destination's path, without links, when this was written.
+    #[serde(default)]
+    pub place: PathBuf,
     /// The source followed. `None` until an adopted file is proven.
     pub source: Option<Uuid>,
     /// The epoch of the last commit. `None` before the first.
@@ -142,6 +147,7 @@ impl Lineage {
     pub(crate) fn new() -> Lineage {
         Lineage {
             version: Self::VERSION,
+            place: PathBuf::new(),
             source: None,
             epoch: None,
             ahead: false,
@@ -217,6 +223,7 @@ impl Lineage {
     pub(crate) fn after(&self, toward: &Toward, stamp: Stamp) -> Lineage {
         Lineage {
             version: Self::VERSION,
+            place: self.place.clone(),
             source: Some(toward.source),
             // What lacks something is no epoch: only a compare makes it one again.
             epoch: (!toward.lacking).then_some(toward.epoch),

@@ -182,6 +182,14 @@ impl Replica {
             Err(holder) => return Err(ReplicaError::Busy { path, holder }),
         };
         let opened = (|| {
+            let known = Lineage::load(&folder)?.map(|lineage| lineage.place);
+            if let Some(other) = known.filter(|place| *place != path && !options.adopt && place.exists()) {
+                return Err(ReplicaError::Refused(format!(
+                    "{} holds the state of another replica, {}: give one of its own with --journal-dir",
+                    folder_path.display(),
+                    other.display()
+                )));
+            }
             if let Some(user) = kind.and_then(|_| device::in_use(&path)) {
                 return Err(ReplicaError::Busy { path: path.clone(), holder: user });
             }
@@ -337,6 +345,7 @@ impl Replica {
     }
 
     pub(crate) fn store(&mut self) -> Result<()> {
+        self.lineage.place = self.place.path().to_path_buf();
         self.lineage.store(&*self.folder)?;
         self.kept = true;
         Ok(())
@@ -599,6 +608,8 @@ impl Replica {
         let disk = self.place.open(Which::Whole)?;
         let segments = deltas.iter().flat_map(|contents| &contents.segments);
         let longest = segments.map(|s| s.header.size_after).max().unwrap_or(toward.size);
+        // Whoever is killed from here on leaves what no note knows.
+        self.note(false)?;
         if !self.place.is_device() && disk.len() < longest {
             disk.resize(longest).map_err(failed("grow"))?;
         }

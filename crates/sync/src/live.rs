@@ -80,6 +80,13 @@ pub(crate) fn catch_up(
             }
         }
         if pass > options.passes {
+            if let Some(why) = live.lost()? {
+                return Err(SyncError::Refused(format!(
+                    "what is written to {} is not known ({why}), and no checkpoint mends that: run \"dsync track remove\" and \
+                     \"dsync track add\"",
+                    handle.about().path.display()
+                )));
+            }
             let why = "tracking was lost again and again while it was copied";
             return Err(SyncError::Lost { path: handle.about().path.clone(), why: why.into() });
         }

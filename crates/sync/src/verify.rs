@@ -127,8 +127,8 @@ pub fn verify(
 
     if handle.live().is_some() {
         return Err(SyncError::Refused(format!(
-            "{} is in use and goes on changing while it is read: \"dsync sync --method compare\" compares it with {name} and mends \
-             what differs",
+            "{} is followed in the kernel, which keeps no view of it for a verify: \"dsync sync --method compare\" compares it with \
+             {name} and mends what differs; so does a verify after \"dsync track remove\", while nobody uses it",
             about.path.display()
         )));
     }

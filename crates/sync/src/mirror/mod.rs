@@ -168,12 +168,12 @@ impl Mirror<'_> {
             match ended {
                 Ok(Ended::Stopped) => break,
                 Ok(Ended::Apart | Ended::Round) => (wait, busy) = (FIRST_RETRY, 0),
-                Err(error) if is_final(&error) || !(worked || is_cut(&error)) => return Err(error),
-                // The end of the conversation before has not been heard everywhere yet.
+                // The end of a conversation before, of a mirror that was killed too, has not been heard everywhere yet.
                 Err(error) if error.class() == Class::Busy && busy < BUSY_LOOKS => {
                     busy += 1;
                     std::thread::sleep(LOOK_EVERY);
                 }
+                Err(error) if is_final(&error) || !(worked || is_cut(&error)) => return Err(error),
                 // After the word to stop, one more attempt is worth its time, and no more.
                 Err(error) if stopped => return Err(error),
                 Err(error) => {
