@@ -99,6 +99,29 @@ fn a_replica_with_sectors_that_cannot_be_read() {
     scene.sync(&[]).code(4).says(&["another disk"]);
 }
 
+/// Whether a device is blank is looked at where it begins and ends.
+#[test]
+fn a_device_without_a_replica_that_cannot_be_read() {
+    let what = "unreadable sectors of a device without a replica";
+    if !ready(what) {
+        return;
+    }
+    let (site, mut random) = (Site::new(), Random::new(what));
+    let (source, content) = (site.image("vm.raw", SIZE), site.image("worn.raw", SIZE));
+    image::random(&source, SIZE, &mut random);
+    let Some(worn) = Worn::new(&content) else {
+        return skipped(what, "there are no loop devices over FUSE here");
+    };
+    let sync = |options: &[&str]| site.sync(&source, worn.device(), options);
+    let bad = SIZE - BLOCK;
+    worn.spoil(&[bad]);
+    sync(&[]).code(1).says(&[&bad.to_string()]);
+    sync(&["--adopt"]).code(1).says(&[&bad.to_string(), "--keep-going"]);
+    let summary = sync(&["--adopt", "--keep-going"]).code(1).summary();
+    assert_eq!(number(&summary["unreadable_there"], "bytes"), BLOCK, "{summary}");
+    image::assert_equal(&source, worn.content());
+}
+
 /// Rolling looks for what has moved in all of the source: where that can't be read, the rest is compared.
 #[test]
 fn a_source_that_cannot_be_read_is_compared() {

@@ -376,7 +376,11 @@ impl Replica {
         let len = disk.len().min(1 << 20);
         let mut buf = device::Buf::new(len as usize);
         for offset in [0, disk.len() - len] {
-            disk.read_at(offset, &mut buf).map_err(io_error("read", self.place.path()))?;
+            // Sector by sector, so that one that can't be read is named.
+            for (at, sector) in (offset..).step_by(4096).zip(buf.chunks_mut(4096)) {
+                let read = disk.read_at(at, sector).map_err(|e| device::unreadable(at, e));
+                read.map_err(io_error("read", self.place.path()))?;
+            }
             if buf.iter().any(|b| *b != 0) {
                 return Ok(false);
             }
