@@ -162,7 +162,8 @@ fn equal_disks_differ_nowhere_and_holes_are_not_read() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(40))]
+    #![proptest_config(ProptestConfig { cases: 40, failure_persistence: None, ..ProptestConfig::default() })]
+
     /// Whatever is asked for besides: what differs is told as that, once, and of the rest what was asked for and is not zero.
     #[test]
     fn what_is_told_besides_is_no_difference(

@@ -806,6 +806,8 @@ mod tests {
     }
 
     proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
         /// However it comes in pieces, and whatever is sent besides: a block counts once, and so does a run of them.
         #[test]
         fn what_has_changed_counts_once(
