@@ -10,7 +10,7 @@ use dsync_tests::mount::Loop;
 use dsync_tests::records::{self, Records};
 use dsync_tests::scene::number;
 use dsync_tests::{Background, Random, Run, Scene, need_root, rounds};
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, kill_process};
 
 const MIB: u64 = 1 << 20;
 const RSH: &str = env!("CARGO_BIN_EXE_rsh");
@@ -144,16 +144,19 @@ fn descendants(of: u32) -> Vec<(u32, String)> {
     found
 }
 
-/// Kills the far side of a mirror, if it lives.
-fn kill_far(running: &Background) -> bool {
+/// The far side of a mirror, if it lives.
+fn far_side(running: &Background) -> Option<Pid> {
     let all = descendants(running.pid().as_raw_nonzero().get() as u32);
     // Not the shells that call it.
     let far = all.iter().find(|(_, line)| {
         let mut words = line.split(' ');
         words.next().is_some_and(|word| word.ends_with("dsync")) && words.next() == Some("receive")
     });
-    let pid = far.and_then(|(pid, _)| rustix::process::Pid::from_raw(*pid as i32));
-    pid.is_some_and(|pid| rustix::process::kill_process(pid, Signal::KILL).is_ok())
+    far.and_then(|(pid, _)| Pid::from_raw(*pid as i32))
+}
+
+fn kill_far(running: &Background) -> bool {
+    far_side(running).is_some_and(|pid| kill_process(pid, Signal::KILL).is_ok())
 }
 
 #[test]
@@ -193,6 +196,24 @@ fn a_killed_far_side_and_a_cut_line() {
     scene.change(20);
     far.sync(&scene, &[], None).ok();
     image::assert_equal(&scene.image, &far.replica());
+}
+
+/// A far side that stands still is given up, and gone on with when it moves again.
+#[test]
+fn a_far_side_that_says_nothing_is_given_up() {
+    let (mut scene, far) = (Scene::new("a far side that stands still", 16 * MIB), Far::new(RSH));
+    far.sync(&scene, &[], None).ok();
+    let mut running = far.run("mirror", &scene, &["-v", "--timeout", "2s"], None).start();
+    running.wait_to_say(MIRRORING);
+    let far_side = far_side(&running).expect("a far side");
+    kill_process(far_side, Signal::STOP).expect("a process that stands still");
+    scene.change(10);
+    running.wait_to_say("the link is given up");
+    // It holds the replica until it moves, and finds its line gone.
+    kill_process(far_side, Signal::CONT).expect("a process that moves");
+    wait_until("it goes on", || image::first_difference(&scene.image, &far.replica()).is_none());
+    let (_, summary) = stop(running);
+    assert!(number(&summary, "broken") >= 1, "{summary}");
 }
 
 /// A line that was cut costs what was on it: what is dirty is not sent twice.
