@@ -235,7 +235,7 @@ fn inserted(place: &Place<'_>, report: &mut Report, old: &Path) -> Result<()> {
     if let (Some(theirs), Some(ours)) = (costs[0].first(), costs[2].first()) {
         let bytes = ours.bytes as f64 / theirs.bytes as f64;
         report.goal("rolling: bytes, against rsync", bytes, true, 1.02);
-        for way in [1, 2] {
+        for way in (1..ways.len()).filter(|way| !costs[*way].is_empty()) {
             let ratio = middle(&costs[0]) / middle(&costs[way]);
             report.goal(&format!("rolling: {} as fast as rsync", ways[way].0), ratio, false, 5.0);
         }

@@ -130,7 +130,7 @@ pub enum Command {
         dsync verify --rate 50M vm backup:/srv/vm.raw      read no more than that a second, on each side\n  \
         dsync verify --range 0:1G --range 8G:1M vm /backup/vm.raw\n  \
         dsync verify --repair vm backup:/srv/vm.raw        send what differs, and commit it\n\n\
-        The source may be in use: what has changed there since the replica's epoch is known, and left out.\n\
+        The source may be in use, served: what has changed there since the replica's epoch is known, and left out.\n\
         Where that is not known (the output says why) every difference is told, changes among them.\n\
         A repair of the whole replica brings it to the source's epoch of now; one of ranges leaves it at its own.\n\n\
         Exit code 0: no differences, or all of them repaired. 5: differences. 1: something could not be read.")]
