@@ -51,6 +51,8 @@ fn what_is_written_arrives_in_batches() {
     let load = Records::start(&scene.server().address(), "vm", None, 200);
     std::thread::sleep(Duration::from_millis(1500));
     load.stop();
+    let status = scene.site.dsync(["status"]).arg(&scene.replica).ok().text();
+    assert!(status.contains("in use by dsync") && status.contains("epoch 1"), "{status}");
     scene.change(300);
     let (batches, summary) = stop(running);
     scene.equal();

@@ -174,6 +174,8 @@ struct ReplicaStatus {
     recovered: Option<String>,
     /// Bytes of a transfer that was cut, kept to go on from.
     partial: bool,
+    /// Who uses it: then the rest is what is written down of it.
+    in_use: Option<String>,
 }
 
 fn replica(
@@ -199,7 +201,12 @@ fn replica(
             path.display()
         )));
     }
-    let replica = Replica::open(&absolute, &options)?;
+    let replica = match Replica::open(&absolute, &options) {
+        Err(replica::ReplicaError::Busy { holder, .. }) if !recovering => {
+            return in_use(absolute, &options, holder, output);
+        }
+        other => other?,
+    };
     let standing = replica.standing();
     if standing.source.is_none() && standing.positions.is_empty() {
         bail!(source::SourceError::Unknown(format!("there is no replica at {}", path.display())));
@@ -214,6 +221,7 @@ fn replica(
         size: standing.size,
         recovered: standing.recovered.clone(),
         partial: standing.under_way || standing.resumes.is_some(),
+        in_use: None,
     };
     let at = match (status.epoch, status.state) {
         (Some(epoch), State::Exact) if status.ahead => format!(
@@ -236,6 +244,36 @@ fn replica(
         output.say("  a transfer was cut: the next \"dsync sync\" goes on from there");
     }
     output.summary(&status);
+    Ok(())
+}
+
+/// A replica that somebody brings up to date at this moment: what is written down of it.
+fn in_use(
+    path: std::path::PathBuf,
+    options: &replica::Options,
+    holder: String,
+    output: &Output,
+) -> Result<()> {
+    let Some(lineage) = replica::inspect(&path, options)? else {
+        bail!(replica::ReplicaError::Busy { path, holder });
+    };
+    let epoch = lineage.epoch.map(|e| e.number);
+    let at = epoch.map_or("no epoch yet".to_owned(), |epoch| {
+        format!("epoch {epoch} of source {}", lineage.source.unwrap_or_default())
+    });
+    output.say(&format!("replica {}: in use by {holder}; written down is {at}", path.display()));
+    output.summary(&ReplicaStatus {
+        kind: "replica",
+        path,
+        source: lineage.source,
+        epoch,
+        ahead: lineage.ahead,
+        state: lineage.state,
+        size: lineage.size,
+        recovered: None,
+        partial: lineage.step.is_some(),
+        in_use: Some(holder),
+    });
     Ok(())
 }
 
