@@ -76,8 +76,9 @@ fn lanes_fill_a_far_link() {
             tls / 1e6,
             100.0 * tls / rate
         ));
-        // Far below the goals, so that a busy machine does not fail the test.
-        assert!(ratio > 0.3, "lanes carry {ratio:.2} of what plain TCP carries");
+        // Far below the goals, so that a busy machine does not fail the test; and a few seconds are hardly more than a start.
+        let least = if soak() { 0.3 } else { 0.1 };
+        assert!(ratio > least, "lanes carry {ratio:.2} of what plain TCP carries");
     }
 }
 
