@@ -161,9 +161,9 @@ fn moment(image: &Path) -> Result<u64, String> {
     }
 }
 
-/// Writes for a while, pauses for a while, until it is told to stop.
+/// Writes for a while, pauses for a while, from before the work begins until it ends.
 fn writing<T>(scene: &Scene, busy: u64, pause: Duration, work: impl FnOnce() -> T) -> T {
-    let stop = AtomicBool::new(false);
+    let (stop, before) = (AtomicBool::new(false), scene.written.load(SeqCst));
     std::thread::scope(|threads| {
         threads.spawn(|| {
             while !stop.load(SeqCst) {
@@ -171,6 +171,9 @@ fn writing<T>(scene: &Scene, busy: u64, pause: Duration, work: impl FnOnce() -> 
                 std::thread::sleep(pause);
             }
         });
+        while scene.written.load(SeqCst) == before {
+            std::thread::yield_now();
+        }
         let result = work();
         stop.store(true, SeqCst);
         result
