@@ -67,9 +67,8 @@ impl Replica {
         let Some(left) = &self.left else { return Ok(()) };
         let why = match self.stamp(Which::Whole)? {
             None => Some("it is gone"),
-            Some(now) => left
-                .differs(&Stamp { size: left.size, changed: left.changed, ..now.clone() })
-                .or_else(|| (now.size != size).then_some("its size is another")),
+            // Own writes have changed its time.
+            Some(now) => Stamp { size, changed: now.changed, ..left.clone() }.differs(&now),
         };
         why.map_or(Ok(()), |why| Err(self.touched(why)))
     }
