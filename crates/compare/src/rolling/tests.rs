@@ -229,17 +229,10 @@ fn a_window_bounds_what_is_ordered_together() {
     assert!(sent(2) >= 5 << 20);
 }
 
-/// Content that is the same wherever a copy begins: what stands at its place already is left there all the same.
-#[test]
-fn a_copy_ends_where_a_block_stands() {
-    let period = noise(127, 4);
-    let old: Vec<u8> = period.iter().copied().cycle().take(400 * 4096).collect();
-    let mut new = old.clone();
-    for block in [3, 77, 200] {
-        new[block * 4096 + 1000] ^= 1;
-    }
+/// Bytes that are copied to make one file of another, in blocks of 4 KiB.
+fn moved(old: &[u8], new: &[u8]) -> u64 {
     let (from, to): (Arc<dyn Disk>, Arc<dyn Disk>) =
-        (Arc::new(RamDisk::from_bytes(&new)), Arc::new(RamDisk::from_bytes(&old)));
+        (Arc::new(RamDisk::from_bytes(new)), Arc::new(RamDisk::from_bytes(old)));
     let index = index(&to, &Shape { size: old.len() as u64, block: 4096, key: KEY, keep_going: false });
     let mut moved = 0;
     let found = |change| {
@@ -249,6 +242,19 @@ fn a_copy_ends_where_a_block_stands() {
         Ok(())
     };
     changes(&from, &index, None, found, |_| {}).unwrap();
+    moved
+}
+
+/// Content that is the same wherever a copy begins: what stands at its place already is left there all the same.
+#[test]
+fn a_copy_ends_where_a_block_stands() {
+    let period = noise(127, 4);
+    let old: Vec<u8> = period.iter().copied().cycle().take(400 * 4096).collect();
+    let mut new = old.clone();
+    for block in [3, 77, 200] {
+        new[block * 4096 + 1000] ^= 1;
+    }
+    let moved = moved(&old, &new);
     assert!(moved <= 3 * 4096, "{moved} bytes are copied");
 }
 
@@ -262,17 +268,7 @@ fn a_run_of_copies_ends_where_blocks_stand() {
     // The last block before the second ones becomes the last before the first ones.
     let (from, to) = (9 * 4096, 119 * 4096);
     new.copy_within(from..from + 4096, to);
-    let (from, to): (Arc<dyn Disk>, Arc<dyn Disk>) =
-        (Arc::new(RamDisk::from_bytes(&new)), Arc::new(RamDisk::from_bytes(&old)));
-    let index = index(&to, &Shape { size: old.len() as u64, block: 4096, key: KEY, keep_going: false });
-    let mut moved = 0;
-    let found = |change| {
-        if let Change::Copy { len, .. } = change {
-            moved += len;
-        }
-        Ok(())
-    };
-    changes(&from, &index, None, found, |_| {}).unwrap();
+    let moved = moved(&old, &new);
     assert!((4096..=17 * 4096).contains(&moved), "{moved} bytes are copied");
 }
 
