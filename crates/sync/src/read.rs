@@ -357,6 +357,7 @@ impl<'a> FrameReader<'a> {
                         let take = room / self.block_size * self.block_size;
                         if take > 0 {
                             wants.push(Want::Read(range.start..range.start + take));
+                            data += take;
                         }
                         self.left_over = Some(Want::Read(range.start + take..range.end));
                         break;
@@ -524,5 +525,37 @@ impl Packer {
 
     pub fn is_empty(&self) -> bool {
         self.records.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use device::RamDisk;
+
+    use super::*;
+
+    #[test]
+    fn frames_grow_with_what_was_sent_also_within_one_long_extent() {
+        const SIZE: u64 = 64 << 20;
+        let disk = Arc::new(RamDisk::new(SIZE));
+        for at in (0..SIZE).step_by(1 << 20) {
+            disk.write_at(at, &[7; 1 << 20]).unwrap();
+        }
+        let changes = Bitmap::new(0).into();
+        let wanted = Wanted { changes, block_size: 4096, size: SIZE, all_from: 0, to_end: false };
+        let size = FrameSize::new(true, 4096);
+        let how = Packing { compress: None, size, lacking: false, fill: false, pass: false };
+        let totals = Totals::default();
+        let mut reader = FrameReader::new(&wanted, &disk, &how, &totals).unwrap();
+        let (mut frames, mut sent) = (0, 0);
+        while let Some((frame, _)) = reader.next(None).unwrap() {
+            let len = frame.data.len() as u64;
+            assert!(len <= (sent / FrameSize::PART).max(FrameSize::LEAST), "{len} bytes after {sent}");
+            sent += len;
+            frames += 1;
+        }
+        // 64 of the least size, then each a 64th of all before: 64 * ln(128) more until a frame is a MiB.
+        assert_eq!(sent, SIZE);
+        assert!(frames < 450, "{frames} frames");
     }
 }
