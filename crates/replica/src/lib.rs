@@ -21,5 +21,7 @@ mod tests;
 pub use batches::{BatchLog, Batches};
 pub use error::{ReplicaError, Result};
 pub use lineage::{Lineage, Position, Stamp, State, Step, StepPlace, Toward};
+#[doc(hidden)]
+pub use place::{DevicePlace, Place, Which};
 pub use receipt::{Commit, Committed, Receipt};
 pub use replica::{Options, Replica, Standing, inspect};

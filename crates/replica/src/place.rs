@@ -18,7 +18,7 @@ use crate::lineage::Stamp;
 
 /// One of the two files of a place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Which {
+pub enum Which {
     /// NAME, the destination.
     Whole,
     /// NAME.partial, what will take its place.
@@ -26,7 +26,7 @@ pub(crate) enum Which {
 }
 
 /// The place of a destination. A trait, so that tests can stop the world before each of these steps.
-pub(crate) trait Place: Send {
+pub trait Place: Send {
     /// The destination's path, for messages.
     fn path(&self) -> &Path;
     /// What stays the same as long as what was written and not flushed can't be lost; empty where nobody can say.
@@ -176,7 +176,7 @@ impl Place for FilePlace {
 }
 
 /// A block device's place. The device stays open, and held, as long as this lives.
-pub(crate) struct DevicePlace {
+pub struct DevicePlace {
     path: PathBuf,
     disk: Arc<dyn Disk>,
 }
@@ -186,6 +186,11 @@ impl DevicePlace {
     pub fn new(path: PathBuf) -> Result<DevicePlace> {
         let disk = device::open(&path, &device::Options { write: true, direct: true, exclusive: true })?;
         Ok(DevicePlace { path, disk })
+    }
+
+    /// The place of a device that is open already.
+    pub fn over(path: PathBuf, disk: Arc<dyn Disk>) -> DevicePlace {
+        DevicePlace { path, disk }
     }
 }
 

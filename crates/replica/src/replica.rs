@@ -219,12 +219,12 @@ impl Replica {
         }
     }
 
-    /// Opens what is at a place, with its state in `folder`.
-    pub(crate) fn begin(
-        place: Box<dyn Place>,
-        folder: Box<dyn Folder>,
-        options: &Options,
-    ) -> Result<Replica> {
+    /// Opens what is at a place, with its state in `folder`. Takes no lock.
+    ///
+    /// # Errors
+    /// As for [`Replica::open`].
+    #[doc(hidden)]
+    pub fn begin(place: Box<dyn Place>, folder: Box<dyn Folder>, options: &Options) -> Result<Replica> {
         let lineage = Lineage::load(&*folder)?;
         let mut replica = Replica {
             place,

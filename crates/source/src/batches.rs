@@ -3,7 +3,6 @@
 //! Nothing of them is durable at the source, where the epoch's record has the same bits: who can't go on from a batch goes on
 //! from the epoch, and moves a little more.
 
-use std::path::Path;
 use std::sync::Arc;
 
 use delta::Epoch;
@@ -12,7 +11,7 @@ use extents::Bitmap;
 
 use crate::SourceError;
 use crate::control::Client;
-use crate::source::open_reader;
+use crate::source::Medium;
 use crate::state::About;
 use crate::view::View;
 
@@ -35,12 +34,10 @@ pub struct Batch {
 }
 
 impl Batches {
-    pub(crate) fn begin(folder: &Path, about: &About) -> Result<Batches, SourceError> {
-        let client = Client::connect(folder)?
-            .ok_or_else(|| SourceError::Server("the server of the source went away: run again".into()))?;
+    pub(crate) fn begin(client: Client, medium: &dyn Medium, about: &About) -> Result<Batches, SourceError> {
         let direct = client.follow()?;
         // What was written just now lies in the page cache, and reading it past that would wait until it is on the disk.
-        let disk = open_reader(&about.path, &about.identity, direct)?;
+        let disk = if direct { medium.reader()? } else { medium.cached_reader()? };
         Ok(Batches { client, disk, about: about.clone() })
     }
 

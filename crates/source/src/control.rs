@@ -402,6 +402,19 @@ impl Client {
         }
     }
 
+    /// A conversation with a source that this process holds.
+    pub(crate) fn within(source: &Arc<Source>) -> Result<Client, SourceError> {
+        let failed = || SourceError::state("talk about", source.folder().path());
+        let (ours, theirs) = UnixStream::pair().map_err(failed())?;
+        let source = source.clone();
+        let answering = move || {
+            let _ = answer_all(&source, &theirs);
+        };
+        let thread = std::thread::Builder::new().name("control".into()).spawn(answering);
+        thread.map_err(SourceError::state("start a thread for", Path::new("a conversation")))?;
+        Ok(Client { socket: Arc::new(ours) })
+    }
+
     fn ask(&self, ask: &Ask) -> Result<Received<Answer>, SourceError> {
         self.ask_with(ask, &[])
     }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use delta::Epoch;
-use device::{Dir, Disk};
+use device::{Dir, Disk, Folder};
 use extents::Bitmap;
 
 use crate::SourceError;
@@ -12,22 +12,26 @@ use crate::batches::Batches;
 use crate::control::{Client, Status, status};
 use crate::history::{Bookmarks, History, Position};
 use crate::live::Live;
-use crate::source::{Options, Source, open_reader};
+use crate::source::{AtPath, Medium, Options, Source};
 use crate::state::{About, StateDir};
 use crate::view::View;
 
 /// A source, to be copied from.
 pub struct Handle {
     about: About,
-    place: PathBuf,
+    folder: Arc<dyn Folder>,
+    medium: Arc<dyn Medium>,
     holder: Holder,
 }
 
 enum Holder {
     Here(Box<Source>),
     Live(Box<Live>),
-    Server(Client),
+    Server(Client, Connect),
 }
+
+/// Reaches the server once more.
+type Connect = Box<dyn Fn() -> Result<Option<Client>, SourceError> + Send + Sync>;
 
 impl Handle {
     /// Reaches the source that a path, or the name of an export, means: through its server if one runs, else by holding it
@@ -48,8 +52,25 @@ impl Handle {
             }
             other => other?,
         };
-        let place = source.folder().path().to_path_buf();
-        Ok(Handle { about: source.about().clone(), place, holder: Holder::Here(Box::new(source)) })
+        Ok(Handle::of_source(source))
+    }
+
+    /// A source that this process holds.
+    #[doc(hidden)]
+    pub fn of_source(source: Source) -> Handle {
+        let (folder, medium) = source.parts();
+        Handle { about: source.about().clone(), folder, medium, holder: Holder::Here(Box::new(source)) }
+    }
+
+    /// A source that is served, by a server in this process.
+    #[doc(hidden)]
+    pub fn of_server(source: &Arc<Source>) -> Result<Handle, SourceError> {
+        let (folder, medium) = source.parts();
+        let about = source.about().clone();
+        let source = source.clone();
+        let connect: Connect = Box::new(move || Client::within(&source).map(Some));
+        let client = connect()?.ok_or_else(|| SourceError::Server("there is no server".into()))?;
+        Ok(Handle { about, folder, medium, holder: Holder::Server(client, connect) })
     }
 
     /// Reaches a source that is followed while it changes: through its server, or its tracker in the kernel. Never holds it:
@@ -75,8 +96,11 @@ impl Handle {
 
     fn served(state: &StateDir, what: &str) -> Result<Option<Handle>, SourceError> {
         let Some((place, about)) = state.source(what)? else { return Ok(None) };
-        let client = Client::connect(&place)?;
-        Ok(client.map(|client| Handle { about, place, holder: Holder::Server(client) }))
+        let Some(client) = Client::connect(&place)? else { return Ok(None) };
+        let folder = Dir::open(&place).map_err(SourceError::state("open", &place))?;
+        let medium = Arc::new(AtPath(about.identity.clone()));
+        let connect: Connect = Box::new(move || Client::connect(&place));
+        Ok(Some(Handle { about, folder: Arc::new(folder), medium, holder: Holder::Server(client, connect) }))
     }
 
     /// Waits a second for a server that may be starting.
@@ -97,7 +121,7 @@ impl Handle {
 
     /// True if a server answers for the source.
     pub fn is_served(&self) -> bool {
-        matches!(self.holder, Holder::Server(_))
+        matches!(self.holder, Holder::Server(..))
     }
 
     /// The source as a live disk, if it is one: then there are no views of it but those of [`Live::cut`].
@@ -121,7 +145,7 @@ impl Handle {
                 kept_bytes: 0,
                 lost: live.lost()?,
             }),
-            Holder::Server(client) => client.status(),
+            Holder::Server(client, _) => client.status(),
         }
     }
 
@@ -137,9 +161,9 @@ impl Handle {
                 self.about.path.display()
             ))),
             Holder::Here(source) => source.still_view(&source.checkpoint(false)?),
-            Holder::Server(client) => {
+            Holder::Server(client, _) => {
                 let (epoch, size, saved) = client.view(held)?;
-                let disk = open_reader(&self.about.path, &self.about.identity, true)?;
+                let disk = self.medium.reader()?;
                 if disk.len() < size {
                     return Err(SourceError::Moved(self.about.path.clone()));
                 }
@@ -150,8 +174,7 @@ impl Handle {
     }
 
     fn history(&self) -> Result<History, SourceError> {
-        let folder = Dir::open(&self.place).map_err(SourceError::state("open", &self.place))?;
-        History::read(&folder)
+        History::read(&*self.folder)
     }
 
     /// The last epoch of the history.
@@ -185,13 +208,13 @@ impl Handle {
         match &self.holder {
             Holder::Here(source) => Ok(source.lost()),
             Holder::Live(live) => live.lost(),
-            Holder::Server(client) => Ok(client.status()?.lost),
+            Holder::Server(client, _) => Ok(client.status()?.lost),
         }
     }
 
     /// A disk to look at what is allocated now, outside of any view.
     pub fn reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
-        open_reader(&self.about.path, &self.about.identity, true)
+        self.medium.reader()
     }
 
     /// The blocks, of the source's block size, that a replica with these positions lacks for the view, and the chain of
@@ -225,13 +248,13 @@ impl Handle {
     pub fn estimate(&self, positions: &[Position]) -> Result<Bitmap, SourceError> {
         self.reaches(positions)?;
         let block_size = self.about.block_size;
-        let size = device::identity(&self.about.path)?.size;
+        let size = self.medium.identity()?.size;
         let changes = Bitmap::new(size.div_ceil(u64::from(block_size)));
         self.history()?.changes_since(positions, block_size, &changes)?;
         match &self.holder {
             Holder::Here(source) => changes.union_with(&source.dirty()),
             Holder::Live(live) => changes.union_with(&live.dirty()?),
-            Holder::Server(client) => client.dirty(&changes)?,
+            Holder::Server(client, _) => client.dirty(&changes)?,
         }
         Ok(changes)
     }
@@ -241,7 +264,7 @@ impl Handle {
         match &self.holder {
             Holder::Here(source) => source.acknowledge(replica, epoch),
             Holder::Live(live) => live.acknowledge(replica, epoch),
-            Holder::Server(client) => client.acknowledge(replica, epoch),
+            Holder::Server(client, _) => client.acknowledge(replica, epoch),
         }
     }
 
@@ -252,7 +275,12 @@ impl Handle {
     /// `Refused` if no server writes the source: nobody else can tell what is written within an epoch.
     pub fn follow(&self) -> Result<Batches, SourceError> {
         match &self.holder {
-            Holder::Server(_) => Batches::begin(&self.place, &self.about),
+            Holder::Server(_, connect) => {
+                let client = connect()?.ok_or_else(|| {
+                    SourceError::Server("the server of the source went away: run again".into())
+                })?;
+                Batches::begin(client, &*self.medium, &self.about)
+            }
             Holder::Here(_) | Holder::Live(_) => Err(SourceError::Refused(format!(
                 "{} is not served, so nothing tells what is written to it within an epoch: serve it with \"dsync serve\"",
                 self.about.path.display()
@@ -262,14 +290,14 @@ impl Handle {
 
     /// Where replicas were last known to stand.
     pub fn bookmarks(&self) -> Result<Bookmarks, SourceError> {
-        crate::bookmarks(&self.place)
+        Bookmarks::read(&*self.folder)
     }
 
     /// Lets the source go, cleanly.
     pub fn close(self) -> Result<(), SourceError> {
         match self.holder {
             Holder::Here(source) => source.close(),
-            Holder::Server(_) | Holder::Live(_) => Ok(()),
+            Holder::Server(..) | Holder::Live(_) => Ok(()),
         }
     }
 }
@@ -292,7 +320,7 @@ fn place_of(state: &StateDir, what: &str) -> Result<PathBuf, SourceError> {
 
 impl From<Live> for Handle {
     fn from(live: Live) -> Handle {
-        let (about, place) = (live.about().clone(), live.folder().path().to_path_buf());
-        Handle { about, place, holder: Holder::Live(Box::new(live)) }
+        let (about, folder, medium) = (live.about().clone(), live.folder(), live.medium());
+        Handle { about, folder, medium, holder: Holder::Live(Box::new(live)) }
     }
 }

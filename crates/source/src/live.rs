@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use delta::Epoch;
-use device::{Dir, Disk, Folder, FolderLock, Mount, Written};
+use device::{Dir, Disk, Folder, FolderLock, Identity, Mount, Written};
 use extents::Bitmap;
 use trackers::Tracker;
 use uuid::Uuid;
@@ -18,8 +18,8 @@ use crate::SourceError;
 use crate::captured::{Capture, Captured};
 use crate::freeze::{self, Freeze, FreezeError, Prepared};
 use crate::history::{Bookmarks, History};
-use crate::source::open_reader;
-use crate::stamp::Stamp;
+use crate::source::{Medium, open_reader};
+use crate::stamp::{Boot, Stamp};
 use crate::state::{About, StateDir, write_about};
 use crate::view::View;
 
@@ -85,12 +85,30 @@ pub struct Live {
     tracker: Box<dyn Tracker>,
     disk: Arc<dyn Disk>,
     book: Mutex<Book>,
-    _lock: FolderLock,
+    lock: Option<FolderLock>,
 }
 
 struct Book {
     history: History,
     lost: Option<String>,
+}
+
+/// A disk that is followed from outside: its identity says nothing of its content.
+struct Followed {
+    identity: Identity,
+    disk: Arc<dyn Disk>,
+}
+
+impl Medium for Followed {
+    fn identity(&self) -> Result<Identity, SourceError> {
+        Ok(Identity { size: self.disk.len(), ..self.identity.clone() })
+    }
+    fn boot(&self) -> Boot {
+        Boot::current()
+    }
+    fn reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
+        Ok(self.disk.clone())
+    }
 }
 
 impl Live {
@@ -112,10 +130,23 @@ impl Live {
         let disk = open_reader(&path, &identity, true)?;
         let block_size = tracker.block_size();
         let about = About { version: About::VERSION, uuid, path, identity, block_size };
-        write_about(&folder, &about)?;
+        let mut live = Self::over(about, disk, Arc::new(folder), tracker)?;
+        live.lock = Some(lock);
+        Ok(live)
+    }
+
+    /// Opens a live disk from its parts. Takes no lock.
+    #[doc(hidden)]
+    pub fn over(
+        about: About,
+        disk: Arc<dyn Disk>,
+        folder: Arc<dyn Folder>,
+        tracker: Box<dyn Tracker>,
+    ) -> Result<Live, SourceError> {
+        write_about(&*folder, &about)?;
         // What a server would trust says nothing about the time from here on.
-        Stamp::forget(&folder)?;
-        let history = History::read(&folder)?;
+        Stamp::forget(&*folder)?;
+        let history = History::read(&*folder)?;
         let lost = match tracker.released()? {
             _ if tracker.size() != disk.len() => Some("the disk was resized".into()),
             None => Some("the disk was not tracked before".into()),
@@ -124,7 +155,7 @@ impl Live {
             Some(_) => Some("what the tracker recorded belongs to another history".into()),
         };
         let book = Mutex::new(Book { history, lost });
-        Ok(Live { about, folder: Arc::new(folder), tracker, disk, book, _lock: lock })
+        Ok(Live { about, folder, tracker, disk, book, lock: None })
     }
 
     /// What the source's folder says of it.
@@ -142,8 +173,12 @@ impl Live {
         &*self.tracker
     }
 
-    pub(crate) fn folder(&self) -> &dyn Folder {
-        &*self.folder
+    pub(crate) fn medium(&self) -> Arc<dyn Medium> {
+        Arc::new(Followed { identity: self.about.identity.clone(), disk: self.disk.clone() })
+    }
+
+    pub(crate) fn folder(&self) -> Arc<dyn Folder> {
+        self.folder.clone()
     }
 
     fn book(&self) -> std::sync::MutexGuard<'_, Book> {

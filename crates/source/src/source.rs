@@ -36,6 +36,8 @@ pub struct Options {
     pub view_limit: u64,
     /// False leaves the write-intent log out; see [`Settings::intents`].
     pub intents: bool,
+    /// Bytes a region of the write-intent log.
+    pub region: u64,
 }
 
 impl Default for Options {
@@ -48,6 +50,7 @@ impl Default for Options {
             allow_shrink: false,
             view_limit: Options::VIEW_LIMIT,
             intents: true,
+            region: Settings::REGION,
         }
     }
 }
@@ -74,10 +77,14 @@ pub trait Medium: Send + Sync {
     fn boot(&self) -> Boot;
     /// A second way to the same bytes, for readers: past the page cache.
     fn reader(&self) -> Result<Arc<dyn Disk>, SourceError>;
+    /// The same through the page cache, for what was written just now.
+    fn cached_reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
+        self.reader()
+    }
 }
 
 /// An image file or a block device at a path.
-struct AtPath(Identity);
+pub(crate) struct AtPath(pub(crate) Identity);
 
 impl Medium for AtPath {
     fn identity(&self) -> Result<Identity, SourceError> {
@@ -88,6 +95,9 @@ impl Medium for AtPath {
     }
     fn reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
         open_reader(&self.0.path, &self.0, true)
+    }
+    fn cached_reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
+        open_reader(&self.0.path, &self.0, false)
     }
 }
 
@@ -305,7 +315,7 @@ impl Source {
         };
         let settings = Settings {
             block_size: about.block_size,
-            region: Settings::REGION,
+            region: options.region,
             intents: options.intents,
             allow_shrink: options.allow_shrink || lost.is_some(),
         };
@@ -349,6 +359,10 @@ impl Source {
     /// What the source's folder says of it.
     pub fn about(&self) -> &About {
         &self.about
+    }
+
+    pub(crate) fn parts(&self) -> (Arc<dyn Folder>, Arc<dyn Medium>) {
+        (self.folder.clone(), self.medium.clone())
     }
 
     /// Where the source's state lies.
@@ -526,9 +540,9 @@ impl Source {
     /// A view for a source that nobody writes while this process holds it: the image itself, and a look at the end whether
     /// it stayed as it was.
     pub(crate) fn still_view(&self, checkpoint: &Checkpoint) -> Result<View, SourceError> {
-        let path = self.about.path.clone();
-        let before = self.medium.identity()?;
-        let alive = move || match device::identity(&path) {
+        let (path, medium) = (self.about.path.clone(), self.medium.clone());
+        let before = medium.identity()?;
+        let alive = move || match medium.identity() {
             Ok(now) if now == before || now.is_block() => Ok(()),
             Ok(_) => Err(io::Error::other(SourceError::Moved(path.clone()).to_string())),
             Err(e) => Err(io::Error::other(e.to_string())),

@@ -37,8 +37,38 @@ pub fn receive(link: Link, state: &StateDir) -> Result<(), SyncError> {
 
 /// The same for one who may not reach everything.
 pub fn receive_within(link: Link, state: &StateDir, reach: &Reach) -> Result<(), SyncError> {
+    receive_at(link, &|open| {
+        let path = reach.find(&open.path)?;
+        reach.only_beside("a journal in", open.journal_dir.as_deref())?;
+        reach.only_beside(
+            "the file of digests",
+            open.digests.as_ref().and_then(|digests| digests.file.as_deref()),
+        )?;
+        let options = replica::Options {
+            adopt: open.adopt,
+            doubt: open.verify,
+            ..open_options(&path, open.journal_dir.as_deref(), state)
+        };
+        Ok(Replica::open(&path, &options)?)
+    })
+}
+
+/// The same for a replica that the caller opens, wherever it is.
+#[doc(hidden)]
+pub fn receive_over(
+    link: Link,
+    open: &dyn Fn(&replica::Options) -> replica::Result<Replica>,
+) -> Result<(), SyncError> {
+    receive_at(link, &|asked| {
+        let options =
+            replica::Options { adopt: asked.adopt, doubt: asked.verify, ..replica::Options::default() };
+        Ok(open(&options)?)
+    })
+}
+
+fn receive_at(link: Link, opened: Opener<'_>) -> Result<(), SyncError> {
     let (sender, receiver) = link.split();
-    match converse(&sender, &receiver, state, reach) {
+    match converse(&sender, &receiver, opened) {
         Ok(()) => {
             sender.finish()?;
             Ok(())
@@ -60,22 +90,14 @@ fn open_options(path: &Path, journal_dir: Option<&Path>, state: &StateDir) -> re
     }
 }
 
-fn converse(sender: &Sender, receiver: &Receiver, state: &StateDir, reach: &Reach) -> Result<(), SyncError> {
+/// Opens the replica that is asked for.
+type Opener<'a> = &'a dyn Fn(&Open) -> Result<Replica, SyncError>;
+
+fn converse(sender: &Sender, receiver: &Receiver, opened: Opener<'_>) -> Result<(), SyncError> {
     let open: Open = expect(receiver, OPEN)?.json()?;
-    let path = reach.find(&open.path)?;
-    reach.only_beside("a journal in", open.journal_dir.as_deref())?;
-    reach.only_beside(
-        "the file of digests",
-        open.digests.as_ref().and_then(|digests| digests.file.as_deref()),
-    )?;
-    let options = replica::Options {
-        adopt: open.adopt,
-        doubt: open.verify,
-        ..open_options(&path, open.journal_dir.as_deref(), state)
-    };
-    let mut replica = Replica::open(&path, &options)?;
+    let mut replica = opened(&open)?;
     loop {
-        say_standing(sender, &path, &mut replica, open.commit)?;
+        say_standing(sender, &mut replica, open.commit)?;
         let plan: Plan = match receiver.recv()? {
             Some(message) if message.kind == PLAN => message.json()?,
             Some(message) => return Err(unexpected(&message)),
@@ -99,12 +121,8 @@ fn converse(sender: &Sender, receiver: &Receiver, state: &StateDir, reach: &Reac
     }
 }
 
-fn say_standing(
-    sender: &Sender,
-    path: &Path,
-    replica: &mut Replica,
-    commit: Commit,
-) -> Result<(), SyncError> {
+fn say_standing(sender: &Sender, replica: &mut Replica, commit: Commit) -> Result<(), SyncError> {
+    let path = replica.path().to_path_buf();
     let standing = replica.standing().clone();
     // A device may be larger than what it holds a copy of.
     let len = match standing.changed {
@@ -112,7 +130,7 @@ fn say_standing(
         _ => None,
     };
     let standing = Standing {
-        path: std::fs::canonicalize(path).unwrap_or_else(|_| path.to_path_buf()),
+        path: std::fs::canonicalize(&path).unwrap_or(path),
         source: standing.source,
         epoch: standing.epoch,
         positions: standing.positions.iter().map(|p| Part { epoch: p.epoch, upto: p.upto }).collect(),
@@ -280,12 +298,24 @@ pub fn merge(
     state: &StateDir,
     input: impl Read,
 ) -> Result<Merged, SyncError> {
+    merge_over(|| Replica::open(path, &open_options(path, journal_dir, state)), commit, input)
+        .map(|merged| Merged { destination: path.to_path_buf(), ..merged })
+}
+
+/// The same for a replica that the caller opens, wherever it is.
+#[doc(hidden)]
+pub fn merge_over(
+    open: impl FnOnce() -> replica::Result<Replica>,
+    commit: Commit,
+    input: impl Read,
+) -> Result<Merged, SyncError> {
     let began = Instant::now();
     let mut units = Units::new(input);
     let no_delta = || delta::Error::NoTrailer { units: 0 };
     // The header first: what is no delta leaves no trace.
     let header = units.next()?.ok_or_else(no_delta)?;
-    let mut replica = Replica::open(path, &open_options(path, journal_dir, state))?;
+    let mut replica = open()?;
+    let destination = replica.path().to_path_buf();
     let recovered = replica.standing().recovered.clone();
     let mut receipt = replica.receive(header, mode(commit))?;
     let committed = loop {
@@ -311,7 +341,7 @@ pub fn merge(
         receipt.unit(unit)?;
     };
     Ok(Merged {
-        destination: path.to_path_buf(),
+        destination,
         epoch: committed.epoch.number,
         bytes_read: units.bytes(),
         bytes_written: committed.bytes_written,

@@ -27,6 +27,8 @@ pub use error::{Class, SyncError};
 pub use extents::{Extent, Extents};
 pub use extract::{Extracted, extract};
 pub use far::{Merged, merge, receive, receive_within};
+#[doc(hidden)]
+pub use far::{merge_over, receive_over};
 pub use messages::Commit;
 pub use mirror::{BatchReport, Mirror, MirrorEvent, MirrorOptions, MirrorSummary};
 pub use pipeline::Stages;
