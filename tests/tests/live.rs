@@ -294,3 +294,46 @@ fn who_writes_past_a_frozen_file_system_is_noticed() {
     writer.kill();
     site.sync(tracked.device(), &copy, &[]).ok();
 }
+
+#[test]
+fn two_state_directories_do_not_share_a_record() {
+    let Some(tracked) = Tracked::new("two state directories on one tracked disk", 128 * MIB) else { return };
+    let (site, ours, theirs) =
+        (&tracked.site, tracked.site.path("ours.raw"), tracked.site.path("theirs.raw"));
+    let fill = |name: &str| {
+        let random = Random::new("the content of a tracked disk").bytes(24 << 20);
+        std::fs::write(tracked.place.join(name), random).expect("a write");
+    };
+    fill("before");
+    let other = |options: &[&str]| {
+        site.sync(tracked.device(), &theirs, options).env("DSYNC_STATE_DIR", site.path("other-state"))
+    };
+    other(&[]).ok();
+    site.sync(tracked.device(), &ours, &[]).ok();
+    fill("after");
+    let mut slow = site.sync(tracked.device(), &ours, &["--bwlimit", "4M"]).start();
+    // While the slow one makes its passes, the other one takes nothing from it.
+    let refused = loop {
+        let output = other(&[]).output();
+        if output.status.code() == Some(4) {
+            break output;
+        }
+        assert!(output.status.success(), "{output}");
+        assert!(slow.ended().is_none(), "the slow sync ended, and the other one was never refused");
+    };
+    refused.says(&["in use by dsync"]);
+    let slow = slow.output(Duration::from_secs(60));
+    assert!(slow.status.success(), "{slow}");
+    // Both see what they lack, whoever was first.
+    fill("later");
+    for _ in 0..2 {
+        other(&[]).ok();
+        site.sync(tracked.device(), &ours, &[]).ok();
+    }
+    let look = Look::at(site, &ours);
+    Run::new("diff").arg("-r").arg(&tracked.place).arg(look.place()).ok();
+    look.check();
+    let look = Look::at(site, &theirs);
+    Run::new("diff").arg("-r").arg(&tracked.place).arg(look.place()).ok();
+    look.check();
+}

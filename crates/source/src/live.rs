@@ -11,7 +11,7 @@ use std::time::Duration;
 use delta::Epoch;
 use device::{Dir, Disk, Folder, FolderLock, Identity, Mount, Written};
 use extents::Bitmap;
-use trackers::Tracker;
+use trackers::{Hold, Tracker};
 use uuid::Uuid;
 
 use crate::SourceError;
@@ -85,12 +85,15 @@ pub struct Live {
     tracker: Box<dyn Tracker>,
     disk: Arc<dyn Disk>,
     book: Mutex<Book>,
-    lock: Option<FolderLock>,
+    /// Held only to be let go with this.
+    _locks: Option<(FolderLock, Hold)>,
 }
 
 struct Book {
     history: History,
     lost: Option<String>,
+    /// The epoch that the tracker's record follows, as far as this history knows.
+    since: Option<Uuid>,
 }
 
 /// A disk that is followed from outside: its identity says nothing of its content.
@@ -111,8 +114,11 @@ impl Medium for Followed {
     }
 }
 
+/// Why a record is not believed that was released to somebody else.
+const OTHER_HISTORY: &str = "what the tracker recorded belongs to another history";
+
 impl Live {
-    /// Opens the disk at `path`, which `tracker` follows. Takes the source's lock.
+    /// Opens the disk at `path`, which `tracker` follows. Takes the source's lock and the tracker's.
     ///
     /// # Errors
     /// `Busy` if somebody else holds it.
@@ -127,11 +133,15 @@ impl Live {
             Ok(lock) => lock,
             Err(holder) => return Err(SourceError::Busy { path, holder }),
         };
+        let hold = match Hold::take(&path)? {
+            Ok(hold) => hold,
+            Err(holder) => return Err(SourceError::Busy { path, holder }),
+        };
         let disk = open_reader(&path, &identity, true)?;
         let block_size = tracker.block_size();
         let about = About { version: About::VERSION, uuid, path, identity, block_size };
         let mut live = Self::over(about, disk, Arc::new(folder), tracker)?;
-        live.lock = Some(lock);
+        live._locks = Some((lock, hold));
         Ok(live)
     }
 
@@ -147,15 +157,16 @@ impl Live {
         // What a server would trust says nothing about the time from here on.
         Stamp::forget(&*folder)?;
         let history = History::read(&*folder)?;
-        let lost = match tracker.released()? {
+        let since = tracker.released()?;
+        let lost = match since {
             _ if tracker.size() != disk.len() => Some("the disk was resized".into()),
             None => Some("the disk was not tracked before".into()),
             // Everything after that epoch is in the record, whatever the history has come to know since.
             Some(id) if history.knows(id) => tracker.lost()?,
-            Some(_) => Some("what the tracker recorded belongs to another history".into()),
+            Some(_) => Some(OTHER_HISTORY.into()),
         };
-        let book = Mutex::new(Book { history, lost });
-        Ok(Live { about, folder, tracker, disk, book, lock: None })
+        let book = Mutex::new(Book { history, lost, since });
+        Ok(Live { about, folder, tracker, disk, book, _locks: None })
     }
 
     /// What the source's folder says of it.
@@ -187,8 +198,14 @@ impl Live {
 
     /// Why what came before the next checkpoint is not known; `None` if it is.
     pub fn lost(&self) -> Result<Option<String>, SourceError> {
-        match self.book().lost.clone() {
-            Some(why) => Ok(Some(why)),
+        self.doubt(&self.book())
+    }
+
+    fn doubt(&self, book: &Book) -> Result<Option<String>, SourceError> {
+        match &book.lost {
+            Some(why) => Ok(Some(why.clone())),
+            // Whoever released it took what was recorded up to then.
+            None if self.tracker.released()? != book.since => Ok(Some(OTHER_HISTORY.into())),
             None => Ok(self.tracker.lost()?),
         }
     }
@@ -204,10 +221,7 @@ impl Live {
     /// Appends what a checkpoint of the tracker returned to the history, and releases it.
     fn write_down(&self, book: &mut Book, changes: &Bitmap) -> Result<Epoch, SourceError> {
         // Asked after the checkpoint: a loss up to then is in the answer.
-        let lost = match book.lost.clone() {
-            Some(why) => Some(why),
-            None => self.tracker.lost()?,
-        };
+        let lost = self.doubt(book)?;
         let size = self.disk.len();
         let last = book.history.last();
         let same =
@@ -222,7 +236,7 @@ impl Live {
             }
         };
         self.tracker.release(epoch.id)?;
-        book.lost = None;
+        (book.lost, book.since) = (None, Some(epoch.id));
         Ok(epoch)
     }
 
@@ -339,7 +353,8 @@ impl Live {
             let changes = self.tracker.checkpoint()?;
             let epoch = self.write_down(&mut book, &changes)?;
             self.read_and_keep(&mut capture, &changes)?;
-            let fuzzy = !self.tracker.dirty()?.is_clean();
+            // A record that somebody else took meanwhile is clean, too.
+            let fuzzy = !self.tracker.dirty()?.is_clean() || self.doubt(&book)?.is_some();
             if !fuzzy || (left == 0 && options.freeze == FreezeMode::Never) {
                 return Ok(self.cut_of(epoch, capture, None, fuzzy));
             }

@@ -7,12 +7,13 @@ use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use device::identity;
 use extents::Bitmap;
 use uuid::Uuid;
 
-use crate::tracker::block_size_for;
+use crate::tracker::{block_size_for, taken};
 use crate::{TrackError, Tracker};
 
 const PROC: &str = "/proc/track";
@@ -99,7 +100,11 @@ pub(crate) fn find(device: &Path) -> Result<Option<Box<dyn Tracker>>, TrackError
         )));
     };
     let size = identity(device)?.size;
-    Ok(Some(Box::new(DmTracker { device: device.into(), name, block_size, size })))
+    let Some(record) = first.record else {
+        return Err(kernel("understand the status", device)("it names no record".into()));
+    };
+    let ended = Mutex::new(None);
+    Ok(Some(Box::new(DmTracker { device: device.into(), name, block_size, size, record, ended })))
 }
 
 /// The devices that are mapped through dm-track.
@@ -149,6 +154,8 @@ struct Status {
     block_sectors: u32,
     blocks: u64,
     frozen: Option<u64>,
+    /// The record's own name: another one has seen nothing of what this one did.
+    record: Option<Uuid>,
     lost: bool,
     released: Option<Uuid>,
 }
@@ -169,6 +176,7 @@ impl Status {
                 block_sectors: u32::try_from(number(0)?).unwrap_or(0),
                 blocks: number(1)?,
                 frozen: if field(3) == "-" { None } else { Some(number(3)?) },
+                record: Uuid::parse_str(field(5)).ok(),
                 lost: field(6) != "tracked",
                 released: Uuid::parse_str(field(8)).ok(),
             })
@@ -196,12 +204,18 @@ struct DmTracker {
     name: String,
     block_size: u32,
     size: u64,
+    record: Uuid,
+    /// The number of the last epoch that was ended through this object.
+    ended: Mutex<Option<u64>>,
 }
 
 impl DmTracker {
     fn status(&self) -> Result<Status, TrackError> {
         match status(&self.device, &self.name)? {
-            Some(status) => Ok(status),
+            Some(status) if status.record == Some(self.record) => Ok(status),
+            Some(_) => Err(kernel("go on tracking", &self.device)(
+                "it was mapped anew, and its record begun anew: run again".into(),
+            )),
             None => Err(kernel("go on tracking", &self.device)(
                 "it is not mapped through dm-track any more".into(),
             )),
@@ -212,6 +226,10 @@ impl DmTracker {
         dmsetup("end an epoch", &self.device, &[&["message", &self.name, "0"], words].concat())
     }
 
+    fn ended(&self) -> MutexGuard<'_, Option<u64>> {
+        self.ended.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn file(&self, suffix: &str) -> Result<(File, PathBuf), TrackError> {
         let place = Path::new(PROC).join(format!("{}{suffix}", self.name));
         match File::open(&place) {
@@ -220,11 +238,11 @@ impl DmTracker {
         }
     }
 
-    /// The frozen record, and whether it is lost.
-    fn frozen(&self) -> Result<(Bitmap, bool), TrackError> {
+    /// The frozen record of the epoch of this number, and whether it is lost.
+    fn frozen(&self, epoch: u64) -> Result<(Bitmap, bool), TrackError> {
         let (mut file, place) = self.file(".frozen")?;
         let most = self.size.div_ceil(u64::from(self.block_size));
-        read_frozen(&mut file, most).map_err(|error| TrackError::State {
+        read_frozen(&mut file, most, (epoch, self.record)).map_err(|error| TrackError::State {
             what: "can't read the record",
             place,
             error,
@@ -247,7 +265,10 @@ impl Tracker for DmTracker {
 
     fn lost(&self) -> Result<Option<String>, TrackError> {
         let status = self.status()?;
-        let lost = status.lost || (status.frozen.is_some() && self.frozen()?.1);
+        let lost = match status.frozen {
+            Some(epoch) if !status.lost => self.frozen(epoch)?.1,
+            _ => status.lost,
+        };
         Ok(lost.then(|| "it was not tracked before".into()))
     }
 
@@ -256,14 +277,22 @@ impl Tracker for DmTracker {
         if self.status()?.frozen.is_some() {
             self.message(&["abort"])?;
         }
-        self.message(&["checkpoint"])?;
-        self.frozen().map(|(changes, _)| changes)
+        let said = self.message(&["checkpoint"])?;
+        let epoch = said.parse::<u64>().map_err(|_| {
+            kernel("end an epoch", &self.device)(format!("its number is expected, not \"{said}\""))
+        })?;
+        let (changes, _) = self.frozen(epoch)?;
+        *self.ended() = Some(epoch);
+        Ok(changes)
     }
 
     fn release(&self, epoch: Uuid) -> Result<(), TrackError> {
-        match self.status()?.frozen {
-            Some(number) => self.message(&["release", &number.to_string(), &epoch.to_string()]).map(drop),
-            None => Err(kernel("release a record", &self.device)("none is frozen".into())),
+        // The kernel compares the number, too: nobody comes between.
+        match (self.ended().take(), self.status()?.frozen) {
+            (Some(ours), Some(frozen)) if ours == frozen => {
+                self.message(&["release", &ours.to_string(), &epoch.to_string()]).map(drop)
+            }
+            _ => Err(taken(&self.device)),
         }
     }
 
@@ -288,14 +317,18 @@ impl Tracker for DmTracker {
     }
 }
 
-/// Reads a header and a bitmap of at most so many blocks. The second is true if the epoch is lost.
-fn read_frozen(from: &mut impl Read, most: u64) -> io::Result<(Bitmap, bool)> {
+/// Reads a header and a bitmap of at most so many blocks, which must be this epoch's of this record. The second is true if
+/// the epoch is lost.
+fn read_frozen(from: &mut impl Read, most: u64, (epoch, record): (u64, Uuid)) -> io::Result<(Bitmap, bool)> {
     let wrong = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what);
     let mut header = [0; 64];
     from.read_exact(&mut header)?;
     let number = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| header[at + i]));
     if &header[..8] != MAGIC {
         return Err(wrong("it does not begin as a record does"));
+    }
+    if number(8) != epoch || header[32..48] != record.as_bytes()[..] {
+        return Err(wrong("it is of another epoch, which another program has ended meanwhile: run again"));
     }
     let blocks = number(16);
     if blocks > most {
@@ -351,11 +384,15 @@ mod tests {
         assert_eq!(odd.block_size(), None);
     }
 
+    const RECORD: Uuid = Uuid::from_u128(0x0102_0304_0506_0708_090a_0b0c_0d0e_0f10);
+    const THIS: (u64, Uuid) = (7, RECORD);
+
     fn record(blocks: u64, flags: u32, words: &[u64]) -> Vec<u8> {
         let mut bytes = MAGIC.to_vec();
-        for number in [7, blocks, 0, 0, 0] {
+        for number in [7, blocks, 0] {
             bytes.extend(u64::to_le_bytes(number));
         }
+        bytes.extend(RECORD.as_bytes());
         bytes.extend(8u32.to_le_bytes());
         bytes.extend(flags.to_le_bytes());
         bytes.extend([0; 8]);
@@ -364,7 +401,7 @@ mod tests {
     }
 
     fn runs(bytes: &[u8], most: u64) -> (Vec<std::ops::Range<u64>>, bool) {
-        let (changes, lost) = read_frozen(&mut &bytes[..], most).expect("a record");
+        let (changes, lost) = read_frozen(&mut &bytes[..], most, THIS).expect("a record");
         (changes.runs().collect(), lost)
     }
 
@@ -380,10 +417,13 @@ mod tests {
     fn what_is_no_record_is_refused() {
         let good = record(128, 0, &[1, 2]);
         for len in 0..good.len() {
-            assert!(read_frozen(&mut &good[..len], 128).is_err(), "{len} bytes");
+            assert!(read_frozen(&mut &good[..len], 128, THIS).is_err(), "{len} bytes");
         }
-        assert!(read_frozen(&mut &good[..], 127).is_err());
-        assert!(read_frozen(&mut &record(u64::MAX, 0, &[])[..], 128).is_err());
-        assert!(read_frozen(&mut &[b"dmtrack2", &good[8..]].concat()[..], 128).is_err());
+        assert!(read_frozen(&mut &good[..], 127, THIS).is_err());
+        assert!(read_frozen(&mut &record(u64::MAX, 0, &[])[..], 128, THIS).is_err());
+        assert!(read_frozen(&mut &[b"dmtrack2", &good[8..]].concat()[..], 128, THIS).is_err());
+        assert!(read_frozen(&mut &good[..], 128, THIS).is_ok());
+        assert!(read_frozen(&mut &good[..], 128, (8, RECORD)).is_err(), "another epoch");
+        assert!(read_frozen(&mut &good[..], 128, (7, Uuid::nil())).is_err(), "another record");
     }
 }

@@ -15,4 +15,4 @@ pub use record::Record;
 pub use saved::{Saved, SavedParts};
 pub use served::{Clock, Served};
 pub use tracked::{Follower, Frozen, Settings, TrackError, TrackedDisk};
-pub use tracker::{Tracker, find, list};
+pub use tracker::{Hold, Tracker, find, list};

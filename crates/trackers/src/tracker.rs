@@ -1,7 +1,9 @@
 //! What records the writes to a live disk, and which one follows a given disk.
 
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
+use device::FolderLock;
 use extents::Bitmap;
 use uuid::Uuid;
 
@@ -11,6 +13,10 @@ use crate::{TrackError, bpf, dm};
 ///
 /// An epoch ends with `checkpoint`, then [`lost`](Tracker::lost) (what it says of the record covers all that was written
 /// before the checkpoint), then the history, then `release`. Whoever dies in between widens the next epoch, no more.
+///
+/// Who ends epochs takes a [`Hold`] first. A holder that does not know of it is found out: a release fails if another
+/// checkpoint came since one's own, and [`released`](Tracker::released), asked after a checkpoint, names the epoch that the
+/// record follows.
 pub trait Tracker: Send + Sync {
     /// What kind it is: `bpf` or `dm`.
     fn kind(&self) -> &'static str;
@@ -31,7 +37,10 @@ pub trait Tracker: Send + Sync {
     /// more.
     fn checkpoint(&self) -> Result<Bitmap, TrackError>;
 
-    /// Forgets what the last checkpoint returned: it stands in the history now, as the epoch of this id.
+    /// Forgets what this object's last checkpoint returned: it stands in the history now, as the epoch of this id.
+    ///
+    /// # Errors
+    /// `Refused` if somebody else has made a checkpoint since, or released it: what that returned is not in this history.
     fn release(&self, epoch: Uuid) -> Result<(), TrackError>;
 
     /// The id given at the last release: what is recorded came after that epoch. `None` before the first. It lives and
@@ -48,6 +57,48 @@ pub fn find(device: &Path) -> Result<Option<Box<dyn Tracker>>, TrackError> {
         None => dm::find(device),
         found => Ok(found),
     }
+}
+
+/// The right to end epochs of a device's tracker. It belongs to the tracker, so that two state directories exclude each
+/// other too.
+#[derive(Debug)]
+pub struct Hold {
+    _lock: FolderLock,
+}
+
+/// Where the locks are kept: as long as a tracker lives at most, which is until the machine stops.
+const HOLDS: &str = "/run/dsync/trackers";
+
+/// For so long a tracker is waited for: another sync may be ending just now.
+const PATIENCE: Duration = Duration::from_millis(500);
+
+impl Hold {
+    /// Holds the tracker of the block device at `device`. The inner `Err` says who has it.
+    pub fn take(device: &Path) -> Result<Result<Hold, String>, TrackError> {
+        let number = device::identity(device)?.dev;
+        let place = Path::new(HOLDS).join(format!("{}:{}", libc::major(number), libc::minor(number)));
+        let until = Instant::now() + PATIENCE;
+        loop {
+            let taken = device::Dir::open(&place).and_then(|_| FolderLock::take(&place));
+            match taken.map_err(|error| TrackError::State {
+                what: "can't lock",
+                place: place.clone(),
+                error,
+            })? {
+                Ok(lock) => return Ok(Ok(Hold { _lock: lock })),
+                Err(holder) if Instant::now() > until => return Ok(Err(holder)),
+                Err(_) => std::thread::sleep(Duration::from_millis(10)),
+            }
+        }
+    }
+}
+
+/// What a release says when the checkpoint that it ends is not the last one.
+pub(crate) fn taken(device: &Path) -> TrackError {
+    TrackError::Refused(format!(
+        "another program has ended an epoch of the tracker of {} meanwhile: run one sync of a disk at a time",
+        device.display()
+    ))
 }
 
 /// The devices that are tracked here.

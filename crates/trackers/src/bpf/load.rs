@@ -111,6 +111,7 @@ fn load(disk: &Followed, block_size: u32, place: &Path, why: &str) -> Result<(),
         released: None,
         base: Counts::default(),
         pending: None,
+        ended: None,
         doubtful: false,
     };
     let map = sys::get(&place.join("notes")).map_err(pin)?;

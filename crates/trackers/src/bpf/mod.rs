@@ -19,11 +19,13 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use extents::Bitmap;
 use rustix::fs::FlockOperation;
 use uuid::Uuid;
 
+use crate::tracker::taken;
 use crate::{TrackError, Tracker};
 use disk::Followed;
 use notes::{Counts, Notes};
@@ -130,6 +132,8 @@ pub(crate) struct BpfTracker {
     counts: OwnedFd,
     notes: OwnedFd,
     records: [Record; 2],
+    /// The last checkpoint made through this object.
+    ended: Mutex<Option<Uuid>>,
 }
 
 struct Record {
@@ -167,7 +171,8 @@ impl BpfTracker {
         };
         let records = [record(RECORDS[0])?, record(RECORDS[1])?];
         let (place, device) = (place.to_owned(), device.to_owned());
-        Ok(BpfTracker { place, device, size, block_size, slot, flight, counts, notes, records })
+        let ended = Mutex::new(None);
+        Ok(BpfTracker { place, device, size, block_size, slot, flight, counts, notes, records, ended })
     }
 
     fn failed(&self, what: &'static str) -> impl FnOnce(io::Error) -> TrackError {
@@ -181,6 +186,10 @@ impl BpfTracker {
 
     fn write_notes(&self, notes: &Notes) -> Result<(), TrackError> {
         notes.write(self.notes.as_fd()).map_err(self.failed("write the tracker's notes"))
+    }
+
+    fn ended(&self) -> MutexGuard<'_, Option<Uuid>> {
+        self.ended.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// One process at a time ends an epoch, or looks at both records.
@@ -265,6 +274,7 @@ impl BpfTracker {
         };
         // Before the swap: what is counted from here on is the next epoch's, too. Where a link is gone no count helps.
         notes.pending = Some(self.counts().unwrap_or(notes.base));
+        notes.ended = Some(Uuid::new_v4());
         if !next.bits.is_clean() {
             // Never released: it stays in what is returned.
             last.bits.union_with(&next.bits);
@@ -280,6 +290,7 @@ impl BpfTracker {
             }
         }
         self.write_notes(&notes)?;
+        *self.ended() = notes.ended;
         let changes = Bitmap::new(last.bits.blocks());
         changes.union_with(&last.bits);
         Ok(changes)
@@ -317,7 +328,11 @@ impl Tracker for BpfTracker {
     fn release(&self, epoch: Uuid) -> Result<(), TrackError> {
         let _lock = self.lock()?;
         let mut notes = self.notes()?;
-        let Some(pending) = notes.pending.take() else { return Ok(()) };
+        let ours = self.ended().take();
+        let Some(pending) = notes.pending.take().filter(|_| ours.is_some() && notes.ended == ours) else {
+            return Err(taken(&self.device));
+        };
+        notes.ended = None;
         if let Some((_, frozen)) = self.in_use()? {
             frozen.bits.clear(0..frozen.bits.blocks());
         }

@@ -66,6 +66,9 @@ pub(super) struct Notes {
     pub base: Counts,
     /// The counts just before the last checkpoint, if that is not released.
     pub pending: Option<Counts>,
+    /// The name of the last checkpoint, if that is not released.
+    #[serde(default)]
+    pub ended: Option<Uuid>,
     /// Writes of the epoch released last were not recorded: one of them may land in this one.
     pub doubtful: bool,
 }

@@ -358,6 +358,31 @@ fn write(device: &Path, block: u64) {
 }
 
 #[test]
+fn nobody_releases_what_another_checkpoint_has_taken() {
+    if !ready(&[]) {
+        return;
+    }
+    let disk = Loop::new(8);
+    let one = add(&disk.device, None).unwrap();
+    let other = find(&disk.device).unwrap().unwrap();
+    write(&disk.device, 3);
+    assert_eq!(runs(&one.checkpoint().unwrap()), "[3..4]");
+    write(&disk.device, 9);
+    assert_eq!(runs(&other.checkpoint().unwrap()), "[3..4, 9..10]");
+    // Block 9 stands in no history of the one's.
+    assert!(matches!(one.release(Uuid::from_u128(1)), Err(TrackError::Refused(_))));
+    assert_eq!(runs(&one.dirty().unwrap()), "[3..4, 9..10]");
+    other.release(Uuid::from_u128(2)).unwrap();
+    assert!(one.release(Uuid::from_u128(1)).is_err(), "nothing is left to release");
+    // What the next checkpoint of the one returns came after an epoch that it does not know.
+    write(&disk.device, 5);
+    assert_eq!(runs(&one.checkpoint().unwrap()), "[5..6]");
+    assert_eq!(one.released().unwrap(), Some(Uuid::from_u128(2)));
+    one.release(Uuid::from_u128(3)).unwrap();
+    remove(&disk.device).unwrap();
+}
+
+#[test]
 fn what_is_not_released_is_returned_again() {
     if !ready(&[]) {
         return;
@@ -367,7 +392,7 @@ fn what_is_not_released_is_returned_again() {
     assert!(matches!(add(&disk.device, None), Err(TrackError::Refused(_))));
     write(&disk.device, 3);
     // A release before any checkpoint releases nothing, and a tracker that began knows nothing of before.
-    tracker.release(EPOCH).unwrap();
+    tracker.release(EPOCH).unwrap_err();
     assert!(tracker.lost().unwrap().is_some());
     assert_eq!(tracker.released().unwrap(), None);
     assert_eq!(runs(&tracker.checkpoint().unwrap()), "[3..4]");
