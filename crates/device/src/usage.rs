@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
+use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -76,10 +77,20 @@ fn parse_number(text: &str) -> Option<u64> {
 /// A file system that is mounted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mount {
-    /// Where; if in several places, the first.
-    pub place: PathBuf,
-    /// The number under which its files appear, as `st_dev`: one for each file system.
+    /// Where, in the order of the kernel's table; at least one place. Another file system may be mounted over it.
+    pub places: Vec<PathBuf>,
+    /// The number by which the table names it: one for each file system. See [`file_system`].
     pub dev: u64,
+}
+
+/// The number by which the kernel's table of mounts names the file system of an open file: `st_dev`, except on Btrfs, where
+/// that tells subvolumes apart.
+pub fn file_system(file: &File) -> std::io::Result<u64> {
+    let about = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", file.as_raw_fd()))?;
+    let id = about.lines().find_map(|line| line.strip_prefix("mnt_id:")?.trim().parse().ok());
+    // What is open stays mounted: its number is nobody else's by the time the table is read.
+    let mount = mount_table()?.into_iter().find(|mount| Some(mount.id) == id);
+    mount.map(|mount| mount.dev).ok_or_else(|| std::io::Error::other("it is not in the table of mounts"))
 }
 
 /// The file systems that lie on the block device at `path`: on itself, on its partitions, and on what holds these, as
@@ -105,8 +116,12 @@ pub fn mounts_on(path: &Path) -> Result<Vec<Mount>, DeviceError> {
     }
     let mut found: Vec<Mount> = Vec::new();
     for mount in mount_table().map_err(fail)? {
-        if mount.is_on(&devices) && !found.iter().any(|m| m.dev == mount.dev) {
-            found.push(Mount { place: mount.place, dev: mount.dev });
+        if !mount.is_on(&devices) {
+            continue;
+        }
+        match found.iter_mut().find(|m| m.dev == mount.dev) {
+            Some(known) => known.places.push(mount.place),
+            None => found.push(Mount { places: vec![mount.place], dev: mount.dev }),
         }
     }
     Ok(found)
@@ -128,6 +143,7 @@ fn holders(device: u64) -> impl Iterator<Item = u64> {
 
 /// A line of the kernel's table.
 struct Mounted {
+    id: u64,
     place: PathBuf,
     dev: u64,
     source: Option<PathBuf>,
@@ -151,12 +167,13 @@ fn mount_table() -> std::io::Result<Vec<Mounted>> {
     let table = std::fs::read("/proc/self/mountinfo")?;
     let line = |line: &[u8]| {
         let fields: Vec<&[u8]> = line.split(|b| *b == b' ').collect();
+        let id = std::str::from_utf8(fields.first()?).ok()?.parse().ok()?;
         let dev = parse_number(std::str::from_utf8(fields.get(2)?).ok()?)?;
         let place = unescape(fields.get(4)?);
         let separator = fields.iter().position(|f| *f == b"-")?;
         let read_only =
             fields.get(separator + 3).is_some_and(|o| o.split(|b| *b == b',').any(|option| option == b"ro"));
-        Some(Mounted { place, dev, source: fields.get(separator + 2).map(|f| unescape(f)), read_only })
+        Some(Mounted { id, place, dev, source: fields.get(separator + 2).map(|f| unescape(f)), read_only })
     };
     Ok(table.split(|b| *b == b'\n').filter_map(line).collect())
 }

@@ -1,22 +1,21 @@
 //! Freezing file systems for a moment, and thawing them whatever happens.
 //!
-//! A process of its own watches: if the freeze lasts too long, or if whoever froze dies, it thaws. Then the freeze proves
-//! nothing, and [`Freeze::thaw`] says so.
+//! A process of its own watches ([`Watchdog`]): if the freeze lasts too long, or if the process that froze dies, it thaws.
+//! Then the freeze proves nothing, and [`Freeze::thaw`] says so.
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use device::Mount;
 use rustix::fs::FlockOperation;
-use rustix::pipe::PipeFlags;
-use rustix::process::{Pid, WaitOptions};
+
+use crate::watchdog::{FITHAW, OFF, Ward, Watchdog};
 
 const FIFREEZE: u32 = 0xc004_5877;
-const FITHAW: u32 = 0xc004_5878;
 
 /// What can go wrong with a freeze.
 #[derive(Debug, thiserror::Error)]
@@ -29,7 +28,17 @@ pub enum FreezeError {
         /// What the system said.
         error: io::Error,
     },
-    /// Somebody thawed it before its end: the watchdog, when the time was up, or another program.
+    /// It took longer than it may: the watchdog thaws then, and what was read under it may be of several moments.
+    #[error("the freeze of {} took {} ms, longer than its limit of {} ms, because of slow writes or reads: what was read may be of several moments", place.display(), after.as_millis(), limit.as_millis())]
+    TooLong {
+        /// The file system.
+        place: PathBuf,
+        /// How long it took, the wait for writes under way included.
+        after: Duration,
+        /// How long it may take.
+        limit: Duration,
+    },
+    /// Another program thawed it before its end.
     #[error("the freeze of {} ended too early, after {} ms: what was read under it may be of several moments", place.display(), after.as_millis())]
     Thawed {
         /// The file system.
@@ -42,10 +51,29 @@ pub enum FreezeError {
 /// File systems that are frozen until this is thawed or dropped.
 pub struct Freeze {
     mounts: Vec<(PathBuf, File)>,
-    began: Instant,
+    clock: Clock,
     /// Both end when all is thawed.
     _hurry: Option<Hurry>,
     _watchdog: Watchdog,
+}
+
+/// The time that a freeze takes, and the most that it may.
+#[derive(Clone, Copy)]
+struct Clock {
+    began: Instant,
+    limit: Duration,
+}
+
+impl Clock {
+    /// # Errors
+    /// If more time has passed than may.
+    fn within(&self, place: &Path) -> Result<Duration, FreezeError> {
+        let (after, limit) = (self.began.elapsed(), self.limit);
+        if after > limit {
+            return Err(FreezeError::TooLong { place: place.to_path_buf(), after, limit });
+        }
+        Ok(after)
+    }
 }
 
 /// File systems that are about to be frozen, watched over already.
@@ -53,6 +81,7 @@ pub struct Prepared {
     mounts: Vec<(PathBuf, File)>,
     hurry: Option<Hurry>,
     watchdog: Watchdog,
+    limit: Duration,
 }
 
 /// A run of [`flush`] that takes no longer leaves little to write.
@@ -79,53 +108,69 @@ impl Prepared {
 
     /// Freezes them. From now on the time runs.
     ///
+    /// A freeze waits for the writes that are under way, and the kernel lets nobody call it off: with one that does not end
+    /// this does not return.
+    ///
     /// # Errors
-    /// If one can't be frozen; then none is.
+    /// If one can't be frozen, or not within the limit; then none is.
     pub fn freeze(self) -> Result<Freeze, FreezeError> {
-        let Prepared { mounts, hurry, watchdog } = self;
-        watchdog.begin().map_err(|error| refused(&mounts, error))?;
+        let Prepared { mounts, hurry, watchdog, limit } = self;
         hurry.iter().for_each(Hurry::begin);
-        let began = Instant::now();
-        let mut freeze = Freeze { mounts: Vec::new(), began, _hurry: hurry, _watchdog: watchdog };
+        let clock = Clock { began: Instant::now(), limit };
+        // What was frozen is thawed as this is dropped.
+        let mut freeze = Freeze { mounts: Vec::new(), clock, _hurry: hurry, _watchdog: watchdog };
         for (place, file) in mounts {
-            if let Err(error) = control(&file, FIFREEZE) {
-                let error = match error.raw_os_error() {
-                    Some(libc::EBUSY) => {
-                        io::Error::new(error.kind(), "it is frozen already, by another program")
-                    }
-                    Some(libc::EOPNOTSUPP) => {
-                        io::Error::new(error.kind(), "this kind of file system can't be frozen")
-                    }
-                    _ => error,
-                };
-                // What was frozen so far is thawed as this is dropped.
-                drop(freeze);
+            if let Err(error) = freeze._watchdog.begin() {
                 return Err(FreezeError::Refused { place, error });
             }
-            freeze.mounts.push((place, file));
+            if let Err(error) = control(&file, FIFREEZE) {
+                return Err(FreezeError::Refused { place, error: explained(error) });
+            }
+            freeze.mounts.push((place.clone(), file));
+            clock.within(&place)?;
         }
         Ok(freeze)
     }
+}
+
+/// Why a file system can't be frozen, where the system's own words don't tell.
+fn explained(error: io::Error) -> io::Error {
+    let why = match error.raw_os_error() {
+        Some(libc::EBUSY) => {
+            "it is frozen already, by another program or by one that was killed: if none is at work there, thaw it with \
+             \"fsfreeze --unfreeze\""
+        }
+        Some(libc::EOPNOTSUPP) => "this kind of file system can't be frozen",
+        _ => return error,
+    };
+    io::Error::new(error.kind(), why)
 }
 
 impl Freeze {
     /// Makes ready to freeze file systems, for at most `limit`.
     pub fn prepare(mounts: &[Mount], limit: Duration) -> Result<Prepared, FreezeError> {
         let mounts = mounts.iter().map(open).collect::<Result<Vec<_>, _>>()?;
-        let descriptors: Vec<RawFd> = mounts.iter().map(|(_, file)| file.as_raw_fd()).collect();
         let hurry = Hurry::ready();
-        let watchdog = Watchdog::start(&descriptors, hurry.as_ref(), limit);
-        let watchdog = watchdog.map_err(|error| refused(&mounts, error))?;
-        Ok(Prepared { mounts, hurry, watchdog })
+        let ward = Ward {
+            frozen: mounts.iter().map(|(_, file)| file.as_fd()).collect(),
+            hurry: hurry.as_ref().map(|switch| switch.0.as_fd()),
+            limit,
+        };
+        let watchdog = Watchdog::start(&ward).map_err(|error| refused(&mounts, error))?;
+        Ok(Prepared { mounts, hurry, watchdog, limit })
     }
 
     /// Thaws. Returns how long the freeze lasted.
     ///
     /// # Errors
-    /// If it had ended before.
+    /// If it lasted longer than it may, or had ended before.
     pub fn thaw(mut self) -> Result<Duration, FreezeError> {
+        let Some(first) = self.mounts.first().map(|(place, _)| place.clone()) else {
+            return Ok(Duration::ZERO);
+        };
         let early = self.end();
-        let after = self.began.elapsed();
+        // Asked afterwards: the watchdog may have thawed at any moment beyond the limit.
+        let after = self.clock.within(&first)?;
         match early {
             None => Ok(after),
             Some(place) => Err(FreezeError::Thawed { place, after }),
@@ -159,12 +204,21 @@ fn flush_one((place, file): &(PathBuf, File)) -> Result<(), FreezeError> {
     rustix::fs::syncfs(file).map_err(|e| FreezeError::Refused { place: place.clone(), error: e.into() })
 }
 
+/// Opens a file system where it is mounted and nothing is mounted over it.
 fn open(mount: &Mount) -> Result<(PathBuf, File), FreezeError> {
-    let place = mount.place.clone();
-    match File::open(&place) {
-        Ok(file) => Ok((place, file)),
-        Err(error) => Err(FreezeError::Refused { place, error }),
+    let mut covered = None;
+    for place in &mount.places {
+        let refused = |error| FreezeError::Refused { place: place.clone(), error };
+        let opened = File::open(place).map_err(refused)?;
+        if device::file_system(&opened).map_err(refused)? == mount.dev {
+            return Ok((place.clone(), opened));
+        }
+        covered.get_or_insert(place);
     }
+    let error = io::Error::other(
+        "another file system is mounted over it or in its place: unmount that one, or mount the hidden one in a second place",
+    );
+    Err(FreezeError::Refused { place: covered.cloned().unwrap_or_default(), error })
 }
 
 /// An error that is no file system's own.
@@ -204,105 +258,3 @@ impl Drop for Hurry {
 }
 
 const ON: &[u8; 1] = b"1";
-const OFF: &[u8; 1] = b"0";
-
-/// The process that thaws. Started before memory is made ready: what is shared with a child has to be copied when it is
-/// written to.
-struct Watchdog {
-    pid: Pid,
-    /// A first byte here begins the freeze, a second one dismisses; the line's end means that we died.
-    line: OwnedFd,
-}
-
-impl Watchdog {
-    fn start(frozen: &[RawFd], hurry: Option<&Hurry>, limit: Duration) -> io::Result<Watchdog> {
-        let (ear, line) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
-        let limit = limit.as_millis().min(i32::MAX as u128) as i32;
-        // All that the child needs is made before: between fork and exit it may only call what is safe in a signal handler.
-        let (ear_fd, line_fd) = (ear.as_raw_fd(), line.as_raw_fd());
-        let hurry = hurry.map(|switch| switch.0.as_raw_fd());
-        // SAFETY: the child calls nothing but system calls, and leaves by `_exit`: no lock of another thread is touched.
-        let pid = unsafe { libc::fork() };
-        if pid == 0 {
-            // SAFETY: as above; the slice lies in memory that the child has a copy of.
-            unsafe { watch(frozen, hurry, ear_fd, line_fd, limit) }
-        }
-        match Pid::from_raw(pid) {
-            Some(pid) if pid.as_raw_nonzero().get() > 0 => Ok(Watchdog { pid, line }),
-            _ => Err(io::Error::last_os_error()),
-        }
-    }
-
-    /// From now on the time runs.
-    ///
-    /// # Errors
-    /// If it is gone: then nothing may be frozen.
-    fn begin(&self) -> io::Result<()> {
-        rustix::io::write(&self.line, BEGIN)?;
-        Ok(())
-    }
-}
-
-impl Drop for Watchdog {
-    fn drop(&mut self) {
-        // If it is gone already it has done its work.
-        let _ = rustix::io::write(&self.line, DISMISS);
-        let _ = rustix::process::waitpid(Some(self.pid), WaitOptions::empty());
-    }
-}
-
-const BEGIN: &[u8; 1] = b"f";
-const DISMISS: &[u8; 1] = b".";
-
-/// The next byte of the line; `None` at its end. For the child.
-fn hear(ear: RawFd) -> Option<u8> {
-    let mut word = 0u8;
-    loop {
-        // SAFETY: a system call that writes one byte to a variable of ours.
-        match unsafe { libc::read(ear, (&raw mut word).cast(), 1) } {
-            1 => return Some(word),
-            0 => return None,
-            _ if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted => {}
-            _ => return None,
-        }
-    }
-}
-
-/// The child: waits for the word or for the time, then thaws or leaves.
-///
-/// # Safety
-/// Only for the child of a fork, which it ends. The descriptors are open.
-unsafe fn watch(frozen: &[RawFd], hurry: Option<RawFd>, ear: RawFd, line: RawFd, limit: i32) -> ! {
-    // SAFETY: system calls with valid arguments only; see the caller.
-    unsafe {
-        // A Ctrl-C is for the parent, which thaws; and who kills by name means the parent too.
-        libc::setsid();
-        libc::prctl(libc::PR_SET_NAME, c"thaw-watchdog".as_ptr());
-        libc::close(line);
-        if hear(ear) != Some(BEGIN[0]) {
-            libc::_exit(0);
-        }
-        let mut wait = libc::pollfd { fd: ear, events: libc::POLLIN, revents: 0 };
-        let mut left = limit;
-        let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut now);
-        let end = now.tv_sec * 1000 + now.tv_nsec / 1_000_000 + i64::from(limit);
-        let ready = loop {
-            let ready = libc::poll(&mut wait, 1, left);
-            if ready >= 0 || *libc::__errno_location() != libc::EINTR {
-                break ready;
-            }
-            libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut now);
-            left = (end - now.tv_sec * 1000 - now.tv_nsec / 1_000_000).clamp(0, i64::from(limit)) as i32;
-        };
-        if ready <= 0 || hear(ear) != Some(DISMISS[0]) {
-            for &fd in frozen {
-                libc::ioctl(fd, FITHAW as _, 0);
-            }
-            if let Some(switch) = hurry {
-                libc::pwrite(switch, OFF.as_ptr().cast(), 1, 0);
-            }
-        }
-        libc::_exit(0)
-    }
-}

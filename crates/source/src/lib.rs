@@ -15,6 +15,7 @@ mod source;
 mod stamp;
 mod state;
 mod view;
+mod watchdog;
 
 pub use batches::{Batch, Batches};
 pub use control::{Client, ControlServer, Status};

@@ -4,6 +4,7 @@
 //! next record. So passes over the changes come nearer and nearer, and the last, small one makes the copy exact: nobody
 //! writes while it is read, because the file systems are frozen, or because nobody happened to.
 
+use std::fs::File;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -397,14 +398,14 @@ impl Live {
 
     /// What lies on a frozen file system can't be written, nor perhaps even read.
     fn refuse_own_state(&self, mounts: &[Mount]) -> Result<(), SourceError> {
-        use std::os::unix::fs::MetadataExt;
         let place = self.folder.path();
-        let dev = std::fs::metadata(place).map_err(SourceError::state("look at", place))?.dev();
+        let dev = File::open(place).and_then(|folder| device::file_system(&folder));
+        let dev = dev.map_err(SourceError::state("look at", place))?;
         match mounts.iter().find(|m| m.dev == dev) {
             Some(mount) => Err(SourceError::Refused(format!(
-                "the state directory {} lies on {}, which is to be frozen: put it elsewhere with --state-dir",
+                "state directory {} is on {}, the file system that this sync must freeze: move it with --state-dir",
                 place.display(),
-                mount.place.display()
+                mount.places.first().map(|place| place.display().to_string()).unwrap_or_default()
             ))),
             None => Ok(()),
         }

@@ -1,8 +1,12 @@
 //! Freezing a real file system on a loop device: nobody writes meanwhile, and it never stays frozen.
 #![allow(missing_docs)]
 
+mod userfault;
+
+use std::io::Read;
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
@@ -44,7 +48,7 @@ impl Scene {
 
     fn freeze(&self, limit: Duration) -> Result<Freeze, FreezeError> {
         let mounts = device::mounts_on(Path::new(&self.device)).unwrap();
-        assert_eq!(mounts.iter().map(|m| m.place.clone()).collect::<Vec<_>>(), [self.mount()]);
+        assert_eq!(mounts.iter().map(|m| m.places.clone()).collect::<Vec<_>>(), [[self.mount()]]);
         Freeze::prepare(&mounts, limit)?.freeze()
     }
 
@@ -91,30 +95,244 @@ fn a_freeze_ends_at_its_limit_and_then_proves_nothing() {
     let ended = scene.writer().recv_timeout(Duration::from_secs(10)).expect("thawed by the watchdog");
     assert!(ended - began >= Duration::from_millis(300));
     let error = freeze.thaw().unwrap_err();
+    assert!(matches!(error, FreezeError::TooLong { .. }), "{error}");
+}
+
+#[test]
+fn a_thaw_by_another_program_is_noticed() {
+    let Some(scene) = Scene::new("a freeze that another program ends") else { return };
+    let freeze = scene.freeze(Duration::from_secs(20)).unwrap();
+    run("fsfreeze", &["--unfreeze", scene.mount().to_str().unwrap()]).expect("it is frozen");
+    let error = freeze.thaw().unwrap_err();
     assert!(matches!(error, FreezeError::Thawed { .. }), "{error}");
 }
 
-/// The process that is killed in the test below.
+/// The process that is killed in the tests below. Its argument: a device, and the limit in milliseconds.
 #[test]
 fn freezes_and_waits() {
-    let Some(place) = std::env::var_os("DSYNC_TEST_FREEZES") else { return };
-    let mounts = device::mounts_on(Path::new(&place)).unwrap();
-    let _freeze = Freeze::prepare(&mounts, Duration::from_secs(60)).unwrap().freeze().unwrap();
+    let Ok(what) = std::env::var("DSYNC_TEST_FREEZES") else { return };
+    let (place, limit) = what.split_once(' ').unwrap();
+    let mounts = device::mounts_on(Path::new(place)).unwrap();
+    let prepared = Freeze::prepare(&mounts, Duration::from_millis(limit.parse().unwrap())).unwrap();
+    println!("prepared");
+    let _freeze = prepared.freeze().unwrap();
     println!("frozen");
     std::thread::sleep(Duration::from_secs(60));
+}
+
+/// That process. It stands first in its control group, if it is given one.
+fn freezer(scene: &Scene, limit: Duration, group: Option<&Path>) -> Child {
+    let mut command = Command::new("sh");
+    command.args(["-c", "test -z \"$GROUP\" || echo $$ >\"$GROUP\"/cgroup.procs; exec \"$@\"", "sh"]);
+    command.arg(std::env::current_exe().unwrap()).args(["--exact", "freezes_and_waits", "--nocapture"]);
+    command.env("GROUP", group.unwrap_or(Path::new("")));
+    command.env("DSYNC_TEST_FREEZES", format!("{} {}", scene.device, limit.as_millis()));
+    command.stdout(Stdio::piped()).spawn().unwrap()
+}
+
+/// Reads its output up to a word.
+fn hears(child: &mut Child, word: &str) {
+    let mut heard = Vec::new();
+    let output = child.stdout.as_mut().unwrap();
+    while !String::from_utf8_lossy(&heard).contains(word) {
+        let mut byte = [0];
+        assert_eq!(output.read(&mut byte).unwrap(), 1, "it ended without '{word}'");
+        heard.push(byte[0]);
+    }
+}
+
+fn until(what: &str, holds: impl Fn() -> bool) {
+    let end = Instant::now() + Duration::from_secs(20);
+    while !holds() {
+        assert!(Instant::now() < end, "it takes too long until {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// True while a thread of this process is inside the request to freeze.
+fn is_freezing(process: &Path) -> bool {
+    let threads = std::fs::read_dir(process.join("task")).unwrap().flatten();
+    threads.filter_map(|t| std::fs::read_to_string(t.path().join("syscall")).ok()).any(|call| {
+        // Its number, the descriptor, the request.
+        call.split(' ').nth(2).is_some_and(|request| request.ends_with("c0045877"))
+    })
+}
+
+/// A write to a file whose content the writer's memory does not have yet: it holds up every freeze.
+struct Stalled {
+    memory: userfault::Page,
+    writer: std::thread::JoinHandle<()>,
+}
+
+impl Stalled {
+    /// `None` where that can't be had; a line says so.
+    fn new(scene: &Scene, what: &str) -> Option<Stalled> {
+        let memory = userfault::Page::new();
+        if memory.is_none() {
+            println!("SKIPPED: {what}: needs userfaultfd");
+        }
+        let (memory, path) = (memory?, scene.mount().join("stalled"));
+        let (address, (begins, begun)) = (memory.address(), mpsc::channel());
+        let writer = std::thread::spawn(move || {
+            let file = std::fs::File::create(path).unwrap();
+            begins.send(rustix::thread::gettid()).unwrap();
+            // SAFETY: the page stays mapped until this thread is joined.
+            let written = unsafe { libc::write(file.as_raw_fd(), address as *const _, 4096) };
+            assert_eq!(written, 4096);
+        });
+        let thread = begun.recv().unwrap();
+        let call = format!("/proc/self/task/{thread}/syscall");
+        let write = format!("{} ", libc::SYS_write);
+        let page = format!("{address:#x}");
+        until("the write begins", || {
+            std::fs::read_to_string(&call).is_ok_and(|c| c.starts_with(&write) && c.contains(&page))
+        });
+        Some(Stalled { memory, writer })
+    }
+
+    /// The memory comes, and the write ends.
+    fn end(self) {
+        self.memory.fill();
+        self.writer.join().unwrap();
+    }
+}
+
+#[test]
+fn a_freeze_that_comes_about_after_its_limit_proves_nothing() {
+    let what = "a freeze that waits for a write";
+    let Some(scene) = Scene::new(what) else { return };
+    let Some(stalled) = Stalled::new(&scene, what) else { return };
+    std::thread::scope(|scope| {
+        let freezing = scope.spawn(|| {
+            let freeze = scene.freeze(Duration::from_millis(200))?;
+            // What the kernel froze late is thawed late.
+            std::thread::sleep(Duration::from_millis(200));
+            freeze.thaw()
+        });
+        until("it freezes", || is_freezing(Path::new("/proc/self")));
+        std::thread::sleep(Duration::from_millis(600));
+        stalled.end();
+        let error = freezing.join().unwrap().unwrap_err();
+        assert!(matches!(error, FreezeError::TooLong { .. }), "{error}");
+    });
+    scene.writer().recv_timeout(Duration::from_secs(10)).expect("it is thawed");
+}
+
+#[test]
+fn a_freeze_that_comes_about_after_its_owner_was_killed_is_thawed() {
+    let what = "a freeze that waits for a write while its owner is killed";
+    let Some(scene) = Scene::new(what) else { return };
+    // Killed beyond the limit, and before it.
+    for limit in [Duration::from_millis(200), Duration::from_secs(60)] {
+        let Some(stalled) = Stalled::new(&scene, what) else { return };
+        let mut child = freezer(&scene, limit, None);
+        hears(&mut child, "prepared");
+        let process = PathBuf::from(format!("/proc/{}", child.id()));
+        until("it freezes", || is_freezing(&process));
+        std::thread::sleep(Duration::from_millis(500));
+        child.kill().unwrap();
+        std::thread::sleep(Duration::from_millis(200));
+        stalled.end();
+        child.wait().unwrap();
+        // Frozen at its very end, so that a write before that tells nothing.
+        scene.writer().recv_timeout(Duration::from_secs(10)).expect("thawed although its owner was killed");
+    }
+}
+
+/// A control group of the test's own, gone with the value.
+struct Group(PathBuf);
+
+impl Group {
+    fn new() -> Option<Group> {
+        let hierarchies = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"].map(Path::new);
+        let place = hierarchies.into_iter().find(|h| h.join("cgroup.controllers").exists());
+        let place = place?.join(format!("dsync-test-{}", std::process::id()));
+        std::fs::create_dir(&place).ok()?;
+        let group = Group(place);
+        group.0.join("cgroup.kill").exists().then_some(group)
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir(&self.0);
+    }
+}
+
+#[test]
+fn who_ends_all_of_a_control_group_does_not_end_the_watchdog() {
+    let what = "a freeze whose owner's control group is killed";
+    let Some(scene) = Scene::new(what) else { return };
+    let Some(group) = Group::new() else {
+        return println!("SKIPPED: {what}: needs control groups of version 2, and Linux 5.14");
+    };
+    let mut child = freezer(&scene, Duration::from_secs(60), Some(&group.0));
+    hears(&mut child, "frozen");
+    let there = std::fs::read_to_string(group.0.join("cgroup.procs")).unwrap();
+    assert_eq!(there.trim(), child.id().to_string(), "its watchdog is elsewhere");
+    let writer = scene.writer();
+    assert!(writer.recv_timeout(Duration::from_millis(200)).is_err(), "it is not frozen");
+    std::fs::write(group.0.join("cgroup.kill"), "1").unwrap();
+    child.wait().unwrap();
+    writer.recv_timeout(Duration::from_secs(10)).expect("thawed although its owner's group was killed");
+}
+
+#[test]
+fn what_is_hidden_by_another_file_system_is_not_frozen_in_its_stead() {
+    let what = "a mount over a mount";
+    let (Some(scene), Some(over)) = (Scene::new(what), Scene::new(what)) else { return };
+    let place = scene.mount();
+    let place = place.to_str().unwrap();
+    run("mount", &[&over.device, place]).unwrap();
+    let mounts = device::mounts_on(Path::new(&scene.device)).unwrap();
+    let error = Freeze::prepare(&mounts, Duration::from_secs(1)).err().expect("a refusal");
+    assert!(error.to_string().contains("mounted over it"), "{error}");
+    // Where it is to be seen it can be frozen.
+    let second = scene.folder.path().join("second");
+    std::fs::create_dir(&second).unwrap();
+    run("mount", &[&scene.device, second.to_str().unwrap()]).unwrap();
+    let mounts = device::mounts_on(Path::new(&scene.device)).unwrap();
+    let freeze = Freeze::prepare(&mounts, Duration::from_secs(20)).unwrap().freeze().unwrap();
+    let through = std::fs::write(over.mount().join("file"), b"something");
+    run("fsfreeze", &["--freeze", second.to_str().unwrap()]).ok_or(()).expect_err("it is frozen already");
+    freeze.thaw().unwrap();
+    run("umount", &[second.to_str().unwrap()]);
+    run("umount", &[place]);
+    through.unwrap();
+}
+
+/// Each subvolume of Btrfs has a device number of its own, and so has the whole.
+#[test]
+fn btrfs_is_known_by_its_subvolumes() {
+    let folder = tempfile::tempdir().unwrap();
+    let (image, place) = (folder.path().join("image"), folder.path().join("mount"));
+    std::fs::File::create(&image).unwrap().set_len(300 << 20).unwrap();
+    std::fs::create_dir(&place).unwrap();
+    let (image, mount) = (image.to_str().unwrap(), place.to_str().unwrap());
+    let device = run("mkfs.btrfs", &["-q", image]).and_then(|_| run("losetup", &["--find", "--show", image]));
+    let Some(device) = device else { return println!("SKIPPED: Btrfs: needs root and mkfs.btrfs") };
+    let subvolume = place.join("subvolume");
+    let looked = run("mount", &[&device, mount]).and_then(|_| {
+        let made = run("btrfs", &["-q", "subvolume", "create", subvolume.to_str().unwrap()]);
+        made.map(|_| {
+            let mounts = device::mounts_on(Path::new(&device)).unwrap();
+            let inside = device::file_system(&std::fs::File::open(&subvolume).unwrap()).unwrap();
+            let freeze = Freeze::prepare(&mounts, Duration::from_secs(20)).and_then(|p| p.freeze());
+            (mounts.iter().map(|m| m.dev).collect::<Vec<_>>(), inside, freeze.and_then(Freeze::thaw))
+        })
+    });
+    run("umount", &[mount]);
+    run("losetup", &["--detach", &device]);
+    let Some((mounts, inside, frozen)) = looked else { return println!("SKIPPED: Btrfs can't be mounted") };
+    assert_eq!(mounts, [inside]);
+    frozen.unwrap();
 }
 
 #[test]
 fn who_dies_while_freezing_leaves_nothing_frozen() {
     let Some(scene) = Scene::new("a freeze whose owner is killed") else { return };
-    let mut child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "freezes_and_waits", "--nocapture"])
-        .env("DSYNC_TEST_FREEZES", &scene.device)
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut lines = std::io::BufRead::lines(std::io::BufReader::new(child.stdout.take().unwrap()));
-    assert!(lines.any(|line| line.unwrap().contains("frozen")));
+    let mut child = freezer(&scene, Duration::from_secs(60), None);
+    hears(&mut child, "frozen");
     let writer = scene.writer();
     assert!(writer.recv_timeout(Duration::from_millis(200)).is_err(), "it is not frozen");
     child.kill().unwrap();

@@ -1,0 +1,230 @@
+//! The process that thaws file systems when the one that froze them can't.
+//!
+//! It thaws when the time is up, or when its parent is dead, and goes on until that is of use: a freeze may come about long
+//! after it was begun, when a write that it waited for ends, and even after its parent was killed.
+//!
+//! ```text
+//!  parent                     watchdog
+//!  start ───────────────────▶ waits
+//!  a byte for each freeze ──▶ the first: the time runs
+//!  freezes, reads, thaws      time is up: thaws, again and again
+//!  dismisses ───────────────▶ leaves
+//!  (dies) ── end of line ───▶ thaws once more, leaves
+//! ```
+//!
+//! The line ends when the last thread of the parent has left the kernel. So nothing is frozen behind the last thaw.
+
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::pipe::PipeFlags;
+use rustix::process::{Pid, WaitOptions};
+
+pub(crate) const FITHAW: u32 = 0xc004_5878;
+/// What ends the kernel's hurry over grace periods.
+pub(crate) const OFF: &[u8; 1] = b"0";
+
+const BEGIN: &[u8; 1] = b"f";
+const DISMISS: &[u8; 1] = b".";
+
+/// Between two tries to thaw, in milliseconds.
+const PAUSE: i32 = 20;
+
+/// What a watchdog looks after.
+pub(crate) struct Ward<'a> {
+    /// The file systems, in the order in which they are frozen.
+    pub frozen: Vec<BorrowedFd<'a>>,
+    /// The kernel's switch that is to be turned off.
+    pub hurry: Option<BorrowedFd<'a>>,
+    /// The time from the first freeze.
+    pub limit: Duration,
+}
+
+/// See the module. Started before memory is made ready: what is shared with a child has to be copied when it is written to.
+pub(crate) struct Watchdog {
+    pid: Pid,
+    line: OwnedFd,
+    shelter: Vec<PathBuf>,
+}
+
+impl Watchdog {
+    /// Starts one, out of reach of what ends our own control group.
+    pub fn start(ward: &Ward) -> io::Result<Watchdog> {
+        let (ear, line) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
+        let orders = Orders::new(ward, ear.as_raw_fd());
+        // SAFETY: the child calls nothing but system calls, and leaves by `_exit`: no lock of another thread is touched.
+        let pid = unsafe { libc::fork() };
+        if pid == 0 {
+            // SAFETY: this is the child of a fork, and the orders name descriptors that are open.
+            unsafe { watch(&orders) }
+        }
+        match Pid::from_raw(pid) {
+            Some(pid) if pid.as_raw_nonzero().get() > 0 => {
+                Ok(Watchdog { pid, line, shelter: take_shelter(pid) })
+            }
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    /// To be called before each freeze. From the first on the time runs.
+    ///
+    /// # Errors
+    /// If the watchdog is gone: then nothing may be frozen.
+    pub fn begin(&self) -> io::Result<()> {
+        rustix::io::write(&self.line, BEGIN)?;
+        Ok(())
+    }
+}
+
+impl Drop for Watchdog {
+    fn drop(&mut self) {
+        // If it is gone already it has done its work.
+        let _ = rustix::io::write(&self.line, DISMISS);
+        let _ = rustix::process::waitpid(Some(self.pid), WaitOptions::empty());
+        for place in &self.shelter {
+            // Another watchdog may still be there.
+            let _ = std::fs::remove_dir(place);
+        }
+    }
+}
+
+/// Where hierarchies of control groups are mounted that a service manager ends services by.
+const HIERARCHIES: [&str; 3] = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified", "/sys/fs/cgroup/systemd"];
+const SHELTER: &str = "dsync-thaw";
+
+/// Moves a process into a control group of its own, and lets no lack of memory end it: what kills all of a service must not
+/// kill it. Where that is not allowed it stays where it is. Returns the groups.
+fn take_shelter(pid: Pid) -> Vec<PathBuf> {
+    let pid = pid.as_raw_nonzero().get();
+    let _ = std::fs::write(format!("/proc/{pid}/oom_score_adj"), "-1000");
+    let hierarchies = HIERARCHIES.iter().map(Path::new);
+    // Anywhere else a folder would be a folder.
+    let hierarchies = hierarchies.filter(|place| place.join("cgroup.procs").exists());
+    hierarchies.map(|place| place.join(SHELTER)).filter(|place| move_to(place, pid)).collect()
+}
+
+/// Another watchdog may remove the group between its making and our move.
+const TRIES: usize = 5;
+
+fn move_to(group: &Path, pid: i32) -> bool {
+    (0..TRIES).any(|_| {
+        let _ = std::fs::create_dir(group);
+        std::fs::write(group.join("cgroup.procs"), pid.to_string()).is_ok()
+    })
+}
+
+/// All that the child needs, made before: between fork and exit it may only call what is safe in a signal handler.
+struct Orders {
+    frozen: Vec<RawFd>,
+    hurry: Option<RawFd>,
+    ear: RawFd,
+    /// Milliseconds.
+    limit: i64,
+    /// Descriptors to be closed, first and last.
+    closed: Vec<(RawFd, RawFd)>,
+}
+
+impl Orders {
+    fn new(ward: &Ward, ear: RawFd) -> Orders {
+        let frozen: Vec<RawFd> = ward.frozen.iter().map(AsRawFd::as_raw_fd).collect();
+        let hurry = ward.hurry.map(|switch| switch.as_raw_fd());
+        let mut kept: Vec<RawFd> = frozen.iter().copied().chain(hurry).chain([ear]).collect();
+        kept.sort_unstable();
+        let (mut closed, mut next) = (Vec::new(), 0);
+        for fd in kept {
+            if fd > next {
+                closed.push((next, fd - 1));
+            }
+            next = fd + 1;
+        }
+        closed.push((next, RawFd::MAX));
+        let limit = i64::try_from(ward.limit.as_millis()).unwrap_or(i64::MAX / 2);
+        Orders { frozen, hurry, ear, limit, closed }
+    }
+}
+
+/// The child: waits for the word or for the time, thaws, leaves.
+///
+/// # Safety
+/// Only for the child of a fork, which it ends. The descriptors are open.
+unsafe fn watch(orders: &Orders) -> ! {
+    // SAFETY: system calls with valid arguments only; see the caller.
+    unsafe {
+        // A Ctrl-C is for the parent, which thaws; and who kills by name means the parent too.
+        libc::setsid();
+        libc::prctl(libc::PR_SET_NAME, c"thaw-watchdog".as_ptr());
+        // Locks and pipes of the parent's would outlive it here, and the line's other end with them.
+        for &(first, last) in &orders.closed {
+            libc::syscall(libc::SYS_close_range, first, last, 0);
+        }
+        let mut begun = 0;
+        let mut end = None;
+        loop {
+            let left = end.map_or(-1, |end| i64::clamp(end - now(), 0, i64::from(i32::MAX)) as i32);
+            let mut wait = libc::pollfd { fd: orders.ear, events: libc::POLLIN, revents: 0 };
+            if libc::poll(&mut wait, 1, left) <= 0 {
+                if end.is_some_and(|end| now() >= end) {
+                    thaw(orders, begun);
+                    end = Some(now() + i64::from(PAUSE));
+                }
+                continue;
+            }
+            match hear(orders.ear) {
+                Some(word) if word == BEGIN[0] => {
+                    begun = (begun + 1).min(orders.frozen.len());
+                    end = end.or_else(|| Some(now().saturating_add(orders.limit)));
+                }
+                Some(_) => libc::_exit(0),
+                None => break,
+            }
+        }
+        while !thaw(orders, begun) {
+            libc::poll(std::ptr::null_mut(), 0, PAUSE);
+        }
+        libc::_exit(0)
+    }
+}
+
+/// Thaws what may be frozen. False if that is to be tried again.
+///
+/// # Safety
+/// As for [`watch`].
+unsafe fn thaw(orders: &Orders, begun: usize) -> bool {
+    let mut done = true;
+    // SAFETY: system calls with valid arguments only; see the caller.
+    unsafe {
+        for &fd in orders.frozen.iter().take(begun) {
+            // What is not frozen, or can't be, is no fault.
+            let harmless = [libc::EINVAL, libc::EOPNOTSUPP, libc::EPERM];
+            done &= libc::ioctl(fd, FITHAW as _, 0) >= 0 || harmless.contains(&*libc::__errno_location());
+        }
+        if let Some(switch) = orders.hurry {
+            libc::pwrite(switch, OFF.as_ptr().cast(), 1, 0);
+        }
+    }
+    done
+}
+
+/// The next byte of the line; `None` at its end. For the child.
+fn hear(ear: RawFd) -> Option<u8> {
+    let mut word = 0u8;
+    loop {
+        // SAFETY: a system call that writes one byte to a variable of ours.
+        match unsafe { libc::read(ear, (&raw mut word).cast(), 1) } {
+            1 => return Some(word),
+            0 => return None,
+            _ if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted => {}
+            _ => return None,
+        }
+    }
+}
+
+/// Milliseconds since some moment.
+fn now() -> i64 {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: a system call that writes to a variable of ours.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut now) };
+    now.tv_sec * 1000 + now.tv_nsec / 1_000_000
+}
