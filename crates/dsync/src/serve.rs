@@ -214,6 +214,7 @@ pub fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> 
                 allow_shrink: args.open.allow_shrink,
                 view_limit: args.view_limit,
                 intents: true,
+                ..source::Options::default()
             };
             let source = Arc::new(Source::open(state, image, &options)?);
             sources.push(source.clone());
