@@ -141,6 +141,10 @@ pub(crate) struct Applier {
     known: u64,
     blank: bool,
     scattered: bool,
+    /// The first error: what has failed once never counts as complete, whatever is said after it.
+    failed: Option<(io::ErrorKind, String)>,
+    /// A flush has failed: the system forgets what it could not write, so no later one says anything about that.
+    forgotten: bool,
     /// Bytes written to the disk, the filled gaps of spans included.
     pub written: u64,
     /// Bytes read to fill the gaps of spans.
@@ -162,6 +166,8 @@ impl Applier {
             known,
             blank,
             scattered: false,
+            failed: None,
+            forgotten: false,
             written: 0,
             read: 0,
         })
@@ -177,6 +183,23 @@ impl Applier {
         self.flying.values().map(|f| f.first).min().unwrap_or(self.cursor).min(self.cursor)
     }
 
+    /// Fails if anything has.
+    fn sound(&self) -> io::Result<()> {
+        self.failed.as_ref().map_or(Ok(()), |(kind, text)| Err(io::Error::new(*kind, text.clone())))
+    }
+
+    fn note<T>(&mut self, result: io::Result<T>) -> io::Result<T> {
+        if let Err(e) = &result {
+            self.failed.get_or_insert_with(|| (e.kind(), e.to_string()));
+        }
+        result
+    }
+
+    /// True once a flush has failed: nothing that was not durable before ever will be.
+    pub fn has_forgotten(&self) -> bool {
+        self.forgotten
+    }
+
     /// The next part of the delta begins at the disk's start again. Everything before is complete on return.
     pub fn rewind(&mut self, known: u64) -> io::Result<()> {
         self.drain()?;
@@ -184,7 +207,7 @@ impl Applier {
         Ok(())
     }
 
-    /// Applies a frame. Returns once it is on its way. After an error nothing more may be applied.
+    /// Applies a frame. Returns once it is on its way. After an error nothing more is applied.
     pub fn frame(&mut self, frame: Frame) -> io::Result<()> {
         if frame.records.iter().any(|r| matches!(r, Record::Copy { .. })) {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "a copy that nobody has read"));
@@ -194,6 +217,7 @@ impl Applier {
 
     /// The same for what comes out of [`crate::copies`]: a copy that still stands in it was carried out already.
     pub fn frame_of_copies(&mut self, frame: Frame) -> io::Result<()> {
+        self.sound()?;
         let Frame { records, data } = frame;
         let mut plan = plan(&records, self.cursor, self.known);
         if self.scattered {
@@ -235,19 +259,24 @@ impl Applier {
         self.drain()
     }
 
-    /// Waits until nothing is on its way any more.
+    /// Waits until nothing is on its way any more. Fails if anything has, now or before.
     pub fn drain(&mut self) -> io::Result<()> {
         self.queue.start();
-        let mut result = Ok(());
         while let Some(done) = self.queue.complete(true) {
-            result = result.and(self.done(done));
+            // The first error is kept.
+            let _ = self.done(done);
         }
-        result
+        self.sound()
     }
 
-    /// Makes what is complete durable.
-    pub fn flush(&self) -> io::Result<()> {
-        self.disk.flush()
+    /// Makes durable what is complete, up to [`Applier::position`]. Fails for good if a flush has failed before.
+    pub fn flush(&mut self) -> io::Result<()> {
+        if self.forgotten {
+            return self.sound();
+        }
+        let flushed = self.disk.flush();
+        self.forgotten = flushed.is_err();
+        self.note(flushed)
     }
 
     fn write(&mut self, runs: &[Run], buf: Buf) -> io::Result<()> {
@@ -302,6 +331,11 @@ impl Applier {
     }
 
     fn done(&mut self, done: Done) -> io::Result<()> {
+        let result = self.complete(done);
+        self.note(result)
+    }
+
+    fn complete(&mut self, done: Done) -> io::Result<()> {
         let Done { mut request, result } = done;
         let Some(mut flying) = self.flying.remove(&request.token) else { return result };
         let unreadable = result.as_ref().is_err_and(device::is_unreadable);
@@ -484,7 +518,7 @@ mod tests {
         let power = Power::new(Outage::Kill);
         let disk = Arc::new(FaultyDisk::new(&power, Arc::new(RamDisk::new(1 << 20))));
         disk.fail_writes(40960..45056, EIO);
-        let mut applier = Applier::new(disk, u64::MAX, false).unwrap();
+        let mut applier = Applier::new(disk.clone(), u64::MAX, false).unwrap();
         for block in 0..20 {
             let frame = Frame { records: vec![data(block * 8192, 4096)], data: Buf::new(4096) };
             if applier.frame(frame).is_err() {
@@ -493,6 +527,17 @@ mod tests {
         }
         let _ = applier.drain();
         assert_eq!(applier.position(), 40960);
+        // It is not forgotten by being told once.
+        disk.heal();
+        let frame = Frame { records: vec![data(512 << 10, 4096)], data: Buf::new(4096) };
+        assert!(
+            applier.drain().is_err() && applier.frame(frame).is_err() && applier.finish(1 << 20).is_err()
+        );
+        assert_eq!(applier.position(), 40960);
+        // What was complete before can be made durable; not after a flush that failed.
+        applier.flush().unwrap();
+        power.fail_at(power.steps() + 1, 1, EIO);
+        assert!(applier.flush().is_err() && applier.flush().is_err() && applier.has_forgotten());
     }
 
     #[test]

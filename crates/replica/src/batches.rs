@@ -69,6 +69,8 @@ pub struct Batches<'a> {
     batch: Option<Arriving>,
     /// Committed, and not brought to the destination.
     committed: Option<Arriving>,
+    /// A batch could not be taken: what follows it in the journal counts for nothing, so no other is, until that is begun anew.
+    closed: bool,
 }
 
 /// A batch that arrives.
@@ -93,6 +95,7 @@ impl Replica {
                 self.path().display()
             )));
         }
+        self.sound()?;
         self.untouched()?;
         self.journal = None;
         let disk = self.place.open(Which::Whole)?;
@@ -100,8 +103,16 @@ impl Replica {
         let applier = applier.map_err(io_error("open", self.place.path()))?;
         let log = self.new_log()?;
         let file = log.file.file();
-        let batches =
-            Batches { replica: self, file, applier, sealed: false, end: 0, batch: None, committed: None };
+        let batches = Batches {
+            replica: self,
+            file,
+            applier,
+            sealed: false,
+            end: 0,
+            batch: None,
+            committed: None,
+            closed: false,
+        };
         Ok((log, batches))
     }
 
@@ -117,11 +128,26 @@ impl Batches<'_> {
         ReplicaError::Delta { path: self.replica.path().to_path_buf(), error: error.to_string() }
     }
 
+    /// Takes a part of a batch; once one can't be taken, none is.
+    fn guard(&mut self, take: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
+        self.replica.sound()?;
+        if self.closed {
+            return Err(self.wrong("what came before could not be taken"));
+        }
+        let taken = take(self);
+        self.closed = taken.is_err();
+        taken
+    }
+
     /// Begins a batch by its header.
     ///
     /// # Errors
     /// Refused if it does not fit what the one before left.
     pub fn begin(&mut self, header: Unit) -> Result<()> {
+        self.guard(|batches| batches.take_header(header))
+    }
+
+    fn take_header(&mut self, header: Unit) -> Result<()> {
         let mut decoder = Decoder::new();
         let header = match decoder.push(header).map_err(|e| self.wrong(e))? {
             Event::Header(header) => header,
@@ -144,6 +170,10 @@ impl Batches<'_> {
     /// # Errors
     /// If it may not stand where it stands.
     pub fn frame(&mut self, decoded: Decoded) -> Result<()> {
+        self.guard(|batches| batches.take_frame(decoded))
+    }
+
+    fn take_frame(&mut self, decoded: Decoded) -> Result<()> {
         let Some(batch) = &mut self.batch else {
             return Err(self.wrong("a frame stands outside of a batch"));
         };
@@ -170,6 +200,10 @@ impl Batches<'_> {
     /// If the batch is not whole, somebody else has changed the destination, or the journal can't be made durable: then the
     /// replica stands where it stood.
     pub fn commit(&mut self, trailer: Unit, end: u64) -> Result<()> {
+        self.guard(|batches| batches.take_trailer(trailer, end))
+    }
+
+    fn take_trailer(&mut self, trailer: Unit, end: u64) -> Result<()> {
         let Some(mut batch) = self.batch.take() else {
             return Err(self.wrong("a trailer stands outside of a batch"));
         };
@@ -182,7 +216,11 @@ impl Batches<'_> {
         let folder = &*self.replica.folder;
         let durable = if self.sealed { self.file.sync() } else { journal::seal(&*self.file, folder) };
         let state = "the replica stands at the last batch that was confirmed";
-        durable.map_err(disk_error("sync the journal", &folder.path().join(WHOLE), state))?;
+        if let Err(e) = durable {
+            // The system forgets what it could not write, and shows it to whoever opens the journal next.
+            let _ = self.file.set_len(self.end);
+            return Err(disk_error("sync the journal", &folder.path().join(WHOLE), state)(e));
+        }
         self.sealed = true;
         batch.contents.bytes = end - self.end;
         batch.contents.whole = true;
@@ -199,9 +237,12 @@ impl Batches<'_> {
     /// Brings what was committed to the destination. Not durable, as the journal has it.
     ///
     /// # Errors
-    /// If the destination fails: the batch is safe in the journal.
+    /// If the destination fails: the batch is safe in the journal, and so are all that were not made durable there. Nothing
+    /// more can be done with this replica then: opening it anew merges them again.
     pub fn apply(&mut self) -> Result<()> {
+        self.replica.sound()?;
         let Some(batch) = self.committed.take() else { return Ok(()) };
+        self.replica.half_done = true;
         let path = self.replica.place.path().to_path_buf();
         let failed = |what| disk_error(what, &path, SAFE);
         self.replica.note(false)?;
@@ -224,7 +265,9 @@ impl Batches<'_> {
         self.applier.drain().map_err(failed("write to"))?;
         self.replica.still_there(self.replica.lineage.size)?;
         self.replica.leave()?;
-        self.replica.note(true)
+        self.replica.note(true)?;
+        self.replica.half_done = false;
+        Ok(())
     }
 
     /// Makes the destination durable, moves the lineage, and begins the journal anew.
@@ -236,18 +279,27 @@ impl Batches<'_> {
         self.flush()?;
         let log = self.replica.new_log()?;
         self.file = log.file.file();
-        (self.sealed, self.end) = (false, 0);
+        (self.end, self.closed) = (0, false);
         Ok(log)
     }
 
     fn flush(&mut self) -> Result<()> {
-        if !self.sealed {
-            return self.replica.remove(ARRIVING);
+        self.replica.sound()?;
+        self.replica.half_done = true;
+        if self.sealed {
+            self.make_durable()?;
+        } else {
+            self.replica.drop_journal()?;
         }
+        self.replica.half_done = false;
+        Ok(())
+    }
+
+    fn make_durable(&mut self) -> Result<()> {
         self.replica.untouched()?;
         let path = self.replica.place.path().to_path_buf();
         let failed = |what| disk_error(what, &path, SAFE);
-        self.applier.flush().map_err(failed("flush"))?;
+        self.applier.drain().and_then(|()| self.applier.flush()).map_err(failed("flush"))?;
         let stamp = self.replica.place.settle().map_err(failed("flush"))?;
         self.replica.lineage.stamp = Some(stamp);
         self.replica.store()?;
@@ -265,8 +317,13 @@ impl Batches<'_> {
     pub fn finish(mut self) -> Result<()> {
         self.apply()?;
         self.flush()?;
-        let Batches { replica, applier, .. } = self;
-        drop(applier);
-        replica.refresh()
+        self.replica.refresh()
+    }
+}
+
+impl Drop for Batches<'_> {
+    fn drop(&mut self) {
+        // The lineage says what the journal holds, and only its next opening brings both together.
+        self.replica.half_done |= self.sealed;
     }
 }

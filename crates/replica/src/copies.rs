@@ -47,6 +47,8 @@ pub(crate) struct Copies {
     bytes: usize,
     /// Lets the place that is written to share what is copied.
     sharing: Option<Sharing>,
+    /// A read has failed: its frame never comes.
+    failed: bool,
     /// Bytes read so far.
     pub read: u64,
 }
@@ -56,7 +58,7 @@ impl Copies {
     pub fn new(disk: &Arc<dyn Disk>) -> io::Result<Copies> {
         let queue = disk.clone().queue(DEPTH)?;
         let (disk, jobs) = (disk.clone(), VecDeque::new());
-        Ok(Copies { disk, queue, jobs, first: 0, begun: 0, bytes: 0, sharing: None, read: 0 })
+        Ok(Copies { disk, queue, jobs, first: 0, begun: 0, bytes: 0, sharing: None, failed: false, read: 0 })
     }
 
     /// The same, but what can be shared is, and stands in the frames that come out as a copy: carried out already.
@@ -138,7 +140,12 @@ impl Copies {
         self.ahead();
         while self.jobs.front().is_some_and(|job| job.data.is_none()) {
             let wait = all || self.begun < self.jobs.len();
-            let Some(done) = self.queue.complete(wait) else { return Ok(None) };
+            let Some(done) = self.queue.complete(wait) else {
+                // What failed is not on its way any more, and must not be taken for what has not come yet.
+                let lost = || Trouble::Disk(io::Error::other("an earlier read has failed"));
+                return if self.failed { Err(lost()) } else { Ok(None) };
+            };
+            self.failed |= done.result.is_err();
             done.result.map_err(Trouble::Disk)?;
             let at = done.request.token.wrapping_sub(self.first) as usize;
             if let Some(job) = self.jobs.get_mut(at) {

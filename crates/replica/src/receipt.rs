@@ -11,7 +11,7 @@ use uuid::Uuid;
 use crate::apply::Applier;
 use crate::copies::{Copies, Trouble, Written};
 use crate::error::{ReplicaError, Result, disk_error, io_error};
-use crate::journal::{self, ARRIVING, Contents, Growing, Segment, kept};
+use crate::journal::{self, ARRIVING, Contents, Growing, Segment, WHOLE, kept};
 use crate::lineage::{Lineage, Position, State, Step, StepPlace, Toward, known, overlay, whole_blocks};
 use crate::place::Which;
 use crate::replica::{INTERRUPTED, Replica, toward};
@@ -50,6 +50,8 @@ pub struct Receipt<'a> {
     decoder: Decoder,
     toward: Toward,
     sink: Sink,
+    /// A unit could not be taken: none that follows is, and nothing is committed.
+    failed: bool,
 }
 
 enum Sink {
@@ -96,8 +98,6 @@ struct Direct {
     base: Vec<Position>,
     saved: Instant,
     saved_bytes: u64,
-    /// A flush has failed: the system forgets what it could not write, so no later one says anything about that.
-    broken: bool,
 }
 
 impl Replica {
@@ -106,6 +106,8 @@ impl Replica {
     /// # Errors
     /// Refused if the delta does not fit what [`Replica::standing`] says; then nothing was changed.
     pub fn receive(&mut self, header: Unit, commit: Commit) -> Result<Receipt<'_>> {
+        self.sound()?;
+        self.drop_unknown_clone()?;
         let wrong = |error: String| ReplicaError::Delta { path: self.path().to_path_buf(), error };
         let mut raw = Vec::new();
         delta::Writer::new(&mut raw).unit(&header).map_err(|e| wrong(e.to_string()))?;
@@ -143,7 +145,7 @@ impl Replica {
                 Commit::Reflink => self.reflink(&toward, &header)?,
             },
         };
-        Ok(Receipt { replica: self, decoder, toward, sink })
+        Ok(Receipt { replica: self, decoder, toward, sink, failed: false })
     }
 
     /// True if a delta that is committed this way is made where the destination's content lies, so that its copies must stand
@@ -176,16 +178,22 @@ impl Replica {
         removed.map_err(io_error("remove the unfinished copy of", self.place.path()))
     }
 
+    fn given_up(&self) -> ReplicaError {
+        ReplicaError::Delta { path: self.path().to_path_buf(), error: "it was given up".into() }
+    }
+
     /// Drops what of a delta is in the journal.
-    fn drop_journal(&mut self) -> Result<()> {
+    pub(crate) fn drop_journal(&mut self) -> Result<()> {
         self.journal = None;
-        self.remove(ARRIVING)
+        self.remove(ARRIVING)?;
+        // It may have got its last name already. Nothing was merged from it.
+        self.remove(WHOLE)
     }
 
     /// The journal can't be written, so it goes. Where space is short, others need that too; and after a failed sync the
     /// system forgets what it could not write, so that a later sync succeeds over a journal that is not there.
     fn journal_failed(&mut self, error: io::Error) -> ReplicaError {
-        let _ = self.drop_journal();
+        self.half_done = self.drop_journal().is_err();
         let state = "the replica is unchanged, and what had come of the delta is dropped";
         disk_error("write the journal", &self.folder.path().join(ARRIVING), state)(error)
     }
@@ -284,15 +292,36 @@ impl Replica {
         }
         let base = self.positions();
         let inode = self.create()?;
-        let before = self.lineage.clone();
         // The intent first, so that a crash leaves nothing that nobody knows. It says what the clone holds once that is
         // durable.
-        self.step(StepPlace::Clone { inode }, Vec::new(), toward)?;
-        if let Err(e) = self.place.clone_whole() {
+        let begun = self.step(StepPlace::Clone { inode }, Vec::new(), toward);
+        let cloned = begun.and_then(|()| self.clone_whole());
+        let made =
+            cloned.and_then(|()| self.direct(Which::Partial, Which::Whole, base, toward, header, false));
+        let begun = made.and_then(|sink| self.take_journal(sink, toward, header));
+        if begun.is_err() {
+            self.drop_unknown_clone()?;
+        }
+        begun
+    }
+
+    /// Drops a clone of which nobody knows what it holds: it was never made durable, or not even cloned.
+    fn drop_unknown_clone(&mut self) -> Result<()> {
+        let unknown =
+            |step: &Step| matches!(step.place, StepPlace::Clone { .. }) && step.positions.is_empty();
+        if self.lineage.step.as_ref().is_some_and(unknown) {
             self.remove_partial()?;
-            self.lineage = before;
+            self.lineage.step = None;
             self.store()?;
-            return Err(match e.raw_os_error().map(rustix::io::Errno::from_raw_os_error) {
+            self.refresh()?;
+        }
+        Ok(())
+    }
+
+    fn clone_whole(&self) -> Result<()> {
+        let path = self.place.path();
+        self.place.clone_whole().map_err(|e| {
+            match e.raw_os_error().map(rustix::io::Errno::from_raw_os_error) {
                 Some(
                     rustix::io::Errno::OPNOTSUPP
                     | rustix::io::Errno::NOTTY
@@ -302,11 +331,9 @@ impl Replica {
                     "the file system of {} can't clone files ({e}), XFS and Btrfs can: use --commit journal",
                     path.display()
                 )),
-                _ => disk_error("clone", &path, INTERRUPTED)(e),
-            });
-        }
-        let sink = self.direct(Which::Partial, Which::Whole, base, toward, header, false)?;
-        self.take_journal(sink, toward, header)
+                _ => disk_error("clone", path, INTERRUPTED)(e),
+            }
+        })
     }
 
     /// Goes on with NAME.partial.
@@ -378,7 +405,6 @@ impl Replica {
             end: 0,
             saved: Instant::now(),
             saved_bytes: 0,
-            broken: false,
         })))
     }
 
@@ -413,10 +439,7 @@ impl Direct {
     /// Makes what has come durable, and says so in the lineage.
     fn save(&mut self, replica: &mut Replica, toward: &Toward) -> Result<()> {
         let upto = whole_blocks(self.applier.position(), toward.block_size, toward.size);
-        if let Err(e) = self.applier.flush() {
-            self.broken = true;
-            return Err(disk_error("flush", replica.place.path(), INTERRUPTED)(e));
-        }
+        self.applier.flush().map_err(disk_error("flush", replica.place.path(), INTERRUPTED))?;
         (self.saved, self.saved_bytes) = (Instant::now(), self.applier.written);
         if self.written.is_some() {
             return Ok(());
@@ -552,6 +575,21 @@ impl Receipt<'_> {
     /// # Errors
     /// As for [`Receipt::unit`].
     pub fn unit_seen(&mut self, unit: Unit, seen: impl FnOnce(&delta::Frame)) -> Result<()> {
+        self.sound()?;
+        let taken = self.take(unit, seen);
+        self.failed = taken.is_err();
+        taken
+    }
+
+    fn sound(&self) -> Result<()> {
+        if !self.failed {
+            return Ok(());
+        }
+        let error = "what came before could not be taken".into();
+        Err(ReplicaError::Delta { path: self.replica.path().to_path_buf(), error })
+    }
+
+    fn take(&mut self, unit: Unit, seen: impl FnOnce(&delta::Frame)) -> Result<()> {
         let path = self.replica.place.path().to_path_buf();
         let taken = match &mut self.sink {
             Sink::Journal(journal) => journal.unit(unit, &mut self.decoder, seen),
@@ -565,7 +603,7 @@ impl Receipt<'_> {
                 };
                 direct.frame(frame)
             })(),
-            Sink::Closed => Err(Stop::Delta("it was given up before this unit".into())),
+            Sink::Closed => return Err(self.replica.given_up()),
         };
         match taken {
             Ok(()) => {}
@@ -597,6 +635,7 @@ impl Receipt<'_> {
     /// # Errors
     /// If the trailer is missing, or the place it goes to fails. What came is kept, and finished or gone on from later.
     pub fn finish(mut self) -> Result<Committed> {
+        self.sound()?;
         if !self.decoder.is_complete() {
             let error = delta::Error::NoTrailer { units: self.decoder.units() }.to_string();
             return Err(ReplicaError::Delta { path: self.replica.path().to_path_buf(), error });
@@ -614,7 +653,7 @@ impl Receipt<'_> {
                 (bytes + written, copied + read)
             }
             Sink::Direct(direct) => self.finish_direct(*direct)?,
-            Sink::Closed => (0, 0),
+            Sink::Closed => return Err(self.replica.given_up()),
         };
         self.replica.refresh()?;
         Ok(Committed { epoch: self.toward.epoch, bytes_written: written, bytes_read: read })
@@ -637,6 +676,7 @@ impl Receipt<'_> {
         let toward = self.toward;
         match replica.lineage.step.as_ref().map(|s| s.place) {
             Some(place @ (StepPlace::Fresh { .. } | StepPlace::Clone { .. })) => {
+                replica.half_done = true;
                 if let Some(step) = &mut replica.lineage.step {
                     step.positions = overlay(&[], toward.epoch, size);
                     step.finished = true;
@@ -647,6 +687,7 @@ impl Receipt<'_> {
                 }
                 replica.rename(!matches!(place, StepPlace::Fresh { replaces: false, .. }))?;
                 replica.renamed(&toward)?;
+                replica.half_done = false;
             }
             _ => {
                 replica.still_there(size)?;
@@ -677,8 +718,8 @@ impl Receipt<'_> {
             }
             Sink::Direct(mut direct) => {
                 let drained = direct.applier.drain();
-                if direct.broken {
-                    return Ok(());
+                if direct.applier.has_forgotten() {
+                    return self.replica.drop_unknown_clone();
                 }
                 direct.save(self.replica, &self.toward)?;
                 self.replica.leave()?;

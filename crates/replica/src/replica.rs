@@ -77,6 +77,9 @@ pub struct Replica {
     changed: Option<&'static str>,
     /// What the file looked like when this process left it alone ([`crate::rest`]); `None` if it has no say.
     pub(crate) left: Option<Stamp>,
+    /// A commit has come to where it can only be completed, and has not been: opening the replica anew does that. Until then
+    /// nothing here tells what the destination holds.
+    pub(crate) half_done: bool,
     /// Bytes that the next delta is expected to bring.
     pub(crate) expected: u64,
     /// A step in place is made durable every so many bytes.
@@ -252,6 +255,7 @@ impl Replica {
             doubt: options.doubt,
             changed: None,
             left: None,
+            half_done: false,
             expected: 0,
             save_bytes: crate::receipt::SAVE_BYTES,
             recovered: Vec::new(),
@@ -289,6 +293,7 @@ impl Replica {
     /// # Errors
     /// If there is nothing, or it can't be opened.
     pub fn content(&self) -> Result<Arc<dyn Disk>> {
+        self.sound()?;
         self.place.open(self.which())
     }
 
@@ -338,6 +343,17 @@ impl Replica {
             changed: self.changed.map(str::to_owned),
         };
         Ok(())
+    }
+
+    /// Fails if a commit is half done.
+    pub(crate) fn sound(&self) -> Result<()> {
+        if !self.half_done {
+            return Ok(());
+        }
+        Err(ReplicaError::Refused(format!(
+            "a commit to {} was interrupted by an error: run the command again, which completes the commit first",
+            self.path().display()
+        )))
     }
 
     pub(crate) fn stamp(&self, which: Which) -> Result<Option<Stamp>> {
@@ -490,10 +506,16 @@ impl Replica {
     /// Moves the lineage: the destination is complete.
     pub(crate) fn moved(&mut self, toward: &Toward) -> Result<()> {
         let stamp = self.place.settle().map_err(disk_error("flush", self.place.path(), INTERRUPTED))?;
-        self.left = (!self.place.is_device()).then(|| stamp.clone());
-        self.lineage = self.lineage.after(toward, stamp);
+        let after = self.lineage.after(toward, stamp.clone());
+        let before = std::mem::replace(&mut self.lineage, after);
+        if let Err(e) = self.store() {
+            // What this process goes on from is what the next one finds at least.
+            self.lineage = before;
+            return Err(e);
+        }
+        self.left = (!self.place.is_device()).then_some(stamp);
         self.changed = None;
-        self.store()
+        Ok(())
     }
 
     /// The destination is gone: so is what was known of it.
@@ -537,6 +559,9 @@ impl Replica {
             } else if let Some(why) = self.since_batches(&now, deltas.as_deref().unwrap_or_default())? {
                 return Err(changed(why));
             } else {
+                // Whoever was killed may not have synced what it appended last.
+                let file = self.folder.open(WHOLE, false).and_then(|file| file.sync());
+                file.map_err(io_error("sync", &self.folder.path().join(WHOLE)))?;
                 return self.redo(deltas.as_deref().unwrap_or_default());
             }
         }
@@ -612,6 +637,7 @@ impl Replica {
         let disk = self.place.open(Which::Whole)?;
         let segments = deltas.iter().flat_map(|contents| &contents.segments);
         let longest = segments.map(|s| s.header.size_after).max().unwrap_or(toward.size);
+        self.half_done = true;
         // Whoever is killed from here on leaves what no note knows.
         self.note(false)?;
         if !self.place.is_device() && disk.len() < longest {
@@ -641,6 +667,7 @@ impl Replica {
         self.moved(&toward)?;
         self.remove(rest::NAME)?;
         self.remove(WHOLE)?;
+        self.half_done = false;
         Ok(counts)
     }
 

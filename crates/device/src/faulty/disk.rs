@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use super::{Keep, Member, Power, SECTOR, lock, no_space};
+use super::{Keep, Member, Power, SECTOR, is_cut, lock, no_space};
 use crate::disk::{Disk, Done, Kind, Queue, Request, run};
 use crate::rng::Rng;
 use crate::threads::ThreadQueue;
@@ -28,6 +28,8 @@ struct Core {
 struct Durable {
     /// The durable content of the sectors that were changed since.
     sectors: BTreeMap<u64, [u8; SECTOR as usize]>,
+    /// The same for what a failed flush forgot: no later flush writes it.
+    forgotten: BTreeMap<u64, [u8; SECTOR as usize]>,
     len: u64,
 }
 
@@ -44,7 +46,8 @@ struct Faults {
 impl FaultyDisk {
     /// Hangs `inner` on the switch. What it holds now counts as durable.
     pub fn new(power: &Power, inner: Arc<dyn Disk>) -> FaultyDisk {
-        let durable = Mutex::new(Durable { sectors: BTreeMap::new(), len: inner.len() });
+        let durable =
+            Mutex::new(Durable { sectors: BTreeMap::new(), forgotten: BTreeMap::new(), len: inner.len() });
         let core = Arc::new(Core { inner, durable, faults: Mutex::default() });
         power.join(Arc::clone(&core) as _);
         FaultyDisk { power: power.clone(), core }
@@ -171,6 +174,10 @@ impl Core {
             if start >= size || book.sectors.contains_key(&sector) {
                 continue;
             }
+            if let Some(content) = book.forgotten.remove(&sector) {
+                book.sectors.insert(sector, content);
+                continue;
+            }
             let mut content = [0; SECTOR as usize];
             self.inner.read_at(start, &mut content[..(size - start).min(SECTOR) as usize])?;
             book.sectors.insert(sector, content);
@@ -180,6 +187,10 @@ impl Core {
 
     /// The same for a range about to be zeroed or cut off, where holes have nothing to lose: terabytes of them are quick.
     fn remember_data(&self, book: &mut Durable, offset: u64, len: u64) -> io::Result<()> {
+        // What a failed flush forgot is written again, be it a hole by now.
+        let mut again = book.forgotten.split_off(&sectors(offset, len).start);
+        book.forgotten.append(&mut again.split_off(&sectors(offset, len).end));
+        book.sectors.append(&mut again);
         let (mut from, end) = (offset, offset.saturating_add(len));
         while let Some(run) = self.inner.allocated(from)?.filter(|run| run.start < end) {
             let start = run.start.max(from);
@@ -205,7 +216,8 @@ impl Member for Core {
             self.inner.resize(book.len)?;
         }
         let size = self.inner.len();
-        for (sector, content) in std::mem::take(&mut book.sectors) {
+        let forgotten = std::mem::take(&mut book.forgotten);
+        for (sector, content) in std::mem::take(&mut book.sectors).into_iter().chain(forgotten) {
             let offset = sector * SECTOR;
             // A length that comes back brings back what lay there.
             if (lost(dice) || offset >= cut_off) && offset < size {
@@ -255,7 +267,12 @@ impl Disk for FaultyDisk {
     }
 
     fn flush(&self) -> io::Result<()> {
-        let _step = self.power.step()?;
+        let _step = self.power.step().inspect_err(|error| {
+            if !is_cut(error) {
+                let book = &mut *lock(&self.core.durable);
+                book.forgotten.append(&mut book.sectors);
+            }
+        })?;
         self.power.count_sync();
         let mut book = lock(&self.core.durable);
         self.core.inner.flush()?;
@@ -374,6 +391,24 @@ mod tests {
         assert!(found[512..1024].iter().all(|b| *b == 1));
         assert!(found[1024..1536].iter().all(|b| *b == 4));
         assert!(found[1536..].iter().all(|b| *b == 1));
+    }
+
+    #[test]
+    fn a_failed_flush_forgets_and_passes() {
+        let (power, disk, ram) = disk(Outage::PowerCut);
+        power.fail_at(3, 2, libc::EIO);
+        disk.write_at(0, &[2; 1024]).unwrap();
+        disk.write_at(2048, &[2; 512]).unwrap();
+        assert_eq!(disk.flush().unwrap_err().raw_os_error(), Some(libc::EIO));
+        assert_eq!(disk.write_at(4096, &[9; 512]).unwrap_err().raw_os_error(), Some(libc::EIO));
+        // Only what is written again is written back.
+        disk.write_at(512, &[3; 512]).unwrap();
+        disk.flush().unwrap();
+        assert_eq!(bytes(&ram)[..1024], [[2; 512], [3; 512]].concat());
+        power.crash(Keep::LoseUnsynced, Keep::LoseUnsynced, 0).unwrap();
+        let found = bytes(&ram);
+        assert_eq!(found[..1024], [[1; 512], [3; 512]].concat());
+        assert_eq!((found[2048], found[4096]), (1, 1));
     }
 
     #[test]

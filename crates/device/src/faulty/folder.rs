@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex};
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
-use super::{Keep, Member, Power, SECTOR, lock, no_space};
+use super::{Keep, Member, Power, SECTOR, is_cut, lock, no_space};
 use crate::RamDisk;
 use crate::disk::Disk;
 use crate::folder::{Folder, Mapping, StateFile};
@@ -304,7 +304,11 @@ impl StateFile for FaultyFile {
     }
 
     fn sync(&self) -> io::Result<()> {
-        let _step = self.power.step()?;
+        let _step = self.power.step().inspect_err(|error| {
+            if !is_cut(error) {
+                lock(&self.content.state).changed.clear();
+            }
+        })?;
         self.power.count_sync();
         if !self.power.forgets() {
             return Ok(());
@@ -645,6 +649,23 @@ mod tests {
         power.crash(Keep::LoseUnsynced, Keep::LoseUnsynced, 0).unwrap();
         let bytes = content(place.path(), "map").unwrap();
         assert_eq!((bytes[0], bytes[8]), (1, 0));
+    }
+
+    #[test]
+    fn a_failed_sync_forgets_and_passes() {
+        let place = tempfile::tempdir().unwrap();
+        std::fs::write(place.path().join("x"), [1; 2048]).unwrap();
+        let power = Power::new(Outage::PowerCut);
+        let folder = FaultyFolder::new(&power, place.path()).unwrap();
+        let file = folder.open("x", false).unwrap();
+        file.write_at(0, &[2; 1024]).unwrap();
+        power.fail_at(2, 1, libc::EIO);
+        assert_eq!(file.sync().unwrap_err().raw_os_error(), Some(libc::EIO));
+        file.write_at(512, &[3; 512]).unwrap();
+        file.sync().unwrap();
+        assert_eq!(content(place.path(), "x").unwrap()[..512], [2; 512]);
+        power.crash(Keep::LoseUnsynced, Keep::LoseUnsynced, 0).unwrap();
+        assert_eq!(content(place.path(), "x").unwrap()[..1024], [[1; 512], [3; 512]].concat());
     }
 
     #[test]

@@ -7,6 +7,9 @@
 //! Two kinds of outage. After [`Outage::Kill`] the system lives on, so all that was done before stays. After
 //! [`Outage::PowerCut`] only what was flushed stays for certain; of the rest [`Power::crash`] keeps what the test chooses.
 //!
+//! A step may also fail for a moment ([`Power::fail_at`]): it has no effect, and the next ones succeed. A flush or sync that
+//! fails so forgets what it should have written, as Linux does: later ones succeed without it.
+//!
 //! A `Power` is good for one life: what hangs on it stays dead. The next life opens the same places with a new `Power`, or
 //! with none.
 
@@ -14,6 +17,7 @@ mod disk;
 mod folder;
 
 use std::io;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
@@ -68,6 +72,7 @@ struct Inner {
     steps: AtomicU64,
     syncs: AtomicU64,
     last: AtomicU64,
+    passing: Mutex<(Range<u64>, i32)>,
     cut: AtomicBool,
     members: Mutex<Vec<Arc<dyn Member>>>,
 }
@@ -89,6 +94,7 @@ impl Power {
             steps: AtomicU64::new(0),
             syncs: AtomicU64::new(0),
             last: AtomicU64::new(u64::MAX),
+            passing: Mutex::new((0..0, 0)),
             cut: AtomicBool::new(false),
             members: Mutex::default(),
         }))
@@ -113,6 +119,13 @@ impl Power {
     /// [`is_cut`] knows, and have no effect.
     pub fn cut_at(&self, step: u64) {
         self.0.last.store(step, Ordering::SeqCst);
+    }
+
+    /// The `count` steps from number `step` on, counted from 1, fail with this error number and have no effect; what follows
+    /// succeeds again. A flush or sync among them forgets what was written since the last one: that stays visible, and is lost
+    /// with the power unless it is written again.
+    pub fn fail_at(&self, step: u64, count: u64, errno: i32) {
+        *lock(&self.0.passing) = (step..step.saturating_add(count), errno);
     }
 
     /// Cuts the power now. What is under way is finished first.
@@ -158,7 +171,12 @@ impl Power {
         let under_way = self.look()?;
         let step = self.0.steps.fetch_add(1, Ordering::SeqCst) + 1;
         if step < self.0.last.load(Ordering::SeqCst) {
-            return Ok(under_way);
+            let (failing, errno) = &*lock(&self.0.passing);
+            return if failing.contains(&step) {
+                Err(io::Error::from_raw_os_error(*errno))
+            } else {
+                Ok(under_way)
+            };
         }
         drop(under_way);
         self.cut();

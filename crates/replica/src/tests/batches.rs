@@ -2,14 +2,16 @@
 //! one after.
 
 use std::cell::RefCell;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use delta::{Header, Method, UnitKind, Units, decode_frame};
-use device::faulty::Power;
+use device::faulty::{Keep, Outage, Power};
 use uuid::Uuid;
 
 use super::crash::{OUTAGES, on, replica_at, soak};
 use super::world::*;
-use crate::{BatchLog, Batches, Commit, ReplicaError, State};
+use crate::{BatchLog, Batches, Commit, Replica, ReplicaError, State};
 
 /// The images that batches lead to; that of the fourth is an epoch.
 const LAST: usize = 6;
@@ -59,21 +61,31 @@ fn send(log: &mut BatchLog, batches: &mut Batches<'_>, bytes: &[u8], stream: Uui
 
 fn mirror(source: &Source, world: &World, power: &Power, sent: &RefCell<Sent>) -> crate::Result<()> {
     let mut replica = world.open(power)?;
+    mirror_to(source, &mut replica, sent)
+}
+
+/// As the receiving end of a mirror does it: what ends the batches, they are finished.
+fn mirror_to(source: &Source, replica: &mut Replica, sent: &RefCell<Sent>) -> crate::Result<()> {
     let mut nonce = replica.standing().nonce;
     let (mut log, mut batches) = replica.batches()?;
-    for to in 1..=LAST {
-        let header = header(source, to, nonce);
-        nonce = header.stream;
-        sent.borrow_mut().streams.push((nonce, to));
-        let bytes = source.encode(&header, to, &source.changed(to - 1, to));
-        send(&mut log, &mut batches, &bytes, nonce)?;
-        sent.borrow_mut().confirmed = to;
-        batches.apply()?;
-        if to == 3 {
-            log = batches.settle()?;
+    let mut all = || {
+        for to in 1..=LAST {
+            let header = header(source, to, nonce);
+            nonce = header.stream;
+            sent.borrow_mut().streams.push((nonce, to));
+            let bytes = source.encode(&header, to, &source.changed(to - 1, to));
+            send(&mut log, &mut batches, &bytes, nonce)?;
+            sent.borrow_mut().confirmed = to;
+            batches.apply()?;
+            if to == 3 {
+                log = batches.settle()?;
+            }
         }
-    }
-    batches.finish()
+        Ok(())
+    };
+    let sent_all = all();
+    let finished = batches.finish();
+    sent_all.and(finished)
 }
 
 /// What is left is the end of a batch, and says so.
@@ -131,6 +143,51 @@ fn cut_everywhere(kind: Kind) {
 }
 
 #[test]
+fn batches_to_a_file_that_fails_for_a_moment() {
+    stumble_everywhere(Kind::File);
+}
+
+#[test]
+fn batches_to_a_device_that_fails_for_a_moment() {
+    stumble_everywhere(Kind::Device);
+}
+
+/// The receiving process is killed, and the machine loses power while the next one merges the batches: what lay in the journal
+/// and was not synced is lost only then.
+#[test]
+fn batches_killed_then_cut() {
+    let source = source();
+    let start = replica_at(Kind::File, &source, 0);
+    let many = 1 << 20;
+    let run = |world: &World, machine: &Machine, steps: &Arc<AtomicU64>, sent: &RefCell<Sent>| {
+        mirror_to(&source, &mut world.open_mortal(machine, steps)?, sent)
+    };
+    let (world, left) = (start.fork(), Arc::new(AtomicU64::new(many)));
+    run(&world, &world.machine(&on()), &left, &RefCell::default()).unwrap();
+    let steps = many - left.load(SeqCst);
+    let mut turn = 0;
+    for killed in (0..steps).filter(|step| soak() || step % 3 == 0) {
+        for cut in 1.. {
+            turn += 1;
+            let (world, sent) = (start.fork(), RefCell::default());
+            let power = Power::new(Outage::PowerCut);
+            let machine = world.machine(&power);
+            run(&world, &machine, &Arc::new(AtomicU64::new(killed)), &sent).unwrap_err();
+            power.cut_at(power.steps() + cut);
+            let recovered = world.open_mortal(&machine, &Arc::new(AtomicU64::new(many))).is_ok();
+            let keep = if turn % 2 == 0 { Keep::LoseUnsynced } else { Keep::Random };
+            power.crash(keep, keep, turn).unwrap();
+            let what = format!("killed at step {killed}, cut by {keep:?} at step {cut} of the recovery");
+            check(&source, &world, &sent.borrow(), &what);
+            if recovered {
+                break;
+            }
+        }
+    }
+    println!("{steps} steps, {turn} outages");
+}
+
+#[test]
 fn batches_to_a_file() {
     cut_everywhere(Kind::File);
 }
@@ -138,6 +195,53 @@ fn batches_to_a_file() {
 #[test]
 fn batches_to_a_device() {
     cut_everywhere(Kind::Device);
+}
+
+/// At every step something fails for a moment, and the mirror's end is closed all the same; then the machine may fail too.
+/// Whatever was confirmed is there, or in the journal.
+fn stumble_everywhere(kind: Kind) {
+    const EIO: i32 = 5;
+    const ENOSPC: i32 = 28;
+    let source = source();
+    let start = replica_at(kind, &source, 0);
+    let power = on();
+    mirror(&source, &start.fork(), &power, &RefCell::default()).unwrap();
+    let steps = power.steps();
+    let mut stumbled = 0;
+    for (number, (outage, disks, folders)) in OUTAGES.into_iter().enumerate() {
+        for step in 1..=steps {
+            if !soak() && number > 1 && (step + number as u64) % 13 != 0 {
+                continue;
+            }
+            for (count, errno) in [(1, EIO), (1, ENOSPC), (3, EIO)] {
+                if !soak() && (number, count, errno) != (1, 1, EIO) && step % 3 != 0 {
+                    continue;
+                }
+                let what =
+                    format!("{outage:?} {disks:?} {folders:?}, error {errno} at step {step}, {count} times");
+                let (world, power, sent) = (start.fork(), Power::new(outage), RefCell::default());
+                power.fail_at(step, count, errno);
+                let Ok(mut replica) = world.open(&power) else { continue };
+                let result = mirror_to(&source, &mut replica, &sent);
+                stumbled += usize::from(result.is_err());
+                // The same process may try something else.
+                let epoch = if sent.borrow().confirmed < EPOCH { 0 } else { EPOCH };
+                let commit = [Commit::InPlace, Commit::Journal][step as usize % 2];
+                let next = source.tracked(epoch, LAST + 1);
+                let done = step % 3 == 0 && merge(&mut replica, &next, commit).is_ok();
+                drop(replica);
+                power.crash(disks, folders, step * 7 + number as u64).unwrap();
+                if done {
+                    let epoch = world.open(&on()).unwrap().standing().epoch;
+                    assert_eq!(epoch, Some(source.epochs[LAST + 1]), "{what}, then a sync");
+                    assert!(world.holds(&source.images[LAST + 1]), "{what}, then a sync");
+                } else {
+                    check(&source, &world, &sent.borrow(), &what);
+                }
+            }
+        }
+    }
+    assert!(stumbled as u64 > steps / 2);
 }
 
 /// One sync of the journal commits a batch, however many there are.
@@ -177,6 +281,10 @@ fn what_does_not_fit_is_refused() {
             let bytes = source.encode(&header, to, &source.changed(to - 1, to));
             let error = send(&mut log, &mut batches, &bytes, header.stream).unwrap_err();
             assert!(matches!(error, ReplicaError::WrongEpoch { .. }), "{error}");
+            // What was refused lies in the journal: nothing that comes behind it would be found there.
+            let error = send(&mut log, &mut batches, &bytes, header.stream).unwrap_err();
+            assert!(error.to_string().contains("what came before"), "{error}");
+            log = batches.settle().unwrap();
         }
         batches.finish().unwrap();
     }

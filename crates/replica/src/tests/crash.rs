@@ -161,6 +161,93 @@ pub(super) fn cut_everywhere(s: &Scenario<'_>) {
     }
 }
 
+/// Something fails for a moment, at every step in turn; the same process tries again with what it holds, and once that is over
+/// the machine may lose power. What was said to be committed is there.
+fn stumble_everywhere(name: &str, kind: Kind, from: Option<usize>, to: usize, commit: Commit) {
+    const EIO: i32 = 5;
+    const ENOSPC: i32 = 28;
+    let source = source();
+    let world = from.map_or_else(|| World::new(kind), |from| replica_at(kind, &source, from));
+    let in_place = commit == Commit::InPlace;
+    let s = Scenario { name, source: &source, world, from, to, in_place, commit, run: &|_, _| Ok(()) };
+    let (mut turn, power) = (0, on());
+    try_again(&source, &mut s.world.fork().open(&power).unwrap(), from, to, commit, false);
+    let steps = power.steps();
+    for (number, (outage, disks, folders)) in
+        OUTAGES.into_iter().enumerate().filter(|(n, _)| [0, 1, 5].contains(n))
+    {
+        for (count, errno) in [(1, EIO), (1, ENOSPC), (2, EIO)] {
+            for step in 1.. {
+                turn += 1;
+                let most = (outage, count, errno) == (Outage::PowerCut, 1, EIO) && number == 1;
+                if !soak() && !most && (step * 3 + turn) % 5 != 0 && step < steps {
+                    continue;
+                }
+                let what = format!("{outage:?} {disks:?}, error {errno} at step {step}, {count} times");
+                let (world, power) = (s.world.fork(), Power::new(outage));
+                power.fail_at(step, count, errno);
+                let Ok(mut replica) = world.open(&power).or_else(|_| world.open(&power)) else { continue };
+                let stubborn = turn % 2 == 0;
+                let done = try_again(&source, &mut replica, from, to, commit, stubborn);
+                drop(replica);
+                let over = power.steps() < step;
+                power.crash(disks, folders, step * 7 + number as u64).unwrap();
+                if done {
+                    let replica = world.open(&on()).unwrap_or_else(|e| panic!("{name}: {what}: {e}"));
+                    assert_eq!(replica.standing().epoch, Some(source.epochs[to]), "{name}: {what}");
+                }
+                check(&s, &world, turn, &what);
+                if over {
+                    break;
+                }
+            }
+        }
+    }
+    println!("{name}: {turn} stumbles");
+}
+
+/// Brings the replica up to date; what fails is tried again with the same replica. A stubborn caller goes on with a receipt
+/// that has failed. True if a commit was said to be done.
+fn try_again(
+    source: &Source,
+    replica: &mut crate::Replica,
+    from: Option<usize>,
+    to: usize,
+    commit: Commit,
+    stubborn: bool,
+) -> bool {
+    let mut delta = from.map_or_else(|| source.seed(to), |from| source.tracked(from, to));
+    for _ in 0..3 {
+        let mut units = units(&delta).into_iter();
+        if let Ok(mut receipt) = replica.receive(units.next().unwrap(), commit) {
+            let mut taken = units.map(|unit| receipt.unit(unit));
+            let whole =
+                if stubborn { taken.filter(Result::is_err).count() == 0 } else { taken.all(|r| r.is_ok()) };
+            if (whole || stubborn) && receipt.finish().is_ok() {
+                return true;
+            }
+        }
+        let standing = replica.standing().clone();
+        let content = content(replica);
+        if content.is_none() && standing.positions.iter().any(|p| p.epoch.is_none()) {
+            return false;
+        }
+        delta = source.lacks(&standing, content.as_deref(), to);
+    }
+    false
+}
+
+#[test]
+fn errors_that_pass() {
+    stumble_everywhere("journal, file", Kind::File, Some(0), 1, Commit::Journal);
+    stumble_everywhere("journal, device", Kind::Device, Some(1), 3, Commit::Journal);
+    stumble_everywhere("in place, file", Kind::File, Some(0), 1, Commit::InPlace);
+    stumble_everywhere("in place, device", Kind::Device, Some(1), 3, Commit::InPlace);
+    stumble_everywhere("reflink", Kind::File, Some(0), 1, Commit::Reflink);
+    stumble_everywhere("seed, file", Kind::File, None, 1, Commit::Journal);
+    stumble_everywhere("seed, device", Kind::Device, None, 1, Commit::Journal);
+}
+
 fn source() -> Source {
     // Grown and shrunk on the way.
     Source::new(11, &[40, 48, 44, 44, 60])
