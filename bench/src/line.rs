@@ -118,6 +118,11 @@ impl Sshd {
         Ok(Sshd { rsh, daemon })
     }
 
+    /// The server itself: what it runs for its callers, its children.
+    pub fn daemon(&self) -> &Daemon {
+        &self.daemon
+    }
+
     /// Waits until it answers to this remote shell.
     pub fn wait(&mut self, rsh: &str) -> Result<()> {
         let until = Instant::now() + Duration::from_secs(20);

@@ -16,22 +16,27 @@ const LIMIT: Duration = Duration::from_secs(60);
 const CONNECTIONS: [&str; 3] = ["1", "2", "4"];
 
 /// This program as `carry`.
-fn carry(words: &[&str]) -> Command {
+pub fn carry(words: &[&str]) -> Command {
     let mut command = own("carry");
     command.args(words);
     command
 }
 
 /// A sink that listens on loopback, and where.
-fn sink(words: &[&str]) -> Result<(Daemon, String)> {
-    let mut daemon = Daemon::start_bare(&mut carry(words))?;
+pub fn sink(words: &[&str]) -> Result<(Daemon, String)> {
+    listening(&mut carry(words), "listening ")
+}
+
+/// Starts a server that says where it listens, behind these words.
+pub fn listening(command: &mut Command, words: &str) -> Result<(Daemon, String)> {
+    let mut daemon = Daemon::start_bare(command)?;
     let until = Instant::now() + LIMIT;
     loop {
         daemon.check()?;
-        if let Some(address) = daemon.so_far().lines().find_map(|line| line.strip_prefix("listening ")) {
+        if let Some(address) = daemon.so_far().lines().find_map(|line| line.strip_prefix(words)) {
             return Ok((daemon, address.to_string()));
         }
-        ensure!(Instant::now() < until, "{words:?} does not listen");
+        ensure!(Instant::now() < until, "{command:?} does not listen");
         std::thread::sleep(Duration::from_millis(5));
     }
 }

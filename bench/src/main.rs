@@ -5,6 +5,7 @@ mod compare;
 mod compress;
 mod content;
 mod dsync;
+mod far;
 mod idle;
 mod limit;
 mod line;
@@ -99,6 +100,8 @@ enum What {
     Compress,
     /// What a link carries over TLS, beside plain TCP and ssh
     Link,
+    /// A first copy and scattered blocks to another host: processor time and system calls of both sites
+    Far,
     /// The limit: move blocks that are known, or all of them, with io_uring and past the page cache
     Limit {
         /// The file to read
@@ -175,7 +178,7 @@ fn scenarios(mut bench: Bench, what: What) -> Result<bool> {
     let out = out.unwrap_or_else(|| Path::new("bench/results").join(format!("{}.md", report::date())));
     let mut report = Report::new(bench.dsync.as_deref(), &bench.dir, bench.quick);
     type Scenario = fn(&Bench, &mut Report) -> Result<()>;
-    let all: [(&str, Scenario); 9] = [
+    let all: [(&str, Scenario); 10] = [
         ("sync", sync::sync),
         ("compare", compare::compare),
         ("rolling", rolling::rolling),
@@ -184,6 +187,7 @@ fn scenarios(mut bench: Bench, what: What) -> Result<bool> {
         ("compress", compress::compress),
         ("track", track::track),
         ("link", link::link),
+        ("far", far::far),
         ("mirror", mirror::mirror),
     ];
     let chosen = match what {
@@ -196,6 +200,7 @@ fn scenarios(mut bench: Bench, what: What) -> Result<bool> {
         What::Track => "track",
         What::Link => "link",
         What::Mirror => "mirror",
+        What::Far => "far",
         _ => "",
     };
     for (name, scenario) in all.into_iter().filter(|(name, _)| chosen.is_empty() || *name == chosen) {

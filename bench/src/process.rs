@@ -93,6 +93,8 @@ fn words(command: &Command) -> String {
 pub struct Outcome {
     /// From the start to the end, in seconds.
     pub seconds: f64,
+    /// Processor time that it and its children took, in seconds.
+    pub processor: f64,
     /// Standard output.
     pub stdout: String,
     /// The most memory that it or one of its children had resident, in bytes.
@@ -130,7 +132,7 @@ pub fn run_always(command: &mut Command, limit: Duration) -> Result<Outcome> {
     groups().retain(|&other| other != group);
     drop(done);
     let late = watchdog.join().unwrap_or(false);
-    let (status, peak) = waited?;
+    let (status, usage) = waited?;
     let (mut stdout, mut stderr) = (String::new(), Vec::new());
     out.rewind()?;
     out.read_to_string(&mut stdout)?;
@@ -143,7 +145,10 @@ pub fn run_always(command: &mut Command, limit: Duration) -> Result<Outcome> {
         go_on()?;
         bail!("{text}: {status}: {} {}", last(&String::from_utf8_lossy(&stderr)), last(&stdout));
     }
-    Ok(Outcome { seconds, stdout, peak, read: own_io()?.saturating_sub(read_before) })
+    let time = |t: libc::timeval| t.tv_sec as f64 + t.tv_usec as f64 / 1e6;
+    let processor = time(usage.ru_utime) + time(usage.ru_stime);
+    let peak = usage.ru_maxrss as u64 * 1024;
+    Ok(Outcome { seconds, processor, stdout, peak, read: own_io()?.saturating_sub(read_before) })
 }
 
 /// The last lines of a text.
@@ -152,8 +157,8 @@ fn last(text: &str) -> String {
     lines[lines.len().saturating_sub(5)..].join(" | ")
 }
 
-/// Waits for a child; its status, and the most memory that was resident, in bytes.
-fn wait(child: &Child) -> Result<(ExitStatus, u64)> {
+/// Waits for a child; its status, and what it and its children used.
+fn wait(child: &Child) -> Result<(ExitStatus, libc::rusage)> {
     let pid = child.id() as libc::pid_t;
     loop {
         let mut status = 0;
@@ -162,7 +167,7 @@ fn wait(child: &Child) -> Result<(ExitStatus, u64)> {
         // SAFETY: both pointers are to values of the right types that live through the call.
         let found = unsafe { libc::wait4(pid, &mut status, 0, &mut usage) };
         if found == pid {
-            return Ok((ExitStatus::from_raw(status), usage.ru_maxrss as u64 * 1024));
+            return Ok((ExitStatus::from_raw(status), usage));
         }
         let error = std::io::Error::last_os_error();
         if error.kind() != std::io::ErrorKind::Interrupted {
@@ -247,6 +252,15 @@ impl Daemon {
         storage_reads(Path::new(&format!("/proc/{}/io", self.child.id()))).unwrap_or(0)
     }
 
+    /// Processor time that it, and those of its children that have ended, have taken so far, in seconds.
+    pub fn processor(&self) -> f64 {
+        let text = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).unwrap_or_default();
+        // The name of the program may hold spaces; what follows its bracket begins with the third field.
+        let fields = text.rsplit_once(')').map_or("", |(_, rest)| rest).split_whitespace();
+        let ticks: u64 = fields.skip(11).take(4).filter_map(|field| field.parse::<u64>().ok()).sum();
+        ticks as f64 / rustix::param::clock_ticks_per_second() as f64
+    }
+
     /// The most memory it has had resident, in bytes.
     pub fn peak(&self) -> u64 {
         let text = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap_or_default();
@@ -258,6 +272,16 @@ impl Daemon {
     /// Ends it as its user would.
     pub fn stop(mut self) -> Result<()> {
         let _ = rustix::process::kill_process(Pid::from_child(&self.child), Signal::TERM);
+        self.ended()
+    }
+
+    /// Ends it, and what it runs, as Ctrl-C does.
+    pub fn interrupt(mut self) -> Result<()> {
+        let _ = rustix::process::kill_process_group(Pid::from_child(&self.child), Signal::INT);
+        self.ended().or_else(|error| if self.ended { Ok(()) } else { Err(error) })
+    }
+
+    fn ended(&mut self) -> Result<()> {
         let until = Instant::now() + Duration::from_secs(60);
         while Instant::now() < until {
             if let Some(status) = self.child.try_wait()? {

@@ -2,10 +2,13 @@
 //!
 //! - `keys FOLDER HOST`: keys for both sides, that trust each other.
 //! - `sink tcp ADDRESS`, `sink tls ADDRESS FOLDER`, `sink pipe`: takes what comes. Prints `listening ADDRESS`.
+//! - `sink file ADDRESS FOLDER FILE`: takes one file over TLS, writes it, makes it durable, and ends.
+//! - `source file ADDRESS LANES FOLDER FILE`: reads a file past the page cache, and sends it over TLS.
 //! - `source tcp ADDRESS CONNECTIONS SECONDS CONGESTION`, `source tls ADDRESS LANES SECONDS FOLDER`,
 //!   `source ssh HOST SECONDS COMMAND RSH...`: sends, waits until everything has arrived, and prints `BYTES SECONDS`.
 
 use std::error::Error;
+use std::fs::File;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
@@ -22,15 +25,18 @@ pub fn run(words: &[&str]) -> Done<()> {
         ["keys", folder, host] => keys(Path::new(folder), host),
         ["sink", "tcp", address] => sink_tcp(address.parse()?),
         ["sink", "tls", address, folder] => sink_tls(address.parse()?, Path::new(folder)),
+        ["sink", "file", address, folder, file] => {
+            sink_file(address.parse()?, Path::new(folder), Path::new(file))
+        }
+        ["source", "file", address, lanes, folder, file] => {
+            send_file(call(address.parse()?, lanes, folder)?, Path::new(file))
+        }
         ["sink", "pipe"] => take(Link::stdio()?),
         ["source", "tcp", address, connections, seconds, congestion] => {
             source_tcp(address.parse()?, connections.parse()?, time(seconds)?, congestion)
         }
         ["source", "tls", address, lanes, seconds, folder] => {
-            let address: SocketAddr = address.parse()?;
-            let call = Call { lanes: lanes.parse()?, ..Call::default() };
-            let near = Keys::new(Path::new(folder).join("near"));
-            send(Link::tls(&near, &address.ip().to_string(), address.port(), &call)?, time(seconds)?)
+            send(call(address.parse()?, lanes, folder)?, time(seconds)?)
         }
         ["source", "ssh", host, seconds, command, rsh @ ..] => {
             let words = |words: &str| words.split(' ').map(str::to_string).collect::<Vec<_>>();
@@ -72,6 +78,50 @@ fn sink_tls(address: SocketAddr, folder: &Path) -> Done<()> {
             eprintln!("{error}");
         }
     });
+    Ok(())
+}
+
+fn call(address: SocketAddr, lanes: &str, folder: &str) -> Done<Link> {
+    let call = Call { lanes: lanes.parse()?, ..Call::default() };
+    let near = Keys::new(Path::new(folder).join("near"));
+    Ok(Link::tls(&near, &address.ip().to_string(), address.port(), &call)?)
+}
+
+fn sink_file(address: SocketAddr, folder: &Path, file: &Path) -> Done<()> {
+    let far = Keys::new(folder.join("far"));
+    let listener = Listener::bind(address, &far, Limits::default(), |line| eprintln!("{line}"))?;
+    println!("listening {}", listener.address());
+    let file = file.to_path_buf();
+    listener.run(move |link, _| {
+        let taken = || -> Done<()> {
+            let mut out = File::create(&file)?;
+            let (tx, rx) = link.split();
+            while let Some(message) = rx.recv()? {
+                out.write_all(&message.body)?;
+            }
+            out.sync_all()?;
+            Ok(tx.finish()?)
+        };
+        if let Err(error) = taken() {
+            eprintln!("{error}");
+        }
+    });
+    Ok(())
+}
+
+/// One read of a MiB after the other: nothing runs ahead.
+fn send_file(link: Link, file: &Path) -> Done<()> {
+    let disk = device::open(file, &device::Options { write: false, direct: true, exclusive: false })?;
+    let (tx, rx) = link.split();
+    let (size, mut at) = (disk.len(), 0);
+    while at < size {
+        let mut body = Buf::scratch((size - at).min(1 << 20) as usize);
+        disk.read_at(at, &mut body)?;
+        at += body.len() as u64;
+        tx.send(Message { body, ..Message::default() })?;
+    }
+    tx.finish()?;
+    while rx.recv()?.is_some() {}
     Ok(())
 }
 
