@@ -42,10 +42,14 @@ test-vm:
 	@scripts/setup build test
 	DSYNC_VM=1 $(CARGO) test -p dsync-tests --test vm -- --nocapture
 
+# A distribution's Rust may lack a part of cargo.
+lint = @if $(CARGO) $(1) --version >/dev/null 2>&1; then echo '$(2)'; $(2); \
+	else echo "SKIPPED cargo $(1): it is not installed"; fi
+
 check:
 	@scripts/setup build lint
-	$(CARGO) fmt --all --check
-	$(CARGO) clippy --workspace --all-targets -- -D warnings
+	$(call lint,fmt,$(CARGO) fmt --all --check)
+	$(call lint,clippy,$(CARGO) clippy --workspace --all-targets -- -D warnings)
 
 # The long campaigns in full: hours.
 soak:
