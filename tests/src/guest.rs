@@ -193,9 +193,22 @@ impl Guest {
                 .args(["-fsdev", &format!("local,id=share,path={share},security_model=none,multidevs=remap")])
                 .args(["-device", "virtio-9p-pci,fsdev=share,mount_tag=share"]);
         }
-        for disk in &options.disks {
-            run = run
-                .args(["-drive", &format!("file={disk},format=raw,if=virtio,cache=writeback,discard=unmap")]);
+        for (n, disk) in options.disks.iter().enumerate() {
+            // Both are named by a device, so that they stand in the guest in this order.
+            let backend = match disk.strip_prefix("nbd+unix:///").and_then(|uri| uri.split_once("?socket=")) {
+                Some((export, socket)) => [
+                    "-blockdev".into(),
+                    format!(
+                        "driver=nbd,node-name=disk{n},server.type=unix,server.path={socket},export={export},\
+                         reconnect-delay=60,discard=unmap"
+                    ),
+                ],
+                None => [
+                    "-drive".into(),
+                    format!("if=none,id=disk{n},file={disk},format=raw,cache=writeback,discard=unmap"),
+                ],
+            };
+            run = run.args(backend).args(["-device", &format!("virtio-blk-pci,drive=disk{n}")]);
         }
         let started = Instant::now();
         let mut process = run.args(&options.qemu).start_talking();

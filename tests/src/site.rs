@@ -108,7 +108,11 @@ impl Site {
 
     /// Serves images on a socket of its own and waits until it answers.
     pub fn serve(&self, images: &[&Path], options: &[&str]) -> Server {
-        let socket = self.socket(&format!("nbd-{}", next()));
+        self.serve_on(self.socket(&format!("nbd-{}", next())), images, options)
+    }
+
+    /// The same on a socket that clients know already.
+    pub fn serve_on(&self, socket: PathBuf, images: &[&Path], options: &[&str]) -> Server {
         let process = self.dsync(["serve"]).args(images).arg("--socket").arg(&socket).args(options).start();
         let mut server = Server { process: Some(process), socket };
         server.wait();

@@ -107,3 +107,38 @@ fn a_guest_loses_its_power_on_a_served_disk() {
         image::fsck_after_replay(&replica);
     }
 }
+
+#[test]
+fn a_guest_outlives_the_server_of_its_disk() {
+    let what = "a guest whose disk's server is killed and started again";
+    if !guest::possible(what) || !need(&["mkfs.ext4", "e2fsck"], what) {
+        return;
+    }
+    let site = Site::new();
+    let (disk, replica) = (site.image("vm.raw", 192 * MIB), site.path("replica.raw"));
+    let mut server = site.serve(&[&disk], &[]);
+    let mut guest = Guest::boot(&guest::Options {
+        script: WORKLOAD.into(),
+        disks: vec![server.uri("vm")],
+        ..Default::default()
+    });
+    for _ in 0..rounds(1, 20) {
+        guest.wait_for("synced", Duration::from_secs(90));
+        let socket = server.socket().to_path_buf();
+        server.kill();
+        // Longer than a moment: the guest's writes wait.
+        std::thread::sleep(Duration::from_secs(2));
+        server = site.serve_on(socket, &[&disk], &[]);
+        for _ in 0..3 {
+            guest.wait_for("synced", Duration::from_secs(90));
+        }
+        site.sync(&disk, &replica, &[]).ok();
+        image::fsck_after_replay(&replica);
+    }
+    guest.send("stop");
+    guest.finish(Duration::from_secs(120));
+    site.sync(&disk, &replica, &[]).ok();
+    image::assert_equal(&disk, &replica);
+    dsync_tests::Run::new("e2fsck").arg("-fn").arg(&replica).ok();
+    server.stop();
+}

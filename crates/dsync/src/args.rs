@@ -79,7 +79,8 @@ pub enum Command {
     /// Serve disks to NBD clients and record what they write
     #[command(after_help = "Examples:\n  \
         dsync serve /srv/vm.raw --socket /run/vm.sock\n  \
-        qemu-system-x86_64 -drive 'file=nbd+unix:///vm?socket=/run/vm.sock,format=raw' …\n  \
+        qemu-system-x86_64 … -device virtio-blk-pci,drive=vm -blockdev driver=nbd,node-name=vm,\\\n    \
+            server.type=unix,server.path=/run/vm.sock,export=vm,reconnect-delay=30,discard=unmap\n  \
         nbdinfo --map=qemu:dirty-bitmap:dsync 'nbd+unix:///vm?socket=/run/vm.sock'\n  \
         nbdcopy 'nbd+unix:///vm@view?socket=/run/vm.sock' vm-now.raw    the disk as it is at this moment\n\n\
         An export is named by its file's stem. NAME@view is the disk as it was when the first client\n\

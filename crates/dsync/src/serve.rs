@@ -213,7 +213,6 @@ pub fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> 
                 trust_device: args.open.trust_device,
                 allow_shrink: args.open.allow_shrink,
                 view_limit: args.view_limit,
-                intents: true,
                 ..source::Options::default()
             };
             let source = Arc::new(Source::open(state, image, &options)?);
