@@ -11,7 +11,7 @@ use dsync_tests::image::{self, BLOCK};
 use dsync_tests::load::{Load, Options};
 use dsync_tests::mount::{Loop, Mount};
 use dsync_tests::scene::number;
-use dsync_tests::{Random, Run, Scene, Site, need, need_root, rounds, skipped};
+use dsync_tests::{Random, Run, Scene, Site, got, need, need_root, rounds, skipped};
 use serde_json::Value;
 
 const MIB: u64 = 1 << 20;
@@ -453,4 +453,106 @@ fn holes_cost_neither_side_anything() {
         bytes
     };
     assert!(at(&disk) == at(&replica));
+}
+
+/// Writes the same few blocks again and again until it is dropped.
+struct Scribbler(std::sync::Arc<std::sync::atomic::AtomicBool>, Option<std::thread::JoinHandle<()>>);
+
+impl Scribbler {
+    fn at(path: &Path) -> Scribbler {
+        let file = OpenOptions::new().write(true).open(path).expect("the source");
+        let stop = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+        let stopped = stop.clone();
+        let write = move || {
+            for n in 0.. {
+                if stopped.load(std::sync::atomic::Ordering::SeqCst) {
+                    break;
+                }
+                file.write_all_at(&[n as u8; 4096], n % 7 * 4096).expect("a write");
+                file.sync_data().expect("a flush");
+            }
+        };
+        Scribbler(stop, Some(std::thread::spawn(write)))
+    }
+}
+
+impl Drop for Scribbler {
+    fn drop(&mut self) {
+        self.0.store(true, std::sync::atomic::Ordering::SeqCst);
+        let _ = self.1.take().map(std::thread::JoinHandle::join);
+    }
+}
+
+/// Whoever reads `source` while `written` is being written says so, and the replica is not made anybody's state.
+fn refuses_while_it_is_written(site: &Site, source: &Path, written: &Path) {
+    let replica = site.path("copy.raw");
+    let same = || std::fs::read(source).expect("the source") == std::fs::read(&replica).expect("the replica");
+    let torn = ["was written by another program while it was read"];
+    let verify = || site.dsync(["verify"]).args([source, &replica]);
+    let extract = || site.dsync(["extract", "--since", "0"]).arg(source);
+    let scribbler = Scribbler::at(written);
+    site.sync(source, &replica, &[]).code(1).says(&torn);
+    assert!(!replica.exists(), "a torn first copy stands where a whole one belongs");
+    drop(scribbler);
+    site.sync(source, &replica, &[]).ok();
+    assert!(same(), "the replica is not the source");
+    verify().ok();
+    extract().ok();
+    let before = std::fs::read(&replica).expect("the replica");
+    let scribbler = Scribbler::at(written);
+    site.sync(source, &replica, &[]).code(1).says(&torn);
+    extract().code(1).says(&torn);
+    let verified = verify().output();
+    assert!(!verified.status.success() && verified.stderr.contains(torn[0]), "{verified}");
+    drop(scribbler);
+    assert!(std::fs::read(&replica).expect("the replica") == before, "a torn delta was merged");
+    // What lies in the page cache is nobody's write.
+    let file = OpenOptions::new().write(true).open(written).expect("the source");
+    file.write_all_at(&[77; 65536], 8 * MIB - 65536).expect("a write");
+    site.sync(source, &replica, &[]).ok();
+    assert!(same(), "the replica is not the source");
+}
+
+#[test]
+fn what_is_written_while_it_is_read_is_no_one_moment() {
+    let what = "sources that are written to while they are read";
+    let mut random = Random::new(what);
+    let mut site_with_image = || {
+        let site = Site::new();
+        let image = site.image("disk.raw", 24 * MIB);
+        image::random(&image, 24 * MIB, &mut random);
+        (site, image)
+    };
+    let (site, file) = site_with_image();
+    refuses_while_it_is_written(&site, &file, &file);
+    if !need(&["losetup", "addpart", "delpart"], what) || !need_root(what) {
+        return;
+    }
+    let (site, image) = site_with_image();
+    let Some(disk) = Loop::new(&image) else {
+        return skipped(what, "there are no loop devices here");
+    };
+    let whole = disk.device();
+    refuses_while_it_is_written(&site, whole, whole);
+    // The first half of the disk as a partition, the other half as another.
+    let half = 12 * MIB / 512;
+    for (number, start) in [("1", 0), ("2", half)] {
+        Run::new("addpart").arg(whole).args([number, &start.to_string(), &half.to_string()]).ok();
+    }
+    let partition = |number: u32| PathBuf::from(format!("{}p{number}", whole.display()));
+    if got(std::fs::metadata(partition(2)), what) {
+        std::fs::remove_file(site.path("copy.raw")).expect("the replica");
+        std::fs::remove_dir_all(site.path(".copy.raw.dsync")).expect("its folder");
+        refuses_while_it_is_written(&site, &partition(1), whole);
+        // Its neighbour's writes are none of its own.
+        let scribbler = Scribbler::at(&partition(2));
+        site.sync(&partition(1), &site.path("copy.raw"), &[]).ok();
+        drop(scribbler);
+        std::fs::remove_file(site.path("copy.raw")).expect("the replica");
+        std::fs::remove_dir_all(site.path(".copy.raw.dsync")).expect("its folder");
+        refuses_while_it_is_written(&site, whole, &partition(2));
+    }
+    for number in ["1", "2"] {
+        Run::new("delpart").arg(whole).arg(number).output();
+    }
 }

@@ -36,4 +36,4 @@ pub use lock::{Access, ImageLock, lock_image};
 pub use ram::RamDisk;
 pub use sharing::Sharing;
 pub use usage::{Mount, file_system, free_space, in_use, may_change, mounts_on};
-pub use written::Written;
+pub use written::{WriteWatch, Written};

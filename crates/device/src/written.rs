@@ -1,8 +1,12 @@
 //! How much was written to a block device, by the kernel's count.
 
-use std::path::Path;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
 
-use crate::identity::sysfs;
+use crate::identity::{Identity, sysfs};
+use crate::usage::may_change;
 
 /// What was written to a block device since it appeared, by whoever it was: where two counts are equal nobody wrote between.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -19,16 +23,143 @@ impl Written {
     /// Counts for the device of this number; a partition counts what goes through it. `None` where the kernel doesn't count.
     pub fn of(device: u64) -> Option<Written> {
         let place = std::fs::canonicalize(sysfs(device)).ok()?;
-        let disk = if place.join("partition").exists() { place.parent()? } else { &place };
-        if numbers(&disk.join("queue/iostats"))?.first() != Some(&1) {
-            return None;
-        }
-        let (stat, in_flight) = (numbers(&place.join("stat"))?, numbers(&place.join("inflight"))?);
+        counts(whole_disk(&place)).then_some(())?;
+        Counter::open(&place)?.read()
+    }
+}
+
+/// The folder in sysfs of the disk that a device is a part of, or is.
+fn whole_disk(place: &Path) -> &Path {
+    place.parent().filter(|_| place.join("partition").exists()).unwrap_or(place)
+}
+
+/// True if the kernel counts what is written to a disk.
+fn counts(disk: &Path) -> bool {
+    File::open(disk.join("queue/iostats")).ok().and_then(|file| numbers(&file)).is_some_and(|n| n == [1])
+}
+
+fn numbers(file: &File) -> Option<Vec<u64>> {
+    let mut text = [0; 512];
+    let len = file.read_at(&mut text, 0).ok()?;
+    let text = std::str::from_utf8(text.get(..len)?).ok()?;
+    Some(text.split_whitespace().map_while(|number| number.parse().ok()).collect())
+}
+
+/// The counts of one disk or partition, kept open: they are asked for often.
+#[derive(Debug)]
+struct Counter {
+    stat: File,
+    in_flight: File,
+}
+
+impl Counter {
+    fn open(place: &Path) -> Option<Counter> {
+        let open = |name| File::open(place.join(name)).ok();
+        Some(Counter { stat: open("stat")?, in_flight: open("inflight")? })
+    }
+
+    fn read(&self) -> Option<Written> {
+        let (stat, in_flight) = (numbers(&self.stat)?, numbers(&self.in_flight)?);
         Some(Written { sectors: *stat.get(6)?, discarded: *stat.get(13)?, in_flight: *in_flight.get(1)? })
     }
 }
 
-fn numbers(path: &Path) -> Option<Vec<u64>> {
-    let text = std::fs::read_to_string(path).ok()?;
-    Some(text.split_whitespace().map_while(|number| number.parse().ok()).collect())
+/// Notices what others write to a block device that is being read.
+///
+/// Equal counts at both ends mean that nobody wrote. A partition can also be written through the whole disk, which counts
+/// that as its own: so what the disk has counted beyond all its partitions must stay as it was, too.
+#[derive(Debug)]
+pub struct WriteWatch {
+    path: PathBuf,
+    counters: Option<Counters>,
+    begun: Option<Total>,
+}
+
+#[derive(Debug)]
+struct Counters {
+    own: Counter,
+    /// For a partition, its disk and all its partitions.
+    disk: Option<(Counter, Vec<Counter>)>,
+}
+
+/// What [`Counters`] say: of the device itself, and sectors written and discarded past all partitions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Total {
+    own: Written,
+    beside: Option<[u64; 2]>,
+}
+
+/// How often the counts of a disk and of its partitions are read until they fit together: others may write meanwhile.
+const READS: usize = 1000;
+
+impl WriteWatch {
+    /// Begins to watch a block device. What lies in its page cache is written first, so that no reader causes that later.
+    ///
+    /// # Errors
+    /// If the device can't be opened or flushed.
+    pub fn begin(device: &Identity) -> io::Result<WriteWatch> {
+        File::open(&device.path)?.sync_all()?;
+        let counters = Counters::of(device.dev);
+        let begun = counters.as_ref().and_then(Counters::read);
+        Ok(WriteWatch { path: device.path.clone(), counters, begun })
+    }
+
+    /// True if nobody has written since. Where the kernel counts nothing, true if nobody is seen who may write.
+    pub fn is_still(&self) -> bool {
+        match (&self.counters, &self.begun) {
+            (Some(counters), Some(begun)) => {
+                begun.own.in_flight == 0 && counters.read().is_some_and(|now| now == *begun)
+            }
+            _ => may_change(&self.path).is_none(),
+        }
+    }
+}
+
+impl Counters {
+    fn of(device: u64) -> Option<Counters> {
+        let place = std::fs::canonicalize(sysfs(device)).ok()?;
+        let disk = whole_disk(&place);
+        counts(disk).then_some(())?;
+        let own = Counter::open(&place)?;
+        if disk == place {
+            return Some(Counters { own, disk: None });
+        }
+        let partitions = std::fs::read_dir(disk).ok()?.flatten().map(|entry| entry.path());
+        let partitions: Option<Vec<Counter>> =
+            partitions.filter(|p| p.join("partition").exists()).map(|p| Counter::open(&p)).collect();
+        Some(Counters { own, disk: Some((Counter::open(disk)?, partitions?)) })
+    }
+
+    fn read(&self) -> Option<Total> {
+        let Some((disk, partitions)) = &self.disk else {
+            return Some(Total { own: self.own.read()?, beside: None });
+        };
+        for _ in 0..READS {
+            let before = disk.read()?;
+            let mut beside = [before.sectors, before.discarded];
+            for partition in partitions {
+                let part = partition.read()?;
+                beside = [beside[0].wrapping_sub(part.sectors), beside[1].wrapping_sub(part.discarded)];
+            }
+            let own = self.own.read()?;
+            let after = disk.read()?;
+            // Between these two nothing ended that would stand in one count and not in the other.
+            if (before.sectors, before.discarded) == (after.sectors, after.discarded) {
+                return Some(Total { own, beside: Some(beside) });
+            }
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_of_sysfs() {
+        let file = tempfile::tempfile().unwrap();
+        file.write_at(b"       1        2  3 x 4\n", 0).unwrap();
+        assert_eq!(numbers(&file), Some(vec![1, 2, 3]));
+    }
 }

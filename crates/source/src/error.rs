@@ -52,7 +52,7 @@ pub enum SourceError {
         why: String,
     },
     /// The source changed under a reader although nobody serves it.
-    #[error("source {} was written by another program while it was read: serve it with \"dsync serve\", or stop the writer, and run again", .0.display())]
+    #[error("source {} was written by another program while it was read, so what was read is of no one moment: stop that program, or let dsync follow it (\"dsync serve\" for an image, \"dsync track add\" for a disk), and run again", .0.display())]
     Moved(PathBuf),
     /// Another file stands at the path of the one that is followed.
     #[error("another file has taken the place of {} since it was opened: stop its server, put the right file there, and serve it again", .0.display())]

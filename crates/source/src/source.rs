@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use delta::Epoch;
-use device::{Dir, Disk, Folder, FolderLock, Identity};
+use device::{Dir, Disk, Folder, FolderLock, Identity, WriteWatch};
 use extents::Bitmap;
 use trackers::{Clock, Follower, Saved, Served, Settings, TrackedDisk};
 use uuid::Uuid;
@@ -81,6 +81,10 @@ pub trait Medium: Send + Sync {
     fn cached_reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
         self.reader()
     }
+    /// Notices what others write from now on; `None` where the identity tells of that.
+    fn watch(&self) -> Result<Option<WriteWatch>, SourceError> {
+        Ok(None)
+    }
 }
 
 /// An image file or a block device at a path.
@@ -98,6 +102,10 @@ impl Medium for AtPath {
     }
     fn cached_reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
         open_reader(&self.0.path, &self.0, false)
+    }
+    fn watch(&self) -> Result<Option<WriteWatch>, SourceError> {
+        let watch = self.0.is_block().then(|| WriteWatch::begin(&self.0)).transpose();
+        watch.map_err(SourceError::state("flush", &self.0.path))
     }
 }
 
@@ -541,9 +549,10 @@ impl Source {
     /// it stayed as it was.
     pub(crate) fn still_view(&self, checkpoint: &Checkpoint) -> Result<View, SourceError> {
         let (path, medium) = (self.about.path.clone(), self.medium.clone());
-        let before = medium.identity()?;
+        let before = settled(&*medium)?;
+        let watch = medium.watch()?;
         let alive = move || match medium.identity() {
-            Ok(now) if now == before || now.is_block() => Ok(()),
+            Ok(now) if now == before && watch.as_ref().is_none_or(WriteWatch::is_still) => Ok(()),
             Ok(_) => Err(io::Error::other(SourceError::Moved(path.clone()).to_string())),
             Err(e) => Err(io::Error::other(e.to_string())),
         };
@@ -571,13 +580,7 @@ impl Source {
     pub fn close(mut self) -> Result<(), SourceError> {
         self.stop_tending();
         self.disk.close()?;
-        let mut identity = self.medium.identity()?;
-        // A write that came in the same tick as ours would bear the same time: let the tick pass, then look.
-        let wait = Clock::now().saturating_sub(identity.ctime_ns.max(0) as u64) <= Clock::tick();
-        if wait && !identity.is_block() {
-            std::thread::sleep(Duration::from_nanos(2 * Clock::tick()));
-            identity = self.medium.identity()?;
-        }
+        let identity = settled(&*self.medium)?;
         self.disk.look(|| changed(&identity))?;
         let book = self.book();
         let replaced = !identity.same_object(&book.stamp.identity);
@@ -615,6 +618,18 @@ const SWEEP_EVERY: Duration = Duration::from_secs(1);
 /// When the image was changed last, in nanoseconds since 1970; `None` for what has no such time.
 fn changed(identity: &Identity) -> Option<u64> {
     (!identity.is_block()).then_some(identity.ctime_ns.max(0) as u64)
+}
+
+/// What the medium is now, so that a later write shows in it: one in the same tick of the clock as the last would bear the
+/// same time.
+fn settled(medium: &dyn Medium) -> Result<Identity, SourceError> {
+    let identity = medium.identity()?;
+    let passed = Clock::now().saturating_sub(identity.ctime_ns.max(0) as u64) > Clock::tick();
+    if passed || identity.is_block() {
+        return Ok(identity);
+    }
+    std::thread::sleep(Duration::from_nanos(2 * Clock::tick()));
+    medium.identity()
 }
 
 fn tend(disk: &TrackedDisk, medium: &dyn Medium, stop: &AtomicBool) {
