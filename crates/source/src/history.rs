@@ -3,6 +3,9 @@
 //! The log is a sequence of entries, each `[length u32][xxh3 u64][head length u32][head: JSON][changes]`, fsynced one by one. A cut-off
 //! last entry is an epoch that never came to be. Entries that no bookmark needs are dropped, and old neighbours folded into
 //! one, by writing the log anew beside the old and renaming it.
+//!
+//! Each entry names the epoch before it. So an entry that can't be read, or is gone, is a gap between its neighbours, and not the end of
+//! what is known: the next one counts as lost, whatever it says.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -13,6 +16,7 @@ use delta::Epoch;
 use device::{Folder, StateFile};
 use extents::Bitmap;
 use serde::{Deserialize, Serialize};
+use uuid::Uuid;
 
 use crate::SourceError;
 
@@ -40,7 +44,15 @@ struct Head {
     block_size: u32,
     /// Seconds since 1970 at the end.
     time: u64,
+    /// The epoch in which the entry before ends. `None` for the very first, and in logs of older versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    after: Option<Uuid>,
 }
+
+/// How the JSON of a head begins, after its entry's prefix.
+const HEAD: &[u8] = b"{\"epochs\":[";
+/// Why the changes of the entry after damaged ones are not known.
+const DAMAGED: &str = "a part of the history is damaged";
 
 #[derive(Debug, Clone)]
 struct Entry {
@@ -101,11 +113,55 @@ impl History {
             }
             return Err(SourceError::Damaged { path, why: "it is no history".into() });
         }
-        while let Some((entry, end)) = history.entry_at(history.end, len).map_err(fail("read"))? {
-            history.entries.push(entry);
-            history.end = end;
+        let mut from = history.end;
+        while let Some((entry, begin, end)) = history.sound_entry(from, len).map_err(fail("read"))? {
+            history.link(entry, begin == from);
+            (history.end, from) = (end, end);
         }
         Ok(history)
+    }
+
+    /// Takes an entry in that was read. Where it does not follow the one before, what lies between is a gap.
+    fn link(&mut self, mut entry: Entry, adjoins: bool) {
+        let follows = match (self.last(), entry.head.epochs.first()) {
+            (Some(last), Some(first)) => {
+                first.number > last.number && entry.head.after.is_none_or(|after| after == last.id)
+            }
+            _ => true,
+        };
+        if !(adjoins && follows) {
+            entry.head.lost = Some(DAMAGED.into());
+            entry.changes = entry.changes.end..entry.changes.end;
+        }
+        self.entries.push(entry);
+    }
+
+    /// The first sound entry at or after an offset, where it begins and where it ends.
+    fn sound_entry(&self, from: u64, len: u64) -> io::Result<Option<(Entry, u64, u64)>> {
+        if let Some((entry, end)) = self.entry_at(from, len)? {
+            return Ok(Some((entry, from, end)));
+        }
+        // A damaged length says nothing of where the next entry begins: its head is looked for.
+        let mut window = vec![0u8; 1 << 16];
+        let mut at = from + 1;
+        while at + (PREFIX + HEAD.len()) as u64 <= len {
+            let bytes = &mut window[..(len - at).min(1 << 16) as usize];
+            self.file.read_at(at, bytes)?;
+            for found in bytes.windows(HEAD.len()).enumerate().filter(|(_, w)| *w == HEAD).map(|(i, _)| i) {
+                let Some(begin) = (at + found as u64).checked_sub(PREFIX as u64) else { continue };
+                if begin > from {
+                    if let Some((entry, end)) = self.entry_at(begin, len)? {
+                        return Ok(Some((entry, begin, end)));
+                    }
+                }
+            }
+            if at + bytes.len() as u64 >= len {
+                break;
+            }
+            // A head may stand across two windows.
+            at += (bytes.len() - HEAD.len()) as u64;
+        }
+        Ok(None)
     }
 
     /// The sound entry at an offset, and where it ends.
@@ -159,7 +215,7 @@ impl History {
     }
 
     /// True if an epoch of this id stands in the log.
-    pub(crate) fn knows(&self, id: uuid::Uuid) -> bool {
+    pub(crate) fn knows(&self, id: Uuid) -> bool {
         self.entries.iter().flat_map(|e| &e.head.epochs).any(|e| e.id == id)
     }
 
@@ -179,7 +235,8 @@ impl History {
     ) -> Result<(), SourceError> {
         let time =
             std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs());
-        let head = Head { epochs: vec![epoch], lost, size, block_size, time };
+        let after = self.last().map(|e| e.id);
+        let head = Head { epochs: vec![epoch], lost, size, block_size, time, after };
         let mut encoded = Vec::new();
         if head.lost.is_none() {
             changes.encode(&mut encoded);
@@ -206,6 +263,15 @@ impl History {
             // A replica inside a folded entry may lack all of it.
             let is_end = self.entries[at].head.epochs.last() == Some(epoch);
             return Ok(if is_end { at + 1 } else { at });
+        }
+        let beyond = self.entries.iter().position(|e| e.head.epochs.iter().any(|e| e.number > epoch.number));
+        if let Some(next) = beyond.map(|at| &self.entries[at].head).filter(|head| {
+            head.lost.as_deref() == Some(DAMAGED)
+                && head.epochs.first().is_some_and(|first| first.number > epoch.number)
+        }) {
+            // It may stand in what can't be read.
+            let why = next.lost.clone().unwrap_or_default();
+            return Err(SourceError::Lost { since: epoch.number, why });
         }
         let last = self.last().map_or(0, |e| e.number);
         let first = self.entries.first().and_then(|e| e.head.epochs.first()).map_or(0, |e| e.number);
@@ -299,9 +365,13 @@ impl History {
     fn changes(&self, entry: &Entry) -> Result<Bitmap, SourceError> {
         let mut bytes = vec![0u8; (entry.changes.end - entry.changes.start) as usize];
         self.file.read_at(entry.changes.start, &mut bytes).map_err(SourceError::state("read", &self.path))?;
-        let changes = Bitmap::new(entry.head.size.div_ceil(u64::from(entry.head.block_size)));
+        self.decoded(&entry.head, &bytes)
+    }
+
+    fn decoded(&self, head: &Head, bytes: &[u8]) -> Result<Bitmap, SourceError> {
+        let changes = Bitmap::new(head.size.div_ceil(u64::from(head.block_size)));
         changes
-            .decode_into(&bytes)
+            .decode_into(bytes)
             .map_err(|e| SourceError::Damaged { path: self.path.clone(), why: e.to_string() })?;
         Ok(changes)
     }
@@ -329,13 +399,15 @@ impl History {
                     && !oldest_needed.is_some_and(|n| last.epochs.iter().any(|e| e.number == n))
             });
             if let (true, Some((mut head, before))) = (folds, if folds { kept.pop() } else { None }) {
-                changes
-                    .decode_into(&before)
-                    .map_err(|e| SourceError::Damaged { path: self.path.clone(), why: e.to_string() })?;
+                // The disk may have grown in between: what it had before is a part of what it has now.
+                self.decoded(&head, &before)?.runs().for_each(|run| {
+                    changes.set(run);
+                });
                 head.epochs.extend(&entry.head.epochs);
                 let extra = head.epochs.len().saturating_sub(IDS_KEPT);
                 head.epochs.drain(..extra);
-                kept.push((Head { epochs: head.epochs, ..entry.head.clone() }, encoded(&changes)));
+                let folded = Head { epochs: head.epochs, after: head.after, ..entry.head.clone() };
+                kept.push((folded, encoded(&changes)));
             } else {
                 kept.push((
                     entry.head.clone(),
@@ -418,7 +490,6 @@ mod tests {
     use device::Dir;
     use proptest::prelude::*;
     use std::collections::BTreeSet;
-    use uuid::Uuid;
 
     fn scratch() -> (tempfile::TempDir, Dir) {
         let temp = tempfile::tempdir().unwrap();
@@ -517,6 +588,98 @@ mod tests {
             std::fs::write(temp.path().join(NAME), &flipped).unwrap();
             assert_eq!(History::read(&dir).unwrap().last(), Some(ids[1]), "flipped at {at}");
         }
+    }
+
+    /// What a replica at an epoch is told that it lacks, held against what it lacks.
+    fn misses(history: &History, ids: &[Epoch], epochs: &[Vec<u64>], at: usize) -> Option<String> {
+        let found = Bitmap::new(BLOCKS);
+        let position = Position { epoch: ids[at], upto: u64::MAX };
+        let known = history.last().and_then(|last| ids.iter().position(|id| *id == last)).unwrap_or(0);
+        match history.changes_since(&[position], 4096, &found) {
+            Ok(_) => {
+                let mut lacks = epochs[at + 1..=known.max(at)].iter().flatten();
+                lacks.find(|b| !found.get(**b)).map(|b| format!("a replica at {at} misses block {b}"))
+            }
+            Err(SourceError::Lost { .. } | SourceError::Foreign(_)) => None,
+            Err(other) => Some(other.to_string()),
+        }
+    }
+
+    #[test]
+    fn damage_in_the_middle_is_a_gap_and_not_an_end() {
+        let (temp, dir) = scratch();
+        let epochs: Vec<Vec<u64>> = (0..6).map(|n| vec![n * 10, n * 10 + 1]).collect();
+        let (history, ids) = filled(&dir, &epochs);
+        let path = temp.path().join(NAME);
+        let whole = std::fs::read(&path).unwrap();
+        let ends: Vec<usize> = history.entries.iter().map(|e| e.changes.end as usize).collect();
+        // A byte that is another one, and an entry that is not there at all.
+        let flipped = (8..ends[4]).map(|at| {
+            let mut bytes = whole.clone();
+            bytes[at] ^= 0x15;
+            (format!("flipped at {at}"), bytes, ends.iter().position(|end| at < *end).unwrap())
+        });
+        let gone =
+            (1..5).map(|n| (format!("without {n}"), [&whole[..ends[n - 1]], &whole[ends[n]..]].concat(), n));
+        for (what, bytes, hurt) in flipped.chain(gone) {
+            std::fs::write(&path, bytes).unwrap();
+            let mut history = History::read(&dir).unwrap();
+            assert_eq!(history.last(), Some(ids[5]), "{what}: what came later still stands");
+            for at in 0..6 {
+                assert_eq!(misses(&history, &ids, &epochs, at), None, "{what}");
+                let position = [Position { epoch: ids[at], upto: u64::MAX }];
+                match history.reaches(&position) {
+                    Ok(()) => assert!(at > hurt, "{what}: {at}"),
+                    Err(SourceError::Lost { .. }) => assert!(at <= hurt, "{what}: {at}"),
+                    Err(other) => panic!("{what}, at {at}: {other}"),
+                }
+            }
+            // What is appended goes on from the last sound entry.
+            let next = epoch(50);
+            history.append(next, None, BLOCKS * 4096, 4096, &bitmap(BLOCKS, &[9])).unwrap();
+            let again = History::read(&dir).unwrap();
+            assert_eq!((again.last(), again.entries.len()), (Some(next), 6), "{what}");
+            again.reaches(&[Position { epoch: ids[5], upto: u64::MAX }]).unwrap();
+        }
+    }
+
+    #[test]
+    fn the_history_of_a_disk_that_grew_is_tidied() {
+        let (_temp, dir) = scratch();
+        let many: Vec<Vec<u64>> = (0..10).map(|n| vec![n]).collect();
+        let (mut history, mut ids) = filled(&dir, &many);
+        for n in 0..TIDY_AT as u64 {
+            let next = epoch(100 + n);
+            let size = (BLOCKS + n / 3) * 4096;
+            history.append(next, None, size, 4096, &bitmap(BLOCKS + n / 3, &[n / 6])).unwrap();
+            ids.push(next);
+        }
+        let bookmarks = Bookmarks::set(&dir, "somewhere", ids[3]).unwrap();
+        history.tidy(&dir, &bookmarks).unwrap();
+        assert!(history.entries.len() <= TIDY_KEEPS + 3, "{} entries", history.entries.len());
+        let blocks = BLOCKS + (TIDY_AT as u64 - 1) / 3;
+        let found = Bitmap::new(blocks);
+        history.changes_since(&[Position { epoch: ids[3], upto: u64::MAX }], 4096, &found).unwrap();
+        let changed = (TIDY_AT as u64 - 1) / 6 + 1;
+        assert!(found.all(0..changed) && found.count() == changed);
+        assert!(History::read(&dir).unwrap().entries.iter().all(|e| e.head.lost.is_none()));
+    }
+
+    #[test]
+    fn a_log_of_an_older_version_is_read() {
+        let (temp, dir) = scratch();
+        let (history, ids) = filled(&dir, &[vec![1], vec![2], vec![3]]);
+        let mut bytes = MAGIC.to_vec();
+        for entry in &history.entries {
+            let head = Head { after: None, ..entry.head.clone() };
+            assert!(!serde_json::to_string(&head).unwrap().contains("after"));
+            bytes.extend(entry_bytes(&head, &encoded(&history.changes(entry).unwrap())).unwrap());
+        }
+        std::fs::write(temp.path().join(NAME), bytes).unwrap();
+        let history = History::read(&dir).unwrap();
+        let found = Bitmap::new(BLOCKS);
+        history.changes_since(&[Position { epoch: ids[0], upto: u64::MAX }], 4096, &found).unwrap();
+        assert!(found.all(2..4) && found.count() == 2);
     }
 
     #[test]

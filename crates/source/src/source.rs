@@ -491,7 +491,13 @@ impl Source {
                 let epoch = Epoch { number: frozen.number, id: Uuid::new_v4() };
                 let appended =
                     book.history.append(epoch, lost.clone(), size, self.about.block_size, &frozen.changes);
-                if let Err(error) = appended {
+                let settled = appended.and_then(|()| {
+                    // The gap stands in the history. And a history that ends before this epoch is not believed any more:
+                    // soon no record holds what it lacks.
+                    (book.lost, book.stamp.lost, book.stamp.epoch) = (None, None, epoch.number);
+                    book.stamp.write(&*self.folder)
+                });
+                if let Err(error) = settled {
                     if let Some(saved) = &saved {
                         self.disk.drop_view(saved);
                     }
@@ -505,11 +511,6 @@ impl Source {
         };
         // The epoch stands: what follows only tidies up, and is done again at the next opening if it fails here.
         self.disk.release()?;
-        if book.lost.take().is_some() {
-            book.stamp.lost = None;
-            let stamp = book.stamp.clone();
-            stamp.write(&*self.folder)?;
-        }
         if let Some(times) = foreign {
             self.disk.settle(times);
         }

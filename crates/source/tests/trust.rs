@@ -347,3 +347,24 @@ fn a_history_without_its_end_is_a_gap() {
     source.checkpoint(false).unwrap();
     assert!(matches!(since(&source, at), Err(SourceError::Lost { .. })));
 }
+
+#[test]
+fn a_history_that_lost_its_end_while_its_server_ran_is_a_gap() {
+    let scene = Scene::new();
+    let source = scene.open();
+    let at = first(&source);
+    let history = source.folder().path().join("history");
+    let short = std::fs::metadata(&history).unwrap().len();
+    source.disk().write_at(5 * BLOCK, &[1; BLOCK as usize]).unwrap();
+    source.checkpoint(false).unwrap();
+    source.disk().write_at(6 * BLOCK, &[1; BLOCK as usize]).unwrap();
+    // As if it were killed: nothing is noted any more. The last entry can't be read, and its record is gone.
+    drop(source);
+    let mut bytes = std::fs::read(&history).unwrap();
+    bytes[short as usize + 20] ^= 1;
+    std::fs::write(&history, bytes).unwrap();
+    let source = scene.open();
+    assert!(source.lost().is_some_and(|why| why.contains("history")), "{:?}", source.lost());
+    source.checkpoint(false).unwrap();
+    assert!(matches!(since(&source, at), Err(SourceError::Lost { .. })));
+}
