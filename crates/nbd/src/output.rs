@@ -69,8 +69,14 @@ impl Output {
         self.data.push((self.small.len(), buf));
     }
 
-    /// Sends all there is and gives the buffers back.
-    pub(crate) fn flush(&mut self, stream: &Stream, pool: &mut Pool) -> Result<(), Gone> {
+    /// Sends all there is and gives the buffers back. While the client takes nothing, `idle` is called as long as it says
+    /// that it did something.
+    pub(crate) fn flush(
+        &mut self,
+        stream: &Stream,
+        pool: &mut Pool,
+        mut idle: impl FnMut() -> bool,
+    ) -> Result<(), Gone> {
         if self.bytes == 0 {
             return Ok(());
         }
@@ -90,10 +96,10 @@ impl Output {
                 used += 1;
                 from = self.small.len();
             }
-            stream.send(&mut slices[..used])?;
+            stream.send(&mut slices[..used], &mut idle)?;
         }
         if from < self.small.len() {
-            stream.send(&mut [IoSlice::new(&self.small[from..])])?;
+            stream.send(&mut [IoSlice::new(&self.small[from..])], &mut idle)?;
         }
         self.data.drain(..).for_each(|(_, buf)| pool.give(buf));
         self.small.clear();

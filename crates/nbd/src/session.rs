@@ -595,8 +595,24 @@ impl<'a> Session<'a> {
         }
     }
 
+    /// Sends what there is. A client that does not take its replies must keep nobody waiting but itself: a disk that counts
+    /// its writes waits for each to be collected. So they are, before this waits for the client.
     fn flush(&mut self) -> Result<(), Gone> {
-        self.output.flush(self.stream, &mut self.pool)
+        loop {
+            let mut collected = Vec::new();
+            let queue = &mut self.queue;
+            self.output.flush(self.stream, &mut self.pool, || {
+                let before = collected.len();
+                collected.extend(queue.complete(true));
+                collected.len() > before
+            })?;
+            if collected.is_empty() {
+                return Ok(());
+            }
+            collected.into_iter().for_each(|done| self.completed(done));
+            // A forced write may have become a flush.
+            self.queue.start();
+        }
     }
 }
 

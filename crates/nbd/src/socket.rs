@@ -84,17 +84,28 @@ impl Stream {
         }
     }
 
-    /// Sends all of `parts`, waiting as long as it takes.
-    pub(crate) fn send(&self, mut parts: &mut [IoSlice<'_>]) -> Result<(), Gone> {
+    /// Sends all of `parts`, waiting as long as it takes. Before it waits for the client, `idle` is called: again and again
+    /// as long as it says that it did something.
+    pub(crate) fn send(
+        &self,
+        mut parts: &mut [IoSlice<'_>],
+        mut idle: impl FnMut() -> bool,
+    ) -> Result<(), Gone> {
+        let mut flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         loop {
             let result = match parts {
                 [] => return Ok(()),
-                [one] => send(&self.fd, one, SendFlags::NOSIGNAL),
-                _ => sendmsg(&self.fd, parts, &mut SendAncillaryBuffer::default(), SendFlags::NOSIGNAL),
+                [one] => send(&self.fd, one, flags),
+                _ => sendmsg(&self.fd, parts, &mut SendAncillaryBuffer::default(), flags),
             };
             match result {
                 Ok(sent) => IoSlice::advance_slices(&mut parts, sent),
                 Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) if flags.contains(SendFlags::DONTWAIT) => {
+                    if !idle() {
+                        flags = SendFlags::NOSIGNAL;
+                    }
+                }
                 Err(_) => return Err(Gone),
             }
         }

@@ -11,7 +11,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use common::*;
-use device::{Disk, RamDisk};
+use device::{Disk, Done, Kind, Queue, RamDisk, Request};
 use nbd::{BlockSizes, Context, Export, Limits, Status};
 
 const EPERM: u32 = 1;
@@ -667,4 +667,90 @@ fn a_panic_below_ends_one_connection() {
     assert!(client.is_closed());
     assert_eq!(witness.read_at(0, 1), [0]);
     server.shutdown(Duration::from_secs(10));
+}
+
+/// A disk whose writes are under way until somebody waits for them; everything else is done at once.
+struct Counting {
+    ram: Arc<RamDisk>,
+    /// Writes submitted, and writes completed.
+    writes: Arc<[AtomicU64; 2]>,
+}
+
+impl Disk for Counting {
+    fn len(&self) -> u64 {
+        self.ram.len()
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.ram.read_at(offset, buf)
+    }
+    fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        self.ram.write_at(offset, buf)
+    }
+    fn zero(&self, offset: u64, len: u64, unmap: bool, fast: bool) -> io::Result<()> {
+        self.ram.zero(offset, len, unmap, fast)
+    }
+    fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.ram.discard(offset, len)
+    }
+    fn flush(&self) -> io::Result<()> {
+        Ok(())
+    }
+    fn queue(self: Arc<Self>, depth: u32) -> io::Result<Box<dyn Queue>> {
+        let inner = self.ram.clone().queue(depth)?;
+        Ok(Box::new(CountingQueue { inner, held: Vec::new(), writes: self.writes.clone() }))
+    }
+}
+
+struct CountingQueue {
+    inner: Box<dyn Queue>,
+    held: Vec<Request>,
+    writes: Arc<[AtomicU64; 2]>,
+}
+
+impl Queue for CountingQueue {
+    fn submit(&mut self, request: Request) {
+        match request.kind {
+            Kind::Write { .. } => {
+                self.writes[0].fetch_add(1, Ordering::SeqCst);
+                self.held.push(request);
+            }
+            _ => self.inner.submit(request),
+        }
+    }
+    fn start(&mut self) {}
+    fn complete(&mut self, wait: bool) -> Option<Done> {
+        if let Some(done) = self.inner.complete(false) {
+            return Some(done);
+        }
+        let request = if wait { self.held.pop()? } else { return None };
+        self.writes[1].fetch_add(1, Ordering::SeqCst);
+        self.inner.submit(request);
+        self.inner.complete(true)
+    }
+    fn in_flight(&self) -> usize {
+        self.held.len() + self.inner.in_flight()
+    }
+}
+
+/// A tracked disk counts the writes under way, and a checkpoint waits until they have been collected.
+#[test]
+fn a_client_that_takes_no_replies_leaves_no_write_uncollected() {
+    let writes: Arc<[AtomicU64; 2]> = Arc::default();
+    let disk = Arc::new(Counting { ram: Arc::new(RamDisk::new(8 * MIB)), writes: writes.clone() });
+    let server = serve(disk);
+    let mut client = Client::enter(&server, "disk", false, &[]);
+    for block in 0..8 {
+        client.request(WRITE, u16::from(block == 3), block * 4096, 4096, &noise(4096));
+    }
+    let replies = 8 + (0..16).map(|_| client.request(READ, 0, MIB, 4 << 20, &[])).count();
+    let until = Instant::now() + Duration::from_secs(30);
+    while writes[1].load(Ordering::SeqCst) < 8 {
+        assert!(Instant::now() < until, "submitted and collected: {writes:?}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // And every reply is there, once the client takes them.
+    for _ in 0..replies {
+        assert_eq!(client.next().1.error, 0);
+    }
+    client.bye();
 }
