@@ -196,7 +196,6 @@ impl ControlServer {
                     let answering = std::thread::Builder::new().name("control".into()).spawn(move || {
                         // A client that goes away or talks nonsense ends its own connection alone.
                         let _ = answer_all(&source, &socket);
-                        let _ = socket.shutdown(std::net::Shutdown::Both);
                     });
                     let mut all = connections.lock().unwrap_or_else(|e| e.into_inner());
                     all.retain(|(_, thread)| !thread.is_finished());
@@ -253,6 +252,9 @@ fn answer_all(source: &Source, socket: &UnixStream) -> io::Result<()> {
         }
         Ok(())
     })();
+    // First: who reads a view asks, after what it read, whether this connection still stands. While it seems to, nothing may
+    // be overwritten that was not kept.
+    let _ = socket.shutdown(std::net::Shutdown::Both);
     let own = holding.own.iter().filter_map(|c| c.saved.as_ref());
     for saved in own.chain(holding.batches.values()) {
         source.disk().drop_view(saved);
@@ -531,5 +533,40 @@ impl Client {
             }
             Ok(())
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+    use crate::{Options, StateDir};
+
+    /// A server that ends a conversation by itself: nothing may be overwritten unkept while its reader believes in the view.
+    #[test]
+    fn a_reader_is_told_before_its_views_are_let_go() {
+        let temp = tempfile::tempdir().unwrap();
+        let image = temp.path().join("vm.raw");
+        std::fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
+        let state = StateDir::find(Some(&temp.path().join("state")));
+        let source = Arc::new(Source::open(&state, &image, &Options::default()).unwrap());
+        let _server = ControlServer::start(source.clone()).unwrap();
+        for _ in 0..20 {
+            let client = Client::connect(source.folder().path()).unwrap().unwrap();
+            // Many, so that letting them go takes time.
+            let views: Vec<_> = (0..100).map(|_| client.view(false).unwrap()).collect();
+            let alive = client.alive();
+            alive().unwrap();
+            assert_eq!(source.disk().views().len(), views.len());
+            (&*client.socket).write_all(&[0xff; 8]).unwrap();
+            while source.disk().views().len() == views.len() {
+                std::thread::yield_now();
+            }
+            assert!(alive().is_err(), "a view has gone, and its reader would not notice");
+            while !source.disk().views().is_empty() {
+                std::thread::yield_now();
+            }
+        }
     }
 }

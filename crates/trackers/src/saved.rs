@@ -7,6 +7,25 @@
 //! The file has a slot for each stripe of the disk of which something was kept, in the order in which that happened: a disk
 //! may be larger than the file system lets a file be.
 //!
+//! # Orderings
+//!
+//! Two processes work with the map, and the image is written and read by the kernel for them, so the orderings that a mutex
+//! would give are made by hand. x86 gives them by itself; ARM does not.
+//!
+//! ```text
+//! writer                             reader
+//! A  bits and slots of what is kept  R  read the image
+//! F  fence                           G  fence
+//! W  write the image                 L  look at the bits
+//! ```
+//!
+//! If R sees any of W, L must see A. F keeps W behind A, G keeps L behind R. A system call is no fence: what it stores may
+//! become visible before an earlier store of its caller. F is also there where a writer leaves a block alone, because another
+//! writer has kept it or the view is given up: it has seen that, and its own write must not be seen without it.
+//!
+//! The other way round, a writer that leaves a block alone because the reader has taken it must not overwrite what the
+//! reader is still reading: R is before the reader's release of `TAKEN`, and the writer's acquire of it before W.
+//!
 //! The map lives in memory shared by descriptor, the saved data in a file without a name: when both processes are gone,
 //! so is the view.
 
@@ -17,13 +36,16 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Mutex;
-use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
+use std::sync::atomic::{
+    Ordering::{Acquire, Relaxed, Release, SeqCst},
+    fence,
+};
 
 use device::{Disk, Mapping};
 use extents::Bitmap;
 use rustix::fs::{MemfdFlags, Mode, OFlags};
 
-use crate::record::{Section, raise};
+use crate::record::Section;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"dsyncvew");
 const HEAD_WORDS: usize = 512;
@@ -186,7 +208,7 @@ impl Saved {
 
     /// Tells that blocks below this one have been taken and need not be kept any more. Only rises.
     pub fn taken(&self, block: u64) {
-        raise(&self.head[TAKEN], block);
+        self.head[TAKEN].fetch_max(block, Release);
     }
 
     fn blocks_of(&self, offset: u64, len: u64) -> Range<u64> {
@@ -202,12 +224,18 @@ impl Saved {
     /// Keeps what the view needs of a byte range that is about to be overwritten on `disk`. Never fails: a view that can't
     /// keep its data is given up, the writer goes on.
     pub fn keep(&self, disk: &dyn Disk, offset: u64, len: u64) {
+        self.keep_all(disk, offset, len);
+        // F: what was kept is seen by whoever sees the write that comes next.
+        fence(SeqCst);
+    }
+
+    fn keep_all(&self, disk: &dyn Disk, offset: u64, len: u64) {
         if self.is_broken() || offset >= self.size || len == 0 {
             return;
         }
         let all = self.blocks_of(offset, len.min(self.size - offset));
         let narrowed = self.head[NARROWED].load(Acquire) != 0;
-        let first = all.start.max(self.head[TAKEN].load(Relaxed));
+        let first = all.start.max(self.head[TAKEN].load(Acquire));
         let per_stripe = STRIPE / u64::from(self.block_size);
         let mut at = first;
         while at < all.end {
@@ -269,7 +297,11 @@ impl Saved {
             return Ok(());
         }
         let end = offset + buf.len() as u64;
+        // G: the bits are looked at after the image was read.
+        fence(SeqCst);
         for run in self.kept.runs_in(self.blocks_of(offset, buf.len() as u64)) {
+            // Whoever sees a bit sees the slot and the data that were there before it.
+            fence(Acquire);
             let bytes = self.bytes_of(&run);
             let (from, to) = (bytes.start.max(offset), bytes.end.min(end));
             if from < to {
@@ -331,6 +363,8 @@ impl Saved {
     pub fn next_kept(&self, from: u64) -> Option<Range<u64>> {
         let blocks = self.size.div_ceil(u64::from(self.block_size));
         let shift = self.block_size.trailing_zeros();
+        // G: the bits are looked at after the image was asked for its holes.
+        fence(SeqCst);
         let run = self.kept.runs_in(from >> shift..blocks).next()?;
         let bytes = self.bytes_of(&run);
         Some(bytes.start.max(from)..bytes.end)
