@@ -108,12 +108,28 @@ impl Site {
 
     /// Serves images on a socket of its own and waits until it answers.
     pub fn serve(&self, images: &[&Path], options: &[&str]) -> Server {
-        self.serve_on(self.socket(&format!("nbd-{}", next())), images, options)
+        self.serve_with(images, options, &[])
+    }
+
+    /// The same, with more in its environment.
+    pub fn serve_with(&self, images: &[&Path], options: &[&str], environment: &[(&str, &str)]) -> Server {
+        self.start(self.socket(&format!("nbd-{}", next())), images, options, environment)
     }
 
     /// The same on a socket that clients know already.
     pub fn serve_on(&self, socket: PathBuf, images: &[&Path], options: &[&str]) -> Server {
-        let process = self.dsync(["serve"]).args(images).arg("--socket").arg(&socket).args(options).start();
+        self.start(socket, images, options, &[])
+    }
+
+    fn start(
+        &self,
+        socket: PathBuf,
+        images: &[&Path],
+        options: &[&str],
+        environment: &[(&str, &str)],
+    ) -> Server {
+        let run = self.dsync(["serve"]).args(images).arg("--socket").arg(&socket).args(options);
+        let process = environment.iter().fold(run, |run, (name, value)| run.env(name, value)).start();
         let mut server = Server { process: Some(process), socket };
         server.wait();
         server

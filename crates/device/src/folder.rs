@@ -47,6 +47,11 @@ pub trait StateFile: Send + Sync {
     fn reserve(&self, len: u64) -> io::Result<()>;
     /// Makes the file's content and length durable, what was written through mappings included.
     fn sync(&self) -> io::Result<()>;
+    /// Fails if writing back what was written earlier, through a mapping too, failed since this file was opened. Told once:
+    /// by this call or by [`StateFile::sync`], whichever comes first. Begins no write-back.
+    fn failed(&self) -> io::Result<()> {
+        Ok(())
+    }
     /// Maps the first `len` bytes, a multiple of 8, shared.
     fn map(&self, len: u64) -> io::Result<Mapping>;
     /// Begins to write a range back and does not wait for it, so that a later [`StateFile::sync`] finds little to do. A hint.
@@ -148,6 +153,12 @@ impl StateFile for RealFile {
     }
     fn sync(&self) -> io::Result<()> {
         self.file.sync_data()
+    }
+    fn failed(&self) -> io::Result<()> {
+        // SAFETY: no memory is passed; the descriptor is open as long as `self` lives.
+        let failed =
+            unsafe { libc::sync_file_range(self.file.as_raw_fd(), 0, 0, libc::SYNC_FILE_RANGE_WAIT_BEFORE) };
+        if failed != 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
     fn map(&self, len: u64) -> io::Result<Mapping> {
         Mapping::new(&self.file, len)

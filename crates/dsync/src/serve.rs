@@ -183,6 +183,12 @@ fn listen_unix(path: &Path) -> Result<(UnixListener, SocketFile)> {
     Ok((listener, SocketFile(path.to_path_buf())))
 }
 
+/// The time between sweeps of the write-intent log. A test that waits for regions to fall idle sets it.
+fn sweep_every() -> Duration {
+    let set = std::env::var("DSYNC_SWEEP_MS").ok().and_then(|ms| ms.parse().ok());
+    set.map_or(source::Options::SWEEP_EVERY, |ms: u64| Duration::from_millis(ms.max(1)))
+}
+
 /// Runs the server until a signal ends it.
 pub fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> {
     if let Some(address) = args.tcp.filter(|a| !a.ip().is_loopback()) {
@@ -213,6 +219,7 @@ pub fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> 
                 trust_device: args.open.trust_device,
                 allow_shrink: args.open.allow_shrink,
                 view_limit: args.view_limit,
+                sweep_every: sweep_every(),
                 ..source::Options::default()
             };
             let source = Arc::new(Source::open(state, image, &options)?);

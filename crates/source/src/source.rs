@@ -38,6 +38,8 @@ pub struct Options {
     pub intents: bool,
     /// Bytes a region of the write-intent log.
     pub region: u64,
+    /// From one sweep of the write-intent log to the next; a region falls idle after ten without a write.
+    pub sweep_every: Duration,
 }
 
 impl Default for Options {
@@ -51,6 +53,7 @@ impl Default for Options {
             view_limit: Options::VIEW_LIMIT,
             intents: true,
             region: Settings::REGION,
+            sweep_every: Options::SWEEP_EVERY,
         }
     }
 }
@@ -58,6 +61,8 @@ impl Default for Options {
 impl Options {
     /// The default bound on what a view keeps.
     pub const VIEW_LIMIT: u64 = 16 << 30;
+    /// The default time between sweeps of the write-intent log.
+    pub const SWEEP_EVERY: Duration = Duration::from_secs(1);
 
     /// The block size for a disk: 4 KiB, larger where the bitmap would exceed 128 MiB, up to 1 MiB.
     fn block_size_for(size: u64) -> u32 {
@@ -152,8 +157,12 @@ pub struct Source {
     disk: TrackedDisk,
     direct: bool,
     view_limit: u64,
+    /// An outer lock, as all that a checkpoint holds (see `trackers/src/tracked.rs`): for nobody who writes.
     book: Mutex<Book>,
-    /// The view that readers share under the name `@view`.
+    /// Why what came before the next checkpoint is not known. An inner lock: connections ask in the midst of their writes.
+    /// Changed with `book` locked.
+    lost: Mutex<Option<String>>,
+    /// An outer lock, taken before `book`. The view that readers share under the name `@view`.
     shared_view: Mutex<Weak<SharedView>>,
     tending: Option<(Arc<AtomicBool>, JoinHandle<()>)>,
     locks: Option<(FolderLock, Option<device::ImageLock>)>,
@@ -163,8 +172,6 @@ pub struct Source {
 struct Book {
     history: History,
     stamp: Stamp,
-    /// Why what came before the next checkpoint is not known.
-    lost: Option<String>,
 }
 
 /// A view kept open for as long as somebody holds it.
@@ -345,9 +352,10 @@ impl Source {
         let stop = Arc::new(AtomicBool::new(false));
         let tending = {
             let (disk, stop, medium) = (disk.clone(), stop.clone(), medium.clone());
+            let every = options.sweep_every;
             std::thread::Builder::new()
                 .name("tend".into())
-                .spawn(move || tend(&disk, &*medium, &stop))
+                .spawn(move || tend(&disk, &*medium, &stop, every))
                 .map_err(SourceError::state("start a thread for", folder.path()))?
         };
         Ok(Source {
@@ -357,7 +365,8 @@ impl Source {
             disk,
             direct: options.direct,
             view_limit: options.view_limit,
-            book: Mutex::new(Book { history, stamp, lost }),
+            book: Mutex::new(Book { history, stamp }),
+            lost: Mutex::new(lost),
             shared_view: Mutex::new(Weak::new()),
             tending: Some((stop, tending)),
             locks: None,
@@ -383,15 +392,17 @@ impl Source {
         &self.disk
     }
 
-    /// Why what came before the next checkpoint is not known; `None` if it is.
+    /// Why what came before the next checkpoint is not known; `None` if it is. Does not wait for a checkpoint that is under
+    /// way: until that stands in the history, the answer is still that of before.
     pub fn lost(&self) -> Option<String> {
-        self.doubted(&self.book()).0
+        self.doubted().0
     }
 
     /// The same, and what of it is to be settled with the tracker.
-    fn doubted(&self, book: &Book) -> (Option<String>, Option<u64>) {
+    fn doubted(&self) -> (Option<String>, Option<u64>) {
+        let lost = self.lost.lock().unwrap_or_else(|e| e.into_inner()).clone();
         let foreign = self.disk.foreign();
-        (book.lost.clone().or_else(|| foreign.map(|_| FOREIGN.into())), foreign)
+        (lost.or_else(|| foreign.map(|_| FOREIGN.into())), foreign)
     }
 
     fn book(&self) -> std::sync::MutexGuard<'_, Book> {
@@ -420,7 +431,7 @@ impl Source {
         let mut book = self.book();
         self.look(&book)?;
         let since = book.history.last();
-        if let (Some(why), _) = self.doubted(&book) {
+        if let (Some(why), _) = self.doubted() {
             return Err(SourceError::Lost { since: since.map_or(0, |e| e.number), why });
         }
         if ends {
@@ -469,7 +480,7 @@ impl Source {
         follower: Option<&Follower>,
     ) -> Result<(Checkpoint, Option<Arc<Bitmap>>), SourceError> {
         self.look(book)?;
-        let (lost, foreign) = self.doubted(book);
+        let (lost, foreign) = self.doubted();
         let size = self.disk.len();
         let stands =
             book.history.last().filter(|last| lost.is_none() && book.history.size_at(last) == Some(size));
@@ -494,7 +505,8 @@ impl Source {
                 let settled = appended.and_then(|()| {
                     // The gap stands in the history. And a history that ends before this epoch is not believed any more:
                     // soon no record holds what it lacks.
-                    (book.lost, book.stamp.lost, book.stamp.epoch) = (None, None, epoch.number);
+                    *self.lost.lock().unwrap_or_else(|e| e.into_inner()) = None;
+                    (book.stamp.lost, book.stamp.epoch) = (None, epoch.number);
                     book.stamp.write(&*self.folder)
                 });
                 if let Err(error) = settled {
@@ -585,7 +597,7 @@ impl Source {
         self.disk.look(|| changed(&identity))?;
         let book = self.book();
         let replaced = !identity.same_object(&book.stamp.identity);
-        let lost = if replaced { Some(REPLACED.into()) } else { self.doubted(&book).0 };
+        let lost = if replaced { Some(REPLACED.into()) } else { self.doubted().0 };
         let epoch = book.history.last().map_or(0, |e| e.number);
         let boot = self.medium.boot().id;
         Stamp { clean: true, lost, identity, boot, epoch }.write(&*self.folder)
@@ -614,7 +626,6 @@ const IDLE_TICKS: u8 = 10;
 /// From one note of a busy disk to the next, and from one look at an idle disk to the next.
 const BUSY_PULSE: Duration = Duration::from_millis(5);
 const IDLE_PULSE: Duration = Duration::from_millis(100);
-const SWEEP_EVERY: Duration = Duration::from_secs(1);
 
 /// When the image was changed last, in nanoseconds since 1970; `None` for what has no such time.
 fn changed(identity: &Identity) -> Option<u64> {
@@ -633,14 +644,14 @@ fn settled(medium: &dyn Medium) -> Result<Identity, SourceError> {
     medium.identity()
 }
 
-fn tend(disk: &TrackedDisk, medium: &dyn Medium, stop: &AtomicBool) {
+fn tend(disk: &TrackedDisk, medium: &dyn Medium, stop: &AtomicBool, every: Duration) {
     let (mut last, mut wrote, mut swept) = (0, Instant::now(), Instant::now());
     // Not in the first second, which may be the only one; and after a failure not before the next sweep.
     let mut spare = false;
     // One look soon after the last write, then one at each sweep. What can't be looked at is left to the next checkpoint.
     let mut look = true;
     while !stop.load(SeqCst) {
-        let busy = wrote.elapsed() < SWEEP_EVERY;
+        let busy = wrote.elapsed() < every;
         std::thread::park_timeout(if busy { BUSY_PULSE } else { IDLE_PULSE });
         let (moved, now) = disk.pulse(last);
         last = now;
@@ -651,7 +662,7 @@ fn tend(disk: &TrackedDisk, medium: &dyn Medium, stop: &AtomicBool) {
             let _ = disk.look(|| medium.identity().ok().as_ref().and_then(changed));
         }
         spare = spare && disk.prepare().is_ok();
-        if swept.elapsed() >= SWEEP_EVERY && !stop.load(SeqCst) {
+        if swept.elapsed() >= every && !stop.load(SeqCst) {
             (swept, spare, look) = (Instant::now(), true, true);
             // A sweep that fails leaves more regions active than need be; the next one tries again.
             let _ = disk.sweep(IDLE_TICKS);

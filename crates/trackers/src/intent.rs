@@ -7,8 +7,8 @@
 use std::collections::BTreeSet;
 use std::io;
 use std::ops::Range;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::SeqCst};
+use std::sync::{Mutex, MutexGuard};
 
 use device::{Folder, StateFile};
 
@@ -28,6 +28,9 @@ pub(crate) struct Intents {
     used: Box<[AtomicU8]>,
     /// From 1 to 255, then 1 again. Regions are swept long before a tick comes round.
     tick: AtomicU8,
+    /// Held by a sweep from beginning to end, so before `log`. No writer takes it.
+    sweeping: Mutex<()>,
+    /// Taken by writers that are inside the gate with other writes: never held while the gate is drained.
     log: Mutex<Log>,
     /// Times that a write had to wait for the log, for the status.
     waits: AtomicU64,
@@ -63,6 +66,7 @@ impl Intents {
             region,
             used,
             tick: AtomicU8::new(1),
+            sweeping: Mutex::new(()),
             log: Mutex::new(Log { file, active: BTreeSet::new() }),
             waits: AtomicU64::new(0),
             enabled,
@@ -133,10 +137,11 @@ impl Intents {
         })
     }
 
-    /// Called outside the gate: makes the regions of a range active, durably.
+    /// Makes the regions of a range active, durably. Called between entering the gate in vain and entering it again; other
+    /// writes of the same thread may be inside all the while.
     pub fn activate(&self, offset: u64, len: u64) -> io::Result<()> {
         self.waits.fetch_add(1, SeqCst);
-        let mut log = self.log.lock().unwrap_or_else(|e| e.into_inner());
+        let mut log = self.log();
         let regions = self.regions(offset, len);
         let fresh: Vec<u64> = regions.clone().filter(|r| self.used[*r as usize].load(SeqCst) == 0).collect();
         if fresh.is_empty() {
@@ -154,10 +159,37 @@ impl Intents {
     /// Lets regions fall idle that were not written for `age` ticks, and begins the next tick. `sync` makes the bits of all
     /// unreleased records durable.
     ///
-    /// Taking a region down comes first: writes that come later find it idle and wait for the log. Writes already inside
-    /// the gate are waited for, then the bits are made durable, and only then the intent goes.
+    /// Taking a region down comes first: writes that come later find it idle, and activate it anew. Writes already inside
+    /// the gate are waited for, then the bits are made durable. Only then does the intent go, unless the region was
+    /// activated meanwhile: what was written since may not be among the bits that were made durable.
+    ///
+    /// The log is free while the gate is drained, because a thread inside the gate may be waiting for the log: with one
+    /// write on its way it begins another, in an idle region, and until that has begun it does not look for completions.
+    /// Sweeps exclude each other, or one could drop an intent that was renewed and taken down again behind its back.
     pub fn sweep(&self, age: u8, gate: &Gate, sync: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
-        let mut log = self.log.lock().unwrap_or_else(|e| e.into_inner());
+        let _alone = self.sweeping.lock().unwrap_or_else(|e| e.into_inner());
+        let idle = self.take_down(age);
+        if idle.is_empty() {
+            return Ok(());
+        }
+        gate.drain();
+        sync()?;
+        let mut log = self.log();
+        // Only `activate` brings a region back, with the log locked.
+        let dropped: Vec<u64> =
+            idle.into_iter().filter(|region| self.used[*region as usize].load(SeqCst) == 0).collect();
+        if dropped.is_empty() {
+            return Ok(());
+        }
+        for region in &dropped {
+            log.active.remove(region);
+        }
+        log.write(&dropped)
+    }
+
+    /// Marks as idle what was not written for `age` ticks, and begins the next tick. The intents stay.
+    fn take_down(&self, age: u8) -> Vec<u64> {
+        let log = self.log();
         let now = self.tick.load(SeqCst);
         let mut idle = Vec::new();
         for region in &log.active {
@@ -170,20 +202,22 @@ impl Intents {
             }
         }
         self.tick.store(if now == 255 { 1 } else { now + 1 }, SeqCst);
-        if idle.is_empty() {
-            return Ok(());
-        }
-        gate.drain();
-        sync()?;
-        for region in &idle {
-            log.active.remove(region);
-        }
-        log.write(&idle)
+        idle
+    }
+
+    /// The byte ranges active now, ascending: where bits may be set that are not durable.
+    pub fn active_ranges(&self, size: u64) -> Vec<Range<u64>> {
+        let log = self.log();
+        log.active.iter().map(|r| r * self.region..((r + 1) * self.region).min(size)).collect()
     }
 
     /// Regions active now.
     pub fn active(&self) -> u64 {
-        self.log.lock().unwrap_or_else(|e| e.into_inner()).active.len() as u64
+        self.log().active.len() as u64
+    }
+
+    fn log(&self) -> MutexGuard<'_, Log> {
+        self.log.lock().unwrap_or_else(|e| e.into_inner())
     }
 
     /// Bytes a region.

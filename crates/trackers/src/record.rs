@@ -2,10 +2,17 @@
 //!
 //! A record is never cleared: each epoch has a fresh file, and a frozen one is removed once its content stands in the history.
 //! The kernel may write mapped pages back whenever it likes, which is why clearing in place could lose a bit after a crash.
+//!
+//! Where writing back fails, Linux says so once and then takes the pages for clean: it does not write them again, and may drop
+//! them from memory. So a record with one such failure is *damaged* for the rest of its life, which its file says too: it
+//! never counts as durable again, and no intent is dropped on its word.
 
 use std::io;
 use std::ops::{Deref, Range};
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{
+    AtomicU64,
+    Ordering::{Relaxed, SeqCst},
+};
 
 use device::{Folder, Mapping, StateFile};
 use extents::Bitmap;
@@ -13,6 +20,8 @@ use extents::Bitmap;
 /// Bytes before the bitmap.
 const HEAD: u64 = 4096;
 const MAGIC: u64 = u64::from_le_bytes(*b"dsyncrec");
+/// The word of the head that is not 0 once the file could not be written. Behind magic, number, size and block size.
+const DAMAGED: usize = 4;
 
 /// Words of a mapping.
 pub(crate) struct Section {
@@ -39,6 +48,7 @@ pub struct Record {
     size: u64,
     block_size: u32,
     file: Box<dyn StateFile>,
+    head: Section,
     bits: Bitmap<Section>,
 }
 
@@ -103,7 +113,8 @@ impl Record {
         let first = (HEAD / 8) as usize;
         let bits = Bitmap::over(Section::new(&mapping, first..first + words as usize), blocks)
             .map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))?;
-        Ok(Record { number, size, block_size, file, bits })
+        let head = Section::new(&mapping, 0..first);
+        Ok(Record { number, size, block_size, file, head, bits })
     }
 
     /// Removes the file. Durable after the folder's sync.
@@ -170,9 +181,28 @@ impl Record {
         self.bits.runs().next().is_none()
     }
 
-    /// Makes the bits durable.
+    /// Makes the bits durable. Fails for ever after it has failed once.
     pub(crate) fn sync(&self) -> io::Result<()> {
-        self.file.sync()
+        if self.is_damaged() {
+            return Err(io::Error::other(format!(
+                "{} could not be written earlier",
+                Self::name(self.number)
+            )));
+        }
+        self.file.sync().inspect_err(|_| self.head[DAMAGED].store(1, SeqCst))
+    }
+
+    fn is_damaged(&self) -> bool {
+        self.head[DAMAGED].load(SeqCst) != 0
+    }
+
+    /// True if nothing that was read from the bits so far can have been lost: no page of the file failed to be written, be
+    /// it by [`Record::sync`] or by the kernel on its own.
+    pub(crate) fn is_sound(&self) -> bool {
+        if !self.is_damaged() && self.file.failed().is_err() {
+            self.head[DAMAGED].store(1, SeqCst);
+        }
+        !self.is_damaged()
     }
 }
 

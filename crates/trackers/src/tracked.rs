@@ -4,12 +4,27 @@
 //! down → the gate is left → the answer. A checkpoint publishes a fresh record (and perhaps a new view) and drains the gate:
 //! then every write marked in the old record has landed, and every later one is marked in the new record and keeps its
 //! blocks for the view.
+//!
+//! # Locks
+//!
+//! A thread that writes through an asynchronous queue stays inside the gate until it looks for completions, and it does not
+//! look while it begins the next write or answers a question about the disk. If it then waits for a lock whose holder drains
+//! the gate, both wait for ever. So there are two classes of locks:
+//!
+//! - *Outer* locks may be held while the gate is drained: those of the caller that ends an epoch, then `Shared::ending`, then
+//!   `Intents::sweeping`, then the gate's own turn. Only threads that have no write inside the gate take them: those that
+//!   make checkpoints, cuts and sweeps.
+//! - *Inner* locks are held for memory and file operations alone, never while the gate is drained and never while an outer
+//!   lock is being taken: `Shared::current`, `Shared::spare`, `Shared::looked`, the write-intent log, and the stripes of a
+//!   view. Every thread may take them.
+//!
+//! All that a writer calls ([`TrackedDisk`] as a `Disk`, its queues, [`TrackedDisk::dirty_runs`]) takes inner locks only.
 
 use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 
 use device::{Disk, Done, Folder, Kind, Piece, Queue, Request};
 use extents::Bitmap;
@@ -96,6 +111,8 @@ impl Settings {
 #[derive(Clone)]
 struct Current {
     record: Arc<Record>,
+    /// Records swapped out and not yet released, ascending.
+    frozen: Vec<Arc<Record>>,
     views: Vec<Arc<Saved>>,
     followers: Vec<Following>,
 }
@@ -140,9 +157,9 @@ struct Shared {
     version: AtomicU64,
     /// Followers there ever were.
     followers: AtomicU64,
-    /// Records swapped out and not yet released. Held throughout a checkpoint: one at a time.
-    frozen: Mutex<Vec<Arc<Record>>>,
-    /// The next record, made ahead. Taken after `frozen`.
+    /// Held throughout a checkpoint, and while frozen records are released: one at a time.
+    ending: Mutex<()>,
+    /// The next record, made ahead.
     spare: Mutex<Option<Record>>,
     /// The last look at the image: the last note then, and the image's time of change.
     looked: Mutex<Option<(u64, u64)>>,
@@ -205,7 +222,8 @@ impl TrackedDisk {
         if let Some(was) = was.filter(|was| *was < size) {
             record.mark(was, size - was);
         }
-        if trusted && power_lost && !old.is_empty() {
+        let damaged = || old.iter().any(|earlier| !earlier.is_sound());
+        if trusted && !old.is_empty() && (power_lost || damaged()) {
             match Intents::left_active(&*folder).map_err(state("can't read the write-intent log"))? {
                 Some(active) if settings.intents => active.iter().for_each(|r| {
                     let end = r.end.min(size);
@@ -236,12 +254,13 @@ impl TrackedDisk {
                 served,
                 current: RwLock::new(Arc::new(Current {
                     record: Arc::new(record),
+                    frozen: Vec::new(),
                     views: Vec::new(),
                     followers: Vec::new(),
                 })),
                 version: AtomicU64::new(1),
                 followers: AtomicU64::new(0),
-                frozen: Mutex::new(Vec::new()),
+                ending: Mutex::new(()),
                 spare: Mutex::new(None),
                 looked: Mutex::new(None),
             }),
@@ -268,20 +287,20 @@ impl TrackedDisk {
         follower: Option<&Follower>,
     ) -> Result<Frozen, TrackError> {
         let s = &self.shared;
-        let mut frozen = s.frozen.lock().unwrap_or_else(|e| e.into_inner());
+        let _alone = self.alone();
         // Held until the record is in use: whoever makes the next spare goes by its number.
         let mut spare = s.spare.lock().unwrap_or_else(|e| e.into_inner());
         let next = match spare.take() {
             Some(next) => next,
             None => self.next_record()?,
         };
-        let (last, followed) = s.replace(|current| {
+        let (frozen, followed) = s.replace(|current| {
             current.views.extend(view.clone());
             let last = std::mem::replace(&mut current.record, Arc::new(next));
-            (last, follower.and_then(|f| current.begin_anew(f)))
+            current.frozen.push(last);
+            (current.frozen.clone(), follower.and_then(|f| current.begin_anew(f)))
         });
         drop(spare);
-        frozen.push(last.clone());
         s.gate.drain();
         // The frozen record itself need not be durable: until it is released, no intent is dropped before it is, and what
         // was active counts as written.
@@ -294,11 +313,8 @@ impl TrackedDisk {
             }
             return Err(error);
         }
-        let changes = Bitmap::new(self.blocks());
-        for record in frozen.iter() {
-            record.add_to(&changes);
-        }
-        Ok(Frozen { number: last.number(), changes, view, followed })
+        let number = frozen.last().map_or(0, |last| last.number());
+        Ok(Frozen { number, changes: self.marked(&frozen), view, followed })
     }
 
     /// Follows what is written from now on. A write that is in flight may go unnoticed: the checkpoint that comes next waits
@@ -351,9 +367,10 @@ impl TrackedDisk {
     /// False if something was: then there is no view.
     pub fn view_of_unchanged(&self, view: Option<&Arc<Saved>>) -> bool {
         let s = &self.shared;
-        let frozen = s.frozen.lock().unwrap_or_else(|e| e.into_inner());
-        let record = self.record();
-        if !frozen.is_empty() || !record.is_clean() {
+        let _alone = self.alone();
+        let Current { record, frozen, .. } = &*self.current();
+        let is_clean = || record.is_clean() && record.is_sound();
+        if !frozen.is_empty() || !is_clean() {
             return false;
         }
         if let Some(view) = view {
@@ -362,7 +379,7 @@ impl TrackedDisk {
         // Whoever came in before the view was there has left, and has left a mark; whoever came later keeps for the view.
         // As long as there is no mark, the view is of this moment and of the last checkpoint.
         s.gate.drain();
-        let unchanged = record.is_clean();
+        let unchanged = is_clean();
         if let Some(view) = view.filter(|_| !unchanged) {
             self.drop_view(view);
         }
@@ -372,13 +389,13 @@ impl TrackedDisk {
     /// Forgets what is frozen: it stands in the history now.
     pub fn release(&self) -> Result<(), TrackError> {
         let s = &self.shared;
-        let mut frozen = s.frozen.lock().unwrap_or_else(|e| e.into_inner());
-        for record in frozen.iter() {
+        let _alone = self.alone();
+        for record in &self.current().frozen {
             Record::remove(&*s.folder, record.number())
                 .map_err(|e| self.state("can't remove a record", e))?;
         }
         // Not synced: a record that comes back after a power cut has a number that the history knows, and is removed then.
-        frozen.clear();
+        s.replace(|current| current.frozen.clear());
         Ok(())
     }
 
@@ -397,26 +414,39 @@ impl TrackedDisk {
         self.current().record.clone()
     }
 
-    /// Blocks written since what was released last, at this moment.
+    /// Blocks written since what was released last, at this moment. Does not wait for a checkpoint that is under way.
     pub fn dirty(&self) -> Bitmap {
-        let s = &self.shared;
-        let frozen = s.frozen.lock().unwrap_or_else(|e| e.into_inner());
-        let dirty = Bitmap::new(self.blocks());
-        for record in frozen.iter() {
-            record.add_to(&dirty);
-        }
-        self.record().add_to(&dirty);
-        dirty
+        let current = self.current();
+        let records: Vec<_> = current.frozen.iter().chain([&current.record]).cloned().collect();
+        self.marked(&records)
     }
 
-    /// The runs of blocks within a range that were written since what was released last, ascending, at most `limit`.
+    /// The runs of blocks within a range that were written since what was released last, ascending, at most `limit`. Does
+    /// not wait for a checkpoint that is under way.
     pub fn dirty_runs(&self, blocks: Range<u64>, limit: usize) -> Vec<Range<u64>> {
-        let frozen = self.shared.frozen.lock().unwrap_or_else(|e| e.into_inner());
-        if frozen.is_empty() {
-            return self.record().runs_in(blocks).take(limit).collect();
+        let current = self.current();
+        if current.frozen.is_empty() {
+            let runs = current.record.runs_in(blocks.clone()).take(limit).collect();
+            if current.record.is_sound() {
+                return runs;
+            }
         }
-        drop(frozen);
         self.dirty().runs_in(blocks).take(limit).collect()
+    }
+
+    /// What records have marked, together. Where one of them could not be written to disk, its marks may be gone from memory
+    /// too: those that had not reached the disk before are in active regions, which count as written whole.
+    fn marked(&self, records: &[Arc<Record>]) -> Bitmap {
+        let blocks = Bitmap::new(self.blocks());
+        records.iter().for_each(|record| record.add_to(&blocks));
+        // In this order: what was read before a sound answer was sound.
+        if !records.iter().all(|record| record.is_sound()) {
+            let (size, block_size) = (self.shared.disk.len(), u64::from(self.block_size()));
+            for range in self.shared.intents.active_ranges(size) {
+                blocks.set(range.start / block_size..range.end.div_ceil(block_size));
+            }
+        }
+        blocks
     }
 
     /// Housekeeping, to be called about once a second: lets regions fall idle that were not written for `age` calls, and
@@ -503,19 +533,15 @@ impl TrackedDisk {
         &self.shared.disk
     }
 
+    /// Makes the bits of all unreleased records durable. One look at the records is enough: a record that takes the place of
+    /// another later has only the marks of later writes.
     fn sync_records(&self) -> io::Result<()> {
-        // The lock keeps a checkpoint from moving a record from current to frozen between the two looks.
-        let frozen = self.shared.frozen.try_lock();
-        match frozen {
-            Ok(frozen) => {
-                for record in frozen.iter() {
-                    record.sync()?;
-                }
-                self.record().sync()
-            }
-            // A checkpoint is under way and will sync the record that it freezes; this sweep can wait for the next tick.
-            Err(_) => Err(io::ErrorKind::WouldBlock.into()),
-        }
+        let current = self.current();
+        current.frozen.iter().chain([&current.record]).try_for_each(|record| record.sync())
+    }
+
+    fn alone(&self) -> MutexGuard<'_, ()> {
+        self.shared.ending.lock().unwrap_or_else(|e| e.into_inner())
     }
 
     fn current(&self) -> Arc<Current> {
@@ -568,7 +594,7 @@ impl Shared {
                 self.served.note();
                 return Ok(side);
             };
-            // The log is written outside the gate: its sweep drains the gate while it holds the log.
+            // The log is written outside the gate: the place is given up, and what was looked at is looked at anew.
             self.gate.leave(side);
             self.intents.activate(idle.offset, idle.len).map_err(|e| {
                 let place = self.folder.path().display();

@@ -24,6 +24,7 @@ use crate::rng::Rng;
 /// systems promise, and all that POSIX does. [`FaultyFolder::syncing_links`] is the friendlier kind.
 ///
 /// What is done to the folder behind its back goes unnoticed. Syncs don't reach the real disk, so runs are fast.
+#[derive(Clone)]
 pub struct FaultyFolder {
     power: Power,
     core: Arc<Core>,
@@ -96,6 +97,10 @@ struct State {
     mapped: bool,
     /// What a mapped file held when the power was cut.
     at_cut: Option<RamDisk>,
+    /// What a mapped file held when writing it back failed. Pages that are still so count as clean: they are not written.
+    failed: Option<RamDisk>,
+    /// The failure was not told yet.
+    untold: bool,
 }
 
 impl FaultyFolder {
@@ -125,6 +130,38 @@ impl FaultyFolder {
     /// After its files have grown by this many more bytes, growing them fails with ENOSPC.
     pub fn full_after(&self, bytes: u64) {
         lock(&self.core.book).room = Some(bytes);
+    }
+
+    /// Lets the system's own writing back of mapped files fail, once: the next sync of each fails, and later ones succeed
+    /// without writing what has not changed since.
+    pub fn fail_write_back(&self) -> io::Result<()> {
+        lock(&self.core.book).files.values().try_for_each(|content| {
+            let state = &mut *lock(&content.state);
+            if state.mapped {
+                state.failed = Some(content.now()?);
+                state.untold = true;
+            }
+            Ok(())
+        })
+    }
+
+    /// Drops from memory what could not be written back and counts as clean: it reads as the disk has it.
+    pub fn reclaim(&self) -> io::Result<()> {
+        lock(&self.core.book).files.values().try_for_each(|content| {
+            let state = &*lock(&content.state);
+            let Some(failed) = &state.failed else { return Ok(()) };
+            for page in pages(content.file.metadata()?.len()) {
+                let [mut now, mut then, mut durable] =
+                    [(); 3].map(|()| vec![0; (page.end - page.start) as usize]);
+                content.file.read_exact_at(&mut now, page.start)?;
+                read_padded(failed, page.start, &mut then)?;
+                read_padded(&state.durable, page.start, &mut durable)?;
+                if now == then {
+                    content.file.write_all_at(&durable, page.start)?;
+                }
+            }
+            Ok(())
+        })
     }
 
     /// Has room again.
@@ -315,8 +352,15 @@ impl StateFile for FaultyFile {
         }
         {
             let state = &mut *lock(&self.content.state);
+            if std::mem::take(&mut state.untold) {
+                return Err(io::Error::from_raw_os_error(libc::EIO));
+            }
             let len = self.content.file.metadata()?.len();
             state.durable.resize(len)?;
+            if let Some(failed) = &state.failed {
+                copy_changed(&self.content.file, failed, &state.durable)?;
+                return Ok(());
+            }
             let changed = std::mem::take(&mut state.changed);
             let all = std::iter::once(0..len).filter(|_| state.mapped);
             for range in all.chain(changed.into_iter().filter(|_| !state.mapped)) {
@@ -330,6 +374,14 @@ impl StateFile for FaultyFile {
             now.iter().for_each(|change: &Change| change.apply(&mut book.durable));
         }
         Ok(())
+    }
+
+    fn failed(&self) -> io::Result<()> {
+        let _look = self.power.look()?;
+        match std::mem::take(&mut lock(&self.content.state).untold) {
+            true => Err(io::Error::from_raw_os_error(libc::EIO)),
+            false => Ok(()),
+        }
     }
 
     fn map(&self, len: u64) -> io::Result<Mapping> {
@@ -346,9 +398,40 @@ impl StateFile for FaultyFile {
     }
 }
 
+/// The pages of a file, the last perhaps short.
+fn pages(len: u64) -> impl Iterator<Item = Range<u64>> {
+    (0..len.div_ceil(4096)).map(move |page| page * 4096..(page * 4096 + 4096).min(len))
+}
+
+/// Reads what a disk has; beyond its end are zeroes.
+fn read_padded(disk: &RamDisk, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+    let have = disk.len().saturating_sub(offset).min(buf.len() as u64) as usize;
+    disk.read_at(offset, &mut buf[..have])
+}
+
+/// Copies the pages of a file that are not as they were in `before`.
+fn copy_changed(file: &File, before: &RamDisk, to: &RamDisk) -> io::Result<()> {
+    for page in pages(file.metadata()?.len()) {
+        let [mut now, mut then] = [(); 2].map(|()| vec![0; (page.end - page.start) as usize]);
+        file.read_exact_at(&mut now, page.start)?;
+        read_padded(before, page.start, &mut then)?;
+        if now != then {
+            to.write_at(page.start, &now)?;
+        }
+    }
+    Ok(())
+}
+
 impl Content {
     fn new(file: File) -> Content {
-        let state = State { durable: RamDisk::new(0), changed: Vec::new(), mapped: false, at_cut: None };
+        let state = State {
+            durable: RamDisk::new(0),
+            changed: Vec::new(),
+            mapped: false,
+            at_cut: None,
+            failed: None,
+            untold: false,
+        };
         Content { file, state: Mutex::new(state), used: AtomicU64::new(0) }
     }
 

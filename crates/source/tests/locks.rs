@@ -1,0 +1,70 @@
+//! What a connection asks in the midst of its writes is answered while a checkpoint waits for those writes.
+
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use device::{Buf, Disk, Kind, Piece, Request};
+use source::{Client, ControlServer, Options, Source, StateDir};
+
+/// Long enough for any answer, on a busy machine too.
+const LIMIT: Duration = Duration::from_secs(30);
+
+#[test]
+fn a_writer_is_answered_while_a_checkpoint_waits_for_it() {
+    let temp = tempfile::tempdir().unwrap();
+    let image = temp.path().join("vm.raw");
+    std::fs::File::create(&image).unwrap().set_len(1 << 30).unwrap();
+    let state = StateDir::find(Some(&temp.path().join("state")));
+    let source = Arc::new(Source::open(&state, &image, &Options::default()).unwrap());
+    let control = ControlServer::start(source.clone()).unwrap();
+    // Nobody looks for the completion: the write stays inside the gate.
+    let mut queue = Arc::new(source.disk().clone()).queue(4).unwrap();
+    queue.submit(Request {
+        kind: Kind::Write { fua: false },
+        pieces: [Piece { offset: 4096, len: 4096 }].into_iter().collect(),
+        buf: Buf::new(4096),
+        token: 0,
+    });
+    let before = source.disk().record().number();
+    let ending = {
+        let source = source.clone();
+        std::thread::spawn(move || source.checkpoint(false).unwrap())
+    };
+    let until = Instant::now() + LIMIT;
+    while source.disk().record().number() == before {
+        assert!(Instant::now() < until, "the checkpoint does not begin");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let (tell, told) = channel();
+    let asking = source.clone();
+    std::thread::spawn(move || {
+        asking.lost();
+        tell.send("why knowledge was lost").unwrap();
+        assert!(!asking.disk().dirty_runs(0..100, 10).is_empty());
+        tell.send("which runs are dirty").unwrap();
+        assert_eq!(asking.dirty().count(), 1);
+        tell.send("all that is dirty").unwrap();
+        let folder = asking.folder().path().to_path_buf();
+        Client::connect(&folder).unwrap().unwrap().status().unwrap();
+        tell.send("the status").unwrap();
+        asking.disk().sweep(10).unwrap();
+        tell.send("a sweep that finds nothing idle").unwrap();
+        asking.disk().write_at(900 << 20, &[1; 4096]).unwrap();
+        tell.send("another write, in an idle region").unwrap();
+    });
+    for step in [
+        "why knowledge was lost",
+        "which runs are dirty",
+        "all that is dirty",
+        "the status",
+        "a sweep that finds nothing idle",
+        "another write, in an idle region",
+    ] {
+        assert_eq!(told.recv_timeout(LIMIT), Ok(step), "stuck at: {step}");
+    }
+    assert!(!ending.is_finished(), "the checkpoint did not wait for the write");
+    queue.complete(true).unwrap().result.unwrap();
+    ending.join().unwrap();
+    drop(control);
+}
