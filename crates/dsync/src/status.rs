@@ -45,7 +45,7 @@ pub fn run(args: &args::Status, state: &StateDir, output: &Output) -> Result<()>
             None if track::status(Some(Path::new(what)), output)? > 0 => return Ok(()),
             None => return replica(Path::new(what), None, state, output, false),
         },
-        None => state.sources()?,
+        None => state.survey()?.sources,
     };
     let trackers = match &args.path {
         // Said with its source below.

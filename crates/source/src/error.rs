@@ -22,7 +22,7 @@ pub enum SourceError {
         error: std::io::Error,
     },
     /// A state file holds what no version of this program wrote.
-    #[error("{} is damaged ({why}): move the folder away to begin anew; the replica will then be compared", path.display())]
+    #[error("{} is damaged ({why}): restore it from a backup, or move its folder away, which begins a new source; \"dsync sync --adopt\" then compares each replica in full and takes it over", path.display())]
     Damaged {
         /// The file.
         path: PathBuf,

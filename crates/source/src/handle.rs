@@ -98,7 +98,7 @@ impl Handle {
         let Some((place, about)) = state.source(what)? else { return Ok(None) };
         let Some(client) = Client::connect(&place)? else { return Ok(None) };
         let folder = Dir::open(&place).map_err(SourceError::state("open", &place))?;
-        let medium = Arc::new(AtPath(about.identity.clone()));
+        let medium = Arc::new(AtPath::new(about.identity.clone()));
         let connect: Connect = Box::new(move || Client::connect(&place));
         Ok(Some(Handle { about, folder: Arc::new(folder), medium, holder: Holder::Server(client, connect) }))
     }
@@ -310,7 +310,9 @@ fn place_of(state: &StateDir, what: &str) -> Result<PathBuf, SourceError> {
         return Ok(path);
     }
     Err(SourceError::Unknown(match known {
-        Some(_) => format!("source {} is not there any more", path.display()),
+        Some(_) => {
+            format!("source {} is not there any more: if it was moved, pass its new path", path.display())
+        }
         None => format!(
             "there is no source {what}: give the path of an image or device, or the name under which \"dsync serve\" \
              serves it"

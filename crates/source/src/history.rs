@@ -456,7 +456,7 @@ fn entry_bytes(head: &Head, changes: &[u8]) -> io::Result<Vec<u8>> {
 pub struct Bookmark {
     /// The epoch.
     pub epoch: Epoch,
-    /// Seconds since 1970 when it was told.
+    /// Seconds since 1970 when it was last found there, or brought there.
     pub time: u64,
 }
 
@@ -475,9 +475,6 @@ impl Bookmarks {
         let mut bookmarks = Self::read(folder)?;
         let time =
             std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs());
-        if bookmarks.0.get(replica).is_some_and(|b| b.epoch == epoch) {
-            return Ok(bookmarks);
-        }
         bookmarks.0.insert(replica.to_owned(), Bookmark { epoch, time });
         crate::state::write_json(folder, BOOKMARKS, &bookmarks)?;
         Ok(bookmarks)

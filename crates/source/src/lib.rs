@@ -26,5 +26,5 @@ pub use history::{Bookmark, Bookmarks, EpochInfo, History, Position};
 pub use live::{Cut, CutOptions, FreezeMode, Live};
 pub use source::{Checkpoint, Medium, Options, Portion, SharedView, Source, bookmarks};
 pub use stamp::Boot;
-pub use state::{About, StateDir, export_name};
+pub use state::{About, StateDir, Survey, export_name};
 pub use view::View;

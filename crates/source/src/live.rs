@@ -126,6 +126,7 @@ impl Live {
     pub fn open(state: &StateDir, path: &Path, tracker: Box<dyn Tracker>) -> Result<Live, SourceError> {
         let path = std::fs::canonicalize(path).map_err(SourceError::state("find", path))?;
         let identity = device::identity(&path)?;
+        let minting = state.lock()?;
         let known = state.source(&path.to_string_lossy())?;
         let uuid = known.as_ref().map_or_else(Uuid::new_v4, |(_, about)| about.uuid);
         let place = known.map_or_else(|| state.source_folder(uuid), |(place, _)| place);
@@ -142,6 +143,7 @@ impl Live {
         let block_size = tracker.block_size();
         let about = About { version: About::VERSION, uuid, path, identity, block_size };
         let mut live = Self::over(about, disk, Arc::new(folder), tracker)?;
+        drop(minting);
         live._locks = Some((lock, hold));
         Ok(live)
     }

@@ -1,6 +1,9 @@
 //! A source held by this process: its record, its history, its checkpoints.
 
+use std::fs::File;
 use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, Weak};
@@ -92,25 +95,64 @@ pub trait Medium: Send + Sync {
     }
 }
 
-/// An image file or a block device at a path.
-pub(crate) struct AtPath(pub(crate) Identity);
+/// An image file or a block device at a path, and where it is moved to.
+pub(crate) struct AtPath {
+    identity: Mutex<Identity>,
+    /// It, by which its path is found when it was moved; for nothing else.
+    object: Option<File>,
+}
+
+impl AtPath {
+    pub(crate) fn new(identity: Identity) -> AtPath {
+        let object = File::options().read(true).custom_flags(libc::O_PATH).open(&identity.path).ok();
+        AtPath { identity: Mutex::new(identity), object }
+    }
+
+    /// What it is, as it was seen last.
+    fn known(&self) -> std::sync::MutexGuard<'_, Identity> {
+        self.identity.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn moved(&self, known: &Identity) -> Option<Identity> {
+        let link = format!("/proc/self/fd/{}", self.object.as_ref()?.as_raw_fd());
+        let now = device::identity(&std::fs::read_link(link).ok()?).ok()?;
+        now.same_object(known).then_some(now)
+    }
+
+    fn open(&self, direct: bool) -> Result<Arc<dyn Disk>, SourceError> {
+        let now = self.identity()?;
+        open_reader(&now.path, &self.known(), direct)
+    }
+}
 
 impl Medium for AtPath {
     fn identity(&self) -> Result<Identity, SourceError> {
-        Ok(device::identity(&self.0.path)?)
+        let mut known = self.known();
+        let found = match device::identity(&known.path) {
+            Ok(now) if now.same_object(&known) => return Ok(now),
+            other => other,
+        };
+        match self.moved(&known) {
+            Some(now) => {
+                known.path.clone_from(&now.path);
+                Ok(now)
+            }
+            None => Ok(found?),
+        }
     }
     fn boot(&self) -> Boot {
         Boot::current()
     }
     fn reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
-        open_reader(&self.0.path, &self.0, true)
+        self.open(true)
     }
     fn cached_reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
-        open_reader(&self.0.path, &self.0, false)
+        self.open(false)
     }
     fn watch(&self) -> Result<Option<WriteWatch>, SourceError> {
-        let watch = self.0.is_block().then(|| WriteWatch::begin(&self.0)).transpose();
-        watch.map_err(SourceError::state("flush", &self.0.path))
+        let known = self.known();
+        let watch = known.is_block().then(|| WriteWatch::begin(&known)).transpose();
+        watch.map_err(SourceError::state("flush", &known.path))
     }
 }
 
@@ -220,6 +262,7 @@ impl Source {
             };
             return Err(SourceError::Refused(format!("{} is {user} and {why}", path.display())));
         }
+        let minting = state.lock()?;
         let known = state.source(&path.to_string_lossy())?;
         let uuid = known.as_ref().map_or_else(Uuid::new_v4, |(_, about)| about.uuid);
         let place = known.as_ref().map_or_else(|| state.source_folder(uuid), |(place, _)| place.clone());
@@ -259,18 +302,9 @@ impl Source {
             identity: identity.clone(),
             block_size,
         };
-        if let Some((_, known)) = &known {
-            if known.version != About::VERSION {
-                return Err(SourceError::Refused(format!(
-                    "the state in {} is of version {}, this program knows {}",
-                    place.display(),
-                    known.version,
-                    About::VERSION
-                )));
-            }
-        }
         write_about(&folder, &about)?;
-        let mut source = Self::over(about, disk, Arc::new(folder), Box::new(AtPath(identity)), options)?;
+        drop(minting);
+        let mut source = Self::over(about, disk, Arc::new(folder), Box::new(AtPath::new(identity)), options)?;
         source.locks = Some((lock, Some(image)));
         Ok(source)
     }
@@ -429,7 +463,7 @@ impl Source {
     /// `Lost` if what was written is not known.
     pub fn portion(&self, follower: &Follower, ends: bool) -> Result<Option<Portion>, SourceError> {
         let mut book = self.book();
-        self.look(&book)?;
+        self.look(&mut book)?;
         let since = book.history.last();
         if let (Some(why), _) = self.doubted() {
             return Err(SourceError::Lost { since: since.map_or(0, |e| e.number), why });
@@ -464,10 +498,15 @@ impl Source {
     }
 
     /// Looks whether it is still the same image, and whether others have changed it.
-    fn look(&self, book: &Book) -> Result<(), SourceError> {
+    fn look(&self, book: &mut Book) -> Result<(), SourceError> {
         let now = self.medium.identity()?;
         if !now.same_object(&book.stamp.identity) {
             return Err(SourceError::Replaced(self.about.path.clone()));
+        }
+        if now.path != book.stamp.identity.path {
+            let about = About { path: now.path.clone(), identity: now.clone(), ..self.about.clone() };
+            write_about(&*self.folder, &about)?;
+            book.stamp.identity.path.clone_from(&now.path);
         }
         Ok(self.disk.look(|| changed(&now))?)
     }

@@ -368,3 +368,28 @@ fn a_history_that_lost_its_end_while_its_server_ran_is_a_gap() {
     source.checkpoint(false).unwrap();
     assert!(matches!(since(&source, at), Err(SourceError::Lost { .. })));
 }
+
+#[test]
+fn an_image_that_is_moved_while_it_is_served_is_followed() {
+    let scene = Scene::new();
+    let source = scene.open();
+    let at = first(&source);
+    let web = scene.image.with_file_name("web.raw");
+    std::fs::rename(&scene.image, &web).unwrap();
+    source.disk().write_at(7 * BLOCK, &[7; BLOCK as usize]).unwrap();
+    let epoch = source.checkpoint(false).unwrap().epoch;
+    let mut buf = [0; BLOCK as usize];
+    source.shared_view().unwrap().view.read_at(7 * BLOCK, &mut buf).unwrap();
+    assert_eq!(buf, [7; BLOCK as usize]);
+    // A change of name looks like somebody else's write; nothing is missed for it.
+    match since(&source, at) {
+        Ok(changes) => assert!(changes.contains(&7), "{changes:?}"),
+        Err(error) => assert!(matches!(error, SourceError::Lost { .. }), "{error}"),
+    }
+    let known = scene.state.source(web.to_str().unwrap()).unwrap().expect("it is known").1;
+    assert_eq!((known.uuid, known.path), (source.about().uuid, web.clone()));
+    source.close().unwrap();
+    let source = Source::open(&scene.state, &web, &Options::default()).unwrap();
+    assert_eq!((source.about().uuid, source.lost()), (known.uuid, None));
+    assert_eq!(source.checkpoint(false).unwrap().epoch, epoch);
+}
