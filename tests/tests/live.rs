@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use dsync_tests::mount::{Loop, Mount};
 use dsync_tests::scene::number;
+use dsync_tests::site::binary;
 use dsync_tests::{Random, Run, Site, got, need, need_root, repository, rounds, say};
 
 const MIB: u64 = 1 << 20;
@@ -336,4 +337,27 @@ fn two_state_directories_do_not_share_a_record() {
     let look = Look::at(site, &theirs);
     Run::new("diff").arg("-r").arg(&tracked.place).arg(look.place()).ok();
     look.check();
+}
+
+#[test]
+fn status_of_a_tracked_disk_says_what_is_known_to_whom() {
+    let what = "status of a tracked disk";
+    let Some(tracked) = Tracked::new(what, 64 * MIB) else { return };
+    let (site, copy) = (&tracked.site, tracked.site.path("copy.raw"));
+    site.sync(tracked.device(), &copy, &[]).ok();
+    let content = Random::new(what).bytes(4 << 20);
+    std::fs::write(tracked.place.join("file"), content).expect("a write");
+    Run::new("sync").arg("-f").arg(&tracked.place).ok();
+    let status = site.dsync(["status", "--json"]).arg(tracked.device()).ok().json();
+    let source = status.iter().find(|s| s["kind"] == "source").expect("the source");
+    assert!(number(&source["replicas"][0], "blocks") >= 1024, "{source}");
+    // An ordinary user is told that it is followed, and of nothing to be ended.
+    if !need(&["setpriv"], what) {
+        return;
+    }
+    let user = Run::new("setpriv").args(["--reuid=65534", "--clear-groups"]).arg(binary()).arg("status");
+    let asked = user.env("DSYNC_STATE_DIR", "/nonexistent").ok().text();
+    let device = tracked.device().display().to_string();
+    assert!(asked.contains(&device) && asked.contains("is followed"), "{asked}");
+    assert!(!asked.contains("remove") && !asked.contains("not there"), "{asked}");
 }

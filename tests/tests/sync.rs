@@ -664,3 +664,85 @@ fn a_disk_of_nothing_may_become_one_of_something() {
         image::assert_equal(&disk, &replica);
     }
 }
+
+#[test]
+fn status_tells_what_a_replica_lacks_or_that_nobody_knows() {
+    let mut scene = Scene::synced("what a replica lacks", 16 * MIB);
+    let lacking = |scene: &Scene| {
+        let status = scene.site.dsync(["status", "--json"]).arg(&scene.image).ok().summary();
+        status["replicas"][0].clone()
+    };
+    let text = |scene: &Scene| scene.site.dsync(["status"]).arg(&scene.image).ok().text();
+    let first = lacking(&scene);
+    assert_eq!(first["blocks"], 0, "{first}");
+    assert!(text(&scene).contains("nothing written since"), "{}", text(&scene));
+    scene.change(5);
+    assert_eq!(lacking(&scene)["blocks"], 5);
+    assert!(text(&scene).contains("5 blocks (20.0 KiB) written since"), "{}", text(&scene));
+    scene.sync(&[]).ok();
+    // A sync that finds nothing has found it up to date, all the same.
+    std::thread::sleep(Duration::from_millis(1100));
+    let before = lacking(&scene);
+    scene.sync(&[]).ok();
+    let after = lacking(&scene);
+    assert_eq!(after["epoch"], before["epoch"]);
+    assert!(number(&after, "time") > number(&before, "time"), "{before} {after}");
+    // Without its server nobody says what happens to it.
+    scene.stop();
+    let unserved = lacking(&scene);
+    assert!(unserved["blocks"].is_null() && unserved["why"].is_string(), "{unserved}");
+    assert!(text(&scene).contains("what was written since is not known"), "{}", text(&scene));
+}
+
+#[test]
+fn one_damaged_source_is_named_and_hides_no_other() {
+    let scene = Scene::synced("a damaged state folder", 16 * MIB);
+    let other = scene.site.image("other.raw", MIB);
+    let copy = scene.site.path("other-copy.raw");
+    scene.site.sync(&other, &copy, &[]).ok();
+    let folders = std::fs::read_dir(scene.site.state().join("sources")).expect("the sources");
+    let folder = folders.flatten().map(|e| e.path()).find(|folder| {
+        std::fs::read_to_string(folder.join("source")).is_ok_and(|about| about.contains("other.raw"))
+    });
+    let folder = folder.expect("the other source's folder");
+    for file in ["history", "source"] {
+        std::fs::write(folder.join(file), b"no longer what it was").expect("damage");
+        let status = scene.site.dsync(["status"]).code(4);
+        assert!(status.text().contains("vm.raw"), "{status}");
+        status.says(&["is damaged", "--adopt", &folder.join(file).display().to_string()]);
+        scene.sync(&[]).ok();
+        scene.site.sync(&other, &copy, &[]).code(4).says(&["is damaged", "--adopt"]);
+    }
+    // As the message says.
+    std::fs::rename(&folder, scene.site.path("aside")).expect("a folder that is moved away");
+    scene.site.sync(&other, &copy, &[]).code(4);
+    scene.site.sync(&other, &copy, &["--adopt"]).ok();
+    scene.site.dsync(["status"]).ok();
+}
+
+#[test]
+fn a_source_that_is_renamed_goes_on() {
+    let mut scene = Scene::synced("a source that is renamed", 16 * MIB);
+    let web = scene.image.with_file_name("web.raw");
+    // While it is served, and then while it is not.
+    for (from, to) in [(scene.image.clone(), web.clone()), (web, scene.image.clone())] {
+        let epoch = number(&scene.site.sync(&from, &scene.replica, &[]).ok().summary(), "epoch");
+        std::fs::rename(&from, &to).expect("another name");
+        let mut served = scene.site.sync(&to, &scene.replica, &[]).ok().summary();
+        image::assert_equal(&to, &scene.replica);
+        assert!(number(&served, "epoch") >= epoch, "{served}");
+        if from == scene.image {
+            scene.change(3);
+            served = scene.site.sync(&to, &scene.replica, &[]).ok().summary();
+            assert_eq!(
+                (&served["method"], number(&served, "blocks_changed")),
+                (&"tracked".into(), 3),
+                "{served}"
+            );
+            image::assert_equal(&to, &scene.replica);
+            scene.stop();
+        }
+    }
+    let known = std::fs::read_dir(scene.site.state().join("sources")).expect("the sources").flatten();
+    assert_eq!(known.filter(|e| e.path().is_dir()).count(), 1, "it became another source");
+}

@@ -41,9 +41,9 @@ pub fn extract(args: &args::Extract, state: &StateDir, output: &Output) -> Resul
         None => format!("the whole disk at epoch {}", extracted.epoch),
     };
     output.say(&format!(
-        "{}: {from}, {} blocks, {} written in {}",
+        "{}: {from}, {}, {} written in {}",
         extracted.source.display(),
-        units::count(extracted.blocks_changed),
+        units::many(extracted.blocks_changed, "block"),
         units::size(extracted.bytes_sent),
         units::seconds(extracted.seconds)
     ));

@@ -5,11 +5,11 @@ use std::path::Path;
 use anyhow::{Result, bail};
 use replica::{Replica, State};
 use serde::Serialize;
-use source::{About, Bookmarks, Client, History, Position, StateDir, Status};
+use source::{About, Bookmark, Bookmarks, Client, History, Position, StateDir, Status};
 
 use crate::args;
 use crate::output::Output;
-use crate::{track, units};
+use crate::{failure, track, units};
 
 /// What is known of a source.
 #[derive(Serialize)]
@@ -31,28 +31,39 @@ struct SourceStatus {
 struct Lacking {
     replica: String,
     epoch: u64,
+    /// Seconds since 1970 when it was last brought up to date, or found to be so.
     time: u64,
-    /// Blocks that it lacks up to the last epoch; `None` where that is not known.
+    /// Blocks that it lacks; `None` where that is not known.
     blocks: Option<u64>,
+    /// Why that is not known.
     why: Option<String>,
+    /// It will be compared: what changed between its epoch and the last one is not known.
+    compared: bool,
 }
 
 /// Says what is followed, and what each replica lacks.
 pub fn run(args: &args::Status, state: &StateDir, output: &Output) -> Result<()> {
+    let mut failed = Vec::new();
     let sources = match &args.path {
         Some(what) => match state.source(what)? {
             Some(found) => vec![found],
             None if track::status(Some(Path::new(what)), output)? > 0 => return Ok(()),
             None => return replica(Path::new(what), None, state, output, false),
         },
-        None => state.survey()?.sources,
+        None => {
+            let survey = state.survey()?;
+            let damaged = survey.damaged.into_iter();
+            failed
+                .extend(damaged.map(|(place, error)| anyhow::Error::new(error).context(unreadable(&place))));
+            survey.sources
+        }
     };
     let trackers = match &args.path {
         // Said with its source below.
         Some(_) => 0,
         None => track::status(None, output)?,
     };
-    if sources.is_empty() && trackers == 0 {
+    if sources.is_empty() && failed.is_empty() && trackers == 0 {
         output.say(&format!(
             "nothing is followed yet (state directory {}): begin with \"dsync serve\", \"dsync track\" or \"dsync sync\"",
             state.path().display()
@@ -60,12 +71,21 @@ pub fn run(args: &args::Status, state: &StateDir, output: &Output) -> Result<()>
     }
     for (place, about) in sources {
         let path = about.path.clone();
-        source_status(&place, about, output)?;
+        if let Err(error) = source_status(&place, about, output) {
+            failed.push(error.context(unreadable(&place)));
+        }
         if args.path.is_some() {
             track::status(Some(&path), output)?;
         }
     }
-    Ok(())
+    // What can't be read hides nothing of the others.
+    let Some(last) = failed.pop() else { return Ok(()) };
+    failed.iter().for_each(|error| output.error(&failure::text(error), failure::code(error)));
+    Err(last)
+}
+
+fn unreadable(place: &Path) -> String {
+    format!("the state of one source can't be read ({})", place.display())
 }
 
 fn source_status(place: &Path, about: About, output: &Output) -> Result<()> {
@@ -77,22 +97,23 @@ fn source_status(place: &Path, about: About, output: &Output) -> Result<()> {
         None => None,
     };
     let block_size = about.block_size;
-    let lacks = |position: Position| {
-        let blocks = extents::Bitmap::new(position.upto.div_ceil(u64::from(block_size)));
-        history.changes_since(&[position], block_size, &blocks).map(|_| blocks.count())
+    let blocks = || extents::Bitmap::new(size.unwrap_or(0).div_ceil(u64::from(block_size)));
+    let written = blocks();
+    let unknown = source::written_since(place, &about, &history, &written)?;
+    let lacks = |replica: String, bookmark: Bookmark| {
+        let lacking = blocks();
+        let position = Position { epoch: bookmark.epoch, upto: u64::MAX };
+        let known = history.changes_since(&[position], block_size, &lacking);
+        lacking.union_with(&written);
+        let (blocks, why, compared) = match (known, &unknown) {
+            (Err(error), _) => (None, Some(error.to_string()), true),
+            (Ok(_), Some(why)) => (None, Some(why.clone()), false),
+            (Ok(_), None) => (Some(lacking.count()), None, false),
+        };
+        Lacking { replica, epoch: bookmark.epoch.number, time: bookmark.time, blocks, why, compared }
     };
-    let replicas: Vec<Lacking> = Bookmarks::read(&folder)?
-        .0
-        .into_iter()
-        .map(|(replica, bookmark)| {
-            let upto = history.size_at(&bookmark.epoch).unwrap_or(0);
-            let (blocks, why) = match lacks(Position { epoch: bookmark.epoch, upto }) {
-                Ok(blocks) => (Some(blocks), None),
-                Err(error) => (None, Some(error.to_string())),
-            };
-            Lacking { replica, epoch: bookmark.epoch.number, time: bookmark.time, blocks, why }
-        })
-        .collect();
+    let replicas: Vec<Lacking> =
+        Bookmarks::read(&folder)?.0.into_iter().map(|(replica, bookmark)| lacks(replica, bookmark)).collect();
     let status = SourceStatus {
         kind: "source",
         path: about.path,
@@ -119,24 +140,24 @@ fn say(status: &SourceStatus, output: &Output) {
     match &status.served {
         Some(served) => {
             output.say(&format!(
-                "  served by process {}, {} blocks written since the last checkpoint",
+                "  served by process {}, {} written since the last checkpoint",
                 served.process,
-                units::count(served.dirty)
+                units::many(served.dirty, "block")
             ));
             if let Some(why) = &served.lost {
                 output.say(&format!("  what came before is not known: {why}"));
             }
             if served.active_regions > 0 {
                 output.say(&format!(
-                    "  a power cut now would make {} regions of {} dirty",
-                    units::count(served.active_regions),
+                    "  a power cut now would make {} of {} dirty",
+                    units::many(served.active_regions, "region"),
                     units::size(served.region)
                 ));
             }
             if served.views > 0 {
                 output.say(&format!(
-                    "  {} views open, {} kept for them",
-                    served.views,
+                    "  {} open, {} kept for them",
+                    units::many(served.views as u64, "view"),
                     units::size(served.kept_bytes)
                 ));
             }
@@ -149,14 +170,22 @@ fn say(status: &SourceStatus, output: &Output) {
     }
     for replica in &status.replicas {
         let lacks = match (replica.blocks, &replica.why) {
-            (Some(0), _) => "lacks nothing up to there".to_owned(),
+            (Some(0), _) => "nothing written since".to_owned(),
             (Some(blocks), _) => {
                 let bytes = blocks.saturating_mul(status.block_size.into());
-                format!("lacks {} blocks, {}", units::count(blocks), units::size(bytes))
+                format!("{} ({}) written since", units::many(blocks, "block"), units::size(bytes))
             }
-            (None, why) => format!("will be compared: {}", why.as_deref().unwrap_or("not known")),
+            (None, Some(why)) if replica.compared => format!("the next sync compares it: {why}"),
+            (None, why) => {
+                format!("what was written since is not known: {}", why.as_deref().unwrap_or("nothing tells"))
+            }
         };
-        output.say(&format!("  {} at epoch {}, {lacks}", replica.replica, replica.epoch));
+        output.say(&format!(
+            "  {} at epoch {}, up to date as of {}; {lacks}",
+            replica.replica,
+            replica.epoch,
+            device::moment(replica.time)
+        ));
     }
 }
 

@@ -229,16 +229,16 @@ pub fn list(what: &str, extents: &Extents, output: &Output) {
     }
     let rest = extents.extents.saturating_sub(shown.min(extents.list.len()) as u64);
     if rest > 0 {
-        output.say(&format!("{what}: {} more extents", units::count(rest)));
+        output.say(&format!("{what}: {} more", units::many(rest, "extent")));
     }
 }
 
 /// Says what a sync did.
 pub fn say(summary: &Summary, output: &Output) {
     let found = format!(
-        "{} blocks in {} extents, {}",
-        units::count(summary.blocks_changed),
-        units::count(summary.extents),
+        "{} in {}, {}",
+        units::many(summary.blocks_changed, "block"),
+        units::many(summary.extents, "extent"),
         units::size(summary.bytes_changed)
     );
     let found = match summary.bytes_copied {

@@ -112,7 +112,15 @@ pub fn status(device: Option<&Path>, output: &Output) -> Result<usize> {
         if let Some(tracker) = trackers::find(&device)? {
             found += 1;
             say(&device, &*tracker, output)?;
-        } else if !device.exists() && trackers::list().is_ok_and(|tracked| tracked.contains(&device)) {
+        } else if !trackers::list().is_ok_and(|tracked| tracked.contains(&device)) {
+            continue;
+        } else if device.exists() {
+            found += 1;
+            output.say(&format!(
+                "device {} is followed; only root can read its record: run \"sudo dsync status\" to see it",
+                device.display()
+            ));
+        } else {
             found += 1;
             output.say(&format!(
                 "{} was tracked and is not there any more: end it with \"dsync track remove {0}\"",
@@ -141,7 +149,7 @@ fn say(device: &Path, tracker: &dyn Tracker, output: &Output) -> Result<()> {
         status.tracker
     ));
     if let Some(dirty) = status.dirty {
-        output.say(&format!("  {} blocks written since the last checkpoint", units::count(dirty)));
+        output.say(&format!("  {} written since the last checkpoint", units::many(dirty, "block")));
     }
     if let Some(why) = &status.lost {
         output.say(&format!("  what came before is not known: {why}"));

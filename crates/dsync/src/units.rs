@@ -166,9 +166,21 @@ pub fn count(number: u64) -> String {
     out
 }
 
+/// `1 extent`, `2 048 extents`.
+pub fn many(number: u64, what: &str) -> String {
+    let plural = if number == 1 { "" } else { "s" };
+    format!("{} {what}{plural}", count(number))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn one_is_no_plural() {
+        let said = [0, 1, 2048].map(|number| many(number, "block"));
+        assert_eq!(said, ["0 blocks", "1 block", "2 048 blocks"]);
+    }
 
     #[test]
     fn sizes_are_read_as_people_write_them() {

@@ -75,7 +75,7 @@ fn say(verified: &Verified, output: &Output) {
         0 => "no differences".to_owned(),
         extents => {
             let bytes = units::size(verified.differing.bytes);
-            format!("{} extents differ, {bytes}", units::count(extents))
+            format!("{} with differences, {bytes}", units::many(extents, "extent"))
         }
     };
     output.say(&format!(

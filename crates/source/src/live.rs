@@ -116,7 +116,7 @@ impl Medium for Followed {
 }
 
 /// Why a record is not believed that was released to somebody else.
-const OTHER_HISTORY: &str = "what the tracker recorded belongs to another history";
+pub(crate) const OTHER_HISTORY: &str = "what the tracker recorded belongs to another history";
 
 impl Live {
     /// Opens the disk at `path`, which `tracker` follows. Takes the source's lock and the tracker's.

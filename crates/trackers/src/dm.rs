@@ -88,7 +88,8 @@ pub fn remove(device: &Path) -> Result<bool, TrackError> {
 
 /// The dm tracker of a device, if it is mapped through dm-track.
 pub(crate) fn find(device: &Path) -> Result<Option<Box<dyn Tracker>>, TrackError> {
-    if !Path::new(PROC).is_dir() {
+    // The device mapper answers to root alone.
+    if !Path::new(PROC).is_dir() || !rustix::process::geteuid().is_root() {
         return Ok(None);
     }
     let Some(name) = name_of(device)? else { return Ok(None) };

@@ -76,3 +76,10 @@ impl Followed {
 pub(super) fn read_number(path: &Path) -> Option<u64> {
     std::fs::read_to_string(path).ok()?.trim().parse().ok()
 }
+
+/// The path that the kernel gives to the block device of a number, as `major:minor`.
+pub(super) fn path_of(number: &str) -> Option<PathBuf> {
+    let said = std::fs::read_to_string(Path::new("/sys/dev/block").join(number).join("uevent")).ok()?;
+    let name = said.lines().find_map(|line| line.strip_prefix("DEVNAME="))?;
+    Some(Path::new("/dev").join(name))
+}

@@ -81,13 +81,16 @@ pub(crate) fn find(device: &Path) -> Result<Option<Box<dyn Tracker>>, TrackError
         return Ok(None);
     }
     let place = folder(&format!("{}:{}", libc::major(identity.dev), libc::minor(identity.dev)));
-    // Whoever may not look there can't read the disk's record either: to him it is not tracked, and is compared.
     match place.try_exists() {
         Ok(true) => {}
         _ => return Ok(None),
     }
     Ok(Some(match BpfTracker::open(&place, &identity.path) {
         Ok(tracker) => Box::new(tracker),
+        // Ordinary users can't read the disk's record: to them it is not tracked, and is compared.
+        Err(TrackError::State { error, .. }) if error.kind() == io::ErrorKind::PermissionDenied => {
+            return Ok(None);
+        }
         Err(error) => Box::new(Broken { device: identity.path, size: identity.size, why: error.to_string() }),
     }))
 }
@@ -107,7 +110,7 @@ fn pinned() -> Result<Vec<(String, PathBuf)>, TrackError> {
         let device = match notes {
             Ok(notes) => notes.device,
             // Enough to name it and to remove it by.
-            Err(_) => Path::new("/dev/block").join(&number),
+            Err(_) => disk::path_of(&number).unwrap_or_else(|| Path::new("/dev/block").join(&number)),
         };
         found.push((number, device));
     }
