@@ -51,8 +51,21 @@ struct Shared {
     exports: Arc<dyn Exports>,
     limits: Limits,
     closing: AtomicBool,
+    books: Arc<Books>,
+}
+
+/// Who is there. Apart from the exports, so that a thread strikes itself off when it holds nothing of them any more.
+#[derive(Default)]
+struct Books {
     state: Mutex<State>,
     changed: Condvar,
+}
+
+impl Books {
+    /// A thread that panicked has left the state whole: every change is a single step.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 #[derive(Default)]
@@ -88,8 +101,8 @@ impl Server {
 
     /// A server that does not listen yet.
     pub fn with_limits(exports: Arc<dyn Exports>, limits: Limits) -> Server {
-        let (closing, state, changed) = Default::default();
-        Server { shared: Arc::new(Shared { exports, limits, closing, state, changed }) }
+        let (closing, books) = Default::default();
+        Server { shared: Arc::new(Shared { exports, limits, closing, books }) }
     }
 
     /// Accepts connections on a Unix socket, in a thread of its own, until the server ends. The socket's file is the
@@ -117,15 +130,15 @@ impl Server {
 
     /// Connections at this moment.
     pub fn connections(&self) -> usize {
-        self.shared.lock().connections.len()
+        self.shared.books.lock().connections.len()
     }
 
     /// Ends the server: accepts no more, lets every connection finish the requests that have arrived, and closes it. What
     /// is not through after `grace`, because its client does not take its replies, is cut off. Returns when no thread of
-    /// the server is left; for that, a disk must answer what was asked of it.
+    /// the server holds anything of the exports; for that, a disk must answer what was asked of it.
     pub fn shutdown(&self, grace: Duration) {
         let shared = &*self.shared;
-        let mut state = shared.lock();
+        let mut state = shared.books.lock();
         shared.closing.store(true, Ordering::SeqCst);
         for bell in state.listeners.values() {
             let _ = rustix::io::write(bell, &1u64.to_ne_bytes());
@@ -137,14 +150,14 @@ impl Server {
             if left.is_zero() {
                 break;
             }
-            state = match shared.changed.wait_timeout(state, left) {
+            state = match shared.books.changed.wait_timeout(state, left) {
                 Ok((state, _)) => state,
                 Err(poisoned) => poisoned.into_inner().0,
             };
         }
         state.streams().for_each(|stream| stream.cut());
         while !state.is_idle() {
-            state = shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = shared.books.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
@@ -156,7 +169,7 @@ impl Server {
         let bell = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
         let shared = self.shared.clone();
         let id = {
-            let mut state = self.shared.lock();
+            let mut state = self.shared.books.lock();
             if shared.closing.load(Ordering::SeqCst) {
                 return Err(io::Error::new(
                     io::ErrorKind::ConnectionAborted,
@@ -167,10 +180,11 @@ impl Server {
             state.listeners.insert(id, bell.clone());
             id
         };
-        let leave = Leave { shared: shared.clone(), id };
+        let leave = Leave { books: shared.books.clone(), id };
         thread::Builder::new().name("nbd-accept".into()).spawn(move || {
             // Moved in whole, so that a thread that does not start leaves too.
             let leave = leave;
+            let shared = shared;
             let listener = listener;
             while !shared.closing.load(Ordering::SeqCst) {
                 let mut fds = [PollFd::new(&listener, PollFlags::IN), PollFd::new(&*bell, PollFlags::IN)];
@@ -187,6 +201,7 @@ impl Server {
                 }
             }
             drop(listener);
+            drop(shared);
             drop(leave);
         })?;
         Ok(())
@@ -200,16 +215,11 @@ impl Drop for Server {
 }
 
 impl Shared {
-    /// A thread that panicked has left the state whole: every change is a single step.
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn connect(self: &Arc<Shared>, stream: Stream) -> io::Result<()> {
         let stream = Arc::new(stream);
         let full;
         let id = {
-            let mut state = self.lock();
+            let mut state = self.books.lock();
             let aborted = |why| Err(io::Error::new(io::ErrorKind::ConnectionAborted, why));
             if self.closing.load(Ordering::SeqCst) {
                 return aborted("the server has been told to end");
@@ -223,16 +233,19 @@ impl Shared {
             place.insert(id, stream.clone());
             id
         };
-        let leave = Leave { shared: self.clone(), id };
+        let leave = Leave { books: self.books.clone(), id };
+        let shared = self.clone();
         thread::Builder::new().name("nbd-client".into()).spawn(move || {
             let leave = leave;
+            let shared = shared;
             match full {
-                true => leave.shared.turn_away(&stream),
-                false => leave.shared.converse(&stream),
+                true => shared.turn_away(&stream),
+                false => shared.converse(&stream),
             }
             // The client learns that it is over no later than the server does.
             stream.cut();
             drop(stream);
+            drop(shared);
             drop(leave);
         })?;
         Ok(())
@@ -259,17 +272,17 @@ fn after(time: Duration) -> Instant {
 
 /// Takes a thread off the books when it ends, however it ends.
 struct Leave {
-    shared: Arc<Shared>,
+    books: Arc<Books>,
     id: u64,
 }
 
 impl Drop for Leave {
     fn drop(&mut self) {
-        let mut state = self.shared.lock();
+        let mut state = self.books.lock();
         state.listeners.remove(&self.id);
         state.connections.remove(&self.id);
         state.turned_away.remove(&self.id);
-        self.shared.changed.notify_all();
+        self.books.changed.notify_all();
     }
 }
 

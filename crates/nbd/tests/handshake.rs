@@ -438,3 +438,17 @@ fn dropping_the_server_ends_it() {
     assert!(idle.is_closed() && choosing.is_closed());
     ending.join().unwrap();
 }
+
+/// Whoever ends a server closes the disk next, and must be the last to hold it.
+#[test]
+fn an_ended_server_holds_nothing_of_its_exports() {
+    for round in 0..100 {
+        let disk = Arc::new(RamDisk::new(4096));
+        let server = serve(disk.clone());
+        let clients: Vec<Client> = (0..4).map(|_| Client::enter(&server, "disk", false, &[])).collect();
+        server.shutdown(Duration::from_secs(30));
+        drop(server);
+        assert_eq!(Arc::strong_count(&disk), 1, "round {round}");
+        drop(clients);
+    }
+}
