@@ -84,7 +84,9 @@ pub enum Command {
         nbdinfo --map=qemu:dirty-bitmap:dsync 'nbd+unix:///vm?socket=/run/vm.sock'\n  \
         nbdcopy 'nbd+unix:///vm@view?socket=/run/vm.sock' vm-now.raw    the disk as it is at this moment\n\n\
         An export is named by its file's stem. NAME@view is the disk as it was when the first client\n\
-        connected to it, for as long as one stays connected.")]
+        connected to it, for as long as one stays connected. NAME@view.READER is the same, apart from all others:\n\
+        the connections of one reader share it by that name. Of what changed, a view offers what \"dsync\n\
+        checkpoint\" keeps, up to the moment that it shows.")]
     Serve(Serve),
 
     /// Follow a live disk: from now on every block written to it is known
@@ -108,7 +110,10 @@ pub enum Command {
         dsync extract /srv/vm.raw | ssh backup dsync merge /srv/vm.raw\n  \
         dsync extract /srv/vm.raw --since 41 > vm-41.delta\n  \
         dmextract mydev | ssh backup dmmerge /dev/mapper/mydev\n\n\
-        Without --since: everything since the sole bookmark; where there is none, the whole disk.")]
+        Without --since: everything since the oldest epoch at which a replica is known to stand; where none is\n\
+        known, the whole disk. dsync does not see what becomes of its output, so the next delta begins at the same\n\
+        epoch, and fits whether this one was merged or not. To begin where the replica is, let the merge say so:\n  \
+        dsync extract vm | ssh backup dsync merge --json /srv/vm.raw | dsync checkpoint vm extract --at -")]
     Extract(Extract),
 
     /// Merge a delta from standard input into a replica
@@ -120,6 +125,34 @@ pub enum Command {
     /// Say what a delta file holds, and whether it is whole
     #[command(after_help = "Example:\n  dsync inspect vm-41.delta")]
     Inspect(Inspect),
+
+    /// Keep an epoch of a source for a reader of its own, such as an incremental backup
+    #[command(after_help = "Examples:\n  \
+        dsync checkpoint vm backup                         from now on, what changes is known for \"backup\"\n  \
+        dsync checkpoint vm backup --at 17                 the reader has epoch 17: move on to it\n  \
+        dsync checkpoint vm --list\n  \
+        dsync checkpoint vm --delete backup\n  \
+        dsync checkpoint vm                                only end the epoch, and name its number\n\n\
+        A checkpoint belongs to its reader: nothing else moves it, and what has changed since is kept for it.\n\
+        Each view of a served disk (see \"dsync serve --help\") offers, for each checkpoint NAME, the blocks that\n\
+        changed from NAME up to that very view, as qemu:dirty-bitmap:NAME. The view's description begins with\n\
+        \"epoch NUMBER\". When the reader has stored what it read, it moves its checkpoint --at that number; a\n\
+        reader that failed does not, and finds all of it again the next time. \"man dsync-changes\" has the same\n\
+        for disks that are not served.\n\n\
+        With --at - the number comes from a merge that has committed:\n  \
+        dsync extract vm --since far | ssh far dsync merge --json /srv/vm.raw | dsync checkpoint vm far --at -")]
+    Checkpoint(Checkpoint),
+
+    /// Print which bytes changed since a checkpoint
+    #[command(after_help = "Examples:\n  \
+        dsync changes vm --since backup                    a line OFFSET LENGTH for each range, in bytes\n  \
+        dsync changes /dev/sdb --since backup --format json\n  \
+        dsync changes vm --since 12 --at 17\n\n\
+        Without --at it ends the epoch, and prints what changed up to now; the JSON has the number of that epoch.\n\
+        Read those bytes, and when they are stored: dsync checkpoint SRC NAME --at EPOCH. What a disk in use is\n\
+        written to meanwhile is read newer than that epoch, and named again the next time.\n\n\
+        Exit code 3: what changed since is not known (the reason is printed). Read everything then.")]
+    Changes(Changes),
 
     /// Fold two consecutive deltas into one; what the later one wrote wins
     #[command(after_help = "Example:\n  dsync combine monday.delta tuesday.delta > both.delta")]
@@ -493,9 +526,9 @@ pub struct Extract {
     /// An image, a block device, or the name under which one is served
     #[arg(value_name = "SRC")]
     pub source: String,
-    /// The epoch at which the replica stands; 0 for the whole disk
-    #[arg(long, value_name = "EPOCH")]
-    pub since: Option<u64>,
+    /// The epoch at which the replica is, or a checkpoint's name; 0 for the whole disk
+    #[arg(long, value_name = "EPOCH|NAME")]
+    pub since: Option<String>,
     /// Compress with zstd, at a level from 1 to 19
     #[arg(long, value_name = "LEVEL", num_args = 0..=1, require_equals = true, default_missing_value = "1",
           value_parser = clap::value_parser!(i32).range(1..=19))]
@@ -505,6 +538,55 @@ pub struct Extract {
     pub bwlimit: Option<u64>,
     #[command(flatten)]
     pub open: SourceArgs,
+}
+
+/// `checkpoint`.
+#[derive(Debug, Args)]
+pub struct Checkpoint {
+    /// An image, a block device, or the name under which one is served
+    #[arg(value_name = "SRC")]
+    pub source: String,
+    /// The checkpoint to set: a letter, then letters, digits, dots, dashes or underscores
+    pub name: Option<String>,
+    /// Set it at this epoch, not at the present; - reads it from the output of "dsync merge --json"
+    #[arg(long, value_name = "EPOCH", requires = "name")]
+    pub at: Option<String>,
+    /// List the checkpoints
+    #[arg(long, conflicts_with_all = ["name", "delete"])]
+    pub list: bool,
+    /// Remove a checkpoint: what changed since is no longer kept for it
+    #[arg(long, value_name = "NAME", conflicts_with = "name")]
+    pub delete: Option<String>,
+    #[command(flatten)]
+    pub open: SourceArgs,
+}
+
+/// `changes`.
+#[derive(Debug, Args)]
+pub struct Changes {
+    /// An image, a block device, or the name under which one is served
+    #[arg(value_name = "SRC")]
+    pub source: String,
+    /// A checkpoint's name, or an epoch
+    #[arg(long, value_name = "NAME|EPOCH")]
+    pub since: String,
+    /// Up to this epoch, or this checkpoint, not up to now
+    #[arg(long, value_name = "NAME|EPOCH")]
+    pub at: Option<String>,
+    /// How to print them
+    #[arg(long, value_enum, default_value_t = ChangesFormat::Ranges)]
+    pub format: ChangesFormat,
+    #[command(flatten)]
+    pub open: SourceArgs,
+}
+
+/// How changes are printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum ChangesFormat {
+    /// A line OFFSET LENGTH for each range, in bytes
+    Ranges,
+    /// One object, with the epochs, the size and all ranges; the same as --json
+    Json,
 }
 
 /// `merge`.

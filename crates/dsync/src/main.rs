@@ -1,6 +1,7 @@
 //! The command.
 
 mod args;
+mod checkpoint;
 mod delta_files;
 mod demo;
 mod failure;
@@ -107,6 +108,8 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
         Command::Track(args) => track::run(args, &state, output)?,
         Command::Status(args) => status::run(args, &state, output)?,
         Command::Extract(args) => pipes::extract(args, &state, output)?,
+        Command::Checkpoint(args) => checkpoint::run(args, &state, output)?,
+        Command::Changes(args) => checkpoint::changes(args, &state, output)?,
         Command::Merge(args) => pipes::merge(args, &state, output)?,
         Command::Inspect(args) => delta_files::inspect(args, output)?,
         Command::Combine(args) => delta_files::combine(args, output)?,

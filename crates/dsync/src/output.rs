@@ -4,6 +4,7 @@ use std::io::{IsTerminal, Write};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use anyhow::Context as _;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -124,12 +125,19 @@ impl Output {
         self.object("summary", value);
     }
 
+    /// A summary that is itself the result, and printed whether programs listen or not.
+    ///
+    /// # Errors
+    /// If it can't be printed: a part of a result would be taken for the whole.
+    pub fn print_summary(&self, value: &impl Serialize) -> anyhow::Result<()> {
+        let text = object("summary", value).context("can't print the summary")?;
+        let mut out = std::io::stdout().lock();
+        writeln!(out, "{text}").and_then(|()| out.flush()).context("can't print the summary")
+    }
+
     fn object(&self, message_type: &str, value: &impl Serialize) {
-        if let (true, Ok(Value::Object(fields))) = (self.json, serde_json::to_value(value)) {
-            let mut all = serde_json::Map::new();
-            all.insert("message_type".into(), message_type.into());
-            all.extend(fields);
-            self.line(&Value::Object(all).to_string());
+        if let (true, Some(text)) = (self.json, object(message_type, value)) {
+            self.line(&text);
         }
     }
 
@@ -176,6 +184,15 @@ impl Output {
             bar.finish_and_clear();
         }
     }
+}
+
+/// A value as an object that says what it is.
+fn object(message_type: &str, value: &impl Serialize) -> Option<String> {
+    let Ok(Value::Object(fields)) = serde_json::to_value(value) else { return None };
+    let mut all = serde_json::Map::new();
+    all.insert("message_type".into(), message_type.into());
+    all.extend(fields);
+    Some(Value::Object(all).to_string())
 }
 
 fn new_bar(total: u64) -> ProgressBar {

@@ -25,11 +25,11 @@ pub fn extract(args: &args::Extract, state: &StateDir, output: &Output) -> Resul
     let result = match args.bwlimit {
         Some(rate) => {
             let out = link::Limited::new(stdout().lock(), rate);
-            sync::extract(&handle, args.since, args.compress, out, &progress)
+            sync::extract(&handle, args.since.as_deref(), args.compress, out, &progress)
         }
         None => {
             link::widen(&stdout());
-            sync::extract(&handle, args.since, args.compress, stdout().lock(), &progress)
+            sync::extract(&handle, args.since.as_deref(), args.compress, stdout().lock(), &progress)
         }
     };
     output.finish();

@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result, bail};
 use device::Disk;
 use extents::Bitmap;
 use nbd::{Context, Export, Exports, Listed, Refusal, Status, state};
-use source::{ControlServer, Source, StateDir, export_name};
+use source::{ControlServer, SharedView, Source, StateDir, export_name};
 
 use crate::args;
 use crate::output::Output;
@@ -45,9 +45,9 @@ impl Exports for All {
     }
 
     fn open(&self, name: &str) -> Result<Export, Refusal> {
-        let (plain, view) = match name.strip_suffix(VIEW) {
-            Some(plain) if !self.0.iter().any(|s| s.name == name) => (plain, true),
-            _ => (name, false),
+        let (plain, view) = match name.rsplit_once(VIEW) {
+            Some((plain, view)) if !self.0.iter().any(|s| s.name == name) => (plain, Some(view)),
+            _ => (name, None),
         };
         let Some(served) = self.0.iter().find(|s| s.name == plain) else {
             let names: Vec<&str> = self.0.iter().map(|s| s.name.as_str()).collect();
@@ -57,27 +57,13 @@ impl Exports for All {
             )));
         };
         match (&served.what, view) {
-            (What::Tracked(source), false) => {
+            (What::Tracked(source), None) => {
                 let mut export = Export::new(name, Arc::new(source.disk().clone()));
                 export.description = source.about().path.display().to_string();
                 export.contexts = vec![Arc::new(Dirty { source: source.clone() })];
                 Ok(export)
             }
-            (What::Tracked(source), true) => {
-                let shared = source
-                    .shared_view()
-                    .map_err(|e| Refusal::denied(format!("can't open a view of {plain}: {e}")))?;
-                let mut export = Export::new(name, Arc::new(shared.view.clone()));
-                export.description =
-                    format!("{} at epoch {}", source.about().path.display(), shared.view.epoch().number);
-                export.read_only = true;
-                export.contexts = vec![Arc::new(Changed {
-                    changes: shared.checkpoint().changes.clone(),
-                    block_size: u64::from(source.about().block_size),
-                })];
-                export.guard = Box::new(shared);
-                Ok(export)
-            }
+            (What::Tracked(source), Some(view)) => open_view(source, name, view),
             (What::ReadOnly(disk), _) => {
                 let mut export = Export::new(name, disk.clone());
                 export.read_only = true;
@@ -87,6 +73,41 @@ impl Exports for All {
     }
 }
 
+/// Opens the view of a source as the export `name`, whose part behind `@view` is `private`: nothing, or a dot and a name.
+fn open_view(source: &Arc<Source>, name: &str, private: &str) -> Result<Export, Refusal> {
+    let private = match private.strip_prefix('.') {
+        Some(private) if source::is_plain(private) => private,
+        None if private.is_empty() => "",
+        _ => {
+            return Err(Refusal::unknown(format!(
+                "there is no export \"{name}\" here: a view is NAME{VIEW}, or NAME{VIEW}.READER, where READER is a letter, then \
+                 letters, digits, dots, dashes or underscores"
+            )));
+        }
+    };
+    let path = source.about().path.display();
+    let shared = source
+        .shared_view(private)
+        .map_err(|e| Refusal::denied(format!("can't open a view of {path}: {e}")))?;
+    let mut export = Export::new(name, Arc::new(shared.view.clone()));
+    // Readers take the number from here: see docs/incremental-backup.md.
+    export.description = format!("epoch {} of {path}", shared.view.epoch().number);
+    export.read_only = true;
+    let since = |checkpoint: &str| -> Arc<dyn Context> {
+        Arc::new(Changed {
+            name: format!("{BITMAP}{checkpoint}"),
+            checkpoint: checkpoint.to_owned(),
+            view: shared.clone(),
+            source: source.clone(),
+        })
+    };
+    export.contexts = shared.checkpoints().map(since).collect();
+    export.guard = Box::new(shared);
+    Ok(export)
+}
+
+const BITMAP: &str = "qemu:dirty-bitmap:";
+/// Of a disk in use, what was written since the last checkpoint, whoever took that. Views have the named checkpoints instead.
 const DIRTY: &str = "qemu:dirty-bitmap:dsync";
 
 /// What was written since the last checkpoint.
@@ -109,23 +130,31 @@ impl Context for Dirty {
     }
 }
 
-/// What was written in the epoch that a view ends.
+/// What changed from a named checkpoint up to a view.
 struct Changed {
-    changes: Option<Arc<Bitmap>>,
-    block_size: u64,
+    name: String,
+    checkpoint: String,
+    view: Arc<SharedView>,
+    source: Arc<Source>,
+}
+
+impl Changed {
+    fn changes(&self) -> io::Result<Arc<Bitmap>> {
+        self.view.changes(&self.source, &self.checkpoint).map_err(io::Error::other)
+    }
 }
 
 impl Context for Changed {
     fn name(&self) -> &str {
-        DIRTY
+        &self.name
+    }
+    fn prepare(&self) -> io::Result<()> {
+        self.changes().map(drop)
     }
     fn status(&self, offset: u64, len: u64, limit: usize) -> io::Result<Vec<Status>> {
-        match &self.changes {
-            None => Ok(vec![Status { len, flags: state::DIRTY }]),
-            Some(changes) => Ok(runs_of(offset, len, self.block_size, |blocks| {
-                changes.runs_in(blocks).take(limit).collect()
-            })),
-        }
+        let changes = self.changes()?;
+        let block_size = u64::from(self.source.about().block_size);
+        Ok(runs_of(offset, len, block_size, |blocks| changes.runs_in(blocks).take(limit).collect()))
     }
 }
 

@@ -8,6 +8,7 @@ use serde::Serialize;
 use source::{About, Bookmark, Bookmarks, Client, History, Position, StateDir, Status};
 
 use crate::args;
+use crate::checkpoint::{self, Listed};
 use crate::output::Output;
 use crate::{failure, track, units};
 
@@ -24,6 +25,8 @@ struct SourceStatus {
     epochs: Vec<source::EpochInfo>,
     served: Option<Status>,
     replicas: Vec<Lacking>,
+    /// The named checkpoints, as "dsync checkpoint --list" has them.
+    checkpoints: Vec<Listed>,
 }
 
 /// A replica as its source knows it.
@@ -112,8 +115,10 @@ fn source_status(place: &Path, about: About, output: &Output) -> Result<()> {
         };
         Lacking { replica, epoch: bookmark.epoch.number, time: bookmark.time, blocks, why, compared }
     };
-    let replicas: Vec<Lacking> =
-        Bookmarks::read(&folder)?.0.into_iter().map(|(replica, bookmark)| lacks(replica, bookmark)).collect();
+    let bookmarks = Bookmarks::read(&folder)?;
+    let checkpoints = checkpoint::listed(&history, &bookmarks, block_size);
+    let replicas = bookmarks.replicas().map(|(replica, bookmark)| lacks(replica.clone(), bookmark.clone()));
+    let replicas: Vec<Lacking> = replicas.collect();
     let status = SourceStatus {
         kind: "source",
         path: about.path,
@@ -124,6 +129,7 @@ fn source_status(place: &Path, about: About, output: &Output) -> Result<()> {
         epochs: history.epochs(),
         served,
         replicas,
+        checkpoints,
     };
     say(&status, output);
     output.summary(&status);
@@ -186,6 +192,9 @@ fn say(status: &SourceStatus, output: &Output) {
             replica.epoch,
             device::moment(replica.time)
         ));
+    }
+    for checkpoint in &status.checkpoints {
+        output.say(&format!("  checkpoint {}", checkpoint.told(status.block_size)));
     }
 }
 

@@ -29,6 +29,11 @@ pub trait Context: Send + Sync {
     /// Namespace, colon and leaf, as in `qemu:dirty-bitmap:dsync`.
     fn name(&self) -> &str;
 
+    /// Makes ready to answer, when a client selects it. A context that can't is refused to that client.
+    fn prepare(&self) -> io::Result<()> {
+        Ok(())
+    }
+
     /// The status of the runs that follow one another from `offset`, within the export. At least one run and at most
     /// `limit`; together they may fall short of `len` bytes or go beyond. What goes beyond is cut off.
     fn status(&self, offset: u64, len: u64, limit: usize) -> io::Result<Vec<Status>>;

@@ -318,7 +318,7 @@ impl Client<'_> {
         let all = std::iter::once(&allocation).chain(&export.contexts);
         let chosen: Vec<Arc<dyn Context>> = all
             .filter(|context| match set {
-                true => queries.contains(&context.name()),
+                true => queries.contains(&context.name()) && context.prepare().is_ok(),
                 false => queries.is_empty() || queries.iter().any(|query| matches(query, context.name())),
             })
             .cloned()

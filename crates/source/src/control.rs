@@ -40,6 +40,10 @@ enum Ask {
     Dirty,
     /// A replica stands here now.
     Acknowledge { replica: String, epoch: Epoch },
+    /// Set a named checkpoint, at the present or at an epoch.
+    NameCheckpoint { name: String, at: Option<Epoch> },
+    /// Remove a bookmark.
+    ForgetBookmark { name: String },
     /// How the tracker is.
     Status,
     /// Follow what is written, for batches. Ends with the connection.
@@ -83,6 +87,7 @@ enum Answer {
     NoBatch,
     Dirty,
     Done,
+    Named { epoch: Epoch },
     Status(Status),
     Error { message: String, refusal: bool },
     Lost { since: u64, why: String },
@@ -296,10 +301,14 @@ fn answer(
             return send(socket, &Answer::Dirty, &blob, &[]).map(Ok);
         }
         Ask::Acknowledge { replica, epoch } => {
-            return match source.acknowledge(&replica, epoch) {
-                Ok(()) => send(socket, &Answer::Done, &[], &[]).map(Ok),
-                Err(error) => Ok(Err(error)),
-            };
+            return answer_with(socket, source.acknowledge(&replica, epoch).map(|()| Answer::Done));
+        }
+        Ask::NameCheckpoint { name, at } => {
+            let named = source.name_checkpoint(&name, at);
+            return answer_with(socket, named.map(|epoch| Answer::Named { epoch }));
+        }
+        Ask::ForgetBookmark { name } => {
+            return answer_with(socket, source.forget_bookmark(&name).map(|()| Answer::Done));
         }
         Ask::Status => {
             let status = Answer::Status(status(source));
@@ -338,6 +347,17 @@ fn answer(
     let size = checkpoint.saved.as_ref().map_or(0, |s| s.size());
     let answer = Answer::Checkpoint { epoch: checkpoint.epoch, size };
     send(socket, &answer, &[], &[parts.map.as_fd(), parts.data.as_fd()]).map(Ok)
+}
+
+/// An answer that is no more than what was done.
+fn answer_with(
+    socket: &UnixStream,
+    done: Result<Answer, SourceError>,
+) -> io::Result<Result<(), SourceError>> {
+    match done {
+        Ok(answer) => send(socket, &answer, &[], &[]).map(Ok),
+        Err(error) => Ok(Err(error)),
+    }
 }
 
 fn answer_batch(
@@ -464,6 +484,19 @@ impl Client {
     /// Tells where a replica stands now.
     pub(crate) fn acknowledge(&self, replica: &str, epoch: Epoch) -> Result<(), SourceError> {
         self.ask(&Ask::Acknowledge { replica: replica.to_owned(), epoch }).map(|_| ())
+    }
+
+    /// Sets a named checkpoint.
+    pub(crate) fn name_checkpoint(&self, name: &str, at: Option<Epoch>) -> Result<Epoch, SourceError> {
+        match self.ask(&Ask::NameCheckpoint { name: name.to_owned(), at })?.0 {
+            Answer::Named { epoch } => Ok(epoch),
+            _ => Self::confused(),
+        }
+    }
+
+    /// Removes a bookmark.
+    pub(crate) fn forget_bookmark(&self, name: &str) -> Result<(), SourceError> {
+        self.ask(&Ask::ForgetBookmark { name: name.to_owned() }).map(|_| ())
     }
 
     /// Begins to follow what is written. Says whether that goes past the page cache.

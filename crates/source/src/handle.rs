@@ -9,8 +9,9 @@ use extents::Bitmap;
 
 use crate::SourceError;
 use crate::batches::Batches;
+use crate::bookmarks::Bookmarks;
 use crate::control::{Client, Status, status};
-use crate::history::{Bookmarks, History, Position};
+use crate::history::{History, Position};
 use crate::live::Live;
 use crate::source::{AtPath, Medium, Options, Source};
 use crate::state::{About, StateDir};
@@ -182,9 +183,27 @@ impl Handle {
         Ok(self.history()?.last())
     }
 
-    /// The epoch of a number, for `--since`.
-    pub fn epoch(&self, number: u64) -> Result<Option<Epoch>, SourceError> {
-        Ok(self.history()?.by_number(number))
+    /// The epoch that a number or the name of a checkpoint means.
+    ///
+    /// # Errors
+    /// `Unknown` if there is none.
+    pub fn epoch(&self, what: &str) -> Result<Epoch, SourceError> {
+        let path = self.about.path.display();
+        let found = match what.parse() {
+            Ok(number) => self.history()?.by_number(number).ok_or(format!("epoch {what} in its history")),
+            Err(_) => {
+                let found = self.bookmarks()?.0.get(what).map(|b| b.epoch);
+                found.ok_or(format!("checkpoint or replica \"{what}\""))
+            }
+        };
+        found.map_err(|what| {
+            SourceError::Unknown(format!("{path} has no {what}: \"dsync status {path}\" lists what there is"))
+        })
+    }
+
+    /// The epoch of an id, if the history holds it.
+    pub fn epoch_of(&self, id: uuid::Uuid) -> Result<Option<Epoch>, SourceError> {
+        Ok(self.history()?.by_id(id))
     }
 
     /// The size of the source at an epoch.
@@ -288,7 +307,49 @@ impl Handle {
         }
     }
 
-    /// Where replicas were last known to stand.
+    /// Sets a named checkpoint at an epoch; without one at the present, which ends the epoch.
+    ///
+    /// # Errors
+    /// `Refused` where the name is not one, is taken and no epoch is given, or would move back; then no epoch has ended.
+    pub fn name_checkpoint(&self, name: &str, at: Option<Epoch>) -> Result<Epoch, SourceError> {
+        match &self.holder {
+            Holder::Here(source) => source.name_checkpoint(name, at),
+            Holder::Live(live) => live.name_checkpoint(name, at),
+            Holder::Server(client, _) => client.name_checkpoint(name, at),
+        }
+    }
+
+    /// Removes the bookmark of a replica or a named checkpoint: what changed since is no longer kept for it.
+    pub fn forget_bookmark(&self, name: &str) -> Result<(), SourceError> {
+        match &self.holder {
+            Holder::Here(source) => source.forget_bookmark(name),
+            Holder::Live(live) => live.forget_bookmark(name),
+            Holder::Server(client, _) => client.forget_bookmark(name),
+        }
+    }
+
+    /// Ends the epoch, without a view. What is read from the disk afterwards is of this epoch or newer.
+    pub fn end_epoch(&self) -> Result<Epoch, SourceError> {
+        match &self.holder {
+            Holder::Here(source) => Ok(source.checkpoint(false)?.epoch),
+            Holder::Live(live) => Ok(live.checkpoint()?.epoch()),
+            Holder::Server(client, _) => Ok(client.view(false)?.0),
+        }
+    }
+
+    /// What changed from one epoch to a later one, and the bytes of the disk at that.
+    ///
+    /// # Errors
+    /// `Lost` where the history has a gap in between.
+    pub fn changes_between(&self, since: &Epoch, upto: &Epoch) -> Result<(Bitmap, u64), SourceError> {
+        let history = self.history()?;
+        let size = history.size_at(upto).unwrap_or(0);
+        let changes = Bitmap::new(size.div_ceil(u64::from(self.about.block_size)));
+        history.changes_between(since, upto, self.about.block_size, &changes)?;
+        Ok((changes, size))
+    }
+
+    /// Where replicas were last known to stand, and the named checkpoints.
     pub fn bookmarks(&self) -> Result<Bookmarks, SourceError> {
         Bookmarks::read(&*self.folder)
     }

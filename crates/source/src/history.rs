@@ -7,7 +7,7 @@
 //! Each entry names the epoch before it. So an entry that can't be read, or is gone, is a gap between its neighbours, and not the end of
 //! what is known: the next one counts as lost, whatever it says.
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 use std::io;
 use std::ops::Range;
 use std::path::PathBuf;
@@ -19,10 +19,10 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::SourceError;
+use crate::bookmarks::Bookmarks;
 
 const NAME: &str = "history";
 const MAGIC: &[u8; 8] = b"dsynchis";
-const BOOKMARKS: &str = "bookmarks";
 /// Bytes of an entry before its head.
 const PREFIX: usize = 16;
 /// Entries at which the log is tidied, and how many of the newest are then left alone.
@@ -214,9 +214,14 @@ impl History {
         self.entries.iter().flat_map(|e| &e.head.epochs).find(|e| e.number == number).copied()
     }
 
+    /// The epoch of an id.
+    pub(crate) fn by_id(&self, id: Uuid) -> Option<Epoch> {
+        self.entries.iter().flat_map(|e| &e.head.epochs).find(|e| e.id == id).copied()
+    }
+
     /// True if an epoch of this id stands in the log.
     pub(crate) fn knows(&self, id: Uuid) -> bool {
-        self.entries.iter().flat_map(|e| &e.head.epochs).any(|e| e.id == id)
+        self.by_id(id).is_some()
     }
 
     /// Bytes of the log.
@@ -317,7 +322,48 @@ impl History {
         block_size: u32,
         into: &Bitmap,
     ) -> Result<Vec<Epoch>, SourceError> {
-        let mut oldest = self.entries.len();
+        self.changes_in(&self.entries, positions, block_size, into)
+    }
+
+    /// Adds to `into` what changed from one epoch to a later one; what the disk grew by meanwhile counts as changed. Blocks of
+    /// `into` have `block_size` bytes and cover the source as it was at the later epoch.
+    ///
+    /// # Errors
+    /// As [`History::changes_since`].
+    pub fn changes_between(
+        &self,
+        since: &Epoch,
+        upto: &Epoch,
+        block_size: u32,
+        into: &Bitmap,
+    ) -> Result<(), SourceError> {
+        let first = self.locate(since)?;
+        let end = self.entries.iter().position(|e| e.head.epochs.contains(upto)).map_or(0, |at| at + 1);
+        if end == 0 || since.number > upto.number {
+            return Err(SourceError::Unknown(format!(
+                "the history does not lead from epoch {} to epoch {}",
+                since.number, upto.number
+            )));
+        }
+        let entries = &self.entries[..end];
+        self.changes_in(entries, &[Position { epoch: *since, upto: u64::MAX }], block_size, into)?;
+        // A disk that shrank and grew again holds nothing of what it held there.
+        let spanned = &entries[first.saturating_sub(1).min(end - 1)..];
+        let least = spanned.iter().map(|e| e.head.size).min().unwrap_or(0);
+        if spanned.iter().any(|e| e.head.size != least) {
+            into.set(least / u64::from(block_size)..into.blocks());
+        }
+        Ok(())
+    }
+
+    fn changes_in(
+        &self,
+        entries: &[Entry],
+        positions: &[Position],
+        block_size: u32,
+        into: &Bitmap,
+    ) -> Result<Vec<Epoch>, SourceError> {
+        let mut oldest = entries.len();
         let mut below = 0;
         let mut spans = Vec::new();
         for position in positions {
@@ -330,7 +376,7 @@ impl History {
         let mut chain = Vec::new();
         // The base stands in the entry before the first that is needed, or inside it.
         chain.extend(positions.iter().map(|p| p.epoch).min_by_key(|e| e.number));
-        for (index, entry) in self.entries.iter().enumerate().skip(oldest) {
+        for (index, entry) in entries.iter().enumerate().skip(oldest) {
             if let Some(why) = &entry.head.lost {
                 return Err(SourceError::Lost { since, why: why.clone() });
             }
@@ -377,13 +423,22 @@ impl History {
     }
 
     /// Tidies a long log: what no bookmark needs is dropped, old neighbours are folded. The newest entries always stay, so
-    /// that a replica rolled back a little still finds its epoch.
-    pub(crate) fn tidy(&mut self, folder: &dyn Folder, bookmarks: &Bookmarks) -> Result<(), SourceError> {
+    /// that a replica rolled back a little still finds its epoch; and so does what `open` names, the epochs of open views, at
+    /// which a bookmark may be set yet.
+    pub(crate) fn tidy(
+        &mut self,
+        folder: &dyn Folder,
+        bookmarks: &Bookmarks,
+        open: &[Epoch],
+    ) -> Result<(), SourceError> {
         if self.entries.len() < TIDY_AT {
             return Ok(());
         }
         let old = self.entries.len() - TIDY_KEEPS;
-        let oldest_needed = bookmarks.0.values().map(|b| b.epoch.number).min();
+        let marked = bookmarks.0.values().map(|b| b.epoch.number);
+        let needed: BTreeSet<u64> = marked.chain(open.iter().map(|e| e.number)).collect();
+        // Without a bookmark nobody says what is not needed.
+        let oldest_needed = needed.first().copied().filter(|_| !bookmarks.0.is_empty());
         let mut kept: Vec<(Head, Vec<u8>)> = Vec::new();
         for entry in &self.entries[..old] {
             let number = entry.head.epochs.last().map_or(0, |e| e.number);
@@ -396,7 +451,7 @@ impl History {
                     && entry.head.lost.is_none()
                     && last.block_size == entry.head.block_size
                     && last.size <= entry.head.size
-                    && !oldest_needed.is_some_and(|n| last.epochs.iter().any(|e| e.number == n))
+                    && !last.epochs.last().is_some_and(|e| needed.contains(&e.number))
             });
             if let (true, Some((mut head, before))) = (folds, if folds { kept.pop() } else { None }) {
                 // The disk may have grown in between: what it had before is a part of what it has now.
@@ -449,36 +504,6 @@ fn entry_bytes(head: &Head, changes: &[u8]) -> io::Result<Vec<u8>> {
     bytes.extend_from_slice(&(head.len() as u32).to_le_bytes());
     bytes.extend_from_slice(&content);
     Ok(bytes)
-}
-
-/// An epoch that a replica was last known to stand at.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Bookmark {
-    /// The epoch.
-    pub epoch: Epoch,
-    /// Seconds since 1970 when it was last found there, or brought there.
-    pub time: u64,
-}
-
-/// The bookmarks of a source, by the name of the replica.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Bookmarks(pub BTreeMap<String, Bookmark>);
-
-impl Bookmarks {
-    /// Reads the bookmarks in a source's folder.
-    pub fn read(folder: &dyn Folder) -> Result<Bookmarks, SourceError> {
-        crate::state::read_json(folder, BOOKMARKS).map(Option::unwrap_or_default)
-    }
-
-    /// Moves a replica's bookmark; durable on return.
-    pub(crate) fn set(folder: &dyn Folder, replica: &str, epoch: Epoch) -> Result<Bookmarks, SourceError> {
-        let mut bookmarks = Self::read(folder)?;
-        let time =
-            std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs());
-        bookmarks.0.insert(replica.to_owned(), Bookmark { epoch, time });
-        crate::state::write_json(folder, BOOKMARKS, &bookmarks)?;
-        Ok(bookmarks)
-    }
 }
 
 #[cfg(test)]
@@ -652,7 +677,7 @@ mod tests {
             ids.push(next);
         }
         let bookmarks = Bookmarks::set(&dir, "somewhere", ids[3]).unwrap();
-        history.tidy(&dir, &bookmarks).unwrap();
+        history.tidy(&dir, &bookmarks, &[]).unwrap();
         assert!(history.entries.len() <= TIDY_KEEPS + 3, "{} entries", history.entries.len());
         let blocks = BLOCKS + (TIDY_AT as u64 - 1) / 3;
         let found = Bitmap::new(blocks);
@@ -685,7 +710,7 @@ mod tests {
         let many: Vec<Vec<u64>> = (0..TIDY_AT as u64).map(|n| vec![n % BLOCKS]).collect();
         let (mut history, ids) = filled(&dir, &many);
         let bookmarks = Bookmarks::set(&dir, "somewhere", ids[100]).unwrap();
-        history.tidy(&dir, &bookmarks).unwrap();
+        history.tidy(&dir, &bookmarks, &[]).unwrap();
         assert!(history.entries.len() <= TIDY_KEEPS + 3, "{} entries", history.entries.len());
         // The bookmark finds exactly its changes; an epoch inside a fold finds at least them.
         for at in [100, 101, 150, 255, 300, 511] {
@@ -701,5 +726,47 @@ mod tests {
             history.changes_since(&[before], 4096, &Bitmap::new(BLOCKS)),
             Err(SourceError::Lost { .. })
         ));
+    }
+
+    #[test]
+    fn what_changed_between_two_epochs_is_exact_wherever_the_history_was_folded() {
+        let (_temp, dir) = scratch();
+        let many: Vec<Vec<u64>> = (0..TIDY_AT as u64).map(|n| vec![n * 7 % BLOCKS]).collect();
+        let (mut history, ids) = filled(&dir, &many);
+        let marks = [100, 150, 153, 200];
+        let mut bookmarks = Bookmarks::default();
+        for (name, at) in ["a", "b", "c"].iter().zip(marks) {
+            bookmarks = Bookmarks::set(&dir, name, ids[at]).unwrap();
+        }
+        // The last of them is the epoch of an open view, which its reader has yet to bookmark.
+        history.tidy(&dir, &bookmarks, &[ids[marks[3]]]).unwrap();
+        assert!(history.entries.len() <= TIDY_KEEPS + 2 * marks.len(), "{} entries", history.entries.len());
+        for (from, to) in [(0, 1), (0, 3), (1, 2), (2, 3), (3, 3)].map(|(a, b)| (marks[a], marks[b])) {
+            let found = Bitmap::new(BLOCKS);
+            history.changes_between(&ids[from], &ids[to], 4096, &found).unwrap();
+            let expected: BTreeSet<u64> = many[from + 1..=to].iter().flatten().copied().collect();
+            assert_eq!(found.runs().flatten().collect::<BTreeSet<_>>(), expected, "{from} to {to}");
+        }
+        let back = history.changes_between(&ids[200], &ids[100], 4096, &Bitmap::new(BLOCKS));
+        assert!(back.is_err(), "a later epoch leads to no earlier one");
+    }
+
+    #[test]
+    fn what_a_disk_grew_by_has_changed_even_if_it_had_been_larger() {
+        let (_temp, dir) = scratch();
+        let mut history = History::read(&dir).unwrap();
+        let ids: Vec<Epoch> = (1..=3).map(epoch).collect();
+        for (id, (blocks, set)) in ids.iter().zip([(100, 1), (40, 2), (80, 3)]) {
+            history.append(*id, None, blocks * 4096, 4096, &bitmap(blocks, &[set])).unwrap();
+        }
+        let found = Bitmap::new(80);
+        history.changes_between(&ids[0], &ids[2], 4096, &found).unwrap();
+        assert_eq!(found.runs().collect::<Vec<_>>(), [2..4, 40..80]);
+        let gap = epoch(4);
+        history.append(gap, Some("test".into()), 80 * 4096, 4096, &Bitmap::new(80)).unwrap();
+        let across = history.changes_between(&ids[0], &gap, 4096, &Bitmap::new(80));
+        assert!(matches!(across, Err(SourceError::Lost { .. })));
+        // Up to before the gap it is known all the same.
+        history.changes_between(&ids[0], &ids[2], 4096, &Bitmap::new(80)).unwrap();
     }
 }

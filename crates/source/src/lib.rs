@@ -4,6 +4,7 @@
 //! reaches one wherever it is held.
 
 mod batches;
+mod bookmarks;
 mod captured;
 mod control;
 mod error;
@@ -19,14 +20,15 @@ mod view;
 mod watchdog;
 
 pub use batches::{Batch, Batches};
+pub use bookmarks::{Bookmark, Bookmarks, is_plain};
 pub use control::{Client, ControlServer, Status};
 pub use error::SourceError;
 pub use freeze::{Freeze, FreezeError, Prepared};
 pub use handle::Handle;
-pub use history::{Bookmark, Bookmarks, EpochInfo, History, Position};
+pub use history::{EpochInfo, History, Position};
 pub use live::{Cut, CutOptions, FreezeMode, Live};
 pub use peek::written_since;
-pub use source::{Checkpoint, Medium, Options, Portion, SharedView, Source, bookmarks};
+pub use source::{Checkpoint, Medium, Options, Portion, SharedView, Source};
 pub use stamp::Boot;
 pub use state::{About, StateDir, Survey, export_name};
 pub use view::View;

@@ -16,9 +16,10 @@ use trackers::{Hold, Tracker};
 use uuid::Uuid;
 
 use crate::SourceError;
+use crate::bookmarks::Bookmarks;
 use crate::captured::{Capture, Captured};
 use crate::freeze::{self, Freeze, FreezeError, Prepared};
-use crate::history::{Bookmarks, History};
+use crate::history::History;
 use crate::source::{Medium, open_reader};
 use crate::stamp::{Boot, Stamp};
 use crate::state::{About, StateDir, write_about};
@@ -417,7 +418,30 @@ impl Live {
     pub fn acknowledge(&self, replica: &str, epoch: Epoch) -> Result<(), SourceError> {
         let mut book = self.book();
         let bookmarks = Bookmarks::set(&*self.folder, replica, epoch)?;
-        book.history.tidy(&*self.folder, &bookmarks)
+        book.history.tidy(&*self.folder, &bookmarks, &[])
+    }
+
+    /// Sets a named checkpoint at an epoch; without one at the present, which ends the epoch. See
+    /// [`Source::name_checkpoint`](crate::Source::name_checkpoint).
+    pub fn name_checkpoint(&self, name: &str, at: Option<Epoch>) -> Result<Epoch, SourceError> {
+        let mut book = self.book();
+        Bookmarks::read(&*self.folder)?.admits(&self.about.path, &book.history, name, at)?;
+        let epoch = match at {
+            Some(epoch) => epoch,
+            None => {
+                let changes = self.tracker.checkpoint()?;
+                self.write_down(&mut book, &changes)?
+            }
+        };
+        let bookmarks = Bookmarks::set(&*self.folder, name, epoch)?;
+        book.history.tidy(&*self.folder, &bookmarks, &[])?;
+        Ok(epoch)
+    }
+
+    /// Removes the bookmark of a replica or a named checkpoint.
+    pub fn forget_bookmark(&self, name: &str) -> Result<(), SourceError> {
+        let _book = self.book();
+        Bookmarks::remove(&*self.folder, &self.about.path, name)
     }
 }
 

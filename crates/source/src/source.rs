@@ -1,5 +1,6 @@
 //! A source held by this process: its record, its history, its checkpoints.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
@@ -17,7 +18,8 @@ use trackers::{Clock, Follower, Saved, Served, Settings, TrackedDisk};
 use uuid::Uuid;
 
 use crate::SourceError;
-use crate::history::{Bookmarks, History};
+use crate::bookmarks::Bookmarks;
+use crate::history::{History, Position};
 use crate::stamp::{Boot, FOREIGN, LastWrite, REPLACED, Stamp, Verdict};
 use crate::state::{About, StateDir, write_about};
 use crate::view::View;
@@ -204,8 +206,8 @@ pub struct Source {
     /// Why what came before the next checkpoint is not known. An inner lock: connections ask in the midst of their writes.
     /// Changed with `book` locked.
     lost: Mutex<Option<String>>,
-    /// An outer lock, taken before `book`. The view that readers share under the name `@view`.
-    shared_view: Mutex<Weak<SharedView>>,
+    /// An outer lock, taken before `book`. The views that are open as `@view` (the empty name) and `@view.NAME`.
+    shared_views: Mutex<BTreeMap<String, Weak<SharedView>>>,
     tending: Option<(Arc<AtomicBool>, JoinHandle<()>)>,
     locks: Option<(FolderLock, Option<device::ImageLock>)>,
 }
@@ -222,12 +224,46 @@ pub struct SharedView {
     pub view: View,
     checkpoint: Checkpoint,
     disk: TrackedDisk,
+    /// The named checkpoints that it was opened with, but those behind a gap.
+    since: BTreeMap<String, Since>,
+}
+
+/// What changed from a named checkpoint to a view. All readers of the view find the same, wherever the name moves.
+struct Since {
+    epoch: Epoch,
+    /// An outer lock, taken before `book`. Found when it is asked for first.
+    changes: Mutex<Option<Arc<Bitmap>>>,
 }
 
 impl SharedView {
     /// The checkpoint that it shows.
     pub fn checkpoint(&self) -> &Checkpoint {
         &self.checkpoint
+    }
+
+    /// The named checkpoints from which it is known what changed up to this view.
+    pub fn checkpoints(&self) -> impl Iterator<Item = &str> {
+        self.since.keys().map(String::as_str)
+    }
+
+    /// What changed from a named checkpoint, as it stood when the view was opened, up to this view; in blocks of `source`,
+    /// whose view this is.
+    ///
+    /// # Errors
+    /// If the history can't tell; never less than what changed.
+    pub fn changes(&self, source: &Source, checkpoint: &str) -> Result<Arc<Bitmap>, SourceError> {
+        let since = self.since.get(checkpoint).ok_or_else(|| {
+            SourceError::Unknown(format!("what changed since checkpoint {checkpoint} is not known"))
+        })?;
+        let mut found = since.changes.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(changes) = &*found {
+            return Ok(changes.clone());
+        }
+        let block_size = source.about.block_size;
+        let changes = Bitmap::new(self.view.len().div_ceil(u64::from(block_size)));
+        let upto = self.checkpoint.epoch;
+        source.with_history(|h| h.changes_between(&since.epoch, &upto, block_size, &changes))?;
+        Ok(found.insert(Arc::new(changes)).clone())
     }
 }
 
@@ -401,7 +437,7 @@ impl Source {
             view_limit: options.view_limit,
             book: Mutex::new(Book { history, stamp }),
             lost: Mutex::new(lost),
-            shared_view: Mutex::new(Weak::new()),
+            shared_views: Mutex::default(),
             tending: Some((stop, tending)),
             locks: None,
         })
@@ -576,25 +612,44 @@ impl Source {
             .map_err(SourceError::state("make a view in", place))
     }
 
-    /// The view that readers share as `@view`: the one that is open, else a new one at a checkpoint taken now.
-    pub fn shared_view(&self) -> Result<Arc<SharedView>, SourceError> {
-        let mut slot = self.shared_view.lock().unwrap_or_else(|e| e.into_inner());
-        if let Some(open) = slot.upgrade() {
+    /// The view that readers share as `@view`, or with a name as `@view.NAME`: the one that is open, else a new one at a
+    /// checkpoint taken now.
+    pub fn shared_view(&self, name: &str) -> Result<Arc<SharedView>, SourceError> {
+        let mut slots = self.slots();
+        if let Some(open) = slots.get(name).and_then(Weak::upgrade) {
             return Ok(open);
         }
-        let checkpoint = self.checkpoint(true)?;
-        let disk = self.medium.reader()?;
-        let view =
-            View::new(checkpoint.epoch, disk, self.disk.len(), checkpoint.saved.clone(), Arc::new(|| Ok(())))
-                .shared();
-        let shared = Arc::new(SharedView { view, checkpoint, disk: self.disk.clone() });
-        *slot = Arc::downgrade(&shared);
+        let reader = self.medium.reader()?;
+        let mut book = self.book();
+        let bookmarks = Bookmarks::read(&*self.folder)?;
+        let (checkpoint, _) = self.end_epoch(&mut book, true, None)?;
+        let known = |epoch: Epoch| book.history.reaches(&[Position { epoch, upto: u64::MAX }]).is_ok();
+        let since = bookmarks.checkpoints().filter(|(_, b)| known(b.epoch));
+        let since = since
+            .map(|(name, b)| (name.clone(), Since { epoch: b.epoch, changes: Mutex::default() }))
+            .collect();
+        drop(book);
+        let (saved, alive) = (checkpoint.saved.clone(), Arc::new(|| Ok(())));
+        let view = View::new(checkpoint.epoch, reader, self.disk.len(), saved, alive).shared();
+        let shared = Arc::new(SharedView { view, checkpoint, disk: self.disk.clone(), since });
+        slots.retain(|_, view| view.strong_count() > 0);
+        slots.insert(name.to_owned(), Arc::downgrade(&shared));
         Ok(shared)
     }
 
     /// The view open as `@view`, if somebody holds one.
     pub fn held_view(&self) -> Option<Arc<SharedView>> {
-        self.shared_view.lock().unwrap_or_else(|e| e.into_inner()).upgrade()
+        self.slots().get("").and_then(Weak::upgrade)
+    }
+
+    fn slots(&self) -> std::sync::MutexGuard<'_, BTreeMap<String, Weak<SharedView>>> {
+        self.shared_views.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// The epochs of open views, at which a reader may yet set a checkpoint. To be asked before the book is locked.
+    fn open_epochs(&self) -> Vec<Epoch> {
+        let open: Vec<Arc<SharedView>> = self.slots().values().filter_map(Weak::upgrade).collect();
+        open.iter().map(|view| view.checkpoint.epoch).collect()
     }
 
     /// A view for a source that nobody writes while this process holds it: the image itself, and a look at the end whether
@@ -618,9 +673,33 @@ impl Source {
 
     /// Notes where a replica stands now, and tidies the history by it.
     pub fn acknowledge(&self, replica: &str, epoch: Epoch) -> Result<(), SourceError> {
+        let open = self.open_epochs();
         let mut book = self.book();
         let bookmarks = Bookmarks::set(&*self.folder, replica, epoch)?;
-        book.history.tidy(&*self.folder, &bookmarks)
+        book.history.tidy(&*self.folder, &bookmarks, &open)
+    }
+
+    /// Sets a named checkpoint at an epoch; without one at the present, which ends the epoch. See [`Bookmarks`].
+    ///
+    /// # Errors
+    /// `Refused` where the name is not one, is taken, or would move back; then no epoch has ended.
+    pub fn name_checkpoint(&self, name: &str, at: Option<Epoch>) -> Result<Epoch, SourceError> {
+        let open = self.open_epochs();
+        let mut book = self.book();
+        Bookmarks::read(&*self.folder)?.admits(&self.about.path, &book.history, name, at)?;
+        let epoch = match at {
+            Some(epoch) => epoch,
+            None => self.end_epoch(&mut book, false, None)?.0.epoch,
+        };
+        let bookmarks = Bookmarks::set(&*self.folder, name, epoch)?;
+        book.history.tidy(&*self.folder, &bookmarks, &open)?;
+        Ok(epoch)
+    }
+
+    /// Removes the bookmark of a replica or a named checkpoint.
+    pub fn forget_bookmark(&self, name: &str) -> Result<(), SourceError> {
+        let _book = self.book();
+        Bookmarks::remove(&*self.folder, &self.about.path, name)
     }
 
     /// What was written since the last checkpoint.
@@ -707,10 +786,4 @@ fn tend(disk: &TrackedDisk, medium: &dyn Medium, stop: &AtomicBool, every: Durat
             let _ = disk.sweep(IDLE_TICKS);
         }
     }
-}
-
-/// The bookmarks of a source, read without its lock.
-pub fn bookmarks(folder: &Path) -> Result<Bookmarks, SourceError> {
-    let folder = Dir::open(folder).map_err(SourceError::state("open", folder))?;
-    Bookmarks::read(&folder)
 }

@@ -325,7 +325,7 @@ fn another_file_in_the_place_of_a_served_one_is_not_read() {
     source.disk().write_at(0, &[1; 10]).unwrap();
     let error = source.checkpoint(false).unwrap_err();
     assert!(matches!(error, SourceError::Replaced(_)), "{error}");
-    assert!(source.shared_view().is_err());
+    assert!(source.shared_view("").is_err());
     source.close().unwrap();
     assert!(scene.open().lost().unwrap().contains("taken its place"));
 }
@@ -379,7 +379,7 @@ fn an_image_that_is_moved_while_it_is_served_is_followed() {
     source.disk().write_at(7 * BLOCK, &[7; BLOCK as usize]).unwrap();
     let epoch = source.checkpoint(false).unwrap().epoch;
     let mut buf = [0; BLOCK as usize];
-    source.shared_view().unwrap().view.read_at(7 * BLOCK, &mut buf).unwrap();
+    source.shared_view("").unwrap().view.read_at(7 * BLOCK, &mut buf).unwrap();
     assert_eq!(buf, [7; BLOCK as usize]);
     // A change of name looks like somebody else's write; nothing is missed for it.
     match since(&source, at) {

@@ -1,4 +1,9 @@
 //! A delta to a byte stream, for whoever carries it on.
+//!
+//! Nobody says what becomes of the stream: nothing that is seen here tells a delta that was merged from one whose pipe broke
+//! behind the last byte. So an extract moves no bookmark, and the next one begins where this one began. A delta fits a
+//! replica at every epoch that it spans; it fits whether the ones before were merged or not. A bookmark moves when a replica
+//! has said where it is: to a sync, or as the merge's answer to `dsync checkpoint --at -`.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -9,14 +14,14 @@ use delta::{Epoch, Header, Method, Unit, Writer};
 use device::Disk;
 use extents::Bitmap;
 use serde::Serialize;
-use source::{Cut, CutOptions, Handle, Live, Position, SourceError};
+use source::{Bookmarks, Cut, CutOptions, Handle, Live, Position};
 use uuid::Uuid;
 
 use crate::error::SyncError;
 use crate::push::{Packing, Progress, Sink, Totals, pack_wanted};
 use crate::read::{FrameSize, Wanted};
 
-/// The bookmark that `extract` moves: what it wrote is taken to have arrived.
+/// The checkpoint of replicas that only extracts have fed: where the first of them began.
 const BOOKMARK: &str = "extract";
 
 /// What an extract wrote.
@@ -50,11 +55,11 @@ impl<W: Write> Sink for ToWriter<'_, W> {
     }
 }
 
-/// Writes what changed since an epoch to `out`: since the given number, 0 meaning the whole disk; without one since the
-/// sole bookmark, and the whole disk where there is none.
+/// Writes what changed since an epoch to `out`: since the given number or checkpoint, 0 meaning the whole disk; without one
+/// since the oldest epoch at which a replica is known to be, and the whole disk where none is.
 pub fn extract(
     handle: &Handle,
-    since: Option<u64>,
+    since: Option<&str>,
     compress: Option<i32>,
     out: impl Write,
     progress: Progress<'_>,
@@ -123,7 +128,9 @@ pub fn extract(
     pack_wanted(ToWriter(&mut writer), &view, &header, &wanted, how, &totals, &|done| progress(done, bytes))?;
     writer.flush()?;
     let epoch = view.epoch();
-    handle.acknowledge(BOOKMARK, epoch)?;
+    if let Some(begins) = keeps(handle, since, from, epoch)? {
+        handle.acknowledge(BOOKMARK, begins)?;
+    }
     Ok(Extracted {
         source: about.path.clone(),
         method: header.method,
@@ -152,36 +159,38 @@ fn whole_live_disk(handle: &Handle) -> SyncError {
 }
 
 /// Where the delta begins.
-fn begin(handle: &Handle, since: Option<u64>) -> Result<Option<Epoch>, SyncError> {
-    let path = handle.about().path.display();
+fn begin(handle: &Handle, since: Option<&str>) -> Result<Option<Epoch>, SyncError> {
     match since {
-        Some(0) => Ok(None),
-        Some(number) => match handle.epoch(number)? {
-            Some(epoch) => Ok(Some(epoch)),
-            None => Err(SyncError::Source(SourceError::Unknown(format!(
-                "{path} has no epoch {number} in its history: \"dsync status {path}\" lists them, --since 0 takes the whole \
-                 disk"
-            )))),
-        },
-        None => {
-            let bookmarks = handle.bookmarks()?.0;
-            let mut epochs: Vec<Epoch> = bookmarks.values().map(|b| b.epoch).collect();
-            epochs.sort_by_key(|e| e.number);
-            epochs.dedup();
-            match epochs[..] {
-                [] => Ok(None),
-                [epoch] => Ok(Some(epoch)),
-                _ => {
-                    let list: Vec<String> = bookmarks
-                        .iter()
-                        .map(|(name, b)| format!("{name} at epoch {}", b.epoch.number))
-                        .collect();
-                    Err(SyncError::Refused(format!(
-                        "the replicas of {path} stand at different epochs ({}): say which one with --since EPOCH",
-                        list.join(", ")
-                    )))
-                }
-            }
-        }
+        Some("0") => Ok(None),
+        Some(what) => Ok(Some(handle.epoch(what)?)),
+        None => Ok(fed(&handle.bookmarks()?).min_by_key(|epoch| epoch.number)),
     }
+}
+
+/// Where replicas are known to be. What other readers keep is not theirs.
+fn fed(bookmarks: &Bookmarks) -> impl Iterator<Item = Epoch> {
+    bookmarks.replicas().chain(bookmarks.0.get_key_value(BOOKMARK)).map(|(_, bookmark)| bookmark.epoch)
+}
+
+/// The epoch to keep for the extracts to come: where the replica that this one makes or feeds is at the least. `None` where
+/// no bookmark is known at all, and none is needed.
+fn keeps(
+    handle: &Handle,
+    since: Option<&str>,
+    from: Option<Epoch>,
+    epoch: Epoch,
+) -> Result<Option<Epoch>, SyncError> {
+    let bookmarks = handle.bookmarks()?;
+    let kept = bookmarks.0.get(BOOKMARK).map(|bookmark| bookmark.epoch);
+    let reaches = |kept: &Epoch| handle.reaches(&[Position { epoch: *kept, upto: u64::MAX }]).is_ok();
+    Ok(match (from, kept) {
+        // Named again, so that the history is tidied.
+        (Some(_), Some(kept)) => Some(kept),
+        (None, Some(kept)) if reaches(&kept) => Some(kept),
+        (None, _) => Some(epoch),
+        (Some(from), None) => {
+            let number = since.is_some_and(|since| since.parse::<u64>().is_ok());
+            (number && fed(&bookmarks).next().is_none()).then_some(from)
+        }
+    })
 }

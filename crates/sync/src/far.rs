@@ -278,8 +278,12 @@ fn take_units(
 pub struct Merged {
     /// The replica.
     pub destination: PathBuf,
+    /// Its source.
+    pub source: uuid::Uuid,
     /// The number of the epoch at which it stands now.
     pub epoch: u64,
+    /// The id of that epoch.
+    pub epoch_id: uuid::Uuid,
     /// Bytes of the delta.
     pub bytes_read: u64,
     /// Bytes written, journal included.
@@ -342,7 +346,9 @@ pub fn merge_over(
     };
     Ok(Merged {
         destination,
+        source: replica.standing().source.unwrap_or_default(),
         epoch: committed.epoch.number,
+        epoch_id: committed.epoch.id,
         bytes_read: units.bytes(),
         bytes_written: committed.bytes_written,
         seconds: began.elapsed().as_secs_f64(),

@@ -345,7 +345,8 @@ fn an_extract_of_a_live_disk_is_a_cut() {
     let state = StateDir::find(Some(&scene.path("far")));
     sync::merge(&scene.path("copy"), None, Commit::Journal, &state, &delta[..]).unwrap();
     assert_eq!(moment(&scene.path("copy")).unwrap(), scene.written.load(SeqCst));
-    let busy = writing(&scene, 50, Duration::from_micros(200), || extract(Some(2))).unwrap_err().to_string();
+    let busy =
+        writing(&scene, 50, Duration::from_micros(200), || extract(Some("2"))).unwrap_err().to_string();
     assert!(busy.contains("is being written to"), "{busy}");
 }
 
