@@ -34,6 +34,12 @@ impl Loop {
         output.status.success().then(|| Loop(PathBuf::from(output.text().trim())))
     }
 
+    /// Attaches as the device of this name; `None` where that is not allowed.
+    pub fn named(device: &Path, image: &Path) -> Option<Loop> {
+        let attached = Run::new("losetup").args([device, image]).output();
+        attached.status.success().then(|| Loop(device.to_path_buf()))
+    }
+
     /// The device.
     pub fn device(&self) -> &Path {
         &self.0

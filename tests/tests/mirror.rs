@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use dsync_tests::far::Far;
 use dsync_tests::image::{self, BLOCK};
-use dsync_tests::mount::Loop;
+use dsync_tests::mount::{Loop, Mount};
 use dsync_tests::records::{self, Records};
 use dsync_tests::scene::number;
-use dsync_tests::{Background, Random, Run, Scene, need_root, rounds};
+use dsync_tests::{Background, Random, Run, Scene, need, need_root, rounds};
 use rustix::process::{Pid, Signal, kill_process};
 
 const MIB: u64 = 1 << 20;
@@ -306,6 +306,12 @@ fn a_replica_that_was_put_back_is_noticed() {
     std::fs::write(device, &before).expect("a device");
     Run::new("rm").arg("-r").arg(&folder).ok();
     Run::new("mv").args([&kept, &folder]).ok();
+    // In another life of the kernel: in this one it has counted what was written.
+    let lineage = folder.join("lineage");
+    let text = std::fs::read_to_string(&lineage).expect("a lineage");
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").expect("a boot");
+    assert!(text.contains(boot.trim()), "{text}");
+    std::fs::write(&lineage, text.replace(boot.trim(), "before")).expect("a lineage");
     scene.change(10);
     running.signal(Signal::CONT);
     wait_until("what was taken away is there again", || equal(&scene));
@@ -389,7 +395,12 @@ fn what_others_do_to_a_replica_is_noticed() {
                     std::fs::rename(&other, replica).expect("another file");
                 }
             }
-            if !killed {
+            if !killed && act == "remove" {
+                // It may come back: the mirror says so, and waits.
+                scene.change(1);
+                wait_until("it is missed", || running.stdout_so_far().contains("last synced on"));
+                running.kill();
+            } else if !killed {
                 scene.change(1);
                 let ended = running.output(Duration::from_secs(30));
                 assert_eq!(ended.status.code(), Some(4), "{act}: {ended}");
@@ -398,10 +409,94 @@ fn what_others_do_to_a_replica_is_noticed() {
             let recovered = scene.site.dsync(["recover"]).arg(&scene.replica).output();
             let expected = if act == "remove" { 1 } else { 4 };
             assert_eq!(recovered.status.code(), Some(expected), "{act}, killed: {killed}: {recovered}");
-            scene.sync(&["--adopt"]).ok();
+            scene.sync(&[if act == "remove" { "--create" } else { "--adopt" }]).ok();
             scene.equal();
         }
     }
+}
+
+/// A file system of the replica's own, which comes and goes.
+struct Away {
+    device: Loop,
+    place: PathBuf,
+}
+
+impl Away {
+    fn new(scene: &Scene, what: &str) -> Option<Away> {
+        if !need_root(what) || !need(&["mkfs.ext4", "losetup"], what) {
+            return None;
+        }
+        let device = Loop::new(&scene.site.image("site.img", 128 * MIB))?;
+        Run::new("mkfs.ext4").arg("-q").arg(device.device()).ok();
+        let place = scene.site.path("site");
+        std::fs::create_dir(&place).expect("a folder");
+        Some(Away { device, place })
+    }
+
+    fn mount(&self) -> Option<Mount> {
+        Mount::new(&[], self.device.device(), &self.place)
+    }
+
+    fn replica(&self) -> PathBuf {
+        self.place.join("vm.raw")
+    }
+}
+
+/// A mirror whose replica's file system is unmounted waits for it, and makes nothing in its place.
+#[test]
+fn a_replica_that_is_unmounted_is_waited_for() {
+    let what = "a mirror to a file system that is unmounted";
+    let mut scene = Scene::new(what, 16 * MIB);
+    let Some(away) = Away::new(&scene, what) else { return dsync_tests::skipped(what, "no loop device") };
+    let Some(mount) = away.mount() else { return dsync_tests::skipped(what, "no mounts here") };
+    let mut running = mirror(&scene, &away.replica(), &["--epoch", "1h"]).start();
+    running.wait_to_say(MIRRORING);
+    scene.change(20);
+    wait_until("it arrives", || image::first_difference(&scene.image, &away.replica()).is_none());
+    drop(mount);
+    scene.change(20);
+    wait_until("it is missed", || running.stdout_so_far().contains("last synced on"));
+    assert_eq!(std::fs::read_dir(&away.place).expect("a folder").count(), 0);
+    let mount = away.mount().expect("a mount");
+    scene.change(20);
+    wait_until("it goes on", || image::first_difference(&scene.image, &away.replica()).is_none());
+    stop(running);
+    image::assert_equal(&scene.image, &away.replica());
+    recover(&scene, &away.replica());
+    drop(mount);
+}
+
+/// What is mounted over the folder in which a mirror works is neither written to as if it were that folder, nor missed.
+#[test]
+fn a_replica_that_is_mounted_late_is_taken_up() {
+    let what = "a mirror whose folder is mounted over";
+    let mut scene = Scene::new(what, 16 * MIB);
+    let Some(away) = Away::new(&scene, what) else { return dsync_tests::skipped(what, "no loop device") };
+    let Some(mount) = away.mount() else { return dsync_tests::skipped(what, "no mounts here") };
+    scene.site.sync(&scene.image, &away.replica(), &[]).ok();
+    drop(mount);
+    scene.change(20);
+    // The user insists: beneath the mount another replica begins.
+    let mut running = mirror(&scene, &away.replica(), &["--epoch", "1h", "--create"]).start();
+    running.wait_to_say(MIRRORING);
+    scene.change(20);
+    wait_until("it arrives", || image::first_difference(&scene.image, &away.replica()).is_none());
+    let lineage = away.place.join(".vm.raw.dsync/lineage");
+    let mount = away.mount().expect("a mount");
+    let before = std::fs::read(&lineage).expect("a lineage");
+    let (old, beneath) = (std::fs::read(away.replica()).expect("a replica"), "mounted over");
+    assert_eq!(std::fs::read(&lineage).expect("a lineage"), before);
+    assert!(old != std::fs::read(&scene.image).expect("an image"));
+    scene.change(20);
+    wait_until("the other is taken up", || image::first_difference(&scene.image, &away.replica()).is_none());
+    assert!(running.stdout_so_far().contains(beneath), "{}", running.stdout_so_far());
+    let (_, summary) = stop(running);
+    assert_eq!(number(&summary, "syncs"), 2, "{summary}");
+    recover(&scene, &away.replica());
+    image::assert_equal(&scene.image, &away.replica());
+    scene.change(5);
+    assert_eq!(scene.site.sync(&scene.image, &away.replica(), &[]).ok().summary()["method"], "tracked");
+    drop(mount);
 }
 
 /// The same in the course of a sync.

@@ -108,7 +108,7 @@ fn block_size(path: &Path, device: u64) -> io::Result<u64> {
 }
 
 /// A partition has its disk's.
-fn diskseq(device: u64) -> Option<u64> {
+pub(crate) fn diskseq(device: u64) -> Option<u64> {
     let place = std::fs::canonicalize(sysfs(device)).ok()?;
     let read = |place: &Path| std::fs::read_to_string(place.join("diskseq")).ok();
     read(&place).or_else(|| read(place.parent()?))?.trim().parse().ok()

@@ -65,13 +65,24 @@ fn related(device: u64) -> Vec<u64> {
     devices
 }
 
-fn device_number(place: &Path) -> Option<u64> {
+pub(crate) fn device_number(place: &Path) -> Option<u64> {
     parse_number(std::fs::read_to_string(place.join("dev")).ok()?.trim())
 }
 
 fn parse_number(text: &str) -> Option<u64> {
     let (major, minor) = text.split_once(':')?;
     Some(libc::makedev(major.parse().ok()?, minor.parse().ok()?))
+}
+
+/// The block device that a file system lies on, by the number under which its files appear.
+pub(crate) fn file_system_device(number: u64) -> Option<u64> {
+    if sysfs(number).exists() {
+        return Some(number);
+    }
+    // Btrfs shows a number of its own.
+    let mount = mount_table().ok()?.into_iter().find(|mount| mount.dev == number)?;
+    let device = std::fs::metadata(mount.source.filter(|source| source.is_absolute())?).ok()?;
+    device.file_type().is_block_device().then(|| device.rdev())
 }
 
 /// A file system that is mounted.

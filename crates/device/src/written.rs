@@ -5,11 +5,13 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
+use serde::{Deserialize, Serialize};
+
 use crate::identity::{Identity, sysfs};
 use crate::usage::may_change;
 
 /// What was written to a block device since it appeared, by whoever it was: where two counts are equal nobody wrote between.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Written {
     /// Sectors of 512 bytes, by writes that have ended.
     pub sectors: u64,
@@ -20,6 +22,11 @@ pub struct Written {
 }
 
 impl Written {
+    /// True if something was written or discarded between this count and a later one.
+    pub fn has_moved(&self, now: &Written) -> bool {
+        (self.sectors, self.discarded) != (now.sectors, now.discarded)
+    }
+
     /// Counts for the device of this number; a partition counts what goes through it. `None` where the kernel doesn't count.
     pub fn of(device: u64) -> Option<Written> {
         let place = std::fs::canonicalize(sysfs(device)).ok()?;

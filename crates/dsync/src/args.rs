@@ -293,6 +293,9 @@ pub struct Mirror {
     /// Make a replica of what is there already, by comparing all of it
     #[arg(long)]
     pub adopt: bool,
+    /// Begin a new replica where there was one that is gone for good, with all of the source
+    #[arg(long)]
+    pub create: bool,
     /// How both sites share their work among threads
     #[arg(long, value_enum, default_value_t = StagesArg::Adaptive, hide = true)]
     pub stages: StagesArg,
@@ -353,6 +356,9 @@ pub struct Sync {
     /// Take over a copy that was carried there by hand: compares all of it
     #[arg(long)]
     pub adopt: bool,
+    /// Begin a new replica where there was one that is gone for good, with all of the source
+    #[arg(long)]
+    pub create: bool,
     /// Send the view that is open as the export NAME@view, not the disk as it is now
     #[arg(long)]
     pub at_view: bool,
@@ -598,6 +604,9 @@ pub struct Merge {
     /// How the replica steps to the new epoch
     #[arg(long, value_enum, default_value_t = CommitArg::Journal)]
     pub commit: CommitArg,
+    /// Begin a new replica where the file of one is gone, with a delta that is a whole copy
+    #[arg(long)]
+    pub create: bool,
     /// Where the replica keeps its lineage and journal
     #[arg(long, value_name = "DIR")]
     pub journal_dir: Option<PathBuf>,

@@ -54,7 +54,7 @@ pub fn code(error: &anyhow::Error) -> u8 {
             return match error.class() {
                 sync::Class::Failed => FAILED,
                 sync::Class::Lost => LOST,
-                sync::Class::Refused | sync::Class::Busy => REFUSED,
+                sync::Class::Refused | sync::Class::Busy | sync::Class::Away => REFUSED,
             };
         }
         let refused = cause.downcast_ref::<source::SourceError>().map(|e| e.is_refusal()).or_else(|| {

@@ -11,7 +11,7 @@ use sync::{Batching, Mirror, MirrorEvent, MirrorOptions, MirrorSummary, Options,
 use crate::args::{self, StagesArg};
 use crate::failure;
 use crate::output::Output;
-use crate::sync_command::{Destination, connect, refuse_itself};
+use crate::sync_command::{Destination, connect};
 use crate::{sync_command, units};
 
 /// How often people are told how it goes, if they ask for more.
@@ -75,6 +75,7 @@ pub fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()>
     let options = MirrorOptions {
         sync: Options {
             adopt: args.adopt,
+            create: args.create,
             compress: args.compress,
             bwlimit: far.bwlimit,
             journal_dir: far.journal_dir.clone().map(Into::into),
@@ -116,11 +117,7 @@ pub fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()>
         Ok(link)
     };
     let mirror = Mirror {
-        attach: &mut || {
-            let handle = Handle::attach_followed(state, &args.source)?;
-            refuse_itself(&path, &destination, &handle).map_err(|e| SyncError::Refused(e.to_string()))?;
-            Ok(handle)
-        },
+        attach: &mut || Ok(Handle::attach_followed(state, &args.source)?),
         connect: &mut || match reach() {
             Ok(link) => Ok(link),
             Err(error) => match error.downcast::<link::Error>() {
@@ -136,6 +133,10 @@ pub fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()>
         progress: &progress,
     };
     let summary = mirror.run();
+    // What was refused leaves nothing behind, if it is let end.
+    if let Some(last) = receiving.take() {
+        let _ = last.join();
+    }
     output.finish();
     let summary = summary?;
     say(&summary, &name, output);

@@ -58,7 +58,12 @@ pub fn merge(args: &args::Merge, state: &StateDir, output: &Output) -> Result<()
     }
     link::widen(&stdin());
     let path = std::path::absolute(&args.destination)?;
-    let merged = sync::merge(&path, args.journal_dir.as_deref(), commit(args.commit), state, stdin().lock())?;
+    let options = sync::MergeOptions {
+        commit: commit(args.commit),
+        journal_dir: args.journal_dir.clone(),
+        create: args.create,
+    };
+    let merged = sync::merge(&path, &options, state, stdin().lock())?;
     if let Some(recovered) = &merged.recovered {
         output.warn(recovered);
     }

@@ -11,6 +11,7 @@ use anyhow::{Context as _, Result, bail};
 use device::Disk;
 use extents::Bitmap;
 use nbd::{Context, Export, Exports, Listed, Refusal, Status, state};
+use replica::Promotion;
 use source::{ControlServer, SharedView, Source, StateDir, export_name};
 
 use crate::args;
@@ -218,6 +219,32 @@ fn sweep_every() -> Duration {
     set.map_or(source::Options::SWEEP_EVERY, |ms: u64| Duration::from_millis(ms.max(1)))
 }
 
+/// Marks what is about to be opened for writing, if it is a replica, and says what that means.
+pub fn promote(
+    path: &Path,
+    state: &StateDir,
+    by: replica::Use,
+    output: &Output,
+) -> Result<Option<Promotion>> {
+    let options = replica::Options { devices: state.replicas_folder(), ..Default::default() };
+    let promotion = match replica::promote(path, &options, by) {
+        // Whoever opens it next says so better.
+        Err(_) if !path.exists() => return Ok(None),
+        other => other?,
+    };
+    if let Some(was) = promotion.as_ref().map(Promotion::was) {
+        let at = match (was.epoch, was.source) {
+            (Some(epoch), Some(source)) => format!("epoch {} of source {source}", epoch.number),
+            _ => "a copy that is not complete".to_owned(),
+        };
+        output.warn(&format!(
+            "{} is a replica at {at}: once it is written to, a sync from there is refused, for it would overwrite that",
+            path.display()
+        ));
+    }
+    Ok(promotion)
+}
+
 /// Runs the server until a signal ends it.
 pub fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> {
     if let Some(address) = args.tcp.filter(|a| !a.ip().is_loopback()) {
@@ -251,8 +278,15 @@ pub fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> 
                 sweep_every: sweep_every(),
                 ..source::Options::default()
             };
-            let source = Arc::new(Source::open(state, image, &options)?);
-            sources.push(source.clone());
+            let promotion = promote(image, state, replica::Use::Served, output)?;
+            let source = match Source::open(state, image, &options) {
+                Ok(source) => Arc::new(source),
+                Err(error) => {
+                    promotion.map(Promotion::revert).transpose()?;
+                    return Err(error.into());
+                }
+            };
+            sources.push((source.clone(), promotion));
             What::Tracked(source)
         };
         all.push(Served { name, what });
@@ -268,7 +302,7 @@ pub fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> 
         })
         .transpose()?;
     let controls: Vec<ControlServer> =
-        sources.iter().map(|s| ControlServer::start(s.clone())).collect::<Result<_, _>>()?;
+        sources.iter().map(|(s, _)| ControlServer::start(s.clone())).collect::<Result<_, _>>()?;
     let lines: Vec<String> = all
         .iter()
         .map(|served| {
@@ -316,9 +350,14 @@ pub fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> 
     server.shutdown(PATIENCE);
     drop(server);
     drop(controls);
-    for source in sources {
+    for (source, promotion) in sources {
         match Arc::try_unwrap(source) {
-            Ok(source) => source.close()?,
+            Ok(source) => {
+                source.close()?;
+                if promotion.map(Promotion::end).transpose()? == Some(true) {
+                    output.more("nothing was written to the replica: it can be synced to as before");
+                }
+            }
             Err(source) => {
                 // A connection did not end in time: the stop is an unclean one, and the next start will see that.
                 eprintln!(

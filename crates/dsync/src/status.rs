@@ -79,6 +79,10 @@ pub fn run(args: &args::Status, state: &StateDir, output: &Output) -> Result<()>
         }
         if args.path.is_some() {
             track::status(Some(&path), output)?;
+            let options = replica::Options { devices: state.replicas_folder(), ..Default::default() };
+            if replica::inspect(&path, &options)?.is_some() {
+                replica(&path, None, state, output, false)?;
+            }
         }
     }
     // What can't be read hides nothing of the others.
@@ -214,6 +218,8 @@ struct ReplicaStatus {
     partial: bool,
     /// Who uses it: then the rest is what is written down of it.
     in_use: Option<String>,
+    /// dsync opened it for writing since: a sync to it is refused.
+    promoted: Option<String>,
 }
 
 fn replica(
@@ -226,7 +232,7 @@ fn replica(
     let absolute = std::path::absolute(path)?;
     let options = replica::Options {
         folder: folder.map(Path::to_path_buf),
-        device_folder: state.replica_folder(&absolute),
+        devices: state.replicas_folder(),
         ..Default::default()
     };
     // A replica whose first copy is not whole yet has a lineage, but no file.
@@ -241,7 +247,10 @@ fn replica(
     }
     let replica = match Replica::open(&absolute, &options) {
         Err(replica::ReplicaError::Busy { holder, .. }) if !recovering => {
-            return in_use(absolute, &options, holder, output);
+            return written_down(absolute, &options, Some(holder), output);
+        }
+        Err(replica::ReplicaError::Promoted { .. }) if !recovering => {
+            return written_down(absolute, &options, None, output);
         }
         other => other?,
     };
@@ -260,6 +269,7 @@ fn replica(
         recovered: standing.recovered.clone(),
         partial: standing.under_way || standing.resumes.is_some(),
         in_use: None,
+        promoted: None,
     };
     let at = match (status.epoch, status.state) {
         (Some(epoch), State::Exact) if status.ahead => format!(
@@ -285,21 +295,33 @@ fn replica(
     Ok(())
 }
 
-/// A replica that somebody brings up to date at this moment: what is written down of it.
-fn in_use(
+/// What is written down of a replica that somebody uses at this moment, or that became a disk of its own.
+fn written_down(
     path: std::path::PathBuf,
     options: &replica::Options,
-    holder: String,
+    in_use: Option<String>,
     output: &Output,
 ) -> Result<()> {
     let Some(lineage) = replica::inspect(&path, options)? else {
+        let holder = in_use.unwrap_or_default();
         bail!(replica::ReplicaError::Busy { path, holder });
     };
     let epoch = lineage.epoch.map(|e| e.number);
     let at = epoch.map_or("no epoch yet".to_owned(), |epoch| {
         format!("epoch {epoch} of source {}", lineage.source.unwrap_or_default())
     });
-    output.say(&format!("replica {}: in use by {holder}; written down is {at}", path.display()));
+    let promoted = lineage.promoted.map(|promoted| promoted.said());
+    match (&in_use, &promoted) {
+        (Some(holder), _) => {
+            output.say(&format!("replica {}: in use by {holder}; written down is {at}", path.display()))
+        }
+        (None, _) => {
+            output.say(&format!("replica {}: {at}, and what was written to it since", path.display()))
+        }
+    }
+    if let Some(promoted) = &promoted {
+        output.say(&format!("  it {promoted}: a sync to it is refused without --adopt"));
+    }
     output.summary(&ReplicaStatus {
         kind: "replica",
         path,
@@ -310,7 +332,8 @@ fn in_use(
         size: lineage.size,
         recovered: None,
         partial: lineage.step.is_some(),
-        in_use: Some(holder),
+        in_use,
+        promoted,
     });
     Ok(())
 }

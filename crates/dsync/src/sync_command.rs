@@ -100,28 +100,16 @@ pub fn converse<T>(
     destination: &Destination,
     name: &str,
     far: &FarArgs,
-    handle: &Handle,
     state: &StateDir,
     talk: impl FnOnce(Link, &Path, &str) -> Result<T>,
 ) -> Result<T> {
     let (path, name) = destination.place(name)?;
-    refuse_itself(&path, destination, handle)?;
     let (link, receiving) = connect(destination, far, state)?;
     let result = talk(link, &path, &name);
     if let Some(receiving) = receiving {
         let _ = receiving.join();
     }
     result
-}
-
-/// Refuses a source as its own destination.
-pub fn refuse_itself(path: &Path, destination: &Destination, handle: &Handle) -> Result<()> {
-    let local = destination.host.is_none();
-    if local && std::fs::canonicalize(path).is_ok_and(|p| p == handle.about().path) {
-        let path = path.display();
-        return Err(Failure::refused(format!("{path} is the source itself: give another destination")).into());
-    }
-    Ok(())
 }
 
 /// A link to the replica's side, and the thread that it is, if it is one.
@@ -171,6 +159,7 @@ pub fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Result<u8> {
         lacking: false,
         dry_run: args.dry_run,
         adopt: args.adopt,
+        create: args.create,
         at_view: args.at_view,
         compress: args.compress,
         bwlimit: args.far.bwlimit,
@@ -189,7 +178,7 @@ pub fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Result<u8> {
     let handle = Handle::attach(state, &args.source, &crate::source_options(&args.open)?)?;
     let progress = |done, total| output.progress(done, total);
     let attempt = |options: &Options| {
-        converse(&destination, &args.destination, &args.far, &handle, state, |link, path, name| {
+        converse(&destination, &args.destination, &args.far, state, |link, path, name| {
             Ok(sync::push(&handle, link, path, name, options, &progress)?)
         })
     };

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use anyhow::Result;
+use replica::Promotion;
 use serde::Serialize;
 use source::StateDir;
 use trackers::bpf::{self, Restored};
@@ -11,6 +12,7 @@ use trackers::{TrackError, Tracker, dm};
 use crate::args::{Track, TrackAction, With};
 use crate::failure::Failure;
 use crate::output::Output;
+use crate::serve::promote;
 use crate::units;
 
 /// What is known of a tracker.
@@ -35,7 +37,9 @@ pub fn run(args: &Track, state: &StateDir, output: &Output) -> Result<()> {
                 (None, Some(file)) => format!("{}-tracked", file.to_string_lossy()),
                 (None, None) => return Err(Failure::usage("--name is missing").into()),
             };
-            let tracker = dm::add(device, &name, crate::block_size(*block_size)?, meta.as_deref())?;
+            let block_size = crate::block_size(*block_size)?;
+            let tracker =
+                marked(device, state, output, || dm::add(device, &name, block_size, meta.as_deref()))?;
             let mapped = dm::path(&name);
             output.say(&format!(
                 "{} is {} now and tracked, in blocks of {}; what is written to {0} itself is not seen",
@@ -52,7 +56,8 @@ pub fn run(args: &Track, state: &StateDir, output: &Output) -> Result<()> {
             Err(Failure::usage("--name and --meta go with --with dm").into())
         }
         TrackAction::Add { device, block_size, .. } => {
-            let tracker = bpf::add(device, crate::block_size(*block_size)?)?;
+            let block_size = crate::block_size(*block_size)?;
+            let tracker = marked(device, state, output, || bpf::add(device, block_size))?;
             output.say(&format!(
                 "{} is tracked from now on, in blocks of {}; the next \"dsync sync\" compares or copies, later ones send \
                  what changed",
@@ -92,6 +97,21 @@ pub fn run(args: &Track, state: &StateDir, output: &Output) -> Result<()> {
             Ok(())
         }
     }
+}
+
+/// Begins to follow a device; marks it before, if it is a replica.
+fn marked<T>(
+    device: &Path,
+    state: &StateDir,
+    output: &Output,
+    add: impl FnOnce() -> Result<T, TrackError>,
+) -> Result<T> {
+    let promotion = promote(device, state, replica::Use::Tracked, output)?;
+    let added = add();
+    if added.is_err() {
+        promotion.map(Promotion::revert).transpose()?;
+    }
+    Ok(added?)
 }
 
 fn folder(device: &Path, state: &StateDir) -> Result<device::Dir> {

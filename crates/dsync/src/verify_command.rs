@@ -29,10 +29,9 @@ pub fn run(args: &args::Verify, state: &StateDir, output: &Output) -> Result<u8>
     };
     let handle = Handle::attach(state, &args.source, &crate::source_options(&args.open)?)?;
     let progress = |done, total| output.progress(done, total);
-    let verified =
-        converse(&destination, &args.destination, &args.far, &handle, state, |link, path, name| {
-            Ok(sync::verify(&handle, link, path, name, &options, &progress)?)
-        });
+    let verified = converse(&destination, &args.destination, &args.far, state, |link, path, name| {
+        Ok(sync::verify(&handle, link, path, name, &options, &progress)?)
+    });
     output.finish();
     // The source is let go even if it failed; the first error comes first.
     let closed = handle.close();
@@ -56,7 +55,7 @@ pub fn run(args: &args::Verify, state: &StateDir, output: &Output) -> Result<u8>
 
 fn say(verified: &Verified, output: &Output) {
     if let Some(changed) = &verified.changed {
-        output.warn(&format!("{} was changed by another program ({changed})", verified.destination));
+        output.warn(&format!("{} was changed since its last commit ({changed})", verified.destination));
     }
     if verified.trust != "exact" {
         output.warn(&format!(

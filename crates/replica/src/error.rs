@@ -30,6 +30,20 @@ pub enum ReplicaError {
         /// In what way it differs.
         why: String,
     },
+    /// dsync itself has opened the destination for writing since the last commit.
+    #[error(
+        "replica {} {promoted}, after {at}: merging into it would overwrite what was written there since. To keep that, make \
+         it the source of another replica (\"dsync sync {} DST\"). To give it up, pass --adopt to \"dsync sync\": everything \
+         is compared, and what differs is overwritten", path.display(), path.display()
+    )]
+    Promoted {
+        /// The destination.
+        path: PathBuf,
+        /// What happened to it, and when.
+        promoted: String,
+        /// Where it stood.
+        at: String,
+    },
     /// A state file can't be believed.
     #[error("{} is damaged ({why}): {way_out}", path.display())]
     Damaged {
@@ -78,6 +92,9 @@ pub enum ReplicaError {
         /// What is wrong with it.
         error: String,
     },
+    /// What was to be there is not: its disk or file system may come back.
+    #[error("{0}")]
+    Away(String),
     /// Not to be done with this destination.
     #[error("{0}")]
     Refused(String),

@@ -12,6 +12,7 @@ mod error;
 mod journal;
 mod lineage;
 mod place;
+mod promoted;
 mod receipt;
 mod replica;
 mod rest;
@@ -23,5 +24,6 @@ pub use error::{ReplicaError, Result};
 pub use lineage::{Lineage, Position, Stamp, State, Step, StepPlace, Toward};
 #[doc(hidden)]
 pub use place::{DevicePlace, Place, Which};
+pub use promoted::{Promoted, Promotion, Use, promote};
 pub use receipt::{Commit, Committed, Receipt};
 pub use replica::{Options, Replica, Standing, inspect};

@@ -3,11 +3,12 @@
 use std::path::PathBuf;
 
 use delta::Epoch;
-use device::Folder;
+use device::{Folder, Medium};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::error::{ReplicaError, Result, io_error};
+use crate::promoted::Promoted;
 
 /// The file's name in the replica's folder.
 pub(crate) const NAME: &str = "lineage";
@@ -20,6 +21,9 @@ pub struct Lineage {
     /// The destination's path, without links, when this was written.
     #[serde(default)]
     pub place: PathBuf,
+    /// What names the disk, of a device of which something does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk: Option<String>,
     /// The source followed. `None` until an adopted file is proven.
     pub source: Option<Uuid>,
     /// The epoch of the last commit. `None` before the first.
@@ -41,6 +45,9 @@ pub struct Lineage {
     pub stamp: Option<Stamp>,
     /// What is under way.
     pub step: Option<Step>,
+    /// dsync has opened it for writing: what it holds since is no epoch of the source.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub promoted: Option<Promoted>,
 }
 
 /// How far a destination may be trusted.
@@ -57,7 +64,7 @@ pub enum State {
 }
 
 /// The destination at a moment.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stamp {
     /// Inode of a file; 0 for a device.
     pub inode: u64,
@@ -68,6 +75,9 @@ pub struct Stamp {
     /// Hashes of a few blocks of a device, empty for a file: they tell another disk under the same name.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub print: String,
+    /// Of a device: which disk it is, and how much was written to it by then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub medium: Option<Medium>,
 }
 
 /// A range of a replica, and what it holds: `[previous.upto, upto)` stands at `epoch`.
@@ -140,14 +150,17 @@ pub struct Toward {
 }
 
 impl Lineage {
-    /// The version this program writes.
+    /// The version that all programs know.
     pub const VERSION: u32 = 1;
+    /// The version of a lineage that a program which does not know [`Lineage::promoted`] must refuse.
+    pub const PROMOTED: u32 = 2;
 
     /// A lineage before the first commit.
     pub(crate) fn new() -> Lineage {
         Lineage {
             version: Self::VERSION,
             place: PathBuf::new(),
+            disk: None,
             source: None,
             epoch: None,
             ahead: false,
@@ -158,6 +171,7 @@ impl Lineage {
             committed: None,
             stamp: None,
             step: None,
+            promoted: None,
         }
     }
 
@@ -186,12 +200,13 @@ impl Lineage {
             version: u32,
         }
         let version: Version = serde_json::from_slice(&bytes).map_err(|e| damaged(e.to_string()))?;
-        if version.version != Self::VERSION {
+        if !(Self::VERSION..=Self::PROMOTED).contains(&version.version) {
             return Err(ReplicaError::Refused(format!(
-                "{} has version {}, this dsync knows version {}: use the dsync that wrote it, or a newer one",
+                "{} has version {}, this dsync knows versions {} to {}: use the dsync that wrote it, or a newer one",
                 path.display(),
                 version.version,
-                Self::VERSION
+                Self::VERSION,
+                Self::PROMOTED
             )));
         }
         let lineage: Lineage = serde_json::from_slice(&bytes).map_err(|e| damaged(e.to_string()))?;
@@ -206,7 +221,9 @@ impl Lineage {
     /// Puts this lineage in place of the folder's, durably.
     pub(crate) fn store(&self, folder: &dyn Folder) -> Result<()> {
         let path = folder.path().join(NAME);
-        let bytes = serde_json::to_vec_pretty(self).map_err(|e| io_error("write", &path)(e.into()))?;
+        let version = if self.promoted.is_some() { Self::PROMOTED } else { Self::VERSION };
+        let lineage = Lineage { version, ..self.clone() };
+        let bytes = serde_json::to_vec_pretty(&lineage).map_err(|e| io_error("write", &path)(e.into()))?;
         device::replace(folder, NAME, &bytes).map_err(io_error("write", &path))
     }
 
@@ -224,6 +241,7 @@ impl Lineage {
         Lineage {
             version: Self::VERSION,
             place: self.place.clone(),
+            disk: self.disk.clone(),
             source: Some(toward.source),
             // What lacks something is no epoch: only a compare makes it one again.
             epoch: (!toward.lacking).then_some(toward.epoch),
@@ -239,6 +257,7 @@ impl Lineage {
             committed: Some(toward.stream),
             stamp: Some(stamp),
             step: None,
+            promoted: None,
         }
     }
 }
@@ -306,7 +325,7 @@ mod tests {
         let folder = device::Dir::open(temp.path()).unwrap();
         assert_eq!(Lineage::load(&folder).unwrap(), None);
         let mut lineage = Lineage::new();
-        lineage.stamp = Some(Stamp { inode: 7, size: 4096, changed: -1, print: String::new() });
+        lineage.stamp = Some(Stamp { inode: 7, size: 4096, changed: -1, ..Stamp::default() });
         lineage.step = Some(Step {
             place: StepPlace::Clone { inode: 9 },
             nonce: Uuid::new_v4(),
@@ -326,9 +345,16 @@ mod tests {
         lineage.store(&folder).unwrap();
         assert_eq!(Lineage::load(&folder).unwrap().as_ref(), Some(&lineage));
 
+        // A program that does not know what a promoted replica is must not read one.
         let path = temp.path().join(NAME);
+        let promoted = Some(Promoted { by: crate::Use::Served, since: 7 });
+        let marked = Lineage { promoted, version: Lineage::PROMOTED, ..lineage.clone() };
+        marked.store(&folder).unwrap();
+        assert!(std::fs::read_to_string(&path).unwrap().contains("\"version\": 2"));
+        assert_eq!(Lineage::load(&folder).unwrap().as_ref(), Some(&marked));
+        Lineage { promoted: None, ..marked }.store(&folder).unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
-        std::fs::write(&path, text.replace("\"version\": 1", "\"version\": 2")).unwrap();
+        std::fs::write(&path, text.replace("\"version\": 1", "\"version\": 3")).unwrap();
         assert!(Lineage::load(&folder).unwrap_err().to_string().contains("newer"));
         std::fs::write(&path, &text[..text.len() / 2]).unwrap();
         assert!(matches!(Lineage::load(&folder), Err(ReplicaError::Damaged { .. })));

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use device::{Disk, Sharing};
+use device::{Disk, Medium, Sharing};
 use rustix::fs::{CWD, RenameFlags};
 use rustix::io::Errno;
 use rustix::time::{ClockId, clock_gettime};
@@ -36,6 +36,10 @@ pub trait Place: Send {
     /// True for a block device: it has its size, its content before the first seed may be anything, and nothing can be
     /// renamed over it.
     fn is_device(&self) -> bool;
+    /// What names the disk, of a block device.
+    fn disk(&self) -> Option<String> {
+        None
+    }
     /// What stands there; `None` if nothing does.
     fn stamp(&self, which: Which) -> io::Result<Option<Stamp>>;
     /// Makes the destination durable with its times, and returns a stamp which no later change can bear.
@@ -82,7 +86,7 @@ impl FilePlace {
 
 fn stamp_of(file: &std::fs::Metadata) -> Stamp {
     let changed = file.ctime().saturating_mul(1_000_000_000).saturating_add(file.ctime_nsec());
-    Stamp { inode: file.ino(), size: file.len(), changed, print: String::new() }
+    Stamp { inode: file.ino(), size: file.len(), changed, ..Stamp::default() }
 }
 
 impl Place for FilePlace {
@@ -178,6 +182,8 @@ impl Place for FilePlace {
 /// A block device's place. The device stays open, and held, as long as this lives.
 pub struct DevicePlace {
     path: PathBuf,
+    /// Its device number; `None` if it is simulated.
+    number: Option<u64>,
     disk: Arc<dyn Disk>,
 }
 
@@ -185,12 +191,23 @@ impl DevicePlace {
     /// Opens a device exclusively.
     pub fn new(path: PathBuf) -> Result<DevicePlace> {
         let disk = device::open(&path, &device::Options { write: true, direct: true, exclusive: true })?;
-        Ok(DevicePlace { path, disk })
+        let number = Some(device::identity(&path)?.dev);
+        Ok(DevicePlace { path, number, disk })
+    }
+
+    fn look(&self) -> io::Result<Stamp> {
+        Ok(Stamp {
+            inode: 0,
+            size: self.disk.len(),
+            changed: 0,
+            print: fingerprint(&*self.disk)?,
+            medium: self.number.map(|number| Medium::of(number, &*self.disk)).transpose()?,
+        })
     }
 
     /// The place of a device that is open already.
     pub fn over(path: PathBuf, disk: Arc<dyn Disk>) -> DevicePlace {
-        DevicePlace { path, disk }
+        DevicePlace { path, number: None, disk }
     }
 }
 
@@ -198,11 +215,6 @@ impl DevicePlace {
 /// in use agree in all of them.
 const PRINT_BLOCKS: u64 = 16;
 const PRINT_BLOCK: u64 = 4096;
-
-/// Characters of a block's hash.
-const PRINT_HASH: usize = 8;
-/// Stands for the hash of a block that can't be read.
-const UNREADABLE: &str = "????????";
 
 /// Hashes of a few blocks: the first, which every file system and partition table changes, and others spread evenly. Each
 /// by itself: one that can't be read must not hide what the others say.
@@ -218,25 +230,9 @@ pub(crate) fn fingerprint(disk: &dyn Disk) -> io::Result<String> {
             continue;
         }
         last = Some(at);
-        match disk.read_at(at * PRINT_BLOCK, &mut block) {
-            Ok(()) => print.push_str(&blake3::hash(&block).to_hex()[..PRINT_HASH]),
-            Err(error) if device::is_unreadable(&error) => print.push_str(UNREADABLE),
-            Err(error) => return Err(error),
-        }
+        print.push_str(&device::hash_of(disk, at * PRINT_BLOCK, &mut block)?);
     }
     Ok(print)
-}
-
-/// True if two fingerprints may be those of one disk: no block says otherwise, and one at least says so.
-pub(crate) fn agree(before: &str, now: &str) -> bool {
-    let hashes =
-        |print: &str| -> Vec<Vec<u8>> { print.as_bytes().chunks(PRINT_HASH).map(<[u8]>::to_vec).collect() };
-    let (before, now) = (hashes(before), hashes(now));
-    let known = |hash: &[u8]| hash != UNREADABLE.as_bytes();
-    let told = || before.iter().zip(&now).filter(|(before, now)| known(before) && known(now));
-    before.len() == now.len()
-        && told().all(|(before, now)| before == now)
-        && (before.is_empty() || told().count() > 0)
 }
 
 impl Place for DevicePlace {
@@ -248,18 +244,20 @@ impl Place for DevicePlace {
         true
     }
 
+    fn disk(&self) -> Option<String> {
+        device::disk_id(self.number?)
+    }
+
     fn stamp(&self, which: Which) -> io::Result<Option<Stamp>> {
         Ok(match which {
-            Which::Whole => {
-                Some(Stamp { inode: 0, size: self.disk.len(), changed: 0, print: fingerprint(&*self.disk)? })
-            }
+            Which::Whole => Some(self.look()?),
             Which::Partial => None,
         })
     }
 
     fn settle(&self) -> io::Result<Stamp> {
         self.disk.flush()?;
-        Ok(Stamp { inode: 0, size: self.disk.len(), changed: 0, print: fingerprint(&*self.disk)? })
+        self.look()
     }
 
     fn open(&self, _which: Which) -> Result<Arc<dyn Disk>> {
@@ -293,8 +291,8 @@ impl Place for DevicePlace {
 mod tests {
     use std::ops::Range;
 
-    use device::RamDisk;
     use device::faulty::{FaultyDisk, Outage, Power};
+    use device::{RamDisk, agree};
 
     use super::*;
 

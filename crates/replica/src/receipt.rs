@@ -244,7 +244,19 @@ impl Replica {
     }
 
     fn seed(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
+        if self.gone && !self.create {
+            return Err(ReplicaError::Away(format!(
+                "the file of replica {} is gone: bring it back, or pass --create to begin a new replica there",
+                self.path().display()
+            )));
+        }
         self.drop_journal()?;
+        if self.gone {
+            for name in [journal::WHOLE, crate::rest::NAME] {
+                self.remove(name)?;
+            }
+            self.gone = false;
+        }
         if self.which() == Which::Partial {
             self.remove_partial()?;
         }

@@ -12,21 +12,23 @@ use uuid::Uuid;
 use crate::apply::Applier;
 use crate::error::{ReplicaError, Result, disk_error, io_error};
 use crate::journal::{self, ARRIVING, Contents, WHOLE};
-use crate::lineage::{self, Lineage, Position, Stamp, State, StepPlace, Toward};
+use crate::lineage::{Lineage, Position, Stamp, State, StepPlace, Toward};
 use crate::place::{DevicePlace, FilePlace, Place, Which};
 use crate::rest;
 
 /// How to open a replica.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
-    /// The folder of the replica's state. Without it: `.NAME.dsync/` beside a file, `device_folder` for a device.
+    /// The folder of the replica's state. Without it: `.NAME.dsync/` beside a file, one within `devices` for a device.
     pub folder: Option<PathBuf>,
-    /// The folder of a device's state, usually in the state directory.
-    pub device_folder: PathBuf,
+    /// Where the folders of replicas on devices are, usually in the state directory; each is named after its disk.
+    pub devices: PathBuf,
     /// Take what stands there, replica or not, as something that a compare will prove.
     pub adopt: bool,
     /// Let a seed take the place of what stands there.
     pub replace: bool,
+    /// Let a seed begin another replica where the file of one is gone.
+    pub create: bool,
     /// Let it pass that others changed the destination, which [`Standing::changed`] then says: only a compare fits it.
     pub doubt: bool,
 }
@@ -73,6 +75,9 @@ pub struct Replica {
     pub(crate) journal: Option<Contents>,
     pub(crate) adopt: bool,
     pub(crate) replace: bool,
+    pub(crate) create: bool,
+    /// There was a replica, and its file is gone.
+    pub(crate) gone: bool,
     doubt: bool,
     changed: Option<&'static str>,
     /// What the file looked like when this process left it alone ([`crate::rest`]); `None` if it has no say.
@@ -114,10 +119,17 @@ fn locate(path: &Path, options: &Options) -> Result<(PathBuf, Option<FileType>, 
                 )));
             }
             match std::fs::canonicalize(parent) {
+                // What is made there is gone with the next boot, and takes the name of a device that is not attached.
+                Ok(parent) if parent.starts_with("/dev") && !parent.starts_with("/dev/shm") => {
+                    return Err(ReplicaError::Away(format!(
+                        "there is no device {}: attach it, or give another path",
+                        path.display()
+                    )));
+                }
                 Ok(parent) => parent.join(name),
                 Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
-                    return Err(ReplicaError::Refused(format!(
-                        "there is no folder {} for the replica: make it, or give another path",
+                    return Err(ReplicaError::Away(format!(
+                        "there is no folder {} for the replica: mount its file system, make it, or give another path",
                         parent.display()
                     )));
                 }
@@ -133,16 +145,60 @@ fn locate(path: &Path, options: &Options) -> Result<(PathBuf, Option<FileType>, 
     };
     let folder = match (&options.folder, kind) {
         (Some(folder), _) => folder.clone(),
-        (None, Some(FileType::BlockDevice)) => options.device_folder.clone(),
+        (None, Some(FileType::BlockDevice)) if options.devices.as_os_str().is_empty() => {
+            return Err(ReplicaError::Refused(format!(
+                "{} is a device, and no folder is given for the state of its replica: give one with --journal-dir",
+                path.display()
+            )));
+        }
+        (None, Some(FileType::BlockDevice)) => folder_of_device(path, &canonical, &options.devices)?,
         (None, _) => folder_beside(&canonical),
     };
-    if folder.as_os_str().is_empty() {
-        return Err(ReplicaError::Refused(format!(
-            "{} is a device, and no folder is given for the state of its replica: give one with --journal-dir",
-            path.display()
-        )));
-    }
     Ok((canonical, kind, folder))
+}
+
+/// The folder of a replica on a device: by what names the disk; by the kernel's name for it where nothing does, or where an
+/// earlier dsync has made the folder.
+fn folder_of_device(path: &Path, canonical: &Path, root: &Path) -> Result<PathBuf> {
+    let by_name = |path: &Path| root.join(path.to_string_lossy().trim_start_matches('/').replace('/', "-"));
+    let number = device::identity(canonical)?.dev;
+    let Some(id) = device::disk_id(number) else { return Ok(by_name(canonical)) };
+    let by_id = root.join(&id);
+    if by_id.exists() {
+        return Ok(by_id);
+    }
+    let absolute = std::path::absolute(path).map_err(io_error("find", path))?;
+    for old in [by_name(canonical), by_name(&absolute)] {
+        if !old.is_dir() {
+            continue;
+        }
+        let dir = device::Dir::open(&old).map_err(io_error("open", &old))?;
+        let known = Lineage::load(&dir)?;
+        if known.is_some_and(|lineage| lineage.disk.is_none_or(|disk| disk == id)) {
+            return Ok(old);
+        }
+    }
+    Ok(by_id)
+}
+
+/// Gives a folder that is named after the kernel's name of a device the name of the disk.
+fn name_after_disk(folder: PathBuf, canonical: &Path, options: &Options) -> Result<PathBuf> {
+    let id = device::identity(canonical).ok().and_then(|identity| device::disk_id(identity.dev));
+    let (None, Some(id), true) = (&options.folder, id, folder.is_dir()) else { return Ok(folder) };
+    let by_id = options.devices.join(id);
+    if by_id == folder {
+        return Ok(folder);
+    }
+    let moved = std::fs::rename(&folder, &by_id);
+    moved
+        .and_then(|()| std::fs::File::open(&options.devices)?.sync_all())
+        .map_err(io_error("rename", &folder))?;
+    Ok(by_id)
+}
+
+/// The folder in which the state of the replica at `path` is kept, or would be.
+pub(crate) fn state_folder(path: &Path, options: &Options) -> Result<PathBuf> {
+    locate(path, options).map(|(_, _, folder)| folder)
 }
 
 /// What is written down of the replica at `path`, `None` if it is none. Changes nothing, recovers nothing, and takes no lock.
@@ -155,6 +211,31 @@ pub fn inspect(path: &Path, options: &Options) -> Result<Option<Lineage>> {
         return Ok(None);
     }
     Lineage::load(&device::Dir::open(&folder).map_err(io_error("open", &folder))?)
+}
+
+/// A folder belongs to one replica, and to the disk it was made for.
+fn refuse_others_state(lineage: &Lineage, path: &Path, folder: &Path, options: &Options) -> Result<()> {
+    let disk = device::identity(path).ok().filter(device::Identity::is_block);
+    let (had, has) = (&lineage.disk, disk.and_then(|identity| device::disk_id(identity.dev)));
+    if options.adopt || (had.is_some() && *had == has) {
+        return Ok(());
+    }
+    if let (Some(had), Some(has)) = (had, &has) {
+        return Err(ReplicaError::Refused(format!(
+            "{} holds the state of a replica on the disk {had}, and {} is the disk {has}: attach that one, give this one a \
+             folder of its own with --journal-dir, or pass --adopt to overwrite it with a replica",
+            folder.display(),
+            path.display()
+        )));
+    }
+    if lineage.place != path && lineage.place.exists() {
+        return Err(ReplicaError::Refused(format!(
+            "{} holds the state of another replica, {}: give one of its own with --journal-dir",
+            folder.display(),
+            lineage.place.display()
+        )));
+    }
+    Ok(())
 }
 
 impl Replica {
@@ -175,6 +256,7 @@ impl Replica {
             }
         }
         let device = kind == Some(FileType::BlockDevice);
+        let folder_path = if device { name_after_disk(folder_path, &path, options)? } else { folder_path };
         // What is refused leaves no folder behind.
         if kind.is_some() && !device && !options.adopt && !options.replace && !folder_path.exists() {
             return Err(ReplicaError::NotAReplica(path));
@@ -185,13 +267,8 @@ impl Replica {
             Err(holder) => return Err(ReplicaError::Busy { path, holder }),
         };
         let opened = (|| {
-            let known = Lineage::load(&folder)?.map(|lineage| lineage.place);
-            if let Some(other) = known.filter(|place| *place != path && !options.adopt && place.exists()) {
-                return Err(ReplicaError::Refused(format!(
-                    "{} holds the state of another replica, {}: give one of its own with --journal-dir",
-                    folder_path.display(),
-                    other.display()
-                )));
+            if let Some(lineage) = Lineage::load(&folder)? {
+                refuse_others_state(&lineage, &path, &folder_path, options)?;
             }
             if let Some(user) = kind.and_then(|_| device::in_use(&path)) {
                 return Err(ReplicaError::Busy { path: path.clone(), holder: user });
@@ -252,6 +329,8 @@ impl Replica {
             journal: None,
             adopt: options.adopt,
             replace: options.replace,
+            create: options.create,
+            gone: false,
             doubt: options.doubt,
             changed: None,
             left: None,
@@ -263,6 +342,7 @@ impl Replica {
             image: None,
         };
         if replica.kept {
+            replica.refuse_promoted()?;
             replica.recover()?;
         } else {
             replica.first()?;
@@ -362,6 +442,7 @@ impl Replica {
 
     pub(crate) fn store(&mut self) -> Result<()> {
         self.lineage.place = self.place.path().to_path_buf();
+        self.lineage.disk = self.place.disk();
         self.lineage.store(&*self.folder)?;
         self.kept = true;
         Ok(())
@@ -418,6 +499,20 @@ impl Replica {
         Ok(())
     }
 
+    /// What dsync's own server or tracker let others write is nobody else's, and nothing is merged over it unasked.
+    fn refuse_promoted(&mut self) -> Result<()> {
+        let Some(promoted) = self.lineage.promoted else { return Ok(()) };
+        self.changed = Some("dsync served it or followed it for writing");
+        if self.adopt || self.doubt {
+            return Ok(());
+        }
+        let at = match (self.lineage.epoch, self.lineage.source) {
+            (Some(epoch), Some(source)) => format!("epoch {} of source {source}", epoch.number),
+            _ => "a copy that was not complete".into(),
+        };
+        Err(ReplicaError::Promoted { path: self.path().to_path_buf(), promoted: promoted.said(), at })
+    }
+
     /// Finishes or undoes what a crash left.
     fn recover(&mut self) -> Result<()> {
         // After a kill, what is seen need not be durable yet; what is done now builds on it.
@@ -427,7 +522,7 @@ impl Replica {
         let had = self.lineage.epoch.is_some() || !self.positions().is_empty();
         let Some(whole) = whole else {
             if had && self.which() == Which::Whole {
-                self.forget()?;
+                return self.forget();
             }
             return self.recover_journal(None);
         };
@@ -518,12 +613,11 @@ impl Replica {
         Ok(())
     }
 
-    /// The destination is gone: so is what was known of it.
+    /// The destination is gone: what was known of it says nothing of a new one.
     fn forget(&mut self) -> Result<()> {
-        self.recovered.push("the replica's file is gone; a new one will be made".into());
-        for name in [ARRIVING, WHOLE, rest::NAME, lineage::NAME] {
-            self.remove(name)?;
-        }
+        self.recovered.push("the replica's file is gone".into());
+        // What is on disk stays until another replica is begun: the file may come back.
+        self.gone = true;
         self.lineage = Lineage::new();
         self.kept = false;
         Ok(())

@@ -27,15 +27,25 @@ struct Note {
 }
 
 impl Stamp {
+    /// True if it is certain that nothing was written between the two.
+    pub(crate) fn is_proof_of(&self, now: &Stamp) -> bool {
+        let counted = match (&self.medium, &now.medium) {
+            (Some(before), Some(now)) => before.is_proof_of(now),
+            (None, None) => self.inode != 0,
+            _ => false,
+        };
+        counted && self.differs(now).is_none()
+    }
+
     /// In what way a destination is not as it was left; `None` if nothing tells.
     pub(crate) fn differs(&self, now: &Stamp) -> Option<&'static str> {
+        let medium = self.medium.as_ref().zip(now.medium.as_ref()).and_then(|(was, now)| was.differs(now));
         match () {
             () if self.inode != now.inode => Some("another file has taken its place"),
             () if self.size != now.size => Some("its size is another"),
             () if self.changed != now.changed => Some("it was written to"),
-            () if !crate::place::agree(&self.print, &now.print) => {
-                Some("it is another disk, or was written to")
-            }
+            () if medium.is_some() => medium,
+            () if !device::agree(&self.print, &now.print) => Some("it is another disk, or was written to"),
             () => None,
         }
     }
@@ -44,6 +54,13 @@ impl Stamp {
 impl Replica {
     fn touched(&self, why: &str) -> ReplicaError {
         ReplicaError::Changed { path: self.path().to_path_buf(), why: why.into() }
+    }
+
+    fn gone(&self) -> ReplicaError {
+        ReplicaError::Away(format!(
+            "replica {} is not there any more: it was removed, or its file system was unmounted",
+            self.path().display()
+        ))
     }
 
     /// The file is left alone from now on, until the next own write. A device is not looked at: it has no times.
@@ -56,7 +73,7 @@ impl Replica {
     pub(crate) fn untouched(&self) -> Result<()> {
         let Some(left) = &self.left else { return Ok(()) };
         let why = match self.stamp(Which::Whole)? {
-            None => Some("it is gone"),
+            None => return Err(self.gone()),
             Some(now) => left.differs(&now),
         };
         why.map_or(Ok(()), |why| Err(self.touched(why)))
@@ -66,7 +83,7 @@ impl Replica {
     pub(crate) fn still_there(&self, size: u64) -> Result<()> {
         let Some(left) = &self.left else { return Ok(()) };
         let why = match self.stamp(Which::Whole)? {
-            None => Some("it is gone"),
+            None => return Err(self.gone()),
             // Own writes have changed its time.
             Some(now) => Stamp { size, changed: now.changed, ..left.clone() }.differs(&now),
         };

@@ -146,9 +146,9 @@ impl StateDir {
         &self.root
     }
 
-    /// The folder for the replica on a block device, by its canonical path.
-    pub fn replica_folder(&self, device: &Path) -> PathBuf {
-        self.root.join("replicas").join(device_name(device))
+    /// Where the folders for replicas on block devices are.
+    pub fn replicas_folder(&self) -> PathBuf {
+        self.root.join("replicas")
     }
 
     /// The folder for the saved record of a tracked device, by its canonical path.

@@ -14,6 +14,8 @@ pub enum Class {
     Refused,
     /// Somebody else uses the replica: it may be free soon.
     Busy,
+    /// The replica is not where it was: its disk or file system may come back.
+    Away,
 }
 
 /// An error of this room.
@@ -66,6 +68,9 @@ pub enum SyncError {
     /// Something stands in the way.
     #[error("{0}")]
     Refused(String),
+    /// The replica is not where it was.
+    #[error("{0}")]
+    Away(String),
 }
 
 impl SyncError {
@@ -77,6 +82,7 @@ impl SyncError {
             }
             SyncError::Far { class, .. } => return *class,
             SyncError::Replica(replica::ReplicaError::Busy { .. }) => return Class::Busy,
+            SyncError::Replica(replica::ReplicaError::Away(_)) | SyncError::Away(_) => return Class::Away,
             SyncError::Source(e) => e.is_refusal(),
             SyncError::Replica(e) => e.is_refusal(),
             SyncError::Link(e) => e.is_refusal(),

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use compare::{Claim, Scope};
 use delta::Units;
-use device::Disk;
+use device::{Disk, Storage};
 use link::{Link, Receiver, Sender};
 use replica::{Receipt, Replica};
 use serde::Serialize;
@@ -44,13 +44,27 @@ pub fn receive_within(link: Link, state: &StateDir, reach: &Reach) -> Result<(),
             "the file of digests",
             open.digests.as_ref().and_then(|digests| digests.file.as_deref()),
         )?;
+        refuse_source(open.source.as_ref(), &path)?;
         let options = replica::Options {
             adopt: open.adopt,
+            create: open.create,
             doubt: open.verify,
-            ..open_options(&path, open.journal_dir.as_deref(), state)
+            ..open_options(open.journal_dir.as_deref(), state)
         };
         Ok(Replica::open(&path, &options)?)
     })
+}
+
+/// Refuses what shares storage with the source, under whatever names, where both are on this host.
+fn refuse_source(source: Option<&Storage>, path: &Path) -> Result<(), SyncError> {
+    match (source, Storage::of(path)) {
+        (Some(source), Some(here)) if source.overlaps(&here) => Err(SyncError::Refused(format!(
+            "{} is the source itself under some name, or shares storage with it: what is written to the one changes the \
+             other. Give a destination on another disk or in another file",
+            path.display()
+        ))),
+        _ => Ok(()),
+    }
 }
 
 /// The same for a replica that the caller opens, wherever it is.
@@ -60,8 +74,12 @@ pub fn receive_over(
     open: &dyn Fn(&replica::Options) -> replica::Result<Replica>,
 ) -> Result<(), SyncError> {
     receive_at(link, &|asked| {
-        let options =
-            replica::Options { adopt: asked.adopt, doubt: asked.verify, ..replica::Options::default() };
+        let options = replica::Options {
+            adopt: asked.adopt,
+            create: asked.create,
+            doubt: asked.verify,
+            ..Default::default()
+        };
         Ok(open(&options)?)
     })
 }
@@ -82,10 +100,10 @@ fn receive_at(link: Link, opened: Opener<'_>) -> Result<(), SyncError> {
     }
 }
 
-fn open_options(path: &Path, journal_dir: Option<&Path>, state: &StateDir) -> replica::Options {
+fn open_options(journal_dir: Option<&Path>, state: &StateDir) -> replica::Options {
     replica::Options {
         folder: journal_dir.map(Path::to_path_buf),
-        device_folder: state.replica_folder(path),
+        devices: state.replicas_folder(),
         ..replica::Options::default()
     }
 }
@@ -273,6 +291,17 @@ fn take_units(
     }
 }
 
+/// How to merge.
+#[derive(Debug, Clone, Default)]
+pub struct MergeOptions {
+    /// How the replica steps to the new epoch.
+    pub commit: Commit,
+    /// Where the replica keeps lineage and journal.
+    pub journal_dir: Option<PathBuf>,
+    /// Begin a new replica where the file of one is gone.
+    pub create: bool,
+}
+
 /// What a merge did.
 #[derive(Debug, Clone, Serialize)]
 pub struct Merged {
@@ -297,12 +326,13 @@ pub struct Merged {
 /// Merges a delta from a byte stream into the replica at `path`.
 pub fn merge(
     path: &Path,
-    journal_dir: Option<&Path>,
-    commit: Commit,
+    options: &MergeOptions,
     state: &StateDir,
     input: impl Read,
 ) -> Result<Merged, SyncError> {
-    merge_over(|| Replica::open(path, &open_options(path, journal_dir, state)), commit, input)
+    let how =
+        replica::Options { create: options.create, ..open_options(options.journal_dir.as_deref(), state) };
+    merge_over(|| Replica::open(path, &how), options.commit, input)
         .map(|merged| Merged { destination: path.to_path_buf(), ..merged })
 }
 

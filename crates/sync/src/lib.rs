@@ -26,7 +26,7 @@ pub use batching::Batching;
 pub use error::{Class, SyncError};
 pub use extents::{Extent, Extents};
 pub use extract::{Extracted, extract};
-pub use far::{Merged, merge, receive, receive_within};
+pub use far::{MergeOptions, Merged, merge, receive, receive_within};
 #[doc(hidden)]
 pub use far::{merge_over, receive_over};
 pub use messages::Commit;

@@ -20,9 +20,10 @@ use std::path::{Path, PathBuf};
 use compare::rolling::{Shape, Told};
 use compare::{Claim, Scope};
 use delta::{Epoch, Resume, Unit, UnitKind};
-use device::Buf;
+use device::{Buf, Storage};
 use link::{Link, Message, Receiver, Sender};
 use serde::{Deserialize, Serialize};
+use source::About;
 use uuid::Uuid;
 
 use crate::digests::Digests;
@@ -62,17 +63,31 @@ pub(crate) struct Open {
     pub journal_dir: Option<PathBuf>,
     pub commit: Commit,
     pub adopt: bool,
+    /// Begin another replica where one is gone.
+    #[serde(default)]
+    pub create: bool,
     /// It will be compared and perhaps mended: others may have changed it.
     pub verify: bool,
     /// Keep digests of the replica from one sync to the next.
     pub digests: Option<Digests>,
+    /// Where the source is, for a replica's side that is on the same host.
+    #[serde(default)]
+    pub source: Option<Storage>,
 }
 
 impl Open {
     /// Neither to be adopted nor verified, and without digests.
-    pub(crate) fn new(path: &Path, journal_dir: &Option<PathBuf>, commit: Commit) -> Open {
-        let (path, journal_dir) = (path.to_path_buf(), journal_dir.clone());
-        Open { path, journal_dir, commit, adopt: false, verify: false, digests: None }
+    pub(crate) fn new(path: &Path, journal_dir: &Option<PathBuf>, commit: Commit, source: &About) -> Open {
+        Open {
+            path: path.to_path_buf(),
+            journal_dir: journal_dir.clone(),
+            commit,
+            adopt: false,
+            create: false,
+            verify: false,
+            digests: None,
+            source: Storage::of(&source.path),
+        }
     }
 }
 

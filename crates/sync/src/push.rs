@@ -55,6 +55,8 @@ pub struct Options {
     pub dry_run: bool,
     /// Take over a file that is no replica, by comparing all of it.
     pub adopt: bool,
+    /// Begin a new replica where the source knows of one and none is to be found.
+    pub create: bool,
     /// Send the view that is open as `@view`.
     pub at_view: bool,
     /// How blocks are digested.
@@ -184,10 +186,12 @@ pub fn push(
     let about = handle.about();
     let replica = Open {
         adopt: options.adopt,
+        create: options.create,
         digests: options.digests.clone().map(|file| Digests { file, hash: options.hash }),
-        ..Open::new(destination, &options.journal_dir, options.commit)
+        ..Open::new(destination, &options.journal_dir, options.commit, about)
     };
     let (sender, receiver, standing) = open(link, &replica, options.bwlimit)?;
+    refuse_vanished(handle, name, &standing, options)?;
     let way = choose(handle, &standing, options)?;
     let mut summary = Summary {
         source: about.path.clone(),
@@ -382,6 +386,29 @@ fn told<T>(sender: &Sender, receiver: &Receiver, result: Result<T, SyncError>) -
             error
         }
     })
+}
+
+/// Refuses to begin a replica where there was one: most likely its disk is not attached, or its file system not mounted.
+fn refuse_vanished(
+    handle: &Handle,
+    name: &str,
+    standing: &Standing,
+    options: &Options,
+) -> Result<(), SyncError> {
+    let stands = !standing.positions.is_empty() || standing.source.is_some();
+    if stands || options.create {
+        return Ok(());
+    }
+    match handle.bookmarks()?.0.get(&bookmark(name, standing)) {
+        Some(known) => Err(SyncError::Away(format!(
+            "there is no replica at {name} any more: it was last synced on {}, to epoch {}. If its file system is not mounted \
+             or its disk not attached, bring it back and run again; if it is gone for good, --create begins a new replica \
+             there, with all of the source",
+            device::moment(known.time),
+            known.epoch.number
+        ))),
+        None => Ok(()),
+    }
 }
 
 /// Decides how to find the changes, before a checkpoint is taken: a refused sync leaves no epoch behind.

@@ -72,10 +72,11 @@ impl Reach {
         if parts.peek().is_none() {
             return refused("name a file within the folder");
         }
+        if rest.components().any(|part| !matches!(part, Component::Normal(_))) {
+            return refused("a path within a folder has no . and no ..");
+        }
         while let Some(part) = parts.next() {
-            let Component::Normal(name) = part else {
-                return refused("a path within a folder has no . and no ..");
-            };
+            let Component::Normal(name) = part else { continue };
             let name = name.to_string_lossy();
             if (name.starts_with('.') && name.ends_with(".dsync")) || name.ends_with(".partial") {
                 return refused("such names are dsync's own");
@@ -87,7 +88,12 @@ impl Reach {
                     return refused("there is a file where a folder should be");
                 }
                 (Ok(what), None) if !what.is_file() => return refused("it is no file"),
-                (Err(_), Some(_)) => return refused("there is no such folder: make it there"),
+                (Err(_), Some(_)) => {
+                    return Err(SyncError::Away(format!(
+                        "there is no folder {} for the replica: mount its file system, or make it there",
+                        path.display()
+                    )));
+                }
                 (Ok(_), _) | (Err(_), None) => {}
             }
         }
@@ -154,7 +160,6 @@ mod tests {
             "a",
             "pipe",
             "vm.raw/x",
-            "none/x",
             ".vm.raw.dsync/journal",
             "vm.raw.partial",
             "/etc/passwd",
@@ -162,6 +167,7 @@ mod tests {
         ] {
             assert!(matches!(find(asked), Err(SyncError::Refused(_))), "{asked}: {:?}", find(asked));
         }
+        assert!(matches!(find("none/x"), Err(SyncError::Away(_))));
         for asked in [
             inside(&at("secret")),
             inside(&at("into")),

@@ -175,8 +175,10 @@ fn a_lying_source_is_found_out() {
         journal_dir: None,
         commit: Commit::Journal,
         adopt: false,
+        create: false,
         verify,
         digests: None,
+        source: None,
     };
     let plan = |scope: Scope, delta| Message {
         kind: PLAN,

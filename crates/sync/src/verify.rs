@@ -111,7 +111,8 @@ pub fn verify(
     let began = Instant::now();
     let traffic = link.traffic();
     let about = handle.about();
-    let replica = Open { verify: true, ..Open::new(destination, &options.journal_dir, options.commit) };
+    let replica =
+        Open { verify: true, ..Open::new(destination, &options.journal_dir, options.commit, handle.about()) };
     let (sender, receiver, standing) = open(link, &replica, options.bwlimit)?;
     let position = [stands(handle, &standing)?];
     let lost = known(handle, &position, &standing)?;

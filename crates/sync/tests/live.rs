@@ -343,7 +343,7 @@ fn an_extract_of_a_live_disk_is_a_cut() {
     scene.write(300);
     let delta = extract(None).unwrap();
     let state = StateDir::find(Some(&scene.path("far")));
-    sync::merge(&scene.path("copy"), None, Commit::Journal, &state, &delta[..]).unwrap();
+    sync::merge(&scene.path("copy"), &sync::MergeOptions::default(), &state, &delta[..]).unwrap();
     assert_eq!(moment(&scene.path("copy")).unwrap(), scene.written.load(SeqCst));
     let busy =
         writing(&scene, 50, Duration::from_micros(200), || extract(Some("2"))).unwrap_err().to_string();

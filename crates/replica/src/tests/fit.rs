@@ -1,11 +1,11 @@
 //! A delta becomes part of the replica it fits, and of no other.
 
 use delta::{Method, Resume};
-use device::faulty::{Outage, Power};
+use device::faulty::{FaultyFolder, Outage, Power};
 use uuid::Uuid;
 
 use super::world::*;
-use crate::{Commit, Position, Replica, ReplicaError, Standing, State};
+use crate::{Commit, Options, Position, Replica, ReplicaError, Standing, State};
 
 const MODES: [Commit; 3] = [Commit::Journal, Commit::InPlace, Commit::Reflink];
 
@@ -299,8 +299,17 @@ fn a_removed_replica_is_made_anew() {
     let mut replica = world.open(&on()).unwrap();
     assert!(replica.standing().recovered.as_ref().unwrap().contains("is gone"));
     assert!(replica.standing().positions.is_empty() && replica.standing().resumes.is_none());
+    // Not without a word: it may come back.
+    let refused = merge(&mut replica, &source.seed(1), Commit::Journal).unwrap_err();
+    assert!(matches!(refused, ReplicaError::Away(_)), "{refused}");
+    drop(replica);
+    let options = Options { create: true, ..Options::default() };
+    let folder = FaultyFolder::new(&on(), &world.state()).unwrap();
+    let mut replica = world.open_in(&on(), Box::new(folder), &options).unwrap();
     merge(&mut replica, &source.seed(1), Commit::Journal).unwrap();
     assert!(world.holds(&source.images[1]));
+    drop(replica);
+    assert_eq!(world.open(&on()).unwrap().standing().state, State::Exact);
 }
 
 #[test]

@@ -278,11 +278,11 @@ fn a_device_is_seeded_in_place() {
     let path = Path::new(&disk.0);
     assert!(open(path).err().unwrap().to_string().contains("--journal-dir"));
     let state = temp.path().join("state");
-    let options = Options { device_folder: state.clone(), ..Options::default() };
+    let options = Options { devices: state.clone(), ..Options::default() };
     let source = source();
     // It holds something.
     assert!(matches!(Replica::open(path, &options), Err(ReplicaError::NotAReplica(_))));
-    assert!(!state.exists());
+    assert_eq!(std::fs::read_dir(&state).map_or(0, Iterator::count), 0);
     let replacing = Options { replace: true, ..options.clone() };
     let mut replica = Replica::open(path, &replacing).unwrap();
     assert_eq!(replica.standing().capacity, Some(4 << 20));

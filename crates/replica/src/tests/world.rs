@@ -556,12 +556,12 @@ impl Place for ModelFile {
         file.read_at(0, &mut bytes)?;
         if (bytes.len() as u64) < HEAD {
             // Cut while it was made.
-            return Ok(Some(Stamp { inode: 0, size: 0, changed: 0, print: String::new() }));
+            return Ok(Some(Stamp { inode: 0, size: 0, changed: 0, ..Stamp::default() }));
         }
         let inode = u64::from_le_bytes(bytes[..8].try_into().unwrap());
         let hash = blake3::hash(&bytes[HEAD as usize..]);
         let changed = i64::from_le_bytes(hash.as_bytes()[..8].try_into().unwrap());
-        Ok(Some(Stamp { inode, size: bytes.len() as u64 - HEAD, changed, print: String::new() }))
+        Ok(Some(Stamp { inode, size: bytes.len() as u64 - HEAD, changed, ..Stamp::default() }))
     }
 
     fn settle(&self) -> io::Result<Stamp> {
@@ -684,7 +684,7 @@ impl Place for ModelDevice {
             return Ok(None);
         }
         let print = fingerprint(&*self.disk)?;
-        Ok(Some(Stamp { inode: 0, size: self.disk.len(), changed: 0, print }))
+        Ok(Some(Stamp { inode: 0, size: self.disk.len(), changed: 0, print, medium: None }))
     }
 
     fn settle(&self) -> io::Result<Stamp> {

@@ -15,7 +15,7 @@ use super::{Ended, Mirror, MirrorEvent, MirrorSummary};
 use crate::batching::Interval;
 use crate::error::SyncError;
 use crate::messages::{MirrorPlan, Open, PLAN, Plan, Standing, open};
-use crate::push::{Summary, push};
+use crate::push::{Options, Summary, push};
 
 /// A source that is followed, and what of it the replica may have.
 pub(super) struct Followed {
@@ -44,7 +44,11 @@ enum At {
 fn sync(handle: &Handle, mirror: &mut Mirror<'_>, summary: &mut MirrorSummary) -> Result<Summary, SyncError> {
     let link = (mirror.connect)()?;
     let options = &mirror.options.sync;
-    let synced = push(handle, link, mirror.destination, mirror.name, options, mirror.progress)?;
+    // What the user said of the destination was said of what was there then.
+    let first = summary.syncs == 0;
+    let options =
+        Options { adopt: options.adopt && first, create: options.create && first, ..options.clone() };
+    let synced = push(handle, link, mirror.destination, mirror.name, &options, mirror.progress)?;
     summary.syncs += 1;
     summary.bytes_sent += synced.bytes_sent;
     summary.epoch = synced.epoch;
@@ -109,7 +113,8 @@ impl Followed {
         let link = (mirror.connect)()?;
         let traffic = link.traffic();
         let options = mirror.options;
-        let replica = Open::new(mirror.destination, &options.sync.journal_dir, options.sync.commit);
+        let (folder, commit) = (&options.sync.journal_dir, options.sync.commit);
+        let replica = Open::new(mirror.destination, folder, commit, self.handle.about());
         let (sender, receiver, standing) = open(link, &replica, options.sync.bwlimit)?;
         let lacking = self.recognise(&standing);
         let (Some(lacking), Some(batches)) = (lacking, &self.batches) else {

@@ -1,0 +1,377 @@
+//! Which disk a replica is on, and who wrote to it: what dsync itself let others write, disks that are exchanged, partitions.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use dsync_tests::mount::{Loop, Mount};
+use dsync_tests::{Run, Scene, image, need, need_root, skipped};
+
+const MIB: u64 = 1 << 20;
+const RSH: &str = env!("CARGO_BIN_EXE_rsh");
+
+/// Names of loop devices that nothing else takes.
+fn device(number: u32) -> PathBuf {
+    format!("/dev/loop{}", 3000 + std::process::id() % 1000 * 10 + number).into()
+}
+
+/// Removes such a device at the end.
+struct Node(PathBuf);
+
+impl Node {
+    fn new(number: u32) -> Node {
+        Node(device(number))
+    }
+
+    fn attach(&self, image: &Path) -> Option<Loop> {
+        Loop::named(&self.0, image)
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        // Detaching may take a moment.
+        let number = self.0.to_string_lossy().trim_start_matches("/dev/loop").to_owned();
+        let line = format!("losetup --detach {} 2>/dev/null; sleep 0.2", self.0.display());
+        Run::shell(&line).output();
+        let remove =
+            "import fcntl,os,sys; fcntl.ioctl(os.open('/dev/loop-control', 2), 0x4C81, int(sys.argv[1]))";
+        Run::new("python3").args(["-c", remove, &number]).output();
+    }
+}
+
+fn write(path: &Path, at: u64, bytes: &[u8]) {
+    let file = File::options().write(true).open(path).expect("a disk");
+    file.write_all_at(bytes, at).and_then(|()| file.sync_all()).expect("a write");
+}
+
+fn byte(path: &Path, at: u64) -> u8 {
+    let mut byte = [0];
+    File::open(path).and_then(|file| file.read_exact_at(&mut byte, at)).expect("a disk");
+    byte[0]
+}
+
+fn assert_same(source: &Path, replica: &Path) {
+    let read = |path: &Path| std::fs::read(path).expect("a disk");
+    assert!(read(source) == read(replica), "{} and {} differ", source.display(), replica.display());
+}
+
+fn sync(scene: &Scene, to: &Path, options: &[&str]) -> Run {
+    scene.site.sync(&scene.image, to, options)
+}
+
+/// What is written to a replica that dsync serves is not overwritten by its source, on a device as in a file, after a clean
+/// end as after a kill.
+#[test]
+fn a_served_replica_is_no_silent_destination() {
+    let what = "serving a replica on a device";
+    let mut scene = Scene::synced("a served replica", 16 * MIB);
+    let file = scene.site.image("device.img", 16 * MIB);
+    let device = if need_root(what) { Loop::new(&file) } else { None };
+    if device.is_none() {
+        skipped(what, "there is no loop device");
+    }
+    let places =
+        std::iter::once(scene.replica.clone()).chain(device.iter().map(|d| d.device().to_path_buf()));
+    for place in places.collect::<Vec<_>>() {
+        sync(&scene, &place, &[]).ok();
+        for kill in [false, true] {
+            let name = place.file_stem().expect("a name").to_string_lossy().into_owned();
+            let mut server = scene.site.serve(&[&place], &[]);
+            let warned = server.process().stderr_so_far();
+            assert!(warned.contains("is a replica at epoch"), "{warned}");
+            let mut client = server.client(&name);
+            client.write(5 * MIB, &[0xee; 4096]).and_then(|()| client.flush()).expect("a write");
+            client.close().expect("the end");
+            let _ = if kill { server.kill() } else { server.stop() };
+            scene.change(10);
+            let shown = place.display().to_string();
+            for command in ["sync", "mirror"] {
+                let run = scene.site.dsync([command]).arg(&scene.image).arg(&place);
+                run.code(4).says(&[&shown, "was served for writing", "overwrite", "--adopt"]);
+            }
+            let delta = scene.site.dsync(["extract", "--since", "1"]).arg(&scene.image).ok().stdout;
+            scene.site.dsync(["merge"]).arg(&place).input(delta).code(4).says(&["was served for writing"]);
+            scene.site.dsync(["recover"]).arg(&place).code(4).says(&["was served for writing"]);
+            let status = scene.site.dsync(["status"]).arg(&place).ok().text();
+            assert!(status.contains("was served for writing") || status.contains("source "), "{status}");
+            scene.site.dsync(["verify"]).arg(&scene.image).arg(&place).code(5);
+            assert_eq!(byte(&place, 5 * MIB), 0xee);
+            sync(&scene, &place, &["--adopt"]).ok();
+            assert_same(&scene.image, &place);
+            scene.change(10);
+            assert_eq!(sync(&scene, &place, &[]).ok().summary()["method"], "tracked");
+        }
+        // Served, and not written to.
+        scene.site.serve(&[&place], &[]).stop();
+        scene.change(10);
+        assert_eq!(sync(&scene, &place, &[]).ok().summary()["method"], "tracked");
+        assert_same(&scene.image, &place);
+    }
+}
+
+/// The kernel counts what is written to a device, whoever it is.
+#[test]
+fn a_write_to_a_replicas_device_or_partition_is_noticed() {
+    let what = "writes to a replica's device";
+    if !need_root(what) || !need(&["losetup", "sfdisk", "partx", "mkfs.ext4"], what) {
+        return;
+    }
+    let mut scene = Scene::synced(what, 64 * MIB);
+    scene.stop();
+    Run::shell(&format!("echo 2048,,L | sfdisk -q {}", scene.image.display())).ok();
+    let node = Node::new(0);
+    {
+        let Some(disk) = node.attach(&scene.image) else { return skipped(what, "no loop device of a name") };
+        let part = partition(disk.device());
+        if !part.exists() {
+            return skipped(what, "there are no partitions of loop devices");
+        }
+        Run::new("mkfs.ext4").arg("-q").arg(&part).ok();
+    }
+    scene.start();
+    let file = scene.site.image("device.img", 64 * MIB);
+    let node = Node::new(1);
+    let disk = node.attach(&file).expect("a loop device");
+    let place = disk.device().to_path_buf();
+    sync(&scene, &place, &[]).ok();
+    scene.change(3);
+    sync(&scene, &place, &[]).ok();
+    // A block that no sample looks at.
+    let old = byte(&place, 9 * MIB + 12345);
+    write(&place, 9 * MIB + 12345, &[!old]);
+    scene.change(3);
+    sync(&scene, &place, &[]).code(4).says(&["was written to", "--adopt"]);
+    sync(&scene, &place, &["--adopt"]).ok();
+    // A file system on a partition, mounted for writing.
+    let part = partition(&place);
+    {
+        let Some(_mount) = Mount::new(&[], &part, &scene.site.path("mount")) else {
+            return skipped(what, "loop devices can't be mounted here");
+        };
+        std::fs::write(scene.site.path("mount/file"), [1; 10000]).expect("a file");
+    }
+    wait_free(&part);
+    scene.change(3);
+    sync(&scene, &place, &[]).code(4).says(&["was written to", "--adopt"]);
+    // After a reboot, the superblock tells.
+    let folders = std::fs::read_dir(scene.site.state().join("replicas")).expect("replicas");
+    let lineage = folders.flatten().next().expect("a replica").path().join("lineage");
+    let text = std::fs::read_to_string(&lineage).expect("a lineage");
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").expect("a boot");
+    std::fs::write(&lineage, text.replace(boot.trim(), "before")).expect("a lineage");
+    sync(&scene, &place, &[]).code(4).says(&["mounted or written to", "--adopt"]);
+    sync(&scene, &place, &["--adopt"]).ok();
+    assert_same(&scene.image, &place);
+}
+
+/// The first partition of a disk; kernels that read no tables are told of it.
+fn partition(disk: &Path) -> PathBuf {
+    Run::new("partx").arg("--add").arg(disk).output();
+    format!("{}p1", disk.display()).into()
+}
+
+/// A lazy unmount ends a moment later.
+fn wait_free(device: &Path) {
+    for _ in 0..200 {
+        if File::options().read(true).custom_flags_excl().open(device).is_ok() {
+            return;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+}
+
+trait Exclusive {
+    fn custom_flags_excl(&mut self) -> &mut Self;
+}
+
+impl Exclusive for std::fs::OpenOptions {
+    fn custom_flags_excl(&mut self) -> &mut Self {
+        use std::os::unix::fs::OpenOptionsExt;
+        self.custom_flags(rustix::fs::OFlags::EXCL.bits() as i32)
+    }
+}
+
+/// Two disks take turns under one name. Each has its own state; the one is never taken for the other.
+#[test]
+fn disks_that_are_exchanged_under_one_name() {
+    let what = "disks that are exchanged";
+    if !need_root(what) || !need(&["losetup"], what) {
+        return;
+    }
+    let mut scene = Scene::new(what, 16 * MIB);
+    let disks = ["a.img", "b.img", "c.img"].map(|name| scene.site.image(name, 16 * MIB));
+    let node = Node::new(2);
+    let Some(disk) = node.attach(&disks[0]) else { return skipped(what, "no loop device of a name") };
+    let place = disk.device().to_path_buf();
+    let mut client = scene.client();
+    client.write(0, &[1; 4096]).and_then(|()| client.close()).expect("a write");
+    sync(&scene, &place, &[]).ok();
+    drop(disk);
+    // The same content, but for one block that no sample looks at, and nobody knows of it.
+    image::copy(&disks[0], &disks[1]);
+    write(&disks[1], 7 * MIB + 40960, &[0x77; 4096]);
+    // A blank disk is no replica that came back, nor one that may be begun unasked.
+    let disk = node.attach(&disks[2]).expect("a loop device");
+    sync(&scene, &place, &[]).code(4).says(&["last synced on", "--create"]);
+    drop(disk);
+    let disk = node.attach(&disks[1]).expect("a loop device");
+    scene.change(5);
+    sync(&scene, &place, &[]).code(4).says(&["--adopt"]);
+    assert_eq!(byte(&place, 7 * MIB + 40960), 0x77);
+    sync(&scene, &place, &["--adopt"]).ok();
+    assert_same(&scene.image, &place);
+    drop(disk);
+    for round in 0..4 {
+        let disk = node.attach(&disks[round % 2]).expect("a loop device");
+        scene.change(5);
+        sync(&scene, &place, &[]).ok();
+        drop(disk);
+        assert_eq!(image::first_difference(&scene.image, &disks[round % 2]), None, "{round}");
+    }
+    // With a folder of its own the state is found whichever disk is there.
+    let folder = scene.site.path("folder");
+    let option = ["--journal-dir", folder.to_str().expect("a path")];
+    let disk = node.attach(&disks[2]).expect("a loop device");
+    sync(&scene, &place, &[&option[..], &["--adopt"]].concat()).ok();
+    drop(disk);
+    image::copy(&disks[2], &disks[1]);
+    let _disk = node.attach(&disks[1]).expect("a loop device");
+    scene.change(5);
+    sync(&scene, &place, &option).code(4).says(&["on the disk", "--journal-dir"]);
+}
+
+/// What an earlier dsync kept under the kernel's name of a device is found, and moves to the disk's own.
+#[test]
+fn state_under_the_kernels_name_moves_on() {
+    let what = "state under the kernel's name of a device";
+    if !need_root(what) || !need(&["losetup"], what) {
+        return;
+    }
+    let mut scene = Scene::new(what, 8 * MIB);
+    let file = scene.site.image("device.img", 8 * MIB);
+    let Some(disk) = Loop::new(&file) else { return skipped(what, "there is no loop device") };
+    sync(&scene, disk.device(), &[]).ok();
+    let replicas = scene.site.state().join("replicas");
+    let folder =
+        || std::fs::read_dir(&replicas).expect("replicas").flatten().next().expect("a replica").path();
+    let named = folder();
+    let old = replicas.join(disk.device().to_string_lossy().trim_start_matches('/').replace('/', "-"));
+    assert_ne!(named, old);
+    std::fs::rename(&named, &old).expect("a folder");
+    // As it was written then.
+    let path = old.join("lineage");
+    let mut lineage: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(&path).expect("a lineage")).expect("JSON");
+    lineage.as_object_mut().expect("an object").remove("disk");
+    lineage["stamp"].as_object_mut().expect("a stamp").remove("medium");
+    std::fs::write(&path, lineage.to_string()).expect("a lineage");
+    let status = scene.site.dsync(["status"]).arg(disk.device()).ok().text();
+    assert!(status.contains("exactly epoch"), "{status}");
+    scene.change(5);
+    assert_eq!(sync(&scene, disk.device(), &[]).ok().summary()["method"], "tracked");
+    assert_eq!(folder(), named);
+    assert_same(&scene.image, disk.device());
+}
+
+/// Where the source knows of a replica, no other is begun without a word.
+#[test]
+fn a_replica_that_is_away_is_not_made_anew() {
+    let mut scene = Scene::synced("a replica that is away", 8 * MIB);
+    let (folder, away) = (scene.site.path("replica"), scene.site.path("away"));
+    let far = format!("far:{}", scene.site.path("far.raw").display());
+    let to_far = |scene: &Scene, options: &[&str]| {
+        scene.site.dsync(["sync", "--json", "--rsh", RSH]).args(options).arg(&scene.image).arg(&far)
+    };
+    to_far(&scene, &[]).ok();
+    scene.change(10);
+    std::fs::rename(&folder, &away).expect("a folder");
+    scene.sync(&[]).code(4).says(&["no folder", "mount"]);
+    std::fs::create_dir(&folder).expect("a folder");
+    for options in [&[][..], &["--adopt"], &["--method", "copy"], &["-n"]] {
+        scene.sync(options).code(4).says(&["vm.raw", "last synced on", "epoch 1", "mounted", "--create"]);
+        assert_eq!(std::fs::read_dir(&folder).expect("a folder").count(), 0);
+    }
+    scene.site.dsync(["mirror"]).arg(&scene.image).arg(&scene.replica).code(4).says(&["--create"]);
+    // It comes back.
+    std::fs::remove_dir(&folder).and_then(|()| std::fs::rename(&away, &folder)).expect("a folder");
+    assert_eq!(scene.sync(&[]).ok().summary()["method"], "tracked");
+    scene.equal();
+    // Only the file is gone, here and on another host.
+    let delta = scene.site.dsync(["extract", "vm", "--since", "0"]).ok().stdout;
+    for file in ["replica/vm.raw", "far.raw"] {
+        std::fs::rename(scene.site.path(file), scene.site.path("kept")).expect("a file");
+        let run = |scene: &Scene, options: &[&str]| match file {
+            "far.raw" => to_far(scene, options),
+            _ => scene.sync(options),
+        };
+        run(&scene, &[]).code(4).says(&["last synced on", "--create"]);
+        let place = scene.site.path(file);
+        scene.site.dsync(["merge"]).arg(&place).input(delta.clone()).code(4).says(&["gone", "--create"]);
+        scene.change(5);
+        std::fs::rename(scene.site.path("kept"), &place).expect("a file");
+        run(&scene, &[]).code(4).says(&["--adopt"]);
+        std::fs::remove_file(&place).expect("a file");
+        assert_eq!(run(&scene, &["--create"]).ok().summary()["method"], "copy");
+        image::assert_equal(&scene.image, &place);
+        scene.change(5);
+        assert_eq!(run(&scene, &[]).ok().summary()["method"], "tracked");
+    }
+    // A device that is not attached.
+    let missing = Path::new("/dev/dsync-test-missing");
+    scene.site.sync(&scene.image, missing, &[]).code(4).says(&["no device", "attach"]);
+}
+
+/// Source and destination that are one storage are refused, whatever they are called.
+#[test]
+fn a_source_is_not_its_own_destination() {
+    let what = "a source as its own destination";
+    let mut scene = Scene::new(what, 16 * MIB);
+    let dir = scene.site.dir().to_path_buf();
+    let path = |name: &str| dir.join(name);
+    std::fs::hard_link(&scene.image, path("hard.raw")).expect("a link");
+    std::os::unix::fs::symlink(&scene.image, path("soft.raw")).expect("a link");
+    let mut places = vec![scene.image.clone(), path("hard.raw"), path("soft.raw")];
+    let mut held: Vec<Box<dyn std::any::Any>> = Vec::new();
+    if need_root(what) {
+        std::fs::write(path("bound.raw"), "").expect("a file");
+        let bound = Run::new("mount").arg("--bind").arg(&scene.image).arg(path("bound.raw")).output();
+        if bound.status.success() {
+            places.push(path("bound.raw"));
+        }
+        if let Some(one) = Loop::new(&scene.image) {
+            places.push(one.device().to_path_buf());
+            if let Some(two) = Loop::new(one.device()) {
+                places.push(two.device().to_path_buf());
+                held.push(Box::new(two));
+            }
+            held.push(Box::new(one));
+        } else {
+            skipped(what, "there is no loop device");
+        }
+    }
+    let before = image::fingerprint(&scene.image);
+    for place in &places {
+        for options in [&[][..], &["--adopt"]] {
+            scene.site.sync(&scene.image, place, options).code(4).says(&["shares storage"]);
+        }
+        let far = format!("far:{}", place.display());
+        let run = scene.site.dsync(["sync", "--adopt", "--rsh", RSH]).arg(&scene.image).arg(far);
+        run.code(4).says(&["shares storage"]);
+    }
+    assert_eq!(before, image::fingerprint(&scene.image));
+    // Two devices over one file.
+    if let Some(one) = places.iter().find(|place| place.starts_with("/dev")) {
+        scene.stop();
+        let two = Loop::new(&scene.image).expect("a loop device");
+        scene.site.sync(one, two.device(), &["--adopt"]).code(4).says(&["shares storage"]);
+        scene.site.sync(two.device(), &scene.image, &["--adopt"]).code(4).says(&["shares storage"]);
+        drop(two);
+        assert_eq!(before.0, image::fingerprint(&scene.image).0);
+    }
+    if places.contains(&path("bound.raw")) {
+        Run::new("umount").arg("--lazy").arg(path("bound.raw")).output();
+    }
+    // Beside each other is no matter.
+    scene.site.sync(&scene.image, &path("other.raw"), &[]).ok();
+}
