@@ -133,8 +133,9 @@ mount -t tmpfs none /sys/kernel/btf
 says "a kernel without BTF" "dsync serve.*--method compare" $add /dev/vda
 umount /sys/kernel/btf
 umount /sys/fs/bpf
+mount -t tmpfs none /sys/fs
 says "no BPF file system" "mount -t bpf" $add /dev/vda
-mount -t bpf bpf /sys/fs/bpf
+umount /sys/fs
 rmmod dm-track
 says "without the module" "bpf" $add --with dm --name t /dev/vda
 insmod /tmp/files/dm-track.ko idle_ms=200

@@ -143,14 +143,23 @@ fn check_machine() -> Result<(), TrackError> {
              use \"dsync serve\" or \"dsync sync --method compare\"",
         );
     }
-    let bpffs = rustix::fs::statfs(BPFFS).is_ok_and(|s| s.f_type == BPFFS_MAGIC);
-    if !bpffs {
-        return unable(
-            "no BPF file system is mounted at /sys/fs/bpf: \"mount -t bpf bpf /sys/fs/bpf\", or use \
-             \"dsync sync --method compare\"",
-        );
+    mount_bpffs().map_err(|error| {
+        TrackError::Unable(format!(
+            "no BPF file system is mounted at {BPFFS}, and mounting it failed ({error}): run \"mount -t bpf bpf {BPFFS}\", or \
+             use \"dsync sync --method compare\""
+        ))
+    })
+}
+
+/// Mounts the BPF file system where it belongs, as systemd and bpftool do, unless it is there.
+fn mount_bpffs() -> std::io::Result<()> {
+    use rustix::mount::{MountFlags, mount};
+    let mounted = || rustix::fs::statfs(BPFFS).is_ok_and(|s| s.f_type == BPFFS_MAGIC);
+    if mounted() {
+        return Ok(());
     }
-    Ok(())
+    let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC | MountFlags::RELATIME;
+    Ok(mount("bpf", BPFFS, "bpf", flags, c"mode=700")?)
 }
 
 /// The name of this life of the kernel.

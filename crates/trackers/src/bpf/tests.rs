@@ -599,9 +599,18 @@ fn what_can_not_be_tracked_is_refused() {
         return;
     }
     let disk = Loop::new(8);
-    run("umount /sys/fs/bpf");
+    // Where the file system of pins can't be mounted.
+    run("umount /sys/fs/bpf; mount -t tmpfs none /sys/fs");
     let said = add(&disk.device, None).err().unwrap().to_string();
     assert!(said.contains("mount -t bpf"), "{said}");
+    run("umount /sys/fs");
+    // Where it is only not mounted yet, as without systemd.
+    run("while mountpoint -q /sys/fs/bpf; do umount /sys/fs/bpf; done");
+    add(&disk.device, None).unwrap();
+    let mounts = std::fs::read_to_string("/proc/thread-self/mounts").unwrap();
+    let bpf = mounts.lines().find(|line| line.starts_with("bpf /sys/fs/bpf bpf ")).expect(&mounts);
+    assert!(bpf.contains("nosuid") && bpf.contains("mode=700"), "{bpf}");
+    remove(&disk.device).unwrap();
 }
 
 /// Whoever changes the source must run `make bpf`.
