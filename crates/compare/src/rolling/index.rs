@@ -14,7 +14,7 @@ const EMPTY: u32 = u32::MAX;
 
 /// The blocks of a destination by their sums. Equal blocks stand in it once, so that many of them cost no more than one.
 ///
-/// 24 to 40 bytes a block: at most 5 MiB for each GiB in blocks of 8 KiB (a disk of 64 MiB), 320 KiB for each GiB of a disk
+/// 29 to 45 bytes a block: at most 6 MiB for each GiB in blocks of 8 KiB (a disk of 64 MiB), 360 KiB for each GiB of a disk
 /// of 16 GiB or more.
 pub struct Index {
     shape: Shape,

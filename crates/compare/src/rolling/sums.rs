@@ -11,10 +11,12 @@ use super::cut::{Stretch, Stretches};
 use super::weak::Weak;
 use crate::{in_order, is_zero};
 
-/// Bytes of the sums of a block as they are told: five of the weak one, seven of the strong one. 96 bits tell a disk's
-/// blocks apart with room to spare, as both depend on a key that is drawn anew for every sync; and what is copied is hashed
-/// again.
-pub const SUMS: usize = 12;
+/// Bytes of the sums of a block as they are told: five of the weak one, twelve of the strong one.
+///
+/// What is copied is hashed again. A block that stands at its place is believed by its strong sum alone: 96 bits of a keyed
+/// BLAKE3, whose key is drawn anew for every sync, after the content. So of 2^32 blocks that differ, the most that an index
+/// takes, one is taken for equal in one of 2^64 syncs, whoever wrote them.
+pub const SUMS: usize = 17;
 const WEAK: usize = 5;
 
 /// Bytes that are read and summed in one step, and told in one claim.
@@ -44,9 +46,11 @@ impl Shape {
         Shape { size, block: block.clamp(SMALLEST, LARGEST) as u32, key, keep_going: false }
     }
 
+    /// Refuses a shape that makes no sense: it may come from the other side of a link.
+    ///
     /// # Errors
     /// `InvalidData` for a shape that nobody needs.
-    pub(super) fn check(&self) -> io::Result<()> {
+    pub fn check(&self) -> io::Result<()> {
         let block = u64::from(self.block);
         if (SMALLEST..=LARGEST).contains(&block) && block.is_power_of_two() && self.size <= i64::MAX as u64 {
             return Ok(());

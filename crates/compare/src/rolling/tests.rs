@@ -411,3 +411,38 @@ fn a_lying_account_is_refused_or_does_no_harm() {
     assert_eq!(sent, new.len());
     assert!(began.elapsed().as_secs() < 10, "{:?}", began.elapsed());
 }
+
+/// A block that stands at its place is not hashed again by anybody: the bits that must agree are counted.
+#[test]
+fn a_block_at_its_place_is_believed_by_96_bits() {
+    let old = noise(4 * 4096, 5);
+    let source: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(&old));
+    let shape = Shape { size: old.len() as u64, block: 4096, key: KEY, keep_going: false };
+    let mut told = Vec::new();
+    tell(&source, &shape, |said| {
+        told.push(said);
+        Ok(())
+    })
+    .unwrap();
+    let sent = |flip: Option<usize>| {
+        let mut index = Index::new(shape.clone(), old.len() as u64).unwrap();
+        for (said, sums) in &told {
+            let mut sums = sums.clone();
+            if let Some(bit) = flip {
+                sums[SUMS + bit / 8] ^= 1 << (bit % 8);
+            }
+            index.hear(said, &sums).unwrap();
+        }
+        index.finish();
+        let mut sent = 0;
+        let found = |change| {
+            sent += u64::from(matches!(change, Change::Data { .. }));
+            Ok(())
+        };
+        changes(&source, &index, None, found, |_| {}).unwrap();
+        sent
+    };
+    assert_eq!(sent(None), 0);
+    let bits = (0..8 * SUMS).filter(|bit| sent(Some(*bit)) > 0).count();
+    assert!(bits >= 96, "{bits} bits");
+}
