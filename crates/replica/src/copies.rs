@@ -232,13 +232,24 @@ fn cached(disk: &dyn Disk, pieces: &Pieces, buf: &mut Buf) -> bool {
 #[derive(Default)]
 pub(crate) struct Written(BTreeMap<u64, u64>);
 
+/// The most separate places that one delta may write to: some 150 MB of them. It is enough for every second block of a disk
+/// of 1 TiB.
+const MOST_PLACES: usize = 1 << 22;
+
 impl Written {
-    /// Notes a record's bytes. `false` if one of them was written before.
-    pub fn add(&mut self, record: &Record) -> bool {
+    /// Notes a record's bytes.
+    ///
+    /// # Errors
+    /// What is wrong, if one of them was written before, or there are too many places.
+    pub fn add(&mut self, record: &Record) -> Result<(), String> {
+        self.add_within(record, MOST_PLACES)
+    }
+
+    fn add_within(&mut self, record: &Record, most: usize) -> Result<(), String> {
         let (mut start, mut end) = (record.offset(), record.end());
         if let Some((&before, &stop)) = self.0.range(..end).next_back() {
             if stop > start {
-                return false;
+                return Err(format!("it writes byte {start} in no order"));
             }
             if stop == start {
                 start = before;
@@ -248,7 +259,10 @@ impl Written {
             end = stop;
         }
         self.0.insert(start, end);
-        true
+        if self.0.len() > most {
+            return Err(format!("it writes to more than {most} separate places: pass --commit journal"));
+        }
+        Ok(())
     }
 }
 
@@ -274,9 +288,14 @@ mod tests {
             (50, 1, false),
             (110, 1, true),
         ] {
-            assert_eq!(written.add(&data(offset, len)), fine, "{offset} {len}");
+            assert_eq!(written.add(&data(offset, len)).is_ok(), fine, "{offset} {len}");
         }
         assert_eq!(written.0.len(), 1);
+        // What is told of memory by one who only says where it writes is bounded.
+        let mut written = Written::default();
+        let all = (0..2000).take_while(|n| written.add_within(&data(n * 2, 1), 1000).is_ok()).count();
+        assert_eq!(all, 1000);
+        assert!(written.add_within(&data(1 << 40, 1), 1000).unwrap_err().contains("separate places"));
     }
 
     #[test]

@@ -552,11 +552,10 @@ impl Direct {
         for record in frame.iter().flat_map(|frame| &frame.records) {
             let fits = match &mut self.written {
                 Some(written) => written.add(record),
-                None => record.offset() >= std::mem::replace(&mut self.end, record.end()),
+                None if record.offset() >= std::mem::replace(&mut self.end, record.end()) => Ok(()),
+                None => Err(format!("it writes byte {} in no order", record.offset())),
             };
-            if !fits {
-                return Err(Stop::Delta(format!("it writes byte {} in no order", record.offset())));
-            }
+            fits.map_err(Stop::Delta)?;
         }
         if let Some(frame) = frame {
             copies.push(frame);
