@@ -66,7 +66,7 @@ bench:
 # The command, under the paper's names too, and what it says of itself: man pages and completions.
 share := $(DESTDIR)$(PREFIX)/share
 install: build
-	install -Dm755 $(target)/release/dsync $(DESTDIR)$(PREFIX)/bin/dsync
+	install -s -Dm755 $(target)/release/dsync $(DESTDIR)$(PREFIX)/bin/dsync
 	ln -sf dsync $(DESTDIR)$(PREFIX)/bin/dmextract
 	ln -sf dsync $(DESTDIR)$(PREFIX)/bin/dmmerge
 	install -Dm644 systemd/dsync-track@.service $(DESTDIR)$(UNITS)/dsync-track@.service

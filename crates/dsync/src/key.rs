@@ -40,7 +40,10 @@ pub fn run(args: &KeyArgs, state: &StateDir, output: &Output) -> Result<()> {
             let shown = Shown::new(&link::host_name(), keys.own()?);
             // Made to be pasted behind "dsync key trust NAME".
             output.say(&format!("{} {}", shown.key, shown.name));
-            output.say(&format!("its fingerprint is {}", shown.fingerprint));
+            // Not on standard output, which is the key and nothing else: dsync key trust NAME "$(dsync key)".
+            if !output.is_json() {
+                output.note(&format!("its fingerprint is {}", shown.fingerprint));
+            }
             output.summary(&shown);
         }
         Some(KeyAction::Trust { name, key, expires }) => {

@@ -1,24 +1,209 @@
 //! Man pages and completions, from the same definition as the help.
 
-use std::io::Write;
+use std::io::{self, Write};
 use std::path::Path;
 
 use anyhow::{Context as _, Result};
-use clap::CommandFactory;
+use clap::{Arg, Command, CommandFactory};
+use clap_mangen::Man;
 
 use crate::args::Cli;
+use crate::failure::Failure;
 
-/// Writes a page for the program and one for each command.
+/// Writes a page for the program and one for each command into a directory that is there.
 pub fn pages(folder: &Path) -> Result<()> {
-    std::fs::create_dir_all(folder).with_context(|| format!("can't make {}", folder.display()))?;
-    clap_mangen::generate_to(Cli::command(), folder)
-        .with_context(|| format!("can't write man pages into {}", folder.display()))
+    if !folder.is_dir() {
+        return Err(Failure::usage(format!(
+            "{} is not a directory: create it first, or name the one that takes the pages",
+            folder.display()
+        ))
+        .into());
+    }
+    let mut program = Cli::command().disable_help_subcommand(true);
+    program.build();
+    write_pages(&program, folder).with_context(|| format!("can't write man pages into {}", folder.display()))
 }
 
-/// Writes the completions for a shell to standard output.
+fn write_pages(command: &Command, folder: &Path) -> io::Result<()> {
+    for subcommand in command.get_subcommands().filter(|command| !command.is_hide_set()) {
+        write_pages(subcommand, folder)?;
+    }
+    std::fs::write(folder.join(Man::new(command.clone()).get_filename()), page(command)?)
+}
+
+/// A page: as the generator makes it, but for the synopsis, which names the values of options, and the examples, whose lines
+/// stay what they are.
+fn page(command: &Command) -> io::Result<Vec<u8>> {
+    let man = Man::new(command.clone());
+    let mut page = Vec::new();
+    man.render_title(&mut page)?;
+    man.render_name_section(&mut page)?;
+    synopsis(command, &mut page)?;
+    man.render_description_section(&mut page)?;
+    man.render_options_section(&mut page)?;
+    if command.get_subcommands().any(|command| !command.is_hide_set()) {
+        man.render_subcommands_section(&mut page)?;
+    }
+    if let Some(text) = command.get_after_help() {
+        examples(&text.to_string(), &mut page)?;
+    }
+    if command.get_version().is_some() {
+        man.render_version_section(&mut page)?;
+    }
+    Ok(page)
+}
+
+/// Text as roff shows it as it is.
+fn plain(text: &str) -> String {
+    let text = text.replace('\\', "\\e").replace('-', "\\-");
+    if text.starts_with(['.', '\'']) { format!("\\&{text}") } else { text }
+}
+
+fn synopsis(command: &Command, page: &mut Vec<u8>) -> io::Result<()> {
+    let name = command.get_bin_name().unwrap_or(command.get_name());
+    writeln!(page, ".SH SYNOPSIS\n.HP\n\\fB{}\\fR", plain(name))?;
+    let shown = |arg: &&Arg| !arg.is_hide_set();
+    for arg in command.get_arguments().filter(shown) {
+        writeln!(page, "{}", term(arg))?;
+    }
+    if command.get_subcommands().any(|command| !command.is_hide_set()) {
+        let required = command.is_subcommand_required_set();
+        writeln!(page, "{}", if required { "\\fICOMMAND\\fR" } else { "[\\fICOMMAND\\fR]" })?;
+    }
+    Ok(())
+}
+
+/// An argument of a synopsis: `[--method METHOD]`, `SRC`, `IMAGE...`.
+fn term(arg: &Arg) -> String {
+    let takes = arg.get_action().takes_values();
+    let values = || -> String {
+        let names = arg.get_value_names().unwrap_or_default();
+        let names: Vec<String> = names.iter().map(|name| plain(name)).collect();
+        format!("\\fI{}\\fR", names.join(" "))
+    };
+    let many = matches!(arg.get_action(), clap::ArgAction::Append | clap::ArgAction::Count)
+        || (arg.is_positional() && arg.get_num_args().is_some_and(|count| count.max_values() > 1));
+    let mut term = match (arg.get_long(), arg.get_short()) {
+        (Some(long), _) => format!("\\fB\\-\\-{}\\fR", plain(long)),
+        (None, Some(short)) => format!("\\fB\\-{short}\\fR"),
+        (None, None) => values(),
+    };
+    if takes && !arg.is_positional() {
+        let optional = arg.get_num_args().is_some_and(|count| count.min_values() == 0);
+        term = if optional { format!("{term}[={}]", values()) } else { format!("{term} {}", values()) };
+    }
+    if !arg.is_required_set() {
+        term = format!("[{term}]");
+    }
+    // In one piece on its line.
+    let term = term.replace(' ', "\\ ");
+    if many { format!("{term}...") } else { term }
+}
+
+/// What stands after the help: indented lines are examples, all others are text.
+fn examples(text: &str, page: &mut Vec<u8>) -> io::Result<()> {
+    writeln!(page, ".SH EXAMPLES")?;
+    let mut within = false;
+    for line in text.lines() {
+        let heading = matches!(line, "Examples:" | "Example:");
+        let example = line.starts_with("  ");
+        if example != within {
+            writeln!(page, "{}", if example { ".PP\n.nf" } else { ".fi" })?;
+            within = example;
+        }
+        match line {
+            _ if heading => {}
+            "" => writeln!(page, ".PP")?,
+            line => writeln!(page, "{}", plain(line))?,
+        }
+    }
+    if within {
+        writeln!(page, ".fi")?;
+    }
+    Ok(())
+}
+
+/// Writes the completions for a shell to standard output: of what the help shows.
 pub fn completions(shell: clap_complete::Shell) {
     // By way of memory: the generator panics where a reader has gone.
     let mut text = Vec::new();
-    clap_complete::generate(shell, &mut Cli::command(), "dsync", &mut text);
+    clap_complete::generate(shell, &mut visible(&Cli::command()), "dsync", &mut text);
     let _ = std::io::stdout().write_all(&text);
+}
+
+/// A command without what its help hides.
+fn visible(command: &Command) -> Command {
+    // Names live as long as the program, which ends when it has said this.
+    let name: &'static str = Box::leak(command.get_name().to_owned().into_boxed_str());
+    let shown = Command::new(name).about(command.get_about().cloned().unwrap_or_default());
+    let shown =
+        if command.get_version().is_some() { shown.version(env!("CARGO_PKG_VERSION")) } else { shown };
+    let shown = shown.args(command.get_arguments().filter(|arg| !arg.is_hide_set()).cloned());
+    shown.subcommands(command.get_subcommands().filter(|command| !command.is_hide_set()).map(visible))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn program() -> Command {
+        let mut program = Cli::command().disable_help_subcommand(true);
+        program.build();
+        program
+    }
+
+    fn page_of(name: &str) -> String {
+        let program = program();
+        let command = program.get_subcommands().find(|command| command.get_name() == name).unwrap();
+        String::from_utf8(page(command).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn what_the_help_hides_is_not_completed() {
+        for shell in [clap_complete::Shell::Bash, clap_complete::Shell::Zsh, clap_complete::Shell::Fish] {
+            let mut text = Vec::new();
+            clap_complete::generate(shell, &mut visible(&Cli::command()), "dsync", &mut text);
+            let text = String::from_utf8(text).unwrap();
+            for shown in ["--method", "journal-dir", "timeout", "mirror", "restore", "--state-dir"] {
+                let shown =
+                    if shell == clap_complete::Shell::Fish { shown.trim_start_matches('-') } else { shown };
+                assert!(text.contains(shown), "{shell}: {shown}");
+            }
+            for hidden in ["cycles", "fixed-interval", "stages", "completions"] {
+                assert!(!text.contains(hidden), "{shell}: {hidden}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_page_names_values_and_keeps_the_lines_of_examples() {
+        let page = page_of("sync");
+        let synopsis = page.split(".SH ").find(|section| section.starts_with("SYNOPSIS")).unwrap();
+        for term in [
+            "[\\fB\\-\\-method\\fR\\ \\fIMETHOD\\fR]",
+            "[\\fB\\-\\-compress\\fR[=\\fILEVEL\\fR]]",
+            "[\\fB\\-\\-dry\\-run\\fR]",
+            "\n\\fISRC\\fR\n",
+        ] {
+            assert!(synopsis.contains(term), "{term}: {synopsis}");
+        }
+        assert!(!page.contains("cycles"), "{page}");
+        let examples = page.split(".SH ").find(|section| section.starts_with("EXAMPLES")).unwrap();
+        let lines =
+            ".nf\n  dsync sync /srv/vm.raw /backup/vm.raw              on this host\n  dsync sync vm ";
+        assert!(examples.contains(lines), "{examples}");
+        assert_eq!(examples.matches(".nf\n").count(), examples.matches(".fi\n").count());
+    }
+
+    #[test]
+    fn a_directory_that_is_not_there_is_not_made() {
+        let folder = tempfile::tempdir().unwrap();
+        let missing = folder.path().join("sync");
+        assert!(pages(&missing).unwrap_err().to_string().contains("not a directory"));
+        assert!(!missing.exists());
+        pages(folder.path()).unwrap();
+        for name in ["dsync.1", "dsync-sync.1", "dsync-key-trust.1"] {
+            assert!(folder.path().join(name).exists(), "{name}");
+        }
+    }
 }
