@@ -40,7 +40,10 @@ pub fn run(words: &[&str]) -> Done<()> {
         }
         ["source", "ssh", host, seconds, command, rsh @ ..] => {
             let words = |words: &str| words.split(' ').map(str::to_string).collect::<Vec<_>>();
-            send(Link::ssh(&words(&rsh.join(" ")), host, &words(command))?, time(seconds)?)
+            send(
+                Link::ssh(&words(&rsh.join(" ")), host, &words(command), Call::default().timeout)?,
+                time(seconds)?,
+            )
         }
         _ => Err(format!("what is {words:?}?").into()),
     }

@@ -210,12 +210,150 @@ fn a_far_side_that_says_nothing_is_given_up() {
     let far_side = far_side(&running).expect("a far side");
     kill_process(far_side, Signal::STOP).expect("a process that stands still");
     scene.change(10);
-    running.wait_to_say("the link is given up");
+    running.wait_to_say("nothing came from it for 2.0 s");
     // It holds the replica until it moves, and finds its line gone.
     kill_process(far_side, Signal::CONT).expect("a process that moves");
     wait_until("it goes on", || image::first_difference(&scene.image, &far.replica()).is_none());
     let (_, summary) = stop(running);
     assert!(number(&summary, "broken") >= 1, "{summary}");
+}
+
+/// A remote shell whose line can fall silent without an end: two processes carry it, which outlive the shell.
+struct Partition<'a> {
+    scene: &'a Scene,
+    script: PathBuf,
+    pids: PathBuf,
+}
+
+impl<'a> Partition<'a> {
+    fn new(scene: &'a Scene, far: &Far) -> Partition<'a> {
+        let (script, pids) = (far.site.path("silent-shell"), far.site.path("carriers"));
+        let text = format!(
+            "#!/bin/sh\nshift\nexport DSYNC_STATE_DIR={}\n\
+             sh -c 'echo $$ >>{pids}; exec cat' | sh -c \"$*\" | sh -c 'echo $$ >>{pids}; exec cat'\n",
+            far.site.state().display(),
+            pids = pids.display()
+        );
+        std::fs::write(&script, text).expect("a file");
+        Run::new("chmod").arg("+x").arg(&script).ok();
+        Partition { scene, script, pids }
+    }
+
+    fn run(&self, words: &[&str], replica: &Path) -> Run {
+        let destination = format!("far:{}", replica.display());
+        self.scene.site.dsync(words).arg(&self.scene.image).arg(destination).arg("--rsh").arg(&self.script)
+    }
+
+    fn signal(&self, signal: Signal) {
+        let pids = std::fs::read_to_string(&self.pids).expect("the carriers");
+        for pid in pids.lines() {
+            let pid = pid.parse().ok().and_then(Pid::from_raw).expect("a number");
+            // One that has ended has ended.
+            let _ = kill_process(pid, signal);
+        }
+    }
+
+    /// From here on nothing is carried.
+    fn silence(&self) {
+        self.signal(Signal::STOP);
+        println!("silent");
+        std::fs::rename(&self.pids, self.pids.with_extension("stopped")).expect("the carriers");
+    }
+}
+
+impl Drop for Partition<'_> {
+    fn drop(&mut self) {
+        for name in [self.pids.with_extension("stopped"), self.pids.clone()] {
+            self.pids = name;
+            if self.pids.exists() {
+                self.signal(Signal::KILL);
+            }
+        }
+    }
+}
+
+/// An idle mirror lives whatever its timeout; when the line falls silent both ends notice, so the far one lets the replica go
+/// for the next that comes.
+#[test]
+fn both_ends_of_a_silent_line_let_go() {
+    let (mut scene, far) = (Scene::new("a partition", 16 * MIB), Far::new(RSH));
+    let image = scene.image.clone();
+    let (first, second) = (scene.random.bytes(1 << 20), scene.random.bytes(8 << 20));
+    far.sync(&scene, &[], None).ok();
+    let idle_mirror = Partition::new(&scene, &far);
+    let words = ["mirror", "--json", "-v", "--timeout", "2s", "--rpo", "1s"];
+    let mut running = idle_mirror.run(&words, &far.replica()).start();
+    running.wait_to_say(MIRRORING);
+    std::thread::sleep(Duration::from_secs(6));
+    assert!(!running.stdout_so_far().contains("trying again"), "{}", running.stdout_so_far());
+    idle_mirror.silence();
+    running.wait_to_say("nothing came from it for 2.0 s");
+    // The old far side is there still, behind a line that does not end, and must give the replica up by itself.
+    let mut client = scene.client();
+    client.write(0, &first).expect("a write");
+    client.close().expect("the end");
+    wait_until("it goes on", || image::first_difference(&image, &far.replica()).is_none());
+    let (_, summary) = stop(running);
+    assert!(number(&summary, "broken") >= 1, "{summary}");
+    drop(idle_mirror);
+
+    // A sync is no other conversation.
+    let mut client = scene.client();
+    client.write(0, &second).expect("a write");
+    client.close().expect("the end");
+    let syncing = Partition::new(&scene, &far);
+    let mut running = syncing.run(&["sync", "--timeout", "2", "--bwlimit", "1M"], &far.replica()).start();
+    wait_until("it is under way", || syncing.pids.exists());
+    std::thread::sleep(Duration::from_millis(1500));
+    syncing.silence();
+    let status = running.wait_for(Duration::from_secs(30)).expect("an end");
+    assert_eq!(status.code(), Some(1), "{}", running.stderr_so_far());
+    assert!(
+        running.stderr_so_far().contains("nothing came from it for 2.0 s"),
+        "{}",
+        running.stderr_so_far()
+    );
+    wait_until("the far side lets go", || far.sync(&scene, &[], None).output().status.success());
+    image::assert_equal(&scene.image, &far.replica());
+}
+
+/// How long a mirror waits for a line follows what may be lost, and begins anew with a line that holds, whether there was
+/// something to send or not.
+#[test]
+fn an_idle_mirror_is_back_as_soon_as_its_line() {
+    let (scene, far) = (Scene::new("flapping", 16 * MIB), Far::new(RSH));
+    far.sync(&scene, &[], None).ok();
+    let (script, down) = (far.site.path("shell"), far.site.path("down"));
+    let text = format!(
+        "#!/bin/sh\n[ -e {} ] && {{ echo no route >&2; exit 255; }}\nexec {RSH} \"$@\"\n",
+        down.display()
+    );
+    std::fs::write(&script, text).expect("a file");
+    Run::new("chmod").arg("+x").arg(&script).ok();
+    let destination = format!("far:{}", far.replica().display());
+    let run = scene.site.dsync(["mirror", "--json", "-v", "--rpo", "2s"]).arg(&scene.image).arg(destination);
+    let mut running = run.arg("--rsh").arg(&script).env("RSH_STATE", far.site.state()).start();
+    running.wait_to_say(MIRRORING);
+    let waits = |running: &Background| -> Vec<f64> {
+        let said = running.stdout_so_far();
+        let waits = said.split("trying again in ").skip(1);
+        waits
+            .map(|rest| rest.split(' ').next().and_then(|word| word.parse().ok()).expect("seconds"))
+            .collect()
+    };
+    std::fs::write(&down, "").expect("a file");
+    wait_until("the far side is there", || kill_far(&running));
+    wait_until("it tries again and again", || waits(&running).len() >= 6);
+    std::fs::remove_file(&down).expect("a line");
+    assert_eq!(waits(&running)[..6], [0.5, 1.0, 2.0, 2.0, 2.0, 2.0]);
+    wait_until("it is back", || far_side(&running).is_some());
+    std::thread::sleep(Duration::from_millis(3500));
+    let before = waits(&running).len();
+    wait_until("the far side is there", || kill_far(&running));
+    wait_until("it notices", || waits(&running).len() > before);
+    assert_eq!(waits(&running)[before], 0.5);
+    let (_, summary) = stop(running);
+    assert!(number(&summary, "broken") >= 7, "{summary}");
 }
 
 /// A line that was cut costs what was on it: what is dirty is not sent twice.
@@ -267,7 +405,7 @@ fn nothing_is_left_out_at_any_cut() {
         wait_until("all is written", || done.load(SeqCst));
         wait_until("all arrives", || image::first_difference(&scene.image, &far.replica()).is_none());
         assert!(running.ended().is_none(), "{}", running.stderr_so_far());
-        let said = running.stderr_so_far();
+        let said = running.stdout_so_far();
         running.kill();
         assert!(said.matches("was cut").count() >= 3, "lines were cut: {said}");
         assert!(!said.contains("compared"), "{said}");

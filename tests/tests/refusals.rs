@@ -463,6 +463,68 @@ fn a_far_side_that_is_not_dsync_or_another_version_of_it() {
     assert!(!far.replica().exists());
 }
 
+/// Whatever of descriptors and threads the system refuses, that is what is said, and nothing panics.
+#[test]
+fn without_descriptors_or_threads_a_sync_says_so() {
+    if !need_root("limits of another user's processes")
+        || !need(&["prlimit", "setpriv"], "limits of a process")
+    {
+        return;
+    }
+    let mut scene = Scene::synced("no descriptors", 8 * MIB);
+    let line = |limits: &str, dsync: &Path, state: &Path, words: &str| {
+        Run::shell(&format!("exec {limits} {} --state-dir {} {words}", dsync.display(), state.display()))
+    };
+    let judged = |output: &Output, what: &str| {
+        assert!(!output.stderr.contains("panicked"), "{what}: {output}");
+        assert!(!output.stderr.contains("version"), "{what}: {output}");
+        if !output.status.success() {
+            let words = [
+                "Too many open files",
+                "os error 24",
+                "ulimit",
+                "thread",
+                "temporarily unavailable",
+                "os error 11",
+            ];
+            assert!(words.iter().any(|word| output.stderr.contains(word)), "{what}: {output}");
+        }
+        output.status.success()
+    };
+    let sync = format!("sync --method compare {} {}", scene.image.display(), scene.replica.display());
+    let (mut worked, mut failed) = (0, 0);
+    for files in 6..60 {
+        let done = judged(
+            &line(
+                &format!("prlimit --nofile={files}:{files}"),
+                dsync_tests::site::binary(),
+                &scene.site.state(),
+                &sync,
+            )
+            .output(),
+            &format!("{files} files"),
+        );
+        *(if done { &mut worked } else { &mut failed }) += 1;
+    }
+    assert!(worked > 0 && failed > 0, "{worked} worked, {failed} failed");
+    // Of another user, for whom the limit counts: it has no other processes.
+    let folder = scene.site.path("others");
+    let (disk, copy, state) = (folder.join("disk"), folder.join("copy"), folder.join("state"));
+    std::fs::create_dir(&folder).expect("a folder");
+    std::fs::write(&disk, scene.random.bytes(4 << 20)).expect("a disk");
+    Run::shell(&format!("chmod 711 {}; chown -R 61234 {}", scene.site.dir().display(), folder.display()))
+        .ok();
+    let dsync = folder.join("dsync");
+    std::fs::copy(dsync_tests::site::binary(), &dsync).expect("a copy");
+    let sync = format!("sync --method compare {} {}", disk.display(), copy.display());
+    for threads in [40, 1, 2, 3, 4, 5, 6, 8, 40] {
+        let limits = format!("setpriv --reuid 61234 --clear-groups prlimit --nproc={threads}:{threads}");
+        let words = sync.replace("--method compare", if copy.exists() { "--method compare" } else { "" });
+        let done = judged(&line(&limits, &dsync, &state, &words).output(), &format!("{threads} threads"));
+        assert!(done || threads < 40, "{threads}");
+    }
+}
+
 #[test]
 fn a_refused_sync_leaves_no_epoch_behind() {
     let mut scene = Scene::synced("no epoch", 8 * MIB);

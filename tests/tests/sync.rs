@@ -26,6 +26,26 @@ fn the_first_sync_seeds_and_holes_stay_holes() {
     assert!(!scene.site.path("replica/vm.raw.partial").exists());
 }
 
+/// Cron mails whatever is said: a conversation that ends in order ends without a word at either side.
+#[test]
+fn nothing_to_do_is_nothing_to_say() {
+    let (scene, far) = (Scene::new("nothing to do", 16 * MIB), Far::new(RSH));
+    far.sync(&scene, &[], None).ok();
+    let verify = |scene: &Scene| far.run("verify", scene, &["-q"], None);
+    for round in 0..12 {
+        for run in [far.sync(&scene, &["-q"], None), far.sync(&scene, &["-q", "-n"], None), verify(&scene)] {
+            let output = run.ok();
+            assert_eq!(output.stderr, "", "round {round}: {output}");
+        }
+    }
+    // What is refused is said once, by the near side.
+    let other = scene.site.image("other.raw", 8 * MIB);
+    let destination = format!("far:{}", far.replica().display());
+    let refused = scene.site.dsync(["sync", "-q", "--rsh", RSH]).arg(&other).arg(destination);
+    let refused = refused.env("RSH_STATE", far.site.state()).code(4);
+    assert_eq!(refused.stderr.lines().count(), 1, "{refused}");
+}
+
 #[test]
 fn a_later_sync_moves_what_changed_and_nothing_else() {
     let mut scene = Scene::synced("delta", 128 * MIB);

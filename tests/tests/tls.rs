@@ -219,6 +219,26 @@ fn callers_reach_nothing_but_the_folder() {
     verify.code(4).says(&["out of reach"]);
 }
 
+/// What ends in order is logged as that, whatever was to be done.
+#[test]
+fn nothing_to_do_is_a_session_that_ended_well() {
+    let scene = Scene::new("nothing to do over tls", 16 << 20);
+    let mut far = Far::trusted(&scene);
+    far.sync(&scene, &[]).ok();
+    for round in 0..8 {
+        let verify = scene.site.dsync(["verify", "-q"]).arg(&scene.image).arg(far.destination("vm.raw"));
+        for run in [far.sync(&scene, &[]), far.sync(&scene, &["-n"]), verify] {
+            let output = run.ok();
+            assert_eq!(output.stderr, "", "round {round}: {output}");
+        }
+    }
+    let mut process = far.process.take().expect("a listener");
+    process.signal(Signal::TERM);
+    let log = process.output(Duration::from_secs(20)).stderr;
+    assert_eq!(log.matches("ended well").count(), 25, "{log}");
+    assert!(!log.contains("failed"), "{log}");
+}
+
 /// Carries connections to a port, and cuts them all after so many bytes towards it.
 fn cutting(port: u16, bytes: u64) -> u16 {
     let listener = TcpListener::bind((HOST, 0)).expect("a port");

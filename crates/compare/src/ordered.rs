@@ -7,6 +7,7 @@ use crossbeam_channel::bounded;
 
 /// Takes items one by one from `next`, lets `threads` threads, each with what `own` made for it, turn them into results, and
 /// hands these to `sink` in the items' order. At most four items a thread are held. Stops at the first error of any of them.
+/// Where the system refuses threads, fewer do, or the calling one does all of it.
 pub fn in_order<T, R, S, E>(
     threads: usize,
     mut next: impl FnMut() -> Result<Option<T>, E> + Send,
@@ -23,30 +24,14 @@ where
     let (results_in, results) = bounded::<(u64, Result<R, E>)>(threads);
     // What is taken and not yet handed on is bounded by these tickets.
     let (tickets_in, tickets) = bounded::<()>(threads * 4);
-    let failed = Mutex::new(None);
+    let (failed, next) = (Mutex::new(None), Mutex::new(&mut next));
     let sunk = std::thread::scope(|scope| {
-        let failed = &failed;
-        scope.spawn(move || {
-            let mut number = 0;
-            loop {
-                match next() {
-                    Ok(Some(item)) => {
-                        if tickets_in.send(()).is_err() || items_in.send((number, item)).is_err() {
-                            return;
-                        }
-                        number += 1;
-                    }
-                    Ok(None) => return,
-                    Err(error) => {
-                        *failed.lock().unwrap_or_else(|e| e.into_inner()) = Some(error);
-                        return;
-                    }
-                }
-            }
-        });
+        let (failed, next) = (&failed, &next);
+        let start = || std::thread::Builder::new();
+        let mut workers = 0;
         for _ in 0..threads {
             let (items, results_in, own, work) = (items.clone(), results_in.clone(), &own, &work);
-            scope.spawn(move || {
+            let working = start().spawn_scoped(scope, move || {
                 let mut own = own();
                 for (number, item) in items {
                     if results_in.send((number, work(&mut own, item))).is_err() {
@@ -54,8 +39,38 @@ where
                     }
                 }
             });
+            workers += usize::from(working.is_ok());
         }
+        let producing = (workers > 0).then(|| {
+            start().spawn_scoped(scope, move || {
+                let mut next = next.lock().unwrap_or_else(|e| e.into_inner());
+                let mut number = 0;
+                loop {
+                    match next() {
+                        Ok(Some(item)) => {
+                            if tickets_in.send(()).is_err() || items_in.send((number, item)).is_err() {
+                                return;
+                            }
+                            number += 1;
+                        }
+                        Ok(None) => return,
+                        Err(error) => {
+                            *failed.lock().unwrap_or_else(|e| e.into_inner()) = Some(error);
+                            return;
+                        }
+                    }
+                }
+            })
+        });
         drop((items, results_in));
+        if !matches!(producing, Some(Ok(_))) {
+            // What was to be moved into the thread has gone with it, and so the workers end.
+            let (mut next, mut own) = (next.lock().unwrap_or_else(|e| e.into_inner()), own());
+            while let Some(item) = next()? {
+                sink(work(&mut own, item)?)?;
+            }
+            return Ok(());
+        }
         // Goes with this scope: who waits for a ticket must not wait for a sink that has failed.
         let tickets = tickets;
         let mut early = BTreeMap::new();

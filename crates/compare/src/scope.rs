@@ -11,6 +11,8 @@ use crate::{DIGEST, Hash};
 pub(crate) const CHUNK: u64 = 1 << 20;
 /// No disk is larger.
 const MOST: u64 = i64::MAX as u64;
+/// A slower reader could not be stopped for minutes: it sleeps after every chunk.
+const LEAST_RATE: u64 = 16 << 10;
 /// So many ranges in one comparison.
 const MOST_RANGES: usize = 1 << 16;
 
@@ -25,7 +27,7 @@ pub struct Scope {
     pub hash: Hash,
     /// The bytes to compare: whole blocks, ascending, apart from each other.
     pub ranges: Vec<Range<u64>>,
-    /// Read at most this many bytes a second on each side.
+    /// Read at most this many bytes a second on each side; 16 KiB at least.
     pub rate: Option<u64>,
     /// Go on behind blocks that can't be read.
     pub keep_going: bool,
@@ -90,8 +92,8 @@ impl Scope {
             "its disk is larger than any can be"
         } else if self.ranges.len() > MOST_RANGES || !self.ranges.iter().all(&mut sound) {
             "its ranges are too many, out of order, beyond the end, or not of whole blocks"
-        } else if self.rate == Some(0) {
-            "its rate is zero"
+        } else if self.rate.is_some_and(|rate| rate < LEAST_RATE) {
+            "its rate is below 16 KiB a second"
         } else {
             return Ok(());
         };
@@ -196,6 +198,7 @@ mod tests {
             Scope { block_size: 1 << 31, ..good.clone() },
             Scope { size: u64::MAX, ..good.clone() },
             Scope { rate: Some(0), ..good.clone() },
+            Scope { rate: Some(LEAST_RATE - 1), ..good.clone() },
             ranges(&[0..20_000]),
             ranges(&[1..4096]),
             ranges(&[0..4095]),

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-use crate::units::{parse_expiry, parse_factor, parse_range, parse_size, parse_time};
+use crate::units::{parse_expiry, parse_factor, parse_range, parse_size, parse_time, parse_timeout};
 
 /// Keep a copy of a disk up to date by moving only the blocks that changed.
 #[derive(Debug, Parser)]
@@ -246,6 +246,9 @@ pub struct FarArgs {
     /// Connections to a tls:// destination, 1 to 16 [default: as many as cores, 2 to 4]
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u8).range(1..=16))]
     pub lanes: Option<u8>,
+    /// Give up on the far side after this long without a sign of it; the shorter one of both sides holds
+    #[arg(long, value_name = "TIME", value_parser = parse_timeout, default_value = "30s")]
+    pub timeout: Duration,
 }
 
 /// The longest that a freeze may last, in seconds.
@@ -283,9 +286,6 @@ pub struct Mirror {
     /// How often an epoch ends: after a crash of the source, what was written since then is sent again
     #[arg(long, value_name = "TIME", value_parser = parse_time, default_value = "60s")]
     pub epoch: Duration,
-    /// After so long without a word the other side is taken to be gone
-    #[arg(long, value_name = "TIME", value_parser = parse_time, default_value = "30s")]
-    pub timeout: Duration,
     /// Compress with zstd, at a level from 1 to 19
     #[arg(long, value_name = "LEVEL", num_args = 0..=1, require_equals = true, default_missing_value = "1",
           value_parser = clap::value_parser!(i32).range(1..=19))]
@@ -695,10 +695,9 @@ pub struct Receive {
     /// Let in only the key pinned under this name; may be given several times [default: all that are pinned]
     #[arg(long, value_name = "NAME", requires = "listen")]
     pub from: Vec<String>,
-    /// Seconds after which a peer that has vanished is given up
-    #[arg(long, value_name = "SECONDS", default_value_t = 30, requires = "listen",
-          value_parser = clap::value_parser!(u64).range(3..=3600))]
-    pub timeout: u64,
+    /// Give up on a caller after this long without a sign of it; the shorter one of both sides holds
+    #[arg(long, value_name = "TIME", value_parser = parse_timeout, default_value = "30s", requires = "listen")]
+    pub timeout: Duration,
 }
 
 /// Reads an address with or without a port.

@@ -30,6 +30,11 @@ impl Failure {
         Failure { message: message.into(), code: USAGE }
     }
 
+    /// One that somebody else says: only the exit code is left.
+    pub fn told(error: &sync::SyncError) -> Failure {
+        Failure { message: String::new(), code: of_class(error.class()) }
+    }
+
     /// Lineage, state or a lock is in the way.
     pub fn refused(message: impl Into<String>) -> Failure {
         Failure { message: message.into(), code: REFUSED }
@@ -51,11 +56,7 @@ pub fn code(error: &anyhow::Error) -> u8 {
             return failure.code;
         }
         if let Some(error) = cause.downcast_ref::<sync::SyncError>() {
-            return match error.class() {
-                sync::Class::Failed => FAILED,
-                sync::Class::Lost => LOST,
-                sync::Class::Refused | sync::Class::Busy | sync::Class::Away => REFUSED,
-            };
+            return of_class(error.class());
         }
         let refused = cause.downcast_ref::<source::SourceError>().map(|e| e.is_refusal()).or_else(|| {
             cause
@@ -72,6 +73,14 @@ pub fn code(error: &anyhow::Error) -> u8 {
         }
     }
     FAILED
+}
+
+fn of_class(class: sync::Class) -> u8 {
+    match class {
+        sync::Class::Failed => FAILED,
+        sync::Class::Lost => LOST,
+        sync::Class::Refused | sync::Class::Busy | sync::Class::Away => REFUSED,
+    }
 }
 
 /// The error's text, causes after a colon, none said twice.

@@ -5,9 +5,10 @@ use std::time::Duration;
 use anyhow::Result;
 use link::{Call, Keys, Limits, Link, Listener};
 use source::StateDir;
-use sync::Reach;
+use sync::{Reach, SyncError};
 
 use crate::args::{FarArgs, Receive};
+use crate::failure::Failure;
 use crate::output::Output;
 
 /// How long sessions may take to end when the listener is told to.
@@ -17,25 +18,29 @@ const PATIENCE: Duration = Duration::from_secs(10);
 pub fn call(host: &str, port: Option<u16>, far: &FarArgs, state: &StateDir) -> Result<Link> {
     if let Some(port) = port {
         let usual = Call::default();
-        let call = Call { lanes: far.lanes.map_or(usual.lanes, usize::from), ..usual };
+        let lanes = far.lanes.map_or(usual.lanes, usize::from);
+        let call = Call { lanes, timeout: far.timeout, ..usual };
         return Ok(Link::tls(&Keys::new(state.keys_folder()), host, port, &call)?);
     }
     let rsh: Vec<String> = far.rsh.split_whitespace().map(str::to_owned).collect();
     let mut command: Vec<String> = far.remote_dsync.split_whitespace().map(str::to_owned).collect();
     command.push("receive".into());
-    Ok(Link::ssh(&rsh, host, &command)?)
+    Ok(Link::ssh(&rsh, host, &command, far.timeout)?)
 }
 
 /// Runs `dsync receive`.
 pub fn receive(args: &Receive, state: &StateDir, output: &Output) -> Result<()> {
     let Some(address) = args.listen else {
-        // Errors travel over the link; who started this end reads them there.
-        return Ok(sync::receive(Link::stdio()?, state)?);
+        return sync::receive(Link::stdio()?, state).map_err(|error| match error {
+            // What is no conversation is said to whoever began it by hand.
+            SyncError::Link(ref link) if !link.is_cut() => error.into(),
+            // Other errors travel over the link, and the near side says them; of a cut it says what it knows.
+            told => Failure::told(&told).into(),
+        });
     };
     let reach = Reach::within(&args.into)?;
     let keys = Keys::new(state.keys_folder());
-    let limits =
-        Limits { timeout: Duration::from_secs(args.timeout), from: args.from.clone(), ..Limits::default() };
+    let limits = Limits { timeout: args.timeout, from: args.from.clone(), ..Limits::default() };
     // Before anybody can call: a signal that comes now already ends everything in order.
     let mut signals =
         signal_hook::iterator::Signals::new([signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM])?;

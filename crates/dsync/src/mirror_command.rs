@@ -67,11 +67,7 @@ pub fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()>
     units::check_rates(&[("--bwlimit", args.far.bwlimit), ("--rate", args.rate)])?;
     // It works beside others, for as long as the machine runs: who writes to the disk goes first.
     let _ = rustix::process::nice(10);
-    let mut far = args.far.clone();
-    if destination.host.is_some() && far.rsh == "ssh" {
-        // A mirror must notice when its link falls; ssh by itself would not for hours.
-        far.rsh = "ssh -o ServerAliveInterval=10 -o ServerAliveCountMax=3".into();
-    }
+    let far = &args.far;
     let options = MirrorOptions {
         sync: Options {
             adopt: args.adopt,
@@ -99,7 +95,6 @@ pub fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()>
         here: stages(args.stages),
         there: stages(args.stages),
         epoch_every: args.epoch,
-        timeout: args.timeout,
     };
     let (stop, mirroring) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
     on_signals(stop.clone(), mirroring.clone(), output.alike())?;
@@ -112,7 +107,7 @@ pub fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()>
         if let Some(before) = receiving.take() {
             let _ = before.join();
         }
-        let (link, next) = connect(&destination, &far, state)?;
+        let (link, next) = connect(&destination, far, state)?;
         receiving = next;
         Ok(link)
     };

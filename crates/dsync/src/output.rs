@@ -66,7 +66,7 @@ impl Output {
     /// A line of the result.
     pub fn say(&self, text: &str) {
         if !self.quiet && !self.json {
-            self.line(text);
+            self.line(&link::printable_lines(text));
         }
     }
 
@@ -75,7 +75,7 @@ impl Output {
         if self.json {
             self.line(&json!({"message_type": "status", "message": text}).to_string());
         } else if !self.quiet {
-            self.line(text);
+            self.line(&link::printable_lines(text));
         }
         let _ = std::io::stdout().flush();
     }
@@ -85,14 +85,14 @@ impl Output {
         if self.json {
             self.line(&json!({"message_type": "status", "message": text}).to_string());
         } else if !self.quiet {
-            let _ = writeln!(std::io::stderr(), "{text}");
+            to_stderr(text);
         }
     }
 
     /// A line for the curious.
     pub fn more(&self, text: &str) {
         if self.verbose && !self.json {
-            let _ = writeln!(std::io::stderr(), "{text}");
+            to_stderr(text);
         }
     }
 
@@ -106,7 +106,7 @@ impl Output {
         if self.json {
             self.line(&json!({"message_type": "status", "warning": text}).to_string());
         } else {
-            let _ = writeln!(std::io::stderr(), "dsync: warning: {text}");
+            to_stderr(&format!("dsync: warning: {text}"));
         }
     }
 
@@ -144,10 +144,13 @@ impl Output {
     /// An error, as the program ends.
     pub fn error(&self, message: &str, code: u8) {
         self.finish();
+        if message.is_empty() {
+            return;
+        }
         if self.json {
             self.line(&json!({"message_type": "error", "message": message, "code": code}).to_string());
         }
-        let _ = writeln!(std::io::stderr(), "dsync: {message}");
+        to_stderr(&format!("dsync: {message}"));
     }
 
     /// How far the work is, in bytes of `total`.
@@ -193,6 +196,11 @@ fn object(message_type: &str, value: &impl Serialize) -> Option<String> {
     all.insert("message_type".into(), message_type.into());
     all.extend(fields);
     Some(Value::Object(all).to_string())
+}
+
+/// A line. Names and messages that others chose do nothing to a terminal or a log, wherever they come from.
+fn to_stderr(text: &str) {
+    let _ = writeln!(std::io::stderr(), "{}", link::printable(text));
 }
 
 fn new_bar(total: u64) -> ProgressBar {

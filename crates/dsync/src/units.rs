@@ -72,6 +72,16 @@ pub fn parse_time(text: &str) -> Result<Duration, String> {
     Ok(Duration::from_secs_f64(seconds))
 }
 
+/// Reads how long a peer may be silent: a time, or a number of seconds.
+pub fn parse_timeout(text: &str) -> Result<Duration, String> {
+    let plain = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let time = if plain { parse_time(&format!("{text}s"))? } else { parse_time(text)? };
+    match (Duration::from_secs(1)..=Duration::from_secs(3600)).contains(&time) {
+        true => Ok(time),
+        false => Err(format!("\"{text}\" is not a time from 1s to 1h")),
+    }
+}
+
 /// Reads a number from 0 to 1.
 pub fn parse_factor(text: &str) -> Result<f64, String> {
     match text.parse() {
@@ -180,6 +190,16 @@ mod tests {
     fn one_is_no_plural() {
         let said = [0, 1, 2048].map(|number| many(number, "block"));
         assert_eq!(said, ["0 blocks", "1 block", "2 048 blocks"]);
+    }
+
+    #[test]
+    fn a_timeout_is_a_time_or_seconds() {
+        for (text, seconds) in [("30", 30), ("30s", 30), ("2m", 120), ("1h", 3600), ("1", 1)] {
+            assert_eq!(parse_timeout(text), Ok(Duration::from_secs(seconds)), "{text}");
+        }
+        for text in ["", "0", "999ms", "3601", "2h", "-1", "thirty", "30x", "99999999999999999999"] {
+            assert!(parse_timeout(text).is_err(), "{text}");
+        }
     }
 
     #[test]

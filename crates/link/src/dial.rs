@@ -21,7 +21,7 @@ pub struct Call {
     pub lanes: usize,
     /// How long each step until the link stands may take.
     pub patience: Duration,
-    /// When a peer that has vanished is given up.
+    /// A peer from which nothing comes for so long is given up.
     pub timeout: Duration,
 }
 
@@ -42,17 +42,23 @@ pub(crate) fn dial(keys: &Keys, host: &str, port: u16, call: &Call) -> Result<Ar
     let mut secured = vec![first];
     let others: Vec<Result<Secured>> = thread::scope(|scope| {
         let caller = &caller;
-        let join = |lane| scope.spawn(move || lane_of(caller, address, call, lane, lanes, session));
+        let join = |lane| {
+            let join = move || lane_of(caller, address, call, lane, lanes, session);
+            thread::Builder::new().spawn_scoped(scope, join).map_err(|error| Error::Cut {
+                peer: caller.peer().to_string(),
+                why: format!("can't start a thread: {error}"),
+            })
+        };
         let joining: Vec<_> = (1..lanes).map(join).collect();
-        joining
+        let joined = joining
             .into_iter()
-            .map(|lane| lane.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-            .collect()
+            .map(|lane| lane?.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        joined.collect()
     });
     for lane in others {
         secured.push(lane?);
     }
-    lanes::open(caller.peer(), secured, call.patience)
+    lanes::open(caller.peer(), secured, call.patience, call.timeout)
 }
 
 /// What a name stands for.

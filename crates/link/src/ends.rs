@@ -9,9 +9,10 @@ use serde::Serialize;
 
 use crate::dial::{Call, dial};
 use crate::flow::{End, Heard, Inbox, Window, lock};
+use crate::pulse::{Heard as Noted, NEVER};
 use crate::rate::Rate;
-use crate::wire::{self, Wire};
-use crate::{Error, Keys, Message, Result, ssh};
+use crate::wire::{self, Terms, Wire};
+use crate::{Error, Keys, Message, Result, ssh, stream};
 
 /// What may be on its way to one receiver, in bytes; one message may exceed it. Enough for what is near, and for ssh, which
 /// has a window of its own.
@@ -99,7 +100,18 @@ impl Shared {
 
     /// The same from outside, whatever the halves do.
     pub(crate) fn abandon_because(&self, why: &str) {
-        let error = self.cut(why);
+        self.abandon_with(self.cut(why), self.finished.load(Ordering::SeqCst));
+    }
+
+    /// The peer is there no more: nothing that was said can be waited for.
+    pub(crate) fn give_up(&self, why: &str) {
+        self.abandon_with(self.cut(why), false);
+    }
+
+    fn abandon_with(&self, error: Error, finished: bool) {
+        // Told first: what ends because of it has other reasons to give.
+        self.window.close(error.clone());
+        self.inbox.end(End::Failed(error));
         match &self.road {
             Road::Pair(pair) => {
                 if let Some(other) = pair.other() {
@@ -108,10 +120,8 @@ impl Shared {
                     other.inbox.end(End::Failed(error));
                 }
             }
-            Road::Wire(wire) => wire.abandon(self.finished.load(Ordering::SeqCst)),
+            Road::Wire(wire) => wire.abandon(finished),
         }
-        self.window.close(error.clone());
-        self.inbox.end(End::Failed(error));
     }
 }
 
@@ -141,32 +151,34 @@ impl Link {
     /// An end over two byte streams. A thread reads `reader` until it ends, and no longer than both halves live unless it
     /// is stuck in a read. The peer's hello is awaited by [`Link::ready`] or the first message.
     pub fn pipe(reader: impl Read + Send + 'static, writer: impl Write + Send + 'static) -> Link {
-        Link::from_shared(wire::open("the far side", Box::new(reader), Box::new(writer), WINDOW, None))
+        Link::from_shared(wire::open("the far side", Box::new(reader), Box::new(writer), terms(NEVER), None))
     }
 
     /// The end of a process that was started to be the far side: its standard input and output. Later prints to standard
-    /// output go to standard error, so that they can't damage the link.
+    /// output go to standard error, so that they can't damage the link. It has no timeout of its own: the near side's holds.
     ///
     /// # Errors
     /// [`Error::Stdio`] if the descriptors can't be duplicated.
     pub fn stdio() -> Result<Link> {
-        let (reader, writer) = wire::take_stdio().map_err(|error| Error::Stdio(error.to_string()))?;
+        let (reader, writer, wake) = stream::take_stdio().map_err(|error| Error::Stdio(error.to_string()))?;
         widen_both(&reader, &writer);
-        Ok(Link::pipe(reader, writer))
+        let (reader, writer) = (Box::new(reader), Box::new(writer));
+        Ok(Link::from_shared(wire::open("the far side", reader, writer, terms(NEVER), Some(wake))))
     }
 
     /// Starts `command` on `host` through a remote shell (`["ssh"]`, perhaps with options), and waits for its hello. The
     /// command's words arrive as they are given here, whatever is in them. What the far side writes to its standard error
-    /// is shown once the link stands, and is part of the error if it falls.
+    /// is shown once the link stands, and is part of the error if it falls. From then on a far side from which nothing comes
+    /// for `timeout` is given up; what the remote shell may take before is its own business.
     ///
     /// # Errors
     /// [`Error::Start`], [`Error::Rsh`], [`Error::Absent`], [`Error::Command`], [`Error::NotDsync`], [`Error::Version`],
     /// each naming the host and a way out.
-    pub fn ssh(rsh: &[String], host: &str, command: &[String]) -> Result<Link> {
+    pub fn ssh(rsh: &[String], host: &str, command: &[String], timeout: Duration) -> Result<Link> {
         let (remote, reader, writer) = ssh::start(rsh, host, command)?;
         widen_both(&reader, &writer);
         let (reader, writer) = (Box::new(reader), Box::new(writer));
-        let link = Link::from_shared(wire::open(host, reader, writer, WINDOW, Some(remote)));
+        let link = Link::from_shared(wire::open(host, reader, writer, terms(timeout), Some(remote)));
         link.ready()?;
         Ok(link)
     }
@@ -220,6 +232,11 @@ impl Shared {
     }
 }
 
+/// The terms of a side that hears of its peer by the streams alone.
+fn terms(timeout: Duration) -> Terms {
+    Terms { window: WINDOW, timeout, heard: Noted::default() }
+}
+
 fn widen_both(reader: &impl std::os::fd::AsFd, writer: &impl std::os::fd::AsFd) {
     wire::widen(reader);
     wire::widen(writer);
@@ -240,11 +257,11 @@ impl Sender {
             Road::Pair(pair) => {
                 if let Some(rate) = lock(&pair.rate).as_mut() {
                     rate.wait();
-                    rate.charge(cost);
+                    rate.charge(message.bytes());
                 }
                 let other = pair.other().ok_or_else(|| shared.cut(""))?;
-                other.traffic.received.fetch_add(cost, Ordering::Relaxed);
-                shared.traffic.sent.fetch_add(cost, Ordering::Relaxed);
+                other.traffic.received.fetch_add(message.bytes(), Ordering::Relaxed);
+                shared.traffic.sent.fetch_add(message.bytes(), Ordering::Relaxed);
                 other.inbox.push(message);
                 Ok(())
             }
@@ -261,8 +278,8 @@ impl Sender {
         self.send(Message { kind, head, ..Message::default() })
     }
 
-    /// Says goodbye: the peer's [`Receiver::recv`] gives `None` after what was sent before. Keep the other half until the
-    /// peer has said goodbye too.
+    /// Says goodbye: the peer's [`Receiver::recv`] gives `None` after what was sent before. Receive until the peer has said
+    /// goodbye too: one that is left before can't say its own, and must take the link for cut.
     ///
     /// # Errors
     /// As [`Sender::send`].
@@ -271,7 +288,10 @@ impl Sender {
         match &shared.road {
             Road::Pair(pair) => pair.other().ok_or_else(|| shared.cut(""))?.inbox.end(End::Goodbye),
             Road::Wire(wire) => {
-                shared.window.wait_usable()?;
+                // A peer that has said all may have ended its stream already, and still hears this.
+                if !matches!(shared.inbox.ended(), Some(End::Goodbye)) {
+                    shared.window.wait_usable()?;
+                }
                 wire.goodbye(shared)?;
             }
         }
@@ -504,6 +524,37 @@ pub(crate) mod tests {
             let most = 102 + (window >> 20);
             assert!((100..=most).contains(&sender.join().unwrap()));
         });
+    }
+
+    #[test]
+    fn many_small_messages_are_as_bounded_as_few_large_ones() {
+        // What one of them takes at least: its place in the queue, and a page for any body.
+        for (body, takes) in [(0, 100), (1, 4096)] {
+            for (a, b) in [Link::pair(), piped()] {
+                let ((tx, _a_rx), (_b_tx, rx)) = (a.split(), b.split());
+                let sent = Arc::new(AtomicU64::new(0));
+                let count = Arc::clone(&sent);
+                let sender = thread::spawn(move || {
+                    while tx.send(Message { body: Buf::new(body), ..Message::default() }).is_ok() {
+                        count.fetch_add(1, Ordering::SeqCst);
+                    }
+                });
+                let (mut before, until) = (0, Instant::now() + Duration::from_secs(20));
+                // Until it stands still.
+                loop {
+                    thread::sleep(Duration::from_millis(300));
+                    let now = sent.load(Ordering::SeqCst);
+                    if now == before && now > 0 {
+                        break;
+                    }
+                    assert!(Instant::now() < until);
+                    before = now;
+                }
+                assert!(before * takes <= u64::from(WINDOW), "{before} of {body} bytes");
+                drop(rx);
+                sender.join().unwrap();
+            }
+        }
     }
 
     #[test]

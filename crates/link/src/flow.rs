@@ -96,8 +96,11 @@ impl Inbox {
         let until = Instant::now() + patience;
         let mut state = lock(&self.state);
         loop {
-            if let Some(End::Failed(error)) = &state.end {
-                return Some(error.clone());
+            match &state.end {
+                Some(End::Failed(error)) => return Some(error.clone()),
+                // The first end stands.
+                Some(End::Goodbye) => return None,
+                None => {}
             }
             let left = until.checked_duration_since(Instant::now())?;
             state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;

@@ -16,9 +16,10 @@ use rustls::Connection;
 
 use crate::ends::Shared;
 use crate::flow::lock;
+use crate::pulse::Heard;
 use crate::session::{CHUNK, CHUNK_HEADER, Chunk, Pieces};
 use crate::tls::Secured;
-use crate::wire::{self, Carrier};
+use crate::wire::{self, Carrier, Terms};
 use crate::{Error, Result};
 
 /// What may be on its way to one receiver, in bytes: three times what 1 Gbit/s carries in 150 ms.
@@ -55,8 +56,14 @@ pub(crate) fn tune(socket: &TcpStream, timeout: Duration) {
     let _ = sockopt::set_tcp_congestion(socket, "bbr");
 }
 
-/// Opens the link over lanes whose other ends have shown the same key. The peer must say something within `patience`.
-pub(crate) fn open(peer: &str, lanes: Vec<Secured>, patience: Duration) -> Result<Arc<Shared>> {
+/// Opens the link over lanes whose other ends have shown the same key. The peer must say something within `patience`, and go on
+/// doing so within every `timeout`.
+pub(crate) fn open(
+    peer: &str,
+    lanes: Vec<Secured>,
+    patience: Duration,
+    timeout: Duration,
+) -> Result<Arc<Shared>> {
     let count = lanes.len();
     let lanes = lanes.into_iter().map(|Secured { socket, tls }| Lane { socket, tls: Mutex::new(tls) });
     let session = Arc::new(Session {
@@ -66,6 +73,7 @@ pub(crate) fn open(peer: &str, lanes: Vec<Secured>, patience: Duration) -> Resul
         order: Order { state: Mutex::new(OrderState::of(count)), changed: Condvar::new() },
         threads: Mutex::default(),
         ended: Condvar::new(),
+        heard: Heard::default(),
     });
     for lane in 0..count {
         let kinds: [(&str, Work, Count); 2] =
@@ -85,7 +93,8 @@ pub(crate) fn open(peer: &str, lanes: Vec<Secured>, patience: Duration) -> Resul
     }
     let reader = Box::new(Reader { session: Arc::clone(&session), chunk: Vec::new(), at: 0 });
     let writer = Box::new(Writer { session: Arc::clone(&session), chunk: Vec::new() });
-    Ok(wire::open(peer, reader, writer, WINDOW, Some(session)))
+    let terms = Terms { window: WINDOW, timeout, heard: session.heard.clone() };
+    Ok(wire::open(peer, reader, writer, terms, Some(session)))
 }
 
 /// The session of a link that goes over lanes.
@@ -96,6 +105,8 @@ struct Session {
     order: Order,
     threads: Mutex<Threads>,
     ended: Condvar,
+    /// Also of what must wait for an earlier chunk.
+    heard: Heard,
 }
 
 /// Threads that are at work.
@@ -106,7 +117,7 @@ struct Threads {
 }
 
 struct Lane {
-    socket: TcpStream,
+    socket: Arc<TcpStream>,
     /// Held to encrypt and decrypt, never while anything is waited for.
     tls: Mutex<Connection>,
 }
@@ -125,7 +136,7 @@ impl Lane {
             tls.write_tls(out).map_err(|error| error.to_string())?;
         }
         drop(tls);
-        (&self.socket).write_all(out).map_err(|error| error.to_string())
+        (&*self.socket).write_all(out).map_err(|error| error.to_string())
     }
 }
 
@@ -231,10 +242,13 @@ fn receive(session: &Session, lane: &Lane) -> Result<(), String> {
             session.order.lane_ended();
             return Ok(());
         }
-        have = match (&lane.socket).read(&mut encrypted) {
+        have = match (&*lane.socket).read(&mut encrypted) {
             // Without a word of goodbye.
             Ok(0) => return Err("the other side closed a connection".into()),
-            Ok(len) => 0..len,
+            Ok(len) => {
+                session.heard.note();
+                0..len
+            }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => 0..0,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 if !session.order.has_begun() {

@@ -5,8 +5,12 @@
 //! credit back. A thread reads each pipe and never waits for anybody else, so both sides may send at the same time, as much
 //! as they like, as long as each also receives.
 //!
-//! A conversation ends with a goodbye from each side ([`Sender::finish`]). Any other end is a cut, and an error: a half that
-//! is dropped too early cuts the link, so hold both until the end, even if only one is used.
+//! A conversation ends with a goodbye from each side ([`Sender::finish`]): a side that has said its own receives until it has
+//! heard the other's. Any other end is a cut, and an error: a half that is dropped too early cuts the link, so hold both until
+//! then, even if only one is used.
+//!
+//! A side from which nothing comes for the timeout is given up. While there is nothing to say, the link itself sends pings: a
+//! side may be busy for as long as it likes.
 //!
 //! Over TLS ([`Link::tls`], [`Listener`]) each side shows a key of its own ([`Keys`]) and believes only keys that are pinned
 //! there. A session has several connections, its lanes.
@@ -33,11 +37,14 @@ mod keys;
 mod lanes;
 mod listen;
 mod message;
+mod pulse;
 mod rate;
 mod session;
 mod ssh;
+mod stream;
 #[cfg(test)]
 mod tests;
+mod text;
 mod tls;
 mod wire;
 
@@ -52,4 +59,5 @@ pub use rate::{Limited, Rate};
 pub use session::MAX_LANES;
 #[doc(hidden)]
 pub use session::read_lane;
+pub use text::{printable, printable_lines};
 pub use wire::{VERSION, widen};

@@ -2,7 +2,7 @@
 //!
 //! Until a connection has shown such a key it costs little, for a short time, and there are few of it at once.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
@@ -31,7 +31,7 @@ pub struct Limits {
     pub strangers_of_address: usize,
     /// How long a connection may be a stranger, a session wait for its lanes, and a link for its first word.
     pub patience: Duration,
-    /// When a peer that has vanished is given up.
+    /// A peer from which nothing comes for so long is given up.
     pub timeout: Duration,
     /// If any are named, only these of the pinned keys are let in.
     pub from: Vec<String>,
@@ -85,11 +85,11 @@ pub struct Stop {
     state: Weak<State>,
 }
 
-struct State {
+pub(crate) struct State {
     callee: Callee,
     keys: Keys,
     limits: Limits,
-    strangers: Mutex<Strangers>,
+    pub(crate) strangers: Mutex<Strangers>,
     sessions: Mutex<Sessions>,
     /// A lane has joined, or a session has ended.
     changed: Condvar,
@@ -97,10 +97,42 @@ struct State {
     says: Says,
 }
 
+/// Connections that are no session's yet, by the order in which they came.
 #[derive(Default)]
-struct Strangers {
-    all: usize,
-    by_address: HashMap<IpAddr, usize>,
+pub(crate) struct Strangers {
+    next: u64,
+    pub(crate) here: BTreeMap<u64, Caller>,
+}
+
+/// One of them.
+pub(crate) struct Caller {
+    network: IpAddr,
+    socket: Arc<TcpStream>,
+    /// Something has come from it.
+    pub(crate) spoke: bool,
+}
+
+impl Strangers {
+    fn count(&self, of: impl Fn(IpAddr) -> bool) -> usize {
+        self.here.values().filter(|caller| of(caller.network)).count()
+    }
+
+    /// The network with the most callers.
+    fn crowd(&self) -> Option<IpAddr> {
+        let networks: HashSet<IpAddr> = self.here.values().map(|caller| caller.network).collect();
+        networks.into_iter().max_by_key(|network| self.count(|other| other == *network))
+    }
+
+    /// Sends away the one of a network that deserves its place least: the oldest that has said nothing, else the oldest.
+    fn drop_one(&mut self, network: IpAddr) {
+        let of = self.here.iter().filter(|(_, caller)| caller.network == network);
+        if let Some((&number, _)) = of.min_by_key(|(number, caller)| (caller.spoke, **number)) {
+            if let Some(caller) = self.here.remove(&number) {
+                // Its thread wakes, and ends.
+                let _ = caller.socket.shutdown(std::net::Shutdown::Both);
+            }
+        }
+    }
 }
 
 #[derive(Default)]
@@ -171,13 +203,19 @@ impl Listener {
                 Ok(accepted) => accepted,
                 Err(_) if self.state.stopping.load(Ordering::SeqCst) => break,
                 Err(error) => {
-                    // Such as no descriptor left: those who are here will leave some.
+                    // Such as no descriptor left: those who are here will leave some, and a silent one leaves now.
                     self.state.says.now_and_then(&format!("can't take a connection: {error}"));
+                    let mut strangers = lock(&self.state.strangers);
+                    if let Some(network) = strangers.crowd() {
+                        strangers.drop_one(network);
+                    }
+                    drop(strangers);
                     thread::sleep(Duration::from_millis(100));
                     continue;
                 }
             };
-            let Some(stranger) = Stranger::enter(&self.state, address) else { continue };
+            let socket = Arc::new(socket);
+            let stranger = Stranger::enter(&self.state, &socket, address);
             let (state, serve) = (Arc::clone(&self.state), Arc::clone(&serve));
             let door = thread::Builder::new().name("session".into());
             if let Err(error) = door.spawn(move || state.meet(socket, address, stranger, &*serve)) {
@@ -204,42 +242,67 @@ impl Stop {
     }
 }
 
+#[cfg(test)]
+impl Stop {
+    pub(crate) fn strangers(&self) -> Option<Arc<State>> {
+        self.state.upgrade()
+    }
+}
+
 /// A connection that is no session's yet; counted as long as this lives.
 struct Stranger {
     state: Arc<State>,
-    network: IpAddr,
+    number: u64,
 }
 
 impl Stranger {
-    fn enter(state: &Arc<State>, address: SocketAddr) -> Option<Stranger> {
+    /// Lets one in. Where there are as many as may be, one that says nothing goes for it: whoever only holds a place can't
+    /// keep others out.
+    fn enter(state: &Arc<State>, socket: &Arc<TcpStream>, address: SocketAddr) -> Stranger {
         let network = match address.ip().to_canonical() {
             // Whoever has one address of it has them all.
             IpAddr::V6(ip) => IpAddr::V6(Ipv6Addr::from_bits(ip.to_bits() >> 64 << 64)),
             ip => ip,
         };
         let mut strangers = lock(&state.strangers);
-        let from_there = strangers.by_address.get(&network).copied().unwrap_or(0);
-        if strangers.all >= state.limits.strangers || from_there >= state.limits.strangers_of_address {
-            drop(strangers);
-            state.says.now_and_then(&format!("{}: too many connections at once, dropped", address.ip()));
-            return None;
+        let full = if strangers.count(|other| other == network) >= state.limits.strangers_of_address {
+            Some(network)
+        } else if strangers.here.len() >= state.limits.strangers {
+            strangers.crowd()
+        } else {
+            None
+        };
+        if let Some(network) = full {
+            strangers.drop_one(network);
         }
-        strangers.all += 1;
-        *strangers.by_address.entry(network).or_default() += 1;
-        Some(Stranger { state: Arc::clone(state), network })
+        let number = strangers.next;
+        strangers.next += 1;
+        strangers.here.insert(number, Caller { network, socket: Arc::clone(socket), spoke: false });
+        drop(strangers);
+        if let Some(network) = full {
+            state.says.now_and_then(&format!(
+                "{network}: too many connections at once, the oldest silent one was dropped"
+            ));
+        }
+        Stranger { state: Arc::clone(state), number }
+    }
+
+    /// Waits until something comes, but no longer than `until`.
+    fn hear(&self, socket: &TcpStream, until: Instant) {
+        let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        // What goes wrong here goes wrong again where it is read.
+        let _ = socket.set_read_timeout(Some(left));
+        if matches!(socket.peek(&mut [0]), Ok(1..)) {
+            if let Some(caller) = lock(&self.state.strangers).here.get_mut(&self.number) {
+                caller.spoke = true;
+            }
+        }
     }
 }
 
 impl Drop for Stranger {
     fn drop(&mut self) {
-        let mut strangers = lock(&self.state.strangers);
-        strangers.all -= 1;
-        if let Some(count) = strangers.by_address.get_mut(&self.network) {
-            *count -= 1;
-            if *count == 0 {
-                strangers.by_address.remove(&self.network);
-            }
-        }
+        lock(&self.state.strangers).here.remove(&self.number);
     }
 }
 
@@ -269,10 +332,17 @@ impl Drop for Place {
 
 impl State {
     /// Greets one who has come, and serves the session if this is the one that makes it.
-    fn meet(self: Arc<State>, socket: TcpStream, address: SocketAddr, stranger: Stranger, serve: &Serve) {
+    fn meet(
+        self: Arc<State>,
+        socket: Arc<TcpStream>,
+        address: SocketAddr,
+        stranger: Stranger,
+        serve: &Serve,
+    ) {
         let until = Instant::now() + self.limits.patience;
         lanes::tune(&socket, self.limits.timeout);
         let from = address.ip();
+        stranger.hear(&socket, until);
         let mut secured = match self.callee.shake(socket, until) {
             Ok(secured) => secured,
             Err(failed) => return self.refuse(from, failed),
@@ -317,7 +387,7 @@ impl State {
         let Some(lanes) = self.gather(place.session) else {
             return self.says.now_and_then(&format!("{peer}: the session's lanes did not come in time"));
         };
-        let link = match lanes::open(&peer.name, lanes, self.limits.patience) {
+        let link = match lanes::open(&peer.name, lanes, self.limits.patience, self.limits.timeout) {
             Ok(shared) => {
                 lock(&self.sessions).open.insert(place.session, Arc::downgrade(&shared));
                 Link::from_shared(shared)
@@ -336,7 +406,7 @@ impl State {
                 "refused, its key is not pinned here: {}. To let it in, run: dsync key trust NAME {key}",
                 key.fingerprint()
             ),
-            Error::Tls { why, .. } => format!("dropped: {why}"),
+            Error::Tls { why, .. } | Error::Connect { why, .. } => format!("dropped: {why}"),
             error => format!("refused: {error}"),
         };
         self.says.now_and_then(&format!("{from}: {why}"));

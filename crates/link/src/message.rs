@@ -3,7 +3,7 @@
 use device::Buf;
 use serde::de::DeserializeOwned;
 
-use crate::{Error, Result};
+use crate::{Error, Result, printable};
 
 /// The longest head in bytes.
 pub const MAX_HEAD: usize = 4 << 20;
@@ -11,8 +11,15 @@ pub const MAX_HEAD: usize = 4 << 20;
 pub const MAX_BODY: usize = 2 << 20;
 /// Bytes of framing in front of head and body.
 pub(crate) const HEADER: usize = 12;
+/// What a message takes of a receiver's memory beside head and body.
+const KEPT: usize = 128;
 /// What the longest message costs.
-pub(crate) const MAX_COST: u64 = (HEADER + MAX_HEAD + MAX_BODY) as u64;
+pub(crate) const MAX_COST: u64 = cost(MAX_HEAD, MAX_BODY);
+
+/// What a message takes of the window: its memory at the receiver, so that many small ones are as bounded as few large ones.
+pub(crate) const fn cost(head: usize, body: usize) -> u64 {
+    (KEPT + head + body.next_multiple_of(Buf::ALIGN)) as u64
+}
 
 /// One message. What the kinds mean is the users' business.
 #[derive(Debug, Default)]
@@ -33,12 +40,21 @@ impl Message {
     pub fn json<T: DeserializeOwned>(&self) -> Result<T> {
         serde_json::from_slice(&self.head).map_err(|error| Error::Bad {
             peer: "the far side".into(),
-            what: format!("a message of kind {} that can't be read ({error})", self.kind),
+            what: format!(
+                "a message of kind {} that can't be read ({})",
+                self.kind,
+                printable(&error.to_string())
+            ),
         })
     }
 
-    /// The bytes that the message takes of the window, and on the wire.
+    /// What the message takes of the window.
     pub(crate) fn cost(&self) -> u64 {
+        cost(self.head.len(), self.body.len())
+    }
+
+    /// Its bytes on the wire, framing included.
+    pub(crate) fn bytes(&self) -> u64 {
         (HEADER + self.head.len() + self.body.len()) as u64
     }
 

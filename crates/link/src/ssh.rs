@@ -3,14 +3,15 @@
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::path::Path;
-use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
+use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::flow::lock;
+use crate::stream::{Stream, Wake};
 use crate::wire::Carrier;
-use crate::{Error, Result};
+use crate::{Error, Result, printable, printable_lines};
 
 /// A remote shell that was started, and what it said.
 pub(crate) struct Remote {
@@ -18,15 +19,13 @@ pub(crate) struct Remote {
     rsh: String,
     command: Vec<String>,
     child: Mutex<Child>,
+    /// A shell may have left others behind who hold its streams.
+    wake: Wake,
     said: Arc<Said>,
 }
 
 /// Starts `command` on `host`.
-pub(crate) fn start(
-    rsh: &[String],
-    host: &str,
-    command: &[String],
-) -> Result<(Arc<Remote>, ChildStdout, ChildStdin)> {
+pub(crate) fn start(rsh: &[String], host: &str, command: &[String]) -> Result<(Arc<Remote>, Stream, Stream)> {
     // A host that begins with a dash would be an option to ssh, and options of ssh can run programs.
     if host.is_empty() || host.starts_with('-') || host.contains('\0') {
         return Err(Error::Host(host.to_string()));
@@ -38,12 +37,13 @@ pub(crate) fn start(
     let mut line = Command::new(program);
     line.args(options);
     if Path::new(program).file_name().is_some_and(|name| name == "ssh") {
-        // A network that falls silent shall end the link within two minutes. The user's own -o stands before this one,
-        // and ssh takes the first.
+        // Until the far side has said its hello only ssh can notice that the network fell silent. The user's own -o stands
+        // before this one, and ssh takes the first.
         line.args(["-o", "ServerAliveInterval=30"]);
     }
     line.arg(host).arg(quoted(command));
     line.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let wake = Wake::new().map_err(failed)?;
     let mut child = line.spawn().map_err(failed)?;
     let (stdin, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
     let said = Arc::new(Said::default());
@@ -52,6 +52,7 @@ pub(crate) fn start(
         rsh: Path::new(program).file_name().unwrap_or_default().to_string_lossy().into_owned(),
         command: command.to_vec(),
         child: Mutex::new(child),
+        wake,
         said: Arc::clone(&said),
     });
     let (Some(stdin), Some(stdout), Some(stderr)) = (stdin, stdout, stderr) else {
@@ -63,7 +64,15 @@ pub(crate) fn start(
         remote.reap(Duration::ZERO);
         return Err(failed(error));
     }
-    Ok((remote, stdout, stdin))
+    let streams =
+        remote.wake.stream(stdout.into()).and_then(|out| Ok((out, remote.wake.stream(stdin.into())?)));
+    match streams {
+        Ok((stdout, stdin)) => Ok((remote, stdout, stdin)),
+        Err(error) => {
+            remote.reap(Duration::ZERO);
+            Err(failed(error))
+        }
+    }
 }
 
 /// One string that a POSIX shell splits into exactly these words.
@@ -107,10 +116,12 @@ impl Carrier for Remote {
     fn kill(&self) {
         // An error means that it has ended.
         let _ = lock(&self.child).kill();
+        self.wake.end();
     }
 
     fn settle(&self, patience: Duration) {
         self.reap(patience);
+        self.wake.end();
     }
 
     fn why_it_ended(&self, greeted: bool, why: String) -> Error {
@@ -162,6 +173,11 @@ struct SaidState {
 const LINES: usize = 20;
 const LINE: usize = 1000;
 
+/// What another host wrote, as it may be shown here.
+fn shown(bytes: &[u8]) -> String {
+    printable_lines(&String::from_utf8_lossy(bytes))
+}
+
 impl Said {
     fn listen(&self, mut stderr: ChildStderr) {
         let mut chunk = [0; 4096];
@@ -180,7 +196,7 @@ impl Said {
     fn hear(&self, bytes: &[u8]) {
         let mut state = lock(&self.state);
         if state.shown {
-            let _ = io::stderr().write_all(bytes);
+            let _ = io::stderr().write_all(shown(bytes).as_bytes());
         }
         for piece in bytes.split_inclusive(|&byte| byte == b'\n') {
             match state.lines.back_mut() {
@@ -199,7 +215,7 @@ impl Said {
         let mut state = lock(&self.state);
         state.shown = true;
         for line in &state.lines {
-            let _ = io::stderr().write_all(line);
+            let _ = io::stderr().write_all(shown(line).as_bytes());
         }
     }
 
@@ -210,7 +226,8 @@ impl Said {
             .ended
             .wait_timeout_while(state, Duration::from_millis(300), |state| !state.ended)
             .unwrap_or_else(PoisonError::into_inner);
-        let lines = state.lines.iter().map(|line| String::from_utf8_lossy(line).trim().to_string());
+        let lines =
+            state.lines.iter().map(|line| printable(String::from_utf8_lossy(line).trim()).into_owned());
         let lines: Vec<String> = lines.filter(|line| !line.is_empty()).collect();
         lines[lines.len().saturating_sub(5)..].join("; ")
     }
@@ -223,6 +240,8 @@ mod tests {
     use super::*;
     use crate::{Link, Message};
 
+    const TIMEOUT: Duration = Duration::from_secs(30);
+
     fn words(words: &[&str]) -> Vec<String> {
         words.iter().map(|word| word.to_string()).collect()
     }
@@ -233,7 +252,7 @@ mod tests {
     }
 
     fn fails(script: &str, command: &[&str]) -> Error {
-        match Link::ssh(&local(script), "backup", &words(command)) {
+        match Link::ssh(&local(script), "backup", &words(command), TIMEOUT) {
             Ok(_) => panic!("{script} should not work"),
             Err(error) => error,
         }
@@ -277,7 +296,7 @@ mod tests {
     #[test]
     fn a_process_carries_a_conversation() {
         // `cat` answers as a dsync would that sends everything back.
-        let link = Link::ssh(&local("exec sh -c \"$2\""), "backup", &words(&["cat"])).unwrap();
+        let link = Link::ssh(&local("exec sh -c \"$2\""), "backup", &words(&["cat"]), TIMEOUT).unwrap();
         let (tx, rx) = link.split();
         for kind in 0..100 {
             tx.send(Message { kind, body: device::Buf::new(1 << 20), ..Message::default() }).unwrap();
@@ -305,11 +324,13 @@ mod tests {
             matches!(fails("echo Welcome; sleep 100", &["dsync"]), Error::NotDsync { said, .. } if said == "Welcome")
         );
         assert!(matches!(fails("kill -9 $$", &["dsync"]), Error::Rsh { .. }));
-        let error = Link::ssh(&words(&["/no/such/ssh"]), "backup", &words(&["dsync"])).map(drop).unwrap_err();
+        let error = Link::ssh(&words(&["/no/such/ssh"]), "backup", &words(&["dsync"]), TIMEOUT)
+            .map(drop)
+            .unwrap_err();
         assert!(error.to_string().starts_with("can't start \"/no/such/ssh\" (No such file"), "{error}");
-        assert!(matches!(Link::ssh(&[], "backup", &[]).map(drop), Err(Error::Start { .. })));
+        assert!(matches!(Link::ssh(&[], "backup", &[], TIMEOUT).map(drop), Err(Error::Start { .. })));
         for host in ["", "-oProxyCommand=id"] {
-            let error = Link::ssh(&local("cat"), host, &words(&["dsync"])).map(drop).unwrap_err();
+            let error = Link::ssh(&local("cat"), host, &words(&["dsync"]), TIMEOUT).map(drop).unwrap_err();
             assert_eq!(error, Error::Host(host.to_string()));
         }
     }
@@ -318,7 +339,8 @@ mod tests {
     fn a_process_that_dies_later_is_a_cut() {
         // The hello comes back, then nothing more.
         let link =
-            Link::ssh(&local("head -c 16; echo 'Connection reset' >&2; exit 255"), "backup", &[]).unwrap();
+            Link::ssh(&local("head -c 16; echo 'Connection reset' >&2; exit 255"), "backup", &[], TIMEOUT)
+                .unwrap();
         let (tx, rx) = link.split();
         let error = rx.recv().unwrap_err();
         assert_eq!(error.to_string(), "the link to backup was cut: sh ended (exit 255): Connection reset");
@@ -330,7 +352,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("pid");
         let script = format!("echo $$ > {}; exec cat", file.display());
-        let link = Link::ssh(&local(&script), "backup", &[]).unwrap();
+        let link = Link::ssh(&local(&script), "backup", &[], TIMEOUT).unwrap();
         let pid = std::fs::read_to_string(&file).unwrap();
         let process = format!("/proc/{}", pid.trim());
         assert!(Path::new(&process).exists());

@@ -235,18 +235,26 @@ fn nobody_there_is_said() {
     assert!(matches!(error, Error::Connect { .. }), "{error}");
     let error = Link::tls(&near.keys, "no.such.host.invalid", 1, &Call::default()).map(drop).unwrap_err();
     assert!(matches!(error, Error::Connect { .. }), "{error}");
-    // Somebody who talks, but not so; and somebody who does not.
-    for (says, patience) in [("220 mail ESMTP\r\n", 20_000), ("", 300)] {
+    // Somebody who talks, but not so; somebody who does not; and somebody who leaves at once.
+    for (says, patience, talks) in
+        [("220 mail ESMTP\r\n", 20_000, true), ("", 300, true), ("", 20_000, false)]
+    {
         let other = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = other.local_addr().unwrap().port();
         let other = thread::spawn(move || {
             let (mut socket, _) = other.accept().unwrap();
             socket.write_all(says.as_bytes()).unwrap();
-            let _ = socket.read_to_end(&mut Vec::new());
+            if talks {
+                let _ = socket.read_to_end(&mut Vec::new());
+            }
         });
         let call = Call { patience: Duration::from_millis(patience), ..Call::default() };
         let error = Link::tls(&near.keys, "127.0.0.1", port, &call).map(drop).unwrap_err();
-        assert!(matches!(error, Error::Tls { .. }), "{error}");
+        match says {
+            // Nothing says that it could not talk TLS.
+            "" => assert!(matches!(error, Error::Connect { .. }), "{error}"),
+            _ => assert!(matches!(error, Error::Tls { .. }), "{error}"),
+        }
         other.join().unwrap();
     }
 }
@@ -364,6 +372,42 @@ fn bad_peers_do_not_disturb_good_ones() {
     });
 }
 
+/// Whoever holds all places and says nothing keeps nobody out, however many come.
+#[test]
+fn silent_callers_keep_nobody_out() {
+    let (near, far) = two();
+    for (strangers, strangers_of_address) in [(8, 8), (8, 100), (100, 8)] {
+        let limits = Limits {
+            strangers,
+            strangers_of_address,
+            // Long enough for none of them to leave by itself.
+            patience: Duration::from_secs(60),
+            ..Limits::default()
+        };
+        let server = Server::start(&far, limits, echo);
+        let silent: Vec<TcpStream> = (0..20).map(|_| server.connect()).collect();
+        let began = Instant::now();
+        for _ in 0..3 {
+            converse(server.call(&near, 3).unwrap(), 3).unwrap();
+        }
+        assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+        // One that has begun to talk outlives those that have not.
+        let mut begun = server.connect();
+        begun.write_all(&[0x16, 3, 1]).unwrap();
+        let until = soon();
+        while !lock(&server.stop.strangers().unwrap().strangers).here.values().any(|caller| caller.spoke) {
+            assert!(Instant::now() < until);
+            thread::sleep(Duration::from_millis(5));
+        }
+        let more: Vec<TcpStream> = (0..20).map(|_| server.connect()).collect();
+        converse(server.call(&near, 1).unwrap(), 3).unwrap();
+        begun.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
+        let error = begun.read(&mut [0]).unwrap_err();
+        assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock, "it was dropped: {error}");
+        drop((silent, more));
+    }
+}
+
 /// Opens a session of `lanes` by hand; its first lane and its name.
 fn begun(server: &Server, site: &Site, lanes: u8) -> (Secured, [u8; 16]) {
     let mut lane = server.shaken(site);
@@ -405,7 +449,9 @@ fn a_lane_joins_only_the_session_of_its_own_key() {
     // Nobody has disturbed the session that waits for its second lane.
     let mut second = server.shaken(&near);
     assert_eq!(said(&mut second, join).1.what, WELCOME);
-    let link = crate::lanes::open("far", vec![first, second], Duration::from_secs(20)).unwrap();
+    let link =
+        crate::lanes::open("far", vec![first, second], Duration::from_secs(20), Duration::from_secs(30))
+            .unwrap();
     converse(Link::from_shared(link), 20).unwrap();
     assert_eq!(served.load(Ordering::SeqCst), 1);
     assert_eq!(answer(&near, join), NO_SESSION, "the session has all its lanes");
@@ -433,7 +479,8 @@ fn what_no_lane_carries_cuts_the_session() {
     let (near, far) = two();
     let (server, ends) = ending(&far);
     let header = |number: u64, len: u32| [&number.to_le_bytes()[..], &len.to_le_bytes()].concat();
-    let chunk = |number: u64| [header(number, 16), b"\x93dsync\r\n\x01\0\0\0\0\0\x10\0".to_vec()].concat();
+    let chunk =
+        |number: u64| [header(number, 16), b"\x93dsync\r\n\x02\0\xff\xff\0\0\x10\0".to_vec()].concat();
     for (bytes, why) in [
         (header(0, CHUNK as u32 + 1), "a chunk of 131073 bytes"),
         (header(0, 0), "a chunk of 0 bytes"),
@@ -484,31 +531,78 @@ fn sessions_are_bounded() {
     }
 }
 
-/// Carries connections to a listener, and cuts one of them when told.
+/// Carries connections to a listener, and cuts one of them, or stands still, when told.
 struct Proxy {
     address: SocketAddr,
     sockets: Arc<Mutex<Vec<TcpStream>>>,
+    still: Arc<AtomicBool>,
+}
+
+/// Carries bytes until told to stand still, and then no more.
+fn carry(mut from: TcpStream, mut to: TcpStream, still: &AtomicBool) {
+    let mut bytes = vec![0; 64 << 10];
+    while let Ok(len @ 1..) = from.read(&mut bytes) {
+        while still.load(Ordering::SeqCst) {
+            thread::sleep(Duration::from_millis(10));
+        }
+        if to.write_all(&bytes[..len]).is_err() {
+            break;
+        }
+    }
+    let _ = to.shutdown(Shutdown::Both);
 }
 
 fn proxy(to: SocketAddr) -> Proxy {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     let sockets: Arc<Mutex<Vec<TcpStream>>> = Arc::default();
-    let kept = Arc::clone(&sockets);
+    let still = Arc::new(AtomicBool::new(false));
+    let (kept, stands) = (Arc::clone(&sockets), Arc::clone(&still));
     thread::spawn(move || {
         for here in listener.incoming().map_while(std::result::Result::ok) {
             let there = TcpStream::connect(to).unwrap();
             lock(&kept).push(here.try_clone().unwrap());
-            for (mut from, mut to) in [(here.try_clone().unwrap(), there.try_clone().unwrap()), (there, here)]
-            {
-                thread::spawn(move || {
-                    let _ = std::io::copy(&mut from, &mut to);
-                    let _ = to.shutdown(Shutdown::Both);
-                });
+            for (from, to) in [(here.try_clone().unwrap(), there.try_clone().unwrap()), (there, here)] {
+                let stands = Arc::clone(&stands);
+                thread::spawn(move || carry(from, to, &stands));
             }
         }
     });
-    Proxy { address, sockets }
+    Proxy { address, sockets, still }
+}
+
+#[test]
+fn a_network_that_falls_silent_ends_the_link_at_both_ends_whatever_they_do() {
+    let (near, far) = two();
+    // One that sends as much as it can is stuck in a write; one that waits hears nothing.
+    for sending in [false, true] {
+        let (server, ends) = ending(&far);
+        let proxy = proxy(server.address);
+        let call = Call { lanes: 2, timeout: Duration::from_secs(1), ..Call::default() };
+        let (tx, rx) = Link::tls(&near.keys, "127.0.0.1", proxy.address.port(), &call).unwrap().split();
+        let (connected, traffic) = (Instant::now(), tx.traffic());
+        let stuck = thread::spawn(move || {
+            while sending && connected.elapsed() < Duration::from_secs(20) {
+                let body = Buf::new(1 << 20);
+                if let Err(error) = tx.send(Message { body, ..Message::default() }) {
+                    return Some((error, tx));
+                }
+            }
+            None.or_else(|| (!sending).then(|| (Error::NoPin(String::new()), tx)))
+        });
+        // Longer than the timeout: an idle link lives.
+        thread::sleep(Duration::from_millis(2500));
+        assert!(!sending || traffic.sent() > 1 << 20);
+        proxy.still.store(true, Ordering::SeqCst);
+        let still = Instant::now();
+        for error in [rx.recv().unwrap_err(), ends.recv_timeout(Duration::from_secs(20)).unwrap()] {
+            assert!(error.to_string().ends_with("nothing came from it for 1.0 s"), "{error}");
+        }
+        let (error, _tx) = stuck.join().unwrap().expect("an end");
+        assert!(!sending || error.is_cut(), "{error}");
+        assert!(still.elapsed() < Duration::from_secs(15), "{:?}", still.elapsed());
+        proxy.still.store(false, Ordering::SeqCst);
+    }
 }
 
 #[test]

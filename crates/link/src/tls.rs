@@ -214,7 +214,7 @@ impl Caller {
         let name = ServerName::try_from("dsync")
             .map_err(|error| Error::Tls { peer: self.peer.clone(), why: error.to_string() })?;
         let tls = ClientConnection::new(Arc::clone(&self.config), name).map_err(no_config)?;
-        Secured::shake(socket, tls.into(), until).map_err(|failed| self.error(failed))
+        Secured::shake(Arc::new(socket), tls.into(), until).map_err(|failed| self.error(failed))
     }
 
     /// What a failure means to the side that calls.
@@ -246,7 +246,7 @@ impl Callee {
         Ok(Callee { config: config.map_err(no_config)? })
     }
 
-    pub(crate) fn shake(&self, socket: TcpStream, until: Instant) -> Result<Secured, Failed> {
+    pub(crate) fn shake(&self, socket: Arc<TcpStream>, until: Instant) -> Result<Secured, Failed> {
         let tls = ServerConnection::new(Arc::clone(&self.config)).map_err(Failed::Tls)?;
         Secured::shake(socket, tls.into(), until)
     }
@@ -268,14 +268,16 @@ impl Failed {
     pub(crate) fn error(self, peer: &str) -> Error {
         let peer = peer.to_string();
         match self {
+            // Nothing of this says that it would not talk as it should.
             Failed::Io(error) if error.kind() == io::ErrorKind::TimedOut => {
-                Error::Tls { peer, why: "it does not answer in time".into() }
+                Error::Connect { peer, why: "no answer in time".into() }
             }
-            Failed::Io(error) if error.kind() == io::ErrorKind::UnexpectedEof => Error::Tls {
+            Failed::Io(error) if error.kind() == io::ErrorKind::UnexpectedEof => Error::Connect {
                 peer,
-                why: "it closed the connection, as it does when it has too many callers: try again".into(),
+                why: "it closed the connection before it had answered: it is ending, or has too many callers"
+                    .into(),
             },
-            Failed::Io(error) => Error::Tls { peer, why: error.to_string() },
+            Failed::Io(error) => Error::Connect { peer, why: error.to_string() },
             Failed::Tls(rustls::Error::InvalidCertificate(CertificateError::Other(OtherError(error))))
                 if error.is::<Error>() =>
             {
@@ -297,13 +299,13 @@ impl From<io::Error> for Failed {
 
 /// A connection whose other end has shown a key that is trusted.
 pub(crate) struct Secured {
-    pub(crate) socket: TcpStream,
+    pub(crate) socket: Arc<TcpStream>,
     pub(crate) tls: Connection,
 }
 
 impl Secured {
     /// Both sides' greeting, all of it before `until`.
-    fn shake(socket: TcpStream, mut tls: Connection, until: Instant) -> Result<Secured, Failed> {
+    fn shake(socket: Arc<TcpStream>, mut tls: Connection, until: Instant) -> Result<Secured, Failed> {
         // Bounded by what is handed over: never more than a chunk at a time.
         tls.set_buffer_limit(None);
         let mut secured = Secured { socket, tls };

@@ -1,10 +1,10 @@
 //! A link over two byte streams.
 //!
-//! Each side begins with a hello of 16 bytes: magic (8), version (u16), zero (u16), window in bytes (u32). Then come
-//! units of 12 bytes: what it is (u8: 0 message, 1 credit, 2 goodbye), the message's kind (u8), zero (u16), length of the
-//! head (u32), length of the body or bytes of credit (u32); a message's head and body follow. All little-endian.
+//! Each side begins with a hello of 16 bytes: magic (8), version (u16), timeout in tenths of a second (u16), window in bytes
+//! (u32). Then come units of 12 bytes: what it is (u8: 0 message, 1 credit, 2 goodbye, 3 ping), the message's kind (u8), zero
+//! (u16), length of the head (u32), length of the body or bytes of credit (u32); a message's head and body follow. All
+//! little-endian. Pings may follow the goodbye: a side that has said all still hears the other out.
 
-use std::fs::File;
 use std::io::{self, BufRead, BufReader, IoSlice, Read, Write};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -16,12 +16,13 @@ use device::Buf;
 
 use crate::ends::{Road, Shared};
 use crate::flow::{End, lock};
-use crate::message::{HEADER, MAX_BODY, MAX_COST, MAX_HEAD};
+use crate::message::{self, HEADER, MAX_BODY, MAX_COST, MAX_HEAD};
+use crate::pulse::{self, Heard, Pulse};
 use crate::rate::Rate;
 use crate::{Error, Message, Result};
 
 /// The version of the link and of everything that is said over it.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 
 const MAGIC: [u8; 8] = *b"\x93dsync\r\n";
 const HELLO: usize = 16;
@@ -29,6 +30,7 @@ const HELLO: usize = 16;
 const MESSAGE: u8 = 0;
 const CREDIT: u8 = 1;
 const GOODBYE: u8 = 2;
+const PING: u8 = 3;
 
 /// What carries a link's streams, where that can be ended by force and knows more than they of why they ended.
 pub(crate) trait Carrier: Send + Sync {
@@ -47,13 +49,14 @@ pub fn widen(pipe: &impl AsFd) {
     let _ = rustix::pipe::fcntl_setpipe_size(pipe, 1 << 20);
 }
 
-/// The process's standard input and output, with harmless ones put in their place.
-pub(crate) fn take_stdio() -> io::Result<(File, File)> {
-    let reader = File::from(io::stdin().as_fd().try_clone_to_owned()?);
-    let writer = File::from(io::stdout().as_fd().try_clone_to_owned()?);
-    rustix::stdio::dup2_stdin(File::open("/dev/null")?)?;
-    rustix::stdio::dup2_stdout(io::stderr())?;
-    Ok((reader, writer))
+/// What a side tells of itself, and how it knows that its peer is there.
+pub(crate) struct Terms {
+    /// What may be on its way to this end, in bytes; one message may exceed it.
+    pub(crate) window: u32,
+    /// A peer of which nothing comes for so long is given up.
+    pub(crate) timeout: Duration,
+    /// Noted by whatever hears of the peer before it is read here.
+    pub(crate) heard: Heard,
 }
 
 /// The sending side of the streams, and what the reader shares with it.
@@ -64,8 +67,8 @@ pub(crate) struct Wire {
     /// Bytes that came in and whose credit was not sent yet: what the peer must keep bounded.
     inside: AtomicU64,
     abandoned: AtomicBool,
-    /// What may be on its way to this end, in bytes; one message may exceed it.
-    window: u32,
+    terms: Terms,
+    pub(crate) pulse: Pulse,
     carrier: Option<Arc<dyn Carrier>>,
 }
 
@@ -74,12 +77,12 @@ struct Out {
     rate: Option<Rate>,
 }
 
-/// Starts a link: writes the hello, which tells the window, and starts the thread that reads.
+/// Starts a link: writes the hello, which tells the terms, and starts the thread that reads.
 pub(crate) fn open(
     peer: &str,
     reader: Box<dyn Read + Send>,
     writer: Box<dyn Write + Send>,
-    window: u32,
+    terms: Terms,
     carrier: Option<Arc<dyn Carrier>>,
 ) -> Arc<Shared> {
     let wire = Wire {
@@ -87,7 +90,8 @@ pub(crate) fn open(
         owed: AtomicU64::new(0),
         inside: AtomicU64::new(0),
         abandoned: AtomicBool::new(false),
-        window,
+        pulse: Pulse::new(terms.heard.clone()),
+        terms,
         carrier,
     };
     let shared = Arc::new(Shared::new(peer, Road::Wire(wire)));
@@ -95,7 +99,8 @@ pub(crate) fn open(
         let mut hello = [0; HELLO];
         hello[..8].copy_from_slice(&MAGIC);
         hello[8..10].copy_from_slice(&VERSION.to_le_bytes());
-        hello[12..].copy_from_slice(&window.to_le_bytes());
+        hello[10..12].copy_from_slice(&pulse::to_hello(wire.terms.timeout).to_le_bytes());
+        hello[12..].copy_from_slice(&wire.terms.window.to_le_bytes());
         // A peer that has gone already is reported by the reader, which knows why.
         let _ = wire.put(&mut lock(&wire.out), &shared, [&hello, &[], &[]]);
     }
@@ -129,6 +134,20 @@ impl Wire {
         self.write(shared, [&unit(GOODBYE, 0, 0, 0), &[], &[]])
     }
 
+    /// Sends a ping, unless somebody is sending anyway. False when nothing can be sent any more.
+    pub(crate) fn ping(&self, shared: &Shared) -> bool {
+        let mut out = match self.out.try_lock() {
+            Ok(out) => out,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return true,
+        };
+        let sent = self.put(&mut out, shared, [&unit(PING, 0, 0, 0), &[], &[]]);
+        drop(out);
+        self.close_if_abandoned();
+        self.give_credit(shared);
+        sent.is_ok()
+    }
+
     pub(crate) fn limit(&self, rate: Option<Rate>) {
         lock(&self.out).rate = rate;
     }
@@ -142,12 +161,12 @@ impl Wire {
 
     #[cfg(test)]
     pub(crate) fn window(&self) -> u64 {
-        self.window.into()
+        self.terms.window.into()
     }
 
     fn give_credit(&self, shared: &Shared) {
         // In portions of a quarter of the window, so that it costs next to nothing.
-        while self.owed.load(Ordering::SeqCst) >= u64::from(self.window / 4) {
+        while self.owed.load(Ordering::SeqCst) >= u64::from(self.terms.window / 4) {
             let mut out = match self.out.try_lock() {
                 Ok(out) => out,
                 Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
@@ -239,6 +258,7 @@ impl Wire {
 
     /// Both halves have gone.
     pub(crate) fn hang_up(&self, finished: bool) {
+        self.pulse.end();
         self.abandon(finished);
         if let Some(carrier) = &self.carrier {
             // After a goodbye it gets time to deliver it.
@@ -249,9 +269,10 @@ impl Wire {
 
 /// The reading thread. It only ever waits for the stream: never for the sender, never for the receiver. So whatever the
 /// peer writes is taken from the stream, and two peers that write at once can't block each other.
-fn read(shared: &Shared, reader: Box<dyn Read + Send>) {
+fn read(shared: &Arc<Shared>, reader: Box<dyn Read + Send>) {
     let Road::Wire(wire) = &shared.road else { return };
-    let mut reader = BufReader::with_capacity(16 << 10, reader);
+    let noting = Noting { reader, heard: wire.terms.heard.clone() };
+    let mut reader = BufReader::with_capacity(16 << 10, noting);
     let mut greeted = false;
     let failure = match read_all(shared, wire, &mut reader, &mut greeted) {
         Failure::Ended(why) => match &wire.carrier {
@@ -262,8 +283,24 @@ fn read(shared: &Shared, reader: Box<dyn Read + Send>) {
     };
     // Closed before anybody is told, so that the peer is not left writing to nobody.
     drop(reader);
+    // What has ended is not watched any more.
+    wire.pulse.end();
     shared.window.close(failure.clone());
     shared.inbox.end(End::Failed(failure));
+}
+
+/// Notes that something has come.
+struct Noting {
+    reader: Box<dyn Read + Send>,
+    heard: Heard,
+}
+
+impl Read for Noting {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let len = self.reader.read(buf)?;
+        self.heard.note();
+        Ok(len)
+    }
 }
 
 enum Failure {
@@ -281,15 +318,18 @@ impl From<io::Error> for Failure {
 }
 
 fn read_all(
-    shared: &Shared,
+    shared: &Arc<Shared>,
     wire: &Wire,
-    reader: &mut BufReader<Box<dyn Read + Send>>,
+    reader: &mut BufReader<Noting>,
     greeted: &mut bool,
 ) -> Failure {
-    let window = match read_hello(shared, reader) {
-        Ok(window) => window,
+    let (window, timeout) = match read_hello(shared, reader) {
+        Ok(hello) => hello,
         Err(failure) => return failure,
     };
+    if let Err(error) = pulse::start(shared, timeout.min(wire.terms.timeout)) {
+        return Failure::Ended(format!("can't start a thread: {error}"));
+    }
     *greeted = true;
     if let Some(carrier) = &wire.carrier {
         carrier.greeted();
@@ -304,7 +344,8 @@ fn read_all(
     }
 }
 
-fn read_hello(shared: &Shared, reader: &mut BufReader<Box<dyn Read + Send>>) -> Result<u64, Failure> {
+/// The peer's window and timeout.
+fn read_hello(shared: &Shared, reader: &mut BufReader<Noting>) -> Result<(u64, Duration), Failure> {
     let mut hello = [0; HELLO];
     let mut have = 0;
     while have < HELLO {
@@ -335,17 +376,14 @@ fn read_hello(shared: &Shared, reader: &mut BufReader<Box<dyn Read + Send>>) -> 
         return Err(Failure::Wrong(Error::Version { peer, ours: VERSION, theirs }));
     }
     let window = u32::from_le_bytes([hello[12], hello[13], hello[14], hello[15]]);
-    if hello[10..12] != [0, 0] || window == 0 {
+    let timeout = u16::from_le_bytes([hello[10], hello[11]]);
+    if timeout == 0 || window == 0 {
         return Err(bad(shared, "a hello that is not whole"));
     }
-    Ok(window.into())
+    Ok((window.into(), pulse::from_hello(timeout)))
 }
 
-fn read_unit(
-    shared: &Shared,
-    wire: &Wire,
-    reader: &mut BufReader<Box<dyn Read + Send>>,
-) -> Result<(), Failure> {
+fn read_unit(shared: &Shared, wire: &Wire, reader: &mut BufReader<Noting>) -> Result<(), Failure> {
     let mut unit = [0; HEADER];
     reader.read_exact(&mut unit)?;
     let received = |bytes: u64| shared.traffic.received.fetch_add(bytes, Ordering::Relaxed);
@@ -361,9 +399,9 @@ fn read_unit(
             if head > MAX_HEAD || body > MAX_BODY {
                 return Err(bad(shared, &format!("a message of {head} + {body} bytes, more than may be")));
             }
-            let cost = (HEADER + head + body) as u64;
+            let cost = message::cost(head, body);
             let inside = wire.inside.fetch_add(cost, Ordering::SeqCst) + cost;
-            if inside >= u64::from(wire.window) + MAX_COST {
+            if inside >= u64::from(wire.terms.window) + MAX_COST {
                 return Err(bad(shared, "more than it had credit for"));
             }
             if shared.inbox.ended().is_some() {
@@ -378,6 +416,7 @@ fn read_unit(
         }
         CREDIT if (kind, head) == (0, 0) => shared.window.release(body.into()),
         GOODBYE if (kind, head, body) == (0, 0, 0) => shared.inbox.end(End::Goodbye),
+        PING if (kind, head, body) == (0, 0, 0) => {}
         _ => return Err(bad(shared, "what is no message")),
     }
     Ok(())
@@ -427,7 +466,7 @@ mod tests {
     }
 
     fn hello() -> Vec<u8> {
-        let mut hello = [&MAGIC[..], &VERSION.to_le_bytes(), &[0, 0]].concat();
+        let mut hello = [&MAGIC[..], &VERSION.to_le_bytes(), &[0xff, 0xff]].concat();
         hello.extend_from_slice(&WINDOW.to_le_bytes());
         hello
     }
@@ -513,7 +552,7 @@ mod tests {
         let error = hear(&other).1.unwrap_err();
         assert_eq!(
             error.to_string(),
-            "the far side speaks version 7 of the link, this dsync speaks version 1: install the same version of dsync on both sides"
+            "the far side speaks version 7 of the link, this dsync speaks version 2: install the same version of dsync on both sides"
         );
     }
 
@@ -546,7 +585,9 @@ mod tests {
             hear(&bytes).1
         };
         for units in [
-            &[unit(3, 0, 0, 0)][..],
+            &[unit(4, 0, 0, 0)][..],
+            &[unit(PING, 1, 0, 0)],
+            &[unit(PING, 0, 0, 1)],
             &[unit(MESSAGE, 0, MAX_HEAD as u32 + 1, 0)],
             &[unit(MESSAGE, 0, 0, MAX_BODY as u32 + 1)],
             &[unit(MESSAGE, 0, u32::MAX, u32::MAX)],
@@ -558,6 +599,9 @@ mod tests {
         }
         let mut none = hello();
         none[12..].fill(0);
+        assert!(matches!(hear(&none).1, Err(Error::Bad { .. })));
+        let mut none = hello();
+        none[10..12].fill(0);
         assert!(matches!(hear(&none).1, Err(Error::Bad { .. })));
         // After the goodbye the end stands, whatever comes.
         assert_eq!(with(&[unit(GOODBYE, 0, 0, 0), unit(MESSAGE, 0, 0, 0), unit(9, 9, 9, 9)]), Ok(()));

@@ -21,6 +21,8 @@ fn far() -> link::Result<()> {
     tx.finish()
 }
 
+const TIMEOUT: Duration = Duration::from_secs(30);
+
 /// An sshd with its own keys and configuration, stopped when dropped.
 struct Sshd {
     process: Child,
@@ -102,7 +104,7 @@ impl Sshd {
     fn connect(&self, host: &str, words: &[&str]) -> link::Result<Link> {
         let mut command = vec![std::env::current_exe().unwrap().to_str().unwrap().to_string(), "far".into()];
         command.extend(words.iter().map(|word| word.to_string()));
-        Link::ssh(&self.rsh(), host, &command)
+        Link::ssh(&self.rsh(), host, &command, TIMEOUT)
     }
 }
 
@@ -136,11 +138,11 @@ fn failures_are_told_apart(sshd: &Sshd) {
     let Err(error) = sshd.connect("down", &[]) else { panic!("nobody listens there") };
     assert!(error.to_string().contains("ssh to down failed (exit 255)"), "{error}");
     assert!(error.to_string().contains("Connection refused"), "{error}");
-    let Err(error) = Link::ssh(&sshd.rsh(), "backup", &["/no/such/dsync".into()]) else {
+    let Err(error) = Link::ssh(&sshd.rsh(), "backup", &["/no/such/dsync".into()], TIMEOUT) else {
         panic!("not there")
     };
     assert!(matches!(&error, Error::Absent { .. }), "{error}");
-    let Err(error) = Link::ssh(&sshd.rsh(), "backup", &["echo".into(), "hello world".into()]) else {
+    let Err(error) = Link::ssh(&sshd.rsh(), "backup", &["echo".into(), "hello world".into()], TIMEOUT) else {
         panic!("echo is no dsync")
     };
     assert!(matches!(&error, Error::NotDsync { said, .. } if said == "hello world"), "{error}");
@@ -148,7 +150,7 @@ fn failures_are_told_apart(sshd: &Sshd) {
 
 fn a_dead_far_side_is_a_cut(sshd: &Sshd) {
     let command = ["sh", "-c", "head -c 16; sleep 0.2; kill -9 $PPID $$"].map(String::from);
-    let (tx, rx) = Link::ssh(&sshd.rsh(), "backup", &command).unwrap().split();
+    let (tx, rx) = Link::ssh(&sshd.rsh(), "backup", &command, TIMEOUT).unwrap().split();
     let error = rx.recv().unwrap_err();
     assert!(error.is_cut(), "{error}");
     assert!(tx.send(Message::default()).unwrap_err().is_cut());

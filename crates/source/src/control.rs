@@ -16,8 +16,8 @@ use std::thread::JoinHandle;
 use delta::Epoch;
 use extents::Bitmap;
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
 };
 use serde::{Deserialize, Serialize};
 use trackers::{Follower, Saved, SavedParts};
@@ -130,7 +130,12 @@ fn receive<T: for<'a> Deserialize<'a>>(socket: &UnixStream) -> io::Result<Option
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let mut into = [IoSliceMut::new(&mut head[have..])];
-        let got = rustix::net::recvmsg(socket, &mut into, &mut control, RecvFlags::CMSG_CLOEXEC)?.bytes;
+        let got = rustix::net::recvmsg(socket, &mut into, &mut control, RecvFlags::CMSG_CLOEXEC)?;
+        // Descriptors that this process has no room for are dropped without an error.
+        if got.flags.contains(ReturnFlags::CTRUNC) {
+            return Err(rustix::io::Errno::MFILE.into());
+        }
+        let got = got.bytes;
         for message in control.drain() {
             if let RecvAncillaryMessage::ScmRights(rights) = message {
                 fds.extend(rights);
@@ -442,8 +447,11 @@ impl Client {
     }
 
     fn ask_with(&self, ask: &Ask, blob: &[u8]) -> Result<Received<Answer>, SourceError> {
-        let gone = |e: io::Error| {
-            SourceError::Server(format!("the server of the source went away ({e}): run again"))
+        let gone = |e: io::Error| match rustix::io::Errno::from_io_error(&e) {
+            Some(rustix::io::Errno::MFILE) => SourceError::Server(format!(
+                "can't take what the server of the source hands over ({e}): raise the limit of open files, see \"ulimit -n\""
+            )),
+            _ => SourceError::Server(format!("the server of the source went away ({e}): run again")),
         };
         send(&self.socket, ask, blob, &[]).map_err(gone)?;
         match receive(&self.socket).map_err(gone)? {

@@ -16,8 +16,8 @@ use source::StateDir;
 use crate::digests::Kept;
 use crate::error::{Class, SyncError};
 use crate::messages::{
-    COMMITTED, Commit, Committed, FAILED, Failed, OPEN, Open, PLAN, Part, Plan, STANDING, Standing, expect,
-    of_claim, of_told, to_unit, unexpected,
+    COMMITTED, Commit, Committed, FAILED, Failed, Open, PLAN, Part, Plan, STANDING, Standing, of_claim,
+    of_told, to_unit, unexpected,
 };
 use crate::mirrored::receive_batches;
 use crate::reach::Reach;
@@ -112,7 +112,7 @@ fn open_options(journal_dir: Option<&Path>, state: &StateDir) -> replica::Option
 type Opener<'a> = &'a dyn Fn(&Open) -> Result<Replica, SyncError>;
 
 fn converse(sender: &Sender, receiver: &Receiver, opened: Opener<'_>) -> Result<(), SyncError> {
-    let open: Open = expect(receiver, OPEN)?.json()?;
+    let open = Open::hear(receiver)?;
     let mut replica = opened(&open)?;
     loop {
         say_standing(sender, &mut replica, open.commit)?;
@@ -122,6 +122,7 @@ fn converse(sender: &Sender, receiver: &Receiver, opened: Opener<'_>) -> Result<
             // Nothing to be done: up to date, or a dry run.
             None => return Ok(()),
         };
+        plan.check()?;
         if let Some(mirror) = &plan.mirror {
             return receive_batches(sender, receiver, &mut replica, mirror);
         }
@@ -205,14 +206,16 @@ fn take_delta(
     let seen = kept.as_ref();
     let committed = match (compare, disk) {
         (Some(compare), Some(disk)) => std::thread::scope(|scope| {
-            let answering = scope.spawn(move || {
-                answer(sender, &disk, &compare, seen).map_err(|error| {
-                    let error = SyncError::of_replica(error);
-                    // The source waits for the rest, and this side for what the source makes of it.
-                    let _ = sender.send_json(FAILED, &Failed::of(&error));
-                    error
-                })
-            });
+            let answering =
+                std::thread::Builder::new().name("answer".into()).spawn_scoped(scope, move || {
+                    answer(sender, &disk, &compare, seen).map_err(|error| {
+                        let error = SyncError::of_replica(error);
+                        // The source waits for the rest, and this side for what the source makes of it.
+                        let _ = sender.send_json(FAILED, &Failed::of(&error));
+                        error
+                    })
+                });
+            let answering = answering.map_err(SyncError::io("start a thread"))?;
             let received = take_units(receipt, receiver, seen, pass);
             match answering.join() {
                 // A link that broke under the answers broke for the units too, and says more there.

@@ -11,7 +11,7 @@ use link::{Receiver, Sender};
 use source::{Cut, Handle, Live, Position};
 
 use crate::error::SyncError;
-use crate::messages::{STANDING, Standing, expect};
+use crate::messages::Standing;
 use crate::push::{How, Options, Progress, Totals, Way, choose, find, send};
 
 /// So little is read under a freeze without another pass: some ten milliseconds of a fast disk.
@@ -98,7 +98,7 @@ pub(crate) fn catch_up(
         found.wanted.changes.set(last.saturating_sub(1)..last);
         send(sender, receiver, &view, &found, options, totals, progress)?;
         first.get_or_insert((found.method, found.trust));
-        standing = expect(receiver, STANDING)?.json()?;
+        standing = Standing::hear(receiver)?;
         way = choose(handle, &standing, &later)?;
         pass += 1;
     };

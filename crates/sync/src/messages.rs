@@ -11,17 +11,22 @@
 //! ```
 //!
 //! In a mirror, a Plan that says so is followed by one delta after the other, each bound to the state that the one before
-//! leaves; the replica answers each with Confirmed. While there is nothing to say, the source says Ping, and gets one back.
+//! leaves; the replica answers each with Confirmed.
 //!
-//! Either side may end the conversation with Failed at any time.
+//! Either side may end the conversation with Failed at any time. Else it ends with a goodbye from each: the source's when it
+//! wants no more, then the replica's, for which the source waits.
+//!
+//! Whatever the other side says is bounded where it is heard: [`Standing::check`], [`Plan::check`] and [`text`] here, digests
+//! and sums in the compare room, deltas in the delta room, the lengths of messages in the link.
 
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use compare::rolling::{Shape, Told};
 use compare::{Claim, Scope};
 use delta::{Epoch, Resume, Unit, UnitKind};
 use device::{Buf, Storage};
-use link::{Link, Message, Receiver, Sender};
+use link::{Heard, Link, Message, Receiver, Sender};
 use serde::{Deserialize, Serialize};
 use source::About;
 use uuid::Uuid;
@@ -41,7 +46,6 @@ pub(crate) const COMMITTED: u8 = 8;
 pub(crate) const FAILED: u8 = 9;
 pub(crate) const SUMS: u8 = 10;
 pub(crate) const BATCH: u8 = 11;
-pub(crate) const PING: u8 = 12;
 
 /// How the replica steps to the new epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -154,8 +158,6 @@ pub(crate) struct Plan {
 pub(crate) struct MirrorPlan {
     /// How the replica's end shares its work.
     pub stages: Stages,
-    /// After so many milliseconds without a word the source is taken to be gone.
-    pub timeout_ms: u32,
 }
 
 /// A batch is committed.
@@ -220,11 +222,89 @@ pub(crate) fn of_told(told: &Told, sums: &[u8]) -> std::io::Result<Message> {
     Ok(Message { kind: SUMS, head: serde_json::to_vec(told)?, body: Buf::from(sums) })
 }
 
+/// The longest text that is taken from the other side, in bytes.
+const MAX_TEXT: usize = 4096;
+/// The longest path that a system takes.
+const MAX_PATH: usize = 4096;
+/// Parts of a replica: one for each transfer that was cut, so more than any has.
+const MAX_PARTS: usize = 1 << 16;
+/// No disk is larger.
+const MAX_SIZE: u64 = i64::MAX as u64;
+
+/// A text of the other side as it may be shown: one line, of bounded length, that does nothing to a terminal.
+pub(crate) fn text(said: &str) -> String {
+    let end = (0..=said.len().min(MAX_TEXT)).rev().find(|&at| said.is_char_boundary(at)).unwrap_or(0);
+    let rest = if end < said.len() { "…" } else { "" };
+    format!("{}{rest}", link::printable(&said[..end]))
+}
+
+/// What the other side said makes no sense.
+fn nonsense(what: &str) -> SyncError {
+    SyncError::Far {
+        message: format!("the far side said what makes no sense: {what}: is it the same version?"),
+        class: Class::Failed,
+    }
+}
+
+fn check_path(what: &str, path: Option<&Path>) -> Result<(), SyncError> {
+    use std::os::unix::ffi::OsStrExt;
+    let sound = |path: &Path| {
+        let bytes = path.as_os_str().as_bytes();
+        bytes.len() <= MAX_PATH && !bytes.contains(&0)
+    };
+    if path.is_none_or(sound) { Ok(()) } else { Err(nonsense(&format!("{what} is no path"))) }
+}
+
+impl Open {
+    /// Hears which replica is asked for.
+    pub fn hear(receiver: &Receiver) -> Result<Open, SyncError> {
+        let open: Open = expect(receiver, OPEN)?.json()?;
+        check_path("the replica", Some(&open.path))?;
+        check_path("the journal's folder", open.journal_dir.as_deref())?;
+        check_path("the file of digests", open.digests.as_ref().and_then(|digests| digests.file.as_deref()))?;
+        Ok(open)
+    }
+}
+
+impl Standing {
+    /// Hears what stands at the destination.
+    pub fn hear(receiver: &Receiver) -> Result<Standing, SyncError> {
+        let standing: Standing = expect(receiver, STANDING)?.json()?;
+        standing.check()?;
+        let text = |said: Option<String>| said.as_deref().map(text);
+        Ok(Standing { recovered: text(standing.recovered), changed: text(standing.changed), ..standing })
+    }
+
+    /// Refuses what no replica says of itself.
+    fn check(&self) -> Result<(), SyncError> {
+        check_path("the replica", Some(&self.path))?;
+        let ascend = self.positions.windows(2).all(|two| matches!(two, [a, b] if a.upto < b.upto));
+        let within = self.positions.iter().all(|part| part.upto <= MAX_SIZE);
+        match self.positions.len() <= MAX_PARTS && ascend && within && self.size <= MAX_SIZE {
+            true => Ok(()),
+            false => Err(nonsense("the parts of the replica")),
+        }
+    }
+}
+
+impl Plan {
+    /// Refuses what no source plans.
+    pub fn check(&self) -> Result<(), SyncError> {
+        let sense = |checked: std::io::Result<()>| checked.map_err(|error| nonsense(&error.to_string()));
+        sense(self.compare.as_ref().map_or(Ok(()), Scope::check))?;
+        sense(self.rolling.as_ref().map_or(Ok(()), Shape::check))?;
+        if self.bytes > MAX_SIZE {
+            return Err(nonsense("the bytes of changes"));
+        }
+        Ok(())
+    }
+}
+
 /// What to make of a message that was not expected: the far side's own words, if it is its end.
 pub(crate) fn unexpected(message: &Message) -> SyncError {
     if message.kind == FAILED {
         if let Ok(Failed { message, class }) = message.json() {
-            return SyncError::Far { message, class };
+            return SyncError::Far { message: text(&message), class };
         }
     }
     SyncError::Far {
@@ -259,6 +339,39 @@ pub(crate) fn open(
         sender.limit(rate);
     }
     sender.send_json(OPEN, replica)?;
-    let standing = expect(&receiver, STANDING)?.json()?;
+    let standing = Standing::hear(&receiver)?;
     Ok((sender, receiver, standing))
+}
+
+/// How long a side that was told of an error has to answer it.
+const LAST_WORD: Duration = Duration::from_secs(2);
+
+/// Ends a conversation from the source's end, in order whatever came of it. A link that falls after the last word takes
+/// nothing away from what was done; an error that the other side names there does.
+pub(crate) fn part<T>(
+    sender: Sender,
+    receiver: &Receiver,
+    result: Result<T, SyncError>,
+) -> Result<T, SyncError> {
+    let done = match result {
+        Ok(done) => done,
+        // It knows already, or can't be told.
+        Err(error @ (SyncError::Far { .. } | SyncError::Link(_))) => return Err(error),
+        Err(error) => {
+            // Else it takes the link for cut. It may be deep in its own work: then it is not waited for.
+            let told = sender.send_json(FAILED, &Failed::of(&error)).and_then(|()| sender.finish());
+            let until = Instant::now() + LAST_WORD;
+            let left = || until.saturating_duration_since(Instant::now());
+            while told.is_ok() && matches!(receiver.recv_within(left()), Ok(Heard::Message(_))) {}
+            return Err(error);
+        }
+    };
+    if sender.finish().is_ok() {
+        while let Ok(Some(message)) = receiver.recv() {
+            if message.kind == FAILED {
+                return Err(unexpected(&message));
+            }
+        }
+    }
+    Ok(done)
 }

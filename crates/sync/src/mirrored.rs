@@ -10,7 +10,7 @@ use replica::Replica;
 use uuid::Uuid;
 
 use crate::error::{Class, SyncError};
-use crate::messages::{BATCH, Confirmed, FAILED, MirrorPlan, PING, to_unit, unexpected};
+use crate::messages::{BATCH, Confirmed, MirrorPlan, to_unit, unexpected};
 
 /// How often who waits looks whether another stage has failed.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
@@ -43,40 +43,21 @@ pub(crate) fn receive_batches(
     let (mut log, mut batches) = replica.batches()?;
     // Without overlap, the next batch is taken up when the one before is done.
     let (done_in, done) = crossbeam_channel::unbounded::<()>();
-    let patience = Duration::from_millis(plan.timeout_ms.into());
     let stopped = AtomicBool::new(false);
     let stop = || SyncError::Refused("stopped".into());
     let mut begun: Option<(Uuid, Instant)> = None;
     let received = plan.stages.run(
         |give| {
             let (mut stream, mut sequence) = (Uuid::nil(), 0);
-            let mut heard = Instant::now();
             loop {
                 if stopped.load(SeqCst) {
                     return Err(stop());
                 }
                 let message = match receiver.recv_within(LOOK_EVERY)? {
-                    Heard::Message(message) if message.kind == PING => {
-                        sender.send_json(PING, &())?;
-                        heard = Instant::now();
-                        continue;
-                    }
-                    Heard::Message(message) if message.kind == FAILED => return Err(unexpected(&message)),
                     Heard::Message(message) => message,
                     Heard::Goodbye => return Ok(()),
-                    Heard::Nothing if heard.elapsed() < patience => continue,
-                    Heard::Nothing => {
-                        sender.cut();
-                        return Err(SyncError::Far {
-                            message: format!(
-                                "nothing came from the source for {} s: the link is given up",
-                                patience.as_secs()
-                            ),
-                            class: Class::Failed,
-                        });
-                    }
+                    Heard::Nothing => continue,
                 };
-                heard = Instant::now();
                 let unit = to_unit(message).map_err(|m| unexpected(&m))?;
                 match unit.kind {
                     UnitKind::Header => {

@@ -35,7 +35,8 @@ impl Stages {
 
     /// Threads that there may be.
     fn threads(self) -> usize {
-        self.workers.map_or_else(|| available_parallelism().map_or(2, |n| n.get()), |n| n as usize)
+        let all = || available_parallelism().map_or(2, |n| n.get());
+        self.workers.map_or_else(all, |count| count.min(MOST_WORKERS) as usize)
     }
 
     /// Runs the stages until the first has no more to give. It gives items by calling what it is given; an error from that
@@ -57,14 +58,16 @@ impl Stages {
         let measured = self.workers.is_none();
         std::thread::scope(|scope| {
             let permits = &permits;
-            let producing = scope.spawn(move || {
+            let producing = move || {
                 produce(&mut |item| {
                     let began = Instant::now();
                     let sent = items_in.send(item).map_err(|_| SyncError::Refused("stopped".into()));
                     permits.waited_to_give(began.elapsed());
                     sent
                 })
-            });
+            };
+            let producing = std::thread::Builder::new().name("produce".into()).spawn_scoped(scope, producing);
+            let producing = producing.map_err(SyncError::io("start a thread"))?;
             let taken = in_order(
                 self.threads(),
                 || Ok(items.recv().ok()),
@@ -103,6 +106,9 @@ struct State {
     worked: Duration,
     waited: Duration,
 }
+
+/// The most threads that may be asked for: a plan may come from the other side of a link.
+const MOST_WORKERS: u32 = 64;
 
 /// How often the number of workers is looked at.
 const LOOK_EVERY: Duration = Duration::from_millis(200);

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use compare::rolling::InPlace;
 use compare::{Hash, Scope, in_order};
-use delta::{Compressor, Encoder, Frame, Header, Method, Unit, encode_frame};
+use delta::{Compressor, Encoder, Epoch, Frame, Header, Method, Unit, encode_frame};
 use device::Disk;
 use extents::Bitmap;
 use link::{Link, Receiver, Sender};
@@ -18,12 +18,12 @@ use uuid::Uuid;
 
 use crate::compared::send_differences;
 use crate::digests::Digests;
-use crate::error::SyncError;
+use crate::error::{Class, SyncError};
 use crate::extents::Extents;
 use crate::live::{Caught, catch_up};
 use crate::messages::{
-    COMMITTED, Commit, Committed, FAILED, Failed, Open, PLAN, Part, Plan, Standing, expect, of_unit, open,
-    unexpected,
+    COMMITTED, Commit, Committed, FAILED, Open, PLAN, Part, Plan, Standing, expect, of_unit, open, part,
+    text, unexpected,
 };
 use crate::read::{FrameReader, FrameSize, Wanted};
 use crate::rolling::send_moved;
@@ -181,16 +181,28 @@ pub fn push(
     options: &Options,
     progress: Progress<'_>,
 ) -> Result<Summary, SyncError> {
-    let began = Instant::now();
-    let traffic = link.traffic();
-    let about = handle.about();
     let replica = Open {
         adopt: options.adopt,
         create: options.create,
         digests: options.digests.clone().map(|file| Digests { file, hash: options.hash }),
-        ..Open::new(destination, &options.journal_dir, options.commit, about)
+        ..Open::new(destination, &options.journal_dir, options.commit, handle.about())
     };
     let (sender, receiver, standing) = open(link, &replica, options.bwlimit)?;
+    let pushed = bring(handle, (&sender, &receiver, standing), name, options, progress);
+    part(sender, &receiver, pushed)
+}
+
+/// Everything of a sync between the greeting and the goodbye.
+fn bring(
+    handle: &Handle,
+    (sender, receiver, standing): (&Sender, &Receiver, Standing),
+    name: &str,
+    options: &Options,
+    progress: Progress<'_>,
+) -> Result<Summary, SyncError> {
+    let began = Instant::now();
+    let traffic = sender.traffic();
+    let about = handle.about();
     refuse_vanished(handle, name, &standing, options)?;
     let way = choose(handle, &standing, options)?;
     let mut summary = Summary {
@@ -221,7 +233,6 @@ pub fn push(
     };
     if options.dry_run {
         estimate(handle, &way, &mut summary)?;
-        sender.finish()?;
         summary.seconds = began.elapsed().as_secs_f64();
         return Ok(summary);
     }
@@ -246,10 +257,10 @@ pub fn push(
             (view, found, standing)
         }
         Some(live) => {
-            let line = (&sender, &receiver);
+            let line = (sender, receiver);
             let caught = catch_up(handle, live, line, standing, way, options, &total, progress)
                 .and_then(|caught| of_cut(handle, caught, &mut summary, &mut first));
-            told(&sender, &receiver, caught)?
+            heard(receiver, caught)?
         }
     };
     (summary.method, summary.trust) = first.clone().unwrap_or((found.method, found.trust.clone()));
@@ -263,7 +274,6 @@ pub fn push(
         && !options.lacking
         && first.is_none()
     {
-        sender.finish()?;
         handle.acknowledge(&bookmark, epoch)?;
         summary.epoch = Some(epoch.number);
         summary.bytes_sent = traffic.sent();
@@ -277,14 +287,13 @@ pub fn push(
             let how = options.packing(about.block_size.into(), false);
             let in_place = standing.in_place.then_some(options.in_place);
             let keep_going = options.keep_going;
-            send_moved(&sender, &receiver, &view, &found.header, in_place, keep_going, how, &total, progress)
+            send_moved(sender, receiver, &view, &found.header, in_place, keep_going, how, &total, progress)
         }
-        _ => send(&sender, &receiver, &view, &found, options, &total, progress),
+        _ => send(sender, receiver, &view, &found, options, &total, progress),
     };
-    let committed = committed(&sender, &receiver, result)?;
-    sender.finish()?;
+    let committed = committed(receiver, epoch, result)?;
     (summary.unreadable, summary.unreadable_there) = total.unreadable();
-    summary.digests = committed.digests;
+    summary.digests = committed.digests.as_deref().map(text);
     if !options.lacking {
         handle.acknowledge(&bookmark, committed.epoch)?;
         summary.epoch = Some(committed.epoch.number);
@@ -366,25 +375,30 @@ pub(crate) fn bookmark(name: &str, standing: &Standing) -> String {
 /// What the far side makes of a delta that was sent, or of what went wrong here. Where the far side gave its reason, that is
 /// the error, and not the broken link that came of it.
 pub(crate) fn committed(
-    sender: &Sender,
     receiver: &Receiver,
+    epoch: Epoch,
     sent: Result<(), SyncError>,
 ) -> Result<Committed, SyncError> {
     let committed = sent.and_then(|()| expect(receiver, COMMITTED));
-    Ok(told(sender, receiver, committed)?.json()?)
+    let committed: Committed = heard(receiver, committed)?.json()?;
+    // What is noted of it here is what was sent, and nothing else.
+    if committed.epoch != epoch {
+        return Err(SyncError::Far {
+            message: format!("the far side committed epoch {}, which was not sent", committed.epoch.number),
+            class: Class::Failed,
+        });
+    }
+    Ok(committed)
 }
 
-/// Tells the far side of what went wrong here, or learns from it what went wrong there.
-fn told<T>(sender: &Sender, receiver: &Receiver, result: Result<T, SyncError>) -> Result<T, SyncError> {
+/// Learns from the far side why the link broke, if it said so.
+fn heard<T>(receiver: &Receiver, result: Result<T, SyncError>) -> Result<T, SyncError> {
     result.map_err(|error| match error {
         error @ SyncError::Link(_) => match receiver.recv() {
             Ok(Some(message)) if message.kind == FAILED => unexpected(&message),
             _ => error,
         },
-        error => {
-            let _ = sender.send_json(FAILED, &Failed::of(&error));
-            error
-        }
+        error => error,
     })
 }
 

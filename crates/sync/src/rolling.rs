@@ -15,6 +15,9 @@ use crate::error::SyncError;
 use crate::messages::{PLAN, Plan, SUMS, expect};
 use crate::push::{Packing, Progress, Totals};
 
+/// So much of a replica is looked at, however small the source is.
+const LEAST_ASKED: u64 = 1 << 30;
+
 /// A key that nobody can foresee.
 fn key() -> [u8; 32] {
     let mut key = [0; 32];
@@ -37,10 +40,12 @@ pub(crate) fn send_moved(
     progress: Progress<'_>,
 ) -> Result<(), SyncError> {
     let reading = || SyncError::io("read the view of the source");
-    let shape = Shape { keep_going, ..Shape::new(view.len().max(header.size_before), key()) };
+    // Of a replica that is said to be far larger than its source, not all is worth the memory.
+    let before = header.size_before.min(view.len().saturating_mul(2).max(LEAST_ASKED));
+    let shape = Shape { keep_going, ..Shape::new(view.len().max(before), key()) };
     let all = shape.size + view.len();
     sender.send_json(PLAN, &Plan { rolling: Some(shape.clone()), delta: true, ..Plan::default() })?;
-    let mut index = Index::new(shape.clone(), header.size_before).map_err(reading())?;
+    let mut index = Index::new(shape.clone(), before).map_err(reading())?;
     while !index.is_whole() {
         let message = expect(receiver, SUMS)?;
         let told = message.json::<Told>()?;

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use compare::rolling::Shape;
 use compare::{Claim, DIGEST, Scope};
 use delta::{Encoder, Epoch, Frame, Header, Method, Record};
 use device::Buf;
@@ -12,8 +13,8 @@ use source::{Handle, StateDir};
 use uuid::Uuid;
 
 use crate::messages::{
-    CLAIM, COMMITTED, Committed, HEADER, OPEN, Open, PLAN, Part, Plan, STANDING, Standing, TRAILER, expect,
-    of_claim, of_unit,
+    CLAIM, COMMITTED, Committed, HEADER, MirrorPlan, OPEN, Open, PLAN, Part, Plan, STANDING, Standing,
+    TRAILER, expect, of_claim, of_unit,
 };
 use crate::{Commit, How, Options, VerifyOptions, push, receive, verify};
 
@@ -141,6 +142,145 @@ fn a_lying_replica_is_found_out() {
     }
 }
 
+/// What a sync and a verification make of a far side that answers the greeting with this.
+fn greeted(handle: &Handle, kind: u8, head: &serde_json::Value, how: How) -> Vec<String> {
+    let head = serde_json::to_vec(head).unwrap();
+    let tries = [false, true].map(|verifying| {
+        let (here, there) = Link::pair();
+        let head = head.clone();
+        let far = std::thread::spawn(move || {
+            let (sender, receiver) = there.split();
+            let Ok(_) = expect(&receiver, OPEN) else { return };
+            let _ = sender.send(Message { kind, head, ..Message::default() });
+            let _ = sender.finish();
+            while let Ok(Some(_)) = receiver.recv() {}
+        });
+        let path = PathBuf::from("/replica");
+        let result = if verifying {
+            verify(handle, here, &path, "/replica", &VerifyOptions::default(), &|_, _| {}).map(drop)
+        } else {
+            let options = Options { how, ..Options::default() };
+            push(handle, here, &path, "/replica", &options, &|_, _| {}).map(drop)
+        };
+        far.join().unwrap();
+        result.unwrap_err().to_string()
+    });
+    tries.into()
+}
+
+#[test]
+fn what_no_replica_says_of_itself_is_refused_where_it_is_heard() {
+    let place = Place::new();
+    let handle = place.source();
+    let sound = serde_json::to_value(standing(handle.about().uuid)).unwrap();
+    let with = |field: &str, value: serde_json::Value| {
+        let mut standing = sound.clone();
+        standing[field] = value;
+        standing
+    };
+    let part = |upto: u64| serde_json::json!({"epoch": null, "upto": upto});
+    let many: Vec<serde_json::Value> = (0..70_000).map(part).collect();
+    for (what, lie) in [
+        ("too large", with("size", u64::MAX.into())),
+        ("a part past every end", with("positions", vec![part(u64::MAX)].into())),
+        ("parts that go back", with("positions", vec![part(4096), part(0)].into())),
+        ("parts of nothing", with("positions", vec![part(4096), part(4096)].into())),
+        ("too many parts", with("positions", many.into())),
+        ("too long a path", with("path", format!("/{}", "x".repeat(5000)).into())),
+        ("no path", with("path", "/a\0b".into())),
+    ] {
+        for error in greeted(&handle, STANDING, &lie, How::Auto) {
+            assert!(error.contains("makes no sense"), "{what}: {error}");
+        }
+    }
+}
+
+#[test]
+fn what_the_other_side_says_does_nothing_to_a_terminal() {
+    let place = Place::new();
+    let handle = place.source();
+    let evil = format!("\u{1b}]0;owned\u{7}\u{1b}[2J\nforged: all is well\r\u{9b}31m{}", "x".repeat(1 << 20));
+    let harmless = |text: &str| {
+        assert!(!text.contains(char::is_control), "{text:?}");
+        assert!(text.len() < 5000, "{} bytes", text.len());
+        assert!(text.contains("owned"), "{text:?}");
+    };
+    let failed = serde_json::json!({"message": evil, "class": "failed"});
+    greeted(&handle, crate::messages::FAILED, &failed, How::Auto).iter().for_each(|text| harmless(text));
+    let mut lie = standing(handle.about().uuid);
+    (lie.recovered, lie.changed) = (Some(evil.clone()), Some(evil));
+    let (here, there) = Link::pair();
+    let (sender, receiver) = there.split();
+    sender.send_json(STANDING, &lie).unwrap();
+    let (_here, hears) = here.split();
+    let heard = Standing::hear(&hears).unwrap();
+    harmless(&heard.recovered.unwrap());
+    harmless(&heard.changed.unwrap());
+    // What a parser quotes of it, too.
+    let text = b"{\"path\":\"/\",\"\x1b[31mowned\n\":1,\"size\":\"\x1b[31mowned\n\"}".to_vec();
+    sender.send(Message { kind: STANDING, head: text, ..Message::default() }).unwrap();
+    let error = Standing::hear(&hears).map(drop).unwrap_err().to_string();
+    assert!(!error.contains(char::is_control), "{error:?}");
+    drop(receiver);
+}
+
+#[test]
+fn another_epoch_than_the_one_sent_is_not_taken_for_committed() {
+    let place = Place::new();
+    let handle = place.source();
+    let uuid = handle.about().uuid;
+    let (here, there) = Link::pair();
+    let far = std::thread::spawn(move || {
+        let (sender, receiver) = there.split();
+        let Ok(_) = expect(&receiver, OPEN) else { return };
+        let nothing = Standing { source: Some(uuid), epoch: None, positions: Vec::new(), ..standing(uuid) };
+        let _ = sender.send_json(STANDING, &nothing);
+        while receiver.recv().is_ok_and(|message| message.is_some_and(|message| message.kind != TRAILER)) {}
+        let epoch = Epoch { number: 9, id: Uuid::from_u128(9) };
+        let committed = Committed { epoch, bytes_written: 0, bytes_read: 0, digests: None };
+        let _ = sender.send_json(COMMITTED, &committed);
+        let _ = sender.finish();
+        while let Ok(Some(_)) = receiver.recv() {}
+    });
+    let pushed = push(&handle, here, &PathBuf::from("/replica"), "/replica", &Options::default(), &|_, _| {});
+    far.join().unwrap();
+    let error = pushed.unwrap_err().to_string();
+    assert!(error.contains("committed epoch 9, which was not sent"), "{error}");
+    assert!(handle.bookmarks().unwrap().0.is_empty());
+}
+
+#[test]
+fn sums_of_more_than_the_source_could_use_are_refused() {
+    let place = Place::new();
+    let handle = place.source();
+    let uuid = handle.about().uuid;
+    let told = |told: compare::rolling::Told, bytes: usize| Message {
+        kind: crate::messages::SUMS,
+        head: serde_json::to_vec(&told).unwrap(),
+        body: Buf::new(bytes),
+    };
+    let (here, there) = Link::pair();
+    let far = std::thread::spawn(move || {
+        let (sender, receiver) = there.split();
+        let Ok(_) = expect(&receiver, OPEN) else { return };
+        let _ = sender.send_json(STANDING, &Standing { size: i64::MAX as u64, ..standing(uuid) });
+        let Ok(_) = expect(&receiver, PLAN) else { return };
+        // Few bytes said, and gigabytes to be kept of them.
+        let _ = sender.send(told(compare::rolling::Told::Zero(0..1 << 44), 0));
+        let _ = sender.send(told(
+            compare::rolling::Told::Sums(1 << 44..(1 << 44) + (128 << 10)),
+            compare::rolling::SUMS,
+        ));
+        let _ = sender.finish();
+        while let Ok(Some(_)) = receiver.recv() {}
+    });
+    let options = Options { how: How::Rolling, ..Options::default() };
+    let pushed = push(&handle, here, &PathBuf::from("/replica"), "/replica", &options, &|_, _| {});
+    far.join().unwrap();
+    let error = pushed.unwrap_err().to_string();
+    assert!(error.contains("sums are out of order at byte 0"), "{error}");
+}
+
 /// A source's side that says these things; what the replica's side makes of it.
 fn accuse(place: &Place, open: &Open, says: Vec<Message>) -> Result<(), crate::SyncError> {
     let (here, there) = Link::pair();
@@ -258,6 +398,78 @@ fn a_lying_source_is_found_out() {
     let found = verify(&handle, here, &replica, "copy", &VerifyOptions::default(), &|_, _| {}).unwrap();
     let _ = far.join().unwrap();
     assert!(!found.differs() && found.trust == "exact", "{found:?}");
+}
+
+#[test]
+fn what_no_source_plans_is_refused_where_it_is_heard() {
+    let place = Place::new();
+    let handle = place.source();
+    let replica = place.path("copy");
+    let (here, there) = Link::pair();
+    let state = place.state.clone();
+    let far = std::thread::spawn(move || receive(there, &state));
+    push(&handle, here, &replica, "copy", &Options::default(), &|_, _| {}).unwrap();
+    far.join().unwrap().unwrap();
+    let before = std::fs::read(&replica).unwrap();
+    let message = |plan: &Plan| {
+        vec![Message { kind: PLAN, head: serde_json::to_vec(plan).unwrap(), ..Message::default() }]
+    };
+    let open = |path: PathBuf| Open::new(&path, &None, Commit::Journal, handle.about());
+    let shape = Shape { size: SIZE, block: 2048, key: [1; 32], keep_going: false };
+    let rolling = |shape: Shape| Plan { rolling: Some(shape), delta: true, ..Plan::default() };
+    let ranges = (0..100_000).map(|n| n * 8192..n * 8192 + 4096).collect();
+    let compare = Scope { size: 1 << 40, ranges, ..Scope::whole(SIZE, 4096) };
+    for plan in [
+        Plan { bytes: u64::MAX, delta: true, ..Plan::default() },
+        rolling(Shape { block: 0, ..shape.clone() }),
+        rolling(Shape { block: 3, ..shape.clone() }),
+        rolling(Shape { block: 1 << 31, ..shape.clone() }),
+        rolling(Shape { size: u64::MAX, ..shape }),
+        Plan { compare: Some(compare), delta: true, ..Plan::default() },
+        Plan { compare: Some(Scope { rate: Some(1), ..Scope::whole(SIZE, 4096) }), ..Plan::default() },
+    ] {
+        let text: String = format!("{plan:?}").chars().take(300).collect();
+        let error = accuse(&place, &open(replica.clone()), message(&plan)).unwrap_err().to_string();
+        assert!(error.contains("makes no sense"), "{text}: {error}");
+    }
+    for path in ["x".repeat(5000), "a\0b".into()] {
+        let error = accuse(&place, &open(path.into()), Vec::new()).unwrap_err().to_string();
+        assert!(error.contains("is no path"), "{error}");
+    }
+    assert!(std::fs::read(&replica).unwrap() == before);
+}
+
+#[test]
+fn a_plan_for_more_threads_than_any_machine_has_is_carried_out_with_fewer() {
+    let place = Place::new();
+    let handle = place.source();
+    let replica = place.path("copy");
+    let (here, there) = Link::pair();
+    let state = place.state.clone();
+    let far = std::thread::spawn(move || receive(there, &state));
+    push(&handle, here, &replica, "copy", &Options::default(), &|_, _| {}).unwrap();
+    far.join().unwrap().unwrap();
+    // Enough to tell, and few enough to do no harm where they are all begun.
+    let stages = crate::Stages { workers: Some(1500), overlap: true };
+    let plan = Plan { delta: true, mirror: Some(MirrorPlan { stages }), ..Plan::default() };
+    let (here, there) = Link::pair();
+    let state = place.state.clone();
+    let far = std::thread::spawn(move || receive(there, &state));
+    let (sender, receiver) = here.split();
+    sender.send_json(OPEN, &Open::new(&replica, &None, Commit::Journal, handle.about())).unwrap();
+    let _ = receiver.recv();
+    sender.send_json(PLAN, &plan).unwrap();
+    let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
+    let until = Instant::now() + Duration::from_secs(1);
+    let mut most = 0;
+    while Instant::now() < until {
+        most = most.max(threads());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    sender.finish().unwrap();
+    while let Ok(Some(_)) = receiver.recv() {}
+    far.join().unwrap().unwrap();
+    assert!((2..1000).contains(&most), "{most} threads");
 }
 
 /// The nonce of a replica's state.

@@ -14,7 +14,7 @@ use compare::{Finding, Hash, Scope};
 use delta::{Epoch, Header, Method};
 use device::Disk;
 use extents::Bitmap;
-use link::Link;
+use link::{Link, Receiver, Sender};
 use serde::Serialize;
 use source::{Handle, Position, SourceError};
 use uuid::Uuid;
@@ -22,7 +22,7 @@ use uuid::Uuid;
 use crate::compared::{Sending, compare};
 use crate::error::SyncError;
 use crate::extents::Extents;
-use crate::messages::{Commit, Open, PLAN, Plan, Standing, open};
+use crate::messages::{Commit, Open, PLAN, Plan, Standing, open, part};
 use crate::push::{Packing, Progress, Totals, bookmark, committed};
 use crate::read::FrameSize;
 
@@ -108,12 +108,24 @@ pub fn verify(
     options: &VerifyOptions,
     progress: Progress<'_>,
 ) -> Result<Verified, SyncError> {
-    let began = Instant::now();
-    let traffic = link.traffic();
-    let about = handle.about();
     let replica =
         Open { verify: true, ..Open::new(destination, &options.journal_dir, options.commit, handle.about()) };
     let (sender, receiver, standing) = open(link, &replica, options.bwlimit)?;
+    let verified = prove(handle, (&sender, &receiver, standing), name, options, progress);
+    part(sender, &receiver, verified)
+}
+
+/// Everything of a verification between the greeting and the goodbye.
+fn prove(
+    handle: &Handle,
+    (sender, receiver, standing): (&Sender, &Receiver, Standing),
+    name: &str,
+    options: &VerifyOptions,
+    progress: Progress<'_>,
+) -> Result<Verified, SyncError> {
+    let began = Instant::now();
+    let traffic = sender.traffic();
+    let about = handle.about();
     let position = [stands(handle, &standing)?];
     let lost = known(handle, &position, &standing)?;
     let partly = !options.ranges.is_empty();
@@ -205,12 +217,12 @@ pub fn verify(
         let size = FrameSize::new(options.may_be_cut, block);
         let sent = (|| {
             let mut sending = Sending::begin(
-                &sender,
+                sender,
                 &header,
                 Packing { compress: None, size, lacking: false, pass: false, fill: false },
                 &totals,
             )?;
-            compare(&receiver, &view, &scope, false, &totals, progress, |finding| {
+            compare(receiver, &view, &scope, false, &totals, progress, |finding| {
                 note(&mut verified, &finding, &since, block);
                 if to_view {
                     sending.add(&finding)
@@ -223,8 +235,7 @@ pub fn verify(
             }
             sending.end()
         })();
-        let committed = committed(&sender, &receiver, sent)?;
-        sender.finish()?;
+        let committed = committed(receiver, if to_view { view.epoch() } else { position[0].epoch }, sent)?;
         if to_view {
             handle.acknowledge(&bookmark(name, &standing), committed.epoch)?;
         }
@@ -232,11 +243,10 @@ pub fn verify(
         verified.epoch_after = committed.epoch.number;
         verified.bytes_written = committed.bytes_written;
     } else {
-        compare(&receiver, &view, &scope, false, &totals, progress, |finding| {
+        compare(receiver, &view, &scope, false, &totals, progress, |finding| {
             note(&mut verified, &finding, &since, block);
             Ok(())
         })?;
-        sender.finish()?;
     }
     verified.bytes_read = totals.read.load(Relaxed);
     verified.bytes_sent = traffic.sent();

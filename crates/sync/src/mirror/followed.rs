@@ -14,7 +14,7 @@ use super::session::{Ground, Sent, Session};
 use super::{Ended, Mirror, MirrorEvent, MirrorSummary};
 use crate::batching::Interval;
 use crate::error::SyncError;
-use crate::messages::{MirrorPlan, Open, PLAN, Plan, Standing, open};
+use crate::messages::{MirrorPlan, Open, PLAN, Plan, Standing, open, part};
 use crate::push::{Options, Summary, push};
 
 /// A source that is followed, and what of it the replica may have.
@@ -29,6 +29,8 @@ pub(super) struct Followed {
     interval: Interval,
     epoch_began: Instant,
     count: u64,
+    /// How long the last conversation held.
+    pub(super) stood: Duration,
 }
 
 /// Where a replica stands.
@@ -72,6 +74,7 @@ impl Followed {
             interval: Interval::new(&mirror.options.batching),
             epoch_began: Instant::now(),
             count: 0,
+            stood: Duration::ZERO,
         })
     }
 
@@ -110,6 +113,7 @@ impl Followed {
 
     /// Takes up batches where the replica stands, until told to stop or something fails.
     fn converse(&mut self, mirror: &mut Mirror<'_>, summary: &mut MirrorSummary) -> Result<Ended, SyncError> {
+        self.stood = Duration::ZERO;
         let link = (mirror.connect)()?;
         let traffic = link.traffic();
         let options = mirror.options;
@@ -118,16 +122,12 @@ impl Followed {
         let (sender, receiver, standing) = open(link, &replica, options.sync.bwlimit)?;
         let lacking = self.recognise(&standing);
         let (Some(lacking), Some(batches)) = (lacking, &self.batches) else {
-            sender.finish()?;
-            return Ok(Ended::Apart);
+            return part(sender, &receiver, Ok(Ended::Apart));
         };
         for changes in lacking {
             batches.give_back(&changes)?;
         }
-        let plan = MirrorPlan {
-            stages: options.there,
-            timeout_ms: options.timeout.as_millis().try_into().unwrap_or(u32::MAX),
-        };
+        let plan = MirrorPlan { stages: options.there };
         let plan = Plan { delta: true, mirror: Some(plan), ..Plan::default() };
         sender.send_json(PLAN, &plan)?;
         (mirror.tell)(MirrorEvent::Mirroring);
@@ -141,7 +141,9 @@ impl Followed {
             receiver: &receiver,
         };
         let session = Session::new(ground, mirror.name, &standing, self.interval.clone());
+        let began = Instant::now();
         let (result, left) = session.run(&mut self.epoch_began, &mut self.count);
+        self.stood = began.elapsed();
         self.interval = left.interval;
         self.unconfirmed = left.unconfirmed;
         self.at = At::Batch(left.confirmed.unwrap_or(standing.nonce));
@@ -150,9 +152,7 @@ impl Followed {
         summary.epoch = left.summary.epoch.or(summary.epoch);
         summary.bytes_sent += traffic.sent();
         result?;
-        sender.finish()?;
-        while receiver.recv()?.is_some() {}
-        Ok(Ended::Stopped)
+        part(sender, &receiver, Ok(Ended::Stopped))
     }
 
     /// What the replica lacks of what was sent, if it stands where a batch has left it.

@@ -26,6 +26,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// Between two attempts to reach the other side, at first and at most.
 const FIRST_RETRY: Duration = Duration::from_millis(500);
 const LAST_RETRY: Duration = Duration::from_secs(30);
+/// A wait that is meant to keep the replica close is no shorter than this.
+const CLOSE_RETRY: Duration = Duration::from_secs(1);
 /// So many conversations may be cut before a batch has come through: then a sync takes its place.
 const FRUITLESS: u32 = 3;
 /// How often a replica that is in use is asked for again at once.
@@ -44,8 +46,6 @@ pub struct MirrorOptions {
     pub there: Stages,
     /// How often an epoch ends: after a crash of the source, what was written since is sent again.
     pub epoch_every: Duration,
-    /// After so long without a word the far side is taken to be gone.
-    pub timeout: Duration,
 }
 
 /// What happens, to be told.
@@ -162,7 +162,8 @@ impl Mirror<'_> {
                     ended
                 }
             };
-            if summary.batches > before {
+            // What held for longer than was waited for it is a line that works, whether there was something to send or not.
+            if summary.batches > before || followed.as_ref().is_some_and(|follow| follow.stood > wait) {
                 wait = FIRST_RETRY;
             }
             match ended {
@@ -180,7 +181,7 @@ impl Mirror<'_> {
                     summary.broken += 1;
                     (self.tell)(MirrorEvent::Broken(&error, wait));
                     self.rest_until(Instant::now() + wait);
-                    wait = (wait * 2).min(LAST_RETRY);
+                    wait = (wait * 2).min(self.options.batching.rpo.clamp(CLOSE_RETRY, LAST_RETRY));
                     stopped = self.stop.load(SeqCst);
                 }
             }

@@ -15,14 +15,12 @@ use uuid::Uuid;
 use super::{BatchReport, LOOK_EVERY, MirrorEvent, MirrorOptions, MirrorSummary};
 use crate::batching::Interval;
 use crate::error::{Class, SyncError};
-use crate::messages::{BATCH, Confirmed, PING, Standing, unexpected};
+use crate::messages::{BATCH, Confirmed, Standing, unexpected};
 use crate::push::{Packing, Sink, Totals, bookmark};
 use crate::read::{FrameReader, FrameSize, Wanted};
 
 /// Batches that may be on their way.
 const WINDOW: usize = 16;
-/// After so long without a word the far side is asked for one.
-const PING_EVERY: Duration = Duration::from_secs(5);
 
 /// A batch on its way.
 pub(super) struct Sent {
@@ -143,7 +141,12 @@ impl<'a> Session<'a> {
     /// Until told to stop, or something fails. What failed first tells why the others did.
     pub(super) fn run(self, epoch_began: &mut Instant, count: &mut u64) -> (Result<(), SyncError>, State) {
         std::thread::scope(|scope| {
-            let hearing = scope.spawn(|| self.hear().unwrap_or_else(|error| self.fail(error)));
+            let hear = || self.hear().unwrap_or_else(|error| self.fail(error));
+            let hearing = std::thread::Builder::new().name("hear".into()).spawn_scoped(scope, hear);
+            let hearing = match hearing {
+                Ok(hearing) => hearing,
+                Err(error) => return self.fail(SyncError::io("start a thread")(error)),
+            };
             match self.send_batches(epoch_began, count) {
                 Ok(()) => {
                     self.state().ended = true;
@@ -385,8 +388,6 @@ impl<'a> Session<'a> {
 
     /// Hears confirmations, until all that was sent is confirmed and nothing more will be.
     fn hear(&self) -> Result<(), SyncError> {
-        let traffic = self.sender.traffic();
-        let (mut received, mut heard, mut pinged) = (traffic.received(), Instant::now(), Instant::now());
         loop {
             {
                 let state = self.state();
@@ -402,30 +403,9 @@ impl<'a> Session<'a> {
                         class: Class::Failed,
                     });
                 }
-                Heard::Nothing => {
-                    if traffic.received() != received {
-                        (received, heard) = (traffic.received(), Instant::now());
-                    }
-                    if heard.elapsed() > self.options.timeout {
-                        return Err(SyncError::Far {
-                            message: format!(
-                                "nothing came from the far side for {} s: the link is given up",
-                                self.options.timeout.as_secs()
-                            ),
-                            class: Class::Failed,
-                        });
-                    }
-                    let idle = self.state().unconfirmed.is_empty();
-                    if idle && pinged.elapsed() > PING_EVERY {
-                        pinged = Instant::now();
-                        self.sender.send_json(PING, &())?;
-                    }
-                    continue;
-                }
+                Heard::Nothing => continue,
             };
-            (received, heard) = (traffic.received(), Instant::now());
             match message.kind {
-                PING => {}
                 BATCH => self.confirm(&message.json()?)?,
                 _ => return Err(unexpected(&message)),
             }
@@ -441,7 +421,9 @@ impl<'a> Session<'a> {
                 class: Class::Failed,
             });
         };
-        let (whole, backup) = (sent.cut.elapsed(), Duration::from_micros(confirmed.micros));
+        let whole = sent.cut.elapsed();
+        // It can't have taken longer than all of it.
+        let backup = Duration::from_micros(confirmed.micros).min(whole);
         state.interval.backup(backup, whole, sent.blocks);
         state.confirmed = Some(sent.stream);
         state.summary.batches += 1;

@@ -1,0 +1,210 @@
+//! One rule for every conversation, whatever carries it: a side sends something at least four times in the timeout, a ping if
+//! it has nothing else, and a side that hears nothing for all of it cuts the link. The shorter timeout of both sides, as their
+//! hellos tell them, holds for both.
+//!
+//! Threads of the link do this, so the layers above may be busy for as long as they like. Intervals are counted, not measured:
+//! a process that was itself stopped for a while hears what has come meanwhile before it judges.
+
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use crate::ends::{Road, Shared};
+use crate::flow::lock;
+
+/// Pings in a timeout.
+const PINGS: u32 = 4;
+
+/// What a hello counts timeouts in.
+const UNIT_MS: u64 = 100;
+
+/// The longest timeout that a hello can tell: a side that has none of its own.
+pub(crate) const NEVER: Duration = Duration::from_millis(u16::MAX as u64 * UNIT_MS);
+
+/// A timeout as a hello tells it, never zero.
+pub(crate) fn to_hello(timeout: Duration) -> u16 {
+    let units = timeout.as_millis().div_ceil(UNIT_MS.into()).max(1);
+    u16::try_from(units).unwrap_or(u16::MAX)
+}
+
+/// The timeout that a hello tells.
+pub(crate) fn from_hello(units: u16) -> Duration {
+    Duration::from_millis(u64::from(units) * UNIT_MS)
+}
+
+/// Rises whenever something has come from the peer.
+#[derive(Clone, Default)]
+pub(crate) struct Heard(Arc<AtomicU64>);
+
+impl Heard {
+    pub(crate) fn note(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn count(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// Tells the threads that keep a link alive when it is over.
+#[derive(Default)]
+pub(crate) struct Pulse {
+    over: Mutex<bool>,
+    changed: Condvar,
+    pub(crate) heard: Heard,
+}
+
+impl Pulse {
+    pub(crate) fn new(heard: Heard) -> Pulse {
+        Pulse { heard, ..Pulse::default() }
+    }
+
+    pub(crate) fn end(&self) {
+        *lock(&self.over) = true;
+        self.changed.notify_all();
+    }
+
+    /// Waits for an interval to pass. False when the link is over.
+    fn rest(&self, interval: Duration) -> bool {
+        let over = lock(&self.over);
+        let waited = self.changed.wait_timeout_while(over, interval, |over| !*over);
+        !*waited.unwrap_or_else(PoisonError::into_inner).0
+    }
+}
+
+/// What a thread does for a link, at every interval.
+type Work = fn(&Shared, Duration);
+
+/// Keeps a link alive from the moment at which the peer has told its timeout.
+pub(crate) fn start(shared: &Arc<Shared>, timeout: Duration) -> io::Result<()> {
+    let interval = (timeout / PINGS).max(Duration::from_millis(1));
+    for (name, run) in [("link pings", ping as Work), ("link watch", watch)] {
+        let shared = Arc::clone(shared);
+        thread::Builder::new().name(name.into()).spawn(move || run(&shared, interval))?;
+    }
+    Ok(())
+}
+
+/// Sends pings while nothing else is sent. It may be stuck in a write: then the peer does not read, and the watch decides.
+fn ping(shared: &Shared, interval: Duration) {
+    let Road::Wire(wire) = &shared.road else { return };
+    let mut sent = shared.traffic.sent();
+    while wire.pulse.rest(interval) {
+        if sent == shared.traffic.sent() && !wire.ping(shared) {
+            return;
+        }
+        sent = shared.traffic.sent();
+    }
+}
+
+/// Cuts the link when nothing has come for as many intervals as a timeout has.
+fn watch(shared: &Shared, interval: Duration) {
+    let Road::Wire(wire) = &shared.road else { return };
+    let (mut heard, mut silent) = (wire.pulse.heard.count(), 0);
+    while wire.pulse.rest(interval) {
+        let now = wire.pulse.heard.count();
+        silent = if now == heard { silent + 1 } else { 0 };
+        heard = now;
+        if silent == PINGS {
+            let seconds = (interval * PINGS).as_secs_f64();
+            return shared.give_up(&format!("nothing came from it for {seconds:.1} s"));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::{Read, Write};
+    use std::sync::atomic::AtomicBool;
+    use std::time::Instant;
+
+    use super::*;
+    use crate::ends::tests::pipe;
+    use crate::wire::{self, Terms};
+    use crate::{Link, Message};
+
+    const TIMEOUT: Duration = Duration::from_millis(800);
+
+    #[test]
+    fn a_timeout_is_told_as_it_is_and_never_as_none() {
+        for ms in [100, 5000, 30_000, NEVER.as_millis() as u64] {
+            let timeout = Duration::from_millis(ms);
+            assert_eq!(from_hello(to_hello(timeout)), timeout);
+        }
+        assert_eq!(to_hello(Duration::ZERO), 1);
+        assert_eq!(to_hello(Duration::MAX), u16::MAX);
+        assert_eq!(from_hello(to_hello(Duration::from_millis(101))), Duration::from_millis(200));
+    }
+
+    /// A pipe whose bytes are carried until it is told to stop.
+    fn carried(stopped: &Arc<AtomicBool>) -> (File, File) {
+        let (mut from, writer) = pipe();
+        let (reader, mut to) = pipe();
+        let stopped = Arc::clone(stopped);
+        thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            while let Ok(len @ 1..) = from.read(&mut bytes) {
+                if stopped.load(Ordering::SeqCst) {
+                    // Neither an end nor an error: it stays like this.
+                    thread::sleep(Duration::from_secs(20));
+                }
+                if to.write_all(&bytes[..len]).is_err() {
+                    return;
+                }
+            }
+        });
+        (reader, writer)
+    }
+
+    /// Two ends with a line between them.
+    fn two(stopped: &Arc<AtomicBool>, timeouts: [Duration; 2]) -> [Link; 2] {
+        let ((a_in, b_out), (b_in, a_out)) = (carried(stopped), carried(stopped));
+        let mut ends = [(a_in, a_out), (b_in, b_out)].into_iter().zip(timeouts);
+        [(); 2].map(|()| {
+            let ((reader, writer), timeout) = ends.next().unwrap();
+            let terms = Terms { window: 1 << 20, timeout, heard: Heard::default() };
+            Link::from_shared(wire::open("the peer", Box::new(reader), Box::new(writer), terms, None))
+        })
+    }
+
+    #[test]
+    fn an_idle_link_lives_and_a_silent_one_is_given_up_at_both_ends() {
+        // The shorter timeout holds for both.
+        for timeouts in [[TIMEOUT, TIMEOUT], [TIMEOUT, NEVER], [NEVER, TIMEOUT]] {
+            let stopped = Arc::new(AtomicBool::new(false));
+            let [(a_tx, a_rx), (b_tx, b_rx)] = two(&stopped, timeouts).map(Link::split);
+            a_tx.send(Message::default()).unwrap();
+            b_rx.recv().unwrap().unwrap();
+            // Nobody says or asks for anything.
+            thread::sleep(3 * TIMEOUT);
+            b_tx.send(Message::default()).unwrap();
+            a_rx.recv().unwrap().unwrap();
+
+            stopped.store(true, Ordering::SeqCst);
+            let began = Instant::now();
+            for end in [&a_rx, &b_rx] {
+                let error = end.recv().unwrap_err();
+                assert_eq!(error.to_string(), "the link to the peer was cut: nothing came from it for 0.8 s");
+            }
+            let took = began.elapsed();
+            assert!(took > TIMEOUT / 2 && took < Duration::from_secs(10), "{took:?}");
+            assert!(a_tx.send(Message::default()).is_err() && b_tx.finish().is_err());
+        }
+    }
+
+    #[test]
+    fn one_that_has_said_goodbye_still_hears_the_other_out() {
+        let stopped = Arc::new(AtomicBool::new(false));
+        let [(a_tx, a_rx), (b_tx, b_rx)] = two(&stopped, [TIMEOUT; 2]).map(Link::split);
+        a_tx.finish().unwrap();
+        assert!(b_rx.recv().unwrap().is_none());
+        thread::sleep(3 * TIMEOUT);
+        b_tx.send(Message { kind: 9, ..Message::default() }).unwrap();
+        b_tx.finish().unwrap();
+        assert_eq!(a_rx.recv().unwrap().unwrap().kind, 9);
+        assert!(a_rx.recv().unwrap().is_none());
+    }
+}

@@ -1,0 +1,122 @@
+//! Streams of a link to another process: standard input and output, or a remote shell's. Where they are pipes or sockets, a
+//! read or a write that waits can be ended from another thread, whoever else holds the other end.
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::fs::{FileType, OFlags};
+
+use crate::Error;
+use crate::wire::Carrier;
+
+/// One of the two streams.
+pub(crate) struct Stream {
+    file: File,
+    wake: Arc<OwnedFd>,
+}
+
+/// Ends both streams of a link, whoever waits in them.
+pub(crate) struct Wake(Arc<OwnedFd>);
+
+impl Wake {
+    pub(crate) fn new() -> io::Result<Wake> {
+        Ok(Wake(Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)))
+    }
+
+    /// A stream that this ends.
+    pub(crate) fn stream(&self, fd: OwnedFd) -> io::Result<Stream> {
+        let kind = FileType::from_raw_mode(rustix::fs::fstat(&fd)?.st_mode);
+        // A terminal or a file belongs to others too, and is left as it is.
+        if matches!(kind, FileType::Fifo | FileType::Socket) {
+            rustix::fs::fcntl_setfl(&fd, rustix::fs::fcntl_getfl(&fd)? | OFlags::NONBLOCK)?;
+        }
+        Ok(Stream { file: fd.into(), wake: Arc::clone(&self.0) })
+    }
+
+    pub(crate) fn end(&self) {
+        // It can fail only where it was ended without end before.
+        let _ = rustix::io::write(&*self.0, &1u64.to_ne_bytes());
+    }
+}
+
+/// Takes the process's standard input and output, and puts harmless ones in their place: later prints to standard output go
+/// to standard error.
+pub(crate) fn take_stdio() -> io::Result<(Stream, Stream, Arc<Wake>)> {
+    let reader = io::stdin().as_fd().try_clone_to_owned()?;
+    let writer = io::stdout().as_fd().try_clone_to_owned()?;
+    rustix::stdio::dup2_stdin(File::open("/dev/null")?)?;
+    rustix::stdio::dup2_stdout(io::stderr())?;
+    let wake = Wake::new()?;
+    Ok((wake.stream(reader)?, wake.stream(writer)?, Arc::new(wake)))
+}
+
+impl Stream {
+    /// Waits until `what` is possible, or both streams are woken for good.
+    fn wait(&self, what: PollFlags) -> io::Result<()> {
+        let mut fds = [PollFd::new(&self.file, what), PollFd::new(&*self.wake, PollFlags::IN)];
+        while let Err(error) = poll(&mut fds, None) {
+            if error != rustix::io::Errno::INTR {
+                return Err(error.into());
+            }
+        }
+        match fds[1].revents().is_empty() {
+            true => Ok(()),
+            false => Err(io::Error::new(io::ErrorKind::ConnectionAborted, "it was given up on this side")),
+        }
+    }
+}
+
+impl AsFd for Stream {
+    fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+impl Read for Stream {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        loop {
+            match self.file.read(buf) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.wait(PollFlags::IN)?,
+                other => return other,
+            }
+        }
+    }
+}
+
+impl Write for Stream {
+    fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
+        self.write_vectored(&[io::IoSlice::new(buf)])
+    }
+
+    fn write_vectored(&mut self, slices: &[io::IoSlice<'_>]) -> io::Result<usize> {
+        loop {
+            match self.file.write_vectored(slices) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.wait(PollFlags::OUT)?,
+                other => return other,
+            }
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Carrier for Wake {
+    fn kill(&self) {
+        self.end();
+    }
+
+    /// What was written is the system's to deliver: only the reading thread is to end.
+    fn settle(&self, _patience: Duration) {
+        self.end();
+    }
+
+    fn why_it_ended(&self, _greeted: bool, why: String) -> Error {
+        Error::Cut { peer: "the far side".into(), why }
+    }
+}
