@@ -361,3 +361,23 @@ fn status_of_a_tracked_disk_says_what_is_known_to_whom() {
     assert!(asked.contains(&device) && asked.contains("is followed"), "{asked}");
     assert!(!asked.contains("remove") && !asked.contains("not there"), "{asked}");
 }
+
+#[test]
+fn two_first_syncs_at_once_agree_on_what_the_disk_is() {
+    let what = "two first syncs of one tracked disk at once";
+    let Some(tracked) = Tracked::new(what, 64 * MIB) else { return };
+    let site = &tracked.site;
+    for round in 0..rounds(3, 15) {
+        let copies = ["a", "b"].map(|name| site.path(&format!("{name}-{round}.raw")));
+        let started = copies.clone().map(|copy| site.sync(tracked.device(), &copy, &[]).start());
+        for output in started.map(|sync| sync.output(Duration::from_secs(60))) {
+            assert!(output.status.success() || output.stderr.contains("in use by"), "{output}");
+        }
+        for copy in &copies {
+            site.sync(tracked.device(), copy, &[]).ok();
+        }
+        let folders = std::fs::read_dir(site.state().join("sources")).expect("the sources").flatten();
+        assert_eq!(folders.filter(|e| e.path().is_dir()).count(), 1, "one disk became two sources");
+        std::fs::remove_dir_all(site.state()).expect("the state");
+    }
+}

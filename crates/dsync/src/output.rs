@@ -158,7 +158,11 @@ impl Output {
         let mut slot = self.bar.lock().unwrap_or_else(|e| e.into_inner());
         let bar = slot.get_or_insert_with(|| {
             let shown = !self.quiet && !self.json && std::io::stderr().is_terminal();
-            Bar { bar: shown.then(|| new_bar(total)), began: Instant::now(), said: Instant::now() }
+            Bar {
+                bar: shown.then(|| new_bar(total, ProgressDrawTarget::stderr())),
+                began: Instant::now(),
+                said: Instant::now(),
+            }
         });
         if let Some(bar) = &bar.bar {
             bar.set_length(total);
@@ -203,7 +207,7 @@ fn to_stderr(text: &str) {
     let _ = writeln!(std::io::stderr(), "{}", link::printable(text));
 }
 
-fn new_bar(total: u64) -> ProgressBar {
+fn new_bar(total: u64, target: ProgressDrawTarget) -> ProgressBar {
     let size = |s: &ProgressState, w: &mut dyn std::fmt::Write| {
         let _ = write!(w, "{} of {}", units::size(s.pos()), units::size(s.len().unwrap_or(0)));
     };
@@ -213,9 +217,74 @@ fn new_bar(total: u64) -> ProgressBar {
     let left = |s: &ProgressState, w: &mut dyn std::fmt::Write| {
         let _ = write!(w, "{} left", units::seconds(s.eta().as_secs_f64().round()));
     };
-    let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
-    if let Ok(style) = ProgressStyle::with_template("{bar:30} {percent:>3}%  {size}  {rate}  {left}") {
+    let bar = ProgressBar::with_draw_target(Some(total), target);
+    // The bar takes what the figures leave: a line that wraps is drawn again and again.
+    if let Ok(style) = ProgressStyle::with_template("{wide_bar} {percent:>3}%  {size}  {rate}  {left}") {
         bar.set_style(style.with_key("size", size).with_key("rate", rate).with_key("left", left));
     }
     bar
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::sync::Arc;
+
+    use indicatif::TermLike;
+
+    use super::*;
+
+    /// A terminal of 80 columns; keeps the longest line.
+    #[derive(Debug, Clone, Default)]
+    struct Narrow(Arc<Mutex<(String, usize)>>);
+
+    impl TermLike for Narrow {
+        fn width(&self) -> u16 {
+            80
+        }
+        fn move_cursor_up(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_down(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_right(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_left(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn write_line(&self, line: &str) -> io::Result<()> {
+            self.write_str(line)?;
+            self.clear_line()
+        }
+        fn write_str(&self, text: &str) -> io::Result<()> {
+            let mut seen = self.0.lock().unwrap();
+            seen.0.push_str(text);
+            seen.1 = seen.1.max(seen.0.trim_end().chars().count());
+            Ok(())
+        }
+        fn clear_line(&self) -> io::Result<()> {
+            self.0.lock().unwrap().0.clear();
+            Ok(())
+        }
+        fn flush(&self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn progress_fits_a_terminal_of_80_columns() {
+        for total in [1000, 1023 << 20, 1023 << 40] {
+            let terminal = Narrow::default();
+            let bar = new_bar(total, ProgressDrawTarget::term_like(Box::new(terminal.clone())));
+            for part in 1..=4 {
+                bar.set_position(total / 4 * part);
+                std::thread::sleep(Duration::from_millis(10));
+                bar.tick();
+            }
+            let longest = terminal.0.lock().unwrap().1;
+            assert!((40..=80).contains(&longest), "{longest} columns of {total} bytes");
+        }
+    }
 }

@@ -238,7 +238,7 @@ pub fn say(summary: &Summary, output: &Output) {
     if summary.dry_run {
         output.say(&match summary.method {
             delta::Method::Compare | delta::Method::Rolling => format!(
-                "would compare all of {} with {} ({}), at most {} to send",
+                "would compare all of {} with {} ({}): at most {} to read at each end, and to send",
                 summary.source.display(),
                 summary.destination,
                 summary.trust,

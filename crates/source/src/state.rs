@@ -54,7 +54,8 @@ struct Known {
     mark: Option<String>,
 }
 
-/// What no other file that is given the same inode has: its birth. `None` where nothing tells.
+/// What no other file that is given the same inode has: its birth. What names the disk behind a device, whatever the kernel
+/// calls it. `None` where nothing tells.
 fn mark(identity: &Identity) -> Option<String> {
     if identity.is_block() {
         return None;
@@ -68,7 +69,9 @@ impl Known {
     /// Whether it is the disk that it says, by its mark; `None` if that can't be told.
     fn is(&self, identity: &Identity, mark: Option<&String>) -> Option<bool> {
         let same = self.mark.as_ref()? == mark?;
-        Some(same && (identity.is_block() || self.about.identity.same_object(identity)))
+        // Of two disks that are attached at once, and bear one number, each is its own.
+        let is_it = || self.about.identity.same_object(identity);
+        Some(same && (is_it() || (identity.is_block() && !self.is_in_place())))
     }
 
     /// True if its path leads to its disk still.
