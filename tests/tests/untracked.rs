@@ -484,8 +484,8 @@ impl Drop for Scribbler {
 }
 
 /// Whoever reads `source` while `written` is being written says so, and the replica is not made anybody's state.
-fn refuses_while_it_is_written(site: &Site, source: &Path, written: &Path) {
-    let replica = site.path("copy.raw");
+fn refuses_while_it_is_written(site: &Site, source: &Path, written: &Path, replica: &str) {
+    let replica = site.path(replica);
     let same = || std::fs::read(source).expect("the source") == std::fs::read(&replica).expect("the replica");
     let torn = ["was written by another program while it was read"];
     let verify = || site.dsync(["verify"]).args([source, &replica]);
@@ -513,6 +513,17 @@ fn refuses_while_it_is_written(site: &Site, source: &Path, written: &Path) {
     assert!(same(), "the replica is not the source");
 }
 
+/// Takes the partitions that were added to a device away again.
+struct Parts<'a>(&'a Path);
+
+impl Drop for Parts<'_> {
+    fn drop(&mut self) {
+        for number in ["1", "2"] {
+            Run::new("delpart").arg(self.0).arg(number).output();
+        }
+    }
+}
+
 #[test]
 fn what_is_written_while_it_is_read_is_no_one_moment() {
     let what = "sources that are written to while they are read";
@@ -524,7 +535,7 @@ fn what_is_written_while_it_is_read_is_no_one_moment() {
         (site, image)
     };
     let (site, file) = site_with_image();
-    refuses_while_it_is_written(&site, &file, &file);
+    refuses_while_it_is_written(&site, &file, &file, "copy.raw");
     if !need(&["losetup", "addpart", "delpart"], what) || !need_root(what) {
         return;
     }
@@ -533,26 +544,57 @@ fn what_is_written_while_it_is_read_is_no_one_moment() {
         return skipped(what, "there are no loop devices here");
     };
     let whole = disk.device();
-    refuses_while_it_is_written(&site, whole, whole);
+    refuses_while_it_is_written(&site, whole, whole, "copy.raw");
     // The first half of the disk as a partition, the other half as another.
     let half = 12 * MIB / 512;
+    let _parts = Parts(whole);
     for (number, start) in [("1", 0), ("2", half)] {
         Run::new("addpart").arg(whole).args([number, &start.to_string(), &half.to_string()]).ok();
     }
     let partition = |number: u32| PathBuf::from(format!("{}p{number}", whole.display()));
     if got(std::fs::metadata(partition(2)), what) {
-        std::fs::remove_file(site.path("copy.raw")).expect("the replica");
-        std::fs::remove_dir_all(site.path(".copy.raw.dsync")).expect("its folder");
-        refuses_while_it_is_written(&site, &partition(1), whole);
+        refuses_while_it_is_written(&site, &partition(1), whole, "part.raw");
         // Its neighbour's writes are none of its own.
         let scribbler = Scribbler::at(&partition(2));
-        site.sync(&partition(1), &site.path("copy.raw"), &[]).ok();
+        site.sync(&partition(1), &site.path("part.raw"), &[]).ok();
         drop(scribbler);
-        std::fs::remove_file(site.path("copy.raw")).expect("the replica");
-        std::fs::remove_dir_all(site.path(".copy.raw.dsync")).expect("its folder");
-        refuses_while_it_is_written(&site, whole, &partition(2));
+        refuses_while_it_is_written(&site, whole, &partition(2), "again.raw");
     }
-    for number in ["1", "2"] {
-        Run::new("delpart").arg(whole).arg(number).output();
+}
+
+#[test]
+fn a_disk_is_known_under_another_name_and_no_other_disk_under_its_own() {
+    let what = "disks that change their names";
+    if !need(&["losetup"], what) || !need_root(what) {
+        return;
     }
+    let mut random = Random::new(what);
+    let site = Site::new();
+    let mut disk = |name: &str| {
+        let image = site.image(name, 8 * MIB);
+        image::random(&image, 8 * MIB, &mut random);
+        image
+    };
+    let (one, other) = (disk("one.raw"), disk("other.raw"));
+    let Some(first) = Loop::new(&one) else {
+        return skipped(what, "there are no loop devices here");
+    };
+    let replica = site.path("copy.raw");
+    site.sync(first.device(), &replica, &[]).ok();
+    let before = std::fs::read(&replica).expect("the replica");
+    let name = first.device().to_path_buf();
+    drop(first);
+    // As after a start of the machine: the other disk has the first one's name.
+    if !Run::new("losetup").arg(&name).arg(&other).output().status.success() {
+        return skipped(what, "another program has taken the loop device");
+    }
+    let refused = site.sync(&name, &replica, &[]).output();
+    let second = Loop::new(&one).expect("a loop device");
+    let found = site.sync(second.device(), &replica, &[]).output();
+    Run::new("losetup").arg("--detach").arg(&name).ok();
+    assert_eq!(refused.status.code(), Some(4), "{refused}");
+    refused.says(&["--adopt"]);
+    assert!(std::fs::read(&replica).expect("the replica") == before);
+    assert!(found.status.success(), "{found}");
+    assert_eq!(found.summary()["method"], "compare", "{found}");
 }

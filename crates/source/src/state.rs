@@ -58,7 +58,7 @@ struct Known {
 /// calls it. `None` where nothing tells.
 fn mark(identity: &Identity) -> Option<String> {
     if identity.is_block() {
-        return None;
+        return device::disk_id(identity.dev);
     }
     let born = statx(CWD, &identity.path, AtFlags::empty(), StatxFlags::BTIME | StatxFlags::INO).ok()?;
     let told = born.stx_mask & StatxFlags::BTIME.bits() != 0 && born.stx_ino == identity.ino;
