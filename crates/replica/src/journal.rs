@@ -16,7 +16,7 @@ use uuid::Uuid;
 
 use crate::apply::Applier;
 use crate::error::{ReplicaError, Result, io_error};
-use crate::lineage::{Position, known, overlay, whole_blocks};
+use crate::lineage::{Position, known, overlay, reached, whole_blocks};
 
 /// The name of a journal that grows.
 pub(crate) const ARRIVING: &str = "journal";
@@ -84,7 +84,8 @@ impl Contents {
         self.segments.iter().fold(base.to_vec(), |positions, segment| match segment.to() {
             Some(to) => {
                 let header = &segment.header;
-                overlay(&positions, to, whole_blocks(segment.upto, header.block_size, header.size_after))
+                let upto = whole_blocks(segment.upto, header.block_size, header.size_after);
+                reached(&positions, to, upto, header.size_after)
             }
             None => positions,
         })

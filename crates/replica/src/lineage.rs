@@ -277,6 +277,17 @@ pub(crate) fn overlay(positions: &[Position], epoch: Epoch, upto: u64) -> Vec<Po
     next
 }
 
+/// Positions after `[0, upto)` of what will have `size` bytes was brought to `epoch`. Once all of it was, what lies behind is
+/// nobody's: the rest of a file that will be cut off, or of a device that is larger than its source.
+pub(crate) fn reached(positions: &[Position], epoch: Epoch, upto: u64, size: u64) -> Vec<Position> {
+    let mut reached = overlay(positions, epoch, upto);
+    if upto > 0 && upto >= size {
+        reached.truncate(1);
+        reached.iter_mut().for_each(|p| p.upto = size);
+    }
+    reached
+}
+
 /// Up to where a delta's changes count as made: a block that was changed in part is changed again, as a whole.
 pub(crate) fn whole_blocks(upto: u64, block_size: u32, size: u64) -> u64 {
     if upto >= size { upto } else { upto - upto % u64::from(block_size).max(1) }
@@ -312,6 +323,11 @@ mod tests {
         assert_eq!(overlay(&once, at(3), 200), [p(3, 200)]);
         assert_eq!(overlay(&once, at(1), 50), [p(1, 100)]);
         assert_eq!(overlay(&[], at(1), 50), [p(1, 50)]);
+        // An adopted device that is larger than its source.
+        let adopted = [Position { epoch: None, upto: 300 }];
+        assert_eq!(reached(&adopted, at(1), 200, 200), [p(1, 200)]);
+        assert_eq!(reached(&adopted, at(1), 150, 200), [p(1, 150), adopted[0]]);
+        assert_eq!(reached(&adopted, at(1), 0, 0), adopted);
         assert_eq!(known(&once), 100);
         assert_eq!(
             [0, 4095, 4096, 9999, 10_000].map(|at| whole_blocks(at, 4096, 10_000)),

@@ -12,7 +12,9 @@ use crate::apply::Applier;
 use crate::copies::{Copies, Trouble, Written};
 use crate::error::{ReplicaError, Result, disk_error, io_error};
 use crate::journal::{self, ARRIVING, Contents, Growing, Segment, WHOLE, kept};
-use crate::lineage::{Lineage, Position, State, Step, StepPlace, Toward, known, overlay, whole_blocks};
+use crate::lineage::{
+    Lineage, Position, State, Step, StepPlace, Toward, known, overlay, reached, whole_blocks,
+};
 use crate::place::Which;
 use crate::replica::{INTERRUPTED, Replica, toward};
 
@@ -458,7 +460,7 @@ impl Direct {
         }
         // What is lacking was left out below that, too.
         let upto = if toward.lacking { 0 } else { upto };
-        let positions = overlay(&self.base, toward.epoch, upto);
+        let positions = reached(&self.base, toward.epoch, upto, toward.size);
         match &mut replica.lineage.step {
             Some(step) if step.positions != positions => step.positions = positions,
             _ => return Ok(()),

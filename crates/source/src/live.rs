@@ -161,6 +161,7 @@ impl Live {
         // What a server would trust says nothing about the time from here on.
         Stamp::forget(&*folder)?;
         let history = History::read(&*folder)?;
+        folder.sync().map_err(SourceError::state("sync", folder.path()))?;
         let since = tracker.released()?;
         let lost = match since {
             _ if tracker.size() != disk.len() => Some("the disk was resized".into()),

@@ -581,7 +581,9 @@ pub(crate) fn find(
                     header.size_before = handle.size_at(&first)?.unwrap_or(standing.size);
                 }
                 // A journal may reach farther than the last commit in all its parts: the replica still stands there.
-                if let Some(epoch) = standing.epoch.filter(|e| !chain.contains(e)) {
+                // One that is not below the chain is of another history, and must not hide where this delta leads.
+                let begins = chain.first().map_or(0, |e| e.number);
+                if let Some(epoch) = standing.epoch.filter(|e| e.number < begins) {
                     header.chain = vec![epoch];
                     header.chain.extend(chain.iter().filter(|e| e.number > epoch.number));
                 } else {

@@ -222,7 +222,7 @@ impl<'a> Scan<'a> {
         let offset = self.start + at as u64;
         let number = offset / self.block as u64;
         if offset % self.block as u64 == 0
-            && self.index.extent(number).end - offset == self.block as u64
+            && self.index.extent(number).end == offset + self.block as u64
             && same(number)
         {
             return Some(Found::From(offset));

@@ -288,6 +288,15 @@ fn blocks_that_are_many_hide_no_others() {
 }
 
 /// A device may hold more than the replica: that stands where it stands, and nothing is copied from there.
+/// Where the source is longer, a block of the replica may belong where the replica has ended.
+#[test]
+fn a_block_moves_to_behind_the_end_of_the_replica() {
+    let old = noise(4 * 512, 1);
+    let mut new = noise(9 * 512, 2);
+    new.extend(&old);
+    every_way(&new, &old, 512);
+}
+
 #[test]
 fn nothing_is_copied_from_behind_the_replica() {
     let old = noise(8 * 4096, 8);

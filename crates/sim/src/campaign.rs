@@ -1,0 +1,922 @@
+//! A run: rounds of writing, doing something, and whatever goes wrong meanwhile; and what must hold after each.
+
+use std::panic::AssertUnwindSafe;
+use std::path::Path;
+use std::time::Duration;
+
+use device::Disk;
+use replica::{ReplicaError, State};
+use sync::{Class, How, SyncError};
+
+use crate::cell::{Cell, Change, Commit, Origin, Table, Target, Verb, Way};
+use crate::dice::Dice;
+use crate::host::{Event, lock};
+use crate::tracker::BLOCK;
+use crate::world::{Cuts, DISK, IMAGES, SPARE, World, content_of};
+
+/// A run that failed: what is wrong, and what led to it.
+#[derive(Debug)]
+pub struct Failure {
+    /// The run's seed.
+    pub seed: u64,
+    /// What it was about.
+    pub cell: String,
+    /// What is wrong.
+    pub why: String,
+    /// What was done.
+    pub steps: Vec<String>,
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        writeln!(f, "DSYNC_SEED={} {}: {}", self.seed, self.cell, self.why)?;
+        self.steps.iter().try_for_each(|step| writeln!(f, "    {step}"))
+    }
+}
+
+/// The cell of a seed.
+pub fn cell(seed: u64) -> String {
+    Cell::draw(&mut Dice::new(seed)).to_string()
+}
+
+/// Does the run of a seed.
+pub fn run(seed: u64, scratch: &Path) -> Result<Table, Failure> {
+    let mut dice = Dice::new(seed);
+    let cell = Cell::draw(&mut dice);
+    let world = World::new(cell, &mut dice, scratch);
+    let pipes = dice.one_in(16) && !cell.origin.is_live() && PIPES;
+    let mut run = Run {
+        world,
+        table: Table::default(),
+        faults: dice.below(4),
+        last_steps: 200,
+        lagging: false,
+        pipes,
+        backups: Vec::new(),
+    };
+    run.table.run();
+    let done = std::panic::catch_unwind(AssertUnwindSafe(|| run.all()));
+    let why = match done {
+        Ok(Ok(())) => return Ok(run.table),
+        Ok(Err(why)) => why,
+        Err(panic) => {
+            let text = panic.downcast_ref::<String>().cloned();
+            let text = text.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).into()));
+            format!("panic: {}", text.unwrap_or_default())
+        }
+    };
+    run.world.bury();
+    Err(Failure { seed, cell: cell.to_string(), why, steps: run.world.told.clone() })
+}
+
+struct Run {
+    world: World,
+    table: Table,
+    /// How many faults a round has at most.
+    faults: u64,
+    /// Steps of the last round.
+    last_steps: u64,
+    /// What was extracted may not have arrived.
+    lagging: bool,
+    /// Nothing but extracts and merges.
+    pipes: bool,
+    /// What replicas held once, to be copied over them.
+    backups: Vec<Vec<u8>>,
+}
+
+/// What is drawn once the faults that it finds have been mended: nothing but `extract | merge`, whose bookmark moves though
+/// the pipe has broken; writes to a replica while a clone is merged, or before an interrupted step was gone on from.
+const PIPES: bool = false;
+const TAMPERING: bool = false;
+
+type Checked = Result<(), String>;
+
+/// A replica's content and lineage.
+type Digest = (Option<u128>, Vec<(String, Vec<u8>)>);
+
+fn adopts(error: &SyncError) -> bool {
+    error.to_string().contains("--adopt")
+}
+
+impl Run {
+    fn all(&mut self) -> Checked {
+        self.world.add_replica();
+        let rounds = self.world.dice.within(3..9);
+        for round in 0..rounds {
+            if round > 1 && !self.pipes && self.world.dice.one_in(8) && self.world.replicas.len() < 2 {
+                self.world.add_replica();
+            }
+            let which = self.world.dice.below(self.world.replicas.len() as u64) as usize;
+            self.round(which, round == 0)?;
+        }
+        self.converge()
+    }
+
+    /// Something is done to the source, then something with it, and meanwhile something may go wrong.
+    fn round(&mut self, which: usize, first: bool) -> Checked {
+        self.prepare()?;
+        if !first {
+            let change = self.change();
+            self.table.note(format!("change {change:?}"));
+            self.write(change);
+            self.others(which);
+        }
+        let verb = self.draw_verb(first);
+        self.table.round(self.world.cell, verb);
+        let before = self.digest(which);
+        let from = lock(&self.world.moments).count().saturating_sub(1);
+        let (cuts, faultless) = self.plan_faults(which, verb);
+        let result = match verb {
+            Verb::Sync => self.sync(which, cuts),
+            Verb::Mirror => self.mirror(which, cuts),
+            Verb::Extract => self.extract(which),
+            Verb::Verify => self.verify(which, cuts),
+        };
+        self.world.tell(match &result {
+            Ok(what) => format!("  {what}"),
+            Err(error) => format!("  failed ({:?}): {error}", error.class()),
+        });
+        let steps = self.world.near.state().steps;
+        self.last_steps = (self.last_steps + steps.min(2000)) / 2;
+        for host in [&self.world.near, &self.world.far] {
+            host.heal();
+        }
+        self.world.bury();
+        self.world.replicas[which].meanwhile = false;
+        if let (Err(error), Some(before)) = (&result, before) {
+            let passes = error.to_string().contains("is being written to");
+            let passes = passes || self.world.replicas[which].touched;
+            if faultless
+                && !passes
+                && error.class() == Class::Refused
+                && self.digest(which).as_ref() != Some(&before)
+            {
+                return Err(format!("refused, but something changed at the replica: {error}"));
+            }
+        }
+        self.world.replicas[which].settled = false;
+        if self.world.dice.one_in(3) {
+            return Ok(());
+        }
+        self.check(which, from, &result)
+    }
+
+    /// A served source needs its server most of the time.
+    fn prepare(&mut self) -> Checked {
+        if self.world.cell.origin.is_live() {
+            return Ok(());
+        }
+        let stops = self.world.dice.one_in(4);
+        if self.world.server.is_some() && stops {
+            let cleanly = self.world.dice.one_in(2);
+            self.world.tell(format!("the server stops, {}", if cleanly { "cleanly" } else { "killed" }));
+            let stopped = self.world.stop(cleanly);
+            self.world.moment();
+            if let Err(error) = stopped {
+                self.world.tell(format!("  {error}"));
+            }
+            if self.world.dice.one_in(2) {
+                self.tamper_source();
+            }
+        }
+        if self.world.server.is_none() && !self.world.dice.one_in(4) {
+            self.serve()?;
+        }
+        Ok(())
+    }
+
+    fn serve(&mut self) -> Checked {
+        self.world.tell("a server starts");
+        let mut served = self.world.serve();
+        if let Err(error) = &served {
+            // A first shrink is refused; the user means it.
+            if error.to_string().contains("--allow-shrink") {
+                self.world.allow_shrink = true;
+                served = self.world.serve();
+            }
+        }
+        served.map_err(|error| format!("no server starts: {error}"))
+    }
+
+    /// Somebody writes to an image that nobody serves.
+    fn tamper_source(&mut self) {
+        let len = self.world.content().len() as u64;
+        let offset = self.world.dice.below(len / 512) * 512;
+        let byte = self.world.dice.roll() as u8;
+        self.world.tell(format!("somebody writes byte {byte} to the source at {offset}"));
+        {
+            let disk = self.world.disk();
+            let mut state = self.world.near.state();
+            let time = state.later();
+            if let Some(inode) = state.inodes.get_mut(&disk) {
+                inode.write(offset, &[byte; 512], time);
+                inode.sync(true);
+            }
+        }
+        self.world.moment();
+    }
+
+    fn change(&mut self) -> Change {
+        let mut all = vec![
+            Change::Nothing,
+            Change::Scattered,
+            Change::Scattered,
+            Change::Scattered,
+            Change::Dense,
+            Change::Moved,
+            Change::Trimmed,
+        ];
+        if self.world.cell.origin != Origin::Bpf && self.world.cell.origin != Origin::Dm {
+            all.extend([Change::Grown, Change::Shrunk]);
+        }
+        let at = self.world.dice.below(all.len() as u64) as usize;
+        all[at]
+    }
+
+    fn write(&mut self, change: Change) {
+        let len = self.world.content().len() as u64;
+        let dice = &mut self.world.dice;
+        let writes: Vec<Write> = match change {
+            Change::Nothing => Vec::new(),
+            Change::Scattered => (0..dice.within(1..12)).map(|_| Write::draw(dice, len)).collect(),
+            Change::Dense => (0..len / BLOCK)
+                .filter_map(|block| {
+                    let bytes = vec![dice.roll() as u8; BLOCK as usize];
+                    (!dice.one_in(4)).then_some(Write::Data { offset: block * BLOCK, bytes })
+                })
+                .collect(),
+            Change::Moved => {
+                let content = self.world.content();
+                let dice = &mut self.world.dice;
+                let part = dice.within(1..len / 2);
+                let (from, to) = (dice.below(len - part), dice.below(len - part));
+                vec![Write::Data {
+                    offset: to,
+                    bytes: content[from as usize..(from + part) as usize].to_vec(),
+                }]
+            }
+            Change::Trimmed => (0..dice.within(1..4)).map(|_| Write::trim(dice, len)).collect(),
+            Change::Grown | Change::Shrunk => return self.resize(change == Change::Grown),
+        };
+        if !writes.is_empty() {
+            self.world.tell(format!("{} writes ({change:?})", writes.len()));
+        }
+        let flush = self.world.dice.one_in(2);
+        if self.world.cell.origin.is_live() {
+            let disk = self.world.disk();
+            for write in writes {
+                let mut state = self.world.near.state();
+                write.queue(&mut state, disk);
+                state.end_writes(disk);
+                drop(state);
+                self.world.moment();
+            }
+            let mut state = self.world.near.state();
+            if flush {
+                if let Some(inode) = state.inodes.get_mut(&disk) {
+                    inode.sync(true);
+                }
+            }
+            if self.world.dice.one_in(3) {
+                state.idle(disk);
+            }
+        } else if let Some(server) = &self.world.server {
+            for write in writes {
+                let _ = write.through(server.source.disk());
+                self.world.moment();
+            }
+            if flush {
+                let _ = server.source.disk().flush();
+            }
+            if self.world.dice.one_in(3) {
+                let _ = server.source.disk().sweep(0);
+            }
+        } else if !writes.is_empty() {
+            self.tamper_source();
+        }
+    }
+
+    fn resize(&mut self, grows: bool) {
+        if self.world.dice.one_in(2) || self.world.stop(true).is_err() {
+            return;
+        }
+        self.world.moment();
+        let len = self.world.content().len() as u64;
+        let dice = &mut self.world.dice;
+        let wanted = if grows {
+            (len + BLOCK * dice.within(1..20)).min(200 * BLOCK)
+        } else {
+            (len - BLOCK * dice.within(1..8)).max(8 * BLOCK)
+        };
+        // A device at the other end has only so much room.
+        let most =
+            self.world.replicas.iter().enumerate().filter(|_| self.world.cell.target == Target::Device);
+        let most = most.filter_map(|(which, _)| self.world.raw(which)).map(|raw| raw.len() as u64).min();
+        let wanted = wanted.min(most.unwrap_or(u64::MAX)).min(len + SPARE);
+        self.world.tell(format!("the source is resized from {len} to {wanted}"));
+        let disk = self.world.disk();
+        let mut state = self.world.near.state();
+        let time = state.later();
+        if let Some(inode) = state.inodes.get_mut(&disk) {
+            inode.resize(wanted, time);
+            inode.sync(true);
+        }
+        drop(state);
+        self.world.moment();
+        self.world.allow_shrink = true;
+    }
+
+    /// What others do between rounds.
+    fn others(&mut self, which: usize) {
+        self.backups.extend(self.world.raw(which).filter(|_| self.world.dice.clone().one_in(3)));
+        let rests = self.world.replicas[which].settled || TAMPERING;
+        match self.world.dice.below(20) {
+            0 | 2 if rests => self.tamper_replica(which),
+            3 if rests => self.copy_over(which),
+            4 => self.rot(),
+            1 => {
+                let far = self.world.dice.one_in(2);
+                self.world.tell(format!(
+                    "the power goes at the {} end, at rest",
+                    if far { "replica's" } else { "source's" }
+                ));
+                let host = if far { self.world.far.clone() } else { self.world.near.clone() };
+                let process = host.process();
+                host.plan(0, Event::PowerCut);
+                let _ = device::Folder::sync(&crate::files::SimFolder::new(&process, "nothing"));
+                self.world.bury();
+            }
+            _ => {}
+        }
+    }
+
+    fn tamper_replica(&mut self, which: usize) {
+        let Some(raw) = self.world.raw(which).filter(|raw| raw.len() >= 512) else { return };
+        let known = &self.world.replicas[which];
+        let offset = self.world.dice.below(raw.len() as u64 / 512) * 512;
+        let byte = self.world.dice.roll() as u8;
+        let name = known.name.clone();
+        let is_device = self.world.cell.target == Target::Device;
+        {
+            let mut state = self.world.far.state();
+            let number = state.find(IMAGES, &name).unwrap_or(0);
+            let time = state.tick();
+            if let Some(inode) = state.inodes.get_mut(&number) {
+                inode.write(offset, &[byte; 512], time);
+                inode.sync(true);
+            }
+        }
+        self.world.tell(format!("somebody writes byte {byte} to {name} at {offset}"));
+        let known = &mut self.world.replicas[which];
+        known.touched = true;
+        known.tainted |= is_device;
+        if !is_device && self.world.dice.one_in(2) {
+            // A host that is rebooted has seen nothing.
+            self.world.tell("the replica's machine is switched off and on");
+            self.world.far.restart();
+            self.world.bury();
+        }
+    }
+
+    /// An older copy of the replica is put over it.
+    fn copy_over(&mut self, which: usize) {
+        if self.backups.is_empty() || self.world.cell.target == Target::Device {
+            return;
+        }
+        let backup = self.backups[self.world.dice.below(self.backups.len() as u64) as usize].clone();
+        let name = self.world.replicas[which].name.clone();
+        let mut state = self.world.far.state();
+        let Some(number) = state.find(IMAGES, &name) else { return };
+        let time = state.tick();
+        if let Some(inode) = state.inodes.get_mut(&number) {
+            inode.resize(backup.len() as u64, time);
+            inode.write(0, &backup, time);
+            inode.sync(true);
+        }
+        drop(state);
+        self.world.tell(format!("an older copy is put over {name}"));
+        self.world.replicas[which].touched = true;
+    }
+
+    /// A byte of the source's history rots.
+    fn rot(&mut self) {
+        if self.world.server.is_some() {
+            return;
+        }
+        let at = self.world.dice.roll();
+        let mut state = self.world.near.state();
+        let Some(number) = state.find(&self.world.state, "history") else { return };
+        let mut content = state.content(number);
+        // The first bytes say that it is one.
+        if content.len() < 16 {
+            return;
+        }
+        let at = 8 + at as usize % (content.len() - 8);
+        content[at] ^= 0x10;
+        if let Some(inode) = state.inodes.get_mut(&number) {
+            inode.put(&content);
+        }
+        let len = content.len();
+        drop(state);
+        self.world.tell(format!("byte {at} of {len} of the history rots"));
+        for known in &mut self.world.replicas {
+            known.adopting = true;
+        }
+    }
+
+    fn draw_verb(&mut self, first: bool) -> Verb {
+        let served = self.world.server.is_some();
+        if self.pipes {
+            return Verb::Extract;
+        }
+        match self.world.dice.below(12) {
+            0 | 1 if served => Verb::Mirror,
+            2 | 3 if !first => Verb::Extract,
+            4 if !first && !self.world.cell.origin.is_live() => Verb::Verify,
+            _ => Verb::Sync,
+        }
+    }
+
+    /// What goes wrong in this round.
+    fn plan_faults(&mut self, which: usize, verb: Verb) -> (Cuts, bool) {
+        let faults = if self.world.dice.one_in(3) { 0 } else { self.world.dice.below(self.faults + 1) };
+        let mut cuts = Cuts::NEVER;
+        for _ in 0..faults {
+            let dice = &mut self.world.dice;
+            let at = dice.within(1..self.last_steps.max(20) * 3 / 2);
+            let far = dice.one_in(2);
+            let steps = dice.within(1..60);
+            let (what, event) = match dice.below(10) {
+                0 | 1 => ("one failure", Event::Fails),
+                2 => ("one failed read", Event::Unreadable),
+                3 => ("no space for a while", Event::Full(steps)),
+                4 => ("failures for a while", Event::Broken(steps)),
+                5 | 6 => ("a kill", Event::Kill),
+                7 | 8 => ("a power cut", Event::PowerCut),
+                _ => {
+                    let left = 1 << dice.below(20);
+                    cuts = if far { Cuts(u64::MAX, left) } else { Cuts(left, u64::MAX) };
+                    self.world.tell(format!(
+                        "planned: the line is cut after {left} bytes, {}",
+                        if far { "back" } else { "out" }
+                    ));
+                    continue;
+                }
+            };
+            let host = if far { &self.world.far } else { &self.world.near };
+            host.plan(at, event);
+            let name = host.name;
+            self.world.tell(format!("planned: {what} at {name}, {at} steps on"));
+        }
+        if self.world.cell.target == Target::File && self.world.dice.one_in(12) && TAMPERING {
+            let rests =
+                self.world.cell.commit == Commit::Reflink && matches!(verb, Verb::Sync | Verb::Extract);
+            self.plan_tampering(which, rests);
+        }
+        if self.world.cell.origin.is_live() && verb != Verb::Mirror {
+            self.plan_writes();
+        }
+        (cuts, faults == 0)
+    }
+
+    /// Somebody writes to the replica while it is worked on.
+    fn plan_tampering(&mut self, which: usize, rests: bool) {
+        let Some(raw) = self.world.raw(which).filter(|raw| raw.len() >= 512) else { return };
+        let at = self.world.dice.within(1..self.last_steps.max(20));
+        let offset = self.world.dice.below(raw.len() as u64 / 512) * 512;
+        let name = self.world.replicas[which].name.clone();
+        self.world.tell(format!("planned: somebody writes to {name} at {offset}, {at} steps on"));
+        let known = &mut self.world.replicas[which];
+        (known.touched, known.meanwhile) = (true, true);
+        // What is written in the midst of own writes can't be told from them; a clone leaves the file alone.
+        known.tainted |= !rests;
+        let act = move |state: &mut crate::host::State| {
+            let time = state.tick();
+            let number = state.find(IMAGES, &name).unwrap_or(0);
+            if let Some(inode) = state.inodes.get_mut(&number).filter(|inode| inode.len() >= offset + 512) {
+                inode.write(offset, &[0xEE; 512], time);
+                inode.sync(true);
+                state.told.push(format!("somebody writes to {name}"));
+            }
+        };
+        self.world.far.plan(at, Event::Does(Box::new(act)));
+    }
+
+    /// Writers of a live disk go on while it is read.
+    fn plan_writes(&mut self) {
+        if self.world.dice.one_in(2) {
+            return;
+        }
+        let disk = self.world.disk();
+        let len = self.world.content().len() as u64;
+        let count = self.world.dice.within(1..8);
+        self.world.tell(format!("planned: {count} writes meanwhile"));
+        for _ in 0..count {
+            let dice = &mut self.world.dice;
+            let at = dice.within(1..self.last_steps.max(20));
+            let lands = at + dice.below(12);
+            let write = Write::draw(dice, len);
+            let idles = dice.one_in(4);
+            let moments = self.world.moments.clone();
+            self.world.near.plan(at, Event::Does(Box::new(move |state| write.queue(state, disk))));
+            let landing = move |state: &mut crate::host::State| {
+                state.end_writes(disk);
+                lock(&moments).add(&state.content(disk));
+                if idles {
+                    state.idle(disk);
+                }
+            };
+            self.world.near.plan(lands, Event::Does(Box::new(landing)));
+        }
+    }
+
+    fn sync(&mut self, which: usize, cuts: Cuts) -> Result<String, SyncError> {
+        let how = match self.world.dice.below(10) {
+            0 => How::Compare,
+            1 if !self.world.cell.origin.is_live() => How::Rolling,
+            2 => How::Copy,
+            _ => How::Auto,
+        };
+        let mut options = self.world.options(how);
+        options.adopt = self.world.replicas[which].touched && self.world.dice.one_in(2);
+        options.compress = self.world.dice.one_in(8).then_some(1);
+        self.world.replicas[which].adopting |= options.adopt;
+        self.table.note(format!("method {how:?}"));
+        self.world.tell(format!(
+            "sync of {} ({how:?}{})",
+            self.world.replicas[which].name,
+            if options.adopt { ", adopt" } else { "" }
+        ));
+        let writing = self.write_meanwhile();
+        let result = std::thread::scope(|scope| {
+            let world = &self.world;
+            let server = world.server.as_ref().map(|server| server.source.disk().clone());
+            let (moments, near, disk) = (world.moments.clone(), world.near.clone(), world.disk());
+            let writer = scope.spawn(move || {
+                for write in writing {
+                    let Some(server) = &server else { break };
+                    std::thread::yield_now();
+                    let mut all = lock(&moments);
+                    let _ = write.through(server);
+                    all.add(&near.state().content(disk));
+                }
+            });
+            let result = world.sync(which, &options, cuts);
+            let _ = writer.join();
+            result
+        });
+        self.world.moment();
+        result.map(|summary| {
+            let known = &mut self.world.replicas[which];
+            if summary.trust != "tracked" && summary.trust != "seeded" && !summary.trust.starts_with("fuzzy")
+            {
+                known.adopting = false;
+                if !known.meanwhile {
+                    (known.touched, known.tainted) = (false, false);
+                }
+            }
+            if summary.trust == "seeded" && !summary.resumed && !known.meanwhile {
+                known.tainted = false;
+            }
+            format!("{} at epoch {:?}, {} blocks", summary.trust, summary.epoch, summary.blocks_changed)
+        })
+    }
+
+    /// Writes to a served source while it is read.
+    fn write_meanwhile(&mut self) -> Vec<Write> {
+        let len = self.world.content().len() as u64;
+        if self.world.server.is_none() || self.world.dice.one_in(2) {
+            return Vec::new();
+        }
+        let dice = &mut self.world.dice;
+        let writes: Vec<Write> = (0..dice.within(1..10)).map(|_| Write::draw(dice, len)).collect();
+        self.world.tell(format!("{} writes meanwhile", writes.len()));
+        writes
+    }
+
+    fn mirror(&mut self, which: usize, cuts: Cuts) -> Result<String, SyncError> {
+        let len = self.world.content().len() as u64;
+        let dice = &mut self.world.dice;
+        let count = dice.within(1..20);
+        let writes: Vec<Write> = (0..count).map(|_| Write::draw(dice, len)).collect();
+        let every = Duration::from_millis(dice.pick(&[1, 1000]));
+        self.world.tell(format!("a mirror to {}, {count} writes", self.world.replicas[which].name));
+        let world = &self.world;
+        let Some(server) = &world.server else { return Ok("no server".into()) };
+        let (moments, near, disk) = (world.moments.clone(), world.near.clone(), world.disk());
+        let summary = world.mirror(which, cuts, every, |ended| {
+            for write in writes {
+                if ended() {
+                    break;
+                }
+                {
+                    let mut all = lock(&moments);
+                    let _ = write.through(server.source.disk());
+                    all.add(&near.state().content(disk));
+                }
+                std::thread::sleep(Duration::from_micros(300));
+            }
+        });
+        self.world.moment();
+        summary.map(|summary| {
+            self.table.note("mirrors that ended well");
+            format!("{} batches, {} syncs, broken {} times", summary.batches, summary.syncs, summary.broken)
+        })
+    }
+
+    fn extract(&mut self, which: usize) -> Result<String, SyncError> {
+        let breaks = if self.world.dice.one_in(4) { 1 << self.world.dice.below(20) } else { u64::MAX };
+        let arrives = if self.world.dice.one_in(4) { Some(self.world.dice.roll()) } else { None };
+        self.world.tell(format!(
+            "extract, and merge to {}{}{}",
+            self.world.replicas[which].name,
+            if breaks == u64::MAX {
+                String::new()
+            } else {
+                format!("; the pipe breaks after {breaks} bytes")
+            },
+            if arrives.is_some() { "; only a part arrives" } else { "" }
+        ));
+        let first = self.world.extract(None, breaks);
+        let delta = match first {
+            Err(SyncError::Refused(why)) if why.contains("--since") => {
+                // With the replica's own epoch, as one is told.
+                let standing = self.world.recover(which).ok().and_then(|(standing, _)| standing.epoch);
+                self.world.extract(standing.map(|epoch| epoch.number), breaks)?
+            }
+            other => other?,
+        };
+        let whole = delta.len() as u64;
+        let part = arrives.map_or(whole, |n| n % (whole + 1));
+        self.lagging |= part < whole;
+        let merged = self.world.merge(which, &delta[..part as usize])?;
+        Ok(format!("merged {part} of {whole} bytes, epoch {}", merged.epoch))
+    }
+
+    fn verify(&mut self, which: usize, cuts: Cuts) -> Result<String, SyncError> {
+        let repair = self.world.dice.one_in(2);
+        let len = self.world.content().len() as u64;
+        let ranges = match self.world.dice.one_in(2) {
+            true => {
+                let start = self.world.dice.below(len / BLOCK) * BLOCK;
+                std::iter::once(start..(start + BLOCK * 8).min(len)).collect()
+            }
+            false => Vec::new(),
+        };
+        self.world
+            .tell(format!("verify of {}, repair {repair}, {ranges:?}", self.world.replicas[which].name));
+        let whole = ranges.is_empty();
+        let options = sync::VerifyOptions {
+            repair,
+            ranges,
+            commit: self.world.cell.commit.into(),
+            may_be_cut: self.world.cell.way == Way::Far,
+            ..sync::VerifyOptions::default()
+        };
+        let verified = self.world.verify(which, &options, cuts)?;
+        let known = &mut self.world.replicas[which];
+        if repair && whole && !known.meanwhile {
+            (known.touched, known.tainted) = (false, false);
+        }
+        let innocent = !known.touched && verified.trust == "exact" && verified.changed.is_none();
+        if innocent && verified.differing.extents > 0 && !verified.repaired {
+            // Told below, where the replica is looked at.
+            self.table.note("verifies that found a difference");
+        }
+        Ok(format!("{} extents differ, trust {}", verified.differing.extents, verified.trust))
+    }
+
+    /// What of a replica a refusal must leave alone; `None` where something is still to be recovered.
+    fn digest(&self, which: usize) -> Option<Digest> {
+        let folder = self.world.far.state().snapshot(&self.world.folder_of(which));
+        let known = &self.world.replicas[which];
+        if folder.keys().any(|name| name != "lineage" && name != "rest") || known.touched || !known.settled {
+            return None;
+        }
+        let lineage = folder.into_iter().filter(|(name, _)| name == "lineage");
+        Some((self.world.raw(which).map(|raw| content_of(&raw).0), lineage.collect()))
+    }
+
+    /// What a replica says of itself, and what it holds.
+    fn check(&mut self, which: usize, from: usize, result: &Result<String, SyncError>) -> Checked {
+        let known = self.world.replicas[which].clone();
+        let (standing, content) = match self.world.recover(which) {
+            Ok(found) => found,
+            Err(error) => {
+                let allowed = match &error {
+                    ReplicaError::Changed { .. } => known.touched,
+                    ReplicaError::NotAReplica(_) => known.touched || known.adopting,
+                    _ => known.touched && error.is_refusal(),
+                };
+                return if allowed {
+                    Ok(())
+                } else {
+                    Err(format!("{} can't be opened: {error}", known.name))
+                };
+            }
+        };
+        self.world.tell(format!(
+            "  {} says epoch {:?}, ahead {}, {:?}, under way {}",
+            known.name,
+            standing.epoch.map(|epoch| epoch.number),
+            standing.ahead,
+            standing.state,
+            standing.under_way
+        ));
+        self.world.replicas[which].settled = !standing.under_way;
+        if let Some(why) = &standing.changed {
+            return if known.touched {
+                Ok(())
+            } else {
+                Err(format!("nobody changed {}, yet: {why}", known.name))
+            };
+        }
+        let claims = standing.state == State::Exact && standing.epoch.is_some();
+        if !claims || known.tainted {
+            return Ok(());
+        }
+        let in_place = standing.under_way && self.world.cell.commit == Commit::InPlace;
+        if in_place {
+            return Ok(());
+        }
+        // The destination itself, and not the copy that is to take its place.
+        let held = if standing.under_way { self.world.raw(which) } else { content };
+        let Some(held) = held else { return Err("it says that it is whole, and can't be read".into()) };
+        let held = &held[..(standing.size as usize).min(held.len())];
+        let content = content_of(held);
+        let mut moments = lock(&self.world.moments);
+        let Some(place) = moments.last(&content) else {
+            return Err(format!("{} says that it is whole, and is no moment of the source", known.name));
+        };
+        if place < known.at {
+            return Err(format!("{} went back, from moment {} to {place}", known.name, known.at));
+        }
+        let epoch = standing.epoch.filter(|_| !standing.ahead);
+        if let Some(epoch) = epoch.filter(|epoch| !moments.bind(epoch.id, content)) {
+            return Err(format!(
+                "{} says that it is epoch {}, which held something else",
+                known.name, epoch.number
+            ));
+        }
+        let ended = result.is_ok() && !self.lagging;
+        let synced =
+            result.as_ref().is_ok_and(|what| what.contains(" at epoch ") && !what.starts_with("fuzzy"));
+        if ended && synced && moments.since(&content, from).is_none() {
+            return Err(format!("{} is older than the sync that ended well", known.name));
+        }
+        let at = moments.since(&content, known.at).unwrap_or(place);
+        self.world.replicas[which].at = at;
+        Ok(())
+    }
+
+    /// Nothing fails any more: a few syncs bring every replica to the source's state.
+    fn converge(&mut self) -> Checked {
+        for host in [self.world.near.clone(), self.world.far.clone()] {
+            host.heal();
+        }
+        self.world.bury();
+        if !self.world.cell.origin.is_live() && self.world.server.is_none() && self.world.dice.one_in(2) {
+            self.serve()?;
+        }
+        let disk = self.world.disk();
+        self.world.near.state().end_writes(disk);
+        self.world.moment();
+        if self.pipes {
+            self.converge_by_pipe()?;
+        }
+        for which in 0..self.world.replicas.len() {
+            self.converge_one(which)?;
+        }
+        Ok(())
+    }
+
+    /// The same with nothing but `extract | merge`.
+    fn converge_by_pipe(&mut self) -> Checked {
+        let mut last = String::new();
+        if self.world.replicas[0].touched || self.world.replicas[0].adopting {
+            return Ok(());
+        }
+        for _ in 0..4 {
+            self.world.tell("at last, extract | merge");
+            let piped = self.world.extract(None, u64::MAX).and_then(|delta| self.world.merge(0, &delta));
+            match piped {
+                Ok(_)
+                    if self
+                        .world
+                        .raw(0)
+                        .as_deref()
+                        .is_some_and(|raw| raw.starts_with(&self.world.content())) =>
+                {
+                    return Ok(());
+                }
+                Ok(merged) => last = format!("it stands at epoch {}, and is not the source", merged.epoch),
+                Err(SyncError::Source(source::SourceError::Lost { .. })) => return Ok(()),
+                Err(error) => last = error.to_string(),
+            }
+            self.world.tell(format!("  {last}"));
+            self.world.bury();
+        }
+        Err(format!("nothing fails, and no extract and merge brings the replica up to date: {last}"))
+    }
+
+    fn converge_one(&mut self, which: usize) -> Checked {
+        let mut last = String::new();
+        for _ in 0..5 {
+            let known = self.world.replicas[which].clone();
+            let mut options = self.world.options(How::Auto);
+            options.adopt = (known.touched || known.adopting) && last.contains("--adopt");
+            if known.tainted {
+                options.how = How::Compare;
+            }
+            let from = lock(&self.world.moments).count().saturating_sub(1);
+            self.world.tell(format!(
+                "at last, a sync of {}{}",
+                known.name,
+                if options.adopt { ", adopt" } else { "" }
+            ));
+            match self.world.sync(which, &options, Cuts::NEVER) {
+                Ok(summary) => {
+                    self.world.tell(format!("  {} at epoch {:?}", summary.trust, summary.epoch));
+                    if summary.trust != "tracked" {
+                        let known = &mut self.world.replicas[which];
+                        (known.touched, known.tainted) = (false, false);
+                    }
+                    self.world.bury();
+                    self.check(which, from, &Ok(format!("{} at epoch ", summary.trust)))?;
+                    let raw = self.world.raw(which).unwrap_or_default();
+                    let content = self.world.content();
+                    let holds = raw.len() >= content.len() && raw[..content.len()] == content[..];
+                    let exact = self.world.cell.target == Target::Device || raw.len() == content.len();
+                    if self.world.replicas[which].tainted || (holds && exact) {
+                        return Ok(());
+                    }
+                    return Err(format!("a sync ended well, and {} is not {DISK}", known.name));
+                }
+                Err(error) => {
+                    last = error.to_string();
+                    self.world.tell(format!("  {last}"));
+                    if adopts(&error) && !(known.touched || known.adopting) {
+                        return Err(format!("without a cause, {} is to be adopted: {last}", known.name));
+                    }
+                    if last.contains("--allow-shrink") {
+                        self.world.allow_shrink = true;
+                    }
+                    self.world.bury();
+                }
+            }
+        }
+        Err(format!(
+            "nothing fails, and no sync brings {} up to date: {last}",
+            self.world.replicas[which].name
+        ))
+    }
+}
+
+/// A write to the source.
+#[derive(Debug, Clone)]
+enum Write {
+    Data { offset: u64, bytes: Vec<u8> },
+    Zero { offset: u64, len: u64, unmap: bool },
+}
+
+impl Write {
+    fn draw(dice: &mut Dice, len: u64) -> Write {
+        if dice.one_in(6) {
+            return Write::trim(dice, len);
+        }
+        let sectors = len / 512;
+        let first = dice.below(sectors);
+        let count = match dice.below(4) {
+            0 => 1,
+            1 => dice.within(1..40),
+            _ => 8,
+        };
+        let count = count.min(sectors - first);
+        let byte = dice.roll() as u8;
+        let mut bytes = vec![byte; (count * 512) as usize];
+        bytes.chunks_mut(512).for_each(|sector| sector[..8].copy_from_slice(&dice.roll().to_le_bytes()));
+        Write::Data { offset: first * 512, bytes }
+    }
+
+    fn trim(dice: &mut Dice, len: u64) -> Write {
+        let first = dice.below(len / BLOCK);
+        let count = dice.within(1..12).min(len / BLOCK - first);
+        Write::Zero { offset: first * BLOCK, len: count * BLOCK, unmap: dice.one_in(2) }
+    }
+
+    /// Through the served disk.
+    fn through(&self, disk: &impl Disk) -> std::io::Result<()> {
+        match self {
+            Write::Data { offset, bytes } => disk.write_at(*offset, bytes),
+            Write::Zero { offset, len, unmap } => disk.zero(*offset, *len, *unmap, false),
+        }
+    }
+
+    /// To a disk in use.
+    fn queue(&self, state: &mut crate::host::State, disk: u64) {
+        match self {
+            Write::Data { offset, bytes } => state.begin_write(disk, *offset, bytes.clone()),
+            Write::Zero { offset, len, .. } => state.begin_write(disk, *offset, vec![0; *len as usize]),
+        }
+    }
+}

@@ -1,0 +1,194 @@
+//! The cells of the matrix, drawn by the dice, and how many rounds there were in each.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use crate::dice::Dice;
+
+/// What is followed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Origin {
+    /// A served image, through the page cache.
+    File,
+    /// A served image, past the page cache.
+    Direct,
+    /// A served block device.
+    Device,
+    /// A disk in use, with the bpf tracker.
+    Bpf,
+    /// A disk in use, with dm-track.
+    Dm,
+}
+
+impl Origin {
+    /// A disk in use that the kernel follows.
+    pub fn is_live(self) -> bool {
+        matches!(self, Origin::Bpf | Origin::Dm)
+    }
+
+    /// It has no times that tell of changes.
+    pub fn is_device(self) -> bool {
+        self.is_live() || self == Origin::Device
+    }
+}
+
+/// Where the replica lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Target {
+    /// In a file.
+    File,
+    /// On a device.
+    Device,
+}
+
+/// How the ends reach each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Way {
+    /// In one process.
+    Local,
+    /// Over a line to another machine.
+    Far,
+}
+
+/// What is done in a round.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Verb {
+    /// A sync.
+    Sync,
+    /// A mirror for a while.
+    Mirror,
+    /// An extract, and a merge.
+    Extract,
+    /// A verify, which may repair.
+    Verify,
+}
+
+/// How the source changes before a round.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Change {
+    /// Not at all: the first copy, or nothing to do.
+    Nothing,
+    /// Here and there.
+    Scattered,
+    /// Most of it.
+    Dense,
+    /// Parts move.
+    Moved,
+    /// It grows.
+    Grown,
+    /// It shrinks.
+    Shrunk,
+    /// Parts are given back.
+    Trimmed,
+}
+
+/// How a replica steps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Commit {
+    /// Through the journal.
+    Journal,
+    /// In place.
+    InPlace,
+    /// By a clone.
+    Reflink,
+}
+
+impl From<Commit> for sync::Commit {
+    fn from(commit: Commit) -> sync::Commit {
+        match commit {
+            Commit::Journal => sync::Commit::Journal,
+            Commit::InPlace => sync::Commit::InPlace,
+            Commit::Reflink => sync::Commit::Reflink,
+        }
+    }
+}
+
+/// What a run is about; verb, method and change are drawn anew for each of its rounds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Cell {
+    /// What is followed.
+    pub origin: Origin,
+    /// Where the replica lies.
+    pub target: Target,
+    /// How they reach each other.
+    pub way: Way,
+    /// How the replica steps.
+    pub commit: Commit,
+}
+
+impl Cell {
+    /// A cell that exists.
+    pub fn draw(dice: &mut Dice) -> Cell {
+        // Dm comes once its disk is flushed before its record is released.
+        let origin = dice.pick(&[Origin::File, Origin::Direct, Origin::Device, Origin::Bpf]);
+        let target = dice.pick(&[Target::File, Target::Device]);
+        let way = dice.pick(&[Way::Local, Way::Far]);
+        let commit = match target {
+            Target::File => dice.pick(&[Commit::Journal, Commit::InPlace, Commit::Reflink]),
+            Target::Device => dice.pick(&[Commit::Journal, Commit::InPlace]),
+        };
+        Cell { origin, target, way, commit }
+    }
+}
+
+impl fmt::Display for Cell {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?} to {:?}, {:?}, {:?}", self.origin, self.target, self.way, self.commit)
+    }
+}
+
+/// Rounds by cell.
+#[derive(Debug, Default)]
+pub struct Table {
+    cells: BTreeMap<Cell, BTreeMap<Verb, u64>>,
+    others: BTreeMap<String, u64>,
+    runs: u64,
+}
+
+impl Table {
+    /// Counts a run.
+    pub fn run(&mut self) {
+        self.runs += 1;
+    }
+
+    /// Counts a round.
+    pub fn round(&mut self, cell: Cell, verb: Verb) {
+        *self.cells.entry(cell).or_default().entry(verb).or_default() += 1;
+    }
+
+    /// Counts something else.
+    pub fn note(&mut self, what: impl Into<String>) {
+        *self.others.entry(what.into()).or_default() += 1;
+    }
+
+    /// Adds another table.
+    pub fn add(&mut self, other: Table) {
+        self.runs += other.runs;
+        for (cell, verbs) in other.cells {
+            for (verb, count) in verbs {
+                *self.cells.entry(cell).or_default().entry(verb).or_default() += count;
+            }
+        }
+        for (what, count) in other.others {
+            *self.others.entry(what).or_default() += count;
+        }
+    }
+}
+
+impl fmt::Display for Table {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let rounds: u64 = self.cells.values().flat_map(|verbs| verbs.values()).sum();
+        writeln!(f, "{} runs, {rounds} rounds", self.runs)?;
+        writeln!(f, "{:40} {:>9} {:>9} {:>9} {:>9}", "cell", "sync", "mirror", "extract", "verify")?;
+        for (cell, verbs) in &self.cells {
+            let count = |verb| verbs.get(&verb).copied().unwrap_or(0);
+            let (a, b, c, d) =
+                (count(Verb::Sync), count(Verb::Mirror), count(Verb::Extract), count(Verb::Verify));
+            writeln!(f, "{:40} {a:>9} {b:>9} {c:>9} {d:>9}", cell.to_string())?;
+        }
+        for (what, count) in &self.others {
+            writeln!(f, "{what:40} {count:>9}")?;
+        }
+        Ok(())
+    }
+}

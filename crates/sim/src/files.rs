@@ -1,0 +1,315 @@
+//! How a process reaches what its machine holds: folders, state files, images and devices.
+
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use device::{Disk, Folder, InlineQueue, Mapping, Queue, StateFile};
+
+use crate::host::{Call, EIO, Process, State};
+use crate::inode::Inode;
+
+fn eio() -> io::Error {
+    io::Error::from_raw_os_error(EIO)
+}
+
+/// A folder of state files.
+pub struct SimFolder {
+    process: Arc<Process>,
+    name: String,
+    path: PathBuf,
+}
+
+impl SimFolder {
+    /// The folder of that name on the process's machine.
+    pub fn new(process: &Arc<Process>, name: &str) -> SimFolder {
+        // A real one, for what needs one.
+        SimFolder { process: process.clone(), name: name.into(), path: process.host.scratch.clone() }
+    }
+
+    fn call<T>(&self, call: Call, act: impl FnOnce(&mut State) -> io::Result<T>) -> io::Result<T> {
+        self.process.host.call(&self.process, call, act)
+    }
+}
+
+impl Folder for SimFolder {
+    fn open(&self, name: &str, create: bool) -> io::Result<Box<dyn StateFile>> {
+        let inode = self.call(if create { Call::Name } else { Call::Read }, |state| {
+            match state.find(&self.name, name) {
+                Some(inode) => Ok(inode),
+                None if !create => Err(io::ErrorKind::NotFound.into()),
+                None if state.is_broken() => Err(eio()),
+                None => {
+                    state.take(1)?;
+                    let inode = state.make(0, false);
+                    state.link(&self.name, name, inode);
+                    Ok(inode)
+                }
+            }
+        })?;
+        Ok(Box::new(SimFile { process: self.process.clone(), folder: self.name.clone(), inode }))
+    }
+
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        self.call(
+            Call::Name,
+            |state| if state.is_broken() { Err(eio()) } else { state.rename(&self.name, from, to) },
+        )
+    }
+
+    fn remove(&self, name: &str) -> io::Result<()> {
+        self.call(Call::Name, |state| match state.find(&self.name, name) {
+            Some(_) if state.is_broken() => Err(eio()),
+            _ => {
+                state.unlink(&self.name, name);
+                Ok(())
+            }
+        })
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.call(Call::Sync, |state| {
+            if state.is_broken() {
+                return Err(eio());
+            }
+            state.sync_names(&self.name);
+            Ok(())
+        })
+    }
+
+    fn list(&self) -> io::Result<Vec<String>> {
+        self.call(Call::Read, |state| {
+            Ok(state
+                .folders
+                .get(&self.name)
+                .map(|names| names.now.keys().cloned().collect())
+                .unwrap_or_default())
+        })
+    }
+
+    fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+/// A state file.
+struct SimFile {
+    process: Arc<Process>,
+    folder: String,
+    inode: u64,
+}
+
+impl SimFile {
+    fn call<T>(&self, call: Call, act: impl FnOnce(&mut State) -> io::Result<T>) -> io::Result<T> {
+        self.process.host.call(&self.process, call, act)
+    }
+}
+
+/// Writes to a file or device, after the faults.
+fn write(state: &mut State, number: u64, offset: u64, buf: &[u8]) -> io::Result<()> {
+    let time = state.tick();
+    if state.is_broken() {
+        // Some of it may have arrived.
+        let part = state.dice.below(buf.len() as u64 + 1) as usize / 512 * 512;
+        let inode = state.inode(number)?;
+        if part > 0 && offset + part as u64 <= inode.len() {
+            inode.write(offset, &buf[..part], time);
+        }
+        return Err(eio());
+    }
+    let grows = state.inode(number)?.grows(offset, buf.len());
+    state.take(grows)?;
+    state.inode(number)?.write(offset, buf, time);
+    Ok(())
+}
+
+fn sync(state: &mut State, number: u64, all: bool) -> io::Result<()> {
+    let broken = state.is_broken();
+    let inode = state.inode(number)?;
+    if broken {
+        inode.sync_fails();
+        return Err(eio());
+    }
+    inode.sync(all);
+    Ok(())
+}
+
+impl StateFile for SimFile {
+    fn len(&self) -> io::Result<u64> {
+        self.call(Call::Read, |state| Ok(state.inode(self.inode)?.len()))
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.call(Call::Read, |state| state.inode(self.inode)?.read(offset, buf))
+    }
+
+    fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        self.call(Call::Write, |state| write(state, self.inode, offset, buf))
+    }
+
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        self.call(Call::Write, |state| {
+            let time = state.tick();
+            if state.is_broken() {
+                return Err(eio());
+            }
+            let before = state.inode(self.inode)?.space();
+            state.inode(self.inode)?.resize(len, time);
+            state.freed(self.inode, before);
+            Ok(())
+        })
+    }
+
+    fn reserve(&self, len: u64) -> io::Result<()> {
+        self.call(Call::Write, |state| {
+            let time = state.tick();
+            if state.is_broken() {
+                return Err(eio());
+            }
+            let grows = state.inode(self.inode)?.grows(0, len as usize);
+            state.take(grows)?;
+            let inode = state.inode(self.inode)?;
+            inode.allocated.extend(0..(len as usize).div_ceil(4096));
+            if inode.len() < len {
+                inode.resize(len, time);
+            }
+            Ok(())
+        })
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.call(Call::Sync, |state| {
+            sync(state, self.inode, true)?;
+            state.sync_name_of(&self.folder, self.inode);
+            Ok(())
+        })
+    }
+
+    fn map(&self, len: u64) -> io::Result<Mapping> {
+        let process = self.process.number();
+        self.call(Call::Read, |state| state.inode(self.inode)?.map(len, process))
+    }
+}
+
+/// An image or a device.
+pub struct SimDisk {
+    process: Arc<Process>,
+    inode: u64,
+}
+
+impl SimDisk {
+    /// What lies at an inode.
+    pub fn new(process: &Arc<Process>, inode: u64) -> SimDisk {
+        SimDisk { process: process.clone(), inode }
+    }
+
+    fn call<T>(&self, call: Call, act: impl FnOnce(&mut State) -> io::Result<T>) -> io::Result<T> {
+        self.process.host.call(&self.process, call, act)
+    }
+
+    fn look<T>(&self, look: impl FnOnce(&Inode) -> T) -> Option<T> {
+        self.process.host.state().inodes.get(&self.inode).map(look)
+    }
+}
+
+fn within(inode: &Inode, offset: u64, len: u64) -> io::Result<()> {
+    match offset.checked_add(len) {
+        Some(end) if end <= inode.len() => Ok(()),
+        _ => Err(io::Error::new(io::ErrorKind::InvalidInput, "beyond the end of the disk")),
+    }
+}
+
+impl Disk for SimDisk {
+    fn len(&self) -> u64 {
+        self.look(Inode::len).unwrap_or(0)
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.call(Call::Read, |state| state.inode(self.inode)?.read(offset, buf))
+    }
+
+    fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        self.call(Call::Write, |state| {
+            within(state.inode(self.inode)?, offset, buf.len() as u64)?;
+            write(state, self.inode, offset, buf)
+        })
+    }
+
+    fn zero(&self, offset: u64, len: u64, unmap: bool, _fast: bool) -> io::Result<()> {
+        self.call(Call::Write, |state| {
+            let time = state.tick();
+            within(state.inode(self.inode)?, offset, len)?;
+            if state.is_broken() {
+                return Err(eio());
+            }
+            if !unmap {
+                let grows = state.inode(self.inode)?.grows(offset, len as usize);
+                state.take(grows)?;
+            }
+            let before = state.inode(self.inode)?.space();
+            state.inode(self.inode)?.zero(offset as usize..(offset + len) as usize, unmap, time);
+            state.freed(self.inode, before);
+            Ok(())
+        })
+    }
+
+    fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.zero(offset, len, true, false)
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        self.call(Call::Sync, |state| sync(state, self.inode, false))
+    }
+
+    fn allocated(&self, from: u64) -> io::Result<Option<Range<u64>>> {
+        self.call(Call::Read, |state| {
+            let inode = state.inode(self.inode)?;
+            let len = inode.len();
+            if from >= len {
+                return Ok(None);
+            }
+            if inode.is_device {
+                return Ok(Some(from..len));
+            }
+            let Some(first) = inode.allocated.range(from as usize / 4096..).next().copied() else {
+                return Ok(None);
+            };
+            let mut end = first;
+            while inode.allocated.contains(&end) {
+                end += 1;
+            }
+            let run = (first as u64 * 4096).max(from)..(end as u64 * 4096).min(len);
+            Ok((run.start < run.end).then_some(run))
+        })
+    }
+
+    fn resize(&self, len: u64) -> io::Result<()> {
+        self.call(Call::Write, |state| {
+            let time = state.tick();
+            if state.inode(self.inode)?.is_device {
+                return Err(io::ErrorKind::Unsupported.into());
+            }
+            if state.is_broken() {
+                return Err(eio());
+            }
+            let before = state.inode(self.inode)?.space();
+            state.inode(self.inode)?.resize(len, time);
+            state.freed(self.inode, before);
+            Ok(())
+        })
+    }
+
+    fn queue(self: Arc<Self>, _depth: u32) -> io::Result<Box<dyn Queue>> {
+        Ok(Box::new(InlineQueue::new(self)))
+    }
+}
+
+/// Makes a file durable with its times.
+pub(crate) fn settle(process: &Process, folder: &str, number: u64) -> io::Result<()> {
+    process.host.call(process, Call::Sync, |state| {
+        sync(state, number, true)?;
+        state.sync_name_of(folder, number);
+        Ok(())
+    })
+}

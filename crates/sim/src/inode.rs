@@ -1,0 +1,291 @@
+//! What a file or a device holds: now, and for certain.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::ops::Range;
+use std::sync::atomic::Ordering::SeqCst;
+
+use device::Mapping;
+use rustix::fs::MemfdFlags;
+
+use crate::dice::Dice;
+
+/// The unit that a disk writes whole.
+const SECTOR: usize = 512;
+/// The unit in which the system remembers what it has to write back.
+const PAGE: usize = 4096;
+
+/// What a power cut loses of what was not flushed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Loss {
+    /// Nothing.
+    Nothing,
+    /// All.
+    All,
+    /// Each sector as the dice fall.
+    Some,
+}
+
+/// A file or a device.
+pub(crate) struct Inode {
+    pub is_device: bool,
+    data: Vec<u8>,
+    durable: Vec<u8>,
+    /// Sectors written since they were durable.
+    dirty: BTreeSet<usize>,
+    /// Pages whose sync failed, as they were then: the system takes them for clean.
+    forgotten: Vec<(usize, Vec<u8>)>,
+    mapped: Option<(Mapping, u64)>,
+    /// When it changed last, in nanoseconds since 1970.
+    pub time: i64,
+    durable_time: i64,
+    /// Pages that take space.
+    pub allocated: BTreeSet<usize>,
+}
+
+impl Inode {
+    pub fn new(len: u64, is_device: bool, time: i64) -> Inode {
+        let data = vec![0; len as usize];
+        Inode {
+            is_device,
+            durable: data.clone(),
+            data,
+            dirty: BTreeSet::new(),
+            forgotten: Vec::new(),
+            mapped: None,
+            time,
+            durable_time: time,
+            allocated: BTreeSet::new(),
+        }
+    }
+
+    pub fn len(&self) -> u64 {
+        self.data.len() as u64
+    }
+
+    /// All of it as it is.
+    pub fn bytes(&self) -> Vec<u8> {
+        let mut bytes = self.data.clone();
+        self.fetch(&mut bytes);
+        bytes
+    }
+
+    /// Brings what lies in a mapping into `bytes`.
+    fn fetch(&self, bytes: &mut [u8]) {
+        if let Some((mapping, _)) = &self.mapped {
+            for (to, word) in bytes.chunks_exact_mut(8).zip(mapping.iter()) {
+                to.copy_from_slice(&word.load(SeqCst).to_ne_bytes());
+            }
+        }
+    }
+
+    /// The moment of the last change; a device has none.
+    pub fn changed(&mut self, time: i64) {
+        self.time = time;
+    }
+
+    pub fn read(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        let start = offset as usize;
+        let end = start.saturating_add(buf.len());
+        if end > self.data.len() {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        match &self.mapped {
+            None => buf.copy_from_slice(&self.data[start..end]),
+            Some(_) => buf.copy_from_slice(&self.bytes()[start..end]),
+        }
+        Ok(())
+    }
+
+    /// Bytes by which the file would grow, or a hole would be filled.
+    pub fn grows(&self, offset: u64, len: usize) -> u64 {
+        let pages = offset as usize / PAGE..(offset as usize + len).div_ceil(PAGE);
+        pages.filter(|page| !self.allocated.contains(page)).count() as u64 * PAGE as u64
+    }
+
+    pub fn write(&mut self, offset: u64, buf: &[u8], time: i64) {
+        let start = offset as usize;
+        let end = start + buf.len();
+        if end > self.data.len() {
+            self.data.resize(end, 0);
+        }
+        self.data[start..end].copy_from_slice(buf);
+        if let Some((mapping, _)) = &self.mapped {
+            let words = start / 8..end.div_ceil(8).min(mapping.len());
+            let mut bytes = vec![0; words.len() * 8];
+            for (at, to) in words.clone().zip(bytes.chunks_exact_mut(8)) {
+                to.copy_from_slice(&mapping[at].load(SeqCst).to_ne_bytes());
+            }
+            let from = start - words.start * 8;
+            let len = buf.len().min(bytes.len() - from);
+            bytes[from..from + len].copy_from_slice(&buf[..len]);
+            for (at, from) in words.zip(bytes.chunks_exact(8)) {
+                mapping[at].store(u64::from_ne_bytes(from.try_into().unwrap_or_default()), SeqCst);
+            }
+        }
+        self.allocated.extend(start / PAGE..end.div_ceil(PAGE));
+        self.touch(start..end, time);
+    }
+
+    fn touch(&mut self, range: Range<usize>, time: i64) {
+        self.time = time;
+        self.dirty.extend(range.start / SECTOR..range.end.div_ceil(SECTOR));
+        self.forgotten.retain(|(page, _)| page * PAGE >= range.end || (page + 1) * PAGE <= range.start);
+    }
+
+    /// Bytes of space that it takes.
+    pub fn space(&self) -> u64 {
+        self.allocated.len() as u64 * PAGE as u64
+    }
+
+    /// Makes a range read as zeroes; whole pages are given back, if `unmap`.
+    pub fn zero(&mut self, range: Range<usize>, unmap: bool, time: i64) {
+        self.data[range.clone()].fill(0);
+        if unmap {
+            for page in range.start.div_ceil(PAGE)..range.end / PAGE {
+                self.allocated.remove(&page);
+            }
+        } else {
+            self.allocated.extend(range.start / PAGE..range.end.div_ceil(PAGE));
+        }
+        self.touch(range, time);
+    }
+
+    pub fn resize(&mut self, len: u64, time: i64) {
+        let (before, len) = (self.data.len(), len as usize);
+        self.data.resize(len, 0);
+        self.allocated.retain(|page| page * PAGE < len);
+        self.touch(before.min(len)..before.max(len), time);
+    }
+
+    /// Makes it durable: its times too, with `all`.
+    pub fn sync(&mut self, all: bool) {
+        if self.mapped.is_some() {
+            self.gather();
+        }
+        let forgotten = self.still_forgotten();
+        self.durable.resize(self.data.len(), 0);
+        for sector in std::mem::take(&mut self.dirty) {
+            let bytes = sector * SECTOR..((sector + 1) * SECTOR).min(self.data.len());
+            if bytes.start >= bytes.end || forgotten.contains(&(sector * SECTOR / PAGE)) {
+                continue;
+            }
+            self.durable[bytes.clone()].copy_from_slice(&self.data[bytes]);
+        }
+        if all {
+            self.durable_time = self.time;
+        }
+    }
+
+    /// A sync that fails: the system forgets what it could not write.
+    pub fn sync_fails(&mut self) {
+        if self.mapped.is_some() {
+            self.gather();
+        }
+        let pages: BTreeSet<usize> = self.dirty.iter().map(|sector| sector * SECTOR / PAGE).collect();
+        for page in pages {
+            self.forgotten.retain(|(other, _)| *other != page);
+            let content = self.page(page).to_vec();
+            self.forgotten.push((page, content));
+        }
+    }
+
+    fn page(&self, page: usize) -> &[u8] {
+        let len = self.data.len();
+        &self.data[(page * PAGE).min(len)..((page + 1) * PAGE).min(len)]
+    }
+
+    /// Pages that were not changed since their sync failed.
+    fn still_forgotten(&mut self) -> BTreeSet<usize> {
+        let mut forgotten = std::mem::take(&mut self.forgotten);
+        forgotten.retain(|(page, content)| self.page(*page) == content);
+        let pages = forgotten.iter().map(|(page, _)| *page).collect();
+        self.forgotten = forgotten;
+        pages
+    }
+
+    /// Takes over what was stored to the mapping.
+    fn gather(&mut self) {
+        let bytes = self.bytes();
+        for (sector, (now, was)) in bytes.chunks(SECTOR).zip(self.durable.chunks(SECTOR)).enumerate() {
+            if now != was {
+                self.dirty.insert(sector);
+            }
+        }
+        self.data = bytes;
+    }
+
+    pub fn map(&mut self, len: u64, process: u64) -> io::Result<Mapping> {
+        if let Some((mapping, owner)) = &self.mapped {
+            if mapping.len() as u64 * 8 >= len && *owner == process {
+                return Ok(mapping.clone());
+            }
+            self.unmap();
+        }
+        let file = std::fs::File::from(rustix::fs::memfd_create("sim", MemfdFlags::CLOEXEC)?);
+        file.set_len(self.data.len() as u64)?;
+        std::os::unix::fs::FileExt::write_all_at(&file, &self.data, 0)?;
+        let mapping = Mapping::new(&file, len)?;
+        self.mapped = Some((mapping.clone(), process));
+        Ok(mapping)
+    }
+
+    pub fn is_mapped_by(&self, process: u64) -> bool {
+        self.mapped.as_ref().is_some_and(|(_, owner)| *owner == process)
+    }
+
+    /// The process has gone: what it stores from now on goes nowhere.
+    pub fn unmap(&mut self) {
+        if self.mapped.is_some() {
+            self.gather();
+            self.mapped = None;
+        }
+    }
+
+    /// What a power cut leaves.
+    pub fn crash(&mut self, loss: Loss, dice: &mut Dice) {
+        let forgotten = self.still_forgotten();
+        let lost = |dice: &mut Dice| match loss {
+            Loss::Nothing => false,
+            Loss::All => true,
+            Loss::Some => dice.one_in(2),
+        };
+        let len = if self.durable.len() != self.data.len() && lost(dice) {
+            self.durable.len()
+        } else {
+            self.data.len()
+        };
+        if loss != Loss::Nothing || !forgotten.is_empty() {
+            self.durable.resize(self.durable.len().max(self.data.len()), 0);
+            self.data.resize(self.durable.len(), 0);
+            let all: BTreeSet<usize> = match len == self.data.len() {
+                true => self.dirty.clone(),
+                false => (0..self.data.len().div_ceil(SECTOR)).collect(),
+            };
+            for sector in all {
+                let bytes = sector * SECTOR..((sector + 1) * SECTOR).min(self.data.len());
+                let gone = forgotten.contains(&(sector * SECTOR / PAGE)) || lost(dice);
+                if gone && bytes.start < bytes.end {
+                    self.data[bytes.clone()].copy_from_slice(&self.durable[bytes]);
+                }
+            }
+            if lost(dice) {
+                self.time = self.durable_time;
+            }
+        }
+        self.data.resize(len, 0);
+        self.durable = self.data.clone();
+        self.dirty.clear();
+        self.forgotten.clear();
+        self.durable_time = self.time;
+        self.allocated = (0..self.data.len().div_ceil(PAGE)).collect();
+    }
+
+    /// Becomes that, durably.
+    pub fn put(&mut self, content: &[u8]) {
+        self.data = content.to_vec();
+        self.durable = content.to_vec();
+        self.dirty.clear();
+        self.allocated = (0..self.data.len().div_ceil(PAGE)).collect();
+    }
+}

@@ -1,0 +1,78 @@
+//! What a source must know of the simulated thing that it follows.
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+
+use device::{Disk, DiskKind, Identity};
+use source::{Boot, Medium, SourceError};
+
+use crate::files::SimDisk;
+use crate::host::{Call, Process, lock};
+
+/// An image or device, as the process sees it that holds the source.
+pub struct SimMedium {
+    process: Arc<Process>,
+    /// The process that reads: another one, where the source is served.
+    reader: Arc<Mutex<Arc<Process>>>,
+    folder: String,
+    name: String,
+}
+
+impl SimMedium {
+    /// The image or device of that name.
+    pub fn new(
+        process: &Arc<Process>,
+        reader: &Arc<Mutex<Arc<Process>>>,
+        folder: &str,
+        name: &str,
+    ) -> SimMedium {
+        SimMedium {
+            process: process.clone(),
+            reader: reader.clone(),
+            folder: folder.into(),
+            name: name.into(),
+        }
+    }
+
+    fn failed(&self, error: std::io::Error) -> SourceError {
+        SourceError::State { what: "look at", path: PathBuf::from(&self.name), error }
+    }
+
+    fn find(&self) -> Result<u64, SourceError> {
+        let found = self.process.host.state().find(&self.folder, &self.name);
+        found.ok_or_else(|| self.failed(std::io::ErrorKind::NotFound.into()))
+    }
+}
+
+impl Medium for SimMedium {
+    fn identity(&self) -> Result<Identity, SourceError> {
+        let number = self.find()?;
+        let host = &self.process.host;
+        host.call(&self.process, Call::Read, |state| {
+            let inode = state.inode(number)?;
+            let kind = if inode.is_device { DiskKind::Block } else { DiskKind::File };
+            let time = if inode.is_device { 0 } else { inode.time };
+            Ok(Identity {
+                kind,
+                path: host.scratch.join(&self.name),
+                dev: 7,
+                ino: if inode.is_device { 0 } else { number },
+                diskseq: None,
+                size: inode.len(),
+                mtime_ns: time,
+                ctime_ns: time,
+            })
+        })
+        .map_err(|error| self.failed(error))
+    }
+
+    fn boot(&self) -> Boot {
+        let (id, began) = self.process.host.state().boot();
+        Boot { id, began }
+    }
+
+    fn reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
+        let number = self.find()?;
+        Ok(Arc::new(SimDisk::new(&lock(&self.reader), number)))
+    }
+}

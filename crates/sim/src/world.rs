@@ -1,0 +1,592 @@
+//! A source and its replicas on simulated machines, and the moments that the source went through.
+
+use std::collections::HashMap;
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use device::{DiskKind, Identity};
+use link::Link;
+use replica::{DevicePlace, Place, Replica, Standing};
+use source::{About, CutOptions, FreezeMode, Handle, Live, Source, SourceError};
+use sync::{Batching, Mirror, MirrorEvent, MirrorOptions, Stages, SyncError};
+use uuid::Uuid;
+
+use crate::cell::{Cell, Origin, Target, Way};
+use crate::dice::Dice;
+use crate::files::{SimDisk, SimFolder};
+use crate::host::{Host, Process, lock};
+use crate::medium::SimMedium;
+use crate::pipe::far_link;
+use crate::place::SimPlace;
+use crate::tracker::{BLOCK, Kernel, Kind, SimTracker};
+
+/// Bytes of a region of the write-intent log.
+const REGION: u64 = 64 << 10;
+/// The folder of images.
+pub const IMAGES: &str = "images";
+/// The source's name.
+pub const DISK: &str = "disk";
+
+/// What names a content: its hash and its length.
+pub type Content = (u128, u64);
+
+/// Names a content.
+pub fn content_of(bytes: &[u8]) -> Content {
+    (twox_hash::XxHash3_128::oneshot(bytes), bytes.len() as u64)
+}
+
+/// The moments that the source went through, in order.
+#[derive(Debug, Default)]
+pub struct Moments {
+    all: Vec<Content>,
+    places: HashMap<Content, Vec<usize>>,
+    /// What an epoch holds, once a replica has said that it is it.
+    epochs: HashMap<Uuid, Content>,
+}
+
+impl Moments {
+    /// Adds a moment, unless it is the last one.
+    pub fn add(&mut self, bytes: &[u8]) {
+        let content = content_of(bytes);
+        if self.all.last() != Some(&content) {
+            self.places.entry(content).or_default().push(self.all.len());
+            self.all.push(content);
+        }
+    }
+
+    /// Moments so far.
+    pub fn count(&self) -> usize {
+        self.all.len()
+    }
+
+    /// The last place of a content among the moments.
+    pub fn last(&self, content: &Content) -> Option<usize> {
+        self.places.get(content)?.last().copied()
+    }
+
+    /// The first place at or after `from`.
+    pub fn since(&self, content: &Content, from: usize) -> Option<usize> {
+        self.places.get(content)?.iter().find(|at| **at >= from).copied()
+    }
+
+    /// Says that an epoch holds a content. False if it holds another.
+    pub fn bind(&mut self, epoch: Uuid, content: Content) -> bool {
+        *self.epochs.entry(epoch).or_insert(content) == content
+    }
+}
+
+/// A server of the source.
+pub struct Server {
+    /// Its process.
+    pub process: Arc<Process>,
+    /// What it holds.
+    pub source: Arc<Source>,
+}
+
+/// What a test knows of a replica.
+#[derive(Debug, Clone)]
+pub struct Known {
+    /// Its name.
+    pub name: String,
+    /// Somebody else wrote to it since it was proven: it may say so.
+    pub touched: bool,
+    /// Somebody else wrote to a device: nobody need notice before it is compared.
+    pub tainted: bool,
+    /// Somebody else may write to it in this round.
+    pub meanwhile: bool,
+    /// Nothing was done with it since it was recovered.
+    pub settled: bool,
+    /// An adoption was begun.
+    pub adopting: bool,
+    /// The earliest moment that it may stand at.
+    pub at: usize,
+}
+
+/// The whole.
+pub struct World {
+    /// The source's machine.
+    pub near: Arc<Host>,
+    /// The replica's.
+    pub far: Arc<Host>,
+    /// What it is about.
+    pub cell: Cell,
+    /// Dice for what is done.
+    pub dice: Dice,
+    /// The source's server, if one runs.
+    pub server: Option<Server>,
+    reader: Arc<Mutex<Arc<Process>>>,
+    /// The source's name.
+    pub uuid: Uuid,
+    /// The folder of the source's state that is used.
+    pub state: String,
+    /// What the source went through.
+    pub moments: Arc<Mutex<Moments>>,
+    /// The replicas.
+    pub replicas: Vec<Known>,
+    /// A source that is smaller than it was is meant.
+    pub allow_shrink: bool,
+    /// What was done.
+    pub told: Vec<String>,
+}
+
+/// Bytes that a device at the replica's end has more than the source.
+pub const SPARE: u64 = 512 << 10;
+
+/// When lines are cut: after so many bytes one way and the other.
+#[derive(Debug, Clone, Copy)]
+pub struct Cuts(pub u64, pub u64);
+
+impl Cuts {
+    /// Never.
+    pub const NEVER: Cuts = Cuts(u64::MAX, u64::MAX);
+}
+
+impl World {
+    /// A source with some content, and no replica.
+    pub fn new(cell: Cell, dice: &mut Dice, scratch: &std::path::Path) -> World {
+        let near = Host::new("near", scratch, dice);
+        let far = match cell.way {
+            Way::Local => near.clone(),
+            Way::Far => Host::new("far", scratch, dice),
+        };
+        let size = BLOCK * dice.within(16..129)
+            + if dice.one_in(4) && !cell.origin.is_live() { 512 * dice.below(8) } else { 0 };
+        let process = near.process();
+        {
+            let mut state = near.state();
+            let disk = state.make(size, cell.origin.is_device());
+            state.link(IMAGES, DISK, disk);
+            state.sync_names(IMAGES);
+            let kind = match cell.origin {
+                Origin::Bpf => Some(Kind::Bpf),
+                Origin::Dm => Some(Kind::Dm),
+                _ => None,
+            };
+            if let Some(kind) = kind {
+                state.trackers.insert(disk, Kernel::new(kind, size));
+            }
+            // Some of it was there before.
+            let time = state.tick();
+            let mut content = vec![0; size as usize];
+            for sector in content.chunks_mut(512) {
+                let byte = dice.roll() as u8;
+                sector.fill(if dice.one_in(2) { byte } else { 0 });
+            }
+            if let Some(inode) = state.inodes.get_mut(&disk) {
+                inode.write(0, &content, time);
+                inode.sync(true);
+            }
+        }
+        let world = World {
+            near,
+            far,
+            cell,
+            dice: dice.fork(),
+            server: None,
+            reader: Arc::new(Mutex::new(process)),
+            uuid: Uuid::from_u128(u128::from(dice.roll()) << 64 | u128::from(dice.roll())),
+            state: "source".into(),
+            moments: Arc::default(),
+            replicas: Vec::new(),
+            allow_shrink: false,
+            told: Vec::new(),
+        };
+        world.moment();
+        world
+    }
+
+    /// Notes what was done.
+    pub fn tell(&mut self, what: impl Into<String>) {
+        // One after the other: both may be the same machine.
+        let near = self.near.state().steps;
+        let far = self.far.state().steps;
+        self.told.push(format!("[{near} {far}] {}", what.into()));
+    }
+
+    /// The inode of the source.
+    pub fn disk(&self) -> u64 {
+        self.near.state().find(IMAGES, DISK).unwrap_or(0)
+    }
+
+    /// What the source holds.
+    pub fn content(&self) -> Vec<u8> {
+        let state = self.near.state();
+        state.find(IMAGES, DISK).map(|disk| state.content(disk)).unwrap_or_default()
+    }
+
+    /// Notes the source's state of now as a moment.
+    pub fn moment(&self) {
+        lock(&self.moments).add(&self.content());
+    }
+
+    fn about(&self) -> About {
+        let kind = if self.cell.origin.is_device() { DiskKind::Block } else { DiskKind::File };
+        let path = self.near.scratch.join(DISK);
+        let identity = Identity {
+            kind,
+            path: path.clone(),
+            dev: 7,
+            ino: 0,
+            diskseq: None,
+            size: self.content().len() as u64,
+            mtime_ns: 0,
+            ctime_ns: 0,
+        };
+        About { version: About::VERSION, uuid: self.uuid, path, identity, block_size: BLOCK as u32 }
+    }
+
+    fn open_source(&self, process: &Arc<Process>) -> Result<Source, SourceError> {
+        let medium = SimMedium::new(process, &self.reader, IMAGES, DISK);
+        let options = source::Options {
+            direct: self.cell.origin != Origin::File,
+            allow_shrink: self.allow_shrink,
+            region: REGION,
+            ..source::Options::default()
+        };
+        let disk = Arc::new(SimDisk::new(process, self.disk()));
+        let folder = Arc::new(SimFolder::new(process, &self.state));
+        Source::over(self.about(), disk, folder, Box::new(medium), &options)
+    }
+
+    /// Starts a server of the source.
+    pub fn serve(&mut self) -> Result<(), SourceError> {
+        let process = self.near.process();
+        *lock(&self.reader) = process.clone();
+        let source = Arc::new(self.open_source(&process)?);
+        self.server = Some(Server { process, source });
+        Ok(())
+    }
+
+    /// Ends the server: cleanly, or as a kill does.
+    pub fn stop(&mut self, cleanly: bool) -> Result<(), SourceError> {
+        let Some(Server { process, source }) = self.server.take() else { return Ok(()) };
+        let mut result = Ok(());
+        // Conversations end a moment after their clients.
+        let mut held = Some(source);
+        for _ in 0..10_000 {
+            match held.take().map(Arc::try_unwrap) {
+                Some(Ok(source)) if cleanly => result = source.close(),
+                Some(Ok(source)) => {
+                    self.near.state().end(&process);
+                    drop(source);
+                }
+                Some(Err(shared)) => {
+                    held = Some(shared);
+                    std::thread::sleep(Duration::from_micros(50));
+                    continue;
+                }
+                None => {}
+            }
+            break;
+        }
+        self.near.state().end(&process);
+        result
+    }
+
+    /// Drops what died with its machine or its process.
+    pub fn bury(&mut self) {
+        if self.server.as_ref().is_some_and(|server| !server.process.is_alive()) {
+            let _ = self.stop(false);
+        }
+        for host in [&self.near, &self.far] {
+            if host.state().is_down {
+                host.boot();
+            }
+        }
+        self.moment();
+        for host in [&self.near, &self.far] {
+            let told = std::mem::take(&mut host.state().told);
+            self.told.extend(told);
+        }
+    }
+
+    /// Reaches the source from a process.
+    pub fn handle(&self, process: &Arc<Process>) -> Result<Handle, SyncError> {
+        *lock(&self.reader) = process.clone();
+        if let Some(server) = &self.server {
+            return Ok(Handle::of_server(&server.source)?);
+        }
+        if self.cell.origin.is_live() {
+            let tracker = SimTracker::new(process, self.disk());
+            let disk = Arc::new(SimDisk::new(process, self.disk()));
+            let folder = Arc::new(SimFolder::new(process, &self.state));
+            return Ok(Live::over(self.about(), disk, folder, Box::new(tracker))?.into());
+        }
+        Ok(Handle::of_source(self.open_source(process)?))
+    }
+
+    /// A process at the source's machine, and one at the replica's: the same, where both ends are in one.
+    pub fn processes(&self) -> (Arc<Process>, Arc<Process>) {
+        let near = self.near.process();
+        let far = if self.cell.way == Way::Local { near.clone() } else { self.far.process() };
+        (near, far)
+    }
+
+    /// Ends processes that have done their work.
+    pub fn exit(&self, near: &Process, far: &Process) {
+        self.near.state().end(near);
+        self.far.state().end(far);
+    }
+
+    /// A replica of the source, not made yet.
+    pub fn add_replica(&mut self) -> usize {
+        let name = format!("copy-{}", self.replicas.len());
+        if self.cell.target == Target::Device {
+            let size = self.content().len() as u64 + SPARE;
+            let mut state = self.far.state();
+            let device = state.make(size.div_ceil(BLOCK) * BLOCK, true);
+            state.link(IMAGES, &name, device);
+            state.sync_names(IMAGES);
+        }
+        self.replicas.push(Known {
+            name,
+            touched: false,
+            tainted: false,
+            meanwhile: false,
+            settled: false,
+            adopting: false,
+            at: 0,
+        });
+        self.replicas.len() - 1
+    }
+
+    /// What a replica's file or device holds; `None` if there is none.
+    pub fn raw(&self, which: usize) -> Option<Vec<u8>> {
+        let state = self.far.state();
+        Some(state.content(state.find(IMAGES, &self.replicas[which].name)?))
+    }
+
+    /// The folder of a replica's state.
+    pub fn folder_of(&self, which: usize) -> String {
+        format!("state of {}", self.replicas[which].name)
+    }
+
+    /// Opens a replica from a process.
+    pub fn open_replica(
+        far: &Arc<Process>,
+        target: Target,
+        name: &str,
+        options: &replica::Options,
+    ) -> replica::Result<Replica> {
+        let folder = SimFolder::new(far, &format!("state of {name}"));
+        let place: Box<dyn Place> = match target {
+            Target::File => Box::new(SimPlace::new(far, IMAGES, name)),
+            Target::Device => {
+                let device = far.host.state().find(IMAGES, name).unwrap_or(0);
+                let path = PathBuf::from("/dev").join(name);
+                Box::new(DevicePlace::over(path, Arc::new(SimDisk::new(far, device))))
+            }
+        };
+        Replica::begin(place, Box::new(folder), options)
+    }
+
+    /// Opens a replica as `recover` does, and says where it stands, and what it holds.
+    pub fn recover(&self, which: usize) -> replica::Result<(Standing, Option<Vec<u8>>)> {
+        let process = self.far.process();
+        let opened = Self::open_replica(
+            &process,
+            self.cell.target,
+            &self.replicas[which].name,
+            &replica::Options::default(),
+        );
+        let found = opened.map(|replica| {
+            let content = replica.content().ok().and_then(|disk| {
+                let mut bytes = vec![0; disk.len() as usize];
+                disk.read_at(0, &mut bytes).ok().map(|()| bytes)
+            });
+            (replica.standing().clone(), content)
+        });
+        self.far.state().end(&process);
+        found
+    }
+
+    /// A line between two processes.
+    pub fn line(&self, near: &Process, far: &Process, cuts: Cuts) -> (Link, Link) {
+        match self.cell.way {
+            Way::Local => Link::pair(),
+            Way::Far => far_link(near, far, cuts.0, cuts.1),
+        }
+    }
+
+    /// A conversation about a replica: `say` at the source's end.
+    pub fn converse<T>(
+        &self,
+        which: usize,
+        cuts: Cuts,
+        say: impl FnOnce(&Handle, Link, &std::path::Path, &str) -> Result<T, SyncError>,
+    ) -> Result<T, SyncError> {
+        let (near, far) = self.processes();
+        let result = (|| {
+            let handle = self.handle(&near)?;
+            let (here, there) = self.line(&near, &far, cuts);
+            let (name, target) = (self.replicas[which].name.clone(), self.cell.target);
+            let path = self.far.scratch.join(&name);
+            let said = std::thread::scope(|scope| {
+                let far = &far;
+                let (name, path) = (&name, &path);
+                scope.spawn(move || {
+                    sync::receive_over(there, &|options| Self::open_replica(far, target, name, options))
+                });
+                say(&handle, here, path, &format!("far:{name}"))
+            })?;
+            handle.close()?;
+            Ok(said)
+        })();
+        self.exit(&near, &far);
+        result
+    }
+
+    /// A sync.
+    pub fn sync(
+        &self,
+        which: usize,
+        options: &sync::Options,
+        cuts: Cuts,
+    ) -> Result<sync::Summary, SyncError> {
+        self.converse(which, cuts, |handle, link, path, name| {
+            sync::push(handle, link, path, name, options, &|_, _| {})
+        })
+    }
+
+    /// A verify.
+    pub fn verify(
+        &self,
+        which: usize,
+        options: &sync::VerifyOptions,
+        cuts: Cuts,
+    ) -> Result<sync::Verified, SyncError> {
+        self.converse(which, cuts, |handle, link, path, name| {
+            sync::verify(handle, link, path, name, options, &|_, _| {})
+        })
+    }
+
+    /// What a sync is told in this cell.
+    pub fn options(&self, how: sync::How) -> sync::Options {
+        sync::Options {
+            how,
+            commit: self.cell.commit.into(),
+            may_be_cut: self.cell.way == Way::Far,
+            passes: 6,
+            cut: CutOptions { freeze: FreezeMode::Auto, limit: Duration::from_secs(10) },
+            ..sync::Options::default()
+        }
+    }
+
+    /// A mirror of the served source, while `write` writes to it. Ends when that has returned, or at the first trouble.
+    pub fn mirror(
+        &self,
+        which: usize,
+        cuts: Cuts,
+        epoch_every: Duration,
+        write: impl FnOnce(&dyn Fn() -> bool) + Send,
+    ) -> Result<sync::MirrorSummary, SyncError> {
+        let (near, far) = self.processes();
+        let (name, target) = (self.replicas[which].name.clone(), self.cell.target);
+        let path = self.far.scratch.join(&name);
+        let options = MirrorOptions {
+            sync: self.options(sync::How::Auto),
+            batching: Batching {
+                alpha: 0.5,
+                beta: 1.0,
+                first: Duration::from_micros(200),
+                least: Duration::from_micros(100),
+                rpo: Duration::from_millis(1),
+                rate: None,
+                adaptive: true,
+            },
+            here: Stages::SERIAL,
+            there: Stages::SERIAL,
+            epoch_every,
+        };
+        let (stop, working) = (AtomicBool::new(false), AtomicBool::new(false));
+        let result = std::thread::scope(|scope| {
+            let (stop, working) = (&stop, &working);
+            scope.spawn(move || {
+                // Batches begin after the first sync.
+                let patience = std::time::Instant::now() + Duration::from_secs(5);
+                while !working.load(SeqCst) && !stop.load(SeqCst) && std::time::Instant::now() < patience {
+                    std::thread::sleep(Duration::from_micros(100));
+                }
+                write(&|| stop.load(SeqCst));
+                stop.store(true, SeqCst);
+            });
+            let tell = |event: MirrorEvent<'_>| match event {
+                MirrorEvent::Mirroring => working.store(true, SeqCst),
+                MirrorEvent::Broken(..) => stop.store(true, SeqCst),
+                _ => {}
+            };
+            let mut first = Some(cuts);
+            let (far, name) = (&far, &name);
+            let mut connect = || {
+                if !far.is_alive() || !near.is_alive() {
+                    return Err(SyncError::Refused("nobody is there".into()));
+                }
+                let (here, there) = self.line(&near, far, first.take().unwrap_or(Cuts::NEVER));
+                scope.spawn(move || {
+                    sync::receive_over(there, &|options| Self::open_replica(far, target, name, options))
+                });
+                Ok(here)
+            };
+            let mut attach = || self.handle(&near);
+            let mirror = Mirror {
+                attach: &mut attach,
+                connect: &mut connect,
+                destination: &path,
+                name: &format!("far:{name}"),
+                options: &options,
+                stop,
+                tell: &tell,
+                progress: &|_, _| {},
+            };
+            let result = mirror.run();
+            stop.store(true, SeqCst);
+            result
+        });
+        self.exit(&near, &far);
+        result
+    }
+
+    /// A delta for whoever carries it on. The pipe breaks after so many bytes.
+    pub fn extract(&self, since: Option<u64>, breaks: u64) -> Result<Vec<u8>, SyncError> {
+        struct Pipe<'a>(&'a mut Vec<u8>, u64);
+        impl Write for Pipe<'_> {
+            fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
+                if self.1 < buf.len() as u64 {
+                    return Err(io::ErrorKind::BrokenPipe.into());
+                }
+                self.1 -= buf.len() as u64;
+                self.0.extend_from_slice(buf);
+                Ok(buf.len())
+            }
+            fn flush(&mut self) -> io::Result<()> {
+                Ok(())
+            }
+        }
+        let process = self.near.process();
+        let mut delta = Vec::new();
+        let result = (|| {
+            let handle = self.handle(&process)?;
+            let since = since.map(|number| number.to_string());
+            sync::extract(&handle, since.as_deref(), None, Pipe(&mut delta, breaks), &|_, _| {})?;
+            Ok(handle.close()?)
+        })();
+        self.near.state().end(&process);
+        result.map(|()| delta)
+    }
+
+    /// Merges a delta into a replica.
+    pub fn merge(&self, which: usize, delta: &[u8]) -> Result<sync::Merged, SyncError> {
+        let process = self.far.process();
+        let name = &self.replicas[which].name;
+        let result = sync::merge_over(
+            || Self::open_replica(&process, self.cell.target, name, &replica::Options::default()),
+            self.cell.commit.into(),
+            delta,
+        );
+        self.far.state().end(&process);
+        result
+    }
+}

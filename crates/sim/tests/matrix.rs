@@ -1,0 +1,91 @@
+//! The matrix, a sample of it; with `DSYNC_SOAK=1` a million runs. `DSYNC_SEED` repeats one run, `DSYNC_ROUNDS` says how many.
+#![allow(missing_docs)]
+
+use std::path::Path;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::time::{Duration, Instant};
+
+use sim::campaign;
+use sim::cell::Table;
+
+fn number(name: &str) -> Option<u64> {
+    std::env::var(name).ok().and_then(|text| text.parse().ok())
+}
+
+/// Runs that take longer than this hang.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+#[test]
+fn whatever_fails_a_replica_is_what_it_says() {
+    let memory = Path::new("/dev/shm");
+    let scratch = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }.unwrap();
+    std::fs::write(scratch.path().join("disk"), b"").unwrap();
+    let once = number("DSYNC_SEED");
+    let soak = std::env::var_os("DSYNC_SOAK").is_some();
+    let count = number("DSYNC_ROUNDS").unwrap_or(if soak { 1_000_000 } else { 200 });
+    let first = once.unwrap_or_else(|| {
+        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_nanos() as u64
+            % (1 << 40)
+    });
+    let count = if once.is_some() && number("DSYNC_ROUNDS").is_none() { 1 } else { count };
+    println!("DSYNC_SEED={first} DSYNC_ROUNDS={count}");
+    let threads = number("DSYNC_THREADS").unwrap_or(4).min(count);
+    // Only cells whose name has this in it.
+    let only = std::env::var("DSYNC_CELL").ok();
+    let keep_going = std::env::var_os("DSYNC_KEEP_GOING").is_some();
+    let (next, failed, done) = (AtomicU64::new(0), Mutex::new(Vec::new()), AtomicBool::new(false));
+    let table = Mutex::new(Table::default());
+    let busy = Mutex::new(std::collections::BTreeMap::<u64, Instant>::new());
+    let began = Instant::now();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(SeqCst) {
+                std::thread::park_timeout(Duration::from_millis(20));
+                let stuck = busy
+                    .lock()
+                    .unwrap()
+                    .iter()
+                    .find(|(_, since)| since.elapsed() > PATIENCE)
+                    .map(|(n, _)| *n);
+                if let Some(seed) = stuck {
+                    eprintln!("DSYNC_SEED={seed} hangs");
+                    std::process::exit(1);
+                }
+            }
+        });
+        let workers: Vec<_> = (0..threads)
+            .map(|_| {
+                scope.spawn(|| {
+                    loop {
+                        let n = next.fetch_add(1, SeqCst);
+                        if n >= count || (!keep_going && !failed.lock().unwrap().is_empty()) {
+                            break;
+                        }
+                        let seed = first + n;
+                        if only.as_ref().is_some_and(|only| !campaign::cell(seed).contains(only)) {
+                            continue;
+                        }
+                        busy.lock().unwrap().insert(seed, Instant::now());
+                        match campaign::run(seed, scratch.path()) {
+                            Ok(counted) => table.lock().unwrap().add(counted),
+                            Err(failure) => {
+                                println!("{failure}");
+                                failed
+                                    .lock()
+                                    .unwrap()
+                                    .push(format!("{}: {} {}", failure.seed, failure.cell, failure.why));
+                            }
+                        }
+                        busy.lock().unwrap().remove(&seed);
+                    }
+                })
+            })
+            .collect();
+        workers.into_iter().for_each(|worker| worker.join().unwrap());
+        done.store(true, SeqCst);
+    });
+    println!("{}{:.1} s", table.into_inner().unwrap(), began.elapsed().as_secs_f64());
+    let failed = failed.into_inner().unwrap();
+    assert!(failed.is_empty(), "{} runs failed:\n{}", failed.len(), failed.join("\n"));
+}
