@@ -6,11 +6,13 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::ops::Deref;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
+use rustix::fs::{AtFlags, Mode, OFlags, openat, renameat, unlinkat};
+use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
 /// A folder of state files. Names are plain file names.
@@ -71,10 +73,11 @@ pub fn replace(folder: &dyn Folder, name: &str, content: &[u8]) -> io::Result<()
     folder.sync()
 }
 
-/// The real folder.
+/// The real folder. It is held open: what is done in it stays there, whatever is mounted over its path meanwhile.
 #[derive(Debug, Clone)]
 pub struct Dir {
     path: PathBuf,
+    held: Arc<File>,
 }
 
 impl Dir {
@@ -82,33 +85,55 @@ impl Dir {
     pub fn open(path: &Path) -> io::Result<Dir> {
         use std::os::unix::fs::DirBuilderExt;
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path)?;
-        Ok(Dir { path: path.to_path_buf() })
+        Dir::existing(path)
+    }
+
+    /// Opens a folder that must be there.
+    pub fn existing(path: &Path) -> io::Result<Dir> {
+        let held = OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY).open(path)?;
+        Ok(Dir { path: path.to_path_buf(), held: Arc::new(held) })
+    }
+
+    /// True if its path still leads to it: nothing was mounted over it, and it was not unmounted or moved.
+    pub fn is_at_path(&self) -> io::Result<bool> {
+        use std::os::unix::fs::MetadataExt;
+        let held = self.held.metadata()?;
+        match std::fs::metadata(&self.path) {
+            Ok(found) => Ok((found.dev(), found.ino()) == (held.dev(), held.ino())),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// The open folder, for calls that take names within it.
+    pub fn held(&self) -> &File {
+        &self.held
     }
 }
 
 impl Folder for Dir {
     fn open(&self, name: &str, create: bool) -> io::Result<Box<dyn StateFile>> {
-        let file = OpenOptions::new().read(true).write(true).create(create).open(self.path.join(name))?;
-        Ok(Box::new(RealFile { file }))
+        let flags = if create { OFlags::RDWR | OFlags::CREATE } else { OFlags::RDWR };
+        let file = openat(&self.held, name, flags | OFlags::CLOEXEC, Mode::from_raw_mode(0o666))?;
+        Ok(Box::new(RealFile { file: file.into() }))
     }
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {
-        std::fs::rename(self.path.join(from), self.path.join(to))
+        Ok(renameat(&self.held, from, &self.held, to)?)
     }
     fn remove(&self, name: &str) -> io::Result<()> {
-        match std::fs::remove_file(self.path.join(name)) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
-            _ => Ok(()),
+        match unlinkat(&self.held, name, AtFlags::empty()) {
+            Err(Errno::NOENT) => Ok(()),
+            other => Ok(other?),
         }
     }
     fn sync(&self) -> io::Result<()> {
-        File::open(&self.path)?.sync_all()
+        self.held.sync_all()
     }
     fn list(&self) -> io::Result<Vec<String>> {
         let mut names = Vec::new();
-        for entry in std::fs::read_dir(&self.path)? {
-            if let Ok(name) = entry?.file_name().into_string() {
-                names.push(name);
-            }
+        for entry in rustix::fs::Dir::read_from(&self.held)? {
+            let name = entry?.file_name().to_owned();
+            names.extend(name.into_string().ok().filter(|name| name != "." && name != ".."));
         }
         names.sort();
         Ok(names)

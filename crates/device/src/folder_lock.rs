@@ -1,12 +1,14 @@
 //! One process at a time works on a folder of state.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, flock, openat, statat};
 use rustix::io::Errno;
+
+use crate::folder::{Dir, Folder};
 
 const NAME: &str = "lock";
 
@@ -14,23 +16,27 @@ const NAME: &str = "lock";
 #[derive(Debug)]
 pub struct FolderLock {
     file: File,
-    path: PathBuf,
+    folder: Dir,
 }
 
 impl FolderLock {
-    /// Takes the lock of a folder; an inner `Err` says who has it.
+    /// Takes the lock of the folder at a path; an inner `Err` says who has it.
     pub fn take(folder: &Path) -> io::Result<Result<FolderLock, String>> {
-        let path = folder.join(NAME);
+        FolderLock::of(&Dir::existing(folder)?)
+    }
+
+    /// Takes the lock of a folder; an inner `Err` says who has it.
+    pub fn of(folder: &Dir) -> io::Result<Result<FolderLock, String>> {
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC;
         loop {
-            let mut file =
-                OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path)?;
+            let mut file: File = openat(folder.held(), NAME, flags, Mode::from_raw_mode(0o666))?.into();
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
                 Err(Errno::WOULDBLOCK) => return Ok(Err(holder(&mut file)?)),
                 Err(e) => return Err(e.into()),
             }
             // Its last holder may have removed it between the opening and the lock.
-            let here = std::fs::symlink_metadata(&path).map(|m| (m.dev(), m.ino()));
+            let here = statat(folder.held(), NAME, AtFlags::SYMLINK_NOFOLLOW).map(|m| (m.st_dev, m.st_ino));
             let ours = file.metadata()?;
             if here.is_ok_and(|here| here == (ours.dev(), ours.ino())) {
                 file.set_len(0)?;
@@ -38,7 +44,7 @@ impl FolderLock {
                 let host = rustix::system::uname();
                 let host = host.nodename().to_string_lossy();
                 write!(file, "{} (process {} on {host})", program.trim(), std::process::id())?;
-                return Ok(Ok(FolderLock { file, path }));
+                return Ok(Ok(FolderLock { file, folder: folder.clone() }));
             }
         }
     }
@@ -46,9 +52,9 @@ impl FolderLock {
     /// Gives the lock up and removes its file, and the folder if that leaves it empty: for a folder that was made only to
     /// hold a lock.
     pub fn remove(self) {
-        let _ = std::fs::remove_file(&self.path);
-        if let Some(folder) = self.path.parent() {
-            let _ = std::fs::remove_dir(folder);
+        let _ = self.folder.remove(NAME);
+        if self.folder.is_at_path().is_ok_and(|at_path| at_path) {
+            let _ = std::fs::remove_dir(self.folder.path());
         }
         drop(self.file);
     }

@@ -1,9 +1,8 @@
 //! Content that two files share, where their file system can (XFS, Btrfs).
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::path::Path;
 
 use crate::sys;
 
@@ -16,12 +15,11 @@ pub struct Sharing {
 }
 
 impl Sharing {
-    /// Lets the file at `to` share what the one at `from` holds.
+    /// Lets the file `to`, open for writing, share what `from` holds.
     ///
     /// # Errors
-    /// If one of them can't be opened.
-    pub fn new(from: &Path, to: &Path) -> io::Result<Sharing> {
-        let (from, to) = (File::open(from)?, OpenOptions::new().write(true).open(to)?);
+    /// If their file system can't be asked.
+    pub fn new(from: File, to: File) -> io::Result<Sharing> {
         let block = rustix::fs::fstatvfs(&to)?.f_bsize.max(1);
         Ok(Sharing { from, to, block })
     }

@@ -1,19 +1,19 @@
 //! The place of a destination: everything that is done to it besides reading and writing its bytes.
 
 use std::ffi::OsString;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
+use std::os::unix::fs::{MetadataExt, fchown};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use device::{Disk, Medium, Sharing};
-use rustix::fs::{CWD, RenameFlags};
+use device::{Dir, Disk, Medium, Sharing};
+use rustix::fs::{AtFlags, Mode, OFlags, RenameFlags, openat, renameat, renameat_with, unlinkat};
 use rustix::io::Errno;
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::error::Result;
+use crate::error::{Result, io_error};
 use crate::lineage::Stamp;
 
 /// One of the two files of a place.
@@ -36,6 +36,10 @@ pub trait Place: Send {
     /// True for a block device: it has its size, its content before the first seed may be anything, and nothing can be
     /// renamed over it.
     fn is_device(&self) -> bool;
+    /// True if the path still leads to where the destination is: nothing was mounted over it, or unmounted.
+    fn is_at_path(&self) -> io::Result<bool> {
+        Ok(true)
+    }
     /// What names the disk, of a block device.
     fn disk(&self) -> Option<String> {
         None
@@ -62,25 +66,39 @@ pub trait Place: Send {
     fn sync(&self) -> io::Result<()>;
 }
 
-/// A file's place.
+/// A file's place. Its folder is held open: what is mounted over that meanwhile is another place.
 pub(crate) struct FilePlace {
     path: PathBuf,
-    partial: PathBuf,
+    folder: Dir,
+    name: OsString,
+    partial: OsString,
 }
 
 impl FilePlace {
     /// The place of a file at an absolute path.
-    pub fn new(path: PathBuf) -> FilePlace {
-        let mut name = OsString::from(path.as_os_str());
-        name.push(".partial");
-        FilePlace { path, partial: name.into() }
+    ///
+    /// # Errors
+    /// If its folder can't be opened.
+    pub fn new(path: PathBuf) -> io::Result<FilePlace> {
+        let folder = Dir::existing(path.parent().unwrap_or(Path::new("/")))?;
+        let name = path.file_name().unwrap_or_default().to_owned();
+        let mut partial = name.clone();
+        partial.push(".partial");
+        Ok(FilePlace { path, folder, name, partial })
     }
 
-    fn file(&self, which: Which) -> &Path {
+    fn name(&self, which: Which) -> &OsString {
         match which {
-            Which::Whole => &self.path,
+            Which::Whole => &self.name,
             Which::Partial => &self.partial,
         }
+    }
+
+    /// Opens one of the files; `create` makes it, which must not exist.
+    fn file(&self, which: Which, flags: OFlags) -> io::Result<File> {
+        // A disk holds what its files' modes would hide: for the owner alone.
+        let mode = Mode::from_raw_mode(0o600);
+        Ok(openat(self.folder.held(), self.name(which), flags | OFlags::CLOEXEC, mode)?.into())
     }
 }
 
@@ -103,7 +121,9 @@ impl Place for FilePlace {
     }
 
     fn stamp(&self, which: Which) -> io::Result<Option<Stamp>> {
-        match std::fs::symlink_metadata(self.file(which)) {
+        // Looked at without being opened: it may be anything by now.
+        let flags = OFlags::PATH | OFlags::NOFOLLOW;
+        match self.file(which, flags).and_then(|file| file.metadata()) {
             Ok(found) => Ok(Some(stamp_of(&found))),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(e) => Err(e),
@@ -111,7 +131,7 @@ impl Place for FilePlace {
     }
 
     fn settle(&self) -> io::Result<Stamp> {
-        let file = File::open(&self.path)?;
+        let file = self.file(Which::Whole, OFlags::RDONLY)?;
         // Not only the data: after a power cut the inode must not wake up with an older time than the stamp's.
         file.sync_all()?;
         let stamp = stamp_of(&file.metadata()?);
@@ -128,18 +148,19 @@ impl Place for FilePlace {
 
     fn open(&self, which: Which) -> Result<Arc<dyn Disk>> {
         let options = device::Options { write: true, direct: true, exclusive: false };
-        Ok(device::open(self.file(which), &options)?)
+        let path = self.path.with_file_name(self.name(which));
+        let file = self.file(which, OFlags::RDWR).map_err(io_error("open", &path))?;
+        Ok(device::adopt(file, &path, &options)?)
     }
 
     fn create(&self) -> io::Result<u64> {
-        // A disk holds what its files' modes would hide: for the owner alone.
-        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&self.partial)?;
+        let file = self.file(Which::Partial, OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL)?;
         Ok(file.metadata()?.ino())
     }
 
     fn clone_whole(&self) -> io::Result<()> {
-        let from = File::open(&self.path)?;
-        let to = OpenOptions::new().write(true).open(&self.partial)?;
+        let from = self.file(Which::Whole, OFlags::RDONLY)?;
+        let to = self.file(Which::Partial, OFlags::WRONLY)?;
         rustix::fs::ioctl_ficlone(&to, &from)?;
         let old = from.metadata()?;
         if (old.uid(), old.gid()) != (to.metadata()?.uid(), to.metadata()?.gid()) {
@@ -149,33 +170,37 @@ impl Place for FilePlace {
     }
 
     fn sharing(&self) -> Option<Sharing> {
-        Sharing::new(&self.path, &self.partial).ok()
+        let from = self.file(Which::Whole, OFlags::RDONLY).ok()?;
+        Sharing::new(from, self.file(Which::Partial, OFlags::WRONLY).ok()?).ok()
     }
 
     fn rename(&self, replace: bool) -> io::Result<()> {
+        let held = self.folder.held();
+        let over = || Ok(renameat(held, &self.partial, held, &self.name)?);
         if replace {
-            return std::fs::rename(&self.partial, &self.path);
+            return over();
         }
-        match rustix::fs::renameat_with(CWD, &self.partial, CWD, &self.path, RenameFlags::NOREPLACE) {
+        match renameat_with(held, &self.partial, held, &self.name, RenameFlags::NOREPLACE) {
             // Where the file system knows no such rename, a look before it must do.
-            Err(Errno::INVAL | Errno::NOSYS) if !self.path.try_exists()? => {
-                std::fs::rename(&self.partial, &self.path)
-            }
+            Err(Errno::INVAL | Errno::NOSYS) if self.stamp(Which::Whole)?.is_none() => over(),
             Err(Errno::INVAL | Errno::NOSYS) => Err(io::ErrorKind::AlreadyExists.into()),
             other => Ok(other?),
         }
     }
 
     fn remove(&self) -> io::Result<()> {
-        match std::fs::remove_file(&self.partial) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
-            _ => Ok(()),
+        match unlinkat(self.folder.held(), &self.partial, AtFlags::empty()) {
+            Err(Errno::NOENT) => Ok(()),
+            other => Ok(other?),
         }
     }
 
     fn sync(&self) -> io::Result<()> {
-        let parent = self.path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        File::open(parent)?.sync_all()
+        self.folder.held().sync_all()
+    }
+
+    fn is_at_path(&self) -> io::Result<bool> {
+        self.folder.is_at_path()
     }
 }
 

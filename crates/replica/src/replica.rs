@@ -14,7 +14,7 @@ use crate::error::{ReplicaError, Result, disk_error, io_error};
 use crate::journal::{self, ARRIVING, Contents, WHOLE};
 use crate::lineage::{Lineage, Position, Stamp, State, StepPlace, Toward};
 use crate::place::{DevicePlace, FilePlace, Place, Which};
-use crate::rest;
+use crate::rest::{self, covered};
 
 /// How to open a replica.
 #[derive(Debug, Clone, Default)]
@@ -262,7 +262,7 @@ impl Replica {
             return Err(ReplicaError::NotAReplica(path));
         }
         let folder = device::Dir::open(&folder_path).map_err(io_error("make", &folder_path))?;
-        let lock = match FolderLock::take(&folder_path).map_err(io_error("lock", &folder_path))? {
+        let lock = match FolderLock::of(&folder).map_err(io_error("lock", &folder_path))? {
             Ok(lock) => lock,
             Err(holder) => return Err(ReplicaError::Busy { path, holder }),
         };
@@ -281,8 +281,11 @@ impl Replica {
             let place: Box<dyn Place> = if device {
                 Box::new(DevicePlace::new(path.clone())?)
             } else {
-                Box::new(FilePlace::new(path.clone()))
+                Box::new(FilePlace::new(path.clone()).map_err(io_error("open the folder of", &path))?)
             };
+            if !folder.is_at_path().map_err(io_error("look at", &folder_path))? {
+                return Err(covered(&path));
+            }
             let mut replica = Replica::begin(place, Box::new(folder), options)?;
             replica.image = image;
             Ok(replica)
@@ -584,6 +587,7 @@ impl Replica {
 
     /// Puts NAME.partial in place.
     pub(crate) fn rename(&self, replace: bool) -> Result<()> {
+        self.at_path()?;
         match self.place.rename(replace) {
             Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {
                 Err(ReplicaError::NotAReplica(self.place.path().to_path_buf()))

@@ -5,6 +5,8 @@
 //! stamps in the lineage are of long ago, it is noted in the folder too: not durably, for a process that is killed leaves the
 //! system's memory behind, and after a power cut nobody can say what the file's times should be.
 
+use std::path::Path;
+
 use serde::{Deserialize, Serialize};
 
 use crate::error::{ReplicaError, Result, io_error};
@@ -51,7 +53,23 @@ impl Stamp {
     }
 }
 
+/// The path leads elsewhere by now.
+pub(crate) fn covered(path: &Path) -> ReplicaError {
+    ReplicaError::Away(format!(
+        "replica {} is not where it was: another file system was mounted over its folder, or its own was unmounted",
+        path.display()
+    ))
+}
+
 impl Replica {
+    /// Makes sure that the path still leads to the destination that is open.
+    pub(crate) fn at_path(&self) -> Result<()> {
+        match self.place.is_at_path().map_err(io_error("look at the folder of", self.path()))? {
+            true => Ok(()),
+            false => Err(covered(self.path())),
+        }
+    }
+
     fn touched(&self, why: &str) -> ReplicaError {
         ReplicaError::Changed { path: self.path().to_path_buf(), why: why.into() }
     }
@@ -71,6 +89,7 @@ impl Replica {
 
     /// Makes sure that nobody else has changed the file since it was left alone.
     pub(crate) fn untouched(&self) -> Result<()> {
+        self.at_path()?;
         let Some(left) = &self.left else { return Ok(()) };
         let why = match self.stamp(Which::Whole)? {
             None => return Err(self.gone()),
@@ -81,6 +100,7 @@ impl Replica {
 
     /// Makes sure that the file which was written to is still the one that stands there. `size` is its size by now.
     pub(crate) fn still_there(&self, size: u64) -> Result<()> {
+        self.at_path()?;
         let Some(left) = &self.left else { return Ok(()) };
         let why = match self.stamp(Which::Whole)? {
             None => return Err(self.gone()),
