@@ -44,7 +44,7 @@ pub fn run(seed: u64, scratch: &Path) -> Result<Table, Failure> {
     let mut dice = Dice::new(seed);
     let cell = Cell::draw(&mut dice);
     let world = World::new(cell, &mut dice, scratch);
-    let pipes = dice.one_in(16) && !cell.origin.is_live() && PIPES;
+    let pipes = dice.one_in(16) && !cell.origin.is_live();
     let mut run = Run {
         world,
         table: Table::default(),
@@ -84,9 +84,8 @@ struct Run {
     backups: Vec<Vec<u8>>,
 }
 
-/// What is drawn once the faults that it finds have been mended: nothing but `extract | merge`, whose bookmark moves though
-/// the pipe has broken; writes to a replica while a clone is merged, or before an interrupted step was gone on from.
-const PIPES: bool = false;
+/// What is drawn once the faults that it finds have been mended: writes to a replica while a clone is merged, or before an
+/// interrupted step was gone on from.
 const TAMPERING: bool = false;
 
 type Checked = Result<(), String>;
@@ -118,7 +117,9 @@ impl Run {
         if !first {
             let change = self.change();
             self.table.note(format!("change {change:?}"));
+            self.plan_fault_of_writer();
             self.write(change);
+            self.world.bury();
             self.others(which);
         }
         let verb = self.draw_verb(first);
@@ -435,6 +436,22 @@ impl Run {
             4 if !first && !self.world.cell.origin.is_live() => Verb::Verify,
             _ => Verb::Sync,
         }
+    }
+
+    /// What goes wrong while the source is written to.
+    fn plan_fault_of_writer(&mut self) {
+        if self.faults == 0 || self.world.server.is_none() || !self.world.dice.one_in(4) {
+            return;
+        }
+        let dice = &mut self.world.dice;
+        let at = dice.within(1..25);
+        let (what, event) = match dice.below(4) {
+            0 | 1 => ("one failure", Event::Fails),
+            2 => ("a kill", Event::Kill),
+            _ => ("a power cut", Event::PowerCut),
+        };
+        self.world.near.plan(at, event);
+        self.world.tell(format!("planned: {what} at near, {at} steps on"));
     }
 
     /// What goes wrong in this round.
@@ -798,7 +815,12 @@ impl Run {
         }
         for _ in 0..4 {
             self.world.tell("at last, extract | merge");
-            let piped = self.world.extract(None, u64::MAX).and_then(|delta| self.world.merge(0, &delta));
+            // A first copy that did not arrive is asked for once more, as a whole.
+            let whole = last.contains("is incomplete") || last.contains("does not exist");
+            let piped = self
+                .world
+                .extract(whole.then_some(0), u64::MAX)
+                .and_then(|delta| self.world.merge(0, &delta));
             match piped {
                 Ok(_)
                     if self
