@@ -719,6 +719,20 @@ impl Receipt<'_> {
         self.replica.refresh()
     }
 
+    /// The same at the end of a pass, behind which the delta of the cut comes. What was another source's replica is this one's
+    /// from here on, if the pass reached its end: only then may what comes go on from it.
+    ///
+    /// # Errors
+    /// If it can't be written down.
+    pub fn keep_pass(mut self) -> Result<()> {
+        self.put_away()?;
+        self.replica.refresh()?;
+        let (source, epoch, size) = (self.toward.source, self.toward.epoch, self.toward.size);
+        let first = self.replica.standing().positions.first();
+        let whole = first.is_some_and(|p| p.epoch == Some(epoch) && p.upto >= size);
+        self.replica.follow(source, whole)
+    }
+
     fn put_away(&mut self) -> Result<()> {
         match std::mem::replace(&mut self.sink, Sink::Closed) {
             Sink::Journal(mut journal) => {

@@ -516,6 +516,19 @@ impl Replica {
         Err(ReplicaError::Promoted { path: self.path().to_path_buf(), promoted: promoted.said(), at })
     }
 
+    /// Makes it a replica of this source, if it is another's and `whole` says that all of it was compared. Which epochs of the
+    /// other source stood where is forgotten.
+    pub(crate) fn follow(&mut self, source: Uuid, whole: bool) -> Result<()> {
+        if !whole || self.lineage.source.is_none_or(|s| s == source) {
+            return Ok(());
+        }
+        let lineage = &mut self.lineage;
+        (lineage.source, lineage.epoch, lineage.ahead) = (Some(source), None, false);
+        lineage.state = State::Incomplete;
+        self.store()?;
+        self.refresh()
+    }
+
     /// Finishes or undoes what a crash left.
     fn recover(&mut self) -> Result<()> {
         // After a kill, what is seen need not be durable yet; what is done now builds on it.

@@ -26,7 +26,7 @@ pub use error::SourceError;
 pub use freeze::{Freeze, FreezeError, Prepared};
 pub use handle::Handle;
 pub use history::{EpochInfo, History, Position};
-pub use live::{Cut, CutOptions, FreezeMode, Live};
+pub use live::{Cut, CutOptions, FreezeMode, Live, RESIZED};
 pub use peek::written_since;
 pub use source::{Checkpoint, Medium, Options, Portion, SharedView, Source};
 pub use stamp::Boot;

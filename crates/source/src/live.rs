@@ -116,6 +116,9 @@ impl Medium for Followed {
     }
 }
 
+/// Why a record is not believed that ends elsewhere than the disk.
+pub const RESIZED: &str = "the disk was resized";
+
 /// Why a record is not believed that was released to somebody else.
 pub(crate) const OTHER_HISTORY: &str = "what the tracker recorded belongs to another history";
 
@@ -164,7 +167,7 @@ impl Live {
         folder.sync().map_err(SourceError::state("sync", folder.path()))?;
         let since = tracker.released()?;
         let lost = match since {
-            _ if tracker.size() != disk.len() => Some("the disk was resized".into()),
+            _ if tracker.size() != disk.len() => Some(RESIZED.into()),
             None => Some("the disk was not tracked before".into()),
             // Everything after that epoch is in the record, whatever the history has come to know since.
             Some(id) if history.knows(id) => tracker.lost()?,
@@ -224,9 +227,15 @@ impl Live {
     }
 
     /// Appends what a checkpoint of the tracker returned to the history, and releases it.
+    ///
+    /// The device is flushed before: what it loses from its cache when the power goes must stand in the record, or it would
+    /// be old here, new at the replica, and named nowhere.
     fn write_down(&self, book: &mut Book, changes: &Bitmap) -> Result<Epoch, SourceError> {
         // Asked after the checkpoint: a loss up to then is in the answer.
         let lost = self.doubt(book)?;
+        if lost.is_some() || !changes.is_clean() {
+            self.flush_device()?;
+        }
         let size = self.disk.len();
         let last = book.history.last();
         let same =
@@ -243,6 +252,32 @@ impl Live {
         self.tracker.release(epoch.id)?;
         (book.lost, book.since) = (None, Some(epoch.id));
         Ok(epoch)
+    }
+
+    /// The kernel's count of what was written to the disk, where it counts.
+    fn written(&self) -> Option<Written> {
+        let identity = &self.about.identity;
+        identity.is_block().then(|| Written::of(identity.dev)).flatten()
+    }
+
+    fn flush_device(&self) -> Result<(), SourceError> {
+        self.disk.flush().map_err(SourceError::state("flush", &self.about.path))
+    }
+
+    /// True if the disk has another size than when its tracker began: no checkpoint says what became of it.
+    pub fn is_resized(&self) -> bool {
+        self.tracker.size() != self.disk.len()
+    }
+
+    /// Why what is written to the disk stays unknown however often a checkpoint is made; `None` if one mends it. To be asked
+    /// after a checkpoint.
+    pub fn lost_for_good(&self) -> Result<Option<String>, SourceError> {
+        if self.lost()?.is_none() {
+            return Ok(None);
+        }
+        // Something may have been lost in that very moment.
+        self.checkpoint()?;
+        self.lost()
     }
 
     fn view(&self, epoch: Epoch, disk: Arc<dyn Disk>) -> View {
@@ -307,10 +342,10 @@ impl Live {
             prepared.settle().map_err(refused)?;
             let freeze = prepared.freeze().map_err(refused)?;
             let changes = self.tracker.dirty()?;
-            let written = Written::of(self.about.identity.dev);
+            let written = self.written();
             let read = capture.read(&changes);
             // A write to what was marked before shows in the count only, and only once it has ended.
-            let still = written == Written::of(self.about.identity.dev)
+            let still = written == self.written()
                 && written.is_none_or(|count| count.in_flight == 0)
                 && changes.count() == self.tracker.dirty()?.count();
             let lasted = freeze.thaw().map_err(refused)?;
@@ -355,13 +390,21 @@ impl Live {
         let mut capture = self.begin_capture()?;
         self.read_and_keep(&mut capture, also)?;
         for left in (0..TRIES).rev() {
+            // What the device's own page cache holds is written now, and not while it is read.
+            self.flush_device()?;
             let changes = self.tracker.checkpoint()?;
             let epoch = self.write_down(&mut book, &changes)?;
+            let written = self.written();
             self.read_and_keep(&mut capture, &changes)?;
+            let still = self.nobody_wrote(written)?;
             // A record that somebody else took meanwhile is clean, too.
-            let fuzzy = !self.tracker.dirty()?.is_clean() || self.doubt(&book)?.is_some();
+            let doubt = self.doubt(&book)?;
+            let fuzzy = !still || doubt.is_some();
             if !fuzzy || (left == 0 && options.freeze == FreezeMode::Never) {
                 return Ok(self.cut_of(epoch, capture, None, fuzzy));
+            }
+            if let (0, true, Some(why)) = (left, still, doubt) {
+                return Err(SourceError::Lost { since: epoch.number, why });
             }
         }
         Err(SourceError::Refused(format!(
@@ -369,6 +412,20 @@ impl Live {
              say --freeze never to take a copy that may be of several moments",
             self.about.path.display()
         )))
+    }
+
+    /// True if nobody began to write since the last checkpoint. `before` is the count of writes after it.
+    ///
+    /// A write that was in flight at the checkpoint tells nothing: whether it landed before it was read or after, the copy is
+    /// what a power cut at the checkpoint could have left. But a later one to the same blocks shows in the count alone.
+    fn nobody_wrote(&self, before: Option<Written>) -> Result<bool, SourceError> {
+        let dirty = self.tracker.dirty()?;
+        let now = self.written();
+        let counted = now.is_some_and(|count| count.in_flight == 0) && now == before;
+        if let Some(in_flight) = self.tracker.in_flight().filter(|_| counted) {
+            dirty.subtract(&in_flight);
+        }
+        Ok(dirty.is_clean())
     }
 
     fn cut_of(&self, epoch: Epoch, capture: Capture, freeze: Option<Duration>, fuzzy: bool) -> Cut {

@@ -274,7 +274,7 @@ fn take_units(
         let last = unit.kind == delta::UnitKind::Trailer;
         if last && pass {
             // Kept like a transfer that was cut: what comes next goes on from it.
-            receipt.keep()?;
+            receipt.keep_pass()?;
             return Ok(None);
         }
         receipt.unit_seen(unit, |frame| {

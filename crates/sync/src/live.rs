@@ -8,10 +8,10 @@ use std::sync::Arc;
 
 use delta::Method;
 use link::{Receiver, Sender};
-use source::{Cut, Handle, Live, Position};
+use source::{Cut, Handle, Live, Position, RESIZED};
 
 use crate::error::SyncError;
-use crate::messages::Standing;
+use crate::messages::{Part, Standing};
 use crate::push::{How, Options, Progress, Totals, Way, choose, find, send};
 
 /// So little is read under a freeze without another pass: some ten milliseconds of a fast disk.
@@ -59,6 +59,9 @@ pub(crate) fn catch_up(
             handle.about().path.display()
         )));
     }
+    if live.is_resized() {
+        return Err(unknown(handle, RESIZED));
+    }
     // What was asked of the method holds for the first pass.
     let later = Options { how: How::Auto, adopt: false, ..options.clone() };
     let block_size = u64::from(handle.about().block_size);
@@ -80,17 +83,13 @@ pub(crate) fn catch_up(
             }
         }
         if pass > options.passes {
-            if let Some(why) = live.lost()? {
-                return Err(SyncError::Refused(format!(
-                    "what is written to {} is not known ({why}), and no checkpoint mends that: run \"dsync track remove\" and \
-                     \"dsync track add\"",
-                    handle.about().path.display()
-                )));
-            }
             let why = "tracking was lost again and again while it was copied";
             return Err(SyncError::Lost { path: handle.about().path.clone(), why: why.into() });
         }
         let view = Arc::new(live.checkpoint()?);
+        if let Some(why) = live.lost_for_good()? {
+            return Err(unknown(handle, &why));
+        }
         let mut found = find(handle, &view, way, &standing, later.how, false)?;
         found.pass = true;
         found.wanted.to_end = true;
@@ -99,9 +98,33 @@ pub(crate) fn catch_up(
         send(sender, receiver, &view, &found, options, totals, progress)?;
         first.get_or_insert((found.method, found.trust));
         standing = Standing::hear(receiver)?;
+        // A replica that was larger is cut at the commit: what stands beyond the disk's end is of no use.
+        standing.positions = within(std::mem::take(&mut standing.positions), size);
         way = choose(handle, &standing, &later)?;
         pass += 1;
     };
     let cut = live.cut(&also, &options.cut)?;
     Ok(Caught { standing, positions, cut, first })
+}
+
+/// The parts of a replica that lie before `size`.
+fn within(parts: Vec<Part>, size: u64) -> Vec<Part> {
+    let mut from = 0;
+    let mut kept = Vec::new();
+    for part in parts {
+        if from < size || kept.is_empty() {
+            kept.push(part);
+        }
+        from = part.upto;
+    }
+    kept
+}
+
+/// What no pass mends, however many there are.
+fn unknown(handle: &Handle, why: &str) -> SyncError {
+    SyncError::Refused(format!(
+        "what is written to {0} is not known ({why}), and no checkpoint mends that: run \"dsync track remove {0}\" and \"dsync \
+         track add {0}\", then sync again",
+        handle.about().path.display()
+    ))
 }

@@ -105,7 +105,7 @@ pub struct Summary {
     /// How the changes were found: tracked, compare, rolling or copy.
     pub method: Method,
     /// `tracked`, `compared` or `seeded`: what the equality of the replica rests on; with the reason if it is not the
-    /// tracker.
+    /// tracker, and `without a cut` if the replica is of several moments.
     pub trust: String,
     /// Bytes of the source.
     pub disk_size: u64,
@@ -264,6 +264,9 @@ fn bring(
         }
     };
     (summary.method, summary.trust) = first.clone().unwrap_or((found.method, found.trust.clone()));
+    if found.header.fuzzy {
+        summary.trust.push_str(", without a cut: the disk was written to during the last pass");
+    }
     summary.disk_size = view.len();
 
     // Nothing changed and the replica stands at this epoch already: there is nothing to commit.
@@ -335,9 +338,6 @@ fn of_cut(
         return Err(SyncError::Lost { path: handle.about().path.clone(), why: why.into() });
     }
     found.header.fuzzy = cut.fuzzy;
-    if cut.fuzzy {
-        found.trust = "fuzzy: somebody wrote during the last pass".into();
-    }
     Ok((view, found, standing))
 }
 

@@ -14,7 +14,7 @@ use std::time::Duration;
 use device::{Dir, Disk};
 use extents::Bitmap;
 use link::Link;
-use source::{CutOptions, FreezeMode, Handle, Live, StateDir};
+use source::{About, CutOptions, FreezeMode, Handle, Live, StateDir};
 use sync::{Commit, How, Options, Summary, SyncError, push, receive};
 use trackers::{Settings, TrackError, TrackedDisk, Tracker};
 use uuid::Uuid;
@@ -32,6 +32,24 @@ struct Standin {
     disk: TrackedDisk,
     released: Arc<Mutex<Option<Uuid>>>,
     lost: Arc<Mutex<Option<String>>>,
+    world: Arc<World>,
+}
+
+/// What else a test does to the tracker, and sees of it.
+#[derive(Default)]
+struct World {
+    /// A checkpoint mends no loss.
+    severed: AtomicBool,
+    /// The tracker loses something when it is next asked what was written.
+    loses: AtomicBool,
+    /// A write to this block is taken to be in flight, for ever; 0 is none.
+    stuck: AtomicU64,
+    /// It says which those are.
+    says_stuck: AtomicBool,
+    checkpoints: AtomicU64,
+    /// Epochs that were released with changes, and nothing flushed since their end.
+    unflushed: AtomicU64,
+    changed: AtomicBool,
 }
 
 impl Tracker for Standin {
@@ -48,18 +66,74 @@ impl Tracker for Standin {
         Ok(self.lost.lock().unwrap().clone())
     }
     fn checkpoint(&self) -> Result<Bitmap, TrackError> {
-        Ok(self.disk.checkpoint(None, None)?.changes)
+        self.world.checkpoints.fetch_add(1, SeqCst);
+        let changes = self.disk.checkpoint(None, None)?.changes;
+        if let stuck @ 1.. = self.world.stuck.load(SeqCst) {
+            changes.set(stuck..stuck + 1);
+        }
+        self.world.changed.store(!changes.is_clean(), SeqCst);
+        Ok(changes)
+    }
+    fn in_flight(&self) -> Option<Bitmap> {
+        let stuck = Bitmap::new(BLOCKS);
+        let block = self.world.stuck.load(SeqCst);
+        stuck.set(block..block + 1);
+        self.world.says_stuck.load(SeqCst).then_some(stuck)
     }
     fn release(&self, epoch: Uuid) -> Result<(), TrackError> {
         *self.released.lock().unwrap() = Some(epoch);
-        *self.lost.lock().unwrap() = None;
+        self.world.unflushed.fetch_add(self.world.changed.load(SeqCst).into(), SeqCst);
+        if !self.world.severed.load(SeqCst) {
+            *self.lost.lock().unwrap() = None;
+        }
         self.disk.release()
     }
     fn released(&self) -> Result<Option<Uuid>, TrackError> {
         Ok(*self.released.lock().unwrap())
     }
     fn dirty(&self) -> Result<Bitmap, TrackError> {
-        Ok(self.disk.dirty())
+        if self.world.loses.swap(false, SeqCst) {
+            *self.lost.lock().unwrap() = Some("an event was dropped".into());
+        }
+        let dirty = self.disk.dirty();
+        if let stuck @ 1.. = self.world.stuck.load(SeqCst) {
+            dirty.set(stuck..stuck + 1);
+        }
+        Ok(dirty)
+    }
+}
+
+/// The disk as it is read, whose flushes are seen.
+struct Seen {
+    disk: Arc<dyn Disk>,
+    world: Arc<World>,
+}
+
+impl Disk for Seen {
+    fn len(&self) -> u64 {
+        self.disk.len()
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> std::io::Result<()> {
+        self.disk.read_at(offset, buf)
+    }
+    fn write_at(&self, offset: u64, data: &[u8]) -> std::io::Result<()> {
+        self.disk.write_at(offset, data)
+    }
+    fn zero(&self, offset: u64, len: u64, may_trim: bool, fast: bool) -> std::io::Result<()> {
+        self.disk.zero(offset, len, may_trim, fast)
+    }
+    fn discard(&self, offset: u64, len: u64) -> std::io::Result<()> {
+        self.disk.discard(offset, len)
+    }
+    fn flush(&self) -> std::io::Result<()> {
+        self.world.changed.store(false, SeqCst);
+        self.disk.flush()
+    }
+    fn allocated(&self, from: u64) -> std::io::Result<Option<std::ops::Range<u64>>> {
+        self.disk.allocated(from)
+    }
+    fn queue(self: Arc<Self>, depth: u32) -> std::io::Result<Box<dyn device::Queue>> {
+        self.disk.clone().queue(depth)
     }
 }
 
@@ -70,13 +144,18 @@ struct Scene {
     lost: Arc<Mutex<Option<String>>>,
     /// The last write that was begun.
     written: Arc<AtomicU64>,
+    world: Arc<World>,
 }
 
 impl Scene {
     fn new() -> Scene {
+        Self::of(BLOCKS)
+    }
+
+    fn of(blocks: u64) -> Scene {
         let folder = tempfile::tempdir().unwrap();
         let image = folder.path().join("disk");
-        std::fs::File::create(&image).unwrap().set_len(BLOCKS * BLOCK).unwrap();
+        std::fs::File::create(&image).unwrap().set_len(blocks * BLOCK).unwrap();
         let state = folder.path().join("record");
         std::fs::create_dir(&state).unwrap();
         let options = device::Options { write: true, direct: false, exclusive: false };
@@ -89,7 +168,8 @@ impl Scene {
         };
         let records = Arc::new(Dir::open(&state).unwrap());
         let disk = TrackedDisk::open(inner, records, settings, 0, true, false).unwrap();
-        Scene { folder, disk, released: Arc::default(), lost: Arc::default(), written: Arc::default() }
+        let (released, lost, written, world) = Default::default();
+        Scene { folder, disk, released, lost, written, world }
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -100,15 +180,34 @@ impl Scene {
         for _ in 0..count {
             let n = self.written.fetch_add(1, SeqCst) + 1;
             let block: Vec<u8> = n.to_le_bytes().repeat(BLOCK as usize / 8);
-            self.disk.write_at(place(n) * BLOCK, &block).unwrap();
+            self.disk.write_at(place(n) * BLOCK % self.disk.len(), &block).unwrap();
         }
     }
 
+    fn standin(&self) -> Box<Standin> {
+        let (disk, released, lost) = (self.disk.clone(), self.released.clone(), self.lost.clone());
+        Box::new(Standin { disk, released, lost, world: self.world.clone() })
+    }
+
+    /// The same with a disk whose flushes are seen.
+    fn watched(&self) -> Handle {
+        let path = self.path("disk");
+        let folder = self.path("watched");
+        std::fs::create_dir_all(&folder).unwrap();
+        let options = device::Options { write: false, direct: false, exclusive: false };
+        let disk = device::open(&path, &options).unwrap();
+        let disk = Arc::new(Seen { disk, world: self.world.clone() });
+        let identity = device::identity(&path).unwrap();
+        let (version, uuid) = (About::VERSION, Uuid::from_u128(5));
+        let about = About { version, uuid, path, identity, block_size: BLOCK as u32 };
+        let folder = Arc::new(Dir::open(&folder).unwrap());
+        Live::over(about, disk, folder, self.standin()).unwrap().into()
+    }
+
     fn attach(&self, state: &str) -> Handle {
-        let tracker =
-            Standin { disk: self.disk.clone(), released: self.released.clone(), lost: self.lost.clone() };
+        let tracker = self.standin();
         let state = StateDir::find(Some(&self.path(state)));
-        Live::open(&state, &self.path("disk"), Box::new(tracker)).unwrap().into()
+        Live::open(&state, &self.path("disk"), tracker).unwrap().into()
     }
 
     fn sync(&self, options: &Options) -> Result<Summary, SyncError> {
@@ -166,9 +265,14 @@ fn writing<T>(scene: &Scene, busy: u64, pause: Duration, work: impl FnOnce() -> 
     let (stop, before) = (AtomicBool::new(false), scene.written.load(SeqCst));
     std::thread::scope(|threads| {
         threads.spawn(|| {
+            let mut pause = pause;
             while !stop.load(SeqCst) {
                 scene.write(busy);
                 std::thread::sleep(pause);
+                if pause > Duration::from_millis(10) {
+                    // On a busy machine a cut takes its time: sooner or later a pause is longer.
+                    pause = pause * 11 / 10;
+                }
             }
         });
         while scene.written.load(SeqCst) == before {
@@ -226,13 +330,14 @@ fn without_a_cut_the_copy_is_fuzzy_and_the_next_one_mends_it() {
         scene.sync(&options(FreezeMode::Never)).unwrap()
     });
     assert_eq!(summary.freeze_ms, None);
+    assert!(summary.trust.contains("without a cut"), "{}", summary.trust);
     let status = |scene: &Scene| {
         let replica = replica::Replica::open(&scene.path("copy"), &replica::Options::default()).unwrap();
         replica.standing().state
     };
     assert_eq!(status(&scene), replica::State::Fuzzy);
-    scene.sync(&options(FreezeMode::Auto)).unwrap();
-    assert_eq!(status(&scene), replica::State::Exact);
+    let trust = scene.sync(&options(FreezeMode::Auto)).unwrap().trust;
+    assert_eq!((status(&scene), trust.as_str()), (replica::State::Exact, "tracked"));
     assert_eq!(moment(&scene.path("copy")).unwrap(), scene.written.load(SeqCst));
     let refused = scene.sync(&options(FreezeMode::Require)).unwrap_err();
     assert!(refused.to_string().contains("no mounted file system"), "{refused}");
@@ -254,6 +359,109 @@ fn what_the_tracker_lost_is_compared_and_then_tracked_again() {
     scene.write(100);
     assert_eq!(scene.sync(&options(FreezeMode::Auto)).unwrap().trust, "tracked");
     assert_eq!(moment(&scene.path("copy")).unwrap(), scene.written.load(SeqCst));
+}
+
+/// Whether anything was written while the last pass was read, a tracker that lost something then can't say.
+#[test]
+fn what_is_lost_during_the_last_pass_makes_it_no_cut() {
+    let scene = Scene::new();
+    scene.write(5_000);
+    scene.world.loses.store(true, SeqCst);
+    let refused = scene.sync(&options(FreezeMode::Auto)).unwrap_err().to_string();
+    assert!(refused.contains("an event was dropped"), "{refused}");
+    scene.write(100);
+    scene.sync(&options(FreezeMode::Auto)).unwrap();
+    assert_eq!(moment(&scene.path("copy")).unwrap(), scene.written.load(SeqCst));
+}
+
+/// As on a device whose cache is lost with the power: what is old there must be in the record.
+#[test]
+fn what_is_released_was_flushed() {
+    let scene = Scene::new();
+    let handle = scene.watched();
+    for _ in 0..4 {
+        scene.write(3_000);
+        sync(&handle, &scene.path("copy"), &options(FreezeMode::Auto)).unwrap();
+    }
+    assert!(scene.world.checkpoints.load(SeqCst) >= 8);
+    assert_eq!(scene.world.unflushed.load(SeqCst), 0);
+}
+
+/// A write whose end was not seen stays in flight for the tracker, and tells nothing of writes since. Where the kernel does
+/// not count the writes to the disk, it can't be told from one to the same block.
+#[test]
+fn a_write_that_was_in_flight_at_the_cut_is_no_writer() {
+    let scene = Scene::new();
+    scene.write(1_000);
+    scene.world.stuck.store(77, SeqCst);
+    scene.world.says_stuck.store(true, SeqCst);
+    let refused = scene.sync(&options(FreezeMode::Auto)).unwrap_err().to_string();
+    assert!(refused.contains("is being written to"), "{refused}");
+}
+
+/// More passes bring no more than the first.
+#[test]
+fn what_no_checkpoint_mends_is_refused_at_once() {
+    let scene = Scene::new();
+    scene.write(1_000);
+    scene.sync(&options(FreezeMode::Auto)).unwrap();
+    let checkpoints = || scene.world.checkpoints.load(SeqCst);
+    let before = checkpoints();
+    *scene.lost.lock().unwrap() = Some("its link is gone".into());
+    scene.world.severed.store(true, SeqCst);
+    let refused = scene.sync(&options(FreezeMode::Auto)).unwrap_err().to_string();
+    assert!(refused.contains("its link is gone") && refused.contains("track remove"), "{refused}");
+    assert!(checkpoints() <= before + 2, "{} checkpoints", checkpoints() - before);
+    scene.world.severed.store(false, SeqCst);
+    scene.sync(&options(FreezeMode::Auto)).unwrap();
+    let before = checkpoints();
+    std::fs::File::options()
+        .write(true)
+        .open(scene.path("disk"))
+        .unwrap()
+        .set_len(2 * BLOCKS * BLOCK)
+        .unwrap();
+    let refused = scene.sync(&options(FreezeMode::Auto)).unwrap_err().to_string();
+    assert!(refused.contains("resized") && refused.contains("track add"), "{refused}");
+    assert_eq!(checkpoints(), before);
+}
+
+/// What was another source's, of whatever size, is compared in the first pass and followed from then on.
+#[test]
+fn a_replica_of_another_source_is_taken_over() {
+    for (commit, blocks) in [
+        (Commit::Journal, BLOCKS),
+        (Commit::InPlace, BLOCKS),
+        (Commit::Journal, 2 * BLOCKS),
+        (Commit::InPlace, 9),
+    ] {
+        let (scene, other) = (Scene::new(), Scene::of(blocks));
+        other.write(2_000);
+        scene.write(3_000);
+        let copy = scene.path("copy");
+        sync(&other.attach("state"), &copy, &options(FreezeMode::Auto)).unwrap();
+        let refused = scene.sync(&options(FreezeMode::Auto)).unwrap_err().to_string();
+        assert!(refused.contains("--adopt"), "{refused}");
+        let adopt = Options { adopt: true, commit, ..options(FreezeMode::Auto) };
+        let summary = writing(&scene, 300, Duration::from_millis(60), || {
+            for _ in 0..20 {
+                match scene.sync(&adopt) {
+                    Err(error) if error.to_string().contains("is being written to") => continue,
+                    other => return other,
+                }
+            }
+            panic!("no pause was hit");
+        })
+        .unwrap();
+        assert_eq!(summary.method, delta::Method::Compare, "{}", summary.trust);
+        moment(&copy).unwrap();
+        scene.write(100);
+        assert_eq!(scene.sync(&options(FreezeMode::Auto)).unwrap().trust, "tracked");
+        assert_eq!(moment(&copy).unwrap(), scene.written.load(SeqCst));
+        let refused =
+            sync(&other.attach("state"), &copy, &options(FreezeMode::Auto)).unwrap_err().to_string();
+        assert!(refused.contains("--adopt"), "{refused}");
+    }
 }
 
 /// What one history released, another one lacks.

@@ -49,6 +49,12 @@ pub trait Tracker: Send + Sync {
 
     /// Blocks written since what was released last, at this moment, without ending anything.
     fn dirty(&self) -> Result<Bitmap, TrackError>;
+
+    /// Blocks that this object's last checkpoint marked in the next record because a write to them was in flight, or was taken
+    /// to be: such a mark alone is no sign of a write since. `None` where no checkpoint makes such marks.
+    fn in_flight(&self) -> Option<Bitmap> {
+        None
+    }
 }
 
 /// The tracker that follows the block device at `device`, if one does.
@@ -75,8 +81,11 @@ const PATIENCE: Duration = Duration::from_millis(500);
 impl Hold {
     /// Holds the tracker of the block device at `device`. The inner `Err` says who has it.
     pub fn take(device: &Path) -> Result<Result<Hold, String>, TrackError> {
-        let number = device::identity(device)?.dev;
-        let place = Path::new(HOLDS).join(format!("{}:{}", libc::major(number), libc::minor(number)));
+        let identity = device::identity(device)?;
+        let number = format!("{}:{}", libc::major(identity.dev), libc::minor(identity.dev));
+        // Files that stand in for a device share the number of their file system.
+        let name = if identity.is_block() { number } else { format!("{number}-{}", identity.ino) };
+        let place = Path::new(HOLDS).join(name);
         let until = Instant::now() + PATIENCE;
         loop {
             let taken = device::Dir::open(&place).and_then(|_| FolderLock::take(&place));

@@ -137,6 +137,8 @@ pub(crate) struct BpfTracker {
     records: [Record; 2],
     /// The last checkpoint made through this object.
     ended: Mutex<Option<Uuid>>,
+    /// What the last checkpoint marked for writes in flight.
+    in_flight: Mutex<Option<Bitmap>>,
 }
 
 struct Record {
@@ -174,8 +176,20 @@ impl BpfTracker {
         };
         let records = [record(RECORDS[0])?, record(RECORDS[1])?];
         let (place, device) = (place.to_owned(), device.to_owned());
-        let ended = Mutex::new(None);
-        Ok(BpfTracker { place, device, size, block_size, slot, flight, counts, notes, records, ended })
+        let (ended, in_flight) = (Mutex::new(None), Mutex::new(None));
+        Ok(BpfTracker {
+            place,
+            device,
+            size,
+            block_size,
+            slot,
+            flight,
+            counts,
+            notes,
+            records,
+            ended,
+            in_flight,
+        })
     }
 
     fn failed(&self, what: &'static str) -> impl FnOnce(io::Error) -> TrackError {
@@ -288,9 +302,12 @@ impl BpfTracker {
             // Whoever marked in the last record has left its program: he is in the table, or has landed.
             let flight = sys::values::<2>(self.flight.as_fd())
                 .map_err(self.failed("read the table of writes in flight"))?;
+            let marked = Bitmap::new(next.bits.blocks());
             for [first, after] in flight.into_iter().map(|[first, last]| [first, last.saturating_add(1)]) {
-                next.bits.set(first..after);
+                marked.set(first..after);
             }
+            next.bits.union_with(&marked);
+            *self.in_flight.lock().unwrap_or_else(PoisonError::into_inner) = Some(marked);
         }
         self.write_notes(&notes)?;
         *self.ended() = notes.ended;
@@ -348,6 +365,13 @@ impl Tracker for BpfTracker {
 
     fn released(&self) -> Result<Option<Uuid>, TrackError> {
         Ok(self.notes()?.released)
+    }
+
+    fn in_flight(&self) -> Option<Bitmap> {
+        let marked = self.in_flight.lock().unwrap_or_else(PoisonError::into_inner);
+        let copy = Bitmap::new(marked.as_ref()?.blocks());
+        copy.union_with(marked.as_ref()?);
+        Some(copy)
     }
 
     fn dirty(&self) -> Result<Bitmap, TrackError> {

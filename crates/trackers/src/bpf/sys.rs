@@ -148,6 +148,18 @@ pub(super) fn values<const N: usize>(map: BorrowedFd) -> io::Result<Vec<[u64; N]
     }
 }
 
+/// Puts a value in such a map.
+#[cfg(test)]
+pub(super) fn put<const N: usize>(map: BorrowedFd, key: u64, value: [u64; N]) -> io::Result<()> {
+    check(map, N * 8)?;
+    let mut attr = attr();
+    // SAFETY: the union is zeroed, so all of this variant is initialised.
+    let element = unsafe { &mut attr.__bindgen_anon_2 };
+    (element.map_fd, element.key) = (map.as_raw_fd() as u32, &raw const key as u64);
+    element.__bindgen_anon_1.value = value.as_ptr() as u64;
+    bpf(bpf_cmd::BPF_MAP_UPDATE_ELEM, &mut attr).map(drop)
+}
+
 fn info<T>(fd: BorrowedFd) -> io::Result<T> {
     // SAFETY: used below with plain data only, for which zeroes are a valid value.
     let mut info: T = unsafe { std::mem::zeroed() };

@@ -633,3 +633,27 @@ fn the_object_is_built_from_the_source() {
         folder.path().display()
     ));
 }
+
+/// Where an end was not seen, the write is marked in every record, and told apart from what was written since.
+#[test]
+fn a_write_that_is_taken_to_be_in_flight_is_told() {
+    if !ready(&[]) {
+        return;
+    }
+    let disk = Loop::new(8);
+    let number = Followed::at(&disk.device).unwrap().number;
+    add(&disk.device, None).unwrap();
+    let tracker = BpfTracker::open(&folder(&number), &disk.device).unwrap();
+    assert!(tracker.in_flight().is_none(), "there was no checkpoint yet");
+    // No bio lies at that address.
+    sys::put(tracker.flight.as_fd(), 8, [5u64, 6]).unwrap();
+    for _ in 0..2 {
+        tracker.checkpoint().unwrap();
+        tracker.release(EPOCH).unwrap();
+        write(&disk.device, 9);
+        assert_eq!(runs(&tracker.dirty().unwrap()), "[5..7, 9..10]");
+        assert_eq!(runs(&tracker.in_flight().unwrap()), "[5..7]");
+    }
+    assert_eq!(tracker.lost().unwrap(), None);
+    remove(&disk.device).unwrap();
+}
