@@ -211,8 +211,8 @@ fn a_far_side_that_says_nothing_is_given_up() {
     kill_process(far_side, Signal::STOP).expect("a process that stands still");
     scene.change(10);
     running.wait_to_say("nothing came from it for 2.0 s");
-    // It holds the replica until it moves, and finds its line gone.
-    kill_process(far_side, Signal::CONT).expect("a process that moves");
+    // It holds the replica until it moves, and finds its line gone; or the system has ended it with its shell.
+    let _ = kill_process(far_side, Signal::CONT);
     wait_until("it goes on", || image::first_difference(&scene.image, &far.replica()).is_none());
     let (_, summary) = stop(running);
     assert!(number(&summary, "broken") >= 1, "{summary}");

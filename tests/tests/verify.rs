@@ -231,6 +231,7 @@ fn what_is_no_replica_is_not_verified() {
     let run = scene.site.dsync(["verify"]).arg(&other).arg(&scene.replica);
     run.code(4).says(&["vm.raw", "source"]);
     verify(&scene, &["--rate", "0"]).code(2);
+    verify(&scene, &["--rate", "15K"]).code(2).says(&["16K or more"]);
 }
 
 #[test]

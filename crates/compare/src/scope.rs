@@ -11,8 +11,6 @@ use crate::{DIGEST, Hash};
 pub(crate) const CHUNK: u64 = 1 << 20;
 /// No disk is larger.
 const MOST: u64 = i64::MAX as u64;
-/// A slower reader could not be stopped for minutes: it sleeps after every chunk.
-const LEAST_RATE: u64 = 16 << 10;
 /// So many ranges in one comparison.
 const MOST_RANGES: usize = 1 << 16;
 
@@ -34,6 +32,9 @@ pub struct Scope {
 }
 
 impl Scope {
+    /// The least rate that may be asked for: a slower reader could not be stopped for minutes, as it sleeps after every chunk.
+    pub const LEAST_RATE: u64 = 16 << 10;
+
     /// All of a disk.
     pub fn whole(size: u64, block_size: u32) -> Scope {
         Scope {
@@ -92,7 +93,7 @@ impl Scope {
             "its disk is larger than any can be"
         } else if self.ranges.len() > MOST_RANGES || !self.ranges.iter().all(&mut sound) {
             "its ranges are too many, out of order, beyond the end, or not of whole blocks"
-        } else if self.rate.is_some_and(|rate| rate < LEAST_RATE) {
+        } else if self.rate.is_some_and(|rate| rate < Scope::LEAST_RATE) {
             "its rate is below 16 KiB a second"
         } else {
             return Ok(());
@@ -198,7 +199,7 @@ mod tests {
             Scope { block_size: 1 << 31, ..good.clone() },
             Scope { size: u64::MAX, ..good.clone() },
             Scope { rate: Some(0), ..good.clone() },
-            Scope { rate: Some(LEAST_RATE - 1), ..good.clone() },
+            Scope { rate: Some(Scope::LEAST_RATE - 1), ..good.clone() },
             ranges(&[0..20_000]),
             ranges(&[1..4096]),
             ranges(&[0..4095]),

@@ -643,7 +643,7 @@ pub struct Verify {
     /// Compare only these bytes, such as 1G:64M; may be given several times
     #[arg(long = "range", value_name = "OFFSET:LEN", value_parser = parse_range)]
     pub ranges: Vec<std::ops::Range<u64>>,
-    /// Read at most this many bytes a second on each side, such as 50M
+    /// Read at most this many bytes a second on each side, such as 50M; 16K at least
     #[arg(long, value_name = "RATE", value_parser = parse_size)]
     pub rate: Option<u64>,
     /// Go on behind what can't be read; the exit code is 1 then

@@ -3,11 +3,12 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
+use compare::Scope;
 use source::{Handle, StateDir};
 use sync::{Verified, VerifyOptions};
 
 use crate::args;
-use crate::failure::{DIFFERS, FAILED};
+use crate::failure::{DIFFERS, FAILED, Failure};
 use crate::output::Output;
 use crate::sync_command::{Destination, commit, converse, hash, list};
 use crate::units;
@@ -16,6 +17,12 @@ use crate::units;
 pub fn run(args: &args::Verify, state: &StateDir, output: &Output) -> Result<u8> {
     let destination = Destination::parse(&args.destination)?;
     units::check_rates(&[("--bwlimit", args.far.bwlimit), ("--rate", args.rate)])?;
+    if args.rate.is_some_and(|rate| rate < Scope::LEAST_RATE) {
+        return Err(Failure::usage(
+            "--rate takes 16K or more: a slower reader could not be stopped for minutes",
+        )
+        .into());
+    }
     let options = VerifyOptions {
         repair: args.repair,
         commit: commit(args.commit),

@@ -21,7 +21,12 @@ impl Rate {
 
     /// The most that one write should carry.
     pub(crate) fn chunk(&self) -> usize {
-        (self.per_second / 20).clamp(512, 1 << 20) as usize
+        (self.per_second / 20).clamp(1, 1 << 20) as usize
+    }
+
+    /// True if what is gathered before it is sent would be gathered for so long that the peer hears nothing meanwhile.
+    pub(crate) fn is_slow(&self) -> bool {
+        self.per_second < 1 << 20
     }
 
     /// Sleeps until more may pass.

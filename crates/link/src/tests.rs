@@ -408,6 +408,20 @@ fn silent_callers_keep_nobody_out() {
     }
 }
 
+#[test]
+fn a_line_that_is_slow_because_it_is_bounded_is_not_silent() {
+    let (near, far) = two();
+    let server = Server::start(&far, Limits::default(), echo);
+    let call = Call { lanes: 2, timeout: Duration::from_secs(1), ..Call::default() };
+    let link = Link::tls(&near.keys, "127.0.0.1", server.address.port(), &call).unwrap();
+    let (tx, rx) = link.split();
+    tx.limit(4 << 10);
+    tx.send(Message { body: Buf::new(16 << 10), ..Message::default() }).unwrap();
+    assert_eq!(rx.recv().unwrap().expect("an echo").body.len(), 16 << 10);
+    tx.finish().unwrap();
+    assert!(rx.recv().unwrap().is_none());
+}
+
 /// Opens a session of `lanes` by hand; its first lane and its name.
 fn begun(server: &Server, site: &Site, lanes: u8) -> (Secured, [u8; 16]) {
     let mut lane = server.shaken(site);

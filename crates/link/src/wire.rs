@@ -233,6 +233,11 @@ impl Wire {
             shared.traffic.sent.fetch_add(sent as u64, Ordering::Relaxed);
             if let Some(rate) = rate {
                 rate.charge(sent as u64);
+                if rate.is_slow() {
+                    if let Err(error) = stream.flush() {
+                        break Err(error);
+                    }
+                }
             }
             for part in &mut parts {
                 let gone = sent.min(part.len());
