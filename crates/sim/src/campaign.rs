@@ -113,6 +113,7 @@ impl Run {
 
     /// Something is done to the source, then something with it, and meanwhile something may go wrong.
     fn round(&mut self, which: usize, first: bool) -> Checked {
+        self.world.use_state_of(which);
         self.prepare()?;
         if !first {
             let change = self.change();
@@ -145,7 +146,9 @@ impl Run {
         self.world.bury();
         self.world.replicas[which].meanwhile = false;
         if let (Err(error), Some(before)) = (&result, before) {
-            let passes = error.to_string().contains("is being written to");
+            // What passes over a live disk brought is kept.
+            let why = error.to_string();
+            let passes = why.contains("is being written to") || why.contains("has ended an epoch");
             let passes = passes || self.world.replicas[which].touched;
             if faultless
                 && !passes
@@ -528,6 +531,17 @@ impl Run {
         let len = self.world.content().len() as u64;
         let count = self.world.dice.within(1..8);
         self.world.tell(format!("planned: {count} writes meanwhile"));
+        if self.world.dice.one_in(8) {
+            let dice = &mut self.world.dice;
+            let at = dice.within(1..self.last_steps.max(20));
+            let epoch = uuid::Uuid::from_u128(u128::from(dice.roll()));
+            self.world.tell(format!("planned: another program takes the record, {at} steps on"));
+            let act = move |state: &mut crate::host::State| {
+                state.take_record(disk, epoch);
+                state.told.push("another program takes the record".into());
+            };
+            self.world.near.plan(at, Event::Does(Box::new(act)));
+        }
         for _ in 0..count {
             let dice = &mut self.world.dice;
             let at = dice.within(1..self.last_steps.max(20));
@@ -843,6 +857,7 @@ impl Run {
 
     fn converge_one(&mut self, which: usize) -> Checked {
         let mut last = String::new();
+        self.world.use_state_of(which);
         for _ in 0..5 {
             let known = self.world.replicas[which].clone();
             let mut options = self.world.options(How::Auto);

@@ -119,8 +119,7 @@ pub struct Cell {
 impl Cell {
     /// A cell that exists.
     pub fn draw(dice: &mut Dice) -> Cell {
-        // Dm comes once its disk is flushed before its record is released.
-        let origin = dice.pick(&[Origin::File, Origin::Direct, Origin::Device, Origin::Bpf]);
+        let origin = dice.pick(&[Origin::File, Origin::Direct, Origin::Device, Origin::Bpf, Origin::Dm]);
         let target = dice.pick(&[Target::File, Target::Device]);
         let way = dice.pick(&[Way::Local, Way::Far]);
         let commit = match target {

@@ -117,6 +117,18 @@ impl State {
         }
     }
 
+    /// Another program ends an epoch, and releases it to a history of its own.
+    pub fn take_record(&mut self, inode: u64, epoch: Uuid) {
+        if let Some(kernel) = self.trackers.get_mut(&inode) {
+            kernel.checkpoints += 1;
+            kernel.active.clear();
+            kernel.frozen.clear();
+            let flying: Vec<_> = kernel.flying.iter().map(|(at, data)| (*at, data.len() as u64)).collect();
+            flying.into_iter().for_each(|(at, len)| kernel.mark(at, len));
+            (kernel.released, kernel.lost) = (Some(epoch), None);
+        }
+    }
+
     /// Something was missed.
     pub fn lose_track(&mut self, inode: u64) {
         if let Some(kernel) = self.trackers.get_mut(&inode) {

@@ -122,6 +122,8 @@ pub struct World {
     pub uuid: Uuid,
     /// The folder of the source's state that is used.
     pub state: String,
+    /// Each replica of a live disk has a state folder of its own at the source.
+    pub many_states: bool,
     /// What the source went through.
     pub moments: Arc<Mutex<Moments>>,
     /// The replicas.
@@ -189,6 +191,7 @@ impl World {
             reader: Arc::new(Mutex::new(process)),
             uuid: Uuid::from_u128(u128::from(dice.roll()) << 64 | u128::from(dice.roll())),
             state: "source".into(),
+            many_states: cell.origin.is_live() && dice.one_in(4),
             moments: Arc::default(),
             replicas: Vec::new(),
             allow_shrink: false,
@@ -401,6 +404,14 @@ impl World {
         });
         self.far.state().end(&process);
         found
+    }
+
+    /// Works with the state folder that belongs to a replica, where each has its own: with another name of the source.
+    pub fn use_state_of(&mut self, which: usize) {
+        if self.many_states {
+            self.state = format!("source of {which}");
+            self.uuid = Uuid::from_u128((self.uuid.as_u128() & !0xff) | which as u128);
+        }
     }
 
     /// A line between two processes.
