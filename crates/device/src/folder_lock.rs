@@ -10,8 +10,6 @@ use rustix::io::Errno;
 
 use crate::folder::{Dir, Folder};
 
-const NAME: &str = "lock";
-
 /// The lock on a folder of state, held as long as this lives.
 #[derive(Debug)]
 pub struct FolderLock {
@@ -20,6 +18,9 @@ pub struct FolderLock {
 }
 
 impl FolderLock {
+    /// The name of the lock's file.
+    pub const NAME: &str = "lock";
+
     /// Takes the lock of the folder at a path; an inner `Err` says who has it.
     pub fn take(folder: &Path) -> io::Result<Result<FolderLock, String>> {
         FolderLock::of(&Dir::existing(folder)?)
@@ -29,14 +30,15 @@ impl FolderLock {
     pub fn of(folder: &Dir) -> io::Result<Result<FolderLock, String>> {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC;
         loop {
-            let mut file: File = openat(folder.held(), NAME, flags, Mode::from_raw_mode(0o666))?.into();
+            let mut file: File = openat(folder.held(), Self::NAME, flags, Mode::from_raw_mode(0o666))?.into();
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
                 Err(Errno::WOULDBLOCK) => return Ok(Err(holder(&mut file)?)),
                 Err(e) => return Err(e.into()),
             }
             // Its last holder may have removed it between the opening and the lock.
-            let here = statat(folder.held(), NAME, AtFlags::SYMLINK_NOFOLLOW).map(|m| (m.st_dev, m.st_ino));
+            let here =
+                statat(folder.held(), Self::NAME, AtFlags::SYMLINK_NOFOLLOW).map(|m| (m.st_dev, m.st_ino));
             let ours = file.metadata()?;
             if here.is_ok_and(|here| here == (ours.dev(), ours.ino())) {
                 file.set_len(0)?;
@@ -52,7 +54,7 @@ impl FolderLock {
     /// Gives the lock up and removes its file, and the folder if that leaves it empty: for a folder that was made only to
     /// hold a lock.
     pub fn remove(self) {
-        let _ = self.folder.remove(NAME);
+        let _ = self.folder.remove(Self::NAME);
         if self.folder.is_at_path().is_ok_and(|at_path| at_path) {
             let _ = std::fs::remove_dir(self.folder.path());
         }

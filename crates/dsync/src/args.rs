@@ -143,6 +143,15 @@ pub enum Command {
         dsync extract vm --since far | ssh far dsync merge --json /srv/vm.raw | dsync checkpoint vm far --at -")]
     Checkpoint(Checkpoint),
 
+    /// Forget a source, a replica, or what a source keeps for one of its readers
+    #[command(after_help = "Examples:\n  \
+        dsync forget vm backup:/srv/vm.raw                 a replica that is no more: its bookmark at the source\n  \
+        dsync forget vm backup                             a named checkpoint\n  \
+        dsync forget -n /srv/vm.raw                        what forgetting the source would cost\n  \
+        dsync forget /backup/vm.raw                        the replica here: it becomes a file like any other\n\n\
+        Only what dsync knows is forgotten; no disk and no file is touched. What is in use is refused.")]
+    Forget(Forget),
+
     /// Print which bytes changed since a checkpoint
     #[command(after_help = "Examples:\n  \
         dsync changes vm --since backup                    a line OFFSET LENGTH for each range, in bytes\n  \
@@ -565,6 +574,22 @@ pub struct Checkpoint {
     pub delete: Option<String>,
     #[command(flatten)]
     pub open: SourceArgs,
+}
+
+/// `forget`.
+#[derive(Debug, Args)]
+pub struct Forget {
+    /// A source, by path or by the name under which it is served; or a replica on this host
+    pub what: String,
+    /// Of a source, only the bookmark of this replica or checkpoint, as "dsync status" names it
+    #[arg(value_name = "BOOKMARK")]
+    pub bookmark: Option<String>,
+    /// Only say what would be forgotten, and what that costs
+    #[arg(short = 'n', long)]
+    pub dry_run: bool,
+    /// Where the replica keeps its lineage and journal
+    #[arg(long, value_name = "DIR", conflicts_with = "bookmark")]
+    pub journal_dir: Option<PathBuf>,
 }
 
 /// `changes`.

@@ -12,6 +12,7 @@ use uuid::Uuid;
 
 use crate::args;
 use crate::failure::Failure;
+use crate::forget;
 use crate::output::Output;
 use crate::units;
 
@@ -61,6 +62,12 @@ pub fn run(args: &args::Checkpoint, state: &StateDir, output: &Output) -> Result
     if args.list {
         return list(&args.source, state, output);
     }
+    if let Some(name) = &args.delete {
+        if !source::is_plain(name) {
+            bail!(Failure::usage(format!("\"{name}\" is not the name of a checkpoint")));
+        }
+        return forget::bookmark(&args.source, name, false, state, output);
+    }
     // To the end, before the source is touched: it is the merge that says when.
     let confirmed = match args.at.as_deref() {
         Some("-") => Some(confirmed(&mut stdin().lock())?),
@@ -93,14 +100,6 @@ fn set(
     output: &Output,
 ) -> Result<()> {
     let path = handle.about().path.display().to_string();
-    if let Some(name) = &args.delete {
-        if !source::is_plain(name) {
-            bail!(Failure::usage(format!("\"{name}\" is not the name of a checkpoint")));
-        }
-        handle.forget_bookmark(name)?;
-        output.say(&format!("{path}: checkpoint {name} removed"));
-        return Ok(());
-    }
     let at = match (confirmed, &args.at) {
         (Some((source, epoch)), _) => Some(of_this_source(handle, source, epoch)?),
         (None, Some(at)) => Some(handle.epoch(at)?),
@@ -157,10 +156,16 @@ fn of_this_source(handle: &Handle, source: Uuid, epoch: Uuid) -> Result<Epoch> {
     })
 }
 
+/// The source that is meant, which must be known.
+pub fn known(what: &str, state: &StateDir) -> Result<(std::path::PathBuf, source::About)> {
+    state.source(what)?.ok_or_else(|| {
+        let why = "is not a source that is followed here: \"dsync status\" lists them";
+        SourceError::Unknown(format!("{what} {why}")).into()
+    })
+}
+
 fn list(what: &str, state: &StateDir, output: &Output) -> Result<()> {
-    let Some((place, about)) = state.source(what)? else {
-        bail!(SourceError::Unknown(format!("{what} is not a source that is followed here")));
-    };
+    let (place, about) = known(what, state)?;
     let folder = device::Dir::open(&place)?;
     let history = History::read(&folder)?;
     let bookmarks = Bookmarks::read(&folder)?;

@@ -6,6 +6,7 @@ mod delta_files;
 mod demo;
 mod failure;
 mod far;
+mod forget;
 mod key;
 mod manual;
 mod mirror_command;
@@ -109,6 +110,7 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
         Command::Status(args) => status::run(args, &state, output)?,
         Command::Extract(args) => pipes::extract(args, &state, output)?,
         Command::Checkpoint(args) => checkpoint::run(args, &state, output)?,
+        Command::Forget(args) => forget::run(args, &state, output)?,
         Command::Changes(args) => checkpoint::changes(args, &state, output)?,
         Command::Merge(args) => pipes::merge(args, &state, output)?,
         Command::Inspect(args) => delta_files::inspect(args, output)?,

@@ -451,6 +451,25 @@ impl Replica {
         Ok(())
     }
 
+    /// Forgets the replica: its lineage, its journal and a copy that was begun. The destination stays as it is.
+    pub fn disown(mut self) -> Result<()> {
+        // First what makes it a replica: what is left after a crash belongs to nothing.
+        self.remove(crate::lineage::NAME)?;
+        self.folder.sync().map_err(io_error("sync", self.folder.path()))?;
+        if !self.place.is_device() {
+            self.place.remove().map_err(io_error("remove the copy begun for", self.place.path()))?;
+        }
+        for name in self.folder.list().map_err(io_error("look into", self.folder.path()))? {
+            if name != FolderLock::NAME {
+                self.remove(&name)?;
+            }
+        }
+        if let Some(lock) = self.lock.take() {
+            lock.remove();
+        }
+        Ok(())
+    }
+
     pub(crate) fn remove(&self, name: &str) -> Result<()> {
         self.folder.remove(name).map_err(io_error("remove", &self.folder.path().join(name)))
     }

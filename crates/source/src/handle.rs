@@ -319,15 +319,6 @@ impl Handle {
         }
     }
 
-    /// Removes the bookmark of a replica or a named checkpoint: what changed since is no longer kept for it.
-    pub fn forget_bookmark(&self, name: &str) -> Result<(), SourceError> {
-        match &self.holder {
-            Holder::Here(source) => source.forget_bookmark(name),
-            Holder::Live(live) => live.forget_bookmark(name),
-            Holder::Server(client, _) => client.forget_bookmark(name),
-        }
-    }
-
     /// Ends the epoch, without a view. What is read from the disk afterwards is of this epoch or newer.
     pub fn end_epoch(&self) -> Result<Epoch, SourceError> {
         match &self.holder {

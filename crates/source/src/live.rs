@@ -18,6 +18,7 @@ use uuid::Uuid;
 use crate::SourceError;
 use crate::bookmarks::Bookmarks;
 use crate::captured::{Capture, Captured};
+use crate::forget;
 use crate::freeze::{self, Freeze, FreezeError, Prepared};
 use crate::history::History;
 use crate::source::{Medium, open_reader};
@@ -88,7 +89,17 @@ pub struct Live {
     disk: Arc<dyn Disk>,
     book: Mutex<Book>,
     /// Held only to be let go with this.
-    _locks: Option<(FolderLock, Hold)>,
+    locks: Option<(FolderLock, Hold)>,
+    /// It was made by this command: without an epoch nothing of it is to stay.
+    fresh: Option<StateDir>,
+}
+
+impl Drop for Live {
+    fn drop(&mut self) {
+        if let (Some(state), Some((lock, _hold))) = (&self.fresh, self.locks.take()) {
+            forget::undo(state, self.folder.path(), Some(lock));
+        }
+    }
 }
 
 struct Book {
@@ -133,6 +144,7 @@ impl Live {
         let minting = state.lock()?;
         let known = state.source(&path.to_string_lossy())?;
         let uuid = known.as_ref().map_or_else(Uuid::new_v4, |(_, about)| about.uuid);
+        let fresh = known.is_none().then(|| state.clone());
         let place = known.map_or_else(|| state.source_folder(uuid), |(place, _)| place);
         let folder = Dir::open(&place).map_err(SourceError::state("make", &place))?;
         let lock = match FolderLock::take(&place).map_err(SourceError::state("lock", &place))? {
@@ -148,7 +160,8 @@ impl Live {
         let about = About { version: About::VERSION, uuid, path, identity, block_size };
         let mut live = Self::over(about, disk, Arc::new(folder), tracker)?;
         drop(minting);
-        live._locks = Some((lock, hold));
+        live.locks = Some((lock, hold));
+        live.fresh = fresh;
         Ok(live)
     }
 
@@ -174,7 +187,7 @@ impl Live {
             Some(_) => Some(OTHER_HISTORY.into()),
         };
         let book = Mutex::new(Book { history, lost, since });
-        Ok(Live { about, folder, tracker, disk, book, _locks: None })
+        Ok(Live { about, folder, tracker, disk, book, locks: None, fresh: None })
     }
 
     /// What the source's folder says of it.
@@ -494,12 +507,6 @@ impl Live {
         let bookmarks = Bookmarks::set(&*self.folder, name, epoch)?;
         book.history.tidy(&*self.folder, &bookmarks, &[])?;
         Ok(epoch)
-    }
-
-    /// Removes the bookmark of a replica or a named checkpoint.
-    pub fn forget_bookmark(&self, name: &str) -> Result<(), SourceError> {
-        let _book = self.book();
-        Bookmarks::remove(&*self.folder, &self.about.path, name)
     }
 }
 

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
@@ -19,6 +19,7 @@ use uuid::Uuid;
 
 use crate::SourceError;
 use crate::bookmarks::Bookmarks;
+use crate::forget;
 use crate::history::{History, Position};
 use crate::stamp::{Boot, FOREIGN, LastWrite, REPLACED, Stamp, Verdict};
 use crate::state::{About, StateDir, write_about};
@@ -210,6 +211,8 @@ pub struct Source {
     shared_views: Mutex<BTreeMap<String, Weak<SharedView>>>,
     tending: Option<(Arc<AtomicBool>, JoinHandle<()>)>,
     locks: Option<(FolderLock, Option<device::ImageLock>)>,
+    /// It was made by this command, which only reads: without an epoch nothing of it is to stay.
+    fresh: Option<StateDir>,
 }
 
 /// What a checkpoint changes, under one lock.
@@ -281,6 +284,21 @@ impl Source {
     /// # Errors
     /// `Busy` if somebody else holds it.
     pub fn open(state: &StateDir, path: &Path, options: &Options) -> Result<Source, SourceError> {
+        let mut made = None;
+        let opened = Self::open_noting(state, path, options, &mut made);
+        if let (Err(_), Some(place)) = (&opened, made) {
+            forget::undo(state, &place, None);
+        }
+        opened
+    }
+
+    /// The same; in `made`, the folder that was made for it.
+    fn open_noting(
+        state: &StateDir,
+        path: &Path,
+        options: &Options,
+        made: &mut Option<PathBuf>,
+    ) -> Result<Source, SourceError> {
         let identity = device::identity(path)?;
         let path = identity.path.clone();
         if path.to_str().is_none() {
@@ -308,6 +326,7 @@ impl Source {
         };
         // What can't be had leaves no new folder behind; for a known source the folder's lock knows better who has it.
         let early = if known.is_none() { Some(lock_image()?) } else { None };
+        *made = known.is_none().then(|| place.clone());
         let folder = Dir::open(&place).map_err(SourceError::state("make", &place))?;
         let lock = match FolderLock::take(&place).map_err(SourceError::state("lock", &place))? {
             Ok(lock) => lock,
@@ -342,6 +361,7 @@ impl Source {
         drop(minting);
         let mut source = Self::over(about, disk, Arc::new(folder), Box::new(AtPath::new(identity)), options)?;
         source.locks = Some((lock, Some(image)));
+        source.fresh = made.is_some().then(|| state.clone()).filter(|_| options.read_only);
         Ok(source)
     }
 
@@ -366,7 +386,7 @@ impl Source {
             foreign: foreign.is_some(),
         };
         let stamp = Stamp::read(&*folder)?;
-        let was = stamp.as_ref().map_or(0, |s| s.identity.size);
+        let was = stamp.as_ref().map_or(0, |s| s.identity.size.max(s.larger.unwrap_or(0)));
         if was > identity.size && !options.allow_shrink {
             return Err(SourceError::Refused(format!(
                 "source {} shrank from {was} to {} bytes: say --allow-shrink if that is meant",
@@ -397,6 +417,8 @@ impl Source {
             identity: identity.clone(),
             boot: boot.id,
             epoch: last,
+            // Who serves it goes on with the smaller disk at once.
+            larger: Some(was).filter(|was| options.read_only && *was > identity.size),
         };
         let settings = Settings {
             block_size: about.block_size,
@@ -440,6 +462,7 @@ impl Source {
             shared_views: Mutex::default(),
             tending: Some((stop, tending)),
             locks: None,
+            fresh: None,
         })
     }
 
@@ -581,7 +604,7 @@ impl Source {
                     // The gap stands in the history. And a history that ends before this epoch is not believed any more:
                     // soon no record holds what it lacks.
                     *self.lost.lock().unwrap_or_else(|e| e.into_inner()) = None;
-                    (book.stamp.lost, book.stamp.epoch) = (None, epoch.number);
+                    (book.stamp.lost, book.stamp.larger, book.stamp.epoch) = (None, None, epoch.number);
                     book.stamp.write(&*self.folder)
                 });
                 if let Err(error) = settled {
@@ -718,7 +741,8 @@ impl Source {
         let lost = if replaced { Some(REPLACED.into()) } else { self.doubted().0 };
         let epoch = book.history.last().map_or(0, |e| e.number);
         let boot = self.medium.boot().id;
-        Stamp { clean: true, lost, identity, boot, epoch }.write(&*self.folder)
+        let larger = book.stamp.larger;
+        Stamp { clean: true, lost, identity, boot, epoch, larger }.write(&*self.folder)
     }
 
     fn stop_tending(&mut self) {
@@ -734,7 +758,10 @@ impl Drop for Source {
     fn drop(&mut self) {
         self.stop_tending();
         // The lock goes last.
-        self.locks.take();
+        let locks = self.locks.take();
+        if let (Some(state), Some((lock, _image))) = (&self.fresh, locks) {
+            forget::undo(state, self.folder.path(), Some(lock));
+        }
     }
 }
 

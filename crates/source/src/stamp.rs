@@ -24,6 +24,10 @@ pub(crate) struct Stamp {
     /// today does not hold.
     #[serde(default)]
     pub epoch: u64,
+    /// Bytes that the source had before it shrank, until an epoch of its new size stands in the history: a command that was
+    /// allowed to read the smaller one, and came to nothing, has not agreed to it for others.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub larger: Option<u64>,
 }
 
 /// The machine's life, as far as stamps need it.
@@ -172,6 +176,7 @@ mod tests {
             identity: Identity { ctime_ns, ..now.clone() },
             boot: boot.id.clone(),
             epoch: 1,
+            larger: None,
         };
         let last = |seen| LastWrite { time: changed, in_flight: false, seen, foreign: false };
         let trusted = Verdict::Trusted { power_lost: false };

@@ -12,7 +12,7 @@ use uuid::Uuid;
 use crate::SourceError;
 use crate::stamp::Stamp;
 
-const ABOUT: &str = "source";
+pub(crate) const ABOUT: &str = "source";
 
 /// The state directory.
 #[derive(Debug, Clone)]

@@ -1,0 +1,122 @@
+//! `dsync forget`: the end of what is known of a source, a replica, or a bookmark.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, bail};
+use replica::Replica;
+use serde::Serialize;
+use source::{About, Bookmarks, SourceError, StateDir};
+
+use crate::args;
+use crate::checkpoint::known;
+use crate::output::Output;
+
+/// What was forgotten.
+#[derive(Serialize)]
+struct Forgotten<'a> {
+    kind: &'static str,
+    path: &'a Path,
+    bookmark: Option<&'a str>,
+    /// What it costs, for people.
+    cost: String,
+    dry_run: bool,
+}
+
+impl Forgotten<'_> {
+    fn say(&self, output: &Output) {
+        let done = if self.dry_run { "would be forgotten" } else { "is forgotten" };
+        let path = self.path.display();
+        let what = match self.bookmark {
+            Some(bookmark) => format!("what {path} keeps for {bookmark}"),
+            None => format!("{} {path}", self.kind),
+        };
+        output.say(&format!("{what} {done}: {}", self.cost));
+        output.summary(self);
+    }
+}
+
+/// Forgets what the arguments name.
+pub fn run(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()> {
+    if let Some(name) = &args.bookmark {
+        return bookmark(&args.what, name, args.dry_run, state, output);
+    }
+    match state.source(&args.what)? {
+        Some((place, about)) if args.journal_dir.is_none() => {
+            source(&place, &about, args.dry_run, state, output)
+        }
+        _ => replica(args, state, output),
+    }
+}
+
+fn source(place: &Path, about: &About, dry_run: bool, state: &StateDir, output: &Output) -> Result<()> {
+    let bookmarks = Bookmarks::read(&device::Dir::open(place)?)?;
+    let names = |names: Vec<&String>| names.into_iter().cloned().collect::<Vec<_>>().join(", ");
+    let replicas = names(bookmarks.replicas().map(|(name, _)| name).collect());
+    let readers = names(bookmarks.checkpoints().map(|(name, _)| name).collect());
+    let mut cost = Vec::new();
+    if !replicas.is_empty() {
+        cost.push(format!(
+            "its replicas ({replicas}) become replicas of a source that is not known, and need --adopt"
+        ));
+    }
+    if !readers.is_empty() {
+        cost.push(format!("the readers of its checkpoints ({readers}) have to read everything"));
+    }
+    if cost.is_empty() {
+        cost.push("no replica and no checkpoint depends on it".into());
+    }
+    source::forget_source(state, place, about, dry_run)?;
+    Forgotten { kind: "source", path: &about.path, bookmark: None, cost: cost.join("; "), dry_run }
+        .say(output);
+    Ok(())
+}
+
+/// Forgets the bookmark of a replica, or a named checkpoint.
+pub fn bookmark(what: &str, name: &str, dry_run: bool, state: &StateDir, output: &Output) -> Result<()> {
+    let (place, about) = known(what, state)?;
+    if !dry_run {
+        source::forget_bookmark(&place, &about, name)?;
+    } else if !Bookmarks::read(&device::Dir::open(&place)?)?.0.contains_key(name) {
+        bail!(SourceError::Unknown(format!(
+            "{} has no checkpoint or replica \"{name}\": \"dsync status\" lists them",
+            about.path.display()
+        )));
+    }
+    let cost = match source::is_plain(name) {
+        true => "its reader has to read everything the next time",
+        false => "once the history is tidied, the next sync of that replica compares it",
+    };
+    let (kind, cost) = ("bookmark", cost.into());
+    Forgotten { kind, path: &about.path, bookmark: Some(name), cost, dry_run }.say(output);
+    Ok(())
+}
+
+fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()> {
+    let path: PathBuf = std::path::absolute(&args.what)?;
+    let options = replica::Options {
+        folder: args.journal_dir.clone(),
+        devices: state.replicas_folder(),
+        ..Default::default()
+    };
+    if replica::inspect(&path, &options).map_or(true, |lineage| lineage.is_none()) {
+        bail!(SourceError::Unknown(format!(
+            "{} is neither a source nor a replica that is known here: \"dsync status\" lists the sources",
+            args.what
+        )));
+    }
+    // Opening it completes what a crash left: what stays is whole, if it can be.
+    let replica = Replica::open(&path, &options)?;
+    let standing = replica.standing();
+    let state = match standing.epoch {
+        _ if standing.state == replica::State::Incomplete => "is incomplete, and stays so".to_owned(),
+        Some(epoch) => format!("stays as it is, at epoch {}", epoch.number),
+        None => "stays as it is".to_owned(),
+    };
+    let cost =
+        format!("the file {state}; a sync to it is refused, but with --adopt, which compares all of it");
+    if !args.dry_run {
+        replica.disown()?;
+    }
+    Forgotten { kind: "replica", path: &path, bookmark: None, cost, dry_run: args.dry_run }.say(output);
+    Ok(())
+}

@@ -1,0 +1,87 @@
+//! The end of what is known of a source, or of one of its bookmarks.
+
+use std::path::Path;
+
+use device::{Dir, Folder, FolderLock};
+
+use crate::SourceError;
+use crate::bookmarks::Bookmarks;
+use crate::control::Client;
+use crate::history::History;
+use crate::state::{ABOUT, About, StateDir};
+
+/// Forgets the source whose folder is `place`: its history, its bookmarks and its record. Nothing happens to its disk.
+///
+/// # Errors
+/// `Refused` or `Busy` while it is served, followed in the kernel, or held by another command.
+pub fn forget_source(
+    state: &StateDir,
+    place: &Path,
+    about: &About,
+    dry_run: bool,
+) -> Result<(), SourceError> {
+    let path = about.path.display();
+    if Client::connect(place)?.is_some() {
+        return Err(SourceError::Refused(format!("{path} is being served: stop its server first")));
+    }
+    // A disk that has gone is followed by nobody.
+    if about.path.exists() && trackers::find(&about.path)?.is_some() {
+        return Err(SourceError::Refused(format!(
+            "{path} is followed in the kernel: end that first, with \"dsync track remove {path}\""
+        )));
+    }
+    let _minting = state.lock()?;
+    let lock = held(place, about)?;
+    if dry_run {
+        return Ok(());
+    }
+    let folder = Dir::open(place).map_err(SourceError::state("open", place))?;
+    remove(&folder, lock)
+}
+
+/// Removes the bookmark of a replica, or a named checkpoint: what changed since is no longer kept for it.
+///
+/// # Errors
+/// `Unknown` if there is none of that name; `Busy` while a command holds the source.
+pub fn forget_bookmark(place: &Path, about: &About, name: &str) -> Result<(), SourceError> {
+    if let Some(client) = Client::connect(place)? {
+        return client.forget_bookmark(name);
+    }
+    let _lock = held(place, about)?;
+    let folder = Dir::open(place).map_err(SourceError::state("open", place))?;
+    Bookmarks::remove(&folder, &about.path, name)
+}
+
+fn held(place: &Path, about: &About) -> Result<FolderLock, SourceError> {
+    let taken = FolderLock::take(place).map_err(SourceError::state("lock", place))?;
+    taken.map_err(|holder| SourceError::Busy { path: about.path.clone(), holder })
+}
+
+/// Removes a source's folder. To be called with the state directory locked, so that nobody is about to open it.
+pub(crate) fn remove(folder: &dyn Folder, lock: FolderLock) -> Result<(), SourceError> {
+    let gone = || -> std::io::Result<()> {
+        // First what makes it a source: what is left after a crash is nobody's.
+        folder.remove(ABOUT)?;
+        folder.sync()?;
+        for name in folder.list()? {
+            if name != FolderLock::NAME {
+                folder.remove(&name)?;
+            }
+        }
+        Ok(())
+    };
+    gone().map_err(SourceError::state("remove", folder.path()))?;
+    lock.remove();
+    Ok(())
+}
+
+/// Removes a source that this command has made, if no epoch came of it: a command that is refused leaves no trace.
+/// Where that fails, an entry without an epoch is left.
+pub(crate) fn undo(state: &StateDir, place: &Path, lock: Option<FolderLock>) {
+    let Ok(_minting) = state.lock() else { return };
+    let lock = lock.or_else(|| FolderLock::take(place).ok()?.ok());
+    let (Some(lock), Ok(folder)) = (lock, Dir::open(place)) else { return };
+    if History::read(&folder).is_ok_and(|history| history.last().is_none()) {
+        let _ = remove(&folder, lock);
+    }
+}

@@ -1,0 +1,111 @@
+//! What commands leave behind in the state directory: nothing where they are refused, and nothing of what is to be forgotten.
+
+use std::fs::File;
+use std::path::Path;
+
+use dsync_tests::image;
+use dsync_tests::{Scene, Site};
+
+const MIB: u64 = 1 << 20;
+
+/// The sources that the state directory knows.
+fn sources(site: &Site) -> usize {
+    let Ok(entries) = std::fs::read_dir(site.state().join("sources")) else { return 0 };
+    entries.flatten().filter(|entry| entry.path().is_dir()).count()
+}
+
+fn resize(image: &Path, size: u64) {
+    File::options().write(true).open(image).and_then(|file| file.set_len(size)).expect("another size");
+}
+
+#[test]
+fn a_refused_command_leaves_no_source_behind() {
+    let site = Site::new();
+    let (disk, copy) = (site.image("vm.raw", MIB), site.path("copy.raw"));
+    std::fs::write(&copy, b"somebody's file").expect("a file");
+    site.sync(&disk, &copy, &[]).code(4).says(&["copy.raw"]);
+    assert_eq!(sources(&site), 0, "a refused sync");
+    site.sync(&disk, &site.path("nowhere/copy.raw"), &[]).output();
+    assert_eq!(sources(&site), 0, "a sync to no folder");
+    site.sync(&disk, &site.path("new.raw"), &["--block-size", "3000"]).output();
+    site.dsync(["changes"]).arg(&disk).args(["--since", "backup"]).output();
+    site.dsync(["checkpoint"]).arg(&disk).args(["backup", "--at", "7"]).output();
+    site.sync(&disk, &site.path("new.raw"), &["-n"]).ok();
+    assert_eq!(sources(&site), 0, "nothing was recorded");
+    // What is recorded stays.
+    site.sync(&disk, &site.path("new.raw"), &[]).ok();
+    assert_eq!(sources(&site), 1);
+    site.sync(&disk, &copy, &[]).code(4);
+    assert_eq!(sources(&site), 1, "a known source is not forgotten by a refusal");
+}
+
+#[test]
+fn a_refused_shrink_is_no_leave_for_another_replica() {
+    let site = Site::new();
+    let disk = site.image("vm.raw", 4 * MIB);
+    let (one, two, third) = (site.path("one.raw"), site.path("two.raw"), site.path("third.raw"));
+    site.sync(&disk, &one, &[]).ok();
+    site.sync(&disk, &two, &[]).ok();
+    std::fs::write(&third, b"somebody's file").expect("a file");
+    resize(&disk, MIB);
+    site.sync(&disk, &one, &[]).code(4).says(&["shrank", "--allow-shrink"]);
+    site.sync(&disk, &third, &["--allow-shrink"]).code(4).says(&["third.raw"]);
+    site.sync(&disk, &two, &["--allow-shrink", "-n"]).ok();
+    let before = image::fingerprint(&two);
+    site.sync(&disk, &two, &[]).code(4).says(&["shrank", "--allow-shrink"]);
+    assert_eq!(before, image::fingerprint(&two));
+    // Once it is meant, and done, it need not be said again.
+    site.sync(&disk, &one, &["--allow-shrink"]).ok();
+    image::assert_equal(&disk, &one);
+    site.sync(&disk, &two, &[]).ok();
+    image::assert_equal(&disk, &two);
+    // Grown again in between, it has not shrunk.
+    resize(&disk, MIB / 2);
+    site.sync(&disk, &third, &["--allow-shrink"]).code(4);
+    resize(&disk, 2 * MIB);
+    site.sync(&disk, &one, &[]).ok();
+    image::assert_equal(&disk, &one);
+}
+
+#[test]
+fn what_is_forgotten_is_gone_and_what_is_in_use_is_not_forgotten() {
+    let mut scene = Scene::synced("forget", 8 * MIB);
+    let replica = scene.replica.display().to_string();
+    let forget = |scene: &Scene, words: &[&str]| scene.site.dsync(["forget", "--json"]).args(words);
+    scene.site.dsync(["checkpoint", "vm", "backup"]).ok();
+    let told = forget(&scene, &["-n", "vm", "backup"]).ok().summary();
+    assert!(told["cost"].as_str().is_some_and(|cost| cost.contains("read everything")), "{told}");
+    forget(&scene, &["vm", "nothing"]).output().says(&["nothing"]);
+    forget(&scene, &["vm", "backup"]).ok();
+    forget(&scene, &["vm", "backup"]).output().says(&["backup"]);
+    forget(&scene, &["vm"]).code(4).says(&["served"]);
+
+    // The source: nothing happens to its disk, and its replica says what it takes to go on.
+    scene.stop();
+    let told = forget(&scene, &["-n", "vm"]).ok().summary();
+    assert!(told["cost"].as_str().is_some_and(|cost| cost.contains(&replica)), "{told}");
+    assert_eq!(sources(&scene.site), 1, "a dry run forgot it");
+    let before = image::fingerprint(&scene.image);
+    forget(&scene, &["vm"]).ok();
+    assert_eq!((sources(&scene.site), before), (0, image::fingerprint(&scene.image)));
+    scene.sync(&[]).code(4).says(&["--adopt"]);
+    assert_eq!(sources(&scene.site), 0);
+    scene.sync(&["--adopt"]).ok();
+    scene.start();
+    scene.change(10);
+    scene.sync(&[]).ok();
+    scene.equal();
+
+    // The bookmark of a replica that is no more, and the replica itself.
+    forget(&scene, &["vm", &replica]).ok();
+    scene.sync(&[]).ok();
+    let content = std::fs::read(&scene.replica).expect("the replica");
+    forget(&scene, &["-n", &replica]).ok();
+    scene.sync(&[]).ok();
+    forget(&scene, &[&replica]).ok();
+    assert!(content == std::fs::read(&scene.replica).expect("the file"), "the file was touched");
+    let beside = std::fs::read_dir(scene.replica.parent().expect("a folder")).expect("a folder").count();
+    assert_eq!(beside, 1, "something was left beside the file");
+    forget(&scene, &[&replica]).output().says(&["neither"]);
+    scene.sync(&[]).code(4).says(&["--adopt"]);
+}
