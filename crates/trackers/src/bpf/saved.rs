@@ -191,6 +191,12 @@ impl Stamp {
         if self.name != hardware_name(now) || (same_boot && self.diskseq != now.diskseq) {
             return lost("another disk has taken the device's place");
         }
+        // Another system may have written there, and this one counts from its own begin.
+        if let (false, Some(holder)) = (same_boot, holder(now).map_err(|error| error.to_string())?) {
+            return Err(format!(
+                "the machine was started anew, and what is written to {holder} leaves no trace where it would be looked for"
+            ));
+        }
         let expected = if same_boot { self.written } else { Written::default() };
         if Written::of(now) != Some(expected) {
             return lost("the device was written while it was not tracked");
@@ -223,28 +229,56 @@ fn hardware_name(disk: &Followed) -> String {
 /// A hash of the places that every mount changes, on the whole disk and on each of its partitions: the first and the last
 /// MiB, with the superblocks of ext4, XFS, Btrfs, LVM, md and partition tables.
 pub(super) fn fingerprint(disk: &Followed) -> Result<String, TrackError> {
-    const EDGE: u64 = 1 << 20;
     let mut content = Vec::new();
-    let mut add = |path: &Path| -> Result<(), TrackError> {
-        let disk = device::open(path, &device::Options { write: false, direct: true, exclusive: false })?;
-        let len = disk.len();
+    edges(disk, |part| content.extend_from_slice(hash(part).as_bytes()))?;
+    Ok(hash(&content))
+}
+
+/// Hands out the first and the last MiB of the disk, then of each of its partitions.
+fn edges(disk: &Followed, mut take: impl FnMut(&[u8])) -> Result<(), TrackError> {
+    const EDGE: u64 = 1 << 20;
+    for path in std::iter::once(disk.path.clone()).chain(partitions(disk)) {
+        let opened = device::open(&path, &device::Options { write: false, direct: true, exclusive: false })?;
+        let len = opened.len();
         let edge = EDGE.min(len);
         for begin in [0, len - edge] {
             let mut part = vec![0; edge as usize];
-            disk.read_at(begin, &mut part).map_err(|error| TrackError::State {
+            opened.read_at(begin, &mut part).map_err(|error| TrackError::State {
                 what: "can't read the device",
-                place: path.to_path_buf(),
+                place: path.clone(),
                 error,
             })?;
-            content.extend_from_slice(hash(&part).as_bytes());
+            take(&part);
         }
-        Ok(())
-    };
-    add(&disk.path)?;
-    for partition in partitions(disk) {
-        add(&partition)?;
     }
-    Ok(hash(&content))
+    Ok(())
+}
+
+/// What lies on the disk or a partition whose content changes while the edges stay as they are.
+fn holder(disk: &Followed) -> Result<Option<&'static str>, TrackError> {
+    let mut found = None;
+    edges(disk, |part| found = found.or(signature(part)))?;
+    Ok(found)
+}
+
+/// The signature of what others write through, in the first or the last MiB of a device.
+fn signature(edge: &[u8]) -> Option<&'static str> {
+    const MD: &[u8] = &0xa92b_4efc_u32.to_le_bytes();
+    const ZFS: &[u8] = &0x00ba_b10c_u64.to_le_bytes();
+    const BCACHE: &[u8] = b"\xc6\x85\x73\xf6\x4e\x1a\x45\xca\x82\x65\xf5\x7f\x48\xba\x6d\x81";
+    let at = |offset: usize, magic: &[u8]| edge.get(offset..).is_some_and(|rest| rest.starts_with(magic));
+    // An md superblock of version 1.0 or 0.90 lies at some multiple of 4 KiB near the end.
+    let on_page = |magic: &[u8]| edge.chunks(4096).any(|page| page.starts_with(magic));
+    let on_sector = |magic: &[u8]| edge.chunks(512).any(|sector| sector.starts_with(magic));
+    let kinds = [
+        ("an LVM physical volume", on_sector(b"LABELONE")),
+        ("an encrypted volume (LUKS)", at(0, b"LUKS\xba\xbe")),
+        ("a member of an md array", on_page(MD)),
+        ("a bcache device", at(4096 + 24, BCACHE)),
+        ("a ZFS pool", on_sector(ZFS)),
+        ("swap space", [4096, 16384, 65536].iter().any(|page| at(page - 10, b"SWAPSPACE2"))),
+    ];
+    kinds.into_iter().find_map(|(name, is_it)| is_it.then_some(name))
 }
 
 /// The partitions of a whole disk, sorted by number.
@@ -262,4 +296,29 @@ fn partitions(disk: &Followed) -> Vec<PathBuf> {
 
 fn hash(bytes: &[u8]) -> String {
     format!("{:032x}", XxHash3_128::oneshot(bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_others_write_through_is_known_by_its_signature() {
+        let signed = |offset: usize, magic: &[u8]| {
+            let mut edge = vec![0; 1 << 20];
+            edge[offset..offset + magic.len()].copy_from_slice(magic);
+            signature(&edge)
+        };
+        assert_eq!(signed(0, b""), None);
+        // The magic number of ext4, whose superblock every mount changes.
+        assert_eq!(signed(1024 + 56, &[0x53, 0xef]), None);
+        assert!(signed(512, b"LABELONE").is_some_and(|s| s.contains("LVM")));
+        assert!(signed(0, b"LUKS\xba\xbe\0\x02").is_some_and(|s| s.contains("LUKS")));
+        for superblock in [0, 4096, (1 << 20) - 8192, (1 << 20) - (64 << 10)] {
+            assert!(signed(superblock, &0xa92b_4efc_u32.to_le_bytes()).is_some_and(|s| s.contains("md")));
+        }
+        assert!(signed(4096 - 10, b"SWAPSPACE2").is_some());
+        assert!(signed(128 << 10, &0x00ba_b10c_u64.to_le_bytes()).is_some_and(|s| s.contains("ZFS")));
+        assert_eq!(signature(&[]), None);
+    }
 }

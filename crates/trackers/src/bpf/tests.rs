@@ -585,6 +585,38 @@ fn a_saved_record_is_believed_only_if_nobody_wrote_since() {
     remove(&disk.device).unwrap();
 }
 
+/// Across a reboot nothing tells of what another system wrote behind a signature.
+#[test]
+fn after_a_reboot_no_record_of_an_encrypted_disk_is_believed() {
+    if !ready(&[]) {
+        return;
+    }
+    let disk = Loop::new(8);
+    let state = tempfile::tempdir().unwrap();
+    let saved = state.path().join(saved::NAME);
+    let state = device::Dir::open(state.path()).unwrap();
+    for signature in ["nothing", "LUKS\\272\\276"] {
+        run(&format!("printf '{signature}' | dd of={} bs=4k conv=notrunc,sync,fsync 2>&1", disk.name()));
+        let tracker = add(&disk.device, None).unwrap();
+        tracker.checkpoint().unwrap();
+        tracker.release(EPOCH).unwrap();
+        save(&disk.device, &state).unwrap();
+        remove(&disk.device).unwrap();
+        // As if the kernel had been another one. A loop device goes on counting, so without a signature that speaks.
+        let mut record = std::fs::read(&saved).unwrap();
+        let boot = load::boot_id();
+        let at = record.windows(boot.len()).position(|w| w == boot.as_bytes()).unwrap();
+        record[at..at + boot.len()].fill(b'0');
+        std::fs::write(&saved, record).unwrap();
+        let expected = if signature == "nothing" { "was written" } else { "LUKS" };
+        match restore(&disk.device, &state).unwrap() {
+            Restored::Lost(why) => assert!(why.contains(expected), "{why}"),
+            other => panic!("{signature}: {other:?}"),
+        }
+        remove(&disk.device).unwrap();
+    }
+}
+
 #[test]
 fn what_can_not_be_tracked_is_refused() {
     let folder = tempfile::tempdir().unwrap();
