@@ -460,6 +460,9 @@ pub struct Serve {
     /// Refuse writes
     #[arg(long)]
     pub read_only: bool,
+    /// Serve the bytes of the files as they are, even if they look like qcow2 or another container format
+    #[arg(long, value_enum, value_name = "FORMAT")]
+    pub format: Option<Format>,
     /// Write past the page cache
     #[arg(long)]
     pub direct: bool,
@@ -468,6 +471,13 @@ pub struct Serve {
     pub view_limit: u64,
     #[command(flatten)]
     pub open: SourceArgs,
+}
+
+/// What an image is taken for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    /// The bytes of a disk
+    Raw,
 }
 
 /// `track`.

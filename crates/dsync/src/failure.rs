@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 
 /// It failed.
 pub const FAILED: u8 = 1;
@@ -94,6 +94,10 @@ pub fn text(error: &anyhow::Error) -> String {
             text = format!("{text}: {cause}");
         }
     }
+    // EFBIG says nothing of the limit of the process, which is the usual reason.
+    if text.contains("(os error 27)") {
+        text.push_str(" for the file system, or for the limit of \"ulimit -f\"");
+    }
     text
 }
 
@@ -102,11 +106,12 @@ pub fn text(error: &anyhow::Error) -> String {
 pub fn on_interrupt(says: impl FnOnce() + Send + 'static) -> Result<()> {
     use signal_hook::consts::{SIGINT, SIGTERM};
     let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM])?;
-    std::thread::Builder::new().name("signals".into()).spawn(move || {
+    let waiting = std::thread::Builder::new().name("signals".into()).spawn(move || {
         if signals.forever().next().is_some() {
             says();
             std::process::exit(i32::from(INTERRUPTED));
         }
-    })?;
+    });
+    waiting.context("can't start a thread")?;
     Ok(())
 }

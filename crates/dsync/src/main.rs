@@ -2,6 +2,7 @@
 
 mod args;
 mod checkpoint;
+mod container;
 mod delta_files;
 mod demo;
 mod failure;
@@ -21,6 +22,7 @@ mod verify_command;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use anyhow::Result;
 use clap::Parser;
@@ -31,6 +33,9 @@ use failure::Failure;
 use output::Output;
 
 fn main() -> ExitCode {
+    // A file beyond "ulimit -f" is an error that can be told then, and no sudden death. A handler, because a signal that is
+    // ignored stays so for the programs that this one starts.
+    let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
     let words = match paper_names(std::env::args_os().collect()) {
         Ok(words) => words,
         Err(usage) => {

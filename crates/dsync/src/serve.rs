@@ -213,6 +213,36 @@ fn listen_unix(path: &Path) -> Result<(UnixListener, SocketFile)> {
     Ok((listener, SocketFile(path.to_path_buf())))
 }
 
+/// Refuses an image that is a container of a disk, unless it is followed as it is already: what a guest writes to the first
+/// block of its disk must not keep the disk from being served again.
+fn check_format(image: &Path, state: &StateDir) -> Result<()> {
+    let Some(format) = crate::container::format(image) else { return Ok(()) };
+    let path = device::identity(image)?.path;
+    if state.source(&path.to_string_lossy())?.is_some() {
+        return Ok(());
+    }
+    Err(Failure::refused(format!(
+        "{} is a {format} image: a client would see the container's bytes, not the disk in it. Convert it with \
+         \"qemu-img convert -O raw\", or pass --format raw if the container itself is to be served",
+        image.display()
+    ))
+    .into())
+}
+
+/// Lets the process have as many descriptors as it may: each client takes several, and the usual limit is meant for
+/// programs that use select().
+fn raise_descriptor_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
+}
+
+/// What must not stand in a part of a URI as it is.
+fn escaped(text: &str) -> String {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~/@:".contains(&byte);
+    text.bytes().map(|b| if plain(b) { char::from(b).to_string() } else { format!("%{b:02X}") }).collect()
+}
+
 /// The time between sweeps of the write-intent log. A test that waits for regions to fall idle sets it.
 fn sweep_every() -> Duration {
     let set = std::env::var("DSYNC_SWEEP_MS").ok().and_then(|ms| ms.parse().ok());
@@ -264,6 +294,9 @@ pub fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> 
                 Failure::usage(format!("two of the images would both be served as \"{name}\"")).into()
             );
         }
+        if args.format.is_none() {
+            check_format(image, state)?;
+        }
         let what = if args.read_only {
             let options = device::Options { write: false, direct: args.direct, exclusive: false };
             What::ReadOnly(device::open(image, &options)?)
@@ -308,11 +341,14 @@ pub fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> 
         .map(|served| {
             let mut ways = Vec::new();
             if let Some(socket) = &args.socket {
-                ways.push(format!("nbd+unix:///{}?socket={}", served.name, socket.display()));
+                // Clients take a path that is not absolute for one from where they are.
+                let socket = std::path::absolute(socket).unwrap_or_else(|_| socket.clone());
+                let socket = escaped(&socket.to_string_lossy());
+                ways.push(format!("nbd+unix:///{}?socket={socket}", escaped(&served.name)));
             }
             if let Some(tcp) = &tcp {
                 let address = tcp.local_addr().map_or_else(|_| String::new(), |a| a.to_string());
-                ways.push(format!("nbd://{address}/{}", served.name));
+                ways.push(format!("nbd://{address}/{}", escaped(&served.name)));
             }
             let about = match &served.what {
                 What::ReadOnly(disk) => format!("{}, read-only", units::size(disk.len())),
@@ -333,6 +369,9 @@ pub fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> 
         })
         .collect();
     let server = nbd::Server::new(Arc::new(All(all)));
+    server
+        .on_trouble(|trouble| eprintln!("dsync: warning: {trouble} (limits: \"ulimit -n\", \"ulimit -u\")"));
+    raise_descriptor_limit();
     let _socket = match unix {
         Some((listener, file)) => {
             server.serve_unix(listener)?;

@@ -124,7 +124,8 @@ pub fn connect(
         let receiving = std::thread::Builder::new().name("receive".into()).spawn(move || {
             // Its errors travel over the link, as those of a far host do.
             let _ = sync::receive(there, &state);
-        })?;
+        });
+        let receiving = receiving.context("can't start a thread")?;
         return Ok((here, Some(receiving)));
     };
     Ok((crate::far::call(host, destination.port, far, state)?, None))
@@ -242,7 +243,13 @@ pub fn say(summary: &Summary, output: &Output) {
                 summary.source.display(),
                 summary.destination,
                 summary.trust,
-                units::size(summary.bytes_changed)
+                units::size(summary.bytes_sent)
+            ),
+            _ if summary.bytes_sent < summary.bytes_changed => format!(
+                "would send {found} {of} to {} ({}): {} of data, and word of the holes",
+                summary.destination,
+                summary.trust,
+                units::size(summary.bytes_sent)
             ),
             _ => format!("would send {found} {of} to {} ({})", summary.destination, summary.trust),
         });

@@ -6,10 +6,11 @@ use std::net::TcpListener;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use device::Reserve;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 
 use crate::export::Exports;
@@ -37,6 +38,8 @@ impl Default for Limits {
 const TURNED_AWAY: usize = 16;
 /// How long a client is given to hear that there is no place for it.
 const TURN_AWAY_TIME: Duration = Duration::from_secs(5);
+/// How often the same kind of trouble is told.
+const TELL_EVERY: Duration = Duration::from_secs(60);
 /// How long to wait when the system has no descriptor or no thread left.
 const EXHAUSTED: Duration = Duration::from_millis(100);
 
@@ -52,6 +55,8 @@ struct Shared {
     limits: Limits,
     closing: AtomicBool,
     books: Arc<Books>,
+    trouble: OnceLock<Box<Tell>>,
+    told: Mutex<Option<Instant>>,
 }
 
 /// Who is there. Apart from the exports, so that a thread strikes itself off when it holds nothing of them any more.
@@ -67,6 +72,8 @@ impl Books {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
+
+type Tell = dyn Fn(&str) + Send + Sync;
 
 #[derive(Default)]
 struct State {
@@ -101,8 +108,13 @@ impl Server {
 
     /// A server that does not listen yet.
     pub fn with_limits(exports: Arc<dyn Exports>, limits: Limits) -> Server {
-        let (closing, books) = Default::default();
-        Server { shared: Arc::new(Shared { exports, limits, closing, books }) }
+        let (closing, books, trouble, told) = Default::default();
+        Server { shared: Arc::new(Shared { exports, limits, closing, books, trouble, told }) }
+    }
+
+    /// Has `tell` called, from any thread, with what keeps the server from taking clients: at most once a minute.
+    pub fn on_trouble(&self, tell: impl Fn(&str) + Send + Sync + 'static) {
+        let _ = self.shared.trouble.set(Box::new(tell));
     }
 
     /// Accepts connections on a Unix socket, in a thread of its own, until the server ends. The socket's file is the
@@ -186,18 +198,30 @@ impl Server {
             let leave = leave;
             let shared = shared;
             let listener = listener;
+            let mut reserve = Reserve::new();
             while !shared.closing.load(Ordering::SeqCst) {
                 let mut fds = [PollFd::new(&listener, PollFlags::IN), PollFd::new(&*bell, PollFlags::IN)];
                 if wait(&mut fds, None).is_err() {
                     thread::sleep(EXHAUSTED);
                 }
                 match accept(&listener) {
-                    // Refused, or no thread to be had: the client sees its connection closed.
-                    Ok(stream) => drop(shared.connect(stream)),
+                    // Whoever is refused sees its connection closed.
+                    Ok(stream) => match shared.connect(stream) {
+                        Err(error) if error.kind() != io::ErrorKind::ConnectionAborted => {
+                            shared.tell(&format!("can't start a thread for a client: {error}"));
+                        }
+                        _ => {}
+                    },
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                     Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
-                    // Most likely out of descriptors: trying again at once would only keep a core busy.
-                    Err(_) => thread::sleep(EXHAUSTED),
+                    Err(error) => {
+                        shared.tell(&format!("can't take a client's connection: {error}"));
+                        if Reserve::is_exhausted(&error) {
+                            reserve.turn_away(&listener, || accept(&listener));
+                        }
+                        // Trying again at once would only keep a core busy.
+                        thread::sleep(EXHAUSTED);
+                    }
                 }
             }
             drop(listener);
@@ -215,6 +239,14 @@ impl Drop for Server {
 }
 
 impl Shared {
+    fn tell(&self, trouble: &str) {
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        if told.is_none_or(|then| then.elapsed() >= TELL_EVERY) {
+            *told = Some(Instant::now());
+            self.trouble.get().inspect(|tell| tell(trouble));
+        }
+    }
+
     fn connect(self: &Arc<Shared>, stream: Stream) -> io::Result<()> {
         let stream = Arc::new(stream);
         let full;

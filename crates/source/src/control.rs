@@ -12,8 +12,10 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use delta::Epoch;
+use device::Reserve;
 use extents::Bitmap;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
@@ -26,6 +28,8 @@ use crate::SourceError;
 use crate::source::{Checkpoint, SharedView, Source};
 
 const NAME: &str = "control";
+/// How long to wait when the system has no descriptor left.
+const EXHAUSTED: Duration = Duration::from_millis(100);
 /// The most bytes of one part of a message: the encoding of the largest bitmap fits.
 const MOST: u32 = 256 << 20;
 
@@ -196,11 +200,23 @@ impl ControlServer {
         let thread = {
             let (stop, connections) = (stop.clone(), connections.clone());
             std::thread::Builder::new().name("control".into()).spawn(move || {
-                for socket in listener.incoming() {
+                let mut reserve = Reserve::new();
+                loop {
+                    let accepted = listener.accept();
                     if stop.load(SeqCst) {
                         return;
                     }
-                    let Ok(socket) = socket else { continue };
+                    let socket = match accepted {
+                        Ok((socket, _)) => socket,
+                        Err(error) => {
+                            // Without a descriptor the client would wait for ever, and this thread would keep a core busy.
+                            if Reserve::is_exhausted(&error) {
+                                reserve.turn_away(&listener, || listener.accept());
+                            }
+                            std::thread::sleep(EXHAUSTED);
+                            continue;
+                        }
+                    };
                     let Ok(ours) = socket.try_clone() else { continue };
                     let source = source.clone();
                     let answering = std::thread::Builder::new().name("control".into()).spawn(move || {

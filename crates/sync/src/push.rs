@@ -658,10 +658,12 @@ fn estimate(handle: &Handle, way: &Way, summary: &mut Summary) -> Result<(), Syn
         Way::Copy(trust) => (Method::Copy, trust.clone()),
     };
     summary.disk_size = size;
-    (summary.blocks_changed, summary.extents, summary.bytes_changed) =
+    let count =
         wanted.count(&*disk).map_err(SyncError::io(format!("look at {}", summary.source.display())))?;
-    // Before compression; what a compare sends is at most this.
-    (summary.bytes_read, summary.bytes_sent) = (summary.bytes_changed, summary.bytes_changed);
+    (summary.blocks_changed, summary.extents, summary.bytes_changed) =
+        (count.blocks, count.extents, count.bytes);
+    // Before compression, and without the few bytes that tell of a hole; what a compare sends is at most this.
+    (summary.bytes_read, summary.bytes_sent) = (count.read, count.read);
     Ok(())
 }
 
@@ -730,7 +732,7 @@ fn send_wanted(
     totals: &Totals,
     progress: Progress<'_>,
 ) -> Result<(), SyncError> {
-    let (_, _, bytes) = found.wanted.count(&**view).map_err(SyncError::io("look at the view"))?;
+    let bytes = found.wanted.count(&**view).map_err(SyncError::io("look at the view"))?.bytes;
     sender.send_json(PLAN, &Plan { bytes, delta: true, pass: found.pass, ..Plan::default() })?;
     let how = options.packing(found.wanted.block_size, found.pass);
     pack_wanted(sender, view, &found.header, &found.wanted, how, totals, &|done| progress(done, bytes))

@@ -79,18 +79,31 @@ pub(crate) struct Wanted {
     pub to_end: bool,
 }
 
+/// How much is wanted.
+#[derive(Debug, Default, Clone, Copy)]
+pub(crate) struct Count {
+    pub blocks: u64,
+    pub extents: u64,
+    pub bytes: u64,
+    /// Bytes of it that are no holes.
+    pub read: u64,
+}
+
 impl Wanted {
-    /// Blocks that are marked, or allocated where everything is wanted; extents; bytes.
-    pub fn count(&self, disk: &dyn Disk) -> io::Result<(u64, u64, u64)> {
-        let (mut blocks, mut extents, mut bytes) = (0, 0, 0);
+    /// What is marked, or allocated where everything is wanted.
+    pub fn count(&self, disk: &dyn Disk) -> io::Result<Count> {
+        let Count { mut blocks, mut extents, mut bytes, mut read } = Count::default();
         let mut wants = self.wants(disk);
         while let Some(want) = wants.next()? {
             let (Want::Read(range) | Want::Zero(range)) = &want;
             extents += 1;
             bytes += range.end - range.start;
             blocks += (range.end - range.start).div_ceil(self.block_size);
+            if matches!(want, Want::Read(_)) {
+                read += range.end - range.start;
+            }
         }
-        Ok((blocks, extents, bytes))
+        Ok(Count { blocks, extents, bytes, read })
     }
 
     /// Where the last block begins.

@@ -1,0 +1,41 @@
+//! A descriptor in reserve, for servers: with none left, a client that connects would wait without a word.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::Errno;
+
+/// One descriptor, given up so that a client who can't be served can be taken and sent away.
+#[derive(Debug)]
+pub struct Reserve(Option<OwnedFd>);
+
+impl Default for Reserve {
+    fn default() -> Reserve {
+        Reserve::new()
+    }
+}
+
+impl Reserve {
+    /// Takes a descriptor, if one is left.
+    pub fn new() -> Reserve {
+        Reserve(eventfd(0, EventfdFlags::CLOEXEC).ok())
+    }
+
+    /// True if `error` says that this process, or the system, has no descriptor left.
+    pub fn is_exhausted(error: &io::Error) -> bool {
+        matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
+    }
+
+    /// Takes the client that waits longest, if one waits, and closes its connection.
+    pub fn turn_away<T>(&mut self, listener: impl AsFd, accept: impl FnOnce() -> io::Result<T>) {
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let waits = poll(&mut [PollFd::new(&listener, PollFlags::IN)], Some(&now));
+        if waits == Ok(1) && self.0.take().is_some() {
+            drop(accept());
+        }
+        if self.0.is_none() {
+            *self = Reserve::new();
+        }
+    }
+}

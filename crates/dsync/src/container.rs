@@ -1,0 +1,28 @@
+//! Image formats that wrap a disk. Served as they are, a guest would see the wrapping and not the disk in it.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+/// Name, and the bytes by which a file of the format is known, where they are. LUKS is missing on purpose: an encrypted disk
+/// is served as it is.
+const FORMATS: [(&str, u64, &[u8]); 7] = [
+    ("qcow2", 0, b"QFI\xfb"),
+    ("QED", 0, b"QED\0"),
+    ("VMDK", 0, b"KDMV"),
+    ("VMDK", 0, b"# Disk DescriptorFile"),
+    ("VHDX", 0, b"vhdxfile"),
+    ("VHD", 0, b"conectix"),
+    ("VDI", 0x40, b"\x7f\x10\xda\xbe"),
+];
+
+/// The format of an image that is not raw. `None` if there is no sign of one, and where the image can't be read: whoever
+/// opens it will say why.
+pub fn format(image: &Path) -> Option<&'static str> {
+    let file = File::open(image).ok()?;
+    let is = |offset, magic: &[u8]| {
+        let mut found = vec![0; magic.len()];
+        file.read_exact_at(&mut found, offset).is_ok() && found == magic
+    };
+    FORMATS.iter().find(|(_, offset, magic)| is(*offset, magic)).map(|(name, ..)| *name)
+}

@@ -1,0 +1,133 @@
+//! A system that gives no more: descriptors, file sizes. What can't be done is said, and nobody hangs.
+
+use std::io::Read;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use dsync_tests::image::{self, BLOCK};
+use dsync_tests::site::binary;
+use dsync_tests::{Random, Run, Site, need};
+use rustix::process::{Resource, Rlimit, prlimit};
+
+const MIB: u64 = 1 << 20;
+
+/// Connects and waits for the greeting: true if it comes, false if the server closes the connection instead.
+fn greeted(socket: &Path) -> (UnixStream, bool) {
+    let mut stream = UnixStream::connect(socket).expect("a connection");
+    stream.set_read_timeout(Some(Duration::from_secs(30))).expect("a limit");
+    let mut greeting = [0; 18];
+    match stream.read(&mut greeting) {
+        Ok(0) => (stream, false),
+        Ok(_) => (stream, true),
+        Err(e) if e.kind() == std::io::ErrorKind::ConnectionReset => (stream, false),
+        Err(e) => panic!("neither a greeting nor an end: {e}"),
+    }
+}
+
+#[test]
+fn a_server_without_descriptors_turns_clients_away_and_says_so_once() {
+    let site = Site::new();
+    let image = site.image("vm.raw", MIB);
+    let mut server = site.serve(&[&image], &[]);
+    let mut early = server.client("vm");
+    let usual = rustix::process::getrlimit(Resource::Nofile);
+    let few = Rlimit { current: Some(32), maximum: usual.maximum };
+    let before = prlimit(Some(server.process().pid()), Resource::Nofile, few).expect("prlimit");
+    let clients: Vec<_> = (0..48).map(|_| greeted(server.socket())).collect();
+    let turned_away = clients.iter().filter(|(_, greeted)| !greeted).count();
+    assert!(turned_away > 0 && turned_away < clients.len(), "{turned_away} turned away");
+    // Who is in stays in.
+    early.write(0, &[7; 512]).expect("a write");
+    // The state of the source is asked for by the same means: an error, but no wait.
+    site.dsync(["status"]).limit(Duration::from_secs(60)).output();
+    let said = server.process().stderr_so_far();
+    assert_eq!(said.matches("can't take a client's connection").count(), 1, "{said}");
+    drop(clients);
+    prlimit(Some(server.process().pid()), Resource::Nofile, before).expect("prlimit");
+    let until = Instant::now() + Duration::from_secs(30);
+    while !greeted(server.socket()).1 {
+        assert!(Instant::now() < until, "the server takes nobody any more");
+    }
+    server.stop();
+}
+
+#[test]
+fn a_file_that_may_not_grow_is_an_error_and_no_sudden_death() {
+    if !need(&["prlimit"], "a limit on the size of files") {
+        return;
+    }
+    let site = Site::new();
+    let image = site.path("vm.raw");
+    image::random(&image, 8 * MIB, &mut Random::seeded(1));
+    let output = Run::new("prlimit")
+        .arg("--fsize=2097152")
+        .arg(binary())
+        .env("DSYNC_STATE_DIR", site.state())
+        .args(["sync".as_ref(), image.as_os_str(), site.path("copy.raw").as_os_str()])
+        .code(1);
+    assert!(output.stderr.contains("File too large") && output.stderr.contains("ulimit -f"), "{output}");
+    site.sync(&image, &site.path("copy.raw"), &[]).ok();
+    image::assert_equal(&image, &site.path("copy.raw"));
+}
+
+#[test]
+fn what_a_guest_trimmed_is_no_data_to_send() {
+    let site = Site::new();
+    let image = site.path("vm.raw");
+    image::random(&image, 16 * MIB, &mut Random::seeded(3));
+    let copy = site.path("copy.raw");
+    let server = site.serve(&[&image], &[]);
+    site.sync(&image, &copy, &[]).ok();
+    let mut client = server.client("vm");
+    client.trim(0, 12 << 20).expect("a trim");
+    client.write(3 * BLOCK, &[9; BLOCK as usize]).expect("a write");
+    let summary = site.sync(&image, &copy, &["-n"]).ok().summary();
+    assert_eq!(summary["blocks_changed"], 12 * MIB / BLOCK, "{summary}");
+    assert_eq!(summary["bytes_sent"], BLOCK, "{summary}");
+    let said = site.dsync(["sync", "-n"]).arg(&image).arg(&copy).ok().text();
+    assert!(said.contains("4.00 KiB of data"), "{said}");
+    let summary = site.sync(&image, &copy, &[]).ok().summary();
+    assert!(summary["bytes_sent"].as_u64() < Some(2 * BLOCK), "{summary}");
+    image::assert_equal(&image, &copy);
+}
+
+#[test]
+fn a_container_is_not_served_for_the_disk_in_it() {
+    let site = Site::new();
+    for (name, offset, magic) in [
+        ("a.qcow2", 0, &b"QFI\xfb\0\0\0\x03"[..]),
+        ("b.vmdk", 0, b"KDMV"),
+        ("c.vdi", 0x40, b"\x7f\x10\xda\xbe"),
+        ("d.vhdx", 0, b"vhdxfile"),
+    ] {
+        let image = site.image(name, MIB);
+        let file = std::fs::File::options().write(true).open(&image).expect("an image");
+        std::os::unix::fs::FileExt::write_all_at(&file, magic, offset).expect("a write");
+        for options in [&[][..], &["--read-only"]] {
+            let run = site.dsync(["serve"]).arg(&image).args(["--socket", "s"]).args(options);
+            let output = run.limit(Duration::from_secs(60)).code(4);
+            assert!(output.stderr.contains("--format raw"), "{output}");
+        }
+        site.serve(&[&image], &["--format", "raw"]).stop();
+        // It is followed as it is from now on.
+        site.serve(&[&image], &[]).stop();
+    }
+    // A guest that writes such bytes to its own disk is served again.
+    let image = site.image("vm.raw", MIB);
+    let server = site.serve(&[&image], &[]);
+    server.client("vm").write(0, b"QFI\xfb").expect("a write");
+    server.stop();
+    site.serve(&[&image], &[]).stop();
+}
+
+#[test]
+fn a_printed_uri_works_from_anywhere() {
+    let site = Site::new();
+    let image = site.image("my vm.raw", MIB);
+    let mut server = site.dsync(["serve"]).arg(&image).args(["--socket", "here sock"]).start();
+    let socket = site.path("here%20sock");
+    server.wait_to_say(&format!("nbd+unix:///my%20vm?socket={} ", socket.display()));
+    server.signal(rustix::process::Signal::TERM);
+    assert!(server.output(Duration::from_secs(60)).status.success());
+}
