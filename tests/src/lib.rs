@@ -14,6 +14,7 @@ pub mod carry;
 pub mod far;
 pub mod guest;
 pub mod image;
+pub mod listener;
 pub mod load;
 pub mod mount;
 pub use nbd::client as nbd;

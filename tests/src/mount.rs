@@ -18,6 +18,13 @@ impl Mount {
     }
 }
 
+impl Mount {
+    /// One that another program made.
+    pub fn made(place: &Path) -> Mount {
+        Mount(place.to_path_buf())
+    }
+}
+
 impl Drop for Mount {
     fn drop(&mut self) {
         Run::new("umount").arg("--lazy").arg(&self.0).output();

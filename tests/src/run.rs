@@ -245,6 +245,33 @@ impl Background {
         }
     }
 
+    /// The processes that descend from it, with their command lines.
+    pub fn descendants(&self) -> Vec<(Pid, String)> {
+        let (mut found, mut parents) = (Vec::new(), vec![self.pid()]);
+        while let Some(parent) = parents.pop() {
+            let tasks = std::fs::read_dir(format!("/proc/{}/task", parent.as_raw_nonzero()));
+            for task in tasks.into_iter().flatten().flatten() {
+                let children = std::fs::read_to_string(task.path().join("children")).unwrap_or_default();
+                for child in children.split_whitespace().filter_map(|c| Pid::from_raw(c.parse().ok()?)) {
+                    let line = std::fs::read_to_string(format!("/proc/{}/cmdline", child.as_raw_nonzero()));
+                    found.push((child, line.unwrap_or_default().replace('\0', " ")));
+                    parents.push(child);
+                }
+            }
+        }
+        found
+    }
+
+    /// Its descendant whose program's name ends with the first word and whose first argument is the second: not the shells
+    /// that call it.
+    pub fn descendant(&self, program: &str, argument: &str) -> Option<Pid> {
+        let is = |line: &str| {
+            let mut words = line.split(' ');
+            words.next().is_some_and(|word| word.ends_with(program)) && words.next() == Some(argument)
+        };
+        self.descendants().into_iter().find(|(_, line)| is(line)).map(|(pid, _)| pid)
+    }
+
     fn collect(&mut self) -> (Vec<u8>, String) {
         let take = |pipe: &mut Option<Gathered>| pipe.take().map(Gathered::take).unwrap_or_default();
         (take(&mut self.stdout), String::from_utf8_lossy(&take(&mut self.stderr)).into_owned())

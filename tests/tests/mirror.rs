@@ -128,33 +128,9 @@ fn a_mirror_outlives_its_server() {
     scene.equal();
 }
 
-/// The processes that descend from one.
-fn descendants(of: u32) -> Vec<(u32, String)> {
-    let mut found = Vec::new();
-    let mut parents = vec![of];
-    while let Some(parent) = parents.pop() {
-        let Ok(tasks) = std::fs::read_dir(format!("/proc/{parent}/task")) else { continue };
-        for task in tasks.flatten() {
-            let children = std::fs::read_to_string(task.path().join("children")).unwrap_or_default();
-            for child in children.split_whitespace().filter_map(|c| c.parse().ok()) {
-                let line = std::fs::read_to_string(format!("/proc/{child}/cmdline")).unwrap_or_default();
-                found.push((child, line.replace('\0', " ")));
-                parents.push(child);
-            }
-        }
-    }
-    found
-}
-
 /// The far side of a mirror, if it lives.
 fn far_side(running: &Background) -> Option<Pid> {
-    let all = descendants(running.pid().as_raw_nonzero().get() as u32);
-    // Not the shells that call it.
-    let far = all.iter().find(|(_, line)| {
-        let mut words = line.split(' ');
-        words.next().is_some_and(|word| word.ends_with("dsync")) && words.next() == Some("receive")
-    });
-    far.and_then(|(pid, _)| Pid::from_raw(*pid as i32))
+    running.descendant("dsync", "receive")
 }
 
 fn kill_far(running: &Background) -> bool {

@@ -64,6 +64,16 @@ pub enum ReplicaError {
         /// The source of the delta.
         given: Uuid,
     },
+    /// The delta goes on from an epoch, and nothing was ever committed here.
+    #[error("replica {} {has}, and {given}: merge a whole copy first, made with \"dsync extract --since 0\", or run \"dsync sync\"", path.display())]
+    Unseeded {
+        /// The destination.
+        path: PathBuf,
+        /// What is there.
+        has: String,
+        /// What the delta is.
+        given: String,
+    },
     /// The delta does not fit what the replica holds.
     #[error("replica {} {has}, {given}: run \"dsync sync\" again", path.display())]
     WrongEpoch {

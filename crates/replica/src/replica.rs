@@ -845,6 +845,9 @@ impl Replica {
             let Some(epoch) = lineage.epoch else {
                 let has =
                     if fresh && lineage.step.is_none() { "does not exist yet" } else { "is incomplete" };
+                if fresh {
+                    return Err(ReplicaError::Unseeded { path: path(), has: has.into(), given: wants });
+                }
                 return refused(has.into(), wants);
             };
             for position in self.positions() {

@@ -139,7 +139,10 @@ fn what_does_not_fit_is_refused() {
     let power = on();
     let absent = World::new(Kind::File);
     let error = merge(&mut absent.open(&power).unwrap(), &source.tracked(0, 1), Commit::Journal).unwrap_err();
-    assert!(error.to_string().contains("does not exist yet, the delta begins at 40"), "{error}");
+    assert!(
+        error.to_string().contains("does not exist yet, and the delta begins at 40: merge a whole"),
+        "{error}"
+    );
     assert_eq!(absent.names(), [""; 0]);
     // A device that is too small.
     let device = World::new(Kind::Device);
