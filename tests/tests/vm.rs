@@ -277,7 +277,7 @@ fn the_bpf_tracker_follows() {
         let mut random = Random::new(what);
         let site = Site::new();
         let mut vm = Vm::new(kernel, "bpf.sh", twins(&site, 320 * MIB, &mut random));
-        vm.modules(&["dm_delay", "raid1", "xfs", "btrfs"]);
+        vm.modules(&["dm_delay", "raid1", "xfs", "btrfs", "brd rd_nr=1 rd_size=16384", "zram"]);
         vm.variables = format!("SEED={}\nSECONDS_OF_LOAD=20", random.below(1 << 30));
         vm.run(900);
     }

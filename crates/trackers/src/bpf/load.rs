@@ -11,6 +11,7 @@ use extents::Bitmap;
 
 use super::disk::Followed;
 use super::notes::{Counts, Notes};
+use super::unseen::{TYPES, unseen};
 use super::{BpfTracker, LINKS, MAPS, RECORDS, TRACEPOINTS, folder, sys};
 use crate::TrackError;
 
@@ -27,6 +28,13 @@ pub(super) fn begin(disk: &Followed, block_size: Option<u32>, why: &str) -> Resu
     if disk.is_zoned() {
         return Err(TrackError::Unable(format!(
             "{} is a zoned disk, whose zones change unseen: use \"dsync sync --method compare\"",
+            disk.path.display()
+        )));
+    }
+    if let Some(how) = unseen(&disk.whole_disk(), Path::new(TYPES)) {
+        return Err(TrackError::Unable(format!(
+            "{} {how}, and the bpf tracker would miss such writes: use \"dsync track add --with dm\", whose device allows \
+             neither, or \"dsync sync --method compare\"",
             disk.path.display()
         )));
     }
@@ -137,7 +145,7 @@ fn check_machine() -> Result<(), TrackError> {
             "tracking a live disk takes root: run it with sudo, or use \"dsync sync --method compare\"",
         );
     }
-    if !Path::new("/sys/kernel/btf/vmlinux").exists() {
+    if !Path::new(TYPES).exists() {
         return unable(
             "this kernel was built without BTF (there is no /sys/kernel/btf/vmlinux), which the bpf tracker needs: \
              use \"dsync serve\" or \"dsync sync --method compare\"",

@@ -14,6 +14,7 @@ mod saved;
 mod sys;
 #[cfg(test)]
 mod tests;
+mod unseen;
 
 use std::fs::File;
 use std::io;
