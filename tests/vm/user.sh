@@ -11,13 +11,14 @@ ln -s /tmp/files/dsync /tmp/files/dmextract
 ln -s /tmp/files/dsync /tmp/files/dmmerge
 copy=/tmp/r/copy.raw
 
-# whole WHAT: the replica is a file system without a fault. It is looked at in a copy: mounting writes.
-whole() {
-    cp --sparse=always $copy /tmp/r/look.raw
-    check "$1: the replica's journal is good" e2fsck -fp /tmp/r/look.raw
-    check "$1: no fault is in it" e2fsck -fn /tmp/r/look.raw
-    mount -o loop /tmp/r/look.raw /tmp/look || not_ok "$1: the replica mounts"
+# look REPLICA WHAT: it is a file system without a fault. It is looked at in a copy: mounting writes.
+look() {
+    cp --sparse=always $1 /tmp/r/look.raw
+    check "$2: the replica's journal is good" e2fsck -fp /tmp/r/look.raw
+    check "$2: no fault is in it" e2fsck -fn /tmp/r/look.raw
+    mount -o loop /tmp/r/look.raw /tmp/look || not_ok "$2: the replica mounts"
 }
+whole() { look $copy "$1"; }
 
 # waits COMMAND...: for a minute at most, until it succeeds.
 waits() {
@@ -92,6 +93,36 @@ user() {
     quiet "$kind: syncs"
 }
 
+# two_states: another state directory follows the same disk. Neither takes from the other's record what it has not seen itself.
+two_states() {
+    kind=$1
+    ours=$DSYNC_STATE_DIR theirs=/tmp/r/theirs
+    DSYNC_STATE_DIR=$theirs
+    synced "$kind: with another state directory" $disk $theirs.raw
+    is "$kind: it copies" "$(value method)" copy
+    DSYNC_STATE_DIR=$ours
+    dd if=/dev/urandom of=/tmp/m/both bs=64k count=128 2>/dev/null
+    dsync sync $disk $copy --bwlimit 1M >/tmp/ours.out 2>&1 &
+    DSYNC_STATE_DIR=$theirs dsync sync $disk $theirs.raw >/tmp/theirs.out 2>&1
+    wait
+    check "$kind: at the same time one is refused" grep -q "in use by dsync" /tmp/ours.out /tmp/theirs.out
+    dd if=/dev/urandom of=/tmp/m/both bs=4k count=20 conv=notrunc 2>/dev/null
+    DSYNC_STATE_DIR=$theirs
+    synced "$kind: the other one" $disk $theirs.raw
+    DSYNC_STATE_DIR=$ours
+    synced "$kind: and the first" $disk $copy
+    is "$kind: it does not believe the other's record" "$(value method)" compare
+    for replica in $copy $theirs.raw; do
+        look $replica "$kind: two state directories"
+        check "$kind: with the same files" diff -r /tmp/m /tmp/look
+        umount /tmp/look
+    done
+    rm -rf $theirs $theirs.raw /tmp/r/.theirs.raw.dsync
+    synced "$kind: alone again" $disk $copy
+    is "$kind: it knows what changed" "$(value method)" tracked
+    quiet "$kind: two state directories"
+}
+
 # frozen_to_death: reads that take four seconds hold the freeze, long enough to be found by one of the probes. Whoever freezes
 # is killed, or takes too long.
 frozen_to_death() {
@@ -143,10 +174,12 @@ insmod /tmp/files/dm-track.ko idle_ms=200
 check "dm: added" dsync track add --with dm --name t /dev/mapper/slow
 disk=/dev/mapper/t name=t
 user dm
+two_states dm
 frozen_to_death dm
 check "bpf: added" dsync track add /dev/mapper/slow
 disk=/dev/mapper/slow name=$disk
 user bpf
+two_states bpf
 frozen_to_death bpf
 dmsetup remove slow
 check "the module can be unloaded" rmmod dm-track
