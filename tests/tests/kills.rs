@@ -249,6 +249,17 @@ fn a_write_beside_the_server_is_noticed() {
     let summary = scene.sync(&[]).ok().summary();
     assert_eq!(summary["method"], "compare", "{summary}");
     scene.equal();
+    // Nor does a write through the server that comes soon after hide it.
+    for pause in [0, 300] {
+        scene.change(3);
+        std::thread::sleep(Duration::from_millis(300));
+        image::scribble(&scene.image, 5 * MIB, 4096, &mut scene.random);
+        std::thread::sleep(Duration::from_millis(pause));
+        scene.change(1);
+        let summary = scene.sync(&[]).ok().summary();
+        assert_eq!(summary["method"], "compare", "{pause} ms: {summary}");
+        scene.equal();
+    }
     // And then all is in order again.
     scene.change(3);
     let summary = scene.sync(&[]).ok().summary();

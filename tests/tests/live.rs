@@ -225,7 +225,7 @@ fn a_sync_that_is_killed_leaves_a_disk_that_is_followed_and_thawed() {
         let until = Instant::now() + Duration::from_secs(20);
         let synced = loop {
             let output = sync().output();
-            if output.status.success() || Instant::now() > until || !output.stderr.contains("in use by") {
+            if output.status.success() || Instant::now() > until || !output.stderr.contains("in use (") {
                 assert!(output.status.success(), "{output}");
                 break output.summary();
             }
@@ -322,7 +322,7 @@ fn two_state_directories_do_not_share_a_record() {
         assert!(output.status.success(), "{output}");
         assert!(slow.ended().is_none(), "the slow sync ended, and the other one was never refused");
     };
-    refused.says(&["in use by dsync"]);
+    refused.says(&["in use (dsync"]);
     let slow = slow.output(Duration::from_secs(60));
     assert!(slow.status.success(), "{slow}");
     // Both see what they lack, whoever was first.
@@ -371,7 +371,7 @@ fn two_first_syncs_at_once_agree_on_what_the_disk_is() {
         let copies = ["a", "b"].map(|name| site.path(&format!("{name}-{round}.raw")));
         let started = copies.clone().map(|copy| site.sync(tracked.device(), &copy, &[]).start());
         for output in started.map(|sync| sync.output(Duration::from_secs(60))) {
-            assert!(output.status.success() || output.stderr.contains("in use by"), "{output}");
+            assert!(output.status.success() || output.stderr.contains("in use ("), "{output}");
         }
         for copy in &copies {
             site.sync(tracked.device(), copy, &[]).ok();

@@ -74,8 +74,11 @@ pub fn identity(path: &Path) -> Result<Identity, DeviceError> {
         });
     }
     if !kind.is_block_device() {
-        let why = "it is neither a file nor a block device";
-        let way_out = "give a file or a block device";
+        let (why, way_out) = if kind.is_dir() {
+            ("it is a directory", "give the path of a file or a block device")
+        } else {
+            ("it is neither a file nor a block device", "give a file or a block device")
+        };
         return Err(DeviceError::new(DeviceErrorKind::NotADisk, "look at", path, why, way_out));
     }
     let device = metadata.rdev();

@@ -23,8 +23,9 @@ use crate::units::{parse_expiry, parse_factor, parse_range, parse_size, parse_ti
         4 lineage, state, lock or key refuses, 5 verify found differences, 130 interrupted."
 )]
 pub struct Cli {
-    /// Where sources keep their records [default: /var/lib/dsync for root, else ~/.local/state/dsync]
-    #[arg(long, global = true, env = "DSYNC_STATE_DIR", value_name = "DIR")]
+    /// Where sources keep their records [default: $DSYNC_STATE_DIR, else /var/lib/dsync for root, else
+    /// ~/.local/state/dsync]
+    #[arg(long, global = true, value_name = "DIR")]
     pub state_dir: Option<PathBuf>,
 
     /// One JSON object a line on standard output: message_type status, error or summary

@@ -9,7 +9,7 @@ use uuid::Uuid;
 #[derive(Debug, thiserror::Error)]
 pub enum ReplicaError {
     /// Somebody else holds the replica.
-    #[error("replica {} is in use by {holder}: wait for it, or stop it", path.display())]
+    #[error("replica {} is in use ({holder}): wait for it, or stop it", path.display())]
     Busy {
         /// The destination.
         path: PathBuf,

@@ -30,7 +30,7 @@ pub enum SourceError {
         why: String,
     },
     /// Somebody else holds the source.
-    #[error("source {} is in use by {holder}: wait for it, or stop it", path.display())]
+    #[error("source {} is in use ({holder}): wait for it, or stop it", path.display())]
     Busy {
         /// The source.
         path: PathBuf,

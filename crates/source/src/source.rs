@@ -441,6 +441,8 @@ impl Source {
         }
         disk.look(|| changed(&identity))?;
         let medium: Arc<dyn Medium> = medium.into();
+        let watched = medium.clone();
+        disk.watch(move || watched.identity().ok().as_ref().and_then(changed));
         let stop = Arc::new(AtomicBool::new(false));
         let tending = {
             let (disk, stop, medium) = (disk.clone(), stop.clone(), medium.clone());

@@ -133,7 +133,9 @@ fn device_name(device: &Path) -> String {
 impl StateDir {
     /// The given directory, else the one of `DSYNC_STATE_DIR`, else `/var/lib/dsync` for root, else the user's own.
     pub fn find(given: Option<&Path>) -> StateDir {
-        let root = match (given, std::env::var_os("DSYNC_STATE_DIR"), std::env::var_os("XDG_STATE_HOME")) {
+        // An empty variable is one that is not set.
+        let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty());
+        let root = match (given, variable("DSYNC_STATE_DIR"), variable("XDG_STATE_HOME")) {
             (Some(path), ..) => path.to_path_buf(),
             (None, Some(path), _) => path.into(),
             _ if rustix::process::geteuid().is_root() => "/var/lib/dsync".into(),

@@ -101,9 +101,16 @@ impl Served {
         (times != self.mapping[SETTLED].load(SeqCst)).then_some(times)
     }
 
-    /// Somebody else has changed the image.
-    pub(crate) fn doubt(&self) -> io::Result<()> {
+    /// Somebody else has changed the image. Known after a kill, and after a power cut once [`Served::sync`] was called.
+    pub(crate) fn count_foreign(&self) {
         self.mapping[FOREIGN].fetch_add(1, SeqCst);
+        // Whatever the last note is, the next sync has something to write.
+        self.durable.store(0, Relaxed);
+    }
+
+    /// The same, durably.
+    pub(crate) fn doubt(&self) -> io::Result<()> {
+        self.count_foreign();
         self.file.sync()
     }
 

@@ -23,8 +23,8 @@
 use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, MutexGuard, RwLock};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, RwLock};
 
 use device::{Disk, Done, Folder, Kind, Piece, Queue, Request};
 use extents::Bitmap;
@@ -163,7 +163,14 @@ struct Shared {
     spare: Mutex<Option<Record>>,
     /// The last look at the image: the last note then, and the image's time of change.
     looked: Mutex<Option<(u64, u64)>>,
+    /// Nothing was written since the last look. The next change looks again before it goes down: afterwards its own time
+    /// would hide what others did meanwhile.
+    at_rest: AtomicBool,
+    /// Tells the image's time of change, as [`TrackedDisk::look`] is told.
+    watch: OnceLock<Watch>,
 }
+
+type Watch = Box<dyn Fn() -> Option<u64> + Send + Sync>;
 
 /// A disk whose writes are recorded.
 #[derive(Clone)]
@@ -263,6 +270,8 @@ impl TrackedDisk {
                 ending: Mutex::new(()),
                 spare: Mutex::new(None),
                 looked: Mutex::new(None),
+                at_rest: AtomicBool::new(false),
+                watch: OnceLock::new(),
             }),
         })
     }
@@ -476,8 +485,11 @@ impl TrackedDisk {
         let mut looked = s.looked.lock().unwrap_or_else(|e| e.into_inner());
         let noted = s.served.last();
         let Some(changed) = changed() else { return Ok(()) };
+        // Before the gate is asked: who enters from now on waits for this look, and then looks first.
+        s.at_rest.store(true, SeqCst);
         // In this order: a write that was under way as the image was looked at is still inside the gate, or has left a note.
         if s.gate.is_busy() || s.served.last() != noted {
+            s.at_rest.store(false, SeqCst);
             return Ok(());
         }
         let foreign = looked.is_some_and(|(then, was)| then == noted && was != changed);
@@ -487,6 +499,11 @@ impl TrackedDisk {
             s.served.doubt().map_err(|e| self.state("can't write down that others changed the image", e))?;
         }
         Ok(())
+    }
+
+    /// What tells the image's time of change to the first write after a rest. Once; later ones change nothing.
+    pub fn watch(&self, changed: impl Fn() -> Option<u64> + Send + Sync + 'static) {
+        let _ = self.shared.watch.set(Box::new(changed));
     }
 
     /// How often others were seen to have changed the image, if that was not [settled](TrackedDisk::settle) yet.
@@ -591,6 +608,9 @@ impl Shared {
                         follower.blocks.set(blocks.clone());
                     }
                 }
+                if self.at_rest.load(SeqCst) {
+                    self.wake();
+                }
                 self.served.note();
                 return Ok(side);
             };
@@ -601,6 +621,21 @@ impl Shared {
                 io::Error::new(e.kind(), format!("can't log the intent to write in {place}: {e}"))
             })?;
         }
+    }
+
+    /// Inside the gate, before the first change since the last look goes down. Others that come meanwhile wait here.
+    fn wake(&self) {
+        let looked = self.looked.lock().unwrap_or_else(|e| e.into_inner());
+        if !self.at_rest.load(SeqCst) {
+            return;
+        }
+        if let (Some((noted, was)), Some(now)) = (*looked, self.watch.get().and_then(|watch| watch())) {
+            if self.served.last() == noted && now != was {
+                // Counted in memory that outlives the process; that it is durable, too, is not for a write to wait for.
+                self.served.count_foreign();
+            }
+        }
+        self.at_rest.store(false, SeqCst);
     }
 
     fn end(&self, side: usize) {
