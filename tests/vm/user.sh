@@ -105,7 +105,7 @@ two_states() {
     dsync sync $disk $copy --bwlimit 1M >/tmp/ours.out 2>&1 &
     DSYNC_STATE_DIR=$theirs dsync sync $disk $theirs.raw >/tmp/theirs.out 2>&1
     wait
-    check "$kind: at the same time one is refused" grep -q "in use by dsync" /tmp/ours.out /tmp/theirs.out
+    check "$kind: at the same time one is refused" grep -q "in use (dsync" /tmp/ours.out /tmp/theirs.out
     dd if=/dev/urandom of=/tmp/m/both bs=4k count=20 conv=notrunc 2>/dev/null
     DSYNC_STATE_DIR=$theirs
     synced "$kind: the other one" $disk $theirs.raw
