@@ -98,6 +98,23 @@ fn a_killed_mirror_leaves_a_batch() {
     scene.equal();
 }
 
+/// A range in which nothing is to be mended says nothing of the rest: the replica stays ahead of its epoch.
+#[test]
+fn a_range_that_is_repaired_leaves_the_replica_ahead() {
+    let mut scene = Scene::synced("mirror ahead", 32 * MIB);
+    let mut running = mirror(&scene, &scene.replica, &["--epoch", "1h", "--rpo", "500ms"]).start();
+    running.wait_to_say(MIRRORING);
+    let before = std::fs::metadata(&scene.replica).unwrap().modified().unwrap();
+    scene.change(100);
+    wait_until("a batch", || std::fs::metadata(&scene.replica).unwrap().modified().unwrap() != before);
+    running.kill();
+    let ahead = || scene.site.dsync(["recover"]).arg(&scene.replica).ok().text().contains("the last batch");
+    assert!(ahead());
+    let repair = ["verify", "--repair", "--range", "0:4K"];
+    scene.site.dsync(repair).arg(&scene.image).arg(&scene.replica).ok();
+    assert!(ahead());
+}
+
 #[test]
 fn a_mirror_outlives_its_server() {
     let mut scene = Scene::synced("server kills under a mirror", 32 * MIB);
@@ -518,7 +535,7 @@ fn what_others_do_to_a_replica_is_noticed() {
                 scene.change(1);
                 let ended = running.output(Duration::from_secs(30));
                 assert_eq!(ended.status.code(), Some(4), "{act}: {ended}");
-                ended.says(&["changed by another program"]);
+                ended.says(&["modified outside dsync"]);
             }
             let recovered = scene.site.dsync(["recover"]).arg(&scene.replica).output();
             let expected = if act == "remove" { 1 } else { 4 };
@@ -624,7 +641,7 @@ fn what_others_do_while_a_delta_comes_is_noticed() {
     image::scribble(&scene.replica, 5 * MIB, BLOCK, &mut scene.random);
     let ended = running.output(Duration::from_secs(30));
     assert_eq!(ended.status.code(), Some(4), "{ended}");
-    ended.says(&["changed by another program"]);
+    ended.says(&["modified outside dsync"]);
     scene.sync(&[]).code(4).says(&["--adopt"]);
     scene.sync(&["--adopt"]).ok();
     scene.equal();

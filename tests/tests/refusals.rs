@@ -358,6 +358,39 @@ fn no_space_beside_the_replica() {
     scene.equal();
 }
 
+/// What a mirror's journal may take follows the room there is: much more passes through it than would ever fit.
+#[test]
+fn a_mirror_with_a_small_journal_folder() {
+    let what = "a small journal folder";
+    if !need_root(what) {
+        return;
+    }
+    let mut scene = Scene::synced("small journal", 32 * MIB);
+    let place = scene.site.path("journal");
+    let Some(_mount) = Mount::new(&["-t", "tmpfs", "-o", "size=12m"], Path::new("none"), &place) else {
+        return skipped(what, "no tmpfs can be mounted here");
+    };
+    let dsync = |arguments: &[&str]| scene.site.dsync(arguments).arg("--journal-dir").arg(&place);
+    std::fs::remove_file(&scene.replica).expect("a replica");
+    let mut running = dsync(&["mirror"]).arg(&scene.image).arg(&scene.replica).arg("-v").start();
+    running.wait_to_say("mirroring to");
+    let mut client = scene.client();
+    for round in 0..48u64 {
+        let block = scene.random.bytes(512 << 10);
+        client.write((round % 32) << 20, &block).expect("a write");
+        std::thread::sleep(std::time::Duration::from_millis(60));
+    }
+    client.close().expect("the end");
+    // Killed with what lies in the journal, and the folder filled up: it is merged all the same.
+    running.kill();
+    let fill = place.join("fill");
+    Run::shell(&format!("cat /dev/zero >{} 2>/dev/null; true", fill.display())).ok();
+    dsync(&["recover"]).arg(&scene.replica).ok();
+    std::fs::remove_file(&fill).expect("making room");
+    dsync(&["sync", "--commit", "in-place"]).arg(&scene.image).arg(&scene.replica).ok();
+    scene.equal();
+}
+
 #[test]
 fn no_space_for_the_sources_state() {
     let what = "a full state folder";
@@ -558,5 +591,5 @@ fn two_replicas_share_no_folder() {
     sync(&first).ok();
     // Where the first is gone, the folder is free to be judged by what stands there.
     std::fs::rename(&first, &other).expect("another name");
-    sync(&other).code(4).says(&["changed by another program"]);
+    sync(&other).code(4).says(&["modified outside dsync"]);
 }

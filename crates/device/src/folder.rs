@@ -29,6 +29,14 @@ pub trait Folder: Send + Sync {
     fn list(&self) -> io::Result<Vec<String>>;
     /// Where the folder lies, for messages and for locks.
     fn path(&self) -> &Path;
+    /// When a file was last written to, in nanoseconds since 1970; `None` where nobody can say.
+    fn modified(&self, _name: &str) -> Option<u64> {
+        None
+    }
+    /// Bytes by which its files may grow; `None` where nobody can say.
+    fn free(&self) -> Option<u64> {
+        crate::free_space(self.path()).ok()
+    }
 }
 
 /// A state file, open.
@@ -64,13 +72,24 @@ pub trait StateFile: Send + Sync {
 
 /// Puts `content` in place of the file `name`, durably and whole: after a crash the old or the new content is there.
 pub fn replace(folder: &dyn Folder, name: &str, content: &[u8]) -> io::Result<()> {
-    let fresh = format!("{name}.new");
-    folder.remove(&fresh)?;
+    let fresh = reserved(name);
     let file = folder.open(&fresh, true)?;
     file.write_at(0, content)?;
+    file.set_len(content.len() as u64)?;
     file.sync()?;
     folder.rename(&fresh, name)?;
     folder.sync()
+}
+
+/// Makes sure that the next [`replace`] of the file `name` by up to `len` bytes finds room, however full the folder runs
+/// until then. What is reserved is kept in [`reserved`].
+pub fn reserve(folder: &dyn Folder, name: &str, len: u64) -> io::Result<()> {
+    folder.open(&reserved(name), true)?.reserve(len)
+}
+
+/// The file that a replacement of `name` is written to first.
+pub fn reserved(name: &str) -> String {
+    format!("{name}.new")
 }
 
 /// The real folder. It is held open: what is done in it stays there, whatever is mounted over its path meanwhile.
@@ -140,6 +159,17 @@ impl Folder for Dir {
     }
     fn path(&self) -> &Path {
         &self.path
+    }
+    fn modified(&self, name: &str) -> Option<u64> {
+        let found = rustix::fs::statat(&self.held, name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
+        u64::try_from(found.st_mtime)
+            .ok()?
+            .checked_mul(1_000_000_000)?
+            .checked_add(found.st_mtime_nsec as u64)
+    }
+    fn free(&self) -> Option<u64> {
+        let found = rustix::fs::fstatvfs(&self.held).ok()?;
+        found.f_bavail.checked_mul(found.f_frsize)
     }
 }
 

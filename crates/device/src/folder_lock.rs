@@ -41,11 +41,12 @@ impl FolderLock {
                 statat(folder.held(), Self::NAME, AtFlags::SYMLINK_NOFOLLOW).map(|m| (m.st_dev, m.st_ino));
             let ours = file.metadata()?;
             if here.is_ok_and(|here| here == (ours.dev(), ours.ino())) {
-                file.set_len(0)?;
+                // The lock is what counts: on a full file system it does without its text.
+                let _ = file.set_len(0);
                 let program = std::fs::read_to_string("/proc/self/comm").unwrap_or_default();
                 let host = rustix::system::uname();
                 let host = host.nodename().to_string_lossy();
-                write!(file, "{} (process {} on {host})", program.trim(), std::process::id())?;
+                let _ = write!(file, "{} (process {} on {host})", program.trim(), std::process::id());
                 return Ok(Ok(FolderLock { file, folder: folder.clone() }));
             }
         }

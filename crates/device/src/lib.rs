@@ -5,6 +5,7 @@
 //! faulty pair ([`faulty`]) can cut the power under all of it.
 
 mod buffer;
+mod clock;
 pub mod contract;
 mod disk;
 mod error;
@@ -31,10 +32,11 @@ mod usage;
 mod written;
 
 pub use buffer::Buf;
+pub use clock::{Boot, Clock};
 pub use disk::{Disk, Done, InlineQueue, Kind, Piece, Pieces, Queue, Request};
 pub use error::{DeviceError, DeviceErrorKind, is_unreadable, unreadable};
 pub use file::{Options, adopt, open};
-pub use folder::{Dir, Folder, Mapping, StateFile, replace};
+pub use folder::{Dir, Folder, Mapping, StateFile, replace, reserve, reserved};
 pub use folder_lock::FolderLock;
 pub use identity::{DiskKind, Identity, identity};
 pub use lock::{Access, ImageLock, lock_image};

@@ -8,6 +8,8 @@ use std::sync::Arc;
 use delta::{Frame, Record};
 use device::{Buf, Disk, Done, Kind, Piece, Pieces, Queue, Request};
 
+use crate::rest::Keeping;
+
 /// Operations kept on their way.
 const DEPTH: u32 = 64;
 /// Bytes kept on their way: some frames more than the disk works on, so that it never waits for the next.
@@ -143,6 +145,8 @@ pub(crate) struct Applier {
     scattered: bool,
     /// The first error: what has failed once never counts as complete, whatever is said after it.
     failed: Option<(io::ErrorKind, String)>,
+    /// The note of own writes.
+    keeping: Keeping,
     /// A flush has failed: the system forgets what it could not write, so no later one says anything about that.
     forgotten: bool,
     /// Bytes written to the disk, the filled gaps of spans included.
@@ -167,6 +171,7 @@ impl Applier {
             blank,
             scattered: false,
             failed: None,
+            keeping: Keeping::default(),
             forgotten: false,
             written: 0,
             read: 0,
@@ -181,6 +186,11 @@ impl Applier {
     /// Where all records that end before it are complete.
     pub fn position(&self) -> u64 {
         self.flying.values().map(|f| f.first).min().unwrap_or(self.cursor).min(self.cursor)
+    }
+
+    /// Keeps this note from now on.
+    pub fn keep(&mut self, note: Keeping) {
+        self.keeping = note;
     }
 
     /// Fails if anything has.
@@ -314,6 +324,7 @@ impl Applier {
         self.token += 1;
         self.bytes += bytes;
         self.flying.insert(token, Flying { first, bytes, overlay });
+        self.keeping.note();
         self.queue.submit(Request { kind, pieces, buf, token });
         Ok(())
     }
@@ -331,6 +342,7 @@ impl Applier {
     }
 
     fn done(&mut self, done: Done) -> io::Result<()> {
+        self.keeping.note();
         let result = self.complete(done);
         self.note(result)
     }

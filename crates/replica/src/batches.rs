@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use delta::{Decoded, Decoder, Event, Frame, Unit};
-use device::StateFile;
+use device::{Folder, StateFile};
 
 use crate::apply::Applier;
 use crate::error::{ReplicaError, Result, disk_error, io_error};
@@ -16,15 +16,20 @@ use crate::lineage::Toward;
 use crate::place::Which;
 use crate::replica::{Replica, SAFE, toward};
 
-/// Bytes of the journal at which it is begun anew.
+/// Bytes of the journal at which it is begun anew, where there is room for as many.
 const LONG: u64 = 256 << 20;
+/// The part of the room that is left which a journal may take: what it holds, compressed, may have to go to the same file system
+/// once more.
+const SHARE: u64 = 2;
+/// What became of the replica where a batch could not be taken.
+const CONFIRMED: &str = "the replica stands at the last batch that was confirmed";
 /// What of a batch is kept in memory until it is committed, in bytes of data; more is read back from the journal.
 const HELD: usize = 32 << 20;
 
 /// Where batches are appended as they arrive.
 pub struct BatchLog {
     file: Growing,
-    path: std::path::PathBuf,
+    folder: Arc<dyn Folder>,
 }
 
 impl BatchLog {
@@ -47,13 +52,12 @@ impl BatchLog {
 
     /// True if it has grown long, and should be begun anew with [`Batches::settle`] before the next batch.
     pub fn is_long(&self) -> bool {
-        self.file.len() >= LONG
+        let room = self.folder.free().map_or(LONG, |free| free / SHARE);
+        self.file.len() >= room.clamp(1, LONG)
     }
 
     fn failed(&self, error: std::io::Error) -> ReplicaError {
-        disk_error("write the journal", &self.path, "the replica stands at the last batch that was confirmed")(
-            error,
-        )
+        disk_error("write the journal", &self.folder.path().join(ARRIVING), CONFIRMED)(error)
     }
 }
 
@@ -117,9 +121,11 @@ impl Replica {
     }
 
     fn new_log(&self) -> Result<BatchLog> {
+        self.reserve()?;
         let path = self.folder.path().join(ARRIVING);
-        let file = Growing::open(&*self.folder, 0).map_err(io_error("make", &path))?;
-        Ok(BatchLog { file, path })
+        let file =
+            Growing::open(&*self.folder, 0).map_err(disk_error("write the journal", &path, CONFIRMED))?;
+        Ok(BatchLog { file, folder: self.folder.clone() })
     }
 }
 
@@ -215,7 +221,7 @@ impl Batches<'_> {
         self.replica.untouched()?;
         let folder = &*self.replica.folder;
         let durable = if self.sealed { self.file.sync() } else { journal::seal(&*self.file, folder) };
-        let state = "the replica stands at the last batch that was confirmed";
+        let state = CONFIRMED;
         if let Err(e) = durable {
             // The system forgets what it could not write, and shows it to whoever opens the journal next.
             let _ = self.file.set_len(self.end);
@@ -245,7 +251,7 @@ impl Batches<'_> {
         self.replica.half_done = true;
         let path = self.replica.place.path().to_path_buf();
         let failed = |what| disk_error(what, &path, SAFE);
-        self.replica.note(false)?;
+        self.applier.keep(self.replica.work(false));
         self.applier.rewind(u64::MAX).map_err(failed("write to"))?;
         match batch.frames {
             Some(frames) => {
@@ -264,8 +270,7 @@ impl Batches<'_> {
         }
         self.applier.drain().map_err(failed("write to"))?;
         self.replica.still_there(self.replica.lineage.size)?;
-        self.replica.leave()?;
-        self.replica.note(true)?;
+        self.replica.rest()?;
         self.replica.half_done = false;
         Ok(())
     }
@@ -304,7 +309,7 @@ impl Batches<'_> {
         self.replica.lineage.stamp = Some(stamp);
         self.replica.store()?;
         self.replica.leave()?;
-        self.replica.remove(crate::rest::NAME)?;
+        self.replica.forget_note()?;
         self.replica.remove(WHOLE)?;
         self.sealed = false;
         Ok(())
@@ -325,5 +330,6 @@ impl Drop for Batches<'_> {
     fn drop(&mut self) {
         // The lineage says what the journal holds, and only its next opening brings both together.
         self.replica.half_done |= self.sealed;
+        self.replica.working = None;
     }
 }

@@ -17,13 +17,29 @@ pub enum ReplicaError {
         holder: String,
     },
     /// Something stands at the place that was never a replica.
-    #[error("{} exists and is no replica: give another path, or prove it with --adopt if it holds a copy", .0.display())]
+    #[error("{} exists but is not a dsync replica: choose another path, or pass --adopt to compare it in full and take it over", .0.display())]
     NotAReplica(PathBuf),
+    /// A file was taken over to be proven, and the compare did not come to its end.
+    #[error("the adoption of {} was interrupted before all of it was compared: run \"dsync sync --adopt\" again, which compares it in full", .0.display())]
+    Unproven(PathBuf),
+    /// A replica's file was moved, and its state was not.
+    #[error("{} is the replica that was at {}, moved without its state: move {} to {} as well", path.display(), was.display(), from.display(), to.display())]
+    Moved {
+        /// Where the file is.
+        path: PathBuf,
+        /// Where it was.
+        was: PathBuf,
+        /// Where its state is.
+        from: PathBuf,
+        /// Where that belongs.
+        to: PathBuf,
+    },
     /// A file lies where the seed must be written.
     #[error("{} lies where the new copy must be written and is not dsync's: move it away", .0.display())]
     PartialTaken(PathBuf),
     /// The destination is not as the last commit left it.
-    #[error("replica {} was changed by another program since its last commit ({why}): compare it anew with --adopt", path.display())]
+    #[error("replica {} was modified outside dsync since its last commit ({why}): find out who writes there first; \"dsync verify\" \
+             tells what differs and changes nothing, \"dsync sync --adopt\" overwrites those changes with the source", path.display())]
     Changed {
         /// The destination.
         path: PathBuf,

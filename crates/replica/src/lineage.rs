@@ -12,6 +12,8 @@ use crate::promoted::Promoted;
 
 /// The file's name in the replica's folder.
 pub(crate) const NAME: &str = "lineage";
+/// Bytes that a lineage takes at most, but with hundreds of positions.
+pub(crate) const ROOM: u64 = 16 << 10;
 
 /// What a replica knows of itself.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -72,6 +74,9 @@ pub struct Stamp {
     pub size: u64,
     /// When a file's inode changed last, in nanoseconds since 1970; 0 for a device.
     pub changed: i64,
+    /// When a file's content was changed last, as far as it says: anybody may set this back. `None` for a device.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub written: Option<i64>,
     /// Hashes of a few blocks of a device, empty for a file: they tell another disk under the same name.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub print: String,
@@ -341,7 +346,8 @@ mod tests {
         let folder = device::Dir::open(temp.path()).unwrap();
         assert_eq!(Lineage::load(&folder).unwrap(), None);
         let mut lineage = Lineage::new();
-        lineage.stamp = Some(Stamp { inode: 7, size: 4096, changed: -1, ..Stamp::default() });
+        lineage.stamp =
+            Some(Stamp { inode: 7, size: 4096, changed: -1, written: Some(-2), ..Stamp::default() });
         lineage.step = Some(Step {
             place: StepPlace::Clone { inode: 9 },
             nonce: Uuid::new_v4(),

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use device::{Dir, Disk, Medium, Sharing};
+use device::{Boot, Dir, Disk, Medium, Sharing};
 use rustix::fs::{AtFlags, Mode, OFlags, RenameFlags, openat, renameat, renameat_with, unlinkat};
 use rustix::io::Errno;
 use rustix::time::{ClockId, clock_gettime};
@@ -29,9 +29,9 @@ pub enum Which {
 pub trait Place: Send {
     /// The destination's path, for messages.
     fn path(&self) -> &Path;
-    /// What stays the same as long as what was written and not flushed can't be lost; empty where nobody can say.
-    fn life(&self) -> String {
-        String::new()
+    /// The machine's life, by which own writes are told from others'; without a name where nobody can say.
+    fn boot(&self) -> Boot {
+        Boot { id: String::new(), began: 0 }
     }
     /// True for a block device: it has its size, its content before the first seed may be anything, and nothing can be
     /// renamed over it.
@@ -72,6 +72,8 @@ pub(crate) struct FilePlace {
     folder: Dir,
     name: OsString,
     partial: OsString,
+    /// Which a test may invent.
+    pub boot: Boot,
 }
 
 impl FilePlace {
@@ -84,7 +86,7 @@ impl FilePlace {
         let name = path.file_name().unwrap_or_default().to_owned();
         let mut partial = name.clone();
         partial.push(".partial");
-        Ok(FilePlace { path, folder, name, partial })
+        Ok(FilePlace { path, folder, name, partial, boot: Boot::current() })
     }
 
     fn name(&self, which: Which) -> &OsString {
@@ -104,7 +106,8 @@ impl FilePlace {
 
 fn stamp_of(file: &std::fs::Metadata) -> Stamp {
     let changed = file.ctime().saturating_mul(1_000_000_000).saturating_add(file.ctime_nsec());
-    Stamp { inode: file.ino(), size: file.len(), changed, ..Stamp::default() }
+    let written = file.mtime().saturating_mul(1_000_000_000).saturating_add(file.mtime_nsec());
+    Stamp { inode: file.ino(), size: file.len(), changed, written: Some(written), ..Stamp::default() }
 }
 
 impl Place for FilePlace {
@@ -112,8 +115,8 @@ impl Place for FilePlace {
         &self.path
     }
 
-    fn life(&self) -> String {
-        std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
+    fn boot(&self) -> Boot {
+        self.boot.clone()
     }
 
     fn is_device(&self) -> bool {
@@ -225,6 +228,7 @@ impl DevicePlace {
             inode: 0,
             size: self.disk.len(),
             changed: 0,
+            written: None,
             print: fingerprint(&*self.disk)?,
             medium: self.number.map(|number| Medium::of(number, &*self.disk)).transpose()?,
         })

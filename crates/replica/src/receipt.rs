@@ -16,7 +16,8 @@ use crate::lineage::{
     Lineage, Position, State, Step, StepPlace, Toward, known, overlay, reached, whole_blocks,
 };
 use crate::place::Which;
-use crate::replica::{INTERRUPTED, Replica, toward};
+use crate::replica::{INTERRUPTED, Replica};
+use crate::rest::Keeping;
 
 /// How a delta becomes part of a replica. A seed goes to NAME.partial, or in place on a device, whatever is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -119,7 +120,7 @@ impl Replica {
             Ok(_) => return Err(wrong("it does not begin with its header".into())),
             Err(e) => return Err(wrong(e.to_string())),
         };
-        let toward = toward(&header).ok_or_else(|| wrong("it names no epoch".into()))?;
+        let toward = self.toward(&header).ok_or_else(|| wrong("it names no epoch".into()))?;
         if header.method == Method::Rolling && header.resumes.is_some() {
             return Err(wrong("it copies, and goes on from another one".into()));
         }
@@ -188,6 +189,7 @@ impl Replica {
     pub(crate) fn drop_journal(&mut self) -> Result<()> {
         self.journal = None;
         self.remove(ARRIVING)?;
+        self.remove(&device::reserved(crate::lineage::NAME))?;
         // It may have got its last name already. Nothing was merged from it.
         self.remove(WHOLE)
     }
@@ -203,7 +205,7 @@ impl Replica {
     fn journal_sink(&mut self, header: &Header, raw: &[u8]) -> Result<Sink> {
         let path = self.folder.path().join(ARRIVING);
         let place = format!("for the journal {}", path.display());
-        if let Some(free) = device::free_space(self.folder.path()).ok().filter(|free| *free < self.expected) {
+        if let Some(free) = self.folder.free().filter(|free| *free < self.expected) {
             let state = "the replica is unchanged";
             return Err(ReplicaError::Full { place, missing: Some(self.expected - free), state });
         }
@@ -211,6 +213,7 @@ impl Replica {
             // What was adopted: its journal means nothing without the state it is bound to.
             self.store()?;
         }
+        self.reserve().inspect_err(|_| drop(self.drop_journal()))?;
         let before = match header.resumes {
             Some(_) => self.journal.take().unwrap_or_default(),
             None => {
@@ -390,6 +393,7 @@ impl Replica {
         header: &Header,
         blank: bool,
     ) -> Result<Sink> {
+        let keeping = if which == Which::Whole { self.work(true) } else { Keeping::default() };
         let failed = |what| disk_error(what, self.place.path(), INTERRUPTED);
         let disk = self.place.open(which)?;
         if !self.place.is_device() && disk.len() < toward.size {
@@ -409,7 +413,8 @@ impl Replica {
             Some(_) => Applier::scattered(disk.clone()),
             None => Applier::new(disk.clone(), kept(header, &base), blank),
         };
-        let applier = applier.map_err(failed("open"))?;
+        let mut applier = applier.map_err(failed("open"))?;
+        applier.keep(keeping);
         Ok(Sink::Direct(Box::new(Direct {
             disk,
             applier,
@@ -659,6 +664,16 @@ impl Receipt<'_> {
                 let contents = contents(&journal, &self.decoder, true);
                 let copied = journal.rolling.as_ref().map_or(0, |r| r.copies.read);
                 self.replica.untouched()?;
+                if self.replica.has(self.toward.stream) {
+                    // Merged again and cut off there, nobody could tell that it was.
+                    self.replica.drop_journal()?;
+                    self.replica.refresh()?;
+                    return Ok(Committed {
+                        epoch: self.toward.epoch,
+                        bytes_written: bytes,
+                        bytes_read: copied,
+                    });
+                }
                 if let Err(e) = journal.file.close(&*self.replica.folder) {
                     return Err(self.replica.journal_failed(e));
                 }
@@ -689,15 +704,17 @@ impl Receipt<'_> {
         let toward = self.toward;
         match replica.lineage.step.as_ref().map(|s| s.place) {
             Some(place @ (StepPlace::Fresh { .. } | StepPlace::Clone { .. })) => {
+                if let StepPlace::Clone { .. } = place {
+                    // Once it is finished, nobody looks again at what it takes the place of.
+                    replica.untouched()?;
+                }
                 replica.half_done = true;
+                replica.work(false);
                 if let Some(step) = &mut replica.lineage.step {
                     step.positions = overlay(&[], toward.epoch, size);
                     step.finished = true;
                 }
                 replica.store()?;
-                if let StepPlace::Clone { .. } = place {
-                    replica.untouched()?;
-                }
                 replica.rename(!matches!(place, StepPlace::Fresh { replaces: false, .. }))?;
                 replica.renamed(&toward)?;
                 replica.half_done = false;
@@ -705,6 +722,7 @@ impl Receipt<'_> {
             _ => {
                 replica.still_there(size)?;
                 replica.moved(&toward)?;
+                replica.forget_note()?;
             }
         }
         Ok(counts)
@@ -745,11 +763,14 @@ impl Receipt<'_> {
             }
             Sink::Direct(mut direct) => {
                 let drained = direct.applier.drain();
-                if direct.applier.has_forgotten() {
-                    return self.replica.drop_unknown_clone();
+                let saved = match direct.applier.has_forgotten() {
+                    true => self.replica.drop_unknown_clone(),
+                    false => direct.save(self.replica, &self.toward),
+                };
+                if self.replica.which() == Which::Whole {
+                    self.replica.rest()?;
                 }
-                direct.save(self.replica, &self.toward)?;
-                self.replica.leave()?;
+                saved?;
                 drained.map_err(disk_error("write to", self.replica.place.path(), INTERRUPTED))
             }
             Sink::Closed => Ok(()),
@@ -777,6 +798,7 @@ impl Drop for Receipt<'_> {
     fn drop(&mut self) {
         // After an error; whoever wants to know calls `keep`.
         let _ = self.put_away();
+        self.replica.working = None;
         let _ = self.replica.refresh();
     }
 }

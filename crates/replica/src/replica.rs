@@ -67,7 +67,7 @@ pub struct Standing {
 /// A destination with its lineage, held alone and in order: whatever a crash left was finished or undone when it was opened.
 pub struct Replica {
     pub(crate) place: Box<dyn Place>,
-    pub(crate) folder: Box<dyn Folder>,
+    pub(crate) folder: Arc<dyn Folder>,
     pub(crate) lineage: Lineage,
     /// The lineage is on disk.
     pub(crate) kept: bool,
@@ -82,6 +82,8 @@ pub struct Replica {
     changed: Option<&'static str>,
     /// What the file looked like when this process left it alone ([`crate::rest`]); `None` if it has no say.
     pub(crate) left: Option<Stamp>,
+    /// Own writes to the file are noted.
+    pub(crate) working: Option<rest::Working>,
     /// A commit has come to where it can only be completed, and has not been: opening the replica anew does that. Until then
     /// nothing here tells what the destination holds.
     pub(crate) half_done: bool,
@@ -201,6 +203,21 @@ pub(crate) fn state_folder(path: &Path, options: &Options) -> Result<PathBuf> {
     locate(path, options).map(|(_, _, folder)| folder)
 }
 
+/// A replica's file that was renamed in its folder, and left its state behind.
+fn moved_from(path: &Path, folder: &Path) -> Option<ReplicaError> {
+    use std::os::unix::fs::MetadataExt;
+    let inode = std::fs::metadata(path).ok()?.ino();
+    let beside = std::fs::read_dir(path.parent()?).ok()?.flatten().map(|entry| entry.path());
+    let states = beside.filter(|at| at.extension().is_some_and(|end| end == "dsync") && at.is_dir());
+    let mut known =
+        states.filter_map(|at| Some((Lineage::load(&device::Dir::existing(&at).ok()?).ok()??, at)));
+    let (lineage, from) = known.find(|(lineage, _)| {
+        lineage.stamp.as_ref().is_some_and(|stamp| stamp.inode == inode) && !lineage.place.exists()
+    })?;
+    let (path, to) = (path.to_path_buf(), folder.to_path_buf());
+    Some(ReplicaError::Moved { path, was: lineage.place, from, to })
+}
+
 /// What is written down of the replica at `path`, `None` if it is none. Changes nothing, recovers nothing, and takes no lock.
 ///
 /// # Errors
@@ -259,7 +276,7 @@ impl Replica {
         let folder_path = if device { name_after_disk(folder_path, &path, options)? } else { folder_path };
         // What is refused leaves no folder behind.
         if kind.is_some() && !device && !options.adopt && !options.replace && !folder_path.exists() {
-            return Err(ReplicaError::NotAReplica(path));
+            return Err(moved_from(&path, &folder_path).unwrap_or(ReplicaError::NotAReplica(path)));
         }
         let folder = device::Dir::open(&folder_path).map_err(io_error("make", &folder_path))?;
         let lock = match FolderLock::of(&folder).map_err(io_error("lock", &folder_path))? {
@@ -311,7 +328,7 @@ impl Replica {
         let lineage = Lineage::load(&*folder)?;
         let mut replica = Replica {
             place,
-            folder,
+            folder: folder.into(),
             kept: lineage.is_some(),
             standing: Standing {
                 source: None,
@@ -337,6 +354,7 @@ impl Replica {
             doubt: options.doubt,
             changed: None,
             left: None,
+            working: None,
             half_done: false,
             expected: 0,
             save_bytes: crate::receipt::SAVE_BYTES,
@@ -441,6 +459,16 @@ impl Replica {
 
     pub(crate) fn stamp(&self, which: Which) -> Result<Option<Stamp>> {
         self.place.stamp(which).map_err(io_error("look at", self.place.path()))
+    }
+
+    /// Makes room for the next lineage, before a journal takes what there is: without it, that could never be merged.
+    pub(crate) fn reserve(&self) -> Result<()> {
+        let state = "the replica is unchanged";
+        device::reserve(&*self.folder, crate::lineage::NAME, crate::lineage::ROOM).map_err(disk_error(
+            "write the lineage",
+            &self.folder.path().join(crate::lineage::NAME),
+            state,
+        ))
     }
 
     pub(crate) fn store(&mut self) -> Result<()> {
@@ -563,7 +591,12 @@ impl Replica {
         };
         if let Some(StepPlace::Fresh { replaces, .. }) = self.lineage.step.as_ref().map(|s| s.place) {
             // Unless it is what the seed replaces, somebody has put something in its place meanwhile.
-            return if replaces { Ok(()) } else { Err(ReplicaError::NotAReplica(self.place.path().into())) };
+            return match self.changed {
+                _ if self.adopt => self.take(whole),
+                Some(why) => Err(self.touched(why)),
+                None if replaces => Ok(()),
+                None => Err(ReplicaError::NotAReplica(self.place.path().into())),
+            };
         }
         if !had && !self.place.is_device() && !self.replace {
             return if self.adopt {
@@ -593,11 +626,23 @@ impl Replica {
         };
         let epoch = step.toward.epoch;
         let is_ours = |s: &Option<Stamp>| s.as_ref().is_some_and(|s| s.inode == inode);
-        if step.finished && is_ours(&self.stamp(Which::Whole)?) {
+        let whole = self.stamp(Which::Whole)?;
+        if let Some(whole) = whole.clone().filter(|_| step.finished && is_ours(&whole)) {
+            if let Some(why) = self.since_own_writes(&whole, &[]) {
+                // Told next.
+                self.changed = Some(why);
+                return Ok(());
+            }
             self.recovered.push(format!("epoch {epoch} had been put in place; its commit is finished now"));
             return self.renamed(&step.toward);
         }
         if is_ours(&self.stamp(Which::Partial)?) {
+            let cloned = matches!(step.place, StepPlace::Clone { .. });
+            let left = self.lineage.stamp.as_ref().filter(|_| cloned).zip(whole);
+            if step.finished && left.is_some_and(|(left, now)| left.differs(&now).is_some()) {
+                // What others have done to the file that would be replaced is told next.
+                return Ok(());
+            }
             if step.finished {
                 self.rename(replaces)?;
                 self.recovered
@@ -634,9 +679,18 @@ impl Replica {
         self.moved(toward)
     }
 
+    /// What a delta makes of this replica.
+    pub(crate) fn toward(&self, header: &Header) -> Option<Toward> {
+        let toward = toward(header)?;
+        // Compared at its own epoch, leaving out what has changed since: that it is ahead in some of these blocks stays.
+        let compared = header.method == Method::Compare && self.lineage.epoch == Some(toward.epoch);
+        Some(Toward { ahead: toward.ahead || compared && self.lineage.ahead, ..toward })
+    }
+
     /// Moves the lineage: the destination is complete.
     pub(crate) fn moved(&mut self, toward: &Toward) -> Result<()> {
         let stamp = self.place.settle().map_err(disk_error("flush", self.place.path(), INTERRUPTED))?;
+        let renamed = self.which() == Which::Partial;
         let after = self.lineage.after(toward, stamp.clone());
         let before = std::mem::replace(&mut self.lineage, after);
         if let Err(e) = self.store() {
@@ -646,7 +700,7 @@ impl Replica {
         }
         self.left = (!self.place.is_device()).then_some(stamp);
         self.changed = None;
-        Ok(())
+        if renamed { self.forget_note() } else { Ok(()) }
     }
 
     /// The destination is gone: what was known of it says nothing of a new one.
@@ -665,8 +719,6 @@ impl Replica {
             // An unfinished copy may have been begun from a journal; without a destination there is nothing else to merge into.
             return self.keep_journal();
         };
-        let path = self.place.path().to_path_buf();
-        let changed = |why: &str| ReplicaError::Changed { path: path.clone(), why: why.into() };
         let before = self.lineage.stamp.clone();
         if before.as_ref().is_some_and(|b| b.inode != now.inode) {
             if self.adopt {
@@ -678,37 +730,43 @@ impl Replica {
         if let Some(last) = deltas.as_ref().map(|deltas| deltas.last().and_then(Contents::stream)) {
             if last.is_some() && last == self.lineage.committed {
                 // Its work is done; only the removal was missing.
+                self.remove(rest::NAME)?;
                 self.remove(WHOLE)?;
             } else if self.adopt {
                 return self.take(now);
             } else if let Some(why) = self.changed {
-                return Err(changed(why));
+                return Err(self.touched(why));
             } else if last.is_none() {
                 let path = self.folder.path().join(WHOLE);
                 return Err(journal::damaged(&path, "it was whole once and is not any more".into()));
-            } else if let Some(why) = self.since_batches(&now, deltas.as_deref().unwrap_or_default())? {
-                return Err(changed(why));
+            } else if let Some(why) = self.since_own_writes(&now, deltas.as_deref().unwrap_or_default()) {
+                return Err(self.touched(why));
             } else {
+                self.left = (!self.place.is_device()).then_some(now);
                 // Whoever was killed may not have synced what it appended last.
                 let file = self.folder.open(WHOLE, false).and_then(|file| file.sync());
                 file.map_err(io_error("sync", &self.folder.path().join(WHOLE)))?;
                 return self.redo(deltas.as_deref().unwrap_or_default());
             }
         }
-        // An in-place step has changed it itself; all else leaves it alone.
-        if !self.lineage.step.as_ref().is_some_and(|s| s.place == StepPlace::InPlace) {
-            self.changed = self.changed.or(before.and_then(|before| before.differs(&now)));
-        }
+        // A step in place has changed it itself; all else leaves it alone.
+        let why = if self.lineage.step.as_ref().is_some_and(|s| s.place == StepPlace::InPlace) {
+            self.since_own_writes(&now, &[])
+        } else {
+            before.and_then(|before| before.differs(&now))
+        };
+        self.changed = self.changed.or(why);
         if let Some(why) = self.changed {
             return match (self.adopt, self.doubt) {
                 (true, _) => self.take(now),
                 // What lies in the journal belongs to what was there before.
                 (false, true) => Ok(()),
-                (false, false) => Err(changed(why)),
+                (false, false) => Err(self.touched(why)),
             };
         }
         let contents = journal::measure(&*self.folder, ARRIVING)?.unwrap_or_default();
-        if contents.whole && self.which() == Which::Whole && self.fits_journal(&contents) {
+        let again = contents.stream().is_some_and(|stream| self.has(stream));
+        if contents.whole && !again && self.which() == Which::Whole && self.fits_journal(&contents) {
             let file = self.folder.open(ARRIVING, false).map_err(io_error("open", self.folder.path()))?;
             let durable = file.sync().and_then(|()| self.folder.rename(ARRIVING, WHOLE));
             durable.and_then(|()| self.folder.sync()).map_err(io_error("sync", self.folder.path()))?;
@@ -720,7 +778,7 @@ impl Replica {
             && self.lineage.step.is_none()
             && !self.positions().is_empty();
         if unproven && !self.adopt {
-            return Err(ReplicaError::NotAReplica(path));
+            return Err(ReplicaError::Unproven(self.place.path().to_path_buf()));
         }
         Ok(())
     }
@@ -737,6 +795,12 @@ impl Replica {
             Some(_) => self.remove(ARRIVING),
             None => Ok(()),
         }
+    }
+
+    /// True if the last commit was this very delta's: merging it again would change nothing, and the lineage would not say that it
+    /// had begun.
+    pub(crate) fn has(&self, stream: Uuid) -> bool {
+        self.lineage.step.is_none() && self.lineage.committed == Some(stream)
     }
 
     fn fits_journal(&self, contents: &Contents) -> bool {
@@ -759,7 +823,7 @@ impl Replica {
     /// again after a crash, from any point. Returns the bytes written and read.
     pub(crate) fn merge(&mut self, deltas: &[Contents]) -> Result<(u64, u64)> {
         let last = deltas.last().and_then(|contents| contents.segments.last());
-        let Some(toward) = last.and_then(|s| toward(&s.header)) else {
+        let Some(toward) = last.and_then(|s| self.toward(&s.header)) else {
             return Err(journal::damaged(&self.folder.path().join(WHOLE), "it has no header".into()));
         };
         let path = self.place.path().to_path_buf();
@@ -768,12 +832,12 @@ impl Replica {
         let segments = deltas.iter().flat_map(|contents| &contents.segments);
         let longest = segments.map(|s| s.header.size_after).max().unwrap_or(toward.size);
         self.half_done = true;
-        // Whoever is killed from here on leaves what no note knows.
-        self.note(false)?;
+        let keeping = self.work(true);
         if !self.place.is_device() && disk.len() < longest {
             disk.resize(longest).map_err(failed("grow"))?;
         }
         let mut applier = Applier::new(disk.clone(), 0, false).map_err(failed("open"))?;
+        applier.keep(keeping);
         let mut positions = self.positions();
         for contents in deltas {
             journal::replay(
@@ -795,7 +859,7 @@ impl Replica {
         drop((applier, disk));
         self.still_there(toward.size)?;
         self.moved(&toward)?;
-        self.remove(rest::NAME)?;
+        self.forget_note()?;
         self.remove(WHOLE)?;
         self.half_done = false;
         Ok(counts)
@@ -816,7 +880,7 @@ impl Replica {
         let source = lineage.source.or(lineage.step.as_ref().map(|s| s.toward.source));
         let compared = matches!(header.method, Method::Compare | Method::Rolling) && header.binds.is_some();
         if let Some(why) = self.changed.filter(|_| !compared) {
-            return Err(ReplicaError::Changed { path: path(), why: why.into() });
+            return Err(self.touched(why));
         }
         let proves = self.adopt && compared;
         let seeds = header.is_seed() && header.resumes.is_none();

@@ -1,31 +1,62 @@
 //! Others at the destination. Between its own writes a replica's file rests: whatever changes it then is somebody else's
 //! doing, and must not be sealed by the next commit.
 //!
-//! While a replica is open, the stamp with which its file was left is kept in memory. Between batches of a mirror, whose
-//! stamps in the lineage are of long ago, it is noted in the folder too: not durably, for a process that is killed leaves the
-//! system's memory behind, and after a power cut nobody can say what the file's times should be.
+//! While a replica is open, the stamp with which its file was left is kept in memory. Where the lineage's stamp is of before
+//! the last own write (a merge, the batches of a mirror, a step in place), a note in the folder tells more to whoever opens
+//! the replica after a kill or a power cut:
+//!
+//! - *at rest*: the stamp that the file was left with, and the batch that was its last. Nothing but equality will do.
+//! - *at work*: the time, by the clock that stamps files, every few milliseconds. A file that bears a later time was written to
+//!   by somebody else. After a kill the note is that of the last moment. After a power cut it is the last durable one, and what
+//!   is written durably before own writes begin, the journal, tells as well; nothing of this boot is own.
+//!
+//! Where neither tells, the file is doubted. A device has no times; it is known by its content alone.
 
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{
+    AtomicBool,
+    Ordering::{Relaxed, SeqCst},
+};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
+use device::{Boot, Clock, Folder, Mapping, StateFile};
 use serde::{Deserialize, Serialize};
+use uuid::Uuid;
 
 use crate::error::{ReplicaError, Result, io_error};
-use crate::journal::Contents;
-use crate::lineage::Stamp;
+use crate::journal::{Contents, WHOLE};
+use crate::lineage::{self, Stamp, StepPlace};
 use crate::place::Which;
 use crate::replica::Replica;
 
 /// The note's file.
 pub(crate) const NAME: &str = "rest";
-/// The note is written in one piece, and of one length.
+/// What it says is written in one piece, and of one length.
 const LEN: usize = 512;
+/// Its whole length: the time of the last own write has a page's second part for itself.
+const WHOLE_LEN: u64 = 4096;
+/// The time's place, in words.
+const TIME: usize = LEN / 8;
+/// How long after the last note of a dying process its writes may still have stamped the file, in nanoseconds: many are
+/// submitted at once, and on a busy machine the kernel is slow to end them. Who else begins to write in that time is noticed if
+/// that goes on a little longer.
+pub(crate) const DYING: u64 = 1_000_000_000;
+/// How often the note is made durable meanwhile: well within [`Boot::LATE`].
+const KEPT_EVERY: Duration = Duration::from_secs(2);
+/// How often the time is noted while own writes are on their way.
+const EVERY: Duration = Duration::from_millis(5);
 
-#[derive(Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 struct Note {
-    /// See [`crate::place::Place::life`].
+    /// The boot it was written in.
     life: String,
-    /// `None` while batches are brought to the file.
+    /// `None` while the file is written to.
     stamp: Option<Stamp>,
+    /// The last delta that was brought to the file.
+    #[serde(default)]
+    stream: Option<Uuid>,
 }
 
 impl Stamp {
@@ -45,10 +76,112 @@ impl Stamp {
         match () {
             () if self.inode != now.inode => Some("another file has taken its place"),
             () if self.size != now.size => Some("its size is another"),
-            () if self.changed != now.changed => Some("it was written to"),
+            () if self.changed != now.changed => Some(WRITTEN),
             () if medium.is_some() => medium,
             () if !device::agree(&self.print, &now.print) => Some("it is another disk, or was written to"),
             () => None,
+        }
+    }
+}
+
+const WRITTEN: &str = "it was written to";
+const SET_BACK: &str = "it was set back to an earlier state";
+
+/// What there is to tell own writes from others', at a file that was written to after its lineage was stored.
+struct Evidence<'a> {
+    /// As the lineage has it.
+    before: &'a Stamp,
+    now: &'a Stamp,
+    /// The note, and the time in it, in nanoseconds since 1970.
+    note: Option<(Note, u64)>,
+    /// When something was last made durable that comes before own writes, in nanoseconds since 1970.
+    durable: u64,
+    /// The last delta that may have been brought to the file.
+    stream: Option<Uuid>,
+}
+
+impl Evidence<'_> {
+    /// In what way others have changed the file, or may have.
+    fn foreign(&self, boot: &Boot) -> Option<&'static str> {
+        let (before, now) = (self.before, self.now);
+        if before.inode != now.inode {
+            return before.differs(now);
+        }
+        let changed = now.changed.max(0) as u64;
+        let left = self.note.as_ref().and_then(|(note, _)| note.stamp.as_ref());
+        let time = self.note.as_ref().map_or(0, |(_, time)| *time);
+        if self.note.as_ref().is_some_and(|(note, _)| note.life == boot.id && !boot.id.is_empty()) {
+            return match left {
+                Some(left) => left.differs(now),
+                // Nothing was written yet.
+                None if now.changed == before.changed => None,
+                None if now.changed < before.changed => Some(SET_BACK),
+                None => (changed > time.saturating_add(DYING)).then_some(WRITTEN),
+            };
+        }
+        // The power was cut, or the system shut down after a kill. What was not durable may be of any earlier moment.
+        if now.changed == before.changed || left.is_some_and(|left| left.differs(now).is_none()) {
+            return None;
+        }
+        if now.changed < before.changed {
+            return Some(SET_BACK);
+        }
+        let all_there = self.note.as_ref().is_some_and(|(note, _)| note.stream == self.stream);
+        let last = match left.filter(|_| all_there) {
+            Some(left) => left.changed.max(0) as u64,
+            None => time.max(self.durable).saturating_add(Boot::LATE),
+        };
+        (changed > last || changed >= boot.began).then_some(WRITTEN)
+    }
+}
+
+/// Notes the time as long as it lives.
+pub(crate) struct Working {
+    /// The note.
+    file: Arc<dyn StateFile>,
+    map: Mapping,
+    over: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Working {
+    fn begin(file: Arc<dyn StateFile>) -> std::io::Result<Working> {
+        let (map, over) = (file.map(WHOLE_LEN)?, Arc::new(AtomicBool::new(false)));
+        map[TIME].store(Clock::now(), Relaxed);
+        let (noted, ended) = (map.clone(), over.clone());
+        let thread = std::thread::Builder::new().name("at work".into()).spawn(move || {
+            while !ended.load(SeqCst) {
+                noted[TIME].store(Clock::now(), Relaxed);
+                std::thread::park_timeout(EVERY);
+            }
+        })?;
+        Ok(Working { file, map, over, thread: Some(thread) })
+    }
+}
+
+/// Makes a note under way durable now and then: for whoever writes, between two writes.
+#[derive(Default)]
+pub(crate) struct Keeping(Option<(Arc<dyn StateFile>, Mapping, Instant)>);
+
+impl Keeping {
+    /// A write is about to go down, or has just come back.
+    pub fn note(&mut self) {
+        let Some((file, map, last)) = &mut self.0 else { return };
+        map[TIME].store(Clock::now(), Relaxed);
+        if last.elapsed() >= KEPT_EVERY {
+            // An older note makes a file doubted that need not be, after a power cut.
+            let _ = file.sync();
+            *last = Instant::now();
+        }
+    }
+}
+
+impl Drop for Working {
+    fn drop(&mut self) {
+        self.over.store(true, SeqCst);
+        if let Some(thread) = self.thread.take() {
+            thread.thread().unpark();
+            let _ = thread.join();
         }
     }
 }
@@ -70,8 +203,19 @@ impl Replica {
         }
     }
 
-    fn touched(&self, why: &str) -> ReplicaError {
-        ReplicaError::Changed { path: self.path().to_path_buf(), why: why.into() }
+    pub(crate) fn touched(&self, why: &str) -> ReplicaError {
+        let found = self.place.stamp(Which::Whole).ok().flatten();
+        let left = self.left.as_ref().or(self.lineage.stamp.as_ref());
+        let why = match found.filter(|_| why == WRITTEN).and_then(|now| Some((now.changed, now.written?))) {
+            // A write moves both times, and whoever likes sets this one back.
+            Some((changed, written)) if left.and_then(|left| left.written) == Some(written) => format!(
+                "its owner, mode, name or links were changed {}; whether its content was, too, its times do not tell",
+                ago(changed)
+            ),
+            Some((_, written)) => format!("content written {}", ago(written)),
+            None => why.into(),
+        };
+        ReplicaError::Changed { path: self.path().to_path_buf(), why }
     }
 
     fn gone(&self) -> ReplicaError {
@@ -110,40 +254,166 @@ impl Replica {
         why.map_or(Ok(()), |why| Err(self.touched(why)))
     }
 
-    /// Notes that batches are brought to the file, or how it is left after.
-    pub(crate) fn note(&self, resting: bool) -> Result<()> {
-        let life = self.place.life();
-        if self.place.is_device() || life.is_empty() {
-            return Ok(());
-        }
-        let note = Note { life, stamp: self.left.clone().filter(|_| resting) };
-        let failed = || io_error("write", &self.folder.path().join(NAME));
-        let mut bytes = serde_json::to_vec(&note).map_err(|e| failed()(e.into()))?;
-        bytes.resize(bytes.len().max(LEN), b' ');
-        self.folder.open(NAME, true).and_then(|file| file.write_at(0, &bytes)).map_err(failed())
+    /// Nobody could say anything by times, or has to.
+    fn is_timeless(&self) -> bool {
+        self.place.is_device() || self.place.boot().id.is_empty()
     }
 
-    /// In what way the file is not as the last batch left it, as far as that was noted, or its size is none that a journal
-    /// which was being merged could have left.
-    pub(crate) fn since_batches(&self, now: &Stamp, journal: &[Contents]) -> Result<Option<&'static str>> {
-        // A step in place has changed it as well.
-        if self.place.is_device() || self.lineage.step.is_some() {
-            return Ok(None);
+    fn write_note(&self, stamp: Option<Stamp>) -> std::io::Result<Arc<dyn StateFile>> {
+        let note = Note { life: self.place.boot().id, stamp, stream: self.lineage.committed };
+        let mut bytes = serde_json::to_vec(&note)?;
+        bytes.resize(bytes.len().max(LEN), b' ');
+        let file = self.folder.open(NAME, true)?;
+        if file.len()? < WHOLE_LEN {
+            file.reserve(WHOLE_LEN)?;
         }
-        let noted = match self.folder.open(NAME, false) {
-            Ok(file) => {
-                let mut bytes = vec![0; LEN];
-                file.read_at(0, &mut bytes).ok().and_then(|()| serde_json::from_slice::<Note>(&bytes).ok())
+        file.write_at(0, &bytes)?;
+        Ok(file.into())
+    }
+
+    /// From now on the file is written to: notes the time until [`Replica::rest`]. `durable` where nothing else was made
+    /// durable just now that comes before the first write.
+    ///
+    /// A note that can't be written is no error: without it, a file that was written to is doubted.
+    pub(crate) fn work(&mut self, durable: bool) -> Keeping {
+        if !self.is_timeless() && self.working.is_none() {
+            self.working = self.write_note(None).and_then(Working::begin).ok();
+        }
+        if let Some(working) = self.working.as_ref().filter(|_| durable) {
+            let _ = working.file.sync().and_then(|()| self.folder.sync());
+        }
+        Keeping(self.working.as_ref().map(|w| (w.file.clone(), w.map.clone(), Instant::now())))
+    }
+
+    /// Notes how the file was left after own writes.
+    pub(crate) fn rest(&mut self) -> Result<()> {
+        // First: whatever comes later is somebody else's.
+        let left = self.leave();
+        self.working = None;
+        left?;
+        if !self.is_timeless() {
+            let _ = self.write_note(self.left.clone());
+        }
+        Ok(())
+    }
+
+    /// Own writes are over, and the lineage says how they left the file.
+    pub(crate) fn forget_note(&mut self) -> Result<()> {
+        self.working = None;
+        self.remove(NAME)
+    }
+
+    /// In what way others have changed the file since the last own write, or may have, where that was later than the
+    /// lineage: batches or a delta were merged from `journal`, a step in place was begun, or a copy was put in place.
+    pub(crate) fn since_own_writes(&self, now: &Stamp, journal: &[Contents]) -> Option<&'static str> {
+        if self.is_timeless() {
+            return None;
+        }
+        let cloned = match self.lineage.step.as_ref().map(|step| step.place) {
+            // It has just got its name: whatever its time was before, that has changed it.
+            Some(StepPlace::Fresh { inode, .. } | StepPlace::Clone { inode }) => {
+                Some(Stamp { inode, changed: 0, ..now.clone() })
             }
-            Err(_) => None,
+            _ => None,
         };
-        let left = noted.filter(|note| note.life == self.place.life()).and_then(|note| note.stamp);
-        if let Some(why) = left.and_then(|left| left.differs(now)) {
-            return Ok(Some(why));
+        let before = cloned.as_ref().or(self.lineage.stamp.as_ref())?;
+        let durable = if journal.is_empty() { lineage::NAME } else { WHOLE };
+        let evidence = Evidence {
+            before,
+            now,
+            note: read_note(&*self.folder),
+            durable: self.folder.modified(durable).unwrap_or(0),
+            stream: journal.last().and_then(Contents::stream).or(self.lineage.committed),
+        };
+        if let Some(why) = evidence.foreign(&self.place.boot()) {
+            return Some(why);
         }
-        let sizes = || journal.iter().flat_map(|contents| &contents.segments).map(|s| s.header.size_after);
-        let before = self.lineage.stamp.as_ref().map(|stamp| stamp.size);
-        let possible = before.is_none_or(|before| before == now.size) || sizes().any(|size| size == now.size);
-        Ok((!possible).then_some("its size is another"))
+        let mut sizes = journal.iter().flat_map(|contents| &contents.segments).map(|s| s.header.size_after);
+        // A step in place may have been given up at any size on the way.
+        let possible =
+            self.lineage.step.is_some() || before.size == now.size || sizes.any(|size| size == now.size);
+        (!possible).then_some("its size is another")
+    }
+}
+
+/// How long ago a moment is, in nanoseconds since 1970, for people.
+fn ago(moment: i64) -> String {
+    let seconds = Clock::now().saturating_sub(moment.max(0) as u64) / 1_000_000_000;
+    match seconds {
+        0..120 => format!("{seconds} s ago"),
+        120..7200 => format!("{} min ago", seconds / 60),
+        7200..172_800 => format!("{} h ago", seconds / 3600),
+        _ => format!("{} days ago", seconds / 86_400),
+    }
+}
+
+fn read_note(folder: &dyn Folder) -> Option<(Note, u64)> {
+    let file = folder.open(NAME, false).ok()?;
+    let mut bytes = vec![0; LEN];
+    file.read_at(0, &mut bytes).ok()?;
+    let mut time = [0; 8];
+    // One that was written before there was a time has none.
+    let _ = file.read_at(LEN as u64, &mut time);
+    Some((serde_json::from_slice(&bytes).ok()?, u64::from_ne_bytes(time)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const S: u64 = 1_000_000_000;
+
+    fn at(seconds: u64) -> Stamp {
+        Stamp { inode: 7, size: 4096, changed: (seconds * S) as i64, ..Stamp::default() }
+    }
+
+    /// A file that its lineage knows from second 100, in a boot that began at second 1000: is it doubted?
+    fn doubted(now: u64, note: Option<(&str, Option<u64>, u64, u128)>, durable: u64) -> bool {
+        let note = note.map(|(life, left, time, stream)| {
+            let (stamp, stream) = (left.map(at), Some(Uuid::from_u128(stream)));
+            (Note { life: life.into(), stamp, stream }, time * S)
+        });
+        let (before, now) = (at(100), at(now));
+        let stream = Some(Uuid::from_u128(2));
+        let evidence = Evidence { before: &before, now: &now, note, durable: durable * S, stream };
+        evidence.foreign(&Boot { id: "this".into(), began: 1000 * S }).is_some()
+    }
+
+    #[test]
+    fn own_writes_are_told_from_others() {
+        // What the note says of this boot holds.
+        for (now, note, doubt) in [
+            (1200, ("this", Some(1200), 1199, 2), false),
+            (1201, ("this", Some(1200), 1199, 2), true),
+            (1199, ("this", Some(1200), 1199, 2), true),
+            (1200, ("this", None, 1200, 2), false),
+            (100, ("this", None, 1200, 2), false),
+            (1201, ("this", None, 1200, 2), false),
+            (1202, ("this", None, 1200, 2), true),
+            (99, ("this", None, 1200, 2), true),
+        ] {
+            assert_eq!(doubted(now, Some(note), 1200), doubt, "{now} {note:?}");
+        }
+        // After a power cut, what was noted or made durable last, with what may have come after that.
+        for (now, note, durable, doubt) in [
+            (100, None, 0, false),
+            (500, None, 495, false),
+            (500, None, 480, true),
+            (500, Some(("", None, 0, 1)), 480, true),
+            (500, Some(("last", None, 499, 1)), 300, false),
+            (520, Some(("last", None, 499, 1)), 300, true),
+            (520, Some(("last", None, 499, 1)), 515, false),
+            // The last batch was brought to the file, so nothing of ours came after that.
+            (500, Some(("last", Some(500), 499, 2)), 499, false),
+            (501, Some(("last", Some(500), 499, 2)), 499, true),
+            (490, Some(("last", Some(500), 499, 2)), 499, false),
+            (501, Some(("last", Some(500), 499, 1)), 499, false),
+            (99, Some(("last", Some(500), 499, 2)), 499, true),
+            // Nothing of this boot is own, whatever is durable of it.
+            (1001, None, 1001, true),
+            (1001, Some(("last", None, 1000, 1)), 1001, true),
+        ] {
+            assert_eq!(doubted(now, note, durable), doubt, "{now} {note:?} {durable}");
+        }
     }
 }

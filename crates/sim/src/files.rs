@@ -91,6 +91,14 @@ impl Folder for SimFolder {
     fn path(&self) -> &Path {
         &self.path
     }
+
+    fn modified(&self, name: &str) -> Option<u64> {
+        let found = self.call(Call::Read, |state| {
+            let inode = state.find(&self.name, name);
+            inode.map(|inode| Ok(state.inode(inode)?.time)).transpose()
+        });
+        found.ok().flatten().map(|time| time.max(0) as u64)
+    }
 }
 
 /// A state file.

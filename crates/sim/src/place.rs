@@ -4,7 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use device::Disk;
+use device::{Boot, Disk};
 use replica::{Place, Stamp, Which};
 
 use crate::files::{SimDisk, settle};
@@ -59,8 +59,9 @@ impl Place for SimPlace {
         &self.path
     }
 
-    fn life(&self) -> String {
-        self.process.host.state().boot().0
+    fn boot(&self) -> Boot {
+        let (id, began) = self.process.host.state().boot();
+        Boot { id, began }
     }
 
     fn is_device(&self) -> bool {
@@ -75,6 +76,7 @@ impl Place for SimPlace {
                 inode: number,
                 size: inode.len(),
                 changed: inode.time,
+                written: None,
                 print: String::new(),
                 medium: None,
             }))

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use delta::Epoch;
-use device::{Dir, Disk, Folder, FolderLock, Identity, Mount, Written};
+use device::{Boot, Dir, Disk, Folder, FolderLock, Identity, Mount, Written};
 use extents::Bitmap;
 use trackers::{Hold, Tracker};
 use uuid::Uuid;
@@ -22,7 +22,7 @@ use crate::forget;
 use crate::freeze::{self, Freeze, FreezeError, Prepared};
 use crate::history::History;
 use crate::source::{Medium, open_reader};
-use crate::stamp::{Boot, Stamp};
+use crate::stamp::Stamp;
 use crate::state::{About, StateDir, write_about};
 use crate::view::View;
 

@@ -12,16 +12,16 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use delta::Epoch;
-use device::{Dir, Disk, Folder, FolderLock, Identity, WriteWatch};
+use device::{Boot, Clock, Dir, Disk, Folder, FolderLock, Identity, WriteWatch};
 use extents::Bitmap;
-use trackers::{Clock, Follower, Saved, Served, Settings, TrackedDisk};
+use trackers::{Follower, Saved, Served, Settings, TrackedDisk};
 use uuid::Uuid;
 
 use crate::SourceError;
 use crate::bookmarks::Bookmarks;
 use crate::forget;
 use crate::history::{History, Position};
-use crate::stamp::{Boot, FOREIGN, LastWrite, REPLACED, Stamp, Verdict};
+use crate::stamp::{FOREIGN, LastWrite, REPLACED, Stamp, Verdict};
 use crate::state::{About, StateDir, write_about};
 use crate::view::View;
 

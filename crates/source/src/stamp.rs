@@ -1,9 +1,8 @@
 //! Whether the image is as its record says: a stamp taken when the last writer left, and compared before the record is
 //! believed again.
 
-use device::{Folder, Identity};
+use device::{Boot, Clock, Folder, Identity};
 use serde::{Deserialize, Serialize};
-use trackers::Clock;
 
 use crate::SourceError;
 
@@ -30,30 +29,6 @@ pub(crate) struct Stamp {
     pub larger: Option<u64>,
 }
 
-/// The machine's life, as far as stamps need it.
-#[derive(Debug, Clone)]
-pub struct Boot {
-    /// A name that no other boot has.
-    pub id: String,
-    /// Nanoseconds since 1970 when it began.
-    pub began: u64,
-}
-
-impl Boot {
-    /// This one.
-    pub fn current() -> Boot {
-        let id =
-            std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned();
-        let stat = std::fs::read_to_string("/proc/stat").unwrap_or_default();
-        let began =
-            stat.lines().find_map(|l| l.strip_prefix("btime ")).and_then(|t| t.trim().parse::<u64>().ok());
-        Boot { id, began: began.unwrap_or(0).saturating_mul(1_000_000_000) }
-    }
-}
-
-/// How late a durable note of the last served write may be, in nanoseconds: it is written about every second.
-const LATE: u64 = 10_000_000_000;
-
 /// What the next process finds of the last served write.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct LastWrite {
@@ -66,11 +41,6 @@ pub(crate) struct LastWrite {
     /// The process saw that others had changed the image.
     pub foreign: bool,
 }
-
-/// How long after the last note of a dying process its writes may still have stamped the image, in nanoseconds. Notes come
-/// every few milliseconds while writes are in flight. On a very busy machine the last write may come later, and the record
-/// is then doubted without need: a foreign write in that time is the worse mistake.
-const DYING: u64 = 50_000_000;
 
 /// Why nothing is known after a write past the server.
 pub(crate) const FOREIGN: &str = "the image was changed by another program while dsync had it open";
@@ -145,7 +115,7 @@ impl Stamp {
                     "after its server was killed, the image was set back to an earlier state".into(),
                 );
             }
-            let grace = Clock::tick() + if last.in_flight { DYING } else { 0 };
+            let grace = Clock::tick() + if last.in_flight { Boot::DYING } else { 0 };
             if untouched || changed <= last.time.saturating_add(grace) {
                 return Verdict::Trusted { power_lost: false };
             }
@@ -153,7 +123,7 @@ impl Stamp {
                 "after its server was killed, the image was changed by another program".into(),
             );
         }
-        if untouched || (changed <= last.time.saturating_add(LATE) && changed < boot.began) {
+        if untouched || (changed <= last.time.saturating_add(Boot::LATE) && changed < boot.began) {
             return Verdict::Trusted { power_lost: true };
         }
         Verdict::Lost("after the power cut, the image was changed by another program".into())

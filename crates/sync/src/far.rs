@@ -157,6 +157,7 @@ fn say_standing(sender: &Sender, replica: &mut Replica, commit: Commit) -> Resul
         under_way: standing.under_way,
         resumes: standing.resumes,
         ahead: standing.ahead,
+        fuzzy: standing.state == replica::State::Fuzzy,
         size: standing.size,
         recovered: standing.recovered,
         changed: standing.changed,

@@ -116,6 +116,9 @@ pub(crate) struct Standing {
     pub size: u64,
     /// It is ahead of its epoch by batches of a mirror.
     pub ahead: bool,
+    /// It is a copy of a live disk without a cut.
+    #[serde(default)]
+    pub fuzzy: bool,
     /// What opening it had to mend, for people to read.
     pub recovered: Option<String>,
     /// Why it may not be what its last commit left, where that was let pass.

@@ -55,6 +55,7 @@ fn standing(source: Uuid) -> Standing {
         under_way: false,
         resumes: None,
         ahead: false,
+        fuzzy: false,
         size: SIZE,
         recovered: None,
         changed: None,

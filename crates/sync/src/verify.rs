@@ -316,7 +316,8 @@ fn header(
         method: Method::Compare,
         binds: Some(standing.nonce),
         resumes: None,
-        fuzzy: false,
+        // A part says nothing of the rest.
+        fuzzy: view.is_none() && standing.fuzzy,
         lacking: false,
         ahead: false,
     })

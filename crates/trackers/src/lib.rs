@@ -13,6 +13,6 @@ mod tracker;
 
 pub use record::Record;
 pub use saved::{Saved, SavedParts};
-pub use served::{Clock, Served};
+pub use served::Served;
 pub use tracked::{Follower, Frozen, Settings, TrackError, TrackedDisk};
 pub use tracker::{Hold, Tracker, find, list};

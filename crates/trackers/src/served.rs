@@ -7,30 +7,11 @@ use std::sync::atomic::{
     Ordering::{Relaxed, SeqCst},
 };
 
-use device::{Folder, Mapping, StateFile};
+use device::{Clock, Folder, Mapping, StateFile};
 
 use crate::record::raise;
 
 const NAME: &str = "served";
-
-/// The clock by which file systems stamp their files, read without entering the kernel. They may stamp to the nanosecond
-/// or by the tick before (Linux 6.13 does both), so a note is exact, and a stamp as early as a tick before it.
-#[derive(Debug, Clone, Copy)]
-pub struct Clock;
-
-impl Clock {
-    /// Nanoseconds since 1970: not before the stamp of any file written until now.
-    pub fn now() -> u64 {
-        let t = rustix::time::clock_gettime(rustix::time::ClockId::Realtime);
-        (t.tv_sec.max(0) as u64).saturating_mul(1_000_000_000).saturating_add(t.tv_nsec.max(0) as u64)
-    }
-
-    /// Nanoseconds from one tick to the next.
-    pub fn tick() -> u64 {
-        let t = rustix::time::clock_getres(rustix::time::ClockId::RealtimeCoarse);
-        (t.tv_nsec.max(1) as u64).max(1_000_000)
-    }
-}
 
 /// Words of the mapping: the last note; the image's time of change at the last look; how often somebody else was seen to
 /// have changed it, and how many of these times the history knows. The gate's words lie behind them.

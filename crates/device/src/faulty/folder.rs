@@ -279,6 +279,14 @@ impl Folder for FaultyFolder {
     fn path(&self) -> &Path {
         &self.core.path
     }
+
+    fn modified(&self, name: &str) -> Option<u64> {
+        crate::Dir::open(&self.core.path).ok()?.modified(name)
+    }
+
+    fn free(&self) -> Option<u64> {
+        lock(&self.core.book).room.or_else(|| crate::free_space(&self.core.path).ok())
+    }
 }
 
 struct FaultyFile {

@@ -6,24 +6,24 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use delta::{Header, Method, UnitKind, Units, decode_frame};
-use device::faulty::{Keep, Outage, Power};
+use device::faulty::{FaultyFolder, Keep, Outage, Power};
 use uuid::Uuid;
 
 use super::crash::{OUTAGES, on, replica_at, soak};
 use super::world::*;
-use crate::{BatchLog, Batches, Commit, Replica, ReplicaError, State};
+use crate::{BatchLog, Batches, Commit, Options, Replica, ReplicaError, State};
 
 /// The images that batches lead to; that of the fourth is an epoch.
 const LAST: usize = 6;
 const EPOCH: usize = 4;
 
-fn source() -> Source {
+pub(super) fn source() -> Source {
     Source::new(5, &[40; LAST + 2])
 }
 
 /// What there is besides the destination's content: which batches were sent, and confirmed.
 #[derive(Default)]
-struct Sent {
+pub(super) struct Sent {
     /// Streams, by the image that they lead to.
     streams: Vec<(Uuid, usize)>,
     confirmed: usize,
@@ -65,7 +65,7 @@ fn mirror(source: &Source, world: &World, power: &Power, sent: &RefCell<Sent>) -
 }
 
 /// As the receiving end of a mirror does it: what ends the batches, they are finished.
-fn mirror_to(source: &Source, replica: &mut Replica, sent: &RefCell<Sent>) -> crate::Result<()> {
+pub(super) fn mirror_to(source: &Source, replica: &mut Replica, sent: &RefCell<Sent>) -> crate::Result<()> {
     let mut nonce = replica.standing().nonce;
     let (mut log, mut batches) = replica.batches()?;
     let mut all = || {
@@ -77,7 +77,7 @@ fn mirror_to(source: &Source, replica: &mut Replica, sent: &RefCell<Sent>) -> cr
             send(&mut log, &mut batches, &bytes, nonce)?;
             sent.borrow_mut().confirmed = to;
             batches.apply()?;
-            if to == 3 {
+            if to == 3 || log.is_long() {
                 log = batches.settle()?;
             }
         }
@@ -242,6 +242,42 @@ fn stumble_everywhere(kind: Kind) {
         }
     }
     assert!(stumbled as u64 > steps / 2);
+}
+
+/// The journal's file system is full at any point, and stays so: what was confirmed is merged all the same, by the same process
+/// or the next, and the journal gives back the room it took. A batch that finds no room is refused with that reason.
+#[test]
+fn a_journal_without_room_jams_nothing() {
+    let source = source();
+    for kind in [Kind::File, Kind::Device] {
+        let start = replica_at(kind, &source, 0);
+        let (mut all, mut some) = (0, 0);
+        for room in (0..400_000).step_by(if soak() { 500 } else { 9_000 }) {
+            let (world, power, sent) = (start.fork(), on(), RefCell::default());
+            let what = format!("{kind:?}, room for {room} bytes");
+            let open = |room: u64, power: &Power| {
+                let folder = FaultyFolder::new(power, &world.state()).unwrap();
+                folder.full_after(room);
+                world.open_in(power, Box::new(folder), &Options::default())
+            };
+            // Killed there, too, with all of it in the journal.
+            let killed = room % 2_000 != 0;
+            power.cut_at(if killed { 60 + room / 4_000 } else { u64::MAX });
+            if let Ok(mut replica) = open(room, &power) {
+                match mirror_to(&source, &mut replica, &sent) {
+                    Ok(()) => all += 1,
+                    Err(ReplicaError::Full { .. }) => some += 1,
+                    Err(e) => assert!(killed, "{what}: {e}"),
+                }
+            }
+            // Not a byte is left.
+            drop(open(0, &on()).unwrap_or_else(|e| panic!("{what}: {e}")));
+            let left = world.names();
+            assert!(!left.iter().any(|name| name.starts_with("journal")), "{what}: {left:?}");
+            check(&source, &world, &sent.borrow(), &what);
+        }
+        assert!(all > 3 && some > 3, "{all} {some}");
+    }
 }
 
 /// One sync of the journal commits a batch, however many there are.

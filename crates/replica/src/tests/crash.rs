@@ -498,7 +498,9 @@ fn adopted() {
                             assert_eq!((state, replica.standing().epoch), (State::Incomplete, None), "{what}")
                         }
                     },
-                    Err(ReplicaError::NotAReplica(_)) => assert!(world.holds(&source.images[0]), "{what}"),
+                    Err(ReplicaError::NotAReplica(_) | ReplicaError::Unproven(_)) => {
+                        assert!(world.holds(&source.images[0]), "{what}")
+                    }
                     Err(e) => panic!("{what}: {e}"),
                 }
                 adopt(&world, &on()).unwrap_or_else(|e| panic!("{what}: again: {e}"));

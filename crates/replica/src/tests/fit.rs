@@ -464,6 +464,46 @@ fn a_part_beyond_the_final_end_is_merged() {
     }
 }
 
+/// Somebody writes into the file while a clone of it is about to take its place: that is told, and nothing is put in place.
+#[test]
+fn a_write_beside_a_reflink_commit_is_noticed() {
+    let source = source();
+    let world = at(&source, 0);
+    let power = on();
+    let whole = world.fork();
+    merge(&mut whole.open(&power).unwrap(), &source.tracked(0, 1), Commit::Reflink).unwrap();
+    let steps = power.steps();
+    // The process is killed at any step, and somebody writes then.
+    for step in 1..=steps {
+        let (world, power) = (world.fork(), on());
+        power.cut_at(step);
+        if let Ok(mut replica) = world.open(&power) {
+            let _ = merge(&mut replica, &source.tracked(0, 1), Commit::Reflink);
+        }
+        let put = world.raw().unwrap() != source.images[0];
+        world.tamper(17 * BLOCK, 99);
+        let found = world.raw();
+        match world.open(&on()).err() {
+            Some(ReplicaError::Changed { .. }) => {}
+            // In a world without clocks, a file that has just got its name is known by that alone.
+            None if put => continue,
+            other => panic!("killed at {step} of {steps}: {:?}", other.map(|e| e.to_string())),
+        }
+        assert_eq!(world.raw(), found, "killed at {step}");
+    }
+    // The process lives on.
+    let mut replica = world.open(&on()).unwrap();
+    let mut units = units(&source.tracked(0, 1)).into_iter();
+    let mut receipt = replica.receive(units.next().unwrap(), Commit::Reflink).unwrap();
+    units.for_each(|unit| receipt.unit(unit).unwrap());
+    world.tamper(17 * BLOCK, 99);
+    let found = world.raw();
+    assert!(matches!(receipt.finish(), Err(ReplicaError::Changed { .. })));
+    drop(replica);
+    assert!(matches!(world.open(&on()), Err(ReplicaError::Changed { .. })));
+    assert_eq!(world.raw(), found);
+}
+
 /// The journal's work is done and only its removal was missing; then somebody writes to the destination.
 #[test]
 fn a_journal_that_was_merged_covers_no_foreign_write() {

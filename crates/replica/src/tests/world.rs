@@ -684,7 +684,7 @@ impl Place for ModelDevice {
             return Ok(None);
         }
         let print = fingerprint(&*self.disk)?;
-        Ok(Some(Stamp { inode: 0, size: self.disk.len(), changed: 0, print, medium: None }))
+        Ok(Some(Stamp { inode: 0, size: self.disk.len(), changed: 0, print, medium: None, written: None }))
     }
 
     fn settle(&self) -> io::Result<Stamp> {

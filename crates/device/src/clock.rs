@@ -1,0 +1,50 @@
+//! The time by which file systems stamp their files, and the machine's life: what own writes are told from others' by, after
+//! nobody was there to watch.
+
+/// The clock by which file systems stamp their files, read without entering the kernel. They may stamp to the nanosecond
+/// or by the tick before (Linux 6.13 does both), so a note is exact, and a stamp as early as a tick before it.
+#[derive(Debug, Clone, Copy)]
+pub struct Clock;
+
+impl Clock {
+    /// Nanoseconds since 1970: not before the stamp of any file written until now.
+    pub fn now() -> u64 {
+        let t = rustix::time::clock_gettime(rustix::time::ClockId::Realtime);
+        (t.tv_sec.max(0) as u64).saturating_mul(1_000_000_000).saturating_add(t.tv_nsec.max(0) as u64)
+    }
+
+    /// Nanoseconds from one tick to the next.
+    pub fn tick() -> u64 {
+        let t = rustix::time::clock_getres(rustix::time::ClockId::RealtimeCoarse);
+        (t.tv_nsec.max(1) as u64).max(1_000_000)
+    }
+}
+
+/// The machine's life, as far as stamps need it.
+#[derive(Debug, Clone)]
+pub struct Boot {
+    /// A name that no other boot has.
+    pub id: String,
+    /// Nanoseconds since 1970 when it began.
+    pub began: u64,
+}
+
+impl Boot {
+    /// How late a durable note of the last own write may be, in nanoseconds: such notes are written every few seconds.
+    pub const LATE: u64 = 10_000_000_000;
+
+    /// How long after the last note of a dying process its writes may still have stamped a file, in nanoseconds. Notes come
+    /// every few milliseconds while writes are in flight. On a very busy machine the last write may come later, and the file
+    /// is then doubted without need: a foreign write in that time is the worse mistake.
+    pub const DYING: u64 = 50_000_000;
+
+    /// This one.
+    pub fn current() -> Boot {
+        let id =
+            std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned();
+        let stat = std::fs::read_to_string("/proc/stat").unwrap_or_default();
+        let began =
+            stat.lines().find_map(|l| l.strip_prefix("btime ")).and_then(|t| t.trim().parse::<u64>().ok());
+        Boot { id, began: began.unwrap_or(0).saturating_mul(1_000_000_000) }
+    }
+}
