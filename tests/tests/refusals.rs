@@ -372,7 +372,7 @@ fn a_mirror_with_a_small_journal_folder() {
     };
     let dsync = |arguments: &[&str]| scene.site.dsync(arguments).arg("--journal-dir").arg(&place);
     std::fs::remove_file(&scene.replica).expect("a replica");
-    let mut running = dsync(&["mirror"]).arg(&scene.image).arg(&scene.replica).arg("-v").start();
+    let mut running = dsync(&["mirror", "--create"]).arg(&scene.image).arg(&scene.replica).arg("-v").start();
     running.wait_to_say("mirroring to");
     let mut client = scene.client();
     for round in 0..48u64 {

@@ -251,7 +251,7 @@ impl Batches<'_> {
         self.replica.half_done = true;
         let path = self.replica.place.path().to_path_buf();
         let failed = |what| disk_error(what, &path, SAFE);
-        self.applier.keep(self.replica.work(false));
+        self.applier.keep(self.replica.work(false)?);
         self.applier.rewind(u64::MAX).map_err(failed("write to"))?;
         match batch.frames {
             Some(frames) => {

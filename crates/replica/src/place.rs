@@ -8,13 +8,16 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use device::{Boot, Dir, Disk, Medium, Sharing};
+use device::{Boot, Clock, Dir, Disk, Medium, Sharing};
 use rustix::fs::{AtFlags, Mode, OFlags, RenameFlags, openat, renameat, renameat_with, unlinkat};
 use rustix::io::Errno;
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::error::{Result, io_error};
 use crate::lineage::Stamp;
+
+/// Tells the time, in nanoseconds since 1970.
+pub type Now = Arc<dyn Fn() -> u64 + Send + Sync>;
 
 /// One of the two files of a place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,6 +35,10 @@ pub trait Place: Send {
     /// The machine's life, by which own writes are told from others'; without a name where nobody can say.
     fn boot(&self) -> Boot {
         Boot { id: String::new(), began: 0 }
+    }
+    /// The clock by which the file is stamped.
+    fn clock(&self) -> Now {
+        Arc::new(Clock::now)
     }
     /// True for a block device: it has its size, its content before the first seed may be anything, and nothing can be
     /// renamed over it.

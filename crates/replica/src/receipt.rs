@@ -393,7 +393,7 @@ impl Replica {
         header: &Header,
         blank: bool,
     ) -> Result<Sink> {
-        let keeping = if which == Which::Whole { self.work(true) } else { Keeping::default() };
+        let keeping = if which == Which::Whole { self.work(true)? } else { Keeping::default() };
         let failed = |what| disk_error(what, self.place.path(), INTERRUPTED);
         let disk = self.place.open(which)?;
         if !self.place.is_device() && disk.len() < toward.size {
@@ -708,15 +708,15 @@ impl Receipt<'_> {
                     // Once it is finished, nobody looks again at what it takes the place of.
                     replica.untouched()?;
                 }
+                replica.work(false)?;
                 replica.half_done = true;
-                replica.work(false);
                 if let Some(step) = &mut replica.lineage.step {
                     step.positions = overlay(&[], toward.epoch, size);
                     step.finished = true;
                 }
                 replica.store()?;
-                replica.rename(!matches!(place, StepPlace::Fresh { replaces: false, .. }))?;
-                replica.renamed(&toward)?;
+                let copy = replica.rename(!matches!(place, StepPlace::Fresh { replaces: false, .. }))?;
+                replica.renamed(&toward, copy)?;
                 replica.half_done = false;
             }
             _ => {

@@ -468,7 +468,8 @@ impl Replica {
             "write the lineage",
             &self.folder.path().join(crate::lineage::NAME),
             state,
-        ))
+        ))?;
+        self.reserve_note()
     }
 
     pub(crate) fn store(&mut self) -> Result<()> {
@@ -634,7 +635,7 @@ impl Replica {
                 return Ok(());
             }
             self.recovered.push(format!("epoch {epoch} had been put in place; its commit is finished now"));
-            return self.renamed(&step.toward);
+            return self.renamed(&step.toward, Some(whole));
         }
         if is_ours(&self.stamp(Which::Partial)?) {
             let cloned = matches!(step.place, StepPlace::Clone { .. });
@@ -644,10 +645,10 @@ impl Replica {
                 return Ok(());
             }
             if step.finished {
-                self.rename(replaces)?;
+                let copy = self.rename(replaces)?;
                 self.recovered
                     .push(format!("the copy of epoch {epoch} was complete; it is put in place now"));
-                return self.renamed(&step.toward);
+                return self.renamed(&step.toward, copy);
             }
             if matches!(step.place, StepPlace::Fresh { .. }) || !step.positions.is_empty() {
                 return Ok(());
@@ -663,20 +664,33 @@ impl Replica {
     }
 
     /// Puts NAME.partial in place.
-    pub(crate) fn rename(&self, replace: bool) -> Result<()> {
+    /// Returns what it looked like before.
+    pub(crate) fn rename(&self, replace: bool) -> Result<Option<Stamp>> {
         self.at_path()?;
+        let copy = self.stamp(Which::Partial)?;
         match self.place.rename(replace) {
             Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {
                 Err(ReplicaError::NotAReplica(self.place.path().to_path_buf()))
             }
-            other => other.map_err(io_error("put in place", self.place.path())),
+            other => other.map_err(io_error("put in place", self.place.path())).map(|()| copy),
         }
     }
 
-    /// Moves the lineage after NAME.partial was put in place.
-    pub(crate) fn renamed(&mut self, toward: &Toward) -> Result<()> {
+    /// Moves the lineage after NAME.partial was put in place, unless others have written to it since it was `copy`.
+    pub(crate) fn renamed(&mut self, toward: &Toward, copy: Option<Stamp>) -> Result<()> {
         self.place.sync().map_err(io_error("sync the folder of", self.place.path()))?;
-        self.moved(toward)
+        let stamp = self.settle()?;
+        // Its new name has changed the other time.
+        if copy.is_some_and(|copy| (copy.size, copy.written) != (stamp.size, stamp.written)) {
+            // Without the note, whoever opens it next doubts it as well.
+            self.forget_note()?;
+            return Err(self.touched(rest::WRITTEN));
+        }
+        self.moved_to(toward, stamp)
+    }
+
+    fn settle(&self) -> Result<Stamp> {
+        self.place.settle().map_err(disk_error("flush", self.place.path(), INTERRUPTED))
     }
 
     /// What a delta makes of this replica.
@@ -689,7 +703,11 @@ impl Replica {
 
     /// Moves the lineage: the destination is complete.
     pub(crate) fn moved(&mut self, toward: &Toward) -> Result<()> {
-        let stamp = self.place.settle().map_err(disk_error("flush", self.place.path(), INTERRUPTED))?;
+        let stamp = self.settle()?;
+        self.moved_to(toward, stamp)
+    }
+
+    fn moved_to(&mut self, toward: &Toward, stamp: Stamp) -> Result<()> {
         let renamed = self.which() == Which::Partial;
         let after = self.lineage.after(toward, stamp.clone());
         let before = std::mem::replace(&mut self.lineage, after);
@@ -832,7 +850,7 @@ impl Replica {
         let segments = deltas.iter().flat_map(|contents| &contents.segments);
         let longest = segments.map(|s| s.header.size_after).max().unwrap_or(toward.size);
         self.half_done = true;
-        let keeping = self.work(true);
+        let keeping = self.work(true)?;
         if !self.place.is_device() && disk.len() < longest {
             disk.resize(longest).map_err(failed("grow"))?;
         }

@@ -12,6 +12,7 @@
 //!
 //! Where neither tells, the file is doubted. A device has no times; it is known by its content alone.
 
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{
@@ -25,10 +26,10 @@ use device::{Boot, Clock, Folder, Mapping, StateFile};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use crate::error::{ReplicaError, Result, io_error};
+use crate::error::{ReplicaError, Result, disk_error, io_error};
 use crate::journal::{Contents, WHOLE};
 use crate::lineage::{self, Stamp, StepPlace};
-use crate::place::Which;
+use crate::place::{Now, Which};
 use crate::replica::Replica;
 
 /// The note's file.
@@ -84,7 +85,7 @@ impl Stamp {
     }
 }
 
-const WRITTEN: &str = "it was written to";
+pub(crate) const WRITTEN: &str = "it was written to";
 const SET_BACK: &str = "it was set back to an earlier state";
 
 /// What there is to tell own writes from others', at a file that was written to after its lineage was stored.
@@ -140,38 +141,47 @@ pub(crate) struct Working {
     /// The note.
     file: Arc<dyn StateFile>,
     map: Mapping,
+    now: Now,
     over: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Working {
-    fn begin(file: Arc<dyn StateFile>) -> std::io::Result<Working> {
+    fn begin(file: Arc<dyn StateFile>, now: Now) -> io::Result<Working> {
         let (map, over) = (file.map(WHOLE_LEN)?, Arc::new(AtomicBool::new(false)));
-        map[TIME].store(Clock::now(), Relaxed);
-        let (noted, ended) = (map.clone(), over.clone());
+        map[TIME].store(now(), Relaxed);
+        let (noted, ended, time) = (map.clone(), over.clone(), now.clone());
         let thread = std::thread::Builder::new().name("at work".into()).spawn(move || {
             while !ended.load(SeqCst) {
-                noted[TIME].store(Clock::now(), Relaxed);
+                noted[TIME].store(time(), Relaxed);
                 std::thread::park_timeout(EVERY);
             }
         })?;
-        Ok(Working { file, map, over, thread: Some(thread) })
+        Ok(Working { file, map, now, over, thread: Some(thread) })
     }
 }
 
 /// Makes a note under way durable now and then: for whoever writes, between two writes.
 #[derive(Default)]
-pub(crate) struct Keeping(Option<(Arc<dyn StateFile>, Mapping, Instant)>);
+pub(crate) struct Keeping(Option<Kept>);
+
+struct Kept {
+    file: Arc<dyn StateFile>,
+    map: Mapping,
+    now: Now,
+    /// When it was made durable last.
+    last: Instant,
+}
 
 impl Keeping {
     /// A write is about to go down, or has just come back.
     pub fn note(&mut self) {
-        let Some((file, map, last)) = &mut self.0 else { return };
-        map[TIME].store(Clock::now(), Relaxed);
-        if last.elapsed() >= KEPT_EVERY {
+        let Some(kept) = &mut self.0 else { return };
+        kept.map[TIME].store((kept.now)(), Relaxed);
+        if kept.last.elapsed() >= KEPT_EVERY {
             // An older note makes a file doubted that need not be, after a power cut.
-            let _ = file.sync();
-            *last = Instant::now();
+            let _ = kept.file.sync();
+            kept.last = Instant::now();
         }
     }
 }
@@ -184,6 +194,10 @@ impl Drop for Working {
             let _ = thread.join();
         }
     }
+}
+
+fn is_full(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }
 
 /// The path leads elsewhere by now.
@@ -259,7 +273,7 @@ impl Replica {
         self.place.is_device() || self.place.boot().id.is_empty()
     }
 
-    fn write_note(&self, stamp: Option<Stamp>) -> std::io::Result<Arc<dyn StateFile>> {
+    fn write_note(&self, stamp: Option<Stamp>) -> io::Result<Arc<dyn StateFile>> {
         let note = Note { life: self.place.boot().id, stamp, stream: self.lineage.committed };
         let mut bytes = serde_json::to_vec(&note)?;
         bytes.resize(bytes.len().max(LEN), b' ');
@@ -274,15 +288,40 @@ impl Replica {
     /// From now on the file is written to: notes the time until [`Replica::rest`]. `durable` where nothing else was made
     /// durable just now that comes before the first write.
     ///
-    /// A note that can't be written is no error: without it, a file that was written to is doubted.
-    pub(crate) fn work(&mut self, durable: bool) -> Keeping {
+    /// # Errors
+    /// If the note can't be written: without it, a file that was written to would be doubted. Where only the room is missing,
+    /// it is done without.
+    pub(crate) fn work(&mut self, durable: bool) -> Result<Keeping> {
         if !self.is_timeless() && self.working.is_none() {
-            self.working = self.write_note(None).and_then(Working::begin).ok();
+            let note = self.write_note(None);
+            let failed = io_error("write", &self.folder.path().join(NAME));
+            self.working = match note.and_then(|file| Working::begin(file, self.place.clock())) {
+                Err(e) if is_full(&e) => None,
+                begun => Some(begun.map_err(failed)?),
+            };
         }
         if let Some(working) = self.working.as_ref().filter(|_| durable) {
             let _ = working.file.sync().and_then(|()| self.folder.sync());
         }
-        Keeping(self.working.as_ref().map(|w| (w.file.clone(), w.map.clone(), Instant::now())))
+        Ok(Keeping(self.working.as_ref().map(|working| Kept {
+            file: working.file.clone(),
+            map: working.map.clone(),
+            now: working.now.clone(),
+            last: Instant::now(),
+        })))
+    }
+
+    /// Makes room for the note.
+    pub(crate) fn reserve_note(&self) -> Result<()> {
+        if self.is_timeless() {
+            return Ok(());
+        }
+        let path = self.folder.path().join(NAME);
+        let reserved = self.folder.open(NAME, true).and_then(|file| match file.len()? < WHOLE_LEN {
+            true => file.reserve(WHOLE_LEN),
+            false => Ok(()),
+        });
+        reserved.map_err(disk_error("write", &path, "the replica is unchanged"))
     }
 
     /// Notes how the file was left after own writes.

@@ -84,10 +84,6 @@ struct Run {
     backups: Vec<Vec<u8>>,
 }
 
-/// What is drawn once the faults that it finds have been mended: writes to a replica while a clone is merged, or before an
-/// interrupted step was gone on from.
-const TAMPERING: bool = false;
-
 type Checked = Result<(), String>;
 
 /// A replica's content and lineage.
@@ -333,10 +329,9 @@ impl Run {
     /// What others do between rounds.
     fn others(&mut self, which: usize) {
         self.backups.extend(self.world.raw(which).filter(|_| self.world.dice.clone().one_in(3)));
-        let rests = self.world.replicas[which].settled || TAMPERING;
         match self.world.dice.below(20) {
-            0 | 2 if rests => self.tamper_replica(which),
-            3 if rests => self.copy_over(which),
+            0 | 2 => self.tamper_replica(which),
+            3 => self.copy_over(which),
             4 => self.rot(),
             1 => {
                 let far = self.world.dice.one_in(2);
@@ -364,7 +359,7 @@ impl Run {
         {
             let mut state = self.world.far.state();
             let number = state.find(IMAGES, &name).unwrap_or(0);
-            let time = state.tick();
+            let time = state.later();
             if let Some(inode) = state.inodes.get_mut(&number) {
                 inode.write(offset, &[byte; 512], time);
                 inode.sync(true);
@@ -391,7 +386,7 @@ impl Run {
         let name = self.world.replicas[which].name.clone();
         let mut state = self.world.far.state();
         let Some(number) = state.find(IMAGES, &name) else { return };
-        let time = state.tick();
+        let time = state.later();
         if let Some(inode) = state.inodes.get_mut(&number) {
             inode.resize(backup.len() as u64, time);
             inode.write(0, &backup, time);
@@ -488,7 +483,7 @@ impl Run {
             let name = host.name;
             self.world.tell(format!("planned: {what} at {name}, {at} steps on"));
         }
-        if self.world.cell.target == Target::File && self.world.dice.one_in(12) && TAMPERING {
+        if self.world.cell.target == Target::File && self.world.dice.one_in(12) {
             let rests =
                 self.world.cell.commit == Commit::Reflink && matches!(verb, Verb::Sync | Verb::Extract);
             self.plan_tampering(which, rests);

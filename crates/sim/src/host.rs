@@ -227,8 +227,8 @@ impl Host {
     pub fn boot(&self) {
         let mut state = self.state();
         state.is_down = false;
-        (state.boot, state.booted) = (state.boot + 1, now() as u64);
-        state.clock = state.clock.max(now());
+        // Its clock may be ahead of the real one.
+        (state.boot, state.booted) = (state.boot + 1, state.tick() as u64);
     }
 
     /// Shuts the machine down in order, and starts it again.
@@ -267,15 +267,20 @@ impl State {
         (format!("boot {}", self.boot), self.booted)
     }
 
+    /// What time it is: no change until now is later.
+    pub fn time(&self) -> u64 {
+        now().max(self.clock) as u64
+    }
+
     /// A moment that no other change bears.
     pub(crate) fn tick(&mut self) -> i64 {
         self.clock = now().max(self.clock + 1);
         self.clock
     }
 
-    /// A moment so late that no write of a process that was killed can bear it.
+    /// A moment so late that neither a kill nor a power cut leaves a doubt whether own writes had ended by then.
     pub(crate) fn later(&mut self) -> i64 {
-        self.clock = now().max(self.clock) + 100_000_000;
+        self.clock = now().max(self.clock) + 2 * device::Boot::LATE as i64;
         self.clock
     }
 

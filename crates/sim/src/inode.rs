@@ -39,6 +39,8 @@ pub(crate) struct Inode {
     /// When it changed last, in nanoseconds since 1970.
     pub time: i64,
     durable_time: i64,
+    /// When its content changed last.
+    pub written: i64,
     /// Pages that take space.
     pub allocated: BTreeSet<usize>,
 }
@@ -54,6 +56,7 @@ impl Inode {
             forgotten: Vec::new(),
             mapped: None,
             time,
+            written: time,
             durable_time: time,
             allocated: BTreeSet::new(),
         }
@@ -128,7 +131,7 @@ impl Inode {
     }
 
     fn touch(&mut self, range: Range<usize>, time: i64) {
-        self.time = time;
+        (self.time, self.written) = (time, time);
         self.dirty.extend(range.start / SECTOR..range.end.div_ceil(SECTOR));
         self.forgotten.retain(|(page, _)| page * PAGE >= range.end || (page + 1) * PAGE <= range.start);
     }
@@ -271,6 +274,7 @@ impl Inode {
             }
             if lost(dice) {
                 self.time = self.durable_time;
+                self.written = self.written.min(self.time);
             }
         }
         self.data.resize(len, 0);

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use device::{Boot, Disk};
-use replica::{Place, Stamp, Which};
+use replica::{Now, Place, Stamp, Which};
 
 use crate::files::{SimDisk, settle};
 use crate::host::{Call, EIO, Process, State};
@@ -64,6 +64,11 @@ impl Place for SimPlace {
         Boot { id, began }
     }
 
+    fn clock(&self) -> Now {
+        let host = self.process.host.clone();
+        Arc::new(move || host.state().time())
+    }
+
     fn is_device(&self) -> bool {
         false
     }
@@ -76,7 +81,7 @@ impl Place for SimPlace {
                 inode: number,
                 size: inode.len(),
                 changed: inode.time,
-                written: None,
+                written: Some(inode.written),
                 print: String::new(),
                 medium: None,
             }))

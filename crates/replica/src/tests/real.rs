@@ -218,7 +218,10 @@ fn later(path: &Path) {
     let note = path.with_file_name("state").join(crate::rest::NAME);
     let Ok(note) = std::fs::File::options().read(true).write(true).open(note) else { return };
     let mut time = [0; 8];
-    note.read_exact_at(&mut time, 512).unwrap();
+    if note.read_exact_at(&mut time, 512).is_err() {
+        // Killed before it had its length, it says nothing.
+        return;
+    }
     let earlier = u64::from_ne_bytes(time).saturating_sub(2 * crate::rest::DYING);
     note.write_at(&earlier.to_ne_bytes(), 512).unwrap();
 }
