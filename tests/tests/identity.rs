@@ -3,9 +3,12 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
+use dsync_tests::far::Far;
 use dsync_tests::mount::{Loop, Mount};
 use dsync_tests::{Run, Scene, image, need, need_root, skipped};
+use rustix::process::Signal;
 
 const MIB: u64 = 1 << 20;
 const RSH: &str = env!("CARGO_BIN_EXE_rsh");
@@ -96,6 +99,11 @@ fn a_served_replica_is_no_silent_destination() {
             let status = scene.site.dsync(["status"]).arg(&place).ok().text();
             assert!(status.contains("was served for writing") || status.contains("source "), "{status}");
             scene.site.dsync(["verify"]).arg(&scene.image).arg(&place).code(5);
+            for options in [&["--repair"][..], &["--repair", "--commit", "in-place"]] {
+                let run = scene.site.dsync(["verify"]).args(options).arg(&scene.image).arg(&place);
+                run.code(4).says(&[&shown, "was served for writing", "overwrite", "--adopt"]);
+            }
+            sync(&scene, &place, &[]).code(4);
             assert_eq!(byte(&place, 5 * MIB), 0xee);
             sync(&scene, &place, &["--adopt"]).ok();
             assert_same(&scene.image, &place);
@@ -108,6 +116,83 @@ fn a_served_replica_is_no_silent_destination() {
         assert_eq!(sync(&scene, &place, &[]).ok().summary()["method"], "tracked");
         assert_same(&scene.image, &place);
     }
+}
+
+/// A replica between two epochs never was the disk of anybody: it is no source, and whoever serves it is told.
+#[test]
+fn a_replica_that_is_not_complete_is_no_source() {
+    let mut scene = Scene::synced("an incomplete source", 32 * MIB);
+    let far = Far::new(RSH);
+    far.sync(&scene, &[], None).ok();
+    let site = &far.site;
+    let (replica, second) = (far.replica(), site.path("second.raw"));
+    let cut = |scene: &mut Scene| {
+        scene.change(1200);
+        let cut = far.sync(scene, &["--commit", "in-place"], Some(2 * MIB)).output();
+        assert!(!cut.status.success(), "it was to be cut off: {cut}");
+    };
+    cut(&mut scene);
+    let shown = replica.display().to_string();
+    for words in [&["extract"][..], &["changes", "--since", "x"], &["checkpoint", "--name", "x"]] {
+        let run = site.dsync([words[0]]).arg(&replica).args(&words[1..]).output();
+        assert!(!run.status.success(), "{words:?}: {run}");
+    }
+    site.dsync(["extract"]).arg(&replica).code(4).says(&[&shown, "cut off between"]);
+    for command in ["sync", "verify"] {
+        let run = site.dsync([command]).arg(&replica).arg(&second);
+        run.code(4).says(&[&shown, "cut off between", "dsync sync", "dsync forget"]);
+    }
+    assert!(!second.exists(), "something was copied");
+    let mut server = site.serve(&[&replica], &[]);
+    let warned = server.process().stderr_so_far();
+    assert!(warned.contains("not complete") && warned.contains("cut off between"), "{warned}");
+    server.stop();
+    // Completed, it is a source.
+    far.sync(&scene, &[], None).ok();
+    image::assert_equal(&scene.image, &replica);
+    site.sync(&replica, &second, &[]).ok();
+    image::assert_equal(&replica, &second);
+    // So it is as a plain image, which is nobody's replica.
+    cut(&mut scene);
+    site.sync(&replica, &second, &[]).code(4).says(&["dsync forget"]);
+    site.dsync(["forget", "--journal-dir"]).arg(site.path(".vm.raw.dsync")).arg(&replica).ok();
+    site.sync(&replica, &second, &[]).ok();
+    image::assert_equal(&replica, &second);
+}
+
+/// What goes wrong at the end of one disk leaves the others closed in order.
+#[test]
+fn one_disk_that_cannot_be_ended_leaves_the_others_in_order() {
+    let scene = Scene::synced("ends of several disks", 16 * MIB);
+    let other = scene.site.image("other.raw", 64 * MIB);
+    let copy = scene.site.path("copy.raw");
+    {
+        let server = scene.site.serve(&[&other], &[]);
+        scene.site.sync(&other, &copy, &[]).ok();
+        server.stop();
+    }
+    let mut server = scene.site.serve(&[&scene.replica, &other], &[]);
+    let mut client = server.client("other");
+    client.write(MIB, &[7; 4096]).and_then(|()| client.flush()).expect("a write");
+    client.close().expect("the end");
+    let lineage = scene.replica.with_file_name(".vm.raw.dsync").join("lineage");
+    std::fs::write(&lineage, "what no dsync wrote").expect("a lineage");
+    server.process().signal(Signal::TERM);
+    let ended = server.process().wait_for(Duration::from_secs(60)).expect("the end");
+    assert!(!ended.success(), "it failed, and did not say so");
+    drop(server);
+    // What a server that ended in order has stamped.
+    let folders = std::fs::read_dir(scene.site.state().join("sources")).expect("sources").flatten();
+    let stamps = folders.filter_map(|folder| {
+        let read = |name| std::fs::read_to_string(folder.path().join(name)).ok();
+        read("source").filter(|source| source.contains("other.raw")).and_then(|_| read("stamp"))
+    });
+    let stamps: Vec<String> = stamps.map(|stamp| stamp.replace(' ', "")).collect();
+    assert_eq!(stamps.len(), 1, "{stamps:?}");
+    assert!(stamps[0].contains("\"clean\":true"), "{stamps:?}");
+    let summary = scene.site.sync(&other, &copy, &[]).ok().summary();
+    assert_eq!(summary["blocks_changed"], 1, "{summary}");
+    image::assert_equal(&other, &copy);
 }
 
 /// The kernel counts what is written to a device, whoever it is.

@@ -82,13 +82,13 @@ pub fn run(args: &args::Checkpoint, state: &StateDir, output: &Output) -> Result
 
 fn attach(args: &args::Checkpoint, state: &StateDir) -> Result<Handle> {
     let until = Instant::now() + PATIENCE;
-    let options = crate::source_options(&args.open)?;
+    let busy = |error: &anyhow::Error| matches!(error.downcast_ref(), Some(SourceError::Busy { .. }));
     loop {
-        match Handle::attach(state, &args.source, &options) {
-            Err(SourceError::Busy { .. }) if args.at.is_some() && Instant::now() < until => {
+        match crate::attach(state, &args.source, &args.open) {
+            Err(error) if busy(&error) && args.at.is_some() && Instant::now() < until => {
                 std::thread::sleep(Duration::from_millis(50));
             }
-            attached => return Ok(attached?),
+            attached => return attached,
         }
     }
 }
@@ -217,7 +217,7 @@ fn changed(history: &History, since: &Epoch, block_size: u32) -> Result<u64, Sou
 
 /// Prints what changed since a checkpoint.
 pub fn changes(args: &args::Changes, state: &StateDir, output: &Output) -> Result<()> {
-    let handle = Handle::attach(state, &args.source, &crate::source_options(&args.open)?)?;
+    let handle = crate::attach(state, &args.source, &args.open)?;
     let found = find(args, &handle);
     let closed = handle.close();
     let found = found?;

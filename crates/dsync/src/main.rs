@@ -21,12 +21,13 @@ mod units;
 mod verify_command;
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::Result;
 use clap::Parser;
-use source::StateDir;
+use source::{Handle, StateDir};
 
 use args::{Cli, Command};
 use failure::Failure;
@@ -142,6 +143,17 @@ fn block_size(size: Option<u64>) -> Result<Option<u32>> {
         ))
         .into()),
     }
+}
+
+/// Attaches to what is to be read: a replica only when it holds what its source was.
+fn attach(state: &StateDir, what: &str, open: &args::SourceArgs) -> Result<Handle> {
+    let known = state.source(what)?;
+    let path = known.map_or_else(|| PathBuf::from(what), |(_, about)| about.path);
+    if path.exists() {
+        let options = replica::Options { devices: state.replicas_folder(), ..Default::default() };
+        replica::settle(&path, &options)?;
+    }
+    Ok(Handle::attach(state, what, &source_options(open)?)?)
 }
 
 /// How a source is opened where nothing serves it.

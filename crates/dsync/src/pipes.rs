@@ -3,7 +3,7 @@
 use std::io::{IsTerminal, stdin, stdout};
 
 use anyhow::{Result, bail};
-use source::{Handle, StateDir};
+use source::StateDir;
 
 use crate::args;
 use crate::failure::Failure;
@@ -20,7 +20,7 @@ pub fn extract(args: &args::Extract, state: &StateDir, output: &Output) -> Resul
         .into());
     }
     units::check_rates(&[("--bwlimit", args.bwlimit)])?;
-    let handle = Handle::attach(state, &args.source, &crate::source_options(&args.open)?)?;
+    let handle = crate::attach(state, &args.source, &args.open)?;
     let progress = |done, total| output.progress(done, total);
     let result = match args.bwlimit {
         Some(rate) => {

@@ -263,12 +263,16 @@ pub fn promote(
         other => other?,
     };
     if let Some(was) = promotion.as_ref().map(Promotion::was) {
-        let at = match (was.epoch, was.source) {
-            (Some(epoch), Some(source)) => format!("epoch {} of source {source}", epoch.number),
-            _ => "a copy that is not complete".to_owned(),
+        let at = match (was.unsettled(), was.epoch, was.source) {
+            (Some(why), ..) => {
+                format!("that is not complete ({why}): what it holds never was the disk of its source")
+            }
+            (None, Some(epoch), Some(source)) => format!("at epoch {} of source {source}", epoch.number),
+            (None, ..) => "at no epoch".to_owned(),
         };
         output.warn(&format!(
-            "{} is a replica at {at}: once it is written to, a sync from there is refused, for it would overwrite that",
+            "{} is a replica {at}; once it is written to, a sync to it from its source is refused, since that would overwrite what \
+             was written",
             path.display()
         ));
     }
@@ -389,22 +393,33 @@ pub fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> 
     server.shutdown(PATIENCE);
     drop(server);
     drop(controls);
+    end(sources, output)
+}
+
+/// Closes what was served. What goes wrong with one disk keeps no other from being closed: the first error is returned, and
+/// the others are told.
+fn end(sources: Vec<(Arc<Source>, Option<Promotion>)>, output: &Output) -> Result<()> {
+    let mut result = Ok(());
     for (source, promotion) in sources {
-        match Arc::try_unwrap(source) {
-            Ok(source) => {
-                source.close()?;
+        let path = source.about().path.clone();
+        let ended = match Arc::try_unwrap(source) {
+            Ok(source) => source.close().map_err(anyhow::Error::from).and_then(|()| {
                 if promotion.map(Promotion::end).transpose()? == Some(true) {
                     output.more("nothing was written to the replica: it can be synced to as before");
                 }
-            }
-            Err(source) => {
+                Ok(())
+            }),
+            Err(_) => {
                 // A connection did not end in time: the stop is an unclean one, and the next start will see that.
-                eprintln!(
-                    "dsync: warning: a client still held {} when the server ended",
-                    source.about().path.display()
-                );
+                output.warn(&format!("a client still held {} when the server ended", path.display()));
+                Ok(())
             }
+        };
+        let ended = ended.with_context(|| format!("can't end the service of {} in order", path.display()));
+        if let (Err(_), Err(error)) = (&result, &ended) {
+            output.warn(&crate::failure::text(error));
         }
+        result = result.and(ended);
     }
-    Ok(())
+    result
 }

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 use link::Link;
-use source::{FreezeMode, Handle, StateDir};
+use source::{FreezeMode, StateDir};
 use sync::{Commit, Extents, How, Options, Summary, SyncError};
 
 use crate::args::{self, CommitArg, CyclesArg, FarArgs, FreezeArg, HashArg, MethodArg};
@@ -176,7 +176,7 @@ pub fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Result<u8> {
             limit: std::time::Duration::from_secs(args.freeze_limit),
         },
     };
-    let handle = Handle::attach(state, &args.source, &crate::source_options(&args.open)?)?;
+    let handle = crate::attach(state, &args.source, &args.open)?;
     let progress = |done, total| output.progress(done, total);
     let attempt = |options: &Options| {
         converse(&destination, &args.destination, &args.far, state, |link, path, name| {

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use compare::Scope;
-use source::{Handle, StateDir};
+use source::StateDir;
 use sync::{Verified, VerifyOptions};
 
 use crate::args;
@@ -34,7 +34,7 @@ pub fn run(args: &args::Verify, state: &StateDir, output: &Output) -> Result<u8>
         journal_dir: args.far.journal_dir.clone().map(PathBuf::from),
         may_be_cut: destination.host.is_some(),
     };
-    let handle = Handle::attach(state, &args.source, &crate::source_options(&args.open)?)?;
+    let handle = crate::attach(state, &args.source, &args.open)?;
     let progress = |done, total| output.progress(done, total);
     let verified = converse(&destination, &args.destination, &args.far, state, |link, path, name| {
         Ok(sync::verify(&handle, link, path, name, &options, &progress)?)

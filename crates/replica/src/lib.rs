@@ -16,6 +16,7 @@ mod promoted;
 mod receipt;
 mod replica;
 mod rest;
+mod settled;
 #[cfg(test)]
 mod tests;
 
@@ -27,3 +28,4 @@ pub use place::{DevicePlace, Now, Place, Which};
 pub use promoted::{Promoted, Promotion, Use, promote};
 pub use receipt::{Commit, Committed, Receipt};
 pub use replica::{Options, Replica, Standing, inspect};
+pub use settled::settle;

@@ -369,7 +369,7 @@ mod tests {
 
         // A program that does not know what a promoted replica is must not read one.
         let path = temp.path().join(NAME);
-        let promoted = Some(Promoted { by: crate::Use::Served, since: 7 });
+        let promoted = Some(Promoted { by: crate::Use::Served, since: 7, id: Uuid::new_v4() });
         let marked = Lineage { promoted, version: Lineage::PROMOTED, ..lineage.clone() };
         marked.store(&folder).unwrap();
         assert!(std::fs::read_to_string(&path).unwrap().contains("\"version\": 2"));

@@ -7,6 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use device::{Dir, FolderLock};
 use serde::{Deserialize, Serialize};
+use uuid::Uuid;
 
 use crate::error::{ReplicaError, Result, io_error};
 use crate::lineage::{Lineage, Stamp};
@@ -30,6 +31,9 @@ pub struct Promoted {
     pub by: Use,
     /// Since when, in seconds since 1970.
     pub since: u64,
+    /// Names the last promotion: only that one may take the mark back. Nil where an older program set it.
+    #[serde(default)]
+    pub id: Uuid,
 }
 
 impl Promoted {
@@ -48,6 +52,8 @@ impl Promoted {
 pub struct Promotion {
     path: PathBuf,
     options: Options,
+    /// Names the mark.
+    id: Uuid,
     /// What the replica was.
     was: Lineage,
     /// The destination before anybody could write to it, where that could be looked at.
@@ -60,43 +66,54 @@ pub struct Promotion {
 /// # Errors
 /// If somebody works on it, or its state can't be read or written.
 pub fn promote(path: &Path, options: &Options, by: Use) -> Result<Option<Promotion>> {
-    let Some(was) = inspect(path, options)? else { return Ok(None) };
-    let promotion = |before| Promotion { path: path.into(), options: options.clone(), was, before };
+    if inspect(path, options)?.is_none() {
+        return Ok(None);
+    }
+    let id = Uuid::new_v4();
+    let promotion = |was, before| Promotion { path: path.into(), options: options.clone(), id, was, before };
     let since = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-    let mark = Some(Promoted { by, since });
+    // One that is marked stays so since then, but whoever marked it before has no say any more.
+    let mark = |lineage: &mut Lineage| {
+        let was = lineage.clone();
+        lineage.promoted = Some(Promoted { id, ..was.promoted.unwrap_or(Promoted { by, since, id }) });
+        was
+    };
     match Replica::open(path, &Options { doubt: true, ..options.clone() }) {
-        Ok(mut replica) if replica.kept && replica.lineage.promoted.is_none() => {
-            let before = replica.stamp(Which::Whole)?;
-            replica.lineage.promoted = mark;
+        Ok(mut replica) if replica.kept => {
+            let before = match replica.lineage.promoted {
+                None => replica.stamp(Which::Whole)?,
+                Some(_) => None,
+            };
+            let was = mark(&mut replica.lineage);
             replica.store()?;
-            Ok(Some(Promotion {
-                was: Lineage { promoted: None, ..replica.lineage.clone() },
-                ..promotion(before)
-            }))
+            Ok(Some(promotion(was, before)))
         }
-        Ok(replica) if replica.kept => Ok(Some(promotion(None))),
         // Its file had gone.
         Ok(_) => Ok(None),
         // It is mounted, or no longer what its last commit left: what is written to it now is all the more nobody else's.
         Err(ReplicaError::Busy { .. } | ReplicaError::Changed { .. } | ReplicaError::Device(_)) => {
-            write_mark(path, options, |lineage| lineage.promoted = lineage.promoted.or(mark))?;
-            Ok(Some(promotion(None)))
+            Ok(change_mark(path, options, mark)?.map(|was| promotion(was, None)))
         }
         Err(error) => Err(error),
     }
 }
 
 /// Changes a lineage and nothing else: the destination may be in use.
-fn write_mark(path: &Path, options: &Options, change: impl FnOnce(&mut Lineage)) -> Result<()> {
+fn change_mark<T>(
+    path: &Path,
+    options: &Options,
+    change: impl FnOnce(&mut Lineage) -> T,
+) -> Result<Option<T>> {
     let folder = state_folder(path, options)?;
     let dir = Dir::open(&folder).map_err(io_error("open", &folder))?;
     let _lock = match FolderLock::take(&folder).map_err(io_error("lock", &folder))? {
         Ok(lock) => lock,
         Err(holder) => return Err(ReplicaError::Busy { path: path.to_path_buf(), holder }),
     };
-    let Some(mut lineage) = Lineage::load(&dir)? else { return Ok(()) };
-    change(&mut lineage);
-    lineage.store(&dir)
+    let Some(mut lineage) = Lineage::load(&dir)? else { return Ok(None) };
+    let changed = change(&mut lineage);
+    lineage.store(&dir)?;
+    Ok(Some(changed))
 }
 
 impl Promotion {
@@ -105,29 +122,47 @@ impl Promotion {
         &self.was
     }
 
-    /// Takes the mark back: nobody came to write.
+    /// True if nobody has promoted the replica since, or made it a replica anew.
+    fn is_last(&self, lineage: &Lineage) -> bool {
+        lineage.promoted.is_some_and(|promoted| promoted.id == self.id)
+    }
+
+    /// Takes the mark back: nobody came to write. A mark that was there before is there again, and one that somebody else
+    /// has set meanwhile stays.
     ///
     /// # Errors
     /// If the state can't be written: then the mark stays.
     pub fn revert(self) -> Result<()> {
-        if self.was.promoted.is_some() {
-            return Ok(());
-        }
-        write_mark(&self.path, &self.options, |lineage| lineage.promoted = None)
+        let revert = |lineage: &mut Lineage| {
+            if self.is_last(lineage) {
+                lineage.promoted = self.was.promoted;
+            }
+        };
+        change_mark(&self.path, &self.options, revert).map(drop)
     }
 
-    /// Takes the mark back if nothing was written since. To be called when nobody can write any more. Returns whether it was.
+    /// Takes the mark back if nothing was written since, and nobody else has promoted the replica. To be called when this
+    /// promotion's clients can't write any more. Returns whether it was.
     ///
     /// # Errors
     /// If the destination can't be looked at, or the state can't be written: then the mark stays.
     pub fn end(self) -> Result<bool> {
         let Some(before) = &self.before else { return Ok(false) };
-        let replica = Replica::open(&self.path, &Options { doubt: true, ..self.options.clone() })?;
+        let mut replica = match Replica::open(&self.path, &Options { doubt: true, ..self.options.clone() }) {
+            // Somebody else uses it by now.
+            Err(error @ (ReplicaError::Busy { .. } | ReplicaError::Device(_))) if error.is_refusal() => {
+                return Ok(false);
+            }
+            opened => opened?,
+        };
+        // From the look to the change the replica is held: nobody can promote it in between.
         let now = replica.stamp(Which::Whole)?;
-        drop(replica);
-        if !now.is_some_and(|now| before.is_proof_of(&now)) {
+        let unwritten = now.is_some_and(|now| before.is_proof_of(&now));
+        if !unwritten || !replica.kept || !self.is_last(&replica.lineage) {
             return Ok(false);
         }
-        self.revert().map(|()| true)
+        replica.lineage.promoted = None;
+        replica.store()?;
+        Ok(true)
     }
 }

@@ -552,11 +552,19 @@ impl Replica {
 
     /// What dsync's own server or tracker let others write is nobody else's, and nothing is merged over it unasked.
     fn refuse_promoted(&mut self) -> Result<()> {
-        let Some(promoted) = self.lineage.promoted else { return Ok(()) };
-        self.changed = Some("dsync served it or followed it for writing");
-        if self.adopt || self.doubt {
-            return Ok(());
+        if self.lineage.promoted.is_some() {
+            self.changed = Some("dsync served it or followed it for writing");
         }
+        if self.doubt { Ok(()) } else { self.mergeable() }
+    }
+
+    /// Fails if dsync let others write to it since the last commit, and it was not opened to be adopted. To be asked before a
+    /// delta is taken where [`Options::doubt`] let that pass: doubt is for looking.
+    ///
+    /// # Errors
+    /// [`ReplicaError::Promoted`].
+    pub fn mergeable(&self) -> Result<()> {
+        let Some(promoted) = self.lineage.promoted.filter(|_| !self.adopt) else { return Ok(()) };
         let at = match (self.lineage.epoch, self.lineage.source) {
             (Some(epoch), Some(source)) => format!("epoch {} of source {source}", epoch.number),
             _ => "a copy that was not complete".into(),

@@ -123,6 +123,11 @@ fn converse(sender: &Sender, receiver: &Receiver, opened: Opener<'_>) -> Result<
             None => return Ok(()),
         };
         plan.check()?;
+        // Whoever only compares may look at anything; what follows is to be written.
+        let looks = plan.compare.is_some() && !plan.delta && plan.mirror.is_none();
+        if !looks {
+            replica.mergeable()?;
+        }
         if let Some(mirror) = &plan.mirror {
             return receive_batches(sender, receiver, &mut replica, mirror);
         }

@@ -3,6 +3,7 @@
 mod batches;
 mod crash;
 mod fit;
+mod promoted;
 mod real;
 mod rolling;
 pub(crate) mod world;

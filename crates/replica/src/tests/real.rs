@@ -19,7 +19,7 @@ use crate::{Commit, Options, Replica, ReplicaError, State, inspect};
 /// A child that a neighbouring test begins holds, until it runs its own program, the locks of all the others.
 static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
 
-fn alone() -> std::sync::MutexGuard<'static, ()> {
+pub(super) fn alone() -> std::sync::MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 

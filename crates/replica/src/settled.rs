@@ -1,0 +1,60 @@
+//! A replica that is to be read as a disk, by whom its lineage does not bind: as the source of another replica, or served.
+//! Between two of its commits it may hold what its source never was.
+
+use std::path::Path;
+
+use crate::error::{ReplicaError, Result};
+use crate::journal::WHOLE;
+use crate::lineage::{Lineage, State, StepPlace};
+use crate::replica::{Options, Replica, inspect, state_folder};
+
+impl Lineage {
+    /// Why the destination holds what its source never was at one moment, as the part of a sentence; `None` if it holds what
+    /// its source was.
+    pub fn unsettled(&self) -> Option<String> {
+        let step = self.step.as_ref().filter(|step| step.place == StepPlace::InPlace);
+        match (step, self.state, self.epoch) {
+            (Some(step), _, Some(epoch)) => Some(format!(
+                "a commit in place was cut off between epoch {epoch} and epoch {}",
+                step.toward.epoch
+            )),
+            (Some(step), _, None) => {
+                Some(format!("the first copy, of epoch {}, was cut off", step.toward.epoch))
+            }
+            (None, State::Incomplete, _) => {
+                Some("its copy was never completed, or lacks what could not be read at its source".into())
+            }
+            (None, State::Fuzzy, _) => {
+                Some("it was copied from a disk in use, so its parts are of different moments".into())
+            }
+            (None, State::Exact, _) => None,
+        }
+    }
+}
+
+/// Makes sure that what is at `path` may be read as a disk, where it is a replica: what a crash left of a commit is finished,
+/// if that is needed and can be done. One that dsync has opened for writing is a disk of its own.
+///
+/// # Errors
+/// Refused if it holds what its source never was; as for [`Replica::open`] if it can't be finished.
+pub fn settle(path: &Path, options: &Options) -> Result<()> {
+    let Some(lineage) = inspect(path, options)? else { return Ok(()) };
+    let folder = state_folder(path, options)?;
+    let merging = folder.join(WHOLE).exists();
+    if lineage.promoted.is_some() || (lineage.unsettled().is_none() && !merging) {
+        return Ok(());
+    }
+    let replica = match Replica::open(path, &Options { doubt: true, ..options.clone() }) {
+        // Somebody has put it where a replica was to be.
+        Err(ReplicaError::NotAReplica(_)) => return Ok(()),
+        opened => opened?,
+    };
+    let Some(why) = replica.lineage.unsettled().filter(|_| replica.kept) else { return Ok(()) };
+    Err(ReplicaError::Refused(format!(
+        "{0} can't be read as a disk: it is a replica, and {why}; what it holds never was the disk of its source. Complete it \
+         first, with \"dsync sync\" from its source. To use it as it is, make it a plain image with \"dsync forget --journal-dir \
+         {1} {0}\": the next sync to it then needs --adopt and compares everything",
+        path.display(),
+        folder.display()
+    )))
+}
