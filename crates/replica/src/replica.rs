@@ -368,7 +368,9 @@ impl Replica {
         } else {
             replica.first()?;
         }
-        replica.leave()?;
+        if replica.left.is_none() {
+            replica.leave()?;
+        }
         replica.refresh()?;
         Ok(replica)
     }
@@ -614,7 +616,10 @@ impl Replica {
                 Err(ReplicaError::NotAReplica(self.place.path().into()))
             };
         }
-        self.recover_journal(Some(whole))
+        self.recover_journal(Some(whole.clone()))?;
+        // What was judged is what was left: a second look might already find somebody's write.
+        self.left = self.left.take().or((!self.place.is_device()).then_some(whole));
+        Ok(())
     }
 
     /// Removes a NAME.partial that was made before its step could be written down: such a one is empty.
