@@ -405,15 +405,26 @@ fn late(error: io::Error) -> io::Error {
 
 impl Read for Timed<'_> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        self.socket.set_read_timeout(self.left()?)?;
-        (&mut &*self.socket).read(buf).map_err(late)
+        loop {
+            self.socket.set_read_timeout(self.left()?)?;
+            match (&mut &*self.socket).read(buf) {
+                // A process that was stopped and goes on: calls with a time limit are not restarted by themselves.
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                done => return done.map_err(late),
+            }
+        }
     }
 }
 
 impl Write for Timed<'_> {
     fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
-        self.socket.set_write_timeout(self.left()?)?;
-        (&mut &*self.socket).write(buf).map_err(late)
+        loop {
+            self.socket.set_write_timeout(self.left()?)?;
+            match (&mut &*self.socket).write(buf) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                done => return done.map_err(late),
+            }
+        }
     }
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
