@@ -358,7 +358,9 @@ fn status_of_a_tracked_disk_says_what_is_known_to_whom() {
     let user = Run::new("setpriv").args(["--reuid=65534", "--clear-groups"]).arg(binary()).arg("status");
     let asked = user.env("DSYNC_STATE_DIR", "/nonexistent").ok().text();
     let device = tracked.device().display().to_string();
-    assert!(asked.contains(&device) && asked.contains("is followed"), "{asked}");
+    // Where the BPF file system is root's alone, as systemd mounts it, that is all there is to say.
+    let told = asked.contains(&device) && asked.contains("is followed");
+    assert!(told || asked.contains("followed in the kernel are shown to root"), "{asked}");
     assert!(!asked.contains("remove") && !asked.contains("not there"), "{asked}");
 }
 

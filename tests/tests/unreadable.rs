@@ -89,14 +89,14 @@ fn a_replica_with_sectors_that_cannot_be_read() {
             }
         }
     }
-    // It is followed as before, and still told from another disk.
+    // It is followed as before, and still told from one that others wrote to.
     worn.spoil(&[SIZE - BLOCK]);
     write(&mut scene, [1].into_iter());
     scene.sync(&[]).ok();
     image::scribble(worn.content(), 0, BLOCK, &mut scene.random);
     worn.spoil(&[SIZE - BLOCK]);
     write(&mut scene, [1].into_iter());
-    scene.sync(&[]).code(4).says(&["another disk"]);
+    scene.sync(&[]).code(4).says(&["modified outside dsync"]);
 }
 
 /// Whether a device is blank is looked at where it begins and ends.

@@ -67,8 +67,14 @@ pub fn run(args: &args::Status, state: &StateDir, output: &Output) -> Result<()>
         None => track::status(None, output)?,
     };
     if sources.is_empty() && failed.is_empty() && trackers == 0 {
+        // The kernel tells others nothing of what it follows.
+        let unseen = if rustix::process::geteuid().is_root() {
+            ""
+        } else {
+            "; disks followed in the kernel are shown to root"
+        };
         output.say(&format!(
-            "nothing is followed yet (state directory {}): begin with \"dsync serve\", \"dsync track\" or \"dsync sync\"",
+            "nothing is followed yet (state directory {}{unseen}): begin with \"dsync serve\", \"dsync track\" or \"dsync sync\"",
             state.path().display()
         ));
     }

@@ -73,7 +73,11 @@ pub(crate) fn compare(
     let heard_trouble = heard_trouble.into_inner().unwrap_or_else(PoisonError::into_inner);
     compared.map_err(|error| {
         let own = || SyncError::io("compare the view of the source")(error);
-        trouble.or(heard_trouble).unwrap_or_else(own)
+        match (trouble, heard_trouble) {
+            // The link broke because of what the other side had said.
+            (Some(SyncError::Link(_)), Some(said @ SyncError::Far { .. })) => said,
+            (trouble, heard) => trouble.or(heard).unwrap_or_else(own),
+        }
     })?;
     // The last moment to notice that what was read was no one moment.
     view.verify().map_err(SyncError::io("read the view of the source"))

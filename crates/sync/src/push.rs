@@ -394,9 +394,13 @@ pub(crate) fn committed(
 /// Learns from the far side why the link broke, if it said so.
 fn heard<T>(receiver: &Receiver, result: Result<T, SyncError>) -> Result<T, SyncError> {
     result.map_err(|error| match error {
-        error @ SyncError::Link(_) => match receiver.recv() {
-            Ok(Some(message)) if message.kind == FAILED => unexpected(&message),
-            _ => error,
+        error @ SyncError::Link(_) => loop {
+            match receiver.recv() {
+                Ok(Some(message)) if message.kind == FAILED => return unexpected(&message),
+                // What it said before.
+                Ok(Some(_)) => {}
+                _ => return error,
+            }
         },
         error => error,
     })
