@@ -569,7 +569,8 @@ impl Source {
             write_about(&*self.folder, &about)?;
             book.stamp.identity.path.clone_from(&now.path);
         }
-        Ok(self.disk.look(|| changed(&now))?)
+        // Asked anew, under the look's own order: what was told above may be older than a write that has left since.
+        Ok(self.disk.look(|| self.medium.identity().ok().as_ref().and_then(changed))?)
     }
 
     /// A checkpoint, and what a follower had at its moment.

@@ -479,7 +479,8 @@ impl TrackedDisk {
     }
 
     /// Looks whether others have changed the image: its time of change moved although no write went through this disk since
-    /// the last look. `changed` is asked for that time, in nanoseconds since 1970. While writes come and go, nothing is seen.
+    /// the last look. `changed` is asked for that time, in nanoseconds since 1970, and must look when it is called: an older
+    /// answer makes one's own writes foreign. While writes come and go, nothing is seen.
     pub fn look(&self, changed: impl FnOnce() -> Option<u64>) -> Result<(), TrackError> {
         let s = &self.shared;
         let mut looked = s.looked.lock().unwrap_or_else(|e| e.into_inner());
