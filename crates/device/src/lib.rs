@@ -40,7 +40,7 @@ pub use folder::{Dir, Folder, Mapping, StateFile, replace, reserve, reserved};
 pub use folder_lock::FolderLock;
 pub use identity::{DiskKind, Identity, identity};
 pub use lock::{Access, ImageLock, lock_image};
-pub use medium::{Medium, agree, disk_id, hash_of};
+pub use medium::{Gauge, Medium, agree, disk_id, hash_of};
 pub use moment::moment;
 pub use ram::RamDisk;
 pub use reserve::Reserve;

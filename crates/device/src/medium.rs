@@ -10,10 +10,11 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use crate::clock::Boot;
 use crate::disk::Disk;
 use crate::error::is_unreadable;
 use crate::identity::{diskseq, sysfs};
-use crate::written::Written;
+use crate::written::{Counters, Written};
 use crate::{Buf, table};
 
 /// A block device at a moment.
@@ -27,7 +28,8 @@ pub struct Medium {
     pub diskseq: Option<u64>,
     /// What was written to it by then; `None` where the kernel does not count.
     pub written: Option<Written>,
-    /// Hashes of the edges of the disk and its partitions, in pieces; see [`Medium::differs`].
+    /// Hashes of the edges of the disk and its partitions, in pieces; see [`Medium::differs`]. Empty where they were not
+    /// looked at, of both that are compared.
     pub edges: String,
 }
 
@@ -39,22 +41,59 @@ const UNREADABLE: &str = "????????";
 const EDGE: u64 = 1 << 20;
 const PIECE: u64 = 128 << 10;
 
+/// A block device that is looked at often: what the kernel says of it, read from files that are kept open.
+#[derive(Debug)]
+pub struct Gauge {
+    id: Option<String>,
+    boot: String,
+    device: u64,
+    counters: Option<Counters>,
+}
+
+impl Gauge {
+    /// For the block device of this number, which is held open as long as this lives.
+    pub fn of(device: u64) -> Gauge {
+        Gauge { id: disk_id(device), boot: Boot::current().id, device, counters: Counters::of(device) }
+    }
+
+    /// What the kernel says now; the content is not looked at.
+    pub fn read(&self) -> Medium {
+        Medium {
+            id: self.id.clone(),
+            boot: self.boot.clone(),
+            diskseq: diskseq(self.device),
+            written: self.counters.as_ref().and_then(Counters::read),
+            edges: String::new(),
+        }
+    }
+}
+
 impl Medium {
-    /// How the block device of this number is now; `disk` is the device, flushed.
+    /// How the block device behind a gauge is now; `disk` is the device, flushed.
     ///
     /// # Errors
     /// If it can't be read, for other reasons than bad sectors.
-    pub fn of(device: u64, disk: &dyn Disk) -> io::Result<Medium> {
+    pub fn of(gauge: &Gauge, disk: &dyn Disk) -> io::Result<Medium> {
         // The count first: whoever writes meanwhile has moved it by the next time.
-        let written = Written::of(device);
-        let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-        Ok(Medium {
-            id: disk_id(device),
-            boot: boot.trim().to_owned(),
-            diskseq: diskseq(device),
-            written,
-            edges: edges(disk)?,
-        })
+        let said = gauge.read();
+        Ok(Medium { edges: edges(disk)?, ..said })
+    }
+
+    /// What the kernel says of it, without its content.
+    pub fn glance(&self) -> Medium {
+        Medium { edges: String::new(), ..self.clone() }
+    }
+
+    /// As it would be if so many of the sectors that were written since `before` had not been.
+    pub fn without(&self, before: &Medium, sectors: u64) -> Medium {
+        let less = |now: Written, before: Written| {
+            let since = now.sectors.saturating_sub(before.sectors);
+            Written { sectors: now.sectors - since.min(sectors), ..now }
+        };
+        Medium {
+            written: self.written.zip(before.written).map(|(now, before)| less(now, before)),
+            ..self.clone()
+        }
     }
 
     /// True if it is certain that nobody wrote between: the kernel has counted all the while.

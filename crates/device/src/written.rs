@@ -19,30 +19,27 @@ pub struct Written {
     pub discarded: u64,
     /// Writes that have begun and not ended.
     pub in_flight: u64,
+    /// Of a partition: sectors written and discarded on its disk past all partitions, which its own count does not have.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub beside: Option<[u64; 2]>,
 }
 
 impl Written {
     /// True if something was written or discarded between this count and a later one.
     pub fn has_moved(&self, now: &Written) -> bool {
-        (self.sectors, self.discarded) != (now.sectors, now.discarded)
+        let beside = self.beside.zip(now.beside).is_some_and(|(before, now)| before != now);
+        beside || (self.sectors, self.discarded) != (now.sectors, now.discarded)
     }
 
     /// Counts for the device of this number; a partition counts what goes through it. `None` where the kernel doesn't count.
     pub fn of(device: u64) -> Option<Written> {
-        let place = std::fs::canonicalize(sysfs(device)).ok()?;
-        counts(whole_disk(&place)).then_some(())?;
-        Counter::open(&place)?.read()
+        Counters::of(device)?.read_own()
     }
 }
 
 /// The folder in sysfs of the disk that a device is a part of, or is.
 fn whole_disk(place: &Path) -> &Path {
     place.parent().filter(|_| place.join("partition").exists()).unwrap_or(place)
-}
-
-/// True if the kernel counts what is written to a disk.
-fn counts(disk: &Path) -> bool {
-    File::open(disk.join("queue/iostats")).ok().and_then(|file| numbers(&file)).is_some_and(|n| n == [1])
 }
 
 fn numbers(file: &File) -> Option<Vec<u64>> {
@@ -67,37 +64,76 @@ impl Counter {
 
     fn read(&self) -> Option<Written> {
         let (stat, in_flight) = (numbers(&self.stat)?, numbers(&self.in_flight)?);
-        Some(Written { sectors: *stat.get(6)?, discarded: *stat.get(13)?, in_flight: *in_flight.get(1)? })
+        let (sectors, discarded) = (*stat.get(6)?, *stat.get(13)?);
+        Some(Written { sectors, discarded, in_flight: *in_flight.get(1)?, beside: None })
     }
 }
 
-/// Notices what others write to a block device that is being read.
+/// The counts of a block device, kept open.
 ///
-/// Equal counts at both ends mean that nobody wrote. A partition can also be written through the whole disk, which counts
-/// that as its own: so what the disk has counted beyond all its partitions must stay as it was, too.
+/// A partition can also be written through the whole disk, which counts that as its own: so what the disk has counted
+/// beyond all its partitions counts, too.
 #[derive(Debug)]
-pub struct WriteWatch {
-    path: PathBuf,
-    counters: Option<Counters>,
-    begun: Option<Total>,
-}
-
-#[derive(Debug)]
-struct Counters {
+pub(crate) struct Counters {
     own: Counter,
     /// For a partition, its disk and all its partitions.
     disk: Option<(Counter, Vec<Counter>)>,
-}
-
-/// What [`Counters`] say: of the device itself, and sectors written and discarded past all partitions.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Total {
-    own: Written,
-    beside: Option<[u64; 2]>,
+    /// Whether the kernel counts what is written to the disk.
+    counts: File,
 }
 
 /// How often the counts of a disk and of its partitions are read until they fit together: others may write meanwhile.
 const READS: usize = 1000;
+
+impl Counters {
+    /// `None` where there are none.
+    pub fn of(device: u64) -> Option<Counters> {
+        let place = std::fs::canonicalize(sysfs(device)).ok()?;
+        let disk = whole_disk(&place);
+        let counts = File::open(disk.join("queue/iostats")).ok()?;
+        let own = Counter::open(&place)?;
+        if disk == place {
+            return Some(Counters { own, disk: None, counts });
+        }
+        let partitions = std::fs::read_dir(disk).ok()?.flatten().map(|entry| entry.path());
+        let partitions: Option<Vec<Counter>> =
+            partitions.filter(|p| p.join("partition").exists()).map(|p| Counter::open(&p)).collect();
+        Some(Counters { own, disk: Some((Counter::open(disk)?, partitions?)), counts })
+    }
+
+    /// What goes through the device itself. `None` where the kernel doesn't count.
+    fn read_own(&self) -> Option<Written> {
+        (numbers(&self.counts)? == [1]).then(|| self.own.read())?
+    }
+
+    /// Of a partition also what goes past all partitions. `None` where the kernel doesn't count.
+    pub fn read(&self) -> Option<Written> {
+        let Some((disk, partitions)) = &self.disk else { return self.read_own() };
+        for _ in 0..READS {
+            let before = disk.read()?;
+            let mut beside = [before.sectors, before.discarded];
+            for partition in partitions {
+                let part = partition.read()?;
+                beside = [beside[0].wrapping_sub(part.sectors), beside[1].wrapping_sub(part.discarded)];
+            }
+            let own = self.read_own()?;
+            let after = disk.read()?;
+            // Between these two nothing ended that would stand in one count and not in the other.
+            if (before.sectors, before.discarded) == (after.sectors, after.discarded) {
+                return Some(Written { beside: Some(beside), ..own });
+            }
+        }
+        None
+    }
+}
+
+/// Notices what others write to a block device that is being read: equal counts at both ends mean that nobody wrote.
+#[derive(Debug)]
+pub struct WriteWatch {
+    path: PathBuf,
+    counters: Option<Counters>,
+    begun: Option<Written>,
+}
 
 impl WriteWatch {
     /// Begins to watch a block device. What lies in its page cache is written first, so that no reader causes that later.
@@ -115,47 +151,10 @@ impl WriteWatch {
     pub fn is_still(&self) -> bool {
         match (&self.counters, &self.begun) {
             (Some(counters), Some(begun)) => {
-                begun.own.in_flight == 0 && counters.read().is_some_and(|now| now == *begun)
+                begun.in_flight == 0 && counters.read().is_some_and(|now| now == *begun)
             }
             _ => may_change(&self.path).is_none(),
         }
-    }
-}
-
-impl Counters {
-    fn of(device: u64) -> Option<Counters> {
-        let place = std::fs::canonicalize(sysfs(device)).ok()?;
-        let disk = whole_disk(&place);
-        counts(disk).then_some(())?;
-        let own = Counter::open(&place)?;
-        if disk == place {
-            return Some(Counters { own, disk: None });
-        }
-        let partitions = std::fs::read_dir(disk).ok()?.flatten().map(|entry| entry.path());
-        let partitions: Option<Vec<Counter>> =
-            partitions.filter(|p| p.join("partition").exists()).map(|p| Counter::open(&p)).collect();
-        Some(Counters { own, disk: Some((Counter::open(disk)?, partitions?)) })
-    }
-
-    fn read(&self) -> Option<Total> {
-        let Some((disk, partitions)) = &self.disk else {
-            return Some(Total { own: self.own.read()?, beside: None });
-        };
-        for _ in 0..READS {
-            let before = disk.read()?;
-            let mut beside = [before.sectors, before.discarded];
-            for partition in partitions {
-                let part = partition.read()?;
-                beside = [beside[0].wrapping_sub(part.sectors), beside[1].wrapping_sub(part.discarded)];
-            }
-            let own = self.own.read()?;
-            let after = disk.read()?;
-            // Between these two nothing ended that would stand in one count and not in the other.
-            if (before.sectors, before.discarded) == (after.sectors, after.discarded) {
-                return Some(Total { own, beside: Some(beside) });
-            }
-        }
-        None
     }
 }
 

@@ -320,13 +320,24 @@ impl Applier {
     ) -> io::Result<()> {
         self.room(buf.len())?;
         let first = pieces.iter().map(|p| p.offset).min().unwrap_or(0);
-        let (token, bytes) = (self.token, buf.len());
+        let (token, bytes, overlaid) = (self.token, buf.len(), overlay.is_some());
         self.token += 1;
         self.bytes += bytes;
         self.flying.insert(token, Flying { first, bytes, overlay });
         self.keeping.note();
+        // What is read to be overlaid is written next.
+        if kind != Kind::Read || overlaid {
+            self.keeping.hands_over(self.sectors(&pieces), matches!(kind, Kind::Zero { .. }));
+        }
         self.queue.submit(Request { kind, pieces, buf, token });
         Ok(())
+    }
+
+    /// The sectors, of 512 bytes, that a write to these pieces may touch: the disk takes whole units.
+    fn sectors(&self, pieces: &Pieces) -> u64 {
+        let unit = u64::from(self.disk.align()).max(512);
+        let units = |p: &Piece| (p.offset + p.len).div_ceil(unit) - p.offset / unit;
+        pieces.iter().map(units).sum::<u64>() * (unit / 512)
     }
 
     /// Waits until `more` bytes have room.

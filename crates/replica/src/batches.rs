@@ -306,9 +306,9 @@ impl Batches<'_> {
         let failed = |what| disk_error(what, &path, SAFE);
         self.applier.drain().and_then(|()| self.applier.flush()).map_err(failed("flush"))?;
         let stamp = self.replica.place.settle().map_err(failed("flush"))?;
+        self.replica.left = Some(stamp.clone().glance());
         self.replica.lineage.stamp = Some(stamp);
         self.replica.store()?;
-        self.replica.leave()?;
         self.replica.forget_note()?;
         self.replica.remove(WHOLE)?;
         self.sealed = false;

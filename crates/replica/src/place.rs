@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use device::{Boot, Clock, Dir, Disk, Medium, Sharing};
+use device::{Boot, Clock, Dir, Disk, Gauge, Medium, Sharing};
 use rustix::fs::{AtFlags, Mode, OFlags, RenameFlags, openat, renameat, renameat_with, unlinkat};
 use rustix::io::Errno;
 use rustix::time::{ClockId, clock_gettime};
@@ -53,6 +53,10 @@ pub trait Place: Send {
     }
     /// What stands there; `None` if nothing does.
     fn stamp(&self, which: Which) -> io::Result<Option<Stamp>>;
+    /// The destination's [`Stamp::glance`], at next to no cost.
+    fn glance(&self) -> io::Result<Option<Stamp>> {
+        Ok(self.stamp(Which::Whole)?.map(Stamp::glance))
+    }
     /// Makes the destination durable with its times, and returns a stamp which no later change can bear.
     fn settle(&self) -> io::Result<Stamp>;
     /// Opens for reading and writing.
@@ -217,8 +221,9 @@ impl Place for FilePlace {
 /// A block device's place. The device stays open, and held, as long as this lives.
 pub struct DevicePlace {
     path: PathBuf,
-    /// Its device number; `None` if it is simulated.
-    number: Option<u64>,
+    /// Its device number, and what the kernel says of it; `None` if it is simulated.
+    kernel: Option<(u64, Gauge)>,
+    boot: Boot,
     disk: Arc<dyn Disk>,
 }
 
@@ -226,8 +231,8 @@ impl DevicePlace {
     /// Opens a device exclusively.
     pub fn new(path: PathBuf) -> Result<DevicePlace> {
         let disk = device::open(&path, &device::Options { write: true, direct: true, exclusive: true })?;
-        let number = Some(device::identity(&path)?.dev);
-        Ok(DevicePlace { path, number, disk })
+        let number = device::identity(&path)?.dev;
+        Ok(DevicePlace { path, kernel: Some((number, Gauge::of(number))), boot: Boot::current(), disk })
     }
 
     fn look(&self) -> io::Result<Stamp> {
@@ -237,13 +242,13 @@ impl DevicePlace {
             changed: 0,
             written: None,
             print: fingerprint(&*self.disk)?,
-            medium: self.number.map(|number| Medium::of(number, &*self.disk)).transpose()?,
+            medium: self.kernel.as_ref().map(|(_, gauge)| Medium::of(gauge, &*self.disk)).transpose()?,
         })
     }
 
     /// The place of a device that is open already.
     pub fn over(path: PathBuf, disk: Arc<dyn Disk>) -> DevicePlace {
-        DevicePlace { path, number: None, disk }
+        DevicePlace { path, kernel: None, boot: Boot { id: String::new(), began: 0 }, disk }
     }
 }
 
@@ -280,8 +285,12 @@ impl Place for DevicePlace {
         true
     }
 
+    fn boot(&self) -> Boot {
+        self.boot.clone()
+    }
+
     fn disk(&self) -> Option<String> {
-        device::disk_id(self.number?)
+        device::disk_id(self.kernel.as_ref()?.0)
     }
 
     fn stamp(&self, which: Which) -> io::Result<Option<Stamp>> {
@@ -289,6 +298,11 @@ impl Place for DevicePlace {
             Which::Whole => Some(self.look()?),
             Which::Partial => None,
         })
+    }
+
+    fn glance(&self) -> io::Result<Option<Stamp>> {
+        let medium = self.kernel.as_ref().map(|(_, gauge)| gauge.read());
+        Ok(Some(Stamp { size: self.disk.len(), medium, ..Stamp::default() }))
     }
 
     fn settle(&self) -> io::Result<Stamp> {

@@ -618,7 +618,7 @@ impl Replica {
         }
         self.recover_journal(Some(whole.clone()))?;
         // What was judged is what was left: a second look might already find somebody's write.
-        self.left = self.left.take().or((!self.place.is_device()).then_some(whole));
+        self.left = self.left.take().or(Some(whole.glance()));
         Ok(())
     }
 
@@ -729,7 +729,7 @@ impl Replica {
             self.lineage = before;
             return Err(e);
         }
-        self.left = (!self.place.is_device()).then_some(stamp);
+        self.left = Some(stamp.glance());
         self.changed = None;
         if renamed { self.forget_note() } else { Ok(()) }
     }
@@ -773,7 +773,7 @@ impl Replica {
             } else if let Some(why) = self.since_own_writes(&now, deltas.as_deref().unwrap_or_default()) {
                 return Err(self.touched(why));
             } else {
-                self.left = (!self.place.is_device()).then_some(now);
+                self.left = Some(now.glance());
                 // Whoever was killed may not have synced what it appended last.
                 let file = self.folder.open(WHOLE, false).and_then(|file| file.sync());
                 file.map_err(io_error("sync", &self.folder.path().join(WHOLE)))?;

@@ -10,7 +10,11 @@
 //!   by somebody else. After a kill the note is that of the last moment. After a power cut it is the last durable one, and what
 //!   is written durably before own writes begin, the journal, tells as well; nothing of this boot is own.
 //!
-//! Where neither tells, the file is doubted. A device has no times; it is known by its content alone.
+//! Where neither tells, the file is doubted.
+//!
+//! A device has no times, but within one boot the kernel's count of sectors written tells the same: *at rest*, nothing but
+//! equality will do; *at work*, the note has the count from which own writes began, and how many sectors have been handed to
+//! the device since: if more were written, somebody else wrote. Of what came before a reboot nothing tells.
 
 use std::io;
 use std::path::Path;
@@ -38,8 +42,10 @@ pub(crate) const NAME: &str = "rest";
 const LEN: usize = 512;
 /// Its whole length: the time of the last own write has a page's second part for itself.
 const WHOLE_LEN: u64 = 4096;
-/// The time's place, in words.
+/// The time's place, in words. For a device the number of sectors that were handed to it stands there.
 const TIME: usize = LEN / 8;
+/// How often the kernel may count a sector that was made zero: it tries up to three ways, one after the other.
+const ZEROED: u64 = 3;
 /// How long after the last note of a dying process its writes may still have stamped the file, in nanoseconds: many are
 /// submitted at once, and on a busy machine the kernel is slow to end them. Who else begins to write in that time is noticed if
 /// that goes on a little longer.
@@ -55,12 +61,27 @@ struct Note {
     life: String,
     /// `None` while the file is written to.
     stamp: Option<Stamp>,
+    /// Of a device that is written to, what it was before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    before: Option<Stamp>,
     /// The last delta that was brought to the file.
     #[serde(default)]
     stream: Option<Uuid>,
 }
 
 impl Stamp {
+    /// What of it costs next to nothing to be looked at: all but the content of a device.
+    pub(crate) fn glance(self) -> Stamp {
+        Stamp { print: String::new(), medium: self.medium.map(|medium| medium.glance()), ..self }
+    }
+
+    /// In what way a device is not as its own writes can have left it, up to `sectors` of them; both are glances.
+    fn differs_beyond(&self, now: &Stamp, sectors: u64) -> Option<&'static str> {
+        let medium =
+            now.medium.as_ref().zip(self.medium.as_ref()).map(|(now, was)| now.without(was, sectors));
+        self.differs(&Stamp { medium, ..now.clone() })
+    }
+
     /// True if it is certain that nothing was written between the two.
     pub(crate) fn is_proof_of(&self, now: &Stamp) -> bool {
         let counted = match (&self.medium, &now.medium) {
@@ -93,7 +114,7 @@ struct Evidence<'a> {
     /// As the lineage has it.
     before: &'a Stamp,
     now: &'a Stamp,
-    /// The note, and the time in it, in nanoseconds since 1970.
+    /// The note, and the time in it, in nanoseconds since 1970, or the number of sectors.
     note: Option<(Note, u64)>,
     /// When something was last made durable that comes before own writes, in nanoseconds since 1970.
     durable: u64,
@@ -136,21 +157,39 @@ impl Evidence<'_> {
     }
 }
 
-/// Notes the time as long as it lives.
+/// In what way others have changed a device since its lineage had it as `before`, or may have.
+fn foreign_to_device(
+    boot: &Boot,
+    note: Option<(Note, u64)>,
+    before: Option<&Stamp>,
+    now: &Stamp,
+) -> Option<&'static str> {
+    let now = now.clone().glance();
+    match note.filter(|(note, _)| note.life == boot.id) {
+        Some((Note { stamp: Some(left), .. }, _)) => left.differs(&now),
+        Some((Note { before: Some(before), .. }, sectors)) => before.differs_beyond(&now, sectors),
+        // Before a note was written, nothing else was.
+        _ => before?.clone().glance().differs(&now),
+    }
+}
+
+/// Keeps the note of own writes as long as it lives: of a file the time.
 pub(crate) struct Working {
     /// The note.
     file: Arc<dyn StateFile>,
     map: Mapping,
-    now: Now,
+    /// `None` for a device.
+    now: Option<Now>,
     over: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Working {
-    fn begin(file: Arc<dyn StateFile>, now: Now) -> io::Result<Working> {
+    fn begin(file: Arc<dyn StateFile>, now: Option<Now>) -> io::Result<Working> {
         let (map, over) = (file.map(WHOLE_LEN)?, Arc::new(AtomicBool::new(false)));
-        map[TIME].store(now(), Relaxed);
-        let (noted, ended, time) = (map.clone(), over.clone(), now.clone());
+        map[TIME].store(now.as_ref().map_or(0, |now| now()), Relaxed);
+        let Some(time) = now.clone() else { return Ok(Working { file, map, now, over, thread: None }) };
+        let (noted, ended) = (map.clone(), over.clone());
         let thread = std::thread::Builder::new().name("at work".into()).spawn(move || {
             while !ended.load(SeqCst) {
                 noted[TIME].store(time(), Relaxed);
@@ -161,23 +200,30 @@ impl Working {
     }
 }
 
-/// Makes a note under way durable now and then: for whoever writes, between two writes.
+/// Keeps a note under way: for whoever writes. That of a file is made durable now and then.
 #[derive(Default)]
 pub(crate) struct Keeping(Option<Kept>);
 
 struct Kept {
     file: Arc<dyn StateFile>,
     map: Mapping,
-    now: Now,
+    now: Option<Now>,
     /// When it was made durable last.
     last: Instant,
 }
 
 impl Keeping {
+    /// So many sectors of a disk, of 512 bytes, are about to be written, or made zero.
+    pub fn hands_over(&mut self, sectors: u64, zeroes: bool) {
+        let Some(kept) = self.0.as_ref().filter(|kept| kept.now.is_none()) else { return };
+        kept.map[TIME].fetch_add(if zeroes { ZEROED * sectors } else { sectors }, SeqCst);
+    }
+
     /// A write is about to go down, or has just come back.
     pub fn note(&mut self) {
         let Some(kept) = &mut self.0 else { return };
-        kept.map[TIME].store((kept.now)(), Relaxed);
+        let Some(now) = &kept.now else { return };
+        kept.map[TIME].store(now(), Relaxed);
         if kept.last.elapsed() >= KEPT_EVERY {
             // An older note makes a file doubted that need not be, after a power cut.
             let _ = kept.file.sync();
@@ -239,9 +285,14 @@ impl Replica {
         ))
     }
 
-    /// The file is left alone from now on, until the next own write. A device is not looked at: it has no times.
+    /// What the destination looks like, as far as that costs next to nothing.
+    fn glance(&self) -> Result<Option<Stamp>> {
+        self.place.glance().map_err(io_error("look at", self.path()))
+    }
+
+    /// The file is left alone from now on, until the next own write.
     pub(crate) fn leave(&mut self) -> Result<()> {
-        self.left = if self.place.is_device() { None } else { self.stamp(Which::Whole)? };
+        self.left = self.glance()?;
         Ok(())
     }
 
@@ -249,7 +300,7 @@ impl Replica {
     pub(crate) fn untouched(&self) -> Result<()> {
         self.at_path()?;
         let Some(left) = &self.left else { return Ok(()) };
-        let why = match self.stamp(Which::Whole)? {
+        let why = match self.glance()? {
             None => return Err(self.gone()),
             Some(now) => left.differs(&now),
         };
@@ -260,21 +311,24 @@ impl Replica {
     pub(crate) fn still_there(&self, size: u64) -> Result<()> {
         self.at_path()?;
         let Some(left) = &self.left else { return Ok(()) };
-        let why = match self.stamp(Which::Whole)? {
+        let why = match self.glance()? {
             None => return Err(self.gone()),
+            // A device keeps its size, and own writes have moved its count.
+            Some(now) if self.place.is_device() => left.differs_beyond(&now, u64::MAX),
             // Own writes have changed its time.
             Some(now) => Stamp { size, changed: now.changed, ..left.clone() }.differs(&now),
         };
         why.map_or(Ok(()), |why| Err(self.touched(why)))
     }
 
-    /// Nobody could say anything by times, or has to.
+    /// Nothing tells own writes from others', or has to.
     fn is_timeless(&self) -> bool {
-        self.place.is_device() || self.place.boot().id.is_empty()
+        self.place.boot().id.is_empty()
     }
 
     fn write_note(&self, stamp: Option<Stamp>) -> io::Result<Arc<dyn StateFile>> {
-        let note = Note { life: self.place.boot().id, stamp, stream: self.lineage.committed };
+        let before = self.left.clone().filter(|_| stamp.is_none() && self.place.is_device());
+        let note = Note { life: self.place.boot().id, stamp, before, stream: self.lineage.committed };
         let mut bytes = serde_json::to_vec(&note)?;
         bytes.resize(bytes.len().max(LEN), b' ');
         let file = self.folder.open(NAME, true)?;
@@ -295,12 +349,14 @@ impl Replica {
         if !self.is_timeless() && self.working.is_none() {
             let note = self.write_note(None);
             let failed = io_error("write", &self.folder.path().join(NAME));
-            self.working = match note.and_then(|file| Working::begin(file, self.place.clock())) {
+            let clock = (!self.place.is_device()).then(|| self.place.clock());
+            self.working = match note.and_then(|file| Working::begin(file, clock)) {
                 Err(e) if is_full(&e) => None,
                 begun => Some(begun.map_err(failed)?),
             };
         }
-        if let Some(working) = self.working.as_ref().filter(|_| durable) {
+        // Of a device it says nothing after a power cut.
+        if let Some(working) = self.working.as_ref().filter(|working| durable && working.now.is_some()) {
             let _ = working.file.sync().and_then(|()| self.folder.sync());
         }
         Ok(Keeping(self.working.as_ref().map(|working| Kept {
@@ -347,6 +403,16 @@ impl Replica {
     pub(crate) fn since_own_writes(&self, now: &Stamp, journal: &[Contents]) -> Option<&'static str> {
         if self.is_timeless() {
             return None;
+        }
+        if self.place.is_device() {
+            let note = read_note(&*self.folder);
+            let noted = note.is_some();
+            let foreign = foreign_to_device(&self.place.boot(), note, self.lineage.stamp.as_ref(), now);
+            if noted && foreign.is_none() {
+                // From here on a bound is not enough.
+                let _ = self.write_note(Some(now.clone().glance()));
+            }
+            return foreign;
         }
         let cloned = match self.lineage.step.as_ref().map(|step| step.place) {
             // It has just got its name: whatever its time was before, that has changed it.
@@ -410,7 +476,7 @@ mod tests {
     fn doubted(now: u64, note: Option<(&str, Option<u64>, u64, u128)>, durable: u64) -> bool {
         let note = note.map(|(life, left, time, stream)| {
             let (stamp, stream) = (left.map(at), Some(Uuid::from_u128(stream)));
-            (Note { life: life.into(), stamp, stream }, time * S)
+            (Note { life: life.into(), stamp, before: None, stream }, time * S)
         });
         let (before, now) = (at(100), at(now));
         let stream = Some(Uuid::from_u128(2));

@@ -687,6 +687,10 @@ impl Place for ModelDevice {
         Ok(Some(Stamp { inode: 0, size: self.disk.len(), changed: 0, print, medium: None, written: None }))
     }
 
+    fn glance(&self) -> io::Result<Option<Stamp>> {
+        Ok(Some(Stamp { size: self.disk.len(), ..Stamp::default() }))
+    }
+
     fn settle(&self) -> io::Result<Stamp> {
         self.stamp(Which::Whole)?.ok_or_else(|| io::ErrorKind::NotFound.into())
     }
