@@ -1,23 +1,49 @@
 //! The time by which file systems stamp their files, and the machine's life: what own writes are told from others' by, after
 //! nobody was there to watch.
 
+use std::fmt;
+use std::sync::Arc;
+
 /// The clock by which file systems stamp their files, read without entering the kernel. They may stamp to the nanosecond
 /// or by the tick before (Linux 6.13 does both), so a note is exact, and a stamp as early as a tick before it.
-#[derive(Debug, Clone, Copy)]
-pub struct Clock;
+#[derive(Clone)]
+pub struct Clock {
+    now: Arc<dyn Fn() -> u64 + Send + Sync>,
+    tick: u64,
+}
 
 impl Clock {
+    /// The system's.
+    pub fn system() -> Clock {
+        let tick = rustix::time::clock_getres(rustix::time::ClockId::RealtimeCoarse);
+        Clock { now: Arc::new(system), tick: (tick.tv_nsec.max(1) as u64).max(1_000_000) }
+    }
+
+    /// Another machine's, which stamps exactly. No two answers of `now` are equal.
+    pub fn exact(now: impl Fn() -> u64 + Send + Sync + 'static) -> Clock {
+        Clock { now: Arc::new(now), tick: 0 }
+    }
+
     /// Nanoseconds since 1970: not before the stamp of any file written until now.
-    pub fn now() -> u64 {
-        let t = rustix::time::clock_gettime(rustix::time::ClockId::Realtime);
-        (t.tv_sec.max(0) as u64).saturating_mul(1_000_000_000).saturating_add(t.tv_nsec.max(0) as u64)
+    pub fn now(&self) -> u64 {
+        (self.now)()
     }
 
     /// Nanoseconds from one tick to the next.
-    pub fn tick() -> u64 {
-        let t = rustix::time::clock_getres(rustix::time::ClockId::RealtimeCoarse);
-        (t.tv_nsec.max(1) as u64).max(1_000_000)
+    pub fn tick(&self) -> u64 {
+        self.tick
     }
+}
+
+impl fmt::Debug for Clock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Clock").field("tick", &self.tick).finish_non_exhaustive()
+    }
+}
+
+fn system() -> u64 {
+    let t = rustix::time::clock_gettime(rustix::time::ClockId::Realtime);
+    (t.tv_sec.max(0) as u64).saturating_mul(1_000_000_000).saturating_add(t.tv_nsec.max(0) as u64)
 }
 
 /// The machine's life, as far as stamps need it.

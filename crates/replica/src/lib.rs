@@ -24,7 +24,7 @@ pub use batches::{BatchLog, Batches};
 pub use error::{ReplicaError, Result};
 pub use lineage::{Lineage, Position, Stamp, State, Step, StepPlace, Toward};
 #[doc(hidden)]
-pub use place::{DevicePlace, Now, Place, Which};
+pub use place::{DevicePlace, Place, Which};
 pub use promoted::{Promoted, Promotion, Use, promote};
 pub use receipt::{Commit, Committed, Receipt};
 pub use replica::{Options, Replica, Standing, inspect};

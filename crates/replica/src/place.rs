@@ -16,9 +16,6 @@ use rustix::time::{ClockId, clock_gettime};
 use crate::error::{Result, io_error};
 use crate::lineage::Stamp;
 
-/// Tells the time, in nanoseconds since 1970.
-pub type Now = Arc<dyn Fn() -> u64 + Send + Sync>;
-
 /// One of the two files of a place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Which {
@@ -37,8 +34,8 @@ pub trait Place: Send {
         Boot { id: String::new(), began: 0 }
     }
     /// The clock by which the file is stamped.
-    fn clock(&self) -> Now {
-        Arc::new(Clock::now)
+    fn clock(&self) -> Clock {
+        Clock::system()
     }
     /// True for a block device: it has its size, its content before the first seed may be anything, and nothing can be
     /// renamed over it.

@@ -33,7 +33,7 @@ use uuid::Uuid;
 use crate::error::{ReplicaError, Result, disk_error, io_error};
 use crate::journal::{Contents, WHOLE};
 use crate::lineage::{self, Stamp, StepPlace};
-use crate::place::{Now, Which};
+use crate::place::Which;
 use crate::replica::Replica;
 
 /// The note's file.
@@ -179,24 +179,24 @@ pub(crate) struct Working {
     file: Arc<dyn StateFile>,
     map: Mapping,
     /// `None` for a device.
-    now: Option<Now>,
+    clock: Option<Clock>,
     over: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Working {
-    fn begin(file: Arc<dyn StateFile>, now: Option<Now>) -> io::Result<Working> {
+    fn begin(file: Arc<dyn StateFile>, clock: Option<Clock>) -> io::Result<Working> {
         let (map, over) = (file.map(WHOLE_LEN)?, Arc::new(AtomicBool::new(false)));
-        map[TIME].store(now.as_ref().map_or(0, |now| now()), Relaxed);
-        let Some(time) = now.clone() else { return Ok(Working { file, map, now, over, thread: None }) };
+        map[TIME].store(clock.as_ref().map_or(0, Clock::now), Relaxed);
+        let Some(time) = clock.clone() else { return Ok(Working { file, map, clock, over, thread: None }) };
         let (noted, ended) = (map.clone(), over.clone());
         let thread = std::thread::Builder::new().name("at work".into()).spawn(move || {
             while !ended.load(SeqCst) {
-                noted[TIME].store(time(), Relaxed);
+                noted[TIME].store(time.now(), Relaxed);
                 std::thread::park_timeout(EVERY);
             }
         })?;
-        Ok(Working { file, map, now, over, thread: Some(thread) })
+        Ok(Working { file, map, clock, over, thread: Some(thread) })
     }
 }
 
@@ -207,7 +207,7 @@ pub(crate) struct Keeping(Option<Kept>);
 struct Kept {
     file: Arc<dyn StateFile>,
     map: Mapping,
-    now: Option<Now>,
+    clock: Option<Clock>,
     /// When it was made durable last.
     last: Instant,
 }
@@ -215,15 +215,15 @@ struct Kept {
 impl Keeping {
     /// So many sectors of a disk, of 512 bytes, are about to be written, or made zero.
     pub fn hands_over(&mut self, sectors: u64, zeroes: bool) {
-        let Some(kept) = self.0.as_ref().filter(|kept| kept.now.is_none()) else { return };
+        let Some(kept) = self.0.as_ref().filter(|kept| kept.clock.is_none()) else { return };
         kept.map[TIME].fetch_add(if zeroes { ZEROED * sectors } else { sectors }, SeqCst);
     }
 
     /// A write is about to go down, or has just come back.
     pub fn note(&mut self) {
         let Some(kept) = &mut self.0 else { return };
-        let Some(now) = &kept.now else { return };
-        kept.map[TIME].store(now(), Relaxed);
+        let Some(clock) = &kept.clock else { return };
+        kept.map[TIME].store(clock.now(), Relaxed);
         if kept.last.elapsed() >= KEPT_EVERY {
             // An older note makes a file doubted that need not be, after a power cut.
             let _ = kept.file.sync();
@@ -270,9 +270,9 @@ impl Replica {
             // A write moves both times, and whoever likes sets this one back.
             Some((changed, written)) if left.and_then(|left| left.written) == Some(written) => format!(
                 "its owner, mode, name or links were changed {}; whether its content was, too, its times do not tell",
-                ago(changed)
+                ago(changed, &self.place.clock())
             ),
-            Some((_, written)) => format!("content written {}", ago(written)),
+            Some((_, written)) => format!("content written {}", ago(written, &self.place.clock())),
             None => why.into(),
         };
         ReplicaError::Changed { path: self.path().to_path_buf(), why }
@@ -356,13 +356,13 @@ impl Replica {
             };
         }
         // Of a device it says nothing after a power cut.
-        if let Some(working) = self.working.as_ref().filter(|working| durable && working.now.is_some()) {
+        if let Some(working) = self.working.as_ref().filter(|working| durable && working.clock.is_some()) {
             let _ = working.file.sync().and_then(|()| self.folder.sync());
         }
         Ok(Keeping(self.working.as_ref().map(|working| Kept {
             file: working.file.clone(),
             map: working.map.clone(),
-            now: working.now.clone(),
+            clock: working.clock.clone(),
             last: Instant::now(),
         })))
     }
@@ -442,8 +442,8 @@ impl Replica {
 }
 
 /// How long ago a moment is, in nanoseconds since 1970, for people.
-fn ago(moment: i64) -> String {
-    let seconds = Clock::now().saturating_sub(moment.max(0) as u64) / 1_000_000_000;
+fn ago(moment: i64, clock: &Clock) -> String {
+    let seconds = clock.now().saturating_sub(moment.max(0) as u64) / 1_000_000_000;
     match seconds {
         0..120 => format!("{seconds} s ago"),
         120..7200 => format!("{} min ago", seconds / 60),

@@ -11,8 +11,9 @@ use sync::{Class, How, SyncError};
 use crate::cell::{Cell, Change, Commit, Origin, Table, Target, Verb, Way};
 use crate::dice::Dice;
 use crate::host::{Event, lock};
+use crate::inode::content_of;
 use crate::tracker::BLOCK;
-use crate::world::{Cuts, DISK, IMAGES, SPARE, World, content_of};
+use crate::world::{Cuts, DISK, IMAGES, SPARE, World};
 
 /// A run that failed: what is wrong, and what led to it.
 #[derive(Debug)]
@@ -200,7 +201,7 @@ impl Run {
 
     /// Somebody writes to an image that nobody serves.
     fn tamper_source(&mut self) {
-        let len = self.world.content().len() as u64;
+        let len = self.world.size();
         let offset = self.world.dice.below(len / 512) * 512;
         let byte = self.world.dice.roll() as u8;
         self.world.tell(format!("somebody writes byte {byte} to the source at {offset}"));
@@ -234,7 +235,7 @@ impl Run {
     }
 
     fn write(&mut self, change: Change) {
-        let len = self.world.content().len() as u64;
+        let len = self.world.size();
         let dice = &mut self.world.dice;
         let writes: Vec<Write> = match change {
             Change::Nothing => Vec::new(),
@@ -301,7 +302,7 @@ impl Run {
             return;
         }
         self.world.moment();
-        let len = self.world.content().len() as u64;
+        let len = self.world.size();
         let dice = &mut self.world.dice;
         let wanted = if grows {
             (len + BLOCK * dice.within(1..20)).min(200 * BLOCK)
@@ -311,7 +312,7 @@ impl Run {
         // A device at the other end has only so much room.
         let most =
             self.world.replicas.iter().enumerate().filter(|_| self.world.cell.target == Target::Device);
-        let most = most.filter_map(|(which, _)| self.world.raw(which)).map(|raw| raw.len() as u64).min();
+        let most = most.filter_map(|(which, _)| self.world.raw_size(which)).min();
         let wanted = wanted.min(most.unwrap_or(u64::MAX)).min(len + SPARE);
         self.world.tell(format!("the source is resized from {len} to {wanted}"));
         let disk = self.world.disk();
@@ -328,7 +329,9 @@ impl Run {
 
     /// What others do between rounds.
     fn others(&mut self, which: usize) {
-        self.backups.extend(self.world.raw(which).filter(|_| self.world.dice.clone().one_in(3)));
+        if self.world.dice.one_in(4) {
+            self.backups.extend(self.world.raw(which));
+        }
         match self.world.dice.below(20) {
             0 | 2 => self.tamper_replica(which),
             3 => self.copy_over(which),
@@ -350,9 +353,9 @@ impl Run {
     }
 
     fn tamper_replica(&mut self, which: usize) {
-        let Some(raw) = self.world.raw(which).filter(|raw| raw.len() >= 512) else { return };
+        let Some(size) = self.world.raw_size(which).filter(|size| *size >= 512) else { return };
         let known = &self.world.replicas[which];
-        let offset = self.world.dice.below(raw.len() as u64 / 512) * 512;
+        let offset = self.world.dice.below(size / 512) * 512;
         let byte = self.world.dice.roll() as u8;
         let name = known.name.clone();
         let is_device = self.world.cell.target == Target::Device;
@@ -496,9 +499,9 @@ impl Run {
 
     /// Somebody writes to the replica while it is worked on.
     fn plan_tampering(&mut self, which: usize, rests: bool) {
-        let Some(raw) = self.world.raw(which).filter(|raw| raw.len() >= 512) else { return };
+        let Some(size) = self.world.raw_size(which).filter(|size| *size >= 512) else { return };
         let at = self.world.dice.within(1..self.last_steps.max(20));
-        let offset = self.world.dice.below(raw.len() as u64 / 512) * 512;
+        let offset = self.world.dice.below(size / 512) * 512;
         let name = self.world.replicas[which].name.clone();
         self.world.tell(format!("planned: somebody writes to {name} at {offset}, {at} steps on"));
         let known = &mut self.world.replicas[which];
@@ -523,7 +526,7 @@ impl Run {
             return;
         }
         let disk = self.world.disk();
-        let len = self.world.content().len() as u64;
+        let len = self.world.size();
         let count = self.world.dice.within(1..8);
         self.world.tell(format!("planned: {count} writes meanwhile"));
         if self.world.dice.one_in(8) {
@@ -547,7 +550,7 @@ impl Run {
             self.world.near.plan(at, Event::Does(Box::new(move |state| write.queue(state, disk))));
             let landing = move |state: &mut crate::host::State| {
                 state.end_writes(disk);
-                lock(&moments).add(&state.content(disk));
+                lock(&moments).add(state.content_name(disk));
                 if idles {
                     state.idle(disk);
                 }
@@ -584,7 +587,7 @@ impl Run {
                     std::thread::yield_now();
                     let mut all = lock(&moments);
                     let _ = write.through(server);
-                    all.add(&near.state().content(disk));
+                    all.add(near.state().content_name(disk));
                 }
             });
             let result = world.sync(which, &options, cuts);
@@ -610,7 +613,7 @@ impl Run {
 
     /// Writes to a served source while it is read.
     fn write_meanwhile(&mut self) -> Vec<Write> {
-        let len = self.world.content().len() as u64;
+        let len = self.world.size();
         if self.world.server.is_none() || self.world.dice.one_in(2) {
             return Vec::new();
         }
@@ -621,7 +624,7 @@ impl Run {
     }
 
     fn mirror(&mut self, which: usize, cuts: Cuts) -> Result<String, SyncError> {
-        let len = self.world.content().len() as u64;
+        let len = self.world.size();
         let dice = &mut self.world.dice;
         let count = dice.within(1..20);
         let writes: Vec<Write> = (0..count).map(|_| Write::draw(dice, len)).collect();
@@ -638,9 +641,9 @@ impl Run {
                 {
                     let mut all = lock(&moments);
                     let _ = write.through(server.source.disk());
-                    all.add(&near.state().content(disk));
+                    all.add(near.state().content_name(disk));
                 }
-                std::thread::sleep(Duration::from_micros(300));
+                std::thread::sleep(Duration::from_micros(50));
             }
         });
         self.world.moment();
@@ -681,7 +684,7 @@ impl Run {
 
     fn verify(&mut self, which: usize, cuts: Cuts) -> Result<String, SyncError> {
         let repair = self.world.dice.one_in(2);
-        let len = self.world.content().len() as u64;
+        let len = self.world.size();
         let ranges = match self.world.dice.one_in(2) {
             true => {
                 let start = self.world.dice.below(len / BLOCK) * BLOCK;

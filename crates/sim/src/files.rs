@@ -8,7 +8,7 @@ use std::sync::Arc;
 use device::{Disk, Folder, InlineQueue, Mapping, Queue, StateFile};
 
 use crate::host::{Call, EIO, Process, State};
-use crate::inode::Inode;
+use crate::inode::{Inode, PAGE};
 
 fn eio() -> io::Error {
     io::Error::from_raw_os_error(EIO)
@@ -178,7 +178,7 @@ impl StateFile for SimFile {
             let grows = state.inode(self.inode)?.grows(0, len as usize);
             state.take(grows)?;
             let inode = state.inode(self.inode)?;
-            inode.allocated.extend(0..(len as usize).div_ceil(4096));
+            inode.allocate(0..(len as usize).div_ceil(PAGE), true);
             if inode.len() < len {
                 inode.resize(len, time);
             }
@@ -280,14 +280,10 @@ impl Disk for SimDisk {
             if inode.is_device {
                 return Ok(Some(from..len));
             }
-            let Some(first) = inode.allocated.range(from as usize / 4096..).next().copied() else {
-                return Ok(None);
-            };
-            let mut end = first;
-            while inode.allocated.contains(&end) {
-                end += 1;
-            }
-            let run = (first as u64 * 4096).max(from)..(end as u64 * 4096).min(len);
+            let all = from as usize / PAGE..(len as usize).div_ceil(PAGE);
+            let Some(first) = all.clone().find(|page| inode.is_allocated(*page)) else { return Ok(None) };
+            let end = (first..all.end).find(|page| !inode.is_allocated(*page)).unwrap_or(all.end);
+            let run = ((first * PAGE) as u64).max(from)..((end * PAGE) as u64).min(len);
             Ok((run.start < run.end).then_some(run))
         })
     }

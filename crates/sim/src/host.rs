@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::dice::Dice;
-use crate::inode::{Inode, Loss};
+use crate::inode::{Content, Inode, Loss};
 
 /// What a call does to the machine, for faults that fit some calls only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -171,9 +171,9 @@ impl Host {
             inodes: HashMap::new(),
             last_inode: 10,
             folders: BTreeMap::new(),
-            clock: 0,
+            clock: BEGAN + dice.below(1 << 40) as i64,
             boot: dice.roll(),
-            booted: now() as u64,
+            booted: BEGAN as u64,
             is_down: false,
             processes: Vec::new(),
             syncs_names: dice.one_in(2),
@@ -215,6 +215,7 @@ impl Host {
             return Err(dead());
         }
         state.steps += 1;
+        state.pass(STEP);
         let happens = state.happens(process, call);
         if !process.is_alive() {
             return Err(dead());
@@ -223,11 +224,17 @@ impl Host {
         act(&mut state)
     }
 
+    /// The clock by which its files are stamped.
+    pub fn clock(self: &Arc<Host>) -> device::Clock {
+        let host = self.clone();
+        device::Clock::exact(move || host.state().tick() as u64)
+    }
+
     /// Switches a machine on again after a power cut.
     pub fn boot(&self) {
         let mut state = self.state();
         state.is_down = false;
-        // Its clock may be ahead of the real one.
+        state.pass(BOOT);
         (state.boot, state.booted) = (state.boot + 1, state.tick() as u64);
     }
 
@@ -256,10 +263,13 @@ impl Host {
     }
 }
 
-fn now() -> i64 {
-    let t = rustix::time::clock_gettime(rustix::time::ClockId::Realtime);
-    t.tv_sec * 1_000_000_000 + t.tv_nsec
-}
+/// Simulated time begins here, in nanoseconds since 1970.
+const BEGAN: i64 = 1_700_000_000_000_000_000;
+/// What a step takes, in nanoseconds: so little that no thread which looks at the clock now and then, in real time, seems to have
+/// slept for long.
+const STEP: i64 = 5_000;
+/// What a boot takes, in nanoseconds.
+const BOOT: i64 = 3_000_000_000;
 
 impl State {
     /// The machine's life, and when it began, in nanoseconds since 1970.
@@ -267,21 +277,22 @@ impl State {
         (format!("boot {}", self.boot), self.booted)
     }
 
-    /// What time it is: no change until now is later.
-    pub fn time(&self) -> u64 {
-        now().max(self.clock) as u64
+    /// Lets time pass, in nanoseconds. Nothing else moves the clock but steps, so that a run's times do not depend on the
+    /// real machine's.
+    pub fn pass(&mut self, time: i64) {
+        self.clock += time;
     }
 
-    /// A moment that no other change bears.
-    pub(crate) fn tick(&mut self) -> i64 {
-        self.clock = now().max(self.clock + 1);
+    /// What time it is: a moment that no change bears, and no other look.
+    pub fn tick(&mut self) -> i64 {
+        self.clock += 1;
         self.clock
     }
 
     /// A moment so late that neither a kill nor a power cut leaves a doubt whether own writes had ended by then.
     pub(crate) fn later(&mut self) -> i64 {
-        self.clock = now().max(self.clock) + 2 * device::Boot::LATE as i64;
-        self.clock
+        self.pass(2 * device::Boot::LATE as i64);
+        self.tick()
     }
 
     fn happens(&mut self, process: &Process, call: Call) -> io::Result<()> {
@@ -391,6 +402,16 @@ impl State {
 
     pub(crate) fn inode(&mut self, number: u64) -> io::Result<&mut Inode> {
         self.inodes.get_mut(&number).ok_or_else(|| io::ErrorKind::NotFound.into())
+    }
+
+    /// Names what a file or device holds now.
+    pub fn content_name(&mut self, number: u64) -> Content {
+        self.inodes.get_mut(&number).map(Inode::name).unwrap_or_default()
+    }
+
+    /// Bytes of a file or device.
+    pub fn len(&self, number: u64) -> u64 {
+        self.inodes.get(&number).map_or(0, Inode::len)
     }
 
     /// What a file or device holds now.

@@ -7,13 +7,33 @@ use std::sync::atomic::Ordering::SeqCst;
 
 use device::Mapping;
 use rustix::fs::MemfdFlags;
+use twox_hash::XxHash3_128;
 
 use crate::dice::Dice;
 
 /// The unit that a disk writes whole.
 const SECTOR: usize = 512;
 /// The unit in which the system remembers what it has to write back.
-const PAGE: usize = 4096;
+pub(crate) const PAGE: usize = 4096;
+
+/// What names a content: its hash and its length.
+pub type Content = (u128, u64);
+
+/// Names a content.
+pub fn content_of(bytes: &[u8]) -> Content {
+    let pages = bytes.chunks(PAGE).enumerate().map(|(at, page)| page_sum(at, page));
+    (pages.fold(0, u128::wrapping_add), bytes.len() as u64)
+}
+
+/// A page's part of a content's name: a sum of them need not be made anew for each write.
+fn page_sum(at: usize, page: &[u8]) -> u128 {
+    XxHash3_128::oneshot_with_seed(at as u64, page)
+}
+
+/// The pages that a range touches.
+fn pages(range: &Range<usize>) -> Range<usize> {
+    if range.is_empty() { 0..0 } else { range.start / PAGE..range.end.div_ceil(PAGE) }
+}
 
 /// What a power cut loses of what was not flushed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,8 +51,10 @@ pub(crate) struct Inode {
     pub is_device: bool,
     data: Vec<u8>,
     durable: Vec<u8>,
-    /// Sectors written since they were durable.
-    dirty: BTreeSet<usize>,
+    /// For each page: which of its sectors were written since they were durable.
+    dirty: Vec<u8>,
+    /// For each page: what it adds to the content's name; `None` where it has changed.
+    sums: Vec<Option<u128>>,
     /// Pages whose sync failed, as they were then: the system takes them for clean.
     forgotten: Vec<(usize, Vec<u8>)>,
     mapped: Option<(Mapping, u64)>,
@@ -41,8 +63,8 @@ pub(crate) struct Inode {
     durable_time: i64,
     /// When its content changed last.
     pub written: i64,
-    /// Pages that take space.
-    pub allocated: BTreeSet<usize>,
+    /// For each page: whether it takes space.
+    allocated: Vec<bool>,
 }
 
 impl Inode {
@@ -52,14 +74,39 @@ impl Inode {
             is_device,
             durable: data.clone(),
             data,
-            dirty: BTreeSet::new(),
+            dirty: Vec::new(),
+            sums: Vec::new(),
             forgotten: Vec::new(),
             mapped: None,
             time,
             written: time,
             durable_time: time,
-            allocated: BTreeSet::new(),
+            allocated: Vec::new(),
         }
+    }
+
+    /// What it holds, by name.
+    pub fn name(&mut self) -> Content {
+        let count = self.data.len().div_ceil(PAGE);
+        self.sums.resize(count, None);
+        let mut total = 0u128;
+        for (at, page) in self.data.chunks(PAGE).enumerate() {
+            total = total.wrapping_add(*self.sums[at].get_or_insert_with(|| page_sum(at, page)));
+        }
+        (total, self.data.len() as u64)
+    }
+
+    /// True if a page takes space.
+    pub fn is_allocated(&self, page: usize) -> bool {
+        self.allocated.get(page).copied().unwrap_or(false)
+    }
+
+    /// Says whether pages take space.
+    pub fn allocate(&mut self, pages: Range<usize>, is: bool) {
+        if self.allocated.len() < pages.end {
+            self.allocated.resize(pages.end, false);
+        }
+        self.allocated[pages].fill(is);
     }
 
     pub fn len(&self) -> u64 {
@@ -102,8 +149,8 @@ impl Inode {
 
     /// Bytes by which the file would grow, or a hole would be filled.
     pub fn grows(&self, offset: u64, len: usize) -> u64 {
-        let pages = offset as usize / PAGE..(offset as usize + len).div_ceil(PAGE);
-        pages.filter(|page| !self.allocated.contains(page)).count() as u64 * PAGE as u64
+        let pages = pages(&(offset as usize..offset as usize + len));
+        pages.filter(|page| !self.is_allocated(*page)).count() as u64 * PAGE as u64
     }
 
     pub fn write(&mut self, offset: u64, buf: &[u8], time: i64) {
@@ -126,30 +173,59 @@ impl Inode {
                 mapping[at].store(u64::from_ne_bytes(from.try_into().unwrap_or_default()), SeqCst);
             }
         }
-        self.allocated.extend(start / PAGE..end.div_ceil(PAGE));
+        self.allocate(pages(&(start..end)), true);
         self.touch(start..end, time);
     }
 
     fn touch(&mut self, range: Range<usize>, time: i64) {
         (self.time, self.written) = (time, time);
-        self.dirty.extend(range.start / SECTOR..range.end.div_ceil(SECTOR));
+        self.soil(range.start / SECTOR..range.end.div_ceil(SECTOR));
+        for page in pages(&range) {
+            if let Some(sum) = self.sums.get_mut(page) {
+                *sum = None;
+            }
+        }
         self.forgotten.retain(|(page, _)| page * PAGE >= range.end || (page + 1) * PAGE <= range.start);
+    }
+
+    /// Sectors are to be written back.
+    fn soil(&mut self, sectors: Range<usize>) {
+        const EACH: usize = PAGE / SECTOR;
+        if self.dirty.len() < sectors.end.div_ceil(EACH) {
+            self.dirty.resize(sectors.end.div_ceil(EACH), 0);
+        }
+        for sector in sectors {
+            self.dirty[sector / EACH] |= 1 << (sector % EACH);
+        }
+    }
+
+    /// The sectors that are to be written back, which are taken for written back from now on.
+    fn take_dirty(&mut self) -> Vec<usize> {
+        let dirty = std::mem::take(&mut self.dirty).into_iter().enumerate().filter(|(_, mask)| *mask != 0);
+        dirty
+            .flat_map(|(page, mask)| {
+                (0..PAGE / SECTOR)
+                    .filter(move |at| mask & 1 << at != 0)
+                    .map(move |at| page * PAGE / SECTOR + at)
+            })
+            .collect()
     }
 
     /// Bytes of space that it takes.
     pub fn space(&self) -> u64 {
-        self.allocated.len() as u64 * PAGE as u64
+        self.allocated.iter().filter(|is| **is).count() as u64 * PAGE as u64
     }
 
     /// Makes a range read as zeroes; whole pages are given back, if `unmap`.
     pub fn zero(&mut self, range: Range<usize>, unmap: bool, time: i64) {
         self.data[range.clone()].fill(0);
         if unmap {
-            for page in range.start.div_ceil(PAGE)..range.end / PAGE {
-                self.allocated.remove(&page);
+            let whole = range.start.div_ceil(PAGE)..range.end / PAGE;
+            if !whole.is_empty() {
+                self.allocate(whole, false);
             }
         } else {
-            self.allocated.extend(range.start / PAGE..range.end.div_ceil(PAGE));
+            self.allocate(pages(&range), true);
         }
         self.touch(range, time);
     }
@@ -157,7 +233,8 @@ impl Inode {
     pub fn resize(&mut self, len: u64, time: i64) {
         let (before, len) = (self.data.len(), len as usize);
         self.data.resize(len, 0);
-        self.allocated.retain(|page| page * PAGE < len);
+        self.allocated.truncate(len.div_ceil(PAGE));
+        self.sums.truncate(len / PAGE);
         self.touch(before.min(len)..before.max(len), time);
     }
 
@@ -168,7 +245,7 @@ impl Inode {
         }
         let forgotten = self.still_forgotten();
         self.durable.resize(self.data.len(), 0);
-        for sector in std::mem::take(&mut self.dirty) {
+        for sector in self.take_dirty() {
             let bytes = sector * SECTOR..((sector + 1) * SECTOR).min(self.data.len());
             if bytes.start >= bytes.end || forgotten.contains(&(sector * SECTOR / PAGE)) {
                 continue;
@@ -185,8 +262,8 @@ impl Inode {
         if self.mapped.is_some() {
             self.gather();
         }
-        let pages: BTreeSet<usize> = self.dirty.iter().map(|sector| sector * SECTOR / PAGE).collect();
-        for page in pages {
+        let pages = self.dirty.iter().enumerate().filter(|(_, mask)| **mask != 0).map(|(page, _)| page);
+        for page in pages.collect::<Vec<_>>() {
             self.forgotten.retain(|(other, _)| *other != page);
             let content = self.page(page).to_vec();
             self.forgotten.push((page, content));
@@ -210,12 +287,11 @@ impl Inode {
     /// Takes over what was stored to the mapping.
     fn gather(&mut self) {
         let bytes = self.bytes();
-        for (sector, (now, was)) in bytes.chunks(SECTOR).zip(self.durable.chunks(SECTOR)).enumerate() {
-            if now != was {
-                self.dirty.insert(sector);
-            }
-        }
-        self.data = bytes;
+        let differ = bytes.chunks(SECTOR).zip(self.durable.chunks(SECTOR)).enumerate();
+        let differ: Vec<usize> =
+            differ.filter(|(_, (now, was))| now != was).map(|(sector, _)| sector).collect();
+        differ.into_iter().for_each(|sector| self.soil(sector..sector + 1));
+        (self.data, self.sums) = (bytes, Vec::new());
     }
 
     pub fn map(&mut self, len: u64, process: u64) -> io::Result<Mapping> {
@@ -261,8 +337,8 @@ impl Inode {
         if loss != Loss::Nothing || !forgotten.is_empty() {
             self.durable.resize(self.durable.len().max(self.data.len()), 0);
             self.data.resize(self.durable.len(), 0);
-            let all: BTreeSet<usize> = match len == self.data.len() {
-                true => self.dirty.clone(),
+            let all: Vec<usize> = match len == self.data.len() {
+                true => self.take_dirty(),
                 false => (0..self.data.len().div_ceil(SECTOR)).collect(),
             };
             for sector in all {
@@ -282,7 +358,8 @@ impl Inode {
         self.dirty.clear();
         self.forgotten.clear();
         self.durable_time = self.time;
-        self.allocated = (0..self.data.len().div_ceil(PAGE)).collect();
+        self.sums.clear();
+        self.allocated = vec![true; self.data.len().div_ceil(PAGE)];
     }
 
     /// Becomes that, durably.
@@ -290,6 +367,7 @@ impl Inode {
         self.data = content.to_vec();
         self.durable = content.to_vec();
         self.dirty.clear();
-        self.allocated = (0..self.data.len().div_ceil(PAGE)).collect();
+        self.sums.clear();
+        self.allocated = vec![true; self.data.len().div_ceil(PAGE)];
     }
 }

@@ -10,7 +10,7 @@ pub mod cell;
 pub mod dice;
 pub mod files;
 pub mod host;
-mod inode;
+pub mod inode;
 pub mod medium;
 pub mod pipe;
 pub mod place;

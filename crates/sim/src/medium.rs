@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
-use device::{Disk, DiskKind, Identity};
+use device::{Clock, Disk, DiskKind, Identity};
 use source::{Boot, Medium, SourceError};
 
 use crate::files::SimDisk;
@@ -69,6 +69,10 @@ impl Medium for SimMedium {
     fn boot(&self) -> Boot {
         let (id, began) = self.process.host.state().boot();
         Boot { id, began }
+    }
+
+    fn clock(&self) -> Clock {
+        self.process.host.clock()
     }
 
     fn reader(&self) -> Result<Arc<dyn Disk>, SourceError> {

@@ -4,8 +4,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use device::{Boot, Disk};
-use replica::{Now, Place, Stamp, Which};
+use device::{Boot, Clock, Disk};
+use replica::{Place, Stamp, Which};
 
 use crate::files::{SimDisk, settle};
 use crate::host::{Call, EIO, Process, State};
@@ -64,9 +64,8 @@ impl Place for SimPlace {
         Boot { id, began }
     }
 
-    fn clock(&self) -> Now {
-        let host = self.process.host.clone();
-        Arc::new(move || host.state().time())
+    fn clock(&self) -> Clock {
+        self.process.host.clock()
     }
 
     fn is_device(&self) -> bool {

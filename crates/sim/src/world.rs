@@ -18,6 +18,7 @@ use crate::cell::{Cell, Origin, Target, Way};
 use crate::dice::Dice;
 use crate::files::{SimDisk, SimFolder};
 use crate::host::{Host, Process, lock};
+use crate::inode::Content;
 use crate::medium::SimMedium;
 use crate::pipe::far_link;
 use crate::place::SimPlace;
@@ -30,14 +31,6 @@ pub const IMAGES: &str = "images";
 /// The source's name.
 pub const DISK: &str = "disk";
 
-/// What names a content: its hash and its length.
-pub type Content = (u128, u64);
-
-/// Names a content.
-pub fn content_of(bytes: &[u8]) -> Content {
-    (twox_hash::XxHash3_128::oneshot(bytes), bytes.len() as u64)
-}
-
 /// The moments that the source went through, in order.
 #[derive(Debug, Default)]
 pub struct Moments {
@@ -49,8 +42,7 @@ pub struct Moments {
 
 impl Moments {
     /// Adds a moment, unless it is the last one.
-    pub fn add(&mut self, bytes: &[u8]) {
-        let content = content_of(bytes);
+    pub fn add(&mut self, content: Content) {
         if self.all.last() != Some(&content) {
             self.places.entry(content).or_default().push(self.all.len());
             self.all.push(content);
@@ -135,7 +127,7 @@ pub struct World {
 }
 
 /// Bytes that a device at the replica's end has more than the source.
-pub const SPARE: u64 = 512 << 10;
+pub const SPARE: u64 = 96 << 10;
 
 /// When lines are cut: after so many bytes one way and the other.
 #[derive(Debug, Clone, Copy)]
@@ -154,8 +146,10 @@ impl World {
             Way::Local => near.clone(),
             Way::Far => Host::new("far", scratch, dice),
         };
-        let size = BLOCK * dice.within(16..129)
-            + if dice.one_in(4) && !cell.origin.is_live() { 512 * dice.below(8) } else { 0 };
+        // Small, most of the time: what a larger one has more of is blocks.
+        let blocks = if dice.one_in(6) { dice.within(48..129) } else { dice.within(10..48) };
+        let size =
+            BLOCK * blocks + if dice.one_in(4) && !cell.origin.is_live() { 512 * dice.below(8) } else { 0 };
         let process = near.process();
         {
             let mut state = near.state();
@@ -220,9 +214,19 @@ impl World {
         state.find(IMAGES, DISK).map(|disk| state.content(disk)).unwrap_or_default()
     }
 
+    /// Bytes of the source.
+    pub fn size(&self) -> u64 {
+        let state = self.near.state();
+        state.find(IMAGES, DISK).map_or(0, |disk| state.len(disk))
+    }
+
     /// Notes the source's state of now as a moment.
     pub fn moment(&self) {
-        lock(&self.moments).add(&self.content());
+        let mut state = self.near.state();
+        let disk = state.find(IMAGES, DISK).unwrap_or(0);
+        let content = state.content_name(disk);
+        drop(state);
+        lock(&self.moments).add(content);
     }
 
     fn about(&self) -> About {
@@ -234,7 +238,7 @@ impl World {
             dev: 7,
             ino: 0,
             diskseq: None,
-            size: self.content().len() as u64,
+            size: self.size(),
             mtime_ns: 0,
             ctime_ns: 0,
         };
@@ -338,7 +342,7 @@ impl World {
     pub fn add_replica(&mut self) -> usize {
         let name = format!("copy-{}", self.replicas.len());
         if self.cell.target == Target::Device {
-            let size = self.content().len() as u64 + SPARE;
+            let size = self.size() + SPARE;
             let mut state = self.far.state();
             let device = state.make(size.div_ceil(BLOCK) * BLOCK, true);
             state.link(IMAGES, &name, device);
@@ -360,6 +364,12 @@ impl World {
     pub fn raw(&self, which: usize) -> Option<Vec<u8>> {
         let state = self.far.state();
         Some(state.content(state.find(IMAGES, &self.replicas[which].name)?))
+    }
+
+    /// Bytes of a replica's file or device; `None` if there is none.
+    pub fn raw_size(&self, which: usize) -> Option<u64> {
+        let state = self.far.state();
+        Some(state.len(state.find(IMAGES, &self.replicas[which].name)?))
     }
 
     /// The folder of a replica's state.

@@ -86,6 +86,10 @@ pub trait Medium: Send + Sync {
     fn identity(&self) -> Result<Identity, SourceError>;
     /// The life of the machine.
     fn boot(&self) -> Boot;
+    /// The clock by which the thing is stamped.
+    fn clock(&self) -> Clock {
+        Clock::system()
+    }
     /// A second way to the same bytes, for readers: past the page cache.
     fn reader(&self) -> Result<Arc<dyn Disk>, SourceError>;
     /// The same through the page cache, for what was written just now.
@@ -377,10 +381,11 @@ impl Source {
         folder.sync().map_err(SourceError::state("sync", folder.path()))?;
         let identity = medium.identity()?;
         let boot = medium.boot();
-        let served = Served::open(&*folder).map_err(SourceError::state("open", folder.path()))?;
+        let served =
+            Served::open(&*folder, medium.clock()).map_err(SourceError::state("open", folder.path()))?;
         let foreign = served.foreign();
         let last_write = LastWrite {
-            time: served.last(),
+            time: served.last().saturating_add(medium.clock().tick()),
             in_flight: served.was_busy(),
             seen: served.seen(),
             foreign: foreign.is_some(),
@@ -425,6 +430,7 @@ impl Source {
             region: options.region,
             intents: options.intents,
             allow_shrink: options.allow_shrink || lost.is_some(),
+            clock: medium.clock(),
         };
         let (trusted, power_lost) = match verdict {
             Verdict::Trusted { power_lost } => (true, power_lost),
@@ -784,11 +790,12 @@ fn changed(identity: &Identity) -> Option<u64> {
 /// same time.
 fn settled(medium: &dyn Medium) -> Result<Identity, SourceError> {
     let identity = medium.identity()?;
-    let passed = Clock::now().saturating_sub(identity.ctime_ns.max(0) as u64) > Clock::tick();
+    let clock = medium.clock();
+    let passed = clock.now().saturating_sub(identity.ctime_ns.max(0) as u64) > clock.tick();
     if passed || identity.is_block() {
         return Ok(identity);
     }
-    std::thread::sleep(Duration::from_nanos(2 * Clock::tick()));
+    std::thread::sleep(Duration::from_nanos(2 * clock.tick()));
     medium.identity()
 }
 

@@ -1,7 +1,7 @@
 //! Whether the image is as its record says: a stamp taken when the last writer left, and compared before the record is
 //! believed again.
 
-use device::{Boot, Clock, Folder, Identity};
+use device::{Boot, Folder, Identity};
 use serde::{Deserialize, Serialize};
 
 use crate::SourceError;
@@ -32,7 +32,7 @@ pub(crate) struct Stamp {
 /// What the next process finds of the last served write.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct LastWrite {
-    /// Nanoseconds since 1970; see [`trackers::Served`].
+    /// Nanoseconds since 1970, and a tick of the clock that stamps the image; see [`trackers::Served`].
     pub time: u64,
     /// Writes were in flight when the process died: the image may have been changed by them a little later.
     pub in_flight: bool,
@@ -115,7 +115,7 @@ impl Stamp {
                     "after its server was killed, the image was set back to an earlier state".into(),
                 );
             }
-            let grace = Clock::tick() + if last.in_flight { Boot::DYING } else { 0 };
+            let grace = if last.in_flight { Boot::DYING } else { 0 };
             if untouched || changed <= last.time.saturating_add(grace) {
                 return Verdict::Trusted { power_lost: false };
             }

@@ -165,6 +165,7 @@ impl Scene {
             region: Settings::REGION,
             intents: false,
             allow_shrink: false,
+            clock: device::Clock::system(),
         };
         let records = Arc::new(Dir::open(&state).unwrap());
         let disk = TrackedDisk::open(inner, records, settings, 0, true, false).unwrap();

@@ -25,6 +25,7 @@ const SET_BACK: u64 = 1_000_000_000;
 
 /// The time of the last served write, in a mapped file: the latest value outlives the process, a recent one a power cut.
 pub struct Served {
+    clock: Clock,
     file: Box<dyn StateFile>,
     mapping: Mapping,
     durable: AtomicU64,
@@ -32,7 +33,7 @@ pub struct Served {
 
 impl Served {
     /// Opens the stamp, making it where it is missing. What it holds from an earlier run is kept.
-    pub fn open(folder: &dyn Folder) -> io::Result<Served> {
+    pub fn open(folder: &dyn Folder, clock: Clock) -> io::Result<Served> {
         let file = folder.open(NAME, true)?;
         if file.len()? < 4096 {
             file.reserve(4096)?;
@@ -41,12 +42,12 @@ impl Served {
         }
         let mapping = file.map(4096)?;
         let durable = AtomicU64::new(mapping[NOTED].load(Relaxed));
-        Ok(Served { file, mapping, durable })
+        Ok(Served { clock, file, mapping, durable })
     }
 
     /// Notes that a write is about to go down, or has just come back. Every note differs from the one before.
     pub fn note(&self) {
-        let (word, now) = (&self.mapping[NOTED], Clock::now());
+        let (word, now) = (&self.mapping[NOTED], self.clock.now());
         match word.load(Relaxed) {
             last if last < now => raise(word, now),
             // A note from before the clock was set back would cover whatever others do until then.
@@ -64,7 +65,7 @@ impl Served {
 
     /// True if the clock was set back behind the last note.
     pub(crate) fn is_ahead(&self) -> bool {
-        self.last().saturating_sub(Clock::now()) > SET_BACK
+        self.last().saturating_sub(self.clock.now()) > SET_BACK
     }
 
     /// The image's time of change when it was last looked at, in nanoseconds since 1970; 0 if it never was.
@@ -128,18 +129,19 @@ mod tests {
     #[test]
     fn a_clock_that_was_set_back_takes_the_note_with_it() {
         let temp = tempfile::tempdir().unwrap();
-        let served = Served::open(&device::Dir::open(temp.path()).unwrap()).unwrap();
+        let folder = device::Dir::open(temp.path()).unwrap();
+        let served = Served::open(&folder, Clock::system()).unwrap();
         served.note();
         let first = served.last();
         served.note();
         assert!(served.last() > first, "every note differs");
-        served.mapping[NOTED].store(Clock::now() + 500_000_000, Relaxed);
+        served.mapping[NOTED].store(served.clock.now() + 500_000_000, Relaxed);
         let ahead = served.last();
         served.note();
         assert_eq!(served.last(), ahead + 1, "a small step shows as little as it can");
-        served.mapping[NOTED].store(Clock::now() + 3600 * 1_000_000_000, Relaxed);
+        served.mapping[NOTED].store(served.clock.now() + 3600 * 1_000_000_000, Relaxed);
         assert!(served.is_ahead());
         served.note();
-        assert!(!served.is_ahead() && served.last() <= Clock::now());
+        assert!(!served.is_ahead() && served.last() <= served.clock.now());
     }
 }

@@ -26,7 +26,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, RwLock};
 
-use device::{Disk, Done, Folder, Kind, Piece, Queue, Request};
+use device::{Clock, Disk, Done, Folder, Kind, Piece, Queue, Request};
 use extents::Bitmap;
 
 use crate::gate::Gate;
@@ -89,7 +89,7 @@ impl TrackError {
 }
 
 /// How to track.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Settings {
     /// Bytes a block: a power of two from 4096 to 1 MiB.
     pub block_size: u32,
@@ -100,6 +100,8 @@ pub struct Settings {
     pub intents: bool,
     /// A smaller disk than the record knows is meant.
     pub allow_shrink: bool,
+    /// What stamps the image.
+    pub clock: Clock,
 }
 
 impl Settings {
@@ -250,7 +252,8 @@ impl TrackedDisk {
         folder.sync().map_err(state("can't sync the folder"))?;
         let intents = Intents::create(&*folder, size, settings.region, settings.intents)
             .map_err(state("can't make the write-intent log"))?;
-        let served = Served::open(&*folder).map_err(state("can't make the stamp of the last write"))?;
+        let served = Served::open(&*folder, settings.clock.clone())
+            .map_err(state("can't make the stamp of the last write"))?;
         Ok(TrackedDisk {
             shared: Arc::new(Shared {
                 disk,

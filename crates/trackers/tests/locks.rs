@@ -156,7 +156,13 @@ fn no_writer_waits_for_one_who_waits_for_the_writers() {
     let seconds = if std::env::var_os("DSYNC_SOAK").is_some() { 60 } else { 3 };
     let temp = tempfile::tempdir().unwrap();
     let folder: Arc<dyn Folder> = Arc::new(Dir::open(temp.path()).unwrap());
-    let settings = Settings { block_size: BLOCK as u32, region: REGION, intents: true, allow_shrink: false };
+    let settings = Settings {
+        block_size: BLOCK as u32,
+        region: REGION,
+        intents: true,
+        allow_shrink: false,
+        clock: device::Clock::system(),
+    };
     let ram = Arc::new(RamDisk::new(REGIONS * REGION));
     let disk = TrackedDisk::open(Arc::new(Polled(ram)), folder, settings, 0, true, false).unwrap();
     let mut watch = Watch { stop: Arc::default(), threads: Vec::new() };

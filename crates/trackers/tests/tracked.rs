@@ -13,7 +13,13 @@ use trackers::{Saved, Settings, TrackedDisk};
 const BLOCK: u64 = 4096;
 
 fn settings() -> Settings {
-    Settings { block_size: BLOCK as u32, region: Settings::REGION, intents: true, allow_shrink: false }
+    Settings {
+        block_size: BLOCK as u32,
+        region: Settings::REGION,
+        intents: true,
+        allow_shrink: false,
+        clock: device::Clock::system(),
+    }
 }
 
 fn open(disk: Arc<dyn Disk>, folder: &Arc<dyn Folder>, last_epoch: u64) -> TrackedDisk {

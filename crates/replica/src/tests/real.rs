@@ -302,9 +302,10 @@ fn a_kill_is_trusted_and_a_foreign_write_after_it_is_not() {
                     power.crash(Keep::KeepAll, Keep::KeepAll, 0).unwrap();
                     let began = rebooted.then(|| {
                         // A file is stamped by the tick before.
-                        std::thread::sleep(Duration::from_nanos(2 * Clock::tick()));
-                        let began = Clock::now();
-                        std::thread::sleep(Duration::from_nanos(2 * Clock::tick()));
+                        let clock = Clock::system();
+                        std::thread::sleep(Duration::from_nanos(2 * clock.tick()));
+                        let began = clock.now();
+                        std::thread::sleep(Duration::from_nanos(2 * clock.tick()));
                         began
                     });
                     if !path.exists() {

@@ -21,7 +21,7 @@ use crate::error::{Class, SyncError};
 use crate::pipeline::Stages;
 use crate::push::{Options, Progress, Summary};
 
-/// How often who waits looks at the world.
+/// How often who waits looks at the world, where the user grants no shorter lag.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// Between two attempts to reach the other side, at first and at most.
 const FIRST_RETRY: Duration = Duration::from_millis(500);
@@ -46,6 +46,12 @@ pub struct MirrorOptions {
     pub there: Stages,
     /// How often an epoch ends: after a crash of the source, what was written since is sent again.
     pub epoch_every: Duration,
+}
+
+impl MirrorOptions {
+    fn look_every(&self) -> Duration {
+        LOOK_EVERY.min(self.batching.rpo)
+    }
 }
 
 /// What happens, to be told.
@@ -196,7 +202,7 @@ impl Mirror<'_> {
     /// Sleeps until then, or until the word to stop.
     fn rest_until(&self, until: Instant) {
         while Instant::now() < until && !self.stop.load(SeqCst) {
-            std::thread::sleep(LOOK_EVERY);
+            std::thread::sleep(self.options.look_every());
         }
     }
 }

@@ -127,7 +127,7 @@ impl<'a> Session<'a> {
     /// Waits a little, or until something happens.
     fn wait(&self, least: Duration) {
         let state = self.state();
-        let waited = self.changed.wait_timeout(state, least.min(LOOK_EVERY));
+        let waited = self.changed.wait_timeout(state, least.min(self.options.look_every()));
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 
@@ -395,7 +395,7 @@ impl<'a> Session<'a> {
                     return Ok(());
                 }
             }
-            let message = match self.receiver.recv_within(LOOK_EVERY)? {
+            let message = match self.receiver.recv_within(self.options.look_every())? {
                 Heard::Message(message) => message,
                 Heard::Goodbye => {
                     return Err(SyncError::Far {
