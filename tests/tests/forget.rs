@@ -79,6 +79,9 @@ fn what_is_forgotten_is_gone_and_what_is_in_use_is_not_forgotten() {
     forget(&scene, &["vm", "backup"]).ok();
     forget(&scene, &["vm", "backup"]).output().says(&["backup"]);
     forget(&scene, &["vm"]).code(4).says(&["served"]);
+    let told = forget(&scene, &["-n", "vm"]).ok().summary();
+    assert!(told["cost"].as_str().is_some_and(|cost| cost.contains("stop its server first")), "{told}");
+    assert_eq!(sources(&scene.site), 1, "a dry run forgot it");
 
     // The source: nothing happens to its disk, and its replica says what it takes to go on.
     scene.stop();

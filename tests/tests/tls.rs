@@ -387,7 +387,7 @@ fn wrong_usage_names_the_way_out() {
     }
     site.dsync(["key", "trust", "backup", "ssh-ed25519 AAAA"]).code(1).says(&["is no key"]);
     site.dsync(["key", "forget", "nobody"]).code(1).says(&["nobody"]);
-    site.dsync(["key", "trust", "backup", &key(&site), "--expires", "soon"]).code(2).says(&["is no time"]);
+    site.dsync(["key", "trust", "backup", &key(&site), "--expires", "soon"]).code(2).says(&["invalid time"]);
     let json = site.dsync(["key", "--json"]).ok().summary();
     assert!(key(&site).starts_with(json["key"].as_str().expect("a key")));
     let mode = std::os::unix::fs::PermissionsExt::mode(

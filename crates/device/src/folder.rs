@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use rustix::fs::{AtFlags, Mode, OFlags, openat, renameat, unlinkat};
+use rustix::fs::{AtFlags, Mode, OFlags, openat, renameat, statat, unlinkat};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
@@ -133,8 +133,12 @@ impl Dir {
 impl Folder for Dir {
     fn open(&self, name: &str, create: bool) -> io::Result<Box<dyn StateFile>> {
         let flags = if create { OFlags::RDWR | OFlags::CREATE } else { OFlags::RDWR };
-        let file = openat(&self.held, name, flags | OFlags::CLOEXEC, Mode::from_raw_mode(0o666))?;
-        Ok(Box::new(RealFile { file: file.into() }))
+        let open = |flags| openat(&self.held, name, flags | OFlags::CLOEXEC, Mode::from_raw_mode(0o666));
+        let opened = open(flags);
+        // What is only read need not be refused.
+        let read_only = !create && matches!(opened, Err(Errno::ROFS));
+        let file = if read_only { open(OFlags::RDONLY)? } else { opened? };
+        Ok(Box::new(RealFile { file: file.into(), read_only }))
     }
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {
         Ok(renameat(&self.held, from, &self.held, to)?)
@@ -142,6 +146,11 @@ impl Folder for Dir {
     fn remove(&self, name: &str) -> io::Result<()> {
         match unlinkat(&self.held, name, AtFlags::empty()) {
             Err(Errno::NOENT) => Ok(()),
+            // The kernel asks this before it looks for the name.
+            Err(Errno::ROFS) => match statat(&self.held, name, AtFlags::SYMLINK_NOFOLLOW) {
+                Err(Errno::NOENT) => Ok(()),
+                _ => Err(Errno::ROFS.into()),
+            },
             other => Ok(other?),
         }
     }
@@ -161,7 +170,7 @@ impl Folder for Dir {
         &self.path
     }
     fn modified(&self, name: &str) -> Option<u64> {
-        let found = rustix::fs::statat(&self.held, name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
+        let found = statat(&self.held, name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
         u64::try_from(found.st_mtime)
             .ok()?
             .checked_mul(1_000_000_000)?
@@ -175,6 +184,14 @@ impl Folder for Dir {
 
 struct RealFile {
     file: File,
+    /// Its file system is mounted read-only.
+    read_only: bool,
+}
+
+impl RealFile {
+    fn writable(&self) -> io::Result<()> {
+        if self.read_only { Err(Errno::ROFS.into()) } else { Ok(()) }
+    }
 }
 
 impl StateFile for RealFile {
@@ -185,12 +202,15 @@ impl StateFile for RealFile {
         self.file.read_exact_at(buf, offset)
     }
     fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        self.writable()?;
         self.file.write_all_at(buf, offset)
     }
     fn set_len(&self, len: u64) -> io::Result<()> {
+        self.writable()?;
         self.file.set_len(len)
     }
     fn reserve(&self, len: u64) -> io::Result<()> {
+        self.writable()?;
         if len == 0 {
             return Ok(());
         }
@@ -216,6 +236,7 @@ impl StateFile for RealFile {
         if failed != 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
     fn map(&self, len: u64) -> io::Result<Mapping> {
+        self.writable()?;
         Mapping::new(&self.file, len)
     }
     fn write_back(&self, offset: u64, len: u64) {

@@ -30,7 +30,12 @@ impl FolderLock {
     pub fn of(folder: &Dir) -> io::Result<Result<FolderLock, String>> {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC;
         loop {
-            let mut file: File = openat(folder.held(), Self::NAME, flags, Mode::from_raw_mode(0o666))?.into();
+            let opened = openat(folder.held(), Self::NAME, flags, Mode::from_raw_mode(0o666));
+            let mut file: File = match opened {
+                Ok(file) => file.into(),
+                Err(Errno::ROFS) => return FolderLock::read_only(folder),
+                Err(e) => return Err(e.into()),
+            };
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
                 Err(Errno::WOULDBLOCK) => return Ok(Err(holder(&mut file)?)),
@@ -49,6 +54,20 @@ impl FolderLock {
                 let _ = write!(file, "{} (process {} on {host})", program.trim(), std::process::id());
                 return Ok(Ok(FolderLock { file, folder: folder.clone() }));
             }
+        }
+    }
+
+    /// On a file system that is mounted read-only, where a file can be locked but not made: the folder stands in for it.
+    fn read_only(folder: &Dir) -> io::Result<Result<FolderLock, String>> {
+        let open = |name| openat(folder.held(), name, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
+        let mut file: File = match open(Self::NAME) {
+            Err(Errno::NOENT) => open(".")?.into(),
+            opened => opened?.into(),
+        };
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Ok(FolderLock { file, folder: folder.clone() })),
+            Err(Errno::WOULDBLOCK) => Ok(Err(holder(&mut file).unwrap_or_else(|_| "another process".into()))),
+            Err(e) => Err(e.into()),
         }
     }
 

@@ -56,7 +56,7 @@ fn source(place: &Path, about: &About, dry_run: bool, state: &StateDir, output: 
     let mut cost = Vec::new();
     if !replicas.is_empty() {
         cost.push(format!(
-            "its replicas ({replicas}) become replicas of a source that is not known, and need --adopt"
+            "its replicas ({replicas}) lose their source: the next \"dsync sync\" to each needs --adopt and compares everything"
         ));
     }
     if !readers.is_empty() {
@@ -65,7 +65,11 @@ fn source(place: &Path, about: &About, dry_run: bool, state: &StateDir, output: 
     if cost.is_empty() {
         cost.push("no replica and no checkpoint depends on it".into());
     }
-    source::forget_source(state, place, about, dry_run)?;
+    if !dry_run {
+        source::forget_source(state, place, about)?;
+    } else if let Some(first) = source::in_use(place, about)? {
+        cost.push(first);
+    }
     Forgotten { kind: "source", path: &about.path, bookmark: None, cost: cost.join("; "), dry_run }
         .say(output);
     Ok(())
@@ -78,7 +82,7 @@ pub fn bookmark(what: &str, name: &str, dry_run: bool, state: &StateDir, output:
         source::forget_bookmark(&place, &about, name)?;
     } else if !Bookmarks::read(&device::Dir::open(&place)?)?.0.contains_key(name) {
         bail!(SourceError::Unknown(format!(
-            "{} has no checkpoint or replica \"{name}\": \"dsync status\" lists them",
+            "{} has no checkpoint or replica \"{name}\": \"dsync status {0}\" lists them",
             about.path.display()
         )));
     }
@@ -113,7 +117,7 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
         None => "stays as it is".to_owned(),
     };
     let cost =
-        format!("the file {state}; a sync to it is refused, but with --adopt, which compares all of it");
+        format!("the file {state}; the next \"dsync sync\" to it needs --adopt and compares everything");
     if !args.dry_run {
         replica.disown()?;
     }

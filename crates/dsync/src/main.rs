@@ -45,7 +45,7 @@ fn main() -> ExitCode {
         }
     };
     // Bad usage ends here, with clap's own message and code 2.
-    let cli = Cli::parse_from(words);
+    let cli = Cli::try_parse_from(&words).unwrap_or_else(|error| bad_usage(error, &words));
     let output = Output::new(&cli);
     let output = match cli.command {
         Command::Extract(_) | Command::Combine(_) => output.on_stderr(),
@@ -62,6 +62,20 @@ fn main() -> ExitCode {
             ExitCode::from(code)
         }
     }
+}
+
+/// Options whose value may be omitted, so that it must follow a `=`.
+const OPTIONAL_VALUES: [&str; 2] = ["--compress", "--digests"];
+
+/// Ends the program with the parser's message. A value that was meant for an option, and was taken for a path, is named.
+fn bad_usage(error: clap::Error, words: &[OsString]) -> ! {
+    let mut pairs = words.windows(2).filter_map(|pair| Some((pair[0].to_str()?, pair[1].to_str()?)));
+    let meant = pairs.find(|(option, value)| OPTIONAL_VALUES.contains(option) && !value.starts_with('-'));
+    if let (clap::error::ErrorKind::UnknownArgument, Some((option, value))) = (error.kind(), meant) {
+        eprintln!("error: the value of {option} follows a \"=\": {option}={value}");
+        std::process::exit(failure::USAGE.into());
+    }
+    error.exit()
 }
 
 /// Called as `dmextract` or `dmmerge` the program takes the arguments that the paper gives them: one name.

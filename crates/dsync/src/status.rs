@@ -110,7 +110,10 @@ fn source_status(place: &Path, about: About, output: &Output) -> Result<()> {
         None => None,
     };
     let block_size = about.block_size;
-    let blocks = || extents::Bitmap::new(size.unwrap_or(0).div_ceil(u64::from(block_size)));
+    // The server has its disk open, wherever the path leads now.
+    let served_size = served.as_ref().map(|served| served.size).filter(|size| *size > 0);
+    let tracked = served_size.or(size).unwrap_or(about.identity.size);
+    let blocks = || extents::Bitmap::new(tracked.div_ceil(u64::from(block_size)));
     let written = blocks();
     let unknown = source::written_since(place, &about, &history, &written)?;
     let lacks = |replica: String, bookmark: Bookmark| {
@@ -142,16 +145,65 @@ fn source_status(place: &Path, about: About, output: &Output) -> Result<()> {
         checkpoints,
     };
     say(&status, output);
+    if output.is_verbose() {
+        say_epochs(
+            &status.epochs,
+            |since, upto| {
+                let changed = blocks();
+                history.changes_between(since, upto, block_size, &changed).ok()?;
+                Some(changed.count().saturating_mul(block_size.into()))
+            },
+            output,
+        );
+    }
     output.summary(&status);
     Ok(())
 }
 
+/// The history, an entry a line. `changed` counts the bytes that changed between two epochs, where that is known.
+fn say_epochs(
+    epochs: &[source::EpochInfo],
+    changed: impl Fn(&delta::Epoch, &delta::Epoch) -> Option<u64>,
+    output: &Output,
+) {
+    for (at, entry) in epochs.iter().enumerate() {
+        let number = entry.epoch.number;
+        let numbers = if entry.first == number {
+            format!("epoch {number}")
+        } else {
+            format!("epochs {} to {number}", entry.first)
+        };
+        let before = at.checked_sub(1).map(|before| &epochs[before].epoch);
+        let what = match (&entry.lost, before.and_then(|before| changed(before, &entry.epoch))) {
+            (Some(why), _) => format!("changes not known ({why})"),
+            (None, Some(bytes)) => format!("{} changed", units::size(bytes)),
+            (None, None) => "changes not known".to_owned(),
+        };
+        output.say(&format!("  {numbers}, {}: {what}", device::moment(entry.time)));
+    }
+}
+
+/// What to do about a source that is not where it was.
+fn missing(status: &SourceStatus) -> String {
+    let path = status.path.display();
+    match status.served {
+        Some(_) => {
+            format!("{path} was moved or deleted while it is served: name its new path to \"dsync sync\"")
+        }
+        None => format!(
+            "{path} does not exist: mount its file system or attach its disk; if it was moved, name its new path to \"dsync \
+             sync\"; if it is gone for good: dsync forget {path}"
+        ),
+    }
+}
+
 fn say(status: &SourceStatus, output: &Output) {
-    let size = status.size.map_or_else(|| "not there".to_owned(), units::size);
+    let size = status.size.map_or_else(|| "not at this path".to_owned(), units::size);
     output.say(&format!(
-        "source {} ({size}, blocks of {})",
+        "source {} ({size}, blocks of {}), id {}",
         status.path.display(),
-        units::size(status.block_size.into())
+        units::size(status.block_size.into()),
+        status.uuid
     ));
     match &status.served {
         Some(served) => {
@@ -180,9 +232,15 @@ fn say(status: &SourceStatus, output: &Output) {
         }
         None => output.say("  not served"),
     }
-    match status.epoch {
-        Some(epoch) => output.say(&format!("  at epoch {epoch}")),
-        None => output.say("  no checkpoint yet"),
+    if status.size.is_none() {
+        output.say(&format!("  {}", missing(status)));
+    }
+    match (status.epoch, status.epochs.first()) {
+        (Some(epoch), Some(first)) if first.first < epoch => {
+            output.say(&format!("  at epoch {epoch}, with a history since epoch {}", first.first));
+        }
+        (Some(epoch), _) => output.say(&format!("  at epoch {epoch}")),
+        (None, _) => output.say("  no checkpoint yet"),
     }
     for replica in &status.replicas {
         let lacks = match (replica.blocks, &replica.why) {
@@ -246,10 +304,8 @@ fn replica(
         && !absolute.exists()
         && replica::inspect(&absolute, &options).map_or(true, |l| l.is_none())
     {
-        bail!(source::SourceError::Unknown(format!(
-            "{} is neither a source that is followed here nor a replica: \"dsync status\" alone lists the sources",
-            path.display()
-        )));
+        let replica = no_replica(&absolute, state)?;
+        bail!(source::SourceError::Unknown(format!("{replica} (\"dsync status\" lists the sources)")));
     }
     let replica = match Replica::open(&absolute, &options) {
         Err(replica::ReplicaError::Busy { holder, .. }) if !recovering => {
@@ -262,7 +318,7 @@ fn replica(
     };
     let standing = replica.standing();
     if standing.source.is_none() && standing.positions.is_empty() {
-        bail!(source::SourceError::Unknown(format!("there is no replica at {}", path.display())));
+        bail!(source::SourceError::Unknown(no_replica(&absolute, state)?));
     }
     let status = ReplicaStatus {
         kind: "replica",
@@ -301,6 +357,24 @@ fn replica(
     Ok(())
 }
 
+/// That no replica is at a path, and what is known of one that was.
+fn no_replica(path: &Path, state: &StateDir) -> Result<String> {
+    let name = path.display().to_string();
+    for (place, about) in state.survey()?.sources {
+        let bookmarks = Bookmarks::read(&device::Dir::open(&place)?)?;
+        if let Some(known) = bookmarks.0.get(&name) {
+            return Ok(format!(
+                "the replica at {name} is missing: it was last synced on {}, to epoch {}, from {}. If its file system is not \
+                 mounted or its disk not attached, bring it back and run again",
+                device::moment(known.time),
+                known.epoch.number,
+                about.path.display()
+            ));
+        }
+    }
+    Ok(format!("no replica at {name}: check the path, and that its file system is mounted"))
+}
+
 /// What is written down of a replica that somebody uses at this moment, or that became a disk of its own.
 fn written_down(
     path: std::path::PathBuf,
@@ -326,7 +400,7 @@ fn written_down(
         }
     }
     if let Some(promoted) = &promoted {
-        output.say(&format!("  it {promoted}: a sync to it is refused without --adopt"));
+        output.say(&format!("  it {promoted}: \"dsync sync\" to it is refused; with --adopt it overwrites what was written here"));
     }
     output.summary(&ReplicaStatus {
         kind: "replica",

@@ -215,7 +215,7 @@ const SHOWN: usize = 20;
 pub fn list(what: &str, extents: &Extents, output: &Output) {
     let shown = if output.is_verbose() { Extents::LISTED } else { SHOWN };
     for extent in extents.list.iter().take(shown) {
-        output.say(&format!("{what}: {} bytes at byte {}", extent.bytes, extent.offset));
+        output.say(&format!("{what}: {} at byte {}", device::exact_size(extent.bytes), extent.offset));
     }
     let rest = extents.extents.saturating_sub(shown.min(extents.list.len()) as u64);
     if rest > 0 {

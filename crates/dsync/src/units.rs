@@ -2,6 +2,8 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+pub use device::human_size as size;
+
 use crate::failure::Failure;
 
 /// Reads `4096`, `4K`, `4KiB`, `1.5M`, `10MB` (of 1000) …; bytes.
@@ -9,7 +11,7 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(split);
-    let wrong = || format!("\"{text}\" is no size: write 4096, 4K, 1.5M or 2GiB");
+    let wrong = || format!("invalid size \"{text}\": use a form like 4096, 4K, 1.5M or 2GiB");
     let number: f64 = number.parse().map_err(|_| wrong())?;
     let unit = unit.trim().trim_end_matches("/s");
     let scale = |base: f64| -> Option<f64> {
@@ -39,14 +41,14 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
 /// Refuses rates of nothing.
 pub fn check_rates(rates: &[(&str, Option<u64>)]) -> Result<(), Failure> {
     match rates.iter().find(|(_, rate)| *rate == Some(0)) {
-        Some((name, _)) => Err(Failure::usage(format!("{name} takes a rate above zero, such as 10M"))),
+        Some((name, _)) => Err(Failure::usage(format!("{name} needs a rate above zero, such as 10M"))),
         None => Ok(()),
     }
 }
 
 /// Reads `OFFSET:LEN`, both as [`parse_size`] does; the range of bytes.
 pub fn parse_range(text: &str) -> Result<std::ops::Range<u64>, String> {
-    let wrong = || format!("\"{text}\" is no range: write OFFSET:LEN, such as 1G:64M");
+    let wrong = || format!("invalid range \"{text}\": use OFFSET:LEN, such as 1G:64M");
     let (offset, len) = text.split_once(':').ok_or_else(wrong)?;
     let (offset, len) = (parse_size(offset)?, parse_size(len)?);
     let end = offset.checked_add(len).filter(|_| len > 0).ok_or_else(wrong)?;
@@ -55,7 +57,7 @@ pub fn parse_range(text: &str) -> Result<std::ops::Range<u64>, String> {
 
 /// Reads `30ms`, `1.5s`, `2m` or `1h`.
 pub fn parse_time(text: &str) -> Result<Duration, String> {
-    let wrong = || format!("\"{text}\" is no time: write 30ms, 5s, 2m or 1h");
+    let wrong = || format!("invalid time \"{text}\": use a form like 30ms, 5s, 2m or 1h");
     let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').ok_or_else(wrong)?;
     let number: f64 = text[..split].parse().map_err(|_| wrong())?;
     let scale = match text[split..].trim() {
@@ -67,7 +69,7 @@ pub fn parse_time(text: &str) -> Result<Duration, String> {
     };
     let seconds = number * scale;
     if !(1e-3..=1e6).contains(&seconds) {
-        return Err(format!("\"{text}\" is no time between 1ms and 277h"));
+        return Err(format!("time \"{text}\" is out of range: give 1ms to 277h"));
     }
     Ok(Duration::from_secs_f64(seconds))
 }
@@ -75,10 +77,10 @@ pub fn parse_time(text: &str) -> Result<Duration, String> {
 /// Reads how long a peer may be silent: a time, or a number of seconds.
 pub fn parse_timeout(text: &str) -> Result<Duration, String> {
     let plain = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    let time = if plain { parse_time(&format!("{text}s"))? } else { parse_time(text)? };
-    match (Duration::from_secs(1)..=Duration::from_secs(3600)).contains(&time) {
-        true => Ok(time),
-        false => Err(format!("\"{text}\" is not a time from 1s to 1h")),
+    let seconds = if plain { text.parse().ok().map(Duration::from_secs) } else { Some(parse_time(text)?) };
+    match seconds.filter(|time| (Duration::from_secs(1)..=Duration::from_secs(3600)).contains(time)) {
+        Some(time) => Ok(time),
+        None => Err("give a time from 1s to 1h, such as 30s; the timeout cannot be turned off".to_owned()),
     }
 }
 
@@ -86,13 +88,14 @@ pub fn parse_timeout(text: &str) -> Result<Duration, String> {
 pub fn parse_factor(text: &str) -> Result<f64, String> {
     match text.parse() {
         Ok(factor) if (0.0..=1.0).contains(&factor) => Ok(factor),
-        _ => Err(format!("\"{text}\" is no number from 0 to 1")),
+        _ => Err(format!("invalid factor \"{text}\": give a number from 0 to 1")),
     }
 }
 
 /// Reads `90d`, `12h` from now on, or a date; seconds since 1970.
 pub fn parse_expiry(text: &str) -> Result<u64, String> {
-    let wrong = || format!("\"{text}\" is no time: write 90d, 12h, or a date such as 2027-03-01");
+    let wrong =
+        || format!("invalid time \"{text}\": use a form like 90d or 12h, or a date such as 2027-03-01");
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
     for (unit, seconds) in [('d', DAY), ('h', 3600), ('m', 60), ('s', 1)] {
         if let Some(count) = text.strip_suffix(unit) {
@@ -131,26 +134,6 @@ pub fn date(time: u64) -> String {
     }
     let month = (1..=12).rev().find(|month| day_number(year, *month, 1) <= day).unwrap_or(1);
     format!("{year:04}-{month:02}-{:02}", day - day_number(year, month, 1) + 1)
-}
-
-/// `1.4 GiB`.
-pub fn size(bytes: u64) -> String {
-    const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
-    let mut value = bytes as f64;
-    let mut unit = 0;
-    while value >= 1024.0 && unit < UNITS.len() - 1 {
-        value /= 1024.0;
-        unit += 1;
-    }
-    if unit == 0 {
-        format!("{bytes} B")
-    } else if value < 10.0 {
-        format!("{value:.2} {}", UNITS[unit])
-    } else if value < 100.0 {
-        format!("{value:.1} {}", UNITS[unit])
-    } else {
-        format!("{value:.0} {}", UNITS[unit])
-    }
 }
 
 /// `0.42 s`, `3 min 5 s`, `2 h 10 min`.
@@ -265,10 +248,6 @@ mod tests {
 
     #[test]
     fn figures_are_written_as_people_read_them() {
-        assert_eq!(size(0), "0 B");
-        assert_eq!(size(1536), "1.50 KiB");
-        assert_eq!(size(43 << 20), "43.0 MiB");
-        assert_eq!(size(u64::MAX), "16.0 EiB");
         assert_eq!(seconds(0.421), "0.42 s");
         assert_eq!(seconds(185.0), "3 min 5 s");
         assert_eq!(seconds(7800.0), "2 h 10 min");

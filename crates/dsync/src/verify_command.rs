@@ -71,7 +71,7 @@ fn say(verified: &Verified, output: &Output) {
         ));
     }
     if let Some(size) = verified.wrong_size {
-        output.say(&format!("differs: it has {size} bytes"));
+        output.say(&format!("differs: its size is {}", device::exact_size(size)));
     }
     list("differs", &verified.differing, output);
     list("can't be read at the source", &verified.unreadable, output);

@@ -43,8 +43,10 @@ pub enum Error {
         said: String,
     },
     /// The host was reached, and the command ended before it said a word.
-    #[error("\"{command}\" on {host} failed ({status}){}", because(.said))]
+    #[error("{}", command_failed(.rsh, .command, .host, .status, .said))]
     Command {
+        /// The remote shell's name, as a user would type it.
+        rsh: String,
         /// The command that was asked for.
         command: String,
         /// The host, as it was given.
@@ -261,6 +263,17 @@ impl Error {
                 | Error::Pinned { .. }
         )
     }
+}
+
+/// Where neither the shell nor the command wrote a word, the shell is what to look at first.
+fn command_failed(rsh: &str, command: &str, host: &str, status: &str, said: &str) -> String {
+    if said.is_empty() {
+        return format!(
+            "the remote shell \"{rsh}\" ended ({status}) without an answer from dsync on {host}: run \"{rsh} {host} {command}\" \
+             by hand to see why, or name another remote shell with --rsh"
+        );
+    }
+    format!("\"{command}\" on {host} failed ({status}): {said}")
 }
 
 fn because(why: &str) -> String {

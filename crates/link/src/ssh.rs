@@ -148,7 +148,7 @@ impl Carrier for Remote {
             Some(127) => {
                 Error::Absent { program: self.command.first().cloned().unwrap_or_default(), host, said }
             }
-            Some(_) => Error::Command { command: self.command.join(" "), host, status, said },
+            Some(_) => Error::Command { rsh, command: self.command.join(" "), host, status, said },
         }
     }
 }
@@ -320,6 +320,8 @@ mod tests {
             fails("echo no disk >&2; exit 1", &["dsync", "receive"]).to_string(),
             "\"dsync receive\" on backup failed (exit 1): no disk"
         );
+        let silent = fails("exit 1", &["dsync", "receive"]).to_string();
+        assert!(silent.starts_with("the remote shell \"sh\" ended (exit 1) without an answer"), "{silent}");
         assert!(
             matches!(fails("echo Welcome; sleep 100", &["dsync"]), Error::NotDsync { said, .. } if said == "Welcome")
         );

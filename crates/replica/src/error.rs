@@ -17,10 +17,10 @@ pub enum ReplicaError {
         holder: String,
     },
     /// Something stands at the place that was never a replica.
-    #[error("{} exists but is not a dsync replica: choose another path, or pass --adopt to compare it in full and take it over", .0.display())]
+    #[error("{} exists but is not a dsync replica: choose another path, or run \"dsync sync --adopt SRC {}\", which compares it in full and overwrites what differs", .0.display(), .0.display())]
     NotAReplica(PathBuf),
     /// A file was taken over to be proven, and the compare did not come to its end.
-    #[error("the adoption of {} was interrupted before all of it was compared: run \"dsync sync --adopt\" again, which compares it in full", .0.display())]
+    #[error("the adoption of {} was interrupted before all of it was compared: run \"dsync sync --adopt SRC {}\" again, which compares it in full", .0.display(), .0.display())]
     Unproven(PathBuf),
     /// A replica's file was moved, and its state was not.
     #[error("{} is the replica that was at {}, moved without its state: move {} to {} as well", path.display(), was.display(), from.display(), to.display())]
@@ -39,7 +39,8 @@ pub enum ReplicaError {
     PartialTaken(PathBuf),
     /// The destination is not as the last commit left it.
     #[error("replica {} was modified outside dsync since its last commit ({why}): find out who writes there first; \"dsync verify\" \
-             tells what differs and changes nothing, \"dsync sync --adopt\" overwrites those changes with the source", path.display())]
+             tells what differs and changes nothing, \"dsync sync --adopt SRC {}\" overwrites those changes with the source",
+             path.display(), path.display())]
     Changed {
         /// The destination.
         path: PathBuf,
@@ -71,7 +72,7 @@ pub enum ReplicaError {
         way_out: String,
     },
     /// The delta is of another source.
-    #[error("replica {} is of source {has}, the delta of source {given}: give the right destination", path.display())]
+    #[error("replica {} is a copy of source {has}, but the delta is of source {given}: give the right destination", path.display())]
     WrongSource {
         /// The destination.
         path: PathBuf,
@@ -91,17 +92,17 @@ pub enum ReplicaError {
         given: String,
     },
     /// The delta does not fit what the replica holds.
-    #[error("replica {} {has}, {given}: run \"dsync sync\" again", path.display())]
+    #[error("replica {} {has}, {given}", path.display())]
     WrongEpoch {
         /// The destination.
         path: PathBuf,
         /// Where it stands.
         has: String,
-        /// What the delta needs.
+        /// What the delta needs, and the way out.
         given: String,
     },
     /// The sizes don't fit.
-    #[error("replica {} holds {has} bytes, {given}", path.display())]
+    #[error("replica {} holds {}, {given}", path.display(), device::exact_size(*has))]
     WrongSize {
         /// The destination.
         path: PathBuf,
@@ -125,7 +126,7 @@ pub enum ReplicaError {
     #[error("{0}")]
     Refused(String),
     /// No space.
-    #[error("no space {place}: free {} and run again ({state})", missing.map_or("some".into(), |m| format!("at least {m} bytes")))]
+    #[error("no space left {place}; {state}: free {} and run again", missing.map_or("some".into(), |m| format!("at least {}", device::human_size(m))))]
     Full {
         /// For what, and where.
         place: String,
@@ -138,7 +139,7 @@ pub enum ReplicaError {
     #[error(transparent)]
     Device(#[from] device::DeviceError),
     /// A call failed.
-    #[error("can't {what} {}: {error}", path.display())]
+    #[error("can't {what} {}: {error}{}", path.display(), way_out(error))]
     Io {
         /// What was tried, as a verb.
         what: &'static str,
@@ -161,6 +162,14 @@ impl ReplicaError {
             ReplicaError::Device(e) => e.is_refusal(),
             _ => true,
         }
+    }
+}
+
+fn way_out(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::ReadOnlyFilesystem => ": its file system is mounted read-only: remount it for writing",
+        io::ErrorKind::PermissionDenied => ": run as a user who may do this, or change its owner or mode",
+        _ => "",
     }
 }
 

@@ -168,7 +168,7 @@ pub(crate) fn damaged(path: &std::path::Path, why: String) -> ReplicaError {
     ReplicaError::Damaged {
         path: path.to_path_buf(),
         why,
-        way_out: "the replica may be half merged, compare it anew with --adopt".into(),
+        way_out: "the replica may be half merged: \"dsync sync --adopt SRC DST\" compares all of it with its source and overwrites what differs".into(),
     }
 }
 

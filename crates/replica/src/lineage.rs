@@ -188,10 +188,12 @@ impl Lineage {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(e) => return Err(io_error("open", &path)(e)),
         };
-        let damaged = |why: String| ReplicaError::Damaged {
+        let damaged = |why: String| {
+            ReplicaError::Damaged {
             path: path.clone(),
             why,
-            way_out: "move the folder away and compare the replica anew with --adopt".into(),
+            way_out: "move the folder away, then run \"dsync sync --adopt SRC DST\", which compares all of the replica with its source and overwrites what differs".into(),
+        }
         };
         let len = file.len().map_err(io_error("read", &path))?;
         if len > 1 << 20 {

@@ -158,9 +158,17 @@ impl Place for FilePlace {
     }
 
     fn open(&self, which: Which) -> Result<Arc<dyn Disk>> {
-        let options = device::Options { write: true, direct: true, exclusive: false };
+        let mut options = device::Options { write: true, direct: true, exclusive: false };
         let path = self.path.with_file_name(self.name(which));
-        let file = self.file(which, OFlags::RDWR).map_err(io_error("open", &path))?;
+        let file = match self.file(which, OFlags::RDWR) {
+            // To be compared it is only read.
+            Err(e) if e.kind() == io::ErrorKind::ReadOnlyFilesystem => {
+                options.write = false;
+                self.file(which, OFlags::RDONLY)
+            }
+            opened => opened,
+        };
+        let file = file.map_err(io_error("open", &path))?;
         Ok(device::adopt(file, &path, &options)?)
     }
 

@@ -171,7 +171,10 @@ impl Replica {
             Some(held) => format!("holds {} frames of an interrupted delta {}", held.frames, held.stream),
             None => "holds no interrupted delta".into(),
         };
-        let given = format!("the delta goes on from {} frames of {}", resumes.frames, resumes.stream);
+        let given = format!(
+            "the delta continues one of {} frames, {}: run \"dsync sync\" again",
+            resumes.frames, resumes.stream
+        );
         Err(ReplicaError::WrongEpoch { path: self.path().to_path_buf(), has, given })
     }
 

@@ -240,7 +240,7 @@ fn refuse_others_state(lineage: &Lineage, path: &Path, folder: &Path, options: &
     if let (Some(had), Some(has)) = (had, &has) {
         return Err(ReplicaError::Refused(format!(
             "{} holds the state of a replica on the disk {had}, and {} is the disk {has}: attach that one, give this one a \
-             folder of its own with --journal-dir, or pass --adopt to overwrite it with a replica",
+             folder of its own with --journal-dir, or pass --adopt to \"dsync sync\", which overwrites {1} with a replica",
             folder.display(),
             path.display()
         )));
@@ -905,7 +905,10 @@ impl Replica {
             return Err(ReplicaError::WrongSize {
                 path: path(),
                 has: capacity,
-                given: format!("the source has {}: give a device at least that large", header.size_after),
+                given: format!(
+                    "the source has {}: give a device at least that large",
+                    device::exact_size(header.size_after)
+                ),
             });
         }
         let source = lineage.source.or(lineage.step.as_ref().map(|s| s.toward.source));
@@ -921,11 +924,11 @@ impl Replica {
         let refused = |has: String, given: String| Err(ReplicaError::WrongEpoch { path: path(), has, given });
         if let Some(binds) = header.binds {
             if binds != self.nonce() {
-                let given = "the delta was made for another state of it".into();
+                let given = "the delta was made for another state of it: run \"dsync sync\" again".into();
                 return refused("has moved on".into(), given);
             }
             if !compared && self.positions().iter().any(|p| p.epoch.is_none()) {
-                return refused("is not proven yet".into(), "only a compare can do that".into());
+                return refused(UNVERIFIED.into(), "so only \"dsync sync\" can update it".into());
             }
         } else if header.resumes.is_none() {
             let fresh = lineage.epoch.is_none() && self.is_free();
@@ -943,10 +946,12 @@ impl Replica {
                 if fresh {
                     return Err(ReplicaError::Unseeded { path: path(), has: has.into(), given: wants });
                 }
-                return refused(has.into(), wants);
+                return refused(has.into(), format!("{wants}: complete it first, with \"dsync sync\""));
             };
             for position in self.positions() {
-                let Some(at) = position.epoch else { return refused("is not proven yet".into(), wants) };
+                let Some(at) = position.epoch else {
+                    return refused(UNVERIFIED.into(), "so only \"dsync sync\" can update it".into());
+                };
                 if header.position(&at).is_some_and(|i| !lineage.ahead || i + 1 < header.chain.len()) {
                     continue;
                 }
@@ -954,16 +959,24 @@ impl Replica {
                 let has = format!("is at epoch {}{ahead}", at.number);
                 if header.chain.iter().any(|e| e.number == at.number) {
                     let given = format!(
-                        "the delta's epoch {} is another one of a copied or restored source",
+                        "and the delta's epoch {} is another one, of a copied or restored source: run \"dsync sync\" from the \
+                         right source",
                         at.number
                     );
                     return refused(has, given);
                 }
                 if header.to().is_some_and(|to| to.number <= at.number) {
                     let to = header.to().map_or(0, |e| e.number);
-                    return refused(has, format!("the delta ends at {to} already"));
+                    return refused(
+                        has,
+                        format!("beyond the end of this delta at epoch {to}: skip this delta"),
+                    );
                 }
-                return refused(has, wants);
+                let way_out = format!(
+                    "{wants}: merge the deltas between the two first, or make one that fits with \"dsync extract SRC --since {}\"",
+                    at.number
+                );
+                return refused(has, if seeds { format!("{wants}: {SEED_ELSEWHERE}") } else { way_out });
             }
             let first = header.chain.first() == Some(&epoch);
             if first && header.chain.len() > 1 && header.size_before != lineage.size {
@@ -971,8 +984,10 @@ impl Replica {
                     path: path(),
                     has: lineage.size,
                     given: format!(
-                        "the delta begins with {} at the same epoch: compare the replica anew with --adopt",
-                        header.size_before
+                        "the delta begins with {} at the same epoch: \"dsync sync --adopt SRC {}\" compares all of it with its \
+                         source and overwrites what differs",
+                        device::exact_size(header.size_before),
+                        self.path().display()
                     ),
                 });
             }
@@ -991,6 +1006,11 @@ impl Replica {
         }
     }
 }
+
+/// What a replica is that was adopted, and not compared to the end.
+const UNVERIFIED: &str = "was adopted and not compared to the end";
+/// What to do with a whole copy where a replica is.
+const SEED_ELSEWHERE: &str = "merge it at a path where there is no replica, or run \"dsync sync\"";
 
 /// What became of the destination when space or a disk failed.
 pub(crate) const SAFE: &str = "the delta is safe in the journal, and the next command finishes the commit";

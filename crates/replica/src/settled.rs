@@ -53,7 +53,7 @@ pub fn settle(path: &Path, options: &Options) -> Result<()> {
     Err(ReplicaError::Refused(format!(
         "{0} can't be read as a disk: it is a replica, and {why}; what it holds never was the disk of its source. Complete it \
          first, with \"dsync sync\" from its source. To use it as it is, make it a plain image with \"dsync forget --journal-dir \
-         {1} {0}\": the next sync to it then needs --adopt and compares everything",
+         {1} {0}\": the next \"dsync sync\" to it then needs --adopt and compares everything",
         path.display(),
         folder.display()
     )))

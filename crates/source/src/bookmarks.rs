@@ -73,7 +73,7 @@ impl Bookmarks {
         let mut bookmarks = Self::read(folder)?;
         if bookmarks.0.remove(name).is_none() {
             return Err(SourceError::Unknown(format!(
-                "{} has no checkpoint or replica \"{name}\": \"dsync status\" lists them",
+                "{} has no checkpoint or replica \"{name}\": \"dsync status {0}\" lists them",
                 source.display()
             )));
         }
@@ -100,7 +100,10 @@ impl Bookmarks {
             )));
         }
         if let Some(at) = at.filter(|at| !history.knows(at.id)) {
-            return Err(SourceError::Refused(format!("{source} has no epoch {} in its history", at.number)));
+            return Err(SourceError::Refused(format!(
+                "{source} has no epoch {} in its history: \"dsync status -v {source}\" lists those it has",
+                at.number
+            )));
         }
         let stands = self.0.get(name).map(|b| b.epoch.number);
         match (stands, at) {

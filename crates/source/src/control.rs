@@ -67,6 +67,9 @@ enum Ask {
 pub struct Status {
     /// The process that serves it.
     pub process: u32,
+    /// Bytes of the disk that it serves; 0 where an older server does not say.
+    #[serde(default)]
+    pub size: u64,
     /// Blocks written since the last checkpoint.
     pub dirty: u64,
     /// Regions that a power cut would make dirty.
@@ -415,6 +418,7 @@ pub(crate) fn status(source: &Source) -> Status {
     let views = source.disk().views();
     Status {
         process: std::process::id(),
+        size: device::Disk::len(source.disk()),
         dirty: source.dirty().count(),
         active_regions,
         region,

@@ -14,29 +14,27 @@ use crate::state::{ABOUT, About, StateDir};
 ///
 /// # Errors
 /// `Refused` or `Busy` while it is served, followed in the kernel, or held by another command.
-pub fn forget_source(
-    state: &StateDir,
-    place: &Path,
-    about: &About,
-    dry_run: bool,
-) -> Result<(), SourceError> {
-    let path = about.path.display();
-    if Client::connect(place)?.is_some() {
-        return Err(SourceError::Refused(format!("{path} is being served: stop its server first")));
-    }
-    // A disk that has gone is followed by nobody.
-    if about.path.exists() && trackers::find(&about.path)?.is_some() {
-        return Err(SourceError::Refused(format!(
-            "{path} is followed in the kernel: end that first, with \"dsync track remove {path}\""
-        )));
+pub fn forget_source(state: &StateDir, place: &Path, about: &About) -> Result<(), SourceError> {
+    if let Some(why) = in_use(place, about)? {
+        return Err(SourceError::Refused(why));
     }
     let _minting = state.lock()?;
     let lock = held(place, about)?;
-    if dry_run {
-        return Ok(());
-    }
     let folder = Dir::open(place).map_err(SourceError::state("open", place))?;
     remove(&folder, lock)
+}
+
+/// Why a source can't be forgotten while it is used as it is now, and what to do first; `None` if it can.
+pub fn in_use(place: &Path, about: &About) -> Result<Option<String>, SourceError> {
+    let path = about.path.display();
+    if Client::connect(place)?.is_some() {
+        return Ok(Some(format!("{path} is being served: stop its server first")));
+    }
+    // A disk that has gone is followed by nobody.
+    if about.path.exists() && trackers::find(&about.path)?.is_some() {
+        return Ok(Some(format!("{path} is tracked: run \"dsync track remove {path}\" first")));
+    }
+    Ok(None)
 }
 
 /// Removes the bookmark of a replica, or a named checkpoint: what changed since is no longer kept for it.

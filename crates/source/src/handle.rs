@@ -138,6 +138,7 @@ impl Handle {
         match &self.holder {
             Holder::Here(source) => Ok(status(source)),
             Holder::Live(live) => Ok(Status {
+                size: live.size(),
                 process: std::process::id(),
                 dirty: live.dirty()?.count(),
                 active_regions: 0,
@@ -197,7 +198,9 @@ impl Handle {
             }
         };
         found.map_err(|what| {
-            SourceError::Unknown(format!("{path} has no {what}: \"dsync status {path}\" lists what there is"))
+            SourceError::Unknown(format!(
+                "{path} has no {what}: \"dsync status -v {path}\" lists its epochs, checkpoints and replicas"
+            ))
         })
     }
 

@@ -66,6 +66,8 @@ struct Entry {
 pub struct EpochInfo {
     /// The epoch.
     pub epoch: Epoch,
+    /// The number of the first epoch that is folded into this entry.
+    pub first: u64,
     /// Why its changes are not known; `None` if they are.
     pub lost: Option<String>,
     /// Size of the source in bytes at its end.
@@ -199,7 +201,8 @@ impl History {
     pub fn epochs(&self) -> Vec<EpochInfo> {
         let info = |e: &Entry| {
             let epoch = e.head.epochs.last().copied()?;
-            Some(EpochInfo { epoch, lost: e.head.lost.clone(), size: e.head.size, time: e.head.time })
+            let first = e.head.epochs.first().map_or(epoch.number, |first| first.number);
+            Some(EpochInfo { epoch, first, lost: e.head.lost.clone(), size: e.head.size, time: e.head.time })
         };
         self.entries.iter().filter_map(info).collect()
     }
@@ -283,14 +286,14 @@ impl History {
         if epoch.number > last {
             return Err(SourceError::Foreign(format!(
                 "the replica is at epoch {}, but this source only knows epochs up to {last}: its state was restored from \
-                 a copy or made anew. Say --adopt to compare everything and go on from here",
+                 a copy or made anew. \"dsync sync --adopt\" compares everything, overwrites what differs in the replica, and goes on from here",
                 epoch.number
             )));
         }
         if epoch.number >= first {
             return Err(SourceError::Foreign(format!(
                 "the replica's epoch {} is not this source's epoch of that number: one of the two is a copy that went its \
-                 own way. Say --adopt to compare everything and go on from here",
+                 own way. \"dsync sync --adopt\" compares everything, overwrites what differs in the replica, and goes on from here",
                 epoch.number
             )));
         }

@@ -25,7 +25,7 @@ pub use bookmarks::{Bookmark, Bookmarks, is_plain};
 pub use control::{Client, ControlServer, Status};
 pub use device::Boot;
 pub use error::SourceError;
-pub use forget::{forget_bookmark, forget_source};
+pub use forget::{forget_bookmark, forget_source, in_use};
 pub use freeze::{Freeze, FreezeError, Prepared};
 pub use handle::Handle;
 pub use history::{EpochInfo, History, Position};

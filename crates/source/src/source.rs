@@ -394,9 +394,10 @@ impl Source {
         let was = stamp.as_ref().map_or(0, |s| s.identity.size.max(s.larger.unwrap_or(0)));
         if was > identity.size && !options.allow_shrink {
             return Err(SourceError::Refused(format!(
-                "source {} shrank from {was} to {} bytes: say --allow-shrink if that is meant",
+                "source {} shrank from {} to {}: pass --allow-shrink if that is intended",
                 about.path.display(),
-                identity.size
+                device::exact_size(was),
+                device::exact_size(identity.size)
             )));
         }
         let last = history.last().map_or(0, |e| e.number);
@@ -404,9 +405,15 @@ impl Source {
             .map_err(SourceError::state("look into", folder.path()))?;
         let verdict = match stamp {
             None if history.last().is_none() => Verdict::New,
-            None => Verdict::Lost("the stamp of the image is gone".into()),
-            Some(_) if !recorded => Verdict::Lost("its record is gone".into()),
-            Some(stamp) if stamp.epoch > last => Verdict::Lost("a part of its history is gone".into()),
+            None => Verdict::Lost(
+                "the file that says how dsync left the image is missing from the state directory".into(),
+            ),
+            Some(_) if !recorded => {
+                Verdict::Lost("the record of changed blocks is missing from the state directory".into())
+            }
+            Some(stamp) if stamp.epoch > last => {
+                Verdict::Lost("the end of its history is missing from the state directory".into())
+            }
             Some(stamp) => stamp.verdict(&identity, &boot, last_write, options.trust_device),
         };
         let lost = match &verdict {

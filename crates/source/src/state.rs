@@ -198,10 +198,14 @@ impl StateDir {
         Ok((known, damaged))
     }
 
-    /// The source that a path, or the name under which it is served, means. What was moved or renamed is known by its inode
+    /// The source that a path, the name under which it is served, or its id means. What was moved or renamed is known by its inode
     /// and birth; the path that is returned is the one that it has now.
     pub fn source(&self, what: &str) -> Result<Option<(PathBuf, About)>, SourceError> {
         let (sources, damaged) = self.known()?;
+        if let Ok(id) = what.parse::<Uuid>() {
+            let mut sources = sources.into_iter().map(|(place, known)| (place, known.about));
+            return Ok(sources.find(|(_, about)| about.uuid == id));
+        }
         if let Ok(path) = std::fs::canonicalize(what) {
             match device::identity(&path) {
                 Ok(identity) => {

@@ -72,7 +72,7 @@ pub(crate) fn compare(
     });
     let heard_trouble = heard_trouble.into_inner().unwrap_or_else(PoisonError::into_inner);
     compared.map_err(|error| {
-        let own = || SyncError::io("compare the view of the source")(error);
+        let own = || SyncError::io("compare the source")(error);
         match (trouble, heard_trouble) {
             // The link broke because of what the other side had said.
             (Some(SyncError::Link(_)), Some(said @ SyncError::Far { .. })) => said,
@@ -80,7 +80,7 @@ pub(crate) fn compare(
         }
     })?;
     // The last moment to notice that what was read was no one moment.
-    view.verify().map_err(SyncError::io("read the view of the source"))
+    view.verify().map_err(SyncError::io("read the source"))
 }
 
 /// Counts the bytes of ranges below an offset that rises.

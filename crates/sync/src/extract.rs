@@ -120,7 +120,7 @@ pub fn extract(
     if cut.is_some_and(|cut| wanted.all_from < size || !cut.holds(&wanted.changes)) {
         return Err(whole_live_disk(handle));
     }
-    let bytes = wanted.count(&*view).map_err(SyncError::io("look at the view"))?.bytes;
+    let bytes = wanted.count(&*view).map_err(SyncError::io("look for data in the source"))?.bytes;
     let totals = Totals::default();
     let mut writer = Writer::new(out);
     let size = FrameSize::new(false, block_size);

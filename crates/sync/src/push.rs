@@ -203,7 +203,9 @@ fn bring(
     let began = Instant::now();
     let traffic = sender.traffic();
     let about = handle.about();
-    refuse_vanished(handle, name, &standing, options)?;
+    if !options.create {
+        refuse_vanished(handle, name, &standing)?;
+    }
     let way = choose(handle, &standing, options)?;
     let mut summary = Summary {
         source: about.path.clone(),
@@ -407,21 +409,15 @@ fn heard<T>(receiver: &Receiver, result: Result<T, SyncError>) -> Result<T, Sync
 }
 
 /// Refuses to begin a replica where there was one: most likely its disk is not attached, or its file system not mounted.
-fn refuse_vanished(
-    handle: &Handle,
-    name: &str,
-    standing: &Standing,
-    options: &Options,
-) -> Result<(), SyncError> {
-    let stands = !standing.positions.is_empty() || standing.source.is_some();
-    if stands || options.create {
+pub(crate) fn refuse_vanished(handle: &Handle, name: &str, standing: &Standing) -> Result<(), SyncError> {
+    if !standing.positions.is_empty() || standing.source.is_some() {
         return Ok(());
     }
     match handle.bookmarks()?.0.get(&bookmark(name, standing)) {
         Some(known) => Err(SyncError::Away(format!(
-            "there is no replica at {name} any more: it was last synced on {}, to epoch {}. If its file system is not mounted \
-             or its disk not attached, bring it back and run again; if it is gone for good, --create begins a new replica \
-             there, with all of the source",
+            "the replica at {name} is missing: it was last synced on {}, to epoch {}. If its file system is not mounted or \
+             its disk not attached, bring it back and run again; if it is gone for good, \"dsync sync --create\" begins a new \
+             replica there, with all of the source",
             device::moment(known.time),
             known.epoch.number
         ))),
@@ -434,11 +430,10 @@ pub(crate) fn choose(handle: &Handle, standing: &Standing, options: &Options) ->
     let about = handle.about();
     if let Some(other) = standing.source.filter(|s| *s != about.uuid && !options.adopt) {
         return Err(SyncError::Refused(format!(
-            "replica {} is of source {other}, and {} is source {}: give the right destination, or say --adopt to compare \
-             everything and make it a replica of this source",
+            "replica {} is a copy of another source ({other}), not of {}: choose another destination. \"dsync sync --adopt\" would \
+             compare everything, overwrite what differs, and make it a replica of this source",
             standing.path.display(),
-            about.path.display(),
-            about.uuid
+            about.path.display()
         )));
     }
     if standing.positions.is_empty() && standing.source.is_none() && !options.adopt {
@@ -736,7 +731,7 @@ fn send_wanted(
     totals: &Totals,
     progress: Progress<'_>,
 ) -> Result<(), SyncError> {
-    let bytes = found.wanted.count(&**view).map_err(SyncError::io("look at the view"))?.bytes;
+    let bytes = found.wanted.count(&**view).map_err(SyncError::io("look for data in the source"))?.bytes;
     sender.send_json(PLAN, &Plan { bytes, delta: true, pass: found.pass, ..Plan::default() })?;
     let how = options.packing(found.wanted.block_size, found.pass);
     pack_wanted(sender, view, &found.header, &found.wanted, how, totals, &|done| progress(done, bytes))
@@ -764,14 +759,14 @@ pub(crate) fn pack_wanted(
     totals: &Totals,
     progress: &dyn Fn(u64),
 ) -> Result<(), SyncError> {
-    let reading = || format!("read {}", "the view of the source");
+    let reading = "read the source";
     let (mut encoder, unit) = Encoder::new(header, None)?;
     sink.unit(unit)?;
-    let mut frames = FrameReader::new(wanted, view, &how, totals).map_err(SyncError::io(reading()))?;
+    let mut frames = FrameReader::new(wanted, view, &how, totals).map_err(SyncError::io(reading))?;
     let stream = header.stream;
     match how.compress {
         None => {
-            while let Some((frame, end)) = frames.next(None).map_err(SyncError::io(reading()))? {
+            while let Some((frame, end)) = frames.next(None).map_err(SyncError::io(reading))? {
                 totals.add(&frame, wanted.block_size);
                 let unit = encoder.frame(frame)?;
                 sink.unit(unit)?;
@@ -786,7 +781,7 @@ pub(crate) fn pack_wanted(
             in_order(
                 std::thread::available_parallelism().map_or(2, |n| n.get()),
                 || -> Result<_, SyncError> {
-                    let next = frames.next(None).map_err(SyncError::io(reading()))?;
+                    let next = frames.next(None).map_err(SyncError::io(reading))?;
                     read.store(frames.bytes_read(), Relaxed);
                     sequence += 1;
                     if let Some((frame, _)) = &next {
@@ -811,7 +806,7 @@ pub(crate) fn pack_wanted(
         }
     }
     // The last moment to notice that what was read was no one moment: without a trailer nothing is committed.
-    view.verify().map_err(SyncError::io(reading()))?;
+    view.verify().map_err(SyncError::io(reading))?;
     sink.unit(encoder.trailer())
 }
 

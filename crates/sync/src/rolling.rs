@@ -39,7 +39,7 @@ pub(crate) fn send_moved(
     totals: &Totals,
     progress: Progress<'_>,
 ) -> Result<(), SyncError> {
-    let reading = || SyncError::io("read the view of the source");
+    let reading = || SyncError::io("read the source");
     // Of a replica that is said to be far larger than its source, not all is worth the memory.
     let before = header.size_before.min(view.len().saturating_mul(2).max(LEAST_ASKED));
     let shape = Shape { keep_going, ..Shape::new(view.len().max(before), key()) };

@@ -23,7 +23,7 @@ use crate::compared::{Sending, compare};
 use crate::error::SyncError;
 use crate::extents::Extents;
 use crate::messages::{Commit, Open, PLAN, Plan, Standing, open, part};
-use crate::push::{Packing, Progress, Totals, bookmark, committed};
+use crate::push::{Packing, Progress, Totals, bookmark, committed, refuse_vanished};
 use crate::read::FrameSize;
 
 /// What to prove, and how.
@@ -126,6 +126,7 @@ fn prove(
     let began = Instant::now();
     let traffic = sender.traffic();
     let about = handle.about();
+    refuse_vanished(handle, name, &standing)?;
     let position = [stands(handle, &standing)?];
     let lost = known(handle, &position, &standing)?;
     let partly = !options.ranges.is_empty();
@@ -165,8 +166,9 @@ fn prove(
     let scope = if partly { scope.within(&options.ranges) } else { scope };
     if partly && scope.ranges.is_empty() {
         return Err(SyncError::Refused(format!(
-            "the ranges lie behind the end of {}, which has {size} bytes",
-            about.path.display()
+            "the ranges are beyond the end of {}, which has {}",
+            about.path.display(),
+            device::exact_size(size)
         )));
     }
     // A repair of the whole brings the replica to the view; all else looks at what has not changed since alone.
@@ -267,15 +269,14 @@ fn stands(handle: &Handle, standing: &Standing) -> Result<Position, SyncError> {
     let (path, about) = (standing.path.display(), handle.about());
     if let Some(other) = standing.source.filter(|source| *source != about.uuid) {
         return Err(SyncError::Refused(format!(
-            "replica {path} is of source {other}, and {} is source {}: give the right destination",
-            about.path.display(),
-            about.uuid
+            "replica {path} is a copy of another source ({other}), not of {}: give the right source or destination",
+            about.path.display()
         )));
     }
     match standing.epoch.filter(|_| !standing.under_way) {
         Some(epoch) => Ok(Position { epoch, upto: standing.size }),
         None if standing.source.is_none() => {
-            Err(SyncError::Refused(format!("there is no replica at {path}: make it with \"dsync sync\"")))
+            Err(SyncError::Refused(format!("no replica at {path} yet: create it with \"dsync sync\"")))
         }
         None => Err(SyncError::Refused(format!("replica {path} is incomplete: run \"dsync sync\" first"))),
     }

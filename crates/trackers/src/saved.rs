@@ -311,9 +311,9 @@ impl Saved {
         // Looked at last: a view that broke while we read may have let a write through.
         if self.is_broken() {
             return Err(io::Error::other(format!(
-                "the view is broken: the disk was overwritten faster than it was read, and the {} bytes that may be kept \
-                 for it (--view-limit of \"dsync serve\", or the room in the state directory) were not enough",
-                self.limit
+                "the view is broken: the disk was overwritten faster than it was read, and the {} that may be kept for it \
+                 (--view-limit of \"dsync serve\", or the space in the state directory) were not enough",
+                device::human_size(self.limit)
             )));
         }
         Ok(())

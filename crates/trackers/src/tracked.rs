@@ -39,7 +39,7 @@ use crate::served::Served;
 #[derive(Debug, thiserror::Error)]
 pub enum TrackError {
     /// The source became smaller.
-    #[error("the source shrank from {was} to {is} bytes: say --allow-shrink if that is meant")]
+    #[error("the source shrank from {} to {}: pass --allow-shrink if that is intended", device::exact_size(*was), device::exact_size(*is))]
     Shrunk {
         /// Size in bytes that the record knows.
         was: u64,

@@ -375,7 +375,7 @@ impl<'a> Session<'a> {
             pass: false,
             fill: false,
         };
-        let reading = || SyncError::io("read the view of the source");
+        let reading = || SyncError::io("read the source");
         let mut frames = FrameReader::new(&wanted, &batch.view, &packing, totals).map_err(reading())?;
         let mut sequence = 0;
         while let Some((frame, end)) = frames.next(None).map_err(reading())? {
