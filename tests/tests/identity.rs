@@ -352,7 +352,7 @@ fn state_under_the_kernels_name_moves_on() {
     lineage["stamp"].as_object_mut().expect("a stamp").remove("medium");
     std::fs::write(&path, lineage.to_string()).expect("a lineage");
     let status = scene.site.dsync(["status"]).arg(disk.device()).ok().text();
-    assert!(status.contains("exactly epoch"), "{status}");
+    assert!(status.contains("consistent, at epoch"), "{status}");
     scene.change(5);
     assert_eq!(sync(&scene, disk.device(), &[]).ok().summary()["method"], "tracked");
     assert_eq!(folder(), named);

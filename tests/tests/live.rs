@@ -359,9 +359,9 @@ fn status_of_a_tracked_disk_says_what_is_known_to_whom() {
     let asked = user.env("DSYNC_STATE_DIR", "/nonexistent").ok().text();
     let device = tracked.device().display().to_string();
     // Where the BPF file system is root's alone, as systemd mounts it, that is all there is to say.
-    let told = asked.contains(&device) && asked.contains("is followed");
-    assert!(told || asked.contains("followed in the kernel are shown to root"), "{asked}");
-    assert!(!asked.contains("remove") && !asked.contains("not there"), "{asked}");
+    let told = asked.contains(&device) && asked.contains("is tracked");
+    assert!(told || asked.contains("tracked disks are shown to root only"), "{asked}");
+    assert!(!asked.contains("remove") && !asked.contains("no longer"), "{asked}");
 }
 
 #[test]

@@ -115,7 +115,7 @@ fn two_sites_need_six_commands() {
     image::assert_equal(&scene.image, &far.replica());
     let verify = scene.site.dsync(["verify", "--json"]).arg(&scene.image).arg(far.destination("vm.raw"));
     assert_eq!(number(&verify.ok().summary(), "bytes_changed_since"), 0);
-    far.says(&["near", "SHA256:", "ended well"]);
+    far.says(&["near", "SHA256:", "session ended"]);
     let list = scene.site.dsync(["key", "list"]).ok().text();
     assert!(list.contains(HOST) && list.contains("SHA256:"), "{list}");
     // An absolute path within the folder is as good.
@@ -235,7 +235,7 @@ fn nothing_to_do_is_a_session_that_ended_well() {
     let mut process = far.process.take().expect("a listener");
     process.signal(Signal::TERM);
     let log = process.output(Duration::from_secs(20)).stderr;
-    assert_eq!(log.matches("ended well").count(), 25, "{log}");
+    assert_eq!(log.matches("session ended").count(), 25, "{log}");
     assert!(!log.contains("failed"), "{log}");
 }
 
@@ -289,7 +289,7 @@ fn a_cut_transfer_goes_on() {
     let port = cutting(far.port, 10 << 20);
     let through = format!("tls://{HOST}:{port}/vm.raw");
     far.sync_to(&scene, &through, &["--lanes", "3"]).code(1).says(&["was cut"]);
-    far.says(&["near", "the session failed"]);
+    far.says(&["near", "session failed"]);
     let summary = far.sync(&scene, &[]).ok().summary();
     assert_eq!(summary["resumed"], true, "{summary}");
     let sent = number(&summary, "bytes_sent");
@@ -376,14 +376,16 @@ fn a_replica_in_use_is_refused_and_others_are_not() {
 fn wrong_usage_names_the_way_out() {
     let site = Site::new();
     site.dsync(["receive", "--listen", HOST]).code(2).says(&["--into"]);
-    site.dsync(["receive", "--listen", "here", "--into", "."]).code(2).says(&["is no address"]);
+    site.dsync(["receive", "--listen", "here", "--into", "."]).code(2).says(&["invalid address"]);
     std::fs::write(site.path("file"), "").expect("a file");
     site.dsync(["receive", "--listen", HOST, "--into", "file"]).code(4).says(&["neither a folder nor"]);
     let taken = TcpListener::bind((HOST, 0)).expect("a port");
     let address = taken.local_addr().expect("an address").to_string();
-    site.dsync(["receive", "--listen", &address, "--into", "."]).code(1).says(&["can't listen on", &address]);
+    site.dsync(["receive", "--listen", &address, "--into", "."])
+        .code(1)
+        .says(&["cannot listen on", &address]);
     for wrong in ["tls://backup", "tls://:1/x", "tls://backup:x/y"] {
-        site.dsync(["sync", "file", wrong]).code(2).says(&["is no destination", "tls://HOST/PATH"]);
+        site.dsync(["sync", "file", wrong]).code(2).says(&["invalid destination", "tls://HOST/PATH"]);
     }
     site.dsync(["key", "trust", "backup", "ssh-ed25519 AAAA"]).code(1).says(&["is no key"]);
     site.dsync(["key", "forget", "nobody"]).code(1).says(&["nobody"]);

@@ -125,7 +125,7 @@ fn set(
 /// The source and the epoch of which a merge says that it has committed it.
 fn confirmed(answer: &mut impl Read) -> Result<(Uuid, Uuid)> {
     let mut text = String::new();
-    answer.read_to_string(&mut text).context("can't read what the merge says")?;
+    answer.read_to_string(&mut text).context("cannot read the output of the merge")?;
     let mut ids = text.lines().rev().filter_map(|line| {
         let said: serde_json::Value = serde_json::from_str(line).ok()?;
         let id = |field: &str| said[field].as_str()?.parse().ok();
@@ -134,7 +134,7 @@ fn confirmed(answer: &mut impl Read) -> Result<(Uuid, Uuid)> {
     });
     ids.next().ok_or_else(|| {
         anyhow::anyhow!(
-            "no merge was confirmed on standard input, so the checkpoint stays where it is: --at - takes the output of \
+            "no merge was confirmed on standard input, so the checkpoint was not moved: --at - reads the output of \
              \"dsync merge --json\""
         )
     })
@@ -144,14 +144,13 @@ fn of_this_source(handle: &Handle, source: Uuid, epoch: Uuid) -> Result<Epoch> {
     let about = handle.about();
     if source != about.uuid {
         bail!(Failure::refused(format!(
-            "what was merged is of source {source}, and {} is source {}: the checkpoint stays where it is",
+            "the merged delta is of source {source}, but {} is source {}: the checkpoint was not moved",
             about.path.display(),
             about.uuid
         )));
     }
     handle.epoch_of(epoch)?.ok_or_else(|| {
-        let why =
-            "the epoch that was merged is not in its history any more: the checkpoint stays where it is";
+        let why = "the merged epoch is no longer in its history: the checkpoint was not moved";
         Failure::refused(format!("{}: {why}", about.path.display())).into()
     })
 }
@@ -159,7 +158,7 @@ fn of_this_source(handle: &Handle, source: Uuid, epoch: Uuid) -> Result<Epoch> {
 /// The source that is meant, which must be known.
 pub fn known(what: &str, state: &StateDir) -> Result<(std::path::PathBuf, source::About)> {
     state.source(what)?.ok_or_else(|| {
-        let why = "is not a source that is followed here: \"dsync status\" lists them";
+        let why = "is not a known source: \"dsync status\" lists them";
         SourceError::Unknown(format!("{what} {why}")).into()
     })
 }
@@ -197,8 +196,8 @@ impl Listed {
     pub fn told(&self, block_size: u32) -> String {
         let since = match (self.blocks, &self.why) {
             (Some(blocks), _) => format!(
-                "{} blocks ({}) changed since, as of the last epoch",
-                units::count(blocks),
+                "{} ({}) changed up to the last epoch",
+                units::many(blocks, "block"),
                 units::size(blocks.saturating_mul(block_size.into()))
             ),
             (None, why) => why.clone().unwrap_or_default(),
@@ -227,9 +226,9 @@ pub fn changes(args: &args::Changes, state: &StateDir, output: &Output) -> Resul
     }
     let mut out = BufWriter::new(stdout().lock());
     for (offset, len) in &found.ranges {
-        writeln!(out, "{offset} {len}").context("can't print the changes")?;
+        writeln!(out, "{offset} {len}").context("cannot print the changes")?;
     }
-    out.flush().context("can't print the changes")
+    out.flush().context("cannot print the changes")
 }
 
 fn find(args: &args::Changes, handle: &Handle) -> Result<Changes, SyncError> {

@@ -21,7 +21,7 @@ struct Inspected {
 }
 
 fn open(path: &Path) -> Result<File> {
-    File::open(path).with_context(|| format!("can't open the delta {}", path.display()))
+    File::open(path).with_context(|| format!("cannot open the delta {}", path.display()))
 }
 
 /// Says what a delta holds, having verified all of it.
@@ -45,15 +45,15 @@ pub fn inspect(args: &args::Inspect, output: &Output) -> Result<()> {
     let bytes = reader.bytes();
     let first = header.chain.first().map_or(0, |e| e.number);
     let last = header.to().map_or(0, |e| e.number);
-    output.say(&format!("delta {name}: whole, {}", units::size(bytes)));
+    output.say(&format!("delta {name}: complete, {}", units::size(bytes)));
     output.say(&format!("  source   {}", header.source));
     output.say(&if header.is_seed() {
-        format!("  epochs   the whole disk at {last}")
+        format!("  epochs   whole disk at epoch {last}")
     } else {
-        format!("  epochs   {first} to {last}, fits {} of them", header.chain.len())
+        format!("  epochs   {first} to {last}, fits a replica at any of {} of them", header.chain.len())
     });
     let fuzzy = if header.fuzzy { ", fuzzy" } else { "" };
-    let lacking = if header.lacking { ", lacking what could not be read at the source" } else { "" };
+    let lacking = if header.lacking { ", without blocks that were unreadable at the source" } else { "" };
     output.say(&format!("  method   {}{fuzzy}{lacking}", header.method));
     output.say(&match header.size_before == header.size_after || header.is_seed() {
         true => format!("  disk     {}", units::size(header.size_after)),
@@ -65,7 +65,7 @@ pub fn inspect(args: &args::Inspect, output: &Output) -> Result<()> {
     });
     output.say(&format!("  blocks   of {}", units::size(header.block_size.into())));
     output.say(&format!("  data     {}", units::size(totals.data)));
-    output.say(&format!("  zeroes   {}", units::size(totals.zero)));
+    output.say(&format!("  zeros    {}", units::size(totals.zero)));
     output.say(&format!("  copies   {}", units::size(totals.copied)));
     output.say(&format!(
         "  records  {} in {} frames",
@@ -79,7 +79,9 @@ pub fn inspect(args: &args::Inspect, output: &Output) -> Result<()> {
 /// Folds two deltas into one.
 pub fn combine(args: &args::Combine, output: &Output) -> Result<()> {
     if stdout().is_terminal() {
-        return Err(Failure::usage("a delta is no text: dsync combine A B > C").into());
+        return Err(
+            Failure::usage("refusing to write a binary delta to a terminal: dsync combine A B > C").into()
+        );
     }
     let mut writer = Writer::new(stdout().lock());
     let totals = delta::combine(
@@ -95,6 +97,6 @@ pub fn combine(args: &args::Combine, output: &Output) -> Result<()> {
         other => other.into(),
     })?;
     writer.flush()?;
-    output.say(&format!("{} of data, {} of zeroes", units::size(totals.data), units::size(totals.zero)));
+    output.say(&format!("{} of data, {} of zeros", units::size(totals.data), units::size(totals.zero)));
     Ok(())
 }

@@ -112,6 +112,6 @@ pub fn on_interrupt(says: impl FnOnce() + Send + 'static) -> Result<()> {
             std::process::exit(i32::from(INTERRUPTED));
         }
     });
-    waiting.context("can't start a thread")?;
+    waiting.context("cannot start a thread")?;
     Ok(())
 }

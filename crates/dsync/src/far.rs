@@ -52,10 +52,10 @@ pub fn receive(args: &Receive, state: &StateDir, output: &Output) -> Result<()> 
     let (state, log) = (state.clone(), output.alike());
     let serving = std::thread::Builder::new().name("listener".into()).spawn(move || {
         listener.run(move |link, peer| {
-            log.note(&format!("{peer}: a session begins"));
+            log.note(&format!("{peer}: session started"));
             match sync::receive_within(link, &state, &reach) {
-                Ok(()) => log.note(&format!("{peer}: the session ended well")),
-                Err(error) => log.note(&format!("{peer}: the session failed: {error}")),
+                Ok(()) => log.note(&format!("{peer}: session ended")),
+                Err(error) => log.note(&format!("{peer}: session failed: {error}")),
             }
         });
     })?;

@@ -24,10 +24,10 @@ struct Forgotten<'a> {
 
 impl Forgotten<'_> {
     fn say(&self, output: &Output) {
-        let done = if self.dry_run { "would be forgotten" } else { "is forgotten" };
+        let done = if self.dry_run { "would be forgotten" } else { "forgotten" };
         let path = self.path.display();
         let what = match self.bookmark {
-            Some(bookmark) => format!("what {path} keeps for {bookmark}"),
+            Some(bookmark) => format!("{bookmark} of {path}"),
             None => format!("{} {path}", self.kind),
         };
         output.say(&format!("{what} {done}: {}", self.cost));
@@ -60,7 +60,7 @@ fn source(place: &Path, about: &About, dry_run: bool, state: &StateDir, output: 
         ));
     }
     if !readers.is_empty() {
-        cost.push(format!("the readers of its checkpoints ({readers}) have to read everything"));
+        cost.push(format!("the readers of its checkpoints ({readers}) must read everything the next time"));
     }
     if cost.is_empty() {
         cost.push("no replica and no checkpoint depends on it".into());
@@ -87,8 +87,8 @@ pub fn bookmark(what: &str, name: &str, dry_run: bool, state: &StateDir, output:
         )));
     }
     let cost = match source::is_plain(name) {
-        true => "its reader has to read everything the next time",
-        false => "once the history is tidied, the next sync of that replica compares it",
+        true => "its reader must read everything the next time",
+        false => "after the history is compacted, the next sync of that replica compares all of it",
     };
     let (kind, cost) = ("bookmark", cost.into());
     Forgotten { kind, path: &about.path, bookmark: Some(name), cost, dry_run }.say(output);
@@ -104,7 +104,7 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
     };
     if replica::inspect(&path, &options).map_or(true, |lineage| lineage.is_none()) {
         bail!(SourceError::Unknown(format!(
-            "{} is neither a source nor a replica that is known here: \"dsync status\" lists the sources",
+            "{} is neither a known source nor a replica on this host: \"dsync status\" lists the sources",
             args.what
         )));
     }
@@ -112,9 +112,9 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
     let replica = Replica::open(&path, &options)?;
     let standing = replica.standing();
     let state = match standing.epoch {
-        _ if standing.state == replica::State::Incomplete => "is incomplete, and stays so".to_owned(),
-        Some(epoch) => format!("stays as it is, at epoch {}", epoch.number),
-        None => "stays as it is".to_owned(),
+        _ if standing.state == replica::State::Incomplete => "remains incomplete".to_owned(),
+        Some(epoch) => format!("remains as it is, at epoch {}", epoch.number),
+        None => "remains as it is".to_owned(),
     };
     let cost =
         format!("the file {state}; the next \"dsync sync\" to it needs --adopt and compares everything");

@@ -42,7 +42,7 @@ pub fn run(args: &KeyArgs, state: &StateDir, output: &Output) -> Result<()> {
             output.say(&format!("{} {}", shown.key, shown.name));
             // Not on standard output, which is the key and nothing else: dsync key trust NAME "$(dsync key)".
             if !output.is_json() {
-                output.note(&format!("its fingerprint is {}", shown.fingerprint));
+                output.note(&format!("fingerprint {}", shown.fingerprint));
             }
             output.summary(&shown);
         }
@@ -50,17 +50,17 @@ pub fn run(args: &KeyArgs, state: &StateDir, output: &Output) -> Result<()> {
             let key: Key = key.join(" ").parse()?;
             keys.trust(name, key, *expires)?;
             let until = expires.map_or(String::new(), |at| format!(" until {}", units::date(at)));
-            output.say(&format!("{name} is trusted by its key {}{until}", key.fingerprint()));
+            output.say(&format!("{name} is trusted with the key {}{until}", key.fingerprint()));
             let now = std::time::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs();
             if expires.is_some_and(|at| at <= now) {
-                output.warn("that is over already: the key is refused");
+                output.warn("this time has passed: the key is refused");
             }
             output.summary(&Shown { expires: *expires, ..Shown::new(name, key) });
         }
         Some(KeyAction::List) => {
             let pins = keys.pins()?;
             if pins.is_empty() {
-                output.say("no key is trusted yet: dsync key trust NAME KEY, with the line that \"dsync key\" prints there");
+                output.say("no trusted keys: pin one with \"dsync key trust NAME KEY\", where KEY is printed by \"dsync key\" on that host");
             }
             for pin in &pins {
                 let until = match pin.expires {
@@ -78,7 +78,7 @@ pub fn run(args: &KeyArgs, state: &StateDir, output: &Output) -> Result<()> {
         }
         Some(KeyAction::Forget { name }) => {
             keys.forget(name)?;
-            output.say(&format!("{name} is trusted no longer"));
+            output.say(&format!("{name} is no longer trusted"));
         }
     }
     Ok(())

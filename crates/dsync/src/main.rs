@@ -108,7 +108,7 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
         // The near end says it.
         Command::Receive(_) => Some(""),
         Command::Sync(_) | Command::Merge(_) => {
-            Some("interrupted: what has arrived is kept, run the same command again to go on")
+            Some("interrupted: data received so far is kept, run the same command again to resume")
         }
         _ => Some("interrupted"),
     };
@@ -152,7 +152,7 @@ fn block_size(size: Option<u64>) -> Result<Option<u32>> {
     match u32::try_from(size) {
         Ok(size) if size.is_power_of_two() && (4096..=1 << 20).contains(&size) => Ok(Some(size)),
         _ => Err(Failure::usage(format!(
-            "--block-size takes a power of two from 4K to 1M, not {}",
+            "invalid --block-size {}: use a power of two from 4K to 1M",
             units::size(size)
         ))
         .into()),

@@ -14,14 +14,14 @@ use crate::failure::Failure;
 pub fn pages(folder: &Path) -> Result<()> {
     if !folder.is_dir() {
         return Err(Failure::usage(format!(
-            "{} is not a directory: create it first, or name the one that takes the pages",
+            "{} is not a directory: create it first, or choose another",
             folder.display()
         ))
         .into());
     }
     let mut program = Cli::command().disable_help_subcommand(true);
     program.build();
-    write_pages(&program, folder).with_context(|| format!("can't write man pages into {}", folder.display()))
+    write_pages(&program, folder).with_context(|| format!("cannot write man pages into {}", folder.display()))
 }
 
 fn write_pages(command: &Command, folder: &Path) -> io::Result<()> {

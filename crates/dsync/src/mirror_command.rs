@@ -45,13 +45,10 @@ fn on_signals(stop: Arc<AtomicBool>, mirroring: Arc<AtomicBool>, output: Output)
                 stop.store(true, SeqCst);
             } else {
                 eprintln!();
-                let replica = if begun {
-                    "the replica is as its last batch left it"
-                } else {
-                    "what was copied is kept"
-                };
+                let replica =
+                    if begun { "the replica is at its last batch" } else { "data copied so far is kept" };
                 output.error(
-                    &format!("interrupted: {replica}, and the same command goes on from there"),
+                    &format!("interrupted: {replica}, and the same command resumes from there"),
                     failure::INTERRUPTED,
                 );
                 std::process::exit(failure::INTERRUPTED.into());
@@ -207,7 +204,7 @@ impl Teller<'_> {
                 }
             }
             MirrorEvent::Broken(error, wait) => {
-                output.warn(&format!("{error}; trying again in {}", units::seconds(wait.as_secs_f64())))
+                output.warn(&format!("{error}; retrying in {}", units::seconds(wait.as_secs_f64())))
             }
         }
     }

@@ -130,9 +130,9 @@ impl Output {
     /// # Errors
     /// If it can't be printed: a part of a result would be taken for the whole.
     pub fn print_summary(&self, value: &impl Serialize) -> anyhow::Result<()> {
-        let text = object("summary", value).context("can't print the summary")?;
+        let text = object("summary", value).context("cannot print the summary")?;
         let mut out = std::io::stdout().lock();
-        writeln!(out, "{text}").and_then(|()| out.flush()).context("can't print the summary")
+        writeln!(out, "{text}").and_then(|()| out.flush()).context("cannot print the summary")
     }
 
     fn object(&self, message_type: &str, value: &impl Serialize) {

@@ -15,7 +15,7 @@ use crate::units;
 pub fn extract(args: &args::Extract, state: &StateDir, output: &Output) -> Result<()> {
     if stdout().is_terminal() {
         return Err(Failure::usage(
-            "a delta is no text: send it somewhere, as in \"dsync extract SRC > vm.delta\" or \"… | ssh backup dsync merge DST\"",
+            "refusing to write a binary delta to a terminal: redirect it, as in \"dsync extract SRC > vm.delta\" or \"dsync extract SRC | ssh backup dsync merge DST\"",
         )
         .into());
     }

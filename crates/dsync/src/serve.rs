@@ -52,10 +52,7 @@ impl Exports for All {
         };
         let Some(served) = self.0.iter().find(|s| s.name == plain) else {
             let names: Vec<&str> = self.0.iter().map(|s| s.name.as_str()).collect();
-            return Err(Refusal::unknown(format!(
-                "there is no export \"{name}\" here, but: {}",
-                names.join(", ")
-            )));
+            return Err(Refusal::unknown(format!("no export \"{name}\"; available: {}", names.join(", "))));
         };
         match (&served.what, view) {
             (What::Tracked(source), None) => {
@@ -81,15 +78,15 @@ fn open_view(source: &Arc<Source>, name: &str, private: &str) -> Result<Export, 
         None if private.is_empty() => "",
         _ => {
             return Err(Refusal::unknown(format!(
-                "there is no export \"{name}\" here: a view is NAME{VIEW}, or NAME{VIEW}.READER, where READER is a letter, then \
-                 letters, digits, dots, dashes or underscores"
+                "no export \"{name}\": a snapshot is NAME{VIEW} or NAME{VIEW}.READER, where READER is a letter, then letters, \
+                 digits, dots, dashes or underscores"
             )));
         }
     };
     let path = source.about().path.display();
     let shared = source
         .shared_view(private)
-        .map_err(|e| Refusal::denied(format!("can't open a view of {path}: {e}")))?;
+        .map_err(|e| Refusal::denied(format!("cannot open a snapshot of {path}: {e}")))?;
     let mut export = Export::new(name, Arc::new(shared.view.clone()));
     // Readers take the number from here: see docs/incremental-backup.md.
     export.description = format!("epoch {} of {path}", shared.view.epoch().number);
@@ -198,18 +195,21 @@ impl Drop for SocketFile {
 
 fn listen_unix(path: &Path) -> Result<(UnixListener, SocketFile)> {
     if UnixStream::connect(path).is_ok() {
-        return Err(Failure::refused(format!("another server already listens on {}", path.display())).into());
+        return Err(
+            Failure::refused(format!("another server is already listening on {}", path.display())).into()
+        );
     }
     use std::os::unix::fs::FileTypeExt;
     match std::fs::symlink_metadata(path) {
         Ok(meta) if meta.file_type().is_socket() => {
             std::fs::remove_file(path)
-                .with_context(|| format!("can't remove the dead socket {}", path.display()))?;
+                .with_context(|| format!("cannot remove the stale socket {}", path.display()))?;
         }
-        Ok(_) => bail!("can't listen on {}: something that is no socket is there", path.display()),
+        Ok(_) => bail!("cannot listen on {}: it exists and is not a socket", path.display()),
         Err(_) => {}
     }
-    let listener = UnixListener::bind(path).with_context(|| format!("can't listen on {}", path.display()))?;
+    let listener =
+        UnixListener::bind(path).with_context(|| format!("cannot listen on {}", path.display()))?;
     Ok((listener, SocketFile(path.to_path_buf())))
 }
 
@@ -223,7 +223,7 @@ fn check_format(image: &Path, state: &StateDir) -> Result<()> {
     }
     Err(Failure::refused(format!(
         "{} is a {format} image: a client would see the container's bytes, not the disk in it. Convert it with \
-         \"qemu-img convert -O raw\", or pass --format raw if the container itself is to be served",
+         \"qemu-img convert -O raw\", or pass --format raw to serve the container itself",
         image.display()
     ))
     .into())
@@ -265,14 +265,14 @@ pub fn promote(
     if let Some(was) = promotion.as_ref().map(Promotion::was) {
         let at = match (was.unsettled(), was.epoch, was.source) {
             (Some(why), ..) => {
-                format!("that is not complete ({why}): what it holds never was the disk of its source")
+                format!("that is not complete ({why}): its content never was the disk of its source")
             }
             (None, Some(epoch), Some(source)) => format!("at epoch {} of source {source}", epoch.number),
             (None, ..) => "at no epoch".to_owned(),
         };
         output.warn(&format!(
-            "{} is a replica {at}; once it is written to, a sync to it from its source is refused, since that would overwrite what \
-             was written",
+            "{} is a replica {at}; after a write to it, a sync from its source is refused, because it would overwrite what was \
+             written",
             path.display()
         ));
     }
@@ -283,8 +283,8 @@ pub fn promote(
 pub fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> {
     if let Some(address) = args.tcp.filter(|a| !a.ip().is_loopback()) {
         return Err(Failure::usage(format!(
-            "{address} is not on this host alone: NBD has no protection on the way, so dsync serves TCP on loopback \
-             (127.0.0.1:{}); let ssh carry it farther",
+            "{address} is reachable from other hosts, and NBD is not encrypted: use a loopback address (127.0.0.1:{}), and ssh \
+             to carry it further",
             address.port()
         ))
         .into());
@@ -294,9 +294,10 @@ pub fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> 
     for image in &args.images {
         let name = export_name(image);
         if all.iter().any(|s| s.name == name) {
-            return Err(
-                Failure::usage(format!("two of the images would both be served as \"{name}\"")).into()
-            );
+            return Err(Failure::usage(format!(
+                "two images have the export name \"{name}\": serve them from separate servers, or rename one"
+            ))
+            .into());
         }
         if args.format.is_none() {
             check_format(image, state)?;
@@ -335,7 +336,7 @@ pub fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> 
     let tcp = args
         .tcp
         .map(|address| {
-            std::net::TcpListener::bind(address).with_context(|| format!("can't listen on {address}"))
+            std::net::TcpListener::bind(address).with_context(|| format!("cannot listen on {address}"))
         })
         .transpose()?;
     let controls: Vec<ControlServer> =
@@ -358,7 +359,7 @@ pub fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> 
                 What::ReadOnly(disk) => format!("{}, read-only", units::size(disk.len())),
                 What::Tracked(source) => {
                     let trust = match (source.lost(), source.with_history(|h| h.last())) {
-                        (Some(why), _) => format!("tracking begins now: {why}"),
+                        (Some(why), _) => format!("tracking starts now: {why}"),
                         (None, Some(last)) => format!("tracked since epoch {}", last.number),
                         (None, None) => "tracked".into(),
                     };
@@ -405,17 +406,17 @@ fn end(sources: Vec<(Arc<Source>, Option<Promotion>)>, output: &Output) -> Resul
         let ended = match Arc::try_unwrap(source) {
             Ok(source) => source.close().map_err(anyhow::Error::from).and_then(|()| {
                 if promotion.map(Promotion::end).transpose()? == Some(true) {
-                    output.more("nothing was written to the replica: it can be synced to as before");
+                    output.more("nothing was written to the replica: it accepts syncs as before");
                 }
                 Ok(())
             }),
             Err(_) => {
                 // A connection did not end in time: the stop is an unclean one, and the next start will see that.
-                output.warn(&format!("a client still held {} when the server ended", path.display()));
+                output.warn(&format!("a client still had {} open when the server stopped", path.display()));
                 Ok(())
             }
         };
-        let ended = ended.with_context(|| format!("can't end the service of {} in order", path.display()));
+        let ended = ended.with_context(|| format!("cannot close {} cleanly", path.display()));
         if let (Err(_), Err(error)) = (&result, &ended) {
             output.warn(&crate::failure::text(error));
         }

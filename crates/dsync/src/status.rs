@@ -68,13 +68,10 @@ pub fn run(args: &args::Status, state: &StateDir, output: &Output) -> Result<()>
     };
     if sources.is_empty() && failed.is_empty() && trackers == 0 {
         // The kernel tells others nothing of what it follows.
-        let unseen = if rustix::process::geteuid().is_root() {
-            ""
-        } else {
-            "; disks followed in the kernel are shown to root"
-        };
+        let unseen =
+            if rustix::process::geteuid().is_root() { "" } else { "; tracked disks are shown to root only" };
         output.say(&format!(
-            "nothing is followed yet (state directory {}{unseen}): begin with \"dsync serve\", \"dsync track\" or \"dsync sync\"",
+            "no sources yet (state directory {}{unseen}): start with \"dsync serve\", \"dsync track\" or \"dsync sync\"",
             state.path().display()
         ));
     }
@@ -98,7 +95,7 @@ pub fn run(args: &args::Status, state: &StateDir, output: &Output) -> Result<()>
 }
 
 fn unreadable(place: &Path) -> String {
-    format!("the state of one source can't be read ({})", place.display())
+    format!("cannot read the state of a source ({})", place.display())
 }
 
 fn source_status(place: &Path, about: About, output: &Output) -> Result<()> {
@@ -213,19 +210,19 @@ fn say(status: &SourceStatus, output: &Output) {
                 units::many(served.dirty, "block")
             ));
             if let Some(why) = &served.lost {
-                output.say(&format!("  what came before is not known: {why}"));
+                output.say(&format!("  earlier changes are not known: {why}"));
             }
             if served.active_regions > 0 {
                 output.say(&format!(
-                    "  a power cut now would make {} of {} dirty",
+                    "  a power cut now would mark {} of {} as changed",
                     units::many(served.active_regions, "region"),
                     units::size(served.region)
                 ));
             }
             if served.views > 0 {
                 output.say(&format!(
-                    "  {} open, {} kept for them",
-                    units::many(served.views as u64, "view"),
+                    "  {} open, with {} of old data kept",
+                    units::many(served.views as u64, "snapshot"),
                     units::size(served.kept_bytes)
                 ));
             }
@@ -249,9 +246,9 @@ fn say(status: &SourceStatus, output: &Output) {
                 let bytes = blocks.saturating_mul(status.block_size.into());
                 format!("{} ({}) written since", units::many(blocks, "block"), units::size(bytes))
             }
-            (None, Some(why)) if replica.compared => format!("the next sync compares it: {why}"),
+            (None, Some(why)) if replica.compared => format!("the next sync compares all of it: {why}"),
             (None, why) => {
-                format!("what was written since is not known: {}", why.as_deref().unwrap_or("nothing tells"))
+                format!("later writes are not known: {}", why.as_deref().unwrap_or("nothing records them"))
             }
         };
         output.say(&format!(
@@ -335,23 +332,25 @@ fn replica(
     };
     let at = match (status.epoch, status.state) {
         (Some(epoch), State::Exact) if status.ahead => format!(
-            "exactly the last batch of a mirror after epoch {epoch} of source {}",
+            "consistent, at the last batch of a mirror after epoch {epoch} of source {}",
             status.source.unwrap_or_default()
         ),
         (Some(epoch), State::Exact) => {
-            format!("exactly epoch {epoch} of source {}", status.source.unwrap_or_default())
+            format!("consistent, at epoch {epoch} of source {}", status.source.unwrap_or_default())
         }
-        (Some(epoch), State::Fuzzy) => format!("about epoch {epoch}, copied from a live disk without a cut"),
+        (Some(epoch), State::Fuzzy) => {
+            format!("fuzzy, near epoch {epoch}: copied from a disk in use without a freeze")
+        }
         _ => "incomplete: run \"dsync sync\" again".to_owned(),
     };
     output.say(&format!("replica {}: {at}, {}", absolute.display(), units::size(status.size)));
     match &status.recovered {
         Some(recovered) => output.say(&format!("  {recovered}")),
-        None if recovering => output.say("  nothing was left to finish"),
+        None if recovering => output.say("  nothing to recover"),
         None => {}
     }
     if status.partial {
-        output.say("  a transfer was cut: the next \"dsync sync\" goes on from there");
+        output.say("  a transfer was interrupted: the next \"dsync sync\" resumes it");
     }
     output.summary(&status);
     Ok(())
@@ -393,11 +392,9 @@ fn written_down(
     let promoted = lineage.promoted.map(|promoted| promoted.said());
     match (&in_use, &promoted) {
         (Some(holder), _) => {
-            output.say(&format!("replica {}: in use by {holder}; written down is {at}", path.display()))
+            output.say(&format!("replica {}: in use by {holder}; last recorded at {at}", path.display()))
         }
-        (None, _) => {
-            output.say(&format!("replica {}: {at}, and what was written to it since", path.display()))
-        }
+        (None, _) => output.say(&format!("replica {}: {at}, and written to since", path.display())),
     }
     if let Some(promoted) = &promoted {
         output.say(&format!("  it {promoted}: \"dsync sync\" to it is refused; with --adopt it overwrites what was written here"));

@@ -29,8 +29,8 @@ impl Destination {
         if let Some(rest) = text.strip_prefix("tls://") {
             return Destination::parse_tls(rest).ok_or_else(|| {
                 Failure::usage(format!(
-                    "\"{text}\" is no destination: write tls://HOST/PATH or tls://HOST:PORT/PATH, where PATH lies in the \
-                     folder that receives there"
+                    "invalid destination \"{text}\": use tls://HOST/PATH or tls://HOST:PORT/PATH, where PATH is relative to the \
+                     --into folder there"
                 ))
             });
         }
@@ -39,7 +39,7 @@ impl Destination {
             Some((host, path)) if !host.contains('/') => {
                 if host.is_empty() || path.is_empty() {
                     return Err(Failure::usage(format!(
-                        "\"{text}\" names no {}: write HOST:/path, or ./{text} for a file of that name here",
+                        "the {} is missing in \"{text}\": use HOST:/path, or ./{text} for a local file of that name",
                         if host.is_empty() { "host" } else { "path" }
                     )));
                 }
@@ -58,8 +58,8 @@ impl Destination {
         if self.host.is_some() {
             return Ok((self.path.clone(), name.to_owned()));
         }
-        let path =
-            std::path::absolute(&self.path).with_context(|| format!("can't find {}", self.path.display()))?;
+        let path = std::path::absolute(&self.path)
+            .with_context(|| format!("cannot find {}", self.path.display()))?;
         let name = path.display().to_string();
         Ok((path, name))
     }
@@ -125,7 +125,7 @@ pub fn connect(
             // Its errors travel over the link, as those of a far host do.
             let _ = sync::receive(there, &state);
         });
-        let receiving = receiving.context("can't start a thread")?;
+        let receiving = receiving.context("cannot start a thread")?;
         return Ok((here, Some(receiving)));
     };
     Ok((crate::far::call(host, destination.port, far, state)?, None))
@@ -136,7 +136,9 @@ pub fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Result<u8> {
     let destination = Destination::parse(&args.destination)?;
     units::check_rates(&[("--bwlimit", args.far.bwlimit)])?;
     if args.adopt && !matches!(args.method, MethodArg::Auto | MethodArg::Compare | MethodArg::Rolling) {
-        return Err(Failure::usage("--adopt proves a copy by comparing it: leave --method out").into());
+        return Err(
+            Failure::usage("--adopt compares the copy: omit --method, or use compare or rolling").into()
+        );
     }
     let options = Options {
         how: match args.method {
@@ -200,8 +202,8 @@ pub fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Result<u8> {
     if let Some(recovered) = &summary.recovered {
         output.warn(recovered);
     }
-    list("can't be read at the source", &summary.unreadable, output);
-    list("could not be read at the replica, and was sent", &summary.unreadable_there, output);
+    list("unreadable at the source", &summary.unreadable, output);
+    list("unreadable at the replica, and sent again", &summary.unreadable_there, output);
     say(&summary, output);
     output.summary(&summary);
     let unread = summary.unreadable.extents + summary.unreadable_there.extents;
@@ -239,14 +241,14 @@ pub fn say(summary: &Summary, output: &Output) {
     if summary.dry_run {
         output.say(&match summary.method {
             delta::Method::Compare | delta::Method::Rolling => format!(
-                "would compare all of {} with {} ({}): at most {} to read at each end, and to send",
+                "would compare all of {} with {} ({}): at most {} read on each side, and sent",
                 summary.source.display(),
                 summary.destination,
                 summary.trust,
                 units::size(summary.bytes_sent)
             ),
             _ if summary.bytes_sent < summary.bytes_changed => format!(
-                "would send {found} {of} to {} ({}): {} of data, and word of the holes",
+                "would send {found} {of} to {} ({}): {} of data, the rest as holes",
                 summary.destination,
                 summary.trust,
                 units::size(summary.bytes_sent)
@@ -279,8 +281,8 @@ pub fn say(summary: &Summary, output: &Output) {
         units::size(summary.bytes_written),
         units::seconds(summary.seconds),
         match summary.freeze_ms {
-            Some(ms) => format!(", {ms} ms of it frozen"),
-            None if summary.resumed => ", on from where the last transfer ended".to_owned(),
+            Some(ms) => format!(", frozen for {ms} ms"),
+            None if summary.resumed => ", resuming an interrupted transfer".to_owned(),
             None => String::new(),
         }
     ));

@@ -35,63 +35,64 @@ pub fn run(args: &Track, state: &StateDir, output: &Output) -> Result<()> {
             let name = match (name, device.file_name()) {
                 (Some(name), _) => name.clone(),
                 (None, Some(file)) => format!("{}-tracked", file.to_string_lossy()),
-                (None, None) => return Err(Failure::usage("--name is missing").into()),
+                (None, None) => {
+                    return Err(
+                        Failure::usage("pass --name: the path has no file name to derive it from").into()
+                    );
+                }
             };
             let block_size = crate::block_size(*block_size)?;
             let tracker =
                 marked(device, state, output, || dm::add(device, &name, block_size, meta.as_deref()))?;
             let mapped = dm::path(&name);
             output.say(&format!(
-                "{} is {} now and tracked, in blocks of {}; what is written to {0} itself is not seen",
+                "{} is now tracked as {}, in blocks of {}; writes to {0} itself are not recorded",
                 device.display(),
                 mapped.display(),
                 units::size(tracker.block_size().into())
             ));
             if meta.is_none() {
-                output.more("the record ends with the device: --meta keeps it over reboots and crashes");
+                output.more("the record is lost with the device: --meta keeps it across reboots and crashes");
             }
             say(&mapped, &*tracker, output)
         }
         TrackAction::Add { name: Some(_), .. } | TrackAction::Add { meta: Some(_), .. } => {
-            Err(Failure::usage("--name and --meta go with --with dm").into())
+            Err(Failure::usage("--name and --meta need --with dm").into())
         }
         TrackAction::Add { device, block_size, .. } => {
             let block_size = crate::block_size(*block_size)?;
             let tracker = marked(device, state, output, || bpf::add(device, block_size))?;
             output.say(&format!(
-                "{} is tracked from now on, in blocks of {}; the next \"dsync sync\" compares or copies, later ones send \
-                 what changed",
+                "{} is tracked from now on, in blocks of {}; the next \"dsync sync\" compares or copies all of it, later ones \
+                 send what changed",
                 device.display(),
                 units::size(tracker.block_size().into())
             ));
-            output.more("the record ends with the machine's run, but where dsync-track@.service saves it");
+            output.more("the record is lost at the next reboot unless dsync-track@.service saves it");
             say(device, &*tracker, output)
         }
         TrackAction::Remove { device } => {
             if !bpf::remove(device)? && !dm::remove(device)? {
                 return Err(Failure::refused(format!(
-                    "{} is not tracked: \"dsync status\" tells what is",
+                    "{} is not tracked: \"dsync status\" lists tracked devices",
                     device.display()
                 ))
                 .into());
             }
-            output.say(&format!(
-                "{} is not tracked any more; what was recorded is forgotten",
-                device.display()
-            ));
+            output.say(&format!("{} is no longer tracked; its record is discarded", device.display()));
             Ok(())
         }
         TrackAction::Save { device } => {
             bpf::save(device, &folder(device, state)?)?;
-            output.say(&format!("the record of {} is saved", device.display()));
+            output.say(&format!("saved the record of {}", device.display()));
             Ok(())
         }
         TrackAction::Restore { device } => {
             output.say(&match bpf::restore(device, &folder(device, state)?)? {
-                Restored::WentOn => format!("{} was tracked all the while", device.display()),
-                Restored::Trusted => format!("{} is tracked on from its saved record", device.display()),
+                Restored::WentOn => format!("{} was tracked without interruption", device.display()),
+                Restored::Trusted => format!("{} is tracked again, from its saved record", device.display()),
                 Restored::Lost(why) => {
-                    format!("{} is tracked from now on; what came before is lost: {why}", device.display())
+                    format!("{} is tracked from now on; earlier changes are lost: {why}", device.display())
                 }
             });
             Ok(())
@@ -118,7 +119,7 @@ fn folder(device: &Path, state: &StateDir) -> Result<device::Dir> {
     let canonical = std::fs::canonicalize(device).unwrap_or_else(|_| device.to_path_buf());
     let place = state.tracker_folder(&canonical);
     device::Dir::open(&place)
-        .map_err(|error| TrackError::State { what: "can't make a folder", place, error }.into())
+        .map_err(|error| TrackError::State { what: "cannot create a directory", place, error }.into())
 }
 
 /// Says how the trackers are, of one device or of all. Returns how many there are.
@@ -137,13 +138,13 @@ pub fn status(device: Option<&Path>, output: &Output) -> Result<usize> {
         } else if device.exists() {
             found += 1;
             output.say(&format!(
-                "device {} is followed; only root can read its record: run \"sudo dsync status\" to see it",
+                "device {} is tracked; only root can read its record: run \"sudo dsync status\"",
                 device.display()
             ));
         } else {
             found += 1;
             output.say(&format!(
-                "{} was tracked and is not there any more: end it with \"dsync track remove {0}\"",
+                "tracked device {} no longer exists: discard its tracker with \"dsync track remove {0}\"",
                 device.display()
             ));
         }
@@ -162,7 +163,7 @@ fn say(device: &Path, tracker: &dyn Tracker, output: &Output) -> Result<()> {
         lost: tracker.lost()?,
     };
     output.say(&format!(
-        "device {} ({}, blocks of {}) is followed by the {} tracker",
+        "device {} ({}, blocks of {}) is tracked by {}",
         device.display(),
         units::size(status.size),
         units::size(status.block_size.into()),
@@ -172,7 +173,7 @@ fn say(device: &Path, tracker: &dyn Tracker, output: &Output) -> Result<()> {
         output.say(&format!("  {} written since the last checkpoint", units::many(dirty, "block")));
     }
     if let Some(why) = &status.lost {
-        output.say(&format!("  what came before is not known: {why}"));
+        output.say(&format!("  earlier changes are not known: {why}"));
     }
     output.summary(&status);
     Ok(())

@@ -19,7 +19,7 @@ pub fn run(args: &args::Verify, state: &StateDir, output: &Output) -> Result<u8>
     units::check_rates(&[("--bwlimit", args.far.bwlimit), ("--rate", args.rate)])?;
     if args.rate.is_some_and(|rate| rate < Scope::LEAST_RATE) {
         return Err(Failure::usage(
-            "--rate takes 16K or more: a slower reader could not be stopped for minutes",
+            "--rate needs 16K or more: a slower reader could not be stopped for minutes",
         )
         .into());
     }
@@ -62,11 +62,14 @@ pub fn run(args: &args::Verify, state: &StateDir, output: &Output) -> Result<u8>
 
 fn say(verified: &Verified, output: &Output) {
     if let Some(changed) = &verified.changed {
-        output.warn(&format!("{} was changed since its last commit ({changed})", verified.destination));
+        output.warn(&format!(
+            "{} was modified outside dsync since its last commit ({changed})",
+            verified.destination
+        ));
     }
     if verified.trust != "exact" {
         output.warn(&format!(
-            "what changed at the source since epoch {} is not known: {}",
+            "new changes at the source since epoch {} are not known: {}",
             verified.epoch, verified.trust
         ));
     }
@@ -74,8 +77,8 @@ fn say(verified: &Verified, output: &Output) {
         output.say(&format!("differs: its size is {}", device::exact_size(size)));
     }
     list("differs", &verified.differing, output);
-    list("can't be read at the source", &verified.unreadable, output);
-    list("can't be read at the replica", &verified.unreadable_there, output);
+    list("unreadable at the source", &verified.unreadable, output);
+    list("unreadable at the replica", &verified.unreadable_there, output);
     let compared = verified.bytes_compared - verified.bytes_changed_since;
     let found = match verified.differing.extents {
         0 => "no differences".to_owned(),
@@ -85,14 +88,14 @@ fn say(verified: &Verified, output: &Output) {
         }
     };
     output.say(&format!(
-        "{} at epoch {}: {found} in {} of {}{}, in {}",
+        "{} at epoch {}: {found}; compared {} of {}{} in {}",
         verified.destination,
         verified.epoch,
         units::size(compared),
         units::size(verified.disk_size),
         match verified.bytes_changed_since {
             0 => String::new(),
-            bytes => format!(" ({} changed at the source since then)", units::size(bytes)),
+            bytes => format!(" ({} changed at the source since)", units::size(bytes)),
         },
         units::seconds(verified.seconds)
     ));

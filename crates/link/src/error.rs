@@ -232,7 +232,7 @@ pub enum Error {
         why: String,
     },
     /// The address can't be listened on.
-    #[error("can't listen on {address}: {why}")]
+    #[error("cannot listen on {address}: {why}")]
     Listen {
         /// The address.
         address: String,

@@ -61,13 +61,13 @@ fn a_delta_fits_every_position_of_its_chain_and_nothing_else() {
                     assert!(error.is_refusal(), "{what}: {error}");
                     let number = source.epochs[epoch].number;
                     let wanted = if epoch < from {
-                        format!("the delta begins at {}", source.epochs[from].number)
+                        format!("the delta begins at {}: merge the deltas between", source.epochs[from].number)
                     } else {
-                        format!("the delta ends at {} already", source.epochs[to].number)
+                        format!("beyond the end of this delta at epoch {}: skip", source.epochs[to].number)
                     };
                     let text = error.to_string();
                     assert!(
-                        text.contains(&format!("is at epoch {number}, {wanted}: run \"dsync sync\"")),
+                        text.contains(&format!("is at epoch {number}, {wanted}")),
                         "{text}"
                     );
                     assert!(world.holds(&source.images[epoch]), "{what}");
@@ -133,7 +133,7 @@ fn what_does_not_fit_is_refused() {
             &world,
             "goes on from something else",
             &changed(&|h| h.resumes = Some(wrong)),
-            "goes on from",
+            "the delta continues one of",
         );
     }
     let power = on();
@@ -229,7 +229,7 @@ fn foreign_writes_are_noticed_and_adopted() {
         header.binds = Some(standing.nonce);
         let error =
             merge(&mut replica, &source.encode(&header, 1, &[1].into()), Commit::Journal).unwrap_err();
-        assert!(error.to_string().contains("only a compare"), "{error}");
+        assert!(error.to_string().contains("not compared to the end"), "{error}");
         let delta = source.lacks(&standing, world.raw().as_deref(), 1);
         merge(&mut replica, &delta, Commit::Journal).unwrap();
         assert!(world.holds(&source.images[1]));
