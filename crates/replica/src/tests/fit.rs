@@ -61,15 +61,15 @@ fn a_delta_fits_every_position_of_its_chain_and_nothing_else() {
                     assert!(error.is_refusal(), "{what}: {error}");
                     let number = source.epochs[epoch].number;
                     let wanted = if epoch < from {
-                        format!("the delta begins at {}: merge the deltas between", source.epochs[from].number)
+                        format!(
+                            "the delta begins at {}: merge the deltas between",
+                            source.epochs[from].number
+                        )
                     } else {
                         format!("beyond the end of this delta at epoch {}: skip", source.epochs[to].number)
                     };
                     let text = error.to_string();
-                    assert!(
-                        text.contains(&format!("is at epoch {number}, {wanted}")),
-                        "{text}"
-                    );
+                    assert!(text.contains(&format!("is at epoch {number}, {wanted}")), "{text}");
                     assert!(world.holds(&source.images[epoch]), "{what}");
                 }
             }
