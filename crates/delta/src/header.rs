@@ -122,6 +122,31 @@ pub struct Header {
 }
 
 impl Header {
+    /// The header of a delta from `source` to the last epoch of `chain`, for a disk of these sizes in bytes before and
+    /// after. It is bound to no replica's state, goes on from no other delta, and makes an exact epoch.
+    pub fn new(
+        source: Uuid,
+        method: Method,
+        chain: Vec<Epoch>,
+        (size_before, size_after): (u64, u64),
+        block_size: u32,
+    ) -> Header {
+        Header {
+            stream: Uuid::new_v4(),
+            source,
+            chain,
+            size_before,
+            size_after,
+            block_size,
+            method,
+            binds: None,
+            resumes: None,
+            fuzzy: false,
+            lacking: false,
+            ahead: false,
+        }
+    }
+
     /// The epoch that a replica stands at afterwards. (`None` only if the chain is empty, which no encoder accepts and no
     /// decoder yields.)
     pub fn to(&self) -> Option<&Epoch> {

@@ -73,10 +73,12 @@ pub fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()>
             bwlimit: far.bwlimit,
             journal_dir: far.journal_dir.clone().map(Into::into),
             may_be_cut: destination.host.is_some(),
-            passes: args::PASSES,
-            cut: source::CutOptions {
-                freeze: source::FreezeMode::Auto,
-                limit: Duration::from_secs(args::FREEZE_LIMIT),
+            live: sync::LiveOptions {
+                passes: args::PASSES,
+                cut: source::CutOptions {
+                    freeze: source::FreezeMode::Auto,
+                    limit: Duration::from_secs(args::FREEZE_LIMIT),
+                },
             },
             ..Options::default()
         },

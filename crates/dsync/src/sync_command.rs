@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result};
 use link::Link;
 use source::{FreezeMode, StateDir};
-use sync::{Commit, Extents, How, Options, Summary, SyncError};
+use sync::{Commit, Extents, LiveOptions, Method, Options, Summary, SyncError, Unreadable};
 
 use crate::args::{self, CommitArg, CyclesArg, FarArgs, FreezeArg, HashArg, MethodArg};
 use crate::failure::{self, FAILED, Failure};
@@ -141,12 +141,12 @@ pub fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Result<u8> {
         );
     }
     let options = Options {
-        how: match args.method {
-            MethodArg::Auto => How::Auto,
-            MethodArg::Tracked => How::Tracked,
-            MethodArg::Compare => How::Compare,
-            MethodArg::Rolling => How::Rolling,
-            MethodArg::Copy => How::Copy,
+        method: match args.method {
+            MethodArg::Auto => None,
+            MethodArg::Tracked => Some(Method::Tracked),
+            MethodArg::Compare => Some(Method::Compare),
+            MethodArg::Rolling => Some(Method::Rolling),
+            MethodArg::Copy => Some(Method::Copy),
         },
         hash: hash(args.hash),
         in_place: compare::rolling::InPlace {
@@ -158,8 +158,7 @@ pub fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Result<u8> {
         },
         commit: commit(args.commit),
         digests: args.digests.as_ref().map(|file| (!file.is_empty()).then(|| PathBuf::from(file))),
-        keep_going: args.keep_going,
-        lacking: false,
+        unreadable: if args.keep_going { Unreadable::SendAnew } else { Unreadable::Fail },
         dry_run: args.dry_run,
         adopt: args.adopt,
         create: args.create,
@@ -168,14 +167,16 @@ pub fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Result<u8> {
         bwlimit: args.far.bwlimit,
         journal_dir: args.far.journal_dir.clone().map(PathBuf::from),
         may_be_cut: destination.host.is_some(),
-        passes: args.passes,
-        cut: source::CutOptions {
-            freeze: match args.freeze {
-                FreezeArg::Auto => FreezeMode::Auto,
-                FreezeArg::Never => FreezeMode::Never,
-                FreezeArg::Require => FreezeMode::Require,
+        live: LiveOptions {
+            passes: args.passes,
+            cut: source::CutOptions {
+                freeze: match args.freeze {
+                    FreezeArg::Auto => FreezeMode::Auto,
+                    FreezeArg::Never => FreezeMode::Never,
+                    FreezeArg::Require => FreezeMode::Require,
+                },
+                limit: std::time::Duration::from_secs(args.freeze_limit),
             },
-            limit: std::time::Duration::from_secs(args.freeze_limit),
         },
     };
     let handle = crate::attach(state, &args.source, &args.open)?;
@@ -191,7 +192,7 @@ pub fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Result<u8> {
     let unreadable = |e: &anyhow::Error| e.downcast_ref::<SyncError>().is_some_and(SyncError::is_unreadable);
     if let Some(error) = summary.as_ref().err().filter(|e| args.keep_going && unreadable(e)) {
         output.warn(&failure::text(error));
-        summary = attempt(&Options { lacking: true, ..options });
+        summary = attempt(&Options { unreadable: Unreadable::LeaveOut, ..options });
         output.finish();
     }
     output.more(&format!("source {} in {}", handle.about().uuid, state.path().display()));

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use delta::{Decoder, Encoder, Epoch, Event, Frame, Header, Method, Unit};
 use device::Disk;
+use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::apply::Applier;
@@ -20,7 +21,8 @@ use crate::replica::{INTERRUPTED, Replica};
 use crate::rest::Keeping;
 
 /// How a delta becomes part of a replica. A seed goes to NAME.partial, or in place on a device, whatever is asked for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Commit {
     /// Stored in the journal as it arrives, merged once it is whole.
     #[default]

@@ -64,6 +64,39 @@ pub struct Standing {
     pub changed: Option<String>,
 }
 
+impl Standing {
+    /// There is no replica.
+    pub fn nothing() -> Standing {
+        Standing {
+            source: None,
+            epoch: None,
+            ahead: false,
+            state: State::Incomplete,
+            size: 0,
+            block_size: 0,
+            capacity: None,
+            positions: Vec::new(),
+            nonce: Uuid::nil(),
+            under_way: false,
+            resumes: None,
+            recovered: None,
+            changed: None,
+        }
+    }
+
+    /// A replica that is exactly at an epoch of its source, whose disk then had `size` bytes.
+    pub fn at(source: Uuid, epoch: Epoch, size: u64) -> Standing {
+        Standing {
+            source: Some(source),
+            epoch: Some(epoch),
+            state: State::Exact,
+            size,
+            positions: vec![Position { epoch: Some(epoch), upto: size }],
+            ..Standing::nothing()
+        }
+    }
+}
+
 /// A destination with its lineage, held alone and in order: whatever a crash left was finished or undone when it was opened.
 pub struct Replica {
     pub(crate) place: Box<dyn Place>,
@@ -330,21 +363,7 @@ impl Replica {
             place,
             folder: folder.into(),
             kept: lineage.is_some(),
-            standing: Standing {
-                source: None,
-                epoch: None,
-                ahead: false,
-                state: State::Incomplete,
-                size: 0,
-                block_size: 0,
-                capacity: None,
-                positions: Vec::new(),
-                nonce: Uuid::nil(),
-                under_way: false,
-                resumes: None,
-                recovered: None,
-                changed: None,
-            },
+            standing: Standing::nothing(),
             lineage: lineage.unwrap_or_else(Lineage::new),
             journal: None,
             adopt: options.adopt,

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use device::Disk;
 use replica::{ReplicaError, State};
-use sync::{Class, How, SyncError};
+use sync::{Class, Method, SyncError};
 
 use crate::cell::{Cell, Change, Commit, Origin, Table, Target, Verb, Way};
 use crate::dice::Dice;
@@ -561,10 +561,10 @@ impl Run {
 
     fn sync(&mut self, which: usize, cuts: Cuts) -> Result<String, SyncError> {
         let how = match self.world.dice.below(10) {
-            0 => How::Compare,
-            1 if !self.world.cell.origin.is_live() => How::Rolling,
-            2 => How::Copy,
-            _ => How::Auto,
+            0 => Some(Method::Compare),
+            1 if !self.world.cell.origin.is_live() => Some(Method::Rolling),
+            2 => Some(Method::Copy),
+            _ => None,
         };
         let mut options = self.world.options(how);
         options.adopt = self.world.replicas[which].touched && self.world.dice.one_in(2);
@@ -858,10 +858,10 @@ impl Run {
         self.world.use_state_of(which);
         for _ in 0..5 {
             let known = self.world.replicas[which].clone();
-            let mut options = self.world.options(How::Auto);
+            let mut options = self.world.options(None);
             options.adopt = (known.touched || known.adopting) && last.contains("--adopt");
             if known.tainted {
-                options.how = How::Compare;
+                options.method = Some(Method::Compare);
             }
             let from = lock(&self.world.moments).count().saturating_sub(1);
             self.world.tell(format!(

@@ -485,13 +485,15 @@ impl World {
     }
 
     /// What a sync is told in this cell.
-    pub fn options(&self, how: sync::How) -> sync::Options {
+    pub fn options(&self, method: Option<sync::Method>) -> sync::Options {
         sync::Options {
-            how,
+            method,
             commit: self.cell.commit.into(),
             may_be_cut: self.cell.way == Way::Far,
-            passes: 6,
-            cut: CutOptions { freeze: FreezeMode::Auto, limit: Duration::from_secs(10) },
+            live: sync::LiveOptions {
+                passes: 6,
+                cut: CutOptions { freeze: FreezeMode::Auto, limit: Duration::from_secs(10) },
+            },
             ..sync::Options::default()
         }
     }
@@ -508,7 +510,7 @@ impl World {
         let (name, target) = (self.replicas[which].name.clone(), self.cell.target);
         let path = self.far.scratch.join(&name);
         let options = MirrorOptions {
-            sync: self.options(sync::How::Auto),
+            sync: self.options(None),
             batching: Batching {
                 alpha: 0.5,
                 beta: 1.0,

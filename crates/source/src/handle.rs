@@ -25,6 +25,22 @@ pub struct Handle {
     holder: Holder,
 }
 
+/// What a replica lacks for a view.
+pub struct Changes {
+    /// Blocks, of the source's block size.
+    pub blocks: Bitmap,
+    /// The epochs at which the replica may be, ascending; the last is the view's.
+    pub chain: Vec<Epoch>,
+    history: History,
+}
+
+impl Changes {
+    /// Bytes of the source at an epoch.
+    pub fn size_at(&self, epoch: &Epoch) -> Option<u64> {
+        self.history.size_at(epoch)
+    }
+}
+
 enum Holder {
     Here(Box<Source>),
     Live(Box<Live>),
@@ -239,13 +255,8 @@ impl Handle {
         self.medium.reader()
     }
 
-    /// The blocks, of the source's block size, that a replica with these positions lacks for the view, and the chain of
-    /// epochs it may stand at.
-    pub fn changes_since(
-        &self,
-        positions: &[Position],
-        view: &View,
-    ) -> Result<(Bitmap, Vec<Epoch>), SourceError> {
+    /// What a replica with these positions lacks for the view.
+    pub fn changes_since(&self, positions: &[Position], view: &View) -> Result<Changes, SourceError> {
         let block_size = self.about.block_size;
         if let Some(ahead) = positions.iter().find(|p| p.epoch.number > view.epoch().number) {
             return Err(SourceError::Refused(format!(
@@ -255,7 +266,8 @@ impl Handle {
             )));
         }
         let changes = Bitmap::new(view.len().div_ceil(u64::from(block_size)));
-        let mut chain = self.history()?.changes_since(positions, block_size, &changes)?;
+        let history = self.history()?;
+        let mut chain = history.changes_since(positions, block_size, &changes)?;
         // Epochs that came after the view belong to nobody's delta yet; what they changed is sent from the view, which has
         // the older content.
         chain.retain(|e| e.number <= view.epoch().number);
@@ -263,7 +275,7 @@ impl Handle {
             let since = positions.last().map_or(0, |p| p.epoch.number);
             return Err(SourceError::Lost { since, why: "a part of the history can't be read".into() });
         }
-        Ok((changes, chain))
+        Ok(Changes { blocks: changes, chain, history })
     }
 
     /// What a sync would find now, without taking a checkpoint.

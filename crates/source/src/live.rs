@@ -21,6 +21,7 @@ use crate::captured::{Capture, Captured};
 use crate::forget;
 use crate::freeze::{self, Freeze, FreezeError, Prepared};
 use crate::history::History;
+use crate::shrinking::Shrinking;
 use crate::source::{Medium, open_reader};
 use crate::stamp::Stamp;
 use crate::state::{About, StateDir, write_about};
@@ -383,17 +384,16 @@ impl Live {
         prepared: &Prepared,
         capture: &mut Capture,
     ) -> Result<u64, SourceError> {
-        let mut before = u64::MAX;
+        let mut shrinking = Shrinking::new(LITTLE);
         loop {
             prepared.settle().map_err(refused)?;
             let changes = self.tracker.checkpoint()?;
             self.write_down(book, &changes)?;
             self.read_and_keep(capture, &changes)?;
             let bytes = changes.count().saturating_mul(self.about.block_size.into());
-            if bytes <= LITTLE || bytes > before / 4 * 3 {
+            if !shrinking.pays(bytes) {
                 return Ok(bytes);
             }
-            before = bytes;
         }
     }
 

@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::plan::Conflict;
+
 /// What kind of end it is; decides the exit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -49,14 +51,12 @@ pub enum SyncError {
         /// What kind of end it is.
         class: Class,
     },
-    /// What changed is not known, and nothing but the tracker was to be asked.
-    #[error("what changed on {} is not known ({why}): leave --method tracked out to compare everything", path.display())]
-    Lost {
-        /// The source.
-        path: std::path::PathBuf,
-        /// Why.
-        why: String,
-    },
+    /// The sync cannot be planned.
+    #[error(transparent)]
+    Conflict(#[from] Conflict),
+    /// Another stage failed, or the end was asked for: not an error of its own.
+    #[error("stopped")]
+    Stopped,
     /// A part of the source can't be read.
     #[error(
         "the source can't be read at byte {0}, so nothing was committed: \"dsync sync --keep-going\" copies the rest, and leaves the replica incomplete"
@@ -77,9 +77,10 @@ impl SyncError {
     /// What kind of end it is.
     pub fn class(&self) -> Class {
         let refused = match self {
-            SyncError::Lost { .. } | SyncError::Source(source::SourceError::Lost { .. }) => {
-                return Class::Lost;
-            }
+            SyncError::Conflict(Conflict::Lost { .. })
+            | SyncError::Source(source::SourceError::Lost { .. }) => return Class::Lost,
+            SyncError::Conflict(Conflict::Vanished { .. }) => return Class::Away,
+            SyncError::Conflict(_) => true,
             SyncError::Far { class, .. } => return *class,
             SyncError::Replica(replica::ReplicaError::Busy { .. }) => return Class::Busy,
             SyncError::Replica(replica::ReplicaError::Away(_)) | SyncError::Away(_) => return Class::Away,

@@ -10,16 +10,18 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
-use delta::{Epoch, Header, Method, Unit, Writer};
+use delta::{Epoch, Method, Unit, Writer};
 use device::Disk;
-use extents::Bitmap;
 use serde::Serialize;
 use source::{Bookmarks, Cut, CutOptions, Handle, Live, Position};
-use uuid::Uuid;
 
 use crate::error::SyncError;
-use crate::push::{Packing, Progress, Sink, Totals, pack_wanted};
-use crate::read::{FrameSize, Wanted};
+use crate::facts::moment;
+use crate::messages::Standing;
+use crate::options::Options;
+use crate::pack::{Packing, Sink, pack};
+use crate::plan::{Choice, positions};
+use crate::report::{Progress, Totals};
 
 /// The checkpoint of replicas that only extracts have fed: where the first of them began.
 const BOOKMARK: &str = "extract";
@@ -67,65 +69,41 @@ pub fn extract(
     let began = Instant::now();
     let about = handle.about();
     let from = begin(handle, since)?;
-    let positions = match &from {
+    // As for a replica that is at that epoch, or for none.
+    let standing = match from {
         Some(epoch) => {
-            let size = handle.size_at(epoch)?.unwrap_or(u64::MAX);
-            let positions = vec![Position { epoch: *epoch, upto: size }];
-            handle.reaches(&positions)?;
-            Some(positions)
+            let size = handle.size_at(&epoch)?.unwrap_or(u64::MAX);
+            Standing::of(replica::Standing::at(about.uuid, epoch, size))
         }
-        None => None,
+        None => Standing::of(replica::Standing::nothing()),
+    };
+    let choice = match (from, positions(&standing)) {
+        (Some(_), Some(positions)) => {
+            handle.reaches(&positions)?;
+            Choice::tracked(positions)
+        }
+        _ => Choice::copy("seeded"),
     };
     let (view, cut) = match handle.live() {
         None => (Arc::new(handle.view(false)?), None),
         Some(live) => {
-            let cut = cut(handle, live, positions.as_deref())?;
+            let cut = cut(handle, live, &choice)?;
             (Arc::new(cut.view.clone()), Some(cut))
         }
     };
-    let block_size = u64::from(about.block_size);
-    let size = view.len();
-    let mut header = Header {
-        stream: Uuid::new_v4(),
-        source: about.uuid,
-        chain: vec![view.epoch()],
-        size_before: 0,
-        size_after: size,
-        block_size: about.block_size,
-        method: Method::Copy,
-        binds: None,
-        resumes: None,
-        fuzzy: false,
-        lacking: false,
-        ahead: false,
-    };
-    let wanted = match &positions {
-        None => Wanted { changes: Bitmap::new(0).into(), block_size, size, all_from: 0, to_end: false },
-        Some(positions) => {
-            let (changes, chain) = handle.changes_since(positions, &view)?;
-            let upto = positions[0].upto;
-            header.method = Method::Tracked;
-            header.size_before = upto;
-            header.chain = chain;
-            let all_from = if upto < size { upto / block_size * block_size } else { u64::MAX };
-            let needed = Bitmap::new(changes.blocks());
-            needed.union_with(&changes);
-            if all_from != u64::MAX {
-                needed.set(all_from / block_size..needed.blocks());
-            }
-            view.narrow(&needed);
-            Wanted { changes: changes.into(), block_size, size, all_from, to_end: false }
-        }
-    };
-    if cut.is_some_and(|cut| wanted.all_from < size || !cut.holds(&wanted.changes)) {
+    let options = Options { method: Some(choice.method), compress, ..Options::default() };
+    let moment = moment(handle, &view, &choice, &standing, &options)?;
+    let plan = choice.at(moment, &standing, &options)?;
+    if cut.is_some_and(|cut| plan.wanted.all_from < view.len() || !cut.holds(&plan.wanted.changes)) {
         return Err(whole_live_disk(handle));
     }
-    let bytes = wanted.count(&*view).map_err(SyncError::io("look for data in the source"))?.bytes;
-    let totals = Totals::default();
+    if let Some(blocks) = plan.wanted.blocks() {
+        view.narrow(&blocks);
+    }
+    let totals = Totals::new(progress);
+    totals.expect(plan.wanted.count(&*view).map_err(SyncError::io("look at the view"))?.bytes);
     let mut writer = Writer::new(out);
-    let size = FrameSize::new(false, block_size);
-    let how = Packing { compress, size, lacking: false, pass: false, fill: false };
-    pack_wanted(ToWriter(&mut writer), &view, &header, &wanted, how, &totals, &|done| progress(done, bytes))?;
+    pack(ToWriter(&mut writer), &view, &plan, Packing::new(&options, about.block_size), &totals)?;
     writer.flush()?;
     let epoch = view.epoch();
     if let Some(begins) = keeps(handle, since, from, epoch)? {
@@ -133,7 +111,7 @@ pub fn extract(
     }
     Ok(Extracted {
         source: about.path.clone(),
-        method: header.method,
+        method: plan.header.method,
         since: from.map(|e| e.number),
         epoch: epoch.number,
         blocks_changed: totals.blocks.load(Relaxed),
@@ -145,9 +123,11 @@ pub fn extract(
 }
 
 /// A live disk is read in one go, while nobody writes.
-fn cut(handle: &Handle, live: &Live, positions: Option<&[Position]>) -> Result<Cut, SyncError> {
-    let positions = positions.ok_or_else(|| whole_live_disk(handle))?;
-    Ok(live.cut(&handle.estimate(positions)?, &CutOptions::default())?)
+fn cut(handle: &Handle, live: &Live, choice: &Choice) -> Result<Cut, SyncError> {
+    if choice.method != Method::Tracked {
+        return Err(whole_live_disk(handle));
+    }
+    Ok(live.cut(&handle.estimate(&choice.positions)?, &CutOptions::default())?)
 }
 
 fn whole_live_disk(handle: &Handle) -> SyncError {

@@ -9,26 +9,18 @@ use compare::{Claim, Scope};
 use delta::Units;
 use device::{Disk, Storage};
 use link::{Link, Receiver, Sender};
-use replica::{Receipt, Replica};
+use replica::{Commit, Receipt, Replica};
 use serde::Serialize;
 use source::StateDir;
 
 use crate::digests::Kept;
 use crate::error::{Class, SyncError};
 use crate::messages::{
-    COMMITTED, Commit, Committed, FAILED, Failed, Open, PLAN, Part, Plan, STANDING, Standing, of_claim,
-    of_told, to_unit, unexpected,
+    COMMITTED, Committed, FAILED, Failed, Open, PLAN, Plan, STANDING, Standing, of_claim, of_told, to_unit,
+    unexpected,
 };
 use crate::mirrored::receive_batches;
 use crate::reach::Reach;
-
-fn mode(commit: Commit) -> replica::Commit {
-    match commit {
-        Commit::Journal => replica::Commit::Journal,
-        Commit::InPlace => replica::Commit::InPlace,
-        Commit::Reflink => replica::Commit::Reflink,
-    }
-}
 
 /// Serves one sync as the replica's end of `link`. What goes wrong is told to the other end too.
 pub fn receive(link: Link, state: &StateDir) -> Result<(), SyncError> {
@@ -155,19 +147,9 @@ fn say_standing(sender: &Sender, replica: &mut Replica, commit: Commit) -> Resul
     };
     let standing = Standing {
         path: std::fs::canonicalize(&path).unwrap_or(path),
-        source: standing.source,
-        epoch: standing.epoch,
-        positions: standing.positions.iter().map(|p| Part { epoch: p.epoch, upto: p.upto }).collect(),
-        nonce: standing.nonce,
-        under_way: standing.under_way,
-        resumes: standing.resumes,
-        ahead: standing.ahead,
-        fuzzy: standing.state == replica::State::Fuzzy,
-        size: standing.size,
-        recovered: standing.recovered,
-        changed: standing.changed,
         wrong_size: len.filter(|len| *len != standing.size),
-        in_place: replica.is_in_place(mode(commit)),
+        replica: standing,
+        in_place: replica.is_in_place(commit),
     };
     Ok(sender.send_json(STANDING, &standing)?)
 }
@@ -205,7 +187,7 @@ fn take_delta(
     let standing = replica.standing().clone();
     let disk = compare.as_ref().map(|_| replica.content()).transpose()?;
     let header = to_unit(message).map_err(|m| unexpected(&m))?;
-    let receipt = replica.receive(header, mode(open.commit))?;
+    let receipt = replica.receive(header, open.commit)?;
     if let Some(kept) = &mut kept {
         kept.begin(compare.as_ref(), receipt.header(), &standing)?;
     }
@@ -360,7 +342,7 @@ pub fn merge_over(
     let mut replica = open()?;
     let destination = replica.path().to_path_buf();
     let recovered = replica.standing().recovered.clone();
-    let mut receipt = replica.receive(header, mode(commit))?;
+    let mut receipt = replica.receive(header, commit)?;
     let committed = loop {
         let unit = match units.next() {
             Ok(Some(unit)) => unit,

@@ -4,34 +4,44 @@
 
 mod batching;
 mod compared;
+mod dense;
 mod digests;
 mod error;
 mod extents;
 mod extract;
+mod facts;
 mod far;
 mod live;
 mod messages;
 mod mirror;
 mod mirrored;
+mod options;
+mod pack;
 mod pipeline;
+mod plan;
 mod push;
 mod reach;
 mod read;
-mod rolling;
+mod report;
 #[cfg(test)]
 mod tests;
+mod transfer;
 mod verify;
 
 pub use batching::Batching;
+pub use delta::Method;
 pub use error::{Class, SyncError};
 pub use extents::{Extent, Extents};
 pub use extract::{Extracted, extract};
 pub use far::{MergeOptions, Merged, merge, receive, receive_within};
 #[doc(hidden)]
 pub use far::{merge_over, receive_over};
-pub use messages::Commit;
 pub use mirror::{BatchReport, Mirror, MirrorEvent, MirrorOptions, MirrorSummary};
+pub use options::{LiveOptions, Options, Unreadable};
 pub use pipeline::Stages;
-pub use push::{How, Options, Progress, Summary, push};
+pub use plan::Conflict;
+pub use push::push;
 pub use reach::Reach;
+pub use replica::Commit;
+pub use report::{Progress, Summary};
 pub use verify::{Verified, VerifyOptions, verify};

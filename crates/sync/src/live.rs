@@ -7,108 +7,80 @@
 use std::sync::Arc;
 
 use delta::Method;
-use link::{Receiver, Sender};
-use source::{Cut, Handle, Live, Position, RESIZED};
+use source::{Handle, Live, Shrinking};
 
 use crate::error::SyncError;
-use crate::messages::{Part, Standing};
-use crate::push::{How, Options, Progress, Totals, Way, choose, find, send};
+use crate::facts::{facts, moment};
+use crate::messages::Standing;
+use crate::options::Options;
+use crate::plan::{Choice, Conflict, choose};
+use crate::push::Prepared;
+use crate::transfer::Transfer;
 
 /// So little is read under a freeze without another pass: some ten milliseconds of a fast disk.
 const FEW_BYTES: u64 = 16 << 20;
 const FEW_BLOCKS: u64 = 2048;
 
-/// Where the passes have led.
-pub(crate) struct Caught {
-    /// The replica after the last pass.
-    pub standing: Standing,
-    pub positions: Vec<Position>,
-    pub cut: Cut,
-    /// How the first pass found its changes; `None` if there was none.
-    pub first: Option<(Method, String)>,
-}
-
 /// Brings the far side so near that the rest can be read in a moment, and reads it.
-#[allow(clippy::too_many_arguments)]
 pub(crate) fn catch_up(
     handle: &Handle,
     live: &Live,
-    (sender, receiver): (&Sender, &Receiver),
+    transfer: &Transfer<'_>,
     mut standing: Standing,
-    mut way: Way,
-    options: &Options,
-    totals: &Totals,
-    progress: Progress<'_>,
-) -> Result<Caught, SyncError> {
-    if options.at_view {
-        return Err(SyncError::Refused(format!(
-            "{} is not served, so no view of it is open: leave --at-view out",
-            handle.about().path.display()
-        )));
-    }
-    if options.keep_going || options.lacking {
-        return Err(SyncError::Refused(format!(
-            "{} is a disk in use, and what a pass over it left out could not be told from what it sent: leave --keep-going \
-             out, or copy the disk while nobody uses it",
-            handle.about().path.display()
-        )));
-    }
-    if options.how == How::Rolling {
-        return Err(SyncError::Refused(format!(
-            "{} is a disk in use, and --method rolling looks for what has moved in a file: leave it out",
-            handle.about().path.display()
-        )));
-    }
-    if live.is_resized() {
-        return Err(unknown(handle, RESIZED));
-    }
+    mut choice: Choice,
+) -> Result<Prepared, SyncError> {
+    let (about, options) = (handle.about(), transfer.options);
     // What was asked of the method holds for the first pass.
-    let later = Options { how: How::Auto, adopt: false, ..options.clone() };
-    let block_size = u64::from(handle.about().block_size);
+    let later = Options { method: None, adopt: false, ..options.clone() };
+    let block_size = u64::from(about.block_size);
     let size = live.size();
-    let (mut first, mut before) = (None, u64::MAX);
-    let mut pass = 0;
-    let (positions, also) = loop {
-        live.flush(&options.cut)?;
-        let whole = |positions: &[Position]| positions.last().is_some_and(|p| p.upto >= size);
-        if let Way::Tracked(positions) = &way {
-            if whole(positions) {
-                let lacks = handle.estimate(positions)?;
-                let blocks = lacks.count();
-                let few = blocks <= FEW_BLOCKS && blocks.saturating_mul(block_size) <= FEW_BYTES;
-                if few || pass >= options.passes || blocks > before / 4 * 3 {
-                    break (positions.clone(), lacks);
-                }
-                before = blocks;
+    let mut shrinking = Shrinking::new(FEW_BYTES.min(FEW_BLOCKS * block_size));
+    let (mut first, mut pass) = (None, 0);
+    let lacking = loop {
+        live.flush(&options.live.cut)?;
+        // Another pass is made while that pays.
+        if choice.positions.last().is_some_and(|last| last.upto >= size) {
+            let lacking = handle.estimate(&choice.positions)?;
+            let pays = shrinking.pays(lacking.count().saturating_mul(block_size));
+            if !pays || pass >= options.live.passes {
+                break lacking;
             }
         }
-        if pass > options.passes {
-            let why = "tracking was lost again and again while it was copied";
-            return Err(SyncError::Lost { path: handle.about().path.clone(), why: why.into() });
+        if pass > options.live.passes {
+            let why = "tracking was lost again and again while it was copied".into();
+            return Err(Conflict::Lost { path: about.path.clone(), why }.into());
         }
         let view = Arc::new(live.checkpoint()?);
         if let Some(why) = live.lost_for_good()? {
-            return Err(unknown(handle, &why));
+            return Err(Conflict::Unfollowed { path: about.path.clone(), why }.into());
         }
-        let mut found = find(handle, &view, way, &standing, later.how, false)?;
-        found.pass = true;
-        found.wanted.to_end = true;
-        let last = found.wanted.changes.blocks();
-        found.wanted.changes.set(last.saturating_sub(1)..last);
-        send(sender, receiver, &view, &found, options, totals, progress)?;
-        first.get_or_insert((found.method, found.trust));
-        standing = Standing::hear(receiver)?;
-        // A replica that was larger is cut at the commit: what stands beyond the disk's end is of no use.
-        standing.positions = within(std::mem::take(&mut standing.positions), size);
-        way = choose(handle, &standing, &later)?;
+        let moment = moment(handle, &view, &choice, &standing, options)?;
+        let plan = choice.at(moment, &standing, &later)?.into_pass();
+        standing = transfer.pass(&view, &plan)?;
+        first.get_or_insert((plan.header.method, plan.trust));
+        // A replica that was larger is cut at the commit: what is beyond the disk's end is of no use.
+        let parts = std::mem::take(&mut standing.replica.positions);
+        standing.replica.positions = within(parts, size);
+        choice = choose(&facts(handle, &standing, transfer.name, &later)?, &standing, &later)?;
         pass += 1;
     };
-    let cut = live.cut(&also, &options.cut)?;
-    Ok(Caught { standing, positions, cut, first })
+    let cut = live.cut(&lacking, &options.live.cut)?;
+    let view = Arc::new(cut.view.clone());
+    let moment = moment(handle, &view, &choice, &standing, options)?;
+    // Only what was read at the cut may be sent: nothing but the record can say what that must be.
+    let tracked = Options { method: Some(Method::Tracked), ..later };
+    let mut plan = choice.at(moment, &standing, &tracked)?;
+    if plan.wanted.all_from < plan.header.size_after || !cut.holds(&plan.wanted.changes) {
+        let why = "more was missing at the end than had been read".into();
+        return Err(Conflict::Lost { path: about.path.clone(), why }.into());
+    }
+    plan.header.fuzzy = cut.fuzzy;
+    let freeze_ms = cut.freeze.map(|lasted| lasted.as_millis() as u64);
+    Ok(Prepared { view, plan, standing, first, freeze_ms })
 }
 
-/// The parts of a replica that lie before `size`.
-fn within(parts: Vec<Part>, size: u64) -> Vec<Part> {
+/// The parts of a replica that begin before `size`.
+fn within(parts: Vec<replica::Position>, size: u64) -> Vec<replica::Position> {
     let mut from = 0;
     let mut kept = Vec::new();
     for part in parts {
@@ -118,13 +90,4 @@ fn within(parts: Vec<Part>, size: u64) -> Vec<Part> {
         from = part.upto;
     }
     kept
-}
-
-/// What no pass mends, however many there are.
-fn unknown(handle: &Handle, why: &str) -> SyncError {
-    SyncError::Refused(format!(
-        "what is written to {0} is not known ({why}), and no checkpoint mends that: run \"dsync track remove {0}\" and \"dsync \
-         track add {0}\", then sync again",
-        handle.about().path.display()
-    ))
 }

@@ -24,9 +24,10 @@ use std::time::{Duration, Instant};
 
 use compare::rolling::{Shape, Told};
 use compare::{Claim, Scope};
-use delta::{Epoch, Resume, Unit, UnitKind};
+use delta::{Epoch, Unit, UnitKind};
 use device::{Buf, Storage};
 use link::{Heard, Link, Message, Receiver, Sender};
+use replica::Commit;
 use serde::{Deserialize, Serialize};
 use source::About;
 use uuid::Uuid;
@@ -46,19 +47,6 @@ pub(crate) const COMMITTED: u8 = 8;
 pub(crate) const FAILED: u8 = 9;
 pub(crate) const SUMS: u8 = 10;
 pub(crate) const BATCH: u8 = 11;
-
-/// How the replica steps to the new epoch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Commit {
-    /// Store the whole delta, then merge it.
-    #[default]
-    Journal,
-    /// Write blocks as they come.
-    InPlace,
-    /// Merge into a clone and swap it in.
-    Reflink,
-}
 
 /// Opens a replica.
 #[derive(Debug, Serialize, Deserialize)]
@@ -95,47 +83,18 @@ impl Open {
     }
 }
 
-/// What stands at the destination.
-#[derive(Debug, Serialize, Deserialize)]
+/// Where the replica is.
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Standing {
     /// The destination's canonical path, as the replica's name.
     pub path: PathBuf,
-    /// The source it follows; `None` if there is no replica yet, or an adopted file.
-    pub source: Option<Uuid>,
-    /// The epoch of its last commit.
-    pub epoch: Option<Epoch>,
-    /// The parts of the replica and where they stand, ascending, its journal counted.
-    pub positions: Vec<Part>,
-    /// Names this very state.
-    pub nonce: Uuid,
-    /// A step was begun and not finished: what continues it is bound to the nonce.
-    pub under_way: bool,
-    /// The interrupted delta that a next one may go on from.
-    pub resumes: Option<Resume>,
-    /// Bytes.
-    pub size: u64,
-    /// It is ahead of its epoch by batches of a mirror.
-    pub ahead: bool,
-    /// It is a copy of a live disk without a cut.
-    #[serde(default)]
-    pub fuzzy: bool,
-    /// What opening it had to mend, for people to read.
-    pub recovered: Option<String>,
-    /// Why it may not be what its last commit left, where that was let pass.
-    pub changed: Option<String>,
+    /// The replica itself.
+    #[serde(flatten)]
+    pub replica: replica::Standing,
     /// Bytes that a replica's file has, where it should have others.
     pub wrong_size: Option<u64>,
-    /// What is copied within it must stand in an order in which that can be done in place.
+    /// What is copied within it must come in an order in which that can be done in place.
     pub in_place: bool,
-}
-
-/// A part of a replica.
-#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-pub(crate) struct Part {
-    /// Where it stands; `None` if nobody knows.
-    pub epoch: Option<Epoch>,
-    /// Its end in bytes.
-    pub upto: u64,
 }
 
 /// What will come.
@@ -270,20 +229,31 @@ impl Open {
 }
 
 impl Standing {
+    /// Of a replica that nobody has at hand.
+    pub fn of(replica: replica::Standing) -> Standing {
+        Standing { path: PathBuf::new(), replica, wrong_size: None, in_place: false }
+    }
+
     /// Hears what stands at the destination.
     pub fn hear(receiver: &Receiver) -> Result<Standing, SyncError> {
         let standing: Standing = expect(receiver, STANDING)?.json()?;
         standing.check()?;
         let text = |said: Option<String>| said.as_deref().map(text);
-        Ok(Standing { recovered: text(standing.recovered), changed: text(standing.changed), ..standing })
+        let replica = replica::Standing {
+            recovered: text(standing.replica.recovered),
+            changed: text(standing.replica.changed),
+            ..standing.replica
+        };
+        Ok(Standing { replica, ..standing })
     }
 
     /// Refuses what no replica says of itself.
     fn check(&self) -> Result<(), SyncError> {
         check_path("the replica", Some(&self.path))?;
-        let ascend = self.positions.windows(2).all(|two| matches!(two, [a, b] if a.upto < b.upto));
-        let within = self.positions.iter().all(|part| part.upto <= MAX_SIZE);
-        match self.positions.len() <= MAX_PARTS && ascend && within && self.size <= MAX_SIZE {
+        let replica::Standing { positions, size, .. } = &self.replica;
+        let ascend = positions.windows(2).all(|two| matches!(two, [a, b] if a.upto < b.upto));
+        let within = positions.iter().all(|part| part.upto <= MAX_SIZE);
+        match positions.len() <= MAX_PARTS && ascend && within && *size <= MAX_SIZE {
             true => Ok(()),
             false => Err(nonsense("the parts of the replica")),
         }

@@ -44,7 +44,7 @@ pub(crate) fn receive_batches(
     // Without overlap, the next batch is taken up when the one before is done.
     let (done_in, done) = crossbeam_channel::unbounded::<()>();
     let stopped = AtomicBool::new(false);
-    let stop = || SyncError::Refused("stopped".into());
+    let stop = || SyncError::Stopped;
     let mut begun: Option<(Uuid, Instant)> = None;
     let received = plan.stages.run(
         |give| {

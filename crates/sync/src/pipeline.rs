@@ -61,7 +61,7 @@ impl Stages {
             let producing = move || {
                 produce(&mut |item| {
                     let began = Instant::now();
-                    let sent = items_in.send(item).map_err(|_| SyncError::Refused("stopped".into()));
+                    let sent = items_in.send(item).map_err(|_| SyncError::Stopped);
                     permits.waited_to_give(began.elapsed());
                     sent
                 })

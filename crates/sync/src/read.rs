@@ -13,7 +13,8 @@ use delta::{Frame, Record};
 use device::{Buf, Disk, Kind, Piece, Pieces, Queue, Request};
 use extents::Bitmap;
 
-use crate::push::{Packing, Totals};
+use crate::dense::fill_dense;
+use crate::report::Totals;
 
 /// The most data of a frame, in bytes.
 pub(crate) const FRAME: u64 = delta::MAX_DATA as u64;
@@ -90,6 +91,55 @@ pub(crate) struct Count {
 }
 
 impl Wanted {
+    /// All that is allocated.
+    pub fn allocated(size: u64, block_size: u64) -> Wanted {
+        Wanted { changes: Bitmap::new(0).into(), block_size, size, all_from: 0, to_end: false }
+    }
+
+    /// The marked blocks.
+    pub fn marked(changes: impl Into<Arc<Bitmap>>, size: u64, block_size: u64) -> Wanted {
+        Wanted { changes: changes.into(), block_size, size, all_from: u64::MAX, to_end: false }
+    }
+
+    /// Also what is allocated beyond a byte of the disk, and the block that this byte is in.
+    pub fn and_beyond(mut self, upto: u64) -> Wanted {
+        if upto < self.size {
+            let block = upto / self.block_size;
+            self.changes.set(block..(block + 1).min(self.changes.blocks()));
+            self.all_from = block * self.block_size;
+        }
+        self
+    }
+
+    /// Also the last block, whatever is there.
+    pub fn reach_end(&mut self) {
+        self.to_end = true;
+        let blocks = self.changes.blocks();
+        self.changes.set(blocks.saturating_sub(1)..blocks);
+    }
+
+    /// Also what lies between marked blocks, where they are dense. Returns the blocks, extents and bytes that were marked
+    /// before.
+    pub fn fill_dense(&mut self) -> (u64, u64, u64) {
+        let blocks = self.changes.count();
+        let extents = self.changes.runs().count() as u64;
+        fill_dense(&self.changes);
+        (blocks, extents, blocks.saturating_mul(self.block_size).min(self.size))
+    }
+
+    /// The blocks of the disk that are wanted; `None` if that may be any.
+    pub fn blocks(&self) -> Option<Bitmap> {
+        if self.all_from == 0 {
+            return None;
+        }
+        let blocks = Bitmap::new(self.changes.blocks());
+        blocks.union_with(&self.changes);
+        if self.all_from < self.size {
+            blocks.set(self.all_from / self.block_size..blocks.blocks());
+        }
+        Some(blocks)
+    }
+
     /// What is marked, or allocated where everything is wanted.
     pub fn count(&self, disk: &dyn Disk) -> io::Result<Count> {
         let Count { mut blocks, mut extents, mut bytes, mut read } = Count::default();
@@ -308,29 +358,29 @@ pub(crate) struct FrameReader<'a> {
     read: u64,
     disk: &'a dyn Disk,
     /// Leave out what can't be read.
-    lacking: bool,
+    leave_out: bool,
     /// From here on zeroes are named where others need no word.
     named_from: u64,
-    totals: &'a Totals,
+    totals: &'a Totals<'a>,
 }
 
 impl<'a> FrameReader<'a> {
     pub fn new<D: Disk + 'static>(
         wanted: &'a Wanted,
         disk: &'a Arc<D>,
-        how: &Packing,
-        totals: &'a Totals,
+        (size, leave_out): (FrameSize, bool),
+        totals: &'a Totals<'a>,
     ) -> io::Result<FrameReader<'a>> {
         Ok(FrameReader {
             disk: &**disk,
-            lacking: how.lacking,
+            leave_out,
             named_from: if wanted.to_end { wanted.last_block() } else { u64::MAX },
             totals,
             wants: wanted.wants(&**disk),
             queue: disk.clone().queue(DEPTH)?,
             block_size: wanted.block_size,
             all_from: wanted.all_from,
-            size: how.size,
+            size,
             left_over: None,
             jobs: BTreeMap::new(),
             next_token: 0,
@@ -447,7 +497,7 @@ impl<'a> FrameReader<'a> {
             };
             let mut bytes = vec![0; (range.end - range.start) as usize];
             let block = u32::try_from(self.block_size).unwrap_or(u32::MAX);
-            let bad = compare::salvage(self.disk, range.start, &mut bytes, block, self.lacking)?;
+            let bad = compare::salvage(self.disk, range.start, &mut bytes, block, self.leave_out)?;
             let mut at = range.start;
             let mut keep = |part: Range<u64>| {
                 if !part.is_empty() {
@@ -554,12 +604,10 @@ mod tests {
         for at in (0..SIZE).step_by(1 << 20) {
             disk.write_at(at, &[7; 1 << 20]).unwrap();
         }
-        let changes = Bitmap::new(0).into();
-        let wanted = Wanted { changes, block_size: 4096, size: SIZE, all_from: 0, to_end: false };
+        let wanted = Wanted::allocated(SIZE, 4096);
         let size = FrameSize::new(true, 4096);
-        let how = Packing { compress: None, size, lacking: false, fill: false, pass: false };
-        let totals = Totals::default();
-        let mut reader = FrameReader::new(&wanted, &disk, &how, &totals).unwrap();
+        let totals = Totals::new(&|_, _| {});
+        let mut reader = FrameReader::new(&wanted, &disk, (size, false), &totals).unwrap();
         let (mut frames, mut sent) = (0, 0);
         while let Some((frame, _)) = reader.next(None).unwrap() {
             let len = frame.data.len() as u64;

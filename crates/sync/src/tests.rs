@@ -13,10 +13,10 @@ use source::{Handle, StateDir};
 use uuid::Uuid;
 
 use crate::messages::{
-    CLAIM, COMMITTED, Committed, HEADER, MirrorPlan, OPEN, Open, PLAN, Part, Plan, STANDING, Standing,
-    TRAILER, expect, of_claim, of_unit,
+    CLAIM, COMMITTED, Committed, HEADER, MirrorPlan, OPEN, Open, PLAN, Plan, STANDING, Standing, TRAILER,
+    expect, of_claim, of_unit,
 };
-use crate::{Commit, How, Options, VerifyOptions, push, receive, verify};
+use crate::{Commit, Options, VerifyOptions, push, receive, verify};
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 3 * MIB;
@@ -46,22 +46,9 @@ impl Place {
 
 fn standing(source: Uuid) -> Standing {
     let epoch = Epoch { number: 1, id: Uuid::from_u128(1) };
-    Standing {
-        path: "/replica".into(),
-        source: Some(source),
-        epoch: Some(epoch),
-        positions: vec![Part { epoch: Some(epoch), upto: SIZE }],
-        nonce: Uuid::from_u128(2),
-        under_way: false,
-        resumes: None,
-        ahead: false,
-        fuzzy: false,
-        size: SIZE,
-        recovered: None,
-        changed: None,
-        wrong_size: None,
-        in_place: false,
-    }
+    let replica =
+        replica::Standing { nonce: Uuid::from_u128(2), ..replica::Standing::at(source, epoch, SIZE) };
+    Standing { path: "/replica".into(), ..Standing::of(replica) }
 }
 
 fn claim(claim: Claim, digests: usize) -> Message {
@@ -131,7 +118,7 @@ fn a_lying_replica_is_found_out() {
                 // The liar's epoch is none of ours; without it there is nothing to verify against.
                 verify(&handle, here, &path, "/replica", &options, &|_, _| {}).map(drop)
             } else {
-                let options = Options { how: How::Compare, ..Options::default() };
+                let options = Options { method: Some(Method::Compare), ..Options::default() };
                 push(&handle, here, &path, "/replica", &options, &|_, _| {}).map(drop)
             };
             far.join().unwrap();
@@ -144,7 +131,7 @@ fn a_lying_replica_is_found_out() {
 }
 
 /// What a sync and a verification make of a far side that answers the greeting with this.
-fn greeted(handle: &Handle, kind: u8, head: &serde_json::Value, how: How) -> Vec<String> {
+fn greeted(handle: &Handle, kind: u8, head: &serde_json::Value, method: Option<Method>) -> Vec<String> {
     let head = serde_json::to_vec(head).unwrap();
     let tries = [false, true].map(|verifying| {
         let (here, there) = Link::pair();
@@ -160,7 +147,7 @@ fn greeted(handle: &Handle, kind: u8, head: &serde_json::Value, how: How) -> Vec
         let result = if verifying {
             verify(handle, here, &path, "/replica", &VerifyOptions::default(), &|_, _| {}).map(drop)
         } else {
-            let options = Options { how, ..Options::default() };
+            let options = Options { method, ..Options::default() };
             push(handle, here, &path, "/replica", &options, &|_, _| {}).map(drop)
         };
         far.join().unwrap();
@@ -190,7 +177,7 @@ fn what_no_replica_says_of_itself_is_refused_where_it_is_heard() {
         ("too long a path", with("path", format!("/{}", "x".repeat(5000)).into())),
         ("no path", with("path", "/a\0b".into())),
     ] {
-        for error in greeted(&handle, STANDING, &lie, How::Auto) {
+        for error in greeted(&handle, STANDING, &lie, None) {
             assert!(error.contains("makes no sense"), "{what}: {error}");
         }
     }
@@ -207,16 +194,16 @@ fn what_the_other_side_says_does_nothing_to_a_terminal() {
         assert!(text.contains("owned"), "{text:?}");
     };
     let failed = serde_json::json!({"message": evil, "class": "failed"});
-    greeted(&handle, crate::messages::FAILED, &failed, How::Auto).iter().for_each(|text| harmless(text));
+    greeted(&handle, crate::messages::FAILED, &failed, None).iter().for_each(|text| harmless(text));
     let mut lie = standing(handle.about().uuid);
-    (lie.recovered, lie.changed) = (Some(evil.clone()), Some(evil));
+    (lie.replica.recovered, lie.replica.changed) = (Some(evil.clone()), Some(evil));
     let (here, there) = Link::pair();
     let (sender, receiver) = there.split();
     sender.send_json(STANDING, &lie).unwrap();
     let (_here, hears) = here.split();
     let heard = Standing::hear(&hears).unwrap();
-    harmless(&heard.recovered.unwrap());
-    harmless(&heard.changed.unwrap());
+    harmless(&heard.replica.recovered.unwrap());
+    harmless(&heard.replica.changed.unwrap());
     // What a parser quotes of it, too.
     let text = b"{\"path\":\"/\",\"\x1b[31mowned\n\":1,\"size\":\"\x1b[31mowned\n\"}".to_vec();
     sender.send(Message { kind: STANDING, head: text, ..Message::default() }).unwrap();
@@ -234,7 +221,10 @@ fn another_epoch_than_the_one_sent_is_not_taken_for_committed() {
     let far = std::thread::spawn(move || {
         let (sender, receiver) = there.split();
         let Ok(_) = expect(&receiver, OPEN) else { return };
-        let nothing = Standing { source: Some(uuid), epoch: None, positions: Vec::new(), ..standing(uuid) };
+        let nothing = {
+            let replica = replica::Standing { source: Some(uuid), ..replica::Standing::nothing() };
+            Standing { replica, ..standing(uuid) }
+        };
         let _ = sender.send_json(STANDING, &nothing);
         while receiver.recv().is_ok_and(|message| message.is_some_and(|message| message.kind != TRAILER)) {}
         let epoch = Epoch { number: 9, id: Uuid::from_u128(9) };
@@ -264,7 +254,9 @@ fn sums_of_more_than_the_source_could_use_are_refused() {
     let far = std::thread::spawn(move || {
         let (sender, receiver) = there.split();
         let Ok(_) = expect(&receiver, OPEN) else { return };
-        let _ = sender.send_json(STANDING, &Standing { size: i64::MAX as u64, ..standing(uuid) });
+        let mut large = standing(uuid);
+        large.replica.size = i64::MAX as u64;
+        let _ = sender.send_json(STANDING, &large);
         let Ok(_) = expect(&receiver, PLAN) else { return };
         // Few bytes said, and gigabytes to be kept of them.
         let _ = sender.send(told(compare::rolling::Told::Zero(0..1 << 44), 0));
@@ -275,7 +267,7 @@ fn sums_of_more_than_the_source_could_use_are_refused() {
         let _ = sender.finish();
         while let Ok(Some(_)) = receiver.recv() {}
     });
-    let options = Options { how: How::Rolling, ..Options::default() };
+    let options = Options { method: Some(Method::Rolling), ..Options::default() };
     let pushed = push(&handle, here, &PathBuf::from("/replica"), "/replica", &options, &|_, _| {});
     far.join().unwrap();
     let error = pushed.unwrap_err().to_string();

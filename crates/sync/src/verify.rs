@@ -15,16 +15,19 @@ use delta::{Epoch, Header, Method};
 use device::Disk;
 use extents::Bitmap;
 use link::{Link, Receiver, Sender};
+use replica::Commit;
 use serde::Serialize;
-use source::{Handle, Position, SourceError};
-use uuid::Uuid;
+use source::{Handle, Position, SourceError, View};
 
-use crate::compared::{Sending, compare};
+use crate::compared::Comparison;
 use crate::error::SyncError;
 use crate::extents::Extents;
-use crate::messages::{Commit, Open, PLAN, Plan, Standing, open, part};
-use crate::push::{Packing, Progress, Totals, bookmark, committed, refuse_vanished};
+use crate::facts::bookmark;
+use crate::messages::{Open, PLAN, Plan, Standing, open, part};
+use crate::pack::{DeltaSender, Packing};
 use crate::read::FrameSize;
+use crate::report::{Progress, Totals};
+use crate::transfer::committed;
 
 /// What to prove, and how.
 #[derive(Debug, Clone, Default)]
@@ -108,153 +111,233 @@ pub fn verify(
     options: &VerifyOptions,
     progress: Progress<'_>,
 ) -> Result<Verified, SyncError> {
+    let began = Instant::now();
     let replica =
         Open { verify: true, ..Open::new(destination, &options.journal_dir, options.commit, handle.about()) };
     let (sender, receiver, standing) = open(link, &replica, options.bwlimit)?;
-    let verified = prove(handle, (&sender, &receiver, standing), name, options, progress);
-    part(sender, &receiver, verified)
+    let traffic = sender.traffic();
+    let verified = Proof::begin(handle, standing, options).and_then(|proof| {
+        let totals = Totals::new(progress);
+        let mut verified = proof.verified(name);
+        proof.run(&sender, &receiver, &mut verified, &totals)?;
+        verified.bytes_read = totals.read.load(Relaxed);
+        Ok(verified)
+    });
+    part(sender, &receiver, verified).map(|mut verified| {
+        verified.bytes_sent = traffic.sent();
+        verified.bytes_received = traffic.received();
+        verified.seconds = began.elapsed().as_secs_f64();
+        verified
+    })
 }
 
-/// Everything of a verification between the greeting and the goodbye.
-fn prove(
-    handle: &Handle,
-    (sender, receiver, standing): (&Sender, &Receiver, Standing),
-    name: &str,
-    options: &VerifyOptions,
-    progress: Progress<'_>,
-) -> Result<Verified, SyncError> {
-    let began = Instant::now();
-    let traffic = sender.traffic();
-    let about = handle.about();
-    refuse_vanished(handle, name, &standing)?;
-    let position = [stands(handle, &standing)?];
-    let lost = known(handle, &position, &standing)?;
-    let partly = !options.ranges.is_empty();
-    if options.repair && partly {
-        if let Some(why) = standing.changed.as_ref().or(lost.as_ref()) {
-            return Err(SyncError::Refused(format!(
-                "a part of {} can't be mended by itself ({why}): leave --range out",
-                standing.path.display()
-            )));
+/// What is compared with what.
+struct Proof<'a> {
+    handle: &'a Handle,
+    options: &'a VerifyOptions,
+    standing: Standing,
+    /// The replica's epoch.
+    epoch: Epoch,
+    /// Why it is not known what changed since.
+    lost: Option<String>,
+    view: Arc<View>,
+    /// Blocks that changed since.
+    since: Bitmap,
+    scope: Scope,
+}
+
+impl<'a> Proof<'a> {
+    fn begin(
+        handle: &'a Handle,
+        standing: Standing,
+        options: &'a VerifyOptions,
+    ) -> Result<Proof<'a>, SyncError> {
+        let position = [stands(handle, &standing)?];
+        let lost = known(handle, &position, &standing)?;
+        refuse(handle, &standing, options, lost.as_deref())?;
+        // The view first, then what changed up to it: no write can fall between.
+        let view = Arc::new(handle.view(false)?);
+        let (size, block_size) = (view.len(), handle.about().block_size);
+        let block = u64::from(block_size);
+        let since = match lost {
+            Some(_) => Bitmap::new(size.div_ceil(block)),
+            None => handle.changes_since(&position, &view)?.blocks,
+        };
+        if standing.replica.size < size && lost.is_none() {
+            since.set(standing.replica.size / block..since.blocks());
         }
+        let mut scope = Scope {
+            hash: options.hash,
+            rate: options.rate,
+            keep_going: options.keep_going,
+            ..Scope::whole(size, block_size)
+        };
+        if !options.ranges.is_empty() {
+            scope = scope.within(&options.ranges);
+            if scope.ranges.is_empty() {
+                return Err(SyncError::Refused(format!(
+                    "the ranges begin beyond the end of {}, which has {size} bytes",
+                    handle.about().path.display()
+                )));
+            }
+        }
+        let proof = Proof { handle, options, standing, epoch: position[0].epoch, lost, view, since, scope };
+        if !proof.to_view() {
+            proof.narrow();
+        }
+        Ok(proof)
     }
 
-    if handle.live().is_some() {
-        return Err(SyncError::Refused(format!(
-            "{} is followed in the kernel, which keeps no view of it for a verify: \"dsync sync --method compare\" compares it with \
-             {name} and mends what differs; so does a verify after \"dsync track remove\", while nobody uses it",
-            about.path.display()
-        )));
+    /// True for a repair of the whole, which brings the replica to the view. All else looks at what has not changed since.
+    fn to_view(&self) -> bool {
+        self.options.repair && self.options.ranges.is_empty()
     }
-    // The view first, then what changed up to it: no write can fall between.
-    let view = Arc::new(handle.view(false)?);
-    let (size, block_size) = (view.len(), about.block_size);
-    let block = u64::from(block_size);
-    let since = match lost {
-        Some(_) => Bitmap::new(size.div_ceil(block)),
-        None => handle.changes_since(&position, &view)?.0,
-    };
-    if standing.size < size && lost.is_none() {
-        since.set(standing.size / block..since.blocks());
+
+    /// Bytes a block.
+    fn block(&self) -> u64 {
+        self.handle.about().block_size.into()
     }
-    let scope = Scope {
-        hash: options.hash,
-        rate: options.rate,
-        keep_going: options.keep_going,
-        ..Scope::whole(size, block_size)
-    };
-    let scope = if partly { scope.within(&options.ranges) } else { scope };
-    if partly && scope.ranges.is_empty() {
-        return Err(SyncError::Refused(format!(
-            "the ranges are beyond the end of {}, which has {}",
-            about.path.display(),
-            device::exact_size(size)
-        )));
-    }
-    // A repair of the whole brings the replica to the view; all else looks at what has not changed since alone.
-    let to_view = options.repair && !partly;
-    if !to_view {
-        let needed = Bitmap::new(since.blocks());
-        for range in &scope.ranges {
+
+    /// Lets the writers keep only what is compared.
+    fn narrow(&self) {
+        let (needed, block) = (Bitmap::new(self.since.blocks()), self.block());
+        for range in &self.scope.ranges {
             needed.set(range.start / block..range.end.div_ceil(block));
         }
-        needed.subtract(&since);
-        view.narrow(&needed);
+        needed.subtract(&self.since);
+        self.view.narrow(&needed);
     }
 
-    let mut verified = Verified {
-        source: about.path.clone(),
-        destination: name.to_owned(),
-        epoch: position[0].epoch.number,
-        source_epoch: view.epoch().number,
-        trust: lost.map_or("exact".to_owned(), |why| format!("differences may be changes: {why}")),
-        changed: standing.changed.clone(),
-        wrong_size: standing.wrong_size,
-        disk_size: size,
-        block_size,
-        bytes_compared: scope.bytes(),
-        bytes_changed_since: scope.ranges.iter().map(|r| marked(&since, r, block)).sum(),
-        differing: Extents::default(),
-        unreadable: Extents::default(),
-        unreadable_there: Extents::default(),
-        repaired: false,
-        epoch_after: position[0].epoch.number,
-        bytes_read: 0,
-        bytes_sent: 0,
-        bytes_received: 0,
-        bytes_written: 0,
-        seconds: 0.0,
-        recovered: standing.recovered.clone(),
-    };
-    let plan = Plan { compare: Some(scope.clone()), delta: options.repair, ..Plan::default() };
-    sender.send_json(PLAN, &plan)?;
-    let totals = Totals::default();
-    if options.repair {
-        let header = header(
-            &standing,
-            if to_view { Some((view.epoch(), size)) } else { None },
-            about.uuid,
-            block_size,
-        )?;
-        let size = FrameSize::new(options.may_be_cut, block);
-        let sent = (|| {
-            let mut sending = Sending::begin(
-                sender,
-                &header,
-                Packing { compress: None, size, lacking: false, pass: false, fill: false },
-                &totals,
-            )?;
-            compare(receiver, &view, &scope, false, &totals, progress, |finding| {
-                note(&mut verified, &finding, &since, block);
-                if to_view {
-                    sending.add(&finding)
-                } else {
-                    outside(&finding, &since, block, |part| sending.add(&part))
-                }
-            })?;
-            if let Some(first) = verified.unreadable.list.first() {
-                return Err(SyncError::Unreadable(first.offset));
-            }
-            sending.end()
-        })();
-        let committed = committed(receiver, if to_view { view.epoch() } else { position[0].epoch }, sent)?;
-        if to_view {
-            handle.acknowledge(&bookmark(name, &standing), committed.epoch)?;
+    /// What is known before anything is compared.
+    fn verified(&self, name: &str) -> Verified {
+        let about = self.handle.about();
+        let replica = &self.standing.replica;
+        let trust = match &self.lost {
+            None => "exact".to_owned(),
+            Some(why) => format!("differences may be changes: {why}"),
+        };
+        Verified {
+            source: about.path.clone(),
+            destination: name.to_owned(),
+            epoch: self.epoch.number,
+            source_epoch: self.view.epoch().number,
+            trust,
+            changed: replica.changed.clone(),
+            wrong_size: self.standing.wrong_size,
+            disk_size: self.view.len(),
+            block_size: about.block_size,
+            bytes_compared: self.scope.bytes(),
+            bytes_changed_since: self.scope.ranges.iter().map(|r| marked(&self.since, r, self.block())).sum(),
+            differing: Extents::default(),
+            unreadable: Extents::default(),
+            unreadable_there: Extents::default(),
+            repaired: false,
+            epoch_after: self.epoch.number,
+            bytes_read: 0,
+            bytes_sent: 0,
+            bytes_received: 0,
+            bytes_written: 0,
+            seconds: 0.0,
+            recovered: replica.recovered.clone(),
+        }
+    }
+
+    /// Compares, and mends if that was asked for.
+    fn run(
+        &self,
+        sender: &Sender,
+        receiver: &Receiver,
+        verified: &mut Verified,
+        totals: &Totals<'_>,
+    ) -> Result<(), SyncError> {
+        let plan = Plan { compare: Some(self.scope.clone()), delta: self.options.repair, ..Plan::default() };
+        sender.send_json(PLAN, &plan)?;
+        let comparison = Comparison { receiver, view: &self.view, scope: &self.scope, fill: false, totals };
+        if !self.options.repair {
+            return comparison.run(|finding| {
+                note(verified, &finding, &self.since, self.block());
+                Ok(())
+            });
+        }
+        let to = if self.to_view() { self.view.epoch() } else { self.epoch };
+        let sent = self.send_repair(sender, &comparison, verified);
+        let committed = committed(receiver, to, sent)?;
+        if self.to_view() {
+            let bookmark = bookmark(&verified.destination, &self.standing);
+            self.handle.acknowledge(&bookmark, committed.epoch)?;
         }
         verified.repaired = true;
         verified.epoch_after = committed.epoch.number;
         verified.bytes_written = committed.bytes_written;
-    } else {
-        compare(receiver, &view, &scope, false, &totals, progress, |finding| {
-            note(&mut verified, &finding, &since, block);
-            Ok(())
-        })?;
+        Ok(())
     }
-    verified.bytes_read = totals.read.load(Relaxed);
-    verified.bytes_sent = traffic.sent();
-    verified.bytes_received = traffic.received();
-    verified.seconds = began.elapsed().as_secs_f64();
-    Ok(verified)
+
+    fn send_repair(
+        &self,
+        sender: &Sender,
+        comparison: &Comparison<'_>,
+        verified: &mut Verified,
+    ) -> Result<(), SyncError> {
+        let packing = Packing {
+            compress: None,
+            frames: FrameSize::new(self.options.may_be_cut, self.block()),
+            leave_out: false,
+        };
+        let mut sending = DeltaSender::begin(sender, &self.header(), packing, comparison.totals)?;
+        comparison.run(|finding| {
+            note(verified, &finding, &self.since, self.block());
+            if self.to_view() {
+                sending.add(&finding)
+            } else {
+                outside(&finding, &self.since, self.block(), |part| sending.add(&part))
+            }
+        })?;
+        match verified.unreadable.list.first() {
+            Some(first) => Err(SyncError::Unreadable(first.offset)),
+            None => sending.end(),
+        }
+    }
+
+    /// The header of a repair: to the view, or at the replica's own epoch.
+    fn header(&self) -> Header {
+        let (about, replica) = (self.handle.about(), &self.standing.replica);
+        let (epoch, size) = match self.to_view() {
+            true => (self.view.epoch(), self.view.len()),
+            false => (self.epoch, replica.size),
+        };
+        let sizes = (replica.size, size);
+        Header {
+            binds: Some(replica.nonce),
+            // A part says nothing of the rest.
+            fuzzy: !self.to_view() && replica.state == replica::State::Fuzzy,
+            ..Header::new(about.uuid, Method::Compare, vec![epoch], sizes, about.block_size)
+        }
+    }
+}
+
+/// Refuses what cannot be verified, or not mended.
+fn refuse(
+    handle: &Handle,
+    standing: &Standing,
+    options: &VerifyOptions,
+    lost: Option<&str>,
+) -> Result<(), SyncError> {
+    if options.repair && !options.ranges.is_empty() {
+        if let Some(why) = standing.replica.changed.as_deref().or(lost) {
+            return Err(SyncError::Refused(format!(
+                "a part of {} cannot be mended by itself ({why}): omit --range",
+                standing.path.display()
+            )));
+        }
+    }
+    if handle.live().is_some() {
+        return Err(SyncError::Refused(format!(
+            "{} is followed in the kernel, which keeps no view of it for a verify: \"dsync sync --method compare\" compares it with \
+             the replica and mends what differs; so does a verify after \"dsync track remove\", while nobody uses the disk",
+            handle.about().path.display()
+        )));
+    }
+    Ok(())
 }
 
 impl Verified {
@@ -267,16 +350,17 @@ impl Verified {
 /// Where the replica stands, if it is whole.
 fn stands(handle: &Handle, standing: &Standing) -> Result<Position, SyncError> {
     let (path, about) = (standing.path.display(), handle.about());
-    if let Some(other) = standing.source.filter(|source| *source != about.uuid) {
+    if let Some(other) = standing.replica.source.filter(|source| *source != about.uuid) {
         return Err(SyncError::Refused(format!(
-            "replica {path} is a copy of another source ({other}), not of {}: give the right source or destination",
-            about.path.display()
+            "replica {path} is of source {other}, and {} is source {}: give the right destination",
+            about.path.display(),
+            about.uuid
         )));
     }
-    match standing.epoch.filter(|_| !standing.under_way) {
-        Some(epoch) => Ok(Position { epoch, upto: standing.size }),
-        None if standing.source.is_none() => {
-            Err(SyncError::Refused(format!("no replica at {path} yet: create it with \"dsync sync\"")))
+    match standing.replica.epoch.filter(|_| !standing.replica.under_way) {
+        Some(epoch) => Ok(Position { epoch, upto: standing.replica.size }),
+        None if standing.replica.source.is_none() => {
+            Err(SyncError::Refused(format!("there is no replica at {path}: make it with \"dsync sync\"")))
         }
         None => Err(SyncError::Refused(format!("replica {path} is incomplete: run \"dsync sync\" first"))),
     }
@@ -294,34 +378,6 @@ fn known(handle: &Handle, position: &[Position], standing: &Standing) -> Result<
         ))),
         Err(other) => Err(other.into()),
     }
-}
-
-/// The header of a repair: to a view, or at the replica's own epoch.
-fn header(
-    standing: &Standing,
-    view: Option<(Epoch, u64)>,
-    source: Uuid,
-    block_size: u32,
-) -> Result<Header, SyncError> {
-    let own = standing.epoch.map(|epoch| (epoch, standing.size));
-    let Some((epoch, size_after)) = view.or(own) else {
-        return Err(SyncError::Refused(format!("replica {} has no epoch", standing.path.display())));
-    };
-    Ok(Header {
-        stream: Uuid::new_v4(),
-        source,
-        chain: vec![epoch],
-        size_before: standing.size,
-        size_after,
-        block_size,
-        method: Method::Compare,
-        binds: Some(standing.nonce),
-        resumes: None,
-        // A part says nothing of the rest.
-        fuzzy: view.is_none() && standing.fuzzy,
-        lacking: false,
-        ahead: false,
-    })
 }
 
 /// Bytes of a range whose blocks are marked.

@@ -15,7 +15,7 @@ use device::{Dir, Disk};
 use extents::Bitmap;
 use link::Link;
 use source::{About, CutOptions, FreezeMode, Handle, Live, StateDir};
-use sync::{Commit, How, Options, Summary, SyncError, push, receive};
+use sync::{Commit, LiveOptions, Method, Options, Summary, SyncError, Unreadable, push, receive};
 use trackers::{Settings, TrackError, TrackedDisk, Tracker};
 use uuid::Uuid;
 
@@ -236,7 +236,8 @@ fn between(
 }
 
 fn options(freeze: FreezeMode) -> Options {
-    Options { passes: 6, cut: CutOptions { freeze, limit: Duration::from_secs(5) }, ..Options::default() }
+    let cut = CutOptions { freeze, limit: Duration::from_secs(5) };
+    Options { live: LiveOptions { passes: 6, cut }, ..Options::default() }
 }
 
 /// The last write that an image holds, if it is the disk right after that write.
@@ -351,8 +352,10 @@ fn what_the_tracker_lost_is_compared_and_then_tracked_again() {
     scene.sync(&options(FreezeMode::Auto)).unwrap();
     scene.write(100);
     *scene.lost.lock().unwrap() = Some("an event was dropped".into());
-    let refused =
-        scene.sync(&Options { how: How::Tracked, ..options(FreezeMode::Auto) }).unwrap_err().to_string();
+    let refused = scene
+        .sync(&Options { method: Some(Method::Tracked), ..options(FreezeMode::Auto) })
+        .unwrap_err()
+        .to_string();
     assert!(refused.contains("an event was dropped"), "{refused}");
     let summary = scene.sync(&options(FreezeMode::Auto)).unwrap();
     assert!(summary.trust.contains("an event was dropped"), "{}", summary.trust);
@@ -565,8 +568,8 @@ fn nothing_may_be_left_out_of_a_live_disk() {
     let scene = Scene::new();
     scene.write(100);
     for options in [
-        Options { keep_going: true, ..options(FreezeMode::Auto) },
-        Options { keep_going: true, lacking: true, ..options(FreezeMode::Auto) },
+        Options { unreadable: Unreadable::SendAnew, ..options(FreezeMode::Auto) },
+        Options { unreadable: Unreadable::LeaveOut, ..options(FreezeMode::Auto) },
     ] {
         let refused = scene.sync(&options).unwrap_err().to_string();
         assert!(refused.contains("--keep-going"), "{refused}");

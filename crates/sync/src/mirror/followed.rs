@@ -15,7 +15,9 @@ use super::{Ended, Mirror, MirrorEvent, MirrorSummary};
 use crate::batching::Interval;
 use crate::error::SyncError;
 use crate::messages::{MirrorPlan, Open, PLAN, Plan, Standing, open, part};
-use crate::push::{Options, Summary, push};
+use crate::options::Options;
+use crate::push::push;
+use crate::report::Summary;
 
 /// A source that is followed, and what of it the replica may have.
 pub(super) struct Followed {
@@ -146,7 +148,7 @@ impl Followed {
         self.stood = began.elapsed();
         self.interval = left.interval;
         self.unconfirmed = left.unconfirmed;
-        self.at = At::Batch(left.confirmed.unwrap_or(standing.nonce));
+        self.at = At::Batch(left.confirmed.unwrap_or(standing.replica.nonce));
         summary.batches += left.summary.batches;
         summary.bytes_changed += left.summary.bytes_changed;
         summary.epoch = left.summary.epoch.or(summary.epoch);
@@ -157,6 +159,7 @@ impl Followed {
 
     /// What the replica lacks of what was sent, if it stands where a batch has left it.
     fn recognise(&mut self, standing: &Standing) -> Option<Vec<Arc<Bitmap>>> {
+        let standing = &standing.replica;
         if standing.under_way || standing.resumes.is_some() || standing.changed.is_some() {
             return None;
         }

@@ -18,8 +18,9 @@ use source::Handle;
 use self::followed::Followed;
 use crate::batching::Batching;
 use crate::error::{Class, SyncError};
+use crate::options::Options;
 use crate::pipeline::Stages;
-use crate::push::{Options, Progress, Summary};
+use crate::report::{Progress, Summary};
 
 /// How often who waits looks at the world, where the user grants no shorter lag.
 const LOOK_EVERY: Duration = Duration::from_millis(50);

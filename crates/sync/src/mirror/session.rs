@@ -15,9 +15,11 @@ use uuid::Uuid;
 use super::{BatchReport, LOOK_EVERY, MirrorEvent, MirrorOptions, MirrorSummary};
 use crate::batching::Interval;
 use crate::error::{Class, SyncError};
+use crate::facts::bookmark;
 use crate::messages::{BATCH, Confirmed, Standing, unexpected};
-use crate::push::{Packing, Sink, Totals, bookmark};
+use crate::pack::{Sink, reading};
 use crate::read::{FrameReader, FrameSize, Wanted};
+use crate::report::Totals;
 
 /// Batches that may be on their way.
 const WINDOW: usize = 16;
@@ -104,7 +106,7 @@ impl<'a> Session<'a> {
         let state = State {
             unconfirmed: VecDeque::new(),
             interval,
-            ahead: standing.ahead,
+            ahead: standing.replica.ahead,
             confirmed: None,
             summary: MirrorSummary::default(),
             failed: None,
@@ -113,8 +115,8 @@ impl<'a> Session<'a> {
         Session {
             ground,
             bookmark: bookmark(name, standing),
-            nonce: standing.nonce,
-            size: standing.size,
+            nonce: standing.replica.nonce,
+            size: standing.replica.size,
             state: Mutex::new(state),
             changed: Condvar::new(),
         }
@@ -154,7 +156,7 @@ impl<'a> Session<'a> {
                 }
                 Err(error) => {
                     let mut state = self.state();
-                    if state.failed.as_ref().is_none_or(|e| matches!(e, SyncError::Refused(_))) {
+                    if state.failed.as_ref().is_none_or(|e| matches!(e, SyncError::Stopped)) {
                         state.failed = Some(error);
                     }
                     drop(state);
@@ -173,7 +175,7 @@ impl<'a> Session<'a> {
     /// Batch after batch through the stages.
     fn send_batches(&self, epoch_began: &mut Instant, count: &mut u64) -> Result<(), SyncError> {
         let mut encoder: Option<Encoder> = None;
-        let totals = Totals::default();
+        let totals = Totals::new(&|_, _| {});
         let level = self.options.sync.compress;
         self.options.here.run(
             |give| self.cut_batches(give, epoch_began, count, &totals),
@@ -205,7 +207,7 @@ impl<'a> Session<'a> {
                 }
             },
             || {
-                self.state().failed.get_or_insert(SyncError::Refused("stopped".into()));
+                self.state().failed.get_or_insert(SyncError::Stopped);
                 self.changed.notify_all();
             },
         )
@@ -228,7 +230,7 @@ impl<'a> Session<'a> {
         give: &mut dyn FnMut(Item) -> Result<(), SyncError>,
         epoch_began: &mut Instant,
         count: &mut u64,
-        totals: &Totals,
+        totals: &Totals<'_>,
     ) -> Result<(), SyncError> {
         let mut nonce = self.nonce;
         let block_size = u64::from(self.handle.about().block_size);
@@ -304,7 +306,7 @@ impl<'a> Session<'a> {
         loop {
             let state = self.state();
             if state.failed.is_some() {
-                return Err(SyncError::Refused("stopped".into()));
+                return Err(SyncError::Stopped);
             }
             let waits = state.unconfirmed.iter().any(|s| s.stream == stream && s.primary.is_none());
             drop(state);
@@ -340,20 +342,9 @@ impl<'a> Session<'a> {
 
     fn header(&self, batch: &Batch, stream: Uuid, nonce: Uuid, ends: bool) -> Header {
         let about = self.handle.about();
-        Header {
-            stream,
-            source: about.uuid,
-            chain: vec![batch.epoch],
-            size_before: self.size,
-            size_after: device::Disk::len(&*batch.view),
-            block_size: about.block_size,
-            method: Method::Tracked,
-            binds: Some(nonce),
-            resumes: None,
-            fuzzy: false,
-            lacking: false,
-            ahead: !ends,
-        }
+        let sizes = (self.size, device::Disk::len(&*batch.view));
+        let header = Header::new(about.uuid, Method::Tracked, vec![batch.epoch], sizes, about.block_size);
+        Header { stream, binds: Some(nonce), ahead: !ends, ..header }
     }
 
     /// Reads a batch from its view.
@@ -362,28 +353,20 @@ impl<'a> Session<'a> {
         batch: &Batch,
         (stream, bytes): (Uuid, u64),
         give: &mut dyn FnMut(Item) -> Result<(), SyncError>,
-        totals: &Totals,
+        totals: &Totals<'_>,
     ) -> Result<(), SyncError> {
         let block_size = u64::from(self.handle.about().block_size);
         let size = device::Disk::len(&*batch.view);
-        let wanted =
-            Wanted { changes: batch.changes.clone(), block_size, size, all_from: u64::MAX, to_end: false };
-        let packing = Packing {
-            compress: self.options.sync.compress,
-            size: FrameSize::shared(bytes, block_size),
-            lacking: false,
-            pass: false,
-            fill: false,
-        };
-        let reading = || SyncError::io("read the source");
-        let mut frames = FrameReader::new(&wanted, &batch.view, &packing, totals).map_err(reading())?;
+        let wanted = Wanted::marked(batch.changes.clone(), size, block_size);
+        let how = (FrameSize::shared(bytes, block_size), false);
+        let mut frames = FrameReader::new(&wanted, &batch.view, how, totals).map_err(reading)?;
         let mut sequence = 0;
-        while let Some((frame, end)) = frames.next(None).map_err(reading())? {
+        while let Some((frame, end)) = frames.next(None).map_err(reading)? {
             batch.view.taken(end);
             give(Item::Frame(stream, sequence, frame))?;
             sequence += 1;
         }
-        batch.view.verify().map_err(reading())
+        batch.view.verify().map_err(reading)
     }
 
     /// Hears confirmations, until all that was sent is confirmed and nothing more will be.

@@ -1,0 +1,94 @@
+//! What plans are made from, asked of the source.
+
+use source::{Handle, SourceError, View};
+
+use crate::error::SyncError;
+use crate::messages::Standing;
+use crate::options::Options;
+use crate::plan::{Changes, Choice, Facts, Knowledge, LiveDisk, Moment, positions};
+
+/// What the source knows before a checkpoint. `name` is how the user named the replica.
+pub(crate) fn facts<'a>(
+    handle: &'a Handle,
+    standing: &Standing,
+    name: &'a str,
+    options: &Options,
+) -> Result<Facts<'a>, SyncError> {
+    let about = handle.about();
+    let asked = positions(standing).filter(|positions| !positions.is_empty() && !options.adopt);
+    let history = match asked.map(|positions| handle.reaches(&positions)) {
+        None => Knowledge::NotAsked,
+        Some(Ok(())) => Knowledge::Known,
+        Some(Err(SourceError::Lost { why, .. })) => Knowledge::Lost(why),
+        Some(Err(SourceError::Foreign(why))) => Knowledge::Foreign(why),
+        Some(Err(other)) => return Err(other.into()),
+    };
+    Ok(Facts {
+        path: &about.path,
+        uuid: about.uuid,
+        name,
+        live: handle.live().map(|live| LiveDisk { resized: live.is_resized() }),
+        history,
+        bookmark: handle.bookmarks()?.0.remove(&bookmark(name, standing)),
+    })
+}
+
+/// The moment of a view, for a delta to a replica that was found as `choice` says.
+pub(crate) fn moment<'a>(
+    handle: &'a Handle,
+    view: &View,
+    choice: &Choice,
+    standing: &Standing,
+    options: &Options,
+) -> Result<Moment<'a>, SyncError> {
+    let about = handle.about();
+    let changes = match choice.method {
+        delta::Method::Tracked => match handle.changes_since(&choice.positions, view) {
+            Ok(found) => {
+                let begins = standing.replica.epoch.or(found.chain.first().copied());
+                let size_before = begins.and_then(|epoch| found.size_at(&epoch));
+                let size_before = size_before.unwrap_or(standing.replica.size);
+                Some(Ok(Changes { blocks: found.blocks, chain: found.chain, size_before }))
+            }
+            // The gap came up with the checkpoint itself.
+            Err(SourceError::Lost { why, .. }) => Some(Err(why)),
+            Err(other) => return Err(other.into()),
+        },
+        _ => None,
+    };
+    Ok(Moment {
+        path: &about.path,
+        source: about.uuid,
+        epoch: view.epoch(),
+        size: device::Disk::len(view),
+        block_size: about.block_size,
+        fill: options.fills() && handle.live().is_none(),
+        changes,
+    })
+}
+
+/// The present as a moment that nobody keeps: what a sync would find now.
+pub(crate) fn present<'a>(handle: &'a Handle, choice: &Choice) -> Result<Moment<'a>, SyncError> {
+    let about = handle.about();
+    let mut epoch = handle.last_epoch()?.unwrap_or(NO_EPOCH);
+    let mut changes = None;
+    if choice.method == delta::Method::Tracked {
+        let blocks = handle.estimate(&choice.positions)?;
+        if !blocks.is_clean() {
+            epoch = NO_EPOCH;
+        }
+        changes = Some(Ok(Changes { blocks, chain: Vec::new(), size_before: 0 }));
+    }
+    let size = handle.reader()?.len();
+    let (source, block_size) = (about.uuid, about.block_size);
+    Ok(Moment { path: &about.path, source, epoch, size, block_size, fill: false, changes })
+}
+
+/// One that would begin with the checkpoint.
+const NO_EPOCH: delta::Epoch = delta::Epoch { number: 0, id: uuid::Uuid::nil() };
+
+/// The name under which a source remembers a replica.
+pub(crate) fn bookmark(name: &str, standing: &Standing) -> String {
+    let far = name.contains(':') && !name.starts_with('/');
+    if far { name.to_owned() } else { standing.path.display().to_string() }
+}

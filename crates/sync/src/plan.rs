@@ -1,0 +1,675 @@
+//! What a sync will do, decided from facts alone: nothing here reads, sends or writes.
+//!
+//! A plan is made in two steps. [`choose`] picks the method before a checkpoint is taken, so that a refused sync leaves no
+//! epoch behind. [`Choice::at`] makes the plan for the moment of the checkpoint: what the delta says of itself, and what of
+//! the source it carries. A dry run takes both steps, the second for a moment that nobody keeps.
+//!
+//! ```text
+//!     source's history, replica's status, options ── choose ──▶ Choice, or a Conflict
+//!     Choice, moment (epoch, size, changes)       ── at ──────▶ SyncPlan: header, wanted
+//! ```
+
+use std::path::{Path, PathBuf};
+
+use delta::{Epoch, Header, Method};
+use extents::Bitmap;
+use source::{Bookmark, Position, RESIZED};
+use uuid::Uuid;
+
+use crate::messages::Standing;
+use crate::options::{Options, Unreadable};
+use crate::read::Wanted;
+
+/// What is known of a source before a checkpoint is taken.
+pub(crate) struct Facts<'a> {
+    pub path: &'a Path,
+    pub uuid: Uuid,
+    /// The replica, as the user named it.
+    pub name: &'a str,
+    /// It is a disk in use, followed in the kernel.
+    pub live: Option<LiveDisk>,
+    /// What its history knows of the replica's positions.
+    pub history: Knowledge,
+    /// Where it remembers a replica of this name.
+    pub bookmark: Option<Bookmark>,
+}
+
+/// A disk in use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct LiveDisk {
+    /// It has another size than when its tracker began.
+    pub resized: bool,
+}
+
+/// What a source's history knows of a replica's positions.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Knowledge {
+    /// What changed since each of them.
+    Known,
+    /// There is a gap since, for this reason.
+    Lost(String),
+    /// They are of another history, for this reason.
+    Foreign(String),
+    /// Nothing was asked: the replica has no positions that a history could know.
+    NotAsked,
+}
+
+/// Why a sync cannot be planned. Its text names the thing, the reason and the way out.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Conflict {
+    /// The source remembers a replica where none is.
+    #[error(
+        "there is no replica at {name} any more: it was last synced on {time}, to epoch {epoch}. If its file system is not \
+         mounted or its disk not attached, bring it back and run again; if it is gone for good, --create begins a new replica \
+         there, with all of the source"
+    )]
+    Vanished {
+        /// The replica, as the user named it.
+        name: String,
+        /// When it was last synced.
+        time: String,
+        /// The epoch it was at then.
+        epoch: u64,
+    },
+    /// The replica follows another source.
+    #[error(
+        "replica {} is a copy of source {other}, and {} is source {uuid}: give the right destination, or pass --adopt to \
+         compare everything and make it a replica of this source", replica.display(), path.display()
+    )]
+    OtherSource {
+        /// The replica.
+        replica: PathBuf,
+        /// The source it follows.
+        other: Uuid,
+        /// The source given.
+        path: PathBuf,
+        /// Its id.
+        uuid: Uuid,
+    },
+    /// Nothing but the tracker was to be asked, and there is no replica yet.
+    #[error("no replica at {} yet: run the first sync without --method tracked", .0.display())]
+    NoReplica(PathBuf),
+    /// The replica's epoch is not in the source's history.
+    #[error("replica {} does not fit source {}: {why}", replica.display(), path.display())]
+    Foreign {
+        /// The replica.
+        replica: PathBuf,
+        /// The source.
+        path: PathBuf,
+        /// What does not fit.
+        why: String,
+    },
+    /// What changed is not known, and nothing but the tracker was to be asked.
+    #[error("what changed on {} is not known ({why}): omit --method tracked to compare everything", path.display())]
+    Lost {
+        /// The source.
+        path: PathBuf,
+        /// Why.
+        why: String,
+    },
+    /// A disk in use has no view.
+    #[error("{} is not served, so no view of it is open: omit --at-view", .0.display())]
+    NoView(PathBuf),
+    /// A disk in use cannot be copied in part.
+    #[error(
+        "{} is a disk in use, and what a pass over it left out could not be told from what it sent: omit --keep-going, or \
+         copy the disk while nobody uses it", .0.display()
+    )]
+    LiveInPart(PathBuf),
+    /// A disk in use cannot be searched for moved data.
+    #[error("{} is a disk in use, and --method rolling looks for moved data in a file: omit it", .0.display())]
+    LiveRolling(PathBuf),
+    /// What is written to a disk in use stays unknown.
+    #[error(
+        "what is written to {0} is not known ({why}), and no checkpoint mends that: run \"dsync track remove {0}\" and \"dsync \
+         track add {0}\", then sync again", path.display()
+    )]
+    Unfollowed {
+        /// The source.
+        path: PathBuf,
+        /// Why.
+        why: String,
+    },
+}
+
+/// How the changes will be found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Choice {
+    pub method: Method,
+    /// What the replica's equality will rest on.
+    pub trust: String,
+    /// Where the replica is, for `tracked`.
+    pub positions: Vec<Position>,
+}
+
+impl Choice {
+    pub fn compare(why: &str) -> Choice {
+        Choice { method: Method::Compare, trust: format!("compared: {why}"), positions: Vec::new() }
+    }
+
+    fn rolling() -> Choice {
+        Choice { method: Method::Rolling, trust: "compared: asked for".into(), positions: Vec::new() }
+    }
+
+    pub fn copy(trust: &str) -> Choice {
+        Choice { method: Method::Copy, trust: trust.into(), positions: Vec::new() }
+    }
+
+    pub fn tracked(positions: Vec<Position>) -> Choice {
+        Choice { method: Method::Tracked, trust: "tracked".into(), positions }
+    }
+}
+
+/// The replica's positions, if it knows an epoch for each.
+pub(crate) fn positions(standing: &Standing) -> Option<Vec<Position>> {
+    let parts = standing.replica.positions.iter();
+    parts.map(|part| Some(Position { epoch: part.epoch?, upto: part.upto })).collect()
+}
+
+/// Picks the method.
+pub(crate) fn choose(facts: &Facts<'_>, standing: &Standing, options: &Options) -> Result<Choice, Conflict> {
+    if facts.live.is_some() {
+        allow_live(facts, options)?;
+    }
+    let replica = &standing.replica;
+    let nothing = replica.positions.is_empty();
+    if let (true, None, false, Some(known)) = (nothing, replica.source, options.create, &facts.bookmark) {
+        return Err(Conflict::Vanished {
+            name: facts.name.to_owned(),
+            time: device::moment(known.time),
+            epoch: known.epoch.number,
+        });
+    }
+    if let Some(other) = replica.source.filter(|source| *source != facts.uuid && !options.adopt) {
+        return Err(Conflict::OtherSource {
+            replica: standing.path.clone(),
+            other,
+            path: facts.path.to_path_buf(),
+            uuid: facts.uuid,
+        });
+    }
+    if nothing && replica.source.is_none() && !options.adopt {
+        return match options.method {
+            Some(Method::Tracked) => Err(Conflict::NoReplica(standing.path.clone())),
+            _ => Ok(Choice::copy("seeded")),
+        };
+    }
+    let something = replica.epoch.is_some() || !nothing;
+    match options.method {
+        Some(Method::Compare) => return Ok(Choice::compare("asked for")),
+        Some(Method::Rolling) if options.unreadable == Unreadable::LeaveOut => {
+            return Ok(Choice::compare("a part of the source can't be read"));
+        }
+        Some(Method::Rolling) if options.adopt || something => return Ok(Choice::rolling()),
+        None if nothing && something => return Ok(Choice::compare("the replica was empty")),
+        // A seed that had not come far enough to keep anything.
+        _ if nothing => return Ok(Choice::copy("seeded")),
+        Some(Method::Copy) => return Ok(Choice::copy("copied: asked for")),
+        _ => {}
+    }
+    let why = match positions(standing).filter(|_| !options.adopt) {
+        None if options.adopt || replica.source.is_none() => "the replica was adopted".to_owned(),
+        None => {
+            "a part of the source could not be read the last time, or moving its parts in place was cut off"
+                .to_owned()
+        }
+        Some(positions) => match &facts.history {
+            Knowledge::Known | Knowledge::NotAsked => return Ok(Choice::tracked(positions)),
+            Knowledge::Lost(why) => why.clone(),
+            Knowledge::Foreign(why) => {
+                return Err(Conflict::Foreign {
+                    replica: standing.path.clone(),
+                    path: facts.path.to_path_buf(),
+                    why: why.clone(),
+                });
+            }
+        },
+    };
+    match options.method {
+        Some(Method::Tracked) => Err(Conflict::Lost { path: facts.path.to_path_buf(), why }),
+        _ => Ok(Choice::compare(&why)),
+    }
+}
+
+/// Refuses what cannot be done with a disk in use.
+fn allow_live(facts: &Facts<'_>, options: &Options) -> Result<(), Conflict> {
+    let path = facts.path.to_path_buf();
+    if options.at_view {
+        return Err(Conflict::NoView(path));
+    }
+    if options.unreadable != Unreadable::Fail {
+        return Err(Conflict::LiveInPart(path));
+    }
+    if options.method == Some(Method::Rolling) {
+        return Err(Conflict::LiveRolling(path));
+    }
+    if facts.live.is_some_and(|disk| disk.resized) {
+        return Err(Conflict::Unfollowed { path, why: RESIZED.into() });
+    }
+    Ok(())
+}
+
+/// A moment of a source.
+pub(crate) struct Moment<'a> {
+    pub path: &'a Path,
+    pub source: Uuid,
+    pub epoch: Epoch,
+    /// Bytes of the disk.
+    pub size: u64,
+    /// Bytes a block.
+    pub block_size: u32,
+    /// What lies between dense changes may be moved too.
+    pub fill: bool,
+    /// What a tracked delta carries, or why that is not known; `None` if nothing of the kind was asked.
+    pub changes: Option<Result<Changes, String>>,
+}
+
+/// What changed between a replica's positions and a moment.
+pub(crate) struct Changes {
+    pub blocks: Bitmap,
+    /// The epochs at which the replica may be, ascending; the last is the moment's.
+    pub chain: Vec<Epoch>,
+    /// Bytes of the disk at the replica's last commit; at the first epoch of the chain, if it has none.
+    pub size_before: u64,
+}
+
+/// A delta as it will be sent.
+pub(crate) struct SyncPlan {
+    pub trust: String,
+    pub header: Header,
+    pub wanted: Wanted,
+    /// Blocks, extents and bytes that changed, where that is less than what is moved.
+    pub changed: Option<(u64, u64, u64)>,
+    /// It is a pass over a live disk, not yet the whole.
+    pub pass: bool,
+}
+
+impl Choice {
+    /// The plan for a moment. Where what changed up to it is not known after all, the plan is a comparison.
+    pub fn at(
+        self,
+        moment: Moment<'_>,
+        standing: &Standing,
+        options: &Options,
+    ) -> Result<SyncPlan, Conflict> {
+        let Choice { method, trust, positions } = self;
+        let mut moment = moment;
+        let why = match (method, moment.changes.take()) {
+            (Method::Tracked, Some(Ok(_))) if standing.replica.ahead && is_at(standing, &moment) => {
+                // A mirror brought it something that the source does not know it ever had.
+                "the replica is ahead of its epoch, and the source is not: it was restored from a copy"
+                    .to_owned()
+            }
+            (Method::Tracked, Some(Ok(changes))) => {
+                return Ok(tracked(&positions, changes, &moment, standing));
+            }
+            (Method::Tracked, Some(Err(why))) => why,
+            (Method::Tracked, None) => "nothing was asked of its history".to_owned(),
+            (Method::Copy, _) => return Ok(copy(trust, &moment, standing)),
+            (Method::Compare | Method::Rolling, _) => return Ok(compare(method, trust, &moment, standing)),
+        };
+        if options.method == Some(Method::Tracked) {
+            return Err(Conflict::Lost { path: moment.path.to_path_buf(), why });
+        }
+        let Choice { method, trust, .. } = Choice::compare(&why);
+        Ok(compare(method, trust, &moment, standing))
+    }
+}
+
+/// True if the replica is at that moment's epoch already, or ahead of it.
+fn is_at(standing: &Standing, moment: &Moment<'_>) -> bool {
+    let at = replica::Position { epoch: Some(moment.epoch), upto: moment.size };
+    standing.replica.positions == [at]
+}
+
+/// A delta to that moment.
+fn header(method: Method, moment: &Moment<'_>, size_before: u64) -> Header {
+    let sizes = (size_before, moment.size);
+    Header::new(moment.source, method, vec![moment.epoch], sizes, moment.block_size)
+}
+
+/// What a comparison finds. What an interrupted transfer left is compared away: the digests are those of the destination.
+fn compare(method: Method, trust: String, moment: &Moment<'_>, standing: &Standing) -> SyncPlan {
+    let replica = &standing.replica;
+    let header = Header { binds: Some(replica.nonce), ..header(method, moment, replica.size) };
+    // The most that it can be.
+    let wanted = Wanted::allocated(moment.size, moment.block_size.into());
+    SyncPlan { trust, header, wanted, changed: None, pass: false }
+}
+
+/// Everything that is allocated.
+fn copy(trust: String, moment: &Moment<'_>, standing: &Standing) -> SyncPlan {
+    let (replica, block_size) = (&standing.replica, u64::from(moment.block_size));
+    let seed = replica.positions.is_empty();
+    let header = header(Method::Copy, moment, if seed { 0 } else { replica.size });
+    let binds = (!seed || replica.under_way).then_some(replica.nonce);
+    let wanted = match seed {
+        true => Wanted::allocated(moment.size, block_size),
+        // Something is there: the source's zeroes must be named.
+        false => {
+            let all = Bitmap::new(moment.size.div_ceil(block_size));
+            all.set(0..all.blocks());
+            Wanted::marked(all, moment.size, block_size)
+        }
+    };
+    SyncPlan { trust, header: Header { binds, ..header }, wanted, changed: None, pass: false }
+}
+
+/// What changed since the replica's positions, and what lies beyond the last of them.
+fn tracked(positions: &[Position], changes: Changes, moment: &Moment<'_>, standing: &Standing) -> SyncPlan {
+    let (replica, block_size) = (&standing.replica, u64::from(moment.block_size));
+    let Changes { blocks, chain, size_before } = changes;
+    let mut header = header(Method::Tracked, moment, size_before);
+    header.resumes = replica.resumes;
+    if replica.under_way {
+        // Only this replica, in this very state, can use it.
+        header.binds = Some(replica.nonce);
+        header.size_before = replica.size;
+    } else {
+        // A journal may reach farther than the last commit in all its parts: the replica is still at that. A commit that is
+        // not below the chain is of another history, and must not hide where this delta leads.
+        let begins = chain.first().map_or(0, |epoch| epoch.number);
+        header.chain = match replica.epoch.filter(|epoch| epoch.number < begins) {
+            Some(epoch) => {
+                let rest = chain.into_iter().filter(|later| later.number > epoch.number);
+                std::iter::once(epoch).chain(rest).collect()
+            }
+            None => chain,
+        };
+    }
+    let upto = positions.last().map_or(0, |position| position.upto);
+    let mut wanted = Wanted::marked(blocks, moment.size, block_size).and_beyond(upto);
+    let changed = moment.fill.then(|| wanted.fill_dense());
+    SyncPlan { trust: "tracked".into(), header, wanted, changed, pass: false }
+}
+
+impl SyncPlan {
+    /// True if the replica is at the plan's epoch, and nothing was left over from before: there is nothing to commit.
+    pub fn is_done(&self, standing: &Standing) -> bool {
+        let (replica, header) = (&standing.replica, &self.header);
+        let at = replica::Position { epoch: header.to().copied(), upto: header.size_after };
+        header.method == Method::Tracked
+            && !header.lacking
+            && replica.positions == [at]
+            && !replica.under_way
+            && replica.resumes.is_none()
+    }
+
+    /// The same as a pass over a live disk. It is sent up to the disk's end, whatever is there, so that the replica holds
+    /// something of every block.
+    pub fn into_pass(mut self) -> SyncPlan {
+        self.pass = true;
+        self.wanted.reach_end();
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use replica::{Position, State};
+
+    use super::*;
+
+    const BLOCK: u64 = 4096;
+    /// Blocks of the disk.
+    const BLOCKS: u64 = 8;
+    const SOURCE: Uuid = Uuid::from_u128(1);
+    const OTHER: Uuid = Uuid::from_u128(2);
+
+    fn epoch(number: u64) -> Epoch {
+        Epoch { number, id: Uuid::from_u128(number.into()) }
+    }
+
+    /// A replica in words: "none", "at 5", "ahead at 5", "other at 5", "empty at 5", "unknown", "file"; with "partly" it is at 5
+    /// in its first half only, with "cut off" the rest of a transfer can be resumed.
+    fn replica(words: &str) -> Standing {
+        let has = |word: &str| words.split_whitespace().any(|w| w == word);
+        let number =
+            words.split_once("at ").and_then(|(_, rest)| rest.split_whitespace().next()?.parse().ok());
+        let size = BLOCKS * BLOCK;
+        let mut replica = match number {
+            Some(number) => replica::Standing::at(SOURCE, epoch(number), size),
+            None => replica::Standing::nothing(),
+        };
+        replica.nonce = Uuid::from_u128(99);
+        if has("other") {
+            replica.source = Some(OTHER);
+        }
+        if has("ahead") {
+            replica.ahead = true;
+        }
+        if has("empty") {
+            (replica.positions, replica.size) = (Vec::new(), 0);
+        }
+        if has("unknown") || has("file") {
+            replica.source = has("unknown").then_some(SOURCE);
+            replica.state = State::Incomplete;
+            (replica.positions, replica.size) = (vec![Position { epoch: None, upto: size }], size);
+        }
+        if has("partly") {
+            replica.under_way = true;
+            replica.positions[0].upto = size / 2;
+        }
+        if has("cut") {
+            replica.resumes = Some(delta::Resume { stream: OTHER, frames: 3, digest: [0; 32] });
+        }
+        Standing { path: "/replica".into(), ..Standing::of(replica) }
+    }
+
+    /// Options in words, as on the command line.
+    fn options(words: &str) -> Options {
+        let has = |word: &str| words.split_whitespace().any(|w| w == word);
+        let method = [Method::Tracked, Method::Compare, Method::Rolling, Method::Copy]
+            .into_iter()
+            .find(|method| has(&format!("--{method}")));
+        let unreadable = match (has("--keep-going"), has("--leave-out")) {
+            (_, true) => Unreadable::LeaveOut,
+            (true, _) => Unreadable::SendAnew,
+            _ => Unreadable::Fail,
+        };
+        let (adopt, create, at_view) = (has("--adopt"), has("--create"), has("--at-view"));
+        Options { method, adopt, create, at_view, unreadable, ..Options::default() }
+    }
+
+    fn chosen(standing: &Standing, words: &str) -> Result<Choice, Conflict> {
+        let has = |word: &str| words.split_whitespace().any(|w| w == word);
+        let history = match () {
+            () if has("gap") => Knowledge::Lost("the host crashed".into()),
+            () if has("foreign") => Knowledge::Foreign("it was restored".into()),
+            () => Knowledge::Known,
+        };
+        let facts = Facts {
+            path: Path::new("/source"),
+            uuid: SOURCE,
+            name: "far:/replica",
+            live: has("live").then(|| LiveDisk { resized: has("resized") }),
+            history,
+            bookmark: has("remembered").then(|| Bookmark { epoch: epoch(4), time: 0 }),
+        };
+        choose(&facts, standing, &options(words))
+    }
+
+    /// What is chosen, or the name of the conflict.
+    fn choice(situation: &str) -> String {
+        let (replica_words, words) = situation.split_once(';').unwrap_or((situation, ""));
+        match chosen(&replica(replica_words), words) {
+            Ok(choice) if choice.method == Method::Tracked => "tracked".into(),
+            Ok(choice) => format!("{}, {}", choice.method, choice.trust),
+            Err(conflict) => {
+                let debug = format!("{conflict:?}");
+                debug.split([' ', '(']).next().unwrap_or_default().to_owned()
+            }
+        }
+    }
+
+    #[test]
+    fn the_method_follows_from_what_is_known() {
+        let situations = [
+            // No replica yet.
+            ("none", "copy, seeded"),
+            ("none; --copy", "copy, seeded"),
+            ("none; --compare", "copy, seeded"),
+            ("none; --rolling", "copy, seeded"),
+            ("none; --tracked", "NoReplica"),
+            ("none; remembered", "Vanished"),
+            ("none; remembered --adopt", "Vanished"),
+            ("none; remembered --create", "copy, seeded"),
+            ("none; remembered --tracked", "Vanished"),
+            // A replica of this source.
+            ("at 5", "tracked"),
+            ("at 5; remembered", "tracked"),
+            ("at 5; --tracked", "tracked"),
+            ("at 5; --compare", "compare, compared: asked for"),
+            ("at 5; --rolling", "rolling, compared: asked for"),
+            ("at 5; --copy", "copy, copied: asked for"),
+            ("at 5; --leave-out", "tracked"),
+            ("at 5; --rolling --leave-out", "compare, compared: a part of the source can't be read"),
+            ("ahead at 5", "tracked"),
+            ("at 5 partly", "tracked"),
+            ("at 5 cut off", "tracked"),
+            ("empty at 5", "compare, compared: the replica was empty"),
+            ("empty at 5; --tracked", "copy, seeded"),
+            // Knowledge was lost.
+            ("at 5; gap", "compare, compared: the host crashed"),
+            ("at 5; gap --tracked", "Lost"),
+            ("at 5; gap --copy", "copy, copied: asked for"),
+            ("at 5; foreign", "Foreign"),
+            ("at 5; foreign --compare", "compare, compared: asked for"),
+            (
+                "unknown",
+                "compare, compared: a part of the source could not be read the last time, or moving its parts in place was cut \
+                 off",
+            ),
+            ("unknown; --tracked", "Lost"),
+            // Something that is not a replica of this source.
+            ("other at 5", "OtherSource"),
+            ("other at 5; --copy", "OtherSource"),
+            ("other at 5; --adopt", "compare, compared: the replica was adopted"),
+            ("other at 5; --adopt --rolling", "rolling, compared: asked for"),
+            ("file; --adopt", "compare, compared: the replica was adopted"),
+            ("file; --adopt --tracked", "Lost"),
+            ("at 5; --adopt", "compare, compared: the replica was adopted"),
+            // A disk in use.
+            ("at 5; live", "tracked"),
+            ("none; live", "copy, seeded"),
+            ("at 5; live --compare", "compare, compared: asked for"),
+            ("at 5; live --rolling", "LiveRolling"),
+            ("at 5; live --keep-going", "LiveInPart"),
+            ("at 5; live --leave-out", "LiveInPart"),
+            ("at 5; live --at-view", "NoView"),
+            ("at 5; live resized", "Unfollowed"),
+        ];
+        for (situation, expected) in situations {
+            assert_eq!(choice(situation), expected, "{situation}");
+        }
+    }
+
+    #[test]
+    fn every_refusal_names_the_thing_and_the_way_out() {
+        for (situation, names) in [
+            ("none; --tracked", ["/replica", "without --method tracked"]),
+            ("none; remembered", ["far:/replica", "--create"]),
+            ("at 5; gap --tracked", ["/source", "omit --method tracked"]),
+            ("at 5; foreign", ["/replica", "it was restored"]),
+            ("other at 5", ["/replica", "--adopt"]),
+            ("at 5; live --rolling", ["/source", "omit"]),
+            ("at 5; live --keep-going", ["/source", "omit --keep-going"]),
+            ("at 5; live --at-view", ["/source", "omit --at-view"]),
+            ("at 5; live resized", ["/source", "dsync track add /source"]),
+        ] {
+            let (replica_words, words) = situation.split_once(';').unwrap_or((situation, ""));
+            let text = chosen(&replica(replica_words), words).unwrap_err().to_string();
+            assert!(names.iter().all(|name| text.contains(name)), "{situation}: {text}");
+        }
+    }
+
+    /// The plan for epoch 7, when blocks 2 and 3 have changed since `since`, which the chain begins with.
+    fn planned(situation: &str, blocks_now: u64, since: u64) -> Result<SyncPlan, Conflict> {
+        let (replica_words, words) = situation.split_once(';').unwrap_or((situation, ""));
+        let standing = replica(replica_words);
+        let choice = chosen(&standing, words)?;
+        let changes = || {
+            let blocks = Bitmap::new(blocks_now);
+            blocks.set(2..4);
+            let chain = (since..=7).map(epoch).collect();
+            Changes { blocks, chain, size_before: BLOCKS * BLOCK }
+        };
+        let late = words.contains("late");
+        let moment = Moment {
+            path: Path::new("/source"),
+            source: SOURCE,
+            epoch: epoch(7),
+            size: blocks_now * BLOCK,
+            block_size: BLOCK as u32,
+            fill: false,
+            changes: Some(if late { Err("the tracker was away".into()) } else { Ok(changes()) }),
+        };
+        choice.at(moment, &standing, &options(words))
+    }
+
+    /// What a plan sends: its method, chain, sizes in blocks, whether it is bound or resumes, and the blocks.
+    fn told(plan: &SyncPlan) -> String {
+        let SyncPlan { header, wanted, .. } = plan;
+        let chain: Vec<String> = header.chain.iter().map(|epoch| epoch.number.to_string()).collect();
+        let sizes = (header.size_before / BLOCK, header.size_after / BLOCK);
+        let bound = if header.binds.is_some() { " bound" } else { "" };
+        let resumes = if header.resumes.is_some() { " resumes" } else { "" };
+        let blocks = match wanted.blocks() {
+            None => "all".to_owned(),
+            Some(blocks) => blocks
+                .runs()
+                .map(|run| format!("{}-{}", run.start, run.end - 1))
+                .collect::<Vec<_>>()
+                .join(" "),
+        };
+        format!("{} {} {}>{}{bound}{resumes}: {blocks}", header.method, chain.join(","), sizes.0, sizes.1)
+    }
+
+    #[test]
+    fn a_plan_says_what_the_delta_is_and_what_it_carries() {
+        let situations = [
+            ("at 5", 8, 5, "tracked 5,6,7 8>8: 2-3"),
+            // All parts are at 6 in the journal, and the last commit was 5.
+            ("at 5", 8, 6, "tracked 5,6,7 8>8: 2-3"),
+            // The last commit is of another history than the chain.
+            ("at 9", 8, 5, "tracked 5,6,7 8>8: 2-3"),
+            ("ahead at 5", 8, 5, "tracked 5,6,7 8>8: 2-3"),
+            ("ahead at 7", 8, 7, "compare 7 8>8 bound: all"),
+            ("at 5 cut off", 8, 5, "tracked 5,6,7 8>8 resumes: 2-3"),
+            ("at 5 partly", 8, 5, "tracked 7 8>8 bound: 2-7"),
+            ("at 5", 10, 5, "tracked 5,6,7 8>10: 2-3 8-9"),
+            ("at 5", 6, 5, "tracked 5,6,7 8>6: 2-3"),
+            ("at 5; late", 8, 5, "compare 7 8>8 bound: all"),
+            ("at 5; --compare", 8, 5, "compare 7 8>8 bound: all"),
+            ("at 5 cut off; --compare", 8, 5, "compare 7 8>8 bound: all"),
+            ("at 5; --rolling", 8, 5, "rolling 7 8>8 bound: all"),
+            ("at 5; --copy", 8, 5, "copy 7 8>8 bound: 0-7"),
+            ("none", 8, 5, "copy 7 0>8: all"),
+        ];
+        for (situation, blocks, since, expected) in situations {
+            let plan = planned(situation, blocks, since).unwrap();
+            assert_eq!(told(&plan), expected, "{situation}, now {blocks} blocks, since {since}");
+        }
+        assert!(matches!(planned("at 5; late --tracked", 8, 5), Err(Conflict::Lost { .. })));
+        assert!(matches!(planned("ahead at 7; --tracked", 8, 7), Err(Conflict::Lost { .. })));
+    }
+
+    #[test]
+    fn a_plan_is_done_only_at_its_own_epoch_with_nothing_left_over() {
+        let done = |situation: &str| planned(situation, 8, 5).unwrap().is_done(&replica(situation));
+        assert!(done("at 7"));
+        for situation in ["at 5", "at 7 cut off", "at 7 partly", "ahead at 7"] {
+            assert!(!done(situation), "{situation}");
+        }
+        let mut plan = planned("at 7", 8, 7).unwrap();
+        plan.header.lacking = true;
+        assert!(!plan.is_done(&replica("at 7")));
+    }
+
+    #[test]
+    fn a_pass_reaches_the_end_of_the_disk() {
+        let plan = planned("at 5", 8, 5).unwrap().into_pass();
+        assert_eq!(told(&plan), "tracked 5,6,7 8>8: 2-3 7-7");
+        assert!(plan.pass && plan.wanted.to_end);
+    }
+}

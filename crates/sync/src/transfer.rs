@@ -1,0 +1,212 @@
+//! Carrying out a plan: the delta goes to the replica's side as the plan has it, and that side's answer is heard.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use compare::rolling::{Index, Shape, Told, changes};
+use compare::{Finding, Scope};
+use delta::{Epoch, Method};
+use device::{Buf, Disk};
+use link::{Receiver, Sender};
+use source::View;
+use uuid::Uuid;
+
+use crate::compared::Comparison;
+use crate::error::{Class, SyncError};
+use crate::messages::{COMMITTED, Committed, FAILED, PLAN, Plan, SUMS, Standing, expect, unexpected};
+use crate::options::{Options, Unreadable};
+use crate::pack::{DeltaSender, Packing, pack, reading};
+use crate::plan::SyncPlan;
+use crate::report::Totals;
+
+/// A conversation with the replica's side, in which plans are carried out.
+pub(crate) struct Transfer<'a> {
+    pub sender: &'a Sender,
+    pub receiver: &'a Receiver,
+    /// The replica, as the user named it.
+    pub name: &'a str,
+    pub options: &'a Options,
+    pub totals: Totals<'a>,
+    /// The replica's blocks are copied where they are, so that the order of copies counts.
+    pub in_place: bool,
+}
+
+impl Transfer<'_> {
+    /// Sends a pass over a live disk, and hears where the replica is then.
+    pub fn pass(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<Standing, SyncError> {
+        self.send(view, plan)?;
+        Standing::hear(self.receiver)
+    }
+
+    /// Sends a delta, and hears that it was committed.
+    pub fn commit(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<Committed, SyncError> {
+        let sent = self.send(view, plan);
+        committed(self.receiver, view.epoch(), sent)
+    }
+
+    fn send(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<(), SyncError> {
+        if let (Method::Tracked, Some(blocks)) = (plan.header.method, plan.wanted.blocks()) {
+            view.narrow(&blocks);
+        }
+        match plan.header.method {
+            Method::Tracked | Method::Copy => self.send_wanted(view, plan),
+            Method::Compare => self.send_differences(view, plan),
+            Method::Rolling => self.send_moved(view, plan),
+        }
+    }
+
+    fn packing(&self, plan: &SyncPlan) -> Packing {
+        Packing::new(self.options, plan.header.block_size)
+    }
+
+    /// Sends what the plan wants.
+    fn send_wanted(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<(), SyncError> {
+        let bytes = plan.wanted.count(&**view).map_err(SyncError::io("look at the view"))?.bytes;
+        self.sender.send_json(PLAN, &Plan { bytes, delta: true, pass: plan.pass, ..Plan::default() })?;
+        self.totals.expect(bytes);
+        pack(self.sender, view, plan, self.packing(plan), &self.totals)
+    }
+
+    /// Sends what differs from the view.
+    fn send_differences(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<(), SyncError> {
+        let unreadable = self.options.unreadable;
+        let scope = Scope {
+            hash: self.options.hash,
+            keep_going: unreadable >= Unreadable::SendAnew,
+            ..Scope::whole(view.len(), plan.header.block_size)
+        };
+        let said = Plan { compare: Some(scope.clone()), delta: true, pass: plan.pass, ..Plan::default() };
+        self.sender.send_json(PLAN, &said)?;
+        let mut sending = DeltaSender::begin(self.sender, &plan.header, self.packing(plan), &self.totals)?;
+        let mut end = 0;
+        let fill = self.options.fills() && !plan.pass;
+        let comparison =
+            Comparison { receiver: self.receiver, view, scope: &scope, fill, totals: &self.totals };
+        comparison.run(|finding| match finding {
+            Finding::Unreadable(range) if unreadable == Unreadable::LeaveOut => {
+                self.totals.left_out(&range);
+                Ok(())
+            }
+            Finding::Unreadable(range) => Err(SyncError::Unreadable(range.start)),
+            Finding::UnreadableThere(range) => {
+                self.totals.unreadable_there(&range);
+                Ok(())
+            }
+            other => {
+                end = match &other {
+                    Finding::Data { offset, data } => offset + data.len() as u64,
+                    Finding::Zero(range) => range.end,
+                    _ => end,
+                };
+                sending.add(&other)
+            }
+        })?;
+        if plan.pass && end < view.len() {
+            let mut block = Buf::new(last_block(view.len(), plan.header.block_size.into()) as usize);
+            let offset = view.len() - block.len() as u64;
+            view.read_at(offset, &mut block).map_err(SyncError::io("read the source"))?;
+            sending.add(&Finding::Data { offset, data: &block })?;
+        }
+        sending.end()
+    }
+
+    /// Sends what makes the replica equal to the view, as copies where the replica has it elsewhere.
+    fn send_moved(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<(), SyncError> {
+        // Of a replica that is said to be far larger than its source, not all is worth the memory.
+        let before = plan.header.size_before.min(view.len().saturating_mul(2).max(LEAST_ASKED));
+        let keep_going = self.options.unreadable >= Unreadable::SendAnew;
+        let shape = Shape { keep_going, ..Shape::new(view.len().max(before), key()) };
+        self.sender
+            .send_json(PLAN, &Plan { rolling: Some(shape.clone()), delta: true, ..Plan::default() })?;
+        self.totals.expect(shape.size + view.len());
+        let index = self.hear_sums(&shape, before)?;
+        let mut sending = DeltaSender::begin(self.sender, &plan.header, self.packing(plan), &self.totals)?;
+        // Errors of the link keep their words.
+        let mut trouble = None;
+        let disk: Arc<dyn Disk> = view.clone();
+        let found = |change| {
+            sending.change(change).map_err(|error| {
+                trouble = Some(error);
+                io::Error::other("the far side stopped")
+            })
+        };
+        let taken = |upto| {
+            view.taken(upto);
+            self.totals.progress(shape.size + upto);
+        };
+        let in_place = self.in_place.then_some(self.options.in_place);
+        let read = match changes(&disk, &index, in_place, found, taken) {
+            Ok(read) => read,
+            Err(error) => return Err(trouble.unwrap_or_else(|| reading(error))),
+        };
+        self.totals.read.fetch_add(read, Relaxed);
+        // The last moment to notice that what was read was no one moment.
+        view.verify().map_err(reading)?;
+        sending.end()
+    }
+
+    /// Hears the sums of the replica's blocks.
+    fn hear_sums(&self, shape: &Shape, before: u64) -> Result<Index, SyncError> {
+        let mut index = Index::new(shape.clone(), before).map_err(reading)?;
+        while !index.is_whole() {
+            let message = expect(self.receiver, SUMS)?;
+            let told = message.json::<Told>()?;
+            index.hear(&told, &message.body).map_err(SyncError::io("use the replica's sums"))?;
+            self.totals.progress(index.heard());
+        }
+        index.unreadable().iter().for_each(|range| self.totals.unreadable_there(range));
+        index.finish();
+        Ok(index)
+    }
+}
+
+/// At least so many bytes of a replica are looked at for moved data, however small the source is.
+const LEAST_ASKED: u64 = 1 << 30;
+
+/// A key that nobody can foresee.
+fn key() -> [u8; 32] {
+    let mut key = [0; 32];
+    key[..16].copy_from_slice(Uuid::new_v4().as_bytes());
+    key[16..].copy_from_slice(Uuid::new_v4().as_bytes());
+    key
+}
+
+/// Bytes of a disk's last block.
+fn last_block(size: u64, block_size: u64) -> u64 {
+    if size == 0 { 0 } else { (size - 1) % block_size + 1 }
+}
+
+/// What the far side makes of a delta that was sent, or of what went wrong here. Where the far side gave its reason, that is
+/// the error, and not the broken link that came of it.
+pub(crate) fn committed(
+    receiver: &Receiver,
+    epoch: Epoch,
+    sent: Result<(), SyncError>,
+) -> Result<Committed, SyncError> {
+    let committed = sent.and_then(|()| expect(receiver, COMMITTED));
+    let committed: Committed = heard(receiver, committed)?.json()?;
+    // What is noted of it here is what was sent, and nothing else.
+    if committed.epoch != epoch {
+        return Err(SyncError::Far {
+            message: format!("the far side committed epoch {}, which was not sent", committed.epoch.number),
+            class: Class::Failed,
+        });
+    }
+    Ok(committed)
+}
+
+/// Learns from the far side why the link broke, if it said so.
+pub(crate) fn heard<T>(receiver: &Receiver, result: Result<T, SyncError>) -> Result<T, SyncError> {
+    result.map_err(|error| match error {
+        error @ SyncError::Link(_) => loop {
+            match receiver.recv() {
+                Ok(Some(message)) if message.kind == FAILED => return unexpected(&message),
+                // What it said before.
+                Ok(Some(_)) => {}
+                _ => return error,
+            }
+        },
+        error => error,
+    })
+}
