@@ -1,9 +1,14 @@
-//! Both ends of a sync: the source's end chooses the method, finds, reads, packs and sends ([`push`]); the replica's end
-//! says where it stands, receives and commits ([`receive`]). [`extract`] and [`merge`] do the same with a pipe between;
-//! [`verify`] proves a replica, and mends it.
+//! Both ends of a sync: the source's end plans, reads, packs and sends ([`push`]); the replica's end reports its status,
+//! receives and commits ([`receive`]). [`extract`] and [`merge`] do the same with a pipe between; [`verify`] proves a replica,
+//! and mends it; [`Mirror`] repeats it all without end.
+//!
+//! ```text
+//!     facts ──▶ plan ──▶ transfer (read, pack, send) ──▶ report
+//! ```
 
 mod batching;
 mod compared;
+mod conflict;
 mod dense;
 mod digests;
 mod error;
@@ -29,6 +34,7 @@ mod transfer;
 mod verify;
 
 pub use batching::Batching;
+pub use conflict::Conflict;
 pub use delta::Method;
 pub use error::{Class, SyncError};
 pub use extents::{Extent, Extents};
@@ -39,7 +45,6 @@ pub use far::{merge_over, receive_over};
 pub use mirror::{BatchReport, Mirror, MirrorEvent, MirrorOptions, MirrorSummary};
 pub use options::{LiveOptions, Options, Unreadable};
 pub use pipeline::Stages;
-pub use plan::Conflict;
 pub use push::push;
 pub use reach::Reach;
 pub use replica::Commit;

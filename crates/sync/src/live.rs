@@ -9,13 +9,13 @@ use std::sync::Arc;
 use delta::Method;
 use source::{Handle, Live, Shrinking};
 
+use crate::conflict::Conflict;
 use crate::error::SyncError;
 use crate::facts::{facts, moment};
 use crate::messages::Standing;
 use crate::options::Options;
-use crate::plan::{Choice, Conflict, choose};
-use crate::push::Prepared;
-use crate::transfer::Transfer;
+use crate::plan::{Choice, choose};
+use crate::transfer::{Prepared, Transfer};
 
 /// So little is read under a freeze without another pass: some ten milliseconds of a fast disk.
 const FEW_BYTES: u64 = 16 << 20;

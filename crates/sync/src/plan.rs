@@ -9,13 +9,14 @@
 //!     Choice, moment (epoch, size, changes)       ── at ──────▶ SyncPlan: header, wanted
 //! ```
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use delta::{Epoch, Header, Method};
 use extents::Bitmap;
 use source::{Bookmark, Position, RESIZED};
 use uuid::Uuid;
 
+use crate::conflict::Conflict;
 use crate::messages::Standing;
 use crate::options::{Options, Unreadable};
 use crate::read::Wanted;
@@ -52,84 +53,6 @@ pub(crate) enum Knowledge {
     Foreign(String),
     /// Nothing was asked: the replica has no positions that a history could know.
     NotAsked,
-}
-
-/// Why a sync cannot be planned. Its text names the thing, the reason and the way out.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Conflict {
-    /// The source remembers a replica where none is.
-    #[error(
-        "there is no replica at {name} any more: it was last synced on {time}, to epoch {epoch}. If its file system is not \
-         mounted or its disk not attached, bring it back and run again; if it is gone for good, --create begins a new replica \
-         there, with all of the source"
-    )]
-    Vanished {
-        /// The replica, as the user named it.
-        name: String,
-        /// When it was last synced.
-        time: String,
-        /// The epoch it was at then.
-        epoch: u64,
-    },
-    /// The replica follows another source.
-    #[error(
-        "replica {} is a copy of source {other}, and {} is source {uuid}: give the right destination, or pass --adopt to \
-         compare everything and make it a replica of this source", replica.display(), path.display()
-    )]
-    OtherSource {
-        /// The replica.
-        replica: PathBuf,
-        /// The source it follows.
-        other: Uuid,
-        /// The source given.
-        path: PathBuf,
-        /// Its id.
-        uuid: Uuid,
-    },
-    /// Nothing but the tracker was to be asked, and there is no replica yet.
-    #[error("no replica at {} yet: run the first sync without --method tracked", .0.display())]
-    NoReplica(PathBuf),
-    /// The replica's epoch is not in the source's history.
-    #[error("replica {} does not fit source {}: {why}", replica.display(), path.display())]
-    Foreign {
-        /// The replica.
-        replica: PathBuf,
-        /// The source.
-        path: PathBuf,
-        /// What does not fit.
-        why: String,
-    },
-    /// What changed is not known, and nothing but the tracker was to be asked.
-    #[error("what changed on {} is not known ({why}): omit --method tracked to compare everything", path.display())]
-    Lost {
-        /// The source.
-        path: PathBuf,
-        /// Why.
-        why: String,
-    },
-    /// A disk in use has no view.
-    #[error("{} is not served, so no view of it is open: omit --at-view", .0.display())]
-    NoView(PathBuf),
-    /// A disk in use cannot be copied in part.
-    #[error(
-        "{} is a disk in use, and what a pass over it left out could not be told from what it sent: omit --keep-going, or \
-         copy the disk while nobody uses it", .0.display()
-    )]
-    LiveInPart(PathBuf),
-    /// A disk in use cannot be searched for moved data.
-    #[error("{} is a disk in use, and --method rolling looks for moved data in a file: omit it", .0.display())]
-    LiveRolling(PathBuf),
-    /// What is written to a disk in use stays unknown.
-    #[error(
-        "what is written to {0} is not known ({why}), and no checkpoint mends that: run \"dsync track remove {0}\" and \"dsync \
-         track add {0}\", then sync again", path.display()
-    )]
-    Unfollowed {
-        /// The source.
-        path: PathBuf,
-        /// Why.
-        why: String,
-    },
 }
 
 /// How the changes will be found.

@@ -4,9 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use delta::Method;
 use link::Link;
-use source::{Handle, View};
+use source::Handle;
 
 use crate::digests::Digests;
 use crate::error::SyncError;
@@ -14,9 +13,9 @@ use crate::facts::{bookmark, facts, moment, present};
 use crate::live::catch_up;
 use crate::messages::{Open, Standing, open, part, text};
 use crate::options::{Options, Unreadable};
-use crate::plan::{Choice, SyncPlan, choose};
+use crate::plan::{Choice, choose};
 use crate::report::{Progress, Summary, Totals};
-use crate::transfer::{Transfer, heard};
+use crate::transfer::{Prepared, Transfer, heard};
 
 /// Brings the replica at the other end of `link` up to date. `name` is how the user named the destination.
 pub fn push(
@@ -49,17 +48,6 @@ pub fn push(
         summary.cost(&traffic, began);
         summary
     })
-}
-
-/// What is to be sent, from which view, to a replica that is where.
-pub(crate) struct Prepared {
-    pub view: Arc<View>,
-    pub plan: SyncPlan,
-    pub standing: Standing,
-    /// How the first pass over a live disk found its changes; `None` if there was none.
-    pub first: Option<(Method, String)>,
-    /// How long a file system was frozen, in milliseconds.
-    pub freeze_ms: Option<u64>,
 }
 
 /// Everything of a sync between the greeting and the goodbye.

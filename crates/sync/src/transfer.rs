@@ -161,6 +161,17 @@ impl Transfer<'_> {
     }
 }
 
+/// What is to be sent, from which view, to a replica that is where.
+pub(crate) struct Prepared {
+    pub view: Arc<View>,
+    pub plan: SyncPlan,
+    pub standing: Standing,
+    /// How the first pass over a live disk found its changes; `None` if there was none.
+    pub first: Option<(Method, String)>,
+    /// How long a file system was frozen, in milliseconds.
+    pub freeze_ms: Option<u64>,
+}
+
 /// At least so many bytes of a replica are looked at for moved data, however small the source is.
 const LEAST_ASKED: u64 = 1 << 30;
 
