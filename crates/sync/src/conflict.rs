@@ -9,9 +9,9 @@ use uuid::Uuid;
 pub enum Conflict {
     /// The source remembers a replica where none is.
     #[error(
-        "there is no replica at {name} any more: it was last synced on {time}, to epoch {epoch}. If its file system is not \
-         mounted or its disk not attached, bring it back and run again; if it is gone for good, --create begins a new replica \
-         there, with all of the source"
+        "the replica at {name} is missing: it was last synced on {time}, to epoch {epoch}. If its file system is not mounted \
+         or its disk not attached, bring it back and run again; if it is gone for good, \"dsync sync --create\" begins a new \
+         replica there, with all of the source"
     )]
     Vanished {
         /// The replica, as the user named it.
@@ -23,8 +23,8 @@ pub enum Conflict {
     },
     /// The replica follows another source.
     #[error(
-        "replica {} is a copy of source {other}, and {} is source {uuid}: give the right destination, or pass --adopt to \
-         compare everything and make it a replica of this source", replica.display(), path.display()
+        "replica {} is a copy of another source ({other}), not of {}: choose another destination. \"dsync sync --adopt\" would \
+         compare everything, overwrite what differs, and make it a replica of this source", replica.display(), path.display()
     )]
     OtherSource {
         /// The replica.
@@ -33,8 +33,6 @@ pub enum Conflict {
         other: Uuid,
         /// The source given.
         path: PathBuf,
-        /// Its id.
-        uuid: Uuid,
     },
     /// Nothing but the tracker was to be asked, and there is no replica yet.
     #[error("no replica at {} yet: run the first sync without --method tracked", .0.display())]

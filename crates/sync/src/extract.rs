@@ -101,7 +101,7 @@ pub fn extract(
         view.narrow(&blocks);
     }
     let totals = Totals::new(progress);
-    totals.expect(plan.wanted.count(&*view).map_err(SyncError::io("look at the view"))?.bytes);
+    totals.expect(plan.wanted.count(&*view).map_err(SyncError::io("look for data in the source"))?.bytes);
     let mut writer = Writer::new(out);
     pack(ToWriter(&mut writer), &view, &plan, Packing::new(&options, about.block_size), &totals)?;
     writer.flush()?;

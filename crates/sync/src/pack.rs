@@ -51,7 +51,7 @@ impl Packing {
 
 /// Of reading what is to be sent.
 pub(crate) fn reading(error: std::io::Error) -> SyncError {
-    SyncError::io("read the view of the source")(error)
+    SyncError::io("read the source")(error)
 }
 
 /// Reads what a plan wants from a view, packs it as a delta, and hands its units on, in order.

@@ -96,19 +96,14 @@ pub(crate) fn choose(facts: &Facts<'_>, standing: &Standing, options: &Options) 
     }
     let replica = &standing.replica;
     let nothing = replica.positions.is_empty();
-    if let (true, None, false, Some(known)) = (nothing, replica.source, options.create, &facts.bookmark) {
-        return Err(Conflict::Vanished {
-            name: facts.name.to_owned(),
-            time: device::moment(known.time),
-            epoch: known.epoch.number,
-        });
+    if !options.create {
+        refuse_vanished(facts.name, standing, facts.bookmark.as_ref())?;
     }
     if let Some(other) = replica.source.filter(|source| *source != facts.uuid && !options.adopt) {
         return Err(Conflict::OtherSource {
             replica: standing.path.clone(),
             other,
             path: facts.path.to_path_buf(),
-            uuid: facts.uuid,
         });
     }
     if nothing && replica.source.is_none() && !options.adopt {
@@ -151,6 +146,23 @@ pub(crate) fn choose(facts: &Facts<'_>, standing: &Standing, options: &Options) 
     match options.method {
         Some(Method::Tracked) => Err(Conflict::Lost { path: facts.path.to_path_buf(), why }),
         _ => Ok(Choice::compare(&why)),
+    }
+}
+
+/// Refuses to take a replica that is missing for one that never was: most likely its disk is not attached, or its file system
+/// not mounted. `known` is where the source remembers it.
+pub(crate) fn refuse_vanished(
+    name: &str,
+    standing: &Standing,
+    known: Option<&Bookmark>,
+) -> Result<(), Conflict> {
+    match known.filter(|_| standing.replica.positions.is_empty() && standing.replica.source.is_none()) {
+        None => Ok(()),
+        Some(known) => Err(Conflict::Vanished {
+            name: name.to_owned(),
+            time: device::moment(known.time),
+            epoch: known.epoch.number,
+        }),
     }
 }
 

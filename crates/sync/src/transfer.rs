@@ -62,7 +62,7 @@ impl Transfer<'_> {
 
     /// Sends what the plan wants.
     fn send_wanted(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<(), SyncError> {
-        let bytes = plan.wanted.count(&**view).map_err(SyncError::io("look at the view"))?.bytes;
+        let bytes = plan.wanted.count(&**view).map_err(SyncError::io("look for data in the source"))?.bytes;
         self.sender.send_json(PLAN, &Plan { bytes, delta: true, pass: plan.pass, ..Plan::default() })?;
         self.totals.expect(bytes);
         pack(self.sender, view, plan, self.packing(plan), &self.totals)

@@ -25,6 +25,7 @@ use crate::extents::Extents;
 use crate::facts::bookmark;
 use crate::messages::{Open, PLAN, Plan, Standing, open, part};
 use crate::pack::{DeltaSender, Packing};
+use crate::plan::refuse_vanished;
 use crate::read::FrameSize;
 use crate::report::{Progress, Totals};
 use crate::transfer::committed;
@@ -116,7 +117,8 @@ pub fn verify(
         Open { verify: true, ..Open::new(destination, &options.journal_dir, options.commit, handle.about()) };
     let (sender, receiver, standing) = open(link, &replica, options.bwlimit)?;
     let traffic = sender.traffic();
-    let verified = Proof::begin(handle, standing, options).and_then(|proof| {
+    let begun = missing(handle, name, &standing).and_then(|()| Proof::begin(handle, standing, options));
+    let verified = begun.and_then(|proof| {
         let totals = Totals::new(progress);
         let mut verified = proof.verified(name);
         proof.run(&sender, &receiver, &mut verified, &totals)?;
@@ -176,8 +178,9 @@ impl<'a> Proof<'a> {
             scope = scope.within(&options.ranges);
             if scope.ranges.is_empty() {
                 return Err(SyncError::Refused(format!(
-                    "the ranges begin beyond the end of {}, which has {size} bytes",
-                    handle.about().path.display()
+                    "the ranges are beyond the end of {}, which has {}",
+                    handle.about().path.display(),
+                    device::exact_size(size)
                 )));
             }
         }
@@ -315,6 +318,12 @@ impl<'a> Proof<'a> {
     }
 }
 
+/// Refuses to verify a replica that is missing.
+fn missing(handle: &Handle, name: &str, standing: &Standing) -> Result<(), SyncError> {
+    let bookmarks = handle.bookmarks()?.0;
+    Ok(refuse_vanished(name, standing, bookmarks.get(&bookmark(name, standing)))?)
+}
+
 /// Refuses what cannot be verified, or not mended.
 fn refuse(
     handle: &Handle,
@@ -352,15 +361,14 @@ fn stands(handle: &Handle, standing: &Standing) -> Result<Position, SyncError> {
     let (path, about) = (standing.path.display(), handle.about());
     if let Some(other) = standing.replica.source.filter(|source| *source != about.uuid) {
         return Err(SyncError::Refused(format!(
-            "replica {path} is of source {other}, and {} is source {}: give the right destination",
-            about.path.display(),
-            about.uuid
+            "replica {path} is a copy of another source ({other}), not of {}: give the right source or destination",
+            about.path.display()
         )));
     }
     match standing.replica.epoch.filter(|_| !standing.replica.under_way) {
         Some(epoch) => Ok(Position { epoch, upto: standing.replica.size }),
         None if standing.replica.source.is_none() => {
-            Err(SyncError::Refused(format!("there is no replica at {path}: make it with \"dsync sync\"")))
+            Err(SyncError::Refused(format!("no replica at {path} yet: create it with \"dsync sync\"")))
         }
         None => Err(SyncError::Refused(format!("replica {path} is incomplete: run \"dsync sync\" first"))),
     }
