@@ -5,20 +5,9 @@ use extents::varint;
 use twox_hash::{XxHash3_64, XxHash3_128};
 use uuid::Uuid;
 
-use crate::header::MAX_SIZE;
+use crate::limits::{FIXED, MAX_DATA, MAX_RECORDS, MAX_SIZE};
 use crate::unit::Fields;
 use crate::{Error, Result, Unit, UnitKind};
-
-/// The most data a frame holds, in bytes. No data or copy record is longer.
-pub const MAX_DATA: usize = 1 << 20;
-/// The most records a frame holds.
-pub const MAX_RECORDS: usize = 4096;
-
-/// Bytes of a frame's head before the records; with zstd eight more.
-const FIXED: usize = 36;
-/// A kind, three numbers of ten bytes at most, and a hash.
-const MAX_RECORD: usize = 1 + 3 * varint::MAX + 16;
-pub(crate) const MAX_FRAME_HEAD: usize = FIXED + 8 + MAX_RECORDS * MAX_RECORD;
 
 const ZSTD: u8 = 1;
 

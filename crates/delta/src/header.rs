@@ -7,17 +7,12 @@ use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_128;
 use uuid::Uuid;
 
+use crate::limits::{MAX_CHAIN, MAX_SIZE};
 use crate::unit::Fields;
 use crate::{Error, Result, Unit, UnitKind};
 
 /// The version of the format that is written, and the only one that is read.
 pub const VERSION: u16 = 1;
-/// The most epochs a chain may name. A longer history names fewer: a delta then fits fewer positions, and stays true.
-pub const MAX_CHAIN: usize = 1 << 16;
-/// The longest header in bytes, with room for what later versions may add.
-pub(crate) const MAX_HEADER: usize = 2 << 20;
-/// The largest disk: offsets are signed wherever systems count bytes.
-pub(crate) const MAX_SIZE: u64 = i64::MAX as u64;
 
 const BINDS: u32 = 1;
 const RESUMES: u32 = 2;

@@ -4,11 +4,9 @@ use device::Buf;
 use serde::{Deserialize, Serialize};
 
 use crate::frame::Facts;
+use crate::limits::TRAILER;
 use crate::unit::Fields;
 use crate::{Error, Header, Method, Record, Result, Unit, UnitKind};
-
-/// Bytes of a trailer.
-pub(crate) const TRAILER: usize = 5 * 8 + 32;
 
 /// What a delta holds in all.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -11,6 +11,7 @@ mod error;
 mod frame;
 mod header;
 mod ledger;
+mod limits;
 mod stream;
 mod unit;
 
@@ -18,11 +19,9 @@ pub use combine::combine;
 pub use decoder::{Decoder, Event};
 pub use encoder::Encoder;
 pub use error::{Error, Result};
-pub use frame::{
-    Compressor, Decoded, Decompressor, Encoded, Frame, MAX_DATA, MAX_RECORDS, Record, decode_frame,
-    encode_frame,
-};
-pub use header::{Epoch, Header, MAX_CHAIN, Method, Resume, VERSION};
+pub use frame::{Compressor, Decoded, Decompressor, Encoded, Frame, Record, decode_frame, encode_frame};
+pub use header::{Epoch, Header, Method, Resume, VERSION};
 pub use ledger::Totals;
+pub use limits::{MAX_CHAIN, MAX_DATA, MAX_RECORDS};
 pub use stream::{Reader, Units, Writer};
 pub use unit::{Unit, UnitKind};

@@ -4,9 +4,7 @@ use std::fmt;
 
 use device::Buf;
 
-use crate::frame::{MAX_DATA, MAX_FRAME_HEAD};
-use crate::header::MAX_HEADER;
-use crate::ledger::TRAILER;
+use crate::limits::{MAX_DATA, MAX_FRAME_HEAD, MAX_HEADER, TRAILER};
 use crate::{Error, Result};
 
 /// What a unit is.

@@ -1,5 +1,7 @@
 //! Files and block devices as disks.
 
+mod uring;
+
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::ops::Range;
@@ -17,8 +19,9 @@ use crate::disk::{Disk, InlineQueue, Queue, run};
 use crate::error::{DeviceError, DeviceErrorKind, at, within};
 use crate::identity::sysfs;
 use crate::threads::ThreadQueue;
-use crate::uring::UringQueue;
 use crate::{sys, usage};
+
+pub(crate) use self::uring::UringQueue;
 
 /// How to open a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -28,7 +28,6 @@ mod table;
 #[cfg(test)]
 mod tests;
 mod threads;
-mod uring;
 mod usage;
 mod written;
 

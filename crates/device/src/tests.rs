@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use crate::contract::contract;
 use crate::faulty::{FaultyDisk, Outage, Power};
 use crate::file::FileDisk;
-use crate::uring::UringQueue;
+use crate::file::UringQueue;
 use crate::{
     Access, Buf, DeviceErrorKind, Disk, Options, RamDisk, adopt, identity, in_use, lock_image, open,
 };

@@ -155,16 +155,8 @@ fn of_this_source(handle: &Handle, source: Uuid, epoch: Uuid) -> Result<Epoch> {
     })
 }
 
-/// The source that is meant, which must be known.
-pub fn known(what: &str, state: &StateDir) -> Result<(std::path::PathBuf, source::About)> {
-    state.source(what)?.ok_or_else(|| {
-        let why = "is not a known source: \"dsync status\" lists them";
-        SourceError::Unknown(format!("{what} {why}")).into()
-    })
-}
-
 fn list(what: &str, state: &StateDir, output: &Output) -> Result<()> {
-    let (place, about) = known(what, state)?;
+    let (place, about) = crate::known(what, state)?;
     let folder = device::Dir::open(&place)?;
     let history = History::read(&folder)?;
     let bookmarks = Bookmarks::read(&folder)?;

@@ -8,7 +8,6 @@ use serde::Serialize;
 use source::{About, Bookmarks, SourceError, StateDir};
 
 use crate::args;
-use crate::checkpoint::known;
 use crate::output::Output;
 
 /// What was forgotten.
@@ -77,7 +76,7 @@ fn source(place: &Path, about: &About, dry_run: bool, state: &StateDir, output: 
 
 /// Forgets the bookmark of a replica, or a named checkpoint.
 pub fn bookmark(what: &str, name: &str, dry_run: bool, state: &StateDir, output: &Output) -> Result<()> {
-    let (place, about) = known(what, state)?;
+    let (place, about) = crate::known(what, state)?;
     if !dry_run {
         source::forget_bookmark(&place, &about, name)?;
     } else if !Bookmarks::read(&device::Dir::open(&place)?)?.0.contains_key(name) {

@@ -159,6 +159,14 @@ fn block_size(size: Option<u64>) -> Result<Option<u32>> {
     }
 }
 
+/// The source that is meant, which must be known.
+fn known(what: &str, state: &StateDir) -> Result<(std::path::PathBuf, source::About)> {
+    state.source(what)?.ok_or_else(|| {
+        let why = "is not a known source: \"dsync status\" lists them";
+        source::SourceError::Unknown(format!("{what} {why}")).into()
+    })
+}
+
 /// Attaches to what is to be read: a replica only when it holds what its source was.
 fn attach(state: &StateDir, what: &str, open: &args::SourceArgs) -> Result<Handle> {
     let known = state.source(what)?;

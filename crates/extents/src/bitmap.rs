@@ -5,7 +5,11 @@ use std::ops::{Deref, Range};
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 
-use crate::{Extents, coding};
+use crate::Extents;
+
+mod coding;
+
+pub use self::coding::DecodeError;
 
 /// Words of leaves that one summary bit stands for: eight cache lines, small enough that a few scattered blocks cost few
 /// reads, large enough that the summary of a 128 MiB bitmap (32 KiB) stays in the nearest cache.

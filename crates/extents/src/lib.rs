@@ -4,10 +4,8 @@
 //! threads may set at once, or that is a mapping of a file. [`varint`] writes small numbers in few bytes.
 
 mod bitmap;
-mod coding;
 mod ranges;
 pub mod varint;
 
-pub use bitmap::{Bitmap, Runs, StorageError};
-pub use coding::DecodeError;
+pub use bitmap::{Bitmap, DecodeError, Runs, StorageError};
 pub use ranges::{Extents, Iter};

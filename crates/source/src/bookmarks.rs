@@ -42,12 +42,17 @@ pub fn is_plain(name: &str) -> bool {
 impl Bookmarks {
     /// Reads the bookmarks in a source's folder.
     pub fn read(folder: &dyn Folder) -> Result<Bookmarks, SourceError> {
-        crate::state::read_json(folder, NAME).map(Option::unwrap_or_default)
+        crate::json::read_json(folder, NAME).map(Option::unwrap_or_default)
     }
 
     /// The named checkpoints.
     pub fn checkpoints(&self) -> impl Iterator<Item = (&String, &Bookmark)> {
         self.0.iter().filter(|(name, _)| is_plain(name))
+    }
+
+    /// The epochs of all of them.
+    pub(crate) fn epochs(&self) -> Vec<Epoch> {
+        self.0.values().map(|bookmark| bookmark.epoch).collect()
     }
 
     /// Where replicas stand.
@@ -61,7 +66,7 @@ impl Bookmarks {
         let time =
             std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs());
         bookmarks.0.insert(name.to_owned(), Bookmark { epoch, time });
-        crate::state::write_json(folder, NAME, &bookmarks)?;
+        crate::json::write_json(folder, NAME, &bookmarks)?;
         Ok(bookmarks)
     }
 
@@ -77,7 +82,7 @@ impl Bookmarks {
                 source.display()
             )));
         }
-        crate::state::write_json(folder, NAME, &bookmarks)
+        crate::json::write_json(folder, NAME, &bookmarks)
     }
 
     /// Says whether the checkpoint `name` may be set: at `at`, or at the present.

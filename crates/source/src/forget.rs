@@ -2,13 +2,13 @@
 
 use std::path::Path;
 
-use device::{Dir, Folder, FolderLock};
+use device::{Dir, FolderLock};
 
 use crate::SourceError;
 use crate::bookmarks::Bookmarks;
 use crate::control::Client;
-use crate::history::History;
-use crate::state::{ABOUT, About, StateDir};
+use crate::discard::remove;
+use crate::state::{About, StateDir};
 
 /// Forgets the source whose folder is `place`: its history, its bookmarks and its record. Nothing happens to its disk.
 ///
@@ -53,33 +53,4 @@ pub fn forget_bookmark(place: &Path, about: &About, name: &str) -> Result<(), So
 fn held(place: &Path, about: &About) -> Result<FolderLock, SourceError> {
     let taken = FolderLock::take(place).map_err(SourceError::state("lock", place))?;
     taken.map_err(|holder| SourceError::Busy { path: about.path.clone(), holder })
-}
-
-/// Removes a source's folder. To be called with the state directory locked, so that nobody is about to open it.
-pub(crate) fn remove(folder: &dyn Folder, lock: FolderLock) -> Result<(), SourceError> {
-    let gone = || -> std::io::Result<()> {
-        // First what makes it a source: what is left after a crash is nobody's.
-        folder.remove(ABOUT)?;
-        folder.sync()?;
-        for name in folder.list()? {
-            if name != FolderLock::NAME {
-                folder.remove(&name)?;
-            }
-        }
-        Ok(())
-    };
-    gone().map_err(SourceError::state("remove", folder.path()))?;
-    lock.remove();
-    Ok(())
-}
-
-/// Removes a source that this command has made, if no epoch came of it: a command that is refused leaves no trace.
-/// Where that fails, an entry without an epoch is left.
-pub(crate) fn undo(state: &StateDir, place: &Path, lock: Option<FolderLock>) {
-    let Ok(_minting) = state.lock() else { return };
-    let lock = lock.or_else(|| FolderLock::take(place).ok()?.ok());
-    let (Some(lock), Ok(folder)) = (lock, Dir::open(place)) else { return };
-    if History::read(&folder).is_ok_and(|history| history.last().is_none()) {
-        let _ = remove(&folder, lock);
-    }
 }

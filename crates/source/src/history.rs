@@ -19,7 +19,6 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::SourceError;
-use crate::bookmarks::Bookmarks;
 
 const NAME: &str = "history";
 const MAGIC: &[u8; 8] = b"dsynchis";
@@ -425,23 +424,22 @@ impl History {
         Ok(changes)
     }
 
-    /// Tidies a long log: what no bookmark needs is dropped, old neighbours are folded. The newest entries always stay, so
+    /// Tidies a long log: what none of the `bookmarks` needs is dropped, old neighbours are folded. The newest entries always stay, so
     /// that a replica rolled back a little still finds its epoch; and so does what `open` names, the epochs of open views, at
     /// which a bookmark may be set yet.
     pub(crate) fn tidy(
         &mut self,
         folder: &dyn Folder,
-        bookmarks: &Bookmarks,
+        bookmarks: &[Epoch],
         open: &[Epoch],
     ) -> Result<(), SourceError> {
         if self.entries.len() < TIDY_AT {
             return Ok(());
         }
         let old = self.entries.len() - TIDY_KEEPS;
-        let marked = bookmarks.0.values().map(|b| b.epoch.number);
-        let needed: BTreeSet<u64> = marked.chain(open.iter().map(|e| e.number)).collect();
+        let needed: BTreeSet<u64> = bookmarks.iter().chain(open).map(|e| e.number).collect();
         // Without a bookmark nobody says what is not needed.
-        let oldest_needed = needed.first().copied().filter(|_| !bookmarks.0.is_empty());
+        let oldest_needed = needed.first().copied().filter(|_| !bookmarks.is_empty());
         let mut kept: Vec<(Head, Vec<u8>)> = Vec::new();
         for entry in &self.entries[..old] {
             let number = entry.head.epochs.last().map_or(0, |e| e.number);
@@ -512,6 +510,7 @@ fn entry_bytes(head: &Head, changes: &[u8]) -> io::Result<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bookmarks::Bookmarks;
     use device::Dir;
     use proptest::prelude::*;
     use std::collections::BTreeSet;
@@ -680,7 +679,7 @@ mod tests {
             ids.push(next);
         }
         let bookmarks = Bookmarks::set(&dir, "somewhere", ids[3]).unwrap();
-        history.tidy(&dir, &bookmarks, &[]).unwrap();
+        history.tidy(&dir, &bookmarks.epochs(), &[]).unwrap();
         assert!(history.entries.len() <= TIDY_KEEPS + 3, "{} entries", history.entries.len());
         let blocks = BLOCKS + (TIDY_AT as u64 - 1) / 3;
         let found = Bitmap::new(blocks);
@@ -713,7 +712,7 @@ mod tests {
         let many: Vec<Vec<u64>> = (0..TIDY_AT as u64).map(|n| vec![n % BLOCKS]).collect();
         let (mut history, ids) = filled(&dir, &many);
         let bookmarks = Bookmarks::set(&dir, "somewhere", ids[100]).unwrap();
-        history.tidy(&dir, &bookmarks, &[]).unwrap();
+        history.tidy(&dir, &bookmarks.epochs(), &[]).unwrap();
         assert!(history.entries.len() <= TIDY_KEEPS + 3, "{} entries", history.entries.len());
         // The bookmark finds exactly its changes; an epoch inside a fold finds at least them.
         for at in [100, 101, 150, 255, 300, 511] {
@@ -742,7 +741,7 @@ mod tests {
             bookmarks = Bookmarks::set(&dir, name, ids[at]).unwrap();
         }
         // The last of them is the epoch of an open view, which its reader has yet to bookmark.
-        history.tidy(&dir, &bookmarks, &[ids[marks[3]]]).unwrap();
+        history.tidy(&dir, &bookmarks.epochs(), &[ids[marks[3]]]).unwrap();
         assert!(history.entries.len() <= TIDY_KEEPS + 2 * marks.len(), "{} entries", history.entries.len());
         for (from, to) in [(0, 1), (0, 3), (1, 2), (2, 3), (3, 3)].map(|(a, b)| (marks[a], marks[b])) {
             let found = Bitmap::new(BLOCKS);

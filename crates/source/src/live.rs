@@ -18,7 +18,7 @@ use uuid::Uuid;
 use crate::SourceError;
 use crate::bookmarks::Bookmarks;
 use crate::captured::{Capture, Captured};
-use crate::forget;
+use crate::discard;
 use crate::freeze::{self, Freeze, FreezeError, Prepared};
 use crate::history::History;
 use crate::shrinking::Shrinking;
@@ -98,7 +98,7 @@ pub struct Live {
 impl Drop for Live {
     fn drop(&mut self) {
         if let (Some(state), Some((lock, _hold))) = (&self.fresh, self.locks.take()) {
-            forget::undo(state, self.folder.path(), Some(lock));
+            discard::undo(state, self.folder.path(), Some(lock));
         }
     }
 }
@@ -489,7 +489,7 @@ impl Live {
     pub fn acknowledge(&self, replica: &str, epoch: Epoch) -> Result<(), SourceError> {
         let mut book = self.book();
         let bookmarks = Bookmarks::set(&*self.folder, replica, epoch)?;
-        book.history.tidy(&*self.folder, &bookmarks, &[])
+        book.history.tidy(&*self.folder, &bookmarks.epochs(), &[])
     }
 
     /// Sets a named checkpoint at an epoch; without one at the present, which ends the epoch. See
@@ -505,7 +505,7 @@ impl Live {
             }
         };
         let bookmarks = Bookmarks::set(&*self.folder, name, epoch)?;
-        book.history.tidy(&*self.folder, &bookmarks, &[])?;
+        book.history.tidy(&*self.folder, &bookmarks.epochs(), &[])?;
         Ok(epoch)
     }
 }

@@ -19,7 +19,7 @@ use uuid::Uuid;
 
 use crate::SourceError;
 use crate::bookmarks::Bookmarks;
-use crate::forget;
+use crate::discard;
 use crate::history::{History, Position};
 use crate::stamp::{FOREIGN, LastWrite, REPLACED, Stamp, Verdict};
 use crate::state::{About, StateDir, write_about};
@@ -291,7 +291,7 @@ impl Source {
         let mut made = None;
         let opened = Self::open_noting(state, path, options, &mut made);
         if let (Err(_), Some(place)) = (&opened, made) {
-            forget::undo(state, &place, None);
+            discard::undo(state, &place, None);
         }
         opened
     }
@@ -715,7 +715,7 @@ impl Source {
         let open = self.open_epochs();
         let mut book = self.book();
         let bookmarks = Bookmarks::set(&*self.folder, replica, epoch)?;
-        book.history.tidy(&*self.folder, &bookmarks, &open)
+        book.history.tidy(&*self.folder, &bookmarks.epochs(), &open)
     }
 
     /// Sets a named checkpoint at an epoch; without one at the present, which ends the epoch. See [`Bookmarks`].
@@ -731,7 +731,7 @@ impl Source {
             None => self.end_epoch(&mut book, false, None)?.0.epoch,
         };
         let bookmarks = Bookmarks::set(&*self.folder, name, epoch)?;
-        book.history.tidy(&*self.folder, &bookmarks, &open)?;
+        book.history.tidy(&*self.folder, &bookmarks.epochs(), &open)?;
         Ok(epoch)
     }
 
@@ -776,7 +776,7 @@ impl Drop for Source {
         // The lock goes last.
         let locks = self.locks.take();
         if let (Some(state), Some((lock, _image))) = (&self.fresh, locks) {
-            forget::undo(state, self.folder.path(), Some(lock));
+            discard::undo(state, self.folder.path(), Some(lock));
         }
     }
 }

@@ -60,7 +60,7 @@ pub(crate) enum Verdict {
 
 impl Stamp {
     pub fn read(folder: &dyn Folder) -> Result<Option<Stamp>, SourceError> {
-        crate::state::read_json(folder, NAME)
+        crate::json::read_json(folder, NAME)
     }
 
     /// Removes it: what it says of the source is no longer true.
@@ -70,7 +70,7 @@ impl Stamp {
     }
 
     pub fn write(&self, folder: &dyn Folder) -> Result<(), SourceError> {
-        crate::state::write_json(folder, NAME, self)
+        crate::json::write_json(folder, NAME, self)
     }
 
     /// Whether the record that this stamp was taken of can be believed for the image as it is.

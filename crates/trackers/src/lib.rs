@@ -3,7 +3,9 @@
 
 pub mod bpf;
 pub mod dm;
+mod find;
 mod gate;
+mod hold;
 mod intent;
 mod record;
 mod saved;
@@ -11,8 +13,10 @@ mod served;
 mod tracked;
 mod tracker;
 
+pub use find::{find, list};
+pub use hold::Hold;
 pub use record::Record;
 pub use saved::{Saved, SavedParts};
 pub use served::Served;
 pub use tracked::{Follower, Frozen, Settings, TrackError, TrackedDisk};
-pub use tracker::{Hold, Tracker, find, list};
+pub use tracker::Tracker;

@@ -1,20 +1,18 @@
 //! What records the writes to a live disk, and which one follows a given disk.
 
-use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::path::Path;
 
-use device::FolderLock;
 use extents::Bitmap;
 use uuid::Uuid;
 
-use crate::{TrackError, bpf, dm};
+use crate::TrackError;
 
 /// Records the writes to a live disk, from the kernel: it goes on while no process of ours runs.
 ///
 /// An epoch ends with `checkpoint`, then [`lost`](Tracker::lost) (what it says of the record covers all that was written
 /// before the checkpoint), then the history, then `release`. Whoever dies in between widens the next epoch, no more.
 ///
-/// Who ends epochs takes a [`Hold`] first. A holder that does not know of it is found out: a release fails if another
+/// Who ends epochs takes a [`Hold`](crate::Hold) first. A holder that does not know of it is found out: a release fails if another
 /// checkpoint came since one's own, and [`released`](Tracker::released), asked after a checkpoint, names the epoch that the
 /// record follows.
 pub trait Tracker: Send + Sync {
@@ -57,64 +55,12 @@ pub trait Tracker: Send + Sync {
     }
 }
 
-/// The tracker that follows the block device at `device`, if one does.
-pub fn find(device: &Path) -> Result<Option<Box<dyn Tracker>>, TrackError> {
-    match bpf::find(device)? {
-        None => dm::find(device),
-        found => Ok(found),
-    }
-}
-
-/// The right to end epochs of a device's tracker. It belongs to the tracker, so that two state directories exclude each
-/// other too.
-#[derive(Debug)]
-pub struct Hold {
-    _lock: FolderLock,
-}
-
-/// Where the locks are kept: as long as a tracker lives at most, which is until the machine stops.
-const HOLDS: &str = "/run/dsync/trackers";
-
-/// For so long a tracker is waited for: another sync may be ending just now.
-const PATIENCE: Duration = Duration::from_millis(500);
-
-impl Hold {
-    /// Holds the tracker of the block device at `device`. The inner `Err` says who has it.
-    pub fn take(device: &Path) -> Result<Result<Hold, String>, TrackError> {
-        let identity = device::identity(device)?;
-        let number = format!("{}:{}", libc::major(identity.dev), libc::minor(identity.dev));
-        // Files that stand in for a device share the number of their file system.
-        let name = if identity.is_block() { number } else { format!("{number}-{}", identity.ino) };
-        let place = Path::new(HOLDS).join(name);
-        let until = Instant::now() + PATIENCE;
-        loop {
-            let taken = device::Dir::open(&place).and_then(|_| FolderLock::take(&place));
-            match taken.map_err(|error| TrackError::State {
-                what: "can't lock",
-                place: place.clone(),
-                error,
-            })? {
-                Ok(lock) => return Ok(Ok(Hold { _lock: lock })),
-                Err(holder) if Instant::now() > until => return Ok(Err(holder)),
-                Err(_) => std::thread::sleep(Duration::from_millis(10)),
-            }
-        }
-    }
-}
-
 /// What a release says when the checkpoint that it ends is not the last one.
 pub(crate) fn taken(device: &Path) -> TrackError {
     TrackError::Refused(format!(
         "another program has ended an epoch of the tracker of {} meanwhile: run one sync of a disk at a time",
         device.display()
     ))
-}
-
-/// The devices that are tracked here.
-pub fn list() -> Result<Vec<PathBuf>, TrackError> {
-    let mut devices = bpf::list()?;
-    devices.extend(dm::list());
-    Ok(devices)
 }
 
 /// The block size for a disk: 4 KiB, larger where the bitmap would exceed 128 MiB, up to 1 MiB.

@@ -15,9 +15,9 @@ use std::sync::Arc;
 
 use io_uring::{IoUring, Probe, opcode, squeue, types};
 
+use super::FileDisk;
 use crate::disk::{Done, Kind, Pieces, Queue, Request};
 use crate::error::at;
-use crate::file::FileDisk;
 
 /// Longer runs are cut, so that a few large requests keep the disk as busy as many small ones.
 const LONGEST: u64 = 1 << 20;
