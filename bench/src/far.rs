@@ -206,7 +206,7 @@ impl Sites {
                 let copy = copy.display();
                 shell(&format!("{} backup 'cat >{copy}; sync {copy}' <{}", sshd.rsh, quote(&self.image)))
             }
-            _ => carry(&["source", "file", address, "4", &text(&self.keys)?, &text(&self.image)?]),
+            _ => carry(&["source", "file", address, "1", &text(&self.keys)?, &text(&self.image)?]),
         })
     }
 

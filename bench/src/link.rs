@@ -1,4 +1,4 @@
-//! What a link carries: TLS with several lanes beside plain TCP and ssh, on loopback.
+//! What a link carries: TLS with one and several connections beside plain TCP and ssh, on loopback.
 
 use std::process::Command;
 use std::time::{Duration, Instant};

@@ -3,8 +3,8 @@
 //! - `keys FOLDER HOST`: keys for both sides, that trust each other.
 //! - `sink tcp ADDRESS`, `sink tls ADDRESS FOLDER`, `sink pipe`: takes what comes. Prints `listening ADDRESS`.
 //! - `sink file ADDRESS FOLDER FILE`: takes one file over TLS, writes it, makes it durable, and ends.
-//! - `source file ADDRESS LANES FOLDER FILE`: reads a file past the page cache, and sends it over TLS.
-//! - `source tcp ADDRESS CONNECTIONS SECONDS CONGESTION`, `source tls ADDRESS LANES SECONDS FOLDER`,
+//! - `source file ADDRESS CONNECTIONS FOLDER FILE`: reads a file past the page cache, and sends it over TLS.
+//! - `source tcp ADDRESS CONNECTIONS SECONDS CONGESTION`, `source tls ADDRESS CONNECTIONS SECONDS FOLDER`,
 //!   `source ssh HOST SECONDS COMMAND RSH...`: sends, waits until everything has arrived, and prints `BYTES SECONDS`.
 
 use std::error::Error;
@@ -15,7 +15,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use device::Buf;
-use link::{Call, Keys, Limits, Link, Listener, Message};
+use link::{ConnectOptions, Keys, Limits, Link, Listener, Message};
 
 type Done<T> = Result<T, Box<dyn Error + Send + Sync>>;
 
@@ -28,20 +28,20 @@ pub fn run(words: &[&str]) -> Done<()> {
         ["sink", "file", address, folder, file] => {
             sink_file(address.parse()?, Path::new(folder), Path::new(file))
         }
-        ["source", "file", address, lanes, folder, file] => {
-            send_file(call(address.parse()?, lanes, folder)?, Path::new(file))
+        ["source", "file", address, connections, folder, file] => {
+            send_file(connect(address.parse()?, connections, folder)?, Path::new(file))
         }
         ["sink", "pipe"] => take(Link::stdio()?),
         ["source", "tcp", address, connections, seconds, congestion] => {
             source_tcp(address.parse()?, connections.parse()?, time(seconds)?, congestion)
         }
-        ["source", "tls", address, lanes, seconds, folder] => {
-            send(call(address.parse()?, lanes, folder)?, time(seconds)?)
+        ["source", "tls", address, connections, seconds, folder] => {
+            send(connect(address.parse()?, connections, folder)?, time(seconds)?)
         }
         ["source", "ssh", host, seconds, command, rsh @ ..] => {
             let words = |words: &str| words.split(' ').map(str::to_string).collect::<Vec<_>>();
             send(
-                Link::ssh(&words(&rsh.join(" ")), host, &words(command), Call::default().timeout)?,
+                Link::ssh(&words(&rsh.join(" ")), host, &words(command), ConnectOptions::default().timeout)?,
                 time(seconds)?,
             )
         }
@@ -84,10 +84,10 @@ fn sink_tls(address: SocketAddr, folder: &Path) -> Done<()> {
     Ok(())
 }
 
-fn call(address: SocketAddr, lanes: &str, folder: &str) -> Done<Link> {
-    let call = Call { lanes: lanes.parse()?, ..Call::default() };
+fn connect(address: SocketAddr, connections: &str, folder: &str) -> Done<Link> {
+    let options = ConnectOptions { connections: Some(connections.parse()?), ..ConnectOptions::default() };
     let near = Keys::new(Path::new(folder).join("near"));
-    Ok(Link::tls(&near, &address.ip().to_string(), address.port(), &call)?)
+    Ok(Link::tls(&near, &address.ip().to_string(), address.port(), &options)?)
 }
 
 fn sink_file(address: SocketAddr, folder: &Path, file: &Path) -> Done<()> {

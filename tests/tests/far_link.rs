@@ -1,5 +1,5 @@
-//! A far link: 150 ms, one packet lost in a thousand, 100 Mbit/s and 1 Gbit/s, in a guest with two namespaces. What lanes
-//! of TLS carry there, and how a mirror fares. A sample runs by default, all of it with `DSYNC_SOAK=1`.
+//! A far link: 150 ms, one packet lost in a thousand, 100 Mbit/s and 1 Gbit/s, in a guest with two namespaces. What TLS
+//! carries there, and how a mirror fares. A sample runs by default, all of it with `DSYNC_SOAK=1`.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use dsync_tests::{need, repository, say, soak};
 /// What one run carried: plain TCP and TLS, in bits a second.
 struct Run {
     rate: f64,
-    lanes: u32,
+    connections: u32,
     plain: f64,
     tls: f64,
 }
@@ -33,10 +33,10 @@ fn read(line: &str) -> Option<Run> {
     let mut words =
         line.strip_prefix("# far ")?.split(' ').map(|word| word.parse::<f64>().expect("a number"));
     let mut next = || words.next().expect("a figure");
-    let (rate, lanes) = (next() * 1e6, next() as u32);
+    let (rate, connections) = (next() * 1e6, next() as u32);
     let mut speed = || next() * 8.0 / next();
     let (plain, tls) = (speed(), speed());
-    Some(Run { rate, lanes, plain, tls })
+    Some(Run { rate, connections, plain, tls })
 }
 
 fn median(figures: impl Iterator<Item = f64>) -> f64 {
@@ -46,7 +46,7 @@ fn median(figures: impl Iterator<Item = f64>) -> f64 {
 }
 
 #[test]
-fn lanes_fill_a_far_link() {
+fn several_connections_fill_a_far_link() {
     let what = "the link over TLS at 150 ms";
     if !need(&["ip", "tc"], what) || !guest::possible(what) {
         return;
@@ -56,21 +56,21 @@ fn lanes_fill_a_far_link() {
     let mut options = far("far.sh", vec![env!("CARGO_BIN_EXE_carry").into()]);
     options.script.insert_str(
         0,
-        &format!("RATES='{rates}' LANES=4 SECONDS_EACH={seconds} ROUNDS={rounds} VANISH={vanish}\n"),
+        &format!("RATES='{rates}' CONNECTIONS=4 SECONDS_EACH={seconds} ROUNDS={rounds} VANISH={vanish}\n"),
     );
     let limit = Duration::from_secs(if soak() { 1400 } else { 240 });
     let lines = Guest::boot(&options).finish(limit);
     lines.iter().filter(|line| line.starts_with("# ")).for_each(|line| println!("{line}"));
     let runs: Vec<Run> = lines.iter().filter_map(|line| read(line)).collect();
-    let mut kinds: Vec<(f64, u32)> = runs.iter().map(|run| (run.rate, run.lanes)).collect();
+    let mut kinds: Vec<(f64, u32)> = runs.iter().map(|run| (run.rate, run.connections)).collect();
     kinds.dedup();
     assert!(!kinds.is_empty(), "nothing was measured: {lines:#?}");
-    for (rate, lanes) in kinds {
-        let of = || runs.iter().filter(|run| (run.rate, run.lanes) == (rate, lanes));
+    for (rate, connections) in kinds {
+        let of = || runs.iter().filter(|run| (run.rate, run.connections) == (rate, connections));
         let (plain, tls) = (median(of().map(|run| run.plain)), median(of().map(|run| run.tls)));
         let ratio = median(of().map(|run| run.tls / run.plain));
         say(&format!(
-            "far link of {:.0} Mbit/s, {lanes} lanes: plain TCP {:.1}, TLS {:.1} Mbit/s: {ratio:.2} of it, {:.0} % of the link",
+            "far link of {:.0} Mbit/s, {connections} connections: plain TCP {:.1}, TLS {:.1} Mbit/s: {ratio:.2} of it, {:.0} % of the link",
             rate / 1e6,
             plain / 1e6,
             tls / 1e6,
@@ -78,7 +78,7 @@ fn lanes_fill_a_far_link() {
         ));
         // Far below the goals, so that a busy machine does not fail the test; and a few seconds are hardly more than a start.
         let least = if soak() { 0.3 } else { 0.1 };
-        assert!(ratio > least, "lanes carry {ratio:.2} of what plain TCP carries");
+        assert!(ratio > least, "TLS carries {ratio:.2} of what plain TCP carries");
     }
 }
 

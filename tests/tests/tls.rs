@@ -106,6 +106,7 @@ fn two_sites_need_six_commands() {
     // As words, without quotes, it is the same.
     let words = key(&scene.site);
     far.site.dsync(["key", "trust", "near"]).args(words.split(' ')).ok();
+    // Also under the name that the option had before.
     far.sync(&scene, &["--lanes", "3"]).ok();
     image::assert_equal(&scene.image, &far.replica());
     let changed = scene.change(50);
@@ -288,13 +289,13 @@ fn a_cut_transfer_goes_on() {
     client.close().expect("the end");
     let port = cutting(far.port, 10 << 20);
     let through = format!("tls://{HOST}:{port}/vm.raw");
-    far.sync_to(&scene, &through, &["--lanes", "3"]).code(1).says(&["was cut"]);
+    far.sync_to(&scene, &through, &["--connections", "3"]).code(1).says(&["was cut"]);
     far.says(&["near", "session failed"]);
     let summary = far.sync(&scene, &[]).ok().summary();
     assert_eq!(summary["resumed"], true, "{summary}");
     let sent = number(&summary, "bytes_sent");
     let all = image::space(&scene.image);
-    // What was under way on the lanes is lost with them.
+    // What was under way on the connections is lost with them.
     assert!(sent + (1 << 20) < all, "what had arrived was sent again: {sent} of {all}");
     image::assert_equal(&scene.image, &far.replica());
 
@@ -325,7 +326,7 @@ fn a_mirror_outlives_its_listener() {
     let mut far = Far::trusted(&scene);
     let mut mirror = scene
         .site
-        .dsync(["mirror", "--json", "-v", "--lanes", "2"])
+        .dsync(["mirror", "--json", "-v", "--connections", "2"])
         .arg(&scene.image)
         .arg(far.destination("vm.raw"))
         .start();
@@ -368,7 +369,7 @@ fn a_replica_in_use_is_refused_and_others_are_not() {
     nonsense.write_all(b"GET / HTTP/1.1\r\n\r\n").expect("a write");
     far.sync_to(&scene, &far.destination("other.raw"), &[]).ok();
     image::assert_equal(&scene.image, &far.site.path("into/other.raw"));
-    far.says(&[HOST, "no TLS"]);
+    far.says(&[HOST, "not TLS"]);
     drop(slow);
 }
 
@@ -387,7 +388,7 @@ fn wrong_usage_names_the_way_out() {
     for wrong in ["tls://backup", "tls://:1/x", "tls://backup:x/y"] {
         site.dsync(["sync", "file", wrong]).code(2).says(&["invalid destination", "tls://HOST/PATH"]);
     }
-    site.dsync(["key", "trust", "backup", "ssh-ed25519 AAAA"]).code(1).says(&["is no key"]);
+    site.dsync(["key", "trust", "backup", "ssh-ed25519 AAAA"]).code(1).says(&["invalid key"]);
     site.dsync(["key", "forget", "nobody"]).code(1).says(&["nobody"]);
     site.dsync(["key", "trust", "backup", &key(&site), "--expires", "soon"]).code(2).says(&["invalid time"]);
     let json = site.dsync(["key", "--json"]).ok().summary();

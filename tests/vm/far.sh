@@ -1,6 +1,6 @@
-# A far link. What lanes of TLS carry, beside plain TCP with as many connections and the same congestion control.
+# A far link. What TLS carries, beside plain TCP with as many connections and the same congestion control.
 #   RATES          of the link, in Mbit/s
-#   LANES          how many
+#   CONNECTIONS    how many
 #   SECONDS_EACH   of a run
 #   ROUNDS         how often
 #   VANISH         yes: see how long it takes to notice that the other side is gone
@@ -15,11 +15,11 @@ far $carry sink tls 10.9.0.2:7002 /tmp/keys >/tmp/tls.log 2>&1 &
 sleep 2
 for rate in $RATES; do
     far_link "$rate"
-    for lanes in $LANES; do
+    for connections in $CONNECTIONS; do
         for round in $(seq "$ROUNDS"); do
-            plain=$(near $carry source tcp 10.9.0.2:7001 "$lanes" "$SECONDS_EACH" bbr) || echo "# tcp: $plain"
-            tls=$(near $carry source tls 10.9.0.2:7002 "$lanes" "$SECONDS_EACH" /tmp/keys) || cat /tmp/tls.log
-            echo "# far $rate $lanes $plain $tls"
+            plain=$(near $carry source tcp 10.9.0.2:7001 "$connections" "$SECONDS_EACH" bbr) || echo "# tcp: $plain"
+            tls=$(near $carry source tls 10.9.0.2:7002 "$connections" "$SECONDS_EACH" /tmp/keys) || cat /tmp/tls.log
+            echo "# far $rate $connections $plain $tls"
         done
     done
 done

@@ -265,9 +265,9 @@ pub struct FarArgs {
     /// Directory for the state and journal of the replica [default: beside a file, in the state directory for a device]
     #[arg(long, value_name = "DIR")]
     pub journal_dir: Option<String>,
-    /// Connections to a tls:// destination, 1 to 16 [default: as many as cores, 2 to 4]
-    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u8).range(1..=16))]
-    pub lanes: Option<u8>,
+    /// Connections to a tls:// destination, 1 to 16 [default: one for every 20 ms of the round trip, 8 at most]
+    #[arg(long, alias = "lanes", value_name = "COUNT", value_parser = clap::value_parser!(u8).range(1..=16))]
+    pub connections: Option<u8>,
     /// Give up on the peer after this long without a reply; the shorter timeout of both sides applies
     #[arg(long, value_name = "TIME", value_parser = parse_timeout, default_value = "30s")]
     pub timeout: Duration,

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::Result;
-use link::{Call, Keys, Limits, Link, Listener};
+use link::{ConnectOptions, Keys, Limits, Link, Listener};
 use source::StateDir;
 use sync::{Reach, SyncError};
 
@@ -17,10 +17,9 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// A link to the far side: to where dsync listens, if a port is given, else through the remote shell.
 pub fn call(host: &str, port: Option<u16>, far: &FarArgs, state: &StateDir) -> Result<Link> {
     if let Some(port) = port {
-        let usual = Call::default();
-        let lanes = far.lanes.map_or(usual.lanes, usize::from);
-        let call = Call { lanes, timeout: far.timeout, ..usual };
-        return Ok(Link::tls(&Keys::new(state.keys_folder()), host, port, &call)?);
+        let connections = far.connections.map(usize::from);
+        let options = ConnectOptions { connections, timeout: far.timeout, ..ConnectOptions::default() };
+        return Ok(Link::tls(&Keys::new(state.keys_folder()), host, port, &options)?);
     }
     let rsh: Vec<String> = far.rsh.split_whitespace().map(str::to_owned).collect();
     let mut command: Vec<String> = far.remote_dsync.split_whitespace().map(str::to_owned).collect();

@@ -1,15 +1,15 @@
 //! What can go wrong on a link.
 
-use crate::Key;
+use crate::key::Key;
 
-/// Shorthand for results of this room.
+/// Shorthand for results of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a link can't go on. The same error may be told to both halves of a link, and again to whoever asks again.
+/// Why a link cannot go on. Both halves of a link may return the same error, and return it again when asked again.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The link ended without a goodbye: the peer, its process, or what lies between has gone.
+    /// The link ended without a goodbye: the peer, its process, or the way to it is gone.
     #[error("the link to {peer} was cut{}", because(.why))]
     Cut {
         /// Who was at the other end.
@@ -17,7 +17,7 @@ pub enum Error {
         /// What is known of the cause; may be empty.
         why: String,
     },
-    /// The remote shell failed before the far side said a word.
+    /// The remote shell failed before the far side's hello.
     #[error("{rsh} to {host} failed ({status}){}: try \"{rsh} {host} true\" by hand", because(.said))]
     Rsh {
         /// The remote shell's name, as a user would type it.
@@ -42,7 +42,7 @@ pub enum Error {
         /// The last of what the far shell wrote.
         said: String,
     },
-    /// The host was reached, and the command ended before it said a word.
+    /// The host was reached, and the command ended before its hello.
     #[error("{}", command_failed(.rsh, .command, .host, .status, .said))]
     Command {
         /// The remote shell's name, as a user would type it.
@@ -56,20 +56,20 @@ pub enum Error {
         /// The last of what it wrote to its standard error.
         said: String,
     },
-    /// The remote shell can't be started here.
-    #[error("can't start \"{program}\" ({why}): install it, or name another remote shell with --rsh")]
+    /// The remote shell cannot be started here.
+    #[error("cannot start \"{program}\" ({why}): install it, or choose another remote shell with --rsh")]
     Start {
         /// The program that was to be started.
         program: String,
         /// What the system said.
         why: String,
     },
-    /// What was given for a host can't be one.
-    #[error("\"{0}\" is no host: a host is not empty and does not begin with a dash")]
+    /// What was given for a host cannot be one.
+    #[error("invalid host \"{0}\": a host is not empty and does not begin with a dash")]
     Host(String),
-    /// The other end does not speak as dsync does.
+    /// The other end does not speak dsync's protocol.
     #[error(
-        "{peer} does not answer as dsync does; it said {said:?}: see that the command is dsync's, and that the shell's start-up files there print nothing"
+        "{peer} does not answer as dsync does, it sent {said:?}: check that the command is dsync's, and that the shell's start-up files there print nothing"
     )]
     NotDsync {
         /// Who was at the other end.
@@ -89,7 +89,7 @@ pub enum Error {
         /// The version spoken there.
         theirs: u16,
     },
-    /// The other end sent what no dsync sends.
+    /// The other end sent what dsync never sends.
     #[error("{peer} sent {what}: the link is damaged, or another program writes to it")]
     Bad {
         /// Who was at the other end.
@@ -98,7 +98,7 @@ pub enum Error {
         what: String,
     },
     /// A message that is too long to be sent.
-    #[error("a message of kind {kind} has a {part} of {len} bytes; {limit} is the most")]
+    #[error("the {part} of a message of kind {kind} has {len} bytes; the limit is {limit}")]
     TooLong {
         /// The message's kind.
         kind: u8,
@@ -109,33 +109,28 @@ pub enum Error {
         /// The bound in bytes.
         limit: usize,
     },
-    /// A value that JSON can't hold.
-    #[error("a message of kind {kind} can't be written as JSON: {why}")]
+    /// A value that JSON cannot hold.
+    #[error("a message of kind {kind} cannot be written as JSON: {why}")]
     Json {
         /// The message's kind.
         kind: u8,
         /// What the encoder said.
         why: String,
     },
-    /// The keys kept here can't be used.
-    #[error("can't use {path}: {why}")]
+    /// The keys kept here cannot be used.
+    #[error("cannot use {path}: {why}")]
     Keys {
         /// The file or folder.
         path: String,
         /// What is wrong with it, and the way out.
         why: String,
     },
-    /// What was given for a key, or for the name of one, can't be it.
-    #[error("\"{text}\" is no {what}")]
-    NotAKey {
-        /// What was given.
-        text: String,
-        /// What it should have been.
-        what: String,
-    },
+    /// What was given for the name of a key cannot be one.
+    #[error("invalid name \"{0}\" for a key: use the host's name, or HOST:PORT")]
+    InvalidName(String),
     /// A name is pinned with another key already.
     #[error(
-        "{name} is pinned with another key, {pinned}: if it has a new one, run: dsync key forget {name}, then this command again"
+        "{name} is already pinned with another key, {pinned}: if it has a new one, run: dsync key forget {name}, then this command again"
     )]
     Pinned {
         /// The name.
@@ -143,8 +138,8 @@ pub enum Error {
         /// The fingerprint of the key that is pinned.
         pinned: String,
     },
-    /// A name for which no key is pinned.
-    #[error("no key is pinned under the name \"{0}\": dsync key list shows those that are")]
+    /// A name under which no key is pinned.
+    #[error("no key is pinned under the name \"{0}\": \"dsync key list\" shows those that are")]
     NoPin(String),
     /// The peer showed a key that is not pinned here.
     #[error(
@@ -159,9 +154,9 @@ pub enum Error {
         /// The key.
         key: Key,
     },
-    /// The peer showed another key than the one that is pinned under its name.
+    /// The peer showed a key other than the one pinned under its name.
     #[error(
-        "THE KEY OF {peer} HAS CHANGED. Somebody may be standing between this host and {name}. Pinned here is {}, shown was {}. \
+        "THE KEY OF {peer} HAS CHANGED. Someone may be intercepting the connection to {name}. Pinned here is {}, shown was {}. \
          Nothing was sent. Only if \"dsync key\" on {name} itself shows the new one, run: dsync key forget {name} && dsync key trust {name} {shown}",
         pinned.fingerprint(),
         shown.fingerprint()
@@ -178,7 +173,7 @@ pub enum Error {
     },
     /// The peer's key is pinned, and the pin has expired.
     #[error(
-        "the pin of {name}'s key, {}, has expired: if it is still to be trusted, run: dsync key trust {name} {key}",
+        "the pin of {name}'s key, {}, has expired: to trust it again, run: dsync key trust {name} {key}",
         key.fingerprint()
     )]
     Expired {
@@ -187,8 +182,8 @@ pub enum Error {
         /// The key.
         key: Key,
     },
-    /// The key is pinned, and does not serve here.
-    #[error("the key of {name}, {}, may not be used here: name it with --from", key.fingerprint())]
+    /// The key is pinned, but this listener accepts only others.
+    #[error("the key of {name}, {}, is not among those accepted here: add it with --from", key.fingerprint())]
     NotFrom {
         /// The name under which it is pinned.
         name: String,
@@ -205,33 +200,33 @@ pub enum Error {
         /// This side's key.
         key: Key,
     },
-    /// The far side can't be reached over the network.
+    /// The far side cannot be reached over the network.
     #[error(
-        "can't reach {peer} ({why}): see that \"dsync receive --listen\" runs there and that no firewall is between"
+        "cannot reach {peer} ({why}): check that \"dsync receive --listen\" runs there and that no firewall is in the way"
     )]
     Connect {
-        /// Who was to be reached.
+        /// What was to be reached.
         peer: String,
         /// What the system said.
         why: String,
     },
-    /// There is no TLS to be had with the other end.
-    #[error("{peer} does not talk TLS as \"dsync receive --listen\" does: {why}")]
+    /// The TLS handshake with the other end failed.
+    #[error("{peer} does not speak TLS as \"dsync receive --listen\" does: {why}")]
     Tls {
         /// Who was at the other end.
         peer: String,
         /// What went wrong.
         why: String,
     },
-    /// The far side takes no session now.
-    #[error("{peer} takes no session: {why}")]
+    /// The far side accepts no session now.
+    #[error("{peer} accepts no session: {why}")]
     Busy {
         /// Who refused it.
         peer: String,
         /// Why, and the way out.
         why: String,
     },
-    /// The address can't be listened on.
+    /// The address cannot be listened on.
     #[error("cannot listen on {address}: {why}")]
     Listen {
         /// The address.
@@ -240,7 +235,7 @@ pub enum Error {
         why: String,
     },
     /// The system refused a file descriptor.
-    #[error("can't use standard input and output as a link: {0}")]
+    #[error("cannot use standard input and output as a link: {0}")]
     Stdio(String),
 }
 
@@ -250,8 +245,7 @@ impl Error {
         matches!(self, Error::Cut { .. })
     }
 
-    /// True if a key is in the way: one side does not trust the other, and trying again does not help until somebody says
-    /// that it may.
+    /// True if one side does not trust the other's key: trying again does not help until the key is pinned.
     pub fn is_refusal(&self) -> bool {
         matches!(
             self,

@@ -1,4 +1,4 @@
-//! The two waiting places of a link's end: for messages, and for credit.
+//! Where the halves of a link's end wait: the receiver for messages, the sender for credit.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -17,7 +17,7 @@ pub enum Heard {
     Nothing,
 }
 
-/// A panic elsewhere leaves these states whole: every change is a single step.
+/// Locks in spite of a panic elsewhere: every change of a state guarded so is a single step.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -48,7 +48,7 @@ impl Inbox {
         self.changed.notify_one();
     }
 
-    /// The first end stands: a pipe that closes after the goodbye changes nothing.
+    /// The first end counts: a stream that closes after the goodbye changes nothing.
     pub(crate) fn end(&self, end: End) {
         lock(&self.state).end.get_or_insert(end);
         self.changed.notify_all();
@@ -98,7 +98,7 @@ impl Inbox {
         loop {
             match &state.end {
                 Some(End::Failed(error)) => return Some(error.clone()),
-                // The first end stands.
+                // The first end counts.
                 Some(End::Goodbye) => return None,
                 None => {}
             }

@@ -1,93 +1,22 @@
-//! Whom a site trusts: its own key, and the keys of others, pinned by hand as ssh's are.
+//! A site's own key, and the keys of the sites that it trusts, pinned by hand as ssh's are.
 //!
-//! The folder holds `own`, an Ed25519 key as PKCS#8, and `pinned`, the trusted keys as JSON. Both are for their owner alone.
+//! The folder holds `own`, an Ed25519 key as PKCS#8, and `pinned`, the trusted keys as JSON. Only their owner may read them.
 
-use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use base64::Engine;
-use base64::engine::general_purpose::{STANDARD, STANDARD_NO_PAD};
-use ring::digest;
 use ring::rand::SystemRandom;
 use ring::signature::{Ed25519KeyPair, KeyPair};
 use rustix::fs::FlockOperation;
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result};
-
-/// Stands before a key's own characters.
-const KIND: &str = "dsync-ed25519";
-
-/// What stands before an Ed25519 key in its SubjectPublicKeyInfo (RFC 8410).
-const SPKI: [u8; 12] = [0x30, 0x2a, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x03, 0x21, 0x00];
+use crate::{Error, Key, Result};
 
 /// Far more than any list of pins.
 const MAX_FILE: u64 = 4 << 20;
-
-/// A site's public key. Written as one line, `dsync-ed25519 BASE64`, and read back from it with or without a comment.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Key([u8; 32]);
-
-impl Key {
-    /// The key's fingerprint, for people to compare: `SHA256:…`, over its SubjectPublicKeyInfo.
-    pub fn fingerprint(&self) -> String {
-        format!("SHA256:{}", STANDARD_NO_PAD.encode(digest::digest(&digest::SHA256, &self.to_spki())))
-    }
-
-    /// The key as TLS carries it (RFC 7250).
-    pub(crate) fn to_spki(self) -> Vec<u8> {
-        [&SPKI[..], &self.0].concat()
-    }
-
-    pub(crate) fn from_spki(spki: &[u8]) -> Option<Key> {
-        spki.strip_prefix(&SPKI).and_then(|key| key.try_into().ok()).map(Key)
-    }
-}
-
-impl fmt::Display for Key {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{KIND} {}", STANDARD.encode(self.0))
-    }
-}
-
-impl fmt::Debug for Key {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
-
-impl FromStr for Key {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Key> {
-        let mut words = text.split_whitespace();
-        let key = match (words.next(), words.next()) {
-            (Some(KIND), Some(word)) => STANDARD.decode(word).ok().and_then(|key| key.try_into().ok()),
-            _ => None,
-        };
-        key.map(Key).ok_or_else(|| Error::NotAKey {
-            text: text.to_string(),
-            what: format!("key: a key is the line that \"dsync key\" prints, {KIND} and 44 characters"),
-        })
-    }
-}
-
-impl Serialize for Key {
-    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_str(self)
-    }
-}
-
-impl<'de> Deserialize<'de> for Key {
-    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Key, D::Error> {
-        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
-    }
-}
 
 /// A key that is trusted.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -101,7 +30,7 @@ pub struct Pin {
 }
 
 impl Pin {
-    /// True from the moment on that was set for it.
+    /// True from the moment on that was set.
     pub fn has_expired(&self) -> bool {
         self.expires.is_some_and(|at| {
             SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs() >= at
@@ -116,7 +45,7 @@ pub(crate) struct Own {
     pub(crate) secret: Vec<u8>,
 }
 
-/// The keys of a site, in a folder of its own. Cheap: the files are read when they are asked for.
+/// The keys of a site, in a folder of its own. Cheap to make and clone: each call reads the files.
 #[derive(Debug, Clone)]
 pub struct Keys {
     folder: PathBuf,
@@ -131,7 +60,7 @@ impl Keys {
     /// This site's public key. Makes it the first time.
     ///
     /// # Errors
-    /// [`Error::Keys`] if it can't be made or read, or is open to others.
+    /// [`Error::Keys`] if it cannot be made or read, or others may read or change it.
     pub fn own(&self) -> Result<Key> {
         self.own_with_secret().map(|own| own.key)
     }
@@ -154,31 +83,31 @@ impl Keys {
             }
         };
         let pair = Ed25519KeyPair::from_pkcs8(&secret).map_err(|error| {
-            refused(&path, format!("it is no key ({error}): remove it, and a new one is made"))
+            refused(&path, format!("not a key ({error}): remove it to have a new one made, which the other sites must then trust"))
         })?;
-        let key = pair.public_key().as_ref().try_into().map(Key);
-        Ok(Own { key: key.map_err(|_| refused(&path, "it is no Ed25519 key"))?, secret })
+        let key = pair.public_key().as_ref().try_into().map(Key::from_bytes);
+        Ok(Own { key: key.map_err(|_| refused(&path, "not an Ed25519 key"))?, secret })
     }
 
     /// The pinned keys, in the order of their names.
     ///
     /// # Errors
-    /// [`Error::Keys`] if they can't be read.
+    /// [`Error::Keys`] if they cannot be read.
     pub fn pins(&self) -> Result<Vec<Pin>> {
         let Some(bytes) = self.read("pinned")? else { return Ok(Vec::new()) };
         let pins: Result<Vec<Pin>, _> = serde_json::from_slice(&bytes);
         pins.map_err(|error| refused(&self.folder.join("pinned"), format!("it is damaged: {error}")))
     }
 
-    /// Trusts `key` under `name`, for ever or until `expires` (seconds since 1970). The same key again gets the new end.
+    /// Trusts `key` under `name`, for ever or until `expires` (seconds since 1970). If the name has that key already, only the
+    /// end changes.
     ///
     /// # Errors
-    /// [`Error::Pinned`] if the name has another key; [`Error::NotAKey`] if it can't be a name; [`Error::Keys`].
+    /// [`Error::Pinned`] if the name has another key; [`Error::InvalidName`]; [`Error::Keys`].
     pub fn trust(&self, name: &str, key: Key, expires: Option<u64>) -> Result<()> {
         let plain = |c: char| !c.is_whitespace() && !c.is_control() && c != '/' && c != '\'' && c != '"';
         if name.is_empty() || name.len() > 255 || name.starts_with('-') || !name.chars().all(plain) {
-            let what = "name for a key: give the host's, or HOST:PORT".to_string();
-            return Err(Error::NotAKey { text: name.to_string(), what });
+            return Err(Error::InvalidName(name.to_string()));
         }
         let _lock = self.lock()?;
         let mut pins = self.pins()?;
@@ -191,7 +120,7 @@ impl Keys {
         self.write_pins(&pins)
     }
 
-    /// Trusts the key under `name` no longer. A session that is under way goes on.
+    /// Stops trusting the key under `name`. A session that has begun goes on.
     ///
     /// # Errors
     /// [`Error::NoPin`] if there is none; [`Error::Keys`].
@@ -212,7 +141,7 @@ impl Keys {
         self.write("pinned", &bytes)
     }
 
-    /// Whoever changes something holds this.
+    /// Held while something is changed.
     fn lock(&self) -> Result<File> {
         let failed = |error: io::Error| refused(&self.folder, error.to_string());
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.folder).map_err(failed)?;
@@ -232,8 +161,10 @@ impl Keys {
         };
         let mode = file.metadata().map_err(failed)?.mode();
         if mode & 0o077 != 0 {
-            let way_out =
-                format!("others may read or change it: look who did, then chmod 600 {}", path.display());
+            let way_out = format!(
+                "others may read or change it: find out who did, then run: chmod 600 {}",
+                path.display()
+            );
             return Err(refused(&path, way_out));
         }
         let mut bytes = Vec::new();
@@ -299,23 +230,6 @@ mod tests {
     }
 
     #[test]
-    fn a_key_is_read_as_it_is_written() {
-        let (_folder, keys) = keys();
-        let key = keys.own().unwrap();
-        let line = key.to_string();
-        assert_eq!(line.parse::<Key>().unwrap(), key);
-        assert_eq!(format!("  {line} root@backup\n").parse::<Key>().unwrap(), key);
-        assert_eq!(Key::from_spki(&key.to_spki()), Some(key));
-        assert_eq!(key.fingerprint().len(), "SHA256:".len() + 43);
-        for wrong in
-            ["", KIND, "dsync-ed25519 AAAA", "ssh-ed25519 AAAA", &line[..line.len() - 1], "dsync-ed25519 %"]
-        {
-            assert!(matches!(wrong.parse::<Key>(), Err(Error::NotAKey { .. })), "{wrong}");
-        }
-        assert_eq!(Key::from_spki(&key.to_spki()[..43]), None);
-    }
-
-    #[test]
     fn pins_are_kept_by_name() {
         let (_a, keys) = keys();
         let others: Vec<Key> = (0..2).map(|_| super::tests::keys().1.own().unwrap()).collect();
@@ -334,7 +248,7 @@ mod tests {
         assert_eq!(keys.forget("backup"), Err(Error::NoPin("backup".into())));
         assert_eq!(names(&keys), ["alpha:7"]);
         for wrong in ["", "-x", "a b", "a/b", "a'b"] {
-            assert!(matches!(keys.trust(wrong, others[0], None), Err(Error::NotAKey { .. })), "{wrong}");
+            assert!(matches!(keys.trust(wrong, others[0], None), Err(Error::InvalidName(_))), "{wrong}");
         }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! A [`Link`] is split into a [`Sender`] and a [`Receiver`], which two threads may use. What is on its way to a receiver is
 //! bounded by credits: [`Sender::send`] waits while the peer's window is used up, and the peer's [`Receiver::recv`] gives
-//! credit back. A thread reads each pipe and never waits for anybody else, so both sides may send at the same time, as much
+//! credit back. A thread reads each stream and never waits for anything else, so both sides may send at the same time, as much
 //! as they like, as long as each also receives.
 //!
 //! A conversation ends with a goodbye from each side ([`Sender::finish`]): a side that has said its own receives until it has
@@ -12,8 +12,11 @@
 //! A side from which nothing comes for the timeout is given up. While there is nothing to say, the link itself sends pings: a
 //! side may be busy for as long as it likes.
 //!
-//! Over TLS ([`Link::tls`], [`Listener`]) each side shows a key of its own ([`Keys`]) and believes only keys that are pinned
-//! there. A session has several connections, its lanes.
+//! Over TLS ([`Link::tls`], [`Listener`]) each side shows a key of its own ([`Keys`]) and accepts only keys that are pinned
+//! there. A session has one connection to a near host, and several to a far one.
+//!
+//! What is the same for all links is in `endpoint`: it knows only the `Transport` trait. There are two transports: `memory`,
+//! and `framed`, which frames messages over two byte streams that `pipe`, `ssh` and `tls` open.
 //!
 //! ```
 //! use link::{Link, Message};
@@ -29,35 +32,36 @@
 //! # }
 //! ```
 
-mod dial;
-mod ends;
+mod endpoint;
 mod error;
 mod flow;
+mod framed;
+mod key;
 mod keys;
-mod lanes;
-mod listen;
+mod log;
+mod memory;
 mod message;
-mod pulse;
+mod pipe;
 mod rate;
-mod session;
 mod ssh;
 mod stream;
 #[cfg(test)]
 mod tests;
 mod text;
 mod tls;
-mod wire;
+mod transport;
 
-pub use dial::{Call, PORT};
-pub use ends::{Link, Receiver, Sender, Traffic};
+pub use endpoint::{Link, Receiver, Sender};
 pub use error::{Error, Result};
 pub use flow::Heard;
-pub use keys::{Key, Keys, Pin, host_name};
-pub use listen::{Limits, Listener, Peer, Stop};
+pub use framed::VERSION;
+pub use key::{InvalidKey, Key};
+pub use keys::{Keys, Pin, host_name};
 pub use message::{MAX_BODY, MAX_HEAD, Message};
+pub use pipe::widen;
 pub use rate::{Limited, Rate};
-pub use session::MAX_LANES;
-#[doc(hidden)]
-pub use session::read_lane;
 pub use text::{printable, printable_lines};
-pub use wire::{VERSION, widen};
+#[doc(hidden)]
+pub use tls::read_connection;
+pub use tls::{ConnectOptions, Limits, Listener, MAX_CONNECTIONS, PORT, Peer, Stop};
+pub use transport::Traffic;

@@ -1,4 +1,4 @@
-//! What travels.
+//! Messages: what the layers above send to each other.
 
 use device::Buf;
 use serde::de::DeserializeOwned;
@@ -10,8 +10,8 @@ pub const MAX_HEAD: usize = 4 << 20;
 /// The longest body in bytes.
 pub const MAX_BODY: usize = 2 << 20;
 /// Bytes of framing in front of head and body.
-pub(crate) const HEADER: usize = 12;
-/// What a message takes of a receiver's memory beside head and body.
+pub(crate) const FRAMING: usize = 12;
+/// A receiver's memory for a message beside head and body.
 const KEPT: usize = 128;
 /// What the longest message costs.
 pub(crate) const MAX_COST: u64 = cost(MAX_HEAD, MAX_BODY);
@@ -21,7 +21,7 @@ pub(crate) const fn cost(head: usize, body: usize) -> u64 {
     (KEPT + head + body.next_multiple_of(Buf::ALIGN)) as u64
 }
 
-/// One message. What the kinds mean is the users' business.
+/// One message. The kinds' meaning is up to the layers above.
 #[derive(Debug, Default)]
 pub struct Message {
     /// Tells messages apart.
@@ -41,7 +41,7 @@ impl Message {
         serde_json::from_slice(&self.head).map_err(|error| Error::Bad {
             peer: "the far side".into(),
             what: format!(
-                "a message of kind {} that can't be read ({})",
+                "a message of kind {} that cannot be read ({})",
                 self.kind,
                 printable(&error.to_string())
             ),
@@ -53,9 +53,9 @@ impl Message {
         cost(self.head.len(), self.body.len())
     }
 
-    /// Its bytes on the wire, framing included.
+    /// Its bytes in a stream, framing included.
     pub(crate) fn bytes(&self) -> u64 {
-        (HEADER + self.head.len() + self.body.len()) as u64
+        (FRAMING + self.head.len() + self.body.len()) as u64
     }
 
     pub(crate) fn check(&self) -> Result<()> {

@@ -9,23 +9,43 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::flow::lock;
+use crate::framed::{Carrier, FramedStream, Terms};
+use crate::pipe::widen;
 use crate::stream::{Stream, Wake};
-use crate::wire::Carrier;
-use crate::{Error, Result, printable, printable_lines};
+use crate::{Error, Link, Result, printable, printable_lines};
 
-/// A remote shell that was started, and what it said.
-pub(crate) struct Remote {
+impl Link {
+    /// Starts `command` on `host` through a remote shell (`["ssh"]`, perhaps with options), and waits for its hello. The
+    /// command's words arrive as they are given here, whatever is in them. What the far side writes to its standard error
+    /// is shown once the link is open, and is part of the error if it fails. From then on a far side from which nothing comes
+    /// for `timeout` is given up; how long the remote shell may take before that is its own matter.
+    ///
+    /// # Errors
+    /// [`Error::Start`], [`Error::Rsh`], [`Error::Absent`], [`Error::Command`], [`Error::NotDsync`], [`Error::Version`],
+    /// each naming the host and a way out.
+    pub fn ssh(rsh: &[String], host: &str, command: &[String], timeout: Duration) -> Result<Link> {
+        let (remote, reader, writer) = start(rsh, host, command)?;
+        widen(&reader);
+        widen(&writer);
+        let link = Link::over(FramedStream::open(host, reader, writer, Terms::of(timeout), Some(remote)));
+        link.ready()?;
+        Ok(link)
+    }
+}
+
+/// A remote shell that was started, and what it wrote to its standard error.
+struct Remote {
     host: String,
     rsh: String,
     command: Vec<String>,
     child: Mutex<Child>,
     /// A shell may have left others behind who hold its streams.
     wake: Wake,
-    said: Arc<Said>,
+    said: Arc<Stderr>,
 }
 
-/// Starts `command` on `host`.
-pub(crate) fn start(rsh: &[String], host: &str, command: &[String]) -> Result<(Arc<Remote>, Stream, Stream)> {
+/// Starts `command` on `host`; its output and its input.
+fn start(rsh: &[String], host: &str, command: &[String]) -> Result<(Arc<Remote>, Stream, Stream)> {
     // A host that begins with a dash would be an option to ssh, and options of ssh can run programs.
     if host.is_empty() || host.starts_with('-') || host.contains('\0') {
         return Err(Error::Host(host.to_string()));
@@ -37,7 +57,7 @@ pub(crate) fn start(rsh: &[String], host: &str, command: &[String]) -> Result<(A
     let mut line = Command::new(program);
     line.args(options);
     if Path::new(program).file_name().is_some_and(|name| name == "ssh") {
-        // Until the far side has said its hello only ssh can notice that the network fell silent. The user's own -o stands
+        // Until the far side has said its hello only ssh can notice that the network fell silent. The user's own -o comes
         // before this one, and ssh takes the first.
         line.args(["-o", "ServerAliveInterval=30"]);
     }
@@ -46,7 +66,7 @@ pub(crate) fn start(rsh: &[String], host: &str, command: &[String]) -> Result<(A
     let wake = Wake::new().map_err(failed)?;
     let mut child = line.spawn().map_err(failed)?;
     let (stdin, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
-    let said = Arc::new(Said::default());
+    let said = Arc::new(Stderr::default());
     let remote = Arc::new(Remote {
         host: host.to_string(),
         rsh: Path::new(program).file_name().unwrap_or_default().to_string_lossy().into_owned(),
@@ -155,13 +175,13 @@ impl Carrier for Remote {
 
 /// What the remote shell and the far side wrote to their standard error.
 #[derive(Default)]
-struct Said {
-    state: Mutex<SaidState>,
+struct Stderr {
+    state: Mutex<StderrState>,
     ended: Condvar,
 }
 
 #[derive(Default)]
-struct SaidState {
+struct StderrState {
     /// The last of it, in lines.
     lines: VecDeque<Vec<u8>>,
     /// Before the hello it is kept back: should the link fail, it is shown once, in the error.
@@ -178,7 +198,7 @@ fn shown(bytes: &[u8]) -> String {
     printable_lines(&String::from_utf8_lossy(bytes))
 }
 
-impl Said {
+impl Stderr {
     fn listen(&self, mut stderr: ChildStderr) {
         let mut chunk = [0; 4096];
         loop {
@@ -238,7 +258,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{Link, Message};
+    use crate::Message;
 
     const TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -329,7 +349,7 @@ mod tests {
         let error = Link::ssh(&words(&["/no/such/ssh"]), "backup", &words(&["dsync"]), TIMEOUT)
             .map(drop)
             .unwrap_err();
-        assert!(error.to_string().starts_with("can't start \"/no/such/ssh\" (No such file"), "{error}");
+        assert!(error.to_string().starts_with("cannot start \"/no/such/ssh\" (No such file"), "{error}");
         assert!(matches!(Link::ssh(&[], "backup", &[], TIMEOUT).map(drop), Err(Error::Start { .. })));
         for host in ["", "-oProxyCommand=id"] {
             let error = Link::ssh(&local("cat"), host, &words(&["dsync"]), TIMEOUT).map(drop).unwrap_err();

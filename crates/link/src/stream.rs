@@ -1,5 +1,5 @@
 //! Streams of a link to another process: standard input and output, or a remote shell's. Where they are pipes or sockets, a
-//! read or a write that waits can be ended from another thread, whoever else holds the other end.
+//! read or a write that waits can be ended from another thread, even if other processes hold the other end open.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -11,7 +11,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fs::{FileType, OFlags};
 
 use crate::Error;
-use crate::wire::Carrier;
+use crate::framed::Carrier;
 
 /// One of the two streams.
 pub(crate) struct Stream {
@@ -19,7 +19,7 @@ pub(crate) struct Stream {
     wake: Arc<OwnedFd>,
 }
 
-/// Ends both streams of a link, whoever waits in them.
+/// Ends both streams of a link: every read and write of them returns.
 pub(crate) struct Wake(Arc<OwnedFd>);
 
 impl Wake {
@@ -38,20 +38,9 @@ impl Wake {
     }
 
     pub(crate) fn end(&self) {
-        // It can fail only where it was ended without end before.
+        // It can fail only if it was ended 2^64 times before.
         let _ = rustix::io::write(&*self.0, &1u64.to_ne_bytes());
     }
-}
-
-/// Takes the process's standard input and output, and puts harmless ones in their place: later prints to standard output go
-/// to standard error.
-pub(crate) fn take_stdio() -> io::Result<(Stream, Stream, Arc<Wake>)> {
-    let reader = io::stdin().as_fd().try_clone_to_owned()?;
-    let writer = io::stdout().as_fd().try_clone_to_owned()?;
-    rustix::stdio::dup2_stdin(File::open("/dev/null")?)?;
-    rustix::stdio::dup2_stdout(io::stderr())?;
-    let wake = Wake::new()?;
-    Ok((wake.stream(reader)?, wake.stream(writer)?, Arc::new(wake)))
 }
 
 impl Stream {

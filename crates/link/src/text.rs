@@ -1,4 +1,4 @@
-//! Text that came from elsewhere, made fit to be shown.
+//! Text from elsewhere, made safe to show.
 
 use std::borrow::Cow;
 

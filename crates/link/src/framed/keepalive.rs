@@ -11,34 +11,17 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use crate::ends::{Road, Shared};
+use super::FramedStream;
 use crate::flow::lock;
 
 /// Pings in a timeout.
 const PINGS: u32 = 4;
 
-/// What a hello counts timeouts in.
-const UNIT_MS: u64 = 100;
-
-/// The longest timeout that a hello can tell: a side that has none of its own.
-pub(crate) const NEVER: Duration = Duration::from_millis(u16::MAX as u64 * UNIT_MS);
-
-/// A timeout as a hello tells it, never zero.
-pub(crate) fn to_hello(timeout: Duration) -> u16 {
-    let units = timeout.as_millis().div_ceil(UNIT_MS.into()).max(1);
-    u16::try_from(units).unwrap_or(u16::MAX)
-}
-
-/// The timeout that a hello tells.
-pub(crate) fn from_hello(units: u16) -> Duration {
-    Duration::from_millis(u64::from(units) * UNIT_MS)
-}
-
 /// Rises whenever something has come from the peer.
 #[derive(Clone, Default)]
-pub(crate) struct Heard(Arc<AtomicU64>);
+pub(crate) struct Activity(Arc<AtomicU64>);
 
-impl Heard {
+impl Activity {
     pub(crate) fn note(&self) {
         self.0.fetch_add(1, Ordering::Relaxed);
     }
@@ -50,18 +33,18 @@ impl Heard {
 
 /// Tells the threads that keep a link alive when it is over.
 #[derive(Default)]
-pub(crate) struct Pulse {
+pub(super) struct Keepalive {
     over: Mutex<bool>,
     changed: Condvar,
-    pub(crate) heard: Heard,
+    activity: Activity,
 }
 
-impl Pulse {
-    pub(crate) fn new(heard: Heard) -> Pulse {
-        Pulse { heard, ..Pulse::default() }
+impl Keepalive {
+    pub(super) fn new(activity: Activity) -> Keepalive {
+        Keepalive { activity, ..Keepalive::default() }
     }
 
-    pub(crate) fn end(&self) {
+    pub(super) fn end(&self) {
         *lock(&self.over) = true;
         self.changed.notify_all();
     }
@@ -75,41 +58,41 @@ impl Pulse {
 }
 
 /// What a thread does for a link, at every interval.
-type Work = fn(&Shared, Duration);
+type Work = fn(&FramedStream, Duration);
 
 /// Keeps a link alive from the moment at which the peer has told its timeout.
-pub(crate) fn start(shared: &Arc<Shared>, timeout: Duration) -> io::Result<()> {
+pub(super) fn start(stream: &Arc<FramedStream>, timeout: Duration) -> io::Result<()> {
     let interval = (timeout / PINGS).max(Duration::from_millis(1));
     for (name, run) in [("link pings", ping as Work), ("link watch", watch)] {
-        let shared = Arc::clone(shared);
-        thread::Builder::new().name(name.into()).spawn(move || run(&shared, interval))?;
+        let stream = Arc::clone(stream);
+        thread::Builder::new().name(name.into()).spawn(move || run(&stream, interval))?;
     }
     Ok(())
 }
 
 /// Sends pings while nothing else is sent. It may be stuck in a write: then the peer does not read, and the watch decides.
-fn ping(shared: &Shared, interval: Duration) {
-    let Road::Wire(wire) = &shared.road else { return };
-    let mut sent = shared.traffic.sent();
-    while wire.pulse.rest(interval) {
-        if sent == shared.traffic.sent() && !wire.ping(shared) {
+fn ping(stream: &FramedStream, interval: Duration) {
+    let traffic = &stream.shared.traffic;
+    let mut sent = traffic.sent();
+    while stream.keepalive.rest(interval) {
+        if sent == traffic.sent() && !stream.ping() {
             return;
         }
-        sent = shared.traffic.sent();
+        sent = traffic.sent();
     }
 }
 
 /// Cuts the link when nothing has come for as many intervals as a timeout has.
-fn watch(shared: &Shared, interval: Duration) {
-    let Road::Wire(wire) = &shared.road else { return };
-    let (mut heard, mut silent) = (wire.pulse.heard.count(), 0);
-    while wire.pulse.rest(interval) {
-        let now = wire.pulse.heard.count();
+fn watch(stream: &FramedStream, interval: Duration) {
+    let keepalive = &stream.keepalive;
+    let (mut heard, mut silent) = (keepalive.activity.count(), 0);
+    while keepalive.rest(interval) {
+        let now = keepalive.activity.count();
         silent = if now == heard { silent + 1 } else { 0 };
         heard = now;
         if silent == PINGS {
             let seconds = (interval * PINGS).as_secs_f64();
-            return shared.give_up(&format!("nothing came from it for {seconds:.1} s"));
+            return stream.give_up(&format!("nothing came from it for {seconds:.1} s"));
         }
     }
 }
@@ -122,22 +105,11 @@ mod tests {
     use std::time::Instant;
 
     use super::*;
-    use crate::ends::tests::pipe;
-    use crate::wire::{self, Terms};
+    use crate::framed::{NEVER, Terms};
+    use crate::tests::pipe;
     use crate::{Link, Message};
 
     const TIMEOUT: Duration = Duration::from_millis(800);
-
-    #[test]
-    fn a_timeout_is_told_as_it_is_and_never_as_none() {
-        for ms in [100, 5000, 30_000, NEVER.as_millis() as u64] {
-            let timeout = Duration::from_millis(ms);
-            assert_eq!(from_hello(to_hello(timeout)), timeout);
-        }
-        assert_eq!(to_hello(Duration::ZERO), 1);
-        assert_eq!(to_hello(Duration::MAX), u16::MAX);
-        assert_eq!(from_hello(to_hello(Duration::from_millis(101))), Duration::from_millis(200));
-    }
 
     /// A pipe whose bytes are carried until it is told to stop.
     fn carried(stopped: &Arc<AtomicBool>) -> (File, File) {
@@ -165,8 +137,7 @@ mod tests {
         let mut ends = [(a_in, a_out), (b_in, b_out)].into_iter().zip(timeouts);
         [(); 2].map(|()| {
             let ((reader, writer), timeout) = ends.next().unwrap();
-            let terms = Terms { window: 1 << 20, timeout, heard: Heard::default() };
-            Link::from_shared(wire::open("the peer", Box::new(reader), Box::new(writer), terms, None))
+            Link::over(FramedStream::open("the peer", reader, writer, Terms::of(timeout), None))
         })
     }
 

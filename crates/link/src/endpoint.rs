@@ -1,0 +1,186 @@
+//! One end of a link, and its two halves. They know nothing of what carries them but the [`Transport`].
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::Serialize;
+
+use crate::flow::{End, Heard};
+use crate::rate::Rate;
+use crate::transport::{Shared, Traffic, Transport};
+use crate::{Error, Message, Result};
+
+/// One end of a link.
+pub struct Link {
+    sender: Sender,
+    receiver: Receiver,
+}
+
+/// The half that sends. Dropped before [`Sender::finish`], it cuts the link.
+pub struct Sender {
+    end: Arc<Endpoint>,
+}
+
+/// The half that receives. Dropped before the peer's goodbye, it cuts the link.
+pub struct Receiver {
+    end: Arc<Endpoint>,
+}
+
+/// What both halves hold. Hangs up when both have gone.
+pub(crate) struct Endpoint {
+    transport: Arc<dyn Transport>,
+}
+
+impl Endpoint {
+    fn shared(&self) -> &Shared {
+        self.transport.shared()
+    }
+
+    /// Ends the link at this end without a goodbye, whatever the halves do.
+    pub(crate) fn abandon(&self, why: &str) {
+        let shared = self.shared();
+        // Before the transport ends, which would give other reasons.
+        shared.fail(shared.cut(why));
+        self.transport.abandon();
+    }
+
+    fn give_up(&self) {
+        self.abandon("it was given up on this side");
+    }
+}
+
+impl Drop for Endpoint {
+    fn drop(&mut self) {
+        self.transport.hang_up();
+    }
+}
+
+impl Link {
+    /// An end over what carries its messages.
+    pub(crate) fn over(transport: Arc<dyn Transport>) -> Link {
+        let end = Arc::new(Endpoint { transport });
+        Link { sender: Sender { end: Arc::clone(&end) }, receiver: Receiver { end } }
+    }
+
+    /// Waits for the peer's hello.
+    ///
+    /// # Errors
+    /// Whatever came instead of it.
+    pub fn ready(&self) -> Result<()> {
+        self.endpoint().shared().window.wait_open()
+    }
+
+    /// Both halves, for two threads.
+    pub fn split(self) -> (Sender, Receiver) {
+        (self.sender, self.receiver)
+    }
+
+    /// The counters, readable while the link works.
+    pub fn traffic(&self) -> Arc<Traffic> {
+        self.sender.traffic()
+    }
+
+    /// What both halves hold.
+    pub(crate) fn endpoint(&self) -> &Arc<Endpoint> {
+        &self.sender.end
+    }
+}
+
+impl Sender {
+    /// Sends a message, waiting while the peer's window is used up.
+    ///
+    /// # Errors
+    /// [`Error::TooLong`] leaves the link as it was; any other error ends it. What the peer said before the end can still
+    /// be received, and often tells more than this error.
+    pub fn send(&self, message: Message) -> Result<()> {
+        message.check()?;
+        self.end.shared().window.acquire(message.cost())?;
+        self.end.transport.send(message)
+    }
+
+    /// Sends a message whose head is `value` as JSON, without a body.
+    ///
+    /// # Errors
+    /// [`Error::Json`] if JSON cannot hold the value; else as [`Sender::send`].
+    pub fn send_json<T: Serialize>(&self, kind: u8, value: &T) -> Result<()> {
+        let head = serde_json::to_vec(value).map_err(|error| Error::Json { kind, why: error.to_string() })?;
+        self.send(Message { kind, head, ..Message::default() })
+    }
+
+    /// Says goodbye: the peer's [`Receiver::recv`] gives `None` after what was sent before. Receive until the peer has said
+    /// goodbye too: a peer that is left before that cannot say its own, and must treat the link as cut.
+    ///
+    /// # Errors
+    /// As [`Sender::send`].
+    pub fn finish(self) -> Result<()> {
+        let shared = self.end.shared();
+        // A peer that has said goodbye may have ended its stream already, and still hears this.
+        if !matches!(shared.inbox.ended(), Some(End::Goodbye)) {
+            shared.window.wait_usable()?;
+        }
+        self.end.transport.goodbye()?;
+        shared.set_finished();
+        Ok(())
+    }
+
+    /// Bounds what is sent to so many bytes a second, smoothly; 0 lifts the bound.
+    pub fn limit(&self, bytes_per_second: u64) {
+        self.end.transport.limit((bytes_per_second > 0).then(|| Rate::new(bytes_per_second)));
+    }
+
+    /// The counters, readable while the link works.
+    pub fn traffic(&self) -> Arc<Traffic> {
+        Arc::clone(&self.end.shared().traffic)
+    }
+
+    /// Cuts the link. Every call that waits in one of its halves, on this side or the other, returns an error.
+    pub fn cut(&self) {
+        self.end.give_up();
+    }
+}
+
+impl Drop for Sender {
+    fn drop(&mut self) {
+        if !self.end.shared().is_finished() {
+            self.end.give_up();
+        }
+    }
+}
+
+impl Receiver {
+    /// The next message, waiting for it. `None` after the peer's goodbye.
+    ///
+    /// # Errors
+    /// [`Error::Cut`] if the link ended without a goodbye; [`Error::Bad`], [`Error::NotDsync`] and [`Error::Version`] if
+    /// the peer is not what it should be. All that arrived before is given out first.
+    pub fn recv(&self) -> Result<Option<Message>> {
+        let message = self.end.shared().inbox.pop()?;
+        message.iter().for_each(|message| self.end.transport.consumed(message.cost()));
+        Ok(message)
+    }
+
+    /// As [`Receiver::recv`], but waits no longer than that.
+    ///
+    /// # Errors
+    /// As [`Receiver::recv`].
+    pub fn recv_within(&self, patience: Duration) -> Result<Heard> {
+        let heard = self.end.shared().inbox.pop_within(patience)?;
+        if let Heard::Message(message) = &heard {
+            self.end.transport.consumed(message.cost());
+        }
+        Ok(heard)
+    }
+
+    #[cfg(test)]
+    pub(crate) fn shared(&self) -> &Shared {
+        self.end.shared()
+    }
+}
+
+impl Drop for Receiver {
+    fn drop(&mut self) {
+        if !matches!(self.end.shared().inbox.ended(), Some(End::Goodbye)) {
+            self.end.give_up();
+        }
+    }
+}

@@ -1,0 +1,274 @@
+//! Messages framed over two byte streams: the transport of every link that leaves the process.
+//!
+//! [`format`] has the bytes. A thread reads ([`reader`]), two more keep the link alive and notice a silent peer
+//! ([`keepalive`]); a thread that sends a message writes it.
+
+mod format;
+mod keepalive;
+mod reader;
+#[cfg(test)]
+mod tests;
+
+use std::io::{self, IoSlice, Read, Write};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::thread;
+use std::time::Duration;
+
+pub(crate) use self::format::NEVER;
+pub use self::format::VERSION;
+use self::format::{Frame, Hello};
+pub(crate) use self::keepalive::Activity;
+use self::keepalive::Keepalive;
+use crate::flow::lock;
+use crate::message::MAX_COST;
+use crate::rate::Rate;
+use crate::transport::{Shared, Transport, WINDOW};
+use crate::{Error, Message, Result};
+
+type Reading = Box<dyn Read + Send>;
+type Writing = Box<dyn Write + Send>;
+
+/// What is behind the byte streams, where that can be ended by force and knows more than they do of why they ended.
+pub(crate) trait Carrier: Send + Sync {
+    /// The peer's hello has come.
+    fn greeted(&self) {}
+    /// Ends it, so that every read and write of the streams returns. What was sent before may still go out, for a moment.
+    fn kill(&self);
+    /// Waits up to `patience` until what was sent before the goodbye is delivered, then ends it.
+    fn settle(&self, patience: Duration);
+    /// The error for streams that ended without a goodbye.
+    fn why_it_ended(&self, greeted: bool, why: String) -> Error;
+}
+
+/// What a side tells of itself, and how it knows that its peer is there.
+pub(crate) struct Terms {
+    /// What may be on its way to this end, in bytes; a single message may exceed it.
+    pub(crate) window: u32,
+    /// A peer from which nothing comes for this long is given up.
+    pub(crate) timeout: Duration,
+    /// Noted by what hears of the peer before it is read here.
+    pub(crate) activity: Activity,
+}
+
+impl Terms {
+    /// Those of a side that hears of its peer by the streams alone.
+    pub(crate) fn of(timeout: Duration) -> Terms {
+        Terms { window: WINDOW, timeout, activity: Activity::default() }
+    }
+}
+
+/// A link's end over two byte streams.
+pub(crate) struct FramedStream {
+    shared: Arc<Shared>,
+    out: Mutex<Out>,
+    /// Bytes that the receiver has taken and for which no credit was sent yet.
+    owed: AtomicU64,
+    /// Bytes that came in and whose credit was not sent yet: the peer must keep them bounded.
+    inside: AtomicU64,
+    abandoned: AtomicBool,
+    terms: Terms,
+    keepalive: Keepalive,
+    carrier: Option<Arc<dyn Carrier>>,
+}
+
+/// The stream that is written, until it has failed or was given up.
+struct Out {
+    writer: Option<Writing>,
+    rate: Option<Rate>,
+}
+
+impl FramedStream {
+    /// Starts an end: writes the hello, which tells the terms, and starts the thread that reads.
+    pub(crate) fn open(
+        peer: &str,
+        reader: impl Read + Send + 'static,
+        writer: impl Write + Send + 'static,
+        terms: Terms,
+        carrier: Option<Arc<dyn Carrier>>,
+    ) -> Arc<FramedStream> {
+        let hello = Hello { window: terms.window, timeout: terms.timeout }.to_bytes();
+        let stream = Arc::new(FramedStream {
+            shared: Shared::new(peer),
+            out: Mutex::new(Out { writer: Some(Box::new(writer)), rate: None }),
+            owed: AtomicU64::new(0),
+            inside: AtomicU64::new(0),
+            abandoned: AtomicBool::new(false),
+            keepalive: Keepalive::new(terms.activity.clone()),
+            terms,
+            carrier,
+        });
+        // A peer that has gone already is reported by the reader, which knows why.
+        let _ = stream.put(&mut lock(&stream.out), [&hello, &[], &[]]);
+        let for_reader = Arc::clone(&stream);
+        let read = move || reader::run(&for_reader, Box::new(reader));
+        if let Err(error) = thread::Builder::new().name("link reader".into()).spawn(read) {
+            stream.shared.fail(stream.shared.cut(format!("cannot start a thread: {error}")));
+        }
+        stream
+    }
+
+    /// Sends a ping, unless a message is being sent anyway. False when nothing can be sent any more.
+    fn ping(&self) -> bool {
+        let Some(mut out) = self.try_out() else { return true };
+        let sent = self.put(&mut out, [&Frame::Ping.to_bytes(), &[], &[]]);
+        drop(out);
+        self.close_if_abandoned();
+        self.send_credit();
+        sent.is_ok()
+    }
+
+    /// Counts a message that comes in. False if the peer had no credit for it.
+    fn has_room_for(&self, cost: u64) -> bool {
+        let inside = self.inside.fetch_add(cost, Ordering::SeqCst) + cost;
+        inside < u64::from(self.terms.window) + MAX_COST
+    }
+
+    /// The peer is gone: nothing that was said can be waited for.
+    fn give_up(&self, why: &str) {
+        self.shared.fail(self.shared.cut(why));
+        self.close(true);
+    }
+
+    fn is_abandoned(&self) -> bool {
+        self.abandoned.load(Ordering::SeqCst)
+    }
+
+    /// The writing side, unless somebody is writing: they look after credit and closing when they are done.
+    fn try_out(&self) -> Option<MutexGuard<'_, Out>> {
+        match self.out.try_lock() {
+            Ok(out) => Some(out),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    fn send_credit(&self) {
+        // In portions of a quarter of the window, so that it costs next to nothing.
+        while self.owed.load(Ordering::SeqCst) >= u64::from(self.terms.window / 4) {
+            let Some(mut out) = self.try_out() else { return };
+            let owed = self.owed.swap(0, Ordering::SeqCst);
+            self.inside.fetch_sub(owed, Ordering::SeqCst);
+            let credit = Frame::Credit(u32::try_from(owed).unwrap_or(u32::MAX)).to_bytes();
+            if self.put(&mut out, [&credit, &[], &[]]).is_err() {
+                return;
+            }
+            drop(out);
+            self.close_if_abandoned();
+        }
+    }
+
+    fn close_if_abandoned(&self) {
+        if self.is_abandoned() {
+            if let Some(mut out) = self.try_out() {
+                out.writer = None;
+            }
+        }
+    }
+
+    fn write(&self, parts: [&[u8]; 3]) -> Result<()> {
+        let written = self.put(&mut lock(&self.out), parts);
+        self.close_if_abandoned();
+        self.send_credit();
+        written.map_err(|error| {
+            // The reader learns more from the carrier: how it ended, and what it said.
+            let patience = Duration::from_secs(if self.carrier.is_some() { 2 } else { 0 });
+            let shared = &self.shared;
+            let error = shared.inbox.failure(patience).unwrap_or_else(|| shared.cut(error.to_string()));
+            shared.window.close(error.clone());
+            error
+        })
+    }
+
+    fn put(&self, out: &mut Out, mut parts: [&[u8]; 3]) -> io::Result<()> {
+        let Out { writer, rate } = out;
+        let Some(stream) = writer else { return Err(io::ErrorKind::BrokenPipe.into()) };
+        let result = loop {
+            let mut left = rate.as_ref().map_or(usize::MAX, Rate::chunk);
+            let slices = parts.map(|part| {
+                let part = &part[..part.len().min(left)];
+                left -= part.len();
+                IoSlice::new(part)
+            });
+            if slices.iter().all(|slice| slice.is_empty()) {
+                break stream.flush();
+            }
+            if let Some(rate) = rate {
+                rate.wait();
+            }
+            let mut sent = match stream.write_vectored(&slices) {
+                Ok(0) => break Err(io::ErrorKind::WriteZero.into()),
+                Ok(sent) => sent,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => break Err(error),
+            };
+            self.shared.traffic.add_sent(sent as u64);
+            if let Some(rate) = rate {
+                rate.charge(sent as u64);
+                if rate.is_slow() {
+                    if let Err(error) = stream.flush() {
+                        break Err(error);
+                    }
+                }
+            }
+            for part in &mut parts {
+                let gone = sent.min(part.len());
+                *part = &part[gone..];
+                sent -= gone;
+            }
+        };
+        if result.is_err() {
+            // Half a message may have gone out: nothing may follow it.
+            *writer = None;
+        }
+        result
+    }
+
+    /// Closes the stream, so that the peer notices; by force, what is behind it too.
+    fn close(&self, by_force: bool) {
+        self.abandoned.store(true, Ordering::SeqCst);
+        if let (Some(carrier), true) = (&self.carrier, by_force) {
+            carrier.kill();
+        }
+        self.close_if_abandoned();
+    }
+}
+
+impl Transport for FramedStream {
+    fn shared(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+
+    fn send(&self, message: Message) -> Result<()> {
+        let (head, body) = (message.head.len(), message.body.len());
+        let header = Frame::Message { kind: message.kind, head, body }.to_bytes();
+        self.write([&header, &message.head, &message.body])
+    }
+
+    fn goodbye(&self) -> Result<()> {
+        self.write([&Frame::Goodbye.to_bytes(), &[], &[]])
+    }
+
+    fn consumed(&self, cost: u64) {
+        self.owed.fetch_add(cost, Ordering::SeqCst);
+        self.send_credit();
+    }
+
+    fn limit(&self, rate: Option<Rate>) {
+        lock(&self.out).rate = rate;
+    }
+
+    fn abandon(&self) {
+        self.close(!self.shared.is_finished());
+    }
+
+    fn hang_up(&self) {
+        self.keepalive.end();
+        self.abandon();
+        if let Some(carrier) = &self.carrier {
+            // After a goodbye it gets time to deliver it.
+            let patience = if self.shared.is_finished() { Duration::from_secs(10) } else { Duration::ZERO };
+            carrier.settle(patience);
+        }
+    }
+}

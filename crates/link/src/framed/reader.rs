@@ -1,0 +1,150 @@
+//! The thread that reads a framed stream. It only ever waits for the stream: never for the sender, never for the receiver. So
+//! whatever the peer writes is taken from the stream, and two peers that write at once cannot block each other.
+
+use std::io::{self, BufRead, BufReader, Read};
+use std::sync::Arc;
+
+use device::Buf;
+
+use super::format::{BadHello, Frame, HELLO, Hello, MAGIC, VERSION};
+use super::keepalive::{self, Activity};
+use super::{FramedStream, Reading};
+use crate::flow::End;
+use crate::message::{self, FRAMING};
+use crate::transport::Shared;
+use crate::{Error, Message};
+
+/// Reads until the stream ends, and tells both halves why it did.
+pub(super) fn run(stream: &Arc<FramedStream>, reader: Reading) {
+    let shared = &stream.shared;
+    let noting = Noting { reader, activity: stream.terms.activity.clone() };
+    let mut reader = BufReader::with_capacity(16 << 10, noting);
+    let mut greeted = false;
+    let error = match read_all(stream, &mut reader, &mut greeted) {
+        Failure::Ended(why) => match &stream.carrier {
+            Some(carrier) if !stream.is_abandoned() => carrier.why_it_ended(greeted, why),
+            _ => shared.cut(why),
+        },
+        Failure::Wrong(error) => error,
+    };
+    // Closed before the halves are told, so that the peer is not left writing to nobody.
+    drop(reader);
+    stream.keepalive.end();
+    shared.fail(error);
+}
+
+/// Notes that something has come.
+struct Noting {
+    reader: Reading,
+    activity: Activity,
+}
+
+impl Read for Noting {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        let len = self.reader.read(buf)?;
+        self.activity.note();
+        Ok(len)
+    }
+}
+
+enum Failure {
+    /// The stream ended; what is known of the cause.
+    Ended(String),
+    /// The peer sent what it must not.
+    Wrong(Error),
+}
+
+impl From<io::Error> for Failure {
+    fn from(error: io::Error) -> Failure {
+        match error.kind() {
+            io::ErrorKind::UnexpectedEof => Failure::Ended(String::new()),
+            _ => Failure::Ended(error.to_string()),
+        }
+    }
+}
+
+fn read_all(stream: &Arc<FramedStream>, reader: &mut BufReader<Noting>, greeted: &mut bool) -> Failure {
+    let hello = match read_hello(&stream.shared, reader) {
+        Ok(hello) => hello,
+        Err(failure) => return failure,
+    };
+    if let Err(error) = keepalive::start(stream, hello.timeout.min(stream.terms.timeout)) {
+        return Failure::Ended(format!("cannot start a thread: {error}"));
+    }
+    *greeted = true;
+    if let Some(carrier) = &stream.carrier {
+        carrier.greeted();
+    }
+    stream.shared.window.release(hello.window.into());
+    loop {
+        match read_frame(stream, reader) {
+            Ok(()) if stream.is_abandoned() => return Failure::Ended(String::new()),
+            Ok(()) => {}
+            Err(failure) => return failure,
+        }
+    }
+}
+
+fn read_hello(shared: &Shared, reader: &mut BufReader<Noting>) -> Result<Hello, Failure> {
+    let mut hello = [0; HELLO];
+    let mut have = 0;
+    while have < HELLO {
+        let bytes = match reader.fill_buf() {
+            Ok([]) if have == 0 => return Err(Failure::Ended("it ended before its hello".into())),
+            Ok([]) => return Err(Failure::Ended(String::new())),
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => return Err(error.into()),
+        };
+        let take = bytes.len().min(HELLO - have);
+        hello[have..have + take].copy_from_slice(&bytes[..take]);
+        let magic = (have + take).min(MAGIC.len());
+        if hello[..magic] != MAGIC[..magic] {
+            let mut said = hello[..have].to_vec();
+            said.extend_from_slice(&bytes[..bytes.len().min(200)]);
+            let text = String::from_utf8_lossy(&said);
+            let said = text.lines().find(|line| !line.trim().is_empty()).unwrap_or_default().to_string();
+            return Err(Failure::Wrong(Error::NotDsync { peer: shared.peer.clone(), said }));
+        }
+        reader.consume(take);
+        have += take;
+    }
+    shared.traffic.add_received(HELLO as u64);
+    Hello::parse(&hello).map_err(|bad_hello| match bad_hello {
+        BadHello::Version(theirs) => {
+            Failure::Wrong(Error::Version { peer: shared.peer.clone(), ours: VERSION, theirs })
+        }
+        BadHello::Incomplete => bad(shared, "an incomplete hello"),
+    })
+}
+
+fn read_frame(stream: &FramedStream, reader: &mut BufReader<Noting>) -> Result<(), Failure> {
+    let shared = &stream.shared;
+    let mut header = [0; FRAMING];
+    reader.read_exact(&mut header)?;
+    shared.traffic.add_received(FRAMING as u64);
+    match Frame::parse(header).map_err(|what| bad(shared, &what))? {
+        Frame::Message { kind, head, body } => {
+            if !stream.has_room_for(message::cost(head, body)) {
+                return Err(bad(shared, "more than it had credit for"));
+            }
+            if shared.inbox.ended().is_some() {
+                return Err(bad(shared, "a message after its goodbye"));
+            }
+            let mut message = Message { kind, head: vec![0; head], body: Buf::scratch(body) };
+            reader.read_exact(&mut message.head)?;
+            shared.traffic.add_received(head as u64);
+            reader.read_exact(&mut message.body)?;
+            shared.traffic.add_received(body as u64);
+            shared.inbox.push(message);
+        }
+        Frame::Credit(bytes) => shared.window.release(bytes.into()),
+        Frame::Goodbye => shared.inbox.end(End::Goodbye),
+        Frame::Ping => {}
+    }
+    Ok(())
+}
+
+fn bad(shared: &Shared, what: &str) -> Failure {
+    Failure::Wrong(Error::Bad { peer: shared.peer.clone(), what: what.to_string() })
+}

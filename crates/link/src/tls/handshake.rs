@@ -1,0 +1,107 @@
+//! Handshakes: TLS 1.3, both sides show a raw public key.
+
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::time::Instant;
+
+use rustls::client::{AlwaysResolvesClientRawPublicKeys, Resumption};
+use rustls::crypto::{CryptoProvider, ring};
+use rustls::pki_types::{PrivatePkcs8KeyDer, ServerName};
+use rustls::server::AlwaysResolvesServerRawPublicKeys;
+use rustls::sign::CertifiedKey;
+use rustls::version::TLS13;
+use rustls::{ClientConfig, ClientConnection, ServerConfig, ServerConnection};
+
+use super::connection::{Failed, TlsConnection};
+use super::verify::{Expected, KeyVerifier};
+use crate::keys::{Own, host_name};
+use crate::{Error, Key, Keys, Result};
+
+fn provider() -> Arc<CryptoProvider> {
+    Arc::new(ring::default_provider())
+}
+
+fn certified(own: &Own) -> Result<Arc<CertifiedKey>, rustls::Error> {
+    let secret = ring::sign::any_eddsa_type(&PrivatePkcs8KeyDer::from(own.secret.as_slice()))?;
+    Ok(Arc::new(CertifiedKey::new(vec![own.key.to_spki().into()], secret)))
+}
+
+fn no_config(error: rustls::Error) -> Error {
+    Error::Tls { peer: "this side".into(), why: error.to_string() }
+}
+
+/// A client's side of handshakes with one server.
+pub(super) struct Client {
+    peer: String,
+    own: Key,
+    config: Arc<ClientConfig>,
+}
+
+impl Client {
+    /// Shows the own key of `keys`, and accepts only the one that is pinned there for `host` and `port`.
+    pub(super) fn new(keys: &Keys, host: &str, port: u16) -> Result<Client> {
+        let own = keys.own_with_secret()?;
+        let peer = format!("{host}:{port}");
+        let expected = Expected::Server { peer: peer.clone(), names: [peer.clone(), host.to_string()] };
+        let config = (|| {
+            let mut config = ClientConfig::builder_with_provider(provider())
+                .with_protocol_versions(&[&TLS13])?
+                .dangerous()
+                .with_custom_certificate_verifier(KeyVerifier::new(keys, expected))
+                .with_client_cert_resolver(Arc::new(AlwaysResolvesClientRawPublicKeys::new(certified(
+                    &own,
+                )?)));
+            config.enable_sni = false;
+            // Every connection shows its key.
+            config.resumption = Resumption::disabled();
+            Ok(Arc::new(config))
+        })();
+        Ok(Client { peer, own: own.key, config: config.map_err(no_config)? })
+    }
+
+    /// `HOST:PORT`.
+    pub(super) fn peer(&self) -> &str {
+        &self.peer
+    }
+
+    pub(super) fn handshake(&self, socket: TcpStream, until: Instant) -> Result<TlsConnection> {
+        let name = ServerName::try_from("dsync")
+            .map_err(|error| Error::Tls { peer: self.peer.clone(), why: error.to_string() })?;
+        let tls = ClientConnection::new(Arc::clone(&self.config), name).map_err(no_config)?;
+        TlsConnection::handshake(Arc::new(socket), tls.into(), until).map_err(|failed| self.error(failed))
+    }
+
+    /// What a failure means to the client.
+    pub(super) fn error(&self, failed: Failed) -> Error {
+        match failed.is_distrust() {
+            true => Error::NotTrusted { peer: self.peer.clone(), name: host_name(), key: self.own },
+            false => failed.error(&self.peer),
+        }
+    }
+}
+
+/// A server's side of handshakes.
+pub(super) struct Server {
+    config: Arc<ServerConfig>,
+}
+
+impl Server {
+    /// Shows the own key of `keys`, and accepts those that are pinned there; if `from` has names, only theirs.
+    pub(super) fn new(keys: &Keys, from: Vec<String>) -> Result<Server> {
+        let own = keys.own_with_secret()?;
+        let config = (|| {
+            let mut config = ServerConfig::builder_with_provider(provider())
+                .with_protocol_versions(&[&TLS13])?
+                .with_client_cert_verifier(KeyVerifier::new(keys, Expected::Client { from }))
+                .with_cert_resolver(Arc::new(AlwaysResolvesServerRawPublicKeys::new(certified(&own)?)));
+            config.send_tls13_tickets = 0;
+            Ok(Arc::new(config))
+        })();
+        Ok(Server { config: config.map_err(no_config)? })
+    }
+
+    pub(super) fn handshake(&self, socket: Arc<TcpStream>, until: Instant) -> Result<TlsConnection, Failed> {
+        let tls = ServerConnection::new(Arc::clone(&self.config)).map_err(Failed::Tls)?;
+        TlsConnection::handshake(socket, tls.into(), until)
+    }
+}

@@ -1,0 +1,282 @@
+//! The server: takes sessions from clients whose keys are pinned, and from nobody else.
+//!
+//! Until a connection has shown such a key it costs little, for a short time, and there are few of it at once.
+
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::connection::{Failed, TlsConnection, tune};
+use super::handshake::Server;
+use super::hello::{BUSY, HELLO, Hello, NO_SESSION, WELCOME};
+use super::pending::{Pending, PendingConnection};
+use super::session;
+use super::sessions::Sessions;
+use crate::log::RateLimitedLog;
+use crate::{Error, Key, Keys, Link, Result};
+
+/// What a listener takes at once.
+#[derive(Debug, Clone)]
+pub struct Limits {
+    /// Sessions.
+    pub sessions: usize,
+    /// Sessions of one key.
+    pub sessions_of_key: usize,
+    /// Connections that belong to no session yet: most of them have not shown a trusted key.
+    pub pending: usize,
+    /// Of these, from one address (of IPv6, one network of 64 bits).
+    pub pending_of_address: usize,
+    /// How long a connection may be pending, a session wait for its connections, and a link for its first message.
+    pub patience: Duration,
+    /// A peer from which nothing comes for this long is given up.
+    pub timeout: Duration,
+    /// If there are any, only the keys pinned under these names are let in.
+    pub from: Vec<String>,
+}
+
+impl Default for Limits {
+    fn default() -> Limits {
+        Limits {
+            sessions: 64,
+            sessions_of_key: 32,
+            pending: 256,
+            pending_of_address: 64,
+            patience: Duration::from_secs(10),
+            timeout: Duration::from_secs(30),
+            from: Vec::new(),
+        }
+    }
+}
+
+/// The client of a session.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Peer {
+    /// The name under which its key is pinned here.
+    pub name: String,
+    /// Its key.
+    pub key: Key,
+    /// Where it connects from.
+    pub address: SocketAddr,
+}
+
+impl std::fmt::Display for Peer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} ({}, from {})", self.name, self.key.fingerprint(), self.address.ip())
+    }
+}
+
+/// What a session is given to.
+type Serve = dyn Fn(Link, &Peer) + Send + Sync;
+
+/// A port on which sessions are taken.
+pub struct Listener {
+    socket: TcpListener,
+    address: SocketAddr,
+    state: Arc<State>,
+}
+
+/// Ends a [`Listener`] from another thread.
+#[derive(Clone)]
+pub struct Stop {
+    socket: Arc<TcpListener>,
+    state: Weak<State>,
+}
+
+struct State {
+    server: Server,
+    keys: Keys,
+    limits: Limits,
+    pending: Arc<Pending>,
+    sessions: Arc<Sessions>,
+    log: RateLimitedLog,
+}
+
+impl Listener {
+    /// Takes the address, with the keys that decide who is let in: each connection is judged by what is pinned then. What
+    /// happens to connections before they are a session's goes to `log`, a line at a time.
+    ///
+    /// # Errors
+    /// [`Error::Listen`], [`Error::Keys`].
+    pub fn bind(
+        address: SocketAddr,
+        keys: &Keys,
+        limits: Limits,
+        log: impl Fn(&str) + Send + Sync + 'static,
+    ) -> Result<Listener> {
+        let server = Server::new(keys, limits.from.clone())?;
+        let bound = TcpListener::bind(address).and_then(|socket| Ok((socket.local_addr()?, socket)));
+        let (address, socket) =
+            bound.map_err(|error| Error::Listen { address: address.to_string(), why: error.to_string() })?;
+        let state = State {
+            server,
+            keys: keys.clone(),
+            pending: Pending::new(limits.pending, limits.pending_of_address),
+            sessions: Sessions::new(limits.sessions, limits.sessions_of_key),
+            limits,
+            log: RateLimitedLog::new(log),
+        };
+        Ok(Listener { socket, address, state: Arc::new(state) })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// What ends it.
+    ///
+    /// # Errors
+    /// [`Error::Listen`] if the system has no descriptor left.
+    pub fn stop(&self) -> Result<Stop> {
+        let socket = self.socket.try_clone();
+        let socket = socket
+            .map_err(|error| Error::Listen { address: self.address.to_string(), why: error.to_string() })?;
+        Ok(Stop { socket: Arc::new(socket), state: Arc::downgrade(&self.state) })
+    }
+
+    /// Takes sessions until it is stopped, each in a thread that runs `serve`.
+    pub fn run(self, serve: impl Fn(Link, &Peer) + Send + Sync + 'static) {
+        let serve: Arc<Serve> = Arc::new(serve);
+        while !self.state.sessions.is_closed() {
+            let (socket, address) = match self.socket.accept() {
+                Ok(accepted) => accepted,
+                Err(_) if self.state.sessions.is_closed() => break,
+                Err(error) => {
+                    // Such as no descriptor left: open connections will free some when they end, and a silent one ends now.
+                    self.state.log.line(&format!("cannot accept a connection: {error}"));
+                    self.state.pending.drop_one();
+                    thread::sleep(Duration::from_millis(100));
+                    continue;
+                }
+            };
+            let socket = Arc::new(socket);
+            let (pending, full) = self.state.pending.enter(&socket, address.ip());
+            if let Some(network) = full {
+                self.state.log.line(&format!(
+                    "{network}: too many connections at once, the oldest silent one was dropped"
+                ));
+            }
+            let (state, serve) = (Arc::clone(&self.state), Arc::clone(&serve));
+            let thread = thread::Builder::new().name("session".into());
+            if let Err(error) = thread.spawn(move || state.admit(socket, address, pending, &*serve)) {
+                self.state.log.line(&format!("cannot start a thread: {error}"));
+            }
+        }
+    }
+}
+
+impl Stop {
+    /// Takes no more sessions, cuts those that are open, and waits until they have ended, but no longer than `patience`.
+    pub fn stop(&self, patience: Duration) {
+        let Some(state) = self.state.upgrade() else { return };
+        state.sessions.close();
+        // Wakes the thread that accepts connections.
+        let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
+        state.sessions.end(patience);
+    }
+
+    /// True if something has come from a connection that belongs to no session yet.
+    #[cfg(test)]
+    pub(super) fn any_pending_spoke(&self) -> bool {
+        self.state.upgrade().is_some_and(|state| state.pending.any_spoke())
+    }
+}
+
+impl State {
+    /// Shakes hands with a client, and serves the session if this connection is its first.
+    fn admit(&self, socket: Arc<TcpStream>, address: SocketAddr, pending: PendingConnection, serve: &Serve) {
+        let until = Instant::now() + self.limits.patience;
+        tune(&socket, self.limits.timeout);
+        pending.hear(&socket, until);
+        let (mut connection, peer, hello) = match self.greet(socket, address, until) {
+            Ok(greeted) => greeted,
+            Err(line) => return self.log.line(&line),
+        };
+        if hello.what > 0 {
+            return self.join(connection, &peer, hello, until);
+        }
+        let place = match self.sessions.begin(peer.key, hello.connections) {
+            Ok(place) => place,
+            Err(why) => {
+                self.log.line(&format!("{peer}: {why}"));
+                let _ = connection.write_all(&Hello { what: BUSY, ..hello }.to_bytes(), until);
+                return connection.part(until);
+            }
+        };
+        // From here on the session is counted instead.
+        drop(pending);
+        let hello = Hello { session: place.session, ..hello };
+        if connection.write_all(&Hello { what: WELCOME, ..hello }.to_bytes(), until).is_err() {
+            return;
+        }
+        self.sessions.join(peer.key, hello, connection);
+        let Some(connections) = place.gather(Instant::now() + self.limits.patience) else {
+            return self.log.line(&format!("{peer}: the session's connections did not come in time"));
+        };
+        match session::open(&peer.name, connections, self.limits.patience, self.limits.timeout) {
+            Ok(link) if place.open(&link) => serve(link, &peer),
+            Ok(_) => self.log.line(&format!("{peer}: cut, the listener is shutting down")),
+            Err(error) => self.log.line(&format!("{peer}: {error}")),
+        }
+    }
+
+    /// The handshake, and the client's hello. Returns a line for the log if either fails.
+    fn greet(
+        &self,
+        socket: Arc<TcpStream>,
+        address: SocketAddr,
+        until: Instant,
+    ) -> Result<(TlsConnection, Peer, Hello), String> {
+        let refused = |failed| refusal(address.ip(), failed);
+        let mut connection = self.server.handshake(socket, until).map_err(refused)?;
+        let key = connection.key().ok_or_else(|| format!("{}: it showed no key", address.ip()))?;
+        let mut hello = [0; HELLO];
+        connection.read_exact(&mut hello, until).map_err(refused)?;
+        let peer = Peer { name: self.name_of(key), key, address };
+        match Hello::parse(&hello) {
+            Ok(hello) => Ok((connection, peer, hello)),
+            Err(what) => {
+                connection.part(until);
+                Err(format!("{peer}: it sent {what}"))
+            }
+        }
+    }
+
+    fn name_of(&self, key: Key) -> String {
+        let pins = self.keys.pins().unwrap_or_default();
+        let from = &self.limits.from;
+        let mut names = pins.into_iter().filter(|pin| pin.key == key).map(|pin| pin.name);
+        names.find(|name| from.is_empty() || from.contains(name)).unwrap_or_else(|| "a peer".into())
+    }
+
+    /// Adds a further connection to a session of the same key.
+    fn join(&self, mut connection: TlsConnection, peer: &Peer, hello: Hello, until: Instant) {
+        // The answer goes out before the connection can carry anything else.
+        let known = self.sessions.waits_for(peer.key, hello);
+        let answer = Hello { what: if known { WELCOME } else { NO_SESSION }, ..hello };
+        let told = connection.write_all(&answer.to_bytes(), until);
+        let why = match (known, told) {
+            (true, Ok(())) => return self.sessions.join(peer.key, hello, connection),
+            (true, Err(_)) => "left before it had joined",
+            (false, _) => "refused, there is no such session of its key",
+        };
+        self.log.line(&format!("{peer}: a connection: {why}"));
+        connection.part(until);
+    }
+}
+
+/// Why a connection ended before it was a session's.
+fn refusal(from: IpAddr, failed: Failed) -> String {
+    let distrust = failed.is_distrust();
+    let why = match failed.error("the client") {
+        _ if distrust => "left, it does not trust this host's key".into(),
+        Error::Unknown { key, .. } => format!(
+            "refused, its key is not pinned here: {}. To let it in, run: dsync key trust NAME {key}",
+            key.fingerprint()
+        ),
+        Error::Tls { why, .. } | Error::Connect { why, .. } => format!("dropped: {why}"),
+        error => format!("refused: {error}"),
+    };
+    format!("{from}: {why}")
+}

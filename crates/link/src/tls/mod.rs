@@ -1,0 +1,29 @@
+//! Links over TLS, without ssh: each side shows a key of its own and believes only keys that are pinned.
+//!
+//! A client ([`client`]) makes a session of one or several connections to a [`Listener`]. Each begins with a handshake
+//! ([`handshake`], judged by [`verify`]) and a hello ([`hello`]); from then on the connections carry one stream each way in
+//! chunks ([`chunk`], [`session`]), over which the link is framed like any other.
+
+mod chunk;
+mod client;
+mod connection;
+mod handshake;
+mod hello;
+mod listener;
+mod pending;
+mod queue;
+mod reorder;
+mod session;
+mod sessions;
+#[cfg(test)]
+pub(crate) mod tests;
+mod verify;
+
+#[doc(hidden)]
+pub use self::chunk::read_connection;
+pub use self::client::{ConnectOptions, PORT};
+pub use self::hello::MAX_CONNECTIONS;
+pub use self::listener::{Limits, Listener, Peer, Stop};
+
+/// What may be on its way to one receiver, in bytes: three times what 1 Gbit/s carries in 150 ms.
+const WINDOW: u32 = 64 << 20;

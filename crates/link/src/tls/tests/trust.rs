@@ -1,0 +1,116 @@
+//! Which keys are accepted, and what is said where one is not.
+
+use super::*;
+
+#[test]
+fn an_unknown_key_is_refused_on_either_side_with_the_way_out() {
+    let (near, far) = (site(), site());
+    let server = Server::start(&far, Limits::default(), |_, _| panic!("an unknown key was served"));
+    let theirs = far.keys.own().unwrap();
+    let error = server.call(&near, 2).map(drop).unwrap_err();
+    assert!(matches!(error, Error::Unknown { .. }), "{error}");
+    let text = error.to_string();
+    assert!(text.contains(&theirs.fingerprint()), "{text}");
+    assert!(text.contains(&format!("dsync key trust 127.0.0.1 {theirs}")), "{text}");
+
+    near.keys.trust("127.0.0.1", theirs, None).unwrap();
+    let ours = near.keys.own().unwrap();
+    let error = server.call(&near, 2).map(drop).unwrap_err();
+    assert!(matches!(error, Error::NotTrusted { .. }), "{error}");
+    assert!(error.to_string().contains(&ours.to_string()), "{error}");
+    server.says(&["127.0.0.1", &ours.fingerprint(), &format!("dsync key trust NAME {ours}")]);
+}
+
+#[test]
+fn a_swapped_key_is_refused_loudly() {
+    let (near, far) = two();
+    let liar = site();
+    liar.keys.trust("near", near.keys.own().unwrap(), None).unwrap();
+    let server = Server::start(&liar, Limits::default(), |_, _| panic!("it was believed"));
+    let error = server.call(&near, 1).map(drop).unwrap_err();
+    assert!(matches!(error, Error::Swapped { .. }), "{error}");
+    let text = error.to_string();
+    assert!(text.contains("HAS CHANGED"), "{text}");
+    for key in [far.keys.own().unwrap(), liar.keys.own().unwrap()] {
+        assert!(text.contains(&key.fingerprint()), "{text}");
+    }
+}
+
+#[test]
+fn a_pin_of_the_port_comes_before_one_of_the_host() {
+    let (near, far) = two();
+    let server = Server::start(&far, Limits::default(), echo);
+    let other = site();
+    let name = format!("127.0.0.1:{}", server.address.port());
+    near.keys.trust(&name, other.keys.own().unwrap(), None).unwrap();
+    assert!(matches!(server.call(&near, 1), Err(Error::Swapped { .. })));
+}
+
+#[test]
+fn an_expired_pin_is_refused_on_either_side() {
+    let (near, far) = two();
+    let server = Server::start(&far, Limits::default(), echo);
+    let (ours, theirs) = (near.keys.own().unwrap(), far.keys.own().unwrap());
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
+    near.keys.trust("127.0.0.1", theirs, Some(now)).unwrap();
+    let error = server.call(&near, 1).map(drop).unwrap_err();
+    assert!(matches!(error, Error::Expired { .. }), "{error}");
+    assert!(error.to_string().contains("dsync key trust 127.0.0.1"), "{error}");
+    near.keys.trust("127.0.0.1", theirs, Some(now + 1000)).unwrap();
+    converse(server.call(&near, 1).unwrap(), 3).unwrap();
+    far.keys.trust("near", ours, Some(now)).unwrap();
+    let error = server.call(&near, 1).map(drop).unwrap_err();
+    assert!(matches!(error, Error::NotTrusted { .. }), "{error}");
+    server.says(&["has expired", &ours.fingerprint(), "dsync key trust near"]);
+    far.keys.forget("near").unwrap();
+    assert!(matches!(server.call(&near, 1), Err(Error::NotTrusted { .. })), "forgotten at once");
+}
+
+#[test]
+fn a_listener_may_take_only_some_of_the_pinned() {
+    let (near, far) = two();
+    let limits = Limits { from: vec!["other".into()], ..Limits::default() };
+    let server = Server::start(&far, limits, |_, _| panic!("it was let in"));
+    assert!(matches!(server.call(&near, 1), Err(Error::NotTrusted { .. })));
+    server.says(&["near", "--from"]);
+    let limits = Limits { from: vec!["other".into(), "near".into()], ..Limits::default() };
+    let server = Server::start(&far, limits, |link, peer| {
+        assert_eq!(peer.name, "near");
+        echo(link, peer);
+    });
+    converse(server.call(&near, 1).unwrap(), 3).unwrap();
+}
+
+#[test]
+fn nobody_there_is_said() {
+    let near = site();
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let error = Link::tls(&near.keys, "127.0.0.1", port, &ConnectOptions::default()).map(drop).unwrap_err();
+    assert!(matches!(error, Error::Connect { .. }), "{error}");
+    let error =
+        Link::tls(&near.keys, "no.such.host.invalid", 1, &ConnectOptions::default()).map(drop).unwrap_err();
+    assert!(matches!(error, Error::Connect { .. }), "{error}");
+    // Somebody who talks, but not so; somebody who does not; and somebody who leaves at once.
+    for (says, patience, talks) in
+        [("220 mail ESMTP\r\n", 20_000, true), ("", 300, true), ("", 20_000, false)]
+    {
+        let other = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = other.local_addr().unwrap().port();
+        let other = thread::spawn(move || {
+            let (mut socket, _) = other.accept().unwrap();
+            socket.write_all(says.as_bytes()).unwrap();
+            if talks {
+                let _ = socket.read_to_end(&mut Vec::new());
+            }
+        });
+        let options =
+            ConnectOptions { patience: Duration::from_millis(patience), ..ConnectOptions::default() };
+        let error = Link::tls(&near.keys, "127.0.0.1", port, &options).map(drop).unwrap_err();
+        match says {
+            // Nothing says that it could not talk TLS.
+            "" => assert!(matches!(error, Error::Connect { .. }), "{error}"),
+            _ => assert!(matches!(error, Error::Tls { .. }), "{error}"),
+        }
+        other.join().unwrap();
+    }
+}

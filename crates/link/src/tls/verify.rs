@@ -1,0 +1,155 @@
+//! Judges the key that a peer shows, before anything else of the peer is believed: raw public keys (RFC 7250), and no
+//! certificates or authorities. [`Keys`] say which are trusted.
+
+use std::sync::Arc;
+
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::{WebPkiSupportedAlgorithms, ring, verify_tls13_signature_with_raw_key};
+use rustls::pki_types::{CertificateDer, ServerName, SubjectPublicKeyInfoDer, UnixTime};
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::{CertificateError, DigitallySignedStruct, DistinguishedName, OtherError, SignatureScheme};
+
+use crate::{Error, Key, Keys, Result};
+
+/// Which key is accepted.
+#[derive(Debug)]
+pub(super) enum Expected {
+    /// That of a server: its name in messages, and the names under which its key may be pinned, the better one first.
+    Server { peer: String, names: [String; 2] },
+    /// That of a client: any pinned key or, if names are given, only theirs.
+    Client { from: Vec<String> },
+}
+
+/// Accepts a key if it is the expected one and its pin has not expired.
+#[derive(Debug)]
+pub(super) struct KeyVerifier {
+    keys: Keys,
+    expected: Expected,
+    algorithms: WebPkiSupportedAlgorithms,
+}
+
+impl KeyVerifier {
+    /// Judges by what `keys` say at the moment of each handshake.
+    pub(super) fn new(keys: &Keys, expected: Expected) -> Arc<KeyVerifier> {
+        let algorithms = ring::default_provider().signature_verification_algorithms;
+        Arc::new(KeyVerifier { keys: keys.clone(), expected, algorithms })
+    }
+
+    fn judge(&self, shown: &CertificateDer<'_>) -> Result<(), rustls::Error> {
+        let key = Key::from_spki(shown).ok_or(CertificateError::BadEncoding)?;
+        self.trusted(key).map_err(|error| {
+            rustls::Error::InvalidCertificate(CertificateError::Other(OtherError(Arc::new(error))))
+        })
+    }
+
+    fn trusted(&self, key: Key) -> Result<()> {
+        let pins = self.keys.pins()?;
+        let pin = match &self.expected {
+            Expected::Server { peer, names } => {
+                // A pin of HOST:PORT comes before one of HOST.
+                let pin = names.iter().find_map(|name| pins.iter().find(|pin| pin.name == *name));
+                let [_, name] = names.clone();
+                let pin = pin.ok_or_else(|| Error::Unknown { peer: peer.clone(), name, key })?;
+                if pin.key != key {
+                    let (peer, name) = (peer.clone(), pin.name.clone());
+                    return Err(Error::Swapped { peer, name, pinned: pin.key, shown: key });
+                }
+                pin
+            }
+            Expected::Client { from } => {
+                let ours = |name: &String| from.is_empty() || from.contains(name);
+                let of_key = || pins.iter().filter(|pin| pin.key == key);
+                // One key may be pinned under several names: the one that serves best counts.
+                let best = of_key().max_by_key(|pin| (ours(&pin.name), !pin.has_expired()));
+                let unknown = || Error::Unknown { peer: "the client".into(), name: "NAME".into(), key };
+                let pin = best.ok_or_else(unknown)?;
+                if !ours(&pin.name) {
+                    return Err(Error::NotFrom { name: pin.name.clone(), key });
+                }
+                pin
+            }
+        };
+        match pin.has_expired() {
+            true => Err(Error::Expired { name: pin.name.clone(), key }),
+            false => Ok(()),
+        }
+    }
+
+    fn signed(
+        &self,
+        message: &[u8],
+        key: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        let key = SubjectPublicKeyInfoDer::from(key.as_ref());
+        verify_tls13_signature_with_raw_key(message, &key, signature, &self.algorithms)
+    }
+}
+
+/// Never asked: only TLS 1.3 is offered.
+fn no_tls12() -> Result<HandshakeSignatureValid, rustls::Error> {
+    Err(rustls::Error::General("TLS 1.2 is not supported".into()))
+}
+
+/// The part that both sides' verifiers have in common.
+macro_rules! signatures {
+    () => {
+        fn verify_tls12_signature(
+            &self,
+            _: &[u8],
+            _: &CertificateDer<'_>,
+            _: &DigitallySignedStruct,
+        ) -> Result<HandshakeSignatureValid, rustls::Error> {
+            no_tls12()
+        }
+
+        fn verify_tls13_signature(
+            &self,
+            message: &[u8],
+            key: &CertificateDer<'_>,
+            signature: &DigitallySignedStruct,
+        ) -> Result<HandshakeSignatureValid, rustls::Error> {
+            self.signed(message, key, signature)
+        }
+
+        fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+            vec![SignatureScheme::ED25519]
+        }
+
+        fn requires_raw_public_keys(&self) -> bool {
+            true
+        }
+    };
+}
+
+impl ServerCertVerifier for KeyVerifier {
+    fn verify_server_cert(
+        &self,
+        shown: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        _: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        self.judge(shown).map(|()| ServerCertVerified::assertion())
+    }
+
+    signatures!();
+}
+
+impl ClientCertVerifier for KeyVerifier {
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        &[]
+    }
+
+    fn verify_client_cert(
+        &self,
+        shown: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        _: UnixTime,
+    ) -> Result<ClientCertVerified, rustls::Error> {
+        self.judge(shown).map(|()| ClientCertVerified::assertion())
+    }
+
+    signatures!();
+}
