@@ -1,11 +1,12 @@
-//! Another host behind TLS: a site with `dsync receive --listen` on loopback that trusts the near site, and is trusted.
+//! Another host behind TLS: a site with `dsync receive --listen` on loopback, which takes replicas into a folder.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use crate::{Background, Site};
+use crate::{Background, Run, Scene, Site};
 
-const HOST: &str = "127.0.0.1";
+/// The address that it listens on, and the name under which its key is pinned.
+pub const HOST: &str = "127.0.0.1";
 
 /// The far site.
 pub struct Listening {
@@ -16,19 +17,20 @@ pub struct Listening {
 }
 
 impl Listening {
-    /// Listens, for this near site.
-    pub fn for_near(near: &Site) -> Listening {
+    /// Listens, and trusts nobody yet.
+    pub fn new(options: &[&str]) -> Listening {
         let mut far = Listening { site: Site::new(), process: None, port: 0 };
         std::fs::create_dir(far.folder()).expect("a folder");
-        far.start(&[]);
-        trust(near, HOST, &far.site);
-        trust(&far.site, "near", near);
+        far.start(options);
         far
     }
 
-    /// The folder that replicas go to.
-    pub fn folder(&self) -> PathBuf {
-        self.site.path("into")
+    /// One that trusts this near site as `near`, and is trusted by it.
+    pub fn for_near(near: &Site) -> Listening {
+        let far = Listening::new(&[]);
+        trust(near, HOST, &far.site, &[]);
+        trust(&far.site, "near", near, &[]);
+        far
     }
 
     /// Listens, on the port that it had before.
@@ -52,6 +54,16 @@ impl Listening {
         self.process = Some(process);
     }
 
+    /// The process that listens.
+    pub fn process(&self) -> &Background {
+        self.process.as_ref().expect("a listener")
+    }
+
+    /// The process that listens, to be ended.
+    pub fn take(&mut self) -> Background {
+        self.process.take().expect("a listener")
+    }
+
     /// Kills it with all its sessions.
     pub fn kill(&mut self) {
         if let Some(process) = self.process.take() {
@@ -59,14 +71,53 @@ impl Listening {
         }
     }
 
+    /// The port that it listens on.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// The folder that replicas go to.
+    pub fn folder(&self) -> PathBuf {
+        self.site.path("into")
+    }
+
+    /// The replica `vm.raw` there.
+    pub fn replica(&self) -> PathBuf {
+        self.folder().join("vm.raw")
+    }
+
     /// What a path there is called from the near site.
     pub fn destination(&self, path: &str) -> String {
         format!("tls://{HOST}:{}/{path}", self.port)
     }
+
+    /// `dsync sync` of a scene's disk to `vm.raw` there.
+    pub fn sync(&self, scene: &Scene, options: &[&str]) -> Run {
+        self.sync_to(scene, &self.destination("vm.raw"), options)
+    }
+
+    /// `dsync sync` of a scene's disk to any destination.
+    pub fn sync_to(&self, scene: &Scene, destination: &str, options: &[&str]) -> Run {
+        scene.site.dsync(["sync", "--json"]).arg(&scene.image).arg(destination).args(options)
+    }
+
+    /// Waits until the log has a line with all these words.
+    pub fn says(&self, words: &[&str]) {
+        let until = Instant::now() + Duration::from_secs(20);
+        let process = self.process();
+        while !process.stderr_so_far().lines().any(|line| words.iter().all(|word| line.contains(word))) {
+            assert!(Instant::now() < until, "it does not say {words:?}: {}", process.stderr_so_far());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+/// The line that `dsync key` prints at a site.
+pub fn key(site: &Site) -> String {
+    site.dsync(["key"]).ok().text().lines().next().expect("a key").to_owned()
 }
 
 /// Pins `whose` key at `site`.
-fn trust(site: &Site, name: &str, whose: &Site) {
-    let key = whose.dsync(["key"]).ok().text().lines().next().expect("a key").to_owned();
-    site.dsync(["key", "trust", name, &key]).ok();
+pub fn trust(site: &Site, name: &str, whose: &Site, options: &[&str]) {
+    site.dsync(["key", "trust", name, &key(whose)]).args(options).ok();
 }

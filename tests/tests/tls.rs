@@ -2,94 +2,13 @@
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
+use dsync_tests::listener::{HOST, Listening, key, trust};
 use dsync_tests::scene::{fingerprints, number};
-use dsync_tests::{Background, Run, Scene, Site, image};
+use dsync_tests::{Scene, Site, image};
 use rustix::process::Signal;
-
-const HOST: &str = "127.0.0.1";
-
-/// The far site with a listener that takes replicas into a folder.
-struct Far {
-    site: Site,
-    process: Option<Background>,
-    port: u16,
-}
-
-impl Far {
-    /// Listens with more options.
-    fn new(options: &[&str]) -> Far {
-        let site = Site::new();
-        std::fs::create_dir(site.path("into")).expect("a folder");
-        let mut far = Far { site, process: None, port: 0 };
-        far.start(options);
-        far
-    }
-
-    /// One that trusts the near site, and is trusted.
-    fn trusted(scene: &Scene) -> Far {
-        let far = Far::new(&[]);
-        trust(&scene.site, HOST, &far.site, &[]);
-        trust(&far.site, "near", &scene.site, &[]);
-        far
-    }
-
-    fn start(&mut self, options: &[&str]) {
-        let listen = format!("{HOST}:{}", self.port);
-        let into = self.site.path("into");
-        let process =
-            self.site.dsync(["receive", "--listen", &listen, "--into"]).arg(into).args(options).start();
-        let until = Instant::now() + Duration::from_secs(30);
-        self.port = loop {
-            let said = process.stdout_so_far();
-            if let Some(address) = said.lines().find_map(|line| line.strip_prefix("listening on ")) {
-                break address.rsplit(':').next().and_then(|port| port.parse().ok()).expect("a port");
-            }
-            assert!(Instant::now() < until, "it does not listen: {said} {}", process.stderr_so_far());
-            std::thread::sleep(Duration::from_millis(5));
-        };
-        self.process = Some(process);
-    }
-
-    fn destination(&self, path: &str) -> String {
-        format!("tls://{HOST}:{}/{path}", self.port)
-    }
-
-    fn replica(&self) -> PathBuf {
-        self.site.path("into/vm.raw")
-    }
-
-    /// `dsync sync` of the scene's disk to `vm.raw` there.
-    fn sync(&self, scene: &Scene, options: &[&str]) -> Run {
-        self.sync_to(scene, &self.destination("vm.raw"), options)
-    }
-
-    fn sync_to(&self, scene: &Scene, destination: &str, options: &[&str]) -> Run {
-        scene.site.dsync(["sync", "--json"]).arg(&scene.image).arg(destination).args(options)
-    }
-
-    /// Waits until the log has a line with all these words.
-    fn says(&self, words: &[&str]) {
-        let process = self.process.as_ref().expect("a listener");
-        let until = Instant::now() + Duration::from_secs(20);
-        while !process.stderr_so_far().lines().any(|line| words.iter().all(|word| line.contains(word))) {
-            assert!(Instant::now() < until, "it does not say {words:?}: {}", process.stderr_so_far());
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    }
-}
-
-/// The line that `dsync key` prints at a site.
-fn key(site: &Site) -> String {
-    site.dsync(["key"]).ok().text().lines().next().expect("a key").to_owned()
-}
-
-/// Pins `whose` key at `site`.
-fn trust(site: &Site, name: &str, whose: &Site, options: &[&str]) {
-    site.dsync(["key", "trust", name, &key(whose)]).args(options).ok();
-}
 
 /// Runs the command that a message ends with, as one who pastes it would.
 fn paste(site: &Site, message: &str) {
@@ -101,7 +20,7 @@ fn paste(site: &Site, message: &str) {
 #[test]
 fn two_sites_need_six_commands() {
     let mut scene = Scene::new("two sites without ssh", 64 << 20);
-    let far = Far::new(&[]);
+    let far = Listening::new(&[]);
     trust(&scene.site, HOST, &far.site, &[]);
     // As words, without quotes, it is the same.
     let words = key(&scene.site);
@@ -128,15 +47,14 @@ fn two_sites_need_six_commands() {
 #[test]
 fn who_is_not_known_is_refused_and_told_what_to_do() {
     let scene = Scene::new("unknown keys", 16 << 20);
-    let mut far = Far::new(&[]);
+    let mut far = Listening::new(&[]);
     let refused = far.sync(&scene, &[]).code(4);
     refused.says(&["not pinned here", "SHA256:", "dsync key trust 127.0.0.1 dsync-ed25519 "]);
     paste(&scene.site, &refused.stderr);
     far.sync(&scene, &[]).code(4).says(&["does not accept this host's key", "dsync key trust"]);
     far.says(&[HOST, "not pinned here", "SHA256:"]);
     assert!(fingerprints(&far.replica()).is_empty(), "nothing was written");
-    let process = far.process.as_ref().expect("a listener");
-    paste(&far.site, &process.stderr_so_far());
+    paste(&far.site, &far.process().stderr_so_far());
     far.sync(&scene, &[]).ok();
     image::assert_equal(&scene.image, &far.replica());
 
@@ -152,7 +70,7 @@ fn who_is_not_known_is_refused_and_told_what_to_do() {
     let mut mirror = scene.site.dsync(["mirror"]).arg(&scene.image).arg(far.destination("vm.raw")).start();
     mirror.wait_to_say("mirroring to");
     far.site.dsync(["key", "forget", "near"]).ok();
-    far.process.take().expect("a listener").killed();
+    far.kill();
     far.start(&[]);
     let ended = mirror.output(Duration::from_secs(60));
     assert_eq!(ended.status.code(), Some(4), "{ended}");
@@ -167,10 +85,10 @@ fn who_is_not_known_is_refused_and_told_what_to_do() {
 #[test]
 fn another_key_under_the_same_name_is_loud() {
     let scene = Scene::new("a swapped key", 16 << 20);
-    let mut far = Far::trusted(&scene);
+    let mut far = Listening::for_near(&scene.site);
     far.sync(&scene, &[]).ok();
     let before = fingerprints(&far.replica());
-    far.process.take().expect("a listener").killed();
+    far.kill();
     std::fs::remove_file(far.site.state().join("keys/own")).expect("a key");
     far.start(&[]);
     let refused = far.sync(&scene, &[]).code(4);
@@ -184,13 +102,13 @@ fn another_key_under_the_same_name_is_loud() {
 }
 
 #[test]
-fn callers_reach_nothing_but_the_folder() {
+fn clients_reach_nothing_but_the_folder() {
     let scene = Scene::new("paths out of the folder", 16 << 20);
-    let far = Far::trusted(&scene);
+    let far = Listening::for_near(&scene.site);
     let outside = far.site.path("outside");
     std::fs::create_dir(&outside).expect("a folder");
     let link = |to: &Path, name: &str| {
-        std::os::unix::fs::symlink(to, far.site.path("into").join(name)).expect("a link");
+        std::os::unix::fs::symlink(to, far.folder().join(name)).expect("a link");
     };
     std::fs::write(outside.join("file"), "precious").expect("a file");
     link(&outside, "link");
@@ -224,7 +142,7 @@ fn callers_reach_nothing_but_the_folder() {
 #[test]
 fn nothing_to_do_is_a_session_that_ended_well() {
     let scene = Scene::new("nothing to do over tls", 16 << 20);
-    let mut far = Far::trusted(&scene);
+    let mut far = Listening::for_near(&scene.site);
     far.sync(&scene, &[]).ok();
     for round in 0..8 {
         let verify = scene.site.dsync(["verify", "-q"]).arg(&scene.image).arg(far.destination("vm.raw"));
@@ -233,7 +151,7 @@ fn nothing_to_do_is_a_session_that_ended_well() {
             assert_eq!(output.stderr, "", "round {round}: {output}");
         }
     }
-    let mut process = far.process.take().expect("a listener");
+    let mut process = far.take();
     process.signal(Signal::TERM);
     let log = process.output(Duration::from_secs(20)).stderr;
     assert_eq!(log.matches("session ended").count(), 25, "{log}");
@@ -281,13 +199,13 @@ fn cutting(port: u16, bytes: u64) -> u16 {
 #[test]
 fn a_cut_transfer_goes_on() {
     let mut scene = Scene::new("a cut over tls", 64 << 20);
-    let mut far = Far::trusted(&scene);
+    let mut far = Listening::for_near(&scene.site);
     let mut client = scene.client();
     for at in 0..24 {
         client.write(at << 20, &scene.random.bytes(1 << 20)).expect("a write");
     }
     client.close().expect("the end");
-    let port = cutting(far.port, 10 << 20);
+    let port = cutting(far.port(), 10 << 20);
     let through = format!("tls://{HOST}:{port}/vm.raw");
     far.sync_to(&scene, &through, &["--connections", "3"]).code(1).says(&["was cut"]);
     far.says(&["near", "session failed"]);
@@ -308,7 +226,7 @@ fn a_cut_transfer_goes_on() {
         client.close().expect("the end");
         let mut syncing = far.sync(&scene, &["--bwlimit", "8M"]).start();
         std::thread::sleep(Duration::from_millis(900));
-        let mut process = far.process.take().expect("a listener");
+        let mut process = far.take();
         process.signal(signal);
         let ended = process.output(Duration::from_secs(20));
         assert_eq!(ended.status.success(), signal == Signal::TERM, "{ended}");
@@ -323,7 +241,7 @@ fn a_cut_transfer_goes_on() {
 #[test]
 fn a_mirror_outlives_its_listener() {
     let mut scene = Scene::new("a mirror over tls", 32 << 20);
-    let mut far = Far::trusted(&scene);
+    let mut far = Listening::for_near(&scene.site);
     let mut mirror = scene
         .site
         .dsync(["mirror", "--json", "-v", "--connections", "2"])
@@ -333,7 +251,7 @@ fn a_mirror_outlives_its_listener() {
     mirror.wait_to_say("mirroring to");
     for signal in [Signal::KILL, Signal::TERM] {
         scene.change(200);
-        let mut process = far.process.take().expect("a listener");
+        let mut process = far.take();
         process.signal(signal);
         process.output(Duration::from_secs(20));
         scene.change(200);
@@ -354,9 +272,9 @@ fn a_mirror_outlives_its_listener() {
 #[test]
 fn a_replica_in_use_is_refused_and_others_are_not() {
     let scene = Scene::new("two at once", 64 << 20);
-    let far = Far::trusted(&scene);
+    let far = Listening::for_near(&scene.site);
     let slow = far.sync(&scene, &["--bwlimit", "1M"]).start();
-    let lock = far.site.path("into/.vm.raw.dsync/lock");
+    let lock = far.folder().join(".vm.raw.dsync/lock");
     let until = Instant::now() + Duration::from_secs(20);
     while !lock.exists() {
         assert!(Instant::now() < until, "no session begins");
@@ -365,10 +283,10 @@ fn a_replica_in_use_is_refused_and_others_are_not() {
     std::thread::sleep(Duration::from_millis(100));
     far.sync(&scene, &[]).code(4);
     // Meanwhile somebody talks nonsense to the port, and another replica is made.
-    let mut nonsense = TcpStream::connect((HOST, far.port)).expect("the listener");
+    let mut nonsense = TcpStream::connect((HOST, far.port())).expect("the listener");
     nonsense.write_all(b"GET / HTTP/1.1\r\n\r\n").expect("a write");
     far.sync_to(&scene, &far.destination("other.raw"), &[]).ok();
-    image::assert_equal(&scene.image, &far.site.path("into/other.raw"));
+    image::assert_equal(&scene.image, &far.folder().join("other.raw"));
     far.says(&[HOST, "not TLS"]);
     drop(slow);
 }
