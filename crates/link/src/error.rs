@@ -259,12 +259,12 @@ impl Error {
     }
 }
 
-/// Where neither the shell nor the command wrote a word, the shell is what to look at first.
+/// Where neither the shell nor the command wrote anything, the shell is what to look at first.
 fn command_failed(rsh: &str, command: &str, host: &str, status: &str, said: &str) -> String {
     if said.is_empty() {
         return format!(
             "the remote shell \"{rsh}\" ended ({status}) without an answer from dsync on {host}: run \"{rsh} {host} {command}\" \
-             by hand to see why, or name another remote shell with --rsh"
+             by hand to see why, or choose another remote shell with --rsh"
         );
     }
     format!("\"{command}\" on {host} failed ({status}): {said}")
