@@ -192,7 +192,9 @@ impl Working {
         let (noted, ended) = (map.clone(), over.clone());
         let thread = std::thread::Builder::new().name("at work".into()).spawn(move || {
             while !ended.load(SeqCst) {
-                noted[TIME].store(time.now(), Relaxed);
+                // Who looks at the clock and then sleeps must not put an old time in the place of a writer's newer one.
+                let before = noted[TIME].load(Relaxed);
+                let _ = noted[TIME].compare_exchange(before, time.now(), Relaxed, Relaxed);
                 std::thread::park_timeout(EVERY);
             }
         })?;
@@ -470,6 +472,37 @@ mod tests {
 
     fn at(seconds: u64) -> Stamp {
         Stamp { inode: 7, size: 4096, changed: (seconds * S) as i64, ..Stamp::default() }
+    }
+
+    #[test]
+    fn a_thread_that_slept_sets_no_note_back() {
+        let temp = tempfile::tempdir().unwrap();
+        let folder = device::Dir::open(temp.path()).unwrap();
+        let file: Arc<dyn StateFile> = folder.open(NAME, true).unwrap().into();
+        file.reserve(WHOLE_LEN).unwrap();
+        // The thread looks at the clock, and sleeps until a writer has noted a later time.
+        let (looked_in, looked) = std::sync::mpsc::channel();
+        let (wake, woken) = std::sync::mpsc::channel();
+        let woken = std::sync::Mutex::new(woken);
+        let clock = Clock::exact(move || {
+            if std::thread::current().name() != Some("at work") {
+                return 9 * S;
+            }
+            let _ = looked_in.send(());
+            let _ = woken.lock().unwrap().recv();
+            S
+        });
+        let working = Working::begin(file.clone(), Some(clock.clone())).unwrap();
+        let mut writer =
+            Keeping(Some(Kept { file, map: working.map.clone(), clock: Some(clock), last: Instant::now() }));
+        working.map[TIME].store(0, SeqCst);
+        looked.recv().unwrap();
+        writer.note();
+        working.over.store(true, SeqCst);
+        wake.send(()).unwrap();
+        let map = working.map.clone();
+        drop(working);
+        assert_eq!(map[TIME].load(SeqCst), 9 * S);
     }
 
     /// A file that its lineage knows from second 100, in a boot that began at second 1000: is it doubted?
