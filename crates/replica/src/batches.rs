@@ -306,7 +306,11 @@ impl Batches<'_> {
         let failed = |what| disk_error(what, &path, SAFE);
         self.applier.drain().and_then(|()| self.applier.flush()).map_err(failed("flush"))?;
         let stamp = self.replica.place.settle().map_err(failed("flush"))?;
-        self.replica.left = Some(stamp.clone().glance());
+        // A flush takes its time, and nothing of it is own.
+        let left = self.replica.left.replace(stamp.clone().glance());
+        if let Some(why) = left.and_then(|left| left.differs(&stamp.clone().glance())) {
+            return Err(self.replica.touched(why));
+        }
         self.replica.lineage.stamp = Some(stamp);
         self.replica.store()?;
         self.replica.forget_note()?;

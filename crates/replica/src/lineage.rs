@@ -47,6 +47,9 @@ pub struct Lineage {
     pub stamp: Option<Stamp>,
     /// What is under way.
     pub step: Option<Step>,
+    /// Others were seen to have written to it: a device, whose kernel's count does not tell of that after a reboot.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub foreign: bool,
     /// dsync has opened it for writing: what it holds since is no epoch of the source.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub promoted: Option<Promoted>,
@@ -176,6 +179,7 @@ impl Lineage {
             committed: None,
             stamp: None,
             step: None,
+            foreign: false,
             promoted: None,
         }
     }
@@ -264,6 +268,7 @@ impl Lineage {
             committed: Some(toward.stream),
             stamp: Some(stamp),
             step: None,
+            foreign: false,
             promoted: None,
         }
     }

@@ -384,6 +384,10 @@ impl Replica {
         header: &Header,
         blank: bool,
     ) -> Result<Sink> {
+        if place == StepPlace::InPlace {
+            // Without a note, what is written next could not be told from others' writes after a kill.
+            self.reserve_note()?;
+        }
         self.step(place, base.clone(), toward)?;
         self.direct(self.which(), self.which(), base, toward, header, blank)
     }

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
 use delta::{Epoch, Header, Method, Resume};
 use device::{Disk, Folder, FolderLock};
@@ -113,6 +114,8 @@ pub struct Replica {
     pub(crate) gone: bool,
     doubt: bool,
     changed: Option<&'static str>,
+    /// What [`Lineage::foreign`] is to say from the next store on.
+    pub(crate) noticed: AtomicBool,
     /// What the file looked like when this process left it alone ([`crate::rest`]); `None` if it has no say.
     pub(crate) left: Option<Stamp>,
     /// Own writes to the file are noted.
@@ -372,6 +375,7 @@ impl Replica {
             gone: false,
             doubt: options.doubt,
             changed: None,
+            noticed: AtomicBool::new(false),
             left: None,
             working: None,
             half_done: false,
@@ -382,6 +386,7 @@ impl Replica {
             image: None,
         };
         if replica.kept {
+            replica.changed = replica.lineage.foreign.then_some(rest::WRITTEN);
             replica.refuse_promoted()?;
             replica.recover()?;
         } else {
@@ -495,6 +500,7 @@ impl Replica {
 
     pub(crate) fn store(&mut self) -> Result<()> {
         self.lineage.place = self.place.path().to_path_buf();
+        self.lineage.foreign |= self.noticed.load(SeqCst);
         self.lineage.disk = self.place.disk();
         self.lineage.store(&*self.folder)?;
         self.kept = true;
@@ -565,7 +571,7 @@ impl Replica {
         if self.which() == Which::Partial {
             self.remove_partial()?;
         }
-        (self.journal, self.changed) = (None, None);
+        (self.journal, self.changed, self.noticed) = (None, None, AtomicBool::new(false));
         self.lineage = Lineage { size: stamp.size, stamp: Some(stamp), ..Lineage::new() };
         self.kept = false;
         Ok(())
@@ -742,6 +748,7 @@ impl Replica {
     fn moved_to(&mut self, toward: &Toward, stamp: Stamp) -> Result<()> {
         let renamed = self.which() == Which::Partial;
         let after = self.lineage.after(toward, stamp.clone());
+        self.noticed = AtomicBool::new(false);
         let before = std::mem::replace(&mut self.lineage, after);
         if let Err(e) = self.store() {
             // What this process goes on from is what the next one finds at least.
@@ -803,10 +810,11 @@ impl Replica {
         let why = if self.lineage.step.as_ref().is_some_and(|s| s.place == StepPlace::InPlace) {
             self.since_own_writes(&now, &[])
         } else {
-            before.and_then(|before| before.differs(&now))
+            before.and_then(|before| before.differs(&now)).or_else(|| self.since_boot(&now))
         };
         self.changed = self.changed.or(why);
         if let Some(why) = self.changed {
+            self.notice();
             return match (self.adopt, self.doubt) {
                 (true, _) => self.take(now),
                 // What lies in the journal belongs to what was there before.

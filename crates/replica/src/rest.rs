@@ -32,7 +32,7 @@ use uuid::Uuid;
 
 use crate::error::{ReplicaError, Result, disk_error, io_error};
 use crate::journal::{Contents, WHOLE};
-use crate::lineage::{self, Stamp, StepPlace};
+use crate::lineage::{self, Lineage, Stamp, StepPlace};
 use crate::place::Which;
 use crate::replica::Replica;
 
@@ -265,7 +265,17 @@ impl Replica {
         }
     }
 
+    /// Keeps in mind that others have written to a device. The times of a file tell by themselves.
+    pub(crate) fn notice(&self) {
+        let marked = self.lineage.foreign || self.lineage.promoted.is_some();
+        if self.place.is_device() && self.kept && !marked && !self.noticed.swap(true, SeqCst) {
+            // Where this can't be written down, the kernel's count tells until the next reboot.
+            let _ = Lineage { foreign: true, ..self.lineage.clone() }.store(&*self.folder);
+        }
+    }
+
     pub(crate) fn touched(&self, why: &str) -> ReplicaError {
+        self.notice();
         let found = self.place.stamp(Which::Whole).ok().flatten();
         let left = self.left.as_ref().or(self.lineage.stamp.as_ref());
         let why = match found.filter(|_| why == WRITTEN).and_then(|now| Some((now.changed, now.written?))) {
@@ -346,7 +356,7 @@ impl Replica {
     ///
     /// # Errors
     /// If the note can't be written: without it, a file that was written to would be doubted. Where only the room is missing,
-    /// it is done without.
+    /// it is done without. If others have changed the destination since it was left alone: after the note nothing tells.
     pub(crate) fn work(&mut self, durable: bool) -> Result<Keeping> {
         if !self.is_timeless() && self.working.is_none() {
             let note = self.write_note(None);
@@ -356,6 +366,11 @@ impl Replica {
                 Err(e) if is_full(&e) => None,
                 begun => Some(begun.map_err(failed)?),
             };
+            if let Err(foreign) = self.untouched() {
+                self.working = None;
+                let _ = self.write_note(self.left.clone());
+                return Err(foreign);
+            }
         }
         // Of a device it says nothing after a power cut.
         if let Some(working) = self.working.as_ref().filter(|working| durable && working.clock.is_some()) {
@@ -398,6 +413,23 @@ impl Replica {
     pub(crate) fn forget_note(&mut self) -> Result<()> {
         self.working = None;
         self.remove(NAME)
+    }
+
+    /// In what way others have changed a device since it was first opened in this life of the kernel, whose count begins
+    /// anew with it.
+    pub(crate) fn since_boot(&self, now: &Stamp) -> Option<&'static str> {
+        let medium = |stamp: &Stamp| stamp.medium.as_ref().map(|medium| medium.boot.clone());
+        if !self.place.is_device() || self.lineage.stamp.as_ref().and_then(medium) == medium(now) {
+            return None;
+        }
+        match read_note(&*self.folder).filter(|(note, _)| note.life == self.place.boot().id) {
+            Some((Note { stamp: Some(left), .. }, _)) => left.differs(&now.clone().glance()),
+            Some(_) => None,
+            None => {
+                let _ = self.write_note(Some(now.clone().glance()));
+                None
+            }
+        }
     }
 
     /// In what way others have changed the file since the last own write, or may have, where that was later than the

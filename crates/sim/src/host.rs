@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::dice::Dice;
+use crate::foreign::Foreign;
 use crate::inode::{Content, Inode, Loss};
 
 /// What a call does to the machine, for faults that fit some calls only.
@@ -87,6 +88,10 @@ pub struct State {
     pub told: Vec<String>,
     /// What the kernel's trackers of live disks know, by inode.
     pub trackers: HashMap<u64, crate::tracker::Kernel>,
+    /// Who has which replica open.
+    pub held: HashMap<String, Weak<crate::place::Held>>,
+    /// What other programs wrote to replicas, until the campaign looks.
+    pub foreign: Vec<Foreign>,
     /// Who looks at each step, between calls: writers of live disks.
     pub dice: Dice,
 }
@@ -179,6 +184,8 @@ impl Host {
             syncs_names: dice.one_in(2),
             told: Vec::new(),
             trackers: HashMap::new(),
+            held: HashMap::new(),
+            foreign: Vec::new(),
             dice: dice.fork(),
         };
         Arc::new(Host { name, scratch: scratch.to_path_buf(), state: Mutex::new(state) })
@@ -360,6 +367,8 @@ impl State {
 
     fn cut_power(&mut self) {
         self.is_down = true;
+        // The kernel's counts begin anew, and times may be those of own writes whose note is lost.
+        self.foreign.iter_mut().for_each(|foreign| foreign.blind |= foreign.is_device || !foreign.late);
         self.inodes.values_mut().for_each(Inode::unmap);
         for process in std::mem::take(&mut self.processes).iter().filter_map(Weak::upgrade) {
             process.end();

@@ -63,6 +63,8 @@ pub(crate) struct Inode {
     durable_time: i64,
     /// When its content changed last.
     pub written: i64,
+    /// Sectors written since it appeared: what a kernel counts of a device.
+    pub counted: u64,
     /// For each page: whether it takes space.
     allocated: Vec<bool>,
 }
@@ -81,6 +83,7 @@ impl Inode {
             time,
             written: time,
             durable_time: time,
+            counted: 0,
             allocated: Vec::new(),
         }
     }
@@ -179,6 +182,7 @@ impl Inode {
 
     fn touch(&mut self, range: Range<usize>, time: i64) {
         (self.time, self.written) = (time, time);
+        self.counted += range.len().div_ceil(SECTOR) as u64;
         self.soil(range.start / SECTOR..range.end.div_ceil(SECTOR));
         for page in pages(&range) {
             if let Some(sum) = self.sums.get_mut(page) {
@@ -307,6 +311,10 @@ impl Inode {
         let mapping = Mapping::new(&file, len)?;
         self.mapped = Some((mapping.clone(), process));
         Ok(mapping)
+    }
+
+    pub fn is_mapped(&self) -> bool {
+        self.mapped.is_some()
     }
 
     pub fn is_mapped_by(&self, process: u64) -> bool {

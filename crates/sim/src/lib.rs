@@ -9,6 +9,7 @@ pub mod campaign;
 pub mod cell;
 pub mod dice;
 pub mod files;
+pub mod foreign;
 pub mod host;
 pub mod inode;
 pub mod medium;

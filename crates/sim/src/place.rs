@@ -1,17 +1,41 @@
-//! The place of a replica's file on a simulated machine.
+//! The places of replicas on a simulated machine: a file, a device.
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
-use device::{Boot, Clock, Disk};
+use device::{Boot, Clock, Disk, Medium, Written};
 use replica::{Place, Stamp, Which};
 
 use crate::files::{SimDisk, settle};
 use crate::host::{Call, EIO, Process, State};
 
+/// Held by whoever has a replica open, as its folder's lock is.
+pub struct Held {
+    process: Arc<Process>,
+}
+
+impl Held {
+    /// Takes a replica's lock.
+    ///
+    /// # Errors
+    /// If somebody has it, and lives.
+    pub fn take(process: &Arc<Process>, name: &str) -> replica::Result<Arc<Held>> {
+        let mut state = process.host.state();
+        let holder = state.held.get(name).and_then(Weak::upgrade);
+        if holder.is_some_and(|held| held.process.is_alive()) {
+            let path = process.host.scratch.join(name);
+            return Err(replica::ReplicaError::Busy { path, holder: "another process".into() });
+        }
+        let held = Arc::new(Held { process: process.clone() });
+        state.held.insert(name.to_owned(), Arc::downgrade(&held));
+        Ok(held)
+    }
+}
+
 /// A file's place.
 pub struct SimPlace {
+    _held: Arc<Held>,
     process: Arc<Process>,
     folder: String,
     name: String,
@@ -21,9 +45,10 @@ pub struct SimPlace {
 
 impl SimPlace {
     /// The place of a name in a folder.
-    pub fn new(process: &Arc<Process>, folder: &str, name: &str) -> SimPlace {
+    pub fn new(held: Arc<Held>, process: &Arc<Process>, folder: &str, name: &str) -> SimPlace {
         let path = process.host.scratch.join(name);
         SimPlace {
+            _held: held,
             process: process.clone(),
             folder: folder.into(),
             name: name.into(),
@@ -141,5 +166,107 @@ impl Place for SimPlace {
             state.sync_names(&self.folder);
             Ok(())
         })
+    }
+}
+
+/// A device's place, whose kernel counts what is written to it.
+pub struct SimDevice {
+    _held: Arc<Held>,
+    process: Arc<Process>,
+    number: u64,
+    path: PathBuf,
+}
+
+impl SimDevice {
+    /// The place of a device.
+    pub fn new(held: Arc<Held>, process: &Arc<Process>, name: &str, number: u64) -> SimDevice {
+        SimDevice { _held: held, process: process.clone(), number, path: Path::new("/dev").join(name) }
+    }
+
+    fn disk(&self) -> SimDisk {
+        SimDisk::new(&self.process, self.number)
+    }
+
+    /// Hashes of its ends, and nothing of what is between.
+    fn ends(&self) -> io::Result<String> {
+        const END: u64 = 4096;
+        let disk = self.disk();
+        let mut block = [0; END as usize];
+        let last = disk.len().saturating_sub(END);
+        Ok(device::hash_of(&disk, 0, &mut block)? + &device::hash_of(&disk, last, &mut block)?)
+    }
+}
+
+impl Place for SimDevice {
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn boot(&self) -> Boot {
+        let (id, began) = self.process.host.state().boot();
+        Boot { id, began }
+    }
+
+    fn clock(&self) -> Clock {
+        self.process.host.clock()
+    }
+
+    fn is_device(&self) -> bool {
+        true
+    }
+
+    fn stamp(&self, which: Which) -> io::Result<Option<Stamp>> {
+        if which == Which::Partial {
+            return Ok(None);
+        }
+        let Some(stamp) = self.glance()? else { return Ok(None) };
+        let edges = self.ends()?;
+        let medium = stamp.medium.map(|medium| Medium { edges: edges.clone(), ..medium });
+        Ok(Some(Stamp { print: edges, medium, ..stamp }))
+    }
+
+    fn glance(&self) -> io::Result<Option<Stamp>> {
+        self.process.host.call(&self.process, Call::Read, |state| {
+            let boot = state.boot().0;
+            let inode = state.inode(self.number)?;
+            let written = Written { sectors: inode.counted, ..Written::default() };
+            let medium = Medium {
+                id: Some(format!("disk-{}", self.number)),
+                boot,
+                diskseq: Some(self.number),
+                written: Some(written),
+                edges: String::new(),
+            };
+            Ok(Some(Stamp { size: inode.len(), medium: Some(medium), ..Stamp::default() }))
+        })
+    }
+
+    fn settle(&self) -> io::Result<Stamp> {
+        self.disk().flush()?;
+        self.stamp(Which::Whole)?.ok_or_else(|| io::ErrorKind::NotFound.into())
+    }
+
+    fn open(&self, _which: Which) -> replica::Result<Arc<dyn Disk>> {
+        Ok(Arc::new(self.disk()))
+    }
+
+    fn create(&self) -> io::Result<u64> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    fn clone_whole(&self) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    fn rename(&self, _replace: bool) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    fn remove(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
     }
 }

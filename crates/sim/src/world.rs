@@ -2,14 +2,13 @@
 
 use std::collections::HashMap;
 use std::io::{self, Write};
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use device::{DiskKind, Identity};
 use link::Link;
-use replica::{DevicePlace, Place, Replica, Standing};
+use replica::{Place, Replica, Standing};
 use source::{About, CutOptions, FreezeMode, Handle, Live, Source, SourceError};
 use sync::{Batching, Mirror, MirrorEvent, MirrorOptions, Stages, SyncError};
 use uuid::Uuid;
@@ -21,7 +20,7 @@ use crate::host::{Host, Process, lock};
 use crate::inode::Content;
 use crate::medium::SimMedium;
 use crate::pipe::far_link;
-use crate::place::SimPlace;
+use crate::place::{Held, SimDevice, SimPlace};
 use crate::tracker::{BLOCK, Kernel, Kind, SimTracker};
 
 /// Bytes of a region of the write-intent log.
@@ -87,6 +86,8 @@ pub struct Known {
     pub touched: bool,
     /// Somebody else wrote to a device: nobody need notice before it is compared.
     pub tainted: bool,
+    /// That somebody else wrote was told.
+    pub noticed: bool,
     /// Somebody else may write to it in this round.
     pub meanwhile: bool,
     /// Nothing was done with it since it was recovered.
@@ -124,6 +125,11 @@ pub struct World {
     pub allow_shrink: bool,
     /// What was done.
     pub told: Vec<String>,
+}
+
+/// The folder of the state of a replica of that name.
+pub fn folder_of(name: &str) -> String {
+    format!("state of {name}")
 }
 
 /// Bytes that a device at the replica's end has more than the source.
@@ -298,9 +304,20 @@ impl World {
         if self.server.as_ref().is_some_and(|server| !server.process.is_alive()) {
             let _ = self.stop(false);
         }
+        for foreign in std::mem::take(&mut self.far.state().foreign) {
+            for known in self.replicas.iter_mut().filter(|known| known.name == foreign.name) {
+                (known.touched, known.noticed) = (true, false);
+                known.tainted |= foreign.blind;
+            }
+        }
         for host in [&self.near, &self.far] {
             if host.state().is_down {
                 host.boot();
+                // A kernel counts anew.
+                let forgets = self.cell.target == Target::Device && host.name == self.far.name;
+                for known in self.replicas.iter_mut().filter(|known| forgets && !known.noticed) {
+                    known.tainted |= known.touched;
+                }
             }
         }
         self.moment();
@@ -352,6 +369,7 @@ impl World {
             name,
             touched: false,
             tainted: false,
+            noticed: false,
             meanwhile: false,
             settled: false,
             adopting: false,
@@ -374,7 +392,7 @@ impl World {
 
     /// The folder of a replica's state.
     pub fn folder_of(&self, which: usize) -> String {
-        format!("state of {}", self.replicas[which].name)
+        folder_of(&self.replicas[which].name)
     }
 
     /// Opens a replica from a process.
@@ -384,13 +402,13 @@ impl World {
         name: &str,
         options: &replica::Options,
     ) -> replica::Result<Replica> {
-        let folder = SimFolder::new(far, &format!("state of {name}"));
+        let folder = SimFolder::new(far, &folder_of(name));
+        let held = Held::take(far, name)?;
         let place: Box<dyn Place> = match target {
-            Target::File => Box::new(SimPlace::new(far, IMAGES, name)),
+            Target::File => Box::new(SimPlace::new(held, far, IMAGES, name)),
             Target::Device => {
                 let device = far.host.state().find(IMAGES, name).unwrap_or(0);
-                let path = PathBuf::from("/dev").join(name);
-                Box::new(DevicePlace::over(path, Arc::new(SimDisk::new(far, device))))
+                Box::new(SimDevice::new(held, far, name, device))
             }
         };
         Replica::begin(place, Box::new(folder), options)

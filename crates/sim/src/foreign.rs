@@ -1,0 +1,64 @@
+//! Other programs that write to a replica, at whatever step.
+//!
+//! Where the replica's file rests, they must be noticed before anything is called exact. The documented windows are the
+//! exception: in the midst of own writes, within a second after these were cut off by a kill, within ten before a power cut,
+//! and on a device before a reboot.
+
+use crate::host::State;
+use crate::world::{IMAGES, folder_of};
+
+/// Another program has written to a replica.
+#[derive(Debug, Clone)]
+pub struct Foreign {
+    /// The replica's name.
+    pub name: String,
+    /// Nobody can tell it from own writes.
+    pub blind: bool,
+    /// It came long after all that was written before.
+    pub late: bool,
+    /// The replica is a device.
+    pub is_device: bool,
+}
+
+impl State {
+    /// Another program writes sectors to a replica, and flushes them. `late`: after a pause.
+    pub fn foreign_write(&mut self, name: &str, offset: u64, bytes: &[u8], late: bool) {
+        let Some(number) = self.find(IMAGES, name) else { return };
+        let is_device = self.inodes.get(&number).is_some_and(|inode| inode.is_device);
+        let blind = match self.is_at_work(name) {
+            // Since a reboot nobody has noted what the kernel counts.
+            None => is_device && !self.knows_count(name),
+            // Its own writes go on. Sectors that were handed over and not counted yet may be anybody's.
+            Some(alive) => alive || !late || is_device,
+        };
+        let time = if late { self.later() } else { self.tick() };
+        let Some(inode) = self.inodes.get_mut(&number).filter(|i| i.len() >= offset + bytes.len() as u64)
+        else {
+            return;
+        };
+        inode.write(offset, bytes, time);
+        inode.sync(true);
+        let which = if blind { ", unnoticeably" } else { "" };
+        self.told.push(format!("somebody writes to {name} at {offset}, at step {}{which}", self.steps));
+        self.foreign.push(Foreign { name: name.into(), blind, late, is_device });
+    }
+
+    /// The replica's state says what the kernel counted in this boot.
+    fn knows_count(&self, name: &str) -> bool {
+        let boot = format!("\"{}\"", self.boot().0);
+        ["rest", "lineage"]
+            .iter()
+            .filter_map(|file| self.find(&folder_of(name), file))
+            .any(|file| String::from_utf8_lossy(&self.content(file)).contains(&boot))
+    }
+
+    /// A process of this boot has noted that it writes to the replica. True if one still runs.
+    fn is_at_work(&self, name: &str) -> Option<bool> {
+        let note = self.content(self.find(&folder_of(name), "rest")?);
+        let text = String::from_utf8_lossy(&note[..note.len().min(512)]).into_owned();
+        let life = format!("\"life\":\"{}\"", self.boot().0);
+        let mapped = self.find(&folder_of(name), "rest").and_then(|number| self.inodes.get(&number));
+        (text.contains("\"stamp\":null") && text.contains(&life))
+            .then(|| mapped.is_some_and(|inode| inode.is_mapped()))
+    }
+}
