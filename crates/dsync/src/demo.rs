@@ -1,8 +1,8 @@
-//! `dsync demo`: the whole thing on a scratch disk. A disk image is served, a file system made and filled through its NBD
-//! export, a replica seeded, a little changed, the replica synced and compared byte for byte.
+//! `dsync demo`: the whole thing on a scratch disk. A disk image is served and filled through its NBD export, a replica seeded,
+//! a little changed, the replica synced and compared byte for byte.
 
 use std::fs::File;
-use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -17,14 +17,15 @@ use crate::failure::Failure;
 use crate::output::Output;
 use crate::units;
 
-/// The most files on the scratch disk, and bytes of each.
-const FILES: u64 = 200;
-const FILE: usize = 1 << 20;
-/// Files that are changed, and bytes of each change.
+/// The most regions of data on the scratch disk, and bytes of each.
+const REGIONS: u64 = 200;
+const REGION: usize = 1 << 20;
+/// Regions that are changed, and bytes of each change.
 const CHANGED: u64 = 12;
-const CHANGE: usize = 20_000;
+const CHANGE: usize = 5 * BLOCK as usize;
+const BLOCK: u64 = 4096;
 
-/// The smallest disk that holds the files.
+/// The smallest disk that has room for them.
 const LEAST: u64 = 64 << 20;
 
 /// The server, ended with the demo.
@@ -38,76 +39,8 @@ impl Drop for Server {
     }
 }
 
-/// The export as a disk that a file system can be made on: reads, writes and a position. Writes are kept together, so that
-/// neighbouring ones travel as one request.
-struct ExportDisk {
-    client: Client,
-    size: u64,
-    at: u64,
-    pending: Vec<u8>,
-    pending_at: u64,
-}
-
-impl ExportDisk {
-    const TOGETHER: usize = 256 << 10;
-
-    fn send(&mut self) -> io::Result<()> {
-        if !self.pending.is_empty() {
-            self.client.write(self.pending_at, &self.pending)?;
-            self.pending.clear();
-        }
-        Ok(())
-    }
-}
-
-impl Read for ExportDisk {
-    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        self.send()?;
-        let len = (buf.len() as u64).min(self.size.saturating_sub(self.at)).min(1 << 20);
-        if len > 0 {
-            buf[..len as usize].copy_from_slice(&self.client.read(self.at, len as u32)?);
-            self.at += len;
-        }
-        Ok(len as usize)
-    }
-}
-
-impl Write for ExportDisk {
-    fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
-        let follows = self.pending_at + self.pending.len() as u64 == self.at;
-        if !follows || self.pending.len() >= Self::TOGETHER {
-            self.send()?;
-        }
-        if self.pending.is_empty() {
-            self.pending_at = self.at;
-        }
-        self.pending.extend_from_slice(buf);
-        self.at += buf.len() as u64;
-        Ok(buf.len())
-    }
-    fn flush(&mut self) -> io::Result<()> {
-        self.send()?;
-        self.client.flush()
-    }
-}
-
-impl Seek for ExportDisk {
-    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
-        let at = match to {
-            SeekFrom::Start(at) => Some(at),
-            SeekFrom::End(by) => self.size.checked_add_signed(by),
-            SeekFrom::Current(by) => self.at.checked_add_signed(by),
-        };
-        self.at = at.ok_or(io::ErrorKind::InvalidInput)?;
-        Ok(self.at)
-    }
-}
-
-fn connect(socket: &Path) -> Result<ExportDisk> {
-    let client =
-        Client::connect(&Address::from(socket), "disk").context("can't connect to the demo's server")?;
-    let size = client.size;
-    Ok(ExportDisk { client, size, at: 0, pending: Vec::new(), pending_at: 0 })
+fn connect(socket: &Path) -> Result<Client> {
+    Client::connect(&Address::from(socket), "disk").context("can't connect to the demo's server")
 }
 
 /// Bytes that no compressor and no zero detection makes disappear.
@@ -124,28 +57,24 @@ fn noise(seed: u64, len: usize) -> Vec<u8> {
     bytes
 }
 
-fn fill(mut disk: ExportDisk, files: u64) -> Result<()> {
-    fatfs::format_volume(&mut disk, fatfs::FormatVolumeOptions::new().volume_label(*b"DSYNC DEMO "))
-        .context("can't make a file system on the export")?;
-    let volume = fatfs::FileSystem::new(disk, fatfs::FsOptions::new()).context("can't mount the export")?;
-    for number in 0..files {
-        let mut file = volume.root_dir().create_file(&format!("file-{number:03}.bin"))?;
-        file.write_all(&noise(number + 1, FILE))?;
-    }
-    volume.unmount().context("can't unmount the export")
+/// Where a region begins: regions of [`REGION`] bytes are spread over a disk of `size` bytes.
+fn region(number: u64, regions: u64, size: u64) -> u64 {
+    (size / regions * number).next_multiple_of(BLOCK)
 }
 
-fn change(disk: ExportDisk, files: u64) -> Result<()> {
-    let volume = fatfs::FileSystem::new(disk, fatfs::FsOptions::new()).context("can't mount the export")?;
-    for number in 0..CHANGED {
-        let mut file = volume.root_dir().open_file(&format!("file-{:03}.bin", number * files / CHANGED))?;
-        file.seek(SeekFrom::Start(number * 50_000))?;
-        file.write_all(&noise(number + 1000, CHANGE))?;
+fn fill(mut disk: Client, regions: u64) -> Result<()> {
+    for number in 0..regions {
+        disk.write(region(number, regions, disk.size), &noise(number + 1, REGION))?;
     }
-    let mut file = volume.root_dir().create_file("one-more.txt")?;
-    file.write_all(b"written after the seed\n")?;
-    drop(file);
-    volume.unmount().context("can't unmount the export")
+    disk.flush().context("can't flush the export")
+}
+
+fn change(mut disk: Client, regions: u64) -> Result<()> {
+    for number in 0..CHANGED {
+        let at = region(number * regions / CHANGED, regions, disk.size);
+        disk.write(at + number * 8 * BLOCK, &noise(number + 1000, CHANGE))?;
+    }
+    disk.flush().context("can't flush the export")
 }
 
 /// One line of the table.
@@ -278,15 +207,15 @@ pub fn run(args: &args::Demo, output: &Output) -> Result<()> {
     ));
     let server = serve(&dsync, &state, &image, &socket)?;
     // Half of the disk at most: the rest stays free, as on real ones.
-    let files = FILES.min(args.size / 2 / FILE as u64);
-    fill(connect(&socket)?, files)?;
+    let regions = REGIONS.min(args.size / 2 / REGION as u64);
+    fill(connect(&socket)?, regions)?;
     output.say(&format!(
-        "A FAT file system with {files} files of {} was made on it, through the export.",
-        units::size(FILE as u64)
+        "{regions} regions of {} were written to it, through the export.",
+        units::size(REGION as u64)
     ));
     let seed = sync(&dsync, &state, &image, &replica, "seed, the first sync")?;
-    change(connect(&socket)?, files)?;
-    output.say(&format!("Then {CHANGED} of the files were changed in the middle, and one was added."));
+    change(connect(&socket)?, regions)?;
+    output.say(&format!("Then a little was changed in {CHANGED} of them."));
     let delta = sync(&dsync, &state, &image, &replica, "sync of the changes")?;
     equal(&image, &replica)?;
     output.say("The replica is equal to the disk, byte for byte.\n");

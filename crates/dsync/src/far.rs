@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::Result;
 use link::{ConnectOptions, Keys, Limits, Link, Listener};
 use source::StateDir;
-use sync::{Reach, SyncError};
+use sync::{AllowedPaths, SyncError};
 
 use crate::args::{FarArgs, Receive};
 use crate::failure::Failure;
@@ -37,7 +37,7 @@ pub fn receive(args: &Receive, state: &StateDir, output: &Output) -> Result<()> 
             told => Failure::told(&told).into(),
         });
     };
-    let reach = Reach::within(&args.into)?;
+    let allowed = AllowedPaths::within(&args.into)?;
     let keys = Keys::new(state.keys_folder());
     let limits = Limits { timeout: args.timeout, from: args.from.clone(), ..Limits::default() };
     // Before anybody can call: a signal that comes now already ends everything in order.
@@ -52,7 +52,7 @@ pub fn receive(args: &Receive, state: &StateDir, output: &Output) -> Result<()> 
     let serving = std::thread::Builder::new().name("listener".into()).spawn(move || {
         listener.run(move |link, peer| {
             log.note(&format!("{peer}: session started"));
-            match sync::receive_within(link, &state, &reach) {
+            match sync::receive_within(link, &state, &allowed) {
                 Ok(()) => log.note(&format!("{peer}: session ended")),
                 Err(error) => log.note(&format!("{peer}: session failed: {error}")),
             }

@@ -289,46 +289,7 @@ pub fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> 
         ))
         .into());
     }
-    let mut all: Vec<Served> = Vec::new();
-    let mut sources = Vec::new();
-    for image in &args.images {
-        let name = export_name(image);
-        if all.iter().any(|s| s.name == name) {
-            return Err(Failure::usage(format!(
-                "two images have the export name \"{name}\": serve them from separate servers, or rename one"
-            ))
-            .into());
-        }
-        if args.format.is_none() {
-            check_format(image, state)?;
-        }
-        let what = if args.read_only {
-            let options = device::Options { write: false, direct: args.direct, exclusive: false };
-            What::ReadOnly(device::open(image, &options)?)
-        } else {
-            let options = source::Options {
-                block_size: crate::block_size(args.open.block_size)?,
-                read_only: false,
-                direct: args.direct,
-                trust_device: args.open.trust_device,
-                allow_shrink: args.open.allow_shrink,
-                view_limit: args.view_limit,
-                sweep_every: sweep_every(),
-                ..source::Options::default()
-            };
-            let promotion = promote(image, state, replica::Use::Served, output)?;
-            let source = match Source::open(state, image, &options) {
-                Ok(source) => Arc::new(source),
-                Err(error) => {
-                    promotion.map(Promotion::revert).transpose()?;
-                    return Err(error.into());
-                }
-            };
-            sources.push((source.clone(), promotion));
-            What::Tracked(source)
-        };
-        all.push(Served { name, what });
-    }
+    let (all, sources) = open_all(args, state, output)?;
     // Before anything can be connected to: a signal that comes now already ends everything in order.
     let mut signals =
         signal_hook::iterator::Signals::new([signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM])?;
@@ -341,38 +302,8 @@ pub fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> 
         .transpose()?;
     let controls: Vec<ControlServer> =
         sources.iter().map(|(s, _)| ControlServer::start(s.clone())).collect::<Result<_, _>>()?;
-    let lines: Vec<String> = all
-        .iter()
-        .map(|served| {
-            let mut ways = Vec::new();
-            if let Some(socket) = &args.socket {
-                // Clients take a path that is not absolute for one from where they are.
-                let socket = std::path::absolute(socket).unwrap_or_else(|_| socket.clone());
-                let socket = escaped(&socket.to_string_lossy());
-                ways.push(format!("nbd+unix:///{}?socket={socket}", escaped(&served.name)));
-            }
-            if let Some(tcp) = &tcp {
-                let address = tcp.local_addr().map_or_else(|_| String::new(), |a| a.to_string());
-                ways.push(format!("nbd://{address}/{}", escaped(&served.name)));
-            }
-            let about = match &served.what {
-                What::ReadOnly(disk) => format!("{}, read-only", units::size(disk.len())),
-                What::Tracked(source) => {
-                    let trust = match (source.lost(), source.with_history(|h| h.last())) {
-                        (Some(why), _) => format!("tracking starts now: {why}"),
-                        (None, Some(last)) => format!("tracked since epoch {}", last.number),
-                        (None, None) => "tracked".into(),
-                    };
-                    format!(
-                        "{}, blocks of {}, {trust}",
-                        units::size(source.disk().len()),
-                        units::size(source.about().block_size.into())
-                    )
-                }
-            };
-            format!("serving {} on {} ({about})", served.name, ways.join(" and "))
-        })
-        .collect();
+    let address = tcp.as_ref().and_then(|tcp| tcp.local_addr().ok());
+    let lines: Vec<String> = all.iter().map(|served| announcement(served, args, address)).collect();
     let server = nbd::Server::new(Arc::new(All(all)));
     server
         .on_trouble(|trouble| eprintln!("dsync: warning: {trouble} (limits: \"ulimit -n\", \"ulimit -u\")"));
@@ -395,6 +326,91 @@ pub fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> 
     drop(server);
     drop(controls);
     end(sources, output)
+}
+
+/// The sources that are served, each with what its replica was promoted from, if it was one.
+type Sources = Vec<(Arc<Source>, Option<Promotion>)>;
+
+/// Opens all that is to be served.
+fn open_all(args: &args::Serve, state: &StateDir, output: &Output) -> Result<(Vec<Served>, Sources)> {
+    let mut all: Vec<Served> = Vec::new();
+    let mut sources = Vec::new();
+    for image in &args.images {
+        let name = export_name(image);
+        if all.iter().any(|s| s.name == name) {
+            return Err(Failure::usage(format!(
+                "two images have the export name \"{name}\": serve them from separate servers, or rename one"
+            ))
+            .into());
+        }
+        if args.format.is_none() {
+            check_format(image, state)?;
+        }
+        let what = if args.read_only {
+            let options = device::Options { write: false, direct: args.direct, exclusive: false };
+            What::ReadOnly(device::open(image, &options)?)
+        } else {
+            let (source, promotion) = open_tracked(image, args, state, output)?;
+            sources.push((source.clone(), promotion));
+            What::Tracked(source)
+        };
+        all.push(Served { name, what });
+    }
+    Ok((all, sources))
+}
+
+/// Opens an image to be tracked; promotes it if it is a replica.
+fn open_tracked(
+    image: &Path,
+    args: &args::Serve,
+    state: &StateDir,
+    output: &Output,
+) -> Result<(Arc<Source>, Option<Promotion>)> {
+    let options = source::Options {
+        block_size: crate::block_size(args.open.block_size)?,
+        read_only: false,
+        direct: args.direct,
+        trust_device: args.open.trust_device,
+        allow_shrink: args.open.allow_shrink,
+        view_limit: args.view_limit,
+        sweep_every: sweep_every(),
+        ..source::Options::default()
+    };
+    let promotion = promote(image, state, replica::Use::Served, output)?;
+    match Source::open(state, image, &options) {
+        Ok(source) => Ok((Arc::new(source), promotion)),
+        Err(error) => {
+            promotion.map(Promotion::revert).transpose()?;
+            Err(error.into())
+        }
+    }
+}
+
+/// What is said of an export once it can be connected to.
+fn announcement(served: &Served, args: &args::Serve, tcp: Option<std::net::SocketAddr>) -> String {
+    let mut addresses = Vec::new();
+    if let Some(socket) = &args.socket {
+        // Clients take a relative path for one from their own folder.
+        let socket = std::path::absolute(socket).unwrap_or_else(|_| socket.clone());
+        let socket = escaped(&socket.to_string_lossy());
+        addresses.push(format!("nbd+unix:///{}?socket={socket}", escaped(&served.name)));
+    }
+    if let Some(tcp) = tcp {
+        addresses.push(format!("nbd://{tcp}/{}", escaped(&served.name)));
+    }
+    let about = match &served.what {
+        What::ReadOnly(disk) => format!("{}, read-only", units::size(disk.len())),
+        What::Tracked(source) => {
+            let trust = match (source.lost(), source.with_history(|h| h.last())) {
+                (Some(why), _) => format!("tracking starts now: {why}"),
+                (None, Some(last)) => format!("tracked since epoch {}", last.number),
+                (None, None) => "tracked".into(),
+            };
+            let (size, block) = (source.disk().len(), source.about().block_size.into());
+            format!("{}, blocks of {}, {trust}", units::size(size), units::size(block))
+        }
+    };
+    format!("serving {} on {} ({about})", served.name, addresses.join(" and "))
 }
 
 /// Closes what was served. What goes wrong with one disk keeps no other from being closed: the first error is returned, and

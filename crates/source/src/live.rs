@@ -111,12 +111,12 @@ struct Book {
 }
 
 /// A disk that is followed from outside: its identity says nothing of its content.
-struct Followed {
+struct LiveMedium {
     identity: Identity,
     disk: Arc<dyn Disk>,
 }
 
-impl Medium for Followed {
+impl Medium for LiveMedium {
     fn identity(&self) -> Result<Identity, SourceError> {
         Ok(Identity { size: self.disk.len(), ..self.identity.clone() })
     }
@@ -207,7 +207,7 @@ impl Live {
     }
 
     pub(crate) fn medium(&self) -> Arc<dyn Medium> {
-        Arc::new(Followed { identity: self.about.identity.clone(), disk: self.disk.clone() })
+        Arc::new(LiveMedium { identity: self.about.identity.clone(), disk: self.disk.clone() })
     }
 
     pub(crate) fn folder(&self) -> Arc<dyn Folder> {

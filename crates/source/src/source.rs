@@ -369,6 +369,37 @@ impl Source {
         Ok(source)
     }
 
+    /// What is missing from a folder that was written to before; `None` if it is whole, or new.
+    fn missing(
+        folder: &dyn Folder,
+        stamp: Option<&Stamp>,
+        last: u64,
+    ) -> Result<Option<&'static str>, SourceError> {
+        let Some(stamp) = stamp else {
+            let why = "the file that says how dsync left the image is missing from the state directory";
+            return Ok((last > 0).then_some(why));
+        };
+        let recorded =
+            TrackedDisk::has_record(folder, last).map_err(SourceError::state("look into", folder.path()))?;
+        Ok(match recorded {
+            false => Some("the record of changed blocks is missing from the state directory"),
+            true if stamp.epoch > last => Some("the end of its history is missing from the state directory"),
+            true => None,
+        })
+    }
+
+    /// Starts the thread that looks after a tracked disk.
+    fn begin_tending(
+        disk: &TrackedDisk,
+        medium: &Arc<dyn Medium>,
+        every: Duration,
+    ) -> std::io::Result<(Arc<AtomicBool>, JoinHandle<()>)> {
+        let stop = Arc::new(AtomicBool::new(false));
+        let (disk, medium, stopped) = (disk.clone(), medium.clone(), stop.clone());
+        let tending = move || tend(&disk, &*medium, &stopped, every);
+        Ok((stop, std::thread::Builder::new().name("tend".into()).spawn(tending)?))
+    }
+
     /// Opens a source from its parts: the disk, the folder of its state, and what is to know of the medium. Takes no lock.
     pub fn over(
         about: About,
@@ -401,20 +432,11 @@ impl Source {
             )));
         }
         let last = history.last().map_or(0, |e| e.number);
-        let recorded = TrackedDisk::has_record(&*folder, last)
-            .map_err(SourceError::state("look into", folder.path()))?;
-        let verdict = match stamp {
-            None if history.last().is_none() => Verdict::New,
-            None => Verdict::Lost(
-                "the file that says how dsync left the image is missing from the state directory".into(),
-            ),
-            Some(_) if !recorded => {
-                Verdict::Lost("the record of changed blocks is missing from the state directory".into())
-            }
-            Some(stamp) if stamp.epoch > last => {
-                Verdict::Lost("the end of its history is missing from the state directory".into())
-            }
-            Some(stamp) => stamp.verdict(&identity, &boot, last_write, options.trust_device),
+        let verdict = match Self::missing(&*folder, stamp.as_ref(), last)? {
+            Some(why) => Verdict::Lost(why.into()),
+            None => stamp.map_or(Verdict::New, |stamp| {
+                stamp.verdict(&identity, &boot, last_write, options.trust_device)
+            }),
         };
         let lost = match &verdict {
             Verdict::Lost(why) => Some(why.clone()),
@@ -456,15 +478,8 @@ impl Source {
         let medium: Arc<dyn Medium> = medium.into();
         let watched = medium.clone();
         disk.watch(move || watched.identity().ok().as_ref().and_then(changed));
-        let stop = Arc::new(AtomicBool::new(false));
-        let tending = {
-            let (disk, stop, medium) = (disk.clone(), stop.clone(), medium.clone());
-            let every = options.sweep_every;
-            std::thread::Builder::new()
-                .name("tend".into())
-                .spawn(move || tend(&disk, &*medium, &stop, every))
-                .map_err(SourceError::state("start a thread for", folder.path()))?
-        };
+        let tending = Self::begin_tending(&disk, &medium, options.sweep_every)
+            .map_err(SourceError::state("start a thread for", folder.path()))?;
         Ok(Source {
             about,
             folder,
@@ -475,7 +490,7 @@ impl Source {
             book: Mutex::new(Book { history, stamp }),
             lost: Mutex::new(lost),
             shared_views: Mutex::default(),
-            tending: Some((stop, tending)),
+            tending: Some(tending),
             locks: None,
             fresh: None,
         })

@@ -13,26 +13,26 @@ use replica::{Commit, Receipt, Replica};
 use serde::Serialize;
 use source::StateDir;
 
+use crate::allowed_paths::AllowedPaths;
 use crate::digests::Kept;
 use crate::error::{Class, SyncError};
 use crate::messages::{
     COMMITTED, Committed, FAILED, Failed, Open, PLAN, Plan, STANDING, Standing, of_claim, of_told, to_unit,
     unexpected,
 };
-use crate::mirrored::receive_batches;
-use crate::reach::Reach;
+use crate::mirror_receiver::receive_batches;
 
 /// Serves one sync as the replica's end of `link`. What goes wrong is told to the other end too.
 pub fn receive(link: Link, state: &StateDir) -> Result<(), SyncError> {
-    receive_within(link, state, &Reach::Anything)
+    receive_within(link, state, &AllowedPaths::Anything)
 }
 
 /// The same for one who may not reach everything.
-pub fn receive_within(link: Link, state: &StateDir, reach: &Reach) -> Result<(), SyncError> {
+pub fn receive_within(link: Link, state: &StateDir, allowed: &AllowedPaths) -> Result<(), SyncError> {
     receive_at(link, &|open| {
-        let path = reach.find(&open.path)?;
-        reach.only_beside("a journal in", open.journal_dir.as_deref())?;
-        reach.only_beside(
+        let path = allowed.find(&open.path)?;
+        allowed.only_beside("a journal in", open.journal_dir.as_deref())?;
+        allowed.only_beside(
             "the file of digests",
             open.digests.as_ref().and_then(|digests| digests.file.as_deref()),
         )?;

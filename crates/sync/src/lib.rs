@@ -6,6 +6,7 @@
 //!     facts ──▶ plan ──▶ transfer (read, pack, send) ──▶ report
 //! ```
 
+mod allowed_paths;
 mod batching;
 mod compared;
 mod conflict;
@@ -19,13 +20,12 @@ mod far;
 mod live;
 mod messages;
 mod mirror;
-mod mirrored;
+mod mirror_receiver;
 mod options;
 mod pack;
 mod pipeline;
 mod plan;
 mod push;
-mod reach;
 mod read;
 mod report;
 #[cfg(test)]
@@ -33,6 +33,7 @@ mod tests;
 mod transfer;
 mod verify;
 
+pub use allowed_paths::AllowedPaths;
 pub use batching::Batching;
 pub use conflict::Conflict;
 pub use delta::Method;
@@ -46,7 +47,6 @@ pub use mirror::{BatchReport, Mirror, MirrorEvent, MirrorOptions, MirrorSummary}
 pub use options::{LiveOptions, Options, Unreadable};
 pub use pipeline::Stages;
 pub use push::push;
-pub use reach::Reach;
 pub use replica::Commit;
 pub use report::{Progress, Summary};
 pub use verify::{Verified, VerifyOptions, verify};

@@ -10,7 +10,7 @@ use extents::Bitmap;
 use source::{Batches, Handle};
 use uuid::Uuid;
 
-use super::session::{Ground, Sent, Session};
+use super::session::{Conversation, Sent, Session};
 use super::{Ended, Mirror, MirrorEvent, MirrorSummary};
 use crate::batching::Interval;
 use crate::error::SyncError;
@@ -133,7 +133,7 @@ impl Followed {
         let plan = Plan { delta: true, mirror: Some(plan), ..Plan::default() };
         sender.send_json(PLAN, &plan)?;
         (mirror.tell)(MirrorEvent::Mirroring);
-        let ground = Ground {
+        let conversation = Conversation {
             handle: &self.handle,
             batches,
             options,
@@ -142,7 +142,7 @@ impl Followed {
             sender: &sender,
             receiver: &receiver,
         };
-        let session = Session::new(ground, mirror.name, &standing, self.interval.clone());
+        let session = Session::new(conversation, mirror.name, &standing, self.interval.clone());
         let began = Instant::now();
         let (result, left) = session.run(&mut self.epoch_began, &mut self.count);
         self.stood = began.elapsed();

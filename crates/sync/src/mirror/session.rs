@@ -39,7 +39,7 @@ pub(super) struct Sent {
 }
 
 /// What a conversation stands on.
-pub(super) struct Ground<'a> {
+pub(super) struct Conversation<'a> {
     pub(super) handle: &'a Handle,
     pub(super) batches: &'a Batches,
     pub(super) options: &'a MirrorOptions,
@@ -51,7 +51,7 @@ pub(super) struct Ground<'a> {
 
 /// One conversation with the replica.
 pub(super) struct Session<'a> {
-    ground: Ground<'a>,
+    conversation: Conversation<'a>,
     bookmark: String,
     /// The state that the first batch is bound to.
     nonce: Uuid,
@@ -61,10 +61,10 @@ pub(super) struct Session<'a> {
 }
 
 impl<'a> Deref for Session<'a> {
-    type Target = Ground<'a>;
+    type Target = Conversation<'a>;
 
-    fn deref(&self) -> &Ground<'a> {
-        &self.ground
+    fn deref(&self) -> &Conversation<'a> {
+        &self.conversation
     }
 }
 
@@ -98,7 +98,7 @@ enum Packed {
 impl<'a> Session<'a> {
     /// A conversation with the replica that the user calls `name`, from where it stands.
     pub(super) fn new(
-        ground: Ground<'a>,
+        conversation: Conversation<'a>,
         name: &str,
         standing: &Standing,
         interval: Interval,
@@ -113,7 +113,7 @@ impl<'a> Session<'a> {
             ended: false,
         };
         Session {
-            ground,
+            conversation,
             bookmark: bookmark(name, standing),
             nonce: standing.replica.nonce,
             size: standing.replica.size,

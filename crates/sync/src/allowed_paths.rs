@@ -6,7 +6,7 @@ use crate::error::SyncError;
 
 /// What of this host a caller may reach.
 #[derive(Debug, Clone)]
-pub enum Reach {
+pub enum AllowedPaths {
     /// All that the system lets this process reach: the caller has a shell here anyway.
     Anything,
     /// Files within these folders, and these devices.
@@ -18,12 +18,12 @@ pub enum Reach {
     },
 }
 
-impl Reach {
+impl AllowedPaths {
     /// Only what is within the folders, or is one of the devices, that `places` names.
     ///
     /// # Errors
     /// [`SyncError::Refused`] if one of them is neither; [`SyncError::Io`] if it can't be looked at.
-    pub fn within(places: &[PathBuf]) -> Result<Reach, SyncError> {
+    pub fn within(places: &[PathBuf]) -> Result<AllowedPaths, SyncError> {
         use std::os::unix::fs::FileTypeExt;
         let (mut folders, mut devices) = (Vec::new(), Vec::new());
         for place in places {
@@ -40,7 +40,7 @@ impl Reach {
                 )));
             }
         }
-        Ok(Reach::Within { folders, devices })
+        Ok(AllowedPaths::Within { folders, devices })
     }
 
     /// The absolute path of the replica that is asked for.
@@ -48,7 +48,7 @@ impl Reach {
     /// A relative path means the user's home where anything may be reached, as with every copy over ssh; else the first
     /// folder. No link is followed on the way from a folder to the replica.
     pub(crate) fn find(&self, asked: &Path) -> Result<PathBuf, SyncError> {
-        let Reach::Within { folders, devices } = self else {
+        let AllowedPaths::Within { folders, devices } = self else {
             return std::path::absolute(asked).map_err(SyncError::io(format!("find {}", asked.display())));
         };
         let refused = |why: &str| {
@@ -103,7 +103,7 @@ impl Reach {
     /// Refuses what is to lie elsewhere than the replica, where not anything may be reached.
     pub(crate) fn only_beside(&self, what: &str, path: Option<&Path>) -> Result<(), SyncError> {
         match (self, path) {
-            (Reach::Within { .. }, Some(path)) => Err(SyncError::Refused(format!(
+            (AllowedPaths::Within { .. }, Some(path)) => Err(SyncError::Refused(format!(
                 "{what} {} is out of reach for those who call here: leave it out",
                 path.display()
             ))),
@@ -135,8 +135,8 @@ mod tests {
         symlink(at("into/a"), at("into/inside")).unwrap();
         symlink(at("into"), at("named")).unwrap();
         fifo(&at("into/pipe"));
-        let reach = Reach::within(&[at("named"), at("other")]).unwrap();
-        let find = |path: &str| reach.find(Path::new(path));
+        let allowed = AllowedPaths::within(&[at("named"), at("other")]).unwrap();
+        let find = |path: &str| allowed.find(Path::new(path));
         let inside = |path: &Path| path.to_str().unwrap().to_string();
         for (asked, found) in [
             ("vm.raw".to_string(), "into/vm.raw"),
@@ -176,10 +176,12 @@ mod tests {
         ] {
             assert!(matches!(find(&asked), Err(SyncError::Refused(_))), "{asked}");
         }
-        assert!(reach.only_beside("a journal in", Some(Path::new("/tmp"))).is_err());
-        assert!(reach.only_beside("a journal in", None).is_ok());
-        assert!(Reach::within(&[at("secret")]).is_err() && Reach::within(&[at("nothing")]).is_err());
-        assert_eq!(Reach::Anything.find(Path::new("/etc/passwd")).unwrap(), Path::new("/etc/passwd"));
+        assert!(allowed.only_beside("a journal in", Some(Path::new("/tmp"))).is_err());
+        assert!(allowed.only_beside("a journal in", None).is_ok());
+        assert!(
+            AllowedPaths::within(&[at("secret")]).is_err() && AllowedPaths::within(&[at("nothing")]).is_err()
+        );
+        assert_eq!(AllowedPaths::Anything.find(Path::new("/etc/passwd")).unwrap(), Path::new("/etc/passwd"));
     }
 
     fn fifo(path: &Path) {
