@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use dsync_tests::image::{self, BLOCK};
 use dsync_tests::site::binary;
-use dsync_tests::{Random, Run, Site, need};
+use dsync_tests::{Random, Run, Site, need, need_root, skipped};
 use rustix::process::{Resource, Rlimit, prlimit};
 
 const MIB: u64 = 1 << 20;
@@ -69,6 +69,42 @@ fn a_file_that_may_not_grow_is_an_error_and_no_sudden_death() {
     assert!(output.stderr.contains("File too large") && output.stderr.contains("ulimit -f"), "{output}");
     site.sync(&image, &site.path("copy.raw"), &[]).ok();
     image::assert_equal(&image, &site.path("copy.raw"));
+}
+
+/// A user who may start few threads: a sync works with them, or ends with an error, but never waits for one.
+#[test]
+fn too_few_threads_are_an_error_and_no_wait() {
+    let what = "a limit on threads";
+    if !need_root(what) || !need(&["prlimit", "setpriv", "chown"], what) {
+        return;
+    }
+    // Nobody else's processes count.
+    const USER: &str = "54321";
+    let site = Site::new();
+    let image = site.path("vm.raw");
+    image::random(&image, 8 * MIB, &mut Random::seeded(1));
+    let folder = site.path("theirs");
+    std::fs::create_dir(&folder).expect("a folder");
+    Run::new("chown").args(["-R", USER]).arg(site.path("")).ok();
+    let as_user = |threads: u32, args: &[&std::path::Path]| {
+        Run::new("setpriv")
+            .args(["--reuid", USER, "--regid", USER, "--clear-groups", "prlimit"])
+            .arg(format!("--nproc={threads}"))
+            .arg(binary())
+            .env("DSYNC_STATE_DIR", folder.join("state"))
+            .args(args)
+    };
+    if !as_user(100, &["--version".as_ref()]).output().status.success() {
+        return skipped(what, "the program can't be reached by another user");
+    }
+    let copy = folder.join("copy.raw");
+    let sync = |threads| as_user(threads, &["sync".as_ref(), &image, &copy]).limit(Duration::from_secs(60));
+    for threads in 2..12 {
+        let output = sync(threads).output();
+        assert!(matches!(output.status.code(), Some(0 | 1)), "{threads}: {output}");
+    }
+    sync(100).ok();
+    image::assert_equal(&image, &copy);
 }
 
 #[test]

@@ -145,6 +145,41 @@ fn a_mirror_outlives_its_server() {
     scene.equal();
 }
 
+/// A server that stays away is waited for, as a link is, however it ended, and while the first copy is made as well as later.
+#[test]
+fn a_server_that_stays_away_is_waited_for() {
+    let mut scene = Scene::new("a server stays away under a mirror", 32 * MIB);
+    scene.stop();
+    image::scribble(&scene.image, 0, 16 * MIB, &mut scene.random);
+    scene.start();
+    let run = scene.site.dsync(["mirror", "-v", "--bwlimit", "4M"]).arg(&scene.image).arg(&scene.replica);
+    let mut running = run.start();
+    let partial = scene.replica.with_extension("raw.partial");
+    wait_until("the first copy begins", || std::fs::metadata(&partial).is_ok_and(|found| found.len() > 0));
+    for killed in [true, false, true] {
+        let server = scene.server.take().expect("a server");
+        let before = running.stderr_so_far().matches("trying again").count();
+        if killed {
+            server.kill()
+        } else {
+            server.stop()
+        };
+        wait_until("it waits", || {
+            assert!(running.ended().is_none(), "{}", running.stderr_so_far());
+            running.stderr_so_far().matches("trying again").count() >= before + 2
+        });
+        scene.start();
+        scene.change(50);
+        wait_until("it goes on", || {
+            scene.replica.exists() && image::first_difference(&scene.image, &scene.replica).is_none()
+        });
+    }
+    assert!(running.stderr_so_far().contains("went away"), "{}", running.stderr_so_far());
+    running.signal(Signal::TERM);
+    assert!(running.output(Duration::from_secs(60)).status.success());
+    scene.equal();
+}
+
 /// The far side of a mirror, if it lives.
 fn far_side(running: &Background) -> Option<Pid> {
     running.descendant("dsync", "receive")

@@ -47,7 +47,12 @@ impl ThreadQueue {
                     let _ = rustix::io::write(&event, &1u64.to_ne_bytes());
                 }
             };
-            queue.workers.push(std::thread::Builder::new().name("disk".into()).spawn(run)?);
+            match std::thread::Builder::new().name("disk".into()).spawn(run) {
+                Ok(worker) => queue.workers.push(worker),
+                Err(error) if queue.workers.is_empty() => return Err(error),
+                // It is slower with fewer.
+                Err(_) => break,
+            }
         }
         Ok(queue)
     }

@@ -60,6 +60,9 @@ pub enum SourceError {
     /// The server of a source gave an error, or went away.
     #[error("{0}")]
     Server(String),
+    /// The server of a source was there, and no longer is.
+    #[error("the server of {} went away: start it again with \"dsync serve\"", .0.display())]
+    Away(PathBuf),
     /// Not to be done with this source.
     #[error("{0}")]
     Refused(String),

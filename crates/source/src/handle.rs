@@ -141,6 +141,11 @@ impl Handle {
         matches!(self.holder, Holder::Server(..))
     }
 
+    /// True if a server answered for the source, and no longer does.
+    pub fn is_abandoned(&self) -> bool {
+        matches!(&self.holder, Holder::Server(client, _) if client.status().is_err())
+    }
+
     /// The source as a live disk, if it is one: then there are no views of it but those of [`Live::cut`].
     pub fn live(&self) -> Option<&Live> {
         match &self.holder {

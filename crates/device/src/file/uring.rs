@@ -12,6 +12,7 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::Arc;
+use std::time::Duration;
 
 use io_uring::{IoUring, Probe, opcode, squeue, types};
 
@@ -22,6 +23,8 @@ use crate::error::at;
 /// Longer runs are cut, so that a few large requests keep the disk as busy as many small ones.
 const LONGEST: u64 = 1 << 20;
 const DEEPEST: u32 = 4096;
+/// How long the kernel may take to start a thread.
+const LENT_WITHIN: Duration = Duration::from_secs(1);
 
 pub(crate) struct UringQueue {
     ring: IoUring,
@@ -82,17 +85,39 @@ enum Act {
 const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
 const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
 
+/// Has the kernel start the thread that carries out what it can't do at once; it keeps the last one as long as this thread
+/// lives. Where it may not start any (`RLIMIT_NPROC`), it would keep a flush waiting for ever.
+fn lend_a_thread(ring: &mut IoUring) -> io::Result<()> {
+    let nothing = opcode::Nop::new().build().flags(squeue::Flags::ASYNC);
+    // SAFETY: it uses no memory.
+    unsafe { ring.submission().push(&nothing) }.map_err(io::Error::other)?;
+    let limit = types::Timespec::from(LENT_WITHIN);
+    let within = types::SubmitArgs::new().timespec(&limit);
+    loop {
+        match ring.submitter().submit_with_args(1, &within) {
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            submitted => {
+                submitted?;
+                break;
+            }
+        }
+    }
+    let done = ring.completion().next().filter(|done| done.result() >= 0);
+    done.map(drop).ok_or_else(|| io::ErrorKind::WouldBlock.into())
+}
+
 impl UringQueue {
     /// A queue over a disk that has a direct descriptor. Fails where the kernel has no io_uring, or doesn't let us.
     pub(crate) fn new(disk: Arc<FileDisk>, depth: u32) -> io::Result<UringQueue> {
         let depth = depth.clamp(1, DEEPEST);
-        let ring = IoUring::builder().setup_clamp().build(depth.next_power_of_two())?;
+        let mut ring = IoUring::builder().setup_clamp().build(depth.next_power_of_two())?;
         let mut probe = Probe::new();
         ring.submitter().register_probe(&mut probe)?;
         let needed = [opcode::Read::CODE, opcode::Write::CODE, opcode::Fallocate::CODE, opcode::Fsync::CODE];
         if !needed.into_iter().all(|code| probe.is_supported(code)) {
             return Err(io::ErrorKind::Unsupported.into());
         }
+        lend_a_thread(&mut ring)?;
         let depth = depth as usize;
         Ok(UringQueue {
             ring,

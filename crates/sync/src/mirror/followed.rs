@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use delta::Epoch;
 use extents::Bitmap;
-use source::{Batches, Handle};
+use source::{Batches, Handle, SourceError};
 use uuid::Uuid;
 
 use super::session::{Conversation, Sent, Session};
@@ -60,13 +60,21 @@ fn sync(handle: &Handle, mirror: &mut Mirror<'_>, summary: &mut MirrorSummary) -
     Ok(synced)
 }
 
+/// What failed, or that the source's server went away, which fails in many ways.
+fn or_away(handle: &Handle, error: SyncError) -> SyncError {
+    match handle.is_abandoned() {
+        true => SourceError::Away(handle.about().path.clone()).into(),
+        false => error,
+    }
+}
+
 impl Followed {
     /// Follows the source, and syncs: from there on batches can go on.
     pub(super) fn begin(mirror: &mut Mirror<'_>, summary: &mut MirrorSummary) -> Result<Followed, SyncError> {
         let handle = (mirror.attach)()?;
         // Before the checkpoint of the sync: what is written from there on is in the first batch.
         let batches = if handle.live().is_some() { None } else { Some(handle.follow()?) };
-        let synced = sync(&handle, mirror, summary)?;
+        let synced = sync(&handle, mirror, summary).map_err(|error| or_away(&handle, error))?;
         let epoch = handle.last_epoch()?.filter(|e| Some(e.number) == synced.epoch);
         Ok(Followed {
             handle,
@@ -86,10 +94,11 @@ impl Followed {
         mirror: &mut Mirror<'_>,
         summary: &mut MirrorSummary,
     ) -> Result<Ended, SyncError> {
-        match &self.batches {
+        let ended = match &self.batches {
             Some(_) => self.converse(mirror, summary),
             None => self.round(mirror, summary),
-        }
+        };
+        ended.map_err(|error| or_away(&self.handle, error))
     }
 
     /// Lets the source go.

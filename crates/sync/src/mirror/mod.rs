@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use link::Link;
 use serde::Serialize;
-use source::Handle;
+use source::{Handle, SourceError};
 
 use self::followed::Followed;
 use crate::batching::Batching;
@@ -142,7 +142,7 @@ impl Mirror<'_> {
         let mut summary = MirrorSummary::default();
         let mut followed: Option<Followed> = None;
         let mut wait = FIRST_RETRY;
-        // Until it has worked once, what fails is most likely the user's to mend: all but a link that was cut.
+        // Until both ends were reached once, what fails is most likely the user's to mend.
         let mut worked = false;
         let (mut busy, mut stopped) = (0, false);
         // Conversations that were cut one after the other, and nothing confirmed in any of them.
@@ -181,10 +181,11 @@ impl Mirror<'_> {
                     busy += 1;
                     std::thread::sleep(LOOK_EVERY);
                 }
-                Err(error) if is_final(&error) || !(worked || is_cut(&error)) => return Err(error),
+                Err(error) if is_final(&error) || !(worked || is_outage(&error)) => return Err(error),
                 // After the word to stop, one more attempt is worth its time, and no more.
                 Err(error) if stopped => return Err(error),
                 Err(error) => {
+                    worked = true;
                     summary.broken += 1;
                     (self.tell)(MirrorEvent::Broken(&error, wait));
                     self.rest_until(Instant::now() + wait);
@@ -216,6 +217,11 @@ fn is_final(error: &SyncError) -> bool {
         SyncError::Source(_) => false,
         _ => error.class() == Class::Refused,
     }
+}
+
+/// What stood and fell: a link, or the source's server.
+fn is_outage(error: &SyncError) -> bool {
+    is_cut(error) || matches!(error, SyncError::Source(SourceError::Away(_)))
 }
 
 /// A link that stood and fell.
