@@ -1,6 +1,10 @@
 //! The time by which file systems stamp their files, and the machine's life: what own writes are told from others' by, after
 //! nobody was there to watch.
 
+use std::path::Path;
+
+use crate::storage::disks_beneath;
+
 use std::fmt;
 use std::sync::Arc;
 
@@ -46,13 +50,26 @@ fn system() -> u64 {
     (t.tv_sec.max(0) as u64).saturating_mul(1_000_000_000).saturating_add(t.tv_nsec.max(0) as u64)
 }
 
-/// The machine's life, as far as stamps need it.
+/// The machine's life, as far as stamps need it, and that of the disks on which something is kept: one that was detached and
+/// attached again may have lost what was not flushed, as in a power cut.
 #[derive(Debug, Clone)]
 pub struct Boot {
-    /// A name that no other boot has.
+    /// A name that no other boot has. Behind each `#` the numbers of the disks beneath one path, outermost first, between
+    /// slashes; none where the kernel shows no single disk.
     pub id: String,
     /// Nanoseconds since 1970 when it began.
     pub began: u64,
+}
+
+/// How a life that was noted relates to this one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Life {
+    /// It is this one.
+    This,
+    /// Of this boot, but a disk was detached and attached again.
+    Detached,
+    /// Of another boot.
+    Earlier,
 }
 
 impl Boot {
@@ -64,7 +81,28 @@ impl Boot {
     /// is then doubted without need: a foreign write in that time is the worse mistake.
     pub const DYING: u64 = 50_000_000;
 
-    /// This one.
+    /// This one, and that of the disks on which these paths are.
+    pub fn of(paths: &[&Path]) -> Boot {
+        let Boot { mut id, began } = Boot::current();
+        for path in if id.is_empty() { &[] } else { paths } {
+            let disks: Vec<String> = disks_beneath(path).iter().map(u64::to_string).collect();
+            id = format!("{id}#{}", disks.join("/"));
+        }
+        Boot { id, began }
+    }
+
+    /// How the life of this name relates to this one. What is not known of disks does not tell them apart.
+    pub fn life(&self, id: &str) -> Life {
+        let (mut this, mut that) = (self.id.split('#'), id.split('#'));
+        if self.id.is_empty() || this.next() != that.next() {
+            return Life::Earlier;
+        }
+        let differ = |(this, that): (&str, &str)| this != that && !this.is_empty() && !that.is_empty();
+        let mut disks = this.zip(that).flat_map(|(this, that)| this.split('/').zip(that.split('/')));
+        if disks.any(differ) { Life::Detached } else { Life::This }
+    }
+
+    /// This boot.
     pub fn current() -> Boot {
         let id =
             std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned();
@@ -72,5 +110,31 @@ impl Boot {
         let began =
             stat.lines().find_map(|l| l.strip_prefix("btime ")).and_then(|t| t.trim().parse::<u64>().ok());
         Boot { id, began: began.unwrap_or(0).saturating_mul(1_000_000_000) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_life_is_a_boots_and_its_disks() {
+        let life = |this: &str, that: &str| Boot { id: this.into(), began: 0 }.life(that);
+        for (this, that, expected) in [
+            ("a", "a", Life::This),
+            ("a", "b", Life::Earlier),
+            ("", "", Life::Earlier),
+            ("a#7/3#9", "a#7/3#9", Life::This),
+            ("a#7/3#9", "a#8/3#9", Life::Detached),
+            ("a#7/3#9", "a#7/4#9", Life::Detached),
+            ("a#7/3#9", "a#7/3#10", Life::Detached),
+            ("a#7/3#9", "b#7/3#9", Life::Earlier),
+            // Noted by an earlier program, or where there was no disk to be seen.
+            ("a#7/3#9", "a", Life::This),
+            ("a#7/3#9", "a##9", Life::This),
+            ("a#7/3", "a#7", Life::This),
+        ] {
+            assert_eq!(life(this, that), expected, "{this} {that}");
+        }
     }
 }

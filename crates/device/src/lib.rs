@@ -32,7 +32,7 @@ mod usage;
 mod written;
 
 pub use buffer::Buf;
-pub use clock::{Boot, Clock};
+pub use clock::{Boot, Clock, Life};
 pub use disk::{Disk, Done, InlineQueue, Kind, Piece, Pieces, Queue, Request};
 pub use error::{DeviceError, DeviceErrorKind, is_unreadable, unreadable};
 pub use file::{Options, adopt, open};

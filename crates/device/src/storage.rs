@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::identity::sysfs;
+use crate::identity::{diskseq, sysfs};
 use crate::usage::{device_number, file_system_device};
 
 /// More layers than that are not followed.
@@ -75,6 +75,43 @@ impl Storage {
         let mut pairs = self.layers.iter().flat_map(|a| other.layers.iter().map(move |b| (a, b)));
         self.boot == other.boot && pairs.any(|(a, b)| a.what == b.what && shared(a, b))
     }
+}
+
+/// The numbers (diskseq) of the disks on which the file or device at `path` is, outermost first, as far as each lies on one
+/// alone; of a Btrfs over several the numbers of all.
+pub(crate) fn disks_beneath(path: &Path) -> Vec<u64> {
+    let mut numbers = Vec::new();
+    let Ok(found) = std::fs::metadata(path) else { return numbers };
+    let mut at = match found.file_type().is_block_device() {
+        true => vec![found.rdev()],
+        false => file_system_device(found.dev()).map(members).unwrap_or_default(),
+    };
+    for _ in 0..MOST {
+        let mut next: Vec<u64> = at.iter().filter_map(|device| diskseq(*device)).collect();
+        next.sort_unstable();
+        // A partition has its disk's.
+        next.retain(|number| !numbers.contains(number));
+        numbers.extend(next);
+        let [device] = at[..] else { break };
+        let Ok(place) = std::fs::canonicalize(sysfs(device)) else { break };
+        at = match below(&place, None)[..] {
+            [Layer { what: Object::Block(device), .. }] => vec![device],
+            [Layer { what: Object::File(file_system, _), .. }] => {
+                file_system_device(file_system).map(members).unwrap_or_default()
+            }
+            _ => break,
+        };
+    }
+    numbers
+}
+
+/// The devices of the Btrfs that has this one, or this one alone.
+fn members(device: u64) -> Vec<u64> {
+    let within = |folder: &Path| std::fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path());
+    within(Path::new("/sys/fs/btrfs"))
+        .map(|one| within(&one.join("devices")).filter_map(|device| device_number(&device)).collect())
+        .find(|devices: &Vec<u64>| devices.contains(&device))
+        .unwrap_or_else(|| vec![device])
 }
 
 fn on_file_system(number: u64) -> Vec<Layer> {

@@ -94,7 +94,8 @@ impl FilePlace {
         let name = path.file_name().unwrap_or_default().to_owned();
         let mut partial = name.clone();
         partial.push(".partial");
-        Ok(FilePlace { path, folder, name, partial, boot: Boot::current() })
+        let boot = Boot::of(&[path.parent().unwrap_or(Path::new("/"))]);
+        Ok(FilePlace { path, folder, name, partial, boot })
     }
 
     fn name(&self, which: Which) -> &OsString {

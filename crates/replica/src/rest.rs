@@ -26,7 +26,7 @@ use std::sync::atomic::{
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use device::{Boot, Clock, Folder, Mapping, StateFile};
+use device::{Boot, Clock, Folder, Life, Mapping, StateFile};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -132,7 +132,8 @@ impl Evidence<'_> {
         let changed = now.changed.max(0) as u64;
         let left = self.note.as_ref().and_then(|(note, _)| note.stamp.as_ref());
         let time = self.note.as_ref().map_or(0, |(_, time)| *time);
-        if self.note.as_ref().is_some_and(|(note, _)| note.life == boot.id && !boot.id.is_empty()) {
+        let life = self.note.as_ref().map_or(Life::Earlier, |(note, _)| boot.life(&note.life));
+        if life == Life::This {
             return match left {
                 Some(left) => left.differs(now),
                 // Nothing was written yet.
@@ -153,7 +154,9 @@ impl Evidence<'_> {
             Some(left) => left.changed.max(0) as u64,
             None => time.max(self.durable).saturating_add(Boot::LATE),
         };
-        (changed > last || changed >= boot.began).then_some(WRITTEN)
+        // Since when a disk is back that was detached, nothing tells.
+        let of_this_boot = changed >= boot.began && life != Life::Detached;
+        (changed > last || of_this_boot).then_some(WRITTEN)
     }
 }
 
@@ -546,7 +549,7 @@ mod tests {
         let (before, now) = (at(100), at(now));
         let stream = Some(Uuid::from_u128(2));
         let evidence = Evidence { before: &before, now: &now, note, durable: durable * S, stream };
-        evidence.foreign(&Boot { id: "this".into(), began: 1000 * S }).is_some()
+        evidence.foreign(&Boot { id: "this#7".into(), began: 1000 * S }).is_some()
     }
 
     #[test]
@@ -579,6 +582,12 @@ mod tests {
             (490, Some(("last", Some(500), 499, 2)), 499, false),
             (501, Some(("last", Some(500), 499, 1)), 499, false),
             (99, Some(("last", Some(500), 499, 2)), 499, true),
+            // The disk was detached and attached again in this boot.
+            (1200, Some(("this#6", Some(1200), 1199, 2)), 1199, false),
+            (1190, Some(("this#6", Some(1200), 1199, 2)), 1199, false),
+            (1201, Some(("this#6", Some(1200), 1199, 2)), 1199, true),
+            (1205, Some(("this#6", None, 1200, 1)), 1100, false),
+            (1211, Some(("this#6", None, 1200, 1)), 1100, true),
             // Nothing of this boot is own, whatever is durable of it.
             (1001, None, 1001, true),
             (1001, Some(("last", None, 1000, 1)), 1001, true),

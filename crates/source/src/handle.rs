@@ -115,7 +115,7 @@ impl Handle {
         let Some((place, about)) = state.source(what)? else { return Ok(None) };
         let Some(client) = Client::connect(&place)? else { return Ok(None) };
         let folder = Dir::open(&place).map_err(SourceError::state("open", &place))?;
-        let medium = Arc::new(AtPath::new(about.identity.clone()));
+        let medium = Arc::new(AtPath::new(about.identity.clone(), &place));
         let connect: Connect = Box::new(move || Client::connect(&place));
         Ok(Some(Handle { about, folder: Arc::new(folder), medium, holder: Holder::Server(client, connect) }))
     }

@@ -107,12 +107,15 @@ pub(crate) struct AtPath {
     identity: Mutex<Identity>,
     /// It, by which its path is found when it was moved; for nothing else.
     object: Option<File>,
+    boot: Boot,
 }
 
 impl AtPath {
-    pub(crate) fn new(identity: Identity) -> AtPath {
+    /// Its state is in `folder`.
+    pub(crate) fn new(identity: Identity, folder: &Path) -> AtPath {
         let object = File::options().read(true).custom_flags(libc::O_PATH).open(&identity.path).ok();
-        AtPath { identity: Mutex::new(identity), object }
+        let boot = Boot::of(&[&identity.path, folder]);
+        AtPath { identity: Mutex::new(identity), object, boot }
     }
 
     /// What it is, as it was seen last.
@@ -148,7 +151,7 @@ impl Medium for AtPath {
         }
     }
     fn boot(&self) -> Boot {
-        Boot::current()
+        self.boot.clone()
     }
     fn reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
         self.open(true)
@@ -363,7 +366,8 @@ impl Source {
         };
         write_about(&folder, &about)?;
         drop(minting);
-        let mut source = Self::over(about, disk, Arc::new(folder), Box::new(AtPath::new(identity)), options)?;
+        let medium = Box::new(AtPath::new(identity, folder.path()));
+        let mut source = Self::over(about, disk, Arc::new(folder), medium, options)?;
         source.locks = Some((lock, Some(image)));
         source.fresh = made.is_some().then(|| state.clone()).filter(|_| options.read_only);
         Ok(source)

@@ -1,7 +1,7 @@
 //! Whether the image is as its record says: a stamp taken when the last writer left, and compared before the record is
 //! believed again.
 
-use device::{Boot, Folder, Identity};
+use device::{Boot, Folder, Identity, Life};
 use serde::{Deserialize, Serialize};
 
 use crate::SourceError;
@@ -17,7 +17,7 @@ pub(crate) struct Stamp {
     pub lost: Option<String>,
     /// The image at that moment.
     pub identity: Identity,
-    /// The kernel's life in which the stamp was taken.
+    /// The life in which the stamp was taken: the machine's, and that of the disks beneath the image and its state.
     pub boot: String,
     /// The number of the history's last epoch at that moment. A history that ends earlier has lost what the record of
     /// today does not hold.
@@ -84,14 +84,14 @@ impl Stamp {
         if !self.identity.same_object(now) {
             return Verdict::Lost(REPLACED.into());
         }
-        let same_boot = !boot.id.is_empty() && self.boot == boot.id;
+        let life = boot.life(&self.boot);
         if now.is_block() {
             return if !trust_device {
                 Verdict::Lost(
                     "a block device may have been written while nobody served it (say --trust-device if it was not)".into(),
                 )
             } else {
-                Verdict::Trusted { power_lost: !self.clean && !same_boot }
+                Verdict::Trusted { power_lost: !self.clean && life != Life::This }
             };
         }
         if self.clean {
@@ -108,7 +108,7 @@ impl Stamp {
         // down, in memory that outlives the process but not the kernel.
         let changed = now.ctime_ns.max(0) as u64;
         let untouched = self.identity.ctime_ns == now.ctime_ns;
-        if same_boot {
+        if life == Life::This {
             // Not so after a power cut: then a file's time may be older than its content.
             if changed < last.seen {
                 return Verdict::Lost(
@@ -126,7 +126,12 @@ impl Stamp {
         if untouched || (changed <= last.time.saturating_add(Boot::LATE) && changed < boot.began) {
             return Verdict::Trusted { power_lost: true };
         }
-        Verdict::Lost("after the power cut, the image was changed by another program".into())
+        Verdict::Lost(match life {
+            Life::Detached => {
+                "its disk, or that of the state directory, was detached while dsync had it open".into()
+            }
+            _ => "after the power cut, the image was changed by another program".into(),
+        })
     }
 }
 
