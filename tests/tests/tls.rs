@@ -117,7 +117,7 @@ fn clients_reach_nothing_but_the_folder() {
     let before = fingerprints(&outside.join("x"));
     let refused = |path: &str, options: &[&str]| {
         let refused = far.sync_to(&scene, &far.destination(path), options).code(4);
-        refused.says(&["out of reach"]);
+        refused.says(&["not allowed for remote clients"]);
         assert_eq!(fingerprints(&outside.join("x")), before, "{path}");
     };
     let absolute = outside.join("vm.raw").display().to_string();
@@ -135,7 +135,7 @@ fn clients_reach_nothing_but_the_folder() {
     image::assert_equal(&scene.image, &far.replica());
     // To read is to reach too.
     let verify = scene.site.dsync(["verify"]).arg(&scene.image).arg(far.destination("link/file"));
-    verify.code(4).says(&["out of reach"]);
+    verify.code(4).says(&["not allowed for remote clients"]);
 }
 
 /// What ends in order is logged as that, whatever was to be done.

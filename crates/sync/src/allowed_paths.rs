@@ -1,13 +1,13 @@
-//! Where one who calls may have replicas made.
+//! Where a remote client may have replicas made.
 
 use std::path::{Component, Path, PathBuf};
 
 use crate::error::SyncError;
 
-/// What of this host a caller may reach.
+/// The paths of this host that a client may use.
 #[derive(Debug, Clone)]
 pub enum AllowedPaths {
-    /// All that the system lets this process reach: the caller has a shell here anyway.
+    /// All that the system lets this process use: the client has a shell here anyway.
     Anything,
     /// Files within these folders, and these devices.
     Within {
@@ -35,7 +35,7 @@ impl AllowedPaths {
                 devices.push((place.clone(), path));
             } else {
                 return Err(SyncError::Refused(format!(
-                    "{} is neither a folder nor a block device: name the folder in which the replicas lie",
+                    "{} is neither a folder nor a block device: name the folder that holds the replicas",
                     place.display()
                 )));
             }
@@ -52,10 +52,7 @@ impl AllowedPaths {
             return std::path::absolute(asked).map_err(SyncError::io(format!("find {}", asked.display())));
         };
         let refused = |why: &str| {
-            Err(SyncError::Refused(format!(
-                "{} is out of reach for those who call here: {why}",
-                asked.display()
-            )))
+            Err(SyncError::Refused(format!("{} is not allowed for remote clients: {why}", asked.display())))
         };
         if let Some((_, device)) = devices.iter().find(|(named, device)| asked == named || asked == device) {
             return Ok(device.clone());
@@ -65,7 +62,7 @@ impl AllowedPaths {
             false => folders.first().map(|folder| (folder, asked)),
         };
         let Some((folder, rest)) = found else {
-            return refused("it lies in no folder, and is no device, that --into names there");
+            return refused("it is neither in a folder nor a device that --into names there");
         };
         let mut path = folder.clone();
         let mut parts = rest.components().peekable();
@@ -87,7 +84,7 @@ impl AllowedPaths {
                 (Ok(what), Some(_)) if !what.is_dir() => {
                     return refused("there is a file where a folder should be");
                 }
-                (Ok(what), None) if !what.is_file() => return refused("it is no file"),
+                (Ok(what), None) if !what.is_file() => return refused("it is not a file"),
                 (Err(_), Some(_)) => {
                     return Err(SyncError::Away(format!(
                         "there is no folder {} for the replica: mount its file system, or make it there",
@@ -100,11 +97,11 @@ impl AllowedPaths {
         Ok(path)
     }
 
-    /// Refuses what is to lie elsewhere than the replica, where not anything may be reached.
+    /// Refuses a path other than the replica's own, unless everything is allowed.
     pub(crate) fn only_beside(&self, what: &str, path: Option<&Path>) -> Result<(), SyncError> {
         match (self, path) {
             (AllowedPaths::Within { .. }, Some(path)) => Err(SyncError::Refused(format!(
-                "{what} {} is out of reach for those who call here: leave it out",
+                "{what} {} is not allowed for remote clients: omit it",
                 path.display()
             ))),
             _ => Ok(()),

@@ -22,7 +22,7 @@ pub(crate) struct Comparison<'a> {
     pub receiver: &'a Receiver,
     pub view: &'a Arc<View>,
     pub scope: &'a Scope,
-    /// Also hand on what lies between differences where these are dense.
+    /// Also hand on what is between differences where these are dense.
     pub fill: bool,
     pub totals: &'a Totals<'a>,
 }

@@ -6,7 +6,7 @@ use extents::Bitmap;
 const WINDOW: u64 = 2048;
 const DENSE_PART: u64 = 3;
 
-/// Marks what lies between the marked blocks of dense windows.
+/// Marks what is between the marked blocks of dense windows.
 pub(crate) fn fill_dense(changes: &Bitmap) {
     let mut at = 0;
     while let Some(first) = changes.runs_in(at..changes.blocks()).next() {

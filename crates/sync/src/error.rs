@@ -20,7 +20,7 @@ pub enum Class {
     Away,
 }
 
-/// An error of this room.
+/// Why a sync failed.
 #[derive(Debug, thiserror::Error)]
 pub enum SyncError {
     /// At the source.
@@ -36,7 +36,7 @@ pub enum SyncError {
     #[error(transparent)]
     Delta(#[from] delta::Error),
     /// Reading or writing.
-    #[error("can't {what}: {error}")]
+    #[error("cannot {what}: {error}")]
     Io {
         /// What was tried.
         what: String,
@@ -59,13 +59,13 @@ pub enum SyncError {
     Stopped,
     /// A part of the source can't be read.
     #[error(
-        "the source can't be read at byte {0}, so nothing was committed: \"dsync sync --keep-going\" copies the rest, and leaves the replica incomplete"
+        "the source cannot be read at byte {0}, so nothing was committed: \"dsync sync --keep-going\" copies the rest and leaves the replica incomplete"
     )]
     Unreadable(u64),
     /// A part of the replica can't be read.
-    #[error("the replica can't be read: {0}: --keep-going goes on behind what can't")]
+    #[error("the replica cannot be read: {0}: --keep-going skips what cannot be read")]
     UnreadableReplica(#[source] std::io::Error),
-    /// Something stands in the way.
+    /// Something is in the way.
     #[error("{0}")]
     Refused(String),
     /// The replica is not where it was.

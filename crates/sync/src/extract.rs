@@ -1,4 +1,4 @@
-//! A delta to a byte stream, for whoever carries it on.
+//! A delta to a byte stream, to be carried to the replica by any means.
 //!
 //! Nobody says what becomes of the stream: nothing that is seen here tells a delta that was merged from one whose pipe broke
 //! behind the last byte. So an extract moves no bookmark, and the next one begins where this one began. A delta fits a

@@ -1,4 +1,4 @@
-//! The replica's end: say where it stands, receive, commit.
+//! The replica's end: report its status, receive, commit.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -27,7 +27,7 @@ pub fn receive(link: Link, state: &StateDir) -> Result<(), SyncError> {
     receive_within(link, state, &AllowedPaths::Anything)
 }
 
-/// The same for one who may not reach everything.
+/// The same, restricted to the allowed paths.
 pub fn receive_within(link: Link, state: &StateDir, allowed: &AllowedPaths) -> Result<(), SyncError> {
     receive_at(link, &|open| {
         let path = allowed.find(&open.path)?;
@@ -178,10 +178,10 @@ fn take_delta(
     }
     let (compare, pass) = (plan.compare, plan.pass);
     let message = receiver.recv()?.ok_or_else(|| SyncError::Far {
-        message: "the source ended the conversation too early: run again".into(),
+        message: "the source ended the conversation early: run again".into(),
         class: Class::Failed,
     })?;
-    // What a pass leaves is no state that digests could be bound to.
+    // Digests cannot be bound to what a pass leaves: it is not a state of the replica.
     let asked = open.digests.as_ref().filter(|_| !pass);
     let mut kept = asked.map(|asked| Kept::open(asked, replica)).transpose()?;
     let standing = replica.standing().clone();
@@ -300,7 +300,7 @@ pub struct Merged {
     pub destination: PathBuf,
     /// Its source.
     pub source: uuid::Uuid,
-    /// The number of the epoch at which it stands now.
+    /// The number of its epoch afterwards.
     pub epoch: u64,
     /// The id of that epoch.
     pub epoch_id: uuid::Uuid,
@@ -337,7 +337,7 @@ pub fn merge_over(
     let began = Instant::now();
     let mut units = Units::new(input);
     let no_delta = || delta::Error::NoTrailer { units: 0 };
-    // The header first: what is no delta leaves no trace.
+    // The header first: input that is not a delta leaves no trace.
     let header = units.next()?.ok_or_else(no_delta)?;
     let mut replica = open()?;
     let destination = replica.path().to_path_buf();

@@ -17,7 +17,7 @@
 //! wants no more, then the replica's, for which the source waits.
 //!
 //! Whatever the other side says is bounded where it is heard: [`Standing::check`], [`Plan::check`] and [`text`] here, digests
-//! and sums in the compare room, deltas in the delta room, the lengths of messages in the link.
+//! and sums in the compare crate, deltas in the delta crate, the lengths of messages in the link.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -131,7 +131,7 @@ pub(crate) struct Confirmed {
     pub micros: u64,
 }
 
-/// The replica stands at the new epoch.
+/// The replica is at the new epoch.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Committed {
     pub epoch: Epoch,
@@ -203,7 +203,9 @@ pub(crate) fn text(said: &str) -> String {
 /// What the other side said makes no sense.
 fn nonsense(what: &str) -> SyncError {
     SyncError::Far {
-        message: format!("the far side said what makes no sense: {what}: is it the same version?"),
+        message: format!(
+            "the far side sent an invalid message ({what}): check that it runs the same version of dsync"
+        ),
         class: Class::Failed,
     }
 }
@@ -214,7 +216,7 @@ fn check_path(what: &str, path: Option<&Path>) -> Result<(), SyncError> {
         let bytes = path.as_os_str().as_bytes();
         bytes.len() <= MAX_PATH && !bytes.contains(&0)
     };
-    if path.is_none_or(sound) { Ok(()) } else { Err(nonsense(&format!("{what} is no path"))) }
+    if path.is_none_or(sound) { Ok(()) } else { Err(nonsense(&format!("{what} is not a path"))) }
 }
 
 impl Open {
@@ -234,7 +236,7 @@ impl Standing {
         Standing { path: PathBuf::new(), replica, wrong_size: None, in_place: false }
     }
 
-    /// Hears what stands at the destination.
+    /// Hears where the replica is.
     pub fn hear(receiver: &Receiver) -> Result<Standing, SyncError> {
         let standing: Standing = expect(receiver, STANDING)?.json()?;
         standing.check()?;
@@ -282,7 +284,7 @@ pub(crate) fn unexpected(message: &Message) -> SyncError {
     }
     SyncError::Far {
         message: format!(
-            "the far side said something out of turn (message kind {}): is it the same version?",
+            "the far side sent an unexpected message (kind {}): check that it runs the same version of dsync",
             message.kind
         ),
         class: Class::Failed,
@@ -295,13 +297,13 @@ pub(crate) fn expect(receiver: &Receiver, kind: u8) -> Result<Message, SyncError
         Some(message) if message.kind == kind => Ok(message),
         Some(message) => Err(unexpected(&message)),
         None => Err(SyncError::Far {
-            message: "the far side ended the conversation too early: run again".into(),
+            message: "the far side ended the conversation early: run again".into(),
             class: Class::Failed,
         }),
     }
 }
 
-/// Begins a conversation: asks for a replica, and hears where it stands. `rate` limits what is sent, in bytes a second.
+/// Begins a conversation: asks for a replica, and hears where it is. `rate` limits what is sent, in bytes a second.
 pub(crate) fn open(
     link: Link,
     replica: &Open,

@@ -13,7 +13,7 @@ use uuid::Uuid;
 use crate::error::{Class, SyncError};
 use crate::messages::{BATCH, Confirmed, MirrorPlan, to_unit, unexpected};
 
-/// How often who waits looks whether another stage has failed.
+/// How often a waiting stage checks whether another has failed.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
 /// What passes through the stages.

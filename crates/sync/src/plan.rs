@@ -193,7 +193,7 @@ pub(crate) struct Moment<'a> {
     pub size: u64,
     /// Bytes a block.
     pub block_size: u32,
-    /// What lies between dense changes may be moved too.
+    /// What is between dense changes may be moved too.
     pub fill: bool,
     /// What a tracked delta carries, or why that is not known; `None` if nothing of the kind was asked.
     pub changes: Option<Result<Changes, String>>,
@@ -290,7 +290,7 @@ fn copy(trust: String, moment: &Moment<'_>, standing: &Standing) -> SyncPlan {
     SyncPlan { trust, header: Header { binds, ..header }, wanted, changed: None, pass: false }
 }
 
-/// What changed since the replica's positions, and what lies beyond the last of them.
+/// What changed since the replica's positions, and what is beyond the last of them.
 fn tracked(positions: &[Position], changes: Changes, moment: &Moment<'_>, standing: &Standing) -> SyncPlan {
     let (replica, block_size) = (&standing.replica, u64::from(moment.block_size));
     let Changes { blocks, chain, size_before } = changes;

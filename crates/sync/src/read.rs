@@ -1,8 +1,8 @@
 //! Reading: from the extents that are wanted to frames with their data.
 //!
 //! A frame's worth of extents is one request of many pieces, and several frames are on their way at a time, so that a
-//! scattered set of blocks is read at the disk's full depth. Where the wanted blocks lie dense, the span is read whole and
-//! what lies between is dropped: above a quarter, one long read beats picking.
+//! scattered set of blocks is read at the disk's full depth. Where the wanted blocks are dense, the span is read whole and
+//! what is between them is dropped: above a quarter, one long read beats picking.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -23,9 +23,9 @@ const FRAME_EXTENTS: usize = 2048;
 /// Frames on their way at a time, and operations of the disk's queue.
 const AHEAD: usize = 4;
 const DEPTH: u32 = 64;
-/// Wanted extents that lie closer than this may be read as one span, if they fill it to a quarter.
+/// Wanted extents that are closer than this may be read as one span, if they fill it to a quarter.
 const NEAR: u64 = 256 << 10;
-/// Shorter extents are read without asking whether they lie in a hole.
+/// Shorter extents are read without asking whether they are in a hole.
 const WORTH_ASKING: u64 = 64 << 10;
 
 /// The size of the frames. What a cut link costs is the frame that was under way: over a link that may be cut, frames begin
@@ -76,7 +76,7 @@ pub(crate) struct Wanted {
     pub size: u64,
     /// From here on everything that is not zero. `u64::MAX` for nothing of that kind.
     pub all_from: u64,
-    /// The last block is wanted, whatever stands there: so that the delta reaches the disk's end.
+    /// The last block is wanted, whatever it holds, so that the delta reaches the disk's end.
     pub to_end: bool,
 }
 
@@ -118,7 +118,7 @@ impl Wanted {
         self.changes.set(blocks.saturating_sub(1)..blocks);
     }
 
-    /// Also what lies between marked blocks, where they are dense. Returns the blocks, extents and bytes that were marked
+    /// Also what is between marked blocks, where they are dense. Returns the blocks, extents and bytes that were marked
     /// before.
     pub fn fill_dense(&mut self) -> (u64, u64, u64) {
         let blocks = self.changes.count();
@@ -247,7 +247,7 @@ fn round(offset: u64, block: u64) -> u64 {
 /// A frame's extents on their way.
 struct Job {
     wants: Vec<Want>,
-    /// The spans that are read, and for each how its bytes lie in the buffer.
+    /// The spans that are read, and for each where its bytes are in the buffer.
     spans: Vec<Range<u64>>,
 }
 
@@ -292,7 +292,7 @@ impl Job {
         Request { kind: Kind::Read, pieces, buf, token }
     }
 
-    /// What was read, as a frame: what lies between is dropped, zeroes become records without data; those that begin
+    /// What was read, as a frame: what is between them is dropped, zeroes become records without data; those that begin
     /// in `unnamed` no records at all. Returns the end of the frame's last extent too.
     fn frame(self, mut buf: Buf, block_size: u64, unnamed: Range<u64>) -> (Frame, u64) {
         let mut records: Vec<Record> = Vec::with_capacity(self.wants.len());

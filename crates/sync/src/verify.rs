@@ -1,7 +1,7 @@
 //! Proving a replica: its checksums are compared with those of the source, leaving out what has changed there since the
 //! replica's epoch.
 //!
-//! A view is taken first. What changed between the replica's epoch and the view stands in the history, exactly; everything
+//! A view is taken first. The history holds exactly what changed between the replica's epoch and the view; everything
 //! else must be equal. So a source may be written to meanwhile, and no difference is a false alarm.
 
 use std::ops::Range;
@@ -33,7 +33,7 @@ use crate::transfer::committed;
 /// What to prove, and how.
 #[derive(Debug, Clone, Default)]
 pub struct VerifyOptions {
-    /// Send what differs, and commit it. Of the whole disk: the replica then stands at the source's epoch of now. Of
+    /// Send what differs, and commit it. Of the whole disk: the replica is then at the source's present epoch. Of
     /// ranges: it stays at its epoch.
     pub repair: bool,
     /// How a repair is committed.
@@ -61,7 +61,7 @@ pub struct Verified {
     pub source: PathBuf,
     /// The replica.
     pub destination: String,
-    /// The epoch at which the replica stood.
+    /// The epoch of the replica before.
     pub epoch: u64,
     /// The epoch of the source that it was compared with.
     pub source_epoch: u64,
@@ -87,7 +87,7 @@ pub struct Verified {
     pub unreadable_there: Extents,
     /// What differed was sent and committed.
     pub repaired: bool,
-    /// The epoch at which the replica stands now.
+    /// The epoch of the replica afterwards.
     pub epoch_after: u64,
     /// Bytes read from the source.
     pub bytes_read: u64,
@@ -356,7 +356,7 @@ impl Verified {
     }
 }
 
-/// Where the replica stands, if it is whole.
+/// The replica's epoch, if it is whole.
 fn stands(handle: &Handle, standing: &Standing) -> Result<Position, SyncError> {
     let (path, about) = (standing.path.display(), handle.about());
     if let Some(other) = standing.replica.source.filter(|source| *source != about.uuid) {

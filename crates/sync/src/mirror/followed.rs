@@ -35,7 +35,7 @@ pub(super) struct Followed {
     pub(super) stood: Duration,
 }
 
-/// Where a replica stands.
+/// Where a replica is.
 #[derive(Clone, Copy, PartialEq)]
 enum At {
     /// At an epoch, by a sync.
@@ -108,7 +108,7 @@ impl Followed {
 
     /// A batch of a live disk: a sync with its freeze.
     fn round(&mut self, mirror: &mut Mirror<'_>, summary: &mut MirrorSummary) -> Result<Ended, SyncError> {
-        // A freeze costs its writers: more than one a second is no way to treat a host.
+        // A freeze costs its writers: more than one a second would be a burden on the host.
         mirror.rest_until(self.epoch_began + self.interval.current().max(Duration::from_secs(1)));
         // The last one begins after the word to stop: what was written before that is in it.
         let last = mirror.stop.load(SeqCst);
@@ -122,7 +122,7 @@ impl Followed {
         Ok(if last { Ended::Stopped } else { Ended::Round })
     }
 
-    /// Takes up batches where the replica stands, until told to stop or something fails.
+    /// Resumes batches where the replica is, until told to stop or something fails.
     fn converse(&mut self, mirror: &mut Mirror<'_>, summary: &mut MirrorSummary) -> Result<Ended, SyncError> {
         self.stood = Duration::ZERO;
         let link = (mirror.connect)()?;
@@ -166,7 +166,7 @@ impl Followed {
         part(sender, &receiver, Ok(Ended::Stopped))
     }
 
-    /// What the replica lacks of what was sent, if it stands where a batch has left it.
+    /// What the replica lacks of what was sent, if it is where a batch left it.
     fn recognise(&mut self, standing: &Standing) -> Option<Vec<Arc<Bitmap>>> {
         let standing = &standing.replica;
         if standing.under_way || standing.resumes.is_some() || standing.changed.is_some() {

@@ -22,7 +22,7 @@ use crate::options::Options;
 use crate::pipeline::Stages;
 use crate::report::{Progress, Summary};
 
-/// How often who waits looks at the world, where the user grants no shorter lag.
+/// How often a wait is interrupted to look for events, where the user grants no shorter lag.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// Between two attempts to reach the other side, at first and at most.
 const FIRST_RETRY: Duration = Duration::from_millis(500);
@@ -106,7 +106,7 @@ pub struct MirrorSummary {
     pub syncs: u64,
     /// How often the link or the other side failed.
     pub broken: u64,
-    /// The number of the epoch at which the replica stands, if it stands at one.
+    /// The number of the epoch of the replica, if it is exactly at one.
     pub epoch: Option<u64>,
     /// Wall-clock time.
     pub seconds: f64,
@@ -136,7 +136,7 @@ impl Mirror<'_> {
     /// Runs until it is told to stop.
     ///
     /// # Errors
-    /// What stands in the way at the beginning; later, only what trying again can't mend.
+    /// What is in the way at the beginning; later, only what trying again can't mend.
     pub fn run(mut self) -> Result<MirrorSummary, SyncError> {
         let began = Instant::now();
         let mut summary = MirrorSummary::default();
@@ -233,7 +233,7 @@ fn is_cut(error: &SyncError) -> bool {
 enum Ended {
     /// All is confirmed, and the epoch has ended.
     Stopped,
-    /// The replica does not stand where any batch left it: a sync must find what it lacks.
+    /// The replica is not where any batch left it: a sync must find what it lacks.
     Apart,
     /// A live disk's batch is done.
     Round,

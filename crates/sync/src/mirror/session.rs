@@ -38,7 +38,7 @@ pub(super) struct Sent {
     primary: Option<Duration>,
 }
 
-/// What a conversation stands on.
+/// What a conversation is held with.
 pub(super) struct Conversation<'a> {
     pub(super) handle: &'a Handle,
     pub(super) batches: &'a Batches,
@@ -96,7 +96,7 @@ enum Packed {
 }
 
 impl<'a> Session<'a> {
-    /// A conversation with the replica that the user calls `name`, from where it stands.
+    /// A conversation with the replica that the user calls `name`, from where it is.
     pub(super) fn new(
         conversation: Conversation<'a>,
         name: &str,
