@@ -11,7 +11,7 @@ export PATH := $(PATH):$(HOME)/.cargo/bin
 completions := bash-completion/completions/dsync zsh/site-functions/_dsync fish/vendor_completions.d/dsync.fish
 target := $(or $(CARGO_TARGET_DIR),target)
 
-.PHONY: all build bpf demo test test-vm check soak bench install uninstall doc clean
+.PHONY: all build bpf demo test test-vm check deny msrv soak bench install uninstall doc clean
 
 all: build
 
@@ -30,12 +30,13 @@ bpf:
 	cd bpf && clang -target bpf -mcpu=v3 -g -O2 -Wall -Wextra -Werror -ffile-prefix-map=$(CURDIR)/bpf=. -c track.bpf.c -o track.bpf.o
 	llvm-strip -g bpf/track.bpf.o
 
-# Formatting, lints, then unit, property and integration tests, the guest's sample among them. A tool that could not
-# be installed leaves a line that begins with SKIPPED.
+# Formatting, lints, then unit, property and integration tests, the guest's sample among them. What is left out, for want of a
+# tool or for time, leaves a line that begins with SKIPPED.
 test: check
 	@scripts/setup test
 	$(CARGO) build --workspace
 	DSYNC_BIN=$(abspath $(target))/debug/dsync $(CARGO) test --workspace --no-fail-fast
+	@echo 'SKIPPED: the campaigns ran as samples; run "make soak" for their full counts (hours), "make test-vm" for all guests'
 
 # The kernel module, all of its tests, in guests with two of Debian's kernels.
 test-vm:
@@ -50,6 +51,21 @@ check:
 	@scripts/setup build lint
 	$(call lint,fmt,$(CARGO) fmt --all --check)
 	$(call lint,clippy,$(CARGO) clippy --workspace --all-targets -- -D warnings)
+	@if $(CARGO) deny --version >/dev/null 2>&1; then $(deny); else echo 'SKIPPED cargo deny: run "make deny", which installs it'; fi
+
+# Licences, banned crates and sources of what dsync is built from. The tool takes some minutes to build.
+deny = $(CARGO) deny --workspace check licenses bans sources
+deny:
+	@scripts/setup build
+	@$(CARGO) deny --version >/dev/null 2>&1 || $(CARGO) install --locked cargo-deny
+	$(deny)
+
+# Builds with the oldest Rust that Cargo.toml promises. (Lints refuse what is newer in the standard library.)
+msrv := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
+msrv:
+	@scripts/setup build
+	@if command -v rustup >/dev/null; then rustup toolchain install --profile minimal $(msrv); \
+	$(CARGO) +$(msrv) check --workspace --target-dir $(target)/msrv; else echo 'SKIPPED make msrv: it needs rustup'; fi
 
 # The long campaigns in full: hours.
 soak:

@@ -53,6 +53,11 @@ pub fn skipped(what: &str, why: &str) {
     say(&format!("SKIPPED: {why}; not tested: {what}"));
 }
 
+/// Says that something is left out of `make test` because it takes long, and which command runs it.
+pub fn left_out(what: &str, command: &str) {
+    skipped(what, &format!("it takes long, run \"{command}\""));
+}
+
 /// True if all tools are here. Else says which one is missing and what goes untested: the test returns at once.
 /// Tools are what `scripts/setup` installs, so under `DSYNC_STRICT=1` a missing one is a failure.
 pub fn need(tools: &[&str], what: &str) -> bool {

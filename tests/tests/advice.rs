@@ -148,3 +148,24 @@ fn what_is_refused_is_blamed_on_what_caused_it() {
     let refusals = [(); 2].map(|()| site.sync(&other, &replica, &[]).code(4).stderr);
     assert_eq!(refusals[0], refusals[1]);
 }
+
+#[test]
+fn options_without_effect_are_named() {
+    let scene = Scene::synced("options", 4 * MIB);
+    let says = |options: &[&str], words: &[&str]| {
+        let output = scene.sync(options).ok();
+        assert!(words.iter().all(|word| output.text().contains(word)), "{output}");
+    };
+    says(&["--timeout", "9s", "--rsh", "ssh"], &["--rsh and --timeout have no effect", "on this host"]);
+    says(&["--passes", "3"], &["--passes has no effect", "not a disk tracked"]);
+    says(&["--allow-shrink"], &["--allow-shrink has no effect", "is served"]);
+    says(&["--block-size", "64K"], &["--block-size has no effect", "is served"]);
+    says(&["--method", "tracked", "--hash", "xxh3"], &["--hash has no effect"]);
+    let quiet = scene.sync(&["--compress", "--bwlimit", "1G", "--block-size", "4K"]).ok();
+    assert!(!quiet.text().contains("effect"), "{quiet}");
+    scene.sync(&["--freeze", "require"]).code(4).says(&["not a tracked disk"]);
+    let verify = scene.site.dsync(["verify"]).arg(&scene.image).arg(&scene.replica);
+    verify.args(["--commit", "in-place"]).code(2).says(&["--repair"]);
+    let serve = scene.site.dsync(["serve"]).arg(&scene.image).args(["--socket", "s", "--read-only"]);
+    serve.args(["--block-size", "8K"]).code(2).says(&["--block-size"]);
+}

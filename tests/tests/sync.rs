@@ -772,7 +772,7 @@ fn status_tells_what_a_replica_lacks_or_that_nobody_knows() {
     scene.stop();
     let unserved = lacking(&scene);
     assert!(unserved["blocks"].is_null() && unserved["why"].is_string(), "{unserved}");
-    assert!(text(&scene).contains("what was written since is not known"), "{}", text(&scene));
+    assert!(text(&scene).contains("later writes are not known"), "{}", text(&scene));
 }
 
 #[test]

@@ -82,7 +82,7 @@ fn a_checkpoint_moves_only_by_its_readers_word_and_never_back() {
     let summary = checkpoint(&scene, &[]).ok().summary();
     let now = number(&summary, "epoch").to_string();
     checkpoint(&scene, &["backup", "--at", &now]).ok();
-    checkpoint(&scene, &["backup", "--at", &old]).code(4).says(&["backup", "does not move back", &now]);
+    checkpoint(&scene, &["backup", "--at", &old]).code(4).says(&["backup", "cannot move back", &now]);
     let listed = scene.site.dsync(["checkpoint", "vm", "--list"]).ok().text();
     assert!(listed.contains("backup at epoch"), "{listed}");
     checkpoint(&scene, &["--delete", "backup"]).ok();

@@ -5,13 +5,13 @@
 use std::fs;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, Once, PoisonError};
 use std::time::Duration;
 
 use device::faulty::{FaultyDisk, Keep, Outage, Power};
 use device::{Disk, RamDisk};
 use dsync_tests::guest::{self, Guest, Kernel, Options};
-use dsync_tests::{Random, Run, Site, got, image, need, profile_dir, repository, soak};
+use dsync_tests::{Random, Run, Site, got, image, left_out, need, profile_dir, repository, soak};
 use nbd::{Export, Exports, Listed, Refusal, Server};
 
 const MIB: u64 = 1 << 20;
@@ -20,9 +20,22 @@ fn full() -> bool {
     soak() || std::env::var_os("DSYNC_VM").is_some_and(|v| v == "1")
 }
 
+/// True if the test is to run whole; else says what is left out.
+fn wanted(what: &str) -> bool {
+    if !full() {
+        left_out(what, "make test-vm");
+    }
+    full()
+}
+
 /// The kernels to test on: the sample takes the first.
 fn kernels() -> &'static [Kernel] {
-    if full() { &[Kernel::Stable, Kernel::Backports] } else { &[Kernel::Stable] }
+    static SAID: Once = Once::new();
+    if full() {
+        return &[Kernel::Stable, Kernel::Backports];
+    }
+    SAID.call_once(|| left_out("the kernel module on the backported kernel", "make test-vm"));
+    &[Kernel::Stable]
 }
 
 /// True if the module can be built and run.
@@ -208,7 +221,7 @@ fn no_update_is_lost_between_two_epochs() {
 fn tables_come_and_go() {
     let what = "dm-track's tables, messages and removal";
     for &kernel in kernels() {
-        if !full() || !possible(kernel, what) {
+        if !wanted(what) || !possible(kernel, what) {
             continue;
         }
         let mut random = Random::new(what);
@@ -224,7 +237,7 @@ fn tables_come_and_go() {
 fn a_log_outlives_failures() {
     let what = "dm-track's metadata";
     for &kernel in kernels() {
-        if !full() || !possible(kernel, what) {
+        if !wanted(what) || !possible(kernel, what) {
             continue;
         }
         let mut random = Random::new(what);
@@ -251,7 +264,7 @@ fn a_log_outlives_failures() {
 fn the_dm_tracker_follows() {
     let what = "dsync's tracker over dm-track";
     for &kernel in kernels() {
-        if !full() || !possible(kernel, what) {
+        if !wanted(what) || !possible(kernel, what) {
             continue;
         }
         let mut random = Random::new(what);
@@ -271,7 +284,7 @@ fn the_bpf_tracker_follows() {
     let what = "the bpf tracker on Debian's kernels";
     for &kernel in kernels() {
         let tools = ["mkfs.ext4", "mkfs.xfs", "mkfs.btrfs", "blkdiscard"];
-        if !full() || !possible(kernel, what) || !need(&tools, what) {
+        if !wanted(what) || !possible(kernel, what) || !need(&tools, what) {
             continue;
         }
         let mut random = Random::new(what);
@@ -287,7 +300,7 @@ fn the_bpf_tracker_follows() {
 fn a_user_follows_and_syncs() {
     let what = "a user's commands on live disks of a guest";
     for &kernel in kernels() {
-        if !full() || !possible(kernel, what) || !need(&["mkfs.ext4", "e2fsck", "python3"], what) {
+        if !wanted(what) || !possible(kernel, what) || !need(&["mkfs.ext4", "e2fsck", "python3"], what) {
             continue;
         }
         let site = Site::new();
@@ -309,7 +322,7 @@ fn a_user_follows_and_syncs() {
 fn a_record_is_believed_after_a_reboot_only_if_nobody_wrote() {
     let what = "the bpf tracker over reboots";
     for &kernel in kernels() {
-        if !full() || !possible(kernel, what) || !need(&["mkfs.ext4", "tune2fs"], what) {
+        if !wanted(what) || !possible(kernel, what) || !need(&["mkfs.ext4", "tune2fs"], what) {
             continue;
         }
         let site = Site::new();
@@ -401,7 +414,7 @@ fn power_cuts() {
 fn a_write_costs_little() {
     let what = "the instructions that dm-track adds to a write";
     for &kernel in kernels() {
-        if !full() || !possible(kernel, what) {
+        if !wanted(what) || !possible(kernel, what) {
             continue;
         }
         let mut vm = Vm::new(kernel, "cost.sh", Vec::new());

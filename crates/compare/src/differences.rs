@@ -285,7 +285,7 @@ impl<H: FnMut() -> io::Result<Option<(Claim, Vec<u8>)>>> Pairing<'_, H> {
                 let Some((claim, digests)) = (self.hear)()? else {
                     return Err(io::Error::new(
                         io::ErrorKind::UnexpectedEof,
-                        "the other side stopped in the middle of its digests",
+                        "the peer stopped in the middle of its digests",
                     ));
                 };
                 self.account.take(&claim, digests.len())?;

@@ -44,7 +44,7 @@ impl DigestFile {
         let file = match OpenOptions::new().read(true).write(true).open(path) {
             Ok(file) => file,
             Err(e) if e.kind() == io::ErrorKind::NotFound => {
-                return Ok(Err("there were no digests yet".into()));
+                return Ok(Err("no digests yet".into()));
             }
             Err(e) => return Err(e),
         };
@@ -56,7 +56,7 @@ impl DigestFile {
         }
         let mut file = match DigestFile::of_head(file, path, &head) {
             Some((file, found)) if found == nonce => file,
-            Some(_) => return no("are of another state of the replica"),
+            Some(_) => return no("belong to another state of the replica"),
             None => return no("are damaged"),
         };
         for page in 0..file.blocks().div_ceil(PER_PAGE) {
@@ -275,7 +275,7 @@ fn own(path: &Path, file: &File) -> io::Result<()> {
     }
     Err(io::Error::new(
         io::ErrorKind::AlreadyExists,
-        format!("{} is no file of digests: give another name", path.display()),
+        format!("{} is not a file of digests: choose another name", path.display()),
     ))
 }
 

@@ -1,8 +1,34 @@
-//! Finding changes without a record: checksums of aligned blocks on both sides.
+//! Finding changes without a record, by checksums of blocks on both sides.
 //!
 //! The destination's digests flow to the source ([`answer`]), which compares them with its own blocks while it holds them
-//! ([`differences`]), so that each side reads once, with many requests on their way, and hashes on all cores. Holes are
-//! told, not read.
+//! ([`differences`]): each side reads once, with many requests in flight, and hashes on all cores. Holes are announced, not read.
+//! [`rolling`] also finds blocks that have moved.
+//!
+//! ```
+//! use std::sync::Arc;
+//!
+//! use compare::{Finding, Scope, answer, differences};
+//! use device::{Disk, RamDisk};
+//!
+//! # fn main() -> std::io::Result<()> {
+//! let (source, copy): (Arc<dyn Disk>, Arc<dyn Disk>) = (Arc::new(RamDisk::new(1 << 20)), Arc::new(RamDisk::new(1 << 20)));
+//! source.write_at(8192, &[7; 4096])?;
+//! let scope = Scope::whole(source.len(), 4096);
+//! // Usually a network lies between the two halves.
+//! let mut claims = Vec::new();
+//! answer(&copy, &scope, |claim, digests| Ok(claims.push((claim, digests))))?;
+//! let mut claims = claims.into_iter();
+//! let mut found = Vec::new();
+//! differences(&source, &scope, |_| {}, || Ok(claims.next()), |finding| {
+//!     if let Finding::Data { offset, data } = finding {
+//!         found.push((offset, data.len()));
+//!     }
+//!     Ok(())
+//! })?;
+//! assert_eq!(found, [(8192, 4096)]);
+//! # Ok(())
+//! # }
+//! ```
 
 // Lists of one range are just that.
 #![cfg_attr(test, allow(clippy::single_range_in_vec_init))]

@@ -88,9 +88,9 @@ impl Scope {
                 && (r.end % block == 0 || r.end == self.size)
         };
         let why = if !self.block_size.is_power_of_two() || !(512..=CHUNK).contains(&block) {
-            "its block size is no power of two from 512 bytes to 1 MiB"
+            "its block size is not a power of two from 512 bytes to 1 MiB"
         } else if self.size > MOST {
-            "its disk is larger than any can be"
+            "its disk size is out of range"
         } else if self.ranges.len() > MOST_RANGES || !self.ranges.iter().all(&mut sound) {
             "its ranges are too many, out of order, beyond the end, or not of whole blocks"
         } else if self.rate.is_some_and(|rate| rate < Scope::LEAST_RATE) {
@@ -98,10 +98,7 @@ impl Scope {
         } else {
             return Ok(());
         };
-        Err(io::Error::new(
-            io::ErrorKind::InvalidData,
-            format!("what is to be compared makes no sense: {why}"),
-        ))
+        Err(io::Error::new(io::ErrorKind::InvalidData, format!("invalid request to compare: {why}")))
     }
 }
 
@@ -163,7 +160,7 @@ impl<'a> Account<'a> {
         if !fits {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidData,
-                format!("the other side's digests are out of order at byte {}", self.at),
+                format!("the digests of the peer are out of order at byte {}", self.at),
             ));
         }
         self.at = range.end;

@@ -299,7 +299,7 @@ fn what_cannot_be_read_is_named_and_the_rest_goes_on() {
     let block = |at: u64| at / 4096 * 4096..at / 4096 * 4096 + 4096;
     assert_eq!(outcome.unreadable, bad_here.map(block));
     assert_eq!(outcome.unreadable_there.iter().map(|r| r.end - r.start).sum::<u64>(), 2 * 4096);
-    assert_eq!(outcome.sent, 4 * 4096, "two that differ, two that can't be read there");
+    assert_eq!(outcome.sent, 4 * 4096, "two that differ, two that cannot be read there");
     let mut expected = source.clone();
     expected[1_500_000] = replica[1_500_000];
     assert!(outcome.mended == expected);

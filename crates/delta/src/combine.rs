@@ -95,17 +95,17 @@ fn join(first: &Header, second: &Header) -> Result<Header> {
         return Err(Error::Sources { first: first.source, second: second.source });
     }
     if first.ahead {
-        return refuse("first", "is a mirror's batch, and ends within an epoch");
+        return refuse("first", "is a batch of a mirror and ends within an epoch");
     }
     if first.method == Method::Rolling {
         return refuse("first", "may copy within the replica");
     }
     if second.method != Method::Tracked || second.binds.is_some() {
-        return refuse("second", "was not tracked, it fits one replica alone");
+        return refuse("second", "was not tracked and fits one replica only");
     }
     for (which, header) in [("first", first), ("second", second)] {
         if header.resumes.is_some() {
-            return refuse(which, "goes on from an interrupted one");
+            return refuse(which, "continues an interrupted one");
         }
     }
     let (Some(&to), Some(&begins), Some(&ends)) = (first.to(), second.chain.first(), second.to()) else {
@@ -116,7 +116,7 @@ fn join(first: &Header, second: &Header) -> Result<Header> {
     };
     // Further on in its chain the second does not say which size it expects.
     if at == 0 && first.size_after != second.size_before {
-        return refuse("second", "begins with another disk size than the first ends with");
+        return refuse("second", "starts with another disk size than the first ends with");
     }
     let mut chain = first.chain.clone();
     if first.binds.is_some() || first.is_seed() {

@@ -11,10 +11,10 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The first bytes are not those of a delta.
-    #[error("this is no delta, it begins with other bytes: give a file or stream made by \"dsync extract\"")]
+    #[error("not a delta (unknown magic): expected the output of \"dsync extract\"")]
     NotADelta,
     /// A format that this version does not know.
-    #[error("the delta has format version {found}, this dsync reads version {known}: use a newer dsync")]
+    #[error("the delta has format version {found}, and this dsync reads version {known}: use a newer dsync")]
     Version {
         /// The delta's.
         found: u16,
@@ -29,7 +29,7 @@ pub enum Error {
     },
     /// The stream ends between two units, before the trailer.
     #[error(
-        "the delta ends after {units} units without its trailer, so it is not whole: send or extract it again"
+        "the delta ends after {units} units without its trailer, so it is incomplete: send or extract it again"
     )]
     NoTrailer {
         /// Units that are there.
@@ -37,7 +37,7 @@ pub enum Error {
     },
     /// The stream ends inside a unit.
     #[error(
-        "the delta ends in the middle of unit {unit}, at byte {offset}, so it is not whole: send or extract it again"
+        "the delta ends in the middle of unit {unit}, at byte {offset}, so it is incomplete: send or extract it again"
     )]
     Torn {
         /// The unit that is cut off.
@@ -61,7 +61,7 @@ pub enum Error {
     },
     /// A frame is missing, doubled or out of order.
     #[error(
-        "frame {found} of the delta comes where frame {expected} belongs: send or extract the delta again"
+        "frame {found} of the delta is in the place of frame {expected}: send or extract the delta again"
     )]
     Sequence {
         /// The number that belongs here.
@@ -70,9 +70,7 @@ pub enum Error {
         found: u64,
     },
     /// A unit of the wrong kind.
-    #[error(
-        "unit {unit} of the delta is a {found} where {expected} belongs: send or extract the delta again"
-    )]
+    #[error("unit {unit} of the delta is a {found} instead of {expected}: send or extract the delta again")]
     Unexpected {
         /// The unit.
         unit: u64,
@@ -82,7 +80,9 @@ pub enum Error {
         expected: &'static str,
     },
     /// Something follows the trailer.
-    #[error("the delta goes on after its trailer, with unit {unit}: it was tampered with or glued together")]
+    #[error(
+        "the delta continues after its trailer, with unit {unit}: it was altered, or concatenated with another"
+    )]
     AfterEnd {
         /// The first unit that should not be there.
         unit: u64,
@@ -101,7 +101,7 @@ pub enum Error {
     },
     /// A record that no delta of this kind may have.
     #[error(
-        "unit {unit} of the delta has a record at byte {offset} of {len} bytes that {why}: it is not usable"
+        "unit {unit} of the delta has a record at byte {offset} of {len} bytes that {why}: the delta is invalid"
     )]
     Record {
         /// The unit.
@@ -114,22 +114,22 @@ pub enum Error {
         why: &'static str,
     },
     /// The header contradicts itself.
-    #[error("the delta's header is not usable: {why}")]
+    #[error("invalid delta header: {why}")]
     Header {
         /// The contradiction.
         why: &'static str,
     },
     /// A unit was used after one was refused.
-    #[error("the delta was refused at unit {unit}, nothing after it can be taken: send or extract it again")]
+    #[error("the delta was refused at unit {unit}, and cannot be continued: send or extract it again")]
     Refused {
         /// The unit refused.
         unit: u64,
     },
     /// zstd refused to start or to compress.
-    #[error("can't compress a frame of the delta: {0}")]
+    #[error("cannot compress a frame of the delta: {0}")]
     Compression(#[source] io::Error),
     /// Reading failed.
-    #[error("can't read unit {unit} of the delta: {error}")]
+    #[error("cannot read unit {unit} of the delta: {error}")]
     Read {
         /// The unit.
         unit: u64,
@@ -138,10 +138,10 @@ pub enum Error {
         error: io::Error,
     },
     /// Writing failed.
-    #[error("can't write the delta: {0}")]
+    #[error("cannot write the delta: {0}")]
     Write(#[source] io::Error),
     /// Two deltas of different disks.
-    #[error("the deltas come from different sources, {first} and {second}: combine deltas of one source")]
+    #[error("the deltas are of different sources ({first} and {second}): combine deltas of one source")]
     Sources {
         /// The first delta's source.
         first: uuid::Uuid,
@@ -150,7 +150,7 @@ pub enum Error {
     },
     /// The second delta does not go on from where the first ends.
     #[error(
-        "the first delta ends at epoch {to}, the second covers epochs {begins} to {ends} and does not begin or pass there: give deltas that follow each other"
+        "the first delta ends at epoch {to}, the second covers epochs {begins} to {ends} which do not include it: give consecutive deltas"
     )]
     Apart {
         /// Where the first ends.

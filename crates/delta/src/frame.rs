@@ -77,7 +77,7 @@ impl Record {
         match () {
             _ if len == 0 => Some("is empty"),
             _ if limited && len > MAX_DATA as u64 => Some("is longer than a frame may be"),
-            _ if self.end() > MAX_SIZE => Some("lies beyond the end of any disk"),
+            _ if self.end() > MAX_SIZE => Some("is beyond the end of any disk"),
             _ if from.saturating_add(len) > MAX_SIZE => Some("copies from beyond the end of any disk"),
             _ => None,
         }
@@ -227,7 +227,7 @@ impl Facts {
             }
         }
         if facts.data != data_len as u64 {
-            return Err(Error::Damaged { unit, what: "its data is not as long as its records say" });
+            return Err(Error::Damaged { unit, what: "the length of its data differs from its records" });
         }
         Ok(facts)
     }
@@ -337,18 +337,18 @@ pub fn decode_frame(
         };
         match decompressor.0.decompress_to_buffer(&body[..], &mut data[..]) {
             Ok(len) if len == data_len => data,
-            _ => return Err(damaged("its data does not decompress")),
+            _ => return Err(damaged("its data cannot be decompressed")),
         }
     };
     if data.len() != data_len {
-        return Err(damaged("its data is not as long as it says"));
+        return Err(damaged("its data has the wrong length"));
     }
     let encoded = fields.rest;
     let actual = hash(stream, sequence, count, encoded, &data);
     if actual != stated {
         return Err(Error::Foreign { frame: sequence });
     }
-    let records = decode_records(encoded, count).ok_or(damaged("its records can't be read"))?;
+    let records = decode_records(encoded, count).ok_or(damaged("its records are malformed"))?;
     let facts = Facts { hash: actual, ..Facts::gather(sequence, &records, data.len())? };
     Ok(Decoded { frame: Frame { records, data }, facts })
 }

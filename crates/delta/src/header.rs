@@ -175,13 +175,13 @@ impl Header {
         } else if !chain.windows(2).all(|pair| pair[0].number < pair[1].number) {
             "its epochs do not ascend"
         } else if !self.block_size.is_power_of_two() || !(512..=1 << 30).contains(&self.block_size) {
-            "its block size is no power of two from 512 bytes to 1 GiB"
+            "its block size is not a power of two from 512 bytes to 1 GiB"
         } else if self.size_before.max(self.size_after) > MAX_SIZE {
-            "its disk is larger than any can be"
+            "its disk size is out of range"
         } else if matches!(self.method, Method::Compare | Method::Rolling) && !bound {
-            "its changes were found by looking at a replica, and it does not say at which"
+            "its changes were found by looking at a replica, but it does not say which"
         } else if self.ahead && (self.method != Method::Tracked || self.binds.is_none()) {
-            "it is a batch, and says not of which replica's state"
+            "it is a batch, but does not say for which state of a replica"
         } else if self.is_seed() && chain.len() > 1 {
             "a seed spans one epoch, not several"
         } else {
@@ -235,7 +235,7 @@ impl Header {
             return Err(Error::Damaged { unit: 0, what: "its metadata is too short" });
         };
         if XxHash3_128::oneshot(&head[..hashed]).to_le_bytes() != head[hashed..] {
-            return Err(Error::Damaged { unit: 0, what: "its checksum does not hold" });
+            return Err(Error::Damaged { unit: 0, what: "its checksum is wrong" });
         }
         if version != VERSION {
             return Err(Error::Version { found: version, known: VERSION });
@@ -277,7 +277,7 @@ impl Header {
             fields.finish()?;
         }
         let Some(method) = Method::from_byte(method) else {
-            return Err(Error::Header { why: "its method is not known: use a newer dsync" });
+            return Err(Error::Header { why: "unknown method: use a newer dsync" });
         };
         let (fuzzy, lacking) = (flags & FUZZY != 0, flags & LACKING != 0);
         let header = Header {

@@ -69,7 +69,7 @@ impl Ledger {
                 return Err(fault(
                     record.offset(),
                     record.len(),
-                    "copies, which only deltas of the method rolling may",
+                    "copies, which is allowed in deltas of the method rolling only",
                 ));
             }
             Some(record @ Record::Copy { from, len, .. }) if from + len > self.size_before => {
@@ -79,14 +79,10 @@ impl Ledger {
         }
         if !self.rolling {
             if let Some(record) = facts.disorder {
-                return Err(fault(record.offset(), record.len(), "does not lie behind the one before it"));
+                return Err(fault(record.offset(), record.len(), "is not behind the previous one"));
             }
             if facts.start < self.end {
-                return Err(fault(
-                    facts.start,
-                    facts.end - facts.start,
-                    "does not lie behind the frame before it",
-                ));
+                return Err(fault(facts.start, facts.end - facts.start, "is not behind the previous frame"));
             }
         }
         self.end = self.end.max(facts.end);

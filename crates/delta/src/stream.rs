@@ -104,13 +104,13 @@ impl<R: Read> Units<R> {
         let unit = self.units;
         let damaged = |what| Error::Damaged { unit, what };
         if prefix[..4] != Unit::MAGIC {
-            return Err(damaged("it does not begin like a unit"));
+            return Err(damaged("unknown magic"));
         }
         if prefix[5..8] != [0; 3] {
             return Err(damaged("reserved bytes are not zero"));
         }
         let Some(kind) = UnitKind::from_byte(prefix[4]) else {
-            return Err(damaged("its kind is not known"));
+            return Err(damaged("unknown kind"));
         };
         let length = |at: usize| {
             u32::from_le_bytes([prefix[at], prefix[at + 1], prefix[at + 2], prefix[at + 3]]) as usize

@@ -66,7 +66,7 @@ impl Buf {
     /// # Panics
     /// If `len` exceeds the capacity.
     pub fn set_len(&mut self, len: usize) {
-        assert!(len <= self.capacity, "a buffer of {} bytes can't hold {len}", self.capacity);
+        assert!(len <= self.capacity, "a buffer of {} bytes cannot hold {len}", self.capacity);
         self.len = len;
     }
 

@@ -22,7 +22,7 @@ pub enum DeviceErrorKind {
 
 /// A disk that could not be opened, locked or looked at: says what was tried, where, why it failed and what to do.
 #[derive(Debug, thiserror::Error)]
-#[error("can't {doing} {}: {why}: {way_out}", path.display())]
+#[error("cannot {doing} {}: {why}: {way_out}", path.display())]
 pub struct DeviceError {
     kind: DeviceErrorKind,
     doing: &'static str,
@@ -48,32 +48,32 @@ impl DeviceError {
     pub(crate) fn from_io(doing: &'static str, path: &Path, error: io::Error) -> DeviceError {
         use io::ErrorKind::*;
         let (kind, why, way_out) = match error.kind() {
-            NotFound => {
-                (DeviceErrorKind::Missing, "there is no such file or device".into(), "check the path".into())
-            }
+            NotFound => (DeviceErrorKind::Missing, "no such file or device".into(), "check the path".into()),
             NotADirectory => (
                 DeviceErrorKind::Missing,
-                "a part of the path is not a folder".into(),
+                "a part of the path is not a directory".into(),
                 "check the path".to_string(),
             ),
             PermissionDenied => (
                 DeviceErrorKind::Denied,
                 "permission denied".into(),
-                "run as a user who may do this, or change the owner or the mode".into(),
+                "run as root or its owner, or change its owner or mode".into(),
             ),
             ReadOnlyFilesystem => (
                 DeviceErrorKind::Denied,
                 "it is read-only".into(),
-                "make the file system or the device writable".into(),
+                "remount the file system for writing, or make the device writable".into(),
             ),
             ResourceBusy | ExecutableFileBusy => (
                 DeviceErrorKind::InUse,
-                "another program uses it exclusively".into(),
+                "another program has it open exclusively".into(),
                 "unmount it, or stop that program".into(),
             ),
-            IsADirectory => {
-                (DeviceErrorKind::NotADisk, "it is a folder".into(), "give a file or a block device".into())
-            }
+            IsADirectory => (
+                DeviceErrorKind::NotADisk,
+                "it is a directory".into(),
+                "give a file or a block device".into(),
+            ),
             Unsupported => (
                 DeviceErrorKind::Unsupported,
                 error.to_string(),
@@ -128,7 +128,7 @@ struct Fault {
 
 /// Bytes that the medium can't give.
 #[derive(Debug, thiserror::Error)]
-#[error("byte {offset} can't be read: {source}")]
+#[error("cannot read at byte {offset}: {source}")]
 struct Unreadable {
     offset: u64,
     source: io::Error,
@@ -169,6 +169,8 @@ pub(crate) fn within(path: &Path, doing: &'static str, offset: u64, len: u64, si
     let path = path.display();
     Err(io::Error::new(
         kind,
-        format!("{path}: {doing} of {len} bytes at byte {offset} passes the end of the disk at byte {size}"),
+        format!(
+            "{path}: {doing} of {len} bytes at byte {offset} is beyond the end of the disk at byte {size}"
+        ),
     ))
 }

@@ -83,7 +83,7 @@ fn not_a_disk(path: &Path, kind: std::fs::FileType) -> Option<DeviceError> {
     let what = if kind.is_file() || kind.is_block_device() {
         return None;
     } else if kind.is_dir() {
-        "it is a folder"
+        "it is a directory"
     } else if kind.is_fifo() {
         "it is a pipe"
     } else if kind.is_char_device() {
@@ -497,7 +497,7 @@ impl Disk for FileDisk {
             let path = self.path.display();
             return Err(io::Error::new(
                 io::ErrorKind::Unsupported,
-                format!("{path}: a block device can't be resized from here: use the tool that made it"),
+                format!("{path}: a block device cannot be resized here: use the tool that created it"),
             ));
         }
         self.check("resize", 0, 0)?;

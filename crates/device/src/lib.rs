@@ -1,8 +1,27 @@
-//! A disk as bytes: queues of batched requests with owned, aligned buffers; direct and buffered files, block devices, RAM and
-//! faulty disks; and the folders that hold state.
+//! Disks as bytes: files, block devices and memory behind one trait, with batched requests, direct I/O, holes, identity and locks;
+//! and the folders in which dsync keeps its state.
 //!
-//! Everything above this room reads and writes disks through [`Disk`] and keeps its state through [`Folder`], so that one
-//! faulty pair ([`faulty`]) can cut the power under all of it.
+//! All other crates read and write disks through [`Disk`] and keep state through [`Folder`], so that one faulty pair ([`faulty`]) can
+//! fail any call or cut the power under all of them in tests.
+//!
+//! ```
+//! use device::Disk;
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let folder = tempfile::tempdir()?;
+//! # let path = folder.path().join("vm.raw");
+//! std::fs::File::create(&path)?.set_len(1 << 20)?;
+//! let disk = device::open(&path, &device::Options { write: true, direct: false, exclusive: false })?;
+//! disk.write_at(4096, b"hello")?;
+//! disk.flush()?;
+//! let mut read = [0; 5];
+//! disk.read_at(4096, &mut read)?;
+//! assert_eq!(&read, b"hello");
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Streams of requests go through [`Disk::queue`], which keeps many of them in flight.
 
 mod buffer;
 mod clock;

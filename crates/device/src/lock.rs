@@ -55,7 +55,7 @@ pub fn lock_image(path: &Path, access: Access) -> Result<ImageLock, DeviceError>
             "lock",
             path,
             "its file system has no locks",
-            "move it to another, or mount that one with locks",
+            "move it to one that has, or mount this one with locks",
         ),
         _ => DeviceError::from_io("lock", path, e),
     };
@@ -68,7 +68,7 @@ pub fn lock_image(path: &Path, access: Access) -> Result<ImageLock, DeviceError>
             let does = match byte - if byte < NOT_SHARED { USED } else { NOT_SHARED } {
                 WRITE if byte < NOT_SHARED => "another program has it open for writing",
                 RESIZE if byte < NOT_SHARED => "another program may resize it",
-                _ => "another program counts on its content to stay as it is",
+                _ => "another program requires that its content does not change",
             };
             let who = usage::openers(&file).map(|who| format!(" ({who})")).unwrap_or_default();
             let way_out = "stop that program first";

@@ -114,7 +114,7 @@ impl Medium {
         if let (true, Some(before), Some(seq)) = (one_life, self.diskseq, now.diskseq) {
             if before != seq && (self.id.is_none() || now.id.is_none()) {
                 return Some(
-                    "it was detached and attached again, and nothing tells that it is the same disk",
+                    "it was detached and attached again, and nothing shows that it is the same disk",
                 );
             }
             let counts = self.written.zip(now.written);

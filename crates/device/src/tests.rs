@@ -173,7 +173,7 @@ fn only_what_is_cached_is_read_from_the_cache() {
     let mut buf = Buf::new(300_000);
     std::fs::write(&path, vec![7; 1 << 20]).unwrap();
     if !disk.read_cached(4097, &mut buf) {
-        return println!("SKIPPED: this kernel does not tell what its page cache holds");
+        return crate::faulty::skipped("this kernel does not tell what its page cache holds");
     }
     assert!(buf.iter().all(|b| *b == 7));
     assert!(!disk.read_cached((1 << 20) - 5, &mut buf[..10]), "beyond the end");
@@ -209,7 +209,7 @@ fn what_is_used_elsewhere_is_refused_and_named() {
     let folder = tempfile::tempdir().unwrap();
     let mounted = Command::new("mount").arg(&device.path).arg(folder.path()).status();
     if !made.is_ok_and(|s| s.success()) || !mounted.is_ok_and(|s| s.success()) {
-        return println!("skipped: can't mount here");
+        return println!("skipped: cannot mount here");
     }
     let said = in_use(&device.path);
     let refused = open(&device.path, &exclusive).map(|_| ());
@@ -452,7 +452,7 @@ fn a_mounted_partition_takes_its_disk_and_not_its_sibling() {
     let folder = tempfile::tempdir().unwrap();
     let mounted = Command::new("mount").arg(part(1)).arg(folder.path()).status();
     if !made.is_ok_and(|s| s.success()) || !mounted.is_ok_and(|s| s.success()) {
-        return println!("skipped: can't make and mount partitions here");
+        return println!("skipped: cannot make and mount partitions here");
     }
     let said = [part(1), device.path.clone(), part(2)].map(|path| in_use(&path));
     let sequences = [part(1), device.path.clone()].map(|path| identity(&path).unwrap().diskseq);

@@ -256,21 +256,39 @@ pub struct FarArgs {
     /// Send at most this much a second, such as 10M
     #[arg(long, value_name = "RATE", value_parser = parse_size)]
     pub bwlimit: Option<u64>,
-    /// Remote shell with its options
-    #[arg(short = 'e', long, value_name = "COMMAND", env = "DSYNC_RSH", default_value = "ssh")]
-    pub rsh: String,
-    /// Command that runs dsync on the far host
-    #[arg(long, value_name = "COMMAND", default_value = "dsync")]
-    pub remote_dsync: String,
+    /// Remote shell with its options [default: $DSYNC_RSH, else ssh]
+    #[arg(short = 'e', long, value_name = "COMMAND")]
+    pub rsh: Option<String>,
+    /// Command that runs dsync on the far host [default: dsync]
+    #[arg(long, value_name = "COMMAND")]
+    pub remote_dsync: Option<String>,
     /// Directory for the state and journal of the replica [default: beside a file, in the state directory for a device]
     #[arg(long, value_name = "DIR")]
     pub journal_dir: Option<String>,
     /// Connections to a tls:// destination, 1 to 16 [default: one for every 20 ms of the round trip, 8 at most]
     #[arg(long, alias = "lanes", value_name = "COUNT", value_parser = clap::value_parser!(u8).range(1..=16))]
     pub connections: Option<u8>,
-    /// Give up on the peer after this long without a reply; the shorter timeout of both sides applies
-    #[arg(long, value_name = "TIME", value_parser = parse_timeout, default_value = "30s")]
-    pub timeout: Duration,
+    /// Give up on the peer after this long without a reply; the shorter timeout of both sides applies [default: 30s]
+    #[arg(long, value_name = "TIME", value_parser = parse_timeout)]
+    pub timeout: Option<Duration>,
+}
+
+impl FarArgs {
+    /// The remote shell with its options.
+    pub fn rsh(&self) -> String {
+        let variable = || std::env::var("DSYNC_RSH").ok().filter(|rsh| !rsh.is_empty());
+        self.rsh.clone().or_else(variable).unwrap_or_else(|| "ssh".into())
+    }
+
+    /// The command on the far host.
+    pub fn remote_dsync(&self) -> &str {
+        self.remote_dsync.as_deref().unwrap_or("dsync")
+    }
+
+    /// How long a silent peer is waited for.
+    pub fn timeout(&self) -> Duration {
+        self.timeout.unwrap_or(Duration::from_secs(30))
+    }
 }
 
 /// The longest that a freeze may last, in seconds.
@@ -356,9 +374,9 @@ pub struct Sync {
     /// How to find changed blocks
     #[arg(long, value_enum, default_value_t = MethodArg::Auto)]
     pub method: MethodArg,
-    /// Checksum for comparing blocks
-    #[arg(long, value_enum, default_value_t = HashArg::Blake3)]
-    pub hash: HashArg,
+    /// Checksum for comparing blocks [default: blake3]
+    #[arg(long, value_enum)]
+    pub hash: Option<HashArg>,
     /// Keep digests of the replica, so that the next compare need not read it [default: in its state directory]
     #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "")]
     pub digests: Option<String>,
@@ -388,15 +406,15 @@ pub struct Sync {
     #[arg(long, value_name = "LEVEL", num_args = 0..=1, require_equals = true, default_missing_value = "1",
           value_parser = clap::value_parser!(i32).range(1..=19))]
     pub compress: Option<i32>,
-    /// For a tracked disk: whether to freeze its file systems for the last, short pass
-    #[arg(long, value_enum, default_value_t = FreezeArg::Auto)]
-    pub freeze: FreezeArg,
-    /// For a tracked disk: thaw after this many seconds whatever happens, and fail
-    #[arg(long, value_name = "SECONDS", default_value_t = FREEZE_LIMIT, value_parser = clap::value_parser!(u64).range(1..=300))]
-    pub freeze_limit: u64,
-    /// For a tracked disk: most passes over changed blocks before the last one
-    #[arg(long, value_name = "COUNT", default_value_t = PASSES, value_parser = clap::value_parser!(u32).range(1..=100))]
-    pub passes: u32,
+    /// For a tracked disk: whether to freeze its file systems for the last, short pass [default: auto]
+    #[arg(long, value_enum)]
+    pub freeze: Option<FreezeArg>,
+    /// For a tracked disk: thaw after this many seconds whatever happens, and fail [default: 10]
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=300))]
+    pub freeze_limit: Option<u64>,
+    /// For a tracked disk: most passes over changed blocks before the last one [default: 8]
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub passes: Option<u32>,
     #[command(flatten)]
     pub far: FarArgs,
     #[command(flatten)]
@@ -470,8 +488,8 @@ pub struct Serve {
     /// A loopback address and port to listen on, such as 127.0.0.1:10809
     #[arg(long, value_name = "ADDRESS")]
     pub tcp: Option<std::net::SocketAddr>,
-    /// Refuse writes
-    #[arg(long)]
+    /// Refuse writes, and record nothing
+    #[arg(long, conflicts_with_all = ["block_size", "trust_device", "allow_shrink", "view_limit"])]
     pub read_only: bool,
     /// Serve the bytes of the file as they are, even if it looks like qcow2 or another container
     #[arg(long, value_enum, value_name = "FORMAT")]
@@ -590,10 +608,10 @@ pub struct Checkpoint {
     #[arg(long, value_name = "EPOCH", requires = "name")]
     pub at: Option<String>,
     /// List the checkpoints
-    #[arg(long, conflicts_with_all = ["name", "delete"])]
+    #[arg(long, conflicts_with_all = ["name", "delete", "block_size", "trust_device", "allow_shrink"])]
     pub list: bool,
     /// Delete a checkpoint, and the changes kept for it
-    #[arg(long, value_name = "NAME", conflicts_with = "name")]
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["name", "block_size", "trust_device", "allow_shrink"])]
     pub delete: Option<String>,
     #[command(flatten)]
     pub open: SourceArgs,
@@ -700,9 +718,9 @@ pub struct Verify {
     /// Checksum for comparing blocks
     #[arg(long, value_enum, default_value_t = HashArg::Blake3)]
     pub hash: HashArg,
-    /// How the replica is updated by --repair
-    #[arg(long, value_enum, default_value_t = CommitArg::Journal)]
-    pub commit: CommitArg,
+    /// How the replica is updated by --repair [default: journal]
+    #[arg(long, value_enum, requires = "repair")]
+    pub commit: Option<CommitArg>,
     #[command(flatten)]
     pub far: FarArgs,
     #[command(flatten)]

@@ -11,6 +11,7 @@ use sync::SyncError;
 use uuid::Uuid;
 
 use crate::args;
+use crate::effect;
 use crate::failure::Failure;
 use crate::forget;
 use crate::output::Output;
@@ -74,6 +75,7 @@ pub fn run(args: &args::Checkpoint, state: &StateDir, output: &Output) -> Result
         _ => None,
     };
     let handle = attach(args, state)?;
+    effect::on_source(&handle, &args.open, &[], output);
     let done = set(args, confirmed, &handle, output);
     let closed = handle.close();
     done?;
@@ -209,6 +211,7 @@ fn changed(history: &History, since: &Epoch, block_size: u32) -> Result<u64, Sou
 /// Prints what changed since a checkpoint.
 pub fn changes(args: &args::Changes, state: &StateDir, output: &Output) -> Result<()> {
     let handle = crate::attach(state, &args.source, &args.open)?;
+    effect::on_source(&handle, &args.open, &[], output);
     let found = find(args, &handle);
     let closed = handle.close();
     let found = found?;

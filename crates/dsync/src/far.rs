@@ -18,13 +18,13 @@ const PATIENCE: Duration = Duration::from_secs(10);
 pub fn call(host: &str, port: Option<u16>, far: &FarArgs, state: &StateDir) -> Result<Link> {
     if let Some(port) = port {
         let connections = far.connections.map(usize::from);
-        let options = ConnectOptions { connections, timeout: far.timeout, ..ConnectOptions::default() };
+        let options = ConnectOptions { connections, timeout: far.timeout(), ..ConnectOptions::default() };
         return Ok(Link::tls(&Keys::new(state.keys_folder()), host, port, &options)?);
     }
-    let rsh: Vec<String> = far.rsh.split_whitespace().map(str::to_owned).collect();
-    let mut command: Vec<String> = far.remote_dsync.split_whitespace().map(str::to_owned).collect();
+    let rsh: Vec<String> = far.rsh().split_whitespace().map(str::to_owned).collect();
+    let mut command: Vec<String> = far.remote_dsync().split_whitespace().map(str::to_owned).collect();
     command.push("receive".into());
-    Ok(Link::ssh(&rsh, host, &command, far.timeout)?)
+    Ok(Link::ssh(&rsh, host, &command, far.timeout())?)
 }
 
 /// Runs `dsync receive`.

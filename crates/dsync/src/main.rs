@@ -1,10 +1,13 @@
 //! The command.
 
+#![forbid(unsafe_code)]
+
 mod args;
 mod checkpoint;
 mod container;
 mod delta_files;
 mod demo;
+mod effect;
 mod failure;
 mod far;
 mod forget;

@@ -9,6 +9,7 @@ use source::{Handle, StateDir};
 use sync::{Batching, Mirror, MirrorEvent, MirrorOptions, MirrorSummary, Options, Stages, SyncError};
 
 use crate::args::{self, StagesArg};
+use crate::effect;
 use crate::failure;
 use crate::output::Output;
 use crate::sync_command::{Destination, connect};
@@ -65,6 +66,7 @@ pub fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()>
     // It works beside others, for as long as the machine runs: who writes to the disk goes first.
     let _ = rustix::process::nice(10);
     let far = &args.far;
+    effect::on_destination(&destination, far, output);
     let options = MirrorOptions {
         sync: Options {
             adopt: args.adopt,

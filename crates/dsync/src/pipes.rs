@@ -6,6 +6,7 @@ use anyhow::{Result, bail};
 use source::StateDir;
 
 use crate::args;
+use crate::effect;
 use crate::failure::Failure;
 use crate::output::Output;
 use crate::sync_command::commit;
@@ -21,6 +22,7 @@ pub fn extract(args: &args::Extract, state: &StateDir, output: &Output) -> Resul
     }
     units::check_rates(&[("--bwlimit", args.bwlimit)])?;
     let handle = crate::attach(state, &args.source, &args.open)?;
+    effect::on_source(&handle, &args.open, &[], output);
     let progress = |done, total| output.progress(done, total);
     let result = match args.bwlimit {
         Some(rate) => {

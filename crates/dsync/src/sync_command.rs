@@ -8,6 +8,7 @@ use source::{FreezeMode, StateDir};
 use sync::{Commit, Extents, LiveOptions, Method, Options, Summary, SyncError, Unreadable};
 
 use crate::args::{self, CommitArg, CyclesArg, FarArgs, FreezeArg, HashArg, MethodArg};
+use crate::effect;
 use crate::failure::{self, FAILED, Failure};
 use crate::output::Output;
 use crate::units;
@@ -148,7 +149,7 @@ pub fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Result<u8> {
             MethodArg::Rolling => Some(Method::Rolling),
             MethodArg::Copy => Some(Method::Copy),
         },
-        hash: hash(args.hash),
+        hash: hash(args.hash.unwrap_or(HashArg::Blake3)),
         in_place: compare::rolling::InPlace {
             cycles: match args.cycles {
                 CyclesArg::Trim => compare::rolling::Cycles::Trim,
@@ -168,18 +169,32 @@ pub fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Result<u8> {
         journal_dir: args.far.journal_dir.clone().map(PathBuf::from),
         may_be_cut: destination.host.is_some(),
         live: LiveOptions {
-            passes: args.passes,
+            passes: args.passes.unwrap_or(args::PASSES),
             cut: source::CutOptions {
-                freeze: match args.freeze {
+                freeze: match args.freeze.unwrap_or(FreezeArg::Auto) {
                     FreezeArg::Auto => FreezeMode::Auto,
                     FreezeArg::Never => FreezeMode::Never,
                     FreezeArg::Require => FreezeMode::Require,
                 },
-                limit: std::time::Duration::from_secs(args.freeze_limit),
+                limit: std::time::Duration::from_secs(args.freeze_limit.unwrap_or(args::FREEZE_LIMIT)),
             },
         },
     };
+    effect::on_destination(&destination, &args.far, output);
+    effect::on_method(args, output);
     let handle = crate::attach(state, &args.source, &args.open)?;
+    let tracked_only = [
+        ("--passes", args.passes.is_some()),
+        ("--freeze", args.freeze.is_some()),
+        ("--freeze-limit", args.freeze_limit.is_some()),
+    ];
+    effect::on_source(&handle, &args.open, &tracked_only, output);
+    if args.freeze == Some(FreezeArg::Require) && handle.live().is_none() {
+        let why = "is not a tracked disk, so no file system on it can be frozen: omit --freeze require";
+        let path = handle.about().path.display().to_string();
+        handle.close()?;
+        return Err(Failure::refused(format!("{path} {why}")).into());
+    }
     let progress = |done, total| output.progress(done, total);
     let attempt = |options: &Options| {
         converse(&destination, &args.destination, &args.far, state, |link, path, name| {

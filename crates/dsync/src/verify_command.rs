@@ -8,6 +8,7 @@ use source::StateDir;
 use sync::{Verified, VerifyOptions};
 
 use crate::args;
+use crate::effect;
 use crate::failure::{DIFFERS, FAILED, Failure};
 use crate::output::Output;
 use crate::sync_command::{Destination, commit, converse, hash, list};
@@ -25,7 +26,7 @@ pub fn run(args: &args::Verify, state: &StateDir, output: &Output) -> Result<u8>
     }
     let options = VerifyOptions {
         repair: args.repair,
-        commit: commit(args.commit),
+        commit: commit(args.commit.unwrap_or(args::CommitArg::Journal)),
         ranges: args.ranges.clone(),
         hash: hash(args.hash),
         rate: args.rate,
@@ -34,7 +35,9 @@ pub fn run(args: &args::Verify, state: &StateDir, output: &Output) -> Result<u8>
         journal_dir: args.far.journal_dir.clone().map(PathBuf::from),
         may_be_cut: destination.host.is_some(),
     };
+    effect::on_destination(&destination, &args.far, output);
     let handle = crate::attach(state, &args.source, &args.open)?;
+    effect::on_source(&handle, &args.open, &[], output);
     let progress = |done, total| output.progress(done, total);
     let verified = converse(&destination, &args.destination, &args.far, state, |link, path, name| {
         Ok(sync::verify(&handle, link, path, name, &options, &progress)?)

@@ -1,7 +1,18 @@
-//! Sets of blocks: ranges, and bitmaps that skip what is clean. No I/O.
+//! Sets of blocks, for programs that track what changed: sorted ranges with their algebra, and bitmaps that many threads may set at
+//! once and that skip what is clean. No I/O.
 //!
-//! [`Extents`] holds a set as sorted ranges and knows its algebra. [`Bitmap`] holds one bit a block in memory that many
-//! threads may set at once, or that is a mapping of a file. [`varint`] writes small numbers in few bytes.
+//! [`Bitmap`] holds one bit a block, in memory of its own or in a mapped file, with summary levels, so that counting and iterating
+//! cost what is set and not what there is. [`Extents`] holds a set as ranges. [`varint`] writes small numbers in few bytes.
+//!
+//! ```
+//! use extents::Bitmap;
+//!
+//! let dirty = Bitmap::new(1 << 20);
+//! dirty.set(10..20);
+//! dirty.set(15..30);
+//! assert_eq!(dirty.count(), 20);
+//! assert_eq!(dirty.runs().collect::<Vec<_>>(), [10..30]);
+//! ```
 
 mod bitmap;
 mod ranges;

@@ -205,7 +205,7 @@ impl Handshake {
         };
         let mut shake = Handshake { input: BufReader::with_capacity(1 << 18, input), output };
         if &array::<8>(&mut shake.input)? != b"NBDMAGIC" || u64(&mut shake.input)? != OPTION_MAGIC {
-            return Err(bad("no NBD newstyle server"));
+            return Err(bad("not an NBD newstyle server"));
         }
         let flags = u16(&mut shake.input)?;
         if flags & 1 == 0 {

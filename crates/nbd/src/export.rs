@@ -86,9 +86,7 @@ impl BlockSizes {
             return Ok(());
         }
         let BlockSizes { min, preferred, max } = self;
-        Err(Refusal::denied(format!(
-            "the server is set up wrongly: block sizes of {min}, {preferred} and {max} bytes don't make sense"
-        )))
+        Err(Refusal::denied(format!("invalid block sizes {min}, {preferred} and {max} of the export")))
     }
 }
 

@@ -40,7 +40,7 @@ pub(crate) fn negotiate(
             if option == OPT_EXPORT_NAME {
                 return Err(Gone);
             }
-            talk.refuse(option, REP_ERR_TOO_BIG, &format!("options carry at most {DATA_MAX} bytes"))?;
+            talk.refuse(option, REP_ERR_TOO_BIG, &format!("an option has at most {DATA_MAX} bytes"))?;
             continue;
         };
         match option {
@@ -84,7 +84,7 @@ pub(crate) fn negotiate(
                     "this server has no TLS: use a Unix socket, or ssh in between",
                 )?;
             }
-            _ => talk.refuse(option, REP_ERR_UNSUP, "this server does not know this option")?,
+            _ => talk.refuse(option, REP_ERR_UNSUP, "unknown option")?,
         }
     }
 }
@@ -200,7 +200,7 @@ impl Opened {
         let Export { name, disk, queue_depth, .. } = &self.export;
         disk.clone()
             .queue((*queue_depth).max(1))
-            .map_err(|error| Refusal::denied(format!("export {name} can't be used: {error}")))
+            .map_err(|error| Refusal::denied(format!("cannot open export {name}: {error}")))
     }
 }
 
@@ -209,12 +209,13 @@ impl Client<'_> {
         if self.opened.as_ref().is_none_or(|opened| opened.asked != name) {
             self.opened = None;
             if name.len() > STRING_MAX {
-                return Err(Refusal::unknown("an export's name is at most 4096 bytes long"));
+                return Err(Refusal::unknown("an export name has at most 4096 bytes"));
             }
             let export = if name.is_empty() {
-                let default = self.exports.default_name().ok_or_else(|| {
-                    Refusal::unknown("this server has no default export: name one of those it lists")
-                })?;
+                let default = self
+                    .exports
+                    .default_name()
+                    .ok_or_else(|| Refusal::unknown("no default export: name one of the listed exports"))?;
                 self.exports.open(&default)?
             } else {
                 self.exports.open(name)?
@@ -257,7 +258,7 @@ impl Client<'_> {
         data: &[u8],
     ) -> Result<Option<Box<dyn Queue>>, Gone> {
         let Some((name, asked)) = parse_info(data) else {
-            talk.refuse(option, REP_ERR_INVALID, "the option's data does not make sense")?;
+            talk.refuse(option, REP_ERR_INVALID, "invalid data of the option")?;
             return Ok(None);
         };
         let structured = self.structured;
@@ -301,7 +302,7 @@ impl Client<'_> {
             self.selected = None;
         }
         let Some((name, queries)) = parse_meta(data) else {
-            return talk.refuse(option, REP_ERR_INVALID, "the option's data does not make sense");
+            return talk.refuse(option, REP_ERR_INVALID, "invalid data of the option");
         };
         if !self.structured {
             return talk.refuse(

@@ -1,8 +1,8 @@
-//! The NBD server: any [`device::Disk`] as a network block device, over Unix sockets and TCP.
+//! An NBD server for any [`device::Disk`], over Unix sockets and TCP.
 //!
-//! Fixed newstyle negotiation, simple and structured replies, block status, and every command of the protocol document but
-//! its experimental extensions. The server knows nothing of what lies behind a disk: whoever implements [`Exports`] says
-//! which disks there are, and a [`Context`] says what is known of their blocks.
+//! Fixed newstyle negotiation, simple and structured replies, block status, and every command of the protocol document except
+//! its experimental extensions. The server knows nothing about what is behind a disk: an implementation of [`Exports`] says
+//! which disks there are, and a [`Context`] what is known about their blocks.
 //!
 //! ```no_run
 //! # use std::sync::Arc;
@@ -14,6 +14,8 @@
 //! # Ok(())
 //! # }
 //! ```
+
+#![forbid(unsafe_code)]
 
 pub mod client;
 mod context;

@@ -134,7 +134,7 @@ impl Server {
     /// Serves a client that is connected already, in a thread of its own.
     ///
     /// # Errors
-    /// `ConnectionAborted` if the server has been told to end or has all the connections it allows; else what kept the
+    /// `ConnectionAborted` if the server is stopping or has all the connections it allows; else what kept the
     /// thread from starting.
     pub fn serve_stream(&self, stream: impl Into<Stream>) -> io::Result<()> {
         self.shared.connect(stream.into())
@@ -183,10 +183,7 @@ impl Server {
         let id = {
             let mut state = self.shared.books.lock();
             if shared.closing.load(Ordering::SeqCst) {
-                return Err(io::Error::new(
-                    io::ErrorKind::ConnectionAborted,
-                    "the server has been told to end",
-                ));
+                return Err(io::Error::new(io::ErrorKind::ConnectionAborted, "the server is stopping"));
             }
             let id = state.id();
             state.listeners.insert(id, bell.clone());
@@ -208,14 +205,14 @@ impl Server {
                     // Whoever is refused sees its connection closed.
                     Ok(stream) => match shared.connect(stream) {
                         Err(error) if error.kind() != io::ErrorKind::ConnectionAborted => {
-                            shared.tell(&format!("can't start a thread for a client: {error}"));
+                            shared.tell(&format!("cannot start a thread for a client: {error}"));
                         }
                         _ => {}
                     },
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                     Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
                     Err(error) => {
-                        shared.tell(&format!("can't take a client's connection: {error}"));
+                        shared.tell(&format!("cannot accept a connection: {error}"));
                         if Reserve::is_exhausted(&error) {
                             reserve.turn_away(&listener, || accept(&listener));
                         }
@@ -254,11 +251,11 @@ impl Shared {
             let mut state = self.books.lock();
             let aborted = |why| Err(io::Error::new(io::ErrorKind::ConnectionAborted, why));
             if self.closing.load(Ordering::SeqCst) {
-                return aborted("the server has been told to end");
+                return aborted("the server is stopping");
             }
             full = state.connections.len() >= self.limits.connections;
             if full && state.turned_away.len() >= TURNED_AWAY {
-                return aborted("the server has all the connections it allows");
+                return aborted("too many connections");
             }
             let id = state.id();
             let place = if full { &mut state.turned_away } else { &mut state.connections };
@@ -292,7 +289,7 @@ impl Shared {
 
     fn turn_away(&self, stream: &Stream) {
         let allowed = self.limits.connections;
-        let message = format!("the server has all the {allowed} connections it allows: try again later");
+        let message = format!("too many connections ({allowed}): try again later");
         let _ = turn_away(stream, &message, after(TURN_AWAY_TIME));
     }
 }

@@ -409,7 +409,7 @@ impl<'a> Session<'a> {
             }
             CMD_WRITE_ZEROES => ("write zeroes", CMD_FLAG_NO_HOLE, true),
             CMD_BLOCK_STATUS => ("block status", CMD_FLAG_REQ_ONE, false),
-            _ => return refuse(EINVAL, format!("there is no command {command}")),
+            _ => return refuse(EINVAL, format!("unknown command {command}")),
         };
         // The document wants FUA accepted with every command, whether it means something there or not.
         let unknown = flags & !(allowed | CMD_FLAG_FUA);
@@ -426,28 +426,25 @@ impl<'a> Session<'a> {
             };
         }
         if command == CMD_BLOCK_STATUS && (self.contexts.is_empty() || len == 0) {
-            return refuse(EINVAL, "block status needs a context that was set, and a length".into());
+            return refuse(EINVAL, "block status needs a negotiated context and a length".into());
         }
         let block = self.export.block;
         if matches!(command, CMD_READ | CMD_WRITE) && len > block.max {
             return refuse(
                 EINVAL,
-                format!("{name} of {len} bytes: at most {} bytes go in one request", block.max),
+                format!("{name} of {len} bytes: at most {} bytes fit into one request", block.max),
             );
         }
         if offset.checked_add(len.into()).is_none_or(|end| end > self.size) {
             let code = if matches!(command, CMD_WRITE | CMD_WRITE_ZEROES) { ENOSPC } else { EINVAL };
             let size = self.size;
-            return refuse(
-                code,
-                format!("{name} of {len} bytes at {offset} goes beyond the end, at {size} bytes"),
-            );
+            return refuse(code, format!("{name} of {len} bytes at {offset} is beyond the end at {size}"));
         }
         if (offset | u64::from(len)) & u64::from(block.min - 1) != 0 {
             let min = block.min;
             return refuse(
                 EINVAL,
-                format!("{name} of {len} bytes at {offset}: not in multiples of {min} bytes"),
+                format!("{name} of {len} bytes at {offset}: not a multiple of {min} bytes"),
             );
         }
         Ok(())
@@ -575,9 +572,8 @@ impl<'a> Session<'a> {
         let mut answers = Vec::with_capacity(self.contexts.len());
         for context in &self.contexts {
             let runs = context.status(header.offset, header.len.into(), limit).and_then(|runs| {
-                tidy(&runs, header.len, limit).ok_or_else(|| {
-                    io::Error::other(format!("{} has no answer that makes sense", context.name()))
-                })
+                tidy(&runs, header.len, limit)
+                    .ok_or_else(|| io::Error::other(format!("{} gave an invalid answer", context.name())))
             });
             match runs {
                 Ok(runs) => answers.push(runs),

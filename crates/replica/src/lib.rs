@@ -1,9 +1,23 @@
-//! A replica: a destination with its lineage. What it holds, how a delta becomes part of it, and what is left of that after a
-//! crash.
+//! A replica: a destination that knows its source and its epoch. How a delta becomes part of it, and what remains after a crash.
 //!
-//! [`Replica::open`] takes the replica for this process alone and finishes or undoes what a crash left. [`Replica::standing`]
-//! tells where it stands; [`Replica::receive`] takes a delta's header and gives a [`Receipt`] for the other units, whose
-//! [`Receipt::finish`] commits. Whatever is cut off between is gone on from by a next delta.
+//! [`Replica::open`] takes the replica for this process alone and completes or rolls back what a crash left. [`Replica::standing`]
+//! says where it stands; [`Replica::receive`] takes the header of a delta and gives a [`Receipt`] for its other units, whose
+//! [`Receipt::finish`] commits. An interrupted delta is resumed by the next one.
+//!
+//! ```
+//! use replica::{Options, Replica};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let folder = tempfile::tempdir()?;
+//! let replica = Replica::open(&folder.path().join("vm.raw"), &Options::default())?;
+//! assert!(replica.standing().epoch.is_none(), "nothing was merged yet");
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! `examples/merge.rs` merges a delta.
+
+#![forbid(unsafe_code)]
 
 mod apply;
 mod batches;

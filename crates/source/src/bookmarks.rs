@@ -113,12 +113,12 @@ impl Bookmarks {
         let stands = self.0.get(name).map(|b| b.epoch.number);
         match (stands, at) {
             (Some(stands), None) => Err(SourceError::Refused(format!(
-                "checkpoint {name} of {source} exists already, at epoch {stands}: move it to the epoch that its reader has \
-                 with --at EPOCH. Beginning anew (--delete {name}) gives up what changed since epoch {stands}"
+                "checkpoint {name} of {source} exists already, at epoch {stands}: move it with --at EPOCH to the \
+                 epoch that its reader has stored. To start over, delete it with --delete {name}; the changes since epoch {stands} are lost then"
             ))),
             (Some(stands), Some(at)) if at.number < stands => Err(SourceError::Refused(format!(
-                "checkpoint {name} of {source} is at epoch {stands} and does not move back to {}: if its reader has lost \
-                 what it read since, remove the checkpoint with --delete {name} and set it at the older epoch",
+                "checkpoint {name} of {source} is at epoch {stands} and cannot move back to {}: if its reader lost \
+                 what it read since, delete it with --delete {name} and set it again at the older epoch",
                 at.number
             ))),
             _ => Ok(()),

@@ -315,7 +315,7 @@ fn answer(
             None => {
                 let name = source.about().name();
                 return Ok(Err(SourceError::Refused(format!(
-                    "no view of {name} is open: connect to the export {name}@view first, or leave --at-view out"
+                    "no snapshot of {name} is open: connect to the export {name}@view first, or omit --at-view"
                 ))));
             }
         },
@@ -469,9 +469,9 @@ impl Client {
     fn ask_with(&self, ask: &Ask, blob: &[u8]) -> Result<Received<Answer>, SourceError> {
         let gone = |e: io::Error| match rustix::io::Errno::from_io_error(&e) {
             Some(rustix::io::Errno::MFILE) => SourceError::Server(format!(
-                "can't take what the server of the source hands over ({e}): raise the limit of open files, see \"ulimit -n\""
+                "too many open files to receive a snapshot from the server ({e}): raise the limit (\"ulimit -n\")"
             )),
-            _ => SourceError::Server(format!("the server of the source went away ({e}): run again")),
+            _ => SourceError::Server(format!("the server of the source ended ({e}): run again")),
         };
         send(&self.socket, ask, blob, &[]).map_err(gone)?;
         match receive(&self.socket).map_err(gone)? {
@@ -485,7 +485,8 @@ impl Client {
 
     fn confused<T>() -> Result<T, SourceError> {
         Err(SourceError::Server(
-            "the server of the source answered something else: is it of another version?".into(),
+            "unexpected answer from the server of the source: if dsync was upgraded, restart the server"
+                .into(),
         ))
     }
 
@@ -495,8 +496,9 @@ impl Client {
         let mut fds = fds.into_iter();
         match (answer, fds.next(), fds.next()) {
             (Answer::Checkpoint { epoch, size }, Some(map), Some(data)) => {
-                let saved = Saved::from_parts(SavedParts { map, data })
-                    .map_err(|e| SourceError::Server(format!("can't share the server's view: {e}")))?;
+                let saved = Saved::from_parts(SavedParts { map, data }).map_err(|e| {
+                    SourceError::Server(format!("cannot use the snapshot of the server: {e}"))
+                })?;
                 Ok((epoch, size, saved))
             }
             _ => Self::confused(),
@@ -551,8 +553,9 @@ impl Client {
         match (answer, fds.next(), fds.next()) {
             (Answer::NoBatch, ..) => Ok(None),
             (Answer::Batch { epoch, size, view }, Some(map), Some(data)) => {
-                let saved = Saved::from_parts(SavedParts { map, data })
-                    .map_err(|e| SourceError::Server(format!("can't share the server's view: {e}")))?;
+                let saved = Saved::from_parts(SavedParts { map, data }).map_err(|e| {
+                    SourceError::Server(format!("cannot use the snapshot of the server: {e}"))
+                })?;
                 Ok(Some((epoch, size, view, saved, blob)))
             }
             _ => Self::confused(),
@@ -589,7 +592,7 @@ impl Client {
             poll(&mut fds, Some(&now))?;
             if fds[0].revents().intersects(PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR) {
                 return Err(io::Error::other(
-                    "the server of the source stopped, and its view with it: run again",
+                    "the server of the source stopped, and its snapshot is gone: run again",
                 ));
             }
             Ok(())

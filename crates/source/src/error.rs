@@ -12,7 +12,7 @@ pub enum SourceError {
     #[error(transparent)]
     Track(#[from] trackers::TrackError),
     /// A state file could not be read or written.
-    #[error("can't {what} {}: {error}{}", path.display(), way_out(error))]
+    #[error("cannot {what} {}: {error}{}", path.display(), way_out(error))]
     State {
         /// What was tried, as a verb.
         what: &'static str,
@@ -22,7 +22,7 @@ pub enum SourceError {
         error: std::io::Error,
     },
     /// A state file holds what no version of this program wrote.
-    #[error("{} is damaged ({why}): restore it from a backup, or move its folder away, which begins a new source; \"dsync sync --adopt\" then compares each replica in full and takes it over", path.display())]
+    #[error("{} is damaged ({why}): restore it from a backup, or move its directory aside to start a new source; \"dsync sync --adopt\" then compares each replica in full", path.display())]
     Damaged {
         /// The file.
         path: PathBuf,
@@ -52,10 +52,10 @@ pub enum SourceError {
         why: String,
     },
     /// The source changed under a reader although nobody serves it.
-    #[error("source {} was written by another program while it was read, so what was read is of no one moment: stop that program, or let dsync follow it (\"dsync serve\" for an image, \"dsync track add\" for a disk), and run again", .0.display())]
+    #[error("another program wrote to source {} while it was read, so the data read is not one moment of it: stop that program, or track the source (\"dsync serve\" for an image, \"dsync track add\" for a disk), and run again", .0.display())]
     Moved(PathBuf),
     /// Another file stands at the path of the one that is followed.
-    #[error("another file has taken the place of {} since it was opened: stop its server, put the right file there, and serve it again", .0.display())]
+    #[error("{} was replaced by another file while it is served: stop its server, put the right file back, and serve it again", .0.display())]
     Replaced(PathBuf),
     /// The server of a source gave an error, or went away.
     #[error("{0}")]
@@ -71,10 +71,10 @@ pub enum SourceError {
 fn way_out(error: &std::io::Error) -> &'static str {
     match error.kind() {
         std::io::ErrorKind::PermissionDenied | std::io::ErrorKind::ReadOnlyFilesystem => {
-            ": name another state directory with --state-dir, or run as a user who may do this"
+            ": choose another state directory with --state-dir, or run as a user with access to it"
         }
         std::io::ErrorKind::StorageFull => {
-            ": free some space, or name another state directory with --state-dir"
+            ": free some space, or choose another state directory with --state-dir"
         }
         _ => "",
     }

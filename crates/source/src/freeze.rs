@@ -21,7 +21,7 @@ const FIFREEZE: u32 = 0xc004_5877;
 #[derive(Debug, thiserror::Error)]
 pub enum FreezeError {
     /// It could not be begun; nothing is frozen.
-    #[error("can't freeze {}: {error}", place.display())]
+    #[error("cannot freeze {}: {error}", place.display())]
     Refused {
         /// The file system.
         place: PathBuf,
@@ -29,7 +29,7 @@ pub enum FreezeError {
         error: io::Error,
     },
     /// It took longer than it may: the watchdog thaws then, and what was read under it may be of several moments.
-    #[error("the freeze of {} took {} ms, longer than its limit of {} ms, because of slow writes or reads: what was read may be of several moments", place.display(), after.as_millis(), limit.as_millis())]
+    #[error("the freeze of {} took {} ms, longer than its limit of {} ms, because of slow writes or reads: the data read may mix several moments", place.display(), after.as_millis(), limit.as_millis())]
     TooLong {
         /// The file system.
         place: PathBuf,
@@ -39,7 +39,7 @@ pub enum FreezeError {
         limit: Duration,
     },
     /// Another program thawed it before its end.
-    #[error("the freeze of {} ended too early, after {} ms: what was read under it may be of several moments", place.display(), after.as_millis())]
+    #[error("the freeze of {} ended early, after {} ms: the data read may mix several moments", place.display(), after.as_millis())]
     Thawed {
         /// The file system.
         place: PathBuf,
@@ -137,10 +137,10 @@ impl Prepared {
 fn explained(error: io::Error) -> io::Error {
     let why = match error.raw_os_error() {
         Some(libc::EBUSY) => {
-            "it is frozen already, by another program or by one that was killed: if none is at work there, thaw it with \
+            "it is already frozen, by another program or by one that was killed: if none is running, thaw it with \
              \"fsfreeze --unfreeze\""
         }
-        Some(libc::EOPNOTSUPP) => "this kind of file system can't be frozen",
+        Some(libc::EOPNOTSUPP) => "this type of file system cannot be frozen",
         _ => return error,
     };
     io::Error::new(error.kind(), why)

@@ -86,7 +86,7 @@ impl Handle {
         let about = source.about().clone();
         let source = source.clone();
         let connect: Connect = Box::new(move || Client::within(&source).map(Some));
-        let client = connect()?.ok_or_else(|| SourceError::Server("there is no server".into()))?;
+        let client = connect()?.ok_or_else(|| SourceError::Server("it is not served".into()))?;
         Ok(Handle { about, folder, medium, holder: Holder::Server(client, connect) })
     }
 
@@ -105,7 +105,7 @@ impl Handle {
         }
         Handle::served_soon(state, what)?.ok_or_else(|| {
             SourceError::Refused(format!(
-                "nobody follows what is written to {}: serve it with \"dsync serve\", or follow a disk in use with \"dsync track add\"",
+                "writes to {} are not recorded: serve it with \"dsync serve\", or track a device with \"dsync track add\"",
                 path.display()
             ))
         })
@@ -176,11 +176,11 @@ impl Handle {
     pub fn view(&self, held: bool) -> Result<View, SourceError> {
         match &self.holder {
             Holder::Here(_) | Holder::Live(_) if held => Err(SourceError::Refused(format!(
-                "{} is not served, so no view of it is open: leave --at-view out",
+                "{} is not served, so no snapshot of it is open: omit --at-view",
                 self.about.path.display()
             ))),
             Holder::Live(_) => Err(SourceError::Refused(format!(
-                "{} is a disk in use: only cuts of it show one moment",
+                "{} is tracked in the kernel, which keeps no snapshots",
                 self.about.path.display()
             ))),
             Holder::Here(source) => source.still_view(&source.checkpoint(false)?),
@@ -265,7 +265,7 @@ impl Handle {
         let block_size = self.about.block_size;
         if let Some(ahead) = positions.iter().find(|p| p.epoch.number > view.epoch().number) {
             return Err(SourceError::Refused(format!(
-                "the replica is at epoch {}, the view that is open shows epoch {}: a replica never goes back",
+                "the replica is at epoch {}, the open snapshot shows epoch {}: a replica never goes back",
                 ahead.epoch.number,
                 view.epoch().number
             )));
@@ -278,7 +278,7 @@ impl Handle {
         chain.retain(|e| e.number <= view.epoch().number);
         if chain.last() != Some(&view.epoch()) {
             let since = positions.last().map_or(0, |p| p.epoch.number);
-            return Err(SourceError::Lost { since, why: "a part of the history can't be read".into() });
+            return Err(SourceError::Lost { since, why: "a part of the history is unreadable".into() });
         }
         Ok(Changes { blocks: changes, chain, history })
     }
@@ -315,13 +315,12 @@ impl Handle {
     pub fn follow(&self) -> Result<Batches, SourceError> {
         match &self.holder {
             Holder::Server(_, connect) => {
-                let client = connect()?.ok_or_else(|| {
-                    SourceError::Server("the server of the source went away: run again".into())
-                })?;
+                let client = connect()?
+                    .ok_or_else(|| SourceError::Server("the server of the source ended: run again".into()))?;
                 Batches::begin(client, &*self.medium, &self.about)
             }
             Holder::Here(_) | Holder::Live(_) => Err(SourceError::Refused(format!(
-                "{} is not served, so nothing tells what is written to it within an epoch: serve it with \"dsync serve\"",
+                "{} is not served, so writes within an epoch are not known: serve it with \"dsync serve\"",
                 self.about.path.display()
             ))),
         }
@@ -383,7 +382,7 @@ fn place_of(state: &StateDir, what: &str) -> Result<PathBuf, SourceError> {
     }
     Err(SourceError::Unknown(match known {
         Some(_) => {
-            format!("source {} is not there any more: if it was moved, pass its new path", path.display())
+            format!("source {} does not exist: if it was moved, pass its new path", path.display())
         }
         None => format!(
             "there is no source {what}: give the path of an image or device, or the name under which \"dsync serve\" \

@@ -112,7 +112,7 @@ impl History {
             if magic == [0; 8] {
                 return Ok(history);
             }
-            return Err(SourceError::Damaged { path, why: "it is no history".into() });
+            return Err(SourceError::Damaged { path, why: "not a history".into() });
         }
         let mut from = history.end;
         while let Some((entry, begin, end)) = history.sound_entry(from, len).map_err(fail("read"))? {
@@ -284,15 +284,15 @@ impl History {
         let first = self.entries.first().and_then(|e| e.head.epochs.first()).map_or(0, |e| e.number);
         if epoch.number > last {
             return Err(SourceError::Foreign(format!(
-                "the replica is at epoch {}, but this source only knows epochs up to {last}: its state was restored from \
-                 a copy or made anew. \"dsync sync --adopt\" compares everything, overwrites what differs in the replica, and goes on from here",
+                "the replica is at epoch {}, but this source only knows epochs up to {last}: its state was restored from a \
+                 copy or created anew. \"dsync sync --adopt\" compares everything, overwrites what differs in the replica, and continues from here",
                 epoch.number
             )));
         }
         if epoch.number >= first {
             return Err(SourceError::Foreign(format!(
-                "the replica's epoch {} is not this source's epoch of that number: one of the two is a copy that went its \
-                 own way. \"dsync sync --adopt\" compares everything, overwrites what differs in the replica, and goes on from here",
+                "the replica's epoch {} is not this source's epoch of that number: one of the two is a copy that has \
+                 diverged. \"dsync sync --adopt\" compares everything, overwrites what differs in the replica, and continues from here",
                 epoch.number
             )));
         }

@@ -19,7 +19,7 @@ pub(crate) fn read_json<T: DeserializeOwned>(
     };
     let len = file.len().map_err(SourceError::state("read", &path))?;
     if len > 16 << 20 {
-        return Err(SourceError::Damaged { path, why: "it is far too large".into() });
+        return Err(SourceError::Damaged { path, why: "it is too large".into() });
     }
     let mut bytes = vec![0u8; len as usize];
     file.read_at(0, &mut bytes).map_err(SourceError::state("read", &path))?;

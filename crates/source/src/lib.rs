@@ -1,7 +1,29 @@
-//! A source: the disk that is followed. Its identity, its history, its checkpoints and views.
+//! A source: a disk with a recorded history of changes. Its identity, its epochs, its checkpoints and views.
 //!
-//! [`Source`] holds one whose writes pass through this process, [`Live`] one that a tracker in the kernel follows; [`Handle`]
-//! reaches one wherever it is held.
+//! [`Source`] is one whose writes pass through this process, [`Live`] one that a tracker in the kernel records; [`Handle`] reaches
+//! either, wherever it is held. A checkpoint ends an epoch; the history says which blocks changed in which epoch.
+//!
+//! ```
+//! use device::Disk;
+//! use source::{Options, Source, StateDir};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let folder = tempfile::tempdir()?;
+//! # let image = folder.path().join("vm.raw");
+//! # std::fs::File::create(&image)?.set_len(1 << 20)?;
+//! let state = StateDir::find(Some(&folder.path().join("state")));
+//! let source = Source::open(&state, &image, &Options::default())?;
+//! source.checkpoint(false)?;
+//! source.disk().write_at(8192, b"hello")?;
+//! assert_eq!(source.dirty().runs().collect::<Vec<_>>(), [2..3]);
+//! let epoch = source.checkpoint(false)?.epoch;
+//! assert_eq!(epoch.number, 2);
+//! source.close()?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! `examples/changes.rs` asks the history.
 
 mod batches;
 mod bookmarks;

@@ -371,7 +371,7 @@ impl Live {
         }
         Err(SourceError::Refused(format!(
             "{} is being written to past its file systems while these are frozen: stop who writes to the device itself, or \
-             to a partition that is not mounted (\"swapoff\" for swap space), or say --freeze never to take a copy that may \
+             to a partition that is not mounted (\"swapoff\" for swap space), or pass --freeze never to take a copy that may \
              be of several moments",
             self.about.path.display()
         )))
@@ -421,8 +421,8 @@ impl Live {
             }
         }
         Err(SourceError::Refused(format!(
-            "{} is being written to, and there is no mounted file system on it to freeze: stop the writer for a moment, or \
-             say --freeze never to take a copy that may be of several moments",
+            "{} is being written to, and has no mounted file system to freeze: stop the writer for a moment, or \
+             say --freeze never to take a copy that may mix several moments",
             self.about.path.display()
         )))
     }

@@ -31,7 +31,7 @@ pub fn written_since(
         return Ok(lost);
     }
     let Some(tracker) = trackers::find(&about.path)? else {
-        return Ok(Some("nothing follows what is written to the source at present".into()));
+        return Ok(Some("writes to the source are not recorded at present".into()));
     };
     if let Some(why) = tracker.lost()? {
         return Ok(Some(why));

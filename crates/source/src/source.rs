@@ -310,16 +310,16 @@ impl Source {
         let path = identity.path.clone();
         if path.to_str().is_none() {
             return Err(SourceError::Refused(format!(
-                "the name of {} is not UTF-8, and its state could not be found again: rename it",
+                "the name of {} is not UTF-8, so its state could not be found again: rename it",
                 path.display()
             )));
         }
         let user = if options.read_only { device::may_change(&path) } else { device::in_use(&path) };
         if let Some(user) = user {
             let why = if options.read_only {
-                "may change while it is read: follow it with \"dsync track add\", mount it read-only or copy a snapshot"
+                "may change while it is read: track it with \"dsync track add\", mount it read-only or copy a snapshot"
             } else {
-                "can't be served to others too: stop that use first"
+                "cannot be served at the same time: stop that use first"
             };
             return Err(SourceError::Refused(format!("{} is {user} and {why}", path.display())));
         }
@@ -354,7 +354,7 @@ impl Source {
         };
         if !block_size.is_power_of_two() || !(4096..=1 << 20).contains(&block_size) {
             return Err(SourceError::Refused(format!(
-                "a block has a power of two bytes from 4K to 1M, not {block_size}"
+                "invalid block size {block_size}: use a power of two from 4K to 1M"
             )));
         }
         let about = About {
@@ -576,7 +576,7 @@ impl Source {
         }
         let epoch = since.ok_or_else(|| {
             SourceError::Refused(format!(
-                "{} has no epoch yet that a batch could follow",
+                "{} has no epoch yet for a batch to follow",
                 self.about.path.display()
             ))
         })?;

@@ -45,7 +45,7 @@ pub(crate) struct LastWrite {
 /// Why nothing is known after a write past the server.
 pub(crate) const FOREIGN: &str = "the image was changed by another program while dsync had it open";
 /// Why nothing is known of what stands at the path now.
-pub(crate) const REPLACED: &str = "another file or device has taken its place";
+pub(crate) const REPLACED: &str = "another file or device is in its place";
 
 /// What a look at the stamp tells.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -88,7 +88,7 @@ impl Stamp {
         if now.is_block() {
             return if !trust_device {
                 Verdict::Lost(
-                    "a block device may have been written while nobody served it (say --trust-device if it was not)".into(),
+                    "the block device may have been written to while it was not served (pass --trust-device if it was not)".into(),
                 )
             } else {
                 Verdict::Trusted { power_lost: !self.clean && life != Life::This }
@@ -98,11 +98,11 @@ impl Stamp {
             return if self.identity == *now {
                 Verdict::Trusted { power_lost: false }
             } else {
-                Verdict::Lost("the image was changed while nobody served it".into())
+                Verdict::Lost("the image was changed while it was not served".into())
             };
         }
         if self.identity.size != now.size {
-            return Verdict::Lost("the image was resized while nobody served it".into());
+            return Verdict::Lost("the image was resized while it was not served".into());
         }
         // An unclean stop: the last write to the image must have been one of ours. Its time is noted just before it goes
         // down, in memory that outlives the process but not the kernel.
@@ -112,7 +112,7 @@ impl Stamp {
             // Not so after a power cut: then a file's time may be older than its content.
             if changed < last.seen {
                 return Verdict::Lost(
-                    "after its server was killed, the image was set back to an earlier state".into(),
+                    "after its server was killed, the image was reset to an earlier state".into(),
                 );
             }
             let grace = if last.in_flight { Boot::DYING } else { 0 };

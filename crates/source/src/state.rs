@@ -226,7 +226,7 @@ impl StateDir {
         let mut named = sources.filter(|(_, a)| a.name() == what);
         match (named.next(), named.next()) {
             (Some(one), Some(other)) => Err(SourceError::Unknown(format!(
-                "\"{what}\" may be {} or {}: give the path",
+                "\"{what}\" is ambiguous ({} or {}): give the path",
                 one.1.path.display(),
                 other.1.path.display()
             ))),
@@ -271,7 +271,7 @@ fn read_about(place: &Path) -> Result<Option<Known>, SourceError> {
     let Some(said) = read_json::<serde_json::Value>(&folder, ABOUT)? else { return Ok(None) };
     match said.get("version").and_then(serde_json::Value::as_u64) {
         Some(version) if version != u64::from(About::VERSION) => Err(SourceError::Refused(format!(
-            "the state in {} is of version {version}, this program knows {}: use the program that wrote it",
+            "the state in {} has version {version}, and this dsync knows version {}: use the dsync that wrote it",
             place.display(),
             About::VERSION
         ))),
@@ -361,7 +361,7 @@ mod tests {
         let folder = Dir::open(&state.source_folder(second)).unwrap();
         let mut known = read_about(folder.path()).unwrap().unwrap();
         if known.mark.is_none() {
-            return println!("SKIPPED: this file system does not tell when a file was made");
+            return device::faulty::skipped("this file system does not tell when a file was made");
         }
         known.about.identity = device::identity(&vm).unwrap();
         known.about.path = temp.path().join("gone.raw");

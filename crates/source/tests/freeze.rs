@@ -37,7 +37,7 @@ impl Scene {
         let mounted = scene.filter(|s| run("mount", &[&s.device, s.mount().to_str().unwrap()]).is_some());
         if mounted.is_none() {
             assert!(std::env::var_os("DSYNC_STRICT").is_none_or(|v| v != "1"), "no loop device, no mount");
-            println!("SKIPPED: {what}: needs root, mkfs.ext4 and a loop device");
+            device::faulty::skipped(&format!("{what}: needs root, mkfs.ext4 and a loop device"));
         }
         mounted
     }
@@ -169,7 +169,7 @@ impl Stalled {
     fn new(scene: &Scene, what: &str) -> Option<Stalled> {
         let memory = userfault::Page::new();
         if memory.is_none() {
-            println!("SKIPPED: {what}: needs userfaultfd");
+            device::faulty::skipped(&format!("{what}: needs userfaultfd"));
         }
         let (memory, path) = (memory?, scene.mount().join("stalled"));
         let (address, (begins, begun)) = (memory.address(), mpsc::channel());
@@ -264,7 +264,9 @@ fn who_ends_all_of_a_control_group_does_not_end_the_watchdog() {
     let what = "a freeze whose owner's control group is killed";
     let Some(scene) = Scene::new(what) else { return };
     let Some(group) = Group::new() else {
-        return println!("SKIPPED: {what}: needs control groups of version 2, and Linux 5.14");
+        return device::faulty::skipped(&format!(
+            "{what}: needs control groups of version 2, and Linux 5.14"
+        ));
     };
     let mut child = freezer(&scene, Duration::from_secs(60), Some(&group.0));
     hears(&mut child, "frozen");
@@ -310,7 +312,7 @@ fn btrfs_is_known_by_its_subvolumes() {
     std::fs::create_dir(&place).unwrap();
     let (image, mount) = (image.to_str().unwrap(), place.to_str().unwrap());
     let device = run("mkfs.btrfs", &["-q", image]).and_then(|_| run("losetup", &["--find", "--show", image]));
-    let Some(device) = device else { return println!("SKIPPED: Btrfs: needs root and mkfs.btrfs") };
+    let Some(device) = device else { return device::faulty::skipped("Btrfs: needs root and mkfs.btrfs") };
     let subvolume = place.join("subvolume");
     let looked = run("mount", &[&device, mount]).and_then(|_| {
         let made = run("btrfs", &["-q", "subvolume", "create", subvolume.to_str().unwrap()]);
@@ -323,7 +325,9 @@ fn btrfs_is_known_by_its_subvolumes() {
     });
     run("umount", &[mount]);
     run("losetup", &["--detach", &device]);
-    let Some((mounts, inside, frozen)) = looked else { return println!("SKIPPED: Btrfs can't be mounted") };
+    let Some((mounts, inside, frozen)) = looked else {
+        return device::faulty::skipped("Btrfs cannot be mounted");
+    };
     assert_eq!(mounts, [inside]);
     frozen.unwrap();
 }

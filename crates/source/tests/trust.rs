@@ -76,7 +76,7 @@ fn a_foreign_write_after_a_clean_stop_is_a_gap_even_at_once() {
         source.close().unwrap();
         scene.foreign_write();
         let source = scene.open();
-        assert!(source.lost().is_some_and(|why| why.contains("nobody served")), "round {round}");
+        assert!(source.lost().is_some_and(|why| why.contains("not served")), "round {round}");
         source.checkpoint(false).unwrap();
         assert!(matches!(since(&source, at), Err(SourceError::Lost { .. })));
         // From the gap on, tracking goes on.
@@ -142,7 +142,7 @@ fn a_record_that_is_gone_is_a_gap() {
     }
     some_ticks();
     let source = scene.open();
-    assert!(source.lost().unwrap().contains("record is gone"));
+    assert!(source.lost().unwrap().contains("record of changed blocks is missing"));
     source.checkpoint(false).unwrap();
     assert!(matches!(since(&source, at), Err(SourceError::Lost { .. })));
 }
@@ -222,7 +222,7 @@ fn a_still_view_notices_a_writer() {
     some_ticks();
     scene.foreign_write();
     let error = view.verify().unwrap_err().to_string();
-    assert!(error.contains("written by another program"), "{error}");
+    assert!(error.contains("another program wrote"), "{error}");
 }
 
 /// Waits until a write past the server is noticed by itself, and says whether it was.
@@ -358,7 +358,7 @@ fn a_history_that_lost_its_end_while_its_server_ran_is_a_gap() {
     source.disk().write_at(5 * BLOCK, &[1; BLOCK as usize]).unwrap();
     source.checkpoint(false).unwrap();
     source.disk().write_at(6 * BLOCK, &[1; BLOCK as usize]).unwrap();
-    // As if it were killed: nothing is noted any more. The last entry can't be read, and its record is gone.
+    // As if it were killed: nothing is noted any more. The last entry is unreadable, and its record is gone.
     drop(source);
     let mut bytes = std::fs::read(&history).unwrap();
     bytes[short as usize + 20] ^= 1;

@@ -5,6 +5,32 @@
 //! ```text
 //!     facts ──▶ plan ──▶ transfer (read, pack, send) ──▶ report
 //! ```
+//!
+//! ```
+//! use link::Link;
+//! use source::{Handle, Options, StateDir};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let folder = tempfile::tempdir()?;
+//! # let (image, copy) = (folder.path().join("vm.raw"), folder.path().join("copy.raw"));
+//! # std::fs::write(&image, vec![7; 1 << 20])?;
+//! let state = StateDir::find(Some(&folder.path().join("state")));
+//! let handle = Handle::attach(&state, image.to_str().unwrap(), &Options::default())?;
+//! // Over ssh or TLS the other end is another process.
+//! let (here, there) = Link::pair();
+//! let far = state.clone();
+//! let receiving = std::thread::spawn(move || sync::receive(there, &far));
+//! let options = sync::Options::default();
+//! let summary = sync::push(&handle, here, &copy, "copy.raw", &options, &|_done, _total| {})?;
+//! assert_eq!(summary.bytes_changed, 1 << 20);
+//! receiving.join().unwrap()?;
+//! handle.close()?;
+//! assert!(std::fs::read(&image)? == std::fs::read(&copy)?);
+//! # Ok(())
+//! # }
+//! ```
+
+#![forbid(unsafe_code)]
 
 mod allowed_paths;
 mod batching;

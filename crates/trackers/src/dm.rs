@@ -40,14 +40,14 @@ pub fn add(
     let disk = identity(device)?;
     if !disk.is_block() {
         return Err(TrackError::Unable(format!(
-            "{} is no block device: serve it with \"dsync serve\"",
+            "{} is not a block device: for a file use \"dsync serve\"",
             device.display()
         )));
     }
     for path in [Some(device), meta].into_iter().flatten() {
         if let Some(user) = device::in_use(path) {
             return Err(TrackError::Refused(format!(
-                "{} is {user}: the device mapper can't get beneath what is in use; free it, or use --with bpf",
+                "{} is {user}: the device mapper cannot be inserted below a device in use: stop that use, or pass --with bpf",
                 path.display()
             )));
         }
@@ -126,7 +126,7 @@ fn name_of(device: &Path) -> Result<Option<String>, TrackError> {
     match std::fs::read_to_string(&place) {
         Ok(name) => Ok(Some(name.trim_end().into())),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(TrackError::State { what: "can't read the name", place, error }),
+        Err(error) => Err(TrackError::State { what: "cannot read the name", place, error }),
     }
 }
 
@@ -170,8 +170,7 @@ impl Status {
         }
         let fields = &fields[3..];
         let field = |n: usize| fields.get(n).copied().unwrap_or_default();
-        let number =
-            |n: usize| field(n).parse::<u64>().map_err(|_| format!("its status makes no sense: {line}"));
+        let number = |n: usize| field(n).parse::<u64>().map_err(|_| format!("unexpected status: {line}"));
         let parse = || {
             Ok(Status {
                 block_sectors: u32::try_from(number(0)?).unwrap_or(0),
@@ -214,11 +213,11 @@ impl DmTracker {
     fn status(&self) -> Result<Status, TrackError> {
         match status(&self.device, &self.name)? {
             Some(status) if status.record == Some(self.record) => Ok(status),
-            Some(_) => Err(kernel("go on tracking", &self.device)(
-                "it was mapped anew, and its record begun anew: run again".into(),
+            Some(_) => Err(kernel("continue tracking", &self.device)(
+                "it was mapped again with a new record: run again".into(),
             )),
-            None => Err(kernel("go on tracking", &self.device)(
-                "it is not mapped through dm-track any more".into(),
+            None => Err(kernel("continue tracking", &self.device)(
+                "it is no longer mapped through dm-track".into(),
             )),
         }
     }
@@ -235,7 +234,7 @@ impl DmTracker {
         let place = Path::new(PROC).join(format!("{}{suffix}", self.name));
         match File::open(&place) {
             Ok(file) => Ok((file, place)),
-            Err(error) => Err(TrackError::State { what: "can't open the record", place, error }),
+            Err(error) => Err(TrackError::State { what: "cannot open the record", place, error }),
         }
     }
 
@@ -244,7 +243,7 @@ impl DmTracker {
         let (mut file, place) = self.file(".frozen")?;
         let most = self.size.div_ceil(u64::from(self.block_size));
         read_frozen(&mut file, most, (epoch, self.record)).map_err(|error| TrackError::State {
-            what: "can't read the record",
+            what: "cannot read the record",
             place,
             error,
         })
@@ -280,7 +279,7 @@ impl Tracker for DmTracker {
         }
         let said = self.message(&["checkpoint"])?;
         let epoch = said.parse::<u64>().map_err(|_| {
-            kernel("end an epoch", &self.device)(format!("its number is expected, not \"{said}\""))
+            kernel("end an epoch", &self.device)(format!("expected its number, got \"{said}\""))
         })?;
         let (changes, _) = self.frozen(epoch)?;
         *self.ended() = Some(epoch);
@@ -308,7 +307,7 @@ impl Tracker for DmTracker {
             let block = line.and_then(|line| line.parse::<u64>().map_err(io::Error::other));
             let block = block.map_err(|error| {
                 let place = place.clone();
-                TrackError::State { what: "can't read the record", place, error }
+                TrackError::State { what: "cannot read the record", place, error }
             })?;
             if block < dirty.blocks() {
                 dirty.set(block..block + 1);
@@ -326,10 +325,10 @@ fn read_frozen(from: &mut impl Read, most: u64, (epoch, record): (u64, Uuid)) ->
     from.read_exact(&mut header)?;
     let number = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| header[at + i]));
     if &header[..8] != MAGIC {
-        return Err(wrong("it does not begin as a record does"));
+        return Err(wrong("not a record"));
     }
     if number(8) != epoch || header[32..48] != record.as_bytes()[..] {
-        return Err(wrong("it is of another epoch, which another program has ended meanwhile: run again"));
+        return Err(wrong("another program has ended its epoch in the meantime: run again"));
     }
     let blocks = number(16);
     if blocks > most {

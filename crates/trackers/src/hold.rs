@@ -32,7 +32,7 @@ impl Hold {
         loop {
             let taken = device::Dir::open(&place).and_then(|_| FolderLock::take(&place));
             match taken.map_err(|error| TrackError::State {
-                what: "can't lock",
+                what: "cannot lock",
                 place: place.clone(),
                 error,
             })? {

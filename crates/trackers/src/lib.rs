@@ -1,5 +1,18 @@
-//! What records a source's writes: the embedded tracker [`TrackedDisk`], a disk that writes down what is written through it
-//! and keeps what open views still need; and, behind [`Tracker`], what records the writes to a live disk from the kernel.
+//! What records the writes to a disk: [`TrackedDisk`], a disk that records what is written through it and keeps old data for open
+//! views; and, behind [`Tracker`], what records the writes to a block device in use from within the kernel ([`bpf`], [`dm`]).
+//!
+//! ```
+//! use std::path::Path;
+//!
+//! /// Prints how much was written to a tracked device since its last checkpoint.
+//! fn written(device: &Path) -> Result<(), trackers::TrackError> {
+//!     match trackers::find(device)? {
+//!         None => println!("{} is not tracked", device.display()),
+//!         Some(tracker) => println!("{} blocks of {} bytes", tracker.dirty()?.count(), tracker.block_size()),
+//!     }
+//!     Ok(())
+//! }
+//! ```
 
 pub mod bpf;
 pub mod dm;

@@ -139,7 +139,10 @@ impl Saved {
 
     fn over(map: File, head: Mapping, data: File) -> io::Result<Saved> {
         let bad = || {
-            io::Error::new(io::ErrorKind::InvalidData, "not a view's map: the server is of another version")
+            io::Error::new(
+                io::ErrorKind::InvalidData,
+                "not the map of a snapshot: if dsync was upgraded, restart the server",
+            )
         };
         if head.len() < HEAD_WORDS || head[0].load(Relaxed) != MAGIC {
             return Err(bad());
@@ -311,7 +314,7 @@ impl Saved {
         // Looked at last: a view that broke while we read may have let a write through.
         if self.is_broken() {
             return Err(io::Error::other(format!(
-                "the view is broken: the disk was overwritten faster than it was read, and the {} that may be kept for it \
+                "the snapshot has failed: the disk was overwritten faster than the snapshot was read, and the {} that may be kept for it \
                  (--view-limit of \"dsync serve\", or the space in the state directory) were not enough",
                 device::human_size(self.limit)
             )));

@@ -57,7 +57,7 @@ pub enum TrackError {
         error: io::Error,
     },
     /// The kernel would not.
-    #[error("can't {what} for {}: {error}", device.display())]
+    #[error("cannot {what} for {}: {error}", device.display())]
     Kernel {
         /// What was tried, as a verb.
         what: &'static str,
@@ -212,10 +212,10 @@ impl TrackedDisk {
         };
         let size = disk.len();
         let mut old = Vec::new();
-        let numbers = Record::list(&*folder).map_err(state("can't list the records"))?;
+        let numbers = Record::list(&*folder).map_err(state("cannot list the records"))?;
         for number in &numbers {
             if trusted && *number > last_epoch {
-                old.extend(Record::open(&*folder, *number).map_err(state("can't open a record"))?);
+                old.extend(Record::open(&*folder, *number).map_err(state("cannot open a record"))?);
             }
         }
         let was = old.iter().map(Record::size).max();
@@ -224,7 +224,7 @@ impl TrackedDisk {
         }
         let number = numbers.last().copied().unwrap_or(0).max(last_epoch) + 1;
         let record = Record::create(&*folder, number, size, settings.block_size)
-            .map_err(state("can't make a record"))?;
+            .map_err(state("cannot make a record"))?;
         for earlier in &old {
             record.absorb(earlier);
         }
@@ -233,7 +233,7 @@ impl TrackedDisk {
         }
         let damaged = || old.iter().any(|earlier| !earlier.is_sound());
         if trusted && !old.is_empty() && (power_lost || damaged()) {
-            match Intents::left_active(&*folder).map_err(state("can't read the write-intent log"))? {
+            match Intents::left_active(&*folder).map_err(state("cannot read the write-intent log"))? {
                 Some(active) if settings.intents => active.iter().for_each(|r| {
                     let end = r.end.min(size);
                     record.mark(r.start, end.saturating_sub(r.start));
@@ -245,15 +245,15 @@ impl TrackedDisk {
             }
         }
         // The order matters: what the old files say stands in the new record, durably, before they go.
-        record.sync().map_err(state("can't write a record"))?;
+        record.sync().map_err(state("cannot write a record"))?;
         for number in &numbers {
-            Record::remove(&*folder, *number).map_err(state("can't remove a record"))?;
+            Record::remove(&*folder, *number).map_err(state("cannot remove a record"))?;
         }
-        folder.sync().map_err(state("can't sync the folder"))?;
+        folder.sync().map_err(state("cannot sync the folder"))?;
         let intents = Intents::create(&*folder, size, settings.region, settings.intents)
-            .map_err(state("can't make the write-intent log"))?;
+            .map_err(state("cannot make the write-intent log"))?;
         let served = Served::open(&*folder, settings.clock.clone())
-            .map_err(state("can't make the stamp of the last write"))?;
+            .map_err(state("cannot make the stamp of the last write"))?;
         Ok(TrackedDisk {
             shared: Arc::new(Shared {
                 disk,
@@ -316,7 +316,7 @@ impl TrackedDisk {
         s.gate.drain();
         // The frozen record itself need not be durable: until it is released, no intent is dropped before it is, and what
         // was active counts as written.
-        if let Err(error) = s.disk.flush().map_err(|e| self.state("can't flush the source; state", e)) {
+        if let Err(error) = s.disk.flush().map_err(|e| self.state("cannot flush the source; state", e)) {
             if let Some(view) = view {
                 self.drop_view(&view);
             }
@@ -372,7 +372,7 @@ impl TrackedDisk {
     fn next_record(&self) -> Result<Record, TrackError> {
         let s = &self.shared;
         Record::create(&*s.folder, self.record().number() + 1, s.disk.len(), s.settings.block_size)
-            .map_err(|e| self.state("can't make a record", e))
+            .map_err(|e| self.state("cannot make a record", e))
     }
 
     /// Opens a view without ending the record, which is possible if nothing was written since what was released last.
@@ -404,7 +404,7 @@ impl TrackedDisk {
         let _alone = self.alone();
         for record in &self.current().frozen {
             Record::remove(&*s.folder, record.number())
-                .map_err(|e| self.state("can't remove a record", e))?;
+                .map_err(|e| self.state("cannot remove a record", e))?;
         }
         // Not synced: a record that comes back after a power cut has a number that the history knows, and is removed then.
         s.replace(|current| current.frozen.clear());
@@ -468,7 +468,7 @@ impl TrackedDisk {
         s.intents
             .sweep(age, &s.gate, || self.sync_records())
             .and_then(|()| s.served.sync())
-            .map_err(|e| self.state("can't tend the write-intent log", e))
+            .map_err(|e| self.state("cannot tend the write-intent log", e))
     }
 
     /// Notes the time if writes are in flight: called every few milliseconds, it tells a next process how long this one
@@ -500,7 +500,9 @@ impl TrackedDisk {
         *looked = Some((noted, changed));
         s.served.see(changed);
         if foreign {
-            s.served.doubt().map_err(|e| self.state("can't write down that others changed the image", e))?;
+            s.served
+                .doubt()
+                .map_err(|e| self.state("cannot record that the image was changed by others", e))?;
         }
         Ok(())
     }
@@ -524,15 +526,16 @@ impl TrackedDisk {
     pub fn close(&self) -> Result<(), TrackError> {
         let s = &self.shared;
         s.gate.drain();
-        s.disk.flush().map_err(|e| self.state("can't flush the source; state", e))?;
-        self.sync_records().map_err(|e| self.state("can't write a record", e))?;
+        s.disk.flush().map_err(|e| self.state("cannot flush the source; state", e))?;
+        self.sync_records().map_err(|e| self.state("cannot write a record", e))?;
         if let Some(spare) = s.spare.lock().unwrap_or_else(|e| e.into_inner()).take() {
-            Record::remove(&*s.folder, spare.number()).map_err(|e| self.state("can't remove a record", e))?;
+            Record::remove(&*s.folder, spare.number())
+                .map_err(|e| self.state("cannot remove a record", e))?;
         }
         s.intents
             .sweep(0, &s.gate, || Ok(()))
             .and_then(|()| s.served.sync())
-            .map_err(|e| self.state("can't drop the write-intent log", e))
+            .map_err(|e| self.state("cannot drop the write-intent log", e))
     }
 
     /// Regions that a power cut now would make dirty, and bytes a region.
@@ -622,7 +625,7 @@ impl Shared {
             self.gate.leave(side);
             self.intents.activate(idle.offset, idle.len).map_err(|e| {
                 let place = self.folder.path().display();
-                io::Error::new(e.kind(), format!("can't log the intent to write in {place}: {e}"))
+                io::Error::new(e.kind(), format!("cannot log the intent to write in {place}: {e}"))
             })?;
         }
     }

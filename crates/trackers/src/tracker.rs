@@ -58,7 +58,7 @@ pub trait Tracker: Send + Sync {
 /// What a release says when the checkpoint that it ends is not the last one.
 pub(crate) fn taken(device: &Path) -> TrackError {
     TrackError::Refused(format!(
-        "another program has ended an epoch of the tracker of {} meanwhile: run one sync of a disk at a time",
+        "another program has ended an epoch of {} in the meantime: run one sync of a disk at a time",
         device.display()
     ))
 }

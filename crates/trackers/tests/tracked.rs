@@ -506,7 +506,7 @@ fn a_full_view_breaks_and_the_writer_goes_on() {
     saved.mend(0, &mut part).unwrap();
     disk.write_at(3 * BLOCK, &[1; 4096]).unwrap();
     let error = saved.mend(0, &mut part).unwrap_err().to_string();
-    assert!(error.contains("view is broken") && error.contains("--view-limit"), "{error}");
+    assert!(error.contains("snapshot has failed") && error.contains("--view-limit"), "{error}");
 }
 
 #[test]

@@ -25,11 +25,11 @@ pub(super) struct Stretches<'a> {
 
 impl<'a> Stretches<'a> {
     /// Of the first `end` bytes of a disk, which has as many.
-    pub fn new(disk: &'a dyn Disk, end: u64, chunk: u64) -> Stretches<'a> {
+    pub(super) fn new(disk: &'a dyn Disk, end: u64, chunk: u64) -> Stretches<'a> {
         Stretches { disk, at: 0, end, chunk, data: None }
     }
 
-    pub fn next(&mut self) -> io::Result<Option<Stretch>> {
+    pub(super) fn next(&mut self) -> io::Result<Option<Stretch>> {
         let start = self.at;
         if start >= self.end {
             return Ok(None);

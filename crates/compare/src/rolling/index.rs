@@ -79,7 +79,7 @@ impl Index {
             Told::Sums(_) => usize::MAX,
         };
         if !sound || told.len() != expected || range.end.div_ceil(block) >= u64::from(EMPTY) {
-            let text = format!("the other side's sums are out of order at byte {}", self.heard);
+            let text = format!("the sums of the peer are out of order at byte {}", self.heard);
             return Err(io::Error::new(io::ErrorKind::InvalidData, text));
         }
         match said {

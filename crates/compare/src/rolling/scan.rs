@@ -70,7 +70,13 @@ pub(super) struct Scan<'a> {
 
 impl<'a> Scan<'a> {
     /// Of the chunk `chunk` of a source of `size` bytes; `data` begins at `start`.
-    pub fn new(index: &'a Index, data: &'a [u8], start: u64, size: u64, chunk: Range<u64>) -> Scan<'a> {
+    pub(super) fn new(
+        index: &'a Index,
+        data: &'a [u8],
+        start: u64,
+        size: u64,
+        chunk: Range<u64>,
+    ) -> Scan<'a> {
         let chunk = (chunk.start - start) as usize..(chunk.end - start) as usize;
         Scan {
             block: index.block(),
@@ -87,7 +93,7 @@ impl<'a> Scan<'a> {
     }
 
     /// The parts of the chunk, ascending and without a gap.
-    pub fn run(mut self) -> Vec<Part> {
+    pub(super) fn run(mut self) -> Vec<Part> {
         // A block that begins before the chunk may reach into it.
         let mut at = self.chunk.start;
         if !self.stands(at) {

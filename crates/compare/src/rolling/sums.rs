@@ -55,7 +55,7 @@ impl Shape {
         if (SMALLEST..=LARGEST).contains(&block) && block.is_power_of_two() && self.size <= i64::MAX as u64 {
             return Ok(());
         }
-        let text = format!("the other side asks for sums of blocks of {block} bytes");
+        let text = format!("the peer asks for sums of blocks of {block} bytes");
         Err(io::Error::new(io::ErrorKind::InvalidData, text))
     }
 }
@@ -94,7 +94,7 @@ pub(super) struct Summer {
 }
 
 impl Summer {
-    pub fn new(shape: &Shape) -> Summer {
+    pub(super) fn new(shape: &Shape) -> Summer {
         // The point and the key of the strong sums must not tell of each other.
         let point = blake3::derive_key("dsync rolling 2026 weak point", &shape.key);
         let mut seed = [0; 8];
@@ -103,12 +103,12 @@ impl Summer {
     }
 
     /// The weak sum as it is told.
-    pub fn short(weak: u64) -> u64 {
+    pub(super) fn short(weak: u64) -> u64 {
         weak & ((1 << (8 * WEAK)) - 1)
     }
 
     /// The sums of a block with this weak sum.
-    pub fn sums(&self, weak: u64, block: &[u8]) -> Sums {
+    pub(super) fn sums(&self, weak: u64, block: &[u8]) -> Sums {
         let mut sums = ZERO;
         sums[..WEAK].copy_from_slice(&weak.to_le_bytes()[..WEAK]);
         sums[WEAK..].copy_from_slice(&self.strong(block));
@@ -116,7 +116,7 @@ impl Summer {
     }
 
     /// The strong sum.
-    pub fn strong(&self, block: &[u8]) -> [u8; SUMS - WEAK] {
+    pub(super) fn strong(&self, block: &[u8]) -> [u8; SUMS - WEAK] {
         let mut strong = [0; SUMS - WEAK];
         strong.copy_from_slice(&blake3::keyed_hash(&self.key, block).as_bytes()[..SUMS - WEAK]);
         strong

@@ -60,7 +60,7 @@ pub(super) type Hit = (usize, u64);
 
 impl Weak {
     /// Sums of blocks of `block` bytes, at a point made of `seed`.
-    pub fn new(seed: u64, block: usize) -> Weak {
+    pub(super) fn new(seed: u64, block: usize) -> Weak {
         // Below 2^60, so that a step needs no more than one folding; never so small that sums of short blocks are small.
         let point = (seed & ((1 << 60) - 1)) | 1 << 59;
         let out = power(point, block as u64);
@@ -87,7 +87,7 @@ impl Weak {
     }
 
     /// The sum of a block of any length.
-    pub fn sum(&self, block: &[u8]) -> u64 {
+    pub(super) fn sum(&self, block: &[u8]) -> u64 {
         #[cfg(target_arch = "x86_64")]
         if self.wide {
             // SAFETY: `wide` says that the processor has what the function is compiled for.
@@ -139,7 +139,7 @@ impl Weak {
 
     /// Looks for the first block that begins at `from` to `from + count` of `data`, ends within the data, and has a sum that
     /// `likely` has a bit for and that is `known`. Its place and sum; `None` if there is none.
-    pub fn search(
+    pub(super) fn search(
         &self,
         data: &[u8],
         block: usize,
@@ -212,7 +212,7 @@ pub(super) struct Likely {
 
 impl Likely {
     /// For so many sums.
-    pub fn new(sums: usize) -> Likely {
+    pub(super) fn new(sums: usize) -> Likely {
         // 32 bits a sum: one place in 32 is looked up for nothing. From 2^27 sums on it is more.
         let bits = (sums.max(1) as u64).saturating_mul(32).next_power_of_two().clamp(1 << 12, 1 << 32);
         Likely { words: vec![0; (bits / 64) as usize], mask: bits - 1 }
@@ -223,7 +223,7 @@ impl Likely {
         ((bit >> 6) as usize, 1 << (bit & 63))
     }
 
-    pub fn insert(&mut self, sum: u64) {
+    pub(super) fn insert(&mut self, sum: u64) {
         let (word, bit) = self.place(sum);
         if let Some(word) = self.words.get_mut(word) {
             *word |= bit;

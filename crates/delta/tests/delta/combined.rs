@@ -145,8 +145,8 @@ fn two_that_do_not_belong_together() {
         "the second delta was not tracked",
     );
     let resume = Resume { stream: Uuid::nil(), frames: 1, digest: [0; 32] };
-    refuse(&|f, _| f.resumes = Some(resume), "the first delta goes on from an interrupted one");
-    refuse(&|_, s| s.resumes = Some(resume), "the second delta goes on from an interrupted one");
+    refuse(&|f, _| f.resumes = Some(resume), "the first delta continues an interrupted one");
+    refuse(&|_, s| s.resumes = Some(resume), "the second delta continues an interrupted one");
     refuse(&|f, _| (f.method, f.binds) = (Method::Rolling, Some(Uuid::nil())), "may copy");
 }
 

@@ -353,9 +353,7 @@ impl UringQueue {
             }
             (_, error) if error < 0 => Err(io::Error::from_raw_os_error(-error)),
             (Act::Fallocate { .. } | Act::Flush, _) => Ok(()),
-            (Act::Read, 0) => {
-                Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the disk has become shorter"))
-            }
+            (Act::Read, 0) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the disk became smaller")),
             (Act::Write { .. }, 0) => Err(io::ErrorKind::WriteZero.into()),
             (Act::Read | Act::Write { .. }, count) if (count as u64) < op.len => {
                 let count = u64::from(count.unsigned_abs());

@@ -25,11 +25,11 @@ pub(super) struct Followed {
 
 impl Followed {
     /// Looks at the block device at `path`.
-    pub fn at(path: &Path) -> Result<Followed, TrackError> {
+    pub(super) fn at(path: &Path) -> Result<Followed, TrackError> {
         let identity = device::identity(path)?;
         if !identity.is_block() {
             return Err(TrackError::Unable(format!(
-                "{} is not a block device: serve a file with \"dsync serve\", which records what is written through it",
+                "{} is not a block device: for a file use \"dsync serve\"",
                 path.display()
             )));
         }
@@ -37,7 +37,7 @@ impl Followed {
     }
 
     /// The same, for a path known to be a block device.
-    pub fn of(identity: &Identity) -> Result<Followed, TrackError> {
+    pub(super) fn of(identity: &Identity) -> Result<Followed, TrackError> {
         let number = format!("{}:{}", libc::major(identity.dev), libc::minor(identity.dev));
         let sysfs = PathBuf::from("/sys/dev/block").join(&number);
         let Some(diskseq) = identity.diskseq else {
@@ -58,7 +58,7 @@ impl Followed {
     }
 
     /// The folder of the whole disk in sysfs.
-    pub fn whole_disk(&self) -> PathBuf {
+    pub(super) fn whole_disk(&self) -> PathBuf {
         let place = std::fs::canonicalize(&self.sysfs).unwrap_or_else(|_| self.sysfs.clone());
         match place.parent() {
             Some(disk) if place.join("partition").exists() => disk.to_path_buf(),
@@ -67,7 +67,7 @@ impl Followed {
     }
 
     /// True for zoned disks, whose zones change by operations of their own.
-    pub fn is_zoned(&self) -> bool {
+    pub(super) fn is_zoned(&self) -> bool {
         std::fs::read_to_string(self.whole_disk().join("queue/zoned")).is_ok_and(|z| z.trim() != "none")
     }
 }

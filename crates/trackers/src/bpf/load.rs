@@ -27,7 +27,7 @@ pub(super) fn begin(disk: &Followed, block_size: Option<u32>, why: &str) -> Resu
     check_machine()?;
     if disk.is_zoned() {
         return Err(TrackError::Unable(format!(
-            "{} is a zoned disk, whose zones change unseen: use \"dsync sync --method compare\"",
+            "{} is a zoned disk, which the tracker cannot follow: use \"dsync sync --method compare\"",
             disk.path.display()
         )));
     }
@@ -45,10 +45,10 @@ pub(super) fn begin(disk: &Followed, block_size: Option<u32>, why: &str) -> Resu
     {
         return Err(match error.kind() {
             io::ErrorKind::AlreadyExists => TrackError::Refused(format!(
-                "{} is tracked already: see \"dsync status {0}\", or end it with \"dsync track remove {0}\"",
+                "{} is already tracked: see \"dsync status {0}\", or end it with \"dsync track remove {0}\"",
                 disk.path.display()
             )),
-            _ => TrackError::State { what: "can't make a folder", place, error },
+            _ => TrackError::State { what: "cannot make a folder", place, error },
         });
     }
     let begun = load(disk, block_size, &place, why).and_then(|()| BpfTracker::open(&place, &disk.path));
@@ -64,7 +64,7 @@ fn load(disk: &Followed, block_size: u32, place: &Path, why: &str) -> Result<(),
         let device = disk.path.clone();
         move |error: String| TrackError::Kernel { what, device: device.clone(), error }
     };
-    let pin = |error: io::Error| TrackError::State { what: "can't pin", place: place.to_path_buf(), error };
+    let pin = |error: io::Error| TrackError::State { what: "cannot pin", place: place.to_path_buf(), error };
     let btf = Btf::from_sys_fs().map_err(|e| failed("read the kernel's types")(chain(&e)))?;
     let blocks = disk.size.div_ceil(u64::from(block_size));
     let words = Bitmap::<()>::words(blocks);
@@ -141,13 +141,11 @@ pub(super) fn unpin(place: &Path) -> io::Result<()> {
 fn check_machine() -> Result<(), TrackError> {
     let unable = |why: &str| Err(TrackError::Unable(why.to_owned()));
     if !rustix::process::geteuid().is_root() {
-        return unable(
-            "tracking a live disk takes root: run it with sudo, or use \"dsync sync --method compare\"",
-        );
+        return unable("tracking a device needs root: run with sudo, or use \"dsync sync --method compare\"");
     }
     if !Path::new(TYPES).exists() {
         return unable(
-            "this kernel was built without BTF (there is no /sys/kernel/btf/vmlinux), which the bpf tracker needs: \
+            "this kernel has no BTF (/sys/kernel/btf/vmlinux), which the bpf tracker needs: \
              use \"dsync serve\" or \"dsync sync --method compare\"",
         );
     }

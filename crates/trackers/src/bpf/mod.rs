@@ -71,7 +71,7 @@ pub fn remove(device: &Path) -> Result<bool, TrackError> {
     match load::unpin(&place) {
         Ok(()) => Ok(true),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
-        Err(error) => Err(TrackError::State { what: "can't remove the tracker", place, error }),
+        Err(error) => Err(TrackError::State { what: "cannot remove the tracker", place, error }),
     }
 }
 
@@ -153,14 +153,14 @@ impl BpfTracker {
     fn open(place: &Path, device: &Path) -> Result<BpfTracker, TrackError> {
         let get = |name: &str| {
             sys::get(&place.join(name)).map_err(|error| TrackError::State {
-                what: "can't open the tracker's pin",
+                what: "cannot open the tracker's pin",
                 place: place.join(name),
                 error,
             })
         };
         let [slot, flight, counts, notes] = [get(MAPS[0])?, get(MAPS[1])?, get(MAPS[2])?, get(MAPS[3])?];
         let state =
-            |error| TrackError::State { what: "can't use the tracker", place: place.to_owned(), error };
+            |error| TrackError::State { what: "cannot use the tracker", place: place.to_owned(), error };
         let known = Notes::read(notes.as_fd()).map_err(state)?;
         let (size, block_size) = (known.size, known.block_size);
         if !block_size.is_power_of_two() || !(4096..=1 << 20).contains(&block_size) {
@@ -259,22 +259,22 @@ impl BpfTracker {
     fn severed(&self, notes: &Notes) -> Result<Option<String>, TrackError> {
         let said = |why: &str| Ok(Some(format!("{why}; run \"dsync track remove\" and \"dsync track add\"")));
         let Ok(now) = Followed::at(&self.device) else {
-            return said("the device is not there any more");
+            return said("the device no longer exists");
         };
         if now.diskseq != notes.diskseq || folder(&now.number) != self.place {
-            return said("another disk has taken the device's place");
+            return said("another disk now has the name of the device");
         }
         if now.size != notes.size || now.first_sector != notes.first_sector {
             return said("the device was resized or moved");
         }
         if load::boot_id() != notes.boot {
-            return said("the machine was started anew");
+            return said("the machine was rebooted");
         }
         for ((link, name), id) in self.links().into_iter().zip(LINKS).zip(notes.links) {
             match link {
                 Ok((found, _)) if found == id => {}
                 Ok(_) => return said(&format!("its link {name} was replaced")),
-                Err(_) => return said(&format!("its link {name} is not pinned any more")),
+                Err(_) => return said(&format!("its link {name} is no longer pinned")),
             }
         }
         if self.in_use()?.is_none() {

@@ -27,17 +27,17 @@ pub(super) struct Counts {
 
 impl Counts {
     /// What was not recorded between `base` and these counts, in words.
-    pub fn since(&self, base: &Counts, doubtful: bool) -> Option<String> {
+    pub(super) fn since(&self, base: &Counts, doubtful: bool) -> Option<String> {
         let more = |what: fn(&Counts) -> u64| what(self).saturating_sub(what(base));
         let why = if more(|c| c.dropped) > 0 {
-            format!("{} writes found no place in the table of writes in flight", more(|c| c.dropped))
+            format!("{} writes did not fit into the table of writes in flight", more(|c| c.dropped))
         } else if more(|c| c.missed) > 0 {
             format!("{} events were missed", more(|c| c.missed))
         } else if more(|c| c.stray) > 0 {
-            format!("{} writes landed whose beginning was not seen", more(|c| c.stray))
+            format!("{} writes completed whose start was not seen", more(|c| c.stray))
         } else if doubtful && more(|c| c.unended) > 0 {
             // A write whose beginning was missed is known by its end alone.
-            format!("{} ends of writes were missed after beginnings were", more(|c| c.unended))
+            format!("{} ends of writes were missed after missed starts", more(|c| c.unended))
         } else {
             return None;
         };
@@ -74,14 +74,14 @@ pub(super) struct Notes {
 }
 
 impl Notes {
-    pub fn read(map: BorrowedFd) -> io::Result<Notes> {
+    pub(super) fn read(map: BorrowedFd) -> io::Result<Notes> {
         let mut value = vec![0; ROOM];
         sys::lookup(map, 0, &mut value)?;
         let end = value.iter().position(|b| *b == 0).unwrap_or(ROOM);
         Ok(serde_json::from_slice(&value[..end])?)
     }
 
-    pub fn write(&self, map: BorrowedFd) -> io::Result<()> {
+    pub(super) fn write(&self, map: BorrowedFd) -> io::Result<()> {
         let mut value = serde_json::to_vec(self)?;
         if value.len() >= ROOM {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "its notes are too long"));

@@ -66,19 +66,19 @@ pub fn save(device: &Path, to: &dyn Folder) -> Result<(), TrackError> {
         let place = to.path().to_path_buf();
         move |error| TrackError::State { what, place, error }
     };
-    to.remove(NAME).map_err(state("can't remove the old record"))?;
+    to.remove(NAME).map_err(state("cannot remove the old record"))?;
     let disk = Followed::at(device)?;
     let place = folder(&disk.number);
     if !place.exists() {
         return Err(TrackError::Refused(format!(
-            "{} is not tracked: begin with \"dsync track add {0}\"",
+            "{} is not tracked: start with \"dsync track add {0}\"",
             device.display()
         )));
     }
     let tracker = BpfTracker::open(&place, &disk.path)?;
     if let Some(user) = device::in_use(device) {
         return Err(TrackError::Refused(format!(
-            "{} is still in use ({user}): save its record after the last writer has left, or it is lost at the reboot",
+            "{} is still in use ({user}): unmount it first; without a saved record, everything is compared after the reboot",
             device.display()
         )));
     }
@@ -105,18 +105,18 @@ pub fn save(device: &Path, to: &dyn Folder) -> Result<(), TrackError> {
     if Written::of(&disk) != Some(written) {
         return Err(TrackError::Refused(format!("{} is still being written", device.display())));
     }
-    let head = serde_json::to_vec(&stamp).map_err(|e| state("can't save the record")(e.into()))?;
+    let head = serde_json::to_vec(&stamp).map_err(|e| state("cannot save the record")(e.into()))?;
     let mut file = (head.len() as u64).to_le_bytes().to_vec();
     file.extend_from_slice(&head);
     file.extend_from_slice(&bits);
-    device::replace(to, NAME, &file).map_err(state("can't save the record"))
+    device::replace(to, NAME, &file).map_err(state("cannot save the record"))
 }
 
 /// Follows a device again after a reboot, from the record in a folder. A record is believed once, and never after any
 /// doubt: then the device is followed from now on.
 pub fn restore(device: &Path, from: &dyn Folder) -> Result<Restored, TrackError> {
     let state = |error| TrackError::State {
-        what: "can't take the saved record",
+        what: "cannot take the saved record",
         place: from.path().to_path_buf(),
         error,
     };
@@ -153,7 +153,7 @@ fn read(from: &dyn Folder) -> std::io::Result<Result<(Stamp, Vec<u8>), String>> 
     let file = match from.open(NAME, false) {
         Ok(file) => file,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
-            return Ok(Err("no record was saved when the machine stopped".into()));
+            return Ok(Err("no record was saved at shutdown".into()));
         }
         Err(e) => return Err(e),
     };
@@ -189,21 +189,21 @@ impl Stamp {
         }
         let same_boot = self.boot == load::boot_id();
         if self.name != hardware_name(now) || (same_boot && self.diskseq != now.diskseq) {
-            return lost("another disk has taken the device's place");
+            return lost("another disk now has the name of the device");
         }
         // Another system may have written there, and this one counts from its own begin.
         if let (false, Some(holder)) = (same_boot, holder(now).map_err(|error| error.to_string())?) {
             return Err(format!(
-                "the machine was started anew, and what is written to {holder} leaves no trace where it would be looked for"
+                "the machine was rebooted, and writes to {holder} cannot be detected afterwards"
             ));
         }
         let expected = if same_boot { self.written } else { Written::default() };
         if Written::of(now) != Some(expected) {
-            return lost("the device was written while it was not tracked");
+            return lost("the device was written to while it was not tracked");
         }
         match fingerprint(now) {
             Ok(fingerprint) if fingerprint == self.fingerprint => Ok(()),
-            Ok(_) => lost("the device was mounted or written while it was not tracked"),
+            Ok(_) => lost("the device was mounted or written to while it was not tracked"),
             Err(error) => Err(error.to_string()),
         }
     }
@@ -244,7 +244,7 @@ fn edges(disk: &Followed, mut take: impl FnMut(&[u8])) -> Result<(), TrackError>
         for begin in [0, len - edge] {
             let mut part = vec![0; edge as usize];
             opened.read_at(begin, &mut part).map_err(|error| TrackError::State {
-                what: "can't read the device",
+                what: "cannot read the device",
                 place: path.clone(),
                 error,
             })?;

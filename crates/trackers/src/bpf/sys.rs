@@ -210,7 +210,7 @@ unsafe impl Sync for Words {}
 
 impl Words {
     /// Maps a record of so many words.
-    pub fn map(record: BorrowedFd, words: u64) -> io::Result<Words> {
+    pub(super) fn map(record: BorrowedFd, words: u64) -> io::Result<Words> {
         let wrong = || io::Error::new(io::ErrorKind::InvalidData, "it has another size");
         if u64::from(map_info(record)?.max_entries) != words {
             return Err(wrong());

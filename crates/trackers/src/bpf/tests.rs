@@ -16,7 +16,7 @@ const EPOCH: uuid::Uuid = uuid::Uuid::from_u128(7);
 fn ready(tools: &[&str]) -> bool {
     let missing = |what: String| {
         assert!(std::env::var("DSYNC_STRICT").as_deref() != Ok("1"), "{what}");
-        println!("SKIPPED: {what}");
+        device::faulty::skipped(&what.to_string());
         false
     };
     if !rustix::process::geteuid().is_root() {
@@ -473,7 +473,7 @@ fn a_disk_of_64_tib_is_followed() {
     }
     // Where a file may be so large, with nothing in it.
     let Ok(folder) = tempfile::tempdir_in("/dev/shm") else {
-        return println!("SKIPPED: there is no /dev/shm for a file of 64 TiB");
+        return device::faulty::skipped("there is no /dev/shm for a file of 64 TiB");
     };
     let image = folder.path().join("image");
     std::fs::File::create(&image).unwrap().set_len(64 << 40).unwrap();
@@ -650,11 +650,13 @@ fn what_can_not_be_tracked_is_refused() {
 fn the_object_is_built_from_the_source() {
     let version = Command::new("clang").arg("--version").output();
     let Ok(version) = version else {
-        return println!("SKIPPED: there is no clang to build bpf/track.bpf.c with");
+        return device::faulty::skipped("there is no clang to build bpf/track.bpf.c with");
     };
     let version = String::from_utf8_lossy(&version.stdout).lines().next().unwrap_or_default().to_owned();
     if !version.contains(" 14.0.6") {
-        return println!("SKIPPED: bpf/track.bpf.o was built by clang 14.0.6, here is {version}");
+        return device::faulty::skipped(&format!(
+            "bpf/track.bpf.o was built by clang 14.0.6, here is {version}"
+        ));
     }
     let folder = tempfile::tempdir().unwrap();
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");

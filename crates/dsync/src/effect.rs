@@ -1,0 +1,69 @@
+//! Options that have no effect on the given source or destination are reported: whoever passed one expects something of it.
+
+use source::Handle;
+
+use crate::args::{FarArgs, MethodArg, SourceArgs, Sync};
+use crate::output::Output;
+use crate::sync_command::Destination;
+
+/// An option, and whether it was given.
+pub type Given = (&'static str, bool);
+
+/// Warns of the given options among `options`. `because` says why they have no effect.
+fn without(options: &[Given], because: &str, output: &Output) {
+    let names: Vec<&str> = options.iter().filter(|(_, given)| *given).map(|(name, _)| *name).collect();
+    if let Some((last, others)) = names.split_last() {
+        let (names, have) = match others {
+            [] => ((*last).to_owned(), "has"),
+            others => (format!("{} and {last}", others.join(", ")), "have"),
+        };
+        output.warn(&format!("{names} {have} no effect: {because}"));
+    }
+}
+
+/// How a destination is reached, against the options for reaching one.
+pub fn on_destination(destination: &Destination, far: &FarArgs, output: &Output) {
+    let ssh = [("--rsh", far.rsh.is_some()), ("--remote-dsync", far.remote_dsync.is_some())];
+    let connections = ("--connections", far.connections.is_some());
+    match (&destination.host, destination.port) {
+        (None, _) => {
+            let timeout = ("--timeout", far.timeout.is_some());
+            without(&[ssh[0], ssh[1], connections, timeout], "the destination is on this host", output);
+        }
+        (Some(_), None) => without(&[connections], "the destination is reached over ssh, not tls://", output),
+        (Some(_), Some(_)) => without(&ssh, "the destination is reached over tls://, not ssh", output),
+    }
+}
+
+/// A method that compares nothing, against the options for comparing.
+pub fn on_method(args: &Sync, output: &Output) {
+    let given = [("--hash", args.hash.is_some())];
+    match args.method {
+        MethodArg::Copy => without(&given, "--method copy compares nothing", output),
+        MethodArg::Tracked => without(&given, "--method tracked compares nothing", output),
+        _ => {}
+    }
+}
+
+/// Who holds a source, against the options for opening one, and those for tracked disks alone.
+pub fn on_source(handle: &Handle, open: &SourceArgs, tracked_only: &[Given], output: &Output) {
+    let path = handle.about().path.display();
+    let opening = [
+        ("--block-size", open.block_size.is_some_and(|size| size != u64::from(handle.about().block_size))),
+        ("--trust-device", open.trust_device),
+        ("--allow-shrink", open.allow_shrink),
+    ];
+    let tracked = handle.live().is_some();
+    if handle.is_served() {
+        without(&opening, &format!("{path} is served, and its server has its own options"), output);
+    } else if tracked {
+        let because = format!("{path} is tracked, with what was given to \"dsync track add\"");
+        without(&opening[..2], &because, output);
+    } else {
+        let because = format!("{path} is known already, with blocks of another size");
+        without(&opening[..1], &because, output);
+    }
+    if !tracked {
+        without(tracked_only, &format!("{path} is not a disk tracked with \"dsync track\""), output);
+    }
+}
