@@ -363,6 +363,15 @@ fn answer(
             return send(socket, &Answer::Done, &[], &[]).map(Ok);
         }
     };
+    answer_view(source, socket, &checkpoint)
+}
+
+/// Hands over a view: its epoch, its size, and the files of what it keeps.
+fn answer_view(
+    source: &Source,
+    socket: &UnixStream,
+    checkpoint: &Checkpoint,
+) -> io::Result<Result<(), SourceError>> {
     let parts = match checkpoint.saved.as_ref().map(|s| s.parts()) {
         Some(Ok(parts)) => parts,
         Some(Err(e)) => return Ok(Err(SourceError::state("share a view of", &source.about().path)(e))),

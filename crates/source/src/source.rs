@@ -285,6 +285,15 @@ impl Drop for SharedView {
     }
 }
 
+fn shrank(path: &Path, was: u64, is: u64) -> SourceError {
+    SourceError::Refused(format!(
+        "source {} shrank from {} to {}: pass --allow-shrink if that is intended",
+        path.display(),
+        device::exact_size(was),
+        device::exact_size(is)
+    ))
+}
+
 impl Source {
     /// Opens the source at `path`, making its folder in the state directory where it is new. Takes the source's lock.
     ///
@@ -428,12 +437,7 @@ impl Source {
         let stamp = Stamp::read(&*folder)?;
         let was = stamp.as_ref().map_or(0, |s| s.identity.size.max(s.larger.unwrap_or(0)));
         if was > identity.size && !options.allow_shrink {
-            return Err(SourceError::Refused(format!(
-                "source {} shrank from {} to {}: pass --allow-shrink if that is intended",
-                about.path.display(),
-                device::exact_size(was),
-                device::exact_size(identity.size)
-            )));
+            return Err(shrank(&about.path, was, identity.size));
         }
         let last = history.last().map_or(0, |e| e.number);
         let verdict = match Self::missing(&*folder, stamp.as_ref(), last)? {

@@ -59,6 +59,18 @@ struct Slot {
 // SAFETY: the pointer leads to the memory of the request's own buffer, which a thread may be given.
 unsafe impl Send for Slot {}
 
+/// A run of bytes of a request, and where in the buffer it is.
+#[derive(Clone, Copy)]
+struct Run {
+    slot: usize,
+    /// Address of the buffer.
+    memory: usize,
+    offset: u64,
+    /// Where its bytes begin in the buffer.
+    from: usize,
+    len: u64,
+}
+
 /// A part of a request, as the kernel knows it.
 #[derive(Debug, Clone, Copy)]
 struct Op {
@@ -150,73 +162,21 @@ impl UringQueue {
             let text = format!("{}: io_uring has failed: open the disk again", disk.path.display());
             return Err(io::Error::other(text));
         }
-        let doing = name(kind);
         for piece in &held.request.pieces {
-            disk.check(doing, piece.offset, piece.len)?;
+            disk.check(name(kind), piece.offset, piece.len)?;
         }
         let runs = merge(&held.request.pieces);
         let before = self.waiting.len();
-        let mut fua = false;
         for (offset, from, len) in runs {
-            let fail = |e| at(&disk.path, doing, offset, len, e);
-            let op = |act, range: Range<u64>, plain| Op {
-                slot,
-                act,
-                offset: range.start,
-                at: from + (range.start - offset) as usize,
-                len: range.end - range.start,
-                plain,
-                patient: false,
-            };
-            let act = match kind {
-                Kind::Read => Act::Read,
-                Kind::Write { fua: durable } => {
-                    fua = durable;
-                    Act::Write { durable }
-                }
-                Kind::Zero { unmap, fast, fua: durable } => {
-                    fua = durable;
-                    if disk.is_block() && (fast || disk.units(offset, len) != (offset..offset + len)) {
-                        disk.zero_raw(offset, len, unmap, fast).map_err(fail)?;
-                        continue;
-                    }
-                    Act::Fallocate { mode: if unmap { PUNCH } else { ZERO } }
-                }
-                Kind::Discard { fua: durable } => {
-                    fua = durable;
-                    if disk.is_block() {
-                        disk.discard_raw(offset, len).map_err(fail)?;
-                        continue;
-                    }
-                    Act::Fallocate { mode: PUNCH }
-                }
-                Kind::Flush => Act::Flush,
-            };
-            if matches!(act, Act::Fallocate { .. }) {
-                self.waiting.push_back(op(act, offset..offset + len, true));
-                continue;
-            }
-            let whole = disk.units(offset, len);
-            if disk.fits(
-                whole.start,
-                memory + from + (whole.start - offset) as usize,
-                whole.end - whole.start,
-            ) {
-                if disk.is_block() && whole != (offset..offset + len) {
-                    self.by_hand(slot, act, offset, from, len).map_err(fail)?;
-                    continue;
-                }
-                for (range, plain) in
-                    [(offset..whole.start, true), (whole.clone(), false), (whole.end..offset + len, true)]
-                {
-                    self.waiting.extend(steps(range).map(|range| op(act, range, plain)));
-                }
-            } else if disk.is_block() {
-                self.by_hand(slot, act, offset, from, len).map_err(fail)?;
-            } else {
-                self.waiting.extend(steps(offset..offset + len).map(|range| op(act, range, true)));
+            let run = Run { slot, memory, offset, from, len };
+            if let Some(act) = self.act(kind, &run).map_err(|e| at(&disk.path, name(kind), offset, len, e))? {
+                self.cut_run(act, &run).map_err(|e| at(&disk.path, name(kind), offset, len, e))?;
             }
         }
+        let fua = matches!(
+            kind,
+            Kind::Write { fua: true } | Kind::Zero { fua: true, .. } | Kind::Discard { fua: true }
+        );
         if kind == Kind::Flush {
             let act = Act::Flush;
             self.waiting.push_back(Op { slot, act, offset: 0, at: 0, len: 0, plain: true, patient: false });
@@ -234,6 +194,65 @@ impl UringQueue {
         if let Some(held) = self.slots[slot].as_mut() {
             held.left = count;
             held.then_flush = then_flush;
+        }
+        Ok(())
+    }
+
+    /// What the ring is to do with a run; `None` where it was done here and now.
+    fn act(&self, kind: Kind, run: &Run) -> io::Result<Option<Act>> {
+        let (disk, Run { offset, len, .. }) = (&self.disk, *run);
+        let on_device = disk.is_block();
+        Ok(Some(match kind {
+            Kind::Read => Act::Read,
+            Kind::Write { fua } => Act::Write { durable: fua },
+            Kind::Zero { unmap, fast, .. } => {
+                if on_device && (fast || disk.units(offset, len) != (offset..offset + len)) {
+                    disk.zero_raw(offset, len, unmap, fast)?;
+                    return Ok(None);
+                }
+                Act::Fallocate { mode: if unmap { PUNCH } else { ZERO } }
+            }
+            Kind::Discard { .. } => {
+                if on_device {
+                    disk.discard_raw(offset, len)?;
+                    return Ok(None);
+                }
+                Act::Fallocate { mode: PUNCH }
+            }
+            Kind::Flush => Act::Flush,
+        }))
+    }
+
+    /// Cuts a run into operations that the kernel takes: what is aligned goes past the page cache, the rest through it.
+    fn cut_run(&mut self, act: Act, run: &Run) -> io::Result<()> {
+        let Run { slot, memory, offset, from, len } = *run;
+        let op = |range: Range<u64>, plain| Op {
+            slot,
+            act,
+            offset: range.start,
+            at: from + (range.start - offset) as usize,
+            len: range.end - range.start,
+            plain,
+            patient: false,
+        };
+        if matches!(act, Act::Fallocate { .. }) {
+            self.waiting.push_back(op(offset..offset + len, true));
+            return Ok(());
+        }
+        let whole = self.disk.units(offset, len);
+        let start = memory + from + (whole.start - offset) as usize;
+        let fits = self.disk.fits(whole.start, start, whole.end - whole.start);
+        if self.disk.is_block() && (!fits || whole != (offset..offset + len)) {
+            return self.by_hand(slot, act, offset, from, len);
+        }
+        if !fits {
+            self.waiting.extend(steps(offset..offset + len).map(|range| op(range, true)));
+            return Ok(());
+        }
+        for (range, plain) in
+            [(offset..whole.start, true), (whole.clone(), false), (whole.end..offset + len, true)]
+        {
+            self.waiting.extend(steps(range).map(|range| op(range, plain)));
         }
         Ok(())
     }
