@@ -8,18 +8,19 @@ use crate::flow::lock;
 
 /// Chunks in the order of the stream, each with room for its header in front.
 pub(super) struct Queue {
-    state: Mutex<QueueState>,
+    state: Mutex<State>,
     changed: Condvar,
     /// The most that may wait.
     most: usize,
 }
 
 #[derive(Default)]
-struct QueueState {
+struct State {
     chunks: VecDeque<Vec<u8>>,
     /// The next one's number.
     number: u64,
     closed: bool,
+    /// Why it was cut.
     why: Option<String>,
 }
 
@@ -69,8 +70,8 @@ impl Queue {
     /// Refuses further chunks; after a cut, nothing is taken either.
     pub(super) fn close(&self, cut: Option<&str>) {
         let mut state = lock(&self.state);
-        if !state.closed || cut.is_some() {
-            state.why = state.why.take().or(cut.map(str::to_string));
+        if let Some(why) = cut {
+            state.why.get_or_insert_with(|| why.to_string());
         }
         state.closed = true;
         drop(state);

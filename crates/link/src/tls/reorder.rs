@@ -30,7 +30,7 @@ struct State {
     connections: usize,
     begun: bool,
     /// Nothing is taken any more.
-    deaf: bool,
+    discarding: bool,
     failed: Option<String>,
 }
 
@@ -42,7 +42,7 @@ impl State {
             bytes: 0,
             connections,
             begun: false,
-            deaf: false,
+            discarding: false,
             failed: None,
         }
     }
@@ -59,13 +59,17 @@ impl Reorder {
         let Chunk { number, bytes } = chunk;
         let cost = bytes.len() + KEPT;
         let mut state = lock(&self.state);
-        while state.bytes + cost > AHEAD && number != state.next && !state.deaf && state.failed.is_none() {
+        while state.bytes + cost > AHEAD
+            && number != state.next
+            && !state.discarding
+            && state.failed.is_none()
+        {
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         if let Some(why) = &state.failed {
             return Err(why.clone());
         }
-        if state.deaf {
+        if state.discarding {
             return Ok(());
         }
         if number < state.next || state.held.contains_key(&number) {
@@ -120,7 +124,7 @@ impl Reorder {
     /// Drops what still comes, so that a peer's last bytes, such as a credit, do not block it.
     pub(super) fn discard(&self) {
         let mut state = lock(&self.state);
-        state.deaf = true;
+        state.discarding = true;
         state.held.clear();
         state.bytes = 0;
         drop(state);

@@ -2,9 +2,56 @@
 
 use super::*;
 
-/// While a good session works, everything bad that a network brings.
-#[test]
-fn bad_peers_do_not_disturb_good_ones() {
+/// A session that works all the time, until this is dropped.
+struct Good {
+    done: Arc<AtomicBool>,
+    rounds: Arc<AtomicUsize>,
+    working: Option<JoinHandle<()>>,
+}
+
+impl Good {
+    fn new(link: Link) -> Good {
+        let (done, rounds) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
+        let (over, counted) = (Arc::clone(&done), Arc::clone(&rounds));
+        let working = thread::spawn(move || {
+            let (tx, rx) = link.split();
+            while !over.load(Ordering::SeqCst) {
+                tx.send(Message { body: Buf::new(100_000), ..Message::default() }).unwrap();
+                assert_eq!(rx.recv().unwrap().unwrap().body.len(), 100_000);
+                counted.fetch_add(1, Ordering::SeqCst);
+                thread::sleep(Duration::from_millis(1));
+            }
+            tx.finish().unwrap();
+            assert!(rx.recv().unwrap().is_none());
+        });
+        Good { done, rounds, working: Some(working) }
+    }
+
+    fn goes_on(&self) {
+        let before = self.rounds.load(Ordering::SeqCst);
+        let until = soon();
+        while self.rounds.load(Ordering::SeqCst) < before + 3 {
+            assert!(Instant::now() < until, "the good session does not go on");
+            assert!(self.working.as_ref().is_some_and(|working| !working.is_finished()), "it ended");
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// It ends in order.
+    fn end(mut self) {
+        self.done.store(true, Ordering::SeqCst);
+        self.working.take().unwrap().join().unwrap();
+    }
+}
+
+impl Drop for Good {
+    fn drop(&mut self) {
+        self.done.store(true, Ordering::SeqCst);
+    }
+}
+
+/// A listener with a good session and small limits, and the two sites.
+fn busy() -> ([Site; 2], Server, Good) {
     let (near, far) = two();
     let limits = Limits {
         pending: 40,
@@ -13,106 +60,78 @@ fn bad_peers_do_not_disturb_good_ones() {
         ..Limits::default()
     };
     let server = Server::start(&far, limits, echo);
-    let good = server.call(&near, 3).unwrap();
-    /// Ends the good session, also where the test fails.
-    struct Done<'a>(&'a AtomicBool);
-    impl Drop for Done<'_> {
-        fn drop(&mut self) {
-            self.0.store(true, Ordering::SeqCst);
-        }
+    let good = Good::new(server.call(&near, 3).unwrap());
+    ([near, far], server, good)
+}
+
+#[test]
+fn what_is_not_tls_is_dropped_at_once() {
+    let (_sites, server, good) = busy();
+    for noise in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0; 5000], &[0x16; 5000], &[0xff; 5000], b"\x93dsync\r\n"]
+    {
+        let mut socket = server.connect();
+        socket.write_all(noise).unwrap();
+        let began = Instant::now();
+        let _ = socket.shutdown(Shutdown::Write);
+        let _ = socket.read_to_end(&mut Vec::new());
+        assert!(began.elapsed() < Duration::from_secs(4));
     }
-    let (done, rounds) = (AtomicBool::new(false), AtomicUsize::new(0));
-    thread::scope(|scope| {
-        let (done, rounds) = (&done, &rounds);
-        let _done = Done(done);
-        let working = scope.spawn(move || {
-            let (tx, rx) = good.split();
-            while !done.load(Ordering::SeqCst) {
-                tx.send(Message { body: Buf::new(100_000), ..Message::default() }).unwrap();
-                assert_eq!(rx.recv().unwrap().unwrap().body.len(), 100_000);
-                rounds.fetch_add(1, Ordering::SeqCst);
-                thread::sleep(Duration::from_millis(1));
-            }
-            tx.finish().unwrap();
-            assert!(rx.recv().unwrap().is_none());
-        });
-        let went_on = |what: &str| {
-            let before = rounds.load(Ordering::SeqCst);
-            let until = soon();
-            while rounds.load(Ordering::SeqCst) < before + 3 {
-                assert!(Instant::now() < until, "the good session stands still: {what}");
-                assert!(!working.is_finished(), "the good session ended: {what}");
-                thread::sleep(Duration::from_millis(1));
-            }
-        };
+    server.says(&["127.0.0.1", "not TLS"]);
+    good.goes_on();
+    good.end();
+}
 
-        // Plain text, and noise: dropped at once.
-        for noise in
-            [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0; 5000], &[0x16; 5000], &[0xff; 5000], b"\x93dsync\r\n"]
-        {
-            let mut socket = server.connect();
-            socket.write_all(noise).unwrap();
-            let began = Instant::now();
-            let _ = socket.shutdown(Shutdown::Write);
-            let _ = socket.read_to_end(&mut Vec::new());
-            assert!(began.elapsed() < Duration::from_secs(4));
-        }
-        server.says(&["127.0.0.1", "not TLS"]);
-        went_on("noise");
+#[test]
+fn connections_that_send_nothing_or_little_are_few_and_not_kept_for_long() {
+    let ([near, _far], server, good) = busy();
+    let began = Instant::now();
+    let silent: Vec<TcpStream> = (0..200).map(|_| server.connect()).collect();
+    server.says(&["127.0.0.1", "too many connections"]);
+    good.goes_on();
+    for mut socket in silent {
+        let _ = socket.read_to_end(&mut Vec::new());
+        assert!(began.elapsed() < Duration::from_secs(12), "silent ones were kept");
+    }
+    server.says(&["127.0.0.1", "in time"]);
+    converse(server.call(&near, 1).unwrap(), 3).unwrap();
 
-        // A flood of connections that say nothing: no more than so many are kept, and those not for long.
+    let mut slow = server.connect();
+    let began = Instant::now();
+    let hello = [0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3];
+    let mut sent = 0;
+    while slow.write_all(&[hello.get(sent).copied().unwrap_or(0)]).is_ok() {
+        sent += 1;
+        assert!(began.elapsed() < Duration::from_secs(10), "a slow one is kept");
+        thread::sleep(Duration::from_millis(100));
+    }
+    good.goes_on();
+    good.end();
+}
+
+#[test]
+fn a_trusted_key_does_not_excuse_silence_or_nonsense() {
+    let ([near, _far], server, good) = busy();
+    let began = Instant::now();
+    assert!(server.shaken(&near).read_exact(&mut [0; HELLO], soon()).is_err());
+    assert!(began.elapsed() < Duration::from_secs(10));
+    let hello = Hello { what: 0, connections: 1, session: [0; 16] };
+    for (at, value) in [(0, 0), (8, 9), (11, 0), (11, 99)] {
+        let mut bytes = hello.to_bytes();
+        bytes[at] = value;
+        let mut liar = server.shaken(&near);
+        liar.write_all(&bytes, soon()).unwrap();
+        assert!(liar.read_exact(&mut [0; HELLO], soon()).is_err());
+    }
+    server.says(&["near", "version 9"]);
+    // One whose other connections do not come, and one that opens a session and says nothing in it.
+    for connections in [2, 1] {
+        let (mut lonely, _) = begun(&server, &near, connections);
         let began = Instant::now();
-        let silent: Vec<TcpStream> = (0..200).map(|_| server.connect()).collect();
-        server.says(&["127.0.0.1", "too many connections"]);
-        went_on("a flood");
-        for mut socket in silent {
-            let _ = socket.read_to_end(&mut Vec::new());
-            assert!(began.elapsed() < Duration::from_secs(12), "silent ones were kept");
-        }
-        server.says(&["127.0.0.1", "in time"]);
-        converse(server.call(&near, 1).unwrap(), 3).unwrap();
-
-        // One that says a little now and then is not kept longer.
-        let mut slow = server.connect();
-        let began = Instant::now();
-        let hello = [0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3];
-        let mut sent = 0;
-        while slow.write_all(&[hello.get(sent).copied().unwrap_or(0)]).is_ok() {
-            sent += 1;
-            assert!(began.elapsed() < Duration::from_secs(10), "a slow one is kept");
-            thread::sleep(Duration::from_millis(100));
-        }
-        went_on("a slow one");
-
-        // One with a good key that says nothing, or nonsense, or what no version says.
-        let began = Instant::now();
-        assert!(server.shaken(&near).read_exact(&mut [0; HELLO], soon()).is_err());
+        while lonely.read_exact(&mut [0; 1], soon()).is_ok() {}
         assert!(began.elapsed() < Duration::from_secs(10));
-        let hello = Hello { what: 0, connections: 1, session: [0; 16] };
-        for (at, value) in [(0, 0), (8, 9), (11, 0), (11, 99)] {
-            let mut bytes = hello.to_bytes();
-            bytes[at] = value;
-            let mut liar = server.shaken(&near);
-            liar.write_all(&bytes, soon()).map_err(|failed| failed.error("")).unwrap();
-            assert!(liar.read_exact(&mut [0; HELLO], soon()).is_err());
-        }
-        server.says(&["near", "version 9"]);
-        // One whose connections do not come, and one that opens a session and says nothing in it.
-        for connections in [2, 1] {
-            let mut lonely = server.shaken(&near);
-            lonely
-                .write_all(&Hello { connections, ..hello }.to_bytes(), soon())
-                .map_err(|failed| failed.error(""))
-                .unwrap();
-            let mut answer = [0; HELLO];
-            lonely.read_exact(&mut answer, soon()).map_err(|failed| failed.error("")).unwrap();
-            assert_eq!(Hello::parse(&answer).unwrap().what, WELCOME);
-            let began = Instant::now();
-            while lonely.read_exact(&mut [0; 1], soon()).is_ok() {}
-            assert!(began.elapsed() < Duration::from_secs(10));
-        }
-        went_on("liars");
-    });
+    }
+    good.goes_on();
+    good.end();
 }
 
 /// Whoever holds all places and says nothing keeps nobody out, however many come.
@@ -198,20 +217,20 @@ fn what_no_connection_carries_cuts_the_session() {
         (header(u64::MAX, 1), "chunk"),
     ] {
         let (mut connection, _) = begun(&server, &near, 1);
-        connection.write_all(&bytes, soon()).map_err(|failed| failed.error("")).unwrap();
+        connection.write_all(&bytes, soon()).unwrap();
         let said = ends.recv_timeout(Duration::from_secs(20)).unwrap().to_string();
         assert!(said.contains("cut") && said.contains(why), "{why}: {said}");
     }
     // A stream with a hole, cleanly ended.
     let (mut connection, _) = begun(&server, &near, 1);
-    connection.write_all(&chunk(1), soon()).map_err(|failed| failed.error("")).unwrap();
+    connection.write_all(&chunk(1), soon()).unwrap();
     connection.tls.send_close_notify();
     let _ = connection.write_all(&[], soon());
     let said = ends.recv_timeout(Duration::from_secs(20)).unwrap().to_string();
     assert!(said.contains("chunk 0 never came"), "{said}");
     // One that ends within a chunk.
     let (mut connection, _) = begun(&server, &near, 1);
-    connection.write_all(&header(0, 500), soon()).map_err(|failed| failed.error("")).unwrap();
+    connection.write_all(&header(0, 500), soon()).unwrap();
     drop(connection);
     assert!(ends.recv_timeout(Duration::from_secs(20)).unwrap().is_cut());
 }

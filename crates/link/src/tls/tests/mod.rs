@@ -160,7 +160,7 @@ fn begun(server: &Server, site: &Site, connections: u8) -> (TlsConnection, [u8; 
 fn said(connection: &mut TlsConnection, hello: Hello) -> (bool, Hello) {
     let went = connection.write_all(&hello.to_bytes(), soon()).is_ok();
     let mut answer = [0; HELLO];
-    connection.read_exact(&mut answer, soon()).map_err(|failed| failed.error("")).unwrap();
+    connection.read_exact(&mut answer, soon()).unwrap();
     (went, Hello::parse(&answer).unwrap())
 }
 
