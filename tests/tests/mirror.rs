@@ -158,7 +158,7 @@ fn a_server_that_stays_away_is_waited_for() {
     wait_until("the first copy begins", || std::fs::metadata(&partial).is_ok_and(|found| found.len() > 0));
     for killed in [true, false, true] {
         let server = scene.server.take().expect("a server");
-        let before = running.stderr_so_far().matches("trying again").count();
+        let before = running.stderr_so_far().matches("retrying").count();
         if killed {
             server.kill()
         } else {
@@ -166,7 +166,7 @@ fn a_server_that_stays_away_is_waited_for() {
         };
         wait_until("it waits", || {
             assert!(running.ended().is_none(), "{}", running.stderr_so_far());
-            running.stderr_so_far().matches("trying again").count() >= before + 2
+            running.stderr_so_far().matches("retrying").count() >= before + 2
         });
         scene.start();
         scene.change(50);
@@ -313,7 +313,7 @@ fn both_ends_of_a_silent_line_let_go() {
     let mut running = idle_mirror.run(&words, &far.replica()).start();
     running.wait_to_say(MIRRORING);
     std::thread::sleep(Duration::from_secs(6));
-    assert!(!running.stdout_so_far().contains("trying again"), "{}", running.stdout_so_far());
+    assert!(!running.stdout_so_far().contains("retrying"), "{}", running.stdout_so_far());
     idle_mirror.silence();
     running.wait_to_say("nothing came from it for 2.0 s");
     // The old far side is there still, behind a line that does not end, and must give the replica up by itself.
@@ -364,7 +364,7 @@ fn an_idle_mirror_is_back_as_soon_as_its_line() {
     running.wait_to_say(MIRRORING);
     let waits = |running: &Background| -> Vec<f64> {
         let said = running.stdout_so_far();
-        let waits = said.split("trying again in ").skip(1);
+        let waits = said.split("retrying in ").skip(1);
         waits
             .map(|rest| rest.split(' ').next().and_then(|word| word.parse().ok()).expect("seconds"))
             .collect()
@@ -726,7 +726,7 @@ fn what_can_not_be_mirrored_is_refused() {
     let mut scene = Scene::new("mirror refusals", 8 * MIB);
     let replica = scene.replica.clone();
     for (options, words) in [
-        (["--rpo", "soon"], ["no time"]),
+        (["--rpo", "soon"], ["invalid time"]),
         (["--alpha", "2"], ["from 0 to 1"]),
         (["--rate", "0"], ["above zero"]),
     ] {
