@@ -169,3 +169,17 @@ fn options_without_effect_are_named() {
     let serve = scene.site.dsync(["serve"]).arg(&scene.image).args(["--socket", "s", "--read-only"]);
     serve.args(["--block-size", "8K"]).code(2).says(&["--block-size"]);
 }
+
+#[test]
+fn a_state_directory_that_was_removed_beneath_its_server_is_found_out() {
+    let mut scene = Scene::synced("removed state", 4 * MIB);
+    std::fs::remove_dir_all(scene.site.state()).expect("the state");
+    scene.change(2);
+    scene.sync(&[]).code(4).says(&["--state-dir", "removed", "restart"]);
+    scene.server.take().expect("a server").kill();
+    // Nothing is known any more, and nothing is taken for known.
+    scene.start();
+    scene.sync(&[]).code(4).says(&["another source", "--adopt"]);
+    scene.sync(&["--adopt"]).ok();
+    scene.equal();
+}

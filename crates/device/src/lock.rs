@@ -46,6 +46,10 @@ pub struct ImageLock {
     _file: File,
 }
 
+/// What to do about dsync itself: who has the same state directory has been told before that the source is in use.
+const OTHER_STATE: &str =
+    "stop it, or pass its state directory with --state-dir; if that was removed, restart it";
+
 /// Locks the file or block device at `path` against other users, QEMU's programs among them. Of kind
 /// [`DeviceErrorKind::InUse`] if somebody uses it in a way that doesn't go together with `access`.
 pub fn lock_image(path: &Path, access: Access) -> Result<ImageLock, DeviceError> {
@@ -71,7 +75,7 @@ pub fn lock_image(path: &Path, access: Access) -> Result<ImageLock, DeviceError>
                 _ => "another program requires that its content does not change",
             };
             let who = usage::openers(&file).map(|who| format!(" ({who})")).unwrap_or_default();
-            let way_out = "stop that program first";
+            let way_out = if who.starts_with(" (dsync") { OTHER_STATE } else { "stop that program first" };
             return Err(DeviceError::new(
                 DeviceErrorKind::InUse,
                 "lock",

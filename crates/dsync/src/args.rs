@@ -308,24 +308,24 @@ pub struct Mirror {
     /// How far the replica may fall behind while the link keeps up
     #[arg(long, value_name = "TIME", value_parser = parse_time, default_value = "5s")]
     pub rpo: Duration,
-    /// The first interval between batches
-    #[arg(long, value_name = "TIME", value_parser = parse_time, default_value = "30ms")]
-    pub interval: Duration,
-    /// The shortest interval between batches
-    #[arg(long, value_name = "TIME", value_parser = parse_time, default_value = "10ms")]
-    pub min_interval: Duration,
-    /// How fast the interval adapts to the time this site needs for a batch, 0 to 1
-    #[arg(long, value_name = "FACTOR", value_parser = parse_factor, default_value = "0.5")]
-    pub alpha: f64,
-    /// How fast the interval adapts to the time the replica's site needs, 0 to 1
-    #[arg(long, value_name = "FACTOR", value_parser = parse_factor, default_value = "0.5")]
-    pub beta: f64,
+    /// The first interval between batches [default: 30ms]
+    #[arg(long, value_name = "TIME", value_parser = parse_time)]
+    pub interval: Option<Duration>,
+    /// The shortest interval between batches [default: 10ms]
+    #[arg(long, value_name = "TIME", value_parser = parse_time)]
+    pub min_interval: Option<Duration>,
+    /// How fast the interval adapts to the time this site needs for a batch, 0 to 1 [default: 0.5]
+    #[arg(long, value_name = "FACTOR", value_parser = parse_factor)]
+    pub alpha: Option<f64>,
+    /// How fast the interval adapts to the time the replica's site needs, 0 to 1 [default: 0.5]
+    #[arg(long, value_name = "FACTOR", value_parser = parse_factor)]
+    pub beta: Option<f64>,
     /// Send at most this much of changed blocks a second, by longer intervals; blocks written repeatedly are sent once
     #[arg(long, value_name = "RATE", value_parser = parse_size)]
     pub rate: Option<u64>,
-    /// How often an epoch ends; after a crash of the source, what was written since then is sent again
-    #[arg(long, value_name = "TIME", value_parser = parse_time, default_value = "60s")]
-    pub epoch: Duration,
+    /// How often an epoch ends; after a crash of the source, what was written since then is sent again [default: 60s]
+    #[arg(long, value_name = "TIME", value_parser = parse_time)]
+    pub epoch: Option<Duration>,
     /// Compress with zstd, at a level from 1 to 19
     #[arg(long, value_name = "LEVEL", num_args = 0..=1, require_equals = true, default_missing_value = "1",
           value_parser = clap::value_parser!(i32).range(1..=19))]

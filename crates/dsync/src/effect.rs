@@ -2,7 +2,7 @@
 
 use source::Handle;
 
-use crate::args::{FarArgs, MethodArg, SourceArgs, Sync};
+use crate::args::{FarArgs, MethodArg, Mirror, SourceArgs, Sync};
 use crate::output::Output;
 use crate::sync_command::Destination;
 
@@ -42,6 +42,23 @@ pub fn on_method(args: &Sync, output: &Output) {
         MethodArg::Copy => without(&given, "--method copy compares nothing", output),
         MethodArg::Tracked => without(&given, "--method tracked compares nothing", output),
         _ => {}
+    }
+}
+
+/// A disk that is mirrored by one sync after another, against the options for batches.
+pub fn on_mirror(handle: &Handle, args: &Mirror, output: &Output) {
+    let batches = [
+        ("--interval", args.interval.is_some()),
+        ("--min-interval", args.min_interval.is_some()),
+        ("--alpha", args.alpha.is_some()),
+        ("--beta", args.beta.is_some()),
+        ("--rate", args.rate.is_some()),
+        ("--epoch", args.epoch.is_some()),
+    ];
+    if handle.live().is_some() {
+        let path = handle.about().path.display();
+        let because = format!("{path} is tracked in the kernel, so it is mirrored by one sync after another");
+        without(&batches, &because, output);
     }
 }
 

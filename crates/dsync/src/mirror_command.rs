@@ -85,17 +85,17 @@ pub fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()>
             ..Options::default()
         },
         batching: Batching {
-            alpha: args.alpha,
-            beta: args.beta,
-            first: args.interval,
-            least: args.min_interval,
+            alpha: args.alpha.unwrap_or(0.5),
+            beta: args.beta.unwrap_or(0.5),
+            first: args.interval.unwrap_or(Duration::from_millis(30)),
+            least: args.min_interval.unwrap_or(Duration::from_millis(10)),
             rpo: args.rpo,
             rate: args.rate,
             adaptive: !args.fixed_interval,
         },
         here: stages(args.stages),
         there: stages(args.stages),
-        epoch_every: args.epoch,
+        epoch_every: args.epoch.unwrap_or(Duration::from_secs(60)),
     };
     let (stop, mirroring) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
     on_signals(stop.clone(), mirroring.clone(), output.alike())?;
@@ -112,8 +112,15 @@ pub fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()>
         receiving = next;
         Ok(link)
     };
+    let mut attached = false;
     let mirror = Mirror {
-        attach: &mut || Ok(Handle::attach_followed(state, &args.source)?),
+        attach: &mut || {
+            let handle = Handle::attach_followed(state, &args.source)?;
+            if !std::mem::replace(&mut attached, true) {
+                effect::on_mirror(&handle, args, output);
+            }
+            Ok(handle)
+        },
         connect: &mut || match reach() {
             Ok(link) => Ok(link),
             Err(error) => match error.downcast::<link::Error>() {

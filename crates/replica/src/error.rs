@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use uuid::Uuid;
 
-/// An error of this room. Unless the text says otherwise, the destination is as it was.
+/// An error of this crate. Unless the text says otherwise, the destination is as it was.
 #[derive(Debug, thiserror::Error)]
 pub enum ReplicaError {
     /// Somebody else holds the replica.
@@ -34,12 +34,12 @@ pub enum ReplicaError {
         /// Where that belongs.
         to: PathBuf,
     },
-    /// A file lies where the seed must be written.
-    #[error("{} lies where the new copy must be written and is not dsync's: move it away", .0.display())]
+    /// A file is in the way of the seed.
+    #[error("{} is in the way of the new copy and was not created by dsync: move it aside", .0.display())]
     PartialTaken(PathBuf),
     /// The destination is not as the last commit left it.
     #[error("replica {} was modified outside dsync since its last commit ({why}): find out who writes there first; \"dsync verify\" \
-             tells what differs and changes nothing, \"dsync sync --adopt SRC {}\" overwrites those changes with the source",
+             shows what differs and changes nothing; \"dsync sync --adopt SRC {}\" would overwrite those changes with the source",
              path.display(), path.display())]
     Changed {
         /// The destination.
@@ -151,7 +151,7 @@ pub enum ReplicaError {
     },
 }
 
-/// What this room returns.
+/// What this crate returns.
 pub type Result<T> = std::result::Result<T, ReplicaError>;
 
 impl ReplicaError {

@@ -201,7 +201,7 @@ impl Lineage {
         };
         let len = file.len().map_err(io_error("read", &path))?;
         if len > 1 << 20 {
-            return Err(damaged("it is far too large".into()));
+            return Err(damaged("it is too large".into()));
         }
         let mut bytes = vec![0; len as usize];
         file.read_at(0, &mut bytes).map_err(io_error("read", &path))?;

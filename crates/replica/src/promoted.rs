@@ -41,7 +41,7 @@ impl Promoted {
     pub fn said(&self) -> String {
         let how = match self.by {
             Use::Served => "served for writing by \"dsync serve\"",
-            Use::Tracked => "followed for writing by \"dsync track\"",
+            Use::Tracked => "tracked for writing by \"dsync track\"",
         };
         format!("was {how} on {}", device::moment(self.since))
     }

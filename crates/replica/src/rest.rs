@@ -96,8 +96,8 @@ impl Stamp {
     pub(crate) fn differs(&self, now: &Stamp) -> Option<&'static str> {
         let medium = self.medium.as_ref().zip(now.medium.as_ref()).and_then(|(was, now)| was.differs(now));
         match () {
-            () if self.inode != now.inode => Some("another file has taken its place"),
-            () if self.size != now.size => Some("its size is another"),
+            () if self.inode != now.inode => Some("another file is in its place"),
+            () if self.size != now.size => Some("its size has changed"),
             () if self.changed != now.changed => Some(WRITTEN),
             () if medium.is_some() => medium,
             () if !device::agree(&self.print, &now.print) => Some("it is another disk, or was written to"),
@@ -295,7 +295,7 @@ impl Replica {
 
     fn gone(&self) -> ReplicaError {
         ReplicaError::Away(format!(
-            "replica {} is not there any more: it was removed, or its file system was unmounted",
+            "replica {} no longer exists: it was removed, or its file system was unmounted",
             self.path().display()
         ))
     }
@@ -474,7 +474,7 @@ impl Replica {
         // A step in place may have been given up at any size on the way.
         let possible =
             self.lineage.step.is_some() || before.size == now.size || sizes.any(|size| size == now.size);
-        (!possible).then_some("its size is another")
+        (!possible).then_some("its size has changed")
     }
 }
 

@@ -21,9 +21,9 @@ impl Lineage {
             (Some(step), _, None) => {
                 Some(format!("the first copy, of epoch {}, was cut off", step.toward.epoch))
             }
-            (None, State::Incomplete, _) => {
-                Some("its copy was never completed, or lacks what could not be read at its source".into())
-            }
+            (None, State::Incomplete, _) => Some(
+                "its copy was never completed, or lacks blocks that were unreadable at its source".into(),
+            ),
             (None, State::Fuzzy, _) => {
                 Some("it was copied from a disk in use, so its parts are of different moments".into())
             }
@@ -51,7 +51,7 @@ pub fn settle(path: &Path, options: &Options) -> Result<()> {
     };
     let Some(why) = replica.lineage.unsettled().filter(|_| replica.kept) else { return Ok(()) };
     Err(ReplicaError::Refused(format!(
-        "{0} can't be read as a disk: it is a replica, and {why}; what it holds never was the disk of its source. Complete it \
+        "cannot read {0} as a disk: it is a replica, and {why}; its content never was the disk of its source. Complete it \
          first, with \"dsync sync\" from its source. To use it as it is, make it a plain image with \"dsync forget --journal-dir \
          {1} {0}\": the next \"dsync sync\" to it then needs --adopt and compares everything",
         path.display(),

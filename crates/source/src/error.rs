@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-/// An error of this room.
+/// An error of this crate.
 #[derive(Debug, thiserror::Error)]
 pub enum SourceError {
     /// The disk or its identity.

@@ -385,7 +385,7 @@ fn place_of(state: &StateDir, what: &str) -> Result<PathBuf, SourceError> {
             format!("source {} does not exist: if it was moved, pass its new path", path.display())
         }
         None => format!(
-            "there is no source {what}: give the path of an image or device, or the name under which \"dsync serve\" \
+            "no source {what}: give the path of an image or device, or the name under which \"dsync serve\" \
              serves it"
         ),
     }))

@@ -324,8 +324,8 @@ impl Live {
         };
         if mounts.is_empty() && options.freeze == FreezeMode::Require {
             return Err(SourceError::Refused(format!(
-                "there is no mounted file system on {} to freeze: leave --freeze require out, and stop who writes to the \
-                 disk itself",
+                "no mounted file system on {} to freeze: omit --freeze require, and stop programs that write to the disk \
+                 itself",
                 self.about.path.display()
             )));
         }
@@ -370,9 +370,9 @@ impl Live {
             }
         }
         Err(SourceError::Refused(format!(
-            "{} is being written to past its file systems while these are frozen: stop who writes to the device itself, or \
-             to a partition that is not mounted (\"swapoff\" for swap space), or pass --freeze never to take a copy that may \
-             be of several moments",
+            "{} is being written to past its file systems while these are frozen: stop programs that write to the device itself, \
+             or to a partition that is not mounted (\"swapoff\" for swap space), or pass --freeze never to take a copy that may \
+             mix several moments",
             self.about.path.display()
         )))
     }
@@ -422,7 +422,7 @@ impl Live {
         }
         Err(SourceError::Refused(format!(
             "{} is being written to, and has no mounted file system to freeze: stop the writer for a moment, or \
-             say --freeze never to take a copy that may mix several moments",
+             pass --freeze never to take a copy that may mix several moments",
             self.about.path.display()
         )))
     }
@@ -463,8 +463,8 @@ impl Live {
             return Ok(());
         }
         Err(SourceError::Refused(format!(
-            "{} changes faster than it can be copied: more than {} MiB were left for the last pass. Run again when less is \
-             written, or allow more passes with --passes",
+            "{} changes faster than it can be copied: more than {} MiB were left for the last pass. Run again under less \
+             load, or allow more passes with --passes",
             path.display(),
             MOST >> 20
         )))
