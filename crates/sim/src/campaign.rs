@@ -54,6 +54,8 @@ pub fn run(seed: u64, scratch: &Path) -> Result<Table, Failure> {
         lagging: false,
         pipes,
         backups: Vec::new(),
+        known_size: None,
+        shrunk: Shrunk::No,
     };
     run.table.run();
     let done = std::panic::catch_unwind(AssertUnwindSafe(|| run.all()));
@@ -83,12 +85,30 @@ struct Run {
     pipes: bool,
     /// What replicas held once, to be copied over them.
     backups: Vec<Vec<u8>>,
+    /// The source's size when a command ended well last.
+    known_size: Option<u64>,
+    shrunk: Shrunk,
+}
+
+/// Whether the source is smaller than its state knows it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Shrunk {
+    No,
+    /// And nobody has agreed to that.
+    Unasked,
+    /// And somebody may have agreed to that: a command that was allowed to read it failed.
+    Perhaps,
 }
 
 type Checked = Result<(), String>;
 
 /// A replica's content and lineage.
 type Digest = (Option<u128>, Vec<(String, Vec<u8>)>);
+
+fn is_full(error: &ReplicaError) -> bool {
+    let text = error.to_string();
+    text.contains("no space") || text.contains("No space")
+}
 
 fn adopts(error: &SyncError) -> bool {
     error.to_string().contains("--adopt")
@@ -104,6 +124,9 @@ impl Run {
             }
             let which = self.world.dice.below(self.world.replicas.len() as u64) as usize;
             self.round(which, round == 0)?;
+            if self.world.dice.one_in(400) && !self.world.cell.origin.is_live() {
+                self.age()?;
+            }
         }
         self.converge()
     }
@@ -122,11 +145,18 @@ impl Run {
         }
         let verb = self.draw_verb(first);
         self.table.round(self.world.cell, verb);
-        let before = self.digest(which);
+        let before = self.digest(which).filter(|_| verb != Verb::Both);
         let from = lock(&self.world.moments).count().saturating_sub(1);
         let (cuts, faultless) = self.plan_faults(which, verb);
+        let history = self.history_len();
+        self.world.allow_shrink = match self.shrunk {
+            Shrunk::No => false,
+            Shrunk::Unasked => self.world.dice.one_in(2),
+            Shrunk::Perhaps => true,
+        };
         let result = match verb {
             Verb::Sync => self.sync(which, cuts),
+            Verb::Both => self.syncs(which, cuts, from)?,
             Verb::Mirror => self.mirror(which, cuts),
             Verb::Extract => self.extract(which),
             Verb::Verify => self.verify(which, cuts),
@@ -135,6 +165,18 @@ impl Run {
             Ok(what) => format!("  {what}"),
             Err(error) => format!("  failed ({:?}): {error}", error.class()),
         });
+        self.ask_for_shrink(&result.as_ref().map(|_| ()).map_err(ToString::to_string))?;
+        self.shrunk = match &result {
+            Ok(_) if verb == Verb::Verify && self.shrunk != Shrunk::No => Shrunk::Perhaps,
+            Ok(_) => Shrunk::No,
+            // What came to nothing has agreed to nothing: an epoch does that.
+            Err(_) if self.history_len() == history => self.shrunk,
+            Err(_) if self.world.allow_shrink => Shrunk::Perhaps,
+            Err(_) => self.shrunk,
+        };
+        if result.is_ok() && self.shrunk == Shrunk::No {
+            self.known_size = Some(self.world.size());
+        }
         let steps = self.world.near.state().steps;
         self.last_steps = (self.last_steps + steps.min(2000)) / 2;
         for host in [&self.world.near, &self.world.far] {
@@ -143,7 +185,8 @@ impl Run {
         self.world.bury();
         self.world.replicas[which].meanwhile = false;
         if let Err(error) = &result {
-            self.world.replicas[which].noticed |= error.to_string().contains("modified outside dsync");
+            let told = error.to_string().contains("modified outside dsync");
+            self.world.replicas[which].noticed |= told && faultless && self.has_room();
         }
         if let (Err(error), Some(before)) = (&result, before) {
             // What passes over a live disk brought is kept.
@@ -163,6 +206,16 @@ impl Run {
             return Ok(());
         }
         self.check(which, from, &result)
+    }
+
+    /// There is room to write down what was noticed.
+    fn has_room(&self) -> bool {
+        self.world.far.state().room.is_none()
+    }
+
+    fn history_len(&self) -> Option<u64> {
+        let state = self.world.near.state();
+        Some(state.len(state.find(&self.world.state, "history")?))
     }
 
     /// A served source needs its server most of the time.
@@ -191,15 +244,33 @@ impl Run {
 
     fn serve(&mut self) -> Checked {
         self.world.tell("a server starts");
+        self.world.allow_shrink = self.shrunk == Shrunk::Perhaps;
         let mut served = self.world.serve();
-        if let Err(error) = &served {
-            // A first shrink is refused; the user means it.
-            if error.to_string().contains("--allow-shrink") {
-                self.world.allow_shrink = true;
-                served = self.world.serve();
-            }
+        self.ask_for_shrink(&served.as_ref().copied().map_err(ToString::to_string))?;
+        if served.is_err() && self.world.near.state().room.is_some() {
+            self.world.tell("  no room to serve: some is freed");
+            self.world.near.free_room();
+            served = self.world.serve();
         }
+        if served.is_err() && self.shrunk == Shrunk::Unasked {
+            self.world.allow_shrink = true;
+            served = self.world.serve();
+        }
+        // Who serves it goes on with the smaller disk at once.
+        (self.shrunk, self.known_size) = (Shrunk::No, Some(self.world.size()));
         served.map_err(|error| format!("no server starts: {error}"))
+    }
+
+    /// A smaller source is refused until the user has agreed, once and for all.
+    fn ask_for_shrink(&mut self, result: &Result<(), String>) -> Checked {
+        let refused = result.as_ref().is_err_and(|why| why.contains("--allow-shrink"));
+        match self.shrunk {
+            Shrunk::No if refused => Err("what was agreed to, or did not shrink, is asked for again".into()),
+            Shrunk::Unasked if result.is_ok() && !self.world.allow_shrink => {
+                Err("nobody agreed to a smaller source".into())
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Somebody writes to an image that nobody serves.
@@ -301,10 +372,9 @@ impl Run {
     }
 
     fn resize(&mut self, grows: bool) {
-        if self.world.dice.one_in(2) || self.world.stop(true).is_err() {
+        if self.world.dice.one_in(2) {
             return;
         }
-        self.world.moment();
         let len = self.world.size();
         let dice = &mut self.world.dice;
         let wanted = if grows {
@@ -312,6 +382,16 @@ impl Run {
         } else {
             (len - BLOCK * dice.within(1..8)).max(8 * BLOCK)
         };
+        self.resize_to(wanted);
+    }
+
+    /// The source gets another size while nobody serves it.
+    fn resize_to(&mut self, wanted: u64) {
+        if self.world.stop(true).is_err() {
+            return;
+        }
+        self.world.moment();
+        let len = self.world.size();
         // A device at the other end has only so much room.
         let most =
             self.world.replicas.iter().enumerate().filter(|_| self.world.cell.target == Target::Device);
@@ -327,7 +407,36 @@ impl Run {
         }
         drop(state);
         self.world.moment();
-        self.world.allow_shrink = true;
+        self.shrunk = match self.known_size {
+            Some(known) if wanted < known && self.shrunk != Shrunk::Perhaps => Shrunk::Unasked,
+            _ if wanted < len || self.shrunk != Shrunk::No => Shrunk::Perhaps,
+            _ => Shrunk::No,
+        };
+    }
+
+    /// More epochs pass than a history keeps, and the source grows meanwhile.
+    fn age(&mut self) -> Checked {
+        const KEPT: u64 = 512;
+        self.table.note("histories of more than 512 epochs");
+        for part in 0..2 {
+            if self.world.server.is_none() {
+                self.serve()?;
+            }
+            let count = KEPT / 2 + self.world.dice.below(20);
+            self.world.tell(format!("{count} epochs pass"));
+            let len = self.world.size();
+            let Some(server) = &self.world.server else { break };
+            for _ in 0..count {
+                let _ = Write::draw(&mut self.world.dice, len).through(server.source.disk());
+                self.world.near.state().pass(1_000_000_000);
+                server.source.checkpoint(false).map_err(|error| format!("no checkpoint: {error}"))?;
+            }
+            self.world.moment();
+            if part == 0 {
+                self.resize_to(len + 4 * BLOCK);
+            }
+        }
+        Ok(())
     }
 
     /// What others do between rounds.
@@ -425,6 +534,7 @@ impl Run {
             0 | 1 if served => Verb::Mirror,
             2 | 3 if !first => Verb::Extract,
             4 if !first && !self.world.cell.origin.is_live() => Verb::Verify,
+            5 if self.shrunk == Shrunk::No => Verb::Both,
             _ => Verb::Sync,
         }
     }
@@ -476,6 +586,9 @@ impl Run {
             let name = host.name;
             self.world.tell(format!("planned: {what} at {name}, {at} steps on"));
         }
+        if self.faults > 0 && self.world.dice.one_in(10) {
+            self.limit_room();
+        }
         for _ in 0..2 {
             if self.world.dice.one_in(12) {
                 self.plan_tampering(which);
@@ -485,6 +598,23 @@ impl Run {
             self.plan_writes();
         }
         (cuts, faults == 0)
+    }
+
+    /// A file system has only so much room left, in this round or to the end.
+    fn limit_room(&mut self) {
+        let size = self.world.size();
+        let dice = &mut self.world.dice;
+        let room = match dice.below(3) {
+            0 => dice.below(8 << 10),
+            1 => dice.below(64 << 10),
+            _ => dice.below(size * 2),
+        };
+        let (far, stays) = (!dice.one_in(4), dice.one_in(2));
+        let host = if far { self.world.far.clone() } else { self.world.near.clone() };
+        (host.state().room, host.state().room_stays) = (Some(room), stays);
+        let how_long = if stays { "from now on" } else { "for a round" };
+        self.world.tell(format!("{room} bytes of room are left at {} {how_long}", host.name));
+        self.table.note(format!("room is short {how_long}"));
     }
 
     /// Somebody writes to the replica while it is worked on, or has just been.
@@ -576,20 +706,55 @@ impl Run {
             result
         });
         self.world.moment();
-        result.map(|summary| {
-            let known = &mut self.world.replicas[which];
-            if summary.trust != "tracked" && summary.trust != "seeded" && !summary.trust.starts_with("fuzzy")
-            {
-                known.adopting = false;
-                if !known.meanwhile {
-                    (known.touched, known.tainted) = (false, false);
-                }
+        result.map(|summary| self.synced(which, &summary))
+    }
+
+    /// Two syncs at once: of two replicas, or of one.
+    fn syncs(&mut self, which: usize, cuts: Cuts, from: usize) -> Result<Result<String, SyncError>, String> {
+        if self.world.replicas.len() < 2 {
+            self.world.add_replica();
+        }
+        let other = if self.world.dice.one_in(4) { which } else { 1 - which };
+        let mut options = self.world.options(None);
+        options.adopt = self.world.dice.one_in(4);
+        let (one, two) = (&self.world.replicas[which].name, &self.world.replicas[other].name);
+        self.world
+            .tell(format!("syncs of {one} and {two} at once{}", if options.adopt { ", adopt" } else { "" }));
+        for which in [which, other] {
+            self.world.replicas[which].adopting |= options.adopt;
+            self.world.replicas[which].settled = false;
+        }
+        let [one, two] = self.world.syncs((which, &options, cuts), (other, &options, Cuts::NEVER));
+        self.world.moment();
+        let one = one.map(|summary| self.synced(which, &summary));
+        let two = two.map(|summary| self.synced(other, &summary));
+        self.world.tell(match &two {
+            Ok(what) => format!("  {other}: {what}"),
+            Err(error) => format!("  {other}: failed ({:?}): {error}", error.class()),
+        });
+        if other != which {
+            for host in [&self.world.near, &self.world.far] {
+                host.heal();
             }
-            if summary.trust == "seeded" && !summary.resumed && !known.meanwhile {
-                known.tainted = false;
+            self.world.bury();
+            self.check(other, from, &two)?;
+        }
+        Ok(one)
+    }
+
+    /// What a sync that ended well says of a replica.
+    fn synced(&mut self, which: usize, summary: &sync::Summary) -> String {
+        let known = &mut self.world.replicas[which];
+        if summary.trust != "tracked" && summary.trust != "seeded" && !summary.trust.starts_with("fuzzy") {
+            known.adopting = false;
+            if !known.meanwhile {
+                (known.touched, known.tainted) = (false, false);
             }
-            format!("{} at epoch {:?}, {} blocks", summary.trust, summary.epoch, summary.blocks_changed)
-        })
+        }
+        if summary.trust == "seeded" && !summary.resumed && !known.meanwhile {
+            known.tainted = false;
+        }
+        format!("{} at epoch {:?}, {} blocks", summary.trust, summary.epoch, summary.blocks_changed)
     }
 
     /// Writes to a served source while it is read.
@@ -715,10 +880,14 @@ impl Run {
             Err(error) => {
                 let allowed = match &error {
                     ReplicaError::Changed { .. } => {
-                        self.world.replicas[which].noticed = true;
+                        self.world.replicas[which].noticed |= self.has_room();
                         known.touched
                     }
-                    ReplicaError::NotAReplica(_) => known.touched || known.adopting,
+                    ReplicaError::NotAReplica(_) | ReplicaError::Unproven(_) => {
+                        known.touched || known.adopting
+                    }
+                    // What was committed may need blocks that were holes.
+                    error if is_full(error) => self.world.far.state().room.is_some(),
                     _ => known.touched && error.is_refusal(),
                 };
                 return if allowed {
@@ -738,7 +907,7 @@ impl Run {
         ));
         self.world.replicas[which].settled = !standing.under_way;
         if let Some(why) = &standing.changed {
-            self.world.replicas[which].noticed = true;
+            self.world.replicas[which].noticed |= self.has_room();
             return if known.touched {
                 Ok(())
             } else {
@@ -798,6 +967,7 @@ impl Run {
     /// Nothing fails any more: a few syncs bring every replica to the source's state.
     fn converge(&mut self) -> Checked {
         for host in [self.world.near.clone(), self.world.far.clone()] {
+            host.free_room();
             host.heal();
         }
         self.world.bury();
@@ -824,6 +994,7 @@ impl Run {
         }
         for _ in 0..4 {
             self.world.tell("at last, extract | merge");
+            self.world.allow_shrink = last.contains("--allow-shrink");
             // A first copy that did not arrive is asked for once more, as a whole.
             let whole = last.contains("is incomplete") || last.contains("does not exist");
             let piped = self

@@ -55,6 +55,8 @@ pub enum Way {
 pub enum Verb {
     /// A sync.
     Sync,
+    /// Two syncs at once.
+    Both,
     /// A mirror for a while.
     Mirror,
     /// An extract, and a merge.
@@ -178,12 +180,18 @@ impl fmt::Display for Table {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let rounds: u64 = self.cells.values().flat_map(|verbs| verbs.values()).sum();
         writeln!(f, "{} runs, {rounds} rounds", self.runs)?;
-        writeln!(f, "{:40} {:>9} {:>9} {:>9} {:>9}", "cell", "sync", "mirror", "extract", "verify")?;
+        writeln!(
+            f,
+            "{:40} {:>9} {:>9} {:>9} {:>9} {:>9}",
+            "cell", "sync", "two", "mirror", "extract", "verify"
+        )?;
         for (cell, verbs) in &self.cells {
             let count = |verb| verbs.get(&verb).copied().unwrap_or(0);
-            let (a, b, c, d) =
-                (count(Verb::Sync), count(Verb::Mirror), count(Verb::Extract), count(Verb::Verify));
-            writeln!(f, "{:40} {a:>9} {b:>9} {c:>9} {d:>9}", cell.to_string())?;
+            write!(f, "{:40}", cell.to_string())?;
+            for verb in [Verb::Sync, Verb::Both, Verb::Mirror, Verb::Extract, Verb::Verify] {
+                write!(f, " {:>9}", count(verb))?;
+            }
+            writeln!(f)?;
         }
         for (what, count) in &self.others {
             writeln!(f, "{what:40} {count:>9}")?;

@@ -92,6 +92,10 @@ impl Folder for SimFolder {
         &self.path
     }
 
+    fn free(&self) -> Option<u64> {
+        self.process.host.state().room
+    }
+
     fn modified(&self, name: &str) -> Option<u64> {
         let found = self.call(Call::Read, |state| {
             let inode = state.find(&self.name, name);

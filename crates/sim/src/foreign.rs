@@ -27,7 +27,7 @@ impl State {
         let is_device = self.inodes.get(&number).is_some_and(|inode| inode.is_device);
         let blind = match self.is_at_work(name) {
             // Since a reboot nobody has noted what the kernel counts.
-            None => is_device && !self.knows_count(name),
+            None => is_device && !self.opened.contains(name),
             // Its own writes go on. Sectors that were handed over and not counted yet may be anybody's.
             Some(alive) => alive || !late || is_device,
         };
@@ -41,15 +41,6 @@ impl State {
         let which = if blind { ", unnoticeably" } else { "" };
         self.told.push(format!("somebody writes to {name} at {offset}, at step {}{which}", self.steps));
         self.foreign.push(Foreign { name: name.into(), blind, late, is_device });
-    }
-
-    /// The replica's state says what the kernel counted in this boot.
-    fn knows_count(&self, name: &str) -> bool {
-        let boot = format!("\"{}\"", self.boot().0);
-        ["rest", "lineage"]
-            .iter()
-            .filter_map(|file| self.find(&folder_of(name), file))
-            .any(|file| String::from_utf8_lossy(&self.content(file)).contains(&boot))
     }
 
     /// A process of this boot has noted that it writes to the replica. True if one still runs.

@@ -72,6 +72,8 @@ pub struct State {
     full_until: u64,
     /// Bytes by which files may still grow; `None` where there is enough.
     pub room: Option<u64>,
+    /// Nobody frees any before the end.
+    pub room_stays: bool,
     pub(crate) inodes: HashMap<u64, Inode>,
     last_inode: u64,
     pub(crate) folders: BTreeMap<String, Names>,
@@ -88,6 +90,8 @@ pub struct State {
     pub told: Vec<String>,
     /// What the kernel's trackers of live disks know, by inode.
     pub trackers: HashMap<u64, crate::tracker::Kernel>,
+    /// Replicas that were opened since the last boot, with room to note what the kernel counts.
+    pub opened: BTreeSet<String>,
     /// Who has which replica open.
     pub held: HashMap<String, Weak<crate::place::Held>>,
     /// What other programs wrote to replicas, until the campaign looks.
@@ -173,6 +177,7 @@ impl Host {
             broken_until: 0,
             full_until: 0,
             room: None,
+            room_stays: false,
             inodes: HashMap::new(),
             last_inode: 10,
             folders: BTreeMap::new(),
@@ -184,6 +189,7 @@ impl Host {
             syncs_names: dice.one_in(2),
             told: Vec::new(),
             trackers: HashMap::new(),
+            opened: BTreeSet::new(),
             held: HashMap::new(),
             foreign: Vec::new(),
             dice: dice.fork(),
@@ -260,6 +266,13 @@ impl Host {
         state.events.clear();
         state.due.clear();
         (state.broken_until, state.full_until) = (0, 0);
+        state.room = state.room.filter(|_| state.room_stays);
+    }
+
+    /// Frees room.
+    pub fn free_room(&self) {
+        let mut state = self.state();
+        (state.room, state.room_stays) = (None, false);
     }
 
     /// Plans an event, so many steps from now.
@@ -341,6 +354,11 @@ impl State {
         Ok(())
     }
 
+    /// Nothing fails for the moment, nor failed a moment ago.
+    pub(crate) fn is_well(&self) -> bool {
+        self.steps > self.broken_until + 60 && self.steps > self.full_until + 60
+    }
+
     /// True if this step is one of those that fail.
     pub(crate) fn is_broken(&self) -> bool {
         self.steps < self.broken_until
@@ -367,6 +385,7 @@ impl State {
 
     fn cut_power(&mut self) {
         self.is_down = true;
+        self.opened.clear();
         // The kernel's counts begin anew, and times may be those of own writes whose note is lost.
         self.foreign.iter_mut().for_each(|foreign| foreign.blind |= foreign.is_device || !foreign.late);
         self.inodes.values_mut().for_each(Inode::unmap);

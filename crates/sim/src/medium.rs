@@ -8,9 +8,11 @@ use source::{Boot, Medium, SourceError};
 
 use crate::files::SimDisk;
 use crate::host::{Call, Process, lock};
+use crate::place::Held;
 
 /// An image or device, as the process sees it that holds the source.
 pub struct SimMedium {
+    _held: Arc<Held>,
     process: Arc<Process>,
     /// The process that reads: another one, where the source is served.
     reader: Arc<Mutex<Arc<Process>>>,
@@ -21,12 +23,14 @@ pub struct SimMedium {
 impl SimMedium {
     /// The image or device of that name.
     pub fn new(
+        held: Arc<Held>,
         process: &Arc<Process>,
         reader: &Arc<Mutex<Arc<Process>>>,
         folder: &str,
         name: &str,
     ) -> SimMedium {
         SimMedium {
+            _held: held,
             process: process.clone(),
             reader: reader.clone(),
             folder: folder.into(),

@@ -10,13 +10,13 @@ use replica::{Place, Stamp, Which};
 use crate::files::{SimDisk, settle};
 use crate::host::{Call, EIO, Process, State};
 
-/// Held by whoever has a replica open, as its folder's lock is.
+/// Held by whoever has a replica or a source's state open, as the folder's lock is.
 pub struct Held {
     process: Arc<Process>,
 }
 
 impl Held {
-    /// Takes a replica's lock.
+    /// Takes the lock of a replica, or of a source's state.
     ///
     /// # Errors
     /// If somebody has it, and lives.

@@ -11,6 +11,7 @@ use trackers::{TrackError, Tracker};
 use uuid::Uuid;
 
 use crate::host::{Call, Process, State};
+use crate::place::Held;
 
 /// Bytes of a block.
 pub const BLOCK: u64 = 4096;
@@ -139,6 +140,7 @@ impl State {
 
 /// A tracker as a process sees it.
 pub struct SimTracker {
+    _held: Arc<Held>,
     process: Arc<Process>,
     inode: u64,
     /// The kernel's count at this object's last checkpoint.
@@ -147,8 +149,8 @@ pub struct SimTracker {
 
 impl SimTracker {
     /// The tracker that follows a device.
-    pub fn new(process: &Arc<Process>, inode: u64) -> SimTracker {
-        SimTracker { process: process.clone(), inode, last: AtomicU64::new(0) }
+    pub fn new(held: Arc<Held>, process: &Arc<Process>, inode: u64) -> SimTracker {
+        SimTracker { _held: held, process: process.clone(), inode, last: AtomicU64::new(0) }
     }
 
     fn call<T>(&self, call: Call, act: impl FnOnce(&mut Kernel) -> T) -> Result<T, TrackError> {

@@ -86,6 +86,8 @@ pub struct Known {
     pub touched: bool,
     /// Somebody else wrote to a device: nobody need notice before it is compared.
     pub tainted: bool,
+    /// Somebody else wrote shortly after what was written before: a power cut may take what tells the two apart.
+    pub soon: bool,
     /// That somebody else wrote was told.
     pub noticed: bool,
     /// Somebody else may write to it in this round.
@@ -111,6 +113,8 @@ pub struct World {
     /// The source's server, if one runs.
     pub server: Option<Server>,
     reader: Arc<Mutex<Arc<Process>>>,
+    /// Several conversations go on, and share who reads.
+    several: AtomicBool,
     /// The source's name.
     pub uuid: Uuid,
     /// The folder of the source's state that is used.
@@ -189,6 +193,7 @@ impl World {
             dice: dice.fork(),
             server: None,
             reader: Arc::new(Mutex::new(process)),
+            several: AtomicBool::new(false),
             uuid: Uuid::from_u128(u128::from(dice.roll()) << 64 | u128::from(dice.roll())),
             state: "source".into(),
             many_states: cell.origin.is_live() && dice.one_in(4),
@@ -251,11 +256,19 @@ impl World {
         About { version: About::VERSION, uuid: self.uuid, path, identity, block_size: BLOCK as u32 }
     }
 
-    fn open_source(&self, process: &Arc<Process>) -> Result<Source, SourceError> {
-        let medium = SimMedium::new(process, &self.reader, IMAGES, DISK);
+    /// The lock of the source's state.
+    fn hold(&self, process: &Arc<Process>, state: &str) -> Result<Arc<Held>, SourceError> {
+        let busy = |_| SourceError::Busy { path: DISK.into(), holder: "another process".into() };
+        Held::take(process, state).map_err(busy)
+    }
+
+    fn open_source(&self, process: &Arc<Process>, read_only: bool) -> Result<Source, SourceError> {
+        let held = self.hold(process, &self.state)?;
+        let medium = SimMedium::new(held, process, &self.reader, IMAGES, DISK);
         let options = source::Options {
             direct: self.cell.origin != Origin::File,
             allow_shrink: self.allow_shrink,
+            read_only,
             region: REGION,
             ..source::Options::default()
         };
@@ -268,7 +281,7 @@ impl World {
     pub fn serve(&mut self) -> Result<(), SourceError> {
         let process = self.near.process();
         *lock(&self.reader) = process.clone();
-        let source = Arc::new(self.open_source(&process)?);
+        let source = Arc::new(self.open_source(&process, false)?);
         self.server = Some(Server { process, source });
         Ok(())
     }
@@ -306,17 +319,18 @@ impl World {
         }
         for foreign in std::mem::take(&mut self.far.state().foreign) {
             for known in self.replicas.iter_mut().filter(|known| known.name == foreign.name) {
-                (known.touched, known.noticed) = (true, false);
+                (known.touched, known.noticed, known.soon) = (true, false, !foreign.late);
                 known.tainted |= foreign.blind;
             }
         }
         for host in [&self.near, &self.far] {
             if host.state().is_down {
                 host.boot();
-                // A kernel counts anew.
-                let forgets = self.cell.target == Target::Device && host.name == self.far.name;
-                for known in self.replicas.iter_mut().filter(|known| forgets && !known.noticed) {
-                    known.tainted |= known.touched;
+                let is_device = self.cell.target == Target::Device;
+                for known in self.replicas.iter_mut().filter(|_| host.name == self.far.name) {
+                    // A kernel counts anew.
+                    let forgotten = if is_device { !known.noticed } else { known.soon };
+                    known.tainted |= known.touched && forgotten;
                 }
             }
         }
@@ -329,17 +343,25 @@ impl World {
 
     /// Reaches the source from a process.
     pub fn handle(&self, process: &Arc<Process>) -> Result<Handle, SyncError> {
-        *lock(&self.reader) = process.clone();
+        self.handle_of(process, &self.state, self.uuid)
+    }
+
+    /// The same with a state folder of one's own.
+    fn handle_of(&self, process: &Arc<Process>, state: &str, uuid: Uuid) -> Result<Handle, SyncError> {
+        if !self.several.load(SeqCst) {
+            *lock(&self.reader) = process.clone();
+        }
         if let Some(server) = &self.server {
             return Ok(Handle::of_server(&server.source)?);
         }
         if self.cell.origin.is_live() {
-            let tracker = SimTracker::new(process, self.disk());
+            let tracker = SimTracker::new(self.hold(process, state)?, process, self.disk());
             let disk = Arc::new(SimDisk::new(process, self.disk()));
-            let folder = Arc::new(SimFolder::new(process, &self.state));
-            return Ok(Live::over(self.about(), disk, folder, Box::new(tracker))?.into());
+            let folder = Arc::new(SimFolder::new(process, state));
+            let about = About { uuid, ..self.about() };
+            return Ok(Live::over(about, disk, folder, Box::new(tracker))?.into());
         }
-        Ok(Handle::of_source(self.open_source(process)?))
+        Ok(Handle::of_source(self.open_source(process, true)?))
     }
 
     /// A process at the source's machine, and one at the replica's: the same, where both ends are in one.
@@ -369,6 +391,7 @@ impl World {
             name,
             touched: false,
             tainted: false,
+            soon: false,
             noticed: false,
             meanwhile: false,
             settled: false,
@@ -411,7 +434,13 @@ impl World {
                 Box::new(SimDevice::new(held, far, name, device))
             }
         };
-        Replica::begin(place, Box::new(folder), options)
+        let opened = Replica::begin(place, Box::new(folder), options);
+        let mut state = far.host.state();
+        if opened.is_ok() && state.room.is_none() && state.is_well() {
+            state.opened.insert(name.to_owned());
+        }
+        drop(state);
+        opened
     }
 
     /// Opens a replica as `recover` does, and says where it stands, and what it holds.
@@ -436,10 +465,15 @@ impl World {
 
     /// Works with the state folder that belongs to a replica, where each has its own: with another name of the source.
     pub fn use_state_of(&mut self, which: usize) {
-        if self.many_states {
-            self.state = format!("source of {which}");
-            self.uuid = Uuid::from_u128((self.uuid.as_u128() & !0xff) | which as u128);
+        (self.state, self.uuid) = self.state_of(which);
+    }
+
+    fn state_of(&self, which: usize) -> (String, Uuid) {
+        if !self.many_states {
+            return (self.state.clone(), self.uuid);
         }
+        let uuid = Uuid::from_u128((self.uuid.as_u128() & !0xff) | which as u128);
+        (format!("source of {which}"), uuid)
     }
 
     /// A line between two processes.
@@ -459,7 +493,8 @@ impl World {
     ) -> Result<T, SyncError> {
         let (near, far) = self.processes();
         let result = (|| {
-            let handle = self.handle(&near)?;
+            let (state, uuid) = self.state_of(which);
+            let handle = self.handle_of(&near, &state, uuid)?;
             let (here, there) = self.line(&near, &far, cuts);
             let (name, target) = (self.replicas[which].name.clone(), self.cell.target);
             let path = self.far.scratch.join(&name);
@@ -488,6 +523,26 @@ impl World {
         self.converse(which, cuts, |handle, link, path, name| {
             sync::push(handle, link, path, name, options, &|_, _| {})
         })
+    }
+
+    /// Two syncs at once.
+    pub fn syncs(
+        &self,
+        one: (usize, &sync::Options, Cuts),
+        other: (usize, &sync::Options, Cuts),
+    ) -> [Result<sync::Summary, SyncError>; 2] {
+        let reader = self.near.process();
+        *lock(&self.reader) = reader.clone();
+        self.several.store(true, SeqCst);
+        let results = std::thread::scope(|scope| {
+            let first = scope.spawn(move || self.sync(one.0, one.1, one.2));
+            let second = self.sync(other.0, other.1, other.2);
+            let ended = || SyncError::Refused("a thread panicked".into());
+            [first.join().unwrap_or_else(|_| Err(ended())), second]
+        });
+        self.several.store(false, SeqCst);
+        self.near.state().end(&reader);
+        results
     }
 
     /// A verify.

@@ -446,10 +446,14 @@ impl History {
             if oldest_needed.is_some_and(|needed| number < needed) {
                 continue;
             }
+            if entry.head.lost.is_some() {
+                // Its changes say nothing; once it was tidied, it has none.
+                kept.push((entry.head.clone(), Vec::new()));
+                continue;
+            }
             let changes = self.changes(entry)?;
             let folds = kept.last().is_some_and(|(last, _)| {
                 last.lost.is_none()
-                    && entry.head.lost.is_none()
                     && last.block_size == entry.head.block_size
                     && last.size <= entry.head.size
                     && !last.epochs.last().is_some_and(|e| needed.contains(&e.number))
@@ -465,10 +469,7 @@ impl History {
                 let folded = Head { epochs: head.epochs, after: head.after, ..entry.head.clone() };
                 kept.push((folded, encoded(&changes)));
             } else {
-                kept.push((
-                    entry.head.clone(),
-                    if entry.head.lost.is_some() { Vec::new() } else { encoded(&changes) },
-                ));
+                kept.push((entry.head.clone(), encoded(&changes)));
             }
         }
         let mut content = MAGIC.to_vec();
@@ -687,6 +688,28 @@ mod tests {
         let changed = (TIDY_AT as u64 - 1) / 6 + 1;
         assert!(found.all(0..changed) && found.count() == changed);
         assert!(History::read(&dir).unwrap().entries.iter().all(|e| e.head.lost.is_none()));
+    }
+
+    #[test]
+    fn a_history_with_a_gap_is_tidied_again_and_again() {
+        let (_temp, dir) = scratch();
+        let (mut history, mut ids) = filled(&dir, &[vec![1], vec![2]]);
+        let bookmarks = Bookmarks::set(&dir, "somewhere", ids[0]).unwrap();
+        for n in 0..3 * TIDY_AT as u64 {
+            let (next, gap) = (epoch(100 + n), n % TIDY_AT as u64 == 0);
+            let changed = bitmap(BLOCKS, if gap { &[] } else { &[7] });
+            history.append(next, gap.then(|| "test".into()), BLOCKS * 4096, 4096, &changed).unwrap();
+            ids.push(next);
+            history.tidy(&dir, &bookmarks.epochs(), &[]).unwrap();
+            assert!(history.entries.len() < TIDY_AT, "{} entries", history.entries.len());
+        }
+        let since = |at: Epoch| {
+            let found = Bitmap::new(BLOCKS);
+            history.changes_since(&[Position { epoch: at, upto: u64::MAX }], 4096, &found).map(|_| found)
+        };
+        assert!(matches!(since(ids[0]), Err(SourceError::Lost { .. })));
+        let found = since(ids[ids.len() - 2]).unwrap();
+        assert!(found.get(7) && found.count() == 1);
     }
 
     #[test]
