@@ -155,6 +155,12 @@ pub trait Disk: Send + Sync {
     /// Tells that a range is no longer needed.
     fn discard(&self, offset: u64, len: u64) -> io::Result<()>;
 
+    /// Makes sure that a write to this range finds room, beyond the disk's end too, where the disk can do that. What is there
+    /// does not change.
+    fn reserve(&self, _offset: u64, _len: u64) -> io::Result<()> {
+        Ok(())
+    }
+
     /// Tells that a range will be read soon. A hint: may do nothing.
     fn prefetch(&self, _offset: u64, _len: u64) -> io::Result<()> {
         Ok(())

@@ -453,6 +453,17 @@ impl Disk for FileDisk {
         self.discard_raw(offset, len).map_err(|e| at(&self.path, "discard", offset, len, e))
     }
 
+    fn reserve(&self, offset: u64, len: u64) -> io::Result<()> {
+        if self.block || len == 0 {
+            return Ok(());
+        }
+        match retry(|| rustix::fs::fallocate(&self.plain, FallocateFlags::KEEP_SIZE, offset, len)) {
+            // Where the file system can't promise anything, a write must do.
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
+            other => other.map_err(|e| at(&self.path, "reserving", offset, len, e.into())),
+        }
+    }
+
     fn prefetch(&self, offset: u64, len: u64) -> io::Result<()> {
         self.check("read", offset, len)?;
         let Some(len) = std::num::NonZeroU64::new(len).filter(|_| self.direct().is_none()) else {

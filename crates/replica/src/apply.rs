@@ -8,6 +8,7 @@ use std::sync::Arc;
 use delta::{Frame, Record};
 use device::{Buf, Disk, Done, Kind, Piece, Pieces, Queue, Request};
 
+use crate::journal::Target;
 use crate::rest::Keeping;
 
 /// Operations kept on their way.
@@ -81,6 +82,14 @@ fn plan(records: &[Record], mut cursor: u64, known: u64) -> Plan {
     }
     plan.close(&mut group);
     plan
+}
+
+/// What a frame of an ascending delta writes, the gaps that are filled included. From `known` on, what no record names becomes
+/// zero.
+pub(crate) fn written(records: &[Record], known: u64) -> impl Iterator<Item = Range<u64>> {
+    let plan = plan(records, u64::MAX, known);
+    let spans = plan.spans.into_iter().filter_map(|runs| Some(runs.first()?.offset..runs.last()?.end()));
+    plan.picked.into_iter().map(|run| run.offset..run.end()).chain(spans)
 }
 
 impl Plan {
@@ -396,6 +405,16 @@ impl Applier {
             None => self.bytes -= flying.bytes,
         }
         Ok(())
+    }
+}
+
+impl Target for Applier {
+    fn rewind(&mut self, known: u64) -> io::Result<()> {
+        Applier::rewind(self, known)
+    }
+
+    fn frame(&mut self, frame: Frame) -> io::Result<()> {
+        Applier::frame(self, frame)
     }
 }
 

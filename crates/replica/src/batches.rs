@@ -11,6 +11,7 @@ use device::{Folder, StateFile};
 
 use crate::apply::Applier;
 use crate::error::{ReplicaError, Result, disk_error, io_error};
+use crate::holes::Holes;
 use crate::journal::{self, ARRIVING, Contents, Growing, WHOLE};
 use crate::lineage::Toward;
 use crate::place::Which;
@@ -85,6 +86,8 @@ struct Arriving {
     frames: Option<Vec<Frame>>,
     held: usize,
     contents: Contents,
+    /// Those that it will fill.
+    holes: Option<Holes>,
 }
 
 impl Replica {
@@ -167,7 +170,8 @@ impl Batches<'_> {
         let toward = toward(&header).ok_or_else(|| self.wrong("it names no epoch"))?;
         let contents = Contents { start: self.end, ..Contents::default() };
         let frames = Some(Vec::new());
-        self.batch = Some(Arriving { decoder, toward, frames, held: 0, contents });
+        let holes = self.replica.holes(u64::MAX)?;
+        self.batch = Some(Arriving { decoder, toward, frames, held: 0, contents, holes });
         Ok(())
     }
 
@@ -186,6 +190,9 @@ impl Batches<'_> {
         let taken = batch.decoder.append(decoded);
         match taken {
             Ok(frame) => {
+                let path = self.replica.place.path();
+                let looked = batch.holes.as_mut().map(|holes| holes.records(&frame.records));
+                looked.transpose().map_err(io_error("look for holes in", path))?;
                 batch.held += frame.data.len();
                 if batch.held > HELD {
                     batch.frames = None;
@@ -219,6 +226,11 @@ impl Batches<'_> {
             Err(e) => return Err(self.wrong(e)),
         }
         self.replica.untouched()?;
+        if let Err(e) = self.replica.make_room(batch.holes.take(), self.sealed, CONFIRMED) {
+            // Whoever opens the journal next must not merge it.
+            let _ = self.file.set_len(self.end);
+            return Err(e);
+        }
         let folder = &*self.replica.folder;
         let durable = if self.sealed { self.file.sync() } else { journal::seal(&*self.file, folder) };
         let state = CONFIRMED;
@@ -305,13 +317,7 @@ impl Batches<'_> {
         let path = self.replica.place.path().to_path_buf();
         let failed = |what| disk_error(what, &path, SAFE);
         self.applier.drain().and_then(|()| self.applier.flush()).map_err(failed("flush"))?;
-        let stamp = self.replica.place.settle().map_err(failed("flush"))?;
-        // A flush takes its time, and nothing of it is own.
-        let left = self.replica.left.replace(stamp.clone().glance());
-        if let Some(why) = left.and_then(|left| left.differs(&stamp.clone().glance())) {
-            return Err(self.replica.touched(why));
-        }
-        self.replica.lineage.stamp = Some(stamp);
+        self.replica.note_stamp()?;
         self.replica.store()?;
         self.replica.forget_note()?;
         self.replica.remove(WHOLE)?;

@@ -10,11 +10,10 @@
 use std::io::{self, IoSlice, Read, Write};
 use std::sync::Arc;
 
-use delta::{Decoder, Epoch, Event, Header, Method, Resume, Unit, UnitKind, Units, Writer};
+use delta::{Decoder, Epoch, Event, Frame, Header, Method, Resume, Unit, UnitKind, Units, Writer};
 use device::{Buf, Folder, StateFile};
 use uuid::Uuid;
 
-use crate::apply::Applier;
 use crate::error::{ReplicaError, Result, io_error};
 use crate::lineage::{Position, known, overlay, reached, whole_blocks};
 
@@ -130,12 +129,20 @@ fn measure_at(file: &dyn StateFile, start: u64) -> io::Result<Contents> {
     Ok(contents)
 }
 
+/// What a journal's frames are brought to, in order.
+pub(crate) trait Target {
+    /// The next part of the delta begins at the disk's start again; from `known` on, what it does not name becomes zero.
+    fn rewind(&mut self, known: u64) -> io::Result<()>;
+    /// Takes a frame.
+    fn frame(&mut self, frame: Frame) -> io::Result<()>;
+}
+
 /// Applies a journal's frames in order. `failed` makes an error of what the disk says.
 pub(crate) fn replay(
     folder: &dyn Folder,
     name: &str,
     journal: &Contents,
-    applier: &mut Applier,
+    target: &mut dyn Target,
     positions: &mut Vec<Position>,
     failed: impl FnOnce(io::Error) -> ReplicaError,
 ) -> Result<()> {
@@ -146,7 +153,7 @@ pub(crate) fn replay(
     input.end = input.end.min(journal.start + journal.bytes);
     input.forget = true;
     let mut again = Contents::default();
-    let result = walk(&mut input, &mut again, Some((applier, positions)));
+    let result = walk(&mut input, &mut again, Some((target, positions)));
     match result {
         Ok(()) if again.bytes == journal.bytes && again.whole == journal.whole => Ok(()),
         Err(Trouble::Disk(error)) => Err(failed(error)),
@@ -187,7 +194,7 @@ impl From<delta::Error> for Trouble {
 fn walk(
     input: &mut Input<'_>,
     contents: &mut Contents,
-    mut onto: Option<(&mut Applier, &mut Vec<Position>)>,
+    mut onto: Option<(&mut dyn Target, &mut Vec<Position>)>,
 ) -> std::result::Result<(), Trouble> {
     let mut units = Units::new(input);
     let mut decoder = Decoder::new();
@@ -213,17 +220,17 @@ fn walk(
                 if !goes_on {
                     return Err(delta::Error::Header { why: "it does not go on from the one before" }.into());
                 }
-                if let Some((applier, positions)) = &mut onto {
+                if let Some((target, positions)) = &mut onto {
                     if let Some(to) = before.as_ref().and_then(Segment::to) {
                         **positions = overlay(positions, to, before.as_ref().map_or(0, |b| b.upto));
                     }
-                    applier.rewind(kept(&header, positions)).map_err(Trouble::Disk)?;
+                    target.rewind(kept(&header, positions)).map_err(Trouble::Disk)?;
                 }
                 continue;
             }
             Event::Frame(frame) => {
-                if let Some((applier, _)) = &mut onto {
-                    applier.frame(frame).map_err(Trouble::Disk)?;
+                if let Some((target, _)) = &mut onto {
+                    target.frame(frame).map_err(Trouble::Disk)?;
                 }
             }
             Event::End(_) => contents.whole = true,

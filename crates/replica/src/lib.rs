@@ -23,6 +23,7 @@ mod apply;
 mod batches;
 mod copies;
 mod error;
+mod holes;
 mod journal;
 mod lineage;
 mod place;

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use device::{Boot, Clock, Dir, Disk, Gauge, Medium, Sharing};
+use device::{Boot, Clock, Dir, Disk, Folder, Gauge, Medium, Sharing};
 use rustix::fs::{AtFlags, Mode, OFlags, RenameFlags, openat, renameat, renameat_with, unlinkat};
 use rustix::io::Errno;
 use rustix::time::{ClockId, clock_gettime};
@@ -70,6 +70,10 @@ pub trait Place: Send {
     fn rename(&self, replace: bool) -> io::Result<()>;
     /// Removes NAME.partial; one that is missing is no error.
     fn remove(&self) -> io::Result<()>;
+    /// Bytes that the destination's file system has left; `None` where nobody can say.
+    fn free(&self) -> Option<u64> {
+        None
+    }
     /// Makes names durable.
     fn sync(&self) -> io::Result<()>;
 }
@@ -217,6 +221,10 @@ impl Place for FilePlace {
 
     fn sync(&self) -> io::Result<()> {
         self.folder.held().sync_all()
+    }
+
+    fn free(&self) -> Option<u64> {
+        self.folder.free()
     }
 
     fn is_at_path(&self) -> io::Result<bool> {

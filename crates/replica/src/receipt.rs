@@ -12,7 +12,8 @@ use uuid::Uuid;
 use crate::apply::Applier;
 use crate::copies::{Copies, Trouble, Written};
 use crate::error::{ReplicaError, Result, disk_error, io_error};
-use crate::journal::{self, ARRIVING, Contents, Growing, Segment, WHOLE, kept};
+use crate::holes::Holes;
+use crate::journal::{self, ARRIVING, Contents, Growing, Segment, Target, WHOLE, kept};
 use crate::lineage::{
     Lineage, Position, State, Step, StepPlace, Toward, known, overlay, reached, whole_blocks,
 };
@@ -72,6 +73,8 @@ struct ToJournal {
     before: Contents,
     /// Bytes of it that are in order.
     bytes: u64,
+    /// Holes of the destination that the delta will fill.
+    holes: Option<Holes>,
     /// For a delta that copies.
     rolling: Option<Box<Resolved>>,
 }
@@ -240,7 +243,16 @@ impl Replica {
             Ok(file)
         });
         let file = begun.map_err(|e| self.journal_failed(e))?;
-        Ok(Sink::Journal(Box::new(ToJournal { file, bytes: before.bytes, before, rolling })))
+        let holes = match before.bytes {
+            0 => self.holes(0)?,
+            _ => self.holes_of(ARRIVING, &before)?,
+        };
+        let mut sink = ToJournal { file, bytes: before.bytes, before, holes, rolling };
+        if let Some(holes) = &mut sink.holes {
+            let known = kept(header, &sink.before.positions(&self.positions()));
+            holes.rewind(known).map_err(io_error("look for holes in", self.path()))?;
+        }
+        Ok(Sink::Journal(Box::new(sink)))
     }
 
     /// Reads the copies of a delta from the destination, and begins the delta that holds them as data.
@@ -312,6 +324,8 @@ impl Replica {
                 path.display()
             )));
         }
+        // What others wrote must not get into the clone.
+        self.untouched()?;
         let base = self.positions();
         let inode = self.create()?;
         // The intent first, so that a crash leaves nothing that nobody knows. It says what the clone holds once that is
@@ -520,6 +534,11 @@ impl From<Trouble> for Stop {
     }
 }
 
+/// Looks for holes that a frame will fill.
+fn look(holes: &mut Option<Holes>, frame: &Frame) -> std::result::Result<(), Stop> {
+    holes.as_mut().map_or(Ok(()), |holes| holes.records(&frame.records)).map_err(Stop::Disk)
+}
+
 impl ToJournal {
     fn unit(
         &mut self,
@@ -531,6 +550,7 @@ impl ToJournal {
             self.file.unit(&unit).map_err(Stop::Journal)?;
             if let Event::Frame(frame) = decoder.push(unit)? {
                 seen(&frame);
+                look(&mut self.holes, &frame)?;
             }
             self.bytes = self.file.len();
             return Ok(());
@@ -545,6 +565,7 @@ impl ToJournal {
         };
         while let Some(frame) = rolling.copies.next(whole)? {
             let Some(encoder) = &mut rolling.encoder else { break };
+            look(&mut self.holes, &frame)?;
             self.file.unit(&encoder.frame(frame)?).map_err(Stop::Journal)?;
             (rolling.frames, rolling.upto) = (encoder.frames(), encoder.end());
             rolling.digest = encoder.digest();
@@ -683,6 +704,12 @@ impl Receipt<'_> {
                         bytes_read: copied,
                     });
                 }
+                let state = "the replica is unchanged, and what had come of the delta is dropped";
+                if let Err(e) = self.replica.make_room(journal.holes, false, state) {
+                    // Where room is short, the journal's is needed too.
+                    self.replica.half_done = self.replica.drop_journal().is_err();
+                    return Err(e);
+                }
                 if let Err(e) = journal.file.close(&*self.replica.folder) {
                     return Err(self.replica.journal_failed(e));
                 }
@@ -772,11 +799,13 @@ impl Receipt<'_> {
             }
             Sink::Direct(mut direct) => {
                 let drained = direct.applier.drain();
+                // Nothing but its own writes may be taken for the destination's.
+                let whole = self.replica.which() == Which::Whole;
                 let saved = match direct.applier.has_forgotten() {
                     true => self.replica.drop_unknown_clone(),
                     false => direct.save(self.replica, &self.toward),
                 };
-                if self.replica.which() == Which::Whole {
+                if whole {
                     self.replica.rest()?;
                 }
                 saved?;

@@ -565,15 +565,20 @@ impl Replica {
 
     /// Takes what stands there as something of which nothing is known.
     fn take(&mut self, stamp: Stamp) -> Result<()> {
+        let partial = self.which() == Which::Partial;
+        (self.journal, self.changed, self.noticed) = (None, None, AtomicBool::new(false));
+        self.lineage = Lineage { size: stamp.size, stamp: Some(stamp), ..Lineage::new() };
+        // Without its journal, what was half merged is no longer what the lineage said, even if the adoption comes to nothing.
+        let names = self.folder.list().map_err(io_error("look into", self.folder.path()))?;
+        if std::mem::take(&mut self.kept) && names.iter().any(|name| name == WHOLE) {
+            self.store()?;
+        }
         for name in [ARRIVING, WHOLE, rest::NAME] {
             self.remove(name)?;
         }
-        if self.which() == Which::Partial {
+        if partial {
             self.remove_partial()?;
         }
-        (self.journal, self.changed, self.noticed) = (None, None, AtomicBool::new(false));
-        self.lineage = Lineage { size: stamp.size, stamp: Some(stamp), ..Lineage::new() };
-        self.kept = false;
         Ok(())
     }
 
@@ -800,14 +805,23 @@ impl Replica {
                 return Err(self.touched(why));
             } else {
                 self.left = Some(now.glance());
-                // Whoever was killed may not have synced what it appended last.
-                let file = self.folder.open(WHOLE, false).and_then(|file| file.sync());
+                let mut deltas = deltas.unwrap_or_default();
+                while let Some(first) = self.first_without_room(&deltas)? {
+                    deltas.truncate(first);
+                }
+                // Whoever was killed may not have synced what it appended last; what was never confirmed may be too long.
+                let end = deltas.last().map_or(0, |last| last.start + last.bytes);
+                let file = self.folder.open(WHOLE, false).and_then(|file| {
+                    file.set_len(end)?;
+                    file.sync()
+                });
                 file.map_err(io_error("sync", &self.folder.path().join(WHOLE)))?;
-                return self.redo(deltas.as_deref().unwrap_or_default());
+                return self.redo(&deltas);
             }
         }
         // A step in place has changed it itself; all else leaves it alone.
-        let why = if self.lineage.step.as_ref().is_some_and(|s| s.place == StepPlace::InPlace) {
+        let noted = self.has_note();
+        let why = if noted || self.lineage.step.as_ref().is_some_and(|s| s.place == StepPlace::InPlace) {
             self.since_own_writes(&now, &[])
         } else {
             before.and_then(|before| before.differs(&now)).or_else(|| self.since_boot(&now))
@@ -822,9 +836,14 @@ impl Replica {
                 (false, false) => Err(self.touched(why)),
             };
         }
+        self.left = Some(now.glance());
+        if noted {
+            self.keep_times()?;
+        }
         let contents = journal::measure(&*self.folder, ARRIVING)?.unwrap_or_default();
         let again = contents.stream().is_some_and(|stream| self.has(stream));
-        if contents.whole && !again && self.which() == Which::Whole && self.fits_journal(&contents) {
+        let merges = contents.whole && !again && self.which() == Which::Whole && self.fits_journal(&contents);
+        if merges && self.has_room(&contents)? {
             let file = self.folder.open(ARRIVING, false).map_err(io_error("open", self.folder.path()))?;
             let durable = file.sync().and_then(|()| self.folder.rename(ARRIVING, WHOLE));
             durable.and_then(|()| self.folder.sync()).map_err(io_error("sync", self.folder.path()))?;
@@ -839,6 +858,33 @@ impl Replica {
             return Err(ReplicaError::Unproven(self.place.path().to_path_buf()));
         }
         Ok(())
+    }
+
+    /// Makes room for what a whole delta of the journal writes, before it is merged. Without it the delta is dropped, as the
+    /// process would have done that received it.
+    fn has_room(&mut self, contents: &Contents) -> Result<bool> {
+        self.untouched()?;
+        let holes = self.holes_of(ARRIVING, contents)?;
+        match self.make_room(holes, false, "the replica is unchanged") {
+            Err(error @ ReplicaError::Full { .. }) => {
+                self.recovered.push(format!("a delta that was cut off at its end is dropped: {error}"));
+                Ok(false)
+            }
+            made => made.map(|()| true),
+        }
+    }
+
+    /// The first delta of a journal for which there is no room. All that was ever confirmed had its room before; the first one
+    /// too, so if that lacks it the merge will say so.
+    fn first_without_room(&mut self, deltas: &[Contents]) -> Result<Option<usize>> {
+        for (number, contents) in deltas.iter().enumerate() {
+            let holes = self.holes_of(WHOLE, contents)?;
+            match self.make_room(holes, true, SAFE) {
+                Err(ReplicaError::Full { .. }) => return Ok((number > 0).then_some(number)),
+                made => made?,
+            }
+        }
+        Ok(None)
     }
 
     /// Keeps what of a delta is in the journal if it fits, removes it otherwise.

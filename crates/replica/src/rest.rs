@@ -31,10 +31,11 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::error::{ReplicaError, Result, disk_error, io_error};
+use crate::holes::is_full;
 use crate::journal::{Contents, WHOLE};
 use crate::lineage::{self, Lineage, Stamp, StepPlace};
 use crate::place::Which;
-use crate::replica::Replica;
+use crate::replica::{Replica, SAFE};
 
 /// The note's file.
 pub(crate) const NAME: &str = "rest";
@@ -61,12 +62,15 @@ struct Note {
     life: String,
     /// `None` while the file is written to.
     stamp: Option<Stamp>,
-    /// Of a device that is written to, what it was before.
+    /// Of a device that is written to, what it was before; of a copy that is about to be put in place, what it is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     before: Option<Stamp>,
     /// The last delta that was brought to the file.
     #[serde(default)]
     stream: Option<Uuid>,
+    /// The change time that the lineage had for the file then.
+    #[serde(default)]
+    since: Option<i64>,
 }
 
 impl Stamp {
@@ -247,10 +251,6 @@ impl Drop for Working {
     }
 }
 
-fn is_full(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
-}
-
 /// The path leads elsewhere by now.
 pub(crate) fn covered(path: &Path) -> ReplicaError {
     ReplicaError::Away(format!(
@@ -337,13 +337,18 @@ impl Replica {
     }
 
     /// Nothing tells own writes from others', or has to.
-    fn is_timeless(&self) -> bool {
+    pub(crate) fn is_timeless(&self) -> bool {
         self.place.boot().id.is_empty()
     }
 
     fn write_note(&self, stamp: Option<Stamp>) -> io::Result<Arc<dyn StateFile>> {
-        let before = self.left.clone().filter(|_| stamp.is_none() && self.place.is_device());
-        let note = Note { life: self.place.boot().id, stamp, before, stream: self.lineage.committed };
+        let before = match self.which() {
+            _ if stamp.is_some() => None,
+            Which::Partial => self.place.stamp(Which::Partial)?,
+            Which::Whole => self.left.clone().filter(|_| self.place.is_device()),
+        };
+        let since = self.lineage.stamp.as_ref().map(|stamp| stamp.changed);
+        let note = Note { life: self.place.boot().id, stamp, before, stream: self.lineage.committed, since };
         let mut bytes = serde_json::to_vec(&note)?;
         bytes.resize(bytes.len().max(LEN), b' ');
         let file = self.folder.open(NAME, true)?;
@@ -412,6 +417,42 @@ impl Replica {
         Ok(())
     }
 
+    /// Makes the destination durable, and its stamp the lineage's, if nobody else has written to it since it was left.
+    pub(crate) fn note_stamp(&mut self) -> Result<()> {
+        let failed = disk_error("flush", self.place.path(), SAFE);
+        let stamp = self.place.settle().map_err(failed)?;
+        let now = stamp.clone().glance();
+        // What came in the time that this took must not be taken for own.
+        if let Some(why) = self.left.as_ref().and_then(|left| left.differs(&now)) {
+            return Err(self.touched(why));
+        }
+        (self.left, self.lineage.stamp) = (Some(now), Some(stamp));
+        Ok(())
+    }
+
+    /// Brings the lineage's stamp up to own writes that came to nothing.
+    pub(crate) fn keep_times(&mut self) -> Result<()> {
+        let before = self.lineage.stamp.clone();
+        self.note_stamp()?;
+        if self.store().is_err() {
+            // The note still tells.
+            self.lineage.stamp = before;
+            return Ok(());
+        }
+        self.forget_note()
+    }
+
+    /// True if there is a note of own writes that were made since the lineage was stored, with no journal that says so: room was
+    /// made for a delta, and that came to nothing.
+    pub(crate) fn has_note(&self) -> bool {
+        let since = self.lineage.stamp.as_ref().map(|stamp| stamp.changed);
+        if self.lineage.step.is_some() || self.place.is_device() || self.is_timeless() {
+            return false;
+        }
+        read_note(&*self.folder)
+            .is_some_and(|(note, _)| note.before.is_none() && note.since.is_some() && note.since == since)
+    }
+
     /// Own writes are over, and the lineage says how they left the file.
     pub(crate) fn forget_note(&mut self) -> Result<()> {
         self.working = None;
@@ -459,11 +500,21 @@ impl Replica {
             _ => None,
         };
         let before = cloned.as_ref().or(self.lineage.stamp.as_ref())?;
+        let note = read_note(&*self.folder);
+        // A new name does not move the time of the content; a power cut may set it back.
+        let copy = note
+            .as_ref()
+            .and_then(|(note, _)| Some((note.before.as_ref()?, note.life == self.place.boot().id)));
+        if let Some((copy, told)) = copy.filter(|(copy, _)| cloned.is_some() && copy.inode == now.inode) {
+            if copy.size != now.size || now.written > copy.written || told && now.written != copy.written {
+                return Some(WRITTEN);
+            }
+        }
         let durable = if journal.is_empty() { lineage::NAME } else { WHOLE };
         let evidence = Evidence {
             before,
             now,
-            note: read_note(&*self.folder),
+            note,
             durable: self.folder.modified(durable).unwrap_or(0),
             stream: journal.last().and_then(Contents::stream).or(self.lineage.committed),
         };
@@ -544,7 +595,7 @@ mod tests {
     fn doubted(now: u64, note: Option<(&str, Option<u64>, u64, u128)>, durable: u64) -> bool {
         let note = note.map(|(life, left, time, stream)| {
             let (stamp, stream) = (left.map(at), Some(Uuid::from_u128(stream)));
-            (Note { life: life.into(), stamp, before: None, stream }, time * S)
+            (Note { life: life.into(), stamp, before: None, stream, since: None }, time * S)
         });
         let (before, now) = (at(100), at(now));
         let stream = Some(Uuid::from_u128(2));

@@ -270,6 +270,22 @@ impl Disk for SimDisk {
         self.zero(offset, len, true, false)
     }
 
+    fn reserve(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.call(Call::Write, |state| {
+            let time = state.tick();
+            if state.inode(self.inode)?.is_device {
+                return Ok(());
+            }
+            if state.is_broken() {
+                return Err(eio());
+            }
+            let grows = state.inode(self.inode)?.grows(offset, len as usize);
+            state.take(grows)?;
+            state.inode(self.inode)?.reserve(offset as usize..(offset + len) as usize, time);
+            Ok(())
+        })
+    }
+
     fn flush(&self) -> io::Result<()> {
         self.call(Call::Sync, |state| sync(state, self.inode, false))
     }

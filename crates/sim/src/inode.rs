@@ -180,6 +180,12 @@ impl Inode {
         self.touch(start..end, time);
     }
 
+    /// Takes space for a range, and changes nothing in it.
+    pub fn reserve(&mut self, range: Range<usize>, time: i64) {
+        self.allocate(pages(&range), true);
+        (self.time, self.written) = (time, time);
+    }
+
     fn touch(&mut self, range: Range<usize>, time: i64) {
         (self.time, self.written) = (time, time);
         self.counted += range.len().div_ceil(SECTOR) as u64;

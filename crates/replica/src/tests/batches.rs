@@ -29,7 +29,7 @@ pub(super) struct Sent {
     confirmed: usize,
 }
 
-fn header(source: &Source, to: usize, nonce: Uuid) -> Header {
+pub(super) fn header(source: &Source, to: usize, nonce: Uuid) -> Header {
     let epoch = if to < EPOCH { 0 } else { EPOCH };
     Header {
         chain: vec![source.epochs[epoch]],
@@ -39,7 +39,12 @@ fn header(source: &Source, to: usize, nonce: Uuid) -> Header {
     }
 }
 
-fn send(log: &mut BatchLog, batches: &mut Batches<'_>, bytes: &[u8], stream: Uuid) -> crate::Result<()> {
+pub(super) fn send(
+    log: &mut BatchLog,
+    batches: &mut Batches<'_>,
+    bytes: &[u8],
+    stream: Uuid,
+) -> crate::Result<()> {
     let mut units = Units::new(bytes);
     let mut sequence = 0;
     while let Some(unit) = units.next().unwrap() {

@@ -504,6 +504,70 @@ fn a_write_beside_a_reflink_commit_is_noticed() {
     assert_eq!(world.raw(), found);
 }
 
+/// What somebody writes before the clone is made is not cloned.
+#[test]
+fn a_write_before_a_clone_is_noticed() {
+    let source = source();
+    let world = at(&source, 0);
+    let mut replica = world.open(&on()).unwrap();
+    let header = units(&source.tracked(0, 1)).remove(0);
+    world.tamper(17 * BLOCK, 99);
+    let (found, names) = (world.raw(), world.names());
+    assert!(matches!(replica.receive(header, Commit::Reflink).err(), Some(ReplicaError::Changed { .. })));
+    assert_eq!((world.raw(), world.names()), (found, names));
+}
+
+/// A clone that is given up, whatever failed, is no reason to take the file for what it is by then.
+#[test]
+fn a_clone_that_is_dropped_covers_no_foreign_write() {
+    let source = source();
+    let start = at(&source, 0);
+    for failing in 1..40 {
+        let (world, power) = (start.fork(), on());
+        let mut replica = world.open(&power).unwrap();
+        let delta = source.tracked(0, 1);
+        let mut units = units(&delta).into_iter();
+        let mut receipt = replica.receive(units.next().unwrap(), Commit::Reflink).unwrap();
+        world.tamper(17 * BLOCK, 99);
+        power.fail_at(power.steps() + failing, 1, 5);
+        let _ = units.try_for_each(|unit| receipt.unit(unit));
+        let _ = receipt.keep();
+        for commit in [Commit::Reflink, Commit::Journal] {
+            let merged = merge(&mut replica, &delta, commit);
+            assert!(merged.is_err(), "step {failing} of a commit failed, then {commit:?}");
+        }
+    }
+}
+
+/// An adoption that comes to nothing leaves what was half merged as what it is.
+#[test]
+fn an_adoption_given_up_leaves_no_half_merged_replica() {
+    let source = source();
+    let start = World::new(Kind::Device);
+    merge(&mut start.open(&on()).unwrap(), &source.seed(0), Commit::Journal).unwrap();
+    let power = on();
+    merge(&mut start.fork().open(&power).unwrap(), &source.tracked(0, 1), Commit::Journal).unwrap();
+    let mut unproven = 0;
+    for step in 1..=power.steps() {
+        let (world, power) = (start.fork(), on());
+        power.cut_at(step);
+        let _ = world
+            .open(&power)
+            .and_then(|mut replica| merge(&mut replica, &source.tracked(0, 1), Commit::Journal));
+        // It is refused before anything is compared.
+        drop(world.open_with(&on(), true, false).unwrap());
+        match world.open(&on()) {
+            Ok(replica) => {
+                let at = source.index(&replica.standing().epoch.unwrap());
+                assert!(world.holds(&source.images[at]), "killed at {step}: it is not epoch {at}");
+            }
+            Err(ReplicaError::Unproven(_)) => unproven += 1,
+            Err(e) => panic!("killed at {step}: {e}"),
+        }
+    }
+    assert!(unproven > 0);
+}
+
 /// The journal's work is done and only its removal was missing; then somebody writes to the destination.
 #[test]
 fn a_journal_that_was_merged_covers_no_foreign_write() {

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
 use device::faulty::{FaultyDisk, FaultyFolder, Keep, Outage, Power};
@@ -161,6 +162,8 @@ fn one_process_at_a_time() {
 struct Frail {
     place: FilePlace,
     power: Power,
+    /// Somebody else writes before the file is made durable.
+    meddled: Arc<AtomicBool>,
 }
 
 impl Place for Frail {
@@ -177,6 +180,9 @@ impl Place for Frail {
         self.place.stamp(which)
     }
     fn settle(&self) -> std::io::Result<Stamp> {
+        if self.meddled.swap(false, SeqCst) {
+            std::fs::File::options().write(true).open(self.place.path())?.write_at(b"x", 5)?;
+        }
         self.place.settle()
     }
     fn open(&self, which: Which) -> crate::Result<Arc<dyn Disk>> {
@@ -201,12 +207,21 @@ impl Place for Frail {
 
 /// Opens a replica in this boot, or one that began at a moment.
 fn open_frail(path: &Path, power: &Power, began: Option<u64>) -> crate::Result<Replica> {
+    open_meddled(path, power, began, &Arc::default())
+}
+
+fn open_meddled(
+    path: &Path,
+    power: &Power,
+    began: Option<u64>,
+    meddled: &Arc<AtomicBool>,
+) -> crate::Result<Replica> {
     let mut place = FilePlace::new(path.to_path_buf()).unwrap();
     if let Some(began) = began {
         place.boot = Boot { id: "the next".into(), began };
     }
     let folder = FaultyFolder::new(power, &path.with_file_name("state")).unwrap();
-    let place = Frail { place, power: power.clone() };
+    let place = Frail { place, power: power.clone(), meddled: meddled.clone() };
     let mut replica = Replica::begin(Box::new(place), Box::new(folder), &Options::default())?;
     replica.save_bytes = 40 * BLOCK;
     Ok(replica)
@@ -224,6 +239,55 @@ fn later(path: &Path) {
     }
     let earlier = u64::from_ne_bytes(time).saturating_sub(2 * crate::rest::DYING);
     note.write_at(&earlier.to_ne_bytes(), 512).unwrap();
+}
+
+/// Batches are flushed, and somebody writes while that takes its time: the stamp that is stored next is not theirs.
+#[test]
+fn a_write_during_the_flush_of_batches_is_noticed() {
+    let _alone = alone();
+    let temp = tempfile::tempdir().unwrap();
+    let (path, source, meddled) = (temp.path().join("vm.raw"), batches::source(), Arc::default());
+    let power = Power::new(Outage::Kill);
+    let mut replica = open_meddled(&path, &power, None, &meddled).unwrap();
+    merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+    let (mut log, mut running) = {
+        let nonce = replica.standing().nonce;
+        let header = batches::header(&source, 1, nonce);
+        let bytes = source.encode(&header, 1, &source.changed(0, 1));
+        let (mut log, mut running) = replica.batches().unwrap();
+        batches::send(&mut log, &mut running, &bytes, header.stream).unwrap();
+        (log, running)
+    };
+    running.apply().unwrap();
+    log.end().unwrap();
+    meddled.store(true, SeqCst);
+    assert!(matches!(running.finish(), Err(ReplicaError::Changed { .. })));
+    drop(replica);
+    assert!(matches!(open_frail(&path, &power, None), Err(ReplicaError::Changed { .. })));
+}
+
+/// A copy is put in place, the process is killed before its lineage says so, and somebody writes to it at once.
+#[test]
+fn a_copy_just_put_in_place_covers_no_foreign_write() {
+    let _alone = alone();
+    let source = source();
+    let run = |step: Option<u64>| {
+        let temp = tempfile::tempdir().unwrap();
+        let (path, power) = (temp.path().join("vm.raw"), Power::new(Outage::Kill));
+        power.cut_at(step.unwrap_or(u64::MAX));
+        if let Ok(mut replica) = open_frail(&path, &power, None) {
+            let _ = merge(&mut replica, &source.seed(0), Commit::Journal);
+        }
+        if step.is_some() && path.exists() {
+            std::fs::File::options().write(true).open(&path).unwrap().write_at(b"x", 5).unwrap();
+            let opened = open_frail(&path, &Power::new(Outage::Kill), None).err();
+            assert!(matches!(opened, Some(ReplicaError::Changed { .. })), "killed at {step:?}: {opened:?}");
+        }
+        (power.steps(), path.exists())
+    };
+    let (steps, _) = run(None);
+    let put = (1..=steps).filter(|step| run(Some(*step)).1).count();
+    assert!(put > 2, "{put} of {steps}");
 }
 
 /// Whenever the writer is killed: the replica is trusted, in this boot and in the next; and what somebody else does to the file
