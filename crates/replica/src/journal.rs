@@ -15,7 +15,7 @@ use device::{Buf, Folder, StateFile};
 use uuid::Uuid;
 
 use crate::error::{ReplicaError, Result, io_error};
-use crate::lineage::{Position, known, overlay, reached, whole_blocks};
+use crate::lineage::{Position, known, reached, whole_blocks};
 
 /// The name of a journal that grows.
 pub(crate) const ARRIVING: &str = "journal";
@@ -52,6 +52,13 @@ impl Segment {
     pub fn to(&self) -> Option<Epoch> {
         self.header.to().copied()
     }
+
+    /// Where a replica is that holds this on top of `base`: what its source is told, and what the segment after it builds on.
+    fn onto(&self, base: &[Position]) -> Vec<Position> {
+        let Some(to) = self.to() else { return base.to_vec() };
+        let upto = whole_blocks(self.upto, self.header.block_size, self.header.size_after);
+        reached(base, to, upto, self.header.size_after)
+    }
 }
 
 /// What a journal holds.
@@ -80,14 +87,7 @@ impl Contents {
 
     /// Where a replica stands that holds this on top of `base`.
     pub fn positions(&self, base: &[Position]) -> Vec<Position> {
-        self.segments.iter().fold(base.to_vec(), |positions, segment| match segment.to() {
-            Some(to) => {
-                let header = &segment.header;
-                let upto = whole_blocks(segment.upto, header.block_size, header.size_after);
-                reached(&positions, to, upto, header.size_after)
-            }
-            None => positions,
-        })
+        self.segments.iter().fold(base.to_vec(), |positions, segment| segment.onto(&positions))
     }
 }
 
@@ -164,10 +164,17 @@ pub(crate) fn replay(
 }
 
 /// Up to where the destination keeps what a delta does not name; beyond, that becomes zero. A compare has looked at all there
-/// is, whatever is known of it.
+/// is, whatever is known of it. A delta for any replica in its chain was made for the first of them: beyond the size that the
+/// disk had then it names no zeroes, though this replica may hold something there.
 pub(crate) fn kept(header: &Header, positions: &[Position]) -> u64 {
-    let all = matches!(header.method, Method::Compare | Method::Rolling);
-    if all { u64::MAX } else { known(positions) }
+    let known = known(positions);
+    match header.method {
+        Method::Compare | Method::Rolling => u64::MAX,
+        Method::Tracked if header.binds.is_none() && header.resumes.is_none() => {
+            known.min(header.size_before)
+        }
+        Method::Tracked | Method::Copy => known,
+    }
 }
 
 /// A journal that can't be believed, though the destination may be half merged.
@@ -221,8 +228,8 @@ fn walk(
                     return Err(delta::Error::Header { why: "it does not go on from the one before" }.into());
                 }
                 if let Some((target, positions)) = &mut onto {
-                    if let Some(to) = before.as_ref().and_then(Segment::to) {
-                        **positions = overlay(positions, to, before.as_ref().map_or(0, |b| b.upto));
+                    if let Some(before) = &before {
+                        **positions = before.onto(positions);
                     }
                     target.rewind(kept(&header, positions)).map_err(Trouble::Disk)?;
                 }

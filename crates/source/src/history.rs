@@ -257,7 +257,11 @@ impl History {
             file.write_at(end, &bytes)?;
             file.sync()
         };
-        write(&*self.file, self.end).map_err(SourceError::state("write", &self.path))?;
+        write(&*self.file, self.end).map_err(|error| {
+            // Else the next process might read it from the page cache, and believe that it is on disk.
+            let _ = self.file.set_len(self.end);
+            SourceError::state("write", &self.path)(error)
+        })?;
         let end = self.end + bytes.len() as u64;
         self.entries.push(Entry { head, changes: end - encoded.len() as u64..end });
         self.end = end;

@@ -87,7 +87,11 @@ impl Stages {
             // Who still gives items must not wait for anybody to take them.
             drop(items);
             let produced = producing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            taken.and(produced)
+            match (taken, produced) {
+                // What the first stage had begun may be lost with its error.
+                (Err(_), Err(error @ SyncError::Source(_))) => Err(error),
+                (taken, produced) => taken.and(produced),
+            }
         })
     }
 }

@@ -230,7 +230,7 @@ impl Choice {
         let Choice { method, trust, positions } = self;
         let mut moment = moment;
         let why = match (method, moment.changes.take()) {
-            (Method::Tracked, Some(Ok(_))) if standing.replica.ahead && is_at(standing, &moment) => {
+            (Method::Tracked, Some(Ok(_))) if is_ahead_of(standing, &moment) => {
                 // A mirror brought it something that the source does not know it ever had.
                 "the replica is ahead of its epoch, and the source is not: it was restored from a copy"
                     .to_owned()
@@ -251,10 +251,12 @@ impl Choice {
     }
 }
 
-/// True if the replica is at that moment's epoch already, or ahead of it.
-fn is_at(standing: &Standing, moment: &Moment<'_>) -> bool {
+/// True if the replica is ahead of that moment, which is its last commit's. Where something is under way, it is on its way to
+/// that moment instead.
+fn is_ahead_of(standing: &Standing, moment: &Moment<'_>) -> bool {
+    let replica = &standing.replica;
     let at = replica::Position { epoch: Some(moment.epoch), upto: moment.size };
-    standing.replica.positions == [at]
+    replica.ahead && !replica.under_way && replica.resumes.is_none() && replica.positions == [at]
 }
 
 /// A delta to that moment.
@@ -570,6 +572,8 @@ mod tests {
             ("at 9", 8, 5, "tracked 5,6,7 8>8: 2-3"),
             ("ahead at 5", 8, 5, "tracked 5,6,7 8>8: 2-3"),
             ("ahead at 7", 8, 7, "compare 7 8>8 bound: all"),
+            // Its journal has come to 7.
+            ("ahead at 7 cut off", 8, 7, "tracked 7 8>8 resumes: 2-3"),
             ("at 5 cut off", 8, 5, "tracked 5,6,7 8>8 resumes: 2-3"),
             ("at 5 partly", 8, 5, "tracked 7 8>8 bound: 2-7"),
             ("at 5", 10, 5, "tracked 5,6,7 8>10: 2-3 8-9"),

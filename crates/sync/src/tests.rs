@@ -271,7 +271,7 @@ fn sums_of_more_than_the_source_could_use_are_refused() {
     let pushed = push(&handle, here, &PathBuf::from("/replica"), "/replica", &options, &|_, _| {});
     far.join().unwrap();
     let error = pushed.unwrap_err().to_string();
-    assert!(error.contains("sums are out of order at byte 0"), "{error}");
+    assert!(error.contains("sums of the peer are out of order at byte 0"), "{error}");
 }
 
 /// A source's side that says these things; what the replica's side makes of it.

@@ -77,6 +77,48 @@ fn a_delta_fits_every_position_of_its_chain_and_nothing_else() {
     }
 }
 
+/// The bytes of some blocks.
+fn blocks(range: std::ops::Range<u64>) -> std::ops::Range<usize> {
+    (range.start * BLOCK) as usize..(range.end * BLOCK) as usize
+}
+
+#[test]
+fn what_a_delta_over_a_growth_does_not_name_is_zero_for_a_replica_in_the_middle_of_its_chain_too() {
+    let mut source = Source::new(3, &[8, 16, 16]);
+    source.images[1][blocks(12..13)].fill(7);
+    source.images[2] = source.images[1].clone();
+    source.images[2][blocks(12..13)].fill(0);
+    // As extract makes it: what changed below the size at its beginning, and beyond that what is not zero.
+    let has_data = |b: &u64| source.images[2][blocks(*b..b + 1)].iter().any(|byte| *byte != 0);
+    let named = (0..16).filter(|b| *b < 8 || has_data(b)).collect();
+    let delta = source.encode(&source.header(0, 2, Method::Tracked), 2, &named);
+    for commit in MODES {
+        for epoch in [0, 1] {
+            let world = at(&source, epoch);
+            merge(&mut world.open(&on()).unwrap(), &delta, commit).unwrap();
+            assert!(world.holds(&source.images[2]), "from {epoch} by {commit:?}");
+        }
+    }
+}
+
+#[test]
+fn what_a_source_gave_up_before_it_grew_again_does_not_come_back() {
+    let mut source = Source::new(3, &[16, 8, 16]);
+    source.images[0][blocks(8..16)].fill(7);
+    source.images[2][blocks(8..16)].fill(0);
+    for commit in [Commit::Journal, Commit::InPlace] {
+        let world = at(&source, 0);
+        let named = (0..8).collect();
+        let cut_off = source.encode(&source.header(0, 1, Method::Tracked), 1, &named);
+        let frames = units(&cut_off).len() - 2;
+        receive_part(&mut world.open(&on()).unwrap(), &cut_off, commit, frames).unwrap();
+        let mut replica = world.open(&on()).unwrap();
+        let rest = source.lacks(&replica.standing().clone(), None, 2);
+        merge(&mut replica, &rest, commit).unwrap();
+        assert!(world.holds(&source.images[2]), "by {commit:?}");
+    }
+}
+
 /// Refused, and nothing is changed: not a byte, not a name, not the nonce.
 fn refused(world: &World, what: &str, bytes: &[u8], words: &str) {
     for commit in MODES {

@@ -156,7 +156,10 @@ impl<'a> Session<'a> {
                 }
                 Err(error) => {
                     let mut state = self.state();
-                    if state.failed.as_ref().is_none_or(|e| matches!(e, SyncError::Stopped)) {
+                    // After an error of the source, what it had handed out may be gone: that must not be taken for a line
+                    // that fell, after which batches go on.
+                    let tells_more = matches!(error, SyncError::Source(_));
+                    if tells_more || state.failed.as_ref().is_none_or(|e| matches!(e, SyncError::Stopped)) {
                         state.failed = Some(error);
                     }
                     drop(state);
