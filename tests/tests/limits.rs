@@ -42,7 +42,7 @@ fn a_server_without_descriptors_turns_clients_away_and_says_so_once() {
     // The state of the source is asked for by the same means: an error, but no wait.
     site.dsync(["status"]).limit(Duration::from_secs(60)).output();
     let said = server.process().stderr_so_far();
-    assert_eq!(said.matches("can't take a client's connection").count(), 1, "{said}");
+    assert_eq!(said.matches("cannot accept a connection").count(), 1, "{said}");
     drop(clients);
     prlimit(Some(server.process().pid()), Resource::Nofile, before).expect("prlimit");
     let until = Instant::now() + Duration::from_secs(30);

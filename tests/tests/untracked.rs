@@ -487,7 +487,7 @@ impl Drop for Scribbler {
 fn refuses_while_it_is_written(site: &Site, source: &Path, written: &Path, replica: &str) {
     let replica = site.path(replica);
     let same = || std::fs::read(source).expect("the source") == std::fs::read(&replica).expect("the replica");
-    let torn = ["was written by another program while it was read"];
+    let torn = ["another program wrote to"];
     let verify = || site.dsync(["verify"]).args([source, &replica]);
     let extract = || site.dsync(["extract", "--since", "0"]).arg(source);
     let scribbler = Scribbler::at(written);

@@ -331,7 +331,7 @@ fn a_record_is_believed_after_a_reboot_only_if_nobody_wrote() {
             image::sparse(&path, size);
             path
         });
-        let known = "tracked on from its saved record";
+        let known = "tracked again, from its saved record";
         let lives = [
             ("first", "", "copy", "save"),
             ("nothing", known, "tracked", "save"),

@@ -132,12 +132,12 @@ fn two_that_do_not_belong_together() {
         let error = fold(&first, &second, None).unwrap_err().to_string();
         assert!(error.contains(why), "{error}, not: {why}");
     };
-    refuse(&|_, s| s.source = Uuid::from_u128(8), "come from different sources");
+    refuse(&|_, s| s.source = Uuid::from_u128(8), "are of different sources");
     refuse(
         &|_, s| s.chain.remove(0).number = 0,
         "the first delta ends at epoch 2 (00000000), the second covers",
     );
-    refuse(&|_, s| s.chain[0].id = Uuid::from_u128(8), "does not begin or pass there");
+    refuse(&|_, s| s.chain[0].id = Uuid::from_u128(8), "which do not include it");
     refuse(&|_, s| s.size_before = 20_000, "another disk size");
     refuse(&|_, s| s.binds = Some(Uuid::nil()), "the second delta was not tracked");
     refuse(

@@ -85,23 +85,20 @@ fn units_out_of_place() {
     let again = "send or extract the delta again";
     assert_eq!(
         text(join(&[header, two])),
-        format!("frame 1 of the delta comes where frame 0 belongs: {again}")
+        format!("frame 1 of the delta is in the place of frame 0: {again}")
     );
     assert_eq!(
         text(join(&[header, one, one])),
-        format!("frame 0 of the delta comes where frame 1 belongs: {again}")
+        format!("frame 0 of the delta is in the place of frame 1: {again}")
     );
-    assert_eq!(
-        text(join(&[one])),
-        format!("unit 0 of the delta is a frame where the header belongs: {again}")
-    );
+    assert_eq!(text(join(&[one])), format!("unit 0 of the delta is a frame instead of the header: {again}"));
     assert_eq!(
         text(join(&[trailer])),
-        format!("unit 0 of the delta is a trailer where the header belongs: {again}")
+        format!("unit 0 of the delta is a trailer instead of the header: {again}")
     );
     assert_eq!(
         text(join(&[header, one, header])),
-        format!("unit 2 of the delta is a header where a frame or the trailer belongs: {again}")
+        format!("unit 2 of the delta is a header instead of a frame or the trailer: {again}")
     );
     assert_eq!(
         text(join(&[header, one, trailer])),
@@ -109,7 +106,7 @@ fn units_out_of_place() {
     );
     assert_eq!(
         text(join(&[header, one, two, three, trailer, three])),
-        "the delta goes on after its trailer, with unit 5: it was tampered with or glued together"
+        "the delta continues after its trailer, with unit 5: it was altered, or concatenated with another"
     );
     assert_eq!(
         text(join(&[header, one, two])),
@@ -158,7 +155,7 @@ fn what_a_later_version_may_add() {
     let try_head = |head: Vec<u8>| read(&[&raw::unit(1, &raw::sealed(head), &[])[..], &units[1]].concat());
     assert_eq!(
         text(try_head(with(0, 2))),
-        "the delta has format version 2, this dsync reads version 1: use a newer dsync"
+        "the delta has format version 2, and this dsync reads version 1: use a newer dsync"
     );
     assert_eq!(
         text(try_head(with(7, 0x80))),
@@ -197,8 +194,8 @@ fn headers_that_contradict_themselves() {
     refuse(&|h| h.chain = (0..1 << 17).map(epoch).collect(), "too long");
     refuse(&|h| h.block_size = 0, "block size");
     refuse(&|h| h.block_size = 4097, "block size");
-    refuse(&|h| h.size_after = 1 << 63, "larger");
-    refuse(&|h| h.method = Method::Compare, "does not say at which");
+    refuse(&|h| h.size_after = 1 << 63, "out of range");
+    refuse(&|h| h.method = Method::Compare, "does not say which");
     refuse(&|h| h.method = Method::Copy, "seed");
     let mut longest = header(4096, 4096, &[]);
     longest.chain = (0..delta::MAX_CHAIN as u64).map(epoch).collect();
@@ -249,16 +246,26 @@ fn records_that_no_delta_may_have() {
     refuse(&tracked, &[zero(i64::MIN, 1)], &[], "its records are malformed");
     refuse(&tracked, &[zero(i64::MAX, 1)], &[], "its records are malformed");
     refuse(&tracked, &[zero(0, u64::MAX)], &[], "its records are malformed");
-    refuse(&tracked, &[zero(100, 10), zero(-1, 10)], &[], "at byte 109 of 10 bytes that does not lie behind");
-    refuse(&tracked, &[zero(100, 10), zero(-50, 10)], &[], "at byte 60 of 10 bytes that does not lie behind");
+    refuse(
+        &tracked,
+        &[zero(100, 10), zero(-1, 10)],
+        &[],
+        "at byte 109 of 10 bytes that is not behind the previous",
+    );
+    refuse(
+        &tracked,
+        &[zero(100, 10), zero(-50, 10)],
+        &[],
+        "at byte 60 of 10 bytes that is not behind the previous",
+    );
     refuse(&tracked, &[copy(0, 10, 0)], &[], "copies, which is allowed in deltas of the method rolling only");
     refuse(&rolling, &[copy(0, 10, 9_991)], &[], "copies from past the end of the disk");
     refuse(&rolling, &[copy(0, 10, u64::MAX)], &[], "copies from beyond");
     refuse(&rolling, &[copy(0, 1 << 21, 0)], &[], "longer than a frame may be");
     refuse(&tracked, &[record(0, 0, 1 << 21)], &[], "longer than a frame may be");
-    refuse(&tracked, &[record(0, 0, 5)], b"four", "not as long as its records say");
-    refuse(&tracked, &[record(0, 0, 3)], b"four", "not as long as its records say");
-    refuse(&tracked, &[zero(0, 3)], b"four", "not as long as its records say");
+    refuse(&tracked, &[record(0, 0, 5)], b"four", "the length of its data differs from its records");
+    refuse(&tracked, &[record(0, 0, 3)], b"four", "the length of its data differs from its records");
+    refuse(&tracked, &[zero(0, 3)], b"four", "the length of its data differs from its records");
     refuse(&tracked, &[record(3, 0, 3)], b"", "its records are malformed");
     refuse(&tracked, &[], &[], "no records");
     // A number in more bytes than it needs is another number in disguise.
