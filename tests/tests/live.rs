@@ -259,6 +259,49 @@ fn what_can_not_be_frozen_or_is_not_tracked_is_refused() {
     assert!(began.elapsed() < Duration::from_secs(5));
 }
 
+/// A mount that only another mount namespace has, or nobody any more but the kernel, can't be frozen from here.
+#[test]
+fn a_mount_that_is_not_seen_is_not_taken_for_none() {
+    let what = "a mount in another mount namespace";
+    let Some(tracked) = Tracked::new(what, 64 * MIB) else { return };
+    if !need(&["unshare"], what) {
+        return;
+    }
+    let (site, copy) = (&tracked.site, tracked.site.path("copy.raw"));
+    let sync = |options: &[&str]| site.sync(tracked.device(), &copy, options);
+    sync(&["--freeze", "require"]).ok();
+    let place = tracked.place.display().to_string();
+    // The other namespace has a copy of the mount.
+    let script = ["--mount", "--propagation", "private", "sh", "-c", "echo there; exec sleep 1000"];
+    let mut other = Run::new("unshare").args(script).start();
+    other.wait_to_say("there");
+    Run::new("umount").arg(&place).ok();
+    for options in [&[][..], &["--freeze", "require"]] {
+        sync(options).code(4).says(&["mount namespace", "nsenter", "--freeze never"]);
+    }
+    sync(&["--freeze", "never"]).ok();
+    other.kill();
+    // Mounted nowhere, but a file is open.
+    let _mount = Mount::new(&[], tracked.device(), &tracked.place).expect("a mount");
+    let open = std::fs::File::create(tracked.place.join("open")).expect("a file");
+    sync(&["--freeze", "require"]).ok();
+    Run::new("umount").args(["--lazy", &place]).ok();
+    sync(&[]).code(4).says(&["where no process shows it"]);
+    drop(open);
+    wait_until_free(tracked.device());
+    sync(&[]).ok();
+}
+
+/// The end of a lazy unmount.
+fn wait_until_free(device: &Path) {
+    let name = device.file_name().expect("a name");
+    let until = Instant::now() + Duration::from_secs(60);
+    while Path::new("/sys/fs/ext4").join(name).exists() {
+        assert!(Instant::now() < until, "{} is still mounted", device.display());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
 #[test]
 fn who_writes_past_a_frozen_file_system_is_noticed() {
     let what = "writes past a frozen file system";

@@ -66,5 +66,5 @@ pub use ram::RamDisk;
 pub use reserve::Reserve;
 pub use sharing::Sharing;
 pub use storage::Storage;
-pub use usage::{Mount, file_system, free_space, in_use, may_change, mounts_on};
+pub use usage::{Mount, file_system, free_space, hidden_mount, in_use, may_change, mounts_on};
 pub use written::{WriteWatch, Written};

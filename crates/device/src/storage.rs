@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::identity::{diskseq, sysfs};
-use crate::usage::{device_number, file_system_device};
+use crate::usage::{device_number, file_system_device, members};
 
 /// More layers than that are not followed.
 const MOST: usize = 64;
@@ -103,15 +103,6 @@ pub(crate) fn disks_beneath(path: &Path) -> Vec<u64> {
         };
     }
     numbers
-}
-
-/// The devices of the Btrfs that has this one, or this one alone.
-fn members(device: u64) -> Vec<u64> {
-    let within = |folder: &Path| std::fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path());
-    within(Path::new("/sys/fs/btrfs"))
-        .map(|one| within(&one.join("devices")).filter_map(|device| device_number(&device)).collect())
-        .find(|devices: &Vec<u64>| devices.contains(&device))
-        .unwrap_or_else(|| vec![device])
 }
 
 fn on_file_system(number: u64) -> Vec<Layer> {

@@ -115,16 +115,7 @@ pub fn mounts_on(path: &Path) -> Result<Vec<Mount>, DeviceError> {
     if !metadata.file_type().is_block_device() {
         return Ok(Vec::new());
     }
-    let mut devices = partitions(metadata.rdev());
-    let mut at = 0;
-    while let Some(&device) = devices.get(at) {
-        for above in holders(device).flat_map(partitions) {
-            if !devices.contains(&above) {
-                devices.push(above);
-            }
-        }
-        at += 1;
-    }
+    let devices = lying_on(metadata.rdev());
     let mut found: Vec<Mount> = Vec::new();
     for mount in mount_table().map_err(fail)? {
         if !mount.is_on(&devices) {
@@ -136,6 +127,60 @@ pub fn mounts_on(path: &Path) -> Result<Vec<Mount>, DeviceError> {
         }
     }
     Ok(found)
+}
+
+/// Says where a file system on the block device at `path`, as [`mounts_on`] looks for them, is mounted for writing without
+/// being in this process's table of mounts: in the mount namespace of another process, or where only the kernel still has it.
+pub fn hidden_mount(path: &Path) -> Option<String> {
+    let metadata = std::fs::metadata(path).ok()?;
+    let seen = mount_table().ok()?;
+    let is_seen = |device: &u64| seen.iter().any(|mount| mount.is_on(&[*device]));
+    let mut devices = lying_on(metadata.rdev());
+    devices.retain(|device| metadata.file_type().is_block_device() && !is_seen(device));
+    let mut spaces: Vec<PathBuf> = std::fs::read_link("/proc/self/ns/mnt").into_iter().collect();
+    for process in std::fs::read_dir("/proc").ok()?.flatten().map(|entry| entry.path()) {
+        let Ok(space) = std::fs::read_link(process.join("ns/mnt")) else { continue };
+        if spaces.contains(&space) {
+            continue;
+        }
+        spaces.push(space);
+        for mount in mounts_listed(&process.join("mountinfo")).unwrap_or_default() {
+            if mount.is_on(&devices) && !mount.read_only {
+                let name = std::fs::read_to_string(process.join("comm")).unwrap_or_default();
+                let pid = process.file_name().unwrap_or_default().display();
+                let place = mount.place.display();
+                return Some(format!(
+                    "mounted on {place} in the mount namespace of {}, pid {pid}",
+                    name.trim()
+                ));
+            }
+            devices.retain(|device| !mount.is_on(&[*device]));
+        }
+    }
+    // A lazy unmount, or a namespace without a process.
+    let used = devices.into_iter().find_map(|device| {
+        let place = std::fs::canonicalize(sysfs(device)).ok()?;
+        let name = place.file_name()?;
+        let has_it = |kind: &&str| Path::new("/sys/fs").join(kind).join(name).exists();
+        let used = ["ext4", "xfs", "f2fs"].iter().any(has_it) || of_btrfs(device).is_some();
+        used.then(|| name.display().to_string())
+    });
+    used.map(|name| format!("mounted, as {name}, where no process shows it"))
+}
+
+/// A block device, its partitions, and what holds these, with its partitions.
+fn lying_on(device: u64) -> Vec<u64> {
+    let mut devices = partitions(device);
+    let mut at = 0;
+    while let Some(&device) = devices.get(at) {
+        for above in holders(device).flat_map(partitions) {
+            if !devices.contains(&above) {
+                devices.push(above);
+            }
+        }
+        at += 1;
+    }
+    devices
 }
 
 /// A block device and its partitions.
@@ -152,6 +197,19 @@ fn holders(device: u64) -> impl Iterator<Item = u64> {
     entries.filter_map(|e| device_number(&e.path()))
 }
 
+/// The devices of the Btrfs that has this one, or this one alone.
+pub(crate) fn members(device: u64) -> Vec<u64> {
+    of_btrfs(device).unwrap_or_else(|| vec![device])
+}
+
+/// The devices of the mounted Btrfs that has this one, if one does.
+fn of_btrfs(device: u64) -> Option<Vec<u64>> {
+    let within = |folder: &Path| std::fs::read_dir(folder).into_iter().flatten().flatten().map(|e| e.path());
+    within(Path::new("/sys/fs/btrfs"))
+        .map(|one| within(&one.join("devices")).filter_map(|device| device_number(&device)).collect())
+        .find(|devices: &Vec<u64>| devices.contains(&device))
+}
+
 /// A line of the kernel's table.
 struct Mounted {
     id: u64,
@@ -164,18 +222,25 @@ struct Mounted {
 
 impl Mounted {
     fn is_on(&self, devices: &[u64]) -> bool {
-        // Btrfs shows a number of its own: its source says which device it lies on.
+        // Btrfs shows a number of its own: its source says which device it lies on, or one of them.
         let by_source = || {
             let metadata =
                 self.source.as_ref().filter(|s| s.is_absolute()).and_then(|s| std::fs::metadata(s).ok());
-            metadata.is_some_and(|m| m.file_type().is_block_device() && devices.contains(&m.rdev()))
+            metadata.is_some_and(|m| {
+                let is_on = |member: &u64| devices.contains(member);
+                m.file_type().is_block_device() && members(m.rdev()).iter().any(is_on)
+            })
         };
         devices.contains(&self.dev) || by_source()
     }
 }
 
 fn mount_table() -> std::io::Result<Vec<Mounted>> {
-    let table = std::fs::read("/proc/self/mountinfo")?;
+    mounts_listed(Path::new("/proc/self/mountinfo"))
+}
+
+fn mounts_listed(path: &Path) -> std::io::Result<Vec<Mounted>> {
+    let table = std::fs::read(path)?;
     let line = |line: &[u8]| {
         let fields: Vec<&[u8]> = line.split(|b| *b == b' ').collect();
         let id = std::str::from_utf8(fields.first()?).ok()?.parse().ok()?;

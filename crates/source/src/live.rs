@@ -322,6 +322,14 @@ impl Live {
             FreezeMode::Never => return Ok(Vec::new()),
             _ => device::mounts_on(&self.about.path)?,
         };
+        if let Some(place) = device::hidden_mount(&self.about.path) {
+            return Err(SourceError::Refused(format!(
+                "{} is {place}, so this process cannot freeze its file system: run dsync in that mount namespace (\"nsenter \
+                 --mount --target PID\") or unmount it there; --freeze never copies it without a freeze, as a power cut \
+                 would leave it",
+                self.about.path.display()
+            )));
+        }
         if mounts.is_empty() && options.freeze == FreezeMode::Require {
             return Err(SourceError::Refused(format!(
                 "no mounted file system on {} to freeze: omit --freeze require, and stop programs that write to the disk \

@@ -123,8 +123,15 @@ pub fn restore(device: &Path, from: &dyn Folder) -> Result<Restored, TrackError>
     let saved = read(from).map_err(state)?;
     from.remove(NAME).and_then(|()| from.sync()).map_err(state)?;
     let disk = Followed::at(device)?;
-    if let Some(tracker) = super::find(device)? {
-        return Ok(tracker.lost()?.map_or(Restored::WentOn, Restored::Lost));
+    match BpfTracker::open(&folder(&disk.number), &disk.path) {
+        // It follows a disk that was detached since, or no longer does at all: it makes way.
+        Ok(tracker) if tracker.severed(&tracker.notes()?)?.is_some() => {
+            super::remove(device)?;
+        }
+        Ok(tracker) => return Ok(tracker.lost()?.map_or(Restored::WentOn, Restored::Lost)),
+        Err(_) => {
+            super::remove(device)?;
+        }
     }
     let (block_size, saved) = match saved {
         Ok((stamp, bits)) => (Some(stamp.block_size), Ok((stamp, bits))),

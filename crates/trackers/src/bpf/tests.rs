@@ -586,6 +586,35 @@ fn a_saved_record_is_believed_only_if_nobody_wrote_since() {
 }
 
 /// Across a reboot nothing tells of what another system wrote behind a signature.
+/// A tracker of the disk that stood there before follows nothing any more: it makes way, with or without a saved record.
+#[test]
+fn a_disk_that_was_attached_anew_is_followed_again() {
+    if !ready(&[]) {
+        return;
+    }
+    let disk = Loop::new(8);
+    let state = tempfile::tempdir().unwrap();
+    let state = device::Dir::open(state.path()).unwrap();
+    for saved in [false, true] {
+        let _ = remove(&disk.device);
+        let tracker = add(&disk.device, None).unwrap();
+        tracker.checkpoint().unwrap();
+        tracker.release(EPOCH).unwrap();
+        if saved {
+            save(&disk.device, &state).unwrap();
+        }
+        run(&format!("losetup -d {0}; losetup {0} {1}", disk.name(), disk.image.display()));
+        let restored = restore(&disk.device, &state).unwrap();
+        assert!(matches!(restored, Restored::Lost(_)), "{restored:?}");
+        let tracker = find(&disk.device).unwrap().unwrap();
+        tracker.checkpoint().unwrap();
+        tracker.release(EPOCH).unwrap();
+        write(&disk.device, 5);
+        assert_eq!((tracker.lost().unwrap(), runs(&tracker.dirty().unwrap())), (None, "[5..6]".into()));
+    }
+    remove(&disk.device).unwrap();
+}
+
 #[test]
 fn after_a_reboot_no_record_of_an_encrypted_disk_is_believed() {
     if !ready(&[]) {
