@@ -418,6 +418,7 @@ impl Run {
     fn age(&mut self) -> Checked {
         const KEPT: u64 = 512;
         self.table.note("histories of more than 512 epochs");
+        self.world.near.free_room();
         for part in 0..2 {
             if self.world.server.is_none() {
                 self.serve()?;

@@ -23,7 +23,7 @@ fn whatever_fails_a_replica_is_what_it_says() {
     std::fs::write(scratch.path().join("disk"), b"").unwrap();
     let once = number("DSYNC_SEED");
     let soak = std::env::var_os("DSYNC_SOAK").is_some();
-    let count = number("DSYNC_ROUNDS").unwrap_or(if soak { 1_000_000 } else { 200 });
+    let count = number("DSYNC_ROUNDS").unwrap_or(if soak { 1_000_000 } else { 600 });
     let first = once.unwrap_or_else(|| {
         std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_nanos() as u64
             % (1 << 40)
