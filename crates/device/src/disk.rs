@@ -166,6 +166,12 @@ pub trait Disk: Send + Sync {
         Ok(())
     }
 
+    /// Hands to the disk what others have written and the system still holds in memory, so that the disk's count of writes has
+    /// it. Flushes no cache of the disk's own.
+    fn write_back(&self) -> io::Result<()> {
+        Ok(())
+    }
+
     /// Makes everything completed so far durable.
     fn flush(&self) -> io::Result<()>;
 

@@ -472,6 +472,10 @@ impl Disk for FileDisk {
         Ok(rustix::fs::fadvise(&self.plain, offset, Some(len), rustix::fs::Advice::WillNeed)?)
     }
 
+    fn write_back(&self) -> io::Result<()> {
+        if self.block { sys::write_back(&self.plain) } else { Ok(()) }
+    }
+
     fn flush(&self) -> io::Result<()> {
         self.plain.sync_data().map_err(|e| at(&self.path, "flush", 0, self.len(), e))
     }

@@ -50,7 +50,7 @@ pub trait Place: Send {
     }
     /// What stands there; `None` if nothing does.
     fn stamp(&self, which: Which) -> io::Result<Option<Stamp>>;
-    /// The destination's [`Stamp::glance`], at next to no cost.
+    /// The destination's [`Stamp::glance`], at next to no cost unless others have written to it.
     fn glance(&self) -> io::Result<Option<Stamp>> {
         Ok(self.stamp(Which::Whole)?.map(Stamp::glance))
     }
@@ -250,6 +250,7 @@ impl DevicePlace {
     }
 
     fn look(&self) -> io::Result<Stamp> {
+        self.disk.write_back()?;
         Ok(Stamp {
             inode: 0,
             size: self.disk.len(),
@@ -315,6 +316,8 @@ impl Place for DevicePlace {
     }
 
     fn glance(&self) -> io::Result<Option<Stamp>> {
+        // The kernel counts what has left its memory, and as long as the device is open nothing else makes that leave soon.
+        self.disk.write_back()?;
         let medium = self.kernel.as_ref().map(|(_, gauge)| gauge.read());
         Ok(Some(Stamp { size: self.disk.len(), medium, ..Stamp::default() }))
     }

@@ -747,6 +747,8 @@ impl Replica {
     /// Moves the lineage: the destination is complete.
     pub(crate) fn moved(&mut self, toward: &Toward) -> Result<()> {
         let stamp = self.settle()?;
+        // Making it durable takes its time, and nothing that came in it is own.
+        self.only_own(&stamp.clone().glance(), toward.size)?;
         self.moved_to(toward, stamp)
     }
 

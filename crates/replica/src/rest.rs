@@ -322,16 +322,26 @@ impl Replica {
         why.map_or(Ok(()), |why| Err(self.touched(why)))
     }
 
-    /// Makes sure that the file which was written to is still the one that stands there. `size` is its size by now.
+    /// Makes sure that the file which was written to is still the one that stands there, and that nobody else has written to a
+    /// device meanwhile. `size` is its size by now.
     pub(crate) fn still_there(&self, size: u64) -> Result<()> {
         self.at_path()?;
+        match self.glance()? {
+            None => Err(self.gone()),
+            Some(now) => self.only_own(&now, size),
+        }
+    }
+
+    /// The same of a destination that was glanced at.
+    pub(crate) fn only_own(&self, now: &Stamp, size: u64) -> Result<()> {
         let Some(left) = &self.left else { return Ok(()) };
-        let why = match self.glance()? {
-            None => return Err(self.gone()),
-            // A device keeps its size, and own writes have moved its count.
-            Some(now) if self.place.is_device() => left.differs_beyond(&now, u64::MAX),
+        let why = if self.place.is_device() {
+            // Own writes have moved its count, and the note says how far at most; without one, nobody can say.
+            let noted = self.working.as_ref().filter(|working| working.clock.is_none());
+            left.differs_beyond(now, noted.map_or(u64::MAX, |working| working.map[TIME].load(SeqCst)))
+        } else {
             // Own writes have changed its time.
-            Some(now) => Stamp { size, changed: now.changed, ..left.clone() }.differs(&now),
+            Stamp { size, changed: now.changed, ..left.clone() }.differs(now)
         };
         why.map_or(Ok(()), |why| Err(self.touched(why)))
     }
@@ -406,11 +416,18 @@ impl Replica {
     }
 
     /// Notes how the file was left after own writes.
+    ///
+    /// # Errors
+    /// If others have written to a device meanwhile: then the note goes on to say what own writes can have been.
     pub(crate) fn rest(&mut self) -> Result<()> {
         // First: whatever comes later is somebody else's.
-        let left = self.leave();
+        let left = self.glance().and_then(|left| {
+            let others = left.as_ref().filter(|_| self.place.is_device() && self.working.is_some());
+            others.map_or(Ok(()), |now| self.only_own(now, now.size))?;
+            Ok(left)
+        });
         self.working = None;
-        left?;
+        self.left = left?;
         if !self.is_timeless() {
             let _ = self.write_note(self.left.clone());
         }

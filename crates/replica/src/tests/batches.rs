@@ -64,6 +64,19 @@ pub(super) fn send(
     Ok(())
 }
 
+/// Sends the batch that leads to an image, for a replica of this nonce. Returns the next one.
+pub(super) fn send_one(
+    source: &Source,
+    log: &mut BatchLog,
+    batches: &mut Batches<'_>,
+    to: usize,
+    nonce: Uuid,
+) -> crate::Result<Uuid> {
+    let header = header(source, to, nonce);
+    let bytes = source.encode(&header, to, &source.changed(to - 1, to));
+    send(log, batches, &bytes, header.stream).map(|()| header.stream)
+}
+
 fn mirror(source: &Source, world: &World, power: &Power, sent: &RefCell<Sent>) -> crate::Result<()> {
     let mut replica = world.open(power)?;
     mirror_to(source, &mut replica, sent)

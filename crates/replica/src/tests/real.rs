@@ -590,3 +590,88 @@ fn a_device_is_seeded_in_place() {
     let error = Replica::open(&image, &Options { adopt: true, ..Options::default() }).err().unwrap();
     assert!(matches!(error, ReplicaError::Busy { .. }) && error.to_string().contains(&disk.0), "{error}");
 }
+
+/// A replica of the first epoch on a device, with the options that open it. `None` where there are no loop devices.
+fn on_device(source: &Source) -> Option<(tempfile::TempDir, Loop, Options)> {
+    let temp = tempfile::tempdir_in("/var/tmp").unwrap();
+    let image = temp.path().join("image");
+    std::fs::File::create(&image).unwrap().set_len(8 << 20).unwrap();
+    let disk = Loop::over(&image).inspect_err(|why| println!("skipped: no loop device: {why}")).ok()?;
+    let options = Options { folder: Some(temp.path().join("state")), ..Options::default() };
+    let mut replica = Replica::open(Path::new(&disk.0), &options).unwrap();
+    merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+    Some((temp, disk, options))
+}
+
+impl Loop {
+    /// Another program writes to it: more than the kernel may count for what a delta makes zero.
+    fn meddle(&self, durably: bool) {
+        let file = std::fs::File::options().write(true).open(&self.0).unwrap();
+        file.write_at(&vec![0x5a; 1 << 20], 64 << 10).unwrap();
+        if durably {
+            file.sync_data().unwrap();
+        }
+    }
+}
+
+/// While a delta comes and is merged, somebody writes to the device: to the disk at once, or to the system's memory, from which
+/// it goes to the disk much later.
+#[test]
+fn a_foreign_write_to_a_device_in_the_midst_of_a_delta_is_noticed() {
+    let _alone = alone();
+    let source = source();
+    for (commit, durably, goes_on) in [
+        (Commit::Journal, false, true),
+        (Commit::Journal, true, true),
+        (Commit::InPlace, false, true),
+        (Commit::InPlace, true, true),
+        (Commit::InPlace, true, false),
+    ] {
+        let Some((_temp, disk, options)) = on_device(&source) else { return };
+        let what = format!("{commit:?}, durably: {durably}, goes on: {goes_on}");
+        let mut replica = Replica::open(Path::new(&disk.0), &options).unwrap();
+        let mut units = units(&source.tracked(0, 1)).into_iter();
+        let mut receipt = replica.receive(units.next().unwrap(), commit).unwrap();
+        receipt.unit(units.next().unwrap()).unwrap();
+        disk.meddle(durably);
+        let ended = match goes_on {
+            true => {
+                units.for_each(|unit| receipt.unit(unit).unwrap());
+                receipt.finish().map(drop)
+            }
+            false => receipt.keep(),
+        };
+        assert!(matches!(ended, Err(ReplicaError::Changed { .. })), "{what}: {ended:?}");
+        drop(replica);
+        let opened = Replica::open(Path::new(&disk.0), &options).err();
+        assert!(matches!(opened, Some(ReplicaError::Changed { .. })), "{what}, opened anew: {opened:?}");
+    }
+}
+
+/// The same between two batches of a mirror.
+#[test]
+fn a_foreign_write_to_a_device_between_batches_is_noticed() {
+    let _alone = alone();
+    let source = batches::source();
+    let Some((_temp, disk, options)) = on_device(&source) else { return };
+    let mut replica = Replica::open(Path::new(&disk.0), &options).unwrap();
+    let nonce = replica.standing().nonce;
+    let (mut log, mut running) = replica.batches().unwrap();
+    let nonce = batches::send_one(&source, &mut log, &mut running, 1, nonce).unwrap();
+    running.apply().unwrap();
+    disk.meddle(false);
+    let sent = batches::send_one(&source, &mut log, &mut running, 2, nonce);
+    assert!(matches!(sent, Err(ReplicaError::Changed { .. })), "{sent:?}");
+}
+
+#[test]
+fn a_foreign_write_that_the_system_holds_in_memory_is_noticed_at_the_opening() {
+    let _alone = alone();
+    let source = source();
+    let Some((_temp, disk, options)) = on_device(&source) else { return };
+    // As long as anybody has it open, nothing is written out when its writer closes it.
+    let _holder = std::fs::File::open(&disk.0).unwrap();
+    disk.meddle(false);
+    let opened = Replica::open(Path::new(&disk.0), &options).err();
+    assert!(matches!(opened, Some(ReplicaError::Changed { .. })), "{opened:?}");
+}
