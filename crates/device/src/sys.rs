@@ -15,9 +15,8 @@ pub(crate) fn block_discard(file: &File, offset: u64, len: u64) -> io::Result<()
 
 /// Writes out what the page cache holds of a block device, and waits for that.
 pub(crate) fn write_back(file: &File) -> io::Result<()> {
-    const ALL: u32 = libc::SYNC_FILE_RANGE_WAIT_BEFORE
-        | libc::SYNC_FILE_RANGE_WRITE
-        | libc::SYNC_FILE_RANGE_WAIT_AFTER;
+    const ALL: u32 =
+        libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
     // SAFETY: no memory is passed; the descriptor is open as long as `file` lives.
     let result = unsafe { libc::sync_file_range(file.as_raw_fd(), 0, 0, ALL) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }

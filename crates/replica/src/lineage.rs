@@ -162,6 +162,8 @@ impl Lineage {
     pub const VERSION: u32 = 1;
     /// The version of a lineage that a program which does not know [`Lineage::promoted`] must refuse.
     pub const PROMOTED: u32 = 2;
+    /// The same for [`Lineage::foreign`].
+    pub const FOREIGN: u32 = 3;
 
     /// A lineage before the first commit.
     pub(crate) fn new() -> Lineage {
@@ -211,13 +213,13 @@ impl Lineage {
             version: u32,
         }
         let version: Version = serde_json::from_slice(&bytes).map_err(|e| damaged(e.to_string()))?;
-        if !(Self::VERSION..=Self::PROMOTED).contains(&version.version) {
+        if !(Self::VERSION..=Self::FOREIGN).contains(&version.version) {
             return Err(ReplicaError::Refused(format!(
                 "{} has version {}, this dsync knows versions {} to {}: use the dsync that wrote it, or a newer one",
                 path.display(),
                 version.version,
                 Self::VERSION,
-                Self::PROMOTED
+                Self::FOREIGN
             )));
         }
         let lineage: Lineage = serde_json::from_slice(&bytes).map_err(|e| damaged(e.to_string()))?;
@@ -232,7 +234,11 @@ impl Lineage {
     /// Puts this lineage in place of the folder's, durably.
     pub(crate) fn store(&self, folder: &dyn Folder) -> Result<()> {
         let path = folder.path().join(NAME);
-        let version = if self.promoted.is_some() { Self::PROMOTED } else { Self::VERSION };
+        let version = match (self.foreign, &self.promoted) {
+            (true, _) => Self::FOREIGN,
+            (false, Some(_)) => Self::PROMOTED,
+            (false, None) => Self::VERSION,
+        };
         let lineage = Lineage { version, ..self.clone() };
         let bytes = serde_json::to_vec_pretty(&lineage).map_err(|e| io_error("write", &path)(e.into()))?;
         device::replace(folder, NAME, &bytes).map_err(io_error("write", &path))
@@ -381,9 +387,14 @@ mod tests {
         marked.store(&folder).unwrap();
         assert!(std::fs::read_to_string(&path).unwrap().contains("\"version\": 2"));
         assert_eq!(Lineage::load(&folder).unwrap().as_ref(), Some(&marked));
+        // Nor one that does not know what it means that others have written to it.
+        let written = Lineage { foreign: true, version: Lineage::FOREIGN, ..marked.clone() };
+        written.store(&folder).unwrap();
+        assert!(std::fs::read_to_string(&path).unwrap().contains("\"version\": 3"));
+        assert_eq!(Lineage::load(&folder).unwrap().as_ref(), Some(&written));
         Lineage { promoted: None, ..marked }.store(&folder).unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
-        std::fs::write(&path, text.replace("\"version\": 1", "\"version\": 3")).unwrap();
+        std::fs::write(&path, text.replace("\"version\": 1", "\"version\": 4")).unwrap();
         assert!(Lineage::load(&folder).unwrap_err().to_string().contains("newer"));
         std::fs::write(&path, &text[..text.len() / 2]).unwrap();
         assert!(matches!(Lineage::load(&folder), Err(ReplicaError::Damaged { .. })));

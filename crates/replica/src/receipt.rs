@@ -710,6 +710,7 @@ impl Receipt<'_> {
                     self.replica.half_done = self.replica.drop_journal().is_err();
                     return Err(e);
                 }
+                self.replica.note_compared()?;
                 if let Err(e) = journal.file.close(&*self.replica.folder) {
                     return Err(self.replica.journal_failed(e));
                 }

@@ -798,7 +798,7 @@ impl Replica {
                 self.remove(WHOLE)?;
             } else if self.adopt {
                 return self.take(now);
-            } else if let Some(why) = self.changed {
+            } else if let Some(why) = self.changed.filter(|_| !self.is_compared(deltas.as_deref())) {
                 return Err(self.touched(why));
             } else if last.is_none() {
                 let path = self.folder.path().join(WHOLE);
@@ -830,7 +830,7 @@ impl Replica {
         };
         self.changed = self.changed.or(why);
         if let Some(why) = self.changed {
-            self.notice();
+            self.notice(why);
             return match (self.adopt, self.doubt) {
                 (true, _) => self.take(now),
                 // What lies in the journal belongs to what was there before.
@@ -887,6 +887,23 @@ impl Replica {
             }
         }
         Ok(None)
+    }
+
+    /// True if all that is known against the destination is that others wrote to it before the journal's first delta was made,
+    /// by comparing: then that mends what they did.
+    fn is_compared(&self, deltas: Option<&[Contents]>) -> bool {
+        let first = deltas.and_then(|deltas| deltas.first()?.segments.first());
+        let marked = self.lineage.foreign && self.changed == Some(rest::WRITTEN);
+        marked && first.is_some_and(|s| compares(&s.header) && s.header.binds == Some(self.nonce()))
+    }
+
+    /// Before the journal of a delta is sealed that was compared with a device to which others had written: notes how the device
+    /// was then. After a kill nothing else tells whether anybody has written since.
+    pub(crate) fn note_compared(&mut self) -> Result<()> {
+        if self.place.is_device() && self.changed.is_some() {
+            self.work(false)?;
+        }
+        Ok(())
     }
 
     /// Keeps what of a delta is in the journal if it fits, removes it otherwise.
@@ -987,7 +1004,7 @@ impl Replica {
             });
         }
         let source = lineage.source.or(lineage.step.as_ref().map(|s| s.toward.source));
-        let compared = matches!(header.method, Method::Compare | Method::Rolling) && header.binds.is_some();
+        let compared = compares(header);
         if let Some(why) = self.changed.filter(|_| !compared) {
             return Err(self.touched(why));
         }
@@ -1091,6 +1108,11 @@ const SEED_ELSEWHERE: &str = "merge it at a path where there is no replica, or r
 pub(crate) const SAFE: &str = "the delta is safe in the journal, and the next command finishes the commit";
 pub(crate) const INTERRUPTED: &str =
     "the replica is unchanged or marked as incomplete, and the next sync goes on";
+
+/// A delta that was made by comparing all that the replica holds.
+fn compares(header: &Header) -> bool {
+    matches!(header.method, Method::Compare | Method::Rolling) && header.binds.is_some()
+}
 
 /// What a delta makes of a replica.
 pub(crate) fn toward(header: &Header) -> Option<Toward> {

@@ -65,6 +65,9 @@ struct Note {
     /// Of a device that is written to, what it was before; of a copy that is about to be put in place, what it is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     before: Option<Stamp>,
+    /// Of a file that is written to, when that began, and the time that it bore until then, in nanoseconds since 1970.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    began: Option<(u64, i64)>,
     /// The last delta that was brought to the file.
     #[serde(default)]
     stream: Option<Uuid>,
@@ -112,6 +115,8 @@ impl Stamp {
 
 pub(crate) const WRITTEN: &str = "it was written to";
 const SET_BACK: &str = "it was set back to an earlier state";
+const CLOCK: &str =
+    "the clock was set back while it was written to, so its times do not tell who wrote to it";
 
 /// What there is to tell own writes from others', at a file that was written to after its lineage was stored.
 struct Evidence<'a> {
@@ -127,6 +132,12 @@ struct Evidence<'a> {
 }
 
 impl Evidence<'_> {
+    /// A file bears a time from before own writes began, and not the one that it bore then.
+    fn is_before_own(&self, changed: u64) -> bool {
+        let began = self.note.as_ref().and_then(|(note, _)| note.began);
+        began.is_some_and(|(began, bore)| changed < began && changed != bore.max(0) as u64)
+    }
+
     /// In what way others have changed the file, or may have.
     fn foreign(&self, boot: &Boot) -> Option<&'static str> {
         let (before, now) = (self.before, self.now);
@@ -143,6 +154,7 @@ impl Evidence<'_> {
                 // Nothing was written yet.
                 None if now.changed == before.changed => None,
                 None if now.changed < before.changed => Some(SET_BACK),
+                None if self.is_before_own(changed) => Some(CLOCK),
                 None => (changed > time.saturating_add(DYING)).then_some(WRITTEN),
             };
         }
@@ -268,17 +280,22 @@ impl Replica {
         }
     }
 
-    /// Keeps in mind that others have written to a device. The times of a file tell by themselves.
-    pub(crate) fn notice(&self) {
+    /// Keeps in mind that others have written to a device. The times of a file tell by themselves, and another disk under the
+    /// device's name does not make the right one another.
+    pub(crate) fn notice(&self, why: &str) {
         let marked = self.lineage.foreign || self.lineage.promoted.is_some();
-        if self.place.is_device() && self.kept && !marked && !self.noticed.swap(true, SeqCst) {
-            // Where this can't be written down, the kernel's count tells until the next reboot.
-            let _ = Lineage { foreign: true, ..self.lineage.clone() }.store(&*self.folder);
+        let tells = why == WRITTEN && self.place.is_device() && self.kept;
+        if tells && !marked && !self.noticed.swap(true, SeqCst) {
+            // In memory the lineage may be ahead by batches that only the journal has.
+            if let Ok(Some(durable)) = Lineage::load(&*self.folder) {
+                // Where this can't be written down, the kernel's count tells until the next reboot.
+                let _ = Lineage { foreign: true, ..durable }.store(&*self.folder);
+            }
         }
     }
 
     pub(crate) fn touched(&self, why: &str) -> ReplicaError {
-        self.notice();
+        self.notice(why);
         let found = self.place.stamp(Which::Whole).ok().flatten();
         let left = self.left.as_ref().or(self.lineage.stamp.as_ref());
         let why = match found.filter(|_| why == WRITTEN).and_then(|now| Some((now.changed, now.written?))) {
@@ -351,6 +368,16 @@ impl Replica {
         self.place.boot().id.is_empty()
     }
 
+    /// A time that no own write to a file will be stamped before, and the one that the file bears now.
+    fn before_own_writes(&self) -> io::Result<(u64, i64)> {
+        let bears = match self.which() {
+            Which::Whole => self.left.clone(),
+            Which::Partial => self.place.stamp(Which::Partial)?,
+        };
+        let clock = self.place.clock();
+        Ok((clock.now().saturating_sub(clock.tick()), bears.map_or(0, |stamp| stamp.changed)))
+    }
+
     fn write_note(&self, stamp: Option<Stamp>) -> io::Result<Arc<dyn StateFile>> {
         let before = match self.which() {
             _ if stamp.is_some() => None,
@@ -358,7 +385,12 @@ impl Replica {
             Which::Whole => self.left.clone().filter(|_| self.place.is_device()),
         };
         let since = self.lineage.stamp.as_ref().map(|stamp| stamp.changed);
-        let note = Note { life: self.place.boot().id, stamp, before, stream: self.lineage.committed, since };
+        let began = match stamp.is_none() && !self.place.is_device() {
+            true => Some(self.before_own_writes()?),
+            false => None,
+        };
+        let (life, stream) = (self.place.boot().id, self.lineage.committed);
+        let note = Note { life, stamp, before, began, stream, since };
         let mut bytes = serde_json::to_vec(&note)?;
         bytes.resize(bytes.len().max(LEN), b' ');
         let file = self.folder.open(NAME, true)?;
@@ -595,29 +627,42 @@ mod tests {
             let _ = woken.lock().unwrap().recv();
             S
         });
-        let working = Working::begin(file.clone(), Some(clock.clone())).unwrap();
+        let later = Some(Clock::exact(|| 10 * S));
+        let working = Working::begin(file.clone(), Some(clock)).unwrap();
         let mut writer =
-            Keeping(Some(Kept { file, map: working.map.clone(), clock: Some(clock), last: Instant::now() }));
-        working.map[TIME].store(0, SeqCst);
+            Keeping(Some(Kept { file, map: working.map.clone(), clock: later, last: Instant::now() }));
         looked.recv().unwrap();
         writer.note();
         working.over.store(true, SeqCst);
         wake.send(()).unwrap();
         let map = working.map.clone();
         drop(working);
-        assert_eq!(map[TIME].load(SeqCst), 9 * S);
+        assert_eq!(map[TIME].load(SeqCst), 10 * S);
     }
 
     /// A file that its lineage knows from second 100, in a boot that began at second 1000: is it doubted?
     fn doubted(now: u64, note: Option<(&str, Option<u64>, u64, u128)>, durable: u64) -> bool {
         let note = note.map(|(life, left, time, stream)| {
             let (stamp, stream) = (left.map(at), Some(Uuid::from_u128(stream)));
-            (Note { life: life.into(), stamp, before: None, stream, since: None }, time * S)
+            (Note { life: life.into(), stamp, before: None, began: None, stream, since: None }, time * S)
         });
         let (before, now) = (at(100), at(now));
         let stream = Some(Uuid::from_u128(2));
         let evidence = Evidence { before: &before, now: &now, note, durable: durable * S, stream };
         evidence.foreign(&Boot { id: "this#7".into(), began: 1000 * S }).is_some()
+    }
+
+    #[test]
+    fn a_clock_that_was_set_back_tells_nothing() {
+        let (stream, boot) = (Some(Uuid::from_u128(2)), Boot { id: "this#7".into(), began: S });
+        // Own writes began at 1300, to a file that an own write had left at 1250.
+        let began = Some((1300 * S, (1250 * S) as i64));
+        for (changed, doubt) in [(1205, true), (1250, false), (1299, true), (1300, false), (1310, false)] {
+            let note = Note { life: "this".into(), stamp: None, before: None, began, stream, since: None };
+            let (before, now, note) = (at(100), at(changed), Some((note, 1310 * S)));
+            let evidence = Evidence { before: &before, now: &now, note, durable: 0, stream };
+            assert_eq!(evidence.foreign(&boot).is_some(), doubt, "{changed}");
+        }
     }
 
     #[test]

@@ -7,6 +7,7 @@ use crate::error::{ReplicaError, Result};
 use crate::journal::WHOLE;
 use crate::lineage::{Lineage, State, StepPlace};
 use crate::replica::{Options, Replica, inspect, state_folder};
+use crate::rest::WRITTEN;
 
 impl Lineage {
     /// Why the destination holds what its source never was at one moment, as the part of a sentence; `None` if it holds what
@@ -21,6 +22,7 @@ impl Lineage {
             (Some(step), _, None) => {
                 Some(format!("the first copy, of epoch {}, was cut off", step.toward.epoch))
             }
+            (None, ..) if self.foreign => Some("another program wrote to it since its last commit".into()),
             (None, State::Incomplete, _) => Some(
                 "its copy was never completed, or lacks blocks that were unreadable at its source".into(),
             ),
@@ -49,6 +51,9 @@ pub fn settle(path: &Path, options: &Options) -> Result<()> {
         Err(ReplicaError::NotAReplica(_)) => return Ok(()),
         opened => opened?,
     };
+    if replica.lineage.foreign {
+        return Err(replica.touched(WRITTEN));
+    }
     let Some(why) = replica.lineage.unsettled().filter(|_| replica.kept) else { return Ok(()) };
     Err(ReplicaError::Refused(format!(
         "cannot read {0} as a disk: it is a replica, and {why}; its content never was the disk of its source. Complete it \

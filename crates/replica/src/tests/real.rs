@@ -14,8 +14,8 @@ use device::{Boot, Clock, Disk};
 use super::batches;
 use super::world::*;
 use crate::lineage::Stamp;
-use crate::place::{FilePlace, Place, Which};
-use crate::{Commit, Options, Replica, ReplicaError, State, inspect};
+use crate::place::{DevicePlace, FilePlace, Place, Which};
+use crate::{Commit, Options, Replica, ReplicaError, State, inspect, settle};
 
 /// A child that a neighbouring test begins holds, until it runs its own program, the locks of all the others.
 static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
@@ -674,4 +674,87 @@ fn a_foreign_write_that_the_system_holds_in_memory_is_noticed_at_the_opening() {
     disk.meddle(false);
     let opened = Replica::open(Path::new(&disk.0), &options).err();
     assert!(matches!(opened, Some(ReplicaError::Changed { .. })), "{opened:?}");
+}
+
+/// A batch that was confirmed outlives the notice of a foreign write: until the device has it, the journal does.
+#[test]
+fn a_foreign_write_to_a_device_costs_no_confirmed_batch() {
+    let _alone = alone();
+    let source = batches::source();
+    let Some((temp, disk, options)) = on_device(&source) else { return };
+    let path = Path::new(&disk.0);
+    let mut replica = Replica::open(path, &options).unwrap();
+    // Whoever plugs in the wrong disk has not written to the right one.
+    drop(replica.touched("another disk is attached under its name"));
+    assert!(!inspect(path, &options).unwrap().unwrap().foreign);
+    let nonce = replica.standing().nonce;
+    let (mut log, mut running) = replica.batches().unwrap();
+    batches::send_one(&source, &mut log, &mut running, 1, nonce).unwrap();
+    disk.meddle(false);
+    let applied = running.apply();
+    assert!(matches!(applied, Err(ReplicaError::Changed { .. })), "{applied:?}");
+    drop(running);
+    drop(replica);
+    for _ in 0..2 {
+        let opened = Replica::open(path, &options).err();
+        assert!(matches!(opened, Some(ReplicaError::Changed { .. })), "{opened:?}");
+        assert!(temp.path().join("state").join(crate::journal::WHOLE).exists());
+    }
+    let lineage = inspect(path, &options).unwrap().unwrap();
+    assert!(lineage.foreign && !lineage.ahead && lineage.nonce == nonce, "{lineage:?}");
+}
+
+/// Wherever a comparison is killed that mends what others wrote to a device: it can be made again, and what opens without one
+/// is what it says.
+#[test]
+fn a_comparison_that_was_killed_while_it_mended_a_device_can_be_made_again() {
+    let _alone = alone();
+    let source = source();
+    let Some((temp, disk, options)) = on_device(&source) else { return };
+    let path = Path::new(&disk.0);
+    let open = |power: &Power, doubt| {
+        let place = DevicePlace::new(path.to_path_buf())?;
+        let folder = FaultyFolder::new(power, &temp.path().join("state")).unwrap();
+        Replica::begin(Box::new(place), Box::new(folder), &Options { doubt, ..Options::default() })
+    };
+    let on = || Power::new(Outage::Kill);
+    let image = &source.images[0];
+    let mend = |power: &Power| {
+        let mut replica = open(power, true)?;
+        let mut header = source.header(0, 0, delta::Method::Compare);
+        header.binds = Some(replica.standing().nonce);
+        let content = content(&replica).unwrap();
+        let blocks = (0..source.size(0) / BLOCK).filter(|block| {
+            let place = (block * BLOCK) as usize..((block + 1) * BLOCK) as usize;
+            content[place.clone()] != image[place]
+        });
+        let delta = source.encode(&header, 0, &blocks.collect());
+        merge(&mut replica, &delta, Commit::Journal)
+    };
+    let mut merged = 0;
+    for step in 1.. {
+        disk.meddle(true);
+        assert!(matches!(open(&on(), false), Err(ReplicaError::Changed { .. })), "step {step}");
+        let settled = settle(path, &options);
+        assert!(matches!(settled, Err(ReplicaError::Changed { .. })), "step {step}: {settled:?}");
+        let power = on();
+        power.cut_at(step);
+        let mended = mend(&power).is_ok();
+        power.crash(Keep::KeepAll, Keep::KeepAll, 0).unwrap();
+        match open(&on(), false) {
+            Ok(replica) => {
+                merged += 1;
+                assert!(content(&replica).unwrap().starts_with(image), "killed at step {step}");
+            }
+            Err(ReplicaError::Changed { .. }) => {}
+            Err(e) => panic!("killed at step {step}: {e}"),
+        }
+        mend(&on()).unwrap_or_else(|e| panic!("killed at step {step}, compared again: {e}"));
+        let replica = open(&on(), false).unwrap();
+        assert!(content(&replica).unwrap().starts_with(image), "killed at step {step}, compared again");
+        if mended {
+            break;
+        }
+    }
+    assert!(merged > 1);
 }
