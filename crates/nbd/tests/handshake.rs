@@ -244,7 +244,7 @@ fn a_disk_that_can_not_be_used_is_refused() {
     let mut client = Client::connect(&server);
     assert_eq!(client.option(6, &info("disk", &[])).len(), 2);
     let (kind, message) = client.verdict(7, &info("disk", &[]));
-    assert_eq!((kind, &*message), (POLICY, "export disk cannot be used: no memory for a ring"));
+    assert_eq!((kind, &*message), (POLICY, "cannot open export disk: no memory for a ring"));
     client.send_option(1, b"disk");
     assert!(client.is_closed());
 
