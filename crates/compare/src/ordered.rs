@@ -71,19 +71,28 @@ where
             }
             return Ok(());
         }
-        // Goes with this scope: who waits for a ticket must not wait for a sink that has failed.
-        let tickets = tickets;
+        // Who waits for a ticket must not wait for a sink that has failed: then they go.
+        let mut tickets = Some(tickets);
         let mut early = BTreeMap::new();
-        let mut due = 0;
+        let (mut due, mut sunk) = (0, Ok(()));
+        // Also after a failure to the end: a result that was left in the channel would live for as long as the workers do, and
+        // what it holds might be waited for by the one who gives them work.
         for (number, result) in results {
+            if tickets.is_none() {
+                continue;
+            }
             early.insert(number, result);
             while let Some(result) = early.remove(&due) {
-                sink(result?)?;
+                if let Err(error) = result.and_then(&mut sink) {
+                    (sunk, tickets) = (Err(error), None);
+                    early.clear();
+                    break;
+                }
                 due += 1;
-                let _ = tickets.try_recv();
+                let _ = tickets.as_ref().map(|tickets| tickets.try_recv());
             }
         }
-        Ok(())
+        sunk
     });
     sunk?;
     match failed.into_inner().unwrap_or_else(|e| e.into_inner()) {
@@ -118,5 +127,33 @@ mod tests {
             let _ = sender.send(in_order(2, next, || (), work, |()| Err("enough")));
         });
         assert_eq!(ended.1.recv_timeout(Duration::from_secs(20)), Ok(Err("enough")));
+    }
+
+    #[test]
+    fn what_is_held_is_let_go_when_the_sink_fails() {
+        for _ in 0..2_000 {
+            let ended = crossbeam_channel::bounded(1);
+            let sender = ended.0;
+            std::thread::spawn(move || {
+                let mut number = 0;
+                let mut reply: Option<crossbeam_channel::Receiver<()>> = None;
+                let next = || {
+                    number += 1;
+                    if let Some(reply) = reply.take() {
+                        // Comes to an end only when the item before is gone.
+                        assert!(reply.recv().is_err());
+                        return Ok(None);
+                    }
+                    let answer = (number == 3).then(|| crossbeam_channel::bounded(1));
+                    Ok(Some(answer.map(|(answer, waits)| {
+                        reply = Some(waits);
+                        answer
+                    })))
+                };
+                let sink = |item: Option<_>| if item.is_none() { Err("enough") } else { Ok(()) };
+                let _ = sender.send(in_order(2, next, || (), |(), item| Ok(item), sink));
+            });
+            assert_eq!(ended.1.recv_timeout(Duration::from_secs(20)), Ok(Err("enough")));
+        }
     }
 }
