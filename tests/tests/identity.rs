@@ -239,12 +239,18 @@ fn a_write_to_a_replicas_device_or_partition_is_noticed() {
     wait_free(&part);
     scene.change(3);
     sync(&scene, &place, &[]).code(4).says(&["was written to", "--adopt"]);
-    // After a reboot, the superblock tells.
+    // After a reboot, the mark tells; and without it, the superblock.
     let folders = std::fs::read_dir(scene.site.state().join("replicas")).expect("replicas");
     let lineage = folders.flatten().next().expect("a replica").path().join("lineage");
     let text = std::fs::read_to_string(&lineage).expect("a lineage");
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").expect("a boot");
-    std::fs::write(&lineage, text.replace(boot.trim(), "before")).expect("a lineage");
+    let text = text.replace(boot.trim(), "before");
+    std::fs::write(&lineage, &text).expect("a lineage");
+    sync(&scene, &place, &[]).code(4).says(&["was written to", "--adopt"]);
+    let text = text
+        .replace("\"foreign\":true", "\"foreign\":false")
+        .replace("\"foreign\": true", "\"foreign\": false");
+    std::fs::write(&lineage, text).expect("a lineage");
     sync(&scene, &place, &[]).code(4).says(&["mounted or written to", "--adopt"]);
     sync(&scene, &place, &["--adopt"]).ok();
     assert_same(&scene.image, &place);
@@ -500,4 +506,40 @@ fn a_disk_that_was_detached_is_not_taken_for_one_that_stayed() {
         assert_same(&image, &replica);
     }
     drop((mounted, disk));
+}
+
+/// The kernel's count begins anew when a disk is attached anew: it is noted at the first look after that, not only at a commit.
+#[test]
+fn a_write_after_a_replica_was_attached_anew_is_noticed() {
+    let what = "a replica on a disk that is attached anew";
+    if !need_root(what) {
+        return;
+    }
+    let mut scene = Scene::synced(what, 16 * MIB);
+    let file = scene.site.image("device.img", 16 * MIB);
+    let node = Node::new(2);
+    let recover = |place: &Path| scene.site.dsync(["recover"]).arg(place);
+    {
+        let Some(disk) = node.attach(&file) else { return skipped(what, "no loop device of a name") };
+        sync(&scene, disk.device(), &[]).ok();
+    }
+    let attached = || {
+        // Detaching may take a moment.
+        (0..50).find_map(|_| {
+            std::thread::sleep(Duration::from_millis(20));
+            node.attach(&file)
+        })
+    };
+    for _ in 0..2 {
+        let disk = attached().expect("a loop device");
+        recover(disk.device()).ok();
+        recover(disk.device()).ok();
+    }
+    let disk = attached().expect("a loop device");
+    recover(disk.device()).ok();
+    let old = byte(disk.device(), 9 * MIB + 12345);
+    write(disk.device(), 9 * MIB + 12345, &[!old]);
+    recover(disk.device()).code(4).says(&["was written to"]);
+    scene.change(3);
+    sync(&scene, disk.device(), &[]).code(4).says(&["was written to", "--adopt"]);
 }

@@ -304,7 +304,7 @@ fn what_is_no_disk_is_refused() {
     };
     refused(&folder.join("missing"), &WRITE, DeviceErrorKind::Missing, "check the path");
     refused(&files.make(1).join("below"), &WRITE, DeviceErrorKind::Missing, "check the path");
-    refused(folder, &WRITE, DeviceErrorKind::NotADisk, "folder");
+    refused(folder, &WRITE, DeviceErrorKind::NotADisk, "directory");
     refused(Path::new("/dev/null"), &WRITE, DeviceErrorKind::NotADisk, "character device");
     let pipe = folder.join("pipe");
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());

@@ -826,7 +826,7 @@ impl Replica {
         let why = if noted || self.lineage.step.as_ref().is_some_and(|s| s.place == StepPlace::InPlace) {
             self.since_own_writes(&now, &[])
         } else {
-            before.and_then(|before| before.differs(&now)).or_else(|| self.since_boot(&now))
+            before.and_then(|before| before.differs(&now)).or_else(|| self.since_attached(&now))
         };
         self.changed = self.changed.or(why);
         if let Some(why) = self.changed {

@@ -508,17 +508,20 @@ impl Replica {
         self.remove(NAME)
     }
 
-    /// In what way others have changed a device since it was first opened in this life of the kernel, whose count begins
-    /// anew with it.
-    pub(crate) fn since_boot(&self, now: &Stamp) -> Option<&'static str> {
-        let medium = |stamp: &Stamp| stamp.medium.as_ref().map(|medium| medium.boot.clone());
-        if !self.place.is_device() || self.lineage.stamp.as_ref().and_then(medium) == medium(now) {
+    /// In what way others have changed a device since it was first opened after a reboot, or after it was attached anew: the
+    /// kernel's count begins anew with either.
+    pub(crate) fn since_attached(&self, now: &Stamp) -> Option<&'static str> {
+        let attached =
+            |stamp: &Stamp| stamp.medium.as_ref().map(|medium| (medium.boot.clone(), medium.diskseq));
+        if !self.place.is_device() || self.lineage.stamp.as_ref().and_then(attached) == attached(now) {
             return None;
         }
         match read_note(&*self.folder).filter(|(note, _)| note.life == self.place.boot().id) {
-            Some((Note { stamp: Some(left), .. }, _)) => left.differs(&now.clone().glance()),
-            Some(_) => None,
-            None => {
+            Some((Note { stamp: None, .. }, _)) => None,
+            Some((Note { stamp: Some(left), .. }, _)) if attached(&left) == attached(now) => {
+                left.differs(&now.clone().glance())
+            }
+            _ => {
                 let _ = self.write_note(Some(now.clone().glance()));
                 None
             }
