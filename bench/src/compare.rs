@@ -51,7 +51,7 @@ struct Cellful {
 }
 
 /// Runs the scenario.
-pub fn compare(bench: &Bench, report: &mut Report) -> Result<()> {
+pub(crate) fn compare(bench: &Bench, report: &mut Report) -> Result<()> {
     let bytes = bench.size.unwrap_or(if bench.quick { 256 << 20 } else { 4 << 30 }).next_multiple_of(1 << 20);
     let rounds = bench.rounds.unwrap_or(if bench.quick { 1 } else { 3 });
     report.section(

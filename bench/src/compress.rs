@@ -51,7 +51,7 @@ impl Prose {
 }
 
 /// Runs the scenario.
-pub fn compress(bench: &Bench, report: &mut Report) -> Result<()> {
+pub(crate) fn compress(bench: &Bench, report: &mut Report) -> Result<()> {
     let bytes =
         bench.size.unwrap_or(if bench.quick { 64 << 20 } else { 512 << 20 }).next_multiple_of(1 << 20);
     report.section(
@@ -152,7 +152,7 @@ fn same(a: &Path, b: &Path) -> Result<()> {
 }
 
 /// A remote shell over a slow link: runs the words here, and carries so many bits a second each way.
-pub fn rsh(rate: u64, host: &str, words: &[String]) -> Result<i32> {
+pub(crate) fn rsh(rate: u64, host: &str, words: &[String]) -> Result<i32> {
     ensure!(!host.is_empty() && !words.is_empty(), "rsh RATE HOST COMMAND...");
     let mut child = std::process::Command::new("/bin/sh");
     let mut child =

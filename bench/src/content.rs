@@ -18,7 +18,7 @@ const STRETCH: u64 = 256;
 
 /// What an image should hold.
 #[derive(Clone)]
-pub struct Content {
+pub(crate) struct Content {
     seed: u64,
     /// Of each block. Generations count the rounds in which something changed.
     generations: Vec<u16>,
@@ -26,7 +26,7 @@ pub struct Content {
 }
 
 /// The blocks that one round changes, ascending.
-pub struct Change {
+pub(crate) struct Change {
     /// Their numbers.
     pub blocks: Vec<u64>,
     /// Their generations before.
@@ -35,17 +35,17 @@ pub struct Change {
 
 impl Content {
     /// An image of `size` bytes, no byte of which compresses.
-    pub fn new(seed: u64, size: u64) -> Content {
+    pub(crate) fn new(seed: u64, size: u64) -> Content {
         Content { seed, generations: vec![0; (size / BLOCK) as usize], latest: 0 }
     }
 
     /// Blocks of the image.
-    pub fn blocks(&self) -> u64 {
+    pub(crate) fn blocks(&self) -> u64 {
         self.generations.len() as u64
     }
 
     /// Decides what the next round changes: so many different blocks, spread at random.
-    pub fn change(&mut self, count: u64) -> Change {
+    pub(crate) fn change(&mut self, count: u64) -> Change {
         self.latest += 1;
         let mut random = Random::seeded(self.seed ^ u64::from(self.latest) << 32);
         let total = self.blocks();
@@ -77,7 +77,7 @@ impl Content {
     }
 
     /// Writes the whole image.
-    pub fn write(&self, path: &Path) -> Result<()> {
+    pub(crate) fn write(&self, path: &Path) -> Result<()> {
         let file = OpenOptions::new().create(true).truncate(true).write(true).open(path);
         let file = file.with_context(|| path.display().to_string())?;
         let mut buf = Buf::new((STRETCH * BLOCK) as usize);
@@ -91,12 +91,12 @@ impl Content {
     }
 
     /// Writes what a round changes to a file.
-    pub fn apply(&self, change: &Change, path: &Path) -> Result<()> {
+    pub(crate) fn apply(&self, change: &Change, path: &Path) -> Result<()> {
         self.rewrite(change, path, |at| self.generations[change.blocks[at] as usize])
     }
 
     /// Takes back what a round changed.
-    pub fn undo(&self, change: &Change, path: &Path) -> Result<()> {
+    pub(crate) fn undo(&self, change: &Change, path: &Path) -> Result<()> {
         self.rewrite(change, path, |at| change.before[at])
     }
 
@@ -111,7 +111,7 @@ impl Content {
     }
 
     /// Writes what a round changes through an NBD server, as a guest would, and flushes.
-    pub fn apply_through(&self, change: &Change, client: &mut Client) -> Result<()> {
+    pub(crate) fn apply_through(&self, change: &Change, client: &mut Client) -> Result<()> {
         let finish = |client: &mut Client| -> Result<()> {
             let reply = client.finish()?;
             ensure!(reply.error == 0, "the server answers a write with error {}", reply.error);
@@ -132,7 +132,7 @@ impl Content {
     }
 
     /// Checks every byte of a file, past the page cache where that can be.
-    pub fn check(&self, path: &Path) -> Result<()> {
+    pub(crate) fn check(&self, path: &Path) -> Result<()> {
         let file = limit::direct(path, false).or_else(|_| File::open(path))?;
         ensure!(
             file.metadata()?.len() == self.blocks() * BLOCK,
@@ -159,7 +159,7 @@ impl Content {
     }
 
     /// Checks the blocks that a round changed.
-    pub fn check_changed(&self, change: &Change, path: &Path) -> Result<()> {
+    pub(crate) fn check_changed(&self, change: &Change, path: &Path) -> Result<()> {
         let file = File::open(path).with_context(|| path.display().to_string())?;
         let (mut found, mut wanted) = ([0; BLOCK as usize], [0; BLOCK as usize]);
         for &block in &change.blocks {
@@ -172,7 +172,7 @@ impl Content {
 }
 
 /// Reads a file through, so that the page cache holds it.
-pub fn warm(path: &Path) -> Result<()> {
+pub(crate) fn warm(path: &Path) -> Result<()> {
     let file = File::open(path).with_context(|| path.display().to_string())?;
     let size = file.metadata()?.len();
     let mut buf = vec![0; 1 << 20];
@@ -187,7 +187,7 @@ pub fn warm(path: &Path) -> Result<()> {
 }
 
 /// Empties the page cache. Needs root.
-pub fn drop_caches() -> Result<()> {
+pub(crate) fn drop_caches() -> Result<()> {
     rustix::fs::sync();
     std::fs::write("/proc/sys/vm/drop_caches", "3").context("dropping caches needs root")
 }

@@ -11,14 +11,14 @@ use crate::process::{self, Daemon, Outcome};
 
 /// The binary with a state directory.
 #[derive(Clone)]
-pub struct Dsync {
+pub(crate) struct Dsync {
     /// The binary.
     pub binary: PathBuf,
     state: PathBuf,
 }
 
 /// What a sync said of itself.
-pub struct Synced {
+pub(crate) struct Synced {
     /// As measured from outside.
     pub outcome: Outcome,
     summary: Value,
@@ -26,38 +26,38 @@ pub struct Synced {
 
 impl Synced {
     /// A number of the summary; 0 if it is not there.
-    pub fn number(&self, field: &str) -> u64 {
+    pub(crate) fn number(&self, field: &str) -> u64 {
         self.summary[field].as_u64().unwrap_or(0)
     }
 
     /// A word of the summary.
-    pub fn word(&self, field: &str) -> String {
+    pub(crate) fn word(&self, field: &str) -> String {
         self.summary[field].as_str().unwrap_or("?").to_string()
     }
 }
 
 impl Dsync {
     /// The binary, with its state in this folder.
-    pub fn new(binary: &Path, state: PathBuf) -> Dsync {
+    pub(crate) fn new(binary: &Path, state: PathBuf) -> Dsync {
         Dsync { binary: binary.to_path_buf(), state }
     }
 
     /// One of its commands, in this state.
-    pub fn command(&self, name: &str) -> Command {
+    pub(crate) fn command(&self, name: &str) -> Command {
         let mut command = Command::new(&self.binary);
         command.arg(name).env("DSYNC_STATE_DIR", &self.state).env("LC_ALL", "C");
         command
     }
 
     /// Serves an image on a socket.
-    pub fn serve(&self, image: &Path, socket: &Path, options: &[&str]) -> Result<Daemon> {
+    pub(crate) fn serve(&self, image: &Path, socket: &Path, options: &[&str]) -> Result<Daemon> {
         let mut command = self.command("serve");
         command.arg(image).arg("--socket").arg(socket).args(options);
         Daemon::start(command, socket)
     }
 
     /// Brings a replica up to date.
-    pub fn sync(
+    pub(crate) fn sync(
         &self,
         source: &Path,
         destination: &str,
@@ -75,11 +75,11 @@ impl Dsync {
 }
 
 /// The name under which an image is served.
-pub fn export(image: &Path) -> String {
+pub(crate) fn export(image: &Path) -> String {
     image.file_stem().unwrap_or_default().to_string_lossy().into_owned()
 }
 
 /// The URI of an export on a socket.
-pub fn uri(export: &str, socket: &Path) -> String {
+pub(crate) fn uri(export: &str, socket: &Path) -> String {
     format!("nbd+unix:///{export}?socket={}", socket.display())
 }

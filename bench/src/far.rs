@@ -46,7 +46,7 @@ struct Sites {
 }
 
 /// Runs the scenario.
-pub fn far(bench: &Bench, report: &mut Report) -> Result<()> {
+pub(crate) fn far(bench: &Bench, report: &mut Report) -> Result<()> {
     let rounds = bench.rounds.unwrap_or(if bench.quick { 1 } else { 3 });
     let bytes = bench.size.unwrap_or(if bench.quick { 64 << 20 } else { 1 << 30 }).next_multiple_of(1 << 20);
     report.section(

@@ -91,7 +91,7 @@ impl<'a> Disk<'a> {
 }
 
 /// Runs the scenario.
-pub fn idle(bench: &Bench, report: &mut Report) -> Result<()> {
+pub(crate) fn idle(bench: &Bench, report: &mut Report) -> Result<()> {
     let rounds = bench.rounds.unwrap_or(if bench.quick { 3 } else { 15 });
     report.section(
         "idle: cost follows the change, not the disk",

@@ -16,17 +16,17 @@ const DEPTH: usize = 128;
 /// The longest run moved by one request, in bytes.
 const RUN: u64 = 256 << 10;
 /// Bytes a block.
-pub const BLOCK: u64 = 4096;
+pub(crate) const BLOCK: u64 = 4096;
 
 /// Opens for direct I/O.
-pub fn direct(path: &Path, write: bool) -> Result<File> {
+pub(crate) fn direct(path: &Path, write: bool) -> Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).write(write).custom_flags(libc::O_DIRECT);
     options.open(path).with_context(|| format!("{}: can't open for direct I/O", path.display()))
 }
 
 /// Neighbours in an ascending list of blocks, joined: offset and length in bytes.
-pub fn runs(blocks: impl Iterator<Item = u64>, most: u64) -> Vec<(u64, u64)> {
+pub(crate) fn runs(blocks: impl Iterator<Item = u64>, most: u64) -> Vec<(u64, u64)> {
     let mut runs: Vec<(u64, u64)> = Vec::new();
     for block in blocks {
         match runs.last_mut() {
@@ -38,7 +38,7 @@ pub fn runs(blocks: impl Iterator<Item = u64>, most: u64) -> Vec<(u64, u64)> {
 }
 
 /// Reads a list: one block number a line.
-pub fn read_list(path: &Path) -> Result<Vec<u64>> {
+pub(crate) fn read_list(path: &Path) -> Result<Vec<u64>> {
     let text = std::fs::read(path).with_context(|| path.display().to_string())?;
     let mut blocks = Vec::with_capacity(text.len() / 6);
     for line in text.split(|&byte| byte == b'\n').filter(|line| !line.is_empty()) {
@@ -52,13 +52,13 @@ pub fn read_list(path: &Path) -> Result<Vec<u64>> {
 }
 
 /// Writes a list.
-pub fn write_list(path: &Path, blocks: &[u64]) -> Result<()> {
+pub(crate) fn write_list(path: &Path, blocks: &[u64]) -> Result<()> {
     let text: String = blocks.iter().map(|block| format!("{block}\n")).collect();
     std::fs::write(path, text).with_context(|| path.display().to_string())
 }
 
 /// Moves the blocks of `list` (all blocks, without one) from `source` to `destination`, and makes them durable.
-pub fn run(source: &Path, destination: &Path, list: Option<&Path>) -> Result<()> {
+pub(crate) fn run(source: &Path, destination: &Path, list: Option<&Path>) -> Result<()> {
     let from = direct(source, false)?;
     let to = direct(destination, true)?;
     let size = from.metadata()?.len();
@@ -75,7 +75,7 @@ const READ_DEPTH: usize = 16;
 const READ: u64 = 1 << 20;
 
 /// Reads files in full, all of them at once, past the page cache; returns the bytes.
-pub fn read(paths: &[impl AsRef<Path>]) -> Result<u64> {
+pub(crate) fn read(paths: &[impl AsRef<Path>]) -> Result<u64> {
     let files: Vec<File> = paths.iter().map(|path| direct(path.as_ref(), false)).collect::<Result<_>>()?;
     let sizes = files.iter().map(|file| Ok(file.metadata()?.len())).collect::<Result<Vec<u64>>>()?;
     let descriptors: Vec<_> = files.iter().map(|file| file.as_raw_fd()).collect();

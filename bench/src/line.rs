@@ -14,7 +14,7 @@ use crate::report::Report;
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// How the far side is reached. Its host is called `backup`.
-pub struct Line {
+pub(crate) struct Line {
     /// What it consists of.
     pub about: &'static str,
     /// The remote shell with its options.
@@ -28,7 +28,7 @@ pub struct Line {
 
 impl Line {
     /// A line of so many bits a second each way. What is needed for it lies in `folder`.
-    pub fn new(rate: u64, binary: &Path, folder: &Path, report: &mut Report) -> Result<Line> {
+    pub(crate) fn new(rate: u64, binary: &Path, folder: &Path, report: &mut Report) -> Result<Line> {
         // The far side keeps its state apart, as another machine would.
         let far = folder.join("far-dsync");
         let state = quote(&folder.join("far-state"));
@@ -53,12 +53,12 @@ impl Line {
     }
 
     /// The options of `dsync sync` that lead over the line.
-    pub fn options(&self) -> [&str; 4] {
+    pub(crate) fn options(&self) -> [&str; 4] {
         ["--rsh", &self.rsh, "--remote-dsync", &self.dsync]
     }
 
     /// What the remote shell needs for so many bytes, in seconds.
-    pub fn seconds(&self, bytes: u64) -> Result<f64> {
+    pub(crate) fn seconds(&self, bytes: u64) -> Result<f64> {
         let line = format!("head -c {bytes} /dev/urandom | {} backup 'cat >/dev/null'", self.rsh);
         Ok(run(&mut shell(&line), 10 * LIMIT)?.seconds)
     }
@@ -80,7 +80,7 @@ fn network(rate: u64, folder: &Path, far: &Path) -> Result<Line> {
 }
 
 /// A sshd with keys and a configuration of its own.
-pub struct Sshd {
+pub(crate) struct Sshd {
     /// The remote shell that leads to it, as the host `backup`.
     pub rsh: String,
     daemon: Daemon,
@@ -88,7 +88,7 @@ pub struct Sshd {
 
 impl Sshd {
     /// Starts one that listens on `address`, behind the words of `within`. What is needed for it lies in `folder`.
-    pub fn start(within: &[&str], address: &str, folder: &Path) -> Result<Sshd> {
+    pub(crate) fn start(within: &[&str], address: &str, folder: &Path) -> Result<Sshd> {
         let here = folder.display();
         keygen(&folder.join("host_key"))?;
         keygen(&folder.join("key"))?;
@@ -119,12 +119,12 @@ impl Sshd {
     }
 
     /// The server itself: what it runs for its callers, its children.
-    pub fn daemon(&self) -> &Daemon {
+    pub(crate) fn daemon(&self) -> &Daemon {
         &self.daemon
     }
 
     /// Waits until it answers to this remote shell.
-    pub fn wait(&mut self, rsh: &str) -> Result<()> {
+    pub(crate) fn wait(&mut self, rsh: &str) -> Result<()> {
         let until = Instant::now() + Duration::from_secs(20);
         while let Err(error) = run(&mut shell(&format!("{rsh} backup true")), LIMIT) {
             self.daemon.check()?;

@@ -16,19 +16,19 @@ const LIMIT: Duration = Duration::from_secs(60);
 const CONNECTIONS: [&str; 3] = ["1", "2", "4"];
 
 /// This program as `carry`.
-pub fn carry(words: &[&str]) -> Command {
+pub(crate) fn carry(words: &[&str]) -> Command {
     let mut command = own("carry");
     command.args(words);
     command
 }
 
 /// A sink that listens on loopback, and where.
-pub fn sink(words: &[&str]) -> Result<(Daemon, String)> {
+pub(crate) fn sink(words: &[&str]) -> Result<(Daemon, String)> {
     listening(&mut carry(words), "listening ")
 }
 
 /// Starts a server that says where it listens, behind these words.
-pub fn listening(command: &mut Command, words: &str) -> Result<(Daemon, String)> {
+pub(crate) fn listening(command: &mut Command, words: &str) -> Result<(Daemon, String)> {
     let mut daemon = Daemon::start_bare(command)?;
     let until = Instant::now() + LIMIT;
     loop {
@@ -42,7 +42,7 @@ pub fn listening(command: &mut Command, words: &str) -> Result<(Daemon, String)>
 }
 
 /// Runs the scenario.
-pub fn link(bench: &Bench, report: &mut Report) -> Result<()> {
+pub(crate) fn link(bench: &Bench, report: &mut Report) -> Result<()> {
     let rounds = bench.rounds.unwrap_or(if bench.quick { 1 } else { 5 });
     let seconds = if bench.quick { "0.5" } else { "3" };
     report.section(

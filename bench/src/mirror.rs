@@ -275,7 +275,7 @@ impl Setting<'_> {
 }
 
 /// The figures of the paper.
-pub fn mirror(bench: &Bench, report: &mut Report) -> Result<()> {
+pub(crate) fn mirror(bench: &Bench, report: &mut Report) -> Result<()> {
     let Some(binary) = &bench.dsync else {
         report.left_out("mirror", "there is no dsync binary");
         return Ok(());

@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use crate::limit::{BLOCK, read_list};
 
 /// Writes number and content of each block to standard output.
-pub fn extract(source: &Path, list: &Path) -> Result<()> {
+pub(crate) fn extract(source: &Path, list: &Path) -> Result<()> {
     let file = File::open(source).with_context(|| source.display().to_string())?;
     let mut out = BufWriter::with_capacity(64 << 10, io::stdout().lock());
     let mut block = [0; BLOCK as usize];
@@ -23,7 +23,7 @@ pub fn extract(source: &Path, list: &Path) -> Result<()> {
 }
 
 /// Writes blocks from standard input to their places.
-pub fn merge(destination: &Path) -> Result<()> {
+pub(crate) fn merge(destination: &Path) -> Result<()> {
     let file = OpenOptions::new().write(true).open(destination);
     let file = file.with_context(|| destination.display().to_string())?;
     let mut input = BufReader::with_capacity(64 << 10, io::stdin().lock());

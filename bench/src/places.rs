@@ -11,28 +11,28 @@ use crate::process::{self, command};
 const QUICK: Duration = Duration::from_secs(60);
 
 /// A temporary folder.
-pub fn scratch(parent: &Path) -> Result<TempDir> {
+pub(crate) fn scratch(parent: &Path) -> Result<TempDir> {
     std::fs::create_dir_all(parent).with_context(|| parent.display().to_string())?;
     TempDir::with_prefix_in("dsync-bench-", parent).with_context(|| parent.display().to_string())
 }
 
 /// A folder for sockets, whose paths must be short.
-pub fn sockets() -> Result<TempDir> {
+pub(crate) fn sockets() -> Result<TempDir> {
     Ok(TempDir::with_prefix("dsync-bench-")?)
 }
 
 /// True for root.
-pub fn root() -> bool {
+pub(crate) fn root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
 /// Bytes free where a folder lies.
-pub fn free(folder: &Path) -> u64 {
+pub(crate) fn free(folder: &Path) -> u64 {
     rustix::fs::statvfs(folder).map_or(0, |stat| stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
 /// An image whose space is all allocated.
-pub fn filled(path: &Path, bytes: u64) -> Result<()> {
+pub(crate) fn filled(path: &Path, bytes: u64) -> Result<()> {
     use std::io::Write;
     let mut file = std::fs::File::create(path).with_context(|| path.display().to_string())?;
     let chunk = vec![0x5a; 1 << 20];
@@ -44,20 +44,20 @@ pub fn filled(path: &Path, bytes: u64) -> Result<()> {
 }
 
 /// A sparse file.
-pub fn sparse(path: &Path, size: u64) -> Result<()> {
+pub(crate) fn sparse(path: &Path, size: u64) -> Result<()> {
     let file = std::fs::File::create(path).with_context(|| path.display().to_string())?;
     file.set_len(size).with_context(|| format!("{}: {size} bytes", path.display()))
 }
 
 /// A file system on a loop device over a file.
-pub struct Loop {
+pub(crate) struct Loop {
     device: String,
     mounted: Option<PathBuf>,
 }
 
 impl Loop {
     /// Makes a btrfs in a sparse file of `size` bytes and mounts it on a folder beside it.
-    pub fn btrfs(file: &Path, size: u64) -> Result<Loop> {
+    pub(crate) fn btrfs(file: &Path, size: u64) -> Result<Loop> {
         sparse(file, size)?;
         process::run(command("mkfs.btrfs").args(["-q"]).arg(file), QUICK)?;
         let attached =
@@ -74,7 +74,7 @@ impl Loop {
     }
 
     /// Where it is mounted.
-    pub fn folder(&self) -> &Path {
+    pub(crate) fn folder(&self) -> &Path {
         self.mounted.as_deref().unwrap_or(Path::new("/nonexistent"))
     }
 }
@@ -93,17 +93,17 @@ impl Drop for Loop {
 }
 
 /// Two network namespaces with a link between them.
-pub struct Network {
+pub(crate) struct Network {
     near: String,
     far: String,
 }
 
 impl Network {
     /// The far side's address.
-    pub const FAR: &str = "10.213.7.2";
+    pub(crate) const FAR: &str = "10.213.7.2";
 
     /// A link of so many bits a second each way. Needs root.
-    pub fn new(bits_per_second: u64) -> Result<Network> {
+    pub(crate) fn new(bits_per_second: u64) -> Result<Network> {
         ensure!(root(), "network namespaces need root");
         let id = std::process::id();
         let network = Network { near: format!("dsync-near-{id}"), far: format!("dsync-far-{id}") };
@@ -129,12 +129,12 @@ impl Network {
     }
 
     /// The words before a command that runs it on the near side.
-    pub fn near(&self) -> [&str; 4] {
+    pub(crate) fn near(&self) -> [&str; 4] {
         ["ip", "netns", "exec", &self.near]
     }
 
     /// The words before a command that runs it on the far side.
-    pub fn far(&self) -> [&str; 4] {
+    pub(crate) fn far(&self) -> [&str; 4] {
         ["ip", "netns", "exec", &self.far]
     }
 }

@@ -6,7 +6,7 @@ use anyhow::{Result, anyhow};
 use plotters::prelude::*;
 
 /// One line of a figure: its name, and its points.
-pub struct Series {
+pub(crate) struct Series {
     /// As the legend has it.
     pub name: String,
     /// In order.
@@ -14,7 +14,7 @@ pub struct Series {
 }
 
 /// Draws lines over a common axis, on which `ticks` are named at 0, 1, 2 … where there are any.
-pub fn lines(
+pub(crate) fn lines(
     file: &Path,
     title: &str,
     (x, y): (&str, &str),

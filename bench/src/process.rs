@@ -24,7 +24,7 @@ fn groups() -> std::sync::MutexGuard<'static, Vec<Pid>> {
 }
 
 /// From now on Ctrl-C ends what runs, and the bench cleans up behind itself.
-pub fn catch_signals() -> Result<()> {
+pub(crate) fn catch_signals() -> Result<()> {
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
     let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM, SIGHUP])?;
     std::thread::spawn(move || {
@@ -39,18 +39,18 @@ pub fn catch_signals() -> Result<()> {
 }
 
 /// Fails once the bench was interrupted.
-pub fn go_on() -> Result<()> {
+pub(crate) fn go_on() -> Result<()> {
     ensure!(!INTERRUPTED.load(Ordering::SeqCst), "interrupted");
     Ok(())
 }
 
 /// True once the bench was interrupted.
-pub fn interrupted() -> bool {
+pub(crate) fn interrupted() -> bool {
     INTERRUPTED.load(Ordering::SeqCst)
 }
 
 /// A program by its name, in root's folders too.
-pub fn command(program: &str) -> Command {
+pub(crate) fn command(program: &str) -> Command {
     let found = dsync_tests::find(program);
     let mut command = Command::new(found.as_deref().unwrap_or(Path::new(program)));
     command.env("LC_ALL", "C");
@@ -58,20 +58,20 @@ pub fn command(program: &str) -> Command {
 }
 
 /// A line for bash, which fails when any part of a pipeline fails.
-pub fn shell(line: &str) -> Command {
+pub(crate) fn shell(line: &str) -> Command {
     let mut shell = command("bash");
     shell.args(["-o", "pipefail", "-c", line]);
     shell
 }
 
 /// A word for [`shell`].
-pub fn quote(path: &Path) -> String {
+pub(crate) fn quote(path: &Path) -> String {
     format!("'{}'", path.display().to_string().replace('\'', r"'\''"))
 }
 
 /// The files that programs consist of: themselves, and their libraries. Cold caches are about data: what is measured
 /// should not begin with reading programs.
-pub fn parts<'a>(programs: impl Iterator<Item = &'a Path>) -> Vec<PathBuf> {
+pub(crate) fn parts<'a>(programs: impl Iterator<Item = &'a Path>) -> Vec<PathBuf> {
     let mut parts = BTreeSet::new();
     for program in programs {
         let libraries = command("ldd").arg(program).output().map(|output| output.stdout).unwrap_or_default();
@@ -90,7 +90,7 @@ fn words(command: &Command) -> String {
 
 /// How a program went.
 #[derive(Debug)]
-pub struct Outcome {
+pub(crate) struct Outcome {
     /// From the start to the end, in seconds.
     pub seconds: f64,
     /// Processor time that it and its children took, in seconds.
@@ -104,13 +104,13 @@ pub struct Outcome {
 }
 
 /// Runs a program to its end; an error if it fails, or takes longer than `limit`.
-pub fn run(command: &mut Command, limit: Duration) -> Result<Outcome> {
+pub(crate) fn run(command: &mut Command, limit: Duration) -> Result<Outcome> {
     go_on()?;
     run_always(command, limit)
 }
 
 /// As [`run`], but after an interruption too: for what cleans up.
-pub fn run_always(command: &mut Command, limit: Duration) -> Result<Outcome> {
+pub(crate) fn run_always(command: &mut Command, limit: Duration) -> Result<Outcome> {
     let text = words(command);
     let (mut out, mut err) = (tempfile::tempfile()?, tempfile::tempfile()?);
     command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(err.try_clone()?).process_group(0);
@@ -188,7 +188,7 @@ fn storage_reads(file: &Path) -> Result<u64> {
 }
 
 /// A server in the background, killed with its children when dropped.
-pub struct Daemon {
+pub(crate) struct Daemon {
     name: String,
     child: Child,
     log: File,
@@ -197,7 +197,7 @@ pub struct Daemon {
 
 impl Daemon {
     /// Starts a server, and waits until a Unix socket accepts a connection.
-    pub fn start(mut command: Command, socket: &Path) -> Result<Daemon> {
+    pub(crate) fn start(mut command: Command, socket: &Path) -> Result<Daemon> {
         let mut daemon = Daemon::start_bare(&mut command)?;
         let until = Instant::now() + Duration::from_secs(60);
         while std::os::unix::net::UnixStream::connect(socket).is_err() {
@@ -209,7 +209,7 @@ impl Daemon {
     }
 
     /// Starts a server.
-    pub fn start_bare(command: &mut Command) -> Result<Daemon> {
+    pub(crate) fn start_bare(command: &mut Command) -> Result<Daemon> {
         go_on()?;
         let name = words(command);
         let log = tempfile::tempfile()?;
@@ -220,7 +220,7 @@ impl Daemon {
     }
 
     /// Fails if it has ended.
-    pub fn check(&mut self) -> Result<()> {
+    pub(crate) fn check(&mut self) -> Result<()> {
         go_on()?;
         if let Some(status) = self.child.try_wait()? {
             self.ended = true;
@@ -234,7 +234,7 @@ impl Daemon {
     }
 
     /// What it has written so far.
-    pub fn so_far(&self) -> String {
+    pub(crate) fn so_far(&self) -> String {
         let size = self.log.metadata().map_or(0, |meta| meta.len());
         let mut bytes = vec![0; usize::try_from(size).unwrap_or(0)];
         // At its place: the server's own stands in the same open file.
@@ -243,17 +243,17 @@ impl Daemon {
     }
 
     /// Its process id.
-    pub fn id(&self) -> u32 {
+    pub(crate) fn id(&self) -> u32 {
         self.child.id()
     }
 
     /// Bytes it has read from storage so far.
-    pub fn reads(&self) -> u64 {
+    pub(crate) fn reads(&self) -> u64 {
         storage_reads(Path::new(&format!("/proc/{}/io", self.child.id()))).unwrap_or(0)
     }
 
     /// Processor time that it, and those of its children that have ended, have taken so far, in seconds.
-    pub fn processor(&self) -> f64 {
+    pub(crate) fn processor(&self) -> f64 {
         let text = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).unwrap_or_default();
         // The name of the program may hold spaces; what follows its bracket begins with the third field.
         let fields = text.rsplit_once(')').map_or("", |(_, rest)| rest).split_whitespace();
@@ -262,7 +262,7 @@ impl Daemon {
     }
 
     /// The most memory it has had resident, in bytes.
-    pub fn peak(&self) -> u64 {
+    pub(crate) fn peak(&self) -> u64 {
         let text = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap_or_default();
         let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:"));
         let kib = line.and_then(|rest| rest.trim().trim_end_matches(" kB").parse::<u64>().ok());
@@ -270,13 +270,13 @@ impl Daemon {
     }
 
     /// Ends it as its user would.
-    pub fn stop(mut self) -> Result<()> {
+    pub(crate) fn stop(mut self) -> Result<()> {
         let _ = rustix::process::kill_process(Pid::from_child(&self.child), Signal::TERM);
         self.ended()
     }
 
     /// Ends it, and what it runs, as Ctrl-C does.
-    pub fn interrupt(mut self) -> Result<()> {
+    pub(crate) fn interrupt(mut self) -> Result<()> {
         let _ = rustix::process::kill_process_group(Pid::from_child(&self.child), Signal::INT);
         self.ended().or_else(|error| if self.ended { Ok(()) } else { Err(error) })
     }

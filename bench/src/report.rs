@@ -7,7 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use anyhow::{Context, Result};
 
 /// What a run of the bench found out.
-pub struct Report {
+pub(crate) struct Report {
     text: String,
     goals: Vec<(bool, String)>,
     quick: bool,
@@ -16,19 +16,19 @@ pub struct Report {
 }
 
 /// Figures by rows and columns.
-pub struct Table {
+pub(crate) struct Table {
     title: String,
     rows: Vec<Vec<String>>,
 }
 
 impl Table {
     /// A table with these columns.
-    pub fn new(title: &str, columns: &[&str]) -> Table {
+    pub(crate) fn new(title: &str, columns: &[&str]) -> Table {
         Table { title: title.into(), rows: vec![columns.iter().map(|column| column.to_string()).collect()] }
     }
 
     /// Adds a row.
-    pub fn row(&mut self, cells: Vec<String>) {
+    pub(crate) fn row(&mut self, cells: Vec<String>) {
         self.rows.push(cells);
     }
 
@@ -65,7 +65,7 @@ impl Table {
 
 impl Report {
     /// Begins with the machine.
-    pub fn new(dsync: Option<&Path>, dir: &Path, quick: bool) -> Report {
+    pub(crate) fn new(dsync: Option<&Path>, dir: &Path, quick: bool) -> Report {
         let mut report = Report { text: String::new(), goals: Vec::new(), quick, failures: Vec::new() };
         report.add(&format!("# dsync-bench, {}\n\n{}\n", date(), machine(dsync, dir)));
         report
@@ -77,42 +77,42 @@ impl Report {
     }
 
     /// A section.
-    pub fn section(&mut self, title: &str, about: &str) {
+    pub(crate) fn section(&mut self, title: &str, about: &str) {
         self.add(&format!("\n## {title}\n\n{about}\n\n"));
     }
 
     /// A line of text.
-    pub fn line(&mut self, line: &str) {
+    pub(crate) fn line(&mut self, line: &str) {
         self.add(&format!("- {line}\n"));
     }
 
     /// A table.
-    pub fn table(&mut self, table: &Table) {
+    pub(crate) fn table(&mut self, table: &Table) {
         self.add("\n");
         self.add(&table.text());
     }
 
     /// Says that something was left out.
-    pub fn left_out(&mut self, what: &str, why: &str) {
+    pub(crate) fn left_out(&mut self, what: &str, why: &str) {
         self.line(&format!("left out: {what}: {why}"));
     }
 
     /// Notes a failure; the bench goes on.
-    pub fn failed(&mut self, what: &str, error: &anyhow::Error) {
+    pub(crate) fn failed(&mut self, what: &str, error: &anyhow::Error) {
         let line = format!("{what}: {error:#}");
         self.line(&format!("FAILED: {line}"));
         self.failures.push(line);
     }
 
     /// Compares a figure with what is asked of it: `ratio` is to be at most (or at least) `goal`.
-    pub fn goal(&mut self, what: &str, ratio: f64, at_most: bool, goal: f64) {
+    pub(crate) fn goal(&mut self, what: &str, ratio: f64, at_most: bool, goal: f64) {
         let met = if at_most { ratio <= goal } else { ratio >= goal };
         let bound = if at_most { "at most" } else { "at least" };
         self.goals.push((met, format!("{what}: {ratio:.2} ({bound} {goal})")));
     }
 
     /// Ends with the goals, and writes everything to a file.
-    pub fn finish(mut self, file: &Path) -> Result<bool> {
+    pub(crate) fn finish(mut self, file: &Path) -> Result<bool> {
         if !self.goals.is_empty() {
             let met = self.goals.iter().filter(|goal| goal.0).count();
             let mut text = format!("\n## Goals: {met} of {} met\n\n", self.goals.len());
@@ -140,7 +140,7 @@ impl Report {
 }
 
 /// The middle of the figures; 0 without any.
-pub fn median(figures: &[f64]) -> f64 {
+pub(crate) fn median(figures: &[f64]) -> f64 {
     let mut sorted = figures.to_vec();
     sorted.sort_by(f64::total_cmp);
     match sorted.len() {
@@ -151,7 +151,7 @@ pub fn median(figures: &[f64]) -> f64 {
 }
 
 /// Bytes for people.
-pub fn size(bytes: f64) -> String {
+pub(crate) fn size(bytes: f64) -> String {
     let (mut value, mut unit) = (bytes, 0);
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
     while value >= 1024.0 && unit < UNITS.len() - 1 {
@@ -162,7 +162,7 @@ pub fn size(bytes: f64) -> String {
 }
 
 /// Seconds with three digits that count.
-pub fn seconds(seconds: f64) -> String {
+pub(crate) fn seconds(seconds: f64) -> String {
     match seconds {
         s if s < 1.0 => format!("{s:.3}"),
         s if s < 10.0 => format!("{s:.2}"),
@@ -171,7 +171,7 @@ pub fn seconds(seconds: f64) -> String {
 }
 
 /// Today, as 2026-11-21, in UTC.
-pub fn date() -> String {
+pub(crate) fn date() -> String {
     let days = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs() / 86_400) as i64;
     // Days since 0000-03-01, split into eras of 400 years; years begin in March, so that leap days come last.
     let days = days + 719_468;

@@ -135,7 +135,7 @@ fn noise(seed: u64, at: u64, buf: &mut [u8]) {
 }
 
 /// Runs the scenario.
-pub fn rolling(bench: &Bench, report: &mut Report) -> Result<()> {
+pub(crate) fn rolling(bench: &Bench, report: &mut Report) -> Result<()> {
     let Some(binary) = &bench.dsync else {
         report.section("rolling: files whose content has moved", "");
         report.left_out("rolling", "no binary: build it, or name it with --dsync");

@@ -136,7 +136,7 @@ fn show(load: &Load, figure: f64) -> String {
 }
 
 /// Runs the scenario.
-pub fn serve(bench: &Bench, report: &mut Report) -> Result<()> {
+pub(crate) fn serve(bench: &Bench, report: &mut Report) -> Result<()> {
     let rounds = bench.rounds.unwrap_or(if bench.quick { 1 } else { 5 });
     let seconds = if bench.quick { 1 } else { 4 };
     let bytes = bench.size.unwrap_or(if bench.quick { 256 << 20 } else { 1 << 30 }).next_multiple_of(1 << 20);

@@ -99,7 +99,7 @@ impl Peer for Program<'_> {
 }
 
 /// rsync's own count.
-pub fn rsync_sent(stdout: &str) -> Option<u64> {
+pub(crate) fn rsync_sent(stdout: &str) -> Option<u64> {
     let number = |line: &str| -> Option<u64> {
         let digits: String = line.chars().filter(char::is_ascii_digit).collect();
         digits.parse().ok()
@@ -422,7 +422,7 @@ impl Peer for Btrfs {
 
 /// One column of the tables.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Cell {
+pub(crate) struct Cell {
     /// Blocks that changed.
     pub percent: u32,
     /// With empty caches.
@@ -431,7 +431,7 @@ pub struct Cell {
 
 impl Cell {
     /// The columns of a scenario.
-    pub fn all(bench: &Bench, report: &mut Report) -> Vec<Cell> {
+    pub(crate) fn all(bench: &Bench, report: &mut Report) -> Vec<Cell> {
         let percents = if bench.percent.is_empty() { &[1, 10, 50] } else { &bench.percent[..] };
         let cells = percents.iter().flat_map(|&percent| [false, true].map(|cold| Cell { percent, cold }));
         if !root() {
@@ -448,7 +448,7 @@ impl std::fmt::Display for Cell {
 }
 
 /// Runs the scenario.
-pub fn sync(bench: &Bench, report: &mut Report) -> Result<()> {
+pub(crate) fn sync(bench: &Bench, report: &mut Report) -> Result<()> {
     let bytes = bench.size.unwrap_or(if bench.quick { 256 << 20 } else { 4 << 30 });
     let bytes = bytes.next_multiple_of(1 << 20);
     let rounds = bench.rounds.unwrap_or(if bench.quick { 1 } else { 5 });

@@ -74,7 +74,7 @@ fn load(device: &Path, cap: Option<&Cap>, seconds: u64) -> Result<f64> {
 }
 
 /// Runs the scenario.
-pub fn track(bench: &Bench, report: &mut Report) -> Result<()> {
+pub(crate) fn track(bench: &Bench, report: &mut Report) -> Result<()> {
     let rounds = bench.rounds.unwrap_or(if bench.quick { 1 } else { 5 });
     let seconds = if bench.quick { 1 } else { 4 };
     let bytes = bench.size.unwrap_or(1 << 30).next_multiple_of(1 << 20);

@@ -68,7 +68,7 @@ pub(crate) struct Reader {
 }
 
 impl Reader {
-    pub fn new(disk: &Arc<dyn Disk>, scope: &Scope) -> io::Result<Reader> {
+    pub(crate) fn new(disk: &Arc<dyn Disk>, scope: &Scope) -> io::Result<Reader> {
         Ok(Reader {
             disk: disk.clone(),
             block_size: scope.block_size,
@@ -125,7 +125,7 @@ impl Reader {
     }
 
     /// The next stretch; `None` at the end.
-    pub fn next(&mut self) -> io::Result<Option<Stretch>> {
+    pub(crate) fn next(&mut self) -> io::Result<Option<Stretch>> {
         self.fill()?;
         loop {
             match self.ahead.front() {

@@ -131,17 +131,17 @@ pub(crate) struct Account<'a> {
 }
 
 impl<'a> Account<'a> {
-    pub fn new(scope: &'a Scope) -> Account<'a> {
+    pub(crate) fn new(scope: &'a Scope) -> Account<'a> {
         Account { scope, index: 0, at: scope.ranges.first().map_or(0, |r| r.start) }
     }
 
     /// Where the next claim begins; `None` if all is accounted for.
-    pub fn due(&self) -> Option<u64> {
+    pub(crate) fn due(&self) -> Option<u64> {
         (self.index < self.scope.ranges.len()).then_some(self.at)
     }
 
     /// Takes the next claim, which came with so many bytes of digests.
-    pub fn take(&mut self, claim: &Claim, digests: usize) -> io::Result<()> {
+    pub(crate) fn take(&mut self, claim: &Claim, digests: usize) -> io::Result<()> {
         let range = claim.range();
         let block = u64::from(self.scope.block_size);
         let sound = self.scope.ranges.get(self.index).is_some_and(|whole| {

@@ -36,7 +36,7 @@ pub(crate) struct Ledger {
 
 impl Ledger {
     /// For a delta with this header, encoded as `head`.
-    pub fn new(header: &Header, head: &[u8]) -> Ledger {
+    pub(crate) fn new(header: &Header, head: &[u8]) -> Ledger {
         let mut digest = blake3::Hasher::new();
         digest.update(head);
         Ledger {
@@ -51,7 +51,7 @@ impl Ledger {
     }
 
     /// Enters the next frame, or says why it may not follow.
-    pub fn enter(&mut self, facts: &Facts) -> Result<()> {
+    pub(crate) fn enter(&mut self, facts: &Facts) -> Result<()> {
         if facts.sequence != self.totals.frames {
             return Err(Error::Sequence { expected: self.totals.frames, found: facts.sequence });
         }
@@ -95,20 +95,20 @@ impl Ledger {
         Ok(())
     }
 
-    pub fn end(&self) -> u64 {
+    pub(crate) fn end(&self) -> u64 {
         self.end
     }
 
-    pub fn totals(&self) -> Totals {
+    pub(crate) fn totals(&self) -> Totals {
         self.totals
     }
 
-    pub fn digest(&self) -> [u8; 32] {
+    pub(crate) fn digest(&self) -> [u8; 32] {
         *self.digest.finalize().as_bytes()
     }
 
     /// The trailer that belongs to what was entered.
-    pub fn trailer(&self) -> Unit {
+    pub(crate) fn trailer(&self) -> Unit {
         let mut head = Vec::with_capacity(TRAILER);
         let Totals { frames, records, data, zero, copied } = self.totals;
         for number in [frames, records, data, zero, copied] {
@@ -119,7 +119,7 @@ impl Ledger {
     }
 
     /// Compares a trailer with what was entered.
-    pub fn close(&self, head: &[u8]) -> Result<Totals> {
+    pub(crate) fn close(&self, head: &[u8]) -> Result<Totals> {
         let unit = self.totals.frames.saturating_add(1);
         let mut fields = Fields { rest: head, unit };
         let stated = Totals {

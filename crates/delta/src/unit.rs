@@ -96,7 +96,7 @@ pub(crate) struct Fields<'a> {
 }
 
 impl<'a> Fields<'a> {
-    pub fn bytes(&mut self, len: usize) -> Result<&'a [u8]> {
+    pub(crate) fn bytes(&mut self, len: usize) -> Result<&'a [u8]> {
         if len > self.rest.len() {
             return Err(Error::Damaged { unit: self.unit, what: "its metadata is too short" });
         }
@@ -105,41 +105,41 @@ impl<'a> Fields<'a> {
         Ok(taken)
     }
 
-    pub fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
+    pub(crate) fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
         let mut out = [0; N];
         out.copy_from_slice(self.bytes(N)?);
         Ok(out)
     }
 
-    pub fn u8(&mut self) -> Result<u8> {
+    pub(crate) fn u8(&mut self) -> Result<u8> {
         Ok(self.array::<1>()?[0])
     }
 
-    pub fn u16(&mut self) -> Result<u16> {
+    pub(crate) fn u16(&mut self) -> Result<u16> {
         Ok(u16::from_le_bytes(self.array()?))
     }
 
-    pub fn u32(&mut self) -> Result<u32> {
+    pub(crate) fn u32(&mut self) -> Result<u32> {
         Ok(u32::from_le_bytes(self.array()?))
     }
 
-    pub fn u64(&mut self) -> Result<u64> {
+    pub(crate) fn u64(&mut self) -> Result<u64> {
         Ok(u64::from_le_bytes(self.array()?))
     }
 
-    pub fn uuid(&mut self) -> Result<uuid::Uuid> {
+    pub(crate) fn uuid(&mut self) -> Result<uuid::Uuid> {
         Ok(uuid::Uuid::from_bytes(self.array()?))
     }
 
     /// Bytes kept for later, zero until then: so that no byte of a delta can change unnoticed.
-    pub fn reserved(&mut self, len: usize) -> Result<()> {
+    pub(crate) fn reserved(&mut self, len: usize) -> Result<()> {
         match self.bytes(len)?.iter().all(|&b| b == 0) {
             true => Ok(()),
             false => Err(Error::Damaged { unit: self.unit, what: "reserved bytes are not zero" }),
         }
     }
 
-    pub fn finish(self) -> Result<()> {
+    pub(crate) fn finish(self) -> Result<()> {
         match self.rest {
             [] => Ok(()),
             _ => Err(Error::Damaged { unit: self.unit, what: "its metadata is too long" }),

@@ -87,7 +87,7 @@ const READS: usize = 1000;
 
 impl Counters {
     /// `None` where there are none.
-    pub fn of(device: u64) -> Option<Counters> {
+    pub(crate) fn of(device: u64) -> Option<Counters> {
         let place = std::fs::canonicalize(sysfs(device)).ok()?;
         let disk = whole_disk(&place);
         let counts = File::open(disk.join("queue/iostats")).ok()?;
@@ -107,7 +107,7 @@ impl Counters {
     }
 
     /// Of a partition also what goes past all partitions. `None` where the kernel doesn't count.
-    pub fn read(&self) -> Option<Written> {
+    pub(crate) fn read(&self) -> Option<Written> {
         let Some((disk, partitions)) = &self.disk else { return self.read_own() };
         for _ in 0..READS {
             let before = disk.read()?;

@@ -22,7 +22,7 @@ use crate::units::{parse_expiry, parse_factor, parse_range, parse_size, parse_ti
         Exit codes: 0 done, 1 failed, 2 bad usage, 3 tracking lost where it is required,\n\
         4 refused (replica, state, lock or key), 5 verify found differences, 130 interrupted."
 )]
-pub struct Cli {
+pub(crate) struct Cli {
     /// State directory: records, keys, state of replicas on devices [default: $DSYNC_STATE_DIR, else /var/lib/dsync for root, else
     /// ~/.local/state/dsync]
     #[arg(long, global = true, value_name = "DIR")]
@@ -47,7 +47,7 @@ pub struct Cli {
 
 /// The commands.
 #[derive(Debug, Subcommand)]
-pub enum Command {
+pub(crate) enum Command {
     /// Bring a replica up to date, or create it
     #[command(after_help = "Examples:\n  \
         dsync sync /srv/vm.raw /backup/vm.raw              on this host\n  \
@@ -236,7 +236,7 @@ pub enum Command {
 
 /// How a source is opened.
 #[derive(Debug, Args)]
-pub struct SourceArgs {
+pub(crate) struct SourceArgs {
     /// Block size of the record: a power of two from 4K to 1M [default: 4K, more for disks over 4 TiB]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub block_size: Option<u64>,
@@ -252,7 +252,7 @@ pub struct SourceArgs {
 
 /// How the replica's side is reached.
 #[derive(Debug, Clone, Args)]
-pub struct FarArgs {
+pub(crate) struct FarArgs {
     /// Send at most this much a second, such as 10M
     #[arg(long, value_name = "RATE", value_parser = parse_size)]
     pub bwlimit: Option<u64>,
@@ -275,30 +275,30 @@ pub struct FarArgs {
 
 impl FarArgs {
     /// The remote shell with its options.
-    pub fn rsh(&self) -> String {
+    pub(crate) fn rsh(&self) -> String {
         let variable = || std::env::var("DSYNC_RSH").ok().filter(|rsh| !rsh.is_empty());
         self.rsh.clone().or_else(variable).unwrap_or_else(|| "ssh".into())
     }
 
     /// The command on the far host.
-    pub fn remote_dsync(&self) -> &str {
+    pub(crate) fn remote_dsync(&self) -> &str {
         self.remote_dsync.as_deref().unwrap_or("dsync")
     }
 
     /// How long a silent peer is waited for.
-    pub fn timeout(&self) -> Duration {
+    pub(crate) fn timeout(&self) -> Duration {
         self.timeout.unwrap_or(Duration::from_secs(30))
     }
 }
 
 /// The longest that a freeze may last, in seconds.
-pub const FREEZE_LIMIT: u64 = 10;
+pub(crate) const FREEZE_LIMIT: u64 = 10;
 /// Passes over what changes on a live disk before the last one.
-pub const PASSES: u32 = 8;
+pub(crate) const PASSES: u32 = 8;
 
 /// `mirror`.
 #[derive(Debug, Args)]
-pub struct Mirror {
+pub(crate) struct Mirror {
     /// Served image or its export name, or a tracked device
     #[arg(value_name = "SRC")]
     pub source: String,
@@ -349,7 +349,7 @@ pub struct Mirror {
 
 /// The models of pipelining that paper 004 measures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum StagesArg {
+pub(crate) enum StagesArg {
     /// As many threads as are measured to be of use
     Adaptive,
     /// One thread a site
@@ -364,7 +364,7 @@ pub enum StagesArg {
 
 /// `sync`.
 #[derive(Debug, Args)]
-pub struct Sync {
+pub(crate) struct Sync {
     /// Image, block device, or export name
     #[arg(value_name = "SRC")]
     pub source: String,
@@ -423,7 +423,7 @@ pub struct Sync {
 
 /// How to find the changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum MethodArg {
+pub(crate) enum MethodArg {
     /// Use the tracker's record; fall back to compare where it has a gap, and to copy for a new replica
     Auto,
     /// Use the tracker's record only; fail where it has a gap
@@ -438,7 +438,7 @@ pub enum MethodArg {
 
 /// How blocks are digested.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum HashArg {
+pub(crate) enum HashArg {
     /// BLAKE3: cryptographic, collisions cannot be constructed
     Blake3,
     /// XXH3-128: faster, not collision-resistant; only if no writer is malicious
@@ -447,7 +447,7 @@ pub enum HashArg {
 
 /// What is sent of copies that overwrite each other's content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum CyclesArg {
+pub(crate) enum CyclesArg {
     /// As little as can be
     Trim,
     /// One of them, whole
@@ -456,7 +456,7 @@ pub enum CyclesArg {
 
 /// Whether file systems on a live disk may be frozen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum FreezeArg {
+pub(crate) enum FreezeArg {
     /// Freeze mounted file systems; without one, wait for a moment without writes
     Auto,
     /// Do not freeze: the replica may mix several moments, and is marked fuzzy
@@ -467,7 +467,7 @@ pub enum FreezeArg {
 
 /// How the replica steps to the new epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum CommitArg {
+pub(crate) enum CommitArg {
     /// Store the whole delta, then merge it: the replica is never between two states
     Journal,
     /// Write blocks as they arrive: fastest; the replica is incomplete meanwhile
@@ -478,7 +478,7 @@ pub enum CommitArg {
 
 /// `serve`.
 #[derive(Debug, Args)]
-pub struct Serve {
+pub(crate) struct Serve {
     /// Raw images or block devices
     #[arg(required = true, value_name = "IMAGE")]
     pub images: Vec<PathBuf>,
@@ -506,14 +506,14 @@ pub struct Serve {
 
 /// What an image is taken for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Format {
+pub(crate) enum Format {
     /// The bytes of a disk
     Raw,
 }
 
 /// `track`.
 #[derive(Debug, Args)]
-pub struct Track {
+pub(crate) struct Track {
     /// What to do
     #[command(subcommand)]
     pub action: TrackAction,
@@ -521,7 +521,7 @@ pub struct Track {
 
 /// What `track` does.
 #[derive(Debug, Subcommand)]
-pub enum TrackAction {
+pub(crate) enum TrackAction {
     /// Start to track a disk, a partition, or any other block device
     Add {
         /// The block device
@@ -562,7 +562,7 @@ pub enum TrackAction {
 
 /// What follows a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum With {
+pub(crate) enum With {
     /// BPF programs in the kernel: nothing to install
     Bpf,
     /// The device-mapper target dm-track, as a new device; its module must be installed
@@ -571,14 +571,14 @@ pub enum With {
 
 /// `status`.
 #[derive(Debug, Args)]
-pub struct Status {
+pub(crate) struct Status {
     /// A source or a replica [default: all sources of the state directory]
     pub path: Option<String>,
 }
 
 /// `extract`.
 #[derive(Debug, Args)]
-pub struct Extract {
+pub(crate) struct Extract {
     /// Image, block device, or export name
     #[arg(value_name = "SRC")]
     pub source: String,
@@ -598,7 +598,7 @@ pub struct Extract {
 
 /// `checkpoint`.
 #[derive(Debug, Args)]
-pub struct Checkpoint {
+pub(crate) struct Checkpoint {
     /// Image, block device, or export name
     #[arg(value_name = "SRC")]
     pub source: String,
@@ -619,7 +619,7 @@ pub struct Checkpoint {
 
 /// `forget`.
 #[derive(Debug, Args)]
-pub struct Forget {
+pub(crate) struct Forget {
     /// Source, by path, export name or id; or a replica on this host
     pub what: String,
     /// Forget only this replica or checkpoint of the source, as "dsync status" names it
@@ -635,7 +635,7 @@ pub struct Forget {
 
 /// `changes`.
 #[derive(Debug, Args)]
-pub struct Changes {
+pub(crate) struct Changes {
     /// Image, block device, or export name
     #[arg(value_name = "SRC")]
     pub source: String,
@@ -654,7 +654,7 @@ pub struct Changes {
 
 /// How changes are printed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum ChangesFormat {
+pub(crate) enum ChangesFormat {
     /// One line OFFSET LENGTH a range, in bytes
     Ranges,
     /// One object, with the epochs, the size and all ranges; the same as --json
@@ -663,7 +663,7 @@ pub enum ChangesFormat {
 
 /// `merge`.
 #[derive(Debug, Args)]
-pub struct Merge {
+pub(crate) struct Merge {
     /// Path of the replica
     #[arg(value_name = "DST")]
     pub destination: PathBuf,
@@ -680,14 +680,14 @@ pub struct Merge {
 
 /// `inspect`.
 #[derive(Debug, Args)]
-pub struct Inspect {
+pub(crate) struct Inspect {
     /// Delta file; - for standard input
     pub delta: PathBuf,
 }
 
 /// `combine`.
 #[derive(Debug, Args)]
-pub struct Combine {
+pub(crate) struct Combine {
     /// The earlier delta
     pub first: PathBuf,
     /// The later delta
@@ -696,7 +696,7 @@ pub struct Combine {
 
 /// `verify`.
 #[derive(Debug, Args)]
-pub struct Verify {
+pub(crate) struct Verify {
     /// Image, block device, or export name
     #[arg(value_name = "SRC")]
     pub source: String,
@@ -729,7 +729,7 @@ pub struct Verify {
 
 /// `recover`.
 #[derive(Debug, Args)]
-pub struct Recover {
+pub(crate) struct Recover {
     /// Path of the replica
     #[arg(value_name = "DST")]
     pub destination: PathBuf,
@@ -740,7 +740,7 @@ pub struct Recover {
 
 /// `demo`.
 #[derive(Debug, Args)]
-pub struct Demo {
+pub(crate) struct Demo {
     /// Size of the scratch disk
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "1G")]
     pub size: u64,
@@ -751,7 +751,7 @@ pub struct Demo {
 
 /// `receive`.
 #[derive(Debug, Args)]
-pub struct Receive {
+pub(crate) struct Receive {
     /// Address to listen on, with or without a port [default port: 10873]
     #[arg(long, value_name = "ADDRESS[:PORT]", requires = "into", value_parser = parse_listen)]
     pub listen: Option<std::net::SocketAddr>,
@@ -781,7 +781,7 @@ fn parse_listen(text: &str) -> Result<std::net::SocketAddr, String> {
 
 /// `key`.
 #[derive(Debug, Args)]
-pub struct KeyArgs {
+pub(crate) struct KeyArgs {
     /// What to do [default: show the key]
     #[command(subcommand)]
     pub action: Option<KeyAction>,
@@ -789,7 +789,7 @@ pub struct KeyArgs {
 
 /// What `key` does.
 #[derive(Debug, Subcommand)]
-pub enum KeyAction {
+pub(crate) enum KeyAction {
     /// Pin a key
     Trust {
         /// Host as used in tls://HOST or HOST:PORT; any name for a peer that connects to this site

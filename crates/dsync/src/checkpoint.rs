@@ -22,7 +22,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// A checkpoint as it is listed.
 #[derive(Serialize)]
-pub struct Listed {
+pub(crate) struct Listed {
     name: String,
     epoch: u64,
     /// Seconds since 1970 when it was set.
@@ -59,7 +59,7 @@ struct Changes {
 }
 
 /// Sets, lists or removes named checkpoints.
-pub fn run(args: &args::Checkpoint, state: &StateDir, output: &Output) -> Result<()> {
+pub(crate) fn run(args: &args::Checkpoint, state: &StateDir, output: &Output) -> Result<()> {
     if args.list {
         return list(&args.source, state, output);
     }
@@ -174,7 +174,7 @@ fn list(what: &str, state: &StateDir, output: &Output) -> Result<()> {
 }
 
 /// The named checkpoints of a source.
-pub fn listed(history: &History, bookmarks: &Bookmarks, block_size: u32) -> Vec<Listed> {
+pub(crate) fn listed(history: &History, bookmarks: &Bookmarks, block_size: u32) -> Vec<Listed> {
     let list = bookmarks.checkpoints().map(|(name, bookmark)| {
         let (blocks, why) = match changed(history, &bookmark.epoch, block_size) {
             Ok(blocks) => (Some(blocks), None),
@@ -187,7 +187,7 @@ pub fn listed(history: &History, bookmarks: &Bookmarks, block_size: u32) -> Vec<
 
 impl Listed {
     /// A line of it, for people.
-    pub fn told(&self, block_size: u32) -> String {
+    pub(crate) fn told(&self, block_size: u32) -> String {
         let since = match (self.blocks, &self.why) {
             (Some(blocks), _) => format!(
                 "{} ({}) changed up to the last epoch",
@@ -209,7 +209,7 @@ fn changed(history: &History, since: &Epoch, block_size: u32) -> Result<u64, Sou
 }
 
 /// Prints what changed since a checkpoint.
-pub fn changes(args: &args::Changes, state: &StateDir, output: &Output) -> Result<()> {
+pub(crate) fn changes(args: &args::Changes, state: &StateDir, output: &Output) -> Result<()> {
     let handle = crate::attach(state, &args.source, &args.open)?;
     effect::on_source(&handle, &args.open, &[], output);
     let found = find(args, &handle);

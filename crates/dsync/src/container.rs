@@ -18,7 +18,7 @@ const FORMATS: [(&str, u64, &[u8]); 7] = [
 
 /// The format of an image that is not raw. `None` if there is no sign of one, and where the image can't be read: whoever
 /// opens it will say why.
-pub fn format(image: &Path) -> Option<&'static str> {
+pub(crate) fn format(image: &Path) -> Option<&'static str> {
     let file = File::open(image).ok()?;
     let is = |offset, magic: &[u8]| {
         let mut found = vec![0; magic.len()];

@@ -25,7 +25,7 @@ fn open(path: &Path) -> Result<File> {
 }
 
 /// Says what a delta holds, having verified all of it.
-pub fn inspect(args: &args::Inspect, output: &Output) -> Result<()> {
+pub(crate) fn inspect(args: &args::Inspect, output: &Output) -> Result<()> {
     let (name, input): (String, Box<dyn Read>) = if args.delta == Path::new("-") {
         ("standard input".into(), Box::new(stdin().lock()))
     } else {
@@ -77,7 +77,7 @@ pub fn inspect(args: &args::Inspect, output: &Output) -> Result<()> {
 }
 
 /// Folds two deltas into one.
-pub fn combine(args: &args::Combine, output: &Output) -> Result<()> {
+pub(crate) fn combine(args: &args::Combine, output: &Output) -> Result<()> {
     if stdout().is_terminal() {
         return Err(
             Failure::usage("refusing to write a binary delta to a terminal: dsync combine A B > C").into()

@@ -187,7 +187,7 @@ fn serve(dsync: &Path, state: &Path, image: &Path, socket: &Path) -> Result<Serv
 }
 
 /// Runs the demo.
-pub fn run(args: &args::Demo, output: &Output) -> Result<()> {
+pub(crate) fn run(args: &args::Demo, output: &Output) -> Result<()> {
     if args.size < LEAST || args.size % 4096 != 0 {
         return Err(Failure::usage(format!(
             "the demo's disk has at least {} and whole blocks of 4 KiB",

@@ -7,7 +7,7 @@ use crate::output::Output;
 use crate::sync_command::Destination;
 
 /// An option, and whether it was given.
-pub type Given = (&'static str, bool);
+pub(crate) type Given = (&'static str, bool);
 
 /// Warns of the given options among `options`. `because` says why they have no effect.
 fn without(options: &[Given], because: &str, output: &Output) {
@@ -22,7 +22,7 @@ fn without(options: &[Given], because: &str, output: &Output) {
 }
 
 /// How a destination is reached, against the options for reaching one.
-pub fn on_destination(destination: &Destination, far: &FarArgs, output: &Output) {
+pub(crate) fn on_destination(destination: &Destination, far: &FarArgs, output: &Output) {
     let ssh = [("--rsh", far.rsh.is_some()), ("--remote-dsync", far.remote_dsync.is_some())];
     let connections = ("--connections", far.connections.is_some());
     match (&destination.host, destination.port) {
@@ -36,7 +36,7 @@ pub fn on_destination(destination: &Destination, far: &FarArgs, output: &Output)
 }
 
 /// A method that compares nothing, against the options for comparing.
-pub fn on_method(args: &Sync, output: &Output) {
+pub(crate) fn on_method(args: &Sync, output: &Output) {
     let given = [("--hash", args.hash.is_some())];
     match args.method {
         MethodArg::Copy => without(&given, "--method copy compares nothing", output),
@@ -46,7 +46,7 @@ pub fn on_method(args: &Sync, output: &Output) {
 }
 
 /// A disk that is mirrored by one sync after another, against the options for batches.
-pub fn on_mirror(handle: &Handle, args: &Mirror, output: &Output) {
+pub(crate) fn on_mirror(handle: &Handle, args: &Mirror, output: &Output) {
     let batches = [
         ("--interval", args.interval.is_some()),
         ("--min-interval", args.min_interval.is_some()),
@@ -63,7 +63,7 @@ pub fn on_mirror(handle: &Handle, args: &Mirror, output: &Output) {
 }
 
 /// Who holds a source, against the options for opening one, and those for tracked disks alone.
-pub fn on_source(handle: &Handle, open: &SourceArgs, tracked_only: &[Given], output: &Output) {
+pub(crate) fn on_source(handle: &Handle, open: &SourceArgs, tracked_only: &[Given], output: &Output) {
     let path = handle.about().path.display();
     let opening = [
         ("--block-size", open.block_size.is_some_and(|size| size != u64::from(handle.about().block_size))),

@@ -5,38 +5,38 @@ use std::fmt;
 use anyhow::{Context as _, Result};
 
 /// It failed.
-pub const FAILED: u8 = 1;
+pub(crate) const FAILED: u8 = 1;
 /// It was told wrongly.
-pub const USAGE: u8 = 2;
+pub(crate) const USAGE: u8 = 2;
 /// Tracking was lost and `--method tracked` was demanded.
-pub const LOST: u8 = 3;
+pub(crate) const LOST: u8 = 3;
 /// Lineage, state, a lock or a key refuses.
-pub const REFUSED: u8 = 4;
+pub(crate) const REFUSED: u8 = 4;
 /// `verify` found differences.
-pub const DIFFERS: u8 = 5;
+pub(crate) const DIFFERS: u8 = 5;
 /// A signal ended it.
-pub const INTERRUPTED: u8 = 130;
+pub(crate) const INTERRUPTED: u8 = 130;
 
 /// An error of the command itself, with its exit code.
 #[derive(Debug)]
-pub struct Failure {
+pub(crate) struct Failure {
     message: String,
     code: u8,
 }
 
 impl Failure {
     /// Bad usage.
-    pub fn usage(message: impl Into<String>) -> Failure {
+    pub(crate) fn usage(message: impl Into<String>) -> Failure {
         Failure { message: message.into(), code: USAGE }
     }
 
     /// One that somebody else says: only the exit code is left.
-    pub fn told(error: &sync::SyncError) -> Failure {
+    pub(crate) fn told(error: &sync::SyncError) -> Failure {
         Failure { message: String::new(), code: of_class(error.class()) }
     }
 
     /// Lineage, state or a lock is in the way.
-    pub fn refused(message: impl Into<String>) -> Failure {
+    pub(crate) fn refused(message: impl Into<String>) -> Failure {
         Failure { message: message.into(), code: REFUSED }
     }
 }
@@ -50,7 +50,7 @@ impl fmt::Display for Failure {
 impl std::error::Error for Failure {}
 
 /// The exit code of an error: that of the first cause that has one.
-pub fn code(error: &anyhow::Error) -> u8 {
+pub(crate) fn code(error: &anyhow::Error) -> u8 {
     for cause in error.chain() {
         if let Some(failure) = cause.downcast_ref::<Failure>() {
             return failure.code;
@@ -84,7 +84,7 @@ fn of_class(class: sync::Class) -> u8 {
 }
 
 /// The error's text, causes after a colon, none said twice.
-pub fn text(error: &anyhow::Error) -> String {
+pub(crate) fn text(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain() {
         let cause = cause.to_string();
@@ -103,7 +103,7 @@ pub fn text(error: &anyhow::Error) -> String {
 
 /// Ends the program with code 130 when it is interrupted, after `says`. Whatever is under way is as safe as after any other
 /// death.
-pub fn on_interrupt(says: impl FnOnce() + Send + 'static) -> Result<()> {
+pub(crate) fn on_interrupt(says: impl FnOnce() + Send + 'static) -> Result<()> {
     use signal_hook::consts::{SIGINT, SIGTERM};
     let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM])?;
     let waiting = std::thread::Builder::new().name("signals".into()).spawn(move || {

@@ -15,7 +15,7 @@ use crate::output::Output;
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// A link to the far side: to where dsync listens, if a port is given, else through the remote shell.
-pub fn call(host: &str, port: Option<u16>, far: &FarArgs, state: &StateDir) -> Result<Link> {
+pub(crate) fn call(host: &str, port: Option<u16>, far: &FarArgs, state: &StateDir) -> Result<Link> {
     if let Some(port) = port {
         let connections = far.connections.map(usize::from);
         let options = ConnectOptions { connections, timeout: far.timeout(), ..ConnectOptions::default() };
@@ -28,7 +28,7 @@ pub fn call(host: &str, port: Option<u16>, far: &FarArgs, state: &StateDir) -> R
 }
 
 /// Runs `dsync receive`.
-pub fn receive(args: &Receive, state: &StateDir, output: &Output) -> Result<()> {
+pub(crate) fn receive(args: &Receive, state: &StateDir, output: &Output) -> Result<()> {
     let Some(address) = args.listen else {
         return sync::receive(Link::stdio()?, state).map_err(|error| match error {
             // What is no conversation is said to whoever began it by hand.

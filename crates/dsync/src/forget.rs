@@ -35,7 +35,7 @@ impl Forgotten<'_> {
 }
 
 /// Forgets what the arguments name.
-pub fn run(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()> {
+pub(crate) fn run(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()> {
     if let Some(name) = &args.bookmark {
         return bookmark(&args.what, name, args.dry_run, state, output);
     }
@@ -75,7 +75,13 @@ fn source(place: &Path, about: &About, dry_run: bool, state: &StateDir, output: 
 }
 
 /// Forgets the bookmark of a replica, or a named checkpoint.
-pub fn bookmark(what: &str, name: &str, dry_run: bool, state: &StateDir, output: &Output) -> Result<()> {
+pub(crate) fn bookmark(
+    what: &str,
+    name: &str,
+    dry_run: bool,
+    state: &StateDir,
+    output: &Output,
+) -> Result<()> {
     let (place, about) = crate::known(what, state)?;
     if !dry_run {
         source::forget_bookmark(&place, &about, name)?;

@@ -33,7 +33,7 @@ impl Shown {
 }
 
 /// Runs the command.
-pub fn run(args: &KeyArgs, state: &StateDir, output: &Output) -> Result<()> {
+pub(crate) fn run(args: &KeyArgs, state: &StateDir, output: &Output) -> Result<()> {
     let keys = Keys::new(state.keys_folder());
     match &args.action {
         None => {

@@ -11,7 +11,7 @@ use crate::args::Cli;
 use crate::failure::Failure;
 
 /// Writes a page for the program and one for each command into a directory that is there.
-pub fn pages(folder: &Path) -> Result<()> {
+pub(crate) fn pages(folder: &Path) -> Result<()> {
     if !folder.is_dir() {
         return Err(Failure::usage(format!(
             "{} is not a directory: create it first, or choose another",
@@ -124,7 +124,7 @@ fn examples(text: &str, page: &mut Vec<u8>) -> io::Result<()> {
 }
 
 /// Writes the completions for a shell to standard output: of what the help shows.
-pub fn completions(shell: clap_complete::Shell) {
+pub(crate) fn completions(shell: clap_complete::Shell) {
     // By way of memory: the generator panics where a reader has gone.
     let mut text = Vec::new();
     clap_complete::generate(shell, &mut visible(&Cli::command()), "dsync", &mut text);

@@ -60,7 +60,7 @@ fn on_signals(stop: Arc<AtomicBool>, mirroring: Arc<AtomicBool>, output: Output)
 }
 
 /// Runs the command until a signal ends it.
-pub fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()> {
+pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()> {
     let destination = Destination::parse(&args.destination)?;
     units::check_rates(&[("--bwlimit", args.far.bwlimit), ("--rate", args.rate)])?;
     // It works beside others, for as long as the machine runs: who writes to the disk goes first.

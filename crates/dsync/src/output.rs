@@ -13,7 +13,7 @@ use crate::args::Cli;
 use crate::units;
 
 /// Where and how to say things.
-pub struct Output {
+pub(crate) struct Output {
     json: bool,
     quiet: bool,
     verbose: bool,
@@ -33,7 +33,7 @@ const STATUS_EVERY: Duration = Duration::from_millis(500);
 
 impl Output {
     /// As the arguments ask.
-    pub fn new(cli: &Cli) -> Output {
+    pub(crate) fn new(cli: &Cli) -> Output {
         Output {
             json: cli.json,
             quiet: cli.quiet,
@@ -44,13 +44,13 @@ impl Output {
     }
 
     /// For commands whose standard output is a delta.
-    pub fn on_stderr(mut self) -> Output {
+    pub(crate) fn on_stderr(mut self) -> Output {
         self.to_stderr = true;
         self
     }
 
     /// One that says things in the same way, for another thread.
-    pub fn alike(&self) -> Output {
+    pub(crate) fn alike(&self) -> Output {
         Output { bar: Mutex::new(None), ..*self }
     }
 
@@ -64,14 +64,14 @@ impl Output {
     }
 
     /// A line of the result.
-    pub fn say(&self, text: &str) {
+    pub(crate) fn say(&self, text: &str) {
         if !self.quiet && !self.json {
             self.line(&link::printable_lines(text));
         }
     }
 
     /// A line that scripts wait for: said even when standard output is a pipe.
-    pub fn ready(&self, text: &str) {
+    pub(crate) fn ready(&self, text: &str) {
         if self.json {
             self.line(&json!({"message_type": "status", "message": text}).to_string());
         } else if !self.quiet {
@@ -81,7 +81,7 @@ impl Output {
     }
 
     /// A line of a log: something that happened while the program runs on.
-    pub fn note(&self, text: &str) {
+    pub(crate) fn note(&self, text: &str) {
         if self.json {
             self.line(&json!({"message_type": "status", "message": text}).to_string());
         } else if !self.quiet {
@@ -90,19 +90,19 @@ impl Output {
     }
 
     /// A line for the curious.
-    pub fn more(&self, text: &str) {
+    pub(crate) fn more(&self, text: &str) {
         if self.verbose && !self.json {
             to_stderr(text);
         }
     }
 
     /// True if more was asked for.
-    pub fn is_verbose(&self) -> bool {
+    pub(crate) fn is_verbose(&self) -> bool {
         self.verbose
     }
 
     /// Something that the user should know although all is well.
-    pub fn warn(&self, text: &str) {
+    pub(crate) fn warn(&self, text: &str) {
         if self.json {
             self.line(&json!({"message_type": "status", "warning": text}).to_string());
         } else {
@@ -111,17 +111,17 @@ impl Output {
     }
 
     /// True if programs listen.
-    pub fn is_json(&self) -> bool {
+    pub(crate) fn is_json(&self) -> bool {
         self.json
     }
 
     /// How it goes, as an object with `message_type`.
-    pub fn status(&self, value: &impl Serialize) {
+    pub(crate) fn status(&self, value: &impl Serialize) {
         self.object("status", value);
     }
 
     /// The summary, as an object with `message_type`.
-    pub fn summary(&self, value: &impl Serialize) {
+    pub(crate) fn summary(&self, value: &impl Serialize) {
         self.object("summary", value);
     }
 
@@ -129,7 +129,7 @@ impl Output {
     ///
     /// # Errors
     /// If it can't be printed: a part of a result would be taken for the whole.
-    pub fn print_summary(&self, value: &impl Serialize) -> anyhow::Result<()> {
+    pub(crate) fn print_summary(&self, value: &impl Serialize) -> anyhow::Result<()> {
         let text = object("summary", value).context("cannot print the summary")?;
         let mut out = std::io::stdout().lock();
         writeln!(out, "{text}").and_then(|()| out.flush()).context("cannot print the summary")
@@ -142,7 +142,7 @@ impl Output {
     }
 
     /// An error, as the program ends.
-    pub fn error(&self, message: &str, code: u8) {
+    pub(crate) fn error(&self, message: &str, code: u8) {
         self.finish();
         if message.is_empty() {
             return;
@@ -154,7 +154,7 @@ impl Output {
     }
 
     /// How far the work is, in bytes of `total`.
-    pub fn progress(&self, done: u64, total: u64) {
+    pub(crate) fn progress(&self, done: u64, total: u64) {
         let mut slot = self.bar.lock().unwrap_or_else(|e| e.into_inner());
         let bar = slot.get_or_insert_with(|| {
             let shown = !self.quiet && !self.json && std::io::stderr().is_terminal();
@@ -186,7 +186,7 @@ impl Output {
     }
 
     /// Takes the progress away.
-    pub fn finish(&self) {
+    pub(crate) fn finish(&self) {
         if let Some(Bar { bar: Some(bar), .. }) = self.bar.lock().unwrap_or_else(|e| e.into_inner()).take() {
             bar.finish_and_clear();
         }

@@ -13,7 +13,7 @@ use crate::sync_command::commit;
 use crate::units;
 
 /// Writes the changed blocks to standard output.
-pub fn extract(args: &args::Extract, state: &StateDir, output: &Output) -> Result<()> {
+pub(crate) fn extract(args: &args::Extract, state: &StateDir, output: &Output) -> Result<()> {
     if stdout().is_terminal() {
         return Err(Failure::usage(
             "refusing to write a binary delta to a terminal: redirect it, as in \"dsync extract SRC > vm.delta\" or \"dsync extract SRC | ssh backup dsync merge DST\"",
@@ -54,7 +54,7 @@ pub fn extract(args: &args::Extract, state: &StateDir, output: &Output) -> Resul
 }
 
 /// Merges a delta from standard input.
-pub fn merge(args: &args::Merge, state: &StateDir, output: &Output) -> Result<()> {
+pub(crate) fn merge(args: &args::Merge, state: &StateDir, output: &Output) -> Result<()> {
     if stdin().is_terminal() {
         bail!(Failure::usage("merge reads a delta from standard input: dsync merge DST < vm.delta"));
     }

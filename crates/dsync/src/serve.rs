@@ -250,7 +250,7 @@ fn sweep_every() -> Duration {
 }
 
 /// Marks what is about to be opened for writing, if it is a replica, and says what that means.
-pub fn promote(
+pub(crate) fn promote(
     path: &Path,
     state: &StateDir,
     by: replica::Use,
@@ -280,7 +280,7 @@ pub fn promote(
 }
 
 /// Runs the server until a signal ends it.
-pub fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> {
+pub(crate) fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> {
     if let Some(address) = args.tcp.filter(|a| !a.ip().is_loopback()) {
         return Err(Failure::usage(format!(
             "{address} is reachable from other hosts, and NBD is not encrypted: use a loopback address (127.0.0.1:{}), and ssh \

@@ -45,7 +45,7 @@ struct Lacking {
 }
 
 /// Says what is followed, and what each replica lacks.
-pub fn run(args: &args::Status, state: &StateDir, output: &Output) -> Result<()> {
+pub(crate) fn run(args: &args::Status, state: &StateDir, output: &Output) -> Result<()> {
     let mut failed = Vec::new();
     let sources = match &args.path {
         Some(what) => match state.source(what)? {
@@ -416,6 +416,6 @@ fn written_down(
 }
 
 /// Finishes or undoes what a crash left of a replica.
-pub fn recover(args: &args::Recover, state: &StateDir, output: &Output) -> Result<()> {
+pub(crate) fn recover(args: &args::Recover, state: &StateDir, output: &Output) -> Result<()> {
     replica(&args.destination, args.journal_dir.as_deref(), state, output, true)
 }

@@ -15,7 +15,7 @@ use crate::units;
 
 /// Where a replica lives, as the user wrote it.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Destination {
+pub(crate) struct Destination {
     /// `None` for this host.
     pub host: Option<String>,
     /// Where dsync listens there; `None` if ssh leads there.
@@ -26,7 +26,7 @@ pub struct Destination {
 
 impl Destination {
     /// Reads `[[USER@]HOST:]DST` and `tls://HOST[:PORT]/DST`. A path with a slash before its colon is local.
-    pub fn parse(text: &str) -> Result<Destination, Failure> {
+    pub(crate) fn parse(text: &str) -> Result<Destination, Failure> {
         if let Some(rest) = text.strip_prefix("tls://") {
             return Destination::parse_tls(rest).ok_or_else(|| {
                 Failure::usage(format!(
@@ -55,7 +55,7 @@ impl Destination {
     }
 
     /// The path there, and what to call it.
-    pub fn place(&self, name: &str) -> Result<(PathBuf, String)> {
+    pub(crate) fn place(&self, name: &str) -> Result<(PathBuf, String)> {
         if self.host.is_some() {
             return Ok((self.path.clone(), name.to_owned()));
         }
@@ -80,7 +80,7 @@ impl Destination {
     }
 }
 
-pub fn commit(arg: CommitArg) -> Commit {
+pub(crate) fn commit(arg: CommitArg) -> Commit {
     match arg {
         CommitArg::Journal => Commit::Journal,
         CommitArg::InPlace => Commit::InPlace,
@@ -88,7 +88,7 @@ pub fn commit(arg: CommitArg) -> Commit {
     }
 }
 
-pub fn hash(arg: HashArg) -> compare::Hash {
+pub(crate) fn hash(arg: HashArg) -> compare::Hash {
     match arg {
         HashArg::Blake3 => compare::Hash::Blake3,
         HashArg::Xxh3 => compare::Hash::Xxh3,
@@ -97,7 +97,7 @@ pub fn hash(arg: HashArg) -> compare::Hash {
 
 /// Reaches the replica's side, which lives in a thread of its own or on another host, and talks to it: with the link, the
 /// destination's path there, and its name as the user wrote it.
-pub fn converse<T>(
+pub(crate) fn converse<T>(
     destination: &Destination,
     name: &str,
     far: &FarArgs,
@@ -114,7 +114,7 @@ pub fn converse<T>(
 }
 
 /// A link to the replica's side, and the thread that it is, if it is one.
-pub fn connect(
+pub(crate) fn connect(
     destination: &Destination,
     far: &FarArgs,
     state: &StateDir,
@@ -133,7 +133,7 @@ pub fn connect(
 }
 
 /// Runs the command; its exit code.
-pub fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Result<u8> {
+pub(crate) fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Result<u8> {
     let destination = Destination::parse(&args.destination)?;
     units::check_rates(&[("--bwlimit", args.far.bwlimit)])?;
     if args.adopt && !matches!(args.method, MethodArg::Auto | MethodArg::Compare | MethodArg::Rolling) {
@@ -230,7 +230,7 @@ pub fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Result<u8> {
 const SHOWN: usize = 20;
 
 /// Lists extents, as many as people read.
-pub fn list(what: &str, extents: &Extents, output: &Output) {
+pub(crate) fn list(what: &str, extents: &Extents, output: &Output) {
     let shown = if output.is_verbose() { Extents::LISTED } else { SHOWN };
     for extent in extents.list.iter().take(shown) {
         output.say(&format!("{what}: {} at byte {}", device::exact_size(extent.bytes), extent.offset));
@@ -242,7 +242,7 @@ pub fn list(what: &str, extents: &Extents, output: &Output) {
 }
 
 /// Says what a sync did.
-pub fn say(summary: &Summary, output: &Output) {
+pub(crate) fn say(summary: &Summary, output: &Output) {
     let found = format!(
         "{} in {}, {}",
         units::many(summary.blocks_changed, "block"),

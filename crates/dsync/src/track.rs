@@ -29,7 +29,7 @@ struct TrackerStatus {
 }
 
 /// Begins or ends to follow a disk; saves and restores its record.
-pub fn run(args: &Track, state: &StateDir, output: &Output) -> Result<()> {
+pub(crate) fn run(args: &Track, state: &StateDir, output: &Output) -> Result<()> {
     match &args.action {
         TrackAction::Add { device, with: With::Dm, block_size, name, meta } => {
             let name = match (name, device.file_name()) {
@@ -123,7 +123,7 @@ fn folder(device: &Path, state: &StateDir) -> Result<device::Dir> {
 }
 
 /// Says how the trackers are, of one device or of all. Returns how many there are.
-pub fn status(device: Option<&Path>, output: &Output) -> Result<usize> {
+pub(crate) fn status(device: Option<&Path>, output: &Output) -> Result<usize> {
     let devices = match device {
         Some(device) => vec![device.to_path_buf()],
         None => trackers::list()?,

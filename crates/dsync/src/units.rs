@@ -2,12 +2,12 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-pub use device::human_size as size;
+pub(crate) use device::human_size as size;
 
 use crate::failure::Failure;
 
 /// Reads `4096`, `4K`, `4KiB`, `1.5M`, `10MB` (of 1000) …; bytes.
-pub fn parse_size(text: &str) -> Result<u64, String> {
+pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(split);
@@ -39,7 +39,7 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
 }
 
 /// Refuses rates of nothing.
-pub fn check_rates(rates: &[(&str, Option<u64>)]) -> Result<(), Failure> {
+pub(crate) fn check_rates(rates: &[(&str, Option<u64>)]) -> Result<(), Failure> {
     match rates.iter().find(|(_, rate)| *rate == Some(0)) {
         Some((name, _)) => Err(Failure::usage(format!("{name} needs a rate above zero, such as 10M"))),
         None => Ok(()),
@@ -47,7 +47,7 @@ pub fn check_rates(rates: &[(&str, Option<u64>)]) -> Result<(), Failure> {
 }
 
 /// Reads `OFFSET:LEN`, both as [`parse_size`] does; the range of bytes.
-pub fn parse_range(text: &str) -> Result<std::ops::Range<u64>, String> {
+pub(crate) fn parse_range(text: &str) -> Result<std::ops::Range<u64>, String> {
     let wrong = || format!("invalid range \"{text}\": use OFFSET:LEN, such as 1G:64M");
     let (offset, len) = text.split_once(':').ok_or_else(wrong)?;
     let (offset, len) = (parse_size(offset)?, parse_size(len)?);
@@ -56,7 +56,7 @@ pub fn parse_range(text: &str) -> Result<std::ops::Range<u64>, String> {
 }
 
 /// Reads `30ms`, `1.5s`, `2m` or `1h`.
-pub fn parse_time(text: &str) -> Result<Duration, String> {
+pub(crate) fn parse_time(text: &str) -> Result<Duration, String> {
     let wrong = || format!("invalid time \"{text}\": use a form like 30ms, 5s, 2m or 1h");
     let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').ok_or_else(wrong)?;
     let number: f64 = text[..split].parse().map_err(|_| wrong())?;
@@ -75,7 +75,7 @@ pub fn parse_time(text: &str) -> Result<Duration, String> {
 }
 
 /// Reads how long a peer may be silent: a time, or a number of seconds.
-pub fn parse_timeout(text: &str) -> Result<Duration, String> {
+pub(crate) fn parse_timeout(text: &str) -> Result<Duration, String> {
     let plain = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     let seconds = if plain { text.parse().ok().map(Duration::from_secs) } else { Some(parse_time(text)?) };
     match seconds.filter(|time| (Duration::from_secs(1)..=Duration::from_secs(3600)).contains(time)) {
@@ -85,7 +85,7 @@ pub fn parse_timeout(text: &str) -> Result<Duration, String> {
 }
 
 /// Reads a number from 0 to 1.
-pub fn parse_factor(text: &str) -> Result<f64, String> {
+pub(crate) fn parse_factor(text: &str) -> Result<f64, String> {
     match text.parse() {
         Ok(factor) if (0.0..=1.0).contains(&factor) => Ok(factor),
         _ => Err(format!("invalid factor \"{text}\": give a number from 0 to 1")),
@@ -93,7 +93,7 @@ pub fn parse_factor(text: &str) -> Result<f64, String> {
 }
 
 /// Reads `90d`, `12h` from now on, or a date; seconds since 1970.
-pub fn parse_expiry(text: &str) -> Result<u64, String> {
+pub(crate) fn parse_expiry(text: &str) -> Result<u64, String> {
     let wrong =
         || format!("invalid time \"{text}\": use a form like 90d or 12h, or a date such as 2027-03-01");
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
@@ -125,7 +125,7 @@ fn day_number(year: u32, month: u32, day: u32) -> u64 {
 }
 
 /// The date of a time in seconds since 1970: `2027-03-01`, in UTC.
-pub fn date(time: u64) -> String {
+pub(crate) fn date(time: u64) -> String {
     let day = time / DAY;
     // The first guess is at most one too large.
     let mut year = 1970 + u32::try_from(day / 365).unwrap_or(u32::MAX - 1970);
@@ -137,7 +137,7 @@ pub fn date(time: u64) -> String {
 }
 
 /// `0.42 s`, `3 min 5 s`, `2 h 10 min`.
-pub fn seconds(seconds: f64) -> String {
+pub(crate) fn seconds(seconds: f64) -> String {
     let whole = seconds as u64;
     match whole {
         0..60 => format!("{seconds:.2} s"),
@@ -147,7 +147,7 @@ pub fn seconds(seconds: f64) -> String {
 }
 
 /// `12 345 678`.
-pub fn count(number: u64) -> String {
+pub(crate) fn count(number: u64) -> String {
     let digits = number.to_string();
     let mut out = String::with_capacity(digits.len() + digits.len() / 3);
     for (at, digit) in digits.chars().enumerate() {
@@ -160,7 +160,7 @@ pub fn count(number: u64) -> String {
 }
 
 /// `1 extent`, `2 048 extents`.
-pub fn many(number: u64, what: &str) -> String {
+pub(crate) fn many(number: u64, what: &str) -> String {
     let plural = if number == 1 { "" } else { "s" };
     format!("{} {what}{plural}", count(number))
 }

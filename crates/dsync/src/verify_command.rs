@@ -15,7 +15,7 @@ use crate::sync_command::{Destination, commit, converse, hash, list};
 use crate::units;
 
 /// Runs the command; its exit code.
-pub fn run(args: &args::Verify, state: &StateDir, output: &Output) -> Result<u8> {
+pub(crate) fn run(args: &args::Verify, state: &StateDir, output: &Output) -> Result<u8> {
     let destination = Destination::parse(&args.destination)?;
     units::check_rates(&[("--bwlimit", args.far.bwlimit), ("--rate", args.rate)])?;
     if args.rate.is_some_and(|rate| rate < Scope::LEAST_RATE) {

@@ -167,7 +167,7 @@ pub(crate) struct Applier {
 impl Applier {
     /// For a disk whose content ends at `known`: beyond, what no record names becomes zero. A `blank` disk reads as zeroes
     /// everywhere, and making zeroes costs nothing.
-    pub fn new(disk: Arc<dyn Disk>, known: u64, blank: bool) -> io::Result<Applier> {
+    pub(crate) fn new(disk: Arc<dyn Disk>, known: u64, blank: bool) -> io::Result<Applier> {
         let queue = disk.clone().queue(DEPTH)?;
         Ok(Applier {
             disk,
@@ -188,17 +188,17 @@ impl Applier {
     }
 
     /// For a delta whose records stand in any order: nothing between them is filled.
-    pub fn scattered(disk: Arc<dyn Disk>) -> io::Result<Applier> {
+    pub(crate) fn scattered(disk: Arc<dyn Disk>) -> io::Result<Applier> {
         Ok(Applier { scattered: true, ..Applier::new(disk, u64::MAX, false)? })
     }
 
     /// Where all records that end before it are complete.
-    pub fn position(&self) -> u64 {
+    pub(crate) fn position(&self) -> u64 {
         self.flying.values().map(|f| f.first).min().unwrap_or(self.cursor).min(self.cursor)
     }
 
     /// Keeps this note from now on.
-    pub fn keep(&mut self, note: Keeping) {
+    pub(crate) fn keep(&mut self, note: Keeping) {
         self.keeping = note;
     }
 
@@ -215,19 +215,19 @@ impl Applier {
     }
 
     /// True once a flush has failed: nothing that was not durable before ever will be.
-    pub fn has_forgotten(&self) -> bool {
+    pub(crate) fn has_forgotten(&self) -> bool {
         self.forgotten
     }
 
     /// The next part of the delta begins at the disk's start again. Everything before is complete on return.
-    pub fn rewind(&mut self, known: u64) -> io::Result<()> {
+    pub(crate) fn rewind(&mut self, known: u64) -> io::Result<()> {
         self.drain()?;
         (self.cursor, self.known) = (0, known);
         Ok(())
     }
 
     /// Applies a frame. Returns once it is on its way. After an error nothing more is applied.
-    pub fn frame(&mut self, frame: Frame) -> io::Result<()> {
+    pub(crate) fn frame(&mut self, frame: Frame) -> io::Result<()> {
         if frame.records.iter().any(|r| matches!(r, Record::Copy { .. })) {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "a copy that nobody has read"));
         }
@@ -235,7 +235,7 @@ impl Applier {
     }
 
     /// The same for what comes out of [`crate::copies`]: a copy that still stands in it was carried out already.
-    pub fn frame_of_copies(&mut self, frame: Frame) -> io::Result<()> {
+    pub(crate) fn frame_of_copies(&mut self, frame: Frame) -> io::Result<()> {
         self.sound()?;
         let Frame { records, data } = frame;
         let mut plan = plan(&records, self.cursor, self.known);
@@ -269,7 +269,7 @@ impl Applier {
 
     /// Ends the delta of a disk of `size` bytes: what lies behind the last record is zeroed where it must be. All is complete
     /// on return, not durable.
-    pub fn finish(&mut self, size: u64) -> io::Result<()> {
+    pub(crate) fn finish(&mut self, size: u64) -> io::Result<()> {
         let tail = self.cursor.max(self.known)..size;
         if !tail.is_empty() {
             self.zero(&[tail])?;
@@ -279,7 +279,7 @@ impl Applier {
     }
 
     /// Waits until nothing is on its way any more. Fails if anything has, now or before.
-    pub fn drain(&mut self) -> io::Result<()> {
+    pub(crate) fn drain(&mut self) -> io::Result<()> {
         self.queue.start();
         while let Some(done) = self.queue.complete(true) {
             // The first error is kept.
@@ -289,7 +289,7 @@ impl Applier {
     }
 
     /// Makes durable what is complete, up to [`Applier::position`]. Fails for good if a flush has failed before.
-    pub fn flush(&mut self) -> io::Result<()> {
+    pub(crate) fn flush(&mut self) -> io::Result<()> {
         if self.forgotten {
             return self.sound();
         }

@@ -55,19 +55,19 @@ pub(crate) struct Copies {
 
 impl Copies {
     /// Of what `disk` holds.
-    pub fn new(disk: &Arc<dyn Disk>) -> io::Result<Copies> {
+    pub(crate) fn new(disk: &Arc<dyn Disk>) -> io::Result<Copies> {
         let queue = disk.clone().queue(DEPTH)?;
         let (disk, jobs) = (disk.clone(), VecDeque::new());
         Ok(Copies { disk, queue, jobs, first: 0, begun: 0, bytes: 0, sharing: None, failed: false, read: 0 })
     }
 
     /// The same, but what can be shared is, and stands in the frames that come out as a copy: carried out already.
-    pub fn sharing(self, sharing: Option<Sharing>) -> Copies {
+    pub(crate) fn sharing(self, sharing: Option<Sharing>) -> Copies {
         Copies { sharing, ..self }
     }
 
     /// Takes a frame.
-    pub fn push(&mut self, frame: Frame) {
+    pub(crate) fn push(&mut self, frame: Frame) {
         let Frame { records, data } = frame;
         let copies = |record: &Record| matches!(record, Record::Copy { .. });
         if !records.iter().any(copies) {
@@ -136,7 +136,7 @@ impl Copies {
     }
 
     /// The next frame: without waiting while little is read ahead, unless `all` is wanted.
-    pub fn next(&mut self, all: bool) -> Result<Option<Frame>, Trouble> {
+    pub(crate) fn next(&mut self, all: bool) -> Result<Option<Frame>, Trouble> {
         self.ahead();
         while self.jobs.front().is_some_and(|job| job.data.is_none()) {
             let wait = all || self.begun < self.jobs.len();
@@ -241,7 +241,7 @@ impl Written {
     ///
     /// # Errors
     /// What is wrong, if one of them was written before, or there are too many places.
-    pub fn add(&mut self, record: &Record) -> Result<(), String> {
+    pub(crate) fn add(&mut self, record: &Record) -> Result<(), String> {
         self.add_within(record, MOST_PLACES)
     }
 

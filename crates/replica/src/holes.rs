@@ -36,7 +36,7 @@ impl Holes {
     }
 
     /// Looks at what records will write.
-    pub fn records(&mut self, records: &[Record]) -> io::Result<()> {
+    pub(crate) fn records(&mut self, records: &[Record]) -> io::Result<()> {
         for range in apply::written(records, self.known) {
             self.range(range)?;
         }

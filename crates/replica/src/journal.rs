@@ -44,12 +44,12 @@ pub(crate) struct Segment {
 
 impl Segment {
     /// As the header of a delta that goes on from here names it.
-    pub fn resume(&self) -> Resume {
+    pub(crate) fn resume(&self) -> Resume {
         Resume { stream: self.header.stream, frames: self.frames, digest: self.digest }
     }
 
     /// The epoch it leads to.
-    pub fn to(&self) -> Option<Epoch> {
+    pub(crate) fn to(&self) -> Option<Epoch> {
         self.header.to().copied()
     }
 
@@ -76,17 +76,17 @@ pub(crate) struct Contents {
 
 impl Contents {
     /// What a next delta may go on from.
-    pub fn resume(&self) -> Option<Resume> {
+    pub(crate) fn resume(&self) -> Option<Resume> {
         self.segments.last().map(Segment::resume)
     }
 
     /// The stream that the journal ends with.
-    pub fn stream(&self) -> Option<Uuid> {
+    pub(crate) fn stream(&self) -> Option<Uuid> {
         self.segments.last().map(|s| s.header.stream)
     }
 
     /// Where a replica stands that holds this on top of `base`.
-    pub fn positions(&self, base: &[Position]) -> Vec<Position> {
+    pub(crate) fn positions(&self, base: &[Position]) -> Vec<Position> {
         self.segments.iter().fold(base.to_vec(), |positions, segment| segment.onto(&positions))
     }
 }
@@ -336,7 +336,7 @@ pub(crate) struct Growing {
 
 impl Growing {
     /// Opens the journal of a folder to add to it after `bytes`; what lies behind is dropped. 0 begins a new one.
-    pub fn open(folder: &dyn Folder, bytes: u64) -> io::Result<Growing> {
+    pub(crate) fn open(folder: &dyn Folder, bytes: u64) -> io::Result<Growing> {
         if bytes == 0 {
             folder.remove(ARRIVING)?;
         }
@@ -348,7 +348,7 @@ impl Growing {
     }
 
     /// Adds a unit.
-    pub fn unit(&mut self, unit: &Unit) -> io::Result<()> {
+    pub(crate) fn unit(&mut self, unit: &Unit) -> io::Result<()> {
         match Writer::new(&mut *self).unit(unit) {
             Ok(()) => Ok(()),
             Err(delta::Error::Write(error)) => Err(error),
@@ -357,7 +357,7 @@ impl Growing {
     }
 
     /// Bytes so far.
-    pub fn len(&self) -> u64 {
+    pub(crate) fn len(&self) -> u64 {
         self.written + self.pending.len() as u64
     }
 
@@ -383,17 +383,17 @@ impl Growing {
     }
 
     /// Hands what has come to the file. Not durable; what is not in order is found out when it is measured.
-    pub fn keep(&mut self) -> io::Result<()> {
+    pub(crate) fn keep(&mut self) -> io::Result<()> {
         self.empty()
     }
 
     /// The file, to make durable what was [kept](Growing::keep).
-    pub fn file(&self) -> Arc<dyn StateFile> {
+    pub(crate) fn file(&self) -> Arc<dyn StateFile> {
         self.file.clone()
     }
 
     /// The journal is whole: makes it durable, under the name that says so.
-    pub fn close(mut self, folder: &dyn Folder) -> io::Result<()> {
+    pub(crate) fn close(mut self, folder: &dyn Folder) -> io::Result<()> {
         self.empty()?;
         seal(&*self.file, folder)
     }

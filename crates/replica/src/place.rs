@@ -93,7 +93,7 @@ impl FilePlace {
     ///
     /// # Errors
     /// If its folder can't be opened.
-    pub fn new(path: PathBuf) -> io::Result<FilePlace> {
+    pub(crate) fn new(path: PathBuf) -> io::Result<FilePlace> {
         let folder = Dir::existing(path.parent().unwrap_or(Path::new("/")))?;
         let name = path.file_name().unwrap_or_default().to_owned();
         let mut partial = name.clone();

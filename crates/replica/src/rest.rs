@@ -235,13 +235,13 @@ struct Kept {
 
 impl Keeping {
     /// So many sectors of a disk, of 512 bytes, are about to be written, or made zero.
-    pub fn hands_over(&mut self, sectors: u64, zeroes: bool) {
+    pub(crate) fn hands_over(&mut self, sectors: u64, zeroes: bool) {
         let Some(kept) = self.0.as_ref().filter(|kept| kept.clock.is_none()) else { return };
         kept.map[TIME].fetch_add(if zeroes { ZEROED * sectors } else { sectors }, SeqCst);
     }
 
     /// A write is about to go down, or has just come back.
-    pub fn note(&mut self) {
+    pub(crate) fn note(&mut self) {
         let Some(kept) = &mut self.0 else { return };
         let Some(clock) = &kept.clock else { return };
         kept.map[TIME].store(clock.now(), Relaxed);

@@ -70,7 +70,7 @@ pub(crate) struct Inode {
 }
 
 impl Inode {
-    pub fn new(len: u64, is_device: bool, time: i64) -> Inode {
+    pub(crate) fn new(len: u64, is_device: bool, time: i64) -> Inode {
         let data = vec![0; len as usize];
         Inode {
             is_device,
@@ -89,7 +89,7 @@ impl Inode {
     }
 
     /// What it holds, by name.
-    pub fn name(&mut self) -> Content {
+    pub(crate) fn name(&mut self) -> Content {
         let count = self.data.len().div_ceil(PAGE);
         self.sums.resize(count, None);
         let mut total = 0u128;
@@ -100,24 +100,24 @@ impl Inode {
     }
 
     /// True if a page takes space.
-    pub fn is_allocated(&self, page: usize) -> bool {
+    pub(crate) fn is_allocated(&self, page: usize) -> bool {
         self.allocated.get(page).copied().unwrap_or(false)
     }
 
     /// Says whether pages take space.
-    pub fn allocate(&mut self, pages: Range<usize>, is: bool) {
+    pub(crate) fn allocate(&mut self, pages: Range<usize>, is: bool) {
         if self.allocated.len() < pages.end {
             self.allocated.resize(pages.end, false);
         }
         self.allocated[pages].fill(is);
     }
 
-    pub fn len(&self) -> u64 {
+    pub(crate) fn len(&self) -> u64 {
         self.data.len() as u64
     }
 
     /// All of it as it is.
-    pub fn bytes(&self) -> Vec<u8> {
+    pub(crate) fn bytes(&self) -> Vec<u8> {
         let mut bytes = self.data.clone();
         self.fetch(&mut bytes);
         bytes
@@ -133,11 +133,11 @@ impl Inode {
     }
 
     /// The moment of the last change; a device has none.
-    pub fn changed(&mut self, time: i64) {
+    pub(crate) fn changed(&mut self, time: i64) {
         self.time = time;
     }
 
-    pub fn read(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+    pub(crate) fn read(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
         let start = offset as usize;
         let end = start.saturating_add(buf.len());
         if end > self.data.len() {
@@ -151,12 +151,12 @@ impl Inode {
     }
 
     /// Bytes by which the file would grow, or a hole would be filled.
-    pub fn grows(&self, offset: u64, len: usize) -> u64 {
+    pub(crate) fn grows(&self, offset: u64, len: usize) -> u64 {
         let pages = pages(&(offset as usize..offset as usize + len));
         pages.filter(|page| !self.is_allocated(*page)).count() as u64 * PAGE as u64
     }
 
-    pub fn write(&mut self, offset: u64, buf: &[u8], time: i64) {
+    pub(crate) fn write(&mut self, offset: u64, buf: &[u8], time: i64) {
         let start = offset as usize;
         let end = start + buf.len();
         if end > self.data.len() {
@@ -181,7 +181,7 @@ impl Inode {
     }
 
     /// Takes space for a range, and changes nothing in it.
-    pub fn reserve(&mut self, range: Range<usize>, time: i64) {
+    pub(crate) fn reserve(&mut self, range: Range<usize>, time: i64) {
         self.allocate(pages(&range), true);
         (self.time, self.written) = (time, time);
     }
@@ -222,12 +222,12 @@ impl Inode {
     }
 
     /// Bytes of space that it takes.
-    pub fn space(&self) -> u64 {
+    pub(crate) fn space(&self) -> u64 {
         self.allocated.iter().filter(|is| **is).count() as u64 * PAGE as u64
     }
 
     /// Makes a range read as zeroes; whole pages are given back, if `unmap`.
-    pub fn zero(&mut self, range: Range<usize>, unmap: bool, time: i64) {
+    pub(crate) fn zero(&mut self, range: Range<usize>, unmap: bool, time: i64) {
         self.data[range.clone()].fill(0);
         if unmap {
             let whole = range.start.div_ceil(PAGE)..range.end / PAGE;
@@ -240,7 +240,7 @@ impl Inode {
         self.touch(range, time);
     }
 
-    pub fn resize(&mut self, len: u64, time: i64) {
+    pub(crate) fn resize(&mut self, len: u64, time: i64) {
         let (before, len) = (self.data.len(), len as usize);
         self.data.resize(len, 0);
         self.allocated.truncate(len.div_ceil(PAGE));
@@ -249,7 +249,7 @@ impl Inode {
     }
 
     /// Makes it durable: its times too, with `all`.
-    pub fn sync(&mut self, all: bool) {
+    pub(crate) fn sync(&mut self, all: bool) {
         if self.mapped.is_some() {
             self.gather();
         }
@@ -268,7 +268,7 @@ impl Inode {
     }
 
     /// A sync that fails: the system forgets what it could not write.
-    pub fn sync_fails(&mut self) {
+    pub(crate) fn sync_fails(&mut self) {
         if self.mapped.is_some() {
             self.gather();
         }
@@ -304,7 +304,7 @@ impl Inode {
         (self.data, self.sums) = (bytes, Vec::new());
     }
 
-    pub fn map(&mut self, len: u64, process: u64) -> io::Result<Mapping> {
+    pub(crate) fn map(&mut self, len: u64, process: u64) -> io::Result<Mapping> {
         if let Some((mapping, owner)) = &self.mapped {
             if mapping.len() as u64 * 8 >= len && *owner == process {
                 return Ok(mapping.clone());
@@ -319,16 +319,16 @@ impl Inode {
         Ok(mapping)
     }
 
-    pub fn is_mapped(&self) -> bool {
+    pub(crate) fn is_mapped(&self) -> bool {
         self.mapped.is_some()
     }
 
-    pub fn is_mapped_by(&self, process: u64) -> bool {
+    pub(crate) fn is_mapped_by(&self, process: u64) -> bool {
         self.mapped.as_ref().is_some_and(|(_, owner)| *owner == process)
     }
 
     /// The process has gone: what it stores from now on goes nowhere.
-    pub fn unmap(&mut self) {
+    pub(crate) fn unmap(&mut self) {
         if self.mapped.is_some() {
             self.gather();
             self.mapped = None;
@@ -336,7 +336,7 @@ impl Inode {
     }
 
     /// What a power cut leaves.
-    pub fn crash(&mut self, loss: Loss, dice: &mut Dice) {
+    pub(crate) fn crash(&mut self, loss: Loss, dice: &mut Dice) {
         let forgotten = self.still_forgotten();
         let lost = |dice: &mut Dice| match loss {
             Loss::Nothing => false,
@@ -377,7 +377,7 @@ impl Inode {
     }
 
     /// Becomes that, durably.
-    pub fn put(&mut self, content: &[u8]) {
+    pub(crate) fn put(&mut self, content: &[u8]) {
         self.data = content.to_vec();
         self.durable = content.to_vec();
         self.dirty.clear();

@@ -26,14 +26,14 @@ pub(crate) struct Capture {
 
 impl Capture {
     /// Nothing is read yet. At most `most` bytes are held, and at most as many read at once.
-    pub fn new(disk: &Arc<dyn Disk>, block_size: u64, most: u64) -> io::Result<Capture> {
+    pub(crate) fn new(disk: &Arc<dyn Disk>, block_size: u64, most: u64) -> io::Result<Capture> {
         let (size, queue) = (disk.len(), disk.clone().queue(DEPTH)?);
         let captured = Captured { size, block_size, slots: BTreeMap::new(), chunks: Vec::new() };
         Ok(Capture { queue, ready: Vec::new(), most, fresh: Vec::new(), captured })
     }
 
     /// Touches so many bytes of memory, so that filling them waits for nothing but the disk.
-    pub fn prepare(&mut self, bytes: u64) {
+    pub(crate) fn prepare(&mut self, bytes: u64) {
         let chunks = bytes.min(self.most).div_ceil(CHUNK) as usize + 1;
         while self.ready.len() < chunks {
             let mut buf = Buf::new(CHUNK as usize);
@@ -43,7 +43,7 @@ impl Capture {
     }
 
     /// Reads blocks. False if they are too many; then none is read.
-    pub fn read(&mut self, blocks: &Bitmap) -> io::Result<bool> {
+    pub(crate) fn read(&mut self, blocks: &Bitmap) -> io::Result<bool> {
         let Captured { size, block_size, .. } = self.captured;
         if blocks.count().saturating_mul(block_size) > self.most {
             return Ok(false);
@@ -81,7 +81,7 @@ impl Capture {
     }
 
     /// Puts what was read in its place. False if it is too much to hold. Not part of reading, since that may be urgent.
-    pub fn keep(&mut self) -> bool {
+    pub(crate) fn keep(&mut self) -> bool {
         for (pieces, buf) in self.fresh.drain(..) {
             let mut from = 0;
             for Piece { offset, len } in pieces {
@@ -94,7 +94,7 @@ impl Capture {
     }
 
     /// What was read and kept.
-    pub fn finish(self) -> Captured {
+    pub(crate) fn finish(self) -> Captured {
         self.captured
     }
 }
@@ -129,7 +129,7 @@ impl Captured {
     }
 
     /// True if all these blocks were read.
-    pub fn holds(&self, blocks: &Bitmap) -> bool {
+    pub(crate) fn holds(&self, blocks: &Bitmap) -> bool {
         blocks.runs().flatten().all(|block| self.slots.contains_key(&block))
     }
 }

@@ -59,22 +59,28 @@ pub(crate) enum Verdict {
 }
 
 impl Stamp {
-    pub fn read(folder: &dyn Folder) -> Result<Option<Stamp>, SourceError> {
+    pub(crate) fn read(folder: &dyn Folder) -> Result<Option<Stamp>, SourceError> {
         crate::json::read_json(folder, NAME)
     }
 
     /// Removes it: what it says of the source is no longer true.
-    pub fn forget(folder: &dyn Folder) -> Result<(), SourceError> {
+    pub(crate) fn forget(folder: &dyn Folder) -> Result<(), SourceError> {
         let gone = folder.remove(NAME).and_then(|()| folder.sync());
         gone.map_err(SourceError::state("remove a stamp in", folder.path()))
     }
 
-    pub fn write(&self, folder: &dyn Folder) -> Result<(), SourceError> {
+    pub(crate) fn write(&self, folder: &dyn Folder) -> Result<(), SourceError> {
         crate::json::write_json(folder, NAME, self)
     }
 
     /// Whether the record that this stamp was taken of can be believed for the image as it is.
-    pub fn verdict(&self, now: &Identity, boot: &Boot, last: LastWrite, trust_device: bool) -> Verdict {
+    pub(crate) fn verdict(
+        &self,
+        now: &Identity,
+        boot: &Boot,
+        last: LastWrite,
+        trust_device: bool,
+    ) -> Verdict {
         if let Some(why) = &self.lost {
             return Verdict::Lost(why.clone());
         }

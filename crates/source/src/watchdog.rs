@@ -51,7 +51,7 @@ pub(crate) struct Watchdog {
 
 impl Watchdog {
     /// Starts one, out of reach of what ends our own control group.
-    pub fn start(ward: &Ward) -> io::Result<Watchdog> {
+    pub(crate) fn start(ward: &Ward) -> io::Result<Watchdog> {
         let (ear, line) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
         let orders = Orders::new(ward, ear.as_raw_fd());
         // SAFETY: the child calls nothing but system calls, and leaves by `_exit`: no lock of another thread is touched.
@@ -72,7 +72,7 @@ impl Watchdog {
     ///
     /// # Errors
     /// If the watchdog is gone: then nothing may be frozen.
-    pub fn begin(&self) -> io::Result<()> {
+    pub(crate) fn begin(&self) -> io::Result<()> {
         rustix::io::write(&self.line, BEGIN)?;
         Ok(())
     }

@@ -57,7 +57,7 @@ pub(crate) struct Interval {
 }
 
 impl Interval {
-    pub fn new(how: &Batching) -> Interval {
+    pub(crate) fn new(how: &Batching) -> Interval {
         let seconds = how.first.as_secs_f64();
         Interval { how: how.clone(), seconds, whole: 0.0, blocks: 0.0, busy: 0.0 }
     }
@@ -69,12 +69,12 @@ impl Interval {
     }
 
     /// The time from one cut to the next.
-    pub fn current(&self) -> Duration {
+    pub(crate) fn current(&self) -> Duration {
         Duration::from_secs_f64(self.seconds)
     }
 
     /// Formula 1: the source's site has finished a batch.
-    pub fn primary(&mut self, took: Duration) {
+    pub(crate) fn primary(&mut self, took: Duration) {
         if self.how.adaptive {
             let next = (1.0 - self.how.alpha) * self.seconds + self.how.alpha * took.as_secs_f64();
             self.seconds = self.bounded(next);
@@ -83,7 +83,7 @@ impl Interval {
 
     /// Formula 2: the replica's site has confirmed a batch of so many blocks, which took it so long; `whole` is the time
     /// since the cut.
-    pub fn backup(&mut self, took: Duration, whole: Duration, blocks: u64) {
+    pub(crate) fn backup(&mut self, took: Duration, whole: Duration, blocks: u64) {
         let (took, whole) = (took.as_secs_f64(), whole.as_secs_f64());
         let beta = self.how.beta;
         self.whole = if self.whole == 0.0 { whole } else { (1.0 - beta) * self.whole + beta * whole };
@@ -95,7 +95,7 @@ impl Interval {
     }
 
     /// Formula 3: the blocks of the next batch at which it is cut before its time. Without experience there is no such bound.
-    pub fn threshold(&self) -> u64 {
+    pub(crate) fn threshold(&self) -> u64 {
         if self.busy == 0.0 || !self.how.adaptive {
             return u64::MAX;
         }
@@ -103,7 +103,7 @@ impl Interval {
     }
 
     /// The fixed-rate variant: how long the interval after a batch of so many bytes must be.
-    pub fn at_least(&self, bytes: u64) -> Duration {
+    pub(crate) fn at_least(&self, bytes: u64) -> Duration {
         match self.how.rate {
             Some(rate) => Duration::from_secs_f64(bytes as f64 / rate.max(1) as f64),
             None => Duration::ZERO,

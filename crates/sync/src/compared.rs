@@ -29,7 +29,10 @@ pub(crate) struct Comparison<'a> {
 
 impl Comparison<'_> {
     /// Hears the far side's digests and hands what differs from the view to `found`.
-    pub fn run(&self, mut found: impl FnMut(Finding<'_>) -> Result<(), SyncError>) -> Result<(), SyncError> {
+    pub(crate) fn run(
+        &self,
+        mut found: impl FnMut(Finding<'_>) -> Result<(), SyncError>,
+    ) -> Result<(), SyncError> {
         let Comparison { receiver, view, scope, totals, .. } = *self;
         // Errors of the link keep their words through the compare crate, which knows only those of the system.
         let heard_trouble = Mutex::new(None);

@@ -38,7 +38,7 @@ pub(crate) struct Kept {
 
 impl Kept {
     /// Looks for the digests of what a replica is.
-    pub fn open(asked: &Digests, replica: &Replica) -> Result<Kept, SyncError> {
+    pub(crate) fn open(asked: &Digests, replica: &Replica) -> Result<Kept, SyncError> {
         let path = match &asked.file {
             Some(path) => {
                 std::path::absolute(path).map_err(SyncError::io(format!("find {}", path.display())))?
@@ -59,7 +59,7 @@ impl Kept {
     }
 
     /// Prepares for a delta: from here on the file names no state until all is committed.
-    pub fn begin(
+    pub(crate) fn begin(
         &mut self,
         scope: Option<&Scope>,
         header: Option<&Header>,
@@ -102,7 +102,7 @@ impl Kept {
     }
 
     /// Answers for the replica: from the digests if they are good, else by reading it, which makes them.
-    pub fn answer(
+    pub(crate) fn answer(
         &self,
         disk: &Arc<dyn Disk>,
         scope: &Scope,
@@ -135,7 +135,7 @@ impl Kept {
     }
 
     /// A frame of the delta is on its way to the replica.
-    pub fn frame(&self, frame: &Frame) {
+    pub(crate) fn frame(&self, frame: &Frame) {
         self.enter(|file| {
             let mut at = 0;
             for record in &frame.records {
@@ -167,7 +167,7 @@ impl Kept {
     }
 
     /// All is committed: the digests are those of the state of this nonce. Says what became of them.
-    pub fn end(self, nonce: Uuid) -> String {
+    pub(crate) fn end(self, nonce: Uuid) -> String {
         let file = self.file.into_inner().unwrap_or_else(PoisonError::into_inner);
         match file.map(|file| file.seal(nonce)) {
             Some(Ok(())) => self.told,

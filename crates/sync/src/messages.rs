@@ -150,7 +150,7 @@ pub(crate) struct Failed {
 
 impl Failed {
     /// What an error says.
-    pub fn of(error: &SyncError) -> Failed {
+    pub(crate) fn of(error: &SyncError) -> Failed {
         Failed { message: error.to_string(), class: error.class() }
     }
 }
@@ -221,7 +221,7 @@ fn check_path(what: &str, path: Option<&Path>) -> Result<(), SyncError> {
 
 impl Open {
     /// Hears which replica is asked for.
-    pub fn hear(receiver: &Receiver) -> Result<Open, SyncError> {
+    pub(crate) fn hear(receiver: &Receiver) -> Result<Open, SyncError> {
         let open: Open = expect(receiver, OPEN)?.json()?;
         check_path("the replica", Some(&open.path))?;
         check_path("the journal's folder", open.journal_dir.as_deref())?;
@@ -232,12 +232,12 @@ impl Open {
 
 impl Standing {
     /// Of a replica that nobody has at hand.
-    pub fn of(replica: replica::Standing) -> Standing {
+    pub(crate) fn of(replica: replica::Standing) -> Standing {
         Standing { path: PathBuf::new(), replica, wrong_size: None, in_place: false }
     }
 
     /// Hears where the replica is.
-    pub fn hear(receiver: &Receiver) -> Result<Standing, SyncError> {
+    pub(crate) fn hear(receiver: &Receiver) -> Result<Standing, SyncError> {
         let standing: Standing = expect(receiver, STANDING)?.json()?;
         standing.check()?;
         let text = |said: Option<String>| said.as_deref().map(text);
@@ -264,7 +264,7 @@ impl Standing {
 
 impl Plan {
     /// Refuses what no source plans.
-    pub fn check(&self) -> Result<(), SyncError> {
+    pub(crate) fn check(&self) -> Result<(), SyncError> {
         let sense = |checked: std::io::Result<()>| checked.map_err(|error| nonsense(&error.to_string()));
         sense(self.compare.as_ref().map_or(Ok(()), Scope::check))?;
         sense(self.rolling.as_ref().map_or(Ok(()), Shape::check))?;

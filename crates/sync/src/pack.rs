@@ -40,7 +40,7 @@ pub(crate) struct Packing {
 }
 
 impl Packing {
-    pub fn new(options: &Options, block_size: u32) -> Packing {
+    pub(crate) fn new(options: &Options, block_size: u32) -> Packing {
         Packing {
             compress: options.compress,
             frames: FrameSize::new(options.may_be_cut, block_size.into()),
@@ -124,7 +124,7 @@ pub(crate) struct DeltaSender<'a> {
 
 impl<'a> DeltaSender<'a> {
     /// Begins the delta.
-    pub fn begin(
+    pub(crate) fn begin(
         sender: &'a Sender,
         header: &Header,
         packing: Packing,
@@ -147,7 +147,7 @@ impl<'a> DeltaSender<'a> {
     }
 
     /// Adds a finding.
-    pub fn add(&mut self, finding: &Finding<'_>) -> Result<(), SyncError> {
+    pub(crate) fn add(&mut self, finding: &Finding<'_>) -> Result<(), SyncError> {
         let full = match finding {
             Finding::Data { offset, data } => {
                 self.changed(*offset..offset + data.len() as u64);
@@ -164,7 +164,7 @@ impl<'a> DeltaSender<'a> {
     }
 
     /// Adds what was found to have moved, or not.
-    pub fn change(&mut self, change: Change) -> Result<(), SyncError> {
+    pub(crate) fn change(&mut self, change: Change) -> Result<(), SyncError> {
         let full = match change {
             Change::Data { offset, data } => {
                 self.changed(offset..offset + data.len() as u64);
@@ -184,7 +184,7 @@ impl<'a> DeltaSender<'a> {
     }
 
     /// Ends the delta.
-    pub fn end(mut self) -> Result<(), SyncError> {
+    pub(crate) fn end(mut self) -> Result<(), SyncError> {
         if !self.packer.is_empty() {
             let frame = self.packer.take();
             self.frame(frame)?;

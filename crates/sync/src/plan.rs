@@ -66,7 +66,7 @@ pub(crate) struct Choice {
 }
 
 impl Choice {
-    pub fn compare(why: &str) -> Choice {
+    pub(crate) fn compare(why: &str) -> Choice {
         Choice { method: Method::Compare, trust: format!("compared: {why}"), positions: Vec::new() }
     }
 
@@ -74,11 +74,11 @@ impl Choice {
         Choice { method: Method::Rolling, trust: "compared: asked for".into(), positions: Vec::new() }
     }
 
-    pub fn copy(trust: &str) -> Choice {
+    pub(crate) fn copy(trust: &str) -> Choice {
         Choice { method: Method::Copy, trust: trust.into(), positions: Vec::new() }
     }
 
-    pub fn tracked(positions: Vec<Position>) -> Choice {
+    pub(crate) fn tracked(positions: Vec<Position>) -> Choice {
         Choice { method: Method::Tracked, trust: "tracked".into(), positions }
     }
 }
@@ -221,7 +221,7 @@ pub(crate) struct SyncPlan {
 
 impl Choice {
     /// The plan for a moment. Where what changed up to it is not known after all, the plan is a comparison.
-    pub fn at(
+    pub(crate) fn at(
         self,
         moment: Moment<'_>,
         standing: &Standing,
@@ -322,7 +322,7 @@ fn tracked(positions: &[Position], changes: Changes, moment: &Moment<'_>, standi
 
 impl SyncPlan {
     /// True if the replica is at the plan's epoch, and nothing was left over from before: there is nothing to commit.
-    pub fn is_done(&self, standing: &Standing) -> bool {
+    pub(crate) fn is_done(&self, standing: &Standing) -> bool {
         let (replica, header) = (&standing.replica, &self.header);
         let at = replica::Position { epoch: header.to().copied(), upto: header.size_after };
         header.method == Method::Tracked
@@ -334,7 +334,7 @@ impl SyncPlan {
 
     /// The same as a pass over a live disk. It is sent up to the disk's end, whatever is there, so that the replica holds
     /// something of every block.
-    pub fn into_pass(mut self) -> SyncPlan {
+    pub(crate) fn into_pass(mut self) -> SyncPlan {
         self.pass = true;
         self.wanted.reach_end();
         self

@@ -42,12 +42,12 @@ impl FrameSize {
     const PART: u64 = 64;
     const LEAST: u64 = 8 << 10;
 
-    pub fn new(may_be_cut: bool, block_size: u64) -> FrameSize {
+    pub(crate) fn new(may_be_cut: bool, block_size: u64) -> FrameSize {
         FrameSize { grows: may_be_cut, least: block_size.max(Self::LEAST), most: FRAME, given: 0 }
     }
 
     /// Frames of a size at which so many bytes make several, for several threads.
-    pub fn shared(bytes: u64, block_size: u64) -> FrameSize {
+    pub(crate) fn shared(bytes: u64, block_size: u64) -> FrameSize {
         const PARTS: u64 = 4;
         const LEAST: u64 = 64 << 10;
         let most = (bytes / PARTS).next_multiple_of(block_size).clamp(LEAST.max(block_size), FRAME);
@@ -92,17 +92,17 @@ pub(crate) struct Count {
 
 impl Wanted {
     /// All that is allocated.
-    pub fn allocated(size: u64, block_size: u64) -> Wanted {
+    pub(crate) fn allocated(size: u64, block_size: u64) -> Wanted {
         Wanted { changes: Bitmap::new(0).into(), block_size, size, all_from: 0, to_end: false }
     }
 
     /// The marked blocks.
-    pub fn marked(changes: impl Into<Arc<Bitmap>>, size: u64, block_size: u64) -> Wanted {
+    pub(crate) fn marked(changes: impl Into<Arc<Bitmap>>, size: u64, block_size: u64) -> Wanted {
         Wanted { changes: changes.into(), block_size, size, all_from: u64::MAX, to_end: false }
     }
 
     /// Also what is allocated beyond a byte of the disk, and the block that this byte is in.
-    pub fn and_beyond(mut self, upto: u64) -> Wanted {
+    pub(crate) fn and_beyond(mut self, upto: u64) -> Wanted {
         if upto < self.size {
             let block = upto / self.block_size;
             self.changes.set(block..(block + 1).min(self.changes.blocks()));
@@ -112,7 +112,7 @@ impl Wanted {
     }
 
     /// Also the last block, whatever is there.
-    pub fn reach_end(&mut self) {
+    pub(crate) fn reach_end(&mut self) {
         self.to_end = true;
         let blocks = self.changes.blocks();
         self.changes.set(blocks.saturating_sub(1)..blocks);
@@ -120,7 +120,7 @@ impl Wanted {
 
     /// Also what is between marked blocks, where they are dense. Returns the blocks, extents and bytes that were marked
     /// before.
-    pub fn fill_dense(&mut self) -> (u64, u64, u64) {
+    pub(crate) fn fill_dense(&mut self) -> (u64, u64, u64) {
         let blocks = self.changes.count();
         let extents = self.changes.runs().count() as u64;
         fill_dense(&self.changes);
@@ -128,7 +128,7 @@ impl Wanted {
     }
 
     /// The blocks of the disk that are wanted; `None` if that may be any.
-    pub fn blocks(&self) -> Option<Bitmap> {
+    pub(crate) fn blocks(&self) -> Option<Bitmap> {
         if self.all_from == 0 {
             return None;
         }
@@ -141,7 +141,7 @@ impl Wanted {
     }
 
     /// What is marked, or allocated where everything is wanted.
-    pub fn count(&self, disk: &dyn Disk) -> io::Result<Count> {
+    pub(crate) fn count(&self, disk: &dyn Disk) -> io::Result<Count> {
         let Count { mut blocks, mut extents, mut bytes, mut read } = Count::default();
         let mut wants = self.wants(disk);
         while let Some(want) = wants.next()? {
@@ -162,7 +162,7 @@ impl Wanted {
     }
 
     /// The extents, ascending.
-    pub fn wants<'a>(&'a self, disk: &'a dyn Disk) -> Wants<'a> {
+    pub(crate) fn wants<'a>(&'a self, disk: &'a dyn Disk) -> Wants<'a> {
         let marked_end = self.all_from.min(self.size);
         let blocks = marked_end.div_ceil(self.block_size).min(self.changes.blocks());
         Wants {
@@ -187,7 +187,7 @@ pub(crate) struct Wants<'a> {
 }
 
 impl Wants<'_> {
-    pub fn next(&mut self) -> io::Result<Option<Want>> {
+    pub(crate) fn next(&mut self) -> io::Result<Option<Want>> {
         if let Some(want) = self.pending.pop_front() {
             return Ok(Some(want));
         }
@@ -365,7 +365,7 @@ pub(crate) struct FrameReader<'a> {
 }
 
 impl<'a> FrameReader<'a> {
-    pub fn new<D: Disk + 'static>(
+    pub(crate) fn new<D: Disk + 'static>(
         wanted: &'a Wanted,
         disk: &'a Arc<D>,
         (size, leave_out): (FrameSize, bool),
@@ -391,7 +391,7 @@ impl<'a> FrameReader<'a> {
     }
 
     /// Bytes read from the disk so far.
-    pub fn bytes_read(&self) -> u64 {
+    pub(crate) fn bytes_read(&self) -> u64 {
         self.read
     }
 
@@ -433,7 +433,7 @@ impl<'a> FrameReader<'a> {
     }
 
     /// The next frame and the end of its last extent; `None` at the end. `spare` is a buffer to use again.
-    pub fn next(&mut self, mut spare: Option<Buf>) -> io::Result<Option<(Frame, u64)>> {
+    pub(crate) fn next(&mut self, mut spare: Option<Buf>) -> io::Result<Option<(Frame, u64)>> {
         loop {
             match self.step(spare.take())? {
                 // Where zeroes need no word, a frame may have nothing to say.
@@ -532,12 +532,12 @@ pub(crate) struct Packer {
 }
 
 impl Packer {
-    pub fn new(size: FrameSize) -> Packer {
+    pub(crate) fn new(size: FrameSize) -> Packer {
         Packer { size, records: Vec::new(), data: None, copied: 0 }
     }
 
     /// Adds zeroes; returns the frame that became full.
-    pub fn zero(&mut self, range: Range<u64>) -> Option<Frame> {
+    pub(crate) fn zero(&mut self, range: Range<u64>) -> Option<Frame> {
         let full = (self.records.len() >= FRAME_EXTENTS).then(|| self.take());
         let more = range.end - range.start;
         match self.records.last_mut() {
@@ -548,7 +548,7 @@ impl Packer {
     }
 
     /// Adds data, at most [`FRAME`] bytes; returns the frame that became full.
-    pub fn data(&mut self, offset: u64, data: &[u8]) -> Option<Frame> {
+    pub(crate) fn data(&mut self, offset: u64, data: &[u8]) -> Option<Frame> {
         let limit = self.size.limit() as usize;
         let held = self.data.as_ref().map_or(0, |d| d.len());
         let ends = self.records.len() >= FRAME_EXTENTS || (held > 0 && held + data.len() > limit);
@@ -571,7 +571,7 @@ impl Packer {
     }
 
     /// Adds a copy; returns the frame that became full.
-    pub fn copy(&mut self, record: Record) -> Option<Frame> {
+    pub(crate) fn copy(&mut self, record: Record) -> Option<Frame> {
         // The far side can begin with what it has.
         let ends = self.records.len() >= FRAME_EXTENTS || self.copied >= COPIED;
         let full = ends.then(|| self.take());
@@ -581,12 +581,12 @@ impl Packer {
     }
 
     /// What is left.
-    pub fn take(&mut self) -> Frame {
+    pub(crate) fn take(&mut self) -> Frame {
         self.copied = 0;
         Frame { records: std::mem::take(&mut self.records), data: self.data.take().unwrap_or_default() }
     }
 
-    pub fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.records.is_empty()
     }
 }

@@ -137,7 +137,7 @@ pub(crate) struct Totals<'a> {
 }
 
 impl<'a> Totals<'a> {
-    pub fn new(progress: Progress<'a>) -> Totals<'a> {
+    pub(crate) fn new(progress: Progress<'a>) -> Totals<'a> {
         Totals {
             blocks: AtomicU64::new(0),
             extents: AtomicU64::new(0),
@@ -152,22 +152,22 @@ impl<'a> Totals<'a> {
     }
 
     /// From here on the work is so many bytes.
-    pub fn expect(&self, all: u64) {
+    pub(crate) fn expect(&self, all: u64) {
         self.all.store(all, Relaxed);
     }
 
     /// Tells how many bytes of it are done.
-    pub fn progress(&self, done: u64) {
+    pub(crate) fn progress(&self, done: u64) {
         (self.progress)(done, self.all.load(Relaxed));
     }
 
     /// Notes what could not be read at the source.
-    pub fn left_out(&self, range: &Range<u64>) {
+    pub(crate) fn left_out(&self, range: &Range<u64>) {
         self.unreadable.lock().unwrap_or_else(PoisonError::into_inner).0.add(range);
     }
 
     /// Notes what could not be read at the replica.
-    pub fn unreadable_there(&self, range: &Range<u64>) {
+    pub(crate) fn unreadable_there(&self, range: &Range<u64>) {
         self.unreadable.lock().unwrap_or_else(PoisonError::into_inner).1.add(range);
     }
 
@@ -176,14 +176,14 @@ impl<'a> Totals<'a> {
     }
 
     /// Counts what a frame tells: frames are to be counted in their order.
-    pub fn add(&self, frame: &Frame, block_size: u64) {
+    pub(crate) fn add(&self, frame: &Frame, block_size: u64) {
         for record in &frame.records {
             self.changed(record.offset()..record.end(), block_size);
         }
     }
 
     /// Counts a range that has changed. What begins where the last one ended belongs to its run.
-    pub fn changed(&self, range: Range<u64>, block_size: u64) {
+    pub(crate) fn changed(&self, range: Range<u64>, block_size: u64) {
         let goes_on = self.end.swap(range.end, Relaxed) == range.start && range.start != 0;
         let first = if goes_on { range.start.div_ceil(block_size) } else { range.start / block_size };
         self.blocks.fetch_add(range.end.div_ceil(block_size) - first, Relaxed);

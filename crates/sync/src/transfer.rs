@@ -34,13 +34,13 @@ pub(crate) struct Transfer<'a> {
 
 impl Transfer<'_> {
     /// Sends a pass over a live disk, and hears where the replica is then.
-    pub fn pass(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<Standing, SyncError> {
+    pub(crate) fn pass(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<Standing, SyncError> {
         self.send(view, plan)?;
         Standing::hear(self.receiver)
     }
 
     /// Sends a delta, and hears that it was committed.
-    pub fn commit(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<Committed, SyncError> {
+    pub(crate) fn commit(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<Committed, SyncError> {
         let sent = self.send(view, plan);
         committed(self.receiver, view.epoch(), sent)
     }

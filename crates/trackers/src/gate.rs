@@ -25,7 +25,7 @@ pub(crate) fn inside(words: &[AtomicU64]) -> u64 {
 
 impl Gate {
     /// A gate over at least 128 words, nobody inside.
-    pub fn new(words: impl Deref<Target = [AtomicU64]> + Send + Sync + 'static) -> Gate {
+    pub(crate) fn new(words: impl Deref<Target = [AtomicU64]> + Send + Sync + 'static) -> Gate {
         LANES.iter().for_each(|lane| words[*lane].store(0, SeqCst));
         Gate { generation: AtomicUsize::new(0), words: Box::new(words), turn: Mutex::new(()) }
     }
@@ -35,7 +35,7 @@ impl Gate {
     }
 
     /// True if writes are inside.
-    pub fn is_busy(&self) -> bool {
+    pub(crate) fn is_busy(&self) -> bool {
         inside(&self.words) > 0
     }
 
@@ -44,7 +44,7 @@ impl Gate {
     /// Sequentially consistent throughout: what a waiter published before [`Gate::drain`] is seen by every write that the
     /// waiter does not wait for. A write that counts itself into a generation which has just been closed may have missed
     /// the waiter's last look, so it looks again and moves over.
-    pub fn enter(&self) -> usize {
+    pub(crate) fn enter(&self) -> usize {
         loop {
             let side = self.generation.load(SeqCst) & 1;
             self.lane(side).fetch_add(1, SeqCst);
@@ -56,12 +56,12 @@ impl Gate {
     }
 
     /// Leaves by the side that [`Gate::enter`] gave.
-    pub fn leave(&self, side: usize) {
+    pub(crate) fn leave(&self, side: usize) {
         self.lane(side).fetch_sub(1, SeqCst);
     }
 
     /// Waits until every write that entered before the call has left.
-    pub fn drain(&self) {
+    pub(crate) fn drain(&self) {
         let _turn = self.turn.lock().unwrap_or_else(|e| e.into_inner());
         let side = self.generation.fetch_add(1, SeqCst) & 1;
         let mut looks = 0u32;

@@ -45,7 +45,7 @@ struct Log {
 
 impl Intents {
     /// A fresh log, every region idle.
-    pub fn create(folder: &dyn Folder, size: u64, region: u64, enabled: bool) -> io::Result<Intents> {
+    pub(crate) fn create(folder: &dyn Folder, size: u64, region: u64, enabled: bool) -> io::Result<Intents> {
         let regions = size.div_ceil(region);
         let pages = regions.div_ceil(PER_PAGE);
         let fresh = format!("{NAME}.new");
@@ -75,7 +75,7 @@ impl Intents {
 
     /// The byte ranges that a log from an earlier run has active; `None` if there is no sound log, in which case nothing
     /// that it should have covered can be trusted.
-    pub fn left_active(folder: &dyn Folder) -> io::Result<Option<Vec<Range<u64>>>> {
+    pub(crate) fn left_active(folder: &dyn Folder) -> io::Result<Option<Vec<Range<u64>>>> {
         let file = match folder.open(NAME, false) {
             Ok(file) => file,
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -114,7 +114,7 @@ impl Intents {
     /// Called inside the gate: true if every region of the range is active, which then stays so until the gate is left.
     ///
     /// The touch is a compare-exchange: a plain store could bring back a region which the sweep has just taken down.
-    pub fn covers(&self, offset: u64, len: u64) -> bool {
+    pub(crate) fn covers(&self, offset: u64, len: u64) -> bool {
         if !self.enabled || len == 0 {
             return true;
         }
@@ -139,7 +139,7 @@ impl Intents {
 
     /// Makes the regions of a range active, durably. Called between entering the gate in vain and entering it again; other
     /// writes of the same thread may be inside all the while.
-    pub fn activate(&self, offset: u64, len: u64) -> io::Result<()> {
+    pub(crate) fn activate(&self, offset: u64, len: u64) -> io::Result<()> {
         self.waits.fetch_add(1, SeqCst);
         let mut log = self.log();
         let regions = self.regions(offset, len);
@@ -166,7 +166,12 @@ impl Intents {
     /// The log is free while the gate is drained, because a thread inside the gate may be waiting for the log: with one
     /// write on its way it begins another, in an idle region, and until that has begun it does not look for completions.
     /// Sweeps exclude each other, or one could drop an intent that was renewed and taken down again behind its back.
-    pub fn sweep(&self, age: u8, gate: &Gate, sync: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
+    pub(crate) fn sweep(
+        &self,
+        age: u8,
+        gate: &Gate,
+        sync: impl FnOnce() -> io::Result<()>,
+    ) -> io::Result<()> {
         let _alone = self.sweeping.lock().unwrap_or_else(|e| e.into_inner());
         let idle = self.take_down(age);
         if idle.is_empty() {
@@ -206,13 +211,13 @@ impl Intents {
     }
 
     /// The byte ranges active now, ascending: where bits may be set that are not durable.
-    pub fn active_ranges(&self, size: u64) -> Vec<Range<u64>> {
+    pub(crate) fn active_ranges(&self, size: u64) -> Vec<Range<u64>> {
         let log = self.log();
         log.active.iter().map(|r| r * self.region..((r + 1) * self.region).min(size)).collect()
     }
 
     /// Regions active now.
-    pub fn active(&self) -> u64 {
+    pub(crate) fn active(&self) -> u64 {
         self.log().active.len() as u64
     }
 
@@ -221,7 +226,7 @@ impl Intents {
     }
 
     /// Bytes a region.
-    pub fn region(&self) -> u64 {
+    pub(crate) fn region(&self) -> u64 {
         self.region
     }
 }

@@ -30,7 +30,7 @@ pub(crate) struct Section {
 }
 
 impl Section {
-    pub fn new(mapping: &Mapping, words: Range<usize>) -> Section {
+    pub(crate) fn new(mapping: &Mapping, words: Range<usize>) -> Section {
         Section { mapping: mapping.clone(), words }
     }
 }

@@ -5,11 +5,11 @@ use device::Buf;
 use proptest::prelude::*;
 use uuid::Uuid;
 
-pub fn epoch(number: u64) -> Epoch {
+pub(crate) fn epoch(number: u64) -> Epoch {
     Epoch { number, id: Uuid::from_u128(u128::from(number) << 64 | 0xe) }
 }
 
-pub fn header(size_before: u64, size_after: u64, chain: &[u64]) -> Header {
+pub(crate) fn header(size_before: u64, size_after: u64, chain: &[u64]) -> Header {
     Header {
         stream: Uuid::from_u128(0x5),
         source: Uuid::from_u128(0x50),
@@ -28,7 +28,7 @@ pub fn header(size_before: u64, size_after: u64, chain: &[u64]) -> Header {
 
 /// One change of a disk in memory.
 #[derive(Debug, Clone)]
-pub struct Change {
+pub(crate) struct Change {
     pub offset: u64,
     pub len: u64,
     /// `None` for zeroes, else what the data is made of.
@@ -43,7 +43,7 @@ impl Change {
 }
 
 /// Changes of a disk of `size` bytes, ascending and apart.
-pub fn changes(size: u64) -> impl Strategy<Value = Vec<Change>> {
+pub(crate) fn changes(size: u64) -> impl Strategy<Value = Vec<Change>> {
     let change = (0u64..900, 1u64..1500, proptest::option::weighted(0.7, any::<u8>()));
     proptest::collection::vec(change, 0..25).prop_map(move |parts| {
         let mut at = 0;
@@ -62,7 +62,7 @@ pub fn changes(size: u64) -> impl Strategy<Value = Vec<Change>> {
 }
 
 /// Frames of at most `per_frame` records each.
-pub fn frames(changes: &[Change], per_frame: usize) -> Vec<Frame> {
+pub(crate) fn frames(changes: &[Change], per_frame: usize) -> Vec<Frame> {
     changes
         .chunks(per_frame)
         .map(|chunk| {
@@ -77,7 +77,7 @@ pub fn frames(changes: &[Change], per_frame: usize) -> Vec<Frame> {
 }
 
 /// A delta as a stream of bytes.
-pub fn delta(header: &Header, frames: Vec<Frame>, compression: Option<i32>) -> Vec<u8> {
+pub(crate) fn delta(header: &Header, frames: Vec<Frame>, compression: Option<i32>) -> Vec<u8> {
     let mut writer = Writer::new(Vec::new());
     let (mut encoder, unit) = Encoder::new(header, compression).unwrap();
     writer.unit(&unit).unwrap();
@@ -89,7 +89,7 @@ pub fn delta(header: &Header, frames: Vec<Frame>, compression: Option<i32>) -> V
 }
 
 /// Everything in a delta, read strictly.
-pub fn read(bytes: &[u8]) -> delta::Result<(Header, Vec<Frame>)> {
+pub(crate) fn read(bytes: &[u8]) -> delta::Result<(Header, Vec<Frame>)> {
     let mut reader = Reader::new(bytes);
     let header = reader.header()?.clone();
     let mut frames = Vec::new();
@@ -103,7 +103,7 @@ pub fn read(bytes: &[u8]) -> delta::Result<(Header, Vec<Frame>)> {
 }
 
 /// Merges a delta: first the size, then the records in order.
-pub fn merge(disk: &mut Vec<u8>, bytes: &[u8]) {
+pub(crate) fn merge(disk: &mut Vec<u8>, bytes: &[u8]) {
     let (header, frames) = read(bytes).unwrap();
     disk.resize(header.size_after as usize, 0);
     for frame in frames {
@@ -127,27 +127,27 @@ pub fn merge(disk: &mut Vec<u8>, bytes: &[u8]) {
 }
 
 /// A xorshift generator: the same numbers for the same seed.
-pub struct Random(pub u64);
+pub(crate) struct Random(pub u64);
 
 impl Random {
-    pub fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
         self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
     }
 
-    pub fn below(&mut self, limit: usize) -> usize {
+    pub(crate) fn below(&mut self, limit: usize) -> usize {
         (self.next() >> 33) as usize % limit.max(1)
     }
 
-    pub fn bytes(&mut self, len: usize) -> Vec<u8> {
+    pub(crate) fn bytes(&mut self, len: usize) -> Vec<u8> {
         (0..len).map(|_| (self.next() >> 56) as u8).collect()
     }
 }
 
 /// Changes of a disk of `size` bytes, for those who have numbers of their own.
-pub fn changes_of(random: &mut Random, size: u64) -> Vec<Change> {
+pub(crate) fn changes_of(random: &mut Random, size: u64) -> Vec<Change> {
     let mut changes = Vec::new();
     let mut at = 0;
     for _ in 0..random.below(12) {

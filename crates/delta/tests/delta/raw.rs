@@ -3,11 +3,11 @@
 
 use twox_hash::{XxHash3_64, XxHash3_128};
 
-pub const HEADER: u8 = 1;
-pub const FRAME: u8 = 2;
-pub const TRAILER: u8 = 3;
+pub(crate) const HEADER: u8 = 1;
+pub(crate) const FRAME: u8 = 2;
+pub(crate) const TRAILER: u8 = 3;
 
-pub fn unit(kind: u8, head: &[u8], body: &[u8]) -> Vec<u8> {
+pub(crate) fn unit(kind: u8, head: &[u8], body: &[u8]) -> Vec<u8> {
     let mut out = b"dsyn".to_vec();
     out.extend([kind, 0, 0, 0]);
     out.extend((head.len() as u32).to_le_bytes());
@@ -18,10 +18,10 @@ pub fn unit(kind: u8, head: &[u8], body: &[u8]) -> Vec<u8> {
 }
 
 /// Kind, head and body of a unit, and what follows it.
-pub type Split<'a> = (u8, &'a [u8], &'a [u8], &'a [u8]);
+pub(crate) type Split<'a> = (u8, &'a [u8], &'a [u8], &'a [u8]);
 
 /// The unit at the front; `None` if it is not whole.
-pub fn split(bytes: &[u8]) -> Option<Split<'_>> {
+pub(crate) fn split(bytes: &[u8]) -> Option<Split<'_>> {
     let (prefix, rest) = bytes.split_first_chunk::<16>()?;
     let len = |at: usize| u32::from_le_bytes(prefix[at..at + 4].try_into().unwrap()) as usize;
     let (head, rest) = rest.split_at_checked(len(8))?;
@@ -29,7 +29,7 @@ pub fn split(bytes: &[u8]) -> Option<Split<'_>> {
     Some((prefix[4], head, body, rest))
 }
 
-pub fn varint(mut value: u64) -> Vec<u8> {
+pub(crate) fn varint(mut value: u64) -> Vec<u8> {
     let mut out = Vec::new();
     while value > 127 {
         out.push(value as u8 & 127 | 128);
@@ -39,16 +39,16 @@ pub fn varint(mut value: u64) -> Vec<u8> {
     out
 }
 
-pub fn signed(value: i64) -> Vec<u8> {
+pub(crate) fn signed(value: i64) -> Vec<u8> {
     varint(if value < 0 { !(value as u64) << 1 | 1 } else { (value as u64) << 1 })
 }
 
-pub fn sealed(mut head: Vec<u8>) -> Vec<u8> {
+pub(crate) fn sealed(mut head: Vec<u8>) -> Vec<u8> {
     head.extend(XxHash3_128::oneshot(&head).to_le_bytes());
     head
 }
 
-pub fn frame_hash(stream: &[u8], sequence: u64, count: u32, records: &[u8], data: &[u8]) -> [u8; 16] {
+pub(crate) fn frame_hash(stream: &[u8], sequence: u64, count: u32, records: &[u8], data: &[u8]) -> [u8; 16] {
     let mut all = stream.to_vec();
     all.extend(sequence.to_le_bytes());
     all.extend(count.to_le_bytes());
@@ -59,7 +59,7 @@ pub fn frame_hash(stream: &[u8], sequence: u64, count: u32, records: &[u8], data
 }
 
 /// The head of a frame of any content.
-pub fn frame_head(stream: &[u8], sequence: u64, count: u32, records: &[u8], data: &[u8]) -> Vec<u8> {
+pub(crate) fn frame_head(stream: &[u8], sequence: u64, count: u32, records: &[u8], data: &[u8]) -> Vec<u8> {
     let mut head = sequence.to_le_bytes().to_vec();
     head.extend([0; 4]);
     head.extend(count.to_le_bytes());
@@ -69,11 +69,11 @@ pub fn frame_head(stream: &[u8], sequence: u64, count: u32, records: &[u8], data
     head
 }
 
-pub fn frame(stream: &[u8], sequence: u64, count: u32, records: &[u8], data: &[u8]) -> Vec<u8> {
+pub(crate) fn frame(stream: &[u8], sequence: u64, count: u32, records: &[u8], data: &[u8]) -> Vec<u8> {
     unit(FRAME, &frame_head(stream, sequence, count, records, data), data)
 }
 
-pub fn trailer(totals: [u64; 5], header_head: &[u8], frame_hashes: &[[u8; 16]]) -> Vec<u8> {
+pub(crate) fn trailer(totals: [u64; 5], header_head: &[u8], frame_hashes: &[[u8; 16]]) -> Vec<u8> {
     let mut digest = blake3::Hasher::new();
     digest.update(header_head);
     frame_hashes.iter().for_each(|hash| {
@@ -85,7 +85,7 @@ pub fn trailer(totals: [u64; 5], header_head: &[u8], frame_hashes: &[[u8; 16]]) 
 }
 
 /// Makes every checksum hold again, as far as there are units: what a patient forger would do, and a fuzzer must.
-pub fn repair(bytes: &[u8]) -> Vec<u8> {
+pub(crate) fn repair(bytes: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
     let mut rest = bytes;
     let mut stream = [0; 16];

@@ -8,7 +8,7 @@ use delta::{Encoder, Event, MAX_DATA, MAX_RECORDS, Method, Reader, Record, Write
 ///
 /// # Panics
 /// If a promise is broken.
-pub fn fuzz_reader(bytes: &[u8]) -> bool {
+pub(crate) fn fuzz_reader(bytes: &[u8]) -> bool {
     let mut reader = Reader::new(bytes);
     let mut header = None;
     let mut frames = Vec::new();

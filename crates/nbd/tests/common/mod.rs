@@ -15,34 +15,34 @@ use std::time::Duration;
 use device::{Disk, Done, InlineQueue, Kind, Queue, RamDisk, Request};
 use nbd::{Export, Exports, Limits, Listed, Refusal, Server};
 
-pub const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
-pub const ACK: u32 = 1;
-pub const ERR: u32 = 1 << 31;
-pub const UNSUP: u32 = ERR + 1;
-pub const POLICY: u32 = ERR + 2;
-pub const INVALID: u32 = ERR + 3;
-pub const UNKNOWN: u32 = ERR + 6;
-pub const SHUTDOWN: u32 = ERR + 7;
-pub const TOO_BIG: u32 = ERR + 9;
+pub(crate) const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
+pub(crate) const ACK: u32 = 1;
+pub(crate) const ERR: u32 = 1 << 31;
+pub(crate) const UNSUP: u32 = ERR + 1;
+pub(crate) const POLICY: u32 = ERR + 2;
+pub(crate) const INVALID: u32 = ERR + 3;
+pub(crate) const UNKNOWN: u32 = ERR + 6;
+pub(crate) const SHUTDOWN: u32 = ERR + 7;
+pub(crate) const TOO_BIG: u32 = ERR + 9;
 
-pub const READ: u16 = 0;
-pub const WRITE: u16 = 1;
-pub const DISC: u16 = 2;
-pub const FLUSH: u16 = 3;
-pub const TRIM: u16 = 4;
-pub const CACHE: u16 = 5;
-pub const ZEROES: u16 = 6;
-pub const STATUS: u16 = 7;
+pub(crate) const READ: u16 = 0;
+pub(crate) const WRITE: u16 = 1;
+pub(crate) const DISC: u16 = 2;
+pub(crate) const FLUSH: u16 = 3;
+pub(crate) const TRIM: u16 = 4;
+pub(crate) const CACHE: u16 = 5;
+pub(crate) const ZEROES: u16 = 6;
+pub(crate) const STATUS: u16 = 7;
 
-pub const FUA: u16 = 1;
-pub const NO_HOLE: u16 = 2;
-pub const DF: u16 = 4;
-pub const REQ_ONE: u16 = 8;
-pub const FAST: u16 = 16;
+pub(crate) const FUA: u16 = 1;
+pub(crate) const NO_HOLE: u16 = 2;
+pub(crate) const DF: u16 = 4;
+pub(crate) const REQ_ONE: u16 = 8;
+pub(crate) const FAST: u16 = 16;
 
 /// What an answered request came to.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Answer {
+pub(crate) struct Answer {
     pub error: u32,
     pub message: String,
     pub data: Vec<u8>,
@@ -52,7 +52,7 @@ pub struct Answer {
     pub status: HashMap<u32, Vec<(u32, u32)>>,
 }
 
-pub struct Client {
+pub(crate) struct Client {
     pub stream: UnixStream,
     pub structured: bool,
     pending: HashMap<u64, (u16, u64, u32, Answer)>,
@@ -61,13 +61,13 @@ pub struct Client {
 
 impl Client {
     /// Connected, greeted, both flags set.
-    pub fn connect(server: &Server) -> Client {
+    pub(crate) fn connect(server: &Server) -> Client {
         let (ours, theirs) = UnixStream::pair().unwrap();
         server.serve_stream(theirs).unwrap();
         Client::over(ours, 3)
     }
 
-    pub fn over(stream: UnixStream, flags: u32) -> Client {
+    pub(crate) fn over(stream: UnixStream, flags: u32) -> Client {
         // Long enough for a busy machine, and no test hangs.
         stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
         let mut client =
@@ -79,7 +79,7 @@ impl Client {
     }
 
     /// In transmission with an export, with structured replies if `structured`, and with these contexts.
-    pub fn enter(server: &Server, name: &str, structured: bool, contexts: &[&str]) -> Client {
+    pub(crate) fn enter(server: &Server, name: &str, structured: bool, contexts: &[&str]) -> Client {
         let mut client = Client::connect(server);
         if structured {
             client.structure();
@@ -92,17 +92,17 @@ impl Client {
         client
     }
 
-    pub fn send(&mut self, bytes: &[u8]) {
+    pub(crate) fn send(&mut self, bytes: &[u8]) {
         self.stream.write_all(bytes).unwrap();
     }
 
-    pub fn read<const N: usize>(&mut self) -> [u8; N] {
+    pub(crate) fn read<const N: usize>(&mut self) -> [u8; N] {
         let mut bytes = [0; N];
         self.stream.read_exact(&mut bytes).unwrap();
         bytes
     }
 
-    pub fn read_vec(&mut self, len: usize) -> Vec<u8> {
+    pub(crate) fn read_vec(&mut self, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         self.stream.read_exact(&mut bytes).unwrap();
         bytes
@@ -119,19 +119,19 @@ impl Client {
     }
 
     /// True if the server has closed the connection, with nothing left to read.
-    pub fn is_closed(&mut self) -> bool {
+    pub(crate) fn is_closed(&mut self) -> bool {
         match self.stream.read(&mut [0; 1]) {
             Ok(got) => got == 0,
             Err(e) => e.kind() == io::ErrorKind::ConnectionReset,
         }
     }
 
-    pub fn send_option(&mut self, option: u32, data: &[u8]) {
+    pub(crate) fn send_option(&mut self, option: u32, data: &[u8]) {
         self.send(&option_bytes(option, data));
     }
 
     /// Sends an option and reads its replies, the final one included.
-    pub fn option(&mut self, option: u32, data: &[u8]) -> Vec<(u32, Vec<u8>)> {
+    pub(crate) fn option(&mut self, option: u32, data: &[u8]) -> Vec<(u32, Vec<u8>)> {
         self.send_option(option, data);
         let mut replies = Vec::new();
         loop {
@@ -148,18 +148,18 @@ impl Client {
     }
 
     /// The final reply to an option, its text if it is an error.
-    pub fn verdict(&mut self, option: u32, data: &[u8]) -> (u32, String) {
+    pub(crate) fn verdict(&mut self, option: u32, data: &[u8]) -> (u32, String) {
         let (kind, data) = self.option(option, data).pop().unwrap();
         (kind, String::from_utf8(data).unwrap())
     }
 
-    pub fn structure(&mut self) {
+    pub(crate) fn structure(&mut self) {
         assert_eq!(self.option(8, &[]), [(ACK, vec![])]);
         self.structured = true;
     }
 
     /// Enters transmission: size and flags.
-    pub fn go(&mut self, name: &str) -> (u64, u16) {
+    pub(crate) fn go(&mut self, name: &str) -> (u64, u16) {
         let replies = self.option(7, &info(name, &[]));
         assert_eq!(replies.len(), 2, "{replies:?}");
         let data = &replies[0].1;
@@ -171,7 +171,7 @@ impl Client {
     }
 
     /// Sends a request and returns its cookie.
-    pub fn request(&mut self, command: u16, flags: u16, offset: u64, len: u32, payload: &[u8]) -> u64 {
+    pub(crate) fn request(&mut self, command: u16, flags: u16, offset: u64, len: u32, payload: &[u8]) -> u64 {
         self.cookie += 1;
         let cookie = self.cookie;
         let mut bytes = request_bytes(command, flags, cookie, offset, len);
@@ -182,7 +182,7 @@ impl Client {
     }
 
     /// The next request to be answered whole, in whatever order.
-    pub fn next(&mut self) -> (u64, Answer) {
+    pub(crate) fn next(&mut self) -> (u64, Answer) {
         loop {
             match self.u32() {
                 0x6744_6698 => {
@@ -255,32 +255,32 @@ impl Client {
     }
 
     /// One request and its answer.
-    pub fn ask(&mut self, command: u16, flags: u16, offset: u64, len: u32, payload: &[u8]) -> Answer {
+    pub(crate) fn ask(&mut self, command: u16, flags: u16, offset: u64, len: u32, payload: &[u8]) -> Answer {
         let cookie = self.request(command, flags, offset, len, payload);
         let (answered, answer) = self.next();
         assert_eq!(answered, cookie);
         answer
     }
 
-    pub fn read_at(&mut self, offset: u64, len: u32) -> Vec<u8> {
+    pub(crate) fn read_at(&mut self, offset: u64, len: u32) -> Vec<u8> {
         let answer = self.ask(READ, 0, offset, len, &[]);
         assert_eq!(answer.error, 0, "{}", answer.message);
         answer.data
     }
 
-    pub fn write_at(&mut self, offset: u64, bytes: &[u8]) {
+    pub(crate) fn write_at(&mut self, offset: u64, bytes: &[u8]) {
         let answer = self.ask(WRITE, 0, offset, bytes.len() as u32, bytes);
         assert_eq!(answer.error, 0, "{}", answer.message);
     }
 
     /// Disconnects, and waits until the server has done so too.
-    pub fn bye(mut self) {
+    pub(crate) fn bye(mut self) {
         self.send(&request_bytes(DISC, 0, 0, 0, 0));
         assert!(self.is_closed());
     }
 }
 
-pub fn option_bytes(option: u32, data: &[u8]) -> Vec<u8> {
+pub(crate) fn option_bytes(option: u32, data: &[u8]) -> Vec<u8> {
     let mut bytes = OPTION_MAGIC.to_be_bytes().to_vec();
     bytes.extend(option.to_be_bytes());
     bytes.extend((data.len() as u32).to_be_bytes());
@@ -288,7 +288,7 @@ pub fn option_bytes(option: u32, data: &[u8]) -> Vec<u8> {
     bytes
 }
 
-pub fn request_bytes(command: u16, flags: u16, cookie: u64, offset: u64, len: u32) -> Vec<u8> {
+pub(crate) fn request_bytes(command: u16, flags: u16, cookie: u64, offset: u64, len: u32) -> Vec<u8> {
     let mut bytes = 0x2560_9513u32.to_be_bytes().to_vec();
     bytes.extend(flags.to_be_bytes());
     bytes.extend(command.to_be_bytes());
@@ -299,7 +299,7 @@ pub fn request_bytes(command: u16, flags: u16, cookie: u64, offset: u64, len: u3
 }
 
 /// The data of INFO and GO.
-pub fn info(name: &str, asked: &[u16]) -> Vec<u8> {
+pub(crate) fn info(name: &str, asked: &[u16]) -> Vec<u8> {
     let mut data = (name.len() as u32).to_be_bytes().to_vec();
     data.extend(name.bytes());
     data.extend((asked.len() as u16).to_be_bytes());
@@ -308,7 +308,7 @@ pub fn info(name: &str, asked: &[u16]) -> Vec<u8> {
 }
 
 /// The data of LIST_META_CONTEXT and SET_META_CONTEXT.
-pub fn meta(name: &str, queries: &[&str]) -> Vec<u8> {
+pub(crate) fn meta(name: &str, queries: &[&str]) -> Vec<u8> {
     let mut data = (name.len() as u32).to_be_bytes().to_vec();
     data.extend(name.bytes());
     data.extend((queries.len() as u32).to_be_bytes());
@@ -322,7 +322,7 @@ pub fn meta(name: &str, queries: &[&str]) -> Vec<u8> {
 type Open = dyn Fn(&str) -> Result<Export, Refusal> + Send + Sync;
 
 /// Exports made anew for each connection by a function of the name.
-pub struct Table {
+pub(crate) struct Table {
     pub listed: Vec<Listed>,
     pub open: Box<Open>,
 }
@@ -338,7 +338,7 @@ impl Exports for Table {
 }
 
 /// A server with one export, `disk`, changed by `adjust`.
-pub fn serve_one<F>(disk: Arc<dyn Disk>, limits: Limits, adjust: F) -> Server
+pub(crate) fn serve_one<F>(disk: Arc<dyn Disk>, limits: Limits, adjust: F) -> Server
 where
     F: Fn(&mut Export) + Send + Sync + 'static,
 {
@@ -354,13 +354,13 @@ where
     Server::with_limits(Arc::new(Table { listed, open: Box::new(open) }), limits)
 }
 
-pub fn serve(disk: Arc<dyn Disk>) -> Server {
+pub(crate) fn serve(disk: Arc<dyn Disk>) -> Server {
     serve_one(disk, Limits::default(), |_| {})
 }
 
 /// How a [`Rig`] carries out what it is asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Mode {
+pub(crate) enum Mode {
     /// At once.
     Inline,
     /// By threads, in any order; the queue can be waited for by descriptor.
@@ -370,10 +370,10 @@ pub enum Mode {
 }
 
 /// What to do before a step is carried out: by name, offset and length.
-pub type Hook = Box<dyn Fn(&'static str, u64, u64) -> io::Result<()> + Send + Sync>;
+pub(crate) type Hook = Box<dyn Fn(&'static str, u64, u64) -> io::Result<()> + Send + Sync>;
 
 /// A disk in memory that does as it is told.
-pub struct Rig {
+pub(crate) struct Rig {
     pub ram: RamDisk,
     pub mode: Mode,
     pub hook: Hook,
@@ -382,11 +382,11 @@ pub struct Rig {
 }
 
 impl Rig {
-    pub fn new(len: u64, mode: Mode, hook: Hook) -> Arc<Rig> {
+    pub(crate) fn new(len: u64, mode: Mode, hook: Hook) -> Arc<Rig> {
         Arc::new(Rig { ram: RamDisk::new(len), mode, hook, flushes: 0.into(), most_in_flight: 0.into() })
     }
 
-    pub fn plain(len: u64, mode: Mode) -> Arc<Rig> {
+    pub(crate) fn plain(len: u64, mode: Mode) -> Arc<Rig> {
         Rig::new(len, mode, Box::new(|_, _, _| Ok(())))
     }
 }
@@ -494,10 +494,10 @@ impl Queue for ThreadQueue {
 }
 
 /// Noise that a seed decides: xorshift, so that a failing run can be had again.
-pub struct Noise(u64);
+pub(crate) struct Noise(u64);
 
 impl Noise {
-    pub fn new(seed: u64) -> Noise {
+    pub(crate) fn new(seed: u64) -> Noise {
         // Small seeds must not make similar sequences.
         let mut noise = Noise((seed ^ 0x9e37_79b9_7f4a_7c15).wrapping_mul(0xbf58_476d_1ce4_e5b9) | 1);
         for _ in 0..8 {
@@ -506,17 +506,17 @@ impl Noise {
         noise
     }
     #[allow(clippy::should_implement_trait)]
-    pub fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
         self.0
     }
     /// Below `bound`.
-    pub fn below(&mut self, bound: u64) -> u64 {
+    pub(crate) fn below(&mut self, bound: u64) -> u64 {
         (self.next() >> 11) % bound.max(1)
     }
-    pub fn bytes(&mut self, len: usize) -> Vec<u8> {
+    pub(crate) fn bytes(&mut self, len: usize) -> Vec<u8> {
         let mut bytes: Vec<u8> = (0..len.div_ceil(8)).flat_map(|_| self.next().to_le_bytes()).collect();
         bytes.truncate(len);
         bytes
@@ -524,7 +524,7 @@ impl Noise {
 }
 
 /// The seed of a run, printed: `DSYNC_SEED`, or the time.
-pub fn seed() -> u64 {
+pub(crate) fn seed() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
     let seed = std::env::var("DSYNC_SEED")
         .map_or(now.as_nanos() as u64, |seed| seed.parse().expect("DSYNC_SEED: a number"));
@@ -533,7 +533,7 @@ pub fn seed() -> u64 {
 }
 
 /// The most memory this process has had, in bytes.
-pub fn peak() -> u64 {
+pub(crate) fn peak() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find(|line| line.starts_with("VmHWM:")).unwrap();
     line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() << 10

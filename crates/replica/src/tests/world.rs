@@ -31,7 +31,7 @@ const PARTIAL: &str = "vm.raw.partial";
 pub(crate) struct Dice(pub u64);
 
 impl Dice {
-    pub fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -39,7 +39,7 @@ impl Dice {
         z ^ (z >> 31)
     }
 
-    pub fn below(&mut self, limit: u64) -> u64 {
+    pub(crate) fn below(&mut self, limit: u64) -> u64 {
         self.next() % limit.max(1)
     }
 }
@@ -54,7 +54,7 @@ pub(crate) struct Source {
 
 impl Source {
     /// Epochs of sizes in blocks. The first image has content, zero blocks and holes.
-    pub fn new(seed: u64, blocks: &[u64]) -> Source {
+    pub(crate) fn new(seed: u64, blocks: &[u64]) -> Source {
         let mut dice = Dice(seed);
         let mut source = Source { id: Uuid::new_v4(), epochs: vec![], images: vec![], changes: vec![] };
         for (n, &size) in blocks.iter().enumerate() {
@@ -88,7 +88,7 @@ impl Source {
     }
 
     /// The same, but the content of each epoch is that of the one before with parts of it moved about.
-    pub fn moving(seed: u64, blocks: &[u64]) -> Source {
+    pub(crate) fn moving(seed: u64, blocks: &[u64]) -> Source {
         let mut source = Source::new(seed, blocks);
         let mut dice = Dice(seed ^ 0x5eed);
         for n in 1..blocks.len() {
@@ -110,7 +110,7 @@ impl Source {
     }
 
     /// A delta that copies within the destination, as a sync finds it.
-    pub fn rolling(&self, standing: &Standing, content: &[u8], to: usize, in_place: bool) -> Vec<u8> {
+    pub(crate) fn rolling(&self, standing: &Standing, content: &[u8], to: usize, in_place: bool) -> Vec<u8> {
         let mut header = self.header(to, to, Method::Rolling);
         header.size_before = standing.size;
         header.binds = Some(standing.nonce);
@@ -156,21 +156,21 @@ impl Source {
         bytes
     }
 
-    pub fn size(&self, at: usize) -> u64 {
+    pub(crate) fn size(&self, at: usize) -> u64 {
         self.images[at].len() as u64
     }
 
-    pub fn index(&self, epoch: &Epoch) -> usize {
+    pub(crate) fn index(&self, epoch: &Epoch) -> usize {
         self.epochs.iter().position(|e| e == epoch).expect("an epoch of this source")
     }
 
-    pub fn changed(&self, from: usize, to: usize) -> BTreeSet<u64> {
+    pub(crate) fn changed(&self, from: usize, to: usize) -> BTreeSet<u64> {
         let mut all: BTreeSet<u64> = self.changes[from + 1..=to].iter().flatten().copied().collect();
         all.retain(|b| b * BLOCK < self.size(to));
         all
     }
 
-    pub fn header(&self, from: usize, to: usize, method: Method) -> Header {
+    pub(crate) fn header(&self, from: usize, to: usize, method: Method) -> Header {
         Header {
             stream: Uuid::new_v4(),
             source: self.id,
@@ -188,12 +188,12 @@ impl Source {
     }
 
     /// A delta of these blocks, as bytes.
-    pub fn encode(&self, header: &Header, to: usize, blocks: &BTreeSet<u64>) -> Vec<u8> {
+    pub(crate) fn encode(&self, header: &Header, to: usize, blocks: &BTreeSet<u64>) -> Vec<u8> {
         self.encode_in(header, to, blocks, 3)
     }
 
     /// The same with so many blocks a frame.
-    pub fn encode_in(
+    pub(crate) fn encode_in(
         &self,
         header: &Header,
         to: usize,
@@ -229,17 +229,17 @@ impl Source {
     }
 
     /// A delta from one epoch to another, as `extract` makes it.
-    pub fn tracked(&self, from: usize, to: usize) -> Vec<u8> {
+    pub(crate) fn tracked(&self, from: usize, to: usize) -> Vec<u8> {
         self.encode(&self.header(from, to, Method::Tracked), to, &self.changed(from, to))
     }
 
     /// A seed, as `extract` makes it.
-    pub fn seed(&self, to: usize) -> Vec<u8> {
+    pub(crate) fn seed(&self, to: usize) -> Vec<u8> {
         self.encode(&self.header(to, to, Method::Copy), to, &self.allocated(to))
     }
 
     /// The blocks with content, and every third of the others, for a source tells some zeroes and not all.
-    pub fn allocated(&self, to: usize) -> BTreeSet<u64> {
+    pub(crate) fn allocated(&self, to: usize) -> BTreeSet<u64> {
         let is_zero = |b: &u64| {
             self.images[to][(b * BLOCK) as usize..((b + 1) * BLOCK) as usize].iter().all(|byte| *byte == 0)
         };
@@ -247,7 +247,7 @@ impl Source {
     }
 
     /// What a replica that stands so lacks: as a sync finds it.
-    pub fn lacks(&self, standing: &Standing, content: Option<&[u8]>, to: usize) -> Vec<u8> {
+    pub(crate) fn lacks(&self, standing: &Standing, content: Option<&[u8]>, to: usize) -> Vec<u8> {
         let size = self.size(to);
         let known = standing.positions.last().map_or(0, |p| p.upto);
         let mut header = self.header(to, to, Method::Tracked);
@@ -352,7 +352,7 @@ pub(crate) struct World {
 pub(crate) const CAPACITY: u64 = 96 * BLOCK;
 
 impl World {
-    pub fn new(kind: Kind) -> World {
+    pub(crate) fn new(kind: Kind) -> World {
         // Thousands of worlds come and go: in memory where there is such a place.
         let memory = Path::new("/dev/shm");
         let temp = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }.unwrap();
@@ -370,7 +370,7 @@ impl World {
     }
 
     /// The same world once more.
-    pub fn fork(&self) -> World {
+    pub(crate) fn fork(&self) -> World {
         let other = World::new(self.kind);
         for folder in ["site", "state"] {
             for entry in std::fs::read_dir(self.temp.path().join(folder)).unwrap() {
@@ -385,16 +385,16 @@ impl World {
         other
     }
 
-    pub fn site(&self) -> PathBuf {
+    pub(crate) fn site(&self) -> PathBuf {
         self.temp.path().join("site")
     }
 
-    pub fn state(&self) -> PathBuf {
+    pub(crate) fn state(&self) -> PathBuf {
         self.temp.path().join("state")
     }
 
     /// What a used device holds.
-    pub fn soil(&self) {
+    pub(crate) fn soil(&self) {
         let mut dice = Dice(7);
         let mut bytes = vec![0; CAPACITY as usize];
         bytes.iter_mut().for_each(|b| *b = dice.next() as u8);
@@ -402,29 +402,29 @@ impl World {
     }
 
     /// Opens the replica in a life of its own.
-    pub fn open(&self, power: &Power) -> Result<Replica> {
+    pub(crate) fn open(&self, power: &Power) -> Result<Replica> {
         self.open_with(power, false, false)
     }
 
-    pub fn open_with(&self, power: &Power, adopt: bool, replace: bool) -> Result<Replica> {
+    pub(crate) fn open_with(&self, power: &Power, adopt: bool, replace: bool) -> Result<Replica> {
         let folder = FaultyFolder::new(power, &self.state()).unwrap();
         self.open_in(power, Box::new(folder), &Options { adopt, replace, ..Options::default() })
     }
 
-    pub fn open_doubting(&self, power: &Power) -> Result<Replica> {
+    pub(crate) fn open_doubting(&self, power: &Power) -> Result<Replica> {
         let folder = FaultyFolder::new(power, &self.state()).unwrap();
         self.open_in(power, Box::new(folder), &Options { doubt: true, ..Options::default() })
     }
 
     /// The folders of a machine, for several lives of a process between two power cuts.
-    pub fn machine(&self, power: &Power) -> Machine {
+    pub(crate) fn machine(&self, power: &Power) -> Machine {
         let folder = |path: &Path| Arc::new(FaultyFolder::new(power, path).unwrap());
         let syncs = Arc::new(Syncs::default());
         Machine { site: folder(&self.site()), state: folder(&self.state()), syncs }
     }
 
     /// Opens the replica's file in a process that is killed after so many steps, on a machine that lives on.
-    pub fn open_mortal(&self, machine: &Machine, steps: &Arc<AtomicU64>) -> Result<Replica> {
+    pub(crate) fn open_mortal(&self, machine: &Machine, steps: &Arc<AtomicU64>) -> Result<Replica> {
         let mortal = |folder: &Arc<FaultyFolder>| {
             let (folder, steps, syncs) = (folder.clone(), steps.clone(), machine.syncs.clone());
             Mortal { folder, steps, syncs }
@@ -441,7 +441,12 @@ impl World {
         Ok(replica)
     }
 
-    pub fn open_in(&self, power: &Power, folder: Box<dyn Folder>, options: &Options) -> Result<Replica> {
+    pub(crate) fn open_in(
+        &self,
+        power: &Power,
+        folder: Box<dyn Folder>,
+        options: &Options,
+    ) -> Result<Replica> {
         let place: Box<dyn Place> = match self.kind {
             Kind::File => Box::new(ModelFile {
                 path: self.site().join(NAME),
@@ -465,7 +470,7 @@ impl World {
     }
 
     /// What the destination holds, `None` if there is none.
-    pub fn raw(&self) -> Option<Vec<u8>> {
+    pub(crate) fn raw(&self) -> Option<Vec<u8>> {
         match self.kind {
             Kind::File => {
                 std::fs::read(self.site().join(NAME)).ok().map(|bytes| bytes[HEAD as usize..].to_vec())
@@ -479,7 +484,7 @@ impl World {
     }
 
     /// True if the destination is the image; what lies behind it on a device is nobody's.
-    pub fn holds(&self, image: &[u8]) -> bool {
+    pub(crate) fn holds(&self, image: &[u8]) -> bool {
         match (self.raw(), self.kind) {
             (Some(raw), Kind::File) => raw == image,
             (Some(raw), Kind::Device) => raw.get(..image.len()) == Some(image),
@@ -488,7 +493,7 @@ impl World {
     }
 
     /// Writes to the destination behind the replica's back.
-    pub fn tamper(&self, offset: u64, byte: u8) {
+    pub(crate) fn tamper(&self, offset: u64, byte: u8) {
         match self.kind {
             Kind::File => {
                 use std::os::unix::fs::FileExt;
@@ -500,18 +505,18 @@ impl World {
     }
 
     /// Puts another file in the destination's place.
-    pub fn put(&self, content: &[u8]) {
+    pub(crate) fn put(&self, content: &[u8]) {
         let mut bytes = vec![0; HEAD as usize];
         bytes[..8].copy_from_slice(&self.inodes.fetch_add(1, SeqCst).to_le_bytes());
         bytes.extend_from_slice(content);
         std::fs::write(self.site().join(NAME), bytes).unwrap();
     }
 
-    pub fn remove(&self) {
+    pub(crate) fn remove(&self) {
         std::fs::remove_file(self.site().join(NAME)).unwrap();
     }
 
-    pub fn names(&self) -> Vec<String> {
+    pub(crate) fn names(&self) -> Vec<String> {
         let dirs = [self.site(), self.state()];
         let mut names: Vec<String> = dirs
             .iter()
@@ -747,7 +752,7 @@ impl Syncs {
     }
 
     /// The file whose sync failed, and how often it was synced after that.
-    pub fn failed(&self) -> Option<(String, usize)> {
+    pub(crate) fn failed(&self) -> Option<(String, usize)> {
         let names = self.names.lock().unwrap();
         let at = self.fails.load(SeqCst).checked_sub(1)? as usize;
         let name = names.get(at)?;

@@ -9,14 +9,14 @@ const UFFDIO_REGISTER: u64 = 0xc020_aa00;
 const UFFDIO_ZEROPAGE: u64 = 0xc020_aa04;
 
 /// One page, not there until it is filled.
-pub struct Page {
+pub(crate) struct Page {
     faults: File,
     address: u64,
 }
 
 impl Page {
     /// `None` where the kernel does not offer it, or not to us.
-    pub fn new() -> Option<Page> {
+    pub(crate) fn new() -> Option<Page> {
         // SAFETY: a fresh descriptor, and a fresh mapping at an address of the kernel's choice.
         let (faults, address) = unsafe {
             let fd = libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC);
@@ -32,12 +32,12 @@ impl Page {
         begun.then_some(page)
     }
 
-    pub fn address(&self) -> u64 {
+    pub(crate) fn address(&self) -> u64 {
         self.address
     }
 
     /// Whoever waits for it goes on, and finds zeroes.
-    pub fn fill(&self) {
+    pub(crate) fn fill(&self) {
         assert!(
             self.ask(UFFDIO_ZEROPAGE, [self.address, BYTES, 0, 0]),
             "{}",
