@@ -693,7 +693,7 @@ fn status_tells_of_sources_and_replicas() {
     let source = scene.site.dsync(["status"]).arg(&scene.image).ok().text();
     assert!(source.contains("vm.raw"), "{source}");
     let replica = scene.site.dsync(["status"]).arg(&scene.replica).ok().text();
-    assert!(replica.contains("exact"), "{replica}");
+    assert!(replica.contains("consistent, at epoch"), "{replica}");
     scene.site.dsync(["status", "--json"]).ok().json();
     let missing = scene.site.dsync(["status"]).arg(scene.site.path("nothing.raw")).output();
     assert!(!missing.status.success(), "{missing}");

@@ -165,7 +165,7 @@ mod tests {
         // Rolled back, even to the very state that was opened; or written to after the clock was set back.
         for opened in [1, now.ctime_ns] {
             let verdict = stamp(opened).verdict(&now, &boot, last(changed + 1), false);
-            assert!(matches!(&verdict, Verdict::Lost(why) if why.contains("set back")), "{verdict:?}");
+            assert!(matches!(&verdict, Verdict::Lost(why) if why.contains("earlier state")), "{verdict:?}");
         }
         let seen = LastWrite { foreign: true, ..last(changed) };
         assert_eq!(stamp(1).verdict(&now, &boot, seen, false), Verdict::Lost(FOREIGN.into()));

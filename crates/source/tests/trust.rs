@@ -327,7 +327,7 @@ fn another_file_in_the_place_of_a_served_one_is_not_read() {
     assert!(matches!(error, SourceError::Replaced(_)), "{error}");
     assert!(source.shared_view("").is_err());
     source.close().unwrap();
-    assert!(scene.open().lost().unwrap().contains("taken its place"));
+    assert!(scene.open().lost().unwrap().contains("in its place"));
 }
 
 #[test]
