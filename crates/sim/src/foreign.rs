@@ -5,7 +5,10 @@
 //! and on a device before a reboot.
 
 use crate::host::State;
-use crate::world::{IMAGES, folder_of};
+use crate::world::{IMAGES, folder_of, name_of};
+
+/// More replicas than any world has.
+const MOST: usize = 8;
 
 /// Another program has written to a replica.
 #[derive(Debug, Clone)]
@@ -24,6 +27,8 @@ impl State {
     /// Another program writes sectors to a replica, and flushes them. `late`: after a pause.
     pub fn foreign_write(&mut self, name: &str, offset: u64, bytes: &[u8], late: bool) {
         let Some(number) = self.find(IMAGES, name) else { return };
+        // A process that is at work notes the time while it passes: none passes in its midst here.
+        let late = late && !(0..MOST).any(|number| self.is_at_work(&name_of(number)) == Some(true));
         let is_device = self.inodes.get(&number).is_some_and(|inode| inode.is_device);
         let blind = match self.is_at_work(name) {
             // Since a reboot nobody has noted what the kernel counts.

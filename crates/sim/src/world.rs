@@ -131,6 +131,11 @@ pub struct World {
     pub told: Vec<String>,
 }
 
+/// The name of a replica.
+pub(crate) fn name_of(number: usize) -> String {
+    format!("copy-{number}")
+}
+
 /// The folder of the state of a replica of that name.
 pub fn folder_of(name: &str) -> String {
     format!("state of {name}")
@@ -379,7 +384,7 @@ impl World {
 
     /// A replica of the source, not made yet.
     pub fn add_replica(&mut self) -> usize {
-        let name = format!("copy-{}", self.replicas.len());
+        let name = name_of(self.replicas.len());
         if self.cell.target == Target::Device {
             let size = self.size() + SPARE;
             let mut state = self.far.state();
