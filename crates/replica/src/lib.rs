@@ -1,8 +1,8 @@
 //! A replica: a destination that knows its source and its epoch. How a delta becomes part of it, and what remains after a crash.
 //!
 //! [`Replica::open`] takes the replica for this process alone and completes or rolls back what a crash left. [`Replica::standing`]
-//! says where it stands; [`Replica::receive`] takes the header of a delta and gives a [`Receipt`] for its other units, whose
-//! [`Receipt::finish`] commits. An interrupted delta is resumed by the next one.
+//! says where it stands; [`Replica::receive`] takes the header of a delta and gives a [`DeltaReceiver`] for its other units, whose
+//! [`DeltaReceiver::finish`] commits. An interrupted delta is resumed by the next one.
 //!
 //! ```
 //! use replica::{Options, Replica};
@@ -23,14 +23,14 @@ mod apply;
 mod batches;
 mod copies;
 mod error;
+mod foreign;
 mod holes;
 mod journal;
 mod lineage;
 mod place;
 mod promoted;
-mod receipt;
+mod receiver;
 mod replica;
-mod rest;
 mod settled;
 #[cfg(test)]
 mod tests;
@@ -41,6 +41,6 @@ pub use lineage::{Lineage, Position, Stamp, State, Step, StepPlace, Toward};
 #[doc(hidden)]
 pub use place::{DevicePlace, Place, Which};
 pub use promoted::{Promoted, Promotion, Use, promote};
-pub use receipt::{Commit, Committed, Receipt};
+pub use receiver::{Commit, Committed, DeltaReceiver};
 pub use replica::{Options, Replica, Standing, inspect};
 pub use settled::settle;

@@ -12,10 +12,10 @@ use uuid::Uuid;
 
 use crate::apply::Applier;
 use crate::error::{ReplicaError, Result, disk_error, io_error};
+use crate::foreign::{self, covered};
 use crate::journal::{self, ARRIVING, Contents, WHOLE};
 use crate::lineage::{Lineage, Position, Stamp, State, StepPlace, Toward};
 use crate::place::{DevicePlace, FilePlace, Place, Which};
-use crate::rest::{self, covered};
 
 /// How to open a replica.
 #[derive(Debug, Clone, Default)]
@@ -116,10 +116,10 @@ pub struct Replica {
     changed: Option<&'static str>,
     /// What [`Lineage::foreign`] is to say from the next store on.
     pub(crate) noticed: AtomicBool,
-    /// What the file looked like when this process left it alone ([`crate::rest`]); `None` if it has no say.
+    /// What the file looked like when this process left it alone ([`crate::foreign`]); `None` if it has no say.
     pub(crate) left: Option<Stamp>,
     /// Own writes to the file are noted.
-    pub(crate) working: Option<rest::Working>,
+    pub(crate) working: Option<foreign::Working>,
     /// A commit has come to where it can only be completed, and has not been: opening the replica anew does that. Until then
     /// nothing here tells what the destination holds.
     pub(crate) half_done: bool,
@@ -380,13 +380,13 @@ impl Replica {
             working: None,
             half_done: false,
             expected: 0,
-            save_bytes: crate::receipt::SAVE_BYTES,
+            save_bytes: crate::receiver::SAVE_BYTES,
             recovered: Vec::new(),
             lock: None,
             image: None,
         };
         if replica.kept {
-            replica.changed = replica.lineage.foreign.then_some(rest::WRITTEN);
+            replica.changed = replica.lineage.foreign.then_some(foreign::WRITTEN);
             replica.refuse_promoted()?;
             replica.recover()?;
         } else {
@@ -533,7 +533,7 @@ impl Replica {
     /// A place without a lineage.
     fn first(&mut self) -> Result<()> {
         // They belong to nothing.
-        for name in [ARRIVING, WHOLE, rest::NAME] {
+        for name in [ARRIVING, WHOLE, foreign::NAME] {
             self.remove(name)?;
         }
         self.remove_unclaimed()?;
@@ -573,7 +573,7 @@ impl Replica {
         if std::mem::take(&mut self.kept) && names.iter().any(|name| name == WHOLE) {
             self.store()?;
         }
-        for name in [ARRIVING, WHOLE, rest::NAME] {
+        for name in [ARRIVING, WHOLE, foreign::NAME] {
             self.remove(name)?;
         }
         if partial {
@@ -727,7 +727,7 @@ impl Replica {
         if copy.is_some_and(|copy| (copy.size, copy.written) != (stamp.size, stamp.written)) {
             // Without the note, whoever opens it next doubts it as well.
             self.forget_note()?;
-            return Err(self.touched(rest::WRITTEN));
+            return Err(self.touched(foreign::WRITTEN));
         }
         self.moved_to(toward, stamp)
     }
@@ -794,7 +794,7 @@ impl Replica {
         if let Some(last) = deltas.as_ref().map(|deltas| deltas.last().and_then(Contents::stream)) {
             if last.is_some() && last == self.lineage.committed {
                 // Its work is done; only the removal was missing.
-                self.remove(rest::NAME)?;
+                self.remove(foreign::NAME)?;
                 self.remove(WHOLE)?;
             } else if self.adopt {
                 return self.take(now);
@@ -893,7 +893,7 @@ impl Replica {
     /// by comparing: then that mends what they did.
     fn is_compared(&self, deltas: Option<&[Contents]>) -> bool {
         let first = deltas.and_then(|deltas| deltas.first()?.segments.first());
-        let marked = self.lineage.foreign && self.changed == Some(rest::WRITTEN);
+        let marked = self.lineage.foreign && self.changed == Some(foreign::WRITTEN);
         marked && first.is_some_and(|s| compares(&s.header) && s.header.binds == Some(self.nonce()))
     }
 

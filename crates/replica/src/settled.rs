@@ -4,10 +4,10 @@
 use std::path::Path;
 
 use crate::error::{ReplicaError, Result};
+use crate::foreign::WRITTEN;
 use crate::journal::WHOLE;
 use crate::lineage::{Lineage, State, StepPlace};
 use crate::replica::{Options, Replica, inspect, state_folder};
-use crate::rest::WRITTEN;
 
 impl Lineage {
     /// Why the destination holds what its source never was at one moment, as the part of a sentence; `None` if it holds what

@@ -9,7 +9,7 @@ use compare::{Claim, Scope};
 use delta::Units;
 use device::{Disk, Storage};
 use link::{Link, Receiver, Sender};
-use replica::{Commit, Receipt, Replica};
+use replica::{Commit, DeltaReceiver, Replica};
 use serde::Serialize;
 use source::StateDir;
 
@@ -231,7 +231,7 @@ fn answer(sender: &Sender, disk: &Arc<dyn Disk>, scope: &Scope, kept: Option<&Ke
 }
 
 fn take_units(
-    mut receipt: Receipt<'_>,
+    mut receipt: DeltaReceiver<'_>,
     receiver: &Receiver,
     kept: Option<&Kept>,
     pass: bool,

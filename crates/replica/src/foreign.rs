@@ -1,5 +1,5 @@
-//! Others at the destination. Between its own writes a replica's file rests: whatever changes it then is somebody else's
-//! doing, and must not be sealed by the next commit.
+//! Foreign-write detection. Between its own writes a replica's file rests: whatever changes it then was written by another
+//! program, and must not be sealed by the next commit.
 //!
 //! While a replica is open, the stamp with which its file was left is kept in memory. Where the lineage's stamp is of before
 //! the last own write (a merge, the batches of a mirror, a step in place), a note in the folder tells more to whoever opens

@@ -12,6 +12,7 @@ use uuid::Uuid;
 use crate::apply::Applier;
 use crate::copies::{Copies, Trouble, Written};
 use crate::error::{ReplicaError, Result, disk_error, io_error};
+use crate::foreign::Keeping;
 use crate::holes::Holes;
 use crate::journal::{self, ARRIVING, Contents, Growing, Segment, Target, WHOLE, kept};
 use crate::lineage::{
@@ -19,7 +20,6 @@ use crate::lineage::{
 };
 use crate::place::Which;
 use crate::replica::{INTERRUPTED, Replica};
-use crate::rest::Keeping;
 
 /// How a delta becomes part of a replica. A seed goes to NAME.partial, or in place on a device, whatever is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -50,8 +50,8 @@ pub struct Committed {
 pub(crate) const SAVE_BYTES: u64 = 64 << 20;
 const SAVE_TIME: Duration = Duration::from_secs(2);
 
-/// A delta being received. Dropped before [`Receipt::finish`], it keeps what has come, as [`Receipt::keep`] does.
-pub struct Receipt<'a> {
+/// A delta being received. Dropped before [`DeltaReceiver::finish`], it keeps what has come, as [`DeltaReceiver::keep`] does.
+pub struct DeltaReceiver<'a> {
     replica: &'a mut Replica,
     decoder: Decoder,
     toward: Toward,
@@ -113,7 +113,7 @@ impl Replica {
     ///
     /// # Errors
     /// Refused if the delta does not fit what [`Replica::standing`] says; then nothing was changed.
-    pub fn receive(&mut self, header: Unit, commit: Commit) -> Result<Receipt<'_>> {
+    pub fn receive(&mut self, header: Unit, commit: Commit) -> Result<DeltaReceiver<'_>> {
         self.sound()?;
         self.drop_unknown_clone()?;
         let wrong = |error: String| ReplicaError::Delta { path: self.path().to_path_buf(), error };
@@ -153,7 +153,7 @@ impl Replica {
                 Commit::Reflink => self.reflink(&toward, &header)?,
             },
         };
-        Ok(Receipt { replica: self, decoder, toward, sink, failed: false })
+        Ok(DeltaReceiver { replica: self, decoder, toward, sink, failed: false })
     }
 
     /// True if a delta that is committed this way is made where the destination's content lies, so that its copies must stand
@@ -274,7 +274,7 @@ impl Replica {
         }
         self.drop_journal()?;
         if self.gone {
-            for name in [journal::WHOLE, crate::rest::NAME] {
+            for name in [journal::WHOLE, crate::foreign::NAME] {
                 self.remove(name)?;
             }
             self.gone = false;
@@ -604,7 +604,7 @@ impl Direct {
     }
 }
 
-impl Receipt<'_> {
+impl DeltaReceiver<'_> {
     /// Takes the next unit.
     ///
     /// # Errors
@@ -618,10 +618,10 @@ impl Receipt<'_> {
         self.decoder.header()
     }
 
-    /// Takes the next unit as [`Receipt::unit`] does, and shows a frame, verified, before it goes where it belongs.
+    /// Takes the next unit as [`DeltaReceiver::unit`] does, and shows a frame, verified, before it goes where it belongs.
     ///
     /// # Errors
-    /// As for [`Receipt::unit`].
+    /// As for [`DeltaReceiver::unit`].
     pub fn unit_seen(&mut self, unit: Unit, seen: impl FnOnce(&delta::Frame)) -> Result<()> {
         self.sound()?;
         let taken = self.take(unit, seen);
@@ -833,7 +833,7 @@ fn contents(journal: &ToJournal, decoder: &Decoder, whole: bool) -> Contents {
     contents
 }
 
-impl Drop for Receipt<'_> {
+impl Drop for DeltaReceiver<'_> {
     fn drop(&mut self) {
         // After an error; whoever wants to know calls `keep`.
         let _ = self.put_away();
