@@ -1013,78 +1013,91 @@ impl Replica {
         if let Some(has) = source.filter(|s| *s != header.source && !proves && !(seeds && self.replace)) {
             return Err(ReplicaError::WrongSource { path: path(), has, given: header.source });
         }
-        let refused = |has: String, given: String| Err(ReplicaError::WrongEpoch { path: path(), has, given });
         if let Some(binds) = header.binds {
             if binds != self.nonce() {
-                let given = "the delta was made for another state of it: run \"dsync sync\" again".into();
-                return refused("has moved on".into(), given);
+                let given = "the delta was made for another state of it: run \"dsync sync\" again";
+                return Err(self.at_another("has moved on", given));
             }
             if !compared && self.positions().iter().any(|p| p.epoch.is_none()) {
-                return refused(UNVERIFIED.into(), "so only \"dsync sync\" can update it".into());
+                return Err(self.at_another(UNVERIFIED, "so only \"dsync sync\" can update it"));
             }
         } else if header.resumes.is_none() {
             let fresh = lineage.epoch.is_none() && self.is_free();
-            if seeds && (fresh || self.replace) {
-                return Ok(());
-            }
-            let wants = match header.chain.first() {
-                _ if seeds => "the delta is a whole copy".into(),
-                Some(first) => format!("the delta begins at {}", first.number),
-                None => "the delta names no epoch".into(),
-            };
-            let Some(epoch) = lineage.epoch else {
-                let has =
-                    if fresh && lineage.step.is_none() { "does not exist yet" } else { "is incomplete" };
-                if fresh {
-                    return Err(ReplicaError::Unseeded { path: path(), has: has.into(), given: wants });
-                }
-                return refused(has.into(), format!("{wants}: complete it first, with \"dsync sync\""));
-            };
-            for position in self.positions() {
-                let Some(at) = position.epoch else {
-                    return refused(UNVERIFIED.into(), "so only \"dsync sync\" can update it".into());
-                };
-                if header.position(&at).is_some_and(|i| !lineage.ahead || i + 1 < header.chain.len()) {
-                    continue;
-                }
-                let ahead = if lineage.ahead { ", and ahead of it by batches of a mirror" } else { "" };
-                let has = format!("is at epoch {}{ahead}", at.number);
-                if header.chain.iter().any(|e| e.number == at.number) {
-                    let given = format!(
-                        "and the delta's epoch {} is another one, of a copied or restored source: run \"dsync sync\" from the \
-                         right source",
-                        at.number
-                    );
-                    return refused(has, given);
-                }
-                if header.to().is_some_and(|to| to.number <= at.number) {
-                    let to = header.to().map_or(0, |e| e.number);
-                    return refused(
-                        has,
-                        format!("beyond the end of this delta at epoch {to}: skip this delta"),
-                    );
-                }
-                let way_out = format!(
-                    "{wants}: merge the deltas between the two first, or make one that fits with \"dsync extract SRC --since {}\"",
-                    at.number
-                );
-                return refused(has, if seeds { format!("{wants}: {SEED_ELSEWHERE}") } else { way_out });
-            }
-            let first = header.chain.first() == Some(&epoch);
-            if first && header.chain.len() > 1 && header.size_before != lineage.size {
-                return Err(ReplicaError::WrongSize {
-                    path: path(),
-                    has: lineage.size,
-                    given: format!(
-                        "the delta begins with {} at the same epoch: \"dsync sync --adopt SRC {}\" compares all of it with its \
-                         source and overwrites what differs",
-                        device::exact_size(header.size_before),
-                        self.path().display()
-                    ),
-                });
+            if !(seeds && (fresh || self.replace)) {
+                self.check_chain(header, seeds, fresh)?;
             }
         }
         Ok(())
+    }
+
+    fn at_another(&self, has: impl Into<String>, given: impl Into<String>) -> ReplicaError {
+        ReplicaError::WrongEpoch {
+            path: self.place.path().to_path_buf(),
+            has: has.into(),
+            given: given.into(),
+        }
+    }
+
+    /// Whether a delta that is bound to no state fits by its epochs. `fresh` if there is nothing at the destination yet.
+    fn check_chain(&self, header: &Header, seeds: bool, fresh: bool) -> Result<()> {
+        let (lineage, path) = (&self.lineage, || self.place.path().to_path_buf());
+        let wants = match header.chain.first() {
+            _ if seeds => "the delta is a whole copy".into(),
+            Some(first) => format!("the delta begins at {}", first.number),
+            None => "the delta names no epoch".into(),
+        };
+        let Some(epoch) = lineage.epoch else {
+            let has = if fresh && lineage.step.is_none() { "does not exist yet" } else { "is incomplete" };
+            if fresh {
+                return Err(ReplicaError::Unseeded { path: path(), has: has.into(), given: wants });
+            }
+            return Err(self.at_another(has, format!("{wants}: complete it first, with \"dsync sync\"")));
+        };
+        for position in self.positions() {
+            let Some(at) = position.epoch else {
+                return Err(self.at_another(UNVERIFIED, "so only \"dsync sync\" can update it"));
+            };
+            if header.position(&at).is_none_or(|i| lineage.ahead && i + 1 >= header.chain.len()) {
+                return Err(self.not_in_chain(header, &at, seeds, &wants));
+            }
+        }
+        let first = header.chain.first() == Some(&epoch);
+        if first && header.chain.len() > 1 && header.size_before != lineage.size {
+            return Err(ReplicaError::WrongSize {
+                path: path(),
+                has: lineage.size,
+                given: format!(
+                    "the delta begins with {} at the same epoch: \"dsync sync --adopt SRC {}\" compares all of it with its \
+                     source and overwrites what differs",
+                    device::exact_size(header.size_before),
+                    self.path().display()
+                ),
+            });
+        }
+        Ok(())
+    }
+
+    /// Why a delta does not fit a replica at an epoch, and what would.
+    fn not_in_chain(&self, header: &Header, at: &Epoch, seeds: bool, wants: &str) -> ReplicaError {
+        let ahead = if self.lineage.ahead { ", and ahead of it by batches of a mirror" } else { "" };
+        let has = format!("is at epoch {}{ahead}", at.number);
+        let given = if header.chain.iter().any(|e| e.number == at.number) {
+            format!(
+                "and the delta's epoch {} is another one, of a copied or restored source: run \"dsync sync\" from the right \
+                 source",
+                at.number
+            )
+        } else if let Some(to) = header.to().filter(|to| to.number <= at.number) {
+            format!("beyond the end of this delta at epoch {}: skip this delta", to.number)
+        } else if seeds {
+            format!("{wants}: {SEED_ELSEWHERE}")
+        } else {
+            format!(
+                "{wants}: merge the deltas between the two first, or make one that fits with \"dsync extract SRC --since {}\"",
+                at.number
+            )
+        };
+        self.at_another(has, given)
     }
 
     /// True if nothing that is worth anything stands at the destination.
