@@ -68,6 +68,9 @@ pub(crate) fn encode<S: Deref<Target = [AtomicU64]>>(map: &Bitmap<S>, out: &mut 
         let group = first.start / GROUP_BLOCKS;
         let group_end = blocks.min((group + 1) * GROUP_BLOCKS);
         let before = (out.len(), at, count);
+        // The last group may have few words.
+        let first = (group as usize * GROUP_WORDS).max((at / 64) as usize);
+        let words_len = (group_end.div_ceil(64) as usize - first) * 8;
         let mut too_long = false;
         while let Some(run) = runs.next_if(|run| run.start < group_end) {
             let len = run.end - run.start;
@@ -76,7 +79,7 @@ pub(crate) fn encode<S: Deref<Target = [AtomicU64]>>(map: &Bitmap<S>, out: &mut 
                 varint::put(out, len - 2);
             }
             (at, count) = (run.end, count + len);
-            too_long = out.len() - before.0 > GROUP_WORDS * 8;
+            too_long = out.len() - before.0 > words_len;
             if too_long {
                 break;
             }
@@ -84,7 +87,6 @@ pub(crate) fn encode<S: Deref<Target = [AtomicU64]>>(map: &Bitmap<S>, out: &mut 
         if too_long {
             out.truncate(before.0);
             (at, count) = (before.1, before.2);
-            let first = (group as usize * GROUP_WORDS).max((at / 64) as usize);
             let words = &map.group(group as usize)
                 [first % GROUP_WORDS..group_end.div_ceil(64) as usize - group as usize * GROUP_WORDS];
             varint::put(out, (first as u64 - at / 64) << 2 | WORDS);

@@ -208,6 +208,17 @@ fn bits_past_the_end_are_dropped() {
 }
 
 #[test]
+fn a_small_bitmap_takes_no_more_room_than_its_words() {
+    let map = Bitmap::new(180);
+    (0..180).step_by(3).for_each(|block| {
+        map.set(block..block + 1);
+    });
+    let mut bytes = Vec::new();
+    map.encode(&mut bytes);
+    assert!(bytes.len() < 24 + 12, "{} bytes", bytes.len());
+}
+
+#[test]
 fn a_bitmap_of_another_size_is_not_decoded() {
     let mut bytes = Vec::new();
     Bitmap::new(100).encode(&mut bytes);
