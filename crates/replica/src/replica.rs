@@ -1018,7 +1018,10 @@ impl Replica {
                 let given = "the delta was made for another state of it: run \"dsync sync\" again";
                 return Err(self.at_another("has moved on", given));
             }
-            if !compared && self.positions().iter().any(|p| p.epoch.is_none()) {
+            // What it goes on from may be the comparison that has shown what is there.
+            let held = self.journal.as_ref().filter(|_| header.resumes.is_some());
+            let positions = held.map_or_else(|| self.positions(), |held| held.positions(&self.positions()));
+            if !compared && positions.iter().any(|p| p.epoch.is_none()) {
                 return Err(self.at_another(UNVERIFIED, "so only \"dsync sync\" can update it"));
             }
         } else if header.resumes.is_none() {

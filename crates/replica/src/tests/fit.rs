@@ -285,6 +285,39 @@ fn foreign_writes_are_noticed_and_adopted() {
     }
 }
 
+/// As a disk in use is copied: a pass that compares, kept in the journal, and a last delta that goes on from it.
+#[test]
+fn an_adoption_in_place_that_was_cut_off_is_finished_by_passes_too() {
+    let source = source();
+    let world = at(&source, 0);
+    world.tamper(17 * BLOCK, 99);
+    let adopt = || world.open_with(&on(), true, false).unwrap();
+    {
+        let mut replica = adopt();
+        let delta = source.lacks(&replica.standing().clone(), world.raw().as_deref(), 1);
+        receive_part(&mut replica, &delta, Commit::InPlace, 1).unwrap();
+    }
+    let mut replica = world.open(&on()).unwrap();
+    let standing = replica.standing().clone();
+    assert!(standing.under_way && standing.positions.iter().any(|p| p.epoch.is_none()), "{standing:?}");
+    // The pass ends with the last block, whatever that holds.
+    let mut header = source.header(1, 1, Method::Compare);
+    (header.size_before, header.binds) = (standing.size, Some(standing.nonce));
+    let every = (0..source.size(1) / BLOCK).collect();
+    let mut pass = units(&source.encode(&header, 1, &every)).into_iter();
+    let mut receipt = replica.receive(pass.next().unwrap(), Commit::Journal).unwrap();
+    for unit in pass.filter(|unit| unit.kind != delta::UnitKind::Trailer) {
+        receipt.unit(unit).unwrap();
+    }
+    receipt.keep_pass().unwrap();
+    drop(replica);
+    let mut replica = world.open(&on()).unwrap();
+    let standing = replica.standing().clone();
+    assert_eq!(standing.positions, [Position { epoch: Some(source.epochs[1]), upto: source.size(1) }]);
+    merge(&mut replica, &source.lacks(&standing, None, 2), Commit::Journal).unwrap();
+    assert!(world.holds(&source.images[2]));
+}
+
 /// What others changed may be looked at, and mended by a compare; nothing else fits it.
 #[test]
 fn what_others_changed_can_be_doubted() {
