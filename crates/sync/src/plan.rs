@@ -132,7 +132,9 @@ pub(crate) fn choose(facts: &Facts<'_>, standing: &Standing, options: &Options) 
                 .to_owned()
         }
         Some(positions) => match &facts.history {
-            Knowledge::Known | Knowledge::NotAsked => return Ok(Choice::tracked(positions)),
+            Knowledge::Known => return Ok(Choice::tracked(positions)),
+            // Never trusted unasked.
+            Knowledge::NotAsked => "its history was not asked".to_owned(),
             Knowledge::Lost(why) => why.clone(),
             Knowledge::Foreign(why) => {
                 return Err(Conflict::Foreign {
