@@ -58,24 +58,34 @@ pub trait Place: Send {
     fn settle(&self) -> io::Result<Stamp>;
     /// Opens for reading and writing.
     fn open(&self, which: Which) -> Result<Arc<dyn Disk>>;
-    /// Makes an empty NAME.partial, which must not exist, and returns its inode.
-    fn create(&self) -> io::Result<u64>;
-    /// Makes NAME.partial share the destination's content.
-    fn clone_whole(&self) -> io::Result<()>;
+    /// Makes an empty NAME.partial, which must not exist, and returns its inode. A device has none.
+    fn create(&self) -> io::Result<u64> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+    /// Makes NAME.partial share the destination's content. A device has none.
+    fn clone_whole(&self) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
     /// What lets NAME.partial share parts of the destination's content; `None` where that is not to be had.
     fn sharing(&self) -> Option<Sharing> {
         None
     }
-    /// Renames NAME.partial to NAME; over an existing file only with `replace`. Durable after [`Place::sync`].
-    fn rename(&self, replace: bool) -> io::Result<()>;
-    /// Removes NAME.partial; one that is missing is no error.
-    fn remove(&self) -> io::Result<()>;
+    /// Renames NAME.partial to NAME; over an existing file only with `replace`. Durable after [`Place::sync`]. A device has none.
+    fn rename(&self, _replace: bool) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+    /// Removes NAME.partial; one that is missing is not an error.
+    fn remove(&self) -> io::Result<()> {
+        Ok(())
+    }
     /// Bytes that the destination's file system has left; `None` where nobody can say.
     fn free(&self) -> Option<u64> {
         None
     }
     /// Makes names durable.
-    fn sync(&self) -> io::Result<()>;
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// A file's place. Its folder is held open: what is mounted over that meanwhile is another place.
@@ -329,26 +339,6 @@ impl Place for DevicePlace {
 
     fn open(&self, _which: Which) -> Result<Arc<dyn Disk>> {
         Ok(self.disk.clone())
-    }
-
-    fn create(&self) -> io::Result<u64> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
-    fn clone_whole(&self) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
-    fn rename(&self, _replace: bool) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
-    fn remove(&self) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn sync(&self) -> io::Result<()> {
-        Ok(())
     }
 }
 

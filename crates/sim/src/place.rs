@@ -249,24 +249,4 @@ impl Place for SimDevice {
     fn open(&self, _which: Which) -> replica::Result<Arc<dyn Disk>> {
         Ok(Arc::new(self.disk()))
     }
-
-    fn create(&self) -> io::Result<u64> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
-    fn clone_whole(&self) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
-    fn rename(&self, _replace: bool) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
-    fn remove(&self) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn sync(&self) -> io::Result<()> {
-        Ok(())
-    }
 }

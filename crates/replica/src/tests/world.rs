@@ -171,20 +171,9 @@ impl Source {
     }
 
     pub(crate) fn header(&self, from: usize, to: usize, method: Method) -> Header {
-        Header {
-            stream: Uuid::new_v4(),
-            source: self.id,
-            chain: self.epochs[from..=to].to_vec(),
-            size_before: if method == Method::Copy { 0 } else { self.size(from) },
-            size_after: self.size(to),
-            block_size: BLOCK as u32,
-            method,
-            binds: None,
-            resumes: None,
-            fuzzy: false,
-            lacking: false,
-            ahead: false,
-        }
+        let size_before = if method == Method::Copy { 0 } else { self.size(from) };
+        let chain = self.epochs[from..=to].to_vec();
+        Header::new(self.id, method, chain, (size_before, self.size(to)), BLOCK as u32)
     }
 
     /// A delta of these blocks, as bytes.
@@ -702,26 +691,6 @@ impl Place for ModelDevice {
 
     fn open(&self, _which: Which) -> Result<Arc<dyn Disk>> {
         Ok(self.disk.clone())
-    }
-
-    fn create(&self) -> io::Result<u64> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
-    fn clone_whole(&self) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
-    fn rename(&self, _replace: bool) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
-    fn remove(&self) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn sync(&self) -> io::Result<()> {
-        Ok(())
     }
 }
 
