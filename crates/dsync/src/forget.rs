@@ -115,9 +115,9 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
     }
     // Opening it completes what a crash left: what stays is whole, if it can be.
     let replica = Replica::open(&path, &options)?;
-    let standing = replica.standing();
-    let state = match standing.epoch {
-        _ if standing.state == replica::State::Incomplete => "remains incomplete".to_owned(),
+    let status = replica.status();
+    let state = match status.epoch {
+        _ if status.state == replica::State::Incomplete => "remains incomplete".to_owned(),
         Some(epoch) => format!("remains as it is, at epoch {}", epoch.number),
         None => "remains as it is".to_owned(),
     };

@@ -313,20 +313,20 @@ fn replica(
         }
         other => other?,
     };
-    let standing = replica.standing();
-    if standing.source.is_none() && standing.positions.is_empty() {
+    let status = replica.status();
+    if status.source.is_none() && status.positions.is_empty() {
         bail!(source::SourceError::Unknown(no_replica(&absolute, state)?));
     }
     let status = ReplicaStatus {
         kind: "replica",
         path: absolute.clone(),
-        source: standing.source,
-        epoch: standing.epoch.map(|e| e.number),
-        ahead: standing.ahead,
-        state: standing.state,
-        size: standing.size,
-        recovered: standing.recovered.clone(),
-        partial: standing.under_way || standing.resumes.is_some(),
+        source: status.source,
+        epoch: status.epoch.map(|e| e.number),
+        ahead: status.ahead,
+        state: status.state,
+        size: status.size,
+        recovered: status.recovered.clone(),
+        partial: status.under_way || status.resumes.is_some(),
         in_use: None,
         promoted: None,
     };

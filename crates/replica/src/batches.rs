@@ -10,11 +10,11 @@ use delta::{Decoded, Decoder, Event, Frame, Unit};
 use device::{Folder, StateFile};
 
 use crate::apply::Applier;
+use crate::destination::Name;
 use crate::error::{ReplicaError, Result, disk_error, io_error};
 use crate::holes::Holes;
 use crate::journal::{self, ARRIVING, Contents, Growing, WHOLE};
 use crate::lineage::Toward;
-use crate::place::Which;
 use crate::replica::{Replica, SAFE, toward};
 
 /// Bytes of the journal at which it is begun anew, where there is room for as many.
@@ -96,7 +96,7 @@ impl Replica {
     /// # Errors
     /// Refused if nothing stands there that a batch could fit, or a step is under way.
     pub fn batches(&mut self) -> Result<(BatchLog, Batches<'_>)> {
-        if self.lineage.epoch.is_none() || self.lineage.step.is_some() || self.standing().changed.is_some() {
+        if self.lineage.epoch.is_none() || self.lineage.step.is_some() || self.status().changed.is_some() {
             return Err(ReplicaError::Refused(format!(
                 "{} is no whole replica yet: run \"dsync sync\" first",
                 self.path().display()
@@ -105,9 +105,9 @@ impl Replica {
         self.sound()?;
         self.untouched()?;
         self.journal = None;
-        let disk = self.place.open(Which::Whole)?;
+        let disk = self.destination.open(Name::Final)?;
         let applier = Applier::new(disk, u64::MAX, false);
-        let applier = applier.map_err(io_error("open", self.place.path()))?;
+        let applier = applier.map_err(io_error("open", self.destination.path()))?;
         let log = self.new_log()?;
         let file = log.file.file();
         let batches = Batches {
@@ -190,7 +190,7 @@ impl Batches<'_> {
         let taken = batch.decoder.append(decoded);
         match taken {
             Ok(frame) => {
-                let path = self.replica.place.path();
+                let path = self.replica.destination.path();
                 let looked = batch.holes.as_mut().map(|holes| holes.records(&frame.records));
                 looked.transpose().map_err(io_error("look for holes in", path))?;
                 batch.held += frame.data.len();
@@ -261,7 +261,7 @@ impl Batches<'_> {
         self.replica.sound()?;
         let Some(batch) = self.committed.take() else { return Ok(()) };
         self.replica.half_done = true;
-        let path = self.replica.place.path().to_path_buf();
+        let path = self.replica.destination.path().to_path_buf();
         let failed = |what| disk_error(what, &path, SAFE);
         self.applier.keep(self.replica.work(false)?);
         self.applier.rewind(u64::MAX).map_err(failed("write to"))?;
@@ -314,7 +314,7 @@ impl Batches<'_> {
 
     fn make_durable(&mut self) -> Result<()> {
         self.replica.untouched()?;
-        let path = self.replica.place.path().to_path_buf();
+        let path = self.replica.destination.path().to_path_buf();
         let failed = |what| disk_error(what, &path, SAFE);
         self.applier.drain().and_then(|()| self.applier.flush()).map_err(failed("flush"))?;
         self.replica.note_stamp()?;

@@ -30,11 +30,11 @@ use device::{Boot, Clock, Folder, Life, Mapping, StateFile};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
+use crate::destination::Name;
 use crate::error::{ReplicaError, Result, disk_error, io_error};
 use crate::holes::is_full;
 use crate::journal::{Contents, WHOLE};
-use crate::lineage::{self, Lineage, Stamp, StepPlace};
-use crate::place::Which;
+use crate::lineage::{self, Lineage, Stamp, StepKind};
 use crate::replica::{Replica, SAFE};
 
 /// The note's file.
@@ -274,7 +274,7 @@ pub(crate) fn covered(path: &Path) -> ReplicaError {
 impl Replica {
     /// Makes sure that the path still leads to the destination that is open.
     pub(crate) fn at_path(&self) -> Result<()> {
-        match self.place.is_at_path().map_err(io_error("look at the folder of", self.path()))? {
+        match self.destination.is_at_path().map_err(io_error("look at the folder of", self.path()))? {
             true => Ok(()),
             false => Err(covered(self.path())),
         }
@@ -284,7 +284,7 @@ impl Replica {
     /// device's name does not make the right one another.
     pub(crate) fn notice(&self, why: &str) {
         let marked = self.lineage.foreign || self.lineage.promoted.is_some();
-        let tells = why == WRITTEN && self.place.is_device() && self.kept;
+        let tells = why == WRITTEN && self.destination.is_device() && self.kept;
         if tells && !marked && !self.noticed.swap(true, SeqCst) {
             // In memory the lineage may be ahead by batches that only the journal has.
             if let Ok(Some(durable)) = Lineage::load(&*self.folder) {
@@ -296,15 +296,15 @@ impl Replica {
 
     pub(crate) fn touched(&self, why: &str) -> ReplicaError {
         self.notice(why);
-        let found = self.place.stamp(Which::Whole).ok().flatten();
+        let found = self.destination.stamp(Name::Final).ok().flatten();
         let left = self.left.as_ref().or(self.lineage.stamp.as_ref());
         let why = match found.filter(|_| why == WRITTEN).and_then(|now| Some((now.changed, now.written?))) {
             // A write moves both times, and whoever likes sets this one back.
             Some((changed, written)) if left.and_then(|left| left.written) == Some(written) => format!(
                 "its owner, mode, name or links were changed {}; whether its content was, too, its times do not tell",
-                ago(changed, &self.place.clock())
+                ago(changed, &self.destination.clock())
             ),
-            Some((_, written)) => format!("content written {}", ago(written, &self.place.clock())),
+            Some((_, written)) => format!("content written {}", ago(written, &self.destination.clock())),
             None => why.into(),
         };
         ReplicaError::Changed { path: self.path().to_path_buf(), why }
@@ -319,7 +319,7 @@ impl Replica {
 
     /// What the destination looks like, as far as that costs next to nothing.
     fn glance(&self) -> Result<Option<Stamp>> {
-        self.place.glance().map_err(io_error("look at", self.path()))
+        self.destination.glance().map_err(io_error("look at", self.path()))
     }
 
     /// The file is left alone from now on, until the next own write.
@@ -352,7 +352,7 @@ impl Replica {
     /// The same of a destination that was glanced at.
     pub(crate) fn only_own(&self, now: &Stamp, size: u64) -> Result<()> {
         let Some(left) = &self.left else { return Ok(()) };
-        let why = if self.place.is_device() {
+        let why = if self.destination.is_device() {
             // Own writes have moved its count, and the note says how far at most; without one, nobody can say.
             let noted = self.working.as_ref().filter(|working| working.clock.is_none());
             left.differs_beyond(now, noted.map_or(u64::MAX, |working| working.map[TIME].load(SeqCst)))
@@ -365,31 +365,31 @@ impl Replica {
 
     /// Nothing tells own writes from others', or has to.
     pub(crate) fn is_timeless(&self) -> bool {
-        self.place.boot().id.is_empty()
+        self.destination.boot().id.is_empty()
     }
 
     /// A time that no own write to a file will be stamped before, and the one that the file bears now.
     fn before_own_writes(&self) -> io::Result<(u64, i64)> {
-        let bears = match self.which() {
-            Which::Whole => self.left.clone(),
-            Which::Partial => self.place.stamp(Which::Partial)?,
+        let bears = match self.writes_to() {
+            Name::Final => self.left.clone(),
+            Name::Temporary => self.destination.stamp(Name::Temporary)?,
         };
-        let clock = self.place.clock();
+        let clock = self.destination.clock();
         Ok((clock.now().saturating_sub(clock.tick()), bears.map_or(0, |stamp| stamp.changed)))
     }
 
     fn write_note(&self, stamp: Option<Stamp>) -> io::Result<Arc<dyn StateFile>> {
-        let before = match self.which() {
+        let before = match self.writes_to() {
             _ if stamp.is_some() => None,
-            Which::Partial => self.place.stamp(Which::Partial)?,
-            Which::Whole => self.left.clone().filter(|_| self.place.is_device()),
+            Name::Temporary => self.destination.stamp(Name::Temporary)?,
+            Name::Final => self.left.clone().filter(|_| self.destination.is_device()),
         };
         let since = self.lineage.stamp.as_ref().map(|stamp| stamp.changed);
-        let began = match stamp.is_none() && !self.place.is_device() {
+        let began = match stamp.is_none() && !self.destination.is_device() {
             true => Some(self.before_own_writes()?),
             false => None,
         };
-        let (life, stream) = (self.place.boot().id, self.lineage.committed);
+        let (life, stream) = (self.destination.boot().id, self.lineage.committed);
         let note = Note { life, stamp, before, began, stream, since };
         let mut bytes = serde_json::to_vec(&note)?;
         bytes.resize(bytes.len().max(LEN), b' ');
@@ -411,7 +411,7 @@ impl Replica {
         if !self.is_timeless() && self.working.is_none() {
             let note = self.write_note(None);
             let failed = io_error("write", &self.folder.path().join(NAME));
-            let clock = (!self.place.is_device()).then(|| self.place.clock());
+            let clock = (!self.destination.is_device()).then(|| self.destination.clock());
             self.working = match note.and_then(|file| Working::begin(file, clock)) {
                 Err(e) if is_full(&e) => None,
                 begun => Some(begun.map_err(failed)?),
@@ -454,7 +454,7 @@ impl Replica {
     pub(crate) fn rest(&mut self) -> Result<()> {
         // First: whatever comes later is somebody else's.
         let left = self.glance().and_then(|left| {
-            let others = left.as_ref().filter(|_| self.place.is_device() && self.working.is_some());
+            let others = left.as_ref().filter(|_| self.destination.is_device() && self.working.is_some());
             others.map_or(Ok(()), |now| self.only_own(now, now.size))?;
             Ok(left)
         });
@@ -468,8 +468,8 @@ impl Replica {
 
     /// Makes the destination durable, and its stamp the lineage's, if nobody else has written to it since it was left.
     pub(crate) fn note_stamp(&mut self) -> Result<()> {
-        let failed = disk_error("flush", self.place.path(), SAFE);
-        let stamp = self.place.settle().map_err(failed)?;
+        let failed = disk_error("flush", self.destination.path(), SAFE);
+        let stamp = self.destination.settle().map_err(failed)?;
         let now = stamp.clone().glance();
         // What came in the time that this took must not be taken for own.
         if let Some(why) = self.left.as_ref().and_then(|left| left.differs(&now)) {
@@ -495,7 +495,7 @@ impl Replica {
     /// made for a delta, and that came to nothing.
     pub(crate) fn has_note(&self) -> bool {
         let since = self.lineage.stamp.as_ref().map(|stamp| stamp.changed);
-        if self.lineage.step.is_some() || self.place.is_device() || self.is_timeless() {
+        if self.lineage.step.is_some() || self.destination.is_device() || self.is_timeless() {
             return false;
         }
         read_note(&*self.folder)
@@ -513,10 +513,10 @@ impl Replica {
     pub(crate) fn since_attached(&self, now: &Stamp) -> Option<&'static str> {
         let attached =
             |stamp: &Stamp| stamp.medium.as_ref().map(|medium| (medium.boot.clone(), medium.diskseq));
-        if !self.place.is_device() || self.lineage.stamp.as_ref().and_then(attached) == attached(now) {
+        if !self.destination.is_device() || self.lineage.stamp.as_ref().and_then(attached) == attached(now) {
             return None;
         }
-        match read_note(&*self.folder).filter(|(note, _)| note.life == self.place.boot().id) {
+        match read_note(&*self.folder).filter(|(note, _)| note.life == self.destination.boot().id) {
             Some((Note { stamp: None, .. }, _)) => None,
             Some((Note { stamp: Some(left), .. }, _)) if attached(&left) == attached(now) => {
                 left.differs(&now.clone().glance())
@@ -534,19 +534,19 @@ impl Replica {
         if self.is_timeless() {
             return None;
         }
-        if self.place.is_device() {
+        if self.destination.is_device() {
             let note = read_note(&*self.folder);
             let noted = note.is_some();
-            let foreign = foreign_to_device(&self.place.boot(), note, self.lineage.stamp.as_ref(), now);
+            let foreign = foreign_to_device(&self.destination.boot(), note, self.lineage.stamp.as_ref(), now);
             if noted && foreign.is_none() {
                 // From here on a bound is not enough.
                 let _ = self.write_note(Some(now.clone().glance()));
             }
             return foreign;
         }
-        let cloned = match self.lineage.step.as_ref().map(|step| step.place) {
+        let cloned = match self.lineage.step.as_ref().map(|step| step.kind) {
             // It has just got its name: whatever its time was before, that has changed it.
-            Some(StepPlace::Fresh { inode, .. } | StepPlace::Clone { inode }) => {
+            Some(StepKind::NewFile { inode, .. } | StepKind::Clone { inode }) => {
                 Some(Stamp { inode, changed: 0, ..now.clone() })
             }
             _ => None,
@@ -556,7 +556,7 @@ impl Replica {
         // A new name does not move the time of the content; a power cut may set it back.
         let copy = note
             .as_ref()
-            .and_then(|(note, _)| Some((note.before.as_ref()?, note.life == self.place.boot().id)));
+            .and_then(|(note, _)| Some((note.before.as_ref()?, note.life == self.destination.boot().id)));
         if let Some((copy, told)) = copy.filter(|(copy, _)| cloned.is_some() && copy.inode == now.inode) {
             if copy.size != now.size || now.written > copy.written || told && now.written != copy.written {
                 return Some(WRITTEN);
@@ -570,7 +570,7 @@ impl Replica {
             durable: self.folder.modified(durable).unwrap_or(0),
             stream: journal.last().and_then(Contents::stream).or(self.lineage.committed),
         };
-        if let Some(why) = evidence.foreign(&self.place.boot()) {
+        if let Some(why) = evidence.foreign(&self.destination.boot()) {
             return Some(why);
         }
         let mut sizes = journal.iter().flat_map(|contents| &contents.segments).map(|s| s.header.size_after);

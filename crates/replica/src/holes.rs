@@ -13,9 +13,9 @@ use delta::{Frame, Record};
 use device::Disk;
 
 use crate::apply;
+use crate::destination::Name;
 use crate::error::{ReplicaError, Result, disk_error, io_error};
 use crate::journal::{self, Contents, Target};
-use crate::place::Which;
 use crate::replica::Replica;
 
 /// Holes that a delta will fill.
@@ -112,10 +112,10 @@ impl Replica {
     /// Begins to look for holes that a delta will fill; `known` is up to where the destination keeps what that does not name.
     /// `None` where nothing can be reserved, or where that could not be told from another program's write.
     pub(crate) fn holes(&self, known: u64) -> Result<Option<Holes>> {
-        if self.place.is_device() || self.is_timeless() {
+        if self.destination.is_device() || self.is_timeless() {
             return Ok(None);
         }
-        let disk = self.place.open(Which::Whole)?;
+        let disk = self.destination.open(Name::Final)?;
         Ok(Some(Holes { known, ..Holes::new(disk) }))
     }
 
@@ -149,8 +149,10 @@ impl Replica {
         let needed = reserved.map_err(disk_error("reserve room in", self.path(), state))?.unwrap_or(0);
         let place = format!("for what the delta adds to {}", self.path().display());
         // Rounded up, and with room for what the file system needs besides.
-        let missing =
-            self.place.free().map(|free| (needed.saturating_sub(free) + (1 << 20)).next_multiple_of(1 << 20));
+        let missing = self
+            .destination
+            .free()
+            .map(|free| (needed.saturating_sub(free) + (1 << 20)).next_multiple_of(1 << 20));
         Err(ReplicaError::Full { place, missing, state })
     }
 }

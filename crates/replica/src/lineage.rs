@@ -21,8 +21,8 @@ pub struct Lineage {
     /// Version of this format.
     pub version: u32,
     /// The destination's path, without links, when this was written.
-    #[serde(default)]
-    pub place: PathBuf,
+    #[serde(default, rename = "place")]
+    pub path: PathBuf,
     /// What names the disk, of a device of which something does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk: Option<String>,
@@ -103,10 +103,11 @@ pub struct Position {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Step {
     /// Where it writes.
-    pub place: StepPlace,
+    #[serde(rename = "place")]
+    pub kind: StepKind,
     /// Names the state under way, for deltas that continue it.
     pub nonce: Uuid,
-    /// What the place holds durably.
+    /// What is durable where it writes.
     pub positions: Vec<Position>,
     /// What it will be.
     pub toward: Toward,
@@ -114,17 +115,18 @@ pub struct Step {
     pub finished: bool,
 }
 
-/// Where a step writes.
+/// How a step writes, by where.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum StepPlace {
+pub enum StepKind {
     /// The destination itself.
     InPlace,
     /// A new file, NAME.partial, which takes the destination's place at the end.
-    Fresh {
+    #[serde(rename = "fresh")]
+    NewFile {
         /// Its inode.
         inode: u64,
-        /// It may take the place of what stands there.
+        /// It may replace an existing file.
         replaces: bool,
     },
     /// The same, begun as a clone of the destination.
@@ -169,7 +171,7 @@ impl Lineage {
     pub(crate) fn new() -> Lineage {
         Lineage {
             version: Self::VERSION,
-            place: PathBuf::new(),
+            path: PathBuf::new(),
             disk: None,
             source: None,
             epoch: None,
@@ -257,7 +259,7 @@ impl Lineage {
     pub(crate) fn after(&self, toward: &Toward, stamp: Stamp) -> Lineage {
         Lineage {
             version: Self::VERSION,
-            place: self.place.clone(),
+            path: self.path.clone(),
             disk: self.disk.clone(),
             source: Some(toward.source),
             // What lacks something is no epoch: only a compare makes it one again.
@@ -362,7 +364,7 @@ mod tests {
         lineage.stamp =
             Some(Stamp { inode: 7, size: 4096, changed: -1, written: Some(-2), ..Stamp::default() });
         lineage.step = Some(Step {
-            place: StepPlace::Clone { inode: 9 },
+            kind: StepKind::Clone { inode: 9 },
             nonce: Uuid::new_v4(),
             positions: vec![p(2, 40), Position { epoch: None, upto: 100 }],
             toward: Toward {

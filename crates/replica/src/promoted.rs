@@ -9,9 +9,9 @@ use device::{Dir, FolderLock};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
+use crate::destination::Name;
 use crate::error::{ReplicaError, Result, io_error};
 use crate::lineage::{Lineage, Stamp};
-use crate::place::Which;
 use crate::replica::{Options, Replica, inspect, state_folder};
 
 /// In what way dsync opened a replica for writing.
@@ -81,7 +81,7 @@ pub fn promote(path: &Path, options: &Options, by: Use) -> Result<Option<Promoti
     match Replica::open(path, &Options { doubt: true, ..options.clone() }) {
         Ok(mut replica) if replica.kept => {
             let before = match replica.lineage.promoted {
-                None => replica.stamp(Which::Whole)?,
+                None => replica.stamp(Name::Final)?,
                 Some(_) => None,
             };
             let was = mark(&mut replica.lineage);
@@ -156,7 +156,7 @@ impl Promotion {
             opened => opened?,
         };
         // From the look to the change the replica is held: nobody can promote it in between.
-        let now = replica.stamp(Which::Whole)?;
+        let now = replica.stamp(Name::Final)?;
         let unwritten = now.is_some_and(|now| before.is_proof_of(&now));
         if !unwritten || !replica.kept || !self.is_last(&replica.lineage) {
             return Ok(false);

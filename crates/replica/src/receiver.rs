@@ -11,14 +11,14 @@ use uuid::Uuid;
 
 use crate::apply::Applier;
 use crate::copies::{Copies, Trouble, Written};
+use crate::destination::Name;
 use crate::error::{ReplicaError, Result, disk_error, io_error};
 use crate::foreign::Keeping;
 use crate::holes::Holes;
 use crate::journal::{self, ARRIVING, Contents, Growing, Segment, Target, WHOLE, kept};
 use crate::lineage::{
-    Lineage, Position, State, Step, StepPlace, Toward, known, overlay, reached, whole_blocks,
+    Lineage, Position, State, Step, StepKind, Toward, known, overlay, reached, whole_blocks,
 };
-use crate::place::Which;
 use crate::replica::{INTERRUPTED, Replica};
 
 /// How a delta becomes part of a replica. A seed goes to NAME.partial, or in place on a device, whatever is asked for.
@@ -112,7 +112,7 @@ impl Replica {
     /// Begins to receive a delta by its header.
     ///
     /// # Errors
-    /// Refused if the delta does not fit what [`Replica::standing`] says; then nothing was changed.
+    /// Refused if the delta does not fit what [`Replica::status`] says; then nothing was changed.
     pub fn receive(&mut self, header: Unit, commit: Commit) -> Result<DeltaReceiver<'_>> {
         self.sound()?;
         self.drop_unknown_clone()?;
@@ -131,7 +131,7 @@ impl Replica {
         }
         self.check_resume(&header)?;
         let fit = self.check(&header);
-        if let (Err(_), Some(Step { place: StepPlace::Clone { .. }, .. })) = (&fit, &self.lineage.step) {
+        if let (Err(_), Some(Step { kind: StepKind::Clone { .. }, .. })) = (&fit, &self.lineage.step) {
             // It may fit what the clone was made from, which is as it was.
             let step = self.lineage.step.take();
             if let Err(e) = self.check(&header) {
@@ -144,9 +144,9 @@ impl Replica {
             fit?;
         }
         let seeds = header.is_seed() && header.resumes.is_none() && self.lineage.epoch != Some(toward.epoch);
-        let sink = match self.lineage.step.as_ref().map(|s| s.place) {
+        let sink = match self.lineage.step.as_ref().map(|s| s.kind) {
             _ if seeds => self.seed(&toward, &header)?,
-            Some(StepPlace::Fresh { .. } | StepPlace::Clone { .. }) => self.go_on(&toward, &header)?,
+            Some(StepKind::NewFile { .. } | StepKind::Clone { .. }) => self.go_on(&toward, &header)?,
             _ => match commit {
                 Commit::Journal => self.journal_sink(&header, &raw)?,
                 Commit::InPlace => self.in_place(&toward, &header)?,
@@ -159,9 +159,9 @@ impl Replica {
     /// True if a delta that is committed this way is made where the destination's content lies, so that its copies must stand
     /// in an order in which they can be made. Otherwise all deltas ascend.
     pub fn is_in_place(&self, commit: Commit) -> bool {
-        match self.lineage.step.as_ref().map(|s| s.place) {
-            Some(StepPlace::Fresh { .. } | StepPlace::Clone { .. }) => true,
-            Some(StepPlace::InPlace) | None => commit == Commit::InPlace,
+        match self.lineage.step.as_ref().map(|s| s.kind) {
+            Some(StepKind::NewFile { .. } | StepKind::Clone { .. }) => true,
+            Some(StepKind::InPlace) | None => commit == Commit::InPlace,
         }
     }
 
@@ -185,8 +185,8 @@ impl Replica {
 
     /// Removes NAME.partial, durably: before the lineage forgets that it is ours.
     pub(crate) fn remove_partial(&self) -> Result<()> {
-        let removed = self.place.remove().and_then(|()| self.place.sync());
-        removed.map_err(io_error("remove the unfinished copy of", self.place.path()))
+        let removed = self.destination.remove().and_then(|()| self.destination.sync());
+        removed.map_err(io_error("remove the unfinished copy of", self.destination.path()))
     }
 
     fn given_up(&self) -> ReplicaError {
@@ -260,7 +260,7 @@ impl Replica {
         let header = Header { method: Method::Compare, ..header.clone() };
         let (encoder, unit) = Encoder::new(&header, None)
             .map_err(|e| ReplicaError::Delta { path: self.path().to_path_buf(), error: e.to_string() })?;
-        let copies = Copies::new(&self.content()?).map_err(io_error("open", self.place.path()))?;
+        let copies = Copies::new(&self.content()?).map_err(io_error("open", self.destination.path()))?;
         let digest = encoder.digest();
         Ok((Resolved { copies, header, encoder: Some(encoder), frames: 0, upto: 0, digest }, unit))
     }
@@ -279,46 +279,49 @@ impl Replica {
             }
             self.gone = false;
         }
-        if self.which() == Which::Partial {
+        if self.writes_to() == Name::Temporary {
             self.remove_partial()?;
         }
         // Nothing of an old replica is worth anything from here on; where one is replaced, it stays until the rename.
         let lineage = Lineage::new();
-        if self.place.is_device() {
+        if self.destination.is_device() {
             self.lineage = lineage;
-            return self.begin_step(StepPlace::InPlace, Vec::new(), toward, header, false);
+            return self.begin_step(StepKind::InPlace, Vec::new(), toward, header, false);
         }
         // A replica of nothing is an empty file, and ours.
         let ours = self.replace || self.lineage.epoch.is_some();
-        let replaces = ours && self.stamp(Which::Whole)?.is_some();
+        let replaces = ours && self.stamp(Name::Final)?.is_some();
         let inode = self.create()?;
         self.lineage = lineage;
-        self.begin_step(StepPlace::Fresh { inode, replaces }, Vec::new(), toward, header, true)
+        self.begin_step(StepKind::NewFile { inode, replaces }, Vec::new(), toward, header, true)
     }
 
     fn create(&self) -> Result<u64> {
         // Without its name, what comes could not be gone on from after a power cut.
-        match self.place.create().and_then(|inode| self.place.sync().map(|()| inode)) {
+        match self.destination.create().and_then(|inode| self.destination.sync().map(|()| inode)) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-                let mut name = self.place.path().as_os_str().to_owned();
+                let mut name = self.destination.path().as_os_str().to_owned();
                 name.push(".partial");
                 Err(ReplicaError::PartialTaken(name.into()))
             }
-            other => other.map_err(disk_error("make an unfinished copy of", self.place.path(), INTERRUPTED)),
+            other => {
+                other.map_err(disk_error("make an unfinished copy of", self.destination.path(), INTERRUPTED))
+            }
         }
     }
 
     fn in_place(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
         self.untouched()?;
         let base = while_made(header, self.positions());
-        let sink = self.begin_step(StepPlace::InPlace, base, toward, header, false)?;
+        let sink = self.begin_step(StepKind::InPlace, base, toward, header, false)?;
         self.take_journal(sink, toward, header)
     }
 
     fn reflink(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
-        let path = self.place.path().to_path_buf();
-        if self.place.is_device() || self.lineage.step.is_some() {
-            let why = if self.place.is_device() { "is a device" } else { "has an in-place commit under way" };
+        let path = self.destination.path().to_path_buf();
+        if self.destination.is_device() || self.lineage.step.is_some() {
+            let why =
+                if self.destination.is_device() { "is a device" } else { "has an in-place commit under way" };
             return Err(ReplicaError::Refused(format!(
                 "{} {why}, so it can't be committed by reflink: use --commit journal",
                 path.display()
@@ -330,10 +333,10 @@ impl Replica {
         let inode = self.create()?;
         // The intent first, so that a crash leaves nothing that nobody knows. It says what the clone holds once that is
         // durable.
-        let begun = self.step(StepPlace::Clone { inode }, Vec::new(), toward);
-        let cloned = begun.and_then(|()| self.clone_whole());
+        let begun = self.step(StepKind::Clone { inode }, Vec::new(), toward);
+        let cloned = begun.and_then(|()| self.clone_final());
         let made =
-            cloned.and_then(|()| self.direct(Which::Partial, Which::Whole, base, toward, header, false));
+            cloned.and_then(|()| self.direct(Name::Temporary, Name::Final, base, toward, header, false));
         let begun = made.and_then(|sink| self.take_journal(sink, toward, header));
         if begun.is_err() {
             self.drop_unknown_clone()?;
@@ -343,8 +346,7 @@ impl Replica {
 
     /// Drops a clone of which nobody knows what it holds: it was never made durable, or not even cloned.
     fn drop_unknown_clone(&mut self) -> Result<()> {
-        let unknown =
-            |step: &Step| matches!(step.place, StepPlace::Clone { .. }) && step.positions.is_empty();
+        let unknown = |step: &Step| matches!(step.kind, StepKind::Clone { .. }) && step.positions.is_empty();
         if self.lineage.step.as_ref().is_some_and(unknown) {
             self.remove_partial()?;
             self.lineage.step = None;
@@ -354,9 +356,9 @@ impl Replica {
         Ok(())
     }
 
-    fn clone_whole(&self) -> Result<()> {
-        let path = self.place.path();
-        self.place.clone_whole().map_err(|e| {
+    fn clone_final(&self) -> Result<()> {
+        let path = self.destination.path();
+        self.destination.clone_final().map_err(|e| {
             match e.raw_os_error().map(rustix::io::Errno::from_raw_os_error) {
                 Some(
                     rustix::io::Errno::OPNOTSUPP
@@ -376,59 +378,59 @@ impl Replica {
     fn go_on(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
         let Some(step) = self.lineage.step.clone() else { return Ok(Sink::Closed) };
         let base = while_made(header, step.positions);
-        let sink = self.begin_step(step.place, base, toward, header, false)?;
+        let sink = self.begin_step(step.kind, base, toward, header, false)?;
         self.take_journal(sink, toward, header)
     }
 
     /// Writes down what is about to happen, durably.
-    fn step(&mut self, place: StepPlace, positions: Vec<Position>, toward: &Toward) -> Result<()> {
-        if place == StepPlace::InPlace {
+    fn step(&mut self, kind: StepKind, positions: Vec<Position>, toward: &Toward) -> Result<()> {
+        if kind == StepKind::InPlace {
             self.lineage.state = State::Incomplete;
         }
-        let step = Step { place, nonce: Uuid::new_v4(), positions, toward: *toward, finished: false };
+        let step = Step { kind, nonce: Uuid::new_v4(), positions, toward: *toward, finished: false };
         self.lineage.step = Some(step);
         self.store()
     }
 
     fn begin_step(
         &mut self,
-        place: StepPlace,
+        kind: StepKind,
         base: Vec<Position>,
         toward: &Toward,
         header: &Header,
         blank: bool,
     ) -> Result<Sink> {
-        if place == StepPlace::InPlace {
+        if kind == StepKind::InPlace {
             // Without a note, what is written next could not be told from others' writes after a kill.
             self.reserve_note()?;
         }
-        self.step(place, base.clone(), toward)?;
-        self.direct(self.which(), self.which(), base, toward, header, blank)
+        self.step(kind, base.clone(), toward)?;
+        self.direct(self.writes_to(), self.writes_to(), base, toward, header, blank)
     }
 
     /// Begins to write to one place what is copied from one.
     fn direct(
         &mut self,
-        which: Which,
-        copied: Which,
+        name: Name,
+        copied: Name,
         base: Vec<Position>,
         toward: &Toward,
         header: &Header,
         blank: bool,
     ) -> Result<Sink> {
-        let keeping = if which == Which::Whole { self.work(true)? } else { Keeping::default() };
-        let failed = |what| disk_error(what, self.place.path(), INTERRUPTED);
-        let disk = self.place.open(which)?;
-        if !self.place.is_device() && disk.len() < toward.size {
+        let keeping = if name == Name::Final { self.work(true)? } else { Keeping::default() };
+        let failed = |what| disk_error(what, self.destination.path(), INTERRUPTED);
+        let disk = self.destination.open(name)?;
+        if !self.destination.is_device() && disk.len() < toward.size {
             disk.resize(toward.size).map_err(failed("grow"))?;
         }
         let rolling = header.method == Method::Rolling;
-        let written = (rolling && copied == which).then(Written::default);
+        let written = (rolling && copied == name).then(Written::default);
         let copies = match rolling {
-            true if copied == which => Some(Copies::new(&disk).map_err(failed("open"))?),
+            true if copied == name => Some(Copies::new(&disk).map_err(failed("open"))?),
             true => {
-                let copies = Copies::new(&self.place.open(copied)?).map_err(failed("open"))?;
-                Some(copies.sharing(self.place.sharing()))
+                let copies = Copies::new(&self.destination.open(copied)?).map_err(failed("open"))?;
+                Some(copies.sharing(self.destination.sharing()))
             }
             false => None,
         };
@@ -454,9 +456,9 @@ impl Replica {
     fn take_journal(&mut self, mut sink: Sink, toward: &Toward, header: &Header) -> Result<Sink> {
         let held = self.journal.take().filter(|_| header.resumes.is_some());
         if let (Some(contents), Sink::Direct(direct)) = (held, &mut sink) {
-            let failed = |what| disk_error(what, self.place.path(), INTERRUPTED);
+            let failed = |what| disk_error(what, self.destination.path(), INTERRUPTED);
             let longest = contents.segments.iter().map(|s| s.header.size_after).max().unwrap_or(0);
-            if !self.place.is_device() && direct.disk.len() < longest {
+            if !self.destination.is_device() && direct.disk.len() < longest {
                 direct.disk.resize(longest).map_err(failed("grow"))?;
             }
             let mut positions = direct.base.clone();
@@ -481,7 +483,7 @@ impl Direct {
     /// Makes what has come durable, and says so in the lineage.
     fn save(&mut self, replica: &mut Replica, toward: &Toward) -> Result<()> {
         let upto = whole_blocks(self.applier.position(), toward.block_size, toward.size);
-        self.applier.flush().map_err(disk_error("flush", replica.place.path(), INTERRUPTED))?;
+        self.applier.flush().map_err(disk_error("flush", replica.destination.path(), INTERRUPTED))?;
         (self.saved, self.saved_bytes) = (Instant::now(), self.applier.written);
         if self.written.is_some() {
             return Ok(());
@@ -638,7 +640,7 @@ impl DeltaReceiver<'_> {
     }
 
     fn take(&mut self, unit: Unit, seen: impl FnOnce(&delta::Frame)) -> Result<()> {
-        let path = self.replica.place.path().to_path_buf();
+        let path = self.replica.destination.path().to_path_buf();
         let taken = match &mut self.sink {
             Sink::Journal(journal) => journal.unit(unit, &mut self.decoder, seen),
             Sink::Direct(direct) => (|| {
@@ -729,9 +731,9 @@ impl DeltaReceiver<'_> {
         let Direct { disk, mut applier, copies, .. } = direct;
         let size = self.toward.size;
         {
-            let failed = |what| disk_error(what, replica.place.path(), INTERRUPTED);
+            let failed = |what| disk_error(what, replica.destination.path(), INTERRUPTED);
             applier.finish(size).map_err(failed("write to"))?;
-            if !replica.place.is_device() && disk.len() != size {
+            if !replica.destination.is_device() && disk.len() != size {
                 disk.resize(size).map_err(failed("cut"))?;
             }
             applier.flush().map_err(failed("flush"))?;
@@ -739,9 +741,9 @@ impl DeltaReceiver<'_> {
         let counts = (applier.written, applier.read + copies.as_ref().map_or(0, |c| c.read));
         drop((applier, copies, disk));
         let toward = self.toward;
-        match replica.lineage.step.as_ref().map(|s| s.place) {
-            Some(place @ (StepPlace::Fresh { .. } | StepPlace::Clone { .. })) => {
-                if let StepPlace::Clone { .. } = place {
+        match replica.lineage.step.as_ref().map(|s| s.kind) {
+            Some(kind @ (StepKind::NewFile { .. } | StepKind::Clone { .. })) => {
+                if let StepKind::Clone { .. } = kind {
                     // Once it is finished, nobody looks again at what it takes the place of.
                     replica.untouched()?;
                 }
@@ -752,7 +754,7 @@ impl DeltaReceiver<'_> {
                     step.finished = true;
                 }
                 replica.store()?;
-                let copy = replica.rename(!matches!(place, StepPlace::Fresh { replaces: false, .. }))?;
+                let copy = replica.rename(!matches!(kind, StepKind::NewFile { replaces: false, .. }))?;
                 replica.renamed(&toward, copy)?;
                 replica.half_done = false;
             }
@@ -783,7 +785,7 @@ impl DeltaReceiver<'_> {
         self.put_away()?;
         self.replica.refresh()?;
         let (source, epoch, size) = (self.toward.source, self.toward.epoch, self.toward.size);
-        let first = self.replica.standing().positions.first();
+        let first = self.replica.status().positions.first();
         let whole = first.is_some_and(|p| p.epoch == Some(epoch) && p.upto >= size);
         self.replica.follow(source, whole)
     }
@@ -801,7 +803,7 @@ impl DeltaReceiver<'_> {
             Sink::Direct(mut direct) => {
                 let drained = direct.applier.drain();
                 // Nothing but its own writes may be taken for the destination's.
-                let whole = self.replica.which() == Which::Whole;
+                let whole = self.replica.writes_to() == Name::Final;
                 let saved = match direct.applier.has_forgotten() {
                     true => self.replica.drop_unknown_clone(),
                     false => direct.save(self.replica, &self.toward),
@@ -810,7 +812,7 @@ impl DeltaReceiver<'_> {
                     self.replica.rest()?;
                 }
                 saved?;
-                drained.map_err(disk_error("write to", self.replica.place.path(), INTERRUPTED))
+                drained.map_err(disk_error("write to", self.replica.destination.path(), INTERRUPTED))
             }
             Sink::Closed => Ok(()),
         }

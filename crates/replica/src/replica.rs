@@ -11,11 +11,11 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::apply::Applier;
+use crate::destination::{Destination, DeviceDestination, FileDestination, Name};
 use crate::error::{ReplicaError, Result, disk_error, io_error};
 use crate::foreign::{self, covered};
 use crate::journal::{self, ARRIVING, Contents, WHOLE};
-use crate::lineage::{Lineage, Position, Stamp, State, StepPlace, Toward};
-use crate::place::{DevicePlace, FilePlace, Place, Which};
+use crate::lineage::{Lineage, Position, Stamp, State, StepKind, Toward};
 
 /// How to open a replica.
 #[derive(Debug, Clone, Default)]
@@ -30,13 +30,13 @@ pub struct Options {
     pub replace: bool,
     /// Let a seed begin another replica where the file of one is gone.
     pub create: bool,
-    /// Let it pass that others changed the destination, which [`Standing::changed`] then says: only a compare fits it.
+    /// Let it pass that others changed the destination, which [`Status::changed`] then says: only a compare fits it.
     pub doubt: bool,
 }
 
 /// Where a replica stands: what its source must know to find what it lacks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Standing {
+pub struct Status {
     /// The source it follows. `None` if there is no replica yet, or an adopted file.
     pub source: Option<Uuid>,
     /// The epoch of the last commit. `None` before the first.
@@ -65,10 +65,10 @@ pub struct Standing {
     pub changed: Option<String>,
 }
 
-impl Standing {
+impl Status {
     /// There is no replica.
-    pub fn nothing() -> Standing {
-        Standing {
+    pub fn nothing() -> Status {
+        Status {
             source: None,
             epoch: None,
             ahead: false,
@@ -86,21 +86,21 @@ impl Standing {
     }
 
     /// A replica that is exactly at an epoch of its source, whose disk then had `size` bytes.
-    pub fn at(source: Uuid, epoch: Epoch, size: u64) -> Standing {
-        Standing {
+    pub fn at(source: Uuid, epoch: Epoch, size: u64) -> Status {
+        Status {
             source: Some(source),
             epoch: Some(epoch),
             state: State::Exact,
             size,
             positions: vec![Position { epoch: Some(epoch), upto: size }],
-            ..Standing::nothing()
+            ..Status::nothing()
         }
     }
 }
 
 /// A destination with its lineage, held alone and in order: whatever a crash left was finished or undone when it was opened.
 pub struct Replica {
-    pub(crate) place: Box<dyn Place>,
+    pub(crate) destination: Box<dyn Destination>,
     pub(crate) folder: Arc<dyn Folder>,
     pub(crate) lineage: Lineage,
     /// The lineage is on disk.
@@ -128,7 +128,7 @@ pub struct Replica {
     /// A step in place is made durable every so many bytes.
     pub(crate) save_bytes: u64,
     recovered: Vec<String>,
-    standing: Standing,
+    status: Status,
     lock: Option<FolderLock>,
     image: Option<device::ImageLock>,
 }
@@ -248,10 +248,10 @@ fn moved_from(path: &Path, folder: &Path) -> Option<ReplicaError> {
     let mut known =
         states.filter_map(|at| Some((Lineage::load(&device::Dir::existing(&at).ok()?).ok()??, at)));
     let (lineage, from) = known.find(|(lineage, _)| {
-        lineage.stamp.as_ref().is_some_and(|stamp| stamp.inode == inode) && !lineage.place.exists()
+        lineage.stamp.as_ref().is_some_and(|stamp| stamp.inode == inode) && !lineage.path.exists()
     })?;
     let (path, to) = (path.to_path_buf(), folder.to_path_buf());
-    Some(ReplicaError::Moved { path, was: lineage.place, from, to })
+    Some(ReplicaError::Moved { path, was: lineage.path, from, to })
 }
 
 /// What is written down of the replica at `path`, `None` if it is none. Changes nothing, recovers nothing, and takes no lock.
@@ -281,18 +281,18 @@ fn refuse_others_state(lineage: &Lineage, path: &Path, folder: &Path, options: &
             path.display()
         )));
     }
-    if lineage.place != path && lineage.place.exists() {
+    if lineage.path != path && lineage.path.exists() {
         return Err(ReplicaError::Refused(format!(
             "{} holds the state of another replica, {}: give one of its own with --journal-dir",
             folder.display(),
-            lineage.place.display()
+            lineage.path.display()
         )));
     }
     Ok(())
 }
 
 impl Replica {
-    /// Opens the replica at `path`, or the place for one. Finishes or undoes what a crash left; [`Standing::recovered`] tells.
+    /// Opens the replica at `path`, or the place for one. Finishes or undoes what a crash left; [`Status::recovered`] tells.
     ///
     /// # Errors
     /// Refused if somebody else uses it, if it is no replica and is not to be adopted or replaced, if it was changed by
@@ -331,15 +331,15 @@ impl Replica {
                     // A file system without locks can't tell of others, and can't be asked.
                     if e.kind() == device::DeviceErrorKind::Unsupported { Ok(None) } else { Err(e) }
                 })?;
-            let place: Box<dyn Place> = if device {
-                Box::new(DevicePlace::new(path.clone())?)
+            let destination: Box<dyn Destination> = if device {
+                Box::new(DeviceDestination::new(path.clone())?)
             } else {
-                Box::new(FilePlace::new(path.clone()).map_err(io_error("open the folder of", &path))?)
+                Box::new(FileDestination::new(path.clone()).map_err(io_error("open the folder of", &path))?)
             };
             if !folder.is_at_path().map_err(io_error("look at", &folder_path))? {
                 return Err(covered(&path));
             }
-            let mut replica = Replica::begin(place, Box::new(folder), options)?;
+            let mut replica = Replica::begin(destination, Box::new(folder), options)?;
             replica.image = image;
             Ok(replica)
         })();
@@ -360,13 +360,17 @@ impl Replica {
     /// # Errors
     /// As for [`Replica::open`].
     #[doc(hidden)]
-    pub fn begin(place: Box<dyn Place>, folder: Box<dyn Folder>, options: &Options) -> Result<Replica> {
+    pub fn begin(
+        destination: Box<dyn Destination>,
+        folder: Box<dyn Folder>,
+        options: &Options,
+    ) -> Result<Replica> {
         let lineage = Lineage::load(&*folder)?;
         let mut replica = Replica {
-            place,
+            destination,
             folder: folder.into(),
             kept: lineage.is_some(),
-            standing: Standing::nothing(),
+            status: Status::nothing(),
             lineage: lineage.unwrap_or_else(Lineage::new),
             journal: None,
             adopt: options.adopt,
@@ -400,13 +404,13 @@ impl Replica {
     }
 
     /// Where the replica stands.
-    pub fn standing(&self) -> &Standing {
-        &self.standing
+    pub fn status(&self) -> &Status {
+        &self.status
     }
 
     /// The destination's path, without links.
     pub fn path(&self) -> &Path {
-        self.place.path()
+        self.destination.path()
     }
 
     /// The folder of the replica's state.
@@ -421,7 +425,7 @@ impl Replica {
     /// If there is nothing, or it can't be opened.
     pub fn content(&self) -> Result<Arc<dyn Disk>> {
         self.sound()?;
-        self.place.open(self.which())
+        self.destination.open(self.writes_to())
     }
 
     /// Says how many bytes of data the next delta is likely to bring, so that the space for its journal can be checked first.
@@ -430,10 +434,10 @@ impl Replica {
     }
 
     /// Where the step under way writes, or the next will.
-    pub(crate) fn which(&self) -> Which {
-        match self.lineage.step.as_ref().map(|s| s.place) {
-            Some(StepPlace::Fresh { .. } | StepPlace::Clone { .. }) => Which::Partial,
-            Some(StepPlace::InPlace) | None => Which::Whole,
+    pub(crate) fn writes_to(&self) -> Name {
+        match self.lineage.step.as_ref().map(|s| s.kind) {
+            Some(StepKind::NewFile { .. } | StepKind::Clone { .. }) => Name::Temporary,
+            Some(StepKind::InPlace) | None => Name::Final,
         }
     }
 
@@ -446,15 +450,15 @@ impl Replica {
         self.lineage.step.as_ref().map_or(self.lineage.nonce, |s| s.nonce)
     }
 
-    /// Brings [`Replica::standing`] up to date.
+    /// Brings [`Replica::status`] up to date.
     pub(crate) fn refresh(&mut self) -> Result<()> {
         let positions = self.positions();
-        let capacity = match self.place.is_device() {
-            true => Some(self.place.open(Which::Whole)?.len()),
+        let capacity = match self.destination.is_device() {
+            true => Some(self.destination.open(Name::Final)?.len()),
             false => None,
         };
         let lineage = &self.lineage;
-        self.standing = Standing {
+        self.status = Status {
             source: lineage.source.or(lineage.step.as_ref().map(|s| s.toward.source)),
             epoch: lineage.epoch,
             ahead: lineage.ahead,
@@ -483,8 +487,8 @@ impl Replica {
         )))
     }
 
-    pub(crate) fn stamp(&self, which: Which) -> Result<Option<Stamp>> {
-        self.place.stamp(which).map_err(io_error("look at", self.place.path()))
+    pub(crate) fn stamp(&self, name: Name) -> Result<Option<Stamp>> {
+        self.destination.stamp(name).map_err(io_error("look at", self.destination.path()))
     }
 
     /// Makes room for the next lineage, before a journal takes what there is: without it, that could never be merged.
@@ -499,9 +503,9 @@ impl Replica {
     }
 
     pub(crate) fn store(&mut self) -> Result<()> {
-        self.lineage.place = self.place.path().to_path_buf();
+        self.lineage.path = self.destination.path().to_path_buf();
         self.lineage.foreign |= self.noticed.load(SeqCst);
-        self.lineage.disk = self.place.disk();
+        self.lineage.disk = self.destination.disk();
         self.lineage.store(&*self.folder)?;
         self.kept = true;
         Ok(())
@@ -512,8 +516,10 @@ impl Replica {
         // First what makes it a replica: what is left after a crash belongs to nothing.
         self.remove(crate::lineage::NAME)?;
         self.folder.sync().map_err(io_error("sync", self.folder.path()))?;
-        if !self.place.is_device() {
-            self.place.remove().map_err(io_error("remove the copy begun for", self.place.path()))?;
+        if !self.destination.is_device() {
+            self.destination
+                .remove()
+                .map_err(io_error("remove the copy begun for", self.destination.path()))?;
         }
         for name in self.folder.list().map_err(io_error("look into", self.folder.path()))? {
             if name != FolderLock::NAME {
@@ -537,24 +543,24 @@ impl Replica {
             self.remove(name)?;
         }
         self.remove_unclaimed()?;
-        let Some(stamp) = self.stamp(Which::Whole)? else { return Ok(()) };
+        let Some(stamp) = self.stamp(Name::Final)? else { return Ok(()) };
         if self.adopt {
             return self.take(stamp);
         }
-        let free = self.replace || (self.place.is_device() && self.is_blank()?);
-        if free { Ok(()) } else { Err(ReplicaError::NotAReplica(self.place.path().to_path_buf())) }
+        let free = self.replace || (self.destination.is_device() && self.is_blank()?);
+        if free { Ok(()) } else { Err(ReplicaError::NotAReplica(self.destination.path().to_path_buf())) }
     }
 
     /// True if a device bears nothing that anybody would miss: its first and last MiB are zeroes.
     fn is_blank(&self) -> Result<bool> {
-        let disk = self.place.open(Which::Whole)?;
+        let disk = self.destination.open(Name::Final)?;
         let len = disk.len().min(1 << 20);
         let mut buf = device::Buf::new(len as usize);
         for offset in [0, disk.len() - len] {
             // Sector by sector, so that one that can't be read is named.
             for (at, sector) in (offset..).step_by(4096).zip(buf.chunks_mut(4096)) {
                 let read = disk.read_at(at, sector).map_err(|e| device::unreadable(at, e));
-                read.map_err(io_error("read", self.place.path()))?;
+                read.map_err(io_error("read", self.destination.path()))?;
             }
             if buf.iter().any(|b| *b != 0) {
                 return Ok(false);
@@ -565,7 +571,7 @@ impl Replica {
 
     /// Takes what stands there as something of which nothing is known.
     fn take(&mut self, stamp: Stamp) -> Result<()> {
-        let partial = self.which() == Which::Partial;
+        let partial = self.writes_to() == Name::Temporary;
         (self.journal, self.changed, self.noticed) = (None, None, AtomicBool::new(false));
         self.lineage = Lineage { size: stamp.size, stamp: Some(stamp), ..Lineage::new() };
         // Without its journal, what was half merged is no longer what the lineage said, even if the adoption comes to nothing.
@@ -622,28 +628,28 @@ impl Replica {
         // After a kill, what is seen need not be durable yet; what is done now builds on it.
         self.folder.sync().map_err(io_error("sync", self.folder.path()))?;
         self.recover_partial()?;
-        let whole = self.stamp(Which::Whole)?;
+        let whole = self.stamp(Name::Final)?;
         let had = self.lineage.epoch.is_some() || !self.positions().is_empty();
         let Some(whole) = whole else {
-            if had && self.which() == Which::Whole {
+            if had && self.writes_to() == Name::Final {
                 return self.forget();
             }
             return self.recover_journal(None);
         };
-        if let Some(StepPlace::Fresh { replaces, .. }) = self.lineage.step.as_ref().map(|s| s.place) {
+        if let Some(StepKind::NewFile { replaces, .. }) = self.lineage.step.as_ref().map(|s| s.kind) {
             // Unless it is what the seed replaces, somebody has put something in its place meanwhile.
             return match self.changed {
                 _ if self.adopt => self.take(whole),
                 Some(why) => Err(self.touched(why)),
                 None if replaces => Ok(()),
-                None => Err(ReplicaError::NotAReplica(self.place.path().into())),
+                None => Err(ReplicaError::NotAReplica(self.destination.path().into())),
             };
         }
-        if !had && !self.place.is_device() && !self.replace {
+        if !had && !self.destination.is_device() && !self.replace {
             return if self.adopt {
                 self.take(whole)
             } else {
-                Err(ReplicaError::NotAReplica(self.place.path().into()))
+                Err(ReplicaError::NotAReplica(self.destination.path().into()))
             };
         }
         self.recover_journal(Some(whole.clone()))?;
@@ -654,7 +660,7 @@ impl Replica {
 
     /// Removes a NAME.partial that was made before its step could be written down: such a one is empty.
     fn remove_unclaimed(&self) -> Result<()> {
-        match self.stamp(Which::Partial)? {
+        match self.stamp(Name::Temporary)? {
             Some(stamp) if stamp.size == 0 => self.remove_partial(),
             _ => Ok(()),
         }
@@ -663,14 +669,14 @@ impl Replica {
     /// A new file that was to take the destination's place.
     fn recover_partial(&mut self) -> Result<()> {
         let Some(step) = self.lineage.step.clone() else { return self.remove_unclaimed() };
-        let (inode, replaces) = match step.place {
-            StepPlace::Fresh { inode, replaces } => (inode, replaces),
-            StepPlace::Clone { inode } => (inode, true),
-            StepPlace::InPlace => return self.remove_unclaimed(),
+        let (inode, replaces) = match step.kind {
+            StepKind::NewFile { inode, replaces } => (inode, replaces),
+            StepKind::Clone { inode } => (inode, true),
+            StepKind::InPlace => return self.remove_unclaimed(),
         };
         let epoch = step.toward.epoch;
         let is_ours = |s: &Option<Stamp>| s.as_ref().is_some_and(|s| s.inode == inode);
-        let whole = self.stamp(Which::Whole)?;
+        let whole = self.stamp(Name::Final)?;
         if let Some(whole) = whole.clone().filter(|_| step.finished && is_ours(&whole)) {
             if let Some(why) = self.since_own_writes(&whole, &[]) {
                 // Told next.
@@ -680,8 +686,8 @@ impl Replica {
             self.recovered.push(format!("epoch {epoch} had been put in place; its commit is finished now"));
             return self.renamed(&step.toward, Some(whole));
         }
-        if is_ours(&self.stamp(Which::Partial)?) {
-            let cloned = matches!(step.place, StepPlace::Clone { .. });
+        if is_ours(&self.stamp(Name::Temporary)?) {
+            let cloned = matches!(step.kind, StepKind::Clone { .. });
             let left = self.lineage.stamp.as_ref().filter(|_| cloned).zip(whole);
             if step.finished && left.is_some_and(|(left, now)| left.differs(&now).is_some()) {
                 // What others have done to the file that would be replaced is told next.
@@ -693,7 +699,7 @@ impl Replica {
                     .push(format!("the copy of epoch {epoch} was complete; it is put in place now"));
                 return self.renamed(&step.toward, copy);
             }
-            if matches!(step.place, StepPlace::Fresh { .. }) || !step.positions.is_empty() {
+            if matches!(step.kind, StepKind::NewFile { .. }) || !step.positions.is_empty() {
                 return Ok(());
             }
             // Whether it was cloned already, nobody knows.
@@ -710,18 +716,18 @@ impl Replica {
     /// Returns what it looked like before.
     pub(crate) fn rename(&self, replace: bool) -> Result<Option<Stamp>> {
         self.at_path()?;
-        let copy = self.stamp(Which::Partial)?;
-        match self.place.rename(replace) {
+        let copy = self.stamp(Name::Temporary)?;
+        match self.destination.rename(replace) {
             Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {
-                Err(ReplicaError::NotAReplica(self.place.path().to_path_buf()))
+                Err(ReplicaError::NotAReplica(self.destination.path().to_path_buf()))
             }
-            other => other.map_err(io_error("put in place", self.place.path())).map(|()| copy),
+            other => other.map_err(io_error("put in place", self.destination.path())).map(|()| copy),
         }
     }
 
     /// Moves the lineage after NAME.partial was put in place, unless others have written to it since it was `copy`.
     pub(crate) fn renamed(&mut self, toward: &Toward, copy: Option<Stamp>) -> Result<()> {
-        self.place.sync().map_err(io_error("sync the folder of", self.place.path()))?;
+        self.destination.sync().map_err(io_error("sync the folder of", self.destination.path()))?;
         let stamp = self.settle()?;
         // Its new name has changed the other time.
         if copy.is_some_and(|copy| (copy.size, copy.written) != (stamp.size, stamp.written)) {
@@ -733,7 +739,7 @@ impl Replica {
     }
 
     fn settle(&self) -> Result<Stamp> {
-        self.place.settle().map_err(disk_error("flush", self.place.path(), INTERRUPTED))
+        self.destination.settle().map_err(disk_error("flush", self.destination.path(), INTERRUPTED))
     }
 
     /// What a delta makes of this replica.
@@ -753,7 +759,7 @@ impl Replica {
     }
 
     fn moved_to(&mut self, toward: &Toward, stamp: Stamp) -> Result<()> {
-        let renamed = self.which() == Which::Partial;
+        let renamed = self.writes_to() == Name::Temporary;
         let after = self.lineage.after(toward, stamp.clone());
         self.noticed = AtomicBool::new(false);
         let before = std::mem::replace(&mut self.lineage, after);
@@ -823,7 +829,7 @@ impl Replica {
         }
         // A step in place has changed it itself; all else leaves it alone.
         let noted = self.has_note();
-        let why = if noted || self.lineage.step.as_ref().is_some_and(|s| s.place == StepPlace::InPlace) {
+        let why = if noted || self.lineage.step.as_ref().is_some_and(|s| s.kind == StepKind::InPlace) {
             self.since_own_writes(&now, &[])
         } else {
             before.and_then(|before| before.differs(&now)).or_else(|| self.since_attached(&now))
@@ -844,7 +850,8 @@ impl Replica {
         }
         let contents = journal::measure(&*self.folder, ARRIVING)?.unwrap_or_default();
         let again = contents.stream().is_some_and(|stream| self.has(stream));
-        let merges = contents.whole && !again && self.which() == Which::Whole && self.fits_journal(&contents);
+        let merges =
+            contents.whole && !again && self.writes_to() == Name::Final && self.fits_journal(&contents);
         if merges && self.has_room(&contents)? {
             let file = self.folder.open(ARRIVING, false).map_err(io_error("open", self.folder.path()))?;
             let durable = file.sync().and_then(|()| self.folder.rename(ARRIVING, WHOLE));
@@ -857,7 +864,7 @@ impl Replica {
             && self.lineage.step.is_none()
             && !self.positions().is_empty();
         if unproven && !self.adopt {
-            return Err(ReplicaError::Unproven(self.place.path().to_path_buf()));
+            return Err(ReplicaError::Unproven(self.destination.path().to_path_buf()));
         }
         Ok(())
     }
@@ -900,7 +907,7 @@ impl Replica {
     /// Before the journal of a delta is sealed that was compared with a device to which others had written: notes how the device
     /// was then. After a kill nothing else tells whether anybody has written since.
     pub(crate) fn note_compared(&mut self) -> Result<()> {
-        if self.place.is_device() && self.changed.is_some() {
+        if self.destination.is_device() && self.changed.is_some() {
             self.work(false)?;
         }
         Ok(())
@@ -949,14 +956,14 @@ impl Replica {
         let Some(toward) = last.and_then(|s| self.toward(&s.header)) else {
             return Err(journal::damaged(&self.folder.path().join(WHOLE), "it has no header".into()));
         };
-        let path = self.place.path().to_path_buf();
+        let path = self.destination.path().to_path_buf();
         let failed = |what| disk_error(what, &path, SAFE);
-        let disk = self.place.open(Which::Whole)?;
+        let disk = self.destination.open(Name::Final)?;
         let segments = deltas.iter().flat_map(|contents| &contents.segments);
         let longest = segments.map(|s| s.header.size_after).max().unwrap_or(toward.size);
         self.half_done = true;
         let keeping = self.work(true)?;
-        if !self.place.is_device() && disk.len() < longest {
+        if !self.destination.is_device() && disk.len() < longest {
             disk.resize(longest).map_err(failed("grow"))?;
         }
         let mut applier = Applier::new(disk.clone(), 0, false).map_err(failed("open"))?;
@@ -974,7 +981,7 @@ impl Replica {
             let size = contents.segments.last().map_or(toward.size, |s| s.header.size_after);
             applier.finish(size).map_err(failed("write to"))?;
         }
-        if !self.place.is_device() && disk.len() != toward.size {
+        if !self.destination.is_device() && disk.len() != toward.size {
             disk.resize(toward.size).map_err(failed("cut"))?;
         }
         applier.flush().map_err(failed("flush"))?;
@@ -991,9 +998,9 @@ impl Replica {
     /// Whether a delta fits what the replica is. What it goes on from is not looked at: that the journal holds it says that it
     /// fits.
     pub(crate) fn check(&self, header: &Header) -> Result<()> {
-        let path = || self.place.path().to_path_buf();
+        let path = || self.destination.path().to_path_buf();
         let lineage = &self.lineage;
-        if let Some(capacity) = self.standing.capacity.filter(|c| *c < header.size_after) {
+        if let Some(capacity) = self.status.capacity.filter(|c| *c < header.size_after) {
             return Err(ReplicaError::WrongSize {
                 path: path(),
                 has: capacity,
@@ -1035,7 +1042,7 @@ impl Replica {
 
     fn at_another(&self, has: impl Into<String>, given: impl Into<String>) -> ReplicaError {
         ReplicaError::WrongEpoch {
-            path: self.place.path().to_path_buf(),
+            path: self.destination.path().to_path_buf(),
             has: has.into(),
             given: given.into(),
         }
@@ -1043,7 +1050,7 @@ impl Replica {
 
     /// Whether a delta that is bound to no state fits by its epochs. `fresh` if there is nothing at the destination yet.
     fn check_chain(&self, header: &Header, seeds: bool, fresh: bool) -> Result<()> {
-        let (lineage, path) = (&self.lineage, || self.place.path().to_path_buf());
+        let (lineage, path) = (&self.lineage, || self.destination.path().to_path_buf());
         let wants = match header.chain.first() {
             _ if seeds => "the delta is a whole copy".into(),
             Some(first) => format!("the delta begins at {}", first.number),
@@ -1105,11 +1112,11 @@ impl Replica {
 
     /// True if nothing that is worth anything stands at the destination.
     fn is_free(&self) -> bool {
-        match self.lineage.step.as_ref().map(|s| s.place) {
-            Some(StepPlace::Fresh { .. }) => true,
+        match self.lineage.step.as_ref().map(|s| s.kind) {
+            Some(StepKind::NewFile { .. }) => true,
             // The first seed of a device: nothing was there before.
-            Some(StepPlace::InPlace) => self.lineage.stamp.is_none(),
-            Some(StepPlace::Clone { .. }) => false,
+            Some(StepKind::InPlace) => self.lineage.stamp.is_none(),
+            Some(StepKind::Clone { .. }) => false,
             None => self.lineage.size == 0,
         }
     }

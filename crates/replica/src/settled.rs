@@ -6,14 +6,14 @@ use std::path::Path;
 use crate::error::{ReplicaError, Result};
 use crate::foreign::WRITTEN;
 use crate::journal::WHOLE;
-use crate::lineage::{Lineage, State, StepPlace};
+use crate::lineage::{Lineage, State, StepKind};
 use crate::replica::{Options, Replica, inspect, state_folder};
 
 impl Lineage {
     /// Why the destination holds what its source never was at one moment, as the part of a sentence; `None` if it holds what
     /// its source was.
     pub fn unsettled(&self) -> Option<String> {
-        let step = self.step.as_ref().filter(|step| step.place == StepPlace::InPlace);
+        let step = self.step.as_ref().filter(|step| step.kind == StepKind::InPlace);
         match (step, self.state, self.epoch) {
             (Some(step), _, Some(epoch)) => Some(format!(
                 "a commit in place was cut off between epoch {epoch} and epoch {}",

@@ -817,8 +817,8 @@ impl Run {
         let delta = match first {
             Err(SyncError::Refused(why)) if why.contains("--since") => {
                 // With the replica's own epoch, as one is told.
-                let standing = self.world.recover(which).ok().and_then(|(standing, _)| standing.epoch);
-                self.world.extract(standing.map(|epoch| epoch.number), breaks)?
+                let status = self.world.recover(which).ok().and_then(|(status, _)| status.epoch);
+                self.world.extract(status.map(|epoch| epoch.number), breaks)?
             }
             other => other?,
         };
@@ -876,7 +876,7 @@ impl Run {
     /// What a replica says of itself, and what it holds.
     fn check(&mut self, which: usize, from: usize, result: &Result<String, SyncError>) -> Checked {
         let known = self.world.replicas[which].clone();
-        let (standing, content) = match self.world.recover(which) {
+        let (status, content) = match self.world.recover(which) {
             Ok(found) => found,
             Err(error) => {
                 let allowed = match &error {
@@ -901,13 +901,13 @@ impl Run {
         self.world.tell(format!(
             "  {} says epoch {:?}, ahead {}, {:?}, under way {}",
             known.name,
-            standing.epoch.map(|epoch| epoch.number),
-            standing.ahead,
-            standing.state,
-            standing.under_way
+            status.epoch.map(|epoch| epoch.number),
+            status.ahead,
+            status.state,
+            status.under_way
         ));
-        self.world.replicas[which].settled = !standing.under_way;
-        if let Some(why) = &standing.changed {
+        self.world.replicas[which].settled = !status.under_way;
+        if let Some(why) = &status.changed {
             self.world.replicas[which].noticed |= self.has_room();
             return if known.touched {
                 Ok(())
@@ -915,18 +915,18 @@ impl Run {
                 Err(format!("nobody changed {}, yet: {why}", known.name))
             };
         }
-        let claims = standing.state == State::Exact && standing.epoch.is_some();
+        let claims = status.state == State::Exact && status.epoch.is_some();
         if !claims || known.tainted {
             return Ok(());
         }
-        let in_place = standing.under_way && self.world.cell.commit == Commit::InPlace;
+        let in_place = status.under_way && self.world.cell.commit == Commit::InPlace;
         if in_place {
             return Ok(());
         }
         // The destination itself, and not the copy that is to take its place.
-        let held = if standing.under_way { self.world.raw(which) } else { content };
+        let held = if status.under_way { self.world.raw(which) } else { content };
         let Some(held) = held else { return Err("it says that it is whole, and can't be read".into()) };
-        let held = &held[..(standing.size as usize).min(held.len())];
+        let held = &held[..(status.size as usize).min(held.len())];
         let content = content_of(held);
         let mut moments = lock(&self.world.moments);
         let Some(place) = moments.last(&content) else {
@@ -946,7 +946,7 @@ impl Run {
         if place < known.at {
             return Err(format!("{} went back, from moment {} to {place}", known.name, known.at));
         }
-        let epoch = standing.epoch.filter(|_| !standing.ahead);
+        let epoch = status.epoch.filter(|_| !status.ahead);
         if let Some(epoch) = epoch.filter(|epoch| !moments.bind(epoch.id, content)) {
             return Err(format!(
                 "{} says that it is epoch {}, which held something else",

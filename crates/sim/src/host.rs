@@ -93,7 +93,7 @@ pub struct State {
     /// Replicas that were opened since the last boot, with room to note what the kernel counts.
     pub opened: BTreeSet<String>,
     /// Who has which replica open.
-    pub held: HashMap<String, Weak<crate::place::Held>>,
+    pub held: HashMap<String, Weak<crate::destination::Held>>,
     /// What other programs wrote to replicas, until the campaign looks.
     pub foreign: Vec<Foreign>,
     /// Who looks at each step, between calls: writers of live disks.

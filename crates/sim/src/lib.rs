@@ -16,6 +16,7 @@
 
 pub mod campaign;
 pub mod cell;
+pub mod destination;
 pub mod dice;
 pub mod files;
 pub mod foreign;
@@ -23,6 +24,5 @@ pub mod host;
 pub mod inode;
 pub mod medium;
 pub mod pipe;
-pub mod place;
 pub mod tracker;
 pub mod world;

@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex};
 use device::{Clock, Disk, DiskKind, Identity};
 use source::{Boot, Medium, SourceError};
 
+use crate::destination::Held;
 use crate::files::SimDisk;
 use crate::host::{Call, Process, lock};
-use crate::place::Held;
 
 /// An image or device, as the process sees it that holds the source.
 pub struct SimMedium {

@@ -10,8 +10,8 @@ use extents::Bitmap;
 use trackers::{TrackError, Tracker};
 use uuid::Uuid;
 
+use crate::destination::Held;
 use crate::host::{Call, Process, State};
-use crate::place::Held;
 
 /// Bytes of a block.
 pub const BLOCK: u64 = 4096;

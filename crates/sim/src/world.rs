@@ -8,19 +8,19 @@ use std::time::Duration;
 
 use device::{DiskKind, Identity};
 use link::Link;
-use replica::{Place, Replica, Standing};
+use replica::{Destination, Replica, Status};
 use source::{About, CutOptions, FreezeMode, Handle, Live, Source, SourceError};
 use sync::{Batching, Mirror, MirrorEvent, MirrorOptions, Stages, SyncError};
 use uuid::Uuid;
 
 use crate::cell::{Cell, Origin, Target, Way};
+use crate::destination::{Held, SimDevice, SimFile};
 use crate::dice::Dice;
 use crate::files::{SimDisk, SimFolder};
 use crate::host::{Host, Process, lock};
 use crate::inode::Content;
 use crate::medium::SimMedium;
 use crate::pipe::far_link;
-use crate::place::{Held, SimDevice, SimPlace};
 use crate::tracker::{BLOCK, Kernel, Kind, SimTracker};
 
 /// Bytes of a region of the write-intent log.
@@ -432,14 +432,14 @@ impl World {
     ) -> replica::Result<Replica> {
         let folder = SimFolder::new(far, &folder_of(name));
         let held = Held::take(far, name)?;
-        let place: Box<dyn Place> = match target {
-            Target::File => Box::new(SimPlace::new(held, far, IMAGES, name)),
+        let destination: Box<dyn Destination> = match target {
+            Target::File => Box::new(SimFile::new(held, far, IMAGES, name)),
             Target::Device => {
                 let device = far.host.state().find(IMAGES, name).unwrap_or(0);
                 Box::new(SimDevice::new(held, far, name, device))
             }
         };
-        let opened = Replica::begin(place, Box::new(folder), options);
+        let opened = Replica::begin(destination, Box::new(folder), options);
         let mut state = far.host.state();
         if opened.is_ok() && state.room.is_none() && state.is_well() {
             state.opened.insert(name.to_owned());
@@ -449,7 +449,7 @@ impl World {
     }
 
     /// Opens a replica as `recover` does, and says where it stands, and what it holds.
-    pub fn recover(&self, which: usize) -> replica::Result<(Standing, Option<Vec<u8>>)> {
+    pub fn recover(&self, which: usize) -> replica::Result<(Status, Option<Vec<u8>>)> {
         let process = self.far.process();
         let opened = Self::open_replica(
             &process,
@@ -462,7 +462,7 @@ impl World {
                 let mut bytes = vec![0; disk.len() as usize];
                 disk.read_at(0, &mut bytes).ok().map(|()| bytes)
             });
-            (replica.standing().clone(), content)
+            (replica.status().clone(), content)
         });
         self.far.state().end(&process);
         found

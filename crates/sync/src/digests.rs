@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use compare::{Claim, DIGEST, DigestFile, Hash, Scope};
 use delta::{Frame, Header, Method, Record};
 use device::Disk;
-use replica::{Replica, Standing};
+use replica::{Replica, Status};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -45,7 +45,7 @@ impl Kept {
             }
             None => replica.folder().join(NAME),
         };
-        let opened = DigestFile::open(&path, replica.standing().nonce);
+        let opened = DigestFile::open(&path, replica.status().nonce);
         let opened = opened.map_err(SyncError::io("open the file of digests"))?;
         let (file, told) = match opened {
             Ok(file) => (Some(file), String::new()),
@@ -63,12 +63,12 @@ impl Kept {
         &mut self,
         scope: Option<&Scope>,
         header: Option<&Header>,
-        standing: &Standing,
+        status: &Status,
     ) -> Result<(), SyncError> {
         let Some(header) = header else { return Ok(()) };
         let fits = |file: &DigestFile| match scope {
             Some(scope) => file.serves(scope),
-            None => file.fits(header.size_after, header.block_size) && standing.size == header.size_after,
+            None => file.fits(header.size_after, header.block_size) && status.size == header.size_after,
         };
         let begun = (|| {
             let mut slot = self.lock();

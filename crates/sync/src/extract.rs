@@ -17,7 +17,7 @@ use source::{Bookmarks, Cut, CutOptions, Handle, Live, Position};
 
 use crate::error::SyncError;
 use crate::facts::moment;
-use crate::messages::Standing;
+use crate::messages::Status;
 use crate::options::Options;
 use crate::pack::{Packing, Sink, pack};
 use crate::plan::{Choice, positions};
@@ -70,14 +70,14 @@ pub fn extract(
     let about = handle.about();
     let from = begin(handle, since)?;
     // As for a replica that is at that epoch, or for none.
-    let standing = match from {
+    let status = match from {
         Some(epoch) => {
             let size = handle.size_at(&epoch)?.unwrap_or(u64::MAX);
-            Standing::of(replica::Standing::at(about.uuid, epoch, size))
+            Status::of(replica::Status::at(about.uuid, epoch, size))
         }
-        None => Standing::of(replica::Standing::nothing()),
+        None => Status::of(replica::Status::nothing()),
     };
-    let choice = match (from, positions(&standing)) {
+    let choice = match (from, positions(&status)) {
         (Some(_), Some(positions)) => {
             handle.reaches(&positions)?;
             Choice::tracked(positions)
@@ -92,8 +92,8 @@ pub fn extract(
         }
     };
     let options = Options { method: Some(choice.method), compress, ..Options::default() };
-    let moment = moment(handle, &view, &choice, &standing, &options)?;
-    let plan = choice.at(moment, &standing, &options)?;
+    let moment = moment(handle, &view, &choice, &status, &options)?;
+    let plan = choice.at(moment, &status, &options)?;
     if cut.is_some_and(|cut| plan.wanted.all_from < view.len() || !cut.holds(&plan.wanted.changes)) {
         return Err(whole_live_disk(handle));
     }

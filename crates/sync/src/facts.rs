@@ -3,19 +3,19 @@
 use source::{Handle, SourceError, View};
 
 use crate::error::SyncError;
-use crate::messages::Standing;
+use crate::messages::Status;
 use crate::options::Options;
 use crate::plan::{Changes, Choice, Facts, Knowledge, LiveDisk, Moment, positions};
 
 /// What the source knows before a checkpoint. `name` is how the user named the replica.
 pub(crate) fn facts<'a>(
     handle: &'a Handle,
-    standing: &Standing,
+    status: &Status,
     name: &'a str,
     options: &Options,
 ) -> Result<Facts<'a>, SyncError> {
     let about = handle.about();
-    let asked = positions(standing).filter(|positions| !positions.is_empty() && !options.adopt);
+    let asked = positions(status).filter(|positions| !positions.is_empty() && !options.adopt);
     let history = match asked.map(|positions| handle.reaches(&positions)) {
         None => Knowledge::NotAsked,
         Some(Ok(())) => Knowledge::Known,
@@ -29,7 +29,7 @@ pub(crate) fn facts<'a>(
         name,
         live: handle.live().map(|live| LiveDisk { resized: live.is_resized() }),
         history,
-        bookmark: handle.bookmarks()?.0.remove(&bookmark(name, standing)),
+        bookmark: handle.bookmarks()?.0.remove(&bookmark(name, status)),
     })
 }
 
@@ -38,16 +38,16 @@ pub(crate) fn moment<'a>(
     handle: &'a Handle,
     view: &View,
     choice: &Choice,
-    standing: &Standing,
+    status: &Status,
     options: &Options,
 ) -> Result<Moment<'a>, SyncError> {
     let about = handle.about();
     let changes = match choice.method {
         delta::Method::Tracked => match handle.changes_since(&choice.positions, view) {
             Ok(found) => {
-                let begins = standing.replica.epoch.or(found.chain.first().copied());
+                let begins = status.replica.epoch.or(found.chain.first().copied());
                 let size_before = begins.and_then(|epoch| found.size_at(&epoch));
-                let size_before = size_before.unwrap_or(standing.replica.size);
+                let size_before = size_before.unwrap_or(status.replica.size);
                 Some(Ok(Changes { blocks: found.blocks, chain: found.chain, size_before }))
             }
             // The gap came up with the checkpoint itself.
@@ -88,7 +88,7 @@ pub(crate) fn present<'a>(handle: &'a Handle, choice: &Choice) -> Result<Moment<
 const NO_EPOCH: delta::Epoch = delta::Epoch { number: 0, id: uuid::Uuid::nil() };
 
 /// The name under which a source remembers a replica.
-pub(crate) fn bookmark(name: &str, standing: &Standing) -> String {
+pub(crate) fn bookmark(name: &str, status: &Status) -> String {
     let far = name.contains(':') && !name.starts_with('/');
-    if far { name.to_owned() } else { standing.path.display().to_string() }
+    if far { name.to_owned() } else { status.path.display().to_string() }
 }

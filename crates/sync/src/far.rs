@@ -17,7 +17,7 @@ use crate::allowed_paths::AllowedPaths;
 use crate::digests::Kept;
 use crate::error::{Class, SyncError};
 use crate::messages::{
-    COMMITTED, Committed, FAILED, Failed, Open, PLAN, Plan, STANDING, Standing, of_claim, of_told, to_unit,
+    COMMITTED, Committed, FAILED, Failed, Open, PLAN, Plan, STATUS, Status, of_claim, of_told, to_unit,
     unexpected,
 };
 use crate::mirror_receiver::receive_batches;
@@ -107,7 +107,7 @@ fn converse(sender: &Sender, receiver: &Receiver, opened: Opener<'_>) -> Result<
     let open = Open::hear(receiver)?;
     let mut replica = opened(&open)?;
     loop {
-        say_standing(sender, &mut replica, open.commit)?;
+        say_status(sender, &mut replica, open.commit)?;
         let plan: Plan = match receiver.recv()? {
             Some(message) if message.kind == PLAN => message.json()?,
             Some(message) => return Err(unexpected(&message)),
@@ -137,21 +137,21 @@ fn converse(sender: &Sender, receiver: &Receiver, opened: Opener<'_>) -> Result<
     }
 }
 
-fn say_standing(sender: &Sender, replica: &mut Replica, commit: Commit) -> Result<(), SyncError> {
+fn say_status(sender: &Sender, replica: &mut Replica, commit: Commit) -> Result<(), SyncError> {
     let path = replica.path().to_path_buf();
-    let standing = replica.standing().clone();
+    let status = replica.status().clone();
     // A device may be larger than what it holds a copy of.
-    let len = match standing.changed {
-        Some(_) if standing.capacity.is_none() => Some(replica.content()?.len()),
+    let len = match status.changed {
+        Some(_) if status.capacity.is_none() => Some(replica.content()?.len()),
         _ => None,
     };
-    let standing = Standing {
+    let status = Status {
         path: std::fs::canonicalize(&path).unwrap_or(path),
-        wrong_size: len.filter(|len| *len != standing.size),
-        replica: standing,
+        wrong_size: len.filter(|len| *len != status.size),
+        replica: status,
         in_place: replica.is_in_place(commit),
     };
-    Ok(sender.send_json(STANDING, &standing)?)
+    Ok(sender.send_json(STATUS, &status)?)
 }
 
 /// Receives a delta and commits it. `None` after a pass, which is only kept.
@@ -184,12 +184,12 @@ fn take_delta(
     // Digests cannot be bound to what a pass leaves: it is not a state of the replica.
     let asked = open.digests.as_ref().filter(|_| !pass);
     let mut kept = asked.map(|asked| Kept::open(asked, replica)).transpose()?;
-    let standing = replica.standing().clone();
+    let status = replica.status().clone();
     let disk = compare.as_ref().map(|_| replica.content()).transpose()?;
     let header = to_unit(message).map_err(|m| unexpected(&m))?;
     let receipt = replica.receive(header, open.commit)?;
     if let Some(kept) = &mut kept {
-        kept.begin(compare.as_ref(), receipt.header(), &standing)?;
+        kept.begin(compare.as_ref(), receipt.header(), &status)?;
     }
     let seen = kept.as_ref();
     let committed = match (compare, disk) {
@@ -215,7 +215,7 @@ fn take_delta(
         _ => take_units(receipt, receiver, seen, pass)?,
     };
     Ok(committed.map(|mut committed| {
-        committed.digests = kept.map(|kept| kept.end(replica.standing().nonce));
+        committed.digests = kept.map(|kept| kept.end(replica.status().nonce));
         committed
     }))
 }
@@ -341,7 +341,7 @@ pub fn merge_over(
     let header = units.next()?.ok_or_else(no_delta)?;
     let mut replica = open()?;
     let destination = replica.path().to_path_buf();
-    let recovered = replica.standing().recovered.clone();
+    let recovered = replica.status().recovered.clone();
     let mut receipt = replica.receive(header, commit)?;
     let committed = loop {
         let unit = match units.next() {
@@ -367,7 +367,7 @@ pub fn merge_over(
     };
     Ok(Merged {
         destination,
-        source: replica.standing().source.unwrap_or_default(),
+        source: replica.status().source.unwrap_or_default(),
         epoch: committed.epoch.number,
         epoch_id: committed.epoch.id,
         bytes_read: units.bytes(),

@@ -12,7 +12,7 @@ use source::{Handle, Live, Shrinking};
 use crate::conflict::Conflict;
 use crate::error::SyncError;
 use crate::facts::{facts, moment};
-use crate::messages::Standing;
+use crate::messages::Status;
 use crate::options::Options;
 use crate::plan::{Choice, choose};
 use crate::transfer::{Prepared, Transfer};
@@ -26,7 +26,7 @@ pub(crate) fn catch_up(
     handle: &Handle,
     live: &Live,
     transfer: &Transfer<'_>,
-    mut standing: Standing,
+    mut status: Status,
     mut choice: Choice,
 ) -> Result<Prepared, SyncError> {
     let (about, options) = (handle.about(), transfer.options);
@@ -54,29 +54,29 @@ pub(crate) fn catch_up(
         if let Some(why) = live.lost_for_good()? {
             return Err(Conflict::Unfollowed { path: about.path.clone(), why }.into());
         }
-        let moment = moment(handle, &view, &choice, &standing, options)?;
-        let plan = choice.at(moment, &standing, &later)?.into_pass();
-        standing = transfer.pass(&view, &plan)?;
+        let moment = moment(handle, &view, &choice, &status, options)?;
+        let plan = choice.at(moment, &status, &later)?.into_pass();
+        status = transfer.pass(&view, &plan)?;
         first.get_or_insert((plan.header.method, plan.trust));
         // A replica that was larger is cut at the commit: what is beyond the disk's end is of no use.
-        let parts = std::mem::take(&mut standing.replica.positions);
-        standing.replica.positions = within(parts, size);
-        choice = choose(&facts(handle, &standing, transfer.name, &later)?, &standing, &later)?;
+        let parts = std::mem::take(&mut status.replica.positions);
+        status.replica.positions = within(parts, size);
+        choice = choose(&facts(handle, &status, transfer.name, &later)?, &status, &later)?;
         pass += 1;
     };
     let cut = live.cut(&lacking, &options.live.cut)?;
     let view = Arc::new(cut.view.clone());
-    let moment = moment(handle, &view, &choice, &standing, options)?;
+    let moment = moment(handle, &view, &choice, &status, options)?;
     // Only what was read at the cut may be sent: nothing but the record can say what that must be.
     let tracked = Options { method: Some(Method::Tracked), ..later };
-    let mut plan = choice.at(moment, &standing, &tracked)?;
+    let mut plan = choice.at(moment, &status, &tracked)?;
     if plan.wanted.all_from < plan.header.size_after || !cut.holds(&plan.wanted.changes) {
         let why = "more was missing at the end than had been read".into();
         return Err(Conflict::Lost { path: about.path.clone(), why }.into());
     }
     plan.header.fuzzy = cut.fuzzy;
     let freeze_ms = cut.freeze.map(|lasted| lasted.as_millis() as u64);
-    Ok(Prepared { view, plan, standing, first, freeze_ms })
+    Ok(Prepared { view, plan, status, first, freeze_ms })
 }
 
 /// The parts of a replica that begin before `size`.

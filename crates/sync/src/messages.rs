@@ -3,11 +3,11 @@
 //! ```text
 //!     source                                   replica
 //!     Open: which replica, for which source ─▶
-//!                                            ◀─ Standing: what is there
+//!                                            ◀─ Status: what is there
 //!     Plan: what will come, what to tell     ─▶
 //!                                            ◀─ Claim … Claim, or Sums … Sums (only if they are asked for)
 //!     Header, Frame … Frame, Trailer         ─▶
-//!                                            ◀─ Committed, or after a pass over a live disk Standing again
+//!                                            ◀─ Committed, or after a pass over a live disk Status again
 //! ```
 //!
 //! In a mirror, a Plan that says so is followed by one delta after the other, each bound to the state that the one before
@@ -16,7 +16,7 @@
 //! Either side may end the conversation with Failed at any time. Else it ends with a goodbye from each: the source's when it
 //! wants no more, then the replica's, for which the source waits.
 //!
-//! Whatever the other side says is bounded where it is heard: [`Standing::check`], [`Plan::check`] and [`text`] here, digests
+//! Whatever the other side says is bounded where it is heard: [`Status::check`], [`Plan::check`] and [`text`] here, digests
 //! and sums in the compare crate, deltas in the delta crate, the lengths of messages in the link.
 
 use std::path::{Path, PathBuf};
@@ -37,7 +37,7 @@ use crate::error::{Class, SyncError};
 use crate::pipeline::Stages;
 
 pub(crate) const OPEN: u8 = 1;
-pub(crate) const STANDING: u8 = 2;
+pub(crate) const STATUS: u8 = 2;
 pub(crate) const PLAN: u8 = 3;
 pub(crate) const CLAIM: u8 = 4;
 pub(crate) const HEADER: u8 = 5;
@@ -85,12 +85,12 @@ impl Open {
 
 /// Where the replica is.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(crate) struct Standing {
+pub(crate) struct Status {
     /// The destination's canonical path, as the replica's name.
     pub path: PathBuf,
     /// The replica itself.
     #[serde(flatten)]
-    pub replica: replica::Standing,
+    pub replica: replica::Status,
     /// Bytes that a replica's file has, where it should have others.
     pub wrong_size: Option<u64>,
     /// What is copied within it must come in an order in which that can be done in place.
@@ -109,7 +109,7 @@ pub(crate) struct Plan {
     /// A delta follows; else the digests are all that is wanted.
     pub delta: bool,
     /// The delta is a pass over a live disk: what it carries is kept, and committed with the delta that ends at a cut. After
-    /// its trailer comes a new Standing.
+    /// its trailer comes a new Status.
     pub pass: bool,
     /// Batches of a mirror follow, until the source says goodbye.
     pub mirror: Option<MirrorPlan>,
@@ -230,29 +230,29 @@ impl Open {
     }
 }
 
-impl Standing {
+impl Status {
     /// Of a replica that nobody has at hand.
-    pub(crate) fn of(replica: replica::Standing) -> Standing {
-        Standing { path: PathBuf::new(), replica, wrong_size: None, in_place: false }
+    pub(crate) fn of(replica: replica::Status) -> Status {
+        Status { path: PathBuf::new(), replica, wrong_size: None, in_place: false }
     }
 
     /// Hears where the replica is.
-    pub(crate) fn hear(receiver: &Receiver) -> Result<Standing, SyncError> {
-        let standing: Standing = expect(receiver, STANDING)?.json()?;
-        standing.check()?;
+    pub(crate) fn hear(receiver: &Receiver) -> Result<Status, SyncError> {
+        let status: Status = expect(receiver, STATUS)?.json()?;
+        status.check()?;
         let text = |said: Option<String>| said.as_deref().map(text);
-        let replica = replica::Standing {
-            recovered: text(standing.replica.recovered),
-            changed: text(standing.replica.changed),
-            ..standing.replica
+        let replica = replica::Status {
+            recovered: text(status.replica.recovered),
+            changed: text(status.replica.changed),
+            ..status.replica
         };
-        Ok(Standing { replica, ..standing })
+        Ok(Status { replica, ..status })
     }
 
     /// Refuses what no replica says of itself.
     fn check(&self) -> Result<(), SyncError> {
         check_path("the replica", Some(&self.path))?;
-        let replica::Standing { positions, size, .. } = &self.replica;
+        let replica::Status { positions, size, .. } = &self.replica;
         let ascend = positions.windows(2).all(|two| matches!(two, [a, b] if a.upto < b.upto));
         let within = positions.iter().all(|part| part.upto <= MAX_SIZE);
         match positions.len() <= MAX_PARTS && ascend && within && *size <= MAX_SIZE {
@@ -308,14 +308,14 @@ pub(crate) fn open(
     link: Link,
     replica: &Open,
     rate: Option<u64>,
-) -> Result<(Sender, Receiver, Standing), SyncError> {
+) -> Result<(Sender, Receiver, Status), SyncError> {
     let (sender, receiver) = link.split();
     if let Some(rate) = rate {
         sender.limit(rate);
     }
     sender.send_json(OPEN, replica)?;
-    let standing = Standing::hear(&receiver)?;
-    Ok((sender, receiver, standing))
+    let status = Status::hear(&receiver)?;
+    Ok((sender, receiver, status))
 }
 
 /// How long a side that was told of an error has to answer it.

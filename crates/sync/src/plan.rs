@@ -17,7 +17,7 @@ use source::{Bookmark, Position, RESIZED};
 use uuid::Uuid;
 
 use crate::conflict::Conflict;
-use crate::messages::Standing;
+use crate::messages::Status;
 use crate::options::{Options, Unreadable};
 use crate::read::Wanted;
 
@@ -84,31 +84,31 @@ impl Choice {
 }
 
 /// The replica's positions, if it knows an epoch for each.
-pub(crate) fn positions(standing: &Standing) -> Option<Vec<Position>> {
-    let parts = standing.replica.positions.iter();
+pub(crate) fn positions(status: &Status) -> Option<Vec<Position>> {
+    let parts = status.replica.positions.iter();
     parts.map(|part| Some(Position { epoch: part.epoch?, upto: part.upto })).collect()
 }
 
 /// Picks the method.
-pub(crate) fn choose(facts: &Facts<'_>, standing: &Standing, options: &Options) -> Result<Choice, Conflict> {
+pub(crate) fn choose(facts: &Facts<'_>, status: &Status, options: &Options) -> Result<Choice, Conflict> {
     if facts.live.is_some() {
         allow_live(facts, options)?;
     }
-    let replica = &standing.replica;
+    let replica = &status.replica;
     let nothing = replica.positions.is_empty();
     if !options.create {
-        refuse_vanished(facts.name, standing, facts.bookmark.as_ref())?;
+        refuse_vanished(facts.name, status, facts.bookmark.as_ref())?;
     }
     if let Some(other) = replica.source.filter(|source| *source != facts.uuid && !options.adopt) {
         return Err(Conflict::OtherSource {
-            replica: standing.path.clone(),
+            replica: status.path.clone(),
             other,
             path: facts.path.to_path_buf(),
         });
     }
     if nothing && replica.source.is_none() && !options.adopt {
         return match options.method {
-            Some(Method::Tracked) => Err(Conflict::NoReplica(standing.path.clone())),
+            Some(Method::Tracked) => Err(Conflict::NoReplica(status.path.clone())),
             _ => Ok(Choice::copy("seeded")),
         };
     }
@@ -125,7 +125,7 @@ pub(crate) fn choose(facts: &Facts<'_>, standing: &Standing, options: &Options) 
         Some(Method::Copy) => return Ok(Choice::copy("copied: asked for")),
         _ => {}
     }
-    let why = match positions(standing).filter(|_| !options.adopt) {
+    let why = match positions(status).filter(|_| !options.adopt) {
         None if options.adopt || replica.source.is_none() => "the replica was adopted".to_owned(),
         None => {
             "a part of the source could not be read the last time, or moving its parts in place was cut off"
@@ -138,7 +138,7 @@ pub(crate) fn choose(facts: &Facts<'_>, standing: &Standing, options: &Options) 
             Knowledge::Lost(why) => why.clone(),
             Knowledge::Foreign(why) => {
                 return Err(Conflict::Foreign {
-                    replica: standing.path.clone(),
+                    replica: status.path.clone(),
                     path: facts.path.to_path_buf(),
                     why: why.clone(),
                 });
@@ -153,12 +153,8 @@ pub(crate) fn choose(facts: &Facts<'_>, standing: &Standing, options: &Options) 
 
 /// Refuses to take a replica that is missing for one that never was: most likely its disk is not attached, or its file system
 /// not mounted. `known` is where the source remembers it.
-pub(crate) fn refuse_vanished(
-    name: &str,
-    standing: &Standing,
-    known: Option<&Bookmark>,
-) -> Result<(), Conflict> {
-    match known.filter(|_| standing.replica.positions.is_empty() && standing.replica.source.is_none()) {
+pub(crate) fn refuse_vanished(name: &str, status: &Status, known: Option<&Bookmark>) -> Result<(), Conflict> {
+    match known.filter(|_| status.replica.positions.is_empty() && status.replica.source.is_none()) {
         None => Ok(()),
         Some(known) => Err(Conflict::Vanished {
             name: name.to_owned(),
@@ -226,37 +222,37 @@ impl Choice {
     pub(crate) fn at(
         self,
         moment: Moment<'_>,
-        standing: &Standing,
+        status: &Status,
         options: &Options,
     ) -> Result<SyncPlan, Conflict> {
         let Choice { method, trust, positions } = self;
         let mut moment = moment;
         let why = match (method, moment.changes.take()) {
-            (Method::Tracked, Some(Ok(_))) if is_ahead_of(standing, &moment) => {
+            (Method::Tracked, Some(Ok(_))) if is_ahead_of(status, &moment) => {
                 // A mirror brought it something that the source does not know it ever had.
                 "the replica is ahead of its epoch, and the source is not: it was restored from a copy"
                     .to_owned()
             }
             (Method::Tracked, Some(Ok(changes))) => {
-                return Ok(tracked(&positions, changes, &moment, standing));
+                return Ok(tracked(&positions, changes, &moment, status));
             }
             (Method::Tracked, Some(Err(why))) => why,
             (Method::Tracked, None) => "nothing was asked of its history".to_owned(),
-            (Method::Copy, _) => return Ok(copy(trust, &moment, standing)),
-            (Method::Compare | Method::Rolling, _) => return Ok(compare(method, trust, &moment, standing)),
+            (Method::Copy, _) => return Ok(copy(trust, &moment, status)),
+            (Method::Compare | Method::Rolling, _) => return Ok(compare(method, trust, &moment, status)),
         };
         if options.method == Some(Method::Tracked) {
             return Err(Conflict::Lost { path: moment.path.to_path_buf(), why });
         }
         let Choice { method, trust, .. } = Choice::compare(&why);
-        Ok(compare(method, trust, &moment, standing))
+        Ok(compare(method, trust, &moment, status))
     }
 }
 
 /// True if the replica is ahead of that moment, which is its last commit's. Where something is under way, it is on its way to
 /// that moment instead.
-fn is_ahead_of(standing: &Standing, moment: &Moment<'_>) -> bool {
-    let replica = &standing.replica;
+fn is_ahead_of(status: &Status, moment: &Moment<'_>) -> bool {
+    let replica = &status.replica;
     let at = replica::Position { epoch: Some(moment.epoch), upto: moment.size };
     replica.ahead && !replica.under_way && replica.resumes.is_none() && replica.positions == [at]
 }
@@ -268,8 +264,8 @@ fn header(method: Method, moment: &Moment<'_>, size_before: u64) -> Header {
 }
 
 /// What a comparison finds. What an interrupted transfer left is compared away: the digests are those of the destination.
-fn compare(method: Method, trust: String, moment: &Moment<'_>, standing: &Standing) -> SyncPlan {
-    let replica = &standing.replica;
+fn compare(method: Method, trust: String, moment: &Moment<'_>, status: &Status) -> SyncPlan {
+    let replica = &status.replica;
     let header = Header { binds: Some(replica.nonce), ..header(method, moment, replica.size) };
     // The most that it can be.
     let wanted = Wanted::allocated(moment.size, moment.block_size.into());
@@ -277,8 +273,8 @@ fn compare(method: Method, trust: String, moment: &Moment<'_>, standing: &Standi
 }
 
 /// Everything that is allocated.
-fn copy(trust: String, moment: &Moment<'_>, standing: &Standing) -> SyncPlan {
-    let (replica, block_size) = (&standing.replica, u64::from(moment.block_size));
+fn copy(trust: String, moment: &Moment<'_>, status: &Status) -> SyncPlan {
+    let (replica, block_size) = (&status.replica, u64::from(moment.block_size));
     let seed = replica.positions.is_empty();
     let header = header(Method::Copy, moment, if seed { 0 } else { replica.size });
     let binds = (!seed || replica.under_way).then_some(replica.nonce);
@@ -295,8 +291,8 @@ fn copy(trust: String, moment: &Moment<'_>, standing: &Standing) -> SyncPlan {
 }
 
 /// What changed since the replica's positions, and what is beyond the last of them.
-fn tracked(positions: &[Position], changes: Changes, moment: &Moment<'_>, standing: &Standing) -> SyncPlan {
-    let (replica, block_size) = (&standing.replica, u64::from(moment.block_size));
+fn tracked(positions: &[Position], changes: Changes, moment: &Moment<'_>, status: &Status) -> SyncPlan {
+    let (replica, block_size) = (&status.replica, u64::from(moment.block_size));
     let Changes { blocks, chain, size_before } = changes;
     let mut header = header(Method::Tracked, moment, size_before);
     header.resumes = replica.resumes;
@@ -324,8 +320,8 @@ fn tracked(positions: &[Position], changes: Changes, moment: &Moment<'_>, standi
 
 impl SyncPlan {
     /// True if the replica is at the plan's epoch, and nothing was left over from before: there is nothing to commit.
-    pub(crate) fn is_done(&self, standing: &Standing) -> bool {
-        let (replica, header) = (&standing.replica, &self.header);
+    pub(crate) fn is_done(&self, status: &Status) -> bool {
+        let (replica, header) = (&status.replica, &self.header);
         let at = replica::Position { epoch: header.to().copied(), upto: header.size_after };
         header.method == Method::Tracked
             && !header.lacking
@@ -361,14 +357,14 @@ mod tests {
 
     /// A replica in words: "none", "at 5", "ahead at 5", "other at 5", "empty at 5", "unknown", "file"; with "partly" it is at 5
     /// in its first half only, with "cut off" the rest of a transfer can be resumed.
-    fn replica(words: &str) -> Standing {
+    fn replica(words: &str) -> Status {
         let has = |word: &str| words.split_whitespace().any(|w| w == word);
         let number =
             words.split_once("at ").and_then(|(_, rest)| rest.split_whitespace().next()?.parse().ok());
         let size = BLOCKS * BLOCK;
         let mut replica = match number {
-            Some(number) => replica::Standing::at(SOURCE, epoch(number), size),
-            None => replica::Standing::nothing(),
+            Some(number) => replica::Status::at(SOURCE, epoch(number), size),
+            None => replica::Status::nothing(),
         };
         replica.nonce = Uuid::from_u128(99);
         if has("other") {
@@ -392,7 +388,7 @@ mod tests {
         if has("cut") {
             replica.resumes = Some(delta::Resume { stream: OTHER, frames: 3, digest: [0; 32] });
         }
-        Standing { path: "/replica".into(), ..Standing::of(replica) }
+        Status { path: "/replica".into(), ..Status::of(replica) }
     }
 
     /// Options in words, as on the command line.
@@ -410,7 +406,7 @@ mod tests {
         Options { method, adopt, create, at_view, unreadable, ..Options::default() }
     }
 
-    fn chosen(standing: &Standing, words: &str) -> Result<Choice, Conflict> {
+    fn chosen(status: &Status, words: &str) -> Result<Choice, Conflict> {
         let has = |word: &str| words.split_whitespace().any(|w| w == word);
         let history = match () {
             () if has("gap") => Knowledge::Lost("the host crashed".into()),
@@ -425,7 +421,7 @@ mod tests {
             history,
             bookmark: has("remembered").then(|| Bookmark { epoch: epoch(4), time: 0 }),
         };
-        choose(&facts, standing, &options(words))
+        choose(&facts, status, &options(words))
     }
 
     /// What is chosen, or the name of the conflict.
@@ -525,8 +521,8 @@ mod tests {
     /// The plan for epoch 7, when blocks 2 and 3 have changed since `since`, which the chain begins with.
     fn planned(situation: &str, blocks_now: u64, since: u64) -> Result<SyncPlan, Conflict> {
         let (replica_words, words) = situation.split_once(';').unwrap_or((situation, ""));
-        let standing = replica(replica_words);
-        let choice = chosen(&standing, words)?;
+        let status = replica(replica_words);
+        let choice = chosen(&status, words)?;
         let changes = || {
             let blocks = Bitmap::new(blocks_now);
             blocks.set(2..4);
@@ -543,7 +539,7 @@ mod tests {
             fill: false,
             changes: Some(if late { Err("the tracker was away".into()) } else { Ok(changes()) }),
         };
-        choice.at(moment, &standing, &options(words))
+        choice.at(moment, &status, &options(words))
     }
 
     /// What a plan sends: its method, chain, sizes in blocks, whether it is bound or resumes, and the blocks.

@@ -11,7 +11,7 @@ use crate::digests::Digests;
 use crate::error::SyncError;
 use crate::facts::{bookmark, facts, moment, present};
 use crate::live::catch_up;
-use crate::messages::{Open, Standing, open, part, text};
+use crate::messages::{Open, Status, open, part, text};
 use crate::options::{Options, Unreadable};
 use crate::plan::{Choice, choose};
 use crate::report::{Progress, Summary, Totals};
@@ -33,7 +33,7 @@ pub fn push(
         ..Open::new(destination, &options.journal_dir, options.commit, handle.about())
     };
     let began = Instant::now();
-    let (sender, receiver, standing) = open(link, &replica, options.bwlimit)?;
+    let (sender, receiver, status) = open(link, &replica, options.bwlimit)?;
     let traffic = sender.traffic();
     let transfer = Transfer {
         sender: &sender,
@@ -41,9 +41,9 @@ pub fn push(
         name,
         options,
         totals: Totals::new(progress),
-        in_place: standing.in_place,
+        in_place: status.in_place,
     };
-    let summary = bring(handle, &transfer, standing);
+    let summary = bring(handle, &transfer, status);
     part(sender, &receiver, summary).map(|mut summary| {
         summary.cost(&traffic, began);
         summary
@@ -51,29 +51,29 @@ pub fn push(
 }
 
 /// Everything of a sync between the greeting and the goodbye.
-fn bring(handle: &Handle, transfer: &Transfer<'_>, standing: Standing) -> Result<Summary, SyncError> {
+fn bring(handle: &Handle, transfer: &Transfer<'_>, status: Status) -> Result<Summary, SyncError> {
     let (name, options) = (transfer.name, transfer.options);
     let mut summary = Summary::new(handle.about(), name, options.dry_run);
-    summary.resumed = standing.replica.under_way || standing.replica.resumes.is_some();
-    summary.recovered.clone_from(&standing.replica.recovered);
-    let choice = choose(&facts(handle, &standing, name, options)?, &standing, options)?;
+    summary.resumed = status.replica.under_way || status.replica.resumes.is_some();
+    summary.recovered.clone_from(&status.replica.recovered);
+    let choice = choose(&facts(handle, &status, name, options)?, &status, options)?;
     if options.dry_run {
-        estimate(handle, choice, &standing, options, &mut summary)?;
+        estimate(handle, choice, &status, options, &mut summary)?;
         return Ok(summary);
     }
-    let bookmark = bookmark(name, &standing);
+    let bookmark = bookmark(name, &status);
     let prepared = match handle.live() {
-        None => at_view(handle, choice, standing, options)?,
-        Some(live) => heard(transfer.receiver, catch_up(handle, live, transfer, standing, choice))?,
+        None => at_view(handle, choice, status, options)?,
+        Some(live) => heard(transfer.receiver, catch_up(handle, live, transfer, status, choice))?,
     };
-    let Prepared { view, plan, standing, first, freeze_ms } = prepared;
+    let Prepared { view, plan, status, first, freeze_ms } = prepared;
     summary.freeze_ms = freeze_ms;
     summary.disk_size = plan.header.size_after;
     (summary.method, summary.trust) = first.unwrap_or((plan.header.method, plan.trust.clone()));
     if plan.header.fuzzy {
         summary.trust.push_str(", without a cut: the disk was written to during the last pass");
     }
-    if plan.is_done(&standing) {
+    if plan.is_done(&status) {
         handle.acknowledge(&bookmark, view.epoch())?;
         summary.epoch = Some(view.epoch().number);
         return Ok(summary);
@@ -97,26 +97,26 @@ fn bring(handle: &Handle, transfer: &Transfer<'_>, standing: Standing) -> Result
 fn at_view(
     handle: &Handle,
     choice: Choice,
-    standing: Standing,
+    status: Status,
     options: &Options,
 ) -> Result<Prepared, SyncError> {
     let view = Arc::new(handle.view(options.at_view)?);
-    let moment = moment(handle, &view, &choice, &standing, options)?;
-    let mut plan = choice.at(moment, &standing, options)?;
+    let moment = moment(handle, &view, &choice, &status, options)?;
+    let mut plan = choice.at(moment, &status, options)?;
     plan.header.lacking = options.unreadable == Unreadable::LeaveOut;
-    Ok(Prepared { view, plan, standing, first: None, freeze_ms: None })
+    Ok(Prepared { view, plan, status, first: None, freeze_ms: None })
 }
 
 /// What a sync would move, without taking a checkpoint.
 fn estimate(
     handle: &Handle,
     choice: Choice,
-    standing: &Standing,
+    status: &Status,
     options: &Options,
     summary: &mut Summary,
 ) -> Result<(), SyncError> {
     let moment = present(handle, &choice)?;
-    let plan = choice.at(moment, standing, options)?;
+    let plan = choice.at(moment, status, options)?;
     summary.method = plan.header.method;
     summary.trust = plan.trust;
     summary.disk_size = plan.header.size_after;

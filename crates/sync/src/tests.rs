@@ -13,8 +13,8 @@ use source::{Handle, StateDir};
 use uuid::Uuid;
 
 use crate::messages::{
-    CLAIM, COMMITTED, Committed, HEADER, MirrorPlan, OPEN, Open, PLAN, Plan, STANDING, Standing, TRAILER,
-    expect, of_claim, of_unit,
+    CLAIM, COMMITTED, Committed, HEADER, MirrorPlan, OPEN, Open, PLAN, Plan, STATUS, Status, TRAILER, expect,
+    of_claim, of_unit,
 };
 use crate::{Commit, Options, VerifyOptions, push, receive, verify};
 
@@ -44,11 +44,10 @@ impl Place {
     }
 }
 
-fn standing(source: Uuid) -> Standing {
+fn status(source: Uuid) -> Status {
     let epoch = Epoch { number: 1, id: Uuid::from_u128(1) };
-    let replica =
-        replica::Standing { nonce: Uuid::from_u128(2), ..replica::Standing::at(source, epoch, SIZE) };
-    Standing { path: "/replica".into(), ..Standing::of(replica) }
+    let replica = replica::Status { nonce: Uuid::from_u128(2), ..replica::Status::at(source, epoch, SIZE) };
+    Status { path: "/replica".into(), ..Status::of(replica) }
 }
 
 fn claim(claim: Claim, digests: usize) -> Message {
@@ -59,7 +58,7 @@ fn claim(claim: Claim, digests: usize) -> Message {
 fn liar(link: Link, source: Uuid, says: Vec<Message>) {
     let (sender, receiver): (Sender, Receiver) = link.split();
     let Ok(_) = expect(&receiver, OPEN) else { return };
-    let _ = sender.send_json(STANDING, &standing(source));
+    let _ = sender.send_json(STATUS, &status(source));
     let Ok(_) = expect(&receiver, PLAN) else { return };
     for message in says {
         if sender.send(message).is_err() {
@@ -160,11 +159,11 @@ fn greeted(handle: &Handle, kind: u8, head: &serde_json::Value, method: Option<M
 fn what_no_replica_says_of_itself_is_refused_where_it_is_heard() {
     let place = Place::new();
     let handle = place.source();
-    let sound = serde_json::to_value(standing(handle.about().uuid)).unwrap();
+    let sound = serde_json::to_value(status(handle.about().uuid)).unwrap();
     let with = |field: &str, value: serde_json::Value| {
-        let mut standing = sound.clone();
-        standing[field] = value;
-        standing
+        let mut status = sound.clone();
+        status[field] = value;
+        status
     };
     let part = |upto: u64| serde_json::json!({"epoch": null, "upto": upto});
     let many: Vec<serde_json::Value> = (0..70_000).map(part).collect();
@@ -177,7 +176,7 @@ fn what_no_replica_says_of_itself_is_refused_where_it_is_heard() {
         ("too long a path", with("path", format!("/{}", "x".repeat(5000)).into())),
         ("no path", with("path", "/a\0b".into())),
     ] {
-        for error in greeted(&handle, STANDING, &lie, None) {
+        for error in greeted(&handle, STATUS, &lie, None) {
             assert!(error.contains("invalid message"), "{what}: {error}");
         }
     }
@@ -195,19 +194,19 @@ fn what_the_other_side_says_does_nothing_to_a_terminal() {
     };
     let failed = serde_json::json!({"message": evil, "class": "failed"});
     greeted(&handle, crate::messages::FAILED, &failed, None).iter().for_each(|text| harmless(text));
-    let mut lie = standing(handle.about().uuid);
+    let mut lie = status(handle.about().uuid);
     (lie.replica.recovered, lie.replica.changed) = (Some(evil.clone()), Some(evil));
     let (here, there) = Link::pair();
     let (sender, receiver) = there.split();
-    sender.send_json(STANDING, &lie).unwrap();
+    sender.send_json(STATUS, &lie).unwrap();
     let (_here, hears) = here.split();
-    let heard = Standing::hear(&hears).unwrap();
+    let heard = Status::hear(&hears).unwrap();
     harmless(&heard.replica.recovered.unwrap());
     harmless(&heard.replica.changed.unwrap());
     // What a parser quotes of it, too.
     let text = b"{\"path\":\"/\",\"\x1b[31mowned\n\":1,\"size\":\"\x1b[31mowned\n\"}".to_vec();
-    sender.send(Message { kind: STANDING, head: text, ..Message::default() }).unwrap();
-    let error = Standing::hear(&hears).map(drop).unwrap_err().to_string();
+    sender.send(Message { kind: STATUS, head: text, ..Message::default() }).unwrap();
+    let error = Status::hear(&hears).map(drop).unwrap_err().to_string();
     assert!(!error.contains(char::is_control), "{error:?}");
     drop(receiver);
 }
@@ -222,10 +221,10 @@ fn another_epoch_than_the_one_sent_is_not_taken_for_committed() {
         let (sender, receiver) = there.split();
         let Ok(_) = expect(&receiver, OPEN) else { return };
         let nothing = {
-            let replica = replica::Standing { source: Some(uuid), ..replica::Standing::nothing() };
-            Standing { replica, ..standing(uuid) }
+            let replica = replica::Status { source: Some(uuid), ..replica::Status::nothing() };
+            Status { replica, ..status(uuid) }
         };
-        let _ = sender.send_json(STANDING, &nothing);
+        let _ = sender.send_json(STATUS, &nothing);
         while receiver.recv().is_ok_and(|message| message.is_some_and(|message| message.kind != TRAILER)) {}
         let epoch = Epoch { number: 9, id: Uuid::from_u128(9) };
         let committed = Committed { epoch, bytes_written: 0, bytes_read: 0, digests: None };
@@ -254,9 +253,9 @@ fn sums_of_more_than_the_source_could_use_are_refused() {
     let far = std::thread::spawn(move || {
         let (sender, receiver) = there.split();
         let Ok(_) = expect(&receiver, OPEN) else { return };
-        let mut large = standing(uuid);
+        let mut large = status(uuid);
         large.replica.size = i64::MAX as u64;
-        let _ = sender.send_json(STANDING, &large);
+        let _ = sender.send_json(STATUS, &large);
         let Ok(_) = expect(&receiver, PLAN) else { return };
         // Few bytes said, and gigabytes to be kept of them.
         let _ = sender.send(told(compare::rolling::Told::Zero(0..1 << 44), 0));

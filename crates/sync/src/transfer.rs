@@ -14,7 +14,7 @@ use uuid::Uuid;
 
 use crate::compared::Comparison;
 use crate::error::{Class, SyncError};
-use crate::messages::{COMMITTED, Committed, FAILED, PLAN, Plan, SUMS, Standing, expect, unexpected};
+use crate::messages::{COMMITTED, Committed, FAILED, PLAN, Plan, SUMS, Status, expect, unexpected};
 use crate::options::{Options, Unreadable};
 use crate::pack::{DeltaSender, Packing, pack, reading};
 use crate::plan::SyncPlan;
@@ -34,9 +34,9 @@ pub(crate) struct Transfer<'a> {
 
 impl Transfer<'_> {
     /// Sends a pass over a live disk, and hears where the replica is then.
-    pub(crate) fn pass(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<Standing, SyncError> {
+    pub(crate) fn pass(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<Status, SyncError> {
         self.send(view, plan)?;
-        Standing::hear(self.receiver)
+        Status::hear(self.receiver)
     }
 
     /// Sends a delta, and hears that it was committed.
@@ -165,7 +165,7 @@ impl Transfer<'_> {
 pub(crate) struct Prepared {
     pub view: Arc<View>,
     pub plan: SyncPlan,
-    pub standing: Standing,
+    pub status: Status,
     /// How the first pass over a live disk found its changes; `None` if there was none.
     pub first: Option<(Method, String)>,
     /// How long a file system was frozen, in milliseconds.

@@ -23,7 +23,7 @@ use crate::compared::Comparison;
 use crate::error::SyncError;
 use crate::extents::Extents;
 use crate::facts::bookmark;
-use crate::messages::{Open, PLAN, Plan, Standing, open, part};
+use crate::messages::{Open, PLAN, Plan, Status, open, part};
 use crate::pack::{DeltaSender, Packing};
 use crate::plan::refuse_vanished;
 use crate::read::FrameSize;
@@ -115,9 +115,9 @@ pub fn verify(
     let began = Instant::now();
     let replica =
         Open { verify: true, ..Open::new(destination, &options.journal_dir, options.commit, handle.about()) };
-    let (sender, receiver, standing) = open(link, &replica, options.bwlimit)?;
+    let (sender, receiver, status) = open(link, &replica, options.bwlimit)?;
     let traffic = sender.traffic();
-    let begun = missing(handle, name, &standing).and_then(|()| Proof::begin(handle, standing, options));
+    let begun = missing(handle, name, &status).and_then(|()| Proof::begin(handle, status, options));
     let verified = begun.and_then(|proof| {
         let totals = Totals::new(progress);
         let mut verified = proof.verified(name);
@@ -137,7 +137,7 @@ pub fn verify(
 struct Proof<'a> {
     handle: &'a Handle,
     options: &'a VerifyOptions,
-    standing: Standing,
+    status: Status,
     /// The replica's epoch.
     epoch: Epoch,
     /// Why it is not known what changed since.
@@ -149,14 +149,10 @@ struct Proof<'a> {
 }
 
 impl<'a> Proof<'a> {
-    fn begin(
-        handle: &'a Handle,
-        standing: Standing,
-        options: &'a VerifyOptions,
-    ) -> Result<Proof<'a>, SyncError> {
-        let position = [stands(handle, &standing)?];
-        let lost = known(handle, &position, &standing)?;
-        refuse(handle, &standing, options, lost.as_deref())?;
+    fn begin(handle: &'a Handle, status: Status, options: &'a VerifyOptions) -> Result<Proof<'a>, SyncError> {
+        let position = [stands(handle, &status)?];
+        let lost = known(handle, &position, &status)?;
+        refuse(handle, &status, options, lost.as_deref())?;
         // The view first, then what changed up to it: no write can fall between.
         let view = Arc::new(handle.view(false)?);
         let (size, block_size) = (view.len(), handle.about().block_size);
@@ -165,8 +161,8 @@ impl<'a> Proof<'a> {
             Some(_) => Bitmap::new(size.div_ceil(block)),
             None => handle.changes_since(&position, &view)?.blocks,
         };
-        if standing.replica.size < size && lost.is_none() {
-            since.set(standing.replica.size / block..since.blocks());
+        if status.replica.size < size && lost.is_none() {
+            since.set(status.replica.size / block..since.blocks());
         }
         let mut scope = Scope {
             hash: options.hash,
@@ -184,7 +180,7 @@ impl<'a> Proof<'a> {
                 )));
             }
         }
-        let proof = Proof { handle, options, standing, epoch: position[0].epoch, lost, view, since, scope };
+        let proof = Proof { handle, options, status, epoch: position[0].epoch, lost, view, since, scope };
         if !proof.to_view() {
             proof.narrow();
         }
@@ -214,7 +210,7 @@ impl<'a> Proof<'a> {
     /// What is known before anything is compared.
     fn verified(&self, name: &str) -> Verified {
         let about = self.handle.about();
-        let replica = &self.standing.replica;
+        let replica = &self.status.replica;
         let trust = match &self.lost {
             None => "exact".to_owned(),
             Some(why) => format!("differences may be changes: {why}"),
@@ -226,7 +222,7 @@ impl<'a> Proof<'a> {
             source_epoch: self.view.epoch().number,
             trust,
             changed: replica.changed.clone(),
-            wrong_size: self.standing.wrong_size,
+            wrong_size: self.status.wrong_size,
             disk_size: self.view.len(),
             block_size: about.block_size,
             bytes_compared: self.scope.bytes(),
@@ -266,7 +262,7 @@ impl<'a> Proof<'a> {
         let sent = self.send_repair(sender, &comparison, verified);
         let committed = committed(receiver, to, sent)?;
         if self.to_view() {
-            let bookmark = bookmark(&verified.destination, &self.standing);
+            let bookmark = bookmark(&verified.destination, &self.status);
             self.handle.acknowledge(&bookmark, committed.epoch)?;
         }
         verified.repaired = true;
@@ -303,7 +299,7 @@ impl<'a> Proof<'a> {
 
     /// The header of a repair: to the view, or at the replica's own epoch.
     fn header(&self) -> Header {
-        let (about, replica) = (self.handle.about(), &self.standing.replica);
+        let (about, replica) = (self.handle.about(), &self.status.replica);
         let (epoch, size) = match self.to_view() {
             true => (self.view.epoch(), self.view.len()),
             false => (self.epoch, replica.size),
@@ -319,23 +315,23 @@ impl<'a> Proof<'a> {
 }
 
 /// Refuses to verify a replica that is missing.
-fn missing(handle: &Handle, name: &str, standing: &Standing) -> Result<(), SyncError> {
+fn missing(handle: &Handle, name: &str, status: &Status) -> Result<(), SyncError> {
     let bookmarks = handle.bookmarks()?.0;
-    Ok(refuse_vanished(name, standing, bookmarks.get(&bookmark(name, standing)))?)
+    Ok(refuse_vanished(name, status, bookmarks.get(&bookmark(name, status)))?)
 }
 
 /// Refuses what cannot be verified, or not mended.
 fn refuse(
     handle: &Handle,
-    standing: &Standing,
+    status: &Status,
     options: &VerifyOptions,
     lost: Option<&str>,
 ) -> Result<(), SyncError> {
     if options.repair && !options.ranges.is_empty() {
-        if let Some(why) = standing.replica.changed.as_deref().or(lost) {
+        if let Some(why) = status.replica.changed.as_deref().or(lost) {
             return Err(SyncError::Refused(format!(
                 "a part of {} cannot be mended by itself ({why}): omit --range",
-                standing.path.display()
+                status.path.display()
             )));
         }
     }
@@ -357,17 +353,17 @@ impl Verified {
 }
 
 /// The replica's epoch, if it is whole.
-fn stands(handle: &Handle, standing: &Standing) -> Result<Position, SyncError> {
-    let (path, about) = (standing.path.display(), handle.about());
-    if let Some(other) = standing.replica.source.filter(|source| *source != about.uuid) {
+fn stands(handle: &Handle, status: &Status) -> Result<Position, SyncError> {
+    let (path, about) = (status.path.display(), handle.about());
+    if let Some(other) = status.replica.source.filter(|source| *source != about.uuid) {
         return Err(SyncError::Refused(format!(
             "replica {path} is a copy of another source ({other}), not of {}: give the right source or destination",
             about.path.display()
         )));
     }
-    match standing.replica.epoch.filter(|_| !standing.replica.under_way) {
-        Some(epoch) => Ok(Position { epoch, upto: standing.replica.size }),
-        None if standing.replica.source.is_none() => {
+    match status.replica.epoch.filter(|_| !status.replica.under_way) {
+        Some(epoch) => Ok(Position { epoch, upto: status.replica.size }),
+        None if status.replica.source.is_none() => {
             Err(SyncError::Refused(format!("no replica at {path} yet: create it with \"dsync sync\"")))
         }
         None => Err(SyncError::Refused(format!("replica {path} is incomplete: run \"dsync sync\" first"))),
@@ -375,13 +371,13 @@ fn stands(handle: &Handle, standing: &Standing) -> Result<Position, SyncError> {
 }
 
 /// Why it is not known what changed since the replica's epoch; `None` if it is.
-fn known(handle: &Handle, position: &[Position], standing: &Standing) -> Result<Option<String>, SyncError> {
+fn known(handle: &Handle, position: &[Position], status: &Status) -> Result<Option<String>, SyncError> {
     match handle.reaches(position) {
         Ok(()) => Ok(None),
         Err(SourceError::Lost { why, .. }) => Ok(Some(why)),
         Err(SourceError::Foreign(why)) => Err(SyncError::Refused(format!(
             "replica {} does not fit source {}: {why}",
-            standing.path.display(),
+            status.path.display(),
             handle.about().path.display()
         ))),
         Err(other) => Err(other.into()),

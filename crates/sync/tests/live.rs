@@ -335,7 +335,7 @@ fn without_a_cut_the_copy_is_fuzzy_and_the_next_one_mends_it() {
     assert!(summary.trust.contains("without a cut"), "{}", summary.trust);
     let status = |scene: &Scene| {
         let replica = replica::Replica::open(&scene.path("copy"), &replica::Options::default()).unwrap();
-        replica.standing().state
+        replica.status().state
     };
     assert_eq!(status(&scene), replica::State::Fuzzy);
     let trust = scene.sync(&options(FreezeMode::Auto)).unwrap().trust;

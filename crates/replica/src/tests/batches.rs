@@ -84,7 +84,7 @@ fn mirror(source: &Source, world: &World, power: &Power, sent: &RefCell<Sent>) -
 
 /// As the receiving end of a mirror does it: what ends the batches, they are finished.
 pub(super) fn mirror_to(source: &Source, replica: &mut Replica, sent: &RefCell<Sent>) -> crate::Result<()> {
-    let mut nonce = replica.standing().nonce;
+    let mut nonce = replica.status().nonce;
     let (mut log, mut batches) = replica.batches()?;
     let mut all = || {
         for to in 1..=LAST {
@@ -109,16 +109,16 @@ pub(super) fn mirror_to(source: &Source, replica: &mut Replica, sent: &RefCell<S
 /// What is left is the end of a batch, and says so.
 fn check(source: &Source, world: &World, sent: &Sent, what: &str) {
     let replica = world.open(&on()).unwrap_or_else(|e| panic!("{what}: does not open: {e}"));
-    let standing = replica.standing().clone();
+    let status = replica.status().clone();
     drop(replica);
-    let at = sent.streams.iter().find(|(stream, _)| *stream == standing.nonce).map_or(0, |(_, to)| *to);
+    let at = sent.streams.iter().find(|(stream, _)| *stream == status.nonce).map_or(0, |(_, to)| *to);
     assert!(world.holds(&source.images[at]), "{what}: is not batch {at} as it says");
     assert!(at >= sent.confirmed, "{what}: is batch {at}, and {} was confirmed", sent.confirmed);
     assert!(at <= sent.confirmed + 1, "{what}: is batch {at}, and only {} was confirmed", sent.confirmed);
     let epoch = if at < EPOCH { 0 } else { EPOCH };
-    assert_eq!(standing.epoch, Some(source.epochs[epoch]), "{what}: batch {at}");
-    assert_eq!(standing.ahead, at != 0 && at != EPOCH, "{what}: batch {at}");
-    assert_eq!((standing.state, standing.under_way), (State::Exact, false), "{what}");
+    assert_eq!(status.epoch, Some(source.epochs[epoch]), "{what}: batch {at}");
+    assert_eq!(status.ahead, at != 0 && at != EPOCH, "{what}: batch {at}");
+    assert_eq!((status.state, status.under_way), (State::Exact, false), "{what}");
     // A sync goes on from the epoch.
     let next = world.fork();
     let mut replica = next.open(&on()).unwrap();
@@ -250,7 +250,7 @@ fn stumble_everywhere(kind: Kind) {
                 drop(replica);
                 power.crash(disks, folders, step * 7 + number as u64).unwrap();
                 if done {
-                    let epoch = world.open(&on()).unwrap().standing().epoch;
+                    let epoch = world.open(&on()).unwrap().status().epoch;
                     assert_eq!(epoch, Some(source.epochs[LAST + 1]), "{what}, then a sync");
                     assert!(world.holds(&source.images[LAST + 1]), "{what}, then a sync");
                 } else {
@@ -305,7 +305,7 @@ fn a_batch_costs_one_sync() {
     let world = replica_at(Kind::File, &source, 0);
     let power = on();
     let mut replica = world.open(&power).unwrap();
-    let mut nonce = replica.standing().nonce;
+    let mut nonce = replica.status().nonce;
     let (mut log, mut batches) = replica.batches().unwrap();
     for to in 1..=3 {
         let header = header(&source, to, nonce);
@@ -324,7 +324,7 @@ fn what_does_not_fit_is_refused() {
     let source = source();
     let world = replica_at(Kind::File, &source, 0);
     let mut replica = world.open(&on()).unwrap();
-    let nonce = replica.standing().nonce;
+    let nonce = replica.status().nonce;
     let first = header(&source, 1, nonce);
     let bytes = source.encode(&first, 1, &source.changed(0, 1));
     {
@@ -393,7 +393,7 @@ fn a_large_batch_goes_by_the_journal() {
     let world = replica_at(Kind::File, &source, 0);
     let mut replica = world.open(&on()).unwrap();
     let all = (0..blocks).collect();
-    let nonce = replica.standing().nonce;
+    let nonce = replica.status().nonce;
     let first = Header {
         ahead: true,
         chain: vec![source.epochs[0]],

@@ -26,7 +26,7 @@ pub(super) fn on() -> Power {
 /// Brings the replica up to date as a sync does, whatever it lacks.
 fn sync(world: &World, power: &Power, source: &Source, to: usize, commit: Commit) -> crate::Result<()> {
     let mut replica = world.open(power)?;
-    let delta = source.lacks(replica.standing(), content(&replica).as_deref(), to);
+    let delta = source.lacks(replica.status(), content(&replica).as_deref(), to);
     merge(&mut replica, &delta, commit)?;
     Ok(())
 }
@@ -55,17 +55,17 @@ fn check(s: &Scenario<'_>, world: &World, turn: u64, what: &str) {
     let source = s.source;
     let fail = |why: String| -> ! { panic!("{}: {what}: {why}", s.name) };
     let power = on();
-    let standing = match world.open(&power) {
-        Ok(replica) => replica.standing().clone(),
+    let status = match world.open(&power) {
+        Ok(replica) => replica.status().clone(),
         Err(e) => fail(format!("does not open: {e}")),
     };
-    match standing.state {
+    match status.state {
         State::Exact => {
-            let at = source.index(&standing.epoch.unwrap());
+            let at = source.index(&status.epoch.unwrap());
             if Some(at) != s.from && at != s.to {
                 fail(format!("is at {at}"));
             }
-            if standing.size != source.size(at) || !world.holds(&source.images[at]) {
+            if status.size != source.size(at) || !world.holds(&source.images[at]) {
                 fail(format!("is not epoch {at} as it says"));
             }
         }
@@ -106,9 +106,9 @@ fn check(s: &Scenario<'_>, world: &World, turn: u64, what: &str) {
             fail(format!("is not {to} after the next sync by {commit:?}"));
         }
         let replica = next.open(&power).unwrap();
-        let standing = replica.standing();
-        assert_eq!((standing.epoch, standing.state), (Some(source.epochs[to]), State::Exact));
-        assert_eq!((standing.under_way, standing.resumes), (false, None));
+        let status = replica.status();
+        assert_eq!((status.epoch, status.state), (Some(source.epochs[to]), State::Exact));
+        assert_eq!((status.under_way, status.resumes), (false, None));
         drop(replica);
         let left: Vec<String> = next.names();
         assert!(
@@ -145,7 +145,7 @@ pub(super) fn cut_everywhere(s: &Scenario<'_>) {
             if step > steps {
                 // What was acknowledged stays.
                 let replica = world.open(&on()).unwrap();
-                assert_eq!(replica.standing().epoch, Some(s.source.epochs[s.to]), "{}: {what}", s.name);
+                assert_eq!(replica.status().epoch, Some(s.source.epochs[s.to]), "{}: {what}", s.name);
             }
             // The recovery is cut too, at some step.
             if !soak() && turn % 3 != 1 {
@@ -194,7 +194,7 @@ fn stumble_everywhere(name: &str, kind: Kind, from: Option<usize>, to: usize, co
                 power.crash(disks, folders, step * 7 + number as u64).unwrap();
                 if done {
                     let replica = world.open(&on()).unwrap_or_else(|e| panic!("{name}: {what}: {e}"));
-                    assert_eq!(replica.standing().epoch, Some(source.epochs[to]), "{name}: {what}");
+                    assert_eq!(replica.status().epoch, Some(source.epochs[to]), "{name}: {what}");
                 }
                 check(&s, &world, turn, &what);
                 if over {
@@ -227,12 +227,12 @@ fn try_again(
                 return true;
             }
         }
-        let standing = replica.standing().clone();
+        let status = replica.status().clone();
         let content = content(replica);
-        if content.is_none() && standing.positions.iter().any(|p| p.epoch.is_none()) {
+        if content.is_none() && status.positions.iter().any(|p| p.epoch.is_none()) {
             return false;
         }
-        delta = source.lacks(&standing, content.as_deref(), to);
+        delta = source.lacks(&status, content.as_deref(), to);
     }
     false
 }
@@ -396,15 +396,15 @@ fn resumed(name: &str, kind: Kind, from: Option<usize>, first: Commit, then: Com
         None => source.seed(middle),
     };
     receive_part(&mut replica, &delta, first, 3).unwrap();
-    let standing = replica.standing().clone();
+    let status = replica.status().clone();
     drop(replica);
-    assert_eq!(world.open(&on()).unwrap().standing().positions, standing.positions, "{name}");
-    let upto = standing.positions[0].upto;
-    assert!(upto > 0 && standing.positions[0].epoch == Some(source.epochs[middle]), "{name}: {standing:?}");
+    assert_eq!(world.open(&on()).unwrap().status().positions, status.positions, "{name}");
+    let upto = status.positions[0].upto;
+    assert!(upto > 0 && status.positions[0].epoch == Some(source.epochs[middle]), "{name}: {status:?}");
     let to = middle + 1;
     let run = |world: &World, power: &Power| {
         let mut replica = world.open(power)?;
-        let delta = source.lacks(replica.standing(), None, to);
+        let delta = source.lacks(replica.status(), None, to);
         merge(&mut replica, &delta, then).map(drop)
     };
     // What was interrupted before may be there in every state.
@@ -475,7 +475,7 @@ fn adopted() {
             let disk = replica.content()?;
             let mut content = vec![0; disk.len() as usize];
             disk.read_at(0, &mut content).map_err(crate::error::io_error("read", replica.path()))?;
-            let delta = source.lacks(replica.standing(), Some(&content), 1);
+            let delta = source.lacks(replica.status(), Some(&content), 1);
             merge(&mut replica, &delta, commit).map(drop)
         };
         let whole = world.fork();
@@ -492,10 +492,10 @@ fn adopted() {
                 let _ = adopt(&world, &power);
                 power.crash(disks, folders, step + number as u64).unwrap();
                 match world.open(&on()) {
-                    Ok(replica) => match replica.standing().state {
+                    Ok(replica) => match replica.status().state {
                         State::Exact => assert!(world.holds(&source.images[1]), "{what}"),
                         state => {
-                            assert_eq!((state, replica.standing().epoch), (State::Incomplete, None), "{what}")
+                            assert_eq!((state, replica.status().epoch), (State::Incomplete, None), "{what}")
                         }
                     },
                     Err(ReplicaError::NotAReplica(_) | ReplicaError::Unproven(_)) => {
@@ -505,7 +505,7 @@ fn adopted() {
                 }
                 adopt(&world, &on()).unwrap_or_else(|e| panic!("{what}: again: {e}"));
                 assert!(world.holds(&source.images[1]), "{what}: again");
-                assert_eq!(world.open(&on()).unwrap().standing().state, State::Exact, "{what}");
+                assert_eq!(world.open(&on()).unwrap().status().state, State::Exact, "{what}");
             }
         }
     }
@@ -533,8 +533,8 @@ fn no_space_in_the_middle_of_a_merge() {
             assert!(matches!(world.open(&on()), Err(ReplicaError::Full { .. })));
             world.room.store(u64::MAX, SeqCst);
             let replica = world.open(&on()).unwrap();
-            assert!(replica.standing().recovered.as_ref().unwrap().contains("merged now"));
-            assert_eq!(replica.standing().epoch, Some(source.epochs[1]));
+            assert!(replica.status().recovered.as_ref().unwrap().contains("merged now"));
+            assert_eq!(replica.status().epoch, Some(source.epochs[1]));
             assert!(world.holds(&source.images[1]));
         }
     }
@@ -588,11 +588,11 @@ fn what_was_saved_is_gone_on_from() {
         drop(replica);
         power.crash(Keep::LoseUnsynced, Keep::LoseUnsynced, 0).unwrap();
         let replica = world.open(&on()).unwrap();
-        let standing = replica.standing();
+        let status = replica.status();
         let first =
-            standing.positions.first().unwrap_or_else(|| panic!("{kind:?} by {commit:?}: nothing is left"));
-        assert_eq!(first.epoch, Some(source.epochs[1]), "{kind:?} by {commit:?}: {standing:?}");
-        assert!(first.upto > 4 * BLOCK, "{standing:?}");
+            status.positions.first().unwrap_or_else(|| panic!("{kind:?} by {commit:?}: nothing is left"));
+        assert_eq!(first.epoch, Some(source.epochs[1]), "{kind:?} by {commit:?}: {status:?}");
+        assert!(first.upto > 4 * BLOCK, "{status:?}");
         drop(replica);
         sync(&world, &on(), &source, 2, commit).unwrap();
         assert!(world.holds(&source.images[2]));

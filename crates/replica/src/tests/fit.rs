@@ -5,7 +5,7 @@ use device::faulty::{FaultyFolder, Outage, Power};
 use uuid::Uuid;
 
 use super::world::*;
-use crate::{Commit, Options, Position, Replica, ReplicaError, Standing, State};
+use crate::{Commit, Options, Position, Replica, ReplicaError, State, Status};
 
 const MODES: [Commit; 3] = [Commit::Journal, Commit::InPlace, Commit::Reflink];
 
@@ -53,9 +53,9 @@ fn a_delta_fits_every_position_of_its_chain_and_nothing_else() {
                     assert!(world.holds(&source.images[to]), "{what}, again");
                     drop(replica);
                     let replica = world.open(&on()).unwrap();
-                    let standing = replica.standing();
-                    assert_eq!((standing.epoch, standing.state), (Some(source.epochs[to]), State::Exact));
-                    assert_eq!(standing.recovered, None);
+                    let status = replica.status();
+                    assert_eq!((status.epoch, status.state), (Some(source.epochs[to]), State::Exact));
+                    assert_eq!(status.recovered, None);
                 } else {
                     let error = result.unwrap_err();
                     assert!(error.is_refusal(), "{what}: {error}");
@@ -113,7 +113,7 @@ fn what_a_source_gave_up_before_it_grew_again_does_not_come_back() {
         let frames = units(&cut_off).len() - 2;
         receive_part(&mut world.open(&on()).unwrap(), &cut_off, commit, frames).unwrap();
         let mut replica = world.open(&on()).unwrap();
-        let rest = source.lacks(&replica.standing().clone(), None, 2);
+        let rest = source.lacks(&replica.status().clone(), None, 2);
         merge(&mut replica, &rest, commit).unwrap();
         assert!(world.holds(&source.images[2]), "by {commit:?}");
     }
@@ -123,13 +123,13 @@ fn what_a_source_gave_up_before_it_grew_again_does_not_come_back() {
 fn refused(world: &World, what: &str, bytes: &[u8], words: &str) {
     for commit in MODES {
         let mut replica = world.open(&on()).unwrap();
-        let (raw, standing, names) = (world.raw(), replica.standing().clone(), world.names());
+        let (raw, status, names) = (world.raw(), replica.status().clone(), world.names());
         let error = merge(&mut replica, bytes, commit).unwrap_err();
         assert!(error.is_refusal() && error.to_string().contains(words), "{what} by {commit:?}: {error}");
-        assert_eq!(replica.standing(), &standing, "{what}");
+        assert_eq!(replica.status(), &status, "{what}");
         drop(replica);
         assert_eq!((world.raw(), world.names()), (raw, names), "{what}");
-        assert_eq!(world.open(&on()).unwrap().standing(), &standing, "{what}");
+        assert_eq!(world.open(&on()).unwrap().status(), &status, "{what}");
     }
 }
 
@@ -164,7 +164,7 @@ fn what_does_not_fit_is_refused() {
     // What is gone on from must be held exactly.
     let mut replica = world.open(&on()).unwrap();
     receive_part(&mut replica, &source.tracked(1, 2), Commit::Journal, 2).unwrap();
-    let held = replica.standing().resumes.unwrap();
+    let held = replica.status().resumes.unwrap();
     drop(replica);
     for wrong in [
         Resume { frames: held.frames + 1, ..held },
@@ -224,11 +224,11 @@ fn damaged_deltas_are_refused() {
             assert!(!error.is_empty());
             drop(replica);
             let mut replica = world.open(&on()).unwrap();
-            match replica.standing().state {
+            match replica.status().state {
                 State::Incomplete => assert!(before.is_none() || commit == Commit::InPlace, "{what}"),
                 _ => assert_eq!(world.raw(), before, "{what}"),
             }
-            let again = source.lacks(replica.standing(), None, 1);
+            let again = source.lacks(replica.status(), None, 1);
             merge(&mut replica, &again, commit).unwrap_or_else(|e| panic!("{what}: {e}"));
             assert!(world.holds(&source.images[1]), "{what}");
         }
@@ -260,23 +260,23 @@ fn foreign_writes_are_noticed_and_adopted() {
         assert!(error.is_refusal() && error.to_string().contains("--adopt"), "{error}");
         assert!(matches!(error, ReplicaError::Changed { .. }));
         let mut replica = world.open_with(&on(), true, false).unwrap();
-        let standing = replica.standing().clone();
+        let status = replica.status().clone();
         let size = world.raw().unwrap().len() as u64;
-        assert_eq!((standing.source, standing.epoch, standing.size), (None, None, size));
-        assert_eq!(standing.positions, [Position { epoch: None, upto: size }]);
+        assert_eq!((status.source, status.epoch, status.size), (None, None, size));
+        assert_eq!(status.positions, [Position { epoch: None, upto: size }]);
         // Only a compare can prove it.
         let error = merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap_err();
         assert!(matches!(error, ReplicaError::WrongEpoch { .. }), "{error}");
         let mut header = source.header(1, 1, Method::Copy);
-        header.binds = Some(standing.nonce);
+        header.binds = Some(status.nonce);
         let error =
             merge(&mut replica, &source.encode(&header, 1, &[1].into()), Commit::Journal).unwrap_err();
         assert!(error.to_string().contains("not compared to the end"), "{error}");
-        let delta = source.lacks(&standing, world.raw().as_deref(), 1);
+        let delta = source.lacks(&status, world.raw().as_deref(), 1);
         merge(&mut replica, &delta, Commit::Journal).unwrap();
         assert!(world.holds(&source.images[1]));
         drop(replica);
-        assert_eq!(world.open(&on()).unwrap().standing().epoch, Some(source.epochs[1]));
+        assert_eq!(world.open(&on()).unwrap().status().epoch, Some(source.epochs[1]));
         if kind == Kind::File {
             // Another file in its place, equal though it is.
             world.put(&source.images[1]);
@@ -294,15 +294,15 @@ fn an_adoption_in_place_that_was_cut_off_is_finished_by_passes_too() {
     let adopt = || world.open_with(&on(), true, false).unwrap();
     {
         let mut replica = adopt();
-        let delta = source.lacks(&replica.standing().clone(), world.raw().as_deref(), 1);
+        let delta = source.lacks(&replica.status().clone(), world.raw().as_deref(), 1);
         receive_part(&mut replica, &delta, Commit::InPlace, 1).unwrap();
     }
     let mut replica = world.open(&on()).unwrap();
-    let standing = replica.standing().clone();
-    assert!(standing.under_way && standing.positions.iter().any(|p| p.epoch.is_none()), "{standing:?}");
+    let status = replica.status().clone();
+    assert!(status.under_way && status.positions.iter().any(|p| p.epoch.is_none()), "{status:?}");
     // The pass ends with the last block, whatever that holds.
     let mut header = source.header(1, 1, Method::Compare);
-    (header.size_before, header.binds) = (standing.size, Some(standing.nonce));
+    (header.size_before, header.binds) = (status.size, Some(status.nonce));
     let every = (0..source.size(1) / BLOCK).collect();
     let mut pass = units(&source.encode(&header, 1, &every)).into_iter();
     let mut receipt = replica.receive(pass.next().unwrap(), Commit::Journal).unwrap();
@@ -312,9 +312,9 @@ fn an_adoption_in_place_that_was_cut_off_is_finished_by_passes_too() {
     receipt.keep_pass().unwrap();
     drop(replica);
     let mut replica = world.open(&on()).unwrap();
-    let standing = replica.standing().clone();
-    assert_eq!(standing.positions, [Position { epoch: Some(source.epochs[1]), upto: source.size(1) }]);
-    merge(&mut replica, &source.lacks(&standing, None, 2), Commit::Journal).unwrap();
+    let status = replica.status().clone();
+    assert_eq!(status.positions, [Position { epoch: Some(source.epochs[1]), upto: source.size(1) }]);
+    merge(&mut replica, &source.lacks(&status, None, 2), Commit::Journal).unwrap();
     assert!(world.holds(&source.images[2]));
 }
 
@@ -326,26 +326,26 @@ fn what_others_changed_can_be_doubted() {
         for commit in [Commit::Journal, Commit::InPlace] {
             let world = World::new(kind);
             merge(&mut world.open(&on()).unwrap(), &source.seed(0), Commit::Journal).unwrap();
-            assert_eq!(world.open_doubting(&on()).unwrap().standing().changed, None);
+            assert_eq!(world.open_doubting(&on()).unwrap().status().changed, None);
             world.tamper(if kind == Kind::Device { 1100 } else { 17 * BLOCK }, 99);
             let mut replica = world.open_doubting(&on()).unwrap();
-            let standing = replica.standing().clone();
-            assert!(standing.changed.is_some());
-            assert_eq!((standing.source, standing.epoch), (Some(source.id), Some(source.epochs[0])));
+            let status = replica.status().clone();
+            assert!(status.changed.is_some());
+            assert_eq!((status.source, status.epoch), (Some(source.id), Some(source.epochs[0])));
             let error = merge(&mut replica, &source.tracked(0, 1), commit).unwrap_err();
             assert!(matches!(error, ReplicaError::Changed { .. }), "{error}");
             drop(replica);
             // To look changes nothing: who does not doubt is refused as before.
             assert!(matches!(world.open(&on()), Err(ReplicaError::Changed { .. })));
             let mut replica = world.open_doubting(&on()).unwrap();
-            let unknown = vec![Position { epoch: None, upto: standing.size }];
-            let standing = Standing { positions: unknown, ..standing };
-            let delta = source.lacks(&standing, world.raw().as_deref(), 1);
+            let unknown = vec![Position { epoch: None, upto: status.size }];
+            let status = Status { positions: unknown, ..status };
+            let delta = source.lacks(&status, world.raw().as_deref(), 1);
             merge(&mut replica, &delta, commit).unwrap();
-            assert_eq!(replica.standing().changed, None);
+            assert_eq!(replica.status().changed, None);
             drop(replica);
             assert!(world.holds(&source.images[1]));
-            assert_eq!(world.open(&on()).unwrap().standing().epoch, Some(source.epochs[1]));
+            assert_eq!(world.open(&on()).unwrap().status().epoch, Some(source.epochs[1]));
         }
     }
 }
@@ -357,14 +357,14 @@ fn a_replica_can_be_adopted_by_another_source() {
     for commit in MODES {
         let world = at(&source, 0);
         let mut replica = world.open_with(&on(), true, false).unwrap();
-        let mut standing = replica.standing().clone();
-        assert_eq!(standing.source, Some(source.id));
-        standing.positions = vec![Position { epoch: None, upto: standing.size }];
-        let delta = other.lacks(&standing, world.raw().as_deref(), 1);
+        let mut status = replica.status().clone();
+        assert_eq!(status.source, Some(source.id));
+        status.positions = vec![Position { epoch: None, upto: status.size }];
+        let delta = other.lacks(&status, world.raw().as_deref(), 1);
         merge(&mut replica, &delta, commit).unwrap();
         assert!(world.holds(&other.images[1]));
         drop(replica);
-        assert_eq!(world.open(&on()).unwrap().standing().source, Some(other.id));
+        assert_eq!(world.open(&on()).unwrap().status().source, Some(other.id));
     }
 }
 
@@ -375,8 +375,8 @@ fn a_removed_replica_is_made_anew() {
     receive_part(&mut world.open(&on()).unwrap(), &source.tracked(0, 1), Commit::Journal, 2).unwrap();
     world.remove();
     let mut replica = world.open(&on()).unwrap();
-    assert!(replica.standing().recovered.as_ref().unwrap().contains("is gone"));
-    assert!(replica.standing().positions.is_empty() && replica.standing().resumes.is_none());
+    assert!(replica.status().recovered.as_ref().unwrap().contains("is gone"));
+    assert!(replica.status().positions.is_empty() && replica.status().resumes.is_none());
     // Not without a word: it may come back.
     let refused = merge(&mut replica, &source.seed(1), Commit::Journal).unwrap_err();
     assert!(matches!(refused, ReplicaError::Away(_)), "{refused}");
@@ -387,7 +387,7 @@ fn a_removed_replica_is_made_anew() {
     merge(&mut replica, &source.seed(1), Commit::Journal).unwrap();
     assert!(world.holds(&source.images[1]));
     drop(replica);
-    assert_eq!(world.open(&on()).unwrap().standing().state, State::Exact);
+    assert_eq!(world.open(&on()).unwrap().status().state, State::Exact);
 }
 
 #[test]
@@ -402,8 +402,8 @@ fn a_seed_replaces_only_where_it_is_told_to() {
     drop(replica);
     assert_eq!(world.raw().unwrap(), b"precious");
     let mut replica = world.open(&on()).unwrap();
-    assert!(replica.standing().under_way);
-    let delta = source.lacks(replica.standing(), None, 1);
+    assert!(replica.status().under_way);
+    let delta = source.lacks(replica.status(), None, 1);
     merge(&mut replica, &delta, Commit::Journal).unwrap();
     assert!(world.holds(&source.images[1]));
     // A file that appears beside a seed under way is nobody's to overwrite.
@@ -413,7 +413,7 @@ fn a_seed_replaces_only_where_it_is_told_to() {
     assert!(matches!(world.open(&on()), Err(ReplicaError::NotAReplica(_))));
     world.remove();
     let mut replica = world.open(&on()).unwrap();
-    let delta = source.lacks(replica.standing(), None, 0);
+    let delta = source.lacks(replica.status(), None, 0);
     world.put(b"precious");
     assert!(matches!(merge(&mut replica, &delta, Commit::Journal), Err(ReplicaError::NotAReplica(_))));
     assert_eq!(world.raw().unwrap(), b"precious");
@@ -441,9 +441,9 @@ fn a_fuzzy_copy_becomes_exact() {
     header.fuzzy = true;
     let mut replica = world.open(&on()).unwrap();
     merge(&mut replica, &source.encode(&header, 0, &source.allocated(0)), Commit::Journal).unwrap();
-    assert_eq!(replica.standing().state, State::Fuzzy);
+    assert_eq!(replica.status().state, State::Fuzzy);
     merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap();
-    assert_eq!(replica.standing().state, State::Exact);
+    assert_eq!(replica.status().state, State::Exact);
 }
 
 /// The destination is another disk under the same name.
@@ -475,7 +475,7 @@ fn a_damaged_journal_is_not_merged() {
         "{error}"
     );
     let mut replica = world.open_with(&on(), true, false).unwrap();
-    let delta = source.lacks(replica.standing(), world.raw().as_deref(), 1);
+    let delta = source.lacks(replica.status(), world.raw().as_deref(), 1);
     merge(&mut replica, &delta, Commit::Journal).unwrap();
     assert!(world.holds(&source.images[1]));
 }
@@ -487,15 +487,15 @@ fn a_bound_delta_fits_once() {
     for commit in MODES {
         let world = at(&source, 0);
         let mut replica = world.open(&on()).unwrap();
-        let mut standing = replica.standing().clone();
-        standing.under_way = true;
-        let delta = source.lacks(&standing, None, 1);
+        let mut status = replica.status().clone();
+        status.under_way = true;
+        let delta = source.lacks(&status, None, 1);
         receive_part(&mut replica, &delta, commit, 2).unwrap();
         if commit == Commit::InPlace {
             let error = merge(&mut replica, &delta, commit).unwrap_err();
             assert!(error.to_string().contains("another state of it"), "{error}");
         }
-        let rest = source.lacks(replica.standing(), None, 1);
+        let rest = source.lacks(replica.status(), None, 1);
         merge(&mut replica, &rest, commit).unwrap();
         assert!(world.holds(&source.images[1]));
         let error = merge(&mut replica, &delta, commit).unwrap_err();
@@ -515,8 +515,8 @@ fn another_file_at_the_partial_name_is_noticed() {
     std::fs::rename(world.site().join("vm.raw"), &partial).unwrap();
     let theirs = std::fs::read(&partial).unwrap();
     let mut replica = world.open(&on()).unwrap();
-    assert!(replica.standing().positions.is_empty());
-    let delta = source.lacks(replica.standing(), None, 0);
+    assert!(replica.status().positions.is_empty());
+    let delta = source.lacks(replica.status(), None, 0);
     let error = merge(&mut replica, &delta, Commit::Journal).unwrap_err();
     assert!(matches!(error, ReplicaError::PartialTaken(_)), "{error}");
     assert_eq!(std::fs::read(&partial).unwrap(), theirs);
@@ -532,8 +532,8 @@ fn a_part_beyond_the_final_end_is_merged() {
         let delta = source.tracked(0, 1);
         let frames = units(&delta).len() - 2;
         receive_part(&mut replica, &delta, Commit::Journal, frames).unwrap();
-        assert!(replica.standing().positions[0].upto > source.size(2));
-        let rest = source.lacks(replica.standing(), None, 2);
+        assert!(replica.status().positions[0].upto > source.size(2));
+        let rest = source.lacks(replica.status(), None, 2);
         merge(&mut replica, &rest, then).unwrap();
         assert!(world.holds(&source.images[2]), "{then:?}");
     }
@@ -633,7 +633,7 @@ fn an_adoption_given_up_leaves_no_half_merged_replica() {
         drop(world.open_with(&on(), true, false).unwrap());
         match world.open(&on()) {
             Ok(replica) => {
-                let at = source.index(&replica.standing().epoch.unwrap());
+                let at = source.index(&replica.status().epoch.unwrap());
                 assert!(world.holds(&source.images[at]), "killed at {step}: it is not epoch {at}");
             }
             Err(ReplicaError::Unproven(_)) => unproven += 1,
@@ -670,10 +670,10 @@ fn a_part_that_does_not_fit_is_dropped() {
     let source = source();
     let (old, new) = (at(&source, 1), at(&source, 3));
     receive_part(&mut old.open(&on()).unwrap(), &source.tracked(1, 2), Commit::Journal, 2).unwrap();
-    assert!(old.open(&on()).unwrap().standing().resumes.is_some());
+    assert!(old.open(&on()).unwrap().status().resumes.is_some());
     std::fs::copy(old.state().join("journal"), new.state().join("journal")).unwrap();
     let replica = new.open(&on()).unwrap();
-    assert_eq!((replica.standing().resumes, replica.standing().positions.len()), (None, 1));
+    assert_eq!((replica.status().resumes, replica.status().positions.len()), (None, 1));
     assert!(!new.names().contains(&"journal".to_owned()));
 }
 
@@ -683,15 +683,15 @@ fn a_damaged_part_counts_up_to_the_damage() {
     let source = source();
     let world = at(&source, 0);
     receive_part(&mut world.open(&on()).unwrap(), &source.tracked(0, 1), Commit::Journal, 4).unwrap();
-    let held = world.open(&on()).unwrap().standing().resumes.unwrap();
+    let held = world.open(&on()).unwrap().status().resumes.unwrap();
     let journal = world.state().join("journal");
     let mut bytes = std::fs::read(&journal).unwrap();
     let last = bytes.len() - 10;
     bytes[last] ^= 1;
     std::fs::write(&journal, &bytes).unwrap();
     let mut replica = world.open(&on()).unwrap();
-    assert_eq!(replica.standing().resumes.unwrap().frames, held.frames - 1);
-    let rest = source.lacks(replica.standing(), None, 2);
+    assert_eq!(replica.status().resumes.unwrap().frames, held.frames - 1);
+    let rest = source.lacks(replica.status(), None, 2);
     merge(&mut replica, &rest, Commit::Journal).unwrap();
     assert!(world.holds(&source.images[2]));
 }

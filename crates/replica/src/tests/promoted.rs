@@ -46,7 +46,7 @@ fn a_mark_is_taken_back_only_by_who_set_it_last() {
         let adopt = Options { adopt: true, ..options() };
         let mut replica = Replica::open(&path, &adopt).unwrap();
         let source = source();
-        let delta = source.lacks(replica.standing(), std::fs::read(&path).ok().as_deref(), 0);
+        let delta = source.lacks(replica.status(), std::fs::read(&path).ok().as_deref(), 0);
         merge(&mut replica, &delta, Commit::Journal).unwrap();
         drop(replica);
         assert!(!is_marked(&path));
@@ -123,7 +123,7 @@ fn a_replica_between_two_epochs_is_not_read() {
     assert!(promotion.was().unsettled().is_some());
     promotion.revert().unwrap();
     let mut replica = Replica::open(&path, &options()).unwrap();
-    let delta = source.lacks(replica.standing(), None, 1);
+    let delta = source.lacks(replica.status(), None, 1);
     merge(&mut replica, &delta, Commit::InPlace).unwrap();
     drop(replica);
     settle(&path, &options()).unwrap();

@@ -13,8 +13,8 @@ use device::{Boot, Clock, Disk};
 
 use super::batches;
 use super::world::*;
+use crate::destination::{Destination, DeviceDestination, FileDestination, Name};
 use crate::lineage::Stamp;
-use crate::place::{DevicePlace, FilePlace, Place, Which};
 use crate::{Commit, Options, Replica, ReplicaError, State, inspect, settle};
 
 /// A child that a neighbouring test begins holds, until it runs its own program, the locks of all the others.
@@ -160,48 +160,48 @@ fn one_process_at_a_time() {
 
 /// A file's place whose writer can be killed.
 struct Frail {
-    place: FilePlace,
+    destination: FileDestination,
     power: Power,
     /// Somebody else writes before the file is made durable.
     meddled: Arc<AtomicBool>,
 }
 
-impl Place for Frail {
+impl Destination for Frail {
     fn path(&self) -> &Path {
-        self.place.path()
+        self.destination.path()
     }
     fn boot(&self) -> Boot {
-        self.place.boot()
+        self.destination.boot()
     }
     fn is_device(&self) -> bool {
         false
     }
-    fn stamp(&self, which: Which) -> std::io::Result<Option<Stamp>> {
-        self.place.stamp(which)
+    fn stamp(&self, name: Name) -> std::io::Result<Option<Stamp>> {
+        self.destination.stamp(name)
     }
     fn settle(&self) -> std::io::Result<Stamp> {
         if self.meddled.swap(false, SeqCst) {
-            std::fs::File::options().write(true).open(self.place.path())?.write_at(b"x", 5)?;
+            std::fs::File::options().write(true).open(self.destination.path())?.write_at(b"x", 5)?;
         }
-        self.place.settle()
+        self.destination.settle()
     }
-    fn open(&self, which: Which) -> crate::Result<Arc<dyn Disk>> {
-        Ok(Arc::new(FaultyDisk::new(&self.power, self.place.open(which)?)))
+    fn open(&self, name: Name) -> crate::Result<Arc<dyn Disk>> {
+        Ok(Arc::new(FaultyDisk::new(&self.power, self.destination.open(name)?)))
     }
     fn create(&self) -> std::io::Result<u64> {
-        self.place.create()
+        self.destination.create()
     }
-    fn clone_whole(&self) -> std::io::Result<()> {
-        self.place.clone_whole()
+    fn clone_final(&self) -> std::io::Result<()> {
+        self.destination.clone_final()
     }
     fn rename(&self, replace: bool) -> std::io::Result<()> {
-        self.place.rename(replace)
+        self.destination.rename(replace)
     }
     fn remove(&self) -> std::io::Result<()> {
-        self.place.remove()
+        self.destination.remove()
     }
     fn sync(&self) -> std::io::Result<()> {
-        self.place.sync()
+        self.destination.sync()
     }
 }
 
@@ -216,13 +216,13 @@ fn open_meddled(
     began: Option<u64>,
     meddled: &Arc<AtomicBool>,
 ) -> crate::Result<Replica> {
-    let mut place = FilePlace::new(path.to_path_buf()).unwrap();
+    let mut destination = FileDestination::new(path.to_path_buf()).unwrap();
     if let Some(began) = began {
-        place.boot = Boot { id: "the next".into(), began };
+        destination.boot = Boot { id: "the next".into(), began };
     }
     let folder = FaultyFolder::new(power, &path.with_file_name("state")).unwrap();
-    let place = Frail { place, power: power.clone(), meddled: meddled.clone() };
-    let mut replica = Replica::begin(Box::new(place), Box::new(folder), &Options::default())?;
+    let destination = Frail { destination, power: power.clone(), meddled: meddled.clone() };
+    let mut replica = Replica::begin(Box::new(destination), Box::new(folder), &Options::default())?;
     replica.save_bytes = 40 * BLOCK;
     Ok(replica)
 }
@@ -251,7 +251,7 @@ fn a_write_during_the_flush_of_batches_is_noticed() {
     let mut replica = open_meddled(&path, &power, None, &meddled).unwrap();
     merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
     let (mut log, mut running) = {
-        let nonce = replica.standing().nonce;
+        let nonce = replica.status().nonce;
         let header = batches::header(&source, 1, nonce);
         let bytes = source.encode(&header, 1, &source.changed(0, 1));
         let (mut log, mut running) = replica.batches().unwrap();
@@ -416,7 +416,7 @@ fn what_others_did_is_told() {
     // An adoption that was cut off.
     let mut replica = Replica::open(&other, &Options { adopt: true, ..Options::default() }).unwrap();
     let content = std::fs::read(&other).unwrap();
-    let delta = source.lacks(replica.standing(), Some(&content), 1);
+    let delta = source.lacks(replica.status(), Some(&content), 1);
     receive_part(&mut replica, &delta, Commit::Journal, 1).unwrap();
     drop(replica);
     let told = open(&other).err().unwrap();
@@ -499,7 +499,7 @@ fn reflink_where_the_file_system_can() {
             "{told}"
         );
         let mut replica = Replica::open(&path, &Options { adopt: true, ..Options::default() }).unwrap();
-        let delta = source.lacks(replica.standing(), Some(&source.images[0]), 1);
+        let delta = source.lacks(replica.status(), Some(&source.images[0]), 1);
         merge(&mut replica, &delta, Commit::Reflink).unwrap();
         let after = std::fs::metadata(&path).unwrap();
         assert!(after.ino() != before && after.mode() & 0o777 == 0o640, "{kind}");
@@ -509,12 +509,12 @@ fn reflink_where_the_file_system_can() {
         drop(replica);
         let mut replica = open(&path).unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), source.images[1]);
-        assert!(replica.standing().under_way && replica.standing().state == State::Exact);
-        let delta = source.lacks(replica.standing(), None, 3);
+        assert!(replica.status().under_way && replica.status().state == State::Exact);
+        let delta = source.lacks(replica.status(), None, 3);
         merge(&mut replica, &delta, Commit::Reflink).unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), source.images[3]);
         drop(replica);
-        assert!(open(&path).unwrap().standing().recovered.is_none());
+        assert!(open(&path).unwrap().status().recovered.is_none());
     }
     println!("reflink: tried on {tried} file systems");
 }
@@ -564,13 +564,13 @@ fn a_device_is_seeded_in_place() {
     assert_eq!(std::fs::read_dir(&state).map_or(0, Iterator::count), 0);
     let replacing = Options { replace: true, ..options.clone() };
     let mut replica = Replica::open(path, &replacing).unwrap();
-    assert_eq!(replica.standing().capacity, Some(4 << 20));
+    assert_eq!(replica.status().capacity, Some(4 << 20));
     assert!(Replica::open(path, &replacing).is_err());
     receive_part(&mut replica, &source.seed(0), Commit::Journal, 5).unwrap();
     drop(replica);
     let mut replica = Replica::open(path, &options).unwrap();
-    assert_eq!(replica.standing().state, State::Incomplete);
-    let delta = source.lacks(replica.standing(), None, 1);
+    assert_eq!(replica.status().state, State::Incomplete);
+    let delta = source.lacks(replica.status(), None, 1);
     merge(&mut replica, &delta, Commit::Journal).unwrap();
     for (from, to, commit) in [(1, 2, Commit::InPlace), (2, 4, Commit::Journal)] {
         merge(&mut replica, &source.tracked(from, to), commit).unwrap();
@@ -662,7 +662,7 @@ fn a_foreign_write_to_a_device_between_batches_is_noticed() {
     let source = batches::source();
     let Some((_temp, disk, options)) = on_device(&source) else { return };
     let mut replica = Replica::open(Path::new(&disk.0), &options).unwrap();
-    let nonce = replica.standing().nonce;
+    let nonce = replica.status().nonce;
     let (mut log, mut running) = replica.batches().unwrap();
     let nonce = batches::send_one(&source, &mut log, &mut running, 1, nonce).unwrap();
     running.apply().unwrap();
@@ -694,7 +694,7 @@ fn a_foreign_write_to_a_device_costs_no_confirmed_batch() {
     // Whoever plugs in the wrong disk has not written to the right one.
     drop(replica.touched("another disk is attached under its name"));
     assert!(!inspect(path, &options).unwrap().unwrap().foreign);
-    let nonce = replica.standing().nonce;
+    let nonce = replica.status().nonce;
     let (mut log, mut running) = replica.batches().unwrap();
     batches::send_one(&source, &mut log, &mut running, 1, nonce).unwrap();
     disk.meddle(false);
@@ -720,16 +720,16 @@ fn a_comparison_that_was_killed_while_it_mended_a_device_can_be_made_again() {
     let Some((temp, disk, options)) = on_device(&source) else { return };
     let path = Path::new(&disk.0);
     let open = |power: &Power, doubt| {
-        let place = DevicePlace::new(path.to_path_buf())?;
+        let destination = DeviceDestination::new(path.to_path_buf())?;
         let folder = FaultyFolder::new(power, &temp.path().join("state")).unwrap();
-        Replica::begin(Box::new(place), Box::new(folder), &Options { doubt, ..Options::default() })
+        Replica::begin(Box::new(destination), Box::new(folder), &Options { doubt, ..Options::default() })
     };
     let on = || Power::new(Outage::Kill);
     let image = &source.images[0];
     let mend = |power: &Power| {
         let mut replica = open(power, true)?;
         let mut header = source.header(0, 0, delta::Method::Compare);
-        header.binds = Some(replica.standing().nonce);
+        header.binds = Some(replica.status().nonce);
         let content = content(&replica).unwrap();
         let blocks = (0..source.size(0) / BLOCK).filter(|block| {
             let place = (block * BLOCK) as usize..((block + 1) * BLOCK) as usize;

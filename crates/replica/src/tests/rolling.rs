@@ -21,7 +21,7 @@ fn source() -> Source {
 fn by_rolling(world: &World, power: &Power, source: &Source, to: usize, commit: Commit) -> crate::Result<()> {
     let mut replica = world.open(power)?;
     let content = content(&replica).unwrap();
-    let delta = source.rolling(replica.standing(), &content, to, replica.is_in_place(commit));
+    let delta = source.rolling(replica.status(), &content, to, replica.is_in_place(commit));
     merge(&mut replica, &delta, commit).map(drop)
 }
 
@@ -39,8 +39,8 @@ fn every_way_yields_the_source() {
                     by_rolling(&world, &on(), &source, to, commit).unwrap();
                     assert!(world.holds(&source.images[to]), "{kind:?} {commit:?} {seed}, epoch {to}");
                     let replica = world.open(&on()).unwrap();
-                    let standing = replica.standing();
-                    assert_eq!((standing.state, standing.epoch), (State::Exact, Some(source.epochs[to])));
+                    let status = replica.status();
+                    assert_eq!((status.state, status.epoch), (State::Exact, Some(source.epochs[to])));
                 }
                 assert!(world.names().iter().all(|n| n == "lineage" || n == "vm.raw"), "{:?}", world.names());
             }
@@ -84,11 +84,11 @@ fn what_was_cut_in_place_is_mended_by_rolling() {
             for commit in [Commit::Journal, Commit::InPlace] {
                 let world = replica_at(kind, &source, 0);
                 let mut replica = world.open(&on()).unwrap();
-                let delta = source.rolling(replica.standing(), &content(&replica).unwrap(), 1, true);
+                let delta = source.rolling(replica.status(), &content(&replica).unwrap(), 1, true);
                 receive_part(&mut replica, &delta, Commit::InPlace, frames).unwrap();
-                let standing = replica.standing().clone();
-                assert_eq!((standing.state, standing.under_way), (State::Incomplete, true));
-                assert!(standing.positions.iter().all(|p| p.epoch.is_none()), "{standing:?}");
+                let status = replica.status().clone();
+                assert_eq!((status.state, status.under_way), (State::Incomplete, true));
+                assert!(status.positions.iter().all(|p| p.epoch.is_none()), "{status:?}");
                 // Nothing but a comparison will do.
                 let tracked = source.tracked(0, 1);
                 assert!(matches!(
@@ -98,7 +98,7 @@ fn what_was_cut_in_place_is_mended_by_rolling() {
                 drop(replica);
                 by_rolling(&world, &on(), &source, 2, commit).unwrap();
                 assert!(world.holds(&source.images[2]));
-                assert_eq!(world.open(&on()).unwrap().standing().state, State::Exact);
+                assert_eq!(world.open(&on()).unwrap().status().state, State::Exact);
             }
         }
     }
@@ -110,18 +110,18 @@ fn what_was_cut_in_the_journal_is_gone_on_from() {
     let source = source();
     let world = replica_at(Kind::File, &source, 0);
     let mut replica = world.open(&on()).unwrap();
-    let delta = source.rolling(replica.standing(), &content(&replica).unwrap(), 1, false);
+    let delta = source.rolling(replica.status(), &content(&replica).unwrap(), 1, false);
     receive_part(&mut replica, &delta, Commit::Journal, 5).unwrap();
     drop(replica);
     let mut replica = world.open(&on()).unwrap();
-    let standing = replica.standing().clone();
-    assert_eq!(standing.positions[0].epoch, Some(source.epochs[1]));
-    assert!(standing.resumes.is_some() && world.holds(&source.images[0]));
+    let status = replica.status().clone();
+    assert_eq!(status.positions[0].epoch, Some(source.epochs[1]));
+    assert!(status.resumes.is_some() && world.holds(&source.images[0]));
     // What copies begins anew: it reads what stands there, not what the journal holds.
-    let header = Header { resumes: standing.resumes, ..source.header(1, 2, Method::Rolling) };
-    let (_, unit) = Encoder::new(&Header { binds: Some(standing.nonce), ..header }, None).unwrap();
+    let header = Header { resumes: status.resumes, ..source.header(1, 2, Method::Rolling) };
+    let (_, unit) = Encoder::new(&Header { binds: Some(status.nonce), ..header }, None).unwrap();
     assert!(matches!(replica.receive(unit, Commit::Journal), Err(ReplicaError::Delta { .. })));
-    let rest = source.lacks(&standing, None, 2);
+    let rest = source.lacks(&status, None, 2);
     merge(&mut replica, &rest, Commit::Journal).unwrap();
     assert!(world.holds(&source.images[2]));
 }
@@ -153,7 +153,7 @@ fn lies_are_refused() {
             let world = replica_at(Kind::File, &source, 0);
             let mut replica = world.open(&on()).unwrap();
             let mut header = source.header(1, 1, Method::Rolling);
-            header.binds = Some(replica.standing().nonce);
+            header.binds = Some(replica.status().nonce);
             header.size_before = source.size(0) * 4;
             let mut bytes = Vec::new();
             let mut writer = Writer::new(&mut bytes);
@@ -166,7 +166,7 @@ fn lies_are_refused() {
             writer.unit(&encoder.trailer()).unwrap();
             let result = merge(&mut replica, &bytes, commit);
             drop(replica);
-            let standing = world.open(&on()).unwrap().standing().clone();
+            let status = world.open(&on()).unwrap().status().clone();
             // Where the old content is still there when it is read, a delta that reads it late is none the worse.
             if what.starts_with("read after") && result.is_ok() {
                 continue;
@@ -176,10 +176,10 @@ fn lies_are_refused() {
                 "{what}, {commit:?}: {result:?}"
             );
             if commit == Commit::InPlace {
-                assert_eq!(standing.state, State::Incomplete, "{what}");
+                assert_eq!(status.state, State::Incomplete, "{what}");
             } else {
                 assert!(world.holds(&source.images[0]), "{what}, {commit:?}");
-                assert_eq!(standing.state, State::Exact, "{what}, {commit:?}");
+                assert_eq!(status.state, State::Exact, "{what}, {commit:?}");
             }
             // And the replica can be brought in order.
             by_rolling(&world, &on(), &source, 2, Commit::Journal).unwrap();
@@ -189,7 +189,7 @@ fn lies_are_refused() {
     // Copies that go on from another delta, or fit no state.
     let world = replica_at(Kind::File, &source, 0);
     let mut replica = world.open(&on()).unwrap();
-    let delta = source.rolling(replica.standing(), &content(&replica).unwrap(), 1, false);
+    let delta = source.rolling(replica.status(), &content(&replica).unwrap(), 1, false);
     merge(&mut replica, &delta, Commit::Journal).unwrap();
     assert!(matches!(merge(&mut replica, &delta, Commit::Journal), Err(ReplicaError::WrongEpoch { .. })));
 }
@@ -202,7 +202,7 @@ fn gaps_of_what_stands_in_no_order_are_left_alone() {
     world.delay = Duration::from_millis(20);
     let mut replica = world.open(&on()).unwrap();
     let header = Header {
-        binds: Some(replica.standing().nonce),
+        binds: Some(replica.status().nonce),
         size_before: source.size(0),
         ..source.header(1, 1, Method::Rolling)
     };

@@ -14,10 +14,10 @@ use device::{Buf, Disk, Folder, InlineQueue, Queue, RamDisk, StateFile};
 use tempfile::TempDir;
 use uuid::Uuid;
 
+use crate::destination::{Destination, Name, fingerprint};
 use crate::error::Result;
 use crate::lineage::Stamp;
-use crate::place::{Place, Which, fingerprint};
-use crate::{Commit, Committed, Options, Replica, Standing};
+use crate::{Commit, Committed, Options, Replica, Status};
 
 /// Bytes of a block.
 pub(crate) const BLOCK: u64 = 4096;
@@ -110,15 +110,15 @@ impl Source {
     }
 
     /// A delta that copies within the destination, as a sync finds it.
-    pub(crate) fn rolling(&self, standing: &Standing, content: &[u8], to: usize, in_place: bool) -> Vec<u8> {
+    pub(crate) fn rolling(&self, status: &Status, content: &[u8], to: usize, in_place: bool) -> Vec<u8> {
         let mut header = self.header(to, to, Method::Rolling);
-        header.size_before = standing.size;
-        header.binds = Some(standing.nonce);
+        header.size_before = status.size;
+        header.binds = Some(status.nonce);
         let (new, old): (Arc<dyn Disk>, Arc<dyn Disk>) =
             (Arc::new(RamDisk::from_bytes(&self.images[to])), Arc::new(RamDisk::from_bytes(content)));
-        let size = standing.size.max(self.size(to));
+        let size = status.size.max(self.size(to));
         let shape = compare::rolling::Shape { size, block: 512, key: [3; 32], keep_going: false };
-        let mut index = compare::rolling::Index::new(shape.clone(), standing.size).unwrap();
+        let mut index = compare::rolling::Index::new(shape.clone(), status.size).unwrap();
         compare::rolling::tell(&old, &shape, |(said, sums)| index.hear(&said, &sums)).unwrap();
         index.finish();
         let mut bytes = Vec::new();
@@ -236,20 +236,20 @@ impl Source {
     }
 
     /// What a replica that stands so lacks: as a sync finds it.
-    pub(crate) fn lacks(&self, standing: &Standing, content: Option<&[u8]>, to: usize) -> Vec<u8> {
+    pub(crate) fn lacks(&self, status: &Status, content: Option<&[u8]>, to: usize) -> Vec<u8> {
         let size = self.size(to);
-        let known = standing.positions.last().map_or(0, |p| p.upto);
+        let known = status.positions.last().map_or(0, |p| p.upto);
         let mut header = self.header(to, to, Method::Tracked);
-        header.size_before = standing.size;
-        header.binds = Some(standing.nonce);
-        header.resumes = standing.resumes;
-        if standing.positions.is_empty() {
+        header.size_before = status.size;
+        header.binds = Some(status.nonce);
+        header.resumes = status.resumes;
+        if status.positions.is_empty() {
             header.method = Method::Copy;
             header.size_before = 0;
-            header.binds = standing.under_way.then_some(standing.nonce);
+            header.binds = status.under_way.then_some(status.nonce);
             return self.encode(&header, to, &self.allocated(to));
         }
-        if standing.positions.iter().any(|p| p.epoch.is_none()) {
+        if status.positions.iter().any(|p| p.epoch.is_none()) {
             header.method = Method::Compare;
             header.resumes = None;
             let content = content.expect("a content to compare");
@@ -263,7 +263,7 @@ impl Source {
         let mut wanted = BTreeSet::new();
         let mut start = 0;
         let mut oldest = to;
-        for position in &standing.positions {
+        for position in &status.positions {
             let at = self.index(&position.epoch.unwrap());
             oldest = oldest.min(at);
             wanted.extend(
@@ -272,7 +272,7 @@ impl Source {
             start = position.upto;
         }
         wanted.extend(self.allocated(to).into_iter().filter(|b| b * BLOCK >= known));
-        if !standing.under_way {
+        if !status.under_way {
             header.binds = None;
             header.chain = self.epochs[oldest..=to].to_vec();
             header.size_before = self.size(oldest);
@@ -418,14 +418,14 @@ impl World {
             let (folder, steps, syncs) = (folder.clone(), steps.clone(), machine.syncs.clone());
             Mortal { folder, steps, syncs }
         };
-        let place = ModelFile {
+        let destination = ModelFile {
             path: self.site().join(NAME),
             folder: Box::new(mortal(&machine.site)),
             inodes: self.inodes.clone(),
             room: self.room.clone(),
         };
         let mut replica =
-            Replica::begin(Box::new(place), Box::new(mortal(&machine.state)), &Options::default())?;
+            Replica::begin(Box::new(destination), Box::new(mortal(&machine.state)), &Options::default())?;
         replica.save_bytes = 5 * BLOCK;
         Ok(replica)
     }
@@ -436,7 +436,7 @@ impl World {
         folder: Box<dyn Folder>,
         options: &Options,
     ) -> Result<Replica> {
-        let place: Box<dyn Place> = match self.kind {
+        let destination: Box<dyn Destination> = match self.kind {
             Kind::File => Box::new(ModelFile {
                 path: self.site().join(NAME),
                 folder: Box::new(FaultyFolder::new(power, &self.site()).unwrap()),
@@ -453,7 +453,7 @@ impl World {
                 Box::new(ModelDevice { path: "/dev/model".into(), disk: Arc::new(disk) })
             }
         };
-        let mut replica = Replica::begin(place, folder, options)?;
+        let mut replica = Replica::begin(destination, folder, options)?;
         replica.save_bytes = 5 * BLOCK;
         Ok(replica)
     }
@@ -525,14 +525,14 @@ struct ModelFile {
     room: Arc<AtomicU64>,
 }
 
-fn name(which: Which) -> &'static str {
-    match which {
-        Which::Whole => NAME,
-        Which::Partial => PARTIAL,
+fn file_name(name: Name) -> &'static str {
+    match name {
+        Name::Final => NAME,
+        Name::Temporary => PARTIAL,
     }
 }
 
-impl Place for ModelFile {
+impl Destination for ModelFile {
     fn path(&self) -> &Path {
         &self.path
     }
@@ -541,8 +541,8 @@ impl Place for ModelFile {
         false
     }
 
-    fn stamp(&self, which: Which) -> io::Result<Option<Stamp>> {
-        let file = match self.folder.open(name(which), false) {
+    fn stamp(&self, name: Name) -> io::Result<Option<Stamp>> {
+        let file = match self.folder.open(file_name(name), false) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             other => other?,
         };
@@ -559,12 +559,12 @@ impl Place for ModelFile {
     }
 
     fn settle(&self) -> io::Result<Stamp> {
-        self.stamp(Which::Whole)?.ok_or_else(|| io::ErrorKind::NotFound.into())
+        self.stamp(Name::Final)?.ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
-    fn open(&self, which: Which) -> Result<Arc<dyn Disk>> {
+    fn open(&self, name: Name) -> Result<Arc<dyn Disk>> {
         let file =
-            self.folder.open(name(which), false).map_err(crate::error::io_error("open", &self.path))?;
+            self.folder.open(file_name(name), false).map_err(crate::error::io_error("open", &self.path))?;
         Ok(Arc::new(ModelDisk { file, room: self.room.clone() }))
     }
 
@@ -582,7 +582,7 @@ impl Place for ModelFile {
         Ok(inode)
     }
 
-    fn clone_whole(&self) -> io::Result<()> {
+    fn clone_final(&self) -> io::Result<()> {
         let from = self.folder.open(NAME, false)?;
         let mut bytes = vec![0; (from.len()? - HEAD) as usize];
         from.read_at(HEAD, &mut bytes)?;
@@ -664,7 +664,7 @@ struct ModelDevice {
     disk: Arc<FaultyDisk>,
 }
 
-impl Place for ModelDevice {
+impl Destination for ModelDevice {
     fn path(&self) -> &Path {
         &self.path
     }
@@ -673,8 +673,8 @@ impl Place for ModelDevice {
         true
     }
 
-    fn stamp(&self, which: Which) -> io::Result<Option<Stamp>> {
-        if which == Which::Partial {
+    fn stamp(&self, name: Name) -> io::Result<Option<Stamp>> {
+        if name == Name::Temporary {
             return Ok(None);
         }
         let print = fingerprint(&*self.disk)?;
@@ -686,10 +686,10 @@ impl Place for ModelDevice {
     }
 
     fn settle(&self) -> io::Result<Stamp> {
-        self.stamp(Which::Whole)?.ok_or_else(|| io::ErrorKind::NotFound.into())
+        self.stamp(Name::Final)?.ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
-    fn open(&self, _which: Which) -> Result<Arc<dyn Disk>> {
+    fn open(&self, _name: Name) -> Result<Arc<dyn Disk>> {
         Ok(self.disk.clone())
     }
 }

@@ -14,7 +14,7 @@ use super::session::{Conversation, Sent, Session};
 use super::{Ended, Mirror, MirrorEvent, MirrorSummary};
 use crate::batching::Interval;
 use crate::error::SyncError;
-use crate::messages::{MirrorPlan, Open, PLAN, Plan, Standing, open, part};
+use crate::messages::{MirrorPlan, Open, PLAN, Plan, Status, open, part};
 use crate::options::Options;
 use crate::push::push;
 use crate::report::Summary;
@@ -130,8 +130,8 @@ impl Followed {
         let options = mirror.options;
         let (folder, commit) = (&options.sync.journal_dir, options.sync.commit);
         let replica = Open::new(mirror.destination, folder, commit, self.handle.about());
-        let (sender, receiver, standing) = open(link, &replica, options.sync.bwlimit)?;
-        let lacking = self.recognise(&standing);
+        let (sender, receiver, status) = open(link, &replica, options.sync.bwlimit)?;
+        let lacking = self.recognise(&status);
         let (Some(lacking), Some(batches)) = (lacking, &self.batches) else {
             return part(sender, &receiver, Ok(Ended::Apart));
         };
@@ -151,13 +151,13 @@ impl Followed {
             sender: &sender,
             receiver: &receiver,
         };
-        let session = Session::new(conversation, mirror.name, &standing, self.interval.clone());
+        let session = Session::new(conversation, mirror.name, &status, self.interval.clone());
         let began = Instant::now();
         let (result, left) = session.run(&mut self.epoch_began, &mut self.count);
         self.stood = began.elapsed();
         self.interval = left.interval;
         self.unconfirmed = left.unconfirmed;
-        self.at = At::Batch(left.confirmed.unwrap_or(standing.replica.nonce));
+        self.at = At::Batch(left.confirmed.unwrap_or(status.replica.nonce));
         summary.batches += left.summary.batches;
         summary.bytes_changed += left.summary.bytes_changed;
         summary.epoch = left.summary.epoch.or(summary.epoch);
@@ -167,23 +167,23 @@ impl Followed {
     }
 
     /// What the replica lacks of what was sent, if it is where a batch left it.
-    fn recognise(&mut self, standing: &Standing) -> Option<Vec<Arc<Bitmap>>> {
-        let standing = &standing.replica;
-        if standing.under_way || standing.resumes.is_some() || standing.changed.is_some() {
+    fn recognise(&mut self, status: &Status) -> Option<Vec<Arc<Bitmap>>> {
+        let status = &status.replica;
+        if status.under_way || status.resumes.is_some() || status.changed.is_some() {
             return None;
         }
         let sent = std::mem::take(&mut self.unconfirmed);
         let known = match self.at {
-            At::Batch(stream) => stream == standing.nonce,
-            At::Epoch(epoch) => epoch.is_some() && epoch == standing.epoch && !standing.ahead,
+            At::Batch(stream) => stream == status.nonce,
+            At::Epoch(epoch) => epoch.is_some() && epoch == status.epoch && !status.ahead,
         };
         // Confirmations may have been lost with the link.
-        let arrived = match sent.iter().position(|s| s.stream == standing.nonce) {
+        let arrived = match sent.iter().position(|s| s.stream == status.nonce) {
             Some(at) => at + 1,
             None if known => 0,
             None => return None,
         };
-        self.at = At::Batch(standing.nonce);
+        self.at = At::Batch(status.nonce);
         Some(sent.into_iter().skip(arrived).map(|s| s.changes).collect())
     }
 }

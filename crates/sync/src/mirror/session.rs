@@ -16,7 +16,7 @@ use super::{BatchReport, LOOK_EVERY, MirrorEvent, MirrorOptions, MirrorSummary};
 use crate::batching::Interval;
 use crate::error::{Class, SyncError};
 use crate::facts::bookmark;
-use crate::messages::{BATCH, Confirmed, Standing, unexpected};
+use crate::messages::{BATCH, Confirmed, Status, unexpected};
 use crate::pack::{Sink, reading};
 use crate::read::{FrameReader, FrameSize, Wanted};
 use crate::report::Totals;
@@ -100,13 +100,13 @@ impl<'a> Session<'a> {
     pub(super) fn new(
         conversation: Conversation<'a>,
         name: &str,
-        standing: &Standing,
+        status: &Status,
         interval: Interval,
     ) -> Session<'a> {
         let state = State {
             unconfirmed: VecDeque::new(),
             interval,
-            ahead: standing.replica.ahead,
+            ahead: status.replica.ahead,
             confirmed: None,
             summary: MirrorSummary::default(),
             failed: None,
@@ -114,9 +114,9 @@ impl<'a> Session<'a> {
         };
         Session {
             conversation,
-            bookmark: bookmark(name, standing),
-            nonce: standing.replica.nonce,
-            size: standing.replica.size,
+            bookmark: bookmark(name, status),
+            nonce: status.replica.nonce,
+            size: status.replica.size,
             state: Mutex::new(state),
             changed: Condvar::new(),
         }

@@ -18,15 +18,15 @@ use crate::lineage::Stamp;
 
 /// One of the two files of a place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Which {
+pub enum Name {
     /// NAME, the destination.
-    Whole,
+    Final,
     /// NAME.partial, what will take its place.
-    Partial,
+    Temporary,
 }
 
 /// The place of a destination. A trait, so that tests can stop the world before each of these steps.
-pub trait Place: Send {
+pub trait Destination: Send {
     /// The destination's path, for messages.
     fn path(&self) -> &Path;
     /// The machine's life, by which own writes are told from others'; without a name where nobody can say.
@@ -49,28 +49,28 @@ pub trait Place: Send {
         None
     }
     /// What stands there; `None` if nothing does.
-    fn stamp(&self, which: Which) -> io::Result<Option<Stamp>>;
+    fn stamp(&self, name: Name) -> io::Result<Option<Stamp>>;
     /// The destination's [`Stamp::glance`], at next to no cost unless others have written to it.
     fn glance(&self) -> io::Result<Option<Stamp>> {
-        Ok(self.stamp(Which::Whole)?.map(Stamp::glance))
+        Ok(self.stamp(Name::Final)?.map(Stamp::glance))
     }
     /// Makes the destination durable with its times, and returns a stamp which no later change can bear.
     fn settle(&self) -> io::Result<Stamp>;
     /// Opens for reading and writing.
-    fn open(&self, which: Which) -> Result<Arc<dyn Disk>>;
+    fn open(&self, name: Name) -> Result<Arc<dyn Disk>>;
     /// Makes an empty NAME.partial, which must not exist, and returns its inode. A device has none.
     fn create(&self) -> io::Result<u64> {
         Err(io::ErrorKind::Unsupported.into())
     }
     /// Makes NAME.partial share the destination's content. A device has none.
-    fn clone_whole(&self) -> io::Result<()> {
+    fn clone_final(&self) -> io::Result<()> {
         Err(io::ErrorKind::Unsupported.into())
     }
     /// What lets NAME.partial share parts of the destination's content; `None` where that is not to be had.
     fn sharing(&self) -> Option<Sharing> {
         None
     }
-    /// Renames NAME.partial to NAME; over an existing file only with `replace`. Durable after [`Place::sync`]. A device has none.
+    /// Renames NAME.partial to NAME; over an existing file only with `replace`. Durable after [`Destination::sync`]. A device has none.
     fn rename(&self, _replace: bool) -> io::Result<()> {
         Err(io::ErrorKind::Unsupported.into())
     }
@@ -89,7 +89,7 @@ pub trait Place: Send {
 }
 
 /// A file's place. Its folder is held open: what is mounted over that meanwhile is another place.
-pub(crate) struct FilePlace {
+pub(crate) struct FileDestination {
     path: PathBuf,
     folder: Dir,
     name: OsString,
@@ -98,32 +98,32 @@ pub(crate) struct FilePlace {
     pub boot: Boot,
 }
 
-impl FilePlace {
+impl FileDestination {
     /// The place of a file at an absolute path.
     ///
     /// # Errors
     /// If its folder can't be opened.
-    pub(crate) fn new(path: PathBuf) -> io::Result<FilePlace> {
+    pub(crate) fn new(path: PathBuf) -> io::Result<FileDestination> {
         let folder = Dir::existing(path.parent().unwrap_or(Path::new("/")))?;
         let name = path.file_name().unwrap_or_default().to_owned();
         let mut partial = name.clone();
         partial.push(".partial");
         let boot = Boot::of(&[path.parent().unwrap_or(Path::new("/"))]);
-        Ok(FilePlace { path, folder, name, partial, boot })
+        Ok(FileDestination { path, folder, name, partial, boot })
     }
 
-    fn name(&self, which: Which) -> &OsString {
-        match which {
-            Which::Whole => &self.name,
-            Which::Partial => &self.partial,
+    fn file_name(&self, name: Name) -> &OsString {
+        match name {
+            Name::Final => &self.name,
+            Name::Temporary => &self.partial,
         }
     }
 
     /// Opens one of the files; `create` makes it, which must not exist.
-    fn file(&self, which: Which, flags: OFlags) -> io::Result<File> {
+    fn file(&self, name: Name, flags: OFlags) -> io::Result<File> {
         // A disk holds what its files' modes would hide: for the owner alone.
         let mode = Mode::from_raw_mode(0o600);
-        Ok(openat(self.folder.held(), self.name(which), flags | OFlags::CLOEXEC, mode)?.into())
+        Ok(openat(self.folder.held(), self.file_name(name), flags | OFlags::CLOEXEC, mode)?.into())
     }
 }
 
@@ -133,7 +133,7 @@ fn stamp_of(file: &std::fs::Metadata) -> Stamp {
     Stamp { inode: file.ino(), size: file.len(), changed, written: Some(written), ..Stamp::default() }
 }
 
-impl Place for FilePlace {
+impl Destination for FileDestination {
     fn path(&self) -> &Path {
         &self.path
     }
@@ -146,10 +146,10 @@ impl Place for FilePlace {
         false
     }
 
-    fn stamp(&self, which: Which) -> io::Result<Option<Stamp>> {
+    fn stamp(&self, name: Name) -> io::Result<Option<Stamp>> {
         // Looked at without being opened: it may be anything by now.
         let flags = OFlags::PATH | OFlags::NOFOLLOW;
-        match self.file(which, flags).and_then(|file| file.metadata()) {
+        match self.file(name, flags).and_then(|file| file.metadata()) {
             Ok(found) => Ok(Some(stamp_of(&found))),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(e) => Err(e),
@@ -157,7 +157,7 @@ impl Place for FilePlace {
     }
 
     fn settle(&self) -> io::Result<Stamp> {
-        let file = self.file(Which::Whole, OFlags::RDONLY)?;
+        let file = self.file(Name::Final, OFlags::RDONLY)?;
         // Not only the data: after a power cut the inode must not wake up with an older time than the stamp's.
         file.sync_all()?;
         let stamp = stamp_of(&file.metadata()?);
@@ -172,14 +172,14 @@ impl Place for FilePlace {
         Ok(stamp)
     }
 
-    fn open(&self, which: Which) -> Result<Arc<dyn Disk>> {
+    fn open(&self, name: Name) -> Result<Arc<dyn Disk>> {
         let mut options = device::Options { write: true, direct: true, exclusive: false };
-        let path = self.path.with_file_name(self.name(which));
-        let file = match self.file(which, OFlags::RDWR) {
+        let path = self.path.with_file_name(self.file_name(name));
+        let file = match self.file(name, OFlags::RDWR) {
             // To be compared it is only read.
             Err(e) if e.kind() == io::ErrorKind::ReadOnlyFilesystem => {
                 options.write = false;
-                self.file(which, OFlags::RDONLY)
+                self.file(name, OFlags::RDONLY)
             }
             opened => opened,
         };
@@ -188,13 +188,13 @@ impl Place for FilePlace {
     }
 
     fn create(&self) -> io::Result<u64> {
-        let file = self.file(Which::Partial, OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL)?;
+        let file = self.file(Name::Temporary, OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL)?;
         Ok(file.metadata()?.ino())
     }
 
-    fn clone_whole(&self) -> io::Result<()> {
-        let from = self.file(Which::Whole, OFlags::RDONLY)?;
-        let to = self.file(Which::Partial, OFlags::WRONLY)?;
+    fn clone_final(&self) -> io::Result<()> {
+        let from = self.file(Name::Final, OFlags::RDONLY)?;
+        let to = self.file(Name::Temporary, OFlags::WRONLY)?;
         rustix::fs::ioctl_ficlone(&to, &from)?;
         let old = from.metadata()?;
         if (old.uid(), old.gid()) != (to.metadata()?.uid(), to.metadata()?.gid()) {
@@ -204,8 +204,8 @@ impl Place for FilePlace {
     }
 
     fn sharing(&self) -> Option<Sharing> {
-        let from = self.file(Which::Whole, OFlags::RDONLY).ok()?;
-        Sharing::new(from, self.file(Which::Partial, OFlags::WRONLY).ok()?).ok()
+        let from = self.file(Name::Final, OFlags::RDONLY).ok()?;
+        Sharing::new(from, self.file(Name::Temporary, OFlags::WRONLY).ok()?).ok()
     }
 
     fn rename(&self, replace: bool) -> io::Result<()> {
@@ -216,7 +216,7 @@ impl Place for FilePlace {
         }
         match renameat_with(held, &self.partial, held, &self.name, RenameFlags::NOREPLACE) {
             // Where the file system knows no such rename, a look before it must do.
-            Err(Errno::INVAL | Errno::NOSYS) if self.stamp(Which::Whole)?.is_none() => over(),
+            Err(Errno::INVAL | Errno::NOSYS) if self.stamp(Name::Final)?.is_none() => over(),
             Err(Errno::INVAL | Errno::NOSYS) => Err(io::ErrorKind::AlreadyExists.into()),
             other => Ok(other?),
         }
@@ -243,7 +243,7 @@ impl Place for FilePlace {
 }
 
 /// A block device's place. The device stays open, and held, as long as this lives.
-pub struct DevicePlace {
+pub struct DeviceDestination {
     path: PathBuf,
     /// Its device number, and what the kernel says of it; `None` if it is simulated.
     kernel: Option<(u64, Gauge)>,
@@ -251,12 +251,12 @@ pub struct DevicePlace {
     disk: Arc<dyn Disk>,
 }
 
-impl DevicePlace {
+impl DeviceDestination {
     /// Opens a device exclusively.
-    pub fn new(path: PathBuf) -> Result<DevicePlace> {
+    pub fn new(path: PathBuf) -> Result<DeviceDestination> {
         let disk = device::open(&path, &device::Options { write: true, direct: true, exclusive: true })?;
         let number = device::identity(&path)?.dev;
-        Ok(DevicePlace { path, kernel: Some((number, Gauge::of(number))), boot: Boot::current(), disk })
+        Ok(DeviceDestination { path, kernel: Some((number, Gauge::of(number))), boot: Boot::current(), disk })
     }
 
     fn look(&self) -> io::Result<Stamp> {
@@ -272,8 +272,8 @@ impl DevicePlace {
     }
 
     /// The place of a device that is open already.
-    pub fn over(path: PathBuf, disk: Arc<dyn Disk>) -> DevicePlace {
-        DevicePlace { path, kernel: None, boot: Boot { id: String::new(), began: 0 }, disk }
+    pub fn over(path: PathBuf, disk: Arc<dyn Disk>) -> DeviceDestination {
+        DeviceDestination { path, kernel: None, boot: Boot { id: String::new(), began: 0 }, disk }
     }
 }
 
@@ -301,7 +301,7 @@ pub(crate) fn fingerprint(disk: &dyn Disk) -> io::Result<String> {
     Ok(print)
 }
 
-impl Place for DevicePlace {
+impl Destination for DeviceDestination {
     fn path(&self) -> &Path {
         &self.path
     }
@@ -318,10 +318,10 @@ impl Place for DevicePlace {
         device::disk_id(self.kernel.as_ref()?.0)
     }
 
-    fn stamp(&self, which: Which) -> io::Result<Option<Stamp>> {
-        Ok(match which {
-            Which::Whole => Some(self.look()?),
-            Which::Partial => None,
+    fn stamp(&self, name: Name) -> io::Result<Option<Stamp>> {
+        Ok(match name {
+            Name::Final => Some(self.look()?),
+            Name::Temporary => None,
         })
     }
 
@@ -337,7 +337,7 @@ impl Place for DevicePlace {
         self.look()
     }
 
-    fn open(&self, _which: Which) -> Result<Arc<dyn Disk>> {
+    fn open(&self, _name: Name) -> Result<Arc<dyn Disk>> {
         Ok(self.disk.clone())
     }
 }

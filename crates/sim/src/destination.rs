@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 
 use device::{Boot, Clock, Disk, Medium, Written};
-use replica::{Place, Stamp, Which};
+use replica::{Destination, Name, Stamp};
 
 use crate::files::{SimDisk, settle};
 use crate::host::{Call, EIO, Process, State};
@@ -34,7 +34,7 @@ impl Held {
 }
 
 /// A file's place.
-pub struct SimPlace {
+pub struct SimFile {
     _held: Arc<Held>,
     process: Arc<Process>,
     folder: String,
@@ -43,11 +43,11 @@ pub struct SimPlace {
     path: PathBuf,
 }
 
-impl SimPlace {
+impl SimFile {
     /// The place of a name in a folder.
-    pub fn new(held: Arc<Held>, process: &Arc<Process>, folder: &str, name: &str) -> SimPlace {
+    pub fn new(held: Arc<Held>, process: &Arc<Process>, folder: &str, name: &str) -> SimFile {
         let path = process.host.scratch.join(name);
-        SimPlace {
+        SimFile {
             _held: held,
             process: process.clone(),
             folder: folder.into(),
@@ -57,10 +57,10 @@ impl SimPlace {
         }
     }
 
-    fn name(&self, which: Which) -> &str {
-        match which {
-            Which::Whole => &self.name,
-            Which::Partial => &self.partial,
+    fn file_name(&self, name: Name) -> &str {
+        match name {
+            Name::Final => &self.name,
+            Name::Temporary => &self.partial,
         }
     }
 
@@ -73,13 +73,13 @@ impl SimPlace {
         })
     }
 
-    fn find(&self, which: Which) -> io::Result<u64> {
-        let found = self.call(Call::Read, |state| Ok(state.find(&self.folder, self.name(which))))?;
+    fn find(&self, name: Name) -> io::Result<u64> {
+        let found = self.call(Call::Read, |state| Ok(state.find(&self.folder, self.file_name(name))))?;
         found.ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 }
 
-impl Place for SimPlace {
+impl Destination for SimFile {
     fn path(&self) -> &Path {
         &self.path
     }
@@ -97,9 +97,9 @@ impl Place for SimPlace {
         false
     }
 
-    fn stamp(&self, which: Which) -> io::Result<Option<Stamp>> {
+    fn stamp(&self, name: Name) -> io::Result<Option<Stamp>> {
         self.call(Call::Read, |state| {
-            let Some(number) = state.find(&self.folder, self.name(which)) else { return Ok(None) };
+            let Some(number) = state.find(&self.folder, self.file_name(name)) else { return Ok(None) };
             let inode = state.inode(number)?;
             Ok(Some(Stamp {
                 inode: number,
@@ -113,13 +113,13 @@ impl Place for SimPlace {
     }
 
     fn settle(&self) -> io::Result<Stamp> {
-        settle(&self.process, &self.folder, self.find(Which::Whole)?)?;
-        self.stamp(Which::Whole)?.ok_or_else(|| io::ErrorKind::NotFound.into())
+        settle(&self.process, &self.folder, self.find(Name::Final)?)?;
+        self.stamp(Name::Final)?.ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
-    fn open(&self, which: Which) -> replica::Result<Arc<dyn Disk>> {
+    fn open(&self, name: Name) -> replica::Result<Arc<dyn Disk>> {
         let failed = |error| replica::ReplicaError::Io { what: "open", path: self.path.clone(), error };
-        Ok(Arc::new(SimDisk::new(&self.process, self.find(which).map_err(failed)?)))
+        Ok(Arc::new(SimDisk::new(&self.process, self.find(name).map_err(failed)?)))
     }
 
     fn create(&self) -> io::Result<u64> {
@@ -134,8 +134,8 @@ impl Place for SimPlace {
         })
     }
 
-    fn clone_whole(&self) -> io::Result<()> {
-        let (from, to) = (self.find(Which::Whole)?, self.find(Which::Partial)?);
+    fn clone_final(&self) -> io::Result<()> {
+        let (from, to) = (self.find(Name::Final)?, self.find(Name::Temporary)?);
         self.call(Call::Write, |state| {
             let (content, time) = (state.content(from), state.tick());
             let clone = state.inode(to)?;
@@ -197,7 +197,7 @@ impl SimDevice {
     }
 }
 
-impl Place for SimDevice {
+impl Destination for SimDevice {
     fn path(&self) -> &Path {
         &self.path
     }
@@ -215,8 +215,8 @@ impl Place for SimDevice {
         true
     }
 
-    fn stamp(&self, which: Which) -> io::Result<Option<Stamp>> {
-        if which == Which::Partial {
+    fn stamp(&self, name: Name) -> io::Result<Option<Stamp>> {
+        if name == Name::Temporary {
             return Ok(None);
         }
         let Some(stamp) = self.glance()? else { return Ok(None) };
@@ -243,10 +243,10 @@ impl Place for SimDevice {
 
     fn settle(&self) -> io::Result<Stamp> {
         self.disk().flush()?;
-        self.stamp(Which::Whole)?.ok_or_else(|| io::ErrorKind::NotFound.into())
+        self.stamp(Name::Final)?.ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
-    fn open(&self, _which: Which) -> replica::Result<Arc<dyn Disk>> {
+    fn open(&self, _name: Name) -> replica::Result<Arc<dyn Disk>> {
         Ok(Arc::new(self.disk()))
     }
 }
