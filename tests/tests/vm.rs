@@ -8,11 +8,11 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, Once, PoisonError};
 use std::time::Duration;
 
-use device::faulty::{FaultyDisk, Keep, Outage, Power};
 use device::{Disk, RamDisk};
 use dsync_tests::guest::{self, Guest, Kernel, Options};
 use dsync_tests::{Random, Run, Site, got, image, left_out, need, profile_dir, repository, soak};
 use nbd::{Export, Exports, Listed, Refusal, Server};
+use testing::faulty::{FaultyDisk, Keep, Outage, Power};
 
 const MIB: u64 = 1 << 20;
 

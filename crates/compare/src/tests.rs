@@ -1,9 +1,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use device::faulty::{FaultyDisk, Outage, Power};
 use device::{Disk, RamDisk};
 use proptest::prelude::*;
+use testing::faulty::{FaultyDisk, Outage, Power};
 
 use super::*;
 

@@ -65,7 +65,7 @@ pub struct Request {
 
 impl Request {
     /// Refuses a buffer that is not as long as the pieces together.
-    pub(crate) fn check(&self) -> io::Result<()> {
+    pub fn check(&self) -> io::Result<()> {
         if !matches!(self.kind, Kind::Read | Kind::Write { .. }) {
             return Ok(());
         }
@@ -76,6 +76,41 @@ impl Request {
         let text =
             format!("a request of {} pieces has a buffer of {} bytes", self.pieces.len(), self.buf.len());
         Err(io::Error::new(io::ErrorKind::InvalidInput, text))
+    }
+
+    /// Carries it out by the plain methods.
+    pub fn run<D: Disk + ?Sized>(&mut self, disk: &D) -> io::Result<()> {
+        self.check()?;
+        let (mut at, mut durable) = (0, false);
+        for piece in &self.pieces {
+            match self.kind {
+                Kind::Read => {
+                    let end = at + piece.len as usize;
+                    disk.read_at(piece.offset, &mut self.buf[at..end])?;
+                    at = end;
+                }
+                // Of many pieces one flush is cheaper than as many forced writes.
+                Kind::Write { fua: true } if self.pieces.len() == 1 => {
+                    disk.write_through(piece.offset, &self.buf)?;
+                }
+                Kind::Write { fua } => {
+                    durable |= fua;
+                    let end = at + piece.len as usize;
+                    disk.write_at(piece.offset, &self.buf[at..end])?;
+                    at = end;
+                }
+                Kind::Zero { unmap, fast, fua } => {
+                    durable |= fua;
+                    disk.zero(piece.offset, piece.len, unmap, fast)?;
+                }
+                Kind::Discard { fua } => {
+                    durable |= fua;
+                    disk.discard(piece.offset, piece.len)?;
+                }
+                Kind::Flush => {}
+            }
+        }
+        if durable || self.kind == Kind::Flush { disk.flush() } else { Ok(()) }
     }
 }
 
@@ -202,44 +237,9 @@ impl<D: Disk + ?Sized> InlineQueue<D> {
     }
 }
 
-/// Carries a request out by the plain methods.
-pub(crate) fn run<D: Disk + ?Sized>(disk: &D, request: &mut Request) -> io::Result<()> {
-    request.check()?;
-    let (mut at, mut durable) = (0, false);
-    for piece in &request.pieces {
-        match request.kind {
-            Kind::Read => {
-                let end = at + piece.len as usize;
-                disk.read_at(piece.offset, &mut request.buf[at..end])?;
-                at = end;
-            }
-            // Of many pieces one flush is cheaper than as many forced writes.
-            Kind::Write { fua: true } if request.pieces.len() == 1 => {
-                disk.write_through(piece.offset, &request.buf)?;
-            }
-            Kind::Write { fua } => {
-                durable |= fua;
-                let end = at + piece.len as usize;
-                disk.write_at(piece.offset, &request.buf[at..end])?;
-                at = end;
-            }
-            Kind::Zero { unmap, fast, fua } => {
-                durable |= fua;
-                disk.zero(piece.offset, piece.len, unmap, fast)?;
-            }
-            Kind::Discard { fua } => {
-                durable |= fua;
-                disk.discard(piece.offset, piece.len)?;
-            }
-            Kind::Flush => {}
-        }
-    }
-    if durable || request.kind == Kind::Flush { disk.flush() } else { Ok(()) }
-}
-
 impl<D: Disk + ?Sized> Queue for InlineQueue<D> {
     fn submit(&mut self, mut request: Request) {
-        let result = run(&*self.disk, &mut request);
+        let result = request.run(&*self.disk);
         self.done.push_back(Done { request, result });
     }
 

@@ -15,13 +15,13 @@ use rustix::fs::{FallocateFlags, SeekFrom};
 use rustix::io::{Errno, ReadWriteFlags};
 
 use crate::Buf;
-use crate::disk::{Disk, InlineQueue, Queue, run};
+use crate::disk::{Disk, InlineQueue, Queue};
 use crate::error::{DeviceError, DeviceErrorKind, at, within};
 use crate::identity::sysfs;
 use crate::threads::ThreadQueue;
 use crate::{sys, usage};
 
-pub(crate) use self::uring::UringQueue;
+use self::uring::UringQueue;
 
 /// How to open a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -64,12 +64,18 @@ pub(crate) struct FileDisk {
     /// Held while a part of a block device's sector is read, changed and written.
     edges: Mutex<()>,
     /// As if there were no io_uring.
-    pub(crate) threads: bool,
+    threads: bool,
 }
 
 /// Opens a file or a block device as a disk.
 pub fn open(path: &Path, options: &Options) -> Result<Arc<dyn Disk>, DeviceError> {
     Ok(Arc::new(FileDisk::open(path, options)?))
+}
+
+/// [`open`] as if the kernel had no io_uring, for the tests: the way that is taken where it is missing or forbidden.
+#[doc(hidden)]
+pub fn open_without_uring(path: &Path, options: &Options) -> Result<Arc<dyn Disk>, DeviceError> {
+    Ok(Arc::new(FileDisk { threads: true, ..FileDisk::open(path, options)? }))
 }
 
 /// Makes a disk of an open file or block device. `path` is what messages call it.
@@ -110,7 +116,7 @@ fn open_file(path: &Path, options: &Options, flags: i32) -> io::Result<File> {
 }
 
 impl FileDisk {
-    pub(crate) fn open(path: &Path, options: &Options) -> Result<FileDisk, DeviceError> {
+    fn open(path: &Path, options: &Options) -> Result<FileDisk, DeviceError> {
         let fail = |e| DeviceError::from_io("open", path, e);
         // Looked at before it is opened: opening a pipe would wait, opening a tape would rewind it.
         let metadata = std::fs::metadata(path).map_err(fail)?;
@@ -137,7 +143,7 @@ impl FileDisk {
         }
     }
 
-    pub(crate) fn adopt(file: File, path: &Path, options: &Options) -> Result<FileDisk, DeviceError> {
+    fn adopt(file: File, path: &Path, options: &Options) -> Result<FileDisk, DeviceError> {
         let fail = |e| DeviceError::from_io("open", path, e);
         let kind = file.metadata().map_err(fail)?.file_type();
         if kind.is_block_device() {
@@ -531,7 +537,7 @@ impl Disk for FileDisk {
                 return Ok(Box::new(queue));
             }
         }
-        Ok(Box::new(ThreadQueue::new(Arc::new(move |request| run(&*self, request)), depth)?))
+        Ok(Box::new(ThreadQueue::new(Arc::new(move |request| request.run(&*self)), depth)?))
     }
 }
 

@@ -1,6 +1,6 @@
 //! Folders of state files: the few calls from which everything durable is made.
 //!
-//! A trait, so that [`crate::faulty`] can stop the world before each of them, and keep or lose what was not flushed.
+//! A trait, so that a test can stop the world before each of them, and keep or lose what was not flushed.
 
 use std::fs::{File, OpenOptions};
 use std::io;

@@ -1,8 +1,8 @@
 //! Disks as bytes: files, block devices and memory behind one trait, with batched requests, direct I/O, holes, identity and locks;
 //! and the folders in which dsync keeps its state.
 //!
-//! All other crates read and write disks through [`Disk`] and keep state through [`Folder`], so that one faulty pair ([`faulty`]) can
-//! fail any call or cut the power under all of them in tests.
+//! All other crates read and write disks through [`Disk`] and keep state through [`Folder`], so that tests can fail any call or cut
+//! the power under all of them.
 //!
 //! ```
 //! use device::Disk;
@@ -25,10 +25,8 @@
 
 mod buffer;
 mod clock;
-pub mod contract;
 mod disk;
 mod error;
-pub mod faulty;
 mod file;
 mod folder;
 mod folder_lock;
@@ -39,13 +37,10 @@ mod medium;
 mod moment;
 mod ram;
 mod reserve;
-mod rng;
 mod sharing;
 mod storage;
 mod sys;
 mod table;
-#[cfg(test)]
-mod tests;
 mod threads;
 mod usage;
 mod written;
@@ -54,7 +49,7 @@ pub use buffer::Buf;
 pub use clock::{Boot, Clock, Life};
 pub use disk::{Disk, Done, InlineQueue, Kind, Piece, Pieces, Queue, Request};
 pub use error::{DeviceError, DeviceErrorKind, is_unreadable, unreadable};
-pub use file::{Options, adopt, open};
+pub use file::{Options, adopt, open, open_without_uring};
 pub use folder::{Dir, Folder, Mapping, StateFile, replace, reserve, reserved};
 pub use folder_lock::FolderLock;
 pub use human::{exact_size, human_size};
@@ -66,5 +61,6 @@ pub use ram::RamDisk;
 pub use reserve::Reserve;
 pub use sharing::Sharing;
 pub use storage::Storage;
+pub use threads::ThreadQueue;
 pub use usage::{Mount, file_system, free_space, hidden_mount, in_use, may_change, mounts_on};
 pub use written::{WriteWatch, Written};

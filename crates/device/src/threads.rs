@@ -11,12 +11,13 @@ use rustix::event::{EventfdFlags, eventfd};
 use crate::disk::{Done, Queue, Request};
 
 /// Carries out one request, whole.
-pub(crate) type Work = dyn Fn(&mut Request) -> io::Result<()> + Send + Sync;
+type Work = dyn Fn(&mut Request) -> io::Result<()> + Send + Sync;
 
 /// More threads cost more than they bring.
 const MOST: u32 = 16;
 
-pub(crate) struct ThreadQueue {
+/// Carries requests out on up to 16 threads, in any order.
+pub struct ThreadQueue {
     /// `None` once the queue is being dropped, which sends the workers home.
     requests: Option<Sender<Request>>,
     done: Receiver<Done>,
@@ -27,7 +28,11 @@ pub(crate) struct ThreadQueue {
 }
 
 impl ThreadQueue {
-    pub(crate) fn new(work: Arc<Work>, depth: u32) -> io::Result<ThreadQueue> {
+    /// A queue that keeps `depth` requests on their way, each done by `work`.
+    ///
+    /// # Errors
+    /// If not even one thread can be started.
+    pub fn new(work: Arc<Work>, depth: u32) -> io::Result<ThreadQueue> {
         let (requests, inbox) = unbounded::<Request>();
         let (outbox, done) = unbounded();
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK | EventfdFlags::SEMAPHORE;

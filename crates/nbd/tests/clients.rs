@@ -109,7 +109,7 @@ fn run(program: &str, args: &[&str]) -> Option<String> {
     command.args(args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = match command.spawn() {
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            device::faulty::skipped(&format!("{program} is not installed"));
+            testing::skipped(program, "it is not installed");
             return None;
         }
         child => Running(child.unwrap()),
@@ -285,7 +285,7 @@ fn qemu_io_patterns() {
 fn fio_verifies_what_it_wrote() {
     let Some(engines) = run("fio", &["--enghelp"]) else { return };
     if !engines.split_whitespace().any(|engine| engine == "nbd") {
-        return device::faulty::skipped("this fio has no nbd engine");
+        return testing::skipped("fio as a client", "it has no nbd engine");
     }
     for (direct, connections, size) in [(false, 1, "32m"), (false, 4, "16m"), (true, 4, "16m")] {
         let served = Served::empty(direct);

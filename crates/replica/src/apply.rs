@@ -421,8 +421,8 @@ impl Target for Applier {
 #[cfg(test)]
 mod tests {
     use device::RamDisk;
-    use device::faulty::{FaultyDisk, Outage, Power};
     use proptest::prelude::*;
+    use testing::faulty::{FaultyDisk, Outage, Power};
 
     use super::*;
 

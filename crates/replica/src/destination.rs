@@ -348,8 +348,8 @@ impl Destination for DeviceDestination {
 mod tests {
     use std::ops::Range;
 
-    use device::faulty::{FaultyDisk, Outage, Power};
     use device::{RamDisk, agree};
+    use testing::faulty::{FaultyDisk, Outage, Power};
 
     use super::*;
 

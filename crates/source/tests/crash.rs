@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use delta::Epoch;
-use device::faulty::{FaultyDisk, FaultyFolder, Keep, Outage, Power, is_cut};
 use device::{Disk, Identity, RamDisk};
 use extents::Bitmap;
 use source::{About, Boot, Medium, Options, Position, Source, SourceError};
+use testing::faulty::{FaultyDisk, FaultyFolder, Keep, Outage, Power, is_cut};
 use uuid::Uuid;
 
 const BLOCK: u64 = 4096;

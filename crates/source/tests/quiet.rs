@@ -118,7 +118,7 @@ fn a_write_in_flight_is_no_writer_and_one_to_the_same_block_is() {
     let image = folder.path().join("image");
     std::fs::File::create(&image).unwrap().set_len(BLOCKS * 4096).unwrap();
     let Some(device) = attach(&image) else {
-        return device::faulty::skipped("cuts of a raw disk: needs root and a loop device");
+        return testing::skipped("cuts of a raw disk", "they need root and a loop device");
     };
     let path = device.0.clone();
     let options = device::Options { write: false, direct: true, exclusive: false };

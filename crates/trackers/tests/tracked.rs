@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use device::faulty::{FaultyFolder, Keep, Outage, Power};
 use device::{Buf, Dir, Disk, Folder, InlineQueue, Kind, Piece, Queue, RamDisk, Request};
+use testing::faulty::{FaultyFolder, Keep, Outage, Power};
 use trackers::{Saved, Settings, TrackedDisk};
 
 const BLOCK: u64 = 4096;

@@ -324,7 +324,7 @@ fn nothing_is_copied_from_behind_the_replica() {
 /// What can't be read fits nothing, is no zeroes, and is told; without leave it is an error that names the block.
 #[test]
 fn blocks_that_cannot_be_read_are_sent() {
-    use device::faulty::{FaultyDisk, Outage, Power};
+    use testing::faulty::{FaultyDisk, Outage, Power};
     let mut old = noise(5 << 20, 8);
     old[1 << 20..2 << 20].fill(0);
     let new = [noise(100, 9), old.clone()].concat();

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use delta::{Header, Method, UnitKind, Units, decode_frame};
-use device::faulty::{FaultyFolder, Keep, Outage, Power};
+use testing::faulty::{FaultyFolder, Keep, Outage, Power};
 use uuid::Uuid;
 
 use super::crash::{OUTAGES, on, replica_at, soak};

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
-use device::faulty::{Keep, Outage, Power};
+use testing::faulty::{Keep, Outage, Power};
 
 use super::world::*;
 use crate::{Commit, ReplicaError, State};
@@ -548,7 +548,7 @@ fn no_space_for_the_journal() {
     let names = world.names();
     for bytes in [0, 1, 100, 5000, 20000, 60000] {
         let power = on();
-        let folder = device::faulty::FaultyFolder::new(&power, &world.state()).unwrap();
+        let folder = testing::faulty::FaultyFolder::new(&power, &world.state()).unwrap();
         folder.full_after(bytes);
         let mut replica = world.open_in(&power, Box::new(folder), &crate::Options::default()).unwrap();
         let error = merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap_err();

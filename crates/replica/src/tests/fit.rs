@@ -1,7 +1,7 @@
 //! A delta becomes part of the replica it fits, and of no other.
 
 use delta::{Method, Resume};
-use device::faulty::{FaultyFolder, Outage, Power};
+use testing::faulty::{FaultyFolder, Outage, Power};
 use uuid::Uuid;
 
 use super::world::*;

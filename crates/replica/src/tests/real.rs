@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
-use device::faulty::{FaultyDisk, FaultyFolder, Keep, Outage, Power};
 use device::{Boot, Clock, Disk};
+use testing::faulty::{FaultyDisk, FaultyFolder, Keep, Outage, Power};
 
 use super::batches;
 use super::world::*;

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use delta::{Encoder, Frame, Header, Method, Record, Writer};
-use device::faulty::Power;
 use device::{Buf, Disk, Done, Kind as Op, Queue, RamDisk, Request};
+use testing::faulty::Power;
 
 use super::crash::{Scenario, cut_everywhere, on, replica_at};
 use super::world::*;

@@ -9,9 +9,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use delta::{Encoder, Epoch, Frame, Header, Method, Record, Unit, Units, Writer};
-use device::faulty::{FaultyDisk, FaultyFolder, Power};
 use device::{Buf, Disk, Folder, InlineQueue, Queue, RamDisk, StateFile};
 use tempfile::TempDir;
+use testing::faulty::{FaultyDisk, FaultyFolder, Power};
 use uuid::Uuid;
 
 use crate::destination::{Destination, Name, fingerprint};

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use device::Folder;
 use extents::Bitmap;
+use testing::{got, need};
 
 use super::*;
 
@@ -14,22 +15,16 @@ const EPOCH: uuid::Uuid = uuid::Uuid::from_u128(7);
 
 /// False, with a line that says why, where the machine can't run these tests. Else this thread has its own mounts.
 fn ready(tools: &[&str]) -> bool {
-    let missing = |what: String| {
-        assert!(std::env::var("DSYNC_STRICT").as_deref() != Ok("1"), "{what}");
-        device::faulty::skipped(&what.to_string());
-        false
+    let what = "the bpf tracker";
+    let able = if !rustix::process::geteuid().is_root() {
+        Err("this needs root")
+    } else if !Path::new("/sys/kernel/btf/vmlinux").exists() {
+        Err("this kernel has no BTF")
+    } else {
+        Ok(())
     };
-    if !rustix::process::geteuid().is_root() {
-        return missing("the bpf tracker is tested as root only".into());
-    }
-    if !Path::new("/sys/kernel/btf/vmlinux").exists() {
-        return missing("this kernel has no BTF, so the bpf tracker goes untested".into());
-    }
-    for tool in tools {
-        let found = Command::new("sh").args(["-c", &format!("command -v {tool}")]).output();
-        if !found.is_ok_and(|o| o.status.success()) {
-            return missing(format!("there is no {tool}"));
-        }
+    if !got(able, what) || !need(tools, what) {
+        return false;
     }
     // SAFETY: nothing in this thread depends on sharing its mounts or its working directory with the others.
     unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWNS) }.unwrap();
@@ -473,7 +468,7 @@ fn a_disk_of_64_tib_is_followed() {
     }
     // Where a file may be so large, with nothing in it.
     let Ok(folder) = tempfile::tempdir_in("/dev/shm") else {
-        return device::faulty::skipped("there is no /dev/shm for a file of 64 TiB");
+        return testing::skipped("a disk of 64 TiB", "there is no /dev/shm for such a file");
     };
     let image = folder.path().join("image");
     std::fs::File::create(&image).unwrap().set_len(64 << 40).unwrap();
@@ -679,13 +674,14 @@ fn what_can_not_be_tracked_is_refused() {
 fn the_object_is_built_from_the_source() {
     let version = Command::new("clang").arg("--version").output();
     let Ok(version) = version else {
-        return device::faulty::skipped("there is no clang to build bpf/track.bpf.c with");
+        return testing::skipped("bpf/track.bpf.o", "there is no clang to build it with");
     };
     let version = String::from_utf8_lossy(&version.stdout).lines().next().unwrap_or_default().to_owned();
     if !version.contains(" 14.0.6") {
-        return device::faulty::skipped(&format!(
-            "bpf/track.bpf.o was built by clang 14.0.6, here is {version}"
-        ));
+        return testing::skipped(
+            "bpf/track.bpf.o",
+            &format!("it was built by clang 14.0.6, here is {version}"),
+        );
     }
     let folder = tempfile::tempdir().unwrap();
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");

@@ -24,13 +24,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 pub use disk::FaultyDisk;
 pub use folder::FaultyFolder;
 
-/// Says that a test was left out, past the capture of cargo's test harness: a test that returned early counts as passed.
-pub fn skipped(why: &str) {
-    use std::io::Write;
-    let _ = writeln!(std::io::stderr().lock(), "SKIPPED: {why}");
-}
-
-use crate::rng::Rng;
+use crate::Random;
 
 /// What the cut takes away.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,7 +82,7 @@ trait Member: Send + Sync {
     /// The power is being cut: nothing is under way, nothing will be.
     fn cut(&self);
     /// Leaves behind what a power cut would.
-    fn crash(&self, disks: Keep, folders: Keep, dice: &mut Rng) -> io::Result<()>;
+    fn crash(&self, disks: Keep, folders: Keep, dice: &mut Random) -> io::Result<()>;
 }
 
 impl Power {
@@ -155,7 +149,7 @@ impl Power {
     pub fn crash(&self, disks: Keep, folders: Keep, seed: u64) -> io::Result<()> {
         self.cut();
         let _alone = self.0.gate.write().unwrap_or_else(PoisonError::into_inner);
-        let mut dice = Rng::new(seed);
+        let mut dice = Random::seeded(seed);
         let (disks, folders) = match self.0.outage {
             Outage::Kill => (Keep::KeepAll, Keep::KeepAll),
             Outage::PowerCut => (disks, folders),

@@ -9,14 +9,12 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
+use device::{Dir, Disk, Folder, Mapping, RamDisk, StateFile};
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
 use super::{Keep, Member, Power, SECTOR, is_cut, lock, no_space};
-use crate::RamDisk;
-use crate::disk::Disk;
-use crate::folder::{Folder, Mapping, StateFile};
-use crate::rng::Rng;
+use crate::Random;
 
 /// A real folder while the [`Power`] is on; remembers what was not synced, and can run full.
 ///
@@ -115,7 +113,7 @@ impl FaultyFolder {
     }
 
     fn open(power: &Power, path: &Path, sync_links: bool) -> io::Result<FaultyFolder> {
-        let dir = crate::Dir::open(path)?;
+        let dir = Dir::open(path)?;
         let mut book = Book::default();
         for name in dir.list()? {
             if path.join(&name).symlink_metadata()?.is_file() {
@@ -273,7 +271,7 @@ impl Folder for FaultyFolder {
 
     fn list(&self) -> io::Result<Vec<String>> {
         let _look = self.power.look()?;
-        crate::Dir::open(&self.core.path)?.list()
+        Dir::open(&self.core.path)?.list()
     }
 
     fn path(&self) -> &Path {
@@ -281,11 +279,11 @@ impl Folder for FaultyFolder {
     }
 
     fn modified(&self, name: &str) -> Option<u64> {
-        crate::Dir::open(&self.core.path).ok()?.modified(name)
+        Dir::open(&self.core.path).ok()?.modified(name)
     }
 
     fn free(&self) -> Option<u64> {
-        lock(&self.core.book).room.or_else(|| crate::free_space(&self.core.path).ok())
+        lock(&self.core.book).room.or_else(|| device::free_space(&self.core.path).ok())
     }
 }
 
@@ -452,7 +450,7 @@ impl Content {
     }
 
     /// What a crash leaves of the file.
-    fn left(&self, keep: Keep, dice: &mut Rng) -> io::Result<RamDisk> {
+    fn left(&self, keep: Keep, dice: &mut Random) -> io::Result<RamDisk> {
         let state = &mut *lock(&self.state);
         let now = match state.at_cut.take() {
             Some(at_cut) => at_cut,
@@ -484,7 +482,7 @@ impl Member for Core {
         }
     }
 
-    fn crash(&self, _disks: Keep, folders: Keep, dice: &mut Rng) -> io::Result<()> {
+    fn crash(&self, _disks: Keep, folders: Keep, dice: &mut Random) -> io::Result<()> {
         let book = &mut *lock(&self.book);
         let names = match folders {
             Keep::KeepAll => book.names.clone(),
@@ -542,7 +540,7 @@ fn copy_data(file: &File, range: Range<u64>, to: &RamDisk) -> io::Result<()> {
 }
 
 /// Puts sectors of `now` into `into` as the dice fall; `into` becomes as long as the longer of both.
-fn mix(now: &RamDisk, into: &RamDisk, dice: &mut Rng) -> io::Result<()> {
+fn mix(now: &RamDisk, into: &RamDisk, dice: &mut Random) -> io::Result<()> {
     let len = now.len().max(into.len());
     into.resize(len)?;
     let sized = now.len();
@@ -593,7 +591,7 @@ mod tests {
 
     use super::super::{Outage, is_cut};
     use super::*;
-    use crate::{Dir, replace};
+    use device::replace;
 
     const POLICIES: [Keep; 3] = [Keep::KeepAll, Keep::LoseUnsynced, Keep::Random];
 

@@ -7,10 +7,10 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use device::{Disk, Done, Kind, Queue, Request, ThreadQueue};
+
 use super::{Keep, Member, Power, SECTOR, is_cut, lock, no_space};
-use crate::disk::{Disk, Done, Kind, Queue, Request, run};
-use crate::rng::Rng;
-use crate::threads::ThreadQueue;
+use crate::Random;
 
 /// Passes everything on to another disk while the [`Power`] is on, remembers what was not flushed, and fails where told.
 pub struct FaultyDisk {
@@ -143,7 +143,7 @@ impl FaultyDisk {
                 Kind::Discard { fua } => {
                     self.change(offset, len, 0, fua, |disk| disk.discard(offset, len))?
                 }
-                Kind::Read | Kind::Flush => return run(self, request),
+                Kind::Read | Kind::Flush => return request.run(self),
             }
         }
         if request.kind == Kind::Flush { self.flush() } else { Ok(()) }
@@ -204,9 +204,9 @@ impl Core {
 impl Member for Core {
     fn cut(&self) {}
 
-    fn crash(&self, disks: Keep, _folders: Keep, dice: &mut Rng) -> io::Result<()> {
+    fn crash(&self, disks: Keep, _folders: Keep, dice: &mut Random) -> io::Result<()> {
         let mut book = lock(&self.durable);
-        let lost = |dice: &mut Rng| match disks {
+        let lost = |dice: &mut Random| match disks {
             Keep::KeepAll => false,
             Keep::LoseUnsynced => true,
             Keep::Random => dice.coin(),
@@ -304,7 +304,7 @@ impl Disk for FaultyDisk {
         if delayed {
             return Ok(Box::new(ThreadQueue::new(Arc::new(move |request| self.run(request)), depth)?));
         }
-        Ok(Box::new(FaultyQueue { disk: self, done: Vec::new(), shuffle: shuffle.map(Rng::new) }))
+        Ok(Box::new(FaultyQueue { disk: self, done: Vec::new(), shuffle: shuffle.map(Random::seeded) }))
     }
 }
 
@@ -312,7 +312,7 @@ impl Disk for FaultyDisk {
 struct FaultyQueue {
     disk: Arc<FaultyDisk>,
     done: Vec<Done>,
-    shuffle: Option<Rng>,
+    shuffle: Option<Random>,
 }
 
 impl Queue for FaultyQueue {
@@ -340,7 +340,7 @@ impl Queue for FaultyQueue {
 mod tests {
     use super::super::{Outage, is_cut};
     use super::*;
-    use crate::{Buf, Piece, RamDisk};
+    use device::{Buf, Piece, RamDisk};
 
     fn disk(outage: Outage) -> (Power, Arc<FaultyDisk>, Arc<RamDisk>) {
         let (power, ram) = (Power::new(outage), Arc::new(RamDisk::from_bytes(&[1; 8192])));

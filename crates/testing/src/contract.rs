@@ -1,39 +1,28 @@
-//! The tests that every disk passes. A room that makes disks of its own runs them over those as well.
+//! The tests that every disk passes, those that other crates make included.
 
 use std::io::ErrorKind;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
 
+use device::{Buf, Disk, Done, Kind, Piece, Pieces, Queue, Request};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::rng::Rng;
-use crate::{Buf, Disk, Done, Kind, Piece, Pieces, Queue, Request};
+use crate::Random;
 
 /// Compares disks that `make` makes, empty (all zeroes) and of at least the given number of bytes, with what a disk is to do:
 /// random requests of all kinds and sizes, by the plain methods and through queues, against a copy in memory; ends, errors,
-/// holes, sizes. Prints its seed, which [`contract_with`] takes.
+/// holes, sizes.
 ///
 /// # Panics
 /// If the disk fails the test.
 pub fn contract(make: impl Fn(u64) -> Arc<dyn Disk>) {
-    let seed = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |now| now.as_nanos() as u64);
-    println!("contract seed {seed}");
-    contract_with(seed, make);
-}
-
-/// [`contract`] with the dice of an earlier run.
-///
-/// # Panics
-/// If the disk fails the test.
-pub fn contract_with(seed: u64, make: impl Fn(u64) -> Arc<dyn Disk>) {
-    let mut dice = Rng::new(seed);
+    let mut dice = Random::new("the contract of disks");
     for size in [1, 512, 4095, 4096, 10_000, 70_144, 3 << 20, (5 << 20) + 12_345] {
         let disk = make(size);
         assert!(disk.len() >= size && disk.align().is_power_of_two());
         ends(&disk);
         let len = disk.len();
-        let mut part = Part::new(&disk, 0..len, dice.next());
+        let mut part = Part::new(&disk, 0..len, dice.bits());
         part.plain(60);
         part.queued(200);
         part.abandoned();
@@ -41,7 +30,7 @@ pub fn contract_with(seed: u64, make: impl Fn(u64) -> Arc<dyn Disk>) {
         holes(&*disk, &part.model);
         disk.flush().expect("flush");
     }
-    together(make(1 << 20), dice.next());
+    together(make(1 << 20), dice.bits());
     sizes(make(10_000));
 }
 
@@ -128,7 +117,7 @@ struct Part<'a> {
     disk: &'a Arc<dyn Disk>,
     range: Range<u64>,
     model: Vec<u8>,
-    dice: Rng,
+    dice: Random,
 }
 
 /// A request under way: its pieces, and for a read what it should find.
@@ -140,7 +129,7 @@ struct Expected {
 impl<'a> Part<'a> {
     fn new(disk: &'a Arc<dyn Disk>, range: Range<u64>, seed: u64) -> Part<'a> {
         let model = vec![0; (range.end - range.start) as usize];
-        let part = Part { disk, range, model, dice: Rng::new(seed) };
+        let part = Part { disk, range, model, dice: Random::seeded(seed) };
         part.compare();
         part
     }
@@ -173,12 +162,6 @@ impl<'a> Part<'a> {
         Piece { offset, len: len.min(self.range.end - offset) }
     }
 
-    fn bytes(&mut self, len: usize) -> Vec<u8> {
-        let mut bytes: Vec<u8> = (0..len.div_ceil(8)).flat_map(|_| self.dice.next().to_ne_bytes()).collect();
-        bytes.truncate(len);
-        bytes
-    }
-
     /// Takes over what can be anything: after a discard, or a zeroing that failed.
     fn adopt(&mut self, piece: Piece) {
         let mut found = vec![0; piece.len as usize];
@@ -191,7 +174,7 @@ impl<'a> Part<'a> {
             let piece = self.piece();
             match self.dice.below(6) {
                 0 | 1 => {
-                    let bytes = self.bytes(piece.len as usize);
+                    let bytes = self.dice.bytes(piece.len as usize);
                     if self.dice.coin() {
                         self.disk.write_at(piece.offset, &bytes).expect("write");
                     } else {
@@ -264,7 +247,7 @@ impl<'a> Part<'a> {
                 Buf::new(len)
             }
             Kind::Write { .. } => {
-                let bytes = self.bytes(len);
+                let bytes = self.dice.bytes(len);
                 let mut rest = &bytes[..];
                 for piece in &pieces {
                     let (now, later) = rest.split_at(piece.len as usize);

@@ -8,13 +8,12 @@ use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::contract::contract;
-use crate::faulty::{FaultyDisk, Outage, Power};
-use crate::file::FileDisk;
-use crate::file::UringQueue;
-use crate::{
-    Access, Buf, DeviceErrorKind, Disk, Options, RamDisk, adopt, identity, in_use, lock_image, open,
+use device::{
+    Access, Buf, DeviceErrorKind, Disk, Kind, Options, Piece, RamDisk, Request, adopt, identity, in_use,
+    lock_image, open, open_without_uring,
 };
+use testing::faulty::{FaultyDisk, Outage, Power};
+use testing::{contract, skipped};
 
 const WRITE: Options = Options { write: true, direct: false, exclusive: false };
 const DIRECT: Options = Options { write: true, direct: true, exclusive: false };
@@ -85,11 +84,10 @@ fn buffered_files_keep_the_contract() {
 #[test]
 fn direct_files_keep_the_contract() {
     let files = Files::new();
-    let disk = FileDisk::open(&files.make(8192), &DIRECT).unwrap();
-    if disk.direct().is_none() {
+    if open(&files.make(8192), &DIRECT).unwrap().align() == 1 {
         return println!("skipped: no direct I/O in {}", files.0.path().display());
     }
-    match UringQueue::new(Arc::new(disk), 8) {
+    match io_uring::IoUring::new(8) {
         Err(e) => println!("skipped: no io_uring: {e}"),
         Ok(_) => contract(|size| open(&files.make(size), &DIRECT).unwrap()),
     }
@@ -98,11 +96,7 @@ fn direct_files_keep_the_contract() {
 #[test]
 fn threads_keep_the_contract() {
     let files = Files::new();
-    contract(|size| {
-        let mut disk = FileDisk::open(&files.make(size), &DIRECT).unwrap();
-        disk.threads = true;
-        Arc::new(disk)
-    });
+    contract(|size| open_without_uring(&files.make(size), &DIRECT).unwrap());
 }
 
 #[test]
@@ -139,10 +133,9 @@ fn block_devices_keep_the_contract() {
         disk
     });
     contract(|_| {
-        let mut disk = FileDisk::open(&device.path, &WRITE).unwrap();
-        disk.threads = true;
+        let disk = open_without_uring(&device.path, &WRITE).unwrap();
         disk.zero(0, disk.len(), false, false).unwrap();
-        Arc::new(disk)
+        disk
     });
 }
 
@@ -173,7 +166,7 @@ fn only_what_is_cached_is_read_from_the_cache() {
     let mut buf = Buf::new(300_000);
     std::fs::write(&path, vec![7; 1 << 20]).unwrap();
     if !disk.read_cached(4097, &mut buf) {
-        return crate::faulty::skipped("this kernel does not tell what its page cache holds");
+        return skipped("reading what is cached", "this kernel does not tell what its page cache holds");
     }
     assert!(buf.iter().all(|b| *b == 7));
     assert!(!disk.read_cached((1 << 20) - 5, &mut buf[..10]), "beyond the end");
@@ -353,9 +346,9 @@ fn a_file_that_shrinks_meanwhile_is_no_success() {
         File::options().write(true).open(&path).unwrap().set_len(100_000).unwrap();
         let mut queue = Arc::clone(&disk).queue(8).unwrap();
         for (offset, fine) in [(0, true), (98_304, false), (500_000, false)] {
-            let pieces = [crate::Piece { offset, len: 8192 }].into_iter().collect();
-            let buf = crate::Buf::new(8192);
-            queue.submit(crate::Request { kind: crate::Kind::Read, pieces, buf, token: 0 });
+            let pieces = [Piece { offset, len: 8192 }].into_iter().collect();
+            let buf = Buf::new(8192);
+            queue.submit(Request { kind: Kind::Read, pieces, buf, token: 0 });
             let result = queue.complete(true).unwrap().result;
             assert_eq!(result.is_ok(), fine, "{options:?} {offset}");
             if let Err(e) = result {
@@ -396,9 +389,9 @@ fn plain_calls_beside_a_busy_queue() {
         let mut queue = Arc::clone(&disk).queue(64).unwrap();
         for round in 0..100u64 {
             for n in 0..64 {
-                let pieces = [crate::Piece { offset: n * 65536, len: 65536 }].into_iter().collect();
-                let kind = crate::Kind::Write { fua: false };
-                queue.submit(crate::Request { kind, pieces, buf: crate::Buf::new(65536), token: 0 });
+                let pieces = [Piece { offset: n * 65536, len: 65536 }].into_iter().collect();
+                let kind = Kind::Write { fua: false };
+                queue.submit(Request { kind, pieces, buf: Buf::new(65536), token: 0 });
             }
             queue.start();
             disk.zero(5 << 20, 100_000, round % 2 == 0, false).unwrap();

@@ -1,0 +1,20 @@
+//! What the tests of all crates share. Product crates have it as a dev-dependency, and nothing of it is in the command.
+//!
+//! - [`Random`]: numbers that a seed determines, and where a test gets its seed;
+//! - [`faulty`]: disks and folders that fail, and a power supply that is cut;
+//! - [`contract()`]: the tests that every disk passes;
+//! - [`need`], [`skipped`], [`rounds`]: what a test needs of the machine, and how long it may take.
+//!
+//! Environment:
+//! - `DSYNC_SEED`: the seed of a run to repeat; every test prints its own.
+//! - `DSYNC_SOAK=1`: the long campaigns run their full counts.
+//! - `DSYNC_STRICT=1`: a missing tool fails a test instead of skipping it.
+
+mod contract;
+pub mod faulty;
+mod needs;
+mod random;
+
+pub use contract::contract;
+pub use needs::{find, got, left_out, need, need_root, rounds, say, search_path, skipped, soak};
+pub use random::{Random, number, seed};

@@ -1,0 +1,72 @@
+//! What a test needs of the machine, and what is said where that is missing.
+
+use std::io::Write;
+use std::path::PathBuf;
+
+/// True when the long campaigns are to run their full counts.
+pub fn soak() -> bool {
+    std::env::var_os("DSYNC_SOAK").is_some_and(|v| v == "1")
+}
+
+/// How often to do something: `sample` times in `make test`, `full` times in `make soak`.
+pub fn rounds(sample: u32, full: u32) -> u32 {
+    if soak() { full } else { sample }
+}
+
+/// Writes past the capture of cargo's test harness, so that it is seen when the test passes too.
+pub fn say(line: &str) {
+    // A closed standard error must not fail a test.
+    let _ = writeln!(std::io::stderr().lock(), "{line}");
+}
+
+/// Says that something was not tested, and why.
+pub fn skipped(what: &str, why: &str) {
+    say(&format!("SKIPPED: {why}; not tested: {what}"));
+}
+
+/// Says that something is left out of `make test` because it takes long, and which command runs it.
+pub fn left_out(what: &str, command: &str) {
+    skipped(what, &format!("it takes long, run \"{command}\""));
+}
+
+/// True if all tools are here. Else says which one is missing and what goes untested: the test returns at once.
+/// Tools are what `scripts/setup` installs, so under `DSYNC_STRICT=1` a missing one is a failure.
+pub fn need(tools: &[&str], what: &str) -> bool {
+    for tool in tools {
+        if !got(find(tool).ok_or_else(|| format!("{tool} is missing")), what) {
+            return false;
+        }
+    }
+    true
+}
+
+/// True if there is what is needed. Else says why not, and what goes untested; a failure under `DSYNC_STRICT=1`.
+pub fn got<T, E: std::fmt::Display>(thing: Result<T, E>, what: &str) -> bool {
+    let Err(why) = thing else { return true };
+    let strict = std::env::var_os("DSYNC_STRICT").is_some_and(|v| v == "1");
+    assert!(!strict, "{why}, and DSYNC_STRICT=1 allows no skipping: {what}");
+    skipped(what, &why.to_string());
+    false
+}
+
+/// True for root. Else says what goes untested.
+pub fn need_root(what: &str) -> bool {
+    let root = rustix::process::geteuid().is_root();
+    if !root {
+        skipped(what, "this needs root");
+    }
+    root
+}
+
+/// Where a program lies: in `PATH`, or in the folders of root's PATH, where Debian keeps mkfs and sshd.
+pub fn find(program: &str) -> Option<PathBuf> {
+    search_path().iter().map(|folder| folder.join(program)).find(|path| path.is_file())
+}
+
+/// `PATH` with root's folders behind.
+pub fn search_path() -> Vec<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let mut folders: Vec<PathBuf> = std::env::split_paths(&path).collect();
+    folders.extend(["/usr/local/sbin", "/usr/sbin", "/sbin"].map(PathBuf::from));
+    folders
+}
