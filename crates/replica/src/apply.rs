@@ -8,8 +8,8 @@ use std::sync::Arc;
 use delta::{Frame, Record};
 use device::{Buf, Disk, Done, Kind, Piece, Pieces, Queue, Request};
 
-use crate::foreign::Keeping;
 use crate::journal::Target;
+use crate::note::Keeping;
 
 /// Operations kept on their way.
 const DEPTH: u32 = 64;

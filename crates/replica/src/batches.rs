@@ -11,11 +11,11 @@ use device::{Folder, StateFile};
 
 use crate::apply::Applier;
 use crate::destination::Name;
-use crate::error::{ReplicaError, Result, disk_error, io_error};
+use crate::error::{ReplicaError, Result, SAFE, disk_error, io_error};
 use crate::holes::Holes;
 use crate::journal::{self, ARRIVING, Contents, Growing, WHOLE};
 use crate::lineage::Toward;
-use crate::replica::{Replica, SAFE, toward};
+use crate::replica::Replica;
 
 /// Bytes of the journal at which it is begun anew, where there is room for as many.
 const LONG: u64 = 256 << 20;
@@ -167,7 +167,7 @@ impl Batches<'_> {
             return Err(self.wrong("it is no batch for this replica"));
         }
         self.replica.check(&header)?;
-        let toward = toward(&header).ok_or_else(|| self.wrong("it names no epoch"))?;
+        let toward = Toward::of(&header).ok_or_else(|| self.wrong("it names no epoch"))?;
         let contents = Contents { start: self.end, ..Contents::default() };
         let frames = Some(Vec::new());
         let holes = self.replica.holes(u64::MAX)?;

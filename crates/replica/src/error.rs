@@ -165,6 +165,11 @@ impl ReplicaError {
     }
 }
 
+/// What became of the destination when space or a disk failed.
+pub(crate) const SAFE: &str = "the delta is safe in the journal, and the next command finishes the commit";
+pub(crate) const INTERRUPTED: &str =
+    "the replica is unchanged or marked as incomplete, and the next sync goes on";
+
 fn way_out(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::ReadOnlyFilesystem => ": its file system is mounted read-only: remount it for writing",
@@ -186,10 +191,13 @@ pub(crate) fn disk_error(
     state: &'static str,
 ) -> impl FnOnce(io::Error) -> ReplicaError + use<> {
     let path = path.to_path_buf();
-    move |error| match error.kind() {
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-            ReplicaError::Full { place: format!("to {what} {}", path.display()), missing: None, state }
-        }
-        _ => ReplicaError::Io { what, path, error },
+    move |error| match is_full(&error) {
+        true => ReplicaError::Full { place: format!("to {what} {}", path.display()), missing: None, state },
+        false => ReplicaError::Io { what, path, error },
     }
+}
+
+/// True where only room is missing.
+pub(crate) fn is_full(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }

@@ -14,7 +14,7 @@ use device::Disk;
 
 use crate::apply;
 use crate::destination::Name;
-use crate::error::{ReplicaError, Result, disk_error, io_error};
+use crate::error::{ReplicaError, Result, disk_error, io_error, is_full};
 use crate::journal::{self, Contents, Target};
 use crate::replica::Replica;
 
@@ -92,10 +92,6 @@ impl Target for Holes {
     fn frame(&mut self, frame: Frame) -> io::Result<()> {
         self.records(&frame.records)
     }
-}
-
-pub(crate) fn is_full(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }
 
 /// Makes holes again of what was one a moment ago.

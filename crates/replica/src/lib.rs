@@ -21,17 +21,25 @@
 
 mod apply;
 mod batches;
+mod commit;
 mod copies;
 mod destination;
 mod error;
+mod fit;
 mod foreign;
 mod holes;
 mod journal;
 mod lineage;
+mod locate;
+mod note;
+mod open;
+mod options;
 mod promoted;
-mod receiver;
+mod receive;
+mod recover;
 mod replica;
 mod settled;
+mod status;
 #[cfg(test)]
 mod tests;
 
@@ -39,8 +47,11 @@ pub use batches::{BatchLog, Batches};
 #[doc(hidden)]
 pub use destination::{Destination, DeviceDestination, Name};
 pub use error::{ReplicaError, Result};
-pub use lineage::{Lineage, Position, Stamp, State, Step, StepKind, Toward};
-pub use promoted::{Promoted, Promotion, Use, promote};
-pub use receiver::{Commit, Committed, DeltaReceiver};
-pub use replica::{Options, Replica, Status, inspect};
+pub use lineage::{Lineage, Position, Promoted, Stamp, State, Step, StepKind, Toward, Use};
+pub use locate::inspect;
+pub use options::Options;
+pub use promoted::{Promotion, promote};
+pub use receive::{Commit, Committed, DeltaReceiver};
+pub use replica::Replica;
 pub use settled::settle;
+pub use status::Status;

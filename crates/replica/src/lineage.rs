@@ -2,13 +2,12 @@
 
 use std::path::PathBuf;
 
-use delta::Epoch;
+use delta::{Epoch, Header};
 use device::{Folder, Medium};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::error::{ReplicaError, Result, io_error};
-use crate::promoted::Promoted;
 
 /// The file's name in the replica's folder.
 pub(crate) const NAME: &str = "lineage";
@@ -157,6 +156,55 @@ pub struct Toward {
     pub ahead: bool,
     /// The delta's stream.
     pub stream: Uuid,
+}
+
+/// In what way dsync opened a replica for writing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Use {
+    /// Served to NBD clients.
+    Served,
+    /// Followed by a tracker while others write to it.
+    Tracked,
+}
+
+/// What is noted of a replica that was opened for writing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Promoted {
+    /// By what.
+    pub by: Use,
+    /// Since when, in seconds since 1970.
+    pub since: u64,
+    /// Names the last promotion: only that one may take the mark back. Nil where an older program set it.
+    #[serde(default)]
+    pub id: Uuid,
+}
+
+impl Promoted {
+    /// What happened to the replica, as the part of a sentence that begins with its name.
+    pub fn said(&self) -> String {
+        let how = match self.by {
+            Use::Served => "served for writing by \"dsync serve\"",
+            Use::Tracked => "tracked for writing by \"dsync track\"",
+        };
+        format!("was {how} on {}", device::moment(self.since))
+    }
+}
+
+impl Toward {
+    /// What a delta makes of a replica.
+    pub(crate) fn of(header: &Header) -> Option<Toward> {
+        Some(Toward {
+            source: header.source,
+            epoch: *header.to()?,
+            size: header.size_after,
+            block_size: header.block_size,
+            fuzzy: header.fuzzy,
+            lacking: header.lacking,
+            ahead: header.ahead,
+            stream: header.stream,
+        })
+    }
 }
 
 impl Lineage {

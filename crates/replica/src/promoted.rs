@@ -6,46 +6,14 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use device::{Dir, FolderLock};
-use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::destination::Name;
 use crate::error::{ReplicaError, Result, io_error};
-use crate::lineage::{Lineage, Stamp};
-use crate::replica::{Options, Replica, inspect, state_folder};
-
-/// In what way dsync opened a replica for writing.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Use {
-    /// Served to NBD clients.
-    Served,
-    /// Followed by a tracker while others write to it.
-    Tracked,
-}
-
-/// What is noted of a replica that was opened for writing.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Promoted {
-    /// By what.
-    pub by: Use,
-    /// Since when, in seconds since 1970.
-    pub since: u64,
-    /// Names the last promotion: only that one may take the mark back. Nil where an older program set it.
-    #[serde(default)]
-    pub id: Uuid,
-}
-
-impl Promoted {
-    /// What happened to the replica, as the part of a sentence that begins with its name.
-    pub fn said(&self) -> String {
-        let how = match self.by {
-            Use::Served => "served for writing by \"dsync serve\"",
-            Use::Tracked => "tracked for writing by \"dsync track\"",
-        };
-        format!("was {how} on {}", device::moment(self.since))
-    }
-}
+use crate::lineage::{Lineage, Promoted, Stamp, Use};
+use crate::locate::{inspect, state_folder};
+use crate::options::Options;
+use crate::replica::Replica;
 
 /// A replica that was marked.
 #[derive(Debug)]

@@ -4,10 +4,12 @@
 use std::path::Path;
 
 use crate::error::{ReplicaError, Result};
-use crate::foreign::WRITTEN;
 use crate::journal::WHOLE;
 use crate::lineage::{Lineage, State, StepKind};
-use crate::replica::{Options, Replica, inspect, state_folder};
+use crate::locate::{inspect, state_folder};
+use crate::note::WRITTEN;
+use crate::options::Options;
+use crate::replica::Replica;
 
 impl Lineage {
     /// Why the destination holds what its source never was at one moment, as the part of a sentence; `None` if it holds what

@@ -230,14 +230,14 @@ fn open_meddled(
 /// What is done from now on is later than anything that may have been on its way when the last writer died: its note is moved
 /// back, which takes no time.
 fn later(path: &Path) {
-    let note = path.with_file_name("state").join(crate::foreign::NAME);
+    let note = path.with_file_name("state").join(crate::note::NAME);
     let Ok(note) = std::fs::File::options().read(true).write(true).open(note) else { return };
     let mut time = [0; 8];
     if note.read_exact_at(&mut time, 512).is_err() {
         // Killed before it had its length, it says nothing.
         return;
     }
-    let earlier = u64::from_ne_bytes(time).saturating_sub(2 * crate::foreign::DYING);
+    let earlier = u64::from_ne_bytes(time).saturating_sub(2 * crate::note::DYING);
     note.write_at(&earlier.to_ne_bytes(), 512).unwrap();
 }
 

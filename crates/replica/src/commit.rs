@@ -1,0 +1,163 @@
+//! Committing: what was received becomes the destination's content, and the lineage moves.
+
+use std::sync::atomic::AtomicBool;
+
+use delta::{Header, Method};
+use uuid::Uuid;
+
+use crate::apply::Applier;
+use crate::destination::Name;
+use crate::error::{INTERRUPTED, ReplicaError, Result, SAFE, disk_error, io_error};
+use crate::journal::{self, Contents, WHOLE};
+use crate::lineage::{Stamp, StepKind, Toward, overlay};
+use crate::note::WRITTEN;
+use crate::replica::Replica;
+
+impl Replica {
+    /// What a delta makes of this replica.
+    pub(crate) fn toward(&self, header: &Header) -> Option<Toward> {
+        let toward = Toward::of(header)?;
+        // Compared at its own epoch, leaving out what has changed since: that it is ahead in some of these blocks stays.
+        let compared = header.method == Method::Compare && self.lineage.epoch == Some(toward.epoch);
+        Some(Toward { ahead: toward.ahead || compared && self.lineage.ahead, ..toward })
+    }
+
+    /// True if the last commit was this very delta's: merging it again would change nothing, and the lineage would not say that it
+    /// had begun.
+    pub(crate) fn has(&self, stream: Uuid) -> bool {
+        self.lineage.step.is_none() && self.lineage.committed == Some(stream)
+    }
+
+    /// Before the journal of a delta is sealed that was compared with a device to which others had written: notes how the device
+    /// was then. After a kill nothing else tells whether anybody has written since.
+    pub(crate) fn note_compared(&mut self) -> Result<()> {
+        if self.destination.is_device() && self.changed.is_some() {
+            self.work(false)?;
+        }
+        Ok(())
+    }
+
+    /// Merges the whole deltas of the journal in place, one after the other, and moves the lineage to the last. May be done
+    /// again after a crash, from any point. Returns the bytes written and read.
+    pub(crate) fn merge(&mut self, deltas: &[Contents]) -> Result<(u64, u64)> {
+        let last = deltas.last().and_then(|contents| contents.segments.last());
+        let Some(toward) = last.and_then(|s| self.toward(&s.header)) else {
+            return Err(journal::damaged(&self.folder.path().join(WHOLE), "it has no header".into()));
+        };
+        let path = self.destination.path().to_path_buf();
+        let failed = |what| disk_error(what, &path, SAFE);
+        let disk = self.destination.open(Name::Final)?;
+        let segments = deltas.iter().flat_map(|contents| &contents.segments);
+        let longest = segments.map(|s| s.header.size_after).max().unwrap_or(toward.size);
+        self.half_done = true;
+        let keeping = self.work(true)?;
+        if !self.destination.is_device() && disk.len() < longest {
+            disk.resize(longest).map_err(failed("grow"))?;
+        }
+        let mut applier = Applier::new(disk.clone(), 0, false).map_err(failed("open"))?;
+        applier.keep(keeping);
+        let mut positions = self.positions();
+        for contents in deltas {
+            journal::replay(
+                &*self.folder,
+                WHOLE,
+                contents,
+                &mut applier,
+                &mut positions,
+                failed("write to"),
+            )?;
+            let size = contents.segments.last().map_or(toward.size, |s| s.header.size_after);
+            applier.finish(size).map_err(failed("write to"))?;
+        }
+        if !self.destination.is_device() && disk.len() != toward.size {
+            disk.resize(toward.size).map_err(failed("cut"))?;
+        }
+        applier.flush().map_err(failed("flush"))?;
+        let counts = (applier.written, applier.read);
+        drop((applier, disk));
+        self.still_there(toward.size)?;
+        self.moved(&toward)?;
+        self.forget_note()?;
+        self.remove(WHOLE)?;
+        self.half_done = false;
+        Ok(counts)
+    }
+
+    /// Moves the lineage: the destination is complete.
+    pub(crate) fn moved(&mut self, toward: &Toward) -> Result<()> {
+        let stamp = self.settle()?;
+        // Making it durable takes its time, and nothing that came in it is own.
+        self.only_own(&stamp.clone().glance(), toward.size)?;
+        self.moved_to(toward, stamp)
+    }
+
+    fn moved_to(&mut self, toward: &Toward, stamp: Stamp) -> Result<()> {
+        let renamed = self.writes_to() == Name::Temporary;
+        let after = self.lineage.after(toward, stamp.clone());
+        self.noticed = AtomicBool::new(false);
+        let before = std::mem::replace(&mut self.lineage, after);
+        if let Err(e) = self.store() {
+            // What this process goes on from is what the next one finds at least.
+            self.lineage = before;
+            return Err(e);
+        }
+        self.left = Some(stamp.glance());
+        self.changed = None;
+        if renamed { self.forget_note() } else { Ok(()) }
+    }
+
+    /// Puts NAME.partial in place, and returns what it looked like before.
+    pub(crate) fn rename(&self, replace: bool) -> Result<Option<Stamp>> {
+        self.at_path()?;
+        let copy = self.stamp(Name::Temporary)?;
+        match self.destination.rename(replace) {
+            Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {
+                Err(ReplicaError::NotAReplica(self.destination.path().to_path_buf()))
+            }
+            other => other.map_err(io_error("put in place", self.destination.path())).map(|()| copy),
+        }
+    }
+
+    /// Moves the lineage after NAME.partial was put in place, unless others have written to it since it was `copy`.
+    pub(crate) fn renamed(&mut self, toward: &Toward, copy: Option<Stamp>) -> Result<()> {
+        self.destination.sync().map_err(io_error("sync the folder of", self.destination.path()))?;
+        let stamp = self.settle()?;
+        // Its new name has changed the other time.
+        if copy.is_some_and(|copy| (copy.size, copy.written) != (stamp.size, stamp.written)) {
+            // Without the note, whoever opens it next doubts it as well.
+            self.forget_note()?;
+            return Err(self.touched(WRITTEN));
+        }
+        self.moved_to(toward, stamp)
+    }
+
+    fn settle(&self) -> Result<Stamp> {
+        self.destination.settle().map_err(disk_error("flush", self.destination.path(), INTERRUPTED))
+    }
+
+    /// Commits the step under way, all of which is written and durable.
+    pub(crate) fn commit_step(&mut self, toward: &Toward) -> Result<()> {
+        let Some(kind @ (StepKind::NewFile { .. } | StepKind::Clone { .. })) =
+            self.lineage.step.as_ref().map(|s| s.kind)
+        else {
+            self.still_there(toward.size)?;
+            self.moved(toward)?;
+            return self.forget_note();
+        };
+        if let StepKind::Clone { .. } = kind {
+            // Once it is finished, nobody looks again at what it takes the place of.
+            self.untouched()?;
+        }
+        self.work(false)?;
+        self.half_done = true;
+        if let Some(step) = &mut self.lineage.step {
+            step.positions = overlay(&[], toward.epoch, toward.size);
+            step.finished = true;
+        }
+        self.store()?;
+        let copy = self.rename(!matches!(kind, StepKind::NewFile { replaces: false, .. }))?;
+        self.renamed(toward, copy)?;
+        self.half_done = false;
+        Ok(())
+    }
+}

@@ -1,0 +1,176 @@
+//! Where a replica's state is kept, and whose it is.
+//!
+//! The state of a file's replica is in `.NAME.dsync/` beside the file; that of a device's in a folder named after the disk, below
+//! [`Options::devices`]. [`Options::folder`] overrides both. Nothing here takes a lock, and nothing but [`name_after_disk`] changes
+//! anything.
+
+use std::path::{Path, PathBuf};
+
+use rustix::fs::FileType;
+
+use crate::error::{ReplicaError, Result, io_error};
+use crate::lineage::Lineage;
+use crate::options::Options;
+
+/// The folder of a file's replica.
+fn folder_beside(file: &Path) -> PathBuf {
+    let mut name = std::ffi::OsString::from(".");
+    name.push(file.file_name().unwrap_or_default());
+    name.push(".dsync");
+    file.with_file_name(name)
+}
+
+/// Where a destination is, without links; whether something is there; and where its state lies.
+pub(crate) fn locate(path: &Path, options: &Options) -> Result<(PathBuf, Option<FileType>, PathBuf)> {
+    let canonical = match std::fs::canonicalize(path) {
+        Ok(path) => path,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+            let absolute = std::path::absolute(path).map_err(io_error("find", path))?;
+            let (Some(parent), Some(name)) = (absolute.parent(), absolute.file_name()) else {
+                return Err(ReplicaError::Refused(format!("{} is no file's name: give one", path.display())));
+            };
+            if std::fs::symlink_metadata(&absolute).is_ok() {
+                return Err(ReplicaError::Refused(format!(
+                    "{} is a link that leads nowhere: remove it, or give another path",
+                    path.display()
+                )));
+            }
+            match std::fs::canonicalize(parent) {
+                // What is made there is gone with the next boot, and takes the name of a device that is not attached.
+                Ok(parent) if parent.starts_with("/dev") && !parent.starts_with("/dev/shm") => {
+                    return Err(ReplicaError::Away(format!(
+                        "there is no device {}: attach it, or give another path",
+                        path.display()
+                    )));
+                }
+                Ok(parent) => parent.join(name),
+                Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+                    return Err(ReplicaError::Away(format!(
+                        "there is no folder {} for the replica: mount its file system, make it, or give another path",
+                        parent.display()
+                    )));
+                }
+                Err(e) => return Err(io_error("find", parent)(e)),
+            }
+        }
+        Err(e) => return Err(io_error("find", path)(e)),
+    };
+    let kind = match rustix::fs::stat(&canonical) {
+        Ok(found) => Some(FileType::from_raw_mode(found.st_mode)),
+        Err(rustix::io::Errno::NOENT) => None,
+        Err(e) => return Err(io_error("look at", &canonical)(e.into())),
+    };
+    let folder = match (&options.folder, kind) {
+        (Some(folder), _) => folder.clone(),
+        (None, Some(FileType::BlockDevice)) if options.devices.as_os_str().is_empty() => {
+            return Err(ReplicaError::Refused(format!(
+                "{} is a device, and no folder is given for the state of its replica: give one with --journal-dir",
+                path.display()
+            )));
+        }
+        (None, Some(FileType::BlockDevice)) => folder_of_device(path, &canonical, &options.devices)?,
+        (None, _) => folder_beside(&canonical),
+    };
+    Ok((canonical, kind, folder))
+}
+
+/// The folder of a replica on a device: by what names the disk; by the kernel's name for it where nothing does, or where an
+/// earlier dsync has made the folder.
+fn folder_of_device(path: &Path, canonical: &Path, root: &Path) -> Result<PathBuf> {
+    let by_name = |path: &Path| root.join(path.to_string_lossy().trim_start_matches('/').replace('/', "-"));
+    let number = device::identity(canonical)?.dev;
+    let Some(id) = device::disk_id(number) else { return Ok(by_name(canonical)) };
+    let by_id = root.join(&id);
+    if by_id.exists() {
+        return Ok(by_id);
+    }
+    let absolute = std::path::absolute(path).map_err(io_error("find", path))?;
+    for old in [by_name(canonical), by_name(&absolute)] {
+        if !old.is_dir() {
+            continue;
+        }
+        let dir = device::Dir::open(&old).map_err(io_error("open", &old))?;
+        let known = Lineage::load(&dir)?;
+        if known.is_some_and(|lineage| lineage.disk.is_none_or(|disk| disk == id)) {
+            return Ok(old);
+        }
+    }
+    Ok(by_id)
+}
+
+/// Gives a folder that is named after the kernel's name of a device the name of the disk.
+pub(crate) fn name_after_disk(folder: PathBuf, canonical: &Path, options: &Options) -> Result<PathBuf> {
+    let id = device::identity(canonical).ok().and_then(|identity| device::disk_id(identity.dev));
+    let (None, Some(id), true) = (&options.folder, id, folder.is_dir()) else { return Ok(folder) };
+    let by_id = options.devices.join(id);
+    if by_id == folder {
+        return Ok(folder);
+    }
+    let moved = std::fs::rename(&folder, &by_id);
+    moved
+        .and_then(|()| std::fs::File::open(&options.devices)?.sync_all())
+        .map_err(io_error("rename", &folder))?;
+    Ok(by_id)
+}
+
+/// The folder in which the state of the replica at `path` is kept, or would be.
+pub(crate) fn state_folder(path: &Path, options: &Options) -> Result<PathBuf> {
+    locate(path, options).map(|(_, _, folder)| folder)
+}
+
+/// A replica's file that was renamed in its folder, and left its state behind.
+pub(crate) fn moved_from(path: &Path, folder: &Path) -> Option<ReplicaError> {
+    use std::os::unix::fs::MetadataExt;
+    let inode = std::fs::metadata(path).ok()?.ino();
+    let beside = std::fs::read_dir(path.parent()?).ok()?.flatten().map(|entry| entry.path());
+    let states = beside.filter(|at| at.extension().is_some_and(|end| end == "dsync") && at.is_dir());
+    let mut known =
+        states.filter_map(|at| Some((Lineage::load(&device::Dir::existing(&at).ok()?).ok()??, at)));
+    let (lineage, from) = known.find(|(lineage, _)| {
+        lineage.stamp.as_ref().is_some_and(|stamp| stamp.inode == inode) && !lineage.path.exists()
+    })?;
+    let (path, to) = (path.to_path_buf(), folder.to_path_buf());
+    Some(ReplicaError::Moved { path, was: lineage.path, from, to })
+}
+
+/// What is written down of the replica at `path`, `None` if it is none. Changes nothing, recovers nothing, and takes no lock.
+///
+/// # Errors
+/// If the lineage can't be read or understood.
+pub fn inspect(path: &Path, options: &Options) -> Result<Option<Lineage>> {
+    let (_, _, folder) = locate(path, options)?;
+    if !folder.is_dir() {
+        return Ok(None);
+    }
+    Lineage::load(&device::Dir::open(&folder).map_err(io_error("open", &folder))?)
+}
+
+/// A folder belongs to one replica, and to the disk it was made for.
+pub(crate) fn refuse_others_state(
+    lineage: &Lineage,
+    path: &Path,
+    folder: &Path,
+    options: &Options,
+) -> Result<()> {
+    let disk = device::identity(path).ok().filter(device::Identity::is_block);
+    let (had, has) = (&lineage.disk, disk.and_then(|identity| device::disk_id(identity.dev)));
+    if options.adopt || (had.is_some() && *had == has) {
+        return Ok(());
+    }
+    if let (Some(had), Some(has)) = (had, &has) {
+        return Err(ReplicaError::Refused(format!(
+            "{} holds the state of a replica on the disk {had}, and {} is the disk {has}: attach that one, give this one a \
+             folder of its own with --journal-dir, or pass --adopt to \"dsync sync\", which overwrites {1} with a replica",
+            folder.display(),
+            path.display()
+        )));
+    }
+    if lineage.path != path && lineage.path.exists() {
+        return Err(ReplicaError::Refused(format!(
+            "{} holds the state of another replica, {}: give one of its own with --journal-dir",
+            folder.display(),
+            lineage.path.display()
+        )));
+    }
+    Ok(())
+}

@@ -1,0 +1,205 @@
+//! Opening a replica: taking it for this process alone, and deciding what a destination without a lineage is.
+
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+
+use device::{Folder, FolderLock};
+use rustix::fs::FileType;
+
+use crate::destination::{Destination, DeviceDestination, FileDestination, Name};
+use crate::error::{ReplicaError, Result, io_error};
+use crate::foreign::covered;
+use crate::journal::{ARRIVING, WHOLE};
+use crate::lineage::{Lineage, Stamp};
+use crate::locate::{locate, moved_from, name_after_disk, refuse_others_state};
+use crate::note::{self, WRITTEN};
+use crate::options::Options;
+use crate::replica::{Replica, SAVE_BYTES};
+use crate::status::Status;
+
+impl Replica {
+    /// Opens the replica at `path`, or the place for one. Finishes or undoes what a crash left; [`Status::recovered`] tells.
+    ///
+    /// # Errors
+    /// Refused if somebody else uses it, if it is no replica and is not to be adopted or replaced, if it was changed by
+    /// others, or if a delta is there that can neither be finished nor dropped.
+    pub fn open(path: &Path, options: &Options) -> Result<Replica> {
+        let (path, kind, folder_path) = locate(path, options)?;
+        match kind {
+            None | Some(FileType::RegularFile | FileType::BlockDevice) => {}
+            Some(_) => {
+                return Err(ReplicaError::Refused(format!(
+                    "{} is neither a file nor a block device: give one of these",
+                    path.display()
+                )));
+            }
+        }
+        let device = kind == Some(FileType::BlockDevice);
+        let folder_path = if device { name_after_disk(folder_path, &path, options)? } else { folder_path };
+        // What is refused leaves no folder behind.
+        if kind.is_some() && !device && !options.adopt && !options.replace && !folder_path.exists() {
+            return Err(moved_from(&path, &folder_path).unwrap_or(ReplicaError::NotAReplica(path)));
+        }
+        let folder = device::Dir::open(&folder_path).map_err(io_error("make", &folder_path))?;
+        let lock = match FolderLock::of(&folder).map_err(io_error("lock", &folder_path))? {
+            Ok(lock) => lock,
+            Err(holder) => return Err(ReplicaError::Busy { path, holder }),
+        };
+        let opened = (|| {
+            if let Some(lineage) = Lineage::load(&folder)? {
+                refuse_others_state(&lineage, &path, &folder_path, options)?;
+            }
+            if let Some(user) = kind.and_then(|_| device::in_use(&path)) {
+                return Err(ReplicaError::Busy { path: path.clone(), holder: user });
+            }
+            let image =
+                kind.map(|_| device::lock_image(&path, device::Access::Write)).transpose().or_else(|e| {
+                    // A file system without locks can't tell of others, and can't be asked.
+                    if e.kind() == device::DeviceErrorKind::Unsupported { Ok(None) } else { Err(e) }
+                })?;
+            let destination: Box<dyn Destination> = if device {
+                Box::new(DeviceDestination::new(path.clone())?)
+            } else {
+                Box::new(FileDestination::new(path.clone()).map_err(io_error("open the folder of", &path))?)
+            };
+            if !folder.is_at_path().map_err(io_error("look at", &folder_path))? {
+                return Err(covered(&path));
+            }
+            let mut replica = Replica::begin(destination, Box::new(folder), options)?;
+            replica.image = image;
+            Ok(replica)
+        })();
+        match opened {
+            Ok(mut replica) => {
+                replica.lock = Some(lock);
+                Ok(replica)
+            }
+            Err(e) => {
+                lock.remove();
+                Err(e)
+            }
+        }
+    }
+
+    /// Opens what is at a place, with its state in `folder`. Takes no lock.
+    ///
+    /// # Errors
+    /// As for [`Replica::open`].
+    #[doc(hidden)]
+    pub fn begin(
+        destination: Box<dyn Destination>,
+        folder: Box<dyn Folder>,
+        options: &Options,
+    ) -> Result<Replica> {
+        let lineage = Lineage::load(&*folder)?;
+        let mut replica = Replica {
+            destination,
+            folder: folder.into(),
+            kept: lineage.is_some(),
+            status: Status::nothing(),
+            lineage: lineage.unwrap_or_else(Lineage::new),
+            journal: None,
+            adopt: options.adopt,
+            replace: options.replace,
+            create: options.create,
+            gone: false,
+            doubt: options.doubt,
+            changed: None,
+            noticed: AtomicBool::new(false),
+            left: None,
+            working: None,
+            half_done: false,
+            expected: 0,
+            save_bytes: SAVE_BYTES,
+            recovered: Vec::new(),
+            lock: None,
+            image: None,
+        };
+        if replica.kept {
+            replica.changed = replica.lineage.foreign.then_some(WRITTEN);
+            replica.refuse_promoted()?;
+            replica.recover()?;
+        } else {
+            replica.first()?;
+        }
+        if replica.left.is_none() {
+            replica.leave()?;
+        }
+        replica.refresh()?;
+        Ok(replica)
+    }
+
+    /// A place without a lineage.
+    fn first(&mut self) -> Result<()> {
+        // They belong to nothing.
+        for name in [ARRIVING, WHOLE, note::NAME] {
+            self.remove(name)?;
+        }
+        self.remove_unclaimed()?;
+        let Some(stamp) = self.stamp(Name::Final)? else { return Ok(()) };
+        if self.adopt {
+            return self.take(stamp);
+        }
+        let free = self.replace || (self.destination.is_device() && self.is_blank()?);
+        if free { Ok(()) } else { Err(ReplicaError::NotAReplica(self.destination.path().to_path_buf())) }
+    }
+
+    /// True if a device bears nothing that anybody would miss: its first and last MiB are zeroes.
+    fn is_blank(&self) -> Result<bool> {
+        let disk = self.destination.open(Name::Final)?;
+        let len = disk.len().min(1 << 20);
+        let mut buf = device::Buf::new(len as usize);
+        for offset in [0, disk.len() - len] {
+            // Sector by sector, so that one that can't be read is named.
+            for (at, sector) in (offset..).step_by(4096).zip(buf.chunks_mut(4096)) {
+                let read = disk.read_at(at, sector).map_err(|e| device::unreadable(at, e));
+                read.map_err(io_error("read", self.destination.path()))?;
+            }
+            if buf.iter().any(|b| *b != 0) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Takes what stands there as something of which nothing is known.
+    pub(crate) fn take(&mut self, stamp: Stamp) -> Result<()> {
+        let partial = self.writes_to() == Name::Temporary;
+        (self.journal, self.changed, self.noticed) = (None, None, AtomicBool::new(false));
+        self.lineage = Lineage { size: stamp.size, stamp: Some(stamp), ..Lineage::new() };
+        // Without its journal, what was half merged is no longer what the lineage said, even if the adoption comes to nothing.
+        let names = self.folder.list().map_err(io_error("look into", self.folder.path()))?;
+        if std::mem::take(&mut self.kept) && names.iter().any(|name| name == WHOLE) {
+            self.store()?;
+        }
+        for name in [ARRIVING, WHOLE, note::NAME] {
+            self.remove(name)?;
+        }
+        if partial {
+            self.remove_partial()?;
+        }
+        Ok(())
+    }
+
+    /// What dsync's own server or tracker let others write is nobody else's, and nothing is merged over it unasked.
+    fn refuse_promoted(&mut self) -> Result<()> {
+        if self.lineage.promoted.is_some() {
+            self.changed = Some("dsync served it or followed it for writing");
+        }
+        if self.doubt { Ok(()) } else { self.mergeable() }
+    }
+
+    /// Fails if dsync let others write to it since the last commit, and it was not opened to be adopted. To be asked before a
+    /// delta is taken where [`Options::doubt`] let that pass: doubt is for looking.
+    ///
+    /// # Errors
+    /// [`ReplicaError::Promoted`].
+    pub fn mergeable(&self) -> Result<()> {
+        let Some(promoted) = self.lineage.promoted.filter(|_| !self.adopt) else { return Ok(()) };
+        let at = match (self.lineage.epoch, self.lineage.source) {
+            (Some(epoch), Some(source)) => format!("epoch {} of source {source}", epoch.number),
+            _ => "a copy that was not complete".into(),
+        };
+        Err(ReplicaError::Promoted { path: self.path().to_path_buf(), promoted: promoted.said(), at })
+    }
+}

@@ -1,0 +1,20 @@
+//! How a replica is opened.
+
+use std::path::PathBuf;
+
+/// How to open a replica.
+#[derive(Debug, Clone, Default)]
+pub struct Options {
+    /// The folder of the replica's state. Without it: `.NAME.dsync/` beside a file, one within `devices` for a device.
+    pub folder: Option<PathBuf>,
+    /// Where the folders of replicas on devices are, usually in the state directory; each is named after its disk.
+    pub devices: PathBuf,
+    /// Take what stands there, replica or not, as something that a compare will prove.
+    pub adopt: bool,
+    /// Let a seed take the place of what stands there.
+    pub replace: bool,
+    /// Let a seed begin another replica where the file of one is gone.
+    pub create: bool,
+    /// Let it pass that others changed the destination, which [`Status::changed`] then says: only a compare fits it.
+    pub doubt: bool,
+}

@@ -1,0 +1,348 @@
+//! A delta on its way to the destination, or to the file that will replace it.
+
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use delta::{Frame, Header, Method};
+use device::Disk;
+use uuid::Uuid;
+
+use super::{Sink, Stop};
+use crate::apply::Applier;
+use crate::copies::{Copies, Written};
+use crate::destination::Name;
+use crate::error::{INTERRUPTED, ReplicaError, Result, disk_error};
+use crate::journal::{self, ARRIVING, kept};
+use crate::lineage::{Lineage, Position, State, Step, StepKind, Toward, known, reached, whole_blocks};
+use crate::note::{self, Keeping};
+use crate::replica::Replica;
+
+/// How much time may pass before what has come is made durable: as much is sent again after a crash.
+const SAVE_TIME: Duration = Duration::from_secs(2);
+
+/// A delta on its way to the destination, or to what will take its place.
+pub(super) struct Direct {
+    disk: Arc<dyn Disk>,
+    applier: Applier,
+    /// For a delta that copies.
+    copies: Option<Copies>,
+    /// For one whose records stand in no order, as it is made where it reads: nothing can be said of how far it is.
+    written: Option<Written>,
+    /// Where the records of one that ascends have come.
+    end: u64,
+    /// Where the place stood before.
+    base: Vec<Position>,
+    saved: Instant,
+    saved_bytes: u64,
+}
+
+impl Replica {
+    pub(super) fn seed(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
+        if self.gone && !self.create {
+            return Err(ReplicaError::Away(format!(
+                "the file of replica {} is gone: bring it back, or pass --create to begin a new replica there",
+                self.path().display()
+            )));
+        }
+        self.drop_journal()?;
+        if self.gone {
+            for name in [journal::WHOLE, note::NAME] {
+                self.remove(name)?;
+            }
+            self.gone = false;
+        }
+        if self.writes_to() == Name::Temporary {
+            self.remove_partial()?;
+        }
+        // Nothing of an old replica is worth anything from here on; where one is replaced, it stays until the rename.
+        let lineage = Lineage::new();
+        if self.destination.is_device() {
+            self.lineage = lineage;
+            return self.begin_step(StepKind::InPlace, Vec::new(), toward, header, false);
+        }
+        // A replica of nothing is an empty file, and ours.
+        let ours = self.replace || self.lineage.epoch.is_some();
+        let replaces = ours && self.stamp(Name::Final)?.is_some();
+        let inode = self.create()?;
+        self.lineage = lineage;
+        self.begin_step(StepKind::NewFile { inode, replaces }, Vec::new(), toward, header, true)
+    }
+
+    fn create(&self) -> Result<u64> {
+        // Without its name, what comes could not be gone on from after a power cut.
+        match self.destination.create().and_then(|inode| self.destination.sync().map(|()| inode)) {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+                let mut name = self.destination.path().as_os_str().to_owned();
+                name.push(".partial");
+                Err(ReplicaError::PartialTaken(name.into()))
+            }
+            other => {
+                other.map_err(disk_error("make an unfinished copy of", self.destination.path(), INTERRUPTED))
+            }
+        }
+    }
+
+    pub(super) fn in_place(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
+        self.untouched()?;
+        let base = while_made(header, self.positions());
+        let sink = self.begin_step(StepKind::InPlace, base, toward, header, false)?;
+        self.take_journal(sink, toward, header)
+    }
+
+    pub(super) fn reflink(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
+        let path = self.destination.path().to_path_buf();
+        if self.destination.is_device() || self.lineage.step.is_some() {
+            let why =
+                if self.destination.is_device() { "is a device" } else { "has an in-place commit under way" };
+            return Err(ReplicaError::Refused(format!(
+                "{} {why}, so it can't be committed by reflink: use --commit journal",
+                path.display()
+            )));
+        }
+        // What others wrote must not get into the clone.
+        self.untouched()?;
+        let base = self.positions();
+        let inode = self.create()?;
+        // The intent first, so that a crash leaves nothing that nobody knows. It says what the clone holds once that is
+        // durable.
+        let begun = self.step(StepKind::Clone { inode }, Vec::new(), toward);
+        let cloned = begun.and_then(|()| self.clone_final());
+        let made =
+            cloned.and_then(|()| self.direct(Name::Temporary, Name::Final, base, toward, header, false));
+        let begun = made.and_then(|sink| self.take_journal(sink, toward, header));
+        if begun.is_err() {
+            self.drop_unknown_clone()?;
+        }
+        begun
+    }
+
+    /// Drops a clone of which nobody knows what it holds: it was never made durable, or not even cloned.
+    pub(super) fn drop_unknown_clone(&mut self) -> Result<()> {
+        let unknown = |step: &Step| matches!(step.kind, StepKind::Clone { .. }) && step.positions.is_empty();
+        if self.lineage.step.as_ref().is_some_and(unknown) {
+            self.remove_partial()?;
+            self.lineage.step = None;
+            self.store()?;
+            self.refresh()?;
+        }
+        Ok(())
+    }
+
+    fn clone_final(&self) -> Result<()> {
+        let path = self.destination.path();
+        self.destination.clone_final().map_err(|e| {
+            match e.raw_os_error().map(rustix::io::Errno::from_raw_os_error) {
+                Some(
+                    rustix::io::Errno::OPNOTSUPP
+                    | rustix::io::Errno::NOTTY
+                    | rustix::io::Errno::INVAL
+                    | rustix::io::Errno::XDEV,
+                ) => ReplicaError::Refused(format!(
+                    "the file system of {} can't clone files ({e}), XFS and Btrfs can: use --commit journal",
+                    path.display()
+                )),
+                _ => disk_error("clone", path, INTERRUPTED)(e),
+            }
+        })
+    }
+
+    /// Goes on with NAME.partial.
+    pub(super) fn go_on(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
+        let Some(step) = self.lineage.step.clone() else { return Ok(Sink::Closed) };
+        let base = while_made(header, step.positions);
+        let sink = self.begin_step(step.kind, base, toward, header, false)?;
+        self.take_journal(sink, toward, header)
+    }
+
+    /// Writes down what is about to happen, durably.
+    fn step(&mut self, kind: StepKind, positions: Vec<Position>, toward: &Toward) -> Result<()> {
+        if kind == StepKind::InPlace {
+            self.lineage.state = State::Incomplete;
+        }
+        let step = Step { kind, nonce: Uuid::new_v4(), positions, toward: *toward, finished: false };
+        self.lineage.step = Some(step);
+        self.store()
+    }
+
+    fn begin_step(
+        &mut self,
+        kind: StepKind,
+        base: Vec<Position>,
+        toward: &Toward,
+        header: &Header,
+        blank: bool,
+    ) -> Result<Sink> {
+        if kind == StepKind::InPlace {
+            // Without a note, what is written next could not be told from others' writes after a kill.
+            self.reserve_note()?;
+        }
+        self.step(kind, base.clone(), toward)?;
+        self.direct(self.writes_to(), self.writes_to(), base, toward, header, blank)
+    }
+
+    /// Begins to write to one place what is copied from one.
+    fn direct(
+        &mut self,
+        name: Name,
+        copied: Name,
+        base: Vec<Position>,
+        toward: &Toward,
+        header: &Header,
+        blank: bool,
+    ) -> Result<Sink> {
+        let keeping = if name == Name::Final { self.work(true)? } else { Keeping::default() };
+        let failed = |what| disk_error(what, self.destination.path(), INTERRUPTED);
+        let disk = self.destination.open(name)?;
+        if !self.destination.is_device() && disk.len() < toward.size {
+            disk.resize(toward.size).map_err(failed("grow"))?;
+        }
+        let rolling = header.method == Method::Rolling;
+        let written = (rolling && copied == name).then(Written::default);
+        let copies = match rolling {
+            true if copied == name => Some(Copies::new(&disk).map_err(failed("open"))?),
+            true => {
+                let copies = Copies::new(&self.destination.open(copied)?).map_err(failed("open"))?;
+                Some(copies.sharing(self.destination.sharing()))
+            }
+            false => None,
+        };
+        let applier = match written {
+            Some(_) => Applier::scattered(disk.clone()),
+            None => Applier::new(disk.clone(), kept(header, &base), blank),
+        };
+        let mut applier = applier.map_err(failed("open"))?;
+        applier.keep(keeping);
+        Ok(Sink::Direct(Box::new(Direct {
+            disk,
+            applier,
+            copies,
+            written,
+            base,
+            end: 0,
+            saved: Instant::now(),
+            saved_bytes: 0,
+        })))
+    }
+
+    /// Brings what the delta goes on from out of the journal to where the delta goes itself, and drops any other.
+    fn take_journal(&mut self, mut sink: Sink, toward: &Toward, header: &Header) -> Result<Sink> {
+        let held = self.journal.take().filter(|_| header.resumes.is_some());
+        if let (Some(contents), Sink::Direct(direct)) = (held, &mut sink) {
+            let failed = |what| disk_error(what, self.destination.path(), INTERRUPTED);
+            let longest = contents.segments.iter().map(|s| s.header.size_after).max().unwrap_or(0);
+            if !self.destination.is_device() && direct.disk.len() < longest {
+                direct.disk.resize(longest).map_err(failed("grow"))?;
+            }
+            let mut positions = direct.base.clone();
+            journal::replay(
+                &*self.folder,
+                ARRIVING,
+                &contents,
+                &mut direct.applier,
+                &mut positions,
+                failed("write to"),
+            )?;
+            direct.base = contents.positions(&direct.base);
+            direct.applier.rewind(kept(header, &direct.base)).map_err(failed("write to"))?;
+            direct.save(self, toward)?;
+        }
+        self.drop_journal()?;
+        Ok(sink)
+    }
+}
+
+impl Direct {
+    /// Makes what has come durable if much has, or not for a while.
+    pub(super) fn save_now_and_then(&mut self, replica: &mut Replica, toward: &Toward) -> Result<()> {
+        let much = self.applier.written - self.saved_bytes >= replica.save_bytes;
+        if much || self.saved.elapsed() >= SAVE_TIME { self.save(replica, toward) } else { Ok(()) }
+    }
+
+    /// Makes what has come durable, and says so in the lineage.
+    fn save(&mut self, replica: &mut Replica, toward: &Toward) -> Result<()> {
+        let upto = whole_blocks(self.applier.position(), toward.block_size, toward.size);
+        self.applier.flush().map_err(disk_error("flush", replica.destination.path(), INTERRUPTED))?;
+        (self.saved, self.saved_bytes) = (Instant::now(), self.applier.written);
+        if self.written.is_some() {
+            return Ok(());
+        }
+        // What is lacking was left out below that, too.
+        let upto = if toward.lacking { 0 } else { upto };
+        let positions = reached(&self.base, toward.epoch, upto, toward.size);
+        match &mut replica.lineage.step {
+            Some(step) if step.positions != positions => step.positions = positions,
+            _ => return Ok(()),
+        }
+        replica.store()
+    }
+}
+
+impl Direct {
+    /// Applies a frame; without one, all that is left of those before.
+    pub(super) fn frame(&mut self, frame: Option<Frame>) -> std::result::Result<(), Stop> {
+        let all = frame.is_none();
+        let Some(copies) = &mut self.copies else {
+            return frame.map_or(Ok(()), |frame| self.applier.frame(frame)).map_err(Stop::Disk);
+        };
+        for record in frame.iter().flat_map(|frame| &frame.records) {
+            let fits = match &mut self.written {
+                Some(written) => written.add(record),
+                None if record.offset() >= std::mem::replace(&mut self.end, record.end()) => Ok(()),
+                None => Err(format!("it writes byte {} in no order", record.offset())),
+            };
+            fits.map_err(Stop::Delta)?;
+        }
+        if let Some(frame) = frame {
+            copies.push(frame);
+        }
+        while let Some(frame) = copies.next(all)? {
+            self.applier.frame_of_copies(frame).map_err(Stop::Disk)?;
+        }
+        Ok(())
+    }
+
+    /// Commits the delta, once its trailer was taken. Returns the bytes written and read.
+    pub(super) fn finish(self, replica: &mut Replica, toward: &Toward) -> Result<(u64, u64)> {
+        let Direct { disk, mut applier, copies, .. } = self;
+        let size = toward.size;
+        {
+            let failed = |what| disk_error(what, replica.destination.path(), INTERRUPTED);
+            applier.finish(size).map_err(failed("write to"))?;
+            if !replica.destination.is_device() && disk.len() != size {
+                disk.resize(size).map_err(failed("cut"))?;
+            }
+            applier.flush().map_err(failed("flush"))?;
+        }
+        let counts = (applier.written, applier.read + copies.as_ref().map_or(0, |c| c.read));
+        drop((applier, copies, disk));
+        replica.commit_step(toward)?;
+        Ok(counts)
+    }
+
+    /// Keeps what has come of a delta that was cut off.
+    pub(super) fn keep(mut self, replica: &mut Replica, toward: &Toward) -> Result<()> {
+        let drained = self.applier.drain();
+        // Nothing but its own writes may be taken for the destination's.
+        let whole = replica.writes_to() == Name::Final;
+        let saved = match self.applier.has_forgotten() {
+            true => replica.drop_unknown_clone(),
+            false => self.save(replica, toward),
+        };
+        if whole {
+            replica.rest()?;
+        }
+        saved?;
+        drained.map_err(disk_error("write to", replica.destination.path(), INTERRUPTED))
+    }
+}
+
+/// The positions of what a delta changes while that is under way. One that copies within the same place leaves nothing of
+/// which anybody could say what it holds.
+fn while_made(header: &Header, positions: Vec<Position>) -> Vec<Position> {
+    if header.method != Method::Rolling {
+        return positions;
+    }
+    let upto = known(&positions).max(header.size_before).max(header.size_after);
+    vec![Position { epoch: None, upto }]
+}

@@ -1,0 +1,206 @@
+//! A delta on its way to the journal.
+
+use std::io;
+
+use delta::{Decoder, Encoder, Event, Frame, Header, Method, Unit};
+
+use super::{Sink, Stop};
+use crate::copies::Copies;
+use crate::error::{ReplicaError, Result, disk_error, io_error};
+use crate::holes::Holes;
+use crate::journal::{ARRIVING, Contents, Growing, Segment, Target, kept};
+use crate::lineage::Toward;
+use crate::replica::Replica;
+
+/// A delta on its way to the journal.
+pub(super) struct ToJournal {
+    file: Growing,
+    /// What the journal held before.
+    before: Contents,
+    /// Bytes of it that are in order.
+    bytes: u64,
+    /// Holes of the destination that the delta will fill.
+    holes: Option<Holes>,
+    /// For a delta that copies.
+    rolling: Option<Box<Resolved>>,
+}
+
+/// A delta whose copies are read before it goes to the journal: what lies there is one that was found by comparing, and may
+/// be merged again and again.
+struct Resolved {
+    copies: Copies,
+    header: Header,
+    /// `None` after the trailer.
+    encoder: Option<Encoder>,
+    /// What the encoder said last.
+    frames: u64,
+    upto: u64,
+    digest: [u8; 32],
+}
+
+impl Replica {
+    /// The journal can't be written, so it goes. Where space is short, others need that too; and after a failed sync the
+    /// system forgets what it could not write, so that a later sync succeeds over a journal that is not there.
+    pub(super) fn journal_failed(&mut self, error: io::Error) -> ReplicaError {
+        self.half_done = self.drop_journal().is_err();
+        let state = "the replica is unchanged, and what had come of the delta is dropped";
+        disk_error("write the journal", &self.folder.path().join(ARRIVING), state)(error)
+    }
+
+    pub(super) fn journal_sink(&mut self, header: &Header, raw: &[u8]) -> Result<Sink> {
+        let path = self.folder.path().join(ARRIVING);
+        let place = format!("for the journal {}", path.display());
+        if let Some(free) = self.folder.free().filter(|free| *free < self.expected) {
+            let state = "the replica is unchanged";
+            return Err(ReplicaError::Full { place, missing: Some(self.expected - free), state });
+        }
+        if !self.kept {
+            // What was adopted: its journal means nothing without the state it is bound to.
+            self.store()?;
+        }
+        self.reserve().inspect_err(|_| drop(self.drop_journal()))?;
+        let before = match header.resumes {
+            Some(_) => self.journal.take().unwrap_or_default(),
+            None => {
+                self.journal = None;
+                Contents::default()
+            }
+        };
+        let (mut own, mut rolling) = (Vec::new(), None);
+        if header.method == Method::Rolling {
+            let (resolved, unit) = self.resolved(header)?;
+            delta::Writer::new(&mut own)
+                .unit(&unit)
+                .map_err(|e| ReplicaError::Delta { path: self.path().to_path_buf(), error: e.to_string() })?;
+            rolling = Some(Box::new(resolved));
+        }
+        let raw = if rolling.is_some() { &own } else { raw };
+        let begun = Growing::open(&*self.folder, before.bytes).and_then(|mut file| {
+            io::Write::write_all(&mut file, raw)?;
+            Ok(file)
+        });
+        let file = begun.map_err(|e| self.journal_failed(e))?;
+        let holes = match before.bytes {
+            0 => self.holes(0)?,
+            _ => self.holes_of(ARRIVING, &before)?,
+        };
+        let mut sink = ToJournal { file, bytes: before.bytes, before, holes, rolling };
+        if let Some(holes) = &mut sink.holes {
+            let known = kept(header, &sink.before.positions(&self.positions()));
+            holes.rewind(known).map_err(io_error("look for holes in", self.path()))?;
+        }
+        Ok(Sink::Journal(Box::new(sink)))
+    }
+
+    /// Reads the copies of a delta from the destination, and begins the delta that holds them as data.
+    fn resolved(&self, header: &Header) -> Result<(Resolved, Unit)> {
+        let header = Header { method: Method::Compare, ..header.clone() };
+        let (encoder, unit) = Encoder::new(&header, None)
+            .map_err(|e| ReplicaError::Delta { path: self.path().to_path_buf(), error: e.to_string() })?;
+        let copies = Copies::new(&self.content()?).map_err(io_error("open", self.destination.path()))?;
+        let digest = encoder.digest();
+        Ok((Resolved { copies, header, encoder: Some(encoder), frames: 0, upto: 0, digest }, unit))
+    }
+}
+
+/// Looks for holes that a frame will fill.
+fn look(holes: &mut Option<Holes>, frame: &Frame) -> std::result::Result<(), Stop> {
+    holes.as_mut().map_or(Ok(()), |holes| holes.records(&frame.records)).map_err(Stop::Disk)
+}
+
+impl ToJournal {
+    /// Takes a unit, and shows its frame.
+    pub(super) fn unit(
+        &mut self,
+        unit: Unit,
+        decoder: &mut Decoder,
+        seen: impl FnOnce(&Frame),
+    ) -> std::result::Result<(), Stop> {
+        let Some(rolling) = &mut self.rolling else {
+            self.file.unit(&unit).map_err(Stop::Journal)?;
+            if let Event::Frame(frame) = decoder.push(unit)? {
+                seen(&frame);
+                look(&mut self.holes, &frame)?;
+            }
+            self.bytes = self.file.len();
+            return Ok(());
+        };
+        let whole = match decoder.push(unit)? {
+            Event::Frame(frame) => {
+                seen(&frame);
+                rolling.copies.push(frame);
+                false
+            }
+            _ => true,
+        };
+        while let Some(frame) = rolling.copies.next(whole)? {
+            let Some(encoder) = &mut rolling.encoder else { break };
+            look(&mut self.holes, &frame)?;
+            self.file.unit(&encoder.frame(frame)?).map_err(Stop::Journal)?;
+            (rolling.frames, rolling.upto) = (encoder.frames(), encoder.end());
+            rolling.digest = encoder.digest();
+            self.bytes = self.file.len();
+        }
+        if let Some(encoder) = rolling.encoder.take_if(|_| whole) {
+            self.file.unit(&encoder.trailer()).map_err(Stop::Journal)?;
+            self.bytes = self.file.len();
+        }
+        Ok(())
+    }
+
+    /// Commits the delta, once its trailer was taken. Returns the bytes written and read.
+    pub(super) fn finish(
+        self,
+        replica: &mut Replica,
+        decoder: &Decoder,
+        toward: &Toward,
+    ) -> Result<(u64, u64)> {
+        let bytes = self.file.len() - self.before.bytes;
+        let contents = self.contents(decoder, true);
+        let copied = self.rolling.as_ref().map_or(0, |r| r.copies.read);
+        replica.untouched()?;
+        if replica.has(toward.stream) {
+            // Merged again and cut off there, nobody could tell that it was.
+            replica.drop_journal()?;
+            return Ok((bytes, copied));
+        }
+        let state = "the replica is unchanged, and what had come of the delta is dropped";
+        if let Err(e) = replica.make_room(self.holes, false, state) {
+            // Where room is short, the journal's is needed too.
+            replica.half_done = replica.drop_journal().is_err();
+            return Err(e);
+        }
+        replica.note_compared()?;
+        if let Err(e) = self.file.close(&*replica.folder) {
+            return Err(replica.journal_failed(e));
+        }
+        let (written, read) = replica.merge(&[contents])?;
+        Ok((bytes + written, copied + read))
+    }
+
+    /// Keeps what has come of a delta that was cut off.
+    pub(super) fn keep(mut self, replica: &mut Replica, decoder: &Decoder) -> Result<()> {
+        let contents = self.contents(decoder, decoder.is_complete());
+        if let Err(e) = self.file.keep() {
+            return Err(replica.journal_failed(e));
+        }
+        replica.journal = (!contents.segments.is_empty()).then_some(contents);
+        Ok(())
+    }
+
+    /// What the journal holds with what has come of this delta.
+    fn contents(&self, decoder: &Decoder, whole: bool) -> Contents {
+        let mut contents = self.before.clone();
+        let segment = match &self.rolling {
+            Some(r) => Some((&r.header, r.frames, r.upto, r.digest)),
+            None => decoder.header().map(|h| (h, decoder.frames(), decoder.end(), decoder.digest())),
+        };
+        let segment = segment.filter(|(header, frames, ..)| (*frames > 0 && !header.lacking) || whole);
+        if let Some((header, frames, upto, digest)) = segment {
+            contents.segments.push(Segment { header: header.clone(), frames, upto, digest });
+            contents.bytes = self.bytes;
+        }
+        contents.whole = whole;
+        contents
+    }
+}

@@ -1,0 +1,296 @@
+//! Receiving a delta: to the journal, or straight to where it is written.
+
+use std::io;
+
+use delta::{Decoder, Epoch, Event, Header, Method, Unit};
+use serde::{Deserialize, Serialize};
+
+use crate::copies::Trouble;
+use crate::error::{INTERRUPTED, ReplicaError, Result, disk_error};
+use crate::journal::Contents;
+use crate::lineage::{Step, StepKind, Toward};
+use crate::replica::Replica;
+
+mod direct;
+mod journaled;
+
+use direct::Direct;
+use journaled::ToJournal;
+/// How a delta becomes part of a replica. A seed goes to NAME.partial, or in place on a device, whatever is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Commit {
+    /// Stored in the journal as it arrives, merged once it is whole.
+    #[default]
+    Journal,
+    /// Written to the destination as it arrives, which is incomplete meanwhile.
+    InPlace,
+    /// Written to a clone (XFS, Btrfs), which takes the destination's place at the end.
+    Reflink,
+}
+
+/// What a commit did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Committed {
+    /// Where the replica stands.
+    pub epoch: Epoch,
+    /// Bytes written, to the journal and to the destination.
+    pub bytes_written: u64,
+    /// Bytes of the destination read, to be copied or to fill the gaps of what was written whole.
+    pub bytes_read: u64,
+}
+
+/// A delta being received. Dropped before [`DeltaReceiver::finish`], it keeps what has come, as [`DeltaReceiver::keep`] does.
+pub struct DeltaReceiver<'a> {
+    replica: &'a mut Replica,
+    decoder: Decoder,
+    toward: Toward,
+    sink: Sink,
+    /// A unit could not be taken: none that follows is, and nothing is committed.
+    failed: bool,
+}
+
+enum Sink {
+    Journal(Box<ToJournal>),
+    Direct(Box<Direct>),
+    Closed,
+}
+
+impl Replica {
+    /// Begins to receive a delta by its header.
+    ///
+    /// # Errors
+    /// Refused if the delta does not fit what [`Replica::status`] says; then nothing was changed.
+    pub fn receive(&mut self, header: Unit, commit: Commit) -> Result<DeltaReceiver<'_>> {
+        self.sound()?;
+        self.drop_unknown_clone()?;
+        let wrong = |error: String| ReplicaError::Delta { path: self.path().to_path_buf(), error };
+        let mut raw = Vec::new();
+        delta::Writer::new(&mut raw).unit(&header).map_err(|e| wrong(e.to_string()))?;
+        let mut decoder = Decoder::new();
+        let header = match decoder.push(header) {
+            Ok(Event::Header(header)) => header,
+            Ok(_) => return Err(wrong("it does not begin with its header".into())),
+            Err(e) => return Err(wrong(e.to_string())),
+        };
+        let toward = self.toward(&header).ok_or_else(|| wrong("it names no epoch".into()))?;
+        if header.method == Method::Rolling && header.resumes.is_some() {
+            return Err(wrong("it copies, and goes on from another one".into()));
+        }
+        self.check_resume(&header)?;
+        let fit = self.check(&header);
+        if let (Err(_), Some(Step { kind: StepKind::Clone { .. }, .. })) = (&fit, &self.lineage.step) {
+            // It may fit what the clone was made from, which is as it was.
+            let step = self.lineage.step.take();
+            if let Err(e) = self.check(&header) {
+                self.lineage.step = step;
+                return Err(e);
+            }
+            self.remove_partial()?;
+            self.store()?;
+        } else {
+            fit?;
+        }
+        let seeds = header.is_seed() && header.resumes.is_none() && self.lineage.epoch != Some(toward.epoch);
+        let sink = match self.lineage.step.as_ref().map(|s| s.kind) {
+            _ if seeds => self.seed(&toward, &header)?,
+            Some(StepKind::NewFile { .. } | StepKind::Clone { .. }) => self.go_on(&toward, &header)?,
+            _ => match commit {
+                Commit::Journal => self.journal_sink(&header, &raw)?,
+                Commit::InPlace => self.in_place(&toward, &header)?,
+                Commit::Reflink => self.reflink(&toward, &header)?,
+            },
+        };
+        Ok(DeltaReceiver { replica: self, decoder, toward, sink, failed: false })
+    }
+
+    /// True if a delta that is committed this way is made where the destination's content lies, so that its copies must stand
+    /// in an order in which they can be made. Otherwise all deltas ascend.
+    pub fn is_in_place(&self, commit: Commit) -> bool {
+        match self.lineage.step.as_ref().map(|s| s.kind) {
+            Some(StepKind::NewFile { .. } | StepKind::Clone { .. }) => true,
+            Some(StepKind::InPlace) | None => commit == Commit::InPlace,
+        }
+    }
+
+    /// Whether what the delta goes on from is what the journal holds.
+    fn check_resume(&self, header: &Header) -> Result<()> {
+        let Some(resumes) = header.resumes else { return Ok(()) };
+        let held = self.journal.as_ref().and_then(Contents::resume);
+        if held == Some(resumes) {
+            return Ok(());
+        }
+        let has = match held {
+            Some(held) => format!("holds {} frames of an interrupted delta {}", held.frames, held.stream),
+            None => "holds no interrupted delta".into(),
+        };
+        let given = format!(
+            "the delta continues one of {} frames, {}: run \"dsync sync\" again",
+            resumes.frames, resumes.stream
+        );
+        Err(ReplicaError::WrongEpoch { path: self.path().to_path_buf(), has, given })
+    }
+
+    fn given_up(&self) -> ReplicaError {
+        ReplicaError::Delta { path: self.path().to_path_buf(), error: "it was given up".into() }
+    }
+}
+
+/// Why a delta can't be taken any further.
+enum Stop {
+    /// Something is wrong with it.
+    Delta(String),
+    /// The destination's disk has failed.
+    Disk(io::Error),
+    /// The journal has.
+    Journal(io::Error),
+}
+
+impl From<delta::Error> for Stop {
+    fn from(error: delta::Error) -> Stop {
+        Stop::Delta(error.to_string())
+    }
+}
+
+impl From<Trouble> for Stop {
+    fn from(trouble: Trouble) -> Stop {
+        match trouble {
+            Trouble::Disk(error) => Stop::Disk(error),
+            Trouble::Other { offset, from } => Stop::Delta(format!(
+                "what stands at byte {from} is not what it copies to byte {offset}: run \"dsync sync\" again"
+            )),
+        }
+    }
+}
+
+impl DeltaReceiver<'_> {
+    /// Takes the next unit.
+    ///
+    /// # Errors
+    /// What is wrong with the delta, or with the place it goes to. What came before is kept.
+    pub fn unit(&mut self, unit: Unit) -> Result<()> {
+        self.unit_seen(unit, |_| {})
+    }
+
+    /// The delta's header.
+    pub fn header(&self) -> Option<&Header> {
+        self.decoder.header()
+    }
+
+    /// Takes the next unit as [`DeltaReceiver::unit`] does, and shows a frame, verified, before it goes where it belongs.
+    ///
+    /// # Errors
+    /// As for [`DeltaReceiver::unit`].
+    pub fn unit_seen(&mut self, unit: Unit, seen: impl FnOnce(&delta::Frame)) -> Result<()> {
+        self.sound()?;
+        let taken = self.take(unit, seen);
+        self.failed = taken.is_err();
+        taken
+    }
+
+    fn sound(&self) -> Result<()> {
+        if !self.failed {
+            return Ok(());
+        }
+        let error = "what came before could not be taken".into();
+        Err(ReplicaError::Delta { path: self.replica.path().to_path_buf(), error })
+    }
+
+    fn take(&mut self, unit: Unit, seen: impl FnOnce(&delta::Frame)) -> Result<()> {
+        let path = self.replica.destination.path().to_path_buf();
+        let taken = match &mut self.sink {
+            Sink::Journal(journal) => journal.unit(unit, &mut self.decoder, seen),
+            Sink::Direct(direct) => (|| {
+                let frame = match self.decoder.push(unit)? {
+                    Event::Frame(frame) => {
+                        seen(&frame);
+                        Some(frame)
+                    }
+                    _ => None,
+                };
+                direct.frame(frame)
+            })(),
+            Sink::Closed => return Err(self.replica.given_up()),
+        };
+        match taken {
+            Ok(()) => {}
+            Err(Stop::Delta(error)) => return Err(ReplicaError::Delta { path, error }),
+            Err(Stop::Disk(e)) => {
+                let what = if self.decoder.header().is_some_and(|h| h.method == Method::Rolling) {
+                    "read or write"
+                } else {
+                    "write to"
+                };
+                return Err(disk_error(what, &path, INTERRUPTED)(e));
+            }
+            Err(Stop::Journal(e)) => {
+                self.sink = Sink::Closed;
+                return Err(self.replica.journal_failed(e));
+            }
+        }
+        if let Sink::Direct(direct) = &mut self.sink {
+            direct.save_now_and_then(self.replica, &self.toward)?;
+        }
+        Ok(())
+    }
+
+    /// Commits the delta, once its trailer was taken: durable when this returns.
+    ///
+    /// # Errors
+    /// If the trailer is missing, or the place it goes to fails. What came is kept, and finished or gone on from later.
+    pub fn finish(mut self) -> Result<Committed> {
+        self.sound()?;
+        if !self.decoder.is_complete() {
+            let error = delta::Error::NoTrailer { units: self.decoder.units() }.to_string();
+            return Err(ReplicaError::Delta { path: self.replica.path().to_path_buf(), error });
+        }
+        let replica = &mut *self.replica;
+        let (written, read) = match std::mem::replace(&mut self.sink, Sink::Closed) {
+            Sink::Journal(journal) => journal.finish(replica, &self.decoder, &self.toward)?,
+            Sink::Direct(direct) => direct.finish(replica, &self.toward)?,
+            Sink::Closed => return Err(replica.given_up()),
+        };
+        replica.refresh()?;
+        Ok(Committed { epoch: self.toward.epoch, bytes_written: written, bytes_read: read })
+    }
+
+    /// Ends a delta that was cut off: what has come is kept, and a next delta may go on from it.
+    ///
+    /// # Errors
+    /// If it can't be written down.
+    pub fn keep(mut self) -> Result<()> {
+        self.put_away()?;
+        self.replica.refresh()
+    }
+
+    /// The same at the end of a pass, behind which the delta of the cut comes. What was another source's replica is this one's
+    /// from here on, if the pass reached its end: only then may what comes go on from it.
+    ///
+    /// # Errors
+    /// If it can't be written down.
+    pub fn keep_pass(mut self) -> Result<()> {
+        self.put_away()?;
+        self.replica.refresh()?;
+        let (source, epoch, size) = (self.toward.source, self.toward.epoch, self.toward.size);
+        let first = self.replica.status().positions.first();
+        let whole = first.is_some_and(|p| p.epoch == Some(epoch) && p.upto >= size);
+        self.replica.follow(source, whole)
+    }
+
+    fn put_away(&mut self) -> Result<()> {
+        match std::mem::replace(&mut self.sink, Sink::Closed) {
+            Sink::Journal(journal) => journal.keep(self.replica, &self.decoder),
+            Sink::Direct(direct) => direct.keep(self.replica, &self.toward),
+            Sink::Closed => Ok(()),
+        }
+    }
+}
+
+impl Drop for DeltaReceiver<'_> {
+    fn drop(&mut self) {
+        // After an error; whoever wants to know calls `keep`.
+        let _ = self.put_away();
+        self.replica.working = None;
+        let _ = self.replica.refresh();
+    }
+}

@@ -1,0 +1,71 @@
+//! The status of a replica: what its source must know to find what it lacks.
+
+use delta::{Epoch, Resume};
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use crate::lineage::{Position, State};
+
+/// Where a replica stands: what its source must know to find what it lacks.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Status {
+    /// The source it follows. `None` if there is no replica yet, or an adopted file.
+    pub source: Option<Uuid>,
+    /// The epoch of the last commit. `None` before the first.
+    pub epoch: Option<Epoch>,
+    /// It is ahead of that epoch by batches of a mirror.
+    pub ahead: bool,
+    /// How far the destination may be trusted. Incomplete if there is none.
+    pub state: State,
+    /// Bytes as of the last commit; of an adopted file those it has; 0 before the first seed is committed.
+    pub size: u64,
+    /// The source's block size in bytes, as of the last commit.
+    pub block_size: u32,
+    /// Bytes that a device has room for. `None` for a file.
+    pub capacity: Option<u64>,
+    /// The parts of the replica, ascending, its journal counted. Empty if there is nothing yet.
+    pub positions: Vec<Position>,
+    /// Names this very state, for deltas that fit nothing else.
+    pub nonce: Uuid,
+    /// A step was begun and not finished: what continues it is bound to the nonce.
+    pub under_way: bool,
+    /// The interrupted delta in the journal. What goes on from it says so; anything else drops it.
+    pub resumes: Option<Resume>,
+    /// What opening the replica had to mend, for people to read.
+    pub recovered: Option<String>,
+    /// In what way others changed the destination since the last commit, where [`Options::doubt`] let it pass.
+    pub changed: Option<String>,
+}
+
+impl Status {
+    /// There is no replica.
+    pub fn nothing() -> Status {
+        Status {
+            source: None,
+            epoch: None,
+            ahead: false,
+            state: State::Incomplete,
+            size: 0,
+            block_size: 0,
+            capacity: None,
+            positions: Vec::new(),
+            nonce: Uuid::nil(),
+            under_way: false,
+            resumes: None,
+            recovered: None,
+            changed: None,
+        }
+    }
+
+    /// A replica that is exactly at an epoch of its source, whose disk then had `size` bytes.
+    pub fn at(source: Uuid, epoch: Epoch, size: u64) -> Status {
+        Status {
+            source: Some(source),
+            epoch: Some(epoch),
+            state: State::Exact,
+            size,
+            positions: vec![Position { epoch: Some(epoch), upto: size }],
+            ..Status::nothing()
+        }
+    }
+}
