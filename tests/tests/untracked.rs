@@ -175,7 +175,7 @@ fn stale_digests_are_never_used() {
         assert_eq!(number(&summary, "blocks_changed"), 1, "{what}: {summary}");
         scene.equal();
     }
-    // What is no file of digests is not written to.
+    // A file that is not a digest file is not written to.
     let letter = scene.site.path("letter");
     std::fs::write(&letter, "dear friend").expect("a file");
     let option = format!("--digests={}", letter.display());

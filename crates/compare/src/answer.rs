@@ -1,4 +1,4 @@
-//! The destination's side: saying what is there.
+//! The destination's side: reports digests of its blocks.
 
 use std::io;
 use std::ops::Range;
@@ -6,18 +6,18 @@ use std::sync::Arc;
 
 use device::Disk;
 
-use crate::reader::{Reader, Stretch};
+use crate::reader::{Chunk, Reader};
 use crate::scope::CHUNK;
-use crate::{Claim, DIGEST, Scope, in_order, workers};
+use crate::{DIGEST, DigestReport, Scope, in_order, workers};
 
-/// Says of every stretch of a scope what `disk` holds, in order.
+/// Reports the digests of the ranges of a scope on `disk`, in order.
 ///
 /// # Errors
-/// Those of the disk and of `say`; `InvalidData` for a scope that makes no sense.
+/// Those of the disk and of `say`; `InvalidData` for an invalid scope.
 pub fn answer(
     disk: &Arc<dyn Disk>,
     scope: &Scope,
-    mut say: impl FnMut(Claim, Vec<u8>) -> io::Result<()>,
+    mut say: impl FnMut(DigestReport, Vec<u8>) -> io::Result<()>,
 ) -> io::Result<()> {
     scope.check()?;
     let mut reader = Reader::new(disk, scope)?;
@@ -26,44 +26,44 @@ pub fn answer(
         workers(),
         move || reader.next(),
         || (),
-        |_, stretch| {
-            let (range, buf, bad) = match stretch {
-                Stretch::Hole(range) => return Ok(vec![(Claim::Zero(range), Vec::new())]),
-                Stretch::Data(range, buf, bad) => (range, buf, bad),
+        |_, chunk| {
+            let (range, buf, bad) = match chunk {
+                Chunk::Hole(range) => return Ok(vec![(DigestReport::Zero(range), Vec::new())]),
+                Chunk::Data(range, buf, bad) => (range, buf, bad),
             };
             let digests = |part: Range<u64>| {
                 let bytes = &buf[(part.start - range.start) as usize..(part.end - range.start) as usize];
                 let mut digests = Vec::with_capacity(bytes.len().div_ceil(block) * DIGEST);
                 bytes.chunks(block).for_each(|block| digests.extend(scope.hash.digest(block)));
-                (Claim::Digests(part), digests)
+                (DigestReport::Digests(part), digests)
             };
-            let mut claims = Vec::with_capacity(1);
+            let mut reports = Vec::with_capacity(1);
             let mut at = range.start;
             for bad in bad {
                 if bad.start > at {
-                    claims.push(digests(at..bad.start));
+                    reports.push(digests(at..bad.start));
                 }
                 at = bad.end;
-                claims.push((Claim::Unreadable(bad), Vec::new()));
+                reports.push((DigestReport::Unreadable(bad), Vec::new()));
             }
-            // What lies beyond the end of the disk belongs to the last block.
+            // What is beyond the end of the disk belongs to the last block.
             if at < range.end {
-                claims.push(digests(at..range.end));
+                reports.push(digests(at..range.end));
             }
-            Ok(claims)
+            Ok(reports)
         },
-        |claims| claims.into_iter().try_for_each(|(claim, digests)| say(claim, digests)),
+        |reports| reports.into_iter().try_for_each(|(report, digests)| say(report, digests)),
     )
 }
 
-/// The same from what `digests` knows of some blocks; the disk is not read.
+/// The same from known digests of blocks, without reading the disk.
 ///
 /// # Errors
-/// Those of both functions; `InvalidData` for a scope that makes no sense.
+/// Those of both functions; `InvalidData` for an invalid scope.
 pub fn answer_from(
     mut digests: impl FnMut(Range<u64>) -> io::Result<Vec<u8>>,
     scope: &Scope,
-    mut say: impl FnMut(Claim, Vec<u8>) -> io::Result<()>,
+    mut say: impl FnMut(DigestReport, Vec<u8>) -> io::Result<()>,
 ) -> io::Result<()> {
     scope.check()?;
     let block = u64::from(scope.block_size);
@@ -73,11 +73,11 @@ pub fn answer_from(
         while at < range.end {
             let end = ((at / CHUNK + 1) * CHUNK).min(range.end);
             let digests = digests(at / block..end.div_ceil(block))?;
-            // The last block may be short, and has another digest then.
+            // A short last block of zeroes has another digest.
             if end % block == 0 && digests.chunks(DIGEST).all(|digest| digest == zero) {
-                say(Claim::Zero(at..end), Vec::new())?;
+                say(DigestReport::Zero(at..end), Vec::new())?;
             } else {
-                say(Claim::Digests(at..end), digests)?;
+                say(DigestReport::Digests(at..end), digests)?;
             }
             at = end;
         }

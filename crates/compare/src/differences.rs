@@ -1,4 +1,4 @@
-//! The source's side: comparing what the other side says with what is here.
+//! The source's side: compares the peer's digests with its own blocks.
 
 use std::io;
 use std::ops::Range;
@@ -7,45 +7,45 @@ use std::sync::Arc;
 use device::{Buf, Disk};
 use extents::Bitmap;
 
-use crate::reader::{Reader, Stretch};
-use crate::scope::Account;
-use crate::{Claim, DIGEST, Scope, in_order, is_zero, workers};
+use crate::reader::{Chunk, Reader};
+use crate::scope::Coverage;
+use crate::{DIGEST, DigestReport, Scope, in_order, is_zero, workers};
 
-/// What a comparison comes upon, in order.
+/// A result of a comparison, in order of offset.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Finding<'a> {
-    /// The other side differs: this is what the source has.
+    /// The peer differs; the source has this data.
     Data {
-        /// Where, in bytes.
+        /// Offset in bytes.
         offset: u64,
-        /// What.
+        /// The source's data.
         data: &'a [u8],
     },
-    /// The other side differs: the source has zeroes.
+    /// The peer differs; the source has zeroes.
     Zero(Range<u64>),
-    /// The other side has the same; it was asked to be told because of what differs around it.
+    /// The peer has the same, but `widen` asked for it because of what differs around it.
     Between {
-        /// Where, in bytes.
+        /// Offset in bytes.
         offset: u64,
-        /// What both have: no zeroes.
+        /// What both have; not zeroes.
         data: &'a [u8],
     },
-    /// The source can't be read here: nobody knows whether the other side differs.
+    /// The source cannot be read here, so it is not known whether the peer differs.
     Unreadable(Range<u64>),
-    /// The other side can't be read here; what the source has was told before.
+    /// The peer cannot be read here; what the source has was reported before.
     UnreadableThere(Range<u64>),
-    /// All before this byte has been looked at; so many bytes were read for it since the last time.
+    /// All before the first number has been compared; the second is the bytes read since the last time.
     Upto(u64, u64),
 }
 
-/// What the other side says of a part of a stretch.
+/// What the peer reports of a range.
 enum Theirs {
     Zero,
     Digests(Vec<u8>),
     Unreadable,
 }
 
-/// A stretch of the source, and what is said of it, in parts.
+/// A chunk of the source, and what the peer reports of it.
 struct Work {
     range: Range<u64>,
     ours: Option<(Buf, Vec<Range<u64>>)>,
@@ -53,7 +53,7 @@ struct Work {
 }
 
 impl Work {
-    /// Where a range of the source lies in what was read of it.
+    /// The place of a range in the chunk's buffer.
     fn within(&self, range: &Range<u64>) -> Range<usize> {
         (range.start - self.range.start) as usize..(range.end - self.range.start) as usize
     }
@@ -68,29 +68,29 @@ enum Verdict {
     Unreadable,
 }
 
-/// Takes the other side's claims from `hear`, in order, compares them with `disk`, and hands what comes of it to `found`,
-/// ascending. `widen` is shown those blocks of a stretch, counted from its beginning, that are told as data, and may mark
-/// more: what of these is the same and not zero is told as [`Finding::Between`].
+/// Takes the peer's reports from `hear`, in order, compares them with `disk`, and passes the results to `found`, ascending.
+/// `widen` gets a map of the blocks of a chunk that differ and are data, and may mark more: those that are equal and not zero
+/// are passed on as [`Finding::Between`].
 ///
 /// # Errors
-/// Those of the disk and of both functions; `InvalidData` where the claims are not a gapless account of the scope.
+/// Those of the disk and of the functions; `InvalidData` if the reports do not cover the scope without a gap.
 pub fn differences(
     disk: &Arc<dyn Disk>,
     scope: &Scope,
     widen: impl Fn(&Bitmap) + Sync,
-    hear: impl FnMut() -> io::Result<Option<(Claim, Vec<u8>)>> + Send,
+    hear: impl FnMut() -> io::Result<Option<(DigestReport, Vec<u8>)>> + Send,
     mut found: impl FnMut(Finding<'_>) -> io::Result<()>,
 ) -> io::Result<()> {
     scope.check()?;
     if disk.len() < scope.size {
         return Err(io::Error::new(
             io::ErrorKind::UnexpectedEof,
-            format!("the source ends at byte {} and should have {}", disk.len(), scope.size),
+            format!("the source has {} bytes instead of {}", disk.len(), scope.size),
         ));
     }
     let mut pairing = Pairing {
         reader: Reader::new(disk, scope)?,
-        account: Account::new(scope),
+        coverage: Coverage::new(scope),
         hear,
         hole: 0..0,
         heard: None,
@@ -128,7 +128,7 @@ pub fn differences(
     )
 }
 
-/// The runs of a stretch, with what is told though it is the same.
+/// The runs of a chunk, with the equal blocks that `widen` asked for.
 fn widened(
     runs: Vec<(Range<u64>, Verdict)>,
     work: &Work,
@@ -139,31 +139,31 @@ fn widened(
         (range.start - work.range.start) / block..(range.end - work.range.start).div_ceil(block)
     };
     let told = runs.iter().filter(|(_, verdict)| *verdict == Verdict::Data);
-    // Nothing lies between less than two.
+    // Less than two runs have nothing between them.
     let Some((buf, _)) = work.ours.as_ref().filter(|_| told.clone().count() > 1) else { return runs };
     let map = Bitmap::new(blocks(&work.range).end);
     for (range, _) in told {
         map.set(blocks(range));
     }
     widen(&map);
-    let mut wider = Runs::default();
+    let mut widened_runs = Runs::default();
     for (range, verdict) in runs {
         if verdict != Verdict::Same {
-            wider.push(range, verdict);
+            widened_runs.push(range, verdict);
             continue;
         }
         for n in blocks(&range) {
             let start = work.range.start + n * block;
             let one = start..(start + block).min(range.end);
-            // Zeroes may be a hole there, and are to stay one.
+            // Zeroes may be a hole at the peer, and should stay one.
             let between = map.get(n) && !is_zero(&buf[work.within(&one)]);
-            wider.push(one, if between { Verdict::Between } else { Verdict::Same });
+            widened_runs.push(one, if between { Verdict::Between } else { Verdict::Same });
         }
     }
-    wider.0
+    widened_runs.0
 }
 
-/// Ranges with their verdicts; neighbours of the same verdict are joined.
+/// Ranges with their verdicts; adjacent ranges with the same verdict are joined.
 #[derive(Default)]
 struct Runs(Vec<(Range<u64>, Verdict)>);
 
@@ -176,14 +176,14 @@ impl Runs {
     }
 }
 
-/// Compares a stretch block by block, and joins neighbours of the same verdict.
+/// Compares a chunk block by block.
 fn compare(scope: &Scope, work: &Work, zero: &[u8]) -> Vec<(Range<u64>, Verdict)> {
     let block = u64::from(scope.block_size);
     let mut runs = Runs::default();
     let mut push = |range, verdict| runs.push(range, verdict);
     for (part, theirs) in &work.theirs {
         let Some((buf, bad)) = &work.ours else {
-            // A hole here: what is not zero there differs.
+            // A hole here: what is not zero at the peer differs.
             match theirs {
                 Theirs::Zero => push(part.clone(), Verdict::Same),
                 Theirs::Unreadable => push(part.clone(), Verdict::Zero),
@@ -238,38 +238,38 @@ fn compare(scope: &Scope, work: &Work, zero: &[u8]) -> Vec<(Range<u64>, Verdict)
     runs.0
 }
 
-/// Brings the stretches of this side and the claims of the other together.
+/// Pairs the chunks of this side with the peer's reports.
 struct Pairing<'a, H> {
     reader: Reader,
-    account: Account<'a>,
+    coverage: Coverage<'a>,
     hear: H,
-    /// What is left of a hole of this side.
+    /// The rest of a hole of this side.
     hole: Range<u64>,
-    /// What of the last claim belongs to later stretches.
+    /// The rest of the last report, for later chunks.
     heard: Option<(Range<u64>, Theirs)>,
     block: usize,
 }
 
-impl<H: FnMut() -> io::Result<Option<(Claim, Vec<u8>)>>> Pairing<'_, H> {
+impl<H: FnMut() -> io::Result<Option<(DigestReport, Vec<u8>)>>> Pairing<'_, H> {
     fn next(&mut self) -> io::Result<Option<Work>> {
         loop {
             if !self.hole.is_empty() {
-                // A hole of any length meets one claim at a time.
-                let (range, theirs) = self.claim(self.hole.end)?;
+                // A hole may span many reports.
+                let (range, theirs) = self.report(self.hole.end)?;
                 self.hole.start = range.end;
                 return Ok(Some(Work { range: range.clone(), ours: None, theirs: vec![(range, theirs)] }));
             }
             match self.reader.next()? {
-                None if self.account.due().is_none() => return Ok(None),
+                None if self.coverage.due().is_none() => return Ok(None),
                 None => return Err(io::Error::other("the disk ended before the comparison")),
-                Some(Stretch::Hole(range)) => self.hole = range,
-                Some(Stretch::Data(range, buf, bad)) => {
+                Some(Chunk::Hole(range)) => self.hole = range,
+                Some(Chunk::Data(range, buf, bad)) => {
                     let mut theirs = Vec::with_capacity(1);
                     let mut at = range.start;
                     while at < range.end {
-                        let (part, claim) = self.claim(range.end)?;
+                        let (part, report) = self.report(range.end)?;
                         at = part.end;
-                        theirs.push((part, claim));
+                        theirs.push((part, report));
                     }
                     return Ok(Some(Work { range, ours: Some((buf, bad)), theirs }));
                 }
@@ -277,29 +277,29 @@ impl<H: FnMut() -> io::Result<Option<(Claim, Vec<u8>)>>> Pairing<'_, H> {
         }
     }
 
-    /// What is said next, as far as `end`.
-    fn claim(&mut self, end: u64) -> io::Result<(Range<u64>, Theirs)> {
+    /// The next report, cut at `end`.
+    fn report(&mut self, end: u64) -> io::Result<(Range<u64>, Theirs)> {
         let (range, theirs) = match self.heard.take() {
             Some(heard) => heard,
             None => {
-                let Some((claim, digests)) = (self.hear)()? else {
+                let Some((report, digests)) = (self.hear)()? else {
                     return Err(io::Error::new(
                         io::ErrorKind::UnexpectedEof,
-                        "the peer stopped in the middle of its digests",
+                        "the peer ended before its last digest",
                     ));
                 };
-                self.account.take(&claim, digests.len())?;
-                match claim {
-                    Claim::Zero(range) => (range, Theirs::Zero),
-                    Claim::Unreadable(range) => (range, Theirs::Unreadable),
-                    Claim::Digests(range) => (range, Theirs::Digests(digests)),
+                self.coverage.take(&report, digests.len())?;
+                match report {
+                    DigestReport::Zero(range) => (range, Theirs::Zero),
+                    DigestReport::Unreadable(range) => (range, Theirs::Unreadable),
+                    DigestReport::Digests(range) => (range, Theirs::Digests(digests)),
                 }
             }
         };
         if range.end <= end {
             return Ok((range, theirs));
         }
-        // Both sides' stretches end at whole blocks, or at the end of all.
+        // Both sides' ranges end at block boundaries, or at the end of the disk.
         let (now, later) = match theirs {
             Theirs::Zero => (Theirs::Zero, Theirs::Zero),
             Theirs::Unreadable => (Theirs::Unreadable, Theirs::Unreadable),

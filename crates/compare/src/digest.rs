@@ -9,14 +9,14 @@ pub const DIGEST: usize = 16;
 /// The digest of a block.
 pub type Digest = [u8; DIGEST];
 
-/// How blocks are digested.
+/// Hash function for blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Hash {
-    /// Half a BLAKE3: even a guest that chooses its blocks finds no two alike.
+    /// The first half of BLAKE3: collisions cannot be crafted, even by a guest that chooses its blocks.
     #[default]
     Blake3,
-    /// XXH3-128: several times as fast, for disks whose writers mean no harm. Whoever wants to can make two blocks alike.
+    /// XXH3-128: several times as fast, for disks whose writers are trusted. Collisions can be crafted.
     Xxh3,
 }
 
@@ -36,6 +36,6 @@ impl Hash {
 
 /// True if every byte is zero.
 pub fn is_zero(bytes: &[u8]) -> bool {
-    // A step at a time, so that blocks of data mostly end the search at the first one.
+    // In steps, so that the search mostly ends after the first one if there is data.
     bytes.chunks(64).all(|step| step.iter().fold(0, |all, b| all | b) == 0)
 }

@@ -1,7 +1,7 @@
-//! A file of digests, so that a replica that nobody has changed need not be read to be compared.
+//! The digest file, so that an unchanged replica need not be read for a comparison.
 //!
-//! It is worth something only for the very state of the replica that it names by its nonce, which every commit changes. It
-//! is made worthless before the first digest in it changes, and names a state again only once all of them are durable.
+//! It is valid only for the state of the replica whose nonce it names; every commit changes that nonce. The file is
+//! invalidated before the first digest in it changes, and names a state again only once all digests are durable.
 //!
 //! Pages of 4096 bytes, each ending in its own checksum: first the head, then 255 digests a page.
 
@@ -26,20 +26,20 @@ const HASHED: usize = PAGE - DIGEST;
 pub struct DigestFile {
     file: File,
     path: PathBuf,
-    /// Of this file, so that what an older one has left behind is not taken for a page of it.
+    /// Identifies this file, so that pages left by an older one are not accepted.
     id: Uuid,
     size: u64,
     block_size: u32,
     hash: Hash,
-    /// The page in hand: its number, its bytes, and whether they are to be written.
+    /// The cached page: its number, its bytes, and whether it is dirty.
     page: Option<(u64, Vec<u8>, bool)>,
 }
 
 impl DigestFile {
-    /// The digests of the state that `nonce` names. `Ok(Err(why))` where they are not to be had.
+    /// The digests of the state that `nonce` names, or `Ok(Err(why))` if there are none.
     ///
     /// # Errors
-    /// If there is a file that is no file of digests.
+    /// If the file exists and is not a digest file.
     pub fn open(path: &Path, nonce: Uuid) -> io::Result<Result<DigestFile, String>> {
         let file = match OpenOptions::new().read(true).write(true).open(path) {
             Ok(file) => file,
@@ -67,10 +67,10 @@ impl DigestFile {
         Ok(Ok(file))
     }
 
-    /// Begins a file for a disk. It names no state yet.
+    /// Creates a file for a disk. It names no state yet.
     ///
     /// # Errors
-    /// If there is a file that is no file of digests, or it can't be written.
+    /// If the file exists and is not a digest file, or cannot be written.
     pub fn create(path: &Path, size: u64, block_size: u32, hash: Hash) -> io::Result<DigestFile> {
         let file = OpenOptions::new().create(true).truncate(false).read(true).write(true).open(path)?;
         if file.metadata()?.len() > 0 {
@@ -88,12 +88,12 @@ impl DigestFile {
         &self.path
     }
 
-    /// True if it holds what a scope asks for.
+    /// True if it has the digests that a scope asks for.
     pub fn serves(&self, scope: &Scope) -> bool {
         (self.size, self.block_size, self.hash) == (scope.size, scope.block_size, scope.hash)
     }
 
-    /// True if it is of a disk of this size, by blocks of this size.
+    /// True if it is for a disk and blocks of these sizes.
     pub fn fits(&self, size: u64, block_size: u32) -> bool {
         (self.size, self.block_size) == (size, block_size)
     }
@@ -102,12 +102,12 @@ impl DigestFile {
         self.size.div_ceil(u64::from(self.block_size))
     }
 
-    /// From here on it names no state, durably: what is in it may change.
+    /// Invalidates the file, durably. Digests may change from then on.
     pub fn forget(&mut self) -> io::Result<()> {
         self.name(Uuid::nil())
     }
 
-    /// All digests are those of the state that `nonce` names. Durable on return.
+    /// Binds all digests to the state that `nonce` names. Durable on return.
     pub fn seal(mut self, nonce: Uuid) -> io::Result<()> {
         self.save()?;
         self.file.sync_all()?;
@@ -131,14 +131,17 @@ impl DigestFile {
         Ok(digests)
     }
 
-    /// Enters the digests of the blocks from `first` on.
+    /// Stores the digests of the blocks from `first` on.
     ///
     /// # Errors
-    /// `InvalidInput` for blocks that the disk has not.
+    /// `InvalidInput` for blocks beyond the end of the disk.
     pub fn put(&mut self, first: u64, digests: &[u8]) -> io::Result<()> {
         let end = first + (digests.len() / DIGEST) as u64;
         if end > self.blocks() || digests.len() % DIGEST != 0 {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "digests of blocks that are not there"));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "digests of blocks beyond the end of the disk",
+            ));
         }
         let (mut at, mut rest) = (first, digests);
         while at < end {
@@ -146,7 +149,7 @@ impl DigestFile {
             let (now, later) = rest.split_at((part - at) as usize * DIGEST);
             rest = later;
             let page = at / PER_PAGE;
-            // A page that was never written begins empty.
+            // A page that was never written is empty.
             if self.page.as_ref().is_none_or(|p| p.0 != page) && self.load(page).is_err() {
                 self.page = Some((page, vec![0; PAGE], true));
             }
@@ -160,16 +163,16 @@ impl DigestFile {
         Ok(())
     }
 
-    /// Enters that a range of bytes, in whole blocks, holds this data, or zeroes without any.
+    /// Stores the digests of a range of whole blocks that holds this data, or zeroes for `None`.
     ///
     /// # Errors
-    /// `InvalidInput` for what is no range of whole blocks of the disk.
+    /// `InvalidInput` if the range is not of whole blocks of the disk.
     pub fn wrote(&mut self, offset: u64, len: u64, data: Option<&[u8]>) -> io::Result<()> {
         let block = u64::from(self.block_size);
         let end = offset.checked_add(len).filter(|end| *end <= self.size);
         let Some(end) = end.filter(|end| offset % block == 0 && (end % block == 0 || *end == self.size))
         else {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "changes that are no whole blocks"));
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "changes that are not whole blocks"));
         };
         if let Some(data) = data {
             let digests: Vec<u8> =
@@ -191,7 +194,7 @@ impl DigestFile {
         Ok(())
     }
 
-    /// The page of that number, sound.
+    /// The page of that number, verified.
     fn load(&mut self, number: u64) -> io::Result<&[u8]> {
         if self.page.as_ref().is_none_or(|p| p.0 != number) {
             self.save()?;
@@ -208,7 +211,7 @@ impl DigestFile {
         Ok(self.page.as_ref().map_or(&[], |p| &p.1))
     }
 
-    /// Writes the page in hand.
+    /// Writes the cached page.
     fn save(&mut self) -> io::Result<()> {
         if let Some((number, mut bytes, true)) = self.page.take() {
             let sum = self.checksum(number, &bytes);
@@ -257,16 +260,16 @@ impl DigestFile {
             2 => Hash::Xxh3,
             _ => return None,
         };
-        // A scope's own bounds hold here too.
+        // The bounds of a scope apply here too.
         Scope::whole(size, block_size).check().ok()?;
         let (nonce, id) = (Uuid::from_bytes(field(8)?), Uuid::from_bytes(field(24)?));
-        // A file that names no state is of no state.
+        // An invalidated file.
         let nonce = if nonce.is_nil() { Uuid::max() } else { nonce };
         Some((DigestFile { file, path: path.to_path_buf(), id, size, block_size, hash, page: None }, nonce))
     }
 }
 
-/// Refuses what is no file of digests: it is not ours to write to.
+/// Refuses a file that is not a digest file, so that it is not overwritten.
 fn own(path: &Path, file: &File) -> io::Result<()> {
     let mut magic = [0; 8];
     let ours = file.metadata()?.is_file() && file.read_exact_at(&mut magic, 0).is_ok() && magic == *MAGIC;
@@ -275,7 +278,7 @@ fn own(path: &Path, file: &File) -> io::Result<()> {
     }
     Err(io::Error::new(
         io::ErrorKind::AlreadyExists,
-        format!("{} is not a file of digests: choose another name", path.display()),
+        format!("{} is not a digest file: choose another name", path.display()),
     ))
 }
 
@@ -307,7 +310,7 @@ mod tests {
         let all: Vec<u8> = (0..1001).flat_map(digest).collect();
         assert!(file.get(0..1001).unwrap() == all);
         assert!(file.get(250..260).unwrap() == all[250 * DIGEST..260 * DIGEST]);
-        // A change, here and there, and zeroes up to the short block at the end.
+        // Changes in some places, and zeroes up to the short block at the end.
         file.forget().unwrap();
         assert!(DigestFile::open(&path, one).unwrap().is_err(), "it was forgotten");
         file.wrote(300 * BLOCK, 2 * BLOCK, Some(&[7; 8192])).unwrap();
@@ -349,7 +352,7 @@ mod tests {
             std::fs::write(&path, &good[..len]).unwrap();
             assert!(DigestFile::open(&path, nonce).unwrap().is_err(), "{len} bytes");
         }
-        // A page in the place of another, and one of another file.
+        // A page in the place of another, and a page of another file.
         let mut swapped = good.clone();
         swapped.copy_within(4096..8192, 8192);
         std::fs::write(&path, swapped).unwrap();

@@ -1,8 +1,8 @@
-//! Finding changes without a record, by checksums of blocks on both sides.
+//! Finding changes without a tracker's record, by checksums of blocks on both sides.
 //!
-//! The destination's digests flow to the source ([`answer`]), which compares them with its own blocks while it holds them
-//! ([`differences`]): each side reads once, with many requests in flight, and hashes on all cores. Holes are announced, not read.
-//! [`rolling`] also finds blocks that have moved.
+//! The destination sends digests to the source ([`answer`]), which compares them with its own blocks while it has them in
+//! memory ([`differences`]): each side reads once, with many requests in flight, and hashes on all cores. Holes are reported,
+//! not read. [`rolling`] also finds blocks that have moved.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -14,12 +14,12 @@
 //! let (source, copy): (Arc<dyn Disk>, Arc<dyn Disk>) = (Arc::new(RamDisk::new(1 << 20)), Arc::new(RamDisk::new(1 << 20)));
 //! source.write_at(8192, &[7; 4096])?;
 //! let scope = Scope::whole(source.len(), 4096);
-//! // Usually a network lies between the two halves.
-//! let mut claims = Vec::new();
-//! answer(&copy, &scope, |claim, digests| Ok(claims.push((claim, digests))))?;
-//! let mut claims = claims.into_iter();
+//! // Usually there is a network between the two halves.
+//! let mut reports = Vec::new();
+//! answer(&copy, &scope, |report, digests| Ok(reports.push((report, digests))))?;
+//! let mut reports = reports.into_iter();
 //! let mut found = Vec::new();
-//! differences(&source, &scope, |_| {}, || Ok(claims.next()), |finding| {
+//! differences(&source, &scope, |_| {}, || Ok(reports.next()), |finding| {
 //!     if let Finding::Data { offset, data } = finding {
 //!         found.push((offset, data.len()));
 //!     }
@@ -30,7 +30,7 @@
 //! # }
 //! ```
 
-// Lists of one range are just that.
+// Tests have lists of one range.
 #![cfg_attr(test, allow(clippy::single_range_in_vec_init))]
 
 mod answer;
@@ -41,6 +41,7 @@ mod ordered;
 mod reader;
 pub mod rolling;
 mod scope;
+mod segments;
 #[cfg(test)]
 mod tests;
 
@@ -50,9 +51,9 @@ pub use digest::{DIGEST, Digest, Hash, is_zero};
 pub use digest_file::DigestFile;
 pub use ordered::in_order;
 pub use reader::salvage;
-pub use scope::{Claim, Scope};
+pub use scope::{DigestReport, Scope};
 
-/// Threads that hash: more than this many outrun any disk.
+/// Threads that hash: more than 16 outrun any disk.
 fn workers() -> usize {
     std::thread::available_parallelism().map_or(2, |n| n.get()).min(16)
 }

@@ -1,13 +1,13 @@
-//! Work shared out over threads whose results come back in the order of the work.
+//! Distributes work over threads and returns the results in order.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
 use crossbeam_channel::bounded;
 
-/// Takes items one by one from `next`, lets `threads` threads, each with what `own` made for it, turn them into results, and
-/// hands these to `sink` in the items' order. At most four items a thread are held. Stops at the first error of any of them.
-/// Where the system refuses threads, fewer do, or the calling one does all of it.
+/// Takes items from `next`, turns them into results on `threads` threads, each with its own state from `own`, and passes the
+/// results to `sink` in the order of the items. At most four items per thread are held. Stops at the first error of any of
+/// the functions. If the system refuses threads, fewer are used, or only the calling one.
 pub fn in_order<T, R, S, E>(
     threads: usize,
     mut next: impl FnMut() -> Result<Option<T>, E> + Send,
@@ -22,7 +22,7 @@ where
 {
     let (items_in, items) = bounded::<(u64, T)>(threads);
     let (results_in, results) = bounded::<(u64, Result<R, E>)>(threads);
-    // What is taken and not yet handed on is bounded by these tickets.
+    // Tickets bound the items taken and not yet passed on.
     let (tickets_in, tickets) = bounded::<()>(threads * 4);
     let (failed, next) = (Mutex::new(None), Mutex::new(&mut next));
     let sunk = std::thread::scope(|scope| {
@@ -64,19 +64,19 @@ where
         });
         drop((items, results_in));
         if !matches!(producing, Some(Ok(_))) {
-            // What was to be moved into the thread has gone with it, and so the workers end.
+            // The senders moved into the thread have been dropped with it, so the workers end.
             let (mut next, mut own) = (next.lock().unwrap_or_else(|e| e.into_inner()), own());
             while let Some(item) = next()? {
                 sink(work(&mut own, item)?)?;
             }
             return Ok(());
         }
-        // Who waits for a ticket must not wait for a sink that has failed: then they go.
+        // Dropped when the sink fails, so that the producer does not wait for a ticket.
         let mut tickets = Some(tickets);
         let mut early = BTreeMap::new();
         let (mut due, mut sunk) = (0, Ok(()));
-        // Also after a failure to the end: a result that was left in the channel would live for as long as the workers do, and
-        // what it holds might be waited for by the one who gives them work.
+        // Drained to the end even after a failure: a result left in the channel would live as long as the workers, and the
+        // producer might wait for something that it holds.
         for (number, result) in results {
             if tickets.is_none() {
                 continue;
@@ -109,7 +109,7 @@ mod tests {
 
     #[test]
     fn a_sink_that_fails_ends_it_though_all_else_would_go_on() {
-        // Endless work, and the first of it comes last: all that may be held is held when the sink fails.
+        // Endless work whose first item comes last: as much as allowed is held when the sink fails.
         let ended = crossbeam_channel::bounded(1);
         let sender = ended.0;
         std::thread::spawn(move || {
@@ -140,7 +140,7 @@ mod tests {
                 let next = || {
                     number += 1;
                     if let Some(reply) = reply.take() {
-                        // Comes to an end only when the item before is gone.
+                        // Ends only when the previous item is dropped.
                         assert!(reply.recv().is_err());
                         return Ok(None);
                     }

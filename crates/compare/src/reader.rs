@@ -1,4 +1,4 @@
-//! Reading a disk from front to back, ahead of who hashes it, and past what can't be read.
+//! Reads a disk from front to back, ahead of the hashing threads, and past unreadable blocks.
 
 use std::collections::VecDeque;
 use std::io;
@@ -10,59 +10,30 @@ use link::Rate;
 
 use crate::Scope;
 use crate::scope::CHUNK;
+use crate::segments::{Segment, Segments};
 
-/// Chunks on their way at a time: as deep as disks go faster for.
+/// Chunks in flight: more do not make disks faster.
 const AHEAD: usize = 16;
 
-/// A stretch of a disk.
-pub(crate) enum Stretch {
+/// A hole, or a chunk of data as read.
+pub(crate) enum Chunk {
     /// Known to read as zeroes.
     Hole(Range<u64>),
-    /// Its bytes, and which of its blocks can't be read.
+    /// Its bytes, and which of its blocks cannot be read.
     Data(Range<u64>, Buf, Vec<Range<u64>>),
 }
 
-/// Cuts the ranges of a scope into holes and chunks, ascending.
-struct Chunks {
-    disk: Arc<dyn Disk>,
-    ranges: std::vec::IntoIter<Range<u64>>,
-    /// What is left of the range under way.
-    left: Range<u64>,
-    data: Option<Range<u64>>,
-}
-
-impl Chunks {
-    /// The next stretch, and whether it is a hole: of any length, or allocated bytes up to the next multiple of a chunk.
-    fn next(&mut self) -> io::Result<Option<(Range<u64>, bool)>> {
-        while self.left.is_empty() {
-            let Some(next) = self.ranges.next() else { return Ok(None) };
-            self.left = next;
-        }
-        let (start, end) = (self.left.start, self.left.end);
-        if self.data.as_ref().is_none_or(|d| d.end <= start) {
-            self.data = self.disk.allocated(start)?;
-        }
-        let hole_end = self.data.as_ref().map_or(end, |data| data.start.clamp(start, end));
-        // Holes are told in whole chunks alone: what is not aligned is read with its neighbours.
-        let hole_end = if hole_end == end { hole_end } else { hole_end / CHUNK * CHUNK };
-        let hole = hole_end > start;
-        let upto = if hole { hole_end } else { ((start / CHUNK + 1) * CHUNK).min(end) };
-        self.left.start = upto;
-        Ok(Some((start..upto, hole)))
-    }
-}
-
-/// Reads the stretches of a disk in order.
+/// Reads the chunks of a scope in order, ahead of its caller.
 pub(crate) struct Reader {
     disk: Arc<dyn Disk>,
     block_size: u32,
     keep_going: bool,
     rate: Option<Rate>,
-    chunks: Chunks,
+    segments: Segments,
     queue: Box<dyn Queue>,
-    /// Stretches on their way: `None` while the read is.
+    /// Chunks in flight and done: range, whether a hole, and the result once there is one.
     ahead: VecDeque<(Range<u64>, bool, Option<io::Result<Buf>>)>,
-    /// The token of the first of them.
+    /// The request token of the first of them.
     first: u64,
     ended: bool,
 }
@@ -74,12 +45,7 @@ impl Reader {
             block_size: scope.block_size,
             keep_going: scope.keep_going,
             rate: scope.rate.map(Rate::new),
-            chunks: Chunks {
-                disk: disk.clone(),
-                ranges: scope.ranges.clone().into_iter(),
-                left: 0..0,
-                data: None,
-            },
+            segments: Segments::new(disk, scope.ranges.clone(), CHUNK),
             queue: disk.clone().queue(AHEAD as u32)?,
             ahead: VecDeque::new(),
             first: 0,
@@ -87,16 +53,20 @@ impl Reader {
         })
     }
 
-    /// The part of a stretch that the disk has: what lies beyond its end reads as zeroes.
+    /// Bytes of a range that the disk has: beyond its end it reads as zeroes.
     fn here(&self, range: &Range<u64>) -> u64 {
         range.end.min(self.disk.len()).saturating_sub(range.start)
     }
 
     fn fill(&mut self) -> io::Result<()> {
         while !self.ended && self.ahead.len() < AHEAD {
-            let Some((range, hole)) = self.chunks.next()? else {
-                self.ended = true;
-                break;
+            let (range, hole) = match self.segments.next()? {
+                Some(Segment::Hole(range)) => (range, true),
+                Some(Segment::Data(range)) => (range, false),
+                None => {
+                    self.ended = true;
+                    break;
+                }
             };
             let len = self.here(&range);
             if hole || len == 0 {
@@ -104,7 +74,7 @@ impl Reader {
                 continue;
             }
             if let Some(rate) = &mut self.rate {
-                // What is on its way goes while we wait.
+                // Requests so far proceed while this waits.
                 self.queue.start();
                 rate.wait();
                 rate.charge(len);
@@ -124,8 +94,8 @@ impl Reader {
         Ok(())
     }
 
-    /// The next stretch; `None` at the end.
-    pub(crate) fn next(&mut self) -> io::Result<Option<Stretch>> {
+    /// The next chunk; `None` at the end.
+    pub(crate) fn next(&mut self) -> io::Result<Option<Chunk>> {
         self.fill()?;
         loop {
             match self.ahead.front() {
@@ -144,7 +114,7 @@ impl Reader {
         let Some((range, hole, Some(result))) = self.ahead.pop_front() else { return Ok(None) };
         self.first += 1;
         if hole {
-            return Ok(Some(Stretch::Hole(range)));
+            return Ok(Some(Chunk::Hole(range)));
         }
         let here = self.here(&range) as usize;
         let (mut buf, bad) = match result {
@@ -162,16 +132,15 @@ impl Reader {
             whole[..buf.len()].copy_from_slice(&buf);
             buf = whole;
         }
-        Ok(Some(Stretch::Data(range, buf, bad)))
+        Ok(Some(Chunk::Data(range, buf, bad)))
     }
 }
 
-/// After a read has failed because of the medium: reads its blocks one by one, so that no more than what is broken is lost.
-/// With `keep_going` the blocks that can't be read are returned, joined, and read as zeroes; an error that has another cause
-/// ends it all the same.
+/// Repeats a read that failed because of the medium block by block, so that only unreadable blocks are lost. With
+/// `keep_going` these are returned, joined, and read as zeroes; errors of another cause are returned all the same.
 ///
 /// # Errors
-/// Of the first block that can't be read, with its offset.
+/// Of the first unreadable block, with its offset.
 pub fn salvage(
     disk: &dyn Disk,
     offset: u64,

@@ -1,4 +1,4 @@
-//! What is compared, and what one side says of it.
+//! What is compared, and how the destination reports it.
 
 use std::io;
 use std::ops::Range;
@@ -7,32 +7,32 @@ use serde::{Deserialize, Serialize};
 
 use crate::{DIGEST, Hash};
 
-/// Bytes that are read and hashed in one step, and the most that one claim gives digests of.
+/// Bytes that are read and hashed in one step, and the most covered by one report with digests.
 pub(crate) const CHUNK: u64 = 1 << 20;
-/// No disk is larger.
+/// The largest disk, in bytes.
 const MOST: u64 = i64::MAX as u64;
-/// So many ranges in one comparison.
+/// The most ranges of one comparison.
 const MOST_RANGES: usize = 1 << 16;
 
-/// What is compared, and how. Both sides work by the same scope.
+/// What is compared, and how. Both sides use the same scope.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Scope {
-    /// Bytes of the source. What lies beyond the end of the other disk reads as zeroes.
+    /// Bytes of the source. A shorter disk reads as zeroes beyond its end.
     pub size: u64,
-    /// Bytes of a block, a power of two from 512 to 1 MiB.
+    /// Block size in bytes, a power of two from 512 to 1 MiB.
     pub block_size: u32,
-    /// How blocks are digested.
+    /// The hash of blocks.
     pub hash: Hash,
-    /// The bytes to compare: whole blocks, ascending, apart from each other.
+    /// The bytes to compare: whole blocks, ascending, not adjacent.
     pub ranges: Vec<Range<u64>>,
     /// Read at most this many bytes a second on each side; 16 KiB at least.
     pub rate: Option<u64>,
-    /// Go on behind blocks that can't be read.
+    /// Skip unreadable blocks.
     pub keep_going: bool,
 }
 
 impl Scope {
-    /// The least rate that may be asked for: a slower reader could not be stopped for minutes, as it sleeps after every chunk.
+    /// The lowest rate allowed: a slower reader, which sleeps after every chunk, could not be stopped for minutes.
     pub const LEAST_RATE: u64 = 16 << 10;
 
     /// All of a disk.
@@ -47,7 +47,7 @@ impl Scope {
         }
     }
 
-    /// The same, but these bytes alone, widened to whole blocks.
+    /// Restricts the scope to these bytes, widened to whole blocks.
     pub fn within(self, ranges: &[Range<u64>]) -> Scope {
         let block = u64::from(self.block_size);
         let mut wanted: Vec<Range<u64>> = ranges
@@ -71,10 +71,10 @@ impl Scope {
         self.ranges.iter().map(|r| r.end - r.start).sum()
     }
 
-    /// Refuses a scope that makes no sense: it may come from the other side of a link.
+    /// Refuses an invalid scope: it may come from a peer.
     ///
     /// # Errors
-    /// `InvalidData`, saying what is wrong.
+    /// `InvalidData`, with the reason.
     pub fn check(&self) -> io::Result<()> {
         let block = u64::from(self.block_size);
         let mut before = None;
@@ -102,47 +102,49 @@ impl Scope {
     }
 }
 
-/// What one side says of a stretch of its disk.
+/// What the destination reports of a range of its disk.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Claim {
-    /// It reads as zeroes.
+pub enum DigestReport {
+    /// Reads as zeroes.
     Zero(Range<u64>),
-    /// Its blocks have these digests, one after the other; they come apart from this head.
+    /// The digests of its blocks follow, in order, in the body of the message.
     Digests(Range<u64>),
-    /// It can't be read.
+    /// Cannot be read.
     Unreadable(Range<u64>),
 }
 
-impl Claim {
-    /// The bytes that it speaks of.
+impl DigestReport {
+    /// The range reported.
     pub fn range(&self) -> &Range<u64> {
         match self {
-            Claim::Zero(range) | Claim::Digests(range) | Claim::Unreadable(range) => range,
+            DigestReport::Zero(range) | DigestReport::Digests(range) | DigestReport::Unreadable(range) => {
+                range
+            }
         }
     }
 }
 
-/// Checks that claims are a gapless account of a scope, in order.
-pub(crate) struct Account<'a> {
+/// Checks that reports cover a scope in order and without a gap.
+pub(crate) struct Coverage<'a> {
     scope: &'a Scope,
-    /// The range that the next claim belongs to, and where in it the next claim begins.
+    /// The range of the next report, and the offset where that report begins.
     index: usize,
     at: u64,
 }
 
-impl<'a> Account<'a> {
-    pub(crate) fn new(scope: &'a Scope) -> Account<'a> {
-        Account { scope, index: 0, at: scope.ranges.first().map_or(0, |r| r.start) }
+impl<'a> Coverage<'a> {
+    pub(crate) fn new(scope: &'a Scope) -> Coverage<'a> {
+        Coverage { scope, index: 0, at: scope.ranges.first().map_or(0, |r| r.start) }
     }
 
-    /// Where the next claim begins; `None` if all is accounted for.
+    /// Where the next report begins; `None` if the scope is covered.
     pub(crate) fn due(&self) -> Option<u64> {
         (self.index < self.scope.ranges.len()).then_some(self.at)
     }
 
-    /// Takes the next claim, which came with so many bytes of digests.
-    pub(crate) fn take(&mut self, claim: &Claim, digests: usize) -> io::Result<()> {
-        let range = claim.range();
+    /// Takes the next report, which came with `digests` bytes of digests.
+    pub(crate) fn take(&mut self, report: &DigestReport, digests: usize) -> io::Result<()> {
+        let range = report.range();
         let block = u64::from(self.scope.block_size);
         let sound = self.scope.ranges.get(self.index).is_some_and(|whole| {
             range.start == self.at
@@ -151,9 +153,9 @@ impl<'a> Account<'a> {
                 && (range.end % block == 0 || range.end == whole.end)
         });
         let fits = sound
-            && match claim {
-                Claim::Zero(_) | Claim::Unreadable(_) => digests == 0,
-                Claim::Digests(r) => {
+            && match report {
+                DigestReport::Zero(_) | DigestReport::Unreadable(_) => digests == 0,
+                DigestReport::Digests(r) => {
                     r.end - r.start <= CHUNK && digests == (r.end - r.start).div_ceil(block) as usize * DIGEST
                 }
             };

@@ -23,12 +23,12 @@ fn run_disks(
     scope: &Scope,
     replica: &[u8],
 ) -> std::io::Result<Outcome> {
-    let mut claims = Vec::new();
-    answer(&to, scope, |claim, digests| {
-        claims.push((claim, digests));
+    let mut reports = Vec::new();
+    answer(&to, scope, |report, digests| {
+        reports.push((report, digests));
         Ok(())
     })?;
-    let mut claims = claims.into_iter();
+    let mut reports = reports.into_iter();
     let mut outcome = Outcome { mended: replica.to_vec(), ..Outcome::default() };
     outcome.mended.resize(scope.size as usize, 0);
     let mut last = 0;
@@ -37,7 +37,7 @@ fn run_disks(
         &from,
         scope,
         |_| {},
-        || Ok(claims.next()),
+        || Ok(reports.next()),
         |finding| {
             let range = match finding {
                 Finding::Data { offset, data } => {
@@ -70,7 +70,7 @@ fn run_disks(
             Ok(())
         },
     )?;
-    assert_eq!(claims.len(), 0);
+    assert_eq!(reports.len(), 0);
     Ok(outcome)
 }
 
@@ -135,20 +135,20 @@ fn equal_disks_differ_nowhere_and_holes_are_not_read() {
         disk.write_at(5 << 30, &[1; 10_000]).unwrap();
         Arc::new(disk) as Arc<dyn Disk>
     };
-    let mut claims = Vec::new();
+    let mut reports = Vec::new();
     let scope = Scope::whole(64 << 30, 4096);
-    answer(&sparse(), &scope, |claim, digests| {
-        claims.push((claim, digests));
+    answer(&sparse(), &scope, |report, digests| {
+        reports.push((report, digests));
         Ok(())
     })
     .unwrap();
-    assert!(claims.len() < 10, "{} claims", claims.len());
-    let (mut claims, mut read) = (claims.into_iter(), 0);
+    assert!(reports.len() < 10, "{} reports", reports.len());
+    let (mut reports, mut read) = (reports.into_iter(), 0);
     differences(
         &sparse(),
         &scope,
         |_| {},
-        || Ok(claims.next()),
+        || Ok(reports.next()),
         |finding| {
             match finding {
                 Finding::Upto(_, bytes) => read += bytes,
@@ -189,13 +189,13 @@ proptest! {
         let (from, to): (Arc<dyn Disk>, Arc<dyn Disk>) =
             (Arc::new(RamDisk::from_bytes(&source)), Arc::new(RamDisk::from_bytes(&replica)));
         let scope = Scope::whole(size as u64, 4096);
-        let mut claims = Vec::new();
-        answer(&to, &scope, |claim, digests| {
-            claims.push((claim, digests));
+        let mut reports = Vec::new();
+        answer(&to, &scope, |report, digests| {
+            reports.push((report, digests));
             Ok(())
         })
         .unwrap();
-        let mut claims = claims.into_iter();
+        let mut reports = reports.into_iter();
         let widen = |marks: &extents::Bitmap| {
             let told: Vec<_> = marks.runs().collect();
             let within = told[0].start..told[told.len() - 1].end;
@@ -219,7 +219,7 @@ proptest! {
             (range.start / 4096..range.end.div_ceil(4096)).for_each(|block| told[block as usize] = Some(what));
             Ok(())
         };
-        differences(&from, &scope, widen, || Ok(claims.next()), found).unwrap();
+        differences(&from, &scope, widen, || Ok(reports.next()), found).unwrap();
         for (block, told) in told.iter().enumerate() {
             let stretch = block / 256 * 256;
             let differs = (stretch..(stretch + 256).min(blocks)).filter(|b| kind(*b) < 2);
@@ -239,32 +239,35 @@ proptest! {
 fn a_lying_account_is_refused() {
     let disk: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(&[1; 10_000]));
     let scope = Scope::whole(10_000, 4096);
-    let hear = |claims: Vec<(Claim, Vec<u8>)>, scope: &Scope| {
-        let mut claims = claims.into_iter();
-        differences(&disk, scope, |_| {}, || Ok(claims.next()), |_| Ok(()))
+    let hear = |reports: Vec<(DigestReport, Vec<u8>)>, scope: &Scope| {
+        let mut reports = reports.into_iter();
+        differences(&disk, scope, |_| {}, || Ok(reports.next()), |_| Ok(()))
     };
-    for claims in [
+    for reports in [
         vec![],
-        vec![(Claim::Zero(0..20_000), vec![])],
-        vec![(Claim::Zero(0..u64::MAX), vec![])],
-        vec![(Claim::Zero(4096..8192), vec![])],
-        vec![(Claim::Zero(0..0), vec![])],
-        vec![(Claim::Zero(0..5), vec![])],
-        vec![(Claim::Zero(0..4096), vec![0; DIGEST])],
-        vec![(Claim::Unreadable(0..20_000), vec![])],
-        vec![(Claim::Digests(0..10_000), vec![0; 7])],
-        vec![(Claim::Digests(0..10_000), vec![0; 4 * DIGEST])],
-        vec![(Claim::Digests(0..4096), vec![0; DIGEST]), (Claim::Digests(0..4096), vec![0; DIGEST])],
-        vec![(Claim::Zero(0..8192), vec![]), (Claim::Zero(4096..10_000), vec![])],
+        vec![(DigestReport::Zero(0..20_000), vec![])],
+        vec![(DigestReport::Zero(0..u64::MAX), vec![])],
+        vec![(DigestReport::Zero(4096..8192), vec![])],
+        vec![(DigestReport::Zero(0..0), vec![])],
+        vec![(DigestReport::Zero(0..5), vec![])],
+        vec![(DigestReport::Zero(0..4096), vec![0; DIGEST])],
+        vec![(DigestReport::Unreadable(0..20_000), vec![])],
+        vec![(DigestReport::Digests(0..10_000), vec![0; 7])],
+        vec![(DigestReport::Digests(0..10_000), vec![0; 4 * DIGEST])],
+        vec![
+            (DigestReport::Digests(0..4096), vec![0; DIGEST]),
+            (DigestReport::Digests(0..4096), vec![0; DIGEST]),
+        ],
+        vec![(DigestReport::Zero(0..8192), vec![]), (DigestReport::Zero(4096..10_000), vec![])],
     ] {
-        let text = format!("{claims:?}");
-        assert!(hear(claims, &scope).is_err(), "{text}");
+        let text = format!("{reports:?}");
+        assert!(hear(reports, &scope).is_err(), "{text}");
     }
     // Claims of a part must stay within it.
     let part = scope.clone().within(&[4096..8192]);
-    assert!(hear(vec![(Claim::Zero(4096..8192), vec![])], &part).is_ok());
-    assert!(hear(vec![(Claim::Zero(0..4096), vec![])], &part).is_err());
-    assert!(hear(vec![(Claim::Zero(4096..10_000), vec![])], &part).is_err());
+    assert!(hear(vec![(DigestReport::Zero(4096..8192), vec![])], &part).is_ok());
+    assert!(hear(vec![(DigestReport::Zero(0..4096), vec![])], &part).is_err());
+    assert!(hear(vec![(DigestReport::Zero(4096..10_000), vec![])], &part).is_err());
     // And what is no scope is not begun.
     let bad = Scope { block_size: 3, ..scope.clone() };
     assert!(answer(&disk, &bad, |_, _| Ok(())).is_err() && hear(vec![], &bad).is_err());

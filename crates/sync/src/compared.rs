@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use compare::{Claim, Finding, Scope};
+use compare::{DigestReport, Finding, Scope};
 use device::Disk;
 use extents::Bitmap;
 use link::Receiver;
@@ -39,9 +39,9 @@ impl Comparison<'_> {
         let mut trouble = None;
         let stopped = || io::Error::other("the far side stopped");
         let hear = || {
-            let next = (|| -> Result<(Claim, Vec<u8>), SyncError> {
+            let next = (|| -> Result<(DigestReport, Vec<u8>), SyncError> {
                 let message = expect(receiver, CLAIM)?;
-                Ok((message.json::<Claim>()?, message.body.to_vec()))
+                Ok((message.json::<DigestReport>()?, message.body.to_vec()))
             })();
             next.map(Some).map_err(|error| {
                 *heard_trouble.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);

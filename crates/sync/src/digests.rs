@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use compare::{Claim, DIGEST, DigestFile, Hash, Scope};
+use compare::{DIGEST, DigestFile, DigestReport, Hash, Scope};
 use delta::{Frame, Header, Method, Record};
 use device::Disk;
 use replica::{Replica, Status};
@@ -46,7 +46,7 @@ impl Kept {
             None => replica.folder().join(NAME),
         };
         let opened = DigestFile::open(&path, replica.status().nonce);
-        let opened = opened.map_err(SyncError::io("open the file of digests"))?;
+        let opened = opened.map_err(SyncError::io("open the digest file"))?;
         let (file, told) = match opened {
             Ok(file) => (Some(file), String::new()),
             Err(why) => (None, why),
@@ -97,7 +97,7 @@ impl Kept {
             *slot = Some(file);
             Ok((false, format!("made anew: {why}")))
         })();
-        (self.good, self.told) = begun.map_err(SyncError::io("write the file of digests"))?;
+        (self.good, self.told) = begun.map_err(SyncError::io("write the digest file"))?;
         Ok(())
     }
 
@@ -106,7 +106,7 @@ impl Kept {
         &self,
         disk: &Arc<dyn Disk>,
         scope: &Scope,
-        mut say: impl FnMut(Claim, Vec<u8>) -> io::Result<()>,
+        mut say: impl FnMut(DigestReport, Vec<u8>) -> io::Result<()>,
     ) -> io::Result<()> {
         if self.good {
             return compare::answer_from(
@@ -119,18 +119,18 @@ impl Kept {
             );
         }
         let block = u64::from(scope.block_size);
-        compare::answer(disk, scope, |claim, digests| {
+        compare::answer(disk, scope, |report, digests| {
             // Entered before it is said: what changes because of it is entered after.
-            self.enter(|file| match &claim {
-                Claim::Zero(range) => file.wrote(range.start, range.end - range.start, None),
-                Claim::Digests(range) => file.put(range.start / block, &digests),
-                Claim::Unreadable(range) => {
+            self.enter(|file| match &report {
+                DigestReport::Zero(range) => file.wrote(range.start, range.end - range.start, None),
+                DigestReport::Digests(range) => file.put(range.start / block, &digests),
+                DigestReport::Unreadable(range) => {
                     let blocks = (range.end - range.start).div_ceil(block);
                     // No block has such a digest.
                     file.put(range.start / block, &vec![0xff; blocks as usize * DIGEST])
                 }
             });
-            say(claim, digests)
+            say(report, digests)
         })
     }
 

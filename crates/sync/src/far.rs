@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use compare::{Claim, Scope};
+use compare::{DigestReport, Scope};
 use delta::Units;
 use device::{Disk, Storage};
 use link::{Link, Receiver, Sender};
@@ -17,8 +17,8 @@ use crate::allowed_paths::AllowedPaths;
 use crate::digests::Kept;
 use crate::error::{Class, SyncError};
 use crate::messages::{
-    COMMITTED, Committed, FAILED, Failed, Open, PLAN, Plan, STATUS, Status, of_claim, of_told, to_unit,
-    unexpected,
+    COMMITTED, Committed, FAILED, Failed, Open, PLAN, Plan, STATUS, Status, of_digest_report,
+    of_sum_report, to_unit, unexpected,
 };
 use crate::mirror_receiver::receive_batches;
 
@@ -33,7 +33,7 @@ pub fn receive_within(link: Link, state: &StateDir, allowed: &AllowedPaths) -> R
         let path = allowed.find(&open.path)?;
         allowed.only_beside("a journal in", open.journal_dir.as_deref())?;
         allowed.only_beside(
-            "the file of digests",
+            "the digest file",
             open.digests.as_ref().and_then(|digests| digests.file.as_deref()),
         )?;
         refuse_source(open.source.as_ref(), &path)?;
@@ -163,10 +163,10 @@ fn take_delta(
     plan: Plan,
 ) -> Result<Option<Committed>, SyncError> {
     replica.expect(plan.bytes);
-    if let Some(shape) = &plan.rolling {
+    if let Some(params) = &plan.rolling {
         let mut trouble = None;
-        let told = compare::rolling::tell(&replica.content()?, shape, |(told, sums)| {
-            sender.send(of_told(&told, &sums)?).map_err(|error| {
+        let told = compare::rolling::block_sums(&replica.content()?, params, |(told, sums)| {
+            sender.send(of_sum_report(&told, &sums)?).map_err(|error| {
                 trouble = Some(error);
                 std::io::Error::other("the source stopped")
             })
@@ -221,8 +221,8 @@ fn take_delta(
 }
 
 fn answer(sender: &Sender, disk: &Arc<dyn Disk>, scope: &Scope, kept: Option<&Kept>) -> std::io::Result<()> {
-    let say = |claim: Claim, digests: Vec<u8>| {
-        sender.send(of_claim(&claim, &digests)?).map_err(std::io::Error::other)
+    let say = |report: DigestReport, digests: Vec<u8>| {
+        sender.send(of_digest_report(&report, &digests)?).map_err(std::io::Error::other)
     };
     match kept {
         Some(kept) => kept.answer(disk, scope, say),

@@ -5,7 +5,7 @@
 //!     Open: which replica, for which source ─▶
 //!                                            ◀─ Status: what is there
 //!     Plan: what will come, what to tell     ─▶
-//!                                            ◀─ Claim … Claim, or Sums … Sums (only if they are asked for)
+//!                                            ◀─ DigestReport … DigestReport, or Sums … Sums (only if they are asked for)
 //!     Header, Frame … Frame, Trailer         ─▶
 //!                                            ◀─ Committed, or after a pass over a live disk Status again
 //! ```
@@ -22,8 +22,8 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use compare::rolling::{Shape, Told};
-use compare::{Claim, Scope};
+use compare::rolling::{SumParams, SumReport};
+use compare::{DigestReport, Scope};
 use delta::{Epoch, Unit, UnitKind};
 use device::{Buf, Storage};
 use link::{Heard, Link, Message, Receiver, Sender};
@@ -105,7 +105,7 @@ pub(crate) struct Plan {
     /// The source asks for digests of the replica.
     pub compare: Option<Scope>,
     /// The source asks for the sums of the replica's blocks, before it sends anything.
-    pub rolling: Option<Shape>,
+    pub rolling: Option<SumParams>,
     /// A delta follows; else the digests are all that is wanted.
     pub delta: bool,
     /// The delta is a pass over a live disk: what it carries is kept, and committed with the delta that ends at a cut. After
@@ -176,11 +176,11 @@ pub(crate) fn to_unit(message: Message) -> Result<Unit, Message> {
     Ok(Unit { kind, head: message.head, body: message.body })
 }
 
-pub(crate) fn of_claim(claim: &Claim, digests: &[u8]) -> std::io::Result<Message> {
-    Ok(Message { kind: CLAIM, head: serde_json::to_vec(claim)?, body: Buf::from(digests) })
+pub(crate) fn of_digest_report(report: &DigestReport, digests: &[u8]) -> std::io::Result<Message> {
+    Ok(Message { kind: CLAIM, head: serde_json::to_vec(report)?, body: Buf::from(digests) })
 }
 
-pub(crate) fn of_told(told: &Told, sums: &[u8]) -> std::io::Result<Message> {
+pub(crate) fn of_sum_report(told: &SumReport, sums: &[u8]) -> std::io::Result<Message> {
     Ok(Message { kind: SUMS, head: serde_json::to_vec(told)?, body: Buf::from(sums) })
 }
 
@@ -225,7 +225,7 @@ impl Open {
         let open: Open = expect(receiver, OPEN)?.json()?;
         check_path("the replica", Some(&open.path))?;
         check_path("the journal's folder", open.journal_dir.as_deref())?;
-        check_path("the file of digests", open.digests.as_ref().and_then(|digests| digests.file.as_deref()))?;
+        check_path("the digest file", open.digests.as_ref().and_then(|digests| digests.file.as_deref()))?;
         Ok(open)
     }
 }
@@ -267,7 +267,7 @@ impl Plan {
     pub(crate) fn check(&self) -> Result<(), SyncError> {
         let sense = |checked: std::io::Result<()>| checked.map_err(|error| nonsense(&error.to_string()));
         sense(self.compare.as_ref().map_or(Ok(()), Scope::check))?;
-        sense(self.rolling.as_ref().map_or(Ok(()), Shape::check))?;
+        sense(self.rolling.as_ref().map_or(Ok(()), SumParams::check))?;
         if self.bytes > MAX_SIZE {
             return Err(nonsense("the bytes of changes"));
         }

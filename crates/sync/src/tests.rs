@@ -4,8 +4,8 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use compare::rolling::Shape;
-use compare::{Claim, DIGEST, Scope};
+use compare::rolling::SumParams;
+use compare::{DIGEST, DigestReport, Scope};
 use delta::{Encoder, Epoch, Frame, Header, Method, Record};
 use device::Buf;
 use link::{Link, Message, Receiver, Sender};
@@ -13,8 +13,8 @@ use source::{Handle, StateDir};
 use uuid::Uuid;
 
 use crate::messages::{
-    CLAIM, COMMITTED, Committed, HEADER, MirrorPlan, OPEN, Open, PLAN, Plan, STATUS, Status, TRAILER, expect,
-    of_claim, of_unit,
+    CLAIM, COMMITTED, Committed, HEADER, MirrorPlan, OPEN, Open, PLAN, Plan, STATUS, Status, TRAILER,
+    expect, of_digest_report, of_unit,
 };
 use crate::{Commit, Options, VerifyOptions, push, receive, verify};
 
@@ -50,8 +50,8 @@ fn status(source: Uuid) -> Status {
     Status { path: "/replica".into(), ..Status::of(replica) }
 }
 
-fn claim(claim: Claim, digests: usize) -> Message {
-    of_claim(&claim, &vec![1; digests]).unwrap()
+fn report(report: DigestReport, digests: usize) -> Message {
+    of_digest_report(&report, &vec![1; digests]).unwrap()
 }
 
 /// A replica's side that says these things instead of its digests, and takes whatever comes.
@@ -74,7 +74,7 @@ fn a_lying_replica_is_found_out() {
     let place = Place::new();
     let handle = place.source();
     let uuid = handle.about().uuid;
-    let good = |n: u64| claim(Claim::Digests(n * MIB..(n + 1) * MIB), 256 * DIGEST);
+    let good = |n: u64| report(DigestReport::Digests(n * MIB..(n + 1) * MIB), 256 * DIGEST);
     let json = |text: &str| Message { kind: CLAIM, head: text.into(), ..Message::default() };
     let committed = |kind| Message {
         kind,
@@ -90,17 +90,23 @@ fn a_lying_replica_is_found_out() {
     type Lie = (&'static str, Box<dyn Fn() -> Vec<Message>>);
     let lies: Vec<Lie> = vec![
         ("nothing", Box::new(Vec::new)),
-        ("too few digests", Box::new(move || vec![claim(Claim::Digests(0..MIB), 7)])),
-        ("too many digests", Box::new(move || vec![claim(Claim::Digests(0..4096), 100 * DIGEST)])),
-        ("too long a claim", Box::new(move || vec![claim(Claim::Digests(0..3 * MIB), 768 * DIGEST)])),
+        ("too few digests", Box::new(move || vec![report(DigestReport::Digests(0..MIB), 7)])),
+        ("too many digests", Box::new(move || vec![report(DigestReport::Digests(0..4096), 100 * DIGEST)])),
+        (
+            "too long a report",
+            Box::new(move || vec![report(DigestReport::Digests(0..3 * MIB), 768 * DIGEST)]),
+        ),
         ("an overlap", Box::new(move || vec![good(0), good(0)])),
         ("a gap", Box::new(move || vec![good(0), good(2)])),
-        ("past the end", Box::new(move || vec![claim(Claim::Zero(0..SIZE + 4096), 0)])),
-        ("far past the end", Box::new(move || vec![claim(Claim::Zero(0..u64::MAX), 0)])),
-        ("backwards", Box::new(move || vec![claim(Claim::Zero(Range { start: MIB, end: 0 }), 0)])),
-        ("an empty claim", Box::new(move || (0..100_000).map(|_| claim(Claim::Zero(0..0), 0)).collect())),
+        ("past the end", Box::new(move || vec![report(DigestReport::Zero(0..SIZE + 4096), 0)])),
+        ("far past the end", Box::new(move || vec![report(DigestReport::Zero(0..u64::MAX), 0)])),
+        ("backwards", Box::new(move || vec![report(DigestReport::Zero(Range { start: MIB, end: 0 }), 0)])),
+        (
+            "an empty report",
+            Box::new(move || (0..100_000).map(|_| report(DigestReport::Zero(0..0), 0)).collect()),
+        ),
         ("no end", Box::new(move || [0, 1, 2, 3, 4, 5].map(good).into())),
-        ("no claim", Box::new(move || vec![json("{\"Zero\":[1,2]}")])),
+        ("no report", Box::new(move || vec![json("{\"Zero\":[1,2]}")])),
         ("no JSON", Box::new(move || vec![json("\u{1}")])),
         ("a commit instead", Box::new(move || vec![committed(COMMITTED)])),
         ("another message", Box::new(move || vec![committed(HEADER)])),
@@ -121,7 +127,7 @@ fn a_lying_replica_is_found_out() {
                 push(&handle, here, &path, "/replica", &options, &|_, _| {}).map(drop)
             };
             far.join().unwrap();
-            // More claims than there are bytes are ignored once all is accounted for: then it is the commit that is missing.
+            // More reports than there are bytes are ignored once all is accounted for: then it is the commit that is missing.
             let error = error.err().unwrap_or_else(|| panic!("{what}: believed"));
             assert!(!error.to_string().is_empty() && began.elapsed() < Duration::from_secs(20), "{what}");
             assert!(handle.bookmarks().unwrap().0.is_empty(), "{what}: it was taken for a replica");
@@ -244,7 +250,7 @@ fn sums_of_more_than_the_source_could_use_are_refused() {
     let place = Place::new();
     let handle = place.source();
     let uuid = handle.about().uuid;
-    let told = |told: compare::rolling::Told, bytes: usize| Message {
+    let told = |told: compare::rolling::SumReport, bytes: usize| Message {
         kind: crate::messages::SUMS,
         head: serde_json::to_vec(&told).unwrap(),
         body: Buf::new(bytes),
@@ -258,9 +264,9 @@ fn sums_of_more_than_the_source_could_use_are_refused() {
         let _ = sender.send_json(STATUS, &large);
         let Ok(_) = expect(&receiver, PLAN) else { return };
         // Few bytes said, and gigabytes to be kept of them.
-        let _ = sender.send(told(compare::rolling::Told::Zero(0..1 << 44), 0));
+        let _ = sender.send(told(compare::rolling::SumReport::Zero(0..1 << 44), 0));
         let _ = sender.send(told(
-            compare::rolling::Told::Sums(1 << 44..(1 << 44) + (128 << 10)),
+            compare::rolling::SumReport::Sums(1 << 44..(1 << 44) + (128 << 10)),
             compare::rolling::SUMS,
         ));
         let _ = sender.finish();
@@ -407,16 +413,16 @@ fn what_no_source_plans_is_refused_where_it_is_heard() {
         vec![Message { kind: PLAN, head: serde_json::to_vec(plan).unwrap(), ..Message::default() }]
     };
     let open = |path: PathBuf| Open::new(&path, &None, Commit::Journal, handle.about());
-    let shape = Shape { size: SIZE, block: 2048, key: [1; 32], keep_going: false };
-    let rolling = |shape: Shape| Plan { rolling: Some(shape), delta: true, ..Plan::default() };
+    let params = SumParams { size: SIZE, block: 2048, key: [1; 32], keep_going: false };
+    let rolling = |params: SumParams| Plan { rolling: Some(params), delta: true, ..Plan::default() };
     let ranges = (0..100_000).map(|n| n * 8192..n * 8192 + 4096).collect();
     let compare = Scope { size: 1 << 40, ranges, ..Scope::whole(SIZE, 4096) };
     for plan in [
         Plan { bytes: u64::MAX, delta: true, ..Plan::default() },
-        rolling(Shape { block: 0, ..shape.clone() }),
-        rolling(Shape { block: 3, ..shape.clone() }),
-        rolling(Shape { block: 1 << 31, ..shape.clone() }),
-        rolling(Shape { size: u64::MAX, ..shape }),
+        rolling(SumParams { block: 0, ..params.clone() }),
+        rolling(SumParams { block: 3, ..params.clone() }),
+        rolling(SumParams { block: 1 << 31, ..params.clone() }),
+        rolling(SumParams { size: u64::MAX, ..params }),
         Plan { compare: Some(compare), delta: true, ..Plan::default() },
         Plan { compare: Some(Scope { rate: Some(1), ..Scope::whole(SIZE, 4096) }), ..Plan::default() },
     ] {

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use compare::rolling::{Index, Shape, Told, changes};
+use compare::rolling::{Index, SumParams, SumReport, changes};
 use compare::{Finding, Scope};
 use delta::{Epoch, Method};
 use device::{Buf, Disk};
@@ -116,11 +116,11 @@ impl Transfer<'_> {
         // Of a replica that is said to be far larger than its source, not all is worth the memory.
         let before = plan.header.size_before.min(view.len().saturating_mul(2).max(LEAST_ASKED));
         let keep_going = self.options.unreadable >= Unreadable::SendAnew;
-        let shape = Shape { keep_going, ..Shape::new(view.len().max(before), key()) };
+        let params = SumParams { keep_going, ..SumParams::new(view.len().max(before), key()) };
         self.sender
-            .send_json(PLAN, &Plan { rolling: Some(shape.clone()), delta: true, ..Plan::default() })?;
-        self.totals.expect(shape.size + view.len());
-        let index = self.hear_sums(&shape, before)?;
+            .send_json(PLAN, &Plan { rolling: Some(params.clone()), delta: true, ..Plan::default() })?;
+        self.totals.expect(params.size + view.len());
+        let index = self.hear_sums(&params, before)?;
         let mut sending = DeltaSender::begin(self.sender, &plan.header, self.packing(plan), &self.totals)?;
         // Errors of the link keep their words.
         let mut trouble = None;
@@ -133,7 +133,7 @@ impl Transfer<'_> {
         };
         let taken = |upto| {
             view.taken(upto);
-            self.totals.progress(shape.size + upto);
+            self.totals.progress(params.size + upto);
         };
         let in_place = self.in_place.then_some(self.options.in_place);
         let read = match changes(&disk, &index, in_place, found, taken) {
@@ -147,11 +147,11 @@ impl Transfer<'_> {
     }
 
     /// Hears the sums of the replica's blocks.
-    fn hear_sums(&self, shape: &Shape, before: u64) -> Result<Index, SyncError> {
-        let mut index = Index::new(shape.clone(), before).map_err(reading)?;
+    fn hear_sums(&self, params: &SumParams, before: u64) -> Result<Index, SyncError> {
+        let mut index = Index::new(params.clone(), before).map_err(reading)?;
         while !index.is_whole() {
             let message = expect(self.receiver, SUMS)?;
-            let told = message.json::<Told>()?;
+            let told = message.json::<SumReport>()?;
             index.hear(&told, &message.body).map_err(SyncError::io("use the replica's sums"))?;
             self.totals.progress(index.heard());
         }

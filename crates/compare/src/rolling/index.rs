@@ -1,91 +1,91 @@
-//! What is known of the destination: which blocks it has, and where.
+//! The destination's blocks, by their sums.
 
 use std::io;
 use std::ops::Range;
 
 use extents::Extents;
 
-use super::sums::{CHUNK, SUMS, Shape, Summer, Sums, Told, UNREADABLE, ZERO, parts};
-use super::weak::Likely;
+use super::sums::{CHUNK, Hasher, SUMS, SumParams, SumReport, Sums, UNREADABLE, ZERO, parts};
+use super::weak::SumFilter;
 
-/// Places that are looked at for one sum, at most: more than any honest set of sums needs.
+/// The most slots probed for one sum: more than any set of sums that was not crafted needs.
 const PROBES: usize = 64;
 const EMPTY: u32 = u32::MAX;
 
-/// The blocks of a destination by their sums. Equal blocks stand in it once, so that many of them cost no more than one.
+/// The blocks of a destination by their sums. Equal blocks have one entry, so many of them cost no more than one.
 ///
-/// 29 to 45 bytes a block: at most 6 MiB for each GiB in blocks of 8 KiB (a disk of 64 MiB), 360 KiB for each GiB of a disk
-/// of 16 GiB or more.
+/// It takes 29 to 45 bytes per block: at most 6 MiB per GiB in blocks of 8 KiB (a disk of 64 MiB), and 360 KiB per GiB of a
+/// disk of 16 GiB or more.
 pub struct Index {
-    shape: Shape,
-    pub(super) summer: Summer,
+    params: SumParams,
+    pub(super) hasher: Hasher,
     /// By the block's number.
     sums: Vec<Sums>,
     /// What reads as zeroes, holes and blocks.
     zeroes: Extents,
-    /// Where the account ends so far.
+    /// End of the reports so far.
     heard: u64,
-    /// Where the last block ends of which there are sums.
+    /// End of the last block that has sums.
     summed: u64,
-    /// Beyond this nothing may be copied from.
+    /// Nothing may be copied from beyond this offset.
     movable: u64,
     table: Vec<u32>,
-    pub(super) likely: Likely,
+    pub(super) filter: SumFilter,
 }
 
 impl Index {
-    /// An index for the destination's account; copies may be made from its first `movable` bytes.
+    /// An empty index; copies may read the first `movable` bytes of the destination.
     ///
     /// # Errors
-    /// `InvalidData` for a shape that nobody needs.
-    pub fn new(shape: Shape, movable: u64) -> io::Result<Index> {
-        shape.check()?;
-        let summer = Summer::new(&shape);
+    /// `InvalidData` for parameters out of range.
+    pub fn new(params: SumParams, movable: u64) -> io::Result<Index> {
+        params.check()?;
+        let hasher = Hasher::new(&params);
         Ok(Index {
-            summer,
-            shape,
+            hasher,
+            params,
             sums: Vec::new(),
             zeroes: Extents::new(),
             heard: 0,
             summed: 0,
             movable,
             table: Vec::new(),
-            likely: Likely::new(0),
+            filter: SumFilter::new(0),
         })
     }
 
-    /// Bytes a block.
+    /// Block size in bytes.
     pub(super) fn block(&self) -> usize {
-        self.shape.block as usize
+        self.params.block as usize
     }
 
-    /// Takes the next part of the account.
+    /// Adds the next report.
     ///
     /// # Errors
     /// `InvalidData` where it does not follow the one before, or is longer than agreed.
-    pub fn hear(&mut self, said: &Told, told: &[u8]) -> io::Result<()> {
+    pub fn hear(&mut self, said: &SumReport, told: &[u8]) -> io::Result<()> {
         let range = said.range().clone();
-        let block = u64::from(self.shape.block);
+        let block = u64::from(self.params.block);
         let sound = range.start == self.heard
             && range.end > range.start
-            && range.end <= self.shape.size
-            // Only the last block may be short; what follows does not exist.
-            && (self.heard % block == 0 || *said == Told::Zero(self.heard..self.shape.size));
+            && range.end <= self.params.size
+            // Only the last block may be short; nothing follows it.
+            && (self.heard % block == 0 || *said == SumReport::Zero(self.heard..self.params.size));
         let expected = match said {
-            Told::Zero(_) => 0,
-            Told::Sums(r) if r.end.saturating_sub(r.start) <= CHUNK => {
+            SumReport::Zero(_) => 0,
+            SumReport::Sums(r) if r.end.saturating_sub(r.start) <= CHUNK => {
                 (r.end - r.start).div_ceil(block) as usize * SUMS
             }
-            Told::Sums(_) => usize::MAX,
+            SumReport::Sums(_) => usize::MAX,
         };
         if !sound || told.len() != expected || range.end.div_ceil(block) >= u64::from(EMPTY) {
             let text = format!("the sums of the peer are out of order at byte {}", self.heard);
             return Err(io::Error::new(io::ErrorKind::InvalidData, text));
         }
         match said {
-            Told::Zero(range) => self.zeroes.insert(range.clone()),
-            Told::Sums(range) => {
-                // Memory follows what was told, not what is said of zeroes.
+            SumReport::Zero(range) => self.zeroes.insert(range.clone()),
+            SumReport::Sums(range) => {
+                // Memory grows with the sums received, not with the length claimed for zeroes.
                 self.sums.resize((range.start / block) as usize, ZERO);
                 for (sums, number) in told.chunks_exact(SUMS).zip(range.start / block..) {
                     let mut own = ZERO;
@@ -102,34 +102,34 @@ impl Index {
         Ok(())
     }
 
-    /// What can't be read at the destination, ascending.
+    /// The unreadable ranges of the destination, ascending.
     pub fn unreadable(&self) -> Vec<Range<u64>> {
         let bad = self.sums.iter().zip(0..).filter(|(sums, _)| **sums == UNREADABLE);
         bad.map(|(_, number)| self.extent(number)).collect()
     }
 
-    /// Bytes of the destination of which was told.
+    /// Bytes of the destination reported so far.
     pub fn heard(&self) -> u64 {
         self.heard
     }
 
-    /// True when all was told.
+    /// True when the whole destination has been reported.
     pub fn is_whole(&self) -> bool {
-        self.heard == self.shape.size
+        self.heard == self.params.size
     }
 
-    /// Makes the index searchable, once all was told.
+    /// Makes the index searchable, once it is complete.
     pub fn finish(&mut self) {
         let wanted = self.sums.len().saturating_mul(2).next_power_of_two().max(64);
         self.table = vec![EMPTY; wanted];
-        self.likely = Likely::new(self.sums.len());
-        // Sums of zeroes are looked for too, though no block is.
-        self.likely.insert(0);
+        self.filter = SumFilter::new(self.sums.len());
+        // Zeroes have no entry, but their sum must pass the filter.
+        self.filter.insert(0);
         self.zeroes.insert(self.heard..u64::MAX);
         for number in 0..self.sums.len() as u32 {
             let sums = self.sums[number as usize];
             if sums == ZERO
-                || self.place(number).is_none_or(|r| r.end - r.start < u64::from(self.shape.block))
+                || self.place(number).is_none_or(|r| r.end - r.start < u64::from(self.params.block))
             {
                 continue;
             }
@@ -137,15 +137,15 @@ impl Index {
             let (free, known) = self.find(weak, |other| self.sums[other as usize] == sums);
             if let (Some(free), None) = (free, known) {
                 self.table[free] = number;
-                self.likely.insert(weak);
+                self.filter.insert(weak);
             }
         }
     }
 
-    /// Where a search for a weak sum ends, and the block that was found on the way.
+    /// The free slot where a search for a weak sum ends, or the block found.
     fn find(&self, weak: u64, mut is: impl FnMut(u32) -> bool) -> (Option<usize>, Option<u32>) {
         let mask = self.table.len() - 1;
-        // The lowest bits choose the bit of `likely`.
+        // The lowest bits choose the bit of `filter`.
         let start = (weak >> 12) as usize ^ weak as usize;
         for probe in 0..PROBES {
             let slot = (start + probe) & mask;
@@ -158,10 +158,10 @@ impl Index {
         (None, None)
     }
 
-    /// The blocks with this weak sum, to be compared by their strong ones.
+    /// The blocks with this weak sum; their strong sums decide.
     pub(super) fn candidates(&self, weak: u64, out: &mut Vec<u32>) {
         out.clear();
-        let short = Summer::short(weak);
+        let short = Hasher::short(weak);
         self.find(short, |number| {
             if parts(&self.sums[number as usize]).0 == short {
                 out.push(number);
@@ -172,7 +172,7 @@ impl Index {
 
     /// True if a block has this weak sum.
     pub(super) fn has(&self, weak: u64) -> bool {
-        let short = Summer::short(weak);
+        let short = Hasher::short(weak);
         self.find(short, |number| parts(&self.sums[number as usize]).0 == short).1.is_some()
     }
 
@@ -190,16 +190,16 @@ impl Index {
 
     /// Where a block lies.
     pub(super) fn extent(&self, number: u64) -> Range<u64> {
-        let block = u64::from(self.shape.block);
+        let block = u64::from(self.params.block);
         let start = number.saturating_mul(block).min(self.summed);
         start..start.saturating_add(block).min(self.summed)
     }
 
     /// The last block, if it is a short one that may be copied.
     pub(super) fn short(&self) -> Option<u32> {
-        let last = u32::try_from(self.summed / u64::from(self.shape.block)).ok()?;
+        let last = u32::try_from(self.summed / u64::from(self.params.block)).ok()?;
         let place = self.place(last)?;
-        (place.end - place.start < u64::from(self.shape.block) && self.strong(last.into()).is_some())
+        (place.end - place.start < u64::from(self.params.block) && self.strong(last.into()).is_some())
             .then_some(last)
     }
 

@@ -1,17 +1,16 @@
 //! Finding data that has moved.
 //!
-//! The destination tells the sums of its blocks ([`tell`]), the source keeps them in an [`Index`] and looks in all of its own
-//! bytes for what it can copy ([`changes`]). After "The rsync algorithm" (Tridgell and Mackerras), with these differences:
+//! The destination sends the sums of its blocks ([`block_sums`]); the source keeps them in an [`Index`] and searches all of its
+//! own bytes for what can be copied ([`changes`]). After "The rsync algorithm" (Tridgell and Mackerras), with these differences:
 //!
-//! - The weak sum depends on a key that is drawn for every sync, so nobody can make blocks with equal ones.
-//! - Equal blocks stand in the index once. So the work grows with the file, whatever it holds.
-//! - A block that stands at its place already is left there, and the file is searched in chunks on all cores.
-//! - Where the destination is rebuilt in its own space, copies are ordered by what they read and overwrite ([`Cycles`]).
+//! - The weak sum depends on a key drawn for each sync, so collisions cannot be crafted.
+//! - Equal blocks have one entry in the index, so the work grows with the file only, whatever its content.
+//! - Blocks already in place are left there, and the file is searched in chunks on all cores.
+//! - For a rebuild in place, copies are ordered by what they read and overwrite ([`Cycles`]).
 //!
-//! Memory at the source: the index (see there), up to eight chunks of 4 MiB a core; in place beside that 150 bytes for each
-//! part of a window, 80 MiB for a full one. At the destination eight chunks a core.
+//! Memory at the source: the index, up to eight chunks of 4 MiB per core, and, in place, 150 bytes for each token of a
+//! window (80 MiB for a full one). At the destination: eight chunks per core.
 
-mod cut;
 mod index;
 mod order;
 mod plan;
@@ -30,17 +29,17 @@ use device::{Buf, Disk};
 pub use index::Index;
 pub use order::Cycles;
 pub use plan::{Change, InPlace, changes};
-pub use sums::{SUMS, Shape, Told, tell};
+pub use sums::{SUMS, SumParams, SumReport, block_sums};
 
 use crate::salvage;
 
-/// Threads that read and sum: twice the cores, so that half of them may wait for the disk.
+/// Threads that read and hash: twice the cores, so that half of them may wait for the disk.
 fn threads() -> usize {
     std::thread::available_parallelism().map_or(2, |n| n.get()).saturating_mul(2).clamp(2, 32)
 }
 
-/// Reads a range of at most some chunks into a buffer that is kept. Returns which of its blocks of `block` bytes can't be
-/// read, and are zeroes in the buffer; without `keep_going` the first of them is an error, by its place.
+/// Reads a range into a reusable buffer. Returns the blocks of `block` bytes that cannot be read, which are zeroes in the
+/// buffer; without `keep_going` the first of them is an error.
 fn read(
     disk: &Arc<dyn Disk>,
     range: Range<u64>,

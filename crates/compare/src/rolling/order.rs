@@ -1,12 +1,12 @@
-//! Rebuilding a file within its own space: in which order its parts can be copied, and what must be sent because there is no
-//! such order. After "In-Place Rsync: File Synchronization for Mobile and Wireless Devices" (Rasch and Burns).
+//! Rebuilding a file in place: the order in which its copies can be made, and what must be sent because no order allows it.
+//! After "In-Place Rsync: File Synchronization for Mobile and Wireless Devices" (Rasch and Burns).
 //!
 //! A copy must be made before another one overwrites what it reads. So the copies of a window are the nodes of a graph, with
 //! an edge from each to all that write into what it reads, and are made in topological order. Where the edges form a cycle,
-//! something in it is sent instead. All that is sent, and all zeroes, is written after the copies.
+//! something in it is sent instead. Sent data and zeroes are written after all copies.
 //!
-//! As no two copies write the same byte, those that write into a range stand side by side when sorted by where they write:
-//! edges need not be stored, and there are few more of them than copies and blocks.
+//! No two copies write the same byte, so the copies that write into a range are adjacent when sorted by destination: edges
+//! need not be stored, and there are few more of them than copies and blocks.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -16,29 +16,29 @@ use super::scan::Move;
 /// How a cycle is broken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Cycles {
-    /// Of the copy that reads the least of what the next one overwrites, that part is sent: the paper's trim-node.
+    /// Send the overlap of the copy that reads least of what the next one overwrites: the paper's trim-node.
     #[default]
     Trim,
-    /// The shortest copy of the cycle is sent whole: the paper's delete-node.
+    /// Send all of the shortest copy of the cycle: the paper's delete-node.
     Delete,
 }
 
-/// So many edges of a cycle, the last ones, are looked at for the one to be broken.
+/// How many of the last edges of a cycle are considered for breaking.
 const BACK: usize = 64;
 
-/// A copy that can be made in this order.
+/// A copy, in an order in which it can be made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Step {
     pub at: u64,
     pub from: u64,
     pub len: u64,
-    /// XXH3-128 of the bytes; `None` if it was cut and must be hashed again.
+    /// XXH3-128 of the bytes; `None` if the copy was trimmed and must be hashed again.
     pub hash: Option<[u8; 16]>,
 }
 
-/// How far a node was followed.
+/// State of a node in the depth-first search.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum State {
+enum Visit {
     New,
     Open,
     Done,
@@ -46,25 +46,25 @@ enum State {
 }
 
 struct Graph<'a> {
-    /// Ascending by where they write, without overlap.
+    /// Ascending by destination, without overlap.
     nodes: &'a [Move],
     cycles: Cycles,
-    state: Vec<State>,
-    /// The next edge of each node to be followed; edges before it need no second look.
+    state: Vec<Visit>,
+    /// The next edge of each node to follow; earlier edges are done.
     cursor: Vec<u32>,
-    /// What of a node is sent: bytes counted from its beginning, ascending, apart.
+    /// The ranges of each node that are sent: relative to its beginning, ascending, disjoint.
     cut: HashMap<u32, Vec<Range<u64>>>,
-    /// Done nodes, the last to be copied first.
+    /// Finished nodes, in reverse order of copying.
     done: Vec<u32>,
 }
 
-/// Orders copies that ascend by where they write and don't overlap there. Returns the copies in order, and what must be sent,
-/// ascending.
+/// Orders copies, which must ascend by destination and not overlap there. Returns them in order, and the ranges that must be
+/// sent, ascending.
 pub(super) fn order(nodes: &[Move], cycles: Cycles) -> (Vec<Step>, Vec<Range<u64>>) {
     let mut graph = Graph {
         nodes,
         cycles,
-        state: vec![State::New; nodes.len()],
+        state: vec![Visit::New; nodes.len()],
         cursor: nodes.iter().map(|node| graph_first(nodes, node.from) as u32).collect(),
         cut: HashMap::new(),
         done: Vec::with_capacity(nodes.len()),
@@ -76,7 +76,7 @@ pub(super) fn order(nodes: &[Move], cycles: Cycles) -> (Vec<Step>, Vec<Range<u64
     graph.result()
 }
 
-/// The first node that writes behind `offset`.
+/// The first node that writes beyond `offset`.
 fn graph_first(nodes: &[Move], offset: u64) -> usize {
     nodes.partition_point(|node| node.at + node.len <= offset)
 }
@@ -88,18 +88,18 @@ impl Graph<'_> {
 
     /// Follows all edges from a root, depth first.
     fn follow(&mut self, root: u32, path: &mut Vec<u32>) {
-        if self.state[root as usize] != State::New {
+        if self.state[root as usize] != Visit::New {
             return;
         }
         path.push(root);
-        self.state[root as usize] = State::Open;
+        self.state[root as usize] = Visit::Open;
         while let Some(&top) = path.last() {
             let reads = self.node(top).from..self.node(top).from + self.node(top).len;
             let next = self.cursor[top as usize];
             match self.nodes.get(next as usize) {
                 Some(node) if node.at < reads.end => {}
                 _ => {
-                    self.state[top as usize] = State::Done;
+                    self.state[top as usize] = Visit::Done;
                     self.done.push(top);
                     path.pop();
                     continue;
@@ -107,11 +107,11 @@ impl Graph<'_> {
             }
             let state = self.state[next as usize];
             let free =
-                next == top || matches!(state, State::Done | State::Sent) || self.clash(top, next) == 0;
+                next == top || matches!(state, Visit::Done | Visit::Sent) || self.clash(top, next) == 0;
             match state {
                 _ if free => self.cursor[top as usize] += 1,
-                State::New => {
-                    self.state[next as usize] = State::Open;
+                Visit::New => {
+                    self.state[next as usize] = Visit::Open;
                     path.push(next);
                 }
                 _ => self.open(path, next),
@@ -119,7 +119,7 @@ impl Graph<'_> {
         }
     }
 
-    /// Bytes that `reader` reads and `writer` overwrites, and which are not sent.
+    /// Bytes that `reader` reads, `writer` overwrites, and neither gets sent.
     fn clash(&self, reader: u32, writer: u32) -> u64 {
         let (r, w) = (self.node(reader), self.node(writer));
         let both = r.from.max(w.at)..(r.from + r.len).min(w.at + w.len);
@@ -145,15 +145,15 @@ impl Graph<'_> {
         left.iter().map(|l| l.end - l.start).sum()
     }
 
-    /// Bytes of a node that are still to be copied.
+    /// Bytes of a node that are copied, not sent.
     fn weight(&self, number: u32) -> u64 {
         let cut: u64 = self.cut.get(&number).map_or(0, |c| c.iter().map(|r| r.end - r.start).sum());
         self.node(number).len - cut
     }
 
-    /// Opens the cycle that goes from `first`, which is in the path, to its end and back to `first`.
+    /// Breaks the cycle from `first`, which is on the path, to the end of the path and back.
     fn open(&mut self, path: &mut Vec<u32>, first: u32) {
-        // The edges from its end backwards: which place in the path reads, and which node writes.
+        // Edges from the end backwards: the position of the reader on the path, and the writer.
         let mut best: Option<(u64, usize, u32)> = None;
         let mut writer = first;
         for place in (0..path.len()).rev().take(BACK) {
@@ -172,7 +172,7 @@ impl Graph<'_> {
         }
         let Some((_, place, writer)) = best else { return };
         let reader = path[place];
-        // What was followed from here on will be followed again, where it stopped.
+        // Nodes dropped from the path are followed again later, from their cursors.
         let keep = match self.cycles {
             Cycles::Trim => {
                 self.trim(reader, writer);
@@ -181,14 +181,14 @@ impl Graph<'_> {
             Cycles::Delete => place,
         };
         for dropped in path.drain(keep..) {
-            self.state[dropped as usize] = State::New;
+            self.state[dropped as usize] = Visit::New;
         }
         if self.cycles == Cycles::Delete {
-            self.state[reader as usize] = State::Sent;
+            self.state[reader as usize] = Visit::Sent;
         }
     }
 
-    /// Sends what `reader` would read of what `writer` overwrites.
+    /// Marks what `reader` reads of what `writer` overwrites as sent.
     fn trim(&mut self, reader: u32, writer: u32) {
         let (r, w) = (*self.node(reader), *self.node(writer));
         let mut new = r.from.max(w.at) - r.from..(r.from + r.len).min(w.at + w.len) - r.from;
@@ -207,7 +207,7 @@ impl Graph<'_> {
         for number in 0..self.nodes.len() as u32 {
             let node = *self.node(number);
             match self.cut.get(&number) {
-                _ if self.state[number as usize] == State::Sent => sent.push(node.at..node.at + node.len),
+                _ if self.state[number as usize] == Visit::Sent => sent.push(node.at..node.at + node.len),
                 Some(cuts) => sent.extend(cuts.iter().map(|c| node.at + c.start..node.at + c.end)),
                 None => {}
             }
@@ -228,7 +228,7 @@ impl Graph<'_> {
                 }
                 begin = cut.end;
             }
-            // It may write into what it reads itself.
+            // The copy may overlap itself.
             if node.from < node.at {
                 pieces.reverse();
             }
@@ -244,7 +244,7 @@ mod tests {
 
     use super::*;
 
-    /// Makes the copies in order within `bytes`, and checks that each reads what was there before all.
+    /// Makes the copies in order, and checks that each reads original bytes.
     fn copy(old: &[u8], steps: &[Step]) -> Vec<u8> {
         let mut bytes = old.to_vec();
         for s in steps {
@@ -258,7 +258,7 @@ mod tests {
         bytes
     }
 
-    /// What trimming and deleting send of these copies.
+    /// Bytes sent with trimming and with deleting.
     fn check(nodes: &[Move], len: usize) -> [u64; 2] {
         let old: Vec<u8> = (0..len).map(|n| (n * 7 + n / 251 * 13) as u8).collect();
         let total: u64 = nodes.iter().map(|n| n.len).sum();
@@ -297,10 +297,10 @@ mod tests {
 
     #[test]
     fn a_cycle_loses_its_least_part() {
-        // Two that read each other whole, and two that read a little of each other.
+        // Two copies that swap places, and two that overlap a little.
         assert_eq!(check(&[node(0, 50, 50), node(50, 0, 50)], 100), [50, 50]);
         assert_eq!(check(&[node(0, 55, 50), node(50, 7, 50)], 200), [43, 50]);
-        // A ring of three, wherever the edge lies that costs the least, and wherever the shortest copy does.
+        // A ring of three, with the cheapest edge and the shortest copy at each position.
         assert_eq!(check(&[node(0, 10, 10), node(10, 20, 10), node(20, 5, 5)], 100), [5, 5]);
         for turn in 0..3 {
             let skip = |n: usize| [2, 7, 4][(n + turn) % 3];
@@ -334,7 +334,7 @@ mod tests {
             state >> 33
         };
         let began = std::time::Instant::now();
-        // All shuffled; all from one place; long ones that read many short ones and the other way round.
+        // All shuffled; all from one place; long copies that read many short ones and the reverse.
         let n = 200_000;
         let shuffled: Vec<Move> = (0..n).map(|i| node(i * 8, random() % n * 8, 8)).collect();
         let same: Vec<Move> = (0..n).map(|i| node(i * 8, 800_000, 8)).collect();

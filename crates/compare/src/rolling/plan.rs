@@ -1,4 +1,4 @@
-//! The source's side: from parts to changes, in an order in which they can be made.
+//! The source's side: from tokens to changes, in an order in which they can be made.
 
 use std::collections::VecDeque;
 use std::io;
@@ -8,17 +8,17 @@ use std::sync::Arc;
 use device::{Buf, Disk};
 use extents::Extents;
 
-use super::cut::{Stretch, Stretches};
 use super::index::Index;
 use super::order::{Cycles, order};
-use super::scan::{LONGEST, Move, Part, Scan, hash};
+use super::scan::{LONGEST, Move, Scan, Token, hash};
 use super::sums::CHUNK;
 use crate::in_order;
+use crate::segments::{Segment, Segments};
 
 /// A change that makes the destination equal to the source.
 #[derive(Debug)]
 pub enum Change {
-    /// Data to be written; at most 1 MiB.
+    /// Data to write; at most 1 MiB.
     Data {
         /// Where, in bytes.
         offset: u64,
@@ -27,25 +27,25 @@ pub enum Change {
     },
     /// Zeroes.
     Zero(Range<u64>),
-    /// Bytes to be copied within the destination; at most 1 MiB.
+    /// A copy within the destination; at most 1 MiB.
     Copy {
-        /// Where to, in bytes.
+        /// Where to write it, in bytes.
         offset: u64,
-        /// Bytes.
+        /// Length in bytes.
         len: u64,
-        /// Where from.
+        /// Where to read it.
         from: u64,
         /// XXH3-128 of the bytes, low half first.
         hash: [u8; 16],
     },
 }
 
-/// The changes are made where the destination lies, one after the other.
+/// Options for a destination that is rebuilt in place.
 #[derive(Debug, Clone, Copy)]
 pub struct InPlace {
     /// How cycles are broken.
     pub cycles: Cycles,
-    /// Parts that are ordered together, above zero. What one window has overwritten no later one can read.
+    /// Tokens ordered together, above zero. No window can read what an earlier one has overwritten.
     pub window: usize,
 }
 
@@ -55,11 +55,11 @@ impl Default for InPlace {
     }
 }
 
-/// Bytes of what disks read in one piece.
+/// Unit of direct reads, in bytes.
 const SECTOR: u32 = 4096;
 
-/// Reads the whole sectors in which a range lies, and says where in the buffer it is. What is no whole sector goes through
-/// the page cache, which is to stay as it is.
+/// Reads the sectors that contain a range, and returns its place in the buffer. Reads of partial sectors would go through the
+/// page cache and fill it.
 fn sectors(disk: &Arc<dyn Disk>, range: Range<u64>, buf: &mut Buf) -> io::Result<Range<usize>> {
     let sector = u64::from(SECTOR);
     let start = range.start / sector * sector;
@@ -68,12 +68,12 @@ fn sectors(disk: &Arc<dyn Disk>, range: Range<u64>, buf: &mut Buf) -> io::Result
     Ok((range.start - start) as usize..(range.end - start) as usize)
 }
 
-/// What a chunk has become: its parts, and the data of its literals one after the other.
-type Piece = (Range<u64>, Vec<Part>, VecDeque<Buf>);
+/// The tokens of a chunk, and the data of its literals in order.
+type Piece = (Range<u64>, Vec<Token>, VecDeque<Buf>);
 
-/// Looks through the whole source and hands over what changes the destination of the index into it. Out of place changes
-/// ascend; in place they are in the order in which they must be made. `taken` is told how far the source was read for good.
-/// Returns the bytes read.
+/// Scans the whole source, and passes to `found` the changes that turn the index's destination into it: ascending, or, in
+/// place, in the order in which they must be made. `taken` gets the offset below which the source is no longer needed. Returns
+/// the bytes read.
 ///
 /// # Errors
 /// Those of the disk and of `found`.
@@ -86,16 +86,16 @@ pub fn changes(
 ) -> io::Result<u64> {
     let mut read = 0;
     match in_place {
-        None => scan(disk, index, true, |bytes, (chunk, parts, mut data)| {
+        None => scan(disk, index, true, |bytes, (chunk, tokens, mut data)| {
             read += bytes;
-            for part in parts {
-                match part {
-                    Part::Same(_) => {}
-                    Part::Zero(range) => found(Change::Zero(range))?,
-                    Part::Move(Move { at, from, len, hash }) => {
+            for token in tokens {
+                match token {
+                    Token::Same(_) => {}
+                    Token::Zero(range) => found(Change::Zero(range))?,
+                    Token::Move(Move { at, from, len, hash }) => {
                         found(Change::Copy { offset: at, len, from, hash })?;
                     }
-                    Part::Literal(range) => {
+                    Token::Literal(range) => {
                         let mut offset = range.start;
                         while offset < range.end {
                             let data = data.pop_front().unwrap_or_default();
@@ -111,10 +111,10 @@ pub fn changes(
         })?,
         Some(how) => {
             let mut windows =
-                Windows { disk, how, parts: Vec::new(), at: 0, begun: 0, kept: Extents::new(), read: 0 };
-            scan(disk, index, false, |bytes, (_, parts, _)| {
+                Windows { disk, how, tokens: Vec::new(), at: 0, begun: 0, kept: Extents::new(), read: 0 };
+            scan(disk, index, false, |bytes, (_, tokens, _)| {
                 read += bytes;
-                parts.into_iter().try_for_each(|part| windows.part(part, &mut found))
+                tokens.into_iter().try_for_each(|token| windows.token(token, &mut found))
             })?;
             windows.close(&mut found)?;
             read += windows.read;
@@ -124,7 +124,7 @@ pub fn changes(
     Ok(read)
 }
 
-/// Looks through all chunks, on all cores, and hands their parts on in order, each with the bytes read for it.
+/// Scans all chunks on all cores, and passes their tokens on in order, each with the bytes read for it.
 fn scan(
     disk: &Arc<dyn Disk>,
     index: &Index,
@@ -133,84 +133,84 @@ fn scan(
 ) -> io::Result<()> {
     let size = disk.len();
     let around = index.block() as u64 - 1;
-    let mut stretches = Stretches::new(&**disk, size, CHUNK);
+    let mut segments = Segments::new(disk, std::iter::once(0..size).collect(), CHUNK);
     in_order(
         super::threads(),
-        || stretches.next(),
+        || segments.next(),
         Buf::default,
-        |buf, stretch| {
-            let chunk = match stretch {
-                Stretch::Hole(range) => {
-                    let wrong = index.not_zero(range.clone()).into_iter().map(Part::Zero).collect();
+        |buf, segment| {
+            let chunk = match segment {
+                Segment::Hole(range) => {
+                    let wrong = index.not_zero(range.clone()).into_iter().map(Token::Zero).collect();
                     return Ok((0, (range, wrong, VecDeque::new())));
                 }
-                Stretch::Data(range) => range,
+                Segment::Data(range) => range,
             };
             let whole = chunk.start.saturating_sub(around)..chunk.end.saturating_add(around).min(size);
             let place = sectors(disk, whole.clone(), buf)?;
             let data = &buf[place];
-            let parts = Scan::new(index, data, whole.start, size, chunk.clone()).run();
+            let tokens = Scan::new(index, data, whole.start, size, chunk.clone()).run();
             let mut literals = VecDeque::new();
             if with_data {
-                for part in &parts {
-                    let Part::Literal(range) = part else { continue };
+                for token in &tokens {
+                    let Token::Literal(range) = token else { continue };
                     let bytes = (range.start - whole.start) as usize..(range.end - whole.start) as usize;
                     literals.extend(data[bytes].chunks(LONGEST as usize).map(Buf::from));
                 }
             }
-            Ok((buf.len() as u64, (chunk, parts, literals)))
+            Ok((buf.len() as u64, (chunk, tokens, literals)))
         },
         |(bytes, piece)| sink(bytes, piece),
     )
 }
 
-/// Parts, gathered and ordered a window at a time.
+/// Collects tokens and orders them one window at a time.
 struct Windows<'a> {
     disk: &'a Arc<dyn Disk>,
     how: InPlace,
-    /// Those of this window that change something.
-    parts: Vec<Part>,
-    /// How far the parts have come.
+    /// Tokens of this window that change something.
+    tokens: Vec<Token>,
+    /// End of the tokens so far.
     at: u64,
-    /// Where this window begins.
+    /// Start of this window.
     begun: u64,
-    /// What lies before this window and is as it was.
+    /// Ranges before this window that still have their old content.
     kept: Extents,
-    /// Bytes read a second time, to be sent.
+    /// Bytes read a second time, to send them.
     read: u64,
 }
 
 impl Windows<'_> {
-    fn part(&mut self, part: Part, found: &mut impl FnMut(Change) -> io::Result<()>) -> io::Result<()> {
-        let range = match &part {
-            Part::Same(range) | Part::Zero(range) | Part::Literal(range) => range.clone(),
-            Part::Move(m) => m.at..m.at + m.len,
+    fn token(&mut self, token: Token, found: &mut impl FnMut(Change) -> io::Result<()>) -> io::Result<()> {
+        let range = match &token {
+            Token::Same(range) | Token::Zero(range) | Token::Literal(range) => range.clone(),
+            Token::Move(m) => m.at..m.at + m.len,
         };
-        // What no part names stands there already.
+        // What no token names is in place already.
         self.keep(self.at..range.start);
-        if let Part::Same(range) = part {
+        if let Token::Same(range) = token {
             self.keep(range);
         } else {
-            self.parts.push(part);
+            self.tokens.push(token);
         }
         self.at = range.end;
-        if self.parts.len() >= self.how.window { self.close(found) } else { Ok(()) }
+        if self.tokens.len() >= self.how.window { self.close(found) } else { Ok(()) }
     }
 
     fn keep(&mut self, range: Range<u64>) {
-        // To forget one is no fault: what is read of it is sent.
+        // Bounded: copies that would read a forgotten range are sent instead.
         if self.kept.count() < 2 * self.how.window.max(1 << 16) {
             self.kept.insert(range);
         }
     }
 
-    /// Ends a window: first what is copied, then what is sent.
+    /// Ends a window: copies first, then what is sent.
     fn close(&mut self, found: &mut impl FnMut(Change) -> io::Result<()>) -> io::Result<()> {
         let mut nodes = Vec::new();
         let mut rest = Vec::new();
-        for part in std::mem::take(&mut self.parts) {
-            match part {
-                Part::Move(whole) => self.readable(whole, &mut nodes, &mut rest)?,
+        for token in std::mem::take(&mut self.tokens) {
+            match token {
+                Token::Move(whole) => self.readable(whole, &mut nodes, &mut rest)?,
                 other => rest.push(other),
             }
         }
@@ -223,15 +223,15 @@ impl Windows<'_> {
             };
             found(Change::Copy { offset: step.at, len: step.len, from: step.from, hash })?;
         }
-        rest.extend(sent.into_iter().map(Part::Literal));
-        rest.sort_by_key(|part| match part {
-            Part::Same(range) | Part::Zero(range) | Part::Literal(range) => range.start,
-            Part::Move(m) => m.at,
+        rest.extend(sent.into_iter().map(Token::Literal));
+        rest.sort_by_key(|token| match token {
+            Token::Same(range) | Token::Zero(range) | Token::Literal(range) => range.start,
+            Token::Move(m) => m.at,
         });
-        for part in rest {
-            match part {
-                Part::Zero(range) => found(Change::Zero(range))?,
-                Part::Literal(range) => {
+        for token in rest {
+            match token {
+                Token::Zero(range) => found(Change::Zero(range))?,
+                Token::Literal(range) => {
                     let mut at = range.start;
                     while at < range.end {
                         let len = LONGEST.min(range.end - at);
@@ -239,15 +239,15 @@ impl Windows<'_> {
                         at += len;
                     }
                 }
-                Part::Same(_) | Part::Move(_) => {}
+                Token::Same(_) | Token::Move(_) => {}
             }
         }
         self.begun = self.at;
         Ok(())
     }
 
-    /// Of a copy, what may still be read; the rest is to be sent.
-    fn readable(&mut self, whole: Move, nodes: &mut Vec<Move>, rest: &mut Vec<Part>) -> io::Result<()> {
+    /// Splits a copy into what can still be read and what must be sent.
+    fn readable(&mut self, whole: Move, nodes: &mut Vec<Move>, rest: &mut Vec<Token>) -> io::Result<()> {
         let before = whole.from..(whole.from + whole.len).min(self.begun);
         if before.is_empty() || self.kept.covers(before.clone()) {
             nodes.push(whole);
@@ -262,7 +262,7 @@ impl Windows<'_> {
         let place = |from: u64| whole.at + (from - whole.from);
         for good in good.into_iter().chain(std::iter::once(end..end)) {
             if at < good.start {
-                rest.push(Part::Literal(place(at)..place(good.start)));
+                rest.push(Token::Literal(place(at)..place(good.start)));
             }
             if !good.is_empty() {
                 let len = good.end - good.start;
@@ -274,7 +274,7 @@ impl Windows<'_> {
         Ok(())
     }
 
-    /// Bytes of the source, read once more.
+    /// Reads bytes of the source again.
     fn bytes(&mut self, offset: u64, len: u64) -> io::Result<Buf> {
         let mut buf = Buf::default();
         let place = sectors(self.disk, offset..offset + len, &mut buf)?;
@@ -292,7 +292,7 @@ mod tests {
         let disk: Arc<dyn Disk> = Arc::new(device::RamDisk::new(1 << 20));
         let how = InPlace { window: 1, ..InPlace::default() };
         let mut windows =
-            Windows { disk: &disk, how, parts: Vec::new(), at: 0, begun: 0, kept: Extents::new(), read: 0 };
+            Windows { disk: &disk, how, tokens: Vec::new(), at: 0, begun: 0, kept: Extents::new(), read: 0 };
         (0..400_000).for_each(|n| windows.keep(n * 2..n * 2 + 1));
         assert!((100_000..200_000).contains(&windows.kept.count()), "{}", windows.kept.count());
     }

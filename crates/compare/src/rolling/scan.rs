@@ -1,5 +1,5 @@
-//! What becomes of each part of the source: it stands at its place already, it can be copied, it is zeroes, or it must be
-//! sent. The work of one chunk needs nothing of the others', so that the result is the same for any number of threads.
+//! Turns the source into tokens: what is in place already, can be copied, is zeroes, or must be sent. Chunks are independent of
+//! each other, so the result is the same for any number of threads.
 
 use std::ops::Range;
 
@@ -8,19 +8,19 @@ use twox_hash::XxHash3_128;
 use super::index::Index;
 use crate::is_zero;
 
-/// The longest copy: as long as a record of a delta may be.
+/// The longest copy: the limit for a record of a delta.
 pub(super) const LONGEST: u64 = 1 << 20;
-/// Zeroes in what must be sent are told, not sent, from so many on. Their length is a multiple of it.
+/// Runs of zeroes within literals become zero tokens in multiples of this length.
 const ZEROES: usize = 256;
-/// In a run of copies every so manyth block is tried at its own place too.
+/// In a run of copies, check every so many blocks whether the block is in place.
 const TRY: u32 = 16;
 
 /// A copy within the destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Move {
-    /// Where the bytes shall stand.
+    /// Where the bytes go.
     pub at: u64,
-    /// Where they stand.
+    /// Where they are.
     pub from: u64,
     /// From 1 to [`LONGEST`].
     pub len: u64,
@@ -30,31 +30,31 @@ pub(super) struct Move {
 
 /// A part of the source.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Part {
-    /// It stands there already.
+pub(super) enum Token {
+    /// In place already.
     Same(Range<u64>),
-    /// It can be copied.
+    /// Copied within the destination.
     Move(Move),
     /// Zeroes.
     Zero(Range<u64>),
-    /// It must be sent.
+    /// Sent.
     Literal(Range<u64>),
 }
 
-/// How a part of a chunk is found; places are those of the buffer.
+/// Classification of a range of the buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Found {
-    /// From this byte of the destination.
+    /// Copied from this byte of the destination.
     From(u64),
     Zero,
     Literal,
 }
 
-/// Looks through one chunk.
+/// The scan of one chunk.
 pub(super) struct Scan<'a> {
     index: &'a Index,
     block: usize,
-    /// The bytes of the chunk, with those around it that a block across its ends needs.
+    /// The chunk, and around it as much as a block across its ends needs.
     data: &'a [u8],
     /// The byte of the source where `data` begins.
     start: u64,
@@ -63,7 +63,7 @@ pub(super) struct Scan<'a> {
     /// The chunk within the data.
     chunk: Range<usize>,
     found: Vec<(Range<usize>, Found)>,
-    /// Bytes that may still be hashed in vain.
+    /// Bytes that may still be hashed without a match.
     patience: usize,
     candidates: Vec<u32>,
 }
@@ -84,7 +84,7 @@ impl<'a> Scan<'a> {
             data,
             start,
             size,
-            // No honest index makes it hash more than a few blocks in vain.
+            // Without crafted sums, only a few blocks are hashed without a match.
             patience: 4 * data.len() + 64 * index.block(),
             chunk,
             found: Vec::new(),
@@ -92,14 +92,14 @@ impl<'a> Scan<'a> {
         }
     }
 
-    /// The parts of the chunk, ascending and without a gap.
-    pub(super) fn run(mut self) -> Vec<Part> {
+    /// The tokens of the chunk, ascending and without a gap.
+    pub(super) fn run(mut self) -> Vec<Token> {
         // A block that begins before the chunk may reach into it.
         let mut at = self.chunk.start;
         if !self.stands(at) {
             at = self.chunk.start.saturating_sub(self.block - 1);
         }
-        // The block that would go on with the copy before, and how many it has had.
+        // The block that would continue the last copy, and the length of that run in blocks.
         let mut next: Option<u64> = None;
         let mut run = 0u32;
         while at < self.chunk.end {
@@ -122,7 +122,7 @@ impl<'a> Scan<'a> {
                 Some((to, Found::Zero)) => {
                     self.literal(at, to);
                     let end = self.zeroes(to);
-                    // A block may begin with the last of them: only what follows them is taken from it.
+                    // A block may begin with the last of the zeroes: only what follows them is taken from it.
                     let reach = if end < self.chunk.end { self.block - 1 } else { 0 };
                     at = (end - reach).max(to + 1);
                 }
@@ -144,14 +144,14 @@ impl<'a> Scan<'a> {
                 }
             }
         }
-        self.parts()
+        self.tokens()
     }
 
     fn bytes(&self, at: usize, len: usize) -> Option<&'a [u8]> {
         self.data.get(at..at.checked_add(len)?)
     }
 
-    /// True if the destination has the block that begins here at the same place.
+    /// True if the destination has the block at `at` in the same place.
     fn stands(&self, at: usize) -> bool {
         let offset = self.start + at as u64;
         let block = self.block as u64;
@@ -161,38 +161,38 @@ impl<'a> Scan<'a> {
         let number = offset / block;
         let place = self.index.extent(number);
         let len = (place.end - place.start) as usize;
-        // A short block must end both.
+        // A short block must be the last of both.
         let whole = len == self.block || offset + len as u64 == self.size;
         len > 0 && whole && self.is(at, len, number)
     }
 
-    /// True if these bytes are those of a block of the destination.
+    /// True if these bytes equal a block of the destination.
     fn is(&self, at: usize, len: usize, number: u64) -> bool {
         match (self.index.strong(number), self.bytes(at, len)) {
-            (Some(strong), Some(bytes)) => self.index.summer.strong(bytes) == strong,
+            (Some(strong), Some(bytes)) => self.index.hasher.strong(bytes) == strong,
             _ => false,
         }
     }
 
-    /// Whether a block of the destination goes on here with a copy, and its place and length.
+    /// The place and length of a block of the destination, if it continues a copy at `at`.
     fn follows(&self, at: usize, number: u64) -> Option<(u64, usize)> {
         let place = self.index.place(u32::try_from(number).ok()?)?;
         let len = (place.end - place.start) as usize;
         self.is(at, len, number).then_some((place.start, len))
     }
 
-    /// Where a copy of `len` bytes must end, so that a block that stands at its place is left alone.
+    /// The end of a copy of at most `len` bytes that does not cover a block that is in place.
     fn until_standing(&self, at: usize, len: usize) -> usize {
         let offset = self.start + at as u64;
         let border = (offset.next_multiple_of(self.block as u64) - self.start) as usize;
         if border > at && border < at + len && self.stands(border) { border } else { at + len }
     }
 
-    /// The first place from here on where a block of the destination begins, or zeroes do.
+    /// The first place from `from` on where a block of the destination or a block of zeroes begins.
     fn roll(&mut self, from: usize) -> Option<(usize, Found)> {
         let index = self.index;
         let mut at = from;
-        // A little at first: most changes are small.
+        // Only a little at first: most changes are small.
         let mut step = 2 * self.block;
         loop {
             let end = (self.data.len() + 1).saturating_sub(self.block).min(self.chunk.end);
@@ -201,7 +201,7 @@ impl<'a> Scan<'a> {
             }
             let places = at..end.min(at.saturating_add(step));
             let known = |sum| sum == 0 || index.has(sum);
-            let hit = index.summer.weak.search(self.data, self.block, places.clone(), &index.likely, &known);
+            let hit = index.hasher.weak.search(self.data, self.block, places.clone(), &index.filter, &known);
             at = match hit {
                 Some((place, sum)) => match self.look_up(place, sum) {
                     Some(found) => return Some((place, found)),
@@ -213,7 +213,7 @@ impl<'a> Scan<'a> {
         }
     }
 
-    /// What the destination has of the block that begins here and has this weak sum.
+    /// Looks up the block at `at`, which has this weak sum.
     fn look_up(&mut self, at: usize, weak: u64) -> Option<Found> {
         let block = self.bytes(at, self.block)?;
         if weak == 0 && is_zero(block) {
@@ -223,7 +223,7 @@ impl<'a> Scan<'a> {
         if self.candidates.is_empty() || self.patience == 0 {
             return None;
         }
-        let strong = self.index.summer.strong(block);
+        let strong = self.index.hasher.strong(block);
         let same = |number: u64| self.index.strong(number).is_some_and(|s| s == strong);
         let offset = self.start + at as u64;
         let number = offset / self.block as u64;
@@ -243,18 +243,18 @@ impl<'a> Scan<'a> {
         }
     }
 
-    /// Zeroes from here on, as far as they reach.
+    /// Consumes the zeroes from `at` on.
     fn zeroes(&mut self, at: usize) -> usize {
         let rest = &self.data[at..self.chunk.end.max(at)];
         let whole = rest.chunks(ZEROES).take_while(|part| is_zero(part)).map(<[u8]>::len).sum::<usize>();
         let tail = rest[whole..].iter().take_while(|b| **b == 0).count();
         let end = at + whole + tail;
         self.push(at..end, Found::Zero);
-        // What was found is a block: it is never nothing, but may lie before the chunk.
+        // A block of zeroes was found, so there is progress even if it lies before the chunk.
         end.max(at + 1)
     }
 
-    /// What no block begins in. Its end may be the destination's short last block.
+    /// Consumes the rest, in which no block begins; it may end with the destination's short last block.
     fn rest(&mut self, at: usize) {
         let end = self.chunk.end;
         if self.start + end as u64 == self.size {
@@ -278,7 +278,7 @@ impl<'a> Scan<'a> {
         end
     }
 
-    /// What must be sent, and the zeroes in it.
+    /// Adds a literal, apart from the zeroes in it.
     fn literal(&mut self, from: usize, to: usize) {
         let to = to.min(self.chunk.end);
         let mut at = from.max(self.done());
@@ -298,12 +298,12 @@ impl<'a> Scan<'a> {
         self.push(sent..to, Found::Literal);
     }
 
-    /// What lies before it was found already.
+    /// The end of what has been classified.
     fn done(&self) -> usize {
         self.found.last().map_or(self.chunk.start, |(last, _)| last.end)
     }
 
-    /// Adds what of a part lies within the chunk and was not found before.
+    /// Adds the part of a range that is within the chunk and not yet classified.
     fn push(&mut self, range: Range<usize>, found: Found) {
         let inside = range.start.max(self.done())..range.end.min(self.chunk.end);
         if inside.is_empty() {
@@ -326,16 +326,16 @@ impl<'a> Scan<'a> {
         }
     }
 
-    fn parts(&self) -> Vec<Part> {
-        let mut parts = Vec::with_capacity(self.found.len());
+    fn tokens(&self) -> Vec<Token> {
+        let mut tokens = Vec::with_capacity(self.found.len());
         for (range, found) in &self.found {
             let bytes = self.start + range.start as u64..self.start + range.end as u64;
             match *found {
-                Found::From(from) if from == bytes.start => parts.push(Part::Same(bytes)),
+                Found::From(from) if from == bytes.start => tokens.push(Token::Same(bytes)),
                 Found::From(from) => {
                     for (n, piece) in self.data[range.clone()].chunks(LONGEST as usize).enumerate() {
                         let moved = n as u64 * LONGEST;
-                        parts.push(Part::Move(Move {
+                        tokens.push(Token::Move(Move {
                             at: bytes.start + moved,
                             from: from + moved,
                             len: piece.len() as u64,
@@ -347,19 +347,19 @@ impl<'a> Scan<'a> {
                     let mut at = bytes.start;
                     for wrong in self.index.not_zero(bytes.clone()) {
                         if at < wrong.start {
-                            parts.push(Part::Same(at..wrong.start));
+                            tokens.push(Token::Same(at..wrong.start));
                         }
-                        parts.push(Part::Zero(wrong.clone()));
+                        tokens.push(Token::Zero(wrong.clone()));
                         at = wrong.end;
                     }
                     if at < bytes.end {
-                        parts.push(Part::Same(at..bytes.end));
+                        tokens.push(Token::Same(at..bytes.end));
                     }
                 }
-                Found::Literal => parts.push(Part::Literal(bytes)),
+                Found::Literal => tokens.push(Token::Literal(bytes)),
             }
         }
-        parts
+        tokens
     }
 }
 

@@ -1,4 +1,4 @@
-//! What one side says of its blocks: how large they are, what their sums are, and how they are told.
+//! The sums of the destination's blocks: their size, their key, and how they are reported.
 
 use std::io;
 use std::ops::Range;
@@ -7,49 +7,49 @@ use std::sync::Arc;
 use device::{Buf, Disk};
 use serde::{Deserialize, Serialize};
 
-use super::cut::{Stretch, Stretches};
 use super::weak::Weak;
+use crate::segments::{Segment, Segments};
 use crate::{in_order, is_zero};
 
-/// Bytes of the sums of a block as they are told: five of the weak one, twelve of the strong one.
+/// Bytes of the sums of a block as sent: five of the weak sum, twelve of the strong one.
 ///
-/// What is copied is hashed again. A block that stands at its place is believed by its strong sum alone: 96 bits of a keyed
-/// BLAKE3, whose key is drawn anew for every sync, after the content. So of 2^32 blocks that differ, the most that an index
-/// takes, one is taken for equal in one of 2^64 syncs, whoever wrote them.
+/// Copies are verified by another hash. A block in place is accepted by its strong sum alone: 96 bits of BLAKE3 under a key
+/// drawn for each sync, after the content was written. With 2^32 differing blocks, the most an index holds, one is
+/// mistaken for equal in one of 2^64 syncs, whatever their content.
 pub const SUMS: usize = 17;
 const WEAK: usize = 5;
 
-/// Bytes that are read and summed in one step, and told in one claim.
+/// Bytes that are read and summed in one step, and covered by one report.
 pub(super) const CHUNK: u64 = 4 << 20;
 
 const SMALLEST: u64 = 512;
 const LARGEST: u64 = 128 << 10;
 
-/// What both sides must know to make the same sums.
+/// What both sides need to compute the same sums.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Shape {
-    /// Bytes of the destination that are spoken of.
+pub struct SumParams {
+    /// Bytes of the destination to report.
     pub size: u64,
-    /// Bytes a block: a power of two from 512 to 128 KiB.
+    /// Block size in bytes: a power of two from 512 to 128 KiB.
     pub block: u32,
-    /// Drawn anew for every sync, and told to nobody else.
+    /// Drawn for each sync, and known to both sides only.
     pub key: [u8; 32],
-    /// Go on behind blocks that can't be read: they fit nothing.
+    /// Skip unreadable blocks; they match nothing.
     pub keep_going: bool,
 }
 
-impl Shape {
-    /// The shape for a destination of `size` bytes: about as many blocks as a block has bytes, as rsync has it.
-    pub fn new(size: u64, key: [u8; 32]) -> Shape {
+impl SumParams {
+    /// Parameters for a destination of `size` bytes: about as many blocks as a block has bytes, as in rsync.
+    pub fn new(size: u64, key: [u8; 32]) -> SumParams {
         let block =
             (1..).map(|shift| 1u64 << shift).find(|b| b.saturating_mul(*b) >= size).unwrap_or(LARGEST);
-        Shape { size, block: block.clamp(SMALLEST, LARGEST) as u32, key, keep_going: false }
+        SumParams { size, block: block.clamp(SMALLEST, LARGEST) as u32, key, keep_going: false }
     }
 
-    /// Refuses a shape that makes no sense: it may come from the other side of a link.
+    /// Refuses parameters out of range: they may come from a peer.
     ///
     /// # Errors
-    /// `InvalidData` for a shape that nobody needs.
+    /// `InvalidData` for parameters out of range.
     pub fn check(&self) -> io::Result<()> {
         let block = u64::from(self.block);
         if (SMALLEST..=LARGEST).contains(&block) && block.is_power_of_two() && self.size <= i64::MAX as u64 {
@@ -60,20 +60,20 @@ impl Shape {
     }
 }
 
-/// What the destination says of a stretch of itself.
+/// What the destination reports of a range.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Told {
-    /// It reads as zeroes.
+pub enum SumReport {
+    /// Reads as zeroes.
     Zero(Range<u64>),
-    /// Its blocks have these sums, one after the other; they come apart from this head.
+    /// The sums of its blocks follow, in order, in the body of the message.
     Sums(Range<u64>),
 }
 
-impl Told {
-    /// The bytes that it speaks of.
+impl SumReport {
+    /// The range reported.
     pub fn range(&self) -> &Range<u64> {
         match self {
-            Told::Zero(range) | Told::Sums(range) => range,
+            SumReport::Zero(range) | SumReport::Sums(range) => range,
         }
     }
 }
@@ -81,28 +81,28 @@ impl Told {
 /// The sums of a block.
 pub(super) type Sums = [u8; SUMS];
 
-/// Sums of blocks of zeroes: such blocks are no matter of copying.
+/// Stands for a block of zeroes, which is never copied.
 pub(super) const ZERO: Sums = [0; SUMS];
 
-/// Sums of blocks that can't be read. They are those of no other, but for a chance as small as that two blocks have equal ones.
+/// Stands for an unreadable block. No other block has it, except with the probability of a collision.
 pub(super) const UNREADABLE: Sums = [0xff; SUMS];
 
-/// Makes sums.
-pub(super) struct Summer {
+/// Computes sums.
+pub(super) struct Hasher {
     pub weak: Weak,
     key: [u8; 32],
 }
 
-impl Summer {
-    pub(super) fn new(shape: &Shape) -> Summer {
-        // The point and the key of the strong sums must not tell of each other.
-        let point = blake3::derive_key("dsync rolling 2026 weak point", &shape.key);
+impl Hasher {
+    pub(super) fn new(params: &SumParams) -> Hasher {
+        // Neither the point nor the key of the strong sums may reveal the other.
+        let point = blake3::derive_key("dsync rolling 2026 weak point", &params.key);
         let mut seed = [0; 8];
         seed.copy_from_slice(&point[..8]);
-        Summer { weak: Weak::new(u64::from_le_bytes(seed), shape.block as usize), key: shape.key }
+        Hasher { weak: Weak::new(u64::from_le_bytes(seed), params.block as usize), key: params.key }
     }
 
-    /// The weak sum as it is told.
+    /// The weak sum, cut to the bits that are sent.
     pub(super) fn short(weak: u64) -> u64 {
         weak & ((1 << (8 * WEAK)) - 1)
     }
@@ -130,34 +130,34 @@ pub(super) fn parts(sums: &Sums) -> (u64, &[u8]) {
     (u64::from_le_bytes(weak), &sums[WEAK..])
 }
 
-/// The destination's side: says of the first bytes of `disk` what they hold, in order. What lies beyond its end reads as
+/// The destination's side: reports the sums of the first `params.size` bytes of `disk`, in order. Beyond its end it reads as
 /// zeroes.
 ///
 /// # Errors
-/// Those of the disk and of `say`; `InvalidData` for a shape that nobody needs.
-pub fn tell(
+/// Those of the disk and of `say`; `InvalidData` for parameters out of range.
+pub fn block_sums(
     disk: &Arc<dyn Disk>,
-    shape: &Shape,
-    mut say: impl FnMut((Told, Vec<u8>)) -> io::Result<()>,
+    params: &SumParams,
+    mut say: impl FnMut((SumReport, Vec<u8>)) -> io::Result<()>,
 ) -> io::Result<()> {
-    shape.check()?;
-    let summer = Summer::new(shape);
-    let block = shape.block as usize;
-    let here = shape.size.min(disk.len());
-    let mut stretches = Stretches::new(&**disk, here, CHUNK);
+    params.check()?;
+    let hasher = Hasher::new(params);
+    let block = params.block as usize;
+    let here = params.size.min(disk.len());
+    let mut segments = Segments::new(disk, std::iter::once(0..here).collect(), CHUNK);
     in_order(
         super::threads(),
-        || stretches.next(),
+        || segments.next(),
         Buf::default,
-        |buf, stretch| {
-            let range = match stretch {
-                Stretch::Hole(range) => return Ok((Told::Zero(range), Vec::new())),
-                Stretch::Data(range) => range,
+        |buf, segment| {
+            let range = match segment {
+                Segment::Hole(range) => return Ok((SumReport::Zero(range), Vec::new())),
+                Segment::Data(range) => range,
             };
-            let bad = super::read(disk, range.clone(), buf, shape.block, shape.keep_going)?;
+            let bad = super::read(disk, range.clone(), buf, params.block, params.keep_going)?;
             let mut bad = bad.iter().peekable();
             if bad.peek().is_none() && is_zero(buf) {
-                return Ok((Told::Zero(range), Vec::new()));
+                return Ok((SumReport::Zero(range), Vec::new()));
             }
             let mut told = Vec::with_capacity(buf.len().div_ceil(block) * SUMS);
             for (block, at) in buf.chunks(block).zip((range.start..).step_by(block)) {
@@ -165,12 +165,12 @@ pub fn tell(
                 match is_zero(block) {
                     _ if bad.peek().is_some_and(|bad| bad.start <= at) => told.extend(UNREADABLE),
                     true => told.extend(ZERO),
-                    false => told.extend(summer.sums(summer.weak.sum(block), block)),
+                    false => told.extend(hasher.sums(hasher.weak.sum(block), block)),
                 }
             }
-            Ok((Told::Sums(range), told))
+            Ok((SumReport::Sums(range), told))
         },
         &mut say,
     )?;
-    if here < shape.size { say((Told::Zero(here..shape.size), Vec::new())) } else { Ok(()) }
+    if here < params.size { say((SumReport::Zero(here..params.size), Vec::new())) } else { Ok(()) }
 }

@@ -59,9 +59,9 @@ fn edit(bytes: &mut Vec<u8>, (what, at, len, other): Edit, most: usize) {
     }
 }
 
-fn index(old: &Arc<dyn Disk>, shape: &Shape) -> Index {
-    let mut index = Index::new(shape.clone(), old.len()).unwrap();
-    tell(old, shape, |(said, sums)| index.hear(&said, &sums)).unwrap();
+fn index(old: &Arc<dyn Disk>, params: &SumParams) -> Index {
+    let mut index = Index::new(params.clone(), old.len()).unwrap();
+    block_sums(old, params, |(said, sums)| index.hear(&said, &sums)).unwrap();
     assert!(index.is_whole());
     index.finish();
     index
@@ -71,8 +71,8 @@ fn index(old: &Arc<dyn Disk>, shape: &Shape) -> Index {
 fn run(new: &[u8], old: &[u8], in_place: Option<InPlace>, block: u32) -> (Vec<u8>, u64) {
     let source: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(new));
     let destination: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(old));
-    let shape = Shape { size: old.len().max(new.len()) as u64, block, key: KEY, keep_going: false };
-    let index = index(&destination, &shape);
+    let params = SumParams { size: old.len().max(new.len()) as u64, block, key: KEY, keep_going: false };
+    let index = index(&destination, &params);
     let mut result = old.to_vec();
     result.resize(old.len().max(new.len()), 0);
     let before = result.clone();
@@ -233,7 +233,7 @@ fn a_window_bounds_what_is_ordered_together() {
 fn moved(old: &[u8], new: &[u8]) -> u64 {
     let (from, to): (Arc<dyn Disk>, Arc<dyn Disk>) =
         (Arc::new(RamDisk::from_bytes(new)), Arc::new(RamDisk::from_bytes(old)));
-    let index = index(&to, &Shape { size: old.len() as u64, block: 4096, key: KEY, keep_going: false });
+    let index = index(&to, &SumParams { size: old.len() as u64, block: 4096, key: KEY, keep_going: false });
     let mut moved = 0;
     let found = |change| {
         if let Change::Copy { len, .. } = change {
@@ -279,11 +279,11 @@ fn blocks_that_are_many_hide_no_others() {
     let old = [many.repeat(4000), noise(512 * 4000, 2)].concat();
     let new = [noise(100, 3), old.clone()].concat();
     assert!(run(&new, &old, None, 512).1 <= 100 + 512);
-    let shape = Shape { size: old.len() as u64, block: 512, key: KEY, keep_going: false };
+    let params = SumParams { size: old.len() as u64, block: 512, key: KEY, keep_going: false };
     let destination: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(&old));
-    let index = index(&destination, &shape);
+    let index = index(&destination, &params);
     let mut candidates = Vec::new();
-    index.candidates(index.summer.weak.sum(&many), &mut candidates);
+    index.candidates(index.hasher.weak.sum(&many), &mut candidates);
     assert_eq!(candidates.len(), 1);
 }
 
@@ -301,9 +301,9 @@ fn a_block_moves_to_behind_the_end_of_the_replica() {
 fn nothing_is_copied_from_behind_the_replica() {
     let old = noise(8 * 4096, 8);
     let destination: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(&old));
-    let shape = Shape { size: old.len() as u64, block: 4096, key: KEY, keep_going: false };
-    let mut index = Index::new(shape.clone(), 4 * 4096).unwrap();
-    tell(&destination, &shape, |(said, sums)| index.hear(&said, &sums)).unwrap();
+    let params = SumParams { size: old.len() as u64, block: 4096, key: KEY, keep_going: false };
+    let mut index = Index::new(params.clone(), 4 * 4096).unwrap();
+    block_sums(&destination, &params, |(said, sums)| index.hear(&said, &sums)).unwrap();
     index.finish();
     let block = |number: usize| &old[number * 4096..(number + 1) * 4096];
     let new = [&[7; 100][..], block(6), block(2), &noise(3996, 9)[..], block(3), &old[4 * 4096..]].concat();
@@ -333,10 +333,10 @@ fn blocks_that_cannot_be_read_are_sent() {
         bad.iter().for_each(|at| disk.fail_reads(*at..*at + 1, 5));
         Arc::new(disk) as Arc<dyn Disk>
     };
-    let strict = Shape { size: old.len() as u64, block: 4096, key: KEY, keep_going: false };
-    let error = tell(&worn(&[3_000_000]), &strict, |_| Ok(())).unwrap_err();
+    let strict = SumParams { size: old.len() as u64, block: 4096, key: KEY, keep_going: false };
+    let error = block_sums(&worn(&[3_000_000]), &strict, |_| Ok(())).unwrap_err();
     assert!(error.to_string().contains(&(3_000_000u64 / 4096 * 4096).to_string()), "{error}");
-    let lenient = Shape { keep_going: true, ..strict.clone() };
+    let lenient = SumParams { keep_going: true, ..strict.clone() };
     let bad = [1_500_000, 3_000_000, 3_004_000, 5_242_879];
     let (sound, lacking) = (index(&worn(&[]), &strict), index(&worn(&bad), &lenient));
     let blocks: Vec<u64> = lacking.unreadable().iter().map(|range| range.start / 4096).collect();
@@ -371,33 +371,33 @@ fn blocks_that_cannot_be_read_are_sent() {
 
 #[test]
 fn a_lying_account_is_refused_or_does_no_harm() {
-    let shape = Shape { size: 40_000, block: 4096, key: KEY, keep_going: false };
+    let params = SumParams { size: 40_000, block: 4096, key: KEY, keep_going: false };
     for (said, sums) in [
-        (Told::Sums(0..50_000), vec![0; 13 * SUMS]),
-        (Told::Sums(4096..8192), vec![0; SUMS]),
-        (Told::Sums(0..8192), vec![0; SUMS]),
-        (Told::Sums(0..0), vec![]),
+        (SumReport::Sums(0..50_000), vec![0; 13 * SUMS]),
+        (SumReport::Sums(4096..8192), vec![0; SUMS]),
+        (SumReport::Sums(0..8192), vec![0; SUMS]),
+        (SumReport::Sums(0..0), vec![]),
         #[allow(clippy::reversed_empty_ranges)]
-        (Told::Sums(0..u64::MAX), vec![]),
-        (Told::Zero(0..50_000), vec![]),
-        (Told::Zero(0..4096), vec![1]),
+        (SumReport::Sums(0..u64::MAX), vec![]),
+        (SumReport::Zero(0..50_000), vec![]),
+        (SumReport::Zero(0..4096), vec![1]),
     ] {
-        assert!(Index::new(shape.clone(), 40_000).unwrap().hear(&said, &sums).is_err(), "{said:?}");
+        assert!(Index::new(params.clone(), 40_000).unwrap().hear(&said, &sums).is_err(), "{said:?}");
     }
-    let mut short = Index::new(shape.clone(), 40_000).unwrap();
-    short.hear(&Told::Sums(0..5000), &[1; 2 * SUMS]).unwrap();
-    assert!(short.hear(&Told::Sums(5000..9000), &[1; SUMS]).is_err(), "nothing follows a short block");
-    assert!(short.hear(&Told::Zero(5000..9000), &[]).is_err(), "but its end");
-    short.hear(&Told::Zero(5000..40_000), &[]).unwrap();
+    let mut short = Index::new(params.clone(), 40_000).unwrap();
+    short.hear(&SumReport::Sums(0..5000), &[1; 2 * SUMS]).unwrap();
+    assert!(short.hear(&SumReport::Sums(5000..9000), &[1; SUMS]).is_err(), "nothing follows a short block");
+    assert!(short.hear(&SumReport::Zero(5000..9000), &[]).is_err(), "but its end");
+    short.hear(&SumReport::Zero(5000..40_000), &[]).unwrap();
     for block in [0, 1, 256, 5000, 1 << 31] {
-        assert!(Index::new(Shape { block, ..shape.clone() }, 0).is_err());
+        assert!(Index::new(SumParams { block, ..params.clone() }, 0).is_err());
     }
 
     // Equal weak sums for everything, which are also those of the source, and false strong ones: it takes no time.
     let new = vec![0x55; 24 << 20];
-    let shape = Shape { size: 24 << 20, block: 65536, key: KEY, keep_going: false };
-    let mut sums = sums::Summer::new(&shape).sums(sums::Summer::new(&shape).weak.sum(&new[..65536]), &new);
-    let mut index = Index::new(shape, 24 << 20).unwrap();
+    let params = SumParams { size: 24 << 20, block: 65536, key: KEY, keep_going: false };
+    let mut sums = sums::Hasher::new(&params).sums(sums::Hasher::new(&params).weak.sum(&new[..65536]), &new);
+    let mut index = Index::new(params, 24 << 20).unwrap();
     for chunk in 0..6 {
         let mut told = Vec::new();
         for block in 0..64u8 {
@@ -405,7 +405,7 @@ fn a_lying_account_is_refused_or_does_no_harm() {
             told.extend(sums);
         }
         let from = u64::from(chunk) * (4 << 20);
-        index.hear(&Told::Sums(from..from + (4 << 20)), &told).unwrap();
+        index.hear(&SumReport::Sums(from..from + (4 << 20)), &told).unwrap();
     }
     index.finish();
     let source: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(&new));
@@ -426,15 +426,15 @@ fn a_lying_account_is_refused_or_does_no_harm() {
 fn a_block_at_its_place_is_believed_by_96_bits() {
     let old = noise(4 * 4096, 5);
     let source: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(&old));
-    let shape = Shape { size: old.len() as u64, block: 4096, key: KEY, keep_going: false };
+    let params = SumParams { size: old.len() as u64, block: 4096, key: KEY, keep_going: false };
     let mut told = Vec::new();
-    tell(&source, &shape, |said| {
+    block_sums(&source, &params, |said| {
         told.push(said);
         Ok(())
     })
     .unwrap();
     let sent = |flip: Option<usize>| {
-        let mut index = Index::new(shape.clone(), old.len() as u64).unwrap();
+        let mut index = Index::new(params.clone(), old.len() as u64).unwrap();
         for (said, sums) in &told {
             let mut sums = sums.clone();
             if let Some(bit) = flip {

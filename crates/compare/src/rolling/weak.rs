@@ -1,9 +1,9 @@
-//! The weak sum: a polynomial over the field of 2^61 - 1, at a point that is drawn anew for every sync.
+//! The weak sum: a polynomial over the field of 2^61 - 1, at a point drawn for each sync.
 //!
 //! For any two different blocks of `n` bytes at most `n` of 2^60 points give equal sums (they are the zeroes of a polynomial;
-//! Karp and Rabin, "Efficient randomized pattern-matching algorithms"). Nobody who does not know the point can choose blocks
-//! whose sums are equal, as everybody can with a sum that is the same for all: whatever the content, a sum that is found
-//! means, but for a chance in millions, a block that is found.
+//! Karp and Rabin, "Efficient randomized pattern-matching algorithms"). Without the point, blocks with equal sums cannot be
+//! crafted, as they can with an unkeyed sum: whatever the content, a match of sums is a match of blocks except once in
+//! millions.
 
 use std::ops::Range;
 
@@ -11,14 +11,14 @@ use std::ops::Range;
 const P: u64 = (1 << 61) - 1;
 /// Bytes of one dot product.
 const STEP: usize = 1024;
-/// Bytes of a part of it, whose products with 15 bits add up to less than 2^31.
+/// Bytes whose products with 15 bits add up to less than 2^31.
 const PART: usize = 256;
-/// A power in parts of 15 bits, so that a product with a byte fits the processor's short multiplication.
+/// Limbs of a power, 15 bits each, so that a product with a byte fits the processor's 16-bit multiplication.
 const LIMBS: usize = 5;
-/// Stretches of a search that are rolled side by side: one alone waits for its own multiplications.
+/// Parts of a search that are rolled in parallel: one alone waits for its own multiplications.
 pub(super) const LANES: usize = 4;
 
-/// Takes a sum below 2^64 into the field.
+/// Reduces a sum below 2^64 to the field.
 fn fold(x: u64) -> u64 {
     let x = (x & P) + (x >> 61);
     if x >= P { x - P } else { x }
@@ -46,7 +46,7 @@ fn power(base: u64, mut exponent: u64) -> u64 {
 pub(super) struct Weak {
     point: u64,
     step: u64,
-    /// What a byte that leaves a block takes out of its sum.
+    /// What each byte subtracts from the sum when it leaves the block.
     leaves: [u64; 256],
     /// The powers of the last [`STEP`] places, by limbs.
     powers: Box<[[i16; STEP]; LIMBS]>,
@@ -55,7 +55,7 @@ pub(super) struct Weak {
     wide: bool,
 }
 
-/// What a search found: the place of a block's first byte, and its sum.
+/// A match: the place of the block's first byte, and its sum.
 pub(super) type Hit = (usize, u64);
 
 impl Weak {
@@ -137,19 +137,18 @@ impl Weak {
         times(sum, self.point) + self.leaves[usize::from(out)] + u64::from(next)
     }
 
-    /// Looks for the first block that begins at `from` to `from + count` of `data`, ends within the data, and has a sum that
-    /// `likely` has a bit for and that is `known`. Its place and sum; `None` if there is none.
+    /// Finds the first block of `data` that begins at one of `places` and whose sum passes `filter` and `known`.
     pub(super) fn search(
         &self,
         data: &[u8],
         block: usize,
         places: Range<usize>,
-        likely: &Likely,
+        filter: &SumFilter,
         known: &impl Fn(u64) -> bool,
     ) -> Option<Hit> {
-        // Side by side only where that is worth the sums to begin with.
+        // In parallel only where that pays for the initial sums.
         if places.len() < 4 * block.max(LANES * STEP) {
-            return self.search_one(data, block, places, likely, known);
+            return self.search_one(data, block, places, filter, known);
         }
         let part = places.len() / LANES;
         let begin: [usize; LANES] = std::array::from_fn(|lane| places.start + lane * part);
@@ -160,7 +159,7 @@ impl Weak {
         let look = |first: &mut [Option<Hit>; LANES], sums: &[u64; LANES], i: usize| {
             for lane in 0..LANES {
                 let sum = fold(sums[lane]);
-                if likely.has(sum) && first[lane].is_none() && known(sum) {
+                if filter.has(sum) && first[lane].is_none() && known(sum) {
                     first[lane] = Some((begin[lane] + i, sum));
                 }
             }
@@ -177,7 +176,7 @@ impl Weak {
         // The last place of each: there may be no byte to go on with.
         look(&mut first, &sums, part - 1);
         let rest = places.start + part * LANES..places.end;
-        first.into_iter().flatten().next().or_else(|| self.search_one(data, block, rest, likely, known))
+        first.into_iter().flatten().next().or_else(|| self.search_one(data, block, rest, filter, known))
     }
 
     fn search_one(
@@ -185,7 +184,7 @@ impl Weak {
         data: &[u8],
         block: usize,
         places: Range<usize>,
-        likely: &Likely,
+        filter: &SumFilter,
         known: &impl Fn(u64) -> bool,
     ) -> Option<Hit> {
         if places.is_empty() {
@@ -195,7 +194,7 @@ impl Weak {
         let mut ins = data[places.start + block..].iter();
         for (at, out) in places.clone().zip(&data[places]) {
             let whole = fold(sum);
-            if likely.has(whole) && known(whole) {
+            if filter.has(whole) && known(whole) {
                 return Some((at, whole));
             }
             sum = self.roll(sum, *out, *ins.next()?);
@@ -204,18 +203,18 @@ impl Weak {
     }
 }
 
-/// Which sums may be known: a bit for each, few of them set, small enough for the processor's own memory.
-pub(super) struct Likely {
+/// Which sums may be in the index: a sparse bitmap, small enough for the processor's cache.
+pub(super) struct SumFilter {
     words: Vec<u64>,
     mask: u64,
 }
 
-impl Likely {
-    /// For so many sums.
-    pub(super) fn new(sums: usize) -> Likely {
-        // 32 bits a sum: one place in 32 is looked up for nothing. From 2^27 sums on it is more.
+impl SumFilter {
+    /// A filter for that many sums.
+    pub(super) fn new(sums: usize) -> SumFilter {
+        // 32 bits per sum: one false positive in 32, and more from 2^27 sums on.
         let bits = (sums.max(1) as u64).saturating_mul(32).next_power_of_two().clamp(1 << 12, 1 << 32);
-        Likely { words: vec![0; (bits / 64) as usize], mask: bits - 1 }
+        SumFilter { words: vec![0; (bits / 64) as usize], mask: bits - 1 }
     }
 
     fn place(&self, sum: u64) -> (usize, u64) {
@@ -275,13 +274,13 @@ mod tests {
             let weak = Weak::new(0x1234_5678_9abc_def0, block);
             let data = bytes(len, 3);
             let places: Vec<usize> = (0..=len - block).step_by(997).chain([len - block]).collect();
-            let mut likely = Likely::new(places.len());
+            let mut filter = SumFilter::new(places.len());
             for at in &places {
-                likely.insert(weak.sum(&data[*at..at + block]));
+                filter.insert(weak.sum(&data[*at..at + block]));
             }
             let mut found = Vec::new();
             let mut at = 0;
-            while let Some((place, sum)) = weak.search(&data, block, at..len - block + 1, &likely, &|_| true)
+            while let Some((place, sum)) = weak.search(&data, block, at..len - block + 1, &filter, &|_| true)
             {
                 assert_eq!(sum, slow(&weak, &data[place..place + block]));
                 found.push(place);
@@ -289,7 +288,7 @@ mod tests {
             }
             assert!(places.iter().all(|p| found.contains(p)), "{len} {block}");
             let known = |sum| sum == slow(&weak, &data[places[places.len() - 1]..][..block]);
-            let last = weak.search(&data, block, 0..len - block + 1, &likely, &known);
+            let last = weak.search(&data, block, 0..len - block + 1, &filter, &known);
             assert_eq!(last.map(|hit| hit.0), places.last().copied());
         }
     }
