@@ -9,13 +9,13 @@ use std::sync::{Arc, LazyLock};
 
 use device::RamDisk;
 use libfuzzer_sys::fuzz_target;
-use nbd::{Export, Exports, Listed, Refusal, Server};
+use nbd::{Export, ExportInfo, Exports, Refusal, Server};
 
 struct One(Arc<RamDisk>);
 
 impl Exports for One {
-    fn list(&self) -> Vec<Listed> {
-        vec![Listed { name: "disk".into(), description: "for the fuzzer".into() }]
+    fn list(&self) -> Vec<ExportInfo> {
+        vec![ExportInfo { name: "disk".into(), description: "for the fuzzer".into() }]
     }
     fn open(&self, name: &str) -> Result<Export, Refusal> {
         Ok(Export::new(name, self.0.clone()))

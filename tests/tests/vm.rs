@@ -11,7 +11,7 @@ use std::time::Duration;
 use device::{Disk, RamDisk};
 use dsync_tests::guest::{self, Guest, Kernel, Options};
 use dsync_tests::{Random, Run, Site, got, image, left_out, need, profile_dir, repository, soak};
-use nbd::{Export, Exports, Listed, Refusal, Server};
+use nbd::{Export, ExportInfo, Exports, Refusal, Server};
 use testing::faulty::{FaultyDisk, Keep, Outage, Power};
 
 const MIB: u64 = 1 << 20;
@@ -147,8 +147,8 @@ struct Meta {
 struct One(Arc<FaultyDisk>);
 
 impl Exports for One {
-    fn list(&self) -> Vec<Listed> {
-        vec![Listed { name: "meta".into(), description: String::new() }]
+    fn list(&self) -> Vec<ExportInfo> {
+        vec![ExportInfo { name: "meta".into(), description: String::new() }]
     }
 
     fn open(&self, name: &str) -> Result<Export, Refusal> {

@@ -93,7 +93,7 @@ impl Drop for Buf {
         }
         if let Some(class) = class(self.capacity) {
             if KEPT_BYTES.fetch_add(self.capacity, Ordering::Relaxed) + self.capacity <= MOST_KEPT {
-                return kept(class).push(Kept(self.start));
+                return kept(class).push(FreeBlock(self.start));
             }
             KEPT_BYTES.fetch_sub(self.capacity, Ordering::Relaxed);
         }
@@ -104,10 +104,10 @@ impl Drop for Buf {
 
 /// Memory of a dropped buffer, kept for the next one of its class. Fresh pages for every megabyte that passes through would
 /// cost more than moving the megabyte: pipes ran at a sixth of their speed.
-struct Kept(NonNull<u8>);
+struct FreeBlock(NonNull<u8>);
 
 // SAFETY: the memory is owned by whoever holds this, as with a Buf.
-unsafe impl Send for Kept {}
+unsafe impl Send for FreeBlock {}
 
 /// Buffers of 64 KiB to 4 MiB are kept, in classes of powers of two.
 const SMALLEST_KEPT: usize = 64 << 10;
@@ -115,7 +115,7 @@ const CLASSES: usize = 7;
 /// In bytes, for all classes together.
 const MOST_KEPT: usize = 16 << 20;
 
-static KEPT: [Mutex<Vec<Kept>>; CLASSES] = [const { Mutex::new(Vec::new()) }; CLASSES];
+static KEPT: [Mutex<Vec<FreeBlock>>; CLASSES] = [const { Mutex::new(Vec::new()) }; CLASSES];
 static KEPT_BYTES: AtomicUsize = AtomicUsize::new(0);
 
 /// The class whose buffers hold `capacity` bytes; `None` for what is not kept.
@@ -127,7 +127,7 @@ fn class(capacity: usize) -> Option<usize> {
     (class < CLASSES).then_some(class)
 }
 
-fn kept(class: usize) -> std::sync::MutexGuard<'static, Vec<Kept>> {
+fn kept(class: usize) -> std::sync::MutexGuard<'static, Vec<FreeBlock>> {
     KEPT[class].lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -182,11 +182,11 @@ fn attach(state: &StateDir, what: &str, open: &args::SourceArgs) -> Result<Handl
 }
 
 /// How a source is opened where nothing serves it.
-fn source_options(args: &args::SourceArgs) -> Result<source::Options> {
-    Ok(source::Options {
+fn source_options(args: &args::SourceArgs) -> Result<source::SourceOptions> {
+    Ok(source::SourceOptions {
         block_size: block_size(args.block_size)?,
         trust_device: args.trust_device,
         allow_shrink: args.allow_shrink,
-        ..source::Options::default()
+        ..source::SourceOptions::default()
     })
 }

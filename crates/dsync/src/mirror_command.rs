@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use source::{Handle, StateDir};
-use sync::{Batching, Mirror, MirrorEvent, MirrorOptions, MirrorSummary, Options, Stages, SyncError};
+use sync::{Batching, Mirror, MirrorEvent, MirrorOptions, MirrorSummary, Stages, SyncError, SyncOptions};
 
 use crate::args::{self, StagesArg};
 use crate::effect;
@@ -68,7 +68,7 @@ pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Res
     let far = &args.far;
     effect::on_destination(&destination, far, output);
     let options = MirrorOptions {
-        sync: Options {
+        sync: SyncOptions {
             adopt: args.adopt,
             create: args.create,
             compress: args.compress,
@@ -82,7 +82,7 @@ pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Res
                     limit: Duration::from_secs(args::FREEZE_LIMIT),
                 },
             },
-            ..Options::default()
+            ..SyncOptions::default()
         },
         batching: Batching {
             alpha: args.alpha.unwrap_or(0.5),

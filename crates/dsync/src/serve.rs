@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail};
 use device::Disk;
 use extents::Bitmap;
-use nbd::{Context, Export, Exports, Listed, Refusal, Status, state};
+use nbd::{Context, Export, ExportInfo, Exports, Refusal, Status, state};
 use replica::Promotion;
 use source::{ControlServer, SharedView, Source, StateDir, export_name};
 
@@ -24,7 +24,7 @@ const VIEW: &str = "@view";
 /// How long connections may take to finish what they are doing when the server is told to end.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-struct Served {
+struct ExportedImage {
     name: String,
     what: What,
 }
@@ -34,15 +34,15 @@ enum What {
     ReadOnly(Arc<dyn Disk>),
 }
 
-struct All(Vec<Served>);
+struct All(Vec<ExportedImage>);
 
 impl Exports for All {
-    fn list(&self) -> Vec<Listed> {
-        let describe = |s: &Served| match &s.what {
+    fn list(&self) -> Vec<ExportInfo> {
+        let describe = |s: &ExportedImage| match &s.what {
             What::Tracked(source) => format!("{}, tracked", source.about().path.display()),
             What::ReadOnly(_) => "read-only".to_owned(),
         };
-        self.0.iter().map(|s| Listed { name: s.name.clone(), description: describe(s) }).collect()
+        self.0.iter().map(|s| ExportInfo { name: s.name.clone(), description: describe(s) }).collect()
     }
 
     fn open(&self, name: &str) -> Result<Export, Refusal> {
@@ -246,7 +246,7 @@ fn escaped(text: &str) -> String {
 /// The time between sweeps of the write-intent log. A test that waits for regions to fall idle sets it.
 fn sweep_every() -> Duration {
     let set = std::env::var("DSYNC_SWEEP_MS").ok().and_then(|ms| ms.parse().ok());
-    set.map_or(source::Options::SWEEP_EVERY, |ms: u64| Duration::from_millis(ms.max(1)))
+    set.map_or(source::SourceOptions::SWEEP_EVERY, |ms: u64| Duration::from_millis(ms.max(1)))
 }
 
 /// Marks what is about to be opened for writing, if it is a replica, and says what that means.
@@ -332,8 +332,8 @@ pub(crate) fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Resu
 type Sources = Vec<(Arc<Source>, Option<Promotion>)>;
 
 /// Opens all that is to be served.
-fn open_all(args: &args::Serve, state: &StateDir, output: &Output) -> Result<(Vec<Served>, Sources)> {
-    let mut all: Vec<Served> = Vec::new();
+fn open_all(args: &args::Serve, state: &StateDir, output: &Output) -> Result<(Vec<ExportedImage>, Sources)> {
+    let mut all: Vec<ExportedImage> = Vec::new();
     let mut sources = Vec::new();
     for image in &args.images {
         let name = export_name(image);
@@ -354,7 +354,7 @@ fn open_all(args: &args::Serve, state: &StateDir, output: &Output) -> Result<(Ve
             sources.push((source.clone(), promotion));
             What::Tracked(source)
         };
-        all.push(Served { name, what });
+        all.push(ExportedImage { name, what });
     }
     Ok((all, sources))
 }
@@ -366,7 +366,7 @@ fn open_tracked(
     state: &StateDir,
     output: &Output,
 ) -> Result<(Arc<Source>, Option<Promotion>)> {
-    let options = source::Options {
+    let options = source::SourceOptions {
         block_size: crate::block_size(args.open.block_size)?,
         read_only: false,
         direct: args.direct,
@@ -374,7 +374,7 @@ fn open_tracked(
         allow_shrink: args.open.allow_shrink,
         view_limit: args.view_limit,
         sweep_every: sweep_every(),
-        ..source::Options::default()
+        ..source::SourceOptions::default()
     };
     let promotion = promote(image, state, replica::Use::Served, output)?;
     match Source::open(state, image, &options) {
@@ -387,7 +387,7 @@ fn open_tracked(
 }
 
 /// What is said of an export once it can be connected to.
-fn announcement(served: &Served, args: &args::Serve, tcp: Option<std::net::SocketAddr>) -> String {
+fn announcement(served: &ExportedImage, args: &args::Serve, tcp: Option<std::net::SocketAddr>) -> String {
     let mut addresses = Vec::new();
     if let Some(socket) = &args.socket {
         // Clients take a relative path for one from their own folder.

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result};
 use link::Link;
 use source::{FreezeMode, StateDir};
-use sync::{Commit, Extents, LiveOptions, Method, Options, Summary, SyncError, Unreadable};
+use sync::{Commit, Extents, LiveOptions, Method, Summary, SyncError, SyncOptions, Unreadable};
 
 use crate::args::{self, CommitArg, CyclesArg, FarArgs, FreezeArg, HashArg, MethodArg};
 use crate::effect;
@@ -141,7 +141,7 @@ pub(crate) fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Resul
             Failure::usage("--adopt compares the copy: omit --method, or use compare or rolling").into()
         );
     }
-    let options = Options {
+    let options = SyncOptions {
         method: match args.method {
             MethodArg::Auto => None,
             MethodArg::Tracked => Some(Method::Tracked),
@@ -196,7 +196,7 @@ pub(crate) fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Resul
         return Err(Failure::refused(format!("{path} {why}")).into());
     }
     let progress = |done, total| output.progress(done, total);
-    let attempt = |options: &Options| {
+    let attempt = |options: &SyncOptions| {
         converse(&destination, &args.destination, &args.far, state, |link, path, name| {
             Ok(sync::push(&handle, link, path, name, options, &progress)?)
         })
@@ -207,7 +207,7 @@ pub(crate) fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Resul
     let unreadable = |e: &anyhow::Error| e.downcast_ref::<SyncError>().is_some_and(SyncError::is_unreadable);
     if let Some(error) = summary.as_ref().err().filter(|e| args.keep_going && unreadable(e)) {
         output.warn(&failure::text(error));
-        summary = attempt(&Options { unreadable: Unreadable::LeaveOut, ..options });
+        summary = attempt(&SyncOptions { unreadable: Unreadable::LeaveOut, ..options });
         output.finish();
     }
     output.more(&format!("source {} in {}", handle.about().uuid, state.path().display()));

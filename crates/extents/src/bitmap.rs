@@ -294,10 +294,10 @@ impl<S: Deref<Target = [AtomicU64]>> Bitmap<S> {
         // Once to believe it, once to take it.
         coding::decode(bytes, self.blocks, |_| {})?;
         coding::decode(bytes, self.blocks, |part| match part {
-            coding::Part::Run(run) => {
+            coding::Item::Run(run) => {
                 self.set(run);
             }
-            coding::Part::Word(word, bits) => {
+            coding::Item::Word(word, bits) => {
                 self.set_word(word, bits);
             }
         })

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use crate::flow::{End, Heard};
+use crate::flow::{End, Received};
 use crate::rate::Rate;
 use crate::transport::{Shared, Traffic, Transport};
 use crate::{Error, Message, Result};
@@ -163,9 +163,9 @@ impl Receiver {
     ///
     /// # Errors
     /// As [`Receiver::recv`].
-    pub fn recv_within(&self, patience: Duration) -> Result<Heard> {
+    pub fn recv_within(&self, patience: Duration) -> Result<Received> {
         let heard = self.end.shared().inbox.pop_within(patience)?;
-        if let Heard::Message(message) = &heard {
+        if let Received::Message(message) = &heard {
             self.end.transport.consumed(message.cost());
         }
         Ok(heard)

@@ -8,7 +8,7 @@ use crate::{Error, Message, Result};
 
 /// What came in a given time.
 #[derive(Debug)]
-pub enum Heard {
+pub enum Received {
     /// A message.
     Message(Message),
     /// The peer's goodbye.
@@ -74,19 +74,21 @@ impl Inbox {
     }
 
     /// As [`Inbox::pop`], but waits no longer than that.
-    pub(crate) fn pop_within(&self, patience: Duration) -> Result<Heard> {
+    pub(crate) fn pop_within(&self, patience: Duration) -> Result<Received> {
         let until = Instant::now() + patience;
         let mut state = lock(&self.state);
         loop {
             if let Some(message) = state.queue.pop_front() {
-                return Ok(Heard::Message(message));
+                return Ok(Received::Message(message));
             }
             match &state.end {
-                Some(End::Goodbye) => return Ok(Heard::Goodbye),
+                Some(End::Goodbye) => return Ok(Received::Goodbye),
                 Some(End::Failed(error)) => return Err(error.clone()),
                 None => {}
             }
-            let Some(left) = until.checked_duration_since(Instant::now()) else { return Ok(Heard::Nothing) };
+            let Some(left) = until.checked_duration_since(Instant::now()) else {
+                return Ok(Received::Nothing);
+            };
             state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }

@@ -55,7 +55,7 @@ mod transport;
 
 pub use endpoint::{Link, Receiver, Sender};
 pub use error::{Error, Result};
-pub use flow::Heard;
+pub use flow::Received;
 pub use framed::VERSION;
 pub use key::{InvalidKey, Key};
 pub use keys::{Keys, Pin, host_name};

@@ -12,10 +12,10 @@ const MOST: usize = 20;
 /// Passes on a bounded number of lines a second, and says how many it left out.
 pub(crate) struct RateLimitedLog {
     write: Box<dyn Fn(&str) + Send + Sync>,
-    state: Mutex<State>,
+    state: Mutex<LogState>,
 }
 
-struct State {
+struct LogState {
     /// Where the second that is counted began, and what was written in it.
     since: Instant,
     written: HashSet<String>,
@@ -24,7 +24,7 @@ struct State {
 
 impl RateLimitedLog {
     pub(crate) fn new(write: impl Fn(&str) + Send + Sync + 'static) -> RateLimitedLog {
-        let state = State { since: Instant::now(), written: HashSet::new(), left_out: 0 };
+        let state = LogState { since: Instant::now(), written: HashSet::new(), left_out: 0 };
         RateLimitedLog { write: Box::new(write), state: Mutex::new(state) }
     }
 

@@ -8,7 +8,7 @@ use crate::transport::{Shared, Transport, WINDOW};
 use crate::{Link, Message, Result};
 
 /// Moves messages into the other end's inbox.
-struct Memory {
+struct MemoryTransport {
     shared: Arc<Shared>,
     other: OnceLock<Weak<Shared>>,
     rate: Mutex<Option<Rate>>,
@@ -20,7 +20,7 @@ impl Link {
         let [a, b] = [(); 2].map(|()| {
             let shared = Shared::new("the other side");
             shared.window.release(WINDOW.into());
-            Arc::new(Memory { shared, other: OnceLock::new(), rate: Mutex::default() })
+            Arc::new(MemoryTransport { shared, other: OnceLock::new(), rate: Mutex::default() })
         });
         // Each is set once, here.
         let _ = a.other.set(Arc::downgrade(&b.shared));
@@ -29,14 +29,14 @@ impl Link {
     }
 }
 
-impl Memory {
+impl MemoryTransport {
     /// The other end, as long as one of its halves lives.
     fn other(&self) -> Option<Arc<Shared>> {
         self.other.get().and_then(Weak::upgrade)
     }
 }
 
-impl Transport for Memory {
+impl Transport for MemoryTransport {
     fn shared(&self) -> &Arc<Shared> {
         &self.shared
     }

@@ -5,7 +5,7 @@ use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use crate::framed::{FramedStream, NEVER, Terms};
+use crate::framed::{FramedStream, NEVER, StreamOptions};
 use crate::stream::{Stream, Wake};
 use crate::{Error, Link, Result};
 
@@ -13,7 +13,7 @@ impl Link {
     /// An end over two byte streams. A thread reads `reader` until it ends, and no longer than both halves live unless it
     /// is stuck in a read. The peer's hello is awaited by [`Link::ready`] or the first message.
     pub fn pipe(reader: impl Read + Send + 'static, writer: impl Write + Send + 'static) -> Link {
-        Link::over(FramedStream::open("the far side", reader, writer, Terms::of(NEVER), None))
+        Link::over(FramedStream::open("the far side", reader, writer, StreamOptions::of(NEVER), None))
     }
 
     /// The end of a process that was started to be the far side: its standard input and output. Later prints to standard
@@ -25,7 +25,13 @@ impl Link {
         let (reader, writer, wake) = take_stdio().map_err(|error| Error::Stdio(error.to_string()))?;
         widen(&reader);
         widen(&writer);
-        Ok(Link::over(FramedStream::open("the far side", reader, writer, Terms::of(NEVER), Some(wake))))
+        Ok(Link::over(FramedStream::open(
+            "the far side",
+            reader,
+            writer,
+            StreamOptions::of(NEVER),
+            Some(wake),
+        )))
     }
 }
 

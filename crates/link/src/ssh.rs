@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::flow::lock;
-use crate::framed::{Carrier, FramedStream, Terms};
+use crate::framed::{FramedStream, StreamOptions, StreamOwner};
 use crate::pipe::widen;
 use crate::stream::{Stream, Wake};
 use crate::{Error, Link, Result, printable, printable_lines};
@@ -27,7 +27,8 @@ impl Link {
         let (remote, reader, writer) = start(rsh, host, command)?;
         widen(&reader);
         widen(&writer);
-        let link = Link::over(FramedStream::open(host, reader, writer, Terms::of(timeout), Some(remote)));
+        let link =
+            Link::over(FramedStream::open(host, reader, writer, StreamOptions::of(timeout), Some(remote)));
         link.ready()?;
         Ok(link)
     }
@@ -127,7 +128,7 @@ impl Remote {
     }
 }
 
-impl Carrier for Remote {
+impl StreamOwner for Remote {
     /// From now on what the far side writes to its standard error is shown as it comes.
     fn greeted(&self) {
         self.said.show();

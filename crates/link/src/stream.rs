@@ -11,7 +11,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fs::{FileType, OFlags};
 
 use crate::Error;
-use crate::framed::Carrier;
+use crate::framed::StreamOwner;
 
 /// One of the two streams.
 pub(crate) struct Stream {
@@ -95,7 +95,7 @@ impl Write for Stream {
     }
 }
 
-impl Carrier for Wake {
+impl StreamOwner for Wake {
     fn kill(&self) {
         self.end();
     }

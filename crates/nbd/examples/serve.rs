@@ -8,13 +8,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use nbd::{Export, Exports, Listed, Refusal, Server};
+use nbd::{Export, ExportInfo, Exports, Refusal, Server};
 
 struct OneFile(Arc<dyn device::Disk>, String);
 
 impl Exports for OneFile {
-    fn list(&self) -> Vec<Listed> {
-        vec![Listed { name: self.1.clone(), description: "a file".into() }]
+    fn list(&self) -> Vec<ExportInfo> {
+        vec![ExportInfo { name: self.1.clone(), description: "a file".into() }]
     }
 
     fn open(&self, name: &str) -> Result<Export, Refusal> {

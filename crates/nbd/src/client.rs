@@ -384,7 +384,7 @@ impl Client {
                 let (_, mut reply) = self.pending.remove(&cookie).ok_or_else(|| bad("an unknown cookie"))?;
                 reply.error = error;
                 if !reply.data.is_empty() {
-                    return Err(bad("a simple reply to a read, with structured replies agreed on"));
+                    return Err(bad("a simple reply to a read, with structured replies negotiated on"));
                 }
                 return Ok(reply);
             }

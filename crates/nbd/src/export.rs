@@ -12,7 +12,7 @@ use crate::protocol::{REP_ERR_POLICY, REP_ERR_UNKNOWN};
 /// The exports of a server. Asked by every connection, from its own thread.
 pub trait Exports: Send + Sync {
     /// The exports that a client is told of, in the order in which it sees them. Others may be opened by name all the same.
-    fn list(&self) -> Vec<Listed>;
+    fn list(&self) -> Vec<ExportInfo>;
 
     /// Opens an export for one connection, by the name that a client asked for.
     ///
@@ -29,7 +29,7 @@ pub trait Exports: Send + Sync {
 
 /// An export as it stands in a list.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Listed {
+pub struct ExportInfo {
     /// The name to open it by.
     pub name: String,
     /// A line for people to read; may be empty.

@@ -8,10 +8,10 @@ use device::Queue;
 use crate::context::{Allocation, Context};
 use crate::export::{Export, Exports, Refusal};
 use crate::protocol::*;
-use crate::socket::{Gone, Stream};
+use crate::socket::{Disconnected, Stream};
 
 /// What a client and the server agreed on.
-pub(crate) struct Agreed {
+pub(crate) struct Negotiated {
     pub(crate) export: Export,
     /// Size of the disk in bytes as the client was told.
     pub(crate) size: u64,
@@ -31,14 +31,14 @@ pub(crate) fn negotiate(
     stream: &Stream,
     exports: &dyn Exports,
     deadline: Instant,
-) -> Result<Option<Agreed>, Gone> {
-    let mut talk = Talk::greet(stream, deadline)?;
+) -> Result<Option<Negotiated>, Disconnected> {
+    let mut talk = OptionStream::greet(stream, deadline)?;
     let mut client = Client { exports, structured: false, opened: None, selected: None };
     loop {
         let (option, data) = talk.option()?;
         let Some(data) = data else {
             if option == OPT_EXPORT_NAME {
-                return Err(Gone);
+                return Err(Disconnected);
             }
             talk.refuse(option, REP_ERR_TOO_BIG, &format!("an option has at most {DATA_MAX} bytes"))?;
             continue;
@@ -46,10 +46,10 @@ pub(crate) fn negotiate(
         match option {
             OPT_EXPORT_NAME => {
                 // There is no way to say why: the protocol wants the connection closed.
-                let name = std::str::from_utf8(&data).map_err(|_| Gone)?;
+                let name = std::str::from_utf8(&data).map_err(|_| Disconnected)?;
                 let structured = client.structured;
-                let opened = client.open(name).map_err(|_| Gone)?;
-                let queue = opened.queue().map_err(|_| Gone)?;
+                let opened = client.open(name).map_err(|_| Disconnected)?;
+                let queue = opened.queue().map_err(|_| Disconnected)?;
                 let mut reply = Vec::with_capacity(134);
                 reply.extend(opened.size.to_be_bytes());
                 reply.extend(transmission_flags(&opened.export, structured).to_be_bytes());
@@ -90,11 +90,11 @@ pub(crate) fn negotiate(
 }
 
 /// Lets a client begin and answers all it asks for with `message`, until it goes or the deadline is over.
-pub(crate) fn turn_away(stream: &Stream, message: &str, deadline: Instant) -> Result<(), Gone> {
-    let mut talk = Talk::greet(stream, deadline)?;
+pub(crate) fn turn_away(stream: &Stream, message: &str, deadline: Instant) -> Result<(), Disconnected> {
+    let mut talk = OptionStream::greet(stream, deadline)?;
     loop {
         match talk.option()?.0 {
-            OPT_EXPORT_NAME => return Err(Gone),
+            OPT_EXPORT_NAME => return Err(Disconnected),
             OPT_ABORT => return talk.reply(OPT_ABORT, REP_ACK, &[]),
             option => talk.refuse(option, REP_ERR_SHUTDOWN, message)?,
         }
@@ -102,14 +102,14 @@ pub(crate) fn turn_away(stream: &Stream, message: &str, deadline: Instant) -> Re
 }
 
 /// The wire's side of the negotiation.
-struct Talk<'a> {
+struct OptionStream<'a> {
     stream: &'a Stream,
     deadline: Instant,
     no_zeroes: bool,
 }
 
-impl<'a> Talk<'a> {
-    fn greet(stream: &'a Stream, deadline: Instant) -> Result<Talk<'a>, Gone> {
+impl<'a> OptionStream<'a> {
+    fn greet(stream: &'a Stream, deadline: Instant) -> Result<OptionStream<'a>, Disconnected> {
         let mut greeting = [0; 18];
         greeting[..8].copy_from_slice(&MAGIC.to_be_bytes());
         greeting[8..16].copy_from_slice(&OPTION_MAGIC.to_be_bytes());
@@ -121,23 +121,23 @@ impl<'a> Talk<'a> {
         stream.receive_by(&mut flags, deadline)?;
         let flags = u32::from_be_bytes(flags);
         if flags & !u32::from(offered) != 0 {
-            return Err(Gone);
+            return Err(Disconnected);
         }
-        Ok(Talk { stream, deadline, no_zeroes: flags & u32::from(FLAG_NO_ZEROES) != 0 })
+        Ok(OptionStream { stream, deadline, no_zeroes: flags & u32::from(FLAG_NO_ZEROES) != 0 })
     }
 
     /// The next option and its data; no data if it was too much.
-    fn option(&mut self) -> Result<(u32, Option<Vec<u8>>), Gone> {
+    fn option(&mut self) -> Result<(u32, Option<Vec<u8>>), Disconnected> {
         let mut head = [0; 16];
         self.stream.receive_by(&mut head, self.deadline)?;
         let [m0, m1, m2, m3, m4, m5, m6, m7, o0, o1, o2, o3, l0, l1, l2, l3] = head;
         if u64::from_be_bytes([m0, m1, m2, m3, m4, m5, m6, m7]) != OPTION_MAGIC {
-            return Err(Gone);
+            return Err(Disconnected);
         }
         let option = u32::from_be_bytes([o0, o1, o2, o3]);
         let len = u32::from_be_bytes([l0, l1, l2, l3]);
         if len > SKIP_MAX {
-            return Err(Gone);
+            return Err(Disconnected);
         }
         let mut data = vec![0; len.min(DATA_MAX) as usize];
         self.stream.receive_by(&mut data, self.deadline)?;
@@ -153,17 +153,17 @@ impl<'a> Talk<'a> {
         Ok((option, None))
     }
 
-    fn send(&mut self, bytes: &[u8]) -> Result<(), Gone> {
+    fn send(&mut self, bytes: &[u8]) -> Result<(), Disconnected> {
         self.stream.send_by(bytes, self.deadline)
     }
 
-    fn reply(&mut self, option: u32, kind: u32, data: &[u8]) -> Result<(), Gone> {
+    fn reply(&mut self, option: u32, kind: u32, data: &[u8]) -> Result<(), Disconnected> {
         let mut reply = Vec::new();
         push_reply(&mut reply, option, kind, &[data]);
         self.send(&reply)
     }
 
-    fn refuse(&mut self, option: u32, kind: u32, message: &str) -> Result<(), Gone> {
+    fn refuse(&mut self, option: u32, kind: u32, message: &str) -> Result<(), Disconnected> {
         self.reply(option, kind, clip(message).as_bytes())
     }
 }
@@ -183,18 +183,18 @@ struct Client<'a> {
     exports: &'a dyn Exports,
     structured: bool,
     /// The export opened last, by the name that the client used. Kept, so that looking and entering see the same one.
-    opened: Option<Opened>,
+    opened: Option<OpenExport>,
     /// The contexts set, and the name of the export they were set for.
     selected: Option<(String, Vec<Arc<dyn Context>>)>,
 }
 
-struct Opened {
+struct OpenExport {
     asked: String,
     export: Export,
     size: u64,
 }
 
-impl Opened {
+impl OpenExport {
     /// The last thing that can fail, so that the client is told of it while it can be.
     fn queue(&self) -> Result<Box<dyn Queue>, Refusal> {
         let Export { name, disk, queue_depth, .. } = &self.export;
@@ -205,7 +205,7 @@ impl Opened {
 }
 
 impl Client<'_> {
-    fn open(&mut self, name: &str) -> Result<&Opened, Refusal> {
+    fn open(&mut self, name: &str) -> Result<&OpenExport, Refusal> {
         if self.opened.as_ref().is_none_or(|opened| opened.asked != name) {
             self.opened = None;
             if name.len() > STRING_MAX {
@@ -222,21 +222,21 @@ impl Client<'_> {
             };
             export.block.check()?;
             let size = export.disk.len();
-            self.opened = Some(Opened { asked: name.to_owned(), export, size });
+            self.opened = Some(OpenExport { asked: name.to_owned(), export, size });
         }
         self.opened.as_ref().ok_or_else(|| Refusal::unknown("no such export"))
     }
 
     /// Enters transmission with the export opened last.
-    fn agree(self, queue: Box<dyn Queue>) -> Option<Agreed> {
-        let Opened { asked, export, size } = self.opened?;
+    fn agree(self, queue: Box<dyn Queue>) -> Option<Negotiated> {
+        let OpenExport { asked, export, size } = self.opened?;
         // Contexts hold for the export they were set for, and no other.
         let contexts =
             self.selected.filter(|(name, _)| *name == asked).map_or_else(Vec::new, |(_, contexts)| contexts);
-        Some(Agreed { export, size, structured: self.structured, contexts, queue })
+        Some(Negotiated { export, size, structured: self.structured, contexts, queue })
     }
 
-    fn list(&mut self, talk: &mut Talk<'_>, data: &[u8]) -> Result<(), Gone> {
+    fn list(&mut self, talk: &mut OptionStream<'_>, data: &[u8]) -> Result<(), Disconnected> {
         if !data.is_empty() {
             return talk.refuse(OPT_LIST, REP_ERR_INVALID, "this option takes no data");
         }
@@ -253,10 +253,10 @@ impl Client<'_> {
     /// Answers INFO and GO; a queue if transmission begins.
     fn info(
         &mut self,
-        talk: &mut Talk<'_>,
+        talk: &mut OptionStream<'_>,
         option: u32,
         data: &[u8],
-    ) -> Result<Option<Box<dyn Queue>>, Gone> {
+    ) -> Result<Option<Box<dyn Queue>>, Disconnected> {
         let Some((name, asked)) = parse_info(data) else {
             talk.refuse(option, REP_ERR_INVALID, "invalid data of the option")?;
             return Ok(None);
@@ -296,7 +296,7 @@ impl Client<'_> {
         Ok(queue)
     }
 
-    fn meta(&mut self, talk: &mut Talk<'_>, option: u32, data: &[u8]) -> Result<(), Gone> {
+    fn meta(&mut self, talk: &mut OptionStream<'_>, option: u32, data: &[u8]) -> Result<(), Disconnected> {
         let set = option == OPT_SET_META_CONTEXT;
         if set {
             self.selected = None;

@@ -25,10 +25,10 @@ mod output;
 mod pool;
 mod protocol;
 mod server;
-mod session;
 mod socket;
+mod transmission;
 
 pub use context::{Context, Status, state};
-pub use export::{BlockSizes, Export, Exports, Listed, Refusal};
+pub use export::{BlockSizes, Export, ExportInfo, Exports, Refusal};
 pub use server::{Limits, Server, is_loopback};
 pub use socket::Stream;

@@ -6,7 +6,7 @@ use device::Buf;
 
 use crate::pool::Pool;
 use crate::protocol::*;
-use crate::socket::{Gone, Stream};
+use crate::socket::{Disconnected, Stream};
 
 /// Replies in order: what is small lies in one run of bytes, data stays in the buffers that the disk filled.
 pub(crate) struct Output {
@@ -76,7 +76,7 @@ impl Output {
         stream: &Stream,
         pool: &mut Pool,
         mut idle: impl FnMut() -> bool,
-    ) -> Result<(), Gone> {
+    ) -> Result<(), Disconnected> {
         if self.bytes == 0 {
             return Ok(());
         }

@@ -15,8 +15,8 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 
 use crate::export::Exports;
 use crate::handshake::{negotiate, turn_away};
-use crate::session;
 use crate::socket::{Stream, wait};
+use crate::transmission;
 
 /// What a server allows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,21 +54,21 @@ struct Shared {
     exports: Arc<dyn Exports>,
     limits: Limits,
     closing: AtomicBool,
-    books: Arc<Books>,
+    registry: Arc<Registry>,
     trouble: OnceLock<Box<Tell>>,
     told: Mutex<Option<Instant>>,
 }
 
 /// Who is there. Apart from the exports, so that a thread strikes itself off when it holds nothing of them any more.
 #[derive(Default)]
-struct Books {
-    state: Mutex<State>,
+struct Registry {
+    state: Mutex<RegistryState>,
     changed: Condvar,
 }
 
-impl Books {
+impl Registry {
     /// A thread that panicked has left the state whole: every change is a single step.
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, RegistryState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -76,7 +76,7 @@ impl Books {
 type Tell = dyn Fn(&str) + Send + Sync;
 
 #[derive(Default)]
-struct State {
+struct RegistryState {
     next: u64,
     /// What ends the wait of each thread that accepts.
     listeners: HashMap<u64, Arc<OwnedFd>>,
@@ -85,7 +85,7 @@ struct State {
     turned_away: HashMap<u64, Arc<Stream>>,
 }
 
-impl State {
+impl RegistryState {
     fn id(&mut self) -> u64 {
         self.next += 1;
         self.next
@@ -108,8 +108,8 @@ impl Server {
 
     /// A server that does not listen yet.
     pub fn with_limits(exports: Arc<dyn Exports>, limits: Limits) -> Server {
-        let (closing, books, trouble, told) = Default::default();
-        Server { shared: Arc::new(Shared { exports, limits, closing, books, trouble, told }) }
+        let (closing, registry, trouble, told) = Default::default();
+        Server { shared: Arc::new(Shared { exports, limits, closing, registry, trouble, told }) }
     }
 
     /// Has `tell` called, from any thread, with what keeps the server from taking clients: at most once a minute.
@@ -142,7 +142,7 @@ impl Server {
 
     /// Connections at this moment.
     pub fn connections(&self) -> usize {
-        self.shared.books.lock().connections.len()
+        self.shared.registry.lock().connections.len()
     }
 
     /// Ends the server: accepts no more, lets every connection finish the requests that have arrived, and closes it. What
@@ -150,7 +150,7 @@ impl Server {
     /// the server holds anything of the exports; for that, a disk must answer what was asked of it.
     pub fn shutdown(&self, grace: Duration) {
         let shared = &*self.shared;
-        let mut state = shared.books.lock();
+        let mut state = shared.registry.lock();
         shared.closing.store(true, Ordering::SeqCst);
         for bell in state.listeners.values() {
             let _ = rustix::io::write(bell, &1u64.to_ne_bytes());
@@ -162,14 +162,14 @@ impl Server {
             if left.is_zero() {
                 break;
             }
-            state = match shared.books.changed.wait_timeout(state, left) {
+            state = match shared.registry.changed.wait_timeout(state, left) {
                 Ok((state, _)) => state,
                 Err(poisoned) => poisoned.into_inner().0,
             };
         }
         state.streams().for_each(|stream| stream.cut());
         while !state.is_idle() {
-            state = shared.books.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = shared.registry.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
@@ -181,7 +181,7 @@ impl Server {
         let bell = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
         let shared = self.shared.clone();
         let id = {
-            let mut state = self.shared.books.lock();
+            let mut state = self.shared.registry.lock();
             if shared.closing.load(Ordering::SeqCst) {
                 return Err(io::Error::new(io::ErrorKind::ConnectionAborted, "the server is stopping"));
             }
@@ -189,7 +189,7 @@ impl Server {
             state.listeners.insert(id, bell.clone());
             id
         };
-        let leave = Leave { books: shared.books.clone(), id };
+        let leave = Registration { registry: shared.registry.clone(), id };
         thread::Builder::new().name("nbd-accept".into()).spawn(move || {
             // Moved in whole, so that a thread that does not start leaves too.
             let leave = leave;
@@ -248,7 +248,7 @@ impl Shared {
         let stream = Arc::new(stream);
         let full;
         let id = {
-            let mut state = self.books.lock();
+            let mut state = self.registry.lock();
             let aborted = |why| Err(io::Error::new(io::ErrorKind::ConnectionAborted, why));
             if self.closing.load(Ordering::SeqCst) {
                 return aborted("the server is stopping");
@@ -262,7 +262,7 @@ impl Shared {
             place.insert(id, stream.clone());
             id
         };
-        let leave = Leave { books: self.books.clone(), id };
+        let leave = Registration { registry: self.registry.clone(), id };
         let shared = self.clone();
         thread::Builder::new().name("nbd-client".into()).spawn(move || {
             let leave = leave;
@@ -282,8 +282,8 @@ impl Shared {
 
     fn converse(&self, stream: &Stream) {
         let deadline = after(self.limits.handshake);
-        if let Ok(Some(agreed)) = negotiate(stream, &*self.exports, deadline) {
-            session::run(stream, agreed, &self.closing);
+        if let Ok(Some(negotiated)) = negotiate(stream, &*self.exports, deadline) {
+            transmission::run(stream, negotiated, &self.closing);
         }
     }
 
@@ -299,19 +299,19 @@ fn after(time: Duration) -> Instant {
     Instant::now() + time.min(Duration::from_secs(365 * 24 * 3600))
 }
 
-/// Takes a thread off the books when it ends, however it ends.
-struct Leave {
-    books: Arc<Books>,
+/// Removes a thread from the registry when it ends, even by a panic.
+struct Registration {
+    registry: Arc<Registry>,
     id: u64,
 }
 
-impl Drop for Leave {
+impl Drop for Registration {
     fn drop(&mut self) {
-        let mut state = self.books.lock();
+        let mut state = self.registry.lock();
         state.listeners.remove(&self.id);
         state.connections.remove(&self.id);
         state.turned_away.remove(&self.id);
-        self.books.changed.notify_all();
+        self.registry.changed.notify_all();
     }
 }
 

@@ -21,7 +21,7 @@ pub struct Stream {
 
 /// The connection is over: closed, broken, stalled, or beyond saving. Nobody is left who could be told why.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Gone;
+pub(crate) struct Disconnected;
 
 /// What came of an attempt to receive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,7 +33,7 @@ pub(crate) enum Received {
     End,
 }
 
-/// Enough that replies of the size of [`crate::session::CHUNK`] leave without waiting for the client.
+/// Enough that replies of the size of [`crate::transmission::CHUNK`] leave without waiting for the client.
 const SEND_BUFFER: usize = 1 << 20;
 
 impl From<UnixStream> for Stream {
@@ -90,7 +90,7 @@ impl Stream {
         &self,
         mut parts: &mut [IoSlice<'_>],
         mut idle: impl FnMut() -> bool,
-    ) -> Result<(), Gone> {
+    ) -> Result<(), Disconnected> {
         let mut flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         loop {
             let result = match parts {
@@ -106,42 +106,42 @@ impl Stream {
                         flags = SendFlags::NOSIGNAL;
                     }
                 }
-                Err(_) => return Err(Gone),
+                Err(_) => return Err(Disconnected),
             }
         }
     }
 
     /// Fills `buf` before the deadline.
-    pub(crate) fn receive_by(&self, mut buf: &mut [u8], deadline: Instant) -> Result<(), Gone> {
+    pub(crate) fn receive_by(&self, mut buf: &mut [u8], deadline: Instant) -> Result<(), Disconnected> {
         while !buf.is_empty() {
             match self.receive(buf, &mut [], false) {
                 Received::Bytes(got) => buf = &mut buf[got..],
                 Received::Nothing => self.wait_by(PollFlags::IN, deadline)?,
-                Received::End => return Err(Gone),
+                Received::End => return Err(Disconnected),
             }
         }
         // A client that trickles its bytes never lets us wait.
-        if Instant::now() < deadline { Ok(()) } else { Err(Gone) }
+        if Instant::now() < deadline { Ok(()) } else { Err(Disconnected) }
     }
 
     /// Sends all of `bytes` before the deadline.
-    pub(crate) fn send_by(&self, mut bytes: &[u8], deadline: Instant) -> Result<(), Gone> {
+    pub(crate) fn send_by(&self, mut bytes: &[u8], deadline: Instant) -> Result<(), Disconnected> {
         while !bytes.is_empty() {
             match send(&self.fd, bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
                 Ok(sent) => bytes = &bytes[sent..],
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => self.wait_by(PollFlags::OUT, deadline)?,
-                Err(_) => return Err(Gone),
+                Err(_) => return Err(Disconnected),
             }
         }
         Ok(())
     }
 
-    fn wait_by(&self, what: PollFlags, deadline: Instant) -> Result<(), Gone> {
+    fn wait_by(&self, what: PollFlags, deadline: Instant) -> Result<(), Disconnected> {
         let left = deadline.saturating_duration_since(Instant::now());
         let ready =
             !left.is_zero() && matches!(wait(&mut [PollFd::new(&self.fd, what)], Some(left)), Ok(true));
-        if ready { Ok(()) } else { Err(Gone) }
+        if ready { Ok(()) } else { Err(Disconnected) }
     }
 
     /// Lets a thread that waits in [`Stream::receive`] go on, with the end of the input.

@@ -39,15 +39,15 @@ impl Context for Dirty {
 }
 
 /// A file, served in a folder of its own.
-struct Served {
+struct ServedFile {
     server: Server,
     folder: tempfile::TempDir,
 }
 
-impl Served {
+impl ServedFile {
     /// A sparse file: data in some places, zeroes written in others, holes elsewhere.
-    fn sparse(direct: bool) -> Served {
-        let served = Served::empty(direct);
+    fn sparse(direct: bool) -> ServedFile {
+        let served = ServedFile::empty(direct);
         let file = File::options().write(true).open(served.file()).unwrap();
         let mut noise = Noise::new(SIZE);
         for (at, len) in
@@ -59,7 +59,7 @@ impl Served {
         served
     }
 
-    fn empty(direct: bool) -> Served {
+    fn empty(direct: bool) -> ServedFile {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("disk.raw");
         File::create(&path).unwrap().set_len(SIZE).unwrap();
@@ -70,7 +70,7 @@ impl Served {
             export.contexts.push(Arc::new(Dirty));
         });
         server.serve_unix(UnixListener::bind(folder.path().join("socket")).unwrap()).unwrap();
-        Served { server, folder }
+        ServedFile { server, folder }
     }
 
     fn file(&self) -> PathBuf {
@@ -142,7 +142,7 @@ fn same(one: &Path, other: &Path) {
 
 #[test]
 fn nbdinfo() {
-    let served = Served::sparse(false);
+    let served = ServedFile::sparse(false);
     let Some(output) = run("nbdinfo", &["--json", &served.uri()]) else { return };
     let found: Value = serde_json::from_str(&output).unwrap();
     assert_eq!((&found["protocol"], &found["structured"]), (&"newstyle-fixed".into(), &true.into()));
@@ -191,19 +191,19 @@ fn nbdinfo() {
 #[test]
 fn nbdcopy_both_ways() {
     for connections in ["--connections=1", "--connections=4"] {
-        let served = Served::sparse(false);
+        let served = ServedFile::sparse(false);
         let copy = served.path("copy.raw");
         let Some(_) = run("nbdcopy", &[connections, &served.uri(), &copy]) else { return };
         same(&served.file(), Path::new(&copy));
         let blocks = |path: &Path| std::fs::metadata(path).unwrap().blocks();
         assert!(blocks(Path::new(&copy)) < 20 * MIB / 512, "holes stay holes");
 
-        let back = Served::empty(false);
+        let back = ServedFile::empty(false);
         run("nbdcopy", &[connections, "--flush", &copy, &back.uri()]);
         same(&back.file(), Path::new(&copy));
         assert!(blocks(&back.file()) < 20 * MIB / 512, "holes stay holes");
         // From server to server, over what was there before.
-        let other = Served::sparse(true);
+        let other = ServedFile::sparse(true);
         run("nbdcopy", &["--requests=16", &back.uri(), &other.uri()]);
         assert!(other.content() == back.content());
     }
@@ -212,7 +212,7 @@ fn nbdcopy_both_ways() {
 #[test]
 fn qemu_img() {
     for direct in [false, true] {
-        let served = Served::sparse(direct);
+        let served = ServedFile::sparse(direct);
         let copy = served.path("copy.qcow2");
         let convert = ["convert", "-f", "raw", "-O", "qcow2", &served.uri(), &copy];
         let Some(_) = run("qemu-img", &convert) else { return };
@@ -220,7 +220,7 @@ fn qemu_img() {
         let map = run("qemu-img", &["map", "--output=json", "-f", "raw", &served.uri()]).unwrap();
         assert!(map.contains("\"data\": false"), "{map}");
 
-        let back = Served::empty(direct);
+        let back = ServedFile::empty(direct);
         run("qemu-img", &["convert", "-n", "-W", "-m", "16", "-f", "qcow2", "-O", "raw", &copy, &back.uri()]);
         run("qemu-img", &["compare", "-f", "raw", "-F", "raw", &served.uri(), &back.uri()]);
         let used = std::fs::metadata(back.file()).unwrap().blocks() * 512;
@@ -232,7 +232,7 @@ fn qemu_img() {
 #[test]
 fn qemu_io_patterns() {
     for direct in [false, true] {
-        let served = Served::empty(direct);
+        let served = ServedFile::empty(direct);
         let commands = [
             "write -P 0x11 0 4M",
             "write -P 0x22 1M 1M",
@@ -288,7 +288,7 @@ fn fio_verifies_what_it_wrote() {
         return testing::skipped("fio as a client", "it has no nbd engine");
     }
     for (direct, connections, size) in [(false, 1, "32m"), (false, 4, "16m"), (true, 4, "16m")] {
-        let served = Served::empty(direct);
+        let served = ServedFile::empty(direct);
         let uri = format!("--uri=nbd+unix:///disk?socket={}", served.path("socket"));
         let (jobs, size) = (format!("--numjobs={connections}"), format!("--size={size}"));
         let increment = format!("--offset_increment={}", SIZE / connections);

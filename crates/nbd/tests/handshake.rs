@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use common::*;
 use device::RamDisk;
-use nbd::{Context, Export, Limits, Listed, Refusal, Server, Status};
+use nbd::{Context, Export, ExportInfo, Limits, Refusal, Server, Status};
 
 struct Named(&'static str);
 
@@ -34,7 +34,7 @@ fn several(open: Arc<AtomicUsize>, opened: Arc<AtomicUsize>) -> Table {
         }
     }
     let listed =
-        ["one", "two"].map(|name| Listed { name: name.into(), description: format!("number {name}") });
+        ["one", "two"].map(|name| ExportInfo { name: name.into(), description: format!("number {name}") });
     let find = move |name: &str| {
         let (size, read_only) = match name {
             "one" => (1 << 20, false),

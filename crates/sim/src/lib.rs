@@ -14,6 +14,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod backing;
 pub mod campaign;
 pub mod cell;
 pub mod destination;
@@ -22,7 +23,6 @@ pub mod files;
 pub mod foreign;
 pub mod host;
 pub mod inode;
-pub mod medium;
 pub mod pipe;
 pub mod tracker;
 pub mod world;

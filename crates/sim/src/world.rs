@@ -13,13 +13,13 @@ use source::{About, CutOptions, FreezeMode, Handle, Live, Source, SourceError};
 use sync::{Batching, Mirror, MirrorEvent, MirrorOptions, Stages, SyncError};
 use uuid::Uuid;
 
+use crate::backing::SimBacking;
 use crate::cell::{Cell, Origin, Target, Way};
 use crate::destination::{Held, SimDevice, SimFile};
 use crate::dice::Dice;
 use crate::files::{SimDisk, SimFolder};
 use crate::host::{Host, Process, lock};
 use crate::inode::Content;
-use crate::medium::SimMedium;
 use crate::pipe::far_link;
 use crate::tracker::{BLOCK, Kernel, Kind, SimTracker};
 
@@ -269,13 +269,13 @@ impl World {
 
     fn open_source(&self, process: &Arc<Process>, read_only: bool) -> Result<Source, SourceError> {
         let held = self.hold(process, &self.state)?;
-        let medium = SimMedium::new(held, process, &self.reader, IMAGES, DISK);
-        let options = source::Options {
+        let medium = SimBacking::new(held, process, &self.reader, IMAGES, DISK);
+        let options = source::SourceOptions {
             direct: self.cell.origin != Origin::File,
             allow_shrink: self.allow_shrink,
             read_only,
             region: REGION,
-            ..source::Options::default()
+            ..source::SourceOptions::default()
         };
         let disk = Arc::new(SimDisk::new(process, self.disk()));
         let folder = Arc::new(SimFolder::new(process, &self.state));
@@ -522,7 +522,7 @@ impl World {
     pub fn sync(
         &self,
         which: usize,
-        options: &sync::Options,
+        options: &sync::SyncOptions,
         cuts: Cuts,
     ) -> Result<sync::Summary, SyncError> {
         self.converse(which, cuts, |handle, link, path, name| {
@@ -533,8 +533,8 @@ impl World {
     /// Two syncs at once.
     pub fn syncs(
         &self,
-        one: (usize, &sync::Options, Cuts),
-        other: (usize, &sync::Options, Cuts),
+        one: (usize, &sync::SyncOptions, Cuts),
+        other: (usize, &sync::SyncOptions, Cuts),
     ) -> [Result<sync::Summary, SyncError>; 2] {
         let reader = self.near.process();
         *lock(&self.reader) = reader.clone();
@@ -563,8 +563,8 @@ impl World {
     }
 
     /// What a sync is told in this cell.
-    pub fn options(&self, method: Option<sync::Method>) -> sync::Options {
-        sync::Options {
+    pub fn options(&self, method: Option<sync::Method>) -> sync::SyncOptions {
+        sync::SyncOptions {
             method,
             commit: self.cell.commit.into(),
             may_be_cut: self.cell.way == Way::Far,
@@ -572,7 +572,7 @@ impl World {
                 passes: 6,
                 cut: CutOptions { freeze: FreezeMode::Auto, limit: Duration::from_secs(10) },
             },
-            ..sync::Options::default()
+            ..sync::SyncOptions::default()
         }
     }
 

@@ -4,12 +4,12 @@ use std::error::Error;
 
 use device::Disk;
 use extents::Bitmap;
-use source::{Options, Position, Source, StateDir};
+use source::{Position, Source, SourceOptions, StateDir};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let [image, state] = [1, 2].map(|n| std::env::args().nth(n).expect("usage: changes IMAGE STATE-DIR"));
     let state = StateDir::find(Some(state.as_ref()));
-    let source = Source::open(&state, image.as_ref(), &Options::default())?;
+    let source = Source::open(&state, image.as_ref(), &SourceOptions::default())?;
     let before = source.checkpoint(false)?.epoch;
     // All writes go through this disk, which records them.
     source.disk().write_at(0, b"hello")?;

@@ -11,7 +11,7 @@ use extents::Bitmap;
 
 use crate::SourceError;
 use crate::control::Client;
-use crate::source::Medium;
+use crate::source::Backing;
 use crate::state::About;
 use crate::view::View;
 
@@ -34,10 +34,14 @@ pub struct Batch {
 }
 
 impl Batches {
-    pub(crate) fn begin(client: Client, medium: &dyn Medium, about: &About) -> Result<Batches, SourceError> {
+    pub(crate) fn begin(
+        client: Client,
+        backing: &dyn Backing,
+        about: &About,
+    ) -> Result<Batches, SourceError> {
         let direct = client.follow()?;
         // What was written just now lies in the page cache, and reading it past that would wait until it is on the disk.
-        let disk = if direct { medium.reader()? } else { medium.cached_reader()? };
+        let disk = if direct { backing.reader()? } else { backing.cached_reader()? };
         Ok(Batches { client, disk, about: about.clone() })
     }
 

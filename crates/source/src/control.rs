@@ -22,7 +22,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags,
 };
 use serde::{Deserialize, Serialize};
-use trackers::{Follower, Saved, SavedParts};
+use trackers::{CowFiles, CowStore, Follower};
 
 use crate::SourceError;
 use crate::source::{Checkpoint, SharedView, Source};
@@ -35,7 +35,7 @@ const MOST: u32 = 256 << 20;
 
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-enum Ask {
+enum Request {
     /// End the epoch; with a view.
     Checkpoint,
     /// The view that is open as `@view`.
@@ -86,7 +86,7 @@ pub struct Status {
 
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-enum Answer {
+enum Response {
     Checkpoint { epoch: Epoch, size: u64 },
     Following { direct: bool },
     Pending { blocks: u64 },
@@ -258,23 +258,23 @@ impl Drop for ControlServer {
 
 /// Views that one connection holds.
 #[derive(Default)]
-struct Holding {
+struct ConnectionState {
     own: Vec<Checkpoint>,
     shared: Vec<Arc<SharedView>>,
     follower: Option<Follower>,
     /// Views of batches, by number.
-    batches: BTreeMap<u64, Arc<Saved>>,
+    batches: BTreeMap<u64, Arc<CowStore>>,
     next_batch: u64,
 }
 
 fn answer_all(source: &Source, socket: &UnixStream) -> io::Result<()> {
-    let mut holding = Holding::default();
+    let mut holding = ConnectionState::default();
     let result = (|| {
-        while let Some((ask, blob, _)) = receive::<Ask>(socket)? {
+        while let Some((ask, blob, _)) = receive::<Request>(socket)? {
             if let Err(error) = answer(source, socket, &mut holding, ask, &blob)? {
                 let answer = match error {
-                    SourceError::Lost { since, why } => Answer::Lost { since, why },
-                    error => Answer::Error { refusal: error.is_refusal(), message: error.to_string() },
+                    SourceError::Lost { since, why } => Response::Lost { since, why },
+                    error => Response::Error { refusal: error.is_refusal(), message: error.to_string() },
                 };
                 send(socket, &answer, &[], &[])?;
             }
@@ -294,19 +294,19 @@ fn answer_all(source: &Source, socket: &UnixStream) -> io::Result<()> {
 fn answer(
     source: &Source,
     socket: &UnixStream,
-    holding: &mut Holding,
-    ask: Ask,
+    holding: &mut ConnectionState,
+    ask: Request,
     blob: &[u8],
 ) -> io::Result<Result<(), SourceError>> {
     let checkpoint = match ask {
-        Ask::Checkpoint => match source.checkpoint(true) {
+        Request::Checkpoint => match source.checkpoint(true) {
             Ok(checkpoint) => {
                 holding.own.push(checkpoint.clone());
                 checkpoint
             }
             Err(error) => return Ok(Err(error)),
         },
-        Ask::HeldView => match source.held_view() {
+        Request::HeldView => match source.held_view() {
             Some(shared) => {
                 let checkpoint = shared.checkpoint().clone();
                 holding.shared.push(shared);
@@ -319,48 +319,48 @@ fn answer(
                 ))));
             }
         },
-        Ask::Dirty => {
+        Request::Dirty => {
             let mut blob = Vec::new();
             source.dirty().encode(&mut blob);
-            return send(socket, &Answer::Dirty, &blob, &[]).map(Ok);
+            return send(socket, &Response::Dirty, &blob, &[]).map(Ok);
         }
-        Ask::Acknowledge { replica, epoch } => {
-            return answer_with(socket, source.acknowledge(&replica, epoch).map(|()| Answer::Done));
+        Request::Acknowledge { replica, epoch } => {
+            return answer_with(socket, source.acknowledge(&replica, epoch).map(|()| Response::Done));
         }
-        Ask::NameCheckpoint { name, at } => {
+        Request::NameCheckpoint { name, at } => {
             let named = source.name_checkpoint(&name, at);
-            return answer_with(socket, named.map(|epoch| Answer::Named { epoch }));
+            return answer_with(socket, named.map(|epoch| Response::Named { epoch }));
         }
-        Ask::ForgetBookmark { name } => {
-            return answer_with(socket, source.forget_bookmark(&name).map(|()| Answer::Done));
+        Request::ForgetBookmark { name } => {
+            return answer_with(socket, source.forget_bookmark(&name).map(|()| Response::Done));
         }
-        Ask::Status => {
-            let status = Answer::Status(status(source));
+        Request::Status => {
+            let status = Response::Status(status(source));
             return send(socket, &status, &[], &[]).map(Ok);
         }
-        Ask::Follow => {
+        Request::Follow => {
             holding.follower = Some(source.follow());
-            return send(socket, &Answer::Following { direct: source.is_direct() }, &[], &[]).map(Ok);
+            return send(socket, &Response::Following { direct: source.is_direct() }, &[], &[]).map(Ok);
         }
-        Ask::Pending => {
+        Request::Pending => {
             let blocks = holding.follower.as_ref().map_or(0, Follower::pending);
-            return send(socket, &Answer::Pending { blocks }, &[], &[]).map(Ok);
+            return send(socket, &Response::Pending { blocks }, &[], &[]).map(Ok);
         }
-        Ask::GiveBack => {
+        Request::GiveBack => {
             let blocks =
                 Bitmap::new(source.disk().record().size().div_ceil(source.about().block_size.into()));
             if let (Ok(()), Some(follower)) = (blocks.decode_into(blob), &holding.follower) {
                 source.disk().give_back(follower, &blocks);
-                return send(socket, &Answer::Done, &[], &[]).map(Ok);
+                return send(socket, &Response::Done, &[], &[]).map(Ok);
             }
             return Ok(Err(SourceError::Server("blocks were given back that nobody had".into())));
         }
-        Ask::Batch { ends } => return answer_batch(source, socket, holding, ends),
-        Ask::Drop { view } => {
+        Request::Batch { ends } => return answer_batch(source, socket, holding, ends),
+        Request::Drop { view } => {
             if let Some(saved) = holding.batches.remove(&view) {
                 source.disk().drop_view(&saved);
             }
-            return send(socket, &Answer::Done, &[], &[]).map(Ok);
+            return send(socket, &Response::Done, &[], &[]).map(Ok);
         }
     };
     answer_view(source, socket, &checkpoint)
@@ -378,14 +378,14 @@ fn answer_view(
         None => return Ok(Err(SourceError::Server("the server made no view".into()))),
     };
     let size = checkpoint.saved.as_ref().map_or(0, |s| s.size());
-    let answer = Answer::Checkpoint { epoch: checkpoint.epoch, size };
+    let answer = Response::Checkpoint { epoch: checkpoint.epoch, size };
     send(socket, &answer, &[], &[parts.map.as_fd(), parts.data.as_fd()]).map(Ok)
 }
 
 /// An answer that is no more than what was done.
 fn answer_with(
     socket: &UnixStream,
-    done: Result<Answer, SourceError>,
+    done: Result<Response, SourceError>,
 ) -> io::Result<Result<(), SourceError>> {
     match done {
         Ok(answer) => send(socket, &answer, &[], &[]).map(Ok),
@@ -396,28 +396,28 @@ fn answer_with(
 fn answer_batch(
     source: &Source,
     socket: &UnixStream,
-    holding: &mut Holding,
+    holding: &mut ConnectionState,
     ends: bool,
 ) -> io::Result<Result<(), SourceError>> {
     let Some(follower) = &holding.follower else {
         return Ok(Err(SourceError::Server("a batch was asked for, and nothing is followed".into())));
     };
-    let portion = match source.portion(follower, ends) {
-        Ok(Some(portion)) => portion,
-        Ok(None) => return send(socket, &Answer::NoBatch, &[], &[]).map(Ok),
+    let batch_changes = match source.batch_changes(follower, ends) {
+        Ok(Some(batch_changes)) => batch_changes,
+        Ok(None) => return send(socket, &Response::NoBatch, &[], &[]).map(Ok),
         Err(error) => return Ok(Err(error)),
     };
     let view = holding.next_batch;
     holding.next_batch += 1;
-    holding.batches.insert(view, portion.saved.clone());
-    let parts = match portion.saved.parts() {
+    holding.batches.insert(view, batch_changes.saved.clone());
+    let parts = match batch_changes.saved.parts() {
         Ok(parts) => parts,
         // Whoever follows begins anew after an error: what this batch had is part of what its replica lacks then.
         Err(e) => return Ok(Err(SourceError::state("share a view of", &source.about().path)(e))),
     };
     let mut blob = Vec::new();
-    portion.changes.encode(&mut blob);
-    let answer = Answer::Batch { epoch: portion.epoch, size: portion.saved.size(), view };
+    batch_changes.changes.encode(&mut blob);
+    let answer = Response::Batch { epoch: batch_changes.epoch, size: batch_changes.saved.size(), view };
     send(socket, &answer, &blob, &[parts.map.as_fd(), parts.data.as_fd()]).map(Ok)
 }
 
@@ -471,11 +471,11 @@ impl Client {
         Ok(Client { socket: Arc::new(ours) })
     }
 
-    fn ask(&self, ask: &Ask) -> Result<Received<Answer>, SourceError> {
+    fn ask(&self, ask: &Request) -> Result<Received<Response>, SourceError> {
         self.ask_with(ask, &[])
     }
 
-    fn ask_with(&self, ask: &Ask, blob: &[u8]) -> Result<Received<Answer>, SourceError> {
+    fn ask_with(&self, ask: &Request, blob: &[u8]) -> Result<Received<Response>, SourceError> {
         let gone = |e: io::Error| match rustix::io::Errno::from_io_error(&e) {
             Some(rustix::io::Errno::MFILE) => SourceError::Server(format!(
                 "too many open files to receive a snapshot from the server ({e}): raise the limit (\"ulimit -n\")"
@@ -485,9 +485,9 @@ impl Client {
         send(&self.socket, ask, blob, &[]).map_err(gone)?;
         match receive(&self.socket).map_err(gone)? {
             None => Err(gone(io::ErrorKind::UnexpectedEof.into())),
-            Some((Answer::Error { message, refusal: true }, ..)) => Err(SourceError::Refused(message)),
-            Some((Answer::Error { message, .. }, ..)) => Err(SourceError::Server(message)),
-            Some((Answer::Lost { since, why }, ..)) => Err(SourceError::Lost { since, why }),
+            Some((Response::Error { message, refusal: true }, ..)) => Err(SourceError::Refused(message)),
+            Some((Response::Error { message, .. }, ..)) => Err(SourceError::Server(message)),
+            Some((Response::Lost { since, why }, ..)) => Err(SourceError::Lost { since, why }),
             Some(answer) => Ok(answer),
         }
     }
@@ -500,12 +500,12 @@ impl Client {
     }
 
     /// A checkpoint with its view, or the view that is held open as `@view`.
-    pub(crate) fn view(&self, held: bool) -> Result<(Epoch, u64, Saved), SourceError> {
-        let (answer, _, fds) = self.ask(if held { &Ask::HeldView } else { &Ask::Checkpoint })?;
+    pub(crate) fn view(&self, held: bool) -> Result<(Epoch, u64, CowStore), SourceError> {
+        let (answer, _, fds) = self.ask(if held { &Request::HeldView } else { &Request::Checkpoint })?;
         let mut fds = fds.into_iter();
         match (answer, fds.next(), fds.next()) {
-            (Answer::Checkpoint { epoch, size }, Some(map), Some(data)) => {
-                let saved = Saved::from_parts(SavedParts { map, data }).map_err(|e| {
+            (Response::Checkpoint { epoch, size }, Some(map), Some(data)) => {
+                let saved = CowStore::from_parts(CowFiles { map, data }).map_err(|e| {
                     SourceError::Server(format!("cannot use the snapshot of the server: {e}"))
                 })?;
                 Ok((epoch, size, saved))
@@ -516,53 +516,56 @@ impl Client {
 
     /// Adds what was written since the last checkpoint to `into`.
     pub(crate) fn dirty(&self, into: &Bitmap) -> Result<(), SourceError> {
-        let (_, blob, _) = self.ask(&Ask::Dirty)?;
+        let (_, blob, _) = self.ask(&Request::Dirty)?;
         into.decode_into(&blob).or_else(|_| Self::confused())
     }
 
     /// Tells where a replica stands now.
     pub(crate) fn acknowledge(&self, replica: &str, epoch: Epoch) -> Result<(), SourceError> {
-        self.ask(&Ask::Acknowledge { replica: replica.to_owned(), epoch }).map(|_| ())
+        self.ask(&Request::Acknowledge { replica: replica.to_owned(), epoch }).map(|_| ())
     }
 
     /// Sets a named checkpoint.
     pub(crate) fn name_checkpoint(&self, name: &str, at: Option<Epoch>) -> Result<Epoch, SourceError> {
-        match self.ask(&Ask::NameCheckpoint { name: name.to_owned(), at })?.0 {
-            Answer::Named { epoch } => Ok(epoch),
+        match self.ask(&Request::NameCheckpoint { name: name.to_owned(), at })?.0 {
+            Response::Named { epoch } => Ok(epoch),
             _ => Self::confused(),
         }
     }
 
     /// Removes a bookmark.
     pub(crate) fn forget_bookmark(&self, name: &str) -> Result<(), SourceError> {
-        self.ask(&Ask::ForgetBookmark { name: name.to_owned() }).map(|_| ())
+        self.ask(&Request::ForgetBookmark { name: name.to_owned() }).map(|_| ())
     }
 
     /// Begins to follow what is written. Says whether that goes past the page cache.
     pub(crate) fn follow(&self) -> Result<bool, SourceError> {
-        match self.ask(&Ask::Follow)?.0 {
-            Answer::Following { direct } => Ok(direct),
+        match self.ask(&Request::Follow)?.0 {
+            Response::Following { direct } => Ok(direct),
             _ => Self::confused(),
         }
     }
 
     /// Blocks written since the last batch.
     pub(crate) fn pending(&self) -> Result<u64, SourceError> {
-        match self.ask(&Ask::Pending)?.0 {
-            Answer::Pending { blocks } => Ok(blocks),
+        match self.ask(&Request::Pending)?.0 {
+            Response::Pending { blocks } => Ok(blocks),
             _ => Self::confused(),
         }
     }
 
     /// Ends a batch: its epoch, its size, its view and the number of that, and what was written, as it is encoded.
     #[allow(clippy::type_complexity)]
-    pub(crate) fn batch(&self, ends: bool) -> Result<Option<(Epoch, u64, u64, Saved, Vec<u8>)>, SourceError> {
-        let (answer, blob, fds) = self.ask(&Ask::Batch { ends })?;
+    pub(crate) fn batch(
+        &self,
+        ends: bool,
+    ) -> Result<Option<(Epoch, u64, u64, CowStore, Vec<u8>)>, SourceError> {
+        let (answer, blob, fds) = self.ask(&Request::Batch { ends })?;
         let mut fds = fds.into_iter();
         match (answer, fds.next(), fds.next()) {
-            (Answer::NoBatch, ..) => Ok(None),
-            (Answer::Batch { epoch, size, view }, Some(map), Some(data)) => {
-                let saved = Saved::from_parts(SavedParts { map, data }).map_err(|e| {
+            (Response::NoBatch, ..) => Ok(None),
+            (Response::Batch { epoch, size, view }, Some(map), Some(data)) => {
+                let saved = CowStore::from_parts(CowFiles { map, data }).map_err(|e| {
                     SourceError::Server(format!("cannot use the snapshot of the server: {e}"))
                 })?;
                 Ok(Some((epoch, size, view, saved, blob)))
@@ -575,18 +578,18 @@ impl Client {
     pub(crate) fn give_back(&self, blocks: &Bitmap) -> Result<(), SourceError> {
         let mut blob = Vec::new();
         blocks.encode(&mut blob);
-        self.ask_with(&Ask::GiveBack, &blob).map(|_| ())
+        self.ask_with(&Request::GiveBack, &blob).map(|_| ())
     }
 
     /// Lets the view of a batch go.
     pub(crate) fn drop_batch(&self, view: u64) -> Result<(), SourceError> {
-        self.ask(&Ask::Drop { view }).map(|_| ())
+        self.ask(&Request::Drop { view }).map(|_| ())
     }
 
     /// How the tracker is.
     pub fn status(&self) -> Result<Status, SourceError> {
-        match self.ask(&Ask::Status)?.0 {
-            Answer::Status(status) => Ok(status),
+        match self.ask(&Request::Status)?.0 {
+            Response::Status(status) => Ok(status),
             _ => Self::confused(),
         }
     }
@@ -614,7 +617,7 @@ mod tests {
     use std::io::Write;
 
     use super::*;
-    use crate::{Options, StateDir};
+    use crate::{SourceOptions, StateDir};
 
     /// A server that ends a conversation by itself: nothing may be overwritten unkept while its reader believes in the view.
     #[test]
@@ -623,7 +626,7 @@ mod tests {
         let image = temp.path().join("vm.raw");
         std::fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
         let state = StateDir::find(Some(&temp.path().join("state")));
-        let source = Arc::new(Source::open(&state, &image, &Options::default()).unwrap());
+        let source = Arc::new(Source::open(&state, &image, &SourceOptions::default()).unwrap());
         let _server = ControlServer::start(source.clone()).unwrap();
         for _ in 0..20 {
             let client = Client::connect(source.folder().path()).unwrap().unwrap();

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use device::Mount;
 use rustix::fs::FlockOperation;
 
-use crate::watchdog::{FITHAW, OFF, Ward, Watchdog};
+use crate::watchdog::{FITHAW, OFF, Watchdog, WatchdogArgs};
 
 const FIFREEZE: u32 = 0xc004_5877;
 
@@ -53,7 +53,7 @@ pub struct Freeze {
     mounts: Vec<(PathBuf, File)>,
     clock: Clock,
     /// Both end when all is thawed.
-    _hurry: Option<Hurry>,
+    _hurry: Option<ExpeditedRcu>,
     _watchdog: Watchdog,
 }
 
@@ -79,7 +79,7 @@ impl Clock {
 /// File systems that are about to be frozen, watched over already.
 pub struct Prepared {
     mounts: Vec<(PathBuf, File)>,
-    hurry: Option<Hurry>,
+    rcu: Option<ExpeditedRcu>,
     watchdog: Watchdog,
     limit: Duration,
 }
@@ -114,11 +114,11 @@ impl Prepared {
     /// # Errors
     /// If one can't be frozen, or not within the limit; then none is.
     pub fn freeze(self) -> Result<Freeze, FreezeError> {
-        let Prepared { mounts, hurry, watchdog, limit } = self;
-        hurry.iter().for_each(Hurry::begin);
+        let Prepared { mounts, rcu, watchdog, limit } = self;
+        rcu.iter().for_each(ExpeditedRcu::begin);
         let clock = Clock { began: Instant::now(), limit };
         // What was frozen is thawed as this is dropped.
-        let mut freeze = Freeze { mounts: Vec::new(), clock, _hurry: hurry, _watchdog: watchdog };
+        let mut freeze = Freeze { mounts: Vec::new(), clock, _hurry: rcu, _watchdog: watchdog };
         for (place, file) in mounts {
             if let Err(error) = freeze._watchdog.begin() {
                 return Err(FreezeError::Refused { place, error });
@@ -150,14 +150,14 @@ impl Freeze {
     /// Makes ready to freeze file systems, for at most `limit`.
     pub fn prepare(mounts: &[Mount], limit: Duration) -> Result<Prepared, FreezeError> {
         let mounts = mounts.iter().map(open).collect::<Result<Vec<_>, _>>()?;
-        let hurry = Hurry::ready();
-        let ward = Ward {
+        let rcu = ExpeditedRcu::ready();
+        let args = WatchdogArgs {
             frozen: mounts.iter().map(|(_, file)| file.as_fd()).collect(),
-            hurry: hurry.as_ref().map(|switch| switch.0.as_fd()),
+            rcu: rcu.as_ref().map(|switch| switch.0.as_fd()),
             limit,
         };
-        let watchdog = Watchdog::start(&ward).map_err(|error| refused(&mounts, error))?;
-        Ok(Prepared { mounts, hurry, watchdog, limit })
+        let watchdog = Watchdog::start(&args).map_err(|error| refused(&mounts, error))?;
+        Ok(Prepared { mounts, rcu, watchdog, limit })
     }
 
     /// Thaws. Returns how long the freeze lasted.
@@ -234,15 +234,15 @@ fn control(file: &File, request: u32) -> io::Result<()> {
 
 /// The kernel's switch that lets nobody wait long for a grace period. A freeze waits for three, which take it 30 ms or more
 /// without and less than one with it; the price is an interrupt on every processor for each.
-struct Hurry(File);
+struct ExpeditedRcu(File);
 
-impl Hurry {
+impl ExpeditedRcu {
     /// `None` where there is no such switch, where it is on already, and while another freeze has it.
-    fn ready() -> Option<Hurry> {
+    fn ready() -> Option<ExpeditedRcu> {
         let switch = File::options().read(true).write(true).open("/sys/kernel/rcu_expedited").ok()?;
         rustix::fs::flock(&switch, FlockOperation::NonBlockingLockExclusive).ok()?;
         let mut is_on = [0];
-        (switch.read_at(&mut is_on, 0).ok()? == 1 && &is_on == OFF).then_some(Hurry(switch))
+        (switch.read_at(&mut is_on, 0).ok()? == 1 && &is_on == OFF).then_some(ExpeditedRcu(switch))
     }
 
     fn begin(&self) {
@@ -251,7 +251,7 @@ impl Hurry {
     }
 }
 
-impl Drop for Hurry {
+impl Drop for ExpeditedRcu {
     fn drop(&mut self) {
         let _ = self.0.write_at(OFF, 0);
     }

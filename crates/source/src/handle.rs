@@ -13,7 +13,7 @@ use crate::bookmarks::Bookmarks;
 use crate::control::{Client, Status, status};
 use crate::history::{History, Position};
 use crate::live::Live;
-use crate::source::{AtPath, Medium, Options, Source};
+use crate::source::{Backing, PathBacking, Source, SourceOptions};
 use crate::state::{About, StateDir};
 use crate::view::View;
 
@@ -21,7 +21,7 @@ use crate::view::View;
 pub struct Handle {
     about: About,
     folder: Arc<dyn Folder>,
-    medium: Arc<dyn Medium>,
+    backing: Arc<dyn Backing>,
     holder: Holder,
 }
 
@@ -53,7 +53,7 @@ type Connect = Box<dyn Fn() -> Result<Option<Client>, SourceError> + Send + Sync
 impl Handle {
     /// Reaches the source that a path, or the name of an export, means: through its server if one runs, else by holding it
     /// in this process. A disk that was never followed becomes a source.
-    pub fn attach(state: &StateDir, what: &str, options: &Options) -> Result<Handle, SourceError> {
+    pub fn attach(state: &StateDir, what: &str, options: &SourceOptions) -> Result<Handle, SourceError> {
         if let Some(handle) = Handle::served(state, what)? {
             return Ok(handle);
         }
@@ -61,7 +61,7 @@ impl Handle {
         if let Some(tracker) = trackers::find(&path)? {
             return Ok(Live::open(state, &path, tracker)?.into());
         }
-        let options = Options { read_only: true, ..options.clone() };
+        let options = SourceOptions { read_only: true, ..options.clone() };
         let source = match Source::open(state, &path, &options) {
             // A server that is just starting holds the lock before it answers.
             Err(busy @ SourceError::Busy { .. }) => {
@@ -75,19 +75,19 @@ impl Handle {
     /// A source that this process holds.
     #[doc(hidden)]
     pub fn of_source(source: Source) -> Handle {
-        let (folder, medium) = source.parts();
-        Handle { about: source.about().clone(), folder, medium, holder: Holder::Here(Box::new(source)) }
+        let (folder, backing) = source.parts();
+        Handle { about: source.about().clone(), folder, backing, holder: Holder::Here(Box::new(source)) }
     }
 
     /// A source that is served, by a server in this process.
     #[doc(hidden)]
     pub fn of_server(source: &Arc<Source>) -> Result<Handle, SourceError> {
-        let (folder, medium) = source.parts();
+        let (folder, backing) = source.parts();
         let about = source.about().clone();
         let source = source.clone();
         let connect: Connect = Box::new(move || Client::within(&source).map(Some));
         let client = connect()?.ok_or_else(|| SourceError::Server("it is not served".into()))?;
-        Ok(Handle { about, folder, medium, holder: Holder::Server(client, connect) })
+        Ok(Handle { about, folder, backing, holder: Holder::Server(client, connect) })
     }
 
     /// Reaches a source that is followed while it changes: through its server, or its tracker in the kernel. Never holds it:
@@ -115,9 +115,9 @@ impl Handle {
         let Some((place, about)) = state.source(what)? else { return Ok(None) };
         let Some(client) = Client::connect(&place)? else { return Ok(None) };
         let folder = Dir::open(&place).map_err(SourceError::state("open", &place))?;
-        let medium = Arc::new(AtPath::new(about.identity.clone(), &place));
+        let backing = Arc::new(PathBacking::new(about.identity.clone(), &place));
         let connect: Connect = Box::new(move || Client::connect(&place));
-        Ok(Some(Handle { about, folder: Arc::new(folder), medium, holder: Holder::Server(client, connect) }))
+        Ok(Some(Handle { about, folder: Arc::new(folder), backing, holder: Holder::Server(client, connect) }))
     }
 
     /// Waits a second for a server that may be starting.
@@ -186,7 +186,7 @@ impl Handle {
             Holder::Here(source) => source.still_view(&source.checkpoint(false)?),
             Holder::Server(client, _) => {
                 let (epoch, size, saved) = client.view(held)?;
-                let disk = self.medium.reader()?;
+                let disk = self.backing.reader()?;
                 if disk.len() < size {
                     return Err(SourceError::Moved(self.about.path.clone()));
                 }
@@ -257,7 +257,7 @@ impl Handle {
 
     /// A disk to look at what is allocated now, outside of any view.
     pub fn reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
-        self.medium.reader()
+        self.backing.reader()
     }
 
     /// What a replica with these positions lacks for the view.
@@ -287,7 +287,7 @@ impl Handle {
     pub fn estimate(&self, positions: &[Position]) -> Result<Bitmap, SourceError> {
         self.reaches(positions)?;
         let block_size = self.about.block_size;
-        let size = self.medium.identity()?.size;
+        let size = self.backing.identity()?.size;
         let changes = Bitmap::new(size.div_ceil(u64::from(block_size)));
         self.history()?.changes_since(positions, block_size, &changes)?;
         match &self.holder {
@@ -317,7 +317,7 @@ impl Handle {
             Holder::Server(_, connect) => {
                 let client = connect()?
                     .ok_or_else(|| SourceError::Server("the server of the source ended: run again".into()))?;
-                Batches::begin(client, &*self.medium, &self.about)
+                Batches::begin(client, &*self.backing, &self.about)
             }
             Holder::Here(_) | Holder::Live(_) => Err(SourceError::Refused(format!(
                 "{} is not served, so writes within an epoch are not known: serve it with \"dsync serve\"",
@@ -393,7 +393,7 @@ fn place_of(state: &StateDir, what: &str) -> Result<PathBuf, SourceError> {
 
 impl From<Live> for Handle {
     fn from(live: Live) -> Handle {
-        let (about, folder, medium) = (live.about().clone(), live.folder(), live.medium());
-        Handle { about, folder, medium, holder: Holder::Live(Box::new(live)) }
+        let (about, folder, backing) = (live.about().clone(), live.folder(), live.backing());
+        Handle { about, folder, backing, holder: Holder::Live(Box::new(live)) }
     }
 }

@@ -5,14 +5,14 @@
 //!
 //! ```
 //! use device::Disk;
-//! use source::{Options, Source, StateDir};
+//! use source::{SourceOptions, Source, StateDir};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! # let folder = tempfile::tempdir()?;
 //! # let image = folder.path().join("vm.raw");
 //! # std::fs::File::create(&image)?.set_len(1 << 20)?;
 //! let state = StateDir::find(Some(&folder.path().join("state")));
-//! let source = Source::open(&state, &image, &Options::default())?;
+//! let source = Source::open(&state, &image, &SourceOptions::default())?;
 //! source.checkpoint(false)?;
 //! source.disk().write_at(8192, b"hello")?;
 //! assert_eq!(source.dirty().runs().collect::<Vec<_>>(), [2..3]);
@@ -27,8 +27,8 @@
 
 mod batches;
 mod bookmarks;
-mod captured;
 mod control;
+mod convergence;
 mod discard;
 mod error;
 mod forget;
@@ -37,8 +37,8 @@ mod handle;
 mod history;
 mod json;
 mod live;
+mod memory_view;
 mod peek;
-mod shrinking;
 mod source;
 mod stamp;
 mod state;
@@ -48,6 +48,7 @@ mod watchdog;
 pub use batches::{Batch, Batches};
 pub use bookmarks::{Bookmark, Bookmarks, is_plain};
 pub use control::{Client, ControlServer, Status};
+pub use convergence::Convergence;
 pub use device::Boot;
 pub use error::SourceError;
 pub use forget::{forget_bookmark, forget_source, in_use};
@@ -56,7 +57,6 @@ pub use handle::{Changes, Handle};
 pub use history::{EpochInfo, History, Position};
 pub use live::{Cut, CutOptions, FreezeMode, Live, RESIZED};
 pub use peek::written_since;
-pub use shrinking::Shrinking;
-pub use source::{Checkpoint, Medium, Options, Portion, SharedView, Source};
+pub use source::{Backing, BatchChanges, Checkpoint, SharedView, Source, SourceOptions};
 pub use state::{About, StateDir, Survey, export_name};
 pub use view::View;

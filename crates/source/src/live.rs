@@ -12,18 +12,18 @@ use std::time::Duration;
 use delta::Epoch;
 use device::{Boot, Dir, Disk, Folder, FolderLock, Identity, Mount, Written};
 use extents::Bitmap;
-use trackers::{Hold, Tracker};
+use trackers::{Tracker, TrackerLock};
 use uuid::Uuid;
 
 use crate::SourceError;
 use crate::bookmarks::Bookmarks;
-use crate::captured::{Capture, Captured};
+use crate::convergence::Convergence;
 use crate::discard;
 use crate::freeze::{self, Freeze, FreezeError, Prepared};
 use crate::history::History;
-use crate::shrinking::Shrinking;
-use crate::source::{Medium, open_reader};
-use crate::stamp::Stamp;
+use crate::memory_view::{MemoryReader, MemoryView};
+use crate::source::{Backing, open_reader};
+use crate::stamp::ImageStamp;
 use crate::state::{About, StateDir, write_about};
 use crate::view::View;
 
@@ -72,7 +72,7 @@ pub struct Cut {
     pub freeze: Option<Duration>,
     /// Somebody wrote meanwhile: it shows no one moment.
     pub fuzzy: bool,
-    captured: Arc<Captured>,
+    captured: Arc<MemoryView>,
 }
 
 impl Cut {
@@ -88,9 +88,9 @@ pub struct Live {
     folder: Arc<dyn Folder>,
     tracker: Box<dyn Tracker>,
     disk: Arc<dyn Disk>,
-    book: Mutex<Book>,
+    epochs: Mutex<Epochs>,
     /// Held only to be let go with this.
-    locks: Option<(FolderLock, Hold)>,
+    locks: Option<(FolderLock, TrackerLock)>,
     /// It was made by this command: without an epoch nothing of it is to stay.
     fresh: Option<StateDir>,
 }
@@ -103,7 +103,7 @@ impl Drop for Live {
     }
 }
 
-struct Book {
+struct Epochs {
     history: History,
     lost: Option<String>,
     /// The epoch that the tracker's record follows, as far as this history knows.
@@ -111,12 +111,12 @@ struct Book {
 }
 
 /// A disk that is followed from outside: its identity says nothing of its content.
-struct LiveMedium {
+struct LiveBacking {
     identity: Identity,
     disk: Arc<dyn Disk>,
 }
 
-impl Medium for LiveMedium {
+impl Backing for LiveBacking {
     fn identity(&self) -> Result<Identity, SourceError> {
         Ok(Identity { size: self.disk.len(), ..self.identity.clone() })
     }
@@ -152,7 +152,7 @@ impl Live {
             Ok(lock) => lock,
             Err(holder) => return Err(SourceError::Busy { path, holder }),
         };
-        let hold = match Hold::take(&path)? {
+        let hold = match TrackerLock::take(&path)? {
             Ok(hold) => hold,
             Err(holder) => return Err(SourceError::Busy { path, holder }),
         };
@@ -176,7 +176,7 @@ impl Live {
     ) -> Result<Live, SourceError> {
         write_about(&*folder, &about)?;
         // What a server would trust says nothing about the time from here on.
-        Stamp::forget(&*folder)?;
+        ImageStamp::forget(&*folder)?;
         let history = History::read(&*folder)?;
         folder.sync().map_err(SourceError::state("sync", folder.path()))?;
         let since = tracker.released()?;
@@ -187,8 +187,8 @@ impl Live {
             Some(id) if history.knows(id) => tracker.lost()?,
             Some(_) => Some(OTHER_HISTORY.into()),
         };
-        let book = Mutex::new(Book { history, lost, since });
-        Ok(Live { about, folder, tracker, disk, book, locks: None, fresh: None })
+        let epochs = Mutex::new(Epochs { history, lost, since });
+        Ok(Live { about, folder, tracker, disk, epochs, locks: None, fresh: None })
     }
 
     /// What the source's folder says of it.
@@ -206,37 +206,37 @@ impl Live {
         &*self.tracker
     }
 
-    pub(crate) fn medium(&self) -> Arc<dyn Medium> {
-        Arc::new(LiveMedium { identity: self.about.identity.clone(), disk: self.disk.clone() })
+    pub(crate) fn backing(&self) -> Arc<dyn Backing> {
+        Arc::new(LiveBacking { identity: self.about.identity.clone(), disk: self.disk.clone() })
     }
 
     pub(crate) fn folder(&self) -> Arc<dyn Folder> {
         self.folder.clone()
     }
 
-    fn book(&self) -> std::sync::MutexGuard<'_, Book> {
-        self.book.lock().unwrap_or_else(|e| e.into_inner())
+    fn epochs(&self) -> std::sync::MutexGuard<'_, Epochs> {
+        self.epochs.lock().unwrap_or_else(|e| e.into_inner())
     }
 
     /// Why what came before the next checkpoint is not known; `None` if it is.
     pub fn lost(&self) -> Result<Option<String>, SourceError> {
-        self.doubt(&self.book())
+        self.doubt(&self.epochs())
     }
 
-    fn doubt(&self, book: &Book) -> Result<Option<String>, SourceError> {
-        match &book.lost {
+    fn doubt(&self, epochs: &Epochs) -> Result<Option<String>, SourceError> {
+        match &epochs.lost {
             Some(why) => Ok(Some(why.clone())),
             // Whoever released it took what was recorded up to then.
-            None if self.tracker.released()? != book.since => Ok(Some(OTHER_HISTORY.into())),
+            None if self.tracker.released()? != epochs.since => Ok(Some(OTHER_HISTORY.into())),
             None => Ok(self.tracker.lost()?),
         }
     }
 
     /// Ends the epoch and begins the next. What is read afterwards is of this epoch, or newer and in the next record.
     pub fn checkpoint(&self) -> Result<View, SourceError> {
-        let mut book = self.book();
+        let mut epochs = self.epochs();
         let changes = self.tracker.checkpoint()?;
-        let epoch = self.write_down(&mut book, &changes)?;
+        let epoch = self.write_down(&mut epochs, &changes)?;
         Ok(self.view(epoch, self.disk.clone()))
     }
 
@@ -244,27 +244,27 @@ impl Live {
     ///
     /// The device is flushed before: what it loses from its cache when the power goes must stand in the record, or it would
     /// be old here, new at the replica, and named nowhere.
-    fn write_down(&self, book: &mut Book, changes: &Bitmap) -> Result<Epoch, SourceError> {
+    fn write_down(&self, epochs: &mut Epochs, changes: &Bitmap) -> Result<Epoch, SourceError> {
         // Asked after the checkpoint: a loss up to then is in the answer.
-        let lost = self.doubt(book)?;
+        let lost = self.doubt(epochs)?;
         if lost.is_some() || !changes.is_clean() {
             self.flush_device()?;
         }
         let size = self.disk.len();
-        let last = book.history.last();
+        let last = epochs.history.last();
         let same =
-            last.filter(|e| lost.is_none() && changes.is_clean() && book.history.size_at(e) == Some(size));
+            last.filter(|e| lost.is_none() && changes.is_clean() && epochs.history.size_at(e) == Some(size));
         let epoch = match same {
             Some(epoch) => epoch,
             None => {
                 let number = last.map_or(0, |e| e.number) + 1;
                 let epoch = Epoch { number, id: Uuid::new_v4() };
-                book.history.append(epoch, lost, size, self.about.block_size, changes)?;
+                epochs.history.append(epoch, lost, size, self.about.block_size, changes)?;
                 epoch
             }
         };
         self.tracker.release(epoch.id)?;
-        (book.lost, book.since) = (None, Some(epoch.id));
+        (epochs.lost, epochs.since) = (None, Some(epoch.id));
         Ok(epoch)
     }
 
@@ -350,12 +350,12 @@ impl Live {
     }
 
     fn frozen_cut(&self, also: &Bitmap, mounts: &[Mount], options: &CutOptions) -> Result<Cut, SourceError> {
-        let mut book = self.book();
+        let mut epochs = self.epochs();
         let mut capture = self.begin_capture()?;
         self.read_and_keep(&mut capture, also)?;
         for _ in 0..TRIES {
             let prepared = Freeze::prepare(mounts, options.limit).map_err(refused)?;
-            let left = self.read_while_it_shrinks(&mut book, &prepared, &mut capture)?;
+            let left = self.read_while_it_shrinks(&mut epochs, &prepared, &mut capture)?;
             // What the freeze itself makes the file systems write comes on top.
             capture.prepare(2 * left + (8 << 20));
             // Not under the freeze, since the kernel takes its time over it. What is written from here to the freeze is of
@@ -373,7 +373,7 @@ impl Live {
             let lasted = freeze.thaw().map_err(refused)?;
             self.kept(read, &mut capture)?;
             if still {
-                let epoch = self.write_down(&mut book, &changes)?;
+                let epoch = self.write_down(&mut epochs, &changes)?;
                 return Ok(self.cut_of(epoch, capture, Some(lasted), false));
             }
         }
@@ -388,18 +388,18 @@ impl Live {
     /// Reads what would have to be read under a freeze while nothing is frozen yet. Returns how many bytes it was at last.
     fn read_while_it_shrinks(
         &self,
-        book: &mut Book,
+        epochs: &mut Epochs,
         prepared: &Prepared,
-        capture: &mut Capture,
+        capture: &mut MemoryReader,
     ) -> Result<u64, SourceError> {
-        let mut shrinking = Shrinking::new(LITTLE);
+        let mut convergence = Convergence::new(LITTLE);
         loop {
             prepared.settle().map_err(refused)?;
             let changes = self.tracker.checkpoint()?;
-            self.write_down(book, &changes)?;
+            self.write_down(epochs, &changes)?;
             self.read_and_keep(capture, &changes)?;
             let bytes = changes.count().saturating_mul(self.about.block_size.into());
-            if !shrinking.pays(bytes) {
+            if !convergence.pays(bytes) {
                 return Ok(bytes);
             }
         }
@@ -407,19 +407,19 @@ impl Live {
 
     /// Without a freeze the pass is exact if nothing was written while it was read.
     fn unfrozen_cut(&self, also: &Bitmap, options: &CutOptions) -> Result<Cut, SourceError> {
-        let mut book = self.book();
+        let mut epochs = self.epochs();
         let mut capture = self.begin_capture()?;
         self.read_and_keep(&mut capture, also)?;
         for left in (0..TRIES).rev() {
             // What the device's own page cache holds is written now, and not while it is read.
             self.flush_device()?;
             let changes = self.tracker.checkpoint()?;
-            let epoch = self.write_down(&mut book, &changes)?;
+            let epoch = self.write_down(&mut epochs, &changes)?;
             let written = self.written();
             self.read_and_keep(&mut capture, &changes)?;
             let still = self.nobody_wrote(written)?;
             // A record that somebody else took meanwhile is clean, too.
-            let doubt = self.doubt(&book)?;
+            let doubt = self.doubt(&epochs)?;
             let fuzzy = !still || doubt.is_some();
             if !fuzzy || (left == 0 && options.freeze == FreezeMode::Never) {
                 return Ok(self.cut_of(epoch, capture, None, fuzzy));
@@ -449,23 +449,23 @@ impl Live {
         Ok(dirty.is_clean())
     }
 
-    fn cut_of(&self, epoch: Epoch, capture: Capture, freeze: Option<Duration>, fuzzy: bool) -> Cut {
+    fn cut_of(&self, epoch: Epoch, capture: MemoryReader, freeze: Option<Duration>, fuzzy: bool) -> Cut {
         let captured = Arc::new(capture.finish());
         Cut { view: self.view(epoch, captured.clone()), freeze, fuzzy, captured }
     }
 
-    fn begin_capture(&self) -> Result<Capture, SourceError> {
-        let capture = Capture::new(&self.disk, self.about.block_size.into(), MOST);
+    fn begin_capture(&self) -> Result<MemoryReader, SourceError> {
+        let capture = MemoryReader::new(&self.disk, self.about.block_size.into(), MOST);
         capture.map_err(SourceError::state("read", &self.about.path))
     }
 
-    fn read_and_keep(&self, capture: &mut Capture, blocks: &Bitmap) -> Result<(), SourceError> {
+    fn read_and_keep(&self, capture: &mut MemoryReader, blocks: &Bitmap) -> Result<(), SourceError> {
         let read = capture.read(blocks);
         self.kept(read, capture)
     }
 
     /// What became of a read, with all of it in its place.
-    fn kept(&self, read: std::io::Result<bool>, capture: &mut Capture) -> Result<(), SourceError> {
+    fn kept(&self, read: std::io::Result<bool>, capture: &mut MemoryReader) -> Result<(), SourceError> {
         let path = &self.about.path;
         if read.map_err(SourceError::state("read", path))? && capture.keep() {
             return Ok(());
@@ -495,25 +495,25 @@ impl Live {
 
     /// Notes where a replica stands now, and tidies the history by it.
     pub fn acknowledge(&self, replica: &str, epoch: Epoch) -> Result<(), SourceError> {
-        let mut book = self.book();
+        let mut epochs = self.epochs();
         let bookmarks = Bookmarks::set(&*self.folder, replica, epoch)?;
-        book.history.tidy(&*self.folder, &bookmarks.epochs(), &[])
+        epochs.history.tidy(&*self.folder, &bookmarks.epochs(), &[])
     }
 
     /// Sets a named checkpoint at an epoch; without one at the present, which ends the epoch. See
     /// [`Source::name_checkpoint`](crate::Source::name_checkpoint).
     pub fn name_checkpoint(&self, name: &str, at: Option<Epoch>) -> Result<Epoch, SourceError> {
-        let mut book = self.book();
-        Bookmarks::read(&*self.folder)?.admits(&self.about.path, &book.history, name, at)?;
+        let mut epochs = self.epochs();
+        Bookmarks::read(&*self.folder)?.admits(&self.about.path, &epochs.history, name, at)?;
         let epoch = match at {
             Some(epoch) => epoch,
             None => {
                 let changes = self.tracker.checkpoint()?;
-                self.write_down(&mut book, &changes)?
+                self.write_down(&mut epochs, &changes)?
             }
         };
         let bookmarks = Bookmarks::set(&*self.folder, name, epoch)?;
-        book.history.tidy(&*self.folder, &bookmarks.epochs(), &[])?;
+        epochs.history.tidy(&*self.folder, &bookmarks.epochs(), &[])?;
         Ok(epoch)
     }
 }

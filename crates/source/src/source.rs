@@ -14,20 +14,20 @@ use std::time::{Duration, Instant};
 use delta::Epoch;
 use device::{Boot, Clock, Dir, Disk, Folder, FolderLock, Identity, WriteWatch};
 use extents::Bitmap;
-use trackers::{Follower, Saved, Served, Settings, TrackedDisk};
+use trackers::{CowStore, Follower, LastWriteTime, Settings, TrackedDisk};
 use uuid::Uuid;
 
 use crate::SourceError;
 use crate::bookmarks::Bookmarks;
 use crate::discard;
 use crate::history::{History, Position};
-use crate::stamp::{FOREIGN, LastWrite, REPLACED, Stamp, Verdict};
+use crate::stamp::{FOREIGN, ImageStamp, LastWrite, REPLACED, Verdict};
 use crate::state::{About, StateDir, write_about};
 use crate::view::View;
 
 /// How to open a source.
 #[derive(Debug, Clone)]
-pub struct Options {
+pub struct SourceOptions {
     /// Bytes a block; `None` leaves the choice to the size of the disk, or to what the record already has.
     pub block_size: Option<u32>,
     /// Nobody will write through the source while it is open here.
@@ -48,23 +48,23 @@ pub struct Options {
     pub sweep_every: Duration,
 }
 
-impl Default for Options {
-    fn default() -> Options {
-        Options {
+impl Default for SourceOptions {
+    fn default() -> SourceOptions {
+        SourceOptions {
             block_size: None,
             read_only: false,
             direct: false,
             trust_device: false,
             allow_shrink: false,
-            view_limit: Options::VIEW_LIMIT,
+            view_limit: SourceOptions::VIEW_LIMIT,
             intents: true,
             region: Settings::REGION,
-            sweep_every: Options::SWEEP_EVERY,
+            sweep_every: SourceOptions::SWEEP_EVERY,
         }
     }
 }
 
-impl Options {
+impl SourceOptions {
     /// The default bound on what a view keeps.
     pub const VIEW_LIMIT: u64 = 16 << 30;
     /// The default time between sweeps of the write-intent log.
@@ -81,7 +81,7 @@ impl Options {
 }
 
 /// What the source must know of the thing that it follows, besides its bytes.
-pub trait Medium: Send + Sync {
+pub trait Backing: Send + Sync {
     /// What the thing is now.
     fn identity(&self) -> Result<Identity, SourceError>;
     /// The life of the machine.
@@ -103,19 +103,19 @@ pub trait Medium: Send + Sync {
 }
 
 /// An image file or a block device at a path, and where it is moved to.
-pub(crate) struct AtPath {
+pub(crate) struct PathBacking {
     identity: Mutex<Identity>,
     /// It, by which its path is found when it was moved; for nothing else.
     object: Option<File>,
     boot: Boot,
 }
 
-impl AtPath {
+impl PathBacking {
     /// Its state is in `folder`.
-    pub(crate) fn new(identity: Identity, folder: &Path) -> AtPath {
+    pub(crate) fn new(identity: Identity, folder: &Path) -> PathBacking {
         let object = File::options().read(true).custom_flags(libc::O_PATH).open(&identity.path).ok();
         let boot = Boot::of(&[&identity.path, folder]);
-        AtPath { identity: Mutex::new(identity), object, boot }
+        PathBacking { identity: Mutex::new(identity), object, boot }
     }
 
     /// What it is, as it was seen last.
@@ -135,7 +135,7 @@ impl AtPath {
     }
 }
 
-impl Medium for AtPath {
+impl Backing for PathBacking {
     fn identity(&self) -> Result<Identity, SourceError> {
         let mut known = self.known();
         let found = match device::identity(&known.path) {
@@ -185,18 +185,18 @@ pub struct Checkpoint {
     /// The epoch that the source stands at.
     pub epoch: Epoch,
     /// What the writers keep for its view, if one was asked for.
-    pub saved: Option<Arc<Saved>>,
+    pub saved: Option<Arc<CowStore>>,
     /// Blocks written in the epoch that ended; `None` where that is not known.
     pub changes: Option<Arc<Bitmap>>,
 }
 
 /// What was written between two moments of a source.
 #[derive(Debug, Clone)]
-pub struct Portion {
+pub struct BatchChanges {
     /// The last epoch before the second moment; the one that ends there, if one does.
     pub epoch: Epoch,
     /// What the writers keep for the view of that moment.
-    pub saved: Arc<Saved>,
+    pub saved: Arc<CowStore>,
     /// Blocks written in between.
     pub changes: Arc<Bitmap>,
 }
@@ -205,16 +205,16 @@ pub struct Portion {
 pub struct Source {
     about: About,
     folder: Arc<dyn Folder>,
-    medium: Arc<dyn Medium>,
+    backing: Arc<dyn Backing>,
     disk: TrackedDisk,
     direct: bool,
     view_limit: u64,
     /// An outer lock, as all that a checkpoint holds (see `trackers/src/tracked.rs`): for nobody who writes.
-    book: Mutex<Book>,
+    epochs: Mutex<Epochs>,
     /// Why what came before the next checkpoint is not known. An inner lock: connections ask in the midst of their writes.
-    /// Changed with `book` locked.
+    /// Changed with `epochs` locked.
     lost: Mutex<Option<String>>,
-    /// An outer lock, taken before `book`. The views that are open as `@view` (the empty name) and `@view.NAME`.
+    /// An outer lock, taken before `epochs`. The views that are open as `@view` (the empty name) and `@view.NAME`.
     shared_views: Mutex<BTreeMap<String, Weak<SharedView>>>,
     tending: Option<(Arc<AtomicBool>, JoinHandle<()>)>,
     locks: Option<(FolderLock, Option<device::ImageLock>)>,
@@ -223,9 +223,9 @@ pub struct Source {
 }
 
 /// What a checkpoint changes, under one lock.
-struct Book {
+struct Epochs {
     history: History,
-    stamp: Stamp,
+    stamp: ImageStamp,
 }
 
 /// A view kept open for as long as somebody holds it.
@@ -235,13 +235,13 @@ pub struct SharedView {
     checkpoint: Checkpoint,
     disk: TrackedDisk,
     /// The named checkpoints that it was opened with, but those behind a gap.
-    since: BTreeMap<String, Since>,
+    since: BTreeMap<String, ChangesSince>,
 }
 
 /// What changed from a named checkpoint to a view. All readers of the view find the same, wherever the name moves.
-struct Since {
+struct ChangesSince {
     epoch: Epoch,
-    /// An outer lock, taken before `book`. Found when it is asked for first.
+    /// An outer lock, taken before `epochs`. Found when it is asked for first.
     changes: Mutex<Option<Arc<Bitmap>>>,
 }
 
@@ -299,7 +299,7 @@ impl Source {
     ///
     /// # Errors
     /// `Busy` if somebody else holds it.
-    pub fn open(state: &StateDir, path: &Path, options: &Options) -> Result<Source, SourceError> {
+    pub fn open(state: &StateDir, path: &Path, options: &SourceOptions) -> Result<Source, SourceError> {
         let mut made = None;
         let opened = Self::open_noting(state, path, options, &mut made);
         if let (Err(_), Some(place)) = (&opened, made) {
@@ -312,7 +312,7 @@ impl Source {
     fn open_noting(
         state: &StateDir,
         path: &Path,
-        options: &Options,
+        options: &SourceOptions,
         made: &mut Option<PathBuf>,
     ) -> Result<Source, SourceError> {
         let identity = device::identity(path)?;
@@ -359,7 +359,7 @@ impl Source {
         let block_size = match (options.block_size, &known) {
             (Some(size), _) => size,
             (None, Some((_, about))) => about.block_size,
-            (None, None) => Options::block_size_for(disk.len()),
+            (None, None) => SourceOptions::block_size_for(disk.len()),
         };
         if !block_size.is_power_of_two() || !(4096..=1 << 20).contains(&block_size) {
             return Err(SourceError::Refused(format!(
@@ -375,8 +375,8 @@ impl Source {
         };
         write_about(&folder, &about)?;
         drop(minting);
-        let medium = Box::new(AtPath::new(identity, folder.path()));
-        let mut source = Self::over(about, disk, Arc::new(folder), medium, options)?;
+        let backing = Box::new(PathBacking::new(identity, folder.path()));
+        let mut source = Self::over(about, disk, Arc::new(folder), backing, options)?;
         source.locks = Some((lock, Some(image)));
         source.fresh = made.is_some().then(|| state.clone()).filter(|_| options.read_only);
         Ok(source)
@@ -385,7 +385,7 @@ impl Source {
     /// What is missing from a folder that was written to before; `None` if it is whole, or new.
     fn missing(
         folder: &dyn Folder,
-        stamp: Option<&Stamp>,
+        stamp: Option<&ImageStamp>,
         last: u64,
     ) -> Result<Option<&'static str>, SourceError> {
         let Some(stamp) = stamp else {
@@ -404,37 +404,37 @@ impl Source {
     /// Starts the thread that looks after a tracked disk.
     fn begin_tending(
         disk: &TrackedDisk,
-        medium: &Arc<dyn Medium>,
+        backing: &Arc<dyn Backing>,
         every: Duration,
     ) -> std::io::Result<(Arc<AtomicBool>, JoinHandle<()>)> {
         let stop = Arc::new(AtomicBool::new(false));
-        let (disk, medium, stopped) = (disk.clone(), medium.clone(), stop.clone());
-        let tending = move || tend(&disk, &*medium, &stopped, every);
+        let (disk, backing, stopped) = (disk.clone(), backing.clone(), stop.clone());
+        let tending = move || tend(&disk, &*backing, &stopped, every);
         Ok((stop, std::thread::Builder::new().name("tend".into()).spawn(tending)?))
     }
 
-    /// Opens a source from its parts: the disk, the folder of its state, and what is to know of the medium. Takes no lock.
+    /// Opens a source from its parts: the disk, the folder of its state, and its backing. Takes no lock.
     pub fn over(
         about: About,
         disk: Arc<dyn Disk>,
         folder: Arc<dyn Folder>,
-        medium: Box<dyn Medium>,
-        options: &Options,
+        backing: Box<dyn Backing>,
+        options: &SourceOptions,
     ) -> Result<Source, SourceError> {
         let history = History::read(&*folder)?;
         folder.sync().map_err(SourceError::state("sync", folder.path()))?;
-        let identity = medium.identity()?;
-        let boot = medium.boot();
-        let served =
-            Served::open(&*folder, medium.clock()).map_err(SourceError::state("open", folder.path()))?;
+        let identity = backing.identity()?;
+        let boot = backing.boot();
+        let served = LastWriteTime::open(&*folder, backing.clock())
+            .map_err(SourceError::state("open", folder.path()))?;
         let foreign = served.foreign();
         let last_write = LastWrite {
-            time: served.last().saturating_add(medium.clock().tick()),
+            time: served.last().saturating_add(backing.clock().tick()),
             in_flight: served.was_busy(),
             seen: served.seen(),
             foreign: foreign.is_some(),
         };
-        let stamp = Stamp::read(&*folder)?;
+        let stamp = ImageStamp::read(&*folder)?;
         let was = stamp.as_ref().map_or(0, |s| s.identity.size.max(s.larger.unwrap_or(0)));
         if was > identity.size && !options.allow_shrink {
             return Err(shrank(&about.path, was, identity.size));
@@ -453,7 +453,7 @@ impl Source {
         };
         // Durable before the first write goes through: from here on the stop is an unclean one, and what was lost stays lost
         // until the history says so.
-        let stamp = Stamp {
+        let stamp = ImageStamp {
             clean: false,
             lost: lost.clone(),
             identity: identity.clone(),
@@ -467,7 +467,7 @@ impl Source {
             region: options.region,
             intents: options.intents,
             allow_shrink: options.allow_shrink || lost.is_some(),
-            clock: medium.clock(),
+            clock: backing.clock(),
         };
         let (trusted, power_lost) = match verdict {
             Verdict::Trusted { power_lost } => (true, power_lost),
@@ -483,19 +483,19 @@ impl Source {
             disk.settle(times);
         }
         disk.look(|| changed(&identity))?;
-        let medium: Arc<dyn Medium> = medium.into();
-        let watched = medium.clone();
+        let backing: Arc<dyn Backing> = backing.into();
+        let watched = backing.clone();
         disk.watch(move || watched.identity().ok().as_ref().and_then(changed));
-        let tending = Self::begin_tending(&disk, &medium, options.sweep_every)
+        let tending = Self::begin_tending(&disk, &backing, options.sweep_every)
             .map_err(SourceError::state("start a thread for", folder.path()))?;
         Ok(Source {
             about,
             folder,
-            medium,
+            backing,
             disk,
             direct: options.direct,
             view_limit: options.view_limit,
-            book: Mutex::new(Book { history, stamp }),
+            epochs: Mutex::new(Epochs { history, stamp }),
             lost: Mutex::new(lost),
             shared_views: Mutex::default(),
             tending: Some(tending),
@@ -509,8 +509,8 @@ impl Source {
         &self.about
     }
 
-    pub(crate) fn parts(&self) -> (Arc<dyn Folder>, Arc<dyn Medium>) {
-        (self.folder.clone(), self.medium.clone())
+    pub(crate) fn parts(&self) -> (Arc<dyn Folder>, Arc<dyn Backing>) {
+        (self.folder.clone(), self.backing.clone())
     }
 
     /// Where the source's state lies.
@@ -536,43 +536,47 @@ impl Source {
         (lost.or_else(|| foreign.map(|_| FOREIGN.into())), foreign)
     }
 
-    fn book(&self) -> std::sync::MutexGuard<'_, Book> {
-        self.book.lock().unwrap_or_else(|e| e.into_inner())
+    fn epochs(&self) -> std::sync::MutexGuard<'_, Epochs> {
+        self.epochs.lock().unwrap_or_else(|e| e.into_inner())
     }
 
     /// Ends the epoch and begins the next. Where nothing was written since the last one, the source still stands at that
     /// and no epoch is added. With `view`, what writers overwrite from this moment on is kept until
     /// [`TrackedDisk::drop_view`].
     pub fn checkpoint(&self, view: bool) -> Result<Checkpoint, SourceError> {
-        self.end_epoch(&mut self.book(), view, None).map(|(checkpoint, _)| checkpoint)
+        self.end_epoch(&mut self.epochs(), view, None).map(|(checkpoint, _)| checkpoint)
     }
 
-    /// Follows what is written from now on, for [`Source::portion`].
+    /// Follows what is written from now on, for [`Source::batch_changes`].
     pub fn follow(&self) -> Follower {
         self.disk.follow()
     }
 
-    /// What was written since the follower's last portion, and the view of this moment, which the writers keep until
+    /// What was written since the follower's last batch, and the view of this moment, which the writers keep until
     /// [`TrackedDisk::drop_view`]. Nothing is made durable, and the epoch goes on, but where it is to end: then this is a
     /// checkpoint too. `None` if nothing was written, and no epoch is to end.
     ///
     /// # Errors
     /// `Lost` if what was written is not known.
-    pub fn portion(&self, follower: &Follower, ends: bool) -> Result<Option<Portion>, SourceError> {
-        let mut book = self.book();
-        self.look(&mut book)?;
-        let since = book.history.last();
+    pub fn batch_changes(
+        &self,
+        follower: &Follower,
+        ends: bool,
+    ) -> Result<Option<BatchChanges>, SourceError> {
+        let mut epochs = self.epochs();
+        self.look(&mut epochs)?;
+        let since = epochs.history.last();
         if let (Some(why), _) = self.doubted() {
             return Err(SourceError::Lost { since: since.map_or(0, |e| e.number), why });
         }
         if ends {
             let (Checkpoint { epoch, saved, .. }, followed) =
-                self.end_epoch(&mut book, true, Some(follower))?;
+                self.end_epoch(&mut epochs, true, Some(follower))?;
             let blocks = self.disk.len().div_ceil(u64::from(self.about.block_size));
             let changes = followed.unwrap_or_else(|| Arc::new(Bitmap::new(blocks)));
             return Ok(saved.map(|saved| {
                 saved.narrow(&changes);
-                Portion { epoch, saved, changes }
+                BatchChanges { epoch, saved, changes }
             }));
         }
         if follower.pending() == 0 {
@@ -586,7 +590,7 @@ impl Source {
         })?;
         let saved = self.new_view()?;
         let changes = self.disk.cut(follower, &saved);
-        Ok(Some(Portion { epoch, saved, changes }))
+        Ok(Some(BatchChanges { epoch, saved, changes }))
     }
 
     /// True if what is written through the source goes past the page cache.
@@ -595,33 +599,33 @@ impl Source {
     }
 
     /// Looks whether it is still the same image, and whether others have changed it.
-    fn look(&self, book: &mut Book) -> Result<(), SourceError> {
-        let now = self.medium.identity()?;
-        if !now.same_object(&book.stamp.identity) {
+    fn look(&self, epochs: &mut Epochs) -> Result<(), SourceError> {
+        let now = self.backing.identity()?;
+        if !now.same_object(&epochs.stamp.identity) {
             return Err(SourceError::Replaced(self.about.path.clone()));
         }
-        if now.path != book.stamp.identity.path {
+        if now.path != epochs.stamp.identity.path {
             let about = About { path: now.path.clone(), identity: now.clone(), ..self.about.clone() };
             write_about(&*self.folder, &about)?;
-            book.stamp.identity.path.clone_from(&now.path);
+            epochs.stamp.identity.path.clone_from(&now.path);
         }
         // Asked anew, under the look's own order: what was told above may be older than a write that has left since.
-        Ok(self.disk.look(|| self.medium.identity().ok().as_ref().and_then(changed))?)
+        Ok(self.disk.look(|| self.backing.identity().ok().as_ref().and_then(changed))?)
     }
 
     /// A checkpoint, and what a follower had at its moment.
     fn end_epoch(
         &self,
-        book: &mut Book,
+        epochs: &mut Epochs,
         view: bool,
         follower: Option<&Follower>,
     ) -> Result<(Checkpoint, Option<Arc<Bitmap>>), SourceError> {
-        self.look(book)?;
+        self.look(epochs)?;
         let (lost, foreign) = self.doubted();
         let size = self.disk.len();
         let stands =
-            book.history.last().filter(|last| lost.is_none() && book.history.size_at(last) == Some(size));
-        // What a follower has may be older than the epoch, so its portion may not be empty although nothing was written since.
+            epochs.history.last().filter(|last| lost.is_none() && epochs.history.size_at(last) == Some(size));
+        // What a follower has may be older than the epoch, so its batch may not be empty although nothing was written since.
         if let Some(epoch) = stands.filter(|_| follower.is_none_or(|f| f.pending() == 0)) {
             let saved = if view { Some(self.new_view()?) } else { None };
             if self.disk.view_of_unchanged(saved.as_ref()) {
@@ -638,13 +642,13 @@ impl Source {
             None => {
                 let epoch = Epoch { number: frozen.number, id: Uuid::new_v4() };
                 let appended =
-                    book.history.append(epoch, lost.clone(), size, self.about.block_size, &frozen.changes);
+                    epochs.history.append(epoch, lost.clone(), size, self.about.block_size, &frozen.changes);
                 let settled = appended.and_then(|()| {
                     // The gap stands in the history. And a history that ends before this epoch is not believed any more:
                     // soon no record holds what it lacks.
                     *self.lost.lock().unwrap_or_else(|e| e.into_inner()) = None;
-                    (book.stamp.lost, book.stamp.larger, book.stamp.epoch) = (None, None, epoch.number);
-                    book.stamp.write(&*self.folder)
+                    (epochs.stamp.lost, epochs.stamp.larger, epochs.stamp.epoch) = (None, None, epoch.number);
+                    epochs.stamp.write(&*self.folder)
                 });
                 if let Err(error) = settled {
                     if let Some(saved) = &saved {
@@ -667,9 +671,9 @@ impl Source {
         Ok((Checkpoint { epoch, saved, changes }, frozen.followed))
     }
 
-    fn new_view(&self) -> Result<Arc<Saved>, SourceError> {
+    fn new_view(&self) -> Result<Arc<CowStore>, SourceError> {
         let place = self.folder.path();
-        Saved::create(place, self.disk.len(), self.about.block_size, self.view_limit)
+        CowStore::create(place, self.disk.len(), self.about.block_size, self.view_limit)
             .map(Arc::new)
             .map_err(SourceError::state("make a view in", place))
     }
@@ -681,16 +685,16 @@ impl Source {
         if let Some(open) = slots.get(name).and_then(Weak::upgrade) {
             return Ok(open);
         }
-        let reader = self.medium.reader()?;
-        let mut book = self.book();
+        let reader = self.backing.reader()?;
+        let mut epochs = self.epochs();
         let bookmarks = Bookmarks::read(&*self.folder)?;
-        let (checkpoint, _) = self.end_epoch(&mut book, true, None)?;
-        let known = |epoch: Epoch| book.history.reaches(&[Position { epoch, upto: u64::MAX }]).is_ok();
+        let (checkpoint, _) = self.end_epoch(&mut epochs, true, None)?;
+        let known = |epoch: Epoch| epochs.history.reaches(&[Position { epoch, upto: u64::MAX }]).is_ok();
         let since = bookmarks.checkpoints().filter(|(_, b)| known(b.epoch));
         let since = since
-            .map(|(name, b)| (name.clone(), Since { epoch: b.epoch, changes: Mutex::default() }))
+            .map(|(name, b)| (name.clone(), ChangesSince { epoch: b.epoch, changes: Mutex::default() }))
             .collect();
-        drop(book);
+        drop(epochs);
         let (saved, alive) = (checkpoint.saved.clone(), Arc::new(|| Ok(())));
         let view = View::new(checkpoint.epoch, reader, self.disk.len(), saved, alive).shared();
         let shared = Arc::new(SharedView { view, checkpoint, disk: self.disk.clone(), since });
@@ -708,7 +712,7 @@ impl Source {
         self.shared_views.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// The epochs of open views, at which a reader may yet set a checkpoint. To be asked before the book is locked.
+    /// The epochs of open views, at which a reader may yet set a checkpoint. To be asked before `epochs` is locked.
     fn open_epochs(&self) -> Vec<Epoch> {
         let open: Vec<Arc<SharedView>> = self.slots().values().filter_map(Weak::upgrade).collect();
         open.iter().map(|view| view.checkpoint.epoch).collect()
@@ -717,28 +721,28 @@ impl Source {
     /// A view for a source that nobody writes while this process holds it: the image itself, and a look at the end whether
     /// it stayed as it was.
     pub(crate) fn still_view(&self, checkpoint: &Checkpoint) -> Result<View, SourceError> {
-        let (path, medium) = (self.about.path.clone(), self.medium.clone());
-        let before = settled(&*medium)?;
-        let watch = medium.watch()?;
-        let alive = move || match medium.identity() {
+        let (path, backing) = (self.about.path.clone(), self.backing.clone());
+        let before = settled(&*backing)?;
+        let watch = backing.watch()?;
+        let alive = move || match backing.identity() {
             Ok(now) if now == before && watch.as_ref().is_none_or(WriteWatch::is_still) => Ok(()),
             Ok(_) => Err(io::Error::other(SourceError::Moved(path.clone()).to_string())),
             Err(e) => Err(io::Error::other(e.to_string())),
         };
-        Ok(View::new(checkpoint.epoch, self.medium.reader()?, self.disk.len(), None, Arc::new(alive)))
+        Ok(View::new(checkpoint.epoch, self.backing.reader()?, self.disk.len(), None, Arc::new(alive)))
     }
 
     /// Reads from the history under this source's lock.
     pub fn with_history<T>(&self, read: impl FnOnce(&History) -> T) -> T {
-        read(&self.book().history)
+        read(&self.epochs().history)
     }
 
     /// Notes where a replica stands now, and tidies the history by it.
     pub fn acknowledge(&self, replica: &str, epoch: Epoch) -> Result<(), SourceError> {
         let open = self.open_epochs();
-        let mut book = self.book();
+        let mut epochs = self.epochs();
         let bookmarks = Bookmarks::set(&*self.folder, replica, epoch)?;
-        book.history.tidy(&*self.folder, &bookmarks.epochs(), &open)
+        epochs.history.tidy(&*self.folder, &bookmarks.epochs(), &open)
     }
 
     /// Sets a named checkpoint at an epoch; without one at the present, which ends the epoch. See [`Bookmarks`].
@@ -747,20 +751,20 @@ impl Source {
     /// `Refused` where the name is not one, is taken, or would move back; then no epoch has ended.
     pub fn name_checkpoint(&self, name: &str, at: Option<Epoch>) -> Result<Epoch, SourceError> {
         let open = self.open_epochs();
-        let mut book = self.book();
-        Bookmarks::read(&*self.folder)?.admits(&self.about.path, &book.history, name, at)?;
+        let mut epochs = self.epochs();
+        Bookmarks::read(&*self.folder)?.admits(&self.about.path, &epochs.history, name, at)?;
         let epoch = match at {
             Some(epoch) => epoch,
-            None => self.end_epoch(&mut book, false, None)?.0.epoch,
+            None => self.end_epoch(&mut epochs, false, None)?.0.epoch,
         };
         let bookmarks = Bookmarks::set(&*self.folder, name, epoch)?;
-        book.history.tidy(&*self.folder, &bookmarks.epochs(), &open)?;
+        epochs.history.tidy(&*self.folder, &bookmarks.epochs(), &open)?;
         Ok(epoch)
     }
 
     /// Removes the bookmark of a replica or a named checkpoint.
     pub fn forget_bookmark(&self, name: &str) -> Result<(), SourceError> {
-        let _book = self.book();
+        let _book = self.epochs();
         Bookmarks::remove(&*self.folder, &self.about.path, name)
     }
 
@@ -773,15 +777,15 @@ impl Source {
     pub fn close(mut self) -> Result<(), SourceError> {
         self.stop_tending();
         self.disk.close()?;
-        let identity = settled(&*self.medium)?;
+        let identity = settled(&*self.backing)?;
         self.disk.look(|| changed(&identity))?;
-        let book = self.book();
-        let replaced = !identity.same_object(&book.stamp.identity);
+        let epochs = self.epochs();
+        let replaced = !identity.same_object(&epochs.stamp.identity);
         let lost = if replaced { Some(REPLACED.into()) } else { self.doubted().0 };
-        let epoch = book.history.last().map_or(0, |e| e.number);
-        let boot = self.medium.boot().id;
-        let larger = book.stamp.larger;
-        Stamp { clean: true, lost, identity, boot, epoch, larger }.write(&*self.folder)
+        let epoch = epochs.history.last().map_or(0, |e| e.number);
+        let boot = self.backing.boot().id;
+        let larger = epochs.stamp.larger;
+        ImageStamp { clean: true, lost, identity, boot, epoch, larger }.write(&*self.folder)
     }
 
     fn stop_tending(&mut self) {
@@ -816,20 +820,20 @@ fn changed(identity: &Identity) -> Option<u64> {
     (!identity.is_block()).then_some(identity.ctime_ns.max(0) as u64)
 }
 
-/// What the medium is now, so that a later write shows in it: one in the same tick of the clock as the last would bear the
+/// What the backing is now, so that a later write shows in it: one in the same tick of the clock as the last would bear the
 /// same time.
-fn settled(medium: &dyn Medium) -> Result<Identity, SourceError> {
-    let identity = medium.identity()?;
-    let clock = medium.clock();
+fn settled(backing: &dyn Backing) -> Result<Identity, SourceError> {
+    let identity = backing.identity()?;
+    let clock = backing.clock();
     let passed = clock.now().saturating_sub(identity.ctime_ns.max(0) as u64) > clock.tick();
     if passed || identity.is_block() {
         return Ok(identity);
     }
     std::thread::sleep(Duration::from_nanos(2 * clock.tick()));
-    medium.identity()
+    backing.identity()
 }
 
-fn tend(disk: &TrackedDisk, medium: &dyn Medium, stop: &AtomicBool, every: Duration) {
+fn tend(disk: &TrackedDisk, backing: &dyn Backing, stop: &AtomicBool, every: Duration) {
     let (mut last, mut wrote, mut swept) = (0, Instant::now(), Instant::now());
     // Not in the first second, which may be the only one; and after a failure not before the next sweep.
     let mut spare = false;
@@ -844,7 +848,7 @@ fn tend(disk: &TrackedDisk, medium: &dyn Medium, stop: &AtomicBool, every: Durat
             (wrote, look) = (Instant::now(), true);
         } else if look {
             look = false;
-            let _ = disk.look(|| medium.identity().ok().as_ref().and_then(changed));
+            let _ = disk.look(|| backing.identity().ok().as_ref().and_then(changed));
         }
         spare = spare && disk.prepare().is_ok();
         if swept.elapsed() >= every && !stop.load(SeqCst) {

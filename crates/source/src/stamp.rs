@@ -10,7 +10,7 @@ const NAME: &str = "stamp";
 
 /// What was known of the image when its record was last in order.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Stamp {
+pub(crate) struct ImageStamp {
     /// The record was closed; while a source is open this is false.
     pub clean: bool,
     /// Why knowledge was lost and no checkpoint has come since; to be written into the history as a gap.
@@ -32,7 +32,7 @@ pub(crate) struct Stamp {
 /// What the next process finds of the last served write.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct LastWrite {
-    /// Nanoseconds since 1970, and a tick of the clock that stamps the image; see [`trackers::Served`].
+    /// Nanoseconds since 1970, and a tick of the clock that stamps the image; see [`trackers::LastWriteTime`].
     pub time: u64,
     /// Writes were in flight when the process died: the image may have been changed by them a little later.
     pub in_flight: bool,
@@ -58,8 +58,8 @@ pub(crate) enum Verdict {
     Lost(String),
 }
 
-impl Stamp {
-    pub(crate) fn read(folder: &dyn Folder) -> Result<Option<Stamp>, SourceError> {
+impl ImageStamp {
+    pub(crate) fn read(folder: &dyn Folder) -> Result<Option<ImageStamp>, SourceError> {
         crate::json::read_json(folder, NAME)
     }
 
@@ -151,7 +151,7 @@ mod tests {
         let now = device::identity(file.path()).unwrap();
         let changed = now.ctime_ns as u64;
         let boot = Boot { id: "this one".into(), began: 0 };
-        let stamp = |ctime_ns| Stamp {
+        let stamp = |ctime_ns| ImageStamp {
             clean: false,
             lost: None,
             identity: Identity { ctime_ns, ..now.clone() },

@@ -10,7 +10,7 @@ use uuid::Uuid;
 
 use crate::SourceError;
 use crate::json::{read_json, write_json};
-use crate::stamp::Stamp;
+use crate::stamp::ImageStamp;
 
 pub(crate) const ABOUT: &str = "source";
 
@@ -287,7 +287,7 @@ fn not_damaged<T>(
     identity: &Identity,
 ) -> Result<Option<T>, SourceError> {
     let is_its = |place: &Path| {
-        let stamp = Dir::open(place).ok().and_then(|folder| Stamp::read(&folder).ok().flatten());
+        let stamp = Dir::open(place).ok().and_then(|folder| ImageStamp::read(&folder).ok().flatten());
         stamp.is_some_and(|s| s.identity.path == identity.path || s.identity.same_object(identity))
     };
     match damaged.into_iter().find(|(place, _)| is_its(place)) {
@@ -301,7 +301,7 @@ mod tests {
     use std::sync::Barrier;
 
     use super::*;
-    use crate::source::{Options, Source};
+    use crate::source::{Source, SourceOptions};
 
     fn scene() -> (tempfile::TempDir, StateDir) {
         let temp = tempfile::tempdir().unwrap();
@@ -316,7 +316,7 @@ mod tests {
     }
 
     fn followed(state: &StateDir, path: &Path) -> Uuid {
-        let source = Source::open(state, path, &Options::default()).unwrap();
+        let source = Source::open(state, path, &SourceOptions::default()).unwrap();
         let uuid = source.about().uuid;
         source.close().unwrap();
         uuid
@@ -415,7 +415,7 @@ mod tests {
             let start = Barrier::new(4);
             let open = || {
                 start.wait();
-                Source::open(&state, &vm, &Options { read_only: true, ..Options::default() }).ok()
+                Source::open(&state, &vm, &SourceOptions { read_only: true, ..SourceOptions::default() }).ok()
             };
             // Held meanwhile: one of which no epoch came goes again when it is let go.
             let opened: Vec<Source> = std::thread::scope(|scope| {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use delta::Epoch;
 use device::{Disk, Done, Kind, Queue, Request};
 use extents::Bitmap;
-use trackers::Saved;
+use trackers::CowStore;
 
 /// Tells whether what keeps a view exact is still at work.
 pub(crate) type Alive = Arc<dyn Fn() -> io::Result<()> + Send + Sync>;
@@ -18,7 +18,7 @@ pub struct View {
     epoch: Epoch,
     disk: Arc<dyn Disk>,
     size: u64,
-    saved: Option<Arc<Saved>>,
+    saved: Option<Arc<CowStore>>,
     alive: Alive,
     /// Other readers hold it too, and need what this one does not.
     shared: bool,
@@ -29,7 +29,7 @@ impl View {
         epoch: Epoch,
         disk: Arc<dyn Disk>,
         size: u64,
-        saved: Option<Arc<Saved>>,
+        saved: Option<Arc<CowStore>>,
         alive: Alive,
     ) -> View {
         View { epoch, disk, size, saved, alive, shared: false }
@@ -41,7 +41,7 @@ impl View {
     }
 
     /// What the writer keeps, where it is this reader's to say how much.
-    fn own(&self) -> Option<&Saved> {
+    fn own(&self) -> Option<&CowStore> {
         self.saved.as_deref().filter(|_| !self.shared)
     }
 

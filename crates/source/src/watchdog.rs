@@ -23,7 +23,7 @@ use rustix::pipe::PipeFlags;
 use rustix::process::{Pid, WaitOptions};
 
 pub(crate) const FITHAW: u32 = 0xc004_5878;
-/// What ends the kernel's hurry over grace periods.
+/// Switches expedited grace periods off.
 pub(crate) const OFF: &[u8; 1] = b"0";
 
 const BEGIN: &[u8; 1] = b"f";
@@ -33,11 +33,11 @@ const DISMISS: &[u8; 1] = b".";
 const PAUSE: i32 = 20;
 
 /// What a watchdog looks after.
-pub(crate) struct Ward<'a> {
+pub(crate) struct WatchdogArgs<'a> {
     /// The file systems, in the order in which they are frozen.
     pub frozen: Vec<BorrowedFd<'a>>,
     /// The kernel's switch that is to be turned off.
-    pub hurry: Option<BorrowedFd<'a>>,
+    pub rcu: Option<BorrowedFd<'a>>,
     /// The time from the first freeze.
     pub limit: Duration,
 }
@@ -51,14 +51,14 @@ pub(crate) struct Watchdog {
 
 impl Watchdog {
     /// Starts one, out of reach of what ends our own control group.
-    pub(crate) fn start(ward: &Ward) -> io::Result<Watchdog> {
+    pub(crate) fn start(args: &WatchdogArgs) -> io::Result<Watchdog> {
         let (ear, line) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
-        let orders = Orders::new(ward, ear.as_raw_fd());
+        let child = ChildArgs::new(args, ear.as_raw_fd());
         // SAFETY: the child calls nothing but system calls, and leaves by `_exit`: no lock of another thread is touched.
         let pid = unsafe { libc::fork() };
         if pid == 0 {
-            // SAFETY: this is the child of a fork, and the orders name descriptors that are open.
-            unsafe { watch(&orders) }
+            // SAFETY: this is the child of a fork, and its arguments name descriptors that are open.
+            unsafe { watch(&child) }
         }
         match Pid::from_raw(pid) {
             Some(pid) if pid.as_raw_nonzero().get() > 0 => {
@@ -116,9 +116,9 @@ fn move_to(group: &Path, pid: i32) -> bool {
 }
 
 /// All that the child needs, made before: between fork and exit it may only call what is safe in a signal handler.
-struct Orders {
+struct ChildArgs {
     frozen: Vec<RawFd>,
-    hurry: Option<RawFd>,
+    rcu: Option<RawFd>,
     ear: RawFd,
     /// Milliseconds.
     limit: i64,
@@ -126,11 +126,11 @@ struct Orders {
     closed: Vec<(RawFd, RawFd)>,
 }
 
-impl Orders {
-    fn new(ward: &Ward, ear: RawFd) -> Orders {
-        let frozen: Vec<RawFd> = ward.frozen.iter().map(AsRawFd::as_raw_fd).collect();
-        let hurry = ward.hurry.map(|switch| switch.as_raw_fd());
-        let mut kept: Vec<RawFd> = frozen.iter().copied().chain(hurry).chain([ear]).collect();
+impl ChildArgs {
+    fn new(args: &WatchdogArgs, ear: RawFd) -> ChildArgs {
+        let frozen: Vec<RawFd> = args.frozen.iter().map(AsRawFd::as_raw_fd).collect();
+        let rcu = args.rcu.map(|switch| switch.as_raw_fd());
+        let mut kept: Vec<RawFd> = frozen.iter().copied().chain(rcu).chain([ear]).collect();
         kept.sort_unstable();
         let (mut closed, mut next) = (Vec::new(), 0);
         for fd in kept {
@@ -140,8 +140,8 @@ impl Orders {
             next = fd + 1;
         }
         closed.push((next, RawFd::MAX));
-        let limit = i64::try_from(ward.limit.as_millis()).unwrap_or(i64::MAX / 2);
-        Orders { frozen, hurry, ear, limit, closed }
+        let limit = i64::try_from(args.limit.as_millis()).unwrap_or(i64::MAX / 2);
+        ChildArgs { frozen, rcu, ear, limit, closed }
     }
 }
 
@@ -149,38 +149,38 @@ impl Orders {
 ///
 /// # Safety
 /// Only for the child of a fork, which it ends. The descriptors are open.
-unsafe fn watch(orders: &Orders) -> ! {
+unsafe fn watch(child: &ChildArgs) -> ! {
     // SAFETY: system calls with valid arguments only; see the caller.
     unsafe {
         // A Ctrl-C is for the parent, which thaws; and who kills by name means the parent too.
         libc::setsid();
         libc::prctl(libc::PR_SET_NAME, c"thaw-watchdog".as_ptr());
         // Locks and pipes of the parent's would outlive it here, and the line's other end with them.
-        for &(first, last) in &orders.closed {
+        for &(first, last) in &child.closed {
             libc::syscall(libc::SYS_close_range, first, last, 0);
         }
         let mut begun = 0;
         let mut end = None;
         loop {
             let left = end.map_or(-1, |end| i64::clamp(end - now(), 0, i64::from(i32::MAX)) as i32);
-            let mut wait = libc::pollfd { fd: orders.ear, events: libc::POLLIN, revents: 0 };
+            let mut wait = libc::pollfd { fd: child.ear, events: libc::POLLIN, revents: 0 };
             if libc::poll(&mut wait, 1, left) <= 0 {
                 if end.is_some_and(|end| now() >= end) {
-                    thaw(orders, begun);
+                    thaw(child, begun);
                     end = Some(now() + i64::from(PAUSE));
                 }
                 continue;
             }
-            match hear(orders.ear) {
+            match hear(child.ear) {
                 Some(word) if word == BEGIN[0] => {
-                    begun = (begun + 1).min(orders.frozen.len());
-                    end = end.or_else(|| Some(now().saturating_add(orders.limit)));
+                    begun = (begun + 1).min(child.frozen.len());
+                    end = end.or_else(|| Some(now().saturating_add(child.limit)));
                 }
                 Some(_) => libc::_exit(0),
                 None => break,
             }
         }
-        while !thaw(orders, begun) {
+        while !thaw(child, begun) {
             libc::poll(std::ptr::null_mut(), 0, PAUSE);
         }
         libc::_exit(0)
@@ -191,16 +191,16 @@ unsafe fn watch(orders: &Orders) -> ! {
 ///
 /// # Safety
 /// As for [`watch`].
-unsafe fn thaw(orders: &Orders, begun: usize) -> bool {
+unsafe fn thaw(child: &ChildArgs, begun: usize) -> bool {
     let mut done = true;
     // SAFETY: system calls with valid arguments only; see the caller.
     unsafe {
-        for &fd in orders.frozen.iter().take(begun) {
+        for &fd in child.frozen.iter().take(begun) {
             // What is not frozen, or can't be, is no fault.
             let harmless = [libc::EINVAL, libc::EOPNOTSUPP, libc::EPERM];
             done &= libc::ioctl(fd, FITHAW as _, 0) >= 0 || harmless.contains(&*libc::__errno_location());
         }
-        if let Some(switch) = orders.hurry {
+        if let Some(switch) = child.rcu {
             libc::pwrite(switch, OFF.as_ptr().cast(), 1, 0);
         }
     }

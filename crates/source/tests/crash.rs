@@ -7,7 +7,7 @@ use std::sync::Arc;
 use delta::Epoch;
 use device::{Disk, Identity, RamDisk};
 use extents::Bitmap;
-use source::{About, Boot, Medium, Options, Position, Source, SourceError};
+use source::{About, Backing, Boot, Position, Source, SourceError, SourceOptions};
 use testing::faulty::{FaultyDisk, FaultyFolder, Keep, Outage, Power, is_cut};
 use uuid::Uuid;
 
@@ -15,14 +15,14 @@ const BLOCK: u64 = 4096;
 /// Three regions of the write-intent log and a bit.
 const SIZE: u64 = (48 << 20) + 5 * BLOCK + 100;
 
-/// A medium that nobody else touches, on a machine whose boots the test names.
+/// A backing that nobody else touches, on a machine whose boots the test names.
 struct Still {
     identity: Identity,
     boot: String,
     disk: Arc<dyn Disk>,
 }
 
-impl Medium for Still {
+impl Backing for Still {
     fn identity(&self) -> Result<Identity, SourceError> {
         Ok(self.identity.clone())
     }
@@ -93,13 +93,13 @@ impl Machine {
             identity: self.identity.clone(),
             block_size: BLOCK as u32,
         };
-        let medium = Still {
+        let backing = Still {
             identity: self.identity.clone(),
             boot: format!("boot {}", self.boots),
             disk: self.ram.clone(),
         };
-        let options = Options { intents, ..Options::default() };
-        let source = Source::over(about, disk.clone(), Arc::new(folder), Box::new(medium), &options)?;
+        let options = SourceOptions { intents, ..SourceOptions::default() };
+        let source = Source::over(about, disk.clone(), Arc::new(folder), Box::new(backing), &options)?;
         Ok((source, disk))
     }
 

@@ -5,7 +5,7 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use device::{Buf, Disk, Kind, Piece, Request};
-use source::{Client, ControlServer, Options, Source, StateDir};
+use source::{Client, ControlServer, Source, SourceOptions, StateDir};
 
 /// Long enough for any answer, on a busy machine too.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -16,7 +16,7 @@ fn a_writer_is_answered_while_a_checkpoint_waits_for_it() {
     let image = temp.path().join("vm.raw");
     std::fs::File::create(&image).unwrap().set_len(1 << 30).unwrap();
     let state = StateDir::find(Some(&temp.path().join("state")));
-    let source = Arc::new(Source::open(&state, &image, &Options::default()).unwrap());
+    let source = Arc::new(Source::open(&state, &image, &SourceOptions::default()).unwrap());
     let control = ControlServer::start(source.clone()).unwrap();
     // Nobody looks for the completion: the write stays inside the gate.
     let mut queue = Arc::new(source.disk().clone()).queue(4).unwrap();

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use device::Disk;
 use extents::Bitmap;
-use source::{Handle, Options, Position, Source, SourceError, StateDir};
+use source::{Handle, Position, Source, SourceError, SourceOptions, StateDir};
 
 const BLOCK: u64 = 4096;
 const SIZE: u64 = 256 * BLOCK;
@@ -27,7 +27,7 @@ impl Scene {
     }
 
     fn open(&self) -> Source {
-        Source::open(&self.state, &self.image, &Options::default()).unwrap()
+        Source::open(&self.state, &self.image, &SourceOptions::default()).unwrap()
     }
 
     fn foreign_write(&self) {
@@ -190,7 +190,7 @@ fn a_copied_source_is_found_out() {
     source.disk().write_at(0, &[1; 10]).unwrap();
     let at = first(&source);
     source.close().unwrap();
-    let other = Source::open(&copied, &scene.image, &Options::default()).unwrap();
+    let other = Source::open(&copied, &scene.image, &SourceOptions::default()).unwrap();
     // Served elsewhere meanwhile: what changed is not known, and then its epochs are its own.
     other.checkpoint(false).unwrap();
     other.disk().write_at(BLOCK, &[1; 10]).unwrap();
@@ -203,7 +203,7 @@ fn a_copied_source_is_found_out() {
 fn a_source_has_one_holder() {
     let scene = Scene::new();
     let _source = scene.open();
-    let Err(error) = Source::open(&scene.state, &scene.image, &Options::default()) else {
+    let Err(error) = Source::open(&scene.state, &scene.image, &SourceOptions::default()) else {
         panic!("opened twice");
     };
     assert!(matches!(&error, SourceError::Busy { holder, .. } if holder.contains("process")), "{error}");
@@ -214,7 +214,8 @@ fn a_source_has_one_holder() {
 #[test]
 fn a_still_view_notices_a_writer() {
     let scene = Scene::new();
-    let handle = Handle::attach(&scene.state, &scene.image.to_string_lossy(), &Options::default()).unwrap();
+    let handle =
+        Handle::attach(&scene.state, &scene.image.to_string_lossy(), &SourceOptions::default()).unwrap();
     let view = handle.view(false).unwrap();
     let mut block = [0; 4096];
     view.read_at(0, &mut block).unwrap();
@@ -298,7 +299,7 @@ fn served_writes_are_not_doubted() {
 fn a_change_behind_the_back_of_a_reader_is_a_gap() {
     let scene = Scene::new();
     let attach =
-        || Handle::attach(&scene.state, &scene.image.to_string_lossy(), &Options::default()).unwrap();
+        || Handle::attach(&scene.state, &scene.image.to_string_lossy(), &SourceOptions::default()).unwrap();
     let handle = attach();
     let at = Position { epoch: handle.view(false).unwrap().epoch(), upto: SIZE };
     handle.close().unwrap();
@@ -389,7 +390,7 @@ fn an_image_that_is_moved_while_it_is_served_is_followed() {
     let known = scene.state.source(web.to_str().unwrap()).unwrap().expect("it is known").1;
     assert_eq!((known.uuid, known.path), (source.about().uuid, web.clone()));
     source.close().unwrap();
-    let source = Source::open(&scene.state, &web, &Options::default()).unwrap();
+    let source = Source::open(&scene.state, &web, &SourceOptions::default()).unwrap();
     assert_eq!((source.about().uuid, source.lost()), (known.uuid, None));
     assert_eq!(source.checkpoint(false).unwrap().epoch, epoch);
 }

@@ -49,7 +49,7 @@ impl Comparison<'_> {
             })
         };
         totals.expect(scope.bytes());
-        let mut seen = Seen { ranges: &scope.ranges, before: 0 };
+        let mut seen = RangeCounter { ranges: &scope.ranges, before: 0 };
         let disk: Arc<dyn Disk> = view.clone();
         let widen = |blocks: &Bitmap| {
             if self.fill {
@@ -90,12 +90,12 @@ impl Comparison<'_> {
 }
 
 /// Counts the bytes of ranges below an offset that rises.
-struct Seen<'a> {
+struct RangeCounter<'a> {
     ranges: &'a [Range<u64>],
     before: u64,
 }
 
-impl Seen<'_> {
+impl RangeCounter<'_> {
     fn below(&mut self, upto: u64) -> u64 {
         while let Some((first, rest)) = self.ranges.split_first().filter(|(first, _)| first.end <= upto) {
             self.before += first.end - first.start;
@@ -111,7 +111,7 @@ mod tests {
 
     #[test]
     fn progress_counts_what_is_asked_for_alone() {
-        let mut seen = Seen { ranges: &[10..20, 30..50], before: 0 };
+        let mut seen = RangeCounter { ranges: &[10..20, 30..50], before: 0 };
         assert_eq!([10, 15, 20, 30, 40, 50].map(|upto| seen.below(upto)), [0, 5, 10, 10, 20, 30]);
     }
 }

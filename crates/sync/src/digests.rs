@@ -26,7 +26,7 @@ pub(crate) struct Digests {
 const NAME: &str = "digests";
 
 /// The digests of one sync. What goes wrong with them is told, and costs reading the next time, nothing else.
-pub(crate) struct Kept {
+pub(crate) struct ReplicaDigests {
     path: PathBuf,
     hash: Hash,
     /// `None` from where on they are of no use.
@@ -36,9 +36,9 @@ pub(crate) struct Kept {
     told: String,
 }
 
-impl Kept {
+impl ReplicaDigests {
     /// Looks for the digests of what a replica is.
-    pub(crate) fn open(asked: &Digests, replica: &Replica) -> Result<Kept, SyncError> {
+    pub(crate) fn open(asked: &Digests, replica: &Replica) -> Result<ReplicaDigests, SyncError> {
         let path = match &asked.file {
             Some(path) => {
                 std::path::absolute(path).map_err(SyncError::io(format!("find {}", path.display())))?
@@ -51,7 +51,7 @@ impl Kept {
             Ok(file) => (Some(file), String::new()),
             Err(why) => (None, why),
         };
-        Ok(Kept { path, hash: asked.hash, good: file.is_some(), file: Mutex::new(file), told })
+        Ok(ReplicaDigests { path, hash: asked.hash, good: file.is_some(), file: Mutex::new(file), told })
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Option<DigestFile>> {

@@ -18,7 +18,7 @@ use source::{Bookmarks, Cut, CutOptions, Handle, Live, Position};
 use crate::error::SyncError;
 use crate::facts::moment;
 use crate::messages::Status;
-use crate::options::Options;
+use crate::options::SyncOptions;
 use crate::pack::{Packing, Sink, pack};
 use crate::plan::{Choice, positions};
 use crate::report::{Progress, Totals};
@@ -91,7 +91,7 @@ pub fn extract(
             (Arc::new(cut.view.clone()), Some(cut))
         }
     };
-    let options = Options { method: Some(choice.method), compress, ..Options::default() };
+    let options = SyncOptions { method: Some(choice.method), compress, ..SyncOptions::default() };
     let moment = moment(handle, &view, &choice, &status, &options)?;
     let plan = choice.at(moment, &status, &options)?;
     if cut.is_some_and(|cut| plan.wanted.all_from < view.len() || !cut.holds(&plan.wanted.changes)) {

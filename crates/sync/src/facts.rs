@@ -4,7 +4,7 @@ use source::{Handle, SourceError, View};
 
 use crate::error::SyncError;
 use crate::messages::Status;
-use crate::options::Options;
+use crate::options::SyncOptions;
 use crate::plan::{Changes, Choice, Facts, Knowledge, LiveDisk, Moment, positions};
 
 /// What the source knows before a checkpoint. `name` is how the user named the replica.
@@ -12,7 +12,7 @@ pub(crate) fn facts<'a>(
     handle: &'a Handle,
     status: &Status,
     name: &'a str,
-    options: &Options,
+    options: &SyncOptions,
 ) -> Result<Facts<'a>, SyncError> {
     let about = handle.about();
     let asked = positions(status).filter(|positions| !positions.is_empty() && !options.adopt);
@@ -39,7 +39,7 @@ pub(crate) fn moment<'a>(
     view: &View,
     choice: &Choice,
     status: &Status,
-    options: &Options,
+    options: &SyncOptions,
 ) -> Result<Moment<'a>, SyncError> {
     let about = handle.about();
     let changes = match choice.method {

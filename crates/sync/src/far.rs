@@ -14,11 +14,11 @@ use serde::Serialize;
 use source::StateDir;
 
 use crate::allowed_paths::AllowedPaths;
-use crate::digests::Kept;
+use crate::digests::ReplicaDigests;
 use crate::error::{Class, SyncError};
 use crate::messages::{
-    COMMITTED, Committed, FAILED, Failed, Open, PLAN, Plan, STATUS, Status, of_digest_report,
-    of_sum_report, to_unit, unexpected,
+    COMMITTED, Committed, FAILED, Failed, Open, PLAN, Plan, STATUS, Status, of_digest_report, of_sum_report,
+    to_unit, unexpected,
 };
 use crate::mirror_receiver::receive_batches;
 
@@ -183,7 +183,7 @@ fn take_delta(
     })?;
     // Digests cannot be bound to what a pass leaves: it is not a state of the replica.
     let asked = open.digests.as_ref().filter(|_| !pass);
-    let mut kept = asked.map(|asked| Kept::open(asked, replica)).transpose()?;
+    let mut kept = asked.map(|asked| ReplicaDigests::open(asked, replica)).transpose()?;
     let status = replica.status().clone();
     let disk = compare.as_ref().map(|_| replica.content()).transpose()?;
     let header = to_unit(message).map_err(|m| unexpected(&m))?;
@@ -220,7 +220,12 @@ fn take_delta(
     }))
 }
 
-fn answer(sender: &Sender, disk: &Arc<dyn Disk>, scope: &Scope, kept: Option<&Kept>) -> std::io::Result<()> {
+fn answer(
+    sender: &Sender,
+    disk: &Arc<dyn Disk>,
+    scope: &Scope,
+    kept: Option<&ReplicaDigests>,
+) -> std::io::Result<()> {
     let say = |report: DigestReport, digests: Vec<u8>| {
         sender.send(of_digest_report(&report, &digests)?).map_err(std::io::Error::other)
     };
@@ -233,7 +238,7 @@ fn answer(sender: &Sender, disk: &Arc<dyn Disk>, scope: &Scope, kept: Option<&Ke
 fn take_units(
     mut receipt: DeltaReceiver<'_>,
     receiver: &Receiver,
-    kept: Option<&Kept>,
+    kept: Option<&ReplicaDigests>,
     pass: bool,
 ) -> Result<Option<Committed>, SyncError> {
     loop {

@@ -8,19 +8,19 @@
 //!
 //! ```
 //! use link::Link;
-//! use source::{Handle, Options, StateDir};
+//! use source::{Handle, SourceOptions, StateDir};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! # let folder = tempfile::tempdir()?;
 //! # let (image, copy) = (folder.path().join("vm.raw"), folder.path().join("copy.raw"));
 //! # std::fs::write(&image, vec![7; 1 << 20])?;
 //! let state = StateDir::find(Some(&folder.path().join("state")));
-//! let handle = Handle::attach(&state, image.to_str().unwrap(), &Options::default())?;
+//! let handle = Handle::attach(&state, image.to_str().unwrap(), &SourceOptions::default())?;
 //! // Over ssh or TLS the other end is another process.
 //! let (here, there) = Link::pair();
 //! let far = state.clone();
 //! let receiving = std::thread::spawn(move || sync::receive(there, &far));
-//! let options = sync::Options::default();
+//! let options = sync::SyncOptions::default();
 //! let summary = sync::push(&handle, here, &copy, "copy.raw", &options, &|_done, _total| {})?;
 //! assert_eq!(summary.bytes_changed, 1 << 20);
 //! receiving.join().unwrap()?;
@@ -70,7 +70,7 @@ pub use far::{MergeOptions, Merged, merge, receive, receive_within};
 #[doc(hidden)]
 pub use far::{merge_over, receive_over};
 pub use mirror::{BatchReport, Mirror, MirrorEvent, MirrorOptions, MirrorSummary};
-pub use options::{LiveOptions, Options, Unreadable};
+pub use options::{LiveOptions, SyncOptions, Unreadable};
 pub use pipeline::Stages;
 pub use push::push;
 pub use replica::Commit;

@@ -7,13 +7,13 @@
 use std::sync::Arc;
 
 use delta::Method;
-use source::{Handle, Live, Shrinking};
+use source::{Convergence, Handle, Live};
 
 use crate::conflict::Conflict;
 use crate::error::SyncError;
 use crate::facts::{facts, moment};
 use crate::messages::Status;
-use crate::options::Options;
+use crate::options::SyncOptions;
 use crate::plan::{Choice, choose};
 use crate::transfer::{Prepared, Transfer};
 
@@ -31,17 +31,17 @@ pub(crate) fn catch_up(
 ) -> Result<Prepared, SyncError> {
     let (about, options) = (handle.about(), transfer.options);
     // What was asked of the method holds for the first pass.
-    let later = Options { method: None, adopt: false, ..options.clone() };
+    let later = SyncOptions { method: None, adopt: false, ..options.clone() };
     let block_size = u64::from(about.block_size);
     let size = live.size();
-    let mut shrinking = Shrinking::new(FEW_BYTES.min(FEW_BLOCKS * block_size));
+    let mut convergence = Convergence::new(FEW_BYTES.min(FEW_BLOCKS * block_size));
     let (mut first, mut pass) = (None, 0);
     let lacking = loop {
         live.flush(&options.live.cut)?;
         // Another pass is made while that pays.
         if choice.positions.last().is_some_and(|last| last.upto >= size) {
             let lacking = handle.estimate(&choice.positions)?;
-            let pays = shrinking.pays(lacking.count().saturating_mul(block_size));
+            let pays = convergence.pays(lacking.count().saturating_mul(block_size));
             if !pays || pass >= options.live.passes {
                 break lacking;
             }
@@ -68,7 +68,7 @@ pub(crate) fn catch_up(
     let view = Arc::new(cut.view.clone());
     let moment = moment(handle, &view, &choice, &status, options)?;
     // Only what was read at the cut may be sent: nothing but the record can say what that must be.
-    let tracked = Options { method: Some(Method::Tracked), ..later };
+    let tracked = SyncOptions { method: Some(Method::Tracked), ..later };
     let mut plan = choice.at(moment, &status, &tracked)?;
     if plan.wanted.all_from < plan.header.size_after || !cut.holds(&plan.wanted.changes) {
         let why = "more was missing at the end than had been read".into();

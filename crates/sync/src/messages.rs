@@ -26,7 +26,7 @@ use compare::rolling::{SumParams, SumReport};
 use compare::{DigestReport, Scope};
 use delta::{Epoch, Unit, UnitKind};
 use device::{Buf, Storage};
-use link::{Heard, Link, Message, Receiver, Sender};
+use link::{Link, Message, Received, Receiver, Sender};
 use replica::Commit;
 use serde::{Deserialize, Serialize};
 use source::About;
@@ -337,7 +337,7 @@ pub(crate) fn part<T>(
             let told = sender.send_json(FAILED, &Failed::of(&error)).and_then(|()| sender.finish());
             let until = Instant::now() + LAST_WORD;
             let left = || until.saturating_duration_since(Instant::now());
-            while told.is_ok() && matches!(receiver.recv_within(left()), Ok(Heard::Message(_))) {}
+            while told.is_ok() && matches!(receiver.recv_within(left()), Ok(Received::Message(_))) {}
             return Err(error);
         }
     };

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use delta::{Decoded, Decompressor, Unit, UnitKind, decode_frame};
-use link::{Heard, Receiver, Sender};
+use link::{Received, Receiver, Sender};
 use replica::Replica;
 use uuid::Uuid;
 
@@ -77,9 +77,9 @@ impl Intake<'_> {
         loop {
             self.go_on()?;
             let message = match self.receiver.recv_within(LOOK_EVERY)? {
-                Heard::Message(message) => message,
-                Heard::Goodbye => return Ok(()),
-                Heard::Nothing => continue,
+                Received::Message(message) => message,
+                Received::Goodbye => return Ok(()),
+                Received::Nothing => continue,
             };
             let unit = to_unit(message).map_err(|m| unexpected(&m))?;
             match unit.kind {

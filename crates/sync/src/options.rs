@@ -10,7 +10,7 @@ use source::CutOptions;
 
 /// What a sync is told to do.
 #[derive(Debug, Clone, Default)]
-pub struct Options {
+pub struct SyncOptions {
     /// How to find the changes. `None`: the tracker's record, a comparison where it has a gap, a copy for a new replica.
     pub method: Option<Method>,
     /// How the replica steps to the new epoch.
@@ -64,7 +64,7 @@ pub struct LiveOptions {
     pub cut: CutOptions,
 }
 
-impl Options {
+impl SyncOptions {
     /// On one host, and with nothing stored in between, a dense region is moved whole: that costs less than picking.
     pub(crate) fn fills(&self) -> bool {
         !self.may_be_cut && self.commit == Commit::InPlace

@@ -13,7 +13,7 @@ use source::View;
 
 use crate::error::SyncError;
 use crate::messages::of_unit;
-use crate::options::{Options, Unreadable};
+use crate::options::{SyncOptions, Unreadable};
 use crate::plan::SyncPlan;
 use crate::read::{FrameReader, FrameSize, Packer};
 use crate::report::Totals;
@@ -40,7 +40,7 @@ pub(crate) struct Packing {
 }
 
 impl Packing {
-    pub(crate) fn new(options: &Options, block_size: u32) -> Packing {
+    pub(crate) fn new(options: &SyncOptions, block_size: u32) -> Packing {
         Packing {
             compress: options.compress,
             frames: FrameSize::new(options.may_be_cut, block_size.into()),

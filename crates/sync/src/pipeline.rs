@@ -98,12 +98,12 @@ impl Stages {
 
 /// How many workers may work at a time: one more while the first stage waits for them, one less while they wait for it.
 struct Permits {
-    state: Mutex<State>,
+    state: Mutex<PermitsState>,
     changed: Condvar,
     most: usize,
 }
 
-struct State {
+struct PermitsState {
     limit: usize,
     busy: usize,
     since: Instant,
@@ -120,11 +120,11 @@ const LOOK_EVERY: Duration = Duration::from_millis(200);
 impl Permits {
     fn new(limit: usize, most: usize) -> Permits {
         let (worked, waited) = (Duration::ZERO, Duration::ZERO);
-        let state = State { limit, busy: 0, since: Instant::now(), worked, waited };
+        let state = PermitsState { limit, busy: 0, since: Instant::now(), worked, waited };
         Permits { state: Mutex::new(state), changed: Condvar::new(), most }
     }
 
-    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+    fn state(&self) -> std::sync::MutexGuard<'_, PermitsState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -18,7 +18,7 @@ use uuid::Uuid;
 
 use crate::conflict::Conflict;
 use crate::messages::Status;
-use crate::options::{Options, Unreadable};
+use crate::options::{SyncOptions, Unreadable};
 use crate::read::Wanted;
 
 /// What is known of a source before a checkpoint is taken.
@@ -90,7 +90,7 @@ pub(crate) fn positions(status: &Status) -> Option<Vec<Position>> {
 }
 
 /// Picks the method.
-pub(crate) fn choose(facts: &Facts<'_>, status: &Status, options: &Options) -> Result<Choice, Conflict> {
+pub(crate) fn choose(facts: &Facts<'_>, status: &Status, options: &SyncOptions) -> Result<Choice, Conflict> {
     if facts.live.is_some() {
         allow_live(facts, options)?;
     }
@@ -165,7 +165,7 @@ pub(crate) fn refuse_vanished(name: &str, status: &Status, known: Option<&Bookma
 }
 
 /// Refuses what cannot be done with a disk in use.
-fn allow_live(facts: &Facts<'_>, options: &Options) -> Result<(), Conflict> {
+fn allow_live(facts: &Facts<'_>, options: &SyncOptions) -> Result<(), Conflict> {
     let path = facts.path.to_path_buf();
     if options.at_view {
         return Err(Conflict::NoView(path));
@@ -223,7 +223,7 @@ impl Choice {
         self,
         moment: Moment<'_>,
         status: &Status,
-        options: &Options,
+        options: &SyncOptions,
     ) -> Result<SyncPlan, Conflict> {
         let Choice { method, trust, positions } = self;
         let mut moment = moment;
@@ -392,7 +392,7 @@ mod tests {
     }
 
     /// Options in words, as on the command line.
-    fn options(words: &str) -> Options {
+    fn options(words: &str) -> SyncOptions {
         let has = |word: &str| words.split_whitespace().any(|w| w == word);
         let method = [Method::Tracked, Method::Compare, Method::Rolling, Method::Copy]
             .into_iter()
@@ -403,7 +403,7 @@ mod tests {
             _ => Unreadable::Fail,
         };
         let (adopt, create, at_view) = (has("--adopt"), has("--create"), has("--at-view"));
-        Options { method, adopt, create, at_view, unreadable, ..Options::default() }
+        SyncOptions { method, adopt, create, at_view, unreadable, ..SyncOptions::default() }
     }
 
     fn chosen(status: &Status, words: &str) -> Result<Choice, Conflict> {

@@ -12,7 +12,7 @@ use crate::error::SyncError;
 use crate::facts::{bookmark, facts, moment, present};
 use crate::live::catch_up;
 use crate::messages::{Open, Status, open, part, text};
-use crate::options::{Options, Unreadable};
+use crate::options::{SyncOptions, Unreadable};
 use crate::plan::{Choice, choose};
 use crate::report::{Progress, Summary, Totals};
 use crate::transfer::{Prepared, Transfer, heard};
@@ -23,7 +23,7 @@ pub fn push(
     link: Link,
     destination: &Path,
     name: &str,
-    options: &Options,
+    options: &SyncOptions,
     progress: Progress<'_>,
 ) -> Result<Summary, SyncError> {
     let replica = Open {
@@ -98,7 +98,7 @@ fn at_view(
     handle: &Handle,
     choice: Choice,
     status: Status,
-    options: &Options,
+    options: &SyncOptions,
 ) -> Result<Prepared, SyncError> {
     let view = Arc::new(handle.view(options.at_view)?);
     let moment = moment(handle, &view, &choice, &status, options)?;
@@ -112,7 +112,7 @@ fn estimate(
     handle: &Handle,
     choice: Choice,
     status: &Status,
-    options: &Options,
+    options: &SyncOptions,
     summary: &mut Summary,
 ) -> Result<(), SyncError> {
     let moment = present(handle, &choice)?;

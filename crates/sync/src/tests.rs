@@ -13,10 +13,10 @@ use source::{Handle, StateDir};
 use uuid::Uuid;
 
 use crate::messages::{
-    CLAIM, COMMITTED, Committed, HEADER, MirrorPlan, OPEN, Open, PLAN, Plan, STATUS, Status, TRAILER,
-    expect, of_digest_report, of_unit,
+    CLAIM, COMMITTED, Committed, HEADER, MirrorPlan, OPEN, Open, PLAN, Plan, STATUS, Status, TRAILER, expect,
+    of_digest_report, of_unit,
 };
-use crate::{Commit, Options, VerifyOptions, push, receive, verify};
+use crate::{Commit, SyncOptions, VerifyOptions, push, receive, verify};
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 3 * MIB;
@@ -40,7 +40,7 @@ impl Place {
     fn source(&self) -> Handle {
         let path = self.path("disk");
         std::fs::write(&path, vec![7; SIZE as usize]).unwrap();
-        Handle::attach(&self.state, &path.display().to_string(), &source::Options::default()).unwrap()
+        Handle::attach(&self.state, &path.display().to_string(), &source::SourceOptions::default()).unwrap()
     }
 }
 
@@ -123,7 +123,7 @@ fn a_lying_replica_is_found_out() {
                 // The liar's epoch is none of ours; without it there is nothing to verify against.
                 verify(&handle, here, &path, "/replica", &options, &|_, _| {}).map(drop)
             } else {
-                let options = Options { method: Some(Method::Compare), ..Options::default() };
+                let options = SyncOptions { method: Some(Method::Compare), ..SyncOptions::default() };
                 push(&handle, here, &path, "/replica", &options, &|_, _| {}).map(drop)
             };
             far.join().unwrap();
@@ -152,7 +152,7 @@ fn greeted(handle: &Handle, kind: u8, head: &serde_json::Value, method: Option<M
         let result = if verifying {
             verify(handle, here, &path, "/replica", &VerifyOptions::default(), &|_, _| {}).map(drop)
         } else {
-            let options = Options { method, ..Options::default() };
+            let options = SyncOptions { method, ..SyncOptions::default() };
             push(handle, here, &path, "/replica", &options, &|_, _| {}).map(drop)
         };
         far.join().unwrap();
@@ -238,7 +238,8 @@ fn another_epoch_than_the_one_sent_is_not_taken_for_committed() {
         let _ = sender.finish();
         while let Ok(Some(_)) = receiver.recv() {}
     });
-    let pushed = push(&handle, here, &PathBuf::from("/replica"), "/replica", &Options::default(), &|_, _| {});
+    let pushed =
+        push(&handle, here, &PathBuf::from("/replica"), "/replica", &SyncOptions::default(), &|_, _| {});
     far.join().unwrap();
     let error = pushed.unwrap_err().to_string();
     assert!(error.contains("committed epoch 9, which was not sent"), "{error}");
@@ -272,7 +273,7 @@ fn sums_of_more_than_the_source_could_use_are_refused() {
         let _ = sender.finish();
         while let Ok(Some(_)) = receiver.recv() {}
     });
-    let options = Options { method: Some(Method::Rolling), ..Options::default() };
+    let options = SyncOptions { method: Some(Method::Rolling), ..SyncOptions::default() };
     let pushed = push(&handle, here, &PathBuf::from("/replica"), "/replica", &options, &|_, _| {});
     far.join().unwrap();
     let error = pushed.unwrap_err().to_string();
@@ -304,7 +305,7 @@ fn a_lying_source_is_found_out() {
     let (here, there) = Link::pair();
     let state = place.state.clone();
     let far = std::thread::spawn(move || receive(there, &state));
-    push(&handle, here, &replica, "copy", &Options::default(), &|_, _| {}).unwrap();
+    push(&handle, here, &replica, "copy", &SyncOptions::default(), &|_, _| {}).unwrap();
     let _ = far.join().unwrap();
     let before = std::fs::read(&replica).unwrap();
 
@@ -406,7 +407,7 @@ fn what_no_source_plans_is_refused_where_it_is_heard() {
     let (here, there) = Link::pair();
     let state = place.state.clone();
     let far = std::thread::spawn(move || receive(there, &state));
-    push(&handle, here, &replica, "copy", &Options::default(), &|_, _| {}).unwrap();
+    push(&handle, here, &replica, "copy", &SyncOptions::default(), &|_, _| {}).unwrap();
     far.join().unwrap().unwrap();
     let before = std::fs::read(&replica).unwrap();
     let message = |plan: &Plan| {
@@ -445,7 +446,7 @@ fn a_plan_for_more_threads_than_any_machine_has_is_carried_out_with_fewer() {
     let (here, there) = Link::pair();
     let state = place.state.clone();
     let far = std::thread::spawn(move || receive(there, &state));
-    push(&handle, here, &replica, "copy", &Options::default(), &|_, _| {}).unwrap();
+    push(&handle, here, &replica, "copy", &SyncOptions::default(), &|_, _| {}).unwrap();
     far.join().unwrap().unwrap();
     // Enough to tell, and few enough to do no harm where they are all begun.
     let stages = crate::Stages { workers: Some(1500), overlap: true };

@@ -15,7 +15,7 @@ use uuid::Uuid;
 use crate::compared::Comparison;
 use crate::error::{Class, SyncError};
 use crate::messages::{COMMITTED, Committed, FAILED, PLAN, Plan, SUMS, Status, expect, unexpected};
-use crate::options::{Options, Unreadable};
+use crate::options::{SyncOptions, Unreadable};
 use crate::pack::{DeltaSender, Packing, pack, reading};
 use crate::plan::SyncPlan;
 use crate::report::Totals;
@@ -26,7 +26,7 @@ pub(crate) struct Transfer<'a> {
     pub receiver: &'a Receiver,
     /// The replica, as the user named it.
     pub name: &'a str,
-    pub options: &'a Options,
+    pub options: &'a SyncOptions,
     pub totals: Totals<'a>,
     /// The replica's blocks are copied where they are, so that the order of copies counts.
     pub in_place: bool,

@@ -15,7 +15,7 @@ use device::{Dir, Disk};
 use extents::Bitmap;
 use link::Link;
 use source::{About, CutOptions, FreezeMode, Handle, Live, StateDir};
-use sync::{Commit, LiveOptions, Method, Options, Summary, SyncError, Unreadable, push, receive};
+use sync::{Commit, LiveOptions, Method, Summary, SyncError, SyncOptions, Unreadable, push, receive};
 use trackers::{Settings, TrackError, TrackedDisk, Tracker};
 use uuid::Uuid;
 
@@ -211,12 +211,12 @@ impl Scene {
         Live::open(&state, &self.path("disk"), tracker).unwrap().into()
     }
 
-    fn sync(&self, options: &Options) -> Result<Summary, SyncError> {
+    fn sync(&self, options: &SyncOptions) -> Result<Summary, SyncError> {
         sync(&self.attach("state"), &self.path("copy"), options)
     }
 }
 
-fn sync(handle: &Handle, copy: &Path, options: &Options) -> Result<Summary, SyncError> {
+fn sync(handle: &Handle, copy: &Path, options: &SyncOptions) -> Result<Summary, SyncError> {
     let (here, there) = Link::pair();
     between(handle, here, there, copy, options)
 }
@@ -226,7 +226,7 @@ fn between(
     here: Link,
     there: Link,
     copy: &Path,
-    options: &Options,
+    options: &SyncOptions,
 ) -> Result<Summary, SyncError> {
     let state = StateDir::find(Some(&copy.with_extension("state")));
     std::thread::scope(|scope| {
@@ -235,9 +235,9 @@ fn between(
     })
 }
 
-fn options(freeze: FreezeMode) -> Options {
+fn options(freeze: FreezeMode) -> SyncOptions {
     let cut = CutOptions { freeze, limit: Duration::from_secs(5) };
-    Options { live: LiveOptions { passes: 6, cut }, ..Options::default() }
+    SyncOptions { live: LiveOptions { passes: 6, cut }, ..SyncOptions::default() }
 }
 
 /// The last write that an image holds, if it is the disk right after that write.
@@ -295,7 +295,7 @@ fn a_busy_disk_is_copied_as_of_one_moment() {
         let rounds = if std::env::var_os("DSYNC_SOAK").is_some() { 100 } else { 6 };
         for round in 0..rounds {
             let before = scene.written.load(SeqCst);
-            let options = Options { commit, ..options(FreezeMode::Auto) };
+            let options = SyncOptions { commit, ..options(FreezeMode::Auto) };
             // Longer pauses than a cut takes: sooner or later one is hit.
             let result = writing(&scene, 300, Duration::from_millis(60), || {
                 for _ in 0..20 {
@@ -353,7 +353,7 @@ fn what_the_tracker_lost_is_compared_and_then_tracked_again() {
     scene.write(100);
     *scene.lost.lock().unwrap() = Some("an event was dropped".into());
     let refused = scene
-        .sync(&Options { method: Some(Method::Tracked), ..options(FreezeMode::Auto) })
+        .sync(&SyncOptions { method: Some(Method::Tracked), ..options(FreezeMode::Auto) })
         .unwrap_err()
         .to_string();
     assert!(refused.contains("an event was dropped"), "{refused}");
@@ -446,7 +446,7 @@ fn a_replica_of_another_source_is_taken_over() {
         sync(&other.attach("state"), &copy, &options(FreezeMode::Auto)).unwrap();
         let refused = scene.sync(&options(FreezeMode::Auto)).unwrap_err().to_string();
         assert!(refused.contains("--adopt"), "{refused}");
-        let adopt = Options { adopt: true, commit, ..options(FreezeMode::Auto) };
+        let adopt = SyncOptions { adopt: true, commit, ..options(FreezeMode::Auto) };
         let summary = writing(&scene, 300, Duration::from_millis(60), || {
             for _ in 0..20 {
                 match scene.sync(&adopt) {
@@ -475,7 +475,7 @@ fn another_state_directory_does_not_believe_the_record() {
     scene.write(1_000);
     scene.sync(&options(FreezeMode::Auto)).unwrap();
     let other = scene.path("other");
-    let copy = |options: &Options| sync(&scene.attach("state2"), &other, options);
+    let copy = |options: &SyncOptions| sync(&scene.attach("state2"), &other, options);
     copy(&options(FreezeMode::Auto)).unwrap();
     scene.write(1_000);
     // The record now begins at the other history's epoch: what came between is unknown to the first.
@@ -568,8 +568,8 @@ fn nothing_may_be_left_out_of_a_live_disk() {
     let scene = Scene::new();
     scene.write(100);
     for options in [
-        Options { unreadable: Unreadable::SendAnew, ..options(FreezeMode::Auto) },
-        Options { unreadable: Unreadable::LeaveOut, ..options(FreezeMode::Auto) },
+        SyncOptions { unreadable: Unreadable::SendAnew, ..options(FreezeMode::Auto) },
+        SyncOptions { unreadable: Unreadable::LeaveOut, ..options(FreezeMode::Auto) },
     ] {
         let refused = scene.sync(&options).unwrap_err().to_string();
         assert!(refused.contains("--keep-going"), "{refused}");

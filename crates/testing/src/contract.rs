@@ -22,7 +22,7 @@ pub fn contract(make: impl Fn(u64) -> Arc<dyn Disk>) {
         assert!(disk.len() >= size && disk.align().is_power_of_two());
         ends(&disk);
         let len = disk.len();
-        let mut part = Part::new(&disk, 0..len, dice.bits());
+        let mut part = Region::new(&disk, 0..len, dice.bits());
         part.plain(60);
         part.queued(200);
         part.abandoned();
@@ -88,7 +88,7 @@ fn together(disk: Arc<dyn Disk>, seed: u64) {
             // Boundaries that are no multiple of anything.
             let edge = |n: u64| if n == 4 { len } else { n * (len / 4) + n * 77 };
             scope.spawn(move || {
-                let mut part = Part::new(disk, edge(n)..edge(n + 1), seed ^ n);
+                let mut part = Region::new(disk, edge(n)..edge(n + 1), seed ^ n);
                 part.plain(20);
                 part.queued(100);
                 part.compare();
@@ -113,7 +113,7 @@ fn sizes(disk: Arc<dyn Disk>) {
 }
 
 /// A part of a disk that one thread uses, and what it should hold.
-struct Part<'a> {
+struct Region<'a> {
     disk: &'a Arc<dyn Disk>,
     range: Range<u64>,
     model: Vec<u8>,
@@ -126,10 +126,10 @@ struct Expected {
     content: Vec<u8>,
 }
 
-impl<'a> Part<'a> {
-    fn new(disk: &'a Arc<dyn Disk>, range: Range<u64>, seed: u64) -> Part<'a> {
+impl<'a> Region<'a> {
+    fn new(disk: &'a Arc<dyn Disk>, range: Range<u64>, seed: u64) -> Region<'a> {
         let model = vec![0; (range.end - range.start) as usize];
-        let part = Part { disk, range, model, dice: Random::seeded(seed) };
+        let part = Region { disk, range, model, dice: Random::seeded(seed) };
         part.compare();
         part
     }

@@ -14,22 +14,22 @@
 //! }
 //! ```
 
+mod bitmap_file;
 pub mod bpf;
+mod cow_store;
 pub mod dm;
 mod find;
 mod gate;
-mod hold;
 mod intent;
-mod record;
-mod saved;
-mod served;
+mod last_write_time;
 mod tracked;
 mod tracker;
+mod tracker_lock;
 
+pub use bitmap_file::BitmapFile;
+pub use cow_store::{CowFiles, CowStore};
 pub use find::{find, list};
-pub use hold::Hold;
-pub use record::Record;
-pub use saved::{Saved, SavedParts};
-pub use served::Served;
+pub use last_write_time::LastWriteTime;
 pub use tracked::{Follower, Frozen, Settings, TrackError, TrackedDisk};
 pub use tracker::Tracker;
+pub use tracker_lock::TrackerLock;

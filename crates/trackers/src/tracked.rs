@@ -29,11 +29,11 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, RwLock};
 use device::{Clock, Disk, Done, Folder, Kind, Piece, Queue, Request};
 use extents::Bitmap;
 
+use crate::bitmap_file::BitmapFile;
+use crate::cow_store::CowStore;
 use crate::gate::Gate;
 use crate::intent::Intents;
-use crate::record::Record;
-use crate::saved::Saved;
-use crate::served::Served;
+use crate::last_write_time::LastWriteTime;
 
 /// What can be wrong with a record.
 #[derive(Debug, thiserror::Error)]
@@ -112,17 +112,17 @@ impl Settings {
 /// What the writers work with; replaced whole.
 #[derive(Clone)]
 struct Current {
-    record: Arc<Record>,
+    record: Arc<BitmapFile>,
     /// Records swapped out and not yet released, ascending.
-    frozen: Vec<Arc<Record>>,
-    views: Vec<Arc<Saved>>,
-    followers: Vec<Following>,
+    frozen: Vec<Arc<BitmapFile>>,
+    views: Vec<Arc<CowStore>>,
+    followers: Vec<FollowerBits>,
 }
 
 /// What was written since a follower's last cut, in memory: the record of the epoch holds the same bits, and outlives the
 /// process.
 #[derive(Clone)]
-struct Following {
+struct FollowerBits {
     number: u64,
     blocks: Arc<Bitmap>,
 }
@@ -153,7 +153,7 @@ struct Shared {
     settings: Settings,
     gate: Gate,
     intents: Intents,
-    served: Served,
+    served: LastWriteTime,
     current: RwLock<Arc<Current>>,
     /// Counts the replacements of `current`, so that a queue need not take the lock for each write.
     version: AtomicU64,
@@ -162,7 +162,7 @@ struct Shared {
     /// Held throughout a checkpoint, and while frozen records are released: one at a time.
     ending: Mutex<()>,
     /// The next record, made ahead.
-    spare: Mutex<Option<Record>>,
+    spare: Mutex<Option<BitmapFile>>,
     /// The last look at the image: the last note then, and the image's time of change.
     looked: Mutex<Option<(u64, u64)>>,
     /// Nothing was written since the last look. The next change looks again before it goes down: afterwards its own time
@@ -188,7 +188,7 @@ pub struct Frozen {
     /// Blocks changed since what was released last.
     pub changes: Bitmap,
     /// The view of this moment, if one was asked for.
-    pub view: Option<Arc<Saved>>,
+    pub view: Option<Arc<CowStore>>,
     /// Blocks written since the last cut of the follower that took part.
     pub followed: Option<Arc<Bitmap>>,
 }
@@ -212,18 +212,18 @@ impl TrackedDisk {
         };
         let size = disk.len();
         let mut old = Vec::new();
-        let numbers = Record::list(&*folder).map_err(state("cannot list the records"))?;
+        let numbers = BitmapFile::list(&*folder).map_err(state("cannot list the records"))?;
         for number in &numbers {
             if trusted && *number > last_epoch {
-                old.extend(Record::open(&*folder, *number).map_err(state("cannot open a record"))?);
+                old.extend(BitmapFile::open(&*folder, *number).map_err(state("cannot open a record"))?);
             }
         }
-        let was = old.iter().map(Record::size).max();
+        let was = old.iter().map(BitmapFile::size).max();
         if let Some(was) = was.filter(|was| *was > size && !settings.allow_shrink) {
             return Err(TrackError::Shrunk { was, is: size });
         }
         let number = numbers.last().copied().unwrap_or(0).max(last_epoch) + 1;
-        let record = Record::create(&*folder, number, size, settings.block_size)
+        let record = BitmapFile::create(&*folder, number, size, settings.block_size)
             .map_err(state("cannot make a record"))?;
         for earlier in &old {
             record.absorb(earlier);
@@ -247,12 +247,12 @@ impl TrackedDisk {
         // The order matters: what the old files say stands in the new record, durably, before they go.
         record.sync().map_err(state("cannot write a record"))?;
         for number in &numbers {
-            Record::remove(&*folder, *number).map_err(state("cannot remove a record"))?;
+            BitmapFile::remove(&*folder, *number).map_err(state("cannot remove a record"))?;
         }
         folder.sync().map_err(state("cannot sync the folder"))?;
         let intents = Intents::create(&*folder, size, settings.region, settings.intents)
             .map_err(state("cannot make the write-intent log"))?;
-        let served = Served::open(&*folder, settings.clock.clone())
+        let served = LastWriteTime::open(&*folder, settings.clock.clone())
             .map_err(state("cannot make the stamp of the last write"))?;
         Ok(TrackedDisk {
             shared: Arc::new(Shared {
@@ -282,8 +282,8 @@ impl TrackedDisk {
     /// True if `folder` holds a sound record that comes after `last_epoch`. From the first opening on there is always one:
     /// a folder without has lost what was written.
     pub fn has_record(folder: &dyn Folder, last_epoch: u64) -> io::Result<bool> {
-        for number in Record::list(folder)?.into_iter().filter(|n| *n > last_epoch) {
-            if Record::open(folder, number)?.is_some() {
+        for number in BitmapFile::list(folder)?.into_iter().filter(|n| *n > last_epoch) {
+            if BitmapFile::open(folder, number)?.is_some() {
                 return Ok(true);
             }
         }
@@ -295,7 +295,7 @@ impl TrackedDisk {
     /// moment a `follower` is cut.
     pub fn checkpoint(
         &self,
-        view: Option<Arc<Saved>>,
+        view: Option<Arc<CowStore>>,
         follower: Option<&Follower>,
     ) -> Result<Frozen, TrackError> {
         let s = &self.shared;
@@ -334,14 +334,14 @@ impl TrackedDisk {
     pub fn follow(&self) -> Follower {
         let number = self.shared.followers.fetch_add(1, SeqCst);
         let blocks = Arc::new(Bitmap::new(self.blocks()));
-        self.shared.replace(|current| current.followers.push(Following { number, blocks }));
+        self.shared.replace(|current| current.followers.push(FollowerBits { number, blocks }));
         Follower { number, disk: self.clone() }
     }
 
     /// Cuts a follower within an epoch, atomically for the writers: waits for the writes in flight, and returns the blocks
     /// written since its last cut. `view` shows this moment, and keeps those blocks alone. Nothing is made durable: the
     /// record still has all of it.
-    pub fn cut(&self, follower: &Follower, view: &Arc<Saved>) -> Arc<Bitmap> {
+    pub fn cut(&self, follower: &Follower, view: &Arc<CowStore>) -> Arc<Bitmap> {
         let followed = self.shared.replace(|current| {
             current.views.push(view.clone());
             current.begin_anew(follower)
@@ -369,15 +369,15 @@ impl TrackedDisk {
     }
 
     /// A record with the number after that of the one in use; to be called with `spare` locked.
-    fn next_record(&self) -> Result<Record, TrackError> {
+    fn next_record(&self) -> Result<BitmapFile, TrackError> {
         let s = &self.shared;
-        Record::create(&*s.folder, self.record().number() + 1, s.disk.len(), s.settings.block_size)
+        BitmapFile::create(&*s.folder, self.record().number() + 1, s.disk.len(), s.settings.block_size)
             .map_err(|e| self.state("cannot make a record", e))
     }
 
     /// Opens a view without ending the record, which is possible if nothing was written since what was released last.
     /// False if something was: then there is no view.
-    pub fn view_of_unchanged(&self, view: Option<&Arc<Saved>>) -> bool {
+    pub fn view_of_unchanged(&self, view: Option<&Arc<CowStore>>) -> bool {
         let s = &self.shared;
         let _alone = self.alone();
         let Current { record, frozen, .. } = &*self.current();
@@ -403,7 +403,7 @@ impl TrackedDisk {
         let s = &self.shared;
         let _alone = self.alone();
         for record in &self.current().frozen {
-            Record::remove(&*s.folder, record.number())
+            BitmapFile::remove(&*s.folder, record.number())
                 .map_err(|e| self.state("cannot remove a record", e))?;
         }
         // Not synced: a record that comes back after a power cut has a number that the history knows, and is removed then.
@@ -412,17 +412,17 @@ impl TrackedDisk {
     }
 
     /// Ends a view: from now on nothing is kept for it.
-    pub fn drop_view(&self, view: &Arc<Saved>) {
+    pub fn drop_view(&self, view: &Arc<CowStore>) {
         self.shared.replace(|current| current.views.retain(|v| !Arc::ptr_eq(v, view)));
     }
 
     /// Views open now.
-    pub fn views(&self) -> Vec<Arc<Saved>> {
+    pub fn views(&self) -> Vec<Arc<CowStore>> {
         self.current().views.clone()
     }
 
     /// The record being written.
-    pub fn record(&self) -> Arc<Record> {
+    pub fn record(&self) -> Arc<BitmapFile> {
         self.current().record.clone()
     }
 
@@ -448,7 +448,7 @@ impl TrackedDisk {
 
     /// What records have marked, together. Where one of them could not be written to disk, its marks may be gone from memory
     /// too: those that had not reached the disk before are in active regions, which count as written whole.
-    fn marked(&self, records: &[Arc<Record>]) -> Bitmap {
+    fn marked(&self, records: &[Arc<BitmapFile>]) -> Bitmap {
         let blocks = Bitmap::new(self.blocks());
         records.iter().for_each(|record| record.add_to(&blocks));
         // In this order: what was read before a sound answer was sound.
@@ -529,7 +529,7 @@ impl TrackedDisk {
         s.disk.flush().map_err(|e| self.state("cannot flush the source; state", e))?;
         self.sync_records().map_err(|e| self.state("cannot write a record", e))?;
         if let Some(spare) = s.spare.lock().unwrap_or_else(|e| e.into_inner()).take() {
-            Record::remove(&*s.folder, spare.number())
+            BitmapFile::remove(&*s.folder, spare.number())
                 .map_err(|e| self.state("cannot remove a record", e))?;
         }
         s.intents
@@ -598,12 +598,12 @@ impl Shared {
     }
 
     /// Lets a change of the given ranges in. Returns the side of the gate to leave by.
-    fn begin(&self, pieces: &[Piece], seat: &mut Seat) -> io::Result<usize> {
+    fn begin(&self, pieces: &[Piece], cache: &mut CurrentCache) -> io::Result<usize> {
         loop {
             let side = self.gate.enter();
             let idle = pieces.iter().find(|p| !self.intents.covers(p.offset, p.len));
             let Some(idle) = idle else {
-                let current = seat.current(self);
+                let current = cache.current(self);
                 for view in &current.views {
                     for piece in pieces {
                         view.keep(&*self.disk, piece.offset, piece.len);
@@ -664,7 +664,7 @@ impl Shared {
         work: impl FnOnce(&dyn Disk) -> io::Result<()>,
     ) -> io::Result<()> {
         self.check(offset, len)?;
-        let side = self.begin(&[Piece { offset, len }], &mut Seat::default())?;
+        let side = self.begin(&[Piece { offset, len }], &mut CurrentCache::default())?;
         let result = work(&*self.disk);
         self.end(side);
         result
@@ -673,12 +673,12 @@ impl Shared {
 
 /// A queue's own hold on the current record, taken anew when it was replaced.
 #[derive(Default)]
-struct Seat {
+struct CurrentCache {
     version: u64,
     current: Option<Arc<Current>>,
 }
 
-impl Seat {
+impl CurrentCache {
     /// Inside the gate. The version is read after the gate was entered: what a checkpoint published before its drain is
     /// seen by every write that the drain does not wait for.
     fn current<'a>(&'a mut self, shared: &Shared) -> &'a Current {
@@ -725,7 +725,7 @@ impl Disk for TrackedDisk {
         Ok(Box::new(TrackedQueue {
             inner: self.shared.disk.clone().queue(depth)?,
             shared: self.shared.clone(),
-            seat: Seat::default(),
+            cache: CurrentCache::default(),
             passes: Vec::new(),
             free: Vec::new(),
             refused: VecDeque::new(),
@@ -737,7 +737,7 @@ impl Disk for TrackedDisk {
 struct TrackedQueue {
     inner: Box<dyn Queue>,
     shared: Arc<Shared>,
-    seat: Seat,
+    cache: CurrentCache,
     /// For each change in flight its caller's token and its side of the gate; the inner token is the place here.
     passes: Vec<(u64, usize)>,
     free: Vec<usize>,
@@ -752,7 +752,7 @@ impl Queue for TrackedQueue {
     fn submit(&mut self, mut request: Request) {
         if changes(request.kind) {
             let checked = request.pieces.iter().try_for_each(|p| self.shared.check(p.offset, p.len));
-            match checked.and_then(|()| self.shared.begin(&request.pieces, &mut self.seat)) {
+            match checked.and_then(|()| self.shared.begin(&request.pieces, &mut self.cache)) {
                 Ok(side) => {
                     let pass = (request.token, side);
                     let place = match self.free.pop() {

@@ -12,7 +12,7 @@ use crate::TrackError;
 /// An epoch ends with `checkpoint`, then [`lost`](Tracker::lost) (what it says of the record covers all that was written
 /// before the checkpoint), then the history, then `release`. Whoever dies in between widens the next epoch, no more.
 ///
-/// Who ends epochs takes a [`Hold`](crate::Hold) first. A holder that does not know of it is found out: a release fails if another
+/// Who ends epochs takes a [`TrackerLock`](crate::TrackerLock) first. A holder that does not know of it is found out: a release fails if another
 /// checkpoint came since one's own, and [`released`](Tracker::released), asked after a checkpoint, names the epoch that the
 /// record follows.
 pub trait Tracker: Send + Sync {

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use device::{Buf, Dir, Disk, Done, Folder, Kind, Piece, Queue, RamDisk, Request};
-use trackers::{Saved, Settings, TrackedDisk};
+use trackers::{CowStore, Settings, TrackedDisk};
 
 const BLOCK: u64 = 4096;
 const REGION: u64 = 1 << 20;
@@ -177,7 +177,7 @@ fn no_writer_waits_for_one_who_waits_for_the_writers() {
     });
     let (tracked, place) = (disk.clone(), temp.path().to_path_buf());
     watch.run("checkpoints".into(), move |at| {
-        let saved = Arc::new(Saved::create(&place, tracked.len(), BLOCK as u32, 1 << 30).unwrap());
+        let saved = Arc::new(CowStore::create(&place, tracked.len(), BLOCK as u32, 1 << 30).unwrap());
         at.at("checkpoint");
         tracked.checkpoint(Some(saved.clone()), None).unwrap();
         at.at("release");
@@ -188,7 +188,7 @@ fn no_writer_waits_for_one_who_waits_for_the_writers() {
     let (tracked, place) = (disk.clone(), temp.path().to_path_buf());
     let follower = disk.follow();
     watch.run("cuts".into(), move |at| {
-        let saved = Arc::new(Saved::create(&place, tracked.len(), BLOCK as u32, 1 << 30).unwrap());
+        let saved = Arc::new(CowStore::create(&place, tracked.len(), BLOCK as u32, 1 << 30).unwrap());
         at.at("cut");
         tracked.cut(&follower, &saved);
         std::thread::sleep(Duration::from_millis(3));

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use device::{Buf, Dir, Disk, Folder, InlineQueue, Kind, Piece, Queue, RamDisk, Request};
 use testing::faulty::{FaultyFolder, Keep, Outage, Power};
-use trackers::{Saved, Settings, TrackedDisk};
+use trackers::{CowStore, Settings, TrackedDisk};
 
 const BLOCK: u64 = 4096;
 
@@ -284,8 +284,8 @@ fn views_show_one_moment_and_epochs_name_every_change() {
     let began = std::time::Instant::now();
     let mut replica = content(&*ram);
     let mut views = 0;
-    let open_views: Mutex<Vec<(Arc<Saved>, Vec<u8>)>> = Mutex::default();
-    let check = |saved: &Arc<Saved>, truth: &[u8], random: &mut Random| {
+    let open_views: Mutex<Vec<(Arc<CowStore>, Vec<u8>)>> = Mutex::default();
+    let check = |saved: &Arc<CowStore>, truth: &[u8], random: &mut Random| {
         let mut offset = 0u64;
         while offset < truth.len() as u64 {
             let len = (1 + random.below(70_000)).min(truth.len() as u64 - offset);
@@ -310,7 +310,7 @@ fn views_show_one_moment_and_epochs_name_every_change() {
         replica.copy_from_slice(&content(&*ram));
     }
     while began.elapsed() < Duration::from_secs(seconds) {
-        let saved = Arc::new(Saved::create(temp.path(), disk.len(), BLOCK as u32, 1 << 30).unwrap());
+        let saved = Arc::new(CowStore::create(temp.path(), disk.len(), BLOCK as u32, 1 << 30).unwrap());
         let (frozen, truth) = {
             let _still = pause.write().unwrap();
             let frozen = disk.checkpoint(Some(saved.clone()), None).unwrap();
@@ -367,8 +367,8 @@ fn a_view_of_an_unchanged_disk_misses_no_writer() {
             })
         })
         .collect();
-    let new_view = || Arc::new(Saved::create(temp.path(), disk.len(), BLOCK as u32, 1 << 30).unwrap());
-    let shown = |saved: &Saved| {
+    let new_view = || Arc::new(CowStore::create(temp.path(), disk.len(), BLOCK as u32, 1 << 30).unwrap());
+    let shown = |saved: &CowStore| {
         let mut all = content(&*ram);
         saved.mend(0, &mut all).unwrap();
         all
@@ -445,8 +445,8 @@ fn a_spare_record_is_used_by_the_next_checkpoint_and_taken_away_at_the_end() {
 fn a_view_of_a_huge_disk_keeps_what_is_overwritten_anywhere() {
     let (temp, _) = scratch();
     let size = 1u64 << 50;
-    let saved = Saved::create(temp.path(), size, 1 << 20, 1 << 30).unwrap();
-    let there = Saved::from_parts(saved.parts().unwrap()).unwrap();
+    let saved = CowStore::create(temp.path(), size, 1 << 20, 1 << 30).unwrap();
+    let there = CowStore::from_parts(saved.parts().unwrap()).unwrap();
     /// Each block of 4 KiB holds its number, the odd ones of each MiB nothing.
     struct Numbered(u64);
     impl Disk for Numbered {
@@ -497,7 +497,7 @@ fn a_full_view_breaks_and_the_writer_goes_on() {
     let (temp, folder) = scratch();
     let ram = Arc::new(RamDisk::new(64 * BLOCK));
     let disk = open(ram.clone(), &folder, 0);
-    let saved = Arc::new(Saved::create(temp.path(), disk.len(), BLOCK as u32, 3 * BLOCK).unwrap());
+    let saved = Arc::new(CowStore::create(temp.path(), disk.len(), BLOCK as u32, 3 * BLOCK).unwrap());
     disk.checkpoint(Some(saved.clone()), None).unwrap();
     let mut part = [0; 100];
     for block in 0..3 {
@@ -514,7 +514,7 @@ fn a_view_keeps_only_what_its_reader_still_needs() {
     let (temp, folder) = scratch();
     let ram = Arc::new(RamDisk::new(64 * BLOCK));
     let disk = open(ram, &folder, 0);
-    let saved = Arc::new(Saved::create(temp.path(), disk.len(), BLOCK as u32, 1 << 30).unwrap());
+    let saved = Arc::new(CowStore::create(temp.path(), disk.len(), BLOCK as u32, 1 << 30).unwrap());
     disk.checkpoint(Some(saved.clone()), None).unwrap();
     let needed = extents::Bitmap::new(64);
     needed.set(10..20);

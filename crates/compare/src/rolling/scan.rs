@@ -96,7 +96,7 @@ impl<'a> Scan<'a> {
     pub(super) fn run(mut self) -> Vec<Token> {
         // A block that begins before the chunk may reach into it.
         let mut at = self.chunk.start;
-        if !self.stands(at) {
+        if !self.in_place(at) {
             at = self.chunk.start.saturating_sub(self.block - 1);
         }
         // The block that would continue the last copy, and the length of that run in blocks.
@@ -105,13 +105,13 @@ impl<'a> Scan<'a> {
         while at < self.chunk.end {
             let tried = next.is_none() || run % TRY == 0;
             run += 1;
-            if tried && self.stands(at) {
+            if tried && self.in_place(at) {
                 at = self.take(at, self.start + at as u64, self.block);
                 next = None;
                 continue;
             }
             if let Some((from, len)) = next.and_then(|number| self.follows(at, number)) {
-                let end = if tried { self.until_standing(at, len) } else { at + len };
+                let end = if tried { self.until_in_place(at, len) } else { at + len };
                 self.take(at, from, end - at);
                 next = (end == at + len).then_some(from / self.block as u64 + 1);
                 at = end;
@@ -131,7 +131,7 @@ impl<'a> Scan<'a> {
                     if from == self.start + to as u64 {
                         at = self.take(to, from, self.block);
                     } else {
-                        let end = self.until_standing(to, self.block);
+                        let end = self.until_in_place(to, self.block);
                         self.take(to, from, end - to);
                         next = (end == to + self.block).then_some(from / self.block as u64 + 1);
                         run = 1;
@@ -152,7 +152,7 @@ impl<'a> Scan<'a> {
     }
 
     /// True if the destination has the block at `at` in the same place.
-    fn stands(&self, at: usize) -> bool {
+    fn in_place(&self, at: usize) -> bool {
         let offset = self.start + at as u64;
         let block = self.block as u64;
         if offset % block != 0 {
@@ -182,10 +182,10 @@ impl<'a> Scan<'a> {
     }
 
     /// The end of a copy of at most `len` bytes that does not cover a block that is in place.
-    fn until_standing(&self, at: usize, len: usize) -> usize {
+    fn until_in_place(&self, at: usize, len: usize) -> usize {
         let offset = self.start + at as u64;
         let border = (offset.next_multiple_of(self.block as u64) - self.start) as usize;
-        if border > at && border < at + len && self.stands(border) { border } else { at + len }
+        if border > at && border < at + len && self.in_place(border) { border } else { at + len }
     }
 
     /// The first place from `from` on where a block of the destination or a block of zeroes begins.

@@ -107,13 +107,13 @@ pub(crate) fn encode<S: Deref<Target = [AtomicU64]>>(map: &Bitmap<S>, out: &mut 
     varint::put(out, count << 2 | END);
 }
 
-pub(crate) enum Part {
+pub(crate) enum Item {
     Run(Range<u64>),
     /// A word's index and bits, not all clear.
     Word(usize, u64),
 }
 
-pub(crate) fn decode(mut bytes: &[u8], blocks: u64, mut each: impl FnMut(Part)) -> Result<(), DecodeError> {
+pub(crate) fn decode(mut bytes: &[u8], blocks: u64, mut each: impl FnMut(Item)) -> Result<(), DecodeError> {
     let found = varint::get(&mut bytes)?;
     if found != blocks {
         return Err(DecodeError::Blocks { expected: blocks, found });
@@ -129,7 +129,7 @@ pub(crate) fn decode(mut bytes: &[u8], blocks: u64, mut each: impl FnMut(Part)) 
                 let start = at.checked_add(n).ok_or(DecodeError::PastEnd)?;
                 let end = extra.and_then(|e| start.checked_add(e)?.checked_add(1));
                 let end = end.filter(|&end| end <= blocks).ok_or(DecodeError::PastEnd)?;
-                each(Part::Run(start..end));
+                each(Item::Run(start..end));
                 (at, count) = (end, count + (end - start));
             }
             WORDS => {
@@ -151,7 +151,7 @@ pub(crate) fn decode(mut bytes: &[u8], blocks: u64, mut each: impl FnMut(Part)) 
                         return Err(DecodeError::PastEnd);
                     }
                     if bits != 0 {
-                        each(Part::Word(word as usize, bits));
+                        each(Item::Word(word as usize, bits));
                         count += u64::from(bits.count_ones());
                     }
                 }

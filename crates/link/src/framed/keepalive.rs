@@ -105,7 +105,7 @@ mod tests {
     use std::time::Instant;
 
     use super::*;
-    use crate::framed::{NEVER, Terms};
+    use crate::framed::{NEVER, StreamOptions};
     use crate::tests::pipe;
     use crate::{Link, Message};
 
@@ -137,7 +137,7 @@ mod tests {
         let mut ends = [(a_in, a_out), (b_in, b_out)].into_iter().zip(timeouts);
         [(); 2].map(|()| {
             let ((reader, writer), timeout) = ends.next().unwrap();
-            Link::over(FramedStream::open("the peer", reader, writer, Terms::of(timeout), None))
+            Link::over(FramedStream::open("the peer", reader, writer, StreamOptions::of(timeout), None))
         })
     }
 

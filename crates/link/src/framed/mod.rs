@@ -30,7 +30,7 @@ type Reading = Box<dyn Read + Send>;
 type Writing = Box<dyn Write + Send>;
 
 /// What is behind the byte streams, where that can be ended by force and knows more than they do of why they ended.
-pub(crate) trait Carrier: Send + Sync {
+pub(crate) trait StreamOwner: Send + Sync {
     /// The peer's hello has come.
     fn greeted(&self) {}
     /// Ends it, so that every read and write of the streams returns. What was sent before may still go out, for a moment.
@@ -42,7 +42,7 @@ pub(crate) trait Carrier: Send + Sync {
 }
 
 /// What a side tells of itself, and how it knows that its peer is there.
-pub(crate) struct Terms {
+pub(crate) struct StreamOptions {
     /// What may be on its way to this end, in bytes; a single message may exceed it.
     pub(crate) window: u32,
     /// A peer from which nothing comes for this long is given up.
@@ -51,10 +51,10 @@ pub(crate) struct Terms {
     pub(crate) activity: Activity,
 }
 
-impl Terms {
+impl StreamOptions {
     /// Those of a side that hears of its peer by the streams alone.
-    pub(crate) fn of(timeout: Duration) -> Terms {
-        Terms { window: WINDOW, timeout, activity: Activity::default() }
+    pub(crate) fn of(timeout: Duration) -> StreamOptions {
+        StreamOptions { window: WINDOW, timeout, activity: Activity::default() }
     }
 }
 
@@ -67,9 +67,9 @@ pub(crate) struct FramedStream {
     /// Bytes that came in and whose credit was not sent yet: the peer must keep them bounded.
     inside: AtomicU64,
     abandoned: AtomicBool,
-    terms: Terms,
+    options: StreamOptions,
     keepalive: Keepalive,
-    carrier: Option<Arc<dyn Carrier>>,
+    owner: Option<Arc<dyn StreamOwner>>,
 }
 
 /// The stream that is written, until it has failed or was given up.
@@ -79,24 +79,24 @@ struct Out {
 }
 
 impl FramedStream {
-    /// Starts an end: writes the hello, which tells the terms, and starts the thread that reads.
+    /// Starts an end: writes the hello, which tells the options, and starts the thread that reads.
     pub(crate) fn open(
         peer: &str,
         reader: impl Read + Send + 'static,
         writer: impl Write + Send + 'static,
-        terms: Terms,
-        carrier: Option<Arc<dyn Carrier>>,
+        options: StreamOptions,
+        owner: Option<Arc<dyn StreamOwner>>,
     ) -> Arc<FramedStream> {
-        let hello = Hello { window: terms.window, timeout: terms.timeout }.to_bytes();
+        let hello = Hello { window: options.window, timeout: options.timeout }.to_bytes();
         let stream = Arc::new(FramedStream {
             shared: Shared::new(peer),
             out: Mutex::new(Out { writer: Some(Box::new(writer)), rate: None }),
             owed: AtomicU64::new(0),
             inside: AtomicU64::new(0),
             abandoned: AtomicBool::new(false),
-            keepalive: Keepalive::new(terms.activity.clone()),
-            terms,
-            carrier,
+            keepalive: Keepalive::new(options.activity.clone()),
+            options,
+            owner,
         });
         // A peer that has gone already is reported by the reader, which knows why.
         let _ = stream.put(&mut lock(&stream.out), [&hello, &[], &[]]);
@@ -121,7 +121,7 @@ impl FramedStream {
     /// Counts a message that comes in. False if the peer had no credit for it.
     fn has_room_for(&self, cost: u64) -> bool {
         let inside = self.inside.fetch_add(cost, Ordering::SeqCst) + cost;
-        inside < u64::from(self.terms.window) + MAX_COST
+        inside < u64::from(self.options.window) + MAX_COST
     }
 
     /// The peer is gone: nothing that was said can be waited for.
@@ -145,7 +145,7 @@ impl FramedStream {
 
     fn send_credit(&self) {
         // In portions of a quarter of the window, so that it costs next to nothing.
-        while self.owed.load(Ordering::SeqCst) >= u64::from(self.terms.window / 4) {
+        while self.owed.load(Ordering::SeqCst) >= u64::from(self.options.window / 4) {
             let Some(mut out) = self.try_out() else { return };
             let owed = self.owed.swap(0, Ordering::SeqCst);
             self.inside.fetch_sub(owed, Ordering::SeqCst);
@@ -171,8 +171,8 @@ impl FramedStream {
         self.close_if_abandoned();
         self.send_credit();
         written.map_err(|error| {
-            // The reader learns more from the carrier: how it ended, and what it said.
-            let patience = Duration::from_secs(if self.carrier.is_some() { 2 } else { 0 });
+            // The reader learns more from the owner: how it ended, and what it said.
+            let patience = Duration::from_secs(if self.owner.is_some() { 2 } else { 0 });
             let shared = &self.shared;
             let error = shared.inbox.failure(patience).unwrap_or_else(|| shared.cut(error.to_string()));
             shared.window.close(error.clone());
@@ -227,8 +227,8 @@ impl FramedStream {
     /// Closes the stream, so that the peer notices; by force, what is behind it too.
     fn close(&self, by_force: bool) {
         self.abandoned.store(true, Ordering::SeqCst);
-        if let (Some(carrier), true) = (&self.carrier, by_force) {
-            carrier.kill();
+        if let (Some(owner), true) = (&self.owner, by_force) {
+            owner.kill();
         }
         self.close_if_abandoned();
     }
@@ -265,10 +265,10 @@ impl Transport for FramedStream {
     fn hang_up(&self) {
         self.keepalive.end();
         self.abandon();
-        if let Some(carrier) = &self.carrier {
+        if let Some(owner) = &self.owner {
             // After a goodbye it gets time to deliver it.
             let patience = if self.shared.is_finished() { Duration::from_secs(10) } else { Duration::ZERO };
-            carrier.settle(patience);
+            owner.settle(patience);
         }
     }
 }

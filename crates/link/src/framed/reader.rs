@@ -17,12 +17,12 @@ use crate::{Error, Message};
 /// Reads until the stream ends, and tells both halves why it did.
 pub(super) fn run(stream: &Arc<FramedStream>, reader: Reading) {
     let shared = &stream.shared;
-    let noting = Noting { reader, activity: stream.terms.activity.clone() };
-    let mut reader = BufReader::with_capacity(16 << 10, noting);
+    let reader = ActivityReader { reader, activity: stream.options.activity.clone() };
+    let mut reader = BufReader::with_capacity(16 << 10, reader);
     let mut greeted = false;
     let error = match read_all(stream, &mut reader, &mut greeted) {
-        Failure::Ended(why) => match &stream.carrier {
-            Some(carrier) if !stream.is_abandoned() => carrier.why_it_ended(greeted, why),
+        Failure::Ended(why) => match &stream.owner {
+            Some(owner) if !stream.is_abandoned() => owner.why_it_ended(greeted, why),
             _ => shared.cut(why),
         },
         Failure::Wrong(error) => error,
@@ -34,12 +34,12 @@ pub(super) fn run(stream: &Arc<FramedStream>, reader: Reading) {
 }
 
 /// Notes that something has come.
-struct Noting {
+struct ActivityReader {
     reader: Reading,
     activity: Activity,
 }
 
-impl Read for Noting {
+impl Read for ActivityReader {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         let len = self.reader.read(buf)?;
         self.activity.note();
@@ -63,17 +63,21 @@ impl From<io::Error> for Failure {
     }
 }
 
-fn read_all(stream: &Arc<FramedStream>, reader: &mut BufReader<Noting>, greeted: &mut bool) -> Failure {
+fn read_all(
+    stream: &Arc<FramedStream>,
+    reader: &mut BufReader<ActivityReader>,
+    greeted: &mut bool,
+) -> Failure {
     let hello = match read_hello(&stream.shared, reader) {
         Ok(hello) => hello,
         Err(failure) => return failure,
     };
-    if let Err(error) = keepalive::start(stream, hello.timeout.min(stream.terms.timeout)) {
+    if let Err(error) = keepalive::start(stream, hello.timeout.min(stream.options.timeout)) {
         return Failure::Ended(format!("cannot start a thread: {error}"));
     }
     *greeted = true;
-    if let Some(carrier) = &stream.carrier {
-        carrier.greeted();
+    if let Some(owner) = &stream.owner {
+        owner.greeted();
     }
     stream.shared.window.release(hello.window.into());
     loop {
@@ -85,7 +89,7 @@ fn read_all(stream: &Arc<FramedStream>, reader: &mut BufReader<Noting>, greeted:
     }
 }
 
-fn read_hello(shared: &Shared, reader: &mut BufReader<Noting>) -> Result<Hello, Failure> {
+fn read_hello(shared: &Shared, reader: &mut BufReader<ActivityReader>) -> Result<Hello, Failure> {
     let mut hello = [0; HELLO];
     let mut have = 0;
     while have < HELLO {
@@ -118,7 +122,7 @@ fn read_hello(shared: &Shared, reader: &mut BufReader<Noting>) -> Result<Hello, 
     })
 }
 
-fn read_frame(stream: &FramedStream, reader: &mut BufReader<Noting>) -> Result<(), Failure> {
+fn read_frame(stream: &FramedStream, reader: &mut BufReader<ActivityReader>) -> Result<(), Failure> {
     let shared = &stream.shared;
     let mut header = [0; FRAMING];
     reader.read_exact(&mut header)?;

@@ -73,17 +73,17 @@ type Serve = dyn Fn(Link, &Peer) + Send + Sync;
 pub struct Listener {
     socket: TcpListener,
     address: SocketAddr,
-    state: Arc<State>,
+    state: Arc<ListenerState>,
 }
 
 /// Ends a [`Listener`] from another thread.
 #[derive(Clone)]
 pub struct Stop {
     socket: Arc<TcpListener>,
-    state: Weak<State>,
+    state: Weak<ListenerState>,
 }
 
-struct State {
+struct ListenerState {
     server: Server,
     keys: Keys,
     limits: Limits,
@@ -108,7 +108,7 @@ impl Listener {
         let bound = TcpListener::bind(address).and_then(|socket| Ok((socket.local_addr()?, socket)));
         let (address, socket) =
             bound.map_err(|error| Error::Listen { address: address.to_string(), why: error.to_string() })?;
-        let state = State {
+        let state = ListenerState {
             server,
             keys: keys.clone(),
             pending: Pending::new(limits.pending, limits.pending_of_address),
@@ -183,7 +183,7 @@ impl Stop {
     }
 }
 
-impl State {
+impl ListenerState {
     /// Shakes hands with a client, and serves the session if this connection is its first.
     fn admit(&self, socket: Arc<TcpStream>, address: SocketAddr, pending: PendingConnection, serve: &Serve) {
         let until = Instant::now() + self.limits.patience;

@@ -12,11 +12,11 @@ use crate::flow::lock;
 pub(super) struct Pending {
     most: usize,
     most_of_network: usize,
-    state: Mutex<State>,
+    state: Mutex<PendingState>,
 }
 
 #[derive(Default)]
-struct State {
+struct PendingState {
     next: u64,
     /// By the order in which they came.
     here: BTreeMap<u64, Connection>,
@@ -87,7 +87,7 @@ fn network_of(address: IpAddr) -> IpAddr {
     }
 }
 
-impl State {
+impl PendingState {
     fn count(&self, network: IpAddr) -> usize {
         self.here.values().filter(|connection| connection.network == network).count()
     }

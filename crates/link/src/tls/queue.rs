@@ -8,14 +8,14 @@ use crate::flow::lock;
 
 /// Chunks in the order of the stream, each with room for its header in front.
 pub(super) struct Queue {
-    state: Mutex<State>,
+    state: Mutex<QueueState>,
     changed: Condvar,
     /// The most that may wait.
     most: usize,
 }
 
 #[derive(Default)]
-struct State {
+struct QueueState {
     chunks: VecDeque<Vec<u8>>,
     /// The next one's number.
     number: u64,

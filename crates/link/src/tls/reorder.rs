@@ -16,11 +16,11 @@ const KEPT: usize = 64;
 
 /// Chunks that have come, given out in the order of the stream.
 pub(super) struct Reorder {
-    state: Mutex<State>,
+    state: Mutex<ReorderState>,
     changed: Condvar,
 }
 
-struct State {
+struct ReorderState {
     next: u64,
     /// Those that came before their turn, and the one whose turn it is.
     held: BTreeMap<u64, Vec<u8>>,
@@ -34,9 +34,9 @@ struct State {
     failed: Option<String>,
 }
 
-impl State {
-    fn of(connections: usize) -> State {
-        State {
+impl ReorderState {
+    fn of(connections: usize) -> ReorderState {
+        ReorderState {
             next: 0,
             held: BTreeMap::new(),
             bytes: 0,
@@ -51,7 +51,7 @@ impl State {
 impl Reorder {
     /// Takes the chunks of so many connections.
     pub(super) fn new(connections: usize) -> Reorder {
-        Reorder { state: Mutex::new(State::of(connections)), changed: Condvar::new() }
+        Reorder { state: Mutex::new(ReorderState::of(connections)), changed: Condvar::new() }
     }
 
     /// Adds a chunk. Waits while too much waits for an earlier one, unless this is that one.

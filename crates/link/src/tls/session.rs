@@ -19,7 +19,7 @@ use super::connection::TlsConnection;
 use super::queue::Queue;
 use super::reorder::Reorder;
 use crate::flow::lock;
-use crate::framed::{Activity, Carrier, FramedStream, Terms};
+use crate::framed::{Activity, FramedStream, StreamOptions, StreamOwner};
 use crate::{Error, Link, Result};
 
 /// How long what was sent before a link is given up may take to go out.
@@ -29,7 +29,7 @@ const LAST_WORDS: Duration = Duration::from_millis(500);
 const READ: usize = 256 << 10;
 
 /// What a thread does for its connection, and where it is counted.
-type Work = fn(&Session, &Carrying) -> Result<(), String>;
+type Work = fn(&TlsSession, &SessionConnection) -> Result<(), String>;
 type Count = fn(&mut Threads) -> &mut usize;
 
 /// Opens a link over connections whose other ends have shown the same key. The peer must say something within `patience`,
@@ -43,8 +43,8 @@ pub(super) fn open(
     let count = connections.len();
     let carriers = connections
         .into_iter()
-        .map(|TlsConnection { socket, tls }| Carrying { socket, tls: Mutex::new(tls) });
-    let session = Arc::new(Session {
+        .map(|TlsConnection { socket, tls }| SessionConnection { socket, tls: Mutex::new(tls) });
+    let session = Arc::new(TlsSession {
         peer: peer.to_string(),
         connections: carriers.collect(),
         out: Queue::new(2 * count),
@@ -71,14 +71,14 @@ pub(super) fn open(
     }
     let reader = Reader { session: Arc::clone(&session), chunk: Vec::new(), at: 0 };
     let writer = Writer { session: Arc::clone(&session), chunk: Vec::new() };
-    let terms = Terms { window: WINDOW, timeout, activity: session.activity.clone() };
-    Ok(Link::over(FramedStream::open(peer, reader, writer, terms, Some(session))))
+    let options = StreamOptions { window: WINDOW, timeout, activity: session.activity.clone() };
+    Ok(Link::over(FramedStream::open(peer, reader, writer, options, Some(session))))
 }
 
 /// What carries a link over TLS.
-struct Session {
+struct TlsSession {
     peer: String,
-    connections: Vec<Carrying>,
+    connections: Vec<SessionConnection>,
     out: Queue,
     order: Reorder,
     threads: Mutex<Threads>,
@@ -95,13 +95,13 @@ struct Threads {
 }
 
 /// A connection of the session.
-struct Carrying {
+struct SessionConnection {
     socket: Arc<TcpStream>,
     /// Held to encrypt and decrypt, never while anything is waited for.
     tls: Mutex<Connection>,
 }
 
-impl Carrying {
+impl SessionConnection {
     fn prepare(&self, patience: Duration) -> io::Result<()> {
         self.socket.set_write_timeout(None)?;
         // Until the first chunk has come.
@@ -119,8 +119,8 @@ impl Carrying {
     }
 }
 
-impl Session {
-    fn run(&self, connection: &Carrying, work: Work, count: Count) {
+impl TlsSession {
+    fn run(&self, connection: &SessionConnection, work: Work, count: Count) {
         if let Err(why) = work(self, connection) {
             self.cut(&why);
         }
@@ -145,7 +145,7 @@ impl Session {
     }
 }
 
-impl Carrier for Session {
+impl StreamOwner for TlsSession {
     fn kill(&self) {
         // What was sent before still goes out, as from a pipe, if the peer takes it.
         self.out.close(None);
@@ -166,7 +166,7 @@ impl Carrier for Session {
 }
 
 /// Encrypts and sends what the queue holds, to its end.
-fn send(session: &Session, connection: &Carrying) -> Result<(), String> {
+fn send(session: &TlsSession, connection: &SessionConnection) -> Result<(), String> {
     let mut out = Vec::new();
     while let Some((number, mut chunk)) = session.out.take() {
         chunk::number(&mut chunk, number);
@@ -183,7 +183,7 @@ fn send(session: &Session, connection: &Carrying) -> Result<(), String> {
 }
 
 /// Receives and decrypts to the peer's end.
-fn receive(session: &Session, connection: &Carrying) -> Result<(), String> {
+fn receive(session: &TlsSession, connection: &SessionConnection) -> Result<(), String> {
     let mut assembler = Assembler::default();
     let mut encrypted = vec![0; READ];
     let mut whole = Vec::new();
@@ -241,7 +241,7 @@ fn receive(session: &Session, connection: &Carrying) -> Result<(), String> {
 
 /// The stream that comes in.
 struct Reader {
-    session: Arc<Session>,
+    session: Arc<TlsSession>,
     chunk: Vec<u8>,
     at: usize,
 }
@@ -269,7 +269,7 @@ impl Drop for Reader {
 
 /// The stream that goes out.
 struct Writer {
-    session: Arc<Session>,
+    session: Arc<TlsSession>,
     /// With room for the header.
     chunk: Vec<u8>,
 }

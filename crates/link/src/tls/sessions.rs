@@ -16,29 +16,29 @@ use crate::{Key, Link};
 pub(super) struct Sessions {
     most: usize,
     most_of_key: usize,
-    state: Mutex<State>,
+    state: Mutex<SessionsState>,
     /// A connection has joined, or a session has ended.
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct SessionsState {
     /// None begins any more.
     closed: bool,
     by_key: HashMap<Key, usize>,
     all: usize,
-    gathering: HashMap<Id, Gathering>,
+    gathering: HashMap<Id, PartialSession>,
     open: HashMap<Id, Weak<Endpoint>>,
 }
 
 /// A session that waits for its connections.
-struct Gathering {
+struct PartialSession {
     key: Key,
     connections: Vec<Option<TlsConnection>>,
 }
 
 /// A session's place among all of them; free again when this is dropped.
-pub(super) struct Place {
+pub(super) struct SessionSlot {
     all: Arc<Sessions>,
     key: Key,
     pub(super) session: Id,
@@ -50,7 +50,11 @@ impl Sessions {
     }
 
     /// Takes a place for a new session of so many connections. Returns why there is none otherwise.
-    pub(super) fn begin(self: &Arc<Sessions>, key: Key, connections: u8) -> Result<Place, &'static str> {
+    pub(super) fn begin(
+        self: &Arc<Sessions>,
+        key: Key,
+        connections: u8,
+    ) -> Result<SessionSlot, &'static str> {
         let mut session = Id::default();
         SystemRandom::new().fill(&mut session).map_err(|_| "refused, the system has no random numbers")?;
         let mut state = lock(&self.state);
@@ -64,9 +68,9 @@ impl Sessions {
         state.all += 1;
         *state.by_key.entry(key).or_default() += 1;
         let connections = (0..connections).map(|_| None).collect();
-        state.gathering.insert(session, Gathering { key, connections });
+        state.gathering.insert(session, PartialSession { key, connections });
         drop(state);
-        Ok(Place { all: Arc::clone(self), key, session })
+        Ok(SessionSlot { all: Arc::clone(self), key, session })
     }
 
     /// True if a session of this key waits for the connection.
@@ -105,7 +109,7 @@ impl Sessions {
     }
 }
 
-impl State {
+impl SessionsState {
     /// The free slot that a connection claims.
     fn slot(&mut self, key: Key, hello: Hello) -> Option<&mut Option<TlsConnection>> {
         let gathering = self.gathering.get_mut(&hello.session).filter(|gathering| gathering.key == key)?;
@@ -114,10 +118,10 @@ impl State {
     }
 }
 
-impl Place {
+impl SessionSlot {
     /// Waits for the session's connections until then.
     pub(super) fn gather(&self, until: Instant) -> Option<Vec<TlsConnection>> {
-        let is_whole = |state: &State| {
+        let is_whole = |state: &SessionsState| {
             let gathering = state.gathering.get(&self.session);
             gathering.is_none_or(|gathering| gathering.connections.iter().all(Option::is_some))
         };
@@ -137,7 +141,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for SessionSlot {
     fn drop(&mut self) {
         let mut state = lock(&self.all.state);
         state.all -= 1;

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use device::{Disk, Done, InlineQueue, Kind, Queue, RamDisk, Request};
-use nbd::{Export, Exports, Limits, Listed, Refusal, Server};
+use nbd::{Export, ExportInfo, Exports, Limits, Refusal, Server};
 
 pub(crate) const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
 pub(crate) const ACK: u32 = 1;
@@ -323,12 +323,12 @@ type Open = dyn Fn(&str) -> Result<Export, Refusal> + Send + Sync;
 
 /// Exports made anew for each connection by a function of the name.
 pub(crate) struct Table {
-    pub listed: Vec<Listed>,
+    pub listed: Vec<ExportInfo>,
     pub open: Box<Open>,
 }
 
 impl Exports for Table {
-    fn list(&self) -> Vec<Listed> {
+    fn list(&self) -> Vec<ExportInfo> {
         self.listed.clone()
     }
 
@@ -350,7 +350,7 @@ where
         adjust(&mut export);
         Ok(export)
     };
-    let listed = vec![Listed { name: "disk".into(), description: "for tests".into() }];
+    let listed = vec![ExportInfo { name: "disk".into(), description: "for tests".into() }];
     Server::with_limits(Arc::new(Table { listed, open: Box::new(open) }), limits)
 }
 

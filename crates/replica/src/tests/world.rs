@@ -117,9 +117,9 @@ impl Source {
         let (new, old): (Arc<dyn Disk>, Arc<dyn Disk>) =
             (Arc::new(RamDisk::from_bytes(&self.images[to])), Arc::new(RamDisk::from_bytes(content)));
         let size = status.size.max(self.size(to));
-        let shape = compare::rolling::Shape { size, block: 512, key: [3; 32], keep_going: false };
+        let shape = compare::rolling::SumParams { size, block: 512, key: [3; 32], keep_going: false };
         let mut index = compare::rolling::Index::new(shape.clone(), status.size).unwrap();
-        compare::rolling::tell(&old, &shape, |(said, sums)| index.hear(&said, &sums)).unwrap();
+        compare::rolling::block_sums(&old, &shape, |(said, sums)| index.hear(&said, &sums)).unwrap();
         index.finish();
         let mut bytes = Vec::new();
         let mut writer = Writer::new(&mut bytes);

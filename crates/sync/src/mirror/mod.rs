@@ -4,7 +4,7 @@
 //! at the replica. What was sent and is not confirmed is remembered, so that after a link fell the next batch takes up what
 //! did not arrive. Whatever else goes wrong, a sync finds what the replica lacks in the source's history, as always.
 
-mod followed;
+mod followed_source;
 mod session;
 
 use std::path::Path;
@@ -15,10 +15,10 @@ use link::Link;
 use serde::Serialize;
 use source::{Handle, SourceError};
 
-use self::followed::Followed;
+use self::followed_source::FollowedSource;
 use crate::batching::Batching;
 use crate::error::{Class, SyncError};
-use crate::options::Options;
+use crate::options::SyncOptions;
 use crate::pipeline::Stages;
 use crate::report::{Progress, Summary};
 
@@ -38,7 +38,7 @@ const BUSY_LOOKS: u32 = 40;
 #[derive(Debug, Clone)]
 pub struct MirrorOptions {
     /// How the replica is brought up to date before the first batch, and after what no batch can mend.
-    pub sync: Options,
+    pub sync: SyncOptions,
     /// When batches are cut.
     pub batching: Batching,
     /// How the source's end shares its work.
@@ -140,7 +140,7 @@ impl Mirror<'_> {
     pub fn run(mut self) -> Result<MirrorSummary, SyncError> {
         let began = Instant::now();
         let mut summary = MirrorSummary::default();
-        let mut followed: Option<Followed> = None;
+        let mut followed: Option<FollowedSource> = None;
         let mut wait = FIRST_RETRY;
         // Until both ends were reached once, what fails is most likely the user's to mend.
         let mut worked = false;
@@ -150,7 +150,7 @@ impl Mirror<'_> {
         loop {
             let before = summary.batches;
             let ended = match &mut followed {
-                None => Followed::begin(&mut self, &mut summary).map(|begun| {
+                None => FollowedSource::begin(&mut self, &mut summary).map(|begun| {
                     followed = Some(begun);
                     worked = true;
                     Ended::Apart

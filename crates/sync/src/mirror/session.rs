@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use delta::{Compressor, Encoder, Epoch, Frame, Header, Method, encode_frame};
 use extents::Bitmap;
-use link::{Heard, Receiver, Sender};
+use link::{Received, Receiver, Sender};
 use source::{Batch, Batches, Handle};
 use uuid::Uuid;
 
@@ -39,7 +39,7 @@ pub(super) struct Sent {
 }
 
 /// What a conversation is held with.
-pub(super) struct Conversation<'a> {
+pub(super) struct SessionContext<'a> {
     pub(super) handle: &'a Handle,
     pub(super) batches: &'a Batches,
     pub(super) options: &'a MirrorOptions,
@@ -50,26 +50,26 @@ pub(super) struct Conversation<'a> {
 }
 
 /// One conversation with the replica.
-pub(super) struct Session<'a> {
-    conversation: Conversation<'a>,
+pub(super) struct MirrorSession<'a> {
+    context: SessionContext<'a>,
     bookmark: String,
     /// The state that the first batch is bound to.
     nonce: Uuid,
     size: u64,
-    state: Mutex<State>,
+    state: Mutex<SessionState>,
     changed: Condvar,
 }
 
-impl<'a> Deref for Session<'a> {
-    type Target = Conversation<'a>;
+impl<'a> Deref for MirrorSession<'a> {
+    type Target = SessionContext<'a>;
 
-    fn deref(&self) -> &Conversation<'a> {
-        &self.conversation
+    fn deref(&self) -> &SessionContext<'a> {
+        &self.context
     }
 }
 
 /// What a conversation knows, and leaves to the next.
-pub(super) struct State {
+pub(super) struct SessionState {
     /// Batches that were sent and not confirmed, oldest first.
     pub(super) unconfirmed: VecDeque<Sent>,
     pub(super) interval: Interval,
@@ -95,15 +95,15 @@ enum Packed {
     Other(Item),
 }
 
-impl<'a> Session<'a> {
+impl<'a> MirrorSession<'a> {
     /// A conversation with the replica that the user calls `name`, from where it is.
     pub(super) fn new(
-        conversation: Conversation<'a>,
+        context: SessionContext<'a>,
         name: &str,
         status: &Status,
         interval: Interval,
-    ) -> Session<'a> {
-        let state = State {
+    ) -> MirrorSession<'a> {
+        let state = SessionState {
             unconfirmed: VecDeque::new(),
             interval,
             ahead: status.replica.ahead,
@@ -112,8 +112,8 @@ impl<'a> Session<'a> {
             failed: None,
             ended: false,
         };
-        Session {
-            conversation,
+        MirrorSession {
+            context,
             bookmark: bookmark(name, status),
             nonce: status.replica.nonce,
             size: status.replica.size,
@@ -122,7 +122,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, SessionState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -141,7 +141,11 @@ impl<'a> Session<'a> {
     }
 
     /// Until told to stop, or something fails. What failed first tells why the others did.
-    pub(super) fn run(self, epoch_began: &mut Instant, count: &mut u64) -> (Result<(), SyncError>, State) {
+    pub(super) fn run(
+        self,
+        epoch_began: &mut Instant,
+        count: &mut u64,
+    ) -> (Result<(), SyncError>, SessionState) {
         std::thread::scope(|scope| {
             let hear = || self.hear().unwrap_or_else(|error| self.fail(error));
             let hearing = std::thread::Builder::new().name("hear".into()).spawn_scoped(scope, hear);
@@ -382,14 +386,14 @@ impl<'a> Session<'a> {
                 }
             }
             let message = match self.receiver.recv_within(self.options.look_every())? {
-                Heard::Message(message) => message,
-                Heard::Goodbye => {
+                Received::Message(message) => message,
+                Received::Goodbye => {
                     return Err(SyncError::Far {
                         message: "the far side ended the mirror".into(),
                         class: Class::Failed,
                     });
                 }
-                Heard::Nothing => continue,
+                Received::Nothing => continue,
             };
             match message.kind {
                 BATCH => self.confirm(&message.json()?)?,

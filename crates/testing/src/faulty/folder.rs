@@ -31,14 +31,14 @@ pub struct FaultyFolder {
 struct Core {
     path: PathBuf,
     sync_links: bool,
-    book: Mutex<Book>,
+    entries: Mutex<Entries>,
 }
 
 /// Files by a number of their own, as inodes: names come and go.
 type Id = u64;
 
 #[derive(Default)]
-struct Book {
+struct Entries {
     files: HashMap<Id, Arc<Content>>,
     names: BTreeMap<String, Id>,
     durable: BTreeMap<String, Id>,
@@ -81,12 +81,12 @@ impl Change {
 
 struct Content {
     file: File,
-    state: Mutex<State>,
+    state: Mutex<FileState>,
     /// Bytes that take space, for a folder that runs full.
     used: AtomicU64,
 }
 
-struct State {
+struct FileState {
     /// The content as of the last sync.
     durable: RamDisk,
     /// What was written since, in bytes.
@@ -114,26 +114,26 @@ impl FaultyFolder {
 
     fn open(power: &Power, path: &Path, sync_links: bool) -> io::Result<FaultyFolder> {
         let dir = Dir::open(path)?;
-        let mut book = Book::default();
+        let mut entries = Entries::default();
         for name in dir.list()? {
             if path.join(&name).symlink_metadata()?.is_file() {
-                book.find(path, &name)?;
+                entries.find(path, &name)?;
             }
         }
-        let core = Arc::new(Core { path: path.into(), sync_links, book: Mutex::new(book) });
+        let core = Arc::new(Core { path: path.into(), sync_links, entries: Mutex::new(entries) });
         power.join(Arc::clone(&core) as _);
         Ok(FaultyFolder { power: power.clone(), core })
     }
 
     /// After its files have grown by this many more bytes, growing them fails with ENOSPC.
     pub fn full_after(&self, bytes: u64) {
-        lock(&self.core.book).room = Some(bytes);
+        lock(&self.core.entries).room = Some(bytes);
     }
 
     /// Lets the system's own writing back of mapped files fail, once: the next sync of each fails, and later ones succeed
     /// without writing what has not changed since.
     pub fn fail_write_back(&self) -> io::Result<()> {
-        lock(&self.core.book).files.values().try_for_each(|content| {
+        lock(&self.core.entries).files.values().try_for_each(|content| {
             let state = &mut *lock(&content.state);
             if state.mapped {
                 state.failed = Some(content.now()?);
@@ -145,7 +145,7 @@ impl FaultyFolder {
 
     /// Drops from memory what could not be written back and counts as clean: it reads as the disk has it.
     pub fn reclaim(&self) -> io::Result<()> {
-        lock(&self.core.book).files.values().try_for_each(|content| {
+        lock(&self.core.entries).files.values().try_for_each(|content| {
             let state = &*lock(&content.state);
             let Some(failed) = &state.failed else { return Ok(()) };
             for page in pages(content.file.metadata()?.len()) {
@@ -164,11 +164,11 @@ impl FaultyFolder {
 
     /// Has room again.
     pub fn heal(&self) {
-        lock(&self.core.book).room = None;
+        lock(&self.core.entries).room = None;
     }
 }
 
-impl Book {
+impl Entries {
     /// The file of that name, one found on the disk included.
     fn find(&mut self, folder: &Path, name: &str) -> io::Result<Id> {
         if let Some(id) = self.names.get(name) {
@@ -213,47 +213,47 @@ impl Folder for FaultyFolder {
     fn open(&self, name: &str, create: bool) -> io::Result<Box<dyn StateFile>> {
         let found = {
             let _look = self.power.look()?;
-            lock(&self.core.book).find(&self.core.path, name)
+            lock(&self.core.entries).find(&self.core.path, name)
         };
         let missing = matches!(&found, Err(e) if create && e.kind() == io::ErrorKind::NotFound);
         // A step begins with nothing locked: it may be the cut, which locks everything.
         let _step = if missing { self.power.step()? } else { self.power.look()? };
-        let book = &mut *lock(&self.core.book);
-        let id = if missing && !book.names.contains_key(name) {
+        let entries = &mut *lock(&self.core.entries);
+        let id = if missing && !entries.names.contains_key(name) {
             let path = self.core.path.join(name);
             let file = File::options().read(true).write(true).create(true).truncate(false).open(path)?;
-            let id = book.add(Content::new(file));
-            book.change(Change::Create { name: name.into(), id });
+            let id = entries.add(Content::new(file));
+            entries.change(Change::Create { name: name.into(), id });
             id
         } else if missing {
-            book.find(&self.core.path, name)?
+            entries.find(&self.core.path, name)?
         } else {
             found?
         };
-        let content = Arc::clone(&book.files[&id]);
+        let content = Arc::clone(&entries.files[&id]);
         Ok(Box::new(FaultyFile { power: self.power.clone(), core: Arc::clone(&self.core), id, content }))
     }
 
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {
         let _step = self.power.step()?;
-        let book = &mut *lock(&self.core.book);
-        let id = book.find(&self.core.path, from)?;
+        let entries = &mut *lock(&self.core.entries);
+        let id = entries.find(&self.core.path, from)?;
         std::fs::rename(self.core.path.join(from), self.core.path.join(to))?;
-        book.change(Change::Rename { from: from.into(), to: to.into(), id });
+        entries.change(Change::Rename { from: from.into(), to: to.into(), id });
         Ok(())
     }
 
     fn remove(&self, name: &str) -> io::Result<()> {
         let _step = self.power.step()?;
-        let book = &mut *lock(&self.core.book);
-        let id = match book.find(&self.core.path, name) {
+        let entries = &mut *lock(&self.core.entries);
+        let id = match entries.find(&self.core.path, name) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
             found => found?,
         };
         std::fs::remove_file(self.core.path.join(name))?;
-        book.change(Change::Remove { name: name.into() });
-        if let Some(room) = &mut book.room {
-            *room += book.files[&id].used.swap(0, SeqCst);
+        entries.change(Change::Remove { name: name.into() });
+        if let Some(room) = &mut entries.room {
+            *room += entries.files[&id].used.swap(0, SeqCst);
         }
         Ok(())
     }
@@ -261,10 +261,10 @@ impl Folder for FaultyFolder {
     fn sync(&self) -> io::Result<()> {
         let _step = self.power.step()?;
         self.power.count_sync();
-        let book = &mut *lock(&self.core.book);
-        book.durable = book.names.clone();
-        book.unsynced.clear();
-        let Book { files, names, .. } = book;
+        let entries = &mut *lock(&self.core.entries);
+        entries.durable = entries.names.clone();
+        entries.unsynced.clear();
+        let Entries { files, names, .. } = entries;
         files.retain(|id, content| Arc::strong_count(content) > 1 || names.values().any(|named| named == id));
         Ok(())
     }
@@ -283,7 +283,7 @@ impl Folder for FaultyFolder {
     }
 
     fn free(&self) -> Option<u64> {
-        lock(&self.core.book).room.or_else(|| device::free_space(&self.core.path).ok())
+        lock(&self.core.entries).room.or_else(|| device::free_space(&self.core.path).ok())
     }
 }
 
@@ -299,7 +299,7 @@ impl FaultyFile {
     fn grow(&self, len: u64) -> io::Result<()> {
         let more = len.saturating_sub(self.content.used.load(SeqCst));
         if more > 0 {
-            lock(&self.core.book).take(&self.core.path, more)?;
+            lock(&self.core.entries).take(&self.core.path, more)?;
             self.content.used.fetch_add(more, SeqCst);
         }
         Ok(())
@@ -333,7 +333,7 @@ impl StateFile for FaultyFile {
         let before = self.content.file.metadata()?.len();
         state.changed.push(before.min(len)..before.max(len));
         let used = self.content.used.fetch_min(len, SeqCst);
-        if let Some(room) = &mut lock(&self.core.book).room {
+        if let Some(room) = &mut lock(&self.core.entries).room {
             *room += used.saturating_sub(len);
         }
         self.content.file.set_len(len)
@@ -374,10 +374,10 @@ impl StateFile for FaultyFile {
             }
         }
         if self.core.sync_links {
-            let book = &mut *lock(&self.core.book);
-            let (now, later) = book.unsynced.drain(..).partition(|change| change.names(self.id));
-            book.unsynced = later;
-            now.iter().for_each(|change: &Change| change.apply(&mut book.durable));
+            let entries = &mut *lock(&self.core.entries);
+            let (now, later) = entries.unsynced.drain(..).partition(|change| change.names(self.id));
+            entries.unsynced = later;
+            now.iter().for_each(|change: &Change| change.apply(&mut entries.durable));
         }
         Ok(())
     }
@@ -393,7 +393,7 @@ impl StateFile for FaultyFile {
     fn map(&self, len: u64) -> io::Result<Mapping> {
         let _look = self.power.look()?;
         let state = &mut *lock(&self.content.state);
-        if lock(&self.core.book).room.is_some() && self.content.used.load(SeqCst) < len {
+        if lock(&self.core.entries).room.is_some() && self.content.used.load(SeqCst) < len {
             // The real thing would be killed by SIGBUS, at some store or other.
             return Err(io::Error::other(
                 "a mapping of space that is not reserved, in a folder that may run full",
@@ -430,7 +430,7 @@ fn copy_changed(file: &File, before: &RamDisk, to: &RamDisk) -> io::Result<()> {
 
 impl Content {
     fn new(file: File) -> Content {
-        let state = State {
+        let state = FileState {
             durable: RamDisk::new(0),
             changed: Vec::new(),
             mapped: false,
@@ -473,7 +473,7 @@ impl Content {
 impl Member for Core {
     fn cut(&self) {
         // Threads of the dead process may go on storing to their mappings: that is not part of what it left.
-        for content in lock(&self.book).files.values() {
+        for content in lock(&self.entries).files.values() {
             let state = &mut *lock(&content.state);
             if state.mapped {
                 // What can't be read now is read at the crash, as it is then.
@@ -483,25 +483,25 @@ impl Member for Core {
     }
 
     fn crash(&self, _disks: Keep, folders: Keep, dice: &mut Random) -> io::Result<()> {
-        let book = &mut *lock(&self.book);
+        let entries = &mut *lock(&self.entries);
         let names = match folders {
-            Keep::KeepAll => book.names.clone(),
-            Keep::LoseUnsynced => book.durable.clone(),
+            Keep::KeepAll => entries.names.clone(),
+            Keep::LoseUnsynced => entries.durable.clone(),
             Keep::Random => {
-                let mut names = book.durable.clone();
-                book.unsynced.iter().filter(|_| dice.coin()).for_each(|change| change.apply(&mut names));
+                let mut names = entries.durable.clone();
+                entries.unsynced.iter().filter(|_| dice.coin()).for_each(|change| change.apply(&mut names));
                 names
             }
         };
         let mut left = Vec::new();
         for (name, id) in &names {
-            let content = &book.files[id];
+            let content = &entries.files[id];
             let untouched = folders == Keep::KeepAll && !lock(&content.state).mapped;
             if !untouched {
                 left.push((name, content.left(folders, dice)?));
             }
         }
-        for name in book.names.keys() {
+        for name in entries.names.keys() {
             if folders != Keep::KeepAll && !names.contains_key(name) {
                 std::fs::remove_file(self.path.join(name))?;
             }

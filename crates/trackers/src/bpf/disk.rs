@@ -8,7 +8,7 @@ use crate::TrackError;
 
 /// A block device as the kernel counts it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Followed {
+pub(super) struct BlockDevice {
     /// Its path without links.
     pub path: PathBuf,
     /// Its number, as `major:minor`.
@@ -23,9 +23,9 @@ pub(super) struct Followed {
     pub sysfs: PathBuf,
 }
 
-impl Followed {
+impl BlockDevice {
     /// Looks at the block device at `path`.
-    pub(super) fn at(path: &Path) -> Result<Followed, TrackError> {
+    pub(super) fn at(path: &Path) -> Result<BlockDevice, TrackError> {
         let identity = device::identity(path)?;
         if !identity.is_block() {
             return Err(TrackError::Unable(format!(
@@ -37,7 +37,7 @@ impl Followed {
     }
 
     /// The same, for a path known to be a block device.
-    pub(super) fn of(identity: &Identity) -> Result<Followed, TrackError> {
+    pub(super) fn of(identity: &Identity) -> Result<BlockDevice, TrackError> {
         let number = format!("{}:{}", libc::major(identity.dev), libc::minor(identity.dev));
         let sysfs = PathBuf::from("/sys/dev/block").join(&number);
         let Some(diskseq) = identity.diskseq else {
@@ -46,7 +46,7 @@ impl Followed {
                 identity.path.display()
             )));
         };
-        Ok(Followed {
+        Ok(BlockDevice {
             path: identity.path.clone(),
             number,
             diskseq,

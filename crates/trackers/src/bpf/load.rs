@@ -9,7 +9,7 @@ use aya::programs::links::FdLink;
 use aya::{Btf, EbpfLoader};
 use extents::Bitmap;
 
-use super::disk::Followed;
+use super::disk::BlockDevice;
 use super::notes::{Counts, Notes};
 use super::unseen::{TYPES, unseen};
 use super::{BpfTracker, LINKS, MAPS, RECORDS, TRACEPOINTS, folder, sys};
@@ -23,7 +23,11 @@ pub(super) const BPFFS: &str = "/sys/fs/bpf";
 const BPFFS_MAGIC: i64 = 0xcafe_4a11;
 
 /// Follows a block device from now on. `why` is what its record will say of the time before.
-pub(super) fn begin(disk: &Followed, block_size: Option<u32>, why: &str) -> Result<BpfTracker, TrackError> {
+pub(super) fn begin(
+    disk: &BlockDevice,
+    block_size: Option<u32>,
+    why: &str,
+) -> Result<BpfTracker, TrackError> {
     check_machine()?;
     if disk.is_zoned() {
         return Err(TrackError::Unable(format!(
@@ -59,7 +63,7 @@ pub(super) fn begin(disk: &Followed, block_size: Option<u32>, why: &str) -> Resu
     begun
 }
 
-fn load(disk: &Followed, block_size: u32, place: &Path, why: &str) -> Result<(), TrackError> {
+fn load(disk: &BlockDevice, block_size: u32, place: &Path, why: &str) -> Result<(), TrackError> {
     let failed = |what: &'static str| {
         let device = disk.path.clone();
         move |error: String| TrackError::Kernel { what, device: device.clone(), error }

@@ -28,7 +28,7 @@ use uuid::Uuid;
 
 use crate::tracker::taken;
 use crate::{TrackError, Tracker};
-use disk::Followed;
+use disk::BlockDevice;
 use notes::{Counts, Notes};
 use sys::Words;
 
@@ -57,13 +57,13 @@ fn folder(number: &str) -> PathBuf {
 /// # Errors
 /// `Unable` where the machine or the device can't do it, `Refused` if it is tracked already.
 pub fn add(device: &Path, block_size: Option<u32>) -> Result<Box<dyn Tracker>, TrackError> {
-    Ok(Box::new(load::begin(&Followed::at(device)?, block_size, BEGAN)?))
+    Ok(Box::new(load::begin(&BlockDevice::at(device)?, block_size, BEGAN)?))
 }
 
 /// Stops following a device, and forgets what was recorded. False if it was not tracked.
 pub fn remove(device: &Path) -> Result<bool, TrackError> {
     let number = match device::identity(device) {
-        Ok(identity) => Some(Followed::of(&identity)?.number),
+        Ok(identity) => Some(BlockDevice::of(&identity)?.number),
         // A disk that is gone is known by the path that it had.
         Err(_) => pinned()?.into_iter().find(|(_, path)| path == device).map(|(number, _)| number),
     };
@@ -92,7 +92,9 @@ pub(crate) fn find(device: &Path) -> Result<Option<Box<dyn Tracker>>, TrackError
         Err(TrackError::State { error, .. }) if error.kind() == io::ErrorKind::PermissionDenied => {
             return Ok(None);
         }
-        Err(error) => Box::new(Broken { device: identity.path, size: identity.size, why: error.to_string() }),
+        Err(error) => {
+            Box::new(BrokenTracker { device: identity.path, size: identity.size, why: error.to_string() })
+        }
     }))
 }
 
@@ -135,14 +137,14 @@ pub(crate) struct BpfTracker {
     flight: OwnedFd,
     counts: OwnedFd,
     notes: OwnedFd,
-    records: [Record; 2],
+    records: [MappedBitmap; 2],
     /// The last checkpoint made through this object.
     ended: Mutex<Option<Uuid>>,
     /// What the last checkpoint marked for writes in flight.
     in_flight: Mutex<Option<Bitmap>>,
 }
 
-struct Record {
+struct MappedBitmap {
     map: OwnedFd,
     id: u32,
     bits: Bitmap<Words>,
@@ -166,14 +168,14 @@ impl BpfTracker {
         if !block_size.is_power_of_two() || !(4096..=1 << 20).contains(&block_size) {
             return Err(state(io::Error::new(io::ErrorKind::InvalidData, "its block size is none")));
         }
-        let record = |name: &str| -> Result<Record, TrackError> {
+        let record = |name: &str| -> Result<MappedBitmap, TrackError> {
             let map = get(name)?;
             let blocks = size.div_ceil(u64::from(block_size));
             let words = Words::map(map.as_fd(), Bitmap::<Words>::words(blocks)).map_err(state)?;
             let id = sys::map_id(map.as_fd()).map_err(state)?;
             let bits = Bitmap::over(words, blocks)
                 .map_err(|e| state(io::Error::new(io::ErrorKind::InvalidData, e)))?;
-            Ok(Record { map, id, bits })
+            Ok(MappedBitmap { map, id, bits })
         };
         let records = [record(RECORDS[0])?, record(RECORDS[1])?];
         let (place, device) = (place.to_owned(), device.to_owned());
@@ -220,7 +222,7 @@ impl BpfTracker {
     }
 
     /// The record in use, and the other one. `None` if neither is in use.
-    fn in_use(&self) -> Result<Option<(&Record, &Record)>, TrackError> {
+    fn in_use(&self) -> Result<Option<(&MappedBitmap, &MappedBitmap)>, TrackError> {
         let mut id = [0; 4];
         sys::lookup(self.slot.as_fd(), 0, &mut id).map_err(self.failed("look at the record in use"))?;
         let id = u32::from_ne_bytes(id);
@@ -258,7 +260,7 @@ impl BpfTracker {
     /// Why it records no more what happens to this disk; what is said here no checkpoint mends.
     fn severed(&self, notes: &Notes) -> Result<Option<String>, TrackError> {
         let said = |why: &str| Ok(Some(format!("{why}; run \"dsync track remove\" and \"dsync track add\"")));
-        let Ok(now) = Followed::at(&self.device) else {
+        let Ok(now) = BlockDevice::at(&self.device) else {
             return said("the device no longer exists");
         };
         if now.diskseq != notes.diskseq || folder(&now.number) != self.place {
@@ -384,13 +386,13 @@ impl Tracker for BpfTracker {
 }
 
 /// What is left of a tracker some of whose pins are gone.
-struct Broken {
+struct BrokenTracker {
     device: PathBuf,
     size: u64,
     why: String,
 }
 
-impl Broken {
+impl BrokenTracker {
     fn error(&self) -> TrackError {
         TrackError::Refused(format!(
             "the tracker of {0} is broken ({1}): run \"dsync track remove {0}\" and \"dsync track add {0}\"",
@@ -400,7 +402,7 @@ impl Broken {
     }
 }
 
-impl Tracker for Broken {
+impl Tracker for BrokenTracker {
     fn kind(&self) -> &'static str {
         "bpf"
     }

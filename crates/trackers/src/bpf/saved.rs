@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_128;
 use uuid::Uuid;
 
-use super::disk::{Followed, read_number};
+use super::disk::{BlockDevice, read_number};
 use super::{BEGAN, BpfTracker, folder, load};
 use crate::{TrackError, Tracker};
 
@@ -20,7 +20,7 @@ pub(super) const NAME: &str = "bpf-record";
 
 /// How the disk was when its record was saved.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
-struct Stamp {
+struct DiskStamp {
     boot: String,
     diskseq: u64,
     size: u64,
@@ -28,7 +28,7 @@ struct Stamp {
     block_size: u32,
     /// What the hardware says of itself.
     name: String,
-    written: Written,
+    written: SectorCounts,
     fingerprint: String,
     /// Why the record was not known even then.
     lost: Option<String>,
@@ -40,7 +40,7 @@ struct Stamp {
 
 /// The kernel's count of sectors changed since the disk appeared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-struct Written {
+struct SectorCounts {
     written: u64,
     discarded: u64,
 }
@@ -67,7 +67,7 @@ pub fn save(device: &Path, to: &dyn Folder) -> Result<(), TrackError> {
         move |error| TrackError::State { what, place, error }
     };
     to.remove(NAME).map_err(state("cannot remove the old record"))?;
-    let disk = Followed::at(device)?;
+    let disk = BlockDevice::at(device)?;
     let place = folder(&disk.number);
     if !place.exists() {
         return Err(TrackError::Refused(format!(
@@ -84,12 +84,12 @@ pub fn save(device: &Path, to: &dyn Folder) -> Result<(), TrackError> {
     }
     let flushed = File::open(&disk.path).and_then(|file| file.sync_all());
     flushed.map_err(tracker.failed("flush the device"))?;
-    let written = Written::of(&disk).ok_or_else(|| {
+    let written = SectorCounts::of(&disk).ok_or_else(|| {
         TrackError::Refused(format!("the kernel does not count the writes to {}", device.display()))
     })?;
     let mut bits = Vec::new();
     tracker.dirty()?.encode(&mut bits);
-    let stamp = Stamp {
+    let stamp = DiskStamp {
         boot: load::boot_id(),
         diskseq: disk.diskseq,
         size: disk.size,
@@ -102,7 +102,7 @@ pub fn save(device: &Path, to: &dyn Folder) -> Result<(), TrackError> {
         released: tracker.released()?,
         record: hash(&bits),
     };
-    if Written::of(&disk) != Some(written) {
+    if SectorCounts::of(&disk) != Some(written) {
         return Err(TrackError::Refused(format!("{} is still being written", device.display())));
     }
     let head = serde_json::to_vec(&stamp).map_err(|e| state("cannot save the record")(e.into()))?;
@@ -122,7 +122,7 @@ pub fn restore(device: &Path, from: &dyn Folder) -> Result<Restored, TrackError>
     };
     let saved = read(from).map_err(state)?;
     from.remove(NAME).and_then(|()| from.sync()).map_err(state)?;
-    let disk = Followed::at(device)?;
+    let disk = BlockDevice::at(device)?;
     match BpfTracker::open(&folder(&disk.number), &disk.path) {
         // It follows a disk that was detached since, or no longer does at all: it makes way.
         Ok(tracker) if tracker.severed(&tracker.notes()?)?.is_some() => {
@@ -156,7 +156,7 @@ pub fn restore(device: &Path, from: &dyn Folder) -> Result<Restored, TrackError>
 
 /// The stamp and the encoded record; else why they can't be used.
 #[allow(clippy::type_complexity)]
-fn read(from: &dyn Folder) -> std::io::Result<Result<(Stamp, Vec<u8>), String>> {
+fn read(from: &dyn Folder) -> std::io::Result<Result<(DiskStamp, Vec<u8>), String>> {
     let file = match from.open(NAME, false) {
         Ok(file) => file,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
@@ -178,15 +178,15 @@ fn read(from: &dyn Folder) -> std::io::Result<Result<(Stamp, Vec<u8>), String>> 
         return damaged();
     }
     let (head, bits) = rest.split_at(head as usize);
-    match serde_json::from_slice::<Stamp>(head) {
+    match serde_json::from_slice::<DiskStamp>(head) {
         Ok(stamp) if stamp.record == hash(bits) => Ok(Ok((stamp, bits.to_vec()))),
         _ => damaged(),
     }
 }
 
-impl Stamp {
+impl DiskStamp {
     /// Whether the record holds for the disk as it is now.
-    fn verdict(&self, now: &Followed) -> Result<(), String> {
+    fn verdict(&self, now: &BlockDevice) -> Result<(), String> {
         let lost = |why: &str| Err(why.to_owned());
         if let Some(why) = &self.lost {
             return Err(why.clone());
@@ -204,8 +204,8 @@ impl Stamp {
                 "the machine was rebooted, and writes to {holder} cannot be detected afterwards"
             ));
         }
-        let expected = if same_boot { self.written } else { Written::default() };
-        if Written::of(now) != Some(expected) {
+        let expected = if same_boot { self.written } else { SectorCounts::default() };
+        if SectorCounts::of(now) != Some(expected) {
             return lost("the device was written to while it was not tracked");
         }
         match fingerprint(now) {
@@ -216,18 +216,18 @@ impl Stamp {
     }
 }
 
-impl Written {
+impl SectorCounts {
     /// `None` where the kernel doesn't count.
-    fn of(disk: &Followed) -> Option<Written> {
+    fn of(disk: &BlockDevice) -> Option<SectorCounts> {
         let number = std::fs::read_to_string(disk.whole_disk().join("dev")).ok()?;
         let (major, minor) = number.trim().split_once(':')?;
         let count = device::Written::of(libc::makedev(major.parse().ok()?, minor.parse().ok()?))?;
-        Some(Written { written: count.sectors, discarded: count.discarded })
+        Some(SectorCounts { written: count.sectors, discarded: count.discarded })
     }
 }
 
 /// What the hardware, or what stands in its place, says of itself.
-fn hardware_name(disk: &Followed) -> String {
+fn hardware_name(disk: &BlockDevice) -> String {
     let place = disk.whole_disk();
     let files = ["wwid", "device/wwid", "serial", "device/serial", "dm/uuid", "md/uuid", "loop/backing_file"];
     files.iter().filter_map(|f| std::fs::read_to_string(place.join(f)).ok()).collect()
@@ -235,14 +235,14 @@ fn hardware_name(disk: &Followed) -> String {
 
 /// A hash of the places that every mount changes, on the whole disk and on each of its partitions: the first and the last
 /// MiB, with the superblocks of ext4, XFS, Btrfs, LVM, md and partition tables.
-pub(super) fn fingerprint(disk: &Followed) -> Result<String, TrackError> {
+pub(super) fn fingerprint(disk: &BlockDevice) -> Result<String, TrackError> {
     let mut content = Vec::new();
     edges(disk, |part| content.extend_from_slice(hash(part).as_bytes()))?;
     Ok(hash(&content))
 }
 
 /// Hands out the first and the last MiB of the disk, then of each of its partitions.
-fn edges(disk: &Followed, mut take: impl FnMut(&[u8])) -> Result<(), TrackError> {
+fn edges(disk: &BlockDevice, mut take: impl FnMut(&[u8])) -> Result<(), TrackError> {
     const EDGE: u64 = 1 << 20;
     for path in std::iter::once(disk.path.clone()).chain(partitions(disk)) {
         let opened = device::open(&path, &device::Options { write: false, direct: true, exclusive: false })?;
@@ -262,7 +262,7 @@ fn edges(disk: &Followed, mut take: impl FnMut(&[u8])) -> Result<(), TrackError>
 }
 
 /// What lies on the disk or a partition whose content changes while the edges stay as they are.
-fn holder(disk: &Followed) -> Result<Option<&'static str>, TrackError> {
+fn holder(disk: &BlockDevice) -> Result<Option<&'static str>, TrackError> {
     let mut found = None;
     edges(disk, |part| found = found.or(signature(part)))?;
     Ok(found)
@@ -289,7 +289,7 @@ fn signature(edge: &[u8]) -> Option<&'static str> {
 }
 
 /// The partitions of a whole disk, sorted by number.
-fn partitions(disk: &Followed) -> Vec<PathBuf> {
+fn partitions(disk: &BlockDevice) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(&disk.sysfs).into_iter().flatten().flatten();
     let mut found: Vec<(u64, PathBuf)> = entries
         .filter_map(|entry| {

@@ -301,7 +301,7 @@ impl Drop for Slow {
 fn lost_updates(mark_again: bool) -> u64 {
     let slow = Slow::new();
     let disk = slow.disk.as_ref().unwrap();
-    let number = Followed::at(&disk.device).unwrap().number;
+    let number = BlockDevice::at(&disk.device).unwrap().number;
     add(&disk.device, None).unwrap();
     let tracker = BpfTracker::open(&folder(&number), &disk.device).unwrap();
     tracker.swap(true).unwrap();
@@ -415,7 +415,7 @@ fn a_pin_a_link_or_a_disk_that_is_gone_means_lost() {
         return;
     }
     let mut disk = Loop::new(8);
-    let place = folder(&Followed::at(&disk.device).unwrap().number);
+    let place = folder(&BlockDevice::at(&disk.device).unwrap().number);
     let trusted = |disk: &Loop| {
         let _ = remove(&disk.device);
         let tracker = add(&disk.device, None).unwrap();
@@ -567,10 +567,10 @@ fn a_saved_record_is_believed_only_if_nobody_wrote_since() {
     // What another system did with the disk shows in no count of this one.
     for mkfs in ["mkfs.ext4 -q -F", "mkfs.xfs -q -f", "mkfs.btrfs -q -f"] {
         run(&format!("{mkfs} {}", disk.name()));
-        let before = saved::fingerprint(&Followed::at(&disk.device).unwrap()).unwrap();
-        assert_eq!(saved::fingerprint(&Followed::at(&disk.device).unwrap()).unwrap(), before);
+        let before = saved::fingerprint(&BlockDevice::at(&disk.device).unwrap()).unwrap();
+        assert_eq!(saved::fingerprint(&BlockDevice::at(&disk.device).unwrap()).unwrap(), before);
         run(&format!("{mount}; {unmount}; sync {}", disk.name()));
-        assert_ne!(saved::fingerprint(&Followed::at(&disk.device).unwrap()).unwrap(), before, "{mkfs}");
+        assert_ne!(saved::fingerprint(&BlockDevice::at(&disk.device).unwrap()).unwrap(), before, "{mkfs}");
     }
     // In use: nothing is saved.
     run(&mount);
@@ -700,7 +700,7 @@ fn a_write_that_is_taken_to_be_in_flight_is_told() {
         return;
     }
     let disk = Loop::new(8);
-    let number = Followed::at(&disk.device).unwrap().number;
+    let number = BlockDevice::at(&disk.device).unwrap().number;
     add(&disk.device, None).unwrap();
     let tracker = BpfTracker::open(&folder(&number), &disk.device).unwrap();
     assert!(tracker.in_flight().is_none(), "there was no checkpoint yet");

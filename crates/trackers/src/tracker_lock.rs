@@ -10,7 +10,7 @@ use crate::TrackError;
 /// The right to end epochs of a device's tracker. It belongs to the tracker, so that two state directories exclude each
 /// other too.
 #[derive(Debug)]
-pub struct Hold {
+pub struct TrackerLock {
     _lock: FolderLock,
 }
 
@@ -20,9 +20,9 @@ const HOLDS: &str = "/run/dsync/trackers";
 /// For so long a tracker is waited for: another sync may be ending just now.
 const PATIENCE: Duration = Duration::from_millis(500);
 
-impl Hold {
+impl TrackerLock {
     /// Holds the tracker of the block device at `device`. The inner `Err` says who has it.
-    pub fn take(device: &Path) -> Result<Result<Hold, String>, TrackError> {
+    pub fn take(device: &Path) -> Result<Result<TrackerLock, String>, TrackError> {
         let identity = device::identity(device)?;
         let number = format!("{}:{}", libc::major(identity.dev), libc::minor(identity.dev));
         // Files that stand in for a device share the number of their file system.
@@ -36,7 +36,7 @@ impl Hold {
                 place: place.clone(),
                 error,
             })? {
-                Ok(lock) => return Ok(Ok(Hold { _lock: lock })),
+                Ok(lock) => return Ok(Ok(TrackerLock { _lock: lock })),
                 Err(holder) if Instant::now() > until => return Ok(Err(holder)),
                 Err(_) => std::thread::sleep(Duration::from_millis(10)),
             }

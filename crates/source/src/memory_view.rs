@@ -15,21 +15,21 @@ const PIECES: usize = 512;
 const DEPTH: u32 = 64;
 
 /// Reads blocks of a disk into memory, again and again: what was read last counts.
-pub(crate) struct Capture {
+pub(crate) struct MemoryReader {
     queue: Box<dyn Queue>,
     ready: Vec<Buf>,
     most: u64,
     /// What was read and is not in its place yet.
     fresh: Vec<(Pieces, Buf)>,
-    captured: Captured,
+    captured: MemoryView,
 }
 
-impl Capture {
+impl MemoryReader {
     /// Nothing is read yet. At most `most` bytes are held, and at most as many read at once.
-    pub(crate) fn new(disk: &Arc<dyn Disk>, block_size: u64, most: u64) -> io::Result<Capture> {
+    pub(crate) fn new(disk: &Arc<dyn Disk>, block_size: u64, most: u64) -> io::Result<MemoryReader> {
         let (size, queue) = (disk.len(), disk.clone().queue(DEPTH)?);
-        let captured = Captured { size, block_size, slots: BTreeMap::new(), chunks: Vec::new() };
-        Ok(Capture { queue, ready: Vec::new(), most, fresh: Vec::new(), captured })
+        let captured = MemoryView { size, block_size, slots: BTreeMap::new(), chunks: Vec::new() };
+        Ok(MemoryReader { queue, ready: Vec::new(), most, fresh: Vec::new(), captured })
     }
 
     /// Touches so many bytes of memory, so that filling them waits for nothing but the disk.
@@ -44,7 +44,7 @@ impl Capture {
 
     /// Reads blocks. False if they are too many; then none is read.
     pub(crate) fn read(&mut self, blocks: &Bitmap) -> io::Result<bool> {
-        let Captured { size, block_size, .. } = self.captured;
+        let MemoryView { size, block_size, .. } = self.captured;
         if blocks.count().saturating_mul(block_size) > self.most {
             return Ok(false);
         }
@@ -94,13 +94,13 @@ impl Capture {
     }
 
     /// What was read and kept.
-    pub(crate) fn finish(self) -> Captured {
+    pub(crate) fn finish(self) -> MemoryView {
         self.captured
     }
 }
 
 /// Some blocks of a disk as they were when they were read last. All others read as zeroes.
-pub(crate) struct Captured {
+pub(crate) struct MemoryView {
     size: u64,
     block_size: u64,
     /// Where each block lies, counted in blocks.
@@ -108,7 +108,7 @@ pub(crate) struct Captured {
     chunks: Vec<Box<[u8]>>,
 }
 
-impl Captured {
+impl MemoryView {
     /// Chunk and place of a slot.
     fn place(&self, slot: usize) -> (usize, usize) {
         let in_chunk = (CHUNK / self.block_size) as usize;
@@ -138,7 +138,7 @@ fn read_only() -> io::Error {
     io::Error::new(io::ErrorKind::PermissionDenied, "a view is read-only")
 }
 
-impl Disk for Captured {
+impl Disk for MemoryView {
     fn len(&self) -> u64 {
         self.size
     }
@@ -210,7 +210,7 @@ mod tests {
             blocks.set(b..b + 1);
         });
         blocks.set(4999..5000);
-        let mut capture = Capture::new(&disk, BLOCK, 64 << 20).unwrap();
+        let mut capture = MemoryReader::new(&disk, BLOCK, 64 << 20).unwrap();
         capture.prepare(1 << 20);
         assert!(capture.read(&blocks).unwrap());
         // Some of it once more, and some that was not read before.
@@ -243,7 +243,7 @@ mod tests {
     #[test]
     fn there_is_a_limit() {
         let disk: Arc<dyn Disk> = Arc::new(RamDisk::from_bytes(&content(1)));
-        let mut capture = Capture::new(&disk, BLOCK, 300 * BLOCK).unwrap();
+        let mut capture = MemoryReader::new(&disk, BLOCK, 300 * BLOCK).unwrap();
         let blocks = Bitmap::new(5000);
         blocks.set(100..300);
         // The same ones need no more memory.

@@ -10,17 +10,17 @@ use extents::Bitmap;
 use source::{Batches, Handle, SourceError};
 use uuid::Uuid;
 
-use super::session::{Conversation, Sent, Session};
+use super::session::{MirrorSession, Sent, SessionContext};
 use super::{Ended, Mirror, MirrorEvent, MirrorSummary};
 use crate::batching::Interval;
 use crate::error::SyncError;
 use crate::messages::{MirrorPlan, Open, PLAN, Plan, Status, open, part};
-use crate::options::Options;
+use crate::options::SyncOptions;
 use crate::push::push;
 use crate::report::Summary;
 
 /// A source that is followed, and what of it the replica may have.
-pub(super) struct Followed {
+pub(super) struct FollowedSource {
     handle: Handle,
     /// `None` for a live disk, each of whose batches is a sync.
     batches: Option<Batches>,
@@ -51,7 +51,7 @@ fn sync(handle: &Handle, mirror: &mut Mirror<'_>, summary: &mut MirrorSummary) -
     // What the user said of the destination was said of what was there then.
     let first = summary.syncs == 0;
     let options =
-        Options { adopt: options.adopt && first, create: options.create && first, ..options.clone() };
+        SyncOptions { adopt: options.adopt && first, create: options.create && first, ..options.clone() };
     let synced = push(handle, link, mirror.destination, mirror.name, &options, mirror.progress)?;
     summary.syncs += 1;
     summary.bytes_sent += synced.bytes_sent;
@@ -68,15 +68,18 @@ fn or_away(handle: &Handle, error: SyncError) -> SyncError {
     }
 }
 
-impl Followed {
+impl FollowedSource {
     /// Follows the source, and syncs: from there on batches can go on.
-    pub(super) fn begin(mirror: &mut Mirror<'_>, summary: &mut MirrorSummary) -> Result<Followed, SyncError> {
+    pub(super) fn begin(
+        mirror: &mut Mirror<'_>,
+        summary: &mut MirrorSummary,
+    ) -> Result<FollowedSource, SyncError> {
         let handle = (mirror.attach)()?;
         // Before the checkpoint of the sync: what is written from there on is in the first batch.
         let batches = if handle.live().is_some() { None } else { Some(handle.follow()?) };
         let synced = sync(&handle, mirror, summary).map_err(|error| or_away(&handle, error))?;
         let epoch = handle.last_epoch()?.filter(|e| Some(e.number) == synced.epoch);
-        Ok(Followed {
+        Ok(FollowedSource {
             handle,
             batches,
             at: At::Epoch(epoch),
@@ -142,7 +145,7 @@ impl Followed {
         let plan = Plan { delta: true, mirror: Some(plan), ..Plan::default() };
         sender.send_json(PLAN, &plan)?;
         (mirror.tell)(MirrorEvent::Mirroring);
-        let conversation = Conversation {
+        let context = SessionContext {
             handle: &self.handle,
             batches,
             options,
@@ -151,7 +154,7 @@ impl Followed {
             sender: &sender,
             receiver: &receiver,
         };
-        let session = Session::new(conversation, mirror.name, &status, self.interval.clone());
+        let session = MirrorSession::new(context, mirror.name, &status, self.interval.clone());
         let began = Instant::now();
         let (result, left) = session.run(&mut self.epoch_began, &mut self.count);
         self.stood = began.elapsed();

@@ -45,7 +45,7 @@ use device::{Disk, Mapping};
 use extents::Bitmap;
 use rustix::fs::{MemfdFlags, Mode, OFlags};
 
-use crate::record::Section;
+use crate::bitmap_file::Section;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"dsyncvew");
 const HEAD_WORDS: usize = 512;
@@ -79,7 +79,7 @@ impl Layout {
 }
 
 /// The shared side of one view.
-pub struct Saved {
+pub struct CowStore {
     map: File,
     head: Mapping,
     size: u64,
@@ -95,16 +95,16 @@ pub struct Saved {
 
 /// What another process needs to read the view: descriptors to pass over a socket.
 #[derive(Debug)]
-pub struct SavedParts {
+pub struct CowFiles {
     /// The shared map.
     pub map: OwnedFd,
     /// The saved data.
     pub data: OwnedFd,
 }
 
-impl Saved {
+impl CowStore {
     /// A view of a disk of `size` bytes that needs everything, and may keep up to `limit` bytes in a file in `folder`.
-    pub fn create(folder: &Path, size: u64, block_size: u32, limit: u64) -> io::Result<Saved> {
+    pub fn create(folder: &Path, size: u64, block_size: u32, limit: u64) -> io::Result<CowStore> {
         let bytes = Layout::of(size, block_size).end as u64 * 8;
         let map = File::from(rustix::fs::memfd_create("dsync-view", MemfdFlags::CLOEXEC)?);
         map.set_len(bytes)?;
@@ -130,14 +130,14 @@ impl Saved {
     }
 
     /// The view that another process keeps.
-    pub fn from_parts(parts: SavedParts) -> io::Result<Saved> {
+    pub fn from_parts(parts: CowFiles) -> io::Result<CowStore> {
         let map = File::from(parts.map);
         let len = map.metadata()?.len();
         let head = Mapping::new(&map, len & !7)?;
         Self::over(map, head, File::from(parts.data))
     }
 
-    fn over(map: File, head: Mapping, data: File) -> io::Result<Saved> {
+    fn over(map: File, head: Mapping, data: File) -> io::Result<CowStore> {
         let bad = || {
             io::Error::new(
                 io::ErrorKind::InvalidData,
@@ -162,12 +162,12 @@ impl Saved {
         let kept = bitmap(layout.kept..layout.slots)?;
         let slots = Section::new(&head, layout.slots..layout.end);
         let locks = (0..LOCKS).map(|_| Mutex::new(())).collect();
-        Ok(Saved { map, head, size, block_size, limit, data, needed, kept, slots, locks })
+        Ok(CowStore { map, head, size, block_size, limit, data, needed, kept, slots, locks })
     }
 
     /// Descriptors for another process.
-    pub fn parts(&self) -> io::Result<SavedParts> {
-        Ok(SavedParts {
+    pub fn parts(&self) -> io::Result<CowFiles> {
+        Ok(CowFiles {
             map: self.map.as_fd().try_clone_to_owned()?,
             data: self.data.as_fd().try_clone_to_owned()?,
         })
@@ -374,8 +374,8 @@ impl Saved {
     }
 }
 
-impl std::fmt::Debug for Saved {
+impl std::fmt::Debug for CowStore {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Saved({} bytes kept)", self.kept_bytes())
+        write!(f, "CowStore({} bytes kept)", self.kept_bytes())
     }
 }

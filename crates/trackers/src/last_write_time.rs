@@ -9,7 +9,7 @@ use std::sync::atomic::{
 
 use device::{Clock, Folder, Mapping, StateFile};
 
-use crate::record::raise;
+use crate::bitmap_file::raise;
 
 const NAME: &str = "served";
 
@@ -24,16 +24,16 @@ const SETTLED: usize = 3;
 const SET_BACK: u64 = 1_000_000_000;
 
 /// The time of the last served write, in a mapped file: the latest value outlives the process, a recent one a power cut.
-pub struct Served {
+pub struct LastWriteTime {
     clock: Clock,
     file: Box<dyn StateFile>,
     mapping: Mapping,
     durable: AtomicU64,
 }
 
-impl Served {
+impl LastWriteTime {
     /// Opens the stamp, making it where it is missing. What it holds from an earlier run is kept.
-    pub fn open(folder: &dyn Folder, clock: Clock) -> io::Result<Served> {
+    pub fn open(folder: &dyn Folder, clock: Clock) -> io::Result<LastWriteTime> {
         let file = folder.open(NAME, true)?;
         if file.len()? < 4096 {
             file.reserve(4096)?;
@@ -42,7 +42,7 @@ impl Served {
         }
         let mapping = file.map(4096)?;
         let durable = AtomicU64::new(mapping[NOTED].load(Relaxed));
-        Ok(Served { clock, file, mapping, durable })
+        Ok(LastWriteTime { clock, file, mapping, durable })
     }
 
     /// Notes that a write is about to go down, or has just come back. Every note differs from the one before.
@@ -83,7 +83,7 @@ impl Served {
         (times != self.mapping[SETTLED].load(SeqCst)).then_some(times)
     }
 
-    /// Somebody else has changed the image. Known after a kill, and after a power cut once [`Served::sync`] was called.
+    /// Somebody else has changed the image. Known after a kill, and after a power cut once [`LastWriteTime::sync`] was called.
     pub(crate) fn count_foreign(&self) {
         self.mapping[FOREIGN].fetch_add(1, SeqCst);
         // Whatever the last note is, the next sync has something to write.
@@ -96,7 +96,7 @@ impl Served {
         self.file.sync()
     }
 
-    /// The history says so, up to an earlier answer of [`Served::foreign`].
+    /// The history says so, up to an earlier answer of [`LastWriteTime::foreign`].
     pub(crate) fn settle(&self, times: u64) {
         self.mapping[SETTLED].store(times, SeqCst);
     }
@@ -130,7 +130,7 @@ mod tests {
     fn a_clock_that_was_set_back_takes_the_note_with_it() {
         let temp = tempfile::tempdir().unwrap();
         let folder = device::Dir::open(temp.path()).unwrap();
-        let served = Served::open(&folder, Clock::system()).unwrap();
+        let served = LastWriteTime::open(&folder, Clock::system()).unwrap();
         served.note();
         let first = served.last();
         served.note();

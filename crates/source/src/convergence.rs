@@ -3,17 +3,17 @@
 /// Decides whether another pass pays: each reads what was written during the one before, so what is left shrinks until the
 /// disk is written to as fast as it is read.
 #[derive(Debug, Clone, Copy)]
-pub struct Shrinking {
+pub struct Convergence {
     /// Bytes that are few enough.
     few: u64,
     /// Bytes that were left the last time.
     before: u64,
 }
 
-impl Shrinking {
+impl Convergence {
     /// No pass pays for so few bytes.
-    pub fn new(few: u64) -> Shrinking {
-        Shrinking { few, before: u64::MAX }
+    pub fn new(few: u64) -> Convergence {
+        Convergence { few, before: u64::MAX }
     }
 
     /// True if so many bytes that are left now are worth another pass: they are more than a few, and at most three quarters
@@ -31,8 +31,8 @@ mod tests {
     #[test]
     fn passes_stop_where_little_is_left_or_it_shrinks_no_more() {
         let pays = |left: &[u64]| {
-            let mut shrinking = Shrinking::new(100);
-            left.iter().map(|&left| shrinking.pays(left)).collect::<Vec<_>>()
+            let mut convergence = Convergence::new(100);
+            left.iter().map(|&left| convergence.pays(left)).collect::<Vec<_>>()
         };
         assert_eq!(pays(&[1 << 40, 4000, 3000, 2251]), [true, true, true, false]);
         assert_eq!(pays(&[100]), [false]);

@@ -15,11 +15,11 @@ use smallvec::smallvec;
 
 use crate::context::{Context, tidy};
 use crate::export::Export;
-use crate::handshake::Agreed;
+use crate::handshake::Negotiated;
 use crate::output::Output;
 use crate::pool::Pool;
 use crate::protocol::*;
-use crate::socket::{Gone, Received, Stream, wait};
+use crate::socket::{Disconnected, Received, Stream, wait};
 
 /// Bytes taken from the socket in one step.
 const INPUT: usize = 256 << 10;
@@ -42,12 +42,12 @@ const SKIP: u32 = 64 << 20;
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// Serves one connection until it ends. All that was submitted has completed when this returns.
-pub(crate) fn run(stream: &Stream, agreed: Agreed, closing: &AtomicBool) {
-    let mut session = Session::new(stream, agreed, closing);
-    // Gone: nobody is left to hear of it.
-    let _ = session.serve();
+pub(crate) fn run(stream: &Stream, negotiated: Negotiated, closing: &AtomicBool) {
+    let mut transmission = Transmission::new(stream, negotiated, closing);
+    // Disconnected: there is no one to report to.
+    let _ = transmission.serve();
     // The disk must be done with this connection's requests before anyone is told that it is over.
-    while session.queue.in_flight() > 0 && session.queue.complete(true).is_some() {}
+    while transmission.queue.in_flight() > 0 && transmission.queue.complete(true).is_some() {}
 }
 
 /// What the next bytes from the client are.
@@ -55,7 +55,7 @@ enum Step {
     /// The head of a request.
     Head,
     /// Payload of a write: `left` bytes for `offset` and on, the part under way included.
-    Payload { slot: usize, offset: u64, left: usize, part: Option<Part>, large: bool },
+    Payload { slot: usize, offset: u64, left: usize, part: Option<PayloadBuf>, large: bool },
     /// Payload of a refused write.
     Skip { left: usize, cookie: u64, failure: Failure },
     /// None: the parts of a read are still to be submitted.
@@ -64,7 +64,7 @@ enum Step {
     End,
 }
 
-struct Part {
+struct PayloadBuf {
     buf: Buf,
     filled: usize,
 }
@@ -102,7 +102,7 @@ struct Slot {
     failure: Option<Failure>,
 }
 
-struct Session<'a> {
+struct Transmission<'a> {
     stream: &'a Stream,
     closing: &'a AtomicBool,
     queue: Box<dyn Queue>,
@@ -130,10 +130,10 @@ struct Session<'a> {
     export: Export,
 }
 
-impl<'a> Session<'a> {
-    fn new(stream: &'a Stream, agreed: Agreed, closing: &'a AtomicBool) -> Session<'a> {
-        let Agreed { export, size, structured, contexts, queue } = agreed;
-        Session {
+impl<'a> Transmission<'a> {
+    fn new(stream: &'a Stream, negotiated: Negotiated, closing: &'a AtomicBool) -> Transmission<'a> {
+        let Negotiated { export, size, structured, contexts, queue } = negotiated;
+        Transmission {
             stream,
             closing,
             prompt: queue.wait_fd().is_none(),
@@ -156,7 +156,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    fn serve(&mut self) -> Result<(), Gone> {
+    fn serve(&mut self) -> Result<(), Disconnected> {
         loop {
             let stop = self.take_in()?;
             self.queue.start();
@@ -238,7 +238,7 @@ impl<'a> Session<'a> {
     }
 
     /// Takes in what has been received.
-    fn take_in(&mut self) -> Result<Stop, Gone> {
+    fn take_in(&mut self) -> Result<Stop, Disconnected> {
         loop {
             match &mut self.step {
                 Step::Head => {
@@ -264,7 +264,7 @@ impl<'a> Session<'a> {
                         }
                         let buf = self.pool.take(len);
                         if let Step::Payload { part, .. } = &mut self.step {
-                            *part = Some(Part { buf, filled: 0 });
+                            *part = Some(PayloadBuf { buf, filled: 0 });
                         }
                     }
                     if !self.fill() {
@@ -593,7 +593,7 @@ impl<'a> Session<'a> {
 
     /// Sends what there is. A client that does not take its replies must keep nobody waiting but itself: a disk that counts
     /// its writes waits for each to be collected. So they are, before this waits for the client.
-    fn flush(&mut self) -> Result<(), Gone> {
+    fn flush(&mut self) -> Result<(), Disconnected> {
         loop {
             let mut collected = Vec::new();
             let queue = &mut self.queue;

@@ -43,7 +43,7 @@ impl Deref for Section {
 }
 
 /// A dirty bitmap in a file `record-N`, N being the number of the epoch that it will become.
-pub struct Record {
+pub struct BitmapFile {
     number: u64,
     size: u64,
     block_size: u32,
@@ -52,7 +52,7 @@ pub struct Record {
     bits: Bitmap<Section>,
 }
 
-impl Record {
+impl BitmapFile {
     /// The file's name for an epoch.
     fn name(number: u64) -> String {
         format!("record-{number}")
@@ -68,7 +68,12 @@ impl Record {
     }
 
     /// A fresh record, its space reserved and its file durable, so that no bit set in it ever lacks a place.
-    pub(crate) fn create(folder: &dyn Folder, number: u64, size: u64, block_size: u32) -> io::Result<Record> {
+    pub(crate) fn create(
+        folder: &dyn Folder,
+        number: u64,
+        size: u64,
+        block_size: u32,
+    ) -> io::Result<BitmapFile> {
         let name = Self::name(number);
         folder.remove(&name)?;
         let file = folder.open(&name, true)?;
@@ -85,7 +90,7 @@ impl Record {
     }
 
     /// Opens a record that an earlier run left. `None` if the file was cut off before it was whole: then it was never used.
-    pub(crate) fn open(folder: &dyn Folder, number: u64) -> io::Result<Option<Record>> {
+    pub(crate) fn open(folder: &dyn Folder, number: u64) -> io::Result<Option<BitmapFile>> {
         let file = folder.open(&Self::name(number), false)?;
         let mut head = [0u8; 32];
         if file.len()? < HEAD {
@@ -106,7 +111,7 @@ impl Record {
         Self::over(file, number, size, block_size).map(Some)
     }
 
-    fn over(file: Box<dyn StateFile>, number: u64, size: u64, block_size: u32) -> io::Result<Record> {
+    fn over(file: Box<dyn StateFile>, number: u64, size: u64, block_size: u32) -> io::Result<BitmapFile> {
         let blocks = size.div_ceil(u64::from(block_size));
         let words = Bitmap::<Section>::words(blocks);
         let mapping = file.map(HEAD + words * 8)?;
@@ -114,7 +119,7 @@ impl Record {
         let bits = Bitmap::over(Section::new(&mapping, first..first + words as usize), blocks)
             .map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))?;
         let head = Section::new(&mapping, 0..first);
-        Ok(Record { number, size, block_size, file, head, bits })
+        Ok(BitmapFile { number, size, block_size, file, head, bits })
     }
 
     /// Removes the file. Durable after the folder's sync.
@@ -147,7 +152,7 @@ impl Record {
     }
 
     /// Marks everything that another record holds; its blocks may be of another size, its disk smaller.
-    pub(crate) fn absorb(&self, other: &Record) {
+    pub(crate) fn absorb(&self, other: &BitmapFile) {
         for run in other.bits.runs() {
             let start = run.start * u64::from(other.block_size);
             let end = (run.end * u64::from(other.block_size)).min(self.size);
@@ -197,7 +202,7 @@ impl Record {
     }
 
     /// True if nothing that was read from the bits so far can have been lost: no page of the file failed to be written, be
-    /// it by [`Record::sync`] or by the kernel on its own.
+    /// it by [`BitmapFile::sync`] or by the kernel on its own.
     pub(crate) fn is_sound(&self) -> bool {
         if !self.is_damaged() && self.file.failed().is_err() {
             self.head[DAMAGED].store(1, SeqCst);
@@ -206,9 +211,9 @@ impl Record {
     }
 }
 
-impl std::fmt::Debug for Record {
+impl std::fmt::Debug for BitmapFile {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Record({} of {} bytes, blocks of {})", self.number, self.size, self.block_size)
+        write!(f, "BitmapFile({} of {} bytes, blocks of {})", self.number, self.size, self.block_size)
     }
 }
 

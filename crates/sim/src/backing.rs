@@ -4,14 +4,14 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 use device::{Clock, Disk, DiskKind, Identity};
-use source::{Boot, Medium, SourceError};
+use source::{Backing, Boot, SourceError};
 
 use crate::destination::Held;
 use crate::files::SimDisk;
 use crate::host::{Call, Process, lock};
 
 /// An image or device, as the process sees it that holds the source.
-pub struct SimMedium {
+pub struct SimBacking {
     _held: Arc<Held>,
     process: Arc<Process>,
     /// The process that reads: another one, where the source is served.
@@ -20,7 +20,7 @@ pub struct SimMedium {
     name: String,
 }
 
-impl SimMedium {
+impl SimBacking {
     /// The image or device of that name.
     pub fn new(
         held: Arc<Held>,
@@ -28,8 +28,8 @@ impl SimMedium {
         reader: &Arc<Mutex<Arc<Process>>>,
         folder: &str,
         name: &str,
-    ) -> SimMedium {
-        SimMedium {
+    ) -> SimBacking {
+        SimBacking {
             _held: held,
             process: process.clone(),
             reader: reader.clone(),
@@ -48,7 +48,7 @@ impl SimMedium {
     }
 }
 
-impl Medium for SimMedium {
+impl Backing for SimBacking {
     fn identity(&self) -> Result<Identity, SourceError> {
         let number = self.find()?;
         let host = &self.process.host;
