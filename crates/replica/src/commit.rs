@@ -155,7 +155,7 @@ impl Replica {
             step.finished = true;
         }
         self.store()?;
-        let copy = self.rename(!matches!(kind, StepKind::NewFile { replaces: false, .. }))?;
+        let copy = self.rename(kind.replaces())?;
         self.renamed(toward, copy)?;
         self.half_done = false;
         Ok(())

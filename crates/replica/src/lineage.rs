@@ -135,6 +135,13 @@ pub enum StepKind {
     },
 }
 
+impl StepKind {
+    /// True if its file may take the place of another.
+    pub(crate) fn replaces(self) -> bool {
+        !matches!(self, StepKind::NewFile { replaces: false, .. })
+    }
+}
+
 /// What a commit makes of a replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Toward {

@@ -135,7 +135,10 @@ impl Replica {
         for name in [ARRIVING, WHOLE, note::NAME] {
             self.remove(name)?;
         }
-        self.remove_unclaimed()?;
+        // It was made before its step could be written down.
+        if self.stamp(Name::Temporary)?.is_some_and(|stamp| stamp.size == 0) {
+            self.remove_partial()?;
+        }
         let Some(stamp) = self.stamp(Name::Final)? else { return Ok(()) };
         if self.adopt {
             return self.take(stamp);

@@ -1,0 +1,346 @@
+//! Recovery: completing or rolling back what a crash left. [`table`] decides, here it is carried out.
+
+mod table;
+
+use crate::destination::Name;
+use crate::error::{ReplicaError, Result, SAFE, io_error};
+use crate::fit::compares;
+use crate::journal::{self, ARRIVING, Contents, WHOLE};
+use crate::lineage::{Lineage, Stamp, StepKind};
+use crate::note::{self, WRITTEN};
+use crate::replica::Replica;
+use table::{Action, Arriving, Asked, Content, File, Refusal, Sealed, Situation, Step, decide};
+
+/// What was found so far.
+struct Found {
+    situation: Situation,
+    /// What is at the destination.
+    now: Option<Stamp>,
+    /// In what way others have changed it.
+    why: Option<&'static str>,
+    /// What `journal-whole` holds.
+    deltas: Vec<Contents>,
+    /// What `journal` holds.
+    arriving: Option<Contents>,
+}
+
+impl Replica {
+    /// Completes or rolls back what a crash left.
+    pub(crate) fn recover(&mut self) -> Result<()> {
+        // After a kill, what is seen need not be durable yet; what is done now builds on it.
+        self.folder.sync().map_err(io_error("sync", self.folder.path()))?;
+        let mut found = self.look()?;
+        while !self.act(decide(&found.situation), &mut found)? {}
+        // What was judged is what was left: a second look might already find somebody's write.
+        self.left = self.left.take().or(found.now.map(Stamp::glance));
+        Ok(())
+    }
+
+    /// Carries an action out, and says what is known after it. Returns true if that was the last.
+    fn act(&mut self, action: Action, found: &mut Found) -> Result<bool> {
+        match action {
+            Action::LookAtSealed => self.look_at_sealed(found)?,
+            Action::LookAtContent => self.look_at_content(found),
+            Action::LookAtArriving => self.look_at_arriving(found)?,
+            Action::RemoveStray => {
+                self.remove_partial()?;
+                *found = self.look()?;
+            }
+            Action::DropStep => {
+                self.drop_step(found.situation.file)?;
+                *found = self.look()?;
+            }
+            Action::FinishRename | Action::PutInPlace => {
+                self.finish_step(action, found)?;
+                *found = self.look()?;
+            }
+            Action::DropMerged => {
+                self.remove(note::NAME)?;
+                self.remove(WHOLE)?;
+                found.situation.sealed = Sealed::None;
+            }
+            Action::TakeTimes => {
+                self.keep_times()?;
+                found.situation.content = self.proven();
+            }
+            Action::DropArriving => {
+                self.remove(ARRIVING)?;
+                found.situation.arriving = Arriving::None;
+            }
+            Action::SealAndMerge => {
+                let Some(contents) = found.arriving.take() else { return Ok(true) };
+                let merged = self.has_room(&contents)?;
+                if merged {
+                    self.seal_and_merge(contents)?;
+                }
+                found.situation.arriving = Arriving::Useless;
+                return Ok(merged);
+            }
+            last => return self.end(last, found).map(|()| true),
+        }
+        Ok(false)
+    }
+
+    /// Carries out an action that ends the recovery.
+    fn end(&mut self, action: Action, found: &mut Found) -> Result<()> {
+        let path = || self.path().to_path_buf();
+        let why = found.why.unwrap_or(WRITTEN);
+        match action {
+            Action::Forget => self.forget(),
+            Action::Merge => self.merge_sealed(std::mem::take(&mut found.deltas)),
+            Action::KeepArriving => {
+                self.journal = found.arriving.take();
+                Ok(())
+            }
+            Action::Adopt => {
+                found.why.iter().for_each(|why| self.notice(why));
+                found.now.clone().map_or(Ok(()), |now| self.take(now))
+            }
+            Action::OpenInDoubt => {
+                self.notice(why);
+                self.changed = Some(why);
+                Ok(())
+            }
+            Action::Refuse(Refusal::Changed) => Err(self.touched(why)),
+            Action::Refuse(Refusal::NotAReplica) => Err(ReplicaError::NotAReplica(path())),
+            Action::Refuse(Refusal::Unproven) => Err(ReplicaError::Unproven(path())),
+            Action::Refuse(Refusal::Damaged) => Err(journal::damaged(
+                &self.folder.path().join(WHOLE),
+                "it was whole once and is not any more".into(),
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Looking.
+impl Replica {
+    /// Looks at what the lineage says and at the files' names.
+    fn look(&self) -> Result<Found> {
+        let (now, partial) = (self.stamp(Name::Final)?, self.stamp(Name::Temporary)?);
+        let has = |stamp: &Option<Stamp>, inode| stamp.as_ref().is_some_and(|stamp| stamp.inode == inode);
+        let under_way = self.lineage.step.as_ref();
+        let (step, inode) = match under_way.map(|step| (step.kind, step.finished)) {
+            None => (Step::None, None),
+            Some((StepKind::InPlace, _)) => (Step::InPlace, None),
+            Some((StepKind::NewFile { inode, .. }, true)) => (Step::NewFileFinished, Some(inode)),
+            Some((StepKind::NewFile { inode, .. }, false)) => (Step::NewFile, Some(inode)),
+            Some((StepKind::Clone { inode }, true)) => (Step::CloneFinished, Some(inode)),
+            Some((StepKind::Clone { inode }, false)) if self.positions().is_empty() => {
+                (Step::ClonePending, Some(inode))
+            }
+            Some((StepKind::Clone { inode }, false)) => (Step::Clone, Some(inode)),
+        };
+        let file = match inode {
+            Some(inode) if has(&now, inode) => File::InPlace,
+            Some(inode) if has(&partial, inode) => File::Beside,
+            None if partial.is_some_and(|partial| partial.size == 0) => File::Stray,
+            _ => File::None,
+        };
+        let asked = match (self.adopt, self.doubt) {
+            (true, _) => Asked::Adopt,
+            (false, true) => Asked::Doubt,
+            (false, false) => Asked::Use,
+        };
+        let (sealed, content, arriving) = (Sealed::Unseen, Content::Unseen, Arriving::Unseen);
+        let situation = Situation { step, file, sealed, content, arriving, asked };
+        Ok(Found { situation, now, why: None, deltas: Vec::new(), arriving: None })
+    }
+
+    fn look_at_sealed(&self, found: &mut Found) -> Result<()> {
+        let nothing = found.now.is_none() || found.situation.step == Step::NewFile;
+        let deltas = if nothing { None } else { journal::measure_all(&*self.folder, WHOLE)? };
+        found.situation.sealed = match deltas.as_ref().map(|deltas| deltas.last().and_then(Contents::stream))
+        {
+            None => Sealed::None,
+            Some(None) => Sealed::Damaged,
+            Some(last) if last == self.lineage.committed => Sealed::Merged,
+            Some(_) => Sealed::Whole,
+        };
+        found.deltas = deltas.unwrap_or_default();
+        Ok(())
+    }
+
+    fn look_at_content(&mut self, found: &mut Found) {
+        let Situation { step, file, sealed, .. } = found.situation;
+        let known = self.lineage.epoch.is_some() || !self.positions().is_empty();
+        let Some(now) = &found.now else {
+            found.situation.content = if known { Content::Gone } else { Content::None };
+            return;
+        };
+        let finished = matches!(step, Step::NewFileFinished | Step::CloneFinished);
+        let seeds = matches!(step, Step::NewFile | Step::NewFileFinished);
+        let unknown = match self.lineage.step.as_ref().filter(|_| seeds) {
+            Some(step) => !step.kind.replaces(),
+            None => !known && !self.destination.is_device() && !self.replace,
+        };
+        found.why = match (finished, file) {
+            (true, File::InPlace) => self.since_own_writes(now, &[]),
+            _ if seeds => self.changed,
+            _ if unknown => None,
+            _ => self.changed_since(now, sealed, &found.deltas),
+        };
+        found.situation.content = match found.why {
+            Some(_) => Content::Changed,
+            None if unknown => Content::Unknown,
+            None => {
+                self.left = Some(now.clone().glance());
+                if self.has_note() { Content::Reserved } else { self.proven() }
+            }
+        };
+    }
+
+    /// In what way others have changed the destination since the lineage was stored, or since own writes that came later.
+    fn changed_since(&self, now: &Stamp, sealed: Sealed, deltas: &[Contents]) -> Option<&'static str> {
+        let before = self.lineage.stamp.as_ref();
+        if before.is_some_and(|before| before.inode != now.inode) {
+            return Some("another file has taken its place");
+        }
+        if let Some(why) = self.changed.filter(|_| !self.is_compared(deltas)) {
+            return Some(why);
+        }
+        let in_place = self.lineage.step.as_ref().is_some_and(|step| step.kind == StepKind::InPlace);
+        match sealed {
+            Sealed::Damaged => None,
+            Sealed::Whole => self.since_own_writes(now, deltas),
+            // Own writes have changed it; all else leaves it alone.
+            _ if in_place || self.has_note() => self.since_own_writes(now, &[]),
+            _ => before.and_then(|before| before.differs(now)).or_else(|| self.since_attached(now)),
+        }
+    }
+
+    /// True if all that is known against the destination is that others wrote to it before the journal's first delta was made,
+    /// by comparing: then that mends what they did.
+    fn is_compared(&self, deltas: &[Contents]) -> bool {
+        let first = deltas.first().and_then(|delta| delta.segments.first());
+        let marked = self.lineage.foreign && self.changed == Some(WRITTEN);
+        marked && first.is_some_and(|s| compares(&s.header) && s.header.binds == Some(self.nonce()))
+    }
+
+    fn proven(&self) -> Content {
+        let Lineage { source, epoch, step, .. } = &self.lineage;
+        let proven = source.is_some() || epoch.is_some() || step.is_some() || self.positions().is_empty();
+        if proven { Content::AsLeft } else { Content::Unproven }
+    }
+
+    fn look_at_arriving(&self, found: &mut Found) -> Result<()> {
+        found.arriving = journal::measure(&*self.folder, ARRIVING)?;
+        found.situation.arriving = match &found.arriving {
+            None => Arriving::None,
+            Some(contents) if contents.segments.is_empty() || !self.fits_journal(contents) => {
+                Arriving::Useless
+            }
+            Some(contents) if !contents.whole => Arriving::Part,
+            Some(contents) if contents.stream().is_some_and(|stream| self.has(stream)) => Arriving::Useless,
+            Some(_) => Arriving::Complete,
+        };
+        Ok(())
+    }
+
+    fn fits_journal(&self, contents: &Contents) -> bool {
+        contents.segments.first().is_some_and(|s| s.header.resumes.is_none() && self.check(&s.header).is_ok())
+    }
+}
+
+/// Acting.
+impl Replica {
+    /// Forgets a step whose file is of no use.
+    fn drop_step(&mut self, file: File) -> Result<()> {
+        if file == File::Beside {
+            self.remove_partial()?;
+        }
+        if let Some(step) = self.lineage.step.take() {
+            let epoch = step.toward.epoch;
+            self.recovered.push(format!("the unfinished copy of epoch {epoch} is gone; it is begun anew"));
+        }
+        self.store()
+    }
+
+    /// Ends a step whose file is complete.
+    fn finish_step(&mut self, action: Action, found: &Found) -> Result<()> {
+        let Some(step) = self.lineage.step.clone() else { return Ok(()) };
+        let epoch = step.toward.epoch;
+        let (copy, done) = match action {
+            Action::PutInPlace => (
+                self.rename(step.kind.replaces())?,
+                format!("the copy of epoch {epoch} was complete; it is put in place now"),
+            ),
+            _ => (
+                found.now.clone(),
+                format!("epoch {epoch} had been put in place; its commit is finished now"),
+            ),
+        };
+        self.recovered.push(done);
+        self.renamed(&step.toward, copy)
+    }
+
+    /// The destination is gone: what was known of it says nothing of a new one.
+    fn forget(&mut self) -> Result<()> {
+        self.recovered.push("the replica's file is gone".into());
+        // What is on disk stays until another replica is begun: the file may come back.
+        self.gone = true;
+        self.lineage = Lineage::new();
+        self.kept = false;
+        Ok(())
+    }
+
+    /// Makes room for what a whole delta of the journal writes, before it is merged. Without it the delta is dropped, as the
+    /// process would have done that received it.
+    fn has_room(&mut self, contents: &Contents) -> Result<bool> {
+        self.untouched()?;
+        let holes = self.holes_of(ARRIVING, contents)?;
+        match self.make_room(holes, false, "the replica is unchanged") {
+            Err(error @ ReplicaError::Full { .. }) => {
+                self.recovered.push(format!("a delta that was cut off at its end is dropped: {error}"));
+                Ok(false)
+            }
+            made => made.map(|()| true),
+        }
+    }
+
+    fn seal_and_merge(&mut self, contents: Contents) -> Result<()> {
+        let failed = |what| io_error(what, self.folder.path());
+        let file = self.folder.open(ARRIVING, false).map_err(failed("open"))?;
+        journal::seal(&*file, &*self.folder).map_err(failed("sync"))?;
+        self.redo(&[contents])
+    }
+
+    /// Merges what was sealed, as far as there is room. All that was ever confirmed had its room before.
+    fn merge_sealed(&mut self, mut deltas: Vec<Contents>) -> Result<()> {
+        while let Some(first) = self.first_without_room(&deltas)? {
+            deltas.truncate(first);
+        }
+        // Whoever was killed may not have synced what it appended last; what was never confirmed may be too long.
+        let end = deltas.last().map_or(0, |last| last.start + last.bytes);
+        let file = self.folder.open(WHOLE, false).and_then(|file| {
+            file.set_len(end)?;
+            file.sync()
+        });
+        file.map_err(io_error("sync", &self.folder.path().join(WHOLE)))?;
+        self.redo(&deltas)
+    }
+
+    /// The first delta of a journal for which there is no room. If the very first lacks it, the merge will say so.
+    fn first_without_room(&mut self, deltas: &[Contents]) -> Result<Option<usize>> {
+        for (number, contents) in deltas.iter().enumerate() {
+            let holes = self.holes_of(WHOLE, contents)?;
+            match self.make_room(holes, true, SAFE) {
+                Err(ReplicaError::Full { .. }) => return Ok((number > 0).then_some(number)),
+                made => made?,
+            }
+        }
+        Ok(None)
+    }
+
+    /// Merges a whole journal that a crash left.
+    fn redo(&mut self, deltas: &[Contents]) -> Result<()> {
+        self.merge(deltas)?;
+        if let (Some(epoch), ahead) = (self.lineage.epoch, self.lineage.ahead) {
+            let what = if ahead { "batches after" } else { "the journal of" };
+            let was = if ahead { "were" } else { "was" };
+            let now = if ahead { "they are" } else { "it is" };
+            self.recovered.push(format!("{what} epoch {epoch} {was} whole; {now} merged now"));
+        }
+        Ok(())
+    }
+}
