@@ -184,7 +184,7 @@ fn fio_verifies_what_it_wrote() {
     if !need(&["fio"], "fio's nbd engine against dsync serve") {
         return;
     }
-    let size = u64::from(dsync_tests::rounds(32, 1024)) * MIB;
+    let size = dsync_tests::rounds(32, 1024) * MIB;
     for options in [&[][..], &["--direct"][..]] {
         let site = Site::new();
         let disk = site.image("vm.raw", size);

@@ -79,7 +79,7 @@ fn a_copy_by_hand_sends_everything_and_keeps_holes() {
 fn after_a_gap_the_replica_is_compared_under_load_and_tracked_again() {
     let mut scene = Scene::synced("gap under load", 48 * MIB);
     for round in 0..rounds(3, 30) {
-        lose_track(&mut scene, u64::from(round) * MIB, 9000);
+        lose_track(&mut scene, round * MIB, 9000);
         let mut random = scene.random.clone();
         let options = Options { rate: 1500, ..Options::default() };
         let load = Load::start(&scene.server().address(), "vm", &options, &mut random);

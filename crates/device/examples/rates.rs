@@ -27,13 +27,8 @@ fn measure(path: &std::path::Path, len: u64) -> Result<(), Box<dyn std::error::E
             report(name, 1 << 20, &all, depth, 1, &disk, false)?;
         }
         report("1 MiB writes, depth 32", 1 << 20, &all, 32, 1, &disk, true)?;
-        let mut dice = 1u64;
-        let scattered: Vec<u64> = std::iter::repeat_with(|| {
-            dice = dice.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            ((dice >> 16) % (len >> 12)) << 12
-        })
-        .take(200_000)
-        .collect();
+        let mut random = testing::Random::seeded(1);
+        let scattered: Vec<u64> = (0..200_000).map(|_| random.below(len >> 12) << 12).collect();
         let mut sorted: Vec<u64> = scattered[..20_000].to_vec();
         sorted.sort();
         sorted.dedup();

@@ -44,17 +44,10 @@ fn connect(socket: &Path) -> Result<Client> {
 }
 
 /// Bytes that no compressor and no zero detection makes disappear.
-fn noise(seed: u64, len: usize) -> Vec<u8> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut bytes = Vec::with_capacity(len + 8);
-    while bytes.len() < len {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        bytes.extend_from_slice(&state.to_le_bytes());
-    }
-    bytes.truncate(len);
-    bytes
+fn noise(len: usize) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; len];
+    File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes)).context("/dev/urandom")?;
+    Ok(bytes)
 }
 
 /// Where a region begins: regions of [`REGION`] bytes are spread over a disk of `size` bytes.
@@ -64,7 +57,7 @@ fn region(number: u64, regions: u64, size: u64) -> u64 {
 
 fn fill(mut disk: Client, regions: u64) -> Result<()> {
     for number in 0..regions {
-        disk.write(region(number, regions, disk.size), &noise(number + 1, REGION))?;
+        disk.write(region(number, regions, disk.size), &noise(REGION)?)?;
     }
     disk.flush().context("can't flush the export")
 }
@@ -72,7 +65,7 @@ fn fill(mut disk: Client, regions: u64) -> Result<()> {
 fn change(mut disk: Client, regions: u64) -> Result<()> {
     for number in 0..CHANGED {
         let at = region(number * regions / CHANGED, regions, disk.size);
-        disk.write(at + number * 8 * BLOCK, &noise(number + 1000, CHANGE))?;
+        disk.write(at + number * 8 * BLOCK, &noise(CHANGE)?)?;
     }
     disk.flush().context("can't flush the export")
 }

@@ -12,9 +12,10 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{Noise, serve_one};
+use common::serve_one;
 use nbd::{Context, Limits, Server, Status};
 use serde_json::Value;
+use testing::Random;
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 64 * MIB;
@@ -49,7 +50,7 @@ impl ServedFile {
     fn sparse(direct: bool) -> ServedFile {
         let served = ServedFile::empty(direct);
         let file = File::options().write(true).open(served.file()).unwrap();
-        let mut noise = Noise::new(SIZE);
+        let mut noise = Random::seeded(SIZE);
         for (at, len) in
             [(0, MIB), (10 * MIB, 12345), (20 * MIB + 4096, 4096), (40 * MIB, 3 * MIB), (SIZE - 512, 512)]
         {

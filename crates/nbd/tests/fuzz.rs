@@ -14,9 +14,10 @@ use std::time::{Duration, Instant};
 use common::*;
 use device::Disk;
 use nbd::{Context, Limits, Status};
+use testing::Random;
 
 /// The parts of a conversation that makes sense.
-fn conversation(noise: &mut Noise) -> Vec<Vec<u8>> {
+fn conversation(noise: &mut Random) -> Vec<Vec<u8>> {
     let name = ["disk", "", "other"][noise.below(8).min(2) as usize];
     let mut parts = vec![(noise.below(4) as u32).to_be_bytes().to_vec()];
     for _ in 0..noise.below(5) {
@@ -36,7 +37,7 @@ fn conversation(noise: &mut Noise) -> Vec<Vec<u8>> {
     for at in 0..noise.below(20) {
         let command = noise.below(9) as u16;
         let flags = if noise.below(3) == 0 { noise.below(32) as u16 } else { 0 };
-        let offset = if noise.below(10) == 0 { noise.next() } else { noise.below(FUZZ_DISK) };
+        let offset = if noise.below(10) == 0 { noise.bits() } else { noise.below(FUZZ_DISK) };
         let len = if noise.below(4) == 0 { noise.below(FUZZ_DISK) } else { noise.below(5000) } as u32;
         let payload = if command == WRITE { noise.bytes(len.min(20_000) as usize) } else { vec![] };
         let len = if command == WRITE { payload.len() as u32 } else { len };
@@ -48,24 +49,24 @@ fn conversation(noise: &mut Noise) -> Vec<Vec<u8>> {
 }
 
 /// Spoils a conversation a little, or a lot.
-fn spoil(parts: &mut Vec<Vec<u8>>, noise: &mut Noise) {
+fn spoil(parts: &mut Vec<Vec<u8>>, noise: &mut Random) {
     const TELLING: [u64; 8] = [0, 1, 0x7fff_ffff, 0x8000_0000, 0xffff_ffff, 1 << 20, (1 << 20) + 1, 1 << 63];
     for _ in 0..noise.below(4) {
-        let at = noise.below(parts.len() as u64) as usize;
+        let at = noise.index(parts.len());
         let part = &mut parts[at];
-        let place = noise.below(part.len() as u64) as usize;
+        let place = noise.index(part.len());
         match noise.below(7) {
             0 => part.truncate(place),
             1 if !part.is_empty() => part[place] ^= 1 << noise.below(8),
-            2 if !part.is_empty() => part[place] = noise.next() as u8,
+            2 if !part.is_empty() => part[place] = noise.bits() as u8,
             3 => {
-                let len = noise.below(40) as usize;
+                let len = noise.index(40);
                 let more = noise.bytes(len);
                 drop(part.splice(place..place, more));
             }
             4 => {
-                let value = TELLING[noise.below(8) as usize];
-                let width = [2, 4, 8][noise.below(3) as usize];
+                let value = TELLING[noise.index(8)];
+                let width = [2, 4, 8][noise.index(3)];
                 let end = (place + width).min(part.len());
                 part[place..end].copy_from_slice(&value.to_be_bytes()[8 - (end - place)..]);
             }
@@ -106,16 +107,15 @@ fn noise_does_no_harm() {
         PANICS.fetch_add(1, Ordering::SeqCst);
         usual(info);
     }));
-    let seed = seed();
-    let runs = std::env::var("DSYNC_FUZZ_RUNS")
-        .map_or(3000, |runs| runs.parse().expect("DSYNC_FUZZ_RUNS: a number"));
+    let seed = testing::seed("noise for a server");
+    let runs = testing::number("DSYNC_FUZZ_RUNS").unwrap_or(3000);
     // A run of the usual length is bounded in time on a slow machine too.
     let until = (runs <= 3000).then(|| Instant::now() + Duration::from_secs(20));
 
     let before = peak();
     for mode in [Mode::Inline, Mode::Polled] {
         let disk = Rig::plain(FUZZ_DISK, mode);
-        disk.ram.write_at(0, &Noise::new(1).bytes(300_000)).unwrap();
+        disk.ram.write_at(0, &Random::seeded(1).bytes(300_000)).unwrap();
         let server = serve_one(disk, Limits::default(), |export| export.contexts.push(Arc::new(Talkative)));
         let mut witness = Client::enter(&server, "disk", true, &[]);
         for run in 0..runs / 2 {
@@ -123,12 +123,12 @@ fn noise_does_no_harm() {
                 println!("{run} conversations in the time given");
                 break;
             }
-            let mut noise = Noise::new(seed.wrapping_add(run));
+            let mut noise = Random::seeded(seed.wrapping_add(run));
             let mut parts = conversation(&mut noise);
             match noise.below(10) {
                 // Nothing but noise.
                 0 => {
-                    let len = noise.below(3000) as usize;
+                    let len = noise.index(3000);
                     parts = vec![noise.bytes(len)];
                 }
                 // Noise after a greeting.

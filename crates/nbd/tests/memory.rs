@@ -11,11 +11,12 @@ use std::time::Duration;
 use common::*;
 use device::{Disk, RamDisk};
 use nbd::Limits;
+use testing::Random;
 
 #[test]
 fn memory_is_bounded_whatever_is_asked() {
     let disk = Arc::new(RamDisk::new(64 << 20));
-    let mut noise = Noise::new(5);
+    let mut noise = Random::seeded(5);
     (0..64).for_each(|at| disk.write_at(at << 20, &noise.bytes(1 << 20)).unwrap());
     let server = serve(disk);
     let before = peak();

@@ -8,11 +8,12 @@ use std::collections::HashMap;
 use common::*;
 use device::Disk;
 use nbd::{Server, state};
+use testing::Random;
 
 const REGION: u64 = 1 << 20;
 
 /// Batches of requests that don't touch one another, in the part of the disk that is this client's own.
-fn exercise(server: &Server, structured: bool, base: u64, noise: &mut Noise, batches: usize) -> Vec<u8> {
+fn exercise(server: &Server, structured: bool, base: u64, noise: &mut Random, batches: usize) -> Vec<u8> {
     let contexts: &[&str] = if structured { &["base:allocation"] } else { &[] };
     let mut client = Client::enter(server, "disk", structured, contexts);
     let mut model = vec![0u8; REGION as usize];
@@ -28,7 +29,7 @@ fn exercise(server: &Server, structured: bool, base: u64, noise: &mut Noise, bat
             };
             let len = len.min(REGION - at) as usize;
             let command = [READ, READ, READ, WRITE, WRITE, WRITE, ZEROES, TRIM, CACHE, FLUSH, STATUS];
-            let mut command = command[noise.below(11) as usize];
+            let mut command = command[noise.index(11)];
             if command == STATUS && (!structured || len == 0) {
                 command = READ;
             }
@@ -84,7 +85,7 @@ fn exercise(server: &Server, structured: bool, base: u64, noise: &mut Noise, bat
 
 #[test]
 fn random_requests_against_a_model() {
-    let seed = seed();
+    let seed = testing::seed("requests of all kinds");
     for mode in [Mode::Inline, Mode::Polled, Mode::Blocking] {
         for structured in [false, true] {
             for connections in [1, 4] {
@@ -93,7 +94,7 @@ fn random_requests_against_a_model() {
                 let models: Vec<Vec<u8>> = std::thread::scope(|scope| {
                     let (server, seed) = (&server, seed ^ mode as u64 ^ connections << 8);
                     let run = |at| {
-                        move || exercise(server, structured, at * REGION, &mut Noise::new(seed + at), 40)
+                        move || exercise(server, structured, at * REGION, &mut Random::seeded(seed + at), 40)
                     };
                     let running: Vec<_> = (0..connections).map(|at| scope.spawn(run(at))).collect();
                     running.into_iter().map(|one| one.join().expect("one client went well")).collect()

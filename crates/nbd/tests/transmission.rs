@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use common::*;
 use device::{Disk, Done, Kind, Queue, RamDisk, Request};
 use nbd::{BlockSizes, Context, Export, Limits, Status};
+use testing::Random;
 
 const EPERM: u32 = 1;
 const EIO: u32 = 5;
@@ -27,7 +28,7 @@ fn both(server: &nbd::Server) -> [Client; 2] {
 }
 
 fn noise(len: usize) -> Vec<u8> {
-    Noise::new(len as u64).bytes(len)
+    Random::seeded(len as u64).bytes(len)
 }
 
 #[test]
@@ -500,7 +501,7 @@ fn many_requests_at_once() {
         for structured in [false, true] {
             let mut client = Client::enter(&server, "disk", structured, &[]);
             let mut writer = client.stream.try_clone().unwrap();
-            let mut noise = Noise::new(7);
+            let mut noise = Random::seeded(7);
             let blocks: Vec<Vec<u8>> = (0..1000).map(|_| noise.bytes(4096)).collect();
             let mut bytes = Vec::new();
             for (at, block) in blocks.iter().enumerate() {
@@ -524,8 +525,7 @@ fn many_requests_at_once() {
             // No more than the sockets hold: this client does not read while it writes.
             for _ in 0..20 {
                 let ask = |at| (client.request(READ, 0, at as u64 * 4096, 4096, &[]), at);
-                let mut asked: HashMap<u64, usize> =
-                    (0..50).map(|_| noise.below(1000) as usize).map(ask).collect();
+                let mut asked: HashMap<u64, usize> = (0..50).map(|_| noise.index(1000)).map(ask).collect();
                 while !asked.is_empty() {
                     let (cookie, answer) = client.next();
                     assert!(answer.data == blocks[asked.remove(&cookie).unwrap()]);

@@ -7,9 +7,9 @@ use std::time::Duration;
 use device::Disk;
 use replica::{ReplicaError, State};
 use sync::{Class, Method, SyncError};
+use testing::Random;
 
 use crate::cell::{Cell, Change, Commit, Origin, Table, Target, Verb, Way};
-use crate::dice::Dice;
 use crate::host::{Event, lock};
 use crate::inode::content_of;
 use crate::tracker::BLOCK;
@@ -37,12 +37,12 @@ impl std::fmt::Display for Failure {
 
 /// The cell of a seed.
 pub fn cell(seed: u64) -> String {
-    Cell::draw(&mut Dice::new(seed)).to_string()
+    Cell::draw(&mut Random::seeded(seed)).to_string()
 }
 
 /// Does the run of a seed.
 pub fn run(seed: u64, scratch: &Path) -> Result<Table, Failure> {
-    let mut dice = Dice::new(seed);
+    let mut dice = Random::seeded(seed);
     let cell = Cell::draw(&mut dice);
     let world = World::new(cell, &mut dice, scratch);
     let pipes = dice.one_in(16) && !cell.origin.is_live();
@@ -277,7 +277,7 @@ impl Run {
     fn tamper_source(&mut self) {
         let len = self.world.size();
         let offset = self.world.dice.below(len / 512) * 512;
-        let byte = self.world.dice.roll() as u8;
+        let byte = self.world.dice.bits() as u8;
         self.world.tell(format!("somebody writes byte {byte} to the source at {offset}"));
         {
             let disk = self.world.disk();
@@ -316,7 +316,7 @@ impl Run {
             Change::Scattered => (0..dice.within(1..12)).map(|_| Write::draw(dice, len)).collect(),
             Change::Dense => (0..len / BLOCK)
                 .filter_map(|block| {
-                    let bytes = vec![dice.roll() as u8; BLOCK as usize];
+                    let bytes = vec![dice.bits() as u8; BLOCK as usize];
                     (!dice.one_in(4)).then_some(Write::Data { offset: block * BLOCK, bytes })
                 })
                 .collect(),
@@ -468,7 +468,7 @@ impl Run {
     fn tamper_replica(&mut self, which: usize) {
         let Some(size) = self.world.raw_size(which).filter(|size| *size >= 512) else { return };
         let offset = self.world.dice.below(size / 512) * 512;
-        let byte = self.world.dice.roll() as u8;
+        let byte = self.world.dice.bits() as u8;
         let name = self.world.replicas[which].name.clone();
         self.world.far.state().foreign_write(&name, offset, &[byte; 512], true);
         self.world.bury();
@@ -505,7 +505,7 @@ impl Run {
         if self.world.server.is_some() {
             return;
         }
-        let at = self.world.dice.roll();
+        let at = self.world.dice.bits();
         let mut state = self.world.near.state();
         let Some(number) = state.find(&self.world.state, "history") else { return };
         let mut content = state.content(number);
@@ -644,7 +644,7 @@ impl Run {
         if self.world.dice.one_in(8) {
             let dice = &mut self.world.dice;
             let at = dice.within(1..self.last_steps.max(20));
-            let epoch = uuid::Uuid::from_u128(u128::from(dice.roll()));
+            let epoch = uuid::Uuid::from_u128(u128::from(dice.bits()));
             self.world.tell(format!("planned: another program takes the record, {at} steps on"));
             let act = move |state: &mut crate::host::State| {
                 state.take_record(disk, epoch);
@@ -802,7 +802,7 @@ impl Run {
 
     fn extract(&mut self, which: usize) -> Result<String, SyncError> {
         let breaks = if self.world.dice.one_in(4) { 1 << self.world.dice.below(20) } else { u64::MAX };
-        let arrives = if self.world.dice.one_in(4) { Some(self.world.dice.roll()) } else { None };
+        let arrives = if self.world.dice.one_in(4) { Some(self.world.dice.bits()) } else { None };
         self.world.tell(format!(
             "extract, and merge to {}{}{}",
             self.world.replicas[which].name,
@@ -1084,7 +1084,7 @@ enum Write {
 }
 
 impl Write {
-    fn draw(dice: &mut Dice, len: u64) -> Write {
+    fn draw(dice: &mut Random, len: u64) -> Write {
         if dice.one_in(6) {
             return Write::trim(dice, len);
         }
@@ -1096,13 +1096,13 @@ impl Write {
             _ => 8,
         };
         let count = count.min(sectors - first);
-        let byte = dice.roll() as u8;
+        let byte = dice.bits() as u8;
         let mut bytes = vec![byte; (count * 512) as usize];
-        bytes.chunks_mut(512).for_each(|sector| sector[..8].copy_from_slice(&dice.roll().to_le_bytes()));
+        bytes.chunks_mut(512).for_each(|sector| sector[..8].copy_from_slice(&dice.bits().to_le_bytes()));
         Write::Data { offset: first * 512, bytes }
     }
 
-    fn trim(dice: &mut Dice, len: u64) -> Write {
+    fn trim(dice: &mut Random, len: u64) -> Write {
         let first = dice.below(len / BLOCK);
         let count = dice.within(1..12).min(len / BLOCK - first);
         Write::Zero { offset: first * BLOCK, len: count * BLOCK, unmap: dice.one_in(2) }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use crate::dice::Dice;
+use testing::Random;
 
 /// What is followed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -120,7 +120,7 @@ pub struct Cell {
 
 impl Cell {
     /// A cell that exists.
-    pub fn draw(dice: &mut Dice) -> Cell {
+    pub fn draw(dice: &mut Random) -> Cell {
         let origin = dice.pick(&[Origin::File, Origin::Direct, Origin::Device, Origin::Bpf, Origin::Dm]);
         let target = dice.pick(&[Target::File, Target::Device]);
         let way = dice.pick(&[Way::Local, Way::Far]);

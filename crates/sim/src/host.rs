@@ -11,7 +11,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use crate::dice::Dice;
+use testing::Random;
+
 use crate::foreign::Foreign;
 use crate::inode::{Content, Inode, Loss};
 
@@ -97,7 +98,7 @@ pub struct State {
     /// What other programs wrote to replicas, until the campaign looks.
     pub foreign: Vec<Foreign>,
     /// Who looks at each step, between calls: writers of live disks.
-    pub dice: Dice,
+    pub dice: Random,
 }
 
 /// The names in a folder.
@@ -169,7 +170,7 @@ pub fn dead() -> io::Error {
 
 impl Host {
     /// A machine that is on.
-    pub fn new(name: &'static str, scratch: &Path, dice: &mut Dice) -> Arc<Host> {
+    pub fn new(name: &'static str, scratch: &Path, dice: &mut Random) -> Arc<Host> {
         let state = State {
             steps: 0,
             events: BTreeMap::new(),
@@ -182,7 +183,7 @@ impl Host {
             last_inode: 10,
             folders: BTreeMap::new(),
             clock: BEGAN + dice.below(1 << 40) as i64,
-            boot: dice.roll(),
+            boot: dice.bits(),
             booted: BEGAN as u64,
             is_down: false,
             processes: Vec::new(),

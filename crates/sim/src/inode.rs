@@ -7,9 +7,8 @@ use std::sync::atomic::Ordering::SeqCst;
 
 use device::Mapping;
 use rustix::fs::MemfdFlags;
+use testing::Random;
 use twox_hash::XxHash3_128;
-
-use crate::dice::Dice;
 
 /// The unit that a disk writes whole.
 const SECTOR: usize = 512;
@@ -336,9 +335,9 @@ impl Inode {
     }
 
     /// What a power cut leaves.
-    pub(crate) fn crash(&mut self, loss: Loss, dice: &mut Dice) {
+    pub(crate) fn crash(&mut self, loss: Loss, dice: &mut Random) {
         let forgotten = self.still_forgotten();
-        let lost = |dice: &mut Dice| match loss {
+        let lost = |dice: &mut Random| match loss {
             Loss::Nothing => false,
             Loss::All => true,
             Loss::Some => dice.one_in(2),

@@ -18,7 +18,6 @@ pub mod backing;
 pub mod campaign;
 pub mod cell;
 pub mod destination;
-pub mod dice;
 pub mod files;
 pub mod foreign;
 pub mod host;

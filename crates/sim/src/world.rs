@@ -11,12 +11,12 @@ use link::Link;
 use replica::{Destination, Replica, Status};
 use source::{About, CutOptions, FreezeMode, Handle, Live, Source, SourceError};
 use sync::{Batching, Mirror, MirrorEvent, MirrorOptions, Stages, SyncError};
+use testing::Random;
 use uuid::Uuid;
 
 use crate::backing::SimBacking;
 use crate::cell::{Cell, Origin, Target, Way};
 use crate::destination::{Held, SimDevice, SimFile};
-use crate::dice::Dice;
 use crate::files::{SimDisk, SimFolder};
 use crate::host::{Host, Process, lock};
 use crate::inode::Content;
@@ -108,8 +108,8 @@ pub struct World {
     pub far: Arc<Host>,
     /// What it is about.
     pub cell: Cell,
-    /// Dice for what is done.
-    pub dice: Dice,
+    /// For what is done.
+    pub dice: Random,
     /// The source's server, if one runs.
     pub server: Option<Server>,
     reader: Arc<Mutex<Arc<Process>>>,
@@ -155,7 +155,7 @@ impl Cuts {
 
 impl World {
     /// A source with some content, and no replica.
-    pub fn new(cell: Cell, dice: &mut Dice, scratch: &std::path::Path) -> World {
+    pub fn new(cell: Cell, dice: &mut Random, scratch: &std::path::Path) -> World {
         let near = Host::new("near", scratch, dice);
         let far = match cell.way {
             Way::Local => near.clone(),
@@ -183,7 +183,7 @@ impl World {
             let time = state.tick();
             let mut content = vec![0; size as usize];
             for sector in content.chunks_mut(512) {
-                let byte = dice.roll() as u8;
+                let byte = dice.bits() as u8;
                 sector.fill(if dice.one_in(2) { byte } else { 0 });
             }
             if let Some(inode) = state.inodes.get_mut(&disk) {
@@ -199,7 +199,7 @@ impl World {
             server: None,
             reader: Arc::new(Mutex::new(process)),
             several: AtomicBool::new(false),
-            uuid: Uuid::from_u128(u128::from(dice.roll()) << 64 | u128::from(dice.roll())),
+            uuid: Uuid::from_u128(u128::from(dice.bits()) << 64 | u128::from(dice.bits())),
             state: "source".into(),
             many_states: cell.origin.is_live() && dice.one_in(4),
             moments: Arc::default(),

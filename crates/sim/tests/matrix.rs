@@ -8,10 +8,7 @@ use std::time::{Duration, Instant};
 
 use sim::campaign;
 use sim::cell::Table;
-
-fn number(name: &str) -> Option<u64> {
-    std::env::var(name).ok().and_then(|text| text.parse().ok())
-}
+use testing::{number, rounds};
 
 /// Runs that take longer than this hang.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -21,15 +18,10 @@ fn whatever_fails_a_replica_is_what_it_says() {
     let memory = Path::new("/dev/shm");
     let scratch = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }.unwrap();
     std::fs::write(scratch.path().join("disk"), b"").unwrap();
-    let once = number("DSYNC_SEED");
-    let soak = std::env::var_os("DSYNC_SOAK").is_some();
-    let count = number("DSYNC_ROUNDS").unwrap_or(if soak { 1_000_000 } else { 600 });
-    let first = once.unwrap_or_else(|| {
-        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_nanos() as u64
-            % (1 << 40)
-    });
-    let count = if once.is_some() && number("DSYNC_ROUNDS").is_none() { 1 } else { count };
-    println!("DSYNC_SEED={first} DSYNC_ROUNDS={count}");
+    let all = if number("DSYNC_SEED").is_some() { 1 } else { rounds(600, 1_000_000) };
+    let count = number("DSYNC_ROUNDS").unwrap_or(all);
+    let first = testing::seed("the matrix");
+    println!("DSYNC_ROUNDS={count}");
     let threads = number("DSYNC_THREADS").unwrap_or(4).min(count);
     // Only cells whose name has this in it.
     let only = std::env::var("DSYNC_CELL").ok();

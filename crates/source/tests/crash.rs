@@ -9,6 +9,7 @@ use device::{Disk, Identity, RamDisk};
 use extents::Bitmap;
 use source::{About, Backing, Boot, Position, Source, SourceError, SourceOptions};
 use testing::faulty::{FaultyDisk, FaultyFolder, Keep, Outage, Power, is_cut};
+use testing::{Random, rounds, seed};
 use uuid::Uuid;
 
 const BLOCK: u64 = 4096;
@@ -32,29 +33,6 @@ impl Backing for Still {
     fn reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
         Ok(self.disk.clone())
     }
-}
-
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 >> 11) % limit
-    }
-}
-
-fn seed(name: &str) -> u64 {
-    let seed = std::env::var("DSYNC_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or_else(|| {
-        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_nanos() as u64
-    });
-    println!("{name}: DSYNC_SEED={seed}");
-    seed
-}
-
-fn runs(sample: u64, all: u64) -> u64 {
-    if std::env::var_os("DSYNC_SOAK").is_some() { all } else { sample }
 }
 
 /// What a replica holds: an epoch, and the blocks that were ever written as they were at it.
@@ -159,13 +137,7 @@ fn live(
                 };
                 let len = BLOCK.min(SIZE - block * BLOCK) as usize;
                 touched.push(block);
-                let mut data = vec![0u8; len];
-                data.chunks_mut(8).for_each(|c| {
-                    let word = random.below(u64::MAX).to_le_bytes();
-                    let n = c.len();
-                    c.copy_from_slice(&word[..n])
-                });
-                disk.write_at(block * BLOCK, &data)?;
+                disk.write_at(block * BLOCK, &random.bytes(len))?;
             }
         }
     }
@@ -195,7 +167,7 @@ fn missed(machine: &Machine, replica: &Replica, touched: &[u64], intents: bool) 
 }
 
 fn campaign(run: u64, base: u64, outage: Outage, disks: Keep, folders: Keep, intents: bool) -> Vec<u64> {
-    let mut random = Random((base ^ run.wrapping_mul(0x9e37_79b9_7f4a_7c15)) | 1);
+    let mut random = Random::seeded(base.wrapping_add(run));
     let mut machine = Machine::new();
     let mut replica = Replica::default();
     let mut touched = Vec::new();
@@ -207,7 +179,7 @@ fn campaign(run: u64, base: u64, outage: Outage, disks: Keep, folders: Keep, int
             let cut = power.is_cut() || error.downcast_ref::<std::io::Error>().is_some_and(is_cut);
             assert!(cut, "run {run}: {error}");
         }
-        power.crash(disks, folders, random.below(u64::MAX)).unwrap();
+        power.crash(disks, folders, random.bits()).unwrap();
         if matches!(outage, Outage::PowerCut) {
             machine.boots += 1;
         }
@@ -222,7 +194,7 @@ fn campaign(run: u64, base: u64, outage: Outage, disks: Keep, folders: Keep, int
 #[test]
 fn a_kill_loses_nothing() {
     let base = seed("a_kill_loses_nothing");
-    for run in 0..runs(150, 5000) {
+    for run in 0..rounds(150, 5000) {
         let missed = campaign(run, base, Outage::Kill, Keep::KeepAll, Keep::KeepAll, true);
         assert!(missed.is_empty(), "run {run}: blocks {missed:?} changed and nobody says so");
     }
@@ -231,7 +203,7 @@ fn a_kill_loses_nothing() {
 #[test]
 fn a_power_cut_loses_nothing_whatever_reached_the_disks() {
     let base = seed("a_power_cut_loses_nothing");
-    for run in 0..runs(100, 4000) {
+    for run in 0..rounds(100, 4000) {
         for (disks, folders) in [
             (Keep::KeepAll, Keep::LoseUnsynced),
             (Keep::LoseUnsynced, Keep::KeepAll),

@@ -16,6 +16,7 @@ use extents::Bitmap;
 use link::Link;
 use source::{About, CutOptions, FreezeMode, Handle, Live, StateDir};
 use sync::{Commit, LiveOptions, Method, Summary, SyncError, SyncOptions, Unreadable, push, receive};
+use testing::{Random, rounds};
 use trackers::{Settings, TrackError, TrackedDisk, Tracker};
 use uuid::Uuid;
 
@@ -292,7 +293,7 @@ fn a_busy_disk_is_copied_as_of_one_moment() {
     scene.write(20_000);
     for commit in [Commit::Journal, Commit::InPlace] {
         let mut last = 0;
-        let rounds = if std::env::var_os("DSYNC_SOAK").is_some() { 100 } else { 6 };
+        let rounds = rounds(6, 100);
         for round in 0..rounds {
             let before = scene.written.load(SeqCst);
             let options = SyncOptions { commit, ..options(FreezeMode::Auto) };
@@ -512,16 +513,14 @@ impl<R: Read> Read for Short<R> {
 /// The link falls in a pass, between two, in the cut, or not at all: what had arrived counts, and the replica is one moment.
 #[test]
 fn a_link_that_is_cut_costs_no_more_than_time() {
-    let seed: Option<u64> = std::env::var("DSYNC_SEED").ok().and_then(|seed| seed.parse().ok());
-    let seed = seed.unwrap_or_else(|| std::process::id().into());
-    println!("DSYNC_SEED={seed}");
+    let mut random = Random::new("a link that is cut");
     let scene = Scene::new();
     scene.write(20_000);
     scene.sync(&options(FreezeMode::Auto)).unwrap();
-    let rounds = if std::env::var_os("DSYNC_SOAK").is_some() { 300 } else { 12 };
+    let rounds = rounds(12, 300);
     let (mut cut, mut through) = (0, 0);
-    for round in 0..rounds {
-        let left = seed.wrapping_mul(1000).wrapping_add(round).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 42;
+    for _ in 0..rounds {
+        let left = random.below(1 << 22);
         let result = writing(&scene, 300, Duration::from_millis(60), || {
             let (near, far) = UnixStream::pair().unwrap();
             let short = Short { stream: far.try_clone().unwrap(), left };

@@ -9,7 +9,7 @@ pub fn soak() -> bool {
 }
 
 /// How often to do something: `sample` times in `make test`, `full` times in `make soak`.
-pub fn rounds(sample: u32, full: u32) -> u32 {
+pub fn rounds<N>(sample: N, full: N) -> N {
     if soak() { full } else { sample }
 }
 

@@ -8,7 +8,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// # Panics
 /// If `DSYNC_SEED` is not a number.
 pub fn seed(what: &str) -> u64 {
-    let now = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |now| now.as_nanos() as u64);
+    // Short enough to be typed.
+    let now =
+        || SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |now| now.as_nanos() as u64 % (1 << 40));
     let seed = number("DSYNC_SEED").unwrap_or_else(now);
     println!("{what}: DSYNC_SEED={seed}");
     seed
@@ -24,7 +26,7 @@ pub fn number(name: &str) -> Option<u64> {
 }
 
 /// A small generator, splitmix64. Of our own, because the sequence of a seed must stay the same for as long as seeds are kept:
-/// in failures, in reports and in the golden files of the delta format. Libraries change theirs.
+/// in failures and in reports. Libraries change theirs.
 #[derive(Debug, Clone)]
 pub struct Random(u64);
 
@@ -58,6 +60,11 @@ impl Random {
         self.bits() % end.max(1)
     }
 
+    /// An index below `len`; 0 if that is 0.
+    pub fn index(&mut self, len: usize) -> usize {
+        self.below(len as u64) as usize
+    }
+
     /// A number in `range`, which is not empty.
     pub fn within(&mut self, range: Range<u64>) -> u64 {
         range.start + self.below(range.end - range.start)
@@ -75,7 +82,7 @@ impl Random {
 
     /// One of several.
     pub fn pick<T: Copy>(&mut self, of: &[T]) -> T {
-        of[self.below(of.len() as u64) as usize]
+        of[self.index(of.len())]
     }
 
     /// Fills a buffer with bytes that no compressor shrinks.

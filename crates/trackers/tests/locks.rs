@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use device::{Buf, Dir, Disk, Done, Folder, Kind, Piece, Queue, RamDisk, Request};
+use testing::{Random, rounds};
 use trackers::{CowStore, Settings, TrackedDisk};
 
 const BLOCK: u64 = 4096;
@@ -126,10 +127,9 @@ impl Watch {
 fn write_and_ask(disk: &TrackedDisk, seed: u64) -> impl FnMut(&Watched) + Send + 'static {
     let disk = disk.clone();
     let mut queue = Arc::new(disk.clone()).queue(16).unwrap();
-    let mut state = seed;
+    let mut random = Random::seeded(seed);
     move |at| {
-        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        let offset = (state >> 33) % REGIONS * REGION + (state >> 20) % (REGION / BLOCK) * BLOCK;
+        let offset = random.below(REGIONS) * REGION + random.below(REGION / BLOCK) * BLOCK;
         at.at("begin a write");
         queue.submit(Request {
             kind: Kind::Write { fua: false },
@@ -138,7 +138,7 @@ fn write_and_ask(disk: &TrackedDisk, seed: u64) -> impl FnMut(&Watched) + Send +
             token: 0,
         });
         queue.start();
-        if state >> 60 == 0 {
+        if random.one_in(16) {
             at.at("ask what is dirty");
             disk.dirty_runs(0..REGIONS * REGION / BLOCK, 64);
         }
@@ -153,7 +153,7 @@ fn write_and_ask(disk: &TrackedDisk, seed: u64) -> impl FnMut(&Watched) + Send +
 
 #[test]
 fn no_writer_waits_for_one_who_waits_for_the_writers() {
-    let seconds = if std::env::var_os("DSYNC_SOAK").is_some() { 60 } else { 3 };
+    let seconds = rounds(3, 60);
     let temp = tempfile::tempdir().unwrap();
     let folder: Arc<dyn Folder> = Arc::new(Dir::open(temp.path()).unwrap());
     let settings = Settings {

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use device::{Buf, Dir, Disk, Folder, InlineQueue, Kind, Piece, Queue, RamDisk, Request};
 use testing::faulty::{FaultyFolder, Keep, Outage, Power};
+use testing::{Random, rounds};
 use trackers::{CowStore, Settings, TrackedDisk};
 
 const BLOCK: u64 = 4096;
@@ -40,25 +41,6 @@ fn content(disk: &dyn Disk) -> Vec<u8> {
     let mut all = vec![0; disk.len() as usize];
     disk.read_at(0, &mut all).unwrap();
     all
-}
-
-/// A small generator, so that a failing run can be repeated from its seed.
-struct Random(u64);
-
-impl Random {
-    fn seeded(name: &str) -> Random {
-        let seed = std::env::var("DSYNC_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or_else(|| {
-            std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_nanos() as u64
-        });
-        println!("{name}: DSYNC_SEED={seed}");
-        Random(seed | 1)
-    }
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % limit
-    }
 }
 
 #[test]
@@ -204,7 +186,7 @@ fn no_update_is_lost_to_writes_that_land_late() {
         .map(|w| {
             let (disk, stop) = (disk.clone(), stop.clone());
             std::thread::spawn(move || {
-                let mut random = Random((w + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+                let mut random = Random::seeded(w);
                 while !stop.load(SeqCst) {
                     let block = random.below(count);
                     disk.write_at(block * BLOCK, &[random.below(255) as u8 + 1; BLOCK as usize]).unwrap();
@@ -239,8 +221,8 @@ fn no_update_is_lost_to_writes_that_land_late() {
 /// however it is read, and the epochs together must name every block that changed.
 #[test]
 fn views_show_one_moment_and_epochs_name_every_change() {
-    let seconds = if std::env::var_os("DSYNC_SOAK").is_some() { 60 } else { 4 };
-    let mut random = Random::seeded("views_show_one_moment");
+    let seconds = rounds(4, 60);
+    let mut random = Random::new("views_show_one_moment");
     let (temp, folder) = scratch();
     let count = 2048u64;
     let ram = Arc::new(RamDisk::new(count * BLOCK - 100));
@@ -250,9 +232,9 @@ fn views_show_one_moment_and_epochs_name_every_change() {
     let pause = Arc::new(std::sync::RwLock::new(()));
     let writes = Arc::new(AtomicU64::new(0));
     let writers: Vec<_> = (0..4u64)
-        .map(|w| {
+        .map(|_| {
             let (disk, stop, pause, writes) = (disk.clone(), stop.clone(), pause.clone(), writes.clone());
-            let mut random = Random(random.below(u64::MAX) | (w + 1));
+            let mut random = random.fork();
             std::thread::spawn(move || {
                 let len = disk.len();
                 let mut queue = disk.queue(4).unwrap();
@@ -347,8 +329,8 @@ fn views_show_one_moment_and_epochs_name_every_change() {
 /// neither missed nor seen.
 #[test]
 fn a_view_of_an_unchanged_disk_misses_no_writer() {
-    let seconds = if std::env::var_os("DSYNC_SOAK").is_some() { 60 } else { 3 };
-    let mut random = Random::seeded("a_view_of_an_unchanged_disk");
+    let seconds = rounds(3, 60);
+    let mut random = Random::new("a_view_of_an_unchanged_disk");
     let (temp, folder) = scratch();
     let count = 64u64;
     let ram = Arc::new(RamDisk::new(count * BLOCK));
@@ -357,7 +339,7 @@ fn a_view_of_an_unchanged_disk_misses_no_writer() {
     let writers: Vec<_> = (0..2)
         .map(|_| {
             let (disk, stop) = (disk.clone(), stop.clone());
-            let mut random = Random(random.below(u64::MAX) | 1);
+            let mut random = random.fork();
             std::thread::spawn(move || {
                 while !stop.load(SeqCst) {
                     let offset = random.below(count * BLOCK - 100);

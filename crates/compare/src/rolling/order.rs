@@ -328,19 +328,15 @@ mod tests {
 
     #[test]
     fn many_copies_take_no_time() {
-        let mut state = 1u64;
-        let mut random = || {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            state >> 33
-        };
+        let mut random = testing::Random::seeded(1);
         let began = std::time::Instant::now();
         // All shuffled; all from one place; long copies that read many short ones and the reverse.
         let n = 200_000;
-        let shuffled: Vec<Move> = (0..n).map(|i| node(i * 8, random() % n * 8, 8)).collect();
+        let shuffled: Vec<Move> = (0..n).map(|i| node(i * 8, random.below(n) * 8, 8)).collect();
         let same: Vec<Move> = (0..n).map(|i| node(i * 8, 800_000, 8)).collect();
         let mut long: Vec<Move> =
-            (0..n).map(|i| node(i * 8, 10_000_000 + random() % 500 * 10_000, 8)).collect();
-        long.extend((0..500).map(|i| node(10_000_000 + i * 10_000, random() % (n * 8 - 10_000), 10_000)));
+            (0..n).map(|i| node(i * 8, 10_000_000 + random.below(500) * 10_000, 8)).collect();
+        long.extend((0..500).map(|i| node(10_000_000 + i * 10_000, random.below(n * 8 - 10_000), 10_000)));
         for nodes in [shuffled, same, long] {
             for cycles in [Cycles::Trim, Cycles::Delete] {
                 order(&nodes, cycles);

@@ -11,15 +11,7 @@ const KEY: [u8; 32] = [7; 32];
 type Edit = (u8, u32, u32, u32);
 
 fn noise(len: usize, seed: u64) -> Vec<u8> {
-    let mut state = seed | 1;
-    (0..len)
-        .map(|_| {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            (state >> 32) as u8
-        })
-        .collect()
+    testing::Random::seeded(seed).bytes(len)
 }
 
 fn edit(bytes: &mut Vec<u8>, (what, at, len, other): Edit, most: usize) {

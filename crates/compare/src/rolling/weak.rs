@@ -240,13 +240,7 @@ mod tests {
     use super::*;
 
     fn bytes(len: usize, seed: u64) -> Vec<u8> {
-        let mut state = seed;
-        (0..len)
-            .map(|_| {
-                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                (state >> 56) as u8
-            })
-            .collect()
+        testing::Random::seeded(seed).bytes(len)
     }
 
     /// By the definition.

@@ -9,9 +9,10 @@ use std::path::{Path, PathBuf};
 
 use delta::{Frame, Method, Record, Resume};
 use device::Buf;
+use testing::Random;
 use uuid::Uuid;
 
-use crate::model::{Random, delta, epoch, header, read};
+use crate::model::{delta, epoch, header, read};
 
 fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
@@ -96,7 +97,7 @@ fn write_golden_files() {
                 ],
                 &text,
             ),
-            frame(&[Record::Data { offset: (1 << 42) - 700, len: 700 }], &Random(9).bytes(700)),
+            frame(&[Record::Data { offset: (1 << 42) - 700, len: 700 }], &Random::seeded(9).bytes(700)),
         ]
     };
     let mut tracked = header(1 << 41, 1 << 42, &[41, 43, 44]);

@@ -3,6 +3,7 @@
 use delta::{Encoder, Epoch, Event, Frame, Header, Method, Reader, Record, Writer};
 use device::Buf;
 use proptest::prelude::*;
+use testing::Random;
 use uuid::Uuid;
 
 pub(crate) fn epoch(number: u64) -> Epoch {
@@ -126,37 +127,17 @@ pub(crate) fn merge(disk: &mut Vec<u8>, bytes: &[u8]) {
     }
 }
 
-/// A xorshift generator: the same numbers for the same seed.
-pub(crate) struct Random(pub u64);
-
-impl Random {
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
-    }
-
-    pub(crate) fn below(&mut self, limit: usize) -> usize {
-        (self.next() >> 33) as usize % limit.max(1)
-    }
-
-    pub(crate) fn bytes(&mut self, len: usize) -> Vec<u8> {
-        (0..len).map(|_| (self.next() >> 56) as u8).collect()
-    }
-}
-
 /// Changes of a disk of `size` bytes, for those who have numbers of their own.
 pub(crate) fn changes_of(random: &mut Random, size: u64) -> Vec<Change> {
     let mut changes = Vec::new();
     let mut at = 0;
     for _ in 0..random.below(12) {
-        let offset = at + random.below(900) as u64;
+        let offset = at + random.below(900);
         if offset >= size {
             break;
         }
-        let len = (1 + random.below(1500) as u64).min(size - offset);
-        let fill = (random.below(3) > 0).then(|| random.next() as u8);
+        let len = (1 + random.below(1500)).min(size - offset);
+        let fill = (random.below(3) > 0).then(|| random.bits() as u8);
         changes.push(Change { offset, len, fill });
         at = offset + len;
     }

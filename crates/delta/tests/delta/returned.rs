@@ -6,9 +6,10 @@ use delta::{
 };
 use device::Buf;
 use proptest::prelude::*;
+use testing::Random;
 use uuid::Uuid;
 
-use crate::model::{Random, changes, delta, epoch, frames, header, merge, read};
+use crate::model::{changes, delta, epoch, frames, header, merge, read};
 use crate::raw;
 
 fn same(a: &[Frame], b: &[Frame]) -> bool {
@@ -96,7 +97,7 @@ fn a_frame_may_be_full() {
     let many: Vec<Record> = (0..4096).map(|i| Record::Data { offset: i * 1_000_000_007, len: 256 }).collect();
     let one = vec![Record::Data { offset: 1 << 50, len: 1 << 20 }];
     let rest = vec![Record::Zero { offset: 1 << 51, len: (u64::MAX >> 1) - (1 << 51) }];
-    let data = Random(1).bytes(1 << 20);
+    let data = Random::seeded(1).bytes(1 << 20);
     let make = || {
         let (a, b) = (Buf::from(&data[..]), Buf::from(&data[..]));
         vec![
@@ -114,9 +115,9 @@ fn a_frame_may_be_full() {
 #[test]
 fn what_shrinks_is_compressed_and_what_does_not_is_stored() {
     let header = header(1 << 30, 1 << 30, &[1, 2]);
-    let mut random = Random(5);
+    let mut random = Random::seeded(5);
     let noise = random.bytes(1 << 18);
-    let text: Vec<u8> = (0..1 << 18).map(|_| b"etaoin shrdlu"[random.below(13)]).collect();
+    let text: Vec<u8> = (0..1 << 18).map(|_| b"etaoin shrdlu"[random.index(13)]).collect();
     // A sixteenth of zeroes in noise is worth something.
     let mixed: Vec<u8> =
         noise.iter().enumerate().map(|(i, &b)| if i / 4096 % 16 == 3 { 0 } else { b }).collect();

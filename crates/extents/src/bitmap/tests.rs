@@ -3,6 +3,7 @@
 use std::sync::Barrier;
 
 use proptest::prelude::*;
+use testing::Random;
 
 use super::*;
 use crate::DecodeError;
@@ -231,10 +232,9 @@ fn few_scattered_blocks_take_few_bytes() {
     // 0.001 % of 4 TiB in blocks of 4 KiB: roaring bitmaps take 84 KB for it.
     let blocks = 1 << 30;
     let map = Bitmap::new(blocks);
-    let mut random = 1u64;
+    let mut random = Random::seeded(1);
     for _ in 0..blocks / 100_000 {
-        random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        let block = (random >> 33) % blocks;
+        let block = random.below(blocks);
         map.set(block..block + 1);
     }
     let mut bytes = Vec::new();
@@ -261,12 +261,9 @@ fn racing_setters_lose_nothing_and_share_the_claims() {
                     scope.spawn(move || {
                         barrier.wait();
                         let mut claims = 0;
-                        let mut random = round * THREADS + thread + 1;
+                        let mut random = Random::seeded(round * THREADS + thread);
                         for _ in 0..3000 {
-                            random ^= random << 13;
-                            random ^= random >> 7;
-                            random ^= random << 17;
-                            let block = random % blocks;
+                            let block = random.below(blocks);
                             claims += u64::from(map.set(block..block + 1));
                         }
                         claims
@@ -278,12 +275,9 @@ fn racing_setters_lose_nothing_and_share_the_claims() {
         assert_eq!(claimed, map.count(), "each block is claimed once");
         let mut model = vec![false; blocks as usize];
         for thread in 0..THREADS {
-            let mut random = round * THREADS + thread + 1;
+            let mut random = Random::seeded(round * THREADS + thread);
             for _ in 0..3000 {
-                random ^= random << 13;
-                random ^= random >> 7;
-                random ^= random << 17;
-                model[(random % blocks) as usize] = true;
+                model[random.below(blocks) as usize] = true;
             }
         }
         same(map, &model);

@@ -493,45 +493,6 @@ impl Queue for ThreadQueue {
     }
 }
 
-/// Noise that a seed decides: xorshift, so that a failing run can be had again.
-pub(crate) struct Noise(u64);
-
-impl Noise {
-    pub(crate) fn new(seed: u64) -> Noise {
-        // Small seeds must not make similar sequences.
-        let mut noise = Noise((seed ^ 0x9e37_79b9_7f4a_7c15).wrapping_mul(0xbf58_476d_1ce4_e5b9) | 1);
-        for _ in 0..8 {
-            noise.next();
-        }
-        noise
-    }
-    #[allow(clippy::should_implement_trait)]
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-    /// Below `bound`.
-    pub(crate) fn below(&mut self, bound: u64) -> u64 {
-        (self.next() >> 11) % bound.max(1)
-    }
-    pub(crate) fn bytes(&mut self, len: usize) -> Vec<u8> {
-        let mut bytes: Vec<u8> = (0..len.div_ceil(8)).flat_map(|_| self.next().to_le_bytes()).collect();
-        bytes.truncate(len);
-        bytes
-    }
-}
-
-/// The seed of a run, printed: `DSYNC_SEED`, or the time.
-pub(crate) fn seed() -> u64 {
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
-    let seed = std::env::var("DSYNC_SEED")
-        .map_or(now.as_nanos() as u64, |seed| seed.parse().expect("DSYNC_SEED: a number"));
-    println!("DSYNC_SEED={seed}");
-    seed
-}
-
 /// The most memory this process has had, in bytes.
 pub(crate) fn peak() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();

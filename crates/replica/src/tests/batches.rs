@@ -7,9 +7,10 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use delta::{Header, Method, UnitKind, Units, decode_frame};
 use testing::faulty::{FaultyFolder, Keep, Outage, Power};
+use testing::soak;
 use uuid::Uuid;
 
-use super::crash::{OUTAGES, on, replica_at, soak};
+use super::crash::{OUTAGES, on, replica_at};
 use super::world::*;
 use crate::{BatchLog, Batches, Commit, Options, Replica, ReplicaError, State};
 

@@ -1,9 +1,11 @@
-//! Whatever crashes when: after recovery a replica is one epoch, or marked as incomplete, and the next sync completes it.
+//! Whatever crashes when: after recovery a replica is one epoch, or marked as incomplete, and the next sync completes it. The
+//! sample takes every step, but not everything that can come after each.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use testing::faulty::{Keep, Outage, Power};
+use testing::soak;
 
 use super::world::*;
 use crate::{Commit, ReplicaError, State};
@@ -43,11 +45,6 @@ pub(super) struct Scenario<'a> {
     pub in_place: bool,
     pub commit: Commit,
     pub run: &'a dyn Fn(&World, &Power) -> crate::Result<()>,
-}
-
-/// True for the long campaign. The short one takes every step, but not everything that can come after each.
-pub(super) fn soak() -> bool {
-    std::env::var_os("DSYNC_SOAK").is_some_and(|v| v == "1")
 }
 
 /// What is left must be one epoch or marked, whatever happened; and the next syncs succeed: those that `turn` chooses.

@@ -2,6 +2,7 @@
 
 use delta::{Method, Resume};
 use testing::faulty::{FaultyFolder, Outage, Power};
+use testing::{Random, rounds};
 use uuid::Uuid;
 
 use super::world::*;
@@ -201,9 +202,8 @@ fn damaged_deltas_are_refused() {
     let begun = at(&source, 0);
     let delta = source.tracked(0, 1);
     let seed = source.seed(1);
-    let mut dice = Dice(std::env::var("DSYNC_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(1));
-    println!("seed {}", dice.0);
-    let count = if std::env::var_os("DSYNC_SOAK").is_some() { 3000 } else { 150 };
+    let mut dice = Random::new("damaged deltas");
+    let count = rounds(150, 3000);
     for n in 0..count {
         let commit = MODES[n % 3];
         for (bytes, world) in [(&delta, begun.fork()), (&seed, World::new(Kind::File))] {

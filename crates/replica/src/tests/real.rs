@@ -336,7 +336,7 @@ fn a_kill_is_trusted_and_a_foreign_write_after_it_is_not() {
         // Past the last one: killed at rest.
         println!("{name}: {steps} steps");
         // Of a seed, what comes once the file has its name.
-        let by = if super::crash::soak() || name == "seed" { 1 } else { 23 };
+        let by = if testing::soak() || name == "seed" { 1 } else { 23 };
         for step in (2..=steps + 1).rev().step_by(by) {
             if name == "seed" && step + 9 < steps {
                 break;

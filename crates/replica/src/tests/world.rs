@@ -11,6 +11,7 @@ use std::time::Duration;
 use delta::{Encoder, Epoch, Frame, Header, Method, Record, Unit, Units, Writer};
 use device::{Buf, Disk, Folder, InlineQueue, Queue, RamDisk, StateFile};
 use tempfile::TempDir;
+use testing::Random;
 use testing::faulty::{FaultyDisk, FaultyFolder, Power};
 use uuid::Uuid;
 
@@ -26,24 +27,6 @@ const HEAD: u64 = 4096;
 const NAME: &str = "vm.raw";
 const PARTIAL: &str = "vm.raw.partial";
 
-/// Repeatable dice.
-#[derive(Clone)]
-pub(crate) struct Dice(pub u64);
-
-impl Dice {
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    pub(crate) fn below(&mut self, limit: u64) -> u64 {
-        self.next() % limit.max(1)
-    }
-}
-
 /// A source: its content at each epoch, and what changed.
 pub(crate) struct Source {
     pub id: Uuid,
@@ -55,7 +38,7 @@ pub(crate) struct Source {
 impl Source {
     /// Epochs of sizes in blocks. The first image has content, zero blocks and holes.
     pub(crate) fn new(seed: u64, blocks: &[u64]) -> Source {
-        let mut dice = Dice(seed);
+        let mut dice = Random::seeded(seed);
         let mut source = Source { id: Uuid::new_v4(), epochs: vec![], images: vec![], changes: vec![] };
         for (n, &size) in blocks.iter().enumerate() {
             let mut image = source.images.last().cloned().unwrap_or_default();
@@ -69,12 +52,12 @@ impl Source {
                 for block in at..(at + run).min(size) {
                     let content = match dice.below(4) {
                         0 => 0,
-                        _ => (dice.next() % 255 + 1) as u8,
+                        _ => (dice.bits() % 255 + 1) as u8,
                     };
                     let place = (block * BLOCK) as usize..((block + 1) * BLOCK) as usize;
                     image[place.clone()].fill(content);
                     if content != 0 {
-                        image[place.start..place.start + 8].copy_from_slice(&dice.next().to_le_bytes());
+                        image[place.start..place.start + 8].copy_from_slice(&dice.bits().to_le_bytes());
                     }
                     changed.insert(block);
                 }
@@ -90,7 +73,7 @@ impl Source {
     /// The same, but the content of each epoch is that of the one before with parts of it moved about.
     pub(crate) fn moving(seed: u64, blocks: &[u64]) -> Source {
         let mut source = Source::new(seed, blocks);
-        let mut dice = Dice(seed ^ 0x5eed);
+        let mut dice = Random::seeded(seed ^ 0x5eed);
         for n in 1..blocks.len() {
             let mut image = source.images[n - 1].clone();
             for _ in 0..3 {
@@ -100,7 +83,7 @@ impl Source {
                 let to = dice.below(image.len() as u64) as usize;
                 image.splice(to..to, part);
             }
-            let fresh: Vec<u8> = (0..700).map(|_| dice.next() as u8).collect();
+            let fresh: Vec<u8> = (0..700).map(|_| dice.bits() as u8).collect();
             image.splice(0..0, fresh);
             image.resize(source.images[n].len(), 0x77);
             source.changes[n] = (0..blocks[n].max(blocks[n - 1])).collect();
@@ -384,9 +367,9 @@ impl World {
 
     /// What a used device holds.
     pub(crate) fn soil(&self) {
-        let mut dice = Dice(7);
+        let mut dice = Random::seeded(7);
         let mut bytes = vec![0; CAPACITY as usize];
-        bytes.iter_mut().for_each(|b| *b = dice.next() as u8);
+        bytes.iter_mut().for_each(|b| *b = dice.bits() as u8);
         self.ram.write_at(0, &bytes).unwrap();
     }
 
