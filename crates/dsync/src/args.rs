@@ -4,6 +4,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use compare::Hash;
+use compare::rolling::Cycles;
+use source::{CutOptions, FreezeMode};
+use sync::{Commit, LiveOptions, Stages};
 
 use crate::units::{parse_expiry, parse_factor, parse_range, parse_size, parse_time, parse_timeout};
 
@@ -264,7 +268,7 @@ pub(crate) struct FarArgs {
     pub remote_dsync: Option<String>,
     /// Directory for the state and journal of the replica [default: beside a file, in the state directory for a device]
     #[arg(long, value_name = "DIR")]
-    pub journal_dir: Option<String>,
+    pub journal_dir: Option<PathBuf>,
     /// Connections to a tls:// destination, 1 to 16 [default: one for every 20 ms of the round trip, 8 at most]
     #[arg(long, alias = "lanes", value_name = "COUNT", value_parser = clap::value_parser!(u8).range(1..=16))]
     pub connections: Option<u8>,
@@ -291,10 +295,61 @@ impl FarArgs {
     }
 }
 
-/// The longest that a freeze may last, in seconds.
-pub(crate) const FREEZE_LIMIT: u64 = 10;
-/// Passes over what changes on a live disk before the last one.
-pub(crate) const PASSES: u32 = 8;
+/// How a replica begins where there is a copy already, or where one is missing.
+#[derive(Debug, Args)]
+pub(crate) struct BeginArgs {
+    /// Take over an existing copy: compare all of it, and overwrite what differs
+    #[arg(long)]
+    pub adopt: bool,
+    /// Create a new replica where one is missing for good
+    #[arg(long)]
+    pub create: bool,
+}
+
+/// Whether data is compressed.
+#[derive(Debug, Args)]
+pub(crate) struct CompressArg {
+    /// Compress with zstd, at a level from 1 to 19
+    #[arg(long = "compress", value_name = "LEVEL", num_args = 0..=1, require_equals = true, default_missing_value = "1",
+          value_parser = clap::value_parser!(i32).range(1..=19))]
+    pub level: Option<i32>,
+}
+
+/// How a disk tracked in the kernel is followed and cut.
+#[derive(Debug, Default, Args)]
+pub(crate) struct LiveArgs {
+    /// For a tracked disk: whether to freeze its file systems for the last, short pass [default: auto]
+    #[arg(long, value_enum)]
+    pub freeze: Option<FreezeArg>,
+    /// For a tracked disk: thaw after this many seconds whatever happens, and fail [default: 10]
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=300))]
+    pub freeze_limit: Option<u64>,
+    /// For a tracked disk: most passes over changed blocks before the last one [default: 8]
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub passes: Option<u32>,
+}
+
+impl LiveArgs {
+    /// What they ask for.
+    pub(crate) fn options(&self) -> LiveOptions {
+        let freeze = match self.freeze.unwrap_or(FreezeArg::Auto) {
+            FreezeArg::Auto => FreezeMode::Auto,
+            FreezeArg::Never => FreezeMode::Never,
+            FreezeArg::Require => FreezeMode::Require,
+        };
+        let limit = Duration::from_secs(self.freeze_limit.unwrap_or(10));
+        LiveOptions { passes: self.passes.unwrap_or(8), cut: CutOptions { freeze, limit } }
+    }
+
+    /// Which of them were given.
+    pub(crate) fn given(&self) -> [(&'static str, bool); 3] {
+        [
+            ("--passes", self.passes.is_some()),
+            ("--freeze", self.freeze.is_some()),
+            ("--freeze-limit", self.freeze_limit.is_some()),
+        ]
+    }
+}
 
 /// `mirror`.
 #[derive(Debug, Args)]
@@ -326,16 +381,10 @@ pub(crate) struct Mirror {
     /// How often an epoch ends; after a crash of the source, what was written since then is sent again [default: 60s]
     #[arg(long, value_name = "TIME", value_parser = parse_time)]
     pub epoch: Option<Duration>,
-    /// Compress with zstd, at a level from 1 to 19
-    #[arg(long, value_name = "LEVEL", num_args = 0..=1, require_equals = true, default_missing_value = "1",
-          value_parser = clap::value_parser!(i32).range(1..=19))]
-    pub compress: Option<i32>,
-    /// Take over an existing copy: compare all of it, and overwrite what differs
-    #[arg(long)]
-    pub adopt: bool,
-    /// Create a new replica where one is missing for good
-    #[arg(long)]
-    pub create: bool,
+    #[command(flatten)]
+    pub compress: CompressArg,
+    #[command(flatten)]
+    pub begin: BeginArgs,
     /// How both sites share their work among threads
     #[arg(long, value_enum, default_value_t = StagesArg::Adaptive, hide = true)]
     pub stages: StagesArg,
@@ -360,6 +409,18 @@ pub(crate) enum StagesArg {
     Threads,
     /// Both
     Hybrid,
+}
+
+impl From<StagesArg> for Stages {
+    fn from(arg: StagesArg) -> Stages {
+        match arg {
+            StagesArg::Adaptive => Stages::ADAPTIVE,
+            StagesArg::Serial => Stages::SERIAL,
+            StagesArg::Fine => Stages::FINE,
+            StagesArg::Threads => Stages::THREADS,
+            StagesArg::Hybrid => Stages::HYBRID,
+        }
+    }
 }
 
 /// `sync`.
@@ -393,28 +454,15 @@ pub(crate) struct Sync {
     /// Print what would be sent, and change nothing
     #[arg(short = 'n', long)]
     pub dry_run: bool,
-    /// Take over an existing copy: compare all of it, and overwrite what differs
-    #[arg(long)]
-    pub adopt: bool,
-    /// Create a new replica where one is missing for good
-    #[arg(long)]
-    pub create: bool,
+    #[command(flatten)]
+    pub begin: BeginArgs,
     /// Send the snapshot that is open as NAME@view instead of the present state
     #[arg(long)]
     pub at_view: bool,
-    /// Compress with zstd, at a level from 1 to 19
-    #[arg(long, value_name = "LEVEL", num_args = 0..=1, require_equals = true, default_missing_value = "1",
-          value_parser = clap::value_parser!(i32).range(1..=19))]
-    pub compress: Option<i32>,
-    /// For a tracked disk: whether to freeze its file systems for the last, short pass [default: auto]
-    #[arg(long, value_enum)]
-    pub freeze: Option<FreezeArg>,
-    /// For a tracked disk: thaw after this many seconds whatever happens, and fail [default: 10]
-    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=300))]
-    pub freeze_limit: Option<u64>,
-    /// For a tracked disk: most passes over changed blocks before the last one [default: 8]
-    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..=100))]
-    pub passes: Option<u32>,
+    #[command(flatten)]
+    pub compress: CompressArg,
+    #[command(flatten)]
+    pub live: LiveArgs,
     #[command(flatten)]
     pub far: FarArgs,
     #[command(flatten)]
@@ -445,6 +493,15 @@ pub(crate) enum HashArg {
     Xxh3,
 }
 
+impl From<HashArg> for Hash {
+    fn from(arg: HashArg) -> Hash {
+        match arg {
+            HashArg::Blake3 => Hash::Blake3,
+            HashArg::Xxh3 => Hash::Xxh3,
+        }
+    }
+}
+
 /// What is sent of copies that overwrite each other's content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum CyclesArg {
@@ -452,6 +509,15 @@ pub(crate) enum CyclesArg {
     Trim,
     /// One of them, whole
     Delete,
+}
+
+impl From<CyclesArg> for Cycles {
+    fn from(arg: CyclesArg) -> Cycles {
+        match arg {
+            CyclesArg::Trim => Cycles::Trim,
+            CyclesArg::Delete => Cycles::Delete,
+        }
+    }
 }
 
 /// Whether file systems on a live disk may be frozen.
@@ -474,6 +540,16 @@ pub(crate) enum CommitArg {
     InPlace,
     /// Merge into a clone and swap it in (XFS, Btrfs): moved blocks are shared instead of written
     Reflink,
+}
+
+impl From<CommitArg> for Commit {
+    fn from(arg: CommitArg) -> Commit {
+        match arg {
+            CommitArg::Journal => Commit::Journal,
+            CommitArg::InPlace => Commit::InPlace,
+            CommitArg::Reflink => Commit::Reflink,
+        }
+    }
 }
 
 /// `serve`.
@@ -585,10 +661,8 @@ pub(crate) struct Extract {
     /// Epoch of the replica, or name of a checkpoint; 0 for the whole disk
     #[arg(long, value_name = "EPOCH|NAME")]
     pub since: Option<String>,
-    /// Compress with zstd, at a level from 1 to 19
-    #[arg(long, value_name = "LEVEL", num_args = 0..=1, require_equals = true, default_missing_value = "1",
-          value_parser = clap::value_parser!(i32).range(1..=19))]
-    pub compress: Option<i32>,
+    #[command(flatten)]
+    pub compress: CompressArg,
     /// Write at most this much a second
     #[arg(long, value_name = "RATE", value_parser = parse_size)]
     pub bwlimit: Option<u64>,

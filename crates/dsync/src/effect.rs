@@ -3,8 +3,8 @@
 use source::Handle;
 
 use crate::args::{FarArgs, MethodArg, Mirror, SourceArgs, Sync};
+use crate::destination::Destination;
 use crate::output::Output;
-use crate::sync_command::Destination;
 
 /// An option, and whether it was given.
 pub(crate) type Given = (&'static str, bool);

@@ -7,6 +7,7 @@ mod checkpoint;
 mod container;
 mod delta_files;
 mod demo;
+mod destination;
 mod effect;
 mod failure;
 mod far;

@@ -6,29 +6,19 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use source::{Handle, StateDir};
-use sync::{Batching, Mirror, MirrorEvent, MirrorOptions, MirrorSummary, Stages, SyncError, SyncOptions};
+use sync::{Batching, Mirror, MirrorEvent, MirrorOptions, MirrorSummary, SyncError, SyncOptions};
 
-use crate::args::{self, StagesArg};
+use crate::args::{self, LiveArgs};
+use crate::destination::Destination;
 use crate::effect;
 use crate::failure;
 use crate::output::Output;
-use crate::sync_command::{Destination, connect};
 use crate::{sync_command, units};
 
 /// How often people are told how it goes, if they ask for more.
 const TOLD_EVERY: Duration = Duration::from_secs(10);
 /// How often programs are told, if they don't ask for every batch.
 const STATUS_EVERY: Duration = Duration::from_secs(1);
-
-fn stages(arg: StagesArg) -> Stages {
-    match arg {
-        StagesArg::Adaptive => Stages::ADAPTIVE,
-        StagesArg::Serial => Stages::SERIAL,
-        StagesArg::Fine => Stages::FINE,
-        StagesArg::Threads => Stages::THREADS,
-        StagesArg::Hybrid => Stages::HYBRID,
-    }
-}
 
 /// Signals that follow so soon are one: a supervisor may tell a process and its group.
 const ONE_WORD: Duration = Duration::from_millis(500);
@@ -59,29 +49,17 @@ fn on_signals(stop: Arc<AtomicBool>, mirroring: Arc<AtomicBool>, output: Output)
     Ok(())
 }
 
-/// Runs the command until a signal ends it.
-pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()> {
-    let destination = Destination::parse(&args.destination)?;
-    units::check_rates(&[("--bwlimit", args.far.bwlimit), ("--rate", args.rate)])?;
-    // It works beside others, for as long as the machine runs: who writes to the disk goes first.
-    let _ = rustix::process::nice(10);
-    let far = &args.far;
-    effect::on_destination(&destination, far, output);
-    let options = MirrorOptions {
+/// What the arguments ask for; `is_far`: the replica is on another host.
+fn options(args: &args::Mirror, is_far: bool) -> MirrorOptions {
+    MirrorOptions {
         sync: SyncOptions {
-            adopt: args.adopt,
-            create: args.create,
-            compress: args.compress,
-            bwlimit: far.bwlimit,
-            journal_dir: far.journal_dir.clone().map(Into::into),
-            may_be_cut: destination.host.is_some(),
-            live: sync::LiveOptions {
-                passes: args::PASSES,
-                cut: source::CutOptions {
-                    freeze: source::FreezeMode::Auto,
-                    limit: Duration::from_secs(args::FREEZE_LIMIT),
-                },
-            },
+            adopt: args.begin.adopt,
+            create: args.begin.create,
+            compress: args.compress.level,
+            bwlimit: args.far.bwlimit,
+            journal_dir: args.far.journal_dir.clone(),
+            may_be_cut: is_far,
+            live: LiveArgs::default().options(),
             ..SyncOptions::default()
         },
         batching: Batching {
@@ -93,25 +71,27 @@ pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Res
             rate: args.rate,
             adaptive: !args.fixed_interval,
         },
-        here: stages(args.stages),
-        there: stages(args.stages),
+        here: args.stages.into(),
+        there: args.stages.into(),
         epoch_every: args.epoch.unwrap_or(Duration::from_secs(60)),
-    };
+    }
+}
+
+/// Runs the command until a signal ends it.
+pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()> {
+    let destination = Destination::parse(&args.destination)?;
+    units::check_rates(&[("--bwlimit", args.far.bwlimit), ("--rate", args.rate)])?;
+    // It works beside others, for as long as the machine runs: who writes to the disk goes first.
+    let _ = rustix::process::nice(10);
+    effect::on_destination(&destination, &args.far, output);
+    let options = options(args, destination.host.is_some());
     let (stop, mirroring) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
     on_signals(stop.clone(), mirroring.clone(), output.alike())?;
-    let (path, name) = destination.place(&args.destination)?;
+    let (path, name) = destination.place()?;
     let teller = Teller { output, name: &name, mirroring: &mirroring, last: Mutex::new(None) };
     let progress = |done, total| output.progress(done, total);
     // A replica on this host is let go by a thread of its own.
     let mut receiving: Option<std::thread::JoinHandle<()>> = None;
-    let mut reach = || -> Result<link::Link> {
-        if let Some(before) = receiving.take() {
-            let _ = before.join();
-        }
-        let (link, next) = connect(&destination, far, state)?;
-        receiving = next;
-        Ok(link)
-    };
     let mut attached = false;
     let mirror = Mirror {
         attach: &mut || {
@@ -121,12 +101,18 @@ pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Res
             }
             Ok(handle)
         },
-        connect: &mut || match reach() {
-            Ok(link) => Ok(link),
-            Err(error) => match error.downcast::<link::Error>() {
-                Ok(error) => Err(error.into()),
-                Err(other) => Err(SyncError::Refused(failure::text(&other))),
-            },
+        connect: &mut || {
+            if let Some(before) = receiving.take() {
+                let _ = before.join();
+            }
+            let (link, next) = destination.connect(&args.far, state).map_err(|error| {
+                match error.downcast::<link::Error>() {
+                    Ok(error) => error.into(),
+                    Err(other) => SyncError::Refused(failure::text(&other)),
+                }
+            })?;
+            receiving = next;
+            Ok(link)
         },
         destination: &path,
         name: &name,

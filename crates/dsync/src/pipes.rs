@@ -9,7 +9,6 @@ use crate::args;
 use crate::effect;
 use crate::failure::Failure;
 use crate::output::Output;
-use crate::sync_command::commit;
 use crate::units;
 
 /// Writes the changed blocks to standard output.
@@ -27,11 +26,11 @@ pub(crate) fn extract(args: &args::Extract, state: &StateDir, output: &Output) -
     let result = match args.bwlimit {
         Some(rate) => {
             let out = link::Limited::new(stdout().lock(), rate);
-            sync::extract(&handle, args.since.as_deref(), args.compress, out, &progress)
+            sync::extract(&handle, args.since.as_deref(), args.compress.level, out, &progress)
         }
         None => {
             link::widen(&stdout());
-            sync::extract(&handle, args.since.as_deref(), args.compress, stdout().lock(), &progress)
+            sync::extract(&handle, args.since.as_deref(), args.compress.level, stdout().lock(), &progress)
         }
     };
     output.finish();
@@ -61,7 +60,7 @@ pub(crate) fn merge(args: &args::Merge, state: &StateDir, output: &Output) -> Re
     link::widen(&stdin());
     let path = std::path::absolute(&args.destination)?;
     let options = sync::MergeOptions {
-        commit: commit(args.commit),
+        commit: args.commit.into(),
         journal_dir: args.journal_dir.clone(),
         create: args.create,
     };

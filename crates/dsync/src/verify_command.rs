@@ -1,17 +1,16 @@
 //! `dsync verify`.
 
-use std::path::PathBuf;
-
 use anyhow::Result;
 use compare::Scope;
 use source::StateDir;
 use sync::{Verified, VerifyOptions};
 
 use crate::args;
+use crate::destination::Destination;
 use crate::effect;
 use crate::failure::{DIFFERS, FAILED, Failure};
 use crate::output::Output;
-use crate::sync_command::{Destination, commit, converse, hash, list};
+use crate::sync_command::list;
 use crate::units;
 
 /// Runs the command; its exit code.
@@ -26,20 +25,20 @@ pub(crate) fn run(args: &args::Verify, state: &StateDir, output: &Output) -> Res
     }
     let options = VerifyOptions {
         repair: args.repair,
-        commit: commit(args.commit.unwrap_or(args::CommitArg::Journal)),
+        commit: args.commit.unwrap_or(args::CommitArg::Journal).into(),
         ranges: args.ranges.clone(),
-        hash: hash(args.hash),
+        hash: args.hash.into(),
         rate: args.rate,
         bwlimit: args.far.bwlimit,
         keep_going: args.keep_going,
-        journal_dir: args.far.journal_dir.clone().map(PathBuf::from),
+        journal_dir: args.far.journal_dir.clone(),
         may_be_cut: destination.host.is_some(),
     };
     effect::on_destination(&destination, &args.far, output);
     let handle = crate::attach(state, &args.source, &args.open)?;
     effect::on_source(&handle, &args.open, &[], output);
     let progress = |done, total| output.progress(done, total);
-    let verified = converse(&destination, &args.destination, &args.far, state, |link, path, name| {
+    let verified = destination.converse(&args.far, state, |link, path, name| {
         Ok(sync::verify(&handle, link, path, name, &options, &progress)?)
     });
     output.finish();

@@ -1,0 +1,168 @@
+//! Where a replica lives, as users write it, and how its side is reached.
+
+use std::path::{Path, PathBuf};
+use std::thread::JoinHandle;
+
+use anyhow::{Context as _, Result};
+use link::Link;
+use source::StateDir;
+
+use crate::args::FarArgs;
+use crate::failure::Failure;
+use crate::far;
+
+/// Where a replica lives.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Destination {
+    /// As the user wrote it.
+    name: String,
+    /// `None` for this host.
+    pub host: Option<String>,
+    /// Where dsync listens there; `None` if ssh leads there.
+    pub port: Option<u16>,
+    /// The path there.
+    path: PathBuf,
+}
+
+impl Destination {
+    /// Reads `[[USER@]HOST:]DST` and `tls://HOST[:PORT]/DST`. A path with a slash before its colon is local.
+    pub(crate) fn parse(text: &str) -> Result<Destination, Failure> {
+        if text.starts_with("tls://") {
+            return Destination::parse_tls(text).ok_or_else(|| {
+                Failure::usage(format!(
+                    "invalid destination \"{text}\": use tls://HOST/PATH or tls://HOST:PORT/PATH, where PATH is relative to the \
+                     --into folder there"
+                ))
+            });
+        }
+        let at = |host: Option<&str>, path: &str| Destination {
+            name: text.to_owned(),
+            host: host.map(str::to_owned),
+            port: None,
+            path: path.into(),
+        };
+        match text.split_once(':') {
+            _ if text.is_empty() => Err(Failure::usage("the destination is empty")),
+            Some((host, _)) if host.contains('/') => Ok(at(None, text)),
+            Some((host, path)) if host.is_empty() || path.is_empty() => Err(Failure::usage(format!(
+                "the {} is missing in \"{text}\": use HOST:/path, or ./{text} for a local file of that name",
+                if host.is_empty() { "host" } else { "path" }
+            ))),
+            Some((host, path)) => Ok(at(Some(host), path)),
+            None => Ok(at(None, text)),
+        }
+    }
+
+    /// The path there, and what to call it.
+    pub(crate) fn place(&self) -> Result<(PathBuf, String)> {
+        if self.host.is_some() {
+            return Ok((self.path.clone(), self.name.clone()));
+        }
+        let path = std::path::absolute(&self.path)
+            .with_context(|| format!("cannot find {}", self.path.display()))?;
+        let name = path.display().to_string();
+        Ok((path, name))
+    }
+
+    /// Reads `tls://HOST[:PORT]/PATH`, where an IPv6 address stands in brackets.
+    fn parse_tls(text: &str) -> Option<Destination> {
+        let (place, path) = text.strip_prefix("tls://")?.split_once('/')?;
+        let (host, port) = match place.rsplit_once(':') {
+            Some((host, port)) if !port.ends_with(']') => (host, port.parse().ok().filter(|port| *port > 0)?),
+            _ => (place, link::PORT),
+        };
+        let plain = host.strip_prefix('[').map_or(Some(host), |host| host.strip_suffix(']'))?;
+        let whole = !plain.is_empty() && !path.is_empty() && !host.contains(char::is_whitespace);
+        let named = !plain.contains(['[', ']', '@']) && (host != plain || !plain.contains(':'));
+        (whole && named).then(|| Destination {
+            name: text.to_owned(),
+            host: Some(host.to_owned()),
+            port: Some(port),
+            path: path.into(),
+        })
+    }
+
+    /// Reaches the replica's side, which lives in a thread of its own or on another host, and talks to it: with the link, the
+    /// destination's path there, and its name as the user wrote it.
+    pub(crate) fn converse<T>(
+        &self,
+        far: &FarArgs,
+        state: &StateDir,
+        talk: impl FnOnce(Link, &Path, &str) -> Result<T>,
+    ) -> Result<T> {
+        let (path, name) = self.place()?;
+        let (link, receiving) = self.connect(far, state)?;
+        let result = talk(link, &path, &name);
+        if let Some(receiving) = receiving {
+            let _ = receiving.join();
+        }
+        result
+    }
+
+    /// A link to the replica's side, and the thread that it is, if it is one.
+    pub(crate) fn connect(&self, far: &FarArgs, state: &StateDir) -> Result<(Link, Option<JoinHandle<()>>)> {
+        let Some(host) = &self.host else {
+            let (here, there) = Link::pair();
+            let state = state.clone();
+            let receiving = std::thread::Builder::new().name("receive".into()).spawn(move || {
+                // Its errors travel over the link, as those of a far host do.
+                let _ = sync::receive(there, &state);
+            });
+            let receiving = receiving.context("cannot start a thread")?;
+            return Ok((here, Some(receiving)));
+        };
+        Ok((far::call(host, self.port, far, state)?, None))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn destinations_are_read_as_ssh_users_write_them() {
+        for (text, host, path) in [
+            ("backup:/srv/vm.raw", Some("backup"), "/srv/vm.raw"),
+            ("me@backup:vm.raw", Some("me@backup"), "vm.raw"),
+            ("/srv/a:b.raw", None, "/srv/a:b.raw"),
+            ("./a:b.raw", None, "./a:b.raw"),
+            ("vm.raw", None, "vm.raw"),
+        ] {
+            let host = host.map(str::to_owned);
+            let destination = Destination { name: text.into(), host, port: None, path: path.into() };
+            assert_eq!(Destination::parse(text).unwrap(), destination);
+        }
+        for wrong in ["", ":/srv", "host:"] {
+            assert!(Destination::parse(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn destinations_over_tls_are_read_as_urls() {
+        for (text, host, port, path) in [
+            ("tls://backup/vm.raw", "backup", 10873, "vm.raw"),
+            ("tls://backup:7000/a/vm.raw", "backup", 7000, "a/vm.raw"),
+            ("tls://192.0.2.7//dev/vg0/vm", "192.0.2.7", 10873, "/dev/vg0/vm"),
+            ("tls://[2001:db8::7]/vm.raw", "[2001:db8::7]", 10873, "vm.raw"),
+            ("tls://[2001:db8::7]:7000/vm.raw", "[2001:db8::7]", 7000, "vm.raw"),
+        ] {
+            let (host, port) = (Some(host.into()), Some(port));
+            let destination = Destination { name: text.into(), host, port, path: path.into() };
+            assert_eq!(Destination::parse(text).unwrap(), destination);
+        }
+        for wrong in [
+            "tls://",
+            "tls:///vm.raw",
+            "tls://backup",
+            "tls://backup/",
+            "tls://backup:/x",
+            "tls://backup:0/x",
+            "tls://backup:99999/x",
+            "tls://2001:db8::7/x",
+            "tls://me@backup/x",
+            "tls://[::1/x",
+        ] {
+            assert!(Destination::parse(wrong).is_err(), "{wrong}");
+        }
+    }
+}
