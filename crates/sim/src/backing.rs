@@ -6,9 +6,8 @@ use std::sync::{Arc, Mutex};
 use device::{Clock, Disk, DiskKind, Identity};
 use source::{Backing, Boot, SourceError};
 
-use crate::destination::Held;
 use crate::files::SimDisk;
-use crate::host::{Call, Process, lock};
+use crate::host::{Call, Held, Process, lock};
 
 /// An image or device, as the process sees it that holds the source.
 pub struct SimBacking {
@@ -43,7 +42,7 @@ impl SimBacking {
     }
 
     fn find(&self) -> Result<u64, SourceError> {
-        let found = self.process.host.state().find(&self.folder, &self.name);
+        let found = self.process.host.state().files.find(&self.folder, &self.name);
         found.ok_or_else(|| self.failed(std::io::ErrorKind::NotFound.into()))
     }
 }
@@ -53,7 +52,7 @@ impl Backing for SimBacking {
         let number = self.find()?;
         let host = &self.process.host;
         host.call(&self.process, Call::Read, |state| {
-            let inode = state.inode(number)?;
+            let inode = state.files.inode(number)?;
             let kind = if inode.is_device { DiskKind::Block } else { DiskKind::File };
             let time = if inode.is_device { 0 } else { inode.time };
             Ok(Identity {

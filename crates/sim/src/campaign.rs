@@ -5,14 +5,14 @@ use std::path::Path;
 use std::time::Duration;
 
 use device::Disk;
-use replica::{ReplicaError, State};
+use replica::{ReplicaError, State, Status};
 use sync::{Class, Method, SyncError};
 use testing::Random;
 
 use crate::cell::{Cell, Change, Commit, Origin, Table, Target, Verb, Way};
 use crate::host::{Event, lock};
-use crate::inode::content_of;
-use crate::tracker::BLOCK;
+use crate::inode::{Content, content_of};
+use crate::kernel::BLOCK;
 use crate::world::{Cuts, DISK, IMAGES, SPARE, World};
 
 /// A run that failed: what is wrong, and what led to it.
@@ -210,12 +210,12 @@ impl Run {
 
     /// There is room to write down what was noticed.
     fn has_room(&self) -> bool {
-        self.world.far.state().room.is_none()
+        self.world.far.state().files.room.is_none()
     }
 
     fn history_len(&self) -> Option<u64> {
         let state = self.world.near.state();
-        Some(state.len(state.find(&self.world.state, "history")?))
+        Some(state.files.len(state.files.find(&self.world.state, "history")?))
     }
 
     /// A served source needs its server most of the time.
@@ -247,7 +247,7 @@ impl Run {
         self.world.allow_shrink = self.shrunk == Shrunk::Perhaps;
         let mut served = self.world.serve();
         self.ask_for_shrink(&served.as_ref().copied().map_err(ToString::to_string))?;
-        if served.is_err() && self.world.near.state().room.is_some() {
+        if served.is_err() && self.world.near.state().files.room.is_some() {
             self.world.tell("  no room to serve: some is freed");
             self.world.near.free_room();
             served = self.world.serve();
@@ -283,7 +283,7 @@ impl Run {
             let disk = self.world.disk();
             let mut state = self.world.near.state();
             let time = state.later();
-            if let Some(inode) = state.inodes.get_mut(&disk) {
+            if let Some(inode) = state.files.inodes.get_mut(&disk) {
                 inode.write(offset, &[byte; 512], time);
                 inode.sync(true);
             }
@@ -348,12 +348,12 @@ impl Run {
             }
             let mut state = self.world.near.state();
             if flush {
-                if let Some(inode) = state.inodes.get_mut(&disk) {
+                if let Some(inode) = state.files.inodes.get_mut(&disk) {
                     inode.sync(true);
                 }
             }
             if self.world.dice.one_in(3) {
-                state.idle(disk);
+                state.tracker(disk).idle();
             }
         } else if let Some(server) = &self.world.server {
             for write in writes {
@@ -401,7 +401,7 @@ impl Run {
         let disk = self.world.disk();
         let mut state = self.world.near.state();
         let time = state.later();
-        if let Some(inode) = state.inodes.get_mut(&disk) {
+        if let Some(inode) = state.files.inodes.get_mut(&disk) {
             inode.resize(wanted, time);
             inode.sync(true);
         }
@@ -488,9 +488,9 @@ impl Run {
         let backup = self.backups[self.world.dice.below(self.backups.len() as u64) as usize].clone();
         let name = self.world.replicas[which].name.clone();
         let mut state = self.world.far.state();
-        let Some(number) = state.find(IMAGES, &name) else { return };
+        let Some(number) = state.files.find(IMAGES, &name) else { return };
         let time = state.later();
-        if let Some(inode) = state.inodes.get_mut(&number) {
+        if let Some(inode) = state.files.inodes.get_mut(&number) {
             inode.resize(backup.len() as u64, time);
             inode.write(0, &backup, time);
             inode.sync(true);
@@ -507,15 +507,15 @@ impl Run {
         }
         let at = self.world.dice.bits();
         let mut state = self.world.near.state();
-        let Some(number) = state.find(&self.world.state, "history") else { return };
-        let mut content = state.content(number);
+        let Some(number) = state.files.find(&self.world.state, "history") else { return };
+        let mut content = state.files.content(number);
         // The first bytes say that it is one.
         if content.len() < 16 {
             return;
         }
         let at = 8 + at as usize % (content.len() - 8);
         content[at] ^= 0x10;
-        if let Some(inode) = state.inodes.get_mut(&number) {
+        if let Some(inode) = state.files.inodes.get_mut(&number) {
             inode.put(&content);
         }
         let len = content.len();
@@ -612,7 +612,7 @@ impl Run {
         };
         let (far, stays) = (!dice.one_in(4), dice.one_in(2));
         let host = if far { self.world.far.clone() } else { self.world.near.clone() };
-        (host.state().room, host.state().room_stays) = (Some(room), stays);
+        (host.state().files.room, host.state().files.room_stays) = (Some(room), stays);
         let how_long = if stays { "from now on" } else { "for a round" };
         self.world.tell(format!("{room} bytes of room are left at {} {how_long}", host.name));
         self.table.note(format!("room is short {how_long}"));
@@ -647,7 +647,7 @@ impl Run {
             let epoch = uuid::Uuid::from_u128(u128::from(dice.bits()));
             self.world.tell(format!("planned: another program takes the record, {at} steps on"));
             let act = move |state: &mut crate::host::State| {
-                state.take_record(disk, epoch);
+                state.tracker(disk).take_record(epoch);
                 state.told.push("another program takes the record".into());
             };
             self.world.near.plan(at, Event::Does(Box::new(act)));
@@ -662,9 +662,9 @@ impl Run {
             self.world.near.plan(at, Event::Does(Box::new(move |state| write.queue(state, disk))));
             let landing = move |state: &mut crate::host::State| {
                 state.end_writes(disk);
-                lock(&moments).add(state.content_name(disk));
+                lock(&moments).add(state.files.content_name(disk));
                 if idles {
-                    state.idle(disk);
+                    state.tracker(disk).idle();
                 }
             };
             self.world.near.plan(lands, Event::Does(Box::new(landing)));
@@ -699,7 +699,7 @@ impl Run {
                     std::thread::yield_now();
                     let mut all = lock(&moments);
                     let _ = write.through(server);
-                    all.add(near.state().content_name(disk));
+                    all.add(near.state().files.content_name(disk));
                 }
             });
             let result = world.sync(which, &options, cuts);
@@ -788,7 +788,7 @@ impl Run {
                 {
                     let mut all = lock(&moments);
                     let _ = write.through(server.source.disk());
-                    all.add(near.state().content_name(disk));
+                    all.add(near.state().files.content_name(disk));
                 }
                 std::thread::sleep(Duration::from_micros(50));
             }
@@ -864,7 +864,7 @@ impl Run {
 
     /// What of a replica a refusal must leave alone; `None` where something is still to be recovered.
     fn digest(&self, which: usize) -> Option<Digest> {
-        let folder = self.world.far.state().snapshot(&self.world.folder_of(which));
+        let folder = self.world.far.state().files.snapshot(&self.world.folder_of(which));
         let known = &self.world.replicas[which];
         if folder.keys().any(|name| name != "lineage" && name != "rest") || known.touched || !known.settled {
             return None;
@@ -878,25 +878,8 @@ impl Run {
         let known = self.world.replicas[which].clone();
         let (status, content) = match self.world.recover(which) {
             Ok(found) => found,
-            Err(error) => {
-                let allowed = match &error {
-                    ReplicaError::Changed { .. } => {
-                        self.world.replicas[which].noticed |= self.has_room();
-                        known.touched
-                    }
-                    ReplicaError::NotAReplica(_) | ReplicaError::Unproven(_) => {
-                        known.touched || known.adopting
-                    }
-                    // What was committed may need blocks that were holes.
-                    error if is_full(error) => self.world.far.state().room.is_some(),
-                    _ => known.touched && error.is_refusal(),
-                };
-                return if allowed {
-                    Ok(())
-                } else {
-                    Err(format!("{} can't be opened: {error}", known.name))
-                };
-            }
+            Err(error) if self.may_refuse(which, &error) => return Ok(()),
+            Err(error) => return Err(format!("{} can't be opened: {error}", known.name)),
         };
         self.world.tell(format!(
             "  {} says epoch {:?}, ahead {}, {:?}, under way {}",
@@ -916,31 +899,44 @@ impl Run {
             };
         }
         let claims = status.state == State::Exact && status.epoch.is_some();
-        if !claims || known.tainted {
-            return Ok(());
-        }
         let in_place = status.under_way && self.world.cell.commit == Commit::InPlace;
-        if in_place {
+        if !claims || known.tainted || in_place {
             return Ok(());
         }
         // The destination itself, and not the copy that is to take its place.
         let held = if status.under_way { self.world.raw(which) } else { content };
         let Some(held) = held else { return Err("it says that it is whole, and can't be read".into()) };
-        let held = &held[..(status.size as usize).min(held.len())];
-        let content = content_of(held);
+        let content = content_of(&held[..(status.size as usize).min(held.len())]);
+        self.check_moment(which, &status, content, from, result)
+    }
+
+    /// A replica may refuse to be opened with this error, after what was done to it.
+    fn may_refuse(&mut self, which: usize, error: &ReplicaError) -> bool {
+        let noticed = matches!(error, ReplicaError::Changed { .. }) && self.has_room();
+        let known = &mut self.world.replicas[which];
+        known.noticed |= noticed;
+        match error {
+            ReplicaError::Changed { .. } => known.touched,
+            ReplicaError::NotAReplica(_) | ReplicaError::Unproven(_) => known.touched || known.adopting,
+            // What was committed may need blocks that were holes.
+            error if is_full(error) => self.world.far.state().files.room.is_some(),
+            _ => known.touched && error.is_refusal(),
+        }
+    }
+
+    /// A replica that says that it is whole holds a moment of the source: none before the one that it held, the one that its epoch
+    /// is bound to, and after a sync that ended well none from before that sync.
+    fn check_moment(
+        &mut self,
+        which: usize,
+        status: &Status,
+        content: Content,
+        from: usize,
+        result: &Result<String, SyncError>,
+    ) -> Checked {
+        let known = &mut self.world.replicas[which];
         let mut moments = lock(&self.world.moments);
         let Some(place) = moments.last(&content) else {
-            if std::env::var_os("DSYNC_DUMP").is_some() {
-                let state = self.world.far.state();
-                for (name, content) in state.snapshot(&self.world.folder_of(which)) {
-                    eprintln!(
-                        "{name}: {}",
-                        String::from_utf8_lossy(&content[..content.len().min(1500)]).replace('\0', "")
-                    );
-                }
-                let n = state.find(IMAGES, &known.name).unwrap_or(0);
-                eprintln!("counted {} boot {:?} {:?}", state.inodes[&n].counted, state.boot(), known);
-            }
             return Err(format!("{} says that it is whole, and is no moment of the source", known.name));
         };
         if place < known.at {
@@ -953,15 +949,13 @@ impl Run {
                 known.name, epoch.number
             ));
         }
-        let ended = result.is_ok() && !self.lagging;
         let synced = result.as_ref().is_ok_and(|what| {
             what.contains(" at epoch ") && !what.starts_with("fuzzy") && !what.contains("extents differ")
         });
-        if ended && synced && moments.since(&content, from).is_none() {
+        if synced && !self.lagging && moments.since(&content, from).is_none() {
             return Err(format!("{} is older than the sync that ended well", known.name));
         }
-        let at = moments.since(&content, known.at).unwrap_or(place);
-        self.world.replicas[which].at = at;
+        known.at = moments.since(&content, known.at).unwrap_or(place);
         Ok(())
     }
 
@@ -1119,8 +1113,8 @@ impl Write {
     /// To a disk in use.
     fn queue(&self, state: &mut crate::host::State, disk: u64) {
         match self {
-            Write::Data { offset, bytes } => state.begin_write(disk, *offset, bytes.clone()),
-            Write::Zero { offset, len, .. } => state.begin_write(disk, *offset, vec![0; *len as usize]),
+            Write::Data { offset, bytes } => state.tracker(disk).begin(*offset, bytes.clone()),
+            Write::Zero { offset, len, .. } => state.tracker(disk).begin(*offset, vec![0; *len as usize]),
         }
     }
 }

@@ -2,36 +2,14 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use device::{Boot, Clock, Disk, Medium, Written};
 use replica::{Destination, Name, Stamp};
 
+use crate::file_system::EIO;
 use crate::files::{SimDisk, settle};
-use crate::host::{Call, EIO, Process, State};
-
-/// Held by whoever has a replica or a source's state open, as the folder's lock is.
-pub struct Held {
-    process: Arc<Process>,
-}
-
-impl Held {
-    /// Takes the lock of a replica, or of a source's state.
-    ///
-    /// # Errors
-    /// If somebody has it, and lives.
-    pub fn take(process: &Arc<Process>, name: &str) -> replica::Result<Arc<Held>> {
-        let mut state = process.host.state();
-        let holder = state.held.get(name).and_then(Weak::upgrade);
-        if holder.is_some_and(|held| held.process.is_alive()) {
-            let path = process.host.scratch.join(name);
-            return Err(replica::ReplicaError::Busy { path, holder: "another process".into() });
-        }
-        let held = Arc::new(Held { process: process.clone() });
-        state.held.insert(name.to_owned(), Arc::downgrade(&held));
-        Ok(held)
-    }
-}
+use crate::host::{Call, Held, Process, State};
 
 /// A file's place.
 pub struct SimFile {
@@ -74,7 +52,8 @@ impl SimFile {
     }
 
     fn find(&self, name: Name) -> io::Result<u64> {
-        let found = self.call(Call::Read, |state| Ok(state.find(&self.folder, self.file_name(name))))?;
+        let found =
+            self.call(Call::Read, |state| Ok(state.files.find(&self.folder, self.file_name(name))))?;
         found.ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 }
@@ -99,8 +78,8 @@ impl Destination for SimFile {
 
     fn stamp(&self, name: Name) -> io::Result<Option<Stamp>> {
         self.call(Call::Read, |state| {
-            let Some(number) = state.find(&self.folder, self.file_name(name)) else { return Ok(None) };
-            let inode = state.inode(number)?;
+            let Some(number) = state.files.find(&self.folder, self.file_name(name)) else { return Ok(None) };
+            let inode = state.files.inode(number)?;
             Ok(Some(Stamp {
                 inode: number,
                 size: inode.len(),
@@ -124,12 +103,12 @@ impl Destination for SimFile {
 
     fn create(&self) -> io::Result<u64> {
         self.call(Call::Name, |state| {
-            if state.find(&self.folder, &self.partial).is_some() {
+            if state.files.find(&self.folder, &self.partial).is_some() {
                 return Err(io::ErrorKind::AlreadyExists.into());
             }
             state.take(1)?;
             let inode = state.make(0, false);
-            state.link(&self.folder, &self.partial, inode);
+            state.files.link(&self.folder, &self.partial, inode);
             Ok(inode)
         })
     }
@@ -137,8 +116,8 @@ impl Destination for SimFile {
     fn clone_final(&self) -> io::Result<()> {
         let (from, to) = (self.find(Name::Final)?, self.find(Name::Temporary)?);
         self.call(Call::Write, |state| {
-            let (content, time) = (state.content(from), state.tick());
-            let clone = state.inode(to)?;
+            let (content, time) = (state.files.content(from), state.tick());
+            let clone = state.files.inode(to)?;
             clone.resize(content.len() as u64, time);
             clone.write(0, &content, time);
             Ok(())
@@ -147,7 +126,7 @@ impl Destination for SimFile {
 
     fn rename(&self, replace: bool) -> io::Result<()> {
         self.call(Call::Name, |state| {
-            if !replace && state.find(&self.folder, &self.name).is_some() {
+            if !replace && state.files.find(&self.folder, &self.name).is_some() {
                 return Err(io::ErrorKind::AlreadyExists.into());
             }
             state.rename(&self.folder, &self.partial, &self.name)
@@ -156,14 +135,14 @@ impl Destination for SimFile {
 
     fn remove(&self) -> io::Result<()> {
         self.call(Call::Name, |state| {
-            state.unlink(&self.folder, &self.partial);
+            state.files.unlink(&self.folder, &self.partial);
             Ok(())
         })
     }
 
     fn sync(&self) -> io::Result<()> {
         self.call(Call::Sync, |state| {
-            state.sync_names(&self.folder);
+            state.files.sync_names(&self.folder);
             Ok(())
         })
     }
@@ -228,7 +207,7 @@ impl Destination for SimDevice {
     fn glance(&self) -> io::Result<Option<Stamp>> {
         self.process.host.call(&self.process, Call::Read, |state| {
             let boot = state.boot().0;
-            let inode = state.inode(self.number)?;
+            let inode = state.files.inode(self.number)?;
             let written = Written { sectors: inode.counted, ..Written::default() };
             let medium = Medium {
                 id: Some(format!("disk-{}", self.number)),

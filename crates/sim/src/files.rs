@@ -7,7 +7,8 @@ use std::sync::Arc;
 
 use device::{Disk, Folder, InlineQueue, Mapping, Queue, StateFile};
 
-use crate::host::{Call, EIO, Process, State};
+use crate::file_system::EIO;
+use crate::host::{Call, Process, State};
 use crate::inode::{Inode, PAGE};
 
 fn eio() -> io::Error {
@@ -36,14 +37,14 @@ impl SimFolder {
 impl Folder for SimFolder {
     fn open(&self, name: &str, create: bool) -> io::Result<Box<dyn StateFile>> {
         let inode = self.call(if create { Call::Name } else { Call::Read }, |state| {
-            match state.find(&self.name, name) {
+            match state.files.find(&self.name, name) {
                 Some(inode) => Ok(inode),
                 None if !create => Err(io::ErrorKind::NotFound.into()),
                 None if state.is_broken() => Err(eio()),
                 None => {
                     state.take(1)?;
                     let inode = state.make(0, false);
-                    state.link(&self.name, name, inode);
+                    state.files.link(&self.name, name, inode);
                     Ok(inode)
                 }
             }
@@ -59,10 +60,10 @@ impl Folder for SimFolder {
     }
 
     fn remove(&self, name: &str) -> io::Result<()> {
-        self.call(Call::Name, |state| match state.find(&self.name, name) {
+        self.call(Call::Name, |state| match state.files.find(&self.name, name) {
             Some(_) if state.is_broken() => Err(eio()),
             _ => {
-                state.unlink(&self.name, name);
+                state.files.unlink(&self.name, name);
                 Ok(())
             }
         })
@@ -73,7 +74,7 @@ impl Folder for SimFolder {
             if state.is_broken() {
                 return Err(eio());
             }
-            state.sync_names(&self.name);
+            state.files.sync_names(&self.name);
             Ok(())
         })
     }
@@ -81,6 +82,7 @@ impl Folder for SimFolder {
     fn list(&self) -> io::Result<Vec<String>> {
         self.call(Call::Read, |state| {
             Ok(state
+                .files
                 .folders
                 .get(&self.name)
                 .map(|names| names.now.keys().cloned().collect())
@@ -93,13 +95,13 @@ impl Folder for SimFolder {
     }
 
     fn free(&self) -> Option<u64> {
-        self.process.host.state().room
+        self.process.host.state().files.room
     }
 
     fn modified(&self, name: &str) -> Option<u64> {
         let found = self.call(Call::Read, |state| {
-            let inode = state.find(&self.name, name);
-            inode.map(|inode| Ok(state.inode(inode)?.time)).transpose()
+            let inode = state.files.find(&self.name, name);
+            inode.map(|inode| Ok(state.files.inode(inode)?.time)).transpose()
         });
         found.ok().flatten().map(|time| time.max(0) as u64)
     }
@@ -124,21 +126,21 @@ fn write(state: &mut State, number: u64, offset: u64, buf: &[u8]) -> io::Result<
     if state.is_broken() {
         // Some of it may have arrived.
         let part = state.dice.below(buf.len() as u64 + 1) as usize / 512 * 512;
-        let inode = state.inode(number)?;
+        let inode = state.files.inode(number)?;
         if part > 0 && offset + part as u64 <= inode.len() {
             inode.write(offset, &buf[..part], time);
         }
         return Err(eio());
     }
-    let grows = state.inode(number)?.grows(offset, buf.len());
+    let grows = state.files.inode(number)?.grows(offset, buf.len());
     state.take(grows)?;
-    state.inode(number)?.write(offset, buf, time);
+    state.files.inode(number)?.write(offset, buf, time);
     Ok(())
 }
 
 fn sync(state: &mut State, number: u64, all: bool) -> io::Result<()> {
     let broken = state.is_broken();
-    let inode = state.inode(number)?;
+    let inode = state.files.inode(number)?;
     if broken {
         inode.sync_fails();
         return Err(eio());
@@ -149,11 +151,11 @@ fn sync(state: &mut State, number: u64, all: bool) -> io::Result<()> {
 
 impl StateFile for SimFile {
     fn len(&self) -> io::Result<u64> {
-        self.call(Call::Read, |state| Ok(state.inode(self.inode)?.len()))
+        self.call(Call::Read, |state| Ok(state.files.inode(self.inode)?.len()))
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
-        self.call(Call::Read, |state| state.inode(self.inode)?.read(offset, buf))
+        self.call(Call::Read, |state| state.files.inode(self.inode)?.read(offset, buf))
     }
 
     fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
@@ -166,9 +168,9 @@ impl StateFile for SimFile {
             if state.is_broken() {
                 return Err(eio());
             }
-            let before = state.inode(self.inode)?.space();
-            state.inode(self.inode)?.resize(len, time);
-            state.freed(self.inode, before);
+            let before = state.files.inode(self.inode)?.space();
+            state.files.inode(self.inode)?.resize(len, time);
+            state.files.freed(self.inode, before);
             Ok(())
         })
     }
@@ -179,9 +181,9 @@ impl StateFile for SimFile {
             if state.is_broken() {
                 return Err(eio());
             }
-            let grows = state.inode(self.inode)?.grows(0, len as usize);
+            let grows = state.files.inode(self.inode)?.grows(0, len as usize);
             state.take(grows)?;
-            let inode = state.inode(self.inode)?;
+            let inode = state.files.inode(self.inode)?;
             inode.allocate(0..(len as usize).div_ceil(PAGE), true);
             if inode.len() < len {
                 inode.resize(len, time);
@@ -193,14 +195,14 @@ impl StateFile for SimFile {
     fn sync(&self) -> io::Result<()> {
         self.call(Call::Sync, |state| {
             sync(state, self.inode, true)?;
-            state.sync_name_of(&self.folder, self.inode);
+            state.files.sync_name_of(&self.folder, self.inode);
             Ok(())
         })
     }
 
     fn map(&self, len: u64) -> io::Result<Mapping> {
         let process = self.process.number();
-        self.call(Call::Read, |state| state.inode(self.inode)?.map(len, process))
+        self.call(Call::Read, |state| state.files.inode(self.inode)?.map(len, process))
     }
 }
 
@@ -221,7 +223,7 @@ impl SimDisk {
     }
 
     fn look<T>(&self, look: impl FnOnce(&Inode) -> T) -> Option<T> {
-        self.process.host.state().inodes.get(&self.inode).map(look)
+        self.process.host.state().files.inodes.get(&self.inode).map(look)
     }
 }
 
@@ -238,12 +240,12 @@ impl Disk for SimDisk {
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
-        self.call(Call::Read, |state| state.inode(self.inode)?.read(offset, buf))
+        self.call(Call::Read, |state| state.files.inode(self.inode)?.read(offset, buf))
     }
 
     fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
         self.call(Call::Write, |state| {
-            within(state.inode(self.inode)?, offset, buf.len() as u64)?;
+            within(state.files.inode(self.inode)?, offset, buf.len() as u64)?;
             write(state, self.inode, offset, buf)
         })
     }
@@ -251,17 +253,17 @@ impl Disk for SimDisk {
     fn zero(&self, offset: u64, len: u64, unmap: bool, _fast: bool) -> io::Result<()> {
         self.call(Call::Write, |state| {
             let time = state.tick();
-            within(state.inode(self.inode)?, offset, len)?;
+            within(state.files.inode(self.inode)?, offset, len)?;
             if state.is_broken() {
                 return Err(eio());
             }
             if !unmap {
-                let grows = state.inode(self.inode)?.grows(offset, len as usize);
+                let grows = state.files.inode(self.inode)?.grows(offset, len as usize);
                 state.take(grows)?;
             }
-            let before = state.inode(self.inode)?.space();
-            state.inode(self.inode)?.zero(offset as usize..(offset + len) as usize, unmap, time);
-            state.freed(self.inode, before);
+            let before = state.files.inode(self.inode)?.space();
+            state.files.inode(self.inode)?.zero(offset as usize..(offset + len) as usize, unmap, time);
+            state.files.freed(self.inode, before);
             Ok(())
         })
     }
@@ -273,15 +275,15 @@ impl Disk for SimDisk {
     fn reserve(&self, offset: u64, len: u64) -> io::Result<()> {
         self.call(Call::Write, |state| {
             let time = state.tick();
-            if state.inode(self.inode)?.is_device {
+            if state.files.inode(self.inode)?.is_device {
                 return Ok(());
             }
             if state.is_broken() {
                 return Err(eio());
             }
-            let grows = state.inode(self.inode)?.grows(offset, len as usize);
+            let grows = state.files.inode(self.inode)?.grows(offset, len as usize);
             state.take(grows)?;
-            state.inode(self.inode)?.reserve(offset as usize..(offset + len) as usize, time);
+            state.files.inode(self.inode)?.reserve(offset as usize..(offset + len) as usize, time);
             Ok(())
         })
     }
@@ -292,7 +294,7 @@ impl Disk for SimDisk {
 
     fn allocated(&self, from: u64) -> io::Result<Option<Range<u64>>> {
         self.call(Call::Read, |state| {
-            let inode = state.inode(self.inode)?;
+            let inode = state.files.inode(self.inode)?;
             let len = inode.len();
             if from >= len {
                 return Ok(None);
@@ -311,15 +313,15 @@ impl Disk for SimDisk {
     fn resize(&self, len: u64) -> io::Result<()> {
         self.call(Call::Write, |state| {
             let time = state.tick();
-            if state.inode(self.inode)?.is_device {
+            if state.files.inode(self.inode)?.is_device {
                 return Err(io::ErrorKind::Unsupported.into());
             }
             if state.is_broken() {
                 return Err(eio());
             }
-            let before = state.inode(self.inode)?.space();
-            state.inode(self.inode)?.resize(len, time);
-            state.freed(self.inode, before);
+            let before = state.files.inode(self.inode)?.space();
+            state.files.inode(self.inode)?.resize(len, time);
+            state.files.freed(self.inode, before);
             Ok(())
         })
     }
@@ -333,7 +335,7 @@ impl Disk for SimDisk {
 pub(crate) fn settle(process: &Process, folder: &str, number: u64) -> io::Result<()> {
     process.host.call(process, Call::Sync, |state| {
         sync(state, number, true)?;
-        state.sync_name_of(folder, number);
+        state.files.sync_name_of(folder, number);
         Ok(())
     })
 }

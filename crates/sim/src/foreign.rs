@@ -4,32 +4,19 @@
 //! exception: in the midst of own writes, within a second after these were cut off by a kill, within ten before a power cut,
 //! and on a device before a reboot.
 
-use crate::host::State;
+use crate::host::{Foreign, State};
 use crate::world::{IMAGES, folder_of, name_of};
 
 /// More replicas than any world has.
 const MOST: usize = 8;
 
-/// Another program has written to a replica.
-#[derive(Debug, Clone)]
-pub struct Foreign {
-    /// The replica's name.
-    pub name: String,
-    /// Nobody can tell it from own writes.
-    pub blind: bool,
-    /// It came long after all that was written before.
-    pub late: bool,
-    /// The replica is a device.
-    pub is_device: bool,
-}
-
 impl State {
     /// Another program writes sectors to a replica, and flushes them. `late`: after a pause.
     pub fn foreign_write(&mut self, name: &str, offset: u64, bytes: &[u8], late: bool) {
-        let Some(number) = self.find(IMAGES, name) else { return };
+        let Some(number) = self.files.find(IMAGES, name) else { return };
         // A process that is at work notes the time while it passes: none passes in its midst here.
         let late = late && !(0..MOST).any(|number| self.is_at_work(&name_of(number)) == Some(true));
-        let is_device = self.inodes.get(&number).is_some_and(|inode| inode.is_device);
+        let is_device = self.files.inodes.get(&number).is_some_and(|inode| inode.is_device);
         let blind = match self.is_at_work(name) {
             // Since a reboot nobody has noted what the kernel counts.
             None => is_device && !self.opened.contains(name),
@@ -37,7 +24,8 @@ impl State {
             Some(alive) => alive || !late || is_device,
         };
         let time = if late { self.later() } else { self.tick() };
-        let Some(inode) = self.inodes.get_mut(&number).filter(|i| i.len() >= offset + bytes.len() as u64)
+        let Some(inode) =
+            self.files.inodes.get_mut(&number).filter(|i| i.len() >= offset + bytes.len() as u64)
         else {
             return;
         };
@@ -50,10 +38,11 @@ impl State {
 
     /// A process of this boot has noted that it writes to the replica. True if one still runs.
     fn is_at_work(&self, name: &str) -> Option<bool> {
-        let note = self.content(self.find(&folder_of(name), "rest")?);
+        let note = self.files.content(self.files.find(&folder_of(name), "rest")?);
         let text = String::from_utf8_lossy(&note[..note.len().min(512)]).into_owned();
         let life = format!("\"life\":\"{}\"", self.boot().0);
-        let mapped = self.find(&folder_of(name), "rest").and_then(|number| self.inodes.get(&number));
+        let mapped =
+            self.files.find(&folder_of(name), "rest").and_then(|number| self.files.inodes.get(&number));
         (text.contains("\"stamp\":null") && text.contains(&life))
             .then(|| mapped.is_some_and(|inode| inode.is_mapped()))
     }

@@ -16,12 +16,13 @@ use uuid::Uuid;
 
 use crate::backing::SimBacking;
 use crate::cell::{Cell, Origin, Target, Way};
-use crate::destination::{Held, SimDevice, SimFile};
+use crate::destination::{SimDevice, SimFile};
 use crate::files::{SimDisk, SimFolder};
-use crate::host::{Host, Process, lock};
+use crate::host::{Held, Host, Process, lock};
 use crate::inode::Content;
+use crate::kernel::{BLOCK, Kernel, Kind};
 use crate::pipe::far_link;
-use crate::tracker::{BLOCK, Kernel, Kind, SimTracker};
+use crate::tracker::SimTracker;
 
 /// Bytes of a region of the write-intent log.
 const REGION: u64 = 64 << 10;
@@ -169,8 +170,8 @@ impl World {
         {
             let mut state = near.state();
             let disk = state.make(size, cell.origin.is_device());
-            state.link(IMAGES, DISK, disk);
-            state.sync_names(IMAGES);
+            state.files.link(IMAGES, DISK, disk);
+            state.files.sync_names(IMAGES);
             let kind = match cell.origin {
                 Origin::Bpf => Some(Kind::Bpf),
                 Origin::Dm => Some(Kind::Dm),
@@ -186,7 +187,7 @@ impl World {
                 let byte = dice.bits() as u8;
                 sector.fill(if dice.one_in(2) { byte } else { 0 });
             }
-            if let Some(inode) = state.inodes.get_mut(&disk) {
+            if let Some(inode) = state.files.inodes.get_mut(&disk) {
                 inode.write(0, &content, time);
                 inode.sync(true);
             }
@@ -221,26 +222,26 @@ impl World {
 
     /// The inode of the source.
     pub fn disk(&self) -> u64 {
-        self.near.state().find(IMAGES, DISK).unwrap_or(0)
+        self.near.state().files.find(IMAGES, DISK).unwrap_or(0)
     }
 
     /// What the source holds.
     pub fn content(&self) -> Vec<u8> {
         let state = self.near.state();
-        state.find(IMAGES, DISK).map(|disk| state.content(disk)).unwrap_or_default()
+        state.files.find(IMAGES, DISK).map(|disk| state.files.content(disk)).unwrap_or_default()
     }
 
     /// Bytes of the source.
     pub fn size(&self) -> u64 {
         let state = self.near.state();
-        state.find(IMAGES, DISK).map_or(0, |disk| state.len(disk))
+        state.files.find(IMAGES, DISK).map_or(0, |disk| state.files.len(disk))
     }
 
     /// Notes the source's state of now as a moment.
     pub fn moment(&self) {
         let mut state = self.near.state();
-        let disk = state.find(IMAGES, DISK).unwrap_or(0);
-        let content = state.content_name(disk);
+        let disk = state.files.find(IMAGES, DISK).unwrap_or(0);
+        let content = state.files.content_name(disk);
         drop(state);
         lock(&self.moments).add(content);
     }
@@ -263,8 +264,8 @@ impl World {
 
     /// The lock of the source's state.
     fn hold(&self, process: &Arc<Process>, state: &str) -> Result<Arc<Held>, SourceError> {
-        let busy = |_| SourceError::Busy { path: DISK.into(), holder: "another process".into() };
-        Held::take(process, state).map_err(busy)
+        let busy = || SourceError::Busy { path: DISK.into(), holder: "another process".into() };
+        Held::take(process, state).ok_or_else(busy)
     }
 
     fn open_source(&self, process: &Arc<Process>, read_only: bool) -> Result<Source, SourceError> {
@@ -389,8 +390,8 @@ impl World {
             let size = self.size() + SPARE;
             let mut state = self.far.state();
             let device = state.make(size.div_ceil(BLOCK) * BLOCK, true);
-            state.link(IMAGES, &name, device);
-            state.sync_names(IMAGES);
+            state.files.link(IMAGES, &name, device);
+            state.files.sync_names(IMAGES);
         }
         self.replicas.push(Known {
             name,
@@ -409,13 +410,13 @@ impl World {
     /// What a replica's file or device holds; `None` if there is none.
     pub fn raw(&self, which: usize) -> Option<Vec<u8>> {
         let state = self.far.state();
-        Some(state.content(state.find(IMAGES, &self.replicas[which].name)?))
+        Some(state.files.content(state.files.find(IMAGES, &self.replicas[which].name)?))
     }
 
     /// Bytes of a replica's file or device; `None` if there is none.
     pub fn raw_size(&self, which: usize) -> Option<u64> {
         let state = self.far.state();
-        Some(state.len(state.find(IMAGES, &self.replicas[which].name)?))
+        Some(state.files.len(state.files.find(IMAGES, &self.replicas[which].name)?))
     }
 
     /// The folder of a replica's state.
@@ -431,17 +432,18 @@ impl World {
         options: &replica::Options,
     ) -> replica::Result<Replica> {
         let folder = SimFolder::new(far, &folder_of(name));
-        let held = Held::take(far, name)?;
+        let busy = || replica::ReplicaError::Busy { path: name.into(), holder: "another process".into() };
+        let held = Held::take(far, name).ok_or_else(busy)?;
         let destination: Box<dyn Destination> = match target {
             Target::File => Box::new(SimFile::new(held, far, IMAGES, name)),
             Target::Device => {
-                let device = far.host.state().find(IMAGES, name).unwrap_or(0);
+                let device = far.host.state().files.find(IMAGES, name).unwrap_or(0);
                 Box::new(SimDevice::new(held, far, name, device))
             }
         };
         let opened = Replica::begin(destination, Box::new(folder), options);
         let mut state = far.host.state();
-        if opened.is_ok() && state.room.is_none() && state.is_well() {
+        if opened.is_ok() && state.files.room.is_none() && state.is_well() {
             state.opened.insert(name.to_owned());
         }
         drop(state);
