@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
-use crossbeam_channel::bounded;
+use crossbeam_channel::{Receiver, Sender, bounded};
 
 /// Takes items from `next`, turns them into results on `threads` threads, each with its own state from `own`, and passes the
 /// results to `sink` in the order of the items. At most four items per thread are held. Stops at the first error of any of
@@ -24,9 +24,9 @@ where
     let (results_in, results) = bounded::<(u64, Result<R, E>)>(threads);
     // Tickets bound the items taken and not yet passed on.
     let (tickets_in, tickets) = bounded::<()>(threads * 4);
-    let (failed, next) = (Mutex::new(None), Mutex::new(&mut next));
-    let sunk = std::thread::scope(|scope| {
-        let (failed, next) = (&failed, &next);
+    let next = Mutex::new(&mut next);
+    std::thread::scope(|scope| {
+        let next = || next.lock().unwrap_or_else(|e| e.into_inner());
         let start = || std::thread::Builder::new();
         let mut workers = 0;
         for _ in 0..threads {
@@ -41,64 +41,65 @@ where
             });
             workers += usize::from(working.is_ok());
         }
-        let producing = (workers > 0).then(|| {
-            start().spawn_scoped(scope, move || {
-                let mut next = next.lock().unwrap_or_else(|e| e.into_inner());
-                let mut number = 0;
-                loop {
-                    match next() {
-                        Ok(Some(item)) => {
-                            if tickets_in.send(()).is_err() || items_in.send((number, item)).is_err() {
-                                return;
-                            }
-                            number += 1;
-                        }
-                        Ok(None) => return,
-                        Err(error) => {
-                            *failed.lock().unwrap_or_else(|e| e.into_inner()) = Some(error);
-                            return;
-                        }
-                    }
-                }
-            })
-        });
+        let producing = move || produce(&mut *next(), &items_in, &tickets_in);
+        let producing = (workers > 0).then(|| start().spawn_scoped(scope, producing));
         drop((items, results_in));
-        if !matches!(producing, Some(Ok(_))) {
+        let Some(Ok(producer)) = producing else {
             // The senders moved into the thread have been dropped with it, so the workers end.
-            let (mut next, mut own) = (next.lock().unwrap_or_else(|e| e.into_inner()), own());
+            let (mut next, mut own) = (next(), own());
             while let Some(item) = next()? {
                 sink(work(&mut own, item)?)?;
             }
             return Ok(());
+        };
+        consume(results, tickets, &mut sink)?;
+        producer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
+/// Numbers the items and gives them to the workers, one for each ticket, until the receivers are gone.
+fn produce<T, E>(
+    next: &mut impl FnMut() -> Result<Option<T>, E>,
+    items: &Sender<(u64, T)>,
+    tickets: &Sender<()>,
+) -> Result<(), E> {
+    for number in 0.. {
+        let Some(item) = next()? else { break };
+        if tickets.send(()).is_err() || items.send((number, item)).is_err() {
+            break;
         }
-        // Dropped when the sink fails, so that the producer does not wait for a ticket.
-        let mut tickets = Some(tickets);
-        let mut early = BTreeMap::new();
-        let (mut due, mut sunk) = (0, Ok(()));
-        // Drained to the end even after a failure: a result left in the channel would live as long as the workers, and the
-        // producer might wait for something that it holds.
-        for (number, result) in results {
-            if tickets.is_none() {
-                continue;
-            }
-            early.insert(number, result);
-            while let Some(result) = early.remove(&due) {
-                if let Err(error) = result.and_then(&mut sink) {
-                    (sunk, tickets) = (Err(error), None);
-                    early.clear();
-                    break;
-                }
-                due += 1;
-                let _ = tickets.as_ref().map(|tickets| tickets.try_recv());
-            }
-        }
-        sunk
-    });
-    sunk?;
-    match failed.into_inner().unwrap_or_else(|e| e.into_inner()) {
-        Some(error) => Err(error),
-        None => Ok(()),
     }
+    Ok(())
+}
+
+/// Passes the results to the sink in the order of their numbers, and takes back a ticket for each.
+fn consume<R, E>(
+    results: Receiver<(u64, Result<R, E>)>,
+    tickets: Receiver<()>,
+    sink: &mut impl FnMut(R) -> Result<(), E>,
+) -> Result<(), E> {
+    // Dropped when the sink fails, so that the producer does not wait for a ticket.
+    let mut tickets = Some(tickets);
+    let mut early = BTreeMap::new();
+    let (mut due, mut sunk) = (0, Ok(()));
+    // Drained to the end even after a failure: a result left in the channel would live as long as the workers, and the producer
+    // might wait for something that it holds.
+    for (number, result) in results {
+        if tickets.is_none() {
+            continue;
+        }
+        early.insert(number, result);
+        while let Some(result) = early.remove(&due) {
+            if let Err(error) = result.and_then(&mut *sink) {
+                (sunk, tickets) = (Err(error), None);
+                early.clear();
+                break;
+            }
+            due += 1;
+            let _ = tickets.as_ref().map(|tickets| tickets.try_recv());
+        }
+    }
+    sunk
 }
 
 #[cfg(test)]

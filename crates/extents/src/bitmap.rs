@@ -5,11 +5,9 @@ use std::ops::{Deref, Range};
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 
-use crate::Extents;
+use crate::{DecodeError, Extents};
 
 mod coding;
-
-pub use self::coding::DecodeError;
 
 /// Words of leaves that one summary bit stands for: eight cache lines, small enough that a few scattered blocks cost few
 /// reads, large enough that the summary of a 128 MiB bitmap (32 KiB) stays in the nearest cache.
@@ -290,7 +288,7 @@ impl<S: Deref<Target = [AtomicU64]>> Bitmap<S> {
 
     /// Sets every bit that an encoding has set. The encoding must be of a bitmap of as many blocks; after an error
     /// nothing is set. Allocates nothing.
-    pub fn decode_into(&self, bytes: &[u8]) -> Result<(), coding::DecodeError> {
+    pub fn decode_into(&self, bytes: &[u8]) -> Result<(), DecodeError> {
         // Once to believe it, once to take it.
         coding::decode(bytes, self.blocks, |_| {})?;
         coding::decode(bytes, self.blocks, |part| match part {

@@ -15,8 +15,10 @@
 //! ```
 
 mod bitmap;
+mod error;
 mod ranges;
 pub mod varint;
 
-pub use bitmap::{Bitmap, DecodeError, Runs, StorageError};
+pub use bitmap::{Bitmap, Runs, StorageError};
+pub use error::DecodeError;
 pub use ranges::{Extents, Iter};
