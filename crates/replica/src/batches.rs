@@ -96,7 +96,8 @@ impl Replica {
     /// # Errors
     /// Refused if nothing stands there that a batch could fit, or a step is under way.
     pub fn batches(&mut self) -> Result<(BatchLog, Batches<'_>)> {
-        if self.lineage.epoch.is_none() || self.lineage.step.is_some() || self.status().changed.is_some() {
+        if self.lineage().epoch.is_none() || self.lineage().step.is_some() || self.status().changed.is_some()
+        {
             return Err(ReplicaError::Refused(format!(
                 "{} is no whole replica yet: run \"dsync sync\" first",
                 self.path().display()
@@ -104,10 +105,10 @@ impl Replica {
         }
         self.sound()?;
         self.untouched()?;
-        self.journal = None;
-        let disk = self.destination.open(Name::Final)?;
+        self.set_journal(None);
+        let disk = self.destination().open(Name::Final)?;
         let applier = Applier::new(disk, u64::MAX, false);
-        let applier = applier.map_err(io_error("open", self.destination.path()))?;
+        let applier = applier.map_err(io_error("open", self.destination().path()))?;
         let log = self.new_log()?;
         let file = log.file.file();
         let batches = Batches {
@@ -125,10 +126,10 @@ impl Replica {
 
     fn new_log(&self) -> Result<BatchLog> {
         self.reserve()?;
-        let path = self.folder.path().join(ARRIVING);
+        let path = self.folder().join(ARRIVING);
         let file =
-            Growing::open(&*self.folder, 0).map_err(disk_error("write the journal", &path, CONFIRMED))?;
-        Ok(BatchLog { file, folder: self.folder.clone() })
+            Growing::open(self.state(), 0).map_err(disk_error("write the journal", &path, CONFIRMED))?;
+        Ok(BatchLog { file, folder: self.shared_state() })
     }
 }
 
@@ -162,7 +163,7 @@ impl Batches<'_> {
             Event::Header(header) => header,
             _ => return Err(self.wrong("a batch does not begin with its header")),
         };
-        let lineage = &self.replica.lineage;
+        let lineage = &self.replica.lineage();
         if header.binds.is_none() || header.resumes.is_some() || header.size_after != lineage.size {
             return Err(self.wrong("it is no batch for this replica"));
         }
@@ -190,7 +191,7 @@ impl Batches<'_> {
         let taken = batch.decoder.append(decoded);
         match taken {
             Ok(frame) => {
-                let path = self.replica.destination.path();
+                let path = self.replica.destination().path();
                 let looked = batch.holes.as_mut().map(|holes| holes.records(&frame.records));
                 looked.transpose().map_err(io_error("look for holes in", path))?;
                 batch.held += frame.data.len();
@@ -231,7 +232,7 @@ impl Batches<'_> {
             let _ = self.file.set_len(self.end);
             return Err(e);
         }
-        let folder = &*self.replica.folder;
+        let folder = self.replica.state();
         let durable = if self.sealed { self.file.sync() } else { journal::seal(&*self.file, folder) };
         let state = CONFIRMED;
         if let Err(e) = durable {
@@ -243,11 +244,9 @@ impl Batches<'_> {
         batch.contents.bytes = end - self.end;
         batch.contents.whole = true;
         self.end = end;
-        let stamp = self.replica.lineage.stamp.clone();
-        self.replica.lineage = match stamp {
-            Some(stamp) => self.replica.lineage.after(&batch.toward, stamp),
-            None => return Err(self.wrong("the replica was never committed")),
-        };
+        let stamp = self.replica.lineage().stamp.clone();
+        let Some(stamp) = stamp else { return Err(self.wrong("the replica was never committed")) };
+        *self.replica.lineage_mut() = self.replica.lineage().after(&batch.toward, stamp);
         self.committed = Some(batch);
         Ok(())
     }
@@ -260,8 +259,8 @@ impl Batches<'_> {
     pub fn apply(&mut self) -> Result<()> {
         self.replica.sound()?;
         let Some(batch) = self.committed.take() else { return Ok(()) };
-        self.replica.half_done = true;
-        let path = self.replica.destination.path().to_path_buf();
+        self.replica.begin_commit();
+        let path = self.replica.destination().path().to_path_buf();
         let failed = |what| disk_error(what, &path, SAFE);
         self.applier.keep(self.replica.work(false)?);
         self.applier.rewind(u64::MAX).map_err(failed("write to"))?;
@@ -275,15 +274,15 @@ impl Batches<'_> {
                 let mut contents = batch.contents;
                 contents.segments.clear();
                 let mut positions = self.replica.positions();
-                let folder = &*self.replica.folder;
+                let folder = self.replica.state();
                 let to = failed("write to");
                 journal::replay(folder, WHOLE, &contents, &mut self.applier, &mut positions, to)?;
             }
         }
         self.applier.drain().map_err(failed("write to"))?;
-        self.replica.still_there(self.replica.lineage.size)?;
+        self.replica.still_there(self.replica.lineage().size)?;
         self.replica.rest()?;
-        self.replica.half_done = false;
+        self.replica.end_commit();
         Ok(())
     }
 
@@ -302,19 +301,19 @@ impl Batches<'_> {
 
     fn flush(&mut self) -> Result<()> {
         self.replica.sound()?;
-        self.replica.half_done = true;
+        self.replica.begin_commit();
         if self.sealed {
             self.make_durable()?;
         } else {
             self.replica.drop_journal()?;
         }
-        self.replica.half_done = false;
+        self.replica.end_commit();
         Ok(())
     }
 
     fn make_durable(&mut self) -> Result<()> {
         self.replica.untouched()?;
-        let path = self.replica.destination.path().to_path_buf();
+        let path = self.replica.destination().path().to_path_buf();
         let failed = |what| disk_error(what, &path, SAFE);
         self.applier.drain().and_then(|()| self.applier.flush()).map_err(failed("flush"))?;
         self.replica.note_stamp()?;
@@ -339,7 +338,9 @@ impl Batches<'_> {
 impl Drop for Batches<'_> {
     fn drop(&mut self) {
         // The lineage says what the journal holds, and only its next opening brings both together.
-        self.replica.half_done |= self.sealed;
-        self.replica.working = None;
+        if self.sealed {
+            self.replica.begin_commit();
+        }
+        self.replica.set_working(None);
     }
 }

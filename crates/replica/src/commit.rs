@@ -1,7 +1,5 @@
 //! Committing: what was received becomes the destination's content, and the lineage moves.
 
-use std::sync::atomic::AtomicBool;
-
 use delta::{Header, Method};
 use uuid::Uuid;
 
@@ -18,20 +16,20 @@ impl Replica {
     pub(crate) fn toward(&self, header: &Header) -> Option<Toward> {
         let toward = Toward::of(header)?;
         // Compared at its own epoch, leaving out what has changed since: that it is ahead in some of these blocks stays.
-        let compared = header.method == Method::Compare && self.lineage.epoch == Some(toward.epoch);
-        Some(Toward { ahead: toward.ahead || compared && self.lineage.ahead, ..toward })
+        let compared = header.method == Method::Compare && self.lineage().epoch == Some(toward.epoch);
+        Some(Toward { ahead: toward.ahead || compared && self.lineage().ahead, ..toward })
     }
 
     /// True if the last commit was this very delta's: merging it again would change nothing, and the lineage would not say that it
     /// had begun.
     pub(crate) fn has(&self, stream: Uuid) -> bool {
-        self.lineage.step.is_none() && self.lineage.committed == Some(stream)
+        self.lineage().step.is_none() && self.lineage().committed == Some(stream)
     }
 
     /// Before the journal of a delta is sealed that was compared with a device to which others had written: notes how the device
     /// was then. After a kill nothing else tells whether anybody has written since.
     pub(crate) fn note_compared(&mut self) -> Result<()> {
-        if self.destination.is_device() && self.changed.is_some() {
+        if self.destination().is_device() && self.changed().is_some() {
             self.work(false)?;
         }
         Ok(())
@@ -42,34 +40,27 @@ impl Replica {
     pub(crate) fn merge(&mut self, deltas: &[Contents]) -> Result<(u64, u64)> {
         let last = deltas.last().and_then(|contents| contents.segments.last());
         let Some(toward) = last.and_then(|s| self.toward(&s.header)) else {
-            return Err(journal::damaged(&self.folder.path().join(WHOLE), "it has no header".into()));
+            return Err(journal::damaged(&self.folder().join(WHOLE), "it has no header".into()));
         };
-        let path = self.destination.path().to_path_buf();
+        let path = self.destination().path().to_path_buf();
         let failed = |what| disk_error(what, &path, SAFE);
-        let disk = self.destination.open(Name::Final)?;
+        let disk = self.destination().open(Name::Final)?;
         let segments = deltas.iter().flat_map(|contents| &contents.segments);
         let longest = segments.map(|s| s.header.size_after).max().unwrap_or(toward.size);
-        self.half_done = true;
+        self.begin_commit();
         let keeping = self.work(true)?;
-        if !self.destination.is_device() && disk.len() < longest {
+        if !self.destination().is_device() && disk.len() < longest {
             disk.resize(longest).map_err(failed("grow"))?;
         }
         let mut applier = Applier::new(disk.clone(), 0, false).map_err(failed("open"))?;
         applier.keep(keeping);
         let mut positions = self.positions();
         for contents in deltas {
-            journal::replay(
-                &*self.folder,
-                WHOLE,
-                contents,
-                &mut applier,
-                &mut positions,
-                failed("write to"),
-            )?;
+            journal::replay(self.state(), WHOLE, contents, &mut applier, &mut positions, failed("write to"))?;
             let size = contents.segments.last().map_or(toward.size, |s| s.header.size_after);
             applier.finish(size).map_err(failed("write to"))?;
         }
-        if !self.destination.is_device() && disk.len() != toward.size {
+        if !self.destination().is_device() && disk.len() != toward.size {
             disk.resize(toward.size).map_err(failed("cut"))?;
         }
         applier.flush().map_err(failed("flush"))?;
@@ -79,7 +70,7 @@ impl Replica {
         self.moved(&toward)?;
         self.forget_note()?;
         self.remove(WHOLE)?;
-        self.half_done = false;
+        self.end_commit();
         Ok(counts)
     }
 
@@ -93,16 +84,8 @@ impl Replica {
 
     fn moved_to(&mut self, toward: &Toward, stamp: Stamp) -> Result<()> {
         let renamed = self.writes_to() == Name::Temporary;
-        let after = self.lineage.after(toward, stamp.clone());
-        self.noticed = AtomicBool::new(false);
-        let before = std::mem::replace(&mut self.lineage, after);
-        if let Err(e) = self.store() {
-            // What this process goes on from is what the next one finds at least.
-            self.lineage = before;
-            return Err(e);
-        }
-        self.left = Some(stamp.glance());
-        self.changed = None;
+        let after = self.lineage().after(toward, stamp.clone());
+        self.advance(after, stamp.glance())?;
         if renamed { self.forget_note() } else { Ok(()) }
     }
 
@@ -110,17 +93,17 @@ impl Replica {
     pub(crate) fn rename(&self, replace: bool) -> Result<Option<Stamp>> {
         self.at_path()?;
         let copy = self.stamp(Name::Temporary)?;
-        match self.destination.rename(replace) {
+        match self.destination().rename(replace) {
             Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {
-                Err(ReplicaError::NotAReplica(self.destination.path().to_path_buf()))
+                Err(ReplicaError::NotAReplica(self.destination().path().to_path_buf()))
             }
-            other => other.map_err(io_error("put in place", self.destination.path())).map(|()| copy),
+            other => other.map_err(io_error("put in place", self.destination().path())).map(|()| copy),
         }
     }
 
     /// Moves the lineage after NAME.partial was put in place, unless others have written to it since it was `copy`.
     pub(crate) fn renamed(&mut self, toward: &Toward, copy: Option<Stamp>) -> Result<()> {
-        self.destination.sync().map_err(io_error("sync the folder of", self.destination.path()))?;
+        self.destination().sync().map_err(io_error("sync the folder of", self.destination().path()))?;
         let stamp = self.settle()?;
         // Its new name has changed the other time.
         if copy.is_some_and(|copy| (copy.size, copy.written) != (stamp.size, stamp.written)) {
@@ -132,13 +115,13 @@ impl Replica {
     }
 
     fn settle(&self) -> Result<Stamp> {
-        self.destination.settle().map_err(disk_error("flush", self.destination.path(), INTERRUPTED))
+        self.destination().settle().map_err(disk_error("flush", self.destination().path(), INTERRUPTED))
     }
 
     /// Commits the step under way, all of which is written and durable.
     pub(crate) fn commit_step(&mut self, toward: &Toward) -> Result<()> {
         let Some(kind @ (StepKind::NewFile { .. } | StepKind::Clone { .. })) =
-            self.lineage.step.as_ref().map(|s| s.kind)
+            self.lineage().step.as_ref().map(|s| s.kind)
         else {
             self.still_there(toward.size)?;
             self.moved(toward)?;
@@ -149,15 +132,15 @@ impl Replica {
             self.untouched()?;
         }
         self.work(false)?;
-        self.half_done = true;
-        if let Some(step) = &mut self.lineage.step {
+        self.begin_commit();
+        if let Some(step) = &mut self.lineage_mut().step {
             step.positions = overlay(&[], toward.epoch, toward.size);
             step.finished = true;
         }
         self.store()?;
         let copy = self.rename(kind.replaces())?;
         self.renamed(toward, copy)?;
-        self.half_done = false;
+        self.end_commit();
         Ok(())
     }
 }

@@ -10,9 +10,9 @@ impl Replica {
     /// Whether a delta fits what the replica is. What it goes on from is not looked at: that the journal holds it says that it
     /// fits.
     pub(crate) fn check(&self, header: &Header) -> Result<()> {
-        let path = || self.destination.path().to_path_buf();
-        let lineage = &self.lineage;
-        if let Some(capacity) = self.status.capacity.filter(|c| *c < header.size_after) {
+        let path = || self.destination().path().to_path_buf();
+        let lineage = &self.lineage();
+        if let Some(capacity) = self.status().capacity.filter(|c| *c < header.size_after) {
             return Err(ReplicaError::WrongSize {
                 path: path(),
                 has: capacity,
@@ -24,12 +24,14 @@ impl Replica {
         }
         let source = lineage.source.or(lineage.step.as_ref().map(|s| s.toward.source));
         let compared = compares(header);
-        if let Some(why) = self.changed.filter(|_| !compared) {
+        if let Some(why) = self.changed().filter(|_| !compared) {
             return Err(self.touched(why));
         }
-        let proves = self.adopt && compared;
+        let proves = self.options().adopt && compared;
         let seeds = header.is_seed() && header.resumes.is_none();
-        if let Some(has) = source.filter(|s| *s != header.source && !proves && !(seeds && self.replace)) {
+        if let Some(has) =
+            source.filter(|s| *s != header.source && !proves && !(seeds && self.options().replace))
+        {
             return Err(ReplicaError::WrongSource { path: path(), has, given: header.source });
         }
         if let Some(binds) = header.binds {
@@ -38,14 +40,14 @@ impl Replica {
                 return Err(self.at_another("has moved on", given));
             }
             // What it goes on from may be the comparison that has shown what is there.
-            let held = self.journal.as_ref().filter(|_| header.resumes.is_some());
+            let held = self.journal().filter(|_| header.resumes.is_some());
             let positions = held.map_or_else(|| self.positions(), |held| held.positions(&self.positions()));
             if !compared && positions.iter().any(|p| p.epoch.is_none()) {
                 return Err(self.at_another(UNVERIFIED, "so only \"dsync sync\" can update it"));
             }
         } else if header.resumes.is_none() {
             let fresh = lineage.epoch.is_none() && self.is_free();
-            if !(seeds && (fresh || self.replace)) {
+            if !(seeds && (fresh || self.options().replace)) {
                 self.check_chain(header, seeds, fresh)?;
             }
         }
@@ -54,7 +56,7 @@ impl Replica {
 
     fn at_another(&self, has: impl Into<String>, given: impl Into<String>) -> ReplicaError {
         ReplicaError::WrongEpoch {
-            path: self.destination.path().to_path_buf(),
+            path: self.destination().path().to_path_buf(),
             has: has.into(),
             given: given.into(),
         }
@@ -62,7 +64,7 @@ impl Replica {
 
     /// Whether a delta that is bound to no state fits by its epochs. `fresh` if there is nothing at the destination yet.
     fn check_chain(&self, header: &Header, seeds: bool, fresh: bool) -> Result<()> {
-        let (lineage, path) = (&self.lineage, || self.destination.path().to_path_buf());
+        let (lineage, path) = (&self.lineage(), || self.destination().path().to_path_buf());
         let wants = match header.chain.first() {
             _ if seeds => "the delta is a whole copy".into(),
             Some(first) => format!("the delta begins at {}", first.number),
@@ -101,7 +103,7 @@ impl Replica {
 
     /// Why a delta does not fit a replica at an epoch, and what would.
     fn not_in_chain(&self, header: &Header, at: &Epoch, seeds: bool, wants: &str) -> ReplicaError {
-        let ahead = if self.lineage.ahead { ", and ahead of it by batches of a mirror" } else { "" };
+        let ahead = if self.lineage().ahead { ", and ahead of it by batches of a mirror" } else { "" };
         let has = format!("is at epoch {}{ahead}", at.number);
         let given = if header.chain.iter().any(|e| e.number == at.number) {
             format!(
@@ -124,12 +126,12 @@ impl Replica {
 
     /// True if nothing that is worth anything stands at the destination.
     fn is_free(&self) -> bool {
-        match self.lineage.step.as_ref().map(|s| s.kind) {
+        match self.lineage().step.as_ref().map(|s| s.kind) {
             Some(StepKind::NewFile { .. }) => true,
             // The first seed of a device: nothing was there before.
-            Some(StepKind::InPlace) => self.lineage.stamp.is_none(),
+            Some(StepKind::InPlace) => self.lineage().stamp.is_none(),
             Some(StepKind::Clone { .. }) => false,
-            None => self.lineage.size == 0,
+            None => self.lineage().size == 0,
         }
     }
 }

@@ -19,7 +19,6 @@
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::SeqCst;
 
 use device::{Clock, StateFile};
 
@@ -41,7 +40,7 @@ pub(crate) fn covered(path: &Path) -> ReplicaError {
 impl Replica {
     /// Makes sure that the path still leads to the destination that is open.
     pub(crate) fn at_path(&self) -> Result<()> {
-        match self.destination.is_at_path().map_err(io_error("look at the folder of", self.path()))? {
+        match self.destination().is_at_path().map_err(io_error("look at the folder of", self.path()))? {
             true => Ok(()),
             false => Err(covered(self.path())),
         }
@@ -50,28 +49,28 @@ impl Replica {
     /// Keeps in mind that others have written to a device. The times of a file tell by themselves, and another disk under the
     /// device's name does not make the right one another.
     pub(crate) fn notice(&self, why: &str) {
-        let marked = self.lineage.foreign || self.lineage.promoted.is_some();
-        let tells = why == WRITTEN && self.destination.is_device() && self.kept;
-        if tells && !marked && !self.noticed.swap(true, SeqCst) {
+        let marked = self.lineage().foreign || self.lineage().promoted.is_some();
+        let tells = why == WRITTEN && self.destination().is_device() && self.is_kept();
+        if tells && !marked && !self.mark_noticed() {
             // In memory the lineage may be ahead by batches that only the journal has.
-            if let Ok(Some(durable)) = Lineage::load(&*self.folder) {
+            if let Ok(Some(durable)) = Lineage::load(self.state()) {
                 // Where this can't be written down, the kernel's count tells until the next reboot.
-                let _ = Lineage { foreign: true, ..durable }.store(&*self.folder);
+                let _ = Lineage { foreign: true, ..durable }.store(self.state());
             }
         }
     }
 
     pub(crate) fn touched(&self, why: &str) -> ReplicaError {
         self.notice(why);
-        let found = self.destination.stamp(Name::Final).ok().flatten();
-        let left = self.left.as_ref().or(self.lineage.stamp.as_ref());
+        let found = self.destination().stamp(Name::Final).ok().flatten();
+        let left = self.left().or(self.lineage().stamp.as_ref());
         let why = match found.filter(|_| why == WRITTEN).and_then(|now| Some((now.changed, now.written?))) {
             // A write moves both times, and whoever likes sets this one back.
             Some((changed, written)) if left.and_then(|left| left.written) == Some(written) => format!(
                 "its owner, mode, name or links were changed {}; whether its content was, too, its times do not tell",
-                ago(changed, &self.destination.clock())
+                ago(changed, &self.destination().clock())
             ),
-            Some((_, written)) => format!("content written {}", ago(written, &self.destination.clock())),
+            Some((_, written)) => format!("content written {}", ago(written, &self.destination().clock())),
             None => why.into(),
         };
         ReplicaError::Changed { path: self.path().to_path_buf(), why }
@@ -86,19 +85,20 @@ impl Replica {
 
     /// What the destination looks like, as far as that costs next to nothing.
     fn glance(&self) -> Result<Option<Stamp>> {
-        self.destination.glance().map_err(io_error("look at", self.path()))
+        self.destination().glance().map_err(io_error("look at", self.path()))
     }
 
     /// The file is left alone from now on, until the next own write.
     pub(crate) fn leave(&mut self) -> Result<()> {
-        self.left = self.glance()?;
+        let left = self.glance()?;
+        self.set_left(left);
         Ok(())
     }
 
     /// Makes sure that nobody else has changed the file since it was left alone.
     pub(crate) fn untouched(&self) -> Result<()> {
         self.at_path()?;
-        let Some(left) = &self.left else { return Ok(()) };
+        let Some(left) = self.left() else { return Ok(()) };
         let why = match self.glance()? {
             None => return Err(self.gone()),
             Some(now) => left.differs(&now),
@@ -118,10 +118,10 @@ impl Replica {
 
     /// The same of a destination that was glanced at.
     pub(crate) fn only_own(&self, now: &Stamp, size: u64) -> Result<()> {
-        let Some(left) = &self.left else { return Ok(()) };
-        let why = if self.destination.is_device() {
+        let Some(left) = self.left() else { return Ok(()) };
+        let why = if self.destination().is_device() {
             // Own writes have moved its count, and the note says how far at most; without one, nobody can say.
-            left.differs_beyond(now, self.working.as_ref().and_then(Working::sectors).unwrap_or(u64::MAX))
+            left.differs_beyond(now, self.working().and_then(Working::sectors).unwrap_or(u64::MAX))
         } else {
             // Own writes have changed its time.
             Stamp { size, changed: now.changed, ..left.clone() }.differs(now)
@@ -131,32 +131,32 @@ impl Replica {
 
     /// Nothing tells own writes from others', or has to.
     pub(crate) fn is_timeless(&self) -> bool {
-        self.destination.boot().id.is_empty()
+        self.destination().boot().id.is_empty()
     }
 
     /// A time that no own write to a file will be stamped before, and the one that the file bears now.
     fn before_own_writes(&self) -> io::Result<(u64, i64)> {
         let bears = match self.writes_to() {
-            Name::Final => self.left.clone(),
-            Name::Temporary => self.destination.stamp(Name::Temporary)?,
+            Name::Final => self.left().cloned(),
+            Name::Temporary => self.destination().stamp(Name::Temporary)?,
         };
-        let clock = self.destination.clock();
+        let clock = self.destination().clock();
         Ok((clock.now().saturating_sub(clock.tick()), bears.map_or(0, |stamp| stamp.changed)))
     }
 
     fn write_note(&self, stamp: Option<Stamp>) -> io::Result<Arc<dyn StateFile>> {
         let before = match self.writes_to() {
             _ if stamp.is_some() => None,
-            Name::Temporary => self.destination.stamp(Name::Temporary)?,
-            Name::Final => self.left.clone().filter(|_| self.destination.is_device()),
+            Name::Temporary => self.destination().stamp(Name::Temporary)?,
+            Name::Final => self.left().cloned().filter(|_| self.destination().is_device()),
         };
-        let since = self.lineage.stamp.as_ref().map(|stamp| stamp.changed);
-        let began = match stamp.is_none() && !self.destination.is_device() {
+        let since = self.lineage().stamp.as_ref().map(|stamp| stamp.changed);
+        let began = match stamp.is_none() && !self.destination().is_device() {
             true => Some(self.before_own_writes()?),
             false => None,
         };
-        let (life, stream) = (self.destination.boot().id, self.lineage.committed);
-        Note { life, stamp, before, began, stream, since }.write(&*self.folder)
+        let (life, stream) = (self.destination().boot().id, self.lineage().committed);
+        Note { life, stamp, before, began, stream, since }.write(self.state())
     }
 
     /// From now on the file is written to: notes the time until [`Replica::rest`]. `durable` where nothing else was made
@@ -166,24 +166,25 @@ impl Replica {
     /// If the note can't be written: without it, a file that was written to would be doubted. Where only the room is missing,
     /// it is done without. If others have changed the destination since it was left alone: after the note nothing tells.
     pub(crate) fn work(&mut self, durable: bool) -> Result<Keeping> {
-        if !self.is_timeless() && self.working.is_none() {
+        if !self.is_timeless() && self.working().is_none() {
             let note = self.write_note(None);
-            let failed = io_error("write", &self.folder.path().join(note::NAME));
-            let clock = (!self.destination.is_device()).then(|| self.destination.clock());
-            self.working = match note.and_then(|file| Working::begin(file, clock)) {
+            let failed = io_error("write", &self.folder().join(note::NAME));
+            let clock = (!self.destination().is_device()).then(|| self.destination().clock());
+            let working = match note.and_then(|file| Working::begin(file, clock)) {
                 Err(e) if is_full(&e) => None,
                 begun => Some(begun.map_err(failed)?),
             };
+            self.set_working(working);
             if let Err(foreign) = self.untouched() {
-                self.working = None;
-                let _ = self.write_note(self.left.clone());
+                self.set_working(None);
+                let _ = self.write_note(self.left().cloned());
                 return Err(foreign);
             }
         }
-        if let Some(working) = self.working.as_ref().filter(|_| durable) {
-            working.make_durable(&*self.folder);
+        if let Some(working) = self.working().filter(|_| durable) {
+            working.make_durable(self.state());
         }
-        Ok(self.working.as_ref().map(Working::keeping).unwrap_or_default())
+        Ok(self.working().map(Working::keeping).unwrap_or_default())
     }
 
     /// Makes room for the note.
@@ -191,8 +192,8 @@ impl Replica {
         if self.is_timeless() {
             return Ok(());
         }
-        let path = self.folder.path().join(note::NAME);
-        note::reserve(&*self.folder).map(drop).map_err(disk_error("write", &path, "the replica is unchanged"))
+        let path = self.folder().join(note::NAME);
+        note::reserve(self.state()).map(drop).map_err(disk_error("write", &path, "the replica is unchanged"))
     }
 
     /// Notes how the file was left after own writes.
@@ -202,38 +203,39 @@ impl Replica {
     pub(crate) fn rest(&mut self) -> Result<()> {
         // First: whatever comes later is somebody else's.
         let left = self.glance().and_then(|left| {
-            let others = left.as_ref().filter(|_| self.destination.is_device() && self.working.is_some());
+            let others = left.as_ref().filter(|_| self.destination().is_device() && self.working().is_some());
             others.map_or(Ok(()), |now| self.only_own(now, now.size))?;
             Ok(left)
         });
-        self.working = None;
-        self.left = left?;
+        self.set_working(None);
+        self.set_left(left?);
         if !self.is_timeless() {
-            let _ = self.write_note(self.left.clone());
+            let _ = self.write_note(self.left().cloned());
         }
         Ok(())
     }
 
     /// Makes the destination durable, and its stamp the lineage's, if nobody else has written to it since it was left.
     pub(crate) fn note_stamp(&mut self) -> Result<()> {
-        let failed = disk_error("flush", self.destination.path(), SAFE);
-        let stamp = self.destination.settle().map_err(failed)?;
+        let failed = disk_error("flush", self.destination().path(), SAFE);
+        let stamp = self.destination().settle().map_err(failed)?;
         let now = stamp.clone().glance();
         // What came in the time that this took must not be taken for own.
-        if let Some(why) = self.left.as_ref().and_then(|left| left.differs(&now)) {
+        if let Some(why) = self.left().and_then(|left| left.differs(&now)) {
             return Err(self.touched(why));
         }
-        (self.left, self.lineage.stamp) = (Some(now), Some(stamp));
+        self.set_left(Some(now));
+        self.lineage_mut().stamp = Some(stamp);
         Ok(())
     }
 
     /// Brings the lineage's stamp up to own writes that came to nothing.
     pub(crate) fn keep_times(&mut self) -> Result<()> {
-        let before = self.lineage.stamp.clone();
+        let before = self.lineage().stamp.clone();
         self.note_stamp()?;
         if self.store().is_err() {
             // The note still tells.
-            self.lineage.stamp = before;
+            self.lineage_mut().stamp = before;
             return Ok(());
         }
         self.forget_note()
@@ -242,17 +244,17 @@ impl Replica {
     /// True if there is a note of own writes that were made since the lineage was stored, with no journal that says so: room was
     /// made for a delta, and that came to nothing.
     pub(crate) fn has_note(&self) -> bool {
-        let since = self.lineage.stamp.as_ref().map(|stamp| stamp.changed);
-        if self.lineage.step.is_some() || self.destination.is_device() || self.is_timeless() {
+        let since = self.lineage().stamp.as_ref().map(|stamp| stamp.changed);
+        if self.lineage().step.is_some() || self.destination().is_device() || self.is_timeless() {
             return false;
         }
-        note::read(&*self.folder)
+        note::read(self.state())
             .is_some_and(|(note, _)| note.before.is_none() && note.since.is_some() && note.since == since)
     }
 
     /// Own writes are over, and the lineage says how they left the file.
     pub(crate) fn forget_note(&mut self) -> Result<()> {
-        self.working = None;
+        self.set_working(None);
         self.remove(note::NAME)
     }
 
@@ -261,10 +263,12 @@ impl Replica {
     pub(crate) fn since_attached(&self, now: &Stamp) -> Option<&'static str> {
         let attached =
             |stamp: &Stamp| stamp.medium.as_ref().map(|medium| (medium.boot.clone(), medium.diskseq));
-        if !self.destination.is_device() || self.lineage.stamp.as_ref().and_then(attached) == attached(now) {
+        if !self.destination().is_device()
+            || self.lineage().stamp.as_ref().and_then(attached) == attached(now)
+        {
             return None;
         }
-        match note::read(&*self.folder).filter(|(note, _)| note.life == self.destination.boot().id) {
+        match note::read(self.state()).filter(|(note, _)| note.life == self.destination().boot().id) {
             Some((Note { stamp: None, .. }, _)) => None,
             Some((Note { stamp: Some(left), .. }, _)) if attached(&left) == attached(now) => {
                 left.differs(&now.clone().glance())
@@ -282,30 +286,30 @@ impl Replica {
         if self.is_timeless() {
             return None;
         }
-        if self.destination.is_device() {
-            let note = note::read(&*self.folder);
+        if self.destination().is_device() {
+            let note = note::read(self.state());
             let noted = note.is_some();
             let foreign =
-                note::foreign_to_device(&self.destination.boot(), note, self.lineage.stamp.as_ref(), now);
+                note::foreign_to_device(&self.destination().boot(), note, self.lineage().stamp.as_ref(), now);
             if noted && foreign.is_none() {
                 // From here on a bound is not enough.
                 let _ = self.write_note(Some(now.clone().glance()));
             }
             return foreign;
         }
-        let cloned = match self.lineage.step.as_ref().map(|step| step.kind) {
+        let cloned = match self.lineage().step.as_ref().map(|step| step.kind) {
             // It has just got its name: whatever its time was before, that has changed it.
             Some(StepKind::NewFile { inode, .. } | StepKind::Clone { inode }) => {
                 Some(Stamp { inode, changed: 0, ..now.clone() })
             }
             _ => None,
         };
-        let before = cloned.as_ref().or(self.lineage.stamp.as_ref())?;
-        let note = note::read(&*self.folder);
+        let before = cloned.as_ref().or(self.lineage().stamp.as_ref())?;
+        let note = note::read(self.state());
         // A new name does not move the time of the content; a power cut may set it back.
         let copy = note
             .as_ref()
-            .and_then(|(note, _)| Some((note.before.as_ref()?, note.life == self.destination.boot().id)));
+            .and_then(|(note, _)| Some((note.before.as_ref()?, note.life == self.destination().boot().id)));
         if let Some((copy, told)) = copy.filter(|(copy, _)| cloned.is_some() && copy.inode == now.inode) {
             if copy.size != now.size || now.written > copy.written || told && now.written != copy.written {
                 return Some(WRITTEN);
@@ -316,16 +320,16 @@ impl Replica {
             before,
             now,
             note,
-            durable: self.folder.modified(durable).unwrap_or(0),
-            stream: journal.last().and_then(Contents::stream).or(self.lineage.committed),
+            durable: self.state().modified(durable).unwrap_or(0),
+            stream: journal.last().and_then(Contents::stream).or(self.lineage().committed),
         };
-        if let Some(why) = evidence.foreign(&self.destination.boot()) {
+        if let Some(why) = evidence.foreign(&self.destination().boot()) {
             return Some(why);
         }
         let mut sizes = journal.iter().flat_map(|contents| &contents.segments).map(|s| s.header.size_after);
         // A step in place may have been given up at any size on the way.
         let possible =
-            self.lineage.step.is_some() || before.size == now.size || sizes.any(|size| size == now.size);
+            self.lineage().step.is_some() || before.size == now.size || sizes.any(|size| size == now.size);
         (!possible).then_some("its size has changed")
     }
 }

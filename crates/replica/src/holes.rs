@@ -108,10 +108,10 @@ impl Replica {
     /// Begins to look for holes that a delta will fill; `known` is up to where the destination keeps what that does not name.
     /// `None` where nothing can be reserved, or where that could not be told from another program's write.
     pub(crate) fn holes(&self, known: u64) -> Result<Option<Holes>> {
-        if self.destination.is_device() || self.is_timeless() {
+        if self.destination().is_device() || self.is_timeless() {
             return Ok(None);
         }
-        let disk = self.destination.open(Name::Final)?;
+        let disk = self.destination().open(Name::Final)?;
         Ok(Some(Holes { known, ..Holes::new(disk) }))
     }
 
@@ -119,7 +119,7 @@ impl Replica {
     pub(crate) fn holes_of(&self, name: &str, contents: &Contents) -> Result<Option<Holes>> {
         let Some(mut holes) = self.holes(0)? else { return Ok(None) };
         let failed = io_error("look for holes in", self.path());
-        journal::replay(&*self.folder, name, contents, &mut holes, &mut self.positions(), failed)?;
+        journal::replay(self.state(), name, contents, &mut holes, &mut self.positions(), failed)?;
         Ok(Some(holes))
     }
 
@@ -146,7 +146,7 @@ impl Replica {
         let place = format!("for what the delta adds to {}", self.path().display());
         // Rounded up, and with room for what the file system needs besides.
         let missing = self
-            .destination
+            .destination()
             .free()
             .map(|free| (needed.saturating_sub(free) + (1 << 20)).next_multiple_of(1 << 20));
         Err(ReplicaError::Full { place, missing, state })

@@ -1,7 +1,6 @@
 //! Opening a replica: taking it for this process alone, and deciding what a destination without a lineage is.
 
 use std::path::Path;
-use std::sync::atomic::AtomicBool;
 
 use device::{Folder, FolderLock};
 use rustix::fs::FileType;
@@ -14,8 +13,7 @@ use crate::lineage::{Lineage, Stamp};
 use crate::locate::{locate, moved_from, name_after_disk, refuse_others_state};
 use crate::note::{self, WRITTEN};
 use crate::options::Options;
-use crate::replica::{Replica, SAVE_BYTES};
-use crate::status::Status;
+use crate::replica::Replica;
 
 impl Replica {
     /// Opens the replica at `path`, or the place for one. Finishes or undoes what a crash left; [`Status::recovered`] tells.
@@ -65,13 +63,11 @@ impl Replica {
             if !folder.is_at_path().map_err(io_error("look at", &folder_path))? {
                 return Err(covered(&path));
             }
-            let mut replica = Replica::begin(destination, Box::new(folder), options)?;
-            replica.image = image;
-            Ok(replica)
+            Ok((Replica::begin(destination, Box::new(folder), options)?, image))
         })();
         match opened {
-            Ok(mut replica) => {
-                replica.lock = Some(lock);
+            Ok((mut replica, image)) => {
+                replica.hold(lock, image);
                 Ok(replica)
             }
             Err(e) => {
@@ -92,37 +88,15 @@ impl Replica {
         options: &Options,
     ) -> Result<Replica> {
         let lineage = Lineage::load(&*folder)?;
-        let mut replica = Replica {
-            destination,
-            folder: folder.into(),
-            kept: lineage.is_some(),
-            status: Status::nothing(),
-            lineage: lineage.unwrap_or_else(Lineage::new),
-            journal: None,
-            adopt: options.adopt,
-            replace: options.replace,
-            create: options.create,
-            gone: false,
-            doubt: options.doubt,
-            changed: None,
-            noticed: AtomicBool::new(false),
-            left: None,
-            working: None,
-            half_done: false,
-            expected: 0,
-            save_bytes: SAVE_BYTES,
-            recovered: Vec::new(),
-            lock: None,
-            image: None,
-        };
-        if replica.kept {
-            replica.changed = replica.lineage.foreign.then_some(WRITTEN);
+        let mut replica = Replica::new(destination, folder, lineage, options);
+        if replica.is_kept() {
+            replica.set_changed(replica.lineage().foreign.then_some(WRITTEN));
             replica.refuse_promoted()?;
             replica.recover()?;
         } else {
             replica.first()?;
         }
-        if replica.left.is_none() {
+        if replica.left().is_none() {
             replica.leave()?;
         }
         replica.refresh()?;
@@ -140,23 +114,23 @@ impl Replica {
             self.remove_partial()?;
         }
         let Some(stamp) = self.stamp(Name::Final)? else { return Ok(()) };
-        if self.adopt {
+        if self.options().adopt {
             return self.take(stamp);
         }
-        let free = self.replace || (self.destination.is_device() && self.is_blank()?);
-        if free { Ok(()) } else { Err(ReplicaError::NotAReplica(self.destination.path().to_path_buf())) }
+        let free = self.options().replace || (self.destination().is_device() && self.is_blank()?);
+        if free { Ok(()) } else { Err(ReplicaError::NotAReplica(self.destination().path().to_path_buf())) }
     }
 
     /// True if a device bears nothing that anybody would miss: its first and last MiB are zeroes.
     fn is_blank(&self) -> Result<bool> {
-        let disk = self.destination.open(Name::Final)?;
+        let disk = self.destination().open(Name::Final)?;
         let len = disk.len().min(1 << 20);
         let mut buf = device::Buf::new(len as usize);
         for offset in [0, disk.len() - len] {
             // Sector by sector, so that one that can't be read is named.
             for (at, sector) in (offset..).step_by(4096).zip(buf.chunks_mut(4096)) {
                 let read = disk.read_at(at, sector).map_err(|e| device::unreadable(at, e));
-                read.map_err(io_error("read", self.destination.path()))?;
+                read.map_err(io_error("read", self.destination().path()))?;
             }
             if buf.iter().any(|b| *b != 0) {
                 return Ok(false);
@@ -168,11 +142,13 @@ impl Replica {
     /// Takes what stands there as something of which nothing is known.
     pub(crate) fn take(&mut self, stamp: Stamp) -> Result<()> {
         let partial = self.writes_to() == Name::Temporary;
-        (self.journal, self.changed, self.noticed) = (None, None, AtomicBool::new(false));
-        self.lineage = Lineage { size: stamp.size, stamp: Some(stamp), ..Lineage::new() };
+        self.set_journal(None);
+        self.set_changed(None);
+        self.clear_noticed();
+        let was_kept = self.start_over(Lineage { size: stamp.size, stamp: Some(stamp), ..Lineage::new() });
         // Without its journal, what was half merged is no longer what the lineage said, even if the adoption comes to nothing.
-        let names = self.folder.list().map_err(io_error("look into", self.folder.path()))?;
-        if std::mem::take(&mut self.kept) && names.iter().any(|name| name == WHOLE) {
+        let names = self.state().list().map_err(io_error("look into", self.folder()))?;
+        if was_kept && names.iter().any(|name| name == WHOLE) {
             self.store()?;
         }
         for name in [ARRIVING, WHOLE, note::NAME] {
@@ -186,10 +162,10 @@ impl Replica {
 
     /// What dsync's own server or tracker let others write is nobody else's, and nothing is merged over it unasked.
     fn refuse_promoted(&mut self) -> Result<()> {
-        if self.lineage.promoted.is_some() {
-            self.changed = Some("dsync served it or followed it for writing");
+        if self.lineage().promoted.is_some() {
+            self.set_changed(Some("dsync served it or followed it for writing"));
         }
-        if self.doubt { Ok(()) } else { self.mergeable() }
+        if self.options().doubt { Ok(()) } else { self.mergeable() }
     }
 
     /// Fails if dsync let others write to it since the last commit, and it was not opened to be adopted. To be asked before a
@@ -198,8 +174,8 @@ impl Replica {
     /// # Errors
     /// [`ReplicaError::Promoted`].
     pub fn mergeable(&self) -> Result<()> {
-        let Some(promoted) = self.lineage.promoted.filter(|_| !self.adopt) else { return Ok(()) };
-        let at = match (self.lineage.epoch, self.lineage.source) {
+        let Some(promoted) = self.lineage().promoted.filter(|_| !self.options().adopt) else { return Ok(()) };
+        let at = match (self.lineage().epoch, self.lineage().source) {
             (Some(epoch), Some(source)) => format!("epoch {} of source {source}", epoch.number),
             _ => "a copy that was not complete".into(),
         };

@@ -47,12 +47,12 @@ pub fn promote(path: &Path, options: &Options, by: Use) -> Result<Option<Promoti
         was
     };
     match Replica::open(path, &Options { doubt: true, ..options.clone() }) {
-        Ok(mut replica) if replica.kept => {
-            let before = match replica.lineage.promoted {
+        Ok(mut replica) if replica.is_kept() => {
+            let before = match replica.lineage().promoted {
                 None => replica.stamp(Name::Final)?,
                 Some(_) => None,
             };
-            let was = mark(&mut replica.lineage);
+            let was = mark(replica.lineage_mut());
             replica.store()?;
             Ok(Some(promotion(was, before)))
         }
@@ -126,10 +126,10 @@ impl Promotion {
         // From the look to the change the replica is held: nobody can promote it in between.
         let now = replica.stamp(Name::Final)?;
         let unwritten = now.is_some_and(|now| before.is_proof_of(&now));
-        if !unwritten || !replica.kept || !self.is_last(&replica.lineage) {
+        if !unwritten || !replica.is_kept() || !self.is_last(replica.lineage()) {
             return Ok(false);
         }
-        replica.lineage.promoted = None;
+        replica.lineage_mut().promoted = None;
         replica.store()?;
         Ok(true)
     }

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
-use device::{Disk, Folder, FolderLock};
+use device::{Disk, Folder, FolderLock, ImageLock};
 use uuid::Uuid;
 
 use crate::destination::{Destination, Name};
@@ -12,6 +12,7 @@ use crate::error::{ReplicaError, Result, disk_error, io_error};
 use crate::journal::{ARRIVING, Contents, WHOLE};
 use crate::lineage::{Lineage, Position, Stamp, State, StepKind};
 use crate::note::Working;
+use crate::options::Options;
 use crate::status::Status;
 
 /// How many bytes may be written before what has come is made durable: as much is sent again after a crash.
@@ -19,37 +20,219 @@ pub(crate) const SAVE_BYTES: u64 = 64 << 20;
 
 /// A destination with its lineage, held alone and in order: whatever a crash left was finished or undone when it was opened.
 pub struct Replica {
-    pub(crate) destination: Box<dyn Destination>,
-    pub(crate) folder: Arc<dyn Folder>,
-    pub(crate) lineage: Lineage,
+    destination: Box<dyn Destination>,
+    folder: Arc<dyn Folder>,
+    /// What it knows of itself: on disk as of the last store.
+    lineage: Lineage,
     /// The lineage is on disk.
-    pub(crate) kept: bool,
+    kept: bool,
     /// The part of a delta in the journal.
-    pub(crate) journal: Option<Contents>,
-    pub(crate) adopt: bool,
-    pub(crate) replace: bool,
-    pub(crate) create: bool,
+    journal: Option<Contents>,
+    options: Options,
+    /// Bytes that the next delta is expected to bring.
+    expected: u64,
+    /// A step in place is made durable every so many bytes.
+    save_bytes: u64,
+    known: Known,
+    status: Status,
+    locks: Locks,
+}
+
+/// What this process alone knows.
+#[derive(Default)]
+struct Known {
     /// There was a replica, and its file is gone.
-    pub(crate) gone: bool,
-    pub(crate) doubt: bool,
-    pub(crate) changed: Option<&'static str>,
-    /// What [`Lineage::foreign`] is to say from the next store on.
-    pub(crate) noticed: AtomicBool,
-    /// What the file looked like when this process left it alone ([`crate::foreign`]); `None` if it has no say.
-    pub(crate) left: Option<Stamp>,
-    /// Own writes to the file are noted.
-    pub(crate) working: Option<Working>,
+    gone: bool,
     /// A commit has come to where it can only be completed, and has not been: opening the replica anew does that. Until then
     /// nothing here tells what the destination holds.
-    pub(crate) half_done: bool,
+    half_done: bool,
+    /// In what way others have changed the destination.
+    changed: Option<&'static str>,
+    /// What [`Lineage::foreign`] is to say from the next store on.
+    noticed: AtomicBool,
+    /// What the file looked like when this process left it alone ([`crate::foreign`]); `None` if it has no say.
+    left: Option<Stamp>,
+    /// Own writes to the file are noted.
+    working: Option<Working>,
+    /// What opening it had to mend.
+    recovered: Vec<String>,
+}
+
+/// What keeps others away.
+#[derive(Default)]
+struct Locks {
+    folder: Option<FolderLock>,
+    image: Option<ImageLock>,
+}
+
+/// What it consists of.
+impl Replica {
+    /// Not judged yet.
+    pub(crate) fn new(
+        destination: Box<dyn Destination>,
+        folder: Box<dyn Folder>,
+        lineage: Option<Lineage>,
+        options: &Options,
+    ) -> Replica {
+        Replica {
+            destination,
+            folder: folder.into(),
+            kept: lineage.is_some(),
+            lineage: lineage.unwrap_or_else(Lineage::new),
+            journal: None,
+            options: options.clone(),
+            expected: 0,
+            save_bytes: SAVE_BYTES,
+            known: Known::default(),
+            status: Status::nothing(),
+            locks: Locks::default(),
+        }
+    }
+
+    /// Holds the locks as long as the replica lives.
+    pub(crate) fn hold(&mut self, folder: FolderLock, image: Option<ImageLock>) {
+        self.locks = Locks { folder: Some(folder), image };
+    }
+
+    pub(crate) fn destination(&self) -> &dyn Destination {
+        &*self.destination
+    }
+
+    /// The files of the replica's state.
+    pub(crate) fn state(&self) -> &dyn Folder {
+        &*self.folder
+    }
+
+    /// The same, for another thread.
+    pub(crate) fn shared_state(&self) -> Arc<dyn Folder> {
+        self.folder.clone()
+    }
+
+    pub(crate) fn lineage(&self) -> &Lineage {
+        &self.lineage
+    }
+
+    /// The lineage in memory; it becomes durable with [`Replica::store`].
+    pub(crate) fn lineage_mut(&mut self) -> &mut Lineage {
+        &mut self.lineage
+    }
+
+    /// True if the lineage is on disk.
+    pub(crate) fn is_kept(&self) -> bool {
+        self.kept
+    }
+
+    /// Goes on from another lineage, without the one on disk, which stays until the next store. Returns whether there was one.
+    pub(crate) fn start_over(&mut self, lineage: Lineage) -> bool {
+        self.lineage = lineage;
+        std::mem::take(&mut self.kept)
+    }
+
+    /// The part of a delta in the journal.
+    pub(crate) fn journal(&self) -> Option<&Contents> {
+        self.journal.as_ref()
+    }
+
+    /// Sets what the next delta may go on from, and returns what that was.
+    pub(crate) fn set_journal(&mut self, contents: Option<Contents>) -> Option<Contents> {
+        std::mem::replace(&mut self.journal, contents)
+    }
+
+    pub(crate) fn options(&self) -> &Options {
+        &self.options
+    }
+
     /// Bytes that the next delta is expected to bring.
-    pub(crate) expected: u64,
+    pub(crate) fn expected(&self) -> u64 {
+        self.expected
+    }
+
     /// A step in place is made durable every so many bytes.
-    pub(crate) save_bytes: u64,
-    pub(crate) recovered: Vec<String>,
-    pub(crate) status: Status,
-    pub(crate) lock: Option<FolderLock>,
-    pub(crate) image: Option<device::ImageLock>,
+    pub(crate) fn save_bytes(&self) -> u64 {
+        self.save_bytes
+    }
+
+    #[cfg(test)]
+    pub(crate) fn save_every(&mut self, bytes: u64) {
+        self.save_bytes = bytes;
+    }
+}
+
+/// What this process knows.
+impl Replica {
+    /// There was a replica, and its file is gone.
+    pub(crate) fn is_gone(&self) -> bool {
+        self.known.gone
+    }
+
+    pub(crate) fn set_gone(&mut self, gone: bool) {
+        self.known.gone = gone;
+    }
+
+    /// A commit has come to where it can only be completed.
+    pub(crate) fn begin_commit(&mut self) {
+        self.known.half_done = true;
+    }
+
+    /// It was completed.
+    pub(crate) fn end_commit(&mut self) {
+        self.known.half_done = false;
+    }
+
+    /// Keeps in mind what opening the replica had to mend.
+    pub(crate) fn tell(&mut self, mended: String) {
+        self.known.recovered.push(mended);
+    }
+
+    /// In what way others have changed the destination.
+    pub(crate) fn changed(&self) -> Option<&'static str> {
+        self.known.changed
+    }
+
+    pub(crate) fn set_changed(&mut self, why: Option<&'static str>) {
+        self.known.changed = why;
+    }
+
+    /// The next store records that others have written to it. Returns whether it would have anyway.
+    pub(crate) fn mark_noticed(&self) -> bool {
+        self.known.noticed.swap(true, SeqCst)
+    }
+
+    /// What others wrote is no longer there.
+    pub(crate) fn clear_noticed(&mut self) {
+        self.known.noticed = AtomicBool::new(false);
+    }
+
+    /// Goes on from another lineage, of what others have not changed, with the destination as it was `left`.
+    pub(crate) fn advance(&mut self, lineage: Lineage, left: Stamp) -> Result<()> {
+        self.clear_noticed();
+        let before = std::mem::replace(&mut self.lineage, lineage);
+        if let Err(e) = self.store() {
+            // What this process goes on from is what the next one finds at least.
+            self.lineage = before;
+            return Err(e);
+        }
+        (self.known.left, self.known.changed) = (Some(left), None);
+        Ok(())
+    }
+
+    /// What the file looked like when this process left it alone; `None` if it has no say.
+    pub(crate) fn left(&self) -> Option<&Stamp> {
+        self.known.left.as_ref()
+    }
+
+    pub(crate) fn set_left(&mut self, left: Option<Stamp>) {
+        self.known.left = left;
+    }
+
+    /// What notes own writes, while there are any.
+    pub(crate) fn working(&self) -> Option<&Working> {
+        self.known.working.as_ref()
+    }
+
+    pub(crate) fn set_working(&mut self, working: Option<Working>) {
+        self.known.working = working;
+    }
 }
 
 impl Replica {
@@ -120,15 +303,15 @@ impl Replica {
             nonce: self.nonce(),
             under_way: lineage.step.is_some(),
             resumes: self.journal.as_ref().and_then(Contents::resume),
-            recovered: (!self.recovered.is_empty()).then(|| self.recovered.join("; ")),
-            changed: self.changed.map(str::to_owned),
+            recovered: (!self.known.recovered.is_empty()).then(|| self.known.recovered.join("; ")),
+            changed: self.known.changed.map(str::to_owned),
         };
         Ok(())
     }
 
     /// Fails if a commit is half done.
     pub(crate) fn sound(&self) -> Result<()> {
-        if !self.half_done {
+        if !self.known.half_done {
             return Ok(());
         }
         Err(ReplicaError::Refused(format!(
@@ -154,7 +337,7 @@ impl Replica {
 
     pub(crate) fn store(&mut self) -> Result<()> {
         self.lineage.path = self.destination.path().to_path_buf();
-        self.lineage.foreign |= self.noticed.load(SeqCst);
+        self.lineage.foreign |= self.known.noticed.load(SeqCst);
         self.lineage.disk = self.destination.disk();
         self.lineage.store(&*self.folder)?;
         self.kept = true;
@@ -176,7 +359,7 @@ impl Replica {
                 self.remove(&name)?;
             }
         }
-        if let Some(lock) = self.lock.take() {
+        if let Some(lock) = self.locks.folder.take() {
             lock.remove();
         }
         Ok(())
@@ -201,6 +384,11 @@ impl Replica {
         self.remove(WHOLE)
     }
 
+    /// The same where it can't be written. Where it can't be dropped either, only opening the replica anew tells what it holds.
+    pub(crate) fn give_up_journal(&mut self) {
+        self.known.half_done = self.drop_journal().is_err();
+    }
+
     /// Makes it a replica of this source, if it is another's and `whole` says that all of it was compared. Which epochs of the
     /// other source stood where is forgotten.
     pub(crate) fn follow(&mut self, source: Uuid, whole: bool) -> Result<()> {
@@ -218,11 +406,11 @@ impl Replica {
 impl Drop for Replica {
     fn drop(&mut self) {
         // A folder that was made only for the lock goes again.
-        if let Some(lock) = self.lock.take() {
+        if let Some(lock) = self.locks.folder.take() {
             if !self.kept {
                 lock.remove();
             }
         }
-        self.image = None;
+        self.locks.image = None;
     }
 }

@@ -53,10 +53,10 @@ pub fn settle(path: &Path, options: &Options) -> Result<()> {
         Err(ReplicaError::NotAReplica(_)) => return Ok(()),
         opened => opened?,
     };
-    if replica.lineage.foreign {
+    if replica.lineage().foreign {
         return Err(replica.touched(WRITTEN));
     }
-    let Some(why) = replica.lineage.unsettled().filter(|_| replica.kept) else { return Ok(()) };
+    let Some(why) = replica.lineage().unsettled().filter(|_| replica.is_kept()) else { return Ok(()) };
     Err(ReplicaError::Refused(format!(
         "cannot read {0} as a disk: it is a replica, and {why}; its content never was the disk of its source. Complete it \
          first, with \"dsync sync\" from its source. To use it as it is, make it a plain image with \"dsync forget --journal-dir \

@@ -39,47 +39,49 @@ pub(super) struct Direct {
 
 impl Replica {
     pub(super) fn seed(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
-        if self.gone && !self.create {
+        if self.is_gone() && !self.options().create {
             return Err(ReplicaError::Away(format!(
                 "the file of replica {} is gone: bring it back, or pass --create to begin a new replica there",
                 self.path().display()
             )));
         }
         self.drop_journal()?;
-        if self.gone {
+        if self.is_gone() {
             for name in [journal::WHOLE, note::NAME] {
                 self.remove(name)?;
             }
-            self.gone = false;
+            self.set_gone(false);
         }
         if self.writes_to() == Name::Temporary {
             self.remove_partial()?;
         }
         // Nothing of an old replica is worth anything from here on; where one is replaced, it stays until the rename.
         let lineage = Lineage::new();
-        if self.destination.is_device() {
-            self.lineage = lineage;
+        if self.destination().is_device() {
+            *self.lineage_mut() = lineage;
             return self.begin_step(StepKind::InPlace, Vec::new(), toward, header, false);
         }
         // A replica of nothing is an empty file, and ours.
-        let ours = self.replace || self.lineage.epoch.is_some();
+        let ours = self.options().replace || self.lineage().epoch.is_some();
         let replaces = ours && self.stamp(Name::Final)?.is_some();
         let inode = self.create()?;
-        self.lineage = lineage;
+        *self.lineage_mut() = lineage;
         self.begin_step(StepKind::NewFile { inode, replaces }, Vec::new(), toward, header, true)
     }
 
     fn create(&self) -> Result<u64> {
         // Without its name, what comes could not be gone on from after a power cut.
-        match self.destination.create().and_then(|inode| self.destination.sync().map(|()| inode)) {
+        match self.destination().create().and_then(|inode| self.destination().sync().map(|()| inode)) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-                let mut name = self.destination.path().as_os_str().to_owned();
+                let mut name = self.destination().path().as_os_str().to_owned();
                 name.push(".partial");
                 Err(ReplicaError::PartialTaken(name.into()))
             }
-            other => {
-                other.map_err(disk_error("make an unfinished copy of", self.destination.path(), INTERRUPTED))
-            }
+            other => other.map_err(disk_error(
+                "make an unfinished copy of",
+                self.destination().path(),
+                INTERRUPTED,
+            )),
         }
     }
 
@@ -91,10 +93,13 @@ impl Replica {
     }
 
     pub(super) fn reflink(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
-        let path = self.destination.path().to_path_buf();
-        if self.destination.is_device() || self.lineage.step.is_some() {
-            let why =
-                if self.destination.is_device() { "is a device" } else { "has an in-place commit under way" };
+        let path = self.destination().path().to_path_buf();
+        if self.destination().is_device() || self.lineage().step.is_some() {
+            let why = if self.destination().is_device() {
+                "is a device"
+            } else {
+                "has an in-place commit under way"
+            };
             return Err(ReplicaError::Refused(format!(
                 "{} {why}, so it can't be committed by reflink: use --commit journal",
                 path.display()
@@ -120,9 +125,9 @@ impl Replica {
     /// Drops a clone of which nobody knows what it holds: it was never made durable, or not even cloned.
     pub(super) fn drop_unknown_clone(&mut self) -> Result<()> {
         let unknown = |step: &Step| matches!(step.kind, StepKind::Clone { .. }) && step.positions.is_empty();
-        if self.lineage.step.as_ref().is_some_and(unknown) {
+        if self.lineage().step.as_ref().is_some_and(unknown) {
             self.remove_partial()?;
-            self.lineage.step = None;
+            self.lineage_mut().step = None;
             self.store()?;
             self.refresh()?;
         }
@@ -130,8 +135,8 @@ impl Replica {
     }
 
     fn clone_final(&self) -> Result<()> {
-        let path = self.destination.path();
-        self.destination.clone_final().map_err(|e| {
+        let path = self.destination().path();
+        self.destination().clone_final().map_err(|e| {
             match e.raw_os_error().map(rustix::io::Errno::from_raw_os_error) {
                 Some(
                     rustix::io::Errno::OPNOTSUPP
@@ -149,7 +154,7 @@ impl Replica {
 
     /// Goes on with NAME.partial.
     pub(super) fn go_on(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
-        let Some(step) = self.lineage.step.clone() else { return Ok(Sink::Closed) };
+        let Some(step) = self.lineage().step.clone() else { return Ok(Sink::Closed) };
         let base = while_made(header, step.positions);
         let sink = self.begin_step(step.kind, base, toward, header, false)?;
         self.take_journal(sink, toward, header)
@@ -158,10 +163,10 @@ impl Replica {
     /// Writes down what is about to happen, durably.
     fn step(&mut self, kind: StepKind, positions: Vec<Position>, toward: &Toward) -> Result<()> {
         if kind == StepKind::InPlace {
-            self.lineage.state = State::Incomplete;
+            self.lineage_mut().state = State::Incomplete;
         }
         let step = Step { kind, nonce: Uuid::new_v4(), positions, toward: *toward, finished: false };
-        self.lineage.step = Some(step);
+        self.lineage_mut().step = Some(step);
         self.store()
     }
 
@@ -192,9 +197,9 @@ impl Replica {
         blank: bool,
     ) -> Result<Sink> {
         let keeping = if name == Name::Final { self.work(true)? } else { Keeping::default() };
-        let failed = |what| disk_error(what, self.destination.path(), INTERRUPTED);
-        let disk = self.destination.open(name)?;
-        if !self.destination.is_device() && disk.len() < toward.size {
+        let failed = |what| disk_error(what, self.destination().path(), INTERRUPTED);
+        let disk = self.destination().open(name)?;
+        if !self.destination().is_device() && disk.len() < toward.size {
             disk.resize(toward.size).map_err(failed("grow"))?;
         }
         let rolling = header.method == Method::Rolling;
@@ -202,8 +207,8 @@ impl Replica {
         let copies = match rolling {
             true if copied == name => Some(Copies::new(&disk).map_err(failed("open"))?),
             true => {
-                let copies = Copies::new(&self.destination.open(copied)?).map_err(failed("open"))?;
-                Some(copies.sharing(self.destination.sharing()))
+                let copies = Copies::new(&self.destination().open(copied)?).map_err(failed("open"))?;
+                Some(copies.sharing(self.destination().sharing()))
             }
             false => None,
         };
@@ -227,16 +232,16 @@ impl Replica {
 
     /// Brings what the delta goes on from out of the journal to where the delta goes itself, and drops any other.
     fn take_journal(&mut self, mut sink: Sink, toward: &Toward, header: &Header) -> Result<Sink> {
-        let held = self.journal.take().filter(|_| header.resumes.is_some());
+        let held = self.set_journal(None).filter(|_| header.resumes.is_some());
         if let (Some(contents), Sink::Direct(direct)) = (held, &mut sink) {
-            let failed = |what| disk_error(what, self.destination.path(), INTERRUPTED);
+            let failed = |what| disk_error(what, self.destination().path(), INTERRUPTED);
             let longest = contents.segments.iter().map(|s| s.header.size_after).max().unwrap_or(0);
-            if !self.destination.is_device() && direct.disk.len() < longest {
+            if !self.destination().is_device() && direct.disk.len() < longest {
                 direct.disk.resize(longest).map_err(failed("grow"))?;
             }
             let mut positions = direct.base.clone();
             journal::replay(
-                &*self.folder,
+                self.state(),
                 ARRIVING,
                 &contents,
                 &mut direct.applier,
@@ -255,14 +260,14 @@ impl Replica {
 impl Direct {
     /// Makes what has come durable if much has, or not for a while.
     pub(super) fn save_now_and_then(&mut self, replica: &mut Replica, toward: &Toward) -> Result<()> {
-        let much = self.applier.written - self.saved_bytes >= replica.save_bytes;
+        let much = self.applier.written - self.saved_bytes >= replica.save_bytes();
         if much || self.saved.elapsed() >= SAVE_TIME { self.save(replica, toward) } else { Ok(()) }
     }
 
     /// Makes what has come durable, and says so in the lineage.
     fn save(&mut self, replica: &mut Replica, toward: &Toward) -> Result<()> {
         let upto = whole_blocks(self.applier.position(), toward.block_size, toward.size);
-        self.applier.flush().map_err(disk_error("flush", replica.destination.path(), INTERRUPTED))?;
+        self.applier.flush().map_err(disk_error("flush", replica.destination().path(), INTERRUPTED))?;
         (self.saved, self.saved_bytes) = (Instant::now(), self.applier.written);
         if self.written.is_some() {
             return Ok(());
@@ -270,7 +275,7 @@ impl Direct {
         // What is lacking was left out below that, too.
         let upto = if toward.lacking { 0 } else { upto };
         let positions = reached(&self.base, toward.epoch, upto, toward.size);
-        match &mut replica.lineage.step {
+        match &mut replica.lineage_mut().step {
             Some(step) if step.positions != positions => step.positions = positions,
             _ => return Ok(()),
         }
@@ -307,9 +312,9 @@ impl Direct {
         let Direct { disk, mut applier, copies, .. } = self;
         let size = toward.size;
         {
-            let failed = |what| disk_error(what, replica.destination.path(), INTERRUPTED);
+            let failed = |what| disk_error(what, replica.destination().path(), INTERRUPTED);
             applier.finish(size).map_err(failed("write to"))?;
-            if !replica.destination.is_device() && disk.len() != size {
+            if !replica.destination().is_device() && disk.len() != size {
                 disk.resize(size).map_err(failed("cut"))?;
             }
             applier.flush().map_err(failed("flush"))?;
@@ -333,7 +338,7 @@ impl Direct {
             replica.rest()?;
         }
         saved?;
-        drained.map_err(disk_error("write to", replica.destination.path(), INTERRUPTED))
+        drained.map_err(disk_error("write to", replica.destination().path(), INTERRUPTED))
     }
 }
 

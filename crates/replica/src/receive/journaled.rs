@@ -42,27 +42,27 @@ impl Replica {
     /// The journal can't be written, so it goes. Where space is short, others need that too; and after a failed sync the
     /// system forgets what it could not write, so that a later sync succeeds over a journal that is not there.
     pub(super) fn journal_failed(&mut self, error: io::Error) -> ReplicaError {
-        self.half_done = self.drop_journal().is_err();
+        self.give_up_journal();
         let state = "the replica is unchanged, and what had come of the delta is dropped";
-        disk_error("write the journal", &self.folder.path().join(ARRIVING), state)(error)
+        disk_error("write the journal", &self.folder().join(ARRIVING), state)(error)
     }
 
     pub(super) fn journal_sink(&mut self, header: &Header, raw: &[u8]) -> Result<Sink> {
-        let path = self.folder.path().join(ARRIVING);
+        let path = self.folder().join(ARRIVING);
         let place = format!("for the journal {}", path.display());
-        if let Some(free) = self.folder.free().filter(|free| *free < self.expected) {
+        if let Some(free) = self.state().free().filter(|free| *free < self.expected()) {
             let state = "the replica is unchanged";
-            return Err(ReplicaError::Full { place, missing: Some(self.expected - free), state });
+            return Err(ReplicaError::Full { place, missing: Some(self.expected() - free), state });
         }
-        if !self.kept {
+        if !self.is_kept() {
             // What was adopted: its journal means nothing without the state it is bound to.
             self.store()?;
         }
         self.reserve().inspect_err(|_| drop(self.drop_journal()))?;
         let before = match header.resumes {
-            Some(_) => self.journal.take().unwrap_or_default(),
+            Some(_) => self.set_journal(None).unwrap_or_default(),
             None => {
-                self.journal = None;
+                self.set_journal(None);
                 Contents::default()
             }
         };
@@ -75,7 +75,7 @@ impl Replica {
             rolling = Some(Box::new(resolved));
         }
         let raw = if rolling.is_some() { &own } else { raw };
-        let begun = Growing::open(&*self.folder, before.bytes).and_then(|mut file| {
+        let begun = Growing::open(self.state(), before.bytes).and_then(|mut file| {
             io::Write::write_all(&mut file, raw)?;
             Ok(file)
         });
@@ -97,7 +97,7 @@ impl Replica {
         let header = Header { method: Method::Compare, ..header.clone() };
         let (encoder, unit) = Encoder::new(&header, None)
             .map_err(|e| ReplicaError::Delta { path: self.path().to_path_buf(), error: e.to_string() })?;
-        let copies = Copies::new(&self.content()?).map_err(io_error("open", self.destination.path()))?;
+        let copies = Copies::new(&self.content()?).map_err(io_error("open", self.destination().path()))?;
         let digest = encoder.digest();
         Ok((Resolved { copies, header, encoder: Some(encoder), frames: 0, upto: 0, digest }, unit))
     }
@@ -167,11 +167,11 @@ impl ToJournal {
         let state = "the replica is unchanged, and what had come of the delta is dropped";
         if let Err(e) = replica.make_room(self.holes, false, state) {
             // Where room is short, the journal's is needed too.
-            replica.half_done = replica.drop_journal().is_err();
+            replica.give_up_journal();
             return Err(e);
         }
         replica.note_compared()?;
-        if let Err(e) = self.file.close(&*replica.folder) {
+        if let Err(e) = self.file.close(replica.state()) {
             return Err(replica.journal_failed(e));
         }
         let (written, read) = replica.merge(&[contents])?;
@@ -184,7 +184,7 @@ impl ToJournal {
         if let Err(e) = self.file.keep() {
             return Err(replica.journal_failed(e));
         }
-        replica.journal = (!contents.segments.is_empty()).then_some(contents);
+        replica.set_journal((!contents.segments.is_empty()).then_some(contents));
         Ok(())
     }
 

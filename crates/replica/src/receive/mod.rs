@@ -79,11 +79,11 @@ impl Replica {
         }
         self.check_resume(&header)?;
         let fit = self.check(&header);
-        if let (Err(_), Some(Step { kind: StepKind::Clone { .. }, .. })) = (&fit, &self.lineage.step) {
+        if let (Err(_), Some(Step { kind: StepKind::Clone { .. }, .. })) = (&fit, &self.lineage().step) {
             // It may fit what the clone was made from, which is as it was.
-            let step = self.lineage.step.take();
+            let step = self.lineage_mut().step.take();
             if let Err(e) = self.check(&header) {
-                self.lineage.step = step;
+                self.lineage_mut().step = step;
                 return Err(e);
             }
             self.remove_partial()?;
@@ -91,8 +91,9 @@ impl Replica {
         } else {
             fit?;
         }
-        let seeds = header.is_seed() && header.resumes.is_none() && self.lineage.epoch != Some(toward.epoch);
-        let sink = match self.lineage.step.as_ref().map(|s| s.kind) {
+        let seeds =
+            header.is_seed() && header.resumes.is_none() && self.lineage().epoch != Some(toward.epoch);
+        let sink = match self.lineage().step.as_ref().map(|s| s.kind) {
             _ if seeds => self.seed(&toward, &header)?,
             Some(StepKind::NewFile { .. } | StepKind::Clone { .. }) => self.go_on(&toward, &header)?,
             _ => match commit {
@@ -107,7 +108,7 @@ impl Replica {
     /// True if a delta that is committed this way is made where the destination's content lies, so that its copies must stand
     /// in an order in which they can be made. Otherwise all deltas ascend.
     pub fn is_in_place(&self, commit: Commit) -> bool {
-        match self.lineage.step.as_ref().map(|s| s.kind) {
+        match self.lineage().step.as_ref().map(|s| s.kind) {
             Some(StepKind::NewFile { .. } | StepKind::Clone { .. }) => true,
             Some(StepKind::InPlace) | None => commit == Commit::InPlace,
         }
@@ -116,7 +117,7 @@ impl Replica {
     /// Whether what the delta goes on from is what the journal holds.
     fn check_resume(&self, header: &Header) -> Result<()> {
         let Some(resumes) = header.resumes else { return Ok(()) };
-        let held = self.journal.as_ref().and_then(Contents::resume);
+        let held = self.journal().and_then(Contents::resume);
         if held == Some(resumes) {
             return Ok(());
         }
@@ -197,7 +198,7 @@ impl DeltaReceiver<'_> {
     }
 
     fn take(&mut self, unit: Unit, seen: impl FnOnce(&delta::Frame)) -> Result<()> {
-        let path = self.replica.destination.path().to_path_buf();
+        let path = self.replica.destination().path().to_path_buf();
         let taken = match &mut self.sink {
             Sink::Journal(journal) => journal.unit(unit, &mut self.decoder, seen),
             Sink::Direct(direct) => (|| {
@@ -290,7 +291,7 @@ impl Drop for DeltaReceiver<'_> {
     fn drop(&mut self) {
         // After an error; whoever wants to know calls `keep`.
         let _ = self.put_away();
-        self.replica.working = None;
+        self.replica.set_working(None);
         let _ = self.replica.refresh();
     }
 }

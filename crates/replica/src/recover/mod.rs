@@ -28,11 +28,13 @@ impl Replica {
     /// Completes or rolls back what a crash left.
     pub(crate) fn recover(&mut self) -> Result<()> {
         // After a kill, what is seen need not be durable yet; what is done now builds on it.
-        self.folder.sync().map_err(io_error("sync", self.folder.path()))?;
+        self.state().sync().map_err(io_error("sync", self.folder()))?;
         let mut found = self.look()?;
         while !self.act(decide(&found.situation), &mut found)? {}
         // What was judged is what was left: a second look might already find somebody's write.
-        self.left = self.left.take().or(found.now.map(Stamp::glance));
+        if self.left().is_none() {
+            self.set_left(found.now.map(Stamp::glance));
+        }
         Ok(())
     }
 
@@ -89,7 +91,7 @@ impl Replica {
             Action::Forget => self.forget(),
             Action::Merge => self.merge_sealed(std::mem::take(&mut found.deltas)),
             Action::KeepArriving => {
-                self.journal = found.arriving.take();
+                self.set_journal(found.arriving.take());
                 Ok(())
             }
             Action::Adopt => {
@@ -98,14 +100,14 @@ impl Replica {
             }
             Action::OpenInDoubt => {
                 self.notice(why);
-                self.changed = Some(why);
+                self.set_changed(Some(why));
                 Ok(())
             }
             Action::Refuse(Refusal::Changed) => Err(self.touched(why)),
             Action::Refuse(Refusal::NotAReplica) => Err(ReplicaError::NotAReplica(path())),
             Action::Refuse(Refusal::Unproven) => Err(ReplicaError::Unproven(path())),
             Action::Refuse(Refusal::Damaged) => Err(journal::damaged(
-                &self.folder.path().join(WHOLE),
+                &self.folder().join(WHOLE),
                 "it was whole once and is not any more".into(),
             )),
             _ => Ok(()),
@@ -119,7 +121,7 @@ impl Replica {
     fn look(&self) -> Result<Found> {
         let (now, partial) = (self.stamp(Name::Final)?, self.stamp(Name::Temporary)?);
         let has = |stamp: &Option<Stamp>, inode| stamp.as_ref().is_some_and(|stamp| stamp.inode == inode);
-        let under_way = self.lineage.step.as_ref();
+        let under_way = self.lineage().step.as_ref();
         let (step, inode) = match under_way.map(|step| (step.kind, step.finished)) {
             None => (Step::None, None),
             Some((StepKind::InPlace, _)) => (Step::InPlace, None),
@@ -137,7 +139,7 @@ impl Replica {
             None if partial.is_some_and(|partial| partial.size == 0) => File::Stray,
             _ => File::None,
         };
-        let asked = match (self.adopt, self.doubt) {
+        let asked = match (self.options().adopt, self.options().doubt) {
             (true, _) => Asked::Adopt,
             (false, true) => Asked::Doubt,
             (false, false) => Asked::Use,
@@ -149,12 +151,12 @@ impl Replica {
 
     fn look_at_sealed(&self, found: &mut Found) -> Result<()> {
         let nothing = found.now.is_none() || found.situation.step == Step::NewFile;
-        let deltas = if nothing { None } else { journal::measure_all(&*self.folder, WHOLE)? };
+        let deltas = if nothing { None } else { journal::measure_all(self.state(), WHOLE)? };
         found.situation.sealed = match deltas.as_ref().map(|deltas| deltas.last().and_then(Contents::stream))
         {
             None => Sealed::None,
             Some(None) => Sealed::Damaged,
-            Some(last) if last == self.lineage.committed => Sealed::Merged,
+            Some(last) if last == self.lineage().committed => Sealed::Merged,
             Some(_) => Sealed::Whole,
         };
         found.deltas = deltas.unwrap_or_default();
@@ -163,20 +165,20 @@ impl Replica {
 
     fn look_at_content(&mut self, found: &mut Found) {
         let Situation { step, file, sealed, .. } = found.situation;
-        let known = self.lineage.epoch.is_some() || !self.positions().is_empty();
+        let known = self.lineage().epoch.is_some() || !self.positions().is_empty();
         let Some(now) = &found.now else {
             found.situation.content = if known { Content::Gone } else { Content::None };
             return;
         };
         let finished = matches!(step, Step::NewFileFinished | Step::CloneFinished);
         let seeds = matches!(step, Step::NewFile | Step::NewFileFinished);
-        let unknown = match self.lineage.step.as_ref().filter(|_| seeds) {
+        let unknown = match self.lineage().step.as_ref().filter(|_| seeds) {
             Some(step) => !step.kind.replaces(),
-            None => !known && !self.destination.is_device() && !self.replace,
+            None => !known && !self.destination().is_device() && !self.options().replace,
         };
         found.why = match (finished, file) {
             (true, File::InPlace) => self.since_own_writes(now, &[]),
-            _ if seeds => self.changed,
+            _ if seeds => self.changed(),
             _ if unknown => None,
             _ => self.changed_since(now, sealed, &found.deltas),
         };
@@ -184,7 +186,7 @@ impl Replica {
             Some(_) => Content::Changed,
             None if unknown => Content::Unknown,
             None => {
-                self.left = Some(now.clone().glance());
+                self.set_left(Some(now.clone().glance()));
                 if self.has_note() { Content::Reserved } else { self.proven() }
             }
         };
@@ -192,14 +194,14 @@ impl Replica {
 
     /// In what way others have changed the destination since the lineage was stored, or since own writes that came later.
     fn changed_since(&self, now: &Stamp, sealed: Sealed, deltas: &[Contents]) -> Option<&'static str> {
-        let before = self.lineage.stamp.as_ref();
+        let before = self.lineage().stamp.as_ref();
         if before.is_some_and(|before| before.inode != now.inode) {
             return Some("another file has taken its place");
         }
-        if let Some(why) = self.changed.filter(|_| !self.is_compared(deltas)) {
+        if let Some(why) = self.changed().filter(|_| !self.is_compared(deltas)) {
             return Some(why);
         }
-        let in_place = self.lineage.step.as_ref().is_some_and(|step| step.kind == StepKind::InPlace);
+        let in_place = self.lineage().step.as_ref().is_some_and(|step| step.kind == StepKind::InPlace);
         match sealed {
             Sealed::Damaged => None,
             Sealed::Whole => self.since_own_writes(now, deltas),
@@ -213,18 +215,18 @@ impl Replica {
     /// by comparing: then that mends what they did.
     fn is_compared(&self, deltas: &[Contents]) -> bool {
         let first = deltas.first().and_then(|delta| delta.segments.first());
-        let marked = self.lineage.foreign && self.changed == Some(WRITTEN);
+        let marked = self.lineage().foreign && self.changed() == Some(WRITTEN);
         marked && first.is_some_and(|s| compares(&s.header) && s.header.binds == Some(self.nonce()))
     }
 
     fn proven(&self) -> Content {
-        let Lineage { source, epoch, step, .. } = &self.lineage;
+        let Lineage { source, epoch, step, .. } = &self.lineage();
         let proven = source.is_some() || epoch.is_some() || step.is_some() || self.positions().is_empty();
         if proven { Content::AsLeft } else { Content::Unproven }
     }
 
     fn look_at_arriving(&self, found: &mut Found) -> Result<()> {
-        found.arriving = journal::measure(&*self.folder, ARRIVING)?;
+        found.arriving = journal::measure(self.state(), ARRIVING)?;
         found.situation.arriving = match &found.arriving {
             None => Arriving::None,
             Some(contents) if contents.segments.is_empty() || !self.fits_journal(contents) => {
@@ -249,16 +251,16 @@ impl Replica {
         if file == File::Beside {
             self.remove_partial()?;
         }
-        if let Some(step) = self.lineage.step.take() {
+        if let Some(step) = self.lineage_mut().step.take() {
             let epoch = step.toward.epoch;
-            self.recovered.push(format!("the unfinished copy of epoch {epoch} is gone; it is begun anew"));
+            self.tell(format!("the unfinished copy of epoch {epoch} is gone; it is begun anew"));
         }
         self.store()
     }
 
     /// Ends a step whose file is complete.
     fn finish_step(&mut self, action: Action, found: &Found) -> Result<()> {
-        let Some(step) = self.lineage.step.clone() else { return Ok(()) };
+        let Some(step) = self.lineage().step.clone() else { return Ok(()) };
         let epoch = step.toward.epoch;
         let (copy, done) = match action {
             Action::PutInPlace => (
@@ -270,17 +272,16 @@ impl Replica {
                 format!("epoch {epoch} had been put in place; its commit is finished now"),
             ),
         };
-        self.recovered.push(done);
+        self.tell(done);
         self.renamed(&step.toward, copy)
     }
 
     /// The destination is gone: what was known of it says nothing of a new one.
     fn forget(&mut self) -> Result<()> {
-        self.recovered.push("the replica's file is gone".into());
+        self.tell("the replica's file is gone".into());
         // What is on disk stays until another replica is begun: the file may come back.
-        self.gone = true;
-        self.lineage = Lineage::new();
-        self.kept = false;
+        self.set_gone(true);
+        self.start_over(Lineage::new());
         Ok(())
     }
 
@@ -291,7 +292,7 @@ impl Replica {
         let holes = self.holes_of(ARRIVING, contents)?;
         match self.make_room(holes, false, "the replica is unchanged") {
             Err(error @ ReplicaError::Full { .. }) => {
-                self.recovered.push(format!("a delta that was cut off at its end is dropped: {error}"));
+                self.tell(format!("a delta that was cut off at its end is dropped: {error}"));
                 Ok(false)
             }
             made => made.map(|()| true),
@@ -299,9 +300,9 @@ impl Replica {
     }
 
     fn seal_and_merge(&mut self, contents: Contents) -> Result<()> {
-        let failed = |what| io_error(what, self.folder.path());
-        let file = self.folder.open(ARRIVING, false).map_err(failed("open"))?;
-        journal::seal(&*file, &*self.folder).map_err(failed("sync"))?;
+        let failed = |what| io_error(what, self.folder());
+        let file = self.state().open(ARRIVING, false).map_err(failed("open"))?;
+        journal::seal(&*file, self.state()).map_err(failed("sync"))?;
         self.redo(&[contents])
     }
 
@@ -312,11 +313,11 @@ impl Replica {
         }
         // Whoever was killed may not have synced what it appended last; what was never confirmed may be too long.
         let end = deltas.last().map_or(0, |last| last.start + last.bytes);
-        let file = self.folder.open(WHOLE, false).and_then(|file| {
+        let file = self.state().open(WHOLE, false).and_then(|file| {
             file.set_len(end)?;
             file.sync()
         });
-        file.map_err(io_error("sync", &self.folder.path().join(WHOLE)))?;
+        file.map_err(io_error("sync", &self.folder().join(WHOLE)))?;
         self.redo(&deltas)
     }
 
@@ -335,11 +336,11 @@ impl Replica {
     /// Merges a whole journal that a crash left.
     fn redo(&mut self, deltas: &[Contents]) -> Result<()> {
         self.merge(deltas)?;
-        if let (Some(epoch), ahead) = (self.lineage.epoch, self.lineage.ahead) {
+        if let (Some(epoch), ahead) = (self.lineage().epoch, self.lineage().ahead) {
             let what = if ahead { "batches after" } else { "the journal of" };
             let was = if ahead { "were" } else { "was" };
             let now = if ahead { "they are" } else { "it is" };
-            self.recovered.push(format!("{what} epoch {epoch} {was} whole; {now} merged now"));
+            self.tell(format!("{what} epoch {epoch} {was} whole; {now} merged now"));
         }
         Ok(())
     }

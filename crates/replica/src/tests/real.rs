@@ -223,7 +223,7 @@ fn open_meddled(
     let folder = FaultyFolder::new(power, &path.with_file_name("state")).unwrap();
     let destination = Frail { destination, power: power.clone(), meddled: meddled.clone() };
     let mut replica = Replica::begin(Box::new(destination), Box::new(folder), &Options::default())?;
-    replica.save_bytes = 40 * BLOCK;
+    replica.save_every(40 * BLOCK);
     Ok(replica)
 }
 

@@ -409,7 +409,7 @@ impl World {
         };
         let mut replica =
             Replica::begin(Box::new(destination), Box::new(mortal(&machine.state)), &Options::default())?;
-        replica.save_bytes = 5 * BLOCK;
+        replica.save_every(5 * BLOCK);
         Ok(replica)
     }
 
@@ -437,7 +437,7 @@ impl World {
             }
         };
         let mut replica = Replica::begin(destination, folder, options)?;
-        replica.save_bytes = 5 * BLOCK;
+        replica.save_every(5 * BLOCK);
         Ok(replica)
     }
 
