@@ -131,7 +131,7 @@ impl Content {
         Ok(client.flush()?)
     }
 
-    /// Checks every byte of a file, past the page cache where that can be.
+    /// Checks every byte of a file, bypassing the page cache where that can be.
     pub(crate) fn check(&self, path: &Path) -> Result<()> {
         let file = limit::direct(path, false).or_else(|_| File::open(path))?;
         ensure!(

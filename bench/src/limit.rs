@@ -15,14 +15,14 @@ use io_uring::{IoUring, opcode, squeue};
 const DEPTH: usize = 128;
 /// The longest run moved by one request, in bytes.
 const RUN: u64 = 256 << 10;
-/// Bytes a block.
+/// Block size in bytes.
 pub(crate) const BLOCK: u64 = 4096;
 
 /// Opens for direct I/O.
 pub(crate) fn direct(path: &Path, write: bool) -> Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).write(write).custom_flags(libc::O_DIRECT);
-    options.open(path).with_context(|| format!("{}: can't open for direct I/O", path.display()))
+    options.open(path).with_context(|| format!("{}: cannot open for direct I/O", path.display()))
 }
 
 /// Neighbours in an ascending list of blocks, joined: offset and length in bytes.
@@ -74,7 +74,7 @@ pub(crate) fn run(source: &Path, destination: &Path, list: Option<&Path>) -> Res
 const READ_DEPTH: usize = 16;
 const READ: u64 = 1 << 20;
 
-/// Reads files in full, all of them at once, past the page cache; returns the bytes.
+/// Reads files in full, all of them at once, bypassing the page cache; returns the bytes.
 pub(crate) fn read(paths: &[impl AsRef<Path>]) -> Result<u64> {
     let files: Vec<File> = paths.iter().map(|path| direct(path.as_ref(), false)).collect::<Result<_>>()?;
     let sizes = files.iter().map(|file| Ok(file.metadata()?.len())).collect::<Result<Vec<u64>>>()?;

@@ -29,7 +29,7 @@ use clap::{Args, Parser, Subcommand};
 
 use report::Report;
 
-/// Measure dsync beside its peers. Needs root for cold caches, loop devices and network namespaces; what can't be had is
+/// Measure dsync beside its peers. Needs root for cold caches, loop devices and network namespaces; what cannot be had is
 /// left out, with a line that says so.
 #[derive(Parser)]
 #[command(name = "dsync-bench", version)]
@@ -102,7 +102,7 @@ enum What {
     Link,
     /// A first copy and scattered blocks to another host: processor time and system calls of both sites
     Far,
-    /// The limit: move blocks that are known, or all of them, with io_uring and past the page cache
+    /// The limit: move blocks that are known, or all of them, with io_uring and bypassing the page cache
     Limit {
         /// The file to read
         source: PathBuf,
@@ -112,7 +112,7 @@ enum What {
         #[arg(long)]
         list: Option<PathBuf>,
     },
-    /// Read files in full, all of them at once, with io_uring and past the page cache
+    /// Read files in full, all of them at once, with io_uring and bypassing the page cache
     Read {
         /// The files
         #[arg(required = true)]

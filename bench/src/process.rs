@@ -116,7 +116,7 @@ pub(crate) fn run_always(command: &mut Command, limit: Duration) -> Result<Outco
     command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(err.try_clone()?).process_group(0);
     let read_before = own_io()?;
     let started = Instant::now();
-    let child = command.spawn().with_context(|| format!("can't start {text}"))?;
+    let child = command.spawn().with_context(|| format!("cannot start {text}"))?;
     let group = Pid::from_child(&child);
     groups().push(group);
     let (done, timer) = mpsc::channel::<()>();
@@ -214,7 +214,7 @@ impl Daemon {
         let name = words(command);
         let log = tempfile::tempfile()?;
         command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log.try_clone()?).process_group(0);
-        let child = command.spawn().with_context(|| format!("can't start {name}"))?;
+        let child = command.spawn().with_context(|| format!("cannot start {name}"))?;
         groups().push(Pid::from_child(&child));
         Ok(Daemon { name, child, log, ended: false })
     }

@@ -209,8 +209,8 @@ fn inserted(place: &Place<'_>, report: &mut Report, old: &Path) -> Result<()> {
                     costs[at].push(cost);
                 }
                 Ok(None) => report.left_out(name, "it took too long"),
-                Err(error) if format!("{error:#}").contains("can't clone") => {
-                    report.left_out(name, "the file system can't clone");
+                Err(error) if format!("{error:#}").contains("cannot clone") => {
+                    report.left_out(name, "the file system cannot clone");
                 }
                 Err(error) => report.failed(name, &error),
             }
@@ -261,7 +261,7 @@ fn equal_sums(seed: u64, at: u64, buf: &mut [u8]) {
     }
 }
 
-/// Files at which others take for ever: name, sparse, the old content, the new one.
+/// Files at which others take forever: name, sparse, the old content, the new one.
 const HOSTILE: [(&str, bool, Fill, Fill); 7] = [
     ("zeroes early, changes late", false, early, late),
     ("the same, sparse", true, early, late),

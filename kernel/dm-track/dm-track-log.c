@@ -27,9 +27,9 @@
  * what is damaged without one makes the region changed whole, and so does a
  * damaged unit of intents for its group.
  *
- * If metadata can't be written, data I/O does not fail. Writes to idle regions
+ * If metadata cannot be written, data I/O does not fail. Writes to idle regions
  * wait until a superblock that says "everything changed" (full) is durable; then
- * the log is needed no longer and all pass. If that can't be written either they
+ * the log is needed no longer and all pass. If that cannot be written either they
  * wait on, and it is tried again, until it can be or until the administrator
  * declares the log to be without meaning (untrack).
  */
@@ -89,7 +89,7 @@ struct track_region {
 
 enum log_state {
 	LOG_OK,		/* regions activate and idle */
-	LOG_WAITING,	/* metadata can't be written, activating waits */
+	LOG_WAITING,	/* metadata cannot be written, activating waits */
 	LOG_FULL,	/* the superblock says that everything changed */
 	LOG_UNTRACKED,	/* declared to be without meaning */
 };
@@ -330,7 +330,7 @@ static void log_failed(struct track_log *log, int err)
 {
 	if (log->state != LOG_OK)
 		return;
-	DMERR("%s: can't write metadata (%d); writes to idle regions wait",
+	DMERR("%s: cannot write metadata (%d); writes to idle regions wait",
 	      log->record->name, err);
 	log->state = LOG_WAITING;
 	log_try_full(log);
@@ -441,7 +441,7 @@ static int log_open_range(struct track_log *log, u64 first, u64 last)
  * @first: first block
  * @last: last block
  *
- * Return: 0, or -EIO while metadata can't be written.
+ * Return: 0, or -EIO while metadata cannot be written.
  */
 int track_log_open(struct track_log *log, u64 first, u64 last)
 {
@@ -794,7 +794,7 @@ void track_log_resized(struct track_log *log)
 }
 
 /**
- * track_log_untrack - let writes pass although metadata can't be written
+ * track_log_untrack - let writes pass although metadata cannot be written
  * @log: the log
  *
  * What lies on the metadata device must not be used after a crash.
@@ -960,7 +960,7 @@ static int log_read_super(struct track_log *log, struct track_super *s, char **e
 	for (at = 0; at < BLANK_BYTES && blank; at += LOG_BUFFER) {
 		err = log_io(log, REQ_OP_READ, at, LOG_BUFFER);
 		if (err) {
-			*error = "can't read the metadata device";
+			*error = "cannot read the metadata device";
 			return err;
 		}
 		blank = !memchr_inv(log->buffer, 0, LOG_BUFFER);
@@ -1080,7 +1080,7 @@ int track_log_create(struct track_record *r, struct track_target *t,
 	struct track_super super;
 	int err = -ENOMEM;
 
-	*error = "can't allocate the log";
+	*error = "cannot allocate the log";
 	if (!log)
 		return err;
 	r->log = log;
@@ -1111,7 +1111,7 @@ int track_log_create(struct track_record *r, struct track_target *t,
 	} else if (!err) {
 		err = log_format(log, DIV_ROUND_UP_ULL(log->regions, log->group_regions)) ?:
 		      log_write_super(log, 0);
-		*error = "can't format the metadata device";
+		*error = "cannot format the metadata device";
 	}
 	mutex_unlock(&log->lock);
 	return err;

@@ -37,7 +37,7 @@ static DEFINE_MUTEX(records_lock);
  * can see is marked. All happens in one RCU section, for two who wait for its
  * end: a checkpoint, after which nobody marks the old epoch or takes its
  * reference (track_record_swap()), and a region that goes idle, after which
- * nobody marks its blocks (log_idle_batch()). The active epoch's count can't be
+ * nobody marks its blocks (log_idle_batch()). The active epoch's count cannot be
  * zero here: its first reference goes only after such a wait.
  *
  * Return: false if a region has to be activated first; nothing is marked then.
@@ -157,7 +157,7 @@ static int track_record_new(struct dm_target *ti, struct track_args *args)
 	struct track_maps maps = {};
 	int err = -ENOMEM;
 
-	ti->error = "can't allocate the record";
+	ti->error = "cannot allocate the record";
 	if (!r)
 		return err;
 	r->md = dm_table_get_md(ti->table);
@@ -183,7 +183,7 @@ static int track_record_new(struct dm_target *ti, struct track_args *args)
 	if (!err && t->meta)
 		err = track_log_create(r, t, &maps, &ti->error);
 	if (!err) {
-		ti->error = "can't make files in /proc/track";
+		ti->error = "cannot make files in /proc/track";
 		err = track_proc_add(r);
 	}
 	track_maps_free(&maps);
@@ -204,13 +204,13 @@ static int track_record_join(struct dm_target *ti, struct track_record *r,
 
 	ti->error = NULL;
 	if (args->block_sectors != 1U << r->block_shift)
-		ti->error = "a record can't change its block size";
+		ti->error = "a record cannot change its block size";
 	else if (!t->meta != !r->log)
-		ti->error = "a record can't gain or lose its metadata device";
+		ti->error = "a record cannot gain or lose its metadata device";
 	else if (r->log && args->region_sectors != track_log_region_sectors(r->log))
-		ti->error = "a record can't change its region size";
+		ti->error = "a record cannot change its region size";
 	else if (ti->len < r->sectors)
-		ti->error = "a record can't shrink; remove the device and make it anew";
+		ti->error = "a record cannot shrink; remove the device and make it anew";
 	if (ti->error)
 		return -EINVAL;
 	r->refs++;
@@ -234,7 +234,7 @@ static int track_record_get(struct dm_target *ti, struct track_args *args)
 	/* Memory for growing is taken now: at resume writes are waiting. */
 	r = t->record;
 	if (ti->len > r->sectors) {
-		ti->error = "can't allocate memory for growing";
+		ti->error = "cannot allocate memory for growing";
 		err = track_maps_alloc(&t->maps, r, track_blocks(r, ti->len), r->log);
 	}
 	return err;
@@ -279,7 +279,7 @@ static int track_parse_options(struct dm_target *ti, struct dm_arg_set *as,
 
 		left -= 2;
 		if (!strcasecmp(name, "meta") && !t->meta) {
-			ti->error = "can't open the metadata device";
+			ti->error = "cannot open the metadata device";
 			err = dm_get_device(ti, dm_shift_arg(as),
 					    dm_table_get_mode(ti->table), &t->meta);
 		} else if (!strcasecmp(name, "region_sectors") && !sized) {
@@ -335,7 +335,7 @@ static int track_parse(struct dm_target *ti, unsigned int argc, char **argv,
 
 	err = dm_get_device(ti, dev, dm_table_get_mode(ti->table), &t->dev);
 	if (err) {
-		ti->error = "can't open the device";
+		ti->error = "cannot open the device";
 		return err;
 	}
 	err = track_parse_options(ti, &as, args);
@@ -399,7 +399,7 @@ static int track_preresume(struct dm_target *ti)
 	track_maps_free(&t->maps);
 	mutex_unlock(&r->control);
 	if (err)
-		DMERR("%s: can't take the size of the new table (%d)", r->name, err);
+		DMERR("%s: cannot take the size of the new table (%d)", r->name, err);
 	else if (r->log)
 		track_log_start(r->log);
 	return err;

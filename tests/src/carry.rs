@@ -3,7 +3,7 @@
 //! - `keys FOLDER HOST`: keys for both sides, that trust each other.
 //! - `sink tcp ADDRESS`, `sink tls ADDRESS FOLDER`, `sink pipe`: takes what comes. Prints `listening ADDRESS`.
 //! - `sink file ADDRESS FOLDER FILE`: takes one file over TLS, writes it, makes it durable, and ends.
-//! - `source file ADDRESS CONNECTIONS FOLDER FILE`: reads a file past the page cache, and sends it over TLS.
+//! - `source file ADDRESS CONNECTIONS FOLDER FILE`: reads a file bypassing the page cache, and sends it over TLS.
 //! - `source tcp ADDRESS CONNECTIONS SECONDS CONGESTION`, `source tls ADDRESS CONNECTIONS SECONDS FOLDER`,
 //!   `source ssh HOST SECONDS COMMAND RSH...`: sends, waits until everything has arrived, and prints `BYTES SECONDS`.
 

@@ -111,7 +111,7 @@ mount -t sysfs sys /sys
 mount -t devtmpfs dev /dev
 while read -r module; do
     # shellcheck disable=SC2086 # a file and parameters
-    insmod /modules/$module || echo "can't load $module"
+    insmod /modules/$module || echo "cannot load $module"
 done </modules/order
 # Talk is raw: what a test sends is not echoed and what the script prints is not changed.
 stty -F /dev/ttyS1 raw -echo

@@ -146,7 +146,7 @@ pub fn fsck_after_replay(path: &Path) {
     let replay = crate::Run::new("e2fsck").arg("-fp").arg(&replayed).output();
     assert!(matches!(replay.status.code(), Some(0 | 1)), "{}: {replay}", path.display());
     let text = replay.text();
-    // At every recovery the totals are counted anew, as the kernel keeps them in memory, and files that were deleted while
+    // At every recovery the totals are counted again, as the kernel keeps them in memory, and files that were deleted while
     // open are cleared. The guest's clock may run ahead of the host's. Nothing else may be mended.
     let usual = [
         "recovering journal",

@@ -91,7 +91,7 @@ impl Load {
         let threads = (0..options.connections)
             .map(|lane| {
                 let client = Client::connect_with(address, export, &[])
-                    .unwrap_or_else(|e| panic!("can't connect to {export} at {address}: {e}"));
+                    .unwrap_or_else(|e| panic!("cannot connect to {export} at {address}: {e}"));
                 let worker = Worker {
                     client,
                     lane,

@@ -59,7 +59,7 @@ impl Drop for Loop {
     }
 }
 
-/// A device over a file some of whose sectors can't be read until they are written, as those of a worn disk.
+/// A device over a file some of whose sectors cannot be read until they are written, as those of a worn disk.
 pub struct Worn {
     device: Option<Loop>,
     content: PathBuf,
@@ -95,7 +95,7 @@ esac
 "#;
 
 impl Worn {
-    /// Over a file in this folder, as yet without a bad sector; `None` where that can't be had.
+    /// Over a file in this folder, as yet without a bad sector; `None` where that cannot be had.
     pub fn new(content: &Path) -> Option<Worn> {
         let beside = |end: &str| content.with_extension(end);
         let (bad, script, mount) = (beside("bad"), beside("sh"), beside("mount"));
@@ -127,7 +127,7 @@ impl Worn {
         &self.content
     }
 
-    /// From now on the sectors of 4 KiB that begin here can't be read, and no others.
+    /// From now on the sectors of 4 KiB that begin here cannot be read, and no others.
     pub fn spoil(&self, sectors: &[u64]) {
         Run::new("sync").output();
         let list: String = sectors.iter().map(|at| format!("{at}\n")).collect();

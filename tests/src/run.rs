@@ -145,7 +145,7 @@ fn spawn_bare(mut command: Command, text: String) -> Background {
     unsafe {
         command.pre_exec(|| Ok(rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?));
     }
-    let child = command.spawn().unwrap_or_else(|e| panic!("can't start {text}: {e}"));
+    let child = command.spawn().unwrap_or_else(|e| panic!("cannot start {text}: {e}"));
     Background { text, child, stdout: None, stderr: None, ended: None }
 }
 

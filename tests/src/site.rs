@@ -180,7 +180,7 @@ impl Server {
 
     /// Connects to an export.
     pub fn client(&self, export: &str) -> Client {
-        Client::connect(&self.address(), export).unwrap_or_else(|e| panic!("can't connect to {export}: {e}"))
+        Client::connect(&self.address(), export).unwrap_or_else(|e| panic!("cannot connect to {export}: {e}"))
     }
 
     /// The process.

@@ -273,7 +273,7 @@ fn a_view_is_the_disk_as_it_was() {
     for copy in &copies {
         held_view_copies_out(&mut scene, copy);
     }
-    // A view can't be written to.
+    // A view cannot be written to.
     let mut view = scene.server().client("vm@view");
     assert_eq!(view.write(0, &[1; 4096]).expect_err("a write").raw_os_error(), Some(1));
 }

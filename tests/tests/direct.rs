@@ -1,4 +1,4 @@
-//! Servers that write past the page cache, through queues whose completions must be looked for.
+//! Servers that write bypassing the page cache, through queues whose completions must be looked for.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -50,7 +50,7 @@ fn a_block_device_is_served_synced_and_ended() {
     let site = Site::new();
     let image = site.image("disk.raw", 1 << 30);
     let Some(device) = Loop::new(&image) else {
-        return skipped("serving a loop device", "losetup can't attach one");
+        return skipped("serving a loop device", "losetup cannot attach one");
     };
     load_with_everything_beside_it(&site, &image, device.device(), &["--trust-device"]);
 }

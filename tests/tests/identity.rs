@@ -232,7 +232,7 @@ fn a_write_to_a_replicas_device_or_partition_is_noticed() {
     let part = partition(&place);
     {
         let Some(_mount) = Mount::new(&[], &part, &scene.site.path("mount")) else {
-            return skipped(what, "loop devices can't be mounted here");
+            return skipped(what, "loop devices cannot be mounted here");
         };
         std::fs::write(scene.site.path("mount/file"), [1; 10000]).expect("a file");
     }
@@ -468,7 +468,7 @@ fn a_source_is_not_its_own_destination() {
 }
 
 /// A disk that is detached and attached again within one boot may have lost what was not flushed, as in a power cut: after an
-/// unclean stop the record of what is on it is not believed, and it is believed where only the file system was mounted anew.
+/// unclean stop the record of what is on it is not believed, and it is believed where only the file system was mounted again.
 #[test]
 fn a_disk_that_was_detached_is_not_taken_for_one_that_stayed() {
     let what = "a source's disk is detached";
@@ -482,7 +482,7 @@ fn a_disk_that_was_detached_is_not_taken_for_one_that_stayed() {
     Run::new("mkfs.ext4").arg("-q").arg(disk.device()).ok();
     let place = site.path("mount");
     let mount = || Mount::new(&[], &node.0, &place);
-    let Some(mut mounted) = mount() else { return skipped(what, "loop devices can't be mounted here") };
+    let Some(mut mounted) = mount() else { return skipped(what, "loop devices cannot be mounted here") };
     let (image, replica) = (place.join("vm.raw"), site.path("replica.raw"));
     File::create(&image).and_then(|file| file.set_len(16 * MIB)).expect("an image");
     let mut disk = Some(disk);
@@ -508,7 +508,7 @@ fn a_disk_that_was_detached_is_not_taken_for_one_that_stayed() {
     drop((mounted, disk));
 }
 
-/// The kernel's count begins anew when a disk is attached anew: it is noted at the first look after that, not only at a commit.
+/// The kernel's count begins again when a disk is attached again: it is noted at the first look after that, not only at a commit.
 #[test]
 fn a_write_after_a_replica_was_attached_anew_is_noticed() {
     let what = "a replica on a disk that is attached anew";

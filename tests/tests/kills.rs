@@ -238,7 +238,7 @@ fn refuses(scene: &Scene) {
     assert_eq!(output.status.code(), Some(4), "{output}");
 }
 
-/// Written by somebody else while it is served and idle.
+/// Written by another program while it is served and idle.
 #[test]
 fn a_write_beside_the_server_is_noticed() {
     let mut scene = Scene::synced("beside", 8 * MIB);

@@ -1,4 +1,4 @@
-//! A system that gives no more: descriptors, file sizes. What can't be done is said, and nobody hangs.
+//! A system that gives no more: descriptors, file sizes. What cannot be done is said, and nobody hangs.
 
 use std::io::Read;
 use std::os::unix::net::UnixStream;
@@ -78,7 +78,7 @@ fn too_few_threads_are_an_error_and_no_wait() {
     if !need_root(what) || !need(&["prlimit", "setpriv", "chown"], what) {
         return;
     }
-    // Nobody else's processes count.
+    // No other program's processes count.
     const USER: &str = "54321";
     let site = Site::new();
     let image = site.path("vm.raw");
@@ -95,7 +95,7 @@ fn too_few_threads_are_an_error_and_no_wait() {
             .args(args)
     };
     if !as_user(100, &["--version".as_ref()]).output().status.success() {
-        return skipped(what, "the program can't be reached by another user");
+        return skipped(what, "the program cannot be reached by another user");
     }
     let copy = folder.join("copy.raw");
     let sync = |threads| as_user(threads, &["sync".as_ref(), &image, &copy]).limit(Duration::from_secs(60));

@@ -194,7 +194,7 @@ fn a_sync_that_is_killed_leaves_a_disk_that_is_followed_and_thawed() {
             Run::new(format!("mkfs.{fs}")).args(options).arg(&image).ok();
             let mount = Mount::new(&["-o", "loop"], &image, &place);
             if mount.is_none() {
-                dsync_tests::skipped(what, &format!("{fs} can't be mounted from a loop device here"));
+                dsync_tests::skipped(what, &format!("{fs} cannot be mounted from a loop device here"));
                 continue;
             }
             mount
@@ -259,7 +259,7 @@ fn what_can_not_be_frozen_or_is_not_tracked_is_refused() {
     assert!(began.elapsed() < Duration::from_secs(5));
 }
 
-/// A mount that only another mount namespace has, or nobody any more but the kernel, can't be frozen from here.
+/// A mount that only another mount namespace has, or nobody any more but the kernel, cannot be frozen from here.
 #[test]
 fn a_mount_that_is_not_seen_is_not_taken_for_none() {
     let what = "a mount in another mount namespace";

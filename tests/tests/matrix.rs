@@ -606,7 +606,7 @@ fn every_cell_survives_what_goes_wrong() {
         }
     }
     for cell in left_out.keys() {
-        skipped(&cell.to_string(), "a loop device, a mount or nbdkit's error filter can't be had");
+        skipped(&cell.to_string(), "a loop device, a mount or nbdkit's error filter cannot be had");
     }
     if dsync_tests::soak() {
         for (cell, faults) in &table {

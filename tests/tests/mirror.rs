@@ -345,7 +345,7 @@ fn both_ends_of_a_silent_line_let_go() {
     image::assert_equal(&scene.image, &far.replica());
 }
 
-/// How long a mirror waits for a line follows what may be lost, and begins anew with a line that holds, whether there was
+/// How long a mirror waits for a line follows what may be lost, and begins again with a line that holds, whether there was
 /// something to send or not.
 #[test]
 fn an_idle_mirror_is_back_as_soon_as_its_line() {
@@ -398,7 +398,7 @@ fn after_a_cut_only_what_is_missing_is_sent() {
         wait_until("it arrives", || image::first_difference(&scene.image, &far.replica()).is_none());
         wait_until("the far side is there", || kill_far(&running));
         println!("round {round}: cut");
-        // What is written from now on, the mirror knows that it can't be sent.
+        // What is written from now on, the mirror knows that it cannot be sent.
         std::thread::sleep(Duration::from_millis(200));
         dirtied += scene.change(500).len() as u64;
         wait_until("it is caught up", || image::first_difference(&scene.image, &far.replica()).is_none());
@@ -682,10 +682,10 @@ fn what_others_do_while_a_delta_comes_is_noticed() {
     scene.equal();
 }
 
-/// A link that can't keep up costs lag, and neither time of the writer nor memory without end.
+/// A link that cannot keep up costs lag, and neither time of the writer nor memory without end.
 #[test]
 fn a_writer_never_waits_for_a_slow_link() {
-    let (mut scene, far) = (Scene::new("a link that can't keep up", 64 * MIB), Far::new(RSH));
+    let (mut scene, far) = (Scene::new("a link that cannot keep up", 64 * MIB), Far::new(RSH));
     far.sync(&scene, &[], None).ok();
     let mut running = far.run("mirror", &scene, &["-v", "--bwlimit", "128K"], None).start();
     running.wait_to_say(MIRRORING);

@@ -270,7 +270,7 @@ fn devices_that_are_mounted_looped_or_too_small() {
         .says(&["fitting.raw"]);
     {
         let Some(_mount) = Mount::new(&[], fitting.device(), &scene.site.path("mount")) else {
-            return skipped(what, "loop devices can't be mounted here");
+            return skipped(what, "loop devices cannot be mounted here");
         };
         let before = image::fingerprint(&scene.site.path("fitting.raw"));
         to(&scene, fitting.device(), &["--adopt"]).code(4).says(&[&name(&fitting), "mounted"]);
@@ -423,7 +423,7 @@ fn no_space_for_the_sources_state() {
     let summary = scene.sync(&[]).ok().summary();
     assert_eq!(summary["method"], "tracked", "{summary}");
     scene.equal();
-    // A server that can't write its state does not start.
+    // A server that cannot write its state does not start.
     scene.stop();
     Run::shell(&format!("cat /dev/zero >{} 2>/dev/null; true", fill.display())).ok();
     let other = scene.site.image("other.raw", 64 * MIB);

@@ -135,7 +135,7 @@ fn into_a_clone() {
     let disk = plain.site.image("xfs.img", 512 * MIB);
     Run::new("mkfs.xfs").args(["-q", "-m", "reflink=1"]).arg(&disk).ok();
     let Some(_mount) = Mount::new(&["-o", "loop"], &disk, &plain.site.path("xfs")) else {
-        return dsync_tests::skipped(what, "XFS can't be mounted here");
+        return dsync_tests::skipped(what, "XFS cannot be mounted here");
     };
     plain.replica = plain.site.path("xfs/copy.sql");
     plain.site.sync(&plain.source, &plain.replica, &[]).ok();

@@ -1,4 +1,4 @@
-//! A replica's file system runs full: what can't be committed is refused before anything is changed.
+//! A replica's file system runs full: what cannot be committed is refused before anything is changed.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -28,7 +28,7 @@ impl Small {
         let options: &[&str] = if kind == "xfs" { &["-q", "--unsupported"] } else { &["-q", "-m", "0"] };
         Run::new(make).args(options).arg(&image).ok();
         let Some(mount) = Mount::new(&["-o", "loop"], &image, &place) else {
-            skipped(what, &format!("{kind} can't be mounted from a loop device here"));
+            skipped(what, &format!("{kind} cannot be mounted from a loop device here"));
             return None;
         };
         scene.replica = place.join("vm.raw");

@@ -328,7 +328,7 @@ fn a_replica_is_committed_as_a_reflink() {
     let (disk, mount) = (scene.site.image("xfs.raw", 512 * MIB), scene.site.path("xfs"));
     Run::new("mkfs.xfs").args(["-q", "-m", "reflink=1"]).arg(&disk).ok();
     let Some(_mounted) = Mount::new(&["-o", "loop"], &disk, &mount) else {
-        return dsync_tests::skipped(what, "XFS can't be mounted from a loop device here");
+        return dsync_tests::skipped(what, "XFS cannot be mounted from a loop device here");
     };
     scene.replica = mount.join("vm.raw");
     scene.sync(&["--commit", "reflink"]).ok();
@@ -500,7 +500,7 @@ fn through_the_systems_ssh() {
         Run::shell(&format!("{ssh} far true")).output().status.success()
     });
     if !works {
-        let why = format!("this user can't log in through a sshd of its own ({})", daemon.stderr_so_far());
+        let why = format!("this user cannot log in through a sshd of its own ({})", daemon.stderr_so_far());
         return dsync_tests::skipped(what, &why);
     }
     let sync_by = |scene: &Scene, options: &[&str]| {

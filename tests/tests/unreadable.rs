@@ -1,4 +1,4 @@
-//! Sectors of a replica's device that can't be read: what needs them says so, all else goes on.
+//! Sectors of a replica's device that cannot be read: what needs them says so, all else goes on.
 
 use dsync_tests::image::{self, BLOCK};
 use dsync_tests::mount::Worn;
@@ -122,7 +122,7 @@ fn a_device_without_a_replica_that_cannot_be_read() {
     image::assert_equal(&source, worn.content());
 }
 
-/// Rolling looks for what has moved in all of the source: where that can't be read, the rest is compared.
+/// Rolling looks for what has moved in all of the source: where that cannot be read, the rest is compared.
 #[test]
 fn a_source_that_cannot_be_read_is_compared() {
     let what = "unreadable sectors of a source, rolling";

@@ -222,7 +222,7 @@ fn digests_flow_over_the_link_and_little_else() {
     image::assert_equal(&scene.image, &far.replica());
 }
 
-/// A device over a file that has become shorter: what lies behind its end can't be read.
+/// A device over a file that has become shorter: what lies behind its end cannot be read.
 struct Broken {
     site: Site,
     file: PathBuf,

@@ -196,7 +196,7 @@ fn a_file_that_nobody_serves_is_verified_too() {
     image::scribble(&disk, 2 * MIB, 10_000, &mut random);
     let output = verify(&[]).code(5);
     assert!(output.summary()["trust"].as_str().is_some_and(|t| t.contains("may be changes")), "{output}");
-    // A part can't be mended then; all of it can.
+    // A part cannot be mended then; all of it can.
     verify(&["--repair", "--range", "0:4M"]).code(4).says(&["--range"]);
     verify(&["--repair"]).ok();
     image::assert_equal(&disk, &replica);
@@ -250,7 +250,7 @@ fn reading_keeps_to_a_rate() {
     );
 }
 
-/// A device over a file that has become shorter: what lies behind its end can't be read.
+/// A device over a file that has become shorter: what lies behind its end cannot be read.
 #[test]
 fn sectors_that_cannot_be_read() {
     let what = "unreadable sectors";

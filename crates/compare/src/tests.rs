@@ -287,13 +287,13 @@ fn what_cannot_be_read_is_named_and_the_rest_goes_on() {
         Arc::new(faulty) as Arc<dyn Disk>
     };
     let strict = Scope::whole(4_000_000, 4096);
-    // Without a word the first block that can't be read ends it, by name, on either side.
+    // Without a word the first block that cannot be read ends it, by name, on either side.
     for (here, there) in [(&[2_000_000][..], &[][..]), (&[], &[2_000_000])] {
         let error = run_disks(disk(&source, here), disk(&replica, there), &strict, &replica).err().unwrap();
         let block = 2_000_000 / 4096 * 4096;
         assert!(error.to_string().contains(&block.to_string()), "{error}");
     }
-    // With it, all else is compared: what can't be read there is sent, what can't be read here is told.
+    // With it, all else is compared: what cannot be read there is sent, what cannot be read here is told.
     let lenient = Scope { keep_going: true, ..strict };
     let bad_here = [1_500_000, 2_000_000];
     let bad_there = [3_000_000, 3_003_904];

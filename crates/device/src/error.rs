@@ -12,9 +12,9 @@ pub enum DeviceErrorKind {
     Denied,
     /// Neither a regular file nor a block device.
     NotADisk,
-    /// Mounted, locked, held, or opened exclusively by somebody else.
+    /// Mounted, locked, held, or opened exclusively by another program.
     InUse,
-    /// The file system or the kernel can't do that.
+    /// The file system or the kernel cannot do that.
     Unsupported,
     /// The system call failed.
     Failed,
@@ -89,7 +89,7 @@ impl DeviceError {
         self.kind
     }
 
-    /// True where somebody else's use of the disk is in the way, and nothing failed.
+    /// True where another program's use of the disk is in the way, and nothing failed.
     pub fn is_refusal(&self) -> bool {
         self.kind == DeviceErrorKind::InUse
     }
@@ -126,7 +126,7 @@ struct Fault {
     source: io::Error,
 }
 
-/// Bytes that the medium can't give.
+/// Bytes that the medium cannot give.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot read at byte {offset}: {source}")]
 struct Unreadable {
@@ -134,7 +134,7 @@ struct Unreadable {
     source: io::Error,
 }
 
-/// Names the first byte that can't be read in the error of an attempt to.
+/// Names the first byte that cannot be read in the error of an attempt to.
 pub fn unreadable(offset: u64, source: io::Error) -> io::Error {
     io::Error::new(source.kind(), Unreadable { offset, source })
 }

@@ -28,10 +28,10 @@ use self::uring::UringQueue;
 pub struct Options {
     /// For reading and writing, rather than reading alone.
     pub write: bool,
-    /// Past the page cache, many requests on their way at once. A file system that has no direct I/O is used through the
+    /// Bypassing the page cache, many requests on their way at once. A file system that has no direct I/O is used through the
     /// page cache all the same. Block devices are always direct: their page cache is stale beside a mounted file system.
     pub direct: bool,
-    /// Refused while somebody else uses it: a block device that is mounted, held or opened
+    /// Refused while another program uses it: a block device that is mounted, held or opened
     /// exclusively, a file behind a loop device or swapped on. Programs that merely have it open are
     /// [`lock_image`](crate::lock_image)'s matter.
     pub exclusive: bool,
@@ -80,7 +80,7 @@ pub fn open_without_uring(path: &Path, options: &Options) -> Result<Arc<dyn Disk
 
 /// Makes a disk of an open file or block device. `path` is what messages call it.
 ///
-/// What `options` asks for beyond how `file` was opened is opened anew: direct I/O, exclusive use.
+/// What `options` asks for beyond how `file` was opened is opened again: direct I/O, exclusive use.
 pub fn adopt(file: File, path: &Path, options: &Options) -> Result<Arc<dyn Disk>, DeviceError> {
     Ok(Arc::new(FileDisk::adopt(file, path, options)?))
 }
@@ -464,7 +464,7 @@ impl Disk for FileDisk {
             return Ok(());
         }
         match retry(|| rustix::fs::fallocate(&self.plain, FallocateFlags::KEEP_SIZE, offset, len)) {
-            // Where the file system can't promise anything, a write must do.
+            // Where the file system cannot promise anything, a write must do.
             Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
             other => other.map_err(|e| at(&self.path, "reserving", offset, len, e.into())),
         }
@@ -541,7 +541,7 @@ impl Disk for FileDisk {
     }
 }
 
-/// Opens the same file once more for direct I/O. `None` where that can't be had.
+/// Opens the same file once more for direct I/O. `None` where that cannot be had.
 fn open_direct(plain: &File, metadata: &std::fs::Metadata, options: &Options) -> Option<File> {
     let file = open_file(&by_descriptor(plain), options, libc::O_DIRECT).ok()?;
     let same = file.metadata().is_ok_and(|m| (m.dev(), m.ino()) == (metadata.dev(), metadata.ino()));

@@ -53,7 +53,7 @@ pub trait StateFile: Send + Sync {
     fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()>;
     /// Changes the length. What appears reads as zeroes.
     fn set_len(&self, len: u64) -> io::Result<()>;
-    /// Reserves space for the first `len` bytes, so that writing them, through a mapping too, can't run out of it.
+    /// Reserves space for the first `len` bytes, so that writing them, through a mapping too, cannot run out of it.
     fn reserve(&self, len: u64) -> io::Result<()>;
     /// Makes the file's content and length durable, what was written through mappings included.
     fn sync(&self) -> io::Result<()>;
@@ -215,7 +215,7 @@ impl StateFile for RealFile {
             return Ok(());
         }
         match rustix::fs::fallocate(&self.file, rustix::fs::FallocateFlags::empty(), 0, len) {
-            // Where the file system can't reserve, the length is all there is to have.
+            // Where the file system cannot reserve, the length is all there is to have.
             Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => {
                 if self.len()? < len {
                     self.file.set_len(len)

@@ -17,7 +17,7 @@ use crate::usage;
 pub enum Access {
     /// Reading, beside others who read. Nobody may write.
     ReadShared,
-    /// Writing. Nobody else may write, nor count on what they read.
+    /// Writing. No other program may write, nor count on what they read.
     Write,
 }
 

@@ -1,7 +1,7 @@
 //! Which disk a block device is, and whether it was written to: what the kernel, the hardware and the content say.
 //!
 //! A device has no times. In one life of the kernel its own count of sectors written tells of every write; after a reboot, or
-//! where a disk was attached anew, only what most users of a disk change does: the edges of the disk and of its partitions,
+//! where a disk was attached again, only what most users of a disk change does: the edges of the disk and of its partitions,
 //! where superblocks and partition tables are.
 
 use std::io;
@@ -35,7 +35,7 @@ pub struct Medium {
 
 /// Characters of a piece's hash.
 const HASH: usize = 8;
-/// In the place of the hash of a piece that can't be read.
+/// In the place of the hash of a piece that cannot be read.
 const UNREADABLE: &str = "????????";
 /// What of each end of a disk or partition counts as its edge, and the pieces that it is hashed in, in bytes.
 const EDGE: u64 = 1 << 20;
@@ -72,7 +72,7 @@ impl Medium {
     /// How the block device behind a gauge is now; `disk` is the device, flushed.
     ///
     /// # Errors
-    /// If it can't be read, for other reasons than bad sectors.
+    /// If it cannot be read, for other reasons than bad sectors.
     pub fn of(gauge: &Gauge, disk: &dyn Disk) -> io::Result<Medium> {
         // The count first: whoever writes meanwhile has moved it by the next time.
         let said = gauge.read();

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 
-/// One descriptor, given up so that a client who can't be served can be taken and sent away.
+/// One descriptor, given up so that a client who cannot be served can be taken and sent away.
 #[derive(Debug)]
 pub struct Reserve(Option<OwnedFd>);
 

@@ -18,7 +18,7 @@ impl Sharing {
     /// Lets the file `to`, open for writing, share what `from` holds.
     ///
     /// # Errors
-    /// If their file system can't be asked.
+    /// If their file system cannot be asked.
     pub fn new(from: File, to: File) -> io::Result<Sharing> {
         let block = rustix::fs::fstatvfs(&to)?.f_bsize.max(1);
         Ok(Sharing { from, to, block })
@@ -35,7 +35,7 @@ impl Sharing {
     /// Shares whole blocks: `range` of `to` is then what `from` holds from `at` on. Durable when `to` is flushed.
     ///
     /// # Errors
-    /// If the file system can't, or says no.
+    /// If the file system cannot, or says no.
     pub fn share(&self, range: Range<u64>, at: u64) -> io::Result<()> {
         sys::clone_range((&self.from, at), (&self.to, range.start), range.end - range.start)
     }

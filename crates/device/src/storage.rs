@@ -39,7 +39,7 @@ enum Object {
 }
 
 impl Storage {
-    /// What the file or block device at `path` lies on; where nothing is there yet, what its folder does. `None` if that can't
+    /// What the file or block device at `path` lies on; where nothing is there yet, what its folder does. `None` if that cannot
     /// be said.
     pub fn of(path: &Path) -> Option<Storage> {
         let found = std::fs::metadata(path).or_else(|_| {

@@ -12,11 +12,11 @@ const SECTORS: [u64; 2] = [512, 4096];
 /// More entries than that are no table.
 const MOST: u64 = 256;
 
-/// The partitions of a disk, in bytes: those of its GPT, or the four of its MBR. Empty where there is no table, or it can't be
+/// The partitions of a disk, in bytes: those of its GPT, or the four of its MBR. Empty where there is no table, or it cannot be
 /// read. What lies within an extended partition is not looked for.
 ///
 /// # Errors
-/// If the disk can't be read, for other reasons than bad sectors.
+/// If the disk cannot be read, for other reasons than bad sectors.
 pub(crate) fn partitions(disk: &dyn Disk) -> io::Result<Vec<Range<u64>>> {
     let found = gpt(disk).and_then(|found| match found {
         Some(found) => Ok(found),

@@ -1,4 +1,4 @@
-//! A queue whose requests are carried out by a few threads: where io_uring can't be had.
+//! A queue whose requests are carried out by a few threads: where io_uring cannot be had.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

@@ -108,7 +108,7 @@ pub fn file_system(file: &File) -> std::io::Result<u64> {
 /// device-mapper and md devices do.
 ///
 /// # Errors
-/// If the device or the table of mounts can't be looked at.
+/// If the device or the table of mounts cannot be looked at.
 pub fn mounts_on(path: &Path) -> Result<Vec<Mount>, DeviceError> {
     let fail = |e| DeviceError::from_io("look at", path, e);
     let metadata = std::fs::metadata(path).map_err(fail)?;

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::identity::{Identity, sysfs};
 use crate::usage::may_change;
 
-/// What was written to a block device since it appeared, by whoever it was: where two counts are equal nobody wrote between.
+/// What was written to a block device since it appeared, by any program: where two counts are equal nobody wrote between.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Written {
     /// Sectors of 512 bytes, by writes that have ended.
@@ -139,7 +139,7 @@ impl WriteWatch {
     /// Begins to watch a block device. What lies in its page cache is written first, so that no reader causes that later.
     ///
     /// # Errors
-    /// If the device can't be opened or flushed.
+    /// If the device cannot be opened or flushed.
     pub fn begin(device: &Identity) -> io::Result<WriteWatch> {
         File::open(&device.path)?.sync_all()?;
         let counters = Counters::of(device.dev);

@@ -40,7 +40,7 @@ struct Loop {
 }
 
 impl Loop {
-    /// `None`, and a line that says so, where this can't be had.
+    /// `None`, and a line that says so, where this cannot be had.
     fn new(size: u64) -> Option<Loop> {
         Loop::over(|_| (), size, &[])
     }

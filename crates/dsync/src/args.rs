@@ -628,7 +628,7 @@ pub(crate) enum TrackAction {
         #[arg(value_name = "DEV")]
         device: PathBuf,
     },
-    /// Continue from the saved record; if it cannot be trusted, start anew
+    /// Continue from the saved record; if it cannot be trusted, start again
     Restore {
         /// The block device
         #[arg(value_name = "DEV")]

@@ -231,7 +231,7 @@ fn find(args: &args::Changes, handle: &Handle) -> Result<Changes, SyncError> {
     let upto = match &args.at {
         Some(at) => handle.epoch(at)?,
         None => {
-            // What can't be told ends no epoch.
+            // What cannot be told ends no epoch.
             handle.reaches(&[Position { epoch: since, upto: u64::MAX }])?;
             handle.end_epoch()?
         }

@@ -16,7 +16,7 @@ const FORMATS: [(&str, u64, &[u8]); 7] = [
     ("VDI", 0x40, b"\x7f\x10\xda\xbe"),
 ];
 
-/// The format of an image that is not raw. `None` if there is no sign of one, and where the image can't be read: whoever
+/// The format of an image that is not raw. `None` if there is no sign of one, and where the image cannot be read: whoever
 /// opens it will say why.
 pub(crate) fn format(image: &Path) -> Option<&'static str> {
     let file = File::open(image).ok()?;

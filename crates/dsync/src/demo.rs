@@ -40,7 +40,7 @@ impl Drop for Server {
 }
 
 fn connect(socket: &Path) -> Result<Client> {
-    Client::connect(&Address::from(socket), "disk").context("can't connect to the demo's server")
+    Client::connect(&Address::from(socket), "disk").context("cannot connect to the demo's server")
 }
 
 /// Bytes that no compressor and no zero detection makes disappear.
@@ -59,7 +59,7 @@ fn fill(mut disk: Client, regions: u64) -> Result<()> {
     for number in 0..regions {
         disk.write(region(number, regions, disk.size), &noise(REGION)?)?;
     }
-    disk.flush().context("can't flush the export")
+    disk.flush().context("cannot flush the export")
 }
 
 fn change(mut disk: Client, regions: u64) -> Result<()> {
@@ -67,7 +67,7 @@ fn change(mut disk: Client, regions: u64) -> Result<()> {
         let at = region(number * regions / CHANGED, regions, disk.size);
         disk.write(at + number * 8 * BLOCK, &noise(CHANGE)?)?;
     }
-    disk.flush().context("can't flush the export")
+    disk.flush().context("cannot flush the export")
 }
 
 /// One line of the table.
@@ -90,7 +90,7 @@ fn sync(dsync: &Path, state: &Path, from: &Path, to: &Path, what: &'static str) 
         .arg(to)
         .stderr(Stdio::piped())
         .output()
-        .context("can't run dsync")?;
+        .context("cannot run dsync")?;
     ensure!(
         output.status.success(),
         "the demo's sync failed: {}",
@@ -166,7 +166,7 @@ fn serve(dsync: &Path, state: &Path, image: &Path, socket: &Path) -> Result<Serv
         .arg(socket)
         .stdout(Stdio::null())
         .spawn()
-        .context("can't start the demo's server")?;
+        .context("cannot start the demo's server")?;
     let mut server = Server(child);
     let began = Instant::now();
     while !socket.exists() {
@@ -188,8 +188,8 @@ pub(crate) fn run(args: &args::Demo, output: &Output) -> Result<()> {
         ))
         .into());
     }
-    let dsync = std::env::current_exe().context("can't find this program")?;
-    let folder = tempfile::Builder::new().prefix("dsync-demo-").tempdir().context("can't make a folder")?;
+    let dsync = std::env::current_exe().context("cannot find this program")?;
+    let folder = tempfile::Builder::new().prefix("dsync-demo-").tempdir().context("cannot make a folder")?;
     let at = |name: &str| -> PathBuf { folder.path().join(name) };
     let (image, replica, socket, state) = (at("disk.raw"), at("replica.raw"), at("socket"), at("state"));
     File::create(&image)?.set_len(args.size)?;

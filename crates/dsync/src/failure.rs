@@ -1,4 +1,4 @@
-//! How the program ends when it can't do what it was told.
+//! How the program ends when it cannot do what it was told.
 
 use std::fmt;
 
@@ -30,7 +30,7 @@ impl Failure {
         Failure { message: message.into(), code: USAGE }
     }
 
-    /// One that somebody else says: only the exit code is left.
+    /// One that another program says: only the exit code is left.
     pub(crate) fn told(error: &sync::SyncError) -> Failure {
         Failure { message: String::new(), code: of_class(error.class()) }
     }

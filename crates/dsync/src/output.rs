@@ -128,7 +128,7 @@ impl Output {
     /// A summary that is itself the result, and printed whether programs listen or not.
     ///
     /// # Errors
-    /// If it can't be printed: a part of a result would be taken for the whole.
+    /// If it cannot be printed: a part of a result would be taken for the whole.
     pub(crate) fn print_summary(&self, value: &impl Serialize) -> anyhow::Result<()> {
         let text = object("summary", value).context("cannot print the summary")?;
         let mut out = std::io::stdout().lock();

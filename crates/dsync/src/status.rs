@@ -88,7 +88,7 @@ pub(crate) fn run(args: &args::Status, state: &StateDir, output: &Output) -> Res
             }
         }
     }
-    // What can't be read hides nothing of the others.
+    // What cannot be read hides nothing of the others.
     let Some(last) = failed.pop() else { return Ok(()) };
     failed.iter().for_each(|error| output.error(&failure::text(error), failure::code(error)));
     Err(last)

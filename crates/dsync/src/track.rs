@@ -23,7 +23,7 @@ struct TrackerStatus {
     tracker: &'static str,
     size: u64,
     block_size: u32,
-    /// Blocks written since the last checkpoint; `None` if that can't be told.
+    /// Blocks written since the last checkpoint; `None` if that cannot be told.
     dirty: Option<u64>,
     lost: Option<String>,
 }

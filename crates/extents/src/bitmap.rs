@@ -124,7 +124,7 @@ impl<S: Deref<Target = [AtomicU64]>> Bitmap<S> {
         }
     }
 
-    /// Makes the summary anew from the leaves. Reads all of them.
+    /// Makes the summary again from the leaves. Reads all of them.
     ///
     /// Setters may run meanwhile; a bit that is right is never cleared.
     pub fn rebuild_summary(&self) {

@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::{DecodeError, varint};
 
 /// A set of numbers as ranges that are sorted, not empty, and neither overlap nor touch. What a number counts, bytes or
-/// blocks, is the caller's affair. `u64::MAX` itself can't be a member.
+/// blocks, is the caller's affair. `u64::MAX` itself cannot be a member.
 ///
 /// Adding at the end is cheap; adding in the middle moves what lies behind. Whole-set operations take time linear in the
 /// number of ranges.

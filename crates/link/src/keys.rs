@@ -25,7 +25,7 @@ pub struct Pin {
     pub name: String,
     /// The key.
     pub key: Key,
-    /// Until when, in seconds since 1970; `None` for ever.
+    /// Until when, in seconds since 1970; `None` forever.
     pub expires: Option<u64>,
 }
 
@@ -99,7 +99,7 @@ impl Keys {
         pins.map_err(|error| refused(&self.folder.join("pinned"), format!("it is damaged: {error}")))
     }
 
-    /// Trusts `key` under `name`, for ever or until `expires` (seconds since 1970). If the name has that key already, only the
+    /// Trusts `key` under `name`, forever or until `expires` (seconds since 1970). If the name has that key already, only the
     /// end changes.
     ///
     /// # Errors

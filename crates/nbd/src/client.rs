@@ -1,5 +1,5 @@
 //! A small NBD client: fixed newstyle, structured replies, meta contexts, requests in flight as many as the caller
-//! starts. It shares no code with the server, so that both can't be wrong in the same way.
+//! starts. It shares no code with the server, so that both cannot be wrong in the same way.
 
 use std::collections::HashMap;
 use std::fmt;

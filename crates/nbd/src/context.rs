@@ -29,7 +29,7 @@ pub trait Context: Send + Sync {
     /// Namespace, colon and leaf, as in `qemu:dirty-bitmap:dsync`.
     fn name(&self) -> &str;
 
-    /// Makes ready to answer, when a client selects it. A context that can't is refused to that client.
+    /// Makes ready to answer, when a client selects it. A context that cannot is refused to that client.
     fn prepare(&self) -> io::Result<()> {
         Ok(())
     }

@@ -50,7 +50,7 @@ impl Refusal {
         Refusal { code: REP_ERR_UNKNOWN, message: message.into() }
     }
 
-    /// The export exists and can't be had: it is busy, broken, or not for this client.
+    /// The export exists and cannot be had: it is busy, broken, or not for this client.
     pub fn denied(message: impl Into<String>) -> Refusal {
         Refusal { code: REP_ERR_POLICY, message: message.into() }
     }

@@ -106,7 +106,7 @@ struct Transmission<'a> {
     stream: &'a Stream,
     closing: &'a AtomicBool,
     queue: Box<dyn Queue>,
-    /// The queue can't be waited for together with the socket: most likely it is done when `submit` returns.
+    /// The queue cannot be waited for together with the socket: most likely it is done when `submit` returns.
     prompt: bool,
     depth: usize,
 

@@ -879,7 +879,7 @@ impl Run {
         let (status, content) = match self.world.recover(which) {
             Ok(found) => found,
             Err(error) if self.may_refuse(which, &error) => return Ok(()),
-            Err(error) => return Err(format!("{} can't be opened: {error}", known.name)),
+            Err(error) => return Err(format!("{} cannot be opened: {error}", known.name)),
         };
         self.world.tell(format!(
             "  {} says epoch {:?}, ahead {}, {:?}, under way {}",
@@ -905,7 +905,7 @@ impl Run {
         }
         // The destination itself, and not the copy that is to take its place.
         let held = if status.under_way { self.world.raw(which) } else { content };
-        let Some(held) = held else { return Err("it says that it is whole, and can't be read".into()) };
+        let Some(held) = held else { return Err("it says that it is whole, and cannot be read".into()) };
         let content = content_of(&held[..(status.size as usize).min(held.len())]);
         self.check_moment(which, &status, content, from, result)
     }

@@ -10,7 +10,7 @@ use testing::Random;
 pub enum Origin {
     /// A served image, through the page cache.
     File,
-    /// A served image, past the page cache.
+    /// A served image, bypassing the page cache.
     Direct,
     /// A served block device.
     Device,
@@ -105,7 +105,7 @@ impl From<Commit> for sync::Commit {
     }
 }
 
-/// What a run is about; verb, method and change are drawn anew for each of its rounds.
+/// What a run is about; verb, method and change are drawn again for each of its rounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Cell {
     /// What is followed.

@@ -2,7 +2,7 @@
 //! at which step.
 //!
 //! Every call that reaches the machine is a step. Before it is carried out, what was planned for it happens: it fails, the
-//! process is killed, the power goes, or somebody else does something.
+//! process is killed, the power goes, or another program does something.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io;
@@ -43,7 +43,7 @@ pub enum Event {
     Kill,
     /// The power goes.
     PowerCut,
-    /// Somebody else does something.
+    /// Another program does something.
     Does(Box<dyn FnOnce(&mut State) + Send>),
 }
 
@@ -377,7 +377,7 @@ impl State {
     fn cut_power(&mut self) {
         self.is_down = true;
         self.opened.clear();
-        // The kernel's counts begin anew, and times may be those of own writes whose note is lost.
+        // The kernel's counts begin again, and times may be those of own writes whose note is lost.
         self.foreign.iter_mut().for_each(|foreign| foreign.blind |= foreign.is_device || !foreign.late);
         self.files.inodes.values_mut().for_each(Inode::unmap);
         for process in std::mem::take(&mut self.processes).iter().filter_map(Weak::upgrade) {

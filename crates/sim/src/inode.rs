@@ -24,7 +24,7 @@ pub fn content_of(bytes: &[u8]) -> Content {
     (pages.fold(0, u128::wrapping_add), bytes.len() as u64)
 }
 
-/// A page's part of a content's name: a sum of them need not be made anew for each write.
+/// A page's part of a content's name: a sum of them need not be made again for each write.
 fn page_sum(at: usize, page: &[u8]) -> u128 {
     XxHash3_128::oneshot_with_seed(at as u64, page)
 }

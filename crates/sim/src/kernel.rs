@@ -63,7 +63,7 @@ impl Kernel {
     pub(crate) fn crash(&mut self) {
         self.flying.clear();
         match self.kind {
-            // The tracking is begun anew, and its record with it.
+            // The tracking is begun again, and its record with it.
             Kind::Bpf => *self = Kernel::new(self.kind, self.size),
             Kind::Dm => {
                 let blocks = self.size.div_ceil(BLOCK);

@@ -31,7 +31,7 @@ impl SimTracker {
             state.trackers.get_mut(&self.inode).map(act).ok_or_else(|| io::ErrorKind::NotFound.into())
         });
         done.map_err(|error| TrackError::State {
-            what: "can't ask the tracker",
+            what: "cannot ask the tracker",
             place: "kernel".into(),
             error,
         })

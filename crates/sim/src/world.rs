@@ -83,15 +83,15 @@ pub struct Server {
 pub struct Known {
     /// Its name.
     pub name: String,
-    /// Somebody else wrote to it since it was proven: it may say so.
+    /// Another program wrote to it since it was proven: it may say so.
     pub touched: bool,
-    /// Somebody else wrote to a device: nobody need notice before it is compared.
+    /// Another program wrote to a device: nobody need notice before it is compared.
     pub tainted: bool,
-    /// Somebody else wrote shortly after what was written before: a power cut may take what tells the two apart.
+    /// Another program wrote shortly after what was written before: a power cut may take what tells the two apart.
     pub soon: bool,
-    /// That somebody else wrote was told.
+    /// That another program wrote was told.
     pub noticed: bool,
-    /// Somebody else may write to it in this round.
+    /// Another program may write to it in this round.
     pub meanwhile: bool,
     /// Nothing was done with it since it was recovered.
     pub settled: bool,
@@ -334,7 +334,7 @@ impl World {
                 host.boot();
                 let is_device = self.cell.target == Target::Device;
                 for known in self.replicas.iter_mut().filter(|_| host.name == self.far.name) {
-                    // A kernel counts anew.
+                    // A kernel counts again.
                     let forgotten = if is_device { !known.noticed } else { known.soon };
                     known.tainted |= known.touched && forgotten;
                 }

@@ -1,7 +1,7 @@
 //! Batches: parts of an epoch, one after the other, each with the view of its end.
 //!
-//! Nothing of them is durable at the source, where the epoch's record has the same bits: who can't go on from a batch goes on
-//! from the epoch, and moves a little more.
+//! Nothing of them is durable at the source, where the epoch's record has the same bits: a replica that cannot continue from a batch continues
+//! from the epoch, at the cost of a little more data.
 
 use std::sync::Arc;
 
@@ -40,7 +40,7 @@ impl Batches {
         about: &About,
     ) -> Result<Batches, SourceError> {
         let direct = client.follow()?;
-        // What was written just now lies in the page cache, and reading it past that would wait until it is on the disk.
+        // Recent writes are in the page cache; a direct read would wait until they are on disk.
         let disk = if direct { backing.reader()? } else { backing.cached_reader()? };
         Ok(Batches { client, disk, about: about.clone() })
     }
@@ -50,31 +50,31 @@ impl Batches {
         self.client.pending()
     }
 
-    /// Ends a batch at this moment, and with it the epoch if `ends`. `None` if nothing was written and no epoch is to end.
+    /// Ends a batch now, and with it the epoch if `ends`. `None` if nothing was written and no epoch is to end.
     ///
     /// # Errors
-    /// `Lost` if what was written is not known any more. After any error what the batch had may be gone: follow anew.
+    /// `Lost` if the writes are not known any more. After any error the batch's blocks may be gone: follow again.
     pub fn next(&self, ends: bool) -> Result<Option<Batch>, SourceError> {
         let Some((epoch, size, number, saved, blob)) = self.client.batch(ends)? else { return Ok(None) };
         if self.disk.len() < size {
             return Err(SourceError::Moved(self.about.path.clone()));
         }
         let changes = Bitmap::new(size.div_ceil(u64::from(self.about.block_size)));
-        let wrong = |_| SourceError::Server("the server told changes beyond the end of the disk".into());
+        let wrong = |_| SourceError::Server("the server reported changes beyond the end of the disk".into());
         changes.decode_into(&blob).map_err(wrong)?;
         let view = View::new(epoch, self.disk.clone(), size, Some(Arc::new(saved)), self.client.alive());
         Ok(Some(Batch { epoch, changes: Arc::new(changes), view: Arc::new(view), number }))
     }
 
-    /// Takes back what a batch had: it will be in the next one too.
+    /// Returns the blocks of a batch: they are part of the next one.
     ///
     /// # Errors
-    /// If the server went away: follow anew.
+    /// If the server went away: follow again.
     pub fn give_back(&self, changes: &Bitmap) -> Result<(), SourceError> {
         self.client.give_back(changes)
     }
 
-    /// Tells that a batch has been read for good: nothing more is kept for it.
+    /// Releases a batch that has been read: nothing more is saved for it.
     pub fn done(&self, batch: &Batch) -> Result<(), SourceError> {
         self.client.drop_batch(batch.number)
     }

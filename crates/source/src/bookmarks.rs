@@ -1,8 +1,8 @@
 //! Bookmarks: the epochs of a source that something still needs, by name. Epochs that have one are not folded.
 //!
 //! A replica's bookmark has the replica's name, which has a slash or a colon in it, and moves when the replica has committed.
-//! A *named checkpoint* has a plain name, and belongs to a reader that dsync knows nothing else of: it moves when that
-//! reader says so, and to the epoch that the reader has, never to the present by itself.
+//! A *named checkpoint* has a plain name, and belongs to a reader of which dsync knows nothing else: it moves when that
+//! reader asks for it, to the epoch that the reader has, never to the present by itself.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -18,12 +18,12 @@ const NAME: &str = "bookmarks";
 /// The longest name of a checkpoint, in bytes.
 const NAME_MAX: usize = 64;
 
-/// An epoch that a reader was last known to stand at.
+/// The epoch at which a reader was last known to be.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Bookmark {
     /// The epoch.
     pub epoch: Epoch,
-    /// Seconds since 1970 when it was last found there, or brought there.
+    /// When that was, in seconds since 1970.
     pub time: u64,
 }
 
@@ -31,8 +31,8 @@ pub struct Bookmark {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Bookmarks(pub BTreeMap<String, Bookmark>);
 
-/// True for what may be the name of a checkpoint, or of a private view: a letter, then letters, digits, dots, dashes and
-/// underscores, 64 bytes at most. No replica is ever called like that.
+/// True for a valid name of a checkpoint or of a private view: a letter, then letters, digits, dots, dashes and
+/// underscores, 64 bytes at most. Replicas never have such names.
 pub fn is_plain(name: &str) -> bool {
     name.len() <= NAME_MAX
         && name.starts_with(|c: char| c.is_ascii_alphabetic())
@@ -55,7 +55,7 @@ impl Bookmarks {
         self.0.values().map(|bookmark| bookmark.epoch).collect()
     }
 
-    /// Where replicas stand.
+    /// The bookmarks of replicas.
     pub fn replicas(&self) -> impl Iterator<Item = (&String, &Bookmark)> {
         self.0.iter().filter(|(name, _)| !is_plain(name))
     }
@@ -85,10 +85,10 @@ impl Bookmarks {
         crate::json::write_json(folder, NAME, &bookmarks)
     }
 
-    /// Says whether the checkpoint `name` may be set: at `at`, or at the present.
+    /// Checks whether the checkpoint `name` may be set at `at`, or at the present.
     ///
     /// # Errors
-    /// `Refused` for what is not a name, for one that is taken where no epoch is given, for a step back, and for an epoch
+    /// `Refused` for an invalid name, for a name in use if no epoch is given, for a step back, and for an epoch
     /// that the history does not hold.
     pub(crate) fn admits(
         &self,

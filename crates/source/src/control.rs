@@ -1,4 +1,4 @@
-//! How other processes reach a source that a server holds: a Unix socket in the source's folder.
+//! Access to a served source for other processes: a Unix socket in the source's folder.
 //!
 //! A message is `[json length u32][blob length u32][json][blob]`; descriptors travel with its first byte. A view lives as
 //! long as the connection that asked for it.
@@ -42,13 +42,13 @@ enum Request {
     HeldView,
     /// What was written since the last checkpoint.
     Dirty,
-    /// A replica stands here now.
+    /// A replica is at this epoch now.
     Acknowledge { replica: String, epoch: Epoch },
     /// Set a named checkpoint, at the present or at an epoch.
     NameCheckpoint { name: String, at: Option<Epoch> },
     /// Remove a bookmark.
     ForgetBookmark { name: String },
-    /// How the tracker is.
+    /// The tracker's status.
     Status,
     /// Follow what is written, for batches. Ends with the connection.
     Follow,
@@ -62,25 +62,25 @@ enum Request {
     GiveBack,
 }
 
-/// What a server tells of the source that it holds.
+/// The status of a served source.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Status {
     /// The process that serves it.
     pub process: u32,
-    /// Bytes of the disk that it serves; 0 where an older server does not say.
+    /// Bytes of the disk that it serves; 0 from older servers.
     #[serde(default)]
     pub size: u64,
     /// Blocks written since the last checkpoint.
     pub dirty: u64,
     /// Regions that a power cut would make dirty.
     pub active_regions: u64,
-    /// Bytes a region.
+    /// Region size in bytes.
     pub region: u64,
-    /// Views open, and bytes kept for them.
+    /// Views open.
     pub views: usize,
-    /// Bytes kept for open views.
+    /// Bytes saved for open views.
     pub kept_bytes: u64,
-    /// Why what came before the next checkpoint is not known.
+    /// Why the changes before the next checkpoint are not known.
     pub lost: Option<String>,
 }
 
@@ -166,14 +166,14 @@ fn receive<T: for<'a> Deserialize<'a>>(socket: &UnixStream) -> io::Result<Option
     Ok(Some((serde_json::from_slice(&json)?, blob, fds)))
 }
 
-/// The address of the socket, by way of a descriptor: a path to a deep folder may be too long for one.
+/// The address of the socket, through a descriptor: the path of a deep folder may be too long for an address.
 fn address(folder: &Path) -> io::Result<(OwnedFd, std::path::PathBuf)> {
     let fd: OwnedFd = std::fs::File::open(folder)?.into();
     let path = format!("/proc/self/fd/{}/{NAME}", std::os::fd::AsRawFd::as_raw_fd(&fd));
     Ok((fd, path.into()))
 }
 
-/// Conversations under way: a hold on the socket, and who answers.
+/// Open connections: the socket, and the thread that answers.
 type Conversations = Vec<(UnixStream, JoinHandle<()>)>;
 
 /// The server's end: answers until it is stopped.
@@ -186,11 +186,11 @@ pub struct ControlServer {
 }
 
 impl ControlServer {
-    /// Begins to answer for a source.
+    /// Starts answering for a source.
     pub fn start(source: Arc<Source>) -> Result<ControlServer, SourceError> {
         let folder = source.folder().path().to_path_buf();
         let listen = || -> io::Result<UnixListener> {
-            // Only the holder of the source's lock comes here, so a socket that is there is a dead one's.
+            // Only the holder of the source's lock gets here, so an existing socket is left over.
             source.folder().remove(NAME)?;
             let (_fd, path) = address(&folder)?;
             UnixListener::bind(path)
@@ -212,7 +212,7 @@ impl ControlServer {
                     let socket = match accepted {
                         Ok((socket, _)) => socket,
                         Err(error) => {
-                            // Without a descriptor the client would wait for ever, and this thread would keep a core busy.
+                            // Without a pause this thread would keep a core busy.
                             if Reserve::is_exhausted(&error) {
                                 reserve.turn_away(&listener, || listener.accept());
                             }
@@ -223,7 +223,7 @@ impl ControlServer {
                     let Ok(ours) = socket.try_clone() else { continue };
                     let source = source.clone();
                     let answering = std::thread::Builder::new().name("control".into()).spawn(move || {
-                        // A client that goes away or talks nonsense ends its own connection alone.
+                        // A client that disconnects or sends garbage ends only its own connection.
                         let _ = answer_all(&source, &socket);
                     });
                     let mut all = connections.lock().unwrap_or_else(|e| e.into_inner());
@@ -238,10 +238,10 @@ impl ControlServer {
 }
 
 impl Drop for ControlServer {
-    /// Ends every conversation; views of other processes end with it.
+    /// Ends every connection, and with them the views of other processes.
     fn drop(&mut self) {
         self.stop.store(true, SeqCst);
-        // Wakes whoever accepts, even if the folder is gone.
+        // Wakes the accepting thread, even if the folder is gone.
         let _ = rustix::net::shutdown(&self.listener, rustix::net::Shutdown::Both);
         if let Ok((_fd, path)) = address(&self.folder) {
             let _ = std::fs::remove_file(path);
@@ -281,8 +281,8 @@ fn answer_all(source: &Source, socket: &UnixStream) -> io::Result<()> {
         }
         Ok(())
     })();
-    // First: who reads a view asks, after what it read, whether this connection still stands. While it seems to, nothing may
-    // be overwritten that was not kept.
+    // The connection ends first: a reader checks it after each read. While it seems open, nothing may
+    // be overwritten without being saved.
     let _ = socket.shutdown(std::net::Shutdown::Both);
     let own = holding.own.iter().filter_map(|c| c.saved.as_ref());
     for saved in own.chain(holding.batches.values()) {
@@ -353,7 +353,7 @@ fn answer(
                 source.disk().give_back(follower, &blocks);
                 return send(socket, &Response::Done, &[], &[]).map(Ok);
             }
-            return Ok(Err(SourceError::Server("blocks were given back that nobody had".into())));
+            return Ok(Err(SourceError::Server("blocks were returned that no batch had".into())));
         }
         Request::Batch { ends } => return answer_batch(source, socket, holding, ends),
         Request::Drop { view } => {
@@ -366,7 +366,7 @@ fn answer(
     answer_view(source, socket, &checkpoint)
 }
 
-/// Hands over a view: its epoch, its size, and the files of what it keeps.
+/// Sends a view: its epoch, its size, and its files.
 fn answer_view(
     source: &Source,
     socket: &UnixStream,
@@ -382,7 +382,7 @@ fn answer_view(
     send(socket, &answer, &[], &[parts.map.as_fd(), parts.data.as_fd()]).map(Ok)
 }
 
-/// An answer that is no more than what was done.
+/// The answer to a request without a result.
 fn answer_with(
     socket: &UnixStream,
     done: Result<Response, SourceError>,
@@ -400,7 +400,9 @@ fn answer_batch(
     ends: bool,
 ) -> io::Result<Result<(), SourceError>> {
     let Some(follower) = &holding.follower else {
-        return Ok(Err(SourceError::Server("a batch was asked for, and nothing is followed".into())));
+        return Ok(Err(SourceError::Server(
+            "a batch was requested, but the connection does not follow writes".into(),
+        )));
     };
     let batch_changes = match source.batch_changes(follower, ends) {
         Ok(Some(batch_changes)) => batch_changes,
@@ -412,7 +414,7 @@ fn answer_batch(
     holding.batches.insert(view, batch_changes.saved.clone());
     let parts = match batch_changes.saved.parts() {
         Ok(parts) => parts,
-        // Whoever follows begins anew after an error: what this batch had is part of what its replica lacks then.
+        // After an error the client follows again: the replica then lacks what this batch had.
         Err(e) => return Ok(Err(SourceError::state("share a view of", &source.about().path)(e))),
     };
     let mut blob = Vec::new();
@@ -421,7 +423,7 @@ fn answer_batch(
     send(socket, &answer, &blob, &[parts.map.as_fd(), parts.data.as_fd()]).map(Ok)
 }
 
-/// How a held source is.
+/// The status of a held source.
 pub(crate) fn status(source: &Source) -> Status {
     let (active_regions, region) = source.disk().active_regions();
     let views = source.disk().views();
@@ -437,7 +439,7 @@ pub(crate) fn status(source: &Source) -> Status {
     }
 }
 
-/// The other end: a connection to the server of a source.
+/// A connection to the server of a source.
 pub struct Client {
     socket: Arc<UnixStream>,
 }
@@ -458,7 +460,7 @@ impl Client {
         }
     }
 
-    /// A conversation with a source that this process holds.
+    /// A connection to a source that this process holds.
     pub(crate) fn within(source: &Arc<Source>) -> Result<Client, SourceError> {
         let failed = || SourceError::state("talk about", source.folder().path());
         let (ours, theirs) = UnixStream::pair().map_err(failed())?;
@@ -520,7 +522,7 @@ impl Client {
         into.decode_into(&blob).or_else(|_| Self::confused())
     }
 
-    /// Tells where a replica stands now.
+    /// Reports the epoch of a replica.
     pub(crate) fn acknowledge(&self, replica: &str, epoch: Epoch) -> Result<(), SourceError> {
         self.ask(&Request::Acknowledge { replica: replica.to_owned(), epoch }).map(|_| ())
     }
@@ -538,7 +540,7 @@ impl Client {
         self.ask(&Request::ForgetBookmark { name: name.to_owned() }).map(|_| ())
     }
 
-    /// Begins to follow what is written. Says whether that goes past the page cache.
+    /// Starts following writes. Returns whether they bypass the page cache.
     pub(crate) fn follow(&self) -> Result<bool, SourceError> {
         match self.ask(&Request::Follow)?.0 {
             Response::Following { direct } => Ok(direct),
@@ -554,7 +556,7 @@ impl Client {
         }
     }
 
-    /// Ends a batch: its epoch, its size, its view and the number of that, and what was written, as it is encoded.
+    /// Ends a batch. Returns its epoch, its size, the number of its view, the view, and the encoded changes.
     #[allow(clippy::type_complexity)]
     pub(crate) fn batch(
         &self,
@@ -574,19 +576,19 @@ impl Client {
         }
     }
 
-    /// Takes back what a batch had.
+    /// Returns the blocks of a batch.
     pub(crate) fn give_back(&self, blocks: &Bitmap) -> Result<(), SourceError> {
         let mut blob = Vec::new();
         blocks.encode(&mut blob);
         self.ask_with(&Request::GiveBack, &blob).map(|_| ())
     }
 
-    /// Lets the view of a batch go.
+    /// Releases the view of a batch.
     pub(crate) fn drop_batch(&self, view: u64) -> Result<(), SourceError> {
         self.ask(&Request::Drop { view }).map(|_| ())
     }
 
-    /// How the tracker is.
+    /// The tracker's status.
     pub fn status(&self) -> Result<Status, SourceError> {
         match self.ask(&Request::Status)?.0 {
             Response::Status(status) => Ok(status),
@@ -594,7 +596,7 @@ impl Client {
         }
     }
 
-    /// A check that the server is still there: a view is exact only while it is.
+    /// A check that the server is still connected: a view is exact only until then.
     pub(crate) fn alive(&self) -> Arc<dyn Fn() -> io::Result<()> + Send + Sync> {
         let socket = self.socket.clone();
         Arc::new(move || {
@@ -619,7 +621,7 @@ mod tests {
     use super::*;
     use crate::{SourceOptions, StateDir};
 
-    /// A server that ends a conversation by itself: nothing may be overwritten unkept while its reader believes in the view.
+    /// A server that ends a connection by itself: nothing may be overwritten unsaved while its reader trusts the view.
     #[test]
     fn a_reader_is_told_before_its_views_are_let_go() {
         let temp = tempfile::tempdir().unwrap();
@@ -630,7 +632,7 @@ mod tests {
         let _server = ControlServer::start(source.clone()).unwrap();
         for _ in 0..20 {
             let client = Client::connect(source.folder().path()).unwrap().unwrap();
-            // Many, so that letting them go takes time.
+            // Many, so that releasing them takes time.
             let views: Vec<_> = (0..100).map(|_| client.view(false).unwrap()).collect();
             let alive = client.alive();
             alive().unwrap();

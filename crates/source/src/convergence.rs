@@ -1,22 +1,22 @@
-//! When to stop making passes over a disk that is written to meanwhile.
+//! When to stop making passes over a disk in use.
 
-/// Decides whether another pass pays: each reads what was written during the one before, so what is left shrinks until the
+/// Decides whether another pass pays: each reads what was written during the previous one, so the rest shrinks until the
 /// disk is written to as fast as it is read.
 #[derive(Debug, Clone, Copy)]
 pub struct Convergence {
-    /// Bytes that are few enough.
+    /// The number of bytes below which no pass pays.
     few: u64,
-    /// Bytes that were left the last time.
+    /// Bytes left the last time.
     before: u64,
 }
 
 impl Convergence {
-    /// No pass pays for so few bytes.
+    /// Passes stop at `few` bytes.
     pub fn new(few: u64) -> Convergence {
         Convergence { few, before: u64::MAX }
     }
 
-    /// True if so many bytes that are left now are worth another pass: they are more than a few, and at most three quarters
+    /// True if the bytes left are worth another pass: they are more than a few, and at most three quarters
     /// of what was left the last time.
     pub fn pays(&mut self, left: u64) -> bool {
         let before = std::mem::replace(&mut self.before, left);

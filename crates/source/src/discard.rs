@@ -8,10 +8,10 @@ use crate::SourceError;
 use crate::history::History;
 use crate::state::{ABOUT, StateDir};
 
-/// Removes a source's folder. To be called with the state directory locked, so that nobody is about to open it.
+/// Removes a source's folder. To be called with the state directory locked, so that no process opens it meanwhile.
 pub(crate) fn remove(folder: &dyn Folder, lock: FolderLock) -> Result<(), SourceError> {
     let gone = || -> std::io::Result<()> {
-        // First what makes it a source: what is left after a crash is nobody's.
+        // First the file that makes it a source: what a crash leaves is then not a source.
         folder.remove(ABOUT)?;
         folder.sync()?;
         for name in folder.list()? {
@@ -26,8 +26,8 @@ pub(crate) fn remove(folder: &dyn Folder, lock: FolderLock) -> Result<(), Source
     Ok(())
 }
 
-/// Removes a source that this command has made, if no epoch came of it: a command that is refused leaves no trace.
-/// Where that fails, an entry without an epoch is left.
+/// Removes a source that this command has created, if it has no epoch: a refused command leaves no trace.
+/// If that fails, an entry without an epoch is left.
 pub(crate) fn undo(state: &StateDir, place: &Path, lock: Option<FolderLock>) {
     let Ok(_minting) = state.lock() else { return };
     let lock = lock.or_else(|| FolderLock::take(place).ok()?.ok());

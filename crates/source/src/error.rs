@@ -1,4 +1,4 @@
-//! What can go wrong with a source, by what its user can do about it.
+//! Errors of a source, by what the user can do about them.
 
 use std::path::{Path, PathBuf};
 
@@ -14,14 +14,14 @@ pub enum SourceError {
     /// A state file could not be read or written.
     #[error("cannot {what} {}: {error}{}", path.display(), way_out(error))]
     State {
-        /// What was tried, as a verb.
+        /// The action that failed, as a verb.
         what: &'static str,
         /// The file or folder.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         error: std::io::Error,
     },
-    /// A state file holds what no version of this program wrote.
+    /// A state file is damaged.
     #[error("{} is damaged ({why}): restore it from a backup, or move its directory aside to start a new source; \"dsync sync --adopt\" then compares each replica in full", path.display())]
     Damaged {
         /// The file.
@@ -29,41 +29,41 @@ pub enum SourceError {
         /// In what way.
         why: String,
     },
-    /// Somebody else holds the source.
+    /// Another program holds the source.
     #[error("source {} is in use ({holder}): wait for it, or stop it", path.display())]
     Busy {
         /// The source.
         path: PathBuf,
-        /// Who holds it.
+        /// The holder.
         holder: String,
     },
     /// No such source.
     #[error("{0}")]
     Unknown(String),
-    /// The replica names an epoch that this source never had.
+    /// The replica is at an epoch that this source never had.
     #[error("{0}")]
     Foreign(String),
     /// What changed since then is not known.
     #[error("what changed since epoch {since} is not known: {why}")]
     Lost {
-        /// Where the replica stands.
+        /// The replica's epoch.
         since: u64,
-        /// Why the knowledge is gone.
+        /// The reason.
         why: String,
     },
-    /// The source changed under a reader although nobody serves it.
+    /// The source changed during a read, although it is not served.
     #[error("another program wrote to source {} while it was read, so the data read is not one moment of it: stop that program, or track the source (\"dsync serve\" for an image, \"dsync track add\" for a disk), and run again", .0.display())]
     Moved(PathBuf),
-    /// Another file stands at the path of the one that is followed.
+    /// Another file is at the path of the served one.
     #[error("{} was replaced by another file while it is served: stop its server, put the right file back, and serve it again", .0.display())]
     Replaced(PathBuf),
     /// The server of a source gave an error, or went away.
     #[error("{0}")]
     Server(String),
-    /// The server of a source was there, and no longer is.
+    /// The server of a source stopped.
     #[error("the server of {} went away: start it again with \"dsync serve\"", .0.display())]
     Away(PathBuf),
-    /// Not to be done with this source.
+    /// Refused for this source.
     #[error("{0}")]
     Refused(String),
 }
@@ -86,7 +86,7 @@ impl SourceError {
         move |error| SourceError::State { what, path, error }
     }
 
-    /// True where lineage, state or a lock stands in the way, and not a failure.
+    /// True if lineage, state or a lock forbids it, rather than a failure.
     pub fn is_refusal(&self) -> bool {
         match self {
             SourceError::Device(e) => e.is_refusal(),

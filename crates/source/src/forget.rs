@@ -1,4 +1,4 @@
-//! The end of what is known of a source, or of one of its bookmarks.
+//! Forgetting a source, or one of its bookmarks.
 
 use std::path::Path;
 
@@ -10,10 +10,10 @@ use crate::control::Client;
 use crate::discard::remove;
 use crate::state::{About, StateDir};
 
-/// Forgets the source whose folder is `place`: its history, its bookmarks and its record. Nothing happens to its disk.
+/// Forgets the source whose folder is `place`: its history, its bookmarks and its record. Its disk is not touched.
 ///
 /// # Errors
-/// `Refused` or `Busy` while it is served, followed in the kernel, or held by another command.
+/// `Refused` or `Busy` while it is served, tracked in the kernel, or held by another command.
 pub fn forget_source(state: &StateDir, place: &Path, about: &About) -> Result<(), SourceError> {
     if let Some(why) = in_use(place, about)? {
         return Err(SourceError::Refused(why));
@@ -24,20 +24,20 @@ pub fn forget_source(state: &StateDir, place: &Path, about: &About) -> Result<()
     remove(&folder, lock)
 }
 
-/// Why a source can't be forgotten while it is used as it is now, and what to do first; `None` if it can.
+/// Why a source cannot be forgotten now, and what to do first; `None` if it can.
 pub fn in_use(place: &Path, about: &About) -> Result<Option<String>, SourceError> {
     let path = about.path.display();
     if Client::connect(place)?.is_some() {
         return Ok(Some(format!("{path} is being served: stop its server first")));
     }
-    // A disk that has gone is followed by nobody.
+    // A disk that is gone is not tracked.
     if about.path.exists() && trackers::find(&about.path)?.is_some() {
         return Ok(Some(format!("{path} is tracked: run \"dsync track remove {path}\" first")));
     }
     Ok(None)
 }
 
-/// Removes the bookmark of a replica, or a named checkpoint: what changed since is no longer kept for it.
+/// Removes the bookmark of a replica, or a named checkpoint: the changes since are no longer kept for it.
 ///
 /// # Errors
 /// `Unknown` if there is none of that name; `Busy` while a command holds the source.

@@ -1,7 +1,7 @@
 //! Freezing file systems for a moment, and thawing them whatever happens.
 //!
-//! A process of its own watches ([`Watchdog`]): if the freeze lasts too long, or if the process that froze dies, it thaws.
-//! Then the freeze proves nothing, and [`Freeze::thaw`] says so.
+//! A separate process ([`Watchdog`]) thaws if the freeze lasts too long, or if the freezing process dies.
+//! Then the freeze is void, and [`Freeze::thaw`] fails.
 
 use std::fs::File;
 use std::io;
@@ -17,10 +17,10 @@ use crate::watchdog::{FITHAW, OFF, Watchdog, WatchdogArgs};
 
 const FIFREEZE: u32 = 0xc004_5877;
 
-/// What can go wrong with a freeze.
+/// Errors of a freeze.
 #[derive(Debug, thiserror::Error)]
 pub enum FreezeError {
-    /// It could not be begun; nothing is frozen.
+    /// It failed to start; nothing is frozen.
     #[error("cannot freeze {}: {error}", place.display())]
     Refused {
         /// The file system.
@@ -28,14 +28,14 @@ pub enum FreezeError {
         /// What the system said.
         error: io::Error,
     },
-    /// It took longer than it may: the watchdog thaws then, and what was read under it may be of several moments.
+    /// It took longer than its limit: the watchdog thawed, and the data read may mix several moments.
     #[error("the freeze of {} took {} ms, longer than its limit of {} ms, because of slow writes or reads: the data read may mix several moments", place.display(), after.as_millis(), limit.as_millis())]
     TooLong {
         /// The file system.
         place: PathBuf,
-        /// How long it took, the wait for writes under way included.
+        /// How long it took, including the wait for writes in progress.
         after: Duration,
-        /// How long it may take.
+        /// The limit.
         limit: Duration,
     },
     /// Another program thawed it before its end.
@@ -52,12 +52,12 @@ pub enum FreezeError {
 pub struct Freeze {
     mounts: Vec<(PathBuf, File)>,
     clock: Clock,
-    /// Both end when all is thawed.
+    /// Both end when everything is thawed.
     _hurry: Option<ExpeditedRcu>,
     _watchdog: Watchdog,
 }
 
-/// The time that a freeze takes, and the most that it may.
+/// The start of a freeze, and its limit.
 #[derive(Clone, Copy)]
 struct Clock {
     began: Instant,
@@ -66,7 +66,7 @@ struct Clock {
 
 impl Clock {
     /// # Errors
-    /// If more time has passed than may.
+    /// If the limit has passed.
     fn within(&self, place: &Path) -> Result<Duration, FreezeError> {
         let (after, limit) = (self.began.elapsed(), self.limit);
         if after > limit {
@@ -76,7 +76,7 @@ impl Clock {
     }
 }
 
-/// File systems that are about to be frozen, watched over already.
+/// File systems about to be frozen; the watchdog is running.
 pub struct Prepared {
     mounts: Vec<(PathBuf, File)>,
     rcu: Option<ExpeditedRcu>,
@@ -84,14 +84,14 @@ pub struct Prepared {
     limit: Duration,
 }
 
-/// A run of [`flush`] that takes no longer leaves little to write.
+/// A run of [`flush`] within this time leaves little to write.
 const SHORT: Duration = Duration::from_millis(20);
-/// Under load a run leaves what came meanwhile: after so many that is as little as it will be.
+/// Under load each run leaves what was written meanwhile: more runs do not help.
 const RUNS: usize = 4;
 
 impl Prepared {
-    /// Lets the file systems write out what they hold in memory until little is left, so that a freeze has little to write
-    /// while everybody waits.
+    /// Writes out the file systems' caches until little is left, so that a freeze has little to write
+    /// while all writers wait.
     pub fn settle(&self) -> Result<(), FreezeError> {
         let mut before = Duration::MAX;
         for _ in 0..RUNS {
@@ -106,18 +106,18 @@ impl Prepared {
         Ok(())
     }
 
-    /// Freezes them. From now on the time runs.
+    /// Freezes them, and starts the time.
     ///
-    /// A freeze waits for the writes that are under way, and the kernel lets nobody call it off: with one that does not end
+    /// A freeze waits for writes in progress and cannot be interrupted: with a write that does not end
     /// this does not return.
     ///
     /// # Errors
-    /// If one can't be frozen, or not within the limit; then none is.
+    /// If one cannot be frozen, or not within the limit; then none is.
     pub fn freeze(self) -> Result<Freeze, FreezeError> {
         let Prepared { mounts, rcu, watchdog, limit } = self;
         rcu.iter().for_each(ExpeditedRcu::begin);
         let clock = Clock { began: Instant::now(), limit };
-        // What was frozen is thawed as this is dropped.
+        // Dropping the freeze thaws what was frozen.
         let mut freeze = Freeze { mounts: Vec::new(), clock, _hurry: rcu, _watchdog: watchdog };
         for (place, file) in mounts {
             if let Err(error) = freeze._watchdog.begin() {
@@ -133,7 +133,7 @@ impl Prepared {
     }
 }
 
-/// Why a file system can't be frozen, where the system's own words don't tell.
+/// Why a file system cannot be frozen, if the system's own message is unclear.
 fn explained(error: io::Error) -> io::Error {
     let why = match error.raw_os_error() {
         Some(libc::EBUSY) => {
@@ -147,7 +147,7 @@ fn explained(error: io::Error) -> io::Error {
 }
 
 impl Freeze {
-    /// Makes ready to freeze file systems, for at most `limit`.
+    /// Prepares to freeze file systems, for at most `limit`.
     pub fn prepare(mounts: &[Mount], limit: Duration) -> Result<Prepared, FreezeError> {
         let mounts = mounts.iter().map(open).collect::<Result<Vec<_>, _>>()?;
         let rcu = ExpeditedRcu::ready();
@@ -163,13 +163,13 @@ impl Freeze {
     /// Thaws. Returns how long the freeze lasted.
     ///
     /// # Errors
-    /// If it lasted longer than it may, or had ended before.
+    /// If it lasted longer than its limit, or had ended before.
     pub fn thaw(mut self) -> Result<Duration, FreezeError> {
         let Some(first) = self.mounts.first().map(|(place, _)| place.clone()) else {
             return Ok(Duration::ZERO);
         };
         let early = self.end();
-        // Asked afterwards: the watchdog may have thawed at any moment beyond the limit.
+        // Checked afterwards: the watchdog may have thawed at any moment beyond the limit.
         let after = self.clock.within(&first)?;
         match early {
             None => Ok(after),
@@ -177,7 +177,7 @@ impl Freeze {
         }
     }
 
-    /// Thaws everything; the first that was not frozen any more.
+    /// Thaws everything. Returns the first file system that was not frozen any more.
     fn end(&mut self) -> Option<PathBuf> {
         let mut early = None;
         for (place, file) in self.mounts.drain(..).rev() {
@@ -195,7 +195,7 @@ impl Drop for Freeze {
     }
 }
 
-/// Lets file systems write out what they hold in memory.
+/// Writes out the caches of file systems.
 pub(crate) fn flush(mounts: &[Mount]) -> Result<(), FreezeError> {
     mounts.iter().try_for_each(|mount| flush_one(&open(mount)?))
 }
@@ -221,7 +221,7 @@ fn open(mount: &Mount) -> Result<(PathBuf, File), FreezeError> {
     Err(FreezeError::Refused { place: covered.cloned().unwrap_or_default(), error })
 }
 
-/// An error that is no file system's own.
+/// An error that concerns no single file system.
 fn refused(mounts: &[(PathBuf, File)], error: io::Error) -> FreezeError {
     FreezeError::Refused { place: mounts.first().map(|(place, _)| place.clone()).unwrap_or_default(), error }
 }
@@ -232,12 +232,12 @@ fn control(file: &File, request: u32) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// The kernel's switch that lets nobody wait long for a grace period. A freeze waits for three, which take it 30 ms or more
-/// without and less than one with it; the price is an interrupt on every processor for each.
+/// The kernel's switch for expedited RCU grace periods. A freeze waits for three, which take 30 ms or more
+/// without it and less than one with it; the price is an interrupt on every processor for each.
 struct ExpeditedRcu(File);
 
 impl ExpeditedRcu {
-    /// `None` where there is no such switch, where it is on already, and while another freeze has it.
+    /// `None` if there is no such switch, it is on already, or another freeze has it.
     fn ready() -> Option<ExpeditedRcu> {
         let switch = File::options().read(true).write(true).open("/sys/kernel/rcu_expedited").ok()?;
         rustix::fs::flock(&switch, FlockOperation::NonBlockingLockExclusive).ok()?;
@@ -246,7 +246,7 @@ impl ExpeditedRcu {
     }
 
     fn begin(&self) {
-        // Without it all takes longer, no more.
+        // Without it the freeze only takes longer.
         let _ = self.0.write_at(ON, 0);
     }
 }

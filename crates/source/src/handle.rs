@@ -47,12 +47,12 @@ enum Holder {
     Server(Client, Connect),
 }
 
-/// Reaches the server once more.
+/// Connects to the server again.
 type Connect = Box<dyn Fn() -> Result<Option<Client>, SourceError> + Send + Sync>;
 
 impl Handle {
-    /// Reaches the source that a path, or the name of an export, means: through its server if one runs, else by holding it
-    /// in this process. A disk that was never followed becomes a source.
+    /// Opens the source of a path or export name: through its server if one runs, else by holding it
+    /// in this process. A disk that is not yet a source becomes one.
     pub fn attach(state: &StateDir, what: &str, options: &SourceOptions) -> Result<Handle, SourceError> {
         if let Some(handle) = Handle::served(state, what)? {
             return Ok(handle);
@@ -63,7 +63,7 @@ impl Handle {
         }
         let options = SourceOptions { read_only: true, ..options.clone() };
         let source = match Source::open(state, &path, &options) {
-            // A server that is just starting holds the lock before it answers.
+            // A starting server holds the lock before it answers.
             Err(busy @ SourceError::Busy { .. }) => {
                 return Handle::served_soon(state, what)?.ok_or(busy);
             }
@@ -90,11 +90,11 @@ impl Handle {
         Ok(Handle { about, folder, backing, holder: Holder::Server(client, connect) })
     }
 
-    /// Reaches a source that is followed while it changes: through its server, or its tracker in the kernel. Never holds it:
-    /// a server that is to come finds it free.
+    /// Opens a source whose writes are recorded: through its server, or its tracker in the kernel. Never holds it:
+    /// a server can still be started.
     ///
     /// # Errors
-    /// `Refused` if nobody follows it.
+    /// `Refused` if its writes are not recorded.
     pub fn attach_followed(state: &StateDir, what: &str) -> Result<Handle, SourceError> {
         if let Some(handle) = Handle::served(state, what)? {
             return Ok(handle);
@@ -146,7 +146,7 @@ impl Handle {
         matches!(&self.holder, Holder::Server(client, _) if client.status().is_err())
     }
 
-    /// The source as a live disk, if it is one: then there are no views of it but those of [`Live::cut`].
+    /// The source as a live disk, if it is one: then its only views are those of [`Live::cut`].
     pub fn live(&self) -> Option<&Live> {
         match &self.holder {
             Holder::Live(live) => Some(live),
@@ -172,7 +172,7 @@ impl Handle {
         }
     }
 
-    /// Takes a checkpoint and opens its view, which a live disk has none of; with `held`, takes the view that is open as `@view` instead.
+    /// Takes a checkpoint and opens its view, except for a live disk; with `held`, the view that is open as `@view` instead.
     pub fn view(&self, held: bool) -> Result<View, SourceError> {
         match &self.holder {
             Holder::Here(_) | Holder::Live(_) if held => Err(SourceError::Refused(format!(
@@ -235,7 +235,7 @@ impl Handle {
         Ok(self.history()?.size_at(epoch))
     }
 
-    /// Says whether what a replica with these positions lacks is known, as far as that can be said before a checkpoint.
+    /// Checks that what a replica with these positions lacks is known, as far as possible before a checkpoint.
     pub fn reaches(&self, positions: &[Position]) -> Result<(), SourceError> {
         self.history()?.reaches(positions)?;
         match self.lost()? {
@@ -246,7 +246,7 @@ impl Handle {
         }
     }
 
-    /// Why what came before the next checkpoint is not known; `None` if it is.
+    /// Why the changes before the next checkpoint are not known; `None` if they are.
     pub fn lost(&self) -> Result<Option<String>, SourceError> {
         match &self.holder {
             Holder::Here(source) => Ok(source.lost()),
@@ -255,7 +255,7 @@ impl Handle {
         }
     }
 
-    /// A disk to look at what is allocated now, outside of any view.
+    /// The disk as it is now, to query what is allocated.
     pub fn reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
         self.backing.reader()
     }
@@ -273,7 +273,7 @@ impl Handle {
         let changes = Bitmap::new(view.len().div_ceil(u64::from(block_size)));
         let history = self.history()?;
         let mut chain = history.changes_since(positions, block_size, &changes)?;
-        // Epochs that came after the view belong to nobody's delta yet; what they changed is sent from the view, which has
+        // Epochs after the view are not part of this delta; what they changed is sent from the view, which has
         // the older content.
         chain.retain(|e| e.number <= view.epoch().number);
         if chain.last() != Some(&view.epoch()) {
@@ -298,7 +298,7 @@ impl Handle {
         Ok(changes)
     }
 
-    /// Notes that a replica stands at an epoch now.
+    /// Records the epoch at which a replica is now.
     pub fn acknowledge(&self, replica: &str, epoch: Epoch) -> Result<(), SourceError> {
         match &self.holder {
             Holder::Here(source) => source.acknowledge(replica, epoch),
@@ -307,11 +307,11 @@ impl Handle {
         }
     }
 
-    /// Begins to follow what is written, for batches. The next checkpoint is the first moment that a replica can stand at to
-    /// be taken on from by these.
+    /// Starts following writes, for batches. The next checkpoint is the first moment from which a replica can
+    /// continue with them.
     ///
     /// # Errors
-    /// `Refused` if no server writes the source: nobody else can tell what is written within an epoch.
+    /// `Refused` if the source is not served: only a server knows what is written within an epoch.
     pub fn follow(&self) -> Result<Batches, SourceError> {
         match &self.holder {
             Holder::Server(_, connect) => {
@@ -329,7 +329,7 @@ impl Handle {
     /// Sets a named checkpoint at an epoch; without one at the present, which ends the epoch.
     ///
     /// # Errors
-    /// `Refused` where the name is not one, is taken and no epoch is given, or would move back; then no epoch has ended.
+    /// `Refused` if the name is invalid, is in use and no epoch is given, or would move back; then no epoch has ended.
     pub fn name_checkpoint(&self, name: &str, at: Option<Epoch>) -> Result<Epoch, SourceError> {
         match &self.holder {
             Holder::Here(source) => source.name_checkpoint(name, at),
@@ -338,7 +338,7 @@ impl Handle {
         }
     }
 
-    /// Ends the epoch, without a view. What is read from the disk afterwards is of this epoch or newer.
+    /// Ends the epoch, without a view. Data read afterwards is of this epoch or newer.
     pub fn end_epoch(&self) -> Result<Epoch, SourceError> {
         match &self.holder {
             Holder::Here(source) => Ok(source.checkpoint(false)?.epoch),
@@ -347,7 +347,7 @@ impl Handle {
         }
     }
 
-    /// What changed from one epoch to a later one, and the bytes of the disk at that.
+    /// What changed from one epoch to a later one, and the size of the disk at the later one.
     ///
     /// # Errors
     /// `Lost` where the history has a gap in between.
@@ -359,12 +359,12 @@ impl Handle {
         Ok((changes, size))
     }
 
-    /// Where replicas were last known to stand, and the named checkpoints.
+    /// The bookmarks of replicas, and the named checkpoints.
     pub fn bookmarks(&self) -> Result<Bookmarks, SourceError> {
         Bookmarks::read(&*self.folder)
     }
 
-    /// Lets the source go, cleanly.
+    /// Releases the source cleanly.
     pub fn close(self) -> Result<(), SourceError> {
         match self.holder {
             Holder::Here(source) => source.close(),
@@ -373,7 +373,7 @@ impl Handle {
     }
 }
 
-/// The path of the source that is meant, which must be there.
+/// The path of the source, which must exist.
 fn place_of(state: &StateDir, what: &str) -> Result<PathBuf, SourceError> {
     let known = state.source(what)?;
     let path = known.as_ref().map_or_else(|| PathBuf::from(what), |(_, about)| about.path.clone());

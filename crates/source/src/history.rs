@@ -1,10 +1,10 @@
 //! The history of a source: the changes of each epoch, in one append-only log.
 //!
-//! The log is a sequence of entries, each `[length u32][xxh3 u64][head length u32][head: JSON][changes]`, fsynced one by one. A cut-off
-//! last entry is an epoch that never came to be. Entries that no bookmark needs are dropped, and old neighbours folded into
-//! one, by writing the log anew beside the old and renaming it.
+//! The log is a sequence of entries, each `[length u32][xxh3 u64][head length u32][head: JSON][changes]`, fsynced one by one. A truncated
+//! last entry is an epoch that never existed. Entries that no bookmark needs are dropped, and old neighbours folded into
+//! one, by writing a new log and renaming it.
 //!
-//! Each entry names the epoch before it. So an entry that can't be read, or is gone, is a gap between its neighbours, and not the end of
+//! Each entry names the epoch before it. So an entry that cannot be read, or is gone, is a gap between its neighbours, and not the end of
 //! what is known: the next one counts as lost, whatever it says.
 
 use std::collections::BTreeSet;
@@ -24,7 +24,7 @@ const NAME: &str = "history";
 const MAGIC: &[u8; 8] = b"dsynchis";
 /// Bytes of an entry before its head.
 const PREFIX: usize = 16;
-/// Entries at which the log is tidied, and how many of the newest are then left alone.
+/// Entries at which the log is tidied, and how many of the newest are then kept as they are.
 const TIDY_AT: usize = 512;
 const TIDY_KEEPS: usize = 256;
 /// Ids that a folded entry remembers; older ones are forgotten, and a replica there is compared.
@@ -39,7 +39,7 @@ struct Head {
     lost: Option<String>,
     /// Size in bytes at the end.
     size: u64,
-    /// Bytes a block.
+    /// Block size in bytes.
     block_size: u32,
     /// Seconds since 1970 at the end.
     time: u64,
@@ -60,7 +60,7 @@ struct Entry {
     changes: Range<u64>,
 }
 
-/// What one entry tells to the outside.
+/// Public description of an entry.
 #[derive(Debug, Clone, Serialize)]
 pub struct EpochInfo {
     /// The epoch.
@@ -75,8 +75,8 @@ pub struct EpochInfo {
     pub time: u64,
 }
 
-/// Where a part of a replica stands: the bytes below `upto` (and above those of the position before) are of `epoch`. What
-/// lies beyond the last position is not there yet.
+/// The epoch of a part of a replica: the bytes below `upto` (and not below that of the previous position) are of `epoch`. What
+/// is beyond the last position is missing yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Position {
     /// The epoch.
@@ -94,8 +94,8 @@ pub struct History {
 }
 
 impl History {
-    /// Reads the history in `folder`; an empty one if there is none. What stands there up to now is enough: a log only grows,
-    /// and is only ever replaced by one that says the same.
+    /// Reads the history in `folder`; an empty one if there is none. No lock is needed: a log only grows,
+    /// and is only ever replaced by an equivalent one.
     pub fn read(folder: &dyn Folder) -> Result<History, SourceError> {
         let path = folder.path().join(NAME);
         let fail = |what| SourceError::state(what, &path);
@@ -108,7 +108,7 @@ impl History {
         let mut magic = [0u8; 8];
         history.file.read_at(0, &mut magic).map_err(fail("read"))?;
         if &magic != MAGIC {
-            // A log of which not even the beginning reached the disk.
+            // Not even the beginning of the log reached the disk.
             if magic == [0; 8] {
                 return Ok(history);
             }
@@ -122,7 +122,7 @@ impl History {
         Ok(history)
     }
 
-    /// Takes an entry in that was read. Where it does not follow the one before, what lies between is a gap.
+    /// Adds an entry that was read. If it does not follow the previous one, there is a gap between them.
     fn link(&mut self, mut entry: Entry, adjoins: bool) {
         let follows = match (self.last(), entry.head.epochs.first()) {
             (Some(last), Some(first)) => {
@@ -137,12 +137,12 @@ impl History {
         self.entries.push(entry);
     }
 
-    /// The first sound entry at or after an offset, where it begins and where it ends.
+    /// The first valid entry at or after an offset, its start and its end.
     fn sound_entry(&self, from: u64, len: u64) -> io::Result<Option<(Entry, u64, u64)>> {
         if let Some((entry, end)) = self.entry_at(from, len)? {
             return Ok(Some((entry, from, end)));
         }
-        // A damaged length says nothing of where the next entry begins: its head is looked for.
+        // A damaged length does not tell where the next entry begins: search for a head.
         let mut window = vec![0u8; 1 << 16];
         let mut at = from + 1;
         while at + (PREFIX + HEAD.len()) as u64 <= len {
@@ -159,13 +159,13 @@ impl History {
             if at + bytes.len() as u64 >= len {
                 break;
             }
-            // A head may stand across two windows.
+            // A head may straddle two windows.
             at += (bytes.len() - HEAD.len()) as u64;
         }
         Ok(None)
     }
 
-    /// The sound entry at an offset, and where it ends.
+    /// The valid entry at an offset, and its end.
     fn entry_at(&self, at: u64, len: u64) -> io::Result<Option<(Entry, u64)>> {
         let mut prefix = [0u8; PREFIX];
         if at + PREFIX as u64 > len {
@@ -221,7 +221,7 @@ impl History {
         self.entries.iter().flat_map(|e| &e.head.epochs).find(|e| e.id == id).copied()
     }
 
-    /// True if an epoch of this id stands in the log.
+    /// True if the log has an epoch with this id.
     pub(crate) fn knows(&self, id: Uuid) -> bool {
         self.by_id(id).is_some()
     }
@@ -258,7 +258,7 @@ impl History {
             file.sync()
         };
         write(&*self.file, self.end).map_err(|error| {
-            // Else the next process might read it from the page cache, and believe that it is on disk.
+            // Otherwise the next process might read it from the page cache and take it for durable.
             let _ = self.file.set_len(self.end);
             SourceError::state("write", &self.path)(error)
         })?;
@@ -268,7 +268,7 @@ impl History {
         Ok(())
     }
 
-    /// Where an epoch stands, as the number of entries up to and with it.
+    /// The place of an epoch, as the number of entries up to and including its own.
     fn locate(&self, epoch: &Epoch) -> Result<usize, SourceError> {
         if let Some(at) = self.entries.iter().position(|e| e.head.epochs.contains(epoch)) {
             // A replica inside a folded entry may lack all of it.
@@ -280,7 +280,7 @@ impl History {
             head.lost.as_deref() == Some(DAMAGED)
                 && head.epochs.first().is_some_and(|first| first.number > epoch.number)
         }) {
-            // It may stand in what can't be read.
+            // It may be in the unreadable part.
             let why = next.lost.clone().unwrap_or_default();
             return Err(SourceError::Lost { since: epoch.number, why });
         }
@@ -306,7 +306,7 @@ impl History {
         })
     }
 
-    /// Says whether [`History::changes_since`] would answer, without looking at the changes.
+    /// Checks whether [`History::changes_since`] would succeed, without reading the changes.
     pub fn reaches(&self, positions: &[Position]) -> Result<(), SourceError> {
         for position in positions {
             let at = self.locate(&position.epoch)?;
@@ -317,11 +317,11 @@ impl History {
         Ok(())
     }
 
-    /// Adds to `into` the blocks below the last position that a replica with these positions lacks, and returns the chain of epochs it may stand at:
+    /// Adds to `into` the blocks below the last position that a replica with these positions lacks, and returns the chain of epochs it may be at:
     /// from the oldest position to the last epoch. Blocks of `into` have `block_size` bytes and cover the source as it is.
     ///
     /// # Errors
-    /// `Lost` where a gap lies between, `Foreign` where a position is not of this source's past.
+    /// `Lost` if there is a gap in between, `Foreign` if a position is not in this source's past.
     pub fn changes_since(
         &self,
         positions: &[Position],
@@ -353,7 +353,7 @@ impl History {
         }
         let entries = &self.entries[..end];
         self.changes_in(entries, &[Position { epoch: *since, upto: u64::MAX }], block_size, into)?;
-        // A disk that shrank and grew again holds nothing of what it held there.
+        // A disk that shrank and grew again has lost what it held there.
         let spanned = &entries[first.saturating_sub(1).min(end - 1)..];
         let least = spanned.iter().map(|e| e.head.size).min().unwrap_or(0);
         if spanned.iter().any(|e| e.head.size != least) {
@@ -442,7 +442,7 @@ impl History {
         }
         let old = self.entries.len() - TIDY_KEEPS;
         let needed: BTreeSet<u64> = bookmarks.iter().chain(open).map(|e| e.number).collect();
-        // Without a bookmark nobody says what is not needed.
+        // Without a bookmark it is not known what is needed.
         let oldest_needed = needed.first().copied().filter(|_| !bookmarks.is_empty());
         let mut kept: Vec<(Head, Vec<u8>)> = Vec::new();
         for entry in &self.entries[..old] {
@@ -451,7 +451,7 @@ impl History {
                 continue;
             }
             if entry.head.lost.is_some() {
-                // Its changes say nothing; once it was tidied, it has none.
+                // A gap's changes mean nothing; once tidied, it has none.
                 kept.push((entry.head.clone(), Vec::new()));
                 continue;
             }
@@ -551,7 +551,7 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(60))]
-        /// What is found for positions is at least, and for unfolded histories exactly, what changed since each.
+        /// The changes found for positions are at least, and for unfolded histories exactly, what changed since each.
         #[test]
         fn positions_get_what_they_lack(
             epochs in proptest::collection::vec(proptest::collection::vec(0..BLOCKS, 0..12), 1..12),
@@ -619,7 +619,7 @@ mod tests {
         }
     }
 
-    /// What a replica at an epoch is told that it lacks, held against what it lacks.
+    /// Compares what a replica at an epoch is said to lack with what it does lack.
     fn misses(history: &History, ids: &[Epoch], epochs: &[Vec<u64>], at: usize) -> Option<String> {
         let found = Bitmap::new(BLOCKS);
         let position = Position { epoch: ids[at], upto: u64::MAX };
@@ -642,7 +642,7 @@ mod tests {
         let path = temp.path().join(NAME);
         let whole = std::fs::read(&path).unwrap();
         let ends: Vec<usize> = history.entries.iter().map(|e| e.changes.end as usize).collect();
-        // A byte that is another one, and an entry that is not there at all.
+        // A changed byte, and a missing entry.
         let flipped = (8..ends[4]).map(|at| {
             let mut bytes = whole.clone();
             bytes[at] ^= 0x15;
@@ -663,7 +663,7 @@ mod tests {
                     Err(other) => panic!("{what}, at {at}: {other}"),
                 }
             }
-            // What is appended goes on from the last sound entry.
+            // Appending continues from the last valid entry.
             let next = epoch(50);
             history.append(next, None, BLOCKS * 4096, 4096, &bitmap(BLOCKS, &[9])).unwrap();
             let again = History::read(&dir).unwrap();
@@ -767,7 +767,7 @@ mod tests {
         for (name, at) in ["a", "b", "c"].iter().zip(marks) {
             bookmarks = Bookmarks::set(&dir, name, ids[at]).unwrap();
         }
-        // The last of them is the epoch of an open view, which its reader has yet to bookmark.
+        // The last one is the epoch of an open view, which its reader may still bookmark.
         history.tidy(&dir, &bookmarks.epochs(), &[ids[marks[3]]]).unwrap();
         assert!(history.entries.len() <= TIDY_KEEPS + 2 * marks.len(), "{} entries", history.entries.len());
         for (from, to) in [(0, 1), (0, 3), (1, 2), (2, 3), (3, 3)].map(|(a, b)| (marks[a], marks[b])) {
@@ -795,7 +795,7 @@ mod tests {
         history.append(gap, Some("test".into()), 80 * 4096, 4096, &Bitmap::new(80)).unwrap();
         let across = history.changes_between(&ids[0], &gap, 4096, &Bitmap::new(80));
         assert!(matches!(across, Err(SourceError::Lost { .. })));
-        // Up to before the gap it is known all the same.
+        // Before the gap the changes are still known.
         history.changes_between(&ids[0], &ids[2], 4096, &Bitmap::new(80)).unwrap();
     }
 }

@@ -6,7 +6,7 @@ use serde::de::DeserializeOwned;
 
 use crate::SourceError;
 
-/// What a file holds; `None` if there is none.
+/// Reads a file; `None` if it does not exist.
 pub(crate) fn read_json<T: DeserializeOwned>(
     folder: &dyn Folder,
     name: &str,

@@ -1,7 +1,7 @@
 //! A source: a disk with a recorded history of changes. Its identity, its epochs, its checkpoints and views.
 //!
-//! [`Source`] is one whose writes pass through this process, [`Live`] one that a tracker in the kernel records; [`Handle`] reaches
-//! either, wherever it is held. A checkpoint ends an epoch; the history says which blocks changed in which epoch.
+//! [`Source`] is one whose writes pass through this process, [`Live`] one recorded by a tracker in the kernel; [`Handle`] reaches
+//! either, in whatever process it is held. A checkpoint ends an epoch; the history says which blocks changed in which epoch.
 //!
 //! ```
 //! use device::Disk;
@@ -23,7 +23,7 @@
 //! # }
 //! ```
 //!
-//! `examples/changes.rs` asks the history.
+//! `examples/changes.rs` queries the history.
 
 mod batches;
 mod bookmarks;

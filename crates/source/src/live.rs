@@ -1,8 +1,8 @@
-//! A live disk as a source: a tracker in the kernel writes down what changes, and nothing keeps what is overwritten.
+//! A live disk as a source: a tracker in the kernel records what changes, and nothing saves what is overwritten.
 //!
-//! What is read from such a disk after a checkpoint is that epoch's content or newer; what is newer stands in the tracker's
-//! next record. So passes over the changes come nearer and nearer, and the last, small one makes the copy exact: nobody
-//! writes while it is read, because the file systems are frozen, or because nobody happened to.
+//! What is read from such a disk after a checkpoint is that epoch's content or newer; what is newer is in the tracker's
+//! next record. So repeated passes over the changes converge, and the last, small one makes the copy exact: nothing
+//! is written during it, because the file systems are frozen, or because there happened to be no writes.
 
 use std::fs::File;
 use std::path::Path;
@@ -30,12 +30,12 @@ use crate::view::View;
 /// Whether file systems may be frozen for the last pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum FreezeMode {
-    /// Those that are mounted are.
+    /// Freeze what is mounted.
     #[default]
     Auto,
-    /// Never: unless nobody happens to write, the copy is fuzzy.
+    /// Never freeze: the copy is fuzzy if anything is written meanwhile.
     Never,
-    /// There must be one to freeze.
+    /// Freeze, and fail if nothing is mounted.
     Require,
 }
 
@@ -44,7 +44,7 @@ pub enum FreezeMode {
 pub struct CutOptions {
     /// Whether to freeze.
     pub freeze: FreezeMode,
-    /// A freeze lasts no longer than this, whatever happens.
+    /// The longest time of a freeze.
     pub limit: Duration,
 }
 
@@ -58,19 +58,19 @@ impl Default for CutOptions {
 /// The most bytes that a cut holds.
 const MOST: u64 = 256 << 20;
 
-/// So many bytes are read in a few milliseconds: under a freeze they don't matter.
+/// Bytes that are read in a few milliseconds, which do not matter under a freeze.
 const LITTLE: u64 = 2 << 20;
 
-/// How often a cut is tried while somebody writes whom no freeze stops.
+/// How often a cut is tried while there are writes that a freeze does not stop.
 const TRIES: usize = 5;
 
-/// What the last pass gave.
+/// The result of the last pass.
 pub struct Cut {
-    /// The changes and what else was asked for, as of the checkpoint. Nothing else may be read from it.
+    /// The changes and what else was requested, as of the checkpoint. Nothing else may be read from it.
     pub view: View,
-    /// How long file systems were frozen; `None` where nothing had to be.
+    /// How long file systems were frozen; `None` if nothing had to be.
     pub freeze: Option<Duration>,
-    /// Somebody wrote meanwhile: it shows no one moment.
+    /// There were writes meanwhile: the data mixes several moments.
     pub fuzzy: bool,
     captured: Arc<MemoryView>,
 }
@@ -89,9 +89,9 @@ pub struct Live {
     tracker: Box<dyn Tracker>,
     disk: Arc<dyn Disk>,
     epochs: Mutex<Epochs>,
-    /// Held only to be let go with this.
+    /// Released when this is dropped.
     locks: Option<(FolderLock, TrackerLock)>,
-    /// It was made by this command: without an epoch nothing of it is to stay.
+    /// Created by this command: removed again if it has no epoch.
     fresh: Option<StateDir>,
 }
 
@@ -110,7 +110,7 @@ struct Epochs {
     since: Option<Uuid>,
 }
 
-/// A disk that is followed from outside: its identity says nothing of its content.
+/// A disk that is tracked in the kernel: its identity does not reflect its content.
 struct LiveBacking {
     identity: Identity,
     disk: Arc<dyn Disk>,
@@ -128,17 +128,17 @@ impl Backing for LiveBacking {
     }
 }
 
-/// Why a record is not believed that ends elsewhere than the disk.
+/// Why a record of another size than the disk is not trusted.
 pub const RESIZED: &str = "the disk was resized";
 
-/// Why a record is not believed that was released to somebody else.
+/// Why a record that was released to another history is not trusted.
 pub(crate) const OTHER_HISTORY: &str = "what the tracker recorded belongs to another history";
 
 impl Live {
-    /// Opens the disk at `path`, which `tracker` follows. Takes the source's lock and the tracker's.
+    /// Opens the disk at `path`, tracked by `tracker`. Takes the locks of the source and the tracker.
     ///
     /// # Errors
-    /// `Busy` if somebody else holds it.
+    /// `Busy` if another program holds it.
     pub fn open(state: &StateDir, path: &Path, tracker: Box<dyn Tracker>) -> Result<Live, SourceError> {
         let path = std::fs::canonicalize(path).map_err(SourceError::state("find", path))?;
         let identity = device::identity(&path)?;
@@ -175,7 +175,7 @@ impl Live {
         tracker: Box<dyn Tracker>,
     ) -> Result<Live, SourceError> {
         write_about(&*folder, &about)?;
-        // What a server would trust says nothing about the time from here on.
+        // A stamp of a server is not valid from here on.
         ImageStamp::forget(&*folder)?;
         let history = History::read(&*folder)?;
         folder.sync().map_err(SourceError::state("sync", folder.path()))?;
@@ -183,7 +183,7 @@ impl Live {
         let lost = match since {
             _ if tracker.size() != disk.len() => Some(RESIZED.into()),
             None => Some("the disk was not tracked before".into()),
-            // Everything after that epoch is in the record, whatever the history has come to know since.
+            // The record has everything since that epoch, whatever the history has learned since.
             Some(id) if history.knows(id) => tracker.lost()?,
             Some(_) => Some(OTHER_HISTORY.into()),
         };
@@ -226,13 +226,13 @@ impl Live {
     fn doubt(&self, epochs: &Epochs) -> Result<Option<String>, SourceError> {
         match &epochs.lost {
             Some(why) => Ok(Some(why.clone())),
-            // Whoever released it took what was recorded up to then.
+            // The releaser took what was recorded until then.
             None if self.tracker.released()? != epochs.since => Ok(Some(OTHER_HISTORY.into())),
             None => Ok(self.tracker.lost()?),
         }
     }
 
-    /// Ends the epoch and begins the next. What is read afterwards is of this epoch, or newer and in the next record.
+    /// Ends the epoch and begins the next. Data read afterwards is of this epoch, or newer and in the next record.
     pub fn checkpoint(&self) -> Result<View, SourceError> {
         let mut epochs = self.epochs();
         let changes = self.tracker.checkpoint()?;
@@ -242,10 +242,10 @@ impl Live {
 
     /// Appends what a checkpoint of the tracker returned to the history, and releases it.
     ///
-    /// The device is flushed before: what it loses from its cache when the power goes must stand in the record, or it would
-    /// be old here, new at the replica, and named nowhere.
+    /// The device is flushed before: what it loses from its cache at a power cut must be in the record, or it would
+    /// be old here, new at the replica, and recorded nowhere.
     fn write_down(&self, epochs: &mut Epochs, changes: &Bitmap) -> Result<Epoch, SourceError> {
-        // Asked after the checkpoint: a loss up to then is in the answer.
+        // Asked after the checkpoint, to include any loss up to then.
         let lost = self.doubt(epochs)?;
         if lost.is_some() || !changes.is_clean() {
             self.flush_device()?;
@@ -268,7 +268,7 @@ impl Live {
         Ok(epoch)
     }
 
-    /// The kernel's count of what was written to the disk, where it counts.
+    /// The kernel's count of writes to the disk, if there is one.
     fn written(&self) -> Option<Written> {
         let identity = &self.about.identity;
         identity.is_block().then(|| Written::of(identity.dev)).flatten()
@@ -278,12 +278,12 @@ impl Live {
         self.disk.flush().map_err(SourceError::state("flush", &self.about.path))
     }
 
-    /// True if the disk has another size than when its tracker began: no checkpoint says what became of it.
+    /// True if the disk has another size than when its tracker began: a checkpoint does not help.
     pub fn is_resized(&self) -> bool {
         self.tracker.size() != self.disk.len()
     }
 
-    /// Why what is written to the disk stays unknown however often a checkpoint is made; `None` if one mends it. To be asked
+    /// Why writes to the disk stay unknown even after a checkpoint; `None` if a checkpoint helps. To be asked
     /// after a checkpoint.
     pub fn lost_for_good(&self) -> Result<Option<String>, SourceError> {
         if self.lost()?.is_none() {
@@ -303,10 +303,10 @@ impl Live {
         Ok(self.tracker.dirty()?)
     }
 
-    /// The last pass: a checkpoint, and all that changed up to it, and `also`, read while nobody writes.
+    /// The last pass: a checkpoint, and all changes up to it, and `also`, read while there are no writes.
     ///
     /// # Errors
-    /// `Refused` where that can't be had: too much changes, a freeze ends early, somebody writes past the file systems.
+    /// `Refused` if that is impossible: too much changes, a freeze ends early, or writes bypass the file systems.
     pub fn cut(&self, also: &Bitmap, options: &CutOptions) -> Result<Cut, SourceError> {
         let mounts = self.mounts(options)?;
         if mounts.is_empty() {
@@ -341,10 +341,10 @@ impl Live {
         Ok(mounts)
     }
 
-    /// Lets the file systems that a cut freezes write out what they hold in memory: the tracker sees it only then.
+    /// Writes out the caches of the file systems that a cut freezes: the tracker sees those writes only then.
     ///
     /// # Errors
-    /// Where a cut would be refused: before a pass, so that nothing is copied in vain.
+    /// If a cut would be refused: before a pass, so that nothing is copied in vain.
     pub fn flush(&self, options: &CutOptions) -> Result<(), SourceError> {
         freeze::flush(&self.mounts(options)?).map_err(refused)
     }
@@ -356,9 +356,9 @@ impl Live {
         for _ in 0..TRIES {
             let prepared = Freeze::prepare(mounts, options.limit).map_err(refused)?;
             let left = self.read_while_it_shrinks(&mut epochs, &prepared, &mut capture)?;
-            // What the freeze itself makes the file systems write comes on top.
+            // The freeze itself causes further writes.
             capture.prepare(2 * left + (8 << 20));
-            // Not under the freeze, since the kernel takes its time over it. What is written from here to the freeze is of
+            // Before the freeze, since it takes the kernel some time. What is written from here to the freeze is of
             // both epochs.
             self.tracker.checkpoint()?;
             prepared.settle().map_err(refused)?;
@@ -366,7 +366,7 @@ impl Live {
             let changes = self.tracker.dirty()?;
             let written = self.written();
             let read = capture.read(&changes);
-            // A write to what was marked before shows in the count only, and only once it has ended.
+            // A write to a block that was marked before shows in the count only, once it has ended.
             let still = written == self.written()
                 && written.is_none_or(|count| count.in_flight == 0)
                 && changes.count() == self.tracker.dirty()?.count();
@@ -385,7 +385,7 @@ impl Live {
         )))
     }
 
-    /// Reads what would have to be read under a freeze while nothing is frozen yet. Returns how many bytes it was at last.
+    /// Reads what a freeze would have to read while nothing is frozen yet. Returns the bytes of the last pass.
     fn read_while_it_shrinks(
         &self,
         epochs: &mut Epochs,
@@ -411,14 +411,14 @@ impl Live {
         let mut capture = self.begin_capture()?;
         self.read_and_keep(&mut capture, also)?;
         for left in (0..TRIES).rev() {
-            // What the device's own page cache holds is written now, and not while it is read.
+            // Write the device's own page cache out now, not during the read.
             self.flush_device()?;
             let changes = self.tracker.checkpoint()?;
             let epoch = self.write_down(&mut epochs, &changes)?;
             let written = self.written();
             self.read_and_keep(&mut capture, &changes)?;
             let still = self.nobody_wrote(written)?;
-            // A record that somebody else took meanwhile is clean, too.
+            // A record that another program has released meanwhile is clean, too.
             let doubt = self.doubt(&epochs)?;
             let fuzzy = !still || doubt.is_some();
             if !fuzzy || (left == 0 && options.freeze == FreezeMode::Never) {
@@ -435,10 +435,10 @@ impl Live {
         )))
     }
 
-    /// True if nobody began to write since the last checkpoint. `before` is the count of writes after it.
+    /// True if no write began since the last checkpoint. `before` is the count of writes after it.
     ///
-    /// A write that was in flight at the checkpoint tells nothing: whether it landed before it was read or after, the copy is
-    /// what a power cut at the checkpoint could have left. But a later one to the same blocks shows in the count alone.
+    /// A write in flight at the checkpoint does not matter: whether it reached the disk before the read or after, the copy is
+    /// a state that a power cut at the checkpoint could have left. But a later one to the same blocks shows in the count only.
     fn nobody_wrote(&self, before: Option<Written>) -> Result<bool, SourceError> {
         let dirty = self.tracker.dirty()?;
         let now = self.written();
@@ -464,7 +464,7 @@ impl Live {
         self.kept(read, capture)
     }
 
-    /// What became of a read, with all of it in its place.
+    /// The result of a read, with all data in place.
     fn kept(&self, read: std::io::Result<bool>, capture: &mut MemoryReader) -> Result<(), SourceError> {
         let path = &self.about.path;
         if read.map_err(SourceError::state("read", path))? && capture.keep() {
@@ -478,7 +478,7 @@ impl Live {
         )))
     }
 
-    /// What lies on a frozen file system can't be written, nor perhaps even read.
+    /// Files on a frozen file system cannot be written, and perhaps not even read.
     fn refuse_own_state(&self, mounts: &[Mount]) -> Result<(), SourceError> {
         let place = self.folder.path();
         let dev = File::open(place).and_then(|folder| device::file_system(&folder));
@@ -493,7 +493,7 @@ impl Live {
         }
     }
 
-    /// Notes where a replica stands now, and tidies the history by it.
+    /// Records the epoch of a replica, and tidies the history.
     pub fn acknowledge(&self, replica: &str, epoch: Epoch) -> Result<(), SourceError> {
         let mut epochs = self.epochs();
         let bookmarks = Bookmarks::set(&*self.folder, replica, epoch)?;

@@ -1,4 +1,4 @@
-//! Blocks read in one go, kept in memory, as a disk.
+//! An in-memory view: blocks that were read into memory, as a disk.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -14,25 +14,25 @@ const CHUNK: u64 = 1 << 20;
 const PIECES: usize = 512;
 const DEPTH: u32 = 64;
 
-/// Reads blocks of a disk into memory, again and again: what was read last counts.
+/// Reads blocks of a disk into memory repeatedly; the last read of a block counts.
 pub(crate) struct MemoryReader {
     queue: Box<dyn Queue>,
     ready: Vec<Buf>,
     most: u64,
-    /// What was read and is not in its place yet.
+    /// Data that was read and not yet stored.
     fresh: Vec<(Pieces, Buf)>,
     captured: MemoryView,
 }
 
 impl MemoryReader {
-    /// Nothing is read yet. At most `most` bytes are held, and at most as many read at once.
+    /// Holds at most `most` bytes, and reads at most that many at once.
     pub(crate) fn new(disk: &Arc<dyn Disk>, block_size: u64, most: u64) -> io::Result<MemoryReader> {
         let (size, queue) = (disk.len(), disk.clone().queue(DEPTH)?);
         let captured = MemoryView { size, block_size, slots: BTreeMap::new(), chunks: Vec::new() };
         Ok(MemoryReader { queue, ready: Vec::new(), most, fresh: Vec::new(), captured })
     }
 
-    /// Touches so many bytes of memory, so that filling them waits for nothing but the disk.
+    /// Touches that many bytes of memory, so that a later read waits for the disk only.
     pub(crate) fn prepare(&mut self, bytes: u64) {
         let chunks = bytes.min(self.most).div_ceil(CHUNK) as usize + 1;
         while self.ready.len() < chunks {
@@ -42,7 +42,7 @@ impl MemoryReader {
         }
     }
 
-    /// Reads blocks. False if they are too many; then none is read.
+    /// Reads blocks. False if there are too many; then none is read.
     pub(crate) fn read(&mut self, blocks: &Bitmap) -> io::Result<bool> {
         let MemoryView { size, block_size, .. } = self.captured;
         if blocks.count().saturating_mul(block_size) > self.most {
@@ -80,7 +80,7 @@ impl MemoryReader {
         Ok(true)
     }
 
-    /// Puts what was read in its place. False if it is too much to hold. Not part of reading, since that may be urgent.
+    /// Stores what was read. False if it is too much to hold. Not part of `read`, which may be urgent.
     pub(crate) fn keep(&mut self) -> bool {
         for (pieces, buf) in self.fresh.drain(..) {
             let mut from = 0;
@@ -93,17 +93,17 @@ impl MemoryReader {
         self.captured.slots.len() as u64 * self.captured.block_size <= self.most
     }
 
-    /// What was read and kept.
+    /// The blocks that were stored.
     pub(crate) fn finish(self) -> MemoryView {
         self.captured
     }
 }
 
-/// Some blocks of a disk as they were when they were read last. All others read as zeroes.
+/// Some blocks of a disk as of their last read. All others read as zeroes.
 pub(crate) struct MemoryView {
     size: u64,
     block_size: u64,
-    /// Where each block lies, counted in blocks.
+    /// The slot of each block.
     slots: BTreeMap<u64, usize>,
     chunks: Vec<Box<[u8]>>,
 }
@@ -115,7 +115,7 @@ impl MemoryView {
         (slot / in_chunk, slot % in_chunk * self.block_size as usize)
     }
 
-    /// Takes whole blocks, the last of the disk perhaps a short one.
+    /// Stores whole blocks; the last one of the disk may be short.
     fn put(&mut self, offset: u64, data: &[u8]) {
         for (i, block) in data.chunks(self.block_size as usize).enumerate() {
             let next = self.slots.len();
@@ -213,7 +213,7 @@ mod tests {
         let mut capture = MemoryReader::new(&disk, BLOCK, 64 << 20).unwrap();
         capture.prepare(1 << 20);
         assert!(capture.read(&blocks).unwrap());
-        // Some of it once more, and some that was not read before.
+        // Some of the blocks again, and some new ones.
         disk.write_at(0, &after).unwrap();
         let again = Bitmap::new(5000);
         again.set(600..800);

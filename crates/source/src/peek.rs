@@ -1,4 +1,4 @@
-//! What was written to a source since its last epoch, as far as that can be told without holding it.
+//! What was written to a source since its last epoch, as far as that is known without holding it.
 
 use std::path::Path;
 
@@ -10,10 +10,10 @@ use crate::history::History;
 use crate::live::OTHER_HISTORY;
 use crate::state::About;
 
-/// Adds to `into`, in blocks of the source's size, what was written since the last epoch of its history. Ends nothing and
+/// Adds to `into`, in blocks of the source's block size, what was written since the last epoch of its history. Ends nothing and
 /// takes no lock.
 ///
-/// Returns why that is not known, if it is not: then `into` may lack some of it.
+/// Returns a reason if that is not known: then `into` may be incomplete.
 ///
 /// # Errors
 /// If the source's server or its tracker fails.

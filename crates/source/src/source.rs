@@ -28,23 +28,23 @@ use crate::view::View;
 /// How to open a source.
 #[derive(Debug, Clone)]
 pub struct SourceOptions {
-    /// Bytes a block; `None` leaves the choice to the size of the disk, or to what the record already has.
+    /// Block size in bytes; `None` takes that of the existing record, or chooses one by the size of the disk.
     pub block_size: Option<u32>,
-    /// Nobody will write through the source while it is open here.
+    /// No writes go through the source while it is open here.
     pub read_only: bool,
-    /// Write past the page cache.
+    /// Write bypassing the page cache.
     pub direct: bool,
-    /// Believe the record of a block device across a stop.
+    /// Trust the record of a block device across a stop.
     pub trust_device: bool,
-    /// A source smaller than its record is meant.
+    /// Accept a source smaller than its record.
     pub allow_shrink: bool,
-    /// The most bytes that one view may keep.
+    /// The most bytes that one view may save.
     pub view_limit: u64,
-    /// False leaves the write-intent log out; see [`Settings::intents`].
+    /// False omits the write-intent log; see [`Settings::intents`].
     pub intents: bool,
-    /// Bytes a region of the write-intent log.
+    /// Region size of the write-intent log in bytes.
     pub region: u64,
-    /// From one sweep of the write-intent log to the next; a region falls idle after ten without a write.
+    /// Time between sweeps of the write-intent log; a region becomes idle after ten without a write.
     pub sweep_every: Duration,
 }
 
@@ -65,9 +65,9 @@ impl Default for SourceOptions {
 }
 
 impl SourceOptions {
-    /// The default bound on what a view keeps.
+    /// The default of `view_limit`.
     pub const VIEW_LIMIT: u64 = 16 << 30;
-    /// The default time between sweeps of the write-intent log.
+    /// The default of `sweep_every`.
     pub const SWEEP_EVERY: Duration = Duration::from_secs(1);
 
     /// The block size for a disk: 4 KiB, larger where the bitmap would exceed 128 MiB, up to 1 MiB.
@@ -80,32 +80,32 @@ impl SourceOptions {
     }
 }
 
-/// What the source must know of the thing that it follows, besides its bytes.
+/// What a source must know of its file or device, besides its bytes.
 pub trait Backing: Send + Sync {
-    /// What the thing is now.
+    /// Its present identity.
     fn identity(&self) -> Result<Identity, SourceError>;
-    /// The life of the machine.
+    /// The boot of the machine.
     fn boot(&self) -> Boot;
-    /// The clock by which the thing is stamped.
+    /// The clock that stamps it.
     fn clock(&self) -> Clock {
         Clock::system()
     }
-    /// A second way to the same bytes, for readers: past the page cache.
+    /// A second way to the same bytes, for readers, bypassing the page cache.
     fn reader(&self) -> Result<Arc<dyn Disk>, SourceError>;
-    /// The same through the page cache, for what was written just now.
+    /// The same through the page cache, for recent writes.
     fn cached_reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
         self.reader()
     }
-    /// Notices what others write from now on; `None` where the identity tells of that.
+    /// Detects writes by other programs from now on; `None` if the identity shows them.
     fn watch(&self) -> Result<Option<WriteWatch>, SourceError> {
         Ok(None)
     }
 }
 
-/// An image file or a block device at a path, and where it is moved to.
+/// An image file or a block device at a path, also after a move.
 pub(crate) struct PathBacking {
     identity: Mutex<Identity>,
-    /// It, by which its path is found when it was moved; for nothing else.
+    /// Only used to find its path after a move.
     object: Option<File>,
     boot: Boot,
 }
@@ -118,7 +118,7 @@ impl PathBacking {
         PathBacking { identity: Mutex::new(identity), object, boot }
     }
 
-    /// What it is, as it was seen last.
+    /// Its identity when it was last checked.
     fn known(&self) -> std::sync::MutexGuard<'_, Identity> {
         self.identity.lock().unwrap_or_else(|e| e.into_inner())
     }
@@ -166,7 +166,7 @@ impl Backing for PathBacking {
     }
 }
 
-/// Opens the image for reading: the one that is followed, and not what may stand at its path by now.
+/// Opens the image for reading: the tracked one, not what may be at its path by now.
 pub(crate) fn open_reader(
     path: &Path,
     followed: &Identity,
@@ -179,14 +179,14 @@ pub(crate) fn open_reader(
     Ok(disk)
 }
 
-/// What a checkpoint gave.
+/// The result of a checkpoint.
 #[derive(Debug, Clone)]
 pub struct Checkpoint {
-    /// The epoch that the source stands at.
+    /// The epoch of the source.
     pub epoch: Epoch,
-    /// What the writers keep for its view, if one was asked for.
+    /// The store of its view, if one was requested.
     pub saved: Option<Arc<CowStore>>,
-    /// Blocks written in the epoch that ended; `None` where that is not known.
+    /// Blocks written in the epoch that ended; `None` if that is not known.
     pub changes: Option<Arc<Bitmap>>,
 }
 
@@ -195,7 +195,7 @@ pub struct Checkpoint {
 pub struct BatchChanges {
     /// The last epoch before the second moment; the one that ends there, if one does.
     pub epoch: Epoch,
-    /// What the writers keep for the view of that moment.
+    /// The store of the view of that moment.
     pub saved: Arc<CowStore>,
     /// Blocks written in between.
     pub changes: Arc<Bitmap>,
@@ -209,16 +209,16 @@ pub struct Source {
     disk: TrackedDisk,
     direct: bool,
     view_limit: u64,
-    /// An outer lock, as all that a checkpoint holds (see `trackers/src/tracked.rs`): for nobody who writes.
+    /// An outer lock, as all that a checkpoint holds (see `trackers/src/tracked.rs`): not for writers.
     epochs: Mutex<Epochs>,
-    /// Why what came before the next checkpoint is not known. An inner lock: connections ask in the midst of their writes.
+    /// Why the changes before the next checkpoint are not known. An inner lock: connections take it during their writes.
     /// Changed with `epochs` locked.
     lost: Mutex<Option<String>>,
     /// An outer lock, taken before `epochs`. The views that are open as `@view` (the empty name) and `@view.NAME`.
     shared_views: Mutex<BTreeMap<String, Weak<SharedView>>>,
     tending: Option<(Arc<AtomicBool>, JoinHandle<()>)>,
     locks: Option<(FolderLock, Option<device::ImageLock>)>,
-    /// It was made by this command, which only reads: without an epoch nothing of it is to stay.
+    /// Created by this command, which only reads: removed again if it has no epoch.
     fresh: Option<StateDir>,
 }
 
@@ -228,20 +228,20 @@ struct Epochs {
     stamp: ImageStamp,
 }
 
-/// A view kept open for as long as somebody holds it.
+/// A view that is open as long as there is a reference to it.
 pub struct SharedView {
     /// The view.
     pub view: View,
     checkpoint: Checkpoint,
     disk: TrackedDisk,
-    /// The named checkpoints that it was opened with, but those behind a gap.
+    /// The named checkpoints at its opening, except those before a gap.
     since: BTreeMap<String, ChangesSince>,
 }
 
-/// What changed from a named checkpoint to a view. All readers of the view find the same, wherever the name moves.
+/// What changed from a named checkpoint to a view. It is the same for all readers of the view, wherever the name moves.
 struct ChangesSince {
     epoch: Epoch,
-    /// An outer lock, taken before `epochs`. Found when it is asked for first.
+    /// An outer lock, taken before `epochs`. Computed when first needed.
     changes: Mutex<Option<Arc<Bitmap>>>,
 }
 
@@ -251,7 +251,7 @@ impl SharedView {
         &self.checkpoint
     }
 
-    /// The named checkpoints from which it is known what changed up to this view.
+    /// The named checkpoints since which the changes up to this view are known.
     pub fn checkpoints(&self) -> impl Iterator<Item = &str> {
         self.since.keys().map(String::as_str)
     }
@@ -260,7 +260,7 @@ impl SharedView {
     /// whose view this is.
     ///
     /// # Errors
-    /// If the history can't tell; never less than what changed.
+    /// If the history does not know them.
     pub fn changes(&self, source: &Source, checkpoint: &str) -> Result<Arc<Bitmap>, SourceError> {
         let since = self.since.get(checkpoint).ok_or_else(|| {
             SourceError::Unknown(format!("what changed since checkpoint {checkpoint} is not known"))
@@ -295,10 +295,10 @@ fn shrank(path: &Path, was: u64, is: u64) -> SourceError {
 }
 
 impl Source {
-    /// Opens the source at `path`, making its folder in the state directory where it is new. Takes the source's lock.
+    /// Opens the source at `path`, creating its folder in the state directory if it is new. Takes the source's lock.
     ///
     /// # Errors
-    /// `Busy` if somebody else holds it.
+    /// `Busy` if another program holds it.
     pub fn open(state: &StateDir, path: &Path, options: &SourceOptions) -> Result<Source, SourceError> {
         let mut made = None;
         let opened = Self::open_noting(state, path, options, &mut made);
@@ -308,7 +308,7 @@ impl Source {
         opened
     }
 
-    /// The same; in `made`, the folder that was made for it.
+    /// The same; `made` gets the folder that was created for it.
     fn open_noting(
         state: &StateDir,
         path: &Path,
@@ -340,7 +340,7 @@ impl Source {
             let access = if options.read_only { device::Access::ReadShared } else { device::Access::Write };
             device::lock_image(&path, access)
         };
-        // What can't be had leaves no new folder behind; for a known source the folder's lock knows better who has it.
+        // A failure leaves no new folder behind; for a known source the folder's lock names the holder.
         let early = if known.is_none() { Some(lock_image()?) } else { None };
         *made = known.is_none().then(|| place.clone());
         let folder = Dir::open(&place).map_err(SourceError::state("make", &place))?;
@@ -382,7 +382,7 @@ impl Source {
         Ok(source)
     }
 
-    /// What is missing from a folder that was written to before; `None` if it is whole, or new.
+    /// What is missing from a folder that was in use before; `None` if it is complete, or new.
     fn missing(
         folder: &dyn Folder,
         stamp: Option<&ImageStamp>,
@@ -401,7 +401,7 @@ impl Source {
         })
     }
 
-    /// Starts the thread that looks after a tracked disk.
+    /// Starts the housekeeping thread of a tracked disk.
     fn begin_tending(
         disk: &TrackedDisk,
         backing: &Arc<dyn Backing>,
@@ -451,15 +451,15 @@ impl Source {
             Verdict::New => Some("the source was not tracked before".into()),
             Verdict::Trusted { .. } => None,
         };
-        // Durable before the first write goes through: from here on the stop is an unclean one, and what was lost stays lost
-        // until the history says so.
+        // Durable before the first write goes through: from here on a stop is unclean, and what was lost stays lost
+        // until the history has it.
         let stamp = ImageStamp {
             clean: false,
             lost: lost.clone(),
             identity: identity.clone(),
             boot: boot.id,
             epoch: last,
-            // Who serves it goes on with the smaller disk at once.
+            // A server continues with the smaller disk at once.
             larger: Some(was).filter(|was| options.read_only && *was > identity.size),
         };
         let settings = Settings {
@@ -477,7 +477,7 @@ impl Source {
             stamp.write(&*folder)?;
         }
         let disk = TrackedDisk::open(disk, folder.clone(), settings, last, trusted, power_lost)?;
-        // After the records: a power cut before this finds the old stamp and looks at the regions again.
+        // After the records: a power cut before this finds the old stamp and checks the regions again.
         stamp.write(&*folder)?;
         if let Some(times) = foreign {
             disk.settle(times);
@@ -513,7 +513,7 @@ impl Source {
         (self.folder.clone(), self.backing.clone())
     }
 
-    /// Where the source's state lies.
+    /// The folder of the source's state.
     pub fn folder(&self) -> &dyn Folder {
         &*self.folder
     }
@@ -523,13 +523,13 @@ impl Source {
         &self.disk
     }
 
-    /// Why what came before the next checkpoint is not known; `None` if it is. Does not wait for a checkpoint that is under
-    /// way: until that stands in the history, the answer is still that of before.
+    /// Why the changes before the next checkpoint are not known; `None` if they are. Does not wait for a checkpoint in
+    /// progress: until that is in the history, the answer is the previous one.
     pub fn lost(&self) -> Option<String> {
         self.doubted().0
     }
 
-    /// The same, and what of it is to be settled with the tracker.
+    /// The same, and the count to settle with the tracker.
     fn doubted(&self) -> (Option<String>, Option<u64>) {
         let lost = self.lost.lock().unwrap_or_else(|e| e.into_inner()).clone();
         let foreign = self.disk.foreign();
@@ -540,21 +540,21 @@ impl Source {
         self.epochs.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Ends the epoch and begins the next. Where nothing was written since the last one, the source still stands at that
-    /// and no epoch is added. With `view`, what writers overwrite from this moment on is kept until
+    /// Ends the epoch and begins the next. If nothing was written since the last one, the source stays at it
+    /// and no epoch is added. With `view`, what writers overwrite from this moment on is saved until
     /// [`TrackedDisk::drop_view`].
     pub fn checkpoint(&self, view: bool) -> Result<Checkpoint, SourceError> {
         self.end_epoch(&mut self.epochs(), view, None).map(|(checkpoint, _)| checkpoint)
     }
 
-    /// Follows what is written from now on, for [`Source::batch_changes`].
+    /// Follows writes from now on, for [`Source::batch_changes`].
     pub fn follow(&self) -> Follower {
         self.disk.follow()
     }
 
-    /// What was written since the follower's last batch, and the view of this moment, which the writers keep until
-    /// [`TrackedDisk::drop_view`]. Nothing is made durable, and the epoch goes on, but where it is to end: then this is a
-    /// checkpoint too. `None` if nothing was written, and no epoch is to end.
+    /// What was written since the follower's last batch, and the view of this moment, for which writers save until
+    /// [`TrackedDisk::drop_view`]. Nothing is made durable, and the epoch continues unless `ends` is set: then this is a
+    /// checkpoint too. `None` if nothing was written and `ends` is not set.
     ///
     /// # Errors
     /// `Lost` if what was written is not known.
@@ -593,12 +593,12 @@ impl Source {
         Ok(Some(BatchChanges { epoch, saved, changes }))
     }
 
-    /// True if what is written through the source goes past the page cache.
+    /// True if writes through the source bypass the page cache.
     pub(crate) fn is_direct(&self) -> bool {
         self.direct
     }
 
-    /// Looks whether it is still the same image, and whether others have changed it.
+    /// Checks that it is still the same image, and whether other programs have changed it.
     fn look(&self, epochs: &mut Epochs) -> Result<(), SourceError> {
         let now = self.backing.identity()?;
         if !now.same_object(&epochs.stamp.identity) {
@@ -609,7 +609,7 @@ impl Source {
             write_about(&*self.folder, &about)?;
             epochs.stamp.identity.path.clone_from(&now.path);
         }
-        // Asked anew, under the look's own order: what was told above may be older than a write that has left since.
+        // Asked again, under the check's own ordering: the identity above may be older than a write that has completed since.
         Ok(self.disk.look(|| self.backing.identity().ok().as_ref().and_then(changed))?)
     }
 
@@ -644,8 +644,8 @@ impl Source {
                 let appended =
                     epochs.history.append(epoch, lost.clone(), size, self.about.block_size, &frozen.changes);
                 let settled = appended.and_then(|()| {
-                    // The gap stands in the history. And a history that ends before this epoch is not believed any more:
-                    // soon no record holds what it lacks.
+                    // The gap is in the history. And a history that ends before this epoch is not trusted any more:
+                    // soon no record has what it lacks.
                     *self.lost.lock().unwrap_or_else(|e| e.into_inner()) = None;
                     (epochs.stamp.lost, epochs.stamp.larger, epochs.stamp.epoch) = (None, None, epoch.number);
                     epochs.stamp.write(&*self.folder)
@@ -662,7 +662,7 @@ impl Source {
                 epoch
             }
         };
-        // The epoch stands: what follows only tidies up, and is done again at the next opening if it fails here.
+        // The epoch is durable: what follows only tidies up, and is repeated at the next opening if it fails here.
         self.disk.release()?;
         if let Some(times) = foreign {
             self.disk.settle(times);
@@ -678,7 +678,7 @@ impl Source {
             .map_err(SourceError::state("make a view in", place))
     }
 
-    /// The view that readers share as `@view`, or with a name as `@view.NAME`: the one that is open, else a new one at a
+    /// The view that readers share as `@view`, or with a name as `@view.NAME`: the open one, else a new one at a
     /// checkpoint taken now.
     pub fn shared_view(&self, name: &str) -> Result<Arc<SharedView>, SourceError> {
         let mut slots = self.slots();
@@ -703,7 +703,7 @@ impl Source {
         Ok(shared)
     }
 
-    /// The view open as `@view`, if somebody holds one.
+    /// The view open as `@view`, if there is one.
     pub fn held_view(&self) -> Option<Arc<SharedView>> {
         self.slots().get("").and_then(Weak::upgrade)
     }
@@ -718,8 +718,8 @@ impl Source {
         open.iter().map(|view| view.checkpoint.epoch).collect()
     }
 
-    /// A view for a source that nobody writes while this process holds it: the image itself, and a look at the end whether
-    /// it stayed as it was.
+    /// A view of a source that is not written while this process holds it: the image itself, and a check at the end that
+    /// it has not changed.
     pub(crate) fn still_view(&self, checkpoint: &Checkpoint) -> Result<View, SourceError> {
         let (path, backing) = (self.about.path.clone(), self.backing.clone());
         let before = settled(&*backing)?;
@@ -737,7 +737,7 @@ impl Source {
         read(&self.epochs().history)
     }
 
-    /// Notes where a replica stands now, and tidies the history by it.
+    /// Records the epoch of a replica, and tidies the history.
     pub fn acknowledge(&self, replica: &str, epoch: Epoch) -> Result<(), SourceError> {
         let open = self.open_epochs();
         let mut epochs = self.epochs();
@@ -748,7 +748,7 @@ impl Source {
     /// Sets a named checkpoint at an epoch; without one at the present, which ends the epoch. See [`Bookmarks`].
     ///
     /// # Errors
-    /// `Refused` where the name is not one, is taken, or would move back; then no epoch has ended.
+    /// `Refused` if the name is invalid, is in use, or would move back; then no epoch has ended.
     pub fn name_checkpoint(&self, name: &str, at: Option<Epoch>) -> Result<Epoch, SourceError> {
         let open = self.open_epochs();
         let mut epochs = self.epochs();
@@ -773,7 +773,7 @@ impl Source {
         self.disk.dirty()
     }
 
-    /// Ends cleanly: the record is durable, and the stamp says that nobody wrote since. To be called when no writer is left.
+    /// Closes cleanly: makes the record durable, and stamps the image. To be called when no writer is left.
     pub fn close(mut self) -> Result<(), SourceError> {
         self.stop_tending();
         self.disk.close()?;
@@ -800,7 +800,7 @@ impl Source {
 impl Drop for Source {
     fn drop(&mut self) {
         self.stop_tending();
-        // The lock goes last.
+        // The lock is released last.
         let locks = self.locks.take();
         if let (Some(state), Some((lock, _image))) = (&self.fresh, locks) {
             discard::undo(state, self.folder.path(), Some(lock));
@@ -808,19 +808,19 @@ impl Drop for Source {
     }
 }
 
-/// Ticks after which an unwritten region falls idle.
+/// Ticks without a write after which a region becomes idle.
 const IDLE_TICKS: u8 = 10;
 
-/// From one note of a busy disk to the next, and from one look at an idle disk to the next.
+/// Time between notes of a busy disk, and between checks of an idle one.
 const BUSY_PULSE: Duration = Duration::from_millis(5);
 const IDLE_PULSE: Duration = Duration::from_millis(100);
 
-/// When the image was changed last, in nanoseconds since 1970; `None` for what has no such time.
+/// When the image was changed last, in nanoseconds since 1970; `None` for a device.
 fn changed(identity: &Identity) -> Option<u64> {
     (!identity.is_block()).then_some(identity.ctime_ns.max(0) as u64)
 }
 
-/// What the backing is now, so that a later write shows in it: one in the same tick of the clock as the last would bear the
+/// The identity of the backing, read so that a later write shows: one in the same clock tick as the last would have the
 /// same time.
 fn settled(backing: &dyn Backing) -> Result<Identity, SourceError> {
     let identity = backing.identity()?;
@@ -835,9 +835,9 @@ fn settled(backing: &dyn Backing) -> Result<Identity, SourceError> {
 
 fn tend(disk: &TrackedDisk, backing: &dyn Backing, stop: &AtomicBool, every: Duration) {
     let (mut last, mut wrote, mut swept) = (0, Instant::now(), Instant::now());
-    // Not in the first second, which may be the only one; and after a failure not before the next sweep.
+    // Not in the first second, which may be the only one; after a failure not before the next sweep.
     let mut spare = false;
-    // One look soon after the last write, then one at each sweep. What can't be looked at is left to the next checkpoint.
+    // One check soon after the last write, then one at each sweep. A failure is left to the next checkpoint.
     let mut look = true;
     while !stop.load(SeqCst) {
         let busy = wrote.elapsed() < every;

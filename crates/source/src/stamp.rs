@@ -1,5 +1,5 @@
-//! Whether the image is as its record says: a stamp taken when the last writer left, and compared before the record is
-//! believed again.
+//! Whether the image matches its record: a stamp is taken at the end of writing, and compared before the record is
+//! trusted again.
 
 use device::{Boot, Folder, Identity, Life};
 use serde::{Deserialize, Serialize};
@@ -8,23 +8,23 @@ use crate::SourceError;
 
 const NAME: &str = "stamp";
 
-/// What was known of the image when its record was last in order.
+/// The state of the image when its record was last valid.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct ImageStamp {
     /// The record was closed; while a source is open this is false.
     pub clean: bool,
-    /// Why knowledge was lost and no checkpoint has come since; to be written into the history as a gap.
+    /// Why changes were lost since the last checkpoint; to be written into the history as a gap.
     pub lost: Option<String>,
     /// The image at that moment.
     pub identity: Identity,
-    /// The life in which the stamp was taken: the machine's, and that of the disks beneath the image and its state.
+    /// The boot in which the stamp was taken, and the diskseqs beneath the image and its state.
     pub boot: String,
     /// The number of the history's last epoch at that moment. A history that ends earlier has lost what the record of
     /// today does not hold.
     #[serde(default)]
     pub epoch: u64,
-    /// Bytes that the source had before it shrank, until an epoch of its new size stands in the history: a command that was
-    /// allowed to read the smaller one, and came to nothing, has not agreed to it for others.
+    /// Bytes that the source had before it shrank, until an epoch of its new size is in the history: a command that was
+    /// allowed to read the smaller one, and failed, has not agreed to it for others.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub larger: Option<u64>,
 }
@@ -36,25 +36,25 @@ pub(crate) struct LastWrite {
     pub time: u64,
     /// Writes were in flight when the process died: the image may have been changed by them a little later.
     pub in_flight: bool,
-    /// When the image had been changed last, as the process saw it; 0 if it never looked.
+    /// The image's time of change at the process's last check; 0 if there was none.
     pub seen: u64,
     /// The process saw that others had changed the image.
     pub foreign: bool,
 }
 
-/// Why nothing is known after a write past the server.
+/// The loss after a write that bypassed the server.
 pub(crate) const FOREIGN: &str = "the image was changed by another program while dsync had it open";
-/// Why nothing is known of what stands at the path now.
+/// The loss if something else is at the path now.
 pub(crate) const REPLACED: &str = "another file or device is in its place";
 
-/// What a look at the stamp tells.
+/// The result of checking a stamp.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Verdict {
     /// There is no record yet.
     New,
-    /// The record holds.
+    /// The record is valid.
     Trusted { power_lost: bool },
-    /// It does not.
+    /// The record is not valid.
     Lost(String),
 }
 
@@ -63,7 +63,7 @@ impl ImageStamp {
         crate::json::read_json(folder, NAME)
     }
 
-    /// Removes it: what it says of the source is no longer true.
+    /// Removes the stamp, which is no longer valid.
     pub(crate) fn forget(folder: &dyn Folder) -> Result<(), SourceError> {
         let gone = folder.remove(NAME).and_then(|()| folder.sync());
         gone.map_err(SourceError::state("remove a stamp in", folder.path()))
@@ -73,7 +73,7 @@ impl ImageStamp {
         crate::json::write_json(folder, NAME, self)
     }
 
-    /// Whether the record that this stamp was taken of can be believed for the image as it is.
+    /// Whether the record of this stamp can be trusted for the image as it is.
     pub(crate) fn verdict(
         &self,
         now: &Identity,
@@ -110,7 +110,7 @@ impl ImageStamp {
         if self.identity.size != now.size {
             return Verdict::Lost("the image was resized while it was not served".into());
         }
-        // An unclean stop: the last write to the image must have been one of ours. Its time is noted just before it goes
+        // An unclean stop: the last write to the image must have been our own. Its time is noted just before it goes
         // down, in memory that outlives the process but not the kernel.
         let changed = now.ctime_ns.max(0) as u64;
         let untouched = self.identity.ctime_ns == now.ctime_ns;

@@ -1,4 +1,4 @@
-//! The state directory: where sources keep their records, and who holds them.
+//! The state directory, with the folders of all sources.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -20,7 +20,7 @@ pub struct StateDir {
     root: PathBuf,
 }
 
-/// What a source's folder says of it.
+/// The description in a source's folder.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct About {
     /// Version of the folder's format.
@@ -31,7 +31,7 @@ pub struct About {
     pub path: PathBuf,
     /// Inode and device numbers when it was last opened.
     pub identity: Identity,
-    /// Bytes a block.
+    /// Block size in bytes.
     pub block_size: u32,
 }
 
@@ -45,7 +45,7 @@ impl About {
     }
 }
 
-/// What a source's folder says of it, and what names the disk behind it for good: numbers of inodes and devices are given anew.
+/// The description in a source's folder, with an identifier of its disk: inode and device numbers are reused.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Known {
     #[serde(flatten)]
@@ -54,8 +54,8 @@ struct Known {
     mark: Option<String>,
 }
 
-/// What no other file that is given the same inode has: its birth. What names the disk behind a device, whatever the kernel
-/// calls it. `None` where nothing tells.
+/// The birth time of a file, which no other file with the same inode has; the identifier of the disk behind a device, whatever the kernel
+/// calls it. `None` if there is none.
 fn mark(identity: &Identity) -> Option<String> {
     if identity.is_block() {
         return device::disk_id(identity.dev);
@@ -66,21 +66,21 @@ fn mark(identity: &Identity) -> Option<String> {
 }
 
 impl Known {
-    /// Whether it is the disk that it says, by its mark; `None` if that can't be told.
+    /// Whether it is the recorded disk, by its mark; `None` if that is not known.
     fn is(&self, identity: &Identity, mark: Option<&String>) -> Option<bool> {
         let same = self.mark.as_ref()? == mark?;
-        // Of two disks that are attached at once, and bear one number, each is its own.
+        // Two disks that are attached at once under one number are different.
         let is_it = || self.about.identity.same_object(identity);
         Some(same && (is_it() || (identity.is_block() && !self.is_in_place())))
     }
 
-    /// True if its path leads to its disk still.
+    /// True if its path still leads to its disk.
     fn is_in_place(&self) -> bool {
         device::identity(&self.about.path).is_ok_and(|now| now.same_object(&self.about.identity))
     }
 }
 
-/// The one of the known sources that a disk is. What was moved is found where it is now.
+/// The known source of a disk, also if it was moved.
 fn known_as(sources: &[(PathBuf, Known)], identity: &Identity) -> Option<(PathBuf, About)> {
     let mark = mark(identity);
     let at_path = |known: &Known| known.about.path == identity.path;
@@ -104,19 +104,19 @@ fn known_as(sources: &[(PathBuf, Known)], identity: &Identity) -> Option<(PathBu
     };
     let (place, known) = named().or_else(placed).or_else(unmarked)?;
     let mut about = known.about.clone();
-    // Another name of a file that has its old one, too, changes nothing.
+    // A second name of a file that also has its old one changes nothing.
     if !at_path(known) && !known.is_in_place() {
         about = About { path: identity.path.clone(), identity: identity.clone(), ..about };
     }
     Some((place.clone(), about))
 }
 
-/// What the folders of the state directory say.
+/// The contents of the state directory.
 #[derive(Debug, Default)]
 pub struct Survey {
     /// The known sources, sorted by path.
     pub sources: Vec<(PathBuf, About)>,
-    /// The folders that can't be read, and why.
+    /// The folders that cannot be read, and why.
     pub damaged: Vec<(PathBuf, SourceError)>,
 }
 
@@ -166,7 +166,7 @@ impl StateDir {
         self.root.join("keys")
     }
 
-    /// The known sources, and the folders of which nobody can tell what they are: these are no hindrance to the others.
+    /// The known sources, and the unreadable folders, which do not affect the others.
     pub fn survey(&self) -> Result<Survey, SourceError> {
         let (known, damaged) = self.known()?;
         let sources = known.into_iter().map(|(place, known)| (place, known.about)).collect();
@@ -198,8 +198,8 @@ impl StateDir {
         Ok((known, damaged))
     }
 
-    /// The source that a path, the name under which it is served, or its id means. What was moved or renamed is known by its inode
-    /// and birth; the path that is returned is the one that it has now.
+    /// The source of a path, an export name, or an id. A moved or renamed file is recognised by its inode
+    /// and birth time; its present path is returned.
     pub fn source(&self, what: &str) -> Result<Option<(PathBuf, About)>, SourceError> {
         let (sources, damaged) = self.known()?;
         if let Ok(id) = what.parse::<Uuid>() {
@@ -212,14 +212,14 @@ impl StateDir {
                     let found = known_as(&sources, &identity);
                     return if found.is_some() { Ok(found) } else { not_damaged(damaged, &identity) };
                 }
-                // A folder that happens to be here does not hide what is served under its name.
+                // A folder in the current directory does not hide an export of that name.
                 Err(error) if what.contains('/') => return Err(error.into()),
                 Err(_) => {}
             }
         }
         let mut sources = sources.into_iter().map(|(place, known)| (place, known.about));
         if what.contains('/') {
-            // Whoever is no longer where it was is named by the path that it had.
+            // A source that is gone can be named by its former path.
             let what = std::path::absolute(what).unwrap_or_else(|_| what.into());
             return Ok(sources.find(|(_, a)| a.path == what));
         }
@@ -234,10 +234,10 @@ impl StateDir {
         }
     }
 
-    /// Lets one process at a time look for a source and make it: two that begin at once agree on one identity.
+    /// Locks looking up and creating sources: two processes that start at once agree on one identity.
     ///
     /// # Errors
-    /// `Refused` if somebody holds it for ten seconds.
+    /// `Refused` if the lock is not free within ten seconds.
     pub(crate) fn lock(&self) -> Result<FolderLock, SourceError> {
         let root = self.root.join("sources");
         Dir::open(&root).map_err(SourceError::state("make", &root))?;
@@ -281,7 +281,7 @@ fn read_about(place: &Path) -> Result<Option<Known>, SourceError> {
     }
 }
 
-/// That a disk is not known, unless it may be the one of a folder that can't be read.
+/// The error for an unknown disk, which may belong to an unreadable folder.
 fn not_damaged<T>(
     damaged: Vec<(PathBuf, SourceError)>,
     identity: &Identity,

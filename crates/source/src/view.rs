@@ -1,4 +1,4 @@
-//! Views: the source as it was at a checkpoint, as a disk that only reads.
+//! Views: the source as it was at a checkpoint, as a read-only disk.
 
 use std::io;
 use std::ops::Range;
@@ -9,7 +9,7 @@ use device::{Disk, Done, Kind, Queue, Request};
 use extents::Bitmap;
 use trackers::CowStore;
 
-/// Tells whether what keeps a view exact is still at work.
+/// Checks that the view is still kept exact.
 pub(crate) type Alive = Arc<dyn Fn() -> io::Result<()> + Send + Sync>;
 
 /// The source as it was at a checkpoint.
@@ -35,12 +35,12 @@ impl View {
         View { epoch, disk, size, saved, alive, shared: false }
     }
 
-    /// The same view, but one that others read too: all of it is kept for them, whatever this reader has taken.
+    /// The same view, shared with other readers: all of it is saved for them, whatever this reader has read.
     pub(crate) fn shared(self) -> View {
         View { shared: true, ..self }
     }
 
-    /// What the writer keeps, where it is this reader's to say how much.
+    /// The store, if this reader alone decides what it needs.
     fn own(&self) -> Option<&CowStore> {
         self.saved.as_deref().filter(|_| !self.shared)
     }
@@ -50,31 +50,31 @@ impl View {
         self.epoch
     }
 
-    /// Tells that only these blocks will be read: the writer need not keep others.
+    /// Declares that only these blocks will be read: the writer need not save others.
     pub fn narrow(&self, blocks: &Bitmap) {
         if let Some(saved) = self.own() {
             saved.narrow(blocks);
         }
     }
 
-    /// Tells that everything below this offset has been read for good.
+    /// Declares that everything below this offset has been read.
     pub fn taken(&self, offset: u64) {
         if let Some(saved) = self.own() {
             saved.taken(offset / u64::from(saved.block_size()));
         }
     }
 
-    /// Bytes that the writer had to keep for this view so far.
+    /// Bytes saved for this view so far.
     pub fn kept_bytes(&self) -> u64 {
         self.saved.as_ref().map_or(0, |s| s.kept_bytes())
     }
 
-    /// Says whether everything read so far was exact: to be asked before what was read is declared whole.
+    /// Checks that everything read so far was exact. To be called before the data is used.
     pub fn verify(&self) -> io::Result<()> {
         (self.alive)()
     }
 
-    /// Turns what was read from the image into what the view shows.
+    /// Corrects what was read from the image.
     fn mend(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
         match &self.saved {
             Some(saved) => saved.mend(offset, buf),
@@ -82,8 +82,8 @@ impl View {
         }
     }
 
-    /// A writer that has gone is noticed at once. Where nobody is to write, [`View::verify`] at the end is enough, and a
-    /// read costs no look at the file.
+    /// A writer that is gone is noticed at once. Without a writer, [`View::verify`] at the end is enough, and a
+    /// read needs no check of the file.
     fn still_kept(&self) -> io::Result<()> {
         if self.saved.is_some() { self.verify() } else { Ok(()) }
     }
@@ -123,13 +123,13 @@ impl Disk for View {
     fn prefetch(&self, offset: u64, len: u64) -> io::Result<()> {
         self.disk.prefetch(offset, len)
     }
-    /// The image is asked first, the kept blocks after: a hole that the writer fills or makes in between was kept before.
+    /// The image is asked before the saved blocks: a hole that the writer fills or makes in between was saved before.
     fn allocated(&self, from: u64) -> io::Result<Option<Range<u64>>> {
         let image = self.disk.allocated(from)?.filter(|run| run.start < self.size);
         let kept = self.saved.as_ref().and_then(|s| s.next_kept(from));
         self.still_kept()?;
         Ok(match (image, kept) {
-            // Overlapping runs are given as one, up to where the first ends: the next call finds the rest.
+            // Overlapping runs are returned as one, up to the end of the first: the next call finds the rest.
             (Some(a), Some(b)) if a.start <= b.start => Some(a.start..a.end.min(self.size)),
             (_, Some(b)) => Some(b),
             (Some(a), None) => Some(a.start..a.end.min(self.size)),
@@ -171,7 +171,7 @@ impl Queue for ViewQueue {
         match done.request.kind {
             Kind::Read if done.result.is_ok() => done.result = self.mend(&mut done),
             Kind::Read | Kind::Flush => {}
-            // Views are only handed to readers, and the disk beneath is opened for reading alone.
+            // Views are only given to readers, and the disk beneath is opened read-only.
             _ => done.result = Err(read_only()),
         }
         Some(done)

@@ -1,7 +1,7 @@
-//! The process that thaws file systems when the one that froze them can't.
+//! A process that thaws file systems when the one that froze them cannot.
 //!
-//! It thaws when the time is up, or when its parent is dead, and goes on until that is of use: a freeze may come about long
-//! after it was begun, when a write that it waited for ends, and even after its parent was killed.
+//! It thaws when the time is up, or when its parent is dead, and continues until that has an effect: a freeze may take effect long
+//! after its start, when a write that it waited for ends, even after its parent was killed.
 //!
 //! ```text
 //!  parent                     watchdog
@@ -29,20 +29,20 @@ pub(crate) const OFF: &[u8; 1] = b"0";
 const BEGIN: &[u8; 1] = b"f";
 const DISMISS: &[u8; 1] = b".";
 
-/// Between two tries to thaw, in milliseconds.
+/// Time between attempts to thaw, in milliseconds.
 const PAUSE: i32 = 20;
 
-/// What a watchdog looks after.
+/// The arguments of a watchdog.
 pub(crate) struct WatchdogArgs<'a> {
-    /// The file systems, in the order in which they are frozen.
+    /// The file systems, in the order of freezing.
     pub frozen: Vec<BorrowedFd<'a>>,
-    /// The kernel's switch that is to be turned off.
+    /// The kernel's switch to turn off.
     pub rcu: Option<BorrowedFd<'a>>,
     /// The time from the first freeze.
     pub limit: Duration,
 }
 
-/// See the module. Started before memory is made ready: what is shared with a child has to be copied when it is written to.
+/// See the module. Started before memory is prepared: pages shared with a child are copied when they are written.
 pub(crate) struct Watchdog {
     pid: Pid,
     line: OwnedFd,
@@ -50,7 +50,7 @@ pub(crate) struct Watchdog {
 }
 
 impl Watchdog {
-    /// Starts one, out of reach of what ends our own control group.
+    /// Starts a watchdog, outside of the process's own control group.
     pub(crate) fn start(args: &WatchdogArgs) -> io::Result<Watchdog> {
         let (ear, line) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
         let child = ChildArgs::new(args, ear.as_raw_fd());
@@ -68,7 +68,7 @@ impl Watchdog {
         }
     }
 
-    /// To be called before each freeze. From the first on the time runs.
+    /// To be called before each freeze. The first call starts the time.
     ///
     /// # Errors
     /// If the watchdog is gone: then nothing may be frozen.
@@ -80,7 +80,7 @@ impl Watchdog {
 
 impl Drop for Watchdog {
     fn drop(&mut self) {
-        // If it is gone already it has done its work.
+        // If it is gone already, its work is done.
         let _ = rustix::io::write(&self.line, DISMISS);
         let _ = rustix::process::waitpid(Some(self.pid), WaitOptions::empty());
         for place in &self.shelter {
@@ -90,22 +90,22 @@ impl Drop for Watchdog {
     }
 }
 
-/// Where hierarchies of control groups are mounted that a service manager ends services by.
+/// The mounted hierarchies of control groups by which a service manager may kill services.
 const HIERARCHIES: [&str; 3] = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified", "/sys/fs/cgroup/systemd"];
 const SHELTER: &str = "dsync-thaw";
 
-/// Moves a process into a control group of its own, and lets no lack of memory end it: what kills all of a service must not
-/// kill it. Where that is not allowed it stays where it is. Returns the groups.
+/// Moves a process into its own control group, and exempts it from the OOM killer: what kills all of a service must not
+/// kill it. If that is not allowed it stays where it is. Returns the groups.
 fn take_shelter(pid: Pid) -> Vec<PathBuf> {
     let pid = pid.as_raw_nonzero().get();
     let _ = std::fs::write(format!("/proc/{pid}/oom_score_adj"), "-1000");
     let hierarchies = HIERARCHIES.iter().map(Path::new);
-    // Anywhere else a folder would be a folder.
+    // Elsewhere this would create an ordinary folder.
     let hierarchies = hierarchies.filter(|place| place.join("cgroup.procs").exists());
     hierarchies.map(|place| place.join(SHELTER)).filter(|place| move_to(place, pid)).collect()
 }
 
-/// Another watchdog may remove the group between its making and our move.
+/// Another watchdog may remove the group between its creation and our move.
 const TRIES: usize = 5;
 
 fn move_to(group: &Path, pid: i32) -> bool {
@@ -115,14 +115,14 @@ fn move_to(group: &Path, pid: i32) -> bool {
     })
 }
 
-/// All that the child needs, made before: between fork and exit it may only call what is safe in a signal handler.
+/// What the child needs, allocated before: between fork and exit it may only call what is safe in a signal handler.
 struct ChildArgs {
     frozen: Vec<RawFd>,
     rcu: Option<RawFd>,
     ear: RawFd,
     /// Milliseconds.
     limit: i64,
-    /// Descriptors to be closed, first and last.
+    /// Ranges of descriptors to close, inclusive.
     closed: Vec<(RawFd, RawFd)>,
 }
 
@@ -145,17 +145,17 @@ impl ChildArgs {
     }
 }
 
-/// The child: waits for the word or for the time, thaws, leaves.
+/// The child: waits for a byte or for the time, thaws, exits.
 ///
 /// # Safety
 /// Only for the child of a fork, which it ends. The descriptors are open.
 unsafe fn watch(child: &ChildArgs) -> ! {
     // SAFETY: system calls with valid arguments only; see the caller.
     unsafe {
-        // A Ctrl-C is for the parent, which thaws; and who kills by name means the parent too.
+        // Ctrl-C is for the parent, which thaws; a kill by name hits the parent too.
         libc::setsid();
         libc::prctl(libc::PR_SET_NAME, c"thaw-watchdog".as_ptr());
-        // Locks and pipes of the parent's would outlive it here, and the line's other end with them.
+        // Otherwise the parent's locks and pipes would stay open here, and the line's other end with them.
         for &(first, last) in &child.closed {
             libc::syscall(libc::SYS_close_range, first, last, 0);
         }
@@ -187,7 +187,7 @@ unsafe fn watch(child: &ChildArgs) -> ! {
     }
 }
 
-/// Thaws what may be frozen. False if that is to be tried again.
+/// Thaws what may be frozen. False if it should be tried again.
 ///
 /// # Safety
 /// As for [`watch`].
@@ -196,7 +196,7 @@ unsafe fn thaw(child: &ChildArgs, begun: usize) -> bool {
     // SAFETY: system calls with valid arguments only; see the caller.
     unsafe {
         for &fd in child.frozen.iter().take(begun) {
-            // What is not frozen, or can't be, is no fault.
+            // Not an error: not frozen, or cannot be frozen.
             let harmless = [libc::EINVAL, libc::EOPNOTSUPP, libc::EPERM];
             done &= libc::ioctl(fd, FITHAW as _, 0) >= 0 || harmless.contains(&*libc::__errno_location());
         }

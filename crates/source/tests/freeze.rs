@@ -25,7 +25,7 @@ struct Scene {
 }
 
 impl Scene {
-    /// `None` where that can't be had; a line says so.
+    /// `None` where that cannot be had; a line says so.
     fn new(what: &str) -> Option<Scene> {
         let folder = tempfile::tempdir().unwrap();
         let image = folder.path().join("image");
@@ -163,7 +163,7 @@ struct Stalled {
 }
 
 impl Stalled {
-    /// `None` where that can't be had; a line says so.
+    /// `None` where that cannot be had; a line says so.
     fn new(scene: &Scene, what: &str) -> Option<Stalled> {
         let memory = userfault::Page::new();
         if memory.is_none() {

@@ -382,7 +382,7 @@ fn an_image_that_is_moved_while_it_is_served_is_followed() {
     let mut buf = [0; BLOCK as usize];
     source.shared_view("").unwrap().view.read_at(7 * BLOCK, &mut buf).unwrap();
     assert_eq!(buf, [7; BLOCK as usize]);
-    // A change of name looks like somebody else's write; nothing is missed for it.
+    // A change of name looks like another program's write; nothing is missed for it.
     match since(&source, at) {
         Ok(changes) => assert!(changes.contains(&7), "{changes:?}"),
         Err(error) => assert!(matches!(error, SourceError::Lost { .. }), "{error}"),

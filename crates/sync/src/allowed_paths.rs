@@ -22,7 +22,7 @@ impl AllowedPaths {
     /// Only what is within the folders, or is one of the devices, that `places` names.
     ///
     /// # Errors
-    /// [`SyncError::Refused`] if one of them is neither; [`SyncError::Io`] if it can't be looked at.
+    /// [`SyncError::Refused`] if one of them is neither; [`SyncError::Io`] if it cannot be looked at.
     pub fn within(places: &[PathBuf]) -> Result<AllowedPaths, SyncError> {
         use std::os::unix::fs::FileTypeExt;
         let (mut folders, mut devices) = (Vec::new(), Vec::new());

@@ -14,7 +14,7 @@ pub enum Class {
     Lost,
     /// Lineage, state or a lock is in the way.
     Refused,
-    /// Somebody else uses the replica: it may be free soon.
+    /// Another program uses the replica: it may be free soon.
     Busy,
     /// The replica is not where it was: its disk or file system may come back.
     Away,
@@ -57,12 +57,12 @@ pub enum SyncError {
     /// Another stage failed, or the end was asked for: not an error of its own.
     #[error("stopped")]
     Stopped,
-    /// A part of the source can't be read.
+    /// A part of the source cannot be read.
     #[error(
         "the source cannot be read at byte {0}, so nothing was committed: \"dsync sync --keep-going\" copies the rest and leaves the replica incomplete"
     )]
     Unreadable(u64),
-    /// A part of the replica can't be read.
+    /// A part of the replica cannot be read.
     #[error("the replica cannot be read: {0}: --keep-going skips what cannot be read")]
     UnreadableReplica(#[source] std::io::Error),
     /// Something is in the way.
@@ -93,7 +93,7 @@ impl SyncError {
         if refused { Class::Refused } else { Class::Failed }
     }
 
-    /// True if a part of the source can't be read, and the rest perhaps can.
+    /// True if a part of the source cannot be read, and the rest perhaps can.
     pub fn is_unreadable(&self) -> bool {
         match self {
             SyncError::Unreadable(_) => true,

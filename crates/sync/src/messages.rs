@@ -330,7 +330,7 @@ pub(crate) fn part<T>(
 ) -> Result<T, SyncError> {
     let done = match result {
         Ok(done) => done,
-        // It knows already, or can't be told.
+        // It knows already, or cannot be told.
         Err(error @ (SyncError::Far { .. } | SyncError::Link(_))) => return Err(error),
         Err(error) => {
             // Else it takes the link for cut. It may be deep in its own work: then it is not waited for.

@@ -116,7 +116,7 @@ pub(crate) fn choose(facts: &Facts<'_>, status: &Status, options: &SyncOptions) 
     match options.method {
         Some(Method::Compare) => return Ok(Choice::compare("asked for")),
         Some(Method::Rolling) if options.unreadable == Unreadable::LeaveOut => {
-            return Ok(Choice::compare("a part of the source can't be read"));
+            return Ok(Choice::compare("a part of the source cannot be read"));
         }
         Some(Method::Rolling) if options.adopt || something => return Ok(Choice::rolling()),
         None if nothing && something => return Ok(Choice::compare("the replica was empty")),
@@ -189,7 +189,7 @@ pub(crate) struct Moment<'a> {
     pub epoch: Epoch,
     /// Bytes of the disk.
     pub size: u64,
-    /// Bytes a block.
+    /// Block size in bytes.
     pub block_size: u32,
     /// What is between dense changes may be moved too.
     pub fill: bool,
@@ -458,7 +458,7 @@ mod tests {
             ("at 5; --rolling", "rolling, compared: asked for"),
             ("at 5; --copy", "copy, copied: asked for"),
             ("at 5; --leave-out", "tracked"),
-            ("at 5; --rolling --leave-out", "compare, compared: a part of the source can't be read"),
+            ("at 5; --rolling --leave-out", "compare, compared: a part of the source cannot be read"),
             ("ahead at 5", "tracked"),
             ("at 5 partly", "tracked"),
             ("at 5 cut off", "tracked"),

@@ -357,7 +357,7 @@ pub(crate) struct FrameReader<'a> {
     ended: bool,
     read: u64,
     disk: &'a dyn Disk,
-    /// Leave out what can't be read.
+    /// Leave out what cannot be read.
     leave_out: bool,
     /// From here on zeroes are named where others need no word.
     named_from: u64,
@@ -484,7 +484,7 @@ impl<'a> FrameReader<'a> {
         Ok(Some(job.frame(buf, self.block_size, self.all_from..self.named_from)))
     }
 
-    /// Reads a frame's extents again, block by block; those that can't be read are left out, or end it.
+    /// Reads a frame's extents again, block by block; those that cannot be read are left out, or end it.
     fn salvage(&self, job: Job, error: io::Error) -> io::Result<(Job, Buf)> {
         if !device::is_unreadable(&error) {
             return Err(error);

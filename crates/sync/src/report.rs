@@ -30,7 +30,7 @@ pub struct Summary {
     pub trust: String,
     /// Bytes of the source.
     pub disk_size: u64,
-    /// Bytes a block.
+    /// Block size in bytes.
     pub block_size: u32,
     /// Blocks that the delta names.
     pub blocks_changed: u64,

@@ -46,7 +46,7 @@ pub struct VerifyOptions {
     pub rate: Option<u64>,
     /// Bytes that may be sent in a second.
     pub bwlimit: Option<u64>,
-    /// Go on behind what can't be read.
+    /// Go on behind what cannot be read.
     pub keep_going: bool,
     /// Where the replica keeps lineage and journal.
     pub journal_dir: Option<PathBuf>,
@@ -73,7 +73,7 @@ pub struct Verified {
     pub wrong_size: Option<u64>,
     /// Bytes of the source.
     pub disk_size: u64,
-    /// Bytes a block.
+    /// Block size in bytes.
     pub block_size: u32,
     /// Bytes that were to be compared.
     pub bytes_compared: u64,
@@ -192,7 +192,7 @@ impl<'a> Proof<'a> {
         self.options.repair && self.options.ranges.is_empty()
     }
 
-    /// Bytes a block.
+    /// Block size in bytes.
     fn block(&self) -> u64 {
         self.handle.about().block_size.into()
     }

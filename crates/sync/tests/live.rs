@@ -43,7 +43,7 @@ struct World {
     severed: AtomicBool,
     /// The tracker loses something when it is next asked what was written.
     loses: AtomicBool,
-    /// A write to this block is taken to be in flight, for ever; 0 is none.
+    /// A write to this block is taken to be in flight, forever; 0 is none.
     stuck: AtomicU64,
     /// It says which those are.
     says_stuck: AtomicBool,
@@ -366,7 +366,7 @@ fn what_the_tracker_lost_is_compared_and_then_tracked_again() {
     assert_eq!(moment(&scene.path("copy")).unwrap(), scene.written.load(SeqCst));
 }
 
-/// Whether anything was written while the last pass was read, a tracker that lost something then can't say.
+/// Whether anything was written while the last pass was read, a tracker that lost something then cannot say.
 #[test]
 fn what_is_lost_during_the_last_pass_makes_it_no_cut() {
     let scene = Scene::new();
@@ -393,7 +393,7 @@ fn what_is_released_was_flushed() {
 }
 
 /// A write whose end was not seen stays in flight for the tracker, and tells nothing of writes since. Where the kernel does
-/// not count the writes to the disk, it can't be told from one to the same block.
+/// not count the writes to the disk, it cannot be told from one to the same block.
 #[test]
 fn a_write_that_was_in_flight_at_the_cut_is_no_writer() {
     let scene = Scene::new();

@@ -1,11 +1,11 @@
 //! The dirty bitmap of one epoch, as a file that outlives the process.
 //!
-//! A record is never cleared: each epoch has a fresh file, and a frozen one is removed once its content stands in the history.
+//! A record is never cleared: each epoch has a fresh file, and a frozen one is removed once its content is in the history.
 //! The kernel may write mapped pages back whenever it likes, which is why clearing in place could lose a bit after a crash.
 //!
-//! Where writing back fails, Linux says so once and then takes the pages for clean: it does not write them again, and may drop
-//! them from memory. So a record with one such failure is *damaged* for the rest of its life, which its file says too: it
-//! never counts as durable again, and no intent is dropped on its word.
+//! Linux reports a failed write-back once and then treats the pages as clean: it does not write them again, and may drop
+//! them from memory. So a record with one such failure is *damaged* for the rest of its life, and marked so in its file: it
+//! never counts as durable again, and no intent is dropped because of it.
 
 use std::io;
 use std::ops::{Deref, Range};
@@ -20,7 +20,7 @@ use extents::Bitmap;
 /// Bytes before the bitmap.
 const HEAD: u64 = 4096;
 const MAGIC: u64 = u64::from_le_bytes(*b"dsyncrec");
-/// The word of the head that is not 0 once the file could not be written. Behind magic, number, size and block size.
+/// The word of the head that is set once the file could not be written. After magic, number, size and block size.
 const DAMAGED: usize = 4;
 
 /// Words of a mapping.
@@ -67,7 +67,7 @@ impl BitmapFile {
         Ok(numbers)
     }
 
-    /// A fresh record, its space reserved and its file durable, so that no bit set in it ever lacks a place.
+    /// A fresh record, its space reserved and its file durable, so that setting a bit never needs space.
     pub(crate) fn create(
         folder: &dyn Folder,
         number: u64,
@@ -89,7 +89,7 @@ impl BitmapFile {
         Self::over(file, number, size, block_size)
     }
 
-    /// Opens a record that an earlier run left. `None` if the file was cut off before it was whole: then it was never used.
+    /// Opens a record left by an earlier run. `None` if the file is incomplete: then it was never used.
     pub(crate) fn open(folder: &dyn Folder, number: u64) -> io::Result<Option<BitmapFile>> {
         let file = folder.open(&Self::name(number), false)?;
         let mut head = [0u8; 32];
@@ -137,7 +137,7 @@ impl BitmapFile {
         self.size
     }
 
-    /// Bytes a block.
+    /// Block size in bytes.
     pub fn block_size(&self) -> u32 {
         self.block_size
     }
@@ -151,7 +151,7 @@ impl BitmapFile {
         blocks
     }
 
-    /// Marks everything that another record holds; its blocks may be of another size, its disk smaller.
+    /// Marks everything that another record has marked; its block size may differ, and its disk may be smaller.
     pub(crate) fn absorb(&self, other: &BitmapFile) {
         for run in other.bits.runs() {
             let start = run.start * u64::from(other.block_size);
@@ -186,7 +186,7 @@ impl BitmapFile {
         self.bits.runs().next().is_none()
     }
 
-    /// Makes the bits durable. Fails for ever after it has failed once.
+    /// Makes the bits durable. Once it has failed, it always fails.
     pub(crate) fn sync(&self) -> io::Result<()> {
         if self.is_damaged() {
             return Err(io::Error::other(format!(
@@ -201,7 +201,7 @@ impl BitmapFile {
         self.head[DAMAGED].load(SeqCst) != 0
     }
 
-    /// True if nothing that was read from the bits so far can have been lost: no page of the file failed to be written, be
+    /// True if no bit can have been lost so far: no page of the file failed to be written, be
     /// it by [`BitmapFile::sync`] or by the kernel on its own.
     pub(crate) fn is_sound(&self) -> bool {
         if !self.is_damaged() && self.file.failed().is_err() {

@@ -1,16 +1,16 @@
-//! What an open view needs and has kept: a map shared between the server that writes and the process that reads the view.
+//! The copy-before-write store of a view: a map and old data, shared between the writing server and the view's reader.
 //!
 //! Before a write overwrites a block that a view still needs, the old content goes to the view's file, then the block's bit
-//! is set, then the write goes on. A reader reads the image first and looks at the bit *after*: if it is clear, no write to
+//! is set, then the write proceeds. A reader reads the image first and checks the bit *after*: if it is clear, no write to
 //! the block had begun when the image was read.
 //!
-//! The file has a slot for each stripe of the disk of which something was kept, in the order in which that happened: a disk
-//! may be larger than the file system lets a file be.
+//! The file has a slot for each stripe of the disk of which something was saved, in the order of saving: a disk
+//! may be larger than a file can be.
 //!
 //! # Orderings
 //!
 //! Two processes work with the map, and the image is written and read by the kernel for them, so the orderings that a mutex
-//! would give are made by hand. x86 gives them by itself; ARM does not.
+//! would give are explicit here. x86 has them anyway; ARM does not.
 //!
 //! ```text
 //! writer                             reader
@@ -19,14 +19,14 @@
 //! W  write the image                 L  look at the bits
 //! ```
 //!
-//! If R sees any of W, L must see A. F keeps W behind A, G keeps L behind R. A system call is no fence: what it stores may
-//! become visible before an earlier store of its caller. F is also there where a writer leaves a block alone, because another
-//! writer has kept it or the view is given up: it has seen that, and its own write must not be seen without it.
+//! If R sees any of W, L must see A. F keeps W after A, G keeps L after R. A system call is no fence: what it stores may
+//! become visible before an earlier store of its caller. F is also needed if a writer skips a block because another
+//! writer has saved it or the view has failed: its own write must not be seen without that.
 //!
-//! The other way round, a writer that leaves a block alone because the reader has taken it must not overwrite what the
+//! Conversely, a writer that skips a block because the reader has taken it must not overwrite what the
 //! reader is still reading: R is before the reader's release of `TAKEN`, and the writer's acquire of it before W.
 //!
-//! The map lives in memory shared by descriptor, the saved data in a file without a name: when both processes are gone,
+//! The map is in memory shared by descriptor, the saved data in an unlinked file: when both processes are gone,
 //! so is the view.
 
 use std::fs::File;
@@ -56,13 +56,13 @@ const TAKEN: usize = 6;
 const KEPT: usize = 7;
 const SLOTS: usize = 8;
 
-/// Bytes of the disk that share a slot of the file: as much as the largest block has.
+/// Bytes of the disk that share a slot of the file: the largest block size.
 const STRIPE: u64 = 1 << 20;
-/// Writers to the same block must not both save it: the later one would save the earlier one's data. A lock for each
-/// stripe, by turns; it guards the stripe's slot too.
+/// Writers to the same block must not both save it: the later one would save the earlier one's data. One lock per
+/// stripe, round robin; it guards the stripe's slot too.
 const LOCKS: usize = 64;
 
-/// Where the parts of a map begin, in words: the blocks needed lie behind the head, then the blocks kept, then the slots.
+/// Where the parts of a map begin, in words: after the head come the blocks needed, the blocks saved, and the slots.
 struct Layout {
     kept: usize,
     slots: usize,
@@ -78,7 +78,7 @@ impl Layout {
     }
 }
 
-/// The shared side of one view.
+/// The shared state of one view.
 pub struct CowStore {
     map: File,
     head: Mapping,
@@ -103,7 +103,7 @@ pub struct CowFiles {
 }
 
 impl CowStore {
-    /// A view of a disk of `size` bytes that needs everything, and may keep up to `limit` bytes in a file in `folder`.
+    /// A store for a disk of `size` bytes that needs every block, and may save up to `limit` bytes in a file in `folder`.
     pub fn create(folder: &Path, size: u64, block_size: u32, limit: u64) -> io::Result<CowStore> {
         let bytes = Layout::of(size, block_size).end as u64 * 8;
         let map = File::from(rustix::fs::memfd_create("dsync-view", MemfdFlags::CLOEXEC)?);
@@ -129,7 +129,7 @@ impl CowStore {
         Self::over(map, head, data)
     }
 
-    /// The view that another process keeps.
+    /// Opens the store of another process.
     pub fn from_parts(parts: CowFiles) -> io::Result<CowStore> {
         let map = File::from(parts.map);
         let len = map.metadata()?.len();
@@ -165,7 +165,7 @@ impl CowStore {
         Ok(CowStore { map, head, size, block_size, limit, data, needed, kept, slots, locks })
     }
 
-    /// Descriptors for another process.
+    /// The descriptors to pass to another process.
     pub fn parts(&self) -> io::Result<CowFiles> {
         Ok(CowFiles {
             map: self.map.as_fd().try_clone_to_owned()?,
@@ -178,38 +178,38 @@ impl CowStore {
         self.size
     }
 
-    /// Bytes a block.
+    /// Block size in bytes.
     pub fn block_size(&self) -> u32 {
         self.block_size
     }
 
-    /// Bytes kept so far.
+    /// Bytes saved so far.
     pub fn kept_bytes(&self) -> u64 {
         self.head[KEPT].load(Relaxed)
     }
 
-    /// The most bytes that may be kept.
+    /// The most bytes that may be saved.
     pub fn limit(&self) -> u64 {
         self.limit
     }
 
-    /// True once the view could not keep what it needed. What was read before this turned true is sound.
+    /// True once the view could not save what it needed. What was read before that is valid.
     pub fn is_broken(&self) -> bool {
         self.head[BROKEN].load(SeqCst) != 0
     }
 
-    /// Gives the view up. Ordered before the write that was not saved, and looked at after every read.
+    /// Fails the view. Ordered before the write that was not saved, and checked after every read.
     pub fn give_up(&self) {
         self.head[BROKEN].store(1, SeqCst);
     }
 
-    /// Tells that only these blocks are needed. May be told at any time: until then everything is kept.
+    /// Restricts saving to these blocks. Until then every block is saved.
     pub fn narrow(&self, blocks: &Bitmap) {
         self.needed.union_with(blocks);
         self.head[NARROWED].store(1, Release);
     }
 
-    /// Tells that blocks below this one have been taken and need not be kept any more. Only rises.
+    /// Releases the blocks below this one: they have been read. Only rises.
     pub fn taken(&self, block: u64) {
         self.head[TAKEN].fetch_max(block, Release);
     }
@@ -224,11 +224,11 @@ impl CowStore {
         blocks.start * bs..(blocks.end * bs).min(self.size)
     }
 
-    /// Keeps what the view needs of a byte range that is about to be overwritten on `disk`. Never fails: a view that can't
-    /// keep its data is given up, the writer goes on.
+    /// Saves what the view needs of a byte range that is about to be overwritten on `disk`. Never fails: a view that cannot
+    /// save its data fails, and the writer continues.
     pub fn keep(&self, disk: &dyn Disk, offset: u64, len: u64) {
         self.keep_all(disk, offset, len);
-        // F: what was kept is seen by whoever sees the write that comes next.
+        // F: a reader that sees the following write sees what was saved.
         fence(SeqCst);
     }
 
@@ -257,7 +257,7 @@ impl CowStore {
         }
     }
 
-    /// Keeps one stripe's part, its lock held.
+    /// Saves one stripe's part, with its lock held.
     fn keep_stripe(&self, disk: &dyn Disk, blocks: Range<u64>, narrowed: bool) -> io::Result<()> {
         let wanted = |b: u64| !self.kept.get(b) && (!narrowed || self.needed.get(b));
         let mut at = blocks.start;
@@ -278,7 +278,7 @@ impl CowStore {
             let mut old = vec![0u8; len as usize];
             disk.read_at(bytes.start, &mut old)?;
             if old.iter().any(|b| *b != 0) {
-                // Zeroes need no place: where a stripe has no slot, or the slot a hole, a block reads as zeroes.
+                // Zeroes need no space: a block without a slot, or in a hole of it, reads as zeroes.
                 let slot = &self.slots[(bytes.start / STRIPE) as usize];
                 if slot.load(Relaxed) == 0 {
                     slot.store(self.head[SLOTS].fetch_add(1, Relaxed) + 1, Relaxed);
@@ -286,24 +286,24 @@ impl CowStore {
                 let place = self.place(bytes.start).ok_or(io::ErrorKind::InvalidData)?;
                 self.data.write_all_at(&old, place)?;
             }
-            // Release: whoever sees the bit sees the slot, and the data in the file.
+            // Release: a reader that sees the bit sees the slot, and the data in the file.
             self.kept.set(at..end);
             at = end;
         }
         Ok(())
     }
 
-    /// Mends what was read from the image: blocks overwritten since the view's moment come from the kept copy.
+    /// Corrects what was read from the image: blocks overwritten since the view's moment are replaced by the saved copy.
     /// To be called *after* the image was read.
     pub fn mend(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
         if buf.is_empty() {
             return Ok(());
         }
         let end = offset + buf.len() as u64;
-        // G: the bits are looked at after the image was read.
+        // G: the bits are checked after the image was read.
         fence(SeqCst);
         for run in self.kept.runs_in(self.blocks_of(offset, buf.len() as u64)) {
-            // Whoever sees a bit sees the slot and the data that were there before it.
+            // Acquire: seeing a bit implies seeing its slot and data.
             fence(Acquire);
             let bytes = self.bytes_of(&run);
             let (from, to) = (bytes.start.max(offset), bytes.end.min(end));
@@ -311,7 +311,7 @@ impl CowStore {
                 self.read_kept(from, &mut buf[(from - offset) as usize..(to - offset) as usize])?;
             }
         }
-        // Looked at last: a view that broke while we read may have let a write through.
+        // Checked last: a view that failed during the read may have let a write through.
         if self.is_broken() {
             return Err(io::Error::other(format!(
                 "the snapshot has failed: the disk was overwritten faster than the snapshot was read, and the {} that may be kept for it \
@@ -322,14 +322,14 @@ impl CowStore {
         Ok(())
     }
 
-    /// Where in the file the byte at `offset` of the disk lies, and what follows it up to the end of its stripe; `None` if
+    /// The place in the file of the byte at `offset` of the disk, and how much follows up to the end of its stripe; `None` if
     /// the stripe has no slot.
     fn place(&self, offset: u64) -> Option<u64> {
         let slot = self.slots[(offset / STRIPE) as usize].load(Relaxed);
         slot.checked_sub(1)?.checked_mul(STRIPE)?.checked_add(offset % STRIPE)
     }
 
-    /// Reads kept data.
+    /// Reads saved data.
     fn read_kept(&self, from: u64, buf: &mut [u8]) -> io::Result<()> {
         let mut at = from;
         let mut rest = buf;
@@ -362,11 +362,11 @@ impl CowStore {
         Ok(())
     }
 
-    /// The first kept run of bytes at or after `from`: there the image's holes say nothing about the view.
+    /// The first saved run of bytes at or after `from`: there the image's holes mean nothing for the view.
     pub fn next_kept(&self, from: u64) -> Option<Range<u64>> {
         let blocks = self.size.div_ceil(u64::from(self.block_size));
         let shift = self.block_size.trailing_zeros();
-        // G: the bits are looked at after the image was asked for its holes.
+        // G: the bits are checked after the image was asked for its holes.
         fence(SeqCst);
         let run = self.kept.runs_in(from >> shift..blocks).next()?;
         let bytes = self.bytes_of(&run);

@@ -52,7 +52,7 @@ pub fn add(
             )));
         }
     }
-    // Whether that was of any use is seen next.
+    // The next step shows whether it worked.
     let _ = Command::new("modprobe").arg("dm-track").stdout(Stdio::null()).stderr(Stdio::null()).status();
     if !Path::new(PROC).is_dir() {
         return Err(TrackError::Unable(
@@ -68,7 +68,7 @@ pub fn add(
     if let Some(meta) = meta {
         table.push_str(&format!(" 2 meta {}", identity(meta)?.path.display()));
     }
-    // The target's reasons don't reach dmsetup.
+    // The target's reasons do not reach dmsetup.
     dmsetup("map (dmesg may say more)", device, &["create", name, "--table", &table])?;
     let mapped = path(name);
     match find(&mapped)? {
@@ -88,7 +88,7 @@ pub fn remove(device: &Path) -> Result<bool, TrackError> {
 
 /// The dm tracker of a device, if it is mapped through dm-track.
 pub(crate) fn find(device: &Path) -> Result<Option<Box<dyn Tracker>>, TrackError> {
-    // The device mapper answers to root alone.
+    // Only root may use the device mapper.
     if !Path::new(PROC).is_dir() || !rustix::process::geteuid().is_root() {
         return Ok(None);
     }
@@ -102,7 +102,7 @@ pub(crate) fn find(device: &Path) -> Result<Option<Box<dyn Tracker>>, TrackError
     };
     let size = identity(device)?.size;
     let Some(record) = first.record else {
-        return Err(kernel("understand the status", device)("it names no record".into()));
+        return Err(kernel("understand the status", device)("the status names no record".into()));
     };
     let ended = Mutex::new(None);
     Ok(Some(Box::new(DmTracker { device: device.into(), name, block_size, size, record, ended })))
@@ -149,13 +149,13 @@ fn dmsetup(what: &'static str, device: &Path, arguments: &[&str]) -> Result<Stri
     Err(kernel(what, device)(String::from_utf8_lossy(&output.stderr).trim().into()))
 }
 
-/// What the target says of itself.
+/// The target's status line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Status {
     block_sectors: u32,
     blocks: u64,
     frozen: Option<u64>,
-    /// The record's own name: another one has seen nothing of what this one did.
+    /// Identifies the record.
     record: Option<Uuid>,
     lost: bool,
     released: Option<Uuid>,
@@ -273,7 +273,7 @@ impl Tracker for DmTracker {
     }
 
     fn checkpoint(&self) -> Result<Bitmap, TrackError> {
-        // What is frozen was not released: it belongs to what is written down now.
+        // What is frozen was not released: it belongs to this epoch.
         if self.status()?.frozen.is_some() {
             self.message(&["abort"])?;
         }
@@ -287,7 +287,7 @@ impl Tracker for DmTracker {
     }
 
     fn release(&self, epoch: Uuid) -> Result<(), TrackError> {
-        // The kernel compares the number, too: nobody comes between.
+        // The kernel compares the number too, so no other process can interfere.
         match (self.ended().take(), self.status()?.frozen) {
             (Some(ours), Some(frozen)) if ours == frozen => {
                 self.message(&["release", &ours.to_string(), &epoch.to_string()]).map(drop)
@@ -332,7 +332,7 @@ fn read_frozen(from: &mut impl Read, most: u64, (epoch, record): (u64, Uuid)) ->
     }
     let blocks = number(16);
     if blocks > most {
-        return Err(wrong("it is of a larger device"));
+        return Err(wrong("the record is of a larger device"));
     }
     let changes = Bitmap::new(most);
     let mut chunk = vec![0; 1 << 20];
@@ -409,7 +409,7 @@ mod tests {
     fn a_record_is_read() {
         assert_eq!(runs(&record(130, 0, &[0b1101, 0, 0b11]), 130), (vec![0..1, 2..4, 128..130], false));
         assert_eq!(runs(&record(128, 1, &[u64::MAX, 1 << 63]), 200), (vec![0..64, 127..128], true));
-        // Bits past the end are none.
+        // Bits past the end do not count.
         assert_eq!(runs(&record(65, 0, &[1 | 1 << 63, u64::MAX]), 65), (vec![0..1, 63..65], false));
     }
 

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use crate::{TrackError, Tracker, bpf, dm};
 
-/// The tracker that follows the block device at `device`, if one does.
+/// The tracker of the block device at `device`, if it has one.
 pub fn find(device: &Path) -> Result<Option<Box<dyn Tracker>>, TrackError> {
     match bpf::find(device)? {
         None => dm::find(device),
@@ -12,7 +12,7 @@ pub fn find(device: &Path) -> Result<Option<Box<dyn Tracker>>, TrackError> {
     }
 }
 
-/// The devices that are tracked here.
+/// The devices that are tracked on this machine.
 pub fn list() -> Result<Vec<PathBuf>, TrackError> {
     let mut devices = bpf::list()?;
     devices.extend(dm::list());

@@ -1,17 +1,17 @@
-//! The gate every tracked write passes: knowing when all writes that began before a moment have ended.
+//! The gate that every tracked write passes: it tells when all writes that began before a moment have ended.
 
 use std::ops::Deref;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::SeqCst};
 use std::time::Duration;
 
-/// Counts the writes inside, in two generations, so that one generation can run dry while the next fills.
+/// Counts the writes inside, in two generations, so that one can drain while the next fills.
 ///
-/// The counts lie in shared words: if the process dies, the next one sees whether writes were in flight.
+/// The counts are in shared memory: if the process dies, the next one sees whether writes were in flight.
 pub(crate) struct Gate {
     generation: AtomicUsize,
     words: Box<dyn Deref<Target = [AtomicU64]> + Send + Sync>,
-    /// Held by the one that waits: two generations serve one waiter.
+    /// Held while draining: two generations serve one waiter.
     turn: Mutex<()>,
 }
 
@@ -24,7 +24,7 @@ pub(crate) fn inside(words: &[AtomicU64]) -> u64 {
 }
 
 impl Gate {
-    /// A gate over at least 128 words, nobody inside.
+    /// An empty gate over at least 128 words.
     pub(crate) fn new(words: impl Deref<Target = [AtomicU64]> + Send + Sync + 'static) -> Gate {
         LANES.iter().for_each(|lane| words[*lane].store(0, SeqCst));
         Gate { generation: AtomicUsize::new(0), words: Box::new(words), turn: Mutex::new(()) }

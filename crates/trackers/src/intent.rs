@@ -1,7 +1,7 @@
 //! The write-intent log: which regions may differ from what the bits on disk say.
 //!
 //! The first write into an idle region makes the region *active*, durably, before the write goes on. After a power cut the
-//! active regions are dirty whole, whatever bits reached the disk. A region falls idle again when nothing was written to it
+//! active regions are dirty as a whole, whatever bits reached the disk. A region falls idle again when nothing was written to it
 //! for a while: no writes in flight, bits durable, then the intent dropped.
 
 use std::collections::BTreeSet;
@@ -26,7 +26,7 @@ pub(crate) struct Intents {
     region: u64,
     /// For each region the tick of its last write; 0 when idle.
     used: Box<[AtomicU8]>,
-    /// From 1 to 255, then 1 again. Regions are swept long before a tick comes round.
+    /// From 1 to 255, then 1 again. Regions are swept long before a tick repeats.
     tick: AtomicU8,
     /// Held by a sweep from beginning to end, so before `log`. No writer takes it.
     sweeping: Mutex<()>,
@@ -39,7 +39,7 @@ pub(crate) struct Intents {
 
 struct Log {
     file: Box<dyn StateFile>,
-    /// The active regions, as the file has them or more.
+    /// The active regions: those in the file, or more.
     active: BTreeSet<u64>,
 }
 
@@ -60,7 +60,7 @@ impl Intents {
         file.sync()?;
         folder.rename(&fresh, NAME)?;
         folder.sync()?;
-        // Zeroed lazily by the system: regions nobody writes cost no memory.
+        // Zeroed lazily by the system: regions without writes cost no memory.
         let used = (0..regions).map(|_| AtomicU8::new(0)).collect();
         Ok(Intents {
             region,
@@ -73,7 +73,7 @@ impl Intents {
         })
     }
 
-    /// The byte ranges that a log from an earlier run has active; `None` if there is no sound log, in which case nothing
+    /// The byte ranges that a log from an earlier run has active; `None` if there is no valid log, in which case nothing
     /// that it should have covered can be trusted.
     pub(crate) fn left_active(folder: &dyn Folder) -> io::Result<Option<Vec<Range<u64>>>> {
         let file = match folder.open(NAME, false) {
@@ -111,9 +111,9 @@ impl Intents {
         offset / self.region..(offset + len - 1) / self.region + 1
     }
 
-    /// Called inside the gate: true if every region of the range is active, which then stays so until the gate is left.
+    /// Called inside the gate: true if every region of the range is active. They stay active until the gate is left.
     ///
-    /// The touch is a compare-exchange: a plain store could bring back a region which the sweep has just taken down.
+    /// Touches by compare-exchange: a plain store could reactivate a region that the sweep has just marked idle.
     pub(crate) fn covers(&self, offset: u64, len: u64) -> bool {
         if !self.enabled || len == 0 {
             return true;
@@ -137,7 +137,7 @@ impl Intents {
         })
     }
 
-    /// Makes the regions of a range active, durably. Called between entering the gate in vain and entering it again; other
+    /// Makes the regions of a range active, durably. Called outside the gate, before entering it again; other
     /// writes of the same thread may be inside all the while.
     pub(crate) fn activate(&self, offset: u64, len: u64) -> io::Result<()> {
         self.waits.fetch_add(1, SeqCst);
@@ -156,16 +156,16 @@ impl Intents {
         Ok(())
     }
 
-    /// Lets regions fall idle that were not written for `age` ticks, and begins the next tick. `sync` makes the bits of all
+    /// Makes regions idle that were not written for `age` ticks, and begins the next tick. `sync` makes the bits of all
     /// unreleased records durable.
     ///
-    /// Taking a region down comes first: writes that come later find it idle, and activate it anew. Writes already inside
+    /// Marking a region idle comes first: later writes find it idle, and activate it again. Writes already inside
     /// the gate are waited for, then the bits are made durable. Only then does the intent go, unless the region was
     /// activated meanwhile: what was written since may not be among the bits that were made durable.
     ///
     /// The log is free while the gate is drained, because a thread inside the gate may be waiting for the log: with one
     /// write on its way it begins another, in an idle region, and until that has begun it does not look for completions.
-    /// Sweeps exclude each other, or one could drop an intent that was renewed and taken down again behind its back.
+    /// Sweeps exclude each other, or one could drop an intent that was renewed and marked idle by the other.
     pub(crate) fn sweep(
         &self,
         age: u8,
@@ -180,7 +180,7 @@ impl Intents {
         gate.drain();
         sync()?;
         let mut log = self.log();
-        // Only `activate` brings a region back, with the log locked.
+        // Only `activate` reactivates a region, with the log locked.
         let dropped: Vec<u64> =
             idle.into_iter().filter(|region| self.used[*region as usize].load(SeqCst) == 0).collect();
         if dropped.is_empty() {
@@ -225,7 +225,7 @@ impl Intents {
         self.log.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Bytes a region.
+    /// Region size in bytes.
     pub(crate) fn region(&self) -> u64 {
         self.region
     }

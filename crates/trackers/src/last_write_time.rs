@@ -1,5 +1,4 @@
-//! When the image was last written through the tracker: what tells, after an unclean stop, our own last write from a
-//! foreign one.
+//! The time of the last write through the tracker: it distinguishes, after an unclean stop, own writes from foreign ones.
 
 use std::io;
 use std::sync::atomic::{
@@ -13,17 +12,17 @@ use crate::bitmap_file::raise;
 
 const NAME: &str = "served";
 
-/// Words of the mapping: the last note; the image's time of change at the last look; how often somebody else was seen to
-/// have changed it, and how many of these times the history knows. The gate's words lie behind them.
+/// Words of the mapping: the last note; the image's time of change at the last look; how often another program was seen to
+/// have changed it, and how many of these are in the history. The gate's words follow.
 const NOTED: usize = 0;
 const SEEN: usize = 1;
 const FOREIGN: usize = 2;
 const SETTLED: usize = 3;
 
-/// A clock that is behind the last note by more than this was set back, in nanoseconds.
+/// A clock that is this much behind the last note was set back, in nanoseconds.
 const SET_BACK: u64 = 1_000_000_000;
 
-/// The time of the last served write, in a mapped file: the latest value outlives the process, a recent one a power cut.
+/// The time of the last served write, in a mapped file: the latest value survives the process, a recent one a power cut.
 pub struct LastWriteTime {
     clock: Clock,
     file: Box<dyn StateFile>,
@@ -32,7 +31,7 @@ pub struct LastWriteTime {
 }
 
 impl LastWriteTime {
-    /// Opens the stamp, making it where it is missing. What it holds from an earlier run is kept.
+    /// Opens the file, or creates it. Values of an earlier run are kept.
     pub fn open(folder: &dyn Folder, clock: Clock) -> io::Result<LastWriteTime> {
         let file = folder.open(NAME, true)?;
         if file.len()? < 4096 {
@@ -45,12 +44,12 @@ impl LastWriteTime {
         Ok(LastWriteTime { clock, file, mapping, durable })
     }
 
-    /// Notes that a write is about to go down, or has just come back. Every note differs from the one before.
+    /// Notes that a write is about to start, or has just completed. Every note differs from the last.
     pub fn note(&self) {
         let (word, now) = (&self.mapping[NOTED], self.clock.now());
         match word.load(Relaxed) {
             last if last < now => raise(word, now),
-            // A note from before the clock was set back would cover whatever others do until then.
+            // A note from before the clock was set back would hide foreign writes until that time.
             last if last - now > SET_BACK => word.store(now, Relaxed),
             _ => {
                 word.fetch_add(1, Relaxed);
@@ -63,7 +62,7 @@ impl LastWriteTime {
         self.mapping[NOTED].load(Relaxed)
     }
 
-    /// True if the clock was set back behind the last note.
+    /// True if the clock was set back to before the last note.
     pub(crate) fn is_ahead(&self) -> bool {
         self.last().saturating_sub(self.clock.now()) > SET_BACK
     }
@@ -77,16 +76,16 @@ impl LastWriteTime {
         self.mapping[SEEN].store(changed, Relaxed);
     }
 
-    /// How often somebody else was seen to have changed the image, if the history does not say so yet.
+    /// How often another program was seen to have changed the image, if the history does not say so yet.
     pub fn foreign(&self) -> Option<u64> {
         let times = self.mapping[FOREIGN].load(SeqCst);
         (times != self.mapping[SETTLED].load(SeqCst)).then_some(times)
     }
 
-    /// Somebody else has changed the image. Known after a kill, and after a power cut once [`LastWriteTime::sync`] was called.
+    /// Another program has changed the image. Known after a kill, and after a power cut once [`LastWriteTime::sync`] was called.
     pub(crate) fn count_foreign(&self) {
         self.mapping[FOREIGN].fetch_add(1, SeqCst);
-        // Whatever the last note is, the next sync has something to write.
+        // Makes the next sync write, whatever the last note is.
         self.durable.store(0, Relaxed);
     }
 
@@ -96,7 +95,7 @@ impl LastWriteTime {
         self.file.sync()
     }
 
-    /// The history says so, up to an earlier answer of [`LastWriteTime::foreign`].
+    /// The history has this, up to an earlier answer of [`LastWriteTime::foreign`].
     pub(crate) fn settle(&self, times: u64) {
         self.mapping[SETTLED].store(times, SeqCst);
     }
@@ -111,7 +110,7 @@ impl LastWriteTime {
         crate::gate::inside(&self.mapping) > 0
     }
 
-    /// Makes the stamp durable if it moved.
+    /// Makes the time durable if it changed.
     pub fn sync(&self) -> io::Result<()> {
         let last = self.last();
         if last != self.durable.load(Relaxed) {

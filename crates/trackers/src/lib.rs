@@ -1,5 +1,5 @@
-//! What records the writes to a disk: [`TrackedDisk`], a disk that records what is written through it and keeps old data for open
-//! views; and, behind [`Tracker`], what records the writes to a block device in use from within the kernel ([`bpf`], [`dm`]).
+//! Trackers of writes: [`TrackedDisk`], a disk that records what is written through it and saves old data for open
+//! views; and, behind [`Tracker`], those in the kernel for block devices in use ([`bpf`], [`dm`]).
 //!
 //! ```
 //! use std::path::Path;

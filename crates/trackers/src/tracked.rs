@@ -1,15 +1,15 @@
-//! The embedded tracker: a disk that writes down what is written through it.
+//! The embedded tracker: a disk that records what is written through it.
 //!
-//! A write: its regions' intent durable → inside the gate: what open views need is kept, the bits are set → the data goes
+//! A write: its regions' intent durable → inside the gate: what open views need is saved, the bits are set → the data goes
 //! down → the gate is left → the answer. A checkpoint publishes a fresh record (and perhaps a new view) and drains the gate:
-//! then every write marked in the old record has landed, and every later one is marked in the new record and keeps its
+//! then every write marked in the old record is on disk, and every later one is marked in the new record and saves its
 //! blocks for the view.
 //!
 //! # Locks
 //!
 //! A thread that writes through an asynchronous queue stays inside the gate until it looks for completions, and it does not
 //! look while it begins the next write or answers a question about the disk. If it then waits for a lock whose holder drains
-//! the gate, both wait for ever. So there are two classes of locks:
+//! the gate, that is a deadlock. So there are two classes of locks:
 //!
 //! - *Outer* locks may be held while the gate is drained: those of the caller that ends an epoch, then `Shared::ending`, then
 //!   `Intents::sweeping`, then the gate's own turn. Only threads that have no write inside the gate take them: those that
@@ -18,7 +18,7 @@
 //!   lock is being taken: `Shared::current`, `Shared::spare`, `Shared::looked`, the write-intent log, and the stripes of a
 //!   view. Every thread may take them.
 //!
-//! All that a writer calls ([`TrackedDisk`] as a `Disk`, its queues, [`TrackedDisk::dirty_runs`]) takes inner locks only.
+//! Whatever a writer calls ([`TrackedDisk`] as a `Disk`, its queues, [`TrackedDisk::dirty_runs`]) takes inner locks only.
 
 use std::collections::VecDeque;
 use std::io;
@@ -59,9 +59,9 @@ pub enum TrackError {
     /// The kernel would not.
     #[error("cannot {what} for {}: {error}", device.display())]
     Kernel {
-        /// What was tried, as a verb.
+        /// The action that failed, as a verb.
         what: &'static str,
-        /// The device to be tracked.
+        /// The device.
         device: std::path::PathBuf,
         /// What the kernel said.
         error: String,
@@ -69,16 +69,16 @@ pub enum TrackError {
     /// The device or its path.
     #[error(transparent)]
     Device(#[from] device::DeviceError),
-    /// This machine or this device can't be tracked so.
+    /// Not supported by this machine or for this device.
     #[error("{0}")]
     Unable(String),
-    /// Not as things stand.
+    /// Refused in the present state.
     #[error("{0}")]
     Refused(String),
 }
 
 impl TrackError {
-    /// True where the state of things stands in the way, and not a failure.
+    /// True if the present state forbids it, rather than a failure.
     pub fn is_refusal(&self) -> bool {
         match self {
             TrackError::Shrunk { .. } | TrackError::Refused(_) => true,
@@ -91,16 +91,16 @@ impl TrackError {
 /// How to track.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// Bytes a block: a power of two from 4096 to 1 MiB.
+    /// Block size in bytes: a power of two from 4096 to 1 MiB.
     pub block_size: u32,
     /// Bytes a region of the write-intent log.
     pub region: u64,
-    /// False leaves the write-intent log out: then a power cut loses bits. Only for measuring what the log costs, and for
+    /// False omits the write-intent log: then a power cut loses bits. Only for measuring what the log costs, and for
     /// the test that shows what it is for.
     pub intents: bool,
-    /// A smaller disk than the record knows is meant.
+    /// Accept a disk smaller than its record.
     pub allow_shrink: bool,
-    /// What stamps the image.
+    /// The clock that stamps the image.
     pub clock: Clock,
 }
 
@@ -109,7 +109,7 @@ impl Settings {
     pub const REGION: u64 = 16 << 20;
 }
 
-/// What the writers work with; replaced whole.
+/// What writers use; replaced as a whole.
 #[derive(Clone)]
 struct Current {
     record: Arc<BitmapFile>,
@@ -127,7 +127,7 @@ struct FollowerBits {
     blocks: Arc<Bitmap>,
 }
 
-/// Takes parts of an epoch as they come: what was written between two of its cuts. Gone when it is dropped.
+/// Collects the writes between its cuts within an epoch. Ends when dropped.
 pub struct Follower {
     number: u64,
     disk: TrackedDisk,
@@ -157,18 +157,18 @@ struct Shared {
     current: RwLock<Arc<Current>>,
     /// Counts the replacements of `current`, so that a queue need not take the lock for each write.
     version: AtomicU64,
-    /// Followers there ever were.
+    /// Followers created so far.
     followers: AtomicU64,
-    /// Held throughout a checkpoint, and while frozen records are released: one at a time.
+    /// Held throughout a checkpoint and a release: one at a time.
     ending: Mutex<()>,
-    /// The next record, made ahead.
+    /// The next record, created ahead.
     spare: Mutex<Option<BitmapFile>>,
-    /// The last look at the image: the last note then, and the image's time of change.
+    /// The last check of the image: the last note then, and the image's time of change.
     looked: Mutex<Option<(u64, u64)>>,
-    /// Nothing was written since the last look. The next change looks again before it goes down: afterwards its own time
-    /// would hide what others did meanwhile.
+    /// Nothing was written since the last check. The next change checks again first: afterwards its own time
+    /// would hide foreign writes.
     at_rest: AtomicBool,
-    /// Tells the image's time of change, as [`TrackedDisk::look`] is told.
+    /// Returns the image's time of change, as for [`TrackedDisk::look`].
     watch: OnceLock<Watch>,
 }
 
@@ -195,7 +195,7 @@ pub struct Frozen {
 
 impl TrackedDisk {
     /// Opens the records in `folder` that come after `last_epoch`, as left by an earlier run, and goes on recording.
-    /// `trusted` is false where what the folder holds can't be trusted: then everything before is forgotten (and the caller
+    /// `trusted` is false where what the folder holds cannot be trusted: then everything before is forgotten (and the caller
     /// writes a gap into the history). `power_lost` says that the kernel has been away since: then what was active is dirty.
     pub fn open(
         disk: Arc<dyn Disk>,
@@ -300,7 +300,7 @@ impl TrackedDisk {
     ) -> Result<Frozen, TrackError> {
         let s = &self.shared;
         let _alone = self.alone();
-        // Held until the record is in use: whoever makes the next spare goes by its number.
+        // Held until the record is in use: the next spare gets its number from it.
         let mut spare = s.spare.lock().unwrap_or_else(|e| e.into_inner());
         let next = match spare.take() {
             Some(next) => next,
@@ -388,8 +388,8 @@ impl TrackedDisk {
         if let Some(view) = view {
             s.replace(|current| current.views.push(view.clone()));
         }
-        // Whoever came in before the view was there has left, and has left a mark; whoever came later keeps for the view.
-        // As long as there is no mark, the view is of this moment and of the last checkpoint.
+        // Writes that entered before the view was published have left, and left a mark; later ones save for the view.
+        // Without a mark, the view shows both this moment and the last checkpoint.
         s.gate.drain();
         let unchanged = is_clean();
         if let Some(view) = view.filter(|_| !unchanged) {
@@ -398,7 +398,7 @@ impl TrackedDisk {
         unchanged
     }
 
-    /// Forgets what is frozen: it stands in the history now.
+    /// Drops what is frozen: it is in the history now.
     pub fn release(&self) -> Result<(), TrackError> {
         let s = &self.shared;
         let _alone = self.alone();
@@ -411,7 +411,7 @@ impl TrackedDisk {
         Ok(())
     }
 
-    /// Ends a view: from now on nothing is kept for it.
+    /// Ends a view: nothing more is saved for it.
     pub fn drop_view(&self, view: &Arc<CowStore>) {
         self.shared.replace(|current| current.views.retain(|v| !Arc::ptr_eq(v, view)));
     }
@@ -446,12 +446,12 @@ impl TrackedDisk {
         self.dirty().runs_in(blocks).take(limit).collect()
     }
 
-    /// What records have marked, together. Where one of them could not be written to disk, its marks may be gone from memory
+    /// The union of the records. If one of them could not be written to disk, its marks may be gone from memory
     /// too: those that had not reached the disk before are in active regions, which count as written whole.
     fn marked(&self, records: &[Arc<BitmapFile>]) -> Bitmap {
         let blocks = Bitmap::new(self.blocks());
         records.iter().for_each(|record| record.add_to(&blocks));
-        // In this order: what was read before a sound answer was sound.
+        // In this order: what was read before the check is valid if the check passes.
         if !records.iter().all(|record| record.is_sound()) {
             let (size, block_size) = (self.shared.disk.len(), u64::from(self.block_size()));
             for range in self.shared.intents.active_ranges(size) {
@@ -472,7 +472,7 @@ impl TrackedDisk {
     }
 
     /// Notes the time if writes are in flight: called every few milliseconds, it tells a next process how long this one
-    /// lived. Returns whether there were writes since `before`, an earlier answer.
+    /// lived. Returns whether there were writes since `before`, an earlier result.
     pub fn pulse(&self, before: u64) -> (bool, u64) {
         if self.shared.gate.is_busy() || self.shared.served.is_ahead() {
             self.shared.served.note();
@@ -481,7 +481,7 @@ impl TrackedDisk {
         (last != before, last)
     }
 
-    /// Looks whether others have changed the image: its time of change moved although no write went through this disk since
+    /// Checks whether another program has changed the image: its time of change moved although no write went through this disk since
     /// the last look. `changed` is asked for that time, in nanoseconds since 1970, and must look when it is called: an older
     /// answer makes one's own writes foreign. While writes come and go, nothing is seen.
     pub fn look(&self, changed: impl FnOnce() -> Option<u64>) -> Result<(), TrackError> {
@@ -489,9 +489,9 @@ impl TrackedDisk {
         let mut looked = s.looked.lock().unwrap_or_else(|e| e.into_inner());
         let noted = s.served.last();
         let Some(changed) = changed() else { return Ok(()) };
-        // Before the gate is asked: who enters from now on waits for this look, and then looks first.
+        // Before the gate is checked: a write that enters from now on waits for this check, and then checks first.
         s.at_rest.store(true, SeqCst);
-        // In this order: a write that was under way as the image was looked at is still inside the gate, or has left a note.
+        // In this order: a write in progress during the check is still inside the gate, or has left a note.
         if s.gate.is_busy() || s.served.last() != noted {
             s.at_rest.store(false, SeqCst);
             return Ok(());
@@ -507,7 +507,7 @@ impl TrackedDisk {
         Ok(())
     }
 
-    /// What tells the image's time of change to the first write after a rest. Once; later ones change nothing.
+    /// Sets the function for the image's time of change, for the first write after a rest. Later calls have no effect.
     pub fn watch(&self, changed: impl Fn() -> Option<u64> + Send + Sync + 'static) {
         let _ = self.shared.watch.set(Box::new(changed));
     }
@@ -517,12 +517,12 @@ impl TrackedDisk {
         self.shared.served.foreign()
     }
 
-    /// Says that the history knows of what [`TrackedDisk::foreign`] told.
+    /// The history has what [`TrackedDisk::foreign`] returned.
     pub fn settle(&self, times: u64) {
         self.shared.served.settle(times);
     }
 
-    /// The clean end: flushes the disk, makes every bit durable and drops all intents. No write may come after.
+    /// A clean stop: flushes the disk, makes every bit durable and drops all intents. No write may follow.
     pub fn close(&self) -> Result<(), TrackError> {
         let s = &self.shared;
         s.gate.drain();
@@ -543,7 +543,7 @@ impl TrackedDisk {
         (self.shared.intents.active(), self.shared.intents.region())
     }
 
-    /// Bytes a block.
+    /// Block size in bytes.
     pub fn block_size(&self) -> u32 {
         self.shared.settings.block_size
     }
@@ -578,7 +578,7 @@ impl TrackedDisk {
 }
 
 impl Current {
-    /// What a follower has, which begins anew.
+    /// What a follower has, which begins again.
     fn begin_anew(&mut self, follower: &Follower) -> Option<Arc<Bitmap>> {
         let following = self.followers.iter_mut().find(|f| f.number == follower.number)?;
         let fresh = Arc::new(Bitmap::new(following.blocks.blocks()));
@@ -587,7 +587,7 @@ impl Current {
 }
 
 impl Shared {
-    /// Replaces what the writers work with. Whoever then drains the gate knows that all of them have seen it.
+    /// Replaces what writers use. After the gate is drained, all of them have seen it.
     fn replace<T>(&self, change: impl FnOnce(&mut Current) -> T) -> T {
         let mut current = self.current.write().unwrap_or_else(|e| e.into_inner());
         let mut next = Current::clone(&current);
@@ -597,7 +597,7 @@ impl Shared {
         result
     }
 
-    /// Lets a change of the given ranges in. Returns the side of the gate to leave by.
+    /// Admits a change of the given ranges. Returns the side of the gate to leave by.
     fn begin(&self, pieces: &[Piece], cache: &mut CurrentCache) -> io::Result<usize> {
         loop {
             let side = self.gate.enter();
@@ -621,7 +621,7 @@ impl Shared {
                 self.served.note();
                 return Ok(side);
             };
-            // The log is written outside the gate: the place is given up, and what was looked at is looked at anew.
+            // The log is written outside the gate: leave it, and check everything again.
             self.gate.leave(side);
             self.intents.activate(idle.offset, idle.len).map_err(|e| {
                 let place = self.folder.path().display();
@@ -630,7 +630,7 @@ impl Shared {
         }
     }
 
-    /// Inside the gate, before the first change since the last look goes down. Others that come meanwhile wait here.
+    /// Inside the gate, before the first change since the last check. Other changes wait here meanwhile.
     fn wake(&self) {
         let looked = self.looked.lock().unwrap_or_else(|e| e.into_inner());
         if !self.at_rest.load(SeqCst) {
@@ -671,7 +671,7 @@ impl Shared {
     }
 }
 
-/// A queue's own hold on the current record, taken anew when it was replaced.
+/// A queue's cached reference to the current state, refreshed when it was replaced.
 #[derive(Default)]
 struct CurrentCache {
     version: u64,
@@ -733,7 +733,7 @@ impl Disk for TrackedDisk {
     }
 }
 
-/// A queue that lets changes in before it hands them on, and out when they come back.
+/// A queue whose changes pass the gate.
 struct TrackedQueue {
     inner: Box<dyn Queue>,
     shared: Arc<Shared>,
@@ -798,7 +798,7 @@ impl Queue for TrackedQueue {
 }
 
 impl Drop for TrackedQueue {
-    /// Whoever is inside the gate must leave it, or no checkpoint would ever end.
+    /// Requests inside the gate must leave it, or no checkpoint would ever end.
     fn drop(&mut self) {
         while self.in_flight() > 0 {
             if self.complete(true).is_none() {

@@ -1,4 +1,4 @@
-//! Who may end the epochs of a tracker.
+//! The lock for ending the epochs of a tracker.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -14,18 +14,18 @@ pub struct TrackerLock {
     _lock: FolderLock,
 }
 
-/// Where the locks are kept: as long as a tracker lives at most, which is until the machine stops.
+/// Where the locks are kept: like a tracker, at most until the machine stops.
 const HOLDS: &str = "/run/dsync/trackers";
 
-/// For so long a tracker is waited for: another sync may be ending just now.
+/// How long to wait for the lock: another sync may be just ending.
 const PATIENCE: Duration = Duration::from_millis(500);
 
 impl TrackerLock {
-    /// Holds the tracker of the block device at `device`. The inner `Err` says who has it.
+    /// Locks the tracker of the block device at `device`. The inner `Err` names the holder.
     pub fn take(device: &Path) -> Result<Result<TrackerLock, String>, TrackError> {
         let identity = device::identity(device)?;
         let number = format!("{}:{}", libc::major(identity.dev), libc::minor(identity.dev));
-        // Files that stand in for a device share the number of their file system.
+        // Files in place of a device (in tests) share the device number of their file system.
         let name = if identity.is_block() { number } else { format!("{number}-{}", identity.ino) };
         let place = Path::new(HOLDS).join(name);
         let until = Instant::now() + PATIENCE;

@@ -1,4 +1,4 @@
-//! Nobody waits for ever: writers whose completions come only when they look for them, beside all that drains the gate.
+//! Nobody waits forever: writers whose completions come only when they look for them, beside all that drains the gate.
 
 use std::collections::VecDeque;
 use std::io;

@@ -313,7 +313,7 @@ fn nothing_is_copied_from_behind_the_replica() {
     assert_eq!((copied, sent), (vec![(2 * 4096, 4096)], 100 + 4096 + 3996));
 }
 
-/// What can't be read fits nothing, is no zeroes, and is told; without leave it is an error that names the block.
+/// What cannot be read fits nothing, is no zeroes, and is told; without leave it is an error that names the block.
 #[test]
 fn blocks_that_cannot_be_read_are_sent() {
     use testing::faulty::{FaultyDisk, Outage, Power};

@@ -41,7 +41,7 @@ pub(crate) struct UringQueue {
     in_flight: usize,
     /// Everything that waits was meant to start: what takes the place of a completed operation starts by itself.
     started: bool,
-    /// The ring failed: what it may still have bears numbers that can't be given again.
+    /// The ring failed: what it may still have bears numbers that cannot be given again.
     dead: bool,
 }
 
@@ -97,8 +97,8 @@ enum Act {
 const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
 const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
 
-/// Has the kernel start the thread that carries out what it can't do at once; it keeps the last one as long as this thread
-/// lives. Where it may not start any (`RLIMIT_NPROC`), it would keep a flush waiting for ever.
+/// Has the kernel start the thread that carries out what it cannot do at once; it keeps the last one as long as this thread
+/// lives. Where it may not start any (`RLIMIT_NPROC`), it would keep a flush waiting forever.
 fn lend_a_thread(ring: &mut IoUring) -> io::Result<()> {
     let nothing = opcode::Nop::new().build().flags(squeue::Flags::ASYNC);
     // SAFETY: it uses no memory.
@@ -152,7 +152,7 @@ impl UringQueue {
         self.depth - self.free.len()
     }
 
-    /// Cuts a request into operations. What can't go through the ring is done here and now.
+    /// Cuts a request into operations. What cannot go through the ring is done here and now.
     fn cut(&mut self, slot: usize) -> io::Result<()> {
         let Some(held) = self.slots[slot].as_ref() else { return Ok(()) };
         let (kind, memory) = (held.request.kind, held.memory as usize);
@@ -223,7 +223,7 @@ impl UringQueue {
         }))
     }
 
-    /// Cuts a run into operations that the kernel takes: what is aligned goes past the page cache, the rest through it.
+    /// Cuts a run into operations that the kernel takes: what is aligned goes bypassing the page cache, the rest through it.
     fn cut_run(&mut self, act: Act, run: &Run) -> io::Result<()> {
         let Run { slot, memory, offset, from, len } = *run;
         let op = |range: Range<u64>, plain| Op {

@@ -89,7 +89,7 @@ pub(crate) fn decode(mut bytes: &[u8], blocks: u64, mut each: impl FnMut(Item)) 
         match kind {
             ONE | RUN => {
                 let extra = if kind == RUN { varint::get(&mut bytes)?.checked_add(1) } else { Some(0) };
-                // `n` has two bits to spare, so the sum of it and a position can't overflow.
+                // `n` has two bits to spare, so the sum of it and a position cannot overflow.
                 let start = at.checked_add(n).ok_or(DecodeError::PastEnd)?;
                 let end = extra.and_then(|e| start.checked_add(e)?.checked_add(1));
                 let end = end.filter(|&end| end <= blocks).ok_or(DecodeError::PastEnd)?;

@@ -321,7 +321,7 @@ pub(crate) fn meta(name: &str, queries: &[&str]) -> Vec<u8> {
 
 type Open = dyn Fn(&str) -> Result<Export, Refusal> + Send + Sync;
 
-/// Exports made anew for each connection by a function of the name.
+/// Exports made again for each connection by a function of the name.
 pub(crate) struct Table {
     pub listed: Vec<ExportInfo>,
     pub open: Box<Open>,

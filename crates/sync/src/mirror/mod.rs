@@ -136,7 +136,7 @@ impl Mirror<'_> {
     /// Runs until it is told to stop.
     ///
     /// # Errors
-    /// What is in the way at the beginning; later, only what trying again can't mend.
+    /// What is in the way at the beginning; later, only what trying again cannot mend.
     pub fn run(mut self) -> Result<MirrorSummary, SyncError> {
         let began = Instant::now();
         let mut summary = MirrorSummary::default();
@@ -209,7 +209,7 @@ impl Mirror<'_> {
     }
 }
 
-/// What another attempt can't mend: another source, another replica, a source that shrank. What is merely in use may be free
+/// What another attempt cannot mend: another source, another replica, a source that shrank. What is merely in use may be free
 /// soon: the far side of a link that fell lets go when it notices.
 fn is_final(error: &SyncError) -> bool {
     match error {

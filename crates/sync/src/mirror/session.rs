@@ -412,7 +412,7 @@ impl<'a> MirrorSession<'a> {
             });
         };
         let whole = sent.cut.elapsed();
-        // It can't have taken longer than all of it.
+        // It cannot have taken longer than all of it.
         let backup = Duration::from_micros(confirmed.micros).min(whole);
         state.interval.backup(backup, whole, sent.blocks);
         state.confirmed = Some(sent.stream);

@@ -476,7 +476,7 @@ impl Member for Core {
         for content in lock(&self.entries).files.values() {
             let state = &mut *lock(&content.state);
             if state.mapped {
-                // What can't be read now is read at the crash, as it is then.
+                // What cannot be read now is read at the crash, as it is then.
                 state.at_cut = content.now().ok();
             }
         }

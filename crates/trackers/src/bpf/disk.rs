@@ -1,4 +1,4 @@
-//! What is followed: a whole disk, or one partition of it.
+//! The tracked block device: a whole disk, or one partition of it.
 
 use std::path::{Path, PathBuf};
 
@@ -13,13 +13,13 @@ pub(super) struct BlockDevice {
     pub path: PathBuf,
     /// Its number, as `major:minor`.
     pub number: String,
-    /// The number that the kernel gave the disk and will give no other.
+    /// The disk's diskseq, which the kernel gives to no other disk.
     pub diskseq: u64,
     /// Where it begins on the disk, in sectors of 512 bytes.
     pub first_sector: u64,
     /// Bytes.
     pub size: u64,
-    /// Where sysfs tells of it.
+    /// Its folder in sysfs.
     pub sysfs: PathBuf,
 }
 
@@ -50,7 +50,7 @@ impl BlockDevice {
             path: identity.path.clone(),
             number,
             diskseq,
-            // A whole disk has no such file.
+            // A whole disk has no `start`.
             first_sector: read_number(&sysfs.join("start")).unwrap_or(0),
             size: identity.size,
             sysfs,
@@ -72,7 +72,7 @@ impl BlockDevice {
     }
 }
 
-/// A number in a file of its own.
+/// Reads a file that holds one number.
 pub(super) fn read_number(path: &Path) -> Option<u64> {
     std::fs::read_to_string(path).ok()?.trim().parse().ok()
 }

@@ -1,4 +1,4 @@
-//! Beginning and ending to track: programs, maps and links, pinned so that they outlive us.
+//! Starts and stops tracking: programs, maps and links, pinned so that they outlive the process.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -22,7 +22,7 @@ static OBJECT: &[u8] = aya::include_bytes_aligned!("../../../../bpf/track.bpf.o"
 pub(super) const BPFFS: &str = "/sys/fs/bpf";
 const BPFFS_MAGIC: i64 = 0xcafe_4a11;
 
-/// Follows a block device from now on. `why` is what its record will say of the time before.
+/// Starts tracking a block device. `why` says why earlier writes are not known.
 pub(super) fn begin(
     disk: &BlockDevice,
     block_size: Option<u32>,
@@ -57,7 +57,7 @@ pub(super) fn begin(
     }
     let begun = load(disk, block_size, &place, why).and_then(|()| BpfTracker::open(&place, &disk.path));
     if begun.is_err() {
-        // What was pinned so far follows nothing that anybody would ask for.
+        // Incomplete pins are of no use.
         let _ = unpin(&place);
     }
     begun
@@ -130,7 +130,7 @@ fn load(disk: &BlockDevice, block_size: u32, place: &Path, why: &str) -> Result<
     notes.write(map.as_fd()).map_err(pin)
 }
 
-/// Ends the tracking whose pins lie in a folder. Programs at work finish; then the kernel lets them go.
+/// Removes the pins in a folder, which ends the tracking once running programs have finished.
 pub(super) fn unpin(place: &Path) -> io::Result<()> {
     for entry in std::fs::read_dir(place)? {
         std::fs::remove_file(entry?.path())?;
@@ -141,7 +141,7 @@ pub(super) fn unpin(place: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// What this machine must have.
+/// Checks the requirements of the machine.
 fn check_machine() -> Result<(), TrackError> {
     let unable = |why: &str| Err(TrackError::Unable(why.to_owned()));
     if !rustix::process::geteuid().is_root() {
@@ -172,7 +172,7 @@ fn mount_bpffs() -> std::io::Result<()> {
     Ok(mount("bpf", BPFFS, "bpf", flags, c"mode=700")?)
 }
 
-/// The name of this life of the kernel.
+/// The boot id.
 pub(super) fn boot_id() -> String {
     std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
 }

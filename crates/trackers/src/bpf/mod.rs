@@ -3,8 +3,8 @@
 //! Programs at tracepoints of the block layer mark what is written in a record (see `bpf/track.bpf.c`). Programs,
 //! maps and links are pinned below `/sys/fs/bpf/dsync/MAJOR:MINOR/`, and live until they are removed or the machine stops.
 //!
-//! There are two records. One is in use; the other is clean, or holds what the last checkpoint returned and nobody has
-//! released. So what a process leaves that dies in between needs no notes to be understood: whatever stands in either record
+//! There are two records. One is in use; the other is clean, or holds what the last checkpoint returned and was not
+//! released. So a process that dies in between leaves nothing ambiguous: whatever either record has
 //! was written since the last release.
 
 mod disk;
@@ -38,10 +38,10 @@ pub use saved::{Restored, restore, save};
 const MAPS: [&str; 4] = ["slot", "flight", "counts", "notes"];
 const RECORDS: [&str; 2] = ["record-a", "record-b"];
 const LINKS: [&str; 5] = ["bio_complete", "rq_complete", "split", "remap", "queue"];
-/// The tracepoint of each link. Ends are seen first, so that no write is seen to begin whose end is not.
+/// The tracepoint of each link. Completions come first, so that no write is seen to begin whose completion is missed.
 const TRACEPOINTS: [&str; 5] =
     ["block_bio_complete", "block_rq_complete", "block_split", "block_bio_remap", "block_bio_queue"];
-/// How many of them tell of ends.
+/// How many of them are for completions.
 const ENDS: usize = 2;
 
 const BEGAN: &str = "it was not tracked before";
@@ -51,20 +51,20 @@ fn folder(number: &str) -> PathBuf {
     Path::new(load::BPFFS).join("dsync").join(number)
 }
 
-/// Follows the block device at `device` from now on, in blocks of `block_size` bytes, or of 4 KiB and more for disks above
+/// Starts tracking the block device at `device`, in blocks of `block_size` bytes, or of 4 KiB and more for disks above
 /// 4 TiB. What was written before is not known: [`Tracker::lost`] says so until the first release.
 ///
 /// # Errors
-/// `Unable` where the machine or the device can't do it, `Refused` if it is tracked already.
+/// `Unable` if the machine or the device does not support it, `Refused` if it is tracked already.
 pub fn add(device: &Path, block_size: Option<u32>) -> Result<Box<dyn Tracker>, TrackError> {
     Ok(Box::new(load::begin(&BlockDevice::at(device)?, block_size, BEGAN)?))
 }
 
-/// Stops following a device, and forgets what was recorded. False if it was not tracked.
+/// Stops tracking a device, and drops its record. False if it was not tracked.
 pub fn remove(device: &Path) -> Result<bool, TrackError> {
     let number = match device::identity(device) {
         Ok(identity) => Some(BlockDevice::of(&identity)?.number),
-        // A disk that is gone is known by the path that it had.
+        // A disk that is gone is found by its former path.
         Err(_) => pinned()?.into_iter().find(|(_, path)| path == device).map(|(number, _)| number),
     };
     let Some(place) = number.map(|number| folder(&number)) else { return Ok(false) };
@@ -88,7 +88,7 @@ pub(crate) fn find(device: &Path) -> Result<Option<Box<dyn Tracker>>, TrackError
     }
     Ok(Some(match BpfTracker::open(&place, &identity.path) {
         Ok(tracker) => Box::new(tracker),
-        // Ordinary users can't read the disk's record: to them it is not tracked, and is compared.
+        // Users without root cannot read the record: for them the disk is not tracked, and is compared.
         Err(TrackError::State { error, .. }) if error.kind() == io::ErrorKind::PermissionDenied => {
             return Ok(None);
         }
@@ -98,7 +98,7 @@ pub(crate) fn find(device: &Path) -> Result<Option<Box<dyn Tracker>>, TrackError
     }))
 }
 
-/// The devices that are tracked, by the paths that they had when that began.
+/// The tracked devices, by their paths when tracking began.
 pub(crate) fn list() -> Result<Vec<PathBuf>, TrackError> {
     Ok(pinned()?.into_iter().map(|(_, path)| path).collect())
 }
@@ -112,7 +112,7 @@ fn pinned() -> Result<Vec<(String, PathBuf)>, TrackError> {
         let notes = sys::get(&entry.path().join("notes")).and_then(|map| Notes::read(map.as_fd()));
         let device = match notes {
             Ok(notes) => notes.device,
-            // Enough to name it and to remove it by.
+            // Enough to name and remove it.
             Err(_) => disk::path_of(&number).unwrap_or_else(|| Path::new("/dev/block").join(&number)),
         };
         found.push((number, device));
@@ -166,7 +166,7 @@ impl BpfTracker {
         let known = Notes::read(notes.as_fd()).map_err(state)?;
         let (size, block_size) = (known.size, known.block_size);
         if !block_size.is_power_of_two() || !(4096..=1 << 20).contains(&block_size) {
-            return Err(state(io::Error::new(io::ErrorKind::InvalidData, "its block size is none")));
+            return Err(state(io::Error::new(io::ErrorKind::InvalidData, "invalid block size")));
         }
         let record = |name: &str| -> Result<MappedBitmap, TrackError> {
             let map = get(name)?;
@@ -212,7 +212,7 @@ impl BpfTracker {
         self.ended.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// One process at a time ends an epoch, or looks at both records.
+    /// Locks the tracker: one process at a time ends an epoch or reads both records.
     fn lock(&self) -> Result<File, TrackError> {
         let lock = File::open(&self.place).and_then(|folder| {
             rustix::fs::flock(&folder, FlockOperation::LockExclusive)?;
@@ -236,7 +236,7 @@ impl BpfTracker {
         })
     }
 
-    /// Link and program of each link, as far as they are pinned.
+    /// The ids of each link and its program; an error if it is not pinned.
     fn links(&self) -> [io::Result<(u32, u32)>; LINKS.len()] {
         LINKS.map(|name| sys::get(&self.place.join(name)).and_then(|link| sys::link_ids(link.as_fd())))
     }
@@ -257,7 +257,7 @@ impl BpfTracker {
         read().map_err(self.failed("read the tracker's counts"))
     }
 
-    /// Why it records no more what happens to this disk; what is said here no checkpoint mends.
+    /// Why it no longer records this disk's writes; a checkpoint does not help.
     fn severed(&self, notes: &Notes) -> Result<Option<String>, TrackError> {
         let said = |why: &str| Ok(Some(format!("{why}; run \"dsync track remove\" and \"dsync track add\"")));
         let Ok(now) = BlockDevice::at(&self.device) else {
@@ -292,17 +292,17 @@ impl BpfTracker {
         let Some((last, next)) = self.in_use()? else {
             return Err(self.failed("find the record in use")(io::ErrorKind::NotFound.into()));
         };
-        // Before the swap: what is counted from here on is the next epoch's, too. Where a link is gone no count helps.
+        // Before the swap: what is counted from here on belongs to the next epoch too. If a link is gone, counts mean nothing.
         notes.pending = Some(self.counts().unwrap_or(notes.base));
         notes.ended = Some(Uuid::new_v4());
         if !next.bits.is_clean() {
-            // Never released: it stays in what is returned.
+            // Not released: it is part of what is returned.
             last.bits.union_with(&next.bits);
             next.bits.clear(0..next.bits.blocks());
         }
         put_in_slot(self.slot.as_fd(), next.map.as_fd()).map_err(self.failed("begin the next record"))?;
         if mark_again {
-            // Whoever marked in the last record has left its program: he is in the table, or has landed.
+            // Every write marked in the old record has left its program: it is in the table, or on disk.
             let flight = sys::values::<2>(self.flight.as_fd())
                 .map_err(self.failed("read the table of writes in flight"))?;
             let marked = Bitmap::new(next.bits.blocks());

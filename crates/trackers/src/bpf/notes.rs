@@ -1,4 +1,4 @@
-//! What a tracker's users know of it, kept beside its record in the kernel: it lives as long as the record does.
+//! What dsync notes about a tracker, in a map beside its record in the kernel, with the record's lifetime.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -12,21 +12,21 @@ use super::sys;
 /// Bytes of the map's one value.
 const ROOM: usize = 4096;
 
-/// What tells that writes were not recorded. All of it only grows.
+/// Counts of writes that were not recorded. They only grow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub(super) struct Counts {
-    /// Writes that found no place in the table of writes in flight.
+    /// Writes that did not fit into the table of writes in flight.
     pub dropped: u64,
     /// Writes that completed and had not been in that table.
     pub stray: u64,
-    /// Beginnings of writes at which a program was not run because it ran already on that processor.
+    /// Starts of writes for which a program did not run because it was already running on that processor.
     pub missed: u64,
-    /// Ends of writes that were missed so. Alone they do no harm: a write stays in the table for longer than it need.
+    /// Completions missed in the same way. Alone they are harmless: a write stays in the table longer than needed.
     pub unended: u64,
 }
 
 impl Counts {
-    /// What was not recorded between `base` and these counts, in words.
+    /// What was not recorded between `base` and these counts, as text.
     pub(super) fn since(&self, base: &Counts, doubtful: bool) -> Option<String> {
         let more = |what: fn(&Counts) -> u64| what(self).saturating_sub(what(base));
         let why = if more(|c| c.dropped) > 0 {
@@ -36,7 +36,7 @@ impl Counts {
         } else if more(|c| c.stray) > 0 {
             format!("{} writes completed whose start was not seen", more(|c| c.stray))
         } else if doubtful && more(|c| c.unended) > 0 {
-            // A write whose beginning was missed is known by its end alone.
+            // A write whose start was missed is known only by its completion.
             format!("{} ends of writes were missed after missed starts", more(|c| c.unended))
         } else {
             return None;
@@ -54,19 +54,19 @@ pub(super) struct Notes {
     pub first_sector: u64,
     pub size: u64,
     pub block_size: u32,
-    /// The life of the kernel.
+    /// The boot id.
     pub boot: String,
     /// Numbers of the links.
     pub links: [u32; 5],
-    /// Why what was written since the last release is not known; `None` if it is.
+    /// Why writes since the last release are not known; `None` if they are.
     pub lost: Option<String>,
     /// The epoch that was released last.
     pub released: Option<Uuid>,
-    /// The counts as they stood when what was released last was checkpointed.
+    /// The counts at the checkpoint that was released last.
     pub base: Counts,
-    /// The counts just before the last checkpoint, if that is not released.
+    /// The counts just before the last checkpoint, if it is not released.
     pub pending: Option<Counts>,
-    /// The name of the last checkpoint, if that is not released.
+    /// The token of the last checkpoint, if it is not released.
     #[serde(default)]
     pub ended: Option<Uuid>,
     /// Writes of the epoch released last were not recorded: one of them may land in this one.
@@ -84,7 +84,7 @@ impl Notes {
     pub(super) fn write(&self, map: BorrowedFd) -> io::Result<()> {
         let mut value = serde_json::to_vec(self)?;
         if value.len() >= ROOM {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "its notes are too long"));
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "the notes of the tracker are too long"));
         }
         value.resize(ROOM, 0);
         sys::update(map, 0, &value)

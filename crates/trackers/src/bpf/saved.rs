@@ -1,7 +1,8 @@
-//! The record across a reboot: saved with a stamp after the last writer left, and believed again only if nobody wrote since.
+//! The record across a reboot: saved with a stamp after the last writer closed the device, and trusted only if nothing was
+//! written since.
 //!
-//! What tells of a write in between: in the same life of the kernel, the disk's own count of sectors written; in a new one,
-//! that count from its begin; and, wherever another system had the disk meanwhile, a fingerprint of the places that every
+//! Writes in between are detected by: within one boot, the disk's count of sectors written; in a new boot,
+//! that count from zero; and, since another system may have had the disk, a fingerprint of the places that every
 //! mount changes, on the disk and each of its partitions.
 
 use std::fs::File;
@@ -18,7 +19,7 @@ use crate::{TrackError, Tracker};
 
 pub(super) const NAME: &str = "bpf-record";
 
-/// How the disk was when its record was saved.
+/// The state of the disk when its record was saved.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct DiskStamp {
     boot: String,
@@ -26,15 +27,15 @@ struct DiskStamp {
     size: u64,
     first_sector: u64,
     block_size: u32,
-    /// What the hardware says of itself.
+    /// The hardware's name.
     name: String,
     written: SectorCounts,
     fingerprint: String,
-    /// Why the record was not known even then.
+    /// Why the record was already lost.
     lost: Option<String>,
-    /// The epoch that it had released last.
+    /// The epoch released last.
     released: Option<Uuid>,
-    /// Hash of the record as it follows.
+    /// Hash of the encoded record.
     record: String,
 }
 
@@ -45,22 +46,22 @@ struct SectorCounts {
     discarded: u64,
 }
 
-/// How a restored tracker stands.
+/// The result of restoring a tracker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Restored {
-    /// It had never stopped.
+    /// It had not stopped.
     WentOn,
-    /// The saved record holds.
+    /// The saved record is trusted.
     Trusted,
-    /// It doesn't, or there was none: the tracker knows what is written from now on.
+    /// It is not, or there was none: the tracker knows only later writes.
     Lost(String),
 }
 
 /// Saves the record of a device in a folder, for [`restore`] after a reboot. Tracking goes on meanwhile; what is written
-/// after this is not in the record, so that nobody may write until the machine stops.
+/// after this is not in the record, so there must be no writes until the machine stops.
 ///
 /// # Errors
-/// `Refused` if somebody still uses the device, or it is not tracked. Then no record is left in the folder.
+/// `Refused` if the device is still in use, or not tracked. Then no record is left in the folder.
 pub fn save(device: &Path, to: &dyn Folder) -> Result<(), TrackError> {
     let state = |what: &'static str| {
         let place = to.path().to_path_buf();
@@ -112,8 +113,8 @@ pub fn save(device: &Path, to: &dyn Folder) -> Result<(), TrackError> {
     device::replace(to, NAME, &file).map_err(state("cannot save the record"))
 }
 
-/// Follows a device again after a reboot, from the record in a folder. A record is believed once, and never after any
-/// doubt: then the device is followed from now on.
+/// Tracks a device again after a reboot, from the record in a folder. A record is used once, and never after any
+/// doubt: then only later writes are known.
 pub fn restore(device: &Path, from: &dyn Folder) -> Result<Restored, TrackError> {
     let state = |error| TrackError::State {
         what: "cannot take the saved record",
@@ -124,7 +125,7 @@ pub fn restore(device: &Path, from: &dyn Folder) -> Result<Restored, TrackError>
     from.remove(NAME).and_then(|()| from.sync()).map_err(state)?;
     let disk = BlockDevice::at(device)?;
     match BpfTracker::open(&folder(&disk.number), &disk.path) {
-        // It follows a disk that was detached since, or no longer does at all: it makes way.
+        // It tracks a disk that was detached since, or nothing any more: replace it.
         Ok(tracker) if tracker.severed(&tracker.notes()?)?.is_some() => {
             super::remove(device)?;
         }
@@ -137,7 +138,7 @@ pub fn restore(device: &Path, from: &dyn Folder) -> Result<Restored, TrackError>
         Ok((stamp, bits)) => (Some(stamp.block_size), Ok((stamp, bits))),
         Err(why) => (None, Err(why)),
     };
-    // Followed first and looked at then: whoever writes meanwhile is recorded, and seen to have written.
+    // Tracking starts before the check, so a write in between is both recorded and detected.
     let tracker = load::begin(&disk, block_size, BEGAN)?;
     let verdict = saved.and_then(|(stamp, bits)| {
         stamp.verdict(&disk)?;
@@ -154,7 +155,7 @@ pub fn restore(device: &Path, from: &dyn Folder) -> Result<Restored, TrackError>
     Ok(notes.lost.map_or(Restored::Trusted, Restored::Lost))
 }
 
-/// The stamp and the encoded record; else why they can't be used.
+/// The stamp and the encoded record, or why they cannot be used.
 #[allow(clippy::type_complexity)]
 fn read(from: &dyn Folder) -> std::io::Result<Result<(DiskStamp, Vec<u8>), String>> {
     let file = match from.open(NAME, false) {
@@ -165,7 +166,7 @@ fn read(from: &dyn Folder) -> std::io::Result<Result<(DiskStamp, Vec<u8>), Strin
         Err(e) => return Err(e),
     };
     let damaged = || Ok(Err("the saved record is damaged".to_owned()));
-    // A record has 128 MiB at most, in the form that it is saved in one percent more.
+    // A record has 128 MiB at most; encoded, one percent more.
     let len = file.len()?;
     if !(8..256 << 20).contains(&len) {
         return damaged();
@@ -185,7 +186,7 @@ fn read(from: &dyn Folder) -> std::io::Result<Result<(DiskStamp, Vec<u8>), Strin
 }
 
 impl DiskStamp {
-    /// Whether the record holds for the disk as it is now.
+    /// Whether the record is valid for the disk as it is now.
     fn verdict(&self, now: &BlockDevice) -> Result<(), String> {
         let lost = |why: &str| Err(why.to_owned());
         if let Some(why) = &self.lost {
@@ -198,7 +199,7 @@ impl DiskStamp {
         if self.name != hardware_name(now) || (same_boot && self.diskseq != now.diskseq) {
             return lost("another disk now has the name of the device");
         }
-        // Another system may have written there, and this one counts from its own begin.
+        // Another system may have written, which this kernel's count does not include.
         if let (false, Some(holder)) = (same_boot, holder(now).map_err(|error| error.to_string())?) {
             return Err(format!(
                 "the machine was rebooted, and writes to {holder} cannot be detected afterwards"
@@ -226,7 +227,7 @@ impl SectorCounts {
     }
 }
 
-/// What the hardware, or what stands in its place, says of itself.
+/// The hardware's name, or its substitute.
 fn hardware_name(disk: &BlockDevice) -> String {
     let place = disk.whole_disk();
     let files = ["wwid", "device/wwid", "serial", "device/serial", "dm/uuid", "md/uuid", "loop/backing_file"];
@@ -241,7 +242,7 @@ pub(super) fn fingerprint(disk: &BlockDevice) -> Result<String, TrackError> {
     Ok(hash(&content))
 }
 
-/// Hands out the first and the last MiB of the disk, then of each of its partitions.
+/// Passes on the first and the last MiB of the disk, then of each of its partitions.
 fn edges(disk: &BlockDevice, mut take: impl FnMut(&[u8])) -> Result<(), TrackError> {
     const EDGE: u64 = 1 << 20;
     for path in std::iter::once(disk.path.clone()).chain(partitions(disk)) {
@@ -261,20 +262,20 @@ fn edges(disk: &BlockDevice, mut take: impl FnMut(&[u8])) -> Result<(), TrackErr
     Ok(())
 }
 
-/// What lies on the disk or a partition whose content changes while the edges stay as they are.
+/// What is on the disk or a partition that can be written through without a change at the edges.
 fn holder(disk: &BlockDevice) -> Result<Option<&'static str>, TrackError> {
     let mut found = None;
     edges(disk, |part| found = found.or(signature(part)))?;
     Ok(found)
 }
 
-/// The signature of what others write through, in the first or the last MiB of a device.
+/// The signature of such a layer in the first or the last MiB of a device.
 fn signature(edge: &[u8]) -> Option<&'static str> {
     const MD: &[u8] = &0xa92b_4efc_u32.to_le_bytes();
     const ZFS: &[u8] = &0x00ba_b10c_u64.to_le_bytes();
     const BCACHE: &[u8] = b"\xc6\x85\x73\xf6\x4e\x1a\x45\xca\x82\x65\xf5\x7f\x48\xba\x6d\x81";
     let at = |offset: usize, magic: &[u8]| edge.get(offset..).is_some_and(|rest| rest.starts_with(magic));
-    // An md superblock of version 1.0 or 0.90 lies at some multiple of 4 KiB near the end.
+    // An md superblock of version 1.0 or 0.90 is at a multiple of 4 KiB near the end.
     let on_page = |magic: &[u8]| edge.chunks(4096).any(|page| page.starts_with(magic));
     let on_sector = |magic: &[u8]| edge.chunks(512).any(|sector| sector.starts_with(magic));
     let kinds = [

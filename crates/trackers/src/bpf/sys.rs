@@ -42,7 +42,7 @@ fn c_path(path: &Path) -> io::Result<CString> {
     CString::new(path.as_os_str().as_bytes()).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))
 }
 
-/// What is pinned at a path.
+/// Opens the object pinned at a path.
 pub(super) fn get(path: &Path) -> io::Result<OwnedFd> {
     let path = c_path(path)?;
     let mut attr = attr();
@@ -59,7 +59,7 @@ pub(super) fn pin(fd: BorrowedFd, path: &Path) -> io::Result<()> {
     bpf(bpf_cmd::BPF_OBJ_PIN, &mut attr).map(drop)
 }
 
-/// A clean record of so many words.
+/// Creates a clean record of that many words.
 pub(super) fn create_record(words: u64) -> io::Result<OwnedFd> {
     let mut attr = attr();
     // SAFETY: the union is zeroed, so all of this variant is initialised.
@@ -96,7 +96,7 @@ pub(super) fn update(map: BorrowedFd, key: u32, value: &[u8]) -> io::Result<()> 
     bpf(bpf_cmd::BPF_MAP_UPDATE_ELEM, &mut attr).map(drop)
 }
 
-/// The kernel reads and writes as many bytes as the map's values have, whatever we hand over.
+/// Checks the value size: the kernel reads and writes that many bytes, whatever buffer it gets.
 fn check(map: BorrowedFd, len: usize) -> io::Result<()> {
     match map_info(map)?.value_size as usize {
         size if size == len => Ok(()),
@@ -107,13 +107,13 @@ fn check(map: BorrowedFd, len: usize) -> io::Result<()> {
     }
 }
 
-/// Values of a hash map with keys of 8 bytes, each of `N` words. What is there all the while is among them.
+/// Values of a hash map with keys of 8 bytes, each of `N` words. Entries that are present throughout are included.
 pub(super) fn values<const N: usize>(map: BorrowedFd) -> io::Result<Vec<[u64; N]>> {
     let info = map_info(map)?;
     if (info.key_size, info.value_size as usize) != (8, N * 8) {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "it has keys or values of another size"));
     }
-    // Room for the fullest bucket: one batch is whole buckets. It starts small and grows where a bucket doesn't fit.
+    // A batch is whole buckets, so there must be room for the fullest one. It grows if a bucket does not fit.
     let (mut room, most) = (4096usize, (info.max_entries as usize).max(4096));
     let (mut found, mut place, mut begun) = (Vec::new(), [0u64; 1], false);
     loop {
@@ -148,7 +148,7 @@ pub(super) fn values<const N: usize>(map: BorrowedFd) -> io::Result<Vec<[u64; N]
     }
 }
 
-/// Puts a value in such a map.
+/// Stores a value in such a map.
 #[cfg(test)]
 pub(super) fn put<const N: usize>(map: BorrowedFd, key: u64, value: [u64; N]) -> io::Result<()> {
     check(map, N * 8)?;
@@ -175,18 +175,18 @@ fn map_info(map: BorrowedFd) -> io::Result<bpf_map_info> {
     info(map)
 }
 
-/// The number of a map in this life of the kernel.
+/// The id of a map.
 pub(super) fn map_id(map: BorrowedFd) -> io::Result<u32> {
     Ok(map_info(map)?.id)
 }
 
-/// The numbers of a link and of its program.
+/// The ids of a link and of its program.
 pub(super) fn link_ids(link: BorrowedFd) -> io::Result<(u32, u32)> {
     let info: bpf_link_info = info(link)?;
     Ok((info.id, info.prog_id))
 }
 
-/// How often a program was not run because it ran already on that processor.
+/// How often a program did not run because it was already running on that processor.
 pub(super) fn misses(program: u32) -> io::Result<u64> {
     let mut attr = attr();
     attr.__bindgen_anon_6.__bindgen_anon_1.prog_id = program;
@@ -203,13 +203,13 @@ pub(super) struct Words {
     words: usize,
 }
 
-// SAFETY: shared memory of atomic words, valid until dropped, whoever looks at it.
+// SAFETY: shared memory of atomic words, valid until dropped, on any thread.
 unsafe impl Send for Words {}
 // SAFETY: as above.
 unsafe impl Sync for Words {}
 
 impl Words {
-    /// Maps a record of so many words.
+    /// Maps a record of that many words.
     pub(super) fn map(record: BorrowedFd, words: u64) -> io::Result<Words> {
         let wrong = || io::Error::new(io::ErrorKind::InvalidData, "it has another size");
         if u64::from(map_info(record)?.max_entries) != words {
@@ -238,14 +238,14 @@ impl Words {
 impl Deref for Words {
     type Target = [AtomicU64];
     fn deref(&self) -> &[AtomicU64] {
-        // SAFETY: the mapping has at least so many words, all initialised, and kernel and users change them atomically only.
+        // SAFETY: the mapping has at least that many words, all initialised, and kernel and users change them atomically only.
         unsafe { std::slice::from_raw_parts(self.address.cast(), self.words) }
     }
 }
 
 impl Drop for Words {
     fn drop(&mut self) {
-        // SAFETY: our own mapping, of which nobody holds a borrow any more.
+        // SAFETY: our own mapping, with no borrow left.
         unsafe { libc::munmap(self.address, self.bytes) };
     }
 }

@@ -13,7 +13,7 @@ use super::*;
 const BLOCK: usize = 4096;
 const EPOCH: uuid::Uuid = uuid::Uuid::from_u128(7);
 
-/// False, with a line that says why, where the machine can't run these tests. Else this thread has its own mounts.
+/// False, with a line that says why, where the machine cannot run these tests. Else this thread has its own mounts.
 fn ready(tools: &[&str]) -> bool {
     let what = "the bpf tracker";
     let able = if !rustix::process::geteuid().is_root() {
@@ -655,7 +655,7 @@ fn what_can_not_be_tracked_is_refused() {
         return;
     }
     let disk = Loop::new(8);
-    // Where the file system of pins can't be mounted.
+    // Where the file system of pins cannot be mounted.
     run("umount /sys/fs/bpf; mount -t tmpfs none /sys/fs");
     let said = add(&disk.device, None).err().unwrap().to_string();
     assert!(said.contains("mount -t bpf"), "{said}");

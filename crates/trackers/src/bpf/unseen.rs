@@ -1,4 +1,4 @@
-//! Devices whose content can change without a tracepoint of the block layer: the tracker would miss changes and not know it.
+//! Devices whose content can change without a tracepoint of the block layer: the tracker would miss these changes.
 
 use std::path::Path;
 
@@ -9,13 +9,13 @@ pub(super) const TYPES: &str = "/sys/kernel/btf/vmlinux";
 /// memory (pmem and btt), by what the names of their disks begin with.
 const BY_PAGES: [&str; 3] = ["ram", "zram", "pmem"];
 
-/// Says how the content of a disk can change unseen; `None` if it can't. `disk` is the whole disk's folder in sysfs, `types` a file
+/// How the content of a disk can change unseen; `None` if it cannot. `disk` is the whole disk's folder in sysfs, `types` a file
 /// like [`TYPES`].
 ///
-/// What the kernel does not tell counts as the worse: a disk of these drivers is refused where `types` can't be read.
+/// The worse case is assumed: a disk of these drivers is refused where `types` cannot be read.
 pub(super) fn unseen(disk: &Path, types: &Path) -> Option<&'static str> {
     // The kernel maps no file of a file system with DAX unless its device has this flag, whatever the mount options are; with
-    // it a single file may (`chattr +x`), whenever its owner wants.
+    // it a single file may be mapped at any time (`chattr +x`).
     if std::fs::read_to_string(disk.join("queue/dax")).is_ok_and(|dax| dax.trim() != "0") {
         return Some("can be written to as memory (DAX)");
     }
