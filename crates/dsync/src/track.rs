@@ -118,8 +118,7 @@ fn marked<T>(
 fn folder(device: &Path, state: &StateDir) -> Result<device::Dir> {
     let canonical = std::fs::canonicalize(device).unwrap_or_else(|_| device.to_path_buf());
     let place = state.tracker_folder(&canonical);
-    device::Dir::open(&place)
-        .map_err(|error| TrackError::State { what: "cannot create a directory", place, error }.into())
+    Ok(device::Dir::open(&place).map_err(TrackError::state("cannot create a directory", &place))?)
 }
 
 /// Says how the trackers are, of one device or of all. Returns how many there are.

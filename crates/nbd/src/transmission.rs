@@ -102,6 +102,37 @@ struct Slot {
     failure: Option<Failure>,
 }
 
+/// Requests whose parts are on their way, under the number that the parts bear.
+#[derive(Default)]
+struct Slots {
+    all: Vec<Slot>,
+    free: Vec<usize>,
+}
+
+impl Slots {
+    fn open(&mut self, header: &Header) -> usize {
+        let index = self.free.pop().unwrap_or(self.all.len());
+        self.all.resize_with(self.all.len().max(index + 1), Slot::default);
+        self.all[index] = Slot { header: *header, ..Slot::default() };
+        index
+    }
+}
+
+/// Bytes received and not yet taken in.
+struct Input {
+    bytes: Box<[u8]>,
+    start: usize,
+    end: usize,
+    /// The last write was large: don't look further than the next head.
+    shy: bool,
+}
+
+impl Input {
+    fn rest(&self) -> &[u8] {
+        &self.bytes[self.start..self.end]
+    }
+}
+
 struct Transmission<'a> {
     stream: &'a Stream,
     closing: &'a AtomicBool,
@@ -110,14 +141,9 @@ struct Transmission<'a> {
     prompt: bool,
     depth: usize,
 
-    input: Box<[u8]>,
-    start: usize,
-    end: usize,
-    /// The last write was large: don't look further than the next head.
-    shy: bool,
+    input: Input,
     step: Step,
-    slots: Vec<Slot>,
-    free: Vec<usize>,
+    slots: Slots,
     pool: Pool,
     output: Output,
     /// When to take in no more. Set once the server was told to end.
@@ -139,13 +165,9 @@ impl<'a> Transmission<'a> {
             prompt: queue.wait_fd().is_none(),
             depth: export.queue_depth.max(1) as usize,
             queue,
-            input: vec![0; INPUT].into_boxed_slice(),
-            start: 0,
-            end: 0,
-            shy: false,
+            input: Input { bytes: vec![0; INPUT].into_boxed_slice(), start: 0, end: 0, shy: false },
             step: Step::Head,
-            slots: Vec::new(),
-            free: Vec::new(),
+            slots: Slots::default(),
             pool: Pool::new(),
             output: Output::new(),
             last_words: None,
@@ -207,8 +229,9 @@ impl<'a> Transmission<'a> {
     /// Takes bytes from the socket; false if there are none.
     fn receive(&mut self, wait: bool) -> bool {
         // What is left is less than a head: all else is taken in as soon as it is there.
-        self.input.copy_within(self.start..self.end, 0);
-        (self.start, self.end) = (0, self.end - self.start);
+        let input = &mut self.input;
+        input.bytes.copy_within(input.start..input.end, 0);
+        (input.start, input.end) = (0, input.end - input.start);
         let (direct, limit) = match &mut self.step {
             Step::Payload { left, part: Some(part), large, .. } => {
                 let limit = match part.buf.len() == *left {
@@ -218,17 +241,17 @@ impl<'a> Transmission<'a> {
                 };
                 (&mut part.buf[part.filled..], limit)
             }
-            Step::Head if self.shy => (&mut [][..], Header::LEN),
+            Step::Head if input.shy => (&mut [][..], Header::LEN),
             _ => (&mut [][..], INPUT),
         };
         let room = direct.len();
-        let received = self.stream.receive(direct, &mut self.input[self.end..limit.max(self.end)], wait);
+        let received = self.stream.receive(direct, &mut input.bytes[input.end..limit.max(input.end)], wait);
         match received {
             Received::Bytes(got) => {
                 if let Step::Payload { part: Some(part), .. } = &mut self.step {
                     part.filled += got.min(room);
                 }
-                self.end += got.saturating_sub(room);
+                self.input.end += got.saturating_sub(room);
             }
             Received::Nothing => return false,
             // A request cut short gets no answer: whoever sent it is gone.
@@ -245,12 +268,12 @@ impl<'a> Transmission<'a> {
                     if !self.has_room() {
                         return Ok(Stop::Full);
                     }
-                    let Some(head) = self.input[self.start..self.end].first_chunk() else {
+                    let Some(head) = self.input.rest().first_chunk() else {
                         return Ok(Stop::Dry);
                     };
                     // Without the magic number there is no telling where the next request begins.
                     let header = Header::decode(head);
-                    self.start += Header::LEN;
+                    self.input.start += Header::LEN;
                     match header {
                         Some(header) if header.command != CMD_DISC => self.begin(header),
                         _ => self.step = Step::End,
@@ -272,8 +295,8 @@ impl<'a> Transmission<'a> {
                     }
                 }
                 Step::Skip { left, .. } => {
-                    let step = (self.end - self.start).min(*left);
-                    self.start += step;
+                    let step = self.input.rest().len().min(*left);
+                    self.input.start += step;
                     *left -= step;
                     if *left > 0 {
                         return Ok(Stop::Dry);
@@ -285,7 +308,7 @@ impl<'a> Transmission<'a> {
                 }
                 Step::Read { slot, offset, left } => {
                     let (slot, at, len) = (*slot, *offset, part_len(*offset, *left));
-                    let whole = self.slots[slot].whole;
+                    let whole = self.slots.all[slot].whole;
                     if !(self.has_room() || whole && self.queue.in_flight() < self.depth) {
                         return Ok(Stop::Full);
                     }
@@ -294,7 +317,7 @@ impl<'a> Transmission<'a> {
                         *left -= len;
                         if *left == 0 {
                             self.step = Step::Head;
-                            self.slots[slot].sealed = true;
+                            self.slots.all[slot].sealed = true;
                         }
                     }
                     let buf = self.pool.take(len);
@@ -318,7 +341,7 @@ impl<'a> Transmission<'a> {
 
     /// Begins a request whose head was taken in.
     fn begin(&mut self, header: Header) {
-        self.shy = header.command == CMD_WRITE && header.len as usize > LARGE;
+        self.input.shy = header.command == CMD_WRITE && header.len as usize > LARGE;
         if let Err(failure) = self.check(&header) {
             self.step = match header.command {
                 CMD_WRITE if header.len > SKIP => Step::End,
@@ -345,14 +368,14 @@ impl<'a> Transmission<'a> {
                 };
             }
             CMD_READ => {
-                let slot = self.open_slot(&header);
-                self.slots[slot].whole = !self.structured || header.flags & CMD_FLAG_DF != 0;
+                let slot = self.slots.open(&header);
+                self.slots.all[slot].whole = !self.structured || header.flags & CMD_FLAG_DF != 0;
                 self.step = Step::Read { slot, offset, left: len };
                 return;
             }
             CMD_WRITE => {
-                let slot = self.open_slot(&header);
-                self.slots[slot].flush = fua && len > CHUNK;
+                let slot = self.slots.open(&header);
+                self.slots.all[slot].flush = fua && len > CHUNK;
                 self.step = Step::Payload { slot, offset, left: len, part: None, large: len > LARGE };
                 return;
             }
@@ -362,8 +385,8 @@ impl<'a> Transmission<'a> {
                 Kind::Zero { unmap, fast: header.flags & CMD_FLAG_FAST_ZERO != 0, fua }
             }
         };
-        let slot = self.open_slot(&header);
-        self.slots[slot].sealed = true;
+        let slot = self.slots.open(&header);
+        self.slots.all[slot].sealed = true;
         self.submit(slot, kind, offset, header.len.into(), Buf::default());
     }
 
@@ -371,11 +394,10 @@ impl<'a> Transmission<'a> {
     fn fill(&mut self) -> bool {
         let Step::Payload { slot, offset, left, part: under_way, .. } = &mut self.step else { return true };
         let Some(part) = under_way else { return true };
-        let ready = (self.end - self.start).min(part.buf.len() - part.filled);
-        part.buf[part.filled..part.filled + ready]
-            .copy_from_slice(&self.input[self.start..self.start + ready]);
+        let ready = self.input.rest().len().min(part.buf.len() - part.filled);
+        part.buf[part.filled..part.filled + ready].copy_from_slice(&self.input.rest()[..ready]);
         part.filled += ready;
-        self.start += ready;
+        self.input.start += ready;
         if part.filled < part.buf.len() {
             return false;
         }
@@ -385,10 +407,10 @@ impl<'a> Transmission<'a> {
         *left -= buf.len();
         if *left == 0 {
             self.step = Step::Head;
-            self.slots[slot].sealed = true;
+            self.slots.all[slot].sealed = true;
         }
-        let header = &self.slots[slot].header;
-        let fua = header.flags & CMD_FLAG_FUA != 0 && !self.slots[slot].flush;
+        let header = &self.slots.all[slot].header;
+        let fua = header.flags & CMD_FLAG_FUA != 0 && !self.slots.all[slot].flush;
         let len = buf.len() as u64;
         self.submit(slot, Kind::Write { fua }, at, len, buf);
         true
@@ -450,22 +472,8 @@ impl<'a> Transmission<'a> {
         Ok(())
     }
 
-    fn open_slot(&mut self, header: &Header) -> usize {
-        let slot = Slot { header: *header, ..Slot::default() };
-        match self.free.pop() {
-            Some(index) => {
-                self.slots[index] = slot;
-                index
-            }
-            None => {
-                self.slots.push(slot);
-                self.slots.len() - 1
-            }
-        }
-    }
-
     fn submit(&mut self, slot: usize, kind: Kind, offset: u64, len: u64, buf: Buf) {
-        self.slots[slot].parts += 1;
+        self.slots.all[slot].parts += 1;
         let pieces = if kind == Kind::Flush { smallvec![] } else { smallvec![Piece { offset, len }] };
         self.queue.submit(Request { kind, pieces, buf, token: slot as u64 });
     }
@@ -481,7 +489,7 @@ impl<'a> Transmission<'a> {
     fn completed(&mut self, done: Done) {
         let Request { pieces, buf, token, .. } = done.request;
         let index = token as usize;
-        let slot = &mut self.slots[index];
+        let slot = &mut self.slots.all[index];
         slot.parts -= 1;
         if let Err(error) = done.result {
             slot.failure.get_or_insert_with(|| failure_of(&error, &slot.header));
@@ -498,7 +506,7 @@ impl<'a> Transmission<'a> {
                 // The common case, without an allocation.
                 self.data_head(index);
                 self.output.add_data(buf);
-                self.free.push(index);
+                self.slots.free.push(index);
             } else {
                 slot.collected.push((offset, buf));
                 if last {
@@ -518,14 +526,14 @@ impl<'a> Transmission<'a> {
                 self.output.add_data(buf);
             }
             if last {
-                self.free.push(index);
+                self.slots.free.push(index);
             }
         }
     }
 
     /// Answers a request whose parts have all completed; streamed reads have been answered part by part.
     fn finish(&mut self, index: usize) {
-        let slot = &mut self.slots[index];
+        let slot = &mut self.slots.all[index];
         let cookie = slot.header.cookie;
         let mut collected = std::mem::take(&mut slot.collected);
         if let Some(failure) = slot.failure.take() {
@@ -540,12 +548,12 @@ impl<'a> Transmission<'a> {
         } else {
             self.output.simple(cookie, 0);
         }
-        self.free.push(index);
+        self.slots.free.push(index);
     }
 
     /// The head of a read's answer whose data comes in one piece.
     fn data_head(&mut self, index: usize) {
-        let Header { cookie, offset, len, .. } = self.slots[index].header;
+        let Header { cookie, offset, len, .. } = self.slots.all[index].header;
         if self.structured {
             self.output.chunk(cookie, CHUNK_OFFSET_DATA, true, len + 8);
             self.output.add(&offset.to_be_bytes());

@@ -1,6 +1,7 @@
 //! The tracker of a live disk, as a process sees it.
 
 use std::io;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
@@ -30,11 +31,7 @@ impl SimTracker {
         let done = self.process.host.call(&self.process, call, |state| {
             state.trackers.get_mut(&self.inode).map(act).ok_or_else(|| io::ErrorKind::NotFound.into())
         });
-        done.map_err(|error| TrackError::State {
-            what: "cannot ask the tracker",
-            place: "kernel".into(),
-            error,
-        })
+        done.map_err(TrackError::state("cannot ask the tracker", Path::new("kernel")))
     }
 }
 

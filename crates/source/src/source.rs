@@ -413,7 +413,34 @@ impl Source {
         Ok((stop, std::thread::Builder::new().name("tend".into()).spawn(tending)?))
     }
 
-    /// Opens a source from its parts: the disk, the folder of its state, and its backing. Takes no lock.
+    /// What the state in `folder` says of the image as it is: whether the record can be believed, the size that the image had,
+    /// and the times of a foreign write, if one was noticed.
+    fn verdict(
+        folder: &dyn Folder,
+        backing: &dyn Backing,
+        identity: &Identity,
+        last: u64,
+        trust_device: bool,
+    ) -> Result<(Verdict, u64, Option<u64>), SourceError> {
+        let served = LastWriteTime::open(folder, backing.clock())
+            .map_err(SourceError::state("open", folder.path()))?;
+        let last_write = LastWrite {
+            time: served.last().saturating_add(backing.clock().tick()),
+            in_flight: served.was_busy(),
+            seen: served.seen(),
+            foreign: served.foreign().is_some(),
+        };
+        let stamp = ImageStamp::read(folder)?;
+        let was = stamp.as_ref().map_or(0, |s| s.identity.size.max(s.larger.unwrap_or(0)));
+        let verdict = match (Self::missing(folder, stamp.as_ref(), last)?, stamp) {
+            (Some(why), _) => Verdict::Lost(why.into()),
+            (None, None) => Verdict::New,
+            (None, Some(stamp)) => stamp.verdict(identity, &backing.boot(), last_write, trust_device),
+        };
+        Ok((verdict, was, served.foreign()))
+    }
+
+    /// Opens a source from its parts: the disk, the folder of its state, and what is to know of the medium. Takes no lock.
     pub fn over(
         about: About,
         disk: Arc<dyn Disk>,
@@ -424,28 +451,12 @@ impl Source {
         let history = History::read(&*folder)?;
         folder.sync().map_err(SourceError::state("sync", folder.path()))?;
         let identity = backing.identity()?;
-        let boot = backing.boot();
-        let served = LastWriteTime::open(&*folder, backing.clock())
-            .map_err(SourceError::state("open", folder.path()))?;
-        let foreign = served.foreign();
-        let last_write = LastWrite {
-            time: served.last().saturating_add(backing.clock().tick()),
-            in_flight: served.was_busy(),
-            seen: served.seen(),
-            foreign: foreign.is_some(),
-        };
-        let stamp = ImageStamp::read(&*folder)?;
-        let was = stamp.as_ref().map_or(0, |s| s.identity.size.max(s.larger.unwrap_or(0)));
+        let last = history.last().map_or(0, |e| e.number);
+        let (verdict, was, foreign) =
+            Self::verdict(&*folder, &*backing, &identity, last, options.trust_device)?;
         if was > identity.size && !options.allow_shrink {
             return Err(shrank(&about.path, was, identity.size));
         }
-        let last = history.last().map_or(0, |e| e.number);
-        let verdict = match Self::missing(&*folder, stamp.as_ref(), last)? {
-            Some(why) => Verdict::Lost(why.into()),
-            None => stamp.map_or(Verdict::New, |stamp| {
-                stamp.verdict(&identity, &boot, last_write, options.trust_device)
-            }),
-        };
         let lost = match &verdict {
             Verdict::Lost(why) => Some(why.clone()),
             Verdict::New => Some("the source was not tracked before".into()),
@@ -457,7 +468,7 @@ impl Source {
             clean: false,
             lost: lost.clone(),
             identity: identity.clone(),
-            boot: boot.id,
+            boot: backing.boot().id,
             epoch: last,
             // A server continues with the smaller disk at once.
             larger: Some(was).filter(|was| options.read_only && *was > identity.size),

@@ -126,7 +126,7 @@ fn name_of(device: &Path) -> Result<Option<String>, TrackError> {
     match std::fs::read_to_string(&place) {
         Ok(name) => Ok(Some(name.trim_end().into())),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(TrackError::State { what: "cannot read the name", place, error }),
+        Err(error) => Err(TrackError::state("cannot read the name", &place)(error)),
     }
 }
 
@@ -232,21 +232,16 @@ impl DmTracker {
 
     fn file(&self, suffix: &str) -> Result<(File, PathBuf), TrackError> {
         let place = Path::new(PROC).join(format!("{}{suffix}", self.name));
-        match File::open(&place) {
-            Ok(file) => Ok((file, place)),
-            Err(error) => Err(TrackError::State { what: "cannot open the record", place, error }),
-        }
+        let file = File::open(&place).map_err(TrackError::state("cannot open the record", &place))?;
+        Ok((file, place))
     }
 
     /// The frozen record of the epoch of this number, and whether it is lost.
     fn frozen(&self, epoch: u64) -> Result<(Bitmap, bool), TrackError> {
         let (mut file, place) = self.file(".frozen")?;
         let most = self.size.div_ceil(u64::from(self.block_size));
-        read_frozen(&mut file, most, (epoch, self.record)).map_err(|error| TrackError::State {
-            what: "cannot read the record",
-            place,
-            error,
-        })
+        read_frozen(&mut file, most, (epoch, self.record))
+            .map_err(TrackError::state("cannot read the record", &place))
     }
 }
 
@@ -302,13 +297,11 @@ impl Tracker for DmTracker {
 
     fn dirty(&self) -> Result<Bitmap, TrackError> {
         let (file, place) = self.file("")?;
+        let failed = TrackError::state("cannot read the record", &place);
         let dirty = Bitmap::new(self.size.div_ceil(u64::from(self.block_size)));
         for line in BufReader::new(file).lines() {
             let block = line.and_then(|line| line.parse::<u64>().map_err(io::Error::other));
-            let block = block.map_err(|error| {
-                let place = place.clone();
-                TrackError::State { what: "cannot read the record", place, error }
-            })?;
+            let block = block.map_err(&failed)?;
             if block < dirty.blocks() {
                 dirty.set(block..block + 1);
             }

@@ -23,6 +23,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, RwLock};
 
@@ -78,6 +79,12 @@ pub enum TrackError {
 }
 
 impl TrackError {
+    /// An error of the system, with what was tried there.
+    pub fn state(what: &'static str, place: &Path) -> impl Fn(io::Error) -> TrackError + use<> {
+        let place = place.to_path_buf();
+        move |error| TrackError::State { what, place: place.clone(), error }
+    }
+
     /// True if the present state forbids it, rather than a failure.
     pub fn is_refusal(&self) -> bool {
         match self {
@@ -205,55 +212,12 @@ impl TrackedDisk {
         trusted: bool,
         power_lost: bool,
     ) -> Result<TrackedDisk, TrackError> {
-        let place = folder.path().to_path_buf();
-        let state = |what| {
-            let place = place.clone();
-            move |error| TrackError::State { what, place: place.clone(), error }
-        };
-        let size = disk.len();
-        let mut old = Vec::new();
-        let numbers = BitmapFile::list(&*folder).map_err(state("cannot list the records"))?;
-        for number in &numbers {
-            if trusted && *number > last_epoch {
-                old.extend(BitmapFile::open(&*folder, *number).map_err(state("cannot open a record"))?);
-            }
-        }
-        let was = old.iter().map(BitmapFile::size).max();
-        if let Some(was) = was.filter(|was| *was > size && !settings.allow_shrink) {
-            return Err(TrackError::Shrunk { was, is: size });
-        }
-        let number = numbers.last().copied().unwrap_or(0).max(last_epoch) + 1;
-        let record = BitmapFile::create(&*folder, number, size, settings.block_size)
-            .map_err(state("cannot make a record"))?;
-        for earlier in &old {
-            record.absorb(earlier);
-        }
-        if let Some(was) = was.filter(|was| *was < size) {
-            record.mark(was, size - was);
-        }
-        let damaged = || old.iter().any(|earlier| !earlier.is_sound());
-        if trusted && !old.is_empty() && (power_lost || damaged()) {
-            match Intents::left_active(&*folder).map_err(state("cannot read the write-intent log"))? {
-                Some(active) if settings.intents => active.iter().for_each(|r| {
-                    let end = r.end.min(size);
-                    record.mark(r.start, end.saturating_sub(r.start));
-                }),
-                Some(_) => {}
-                None => {
-                    record.mark(0, size);
-                }
-            }
-        }
-        // The order matters: what the old files say stands in the new record, durably, before they go.
-        record.sync().map_err(state("cannot write a record"))?;
-        for number in &numbers {
-            BitmapFile::remove(&*folder, *number).map_err(state("cannot remove a record"))?;
-        }
-        folder.sync().map_err(state("cannot sync the folder"))?;
-        let intents = Intents::create(&*folder, size, settings.region, settings.intents)
-            .map_err(state("cannot make the write-intent log"))?;
+        let failed = |what| TrackError::state(what, folder.path());
+        let record = Self::begin_record(&*folder, disk.len(), &settings, last_epoch, trusted, power_lost)?;
+        let intents = Intents::create(&*folder, disk.len(), settings.region, settings.intents)
+            .map_err(failed("cannot make the write-intent log"))?;
         let served = LastWriteTime::open(&*folder, settings.clock.clone())
-            .map_err(state("cannot make the stamp of the last write"))?;
+            .map_err(failed("cannot make the stamp of the last write"))?;
         Ok(TrackedDisk {
             shared: Arc::new(Shared {
                 disk,
@@ -277,6 +241,56 @@ impl TrackedDisk {
                 watch: OnceLock::new(),
             }),
         })
+    }
+
+    /// The record of the next epoch, in which all stands that the earlier ones say, and which alone is left in the folder.
+    fn begin_record(
+        folder: &dyn Folder,
+        size: u64,
+        settings: &Settings,
+        last_epoch: u64,
+        trusted: bool,
+        power_lost: bool,
+    ) -> Result<BitmapFile, TrackError> {
+        let failed = |what| TrackError::state(what, folder.path());
+        let numbers = BitmapFile::list(folder).map_err(failed("cannot list the records"))?;
+        let mut old = Vec::new();
+        for number in numbers.iter().filter(|number| trusted && **number > last_epoch) {
+            old.extend(BitmapFile::open(folder, *number).map_err(failed("cannot open a record"))?);
+        }
+        let was = old.iter().map(BitmapFile::size).max();
+        if let Some(was) = was.filter(|was| *was > size && !settings.allow_shrink) {
+            return Err(TrackError::Shrunk { was, is: size });
+        }
+        let number = numbers.last().copied().unwrap_or(0).max(last_epoch) + 1;
+        let record = BitmapFile::create(folder, number, size, settings.block_size)
+            .map_err(failed("cannot make a record"))?;
+        for earlier in &old {
+            record.absorb(earlier);
+        }
+        if let Some(was) = was.filter(|was| *was < size) {
+            record.mark(was, size - was);
+        }
+        let damaged = || old.iter().any(|earlier| !earlier.is_sound());
+        if !old.is_empty() && (power_lost || damaged()) {
+            match Intents::left_active(folder).map_err(failed("cannot read the write-intent log"))? {
+                Some(active) if settings.intents => active.iter().for_each(|r| {
+                    let end = r.end.min(size);
+                    record.mark(r.start, end.saturating_sub(r.start));
+                }),
+                Some(_) => {}
+                None => {
+                    record.mark(0, size);
+                }
+            }
+        }
+        // The order matters: what the old files say stands in the new record, durably, before they go.
+        record.sync().map_err(failed("cannot write a record"))?;
+        for number in &numbers {
+            BitmapFile::remove(folder, *number).map_err(failed("cannot remove a record"))?;
+        }
+        folder.sync().map_err(failed("cannot sync the folder"))?;
+        Ok(record)
     }
 
     /// True if `folder` holds a sound record that comes after `last_epoch`. From the first opening on there is always one:
@@ -316,7 +330,7 @@ impl TrackedDisk {
         s.gate.drain();
         // The frozen record itself need not be durable: until it is released, no intent is dropped before it is, and what
         // was active counts as written.
-        if let Err(error) = s.disk.flush().map_err(|e| self.state("cannot flush the source; state", e)) {
+        if let Err(error) = s.disk.flush().map_err(self.failed("cannot flush the source; state")) {
             if let Some(view) = view {
                 self.drop_view(&view);
             }
@@ -372,7 +386,7 @@ impl TrackedDisk {
     fn next_record(&self) -> Result<BitmapFile, TrackError> {
         let s = &self.shared;
         BitmapFile::create(&*s.folder, self.record().number() + 1, s.disk.len(), s.settings.block_size)
-            .map_err(|e| self.state("cannot make a record", e))
+            .map_err(self.failed("cannot make a record"))
     }
 
     /// Opens a view without ending the record, which is possible if nothing was written since what was released last.
@@ -403,8 +417,7 @@ impl TrackedDisk {
         let s = &self.shared;
         let _alone = self.alone();
         for record in &self.current().frozen {
-            BitmapFile::remove(&*s.folder, record.number())
-                .map_err(|e| self.state("cannot remove a record", e))?;
+            BitmapFile::remove(&*s.folder, record.number()).map_err(self.failed("cannot remove a record"))?;
         }
         // Not synced: a record that comes back after a power cut has a number that the history knows, and is removed then.
         s.replace(|current| current.frozen.clear());
@@ -468,7 +481,7 @@ impl TrackedDisk {
         s.intents
             .sweep(age, &s.gate, || self.sync_records())
             .and_then(|()| s.served.sync())
-            .map_err(|e| self.state("cannot tend the write-intent log", e))
+            .map_err(self.failed("cannot tend the write-intent log"))
     }
 
     /// Notes the time if writes are in flight: called every few milliseconds, it tells a next process how long this one
@@ -500,9 +513,7 @@ impl TrackedDisk {
         *looked = Some((noted, changed));
         s.served.see(changed);
         if foreign {
-            s.served
-                .doubt()
-                .map_err(|e| self.state("cannot record that the image was changed by others", e))?;
+            s.served.doubt().map_err(self.failed("cannot record that the image was changed by others"))?;
         }
         Ok(())
     }
@@ -526,16 +537,15 @@ impl TrackedDisk {
     pub fn close(&self) -> Result<(), TrackError> {
         let s = &self.shared;
         s.gate.drain();
-        s.disk.flush().map_err(|e| self.state("cannot flush the source; state", e))?;
-        self.sync_records().map_err(|e| self.state("cannot write a record", e))?;
+        s.disk.flush().map_err(self.failed("cannot flush the source; state"))?;
+        self.sync_records().map_err(self.failed("cannot write a record"))?;
         if let Some(spare) = s.spare.lock().unwrap_or_else(|e| e.into_inner()).take() {
-            BitmapFile::remove(&*s.folder, spare.number())
-                .map_err(|e| self.state("cannot remove a record", e))?;
+            BitmapFile::remove(&*s.folder, spare.number()).map_err(self.failed("cannot remove a record"))?;
         }
         s.intents
             .sweep(0, &s.gate, || Ok(()))
             .and_then(|()| s.served.sync())
-            .map_err(|e| self.state("cannot drop the write-intent log", e))
+            .map_err(self.failed("cannot drop the write-intent log"))
     }
 
     /// Regions that a power cut now would make dirty, and bytes a region.
@@ -572,8 +582,9 @@ impl TrackedDisk {
         self.shared.current.read().unwrap_or_else(|e| e.into_inner()).clone()
     }
 
-    fn state(&self, what: &'static str, error: io::Error) -> TrackError {
-        TrackError::State { what, place: self.shared.folder.path().to_path_buf(), error }
+    /// The errors of what is tried with the state in its folder.
+    fn failed(&self, what: &'static str) -> impl Fn(io::Error) -> TrackError + use<> {
+        TrackError::state(what, self.shared.folder.path())
     }
 }
 

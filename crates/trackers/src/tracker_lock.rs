@@ -31,11 +31,7 @@ impl TrackerLock {
         let until = Instant::now() + PATIENCE;
         loop {
             let taken = device::Dir::open(&place).and_then(|_| FolderLock::take(&place));
-            match taken.map_err(|error| TrackError::State {
-                what: "cannot lock",
-                place: place.clone(),
-                error,
-            })? {
+            match taken.map_err(TrackError::state("cannot lock", &place))? {
                 Ok(lock) => return Ok(Ok(TrackerLock { _lock: lock })),
                 Err(holder) if Instant::now() > until => return Ok(Err(holder)),
                 Err(_) => std::thread::sleep(Duration::from_millis(10)),

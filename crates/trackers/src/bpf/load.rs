@@ -52,7 +52,7 @@ pub(super) fn begin(
                 "{} is already tracked: see \"dsync status {0}\", or end it with \"dsync track remove {0}\"",
                 disk.path.display()
             )),
-            _ => TrackError::State { what: "cannot make a folder", place, error },
+            _ => TrackError::state("cannot make a folder", &place)(error),
         });
     }
     let begun = load(disk, block_size, &place, why).and_then(|()| BpfTracker::open(&place, &disk.path));
@@ -68,7 +68,7 @@ fn load(disk: &BlockDevice, block_size: u32, place: &Path, why: &str) -> Result<
         let device = disk.path.clone();
         move |error: String| TrackError::Kernel { what, device: device.clone(), error }
     };
-    let pin = |error: io::Error| TrackError::State { what: "cannot pin", place: place.to_path_buf(), error };
+    let pin = TrackError::state("cannot pin", place);
     let btf = Btf::from_sys_fs().map_err(|e| failed("read the kernel's types")(chain(&e)))?;
     let blocks = disk.size.div_ceil(u64::from(block_size));
     let words = Bitmap::<()>::words(blocks);
@@ -90,9 +90,9 @@ fn load(disk: &BlockDevice, block_size: u32, place: &Path, why: &str) -> Result<
     }
     for name in RECORDS {
         let record = sys::create_record(words).map_err(|e| failed("make a record")(e.to_string()))?;
-        sys::pin(record.as_fd(), &place.join(name)).map_err(pin)?;
+        sys::pin(record.as_fd(), &place.join(name)).map_err(&pin)?;
         if name == RECORDS[0] {
-            let slot = sys::get(&place.join("slot")).map_err(pin)?;
+            let slot = sys::get(&place.join("slot")).map_err(&pin)?;
             super::put_in_slot(slot.as_fd(), record.as_fd())
                 .map_err(|e| failed("begin a record")(e.to_string()))?;
         }
@@ -109,7 +109,7 @@ fn load(disk: &BlockDevice, block_size: u32, place: &Path, why: &str) -> Result<
         let link = program.attach().map_err(|e| fail(chain(&e)))?;
         let link: FdLink = program.take_link(link).map_err(|e| fail(chain(&e)))?.into();
         link.pin(place.join(name)).map_err(|e| fail(chain(&e)))?;
-        *id = sys::get(&place.join(name)).and_then(|link| sys::link_ids(link.as_fd())).map_err(pin)?.0;
+        *id = sys::get(&place.join(name)).and_then(|link| sys::link_ids(link.as_fd())).map_err(&pin)?.0;
     }
     let notes = Notes {
         device: disk.path.clone(),
@@ -126,8 +126,8 @@ fn load(disk: &BlockDevice, block_size: u32, place: &Path, why: &str) -> Result<
         ended: None,
         doubtful: false,
     };
-    let map = sys::get(&place.join("notes")).map_err(pin)?;
-    notes.write(map.as_fd()).map_err(pin)
+    let map = sys::get(&place.join("notes")).map_err(&pin)?;
+    notes.write(map.as_fd()).map_err(&pin)
 }
 
 /// Removes the pins in a folder, which ends the tracking once running programs have finished.

@@ -71,7 +71,7 @@ pub fn remove(device: &Path) -> Result<bool, TrackError> {
     match load::unpin(&place) {
         Ok(()) => Ok(true),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
-        Err(error) => Err(TrackError::State { what: "cannot remove the tracker", place, error }),
+        Err(error) => Err(TrackError::state("cannot remove the tracker", &place)(error)),
     }
 }
 
@@ -154,16 +154,12 @@ impl BpfTracker {
     /// Opens what is pinned in a folder, for the device at a path.
     fn open(place: &Path, device: &Path) -> Result<BpfTracker, TrackError> {
         let get = |name: &str| {
-            sys::get(&place.join(name)).map_err(|error| TrackError::State {
-                what: "cannot open the tracker's pin",
-                place: place.join(name),
-                error,
-            })
+            let pin = place.join(name);
+            sys::get(&pin).map_err(TrackError::state("cannot open the tracker's pin", &pin))
         };
         let [slot, flight, counts, notes] = [get(MAPS[0])?, get(MAPS[1])?, get(MAPS[2])?, get(MAPS[3])?];
-        let state =
-            |error| TrackError::State { what: "cannot use the tracker", place: place.to_owned(), error };
-        let known = Notes::read(notes.as_fd()).map_err(state)?;
+        let state = TrackError::state("cannot use the tracker", place);
+        let known = Notes::read(notes.as_fd()).map_err(&state)?;
         let (size, block_size) = (known.size, known.block_size);
         if !block_size.is_power_of_two() || !(4096..=1 << 20).contains(&block_size) {
             return Err(state(io::Error::new(io::ErrorKind::InvalidData, "invalid block size")));
@@ -171,8 +167,8 @@ impl BpfTracker {
         let record = |name: &str| -> Result<MappedBitmap, TrackError> {
             let map = get(name)?;
             let blocks = size.div_ceil(u64::from(block_size));
-            let words = Words::map(map.as_fd(), Bitmap::<Words>::words(blocks)).map_err(state)?;
-            let id = sys::map_id(map.as_fd()).map_err(state)?;
+            let words = Words::map(map.as_fd(), Bitmap::<Words>::words(blocks)).map_err(&state)?;
+            let id = sys::map_id(map.as_fd()).map_err(&state)?;
             let bits = Bitmap::over(words, blocks)
                 .map_err(|e| state(io::Error::new(io::ErrorKind::InvalidData, e)))?;
             Ok(MappedBitmap { map, id, bits })

@@ -63,10 +63,7 @@ pub enum Restored {
 /// # Errors
 /// `Refused` if the device is still in use, or not tracked. Then no record is left in the folder.
 pub fn save(device: &Path, to: &dyn Folder) -> Result<(), TrackError> {
-    let state = |what: &'static str| {
-        let place = to.path().to_path_buf();
-        move |error| TrackError::State { what, place, error }
-    };
+    let state = |what| TrackError::state(what, to.path());
     to.remove(NAME).map_err(state("cannot remove the old record"))?;
     let disk = BlockDevice::at(device)?;
     let place = folder(&disk.number);
@@ -116,13 +113,9 @@ pub fn save(device: &Path, to: &dyn Folder) -> Result<(), TrackError> {
 /// Tracks a device again after a reboot, from the record in a folder. A record is used once, and never after any
 /// doubt: then only later writes are known.
 pub fn restore(device: &Path, from: &dyn Folder) -> Result<Restored, TrackError> {
-    let state = |error| TrackError::State {
-        what: "cannot take the saved record",
-        place: from.path().to_path_buf(),
-        error,
-    };
-    let saved = read(from).map_err(state)?;
-    from.remove(NAME).and_then(|()| from.sync()).map_err(state)?;
+    let state = TrackError::state("cannot take the saved record", from.path());
+    let saved = read(from).map_err(&state)?;
+    from.remove(NAME).and_then(|()| from.sync()).map_err(&state)?;
     let disk = BlockDevice::at(device)?;
     match BpfTracker::open(&folder(&disk.number), &disk.path) {
         // It tracks a disk that was detached since, or nothing any more: replace it.
@@ -251,11 +244,7 @@ fn edges(disk: &BlockDevice, mut take: impl FnMut(&[u8])) -> Result<(), TrackErr
         let edge = EDGE.min(len);
         for begin in [0, len - edge] {
             let mut part = vec![0; edge as usize];
-            opened.read_at(begin, &mut part).map_err(|error| TrackError::State {
-                what: "cannot read the device",
-                place: path.clone(),
-                error,
-            })?;
+            opened.read_at(begin, &mut part).map_err(TrackError::state("cannot read the device", &path))?;
             take(&part);
         }
     }
