@@ -26,21 +26,14 @@ pub mod site;
 pub use run::{Background, Output, Run};
 pub use scene::Scene;
 pub use site::{Server, Site};
-pub use testing::{Random, find, got, left_out, need, need_root, rounds, say, search_path, skipped, soak};
+pub use testing::{
+    Random, find, got, left_out, need, need_root, on_disk, profile_dir, rounds, say, search_path, skipped,
+    soak,
+};
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// The root of the repository.
 pub fn repository() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the tests lie in the repository")
-}
-
-/// The folder of a profile (`target/debug`) that this test was built into.
-pub fn profile_dir() -> PathBuf {
-    let exe = std::env::current_exe().expect("the test's own path");
-    exe.ancestors()
-        .find(|folder| folder.file_name().is_some_and(|name| name == "deps"))
-        .and_then(Path::parent)
-        .map(Path::to_path_buf)
-        .expect("a test lies in target/PROFILE/deps")
 }

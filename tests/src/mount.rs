@@ -1,63 +1,12 @@
-//! Mounts and loop devices, for root.
+//! Mounts, loop devices, and disks that wear out, for root.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+pub use testing::{Loop, Mount};
+
 use crate::{Background, Run};
-
-/// A mount that ends with the value.
-pub struct Mount(PathBuf);
-
-impl Mount {
-    /// Mounts; `None` where that is not allowed.
-    pub fn new(options: &[&str], what: &Path, place: &Path) -> Option<Mount> {
-        std::fs::create_dir_all(place).unwrap_or_else(|e| panic!("{}: {e}", place.display()));
-        let output = Run::new("mount").args(options).arg(what).arg(place).output();
-        output.status.success().then(|| Mount(place.to_path_buf()))
-    }
-}
-
-impl Mount {
-    /// One that another program made.
-    pub fn made(place: &Path) -> Mount {
-        Mount(place.to_path_buf())
-    }
-}
-
-impl Drop for Mount {
-    fn drop(&mut self) {
-        Run::new("umount").arg("--lazy").arg(&self.0).output();
-    }
-}
-
-/// A loop device over an image, detached with the value.
-pub struct Loop(PathBuf);
-
-impl Loop {
-    /// Attaches; `None` where that is not allowed.
-    pub fn new(image: &Path) -> Option<Loop> {
-        let output = Run::new("losetup").args(["--find", "--show"]).arg(image).output();
-        output.status.success().then(|| Loop(PathBuf::from(output.text().trim())))
-    }
-
-    /// Attaches as the device of this name; `None` where that is not allowed.
-    pub fn named(device: &Path, image: &Path) -> Option<Loop> {
-        let attached = Run::new("losetup").args([device, image]).output();
-        attached.status.success().then(|| Loop(device.to_path_buf()))
-    }
-
-    /// The device.
-    pub fn device(&self) -> &Path {
-        &self.0
-    }
-}
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        Run::new("losetup").arg("--detach").arg(&self.0).output();
-    }
-}
 
 /// A device over a file some of whose sectors cannot be read until they are written, as those of a worn disk.
 pub struct Worn {

@@ -34,15 +34,6 @@ pub fn binary() -> &'static Path {
     })
 }
 
-/// A folder for images that is removed with the value. It lies on a real disk, where files can be opened directly.
-pub fn scratch() -> TempDir {
-    let place = std::env::var_os("DSYNC_TEST_DIR")
-        .map(PathBuf::from)
-        .unwrap_or_else(|| crate::profile_dir().parent().expect("target").join("tmp"));
-    std::fs::create_dir_all(&place).unwrap_or_else(|e| panic!("{}: {e}", place.display()));
-    TempDir::with_prefix_in("dsync-test-", &place).unwrap_or_else(|e| panic!("{}: {e}", place.display()))
-}
-
 /// One machine's worth of dsync: images, state, sockets. Two of them on one machine behave as two hosts.
 pub struct Site {
     images: TempDir,
@@ -59,7 +50,10 @@ impl Default for Site {
 impl Site {
     /// A fresh site.
     pub fn new() -> Site {
-        Site { images: scratch(), sockets: TempDir::with_prefix("dsync-").expect("a temporary folder") }
+        Site {
+            images: crate::on_disk(),
+            sockets: TempDir::with_prefix("dsync-").expect("a temporary folder"),
+        }
     }
 
     /// The folder of the images.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use dsync_tests::guest::{self, Guest};
 use dsync_tests::load::{Load, Options};
 use dsync_tests::nbd::{ALLOCATION, Address, Client, HOLE};
-use dsync_tests::{Background, Random, Run, image, need, site};
+use dsync_tests::{Background, Random, Run, image, need, on_disk};
 
 /// qemu-nbd, serving an image for eight clients.
 struct Reference {
@@ -52,7 +52,7 @@ fn the_client_speaks_nbd() {
     if !need(&["qemu-nbd"], "the NBD client of the tests") {
         return;
     }
-    let folder = site::scratch();
+    let folder = on_disk();
     let image = folder.path().join("vm.raw");
     image::sparse(&image, 16 << 20);
     let server = Reference::serve(&image);
@@ -84,7 +84,7 @@ fn the_load_knows_what_it_wrote() {
         return;
     }
     let mut random = Random::new("load");
-    let folder = site::scratch();
+    let folder = on_disk();
     let image = folder.path().join("vm.raw");
     image::sparse(&image, 64 << 20);
     let server = Reference::serve(&image);
@@ -108,7 +108,7 @@ fn the_load_knows_what_it_wrote() {
 
 #[test]
 fn differences_are_found() {
-    let folder = site::scratch();
+    let folder = on_disk();
     let (a, b) = (folder.path().join("a"), folder.path().join("b"));
     let mut random = Random::seeded(7);
     image::sparse(&a, 1 << 30);
@@ -135,7 +135,7 @@ fn a_guest_makes_a_file_system_on_a_served_disk() {
     if !guest::possible(what) || !need(&["qemu-nbd", "mkfs.ext4", "e2fsck"], what) {
         return;
     }
-    let folder = site::scratch();
+    let folder = on_disk();
     let image = folder.path().join("vm.raw");
     image::sparse(&image, 64 << 20);
     let server = Reference::serve(&image);
@@ -180,7 +180,7 @@ fn a_guest_loses_its_power() {
     if !guest::possible(what) || !need(&["mkfs.ext4", "e2fsck"], what) {
         return;
     }
-    let folder = site::scratch();
+    let folder = on_disk();
     let image = folder.path().join("vm.raw");
     image::sparse(&image, 64 << 20);
     Run::new("mkfs.ext4").arg("-q").arg(&image).ok();

@@ -368,7 +368,9 @@ mod tests {
                 let said = in_use(Path::new(device)).unwrap();
                 assert!(said.starts_with("mounted on /"), "{said}");
             }
-            None => println!("skipped: no mounted block device is visible here"),
+            None => {
+                testing::skipped("the root file system in use", "no mounted block device is visible here")
+            }
         }
     }
 

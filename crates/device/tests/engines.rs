@@ -13,7 +13,7 @@ use device::{
     lock_image, open, open_without_uring,
 };
 use testing::faulty::{FaultyDisk, Outage, Power};
-use testing::{contract, skipped};
+use testing::{Loop, Mount, contract, run, skipped};
 
 const WRITE: Options = Options { write: true, direct: false, exclusive: false };
 const DIRECT: Options = Options { write: true, direct: true, exclusive: false };
@@ -33,41 +33,41 @@ impl Files {
     }
 }
 
-/// A loop device over a file; detached when dropped, after a failure too.
-struct Loop {
-    path: PathBuf,
+/// A loop device over a file of its own.
+struct Looped {
+    device: Loop,
     backing: tempfile::NamedTempFile,
 }
 
-impl Loop {
+impl Looped {
     /// `None`, and a line that says so, where this cannot be had.
-    fn new(size: u64) -> Option<Loop> {
-        Loop::over(|_| (), size, &[])
+    fn new(size: u64) -> Option<Looped> {
+        Looped::with(&[], size)
     }
 
-    fn over(fill: impl Fn(&Path), size: u64, options: &[&str]) -> Option<Loop> {
+    fn with(options: &[&str], size: u64) -> Option<Looped> {
         let backing = tempfile::NamedTempFile::new().unwrap();
         backing.as_file().set_len(size.next_multiple_of(512)).unwrap();
-        fill(backing.path());
-        let output =
-            Command::new("losetup").args(["--find", "--show"]).args(options).arg(backing.path()).output();
-        match output {
-            Ok(output) if output.status.success() => {
-                let path = String::from_utf8(output.stdout).unwrap().trim().into();
-                Some(Loop { path, backing })
-            }
-            _ => {
-                println!("skipped: loop devices need root and losetup");
-                None
-            }
+        let device = Loop::with(options, backing.path());
+        if device.is_none() {
+            skip("loop devices need root and losetup");
         }
+        Some(Looped { device: device?, backing })
+    }
+
+    fn path(&self) -> &Path {
+        self.device.device()
     }
 }
 
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").arg("--detach").arg(&self.path).status();
-    }
+/// A new file system on a device, mounted; `None` where that is not allowed.
+fn formatted(device: &Path, place: &Path) -> Option<Mount> {
+    run("mkfs.ext4", ["-q".as_ref(), device.as_os_str()]).and_then(|_| Mount::new(&[], device, place))
+}
+
+/// Says that the test of this thread is left out.
+fn skip(why: &str) {
+    skipped(std::thread::current().name().unwrap_or("disks"), why);
 }
 
 #[test]
@@ -85,10 +85,10 @@ fn buffered_files_keep_the_contract() {
 fn direct_files_keep_the_contract() {
     let files = Files::new();
     if open(&files.make(8192), &DIRECT).unwrap().align() == 1 {
-        return println!("skipped: no direct I/O in {}", files.0.path().display());
+        return skip(&format!("no direct I/O in {}", files.0.path().display()));
     }
     match io_uring::IoUring::new(8) {
-        Err(e) => println!("skipped: no io_uring: {e}"),
+        Err(e) => skip(&format!("no io_uring: {e}")),
         Ok(_) => contract(|size| open(&files.make(size), &DIRECT).unwrap()),
     }
 }
@@ -126,14 +126,14 @@ fn adopted_files_keep_the_contract() {
 
 #[test]
 fn block_devices_keep_the_contract() {
-    let Some(device) = Loop::new(6 << 20) else { return };
+    let Some(device) = Looped::new(6 << 20) else { return };
     contract(|_| {
-        let disk = open(&device.path, &Options { exclusive: true, ..WRITE }).unwrap();
+        let disk = open(device.path(), &Options { exclusive: true, ..WRITE }).unwrap();
         disk.zero(0, disk.len(), true, false).unwrap();
         disk
     });
     contract(|_| {
-        let disk = open_without_uring(&device.path, &WRITE).unwrap();
+        let disk = open_without_uring(device.path(), &WRITE).unwrap();
         disk.zero(0, disk.len(), false, false).unwrap();
         disk
     });
@@ -141,12 +141,12 @@ fn block_devices_keep_the_contract() {
 
 #[test]
 fn a_block_devices_own_cache_is_not_asked() {
-    let Some(device) = Loop::new(1 << 20) else { return };
+    let Some(device) = Looped::new(1 << 20) else { return };
     // Another program's buffered reader fills the cache; the device then changes below it.
-    let cached = File::open(&device.path).unwrap();
+    let cached = File::open(device.path()).unwrap();
     let mut byte = [1];
     cached.read_at(&mut byte, 0).unwrap();
-    let disk = open(&device.path, &WRITE).unwrap();
+    let disk = open(device.path(), &WRITE).unwrap();
     assert_eq!(disk.len(), 1 << 20);
     device.backing.as_file().write_at(&[7; 4096], 0).unwrap();
     device.backing.as_file().sync_all().unwrap();
@@ -166,7 +166,7 @@ fn only_what_is_cached_is_read_from_the_cache() {
     let mut buf = Buf::new(300_000);
     std::fs::write(&path, vec![7; 1 << 20]).unwrap();
     if !disk.read_cached(4097, &mut buf) {
-        return skipped("reading what is cached", "this kernel does not tell what its page cache holds");
+        return skip("this kernel does not tell what its page cache holds");
     }
     assert!(buf.iter().all(|b| *b == 7));
     assert!(!disk.read_cached((1 << 20) - 5, &mut buf[..10]), "beyond the end");
@@ -182,41 +182,37 @@ fn only_what_is_cached_is_read_from_the_cache() {
 
 #[test]
 fn what_is_used_elsewhere_is_refused_and_named() {
-    let Some(device) = Loop::new(16 << 20) else { return };
+    let Some(device) = Looped::new(16 << 20) else { return };
     let backing = device.backing.path();
     let said = in_use(backing).unwrap();
-    assert_eq!(said, format!("the backing of {}", device.path.display()));
+    assert_eq!(said, format!("the backing of {}", device.path().display()));
     let exclusive = Options { exclusive: true, ..WRITE };
     let error = open(backing, &exclusive).err().unwrap();
     assert_eq!(error.kind(), DeviceErrorKind::InUse);
     assert!(error.to_string().contains(&said), "{error}");
 
-    assert_eq!(in_use(&device.path), None);
-    let first = open(&device.path, &exclusive).unwrap();
-    let error = open(&device.path, &exclusive).err().unwrap();
+    assert_eq!(in_use(device.path()), None);
+    let first = open(device.path(), &exclusive).unwrap();
+    let error = open(device.path(), &exclusive).err().unwrap();
     assert_eq!(error.kind(), DeviceErrorKind::InUse);
     assert!(error.to_string().contains(&format!("pid {}", std::process::id())), "{error}");
     drop(first);
 
-    let made = Command::new("mkfs.ext4").arg("-q").arg(&device.path).status();
     let folder = tempfile::tempdir().unwrap();
-    let mounted = Command::new("mount").arg(&device.path).arg(folder.path()).status();
-    if !made.is_ok_and(|s| s.success()) || !mounted.is_ok_and(|s| s.success()) {
-        return println!("skipped: cannot mount here");
-    }
-    let said = in_use(&device.path);
-    let refused = open(&device.path, &exclusive).map(|_| ());
-    assert!(Command::new("umount").arg(folder.path()).status().unwrap().success());
+    let Some(mount) = formatted(device.path(), folder.path()) else { return skip("cannot mount here") };
+    let said = in_use(device.path());
+    let refused = open(device.path(), &exclusive).map(|_| ());
+    drop(mount);
     assert_eq!(said, Some(format!("mounted on {}", folder.path().display())));
     let error = refused.unwrap_err();
     assert!(error.to_string().contains(&said.unwrap()), "{error}");
-    assert_eq!(in_use(&device.path), None);
+    assert_eq!(in_use(device.path()), None);
 }
 
 #[test]
 fn qemu_and_we_refuse_each_other() {
     if Command::new("qemu-io").arg("--version").output().is_err() {
-        return println!("skipped: no qemu-io");
+        return skip("no qemu-io");
     }
     let files = Files::new();
     let path = files.make(1 << 20);
@@ -410,16 +406,16 @@ fn plain_calls_beside_a_busy_queue() {
 
 #[test]
 fn a_new_medium_is_another_device() {
-    let Some(device) = Loop::new(1 << 20) else { return };
-    let first = identity(&device.path).unwrap();
+    let Some(device) = Looped::new(1 << 20) else { return };
+    let first = identity(device.path()).unwrap();
     assert!(first.is_block() && first.size == 1 << 20 && first.ino == 0);
-    assert_eq!(identity(&device.path).unwrap(), first);
+    assert_eq!(identity(device.path()).unwrap(), first);
     drop(device);
-    let Some(device) = Loop::new(1 << 20) else { return };
-    let second = identity(&device.path).unwrap();
+    let Some(device) = Looped::new(1 << 20) else { return };
+    let second = identity(device.path()).unwrap();
     assert!(!second.same_object(&first));
     if first.diskseq.is_none() {
-        println!("skipped: this kernel doesn't number media");
+        skip("this kernel doesn't number media");
     } else {
         assert_ne!(second.diskseq, first.diskseq);
     }
@@ -427,29 +423,27 @@ fn a_new_medium_is_another_device() {
 
 #[test]
 fn a_read_only_device_is_denied_as_such() {
-    let Some(device) = Loop::over(|_| (), 1 << 20, &["--read-only"]) else { return };
-    let error = open(&device.path, &WRITE).err().unwrap();
+    let Some(device) = Looped::with(&["--read-only"], 1 << 20) else { return };
+    let error = open(device.path(), &WRITE).err().unwrap();
     assert_eq!(error.kind(), DeviceErrorKind::Denied);
     assert!(error.to_string().contains("it is read-only"), "{error}");
-    open(&device.path, &Options::default()).unwrap();
+    open(device.path(), &Options::default()).unwrap();
 }
 
 #[test]
 fn a_mounted_partition_takes_its_disk_and_not_its_sibling() {
-    let Some(device) = Loop::over(|_| (), 16 << 20, &["--partscan"]) else { return };
+    let Some(device) = Looped::with(&["--partscan"], 16 << 20) else { return };
     for (n, start) in [("1", "2048"), ("2", "10240")] {
-        let _ = Command::new("addpart").arg(&device.path).args([n, start, "8192"]).status();
+        let _ = Command::new("addpart").arg(device.path()).args([n, start, "8192"]).status();
     }
-    let part = |n| PathBuf::from(format!("{}p{n}", device.path.display()));
-    let made = Command::new("mkfs.ext4").arg("-q").arg(part(1)).status();
+    let part = |n| PathBuf::from(format!("{}p{n}", device.path().display()));
     let folder = tempfile::tempdir().unwrap();
-    let mounted = Command::new("mount").arg(part(1)).arg(folder.path()).status();
-    if !made.is_ok_and(|s| s.success()) || !mounted.is_ok_and(|s| s.success()) {
-        return println!("skipped: cannot make and mount partitions here");
-    }
-    let said = [part(1), device.path.clone(), part(2)].map(|path| in_use(&path));
-    let sequences = [part(1), device.path.clone()].map(|path| identity(&path).unwrap().diskseq);
-    assert!(Command::new("umount").arg(folder.path()).status().unwrap().success());
+    let Some(mount) = formatted(&part(1), folder.path()) else {
+        return skip("cannot make and mount partitions here");
+    };
+    let said = [part(1), device.path().to_path_buf(), part(2)].map(|path| in_use(&path));
+    let sequences = [part(1), device.path().to_path_buf()].map(|path| identity(&path).unwrap().diskseq);
+    drop(mount);
     let mounted = Some(format!("mounted on {}", folder.path().display()));
     assert_eq!(said, [mounted.clone(), mounted, None]);
     assert_eq!(sequences[0], sequences[1]);
@@ -457,8 +451,8 @@ fn a_mounted_partition_takes_its_disk_and_not_its_sibling() {
 
 #[test]
 fn neighbours_in_a_sector_lose_nothing() {
-    let Some(device) = Loop::new(1 << 20) else { return };
-    let disk = open(&device.path, &WRITE).unwrap();
+    let Some(device) = Looped::new(1 << 20) else { return };
+    let disk = open(device.path(), &WRITE).unwrap();
     std::thread::scope(|scope| {
         for half in 0..2u64 {
             let disk = &disk;

@@ -177,7 +177,7 @@ mod tests {
 
     #[test]
     fn holes_are_what_a_delta_writes_where_nothing_is() {
-        let temp = tempfile::tempdir_in("/var/tmp").unwrap();
+        let temp = testing::on_disk();
         let (path, disk) = sparse(temp.path());
         let mut holes = Holes { known: u64::MAX, ..Holes::new(disk.clone()) };
         holes.records(&[data(0, 1), data(1, 2), data(7, 3)]).unwrap();
@@ -203,7 +203,7 @@ mod tests {
 
     #[test]
     fn gaps_that_are_filled_count() {
-        let temp = tempfile::tempdir_in("/var/tmp").unwrap();
+        let temp = testing::on_disk();
         let (_, disk) = sparse(temp.path());
         let mut holes = Holes { known: u64::MAX, ..Holes::new(disk) };
         // Every third page of what is dense enough to be written whole.

@@ -1,7 +1,6 @@
 //! The matrix, a sample of it; with `DSYNC_SOAK=1` a million runs. `DSYNC_SEED` repeats one run, `DSYNC_ROUNDS` says how many.
 #![allow(missing_docs)]
 
-use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::time::{Duration, Instant};
@@ -15,8 +14,7 @@ const PATIENCE: Duration = Duration::from_secs(120);
 
 #[test]
 fn whatever_fails_a_replica_is_what_it_says() {
-    let memory = Path::new("/dev/shm");
-    let scratch = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }.unwrap();
+    let scratch = testing::in_memory();
     std::fs::write(scratch.path().join("disk"), b"").unwrap();
     let all = if number("DSYNC_SEED").is_some() { 1 } else { rounds(600, 1_000_000) };
     let count = number("DSYNC_ROUNDS").unwrap_or(all);

@@ -11,33 +11,35 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use source::{Freeze, FreezeError};
-use testing::{got, skipped};
-
-fn run(program: &str, args: &[&str]) -> Option<String> {
-    let output = Command::new(program).args(args).stdin(Stdio::null()).output().ok()?;
-    output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
-}
+use testing::{Loop, Mount, got, run, skipped};
 
 /// An ext4 file system on a loop device, gone with the value.
 struct Scene {
+    _mounted: Mount,
+    device: Loop,
     folder: tempfile::TempDir,
-    device: String,
 }
 
 impl Scene {
     /// `None` where that cannot be had; a line says so.
     fn new(what: &str) -> Option<Scene> {
+        let scene = Scene::made();
+        got(scene.as_ref().ok_or("this needs root, mkfs.ext4 and a loop device"), what);
+        scene
+    }
+
+    fn made() -> Option<Scene> {
         let folder = tempfile::tempdir().unwrap();
         let image = folder.path().join("image");
         std::fs::File::create(&image).unwrap().set_len(64 << 20).unwrap();
-        std::fs::create_dir(folder.path().join("mount")).unwrap();
-        let image = image.to_str().unwrap();
-        let scene = run("mkfs.ext4", &["-q", image])
-            .and_then(|_| run("losetup", &["--find", "--show", image]))
-            .map(|device| Scene { folder, device });
-        let mounted = scene.filter(|s| run("mount", &[&s.device, s.mount().to_str().unwrap()]).is_some());
-        got(mounted.as_ref().ok_or("this needs root, mkfs.ext4 and a loop device"), what);
-        mounted
+        run("mkfs.ext4", ["-q".as_ref(), image.as_os_str()])?;
+        let device = Loop::new(&image)?;
+        let _mounted = Mount::new(&[], device.device(), &folder.path().join("mount"))?;
+        Some(Scene { _mounted, device, folder })
+    }
+
+    fn device(&self) -> &Path {
+        self.device.device()
     }
 
     fn mount(&self) -> PathBuf {
@@ -45,7 +47,7 @@ impl Scene {
     }
 
     fn freeze(&self, limit: Duration) -> Result<Freeze, FreezeError> {
-        let mounts = device::mounts_on(Path::new(&self.device)).unwrap();
+        let mounts = device::mounts_on(self.device()).unwrap();
         assert_eq!(mounts.iter().map(|m| m.places.clone()).collect::<Vec<_>>(), [[self.mount()]]);
         Freeze::prepare(&mounts, limit)?.freeze()
     }
@@ -64,12 +66,8 @@ impl Scene {
 
 impl Drop for Scene {
     fn drop(&mut self) {
-        let mount = self.mount();
-        let mount = mount.to_str().unwrap();
         // Should a test have left it frozen.
-        let _ = run("fsfreeze", &["--unfreeze", mount]);
-        let _ = run("umount", &[mount]).or_else(|| run("umount", &["--lazy", mount]));
-        let _ = run("losetup", &["--detach", &self.device]);
+        let _ = run("fsfreeze", ["--unfreeze".as_ref(), self.mount().as_os_str()]);
     }
 }
 
@@ -100,7 +98,7 @@ fn a_freeze_ends_at_its_limit_and_then_proves_nothing() {
 fn a_thaw_by_another_program_is_noticed() {
     let Some(scene) = Scene::new("a freeze that another program ends") else { return };
     let freeze = scene.freeze(Duration::from_secs(20)).unwrap();
-    run("fsfreeze", &["--unfreeze", scene.mount().to_str().unwrap()]).expect("it is frozen");
+    run("fsfreeze", ["--unfreeze", scene.mount().to_str().unwrap()]).expect("it is frozen");
     let error = freeze.thaw().unwrap_err();
     assert!(matches!(error, FreezeError::Thawed { .. }), "{error}");
 }
@@ -124,7 +122,7 @@ fn freezer(scene: &Scene, limit: Duration, group: Option<&Path>) -> Child {
     command.args(["-c", "test -z \"$GROUP\" || echo $$ >\"$GROUP\"/cgroup.procs; exec \"$@\"", "sh"]);
     command.arg(std::env::current_exe().unwrap()).args(["--exact", "freezes_and_waits", "--nocapture"]);
     command.env("GROUP", group.unwrap_or(Path::new("")));
-    command.env("DSYNC_TEST_FREEZES", format!("{} {}", scene.device, limit.as_millis()));
+    command.env("DSYNC_TEST_FREEZES", format!("{} {}", scene.device().display(), limit.as_millis()));
     command.stdout(Stdio::piped()).spawn().unwrap()
 }
 
@@ -279,51 +277,45 @@ fn who_ends_all_of_a_control_group_does_not_end_the_watchdog() {
 fn what_is_hidden_by_another_file_system_is_not_frozen_in_its_stead() {
     let what = "a mount over a mount";
     let (Some(scene), Some(over)) = (Scene::new(what), Scene::new(what)) else { return };
-    let place = scene.mount();
-    let place = place.to_str().unwrap();
-    run("mount", &[&over.device, place]).unwrap();
-    let mounts = device::mounts_on(Path::new(&scene.device)).unwrap();
+    let above = Mount::new(&[], over.device(), &scene.mount()).unwrap();
+    let mounts = device::mounts_on(scene.device()).unwrap();
     let error = Freeze::prepare(&mounts, Duration::from_secs(1)).err().expect("a refusal");
     assert!(error.to_string().contains("mounted over it"), "{error}");
     // Where it is to be seen it can be frozen.
     let second = scene.folder.path().join("second");
-    std::fs::create_dir(&second).unwrap();
-    run("mount", &[&scene.device, second.to_str().unwrap()]).unwrap();
-    let mounts = device::mounts_on(Path::new(&scene.device)).unwrap();
+    let _again = Mount::new(&[], scene.device(), &second).unwrap();
+    let mounts = device::mounts_on(scene.device()).unwrap();
     let freeze = Freeze::prepare(&mounts, Duration::from_secs(20)).unwrap().freeze().unwrap();
     let through = std::fs::write(over.mount().join("file"), b"something");
-    run("fsfreeze", &["--freeze", second.to_str().unwrap()]).ok_or(()).expect_err("it is frozen already");
+    let frozen = run("fsfreeze", ["--freeze".as_ref(), second.as_os_str()]);
+    assert!(frozen.is_none(), "it was not frozen");
     freeze.thaw().unwrap();
-    run("umount", &[second.to_str().unwrap()]);
-    run("umount", &[place]);
+    drop(above);
     through.unwrap();
 }
 
 /// Each subvolume of Btrfs has a device number of its own, and so has the whole.
 #[test]
 fn btrfs_is_known_by_its_subvolumes() {
+    let what = "freezing Btrfs";
     let folder = tempfile::tempdir().unwrap();
     let (image, place) = (folder.path().join("image"), folder.path().join("mount"));
     std::fs::File::create(&image).unwrap().set_len(300 << 20).unwrap();
-    std::fs::create_dir(&place).unwrap();
-    let (image, mount) = (image.to_str().unwrap(), place.to_str().unwrap());
-    let device = run("mkfs.btrfs", &["-q", image]).and_then(|_| run("losetup", &["--find", "--show", image]));
-    let Some(device) = device else { return skipped("freezing Btrfs", "this needs root and mkfs.btrfs") };
-    let subvolume = place.join("subvolume");
-    let looked = run("mount", &[&device, mount]).and_then(|_| {
-        let made = run("btrfs", &["-q", "subvolume", "create", subvolume.to_str().unwrap()]);
-        made.map(|_| {
-            let mounts = device::mounts_on(Path::new(&device)).unwrap();
-            let inside = device::file_system(&std::fs::File::open(&subvolume).unwrap()).unwrap();
-            let freeze = Freeze::prepare(&mounts, Duration::from_secs(20)).and_then(|p| p.freeze());
-            (mounts.iter().map(|m| m.dev).collect::<Vec<_>>(), inside, freeze.and_then(Freeze::thaw))
-        })
-    });
-    run("umount", &[mount]);
-    run("losetup", &["--detach", &device]);
-    let Some((mounts, inside, frozen)) = looked else {
-        return skipped("freezing Btrfs", "it cannot be mounted");
+    let made = run("mkfs.btrfs", ["-q".as_ref(), image.as_os_str()]);
+    let Some(device) = made.and_then(|_| Loop::new(&image)) else {
+        return skipped(what, "this needs root and mkfs.btrfs");
     };
+    let subvolume = place.join("subvolume");
+    let mounted = Mount::new(&[], device.device(), &place);
+    let create = ["-q".as_ref(), "subvolume".as_ref(), "create".as_ref(), subvolume.as_os_str()];
+    if mounted.is_none() || run("btrfs", create).is_none() {
+        return skipped(what, "it cannot be mounted");
+    }
+    let mounts = device::mounts_on(device.device()).unwrap();
+    let inside = device::file_system(&std::fs::File::open(&subvolume).unwrap()).unwrap();
+    let frozen =
+        Freeze::prepare(&mounts, Duration::from_secs(20)).and_then(|p| p.freeze()).and_then(Freeze::thaw);
+    let mounts: Vec<_> = mounts.iter().map(|m| m.dev).collect();
     assert_eq!(mounts, [inside]);
     frozen.unwrap();
 }

@@ -3,8 +3,6 @@
 #![allow(missing_docs)]
 
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
@@ -59,20 +57,6 @@ impl Tracker for Stuck {
     }
 }
 
-struct Loop(PathBuf);
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").arg("--detach").arg(&self.0).status();
-    }
-}
-
-fn attach(image: &Path) -> Option<Loop> {
-    let output = Command::new("losetup").args(["--find", "--show"]).arg(image).stderr(Stdio::null()).output();
-    let output = output.ok().filter(|output| output.status.success())?;
-    Some(Loop(String::from_utf8_lossy(&output.stdout).trim().into()))
-}
-
 /// A disk whose reads take their time: a writer gets to write meanwhile.
 struct Slow {
     disk: Arc<dyn Disk>,
@@ -117,10 +101,10 @@ fn a_write_in_flight_is_no_writer_and_one_to_the_same_block_is() {
     let folder = tempfile::tempdir().unwrap();
     let image = folder.path().join("image");
     std::fs::File::create(&image).unwrap().set_len(BLOCKS * 4096).unwrap();
-    let Some(device) = attach(&image) else {
+    let Some(device) = testing::Loop::new(&image) else {
         return testing::skipped("cuts of a raw disk", "they need root and a loop device");
     };
-    let path = device.0.clone();
+    let path = device.device().to_path_buf();
     let options = device::Options { write: false, direct: true, exclusive: false };
     let writes = Arc::new(AtomicBool::new(false));
     let writer = std::fs::File::options().write(true).open(&path).unwrap();

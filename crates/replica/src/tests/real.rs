@@ -2,7 +2,6 @@
 
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -10,6 +9,7 @@ use std::time::Duration;
 
 use device::{Boot, Clock, Disk};
 use testing::faulty::{FaultyDisk, FaultyFolder, Keep, Outage, Power};
+use testing::{Loop, Mount, on_disk, run, skipped};
 
 use super::batches;
 use super::world::*;
@@ -73,7 +73,7 @@ fn a_file_is_seeded_and_kept_up_to_date() {
 #[test]
 fn holes_stay_holes_and_odd_sizes_fit() {
     let _alone = alone();
-    let temp = tempfile::tempdir_in("/var/tmp").unwrap();
+    let temp = on_disk();
     let path = temp.path().join("vm.raw");
     // 1 GiB with a few blocks, and a short last one.
     let size = (1 << 30) + 700;
@@ -314,10 +314,8 @@ fn a_kill_is_trusted_and_a_foreign_write_after_it_is_not() {
     ];
     for (name, source, act) in acts {
         let new = || {
-            // In memory where there is such a place: what is tried is the clock, not the disk.
-            let memory = Path::new("/dev/shm");
-            let temp = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() };
-            let temp = temp.unwrap();
+            // What is tried is the clock, not the disk.
+            let temp = testing::in_memory();
             let path = temp.path().join("vm.raw");
             if name != "seed" {
                 let mut replica = open_frail(&path, &Power::new(Outage::Kill), None).unwrap();
@@ -423,53 +421,12 @@ fn what_others_did_is_told() {
     assert!(matches!(told, ReplicaError::Unproven(_)) && told.is_refusal(), "{told}");
 }
 
-/// A command that must succeed; its output.
-fn run(command: &str, arguments: &[&str]) -> Result<String, String> {
-    let output = Command::new(command).args(arguments).output().map_err(|e| format!("{command}: {e}"))?;
-    match output.status.success() {
-        true => Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned()),
-        false => Err(format!("{command} {arguments:?}: {}", String::from_utf8_lossy(&output.stderr).trim())),
-    }
-}
-
-/// A loop device over a file; detached when dropped.
-struct Loop(String);
-
-impl Loop {
-    fn over(path: &Path) -> Result<Loop, String> {
-        run("losetup", &["--find", "--show", path.to_str().unwrap()]).map(Loop)
-    }
-}
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let _ = run("losetup", &["--detach", &self.0]);
-    }
-}
-
-/// A file system in a file; unmounted when dropped.
-struct Mount {
-    folder: PathBuf,
-    _temp: tempfile::TempDir,
-}
-
-impl Mount {
-    fn new(kind: &str) -> Result<Mount, String> {
-        let temp = tempfile::tempdir_in("/var/tmp").unwrap();
-        let image = temp.path().join("image");
-        std::fs::File::create(&image).unwrap().set_len(400 << 20).unwrap();
-        run(&format!("mkfs.{kind}"), &["-q", image.to_str().unwrap()])?;
-        let folder = temp.path().join("mount");
-        std::fs::create_dir(&folder).unwrap();
-        run("mount", &["-o", "loop", image.to_str().unwrap(), folder.to_str().unwrap()])?;
-        Ok(Mount { folder, _temp: temp })
-    }
-}
-
-impl Drop for Mount {
-    fn drop(&mut self) {
-        let _ = run("umount", &[self.folder.to_str().unwrap()]);
-    }
+/// A file system of this kind in a new file of the folder, mounted beside it.
+fn mounted(kind: &str, folder: &Path) -> Option<(Mount, PathBuf)> {
+    let (image, place) = (folder.join("image"), folder.join("mount"));
+    std::fs::File::create(&image).unwrap().set_len(400 << 20).unwrap();
+    run(&format!("mkfs.{kind}"), ["-q".as_ref(), image.as_os_str()])?;
+    Some((Mount::new(&["-o", "loop"], &image, &place)?, place))
 }
 
 #[test]
@@ -477,15 +434,13 @@ fn reflink_where_the_file_system_can() {
     let _alone = alone();
     let mut tried = 0;
     for kind in ["xfs", "btrfs"] {
-        let mount = match Mount::new(kind) {
-            Ok(mount) => mount,
-            Err(why) => {
-                println!("skipped: reflink on {kind}: {why}");
-                continue;
-            }
+        let temp = on_disk();
+        let Some((_mount, place)) = mounted(kind, temp.path()) else {
+            skipped(&format!("reflink on {kind}"), "it cannot be made and mounted here");
+            continue;
         };
         tried += 1;
-        let path = mount.folder.join("vm.raw");
+        let path = place.join("vm.raw");
         let source = source();
         let mut replica = open(&path).unwrap();
         merge(&mut replica, &source.seed(0), Commit::Reflink).unwrap();
@@ -524,8 +479,7 @@ fn reflink_where_it_can_not_is_refused() {
     let _alone = alone();
     // Memory's file system clones nothing.
     if !Path::new("/dev/shm").is_dir() {
-        println!("skipped: there is no /dev/shm");
-        return;
+        return skipped("reflink where it is refused", "there is no /dev/shm");
     }
     let temp = tempfile::tempdir_in("/dev/shm").unwrap();
     let path = temp.path().join("vm.raw");
@@ -544,17 +498,13 @@ fn reflink_where_it_can_not_is_refused() {
 #[test]
 fn a_device_is_seeded_in_place() {
     let _alone = alone();
-    let temp = tempfile::tempdir_in("/var/tmp").unwrap();
+    let temp = on_disk();
     let image = temp.path().join("image");
     std::fs::write(&image, vec![0xaa; 4 << 20]).unwrap();
-    let disk = match Loop::over(&image) {
-        Ok(disk) => disk,
-        Err(why) => {
-            println!("skipped: no loop device: {why}");
-            return;
-        }
+    let Some(disk) = Loop::new(&image) else {
+        return skipped("a replica on a device", "loop devices need root");
     };
-    let path = Path::new(&disk.0);
+    let path = disk.device();
     assert!(open(path).err().unwrap().to_string().contains("--journal-dir"));
     let state = temp.path().join("state");
     let options = Options { devices: state.clone(), ..Options::default() };
@@ -583,34 +533,40 @@ fn a_device_is_seeded_in_place() {
     drop(replica);
     // Somebody makes a file system on it.
     std::fs::File::options().write(true).open(path).unwrap().write_at(&[1; 512], 1024).unwrap();
-    run("blockdev", &["--flushbufs", &disk.0]).unwrap();
+    run("blockdev", ["--flushbufs".as_ref(), disk.device().as_os_str()]).unwrap();
     let error = Replica::open(path, &options).err().unwrap();
     assert!(matches!(error, ReplicaError::Changed { .. }), "{error}");
     // The file under the device is in use.
     let error = Replica::open(&image, &Options { adopt: true, ..Options::default() }).err().unwrap();
-    assert!(matches!(error, ReplicaError::Busy { .. }) && error.to_string().contains(&disk.0), "{error}");
+    assert!(
+        matches!(error, ReplicaError::Busy { .. })
+            && error.to_string().contains(disk.device().to_str().unwrap()),
+        "{error}"
+    );
 }
 
 /// A replica of the first epoch on a device, with the options that open it. `None` where there are no loop devices.
 fn on_device(source: &Source) -> Option<(tempfile::TempDir, Loop, Options)> {
-    let temp = tempfile::tempdir_in("/var/tmp").unwrap();
+    let temp = on_disk();
     let image = temp.path().join("image");
     std::fs::File::create(&image).unwrap().set_len(8 << 20).unwrap();
-    let disk = Loop::over(&image).inspect_err(|why| println!("skipped: no loop device: {why}")).ok()?;
+    let disk = Loop::new(&image);
+    if disk.is_none() {
+        skipped("a replica on a device", "loop devices need root");
+    }
+    let disk = disk?;
     let options = Options { folder: Some(temp.path().join("state")), ..Options::default() };
-    let mut replica = Replica::open(Path::new(&disk.0), &options).unwrap();
+    let mut replica = Replica::open(disk.device(), &options).unwrap();
     merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
     Some((temp, disk, options))
 }
 
-impl Loop {
-    /// Another program writes to it, where nobody looks at the content, which would write it out.
-    fn meddle(&self, durably: bool) {
-        let file = std::fs::File::options().write(true).open(&self.0).unwrap();
-        file.write_at(&[0x5a; BLOCK as usize], 300 * BLOCK).unwrap();
-        if durably {
-            file.sync_data().unwrap();
-        }
+/// Another program writes to it, where nobody looks at the content, which would write it out.
+fn meddle(disk: &Loop, durably: bool) {
+    let file = std::fs::File::options().write(true).open(disk.device()).unwrap();
+    file.write_at(&[0x5a; BLOCK as usize], 300 * BLOCK).unwrap();
+    if durably {
+        file.sync_data().unwrap();
     }
 }
 
@@ -636,11 +592,11 @@ fn a_foreign_write_to_a_device_in_the_midst_of_a_delta_is_noticed() {
     ] {
         let Some((_temp, disk, options)) = on_device(&source) else { return };
         let what = format!("{commit:?}, durably: {durably}, goes on: {goes_on}");
-        let mut replica = Replica::open(Path::new(&disk.0), &options).unwrap();
+        let mut replica = Replica::open(disk.device(), &options).unwrap();
         let mut units = units(&delta).into_iter();
         let mut receipt = replica.receive(units.next().unwrap(), commit).unwrap();
         receipt.unit(units.next().unwrap()).unwrap();
-        disk.meddle(durably);
+        meddle(&disk, durably);
         let ended = match goes_on {
             true => {
                 units.for_each(|unit| receipt.unit(unit).unwrap());
@@ -650,7 +606,7 @@ fn a_foreign_write_to_a_device_in_the_midst_of_a_delta_is_noticed() {
         };
         assert!(matches!(ended, Err(ReplicaError::Changed { .. })), "{what}: {ended:?}");
         drop(replica);
-        let opened = Replica::open(Path::new(&disk.0), &options).err();
+        let opened = Replica::open(disk.device(), &options).err();
         assert!(matches!(opened, Some(ReplicaError::Changed { .. })), "{what}, opened anew: {opened:?}");
     }
 }
@@ -661,12 +617,12 @@ fn a_foreign_write_to_a_device_between_batches_is_noticed() {
     let _alone = alone();
     let source = batches::source();
     let Some((_temp, disk, options)) = on_device(&source) else { return };
-    let mut replica = Replica::open(Path::new(&disk.0), &options).unwrap();
+    let mut replica = Replica::open(disk.device(), &options).unwrap();
     let nonce = replica.status().nonce;
     let (mut log, mut running) = replica.batches().unwrap();
     let nonce = batches::send_one(&source, &mut log, &mut running, 1, nonce).unwrap();
     running.apply().unwrap();
-    disk.meddle(false);
+    meddle(&disk, false);
     let sent = batches::send_one(&source, &mut log, &mut running, 2, nonce);
     assert!(matches!(sent, Err(ReplicaError::Changed { .. })), "{sent:?}");
 }
@@ -677,9 +633,9 @@ fn a_foreign_write_that_the_system_holds_in_memory_is_noticed_at_the_opening() {
     let source = source();
     let Some((_temp, disk, options)) = on_device(&source) else { return };
     // As long as anybody has it open, nothing is written out when its writer closes it.
-    let _holder = std::fs::File::open(&disk.0).unwrap();
-    disk.meddle(false);
-    let opened = Replica::open(Path::new(&disk.0), &options).err();
+    let _holder = std::fs::File::open(disk.device()).unwrap();
+    meddle(&disk, false);
+    let opened = Replica::open(disk.device(), &options).err();
     assert!(matches!(opened, Some(ReplicaError::Changed { .. })), "{opened:?}");
 }
 
@@ -689,7 +645,7 @@ fn a_foreign_write_to_a_device_costs_no_confirmed_batch() {
     let _alone = alone();
     let source = batches::source();
     let Some((temp, disk, options)) = on_device(&source) else { return };
-    let path = Path::new(&disk.0);
+    let path = disk.device();
     let mut replica = Replica::open(path, &options).unwrap();
     // Whoever plugs in the wrong disk has not written to the right one.
     drop(replica.touched("another disk is attached under its name"));
@@ -697,7 +653,7 @@ fn a_foreign_write_to_a_device_costs_no_confirmed_batch() {
     let nonce = replica.status().nonce;
     let (mut log, mut running) = replica.batches().unwrap();
     batches::send_one(&source, &mut log, &mut running, 1, nonce).unwrap();
-    disk.meddle(false);
+    meddle(&disk, false);
     let applied = running.apply();
     assert!(matches!(applied, Err(ReplicaError::Changed { .. })), "{applied:?}");
     drop(running);
@@ -718,7 +674,7 @@ fn a_comparison_that_was_killed_while_it_mended_a_device_can_be_made_again() {
     let _alone = alone();
     let source = source();
     let Some((temp, disk, options)) = on_device(&source) else { return };
-    let path = Path::new(&disk.0);
+    let path = disk.device();
     let open = |power: &Power, doubt| {
         let destination = DeviceDestination::new(path.to_path_buf())?;
         let folder = FaultyFolder::new(power, &temp.path().join("state")).unwrap();
@@ -740,7 +696,7 @@ fn a_comparison_that_was_killed_while_it_mended_a_device_can_be_made_again() {
     };
     let mut merged = 0;
     for step in 1.. {
-        disk.meddle(true);
+        meddle(&disk, true);
         assert!(matches!(open(&on(), false), Err(ReplicaError::Changed { .. })), "step {step}");
         let settled = settle(path, &options);
         assert!(matches!(settled, Err(ReplicaError::Changed { .. })), "step {step}: {settled:?}");

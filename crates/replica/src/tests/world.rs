@@ -325,9 +325,7 @@ pub(crate) const CAPACITY: u64 = 96 * BLOCK;
 
 impl World {
     pub(crate) fn new(kind: Kind) -> World {
-        // Thousands of worlds come and go: in memory where there is such a place.
-        let memory = Path::new("/dev/shm");
-        let temp = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }.unwrap();
+        let temp = testing::in_memory();
         for name in ["site", "state"] {
             std::fs::create_dir(temp.path().join(name)).unwrap();
         }
