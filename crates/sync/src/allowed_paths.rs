@@ -1,4 +1,4 @@
-//! Where a remote client may have replicas made.
+//! Where a remote client may create replicas.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -7,19 +7,19 @@ use crate::error::SyncError;
 /// The paths of this host that a client may use.
 #[derive(Debug, Clone)]
 pub enum AllowedPaths {
-    /// All that the system lets this process use: the client has a shell here anyway.
+    /// Everything that this process may use: the client has a shell here anyway.
     Anything,
     /// Files within these folders, and these devices.
     Within {
         /// Without links in their paths.
         folders: Vec<PathBuf>,
-        /// As they were named, and without links.
+        /// As given, and with links resolved.
         devices: Vec<(PathBuf, PathBuf)>,
     },
 }
 
 impl AllowedPaths {
-    /// Only what is within the folders, or is one of the devices, that `places` names.
+    /// Only what is within the folders in `places`, or is one of its devices.
     ///
     /// # Errors
     /// [`SyncError::Refused`] if one of them is neither; [`SyncError::Io`] if it cannot be looked at.
@@ -43,10 +43,10 @@ impl AllowedPaths {
         Ok(AllowedPaths::Within { folders, devices })
     }
 
-    /// The absolute path of the replica that is asked for.
+    /// The absolute path of the requested replica.
     ///
-    /// A relative path means the user's home where anything may be reached, as with every copy over ssh; else the first
-    /// folder. No link is followed on the way from a folder to the replica.
+    /// A relative path starts at the user's home if everything is allowed, as with every copy over ssh; otherwise at the first
+    /// folder. No symbolic link is followed between a folder and the replica.
     pub(crate) fn find(&self, asked: &Path) -> Result<PathBuf, SyncError> {
         let AllowedPaths::Within { folders, devices } = self else {
             return std::path::absolute(asked).map_err(SyncError::io(format!("find {}", asked.display())));
@@ -70,24 +70,24 @@ impl AllowedPaths {
             return refused("name a file within the folder");
         }
         if rest.components().any(|part| !matches!(part, Component::Normal(_))) {
-            return refused("a path within a folder has no . and no ..");
+            return refused("the path must not contain . or ..");
         }
         while let Some(part) = parts.next() {
             let Component::Normal(name) = part else { continue };
             let name = name.to_string_lossy();
             if (name.starts_with('.') && name.ends_with(".dsync")) || name.ends_with(".partial") {
-                return refused("such names are dsync's own");
+                return refused("the name is reserved for dsync");
             }
             path.push(part);
             match (std::fs::symlink_metadata(&path), parts.peek()) {
-                (Ok(what), _) if what.is_symlink() => return refused("there is a link on the way"),
+                (Ok(what), _) if what.is_symlink() => return refused("the path contains a symbolic link"),
                 (Ok(what), Some(_)) if !what.is_dir() => {
                     return refused("there is a file where a folder should be");
                 }
                 (Ok(what), None) if !what.is_file() => return refused("it is not a file"),
                 (Err(_), Some(_)) => {
                     return Err(SyncError::Away(format!(
-                        "there is no folder {} for the replica: mount its file system, or make it there",
+                        "there is no folder {} for the replica: mount its file system, or create it there",
                         path.display()
                     )));
                 }

@@ -1,4 +1,4 @@
-//! How long a mirror gathers before it sends: adaptive batching, after "A Remote Mirroring Architecture with Adaptively
+//! How long a mirror collects before it sends: adaptive batching, after "A Remote Mirroring Architecture with Adaptively
 //! Cooperative Pipelining" (formulas 1 to 3 there).
 
 use std::time::Duration;
@@ -6,9 +6,9 @@ use std::time::Duration;
 /// How batches are cut.
 #[derive(Debug, Clone)]
 pub struct Batching {
-    /// How fast the interval follows the time that the source's site needs for a batch: α of formula 1, 0 to 1.
+    /// How fast the interval follows the source's time for a batch: α of formula 1, 0 to 1.
     pub alpha: f64,
-    /// How fast it follows the time that the replica's site needs: β of formula 2, 0 to 1.
+    /// How fast it follows the replica's time: β of formula 2, 0 to 1.
     pub beta: f64,
     /// The first interval.
     pub first: Duration,
@@ -19,7 +19,7 @@ pub struct Batching {
     pub rpo: Duration,
     /// The fixed-rate variant: bytes of changed blocks a second that the mirror may move, on average over each interval.
     pub rate: Option<u64>,
-    /// False leaves the interval as it began, and sends batches as fast as they can be: to measure what adapting is worth.
+    /// False keeps the first interval, and sends batches as fast as possible: to measure the effect of adapting.
     pub adaptive: bool,
 }
 
@@ -37,21 +37,21 @@ impl Default for Batching {
     }
 }
 
-/// By how much an interval is longer than a batch is on its way: what is written just after a cut is confirmed before two
+/// By how much an interval exceeds the time a batch is in transit: what is written just after a cut is confirmed before two
 /// intervals have passed, with room for what varies.
 const ROOM: f64 = 1.125;
-/// What is left of the statistics' past with each batch.
+/// The weight of past statistics with each batch.
 const MEMORY: f64 = 0.98;
 
-/// The interval, as it follows the work.
+/// The adaptive interval.
 #[derive(Debug, Clone)]
 pub(crate) struct Interval {
     how: Batching,
     seconds: f64,
-    /// What a batch takes from its cut to its confirmation: an interval below would only put more batches on the way, each
+    /// The time from a batch's cut to its confirmation: a shorter interval would only put more batches in transit, each
     /// of them as late.
     whole: f64,
-    /// N and T in all, of formula 3.
+    /// The sums of N and T of formula 3.
     blocks: f64,
     busy: f64,
 }
@@ -94,7 +94,7 @@ impl Interval {
         }
     }
 
-    /// Formula 3: the blocks of the next batch at which it is cut before its time. Without experience there is no such bound.
+    /// Formula 3: the blocks of the next batch at which it is cut before its time. There is no such bound before the first batch.
     pub(crate) fn threshold(&self) -> u64 {
         if self.busy == 0.0 || !self.how.adaptive {
             return u64::MAX;

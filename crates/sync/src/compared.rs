@@ -1,4 +1,4 @@
-//! Comparing a view with a replica: the digests come from the far side, and what differs is handed on as it is found.
+//! Comparing a view with a replica: the far side sends digests, and differences are passed on as they are found.
 
 use std::io;
 use std::ops::Range;
@@ -22,19 +22,19 @@ pub(crate) struct Comparison<'a> {
     pub receiver: &'a Receiver,
     pub view: &'a Arc<View>,
     pub scope: &'a Scope,
-    /// Also hand on what is between differences where these are dense.
+    /// Also pass on what is between differences where these are dense.
     pub fill: bool,
     pub totals: &'a Totals<'a>,
 }
 
 impl Comparison<'_> {
-    /// Hears the far side's digests and hands what differs from the view to `found`.
+    /// Receives the far side's digests and passes what differs from the view to `found`.
     pub(crate) fn run(
         &self,
         mut found: impl FnMut(Finding<'_>) -> Result<(), SyncError>,
     ) -> Result<(), SyncError> {
         let Comparison { receiver, view, scope, totals, .. } = *self;
-        // Errors of the link keep their words through the compare crate, which knows only those of the system.
+        // Keeps an error of the link, because the compare crate only passes on those of the system.
         let heard_trouble = Mutex::new(None);
         let mut trouble = None;
         let stopped = || io::Error::other("the far side stopped");
@@ -69,7 +69,7 @@ impl Comparison<'_> {
                 stopped()
             })?;
             if let Some(upto) = upto {
-                // What was read is in our hands: the writers need not keep it any more.
+                // What was read is in memory: the writers need not save it any more.
                 view.taken(upto);
                 totals.progress(seen.below(upto));
             }
@@ -84,7 +84,7 @@ impl Comparison<'_> {
                 (trouble, heard) => trouble.or(heard).unwrap_or_else(own),
             }
         })?;
-        // The last moment to notice that what was read was no one moment.
+        // The last chance to notice that the data read mixes several moments.
         view.verify().map_err(reading)
     }
 }

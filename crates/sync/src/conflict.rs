@@ -34,7 +34,7 @@ pub enum Conflict {
         /// The source given.
         path: PathBuf,
     },
-    /// Nothing but the tracker was to be asked, and there is no replica yet.
+    /// `tracked` was demanded, and there is no replica yet.
     #[error("no replica at {} yet: run the first sync without --method tracked", .0.display())]
     NoReplica(PathBuf),
     /// The replica's epoch is not in the source's history.
@@ -47,7 +47,7 @@ pub enum Conflict {
         /// What does not fit.
         why: String,
     },
-    /// What changed is not known, and nothing but the tracker was to be asked.
+    /// `tracked` was demanded, and what changed is not known.
     #[error("what changed on {} is not known ({why}): omit --method tracked to compare everything", path.display())]
     Lost {
         /// The source.
@@ -69,7 +69,7 @@ pub enum Conflict {
     LiveRolling(PathBuf),
     /// What is written to a disk in use stays unknown.
     #[error(
-        "what is written to {0} is not known ({why}), and no checkpoint mends that: run \"dsync track remove {0}\" and \"dsync \
+        "what is written to {0} is not known ({why}), and a checkpoint does not help: run \"dsync track remove {0}\" and \"dsync \
          track add {0}\", then sync again", path.display()
     )]
     Unfollowed {

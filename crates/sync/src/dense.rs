@@ -1,8 +1,8 @@
-//! Dense regions: where many blocks of a window are marked, moving all of it costs less than picking.
+//! Dense regions: where many blocks of a window are marked, moving all of it costs less than picking blocks.
 
 use extents::Bitmap;
 
-/// Blocks of a window, and the part of it that must be marked for all of it to be moved: one in so many.
+/// Blocks of a window; all of it is moved if one in [`DENSE_PART`] of them is marked.
 const WINDOW: u64 = 2048;
 const DENSE_PART: u64 = 3;
 

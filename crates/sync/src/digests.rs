@@ -13,31 +13,31 @@ use uuid::Uuid;
 
 use crate::error::SyncError;
 
-/// Asks for digests to be kept.
+/// Where and how to keep digests.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Digests {
-    /// Where; in the replica's folder, if it is not said.
+    /// The file; in the replica's folder if `None`.
     pub file: Option<PathBuf>,
-    /// How blocks are digested where they are begun.
+    /// The hash for new files.
     pub hash: Hash,
 }
 
 /// The name in the replica's folder.
 const NAME: &str = "digests";
 
-/// The digests of one sync. What goes wrong with them is told, and costs reading the next time, nothing else.
+/// The digests of one sync. Failures are reported, and only cost reading the replica the next time.
 pub(crate) struct ReplicaDigests {
     path: PathBuf,
     hash: Hash,
-    /// `None` from where on they are of no use.
+    /// `None` once they are useless.
     file: Mutex<Option<DigestFile>>,
-    /// They are of the replica as it is.
+    /// They match the replica.
     good: bool,
     told: String,
 }
 
 impl ReplicaDigests {
-    /// Looks for the digests of what a replica is.
+    /// Opens the digests of a replica's present state.
     pub(crate) fn open(asked: &Digests, replica: &Replica) -> Result<ReplicaDigests, SyncError> {
         let path = match &asked.file {
             Some(path) => {
@@ -72,20 +72,20 @@ impl ReplicaDigests {
         };
         let begun = (|| {
             let mut slot = self.lock();
-            // What came of an interrupted delta is merged with this one, and is not seen here.
+            // The content of an interrupted delta is merged with this one, and is not seen here.
             let alone = header.resumes.is_none();
             if let Some(file) = slot.as_mut().filter(|file| self.good && alone && fits(file)) {
                 file.forget()?;
                 return Ok((true, "used".to_owned()));
             }
             let why = match self.good {
-                _ if !alone => "an interrupted transfer was taken up".into(),
-                true => "the digests are of another kind".into(),
+                _ if !alone => "an interrupted transfer was resumed".into(),
+                true => "the digests have another hash or block size".into(),
                 false => self.told.clone(),
             };
             let all = scope.is_some() || header.method == Method::Copy;
             if !all || !alone {
-                // The next compare makes them.
+                // The next compare creates them.
                 *slot = None;
                 return Ok((false, format!("not kept: {why}")));
             }
@@ -101,7 +101,7 @@ impl ReplicaDigests {
         Ok(())
     }
 
-    /// Answers for the replica: from the digests if they are good, else by reading it, which makes them.
+    /// Answers for the replica: from the digests if they are good, otherwise by reading it, which creates them.
     pub(crate) fn answer(
         &self,
         disk: &Arc<dyn Disk>,
@@ -112,7 +112,7 @@ impl ReplicaDigests {
             return compare::answer_from(
                 |blocks| match self.lock().as_mut() {
                     Some(file) => file.get(blocks),
-                    None => Err(io::Error::other("the digests were given up under way: run again")),
+                    None => Err(io::Error::other("the digests could not be written: run again")),
                 },
                 scope,
                 say,
@@ -120,7 +120,7 @@ impl ReplicaDigests {
         }
         let block = u64::from(scope.block_size);
         compare::answer(disk, scope, |report, digests| {
-            // Entered before it is said: what changes because of it is entered after.
+            // Stored before it is sent: changes that result from it are stored after.
             self.enter(|file| match &report {
                 DigestReport::Zero(range) => file.wrote(range.start, range.end - range.start, None),
                 DigestReport::Digests(range) => file.put(range.start / block, &digests),
@@ -134,7 +134,7 @@ impl ReplicaDigests {
         })
     }
 
-    /// A frame of the delta is on its way to the replica.
+    /// Follows a frame of the delta on its way to the replica.
     pub(crate) fn frame(&self, frame: &Frame) {
         self.enter(|file| {
             let mut at = 0;
@@ -156,7 +156,7 @@ impl ReplicaDigests {
         });
     }
 
-    /// Changes the file, or gives it up.
+    /// Changes the file; drops it on failure.
     fn enter(&self, change: impl FnOnce(&mut DigestFile) -> io::Result<()>) {
         let mut slot = self.lock();
         if let Some(file) = slot.as_mut() {
@@ -166,7 +166,7 @@ impl ReplicaDigests {
         }
     }
 
-    /// All is committed: the digests are those of the state of this nonce. Says what became of them.
+    /// Binds the digests to the state with this nonce, after the commit. Returns what became of them.
     pub(crate) fn end(self, nonce: Uuid) -> String {
         let file = self.file.into_inner().unwrap_or_else(PoisonError::into_inner);
         match file.map(|file| file.seal(nonce)) {

@@ -1,18 +1,18 @@
-//! What can end a sync, by what its user can do about it.
+//! Errors of a sync, by what the user can do about them.
 
 use serde::{Deserialize, Serialize};
 
 use crate::conflict::Conflict;
 
-/// What kind of end it is; decides the exit code.
+/// The class of an error, which decides the exit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Class {
     /// Something failed.
     Failed,
-    /// What changed is not known, and nothing but the tracker was to be asked.
+    /// `tracked` was demanded, and what changed is not known.
     Lost,
-    /// Lineage, state or a lock is in the way.
+    /// Lineage, state or a lock forbids it.
     Refused,
     /// Another program uses the replica: it may be free soon.
     Busy,
@@ -38,23 +38,23 @@ pub enum SyncError {
     /// Reading or writing.
     #[error("cannot {what}: {error}")]
     Io {
-        /// What was tried.
+        /// The action that failed.
         what: String,
-        /// What the system said.
+        /// The system's error.
         error: std::io::Error,
     },
-    /// The far side gave up.
+    /// The far side failed.
     #[error("{message}")]
     Far {
-        /// What it said.
+        /// Its message.
         message: String,
-        /// What kind of end it is.
+        /// Its class.
         class: Class,
     },
     /// The sync cannot be planned.
     #[error(transparent)]
     Conflict(#[from] Conflict),
-    /// Another stage failed, or the end was asked for: not an error of its own.
+    /// Another stage failed, or a stop was requested: not an error of its own.
     #[error("stopped")]
     Stopped,
     /// A part of the source cannot be read.
@@ -74,7 +74,7 @@ pub enum SyncError {
 }
 
 impl SyncError {
-    /// What kind of end it is.
+    /// Its class.
     pub fn class(&self) -> Class {
         let refused = match self {
             SyncError::Conflict(Conflict::Lost { .. })
@@ -93,7 +93,7 @@ impl SyncError {
         if refused { Class::Refused } else { Class::Failed }
     }
 
-    /// True if a part of the source cannot be read, and the rest perhaps can.
+    /// True if only a part of the source cannot be read.
     pub fn is_unreadable(&self) -> bool {
         match self {
             SyncError::Unreadable(_) => true,
@@ -102,7 +102,7 @@ impl SyncError {
         }
     }
 
-    /// Of an attempt to read the replica.
+    /// The error of reading the replica.
     pub(crate) fn of_replica(error: std::io::Error) -> SyncError {
         if device::is_unreadable(&error) {
             SyncError::UnreadableReplica(error)

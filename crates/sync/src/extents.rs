@@ -1,10 +1,10 @@
-//! Extents that are told: counted all, listed as far as people and programs care.
+//! Extents for reports: all are counted, the first ones listed.
 
 use std::ops::Range;
 
 use serde::Serialize;
 
-/// A range of bytes, as it is told.
+/// A range of bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Extent {
     /// First byte.
@@ -13,7 +13,7 @@ pub struct Extent {
     pub bytes: u64,
 }
 
-/// Extents that were found: all are counted, so many are listed.
+/// Extents that were found: all are counted, the first ones listed.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Extents {
     /// How many there are.
@@ -35,7 +35,7 @@ impl Extents {
         let bytes = range.end - range.start;
         self.bytes += bytes;
         if self.end.replace(range.end) == Some(range.start) {
-            // All of it belongs to the last one, listed or not.
+            // Extends the last one, listed or not.
             let listed = self.extents == self.list.len() as u64;
             if let Some(last) = self.list.last_mut().filter(|_| listed) {
                 last.bytes += bytes;

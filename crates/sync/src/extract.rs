@@ -1,9 +1,9 @@
 //! A delta to a byte stream, to be carried to the replica by any means.
 //!
-//! Nobody says what becomes of the stream: nothing that is seen here tells a delta that was merged from one whose pipe broke
-//! behind the last byte. So an extract moves no bookmark, and the next one begins where this one began. A delta fits a
+//! It is not known what becomes of the stream: a delta that was merged cannot be told here from one whose pipe broke
+//! after the last byte. So an extract moves no bookmark, and the next one begins where this one began. A delta fits a
 //! replica at every epoch that it spans; it fits whether the ones before were merged or not. A bookmark moves when a replica
-//! has said where it is: to a sync, or as the merge's answer to `dsync checkpoint --at -`.
+//! has reported its epoch: in a sync, or by the merge's answer to `dsync checkpoint --at -`.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -23,10 +23,10 @@ use crate::pack::{Packing, Sink, pack};
 use crate::plan::{Choice, positions};
 use crate::report::{Progress, Totals};
 
-/// The checkpoint of replicas that only extracts have fed: where the first of them began.
+/// The checkpoint of replicas that were only fed by extracts: where the first of them began.
 const BOOKMARK: &str = "extract";
 
-/// What an extract wrote.
+/// The result of an extract.
 #[derive(Debug, Clone, Serialize)]
 pub struct Extracted {
     /// The source.
@@ -122,7 +122,7 @@ pub fn extract(
     })
 }
 
-/// A live disk is read in one go, while nobody writes.
+/// A live disk is read in one cut, without writes.
 fn cut(handle: &Handle, live: &Live, choice: &Choice) -> Result<Cut, SyncError> {
     if choice.method != Method::Tracked {
         return Err(whole_live_disk(handle));
@@ -132,7 +132,7 @@ fn cut(handle: &Handle, live: &Live, choice: &Choice) -> Result<Cut, SyncError> 
 
 fn whole_live_disk(handle: &Handle) -> SyncError {
     SyncError::Refused(format!(
-        "{0} is a disk in use, and more of it is wanted than can be read in a moment: \"dsync sync {0}\" copies it in several \
+        "{0} is a disk in use, and more of it is needed than can be read in a moment: \"dsync sync {0}\" copies it in several \
          passes",
         handle.about().path.display()
     ))
@@ -147,12 +147,12 @@ fn begin(handle: &Handle, since: Option<&str>) -> Result<Option<Epoch>, SyncErro
     }
 }
 
-/// Where replicas are known to be. What other readers keep is not theirs.
+/// The epochs of replicas, without the checkpoints of other readers.
 fn fed(bookmarks: &Bookmarks) -> impl Iterator<Item = Epoch> {
     bookmarks.replicas().chain(bookmarks.0.get_key_value(BOOKMARK)).map(|(_, bookmark)| bookmark.epoch)
 }
 
-/// The epoch to keep for the extracts to come: where the replica that this one makes or feeds is at the least. `None` where
+/// The epoch to keep for later extracts: the earliest at which the replica of this one may be. `None` if
 /// no bookmark is known at all, and none is needed.
 fn keeps(
     handle: &Handle,

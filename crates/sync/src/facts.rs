@@ -1,4 +1,4 @@
-//! What plans are made from, asked of the source.
+//! The facts for plans, queried from the source.
 
 use source::{Handle, SourceError, View};
 
@@ -33,7 +33,7 @@ pub(crate) fn facts<'a>(
     })
 }
 
-/// The moment of a view, for a delta to a replica that was found as `choice` says.
+/// The moment of a view, for a delta to the replica of `choice`.
 pub(crate) fn moment<'a>(
     handle: &'a Handle,
     view: &View,
@@ -50,7 +50,7 @@ pub(crate) fn moment<'a>(
                 let size_before = size_before.unwrap_or(status.replica.size);
                 Some(Ok(Changes { blocks: found.blocks, chain: found.chain, size_before }))
             }
-            // The gap came up with the checkpoint itself.
+            // The gap appeared with the checkpoint itself.
             Err(SourceError::Lost { why, .. }) => Some(Err(why)),
             Err(other) => return Err(other.into()),
         },
@@ -67,7 +67,7 @@ pub(crate) fn moment<'a>(
     })
 }
 
-/// The present as a moment that nobody keeps: what a sync would find now.
+/// The present, without a checkpoint: what a sync would find now.
 pub(crate) fn present<'a>(handle: &'a Handle, choice: &Choice) -> Result<Moment<'a>, SyncError> {
     let about = handle.about();
     let mut epoch = handle.last_epoch()?.unwrap_or(NO_EPOCH);
@@ -84,7 +84,7 @@ pub(crate) fn present<'a>(handle: &'a Handle, choice: &Choice) -> Result<Moment<
     Ok(Moment { path: &about.path, source, epoch, size, block_size, fill: false, changes })
 }
 
-/// One that would begin with the checkpoint.
+/// The gap that a checkpoint would begin with.
 const NO_EPOCH: delta::Epoch = delta::Epoch { number: 0, id: uuid::Uuid::nil() };
 
 /// The name under which a source remembers a replica.

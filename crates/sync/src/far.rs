@@ -22,7 +22,7 @@ use crate::messages::{
 };
 use crate::mirror_receiver::receive_batches;
 
-/// Serves one sync as the replica's end of `link`. What goes wrong is told to the other end too.
+/// Serves one sync as the replica's end of `link`. Errors are reported to the other end too.
 pub fn receive(link: Link, state: &StateDir) -> Result<(), SyncError> {
     receive_within(link, state, &AllowedPaths::Anything)
 }
@@ -47,7 +47,7 @@ pub fn receive_within(link: Link, state: &StateDir, allowed: &AllowedPaths) -> R
     })
 }
 
-/// Refuses what shares storage with the source, under whatever names, where both are on this host.
+/// Refuses a destination that shares storage with the source, under whatever names, if both are on this host.
 fn refuse_source(source: Option<&Storage>, path: &Path) -> Result<(), SyncError> {
     match (source, Storage::of(path)) {
         (Some(source), Some(here)) if source.overlaps(&here) => Err(SyncError::Refused(format!(
@@ -84,7 +84,7 @@ fn receive_at(link: Link, opened: Opener<'_>) -> Result<(), SyncError> {
             Ok(())
         }
         Err(error) => {
-            // Nobody may be there to hear it.
+            // The peer may be gone.
             let _ = sender.send_json(FAILED, &Failed::of(&error));
             let _ = sender.finish();
             Err(error)
@@ -100,7 +100,7 @@ fn open_options(journal_dir: Option<&Path>, state: &StateDir) -> replica::Option
     }
 }
 
-/// Opens the replica that is asked for.
+/// Opens the requested replica.
 type Opener<'a> = &'a dyn Fn(&Open) -> Result<Replica, SyncError>;
 
 fn converse(sender: &Sender, receiver: &Receiver, opened: Opener<'_>) -> Result<(), SyncError> {
@@ -115,7 +115,7 @@ fn converse(sender: &Sender, receiver: &Receiver, opened: Opener<'_>) -> Result<
             None => return Ok(()),
         };
         plan.check()?;
-        // Whoever only compares may look at anything; what follows is to be written.
+        // Comparing is always allowed; what follows writes.
         let looks = plan.compare.is_some() && !plan.delta && plan.mirror.is_none();
         if !looks {
             replica.mergeable()?;
@@ -130,7 +130,7 @@ fn converse(sender: &Sender, receiver: &Receiver, opened: Opener<'_>) -> Result<
         }
         if let Some(committed) = take_delta(sender, receiver, &mut replica, &open, plan)? {
             sender.send_json(COMMITTED, &committed)?;
-            // The other end says goodbye when it has noted that.
+            // The other end says goodbye when it has recorded that.
             while receiver.recv()?.is_some() {}
             return Ok(());
         }
@@ -140,7 +140,7 @@ fn converse(sender: &Sender, receiver: &Receiver, opened: Opener<'_>) -> Result<
 fn say_status(sender: &Sender, replica: &mut Replica, commit: Commit) -> Result<(), SyncError> {
     let path = replica.path().to_path_buf();
     let status = replica.status().clone();
-    // A device may be larger than what it holds a copy of.
+    // A device may be larger than its source.
     let len = match status.changed {
         Some(_) if status.capacity.is_none() => Some(replica.content()?.len()),
         _ => None,
@@ -198,7 +198,7 @@ fn take_delta(
                 std::thread::Builder::new().name("answer".into()).spawn_scoped(scope, move || {
                     answer(sender, &disk, &compare, seen).map_err(|error| {
                         let error = SyncError::of_replica(error);
-                        // The source waits for the rest, and this side for what the source makes of it.
+                        // The source waits for the rest, and this side for the source's reply.
                         let _ = sender.send_json(FAILED, &Failed::of(&error));
                         error
                     })
@@ -206,7 +206,7 @@ fn take_delta(
             let answering = answering.map_err(SyncError::io("start a thread"))?;
             let received = take_units(receipt, receiver, seen, pass);
             match answering.join() {
-                // A link that broke under the answers broke for the units too, and says more there.
+                // A link that broke during the answers broke for the units too, with a better error there.
                 Ok(Err(error)) if received.is_ok() => Err(error),
                 Ok(_) => received,
                 Err(panic) => std::panic::resume_unwind(panic),
@@ -245,13 +245,12 @@ fn take_units(
         let message = match receiver.recv() {
             Ok(Some(message)) => message,
             end => {
-                // What has arrived is kept: the next sync goes on from there.
+                // What has arrived is kept: the next sync resumes there.
                 receipt.keep()?;
                 return Err(match end {
                     Err(error) => error.into(),
                     Ok(_) => SyncError::Far {
-                        message: "the source ended the transfer too early: run again, it goes on from there"
-                            .into(),
+                        message: "the source ended the transfer early: run again to resume it".into(),
                         class: Class::Failed,
                     },
                 });
@@ -266,7 +265,7 @@ fn take_units(
         };
         let last = unit.kind == delta::UnitKind::Trailer;
         if last && pass {
-            // Kept like a transfer that was cut: what comes next goes on from it.
+            // Kept like an interrupted transfer: the next delta resumes it.
             receipt.keep_pass()?;
             return Ok(None);
         }
@@ -290,15 +289,15 @@ fn take_units(
 /// How to merge.
 #[derive(Debug, Clone, Default)]
 pub struct MergeOptions {
-    /// How the replica steps to the new epoch.
+    /// The commit mode.
     pub commit: Commit,
     /// Where the replica keeps lineage and journal.
     pub journal_dir: Option<PathBuf>,
-    /// Begin a new replica where the file of one is gone.
+    /// Create a new replica if the file of one is gone.
     pub create: bool,
 }
 
-/// What a merge did.
+/// The result of a merge.
 #[derive(Debug, Clone, Serialize)]
 pub struct Merged {
     /// The replica.
@@ -315,7 +314,7 @@ pub struct Merged {
     pub bytes_written: u64,
     /// Wall-clock time.
     pub seconds: f64,
-    /// What opening the replica had to mend.
+    /// What opening the replica recovered.
     pub recovered: Option<String>,
 }
 
@@ -360,7 +359,7 @@ pub fn merge_over(
             }
         };
         if unit.kind == delta::UnitKind::Trailer {
-            // Before anything is merged: what goes on after its end is not what was extracted.
+            // Before anything is merged: data after the trailer is not from an extract.
             let number = units.count();
             if !matches!(units.next(), Ok(None)) {
                 return Err(delta::Error::AfterEnd { unit: number }.into());

@@ -1,6 +1,6 @@
 //! Both ends of a sync: the source's end plans, reads, packs and sends ([`push`]); the replica's end reports its status,
-//! receives and commits ([`receive`]). [`extract`] and [`merge`] do the same with a pipe between; [`verify`] proves a replica,
-//! and mends it; [`Mirror`] repeats it all without end.
+//! receives and commits ([`receive`]). [`extract`] and [`merge`] do the same with a pipe between; [`verify`] checks a replica,
+//! and repairs it; [`Mirror`] repeats syncs continuously.
 //!
 //! ```text
 //!     facts ──▶ plan ──▶ transfer (read, pack, send) ──▶ report

@@ -1,8 +1,8 @@
-//! A live disk: passes over what changes, until little is left, then a cut.
+//! Syncing a live disk: passes over the changes until little is left, then a cut.
 //!
 //! Each pass is a delta to a checkpoint of the tracker, read from the disk while it is in use: what it carries is of that
-//! epoch or newer, and what is newer is sent again by the next. The replica keeps passes as it keeps transfers that were cut;
-//! the delta of the cut goes on from them and commits all as one epoch.
+//! epoch or newer, and what is newer is sent again by the next. The replica keeps passes like interrupted transfers;
+//! the delta of the cut resumes them and commits all as one epoch.
 
 use std::sync::Arc;
 
@@ -17,11 +17,11 @@ use crate::options::SyncOptions;
 use crate::plan::{Choice, choose};
 use crate::transfer::{Prepared, Transfer};
 
-/// So little is read under a freeze without another pass: some ten milliseconds of a fast disk.
+/// What may be read under a freeze without another pass: some ten milliseconds of a fast disk.
 const FEW_BYTES: u64 = 16 << 20;
 const FEW_BLOCKS: u64 = 2048;
 
-/// Brings the far side so near that the rest can be read in a moment, and reads it.
+/// Makes passes until the rest can be read in a moment, and reads it.
 pub(crate) fn catch_up(
     handle: &Handle,
     live: &Live,
@@ -30,7 +30,7 @@ pub(crate) fn catch_up(
     mut choice: Choice,
 ) -> Result<Prepared, SyncError> {
     let (about, options) = (handle.about(), transfer.options);
-    // What was asked of the method holds for the first pass.
+    // The requested method applies to the first pass.
     let later = SyncOptions { method: None, adopt: false, ..options.clone() };
     let block_size = u64::from(about.block_size);
     let size = live.size();
@@ -38,7 +38,7 @@ pub(crate) fn catch_up(
     let (mut first, mut pass) = (None, 0);
     let lacking = loop {
         live.flush(&options.live.cut)?;
-        // Another pass is made while that pays.
+        // Passes are made while they pay.
         if choice.positions.last().is_some_and(|last| last.upto >= size) {
             let lacking = handle.estimate(&choice.positions)?;
             let pays = convergence.pays(lacking.count().saturating_mul(block_size));
@@ -47,7 +47,7 @@ pub(crate) fn catch_up(
             }
         }
         if pass > options.live.passes {
-            let why = "tracking was lost again and again while it was copied".into();
+            let why = "tracking was lost repeatedly during the copy".into();
             return Err(Conflict::Lost { path: about.path.clone(), why }.into());
         }
         let view = Arc::new(live.checkpoint()?);
@@ -58,7 +58,7 @@ pub(crate) fn catch_up(
         let plan = choice.at(moment, &status, &later)?.into_pass();
         status = transfer.pass(&view, &plan)?;
         first.get_or_insert((plan.header.method, plan.trust));
-        // A replica that was larger is cut at the commit: what is beyond the disk's end is of no use.
+        // A larger replica is truncated at the commit: what is beyond the disk's end is not needed.
         let parts = std::mem::take(&mut status.replica.positions);
         status.replica.positions = within(parts, size);
         choice = choose(&facts(handle, &status, transfer.name, &later)?, &status, &later)?;
@@ -67,7 +67,7 @@ pub(crate) fn catch_up(
     let cut = live.cut(&lacking, &options.live.cut)?;
     let view = Arc::new(cut.view.clone());
     let moment = moment(handle, &view, &choice, &status, options)?;
-    // Only what was read at the cut may be sent: nothing but the record can say what that must be.
+    // Only what was read at the cut may be sent, and only the record determines what that must be.
     let tracked = SyncOptions { method: Some(Method::Tracked), ..later };
     let mut plan = choice.at(moment, &status, &tracked)?;
     if plan.wanted.all_from < plan.header.size_after || !cut.holds(&plan.wanted.changes) {

@@ -1,22 +1,22 @@
-//! What the two ends of a sync say to each other.
+//! The messages between the two ends of a sync.
 //!
 //! ```text
 //!     source                                   replica
 //!     Open: which replica, for which source ─▶
 //!                                            ◀─ Status: what is there
-//!     Plan: what will come, what to tell     ─▶
-//!                                            ◀─ DigestReport … DigestReport, or Sums … Sums (only if they are asked for)
+//!     Plan: what will follow, what to send   ─▶
+//!                                            ◀─ DigestReport … DigestReport, or Sums … Sums (only if requested)
 //!     Header, Frame … Frame, Trailer         ─▶
 //!                                            ◀─ Committed, or after a pass over a live disk Status again
 //! ```
 //!
-//! In a mirror, a Plan that says so is followed by one delta after the other, each bound to the state that the one before
+//! A Plan for a mirror is followed by one delta after the other, each bound to the state that the previous one
 //! leaves; the replica answers each with Confirmed.
 //!
-//! Either side may end the conversation with Failed at any time. Else it ends with a goodbye from each: the source's when it
-//! wants no more, then the replica's, for which the source waits.
+//! Either side may end the conversation with Failed at any time. Otherwise it ends with a goodbye from each: the source's when it
+//! is done, then the replica's, for which the source waits.
 //!
-//! Whatever the other side says is bounded where it is heard: [`Status::check`], [`Plan::check`] and [`text`] here, digests
+//! Whatever a peer sends is bounded where it is received: [`Status::check`], [`Plan::check`] and [`text`] here, digests
 //! and sums in the compare crate, deltas in the delta crate, the lengths of messages in the link.
 
 use std::path::{Path, PathBuf};
@@ -55,14 +55,14 @@ pub(crate) struct Open {
     pub journal_dir: Option<PathBuf>,
     pub commit: Commit,
     pub adopt: bool,
-    /// Begin another replica where one is gone.
+    /// Create another replica if one is gone.
     #[serde(default)]
     pub create: bool,
-    /// It will be compared and perhaps mended: others may have changed it.
+    /// It will be compared and perhaps repaired: other programs may have changed it.
     pub verify: bool,
     /// Keep digests of the replica from one sync to the next.
     pub digests: Option<Digests>,
-    /// Where the source is, for a replica's side that is on the same host.
+    /// The source's storage, for a replica's side on the same host.
     #[serde(default)]
     pub source: Option<Storage>,
 }
@@ -83,7 +83,7 @@ impl Open {
     }
 }
 
-/// Where the replica is.
+/// The status of the replica.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Status {
     /// The destination's canonical path, as the replica's name.
@@ -91,13 +91,13 @@ pub(crate) struct Status {
     /// The replica itself.
     #[serde(flatten)]
     pub replica: replica::Status,
-    /// Bytes that a replica's file has, where it should have others.
+    /// The size of the replica's file, if it is wrong.
     pub wrong_size: Option<u64>,
-    /// What is copied within it must come in an order in which that can be done in place.
+    /// Copies within it are made in place, so they must come in a suitable order.
     pub in_place: bool,
 }
 
-/// What will come.
+/// What will follow.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Plan {
     /// Bytes of changes, as far as is known.
@@ -106,16 +106,16 @@ pub(crate) struct Plan {
     pub compare: Option<Scope>,
     /// The source asks for the sums of the replica's blocks, before it sends anything.
     pub rolling: Option<SumParams>,
-    /// A delta follows; else the digests are all that is wanted.
+    /// A delta follows; otherwise only the digests are needed.
     pub delta: bool,
-    /// The delta is a pass over a live disk: what it carries is kept, and committed with the delta that ends at a cut. After
+    /// The delta is a pass over a live disk: it is kept, and committed with the delta that ends at a cut. After
     /// its trailer comes a new Status.
     pub pass: bool,
     /// Batches of a mirror follow, until the source says goodbye.
     pub mirror: Option<MirrorPlan>,
 }
 
-/// How a mirror's batches come.
+/// How a mirror sends batches.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub(crate) struct MirrorPlan {
     /// How the replica's end shares its work.
@@ -137,11 +137,11 @@ pub(crate) struct Committed {
     pub epoch: Epoch,
     pub bytes_written: u64,
     pub bytes_read: u64,
-    /// What became of the digests that were asked for.
+    /// What became of the requested digests.
     pub digests: Option<String>,
 }
 
-/// The end.
+/// The conversation failed.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Failed {
     pub message: String,
@@ -149,13 +149,13 @@ pub(crate) struct Failed {
 }
 
 impl Failed {
-    /// What an error says.
+    /// The text of an error.
     pub(crate) fn of(error: &SyncError) -> Failed {
         Failed { message: error.to_string(), class: error.class() }
     }
 }
 
-/// A unit of a delta as a message: the same bytes in other clothes.
+/// A unit of a delta as a message, with the same bytes.
 pub(crate) fn of_unit(unit: Unit) -> Message {
     let kind = match unit.kind {
         UnitKind::Header => HEADER,
@@ -184,23 +184,23 @@ pub(crate) fn of_sum_report(told: &SumReport, sums: &[u8]) -> std::io::Result<Me
     Ok(Message { kind: SUMS, head: serde_json::to_vec(told)?, body: Buf::from(sums) })
 }
 
-/// The longest text that is taken from the other side, in bytes.
+/// The longest text accepted from a peer, in bytes.
 const MAX_TEXT: usize = 4096;
-/// The longest path that a system takes.
+/// The longest path that a system accepts.
 const MAX_PATH: usize = 4096;
-/// Parts of a replica: one for each transfer that was cut, so more than any has.
+/// The most parts of a replica. Each interrupted transfer adds one.
 const MAX_PARTS: usize = 1 << 16;
-/// No disk is larger.
+/// The largest disk, in bytes.
 const MAX_SIZE: u64 = i64::MAX as u64;
 
-/// A text of the other side as it may be shown: one line, of bounded length, that does nothing to a terminal.
+/// A peer's text, made safe to print: one line, of bounded length, without control characters.
 pub(crate) fn text(said: &str) -> String {
     let end = (0..=said.len().min(MAX_TEXT)).rev().find(|&at| said.is_char_boundary(at)).unwrap_or(0);
     let rest = if end < said.len() { "…" } else { "" };
     format!("{}{rest}", link::printable(&said[..end]))
 }
 
-/// What the other side said makes no sense.
+/// The error for an invalid message of the peer.
 fn nonsense(what: &str) -> SyncError {
     SyncError::Far {
         message: format!(
@@ -220,7 +220,7 @@ fn check_path(what: &str, path: Option<&Path>) -> Result<(), SyncError> {
 }
 
 impl Open {
-    /// Hears which replica is asked for.
+    /// Receives the request for a replica.
     pub(crate) fn hear(receiver: &Receiver) -> Result<Open, SyncError> {
         let open: Open = expect(receiver, OPEN)?.json()?;
         check_path("the replica", Some(&open.path))?;
@@ -231,12 +231,12 @@ impl Open {
 }
 
 impl Status {
-    /// Of a replica that nobody has at hand.
+    /// A status with defaults for all but the replica.
     pub(crate) fn of(replica: replica::Status) -> Status {
         Status { path: PathBuf::new(), replica, wrong_size: None, in_place: false }
     }
 
-    /// Hears where the replica is.
+    /// Receives the replica's status.
     pub(crate) fn hear(receiver: &Receiver) -> Result<Status, SyncError> {
         let status: Status = expect(receiver, STATUS)?.json()?;
         status.check()?;
@@ -249,7 +249,7 @@ impl Status {
         Ok(Status { replica, ..status })
     }
 
-    /// Refuses what no replica says of itself.
+    /// Refuses an invalid status.
     fn check(&self) -> Result<(), SyncError> {
         check_path("the replica", Some(&self.path))?;
         let replica::Status { positions, size, .. } = &self.replica;
@@ -263,7 +263,7 @@ impl Status {
 }
 
 impl Plan {
-    /// Refuses what no source plans.
+    /// Refuses an invalid plan.
     pub(crate) fn check(&self) -> Result<(), SyncError> {
         let sense = |checked: std::io::Result<()>| checked.map_err(|error| nonsense(&error.to_string()));
         sense(self.compare.as_ref().map_or(Ok(()), Scope::check))?;
@@ -275,7 +275,7 @@ impl Plan {
     }
 }
 
-/// What to make of a message that was not expected: the far side's own words, if it is its end.
+/// The error for an unexpected message: the far side's own, if it is Failed.
 pub(crate) fn unexpected(message: &Message) -> SyncError {
     if message.kind == FAILED {
         if let Ok(Failed { message, class }) = message.json() {
@@ -303,7 +303,7 @@ pub(crate) fn expect(receiver: &Receiver, kind: u8) -> Result<Message, SyncError
     }
 }
 
-/// Begins a conversation: asks for a replica, and hears where it is. `rate` limits what is sent, in bytes a second.
+/// Begins a conversation: requests a replica, and receives its status. `rate` limits what is sent, in bytes a second.
 pub(crate) fn open(
     link: Link,
     replica: &Open,
@@ -318,11 +318,11 @@ pub(crate) fn open(
     Ok((sender, receiver, status))
 }
 
-/// How long a side that was told of an error has to answer it.
+/// How long a side has to answer an error.
 const LAST_WORD: Duration = Duration::from_secs(2);
 
-/// Ends a conversation from the source's end, in order whatever came of it. A link that falls after the last word takes
-/// nothing away from what was done; an error that the other side names there does.
+/// Ends a conversation from the source's end, whatever its result. A link that breaks after the last message does
+/// not matter; an error that the other side reports there does.
 pub(crate) fn part<T>(
     sender: Sender,
     receiver: &Receiver,
@@ -330,10 +330,10 @@ pub(crate) fn part<T>(
 ) -> Result<T, SyncError> {
     let done = match result {
         Ok(done) => done,
-        // It knows already, or cannot be told.
+        // It knows already, or cannot be reached.
         Err(error @ (SyncError::Far { .. } | SyncError::Link(_))) => return Err(error),
         Err(error) => {
-            // Else it takes the link for cut. It may be deep in its own work: then it is not waited for.
+            // Otherwise it would report a cut. It may be busy: then do not wait for it.
             let told = sender.send_json(FAILED, &Failed::of(&error)).and_then(|()| sender.finish());
             let until = Instant::now() + LAST_WORD;
             let left = || until.saturating_duration_since(Instant::now());

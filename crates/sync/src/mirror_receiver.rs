@@ -1,5 +1,5 @@
-//! The replica's end of a mirror: batches come, are verified, committed, confirmed, and brought to the destination, each stage
-//! beside the others.
+//! The replica's end of a mirror: batches are received, verified, committed, confirmed, and written to the destination, in
+//! parallel stages.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -24,7 +24,7 @@ enum Item {
         unit: Unit,
         end: u64,
     },
-    /// The journal is long: begin a new one, and hand it back.
+    /// The journal is long: begin a new one, and return it.
     Settle(crossbeam_channel::Sender<replica::BatchLog>),
 }
 
@@ -33,7 +33,7 @@ enum Worked {
     Other(Item),
 }
 
-/// Receives batches until the source says goodbye. Whatever ends it, what was confirmed is in the destination.
+/// Receives batches until the source says goodbye. However it ends, what was confirmed is in the destination.
 pub(crate) fn receive_batches(
     sender: &Sender,
     receiver: &Receiver,
@@ -53,19 +53,19 @@ pub(crate) fn receive_batches(
         |worked| committing.take(worked),
         || stopped.store(true, SeqCst),
     );
-    // A link that fell leaves nothing undone.
+    // A broken link leaves nothing undone.
     let finished = committing.batches.finish();
     received?;
     Ok(finished?)
 }
 
-/// The first stage: units are heard and written to the log.
+/// The first stage: units are received and written to the journal.
 struct Intake<'a> {
     receiver: &'a Receiver,
     log: replica::BatchLog,
-    /// Told when a batch is in the destination.
+    /// Notified when a batch is in the destination.
     done: crossbeam_channel::Receiver<()>,
-    /// A batch may begin before the one before is through.
+    /// A batch may begin before the previous one is done.
     overlap: bool,
     /// Another stage has failed.
     stopped: &'a AtomicBool,
@@ -121,12 +121,12 @@ fn decode(path: &Path, decompressor: Option<&mut Decompressor>, item: Item) -> R
     let Item::Frame(stream, sequence, unit) = item else { return Ok(Worked::Other(item)) };
     let decoded = decode_frame(stream, sequence, unit, decompressor);
     decoded.map(|decoded| Worked::Frame(Box::new(decoded))).map_err(|error| SyncError::Far {
-        message: format!("what came for {} is damaged: {error}", path.display()),
+        message: format!("the data received for {} is damaged: {error}", path.display()),
         class: Class::Failed,
     })
 }
 
-/// The last stage: batches are committed, confirmed, and brought to the destination.
+/// The last stage: batches are committed, confirmed, and written to the destination.
 struct Committing<'a> {
     sender: &'a Sender,
     batches: replica::Batches<'a>,

@@ -1,4 +1,4 @@
-//! What a sync is told to do.
+//! Options of a sync.
 
 use std::path::PathBuf;
 
@@ -8,22 +8,22 @@ use delta::Method;
 use replica::Commit;
 use source::CutOptions;
 
-/// What a sync is told to do.
+/// Options of a sync.
 #[derive(Debug, Clone, Default)]
 pub struct SyncOptions {
     /// How to find the changes. `None`: the tracker's record, a comparison where it has a gap, a copy for a new replica.
     pub method: Option<Method>,
-    /// How the replica steps to the new epoch.
+    /// The commit mode.
     pub commit: Commit,
-    /// Only report what would be moved.
+    /// Only report what would be sent.
     pub dry_run: bool,
     /// Take over a file or device that is not a replica of this source, after comparing all of it.
     pub adopt: bool,
-    /// Begin a new replica where the source knows of one and none is found.
+    /// Create a new replica although the source knows of one that is not found.
     pub create: bool,
     /// Send the view that is open as `@view`.
     pub at_view: bool,
-    /// How blocks are digested.
+    /// The hash of blocks.
     pub hash: Hash,
     /// What to do about blocks that cannot be read.
     pub unreadable: Unreadable,
@@ -37,9 +37,9 @@ pub struct SyncOptions {
     pub bwlimit: Option<u64>,
     /// Where the replica keeps lineage and journal.
     pub journal_dir: Option<PathBuf>,
-    /// The link leads to another host, and may be cut.
+    /// The link leads to another host, and may break.
     pub may_be_cut: bool,
-    /// How a live disk is followed and cut.
+    /// Passes and cut of a live disk.
     pub live: LiveOptions,
 }
 
@@ -55,7 +55,7 @@ pub enum Unreadable {
     LeaveOut,
 }
 
-/// How a live disk is followed and cut.
+/// Passes and cut of a live disk.
 #[derive(Debug, Clone, Default)]
 pub struct LiveOptions {
     /// The most passes to make over it before the cut.
@@ -65,7 +65,7 @@ pub struct LiveOptions {
 }
 
 impl SyncOptions {
-    /// On one host, and with nothing stored in between, a dense region is moved whole: that costs less than picking.
+    /// On one host, without a journal, a dense region is copied whole: that costs less than picking blocks.
     pub(crate) fn fills(&self) -> bool {
         !self.may_be_cut && self.commit == Commit::InPlace
     }

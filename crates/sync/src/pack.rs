@@ -1,4 +1,4 @@
-//! Packing: what is wanted of a view, or what a comparison finds, as the units of a delta.
+//! Packing: the wanted blocks of a view, or the results of a comparison, as the units of a delta.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -49,12 +49,12 @@ impl Packing {
     }
 }
 
-/// Of reading what is to be sent.
+/// The error of reading what is sent.
 pub(crate) fn reading(error: std::io::Error) -> SyncError {
     SyncError::io("read the source")(error)
 }
 
-/// Reads what a plan wants from a view, packs it as a delta, and hands its units on, in order.
+/// Reads what a plan wants from a view, packs it as a delta, and passes its units on, in order.
 pub(crate) fn pack(
     mut sink: impl Sink,
     view: &Arc<View>,
@@ -108,7 +108,7 @@ pub(crate) fn pack(
             totals.read.fetch_add(read.load(Relaxed), Relaxed);
         }
     }
-    // The last moment to notice that what was read was no one moment: without a trailer nothing is committed.
+    // The last chance to notice that the data read mixes several moments: without a trailer nothing is committed.
     view.verify().map_err(reading)?;
     sink.unit(encoder.trailer())
 }
@@ -163,7 +163,7 @@ impl<'a> DeltaSender<'a> {
         full.map_or(Ok(()), |frame| self.frame(frame))
     }
 
-    /// Adds what was found to have moved, or not.
+    /// Adds a change found by the rolling search.
     pub(crate) fn change(&mut self, change: Change) -> Result<(), SyncError> {
         let full = match change {
             Change::Data { offset, data } => {

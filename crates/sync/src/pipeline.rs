@@ -1,4 +1,4 @@
-//! The stages of a site: one makes items, some work on them, one takes the results in order. How many threads share that is a
+//! The stages of a site: one produces items, some work on them, one takes the results in order. The number of threads is a
 //! matter of [`Stages`]: the four models of "A Remote Mirroring Architecture with Adaptively Cooperative Pipelining".
 
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -14,10 +14,10 @@ use crate::error::SyncError;
 /// How a site's work is shared among threads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stages {
-    /// Threads that compress, or decompress: 0 for one thread that does everything, `None` for as many as keep the other
+    /// Threads that compress or decompress: 0 for one thread that does everything, `None` for as many as keep the other
     /// stages busy.
     pub workers: Option<u32>,
-    /// A batch may begin before the one before is through.
+    /// A batch may begin before the previous one is done.
     pub overlap: bool,
 }
 
@@ -30,17 +30,17 @@ impl Stages {
     pub const THREADS: Stages = Stages { workers: Some(2), overlap: false };
     /// Both.
     pub const HYBRID: Stages = Stages { workers: Some(2), overlap: true };
-    /// As many as are measured to be of use.
+    /// As many as are measured to be useful.
     pub const ADAPTIVE: Stages = Stages { workers: None, overlap: true };
 
-    /// Threads that there may be.
+    /// The most worker threads.
     fn threads(self) -> usize {
         let all = || available_parallelism().map_or(2, |n| n.get());
         self.workers.map_or_else(all, |count| count.min(MOST_WORKERS) as usize)
     }
 
-    /// Runs the stages until the first has no more to give. It gives items by calling what it is given; an error from that
-    /// tells it to stop. `stop` is called when another stage has failed: it is to wake the first, wherever that waits.
+    /// Runs the stages until the first ends. It emits items by calling its argument; an error from that
+    /// tells it to stop. `stop` is called when another stage has failed, to wake the first.
     pub(crate) fn run<T: Send, R: Send, S>(
         self,
         produce: impl FnOnce(&mut dyn FnMut(T) -> Result<(), SyncError>) -> Result<(), SyncError> + Send,
@@ -84,11 +84,11 @@ impl Stages {
                     taken
                 },
             );
-            // Who still gives items must not wait for anybody to take them.
+            // The first stage must not wait for items to be taken.
             drop(items);
             let produced = producing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             match (taken, produced) {
-                // What the first stage had begun may be lost with its error.
+                // Unfinished work of the first stage may be lost with its error.
                 (Err(_), Err(error @ SyncError::Source(_))) => Err(error),
                 (taken, produced) => taken.and(produced),
             }
@@ -111,10 +111,10 @@ struct PermitsState {
     waited: Duration,
 }
 
-/// The most threads that may be asked for: a plan may come from the other side of a link.
+/// The most threads that may be requested: a plan may come from a peer.
 const MOST_WORKERS: u32 = 64;
 
-/// How often the number of workers is looked at.
+/// How often the number of workers is adjusted.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
 impl Permits {
@@ -149,7 +149,7 @@ impl Permits {
         }
         let busy = state.worked.as_secs_f64() / past.as_secs_f64();
         let held_up = state.waited.as_secs_f64() / past.as_secs_f64();
-        // Workers that are busy nearly all the time, and somebody waits for them.
+        // Workers are busy nearly all the time, and another stage waits for them.
         if busy > 0.8 * state.limit as f64 && held_up > 0.2 {
             state.limit = (state.limit + 1).min(self.most);
         } else if busy < 0.7 * (state.limit as f64 - 1.0) {

@@ -1,8 +1,8 @@
 //! What a sync will do, decided from facts alone: nothing here reads, sends or writes.
 //!
 //! A plan is made in two steps. [`choose`] picks the method before a checkpoint is taken, so that a refused sync leaves no
-//! epoch behind. [`Choice::at`] makes the plan for the moment of the checkpoint: what the delta says of itself, and what of
-//! the source it carries. A dry run takes both steps, the second for a moment that nobody keeps.
+//! epoch behind. [`Choice::at`] makes the plan for the moment of the checkpoint: the header of the delta, and what of
+//! the source it carries. A dry run takes both steps, the second without a checkpoint.
 //!
 //! ```text
 //!     source's history, replica's status, options ── choose ──▶ Choice, or a Conflict
@@ -27,7 +27,7 @@ pub(crate) struct Facts<'a> {
     pub uuid: Uuid,
     /// The replica, as the user named it.
     pub name: &'a str,
-    /// It is a disk in use, followed in the kernel.
+    /// It is a disk in use, tracked in the kernel.
     pub live: Option<LiveDisk>,
     /// What its history knows of the replica's positions.
     pub history: Knowledge,
@@ -51,7 +51,7 @@ pub(crate) enum Knowledge {
     Lost(String),
     /// They are of another history, for this reason.
     Foreign(String),
-    /// Nothing was asked: the replica has no positions that a history could know.
+    /// Not queried: the replica has no positions that a history could know.
     NotAsked,
 }
 
@@ -59,7 +59,7 @@ pub(crate) enum Knowledge {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Choice {
     pub method: Method,
-    /// What the replica's equality will rest on.
+    /// What the replica's equality will be based on.
     pub trust: String,
     /// Where the replica is, for `tracked`.
     pub positions: Vec<Position>,
@@ -120,7 +120,7 @@ pub(crate) fn choose(facts: &Facts<'_>, status: &Status, options: &SyncOptions) 
         }
         Some(Method::Rolling) if options.adopt || something => return Ok(Choice::rolling()),
         None if nothing && something => return Ok(Choice::compare("the replica was empty")),
-        // A seed that had not come far enough to keep anything.
+        // A seed that was interrupted before it kept anything.
         _ if nothing => return Ok(Choice::copy("seeded")),
         Some(Method::Copy) => return Ok(Choice::copy("copied: asked for")),
         _ => {}
@@ -133,8 +133,8 @@ pub(crate) fn choose(facts: &Facts<'_>, status: &Status, options: &SyncOptions) 
         }
         Some(positions) => match &facts.history {
             Knowledge::Known => return Ok(Choice::tracked(positions)),
-            // Never trusted unasked.
-            Knowledge::NotAsked => "its history was not asked".to_owned(),
+            // Trusted only with --adopt.
+            Knowledge::NotAsked => "its history was not queried".to_owned(),
             Knowledge::Lost(why) => why.clone(),
             Knowledge::Foreign(why) => {
                 return Err(Conflict::Foreign {
@@ -151,7 +151,7 @@ pub(crate) fn choose(facts: &Facts<'_>, status: &Status, options: &SyncOptions) 
     }
 }
 
-/// Refuses to take a replica that is missing for one that never was: most likely its disk is not attached, or its file system
+/// Refuses to create a replica in place of a missing one: most likely its disk is not attached, or its file system
 /// not mounted. `known` is where the source remembers it.
 pub(crate) fn refuse_vanished(name: &str, status: &Status, known: Option<&Bookmark>) -> Result<(), Conflict> {
     match known.filter(|_| status.replica.positions.is_empty() && status.replica.source.is_none()) {
@@ -193,7 +193,7 @@ pub(crate) struct Moment<'a> {
     pub block_size: u32,
     /// What is between dense changes may be moved too.
     pub fill: bool,
-    /// What a tracked delta carries, or why that is not known; `None` if nothing of the kind was asked.
+    /// What a tracked delta carries, or why that is not known; `None` if it was not queried.
     pub changes: Option<Result<Changes, String>>,
 }
 
@@ -206,19 +206,19 @@ pub(crate) struct Changes {
     pub size_before: u64,
 }
 
-/// A delta as it will be sent.
+/// A delta to send.
 pub(crate) struct SyncPlan {
     pub trust: String,
     pub header: Header,
     pub wanted: Wanted,
-    /// Blocks, extents and bytes that changed, where that is less than what is moved.
+    /// Blocks, extents and bytes that changed, if that is less than what is sent.
     pub changed: Option<(u64, u64, u64)>,
-    /// It is a pass over a live disk, not yet the whole.
+    /// It is a pass over a live disk, without a commit.
     pub pass: bool,
 }
 
 impl Choice {
-    /// The plan for a moment. Where what changed up to it is not known after all, the plan is a comparison.
+    /// The plan for a moment. If what changed up to it is not known after all, the plan is a comparison.
     pub(crate) fn at(
         self,
         moment: Moment<'_>,
@@ -229,7 +229,7 @@ impl Choice {
         let mut moment = moment;
         let why = match (method, moment.changes.take()) {
             (Method::Tracked, Some(Ok(_))) if is_ahead_of(status, &moment) => {
-                // A mirror brought it something that the source does not know it ever had.
+                // A mirror sent it something that the source has since forgotten.
                 "the replica is ahead of its epoch, and the source is not: it was restored from a copy"
                     .to_owned()
             }
@@ -237,7 +237,7 @@ impl Choice {
                 return Ok(tracked(&positions, changes, &moment, status));
             }
             (Method::Tracked, Some(Err(why))) => why,
-            (Method::Tracked, None) => "nothing was asked of its history".to_owned(),
+            (Method::Tracked, None) => "its history was not queried".to_owned(),
             (Method::Copy, _) => return Ok(copy(trust, &moment, status)),
             (Method::Compare | Method::Rolling, _) => return Ok(compare(method, trust, &moment, status)),
         };
@@ -249,7 +249,7 @@ impl Choice {
     }
 }
 
-/// True if the replica is ahead of that moment, which is its last commit's. Where something is under way, it is on its way to
+/// True if the replica is ahead of that moment, which is its last commit's. If a step is in progress, it leads to
 /// that moment instead.
 fn is_ahead_of(status: &Status, moment: &Moment<'_>) -> bool {
     let replica = &status.replica;
@@ -263,7 +263,7 @@ fn header(method: Method, moment: &Moment<'_>, size_before: u64) -> Header {
     Header::new(moment.source, method, vec![moment.epoch], sizes, moment.block_size)
 }
 
-/// What a comparison finds. What an interrupted transfer left is compared away: the digests are those of the destination.
+/// What a comparison finds. It replaces an interrupted transfer, as the digests are those of the destination.
 fn compare(method: Method, trust: String, moment: &Moment<'_>, status: &Status) -> SyncPlan {
     let replica = &status.replica;
     let header = Header { binds: Some(replica.nonce), ..header(method, moment, replica.size) };
@@ -280,7 +280,7 @@ fn copy(trust: String, moment: &Moment<'_>, status: &Status) -> SyncPlan {
     let binds = (!seed || replica.under_way).then_some(replica.nonce);
     let wanted = match seed {
         true => Wanted::allocated(moment.size, block_size),
-        // Something is there: the source's zeroes must be named.
+        // The destination has content: the source's zeroes must be named.
         false => {
             let all = Bitmap::new(moment.size.div_ceil(block_size));
             all.set(0..all.blocks());
@@ -301,7 +301,7 @@ fn tracked(positions: &[Position], changes: Changes, moment: &Moment<'_>, status
         header.binds = Some(replica.nonce);
         header.size_before = replica.size;
     } else {
-        // A journal may reach farther than the last commit in all its parts: the replica is still at that. A commit that is
+        // All parts of a journal may be past the last commit, at which the replica still is. A commit that is
         // not below the chain is of another history, and must not hide where this delta leads.
         let begins = chain.first().map_or(0, |epoch| epoch.number);
         header.chain = match replica.epoch.filter(|epoch| epoch.number < begins) {
@@ -319,7 +319,7 @@ fn tracked(positions: &[Position], changes: Changes, moment: &Moment<'_>, status
 }
 
 impl SyncPlan {
-    /// True if the replica is at the plan's epoch, and nothing was left over from before: there is nothing to commit.
+    /// True if there is nothing to commit: the replica is at the plan's epoch, without leftovers.
     pub(crate) fn is_done(&self, status: &Status) -> bool {
         let (replica, header) = (&status.replica, &self.header);
         let at = replica::Position { epoch: header.to().copied(), upto: header.size_after };
@@ -330,8 +330,8 @@ impl SyncPlan {
             && replica.resumes.is_none()
     }
 
-    /// The same as a pass over a live disk. It is sent up to the disk's end, whatever is there, so that the replica holds
-    /// something of every block.
+    /// The same as a pass over a live disk. It is sent up to the disk's end, whatever is there, so that the replica has
+    /// some content for every block.
     pub(crate) fn into_pass(mut self) -> SyncPlan {
         self.pass = true;
         self.wanted.reach_end();

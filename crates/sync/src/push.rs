@@ -50,7 +50,7 @@ pub fn push(
     })
 }
 
-/// Everything of a sync between the greeting and the goodbye.
+/// A sync, from the replica's status to the commit.
 fn bring(handle: &Handle, transfer: &Transfer<'_>, status: Status) -> Result<Summary, SyncError> {
     let (name, options) = (transfer.name, transfer.options);
     let mut summary = Summary::new(handle.about(), name, options.dry_run);
@@ -125,7 +125,7 @@ fn estimate(
     let count = looked.map_err(SyncError::io(format!("look at {}", summary.source.display())))?;
     (summary.blocks_changed, summary.extents, summary.bytes_changed) =
         (count.blocks, count.extents, count.bytes);
-    // Before compression, and without the few bytes that tell of a hole; what a compare sends is at most this.
+    // Before compression, and without the few bytes for a hole; a compare sends at most this.
     (summary.bytes_read, summary.bytes_sent) = (count.read, count.read);
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! Reading: from the extents that are wanted to frames with their data.
 //!
-//! A frame's worth of extents is one request of many pieces, and several frames are on their way at a time, so that a
+//! A frame's extents are one request of many pieces, and several frames are in flight, so that a
 //! scattered set of blocks is read at the disk's full depth. Where the wanted blocks are dense, the span is read whole and
 //! what is between them is dropped: above a quarter, one long read beats picking.
 
@@ -20,15 +20,15 @@ use crate::report::Totals;
 pub(crate) const FRAME: u64 = delta::MAX_DATA as u64;
 /// The most extents that are read for one frame.
 const FRAME_EXTENTS: usize = 2048;
-/// Frames on their way at a time, and operations of the disk's queue.
+/// Frames in flight, and the depth of the disk's queue.
 const AHEAD: usize = 4;
 const DEPTH: u32 = 64;
 /// Wanted extents that are closer than this may be read as one span, if they fill it to a quarter.
 const NEAR: u64 = 256 << 10;
-/// Shorter extents are read without asking whether they are in a hole.
+/// Shorter extents are read without a check for holes.
 const WORTH_ASKING: u64 = 64 << 10;
 
-/// The size of the frames. What a cut link costs is the frame that was under way: over a link that may be cut, frames begin
+/// The size of the frames. A cut link costs the frame in transit: over a link that may break, frames begin
 /// small and grow with what has arrived, so that the loss stays below one part in [`FrameSize::PART`] of that.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct FrameSize {
@@ -46,7 +46,7 @@ impl FrameSize {
         FrameSize { grows: may_be_cut, least: block_size.max(Self::LEAST), most: FRAME, given: 0 }
     }
 
-    /// Frames of a size at which so many bytes make several, for several threads.
+    /// Frames small enough that this many bytes make several, for several threads.
     pub(crate) fn shared(bytes: u64, block_size: u64) -> FrameSize {
         const PARTS: u64 = 4;
         const LEAST: u64 = 64 << 10;
@@ -63,7 +63,7 @@ impl FrameSize {
 /// What is wanted, ascending: bytes of the source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Want {
-    /// To be read.
+    /// Read it.
     Read(Range<u64>),
     /// Known to be zeroes.
     Zero(Range<u64>),
@@ -74,7 +74,7 @@ pub(crate) struct Wanted {
     pub changes: Arc<Bitmap>,
     pub block_size: u64,
     pub size: u64,
-    /// From here on everything that is not zero. `u64::MAX` for nothing of that kind.
+    /// From this offset on, everything that is not zero. `u64::MAX` for none.
     pub all_from: u64,
     /// The last block is wanted, whatever it holds, so that the delta reaches the disk's end.
     pub to_end: bool,
@@ -86,7 +86,7 @@ pub(crate) struct Count {
     pub blocks: u64,
     pub extents: u64,
     pub bytes: u64,
-    /// Bytes of it that are no holes.
+    /// Bytes that are not holes.
     pub read: u64,
 }
 
@@ -111,7 +111,7 @@ impl Wanted {
         self
     }
 
-    /// Also the last block, whatever is there.
+    /// Also the last block, whatever it holds.
     pub(crate) fn reach_end(&mut self) {
         self.to_end = true;
         let blocks = self.changes.blocks();
@@ -200,7 +200,7 @@ impl Wants<'_> {
             return self.cut(range).map(Some);
         }
         while self.rest < self.wanted.size {
-            // Where everything is wanted, what is not named is zero: holes need no word.
+            // Where everything is wanted, what is not named is zero: holes need no record.
             let bs = self.wanted.block_size;
             let Some(data) = self.disk.allocated(self.rest)? else {
                 let rest = std::mem::replace(&mut self.rest, self.wanted.size);
@@ -244,7 +244,7 @@ fn round(offset: u64, block: u64) -> u64 {
     offset.checked_next_multiple_of(block).unwrap_or(u64::MAX)
 }
 
-/// A frame's extents on their way.
+/// A frame's extents in flight.
 struct Job {
     wants: Vec<Want>,
     /// The spans that are read, and for each where its bytes are in the buffer.
@@ -357,9 +357,9 @@ pub(crate) struct FrameReader<'a> {
     ended: bool,
     read: u64,
     disk: &'a dyn Disk,
-    /// Leave out what cannot be read.
+    /// Skip what cannot be read.
     leave_out: bool,
-    /// From here on zeroes are named where others need no word.
+    /// From this offset on zeroes are named, where holes otherwise need no record.
     named_from: u64,
     totals: &'a Totals<'a>,
 }
@@ -436,7 +436,7 @@ impl<'a> FrameReader<'a> {
     pub(crate) fn next(&mut self, mut spare: Option<Buf>) -> io::Result<Option<(Frame, u64)>> {
         loop {
             match self.step(spare.take())? {
-                // Where zeroes need no word, a frame may have nothing to say.
+                // A frame may be empty where zeroes need no record.
                 Some((frame, _)) if frame.records.is_empty() => spare = Some(frame.data),
                 step => return Ok(step),
             }
@@ -484,7 +484,7 @@ impl<'a> FrameReader<'a> {
         Ok(Some(job.frame(buf, self.block_size, self.all_from..self.named_from)))
     }
 
-    /// Reads a frame's extents again, block by block; those that cannot be read are left out, or end it.
+    /// Reads a frame's extents again, block by block; those that cannot be read are left out, or it fails.
     fn salvage(&self, job: Job, error: io::Error) -> io::Result<(Job, Buf)> {
         if !device::is_unreadable(&error) {
             return Err(error);
@@ -519,7 +519,7 @@ impl<'a> FrameReader<'a> {
     }
 }
 
-/// Copies of so many bytes end a frame.
+/// Copies of this many bytes end a frame.
 const COPIED: u64 = 16 << 20;
 
 /// Packs differences, which come with their data, into frames.
@@ -572,7 +572,7 @@ impl Packer {
 
     /// Adds a copy; returns the frame that became full.
     pub(crate) fn copy(&mut self, record: Record) -> Option<Frame> {
-        // The far side can begin with what it has.
+        // Let the far side start with what it has.
         let ends = self.records.len() >= FRAME_EXTENTS || self.copied >= COPIED;
         let full = ends.then(|| self.take());
         self.copied += record.len();
@@ -580,7 +580,7 @@ impl Packer {
         full
     }
 
-    /// What is left.
+    /// The last frame.
     pub(crate) fn take(&mut self) -> Frame {
         self.copied = 0;
         Frame { records: std::mem::take(&mut self.records), data: self.data.take().unwrap_or_default() }

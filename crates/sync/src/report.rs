@@ -1,4 +1,4 @@
-//! What a sync did, and what it has done so far.
+//! The summary of a sync, and its progress.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -13,10 +13,10 @@ use source::About;
 
 use crate::extents::Extents;
 
-/// Told how far the transfer is: bytes done, bytes in all.
+/// Progress of a transfer: bytes done, bytes in total.
 pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
 
-/// What was found how, what it cost, and what was committed. It is flat because its JSON is, which programs read.
+/// What was found and how, what it cost, and what was committed. It is flat like its JSON, which programs read.
 #[derive(Debug, Clone, Serialize)]
 pub struct Summary {
     /// The source.
@@ -25,7 +25,7 @@ pub struct Summary {
     pub destination: String,
     /// How the changes were found: tracked, compare, rolling or copy.
     pub method: Method,
-    /// `tracked`, `compared` or `seeded`: what the equality of the replica rests on; with the reason if it is not the
+    /// `tracked`, `compared` or `seeded`: the basis of the replica's equality; with the reason if it is not the
     /// tracker, and `without a cut` if the replica is of several moments.
     pub trust: String,
     /// Bytes of the source.
@@ -54,9 +54,9 @@ pub struct Summary {
     pub epoch: Option<u64>,
     /// How long a file system was frozen, in milliseconds; `None` where nothing had to be.
     pub freeze_ms: Option<u64>,
-    /// A transfer that had been cut was resumed.
+    /// An interrupted transfer was resumed.
     pub resumed: bool,
-    /// Nothing was moved, only counted.
+    /// Nothing was sent, only counted.
     pub dry_run: bool,
     /// What became of the digests that were to be kept.
     pub digests: Option<String>,
@@ -66,12 +66,12 @@ pub struct Summary {
     pub unreadable_there: Extents,
     /// What opening the replica had to mend.
     pub recovered: Option<String>,
-    /// Bytes that writers had to keep for the view.
+    /// Bytes that writers had to save for the view.
     pub view_bytes: u64,
 }
 
 impl Summary {
-    /// Of a sync that has done nothing yet.
+    /// The summary of a sync that has done nothing yet.
     pub(crate) fn new(about: &About, destination: &str, dry_run: bool) -> Summary {
         Summary {
             source: about.path.clone(),
@@ -101,7 +101,7 @@ impl Summary {
         }
     }
 
-    /// Takes over what was counted on the way.
+    /// Copies the totals.
     pub(crate) fn count(&mut self, totals: &Totals<'_>) {
         (self.unreadable, self.unreadable_there) = totals.unreadable();
         self.blocks_changed = totals.blocks.load(Relaxed);
@@ -111,7 +111,7 @@ impl Summary {
         self.bytes_read = totals.read.load(Relaxed);
     }
 
-    /// Notes what the conversation cost; of a dry run, only its time.
+    /// Records what the conversation cost; of a dry run, only its time.
     pub(crate) fn cost(&mut self, traffic: &Traffic, began: Instant) {
         if !self.dry_run {
             self.bytes_sent = traffic.sent();
@@ -121,7 +121,7 @@ impl Summary {
     }
 }
 
-/// What was found so far, and who is told.
+/// The totals so far, and the progress callback.
 pub(crate) struct Totals<'a> {
     pub blocks: AtomicU64,
     pub extents: AtomicU64,
@@ -151,12 +151,12 @@ impl<'a> Totals<'a> {
         }
     }
 
-    /// From here on the work is so many bytes.
+    /// Sets the total of the work in bytes.
     pub(crate) fn expect(&self, all: u64) {
         self.all.store(all, Relaxed);
     }
 
-    /// Tells how many bytes of it are done.
+    /// Reports the bytes done.
     pub(crate) fn progress(&self, done: u64) {
         (self.progress)(done, self.all.load(Relaxed));
     }
@@ -175,7 +175,7 @@ impl<'a> Totals<'a> {
         self.unreadable.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Counts what a frame tells: frames are to be counted in their order.
+    /// Counts a frame's records. Frames must be counted in order.
     pub(crate) fn add(&self, frame: &Frame, block_size: u64) {
         for record in &frame.records {
             self.changed(record.offset()..record.end(), block_size);
@@ -216,7 +216,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
-        /// However it comes in pieces, and whatever is sent besides: a block counts once, and so does a run of them.
+        /// A block counts once, and so does a run of them, however they are cut and whatever else is sent.
         #[test]
         fn what_has_changed_counts_once(
             blocks in proptest::collection::vec((any::<bool>(), any::<bool>()), 1..200),

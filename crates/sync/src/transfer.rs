@@ -1,4 +1,4 @@
-//! Carrying out a plan: the delta goes to the replica's side as the plan has it, and that side's answer is heard.
+//! Carrying out a plan: sends its delta to the replica's side, and receives the answer.
 
 use std::io;
 use std::sync::Arc;
@@ -33,13 +33,13 @@ pub(crate) struct Transfer<'a> {
 }
 
 impl Transfer<'_> {
-    /// Sends a pass over a live disk, and hears where the replica is then.
+    /// Sends a pass over a live disk, and receives the replica's new status.
     pub(crate) fn pass(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<Status, SyncError> {
         self.send(view, plan)?;
         Status::hear(self.receiver)
     }
 
-    /// Sends a delta, and hears that it was committed.
+    /// Sends a delta, and waits for its commit.
     pub(crate) fn commit(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<Committed, SyncError> {
         let sent = self.send(view, plan);
         committed(self.receiver, view.epoch(), sent)
@@ -113,7 +113,7 @@ impl Transfer<'_> {
 
     /// Sends what makes the replica equal to the view, as copies where the replica has it elsewhere.
     fn send_moved(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<(), SyncError> {
-        // Of a replica that is said to be far larger than its source, not all is worth the memory.
+        // If the replica claims to be far larger than its source, not all of it is worth the memory.
         let before = plan.header.size_before.min(view.len().saturating_mul(2).max(LEAST_ASKED));
         let keep_going = self.options.unreadable >= Unreadable::SendAnew;
         let params = SumParams { keep_going, ..SumParams::new(view.len().max(before), key()) };
@@ -122,7 +122,7 @@ impl Transfer<'_> {
         self.totals.expect(params.size + view.len());
         let index = self.hear_sums(&params, before)?;
         let mut sending = DeltaSender::begin(self.sender, &plan.header, self.packing(plan), &self.totals)?;
-        // Errors of the link keep their words.
+        // Keeps an error of the link.
         let mut trouble = None;
         let disk: Arc<dyn Disk> = view.clone();
         let found = |change| {
@@ -141,12 +141,12 @@ impl Transfer<'_> {
             Err(error) => return Err(trouble.unwrap_or_else(|| reading(error))),
         };
         self.totals.read.fetch_add(read, Relaxed);
-        // The last moment to notice that what was read was no one moment.
+        // The last chance to notice that the data read mixes several moments.
         view.verify().map_err(reading)?;
         sending.end()
     }
 
-    /// Hears the sums of the replica's blocks.
+    /// Receives the sums of the replica's blocks.
     fn hear_sums(&self, params: &SumParams, before: u64) -> Result<Index, SyncError> {
         let mut index = Index::new(params.clone(), before).map_err(reading)?;
         while !index.is_whole() {
@@ -161,7 +161,7 @@ impl Transfer<'_> {
     }
 }
 
-/// What is to be sent, from which view, to a replica that is where.
+/// A plan, its view, and the replica's status.
 pub(crate) struct Prepared {
     pub view: Arc<View>,
     pub plan: SyncPlan,
@@ -172,10 +172,10 @@ pub(crate) struct Prepared {
     pub freeze_ms: Option<u64>,
 }
 
-/// At least so many bytes of a replica are looked at for moved data, however small the source is.
+/// Bytes of a replica that are searched for moved data, however small the source is.
 const LEAST_ASKED: u64 = 1 << 30;
 
-/// A key that nobody can foresee.
+/// A random key.
 fn key() -> [u8; 32] {
     let mut key = [0; 32];
     key[..16].copy_from_slice(Uuid::new_v4().as_bytes());
@@ -188,8 +188,8 @@ fn last_block(size: u64, block_size: u64) -> u64 {
     if size == 0 { 0 } else { (size - 1) % block_size + 1 }
 }
 
-/// What the far side makes of a delta that was sent, or of what went wrong here. Where the far side gave its reason, that is
-/// the error, and not the broken link that came of it.
+/// The far side's answer to a delta, or to an error here. If the far side gave a reason, that is
+/// the error, not the broken link that resulted from it.
 pub(crate) fn committed(
     receiver: &Receiver,
     epoch: Epoch,
@@ -197,7 +197,7 @@ pub(crate) fn committed(
 ) -> Result<Committed, SyncError> {
     let committed = sent.and_then(|()| expect(receiver, COMMITTED));
     let committed: Committed = heard(receiver, committed)?.json()?;
-    // What is noted of it here is what was sent, and nothing else.
+    // Only the epoch that was sent may be recorded.
     if committed.epoch != epoch {
         return Err(SyncError::Far {
             message: format!("the far side committed epoch {}, which was not sent", committed.epoch.number),
@@ -207,13 +207,13 @@ pub(crate) fn committed(
     Ok(committed)
 }
 
-/// Learns from the far side why the link broke, if it said so.
+/// The far side's reason for a broken link, if it sent one.
 pub(crate) fn heard<T>(receiver: &Receiver, result: Result<T, SyncError>) -> Result<T, SyncError> {
     result.map_err(|error| match error {
         error @ SyncError::Link(_) => loop {
             match receiver.recv() {
                 Ok(Some(message)) if message.kind == FAILED => return unexpected(&message),
-                // What it said before.
+                // Skip earlier messages.
                 Ok(Some(_)) => {}
                 _ => return error,
             }

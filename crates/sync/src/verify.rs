@@ -1,4 +1,4 @@
-//! Proving a replica: its checksums are compared with those of the source, leaving out what has changed there since the
+//! Verifying a replica: its checksums are compared with those of the source, except where that has changed since the
 //! replica's epoch.
 //!
 //! A view is taken first. The history holds exactly what changed between the replica's epoch and the view; everything
@@ -30,7 +30,7 @@ use crate::read::FrameSize;
 use crate::report::{Progress, Totals};
 use crate::transfer::committed;
 
-/// What to prove, and how.
+/// Options of a verification.
 #[derive(Debug, Clone, Default)]
 pub struct VerifyOptions {
     /// Send what differs, and commit it. Of the whole disk: the replica is then at the source's present epoch. Of
@@ -40,13 +40,13 @@ pub struct VerifyOptions {
     pub commit: Commit,
     /// Compare only these bytes; all, if empty.
     pub ranges: Vec<Range<u64>>,
-    /// How blocks are digested.
+    /// The hash of blocks.
     pub hash: Hash,
-    /// Bytes that may be read in a second, on each side.
+    /// The most bytes read per second, on each side.
     pub rate: Option<u64>,
-    /// Bytes that may be sent in a second.
+    /// The most bytes sent per second.
     pub bwlimit: Option<u64>,
-    /// Go on behind what cannot be read.
+    /// Skip what cannot be read.
     pub keep_going: bool,
     /// Where the replica keeps lineage and journal.
     pub journal_dir: Option<PathBuf>,
@@ -54,7 +54,7 @@ pub struct VerifyOptions {
     pub may_be_cut: bool,
 }
 
-/// What a verification found.
+/// The result of a verification.
 #[derive(Debug, Clone, Serialize)]
 pub struct Verified {
     /// The source.
@@ -67,9 +67,9 @@ pub struct Verified {
     pub source_epoch: u64,
     /// `exact`: what changed since is known, and every difference is damage. Else why differences may be changes.
     pub trust: String,
-    /// How others changed the replica since its last commit, as far as can be seen from outside.
+    /// How other programs changed the replica since its last commit, as far as its times or counts show.
     pub changed: Option<String>,
-    /// Bytes that the replica has, where it should have others.
+    /// The size of the replica, if it is wrong.
     pub wrong_size: Option<u64>,
     /// Bytes of the source.
     pub disk_size: u64,
@@ -77,9 +77,9 @@ pub struct Verified {
     pub block_size: u32,
     /// Bytes that were to be compared.
     pub bytes_compared: u64,
-    /// Bytes of these that have changed at the source since the replica's epoch: nothing can be said of them.
+    /// Bytes of these that have changed at the source since the replica's epoch, and are not compared.
     pub bytes_changed_since: u64,
-    /// Where the replica is not what it should be.
+    /// Where the replica differs.
     pub differing: Extents,
     /// What could not be read at the source.
     pub unreadable: Extents,
@@ -133,7 +133,7 @@ pub fn verify(
     })
 }
 
-/// What is compared with what.
+/// A comparison of a view with a replica.
 struct Proof<'a> {
     handle: &'a Handle,
     options: &'a VerifyOptions,
@@ -187,7 +187,7 @@ impl<'a> Proof<'a> {
         Ok(proof)
     }
 
-    /// True for a repair of the whole, which brings the replica to the view. All else looks at what has not changed since.
+    /// True for a repair of the whole disk, which brings the replica to the view. Otherwise only unchanged blocks count.
     fn to_view(&self) -> bool {
         self.options.repair && self.options.ranges.is_empty()
     }
@@ -197,7 +197,7 @@ impl<'a> Proof<'a> {
         self.handle.about().block_size.into()
     }
 
-    /// Lets the writers keep only what is compared.
+    /// Lets the writers save only what is compared.
     fn narrow(&self) {
         let (needed, block) = (Bitmap::new(self.since.blocks()), self.block());
         for range in &self.scope.ranges {
@@ -241,7 +241,7 @@ impl<'a> Proof<'a> {
         }
     }
 
-    /// Compares, and mends if that was asked for.
+    /// Compares, and repairs if requested.
     fn run(
         &self,
         sender: &Sender,
@@ -307,7 +307,7 @@ impl<'a> Proof<'a> {
         let sizes = (replica.size, size);
         Header {
             binds: Some(replica.nonce),
-            // A part says nothing of the rest.
+            // A part proves nothing for the rest.
             fuzzy: !self.to_view() && replica.state == replica::State::Fuzzy,
             ..Header::new(about.uuid, Method::Compare, vec![epoch], sizes, about.block_size)
         }
@@ -320,7 +320,7 @@ fn missing(handle: &Handle, name: &str, status: &Status) -> Result<(), SyncError
     Ok(refuse_vanished(name, status, bookmarks.get(&bookmark(name, status)))?)
 }
 
-/// Refuses what cannot be verified, or not mended.
+/// Refuses what cannot be verified, or not repaired.
 fn refuse(
     handle: &Handle,
     status: &Status,
@@ -330,15 +330,15 @@ fn refuse(
     if options.repair && !options.ranges.is_empty() {
         if let Some(why) = status.replica.changed.as_deref().or(lost) {
             return Err(SyncError::Refused(format!(
-                "a part of {} cannot be mended by itself ({why}): omit --range",
+                "a part of {} cannot be repaired alone ({why}): omit --range",
                 status.path.display()
             )));
         }
     }
     if handle.live().is_some() {
         return Err(SyncError::Refused(format!(
-            "{} is followed in the kernel, which keeps no view of it for a verify: \"dsync sync --method compare\" compares it with \
-             the replica and mends what differs; so does a verify after \"dsync track remove\", while nobody uses the disk",
+            "{} is tracked in the kernel, which keeps no view of it for a verify: \"dsync sync --method compare\" compares it with \
+             the replica and repairs what differs; or verify after \"dsync track remove\", while the disk is not in use",
             handle.about().path.display()
         )));
     }
@@ -346,7 +346,7 @@ fn refuse(
 }
 
 impl Verified {
-    /// True if the replica is not what it should be, and was not mended.
+    /// True if the replica differs and was not repaired.
     pub fn differs(&self) -> bool {
         !self.repaired && (self.differing.extents > 0 || self.wrong_size.is_some())
     }
@@ -405,7 +405,7 @@ fn unmarked(marks: &Bitmap, range: &Range<u64>, block: u64, mut part: impl FnMut
     }
 }
 
-/// Notes what was found, unless the source has changed there since.
+/// Records a finding, unless the source has changed there since.
 fn note(verified: &mut Verified, finding: &Finding<'_>, since: &Bitmap, block: u64) {
     let (range, list) = match finding {
         Finding::Data { offset, data } => (*offset..offset + data.len() as u64, &mut verified.differing),
@@ -417,7 +417,7 @@ fn note(verified: &mut Verified, finding: &Finding<'_>, since: &Bitmap, block: u
     unmarked(since, &range, block, |part| list.add(&part));
 }
 
-/// Hands on the parts of a finding where the source has not changed since.
+/// Passes on the parts of a finding where the source has not changed since.
 fn outside(
     finding: &Finding<'_>,
     since: &Bitmap,

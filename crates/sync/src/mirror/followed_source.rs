@@ -1,4 +1,4 @@
-//! A source that is followed, over as many conversations as it takes.
+//! A source whose writes are followed, over any number of conversations.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -19,19 +19,19 @@ use crate::options::SyncOptions;
 use crate::push::push;
 use crate::report::Summary;
 
-/// A source that is followed, and what of it the replica may have.
+/// A followed source, and what the replica may have of it.
 pub(super) struct FollowedSource {
     handle: Handle,
     /// `None` for a live disk, each of whose batches is a sync.
     batches: Option<Batches>,
-    /// Where the replica stood when it was last heard of.
+    /// Where the replica was last known to be.
     at: At,
     /// Batches that were sent and not confirmed, oldest first.
     unconfirmed: VecDeque<Sent>,
     interval: Interval,
     epoch_began: Instant,
     count: u64,
-    /// How long the last conversation held.
+    /// How long the last conversation lasted.
     pub(super) stood: Duration,
 }
 
@@ -44,11 +44,11 @@ enum At {
     Batch(Uuid),
 }
 
-/// Brings the replica to the source's state of now.
+/// Brings the replica to the source's present state.
 fn sync(handle: &Handle, mirror: &mut Mirror<'_>, summary: &mut MirrorSummary) -> Result<Summary, SyncError> {
     let link = (mirror.connect)()?;
     let options = &mirror.options.sync;
-    // What the user said of the destination was said of what was there then.
+    // --adopt and --create apply to the first sync only.
     let first = summary.syncs == 0;
     let options =
         SyncOptions { adopt: options.adopt && first, create: options.create && first, ..options.clone() };
@@ -60,7 +60,7 @@ fn sync(handle: &Handle, mirror: &mut Mirror<'_>, summary: &mut MirrorSummary) -
     Ok(synced)
 }
 
-/// What failed, or that the source's server went away, which fails in many ways.
+/// The error, or the loss of the source's server, which has many symptoms.
 fn or_away(handle: &Handle, error: SyncError) -> SyncError {
     match handle.is_abandoned() {
         true => SourceError::Away(handle.about().path.clone()).into(),
@@ -69,7 +69,7 @@ fn or_away(handle: &Handle, error: SyncError) -> SyncError {
 }
 
 impl FollowedSource {
-    /// Follows the source, and syncs: from there on batches can go on.
+    /// Follows the source, and syncs: batches can continue from there.
     pub(super) fn begin(
         mirror: &mut Mirror<'_>,
         summary: &mut MirrorSummary,
@@ -91,7 +91,7 @@ impl FollowedSource {
         })
     }
 
-    /// Goes on, until told to stop or something fails.
+    /// Continues until stopped or an error.
     pub(super) fn go_on(
         &mut self,
         mirror: &mut Mirror<'_>,
@@ -104,16 +104,16 @@ impl FollowedSource {
         ended.map_err(|error| or_away(&self.handle, error))
     }
 
-    /// Lets the source go.
+    /// Releases the source.
     pub(super) fn close(self) -> Result<(), SyncError> {
         Ok(self.handle.close()?)
     }
 
     /// A batch of a live disk: a sync with its freeze.
     fn round(&mut self, mirror: &mut Mirror<'_>, summary: &mut MirrorSummary) -> Result<Ended, SyncError> {
-        // A freeze costs its writers: more than one a second would be a burden on the host.
+        // A freeze stalls writers: no more than one a second.
         mirror.rest_until(self.epoch_began + self.interval.current().max(Duration::from_secs(1)));
-        // The last one begins after the word to stop: what was written before that is in it.
+        // The last one begins after the stop was requested: it has all that was written before.
         let last = mirror.stop.load(SeqCst);
         let began = Instant::now();
         let synced = sync(&self.handle, mirror, summary)?;
@@ -125,7 +125,7 @@ impl FollowedSource {
         Ok(if last { Ended::Stopped } else { Ended::Round })
     }
 
-    /// Resumes batches where the replica is, until told to stop or something fails.
+    /// Resumes batches where the replica is, until stopped or an error.
     fn converse(&mut self, mirror: &mut Mirror<'_>, summary: &mut MirrorSummary) -> Result<Ended, SyncError> {
         self.stood = Duration::ZERO;
         let link = (mirror.connect)()?;
@@ -169,7 +169,7 @@ impl FollowedSource {
         part(sender, &receiver, Ok(Ended::Stopped))
     }
 
-    /// What the replica lacks of what was sent, if it is where a batch left it.
+    /// The sent batches that the replica lacks, if it is where a batch left it.
     fn recognise(&mut self, status: &Status) -> Option<Vec<Arc<Bitmap>>> {
         let status = &status.replica;
         if status.under_way || status.resumes.is_some() || status.changed.is_some() {

@@ -1,8 +1,8 @@
 //! The source's end of a mirror: batch after batch, over the same views, deltas and commits as a sync.
 //!
-//! A mirror begins with a sync, and goes on with batches: parts of an epoch, each bound to the state that the one before leaves
-//! at the replica. What was sent and is not confirmed is remembered, so that after a link fell the next batch takes up what
-//! did not arrive. Whatever else goes wrong, a sync finds what the replica lacks in the source's history, as always.
+//! A mirror begins with a sync, and continues with batches: parts of an epoch, each bound to the state that the previous one leaves
+//! at the replica. What was sent and is not confirmed is remembered, so that after a link broke the next batch includes what
+//! did not arrive. After any other failure, a sync finds what the replica lacks in the source's history.
 
 mod followed_source;
 mod session;
@@ -22,22 +22,22 @@ use crate::options::SyncOptions;
 use crate::pipeline::Stages;
 use crate::report::{Progress, Summary};
 
-/// How often a wait is interrupted to look for events, where the user grants no shorter lag.
+/// How often a wait is interrupted to check for events, unless `--rpo` is shorter.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// Between two attempts to reach the other side, at first and at most.
+/// The pause between attempts to connect, at first and at most.
 const FIRST_RETRY: Duration = Duration::from_millis(500);
 const LAST_RETRY: Duration = Duration::from_secs(30);
-/// A wait that is meant to keep the replica close is no shorter than this.
+/// The shortest such pause.
 const CLOSE_RETRY: Duration = Duration::from_secs(1);
-/// So many conversations may be cut before a batch has come through: then a sync takes its place.
+/// After this many cut conversations without a confirmed batch, a sync takes its place.
 const FRUITLESS: u32 = 3;
-/// How often a replica that is in use is asked for again at once.
+/// How often a replica that is in use is requested again at once.
 const BUSY_LOOKS: u32 = 40;
 
 /// How to mirror.
 #[derive(Debug, Clone)]
 pub struct MirrorOptions {
-    /// How the replica is brought up to date before the first batch, and after what no batch can mend.
+    /// Options of syncs: before the first batch, and after failures that batches cannot fix.
     pub sync: SyncOptions,
     /// When batches are cut.
     pub batching: Batching,
@@ -55,7 +55,7 @@ impl MirrorOptions {
     }
 }
 
-/// What happens, to be told.
+/// Events, for the caller to report.
 #[derive(Debug)]
 pub enum MirrorEvent<'a> {
     /// The replica was brought up to date by a sync.
@@ -64,7 +64,7 @@ pub enum MirrorEvent<'a> {
     Mirroring,
     /// A batch was confirmed.
     Batch(&'a BatchReport),
-    /// Something failed; it is tried again after a while.
+    /// An attempt failed; another follows after a pause.
     Broken(&'a SyncError, Duration),
 }
 
@@ -93,7 +93,7 @@ pub struct BatchReport {
     pub sent: u64,
 }
 
-/// What a mirror did in all.
+/// The totals of a mirror.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct MirrorSummary {
     /// Batches confirmed.
@@ -102,7 +102,7 @@ pub struct MirrorSummary {
     pub bytes_changed: u64,
     /// Bytes sent over links, those of syncs included.
     pub bytes_sent: u64,
-    /// Syncs that were made: the first, and what no batch could mend.
+    /// Syncs: the first, and those after failures that batches cannot fix.
     pub syncs: u64,
     /// How often the link or the other side failed.
     pub broken: u64,
@@ -112,7 +112,7 @@ pub struct MirrorSummary {
     pub seconds: f64,
 }
 
-/// A mirror to be run: its two ends, and what it tells.
+/// A mirror to run: its two ends, and its callbacks.
 pub struct Mirror<'a> {
     /// Reaches the source; called again when its server has failed.
     pub attach: &'a mut dyn FnMut() -> Result<Handle, SyncError>,
@@ -124,28 +124,28 @@ pub struct Mirror<'a> {
     pub name: &'a str,
     /// How to mirror.
     pub options: &'a MirrorOptions,
-    /// Ends it when true: the epoch ends, and the replica has it.
+    /// Stops it when true: the epoch ends, and the replica gets it.
     pub stop: &'a AtomicBool,
-    /// Told what happens.
+    /// Gets the events.
     pub tell: &'a (dyn Fn(MirrorEvent<'_>) + Sync),
-    /// Told how far a sync is.
+    /// Gets the progress of syncs.
     pub progress: Progress<'a>,
 }
 
 impl Mirror<'_> {
-    /// Runs until it is told to stop.
+    /// Runs until stopped.
     ///
     /// # Errors
-    /// What is in the way at the beginning; later, only what trying again cannot mend.
+    /// Any error at the beginning; later, only those that another attempt cannot fix.
     pub fn run(mut self) -> Result<MirrorSummary, SyncError> {
         let began = Instant::now();
         let mut summary = MirrorSummary::default();
         let mut followed: Option<FollowedSource> = None;
         let mut wait = FIRST_RETRY;
-        // Until both ends were reached once, what fails is most likely the user's to mend.
+        // Until both ends were reached once, an error is most likely a mistake of the user.
         let mut worked = false;
         let (mut busy, mut stopped) = (0, false);
-        // Conversations that were cut one after the other, and nothing confirmed in any of them.
+        // Consecutive conversations that were cut with nothing confirmed.
         let mut fruitless = 0;
         loop {
             let before = summary.batches;
@@ -161,28 +161,28 @@ impl Mirror<'_> {
                         Err(error) if is_cut(error) && summary.batches == before => fruitless + 1,
                         _ => 0,
                     };
-                    // What was known of the source goes with its server, or where the replica is another. What no batch gets
-                    // through a line that falls again and again, a sync does: it goes on where it was cut.
+                    // The state of batches is lost with the server, or if the replica is another. If no batch gets
+                    // through a link that breaks repeatedly, a sync does, because it resumes.
                     let anew = matches!(ended, Err(SyncError::Source(_)) | Ok(Ended::Apart))
                         || fruitless >= FRUITLESS;
                     followed = followed.filter(|_| !anew);
                     ended
                 }
             };
-            // What held for longer than was waited for it is a line that works, whether there was something to send or not.
+            // A link that lasted longer than the pause works, even if there was nothing to send.
             if summary.batches > before || followed.as_ref().is_some_and(|follow| follow.stood > wait) {
                 wait = FIRST_RETRY;
             }
             match ended {
                 Ok(Ended::Stopped) => break,
                 Ok(Ended::Apart | Ended::Round) => (wait, busy) = (FIRST_RETRY, 0),
-                // The end of a conversation before, of a mirror that was killed too, has not been heard everywhere yet.
+                // The far side may not have noticed the end of the previous conversation yet, or of a killed mirror.
                 Err(error) if error.class() == Class::Busy && busy < BUSY_LOOKS => {
                     busy += 1;
                     std::thread::sleep(LOOK_EVERY);
                 }
                 Err(error) if is_final(&error) || !(worked || is_outage(&error)) => return Err(error),
-                // After the word to stop, one more attempt is worth its time, and no more.
+                // After a stop was requested, make one more attempt only.
                 Err(error) if stopped => return Err(error),
                 Err(error) => {
                     worked = true;
@@ -201,7 +201,7 @@ impl Mirror<'_> {
         Ok(summary)
     }
 
-    /// Sleeps until then, or until the word to stop.
+    /// Sleeps until then, or until stopped.
     fn rest_until(&self, until: Instant) {
         while Instant::now() < until && !self.stop.load(SeqCst) {
             std::thread::sleep(self.options.look_every());
@@ -209,8 +209,8 @@ impl Mirror<'_> {
     }
 }
 
-/// What another attempt cannot mend: another source, another replica, a source that shrank. What is merely in use may be free
-/// soon: the far side of a link that fell lets go when it notices.
+/// True for errors that another attempt cannot fix: another source, another replica, a source that shrank. What is merely in use may be free
+/// soon: the far side of a broken link releases the replica when it notices.
 fn is_final(error: &SyncError) -> bool {
     match error {
         // The far side of a source's restart.
@@ -219,21 +219,21 @@ fn is_final(error: &SyncError) -> bool {
     }
 }
 
-/// What stood and fell: a link, or the source's server.
+/// True if a link broke, or the source's server stopped.
 fn is_outage(error: &SyncError) -> bool {
     is_cut(error) || matches!(error, SyncError::Source(SourceError::Away(_)))
 }
 
-/// A link that stood and fell.
+/// True if an established link broke.
 fn is_cut(error: &SyncError) -> bool {
     matches!(error, SyncError::Link(link::Error::Cut { .. }))
 }
 
-/// How a session ended in order.
+/// The orderly end of a session.
 enum Ended {
     /// All is confirmed, and the epoch has ended.
     Stopped,
-    /// The replica is not where any batch left it: a sync must find what it lacks.
+    /// The replica is not where a batch left it: a sync must find what it lacks.
     Apart,
     /// A live disk's batch is done.
     Round,

@@ -1,4 +1,4 @@
-//! One conversation with the replica: batches are cut, read, packed and sent, and their confirmations heard.
+//! One session with the replica: batches are cut, read, packed and sent, and their confirmations received.
 
 use std::collections::VecDeque;
 use std::ops::Deref;
@@ -21,10 +21,10 @@ use crate::pack::{Sink, reading};
 use crate::read::{FrameReader, FrameSize, Wanted};
 use crate::report::Totals;
 
-/// Batches that may be on their way.
+/// The most batches in transit.
 const WINDOW: usize = 16;
 
-/// A batch on its way.
+/// A batch in transit.
 pub(super) struct Sent {
     pub(super) stream: Uuid,
     epoch: Epoch,
@@ -33,12 +33,12 @@ pub(super) struct Sent {
     blocks: u64,
     bytes: u64,
     cut: Instant,
-    /// The cut before: what was written just after it has waited until now.
+    /// The previous cut: what was written just after it has waited until now.
     cut_before: Instant,
     primary: Option<Duration>,
 }
 
-/// What a conversation is held with.
+/// What a session needs from the mirror.
 pub(super) struct SessionContext<'a> {
     pub(super) handle: &'a Handle,
     pub(super) batches: &'a Batches,
@@ -49,7 +49,7 @@ pub(super) struct SessionContext<'a> {
     pub(super) receiver: &'a Receiver,
 }
 
-/// One conversation with the replica.
+/// One session with the replica.
 pub(super) struct MirrorSession<'a> {
     context: SessionContext<'a>,
     bookmark: String,
@@ -68,7 +68,7 @@ impl<'a> Deref for MirrorSession<'a> {
     }
 }
 
-/// What a conversation knows, and leaves to the next.
+/// The state of a session, passed on to the next.
 pub(super) struct SessionState {
     /// Batches that were sent and not confirmed, oldest first.
     pub(super) unconfirmed: VecDeque<Sent>,
@@ -96,7 +96,7 @@ enum Packed {
 }
 
 impl<'a> MirrorSession<'a> {
-    /// A conversation with the replica that the user calls `name`, from where it is.
+    /// A session with the replica that the user calls `name`, from where it is.
     pub(super) fn new(
         context: SessionContext<'a>,
         name: &str,
@@ -126,7 +126,7 @@ impl<'a> MirrorSession<'a> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits a little, or until something happens.
+    /// Waits a little, or until notified.
     fn wait(&self, least: Duration) {
         let state = self.state();
         let waited = self.changed.wait_timeout(state, least.min(self.options.look_every()));
@@ -140,7 +140,7 @@ impl<'a> MirrorSession<'a> {
         self.sender.cut();
     }
 
-    /// Until told to stop, or something fails. What failed first tells why the others did.
+    /// Runs until stopped or an error. The first error is returned, as the others follow from it.
     pub(super) fn run(
         self,
         epoch_began: &mut Instant,
@@ -160,14 +160,14 @@ impl<'a> MirrorSession<'a> {
                 }
                 Err(error) => {
                     let mut state = self.state();
-                    // After an error of the source, what it had handed out may be gone: that must not be taken for a line
-                    // that fell, after which batches go on.
+                    // After an error of the source, the blocks of a batch may be gone: this must not look like a link
+                    // that broke, after which batches continue.
                     let tells_more = matches!(error, SyncError::Source(_));
                     if tells_more || state.failed.as_ref().is_none_or(|e| matches!(e, SyncError::Stopped)) {
                         state.failed = Some(error);
                     }
                     drop(state);
-                    // The reason may still be on its way from the far side; then nothing more is expected of it.
+                    // The far side's reason may still be in transit; nothing more is expected after it.
                     self.wait(LOOK_EVERY);
                     self.sender.cut();
                 }
@@ -220,7 +220,7 @@ impl<'a> MirrorSession<'a> {
         )
     }
 
-    /// The source's site is through with a batch.
+    /// The source's site has finished a batch.
     fn sent(&self, stream: Uuid, took: Duration) {
         let mut state = self.state();
         state.interval.primary(took);
@@ -231,7 +231,7 @@ impl<'a> MirrorSession<'a> {
         self.changed.notify_all();
     }
 
-    /// Cuts batches in time, reads them, and gives their frames on.
+    /// Cuts batches on time, reads them, and passes their frames on.
     fn cut_batches(
         &self,
         give: &mut dyn FnMut(Item) -> Result<(), SyncError>,
@@ -252,7 +252,7 @@ impl<'a> MirrorSession<'a> {
             }
             let cut = Instant::now();
             let Some(batch) = self.batches.next(ends)? else {
-                // Nothing was written: the next look may come later, and nobody's write has waited.
+                // Nothing was written: the next check may come later, as no write is waiting.
                 (pause, cut_before) = (Duration::ZERO, cut);
                 self.wait(LOOK_EVERY);
                 continue;
@@ -281,7 +281,7 @@ impl<'a> MirrorSession<'a> {
         }
     }
 
-    /// Waits for the moment of the next cut. `None` if there will be none; else whether it is the last.
+    /// Waits for the time of the next cut. `None` if there will be none; otherwise whether it is the last.
     fn await_interval(&self, cut_before: Instant, pause: Duration) -> Result<Option<bool>, SyncError> {
         loop {
             let (interval, threshold, on_their_way) = {
@@ -303,7 +303,7 @@ impl<'a> MirrorSession<'a> {
             {
                 return Ok(Some(false));
             } else {
-                // Not slept through: much may be written in a long interval.
+                // Wakes up in between: much may be written in a long interval.
                 self.wait((due - past).min((interval / 2).max(Duration::from_millis(5))));
             }
         }
@@ -376,7 +376,7 @@ impl<'a> MirrorSession<'a> {
         batch.view.verify().map_err(reading)
     }
 
-    /// Hears confirmations, until all that was sent is confirmed and nothing more will be.
+    /// Receives confirmations, until all that was sent is confirmed and nothing more follows.
     fn hear(&self) -> Result<(), SyncError> {
         loop {
             {
@@ -407,12 +407,12 @@ impl<'a> MirrorSession<'a> {
         let next = state.unconfirmed.pop_front().filter(|s| s.stream == confirmed.stream);
         let Some(sent) = next else {
             return Err(SyncError::Far {
-                message: "the far side confirmed a batch that is not due".into(),
+                message: "the far side confirmed an unexpected batch".into(),
                 class: Class::Failed,
             });
         };
         let whole = sent.cut.elapsed();
-        // It cannot have taken longer than all of it.
+        // A peer's time cannot exceed the total.
         let backup = Duration::from_micros(confirmed.micros).min(whole);
         state.interval.backup(backup, whole, sent.blocks);
         state.confirmed = Some(sent.stream);
