@@ -108,7 +108,7 @@ impl Plan {
     }
 }
 
-/// Where runs lie on the disk.
+/// Where runs are on the disk.
 fn pieces(runs: &[Run]) -> Pieces {
     let mut pieces: Pieces = Pieces::with_capacity(runs.len());
     for run in runs {
@@ -187,7 +187,7 @@ impl Applier {
         })
     }
 
-    /// For a delta whose records stand in any order: nothing between them is filled.
+    /// For a delta whose records are in any order: nothing between them is filled.
     pub(crate) fn scattered(disk: Arc<dyn Disk>) -> io::Result<Applier> {
         Ok(Applier { scattered: true, ..Applier::new(disk, u64::MAX, false)? })
     }
@@ -229,12 +229,12 @@ impl Applier {
     /// Applies a frame. Returns once it is on its way. After an error nothing more is applied.
     pub(crate) fn frame(&mut self, frame: Frame) -> io::Result<()> {
         if frame.records.iter().any(|r| matches!(r, Record::Copy { .. })) {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "a copy that nobody has read"));
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "a copy that was not read"));
         }
         self.frame_of_copies(frame)
     }
 
-    /// The same for what comes out of [`crate::copies`]: a copy that still stands in it was carried out already.
+    /// The same for what comes out of [`crate::copies`]: a copy that is still in it was carried out already.
     pub(crate) fn frame_of_copies(&mut self, frame: Frame) -> io::Result<()> {
         self.sound()?;
         let Frame { records, data } = frame;
@@ -267,7 +267,7 @@ impl Applier {
         self.room(0)
     }
 
-    /// Ends the delta of a disk of `size` bytes: what lies behind the last record is zeroed where it must be. All is complete
+    /// Ends the delta of a disk of `size` bytes: what follows the last record is zeroed where it must be. All is complete
     /// on return, not durable.
     pub(crate) fn finish(&mut self, size: u64) -> io::Result<()> {
         let tail = self.cursor.max(self.known)..size;
@@ -372,7 +372,7 @@ impl Applier {
         let Some(mut flying) = self.flying.remove(&request.token) else { return result };
         let unreadable = result.as_ref().is_err_and(device::is_unreadable);
         if let Some((data, runs)) = flying.overlay.take_if(|_| unreadable) {
-            // What lies between can't be read: it stays as it is.
+            // The gaps are unreadable: they stay as they are.
             self.written -= request.buf.len() as u64;
             request.buf = pick(&runs, &data);
             self.written += request.buf.len() as u64;

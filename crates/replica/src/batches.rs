@@ -23,7 +23,7 @@ const LONG: u64 = 256 << 20;
 /// once more.
 const SHARE: u64 = 2;
 /// What became of the replica where a batch could not be taken.
-const CONFIRMED: &str = "the replica stands at the last batch that was confirmed";
+const CONFIRMED: &str = "the replica is at the last batch that was confirmed";
 /// What of a batch is kept in memory until it is committed, in bytes of data; more is read back from the journal.
 const HELD: usize = 32 << 20;
 
@@ -34,10 +34,10 @@ pub struct BatchLog {
 }
 
 impl BatchLog {
-    /// Appends a unit as it came. Whether it is sound is found out by whoever commits.
+    /// Appends a unit as it came. It is verified when it is committed.
     ///
     /// # Errors
-    /// If it can't be written.
+    /// If it cannot be written.
     pub fn unit(&mut self, unit: &Unit) -> Result<()> {
         self.file.unit(unit).map_err(|e| self.failed(e))
     }
@@ -45,7 +45,7 @@ impl BatchLog {
     /// Ends a batch: hands all of it to the file, and returns where it ends there.
     ///
     /// # Errors
-    /// If it can't be written.
+    /// If it cannot be written.
     pub fn end(&mut self) -> Result<u64> {
         self.file.keep().map_err(|e| self.failed(e))?;
         Ok(self.file.len())
@@ -94,12 +94,12 @@ impl Replica {
     /// Begins to receive batches: deltas that are each bound to the state that the one before left.
     ///
     /// # Errors
-    /// Refused if nothing stands there that a batch could fit, or a step is under way.
+    /// Refused if there is no replica that a batch could fit, or a step is under way.
     pub fn batches(&mut self) -> Result<(BatchLog, Batches<'_>)> {
         if self.lineage().epoch.is_none() || self.lineage().step.is_some() || self.status().changed.is_some()
         {
             return Err(ReplicaError::Refused(format!(
-                "{} is no whole replica yet: run \"dsync sync\" first",
+                "{} is not a complete replica yet: run \"dsync sync\" first",
                 self.path().display()
             )));
         }
@@ -138,11 +138,11 @@ impl Batches<'_> {
         ReplicaError::Delta { path: self.replica.path().to_path_buf(), error: error.to_string() }
     }
 
-    /// Takes a part of a batch; once one can't be taken, none is.
+    /// Takes a part of a batch; after one has failed, none is taken.
     fn guard(&mut self, take: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
         self.replica.sound()?;
         if self.closed {
-            return Err(self.wrong("what came before could not be taken"));
+            return Err(self.wrong("an earlier part of it failed"));
         }
         let taken = take(self);
         self.closed = taken.is_err();
@@ -165,7 +165,7 @@ impl Batches<'_> {
         };
         let lineage = &self.replica.lineage();
         if header.binds.is_none() || header.resumes.is_some() || header.size_after != lineage.size {
-            return Err(self.wrong("it is no batch for this replica"));
+            return Err(self.wrong("it is not a batch for this replica"));
         }
         self.replica.check(&header)?;
         let toward = Toward::of(&header).ok_or_else(|| self.wrong("it names no epoch"))?;
@@ -179,14 +179,14 @@ impl Batches<'_> {
     /// Takes the next frame of the batch, which was verified in itself.
     ///
     /// # Errors
-    /// If it may not stand where it stands.
+    /// If it is out of order.
     pub fn frame(&mut self, decoded: Decoded) -> Result<()> {
         self.guard(|batches| batches.take_frame(decoded))
     }
 
     fn take_frame(&mut self, decoded: Decoded) -> Result<()> {
         let Some(batch) = &mut self.batch else {
-            return Err(self.wrong("a frame stands outside of a batch"));
+            return Err(self.wrong("a frame outside of a batch"));
         };
         let taken = batch.decoder.append(decoded);
         match taken {
@@ -211,15 +211,15 @@ impl Batches<'_> {
     /// batch is then brought to the destination with [`Batches::apply`].
     ///
     /// # Errors
-    /// If the batch is not whole, somebody else has changed the destination, or the journal can't be made durable: then the
-    /// replica stands where it stood.
+    /// If the batch is not whole, another program has changed the destination, or the journal cannot be made durable: then
+    /// the replica is where it was.
     pub fn commit(&mut self, trailer: Unit, end: u64) -> Result<()> {
         self.guard(|batches| batches.take_trailer(trailer, end))
     }
 
     fn take_trailer(&mut self, trailer: Unit, end: u64) -> Result<()> {
         let Some(mut batch) = self.batch.take() else {
-            return Err(self.wrong("a trailer stands outside of a batch"));
+            return Err(self.wrong("a trailer outside of a batch"));
         };
         match batch.decoder.push(trailer) {
             Ok(Event::End(_)) => {}
@@ -228,7 +228,7 @@ impl Batches<'_> {
         }
         self.replica.untouched()?;
         if let Err(e) = self.replica.make_room(batch.holes.take(), self.sealed, CONFIRMED) {
-            // Whoever opens the journal next must not merge it.
+            // The next process that opens the journal must not merge it.
             let _ = self.file.set_len(self.end);
             return Err(e);
         }
@@ -236,7 +236,7 @@ impl Batches<'_> {
         let durable = if self.sealed { self.file.sync() } else { journal::seal(&*self.file, folder) };
         let state = CONFIRMED;
         if let Err(e) = durable {
-            // The system forgets what it could not write, and shows it to whoever opens the journal next.
+            // The kernel drops what it could not write, but shows it to the next process that opens the journal.
             let _ = self.file.set_len(self.end);
             return Err(disk_error("sync the journal", &folder.path().join(WHOLE), state)(e));
         }
@@ -289,7 +289,7 @@ impl Batches<'_> {
     /// Makes the destination durable, moves the lineage, and begins the journal anew.
     ///
     /// # Errors
-    /// If the destination can't be flushed: all is safe in the journal.
+    /// If the destination cannot be flushed: all is safe in the journal.
     pub fn settle(&mut self) -> Result<BatchLog> {
         self.apply()?;
         self.flush()?;
@@ -324,7 +324,7 @@ impl Batches<'_> {
         Ok(())
     }
 
-    /// Ends: what was committed stands in the destination, durably.
+    /// Ends: what was committed is in the destination, durably.
     ///
     /// # Errors
     /// As for [`Batches::settle`].

@@ -27,7 +27,7 @@ impl Replica {
     }
 
     /// Before the journal of a delta is sealed that was compared with a device to which others had written: notes how the device
-    /// was then. After a kill nothing else tells whether anybody has written since.
+    /// was then. After a kill nothing else tells whether others have written since.
     pub(crate) fn note_compared(&mut self) -> Result<()> {
         if self.destination().is_device() && self.changed().is_some() {
             self.work(false)?;
@@ -107,7 +107,7 @@ impl Replica {
         let stamp = self.settle()?;
         // Its new name has changed the other time.
         if copy.is_some_and(|copy| (copy.size, copy.written) != (stamp.size, stamp.written)) {
-            // Without the note, whoever opens it next doubts it as well.
+            // Without the note, the next process doubts it as well.
             self.forget_note()?;
             return Err(self.touched(WRITTEN));
         }
@@ -128,7 +128,7 @@ impl Replica {
             return self.forget_note();
         };
         if let StepKind::Clone { .. } = kind {
-            // Once it is finished, nobody looks again at what it takes the place of.
+            // Once it is finished, what it replaces is not looked at again.
             self.untouched()?;
         }
         self.work(false)?;

@@ -1,5 +1,5 @@
-//! Carrying copies out: what they copy is read ahead and checked, and they become data. What comes out stands in the delta's
-//! order, each frame once everything that it and those before it copy has been read: whoever writes it at once overwrites
+//! Carrying copies out: what they copy is read ahead and checked, and they become data. What comes out is in the delta's
+//! order, each frame once everything that it and those before it copy has been read: a caller that writes it at once overwrites
 //! nothing that an earlier copy still needs.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -22,7 +22,7 @@ const MOST_PIECES: usize = 1024;
 pub(crate) enum Trouble {
     /// The disk's reason.
     Disk(io::Error),
-    /// What stands there is not what was to be copied.
+    /// The source of the copy has other content.
     Other { offset: u64, from: u64 },
 }
 
@@ -61,7 +61,7 @@ impl Copies {
         Ok(Copies { disk, queue, jobs, first: 0, begun: 0, bytes: 0, sharing: None, failed: false, read: 0 })
     }
 
-    /// The same, but what can be shared is, and stands in the frames that come out as a copy: carried out already.
+    /// The same, but what can be shared is, and remains a copy in the frames that come out: carried out already.
     pub(crate) fn sharing(self, sharing: Option<Sharing>) -> Copies {
         Copies { sharing, ..self }
     }
@@ -186,7 +186,7 @@ impl Copies {
         Ok(Some(Frame { records: out, data: without(data, &shared) }))
     }
 
-    /// Shares of a copy what can be shared, and returns that; nothing more is tried where the file system can't.
+    /// Shares of a copy what can be shared, and returns that; nothing more is tried where the file system cannot.
     fn share(&mut self, range: Range<u64>, from: u64) -> Range<u64> {
         let nothing = range.end..range.end;
         let Some(sharing) = &self.sharing else { return nothing };
@@ -227,7 +227,7 @@ fn cached(disk: &dyn Disk, pieces: &Pieces, buf: &mut Buf) -> bool {
     })
 }
 
-/// What a delta has written so far that stands in no order: no byte may be written twice, or what it copies would depend on
+/// What a delta has written so far whose records are in no order: no byte may be written twice, or what it copies would depend on
 /// when.
 #[derive(Default)]
 pub(crate) struct Written(BTreeMap<u64, u64>);
@@ -249,7 +249,7 @@ impl Written {
         let (mut start, mut end) = (record.offset(), record.end());
         if let Some((&before, &stop)) = self.0.range(..end).next_back() {
             if stop > start {
-                return Err(format!("it writes byte {start} in no order"));
+                return Err(format!("it writes byte {start} twice"));
             }
             if stop == start {
                 start = before;

@@ -1,4 +1,4 @@
-//! The place of a destination: everything that is done to it besides reading and writing its bytes.
+//! A destination: everything that is done to it besides reading and writing its bytes.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -16,7 +16,7 @@ use rustix::time::{ClockId, clock_gettime};
 use crate::error::{Result, io_error};
 use crate::lineage::Stamp;
 
-/// One of the two files of a place.
+/// One of the two names of a destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Name {
     /// NAME, the destination.
@@ -25,11 +25,11 @@ pub enum Name {
     Temporary,
 }
 
-/// The place of a destination. A trait, so that tests can stop the world before each of these steps.
+/// Where a replica is kept. A trait, so that tests can stop the machine before each of these steps.
 pub trait Destination: Send {
     /// The destination's path, for messages.
     fn path(&self) -> &Path;
-    /// The machine's life, by which own writes are told from others'; without a name where nobody can say.
+    /// The boot, by which own writes are told from others'; without an id where it is not known.
     fn boot(&self) -> Boot {
         Boot { id: String::new(), began: 0 }
     }
@@ -48,7 +48,7 @@ pub trait Destination: Send {
     fn disk(&self) -> Option<String> {
         None
     }
-    /// What stands there; `None` if nothing does.
+    /// What is there; `None` if nothing is.
     fn stamp(&self, name: Name) -> io::Result<Option<Stamp>>;
     /// The destination's [`Stamp::glance`], at next to no cost unless others have written to it.
     fn glance(&self) -> io::Result<Option<Stamp>> {
@@ -78,7 +78,7 @@ pub trait Destination: Send {
     fn remove(&self) -> io::Result<()> {
         Ok(())
     }
-    /// Bytes that the destination's file system has left; `None` where nobody can say.
+    /// Bytes that the destination's file system has left; `None` where that is not known.
     fn free(&self) -> Option<u64> {
         None
     }
@@ -88,7 +88,7 @@ pub trait Destination: Send {
     }
 }
 
-/// A file's place. Its folder is held open: what is mounted over that meanwhile is another place.
+/// A file. Its folder is held open: what is mounted over that meanwhile is not touched.
 pub(crate) struct FileDestination {
     path: PathBuf,
     folder: Dir,
@@ -99,10 +99,10 @@ pub(crate) struct FileDestination {
 }
 
 impl FileDestination {
-    /// The place of a file at an absolute path.
+    /// The file at an absolute path, which need not exist.
     ///
     /// # Errors
-    /// If its folder can't be opened.
+    /// If its folder cannot be opened.
     pub(crate) fn new(path: PathBuf) -> io::Result<FileDestination> {
         let folder = Dir::existing(path.parent().unwrap_or(Path::new("/")))?;
         let name = path.file_name().unwrap_or_default().to_owned();
@@ -242,7 +242,7 @@ impl Destination for FileDestination {
     }
 }
 
-/// A block device's place. The device stays open, and held, as long as this lives.
+/// A block device, held open exclusively as long as this lives.
 pub struct DeviceDestination {
     path: PathBuf,
     /// Its device number, and what the kernel says of it; `None` if it is simulated.
@@ -271,7 +271,7 @@ impl DeviceDestination {
         })
     }
 
-    /// The place of a device that is open already.
+    /// A device that is open already.
     pub fn over(path: PathBuf, disk: Arc<dyn Disk>) -> DeviceDestination {
         DeviceDestination { path, kernel: None, boot: Boot { id: String::new(), began: 0 }, disk }
     }
@@ -283,7 +283,7 @@ const PRINT_BLOCKS: u64 = 16;
 const PRINT_BLOCK: u64 = 4096;
 
 /// Hashes of a few blocks: the first, which every file system and partition table changes, and others spread evenly. Each
-/// by itself: one that can't be read must not hide what the others say.
+/// by itself: an unreadable one must not hide what the others say.
 pub(crate) fn fingerprint(disk: &dyn Disk) -> io::Result<String> {
     let mut print = String::new();
     let len = disk.len();

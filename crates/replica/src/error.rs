@@ -8,18 +8,18 @@ use uuid::Uuid;
 /// An error of this crate. Unless the text says otherwise, the destination is as it was.
 #[derive(Debug, thiserror::Error)]
 pub enum ReplicaError {
-    /// Somebody else holds the replica.
+    /// Another process uses the replica.
     #[error("replica {} is in use ({holder}): wait for it, or stop it", path.display())]
     Busy {
         /// The destination.
         path: PathBuf,
-        /// Who holds it.
+        /// Which process.
         holder: String,
     },
-    /// Something stands at the place that was never a replica.
+    /// What is at the path was never a replica.
     #[error("{} exists but is not a dsync replica: choose another path, or run \"dsync sync --adopt SRC {}\", which compares it in full and overwrites what differs", .0.display(), .0.display())]
     NotAReplica(PathBuf),
-    /// A file was taken over to be proven, and the compare did not come to its end.
+    /// A file was adopted, and the compare did not complete.
     #[error("the adoption of {} was interrupted before all of it was compared: run \"dsync sync --adopt SRC {}\" again, which compares it in full", .0.display(), .0.display())]
     Unproven(PathBuf),
     /// A replica's file was moved, and its state was not.
@@ -58,10 +58,10 @@ pub enum ReplicaError {
         path: PathBuf,
         /// What happened to it, and when.
         promoted: String,
-        /// Where it stood.
+        /// What it was at.
         at: String,
     },
-    /// A state file can't be believed.
+    /// A state file is damaged.
     #[error("{} is damaged ({why}): {way_out}", path.display())]
     Damaged {
         /// The file.
@@ -96,12 +96,12 @@ pub enum ReplicaError {
     WrongEpoch {
         /// The destination.
         path: PathBuf,
-        /// Where it stands.
+        /// What it is at.
         has: String,
         /// What the delta needs, and the way out.
         given: String,
     },
-    /// The sizes don't fit.
+    /// The sizes do not fit.
     #[error("replica {} holds {}, {given}", path.display(), device::exact_size(*has))]
     WrongSize {
         /// The destination.
@@ -119,10 +119,10 @@ pub enum ReplicaError {
         /// What is wrong with it.
         error: String,
     },
-    /// What was to be there is not: its disk or file system may come back.
+    /// The destination is not there; its disk or file system may come back.
     #[error("{0}")]
     Away(String),
-    /// Not to be done with this destination.
+    /// Not possible with this destination.
     #[error("{0}")]
     Refused(String),
     /// No space.
@@ -139,7 +139,7 @@ pub enum ReplicaError {
     #[error(transparent)]
     Device(#[from] device::DeviceError),
     /// A call failed.
-    #[error("can't {what} {}: {error}{}", path.display(), way_out(error))]
+    #[error("cannot {what} {}: {error}{}", path.display(), way_out(error))]
     Io {
         /// What was tried, as a verb.
         what: &'static str,
@@ -155,7 +155,7 @@ pub enum ReplicaError {
 pub type Result<T> = std::result::Result<T, ReplicaError>;
 
 impl ReplicaError {
-    /// True where lineage, state or a lock stands in the way, and nothing failed.
+    /// True if lineage, state or a lock refuses, and nothing failed.
     pub fn is_refusal(&self) -> bool {
         match self {
             ReplicaError::Full { .. } | ReplicaError::Io { .. } | ReplicaError::Delta { .. } => false,
@@ -166,9 +166,9 @@ impl ReplicaError {
 }
 
 /// What became of the destination when space or a disk failed.
-pub(crate) const SAFE: &str = "the delta is safe in the journal, and the next command finishes the commit";
+pub(crate) const SAFE: &str = "the delta is safe in the journal, and the next command completes the commit";
 pub(crate) const INTERRUPTED: &str =
-    "the replica is unchanged or marked as incomplete, and the next sync goes on";
+    "the replica is unchanged or marked as incomplete, and the next sync continues";
 
 fn way_out(error: &io::Error) -> &'static str {
     match error.kind() {

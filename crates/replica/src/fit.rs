@@ -124,7 +124,7 @@ impl Replica {
         self.at_another(has, given)
     }
 
-    /// True if nothing that is worth anything stands at the destination.
+    /// True if there is nothing at the destination that a seed could destroy.
     fn is_free(&self) -> bool {
         match self.lineage().step.as_ref().map(|s| s.kind) {
             Some(StepKind::NewFile { .. }) => true,
@@ -137,10 +137,10 @@ impl Replica {
 }
 
 /// What a replica is that was adopted, and not compared to the end.
-const UNVERIFIED: &str = "was adopted and not compared to the end";
+const UNVERIFIED: &str = "was adopted but not compared to the end";
 
 /// What to do with a whole copy where a replica is.
-const SEED_ELSEWHERE: &str = "merge it at a path where there is no replica, or run \"dsync sync\"";
+const SEED_ELSEWHERE: &str = "merge it at a path without a replica, or run \"dsync sync\"";
 
 /// A delta that was made by comparing all that the replica holds.
 pub(crate) fn compares(header: &Header) -> bool {

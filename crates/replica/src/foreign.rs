@@ -2,19 +2,19 @@
 //! program, and must not be sealed by the next commit.
 //!
 //! While a replica is open, the stamp with which its file was left is kept in memory. Where the lineage's stamp is of before
-//! the last own write (a merge, the batches of a mirror, a step in place), a note in the folder tells more to whoever opens
-//! the replica after a kill or a power cut:
+//! the last own write (a merge, the batches of a mirror, a step in place), a note in the folder tells the next process
+//! more after a kill or a power cut:
 //!
 //! - *at rest*: the stamp that the file was left with, and the batch that was its last. Nothing but equality will do.
-//! - *at work*: the time, by the clock that stamps files, every few milliseconds. A file that bears a later time was written to
-//!   by somebody else. After a kill the note is that of the last moment. After a power cut it is the last durable one, and what
+//! - *at work*: the time, by the clock that stamps files, every few milliseconds. A file with a later time was written to by
+//!   another program. After a kill the note is that of the last moment. After a power cut it is the last durable one, and what
 //!   is written durably before own writes begin, the journal, tells as well; nothing of this boot is own.
 //!
 //! Where neither tells, the file is doubted.
 //!
 //! A device has no times, but within one boot the kernel's count of sectors written tells the same: *at rest*, nothing but
 //! equality will do; *at work*, the note has the count from which own writes began, and how many sectors have been handed to
-//! the device since: if more were written, somebody else wrote. Of what came before a reboot nothing tells.
+//! the device since: if more were written, another program wrote. Of what came before a reboot nothing tells.
 
 use std::io;
 use std::path::Path;
@@ -54,7 +54,7 @@ impl Replica {
         if tells && !marked && !self.mark_noticed() {
             // In memory the lineage may be ahead by batches that only the journal has.
             if let Ok(Some(durable)) = Lineage::load(self.state()) {
-                // Where this can't be written down, the kernel's count tells until the next reboot.
+                // If this cannot be recorded, the kernel's count tells until the next reboot.
                 let _ = Lineage { foreign: true, ..durable }.store(self.state());
             }
         }
@@ -65,9 +65,9 @@ impl Replica {
         let found = self.destination().stamp(Name::Final).ok().flatten();
         let left = self.left().or(self.lineage().stamp.as_ref());
         let why = match found.filter(|_| why == WRITTEN).and_then(|now| Some((now.changed, now.written?))) {
-            // A write moves both times, and whoever likes sets this one back.
+            // A write moves both times, but any program may set this one back.
             Some((changed, written)) if left.and_then(|left| left.written) == Some(written) => format!(
-                "its owner, mode, name or links were changed {}; whether its content was, too, its times do not tell",
+                "its owner, mode, name or links were changed {}; its times do not tell whether its content was changed too",
                 ago(changed, &self.destination().clock())
             ),
             Some((_, written)) => format!("content written {}", ago(written, &self.destination().clock())),
@@ -95,7 +95,7 @@ impl Replica {
         Ok(())
     }
 
-    /// Makes sure that nobody else has changed the file since it was left alone.
+    /// Fails if another program has changed the file since it was left alone.
     pub(crate) fn untouched(&self) -> Result<()> {
         self.at_path()?;
         let Some(left) = self.left() else { return Ok(()) };
@@ -106,8 +106,8 @@ impl Replica {
         why.map_or(Ok(()), |why| Err(self.touched(why)))
     }
 
-    /// Makes sure that the file which was written to is still the one that stands there, and that nobody else has written to a
-    /// device meanwhile. `size` is its size by now.
+    /// Fails if another file is in place of the one that was written to, or if another program has written to a device
+    /// meanwhile. `size` is its size by now.
     pub(crate) fn still_there(&self, size: u64) -> Result<()> {
         self.at_path()?;
         match self.glance()? {
@@ -120,7 +120,7 @@ impl Replica {
     pub(crate) fn only_own(&self, now: &Stamp, size: u64) -> Result<()> {
         let Some(left) = self.left() else { return Ok(()) };
         let why = if self.destination().is_device() {
-            // Own writes have moved its count, and the note says how far at most; without one, nobody can say.
+            // Own writes have moved its count, and the note says how far at most; without one, nothing is known.
             left.differs_beyond(now, self.working().and_then(Working::sectors).unwrap_or(u64::MAX))
         } else {
             // Own writes have changed its time.
@@ -163,7 +163,7 @@ impl Replica {
     /// durable just now that comes before the first write.
     ///
     /// # Errors
-    /// If the note can't be written: without it, a file that was written to would be doubted. Where only the room is missing,
+    /// If the note cannot be written: without it, a file that was written to would be doubted. Where only the room is missing,
     /// it is done without. If others have changed the destination since it was left alone: after the note nothing tells.
     pub(crate) fn work(&mut self, durable: bool) -> Result<Keeping> {
         if !self.is_timeless() && self.working().is_none() {
@@ -201,7 +201,7 @@ impl Replica {
     /// # Errors
     /// If others have written to a device meanwhile: then the note goes on to say what own writes can have been.
     pub(crate) fn rest(&mut self) -> Result<()> {
-        // First: whatever comes later is somebody else's.
+        // First: whatever comes later is another program's.
         let left = self.glance().and_then(|left| {
             let others = left.as_ref().filter(|_| self.destination().is_device() && self.working().is_some());
             others.map_or(Ok(()), |now| self.only_own(now, now.size))?;
@@ -215,7 +215,7 @@ impl Replica {
         Ok(())
     }
 
-    /// Makes the destination durable, and its stamp the lineage's, if nobody else has written to it since it was left.
+    /// Makes the destination durable, and its stamp the lineage's, if no other program has written to it since it was left.
     pub(crate) fn note_stamp(&mut self) -> Result<()> {
         let failed = disk_error("flush", self.destination().path(), SAFE);
         let stamp = self.destination().settle().map_err(failed)?;
@@ -334,7 +334,7 @@ impl Replica {
     }
 }
 
-/// How long ago a moment is, in nanoseconds since 1970, for people.
+/// How long ago a moment was, in nanoseconds since 1970, in words.
 fn ago(moment: i64, clock: &Clock) -> String {
     let seconds = clock.now().saturating_sub(moment.max(0) as u64) / 1_000_000_000;
     match seconds {

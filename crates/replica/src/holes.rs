@@ -1,6 +1,6 @@
-//! Room for what a delta will write into holes of the destination's file. A merge that ran out of room in the midst could be
-//! ended by nothing but more room, so it is had before a journal is sealed or a batch is confirmed: the holes are found as
-//! frames pass, and reserved at the end. What can't be had leaves the replica as it was.
+//! Room for what a delta will write into holes of the destination's file. A merge that runs out of room cannot be completed
+//! without more room, so it is reserved before a journal is sealed or a batch is confirmed: the holes are found as frames
+//! pass, and reserved at the end. If there is no room, the replica stays as it was.
 //!
 //! Nothing is reserved on devices, and not for what overwrites blocks: file systems that write these to another place (Btrfs, or
 //! XFS where another file shares them) may still run out of room.

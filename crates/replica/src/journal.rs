@@ -1,4 +1,4 @@
-//! The delta as it lies beside the destination before it is merged.
+//! The journal: the delta as stored beside the destination before it is merged.
 //!
 //! A journal is one file of units: segments in order, each a header and frames. All but the last are parts of deltas that were
 //! cut off; each next one's header names the one before as what it goes on from. A trailer ends the last. A mirror's journal goes
@@ -85,7 +85,7 @@ impl Contents {
         self.segments.last().map(|s| s.header.stream)
     }
 
-    /// Where a replica stands that holds this on top of `base`.
+    /// The positions of a replica that holds this on top of `base`.
     pub(crate) fn positions(&self, base: &[Position]) -> Vec<Position> {
         self.segments.iter().fold(base.to_vec(), |positions, segment| segment.onto(&positions))
     }
@@ -159,7 +159,7 @@ pub(crate) fn replay(
         Err(Trouble::Disk(error)) => Err(failed(error)),
         Err(Trouble::Delta(delta::Error::Read { error, .. })) => Err(io_error("read", &path)(error)),
         Err(Trouble::Delta(error)) => Err(damaged(&path, error.to_string())),
-        Ok(()) => Err(damaged(&path, "it is not as it was when it was verified".into())),
+        Ok(()) => Err(damaged(&path, "it has changed since it was verified".into())),
     }
 }
 
@@ -177,7 +177,7 @@ pub(crate) fn kept(header: &Header, positions: &[Position]) -> u64 {
     }
 }
 
-/// A journal that can't be believed, though the destination may be half merged.
+/// The error of a damaged journal whose destination may be half merged.
 pub(crate) fn damaged(path: &std::path::Path, why: String) -> ReplicaError {
     ReplicaError::Damaged {
         path: path.to_path_buf(),
@@ -225,7 +225,7 @@ fn walk(
                 let goes_on = header.resumes == before.as_ref().map(Segment::resume)
                     && before.as_ref().is_none_or(|b| b.header.source == header.source);
                 if !goes_on {
-                    return Err(delta::Error::Header { why: "it does not go on from the one before" }.into());
+                    return Err(delta::Error::Header { why: "it does not continue the one before" }.into());
                 }
                 if let Some((target, positions)) = &mut onto {
                     if let Some(before) = &before {
@@ -335,7 +335,7 @@ pub(crate) struct Growing {
 }
 
 impl Growing {
-    /// Opens the journal of a folder to add to it after `bytes`; what lies behind is dropped. 0 begins a new one.
+    /// Opens the journal of a folder to add to it after `bytes`; what follows is dropped. 0 begins a new one.
     pub(crate) fn open(folder: &dyn Folder, bytes: u64) -> io::Result<Growing> {
         if bytes == 0 {
             folder.remove(ARRIVING)?;
@@ -414,7 +414,7 @@ impl Write for Growing {
     fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
         for slice in slices {
             if slice.len() >= SMALL {
-                // Long enough to be worth no copy.
+                // Too long to copy.
                 self.empty()?;
                 self.put(slice)?;
             } else {

@@ -1,7 +1,7 @@
 //! A replica: a destination that knows its source and its epoch. How a delta becomes part of it, and what remains after a crash.
 //!
 //! [`Replica::open`] takes the replica for this process alone and completes or rolls back what a crash left. [`Replica::status`]
-//! says where it stands; [`Replica::receive`] takes the header of a delta and gives a [`DeltaReceiver`] for its other units, whose
+//! says what it holds; [`Replica::receive`] takes the header of a delta and gives a [`DeltaReceiver`] for its other units, whose
 //! [`DeltaReceiver::finish`] commits. An interrupted delta is resumed by the next one.
 //!
 //! ```

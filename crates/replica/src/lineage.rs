@@ -49,7 +49,7 @@ pub struct Lineage {
     /// Others were seen to have written to it: a device, whose kernel's count does not tell of that after a reboot.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub foreign: bool,
-    /// dsync has opened it for writing: what it holds since is no epoch of the source.
+    /// dsync has opened it for writing: what it holds since then is not an epoch of the source.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub promoted: Option<Promoted>,
 }
@@ -76,7 +76,7 @@ pub struct Stamp {
     pub size: u64,
     /// When a file's inode changed last, in nanoseconds since 1970; 0 for a device.
     pub changed: i64,
-    /// When a file's content was changed last, as far as it says: anybody may set this back. `None` for a device.
+    /// When a file's content was changed last, as far as it says: any program may set this back. `None` for a device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub written: Option<i64>,
     /// Hashes of a few blocks of a device, empty for a file: they tell another disk under the same name.
@@ -87,12 +87,12 @@ pub struct Stamp {
     pub medium: Option<Medium>,
 }
 
-/// A range of a replica, and what it holds: `[previous.upto, upto)` stands at `epoch`.
+/// A range of a replica, and what it holds: `[previous.upto, upto)` is at `epoch`.
 ///
-/// What lies beyond the last position holds nothing: there, what a delta does not name becomes zeroes.
+/// Beyond the last position there is nothing: what a delta does not name there becomes zeroes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Position {
-    /// `None`: it holds something, nobody knows what. Only a compare can tell.
+    /// `None`: its content is unknown. Only a compare can tell.
     pub epoch: Option<Epoch>,
     /// End of the range in bytes.
     pub upto: u64,
@@ -352,8 +352,8 @@ pub(crate) fn overlay(positions: &[Position], epoch: Epoch, upto: u64) -> Vec<Po
     next
 }
 
-/// Positions after `[0, upto)` of what will have `size` bytes was brought to `epoch`. Once all of it was, what lies behind is
-/// nobody's: the rest of a file that will be cut off, or of a device that is larger than its source.
+/// Positions after `[0, upto)` of what will have `size` bytes was brought to `epoch`. Once all of it was, the rest
+/// does not belong to the replica: it will be cut off a file, or the device is larger than its source.
 pub(crate) fn reached(positions: &[Position], epoch: Epoch, upto: u64, size: u64) -> Vec<Position> {
     let mut reached = overlay(positions, epoch, upto);
     if upto > 0 && upto >= size {
@@ -368,7 +368,7 @@ pub(crate) fn whole_blocks(upto: u64, block_size: u32, size: u64) -> u64 {
     if upto >= size { upto } else { upto - upto % u64::from(block_size).max(1) }
 }
 
-/// Where the positions end: beyond lies nothing.
+/// Where the positions end: beyond there is nothing.
 pub(crate) fn known(positions: &[Position]) -> u64 {
     positions.last().map_or(0, |p| p.upto)
 }

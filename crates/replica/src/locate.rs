@@ -20,18 +20,21 @@ fn folder_beside(file: &Path) -> PathBuf {
     file.with_file_name(name)
 }
 
-/// Where a destination is, without links; whether something is there; and where its state lies.
+/// Where a destination is, without links; what is there; and where its state is kept.
 pub(crate) fn locate(path: &Path, options: &Options) -> Result<(PathBuf, Option<FileType>, PathBuf)> {
     let canonical = match std::fs::canonicalize(path) {
         Ok(path) => path,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
             let absolute = std::path::absolute(path).map_err(io_error("find", path))?;
             let (Some(parent), Some(name)) = (absolute.parent(), absolute.file_name()) else {
-                return Err(ReplicaError::Refused(format!("{} is no file's name: give one", path.display())));
+                return Err(ReplicaError::Refused(format!(
+                    "{} does not name a file: give the path of one",
+                    path.display()
+                )));
             };
             if std::fs::symlink_metadata(&absolute).is_ok() {
                 return Err(ReplicaError::Refused(format!(
-                    "{} is a link that leads nowhere: remove it, or give another path",
+                    "{} is a symbolic link to nothing: remove it, or give another path",
                     path.display()
                 )));
             }
@@ -39,14 +42,14 @@ pub(crate) fn locate(path: &Path, options: &Options) -> Result<(PathBuf, Option<
                 // What is made there is gone with the next boot, and takes the name of a device that is not attached.
                 Ok(parent) if parent.starts_with("/dev") && !parent.starts_with("/dev/shm") => {
                     return Err(ReplicaError::Away(format!(
-                        "there is no device {}: attach it, or give another path",
+                        "device {} does not exist: attach it, or give another path",
                         path.display()
                     )));
                 }
                 Ok(parent) => parent.join(name),
                 Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
                     return Err(ReplicaError::Away(format!(
-                        "there is no folder {} for the replica: mount its file system, make it, or give another path",
+                        "folder {} does not exist: mount its file system, create it, or give another path",
                         parent.display()
                     )));
                 }
@@ -136,7 +139,7 @@ pub(crate) fn moved_from(path: &Path, folder: &Path) -> Option<ReplicaError> {
 /// What is written down of the replica at `path`, `None` if it is none. Changes nothing, recovers nothing, and takes no lock.
 ///
 /// # Errors
-/// If the lineage can't be read or understood.
+/// If the lineage cannot be read or understood.
 pub fn inspect(path: &Path, options: &Options) -> Result<Option<Lineage>> {
     let (_, _, folder) = locate(path, options)?;
     if !folder.is_dir() {

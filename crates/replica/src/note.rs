@@ -24,15 +24,15 @@ const LEN: usize = 512;
 /// Its whole length: the time of the last own write has a page's second part for itself.
 const WHOLE_LEN: u64 = 4096;
 
-/// The time's place, in words. For a device the number of sectors that were handed to it stands there.
+/// The time's place, in words. For a device it holds the number of sectors that were handed to it.
 const TIME: usize = LEN / 8;
 
 /// How often the kernel may count a sector that was made zero: it tries up to three ways, one after the other.
 const ZEROED: u64 = 3;
 
 /// How long after the last note of a dying process its writes may still have stamped the file, in nanoseconds: many are
-/// submitted at once, and on a busy machine the kernel is slow to end them. Who else begins to write in that time is noticed if
-/// that goes on a little longer.
+/// submitted at once, and on a busy machine the kernel is slow to end them. Another program that begins to write in that time is noticed if
+/// it goes on a little longer.
 pub(crate) const DYING: u64 = 1_000_000_000;
 
 /// How often the note is made durable meanwhile: well within [`Boot::LATE`].
@@ -199,7 +199,7 @@ impl Working {
         let (noted, ended) = (map.clone(), over.clone());
         let thread = std::thread::Builder::new().name("at work".into()).spawn(move || {
             while !ended.load(SeqCst) {
-                // Who looks at the clock and then sleeps must not put an old time in the place of a writer's newer one.
+                // A thread that sleeps after it read the clock must not overwrite a writer's newer time.
                 let before = noted[TIME].load(Relaxed);
                 let _ = noted[TIME].compare_exchange(before, time.now(), Relaxed, Relaxed);
                 std::thread::park_timeout(EVERY);
@@ -220,7 +220,7 @@ impl Working {
         }
     }
 
-    /// For whoever writes.
+    /// For the writer.
     pub(crate) fn keeping(&self) -> Keeping {
         Keeping(Some(Kept {
             file: self.file.clone(),
@@ -231,7 +231,7 @@ impl Working {
     }
 }
 
-/// Keeps a note under way: for whoever writes. That of a file is made durable now and then.
+/// Keeps a note up to date: for the writer. That of a file is made durable now and then.
 #[derive(Default)]
 pub(crate) struct Keeping(Option<Kept>);
 

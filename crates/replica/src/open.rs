@@ -16,18 +16,18 @@ use crate::options::Options;
 use crate::replica::Replica;
 
 impl Replica {
-    /// Opens the replica at `path`, or the place for one. Finishes or undoes what a crash left; [`Status::recovered`] tells.
+    /// Opens the replica at `path`, or the path for a new one. Completes or rolls back what a crash left; [`Status::recovered`] tells.
     ///
     /// # Errors
-    /// Refused if somebody else uses it, if it is no replica and is not to be adopted or replaced, if it was changed by
-    /// others, or if a delta is there that can neither be finished nor dropped.
+    /// Refused if another process uses it, if it is not a replica and is not to be adopted or replaced, if it was changed by
+    /// others, or if there is a delta that can neither be completed nor dropped.
     pub fn open(path: &Path, options: &Options) -> Result<Replica> {
         let (path, kind, folder_path) = locate(path, options)?;
         match kind {
             None | Some(FileType::RegularFile | FileType::BlockDevice) => {}
             Some(_) => {
                 return Err(ReplicaError::Refused(format!(
-                    "{} is neither a file nor a block device: give one of these",
+                    "{} is neither a file nor a block device: choose another path",
                     path.display()
                 )));
             }
@@ -52,7 +52,7 @@ impl Replica {
             }
             let image =
                 kind.map(|_| device::lock_image(&path, device::Access::Write)).transpose().or_else(|e| {
-                    // A file system without locks can't tell of others, and can't be asked.
+                    // A file system without locks knows nothing of other users.
                     if e.kind() == device::DeviceErrorKind::Unsupported { Ok(None) } else { Err(e) }
                 })?;
             let destination: Box<dyn Destination> = if device {
@@ -77,7 +77,7 @@ impl Replica {
         }
     }
 
-    /// Opens what is at a place, with its state in `folder`. Takes no lock.
+    /// Opens a destination, with its state in `folder`. Takes no lock.
     ///
     /// # Errors
     /// As for [`Replica::open`].
@@ -103,7 +103,7 @@ impl Replica {
         Ok(replica)
     }
 
-    /// A place without a lineage.
+    /// A destination without a lineage.
     fn first(&mut self) -> Result<()> {
         // They belong to nothing.
         for name in [ARRIVING, WHOLE, note::NAME] {
@@ -121,13 +121,13 @@ impl Replica {
         if free { Ok(()) } else { Err(ReplicaError::NotAReplica(self.destination().path().to_path_buf())) }
     }
 
-    /// True if a device bears nothing that anybody would miss: its first and last MiB are zeroes.
+    /// True if a device is blank: its first and last MiB are zeroes.
     fn is_blank(&self) -> Result<bool> {
         let disk = self.destination().open(Name::Final)?;
         let len = disk.len().min(1 << 20);
         let mut buf = device::Buf::new(len as usize);
         for offset in [0, disk.len() - len] {
-            // Sector by sector, so that one that can't be read is named.
+            // Sector by sector, so that an unreadable one is named.
             for (at, sector) in (offset..).step_by(4096).zip(buf.chunks_mut(4096)) {
                 let read = disk.read_at(at, sector).map_err(|e| device::unreadable(at, e));
                 read.map_err(io_error("read", self.destination().path()))?;
@@ -139,7 +139,7 @@ impl Replica {
         Ok(true)
     }
 
-    /// Takes what stands there as something of which nothing is known.
+    /// Adopts what is there: nothing is known of it until a compare has proven it.
     pub(crate) fn take(&mut self, stamp: Stamp) -> Result<()> {
         let partial = self.writes_to() == Name::Temporary;
         self.set_journal(None);
@@ -160,7 +160,7 @@ impl Replica {
         Ok(())
     }
 
-    /// What dsync's own server or tracker let others write is nobody else's, and nothing is merged over it unasked.
+    /// Refuses a replica that dsync itself has opened for writing: nothing is merged over those writes unasked.
     fn refuse_promoted(&mut self) -> Result<()> {
         if self.lineage().promoted.is_some() {
             self.set_changed(Some("dsync served it or followed it for writing"));

@@ -9,9 +9,9 @@ pub struct Options {
     pub folder: Option<PathBuf>,
     /// Where the folders of replicas on devices are, usually in the state directory; each is named after its disk.
     pub devices: PathBuf,
-    /// Take what stands there, replica or not, as something that a compare will prove.
+    /// Adopt what is there, replica or not: a compare will prove it.
     pub adopt: bool,
-    /// Let a seed take the place of what stands there.
+    /// Let a seed replace what is there.
     pub replace: bool,
     /// Let a seed begin another replica where the file of one is gone.
     pub create: bool,

@@ -24,7 +24,7 @@ pub struct Promotion {
     id: Uuid,
     /// What the replica was.
     was: Lineage,
-    /// The destination before anybody could write to it, where that could be looked at.
+    /// The destination before anything could be written to it; `None` if it could not be looked at.
     before: Option<Stamp>,
 }
 
@@ -32,7 +32,7 @@ pub struct Promotion {
 /// Durable when this returns. `None` if it is not a replica.
 ///
 /// # Errors
-/// If somebody works on it, or its state can't be read or written.
+/// If another process uses it, or its state cannot be read or written.
 pub fn promote(path: &Path, options: &Options, by: Use) -> Result<Option<Promotion>> {
     if inspect(path, options)?.is_none() {
         return Ok(None);
@@ -40,7 +40,7 @@ pub fn promote(path: &Path, options: &Options, by: Use) -> Result<Option<Promoti
     let id = Uuid::new_v4();
     let promotion = |was, before| Promotion { path: path.into(), options: options.clone(), id, was, before };
     let since = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-    // One that is marked stays so since then, but whoever marked it before has no say any more.
+    // A mark keeps its date, but from here on only this promotion may take it back.
     let mark = |lineage: &mut Lineage| {
         let was = lineage.clone();
         lineage.promoted = Some(Promoted { id, ..was.promoted.unwrap_or(Promoted { by, since, id }) });
@@ -56,9 +56,9 @@ pub fn promote(path: &Path, options: &Options, by: Use) -> Result<Option<Promoti
             replica.store()?;
             Ok(Some(promotion(was, before)))
         }
-        // Its file had gone.
+        // Its file was gone.
         Ok(_) => Ok(None),
-        // It is mounted, or no longer what its last commit left: what is written to it now is all the more nobody else's.
+        // It is mounted, or no longer what its last commit left: it is marked all the same.
         Err(ReplicaError::Busy { .. } | ReplicaError::Changed { .. } | ReplicaError::Device(_)) => {
             Ok(change_mark(path, options, mark)?.map(|was| promotion(was, None)))
         }
@@ -90,16 +90,16 @@ impl Promotion {
         &self.was
     }
 
-    /// True if nobody has promoted the replica since, or made it a replica anew.
+    /// True if the replica was neither promoted nor adopted since.
     fn is_last(&self, lineage: &Lineage) -> bool {
         lineage.promoted.is_some_and(|promoted| promoted.id == self.id)
     }
 
-    /// Takes the mark back: nobody came to write. A mark that was there before is there again, and one that somebody else
-    /// has set meanwhile stays.
+    /// Takes the mark back: nothing was opened for writing. An earlier mark is restored, and one that another process has set
+    /// meanwhile stays.
     ///
     /// # Errors
-    /// If the state can't be written: then the mark stays.
+    /// If the state cannot be written: then the mark stays.
     pub fn revert(self) -> Result<()> {
         let revert = |lineage: &mut Lineage| {
             if self.is_last(lineage) {
@@ -109,21 +109,21 @@ impl Promotion {
         change_mark(&self.path, &self.options, revert).map(drop)
     }
 
-    /// Takes the mark back if nothing was written since, and nobody else has promoted the replica. To be called when this
-    /// promotion's clients can't write any more. Returns whether it was.
+    /// Takes the mark back if nothing was written since, and the replica was not promoted again. To be called when this
+    /// promotion's clients cannot write any more. Returns whether it was.
     ///
     /// # Errors
-    /// If the destination can't be looked at, or the state can't be written: then the mark stays.
+    /// If the destination cannot be looked at, or the state cannot be written: then the mark stays.
     pub fn end(self) -> Result<bool> {
         let Some(before) = &self.before else { return Ok(false) };
         let mut replica = match Replica::open(&self.path, &Options { doubt: true, ..self.options.clone() }) {
-            // Somebody else uses it by now.
+            // Another process uses it by now.
             Err(error @ (ReplicaError::Busy { .. } | ReplicaError::Device(_))) if error.is_refusal() => {
                 return Ok(false);
             }
             opened => opened?,
         };
-        // From the look to the change the replica is held: nobody can promote it in between.
+        // The replica is held from the look to the change: it cannot be promoted in between.
         let now = replica.stamp(Name::Final)?;
         let unwritten = now.is_some_and(|now| before.is_proof_of(&now));
         if !unwritten || !replica.is_kept() || !self.is_last(replica.lineage()) {

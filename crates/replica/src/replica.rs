@@ -236,7 +236,7 @@ impl Replica {
 }
 
 impl Replica {
-    /// Where the replica stands.
+    /// What its source must know of it to find what it lacks.
     pub fn status(&self) -> &Status {
         &self.status
     }
@@ -251,11 +251,11 @@ impl Replica {
         self.folder.path()
     }
 
-    /// What the destination holds, to be compared: without what lies in a journal, so a delta that was found by comparing
+    /// What the destination holds, to be compared: without what is in a journal, so a delta that was found by comparing
     /// must not go on from it.
     ///
     /// # Errors
-    /// If there is nothing, or it can't be opened.
+    /// If there is nothing, or it cannot be opened.
     pub fn content(&self) -> Result<Arc<dyn Disk>> {
         self.sound()?;
         self.destination.open(self.writes_to())
@@ -274,7 +274,7 @@ impl Replica {
         }
     }
 
-    /// Where the replica stands by its lineage alone, or by its step.
+    /// The positions by its lineage alone, or by its step.
     pub(crate) fn positions(&self) -> Vec<Position> {
         self.lineage.positions()
     }
@@ -384,7 +384,7 @@ impl Replica {
         self.remove(WHOLE)
     }
 
-    /// The same where it can't be written. Where it can't be dropped either, only opening the replica anew tells what it holds.
+    /// The same after an error. If it cannot be dropped either, only opening the replica again tells what that holds.
     pub(crate) fn give_up_journal(&mut self) {
         self.known.half_done = self.drop_journal().is_err();
     }

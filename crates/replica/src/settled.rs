@@ -1,4 +1,4 @@
-//! A replica that is to be read as a disk, by whom its lineage does not bind: as the source of another replica, or served.
+//! A replica that is to be read as a disk: as the source of another replica, or served.
 //! Between two of its commits it may hold what its source never was.
 
 use std::path::Path;
@@ -40,7 +40,7 @@ impl Lineage {
 /// if that is needed and can be done. One that dsync has opened for writing is a disk of its own.
 ///
 /// # Errors
-/// Refused if it holds what its source never was; as for [`Replica::open`] if it can't be finished.
+/// Refused if it holds what its source never was; as for [`Replica::open`] if it cannot be completed.
 pub fn settle(path: &Path, options: &Options) -> Result<()> {
     let Some(lineage) = inspect(path, options)? else { return Ok(()) };
     let folder = state_folder(path, options)?;
@@ -49,7 +49,7 @@ pub fn settle(path: &Path, options: &Options) -> Result<()> {
         return Ok(());
     }
     let replica = match Replica::open(path, &Options { doubt: true, ..options.clone() }) {
-        // Somebody has put it where a replica was to be.
+        // It was created where a replica was to be.
         Err(ReplicaError::NotAReplica(_)) => return Ok(()),
         opened => opened?,
     };

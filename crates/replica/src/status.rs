@@ -6,7 +6,7 @@ use uuid::Uuid;
 
 use crate::lineage::{Position, State};
 
-/// Where a replica stands: what its source must know to find what it lacks.
+/// The status of a replica: what its source must know to find what it lacks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
     /// The source it follows. `None` if there is no replica yet, or an adopted file.
@@ -31,7 +31,7 @@ pub struct Status {
     pub under_way: bool,
     /// The interrupted delta in the journal. What goes on from it says so; anything else drops it.
     pub resumes: Option<Resume>,
-    /// What opening the replica had to mend, for people to read.
+    /// What opening the replica had to mend, as a text.
     pub recovered: Option<String>,
     /// In what way others changed the destination since the last commit, where [`Options::doubt`] let it pass.
     pub changed: Option<String>,

@@ -27,7 +27,7 @@ pub(super) struct Direct {
     applier: Applier,
     /// For a delta that copies.
     copies: Option<Copies>,
-    /// For one whose records stand in no order, as it is made where it reads: nothing can be said of how far it is.
+    /// For one whose records are in no order, as it is made where it reads: how far it is cannot be said.
     written: Option<Written>,
     /// Where the records of one that ascends have come.
     end: u64,
@@ -55,7 +55,7 @@ impl Replica {
         if self.writes_to() == Name::Temporary {
             self.remove_partial()?;
         }
-        // Nothing of an old replica is worth anything from here on; where one is replaced, it stays until the rename.
+        // An old replica is forgotten from here on; its file stays until the rename.
         let lineage = Lineage::new();
         if self.destination().is_device() {
             *self.lineage_mut() = lineage;
@@ -101,7 +101,7 @@ impl Replica {
                 "has an in-place commit under way"
             };
             return Err(ReplicaError::Refused(format!(
-                "{} {why}, so it can't be committed by reflink: use --commit journal",
+                "{} {why}, so it cannot be committed by reflink: pass --commit journal",
                 path.display()
             )));
         }
@@ -109,8 +109,7 @@ impl Replica {
         self.untouched()?;
         let base = self.positions();
         let inode = self.create()?;
-        // The intent first, so that a crash leaves nothing that nobody knows. It says what the clone holds once that is
-        // durable.
+        // The intent first, so that a crash leaves nothing unknown. It says what the clone holds once that is durable.
         let begun = self.step(StepKind::Clone { inode }, Vec::new(), toward);
         let cloned = begun.and_then(|()| self.clone_final());
         let made =
@@ -122,7 +121,7 @@ impl Replica {
         begun
     }
 
-    /// Drops a clone of which nobody knows what it holds: it was never made durable, or not even cloned.
+    /// Drops a clone whose content is unknown: it was never made durable, or not even cloned.
     pub(super) fn drop_unknown_clone(&mut self) -> Result<()> {
         let unknown = |step: &Step| matches!(step.kind, StepKind::Clone { .. }) && step.positions.is_empty();
         if self.lineage().step.as_ref().is_some_and(unknown) {
@@ -144,7 +143,7 @@ impl Replica {
                     | rustix::io::Errno::INVAL
                     | rustix::io::Errno::XDEV,
                 ) => ReplicaError::Refused(format!(
-                    "the file system of {} can't clone files ({e}), XFS and Btrfs can: use --commit journal",
+                    "the file system of {} cannot clone files ({e}); XFS and Btrfs can: pass --commit journal",
                     path.display()
                 )),
                 _ => disk_error("clone", path, INTERRUPTED)(e),
@@ -294,7 +293,7 @@ impl Direct {
             let fits = match &mut self.written {
                 Some(written) => written.add(record),
                 None if record.offset() >= std::mem::replace(&mut self.end, record.end()) => Ok(()),
-                None => Err(format!("it writes byte {} in no order", record.offset())),
+                None => Err(format!("its records are out of order at byte {}", record.offset())),
             };
             fits.map_err(Stop::Delta)?;
         }
@@ -342,8 +341,8 @@ impl Direct {
     }
 }
 
-/// The positions of what a delta changes while that is under way. One that copies within the same place leaves nothing of
-/// which anybody could say what it holds.
+/// The positions of what a delta changes while that is under way. One that copies within the same place leaves
+/// content that is unknown.
 fn while_made(header: &Header, positions: Vec<Position>) -> Vec<Position> {
     if header.method != Method::Rolling {
         return positions;

@@ -25,8 +25,8 @@ pub(super) struct ToJournal {
     rolling: Option<Box<Resolved>>,
 }
 
-/// A delta whose copies are read before it goes to the journal: what lies there is one that was found by comparing, and may
-/// be merged again and again.
+/// A delta whose copies are read before it goes to the journal, where it is like one that was found by comparing: it may be
+/// merged again and again.
 struct Resolved {
     copies: Copies,
     header: Header,
@@ -39,11 +39,11 @@ struct Resolved {
 }
 
 impl Replica {
-    /// The journal can't be written, so it goes. Where space is short, others need that too; and after a failed sync the
-    /// system forgets what it could not write, so that a later sync succeeds over a journal that is not there.
+    /// Removes a journal that cannot be written. If space is short, others need it too; and after a failed sync the kernel drops
+    /// what it could not write, so that a later sync succeeds over a journal that is not there.
     pub(super) fn journal_failed(&mut self, error: io::Error) -> ReplicaError {
         self.give_up_journal();
-        let state = "the replica is unchanged, and what had come of the delta is dropped";
+        let state = "the replica is unchanged, and what had arrived of the delta is dropped";
         disk_error("write the journal", &self.folder().join(ARRIVING), state)(error)
     }
 
@@ -160,11 +160,11 @@ impl ToJournal {
         let copied = self.rolling.as_ref().map_or(0, |r| r.copies.read);
         replica.untouched()?;
         if replica.has(toward.stream) {
-            // Merged again and cut off there, nobody could tell that it was.
+            // If merged again and interrupted, nothing would tell that it had begun.
             replica.drop_journal()?;
             return Ok((bytes, copied));
         }
-        let state = "the replica is unchanged, and what had come of the delta is dropped";
+        let state = "the replica is unchanged, and what had arrived of the delta is dropped";
         if let Err(e) = replica.make_room(self.holes, false, state) {
             // Where room is short, the journal's is needed too.
             replica.give_up_journal();

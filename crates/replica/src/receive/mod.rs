@@ -32,7 +32,7 @@ pub enum Commit {
 /// What a commit did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Committed {
-    /// Where the replica stands.
+    /// The epoch that the replica is at.
     pub epoch: Epoch,
     /// Bytes written, to the journal and to the destination.
     pub bytes_written: u64,
@@ -75,7 +75,7 @@ impl Replica {
         };
         let toward = self.toward(&header).ok_or_else(|| wrong("it names no epoch".into()))?;
         if header.method == Method::Rolling && header.resumes.is_some() {
-            return Err(wrong("it copies, and goes on from another one".into()));
+            return Err(wrong("a rolling delta cannot continue another one".into()));
         }
         self.check_resume(&header)?;
         let fit = self.check(&header);
@@ -105,8 +105,8 @@ impl Replica {
         Ok(DeltaReceiver { replica: self, decoder, toward, sink, failed: false })
     }
 
-    /// True if a delta that is committed this way is made where the destination's content lies, so that its copies must stand
-    /// in an order in which they can be made. Otherwise all deltas ascend.
+    /// True if a delta that is committed this way is made within the destination's content, so that its copies must be in an
+    /// order in which they can be made. Otherwise all deltas ascend.
     pub fn is_in_place(&self, commit: Commit) -> bool {
         match self.lineage().step.as_ref().map(|s| s.kind) {
             Some(StepKind::NewFile { .. } | StepKind::Clone { .. }) => true,
@@ -133,11 +133,14 @@ impl Replica {
     }
 
     fn given_up(&self) -> ReplicaError {
-        ReplicaError::Delta { path: self.path().to_path_buf(), error: "it was given up".into() }
+        ReplicaError::Delta {
+            path: self.path().to_path_buf(),
+            error: "receiving it was ended by an error".into(),
+        }
     }
 }
 
-/// Why a delta can't be taken any further.
+/// Why the rest of a delta is not taken.
 enum Stop {
     /// Something is wrong with it.
     Delta(String),
@@ -158,7 +161,7 @@ impl From<Trouble> for Stop {
         match trouble {
             Trouble::Disk(error) => Stop::Disk(error),
             Trouble::Other { offset, from } => Stop::Delta(format!(
-                "what stands at byte {from} is not what it copies to byte {offset}: run \"dsync sync\" again"
+                "byte {from} does not hold what it copies to byte {offset}: run \"dsync sync\" again"
             )),
         }
     }
@@ -193,7 +196,7 @@ impl DeltaReceiver<'_> {
         if !self.failed {
             return Ok(());
         }
-        let error = "what came before could not be taken".into();
+        let error = "an earlier part of it failed".into();
         Err(ReplicaError::Delta { path: self.replica.path().to_path_buf(), error })
     }
 
@@ -258,7 +261,7 @@ impl DeltaReceiver<'_> {
     /// Ends a delta that was cut off: what has come is kept, and a next delta may go on from it.
     ///
     /// # Errors
-    /// If it can't be written down.
+    /// If it cannot be recorded.
     pub fn keep(mut self) -> Result<()> {
         self.put_away()?;
         self.replica.refresh()
@@ -268,7 +271,7 @@ impl DeltaReceiver<'_> {
     /// from here on, if the pass reached its end: only then may what comes go on from it.
     ///
     /// # Errors
-    /// If it can't be written down.
+    /// If it cannot be recorded.
     pub fn keep_pass(mut self) -> Result<()> {
         self.put_away()?;
         self.replica.refresh()?;
@@ -289,7 +292,7 @@ impl DeltaReceiver<'_> {
 
 impl Drop for DeltaReceiver<'_> {
     fn drop(&mut self) {
-        // After an error; whoever wants to know calls `keep`.
+        // After an error; `keep` is for callers that must know.
         let _ = self.put_away();
         self.replica.set_working(None);
         let _ = self.replica.refresh();

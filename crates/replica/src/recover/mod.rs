@@ -31,7 +31,7 @@ impl Replica {
         self.state().sync().map_err(io_error("sync", self.folder()))?;
         let mut found = self.look()?;
         while !self.act(decide(&found.situation), &mut found)? {}
-        // What was judged is what was left: a second look might already find somebody's write.
+        // What was judged is what was left: a second look might already find another program's write.
         if self.left().is_none() {
             self.set_left(found.now.map(Stamp::glance));
         }
@@ -108,7 +108,7 @@ impl Replica {
             Action::Refuse(Refusal::Unproven) => Err(ReplicaError::Unproven(path())),
             Action::Refuse(Refusal::Damaged) => Err(journal::damaged(
                 &self.folder().join(WHOLE),
-                "it was whole once and is not any more".into(),
+                "it does not begin with a whole delta any more".into(),
             )),
             _ => Ok(()),
         }
@@ -253,7 +253,7 @@ impl Replica {
         }
         if let Some(step) = self.lineage_mut().step.take() {
             let epoch = step.toward.epoch;
-            self.tell(format!("the unfinished copy of epoch {epoch} is gone; it is begun anew"));
+            self.tell(format!("the unfinished copy of epoch {epoch} is gone; the next sync begins another"));
         }
         self.store()
     }
@@ -265,12 +265,9 @@ impl Replica {
         let (copy, done) = match action {
             Action::PutInPlace => (
                 self.rename(step.kind.replaces())?,
-                format!("the copy of epoch {epoch} was complete; it is put in place now"),
+                format!("the copy of epoch {epoch} was complete and has been put in place"),
             ),
-            _ => (
-                found.now.clone(),
-                format!("epoch {epoch} had been put in place; its commit is finished now"),
-            ),
+            _ => (found.now.clone(), format!("epoch {epoch} was in place; its commit has been completed")),
         };
         self.tell(done);
         self.renamed(&step.toward, copy)
@@ -292,7 +289,7 @@ impl Replica {
         let holes = self.holes_of(ARRIVING, contents)?;
         match self.make_room(holes, false, "the replica is unchanged") {
             Err(error @ ReplicaError::Full { .. }) => {
-                self.tell(format!("a delta that was cut off at its end is dropped: {error}"));
+                self.tell(format!("a delta that was interrupted at its end was dropped: {error}"));
                 Ok(false)
             }
             made => made.map(|()| true),
@@ -311,7 +308,7 @@ impl Replica {
         while let Some(first) = self.first_without_room(&deltas)? {
             deltas.truncate(first);
         }
-        // Whoever was killed may not have synced what it appended last; what was never confirmed may be too long.
+        // A process that was killed may not have synced what it appended last; what was never confirmed may be too long.
         let end = deltas.last().map_or(0, |last| last.start + last.bytes);
         let file = self.state().open(WHOLE, false).and_then(|file| {
             file.set_len(end)?;
@@ -337,10 +334,10 @@ impl Replica {
     fn redo(&mut self, deltas: &[Contents]) -> Result<()> {
         self.merge(deltas)?;
         if let (Some(epoch), ahead) = (self.lineage().epoch, self.lineage().ahead) {
-            let what = if ahead { "batches after" } else { "the journal of" };
-            let was = if ahead { "were" } else { "was" };
-            let now = if ahead { "they are" } else { "it is" };
-            self.tell(format!("{what} epoch {epoch} {was} whole; {now} merged now"));
+            self.tell(match ahead {
+                true => format!("batches after epoch {epoch} were whole and have been merged"),
+                false => format!("the journal of epoch {epoch} was whole and has been merged"),
+            });
         }
         Ok(())
     }

@@ -338,7 +338,7 @@ fn what_does_not_fit_is_refused() {
             assert!(matches!(error, ReplicaError::WrongEpoch { .. }), "{error}");
             // What was refused lies in the journal: nothing that comes behind it would be found there.
             let error = send(&mut log, &mut batches, &bytes, header.stream).unwrap_err();
-            assert!(error.to_string().contains("what came before"), "{error}");
+            assert!(error.to_string().contains("an earlier part of it failed"), "{error}");
             log = batches.settle().unwrap();
         }
         batches.finish().unwrap();

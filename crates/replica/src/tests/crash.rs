@@ -521,7 +521,7 @@ fn no_space_in_the_middle_of_a_merge() {
             let error = merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap_err();
             assert!(matches!(error, ReplicaError::Full { .. }), "{error}");
             assert!(
-                !error.is_refusal() && error.to_string().contains("the next command finishes"),
+                !error.is_refusal() && error.to_string().contains("the next command completes"),
                 "{error}"
             );
             drop(replica);
@@ -530,7 +530,7 @@ fn no_space_in_the_middle_of_a_merge() {
             assert!(matches!(world.open(&on()), Err(ReplicaError::Full { .. })));
             world.room.store(u64::MAX, SeqCst);
             let replica = world.open(&on()).unwrap();
-            assert!(replica.status().recovered.as_ref().unwrap().contains("merged now"));
+            assert!(replica.status().recovered.as_ref().unwrap().contains("has been merged"));
             assert_eq!(replica.status().epoch, Some(source.epochs[1]));
             assert!(world.holds(&source.images[1]));
         }

@@ -119,13 +119,15 @@ fn what_is_refused_leaves_no_trace() {
     for (path, words) in [
         (temp.path().to_path_buf(), "neither a file nor a block device"),
         (PathBuf::from("/dev/null"), "neither a file nor a block device"),
-        (temp.path().join("no/where.raw"), "make it"),
+        (temp.path().join("no/where.raw"), "create it"),
     ] {
         let error = open(&path).err().unwrap();
         assert!(error.is_refusal() && error.to_string().contains(words), "{error}");
     }
     std::os::unix::fs::symlink("nowhere", temp.path().join("dangling")).unwrap();
-    assert!(open(&temp.path().join("dangling")).err().unwrap().to_string().contains("leads nowhere"));
+    assert!(
+        open(&temp.path().join("dangling")).err().unwrap().to_string().contains("symbolic link to nothing")
+    );
     assert_eq!(names(temp.path()), ["dangling", "vm.raw"]);
 }
 
@@ -487,7 +489,7 @@ fn reflink_where_it_can_not_is_refused() {
     let mut replica = open(&path).unwrap();
     merge(&mut replica, &source.seed(0), Commit::Reflink).unwrap();
     let error = merge(&mut replica, &source.tracked(0, 1), Commit::Reflink).unwrap_err();
-    assert!(error.is_refusal() && error.to_string().contains("use --commit journal"), "{error}");
+    assert!(error.is_refusal() && error.to_string().contains("pass --commit journal"), "{error}");
     assert_eq!(names(temp.path()), [".vm.raw.dsync", "vm.raw"]);
     drop(replica);
     let mut replica = open(&path).unwrap();
