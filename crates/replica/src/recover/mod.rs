@@ -9,7 +9,9 @@ use crate::journal::{self, ARRIVING, Contents, WHOLE};
 use crate::lineage::{Lineage, Stamp, StepKind};
 use crate::note::{self, WRITTEN};
 use crate::replica::Replica;
-use table::{Action, Arriving, Asked, Content, File, Refusal, Sealed, Situation, Step, decide};
+use table::{
+    Action, Arriving, Asked, Change, Column, Content, End, File, Refusal, Sealed, Situation, Step, decide,
+};
 
 /// What was found so far.
 struct Found {
@@ -30,7 +32,16 @@ impl Replica {
         // After a kill, what is seen need not be durable yet; what is done now builds on it.
         self.state().sync().map_err(io_error("sync", self.folder()))?;
         let mut found = self.look()?;
-        while !self.act(decide(&found.situation), &mut found)? {}
+        let end = loop {
+            match decide(&found.situation) {
+                Action::Look(Column::Sealed) => self.look_at_sealed(&mut found)?,
+                Action::Look(Column::Content) => self.look_at_content(&mut found),
+                Action::Look(Column::Arriving) => self.look_at_arriving(&mut found)?,
+                Action::Change(change) => self.change(change, &mut found)?,
+                Action::End(end) => break end,
+            }
+        };
+        self.end(end, &mut found)?;
         // What was judged is what was left: a second look might already find another program's write.
         if self.left().is_none() {
             self.set_left(found.now.map(Stamp::glance));
@@ -38,79 +49,69 @@ impl Replica {
         Ok(())
     }
 
-    /// Carries an action out, and says what is known after it. Returns true if that was the last.
-    fn act(&mut self, action: Action, found: &mut Found) -> Result<bool> {
-        match action {
-            Action::LookAtSealed => self.look_at_sealed(found)?,
-            Action::LookAtContent => self.look_at_content(found),
-            Action::LookAtArriving => self.look_at_arriving(found)?,
-            Action::RemoveStray => {
-                self.remove_partial()?;
-                *found = self.look()?;
-            }
-            Action::DropStep => {
-                self.drop_step(found.situation.file)?;
-                *found = self.look()?;
-            }
-            Action::FinishRename | Action::PutInPlace => {
-                self.finish_step(action, found)?;
-                *found = self.look()?;
-            }
-            Action::DropMerged => {
+    /// Makes a change, and brings what was found up to date.
+    fn change(&mut self, change: Change, found: &mut Found) -> Result<()> {
+        match change {
+            Change::RemoveStray => self.remove_partial()?,
+            Change::DropStep => self.drop_step(found.situation.file)?,
+            Change::FinishRename => self.finish_rename(found.now.clone())?,
+            Change::PutInPlace => self.put_in_place()?,
+            Change::DropMerged => {
                 self.remove(note::NAME)?;
                 self.remove(WHOLE)?;
                 found.situation.sealed = Sealed::None;
+                return Ok(());
             }
-            Action::TakeTimes => {
+            Change::TakeTimes => {
                 self.keep_times()?;
                 found.situation.content = self.proven();
+                return Ok(());
             }
-            Action::DropArriving => {
+            Change::MakeRoom => {
+                let room = found.arriving.as_ref().map_or(Ok(false), |contents| self.has_room(contents))?;
+                found.situation.arriving = if room { Arriving::HasRoom } else { Arriving::Useless };
+                return Ok(());
+            }
+            Change::DropArriving => {
                 self.remove(ARRIVING)?;
                 found.situation.arriving = Arriving::None;
+                return Ok(());
             }
-            Action::SealAndMerge => {
-                let Some(contents) = found.arriving.take() else { return Ok(true) };
-                let merged = self.has_room(&contents)?;
-                if merged {
-                    self.seal_and_merge(contents)?;
-                }
-                found.situation.arriving = Arriving::Useless;
-                return Ok(merged);
-            }
-            last => return self.end(last, found).map(|()| true),
         }
-        Ok(false)
+        *found = self.look()?;
+        Ok(())
     }
 
-    /// Carries out an action that ends the recovery.
-    fn end(&mut self, action: Action, found: &mut Found) -> Result<()> {
+    fn end(&mut self, end: End, found: &mut Found) -> Result<()> {
         let path = || self.path().to_path_buf();
         let why = found.why.unwrap_or(WRITTEN);
-        match action {
-            Action::Forget => self.forget(),
-            Action::Merge => self.merge_sealed(std::mem::take(&mut found.deltas)),
-            Action::KeepArriving => {
+        match end {
+            End::Open => Ok(()),
+            End::Forget => self.forget(),
+            End::Merge => self.merge_sealed(std::mem::take(&mut found.deltas)),
+            End::SealAndMerge => {
+                found.arriving.take().map_or(Ok(()), |contents| self.seal_and_merge(contents))
+            }
+            End::KeepArriving => {
                 self.set_journal(found.arriving.take());
                 Ok(())
             }
-            Action::Adopt => {
+            End::Adopt => {
                 found.why.iter().for_each(|why| self.notice(why));
                 found.now.clone().map_or(Ok(()), |now| self.take(now))
             }
-            Action::OpenInDoubt => {
+            End::OpenInDoubt => {
                 self.notice(why);
                 self.set_changed(Some(why));
                 Ok(())
             }
-            Action::Refuse(Refusal::Changed) => Err(self.touched(why)),
-            Action::Refuse(Refusal::NotAReplica) => Err(ReplicaError::NotAReplica(path())),
-            Action::Refuse(Refusal::Unproven) => Err(ReplicaError::Unproven(path())),
-            Action::Refuse(Refusal::Damaged) => Err(journal::damaged(
+            End::Refuse(Refusal::Changed) => Err(self.touched(why)),
+            End::Refuse(Refusal::NotAReplica) => Err(ReplicaError::NotAReplica(path())),
+            End::Refuse(Refusal::Unproven) => Err(ReplicaError::Unproven(path())),
+            End::Refuse(Refusal::Damaged) => Err(journal::damaged(
                 &self.folder().join(WHOLE),
                 "it does not begin with a whole delta any more".into(),
             )),
-            _ => Ok(()),
         }
     }
 }
@@ -258,19 +259,21 @@ impl Replica {
         self.store()
     }
 
+    /// Moves the lineage to a step whose file, `copy`, has its last name.
+    fn finish_rename(&mut self, copy: Option<Stamp>) -> Result<()> {
+        let Some(toward) = self.lineage().step.as_ref().map(|step| step.toward) else { return Ok(()) };
+        self.tell(format!("epoch {} was in place; its commit has been completed", toward.epoch));
+        self.renamed(&toward, copy)
+    }
+
     /// Ends a step whose file is complete.
-    fn finish_step(&mut self, action: Action, found: &Found) -> Result<()> {
-        let Some(step) = self.lineage().step.clone() else { return Ok(()) };
-        let epoch = step.toward.epoch;
-        let (copy, done) = match action {
-            Action::PutInPlace => (
-                self.rename(step.kind.replaces())?,
-                format!("the copy of epoch {epoch} was complete and has been put in place"),
-            ),
-            _ => (found.now.clone(), format!("epoch {epoch} was in place; its commit has been completed")),
+    fn put_in_place(&mut self) -> Result<()> {
+        let Some((kind, toward)) = self.lineage().step.as_ref().map(|step| (step.kind, step.toward)) else {
+            return Ok(());
         };
-        self.tell(done);
-        self.renamed(&step.toward, copy)
+        let copy = self.rename(kind.replaces())?;
+        self.tell(format!("the copy of epoch {} was complete and has been put in place", toward.epoch));
+        self.renamed(&toward, copy)
     }
 
     /// The destination is gone: what was known of it says nothing of a new one.

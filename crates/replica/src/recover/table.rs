@@ -79,6 +79,8 @@ pub(super) enum Arriving {
     Part,
     /// A whole delta that fits.
     Complete,
+    /// The same, with room for what it writes.
+    HasRoom,
     /// Nothing that fits, or nothing new.
     Useless,
 }
@@ -108,12 +110,28 @@ pub(super) struct Situation {
 /// What is done next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Action {
-    /// Fill in [`Situation::sealed`].
-    LookAtSealed,
-    /// Fill in [`Situation::content`].
-    LookAtContent,
-    /// Fill in [`Situation::arriving`].
-    LookAtArriving,
+    /// Fill in a column.
+    Look(Column),
+    /// Change something, then decide again.
+    Change(Change),
+    /// The last one.
+    End(End),
+}
+
+/// A column that is looked at only when a line asks for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Column {
+    /// [`Situation::sealed`].
+    Sealed,
+    /// [`Situation::content`].
+    Content,
+    /// [`Situation::arriving`].
+    Arriving,
+}
+
+/// What comes before the end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Change {
     /// Remove NAME.partial.
     RemoveStray,
     /// Remove the step's file, if there is one, and take the step out of the lineage.
@@ -126,23 +144,30 @@ pub(super) enum Action {
     DropMerged,
     /// Take over the times that the destination has now.
     TakeTimes,
+    /// Reserve room for what `journal` writes.
+    MakeRoom,
     /// Remove `journal`.
     DropArriving,
-    /// Ends: begin as if there had been no replica, and leave all where it is.
+}
+
+/// How recovery ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum End {
+    /// Begin as if there had been no replica, and leave all where it is.
     Forget,
-    /// Ends: take what is there as something of which nothing is known.
+    /// Take what is there as something of which nothing is known.
     Adopt,
-    /// Ends: open it all the same, and say that others have changed it.
+    /// Open it all the same, and say that others have changed it.
     OpenInDoubt,
-    /// Ends: merge `journal-whole`.
+    /// Merge `journal-whole`.
     Merge,
-    /// Ends: seal `journal` and merge it; where there is no room, it is useless.
+    /// Seal `journal` and merge it.
     SealAndMerge,
-    /// Ends: the next delta may go on from `journal`.
+    /// The next delta may go on from `journal`.
     KeepArriving,
-    /// Ends: there is nothing to do.
+    /// There is nothing to do.
     Open,
-    /// Ends: refuse.
+    /// Not opened.
     Refuse(Refusal),
 }
 
@@ -161,61 +186,65 @@ pub(super) enum Refusal {
 
 /// The table.
 pub(super) fn decide(situation: &Situation) -> Action {
-    use Action::*;
     let Situation { step, file, sealed, content, arriving, asked } = *situation;
     let finished = matches!(step, Step::NewFileFinished | Step::CloneFinished);
+    let refuse = |refusal| Action::End(End::Refuse(refusal));
+    let adopt_or = |other| Action::End(if asked == Asked::Adopt { End::Adopt } else { other });
     let changed = || match asked {
-        Asked::Adopt => Adopt,
-        Asked::Doubt => OpenInDoubt,
-        Asked::Use => Refuse(Refusal::Changed),
+        Asked::Doubt => Action::End(End::OpenInDoubt),
+        Asked::Adopt | Asked::Use => adopt_or(End::Refuse(Refusal::Changed)),
     };
-    let adopt_or = |refusal| if asked == Asked::Adopt { Adopt } else { Refuse(refusal) };
 
     // The file of a step, and its names.
     match (step, file) {
-        (Step::None | Step::InPlace, File::Stray) => return RemoveStray,
+        (Step::None | Step::InPlace, File::Stray) => return Action::Change(Change::RemoveStray),
         (Step::None | Step::InPlace, _) => {}
-        (Step::ClonePending, _) | (_, File::None | File::Stray) => return DropStep,
-        (Step::NewFile | Step::Clone, File::InPlace) => return DropStep,
+        (Step::ClonePending, _) | (_, File::None | File::Stray) => return Action::Change(Change::DropStep),
+        (Step::NewFile | Step::Clone, File::InPlace) => return Action::Change(Change::DropStep),
         (Step::NewFile | Step::Clone, File::Beside) => {}
         (Step::NewFileFinished | Step::CloneFinished, File::InPlace | File::Beside) => {}
     }
     if finished {
         return match (step, file, content) {
-            (.., Content::Unseen) => LookAtContent,
+            (.., Content::Unseen) => Action::Look(Column::Content),
             // There is nothing at NAME.partial any more that could be looked at in doubt.
-            (_, File::InPlace, Content::Changed) => adopt_or(Refusal::Changed),
-            (_, File::InPlace, _) => FinishRename,
+            (_, File::InPlace, Content::Changed) => adopt_or(End::Refuse(Refusal::Changed)),
+            (_, File::InPlace, _) => Action::Change(Change::FinishRename),
             (Step::CloneFinished, _, Content::Changed) => changed(),
-            _ => PutInPlace,
+            _ => Action::Change(Change::PutInPlace),
         };
     }
 
     // What may be half merged.
     match (sealed, content) {
-        (Sealed::Unseen, _) => return LookAtSealed,
-        (Sealed::Merged, _) => return DropMerged,
-        (Sealed::Whole | Sealed::Damaged, _) if asked == Asked::Adopt => return Adopt,
-        (_, Content::Unseen) => return LookAtContent,
-        (_, Content::Unknown) => return adopt_or(Refusal::NotAReplica),
+        (Sealed::Unseen, _) => return Action::Look(Column::Sealed),
+        (Sealed::Merged, _) => return Action::Change(Change::DropMerged),
+        (Sealed::Whole | Sealed::Damaged, _) if asked == Asked::Adopt => return Action::End(End::Adopt),
+        (_, Content::Unseen) => return Action::Look(Column::Content),
+        (_, Content::Unknown) => return adopt_or(End::Refuse(Refusal::NotAReplica)),
         (Sealed::None, _) | (_, Content::None | Content::Gone) => {}
-        (_, Content::Changed) => return Refuse(Refusal::Changed),
-        (Sealed::Damaged, _) => return Refuse(Refusal::Damaged),
-        (Sealed::Whole, _) => return Merge,
+        (_, Content::Changed) => return refuse(Refusal::Changed),
+        (Sealed::Damaged, _) => return refuse(Refusal::Damaged),
+        (Sealed::Whole, _) => return Action::End(End::Merge),
     }
 
     // What is there, and what has come.
     match (step, content, arriving) {
-        (Step::None | Step::InPlace, Content::Gone, _) => Forget,
+        (Step::None | Step::InPlace, Content::Gone, _) => Action::End(End::Forget),
         (Step::NewFile, Content::None | Content::Gone, _) => by_arriving(arriving),
-        (Step::NewFile, ..) if asked == Asked::Adopt => Adopt,
-        (Step::NewFile, Content::Changed, _) => Refuse(Refusal::Changed),
-        (Step::NewFile, ..) => Open,
+        (Step::NewFile, ..) if asked == Asked::Adopt => Action::End(End::Adopt),
+        (Step::NewFile, Content::Changed, _) => refuse(Refusal::Changed),
+        (Step::NewFile, ..) => Action::End(End::Open),
         (_, Content::Changed, _) => changed(),
-        (_, Content::Reserved, _) => TakeTimes,
-        (Step::None | Step::InPlace, Content::AsLeft | Content::Unproven, Arriving::Complete) => SealAndMerge,
+        (_, Content::Reserved, _) => Action::Change(Change::TakeTimes),
+        (Step::None | Step::InPlace, Content::AsLeft | Content::Unproven, Arriving::Complete) => {
+            Action::Change(Change::MakeRoom)
+        }
+        (Step::None | Step::InPlace, Content::AsLeft | Content::Unproven, Arriving::HasRoom) => {
+            Action::End(End::SealAndMerge)
+        }
         (_, Content::Unproven, Arriving::None | Arriving::Part) if asked != Asked::Adopt => {
-            Refuse(Refusal::Unproven)
+            refuse(Refusal::Unproven)
         }
         _ => by_arriving(arriving),
     }
@@ -223,10 +252,10 @@ pub(super) fn decide(situation: &Situation) -> Action {
 
 fn by_arriving(arriving: Arriving) -> Action {
     match arriving {
-        Arriving::Unseen => Action::LookAtArriving,
-        Arriving::None => Action::Open,
-        Arriving::Part => Action::KeepArriving,
-        Arriving::Complete | Arriving::Useless => Action::DropArriving,
+        Arriving::Unseen => Action::Look(Column::Arriving),
+        Arriving::None => Action::End(End::Open),
+        Arriving::Part => Action::End(End::KeepArriving),
+        Arriving::Complete | Arriving::HasRoom | Arriving::Useless => Action::Change(Change::DropArriving),
     }
 }
 
@@ -263,36 +292,38 @@ mod tests {
         ("unproven", Content::Unproven),
         ("changed", Content::Changed),
     ];
-    const ARRIVING: [(&str, Arriving); 5] = [
+    const ARRIVING: [(&str, Arriving); 6] = [
         ("unseen", Arriving::Unseen),
         ("none", Arriving::None),
         ("part", Arriving::Part),
         ("complete", Arriving::Complete),
+        ("has room", Arriving::HasRoom),
         ("useless", Arriving::Useless),
     ];
     const ASKED: [(&str, Asked); 3] = [("adopt", Asked::Adopt), ("doubt", Asked::Doubt), ("use", Asked::Use)];
-    const ACTIONS: [(&str, Action); 21] = [
-        ("look at `journal-whole`", Action::LookAtSealed),
-        ("look at the destination", Action::LookAtContent),
-        ("look at `journal`", Action::LookAtArriving),
-        ("remove the stray file", Action::RemoveStray),
-        ("drop the step", Action::DropStep),
-        ("finish the rename", Action::FinishRename),
-        ("put the file in place", Action::PutInPlace),
-        ("drop `journal-whole`", Action::DropMerged),
-        ("take over the times", Action::TakeTimes),
-        ("drop `journal`", Action::DropArriving),
-        ("forget", Action::Forget),
-        ("adopt", Action::Adopt),
-        ("open in doubt", Action::OpenInDoubt),
-        ("merge `journal-whole`", Action::Merge),
-        ("seal and merge `journal`", Action::SealAndMerge),
-        ("keep `journal`", Action::KeepArriving),
-        ("open", Action::Open),
-        ("refuse: changed", Action::Refuse(Refusal::Changed)),
-        ("refuse: not a replica", Action::Refuse(Refusal::NotAReplica)),
-        ("refuse: damaged", Action::Refuse(Refusal::Damaged)),
-        ("refuse: unproven", Action::Refuse(Refusal::Unproven)),
+    const ACTIONS: [(&str, Action); 22] = [
+        ("look at `journal-whole`", Action::Look(Column::Sealed)),
+        ("look at the destination", Action::Look(Column::Content)),
+        ("look at `journal`", Action::Look(Column::Arriving)),
+        ("remove the stray file", Action::Change(Change::RemoveStray)),
+        ("drop the step", Action::Change(Change::DropStep)),
+        ("finish the rename", Action::Change(Change::FinishRename)),
+        ("put the file in place", Action::Change(Change::PutInPlace)),
+        ("drop `journal-whole`", Action::Change(Change::DropMerged)),
+        ("take over the times", Action::Change(Change::TakeTimes)),
+        ("make room", Action::Change(Change::MakeRoom)),
+        ("drop `journal`", Action::Change(Change::DropArriving)),
+        ("**forget**", Action::End(End::Forget)),
+        ("**adopt**", Action::End(End::Adopt)),
+        ("**open in doubt**", Action::End(End::OpenInDoubt)),
+        ("**merge `journal-whole`**", Action::End(End::Merge)),
+        ("**seal and merge `journal`**", Action::End(End::SealAndMerge)),
+        ("**keep `journal`**", Action::End(End::KeepArriving)),
+        ("**open**", Action::End(End::Open)),
+        ("**refuse: changed**", Action::End(End::Refuse(Refusal::Changed))),
+        ("**refuse: not a replica**", Action::End(End::Refuse(Refusal::NotAReplica))),
+        ("**refuse: damaged**", Action::End(End::Refuse(Refusal::Damaged))),
+        ("**refuse: unproven**", Action::End(End::Refuse(Refusal::Unproven))),
     ];
 
     /// The values that a cell names; all of them if it is empty.
@@ -394,18 +425,13 @@ mod tests {
             let action = decide(&situation);
             let trusts = matches!(
                 action,
-                Action::Merge
-                    | Action::SealAndMerge
-                    | Action::FinishRename
-                    | Action::TakeTimes
-                    | Action::KeepArriving
-                    | Action::Open
-                    | Action::Forget
+                Action::End(End::Merge | End::SealAndMerge | End::KeepArriving | End::Open | End::Forget)
+                    | Action::Change(Change::FinishRename | Change::TakeTimes | Change::MakeRoom)
             );
             assert!(!trusts, "{situation:?}: {action:?}");
             // A new file takes the place of whatever may be replaced.
-            let renames = action == Action::PutInPlace && situation.step != Step::NewFileFinished;
-            assert!(!renames, "{situation:?}: {action:?}");
+            let renames = action == Action::Change(Change::PutInPlace);
+            assert!(!renames || situation.step == Step::NewFileFinished, "{situation:?}: {action:?}");
         }
     }
 
@@ -415,24 +441,20 @@ mod tests {
         for situation in all() {
             let Situation { step, file, sealed, content, arriving, .. } = situation;
             let had = match decide(&situation) {
-                Action::LookAtSealed => sealed == Sealed::Unseen,
-                Action::LookAtContent => content == Content::Unseen,
-                Action::LookAtArriving => arriving == Arriving::Unseen,
-                Action::RemoveStray => file == File::Stray,
-                Action::DropStep | Action::FinishRename | Action::PutInPlace => {
+                Action::Look(Column::Sealed) => sealed == Sealed::Unseen,
+                Action::Look(Column::Content) => content == Content::Unseen,
+                Action::Look(Column::Arriving) => arriving == Arriving::Unseen,
+                Action::Change(Change::RemoveStray) => file == File::Stray,
+                Action::Change(Change::DropStep | Change::FinishRename | Change::PutInPlace) => {
                     !matches!(step, Step::None | Step::InPlace)
                 }
-                Action::DropMerged => sealed == Sealed::Merged,
-                Action::TakeTimes => content == Content::Reserved,
-                Action::DropArriving => matches!(arriving, Arriving::Complete | Arriving::Useless),
-                Action::Forget
-                | Action::Adopt
-                | Action::OpenInDoubt
-                | Action::Merge
-                | Action::SealAndMerge
-                | Action::KeepArriving
-                | Action::Open
-                | Action::Refuse(_) => true,
+                Action::Change(Change::DropMerged) => sealed == Sealed::Merged,
+                Action::Change(Change::TakeTimes) => content == Content::Reserved,
+                Action::Change(Change::MakeRoom) => arriving == Arriving::Complete,
+                Action::Change(Change::DropArriving) => {
+                    matches!(arriving, Arriving::Complete | Arriving::HasRoom | Arriving::Useless)
+                }
+                Action::End(_) => true,
             };
             assert!(had, "{situation:?}: {:?}", decide(&situation));
         }
