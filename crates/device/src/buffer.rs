@@ -1,4 +1,4 @@
-//! Aligned memory that direct I/O can use, owned by whoever holds it.
+//! Owned, aligned memory for direct I/O.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ops::{Deref, DerefMut};
@@ -27,8 +27,8 @@ impl Buf {
         Buf::take(len, true)
     }
 
-    /// A buffer of `len` bytes that will be written before they are read: they may hold what some earlier buffer held. To
-    /// fill one from a disk or a pipe this way costs neither fresh pages nor zeroing.
+    /// A buffer of `len` bytes that will be written before they are read: it may hold the content of an earlier buffer. To
+    /// fill it from a disk or a pipe costs neither fresh pages nor zeroing.
     pub fn scratch(len: usize) -> Buf {
         Buf::take(len, false)
     }
@@ -56,12 +56,12 @@ impl Buf {
         Buf { start, len, capacity }
     }
 
-    /// The bytes that [`Buf::set_len`] may reach.
+    /// The capacity in bytes.
     pub fn capacity(&self) -> usize {
         self.capacity
     }
 
-    /// Changes the length within the capacity. Bytes that appear hold what was there before.
+    /// Changes the length within the capacity. Added bytes keep their old content.
     ///
     /// # Panics
     /// If `len` exceeds the capacity.
@@ -70,7 +70,7 @@ impl Buf {
         self.len = len;
     }
 
-    /// Where the bytes lie; they stay there as long as the buffer lives, wherever it is moved.
+    /// The address of the bytes, which does not change when the buffer is moved.
     pub(crate) fn memory(&mut self) -> *mut u8 {
         self.start.as_ptr()
     }
@@ -106,7 +106,7 @@ impl Drop for Buf {
 /// cost more than moving the megabyte: pipes ran at a sixth of their speed.
 struct FreeBlock(NonNull<u8>);
 
-// SAFETY: the memory is owned by whoever holds this, as with a Buf.
+// SAFETY: this owns its memory, as a Buf does.
 unsafe impl Send for FreeBlock {}
 
 /// Buffers of 64 KiB to 4 MiB are kept, in classes of powers of two.
@@ -180,7 +180,7 @@ mod tests {
         }
         let many: Vec<Buf> = (0..40).map(|_| Buf::new(1 << 20)).collect();
         drop(many);
-        // Other tests of this process may hold and drop buffers meanwhile: a fetch_add may stand above for a moment.
+        // Other tests of this process may hold and drop buffers meanwhile: the count may exceed the limit for a moment.
         let held: usize = (0..CLASSES).map(|class| kept(class).len() * (SMALLEST_KEPT << class)).sum();
         assert!(held <= MOST_KEPT, "{held} bytes kept");
     }

@@ -1,5 +1,5 @@
-//! The time by which file systems stamp their files, and the machine's life: what own writes are told from others' by, after
-//! nobody was there to watch.
+//! The time by which file systems stamp their files, and the boot of the machine: they distinguish own writes from foreign
+//! ones after a time without supervision.
 
 use std::path::Path;
 
@@ -50,18 +50,18 @@ fn system() -> u64 {
     (t.tv_sec.max(0) as u64).saturating_mul(1_000_000_000).saturating_add(t.tv_nsec.max(0) as u64)
 }
 
-/// The machine's life, as far as stamps need it, and that of the disks on which something is kept: one that was detached and
+/// The boot of the machine, and the diskseqs of the disks on which something is stored: one that was detached and
 /// attached again may have lost what was not flushed, as in a power cut.
 #[derive(Debug, Clone)]
 pub struct Boot {
-    /// A name that no other boot has. Behind each `#` the numbers of the disks beneath one path, outermost first, between
+    /// The boot id. After each `#` the diskseqs of the disks beneath one path, outermost first, between
     /// slashes; none where the kernel shows no single disk.
     pub id: String,
     /// Nanoseconds since 1970 when it began.
     pub began: u64,
 }
 
-/// How a life that was noted relates to this one.
+/// How a recorded boot relates to the present one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Life {
     /// It is this one.
@@ -91,7 +91,7 @@ impl Boot {
         Boot { id, began }
     }
 
-    /// How the life of this name relates to this one. What is not known of disks does not tell them apart.
+    /// How the boot of this id relates to this one. Unknown disks count as the same.
     pub fn life(&self, id: &str) -> Life {
         let (mut this, mut that) = (self.id.split('#'), id.split('#'));
         if self.id.is_empty() || this.next() != that.next() {
@@ -129,7 +129,7 @@ mod tests {
             ("a#7/3#9", "a#7/4#9", Life::Detached),
             ("a#7/3#9", "a#7/3#10", Life::Detached),
             ("a#7/3#9", "b#7/3#9", Life::Earlier),
-            // Noted by an earlier program, or where there was no disk to be seen.
+            // Recorded by an earlier version, or where no disk was known.
             ("a#7/3#9", "a", Life::This),
             ("a#7/3#9", "a##9", Life::This),
             ("a#7/3", "a#7", Life::This),

@@ -1,4 +1,4 @@
-//! The face of every disk.
+//! The traits of disks and their queues.
 
 use std::collections::VecDeque;
 use std::io;
@@ -34,14 +34,14 @@ pub enum Kind {
     },
     /// Make the pieces read as zeroes.
     Zero {
-        /// The space may be given back.
+        /// The space may be deallocated.
         unmap: bool,
         /// Fail with `ErrorKind::Unsupported` rather than write zeroes by hand.
         fast: bool,
         /// Durable at completion.
         fua: bool,
     },
-    /// The content is no longer needed; may do nothing, may leave anything.
+    /// The content is no longer needed. The disk may ignore this, or leave any content.
     Discard {
         /// Durable at completion.
         fua: bool,
@@ -59,7 +59,7 @@ pub struct Request {
     pub pieces: Pieces,
     /// The data: as long as the pieces together for reads and writes, empty otherwise.
     pub buf: Buf,
-    /// The caller's mark, returned with the completion.
+    /// The caller's token, returned with the completion.
     pub token: u64,
 }
 
@@ -78,7 +78,7 @@ impl Request {
         Err(io::Error::new(io::ErrorKind::InvalidInput, text))
     }
 
-    /// Carries it out by the plain methods.
+    /// Executes it by the plain methods.
     pub fn run<D: Disk + ?Sized>(&mut self, disk: &D) -> io::Result<()> {
         self.check()?;
         let (mut at, mut durable) = (0, false);
@@ -89,7 +89,7 @@ impl Request {
                     disk.read_at(piece.offset, &mut self.buf[at..end])?;
                     at = end;
                 }
-                // Of many pieces one flush is cheaper than as many forced writes.
+                // For many pieces one flush is cheaper than as many forced writes.
                 Kind::Write { fua: true } if self.pieces.len() == 1 => {
                     disk.write_through(piece.offset, &self.buf)?;
                 }
@@ -114,32 +114,32 @@ impl Request {
     }
 }
 
-/// A completed request, its buffer handed back.
+/// A completed request, with its buffer.
 #[derive(Debug)]
 pub struct Done {
     /// The request as it was submitted.
     pub request: Request,
-    /// How it went. After an error the content of the pieces (or the buffer, for a read) is undefined.
+    /// The result. After an error the content of the pieces (or the buffer, for a read) is undefined.
     pub result: io::Result<()>,
 }
 
 /// A queue of requests to one disk, used by one thread. Requests may complete in any order: one that must see another's
-/// effect is submitted after the other's completion. Dropping a queue waits for what has been started; the rest stays undone.
+/// effect is submitted after the other's completion. Dropping a queue waits for started requests; the rest is discarded.
 pub trait Queue: Send {
-    /// Hands a request over. May do the work at once; may block while the queue is full.
+    /// Submits a request. May execute it at once; may block while the queue is full.
     fn submit(&mut self, request: Request);
 
-    /// Makes sure that everything submitted is on its way. Cheap when there is nothing to start.
+    /// Starts everything submitted. Cheap if there is nothing to start.
     fn start(&mut self);
 
     /// The next completion. `None` if nothing has completed and `wait` is false, or if nothing is in flight.
     fn complete(&mut self, wait: bool) -> Option<Done>;
 
-    /// Requests submitted and not yet handed back.
+    /// Requests submitted and not yet returned.
     fn in_flight(&self) -> usize;
 
-    /// A descriptor that is readable whenever `complete(false)` may have something to hand back, so that one thread can
-    /// wait for a completion and for something else in one `poll`. `None` where there is no such thing: because all
+    /// A descriptor that is readable whenever `complete(false)` may return something, so that one thread can
+    /// wait for a completion and for something else in one `poll`. `None` if there is none: because all
     /// work is done as it is submitted, or because only `complete(true)` can wait.
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
         None
@@ -153,7 +153,7 @@ pub trait Disk: Send + Sync {
     /// Size in bytes.
     fn len(&self) -> u64;
 
-    /// True if there is not a byte.
+    /// True if the size is 0.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -166,9 +166,9 @@ pub trait Disk: Send + Sync {
     /// Fills `buf` from `offset`. Reading past the end is an error of kind `UnexpectedEof`.
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()>;
 
-    /// Fills `buf` from `offset` if memory has all of it already, and as much behind it as the system reads ahead; says
-    /// whether it did. What a file's page cache holds is read at the speed of memory, and nothing is added to it. For who
-    /// wants to know the content alone: it says nothing of what the medium holds. After `false` the content of `buf` is
+    /// Fills `buf` from `offset` if memory has all of it already, and as much after it as the system reads ahead. Returns
+    /// whether it did. A file's page cache is read at the speed of memory, and nothing is added to it. For callers that
+    /// need only the content: it does not check the medium. After `false` the content of `buf` is
     /// undefined.
     fn read_cached(&self, _offset: u64, _buf: &mut [u8]) -> bool {
         false
@@ -183,11 +183,11 @@ pub trait Disk: Send + Sync {
         self.flush()
     }
 
-    /// Makes a range read as zeroes. With `unmap` the space may be given back; with `fast` the call fails with
+    /// Makes a range read as zeroes. With `unmap` the space may be deallocated; with `fast` the call fails with
     /// `Unsupported` where it would have to write the zeroes.
     fn zero(&self, offset: u64, len: u64, unmap: bool, fast: bool) -> io::Result<()>;
 
-    /// Tells that a range is no longer needed.
+    /// Declares that a range is no longer needed.
     fn discard(&self, offset: u64, len: u64) -> io::Result<()>;
 
     /// Makes sure that a write to this range finds room, beyond the disk's end too, where the disk can do that. What is there
@@ -196,13 +196,13 @@ pub trait Disk: Send + Sync {
         Ok(())
     }
 
-    /// Tells that a range will be read soon. A hint: may do nothing.
+    /// Announces that a range will be read soon. A hint: may do nothing.
     fn prefetch(&self, _offset: u64, _len: u64) -> io::Result<()> {
         Ok(())
     }
 
-    /// Hands to the disk what others have written and the system still holds in memory, so that the disk's count of writes has
-    /// it. Flushes no cache of the disk's own.
+    /// Writes out what other programs have written and the system still holds in memory, so that the disk's count of writes has
+    /// it. Does not flush the disk's own cache.
     fn write_back(&self) -> io::Result<()> {
         Ok(())
     }
@@ -210,21 +210,21 @@ pub trait Disk: Send + Sync {
     /// Makes everything completed so far durable.
     fn flush(&self) -> io::Result<()>;
 
-    /// The first allocated run at or after `from`, `None` if there is none. What lies between is known to read as zeroes.
+    /// The first allocated run at or after `from`, `None` if there is none. The bytes in between read as zeroes.
     fn allocated(&self, from: u64) -> io::Result<Option<Range<u64>>> {
         Ok((from < self.len()).then(|| from..self.len()))
     }
 
-    /// Changes the size. `Unsupported` where the disk has the size it has.
+    /// Changes the size. `Unsupported` for disks of fixed size.
     fn resize(&self, _len: u64) -> io::Result<()> {
         Err(io::ErrorKind::Unsupported.into())
     }
 
-    /// A queue that keeps up to about `depth` operations on their way.
+    /// A queue that keeps up to about `depth` operations in flight.
     fn queue(self: Arc<Self>, depth: u32) -> io::Result<Box<dyn Queue>>;
 }
 
-/// The queue of disks that do the work at once: every request is carried out by the plain methods as it is submitted.
+/// The queue of synchronous disks: every request is executed by the plain methods as it is submitted.
 pub struct InlineQueue<D: Disk + ?Sized> {
     disk: Arc<D>,
     done: VecDeque<Done>,

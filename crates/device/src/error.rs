@@ -1,9 +1,9 @@
-//! Errors that name the thing, the place and the way out.
+//! Errors that name the disk, the place and a way out.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// What kind of trouble a [`DeviceError`] tells of.
+/// The kind of a [`DeviceError`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceErrorKind {
     /// There is nothing at the path.
@@ -20,7 +20,7 @@ pub enum DeviceErrorKind {
     Failed,
 }
 
-/// A disk that could not be opened, locked or looked at: says what was tried, where, why it failed and what to do.
+/// A disk could not be opened, locked or examined: what was tried, where, why it failed and what to do.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {doing} {}: {why}: {way_out}", path.display())]
 pub struct DeviceError {
@@ -84,12 +84,12 @@ impl DeviceError {
         DeviceError { kind, doing, path: path.to_path_buf(), why, way_out, source: Some(error) }
     }
 
-    /// What kind of trouble it is.
+    /// The kind of error.
     pub fn kind(&self) -> DeviceErrorKind {
         self.kind
     }
 
-    /// True where another program's use of the disk is in the way, and nothing failed.
+    /// True if another program's use of the disk forbids it, rather than a failure.
     pub fn is_refusal(&self) -> bool {
         self.kind == DeviceErrorKind::InUse
     }
@@ -126,7 +126,7 @@ struct Fault {
     source: io::Error,
 }
 
-/// Bytes that the medium cannot give.
+/// Bytes that the medium cannot read.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot read at byte {offset}: {source}")]
 struct Unreadable {
@@ -134,13 +134,13 @@ struct Unreadable {
     source: io::Error,
 }
 
-/// Names the first byte that cannot be read in the error of an attempt to.
+/// Adds the first unreadable byte to the error of a read.
 pub fn unreadable(offset: u64, source: io::Error) -> io::Error {
     io::Error::new(source.kind(), Unreadable { offset, source })
 }
 
-/// True if a read failed because the medium could not give the data, and not for any other reason: other parts of the disk
-/// may be read all the same.
+/// True if a read failed because of the medium, and not for any other reason: other parts of the disk
+/// may be readable.
 pub fn is_unreadable(error: &io::Error) -> bool {
     let inner = error.get_ref();
     if let Some(unreadable) = inner.and_then(|e| e.downcast_ref::<Unreadable>()) {
@@ -148,7 +148,7 @@ pub fn is_unreadable(error: &io::Error) -> bool {
     }
     let fault = inner.and_then(|e| e.downcast_ref::<Fault>());
     let number = fault.map_or(error, |fault| &fault.source).raw_os_error();
-    // What drivers and file systems make of a bad sector or a wrong checksum.
+    // Errors of drivers and file systems for a bad sector or a wrong checksum.
     matches!(
         number,
         Some(libc::EIO | libc::EREMOTEIO | libc::ENODATA | libc::EILSEQ | libc::EBADMSG | libc::EUCLEAN)
@@ -160,7 +160,7 @@ pub(crate) fn at(path: &Path, doing: &'static str, offset: u64, len: u64, source
     io::Error::new(source.kind(), Fault { path: path.to_path_buf(), doing, offset, len, source })
 }
 
-/// Refuses a range that does not lie within a disk of `size` bytes.
+/// Refuses a range that is not within a disk of `size` bytes.
 pub(crate) fn within(path: &Path, doing: &'static str, offset: u64, len: u64, size: u64) -> io::Result<()> {
     if offset.checked_add(len).is_some_and(|end| end <= size) {
         return Ok(());

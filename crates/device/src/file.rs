@@ -26,23 +26,23 @@ use self::uring::UringQueue;
 /// How to open a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Options {
-    /// For reading and writing, rather than reading alone.
+    /// Open for reading and writing, rather than reading only.
     pub write: bool,
-    /// Bypassing the page cache, many requests on their way at once. A file system that has no direct I/O is used through the
+    /// Bypass the page cache, with many requests in flight. A file system that has no direct I/O is used through the
     /// page cache all the same. Block devices are always direct: their page cache is stale beside a mounted file system.
     pub direct: bool,
-    /// Refused while another program uses it: a block device that is mounted, held or opened
+    /// Refuse if another program uses it: a block device that is mounted, held or opened
     /// exclusively, a file behind a loop device or swapped on. Programs that merely have it open are
-    /// [`lock_image`](crate::lock_image)'s matter.
+    /// handled by [`lock_image`](crate::lock_image).
     pub exclusive: bool,
 }
 
-/// Requests of files go the direct way in whole pages only: a page that is half direct and half cached could be written
+/// Requests of files are direct in whole pages only: a page that is half direct and half cached could be written
 /// back whole from the cache, over what the direct half has just written.
 const PAGE: u64 = 4096;
 /// Bounce buffers, and zeroes written by hand.
 const STEP: u64 = 1 << 20;
-/// More than most file systems read ahead of what is asked for.
+/// More than most file systems read ahead.
 const AHEAD: u64 = 8 << 20;
 
 /// A file or a block device, open.
@@ -59,7 +59,7 @@ pub(crate) struct FileDisk {
     pub(crate) unit: u64,
     /// Direct requests use memory at multiples of this.
     memory: usize,
-    /// Bytes that the kernel reads ahead of what is asked for.
+    /// Bytes that the kernel reads ahead.
     ahead: u64,
     /// Held while a part of a block device's sector is read, changed and written.
     edges: Mutex<()>,
@@ -72,7 +72,7 @@ pub fn open(path: &Path, options: &Options) -> Result<Arc<dyn Disk>, DeviceError
     Ok(Arc::new(FileDisk::open(path, options)?))
 }
 
-/// [`open`] as if the kernel had no io_uring, for the tests: the way that is taken where it is missing or forbidden.
+/// [`open`] as if the kernel had no io_uring, for tests of the fallback.
 #[doc(hidden)]
 pub fn open_without_uring(path: &Path, options: &Options) -> Result<Arc<dyn Disk>, DeviceError> {
     Ok(Arc::new(FileDisk { threads: true, ..FileDisk::open(path, options)? }))
@@ -80,7 +80,7 @@ pub fn open_without_uring(path: &Path, options: &Options) -> Result<Arc<dyn Disk
 
 /// Makes a disk of an open file or block device. `path` is what messages call it.
 ///
-/// What `options` asks for beyond how `file` was opened is opened again: direct I/O, exclusive use.
+/// Opens `file` again if `options` needs more than it was opened with: direct I/O, exclusive use.
 pub fn adopt(file: File, path: &Path, options: &Options) -> Result<Arc<dyn Disk>, DeviceError> {
     Ok(Arc::new(FileDisk::adopt(file, path, options)?))
 }
@@ -100,7 +100,7 @@ fn not_a_disk(path: &Path, kind: std::fs::FileType) -> Option<DeviceError> {
     Some(DeviceError::new(DeviceErrorKind::NotADisk, "open", path, what, "give a file or a block device"))
 }
 
-/// Says who uses it, if anybody is seen to.
+/// Adds the known user to an error.
 fn refuse_used(path: &Path) -> Result<(), DeviceError> {
     let way_out = "unmount it, or stop what uses it";
     match usage::in_use(path) {
@@ -118,13 +118,13 @@ fn open_file(path: &Path, options: &Options, flags: i32) -> io::Result<File> {
 impl FileDisk {
     fn open(path: &Path, options: &Options) -> Result<FileDisk, DeviceError> {
         let fail = |e| DeviceError::from_io("open", path, e);
-        // Looked at before it is opened: opening a pipe would wait, opening a tape would rewind it.
+        // Checked before it is opened: opening a pipe would wait, opening a tape would rewind it.
         let metadata = std::fs::metadata(path).map_err(fail)?;
         let kind = metadata.file_type();
         if let Some(error) = not_a_disk(path, kind) {
             return Err(error);
         }
-        // Some kernels open it for writing all the same, and fail each write.
+        // Some kernels open a read-only device for writing, and fail each write.
         if kind.is_block_device() && options.write && usage::is_read_only(metadata.rdev()) {
             return Err(fail(io::ErrorKind::ReadOnlyFilesystem.into()));
         }
@@ -167,7 +167,7 @@ impl FileDisk {
         let (mut direct, mut unit, mut memory) = (None, 1, 1);
         let len = if block {
             unit = u64::from(rustix::fs::ioctl_blksszget(&plain).map_err(|e| fail(e.into()))?);
-            // A sector is enough for memory where the kernel doesn't say.
+            // A sector is enough for memory if the kernel does not tell.
             let asked = sys::direct_alignment(&plain).map(|(memory, _)| u64::from(memory)).filter(|m| *m > 0);
             memory = asked.unwrap_or(unit) as usize;
             rustix::fs::seek(&plain, SeekFrom::End(0)).map_err(|e| fail(e.into()))?
@@ -205,7 +205,7 @@ impl FileDisk {
         if self.block { Some(&self.plain) } else { self.direct.as_ref() }
     }
 
-    /// True if a request at this place and from this memory can go the direct way.
+    /// True if a request at this place and from this memory can be direct.
     pub(crate) fn fits(&self, offset: u64, memory: usize, len: u64) -> bool {
         (offset | len) % self.unit == 0 && memory % self.memory == 0
     }
@@ -274,7 +274,7 @@ impl FileDisk {
         self.write_edge(whole.end, tail)
     }
 
-    /// A write of which this much is durable at its end. `Unsupported` where the parts would have to go different ways.
+    /// A write of which this much is durable at its end. `Unsupported` if only parts could be direct.
     fn write_forced(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
         let file = match self.direct() {
             None => &self.plain,
@@ -328,14 +328,14 @@ impl FileDisk {
         Ok((start, sectors))
     }
 
-    /// Zeroes by the kernel's own means. `Unsupported` where it has none, or (with `fast`) none that is quick.
+    /// Zeroes by the kernel's own means. `Unsupported` if it has none, or (with `fast`) none that is fast.
     fn zero_by_kernel(&self, offset: u64, len: u64, unmap: bool, fast: bool) -> io::Result<()> {
         let mut result = Err(Errno::OPNOTSUPP);
         if unmap {
             let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
             result = retry(|| rustix::fs::fallocate(&self.plain, flags, offset, len));
         }
-        // A block device without the command writes zeroes for ZERO_RANGE, which isn't quick, but spares us the copies.
+        // A block device without the command writes zeroes for ZERO_RANGE, which is not fast, but avoids copies.
         if matches!(result, Err(Errno::OPNOTSUPP | Errno::NOSYS))
             && !(fast && self.block && !self.zeroes_itself())
         {
@@ -399,7 +399,7 @@ impl FileDisk {
             retry(|| rustix::fs::fallocate(&self.plain, flags, offset, len)).map_err(io::Error::from)
         };
         match result {
-            // A hint that nobody takes is no failure.
+            // A failed hint is not an error.
             Err(e) if e.kind() == io::ErrorKind::Unsupported => Ok(()),
             other => other,
         }
@@ -464,7 +464,7 @@ impl Disk for FileDisk {
             return Ok(());
         }
         match retry(|| rustix::fs::fallocate(&self.plain, FallocateFlags::KEEP_SIZE, offset, len)) {
-            // Where the file system cannot promise anything, a write must do.
+            // If the file system cannot reserve space, a write must do.
             Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(()),
             other => other.map_err(|e| at(&self.path, "reserving", offset, len, e.into())),
         }
@@ -498,7 +498,7 @@ impl Disk for FileDisk {
         let start = match seek(SeekFrom::Data(from)) {
             Ok(start) => start,
             Err(Errno::NXIO) => return Ok(None),
-            // Where the file system doesn't know of holes, all is data.
+            // If the file system does not support holes, all is data.
             Err(Errno::INVAL | Errno::OPNOTSUPP) => return Ok(Some(from..len)),
             Err(e) => return Err(at(&self.path, "search for data", from, len - from, e.into())),
         };
@@ -507,7 +507,7 @@ impl Disk for FileDisk {
         }
         match seek(SeekFrom::Hole(start)) {
             Ok(end) if end > start => Ok(Some(start..end.min(len))),
-            // Punched or cut off since: what is unsure counts as data.
+            // Punched or truncated since: in doubt it counts as data.
             Ok(_) | Err(Errno::NXIO) => Ok(Some(start..len)),
             Err(e) => Err(at(&self.path, "search for a hole", start, len - start, e.into())),
         }
@@ -541,7 +541,7 @@ impl Disk for FileDisk {
     }
 }
 
-/// Opens the same file once more for direct I/O. `None` where that cannot be had.
+/// Opens the same file once more for direct I/O. `None` if that is not supported.
 fn open_direct(plain: &File, metadata: &std::fs::Metadata, options: &Options) -> Option<File> {
     let file = open_file(&by_descriptor(plain), options, libc::O_DIRECT).ok()?;
     let same = file.metadata().is_ok_and(|m| (m.dev(), m.ino()) == (metadata.dev(), metadata.ino()));

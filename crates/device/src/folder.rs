@@ -1,4 +1,4 @@
-//! Folders of state files: the few calls from which everything durable is made.
+//! Folders of state files: the few calls that everything durable uses.
 //!
 //! A trait, so that a test can stop the world before each of them, and keep or lose what was not flushed.
 
@@ -21,19 +21,19 @@ pub trait Folder: Send + Sync {
     fn open(&self, name: &str, create: bool) -> io::Result<Box<dyn StateFile>>;
     /// Renames a file over another. Durable after [`Folder::sync`].
     fn rename(&self, from: &str, to: &str) -> io::Result<()>;
-    /// Removes a file; one that is missing already is no error. Durable after [`Folder::sync`].
+    /// Removes a file; a missing file is not an error. Durable after [`Folder::sync`].
     fn remove(&self, name: &str) -> io::Result<()>;
     /// Makes creations, renames and removals durable.
     fn sync(&self) -> io::Result<()>;
     /// The names in the folder, sorted.
     fn list(&self) -> io::Result<Vec<String>>;
-    /// Where the folder lies, for messages and for locks.
+    /// The folder's path, for messages and locks.
     fn path(&self) -> &Path;
-    /// When a file was last written to, in nanoseconds since 1970; `None` where nobody can say.
+    /// When a file was last written to, in nanoseconds since 1970; `None` if not known.
     fn modified(&self, _name: &str) -> Option<u64> {
         None
     }
-    /// Bytes by which its files may grow; `None` where nobody can say.
+    /// Bytes by which its files may grow; `None` if not known.
     fn free(&self) -> Option<u64> {
         crate::free_space(self.path()).ok()
     }
@@ -49,22 +49,22 @@ pub trait StateFile: Send + Sync {
     }
     /// Fills `buf` from `offset`.
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()>;
-    /// Writes at `offset`, growing the file where needed.
+    /// Writes at `offset`, growing the file if needed.
     fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()>;
-    /// Changes the length. What appears reads as zeroes.
+    /// Changes the length. Added bytes read as zeroes.
     fn set_len(&self, len: u64) -> io::Result<()>;
     /// Reserves space for the first `len` bytes, so that writing them, through a mapping too, cannot run out of it.
     fn reserve(&self, len: u64) -> io::Result<()>;
     /// Makes the file's content and length durable, what was written through mappings included.
     fn sync(&self) -> io::Result<()>;
-    /// Fails if writing back what was written earlier, through a mapping too, failed since this file was opened. Told once:
-    /// by this call or by [`StateFile::sync`], whichever comes first. Begins no write-back.
+    /// Fails if writing back what was written earlier, through a mapping too, failed since this file was opened. Reported once:
+    /// by this call or by [`StateFile::sync`], whichever comes first. Does not start write-back.
     fn failed(&self) -> io::Result<()> {
         Ok(())
     }
     /// Maps the first `len` bytes, a multiple of 8, shared.
     fn map(&self, len: u64) -> io::Result<Mapping>;
-    /// Begins to write a range back and does not wait for it, so that a later [`StateFile::sync`] finds little to do. A hint.
+    /// Starts writing a range back without waiting, so that a later [`StateFile::sync`] finds little to do. A hint.
     fn write_back(&self, _offset: u64, _len: u64) {}
     /// Drops what the page cache holds of a range that is durable already. A hint.
     fn uncache(&self, _offset: u64, _len: u64) {}
@@ -81,8 +81,8 @@ pub fn replace(folder: &dyn Folder, name: &str, content: &[u8]) -> io::Result<()
     folder.sync()
 }
 
-/// Makes sure that the next [`replace`] of the file `name` by up to `len` bytes finds room, however full the folder runs
-/// until then. What is reserved is kept in [`reserved`].
+/// Reserves space for the next [`replace`] of the file `name` by up to `len` bytes, however full the file system becomes
+/// until then. The reservation is held by the file [`reserved`].
 pub fn reserve(folder: &dyn Folder, name: &str, len: u64) -> io::Result<()> {
     folder.open(&reserved(name), true)?.reserve(len)
 }
@@ -100,14 +100,14 @@ pub struct Dir {
 }
 
 impl Dir {
-    /// Opens a folder, making it (for the owner alone) and its parents where they are missing.
+    /// Opens a folder, creating it (for the owner only) and its parents if they are missing.
     pub fn open(path: &Path) -> io::Result<Dir> {
         use std::os::unix::fs::DirBuilderExt;
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path)?;
         Dir::existing(path)
     }
 
-    /// Opens a folder that must be there.
+    /// Opens an existing folder.
     pub fn existing(path: &Path) -> io::Result<Dir> {
         let held = OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY).open(path)?;
         Ok(Dir { path: path.to_path_buf(), held: Arc::new(held) })
@@ -135,7 +135,7 @@ impl Folder for Dir {
         let flags = if create { OFlags::RDWR | OFlags::CREATE } else { OFlags::RDWR };
         let open = |flags| openat(&self.held, name, flags | OFlags::CLOEXEC, Mode::from_raw_mode(0o666));
         let opened = open(flags);
-        // What is only read need not be refused.
+        // Reading needs no check.
         let read_only = !create && matches!(opened, Err(Errno::ROFS));
         let file = if read_only { open(OFlags::RDONLY)? } else { opened? };
         Ok(Box::new(RealFile { file: file.into(), read_only }))
@@ -215,7 +215,7 @@ impl StateFile for RealFile {
             return Ok(());
         }
         match rustix::fs::fallocate(&self.file, rustix::fs::FallocateFlags::empty(), 0, len) {
-            // Where the file system cannot reserve, the length is all there is to have.
+            // If the file system cannot reserve space, set the length only.
             Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => {
                 if self.len()? < len {
                     self.file.set_len(len)
@@ -287,7 +287,7 @@ impl Mapping {
             )?
         };
         let mapped = Mapped { start, len };
-        // Words are touched here and there: no page is worth reading ahead of. A hint: without it all works as well.
+        // Access is random, so reading ahead is useless. Only a hint.
         // SAFETY: the advice changes no content, and the range is the mapping just made.
         let _ = unsafe { rustix::mm::madvise(start, len, rustix::mm::Advice::Random) };
         Ok(Mapping(Arc::new(mapped)))
@@ -305,7 +305,7 @@ impl Deref for Mapping {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        // SAFETY: mapped in `new` with this length; nobody holds a reference any more.
+        // SAFETY: mapped in `new` with this length; no reference is left.
         let _ = unsafe { rustix::mm::munmap(self.start, self.len) };
     }
 }

@@ -1,4 +1,4 @@
-//! One process at a time works on a folder of state.
+//! The lock on a folder of state: one process at a time works on it.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -21,12 +21,12 @@ impl FolderLock {
     /// The name of the lock's file.
     pub const NAME: &str = "lock";
 
-    /// Takes the lock of the folder at a path; an inner `Err` says who has it.
+    /// Takes the lock of the folder at a path; an inner `Err` names the holder.
     pub fn take(folder: &Path) -> io::Result<Result<FolderLock, String>> {
         FolderLock::of(&Dir::existing(folder)?)
     }
 
-    /// Takes the lock of a folder; an inner `Err` says who has it.
+    /// Takes the lock of a folder; an inner `Err` names the holder.
     pub fn of(folder: &Dir) -> io::Result<Result<FolderLock, String>> {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC;
         loop {
@@ -46,7 +46,7 @@ impl FolderLock {
                 statat(folder.held(), Self::NAME, AtFlags::SYMLINK_NOFOLLOW).map(|m| (m.st_dev, m.st_ino));
             let ours = file.metadata()?;
             if here.is_ok_and(|here| here == (ours.dev(), ours.ino())) {
-                // The lock is what counts: on a full file system it does without its text.
+                // The text is optional: a full file system must not prevent locking.
                 let _ = file.set_len(0);
                 let program = std::fs::read_to_string("/proc/self/comm").unwrap_or_default();
                 let host = rustix::system::uname();
@@ -57,7 +57,7 @@ impl FolderLock {
         }
     }
 
-    /// On a file system that is mounted read-only, where a file can be locked but not made: the folder stands in for it.
+    /// On a file system that is mounted read-only, where the file can be locked but not created: the folder is locked instead.
     fn read_only(folder: &Dir) -> io::Result<Result<FolderLock, String>> {
         let open = |name| openat(folder.held(), name, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
         let mut file: File = match open(Self::NAME) {
@@ -71,7 +71,7 @@ impl FolderLock {
         }
     }
 
-    /// Gives the lock up and removes its file, and the folder if that leaves it empty: for a folder that was made only to
+    /// Releases the lock and removes its file, and the folder if it is then empty: for a folder that was created only to
     /// hold a lock.
     pub fn remove(self) {
         let _ = self.folder.remove(Self::NAME);

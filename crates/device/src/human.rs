@@ -1,4 +1,4 @@
-//! Sizes as people read them.
+//! Human-readable sizes.
 
 const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
 
@@ -21,10 +21,10 @@ pub fn human_size(bytes: u64) -> String {
     }
 }
 
-/// The same, with the number of bytes where three digits do not tell it: two sizes that differ never read alike.
+/// The same, with the number of bytes if three digits are not exact: different sizes never look equal.
 pub fn exact_size(bytes: u64) -> String {
     let unit = (bytes.max(1).ilog2() / 10 * 10).min(60);
-    // Half and quarter units, and hundreds of whole ones, are what three digits show.
+    // Three digits are exact for hundreds of units, and for halves and quarters.
     let whole = bytes >> unit;
     let exact = match whole {
         0..10 => bytes.trailing_zeros() + 2 >= unit,

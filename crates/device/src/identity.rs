@@ -1,4 +1,4 @@
-//! What makes a file or a device that file or that device.
+//! The identity of files and devices.
 
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -19,15 +19,15 @@ pub enum DiskKind {
     Block,
 }
 
-/// What a path leads to, and how it stands. Equal identities mean that nothing was changed, as far as the system tells:
-/// of a file the times do, of a device nothing does.
+/// What a path leads to, and its state. Equal identities mean that nothing was changed, as far as the system shows:
+/// for a file its times do, for a device nothing does.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
     /// File or block device.
     pub kind: DiskKind,
     /// The path without symbolic links.
     pub path: PathBuf,
-    /// Of a file the number of the device it lies on; of a block device its own number.
+    /// Of a file the number of the device it is on; of a block device its own number.
     pub dev: u64,
     /// Inode of a file; 0 for a block device.
     pub ino: u64,
@@ -94,12 +94,12 @@ pub fn identity(path: &Path) -> Result<Identity, DeviceError> {
     })
 }
 
-/// Where sysfs tells of a block device.
+/// The folder of a block device in sysfs.
 pub(crate) fn sysfs(device: u64) -> PathBuf {
     PathBuf::from(format!("/sys/dev/block/{}:{}", libc::major(device), libc::minor(device)))
 }
 
-/// From sysfs, which all may read; else by opening the device.
+/// From sysfs, which everyone may read; otherwise by opening the device.
 fn block_size(path: &Path, device: u64) -> io::Result<u64> {
     let sectors =
         std::fs::read_to_string(sysfs(device).join("size")).ok().and_then(|s| s.trim().parse::<u64>().ok());

@@ -1,7 +1,7 @@
 //! Disks as bytes: files, block devices and memory behind one trait, with batched requests, direct I/O, holes, identity and locks;
 //! and the folders in which dsync keeps its state.
 //!
-//! All other crates read and write disks through [`Disk`] and keep state through [`Folder`], so that tests can fail any call or cut
+//! All other crates read and write disks through [`Disk`] and store state through [`Folder`], so that tests can fail any call or cut
 //! the power under all of them.
 //!
 //! ```

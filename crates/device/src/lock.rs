@@ -1,4 +1,4 @@
-//! Who may use an image at the same time. The locks are those that QEMU takes, so that each refuses the other.
+//! Locks on images. They are those of QEMU, so that each refuses the other.
 //!
 //! QEMU locks single bytes far below any data's meaning, always shared: byte 100+n says "I use permission n", byte 200+n
 //! says "I do not share permission n". After locking its own it asks, for each permission it uses, whether anybody
@@ -12,22 +12,22 @@ use std::path::Path;
 use crate::error::{DeviceError, DeviceErrorKind};
 use crate::usage;
 
-/// How an image is going to be used.
+/// The intended use of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// Reading, beside others who read. Nobody may write.
+    /// Reading, along with other readers. No program may write.
     ReadShared,
-    /// Writing. No other program may write, nor count on what they read.
+    /// Writing. No other program may write, or rely on what it reads.
     Write,
 }
 
 const USED: i64 = 100;
 const NOT_SHARED: i64 = 200;
-/// Reading what nobody changes meanwhile.
+/// Reading, with no changes meanwhile.
 const READ: i64 = 0;
 const WRITE: i64 = 1;
 const RESIZE: i64 = 3;
-/// In either case nobody else may do these.
+/// Permissions denied to other programs in either case.
 const DENIED: [i64; 2] = [WRITE, RESIZE];
 
 impl Access {
@@ -39,19 +39,19 @@ impl Access {
     }
 }
 
-/// A lock on an image; falls when dropped.
+/// A lock on an image; released when dropped.
 #[derive(Debug)]
 pub struct ImageLock {
-    // Locks go with the last descriptor of this open file, which is ours alone.
+    // The locks are released with the last descriptor of this open file, which is not shared.
     _file: File,
 }
 
-/// What to do about dsync itself: who has the same state directory has been told before that the source is in use.
+/// The way out if dsync itself holds the lock: with the same state directory the source would have been reported as in use.
 const OTHER_STATE: &str =
     "stop it, or pass its state directory with --state-dir; if that was removed, restart it";
 
 /// Locks the file or block device at `path` against other users, QEMU's programs among them. Of kind
-/// [`DeviceErrorKind::InUse`] if somebody uses it in a way that doesn't go together with `access`.
+/// [`DeviceErrorKind::InUse`] if it is in use in a way that conflicts with `access`.
 pub fn lock_image(path: &Path, access: Access) -> Result<ImageLock, DeviceError> {
     let fail = |e: io::Error| match e.raw_os_error() {
         Some(libc::ENOLCK | libc::EINVAL | libc::EOPNOTSUPP | libc::ENOSYS) => DeviceError::new(

@@ -1,6 +1,6 @@
 //! Which disk a block device is, and whether it was written to: what the kernel, the hardware and the content say.
 //!
-//! A device has no times. In one life of the kernel its own count of sectors written tells of every write; after a reboot, or
+//! A device has no times. Within one boot the kernel's count of sectors written reveals every write; after a reboot, or
 //! where a disk was attached again, only what most users of a disk change does: the edges of the disk and of its partitions,
 //! where superblocks and partition tables are.
 
@@ -20,28 +20,28 @@ use crate::{Buf, table};
 /// A block device at a moment.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Medium {
-    /// What names the disk wherever it is attached ([`disk_id`]); `None` if nothing does.
+    /// The identifier of the disk, wherever it is attached ([`disk_id`]); `None` if it has none.
     pub id: Option<String>,
-    /// The life of the kernel in which the next two hold.
+    /// The boot in which the next two are valid.
     pub boot: String,
-    /// The number that the kernel gave to the medium.
+    /// The diskseq of the medium.
     pub diskseq: Option<u64>,
     /// What was written to it by then; `None` where the kernel does not count.
     pub written: Option<Written>,
-    /// Hashes of the edges of the disk and its partitions, in pieces; see [`Medium::differs`]. Empty where they were not
-    /// looked at, of both that are compared.
+    /// Hashes of the edges of the disk and its partitions, in pieces; see [`Medium::differs`]. Empty if they were not
+    /// read, of both that are compared.
     pub edges: String,
 }
 
 /// Characters of a piece's hash.
 const HASH: usize = 8;
-/// In the place of the hash of a piece that cannot be read.
+/// The hash of an unreadable piece.
 const UNREADABLE: &str = "????????";
 /// What of each end of a disk or partition counts as its edge, and the pieces that it is hashed in, in bytes.
 const EDGE: u64 = 1 << 20;
 const PIECE: u64 = 128 << 10;
 
-/// A block device that is looked at often: what the kernel says of it, read from files that are kept open.
+/// The kernel's data on a block device, read often from files that are kept open.
 #[derive(Debug)]
 pub struct Gauge {
     id: Option<String>,
@@ -56,7 +56,7 @@ impl Gauge {
         Gauge { id: disk_id(device), boot: Boot::current().id, device, counters: Counters::of(device) }
     }
 
-    /// What the kernel says now; the content is not looked at.
+    /// What the kernel reports now, without the content.
     pub fn read(&self) -> Medium {
         Medium {
             id: self.id.clone(),
@@ -74,7 +74,7 @@ impl Medium {
     /// # Errors
     /// If it cannot be read, for other reasons than bad sectors.
     pub fn of(gauge: &Gauge, disk: &dyn Disk) -> io::Result<Medium> {
-        // The count first: whoever writes meanwhile has moved it by the next time.
+        // The count first: a write meanwhile changes it by the next time.
         let said = gauge.read();
         Ok(Medium { edges: edges(disk)?, ..said })
     }
@@ -96,14 +96,14 @@ impl Medium {
         }
     }
 
-    /// True if it is certain that nobody wrote between: the kernel has counted all the while.
+    /// True if it is certain that nothing was written in between: the kernel has counted throughout.
     pub fn is_proof_of(&self, now: &Medium) -> bool {
         let one_life = !self.boot.is_empty() && (&self.boot, self.diskseq) == (&now.boot, now.diskseq);
         let counted = self.written.zip(now.written).is_some_and(|(before, now)| !before.has_moved(&now));
         one_life && self.diskseq.is_some() && counted
     }
 
-    /// In what way a device is not the one it was, or was written to since; `None` if nothing tells.
+    /// How a device shows that it is another one, or was written to since; `None` if nothing shows.
     pub fn differs(&self, now: &Medium) -> Option<&'static str> {
         if let (Some(before), Some(now)) = (&self.id, &now.id) {
             if before != now {
@@ -127,7 +127,7 @@ impl Medium {
     }
 }
 
-/// True if two lists of hashes may be those of one content: none says otherwise, and one at least says so.
+/// True if two lists of hashes may be of the same content: none differs, and at least one agrees.
 pub fn agree(before: &str, now: &str) -> bool {
     let hashes =
         |print: &str| -> Vec<Vec<u8>> { print.as_bytes().chunks(HASH).map(<[u8]>::to_vec).collect() };
@@ -170,8 +170,8 @@ fn edges(disk: &dyn Disk) -> io::Result<String> {
     Ok(hashes)
 }
 
-/// What names the disk behind the block device of this number, wherever it is attached and whatever it holds; fit for a file
-/// name. `None` if nothing does.
+/// The identifier of the disk behind the block device of this number, wherever it is attached and whatever it holds; fit for a file
+/// name. `None` if it has none.
 ///
 /// Of a disk its WWN or serial number, of a device-mapper device its UUID or name, of a loop device the file and the part of it
 /// that is attached, of a partition its disk's and its place there.
@@ -179,7 +179,7 @@ pub fn disk_id(device: u64) -> Option<String> {
     let id = id_at(&std::fs::canonicalize(sysfs(device)).ok()?)?;
     let safe: String =
         id.chars().map(|c| if c.is_ascii_alphanumeric() || "-_.:".contains(c) { c } else { '_' }).collect();
-    // Two that differ only in what was replaced or cut off stay two.
+    // Add a hash, so that names that differ only in what was replaced or cut off stay different.
     if safe == id && safe.len() <= 120 {
         return Some(safe);
     }
@@ -212,7 +212,7 @@ fn id_at(place: &Path) -> Option<String> {
         let (offset, limit) = (read("loop/offset")?, read("loop/sizelimit")?);
         return Some(format!("loop-{site:x}-{ino}-{offset}-{limit}"));
     }
-    // Cheap bridges share their serial numbers: all that there is counts.
+    // Cheap bridges share their serial numbers: use everything available.
     let names = ["wwid", "device/wwid", "serial", "device/serial"].iter().filter_map(|name| read(name));
     let hardware = names.collect::<Vec<_>>().join("-");
     if !hardware.is_empty() {
@@ -221,7 +221,7 @@ fn id_at(place: &Path) -> Option<String> {
     by_id(place.file_name()?.to_str()?)
 }
 
-/// The name that udev made for a disk, by what it asked of the hardware.
+/// The name that udev made for a disk from the hardware's answers.
 fn by_id(kernel_name: &str) -> Option<String> {
     let device = Path::new("/dev").join(kernel_name);
     let mut names: Vec<String> = std::fs::read_dir("/dev/disk/by-id")
@@ -264,7 +264,7 @@ mod tests {
         assert!(says(Medium { written: moved, ..was.clone() }).contains("written to"));
         assert!(says(Medium { id: Some("c".into()), ..was.clone() }).contains("another disk"));
         assert!(says(Medium { id: None, diskseq: Some(8), ..was.clone() }).contains("detached"));
-        // Another life of the kernel: its counts say nothing, and neither do its numbers.
+        // Another boot: neither its counts nor its numbers are comparable.
         let later = Medium { boot: "d".into(), diskseq: Some(9), written: moved, ..was.clone() };
         assert_eq!(was.differs(&later), None);
         assert!(!was.is_proof_of(&later));

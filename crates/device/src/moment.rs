@@ -1,4 +1,4 @@
-//! Moments as people read them.
+//! Human-readable times.
 
 /// A time in seconds since 1970: `2027-03-01 14:02 UTC`.
 pub fn moment(time: u64) -> String {

@@ -68,7 +68,7 @@ impl RamDisk {
         }
     }
 
-    /// Zeroes a range; whole pages are given back if `unmap`. Holes stay holes.
+    /// Zeroes a range; whole pages are freed if `unmap`. Holes stay holes.
     fn clear(&self, offset: u64, len: u64, unmap: bool) {
         let Some(end) = offset.checked_add(len).filter(|_| len > 0) else { return };
         let (first, last) = (offset / CHUNK, (end - 1) / CHUNK);
@@ -101,7 +101,7 @@ impl RamDisk {
         within(Path::new("RAM disk"), doing, offset, len, self.len())
     }
 
-    /// The end of the run of pages that hold (or don't hold) memory from page `page` on, within its chunk.
+    /// The end of the run of pages that do or do not hold memory from page `page` on, within its chunk.
     fn run(pages: &[Option<Page>], page: u64, present: bool) -> u64 {
         let rest = &pages[page as usize..];
         page + rest.iter().take_while(|p| p.is_some() == present).count() as u64

@@ -1,4 +1,4 @@
-//! A descriptor in reserve, for servers: with none left, a client that connects would wait without a word.
+//! A spare descriptor for servers: with none left, a client that connects would wait without an answer.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 
-/// One descriptor, given up so that a client who cannot be served can be taken and sent away.
+/// One descriptor, closed so that a client that cannot be served can be accepted and disconnected.
 #[derive(Debug)]
 pub struct Reserve(Option<OwnedFd>);
 
@@ -27,7 +27,7 @@ impl Reserve {
         matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
     }
 
-    /// Takes the client that waits longest, if one waits, and closes its connection.
+    /// Accepts the client that has waited longest, if there is one, and closes its connection.
     pub fn turn_away<T>(&mut self, listener: impl AsFd, accept: impl FnOnce() -> io::Result<T>) {
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         let waits = poll(&mut [PollFd::new(&listener, PollFlags::IN)], Some(&now));

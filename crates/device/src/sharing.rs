@@ -1,4 +1,4 @@
-//! Content that two files share, where their file system can (XFS, Btrfs).
+//! Content that two files share, if their file system supports it (XFS, Btrfs).
 
 use std::fs::File;
 use std::io;
@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use crate::sys;
 
-/// A file that may come to share what another holds.
+/// A file that may share the content of another.
 pub struct Sharing {
     from: File,
     to: File,
@@ -35,7 +35,7 @@ impl Sharing {
     /// Shares whole blocks: `range` of `to` is then what `from` holds from `at` on. Durable when `to` is flushed.
     ///
     /// # Errors
-    /// If the file system cannot, or says no.
+    /// If the file system cannot, or refuses.
     pub fn share(&self, range: Range<u64>, at: u64) -> io::Result<()> {
         sys::clone_range((&self.from, at), (&self.to, range.start), range.end - range.start)
     }

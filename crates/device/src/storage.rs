@@ -1,4 +1,4 @@
-//! What a disk lies on: the file behind a loop device, the disk of a partition, the disks under a mapped device, the device of
+//! What a disk is stored on: the file behind a loop device, the disk of a partition, the disks under a mapped device, the device of
 //! a file's file system. Two paths may lead to one storage in many ways; along these chains they meet.
 
 use std::ops::Range;
@@ -10,22 +10,22 @@ use serde::{Deserialize, Serialize};
 use crate::identity::{diskseq, sysfs};
 use crate::usage::{device_number, file_system_device, members};
 
-/// More layers than that are not followed.
+/// The most layers that are followed.
 const MOST: usize = 64;
 
 /// What a file or block device is made of.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Storage {
-    /// The life of the kernel whose numbers these are.
+    /// The boot in which the numbers are valid.
     boot: String,
-    /// The file or device itself first, then what it lies on.
+    /// The file or device itself first, then what it is stored on.
     layers: Vec<Layer>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Layer {
     what: Object,
-    /// Which bytes of it are used; `None` where that is not known.
+    /// Which bytes of it are used; `None` if that is not known.
     range: Option<Range<u64>>,
 }
 
@@ -39,8 +39,8 @@ enum Object {
 }
 
 impl Storage {
-    /// What the file or block device at `path` lies on; where nothing is there yet, what its folder does. `None` if that cannot
-    /// be said.
+    /// What the file or block device at `path` is stored on; for a missing file, its folder. `None` if that is
+    /// not known.
     pub fn of(path: &Path) -> Option<Storage> {
         let found = std::fs::metadata(path).or_else(|_| {
             let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
@@ -65,11 +65,11 @@ impl Storage {
         Some(Storage { boot, layers })
     }
 
-    /// True if both share bytes, or one of them lies on the other: writing to one changes the other.
+    /// True if both share bytes, or one is stored on the other: writing to one changes the other.
     pub fn overlaps(&self, other: &Storage) -> bool {
         let shared = |a: &Layer, b: &Layer| match (&a.range, &b.range) {
             (Some(a), Some(b)) => a.start < b.end && b.start < a.end,
-            // A part of it that is not known: all that is certain is that it is not elsewhere.
+            // Which part of it is not known, only that it is not elsewhere.
             _ => self.layers.first() == Some(a) || other.layers.first() == Some(b),
         };
         let mut pairs = self.layers.iter().flat_map(|a| other.layers.iter().map(move |b| (a, b)));
@@ -77,7 +77,7 @@ impl Storage {
     }
 }
 
-/// The numbers (diskseq) of the disks on which the file or device at `path` is, outermost first, as far as each lies on one
+/// The numbers (diskseq) of the disks on which the file or device at `path` is, outermost first, as far as each is on one
 /// alone; of a Btrfs over several the numbers of all.
 pub(crate) fn disks_beneath(path: &Path) -> Vec<u64> {
     let mut numbers = Vec::new();

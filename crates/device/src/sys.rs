@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 
-/// Hands a range of a block device back (BLKDISCARD). Offset and length are whole sectors.
+/// Discards a range of a block device (BLKDISCARD). Offset and length are whole sectors.
 pub(crate) fn block_discard(file: &File, offset: u64, len: u64) -> io::Result<()> {
     const BLKDISCARD: u32 = 0x1277;
     let range = [offset, len];
@@ -22,7 +22,7 @@ pub(crate) fn write_back(file: &File) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// The memory and offset alignment that direct I/O to a file needs, where the kernel tells (Linux 6.1).
+/// The memory and offset alignment that direct I/O to a file needs, if the kernel reports it (Linux 6.1).
 /// `Some((0, 0))` says that the file takes no direct I/O.
 pub(crate) fn direct_alignment(file: &File) -> Option<(u32, u32)> {
     // SAFETY: statx is plain data, for which zeroes are a valid value.
@@ -41,7 +41,7 @@ pub(crate) fn direct_alignment(file: &File) -> Option<(u32, u32)> {
         .then_some((answer.stx_dio_mem_align, answer.stx_dio_offset_align))
 }
 
-/// Whether the page cache holds every page of a range of a file. False where the kernel doesn't tell (before Linux 6.5).
+/// Whether the page cache holds every page of a range of a file. False if the kernel does not tell (before Linux 6.5).
 pub(crate) fn is_cached(file: &File, offset: u64, len: u64) -> bool {
     // The same number on every architecture that Rust knows.
     const CACHESTAT: libc::c_long = 451;

@@ -1,4 +1,4 @@
-//! The partitions that a disk's own table names.
+//! The partitions in a disk's own table.
 
 use std::io;
 use std::ops::Range;
@@ -7,13 +7,13 @@ use crate::Buf;
 use crate::disk::Disk;
 use crate::error::is_unreadable;
 
-/// A table counts in sectors of these sizes, in bytes; which one its GPT header's place tells.
+/// A table counts in sectors of these sizes, in bytes; which one follows from the place of the GPT header.
 const SECTORS: [u64; 2] = [512, 4096];
-/// More entries than that are no table.
+/// The most entries of a valid table.
 const MOST: u64 = 256;
 
-/// The partitions of a disk, in bytes: those of its GPT, or the four of its MBR. Empty where there is no table, or it cannot be
-/// read. What lies within an extended partition is not looked for.
+/// The partitions of a disk, in bytes: those of its GPT, or the four of its MBR. Empty if there is no table, or it cannot be
+/// read. Partitions within an extended one are not included.
 ///
 /// # Errors
 /// If the disk cannot be read, for other reasons than bad sectors.
@@ -71,7 +71,7 @@ fn mbr(disk: &dyn Disk) -> io::Result<Vec<Range<u64>>> {
         return Ok(Vec::new());
     };
     let entries = head[446..510].chunks_exact(16);
-    // A file system's boot sector bears the same mark; its entries are code, which fits nothing.
+    // A file system's boot sector has the same signature; its "entries" are code, and not valid.
     let entries = entries.filter(|entry| entry[4] != 0 && entry[0] & 0x7f == 0);
     Ok(entries
         .map(|entry| {

@@ -1,4 +1,4 @@
-//! A queue whose requests are carried out by a few threads: where io_uring cannot be had.
+//! A queue whose requests are executed by a few threads: the fallback without io_uring.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -10,25 +10,25 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::disk::{Done, Queue, Request};
 
-/// Carries out one request, whole.
+/// Executes one request.
 type Work = dyn Fn(&mut Request) -> io::Result<()> + Send + Sync;
 
-/// More threads cost more than they bring.
+/// More threads do not help.
 const MOST: u32 = 16;
 
-/// Carries requests out on up to 16 threads, in any order.
+/// Executes requests on up to 16 threads, in any order.
 pub struct ThreadQueue {
-    /// `None` once the queue is being dropped, which sends the workers home.
+    /// `None` once the queue is being dropped, which ends the workers.
     requests: Option<Sender<Request>>,
     done: Receiver<Done>,
     workers: Vec<JoinHandle<()>>,
     in_flight: usize,
-    /// Counts completions, for those who poll.
+    /// Counts completions, for polling.
     event: Arc<OwnedFd>,
 }
 
 impl ThreadQueue {
-    /// A queue that keeps `depth` requests on their way, each done by `work`.
+    /// A queue that keeps `depth` requests in flight, each executed by `work`.
     ///
     /// # Errors
     /// If not even one thread can be started.
@@ -45,7 +45,7 @@ impl ThreadQueue {
             let run = move || {
                 for mut request in inbox {
                     let result = work(&mut request);
-                    // The completion first: who wakes for the event must find it.
+                    // The completion before the event, so that a woken thread finds it.
                     if outbox.send(Done { request, result }).is_err() {
                         return;
                     }
@@ -55,7 +55,7 @@ impl ThreadQueue {
             match std::thread::Builder::new().name("disk".into()).spawn(run) {
                 Ok(worker) => queue.workers.push(worker),
                 Err(error) if queue.workers.is_empty() => return Err(error),
-                // It is slower with fewer.
+                // Fewer threads are only slower.
                 Err(_) => break,
             }
         }
@@ -67,7 +67,7 @@ impl Queue for ThreadQueue {
     fn submit(&mut self, request: Request) {
         if let Some(requests) = &self.requests {
             self.in_flight += 1;
-            // Fails only without workers, and they stay as long as `self`.
+            // Fails only without workers, which live as long as `self`.
             let _ = requests.send(request);
         }
     }

@@ -1,4 +1,4 @@
-//! Who else uses a file or a block device, and how much room there is.
+//! Other users of a file or a block device, and free space.
 
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
@@ -11,9 +11,9 @@ use crate::error::DeviceError;
 use crate::identity::sysfs;
 
 /// Says who uses the file or block device at `path`, or a partition of it, or the disk it is a partition of, in a way that
-/// forbids writing to it: `mounted on /srv`, `held by vg-root`, `the backing of /dev/loop3`. `None` if nobody is seen.
+/// forbids writing to it: `mounted on /srv`, `held by vg-root`, `the backing of /dev/loop3`. `None` if no user is known.
 ///
-/// Nobody seen is no promise: open with `exclusive` to have one for a block device, and take
+/// `None` is not a guarantee: open a block device with `exclusive` for one, and take
 /// [`lock_image`](crate::lock_image) for a file.
 pub fn in_use(path: &Path) -> Option<String> {
     let metadata = std::fs::metadata(path).ok()?;
@@ -30,8 +30,8 @@ pub fn in_use(path: &Path) -> Option<String> {
         .or_else(|| opened_exclusively(path))
 }
 
-/// Says who may write to the block device at `path` while somebody reads it: what [`in_use`] says, but of file systems only
-/// those that are mounted for writing. `None` if nobody is seen, and for a file, whose times tell of writes.
+/// Who may write to the block device at `path` while it is read: as [`in_use`], but of file systems only
+/// those that are mounted for writing. `None` for a file, whose times show writes.
 pub fn may_change(path: &Path) -> Option<String> {
     let metadata = std::fs::metadata(path).ok()?;
     if !metadata.file_type().is_block_device() || is_read_only(metadata.rdev()) {
@@ -43,7 +43,7 @@ pub fn may_change(path: &Path) -> Option<String> {
         .or_else(|| held(&devices))
 }
 
-/// True if the kernel lets nobody write to a block device.
+/// True if a block device is read-only.
 pub(crate) fn is_read_only(device: u64) -> bool {
     std::fs::read_to_string(sysfs(device).join("ro")).is_ok_and(|text| text.trim() == "1")
 }
@@ -74,7 +74,7 @@ fn parse_number(text: &str) -> Option<u64> {
     Some(libc::makedev(major.parse().ok()?, minor.parse().ok()?))
 }
 
-/// The block device that a file system lies on, by the number under which its files appear.
+/// The block device that a file system is on, by the device number of its files.
 pub(crate) fn file_system_device(number: u64) -> Option<u64> {
     if sysfs(number).exists() {
         return Some(number);
@@ -99,16 +99,16 @@ pub struct Mount {
 pub fn file_system(file: &File) -> std::io::Result<u64> {
     let about = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", file.as_raw_fd()))?;
     let id = about.lines().find_map(|line| line.strip_prefix("mnt_id:")?.trim().parse().ok());
-    // What is open stays mounted: its number is nobody else's by the time the table is read.
+    // An open file keeps its file system mounted, so its number is not reused before the table is read.
     let mount = mount_table()?.into_iter().find(|mount| Some(mount.id) == id);
     mount.map(|mount| mount.dev).ok_or_else(|| std::io::Error::other("it is not in the table of mounts"))
 }
 
-/// The file systems that lie on the block device at `path`: on itself, on its partitions, and on what holds these, as
+/// The file systems on the block device at `path`: on itself, on its partitions, and on what holds these, as
 /// device-mapper and md devices do.
 ///
 /// # Errors
-/// If the device or the table of mounts cannot be looked at.
+/// If the device or the table of mounts cannot be read.
 pub fn mounts_on(path: &Path) -> Result<Vec<Mount>, DeviceError> {
     let fail = |e| DeviceError::from_io("look at", path, e);
     let metadata = std::fs::metadata(path).map_err(fail)?;

@@ -1,4 +1,4 @@
-//! How much was written to a block device, by the kernel's count.
+//! The kernel's count of what was written to a block device.
 
 use std::fs::File;
 use std::io;
@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::identity::{Identity, sysfs};
 use crate::usage::may_change;
 
-/// What was written to a block device since it appeared, by any program: where two counts are equal nobody wrote between.
+/// What was written to a block device since it appeared, by any program: if two counts are equal, nothing was written in between.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Written {
     /// Sectors of 512 bytes, by writes that have ended.
@@ -31,7 +31,7 @@ impl Written {
         beside || (self.sectors, self.discarded) != (now.sectors, now.discarded)
     }
 
-    /// Counts for the device of this number; a partition counts what goes through it. `None` where the kernel doesn't count.
+    /// Counts for the device of this number; a partition counts what goes through it. `None` if the kernel does not count.
     pub fn of(device: u64) -> Option<Written> {
         Counters::of(device)?.read_own()
     }
@@ -49,7 +49,7 @@ fn numbers(file: &File) -> Option<Vec<u64>> {
     Some(text.split_whitespace().map_while(|number| number.parse().ok()).collect())
 }
 
-/// The counts of one disk or partition, kept open: they are asked for often.
+/// The counts of one disk or partition, kept open because they are read often.
 #[derive(Debug)]
 struct Counter {
     stat: File,
@@ -82,7 +82,7 @@ pub(crate) struct Counters {
     counts: File,
 }
 
-/// How often the counts of a disk and of its partitions are read until they fit together: others may write meanwhile.
+/// How often the counts of a disk and of its partitions are read until they are consistent: there may be writes meanwhile.
 const READS: usize = 1000;
 
 impl Counters {
@@ -101,12 +101,12 @@ impl Counters {
         Some(Counters { own, disk: Some((Counter::open(disk)?, partitions?)), counts })
     }
 
-    /// What goes through the device itself. `None` where the kernel doesn't count.
+    /// What goes through the device itself. `None` if the kernel does not count.
     fn read_own(&self) -> Option<Written> {
         (numbers(&self.counts)? == [1]).then(|| self.own.read())?
     }
 
-    /// Of a partition also what goes past all partitions. `None` where the kernel doesn't count.
+    /// Of a partition also what goes past all partitions. `None` if the kernel does not count.
     pub(crate) fn read(&self) -> Option<Written> {
         let Some((disk, partitions)) = &self.disk else { return self.read_own() };
         for _ in 0..READS {
@@ -118,7 +118,7 @@ impl Counters {
             }
             let own = self.read_own()?;
             let after = disk.read()?;
-            // Between these two nothing ended that would stand in one count and not in the other.
+            // Between these two reads no write ended that only one count would have.
             if (before.sectors, before.discarded) == (after.sectors, after.discarded) {
                 return Some(Written { beside: Some(beside), ..own });
             }
@@ -127,7 +127,7 @@ impl Counters {
     }
 }
 
-/// Notices what others write to a block device that is being read: equal counts at both ends mean that nobody wrote.
+/// Detects writes to a block device that is being read: equal counts at both ends mean that there were none.
 #[derive(Debug)]
 pub struct WriteWatch {
     path: PathBuf,
@@ -136,7 +136,7 @@ pub struct WriteWatch {
 }
 
 impl WriteWatch {
-    /// Begins to watch a block device. What lies in its page cache is written first, so that no reader causes that later.
+    /// Begins to watch a block device. Its page cache is written out first, so that reading does not cause writes later.
     ///
     /// # Errors
     /// If the device cannot be opened or flushed.
@@ -147,7 +147,7 @@ impl WriteWatch {
         Ok(WriteWatch { path: device.path.clone(), counters, begun })
     }
 
-    /// True if nobody has written since. Where the kernel counts nothing, true if nobody is seen who may write.
+    /// True if nothing was written since. If the kernel does not count, true if no possible writer is known.
     pub fn is_still(&self) -> bool {
         match (&self.counters, &self.begun) {
             (Some(counters), Some(begun)) => {

@@ -17,18 +17,18 @@ pub(crate) const GROUP_BLOCKS: u64 = 64 * GROUP_WORDS as u64;
 
 /// One bit a block, and above it one summary bit for each group of 4096 blocks, so that what is clean is skipped.
 ///
-/// The storage is a boxed slice, or anything that gives atomic words: a mapping of a file, for one. The leaves lie first,
-/// padded to whole groups, the summary behind them; the words are in the machine's byte order.
+/// The storage is a boxed slice, or anything that gives atomic words: a mapping of a file, for one. The leaves come first,
+/// padded to whole groups, then the summary; the words are in the machine's byte order.
 ///
 /// **Order.** A leaf is never set before its group's summary bit. So a set leaf can always be found through the summary:
 ///
 /// - by other threads, whatever they see first: the leaf is set with release order after the summary bit, and whoever finds
-///   the leaf set already has read it with acquire order, so the summary bit is on record for it too, and for everyone who
+///   the leaf set already has read it with acquire order, so the summary bit is visible to it too, and to every thread that
 ///   sees what it does next;
 /// - by the next process, when this one was killed between the two: memory shared with a file keeps both or the summary
-///   bit alone, and a summary bit over clean leaves costs a look and means nothing.
+///   bit alone, and a summary bit over clean leaves only costs a read.
 ///
-/// Once [`Bitmap::set`] has returned, the bits are there for whoever sees anything that the caller did afterwards: a
+/// Once [`Bitmap::set`] has returned, the bits are visible to every thread that sees anything the caller did afterwards: a
 /// reader that waits for the writers, then reads the bitmap, sees all they marked. Only a power cut, which may keep one
 /// page of a file and lose another, makes [`Bitmap::rebuild_summary`] necessary.
 pub struct Bitmap<S = Box<[AtomicU64]>> {
@@ -36,7 +36,7 @@ pub struct Bitmap<S = Box<[AtomicU64]>> {
     blocks: u64,
 }
 
-/// The storage given to [`Bitmap::over`] has not the size that the blocks need.
+/// The storage given to [`Bitmap::over`] has the wrong size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("a bitmap of {blocks} blocks needs {needed} words of storage, not {found}")]
 pub struct StorageError {
@@ -51,7 +51,7 @@ pub struct StorageError {
 impl Bitmap {
     /// A clean bitmap in fresh memory, of which only what is touched is ever allocated.
     ///
-    /// Aborts where the system refuses the address space, as every allocation does.
+    /// Aborts if the system refuses the address space, like every allocation.
     pub fn new(blocks: u64) -> Bitmap {
         let words = usize::try_from(Self::words(blocks)).unwrap_or(usize::MAX);
         Bitmap { storage: zeroed(words), blocks }
@@ -75,7 +75,7 @@ fn zeroed(words: usize) -> Box<[AtomicU64]> {
 }
 
 impl<S> Bitmap<S> {
-    /// Words of 64 bits that a bitmap of so many blocks needs as storage.
+    /// Words of 64 bits that a bitmap of this many blocks needs as storage.
     pub const fn words(blocks: u64) -> u64 {
         let groups = blocks.div_ceil(GROUP_BLOCKS);
         groups * GROUP_WORDS as u64 + groups.div_ceil(64)
@@ -91,14 +91,14 @@ impl<S> Bitmap<S> {
         &self.storage
     }
 
-    /// Gives the storage back.
+    /// Returns the storage.
     pub fn into_storage(self) -> S {
         self.storage
     }
 }
 
 impl<S: Deref<Target = [AtomicU64]>> Bitmap<S> {
-    /// A bitmap over words that exist, leaves and summary trusted as they stand. Bits past the last block are cleared.
+    /// A bitmap over existing words, whose leaves and summary are trusted. Bits past the last block are cleared.
     pub fn over(storage: S, blocks: u64) -> Result<Self, StorageError> {
         let needed = Self::words(blocks);
         let found = storage.len() as u64;
@@ -106,7 +106,7 @@ impl<S: Deref<Target = [AtomicU64]>> Bitmap<S> {
             return Err(StorageError { blocks, needed, found });
         }
         let map = Bitmap { storage, blocks };
-        // Searches need not mind the end if there is nothing behind it.
+        // Searches need no end check if nothing is set behind it.
         map.clip_words(&map.leaves()[(blocks / 64) as usize..], blocks % 64);
         map.clip_words(&map.summary()[map.groups() / 64..], map.groups() as u64 % 64);
         Ok(map)
@@ -124,7 +124,7 @@ impl<S: Deref<Target = [AtomicU64]>> Bitmap<S> {
         }
     }
 
-    /// Makes the summary again from the leaves. Reads all of them.
+    /// Rebuilds the summary from the leaves. Reads all of them.
     ///
     /// Setters may run meanwhile; a bit that is right is never cleared.
     pub fn rebuild_summary(&self) {
@@ -135,10 +135,10 @@ impl<S: Deref<Target = [AtomicU64]>> Bitmap<S> {
         }
     }
 
-    /// Sets the bits of a range, clipped to the blocks there are. True if any of them was clear, which of several racing
-    /// callers exactly one is told for each block.
+    /// Sets the bits of a range, clipped to the number of blocks. True if any of them was clear, which of several racing
+    /// callers exactly one gets for each block.
     ///
-    /// Setting what is set already costs a load, and writes nothing.
+    /// Setting a bit that is set already costs a load, and writes nothing.
     pub fn set(&self, range: Range<u64>) -> bool {
         let mut fresh = false;
         for (word, mask) in self.span(range) {
@@ -149,7 +149,7 @@ impl<S: Deref<Target = [AtomicU64]>> Bitmap<S> {
 
     fn set_word(&self, word: usize, mask: u64) -> bool {
         let leaf = &self.storage[word];
-        // Acquire: who set it had set the summary before; see the type's documentation.
+        // Acquire: its setter had set the summary before; see the type's documentation.
         if leaf.load(Acquire) & mask == mask {
             return false;
         }
@@ -160,14 +160,14 @@ impl<S: Deref<Target = [AtomicU64]>> Bitmap<S> {
     /// Sets a group's summary bit.
     fn mark(&self, group: usize) {
         let (word, bit) = (&self.summary()[group / 64], 1 << (group % 64));
-        // No order is needed to read it: whoever comes after this thread sees this value of the same word or a later one.
+        // No order is needed to read it: later threads see this value of the same word or a later one.
         if word.load(Relaxed) & bit == 0 {
             word.fetch_or(bit, AcqRel);
         }
     }
 
-    /// Clears the bits of a range. Only for bitmaps that nobody else sets meanwhile: the summary bit of a group that
-    /// becomes clean is taken back.
+    /// Clears the bits of a range. Only while no other thread sets bits: the summary bit of a group that
+    /// becomes clean is cleared.
     pub fn clear(&self, range: Range<u64>) {
         let range = range.start..range.end.min(self.blocks);
         let mut group = (range.start / GROUP_BLOCKS) as usize;
@@ -187,7 +187,7 @@ impl<S: Deref<Target = [AtomicU64]>> Bitmap<S> {
         }
     }
 
-    /// Leaves first, summary after: the way round that a crash in between may leave.
+    /// Leaves first, then the summary: a crash in between must leave a valid state.
     fn unmark_if_clean(&self, group: usize) {
         if self.group(group).iter().all(|w| w.load(Relaxed) == 0) {
             self.summary()[group / 64].fetch_and(!(1 << (group % 64)), AcqRel);
@@ -241,7 +241,7 @@ impl<S: Deref<Target = [AtomicU64]>> Bitmap<S> {
         self.runs().collect()
     }
 
-    /// Sets every bit that `other` has set; what it has past this one's end is left out.
+    /// Sets every bit that `other` has set, up to this one's end.
     pub fn union_with<T: Deref<Target = [AtomicU64]>>(&self, other: &Bitmap<T>) {
         self.each_word_of(other, |word, bits| {
             self.set_word(word, bits);
@@ -281,7 +281,7 @@ impl<S: Deref<Target = [AtomicU64]>> Bitmap<S> {
         }
     }
 
-    /// Appends a compact form: a few bytes a run, and never more than the leaves themselves and one percent.
+    /// Appends a compact form: a few bytes per run, and never more than the leaves themselves plus one percent.
     pub fn encode(&self, out: &mut Vec<u8>) {
         coding::encode(self, out);
     }
@@ -289,7 +289,7 @@ impl<S: Deref<Target = [AtomicU64]>> Bitmap<S> {
     /// Sets every bit that an encoding has set. The encoding must be of a bitmap of as many blocks; after an error
     /// nothing is set. Allocates nothing.
     pub fn decode_into(&self, bytes: &[u8]) -> Result<(), DecodeError> {
-        // Once to believe it, once to take it.
+        // Once to validate it, once to apply it.
         coding::decode(bytes, self.blocks, |_| {})?;
         coding::decode(bytes, self.blocks, |part| match part {
             coding::Item::Run(run) => {
@@ -353,7 +353,7 @@ impl<S: Deref<Target = [AtomicU64]>> Bitmap<S> {
         if from >= end {
             return None;
         }
-        // Searches need no order of their own: what happened before they began is seen, and the rest is anyone's guess.
+        // Searches need no ordering: they see what happened before they began, and may or may not see later changes.
         let mut word = (from / 64) as usize;
         let first = self.storage[word].load(Relaxed) & u64::MAX << (from % 64);
         let mut found = (first != 0).then_some((word, first));
@@ -386,11 +386,11 @@ impl<S: Deref<Target = [AtomicU64]>> Bitmap<S> {
     }
 }
 
-/// The first word that is not zero, with its index. Eight at once: a clean stretch costs one branch a cache line.
+/// The first word that is not zero, with its index. Eight at once: clean memory costs one branch per cache line.
 fn first_set(words: &[AtomicU64]) -> Option<(usize, u64)> {
     for (i, line) in words.chunks(8).enumerate() {
         if line.iter().fold(0, |or, w| or | w.load(Relaxed)) != 0 {
-            // Set bits stay set, so the second look finds what the first one saw.
+            // Set bits stay set, so the second read finds what the first one saw.
             let found = line.iter().map(|w| w.load(Relaxed)).enumerate().find(|w| w.1 != 0);
             return found.map(|(j, bits)| (i * 8 + j, bits));
         }
@@ -398,7 +398,7 @@ fn first_set(words: &[AtomicU64]) -> Option<(usize, u64)> {
     None
 }
 
-/// Runs of set bits, ascending; what is set behind the place reached is not missed, before it is.
+/// Runs of set bits, ascending. Bits set meanwhile beyond the current place are included, those before it are not.
 pub struct Runs<'a, S = Box<[AtomicU64]>> {
     map: &'a Bitmap<S>,
     at: u64,

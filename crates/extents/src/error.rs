@@ -9,7 +9,7 @@ pub enum DecodeError {
     /// A number takes more than 64 bits, or more bytes than it needs.
     #[error("the encoded set holds a malformed number")]
     Number,
-    /// It was made of a bitmap of another size.
+    /// It is of a bitmap of another size.
     #[error("the encoded set covers {found} blocks, not {expected}")]
     Blocks {
         /// Blocks that the reader has.

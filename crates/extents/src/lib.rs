@@ -2,7 +2,7 @@
 //! once and that skip what is clean. No I/O.
 //!
 //! [`Bitmap`] holds one bit a block, in memory of its own or in a mapped file, with summary levels, so that counting and iterating
-//! cost what is set and not what there is. [`Extents`] holds a set as ranges. [`varint`] writes small numbers in few bytes.
+//! cost in proportion to what is set. [`Extents`] holds a set as ranges. [`varint`] writes small numbers in few bytes.
 //!
 //! ```
 //! use extents::Bitmap;

@@ -5,9 +5,9 @@ use std::ops::Range;
 use crate::{DecodeError, varint};
 
 /// A set of numbers as ranges that are sorted, not empty, and neither overlap nor touch. What a number counts, bytes or
-/// blocks, is the caller's affair. `u64::MAX` itself cannot be a member.
+/// blocks, is up to the caller. `u64::MAX` itself cannot be a member.
 ///
-/// Adding at the end is cheap; adding in the middle moves what lies behind. Whole-set operations take time linear in the
+/// Adding at the end is cheap; adding in the middle moves what follows. Whole-set operations take time linear in the
 /// number of ranges.
 #[derive(Clone, Default, PartialEq, Eq, Hash)]
 pub struct Extents {
@@ -65,7 +65,7 @@ impl Extents {
             None => return self.ranges.push((range.start, range.end)),
             Some(_) => {}
         }
-        // What touches is joined, so the bounds count as inside.
+        // Adjacent ranges are joined, so the bounds count as inside.
         let from = self.ranges.partition_point(|r| r.1 < range.start);
         let to = self.ranges.partition_point(|r| r.0 <= range.end);
         let mut joined = (range.start, range.end);
@@ -75,7 +75,7 @@ impl Extents {
         self.ranges.splice(from..to, [joined]);
     }
 
-    /// Takes a range out.
+    /// Removes a range.
     pub fn remove(&mut self, range: Range<u64>) {
         if range.start >= range.end {
             return;
@@ -133,7 +133,7 @@ impl Extents {
             if start < end {
                 out.ranges.push((start, end));
             }
-            // The one that ends first can meet nothing more.
+            // The one that ends first can overlap nothing more.
             if x.1 < y.1 {
                 take(&mut a)
             } else {
@@ -204,7 +204,7 @@ impl Extents {
     pub fn decode(bytes: &mut &[u8]) -> Result<Extents, DecodeError> {
         let mut rest = *bytes;
         let count = varint::get(&mut rest)?;
-        // Two bytes a range at least: a larger count is a lie, found out before any memory is asked for.
+        // At least two bytes per range: a larger count is invalid, and refused before memory is allocated.
         if count > rest.len() as u64 / 2 {
             return Err(DecodeError::Truncated);
         }
@@ -256,7 +256,7 @@ impl FromIterator<Range<u64>> for Extents {
 
 impl Extend<Range<u64>> for Extents {
     fn extend<I: IntoIterator<Item = Range<u64>>>(&mut self, ranges: I) {
-        // Ranges out of order are gathered and sorted: inserting them one by one would move the tail each time.
+        // Unsorted ranges are collected and sorted: inserting them one by one would move the tail each time.
         let mut late = Vec::new();
         for range in ranges {
             if range.start >= range.end {

@@ -1,4 +1,4 @@
-//! Numbers in as few bytes as they need: seven bits a byte, the lowest first, the top bit set in all but the last (LEB128).
+//! Numbers in as few bytes as they need: seven bits per byte, the lowest first, the top bit set in all but the last (LEB128).
 //!
 //! Every number has one encoding only; longer ones are refused.
 
@@ -21,7 +21,7 @@ pub fn get(bytes: &mut &[u8]) -> Result<u64, DecodeError> {
     let mut value = 0u64;
     for (i, &byte) in bytes.iter().take(MAX).enumerate() {
         let bits = u64::from(byte & 0x7f);
-        // The tenth byte has room for the top bit alone.
+        // The tenth byte has room for the top bit only.
         if i == MAX - 1 && bits > 1 {
             return Err(DecodeError::Number);
         }

@@ -1,4 +1,4 @@
-//! One end of a link, and its two halves. They know nothing of what carries them but the [`Transport`].
+//! One end of a link, and its two halves, over any [`Transport`].
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,7 +26,7 @@ pub struct Receiver {
     end: Arc<Endpoint>,
 }
 
-/// What both halves hold. Hangs up when both have gone.
+/// Shared by both halves. Hangs up when both are dropped.
 pub(crate) struct Endpoint {
     transport: Arc<dyn Transport>,
 }
@@ -39,7 +39,7 @@ impl Endpoint {
     /// Ends the link at this end without a goodbye, whatever the halves do.
     pub(crate) fn abandon(&self, why: &str) {
         let shared = self.shared();
-        // Before the transport ends, which would give other reasons.
+        // Before the transport ends, which would report another reason.
         shared.fail(shared.cut(why));
         self.transport.abandon();
     }
@@ -56,7 +56,7 @@ impl Drop for Endpoint {
 }
 
 impl Link {
-    /// An end over what carries its messages.
+    /// An end over a transport.
     pub(crate) fn over(transport: Arc<dyn Transport>) -> Link {
         let end = Arc::new(Endpoint { transport });
         Link { sender: Sender { end: Arc::clone(&end) }, receiver: Receiver { end } }
@@ -65,7 +65,7 @@ impl Link {
     /// Waits for the peer's hello.
     ///
     /// # Errors
-    /// Whatever came instead of it.
+    /// If something else came instead.
     pub fn ready(&self) -> Result<()> {
         self.endpoint().shared().window.wait_open()
     }
@@ -87,11 +87,11 @@ impl Link {
 }
 
 impl Sender {
-    /// Sends a message, waiting while the peer's window is used up.
+    /// Sends a message, waiting while the peer's window is full.
     ///
     /// # Errors
-    /// [`Error::TooLong`] leaves the link as it was; any other error ends it. What the peer said before the end can still
-    /// be received, and often tells more than this error.
+    /// [`Error::TooLong`] leaves the link as it was; any other error ends it. What the peer sent before the end can still
+    /// be received, and often explains more than this error.
     pub fn send(&self, message: Message) -> Result<()> {
         message.check()?;
         self.end.shared().window.acquire(message.cost())?;
@@ -101,20 +101,20 @@ impl Sender {
     /// Sends a message whose head is `value` as JSON, without a body.
     ///
     /// # Errors
-    /// [`Error::Json`] if JSON cannot hold the value; else as [`Sender::send`].
+    /// [`Error::Json`] if the value is not representable in JSON; otherwise as [`Sender::send`].
     pub fn send_json<T: Serialize>(&self, kind: u8, value: &T) -> Result<()> {
         let head = serde_json::to_vec(value).map_err(|error| Error::Json { kind, why: error.to_string() })?;
         self.send(Message { kind, head, ..Message::default() })
     }
 
     /// Says goodbye: the peer's [`Receiver::recv`] gives `None` after what was sent before. Receive until the peer has said
-    /// goodbye too: a peer that is left before that cannot say its own, and must treat the link as cut.
+    /// goodbye too: otherwise the peer cannot say its own, and must treat the link as cut.
     ///
     /// # Errors
     /// As [`Sender::send`].
     pub fn finish(self) -> Result<()> {
         let shared = self.end.shared();
-        // A peer that has said goodbye may have ended its stream already, and still hears this.
+        // A peer that has said goodbye may have ended its stream already.
         if !matches!(shared.inbox.ended(), Some(End::Goodbye)) {
             shared.window.wait_usable()?;
         }
@@ -123,7 +123,7 @@ impl Sender {
         Ok(())
     }
 
-    /// Bounds what is sent to so many bytes a second, smoothly; 0 lifts the bound.
+    /// Limits sending to this many bytes per second, smoothly; 0 removes the limit.
     pub fn limit(&self, bytes_per_second: u64) {
         self.end.transport.limit((bytes_per_second > 0).then(|| Rate::new(bytes_per_second)));
     }
@@ -152,7 +152,7 @@ impl Receiver {
     ///
     /// # Errors
     /// [`Error::Cut`] if the link ended without a goodbye; [`Error::Bad`], [`Error::NotDsync`] and [`Error::Version`] if
-    /// the peer is not what it should be. All that arrived before is given out first.
+    /// the peer is not a valid one. All that arrived before is returned first.
     pub fn recv(&self) -> Result<Option<Message>> {
         let message = self.end.shared().inbox.pop()?;
         message.iter().for_each(|message| self.end.transport.consumed(message.cost()));

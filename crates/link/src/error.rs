@@ -1,11 +1,11 @@
-//! What can go wrong on a link.
+//! Errors of a link.
 
 use crate::key::Key;
 
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a link cannot go on. Both halves of a link may return the same error, and return it again when asked again.
+/// Why a link cannot continue. Both halves of a link may return the same error, repeatedly.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -14,7 +14,7 @@ pub enum Error {
     Cut {
         /// Who was at the other end.
         peer: String,
-        /// What is known of the cause; may be empty.
+        /// The cause; may be empty.
         why: String,
     },
     /// The remote shell failed before the far side's hello.
@@ -26,7 +26,7 @@ pub enum Error {
         host: String,
         /// How it ended: "exit 255".
         status: String,
-        /// The last of what it wrote to its standard error.
+        /// The end of its standard error.
         said: String,
     },
     /// The host was reached, but the command is not there.
@@ -35,11 +35,11 @@ pub enum Error {
         because(.said)
     )]
     Absent {
-        /// The program that was asked for.
+        /// The requested program.
         program: String,
         /// The host, as it was given.
         host: String,
-        /// The last of what the far shell wrote.
+        /// The end of the far shell's output.
         said: String,
     },
     /// The host was reached, and the command ended before its hello.
@@ -47,24 +47,24 @@ pub enum Error {
     Command {
         /// The remote shell's name, as a user would type it.
         rsh: String,
-        /// The command that was asked for.
+        /// The requested command.
         command: String,
         /// The host, as it was given.
         host: String,
         /// How it ended.
         status: String,
-        /// The last of what it wrote to its standard error.
+        /// The end of its standard error.
         said: String,
     },
     /// The remote shell cannot be started here.
     #[error("cannot start \"{program}\" ({why}): install it, or choose another remote shell with --rsh")]
     Start {
-        /// The program that was to be started.
+        /// The program.
         program: String,
-        /// What the system said.
+        /// The system's error.
         why: String,
     },
-    /// What was given for a host cannot be one.
+    /// Invalid host name.
     #[error("invalid host \"{0}\": a host is not empty and does not begin with a dash")]
     Host(String),
     /// The other end does not speak dsync's protocol.
@@ -89,7 +89,7 @@ pub enum Error {
         /// The version spoken there.
         theirs: u16,
     },
-    /// The other end sent what dsync never sends.
+    /// The other end sent something invalid.
     #[error("{peer} sent {what}: the link is damaged, or another program writes to it")]
     Bad {
         /// Who was at the other end.
@@ -114,7 +114,7 @@ pub enum Error {
     Json {
         /// The message's kind.
         kind: u8,
-        /// What the encoder said.
+        /// The encoder's error.
         why: String,
     },
     /// The keys kept here cannot be used.
@@ -122,10 +122,10 @@ pub enum Error {
     Keys {
         /// The file or folder.
         path: String,
-        /// What is wrong with it, and the way out.
+        /// The error, and the way out.
         why: String,
     },
-    /// What was given for the name of a key cannot be one.
+    /// Invalid name for a key.
     #[error("invalid name \"{0}\" for a key: use the host's name, or HOST:PORT")]
     InvalidName(String),
     /// A name is pinned with another key already.
@@ -207,7 +207,7 @@ pub enum Error {
     Connect {
         /// What was to be reached.
         peer: String,
-        /// What the system said.
+        /// The system's error.
         why: String,
     },
     /// The TLS handshake with the other end failed.
@@ -231,7 +231,7 @@ pub enum Error {
     Listen {
         /// The address.
         address: String,
-        /// What the system said.
+        /// The system's error.
         why: String,
     },
     /// The system refused a file descriptor.
@@ -259,7 +259,7 @@ impl Error {
     }
 }
 
-/// Where neither the shell nor the command wrote anything, the shell is what to look at first.
+/// If neither the shell nor the command wrote anything, the shell is the more likely cause.
 fn command_failed(rsh: &str, command: &str, host: &str, status: &str, said: &str) -> String {
     if said.is_empty() {
         return format!(

@@ -1,4 +1,4 @@
-//! Where the halves of a link's end wait: the receiver for messages, the sender for credit.
+//! Flow control: the receiver waits for messages, the sender for credit.
 
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::{Error, Message, Result};
 
-/// What came in a given time.
+/// What was received within a given time.
 #[derive(Debug)]
 pub enum Received {
     /// A message.
@@ -17,7 +17,7 @@ pub enum Received {
     Nothing,
 }
 
-/// Locks in spite of a panic elsewhere: every change of a state guarded so is a single step.
+/// Locks in spite of a panic elsewhere: every change of a guarded state is a single step.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -29,7 +29,7 @@ pub(crate) enum End {
     Failed(Error),
 }
 
-/// Messages that have arrived. The credits bound it.
+/// Messages that have arrived, bounded by credits.
 #[derive(Default)]
 pub(crate) struct Inbox {
     state: Mutex<InboxState>,
@@ -58,7 +58,7 @@ impl Inbox {
         lock(&self.state).end.clone()
     }
 
-    /// What arrived before the end is still given out.
+    /// Messages that arrived before the end are still returned.
     pub(crate) fn pop(&self) -> Result<Option<Message>> {
         let mut state = lock(&self.state);
         loop {
@@ -119,13 +119,13 @@ pub(crate) struct Window {
 
 #[derive(Default)]
 struct WindowState {
-    /// `None` until the peer's hello has told its window.
+    /// `None` until the peer's hello has come.
     credit: Option<i64>,
     closed: Option<Error>,
 }
 
 impl Window {
-    /// Gives credit; the first time, opens the window.
+    /// Adds credit; the first time, opens the window.
     pub(crate) fn release(&self, bytes: u64) {
         let mut state = lock(&self.state);
         let credit = i64::try_from(bytes).unwrap_or(i64::MAX);
@@ -134,7 +134,7 @@ impl Window {
     }
 
     /// Takes credit for one message, waiting until there is any. It may overdraw: a message longer than what is left would
-    /// otherwise wait for credit that the peer, which gives it back in portions, withholds.
+    /// otherwise wait for credit that the peer, which returns it in portions, withholds.
     pub(crate) fn acquire(&self, bytes: u64) -> Result<()> {
         let mut state = self.opened(|credit| credit > 0)?;
         if let Some(credit) = &mut state.credit {
@@ -143,7 +143,7 @@ impl Window {
         Ok(())
     }
 
-    /// Waits for the peer's hello. What happened after it does not count.
+    /// Waits for the peer's hello. Later errors are ignored.
     pub(crate) fn wait_open(&self) -> Result<()> {
         let opened = self.opened(|_| true).map(drop);
         if lock(&self.state).credit.is_some() { Ok(()) } else { opened }

@@ -1,4 +1,4 @@
-//! A site's public key, as people and TLS write it.
+//! A site's public key, as text and in TLS.
 
 use std::fmt;
 use std::str::FromStr;
@@ -63,7 +63,7 @@ impl FromStr for Key {
     }
 }
 
-/// A text that is not a key.
+/// An invalid key.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("invalid key \"{0}\": paste the line that \"dsync key\" prints, {KIND} and 44 characters")]
 pub struct InvalidKey(String);

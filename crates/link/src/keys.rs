@@ -1,4 +1,4 @@
-//! A site's own key, and the keys of the sites that it trusts, pinned by hand as ssh's are.
+//! A site's own key, and the keys of the sites that it trusts, pinned like ssh's known hosts.
 //!
 //! The folder holds `own`, an Ed25519 key as PKCS#8, and `pinned`, the trusted keys as JSON. Only their owner may read them.
 
@@ -15,13 +15,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Key, Result};
 
-/// Far more than any list of pins.
+/// The largest file of pins.
 const MAX_FILE: u64 = 4 << 20;
 
 /// A key that is trusted.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pin {
-    /// Whose it is. On the side that connects this is the host, or `HOST:PORT`.
+    /// Its owner. On the side that connects this is the host, or `HOST:PORT`.
     pub name: String,
     /// The key.
     pub key: Key,
@@ -30,7 +30,7 @@ pub struct Pin {
 }
 
 impl Pin {
-    /// True from the moment on that was set.
+    /// True after `expires`.
     pub fn has_expired(&self) -> bool {
         self.expires.is_some_and(|at| {
             SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs() >= at
@@ -45,22 +45,22 @@ pub(crate) struct Own {
     pub(crate) secret: Vec<u8>,
 }
 
-/// The keys of a site, in a folder of its own. Cheap to make and clone: each call reads the files.
+/// The keys of a site, in their own folder. Cheap to create and clone: each call reads the files.
 #[derive(Debug, Clone)]
 pub struct Keys {
     folder: PathBuf,
 }
 
 impl Keys {
-    /// The keys in `folder`, which is made when the first is.
+    /// The keys in `folder`, which is created with the first key.
     pub fn new(folder: impl Into<PathBuf>) -> Keys {
         Keys { folder: folder.into() }
     }
 
-    /// This site's public key. Makes it the first time.
+    /// This site's public key. Created the first time.
     ///
     /// # Errors
-    /// [`Error::Keys`] if it cannot be made or read, or others may read or change it.
+    /// [`Error::Keys`] if it cannot be created or read, or other users may read or change it.
     pub fn own(&self) -> Result<Key> {
         self.own_with_secret().map(|own| own.key)
     }
@@ -120,7 +120,7 @@ impl Keys {
         self.write_pins(&pins)
     }
 
-    /// Stops trusting the key under `name`. A session that has begun goes on.
+    /// Stops trusting the key under `name`. Open sessions continue.
     ///
     /// # Errors
     /// [`Error::NoPin`] if there is none; [`Error::Keys`].
@@ -141,7 +141,7 @@ impl Keys {
         self.write("pinned", &bytes)
     }
 
-    /// Held while something is changed.
+    /// Locks the folder for a change.
     fn lock(&self) -> Result<File> {
         let failed = |error: io::Error| refused(&self.folder, error.to_string());
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.folder).map_err(failed)?;
@@ -150,7 +150,7 @@ impl Keys {
         Ok(folder)
     }
 
-    /// A file's content; `None` if it is not there.
+    /// Reads a file; `None` if it does not exist.
     fn read(&self, name: &str) -> Result<Option<Vec<u8>>> {
         let path = self.folder.join(name);
         let failed = |error: io::Error| refused(&path, error.to_string());
@@ -162,7 +162,7 @@ impl Keys {
         let mode = file.metadata().map_err(failed)?.mode();
         if mode & 0o077 != 0 {
             let way_out = format!(
-                "others may read or change it: find out who did, then run: chmod 600 {}",
+                "other users may read or change it: check that it was not misused, then run: chmod 600 {}",
                 path.display()
             );
             return Err(refused(&path, way_out));
@@ -172,7 +172,7 @@ impl Keys {
         Ok(Some(bytes))
     }
 
-    /// Puts a file in place, durably and whole. Under the lock.
+    /// Replaces a file atomically and durably. Requires the lock.
     fn write(&self, name: &str, content: &[u8]) -> Result<()> {
         let path = self.folder.join(name);
         let fresh = self.folder.join(format!("{name}.new"));

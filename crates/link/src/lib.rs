@@ -1,21 +1,21 @@
 //! Messages and credits between two sites: in one process, over any pair of pipes, through the system's ssh, or over TLS.
 //!
-//! A [`Link`] is split into a [`Sender`] and a [`Receiver`], which two threads may use. What is on its way to a receiver is
-//! bounded by credits: [`Sender::send`] waits while the peer's window is used up, and the peer's [`Receiver::recv`] gives
-//! credit back. A thread reads each stream and never waits for anything else, so both sides may send at the same time, as much
+//! A [`Link`] is split into a [`Sender`] and a [`Receiver`], which two threads may use. What is in transit to a receiver is
+//! bounded by credits: [`Sender::send`] waits while the peer's window is full, and the peer's [`Receiver::recv`] returns
+//! credit. A thread reads each stream and never waits for anything else, so both sides may send at the same time, as much
 //! as they like, as long as each also receives.
 //!
-//! A conversation ends with a goodbye from each side ([`Sender::finish`]): a side that has said its own receives until it has
-//! heard the other's. Any other end is a cut, and an error: a half that is dropped too early cuts the link, so hold both until
+//! A conversation ends with a goodbye from each side ([`Sender::finish`]): a side that has said its own receives until it gets
+//! the other's. Any other end is a cut, and an error: a half that is dropped too early cuts the link, so hold both until
 //! then, even if only one is used.
 //!
-//! A side from which nothing comes for the timeout is given up. While there is nothing to say, the link itself sends pings: a
+//! A peer that sends nothing for the timeout is given up. While there is nothing to send, the link itself sends pings, so a
 //! side may be busy for as long as it likes.
 //!
-//! Over TLS ([`Link::tls`], [`Listener`]) each side shows a key of its own ([`Keys`]) and accepts only keys that are pinned
+//! Over TLS ([`Link::tls`], [`Listener`]) each side presents its own key ([`Keys`]) and accepts only keys that are pinned
 //! there. A session has one connection to a near host, and several to a far one.
 //!
-//! What is the same for all links is in `endpoint`: it knows only the `Transport` trait. There are two transports: `memory`,
+//! Code common to all links is in `endpoint`: it knows only the `Transport` trait. There are two transports: `memory`,
 //! and `framed`, which frames messages over two byte streams that `pipe`, `ssh` and `tls` open.
 //!
 //! ```

@@ -1,4 +1,4 @@
-//! A log that strangers cannot fill.
+//! A log with a rate limit, so that strangers cannot fill it.
 
 use std::collections::HashSet;
 use std::sync::Mutex;
@@ -6,17 +6,17 @@ use std::time::{Duration, Instant};
 
 use crate::flow::lock;
 
-/// Lines in a second, each of them once.
+/// The most lines per second; duplicates are dropped.
 const MOST: usize = 20;
 
-/// Passes on a bounded number of lines a second, and says how many it left out.
+/// Passes on a bounded number of lines per second, and reports how many it dropped.
 pub(crate) struct RateLimitedLog {
     write: Box<dyn Fn(&str) + Send + Sync>,
     state: Mutex<LogState>,
 }
 
 struct LogState {
-    /// Where the second that is counted began, and what was written in it.
+    /// The start of the current second, and the lines written in it.
     since: Instant,
     written: HashSet<String>,
     left_out: u64,
@@ -41,7 +41,7 @@ impl RateLimitedLog {
         state.written.insert(line.to_string());
         if state.left_out > 0 {
             let left_out = std::mem::take(&mut state.left_out);
-            (self.write)(&format!("{left_out} more lines like these were left out"));
+            (self.write)(&format!("{left_out} more lines like these were dropped"));
         }
         (self.write)(line);
     }
@@ -61,12 +61,12 @@ mod tests {
         (0..1000).for_each(|_| log.line("the same"));
         assert_eq!(*lock(&written), ["the same"]);
         (0..1000).for_each(|at| log.line(&format!("line {at}")));
-        // At most one second passes while they are written.
+        // Writing them takes at most one second.
         assert!(lock(&written).len() <= 2 * MOST + 2);
         lock(&log.state).since -= Duration::from_secs(2);
         log.line("the same");
         let written = lock(&written);
         assert_eq!(written.last().map(String::as_str), Some("the same"));
-        assert!(written.iter().any(|line| line.ends_with("more lines like these were left out")));
+        assert!(written.iter().any(|line| line.ends_with("more lines like these were dropped")));
     }
 }

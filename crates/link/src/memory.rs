@@ -22,7 +22,7 @@ impl Link {
             shared.window.release(WINDOW.into());
             Arc::new(MemoryTransport { shared, other: OnceLock::new(), rate: Mutex::default() })
         });
-        // Each is set once, here.
+        // Set once, here.
         let _ = a.other.set(Arc::downgrade(&b.shared));
         let _ = b.other.set(Arc::downgrade(&a.shared));
         (Link::over(a), Link::over(b))
@@ -30,7 +30,7 @@ impl Link {
 }
 
 impl MemoryTransport {
-    /// The other end, as long as one of its halves lives.
+    /// The other end, if one of its halves still exists.
     fn other(&self) -> Option<Arc<Shared>> {
         self.other.get().and_then(Weak::upgrade)
     }
@@ -74,6 +74,6 @@ impl Transport for MemoryTransport {
         }
     }
 
-    /// A half that was dropped too early has told the other end already.
+    /// If a half was dropped too early, the other end has been told already.
     fn hang_up(&self) {}
 }

@@ -1,4 +1,4 @@
-//! Messages: what the layers above send to each other.
+//! Messages, as the layers above send them.
 
 use device::Buf;
 use serde::de::DeserializeOwned;
@@ -11,12 +11,12 @@ pub const MAX_HEAD: usize = 4 << 20;
 pub const MAX_BODY: usize = 2 << 20;
 /// Bytes of framing in front of head and body.
 pub(crate) const FRAMING: usize = 12;
-/// A receiver's memory for a message beside head and body.
+/// A receiver's memory for a message besides head and body.
 const KEPT: usize = 128;
-/// What the longest message costs.
+/// The cost of the longest message.
 pub(crate) const MAX_COST: u64 = cost(MAX_HEAD, MAX_BODY);
 
-/// What a message takes of the window: its memory at the receiver, so that many small ones are as bounded as few large ones.
+/// The cost of a message in the window is its memory at the receiver, so that many small ones are as bounded as few large ones.
 pub(crate) const fn cost(head: usize, body: usize) -> u64 {
     (KEPT + head + body.next_multiple_of(Buf::ALIGN)) as u64
 }
@@ -24,7 +24,7 @@ pub(crate) const fn cost(head: usize, body: usize) -> u64 {
 /// One message. The kinds' meaning is up to the layers above.
 #[derive(Debug, Default)]
 pub struct Message {
-    /// Tells messages apart.
+    /// The type of the message.
     pub kind: u8,
     /// Metadata, at most [`MAX_HEAD`] bytes.
     pub head: Vec<u8>,
@@ -48,7 +48,7 @@ impl Message {
         })
     }
 
-    /// What the message takes of the window.
+    /// The cost of the message in the window.
     pub(crate) fn cost(&self) -> u64 {
         cost(self.head.len(), self.body.len())
     }

@@ -17,7 +17,7 @@ impl Link {
     }
 
     /// The end of a process that was started to be the far side: its standard input and output. Later prints to standard
-    /// output go to standard error, so that they cannot damage the link. It has no timeout of its own: the near side's holds.
+    /// output go to standard error, so that they cannot damage the link. It has no timeout of its own: the near side's applies.
     ///
     /// # Errors
     /// [`Error::Stdio`] if the descriptors cannot be duplicated.
@@ -35,7 +35,7 @@ impl Link {
     }
 }
 
-/// Takes the process's standard input and output, and puts harmless ones in their place.
+/// Takes the process's standard input and output, and replaces them by harmless ones.
 fn take_stdio() -> io::Result<(Stream, Stream, Arc<Wake>)> {
     let reader = io::stdin().as_fd().try_clone_to_owned()?;
     let writer = io::stdout().as_fd().try_clone_to_owned()?;
@@ -45,7 +45,7 @@ fn take_stdio() -> io::Result<(Stream, Stream, Arc<Wake>)> {
     Ok((wake.stream(reader)?, wake.stream(writer)?, Arc::new(wake)))
 }
 
-/// Makes a pipe hold 1 MiB where the system allows it: it carries three times as much then. Does nothing to anything else.
+/// Enlarges a pipe to 1 MiB if the system allows it, which triples its throughput. Does nothing to other streams.
 pub fn widen(pipe: &impl AsFd) {
     let _ = rustix::pipe::fcntl_setpipe_size(pipe, 1 << 20);
 }

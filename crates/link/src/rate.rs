@@ -1,20 +1,20 @@
-//! A bound on bytes per second.
+//! A limit on bytes per second.
 
 use std::io::{self, Write};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// What may be caught up after a pause. With a chunk of the same size, no more than 100 ms' worth goes out at once.
+/// How much may be caught up after a pause. With chunks of the same size, at most 100 ms' worth is sent at once.
 const SLACK: Duration = Duration::from_millis(50);
 
-/// A token bucket, kept as the moment from which more may pass.
+/// A token bucket, stored as the time from which more may pass.
 pub struct Rate {
     per_second: u64,
     free_at: Instant,
 }
 
 impl Rate {
-    /// So many bytes a second; at least one.
+    /// A limit in bytes per second; at least one.
     pub fn new(per_second: u64) -> Rate {
         Rate { per_second: per_second.max(1), free_at: Instant::now() }
     }
@@ -24,7 +24,7 @@ impl Rate {
         (self.per_second / 20).clamp(1, 1 << 20) as usize
     }
 
-    /// True if what is gathered before it is sent would be gathered for so long that the peer hears nothing meanwhile.
+    /// True if the rate is so low that collecting data before sending would leave the peer without any for too long.
     pub(crate) fn is_slow(&self) -> bool {
         self.per_second < 1 << 20
     }
@@ -44,14 +44,14 @@ impl Rate {
     }
 }
 
-/// A writer that lets no more through than so many bytes a second.
+/// A writer with a rate limit.
 pub struct Limited<W> {
     inner: W,
     rate: Rate,
 }
 
 impl<W: Write> Limited<W> {
-    /// Bounds `inner`.
+    /// Limits `inner`.
     pub fn new(inner: W, bytes_per_second: u64) -> Limited<W> {
         Limited { inner, rate: Rate::new(bytes_per_second) }
     }

@@ -16,9 +16,9 @@ use crate::{Error, Link, Result, printable, printable_lines};
 
 impl Link {
     /// Starts `command` on `host` through a remote shell (`["ssh"]`, perhaps with options), and waits for its hello. The
-    /// command's words arrive as they are given here, whatever is in them. What the far side writes to its standard error
-    /// is shown once the link is open, and is part of the error if it fails. From then on a far side from which nothing comes
-    /// for `timeout` is given up; how long the remote shell may take before that is its own matter.
+    /// command's words arrive unchanged, whatever is in them. What the far side writes to its standard error
+    /// is shown once the link is open, and is part of the error if it fails. From then on a far side that sends nothing
+    /// for `timeout` is given up; the time until then is limited by the remote shell only.
     ///
     /// # Errors
     /// [`Error::Start`], [`Error::Rsh`], [`Error::Absent`], [`Error::Command`], [`Error::NotDsync`], [`Error::Version`],
@@ -34,13 +34,13 @@ impl Link {
     }
 }
 
-/// A remote shell that was started, and what it wrote to its standard error.
+/// A running remote shell, and its standard error.
 struct Remote {
     host: String,
     rsh: String,
     command: Vec<String>,
     child: Mutex<Child>,
-    /// A shell may have left others behind who hold its streams.
+    /// The shell may have left processes behind that hold its streams.
     wake: Wake,
     said: Arc<Stderr>,
 }
@@ -52,13 +52,13 @@ fn start(rsh: &[String], host: &str, command: &[String]) -> Result<(Arc<Remote>,
         return Err(Error::Host(host.to_string()));
     }
     let Some((program, options)) = rsh.split_first() else {
-        return Err(Error::Start { program: String::new(), why: "no remote shell is named".into() });
+        return Err(Error::Start { program: String::new(), why: "no remote shell was given".into() });
     };
     let failed = |error: io::Error| Error::Start { program: program.clone(), why: error.to_string() };
     let mut line = Command::new(program);
     line.args(options);
     if Path::new(program).file_name().is_some_and(|name| name == "ssh") {
-        // Until the far side has said its hello only ssh can notice that the network fell silent. The user's own -o comes
+        // Until the far side's hello only ssh can notice that the network is down. The user's own -o comes
         // before this one, and ssh takes the first.
         line.args(["-o", "ServerAliveInterval=30"]);
     }
@@ -110,11 +110,11 @@ fn quoted(words: &[String]) -> String {
 }
 
 impl Remote {
-    /// Waits for the end that long, then kills.
+    /// Waits up to this long for the end, then kills.
     fn reap(&self, patience: Duration) -> Option<ExitStatus> {
         let until = Instant::now() + patience;
         loop {
-            // Not held while sleeping, so that a kill comes through.
+            // Not held while sleeping, so that a kill is possible.
             match lock(&self.child).try_wait() {
                 Ok(None) if Instant::now() < until => {}
                 Ok(Some(status)) => return Some(status),
@@ -194,7 +194,7 @@ struct StderrState {
 const LINES: usize = 20;
 const LINE: usize = 1000;
 
-/// What another host wrote, as it may be shown here.
+/// Another host's output, made safe to print.
 fn shown(bytes: &[u8]) -> String {
     printable_lines(&String::from_utf8_lossy(bytes))
 }
@@ -240,7 +240,7 @@ impl Stderr {
         }
     }
 
-    /// The last lines as one. A connection that ssh keeps for later can hold the stream open: it is not waited for long.
+    /// The last lines as one. A persistent connection of ssh can hold the stream open, so this does not wait for long.
     fn last(&self) -> String {
         let state = lock(&self.state);
         let (state, _) = self
@@ -316,7 +316,7 @@ mod tests {
 
     #[test]
     fn a_process_carries_a_conversation() {
-        // `cat` answers as a dsync would that sends everything back.
+        // `cat` answers like a dsync that echoes everything.
         let link = Link::ssh(&local("exec sh -c \"$2\""), "backup", &words(&["cat"]), TIMEOUT).unwrap();
         let (tx, rx) = link.split();
         for kind in 0..100 {

@@ -1,5 +1,5 @@
-//! Streams of a link to another process: standard input and output, or a remote shell's. Where they are pipes or sockets, a
-//! read or a write that waits can be ended from another thread, even if other processes hold the other end open.
+//! Streams of a link to another process: standard input and output, or a remote shell's. If they are pipes or sockets, a
+//! waiting read or write can be ended from another thread, even if other processes hold the other end open.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -30,7 +30,7 @@ impl Wake {
     /// A stream that this ends.
     pub(crate) fn stream(&self, fd: OwnedFd) -> io::Result<Stream> {
         let kind = FileType::from_raw_mode(rustix::fs::fstat(&fd)?.st_mode);
-        // A terminal or a file belongs to others too, and is left as it is.
+        // A terminal or a file is shared with others, and is left as it is.
         if matches!(kind, FileType::Fifo | FileType::Socket) {
             rustix::fs::fcntl_setfl(&fd, rustix::fs::fcntl_getfl(&fd)? | OFlags::NONBLOCK)?;
         }
@@ -38,13 +38,13 @@ impl Wake {
     }
 
     pub(crate) fn end(&self) {
-        // It can fail only if it was ended 2^64 times before.
+        // It can fail only after 2^64 calls.
         let _ = rustix::io::write(&*self.0, &1u64.to_ne_bytes());
     }
 }
 
 impl Stream {
-    /// Waits until `what` is possible, or both streams are woken for good.
+    /// Waits until `what` is possible, or both streams were ended.
     fn wait(&self, what: PollFlags) -> io::Result<()> {
         let mut fds = [PollFd::new(&self.file, what), PollFd::new(&*self.wake, PollFlags::IN)];
         while let Err(error) = poll(&mut fds, None) {
@@ -100,7 +100,7 @@ impl StreamOwner for Wake {
         self.end();
     }
 
-    /// What was written is the system's to deliver: only the reading thread is to end.
+    /// The system delivers what was written: only the reading thread must end.
     fn settle(&self, _patience: Duration) {
         self.end();
     }

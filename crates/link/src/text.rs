@@ -1,9 +1,9 @@
-//! Text from elsewhere, made safe to show.
+//! Text from elsewhere, made safe to print.
 
 use std::borrow::Cow;
 
-/// A text as one line that does nothing to a terminal or a log: control characters, line ends among them, and those that turn
-/// the direction of writing are written out, as in Rust.
+/// A text as one line that cannot affect a terminal or a log: control characters, including line ends, and those that change
+/// the direction of writing are escaped, as in Rust.
 pub fn printable(text: &str) -> Cow<'_, str> {
     let harmful = |c: char| c.is_control() || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     if !text.contains(harmful) {
@@ -16,7 +16,7 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     Cow::Owned(shown)
 }
 
-/// The same for what has lines of its own.
+/// The same for text of several lines.
 pub fn printable_lines(text: &str) -> String {
     let line = |line: &str| {
         let end = if line.ends_with('\n') { "\n" } else { "" };

@@ -43,7 +43,7 @@ const CMD_BLOCK_STATUS: u16 = 7;
 
 /// Command flag: durable when answered.
 pub const FUA: u16 = 1;
-/// Command flag of write-zeroes: don't punch a hole.
+/// Command flag of write-zeroes: do not punch a hole.
 pub const NO_HOLE: u16 = 2;
 /// Command flag of write-zeroes: fail with ENOTSUP rather than be slow.
 pub const FAST_ZERO: u16 = 16;
@@ -109,7 +109,7 @@ pub enum Command {
         /// Command flags, as [`NO_HOLE`].
         flags: u16,
     },
-    /// Tell that a range is not needed.
+    /// Trim a range.
     Trim {
         /// First byte.
         offset: u64,
@@ -123,7 +123,7 @@ pub enum Command {
 /// The answer to a request.
 #[derive(Debug, Default)]
 pub struct Reply {
-    /// The mark that [`Client::start`] gave out.
+    /// The cookie that [`Client::start`] returned.
     pub cookie: u64,
     /// NBD's error number; zero is success.
     pub error: u32,
@@ -280,7 +280,7 @@ impl Client {
         Client::connect_with(address, export, &[ALLOCATION, DIRTY])
     }
 
-    /// Connects to an export and asks for these contexts. One that the server lacks is left out.
+    /// Connects to an export and requests these contexts. Those that the server lacks are omitted.
     pub fn connect_with(address: &Address, export: &str, contexts: &[&str]) -> io::Result<Client> {
         let mut shake = Handshake::begin(address)?;
         shake.ask(OPT_STRUCTURED_REPLY, &[])?;
@@ -331,7 +331,7 @@ impl Client {
         self.contexts.contains_key(context)
     }
 
-    /// Sends a request and returns its mark.
+    /// Sends a request and returns its cookie.
     pub fn start(&mut self, command: &Command) -> io::Result<u64> {
         let (kind, flags, offset, len, data): (_, _, _, _, &[u8]) = match command {
             Command::Read { offset, len } => (CMD_READ, 0, *offset, *len, &[]),
@@ -374,7 +374,7 @@ impl Client {
         self.pending.len()
     }
 
-    /// Waits for the next request to be answered whole.
+    /// Waits for the next request to be answered completely.
     pub fn finish(&mut self) -> io::Result<Reply> {
         loop {
             let magic = u32(&mut self.input)?;
@@ -441,7 +441,7 @@ impl Client {
         Ok(self.pending.remove(&cookie).map(|(_, reply)| reply))
     }
 
-    /// Waits until the request with this mark is answered. Meant for a connection with nothing else in flight.
+    /// Waits until the request with this cookie is answered. Meant for a connection with nothing else in flight.
     fn only(&mut self, cookie: u64) -> io::Result<Reply> {
         loop {
             let reply = self.finish()?;
@@ -476,7 +476,7 @@ impl Client {
         self.run(Command::Zero { offset, len, flags }).map(drop)
     }
 
-    /// Tells that a range is not needed.
+    /// Trims a range.
     pub fn trim(&mut self, offset: u64, len: u32) -> io::Result<()> {
         self.run(Command::Trim { offset, len }).map(drop)
     }
@@ -514,7 +514,7 @@ impl Client {
         Ok(ranges)
     }
 
-    /// What the server holds dirty.
+    /// The ranges that the server reports dirty.
     pub fn dirty(&mut self) -> io::Result<Vec<Range<u64>>> {
         self.ranges(DIRTY, 1)
     }

@@ -1,4 +1,4 @@
-//! What is known of the blocks of an export: metadata contexts.
+//! Metadata contexts of an export.
 
 use std::io;
 use std::sync::Arc;
@@ -24,12 +24,12 @@ pub struct Status {
     pub flags: u32,
 }
 
-/// A source of knowledge about the blocks of an export, asked with NBD's block status.
+/// A metadata context of an export, queried with NBD's block status.
 pub trait Context: Send + Sync {
     /// Namespace, colon and leaf, as in `qemu:dirty-bitmap:dsync`.
     fn name(&self) -> &str;
 
-    /// Makes ready to answer, when a client selects it. A context that cannot is refused to that client.
+    /// Prepares to answer, when a client selects it. On an error the context is refused to that client.
     fn prepare(&self) -> io::Result<()> {
         Ok(())
     }
@@ -39,7 +39,7 @@ pub trait Context: Send + Sync {
     fn status(&self, offset: u64, len: u64, limit: usize) -> io::Result<Vec<Status>>;
 }
 
-/// `base:allocation`, from what the disk says of its holes.
+/// `base:allocation`, from the holes of the disk.
 pub(crate) struct Allocation {
     pub(crate) disk: Arc<dyn Disk>,
 }
@@ -73,7 +73,7 @@ impl Context for Allocation {
     }
 }
 
-/// Makes of a context's answer what the protocol allows: runs within `len` bytes that fit 32 bits, neighbours alike merged.
+/// Fits a context's answer to the protocol: runs within `len` bytes that fit 32 bits, equal neighbours merged.
 /// `None` if the answer does not make sense.
 pub(crate) fn tidy(runs: &[Status], len: u32, limit: usize) -> Option<Vec<(u32, u32)>> {
     let mut tidied: Vec<(u32, u32)> = Vec::with_capacity(runs.len().min(limit));

@@ -1,4 +1,4 @@
-//! What is served: the exports, and what a client is told of each.
+//! Exports and their descriptions.
 
 use std::any::Any;
 use std::fmt;
@@ -9,15 +9,15 @@ use device::Disk;
 use crate::context::Context;
 use crate::protocol::{REP_ERR_POLICY, REP_ERR_UNKNOWN};
 
-/// The exports of a server. Asked by every connection, from its own thread.
+/// The exports of a server. Called by every connection, from its own thread.
 pub trait Exports: Send + Sync {
-    /// The exports that a client is told of, in the order in which it sees them. Others may be opened by name all the same.
+    /// The exports that are listed to a client, in order. Unlisted ones may be opened by name.
     fn list(&self) -> Vec<ExportInfo>;
 
-    /// Opens an export for one connection, by the name that a client asked for.
+    /// Opens an export for one connection, by the name that a client requested.
     ///
-    /// A client that looks before it connects makes two calls for one connection. The first [`Export`] is dropped
-    /// before the second is asked for, unless it was of the same name: then it serves again.
+    /// A client that queries an export before it connects makes two calls for one connection. The first [`Export`] is dropped
+    /// before the second is requested, unless it has the same name: then it is reused.
     fn open(&self, name: &str) -> Result<Export, Refusal>;
 
     /// The export that the empty name stands for: the only one listed, if there is exactly one.
@@ -27,7 +27,7 @@ pub trait Exports: Send + Sync {
     }
 }
 
-/// An export as it stands in a list.
+/// An export in a list.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExportInfo {
     /// The name to open it by.
@@ -40,7 +40,7 @@ pub struct ExportInfo {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
     pub(crate) code: u32,
-    /// What is the matter, and the way out.
+    /// The reason, and the way out.
     pub message: String,
 }
 
@@ -50,7 +50,7 @@ impl Refusal {
         Refusal { code: REP_ERR_UNKNOWN, message: message.into() }
     }
 
-    /// The export exists and cannot be had: it is busy, broken, or not for this client.
+    /// The export exists but is not available: it is busy, broken, or not for this client.
     pub fn denied(message: impl Into<String>) -> Refusal {
         Refusal { code: REP_ERR_POLICY, message: message.into() }
     }
@@ -64,7 +64,7 @@ impl fmt::Display for Refusal {
 
 impl std::error::Error for Refusal {}
 
-/// The sizes that requests must keep to, in bytes.
+/// Limits on the sizes of requests, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockSizes {
     /// Offsets and lengths are multiples of it: a power of two, from 1 to 64 KiB.
@@ -91,7 +91,7 @@ impl BlockSizes {
 }
 
 impl Default for BlockSizes {
-    /// What clients assume where nothing is said: 1 byte, 4 KiB, 32 MiB.
+    /// What clients assume by default: 1 byte, 4 KiB, 32 MiB.
     fn default() -> BlockSizes {
         BlockSizes { min: 1, preferred: 4096, max: 32 << 20 }
     }
@@ -103,11 +103,11 @@ pub struct Export {
     pub name: String,
     /// A line for people to read; may be empty.
     pub description: String,
-    /// Where the bytes are. The size is taken as the connection begins.
+    /// The disk. Its size is read as the connection begins.
     pub disk: Arc<dyn Disk>,
     /// Writes, trims and zeroes are refused.
     pub read_only: bool,
-    /// The sizes that requests must keep to.
+    /// Limits on the sizes of requests.
     pub block: BlockSizes,
     /// A flush on one connection covers what was completed on every other.
     pub multi_conn: bool,
@@ -115,16 +115,16 @@ pub struct Export {
     pub fast_zero: bool,
     /// Clients should order their requests as for a spinning disk.
     pub rotational: bool,
-    /// What is known of the blocks, beside `base:allocation`, which every export has.
+    /// Metadata contexts, besides `base:allocation`, which every export has.
     pub contexts: Vec<Arc<dyn Context>>,
-    /// Requests that one connection keeps on their way to the disk at a time; above zero.
+    /// The most requests of one connection in flight; above zero.
     pub queue_depth: u32,
     /// Dropped last when the connection ends.
     pub guard: Box<dyn Any + Send>,
 }
 
 impl Export {
-    /// A disk to be read and written, by several connections if the client likes.
+    /// A writable disk, for several connections if the client wants them.
     pub fn new(name: impl Into<String>, disk: Arc<dyn Disk>) -> Export {
         let usual = BlockSizes::default();
         let preferred = disk.align().clamp(usual.preferred, 1 << 20);

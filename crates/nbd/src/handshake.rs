@@ -1,4 +1,4 @@
-//! Negotiation, fixed newstyle: what the client wants, until both enter transmission.
+//! Negotiation, fixed newstyle, until both sides enter transmission.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -23,7 +23,7 @@ pub(crate) struct Negotiated {
 
 /// Option data beyond this is read and refused.
 const DATA_MAX: u32 = 64 << 10;
-/// Option data beyond this is no option.
+/// With more option data the connection is closed.
 const SKIP_MAX: u32 = 1 << 20;
 
 /// Negotiates. `None` if the client ended it in good order.
@@ -89,7 +89,7 @@ pub(crate) fn negotiate(
     }
 }
 
-/// Lets a client begin and answers all it asks for with `message`, until it goes or the deadline is over.
+/// Answers every option of a client with the error `message`, until it disconnects or the deadline is over.
 pub(crate) fn turn_away(stream: &Stream, message: &str, deadline: Instant) -> Result<(), Disconnected> {
     let mut talk = OptionStream::greet(stream, deadline)?;
     loop {
@@ -182,7 +182,7 @@ fn push_reply(to: &mut Vec<u8>, option: u32, kind: u32, data: &[&[u8]]) {
 struct Client<'a> {
     exports: &'a dyn Exports,
     structured: bool,
-    /// The export opened last, by the name that the client used. Kept, so that looking and entering see the same one.
+    /// The export opened last, by the name that the client used. Kept, so that a query and the following GO see the same one.
     opened: Option<OpenExport>,
     /// The contexts set, and the name of the export they were set for.
     selected: Option<(String, Vec<Arc<dyn Context>>)>,
@@ -195,7 +195,7 @@ struct OpenExport {
 }
 
 impl OpenExport {
-    /// The last thing that can fail, so that the client is told of it while it can be.
+    /// The last step that can fail, taken while an error can still be sent.
     fn queue(&self) -> Result<Box<dyn Queue>, Refusal> {
         let Export { name, disk, queue_depth, .. } = &self.export;
         disk.clone()

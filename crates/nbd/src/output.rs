@@ -1,4 +1,4 @@
-//! Replies on their way out, gathered so that many leave in one call.
+//! Outgoing replies, collected so that many are sent in one call.
 
 use std::io::IoSlice;
 
@@ -8,7 +8,7 @@ use crate::pool::Pool;
 use crate::protocol::*;
 use crate::socket::{Disconnected, Stream};
 
-/// Replies in order: what is small lies in one run of bytes, data stays in the buffers that the disk filled.
+/// Replies in order: small parts are in one run of bytes, data stays in the buffers that the disk filled.
 pub(crate) struct Output {
     small: Vec<u8>,
     /// Buffers, each with the bytes of `small` that go before it.
@@ -69,7 +69,7 @@ impl Output {
         self.data.push((self.small.len(), buf));
     }
 
-    /// Sends all there is and gives the buffers back. While the client takes nothing, `idle` is called as long as it says
+    /// Sends everything and returns the buffers. While the client takes nothing, `idle` is called as long as it returns
     /// that it did something.
     pub(crate) fn flush(
         &mut self,

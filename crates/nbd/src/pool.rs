@@ -1,4 +1,4 @@
-//! Buffers for one connection, used again and again: fresh ones would be zeroed and faulted in for every request.
+//! A pool of buffers for one connection: fresh ones would be zeroed and faulted in for every request.
 
 use device::Buf;
 
@@ -7,7 +7,7 @@ pub(crate) struct Pool {
     free: Vec<Vec<Buf>>,
     /// Bytes in `free`.
     kept: usize,
-    /// Bytes handed out and not yet given back.
+    /// Bytes in use.
     held: usize,
 }
 
@@ -39,7 +39,7 @@ impl Pool {
 
     pub(crate) fn give(&mut self, buf: Buf) {
         let capacity = buf.capacity();
-        // A queue may hand back another buffer than it was given.
+        // A queue may return another buffer than it was given.
         self.held = self.held.saturating_sub(capacity);
         if capacity == 0 || !(capacity / Buf::ALIGN).is_power_of_two() || self.kept + capacity > KEEP {
             return;

@@ -18,10 +18,10 @@ use crate::handshake::{negotiate, turn_away};
 use crate::socket::{Stream, wait};
 use crate::transmission;
 
-/// What a server allows.
+/// Limits of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Connections at a time. Those beyond are told so and closed.
+    /// The most connections. Further ones get an error and are closed.
     pub connections: usize,
     /// The time that a client has to choose its export.
     pub handshake: Duration,
@@ -34,18 +34,18 @@ impl Default for Limits {
     }
 }
 
-/// Connections over the limit that are told so at a time; what comes beyond them is closed without a word.
+/// The most connections over the limit that get an error; more are closed without one.
 const TURNED_AWAY: usize = 16;
-/// How long a client is given to hear that there is no place for it.
+/// How long a client over the limit is served.
 const TURN_AWAY_TIME: Duration = Duration::from_secs(5);
-/// How often the same kind of trouble is told.
+/// How often problems are reported.
 const TELL_EVERY: Duration = Duration::from_secs(60);
 /// How long to wait when the system has no descriptor or no thread left.
 const EXHAUSTED: Duration = Duration::from_millis(100);
 
 /// An NBD server: a thread for each listener, and one for each connection.
 ///
-/// Dropping it ends it as [`Server::shutdown`] does, with no time left to anyone.
+/// Dropping it is like [`Server::shutdown`] without grace.
 pub struct Server {
     shared: Arc<Shared>,
 }
@@ -59,7 +59,7 @@ struct Shared {
     told: Mutex<Option<Instant>>,
 }
 
-/// Who is there. Apart from the exports, so that a thread strikes itself off when it holds nothing of them any more.
+/// Listeners and connections. Separate from the exports, so that a thread unregisters when it holds none of them any more.
 #[derive(Default)]
 struct Registry {
     state: Mutex<RegistryState>,
@@ -67,7 +67,7 @@ struct Registry {
 }
 
 impl Registry {
-    /// A thread that panicked has left the state whole: every change is a single step.
+    /// A panic leaves the state consistent: every change is a single step.
     fn lock(&self) -> MutexGuard<'_, RegistryState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -78,10 +78,10 @@ type Tell = dyn Fn(&str) + Send + Sync;
 #[derive(Default)]
 struct RegistryState {
     next: u64,
-    /// What ends the wait of each thread that accepts.
+    /// Wakes each accepting thread.
     listeners: HashMap<u64, Arc<OwnedFd>>,
     connections: HashMap<u64, Arc<Stream>>,
-    /// Connections that are being told that there is no place for them.
+    /// Connections over the limit that are getting an error.
     turned_away: HashMap<u64, Arc<Stream>>,
 }
 
@@ -112,7 +112,7 @@ impl Server {
         Server { shared: Arc::new(Shared { exports, limits, closing, registry, trouble, told }) }
     }
 
-    /// Has `tell` called, from any thread, with what keeps the server from taking clients: at most once a minute.
+    /// Sets a function that is called from any thread with what keeps the server from accepting clients, at most once a minute.
     pub fn on_trouble(&self, tell: impl Fn(&str) + Send + Sync + 'static) {
         let _ = self.shared.trouble.set(Box::new(tell));
     }
@@ -145,9 +145,9 @@ impl Server {
         self.shared.registry.lock().connections.len()
     }
 
-    /// Ends the server: accepts no more, lets every connection finish the requests that have arrived, and closes it. What
-    /// is not through after `grace`, because its client does not take its replies, is cut off. Returns when no thread of
-    /// the server holds anything of the exports; for that, a disk must answer what was asked of it.
+    /// Ends the server: accepts no more, lets every connection finish the requests that have arrived, and closes it. A connection that
+    /// is not done after `grace`, because its client does not take its replies, is cut off. Returns when no thread of
+    /// the server uses the exports any more; for that, disks must complete their requests.
     pub fn shutdown(&self, grace: Duration) {
         let shared = &*self.shared;
         let mut state = shared.registry.lock();
@@ -191,7 +191,7 @@ impl Server {
         };
         let leave = Registration { registry: shared.registry.clone(), id };
         thread::Builder::new().name("nbd-accept".into()).spawn(move || {
-            // Moved in whole, so that a thread that does not start leaves too.
+            // Moved in, so that it also unregisters a thread that fails to start.
             let leave = leave;
             let shared = shared;
             let listener = listener;
@@ -202,7 +202,7 @@ impl Server {
                     thread::sleep(EXHAUSTED);
                 }
                 match accept(&listener) {
-                    // Whoever is refused sees its connection closed.
+                    // A refused client sees its connection closed.
                     Ok(stream) => match shared.connect(stream) {
                         Err(error) if error.kind() != io::ErrorKind::ConnectionAborted => {
                             shared.tell(&format!("cannot start a thread for a client: {error}"));
@@ -271,7 +271,7 @@ impl Shared {
                 true => shared.turn_away(&stream),
                 false => shared.converse(&stream),
             }
-            // The client learns that it is over no later than the server does.
+            // The client sees the end no later than the server does.
             stream.cut();
             drop(stream);
             drop(shared);

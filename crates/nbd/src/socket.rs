@@ -19,11 +19,11 @@ pub struct Stream {
     fd: OwnedFd,
 }
 
-/// The connection is over: closed, broken, stalled, or beyond saving. Nobody is left who could be told why.
+/// The connection is over: closed, broken or stalled. There is no one left to report to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Disconnected;
 
-/// What came of an attempt to receive.
+/// The result of an attempt to receive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Received {
     Bytes(usize),
@@ -39,7 +39,7 @@ const SEND_BUFFER: usize = 1 << 20;
 impl From<UnixStream> for Stream {
     fn from(stream: UnixStream) -> Stream {
         // The system's usual limit makes large replies go in several steps, each waiting for the client. A smaller buffer
-        // than asked for is no error.
+        // than requested is not an error.
         let _ = sockopt::set_socket_send_buffer_size(&stream, SEND_BUFFER);
         Stream { fd: stream.into() }
     }
@@ -84,8 +84,8 @@ impl Stream {
         }
     }
 
-    /// Sends all of `parts`, waiting as long as it takes. Before it waits for the client, `idle` is called: again and again
-    /// as long as it says that it did something.
+    /// Sends all of `parts`, waiting as long as it takes. Before it waits for the client, `idle` is called repeatedly,
+    /// as long as it returns that it did something.
     pub(crate) fn send(
         &self,
         mut parts: &mut [IoSlice<'_>],
@@ -157,7 +157,7 @@ impl Stream {
 
 /// Waits until one of the descriptors is ready: true if one is, false if the time is over.
 pub(crate) fn wait(fds: &mut [PollFd<'_>], time: Option<Duration>) -> io::Result<bool> {
-    // A time beyond what the system can count is as good as none.
+    // A time beyond what the system can count means no limit.
     let time = time.and_then(|time| Timespec::try_from(time).ok());
     loop {
         match poll(fds, time.as_ref()) {

@@ -29,15 +29,15 @@ pub(crate) const CHUNK: usize = 1 << 20;
 const LARGE: usize = 32 << 10;
 /// Bytes of buffers in use beyond which no further request is taken in.
 const HELD: usize = 8 << 20;
-/// Bytes of replies that are worth a call of their own.
+/// Bytes of replies that are worth a separate call.
 const SEND: usize = 128 << 10;
-/// Replies that are not held back any longer: the client can use them while the next are made.
+/// The most replies to hold back: the client can use them while the next are made.
 const BATCH: usize = 16;
 /// Runs in one block status reply.
 const RUNS: usize = 16 << 10;
 /// Payload that is read and thrown away to get at the next request. A client that sends more in one is cut off.
 const SKIP: u32 = 64 << 20;
-/// How long requests are taken in after the server was told to end. Those that had arrived are through long before; this is
+/// How long requests are taken in after the server was told to end. Those that had arrived are done long before; this is
 /// for a client that never stops sending.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
@@ -46,7 +46,7 @@ pub(crate) fn run(stream: &Stream, negotiated: Negotiated, closing: &AtomicBool)
     let mut transmission = Transmission::new(stream, negotiated, closing);
     // Disconnected: there is no one to report to.
     let _ = transmission.serve();
-    // The disk must be done with this connection's requests before anyone is told that it is over.
+    // The disk must be done with this connection's requests before its end is reported.
     while transmission.queue.in_flight() > 0 && transmission.queue.complete(true).is_some() {}
 }
 
@@ -54,13 +54,13 @@ pub(crate) fn run(stream: &Stream, negotiated: Negotiated, closing: &AtomicBool)
 enum Step {
     /// The head of a request.
     Head,
-    /// Payload of a write: `left` bytes for `offset` and on, the part under way included.
+    /// Payload of a write: `left` bytes for `offset` and on, including the current part.
     Payload { slot: usize, offset: u64, left: usize, part: Option<PayloadBuf>, large: bool },
     /// Payload of a refused write.
     Skip { left: usize, cookie: u64, failure: Failure },
     /// None: the parts of a read are still to be submitted.
     Read { slot: usize, offset: u64, left: usize },
-    /// None: the client is through.
+    /// None: the client is done.
     End,
 }
 
@@ -80,19 +80,19 @@ enum Stop {
     End,
 }
 
-/// An error as the client gets to see it.
+/// An error, as sent to the client.
 struct Failure {
     code: u32,
     message: String,
 }
 
-/// A request whose parts are on their way.
+/// A request whose parts are in flight.
 #[derive(Default)]
 struct Slot {
     header: Header,
     /// Parts submitted and not completed.
     parts: u32,
-    /// No part is to come.
+    /// No more parts follow.
     sealed: bool,
     /// A flush is due when all parts have completed.
     flush: bool,
@@ -102,7 +102,7 @@ struct Slot {
     failure: Option<Failure>,
 }
 
-/// Requests whose parts are on their way, under the number that the parts bear.
+/// Requests whose parts are in flight, by the number in the parts' tokens.
 #[derive(Default)]
 struct Slots {
     all: Vec<Slot>,
@@ -123,7 +123,7 @@ struct Input {
     bytes: Box<[u8]>,
     start: usize,
     end: usize,
-    /// The last write was large: don't look further than the next head.
+    /// The last write was large: receive no further than the next head.
     shy: bool,
 }
 
@@ -254,7 +254,7 @@ impl<'a> Transmission<'a> {
                 self.input.end += got.saturating_sub(room);
             }
             Received::Nothing => return false,
-            // A request cut short gets no answer: whoever sent it is gone.
+            // A truncated request gets no answer: its sender is gone.
             Received::End => self.step = Step::End,
         }
         true
@@ -271,7 +271,7 @@ impl<'a> Transmission<'a> {
                     let Some(head) = self.input.rest().first_chunk() else {
                         return Ok(Stop::Dry);
                     };
-                    // Without the magic number there is no telling where the next request begins.
+                    // Without the magic number the start of the next request is not known.
                     let header = Header::decode(head);
                     self.input.start += Header::LEN;
                     match header {
@@ -390,7 +390,7 @@ impl<'a> Transmission<'a> {
         self.submit(slot, kind, offset, header.len.into(), Buf::default());
     }
 
-    /// Puts payload that was received into the part under way, and submits the part when it is full. False if it is not.
+    /// Adds received payload to the current part, and submits the part when it is full. False if it is not.
     fn fill(&mut self) -> bool {
         let Step::Payload { slot, offset, left, part: under_way, .. } = &mut self.step else { return true };
         let Some(part) = under_way else { return true };
@@ -416,7 +416,7 @@ impl<'a> Transmission<'a> {
         true
     }
 
-    /// What is wrong with a request, seen by itself.
+    /// Validates a request by itself.
     fn check(&self, header: &Header) -> Result<(), Failure> {
         let Header { command, flags, offset, len, .. } = *header;
         let refuse = |code, message: String| Err(Failure { code, message });
@@ -433,7 +433,7 @@ impl<'a> Transmission<'a> {
             CMD_BLOCK_STATUS => ("block status", CMD_FLAG_REQ_ONE, false),
             _ => return refuse(EINVAL, format!("unknown command {command}")),
         };
-        // The document wants FUA accepted with every command, whether it means something there or not.
+        // The protocol document requires FUA to be accepted with every command, whether it means something there or not.
         let unknown = flags & !(allowed | CMD_FLAG_FUA);
         if unknown != 0 {
             return refuse(EINVAL, format!("{name} has no flags {unknown:#x} on this connection"));
@@ -599,8 +599,8 @@ impl<'a> Transmission<'a> {
         }
     }
 
-    /// Sends what there is. A client that does not take its replies must keep nobody waiting but itself: a disk that counts
-    /// its writes waits for each to be collected. So they are, before this waits for the client.
+    /// Sends what there is. A client that does not take its replies must not make others wait: a disk that counts
+    /// its writes waits for each to be collected, so this collects them before it waits for the client.
     fn flush(&mut self) -> Result<(), Disconnected> {
         loop {
             let mut collected = Vec::new();
@@ -626,7 +626,7 @@ fn part_len(offset: u64, left: usize) -> usize {
     if left <= CHUNK { left } else { CHUNK - (offset % CHUNK as u64) as usize }
 }
 
-/// Data ends it in the first bytes; only zeroes are looked at whole.
+/// Data ends the search in the first bytes; only zeroes are read whole.
 fn is_zero(bytes: &[u8]) -> bool {
     bytes.chunks(512).all(|part| part.iter().fold(0, |any, byte| any | byte) == 0)
 }

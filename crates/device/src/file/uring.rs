@@ -2,10 +2,10 @@
 //!
 //! # Why it is sound
 //! The kernel reads and writes a request's buffer from the moment its entry is submitted until its completion is taken from
-//! the ring. All that time the buffer lies in a [`Slot`] of the queue, where nobody touches its bytes: a slot's request is
+//! the ring. All that time the buffer is in a [`Slot`] of the queue, where its bytes are not touched: a slot's request is
 //! taken out only when the last of its operations has completed, and its address was taken before the first was submitted
-//! (moving a `Buf` doesn't move its memory). Dropping the queue waits for the operations under way. Where waiting is
-//! impossible, and where the queue is forgotten, the buffers are never freed, so the kernel may go on.
+//! (moving a `Buf` does not move its memory). Dropping the queue waits for operations in flight. If waiting is
+//! impossible, or the queue is forgotten, the buffers are never freed, so the kernel may still use them.
 
 use std::collections::VecDeque;
 use std::io;
@@ -29,11 +29,11 @@ const LENT_WITHIN: Duration = Duration::from_secs(1);
 pub(crate) struct UringQueue {
     ring: IoUring,
     disk: Arc<FileDisk>,
-    /// Operations on their way at most.
+    /// The most operations in flight.
     depth: usize,
     slots: Vec<Option<Slot>>,
     free_slots: Vec<usize>,
-    /// Operations on their way, by the number that the kernel hands back.
+    /// Operations in flight, by the number that the kernel returns.
     flying: Vec<Option<Op>>,
     free: Vec<usize>,
     waiting: VecDeque<Op>,
@@ -41,14 +41,14 @@ pub(crate) struct UringQueue {
     in_flight: usize,
     /// Everything that waits was meant to start: what takes the place of a completed operation starts by itself.
     started: bool,
-    /// The ring failed: what it may still have bears numbers that cannot be given again.
+    /// The ring failed: the numbers of operations that it may still have cannot be reused.
     dead: bool,
 }
 
 /// A request, as long as the kernel may use its buffer.
 struct Slot {
     request: Request,
-    /// Where the buffer's bytes lie.
+    /// The address of the buffer's bytes.
     memory: *mut u8,
     /// Operations that have not completed.
     left: usize,
@@ -56,7 +56,7 @@ struct Slot {
     then_flush: bool,
 }
 
-// SAFETY: the pointer leads to the memory of the request's own buffer, which a thread may be given.
+// SAFETY: the pointer leads to the memory of the request's own buffer, which may move between threads.
 unsafe impl Send for Slot {}
 
 /// A run of bytes of a request, and where in the buffer it is.
@@ -82,7 +82,7 @@ struct Op {
     len: u64,
     /// Through the page cache.
     plain: bool,
-    /// Let the kernel use a thread: without, it had said EAGAIN.
+    /// Let the kernel use a thread, after EAGAIN without one.
     patient: bool,
 }
 
@@ -97,7 +97,7 @@ enum Act {
 const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
 const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
 
-/// Has the kernel start the thread that carries out what it cannot do at once; it keeps the last one as long as this thread
+/// Lets the kernel start the thread for operations that block; it keeps the last one as long as this thread
 /// lives. Where it may not start any (`RLIMIT_NPROC`), it would keep a flush waiting forever.
 fn lend_a_thread(ring: &mut IoUring) -> io::Result<()> {
     let nothing = opcode::Nop::new().build().flags(squeue::Flags::ASYNC);
@@ -119,7 +119,7 @@ fn lend_a_thread(ring: &mut IoUring) -> io::Result<()> {
 }
 
 impl UringQueue {
-    /// A queue over a disk that has a direct descriptor. Fails where the kernel has no io_uring, or doesn't let us.
+    /// A queue over a disk that has a direct descriptor. Fails if io_uring is missing or forbidden.
     pub(crate) fn new(disk: Arc<FileDisk>, depth: u32) -> io::Result<UringQueue> {
         let depth = depth.clamp(1, DEEPEST);
         let mut ring = IoUring::builder().setup_clamp().build(depth.next_power_of_two())?;
@@ -147,12 +147,12 @@ impl UringQueue {
         })
     }
 
-    /// Operations that the kernel has, or that lie in the ring.
+    /// Operations that the kernel has, or that are in the ring.
     fn under_way(&self) -> usize {
         self.depth - self.free.len()
     }
 
-    /// Cuts a request into operations. What cannot go through the ring is done here and now.
+    /// Cuts a request into operations. What cannot go through the ring is executed here.
     fn cut(&mut self, slot: usize) -> io::Result<()> {
         let Some(held) = self.slots[slot].as_ref() else { return Ok(()) };
         let (kind, memory) = (held.request.kind, held.memory as usize);
@@ -198,7 +198,7 @@ impl UringQueue {
         Ok(())
     }
 
-    /// What the ring is to do with a run; `None` where it was done here and now.
+    /// The ring's operation for a run; `None` if it was executed here.
     fn act(&self, kind: Kind, run: &Run) -> io::Result<Option<Act>> {
         let (disk, Run { offset, len, .. }) = (&self.disk, *run);
         let on_device = disk.is_block();
@@ -278,7 +278,7 @@ impl UringQueue {
             // SAFETY: the entry's memory is that of a slot's buffer and stays until the completion is taken (see above);
             // its descriptor is open as long as `self.disk`.
             if unsafe { self.ring.submission().push(&entry) }.is_err() {
-                // As many places as operations, so never; the next round would try again.
+                // The ring has as many entries as operations, so this never fails; the next round would try again.
                 return;
             }
             self.waiting.pop_front();
@@ -305,7 +305,7 @@ impl UringQueue {
         }
     }
 
-    /// Submits what lies in the ring, and waits for `want` completions.
+    /// Submits what is in the ring, and waits for `want` completions.
     fn enter(&mut self, want: usize) {
         loop {
             match self.ring.submit_and_wait(want) {
@@ -326,7 +326,7 @@ impl UringQueue {
         }
     }
 
-    /// The ring doesn't work any more. What it had fails, and its buffers stay where the kernel may still find them.
+    /// The ring does not work any more. Its operations fail, and their buffers stay in place for the kernel.
     fn give_up(&mut self, error: &io::Error) {
         self.dead = true;
         self.waiting.clear();
@@ -358,7 +358,7 @@ impl UringQueue {
             (_, error) if [-libc::EINTR, -libc::EAGAIN, -libc::ECANCELED].contains(&error) => {
                 return self.again(Op { patient: true, ..op });
             }
-            // Refused for its alignment: the page cache takes anything.
+            // Refused for its alignment: use the page cache.
             (Act::Read | Act::Write { .. }, error)
                 if error == -libc::EINVAL && !op.plain && !self.disk.is_block() =>
             {
@@ -396,7 +396,7 @@ impl UringQueue {
         }
     }
 
-    /// Ahead of what waits: its request is older.
+    /// Queued first: its request is older.
     fn again(&mut self, op: Op) {
         self.waiting.push_front(op);
     }
@@ -417,10 +417,10 @@ impl UringQueue {
         }
     }
 
-    /// Completions without which no request can be done: waiting for fewer would only wake us in vain.
+    /// Completions without which no request can be done: waiting for fewer would only wake in vain.
     fn worth_waiting(&self) -> usize {
         let least = self.slots.iter().flatten().map(|held| held.left).min().unwrap_or(1);
-        // With more to start, the disk must not run idle meanwhile.
+        // With more to start, the disk must not become idle meanwhile.
         let most = if self.waiting.is_empty() { self.depth } else { self.depth.div_ceil(4) };
         least.min(most).clamp(1, self.under_way().max(1))
     }
@@ -495,7 +495,7 @@ impl Queue for UringQueue {
 
 impl Drop for UringQueue {
     fn drop(&mut self) {
-        // What was not started stays undone; what was, uses the buffers until it has completed.
+        // What was not started is discarded; what was, uses the buffers until it has completed.
         self.waiting.clear();
         while self.under_way() > 0 {
             let want = self.under_way();

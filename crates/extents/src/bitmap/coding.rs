@@ -9,7 +9,7 @@
 //! | 2 | words skipped, from the word of the block after the last part | a byte, `words - 1`, then the words, 8 bytes each, little-endian |
 //! | 3 | blocks set in all | nothing: the end |
 //!
-//! Runs are what sparse sets are made of; a group whose runs would take more room than its words is written as words.
+//! Sparse sets are written as runs; a group whose runs would take more space than its words is written as words.
 
 use std::ops::{Deref, Range};
 use std::sync::atomic::AtomicU64;
@@ -58,7 +58,7 @@ pub(crate) fn encode<S: Deref<Target = [AtomicU64]>>(map: &Bitmap<S>, out: &mut 
             for (i, word) in words.iter().enumerate() {
                 let mut bits = word.load(Relaxed);
                 if (first + i) as u64 == at / 64 {
-                    // The run before reaches into this word, and has said so.
+                    // The previous run, which reaches into this word, covers these bits.
                     bits &= u64::MAX << (at % 64);
                 }
                 count += u64::from(bits.count_ones());

@@ -3,31 +3,31 @@
 //! Each side begins with a hello of 16 bytes: magic (8), version (u16), timeout in tenths of a second (u16), window in bytes
 //! (u32). Then come frames, each with a header of 12 bytes: what it is (u8: 0 message, 1 credit, 2 goodbye, 3 ping), the
 //! message's kind (u8), zero (u16), length of the head (u32), length of the body or bytes of credit (u32); a message's head
-//! and body follow. All little-endian. Pings may follow the goodbye: a side that has said goodbye still hears the other out.
+//! and body follow. All little-endian. Pings may follow the goodbye: a side that has said goodbye still receives from the other.
 
 use std::time::Duration;
 
 use crate::message::{FRAMING, MAX_BODY, MAX_HEAD};
 
-/// The version of the link and of everything that is said over it.
+/// The version of the link and of all messages.
 pub const VERSION: u16 = 2;
 
 pub(super) const MAGIC: [u8; 8] = *b"\x93dsync\r\n";
 /// Bytes of a hello.
 pub(super) const HELLO: usize = 16;
 
-/// What a hello counts timeouts in.
+/// The unit of timeouts in a hello.
 const UNIT_MS: u64 = 100;
 
-/// The longest timeout that a hello can tell: a side that has none of its own.
+/// The longest timeout of a hello: for a side that has none of its own.
 pub(crate) const NEVER: Duration = Duration::from_millis(u16::MAX as u64 * UNIT_MS);
 
-/// What a side tells of itself first.
+/// The first thing a side sends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Hello {
-    /// What may be on its way to this side, in bytes.
+    /// What may be in transit to this side, in bytes.
     pub(super) window: u32,
-    /// A side that hears nothing for this long cuts the link.
+    /// A side that receives nothing for this long cuts the link.
     pub(super) timeout: Duration,
 }
 
@@ -65,7 +65,7 @@ impl Hello {
     }
 }
 
-/// A timeout as a hello tells it, never zero.
+/// A timeout in a hello's unit, never zero.
 fn to_units(timeout: Duration) -> u16 {
     let units = timeout.as_millis().div_ceil(UNIT_MS.into()).max(1);
     u16::try_from(units).unwrap_or(u16::MAX)
@@ -80,7 +80,7 @@ fn from_units(units: u16) -> Duration {
 pub(super) enum Frame {
     /// Lengths in bytes; both parts follow.
     Message { kind: u8, head: usize, body: usize },
-    /// The receiver has taken so many bytes.
+    /// The receiver has taken this many bytes.
     Credit(u32),
     /// No message follows.
     Goodbye,
@@ -104,7 +104,7 @@ impl Frame {
         bytes
     }
 
-    /// Reads a header; what is wrong with it otherwise.
+    /// Reads a header, or returns what is wrong with it.
     pub(super) fn parse(bytes: [u8; FRAMING]) -> Result<Frame, String> {
         let [what, kind, zero_1, zero_2, h0, h1, h2, h3, b0, b1, b2, b3] = bytes;
         let (head, body) = (u32::from_le_bytes([h0, h1, h2, h3]), u32::from_le_bytes([b0, b1, b2, b3]));

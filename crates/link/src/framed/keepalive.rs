@@ -1,9 +1,9 @@
-//! One rule for every conversation, whatever carries it: a side sends something at least four times in the timeout, a ping if
-//! it has nothing else, and a side that hears nothing for all of it cuts the link. The shorter timeout of both sides, as their
-//! hellos tell them, holds for both.
+//! One rule for every conversation over any transport: a side sends something at least four times within the timeout, a ping if
+//! it has nothing else, and a side that receives nothing for that long cuts the link. The shorter timeout of both sides, from their
+//! hellos, applies to both.
 //!
 //! Threads of the link do this, so the layers above may be busy for as long as they like. Intervals are counted, not measured:
-//! a process that was itself stopped for a while hears what has come meanwhile before it judges.
+//! a process that was itself stopped for a while receives what has arrived meanwhile before it decides.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,7 +17,7 @@ use crate::flow::lock;
 /// Pings in a timeout.
 const PINGS: u32 = 4;
 
-/// Rises whenever something has come from the peer.
+/// Rises whenever something is received from the peer.
 #[derive(Clone, Default)]
 pub(crate) struct Activity(Arc<AtomicU64>);
 
@@ -31,7 +31,7 @@ impl Activity {
     }
 }
 
-/// Tells the threads that keep a link alive when it is over.
+/// Stops the threads that keep a link alive.
 #[derive(Default)]
 pub(super) struct Keepalive {
     over: Mutex<bool>,
@@ -60,7 +60,7 @@ impl Keepalive {
 /// What a thread does for a link, at every interval.
 type Work = fn(&FramedStream, Duration);
 
-/// Keeps a link alive from the moment at which the peer has told its timeout.
+/// Keeps a link alive once the peer's hello has come.
 pub(super) fn start(stream: &Arc<FramedStream>, timeout: Duration) -> io::Result<()> {
     let interval = (timeout / PINGS).max(Duration::from_millis(1));
     for (name, run) in [("link pings", ping as Work), ("link watch", watch)] {
@@ -70,7 +70,7 @@ pub(super) fn start(stream: &Arc<FramedStream>, timeout: Duration) -> io::Result
     Ok(())
 }
 
-/// Sends pings while nothing else is sent. It may be stuck in a write: then the peer does not read, and the watch decides.
+/// Sends pings while nothing else is sent. If it is stuck in a write because the peer does not read, the watch decides.
 fn ping(stream: &FramedStream, interval: Duration) {
     let traffic = &stream.shared.traffic;
     let mut sent = traffic.sent();
@@ -111,7 +111,7 @@ mod tests {
 
     const TIMEOUT: Duration = Duration::from_millis(800);
 
-    /// A pipe whose bytes are carried until it is told to stop.
+    /// A pipe whose bytes are carried until it is stopped.
     fn carried(stopped: &Arc<AtomicBool>) -> (File, File) {
         let (mut from, writer) = pipe();
         let (reader, mut to) = pipe();
@@ -143,13 +143,13 @@ mod tests {
 
     #[test]
     fn an_idle_link_lives_and_a_silent_one_is_given_up_at_both_ends() {
-        // The shorter timeout holds for both.
+        // The shorter timeout applies to both.
         for timeouts in [[TIMEOUT, TIMEOUT], [TIMEOUT, NEVER], [NEVER, TIMEOUT]] {
             let stopped = Arc::new(AtomicBool::new(false));
             let [(a_tx, a_rx), (b_tx, b_rx)] = two(&stopped, timeouts).map(Link::split);
             a_tx.send(Message::default()).unwrap();
             b_rx.recv().unwrap().unwrap();
-            // Nobody says or asks for anything.
+            // No messages and no requests.
             thread::sleep(3 * TIMEOUT);
             b_tx.send(Message::default()).unwrap();
             a_rx.recv().unwrap().unwrap();

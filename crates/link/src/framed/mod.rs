@@ -29,11 +29,11 @@ use crate::{Error, Message, Result};
 type Reading = Box<dyn Read + Send>;
 type Writing = Box<dyn Write + Send>;
 
-/// What is behind the byte streams, where that can be ended by force and knows more than they do of why they ended.
+/// The process or socket behind the byte streams: it can be ended by force, and knows better why the streams ended.
 pub(crate) trait StreamOwner: Send + Sync {
     /// The peer's hello has come.
     fn greeted(&self) {}
-    /// Ends it, so that every read and write of the streams returns. What was sent before may still go out, for a moment.
+    /// Ends it, so that every read and write of the streams returns. Data sent before may still be delivered, for a moment.
     fn kill(&self);
     /// Waits up to `patience` until what was sent before the goodbye is delivered, then ends it.
     fn settle(&self, patience: Duration);
@@ -41,18 +41,18 @@ pub(crate) trait StreamOwner: Send + Sync {
     fn why_it_ended(&self, greeted: bool, why: String) -> Error;
 }
 
-/// What a side tells of itself, and how it knows that its peer is there.
+/// Options of one side.
 pub(crate) struct StreamOptions {
-    /// What may be on its way to this end, in bytes; a single message may exceed it.
+    /// What may be in transit to this end, in bytes; a single message may exceed it.
     pub(crate) window: u32,
-    /// A peer from which nothing comes for this long is given up.
+    /// Give up on a peer that sends nothing for this long.
     pub(crate) timeout: Duration,
-    /// Noted by what hears of the peer before it is read here.
+    /// Raised by layers below that hear of the peer before this one reads it.
     pub(crate) activity: Activity,
 }
 
 impl StreamOptions {
-    /// Those of a side that hears of its peer by the streams alone.
+    /// Options of a side that hears of its peer only through the streams.
     pub(crate) fn of(timeout: Duration) -> StreamOptions {
         StreamOptions { window: WINDOW, timeout, activity: Activity::default() }
     }
@@ -62,9 +62,9 @@ impl StreamOptions {
 pub(crate) struct FramedStream {
     shared: Arc<Shared>,
     out: Mutex<Out>,
-    /// Bytes that the receiver has taken and for which no credit was sent yet.
+    /// Bytes that the receiver has taken and not yet credited.
     owed: AtomicU64,
-    /// Bytes that came in and whose credit was not sent yet: the peer must keep them bounded.
+    /// Bytes received and not yet credited: the peer must keep them bounded.
     inside: AtomicU64,
     abandoned: AtomicBool,
     options: StreamOptions,
@@ -79,7 +79,7 @@ struct Out {
 }
 
 impl FramedStream {
-    /// Starts an end: writes the hello, which tells the options, and starts the thread that reads.
+    /// Starts an end: writes the hello and starts the thread that reads.
     pub(crate) fn open(
         peer: &str,
         reader: impl Read + Send + 'static,
@@ -98,7 +98,7 @@ impl FramedStream {
             options,
             owner,
         });
-        // A peer that has gone already is reported by the reader, which knows why.
+        // If the peer is gone already, the reader reports it with the cause.
         let _ = stream.put(&mut lock(&stream.out), [&hello, &[], &[]]);
         let for_reader = Arc::clone(&stream);
         let read = move || reader::run(&for_reader, Box::new(reader));
@@ -118,13 +118,13 @@ impl FramedStream {
         sent.is_ok()
     }
 
-    /// Counts a message that comes in. False if the peer had no credit for it.
+    /// Counts a received message. False if the peer had no credit for it.
     fn has_room_for(&self, cost: u64) -> bool {
         let inside = self.inside.fetch_add(cost, Ordering::SeqCst) + cost;
         inside < u64::from(self.options.window) + MAX_COST
     }
 
-    /// The peer is gone: nothing that was said can be waited for.
+    /// The peer is gone: stop waiting for it.
     fn give_up(&self, why: &str) {
         self.shared.fail(self.shared.cut(why));
         self.close(true);
@@ -134,7 +134,7 @@ impl FramedStream {
         self.abandoned.load(Ordering::SeqCst)
     }
 
-    /// The writing side, unless somebody is writing: they look after credit and closing when they are done.
+    /// The writing side, unless another thread is writing: that one handles credit and closing afterwards.
     fn try_out(&self) -> Option<MutexGuard<'_, Out>> {
         match self.out.try_lock() {
             Ok(out) => Some(out),
@@ -144,7 +144,7 @@ impl FramedStream {
     }
 
     fn send_credit(&self) {
-        // In portions of a quarter of the window, so that it costs next to nothing.
+        // In portions of a quarter of the window, to limit the cost.
         while self.owed.load(Ordering::SeqCst) >= u64::from(self.options.window / 4) {
             let Some(mut out) = self.try_out() else { return };
             let owed = self.owed.swap(0, Ordering::SeqCst);
@@ -171,7 +171,7 @@ impl FramedStream {
         self.close_if_abandoned();
         self.send_credit();
         written.map_err(|error| {
-            // The reader learns more from the owner: how it ended, and what it said.
+            // The reader gets a better reason from the owner.
             let patience = Duration::from_secs(if self.owner.is_some() { 2 } else { 0 });
             let shared = &self.shared;
             let error = shared.inbox.failure(patience).unwrap_or_else(|| shared.cut(error.to_string()));
@@ -224,7 +224,7 @@ impl FramedStream {
         result
     }
 
-    /// Closes the stream, so that the peer notices; by force, what is behind it too.
+    /// Closes the stream, so that the peer notices; by force, its owner too.
     fn close(&self, by_force: bool) {
         self.abandoned.store(true, Ordering::SeqCst);
         if let (Some(owner), true) = (&self.owner, by_force) {
@@ -266,7 +266,7 @@ impl Transport for FramedStream {
         self.keepalive.end();
         self.abandon();
         if let Some(owner) = &self.owner {
-            // After a goodbye it gets time to deliver it.
+            // After a goodbye, allow time to deliver it.
             let patience = if self.shared.is_finished() { Duration::from_secs(10) } else { Duration::ZERO };
             owner.settle(patience);
         }

@@ -1,4 +1,4 @@
-//! The thread that reads a framed stream. It only ever waits for the stream: never for the sender, never for the receiver. So
+//! The thread that reads a framed stream. It only ever waits for the stream, never for the sender or the receiver. So
 //! whatever the peer writes is taken from the stream, and two peers that write at once cannot block each other.
 
 use std::io::{self, BufRead, BufReader, Read};
@@ -14,7 +14,7 @@ use crate::message::{self, FRAMING};
 use crate::transport::Shared;
 use crate::{Error, Message};
 
-/// Reads until the stream ends, and tells both halves why it did.
+/// Reads until the stream ends, and passes the reason to both halves.
 pub(super) fn run(stream: &Arc<FramedStream>, reader: Reading) {
     let shared = &stream.shared;
     let reader = ActivityReader { reader, activity: stream.options.activity.clone() };
@@ -27,13 +27,13 @@ pub(super) fn run(stream: &Arc<FramedStream>, reader: Reading) {
         },
         Failure::Wrong(error) => error,
     };
-    // Closed before the halves are told, so that the peer is not left writing to nobody.
+    // Closed before the halves get the reason, so that the peer does not go on writing.
     drop(reader);
     stream.keepalive.end();
     shared.fail(error);
 }
 
-/// Notes that something has come.
+/// Counts activity of the peer.
 struct ActivityReader {
     reader: Reading,
     activity: Activity,
@@ -50,7 +50,7 @@ impl Read for ActivityReader {
 enum Failure {
     /// The stream ended; what is known of the cause.
     Ended(String),
-    /// The peer sent what it must not.
+    /// The peer sent something invalid.
     Wrong(Error),
 }
 

@@ -1,4 +1,4 @@
-//! The pieces in which a session's stream travels: sequence number (u64), length (u32), bytes, all little-endian. Any
+//! The chunks in which a session's stream is sent: sequence number (u64), length (u32), bytes, all little-endian. Any
 //! connection may carry the next one; on each connection the numbers rise.
 
 use super::hello::{HELLO, Hello};
@@ -8,7 +8,7 @@ pub(super) const CHUNK: usize = 128 << 10;
 /// Bytes in front of a chunk's own.
 pub(super) const CHUNK_HEADER: usize = 12;
 
-/// A chunk that came whole.
+/// A complete chunk.
 #[derive(Debug)]
 pub(super) struct Chunk {
     pub(super) number: u64,
@@ -27,7 +27,7 @@ pub(super) fn number(chunk: &mut [u8], number: u64) {
 pub(super) struct Assembler {
     header: [u8; CHUNK_HEADER],
     chunk: Option<Chunk>,
-    /// Bytes of the header, or of the chunk, that are there.
+    /// Bytes of the header, or of the chunk, received so far.
     have: usize,
     /// The least number that the next chunk may have.
     least: u64,
@@ -42,7 +42,7 @@ impl Assembler {
         }
     }
 
-    /// So many bytes were put there. Returns the chunk if that was the last of it, or what is wrong with it.
+    /// Accounts for bytes stored there. Returns the chunk if it is complete, or what is wrong with it.
     pub(super) fn filled(&mut self, len: usize) -> Result<Option<Chunk>, String> {
         self.have += len;
         if let Some(chunk) = &self.chunk {
@@ -76,8 +76,8 @@ impl Assembler {
     }
 }
 
-/// Reads a connection's bytes as the other side of a session would, whoever wrote them: for fuzzing. Returns the bytes of
-/// chunks that came whole.
+/// Reads a connection's bytes like the other side of a session: for fuzzing. Returns the bytes of
+/// complete chunks.
 pub fn read_connection(bytes: &[u8]) -> Result<usize, String> {
     let (hello, mut rest) = bytes.split_first_chunk::<HELLO>().ok_or("too short")?;
     let parsed = Hello::parse(hello)?;

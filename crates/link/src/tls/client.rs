@@ -1,4 +1,4 @@
-//! The client: connects to a listener, and opens a session of as many connections as the way to it needs.
+//! The client: connects to a listener, and opens a session of as many connections as the distance needs.
 
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::thread;
@@ -10,17 +10,17 @@ use super::hello::{BUSY, HELLO, Hello, Id, MAX_CONNECTIONS, NO_SESSION, WELCOME}
 use super::session;
 use crate::{Error, Keys, Link, Result};
 
-/// The port on which [`Listener`](crate::Listener)s are expected: ten thousand above rsync's, assigned to nobody.
+/// The port on which [`Listener`](crate::Listener)s are expected: ten thousand above rsync's, not assigned.
 pub const PORT: u16 = 10_873;
 
 /// How to connect to a [`Listener`](crate::Listener).
 #[derive(Debug, Clone)]
 pub struct ConnectOptions {
-    /// Connections, from 1 to [`MAX_CONNECTIONS`]; without a number as many as the distance needs.
+    /// Connections, from 1 to [`MAX_CONNECTIONS`]; `None` for as many as the distance needs.
     pub connections: Option<usize>,
     /// How long each step until the link is open may take.
     pub patience: Duration,
-    /// A peer from which nothing comes for this long is given up.
+    /// Give up on a peer that sends nothing for this long.
     pub timeout: Duration,
 }
 
@@ -36,7 +36,7 @@ impl Default for ConnectOptions {
 }
 
 impl Link {
-    /// Connects to the [`Listener`](crate::Listener) at `host` and `port`, shows the own key of `keys`, accepts only the one
+    /// Connects to the [`Listener`](crate::Listener) at `host` and `port`, presents the own key of `keys`, accepts only the one
     /// that is pinned there for `HOST:PORT` or `HOST`, and waits for its hello.
     ///
     /// # Errors
@@ -55,7 +55,7 @@ const REACH: Duration = Duration::from_millis(20);
 /// More would fill more than 1 Gbit/s over 150 ms.
 const MOST: usize = 8;
 
-/// How many connections a round trip needs. Where one is enough, others only cost processor time.
+/// How many connections a round trip needs. If one is enough, others only cost processor time.
 fn needed(round_trip: Duration) -> usize {
     let reaches = round_trip.as_micros().div_ceil(REACH.as_micros());
     usize::try_from(reaches).unwrap_or(MOST).clamp(1, MOST)
@@ -125,12 +125,12 @@ impl Dialer<'_> {
         Ok(socket)
     }
 
-    /// Shakes hands, says which connection this is, and hears whether it is welcome. Returns the session's name too.
+    /// Performs the handshake, sends this connection's hello, and reads the answer. Returns the session's name too.
     fn enter(&self, socket: TcpStream, hello: Hello) -> Result<(TlsConnection, Id)> {
         let until = Instant::now() + self.options.patience;
         let mut connection = self.client.handshake(socket, until)?;
         let mut answer = [0; HELLO];
-        // A side that refuses the key says so in place of its answer, and may have closed before it was asked.
+        // A side that refuses the key sends an alert instead of its answer, and may have closed before the hello.
         let said = connection.write_all(&hello.to_bytes(), until);
         connection
             .read_exact(&mut answer, until)

@@ -1,4 +1,4 @@
-//! One TLS connection whose other end has shown a key that is trusted, while its steps still have a deadline.
+//! One TLS connection with a trusted peer, while its steps still have a deadline.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
@@ -12,7 +12,7 @@ use crate::{Error, Key};
 
 /// Makes a connection notice within `timeout` that its peer has vanished, and carry as much as it can.
 pub(super) fn tune(socket: &TcpStream, timeout: Duration) {
-    // Each is a help, and none is needed: what the system refuses is left as it is.
+    // All are optional: what the system refuses is left as it is.
     let _ = socket.set_nodelay(true);
     let _ = sockopt::set_socket_keepalive(socket, true);
     let second = Duration::from_secs(1);
@@ -20,7 +20,7 @@ pub(super) fn tune(socket: &TcpStream, timeout: Duration) {
     let _ = sockopt::set_tcp_keepintvl(socket, (timeout / 6).max(second));
     let _ = sockopt::set_tcp_keepcnt(socket, 4);
     let _ = sockopt::set_tcp_user_timeout(socket, u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX));
-    // Others take a lost packet for congestion: one in a thousand makes them crawl on a far link.
+    // Other algorithms take a lost packet for congestion: one in a thousand makes them crawl on a far link.
     let _ = sockopt::set_tcp_congestion(socket, "bbr");
 }
 
@@ -32,7 +32,7 @@ pub(super) enum Failed {
 }
 
 impl Failed {
-    /// True if the other side does not believe the key that was shown to it.
+    /// True if the other side does not trust the key.
     pub(super) fn is_distrust(&self) -> bool {
         matches!(self, Failed::Tls(rustls::Error::AlertReceived(AlertDescription::CertificateUnknown)))
     }
@@ -41,7 +41,7 @@ impl Failed {
     pub(super) fn error(self, peer: &str) -> Error {
         let peer = peer.to_string();
         match self {
-            // None of these says that it does not speak TLS.
+            // None of these means that it does not speak TLS.
             Failed::Io(error) if error.kind() == io::ErrorKind::TimedOut => {
                 Error::Connect { peer, why: "no answer in time".into() }
             }
@@ -83,7 +83,7 @@ impl TlsConnection {
         mut tls: Connection,
         until: Instant,
     ) -> Result<TlsConnection, Failed> {
-        // Bounded by what is handed over: never more than a chunk at a time.
+        // Bounded by what is passed in: never more than a chunk at a time.
         tls.set_buffer_limit(None);
         let mut connection = TlsConnection { socket, tls };
         while connection.tls.is_handshaking() {
@@ -93,7 +93,7 @@ impl TlsConnection {
         Ok(connection)
     }
 
-    /// The key that the other end has shown.
+    /// The peer's key.
     pub(super) fn key(&self) -> Option<Key> {
         self.tls.peer_certificates().and_then(|shown| Key::from_spki(shown.first()?))
     }
@@ -147,7 +147,7 @@ impl TlsConnection {
         self.flush(until)
     }
 
-    /// Says no more, and listens for a moment: closing at once could take back what was said last.
+    /// Stops sending, and listens for a moment: closing at once could discard what was sent last.
     pub(super) fn part(&mut self, until: Instant) {
         let until = until.min(Instant::now() + Duration::from_secs(1));
         let _ = self.socket.shutdown(std::net::Shutdown::Write);
@@ -161,7 +161,7 @@ impl TlsConnection {
     }
 }
 
-/// A socket that gives up at a moment, however little comes at a time.
+/// A socket with a deadline for all reads and writes together.
 struct Timed<'a> {
     socket: &'a TcpStream,
     until: Instant,
@@ -185,7 +185,7 @@ impl Read for Timed<'_> {
         loop {
             self.socket.set_read_timeout(self.left()?)?;
             match (&mut &*self.socket).read(buf) {
-                // A process that was stopped and goes on: calls with a time limit are not restarted by themselves.
+                // After a stop and continue: calls with a timeout are not restarted automatically.
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 done => return done.map_err(late),
             }

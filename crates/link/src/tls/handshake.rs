@@ -1,4 +1,4 @@
-//! Handshakes: TLS 1.3, both sides show a raw public key.
+//! Handshakes: TLS 1.3, both sides present a raw public key.
 
 use std::net::TcpStream;
 use std::sync::Arc;
@@ -38,7 +38,7 @@ pub(super) struct Client {
 }
 
 impl Client {
-    /// Shows the own key of `keys`, and accepts only the one that is pinned there for `host` and `port`.
+    /// Presents the own key of `keys`, and accepts only the one that is pinned there for `host` and `port`.
     pub(super) fn new(keys: &Keys, host: &str, port: u16) -> Result<Client> {
         let own = keys.own_with_secret()?;
         let peer = format!("{host}:{port}");
@@ -52,7 +52,7 @@ impl Client {
                     &own,
                 )?)));
             config.enable_sni = false;
-            // Every connection shows its key.
+            // No resumption: every connection presents its key.
             config.resumption = Resumption::disabled();
             Ok(Arc::new(config))
         })();
@@ -86,7 +86,7 @@ pub(super) struct Server {
 }
 
 impl Server {
-    /// Shows the own key of `keys`, and accepts those that are pinned there; if `from` has names, only theirs.
+    /// Presents the own key of `keys`, and accepts those that are pinned there; if `from` has names, only theirs.
     pub(super) fn new(keys: &Keys, from: Vec<String>) -> Result<Server> {
         let own = keys.own_with_secret()?;
         let config = (|| {

@@ -1,6 +1,6 @@
-//! What is said on a connection before any chunk: one hello from each side, 28 bytes.
+//! The hello that each side sends on a connection before any chunk, 28 bytes.
 //!
-//! Magic (8), version (u16), what (u8), connections (u8), session (16 bytes), all little-endian. The client says for each
+//! Magic (8), version (u16), what (u8), connections (u8), session (16 bytes), all little-endian. The client sends for each
 //! connection its number in `what` and the session that it belongs to: none, zeroes, for connection 0, which makes one. The
 //! server answers with the outcome in `what`, and with the session.
 
@@ -12,10 +12,10 @@ pub const MAX_CONNECTIONS: usize = 16;
 const MAGIC: [u8; 8] = *b"\x93dslane\n";
 const VERSION: u16 = 1;
 
-/// A session's name: random, and told only to the key that made it.
+/// A session's name: random, and known only to the key that created it.
 pub(super) type Id = [u8; 16];
 
-/// What is said on a connection, once by each side.
+/// A hello.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Hello {
     /// The connection's number, or the server's answer.
@@ -29,7 +29,7 @@ pub(super) struct Hello {
 // Answers.
 /// The connection belongs to the session.
 pub(super) const WELCOME: u8 = 0;
-/// No more sessions are taken now.
+/// No more sessions are accepted now.
 pub(super) const BUSY: u8 = 1;
 /// No such session waits for that connection of this key.
 pub(super) const NO_SESSION: u8 = 2;
@@ -44,7 +44,7 @@ impl Hello {
         bytes
     }
 
-    /// Reads a hello; what is wrong with the bytes otherwise.
+    /// Reads a hello, or returns what is wrong with it.
     pub(super) fn parse(bytes: &[u8; HELLO]) -> Result<Hello, String> {
         if bytes[..8] != MAGIC {
             return Err("something other than dsync's hello".into());

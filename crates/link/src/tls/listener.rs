@@ -1,6 +1,6 @@
-//! The server: takes sessions from clients whose keys are pinned, and from nobody else.
+//! The server: accepts sessions only from clients whose keys are pinned.
 //!
-//! Until a connection has shown such a key it costs little, for a short time, and there are few of it at once.
+//! Until a connection has presented such a key it may cost only little, for a short time, and there are few of them at once.
 
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Weak};
@@ -16,14 +16,14 @@ use super::sessions::Sessions;
 use crate::log::RateLimitedLog;
 use crate::{Error, Key, Keys, Link, Result};
 
-/// What a listener takes at once.
+/// Limits of a listener.
 #[derive(Debug, Clone)]
 pub struct Limits {
     /// Sessions.
     pub sessions: usize,
     /// Sessions of one key.
     pub sessions_of_key: usize,
-    /// Connections that belong to no session yet: most of them have not shown a trusted key.
+    /// Connections that belong to no session yet: most of them have not presented a trusted key.
     pub pending: usize,
     /// Of these, from one address (of IPv6, one network of 64 bits).
     pub pending_of_address: usize,
@@ -31,7 +31,7 @@ pub struct Limits {
     pub patience: Duration,
     /// A peer from which nothing comes for this long is given up.
     pub timeout: Duration,
-    /// If there are any, only the keys pinned under these names are let in.
+    /// If not empty, only the keys pinned under these names are accepted.
     pub from: Vec<String>,
 }
 
@@ -66,10 +66,10 @@ impl std::fmt::Display for Peer {
     }
 }
 
-/// What a session is given to.
+/// Serves one session.
 type Serve = dyn Fn(Link, &Peer) + Send + Sync;
 
-/// A port on which sessions are taken.
+/// A port on which sessions are accepted.
 pub struct Listener {
     socket: TcpListener,
     address: SocketAddr,
@@ -93,8 +93,8 @@ struct ListenerState {
 }
 
 impl Listener {
-    /// Takes the address, with the keys that decide who is let in: each connection is judged by what is pinned then. What
-    /// happens to connections before they are a session's goes to `log`, a line at a time.
+    /// Listens on the address. Each connection is judged by the keys that are pinned at that moment. What
+    /// happens to connections before they belong to a session goes to `log`, a line at a time.
     ///
     /// # Errors
     /// [`Error::Listen`], [`Error::Keys`].
@@ -124,7 +124,7 @@ impl Listener {
         self.address
     }
 
-    /// What ends it.
+    /// A handle that stops it.
     ///
     /// # Errors
     /// [`Error::Listen`] if the system has no descriptor left.
@@ -135,7 +135,7 @@ impl Listener {
         Ok(Stop { socket: Arc::new(socket), state: Arc::downgrade(&self.state) })
     }
 
-    /// Takes sessions until it is stopped, each in a thread that runs `serve`.
+    /// Accepts sessions until it is stopped, each in a thread that runs `serve`.
     pub fn run(self, serve: impl Fn(Link, &Peer) + Send + Sync + 'static) {
         let serve: Arc<Serve> = Arc::new(serve);
         while !self.state.sessions.is_closed() {
@@ -143,7 +143,7 @@ impl Listener {
                 Ok(accepted) => accepted,
                 Err(_) if self.state.sessions.is_closed() => break,
                 Err(error) => {
-                    // Such as no descriptor left: open connections will free some when they end, and a silent one ends now.
+                    // Such as no descriptor left: connections free some when they end, and a silent one is dropped now.
                     self.state.log.line(&format!("cannot accept a connection: {error}"));
                     self.state.pending.drop_one();
                     thread::sleep(Duration::from_millis(100));
@@ -167,7 +167,7 @@ impl Listener {
 }
 
 impl Stop {
-    /// Takes no more sessions, cuts those that are open, and waits until they have ended, but no longer than `patience`.
+    /// Accepts no more sessions, cuts open ones, and waits until they have ended, but no longer than `patience`.
     pub fn stop(&self, patience: Duration) {
         let Some(state) = self.state.upgrade() else { return };
         state.sessions.close();
@@ -184,7 +184,7 @@ impl Stop {
 }
 
 impl ListenerState {
-    /// Shakes hands with a client, and serves the session if this connection is its first.
+    /// Performs the handshake, and serves the session if this connection is its first.
     fn admit(&self, socket: Arc<TcpStream>, address: SocketAddr, pending: PendingConnection, serve: &Serve) {
         let until = Instant::now() + self.limits.patience;
         tune(&socket, self.limits.timeout);
@@ -266,7 +266,7 @@ impl ListenerState {
     }
 }
 
-/// Why a connection ended before it was a session's.
+/// Why a connection ended before it belonged to a session.
 fn refusal(from: IpAddr, failed: Failed) -> String {
     let distrust = failed.is_distrust();
     let why = match failed.error("the client") {

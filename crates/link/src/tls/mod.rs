@@ -1,6 +1,6 @@
-//! Links over TLS, without ssh: each side shows a key of its own and believes only keys that are pinned.
+//! Links over TLS, without ssh: each side presents its own key and trusts only pinned keys.
 //!
-//! A client ([`client`]) makes a session of one or several connections to a [`Listener`]. Each begins with a handshake
+//! A client ([`client`]) opens a session of one or several connections to a [`Listener`]. Each begins with a handshake
 //! ([`handshake`], judged by [`verify`]) and a hello ([`hello`]); from then on the connections carry one stream each way in
 //! chunks ([`chunk`], [`session`]), over which the link is framed like any other.
 
@@ -25,5 +25,5 @@ pub use self::client::{ConnectOptions, PORT};
 pub use self::hello::MAX_CONNECTIONS;
 pub use self::listener::{Limits, Listener, Peer, Stop};
 
-/// What may be on its way to one receiver, in bytes: three times what 1 Gbit/s carries in 150 ms.
+/// What may be in transit to one receiver, in bytes: three times what 1 Gbit/s carries in 150 ms.
 const WINDOW: u32 = 64 << 20;

@@ -1,4 +1,4 @@
-//! Connections that belong to no session yet. Most of them have not shown a trusted key, so there are few of them at once.
+//! Connections that belong to no session yet. Most of them have not presented a trusted key, so their number is limited.
 
 use std::collections::{BTreeMap, HashSet};
 use std::net::{IpAddr, Ipv6Addr, Shutdown, TcpStream};
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::flow::lock;
 
-/// All of them. Once there are as many as may be, each new one replaces one that has sent nothing: connections that only hold
+/// All of them. At the limit, each new one replaces one that has sent nothing: connections that only hold
 /// a place keep no client out.
 pub(super) struct Pending {
     most: usize,
@@ -18,18 +18,18 @@ pub(super) struct Pending {
 #[derive(Default)]
 struct PendingState {
     next: u64,
-    /// By the order in which they came.
+    /// In order of arrival.
     here: BTreeMap<u64, Connection>,
 }
 
 struct Connection {
     network: IpAddr,
     socket: Arc<TcpStream>,
-    /// Something has come from it.
+    /// It has sent something.
     spoke: bool,
 }
 
-/// One of them; counted as long as this lives.
+/// One of them; counted until this is dropped.
 pub(super) struct PendingConnection {
     all: Arc<Pending>,
     number: u64,
@@ -40,7 +40,7 @@ impl Pending {
         Arc::new(Pending { most, most_of_network, state: Mutex::default() })
     }
 
-    /// Takes one in. Also returns the network of which one was dropped for it.
+    /// Adds one. Also returns the network of which one was dropped for it.
     pub(super) fn enter(
         self: &Arc<Pending>,
         socket: &Arc<TcpStream>,
@@ -64,7 +64,7 @@ impl Pending {
         (PendingConnection { all: Arc::clone(self), number }, full)
     }
 
-    /// Drops one of the network that has the most, where the system has no room for more.
+    /// Drops one of the network that has the most, if the system has no room for more.
     pub(super) fn drop_one(&self) {
         let mut state = lock(&self.state);
         if let Some(network) = state.largest_network() {
@@ -79,7 +79,7 @@ impl Pending {
     }
 }
 
-/// What is counted together: a client with one address of an IPv6 network of 64 bits has them all.
+/// Addresses that are counted together: a client with one address of an IPv6 network of 64 bits has them all.
 fn network_of(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(ip) => IpAddr::V6(Ipv6Addr::from_bits(ip.to_bits() >> 64 << 64)),
@@ -97,7 +97,7 @@ impl PendingState {
         networks.into_iter().max_by_key(|network| self.count(*network))
     }
 
-    /// Drops the one of a network that deserves its place least: the oldest that has said nothing, else the oldest.
+    /// Drops one of a network: the oldest that has sent nothing, else the oldest.
     fn drop_one(&mut self, network: IpAddr) {
         let of = self.here.iter().filter(|(_, connection)| connection.network == network);
         if let Some((&number, _)) = of.min_by_key(|(number, connection)| (connection.spoke, **number)) {
@@ -113,7 +113,7 @@ impl PendingConnection {
     /// Waits until something comes, but no longer than `until`.
     pub(super) fn hear(&self, socket: &TcpStream, until: Instant) {
         let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-        // What goes wrong here goes wrong again where it is read.
+        // An error here shows again at the next read.
         let _ = socket.set_read_timeout(Some(left));
         if matches!(socket.peek(&mut [0]), Ok(1..)) {
             if let Some(connection) = lock(&self.all.state).here.get_mut(&self.number) {

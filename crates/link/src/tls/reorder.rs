@@ -11,10 +11,10 @@ use crate::flow::lock;
 /// connection is read, so a receiver holds this and the window at most, whatever comes.
 const AHEAD: usize = WINDOW as usize;
 
-/// What a waiting chunk costs beside its bytes.
+/// What a waiting chunk costs besides its bytes.
 const KEPT: usize = 64;
 
-/// Chunks that have come, given out in the order of the stream.
+/// Received chunks, returned in the order of the stream.
 pub(super) struct Reorder {
     state: Mutex<ReorderState>,
     changed: Condvar,
@@ -29,7 +29,7 @@ struct ReorderState {
     /// Connections that have not ended.
     connections: usize,
     begun: bool,
-    /// Nothing is taken any more.
+    /// Nothing is accepted any more.
     discarding: bool,
     failed: Option<String>,
 }
@@ -73,7 +73,7 @@ impl Reorder {
             return Ok(());
         }
         if number < state.next || state.held.contains_key(&number) {
-            return Err(format!("chunk {number} came twice"));
+            return Err(format!("chunk {number} was received twice"));
         }
         state.begun = true;
         state.bytes += cost;
@@ -104,7 +104,7 @@ impl Reorder {
             match &state.failed {
                 Some(why) => return Err(why.clone()),
                 None if state.connections == 0 && state.held.is_empty() => return Ok(None),
-                None if state.connections == 0 => return Err(format!("chunk {next} never came")),
+                None if state.connections == 0 => return Err(format!("chunk {next} is missing")),
                 None => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
             }
         }
@@ -121,7 +121,7 @@ impl Reorder {
         self.changed.notify_all();
     }
 
-    /// Drops what still comes, so that a peer's last bytes, such as a credit, do not block it.
+    /// Discards what still arrives, so that a peer's last bytes, such as a credit, do not block it.
     pub(super) fn discard(&self) {
         let mut state = lock(&self.state);
         state.discarding = true;

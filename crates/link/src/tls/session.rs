@@ -64,7 +64,7 @@ pub(super) fn open(
                 thread::Builder::new().name(name.into()).spawn(run)
             });
             if let Err(error) = started {
-                session.cut("the session cannot begin");
+                session.cut("the session cannot start");
                 return Err(Error::Cut { peer: peer.to_string(), why: error.to_string() });
             }
         }
@@ -214,7 +214,7 @@ fn receive(session: &TlsSession, connection: &SessionConnection) -> Result<(), S
         }
         if ended {
             if assembler.is_within() {
-                return Err("it ended within a chunk".into());
+                return Err("it ended in the middle of a chunk".into());
             }
             session.order.connection_ended();
             return Ok(());
