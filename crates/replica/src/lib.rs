@@ -19,27 +19,35 @@
 
 #![forbid(unsafe_code)]
 
-mod apply;
-mod batches;
-mod commit;
+// A file imports only files of the groups above its own.
 mod copies;
-mod destination;
 mod error;
+mod options;
+
+mod lineage;
+
+mod destination;
+mod journal;
+mod locate;
+mod note;
+mod status;
+
+mod apply;
+mod replica;
+
 mod fit;
 mod foreign;
 mod holes;
-mod journal;
-mod lineage;
-mod locate;
-mod note;
+
+mod batches;
+mod commit;
 mod open;
-mod options;
-mod promoted;
 mod receive;
 mod recover;
-mod replica;
+
+mod promoted;
 mod settled;
-mod status;
+
 #[cfg(test)]
 mod tests;
 

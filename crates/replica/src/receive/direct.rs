@@ -112,8 +112,7 @@ impl Replica {
         // The intent first, so that a crash leaves nothing unknown. It says what the clone holds once that is durable.
         let begun = self.step(StepKind::Clone { inode }, Vec::new(), toward);
         let cloned = begun.and_then(|()| self.clone_final());
-        let made =
-            cloned.and_then(|()| self.direct(Name::Temporary, Name::Final, base, toward, header, false));
+        let made = cloned.and_then(|()| self.direct(Name::Final, base, toward, header, false));
         let begun = made.and_then(|sink| self.take_journal(sink, toward, header));
         if begun.is_err() {
             self.drop_unknown_clone()?;
@@ -182,19 +181,19 @@ impl Replica {
             self.reserve_note()?;
         }
         self.step(kind, base.clone(), toward)?;
-        self.direct(self.writes_to(), self.writes_to(), base, toward, header, blank)
+        self.direct(self.writes_to(), base, toward, header, blank)
     }
 
-    /// Begins to write to one place what is copied from one.
+    /// Begins to write what the step writes; copies are read from `copied`.
     fn direct(
         &mut self,
-        name: Name,
         copied: Name,
         base: Vec<Position>,
         toward: &Toward,
         header: &Header,
         blank: bool,
     ) -> Result<Sink> {
+        let name = self.writes_to();
         let keeping = if name == Name::Final { self.work(true)? } else { Keeping::default() };
         let failed = |what| disk_error(what, self.destination().path(), INTERRUPTED);
         let disk = self.destination().open(name)?;

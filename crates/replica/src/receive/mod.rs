@@ -16,6 +16,7 @@ mod journaled;
 
 use direct::Direct;
 use journaled::ToJournal;
+
 /// How a delta becomes part of a replica. A seed goes to NAME.partial, or in place on a device, whatever is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
