@@ -78,7 +78,7 @@ pub(crate) fn compare(bench: &Bench, report: &mut Report) -> Result<()> {
     content.write(&files.copy)?;
     let dsync = Dsync::new(binary, at("state"));
     here(bench, report, &dsync, &files, &mut content, rounds)?;
-    if bench.only.is_empty() || bench.only.iter().any(|only| "link".contains(only.as_str())) {
+    if bench.wants("link") {
         afar(bench, report, &dsync, &files, &mut content, folder.path())?;
     }
     Ok(())
@@ -154,11 +154,7 @@ fn tools(dsync: &Dsync, bench: &Bench, report: &mut Report) -> Vec<Tool> {
         line
     };
     add("blocksync-fast", "blocksync-fast", false, Box::new(blocksync));
-    if !bench.only.is_empty() {
-        tools.retain(|tool| {
-            [READ, MOVED].contains(&tool.name) || bench.only.iter().any(|only| tool.name.contains(only))
-        });
-    }
+    tools.retain(|tool| [READ, MOVED].contains(&tool.name) || bench.wants(tool.name));
     tools
 }
 

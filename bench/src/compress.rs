@@ -48,6 +48,28 @@ impl Prose {
         }
         buf.truncate(len);
     }
+
+    /// Writes an image of it.
+    fn write(&self, random: &mut Random, image: &Path, bytes: u64) -> Result<()> {
+        let mut text = Vec::new();
+        let mut out = BufWriter::new(File::create(image)?);
+        for _ in 0..bytes >> 20 {
+            process::go_on()?;
+            self.fill(random, &mut text, 1 << 20);
+            out.write_all(&text)?;
+        }
+        Ok(out.into_inner()?.sync_all()?)
+    }
+
+    /// Writes so many blocks of it to a served image of so many bytes.
+    fn scatter(&self, random: &mut Random, client: &mut Client, blocks: u64, bytes: u64) -> Result<()> {
+        let mut text = Vec::new();
+        for _ in 0..blocks {
+            self.fill(random, &mut text, 4096);
+            client.write(random.below(bytes >> 12) << 12, &text)?;
+        }
+        Ok(client.flush()?)
+    }
 }
 
 /// Runs the scenario.
@@ -74,14 +96,7 @@ pub(crate) fn compress(bench: &Bench, report: &mut Report) -> Result<()> {
     let mut random = Random::seeded(bench.seed);
     let prose = Prose::new(&mut random);
     let image = folder.path().join("text.img");
-    let mut text = Vec::new();
-    let mut out = BufWriter::new(File::create(&image)?);
-    for _ in 0..bytes >> 20 {
-        process::go_on()?;
-        prose.fill(&mut random, &mut text, 1 << 20);
-        out.write_all(&text)?;
-    }
-    out.into_inner()?.sync_all()?;
+    prose.write(&mut random, &image, bytes)?;
     if dsync_tests::find("zstd").is_some() {
         let counted = run(&mut shell(&format!("zstd -1 -q -c {} | wc -c", quote(&image))), LIMIT)?;
         let alone: f64 = counted.stdout.trim().parse().unwrap_or(0.0);
@@ -102,11 +117,7 @@ pub(crate) fn compress(bench: &Bench, report: &mut Report) -> Result<()> {
         if what != "seed" {
             changed = bytes / 10;
             let mut client = Client::connect_with(&Address::Unix(socket.clone()), &export(&image), &[])?;
-            for _ in 0..changed >> 12 {
-                prose.fill(&mut random, &mut text, 4096);
-                client.write(random.below(bytes >> 12) << 12, &text)?;
-            }
-            client.flush()?;
+            prose.scatter(&mut random, &mut client, changed >> 12, bytes)?;
             client.close()?;
         }
         let synced = dsync.sync(&image, &destination, &options, LIMIT)?;

@@ -31,6 +31,9 @@ struct Cost {
     calls: Option<(u64, u64)>,
 }
 
+/// What dsync copied, and by which way.
+type Replicas<'w> = Vec<(&'w str, PathBuf)>;
+
 /// The two sites.
 struct Sites {
     folder: PathBuf,
@@ -74,22 +77,7 @@ pub(crate) fn far(bench: &Bench, report: &mut Report) -> Result<()> {
     if sites.sshd.is_some() {
         ways.extend(["dsync, ssh", "ssh into cat"]);
     }
-    let mut first: Vec<Vec<Cost>> = ways.iter().map(|_| Vec::new()).collect();
-    let mut replicas = Vec::new();
-    for round in 0..rounds {
-        for (way, costs) in ways.iter().zip(&mut first) {
-            let (cost, copy) = sites.first(way)?;
-            if round == 0 {
-                content.check(&copy)?;
-            }
-            costs.push(cost);
-            if way.starts_with("dsync") && round == 0 {
-                replicas.push((*way, copy));
-            } else {
-                std::fs::remove_file(copy)?;
-            }
-        }
-    }
+    let (mut first, replicas) = sites.first_copies(&ways, rounds, &content)?;
     let mut scattered: Vec<Vec<Cost>> = replicas.iter().map(|_| Vec::new()).collect();
     for _ in 0..rounds {
         let change = content.change(bytes / 4096 / SCATTERED);
@@ -101,14 +89,13 @@ pub(crate) fn far(bench: &Bench, report: &mut Report) -> Result<()> {
             content.check_changed(&change, replica)?;
         }
     }
-    if dsync_tests::find("strace").is_some() {
-        for (way, costs) in ways.iter().zip(&mut first) {
-            if let Some(cost) = costs.last_mut() {
+    match dsync_tests::find("strace") {
+        None => report.left_out("system calls", "strace is not installed"),
+        Some(_) => {
+            for (way, cost) in ways.iter().zip(first.iter_mut().filter_map(|costs| costs.last_mut())) {
                 cost.calls = Some(sites.calls(way)?);
             }
         }
-    } else {
-        report.left_out("system calls", "strace is not installed");
     }
     let mut table = Table::new(
         "Costs",
@@ -147,6 +134,32 @@ fn row(what: &str, costs: &[Cost]) -> Vec<String> {
 }
 
 impl Sites {
+    /// The costs of each way to make a first copy, and the replicas that the first round leaves.
+    fn first_copies<'w>(
+        &mut self,
+        ways: &[&'w str],
+        rounds: usize,
+        content: &Content,
+    ) -> Result<(Vec<Vec<Cost>>, Replicas<'w>)> {
+        let mut first: Vec<Vec<Cost>> = ways.iter().map(|_| Vec::new()).collect();
+        let mut replicas = Vec::new();
+        for round in 0..rounds {
+            for (way, costs) in ways.iter().zip(&mut first) {
+                let (cost, copy) = self.first(way)?;
+                if round == 0 {
+                    content.check(&copy)?;
+                }
+                costs.push(cost);
+                if way.starts_with("dsync") && round == 0 {
+                    replicas.push((*way, copy));
+                } else {
+                    std::fs::remove_file(copy)?;
+                }
+            }
+        }
+        Ok((first, replicas))
+    }
+
     fn new(binary: &Path, folder: &Path, bytes: u64, report: &mut Report) -> Result<Sites> {
         let near = Dsync::new(binary, folder.join("near-state"));
         let keys = folder.join("keys");

@@ -78,6 +78,13 @@ struct Bench {
     quiet: bool,
 }
 
+impl Bench {
+    /// True if `--only` names it, or nothing.
+    fn wants(&self, name: &str) -> bool {
+        self.only.is_empty() || self.only.iter().any(|only| name.contains(only))
+    }
+}
+
 #[derive(Subcommand)]
 enum What {
     /// All scenarios, one after the other; also without a word

@@ -148,22 +148,17 @@ pub(crate) fn rolling(bench: &Bench, report: &mut Report) -> Result<()> {
     if !place.has_rsync() {
         report.left_out("rsync", "it is not installed");
     }
-    if wanted(bench, "inserted") {
+    if bench.wants("inserted") {
         inserted(&place, report, &path("old"))?;
     }
     hostile(&place, report, &path("old"))?;
-    if wanted(bench, "packages") {
+    if bench.wants("packages") {
         if let Err(error) = real(&place, report, folder.path()) {
             process::go_on()?;
             report.left_out("packages", &format!("{error:#}"));
         }
     }
     Ok(())
-}
-
-/// Whether a part of the scenario is asked for: "inserted", "packages", or a hostile file by its name.
-fn wanted(bench: &Bench, part: &str) -> bool {
-    bench.only.is_empty() || bench.only.iter().any(|only| part.contains(only.as_str()))
 }
 
 /// 1 MiB inserted at the front.
@@ -348,7 +343,7 @@ fn late(seed: u64, at: u64, size: u64, buf: &mut [u8]) {
 
 fn hostile(place: &Place<'_>, report: &mut Report, old: &Path) -> Result<()> {
     let bench = place.bench;
-    let files: Vec<_> = HOSTILE.into_iter().filter(|(name, ..)| wanted(bench, name)).collect();
+    let files: Vec<_> = HOSTILE.into_iter().filter(|(name, ..)| bench.wants(name)).collect();
     if files.is_empty() {
         return Ok(());
     }
@@ -358,14 +353,14 @@ fn hostile(place: &Place<'_>, report: &mut Report, old: &Path) -> Result<()> {
         _ => vec![GIB, 4 * GIB],
     };
     let sizes: Vec<u64> = sizes.iter().map(|size| size / (8 * MIB) * (8 * MIB)).filter(|s| *s > 0).collect();
-    let patience: f64 = if bench.quick { 10.0 } else { 60.0 };
     let least = place.least()?;
     report.section(
         "rolling: files at which others take for ever",
         &format!(
-            "dsync --method rolling --commit in-place beside rsync --inplace, which is given four times as long, {patience} s at \
+            "dsync --method rolling --commit in-place beside rsync --inplace, which is given four times as long, {} s at \
              least. What makes equal sums for rsync makes none here, and nobody can make any: the weak sum has a key. Extra \
-             memory is that beyond a sync of nothing, and its share of the file. Sizes up to 16 GiB: --size 16G."
+             memory is that beyond a sync of nothing, and its share of the file. Sizes up to 16 GiB: --size 16G.",
+            patience(bench)
         ),
     );
     let mut table = Table::new(
@@ -394,36 +389,9 @@ fn hostile(place: &Place<'_>, report: &mut Report, old: &Path) -> Result<()> {
             }
             write(old, bytes, sparse, |at, buf| before(bench.seed, at, bytes, buf))?;
             write(&place.source, bytes, sparse, |at, buf| after(bench.seed, at, bytes, buf))?;
-            let mut cells = vec![name.to_string(), size(bytes as f64)];
-            place.restore(old)?;
-            let ours = place.dsync(&["--commit", "in-place"])?;
+            let (ours, cells) = hostile_row(place, old, name, bytes, least)?;
             rates.push(ours.seconds / (bytes as f64 / GIB as f64));
-            cells.extend([
-                seconds(ours.seconds),
-                seconds(ours.seconds / (bytes as f64 / GIB as f64)),
-                size(ours.bytes as f64),
-            ]);
-            // Frames and sums cost a little, whatever is in them.
-            let share = ours.bytes as f64 / bytes as f64;
-            most = most.max(share);
-            cells.extend([format!("{share:.4}"), extra(ours.peak, least, bytes).0]);
-            let limit = Duration::from_secs_f64(patience.max(4.0 * ours.seconds));
-            ensure!(share < 1.02 || bytes < GIB, "{name}: {} bytes for {bytes}", ours.bytes);
-            if place.has_rsync() {
-                place.restore(old)?;
-                match place.rsync("--inplace", limit)? {
-                    Some(theirs) => cells.extend([
-                        seconds(theirs.seconds),
-                        size(theirs.bytes as f64),
-                        format!("{:.1}", theirs.seconds / ours.seconds),
-                    ]),
-                    None => cells.extend([
-                        format!("> {}", seconds(limit.as_secs_f64())),
-                        "?".into(),
-                        format!("> {:.1}", limit.as_secs_f64() / ours.seconds),
-                    ]),
-                }
-            }
+            most = most.max(ours.bytes as f64 / bytes as f64);
             if !bench.quiet {
                 eprintln!("{}", cells.join(", "));
             }
@@ -441,6 +409,52 @@ fn hostile(place: &Place<'_>, report: &mut Report, old: &Path) -> Result<()> {
     report.goal("rolling: bytes, against the file", most, true, 1.01);
     report.table(&table);
     Ok(())
+}
+
+/// The least that rsync is given, in seconds.
+fn patience(bench: &Bench) -> f64 {
+    if bench.quick { 10.0 } else { 60.0 }
+}
+
+/// What a file of so many bytes costs dsync, and its row in the table.
+fn hostile_row(
+    place: &Place<'_>,
+    old: &Path,
+    name: &str,
+    bytes: u64,
+    least: u64,
+) -> Result<(Cost, Vec<String>)> {
+    place.restore(old)?;
+    let ours = place.dsync(&["--commit", "in-place"])?;
+    // Frames and sums cost a little, whatever is in them.
+    let share = ours.bytes as f64 / bytes as f64;
+    ensure!(share < 1.02 || bytes < GIB, "{name}: {} bytes for {bytes}", ours.bytes);
+    let mut cells = vec![
+        name.to_string(),
+        size(bytes as f64),
+        seconds(ours.seconds),
+        seconds(ours.seconds / (bytes as f64 / GIB as f64)),
+        size(ours.bytes as f64),
+        format!("{share:.4}"),
+        extra(ours.peak, least, bytes).0,
+    ];
+    if place.has_rsync() {
+        place.restore(old)?;
+        let limit = Duration::from_secs_f64(patience(place.bench).max(4.0 * ours.seconds));
+        match place.rsync("--inplace", limit)? {
+            Some(theirs) => cells.extend([
+                seconds(theirs.seconds),
+                size(theirs.bytes as f64),
+                format!("{:.1}", theirs.seconds / ours.seconds),
+            ]),
+            None => cells.extend([
+                format!("> {}", seconds(limit.as_secs_f64())),
+                "?".into(),
+                format!("> {:.1}", limit.as_secs_f64() / ours.seconds),
+            ]),
+        }
+    }
+    Ok((ours, cells))
 }
 
 /// Two versions of a package of binaries, unpacked and joined to one file each, with the number of files.
@@ -483,6 +497,27 @@ fn versions(folder: &Path, name: &str) -> Result<Option<(PathBuf, PathBuf, usize
     }
     let mut joined = joined.into_iter();
     Ok(joined.next().zip(joined.next()).map(|(old, new)| (old, new, count)))
+}
+
+/// The size of a file, and the bytes that each way to send it to where its older version is takes; 0 without rsync.
+fn traffic(place: &Place<'_>, old: &Path, total: u64) -> Result<[u64; 6]> {
+    let mut bytes = [total, 0, 0, 0, 0, 0];
+    for (options, to) in [
+        &["--commit", "journal"][..],
+        &["--commit", "in-place", "--cycles", "trim"],
+        &["--commit", "in-place", "--cycles", "delete"],
+    ]
+    .iter()
+    .zip(&mut bytes[1..4])
+    {
+        place.restore(old)?;
+        *to = place.dsync(options)?.bytes;
+    }
+    for (options, to) in ["", "--inplace"].iter().zip(&mut bytes[4..]).filter(|_| place.has_rsync()) {
+        place.restore(old)?;
+        *to = place.rsync(options, LIMIT)?.map_or(0, |cost| cost.bytes);
+    }
+    Ok(bytes)
 }
 
 /// Successive versions of kernel modules and other binaries.
@@ -528,23 +563,7 @@ fn real(place: &Place<'_>, report: &mut Report, folder: &Path) -> Result<()> {
         let (old, new, count) = found;
         std::fs::copy(&new, &place.source)?;
         let total = std::fs::metadata(&new)?.len();
-        let mut bytes = vec![total];
-        for options in [
-            &["--commit", "journal"][..],
-            &["--commit", "in-place", "--cycles", "trim"],
-            &["--commit", "in-place", "--cycles", "delete"],
-        ] {
-            place.restore(&old)?;
-            bytes.push(place.dsync(options)?.bytes);
-        }
-        for options in ["", "--inplace"] {
-            place.restore(&old)?;
-            bytes.push(if place.has_rsync() {
-                place.rsync(options, LIMIT)?.map_or(0, |cost| cost.bytes)
-            } else {
-                0
-            });
-        }
+        let bytes = traffic(place, &old, total)?;
         let name = if name.starts_with('^') { "linux-image-6.1 (cloud)" } else { name };
         let mut cells = vec![name.to_string(), count.to_string(), size(total as f64)];
         cells.extend(bytes[1..].iter().map(u64::to_string));

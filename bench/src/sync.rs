@@ -501,38 +501,14 @@ pub(crate) fn sync(bench: &Bench, report: &mut Report) -> Result<()> {
             }
         }
     }
-    match dsync_tests::find("qemu-nbd").is_some() && dsync_tests::find("qemu-img").is_some() {
-        false => report.left_out(QEMU, "qemu-nbd and qemu-img are not installed"),
-        true => match Qemu::new(&files, &content, folder.path(), sockets.path()) {
-            Ok(peer) => peers.push(Box::new(peer)),
-            Err(error) => report.failed(QEMU, &error),
-        },
-    }
-    let tools = ["btrfs", "mkfs.btrfs", "losetup"];
-    match tools.iter().find(|tool| dsync_tests::find(tool).is_none()) {
-        Some(tool) => report.left_out(BTRFS, &format!("{tool} is not installed")),
-        None if !root() => report.left_out(BTRFS, "loop devices need root"),
-        None => match Btrfs::new(&content, folder.path()) {
-            Ok(peer) => peers.push(Box::new(peer)),
-            Err(error) => report.failed(BTRFS, &error),
-        },
-    }
-    if !bench.only.is_empty() {
-        peers.retain(|peer| {
-            peer.name() == LIMIT_NAME || bench.only.iter().any(|only| peer.name().contains(only))
-        });
-    }
-
-    let tools = ["rsync", "dd", "cp", "qemu-img", "nbdcopy", "qemu-nbd", "btrfs", "bash"];
-    let found: Vec<PathBuf> = tools.iter().filter_map(|tool| dsync_tests::find(tool)).collect();
-    let own = PathBuf::from(own("").get_program());
-    let programs = found.iter().chain([&own]).chain(&bench.dsync).map(PathBuf::as_path);
-    let programs = process::parts(programs);
+    trackers(&files, &content, folder.path(), sockets.path(), &mut peers, report);
+    peers.retain(|peer| peer.name() == LIMIT_NAME || bench.wants(peer.name()));
 
     let cells = Cell::all(bench, report);
     let names: Vec<String> = peers.iter().map(|peer| peer.name().to_string()).collect();
     let mut runs = Runs::new();
-    let course = Course { bench, files: &files, socket: server.as_ref().map(|_| &*socket), programs, rounds };
+    let socket = server.as_ref().map(|_| &*socket);
+    let course = Course { bench, files: &files, socket, programs: programs_of(bench), rounds };
     let mut done = Ok(());
     for &cell in &cells {
         done = course.measure(cell, &mut content, &mut peers, &mut runs, report);
@@ -549,6 +525,41 @@ pub(crate) fn sync(bench: &Bench, report: &mut Report) -> Result<()> {
         server.stop()?;
     }
     Ok(())
+}
+
+/// Adds the peers that know what changed as dsync does.
+fn trackers<'p>(
+    files: &'p Files,
+    content: &Content,
+    folder: &Path,
+    sockets: &Path,
+    peers: &mut Vec<Box<dyn Peer + 'p>>,
+    report: &mut Report,
+) {
+    match dsync_tests::find("qemu-nbd").is_some() && dsync_tests::find("qemu-img").is_some() {
+        false => report.left_out(QEMU, "qemu-nbd and qemu-img are not installed"),
+        true => match Qemu::new(files, content, folder, sockets) {
+            Ok(peer) => peers.push(Box::new(peer)),
+            Err(error) => report.failed(QEMU, &error),
+        },
+    }
+    let tools = ["btrfs", "mkfs.btrfs", "losetup"];
+    match tools.iter().find(|tool| dsync_tests::find(tool).is_none()) {
+        Some(tool) => report.left_out(BTRFS, &format!("{tool} is not installed")),
+        None if !root() => report.left_out(BTRFS, "loop devices need root"),
+        None => match Btrfs::new(content, folder) {
+            Ok(peer) => peers.push(Box::new(peer)),
+            Err(error) => report.failed(BTRFS, &error),
+        },
+    }
+}
+
+/// The files of all programs that may run, to be kept warm.
+fn programs_of(bench: &Bench) -> Vec<PathBuf> {
+    let tools = ["rsync", "dd", "cp", "qemu-img", "nbdcopy", "qemu-nbd", "btrfs", "bash"];
+    let found: Vec<PathBuf> = tools.iter().filter_map(|tool| dsync_tests::find(tool)).collect();
+    let own = PathBuf::from(own("").get_program());
+    process::parts(found.iter().chain([&own]).chain(&bench.dsync).map(PathBuf::as_path))
 }
 
 /// How the rounds are run.
