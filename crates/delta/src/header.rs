@@ -9,7 +9,7 @@ use uuid::Uuid;
 
 use crate::limits::{MAX_CHAIN, MAX_SIZE};
 use crate::unit::Fields;
-use crate::{Error, Result, Unit, UnitKind};
+use crate::{Epoch, Error, Result, Unit, UnitKind};
 
 /// The version of the format that is written, and the only one that is read.
 pub const VERSION: u16 = 1;
@@ -20,22 +20,6 @@ const FUZZY: u32 = 4;
 const LACKING: u32 = 8;
 const AHEAD: u32 = 16;
 const KNOWN: u32 = BINDS | RESUMES | FUZZY | LACKING | AHEAD;
-
-/// A moment of a source: what lies between two checkpoints begins with one. The number orders, the id alone identifies.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Epoch {
-    /// Rises with every checkpoint of the source.
-    pub number: u64,
-    /// Random: a copied or restored source repeats numbers, but not ids.
-    pub id: Uuid,
-}
-
-impl fmt::Display for Epoch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Enough of the id to tell apart what bears the same number.
-        write!(f, "{} ({:.8})", self.number, self.id.simple().to_string())
-    }
-}
 
 /// How the changes were found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]

@@ -52,6 +52,7 @@
 mod combine;
 mod decoder;
 mod encoder;
+mod epoch;
 mod error;
 mod frame;
 mod header;
@@ -59,14 +60,17 @@ mod ledger;
 mod limits;
 mod stream;
 mod unit;
+mod unit_kind;
 
 pub use combine::combine;
 pub use decoder::{Decoder, Event};
 pub use encoder::Encoder;
+pub use epoch::Epoch;
 pub use error::{Error, Result};
 pub use frame::{Compressor, Decoded, Decompressor, Encoded, Frame, Record, decode_frame, encode_frame};
-pub use header::{Epoch, Header, Method, Resume, VERSION};
+pub use header::{Header, Method, Resume, VERSION};
 pub use ledger::Totals;
 pub use limits::{MAX_CHAIN, MAX_DATA, MAX_RECORDS};
 pub use stream::{Reader, Units, Writer};
-pub use unit::{Unit, UnitKind};
+pub use unit::Unit;
+pub use unit_kind::UnitKind;

@@ -16,7 +16,9 @@ use crate::extents::Extents;
 /// Progress of a transfer: bytes done, bytes in total.
 pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
 
-/// What was found and how, what it cost, and what was committed. It is flat like its JSON, which programs read.
+/// What was found and how, what it cost, and what was committed.
+///
+/// More than fifteen fields: they are the keys of its JSON object, which is flat.
 #[derive(Debug, Clone, Serialize)]
 pub struct Summary {
     /// The source.

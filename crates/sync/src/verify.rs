@@ -55,6 +55,8 @@ pub struct VerifyOptions {
 }
 
 /// The result of a verification.
+///
+/// More than fifteen fields: they are the keys of its JSON object, which is flat.
 #[derive(Debug, Clone, Serialize)]
 pub struct Verified {
     /// The source.
