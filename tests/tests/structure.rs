@@ -1,0 +1,270 @@
+//! The source keeps its shape: the files of a crate import one another in one direction, a function fits on a screen, a struct
+//! has few fields. The code is read as rustfmt leaves it. Tests in it are passed over.
+
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, VecDeque};
+use std::path::{Path, PathBuf};
+
+/// Lines of a function, from its name to its closing brace.
+const SCREEN: usize = 80;
+const FIELDS: usize = 15;
+/// Begins a line of the doc comment of a function or a struct that is larger for a reason.
+const LONG: &str = "/// Longer than a screen: ";
+const WIDE: &str = "/// More than fifteen fields: ";
+
+#[test]
+fn files_import_one_another_in_one_direction() {
+    let circles: Vec<String> = crates().iter().filter_map(|sources| Imports::of(sources).circle()).collect();
+    let way = "move what both need into a file below both";
+    assert!(circles.is_empty(), "files import one another in a circle: {way}\n{}", circles.join("\n\n"));
+}
+
+#[test]
+fn no_function_is_longer_than_a_screen() {
+    no_larger("fn ", SCREEN, "lines: split it where its subject splits", LONG, |item| item.len());
+}
+
+#[test]
+fn no_struct_has_more_than_fifteen_fields() {
+    no_larger("struct ", FIELDS, "fields: group those that belong together", WIDE, |item| {
+        let is_field = |line: &&&str| {
+            let field = without_words(line);
+            indent(line) == indent(item[0]) + 4 && field[word(field).len()..].starts_with(": ")
+        };
+        item[1..].iter().filter(is_field).count()
+    });
+}
+
+/// Fails for every item of a kind whose size is over the bound without a reason, or within the bound with one.
+fn no_larger(kind: &str, bound: usize, way: &str, reason: &str, size: fn(&[&str]) -> usize) {
+    let mut wrong = Vec::new();
+    for source in crates().iter().flatten() {
+        let lines: Vec<&str> = source.code.lines().collect();
+        for (at, line) in lines.iter().enumerate() {
+            let Some(rest) = without_words(line).strip_prefix(kind) else { continue };
+            let size = size(&lines[at..=end(&lines, at)]);
+            let above = lines[..at].iter().rev().map(|line| line.trim());
+            let has_reason =
+                above.take_while(|line| line.starts_with(['/', '#'])).any(|line| line.starts_with(reason));
+            if (size > bound) != has_reason {
+                let stale = if has_reason { ", which needs no reason" } else { "" };
+                wrong.push(format!("{}:{}: {}: {size}{stale}", source.path.display(), at + 1, word(rest)));
+            }
+        }
+    }
+    assert!(
+        wrong.is_empty(),
+        "over {bound} {way}, or say in its doc comment why not: \"{reason}...\"\n{}",
+        wrong.join("\n")
+    );
+}
+
+/// A file without its tests. The lines have the numbers that they have in the file.
+struct Source {
+    path: PathBuf,
+    /// Its module, from the crate's root.
+    module: Vec<String>,
+    code: String,
+}
+
+/// The files of each crate.
+fn crates() -> Vec<Vec<Source>> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace");
+    let crates =
+        root.join("crates").read_dir().expect("the crates").map(|entry| entry.expect("a crate").path());
+    let all = crates.chain([root.join("bench"), root.join("tests")]).map(|path| {
+        let (mut sources, mut tests) = (Vec::new(), Vec::new());
+        read(&path.join("src"), root, &[], &mut sources, &mut tests);
+        sources.retain(|source| !tests.iter().any(|test| source.module.starts_with(test)));
+        assert!(!sources.is_empty(), "{} has no source", path.display());
+        sources
+    });
+    all.collect()
+}
+
+/// Reads the files below a folder; `tests` are modules that are compiled for tests alone.
+fn read(folder: &Path, root: &Path, module: &[String], to: &mut Vec<Source>, tests: &mut Vec<Vec<String>>) {
+    for entry in folder.read_dir().expect("a folder of sources") {
+        let path = entry.expect("an entry").path();
+        let stem = path.file_stem().and_then(|stem| stem.to_str()).expect("a name");
+        let mut module = module.to_vec();
+        if !["lib", "main", "mod"].contains(&stem) {
+            module.push(stem.to_owned());
+        }
+        if path.is_dir() {
+            read(&path, root, &module, to, tests);
+            continue;
+        }
+        let (code, modules) = without_tests(&std::fs::read_to_string(&path).expect("a source"));
+        tests.extend(modules.into_iter().map(|name| [module.clone(), vec![name]].concat()));
+        to.push(Source { path: path.strip_prefix(root).expect("a path").into(), module, code });
+    }
+}
+
+/// The text with blank lines in place of tests, and the names of test modules in files of their own.
+fn without_tests(text: &str) -> (String, Vec<String>) {
+    let lines: Vec<&str> = text.lines().collect();
+    let (mut code, mut modules, mut at) = (String::new(), Vec::new(), 0);
+    while at < lines.len() {
+        let mut next = at + 1;
+        if lines[at].trim() == "#[cfg(test)]" {
+            let item = (next..).find(|&n| !lines[n].trim().starts_with("#[")).expect("an item");
+            modules.extend(without_words(lines[item]).strip_prefix("mod ").map(|name| word(name).to_owned()));
+            next = end(&lines, item) + 1;
+        } else {
+            code += lines[at];
+        }
+        code += &"\n".repeat(next - at);
+        at = next;
+    }
+    (code, modules)
+}
+
+/// The last line of the item that begins at a line: the first of the same indent that closes it.
+fn end(lines: &[&str], at: usize) -> usize {
+    let closes = |&n: &usize| match n == at {
+        true => lines[n].ends_with([';', '}']),
+        false => {
+            indent(lines[n]) == indent(lines[at]) && lines[n].trim().starts_with(['}', ')']) && {
+                lines[n].ends_with([';', '}'])
+            }
+        }
+    };
+    (at..lines.len()).find(closes).unwrap_or_else(|| panic!("{} has no end", lines[at]))
+}
+
+fn indent(line: &str) -> usize {
+    line.len() - line.trim_start().len()
+}
+
+/// A line without its indent and the words that may precede "fn", "struct" or a field.
+fn without_words(line: &str) -> &str {
+    const WORDS: [&str; 7] =
+        ["pub ", "pub(crate) ", "pub(super) ", "const ", "async ", "unsafe ", "extern \"C\" "];
+    let line = line.trim_start();
+    WORDS.iter().find_map(|word| line.strip_prefix(word)).map_or(line, without_words)
+}
+
+fn word(text: &str) -> &str {
+    text.split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or_default()
+}
+
+/// Which file of a crate imports which others, and in which line.
+struct Imports<'a> {
+    files: BTreeMap<&'a [String], &'a Source>,
+    /// What each file names in its own crate, by its path from the root.
+    names: BTreeMap<&'a [String], Vec<(usize, Vec<String>)>>,
+}
+
+impl<'a> Imports<'a> {
+    fn of(sources: &'a [Source]) -> Imports<'a> {
+        let files: BTreeMap<_, _> = sources.iter().map(|source| (&source.module[..], source)).collect();
+        let names = files.iter().map(|(module, source)| (*module, names(source, &files))).collect();
+        Imports { files, names }
+    }
+
+    /// The file that defines what a path names; a name that a module only passes on is followed.
+    fn file(&self, path: &[String], depth: usize) -> &'a [String] {
+        let module = (0..=path.len()).rev().find_map(|n| self.files.get_key_value(&path[..n]));
+        let (module, _) = module.expect("every crate has a root");
+        let passed_on = path.get(module.len()).and_then(|name| {
+            self.names[module].iter().find(|(_, from)| from.last() == Some(name) && from[..] != *path)
+        });
+        match passed_on {
+            Some((_, from)) if depth < 8 => self.file(from, depth + 1),
+            _ => module,
+        }
+    }
+
+    /// The files that a file imports, and where. A parent and its children may import each other.
+    fn imported(&self, module: &'a [String]) -> BTreeMap<&'a [String], usize> {
+        let files = self.names[module].iter().map(|(line, path)| (self.file(path, 0), *line));
+        files.filter(|(file, _)| !file.starts_with(module) && !module.starts_with(file)).collect()
+    }
+
+    /// The shortest circle, as the lines that make it.
+    fn circle(&self) -> Option<String> {
+        let circles = self.files.keys().filter_map(|&start| {
+            let mut came_from: BTreeMap<&[String], (&[String], usize)> = BTreeMap::new();
+            let mut waiting = VecDeque::from([start]);
+            while let Some(module) = waiting.pop_front() {
+                for (file, line) in self.imported(module) {
+                    if let Entry::Vacant(entry) = came_from.entry(file) {
+                        entry.insert((module, line));
+                        waiting.push_back(file);
+                    }
+                }
+            }
+            let mut steps = Vec::new();
+            let mut at = start;
+            while let Some(&(from, line)) = came_from.get(at).filter(|_| steps.is_empty() || at != start) {
+                steps.push(format!("{}:{line} imports {}", self.files[from].path.display(), at.join("::")));
+                at = from;
+            }
+            (!steps.is_empty()).then_some(steps)
+        });
+        Some(circles.min_by_key(Vec::len)?.join("\n"))
+    }
+}
+
+/// The paths into its own crate that a file names, from the root, with their lines.
+fn names(source: &Source, files: &BTreeMap<&[String], &Source>) -> Vec<(usize, Vec<String>)> {
+    let lines = source.code.lines().map(|line| line.split("//").next().unwrap_or_default());
+    let code = lines.collect::<Vec<_>>().join("\n");
+    let module = &source.module;
+    let children = files.keys().filter_map(|file| match file.strip_prefix(&module[..]) {
+        Some([child]) => Some(child.as_str()),
+        _ => None,
+    });
+    let mut found = Vec::new();
+    for start in ["crate", "super", "self"].into_iter().chain(children) {
+        for (at, _) in code.match_indices(&format!("{start}::")) {
+            if code[..at].ends_with(|c: char| c.is_alphanumeric() || c == '_' || c == ':') {
+                continue;
+            }
+            let mut paths = Vec::new();
+            tree(&code[at..], Vec::new(), &mut paths);
+            let line = code[..at].matches('\n').count() + 1;
+            found.extend(paths.iter().map(|path| (line, from_root(module, path))));
+        }
+    }
+    found
+}
+
+/// The paths of a tree as "use" has them, "a::{b, c::d}"; returns what follows it.
+fn tree<'t>(text: &'t str, mut path: Vec<String>, to: &mut Vec<Vec<String>>) -> &'t str {
+    let mut rest = text.trim_start();
+    loop {
+        let name = word(rest);
+        path.extend((!name.is_empty()).then(|| name.to_owned()));
+        rest = &rest[name.len()..];
+        match rest.strip_prefix("::") {
+            Some(after) => rest = after,
+            None => break,
+        }
+    }
+    let Some(mut inner) = rest.strip_prefix('{') else {
+        to.push(path);
+        return rest;
+    };
+    loop {
+        // An alias or a star ends a path, too.
+        inner = tree(inner, path.clone(), to).trim_start_matches(|c| c != ',' && c != '}');
+        match inner.strip_prefix(',').map(str::trim_start) {
+            Some(next) if !next.starts_with('}') => inner = next,
+            Some(next) => return &next[1..],
+            None => return inner.strip_prefix('}').unwrap_or_default(),
+        }
+    }
+}
+
+/// A path as a module names it, from the root.
+fn from_root(module: &[String], path: &[String]) -> Vec<String> {
+    let supers = path.iter().take_while(|name| *name == "super").count();
+    let (base, rest) = match path[0].as_str() {
+        "crate" => (&module[..0], &path[1..]),
+        "self" => (module, &path[1..]),
+        _ => (&module[..module.len().saturating_sub(supers)], &path[supers..]),
+    };
+    [base, rest].concat()
+}
