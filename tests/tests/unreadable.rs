@@ -152,3 +152,70 @@ fn a_source_that_cannot_be_read_is_compared() {
         sync(&[]).ok();
     }
 }
+
+/// A served source: what could not be read is sent when it can be, with what has changed since, and nothing is compared.
+#[test]
+fn what_could_not_be_read_is_sent_later() {
+    let what = "unreadable sectors of a served source";
+    if !ready(what) {
+        return;
+    }
+    let (mut scene, mut random) = (Scene::new(what, SIZE), Random::new(what));
+    image::random(&scene.image, SIZE, &mut scene.random);
+    let Some(worn) = Worn::new(&scene.image) else {
+        return skipped(what, "there are no loop devices over FUSE here");
+    };
+    scene.stop();
+    scene.image = worn.device().to_path_buf();
+    scene.start();
+    let name = worn.device().file_name().expect("a name").to_string_lossy().into_owned();
+    let write = |scene: &Scene, random: &mut Random, blocks: &[u64]| {
+        let mut client = scene.server().client(&name);
+        for block in blocks {
+            client.write(block * BLOCK, &random.bytes(BLOCK as usize)).expect("a write");
+        }
+        client.close().expect("the end");
+    };
+    let status = |scene: &Scene| scene.site.dsync(["status", "--json"]).arg(&scene.replica).ok().summary();
+    for commit in ["journal", "in-place"] {
+        let sync =
+            |scene: &Scene, options: &[&str]| scene.sync(&[&["--commit", commit][..], options].concat());
+        let bad = [700 * BLOCK, 701 * BLOCK, 3000 * BLOCK];
+        write(&scene, &mut random, &[700, 701, 702, 2000, 3000]);
+        worn.spoil(&bad);
+        sync(&scene, &[]).code(1).says(&[&bad[0].to_string(), "--keep-going"]);
+        let summary = sync(&scene, &["--keep-going"]).code(1).summary();
+        assert_eq!(number(&summary["unreadable"], "bytes"), 3 * BLOCK, "{summary}");
+        let unsure = status(&scene);
+        assert_eq!(
+            (&unsure["state"], number(&unsure, "unsure")),
+            (&"incomplete".into(), 3 * BLOCK),
+            "{unsure}"
+        );
+        verify(&scene, &[]).code(4).says(&["incomplete"]);
+        // Of what is written whole, the reading no longer matters; the rest is not lost over another sync, nor over a delta
+        // that knows nothing of it.
+        write(&scene, &mut random, &[3000, 9]);
+        worn.spoil(&bad[..2]);
+        let summary = sync(&scene, &["--keep-going"]).code(1).summary();
+        assert_eq!(
+            (summary["method"].as_str(), number(&summary["unreadable"], "bytes")),
+            (Some("tracked"), 2 * BLOCK)
+        );
+        write(&scene, &mut random, &[10]);
+        let delta = scene.site.dsync(["extract"]).arg(&scene.image).ok().stdout;
+        scene.site.dsync(["merge", "--commit", commit]).arg(&scene.replica).input(delta).ok();
+        assert_eq!(number(&status(&scene), "unsure"), 2 * BLOCK);
+        worn.spoil(&[]);
+        write(&scene, &mut random, &[11]);
+        let summary = sync(&scene, &[]).ok().summary();
+        assert_eq!(
+            (summary["method"].as_str(), number(&summary, "blocks_changed")),
+            (Some("tracked"), 3),
+            "{summary}"
+        );
+        assert_eq!(status(&scene)["state"], "exact");
+        image::assert_equal(worn.content(), &scene.replica);
+        verify(&scene, &[]).ok();
+    }
+}

@@ -13,7 +13,7 @@ use crate::{
     Totals, Writer,
 };
 
-/// Writes to `out` the delta that does what `first` and then `second` do. Where both change a byte, the second wins.
+/// Writes to `out` the delta that does what `first` and then `second` do. Where both name a byte, the second wins.
 ///
 /// The second must be tracked and begin, or pass, where the first ends. What the first is bound to, or if it is a seed, the
 /// result is too; it is fuzzy if either is. `compression` is a zstd level.
@@ -94,7 +94,7 @@ fn join(first: &Header, second: &Header) -> Result<Header> {
     if first.source != second.source {
         return Err(Error::Sources { first: first.source, second: second.source });
     }
-    if first.ahead {
+    if first.batch {
         return refuse("first", "is a batch of a mirror and ends within an epoch");
     }
     if first.method == Method::Rolling {
@@ -140,8 +140,7 @@ fn join(first: &Header, second: &Header) -> Result<Header> {
         binds: first.binds,
         resumes: None,
         fuzzy: first.fuzzy || second.fuzzy,
-        lacking: first.lacking || second.lacking,
-        ahead: false,
+        batch: false,
     })
 }
 
@@ -197,6 +196,11 @@ impl<'a, R: Read> Feed<'a, R> {
             let data = match self.frame.records[self.record] {
                 Record::Data { .. } => Some(&self.frame.data[self.data..self.data + len as usize]),
                 Record::Zero { .. } => None,
+                Record::Unsure { .. } => {
+                    packer.record(Record::Unsure { offset: run.start, len })?;
+                    self.advance(len);
+                    return Ok(());
+                }
                 // Not in a delta of any method that came so far; for those who change that.
                 Record::Copy { .. } => {
                     let why = "copies within the replica";
@@ -260,20 +264,13 @@ impl<W: Write> Packer<'_, W> {
 
     /// Adds a record, to the one before if it goes on from there.
     fn record(&mut self, record: Record) -> Result<()> {
-        match (self.frame.records.last_mut(), record) {
-            (Some(Record::Data { offset, len }), Record::Data { offset: next, len: more })
-            | (Some(Record::Zero { offset, len }), Record::Zero { offset: next, len: more })
-                if *offset + *len == next =>
-            {
-                *len += more;
-            }
-            _ => {
-                if self.frame.records.len() == MAX_RECORDS {
-                    self.flush()?;
-                }
-                self.frame.records.push(record);
-            }
+        if self.frame.records.last_mut().is_some_and(|last| last.extend(record)) {
+            return Ok(());
         }
+        if self.frame.records.len() == MAX_RECORDS {
+            self.flush()?;
+        }
+        self.frame.records.push(record);
         Ok(())
     }
 

@@ -14,6 +14,7 @@ const ZSTD: u8 = 1;
 const DATA: u8 = 0;
 const ZERO: u8 = 1;
 const COPY: u8 = 2;
+const UNSURE: u8 = 3;
 
 /// One change. Offsets and lengths in bytes; no length is 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,20 +44,34 @@ pub enum Record {
         /// XXH3-128 of the bytes, low half first.
         hash: [u8; 16],
     },
+    /// The bytes could not be read at the source. The destination keeps what it has, and cannot vouch for it: they join its
+    /// unsure set.
+    Unsure {
+        /// First byte on the disk.
+        offset: u64,
+        /// Up to the end of the disk.
+        len: u64,
+    },
 }
 
 impl Record {
     /// First byte on the disk.
     pub fn offset(&self) -> u64 {
         match *self {
-            Record::Data { offset, .. } | Record::Zero { offset, .. } | Record::Copy { offset, .. } => offset,
+            Record::Data { offset, .. }
+            | Record::Zero { offset, .. }
+            | Record::Copy { offset, .. }
+            | Record::Unsure { offset, .. } => offset,
         }
     }
 
     /// Bytes on the disk.
     pub fn len(&self) -> u64 {
         match *self {
-            Record::Data { len, .. } | Record::Zero { len, .. } | Record::Copy { len, .. } => len,
+            Record::Data { len, .. }
+            | Record::Zero { len, .. }
+            | Record::Copy { len, .. }
+            | Record::Unsure { len, .. } => len,
         }
     }
 
@@ -70,9 +85,25 @@ impl Record {
         self.offset().saturating_add(self.len())
     }
 
+    /// Adds what follows at once, if that can be said with one record. True if it was.
+    pub fn extend(&mut self, next: Record) -> bool {
+        let follows = self.end() == next.offset();
+        match (self, next) {
+            (Record::Data { len, .. }, Record::Data { len: more, .. })
+            | (Record::Zero { len, .. }, Record::Zero { len: more, .. })
+            | (Record::Unsure { len, .. }, Record::Unsure { len: more, .. })
+                if follows =>
+            {
+                *len += more;
+                true
+            }
+            _ => false,
+        }
+    }
+
     /// What is wrong with the record by itself.
     fn fault(&self) -> Option<&'static str> {
-        let (len, limited) = (self.len(), !matches!(self, Record::Zero { .. }));
+        let (len, limited) = (self.len(), matches!(self, Record::Data { .. } | Record::Copy { .. }));
         let from = if let Record::Copy { from, .. } = *self { from } else { 0 };
         match () {
             _ if len == 0 => Some("is empty"),
@@ -216,6 +247,7 @@ impl Facts {
             match *record {
                 Record::Data { len, .. } => facts.data += len,
                 Record::Zero { len, .. } => facts.zero = facts.zero.saturating_add(len),
+                Record::Unsure { .. } => {}
                 Record::Copy { len, from, .. } => {
                     facts.copied += len;
                     let reach =
@@ -372,6 +404,7 @@ fn encode_records(records: &[Record], out: &mut Vec<u8>) {
             Record::Data { .. } => DATA,
             Record::Zero { .. } => ZERO,
             Record::Copy { .. } => COPY,
+            Record::Unsure { .. } => UNSURE,
         });
         // Both are below 2^63, so their difference fits.
         varint::put_signed(out, record.offset() as i64 - at as i64);
@@ -401,6 +434,7 @@ fn decode_records(mut bytes: &[u8], count: u32) -> Option<Vec<Record>> {
         records.push(match kind {
             DATA => Record::Data { offset, len },
             ZERO => Record::Zero { offset, len },
+            UNSURE => Record::Unsure { offset, len },
             COPY => {
                 let from = varint::get(&mut bytes).ok()?;
                 let (hash, rest) = bytes.split_first_chunk()?;

@@ -17,9 +17,9 @@ pub const VERSION: u16 = 1;
 const BINDS: u32 = 1;
 const RESUMES: u32 = 2;
 const FUZZY: u32 = 4;
-const LACKING: u32 = 8;
-const AHEAD: u32 = 16;
-const KNOWN: u32 = BINDS | RESUMES | FUZZY | LACKING | AHEAD;
+// 8 was in use before the first release.
+const BATCH: u32 = 16;
+const KNOWN: u32 = BINDS | RESUMES | FUZZY | BATCH;
 
 /// How the changes were found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -93,11 +93,9 @@ pub struct Header {
     pub resumes: Option<Resume>,
     /// Read from a live disk without a cut: the result is no exact epoch.
     pub fuzzy: bool,
-    /// Parts of the source could not be read, and are left out: the result is no epoch until a compare has proven it.
-    pub lacking: bool,
-    /// A batch: the result is ahead of the chain's last epoch, at a moment within the next, which nothing names but this
-    /// delta's stream id.
-    pub ahead: bool,
+    /// A batch of a mirror: the result is ahead of the chain's last epoch, at a moment within the next, which nothing names
+    /// but this delta's stream id.
+    pub batch: bool,
 }
 
 impl Header {
@@ -121,8 +119,7 @@ impl Header {
             binds: None,
             resumes: None,
             fuzzy: false,
-            lacking: false,
-            ahead: false,
+            batch: false,
         }
     }
 
@@ -164,7 +161,7 @@ impl Header {
             "its disk size is out of range"
         } else if matches!(self.method, Method::Compare | Method::Rolling) && !bound {
             "its changes were found by looking at a replica, but it does not say which"
-        } else if self.ahead && (self.method != Method::Tracked || self.binds.is_none()) {
+        } else if self.batch && (self.method != Method::Tracked || self.binds.is_none()) {
             "it is a batch, but does not say for which state of a replica"
         } else if self.is_seed() && chain.len() > 1 {
             "a seed spans one epoch, not several"
@@ -182,8 +179,7 @@ impl Header {
         flags |= if self.binds.is_some() { BINDS } else { 0 };
         flags |= if self.resumes.is_some() { RESUMES } else { 0 };
         flags |= if self.fuzzy { FUZZY } else { 0 };
-        flags |= if self.lacking { LACKING } else { 0 };
-        flags |= if self.ahead { AHEAD } else { 0 };
+        flags |= if self.batch { BATCH } else { 0 };
         head.extend(VERSION.to_le_bytes());
         head.extend([self.method as u8, 0]);
         head.extend(flags.to_le_bytes());
@@ -263,7 +259,6 @@ impl Header {
         let Some(method) = Method::from_byte(method) else {
             return Err(Error::Header { why: "unknown method: use a newer dsync" });
         };
-        let (fuzzy, lacking) = (flags & FUZZY != 0, flags & LACKING != 0);
         let header = Header {
             stream,
             source,
@@ -274,9 +269,8 @@ impl Header {
             method,
             binds,
             resumes,
-            fuzzy,
-            lacking,
-            ahead: flags & AHEAD != 0,
+            fuzzy: flags & FUZZY != 0,
+            batch: flags & BATCH != 0,
         };
         header.check()?;
         Ok(header)

@@ -21,8 +21,7 @@
 //!     binds: None,
 //!     resumes: None,
 //!     fuzzy: false,
-//!     lacking: false,
-//!     ahead: false,
+//!     batch: false,
 //! };
 //! let mut writer = Writer::new(Vec::new());
 //! let (mut encoder, unit) = Encoder::new(&header, None)?;

@@ -5,7 +5,7 @@ use std::io::{BufReader, IsTerminal, Read, stdin, stdout};
 use std::path::Path;
 
 use anyhow::{Context as _, Result};
-use delta::{Event, Header, Reader, Totals, Writer};
+use delta::{Event, Frame, Header, Reader, Record, Totals, Writer};
 use serde::Serialize;
 
 use crate::args;
@@ -17,6 +17,8 @@ use crate::units;
 struct Inspected {
     header: Header,
     totals: Totals,
+    /// Bytes that the source could not read.
+    unsure: u64,
     bytes: u64,
 }
 
@@ -35,9 +37,12 @@ pub(crate) fn inspect(args: &args::Inspect, output: &Output) -> Result<()> {
     let whole = |e: delta::Error| anyhow::Error::from(e).context(format!("delta {name}"));
     let mut totals = None;
     let header = reader.header().map_err(whole)?.clone();
+    let mut unsure = 0;
     while let Some(event) = reader.next().map_err(whole)? {
-        if let Event::End(end) = event {
-            totals = Some(end);
+        match event {
+            Event::Frame(frame) => unsure += unsure_bytes(&frame),
+            Event::End(end) => totals = Some(end),
+            Event::Header(_) => {}
         }
     }
     reader.expect_end().map_err(whole)?;
@@ -53,8 +58,7 @@ pub(crate) fn inspect(args: &args::Inspect, output: &Output) -> Result<()> {
         format!("  epochs   {first} to {last}, fits a replica at any of {} of them", header.chain.len())
     });
     let fuzzy = if header.fuzzy { ", fuzzy" } else { "" };
-    let lacking = if header.lacking { ", without blocks that were unreadable at the source" } else { "" };
-    output.say(&format!("  method   {}{fuzzy}{lacking}", header.method));
+    output.say(&format!("  method   {}{fuzzy}", header.method));
     output.say(&match header.size_before == header.size_after || header.is_seed() {
         true => format!("  disk     {}", units::size(header.size_after)),
         false => format!(
@@ -67,13 +71,22 @@ pub(crate) fn inspect(args: &args::Inspect, output: &Output) -> Result<()> {
     output.say(&format!("  data     {}", units::size(totals.data)));
     output.say(&format!("  zeros    {}", units::size(totals.zero)));
     output.say(&format!("  copies   {}", units::size(totals.copied)));
+    if unsure > 0 {
+        output.say(&format!("  unsure   {}, unreadable at the source", units::size(unsure)));
+    }
     output.say(&format!(
         "  records  {} in {} frames",
         units::count(totals.records),
         units::count(totals.frames)
     ));
-    output.summary(&Inspected { header, totals, bytes });
+    output.summary(&Inspected { header, totals, unsure, bytes });
     Ok(())
+}
+
+/// Bytes of a frame that the source could not read.
+fn unsure_bytes(frame: &Frame) -> u64 {
+    let unsure = frame.records.iter().filter(|record| matches!(record, Record::Unsure { .. }));
+    unsure.map(Record::len).sum()
 }
 
 /// Folds two deltas into one.

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::{Result, bail};
-use replica::{Replica, State};
+use replica::{Replica, State, Unsure};
 use serde::Serialize;
 use source::{About, Bookmark, Bookmarks, Client, History, Position, StateDir, Status};
 
@@ -272,6 +272,8 @@ struct ReplicaStatus {
     epoch: Option<u64>,
     /// It is ahead of that epoch by batches of a mirror.
     ahead: bool,
+    /// Bytes in which it may not be what that epoch was: the next sync sends them.
+    unsure: u64,
     state: State,
     size: u64,
     recovered: Option<String>,
@@ -322,7 +324,8 @@ fn replica(
         path: absolute.clone(),
         source: status.source,
         epoch: status.epoch.map(|e| e.number),
-        ahead: status.ahead,
+        ahead: status.is_ahead(),
+        unsure: status.unsure.bytes(),
         state: status.state,
         size: status.size,
         recovered: status.recovered.clone(),
@@ -341,6 +344,11 @@ fn replica(
         (Some(epoch), State::Fuzzy) => {
             format!("fuzzy, near epoch {epoch}: copied from a disk in use without a freeze")
         }
+        (Some(epoch), State::Incomplete) if status.unsure > 0 && !status.partial => format!(
+            "at epoch {epoch}, but for {} that could not be read at the source: run \"dsync sync\" again, which sends only \
+             them and what changed",
+            units::size(status.unsure)
+        ),
         _ => "incomplete: run \"dsync sync\" again".to_owned(),
     };
     output.say(&format!("replica {}: {at}, {}", absolute.display(), units::size(status.size)));
@@ -404,7 +412,8 @@ fn written_down(
         path,
         source: lineage.source,
         epoch,
-        ahead: lineage.ahead,
+        ahead: lineage.is_ahead(),
+        unsure: if let Unsure::Blocks { bytes, .. } = lineage.unsure { bytes } else { 0 },
         state: lineage.state,
         size: lineage.size,
         recovered: None,

@@ -5,7 +5,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use delta::{Frame, Record};
+use delta::{Frame, Header, Record};
 use device::{Buf, Disk, Done, Kind, Piece, Pieces, Queue, Request};
 
 use crate::journal::Target;
@@ -74,8 +74,12 @@ fn plan(records: &[Record], mut cursor: u64, known: u64) -> Plan {
             at += len as usize;
         } else {
             plan.close(&mut group);
-            if let Record::Zero { .. } = record {
-                plan.zeroes.push(offset..offset + len);
+            match record {
+                Record::Zero { .. } => plan.zeroes.push(offset..offset + len),
+                Record::Unsure { .. } if offset + len > known => {
+                    plan.zeroes.push(offset.max(known)..offset + len)
+                }
+                _ => {}
             }
         }
         cursor = offset + len;
@@ -409,7 +413,7 @@ impl Applier {
 }
 
 impl Target for Applier {
-    fn rewind(&mut self, known: u64) -> io::Result<()> {
+    fn rewind(&mut self, _: &Header, known: u64) -> io::Result<()> {
         Applier::rewind(self, known)
     }
 

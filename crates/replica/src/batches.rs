@@ -8,14 +8,16 @@ use std::sync::Arc;
 
 use delta::{Decoded, Decoder, Event, Frame, Unit};
 use device::{Folder, StateFile};
+use uuid::Uuid;
 
 use crate::apply::Applier;
 use crate::destination::Name;
 use crate::error::{ReplicaError, Result, SAFE, disk_error, io_error};
 use crate::holes::Holes;
 use crate::journal::{self, ARRIVING, Contents, Growing, WHOLE};
-use crate::lineage::Toward;
+use crate::lineage::{State, Toward, Unsure};
 use crate::replica::Replica;
+use crate::unsure::{self, Passing, UnsureSet};
 
 /// Bytes of the journal at which it is begun anew, where there is room for as many.
 const LONG: u64 = 256 << 20;
@@ -26,6 +28,9 @@ const SHARE: u64 = 2;
 const CONFIRMED: &str = "the replica is at the last batch that was confirmed";
 /// What of a batch is kept in memory until it is committed, in bytes of data; more is read back from the journal.
 const HELD: usize = 32 << 20;
+
+/// Room for so many ranges of the unsure set is made at a time.
+const RANGES_AHEAD: u64 = 1024;
 
 /// Where batches are appended as they arrive.
 pub struct BatchLog {
@@ -72,6 +77,13 @@ pub struct Batches<'a> {
     /// Where the last committed batch ends in the journal.
     end: u64,
     batch: Option<Arriving>,
+    /// The blocks in which the destination is not of its epoch, committed batches counted.
+    unsure: UnsureSet,
+    /// What the batch that arrives makes of them.
+    passing: Option<Passing>,
+    /// For so many ranges of the set there is room, and so many may be in it.
+    room: u64,
+    ranges: u64,
     /// Committed, and not brought to the destination.
     committed: Option<Arriving>,
     /// A batch could not be taken: what follows it in the journal counts for nothing, so no other is, until that is begun anew.
@@ -96,7 +108,10 @@ impl Replica {
     /// # Errors
     /// Refused if there is no replica that a batch could fit, or a step is under way.
     pub fn batches(&mut self) -> Result<(BatchLog, Batches<'_>)> {
-        if self.lineage().epoch.is_none() || self.lineage().step.is_some() || self.status().changed.is_some()
+        if self.lineage().state == State::Incomplete
+            || self.lineage().epoch.is_none()
+            || self.lineage().step.is_some()
+            || self.status().changed.is_some()
         {
             return Err(ReplicaError::Refused(format!(
                 "{} is not a complete replica yet: run \"dsync sync\" first",
@@ -110,7 +125,7 @@ impl Replica {
         let applier = Applier::new(disk, u64::MAX, false);
         let applier = applier.map_err(io_error("open", self.destination().path()))?;
         let log = self.new_log()?;
-        let file = log.file.file();
+        let (file, unsure) = (log.file.file(), self.unsure()?);
         let batches = Batches {
             replica: self,
             file,
@@ -118,6 +133,10 @@ impl Replica {
             sealed: false,
             end: 0,
             batch: None,
+            passing: None,
+            room: 0,
+            ranges: unsure.count(),
+            unsure,
             committed: None,
             closed: false,
         };
@@ -172,6 +191,10 @@ impl Batches<'_> {
         let contents = Contents { start: self.end, ..Contents::default() };
         let frames = Some(Vec::new());
         let holes = self.replica.holes(u64::MAX)?;
+        // Joined with those before at the commit.
+        let before = if header.batch { UnsureSet::new() } else { self.unsure.clone() };
+        let lineage = self.replica.lineage();
+        self.passing = Some(Passing::new(before, lineage.unsure(), &header, lineage.epoch));
         self.batch = Some(Arriving { decoder, toward, frames, held: 0, contents, holes });
         Ok(())
     }
@@ -191,6 +214,10 @@ impl Batches<'_> {
         let taken = batch.decoder.append(decoded);
         match taken {
             Ok(frame) => {
+                if let Some(passing) = &mut self.passing {
+                    passing.records(&frame.records);
+                    self.ranges += frame.records.len() as u64;
+                }
                 let path = self.replica.destination().path();
                 let looked = batch.holes.as_mut().map(|holes| holes.records(&frame.records));
                 looked.transpose().map_err(io_error("look for holes in", path))?;
@@ -227,8 +254,11 @@ impl Batches<'_> {
             Err(e) => return Err(self.wrong(e)),
         }
         self.replica.untouched()?;
-        if let Err(e) = self.replica.make_room(batch.holes.take(), self.sealed, CONFIRMED) {
-            // The next process that opens the journal must not merge it.
+        if let Err(e) = self
+            .reserve_unsure()
+            .and_then(|()| self.replica.make_room(batch.holes.take(), self.sealed, CONFIRMED))
+        {
+            // Whoever opens the journal next must not merge it.
             let _ = self.file.set_len(self.end);
             return Err(e);
         }
@@ -244,10 +274,30 @@ impl Batches<'_> {
         batch.contents.bytes = end - self.end;
         batch.contents.whole = true;
         self.end = end;
-        let stamp = self.replica.lineage().stamp.clone();
-        let Some(stamp) = stamp else { return Err(self.wrong("the replica was never committed")) };
-        *self.replica.lineage_mut() = self.replica.lineage().after(&batch.toward, stamp);
+        let Some(stamp) = self.replica.lineage().stamp.clone() else {
+            return Err(self.wrong("the replica was never committed"));
+        };
+        match self.passing.take().map(|passing| (passing.adds(), passing.end())) {
+            Some((true, written)) => self.unsure.join(&written),
+            renewed => self.unsure = renewed.map(|(_, set)| set).unwrap_or_default(),
+        }
+        // Kept when the journal is begun anew: until then that tells which blocks these are.
+        let unsure = match self.unsure.is_empty() {
+            true => Unsure::Nothing,
+            false => Unsure::Blocks { file: Uuid::nil(), bytes: 0 },
+        };
+        *self.replica.lineage_mut() = self.replica.lineage().after(&batch.toward, stamp, unsure);
         self.committed = Some(batch);
+        Ok(())
+    }
+
+    /// Makes room for the unsure set, before the journal is sealed that makes it one.
+    fn reserve_unsure(&mut self) -> Result<()> {
+        if self.ranges > self.room {
+            let more = self.ranges + RANGES_AHEAD;
+            unsure::reserve(self.replica.state(), more, CONFIRMED)?;
+            self.room = more;
+        }
         Ok(())
     }
 
@@ -317,7 +367,10 @@ impl Batches<'_> {
         let failed = |what| disk_error(what, &path, SAFE);
         self.applier.drain().and_then(|()| self.applier.flush()).map_err(failed("flush"))?;
         self.replica.note_stamp()?;
+        let unsure = self.replica.keep_unsure(&self.unsure, SAFE)?;
+        self.replica.lineage_mut().unsure = unsure;
         self.replica.store()?;
+        (self.room, self.ranges) = (0, self.unsure.count());
         self.replica.forget_note()?;
         self.replica.remove(WHOLE)?;
         self.sealed = false;

@@ -7,17 +7,18 @@ use crate::apply::Applier;
 use crate::destination::Name;
 use crate::error::{INTERRUPTED, ReplicaError, Result, SAFE, disk_error, io_error};
 use crate::journal::{self, Contents, WHOLE};
-use crate::lineage::{Stamp, StepKind, Toward, overlay};
+use crate::lineage::{Stamp, StepKind, Toward, Unsure, overlay};
 use crate::note::WRITTEN;
 use crate::replica::Replica;
+use crate::unsure::Marking;
 
 impl Replica {
     /// What a delta makes of this replica.
     pub(crate) fn toward(&self, header: &Header) -> Option<Toward> {
         let toward = Toward::of(header)?;
-        // Compared at its own epoch, leaving out what has changed since: that it is ahead in some of these blocks stays.
+        // Compared at its own epoch, leaving out what has changed since: that batches have changed some of these blocks stays.
         let compared = header.method == Method::Compare && self.lineage().epoch == Some(toward.epoch);
-        Some(Toward { ahead: toward.ahead || compared && self.lineage().ahead, ..toward })
+        Some(Toward { batch: toward.batch || compared && self.lineage().is_ahead(), ..toward })
     }
 
     /// True if the last commit was this very delta's: merging it again would change nothing, and the lineage would not say that it
@@ -55,8 +56,16 @@ impl Replica {
         let mut applier = Applier::new(disk.clone(), 0, false).map_err(failed("open"))?;
         applier.keep(keeping);
         let mut positions = self.positions();
+        let (mut set, was) = (self.unsure()?, self.lineage().unsure().clone());
         for contents in deltas {
-            journal::replay(self.state(), WHOLE, contents, &mut applier, &mut positions, failed("write to"))?;
+            let mut marking = Marking {
+                target: &mut applier,
+                was: (set, was.clone()),
+                at: self.lineage().epoch,
+                passing: None,
+            };
+            journal::replay(self.state(), WHOLE, contents, &mut marking, &mut positions, failed("write to"))?;
+            set = marking.end();
             let size = contents.segments.last().map_or(toward.size, |s| s.header.size_after);
             applier.finish(size).map_err(failed("write to"))?;
         }
@@ -67,7 +76,8 @@ impl Replica {
         let counts = (applier.written, applier.read);
         drop((applier, disk));
         self.still_there(toward.size)?;
-        self.moved(&toward)?;
+        let unsure = self.keep_unsure(&set, SAFE)?;
+        self.moved(&toward, unsure)?;
         self.forget_note()?;
         self.remove(WHOLE)?;
         self.end_commit();
@@ -75,16 +85,16 @@ impl Replica {
     }
 
     /// Moves the lineage: the destination is complete.
-    pub(crate) fn moved(&mut self, toward: &Toward) -> Result<()> {
+    pub(crate) fn moved(&mut self, toward: &Toward, unsure: Unsure) -> Result<()> {
         let stamp = self.settle()?;
         // Making it durable takes its time, and nothing that came in it is own.
         self.only_own(&stamp.clone().glance(), toward.size)?;
-        self.moved_to(toward, stamp)
+        self.moved_to(toward, stamp, unsure)
     }
 
-    fn moved_to(&mut self, toward: &Toward, stamp: Stamp) -> Result<()> {
+    fn moved_to(&mut self, toward: &Toward, stamp: Stamp, unsure: Unsure) -> Result<()> {
         let renamed = self.writes_to() == Name::Temporary;
-        let after = self.lineage().after(toward, stamp.clone());
+        let after = self.lineage().after(toward, stamp.clone(), unsure);
         self.advance(after, stamp.glance())?;
         if renamed { self.forget_note() } else { Ok(()) }
     }
@@ -111,7 +121,8 @@ impl Replica {
             self.forget_note()?;
             return Err(self.touched(WRITTEN));
         }
-        self.moved_to(toward, stamp)
+        let unsure = self.lineage().unsure().clone();
+        self.moved_to(toward, stamp, unsure)
     }
 
     fn settle(&self) -> Result<Stamp> {
@@ -119,12 +130,12 @@ impl Replica {
     }
 
     /// Commits the step under way, all of which is written and durable.
-    pub(crate) fn commit_step(&mut self, toward: &Toward) -> Result<()> {
+    pub(crate) fn commit_step(&mut self, toward: &Toward, unsure: Unsure) -> Result<()> {
         let Some(kind @ (StepKind::NewFile { .. } | StepKind::Clone { .. })) =
             self.lineage().step.as_ref().map(|s| s.kind)
         else {
             self.still_there(toward.size)?;
-            self.moved(toward)?;
+            self.moved(toward, unsure)?;
             return self.forget_note();
         };
         if let StepKind::Clone { .. } = kind {
@@ -135,6 +146,7 @@ impl Replica {
         self.begin_commit();
         if let Some(step) = &mut self.lineage_mut().step {
             step.positions = overlay(&[], toward.epoch, toward.size);
+            step.unsure = unsure;
             step.finished = true;
         }
         self.store()?;

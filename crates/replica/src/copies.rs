@@ -161,7 +161,8 @@ impl Copies {
         // What of the data is shared, ascending.
         let mut shared: Vec<Range<usize>> = Vec::new();
         for record in records {
-            let len = if let Record::Zero { .. } = record { 0 } else { record.len() as usize };
+            let dataless = matches!(record, Record::Zero { .. } | Record::Unsure { .. });
+            let len = if dataless { 0 } else { record.len() as usize };
             if let Record::Copy { offset, from, hash, .. } = record {
                 if data.get(at..at + len).map(XxHash3_128::oneshot) != Some(u128::from_le_bytes(hash)) {
                     return Err(Trouble::Other { offset, from });

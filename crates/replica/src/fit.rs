@@ -3,7 +3,7 @@
 use delta::{Epoch, Header, Method};
 
 use crate::error::{ReplicaError, Result};
-use crate::lineage::StepKind;
+use crate::lineage::{StepKind, Unsure};
 use crate::replica::Replica;
 
 impl Replica {
@@ -81,7 +81,10 @@ impl Replica {
             let Some(at) = position.epoch else {
                 return Err(self.at_another(UNVERIFIED, "so only \"dsync sync\" can update it"));
             };
-            if header.position(&at).is_none_or(|i| lineage.ahead && i + 1 >= header.chain.len()) {
+            if header
+                .position(&at)
+                .is_none_or(|i| !lineage.unsure.is_nothing() && i + 1 >= header.chain.len())
+            {
                 return Err(self.not_in_chain(header, &at, seeds, &wants));
             }
         }
@@ -103,7 +106,11 @@ impl Replica {
 
     /// Why a delta does not fit a replica at an epoch, and what would.
     fn not_in_chain(&self, header: &Header, at: &Epoch, seeds: bool, wants: &str) -> ReplicaError {
-        let ahead = if self.lineage().ahead { ", and ahead of it by batches of a mirror" } else { "" };
+        let ahead = match self.lineage().unsure {
+            Unsure::Nothing => "",
+            _ if self.lineage().is_ahead() => ", and ahead of it by batches of a mirror",
+            _ => ", and unsure in a part of it",
+        };
         let has = format!("is at epoch {}{ahead}", at.number);
         let given = if header.chain.iter().any(|e| e.number == at.number) {
             format!(

@@ -25,7 +25,7 @@ use device::{Clock, StateFile};
 use crate::destination::Name;
 use crate::error::{ReplicaError, Result, SAFE, disk_error, io_error, is_full};
 use crate::journal::{Contents, WHOLE};
-use crate::lineage::{self, Lineage, Stamp, StepKind};
+use crate::lineage::{self, Lineage, Stamp, StepKind, Unsure};
 use crate::note::{self, Evidence, Keeping, Note, WRITTEN, Working};
 use crate::replica::Replica;
 
@@ -49,13 +49,13 @@ impl Replica {
     /// Keeps in mind that others have written to a device. The times of a file tell by themselves, and another disk under the
     /// device's name does not make the right one another.
     pub(crate) fn notice(&self, why: &str) {
-        let marked = self.lineage().foreign || self.lineage().promoted.is_some();
+        let marked = self.lineage().unsure == Unsure::Everything || self.lineage().promoted.is_some();
         let tells = why == WRITTEN && self.destination().is_device() && self.is_kept();
         if tells && !marked && !self.mark_noticed() {
             // In memory the lineage may be ahead by batches that only the journal has.
             if let Ok(Some(durable)) = Lineage::load(self.state()) {
                 // If this cannot be recorded, the kernel's count tells until the next reboot.
-                let _ = Lineage { foreign: true, ..durable }.store(self.state());
+                let _ = Lineage { unsure: Unsure::Everything, ..durable }.store(self.state());
             }
         }
     }

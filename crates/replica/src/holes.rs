@@ -9,7 +9,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use delta::{Frame, Record};
+use delta::{Frame, Header, Record};
 use device::Disk;
 
 use crate::apply;
@@ -84,7 +84,7 @@ impl Holes {
 }
 
 impl Target for Holes {
-    fn rewind(&mut self, known: u64) -> io::Result<()> {
+    fn rewind(&mut self, _: &Header, known: u64) -> io::Result<()> {
         self.known = known;
         Ok(())
     }

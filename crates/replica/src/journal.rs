@@ -10,8 +10,9 @@
 use std::io::{self, IoSlice, Read, Write};
 use std::sync::Arc;
 
-use delta::{Decoder, Epoch, Event, Frame, Header, Method, Resume, Unit, UnitKind, Units, Writer};
+use delta::{Decoder, Epoch, Event, Frame, Header, Method, Record, Resume, Unit, UnitKind, Units, Writer};
 use device::{Buf, Folder, StateFile};
+use extents::Extents;
 use uuid::Uuid;
 
 use crate::error::{ReplicaError, Result, io_error};
@@ -72,6 +73,10 @@ pub(crate) struct Contents {
     pub bytes: u64,
     /// The trailer is there.
     pub whole: bool,
+    /// Records in all.
+    pub records: u64,
+    /// The bytes that its source could not read.
+    pub unread: Extents,
 }
 
 impl Contents {
@@ -88,6 +93,17 @@ impl Contents {
     /// The positions of a replica that holds this on top of `base`.
     pub(crate) fn positions(&self, base: &[Position]) -> Vec<Position> {
         self.segments.iter().fold(base.to_vec(), |positions, segment| segment.onto(&positions))
+    }
+}
+
+/// Notes what a frame says of the bytes that its source could not read.
+pub(crate) fn note_unread(unread: &mut Extents, records: &[Record]) {
+    for record in records {
+        match record {
+            Record::Unsure { .. } => unread.insert(record.offset()..record.end()),
+            _ if unread.is_empty() => {}
+            _ => unread.remove(record.offset()..record.end()),
+        }
     }
 }
 
@@ -132,7 +148,7 @@ fn measure_at(file: &dyn StateFile, start: u64) -> io::Result<Contents> {
 /// What a journal's frames are brought to, in order.
 pub(crate) trait Target {
     /// The next part of the delta begins at the disk's start again; from `known` on, what it does not name becomes zero.
-    fn rewind(&mut self, known: u64) -> io::Result<()>;
+    fn rewind(&mut self, header: &Header, known: u64) -> io::Result<()>;
     /// Takes a frame.
     fn frame(&mut self, frame: Frame) -> io::Result<()>;
 }
@@ -231,11 +247,13 @@ fn walk(
                     if let Some(before) = &before {
                         **positions = before.onto(positions);
                     }
-                    target.rewind(kept(&header, positions)).map_err(Trouble::Disk)?;
+                    target.rewind(&header, kept(&header, positions)).map_err(Trouble::Disk)?;
                 }
                 continue;
             }
             Event::Frame(frame) => {
+                contents.records += frame.records.len() as u64;
+                note_unread(&mut contents.unread, &frame.records);
                 if let Some((target, _)) = &mut onto {
                     target.frame(frame).map_err(Trouble::Disk)?;
                 }
@@ -243,10 +261,6 @@ fn walk(
             Event::End(_) => contents.whole = true,
         }
         let Some(header) = decoder.header() else { continue };
-        if header.lacking && !contents.whole {
-            // It leaves out more than what is equal: what came of it says nothing about how far it came.
-            continue;
-        }
         // A segment counts from its first frame.
         let (frames, upto) = (decoder.frames(), decoder.end());
         match contents.segments.last_mut().filter(|s| s.header.stream == header.stream) {

@@ -30,6 +30,9 @@ mod destination;
 mod journal;
 mod locate;
 mod note;
+
+mod unsure;
+
 mod status;
 
 mod apply;
@@ -55,7 +58,7 @@ pub use batches::{BatchLog, Batches};
 #[doc(hidden)]
 pub use destination::{Destination, DeviceDestination, Name};
 pub use error::{ReplicaError, Result};
-pub use lineage::{Lineage, Position, Promoted, Stamp, State, Step, StepKind, Toward, Use};
+pub use lineage::{Lineage, Position, Promoted, Stamp, State, Step, StepKind, Toward, Unsure, Use};
 pub use locate::inspect;
 pub use options::Options;
 pub use promoted::{Promotion, promote};
@@ -63,3 +66,4 @@ pub use receive::{Commit, Committed, DeltaReceiver};
 pub use replica::Replica;
 pub use settled::settle;
 pub use status::Status;
+pub use unsure::UnsureSet;

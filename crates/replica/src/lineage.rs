@@ -29,9 +29,6 @@ pub struct Lineage {
     pub source: Option<Uuid>,
     /// The epoch of the last commit. `None` before the first.
     pub epoch: Option<Epoch>,
-    /// It is ahead of that epoch by batches of a mirror, at a moment within the next: no delta that ends at that epoch fits.
-    #[serde(default)]
-    pub ahead: bool,
     /// How far the destination may be trusted.
     pub state: State,
     /// Bytes of the destination as of the last commit; 0 before the first.
@@ -46,13 +43,48 @@ pub struct Lineage {
     pub stamp: Option<Stamp>,
     /// What is under way.
     pub step: Option<Step>,
-    /// Others were seen to have written to it: a device, whose kernel's count does not tell of that after a reboot.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub foreign: bool,
-    /// dsync has opened it for writing: what it holds since then is not an epoch of the source.
+    /// The blocks in which the destination may not be of that epoch.
+    #[serde(default, skip_serializing_if = "Unsure::is_nothing")]
+    pub unsure: Unsure,
+    /// dsync has opened it for writing: what it holds since is not an epoch of the source.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub promoted: Option<Promoted>,
 }
+
+/// In which blocks a destination may not be what it says.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Unsure {
+    /// In none.
+    #[default]
+    Nothing,
+    /// In those of the set that is kept in `unsure-FILE` of the replica's folder.
+    Blocks {
+        /// Names the file.
+        file: Uuid,
+        /// Bytes of the blocks.
+        bytes: u64,
+    },
+    /// In any: others were seen to have written to it. Of a device, whose kernel's count does not tell of that after a
+    /// reboot, nothing else does.
+    Everything,
+}
+
+impl Unsure {
+    /// True if the destination is what it says in all of its blocks.
+    pub fn is_nothing(&self) -> bool {
+        *self == Unsure::Nothing
+    }
+
+    /// The file that the set is kept in.
+    pub(crate) fn file(&self) -> Option<&Uuid> {
+        if let Unsure::Blocks { file, .. } = self { Some(file) } else { None }
+    }
+}
+
+/// What to do where the state of a replica can't be believed.
+pub(crate) const COMPARE_ANEW: &str = "move the folder away, then run \"dsync sync --adopt SRC DST\", which compares all of the \
+                                       replica with its source and overwrites what differs";
 
 /// How far a destination may be trusted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -108,6 +140,9 @@ pub struct Step {
     pub nonce: Uuid,
     /// What is durable where it writes.
     pub positions: Vec<Position>,
+    /// The blocks in which it may not be what the positions say.
+    #[serde(default, skip_serializing_if = "Unsure::is_nothing")]
+    pub unsure: Unsure,
     /// What it will be.
     pub toward: Toward,
     /// All is written and durable; only the names are to be changed.
@@ -155,12 +190,9 @@ pub struct Toward {
     pub block_size: u32,
     /// The delta was read from a live disk without a cut.
     pub fuzzy: bool,
-    /// The delta lacks what could not be read.
-    #[serde(default)]
-    pub lacking: bool,
     /// The delta is a batch.
     #[serde(default)]
-    pub ahead: bool,
+    pub batch: bool,
     /// The delta's stream.
     pub stream: Uuid,
 }
@@ -207,20 +239,15 @@ impl Toward {
             size: header.size_after,
             block_size: header.block_size,
             fuzzy: header.fuzzy,
-            lacking: header.lacking,
-            ahead: header.ahead,
+            batch: header.batch,
             stream: header.stream,
         })
     }
 }
 
 impl Lineage {
-    /// The version that all programs know.
-    pub const VERSION: u32 = 1;
-    /// The version of a lineage that a program which does not know [`Lineage::promoted`] must refuse.
-    pub const PROMOTED: u32 = 2;
-    /// The same for [`Lineage::foreign`].
-    pub const FOREIGN: u32 = 3;
+    /// The version that is written. Those from 1 on are read.
+    pub const VERSION: u32 = 4;
 
     /// A lineage before the first commit.
     pub(crate) fn new() -> Lineage {
@@ -230,7 +257,6 @@ impl Lineage {
             disk: None,
             source: None,
             epoch: None,
-            ahead: false,
             state: State::Incomplete,
             size: 0,
             block_size: 0,
@@ -238,7 +264,7 @@ impl Lineage {
             committed: None,
             stamp: None,
             step: None,
-            foreign: false,
+            unsure: Unsure::Nothing,
             promoted: None,
         }
     }
@@ -251,13 +277,8 @@ impl Lineage {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(e) => return Err(io_error("open", &path)(e)),
         };
-        let damaged = |why: String| {
-            ReplicaError::Damaged {
-            path: path.clone(),
-            why,
-            way_out: "move the folder away, then run \"dsync sync --adopt SRC DST\", which compares all of the replica with its source and overwrites what differs".into(),
-        }
-        };
+        let damaged =
+            |why: String| ReplicaError::Damaged { path: path.clone(), why, way_out: COMPARE_ANEW.into() };
         let len = file.len().map_err(io_error("read", &path))?;
         if len > 1 << 20 {
             return Err(damaged("it is too large".into()));
@@ -270,16 +291,18 @@ impl Lineage {
             version: u32,
         }
         let version: Version = serde_json::from_slice(&bytes).map_err(|e| damaged(e.to_string()))?;
-        if !(Self::VERSION..=Self::FOREIGN).contains(&version.version) {
+        if !(1..=Self::VERSION).contains(&version.version) {
             return Err(ReplicaError::Refused(format!(
-                "{} has version {}, this dsync knows versions {} to {}: use the dsync that wrote it, or a newer one",
+                "{} has version {}, this dsync knows versions 1 to {}: use the dsync that wrote it, or a newer one",
                 path.display(),
                 version.version,
-                Self::VERSION,
-                Self::FOREIGN
+                Self::VERSION
             )));
         }
-        let lineage: Lineage = serde_json::from_slice(&bytes).map_err(|e| damaged(e.to_string()))?;
+        let mut lineage: Lineage = serde_json::from_slice(&bytes).map_err(|e| damaged(e.to_string()))?;
+        if version.version < Self::VERSION && is_unsure(&bytes) {
+            lineage.unsure = Unsure::Everything;
+        }
         if let Some(step) = &lineage.step {
             if step.positions.windows(2).any(|w| w[0].upto >= w[1].upto) {
                 return Err(damaged("its positions do not ascend".into()));
@@ -291,12 +314,7 @@ impl Lineage {
     /// Puts this lineage in place of the folder's, durably.
     pub(crate) fn store(&self, folder: &dyn Folder) -> Result<()> {
         let path = folder.path().join(NAME);
-        let version = match (self.foreign, &self.promoted) {
-            (true, _) => Self::FOREIGN,
-            (false, Some(_)) => Self::PROMOTED,
-            (false, None) => Self::VERSION,
-        };
-        let lineage = Lineage { version, ..self.clone() };
+        let lineage = Lineage { version: Self::VERSION, ..self.clone() };
         let bytes = serde_json::to_vec_pretty(&lineage).map_err(|e| io_error("write", &path)(e.into()))?;
         device::replace(folder, NAME, &bytes).map_err(io_error("write", &path))
     }
@@ -310,18 +328,28 @@ impl Lineage {
         }
     }
 
-    /// The lineage after the commit of `toward`.
-    pub(crate) fn after(&self, toward: &Toward, stamp: Stamp) -> Lineage {
+    /// The blocks in which what stands there, or the step under way, may not be what its positions say.
+    pub(crate) fn unsure(&self) -> &Unsure {
+        self.step.as_ref().map_or(&self.unsure, |step| &step.unsure)
+    }
+
+    /// True if batches of a mirror have brought what stands there ahead of its epoch, to a moment within the next.
+    pub fn is_ahead(&self) -> bool {
+        self.state != State::Incomplete && matches!(self.unsure, Unsure::Blocks { .. })
+    }
+
+    /// The lineage after the commit of `toward`, with the blocks in which the destination is unsure then.
+    pub(crate) fn after(&self, toward: &Toward, stamp: Stamp, unsure: Unsure) -> Lineage {
         Lineage {
             version: Self::VERSION,
             path: self.path.clone(),
             disk: self.disk.clone(),
             source: Some(toward.source),
-            // What lacks something is no epoch: only a compare makes it one again.
-            epoch: (!toward.lacking).then_some(toward.epoch),
-            ahead: toward.ahead,
+            epoch: Some(toward.epoch),
             state: match toward {
-                Toward { lacking: true, .. } => State::Incomplete,
+                // A batch takes a consistent replica to a consistent moment.
+                Toward { batch: true, .. } => self.state,
+                _ if !unsure.is_nothing() => State::Incomplete,
                 Toward { fuzzy: true, .. } => State::Fuzzy,
                 _ => State::Exact,
             },
@@ -331,10 +359,30 @@ impl Lineage {
             committed: Some(toward.stream),
             stamp: Some(stamp),
             step: None,
-            foreign: false,
+            unsure,
             promoted: None,
         }
     }
+}
+
+/// What an earlier version wrote where it could say that, but not in which blocks.
+fn is_unsure(bytes: &[u8]) -> bool {
+    #[derive(Default, Deserialize)]
+    #[serde(default)]
+    struct Flags {
+        ahead: bool,
+        foreign: bool,
+        lacking: bool,
+        step: Option<Box<Flags>>,
+        toward: Option<Box<Flags>>,
+    }
+    impl Flags {
+        fn any(&self) -> bool {
+            let within = [&self.step, &self.toward].into_iter().flatten().any(|flags| flags.any());
+            self.ahead || self.foreign || self.lacking || within
+        }
+    }
+    serde_json::from_slice::<Flags>(bytes).is_ok_and(|flags| flags.any())
 }
 
 /// Positions after `[0, upto)` was brought to `epoch`.
@@ -422,14 +470,14 @@ mod tests {
             kind: StepKind::Clone { inode: 9 },
             nonce: Uuid::new_v4(),
             positions: vec![p(2, 40), Position { epoch: None, upto: 100 }],
+            unsure: Unsure::Nothing,
             toward: Toward {
                 source: Uuid::new_v4(),
                 epoch: at(2),
                 size: 100,
                 block_size: 4096,
                 fuzzy: false,
-                lacking: false,
-                ahead: false,
+                batch: false,
                 stream: Uuid::new_v4(),
             },
             finished: false,
@@ -437,21 +485,25 @@ mod tests {
         lineage.store(&folder).unwrap();
         assert_eq!(Lineage::load(&folder).unwrap().as_ref(), Some(&lineage));
 
-        // A program that does not know what a promoted replica is must not read one.
         let path = temp.path().join(NAME);
         let promoted = Some(Promoted { by: crate::Use::Served, since: 7, id: Uuid::new_v4() });
-        let marked = Lineage { promoted, version: Lineage::PROMOTED, ..lineage.clone() };
+        let marked = Lineage { promoted, unsure: Unsure::Everything, ..lineage.clone() };
         marked.store(&folder).unwrap();
-        assert!(std::fs::read_to_string(&path).unwrap().contains("\"version\": 2"));
         assert_eq!(Lineage::load(&folder).unwrap().as_ref(), Some(&marked));
-        // Nor one that does not know what it means that others have written to it.
-        let written = Lineage { foreign: true, version: Lineage::FOREIGN, ..marked.clone() };
-        written.store(&folder).unwrap();
-        assert!(std::fs::read_to_string(&path).unwrap().contains("\"version\": 3"));
-        assert_eq!(Lineage::load(&folder).unwrap().as_ref(), Some(&written));
-        Lineage { promoted: None, ..marked }.store(&folder).unwrap();
+        lineage.store(&folder).unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
-        std::fs::write(&path, text.replace("\"version\": 1", "\"version\": 4")).unwrap();
+        // What earlier versions said without naming blocks.
+        let old = text.replace("\"version\": 4", "\"version\": 3");
+        for (was, unsure) in [
+            (old.clone(), Unsure::Nothing),
+            (old.replace("\"source\"", "\"ahead\": true, \"source\""), Unsure::Everything),
+            (old.replacen("\"version\"", "\"foreign\": true, \"version\"", 1), Unsure::Everything),
+            (old.replace("\"fuzzy\"", "\"lacking\": true, \"fuzzy\""), Unsure::Everything),
+        ] {
+            std::fs::write(&path, was).unwrap();
+            assert_eq!(Lineage::load(&folder).unwrap().unwrap().unsure, unsure);
+        }
+        std::fs::write(&path, text.replace("\"version\": 4", "\"version\": 5")).unwrap();
         assert!(Lineage::load(&folder).unwrap_err().to_string().contains("newer"));
         std::fs::write(&path, &text[..text.len() / 2]).unwrap();
         assert!(matches!(Lineage::load(&folder), Err(ReplicaError::Damaged { .. })));

@@ -9,7 +9,7 @@ use crate::destination::{Destination, DeviceDestination, FileDestination, Name};
 use crate::error::{ReplicaError, Result, io_error};
 use crate::foreign::covered;
 use crate::journal::{ARRIVING, WHOLE};
-use crate::lineage::{Lineage, Stamp};
+use crate::lineage::{Lineage, Stamp, Unsure};
 use crate::locate::{locate, moved_from, name_after_disk, refuse_others_state};
 use crate::note::{self, WRITTEN};
 use crate::options::Options;
@@ -90,7 +90,10 @@ impl Replica {
         let lineage = Lineage::load(&*folder)?;
         let mut replica = Replica::new(destination, folder, lineage, options);
         if replica.is_kept() {
-            replica.set_changed(replica.lineage().foreign.then_some(WRITTEN));
+            let everything = replica.lineage().unsure == Unsure::Everything;
+            replica.set_changed(everything.then_some(WRITTEN));
+            // A commit that was cut off after it had written its set has no room for another.
+            replica.sweep(replica.state().open(WHOLE, false).is_ok())?;
             replica.refuse_promoted()?;
             replica.recover()?;
         } else {

@@ -10,10 +10,11 @@ use uuid::Uuid;
 use crate::destination::{Destination, Name};
 use crate::error::{ReplicaError, Result, disk_error, io_error};
 use crate::journal::{ARRIVING, Contents, WHOLE};
-use crate::lineage::{Lineage, Position, Stamp, State, StepKind};
+use crate::lineage::{Lineage, Position, Stamp, State, StepKind, Unsure};
 use crate::note::Working;
 use crate::options::Options;
 use crate::status::Status;
+use crate::unsure::{self, UnsureSet};
 
 /// How many bytes may be written before what has come is made durable: as much is sent again after a crash.
 pub(crate) const SAVE_BYTES: u64 = 64 << 20;
@@ -48,8 +49,10 @@ struct Known {
     half_done: bool,
     /// In what way others have changed the destination.
     changed: Option<&'static str>,
-    /// What [`Lineage::foreign`] is to say from the next store on.
+    /// From the next store on [`Lineage::unsure`] is to say everything.
     noticed: AtomicBool,
+    /// Unsure sets were kept since the lineage was stored.
+    named: bool,
     /// What the file looked like when this process left it alone ([`crate::foreign`]); `None` if it has no say.
     left: Option<Stamp>,
     /// Own writes to the file are noted.
@@ -290,16 +293,20 @@ impl Replica {
             true => Some(self.destination.open(Name::Final)?.len()),
             false => None,
         };
+        let mut unsure = self.unsure()?;
+        if let Some(journal) = &self.journal {
+            unsure.extend(&journal.unread);
+        }
         let lineage = &self.lineage;
         self.status = Status {
             source: lineage.source.or(lineage.step.as_ref().map(|s| s.toward.source)),
             epoch: lineage.epoch,
-            ahead: lineage.ahead,
             state: lineage.state,
             size: lineage.size,
             block_size: lineage.block_size,
             capacity,
             positions: self.journal.as_ref().map_or(positions.clone(), |j| j.positions(&positions)),
+            unsure,
             nonce: self.nonce(),
             under_way: lineage.step.is_some(),
             resumes: self.journal.as_ref().and_then(Contents::resume),
@@ -337,11 +344,43 @@ impl Replica {
 
     pub(crate) fn store(&mut self) -> Result<()> {
         self.lineage.path = self.destination.path().to_path_buf();
-        self.lineage.foreign |= self.known.noticed.load(SeqCst);
+        if self.known.noticed.load(SeqCst) {
+            self.lineage.unsure = Unsure::Everything;
+        }
         self.lineage.disk = self.destination.disk();
         self.lineage.store(&*self.folder)?;
         self.kept = true;
-        Ok(())
+        match std::mem::take(&mut self.known.named) {
+            true => self.sweep(false).and_then(|()| unsure::give_back(&*self.folder)),
+            false => Ok(()),
+        }
+    }
+
+    /// The unsure set of what stands there, or of the step under way.
+    pub(crate) fn unsure(&self) -> Result<UnsureSet> {
+        unsure::load(&*self.folder, self.lineage.unsure())
+    }
+
+    /// Keeps an unsure set, for the lineage that is stored next to name. `state` is what becomes of the replica where that
+    /// fails.
+    pub(crate) fn keep_unsure(&mut self, set: &UnsureSet, state: &'static str) -> Result<Unsure> {
+        self.known.named = true;
+        unsure::store(&*self.folder, set, state)
+    }
+
+    /// Makes room for the unsure set that a journal leaves. Most leave none.
+    pub(crate) fn reserve_unsure(&self, contents: &Contents, state: &'static str) -> Result<()> {
+        let batch = contents.segments.last().is_some_and(|segment| segment.header.batch);
+        let ranges = self.unsure()?.count() + contents.unread.count() as u64;
+        match ranges > 0 || batch {
+            true => unsure::reserve(&*self.folder, ranges + contents.records, state),
+            false => Ok(()),
+        }
+    }
+
+    /// Removes unsure sets that the lineage does not name.
+    pub(crate) fn sweep(&self, reuse: bool) -> Result<()> {
+        unsure::sweep(&*self.folder, &[&self.lineage.unsure, self.lineage.unsure()], reuse)
     }
 
     /// Forgets the replica: its lineage, its journal and a copy that was begun. The destination stays as it is.
@@ -380,6 +419,7 @@ impl Replica {
         self.journal = None;
         self.remove(ARRIVING)?;
         self.remove(&device::reserved(crate::lineage::NAME))?;
+        unsure::give_back(&*self.folder)?;
         // It may have got its last name already. Nothing was merged from it.
         self.remove(WHOLE)
     }
@@ -396,7 +436,7 @@ impl Replica {
             return Ok(());
         }
         let lineage = &mut self.lineage;
-        (lineage.source, lineage.epoch, lineage.ahead) = (Some(source), None, false);
+        (lineage.source, lineage.epoch, lineage.unsure) = (Some(source), None, Unsure::Nothing);
         lineage.state = State::Incomplete;
         self.store()?;
         self.refresh()

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use crate::error::{ReplicaError, Result};
 use crate::journal::WHOLE;
-use crate::lineage::{Lineage, State, StepKind};
+use crate::lineage::{Lineage, State, StepKind, Unsure};
 use crate::locate::{inspect, state_folder};
 use crate::note::WRITTEN;
 use crate::options::Options;
@@ -24,7 +24,9 @@ impl Lineage {
             (Some(step), _, None) => {
                 Some(format!("the first copy, of epoch {}, was cut off", step.toward.epoch))
             }
-            (None, ..) if self.foreign => Some("another program wrote to it since its last commit".into()),
+            (None, ..) if self.unsure == Unsure::Everything => {
+                Some("another program wrote to it since its last commit".into())
+            }
             (None, State::Incomplete, _) => Some(
                 "its copy was never completed, or lacks blocks that were unreadable at its source".into(),
             ),
@@ -53,7 +55,7 @@ pub fn settle(path: &Path, options: &Options) -> Result<()> {
         Err(ReplicaError::NotAReplica(_)) => return Ok(()),
         opened => opened?,
     };
-    if replica.lineage().foreign {
+    if replica.lineage().unsure == Unsure::Everything {
         return Err(replica.touched(WRITTEN));
     }
     let Some(why) = replica.lineage().unsettled().filter(|_| replica.is_kept()) else { return Ok(()) };

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::lineage::{Position, State};
+use crate::unsure::UnsureSet;
 
 /// The status of a replica: what its source must know to find what it lacks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -13,8 +14,6 @@ pub struct Status {
     pub source: Option<Uuid>,
     /// The epoch of the last commit. `None` before the first.
     pub epoch: Option<Epoch>,
-    /// It is ahead of that epoch by batches of a mirror.
-    pub ahead: bool,
     /// How far the destination may be trusted. Incomplete if there is none.
     pub state: State,
     /// Bytes as of the last commit; of an adopted file those it has; 0 before the first seed is committed.
@@ -25,6 +24,9 @@ pub struct Status {
     pub capacity: Option<u64>,
     /// The parts of the replica, ascending, its journal counted. Empty if there is nothing yet.
     pub positions: Vec<Position>,
+    /// The blocks in which it may not be what the positions say. Not in JSON: a set may be large.
+    #[serde(skip)]
+    pub unsure: UnsureSet,
     /// Names this very state, for deltas that fit nothing else.
     pub nonce: Uuid,
     /// A step was begun and not finished: what continues it is bound to the nonce.
@@ -43,18 +45,23 @@ impl Status {
         Status {
             source: None,
             epoch: None,
-            ahead: false,
             state: State::Incomplete,
             size: 0,
             block_size: 0,
             capacity: None,
             positions: Vec::new(),
+            unsure: UnsureSet::new(),
             nonce: Uuid::nil(),
             under_way: false,
             resumes: None,
             recovered: None,
             changed: None,
         }
+    }
+
+    /// True if batches of a mirror have brought it ahead of its epoch, to a moment within the next.
+    pub fn is_ahead(&self) -> bool {
+        self.state != State::Incomplete && !self.unsure.is_empty()
     }
 
     /// A replica that is exactly at an epoch of its source, whose disk then had `size` bytes.

@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use device::Disk;
 use replica::{ReplicaError, State, Status};
-use sync::{Class, Method, SyncError};
+use sync::{Class, Method, SyncError, Unreadable};
 use testing::Random;
 
 use crate::cell::{Cell, Change, Commit, Origin, Table, Target, Verb, Way};
 use crate::host::{Event, lock};
-use crate::inode::{Content, content_of};
+use crate::inode::content_of;
 use crate::kernel::BLOCK;
 use crate::world::{Cuts, DISK, IMAGES, SPARE, World};
 
@@ -681,6 +681,12 @@ impl Run {
         let mut options = self.world.options(how);
         options.adopt = self.world.replicas[which].touched && self.world.dice.one_in(2);
         options.compress = self.world.dice.one_in(8).then_some(1);
+        let unread = !self.world.cell.origin.is_live() && self.world.dice.one_in(6);
+        if unread {
+            options.unreadable = Unreadable::LeaveOut;
+            self.world.spoil();
+            self.table.note("a source that cannot be read in part");
+        }
         self.world.replicas[which].adopting |= options.adopt;
         self.table.note(format!("method {how:?}"));
         self.world.tell(format!(
@@ -706,6 +712,8 @@ impl Run {
             let _ = writer.join();
             result
         });
+        let disk = self.world.disk();
+        self.world.near.state().files.mend(disk);
         self.world.moment();
         result.map(|summary| self.synced(which, &summary))
     }
@@ -866,10 +874,13 @@ impl Run {
     fn digest(&self, which: usize) -> Option<Digest> {
         let folder = self.world.far.state().files.snapshot(&self.world.folder_of(which));
         let known = &self.world.replicas[which];
-        if folder.keys().any(|name| name != "lineage" && name != "rest") || known.touched || !known.settled {
+        if folder.keys().any(|name| !(name == "lineage" || name == "rest" || name.starts_with("unsure-")))
+            || known.touched
+            || !known.settled
+        {
             return None;
         }
-        let lineage = folder.into_iter().filter(|(name, _)| name == "lineage");
+        let lineage = folder.into_iter().filter(|(name, _)| name != "rest");
         Some((self.world.raw(which).map(|raw| content_of(&raw).0), lineage.collect()))
     }
 
@@ -885,7 +896,7 @@ impl Run {
             "  {} says epoch {:?}, ahead {}, {:?}, under way {}",
             known.name,
             status.epoch.map(|epoch| epoch.number),
-            status.ahead,
+            status.is_ahead(),
             status.state,
             status.under_way
         ));
@@ -906,8 +917,8 @@ impl Run {
         // The destination itself, and not the copy that is to take its place.
         let held = if status.under_way { self.world.raw(which) } else { content };
         let Some(held) = held else { return Err("it says that it is whole, and cannot be read".into()) };
-        let content = content_of(&held[..(status.size as usize).min(held.len())]);
-        self.check_moment(which, &status, content, from, result)
+        let held = &held[..(status.size as usize).min(held.len())];
+        self.check_moment(which, &status, held, from, result)
     }
 
     /// A replica may refuse to be opened with this error, after what was done to it.
@@ -930,24 +941,29 @@ impl Run {
         &mut self,
         which: usize,
         status: &Status,
-        content: Content,
+        held: &[u8],
         from: usize,
         result: &Result<String, SyncError>,
     ) -> Checked {
         let known = &mut self.world.replicas[which];
         let mut moments = lock(&self.world.moments);
+        let content = content_of(held);
         let Some(place) = moments.last(&content) else {
             return Err(format!("{} says that it is whole, and is no moment of the source", known.name));
         };
         if place < known.at {
             return Err(format!("{} went back, from moment {} to {place}", known.name, known.at));
         }
-        let epoch = status.epoch.filter(|_| !status.ahead);
-        if let Some(epoch) = epoch.filter(|epoch| !moments.bind(epoch.id, content)) {
+        let epoch = status.epoch.filter(|_| !status.is_ahead());
+        if let Some(epoch) = epoch.filter(|epoch| !moments.bind(epoch.id, content, held)) {
             return Err(format!(
                 "{} says that it is epoch {}, which held something else",
                 known.name, epoch.number
             ));
+        }
+        let at = status.epoch.filter(|_| !status.under_way && status.resumes.is_none());
+        if let Some(stray) = at.and_then(|at| moments.stray(at.id, &status.unsure, held)) {
+            return Err(format!("{} is not at its epoch at byte {stray}, where it is sure", known.name));
         }
         let synced = result.as_ref().is_ok_and(|what| {
             what.contains(" at epoch ") && !what.starts_with("fuzzy") && !what.contains("extents differ")

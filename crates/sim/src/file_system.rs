@@ -6,7 +6,7 @@ use std::io;
 
 use testing::Random;
 
-use crate::inode::{Content, Inode, Loss};
+use crate::inode::{Content, Inode, Loss, PAGE};
 
 pub(crate) const EIO: i32 = 5;
 pub(crate) const ENOSPC: i32 = 28;
@@ -76,6 +76,18 @@ impl FileSystem {
 
     pub(crate) fn inode(&mut self, number: u64) -> io::Result<&mut Inode> {
         self.inodes.get_mut(&number).ok_or_else(|| io::ErrorKind::NotFound.into())
+    }
+
+    /// Pages that cannot be read, until [`FileSystem::mend`].
+    pub fn spoil(&mut self, number: u64, pages: &[usize]) {
+        if let Ok(inode) = self.inode(number) {
+            inode.bad = pages.iter().map(|page| page * PAGE..(page + 1) * PAGE).collect();
+        }
+    }
+
+    /// All can be read again.
+    pub fn mend(&mut self, number: u64) {
+        self.spoil(number, &[]);
     }
 
     /// Names what a file or device holds now.

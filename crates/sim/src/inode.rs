@@ -10,6 +10,8 @@ use rustix::fs::MemfdFlags;
 use testing::Random;
 use twox_hash::XxHash3_128;
 
+use crate::file_system::EIO;
+
 /// The unit that a disk writes whole.
 const SECTOR: usize = 512;
 /// The unit in which the system remembers what it has to write back.
@@ -66,6 +68,8 @@ pub(crate) struct Inode {
     pub counted: u64,
     /// For each page: whether it takes space.
     allocated: Vec<bool>,
+    /// Bytes that cannot be read.
+    pub bad: Vec<Range<usize>>,
 }
 
 impl Inode {
@@ -84,6 +88,7 @@ impl Inode {
             durable_time: time,
             counted: 0,
             allocated: Vec::new(),
+            bad: Vec::new(),
         }
     }
 
@@ -141,6 +146,9 @@ impl Inode {
         let end = start.saturating_add(buf.len());
         if end > self.data.len() {
             return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        if self.bad.iter().any(|bad| bad.start < end && start < bad.end) {
+            return Err(io::Error::from_raw_os_error(EIO));
         }
         match &self.mapped {
             None => buf.copy_from_slice(&self.data[start..end]),

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use device::{DiskKind, Identity};
 use link::Link;
-use replica::{Destination, Replica, Status};
+use replica::{Destination, Replica, Status, UnsureSet};
 use source::{About, CutOptions, FreezeMode, Handle, Live, Source, SourceError};
 use sync::{Batching, Mirror, MirrorEvent, MirrorOptions, Stages, SyncError};
 use testing::Random;
@@ -19,7 +19,7 @@ use crate::cell::{Cell, Origin, Target, Way};
 use crate::destination::{SimDevice, SimFile};
 use crate::files::{SimDisk, SimFolder};
 use crate::host::{Held, Host, Process, lock};
-use crate::inode::Content;
+use crate::inode::{Content, PAGE};
 use crate::kernel::{BLOCK, Kernel, Kind};
 use crate::pipe::far_link;
 use crate::tracker::SimTracker;
@@ -37,7 +37,7 @@ pub struct Moments {
     all: Vec<Content>,
     places: HashMap<Content, Vec<usize>>,
     /// What an epoch holds, once a replica has said that it is it.
-    epochs: HashMap<Uuid, Content>,
+    epochs: HashMap<Uuid, (Content, Vec<u8>)>,
 }
 
 impl Moments {
@@ -65,8 +65,20 @@ impl Moments {
     }
 
     /// Says that an epoch holds a content. False if it holds another.
-    pub fn bind(&mut self, epoch: Uuid, content: Content) -> bool {
-        *self.epochs.entry(epoch).or_insert(content) == content
+    pub fn bind(&mut self, epoch: Uuid, content: Content, held: &[u8]) -> bool {
+        self.epochs.entry(epoch).or_insert_with(|| (content, held.to_vec())).0 == content
+    }
+
+    /// The first byte in which something is not an epoch, blocks in which it is unsure left out; `None` if there is none, or
+    /// the epoch is not known.
+    pub fn stray(&self, epoch: Uuid, unsure: &UnsureSet, held: &[u8]) -> Option<usize> {
+        let (_, epoch) = self.epochs.get(&epoch)?;
+        let differs = |at: &usize| {
+            let page = *at..(*at + PAGE).min(held.len());
+            epoch.get(page.clone()) != held.get(page)
+        };
+        let sure = |at: &usize| !unsure.ranges().any(|range| range.contains(&(*at as u64)));
+        (0..held.len()).step_by(PAGE).find(|at| differs(at) && sure(at))
     }
 }
 
@@ -223,6 +235,15 @@ impl World {
     /// The inode of the source.
     pub fn disk(&self) -> u64 {
         self.near.state().files.find(IMAGES, DISK).unwrap_or(0)
+    }
+
+    /// Some pages of the source cannot be read.
+    pub fn spoil(&mut self) {
+        let pages = self.size().div_ceil(PAGE as u64);
+        let bad: Vec<usize> = (0..self.dice.within(1..5)).map(|_| self.dice.below(pages) as usize).collect();
+        let disk = self.disk();
+        self.near.state().files.spoil(disk, &bad);
+        self.tell(format!("pages {bad:?} of {DISK} cannot be read"));
     }
 
     /// What the source holds.

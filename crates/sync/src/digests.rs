@@ -149,6 +149,7 @@ impl ReplicaDigests {
                         at = end;
                     }
                     Record::Zero { .. } => file.wrote(offset, len, None)?,
+                    Record::Unsure { .. } => return Err(io::Error::other("blocks were not read")),
                     Record::Copy { .. } => return Err(io::Error::other("blocks were moved")),
                 }
             }
@@ -173,7 +174,7 @@ impl ReplicaDigests {
             Some(Ok(())) => self.told,
             Some(Err(error)) => format!("not kept: {error}"),
             None if self.told.starts_with("not kept") => self.told,
-            None => "not kept: they could not be written, or blocks were moved".into(),
+            None => "not kept: they could not be written, or blocks were moved or unreadable".into(),
         }
     }
 }

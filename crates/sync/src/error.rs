@@ -59,9 +59,9 @@ pub enum SyncError {
     Stopped,
     /// A part of the source cannot be read.
     #[error(
-        "the source cannot be read at byte {0}, so nothing was committed: \"dsync sync --keep-going\" copies the rest and leaves the replica incomplete"
+        "the source cannot be read ({0}), so nothing was committed: \"dsync sync --keep-going\" copies the rest and leaves the replica incomplete"
     )]
-    Unreadable(u64),
+    Unreadable(String),
     /// A part of the replica cannot be read.
     #[error("the replica cannot be read: {0}: --keep-going skips what cannot be read")]
     UnreadableReplica(#[source] std::io::Error),

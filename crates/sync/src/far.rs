@@ -17,8 +17,8 @@ use crate::allowed_paths::AllowedPaths;
 use crate::digests::ReplicaDigests;
 use crate::error::{Class, SyncError};
 use crate::messages::{
-    COMMITTED, Committed, FAILED, Failed, Open, PLAN, Plan, STATUS, Status, of_digest_report, of_sum_report,
-    to_unit, unexpected,
+    COMMITTED, Committed, FAILED, Failed, Open, PLAN, Plan, Status, of_digest_report, of_sum_report, to_unit,
+    unexpected,
 };
 use crate::mirror_receiver::receive_batches;
 
@@ -145,13 +145,11 @@ fn say_status(sender: &Sender, replica: &mut Replica, commit: Commit) -> Result<
         Some(_) if status.capacity.is_none() => Some(replica.content()?.len()),
         _ => None,
     };
-    let status = Status {
-        path: std::fs::canonicalize(&path).unwrap_or(path),
-        wrong_size: len.filter(|len| *len != status.size),
-        replica: status,
-        in_place: replica.is_in_place(commit),
-    };
-    Ok(sender.send_json(STATUS, &status)?)
+    let (size, mut said) = (status.size, Status::of(status));
+    said.path = std::fs::canonicalize(&path).unwrap_or(path);
+    said.wrong_size = len.filter(|len| *len != size);
+    said.in_place = replica.is_in_place(commit);
+    said.say(sender)
 }
 
 /// Receives a delta and commits it. `None` after a pass, which is only kept.

@@ -41,6 +41,7 @@ pub(crate) fn catch_up(
         // Passes are made while they pay.
         if choice.positions.last().is_some_and(|last| last.upto >= size) {
             let lacking = handle.estimate(&choice.positions)?;
+            status.replica.unsure.mark(&lacking, block_size);
             let pays = convergence.pays(lacking.count().saturating_mul(block_size));
             if !pays || pass >= options.live.passes {
                 break lacking;

@@ -27,7 +27,7 @@ use compare::{DigestReport, Scope};
 use delta::{Epoch, Unit, UnitKind};
 use device::{Buf, Storage};
 use link::{Link, Message, Received, Receiver, Sender};
-use replica::Commit;
+use replica::{Commit, UnsureSet};
 use serde::{Deserialize, Serialize};
 use source::About;
 use uuid::Uuid;
@@ -47,6 +47,7 @@ pub(crate) const COMMITTED: u8 = 8;
 pub(crate) const FAILED: u8 = 9;
 pub(crate) const SUMS: u8 = 10;
 pub(crate) const BATCH: u8 = 11;
+pub(crate) const UNSURE: u8 = 12;
 
 /// Opens a replica.
 #[derive(Debug, Serialize, Deserialize)]
@@ -95,6 +96,8 @@ pub(crate) struct Status {
     pub wrong_size: Option<u64>,
     /// Copies within it are made in place, so they must come in a suitable order.
     pub in_place: bool,
+    /// Bytes of its encoded unsure set, which follows as [`UNSURE`].
+    pub unsure_bytes: usize,
 }
 
 /// What will follow.
@@ -184,6 +187,8 @@ pub(crate) fn of_sum_report(told: &SumReport, sums: &[u8]) -> std::io::Result<Me
     Ok(Message { kind: SUMS, head: serde_json::to_vec(told)?, body: Buf::from(sums) })
 }
 
+/// Bytes of an encoded unsure set in a message.
+const UNSURE_PART: usize = 1 << 20;
 /// The longest text accepted from a peer, in bytes.
 const MAX_TEXT: usize = 4096;
 /// The longest path that a system accepts.
@@ -233,17 +238,43 @@ impl Open {
 impl Status {
     /// A status with defaults for all but the replica.
     pub(crate) fn of(replica: replica::Status) -> Status {
-        Status { path: PathBuf::new(), replica, wrong_size: None, in_place: false }
+        Status { path: PathBuf::new(), replica, wrong_size: None, in_place: false, unsure_bytes: 0 }
+    }
+
+    /// Says where the replica is.
+    pub(crate) fn say(mut self, sender: &Sender) -> Result<(), SyncError> {
+        let unsure = &self.replica.unsure;
+        let encoded = if unsure.is_empty() { Vec::new() } else { unsure.encode() };
+        self.unsure_bytes = encoded.len();
+        sender.send_json(STATUS, &self)?;
+        for part in encoded.chunks(UNSURE_PART) {
+            sender.send(Message { kind: UNSURE, head: Vec::new(), body: Buf::from(part) })?;
+        }
+        Ok(())
     }
 
     /// Receives the replica's status.
     pub(crate) fn hear(receiver: &Receiver) -> Result<Status, SyncError> {
         let status: Status = expect(receiver, STATUS)?.json()?;
         status.check()?;
+        let mut encoded = Vec::new();
+        while encoded.len() < status.unsure_bytes {
+            let part = expect(receiver, UNSURE)?.body;
+            if part.is_empty() {
+                break;
+            }
+            encoded.extend_from_slice(&part);
+        }
+        let unsure = match status.unsure_bytes {
+            0 => Some(UnsureSet::new()),
+            len => UnsureSet::decode(&encoded).filter(|_| encoded.len() == len),
+        };
+        let unsure = unsure.ok_or_else(|| nonsense("the blocks in which the replica is unsure"))?;
         let text = |said: Option<String>| said.as_deref().map(text);
         let replica = replica::Status {
             recovered: text(status.replica.recovered),
             changed: text(status.replica.changed),
+            unsure,
             ..status.replica
         };
         Ok(Status { replica, ..status })
@@ -255,7 +286,8 @@ impl Status {
         let replica::Status { positions, size, .. } = &self.replica;
         let ascend = positions.windows(2).all(|two| matches!(two, [a, b] if a.upto < b.upto));
         let within = positions.iter().all(|part| part.upto <= MAX_SIZE);
-        match positions.len() <= MAX_PARTS && ascend && within && *size <= MAX_SIZE {
+        let bounded = self.unsure_bytes <= UnsureSet::LONGEST;
+        match positions.len() <= MAX_PARTS && ascend && within && bounded && *size <= MAX_SIZE {
             true => Ok(()),
             false => Err(nonsense("the parts of the replica")),
         }

@@ -51,7 +51,7 @@ pub enum Unreadable {
     Fail,
     /// Send what the replica cannot read; fail if the source cannot be read.
     SendAnew,
-    /// The same, and leave out what the source cannot read: the replica is incomplete then.
+    /// The same, and leave out what the source cannot read: the replica is unsure of it then, and incomplete.
     LeaveOut,
 }
 

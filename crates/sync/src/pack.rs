@@ -51,7 +51,10 @@ impl Packing {
 
 /// The error of reading what is sent.
 pub(crate) fn reading(error: std::io::Error) -> SyncError {
-    SyncError::io("read the source")(error)
+    match device::is_unreadable(&error) {
+        true => SyncError::Unreadable(error.to_string()),
+        false => SyncError::io("read the source")(error),
+    }
 }
 
 /// Reads what a plan wants from a view, packs it as a delta, and passes its units on, in order.
@@ -160,6 +163,12 @@ impl<'a> DeltaSender<'a> {
             Finding::Between { offset, data } => self.packer.data(*offset, data),
             Finding::Unreadable(_) | Finding::UnreadableThere(_) | Finding::Upto(..) => None,
         };
+        full.map_or(Ok(()), |frame| self.frame(frame))
+    }
+
+    /// Adds what could not be read.
+    pub(crate) fn unsure(&mut self, range: Range<u64>) -> Result<(), SyncError> {
+        let full = self.packer.dataless(Record::Unsure { offset: range.start, len: range.end - range.start });
         full.map_or(Ok(()), |frame| self.frame(frame))
     }
 

@@ -127,10 +127,7 @@ pub(crate) fn choose(facts: &Facts<'_>, status: &Status, options: &SyncOptions) 
     }
     let why = match positions(status).filter(|_| !options.adopt) {
         None if options.adopt || replica.source.is_none() => "the replica was adopted".to_owned(),
-        None => {
-            "a part of the source could not be read the last time, or moving its parts in place was cut off"
-                .to_owned()
-        }
+        None => "moving its parts in place was cut off".to_owned(),
         Some(positions) => match &facts.history {
             Knowledge::Known => return Ok(Choice::tracked(positions)),
             // Trusted only with --adopt.
@@ -228,11 +225,6 @@ impl Choice {
         let Choice { method, trust, positions } = self;
         let mut moment = moment;
         let why = match (method, moment.changes.take()) {
-            (Method::Tracked, Some(Ok(_))) if is_ahead_of(status, &moment) => {
-                // A mirror sent it something that the source has since forgotten.
-                "the replica is ahead of its epoch, and the source is not: it was restored from a copy"
-                    .to_owned()
-            }
             (Method::Tracked, Some(Ok(changes))) => {
                 return Ok(tracked(&positions, changes, &moment, status));
             }
@@ -247,14 +239,6 @@ impl Choice {
         let Choice { method, trust, .. } = Choice::compare(&why);
         Ok(compare(method, trust, &moment, status))
     }
-}
-
-/// True if the replica is ahead of that moment, which is its last commit's. If a step is in progress, it leads to
-/// that moment instead.
-fn is_ahead_of(status: &Status, moment: &Moment<'_>) -> bool {
-    let replica = &status.replica;
-    let at = replica::Position { epoch: Some(moment.epoch), upto: moment.size };
-    replica.ahead && !replica.under_way && replica.resumes.is_none() && replica.positions == [at]
 }
 
 /// A delta to that moment.
@@ -290,13 +274,13 @@ fn copy(trust: String, moment: &Moment<'_>, status: &Status) -> SyncPlan {
     SyncPlan { trust, header: Header { binds, ..header }, wanted, changed: None, pass: false }
 }
 
-/// What changed since the replica's positions, and what is beyond the last of them.
+/// What changed since the replica's positions, where it is unsure of what it holds, and what is beyond the last position.
 fn tracked(positions: &[Position], changes: Changes, moment: &Moment<'_>, status: &Status) -> SyncPlan {
     let (replica, block_size) = (&status.replica, u64::from(moment.block_size));
     let Changes { blocks, chain, size_before } = changes;
     let mut header = header(Method::Tracked, moment, size_before);
     header.resumes = replica.resumes;
-    if replica.under_way {
+    if replica.under_way || !replica.unsure.is_empty() {
         // Only this replica, in this very state, can use it.
         header.binds = Some(replica.nonce);
         header.size_before = replica.size;
@@ -313,6 +297,7 @@ fn tracked(positions: &[Position], changes: Changes, moment: &Moment<'_>, status
         };
     }
     let upto = positions.last().map_or(0, |position| position.upto);
+    replica.unsure.mark(&blocks, block_size);
     let mut wanted = Wanted::marked(blocks, moment.size, block_size).and_beyond(upto);
     let changed = moment.fill.then(|| wanted.fill_dense());
     SyncPlan { trust: "tracked".into(), header, wanted, changed, pass: false }
@@ -324,8 +309,8 @@ impl SyncPlan {
         let (replica, header) = (&status.replica, &self.header);
         let at = replica::Position { epoch: header.to().copied(), upto: header.size_after };
         header.method == Method::Tracked
-            && !header.lacking
             && replica.positions == [at]
+            && replica.unsure.is_empty()
             && !replica.under_way
             && replica.resumes.is_none()
     }
@@ -355,8 +340,8 @@ mod tests {
         Epoch { number, id: Uuid::from_u128(number.into()) }
     }
 
-    /// A replica in words: "none", "at 5", "ahead at 5", "other at 5", "empty at 5", "unknown", "file"; with "partly" it is at 5
-    /// in its first half only, with "cut off" the rest of a transfer can be resumed.
+    /// A replica in words: "none", "at 5", "other at 5", "empty at 5", "unknown", "file"; "unsure" in its first block and its
+    /// last; with "partly" it is at 5 in its first half only, with "cut off" the rest of a transfer can be resumed.
     fn replica(words: &str) -> Status {
         let has = |word: &str| words.split_whitespace().any(|w| w == word);
         let number =
@@ -370,8 +355,8 @@ mod tests {
         if has("other") {
             replica.source = Some(OTHER);
         }
-        if has("ahead") {
-            replica.ahead = true;
+        if has("unsure") {
+            replica.unsure.extend(&[0..1, size - 1..size].into_iter().collect());
         }
         if has("empty") {
             (replica.positions, replica.size) = (Vec::new(), 0);
@@ -459,7 +444,8 @@ mod tests {
             ("at 5; --copy", "copy, copied: asked for"),
             ("at 5; --leave-out", "tracked"),
             ("at 5; --rolling --leave-out", "compare, compared: a part of the source cannot be read"),
-            ("ahead at 5", "tracked"),
+            ("unsure at 5", "tracked"),
+            ("unsure at 5; gap", "compare, compared: the host crashed"),
             ("at 5 partly", "tracked"),
             ("at 5 cut off", "tracked"),
             ("empty at 5", "compare, compared: the replica was empty"),
@@ -470,11 +456,7 @@ mod tests {
             ("at 5; gap --copy", "copy, copied: asked for"),
             ("at 5; foreign", "Foreign"),
             ("at 5; foreign --compare", "compare, compared: asked for"),
-            (
-                "unknown",
-                "compare, compared: a part of the source could not be read the last time, or moving its parts in place was cut \
-                 off",
-            ),
+            ("unknown", "compare, compared: moving its parts in place was cut off"),
             ("unknown; --tracked", "Lost"),
             // Something that is not a replica of this source.
             ("other at 5", "OtherSource"),
@@ -568,8 +550,10 @@ mod tests {
             ("at 5", 8, 6, "tracked 5,6,7 8>8: 2-3"),
             // The last commit is of another history than the chain.
             ("at 9", 8, 5, "tracked 5,6,7 8>8: 2-3"),
-            ("ahead at 5", 8, 5, "tracked 5,6,7 8>8: 2-3"),
-            ("ahead at 7", 8, 7, "compare 7 8>8 bound: all"),
+            // Where it is unsure is sent again, even if nothing changed; nothing else may be at that.
+            ("unsure at 5", 8, 5, "tracked 7 8>8 bound: 0-0 2-3 7-7"),
+            ("unsure at 7", 8, 7, "tracked 7 8>8 bound: 0-0 2-3 7-7"),
+            ("unsure at 5", 6, 5, "tracked 7 8>6 bound: 0-0 2-3"),
             // Its journal has come to 7.
             ("ahead at 7 cut off", 8, 7, "tracked 7 8>8 resumes: 2-3"),
             ("at 5 cut off", 8, 5, "tracked 5,6,7 8>8 resumes: 2-3"),
@@ -588,19 +572,15 @@ mod tests {
             assert_eq!(told(&plan), expected, "{situation}, now {blocks} blocks, since {since}");
         }
         assert!(matches!(planned("at 5; late --tracked", 8, 5), Err(Conflict::Lost { .. })));
-        assert!(matches!(planned("ahead at 7; --tracked", 8, 7), Err(Conflict::Lost { .. })));
     }
 
     #[test]
     fn a_plan_is_done_only_at_its_own_epoch_with_nothing_left_over() {
         let done = |situation: &str| planned(situation, 8, 5).unwrap().is_done(&replica(situation));
         assert!(done("at 7"));
-        for situation in ["at 5", "at 7 cut off", "at 7 partly", "ahead at 7"] {
+        for situation in ["at 5", "at 7 cut off", "at 7 partly", "unsure at 7"] {
             assert!(!done(situation), "{situation}");
         }
-        let mut plan = planned("at 7", 8, 7).unwrap();
-        plan.header.lacking = true;
-        assert!(!plan.is_done(&replica("at 7")));
     }
 
     #[test]

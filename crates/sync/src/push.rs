@@ -12,7 +12,7 @@ use crate::error::SyncError;
 use crate::facts::{bookmark, facts, moment, present};
 use crate::live::catch_up;
 use crate::messages::{Open, Status, open, part, text};
-use crate::options::{SyncOptions, Unreadable};
+use crate::options::SyncOptions;
 use crate::plan::{Choice, choose};
 use crate::report::{Progress, Summary, Totals};
 use crate::transfer::{Prepared, Transfer, heard};
@@ -79,10 +79,8 @@ fn bring(handle: &Handle, transfer: &Transfer<'_>, status: Status) -> Result<Sum
         return Ok(summary);
     }
     let committed = transfer.commit(&view, &plan)?;
-    if !plan.header.lacking {
-        handle.acknowledge(&bookmark, committed.epoch)?;
-        summary.epoch = Some(committed.epoch.number);
-    }
+    handle.acknowledge(&bookmark, committed.epoch)?;
+    summary.epoch = Some(committed.epoch.number);
     summary.count(&transfer.totals);
     if let Some(changed) = plan.changed.filter(|(blocks, ..)| *blocks < summary.blocks_changed) {
         (summary.blocks_changed, summary.extents, summary.bytes_changed) = changed;
@@ -102,8 +100,7 @@ fn at_view(
 ) -> Result<Prepared, SyncError> {
     let view = Arc::new(handle.view(options.at_view)?);
     let moment = moment(handle, &view, &choice, &status, options)?;
-    let mut plan = choice.at(moment, &status, options)?;
-    plan.header.lacking = options.unreadable == Unreadable::LeaveOut;
+    let plan = choice.at(moment, &status, options)?;
     Ok(Prepared { view, plan, status, first: None, freeze_ms: None })
 }
 

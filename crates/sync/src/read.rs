@@ -67,6 +67,8 @@ pub(crate) enum Want {
     Read(Range<u64>),
     /// Known to be zeroes.
     Zero(Range<u64>),
+    /// Could not be read.
+    Unread(Range<u64>),
 }
 
 /// What a delta has to carry: blocks marked in a bitmap, and from some offset on everything.
@@ -145,7 +147,7 @@ impl Wanted {
         let Count { mut blocks, mut extents, mut bytes, mut read } = Count::default();
         let mut wants = self.wants(disk);
         while let Some(want) = wants.next()? {
-            let (Want::Read(range) | Want::Zero(range)) = &want;
+            let (Want::Read(range) | Want::Zero(range) | Want::Unread(range)) = &want;
             extents += 1;
             bytes += range.end - range.start;
             blocks += (range.end - range.start).div_ceil(self.block_size);
@@ -298,20 +300,23 @@ impl Job {
         let mut records: Vec<Record> = Vec::with_capacity(self.wants.len());
         let (mut kept, mut span, mut before) = (0usize, 0usize, 0u64);
         let mut end = 0;
-        let mut push = |zero: bool, offset: u64, len: u64| match records.last_mut() {
-            Some(Record::Data { offset: o, len: l }) if !zero && *o + *l == offset => *l += len,
-            Some(Record::Zero { offset: o, len: l }) if zero && *o + *l == offset => *l += len,
-            _ if zero => records.push(Record::Zero { offset, len }),
-            _ => records.push(Record::Data { offset, len }),
+        let mut push = |record: Record| {
+            if !records.last_mut().is_some_and(|last| last.extend(record)) {
+                records.push(record);
+            }
         };
         for want in &self.wants {
             let range = match want {
-                Want::Zero(range) => {
-                    push(true, range.start, range.end - range.start);
+                Want::Read(range) => range,
+                Want::Zero(range) | Want::Unread(range) => {
+                    let (offset, len) = (range.start, range.end - range.start);
+                    push(match want {
+                        Want::Zero(_) => Record::Zero { offset, len },
+                        _ => Record::Unsure { offset, len },
+                    });
                     end = range.end;
                     continue;
                 }
-                Want::Read(range) => range,
             };
             while self.spans[span].end < range.end {
                 before += self.spans[span].end - self.spans[span].start;
@@ -325,10 +330,10 @@ impl Job {
                 let to = from + len as usize;
                 if compare::is_zero(&buf[from..to]) {
                     if !unnamed.contains(&at) {
-                        push(true, at, len);
+                        push(Record::Zero { offset: at, len });
                     }
                 } else {
-                    push(false, at, len);
+                    push(Record::Data { offset: at, len });
                     if from != kept {
                         buf.copy_within(from..to, kept);
                     }
@@ -408,7 +413,7 @@ impl<'a> FrameReader<'a> {
                 break;
             };
             match want {
-                Want::Zero(_) => wants.push(want),
+                Want::Zero(_) | Want::Unread(_) => wants.push(want),
                 Want::Read(range) => {
                     let room = limit - data;
                     let len = range.end - range.start;
@@ -484,7 +489,7 @@ impl<'a> FrameReader<'a> {
         Ok(Some(job.frame(buf, self.block_size, self.all_from..self.named_from)))
     }
 
-    /// Reads a frame's extents again, block by block; those that cannot be read are left out, or it fails.
+    /// Reads a frame's extents again, block by block; those that cannot be read are named as such, or it fails.
     fn salvage(&self, job: Job, error: io::Error) -> io::Result<(Job, Buf)> {
         if !device::is_unreadable(&error) {
             return Err(error);
@@ -499,20 +504,20 @@ impl<'a> FrameReader<'a> {
             let block = u32::try_from(self.block_size).unwrap_or(u32::MAX);
             let bad = compare::salvage(self.disk, range.start, &mut bytes, block, self.leave_out)?;
             let mut at = range.start;
-            let mut keep = |part: Range<u64>| {
-                if !part.is_empty() {
-                    data.extend(
-                        &bytes[(part.start - range.start) as usize..(part.end - range.start) as usize],
-                    );
-                    wants.push(Want::Read(part));
-                }
-            };
-            for bad in bad {
-                self.totals.left_out(&bad);
-                keep(at..bad.start);
+            for bad in bad.into_iter().chain(std::iter::once(range.end..range.end)) {
+                let good = at..bad.start;
                 at = bad.end;
+                if !good.is_empty() {
+                    data.extend(
+                        &bytes[(good.start - range.start) as usize..(good.end - range.start) as usize],
+                    );
+                    wants.push(Want::Read(good));
+                }
+                if !bad.is_empty() {
+                    self.totals.left_out(&bad);
+                    wants.push(Want::Unread(bad));
+                }
             }
-            keep(at..range.end);
         }
         let spans = wants.iter().filter_map(|w| if let Want::Read(r) = w { Some(r.clone()) } else { None });
         Ok((Job { spans: spans.collect(), wants }, Buf::from(&data[..])))
@@ -536,15 +541,22 @@ impl Packer {
         Packer { size, records: Vec::new(), data: None, copied: 0 }
     }
 
+    fn record(&mut self, record: Record) {
+        if !self.records.last_mut().is_some_and(|last| last.extend(record)) {
+            self.records.push(record);
+        }
+    }
+
+    /// Adds zeroes, or what could not be read; returns the frame that became full.
+    pub(crate) fn dataless(&mut self, record: Record) -> Option<Frame> {
+        let full = (self.records.len() >= FRAME_EXTENTS).then(|| self.take());
+        self.record(record);
+        full
+    }
+
     /// Adds zeroes; returns the frame that became full.
     pub(crate) fn zero(&mut self, range: Range<u64>) -> Option<Frame> {
-        let full = (self.records.len() >= FRAME_EXTENTS).then(|| self.take());
-        let more = range.end - range.start;
-        match self.records.last_mut() {
-            Some(Record::Zero { offset, len }) if *offset + *len == range.start => *len += more,
-            _ => self.records.push(Record::Zero { offset: range.start, len: more }),
-        }
-        full
+        self.dataless(Record::Zero { offset: range.start, len: range.end - range.start })
     }
 
     /// Adds data, at most [`FRAME`] bytes; returns the frame that became full.
@@ -563,10 +575,7 @@ impl Packer {
         let at = buf.len();
         buf.set_len(at + data.len());
         buf[at..].copy_from_slice(data);
-        match self.records.last_mut() {
-            Some(Record::Data { offset: o, len }) if *o + *len == offset => *len += more,
-            _ => self.records.push(Record::Data { offset, len: more }),
-        }
+        self.record(Record::Data { offset, len: more });
         full
     }
 

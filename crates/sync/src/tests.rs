@@ -359,8 +359,7 @@ fn a_lying_source_is_found_out() {
         binds: Some(nonce),
         resumes: None,
         fuzzy: false,
-        lacking: false,
-        ahead: false,
+        batch: false,
     };
     let nonce = lineage_nonce(&replica);
     for (nonce, frames, end) in

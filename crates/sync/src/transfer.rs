@@ -86,9 +86,9 @@ impl Transfer<'_> {
         comparison.run(|finding| match finding {
             Finding::Unreadable(range) if unreadable == Unreadable::LeaveOut => {
                 self.totals.left_out(&range);
-                Ok(())
+                sending.unsure(range)
             }
-            Finding::Unreadable(range) => Err(SyncError::Unreadable(range.start)),
+            Finding::Unreadable(range) => Err(SyncError::Unreadable(format!("at byte {}", range.start))),
             Finding::UnreadableThere(range) => {
                 self.totals.unreadable_there(&range);
                 Ok(())

@@ -15,7 +15,7 @@ use delta::{Epoch, Header, Method};
 use device::Disk;
 use extents::Bitmap;
 use link::{Link, Receiver, Sender};
-use replica::Commit;
+use replica::{Commit, State};
 use serde::Serialize;
 use source::{Handle, Position, SourceError, View};
 
@@ -163,6 +163,8 @@ impl<'a> Proof<'a> {
             Some(_) => Bitmap::new(size.div_ceil(block)),
             None => handle.changes_since(&position, &view)?.blocks,
         };
+        // Batches of a mirror have brought it further there.
+        status.replica.unsure.mark(&since, block);
         if status.replica.size < size && lost.is_none() {
             since.set(status.replica.size / block..since.blocks());
         }
@@ -294,7 +296,7 @@ impl<'a> Proof<'a> {
             }
         })?;
         match verified.unreadable.list.first() {
-            Some(first) => Err(SyncError::Unreadable(first.offset)),
+            Some(first) => Err(SyncError::Unreadable(format!("at byte {}", first.offset))),
             None => sending.end(),
         }
     }
@@ -310,7 +312,7 @@ impl<'a> Proof<'a> {
         Header {
             binds: Some(replica.nonce),
             // A part proves nothing for the rest.
-            fuzzy: !self.to_view() && replica.state == replica::State::Fuzzy,
+            fuzzy: !self.to_view() && replica.state == State::Fuzzy,
             ..Header::new(about.uuid, Method::Compare, vec![epoch], sizes, about.block_size)
         }
     }
@@ -363,7 +365,8 @@ fn stands(handle: &Handle, status: &Status) -> Result<Position, SyncError> {
             about.path.display()
         )));
     }
-    match status.replica.epoch.filter(|_| !status.replica.under_way) {
+    let whole = !status.replica.under_way && status.replica.state != State::Incomplete;
+    match status.replica.epoch.filter(|_| whole) {
         Some(epoch) => Ok(Position { epoch, upto: status.replica.size }),
         None if status.replica.source.is_none() => {
             Err(SyncError::Refused(format!("no replica at {path} yet: create it with \"dsync sync\"")))

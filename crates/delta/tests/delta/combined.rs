@@ -102,6 +102,23 @@ fn the_second_may_begin_before_the_first_ends() {
     assert_eq!(frames[0].records, [Record::Zero { offset: 0, len: 15 }]);
 }
 
+/// What the later delta could not read hides what the earlier one wrote there, and the other way round.
+#[test]
+fn the_later_of_data_and_doubt_wins() {
+    let (data, unsure) =
+        (|offset, len| Record::Data { offset, len }, |offset, len| Record::Unsure { offset, len });
+    let of = |epochs: &[u64], records: &[Record]| {
+        let bytes = records.iter().filter(|r| matches!(r, Record::Data { .. })).map(Record::len).sum::<u64>();
+        let data = Buf::from(&vec![epochs[0] as u8; bytes as usize][..]);
+        delta(&header(10_000, 10_000, epochs), vec![Frame { records: records.to_vec(), data }], None)
+    };
+    let first = of(&[1, 2], &[data(0, 100), unsure(200, 100)]);
+    let second = of(&[2, 3], &[unsure(50, 50), unsure(100, 50), data(250, 100)]);
+    let frames = read(&fold(&first, &second, None).unwrap()).unwrap().1;
+    assert_eq!(frames[0].records, [data(0, 50), unsure(50, 100), unsure(200, 50), data(250, 100)]);
+    assert_eq!(frames[0].data[..], [[1; 50].to_vec(), [2; 100].to_vec()].concat());
+}
+
 #[test]
 fn large_ones_fill_their_frames() {
     let size = 64 << 20;

@@ -36,9 +36,6 @@ fn told(bytes: &[u8]) -> String {
     let _ = writeln!(out, "size {} to {}", header.size_before, header.size_after);
     let _ =
         writeln!(out, "blocks of {}, method {}, fuzzy {}", header.block_size, header.method, header.fuzzy);
-    if header.lacking {
-        let _ = writeln!(out, "lacking");
-    }
     if let Some(nonce) = header.binds {
         let _ = writeln!(out, "binds {nonce}");
     }
@@ -52,6 +49,7 @@ fn told(bytes: &[u8]) -> String {
             let _ = match record {
                 Record::Data { offset, len } => writeln!(out, "  data {offset}+{len}"),
                 Record::Zero { offset, len } => writeln!(out, "  zero {offset}+{len}"),
+                Record::Unsure { offset, len } => writeln!(out, "  unsure {offset}+{len}"),
                 Record::Copy { offset, len, from, hash } => {
                     writeln!(out, "  copy {offset}+{len} from {from}, {:032x}", u128::from_le_bytes(hash))
                 }
@@ -136,9 +134,8 @@ fn write_golden_files() {
         &delta(&resumed, vec![frame(&[Record::Zero { offset: 0, len: 32_768 }], &[])], None),
     );
 
-    let mut lacking = header(8192, 8192, &[3, 4]);
-    lacking.lacking = true;
-    keep("v1-lacking", &delta(&lacking, vec![frame(&[Record::Zero { offset: 4096, len: 4096 }], &[])], None));
+    let unsure = [Record::Unsure { offset: 0, len: 1 << 30 }, Record::Zero { offset: 1 << 30, len: 4096 }];
+    keep("v1-unsure", &delta(&header(1 << 40, 1 << 40, &[3, 4]), vec![frame(&unsure, &[])], None));
 
     // And their corrupt siblings.
     let flipped = |bytes: &[u8], at: usize| {

@@ -22,8 +22,7 @@ pub(crate) fn header(size_before: u64, size_after: u64, chain: &[u64]) -> Header
         binds: None,
         resumes: None,
         fuzzy: false,
-        lacking: false,
-        ahead: false,
+        batch: false,
     }
 }
 
@@ -121,6 +120,7 @@ pub(crate) fn merge(disk: &mut Vec<u8>, bytes: &[u8]) {
                 Record::Copy { from, .. } => {
                     disk.copy_within(from as usize..from as usize + len, offset);
                 }
+                Record::Unsure { .. } => {}
             }
         }
         assert!(data.is_empty());

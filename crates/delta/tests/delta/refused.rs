@@ -267,7 +267,7 @@ fn records_that_no_delta_may_have() {
     refuse(&tracked, &[record(0, 0, 5)], b"four", "the length of its data differs from its records");
     refuse(&tracked, &[record(0, 0, 3)], b"four", "the length of its data differs from its records");
     refuse(&tracked, &[zero(0, 3)], b"four", "the length of its data differs from its records");
-    refuse(&tracked, &[record(3, 0, 3)], b"", "its records are malformed");
+    refuse(&tracked, &[record(4, 0, 3)], b"", "its records are malformed");
     refuse(&tracked, &[], &[], "no records");
     // A number in more bytes than it needs is another number in disguise.
     refuse(&tracked, &[vec![1, 0x80, 0, 1]], &[], "its records are malformed");

@@ -28,7 +28,6 @@ proptest! {
         binds: Option<u128>,
         resumes: Option<(u128, u64, [u8; 32])>,
         fuzzy: bool,
-        lacking: bool,
         method in prop_oneof![Just(Method::Tracked), Just(Method::Compare), Just(Method::Rolling), Just(Method::Copy)],
         middle in proptest::collection::btree_set(2u64..1000, 0..40),
     ) {
@@ -37,7 +36,7 @@ proptest! {
         chain.push(1000);
         let mut header = header(before, 20_000, &chain);
         header.method = method;
-        (header.fuzzy, header.lacking) = (fuzzy, lacking);
+        header.fuzzy = fuzzy;
         header.binds = binds.map(Uuid::from_u128);
         header.resumes = resumes.map(|(stream, frames, digest)| Resume { stream: Uuid::from_u128(stream), frames, digest });
         if matches!(method, Method::Compare | Method::Rolling) && header.resumes.is_none() {

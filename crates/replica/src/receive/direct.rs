@@ -17,6 +17,7 @@ use crate::journal::{self, ARRIVING, kept};
 use crate::lineage::{Lineage, Position, State, Step, StepKind, Toward, known, reached, whole_blocks};
 use crate::note::{self, Keeping};
 use crate::replica::Replica;
+use crate::unsure::{Passing, UnsureSet};
 
 /// How much time may pass before what has come is made durable: as much is sent again after a crash.
 const SAVE_TIME: Duration = Duration::from_secs(2);
@@ -35,6 +36,9 @@ pub(super) struct Direct {
     base: Vec<Position>,
     saved: Instant,
     saved_bytes: u64,
+    /// The unsure set of the destination before, and what becomes of it.
+    unsure_before: UnsureSet,
+    passing: Passing,
 }
 
 impl Replica {
@@ -163,7 +167,8 @@ impl Replica {
         if kind == StepKind::InPlace {
             self.lineage_mut().state = State::Incomplete;
         }
-        let step = Step { kind, nonce: Uuid::new_v4(), positions, toward: *toward, finished: false };
+        let (nonce, unsure) = (Uuid::new_v4(), self.lineage().unsure().clone());
+        let step = Step { kind, nonce, positions, unsure, toward: *toward, finished: false };
         self.lineage_mut().step = Some(step);
         self.store()
     }
@@ -194,6 +199,7 @@ impl Replica {
         blank: bool,
     ) -> Result<Sink> {
         let name = self.writes_to();
+        let unsure = self.unsure()?;
         let keeping = if name == Name::Final { self.work(true)? } else { Keeping::default() };
         let failed = |what| disk_error(what, self.destination().path(), INTERRUPTED);
         let disk = self.destination().open(name)?;
@@ -225,6 +231,8 @@ impl Replica {
             end: 0,
             saved: Instant::now(),
             saved_bytes: 0,
+            passing: Passing::new(unsure.clone(), self.lineage().unsure(), header, self.lineage().epoch),
+            unsure_before: unsure,
         })))
     }
 
@@ -246,6 +254,7 @@ impl Replica {
                 &mut positions,
                 failed("write to"),
             )?;
+            direct.passing.extend(&contents.unread);
             direct.base = contents.positions(&direct.base);
             direct.applier.rewind(kept(header, &direct.base)).map_err(failed("write to"))?;
             direct.save(self, toward)?;
@@ -270,11 +279,20 @@ impl Direct {
         if self.written.is_some() {
             return Ok(());
         }
-        // What is lacking was left out below that, too.
-        let upto = if toward.lacking { 0 } else { upto };
         let positions = reached(&self.base, toward.epoch, upto, toward.size);
+        let unsure = match self.passing.take_unread() {
+            true => {
+                let mut set = self.unsure_before.clone();
+                set.join(self.passing.set());
+                Some(replica.keep_unsure(&set, INTERRUPTED)?)
+            }
+            false => None,
+        };
         match &mut replica.lineage_mut().step {
-            Some(step) if step.positions != positions => step.positions = positions,
+            Some(step) if step.positions != positions || unsure.is_some() => {
+                step.positions = positions;
+                step.unsure = unsure.unwrap_or_else(|| step.unsure.clone());
+            }
             _ => return Ok(()),
         }
         replica.store()
@@ -285,6 +303,9 @@ impl Direct {
     /// Applies a frame; without one, all that is left of those before.
     pub(super) fn frame(&mut self, frame: Option<Frame>) -> std::result::Result<(), Stop> {
         let all = frame.is_none();
+        if let Some(frame) = &frame {
+            self.passing.records(&frame.records);
+        }
         let Some(copies) = &mut self.copies else {
             return frame.map_or(Ok(()), |frame| self.applier.frame(frame)).map_err(Stop::Disk);
         };
@@ -307,7 +328,7 @@ impl Direct {
 
     /// Commits the delta, once its trailer was taken. Returns the bytes written and read.
     pub(super) fn finish(self, replica: &mut Replica, toward: &Toward) -> Result<(u64, u64)> {
-        let Direct { disk, mut applier, copies, .. } = self;
+        let Direct { disk, mut applier, copies, passing, .. } = self;
         let size = toward.size;
         {
             let failed = |what| disk_error(what, replica.destination().path(), INTERRUPTED);
@@ -319,7 +340,8 @@ impl Direct {
         }
         let counts = (applier.written, applier.read + copies.as_ref().map_or(0, |c| c.read));
         drop((applier, copies, disk));
-        replica.commit_step(toward)?;
+        let unsure = replica.keep_unsure(&passing.end(), INTERRUPTED)?;
+        replica.commit_step(toward, unsure)?;
         Ok(counts)
     }
 

@@ -5,10 +5,12 @@ use std::io;
 use delta::{Decoder, Encoder, Event, Frame, Header, Method, Unit};
 
 use super::{Sink, Stop};
+use extents::Extents;
+
 use crate::copies::Copies;
 use crate::error::{ReplicaError, Result, disk_error, io_error};
 use crate::holes::Holes;
-use crate::journal::{ARRIVING, Contents, Growing, Segment, Target, kept};
+use crate::journal::{self, ARRIVING, Contents, Growing, Segment, Target, kept};
 use crate::lineage::Toward;
 use crate::replica::Replica;
 
@@ -19,6 +21,8 @@ pub(super) struct ToJournal {
     before: Contents,
     /// Bytes of it that are in order.
     bytes: u64,
+    /// What of the delta and of what was held before its source could not read.
+    unread: Extents,
     /// Holes of the destination that the delta will fill.
     holes: Option<Holes>,
     /// For a delta that copies.
@@ -84,10 +88,11 @@ impl Replica {
             0 => self.holes(0)?,
             _ => self.holes_of(ARRIVING, &before)?,
         };
-        let mut sink = ToJournal { file, bytes: before.bytes, before, holes, rolling };
+        let unread = before.unread.clone();
+        let mut sink = ToJournal { file, bytes: before.bytes, unread, before, holes, rolling };
         if let Some(holes) = &mut sink.holes {
             let known = kept(header, &sink.before.positions(&self.positions()));
-            holes.rewind(known).map_err(io_error("look for holes in", self.path()))?;
+            holes.rewind(header, known).map_err(io_error("look for holes in", self.path()))?;
         }
         Ok(Sink::Journal(Box::new(sink)))
     }
@@ -120,6 +125,7 @@ impl ToJournal {
             self.file.unit(&unit).map_err(Stop::Journal)?;
             if let Event::Frame(frame) = decoder.push(unit)? {
                 seen(&frame);
+                journal::note_unread(&mut self.unread, &frame.records);
                 look(&mut self.holes, &frame)?;
             }
             self.bytes = self.file.len();
@@ -165,7 +171,8 @@ impl ToJournal {
             return Ok((bytes, copied));
         }
         let state = "the replica is unchanged, and what had arrived of the delta is dropped";
-        if let Err(e) = replica.make_room(self.holes, false, state) {
+        let room = replica.reserve_unsure(&contents, state);
+        if let Err(e) = room.and_then(|()| replica.make_room(self.holes, false, state)) {
             // Where room is short, the journal's is needed too.
             replica.give_up_journal();
             return Err(e);
@@ -195,10 +202,12 @@ impl ToJournal {
             Some(r) => Some((&r.header, r.frames, r.upto, r.digest)),
             None => decoder.header().map(|h| (h, decoder.frames(), decoder.end(), decoder.digest())),
         };
-        let segment = segment.filter(|(header, frames, ..)| (*frames > 0 && !header.lacking) || whole);
+        let segment = segment.filter(|(_, frames, ..)| *frames > 0 || whole);
         if let Some((header, frames, upto, digest)) = segment {
             contents.segments.push(Segment { header: header.clone(), frames, upto, digest });
             contents.bytes = self.bytes;
+            contents.unread.clone_from(&self.unread);
+            contents.records += decoder.totals().records;
         }
         contents.whole = whole;
         contents

@@ -6,7 +6,7 @@ use crate::destination::Name;
 use crate::error::{ReplicaError, Result, SAFE, io_error};
 use crate::fit::compares;
 use crate::journal::{self, ARRIVING, Contents, WHOLE};
-use crate::lineage::{Lineage, Stamp, StepKind};
+use crate::lineage::{Lineage, Stamp, StepKind, Unsure};
 use crate::note::{self, WRITTEN};
 use crate::replica::Replica;
 use table::{
@@ -216,7 +216,7 @@ impl Replica {
     /// by comparing: then that mends what they did.
     fn is_compared(&self, deltas: &[Contents]) -> bool {
         let first = deltas.first().and_then(|delta| delta.segments.first());
-        let marked = self.lineage().foreign && self.changed() == Some(WRITTEN);
+        let marked = self.lineage().unsure == Unsure::Everything && self.changed() == Some(WRITTEN);
         marked && first.is_some_and(|s| compares(&s.header) && s.header.binds == Some(self.nonce()))
     }
 
@@ -290,7 +290,8 @@ impl Replica {
     fn has_room(&mut self, contents: &Contents) -> Result<bool> {
         self.untouched()?;
         let holes = self.holes_of(ARRIVING, contents)?;
-        match self.make_room(holes, false, "the replica is unchanged") {
+        let state = "the replica is unchanged";
+        match self.reserve_unsure(contents, state).and_then(|()| self.make_room(holes, false, state)) {
             Err(error @ ReplicaError::Full { .. }) => {
                 self.tell(format!("a delta that was interrupted at its end was dropped: {error}"));
                 Ok(false)
@@ -336,7 +337,7 @@ impl Replica {
     /// Merges a whole journal that a crash left.
     fn redo(&mut self, deltas: &[Contents]) -> Result<()> {
         self.merge(deltas)?;
-        if let (Some(epoch), ahead) = (self.lineage().epoch, self.lineage().ahead) {
+        if let (Some(epoch), ahead) = (self.lineage().epoch, self.lineage().is_ahead()) {
             self.tell(match ahead {
                 true => format!("batches after epoch {epoch} were whole and have been merged"),
                 false => format!("the journal of epoch {epoch} was whole and has been merged"),

@@ -35,7 +35,7 @@ pub(super) fn header(source: &Source, to: usize, nonce: Uuid) -> Header {
     Header {
         chain: vec![source.epochs[epoch]],
         binds: Some(nonce),
-        ahead: to != EPOCH,
+        batch: to != EPOCH,
         ..source.header(to - 1, to, Method::Tracked)
     }
 }
@@ -118,7 +118,7 @@ fn check(source: &Source, world: &World, sent: &Sent, what: &str) {
     assert!(at <= sent.confirmed + 1, "{what}: is batch {at}, and only {} was confirmed", sent.confirmed);
     let epoch = if at < EPOCH { 0 } else { EPOCH };
     assert_eq!(status.epoch, Some(source.epochs[epoch]), "{what}: batch {at}");
-    assert_eq!(status.ahead, at != 0 && at != EPOCH, "{what}: batch {at}");
+    assert_eq!(status.is_ahead(), at != 0 && at != EPOCH, "{what}: batch {at}");
     assert_eq!((status.state, status.under_way), (State::Exact, false), "{what}");
     // A sync goes on from the epoch.
     let next = world.fork();
@@ -396,7 +396,7 @@ fn a_large_batch_goes_by_the_journal() {
     let all = (0..blocks).collect();
     let nonce = replica.status().nonce;
     let first = Header {
-        ahead: true,
+        batch: true,
         chain: vec![source.epochs[0]],
         binds: Some(nonce),
         ..source.header(0, 1, Method::Tracked)

@@ -651,7 +651,7 @@ fn a_foreign_write_to_a_device_costs_no_confirmed_batch() {
     let mut replica = Replica::open(path, &options).unwrap();
     // Whoever plugs in the wrong disk has not written to the right one.
     drop(replica.touched("another disk is attached under its name"));
-    assert!(!inspect(path, &options).unwrap().unwrap().foreign);
+    assert!(inspect(path, &options).unwrap().unwrap().unsure.is_nothing());
     let nonce = replica.status().nonce;
     let (mut log, mut running) = replica.batches().unwrap();
     batches::send_one(&source, &mut log, &mut running, 1, nonce).unwrap();
@@ -666,7 +666,7 @@ fn a_foreign_write_to_a_device_costs_no_confirmed_batch() {
         assert!(temp.path().join("state").join(crate::journal::WHOLE).exists());
     }
     let lineage = inspect(path, &options).unwrap().unwrap();
-    assert!(lineage.foreign && !lineage.ahead && lineage.nonce == nonce, "{lineage:?}");
+    assert!(lineage.unsure == crate::Unsure::Everything && lineage.nonce == nonce, "{lineage:?}");
 }
 
 /// Wherever a comparison is killed that mends what others wrote to a device: it can be made again, and what opens without one

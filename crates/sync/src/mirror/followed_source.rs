@@ -178,7 +178,7 @@ impl FollowedSource {
         let sent = std::mem::take(&mut self.unconfirmed);
         let known = match self.at {
             At::Batch(stream) => stream == status.nonce,
-            At::Epoch(epoch) => epoch.is_some() && epoch == status.epoch && !status.ahead,
+            At::Epoch(epoch) => epoch.is_some() && epoch == status.epoch && status.unsure.is_empty(),
         };
         // Confirmations may have been lost with the link.
         let arrived = match sent.iter().position(|s| s.stream == status.nonce) {

@@ -106,7 +106,7 @@ impl<'a> MirrorSession<'a> {
         let state = SessionState {
             unconfirmed: VecDeque::new(),
             interval,
-            ahead: status.replica.ahead,
+            ahead: !status.replica.unsure.is_empty(),
             confirmed: None,
             summary: MirrorSummary::default(),
             failed: None,
@@ -351,7 +351,7 @@ impl<'a> MirrorSession<'a> {
         let about = self.handle.about();
         let sizes = (self.size, device::Disk::len(&*batch.view));
         let header = Header::new(about.uuid, Method::Tracked, vec![batch.epoch], sizes, about.block_size);
-        Header { stream, binds: Some(nonce), ahead: !ends, ..header }
+        Header { stream, binds: Some(nonce), batch: !ends, ..header }
     }
 
     /// Reads a batch from its view.
