@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use device::{Buf, Dir, Disk, Folder, InlineQueue, Kind, Piece, Queue, RamDisk, Request};
-use testing::faulty::{FaultyFolder, Keep, Outage, Power};
+use testing::faulty::{FaultyDisk, FaultyFolder, Keep, Outage, Power};
 use testing::{Random, rounds};
 use trackers::{CowStore, Settings, TrackedDisk};
 
@@ -141,37 +141,6 @@ fn growth_is_marked_and_shrinking_refused() {
     assert!(TrackedDisk::open(shrunk, folder, meant, 0, true, false).is_ok());
 }
 
-/// A disk whose writes take their time: the data lands long after the write was let in.
-struct Slow {
-    ram: Arc<RamDisk>,
-    delay: Duration,
-}
-
-impl Disk for Slow {
-    fn len(&self) -> u64 {
-        self.ram.len()
-    }
-    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
-        self.ram.read_at(offset, buf)
-    }
-    fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
-        std::thread::sleep(self.delay);
-        self.ram.write_at(offset, buf)
-    }
-    fn zero(&self, offset: u64, len: u64, unmap: bool, fast: bool) -> io::Result<()> {
-        self.ram.zero(offset, len, unmap, fast)
-    }
-    fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
-        self.ram.discard(offset, len)
-    }
-    fn flush(&self) -> io::Result<()> {
-        Ok(())
-    }
-    fn queue(self: Arc<Self>, _depth: u32) -> io::Result<Box<dyn Queue>> {
-        Ok(Box::new(InlineQueue::new(self)))
-    }
-}
-
 /// The lost-update race: writes that are in flight at the checkpoint and land 400 ms later. A copy taken after each
 /// checkpoint, of the blocks reported and no others, must end up equal to the disk.
 #[test]
@@ -179,8 +148,10 @@ fn no_update_is_lost_to_writes_that_land_late() {
     let (_temp, folder) = scratch();
     let count = 512u64;
     let ram = Arc::new(RamDisk::new(count * BLOCK));
-    let slow: Arc<dyn Disk> = Arc::new(Slow { ram: ram.clone(), delay: Duration::from_millis(400) });
-    let disk = Arc::new(open(slow, &folder, 0));
+    // The data lands long after the write was let in.
+    let slow = FaultyDisk::new(&Power::new(Outage::Kill), ram.clone());
+    slow.delay(Duration::from_millis(400));
+    let disk = Arc::new(open(Arc::new(slow), &folder, 0));
     let stop = Arc::new(AtomicBool::new(false));
     let writers: Vec<_> = (0..8u64)
         .map(|w| {

@@ -5,14 +5,13 @@
 use std::collections::HashMap;
 use std::io::{self, Read, Write};
 use std::ops::Range;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use device::{Disk, Done, InlineQueue, Kind, Queue, RamDisk, Request};
+use device::{Disk, Done, InlineQueue, Kind, Queue, RamDisk, Request, ThreadQueue};
 use nbd::{Export, ExportInfo, Exports, Limits, Refusal, Server};
 
 pub(crate) const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
@@ -428,68 +427,39 @@ impl Disk for Rig {
         (self.hook)("allocated", from, 0)?;
         self.ram.allocated(from)
     }
-    fn queue(self: Arc<Self>, _depth: u32) -> io::Result<Box<dyn Queue>> {
+    fn queue(self: Arc<Self>, depth: u32) -> io::Result<Box<dyn Queue>> {
         (self.hook)("queue", 0, 0)?;
         if self.mode == Mode::Inline {
             return Ok(Box::new(InlineQueue::new(self)));
         }
-        let (ask, asked) = channel::<Request>();
-        let (answer, done) = channel();
-        let bell = Arc::new(rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK).unwrap());
-        let asked = Arc::new(Mutex::new(asked));
-        for _ in 0..4 {
-            let (disk, asked, answer, bell) = (self.clone(), asked.clone(), answer.clone(), bell.clone());
-            std::thread::spawn(move || work(&disk, &asked, &answer, &bell));
-        }
-        Ok(Box::new(ThreadQueue { disk: self, ask, done, bell, in_flight: 0 }))
+        let disk = self.clone();
+        let threads = ThreadQueue::new(Arc::new(move |request| request.run(&*self)), depth.min(4))?;
+        Ok(Box::new(RigQueue { disk, threads }))
     }
 }
 
-fn work(disk: &Arc<Rig>, asked: &Mutex<Receiver<Request>>, answer: &Sender<Done>, bell: &OwnedFd) {
-    loop {
-        let next = asked.lock().unwrap().recv();
-        let Ok(request) = next else { return };
-        let mut inline = InlineQueue::new(disk.clone());
-        inline.submit(request);
-        if answer.send(inline.complete(true).unwrap()).is_err() {
-            return;
-        }
-        rustix::io::write(bell, &1u64.to_ne_bytes()).unwrap();
-    }
-}
-
-struct ThreadQueue {
+struct RigQueue {
     disk: Arc<Rig>,
-    ask: Sender<Request>,
-    done: Receiver<Done>,
-    bell: Arc<OwnedFd>,
-    in_flight: usize,
+    threads: ThreadQueue,
 }
 
-impl Queue for ThreadQueue {
+impl Queue for RigQueue {
     fn submit(&mut self, request: Request) {
         if !matches!(request.kind, Kind::Flush) {
             assert!(request.pieces.iter().all(|piece| piece.len > 0));
         }
-        self.in_flight += 1;
-        self.disk.most_in_flight.fetch_max(self.in_flight as u64, Ordering::SeqCst);
-        self.ask.send(request).unwrap();
+        self.threads.submit(request);
+        self.disk.most_in_flight.fetch_max(self.threads.in_flight() as u64, Ordering::SeqCst);
     }
     fn start(&mut self) {}
     fn complete(&mut self, wait: bool) -> Option<Done> {
-        if self.in_flight == 0 {
-            return None;
-        }
-        let _ = rustix::io::read(&*self.bell, &mut [0; 8]);
-        let done = if wait { self.done.recv().ok() } else { self.done.try_recv().ok() };
-        self.in_flight -= usize::from(done.is_some());
-        done
+        self.threads.complete(wait)
     }
     fn in_flight(&self) -> usize {
-        self.in_flight
+        self.threads.in_flight()
     }
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
-        (self.disk.mode == Mode::Polled).then(|| self.bell.as_fd())
+        self.threads.wait_fd().filter(|_| self.disk.mode == Mode::Polled)
     }
 }
 

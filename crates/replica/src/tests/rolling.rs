@@ -263,13 +263,8 @@ impl Queue for LazyQueue {
     fn complete(&mut self, wait: bool) -> Option<Done> {
         let mut request = wait.then(|| self.1.pop_front())??;
         assert_eq!(request.kind, Op::Read);
-        let mut at = 0;
-        for piece in &request.pieces {
-            let end = at + piece.len as usize;
-            self.0.read_at(piece.offset, &mut request.buf[at..end]).unwrap();
-            at = end;
-        }
-        Some(Done { request, result: Ok(()) })
+        let result = request.run(&self.0.0);
+        Some(Done { request, result })
     }
     fn in_flight(&self) -> usize {
         self.1.len()
