@@ -77,9 +77,7 @@ pub(crate) fn run(args: &args::Checkpoint, state: &StateDir, output: &Output) ->
     let handle = attach(args, state)?;
     effect::on_source(&handle, &args.open, &[], output);
     let done = set(args, confirmed, &handle, output);
-    let closed = handle.close();
-    done?;
-    Ok(closed?)
+    crate::close(handle, done)
 }
 
 fn attach(args: &args::Checkpoint, state: &StateDir) -> Result<Handle> {
@@ -213,9 +211,7 @@ pub(crate) fn changes(args: &args::Changes, state: &StateDir, output: &Output) -
     let handle = crate::attach(state, &args.source, &args.open)?;
     effect::on_source(&handle, &args.open, &[], output);
     let found = find(args, &handle);
-    let closed = handle.close();
-    let found = found?;
-    closed?;
+    let found = crate::close(handle, found)?;
     if args.format == args::ChangesFormat::Json || output.is_json() {
         return output.print_summary(&found);
     }

@@ -182,6 +182,14 @@ fn attach(state: &StateDir, what: &str, open: &args::SourceArgs) -> Result<Handl
     Ok(Handle::attach(state, what, &source_options(open)?)?)
 }
 
+/// Closes a source after what was done with it, also if that failed: then its error is the one to report.
+fn close<T, E: Into<anyhow::Error>>(handle: Handle, done: Result<T, E>) -> Result<T> {
+    let closed = handle.close();
+    let done = done.map_err(Into::into)?;
+    closed?;
+    Ok(done)
+}
+
 /// How a source is opened where nothing serves it.
 fn source_options(args: &args::SourceArgs) -> Result<source::SourceOptions> {
     Ok(source::SourceOptions {

@@ -168,9 +168,7 @@ impl Teller<'_> {
         match event {
             MirrorEvent::Synced(summary) => {
                 output.finish();
-                if let Some(recovered) = &summary.recovered {
-                    output.warn(recovered);
-                }
+                summary.recovered.iter().for_each(|recovered| output.warn(recovered));
                 if self.mirroring.swap(true, SeqCst) && summary.freeze_ms.is_some() {
                     // A live disk's batches: one a second would be many lines.
                     if !output.is_verbose() && !self.is_due(TOLD_EVERY) {
@@ -178,16 +176,12 @@ impl Teller<'_> {
                     }
                 }
                 sync_command::say(summary, output);
-                if let Ok(value) = serde_json::to_value(summary) {
-                    output.status(&value);
-                }
+                output.status(summary);
             }
             MirrorEvent::Mirroring => output.ready(&format!("mirroring to {}", self.name)),
             MirrorEvent::Batch(batch) => {
                 if output.is_json() && (output.is_verbose() || self.is_due(STATUS_EVERY)) {
-                    if let Ok(value) = serde_json::to_value(batch) {
-                        output.status(&value);
-                    }
+                    output.status(batch);
                 } else if !output.is_json() && output.is_verbose() && self.is_due(TOLD_EVERY) {
                     output.more(&format!(
                         "{} batches, the last of {} in {} blocks; interval {}, {} behind, sent {}",

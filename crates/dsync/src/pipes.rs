@@ -34,9 +34,7 @@ pub(crate) fn extract(args: &args::Extract, state: &StateDir, output: &Output) -
         }
     };
     output.finish();
-    let closed = handle.close();
-    let extracted = result?;
-    closed?;
+    let extracted = crate::close(handle, result)?;
     let from = match extracted.since {
         Some(epoch) => format!("epoch {epoch} to {}", extracted.epoch),
         None => format!("the whole disk at epoch {}", extracted.epoch),
@@ -65,9 +63,7 @@ pub(crate) fn merge(args: &args::Merge, state: &StateDir, output: &Output) -> Re
         create: args.create,
     };
     let merged = sync::merge(&path, &options, state, stdin().lock())?;
-    if let Some(recovered) = &merged.recovered {
-        output.warn(recovered);
-    }
+    merged.recovered.iter().for_each(|recovered| output.warn(recovered));
     output.say(&format!(
         "{} is at epoch {}: {} merged, {} written in {}",
         path.display(),

@@ -74,13 +74,8 @@ pub(crate) fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Resul
         summary = attempt(&SyncOptions { unreadable: Unreadable::LeaveOut, ..options });
     }
     output.more(&format!("source {} in {}", handle.about().uuid, state.path().display()));
-    // The source is let go even if the sync failed; the sync's own error comes first.
-    let closed = handle.close();
-    let summary = summary?;
-    closed?;
-    if let Some(recovered) = &summary.recovered {
-        output.warn(recovered);
-    }
+    let summary = crate::close(handle, summary)?;
+    summary.recovered.iter().for_each(|recovered| output.warn(recovered));
     list("unreadable at the source", &summary.unreadable, output);
     list("unreadable at the replica, and sent again", &summary.unreadable_there, output);
     say(&summary, output);

@@ -42,13 +42,8 @@ pub(crate) fn run(args: &args::Verify, state: &StateDir, output: &Output) -> Res
         Ok(sync::verify(&handle, link, path, name, &options, &progress)?)
     });
     output.finish();
-    // The source is let go even if it failed; the first error comes first.
-    let closed = handle.close();
-    let verified = verified?;
-    closed?;
-    if let Some(recovered) = &verified.recovered {
-        output.warn(recovered);
-    }
+    let verified = crate::close(handle, verified)?;
+    verified.recovered.iter().for_each(|recovered| output.warn(recovered));
     say(&verified, output);
     output.summary(&verified);
     let unread = verified.unreadable.extents > 0;

@@ -29,8 +29,8 @@ pub(crate) const GROUP_BLOCKS: u64 = 64 * GROUP_WORDS as u64;
 ///   bit alone, and a summary bit over clean leaves only costs a read.
 ///
 /// Once [`Bitmap::set`] has returned, the bits are visible to every thread that sees anything the caller did afterwards: a
-/// reader that waits for the writers, then reads the bitmap, sees all they marked. Only a power cut, which may keep one
-/// page of a file and lose another, makes [`Bitmap::rebuild_summary`] necessary.
+/// reader that waits for the writers, then reads the bitmap, sees all they marked. A power cut, which may
+/// keep one page of a file and lose another, breaks the order: after it the words cannot be trusted.
 pub struct Bitmap<S = Box<[AtomicU64]>> {
     storage: S,
     blocks: u64,
@@ -90,11 +90,6 @@ impl<S> Bitmap<S> {
     pub fn storage(&self) -> &S {
         &self.storage
     }
-
-    /// Returns the storage.
-    pub fn into_storage(self) -> S {
-        self.storage
-    }
 }
 
 impl<S: Deref<Target = [AtomicU64]>> Bitmap<S> {
@@ -121,17 +116,6 @@ impl<S: Deref<Target = [AtomicU64]>> Bitmap<S> {
                 word.fetch_and(mask, Relaxed);
             }
             mask = 0;
-        }
-    }
-
-    /// Rebuilds the summary from the leaves. Reads all of them.
-    ///
-    /// Setters may run meanwhile; a bit that is right is never cleared.
-    pub fn rebuild_summary(&self) {
-        for group in 0..self.groups() {
-            if self.group(group).iter().any(|w| w.load(Relaxed) != 0) {
-                self.mark(group);
-            }
         }
     }
 

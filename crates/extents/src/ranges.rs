@@ -124,25 +124,6 @@ impl Extents {
         out
     }
 
-    /// What both sets have.
-    pub fn intersection(&self, other: &Extents) -> Extents {
-        let mut out = Extents::new();
-        let (mut a, mut b) = (&self.ranges[..], &other.ranges[..]);
-        while let (Some(x), Some(y)) = (a.first(), b.first()) {
-            let (start, end) = (x.0.max(y.0), x.1.min(y.1));
-            if start < end {
-                out.ranges.push((start, end));
-            }
-            // The one that ends first can overlap nothing more.
-            if x.1 < y.1 {
-                take(&mut a)
-            } else {
-                take(&mut b)
-            };
-        }
-        out
-    }
-
     /// What this set has and `other` has not.
     pub fn difference(&self, other: &Extents) -> Extents {
         let mut out = Extents::new();
@@ -386,7 +367,6 @@ mod tests {
             let (x, y) = (Extents::from_iter(a.clone()), Extents::from_iter(b.clone()));
             let (a, b) = (model(&a), model(&b));
             same(&x.union(&y), &a.union(&b).copied().collect());
-            same(&x.intersection(&y), &a.intersection(&b).copied().collect());
             same(&x.difference(&y), &a.difference(&b).copied().collect());
             same(&x.clip(within.clone()), &a.iter().copied().filter(|m| within.contains(m)).collect());
             same(&x.complement(within.clone()), &within.clone().filter(|m| !a.contains(m)).collect());

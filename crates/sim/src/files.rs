@@ -138,6 +138,17 @@ fn write(state: &mut State, number: u64, offset: u64, buf: &[u8]) -> io::Result<
     Ok(())
 }
 
+fn resize(state: &mut State, number: u64, len: u64) -> io::Result<()> {
+    let time = state.tick();
+    if state.is_broken() {
+        return Err(eio());
+    }
+    let before = state.files.inode(number)?.space();
+    state.files.inode(number)?.resize(len, time);
+    state.files.freed(number, before);
+    Ok(())
+}
+
 fn sync(state: &mut State, number: u64, all: bool) -> io::Result<()> {
     let broken = state.is_broken();
     let inode = state.files.inode(number)?;
@@ -163,16 +174,7 @@ impl StateFile for SimFile {
     }
 
     fn set_len(&self, len: u64) -> io::Result<()> {
-        self.call(Call::Write, |state| {
-            let time = state.tick();
-            if state.is_broken() {
-                return Err(eio());
-            }
-            let before = state.files.inode(self.inode)?.space();
-            state.files.inode(self.inode)?.resize(len, time);
-            state.files.freed(self.inode, before);
-            Ok(())
-        })
+        self.call(Call::Write, |state| resize(state, self.inode, len))
     }
 
     fn reserve(&self, len: u64) -> io::Result<()> {
@@ -312,17 +314,10 @@ impl Disk for SimDisk {
 
     fn resize(&self, len: u64) -> io::Result<()> {
         self.call(Call::Write, |state| {
-            let time = state.tick();
             if state.files.inode(self.inode)?.is_device {
                 return Err(io::ErrorKind::Unsupported.into());
             }
-            if state.is_broken() {
-                return Err(eio());
-            }
-            let before = state.files.inode(self.inode)?.space();
-            state.files.inode(self.inode)?.resize(len, time);
-            state.files.freed(self.inode, before);
-            Ok(())
+            resize(state, self.inode, len)
         })
     }
 
