@@ -1,4 +1,4 @@
-//! The places of replicas on a simulated machine: a file, a device.
+//! The destinations of replicas on a simulated machine: a file, a device.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use crate::file_system::EIO;
 use crate::files::{SimDisk, settle};
 use crate::host::{Call, Held, Process, State};
 
-/// A file's place.
+/// A file.
 pub struct SimFile {
     _held: Arc<Held>,
     process: Arc<Process>,
@@ -22,7 +22,7 @@ pub struct SimFile {
 }
 
 impl SimFile {
-    /// The place of a name in a folder.
+    /// The file of a name in a folder.
     pub fn new(held: Arc<Held>, process: &Arc<Process>, folder: &str, name: &str) -> SimFile {
         let path = process.host.scratch.join(name);
         SimFile {

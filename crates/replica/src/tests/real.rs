@@ -160,7 +160,7 @@ fn one_process_at_a_time() {
     open(&path).unwrap();
 }
 
-/// A file's place whose writer can be killed.
+/// A file whose writer can be killed.
 struct Frail {
     destination: FileDestination,
     power: Power,

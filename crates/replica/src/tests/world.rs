@@ -498,7 +498,7 @@ impl World {
     }
 }
 
-/// A file's place, all of whose steps can be cut.
+/// A file, all of whose steps can be cut.
 struct ModelFile {
     path: PathBuf,
     folder: Box<dyn Folder>,
@@ -639,7 +639,7 @@ impl Disk for ModelDisk {
     }
 }
 
-/// A device's place.
+/// A device.
 struct ModelDevice {
     path: PathBuf,
     disk: Arc<FaultyDisk>,
