@@ -7,9 +7,9 @@ use std::sync::Arc;
 use device::{Boot, Clock, Disk, Medium, Written};
 use replica::{Destination, Name, Stamp};
 
-use crate::file_system::EIO;
 use crate::files::{SimDisk, settle};
 use crate::host::{Call, Held, Process, State};
+use crate::inode::EIO;
 
 /// A file.
 pub struct SimFile {

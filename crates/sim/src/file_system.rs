@@ -6,10 +6,7 @@ use std::io;
 
 use testing::Random;
 
-use crate::inode::{Content, Inode, Loss, PAGE};
-
-pub(crate) const EIO: i32 = 5;
-pub(crate) const ENOSPC: i32 = 28;
+use crate::inode::{Content, ENOSPC, Inode, Loss, PAGE};
 
 /// Folders, and what their names stand for.
 pub struct FileSystem {

@@ -7,9 +7,8 @@ use std::sync::Arc;
 
 use device::{Disk, Folder, InlineQueue, Mapping, Queue, StateFile};
 
-use crate::file_system::EIO;
 use crate::host::{Call, Process, State};
-use crate::inode::{Inode, PAGE};
+use crate::inode::{EIO, Inode, PAGE};
 
 fn eio() -> io::Error {
     io::Error::from_raw_os_error(EIO)

@@ -12,8 +12,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use testing::Random;
 
-use crate::file_system::{EIO, ENOSPC, FileSystem};
-use crate::inode::{Inode, Loss};
+use crate::file_system::FileSystem;
+use crate::inode::{EIO, ENOSPC, Inode, Loss};
 use crate::kernel::Kernel;
 
 /// What a call does to the machine, for faults that fit some calls only.

@@ -10,7 +10,8 @@ use rustix::fs::MemfdFlags;
 use testing::Random;
 use twox_hash::XxHash3_128;
 
-use crate::file_system::EIO;
+pub(crate) const EIO: i32 = 5;
+pub(crate) const ENOSPC: i32 = 28;
 
 /// The unit that a disk writes whole.
 const SECTOR: usize = 512;
