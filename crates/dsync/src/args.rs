@@ -32,7 +32,7 @@ pub(crate) struct Cli {
     #[arg(long, global = true, value_name = "DIR")]
     pub state_dir: Option<PathBuf>,
 
-    /// Print one JSON object a line on standard output: message_type status, error or summary
+    /// Print one JSON object per line on standard output: message_type status, error or summary
     #[arg(long, global = true)]
     pub json: bool,
 
@@ -257,7 +257,7 @@ pub(crate) struct SourceArgs {
 /// How the replica's side is reached.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct FarArgs {
-    /// Send at most this much a second, such as 10M
+    /// Send at most this much per second, such as 10M
     #[arg(long, value_name = "RATE", value_parser = parse_size)]
     pub bwlimit: Option<u64>,
     /// Remote shell with its options [default: $DSYNC_RSH, else ssh]
@@ -289,7 +289,7 @@ impl FarArgs {
         self.remote_dsync.as_deref().unwrap_or("dsync")
     }
 
-    /// How long a silent peer is waited for.
+    /// The timeout for a silent peer.
     pub(crate) fn timeout(&self) -> Duration {
         self.timeout.unwrap_or(Duration::from_secs(30))
     }
@@ -330,7 +330,7 @@ pub(crate) struct LiveArgs {
 }
 
 impl LiveArgs {
-    /// What they ask for.
+    /// The cut options.
     pub(crate) fn options(&self) -> LiveOptions {
         let freeze = match self.freeze.unwrap_or(FreezeArg::Auto) {
             FreezeArg::Auto => FreezeMode::Auto,
@@ -375,7 +375,7 @@ pub(crate) struct Mirror {
     /// How fast the interval adapts to the time the replica's site needs, 0 to 1 [default: 0.5]
     #[arg(long, value_name = "FACTOR", value_parser = parse_factor)]
     pub beta: Option<f64>,
-    /// Send at most this much of changed blocks a second, by longer intervals; blocks written repeatedly are sent once
+    /// Send at most this much of changed blocks per second, by longer intervals; blocks written repeatedly are sent once
     #[arg(long, value_name = "RATE", value_parser = parse_size)]
     pub rate: Option<u64>,
     /// How often an epoch ends; after a crash of the source, what was written since then is sent again [default: 60s]
@@ -399,11 +399,11 @@ pub(crate) struct Mirror {
 /// The models of pipelining that paper 004 measures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum StagesArg {
-    /// As many threads as are measured to be of use
+    /// As many threads as are measured to be useful
     Adaptive,
-    /// One thread a site
+    /// One thread per site
     Serial,
-    /// One thread a stage
+    /// One thread per stage
     Fine,
     /// Two threads on one batch
     Threads,
@@ -484,7 +484,7 @@ pub(crate) enum MethodArg {
     Copy,
 }
 
-/// How blocks are digested.
+/// The hash of blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum HashArg {
     /// BLAKE3: cryptographic, collisions cannot be constructed
@@ -502,10 +502,10 @@ impl From<HashArg> for Hash {
     }
 }
 
-/// What is sent of copies that overwrite each other's content.
+/// What to send of copies that overwrite each other's content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum CyclesArg {
-    /// As little as can be
+    /// As little as possible
     Trim,
     /// One of them, whole
     Delete,
@@ -531,7 +531,7 @@ pub(crate) enum FreezeArg {
     Require,
 }
 
-/// How the replica steps to the new epoch.
+/// The commit mode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum CommitArg {
     /// Store the whole delta, then merge it: the replica is never between two states
@@ -636,7 +636,7 @@ pub(crate) enum TrackAction {
     },
 }
 
-/// What follows a disk.
+/// The kind of tracker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum With {
     /// BPF programs in the kernel: nothing to install
@@ -663,7 +663,7 @@ pub(crate) struct Extract {
     pub since: Option<String>,
     #[command(flatten)]
     pub compress: CompressArg,
-    /// Write at most this much a second
+    /// Write at most this much per second
     #[arg(long, value_name = "RATE", value_parser = parse_size)]
     pub bwlimit: Option<u64>,
     #[command(flatten)]
@@ -729,7 +729,7 @@ pub(crate) struct Changes {
 /// How changes are printed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ChangesFormat {
-    /// One line OFFSET LENGTH a range, in bytes
+    /// One line OFFSET LENGTH per range, in bytes
     Ranges,
     /// One object, with the epochs, the size and all ranges; the same as --json
     Json,
@@ -783,7 +783,7 @@ pub(crate) struct Verify {
     /// Compare only this range of bytes, such as 1G:64M; may be repeated
     #[arg(long = "range", value_name = "OFFSET:LEN", value_parser = parse_range)]
     pub ranges: Vec<std::ops::Range<u64>>,
-    /// Read at most this much a second on each side, such as 50M; at least 16K
+    /// Read at most this much per second on each side, such as 50M; at least 16K
     #[arg(long, value_name = "RATE", value_parser = parse_size)]
     pub rate: Option<u64>,
     /// Skip unreadable blocks and exit with code 1

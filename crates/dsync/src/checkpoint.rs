@@ -1,4 +1,4 @@
-//! `dsync checkpoint` and `dsync changes`: what changed, for readers that dsync knows nothing of but a name.
+//! `dsync checkpoint` and `dsync changes`: what changed, for readers other than replicas.
 
 use std::io::{BufWriter, Read, Write, stdin, stdout};
 use std::time::{Duration, Instant};
@@ -17,17 +17,17 @@ use crate::forget;
 use crate::output::Output;
 use crate::units;
 
-/// How long a command waits for the one before it in a pipeline to let go of a source that is not served.
+/// How long a command waits until the previous one in a pipeline releases a source that is not served.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// A checkpoint as it is listed.
+/// A checkpoint in the list.
 #[derive(Serialize)]
 pub(crate) struct Listed {
     name: String,
     epoch: u64,
     /// Seconds since 1970 when it was set.
     time: u64,
-    /// Blocks that changed from it up to the last epoch; `None` where that is not known.
+    /// Blocks that changed from it up to the last epoch; `None` if that is not known.
     blocks: Option<u64>,
     why: Option<String>,
 }
@@ -69,7 +69,7 @@ pub(crate) fn run(args: &args::Checkpoint, state: &StateDir, output: &Output) ->
         }
         return forget::bookmark(&args.source, name, false, state, output);
     }
-    // To the end, before the source is touched: it is the merge that says when.
+    // Read to its end before the source is touched: the merge must have finished.
     let confirmed = match args.at.as_deref() {
         Some("-") => Some(confirmed(&mut stdin().lock())?),
         _ => None,
@@ -122,7 +122,7 @@ fn set(
     Ok(())
 }
 
-/// The source and the epoch of which a merge says that it has committed it.
+/// The source and the epoch that a merge reports as committed.
 fn confirmed(answer: &mut impl Read) -> Result<(Uuid, Uuid)> {
     let mut text = String::new();
     answer.read_to_string(&mut text).context("cannot read the output of the merge")?;
@@ -184,7 +184,7 @@ pub(crate) fn listed(history: &History, bookmarks: &Bookmarks, block_size: u32) 
 }
 
 impl Listed {
-    /// A line of it, for people.
+    /// A line of the list, as text.
     pub(crate) fn told(&self, block_size: u32) -> String {
         let since = match (self.blocks, &self.why) {
             (Some(blocks), _) => format!(
@@ -227,7 +227,7 @@ fn find(args: &args::Changes, handle: &Handle) -> Result<Changes, SyncError> {
     let upto = match &args.at {
         Some(at) => handle.epoch(at)?,
         None => {
-            // What cannot be told ends no epoch.
+            // If the changes are not known, no epoch ends.
             handle.reaches(&[Position { epoch: since, upto: u64::MAX }])?;
             handle.end_epoch()?
         }

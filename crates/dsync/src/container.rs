@@ -1,10 +1,10 @@
-//! Image formats that wrap a disk. Served as they are, a guest would see the wrapping and not the disk in it.
+//! Image formats that contain a disk. Served raw, a guest would see the container instead of the disk.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// Name, and the bytes by which a file of the format is known, where they are. LUKS is missing on purpose: an encrypted disk
+/// Name, magic bytes and their offset. LUKS is missing on purpose: an encrypted disk
 /// is served as it is.
 const FORMATS: [(&str, u64, &[u8]); 7] = [
     ("qcow2", 0, b"QFI\xfb"),
@@ -16,8 +16,8 @@ const FORMATS: [(&str, u64, &[u8]); 7] = [
     ("VDI", 0x40, b"\x7f\x10\xda\xbe"),
 ];
 
-/// The format of an image that is not raw. `None` if there is no sign of one, and where the image cannot be read: whoever
-/// opens it will say why.
+/// The format of an image that is not raw. `None` if none is recognised, or the image cannot be read: opening
+/// it later reports why.
 pub(crate) fn format(image: &Path) -> Option<&'static str> {
     let file = File::open(image).ok()?;
     let is = |offset, magic: &[u8]| {

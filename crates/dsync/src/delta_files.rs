@@ -26,7 +26,7 @@ fn open(path: &Path) -> Result<File> {
     File::open(path).with_context(|| format!("cannot open the delta {}", path.display()))
 }
 
-/// Says what a delta holds, having verified all of it.
+/// Verifies a delta and prints its content.
 pub(crate) fn inspect(args: &args::Inspect, output: &Output) -> Result<()> {
     let (name, input): (String, Box<dyn Read>) = if args.delta == Path::new("-") {
         ("standard input".into(), Box::new(stdin().lock()))

@@ -1,5 +1,5 @@
-//! `dsync demo`: the whole thing on a scratch disk. A disk image is served and filled through its NBD export, a replica seeded,
-//! a little changed, the replica synced and compared byte for byte.
+//! `dsync demo`: a demonstration on a scratch disk. An image is served and filled through its NBD export, a replica is seeded,
+//! a little is changed, and the replica is synced and compared byte for byte.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -25,10 +25,10 @@ const CHANGED: u64 = 12;
 const CHANGE: usize = 5 * BLOCK as usize;
 const BLOCK: u64 = 4096;
 
-/// The smallest disk that has room for them.
+/// The smallest disk with room for them.
 const LEAST: u64 = 64 << 20;
 
-/// The server, ended with the demo.
+/// The server, stopped with the demo.
 struct Server(Child);
 
 impl Drop for Server {
@@ -43,14 +43,14 @@ fn connect(socket: &Path) -> Result<Client> {
     Client::connect(&Address::from(socket), "disk").context("cannot connect to the demo's server")
 }
 
-/// Bytes that no compressor and no zero detection makes disappear.
+/// Bytes that cannot be compressed.
 fn noise(len: usize) -> Result<Vec<u8>> {
     let mut bytes = vec![0; len];
     File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes)).context("/dev/urandom")?;
     Ok(bytes)
 }
 
-/// Where a region begins: regions of [`REGION`] bytes are spread over a disk of `size` bytes.
+/// The start of a region: regions of [`REGION`] bytes are spread over a disk of `size` bytes.
 fn region(number: u64, regions: u64, size: u64) -> u64 {
     (size / regions * number).next_multiple_of(BLOCK)
 }
@@ -113,7 +113,7 @@ fn sync(dsync: &Path, state: &Path, from: &Path, to: &Path, what: &'static str) 
     })
 }
 
-/// Copies everything, for comparison: as `dd` would, and durably.
+/// Copies everything durably, like `dd`, for comparison.
 fn full_copy(from: &Path, to: &Path) -> Result<Row> {
     let began = Instant::now();
     let (mut from, mut to) = (File::open(from)?, File::create(to)?);
@@ -189,7 +189,8 @@ pub(crate) fn run(args: &args::Demo, output: &Output) -> Result<()> {
         .into());
     }
     let dsync = std::env::current_exe().context("cannot find this program")?;
-    let folder = tempfile::Builder::new().prefix("dsync-demo-").tempdir().context("cannot make a folder")?;
+    let folder =
+        tempfile::Builder::new().prefix("dsync-demo-").tempdir().context("cannot create a folder")?;
     let at = |name: &str| -> PathBuf { folder.path().join(name) };
     let (image, replica, socket, state) = (at("disk.raw"), at("replica.raw"), at("socket"), at("state"));
     File::create(&image)?.set_len(args.size)?;

@@ -1,4 +1,4 @@
-//! Where a replica lives, as users write it, and how its side is reached.
+//! Destinations, as users write them, and how to connect to them.
 
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
@@ -11,14 +11,14 @@ use crate::args::FarArgs;
 use crate::failure::Failure;
 use crate::far;
 
-/// Where a replica lives.
+/// The location of a replica.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Destination {
     /// As the user wrote it.
     name: String,
     /// `None` for this host.
     pub host: Option<String>,
-    /// Where dsync listens there; `None` if ssh leads there.
+    /// The port of `dsync receive`; `None` for ssh.
     pub port: Option<u16>,
     /// The path there.
     path: PathBuf,
@@ -64,7 +64,7 @@ impl Destination {
         Ok((path, name))
     }
 
-    /// Reads `tls://HOST[:PORT]/PATH`, where an IPv6 address stands in brackets.
+    /// Reads `tls://HOST[:PORT]/PATH`, with an IPv6 address in brackets.
     fn parse_tls(text: &str) -> Option<Destination> {
         let (place, path) = text.strip_prefix("tls://")?.split_once('/')?;
         let (host, port) = match place.rsplit_once(':') {
@@ -82,7 +82,7 @@ impl Destination {
         })
     }
 
-    /// Reaches the replica's side, which lives in a thread of its own or on another host, and talks to it: with the link, the
+    /// Connects to the replica's side, which runs in a thread or on another host, and calls a function with the link, the
     /// destination's path there, and its name as the user wrote it.
     pub(crate) fn converse<T>(
         &self,
@@ -99,13 +99,13 @@ impl Destination {
         result
     }
 
-    /// A link to the replica's side, and the thread that it is, if it is one.
+    /// A link to the replica's side, and its thread, if it is local.
     pub(crate) fn connect(&self, far: &FarArgs, state: &StateDir) -> Result<(Link, Option<JoinHandle<()>>)> {
         let Some(host) = &self.host else {
             let (here, there) = Link::pair();
             let state = state.clone();
             let receiving = std::thread::Builder::new().name("receive".into()).spawn(move || {
-                // Its errors travel over the link, as those of a far host do.
+                // Its errors are sent over the link, like those of a far host.
                 let _ = sync::receive(there, &state);
             });
             let receiving = receiving.context("cannot start a thread")?;

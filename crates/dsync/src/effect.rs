@@ -1,4 +1,4 @@
-//! Options that have no effect on the given source or destination are reported: whoever passed one expects something of it.
+//! Options that have no effect on the given source or destination are reported: their user expects an effect.
 
 use source::Handle;
 

@@ -1,12 +1,12 @@
-//! How the program ends when it cannot do what it was told.
+//! Exit codes, and errors of the command itself.
 
 use std::fmt;
 
 use anyhow::{Context as _, Result};
 
-/// It failed.
+/// Failed.
 pub(crate) const FAILED: u8 = 1;
-/// It was told wrongly.
+/// Bad usage.
 pub(crate) const USAGE: u8 = 2;
 /// Tracking was lost and `--method tracked` was demanded.
 pub(crate) const LOST: u8 = 3;
@@ -14,7 +14,7 @@ pub(crate) const LOST: u8 = 3;
 pub(crate) const REFUSED: u8 = 4;
 /// `verify` found differences.
 pub(crate) const DIFFERS: u8 = 5;
-/// A signal ended it.
+/// Interrupted by a signal.
 pub(crate) const INTERRUPTED: u8 = 130;
 
 /// An error of the command itself, with its exit code.
@@ -30,12 +30,12 @@ impl Failure {
         Failure { message: message.into(), code: USAGE }
     }
 
-    /// One that another program says: only the exit code is left.
+    /// An error that another program reports: only the exit code matters.
     pub(crate) fn told(error: &sync::SyncError) -> Failure {
         Failure { message: String::new(), code: of_class(error.class()) }
     }
 
-    /// Lineage, state or a lock is in the way.
+    /// Lineage, state or a lock forbids it.
     pub(crate) fn refused(message: impl Into<String>) -> Failure {
         Failure { message: message.into(), code: REFUSED }
     }
@@ -49,7 +49,7 @@ impl fmt::Display for Failure {
 
 impl std::error::Error for Failure {}
 
-/// The exit code of an error: that of the first cause that has one.
+/// The exit code of an error: that of the first cause with one.
 pub(crate) fn code(error: &anyhow::Error) -> u8 {
     for cause in error.chain() {
         if let Some(failure) = cause.downcast_ref::<Failure>() {
@@ -83,7 +83,7 @@ fn of_class(class: sync::Class) -> u8 {
     }
 }
 
-/// The error's text, causes after a colon, none said twice.
+/// The error's text, with causes after a colon, without repetitions.
 pub(crate) fn text(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain() {
@@ -94,15 +94,15 @@ pub(crate) fn text(error: &anyhow::Error) -> String {
             text = format!("{text}: {cause}");
         }
     }
-    // EFBIG says nothing of the limit of the process, which is the usual reason.
+    // EFBIG does not name the limit of the process, which is the usual reason.
     if text.contains("(os error 27)") {
         text.push_str(" for the file system, or for the limit of \"ulimit -f\"");
     }
     text
 }
 
-/// Ends the program with code 130 when it is interrupted, after `says`. Whatever is under way is as safe as after any other
-/// death.
+/// Ends the program with code 130 when it is interrupted, after `says`. Work in progress is as safe as after any other
+/// kill.
 pub(crate) fn on_interrupt(says: impl FnOnce() + Send + 'static) -> Result<()> {
     use signal_hook::consts::{SIGINT, SIGTERM};
     let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM])?;

@@ -1,4 +1,4 @@
-//! The far side: how it is called, and `dsync receive`, which is it.
+//! The far side: connecting to it, and `dsync receive`.
 
 use std::time::Duration;
 
@@ -11,10 +11,10 @@ use crate::args::{FarArgs, Receive};
 use crate::failure::Failure;
 use crate::output::Output;
 
-/// How long sessions may take to end when the listener is told to.
+/// How long sessions may take to end when the listener stops.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// A link to the far side: to where dsync listens, if a port is given, else through the remote shell.
+/// A link to the far side: to a listener if a port is given, otherwise through the remote shell.
 pub(crate) fn call(host: &str, port: Option<u16>, far: &FarArgs, state: &StateDir) -> Result<Link> {
     if let Some(port) = port {
         let connections = far.connections.map(usize::from);
@@ -31,16 +31,16 @@ pub(crate) fn call(host: &str, port: Option<u16>, far: &FarArgs, state: &StateDi
 pub(crate) fn receive(args: &Receive, state: &StateDir, output: &Output) -> Result<()> {
     let Some(address) = args.listen else {
         return sync::receive(Link::stdio()?, state).map_err(|error| match error {
-            // What is no conversation is said to whoever began it by hand.
+            // If it is not dsync that connected, a person started this by hand: print the error.
             SyncError::Link(ref link) if !link.is_cut() => error.into(),
-            // Other errors travel over the link, and the near side says them; of a cut it says what it knows.
+            // The near side prints other errors, which are sent over the link, and reports a cut itself.
             told => Failure::told(&told).into(),
         });
     };
     let allowed = AllowedPaths::within(&args.into)?;
     let keys = Keys::new(state.keys_folder());
     let limits = Limits { timeout: args.timeout, from: args.from.clone(), ..Limits::default() };
-    // Before anybody can call: a signal that comes now already ends everything in order.
+    // Before the first connection, so that a signal always ends everything in order.
     let mut signals =
         signal_hook::iterator::Signals::new([signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM])?;
     let log = output.alike();

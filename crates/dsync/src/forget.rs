@@ -1,4 +1,4 @@
-//! `dsync forget`: the end of what is known of a source, a replica, or a bookmark.
+//! `dsync forget`: removes a source, a replica, or a bookmark.
 
 use std::path::{Path, PathBuf};
 
@@ -16,7 +16,7 @@ struct Forgotten<'a> {
     kind: &'static str,
     path: &'a Path,
     bookmark: Option<&'a str>,
-    /// What it costs, for people.
+    /// What it costs, as text.
     cost: String,
     dry_run: bool,
 }
@@ -113,7 +113,7 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
             args.what
         )));
     }
-    // Opening it completes what a crash left: what stays is whole, if it can be.
+    // Opening it completes an interrupted commit, so that the file that stays is consistent if possible.
     let replica = Replica::open(&path, &options)?;
     let status = replica.status();
     let state = match status.epoch {

@@ -1,4 +1,4 @@
-//! `dsync key`: this site's key, and those that it trusts.
+//! `dsync key`: this site's key, and the keys it trusts.
 
 use anyhow::Result;
 use link::{Key, Keys};
@@ -9,7 +9,7 @@ use crate::args::{KeyAction, KeyArgs};
 use crate::output::Output;
 use crate::units;
 
-/// A key, as JSON tells it.
+/// A key, for JSON.
 #[derive(Serialize)]
 struct Shown {
     name: String,
@@ -20,7 +20,7 @@ struct Shown {
     expired: bool,
 }
 
-/// All that are trusted.
+/// The trusted keys.
 #[derive(Serialize)]
 struct Pins {
     pins: Vec<Shown>,
@@ -38,9 +38,9 @@ pub(crate) fn run(args: &KeyArgs, state: &StateDir, output: &Output) -> Result<(
     match &args.action {
         None => {
             let shown = Shown::new(&link::host_name(), keys.own()?);
-            // Made to be pasted behind "dsync key trust NAME".
+            // To be pasted after "dsync key trust NAME".
             output.say(&format!("{} {}", shown.key, shown.name));
-            // Not on standard output, which is the key and nothing else: dsync key trust NAME "$(dsync key)".
+            // Not on standard output, which has only the key, for: dsync key trust NAME "$(dsync key)".
             if !output.is_json() {
                 output.note(&format!("fingerprint {}", shown.fingerprint));
             }

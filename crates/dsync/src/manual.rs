@@ -10,7 +10,7 @@ use clap_mangen::Man;
 use crate::args::Cli;
 use crate::failure::Failure;
 
-/// Writes a page for the program and one for each command into a directory that is there.
+/// Writes a page for the program and one for each command into an existing directory.
 pub(crate) fn pages(folder: &Path) -> Result<()> {
     if !folder.is_dir() {
         return Err(Failure::usage(format!(
@@ -31,8 +31,8 @@ fn write_pages(command: &Command, folder: &Path) -> io::Result<()> {
     std::fs::write(folder.join(Man::new(command.clone()).get_filename()), page(command)?)
 }
 
-/// A page: as the generator makes it, but for the synopsis, which names the values of options, and the examples, whose lines
-/// stay what they are.
+/// A page of the generator, except for the synopsis, which names the values of options, and the examples, whose lines
+/// are kept.
 fn page(command: &Command) -> io::Result<Vec<u8>> {
     let man = Man::new(command.clone());
     let mut page = Vec::new();
@@ -53,7 +53,7 @@ fn page(command: &Command) -> io::Result<Vec<u8>> {
     Ok(page)
 }
 
-/// Text as roff shows it as it is.
+/// Escapes text for roff.
 fn plain(text: &str) -> String {
     let text = text.replace('\\', "\\e").replace('-', "\\-");
     if text.starts_with(['.', '\'']) { format!("\\&{text}") } else { text }
@@ -95,12 +95,12 @@ fn term(arg: &Arg) -> String {
     if !arg.is_required_set() {
         term = format!("[{term}]");
     }
-    // In one piece on its line.
+    // Not broken across lines.
     let term = term.replace(' ', "\\ ");
     if many { format!("{term}...") } else { term }
 }
 
-/// What stands after the help: indented lines are examples, all others are text.
+/// The text after the help: indented lines are examples.
 fn examples(text: &str, page: &mut Vec<u8>) -> io::Result<()> {
     writeln!(page, ".SH EXAMPLES")?;
     let mut within = false;
@@ -123,9 +123,9 @@ fn examples(text: &str, page: &mut Vec<u8>) -> io::Result<()> {
     Ok(())
 }
 
-/// Writes the completions for a shell to standard output: of what the help shows.
+/// Writes the completions for a shell to standard output, without hidden commands.
 pub(crate) fn completions(shell: clap_complete::Shell) {
-    // By way of memory: the generator panics where a reader has gone.
+    // Through memory: the generator panics if the reader is gone.
     let mut text = Vec::new();
     clap_complete::generate(shell, &mut visible(&Cli::command()), "dsync", &mut text);
     let _ = std::io::stdout().write_all(&text);
@@ -133,7 +133,7 @@ pub(crate) fn completions(shell: clap_complete::Shell) {
 
 /// A command without what its help hides.
 fn visible(command: &Command) -> Command {
-    // Names live as long as the program, which ends when it has said this.
+    // Leaked: the program ends after this.
     let name: &'static str = Box::leak(command.get_name().to_owned().into_boxed_str());
     let shown = Command::new(name).about(command.get_about().cloned().unwrap_or_default());
     let shown =

@@ -15,16 +15,16 @@ use crate::failure;
 use crate::output::Output;
 use crate::{sync_command, units};
 
-/// How often people are told how it goes, if they ask for more.
+/// How often -v prints the state.
 const TOLD_EVERY: Duration = Duration::from_secs(10);
-/// How often programs are told, if they don't ask for every batch.
+/// How often --json prints the state, without -v.
 const STATUS_EVERY: Duration = Duration::from_secs(1);
 
-/// Signals that follow so soon are one: a supervisor may tell a process and its group.
+/// Signals within this time count as one: a supervisor may signal a process and its group.
 const ONE_WORD: Duration = Duration::from_millis(500);
 
-/// The first signal asks for an end in order, the second ends at once. Before there is anything to end in order, the first
-/// does.
+/// The first signal requests an orderly end, the second ends at once. Before there is anything to end, the first
+/// one does.
 fn on_signals(stop: Arc<AtomicBool>, mirroring: Arc<AtomicBool>, output: Output) -> Result<()> {
     use signal_hook::consts::{SIGINT, SIGTERM};
     let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM])?;
@@ -49,7 +49,7 @@ fn on_signals(stop: Arc<AtomicBool>, mirroring: Arc<AtomicBool>, output: Output)
     Ok(())
 }
 
-/// What the arguments ask for; `is_far`: the replica is on another host.
+/// Options from the arguments; `is_far`: the replica is on another host.
 fn options(args: &args::Mirror, is_far: bool) -> MirrorOptions {
     MirrorOptions {
         sync: SyncOptions {
@@ -81,7 +81,7 @@ fn options(args: &args::Mirror, is_far: bool) -> MirrorOptions {
 pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()> {
     let destination = Destination::parse(&args.destination)?;
     units::check_rates(&[("--bwlimit", args.far.bwlimit), ("--rate", args.rate)])?;
-    // It works beside others, for as long as the machine runs: who writes to the disk goes first.
+    // A mirror runs in the background all the time: give priority to the disk's writers.
     let _ = rustix::process::nice(10);
     effect::on_destination(&destination, &args.far, output);
     let options = options(args, destination.host.is_some());
@@ -90,7 +90,7 @@ pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Res
     let (path, name) = destination.place()?;
     let teller = Teller { output, name: &name, mirroring: &mirroring, last: Mutex::new(None) };
     let progress = |done, total| output.progress(done, total);
-    // A replica on this host is let go by a thread of its own.
+    // A replica on this host is released by its own thread.
     let mut receiving: Option<std::thread::JoinHandle<()>> = None;
     let mut attached = false;
     let mirror = Mirror {
@@ -122,7 +122,7 @@ pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Res
         progress: &progress,
     };
     let summary = mirror.run();
-    // What was refused leaves nothing behind, if it is let end.
+    // A refused command leaves nothing behind, if it may finish.
     if let Some(last) = receiving.take() {
         let _ = last.join();
     }
@@ -144,7 +144,7 @@ fn say(summary: &MirrorSummary, name: &str, output: &Output) {
     ));
 }
 
-/// Tells people and programs how it goes.
+/// Reports events as text or JSON.
 struct Teller<'a> {
     output: &'a Output,
     name: &'a str,
@@ -153,7 +153,7 @@ struct Teller<'a> {
 }
 
 impl Teller<'_> {
-    /// True if the last telling was so long ago.
+    /// True if the last report was that long ago.
     fn is_due(&self, every: Duration) -> bool {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         let due = last.is_none_or(|last| last.elapsed() >= every);
@@ -170,7 +170,7 @@ impl Teller<'_> {
                 output.finish();
                 summary.recovered.iter().for_each(|recovered| output.warn(recovered));
                 if self.mirroring.swap(true, SeqCst) && summary.freeze_ms.is_some() {
-                    // A live disk's batches: one a second would be many lines.
+                    // Batches of a live disk: a line per second would be too many.
                     if !output.is_verbose() && !self.is_due(TOLD_EVERY) {
                         return;
                     }

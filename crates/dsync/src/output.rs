@@ -1,4 +1,4 @@
-//! What the program says: lines for people, or one JSON object a line.
+//! Output: lines of text, or one JSON object per line.
 
 use std::io::{IsTerminal, Write};
 use std::sync::Mutex;
@@ -12,12 +12,12 @@ use serde_json::{Value, json};
 use crate::args::Cli;
 use crate::units;
 
-/// Where and how to say things.
+/// Where and how to print.
 pub(crate) struct Output {
     json: bool,
     quiet: bool,
     verbose: bool,
-    /// Results and summaries go here: standard output, or standard error where that carries a delta.
+    /// The stream for results and summaries: standard output, or standard error if that carries a delta.
     to_stderr: bool,
     bar: Mutex<Option<Bar>>,
 }
@@ -28,11 +28,11 @@ struct Bar {
     said: Instant,
 }
 
-/// How often a JSON status is said.
+/// How often a JSON status is printed.
 const STATUS_EVERY: Duration = Duration::from_millis(500);
 
 impl Output {
-    /// As the arguments ask.
+    /// Output as the arguments request.
     pub(crate) fn new(cli: &Cli) -> Output {
         Output {
             json: cli.json,
@@ -49,13 +49,13 @@ impl Output {
         self
     }
 
-    /// One that says things in the same way, for another thread.
+    /// A copy for another thread.
     pub(crate) fn alike(&self) -> Output {
         Output { bar: Mutex::new(None), ..*self }
     }
 
     fn line(&self, text: &str) {
-        // A reader who has gone is no reason to fail: the work is done.
+        // A closed pipe is not an error: the work is done.
         if self.to_stderr {
             let _ = writeln!(std::io::stderr(), "{text}");
         } else {
@@ -70,7 +70,7 @@ impl Output {
         }
     }
 
-    /// A line that scripts wait for: said even when standard output is a pipe.
+    /// A line that scripts wait for: flushed even if standard output is a pipe.
     pub(crate) fn ready(&self, text: &str) {
         if self.json {
             self.line(&json!({"message_type": "status", "message": text}).to_string());
@@ -80,7 +80,7 @@ impl Output {
         let _ = std::io::stdout().flush();
     }
 
-    /// A line of a log: something that happened while the program runs on.
+    /// A line of a log, while the program continues.
     pub(crate) fn note(&self, text: &str) {
         if self.json {
             self.line(&json!({"message_type": "status", "message": text}).to_string());
@@ -89,19 +89,19 @@ impl Output {
         }
     }
 
-    /// A line for the curious.
+    /// A line for -v.
     pub(crate) fn more(&self, text: &str) {
         if self.verbose && !self.json {
             to_stderr(text);
         }
     }
 
-    /// True if more was asked for.
+    /// True with -v.
     pub(crate) fn is_verbose(&self) -> bool {
         self.verbose
     }
 
-    /// Something that the user should know although all is well.
+    /// A warning.
     pub(crate) fn warn(&self, text: &str) {
         if self.json {
             self.line(&json!({"message_type": "status", "warning": text}).to_string());
@@ -110,12 +110,12 @@ impl Output {
         }
     }
 
-    /// True if programs listen.
+    /// True with --json.
     pub(crate) fn is_json(&self) -> bool {
         self.json
     }
 
-    /// How it goes, as an object with `message_type`.
+    /// A status object with `message_type`.
     pub(crate) fn status(&self, value: &impl Serialize) {
         self.object("status", value);
     }
@@ -125,10 +125,10 @@ impl Output {
         self.object("summary", value);
     }
 
-    /// A summary that is itself the result, and printed whether programs listen or not.
+    /// A summary that is itself the result, printed with and without --json.
     ///
     /// # Errors
-    /// If it cannot be printed: a part of a result would be taken for the whole.
+    /// If it cannot be printed: a partial result would be taken for the whole.
     pub(crate) fn print_summary(&self, value: &impl Serialize) -> anyhow::Result<()> {
         let text = object("summary", value).context("cannot print the summary")?;
         let mut out = std::io::stdout().lock();
@@ -153,7 +153,7 @@ impl Output {
         to_stderr(&format!("dsync: {message}"));
     }
 
-    /// How far the work is, in bytes of `total`.
+    /// Shows the progress, in bytes of `total`.
     pub(crate) fn progress(&self, done: u64, total: u64) {
         let mut slot = self.bar.lock().unwrap_or_else(|e| e.into_inner());
         let bar = slot.get_or_insert_with(|| {
@@ -185,7 +185,7 @@ impl Output {
         }
     }
 
-    /// Takes the progress away.
+    /// Removes the progress.
     pub(crate) fn finish(&self) {
         if let Some(Bar { bar: Some(bar), .. }) = self.bar.lock().unwrap_or_else(|e| e.into_inner()).take() {
             bar.finish_and_clear();
@@ -193,7 +193,7 @@ impl Output {
     }
 }
 
-/// A value as an object that says what it is.
+/// A value as an object with its type.
 fn object(message_type: &str, value: &impl Serialize) -> Option<String> {
     let Ok(Value::Object(fields)) = serde_json::to_value(value) else { return None };
     let mut all = serde_json::Map::new();
@@ -202,7 +202,7 @@ fn object(message_type: &str, value: &impl Serialize) -> Option<String> {
     Some(Value::Object(all).to_string())
 }
 
-/// A line. Names and messages that others chose do nothing to a terminal or a log, wherever they come from.
+/// A line, escaped so that names and messages of others cannot affect a terminal or a log.
 fn to_stderr(text: &str) {
     let _ = writeln!(std::io::stderr(), "{}", link::printable(text));
 }
@@ -218,7 +218,7 @@ fn new_bar(total: u64, target: ProgressDrawTarget) -> ProgressBar {
         let _ = write!(w, "{} left", units::seconds(s.eta().as_secs_f64().round()));
     };
     let bar = ProgressBar::with_draw_target(Some(total), target);
-    // The bar takes what the figures leave: a line that wraps is drawn again and again.
+    // The bar takes the remaining width: a line that wraps would be drawn repeatedly.
     if let Ok(style) = ProgressStyle::with_template("{wide_bar} {percent:>3}%  {size}  {rate}  {left}") {
         bar.set_style(style.with_key("size", size).with_key("rate", rate).with_key("left", left));
     }

@@ -21,7 +21,7 @@ use crate::{Failure, units};
 /// The suffix under which an export shows its view.
 const VIEW: &str = "@view";
 
-/// How long connections may take to finish what they are doing when the server is told to end.
+/// How long connections may take to finish when the server stops.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 struct ExportedImage {
@@ -71,7 +71,7 @@ impl Exports for All {
     }
 }
 
-/// Opens the view of a source as the export `name`, whose part behind `@view` is `private`: nothing, or a dot and a name.
+/// Opens the view of a source as the export `name`, whose part after `@view` is `private`: nothing, or a dot and a name.
 fn open_view(source: &Arc<Source>, name: &str, private: &str) -> Result<Export, Refusal> {
     let private = match private.strip_prefix('.') {
         Some(private) if source::is_plain(private) => private,
@@ -105,7 +105,7 @@ fn open_view(source: &Arc<Source>, name: &str, private: &str) -> Result<Export, 
 }
 
 const BITMAP: &str = "qemu:dirty-bitmap:";
-/// Of a disk in use, what was written since the last checkpoint, whoever took that. Views have the named checkpoints instead.
+/// The dirty bitmap of a disk in use: what was written since the last checkpoint of any reader. Views have the named checkpoints instead.
 const DIRTY: &str = "qemu:dirty-bitmap:dsync";
 
 /// What was written since the last checkpoint.
@@ -119,7 +119,7 @@ impl Context for Dirty {
     }
     fn status(&self, offset: u64, len: u64, limit: usize) -> io::Result<Vec<Status>> {
         if self.source.lost().is_some() {
-            // Nothing is known to be clean.
+            // Without a record everything counts as dirty.
             return Ok(vec![Status { len, flags: state::DIRTY }]);
         }
         let disk = self.source.disk();
@@ -177,14 +177,14 @@ fn runs_of(
         statuses.push(Status { len: stop - start, flags: state::DIRTY });
         at = stop;
     }
-    // With a cut-off list of runs the rest is not known here; clients ask again from where the answer ends.
+    // If the list of runs was cut off, the rest is not known here; clients ask again from the end of the answer.
     if statuses.is_empty() {
         statuses.push(Status { len, flags: 0 });
     }
     statuses
 }
 
-/// A Unix socket's file, gone with the server.
+/// A Unix socket's file, removed with the server.
 struct SocketFile(PathBuf);
 
 impl Drop for SocketFile {
@@ -213,7 +213,7 @@ fn listen_unix(path: &Path) -> Result<(UnixListener, SocketFile)> {
     Ok((listener, SocketFile(path.to_path_buf())))
 }
 
-/// Refuses an image that is a container of a disk, unless it is followed as it is already: what a guest writes to the first
+/// Refuses an image that is a container of a disk, unless it is a known source already: what a guest writes to the first
 /// block of its disk must not keep the disk from being served again.
 fn check_format(image: &Path, state: &StateDir) -> Result<()> {
     let Some(format) = crate::container::format(image) else { return Ok(()) };
@@ -229,7 +229,7 @@ fn check_format(image: &Path, state: &StateDir) -> Result<()> {
     .into())
 }
 
-/// Lets the process have as many descriptors as it may: each client takes several, and the usual limit is meant for
+/// Raises the limit on descriptors: each client takes several, and the usual limit is meant for
 /// programs that use select().
 fn raise_descriptor_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -237,19 +237,19 @@ fn raise_descriptor_limit() {
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
 }
 
-/// What must not stand in a part of a URI as it is.
+/// What must be escaped in a part of a URI.
 fn escaped(text: &str) -> String {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~/@:".contains(&byte);
     text.bytes().map(|b| if plain(b) { char::from(b).to_string() } else { format!("%{b:02X}") }).collect()
 }
 
-/// The time between sweeps of the write-intent log. A test that waits for regions to fall idle sets it.
+/// The time between sweeps of the write-intent log. Set by a test that waits for regions to become idle.
 fn sweep_every() -> Duration {
     let set = std::env::var("DSYNC_SWEEP_MS").ok().and_then(|ms| ms.parse().ok());
     set.map_or(source::SourceOptions::SWEEP_EVERY, |ms: u64| Duration::from_millis(ms.max(1)))
 }
 
-/// Marks what is about to be opened for writing, if it is a replica, and says what that means.
+/// Marks a replica that is about to be opened for writing as promoted, with a warning.
 pub(crate) fn promote(
     path: &Path,
     state: &StateDir,
@@ -258,7 +258,7 @@ pub(crate) fn promote(
 ) -> Result<Option<Promotion>> {
     let options = replica::Options { devices: state.replicas_folder(), ..Default::default() };
     let promotion = match replica::promote(path, &options, by) {
-        // Whoever opens it next says so better.
+        // Opening it next reports a better error.
         Err(_) if !path.exists() => return Ok(None),
         other => other?,
     };
@@ -290,7 +290,7 @@ pub(crate) fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Resu
         .into());
     }
     let (all, sources) = open_all(args, state, output)?;
-    // Before anything can be connected to: a signal that comes now already ends everything in order.
+    // Before the first connection, so that a signal always ends everything in order.
     let mut signals =
         signal_hook::iterator::Signals::new([signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM])?;
     let unix = args.socket.as_deref().map(listen_unix).transpose()?;
@@ -328,10 +328,10 @@ pub(crate) fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Resu
     end(sources, output)
 }
 
-/// The sources that are served, each with what its replica was promoted from, if it was one.
+/// The served sources, each with its promotion if it was a replica.
 type Sources = Vec<(Arc<Source>, Option<Promotion>)>;
 
-/// Opens all that is to be served.
+/// Opens everything to serve.
 fn open_all(args: &args::Serve, state: &StateDir, output: &Output) -> Result<(Vec<ExportedImage>, Sources)> {
     let mut all: Vec<ExportedImage> = Vec::new();
     let mut sources = Vec::new();
@@ -386,11 +386,11 @@ fn open_tracked(
     }
 }
 
-/// What is said of an export once it can be connected to.
+/// The line printed when an export is ready.
 fn announcement(served: &ExportedImage, args: &args::Serve, tcp: Option<std::net::SocketAddr>) -> String {
     let mut addresses = Vec::new();
     if let Some(socket) = &args.socket {
-        // Clients take a relative path for one from their own folder.
+        // Clients would resolve a relative path in their own directory.
         let socket = std::path::absolute(socket).unwrap_or_else(|_| socket.clone());
         let socket = escaped(&socket.to_string_lossy());
         addresses.push(format!("nbd+unix:///{}?socket={socket}", escaped(&served.name)));
@@ -413,8 +413,8 @@ fn announcement(served: &ExportedImage, args: &args::Serve, tcp: Option<std::net
     format!("serving {} on {} ({about})", served.name, addresses.join(" and "))
 }
 
-/// Closes what was served. What goes wrong with one disk keeps no other from being closed: the first error is returned, and
-/// the others are told.
+/// Closes what was served. An error with one disk does not keep others from being closed: the first one is returned, and
+/// the others are printed.
 fn end(sources: Vec<(Arc<Source>, Option<Promotion>)>, output: &Output) -> Result<()> {
     let mut result = Ok(());
     for (source, promotion) in sources {
@@ -427,7 +427,7 @@ fn end(sources: Vec<(Arc<Source>, Option<Promotion>)>, output: &Output) -> Resul
                 Ok(())
             }),
             Err(_) => {
-                // A connection did not end in time: the stop is an unclean one, and the next start will see that.
+                // A connection did not end in time: the next start will treat this as an unclean stop.
                 output.warn(&format!("a client still had {} open when the server stopped", path.display()));
                 Ok(())
             }

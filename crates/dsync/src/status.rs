@@ -29,14 +29,14 @@ struct SourceStatus {
     checkpoints: Vec<Listed>,
 }
 
-/// A replica as its source knows it.
+/// A replica in its source's bookmarks.
 #[derive(Serialize)]
 struct Lacking {
     replica: String,
     epoch: u64,
     /// Seconds since 1970 when it was last brought up to date, or found to be so.
     time: u64,
-    /// Blocks that it lacks; `None` where that is not known.
+    /// Blocks that it lacks; `None` if that is not known.
     blocks: Option<u64>,
     /// Why that is not known.
     why: Option<String>,
@@ -44,7 +44,7 @@ struct Lacking {
     compared: bool,
 }
 
-/// Says what is followed, and what each replica lacks.
+/// Prints sources, trackers, and what each replica lacks.
 pub(crate) fn run(args: &args::Status, state: &StateDir, output: &Output) -> Result<()> {
     let mut failed = Vec::new();
     let sources = match &args.path {
@@ -62,12 +62,12 @@ pub(crate) fn run(args: &args::Status, state: &StateDir, output: &Output) -> Res
         }
     };
     let trackers = match &args.path {
-        // Said with its source below.
+        // Printed with its source below.
         Some(_) => 0,
         None => track::status(None, output)?,
     };
     if sources.is_empty() && failed.is_empty() && trackers == 0 {
-        // The kernel tells others nothing of what it follows.
+        // Only root can see what is tracked in the kernel.
         let unseen =
             if rustix::process::geteuid().is_root() { "" } else { "; tracked disks are shown to root only" };
         output.say(&format!(
@@ -88,7 +88,7 @@ pub(crate) fn run(args: &args::Status, state: &StateDir, output: &Output) -> Res
             }
         }
     }
-    // What cannot be read hides nothing of the others.
+    // An unreadable source must not hide the others.
     let Some(last) = failed.pop() else { return Ok(()) };
     failed.iter().for_each(|error| output.error(&failure::text(error), failure::code(error)));
     Err(last)
@@ -157,7 +157,7 @@ fn source_status(place: &Path, about: About, output: &Output) -> Result<()> {
     Ok(())
 }
 
-/// The history, an entry a line. `changed` counts the bytes that changed between two epochs, where that is known.
+/// Prints the history, one entry per line. `changed` counts the bytes that changed between two epochs, if known.
 fn say_epochs(
     epochs: &[source::EpochInfo],
     changed: impl Fn(&delta::Epoch, &delta::Epoch) -> Option<u64>,
@@ -277,9 +277,9 @@ struct ReplicaStatus {
     state: State,
     size: u64,
     recovered: Option<String>,
-    /// Bytes of a transfer that was cut, kept to go on from.
+    /// Bytes of an interrupted transfer, kept to resume it.
     partial: bool,
-    /// Who uses it: then the rest is what is written down of it.
+    /// Its user: then the rest is what its lineage records.
     in_use: Option<String>,
     /// dsync opened it for writing since: a sync to it is refused.
     promoted: Option<String>,
@@ -298,7 +298,7 @@ fn replica(
         devices: state.replicas_folder(),
         ..Default::default()
     };
-    // A replica whose first copy is not whole yet has a lineage, but no file.
+    // A replica whose first copy is incomplete has a lineage, but no file.
     if !recovering
         && !absolute.exists()
         && replica::inspect(&absolute, &options).map_or(true, |l| l.is_none())
@@ -364,7 +364,7 @@ fn replica(
     Ok(())
 }
 
-/// That no replica is at a path, and what is known of one that was.
+/// The message for a path without a replica, with what is known of a former one.
 fn no_replica(path: &Path, state: &StateDir) -> Result<String> {
     let name = path.display().to_string();
     for (place, about) in state.survey()?.sources {
@@ -382,7 +382,7 @@ fn no_replica(path: &Path, state: &StateDir) -> Result<String> {
     Ok(format!("no replica at {name}: check the path, and that its file system is mounted"))
 }
 
-/// What is written down of a replica that somebody uses at this moment, or that became a disk of its own.
+/// Prints the lineage of a replica that is in use, or was promoted.
 fn written_down(
     path: std::path::PathBuf,
     options: &replica::Options,
@@ -424,7 +424,7 @@ fn written_down(
     Ok(())
 }
 
-/// Finishes or undoes what a crash left of a replica.
+/// Completes or rolls back an interrupted commit of a replica.
 pub(crate) fn recover(args: &args::Recover, state: &StateDir, output: &Output) -> Result<()> {
     replica(&args.destination, args.journal_dir.as_deref(), state, output, true)
 }

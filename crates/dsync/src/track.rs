@@ -1,4 +1,4 @@
-//! `dsync track`: following a live disk.
+//! `dsync track`: trackers of live disks.
 
 use std::path::Path;
 
@@ -15,7 +15,7 @@ use crate::output::Output;
 use crate::serve::promote;
 use crate::units;
 
-/// What is known of a tracker.
+/// The status of a tracker.
 #[derive(Serialize)]
 struct TrackerStatus {
     kind: &'static str,
@@ -28,7 +28,7 @@ struct TrackerStatus {
     lost: Option<String>,
 }
 
-/// Begins or ends to follow a disk; saves and restores its record.
+/// Starts or stops tracking a disk; saves and restores its record.
 pub(crate) fn run(args: &Track, state: &StateDir, output: &Output) -> Result<()> {
     match &args.action {
         TrackAction::Add { device, with: With::Dm, block_size, name, meta } => {
@@ -100,7 +100,7 @@ pub(crate) fn run(args: &Track, state: &StateDir, output: &Output) -> Result<()>
     }
 }
 
-/// Begins to follow a device; marks it before, if it is a replica.
+/// Starts tracking a device; marks it as promoted before, if it is a replica.
 fn marked<T>(
     device: &Path,
     state: &StateDir,
@@ -121,7 +121,7 @@ fn folder(device: &Path, state: &StateDir) -> Result<device::Dir> {
     Ok(device::Dir::open(&place).map_err(TrackError::state("cannot create a directory", &place))?)
 }
 
-/// Says how the trackers are, of one device or of all. Returns how many there are.
+/// Prints the status of one tracker or of all. Returns their number.
 pub(crate) fn status(device: Option<&Path>, output: &Output) -> Result<usize> {
     let devices = match device {
         Some(device) => vec![device.to_path_buf()],

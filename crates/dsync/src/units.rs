@@ -1,4 +1,4 @@
-//! Sizes, rates and times as people write and read them.
+//! Human-readable sizes, rates and times.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -38,7 +38,7 @@ pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
     Ok(bytes as u64)
 }
 
-/// Refuses rates of nothing.
+/// Refuses a rate of zero.
 pub(crate) fn check_rates(rates: &[(&str, Option<u64>)]) -> Result<(), Failure> {
     match rates.iter().find(|(_, rate)| *rate == Some(0)) {
         Some((name, _)) => Err(Failure::usage(format!("{name} needs a rate above zero, such as 10M"))),
@@ -92,7 +92,7 @@ pub(crate) fn parse_factor(text: &str) -> Result<f64, String> {
     }
 }
 
-/// Reads `90d`, `12h` from now on, or a date; seconds since 1970.
+/// Reads `90d` or `12h` from now, or a date; seconds since 1970.
 pub(crate) fn parse_expiry(text: &str) -> Result<u64, String> {
     let wrong =
         || format!("invalid time \"{text}\": use a form like 90d or 12h, or a date such as 2027-03-01");
@@ -116,7 +116,7 @@ pub(crate) fn parse_expiry(text: &str) -> Result<u64, String> {
 
 const DAY: u64 = 86_400;
 
-/// Days from 1970 to a date. Years are counted from March on, so that the leap day is a year's last.
+/// Days from 1970 to a date. Years are counted from March, so that the leap day is the last of a year.
 fn day_number(year: u32, month: u32, day: u32) -> u64 {
     let year = u64::from(year) - u64::from(month < 3);
     let of_year = (153 * u64::from((month + 9) % 12) + 2) / 5 + u64::from(day) - 1;

@@ -52,7 +52,7 @@ pub(super) fn begin(
                 "{} is already tracked: see \"dsync status {0}\", or end it with \"dsync track remove {0}\"",
                 disk.path.display()
             )),
-            _ => TrackError::state("cannot make a folder", &place)(error),
+            _ => TrackError::state("cannot create a folder", &place)(error),
         });
     }
     let begun = load(disk, block_size, &place, why).and_then(|()| BpfTracker::open(&place, &disk.path));
