@@ -1,4 +1,4 @@
-//! What a source must know of the simulated thing that it follows.
+//! The backing of a source, simulated.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
@@ -13,7 +13,7 @@ use crate::host::{Call, Held, Process, lock};
 pub struct SimBacking {
     _held: Arc<Held>,
     process: Arc<Process>,
-    /// The process that reads: another one, where the source is served.
+    /// The process that reads: another one if the source is served.
     reader: Arc<Mutex<Arc<Process>>>,
     folder: String,
     name: String,

@@ -14,9 +14,9 @@ pub struct FileSystem {
     pub(crate) folders: BTreeMap<String, Names>,
     /// A file's sync makes its name durable.
     syncs_names: bool,
-    /// Bytes by which files may still grow; `None` where there is enough.
+    /// Bytes by which files may still grow; `None` for no limit.
     pub room: Option<u64>,
-    /// Nobody frees any before the end.
+    /// The limit stays until the end.
     pub room_stays: bool,
 }
 
@@ -64,7 +64,7 @@ impl FileSystem {
         FileSystem { inodes, folders, syncs_names, room: None, room_stays: false }
     }
 
-    /// Makes a file or device of so many bytes, and returns its inode.
+    /// Creates a file or device of this size, and returns its inode.
     pub(crate) fn make(&mut self, len: u64, is_device: bool, time: i64) -> u64 {
         let number = self.inodes.len() as u64 + 1;
         self.inodes.insert(number, Inode::new(len, is_device, time));
@@ -135,7 +135,7 @@ impl FileSystem {
         self.free(self.inodes.get(&inode).map_or(0, Inode::space));
     }
 
-    /// Gives back what an inode takes less than before.
+    /// Returns the space that an inode has freed.
     pub(crate) fn freed(&mut self, inode: u64, before: u64) {
         self.free(before.saturating_sub(self.inodes.get(&inode).map_or(0, Inode::space)));
     }
@@ -144,7 +144,7 @@ impl FileSystem {
         self.room = self.room.map(|room| room + bytes);
     }
 
-    /// Takes so many bytes of what room there is.
+    /// Takes this much of the free space.
     pub(crate) fn take(&mut self, bytes: u64) -> io::Result<()> {
         if let Some(room) = &mut self.room {
             *room = room.checked_sub(bytes).ok_or_else(|| io::Error::from_raw_os_error(ENOSPC))?;
@@ -156,7 +156,7 @@ impl FileSystem {
         self.names(folder).sync();
     }
 
-    /// What a file's sync does for its names, where it does.
+    /// Makes a file's names durable at its sync, if the file system does that.
     pub(crate) fn sync_name_of(&mut self, folder: &str, inode: u64) {
         if !self.syncs_names {
             return;
@@ -171,13 +171,13 @@ impl FileSystem {
         }
     }
 
-    /// A folder and all in it, to be put back later.
+    /// A copy of a folder, to restore it later.
     pub fn snapshot(&self, folder: &str) -> BTreeMap<String, Vec<u8>> {
         let names = self.folders.get(folder).map(|names| &names.now);
         names.into_iter().flatten().map(|(name, inode)| (name.clone(), self.content(*inode))).collect()
     }
 
-    /// All of it is durable.
+    /// Makes everything durable.
     pub(crate) fn sync(&mut self) {
         self.inodes.values_mut().for_each(|inode| inode.sync(true));
         self.folders.values_mut().for_each(Names::sync);

@@ -1,4 +1,4 @@
-//! How a process reaches what its machine holds: folders, state files, images and devices.
+//! A process's access to its machine: folders, state files, images and devices.
 
 use std::io;
 use std::ops::Range;
@@ -24,7 +24,7 @@ pub struct SimFolder {
 impl SimFolder {
     /// The folder of that name on the process's machine.
     pub fn new(process: &Arc<Process>, name: &str) -> SimFolder {
-        // A real one, for what needs one.
+        // Some calls need a real folder.
         SimFolder { process: process.clone(), name: name.into(), path: process.host.scratch.clone() }
     }
 
@@ -214,7 +214,7 @@ pub struct SimDisk {
 }
 
 impl SimDisk {
-    /// What lies at an inode.
+    /// The content of an inode.
     pub fn new(process: &Arc<Process>, inode: u64) -> SimDisk {
         SimDisk { process: process.clone(), inode }
     }

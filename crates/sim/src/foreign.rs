@@ -1,7 +1,7 @@
-//! Other programs that write to a replica, at whatever step.
+//! Other programs that write to a replica, at any step.
 //!
-//! Where the replica's file rests, they must be noticed before anything is called exact. The documented windows are the
-//! exception: in the midst of own writes, within a second after these were cut off by a kill, within ten before a power cut,
+//! While the replica's file rests, they must be noticed before anything is called exact. The documented windows are the
+//! exception: during own writes, within a second after a kill interrupted these, within ten before a power cut,
 //! and on a device before a reboot.
 
 use crate::host::{Foreign, State};
@@ -14,13 +14,13 @@ impl State {
     /// Another program writes sectors to a replica, and flushes them. `late`: after a pause.
     pub fn foreign_write(&mut self, name: &str, offset: u64, bytes: &[u8], late: bool) {
         let Some(number) = self.files.find(IMAGES, name) else { return };
-        // A process that is at work notes the time while it passes: none passes in its midst here.
+        // A working process notes the time as it passes: here no time passes during its work.
         let late = late && !(0..MOST).any(|number| self.is_at_work(&name_of(number)) == Some(true));
         let is_device = self.files.inodes.get(&number).is_some_and(|inode| inode.is_device);
         let blind = match self.is_at_work(name) {
-            // Since a reboot nobody has noted what the kernel counts.
+            // The kernel's count was not recorded since the reboot.
             None => is_device && !self.opened.contains(name),
-            // Its own writes go on. Sectors that were handed over and not counted yet may be anybody's.
+            // Its own writes continue. Sectors that were submitted and not counted yet cannot be attributed.
             Some(alive) => alive || !late || is_device,
         };
         let time = if late { self.later() } else { self.tick() };

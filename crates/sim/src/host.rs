@@ -1,8 +1,8 @@
-//! A machine: its file system and devices, processes that are killed, a power supply that fails, and a list of what goes wrong
+//! A machine: its file system and devices, processes that are killed, a power supply that fails, and a list of faults by step.
 //! at which step.
 //!
-//! Every call that reaches the machine is a step. Before it is carried out, what was planned for it happens: it fails, the
-//! process is killed, the power goes, or another program does something.
+//! Every call that reaches the machine is a step. Before it is executed, the events planned for it happen: it fails, the
+//! process is killed, the power fails, or another program does something.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io;
@@ -35,13 +35,13 @@ pub enum Event {
     Fails,
     /// The next read fails once with EIO.
     Unreadable,
-    /// No space for the next so many steps.
+    /// No space for this many steps.
     Full(u64),
-    /// Writes and syncs fail for the next so many steps.
+    /// Writes and syncs fail for this many steps.
     Broken(u64),
     /// The process that makes this step is killed.
     Kill,
-    /// The power goes.
+    /// The power fails.
     PowerCut,
     /// Another program does something.
     Does(Box<dyn FnOnce(&mut State) + Send>),
@@ -56,13 +56,13 @@ pub struct Host {
     state: Mutex<State>,
 }
 
-/// Somebody who is told of a process's end.
+/// Notified of a process's end.
 pub trait Cut: Send + Sync {
     /// The process has ended.
     fn cut(&self);
 }
 
-/// What a machine has.
+/// The state of a machine.
 pub struct State {
     /// Calls so far.
     pub steps: u64,
@@ -82,15 +82,15 @@ pub struct State {
     pub trackers: HashMap<u64, Kernel>,
     /// Replicas that were opened since the last boot, with room to note what the kernel counts.
     pub opened: BTreeSet<String>,
-    /// Who has which replica open.
+    /// Which process has which replica open.
     pub held: HashMap<String, Weak<Held>>,
     /// What other programs wrote to replicas, until the campaign looks.
     pub foreign: Vec<Foreign>,
-    /// Who looks at each step, between calls: writers of live disks.
+    /// Called at each step, between calls: writers of live disks.
     pub dice: Random,
 }
 
-/// What goes wrong.
+/// Planned faults.
 #[derive(Default)]
 struct Faults {
     planned: BTreeMap<u64, Vec<Event>>,
@@ -105,7 +105,7 @@ struct Faults {
 pub struct Foreign {
     /// The replica's name.
     pub name: String,
-    /// Nobody can tell it from own writes.
+    /// It cannot be distinguished from own writes.
     pub blind: bool,
     /// It came long after all that was written before.
     pub late: bool,
@@ -113,13 +113,13 @@ pub struct Foreign {
     pub is_device: bool,
 }
 
-/// Held by whoever has a replica or a source's state open, as the folder's lock is.
+/// Held while a replica or a source's state is open, like the folder's lock.
 pub struct Held {
     process: Arc<Process>,
 }
 
 impl Held {
-    /// Takes the lock of that name; `None` if somebody has it, and lives.
+    /// Takes the lock of that name; `None` if a live process has it.
     pub fn take(process: &Arc<Process>, name: &str) -> Option<Arc<Held>> {
         let mut state = process.host.state();
         let holder = state.held.get(name).and_then(Weak::upgrade);
@@ -147,7 +147,7 @@ impl Process {
         self.alive.load(SeqCst)
     }
 
-    /// Has its end told to somebody.
+    /// Registers a callback for its end.
     pub fn on_end(&self, link: Arc<dyn Cut>) {
         lock(&self.links).push(link);
     }
@@ -168,7 +168,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The error of whatever a process tries that is dead.
+/// The error of all calls of a dead process.
 pub fn dead() -> io::Error {
     io::Error::other("the process was killed")
 }
@@ -195,7 +195,7 @@ impl Host {
         Arc::new(Host { name, scratch: scratch.to_path_buf(), state: Mutex::new(state) })
     }
 
-    /// The machine's state, for who stands outside of it.
+    /// The machine's state, for the campaign.
     pub fn state(&self) -> MutexGuard<'_, State> {
         lock(&self.state)
     }
@@ -214,7 +214,7 @@ impl Host {
         process
     }
 
-    /// A call of a process: what was planned happens first, then `act`, if nothing speaks against it.
+    /// A call of a process: planned events happen first, then `act`, unless they prevent it.
     pub(crate) fn call<T>(
         &self,
         process: &Process,
@@ -256,20 +256,20 @@ impl Host {
         state.cut_power();
     }
 
-    /// Forgets what was planned, and mends what is broken.
+    /// Cancels planned events, and ends lasting faults.
     pub fn heal(&self) {
         let mut state = self.state();
         state.faults = Faults::default();
         state.files.room = state.files.room.filter(|_| state.files.room_stays);
     }
 
-    /// Frees room.
+    /// Frees space.
     pub fn free_room(&self) {
         let mut state = self.state();
         (state.files.room, state.files.room_stays) = (None, false);
     }
 
-    /// Plans an event, so many steps from now.
+    /// Plans an event, this many steps from now.
     pub fn plan(&self, after: u64, event: Event) {
         let mut state = self.state();
         let step = state.steps + after;
@@ -279,31 +279,31 @@ impl Host {
 
 /// Simulated time begins here, in nanoseconds since 1970.
 const BEGAN: i64 = 1_700_000_000_000_000_000;
-/// What a step takes, in nanoseconds: so little that no thread which looks at the clock now and then, in real time, seems to have
+/// The duration of a step, in nanoseconds: so short that no thread that reads the clock from time to time, in real time, seems to have
 /// slept for long.
 const STEP: i64 = 5_000;
 /// What a boot takes, in nanoseconds.
 const BOOT: i64 = 3_000_000_000;
 
 impl State {
-    /// The machine's life, and when it began, in nanoseconds since 1970.
+    /// The boot of the machine, and its time in nanoseconds since 1970.
     pub fn boot(&self) -> (String, u64) {
         (format!("boot {}", self.boot), self.booted)
     }
 
-    /// Lets time pass, in nanoseconds. Nothing else moves the clock but steps, so that a run's times do not depend on the
+    /// Lets time pass, in nanoseconds. Otherwise only steps advance the clock, so that a run's times do not depend on the
     /// real machine's.
     pub fn pass(&mut self, time: i64) {
         self.clock += time;
     }
 
-    /// What time it is: a moment that no change bears, and no other look.
+    /// The time: different from that of every change and of every other call.
     pub fn tick(&mut self) -> i64 {
         self.clock += 1;
         self.clock
     }
 
-    /// A moment so late that neither a kill nor a power cut leaves a doubt whether own writes had ended by then.
+    /// A time so late that own writes have certainly ended, after a kill or a power cut.
     pub(crate) fn later(&mut self) -> i64 {
         self.pass(2 * device::Boot::LATE as i64);
         self.tick()
@@ -348,7 +348,7 @@ impl State {
         Ok(())
     }
 
-    /// Nothing fails for the moment, nor failed a moment ago.
+    /// True if nothing fails now, or failed just before.
     pub(crate) fn is_well(&self) -> bool {
         self.steps > self.faults.broken_until + 60 && self.steps > self.faults.full_until + 60
     }
@@ -358,7 +358,7 @@ impl State {
         self.steps < self.faults.broken_until
     }
 
-    /// Takes so many bytes of what room there is.
+    /// Takes this much of the free space.
     pub(crate) fn take(&mut self, bytes: u64) -> io::Result<()> {
         if bytes > 0 && self.steps < self.faults.full_until {
             return Err(io::Error::from_raw_os_error(ENOSPC));
@@ -366,7 +366,7 @@ impl State {
         self.files.take(bytes)
     }
 
-    /// Ends a process: what it wrote stays.
+    /// Kills a process: what it wrote stays.
     pub fn end(&mut self, process: &Process) {
         for inode in self.files.inodes.values_mut().filter(|inode| inode.is_mapped_by(process.number)) {
             inode.unmap();
@@ -377,7 +377,7 @@ impl State {
     fn cut_power(&mut self) {
         self.is_down = true;
         self.opened.clear();
-        // The kernel's counts begin again, and times may be those of own writes whose note is lost.
+        // The kernel's counts restart, and times may be those of own writes whose note is lost.
         self.foreign.iter_mut().for_each(|foreign| foreign.blind |= foreign.is_device || !foreign.late);
         self.files.inodes.values_mut().for_each(Inode::unmap);
         for process in std::mem::take(&mut self.processes).iter().filter_map(Weak::upgrade) {
@@ -395,7 +395,7 @@ impl State {
         }
     }
 
-    /// Makes a file or device of so many bytes, and returns its inode.
+    /// Creates a file or device of this size, and returns its inode.
     pub fn make(&mut self, len: u64, is_device: bool) -> u64 {
         let time = self.tick();
         self.files.make(len, is_device, time)

@@ -1,4 +1,4 @@
-//! What the kernel's tracker of a live disk knows, as it behaves: a record that outlives processes, writes in flight that are marked
+//! A model of the kernel's tracker of a live disk: a record that outlives processes, writes in flight that are marked
 //! on both sides of a checkpoint, and what a power cut leaves.
 
 use std::collections::BTreeSet;
@@ -16,7 +16,7 @@ const REGION: u64 = 8;
 pub enum Kind {
     /// In memory: a power cut loses it.
     Bpf,
-    /// With a metadata device: regions that were active are marked whole after a power cut.
+    /// With a metadata device: after a power cut active regions are marked as a whole.
     Dm,
 }
 
@@ -37,7 +37,7 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// Begins to follow a disk of so many bytes.
+    /// Starts tracking a disk of this size.
     pub fn new(kind: Kind, size: u64) -> Kernel {
         Kernel {
             kind,
@@ -63,7 +63,7 @@ impl Kernel {
     pub(crate) fn crash(&mut self) {
         self.flying.clear();
         match self.kind {
-            // The tracking is begun again, and its record with it.
+            // Tracking starts again, with a new record.
             Kind::Bpf => *self = Kernel::new(self.kind, self.size),
             Kind::Dm => {
                 let blocks = self.size.div_ceil(BLOCK);
@@ -73,18 +73,18 @@ impl Kernel {
         }
     }
 
-    /// A write is queued: it is marked, and lands later.
+    /// Queues a write: it is marked, and reaches the disk later.
     pub fn begin(&mut self, offset: u64, data: Vec<u8>) {
         self.mark(offset, data.len() as u64);
         self.flying.push((offset, data));
     }
 
-    /// What was queued lands, in the order in which it was begun.
+    /// Queued writes reach the disk, in order.
     pub(crate) fn land(&mut self) -> Vec<(u64, Vec<u8>)> {
         std::mem::take(&mut self.flying)
     }
 
-    /// Regions fall idle: their marks are durable, and the intents go.
+    /// Regions become idle: their marks are durable, and the intents are dropped.
     pub fn idle(&mut self) {
         if self.flying.is_empty() {
             self.intents.clear();
@@ -102,7 +102,7 @@ impl Kernel {
         self.checkpoints
     }
 
-    /// What was frozen is in a history as of an epoch.
+    /// Releases what was frozen: it is in a history as of an epoch.
     pub(crate) fn release(&mut self, epoch: Uuid) {
         self.frozen.clear();
         self.released = Some(epoch);

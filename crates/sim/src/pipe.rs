@@ -1,4 +1,4 @@
-//! Byte streams in memory, between two machines, that are cut where the dice say.
+//! Byte streams in memory, between two machines, that are cut at random.
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
@@ -37,7 +37,7 @@ impl Stream {
     }
 }
 
-/// Both directions of a line.
+/// Both directions of a link.
 struct Line(Arc<Stream>, Arc<Stream>);
 
 impl Cut for Line {

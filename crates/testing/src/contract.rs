@@ -1,4 +1,4 @@
-//! The tests that every disk passes, those that other crates make included.
+//! The tests that every implementation of a disk passes, including those of other crates.
 
 use std::io::ErrorKind;
 use std::ops::Range;
@@ -79,13 +79,13 @@ fn holes(disk: &dyn Disk, model: &[u8]) {
     assert!(model[from as usize..].iter().all(|b| *b == 0), "data in the last hole");
 }
 
-/// Threads with queues of their own, whose parts meet within a sector.
+/// Threads with their own queues, whose parts meet within a sector.
 fn together(disk: Arc<dyn Disk>, seed: u64) {
     let len = disk.len();
     std::thread::scope(|scope| {
         for n in 0..4 {
             let disk = &disk;
-            // Boundaries that are no multiple of anything.
+            // Unaligned boundaries.
             let edge = |n: u64| if n == 4 { len } else { n * (len / 4) + n * 77 };
             scope.spawn(move || {
                 let mut part = Region::new(disk, edge(n)..edge(n + 1), seed ^ n);
@@ -148,7 +148,7 @@ impl<'a> Region<'a> {
         &mut self.model[start..start + piece.len as usize]
     }
 
-    /// A range of any size, with a liking for pages, sectors and the ends.
+    /// A range of any size, with a preference for pages, sectors and the ends.
     fn piece(&mut self) -> Piece {
         let all = self.range.end - self.range.start;
         let unit = [1, 512, 4096, 4096][self.dice.below(4) as usize];

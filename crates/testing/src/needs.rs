@@ -1,4 +1,4 @@
-//! What a test needs of the machine, and what is said where that is missing.
+//! Requirements of tests, and how missing ones are reported.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -58,7 +58,7 @@ pub fn need_root(what: &str) -> bool {
     root
 }
 
-/// Where a program lies: in `PATH`, or in the folders of root's PATH, where Debian keeps mkfs and sshd.
+/// The path of a program: in `PATH`, or in the folders of root's PATH, where Debian keeps mkfs and sshd.
 pub fn find(program: &str) -> Option<PathBuf> {
     search_path().iter().map(|folder| folder.join(program)).find(|path| path.is_file())
 }

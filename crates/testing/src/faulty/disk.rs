@@ -74,17 +74,17 @@ impl FaultyDisk {
         lock(&self.core.faults).room = Some(bytes);
     }
 
-    /// Queues made from now on hand completions back in an order that the dice choose.
+    /// Queues created from now on return completions in random order.
     pub fn shuffle_completions(&self, seed: u64) {
         lock(&self.core.faults).shuffle = Some(seed);
     }
 
-    /// Takes back all that was told to fail.
+    /// Cancels all faults.
     pub fn heal(&self) {
         *lock(&self.core.faults) = Faults::default();
     }
 
-    /// One change of a range, once its delay has passed, if nothing speaks against it. `written` are the bytes that take
+    /// One change of a range, after its delay, unless a fault prevents it. `written` are the bytes that take
     /// space: none for a zeroing.
     fn change(
         &self,

@@ -21,7 +21,7 @@ use crate::Random;
 /// A new file's name is durable only once the folder is synced, and a file's sync does nothing for it: less than most file
 /// systems promise, and all that POSIX does. [`FaultyFolder::syncing_links`] is the friendlier kind.
 ///
-/// What is done to the folder behind its back goes unnoticed. Syncs don't reach the real disk, so runs are fast.
+/// Changes made to the folder by other means go unnoticed. Syncs do not reach the real disk, so runs are fast.
 #[derive(Clone)]
 pub struct FaultyFolder {
     power: Power,
@@ -162,7 +162,7 @@ impl FaultyFolder {
         })
     }
 
-    /// Has room again.
+    /// Removes the limit.
     pub fn heal(&self) {
         lock(&self.core.entries).room = None;
     }
@@ -394,7 +394,7 @@ impl StateFile for FaultyFile {
         let _look = self.power.look()?;
         let state = &mut *lock(&self.content.state);
         if lock(&self.core.entries).room.is_some() && self.content.used.load(SeqCst) < len {
-            // The real thing would be killed by SIGBUS, at some store or other.
+            // A real process would be killed by SIGBUS at some store.
             return Err(io::Error::other(
                 "a mapping of space that is not reserved, in a folder that may run full",
             ));

@@ -1,6 +1,6 @@
 //! Disks and folders that fail when a test says so.
 //!
-//! All that a program writes goes through disks and folders. Those of one [`Power`] count each write, flush, rename and so on
+//! Everything a program writes goes through disks and folders. Those of one [`Power`] count each write, flush, rename and so on
 //! as a step; a test counts the steps of a run, and then runs it again with the power cut at each of them. What is left is what
 //! the program must make sense of when it opens it again.
 //!
@@ -43,7 +43,7 @@ pub enum Keep {
     KeepAll,
     /// Nothing.
     LoseUnsynced,
-    /// Each sector, each length and each rename, creation or removal as the dice fall.
+    /// Each sector, each length and each rename, creation or removal at random.
     Random,
 }
 
@@ -183,7 +183,7 @@ impl Power {
         Err(cut_error())
     }
 
-    /// Begins what changes nothing, so is no step.
+    /// Begins an operation that changes nothing, and is not a step.
     fn look(&self) -> io::Result<RwLockReadGuard<'_, ()>> {
         let under_way = self.0.gate.read().unwrap_or_else(PoisonError::into_inner);
         if self.is_cut() { Err(cut_error()) } else { Ok(under_way) }
@@ -202,7 +202,7 @@ impl std::fmt::Debug for Power {
     }
 }
 
-/// The unit that a disk writes whole.
+/// The unit that a disk writes atomically.
 const SECTOR: u64 = 512;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
