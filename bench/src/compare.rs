@@ -1,4 +1,4 @@
-//! Bringing an older copy up to date where nobody wrote down what changed: dsync's digests beside the time that reading both
+//! Bringing an older copy up to date without a record of the changes: dsync's digests beside the time that reading both
 //! sides takes, and beside tools that look for changes too.
 
 use std::collections::BTreeMap;

@@ -45,7 +45,7 @@ pub(crate) fn read_list(path: &Path) -> Result<Vec<u64>> {
         let digits = line.iter().try_fold(0u64, |number, &byte| {
             byte.is_ascii_digit().then(|| number * 10 + u64::from(byte - b'0'))
         });
-        blocks.push(digits.with_context(|| format!("{}: a line is no number", path.display()))?);
+        blocks.push(digits.with_context(|| format!("{}: a line is not a number", path.display()))?);
     }
     blocks.sort_unstable();
     Ok(blocks)

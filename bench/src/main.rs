@@ -154,7 +154,8 @@ fn bytes(text: &str) -> Result<u64, String> {
         Some((at, 'G' | 'g')) => (&text[..at], 30),
         _ => (text, 0),
     };
-    let number: u64 = number.parse().map_err(|_| format!("\"{text}\" is no size: write 4096, 256M or 4G"))?;
+    let number: u64 =
+        number.parse().map_err(|_| format!("invalid size \"{text}\": use a form like 4096, 256M or 4G"))?;
     number
         .checked_shl(shift)
         .filter(|&bytes| bytes >> shift == number && bytes > 0)

@@ -473,7 +473,7 @@ fn listen(dsync: &Dsync, far: &Dsync, place: &Path, report: &mut Report) -> Opti
         let until = Instant::now() + Duration::from_secs(10);
         while std::net::TcpStream::connect(("127.0.0.1", port)).is_err() {
             listener.check()?;
-            ensure!(Instant::now() < until, "nobody listens");
+            ensure!(Instant::now() < until, "no listener came up");
             std::thread::sleep(Duration::from_millis(10));
         }
         Ok((listener, port))

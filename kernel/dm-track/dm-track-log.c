@@ -515,8 +515,8 @@ static int log_idle_batch(struct track_log *log, unsigned int count)
 		clear_bit(log->batch[i], log->maps.open);
 	WRITE_ONCE(log->active_regions, log->active_regions - count);
 	/*
-	 * Whoever found a region open has marked its blocks once this returns;
-	 * whoever looks from now on waits. So the bits below are complete.
+	 * A write that found a region open has marked its blocks once this returns;
+	 * one that looks from now on waits. So the bits below are complete.
 	 */
 	synchronize_rcu_expedited();
 	err = log_write_regions(log, log->active, log->batch, count);
@@ -533,7 +533,7 @@ static int log_idle_batch(struct track_log *log, unsigned int count)
 }
 
 /*
- * Idle regions that nobody has written to since the last tick, or, to stop, all.
+ * Idle regions that were not written to since the last tick, or, to stop, all.
  * True if there may be more.
  */
 static bool log_idle(struct track_log *log, bool all)

@@ -120,7 +120,7 @@ int track_record_init(struct track_record *r, struct track_maps *maps)
 		if (err)
 			return err;
 	}
-	/* Nobody knows what was written before. */
+	/* What was written before is not known. */
 	r->epochs[1].number = 1;
 	r->epochs[1].lost = true;
 	RCU_INIT_POINTER(r->active, &r->epochs[1]);
@@ -177,7 +177,7 @@ static void track_record_swap(struct track_record *r)
 	mutex_unlock(&r->lock);
 
 	/*
-	 * Whoever still saw the old epoch has taken its reference and marked its
+	 * A write that still saw the old epoch has taken its reference and marked its
 	 * blocks once this returns: track_mark() does both in one RCU section.
 	 * Only then may the first reference go. Expedited, since a file system
 	 * may be frozen meanwhile.
@@ -263,14 +263,14 @@ static void track_record_drop(struct track_record *r)
 	r->frozen = NULL;
 	mutex_unlock(&r->lock);
 
-	/* Nobody sees @e from here on: /proc looks at it under the lock only. */
+	/* @e is unreachable from here on: /proc reads it under the lock only. */
 	for (at = 0; at < bytes && atomic64_read(&e->dirty); at += SZ_1M) {
 		memset((char *)e->bits + at, 0, min_t(u64, SZ_1M, bytes - at));
 		cond_resched();
 	}
 	atomic64_set(&e->dirty, 0);
 	e->ready = false;
-	/* Drained, so the count is zero and nobody completes it meanwhile. */
+	/* Drained, so the count is zero and nothing completes it meanwhile. */
 	reinit_completion(&e->drained);
 	percpu_ref_reinit(&e->writes);
 }

@@ -35,7 +35,7 @@ static DEFINE_MUTEX(records_lock);
  *
  * Marked before the data is submitted, so that whatever a reader of the device
  * can see is marked. All happens in one RCU section, for two who wait for its
- * end: a checkpoint, after which nobody marks the old epoch or takes its
+ * end: a checkpoint, after which no write marks the old epoch or takes its
  * reference (track_record_swap()), and a region that goes idle, after which
  * nobody marks its blocks (log_idle_batch()). The active epoch's count cannot be
  * zero here: its first reference goes only after such a wait.
@@ -210,7 +210,7 @@ static int track_record_join(struct dm_target *ti, struct track_record *r,
 	else if (r->log && args->region_sectors != track_log_region_sectors(r->log))
 		ti->error = "a record cannot change its region size";
 	else if (ti->len < r->sectors)
-		ti->error = "a record cannot shrink; remove the device and make it anew";
+		ti->error = "a record cannot shrink; remove the device and create it again";
 	if (ti->error)
 		return -EINVAL;
 	r->refs++;

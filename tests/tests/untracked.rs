@@ -103,7 +103,7 @@ fn digests_spare_reading_the_replica() {
     let mut scene = Scene::new("digests", 32 * MIB);
     // The seed makes them, every later sync keeps them.
     let summary = scene.sync(&["--digests"]).ok().summary();
-    assert!(text(&summary, "digests").starts_with("made anew"), "{summary}");
+    assert!(text(&summary, "digests").starts_with("created"), "{summary}");
     let file = scene.site.path("replica/.vm.raw.dsync/digests");
     assert!(file.exists());
     for options in
@@ -171,7 +171,7 @@ fn stale_digests_are_never_used() {
             }
         }
         let summary = scene.sync(&options).ok().summary();
-        assert!(text(&summary, "digests").starts_with("made anew: "), "{what}: {summary}");
+        assert!(text(&summary, "digests").starts_with("created: "), "{what}: {summary}");
         assert_eq!(number(&summary, "blocks_changed"), 1, "{what}: {summary}");
         scene.equal();
     }
@@ -199,7 +199,7 @@ fn digests_of_a_sync_that_was_cut_off_are_not_used() {
     process.kill();
     assert_eq!(image::fingerprint(&scene.replica), before, "nothing is merged yet");
     let summary = scene.sync(&["--method", "compare", "--digests"]).ok().summary();
-    assert!(text(&summary, "digests").starts_with("made anew: "), "{summary}");
+    assert!(text(&summary, "digests").starts_with("created: "), "{summary}");
     scene.equal();
 }
 

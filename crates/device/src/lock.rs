@@ -1,8 +1,8 @@
 //! Locks on images. They are those of QEMU, so that each refuses the other.
 //!
 //! QEMU locks single bytes far below any data's meaning, always shared: byte 100+n says "I use permission n", byte 200+n
-//! says "I do not share permission n". After locking its own it asks, for each permission it uses, whether anybody
-//! doesn't share it, and for each it doesn't share, whether anybody uses it. The locks belong to the open file description.
+//! says "I do not share permission n". After locking its own it checks, for each permission it uses, whether another program
+//! does not share it, and for each it does not share, whether another program uses it. The locks belong to the open file description.
 
 use std::fs::File;
 use std::io;

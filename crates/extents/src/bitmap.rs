@@ -22,7 +22,7 @@ pub(crate) const GROUP_BLOCKS: u64 = 64 * GROUP_WORDS as u64;
 ///
 /// **Order.** A leaf is never set before its group's summary bit. So a set leaf can always be found through the summary:
 ///
-/// - by other threads, whatever they see first: the leaf is set with release order after the summary bit, and whoever finds
+/// - by other threads, whatever they see first: the leaf is set with release order after the summary bit, and a thread that finds
 ///   the leaf set already has read it with acquire order, so the summary bit is visible to it too, and to every thread that
 ///   sees what it does next;
 /// - by the next process, when this one was killed between the two: memory shared with a file keeps both or the summary
@@ -232,7 +232,7 @@ impl<S: Deref<Target = [AtomicU64]>> Bitmap<S> {
         });
     }
 
-    /// Clears every bit that `other` has set. Only for bitmaps that nobody else sets meanwhile.
+    /// Clears every bit that `other` has set. Only while no other thread sets bits.
     pub fn subtract<T: Deref<Target = [AtomicU64]>>(&self, other: &Bitmap<T>) {
         let mut last = None;
         self.each_word_of(other, |word, bits| {

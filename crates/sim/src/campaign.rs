@@ -1,4 +1,4 @@
-//! A run: rounds of writing, doing something, and whatever goes wrong meanwhile; and what must hold after each.
+//! A run: rounds of writing and commands with faults, and the conditions that must hold after each.
 
 use std::panic::AssertUnwindSafe;
 use std::path::Path;
@@ -15,12 +15,12 @@ use crate::inode::content_of;
 use crate::kernel::BLOCK;
 use crate::world::{Cuts, DISK, IMAGES, SPARE, World};
 
-/// A run that failed: what is wrong, and what led to it.
+/// A failed run: what is wrong, and its steps.
 #[derive(Debug)]
 pub struct Failure {
     /// The run's seed.
     pub seed: u64,
-    /// What it was about.
+    /// Its cell.
     pub cell: String,
     /// What is wrong.
     pub why: String,
@@ -94,7 +94,7 @@ struct Run {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Shrunk {
     No,
-    /// And nobody has agreed to that.
+    /// No command with consent to that has succeeded.
     Unasked,
     /// And somebody may have agreed to that: a command that was allowed to read it failed.
     Perhaps,
@@ -131,7 +131,7 @@ impl Run {
         self.converge()
     }
 
-    /// Something is done to the source, then something with it, and meanwhile something may go wrong.
+    /// One round: a change of the source, then a command, with faults meanwhile.
     fn round(&mut self, which: usize, first: bool) -> Checked {
         self.world.use_state_of(which);
         self.prepare()?;
@@ -169,7 +169,7 @@ impl Run {
         self.shrunk = match &result {
             Ok(_) if verb == Verb::Verify && self.shrunk != Shrunk::No => Shrunk::Perhaps,
             Ok(_) => Shrunk::No,
-            // What came to nothing has agreed to nothing: an epoch does that.
+            // A failed command has not agreed: only an epoch records consent.
             Err(_) if self.history_len() == history => self.shrunk,
             Err(_) if self.world.allow_shrink => Shrunk::Perhaps,
             Err(_) => self.shrunk,
@@ -189,7 +189,7 @@ impl Run {
             self.world.replicas[which].noticed |= told && faultless && self.has_room();
         }
         if let (Err(error), Some(before)) = (&result, before) {
-            // What passes over a live disk brought is kept.
+            // What passes over a live disk sent is kept.
             let why = error.to_string();
             let passes = why.contains("is being written to") || why.contains("has ended an epoch");
             let passes = passes || self.world.replicas[which].touched;
@@ -208,7 +208,7 @@ impl Run {
         self.check(which, from, &result)
     }
 
-    /// There is room to write down what was noticed.
+    /// There is space to record what was noticed.
     fn has_room(&self) -> bool {
         self.world.far.state().files.room.is_none()
     }
@@ -256,7 +256,7 @@ impl Run {
             self.world.allow_shrink = true;
             served = self.world.serve();
         }
-        // Who serves it goes on with the smaller disk at once.
+        // A server continues with the smaller disk at once.
         (self.shrunk, self.known_size) = (Shrunk::No, Some(self.world.size()));
         served.map_err(|error| format!("no server starts: {error}"))
     }
@@ -267,18 +267,18 @@ impl Run {
         match self.shrunk {
             Shrunk::No if refused => Err("what was agreed to, or did not shrink, is asked for again".into()),
             Shrunk::Unasked if result.is_ok() && !self.world.allow_shrink => {
-                Err("nobody agreed to a smaller source".into())
+                Err("a smaller source was accepted without consent".into())
             }
             _ => Ok(()),
         }
     }
 
-    /// Somebody writes to an image that nobody serves.
+    /// Another program writes to an image that is not served.
     fn tamper_source(&mut self) {
         let len = self.world.size();
         let offset = self.world.dice.below(len / 512) * 512;
         let byte = self.world.dice.bits() as u8;
-        self.world.tell(format!("somebody writes byte {byte} to the source at {offset}"));
+        self.world.tell(format!("another program writes byte {byte} to the source at {offset}"));
         {
             let disk = self.world.disk();
             let mut state = self.world.near.state();
@@ -385,14 +385,14 @@ impl Run {
         self.resize_to(wanted);
     }
 
-    /// The source gets another size while nobody serves it.
+    /// The source is resized while it is not served.
     fn resize_to(&mut self, wanted: u64) {
         if self.world.stop(true).is_err() {
             return;
         }
         self.world.moment();
         let len = self.world.size();
-        // A device at the other end has only so much room.
+        // A device at the other end has a fixed size.
         let most =
             self.world.replicas.iter().enumerate().filter(|_| self.world.cell.target == Target::Device);
         let most = most.filter_map(|(which, _)| self.world.raw_size(which)).min();
@@ -440,7 +440,7 @@ impl Run {
         Ok(())
     }
 
-    /// What others do between rounds.
+    /// Actions of other programs between rounds.
     fn others(&mut self, which: usize) {
         if self.world.dice.one_in(4) {
             self.backups.extend(self.world.raw(which));
@@ -473,7 +473,7 @@ impl Run {
         self.world.far.state().foreign_write(&name, offset, &[byte; 512], true);
         self.world.bury();
         if self.world.dice.one_in(2) {
-            // A host that is rebooted has seen nothing.
+            // A rebooted host has not seen the write.
             self.world.tell("the replica's machine is switched off and on");
             self.world.far.restart();
             self.world.bury();
@@ -500,7 +500,7 @@ impl Run {
         self.world.replicas[which].touched = true;
     }
 
-    /// A byte of the source's history rots.
+    /// A byte of the source's history is corrupted.
     fn rot(&mut self) {
         if self.world.server.is_some() {
             return;
@@ -540,7 +540,7 @@ impl Run {
         }
     }
 
-    /// What goes wrong while the source is written to.
+    /// Faults while the source is written to.
     fn plan_fault_of_writer(&mut self) {
         if self.faults == 0 || self.world.server.is_none() || !self.world.dice.one_in(4) {
             return;
@@ -556,7 +556,7 @@ impl Run {
         self.world.tell(format!("planned: {what} at near, {at} steps on"));
     }
 
-    /// What goes wrong in this round.
+    /// Faults of this round.
     fn plan_faults(&mut self, which: usize, verb: Verb) -> (Cuts, bool) {
         let faults = if self.world.dice.one_in(3) { 0 } else { self.world.dice.below(self.faults + 1) };
         let mut cuts = Cuts::NEVER;
@@ -601,7 +601,7 @@ impl Run {
         (cuts, faults == 0)
     }
 
-    /// A file system has only so much room left, in this round or to the end.
+    /// A file system runs out of space, in this round or to the end.
     fn limit_room(&mut self) {
         let size = self.world.size();
         let dice = &mut self.world.dice;
@@ -618,21 +618,21 @@ impl Run {
         self.table.note(format!("room is short {how_long}"));
     }
 
-    /// Somebody writes to the replica while it is worked on, or has just been.
+    /// Another program writes to the replica during a command, or just after.
     fn plan_tampering(&mut self, which: usize) {
         let Some(size) = self.world.raw_size(which).filter(|size| *size >= 512) else { return };
         let dice = &mut self.world.dice;
         let (at, late) = (dice.within(1..self.last_steps.max(20)), dice.one_in(2));
         let offset = dice.below(size / 512) * 512;
         let name = self.world.replicas[which].name.clone();
-        self.world.tell(format!("planned: somebody writes to {name} at {offset}, {at} steps on"));
+        self.world.tell(format!("planned: another program writes to {name} at {offset}, {at} steps on"));
         self.world.replicas[which].meanwhile = true;
         let act =
             move |state: &mut crate::host::State| state.foreign_write(&name, offset, &[0xEE; 512], late);
         self.world.far.plan(at, Event::Does(Box::new(act)));
     }
 
-    /// Writers of a live disk go on while it is read.
+    /// Writers of a live disk continue while it is read.
     fn plan_writes(&mut self) {
         if self.world.dice.one_in(2) {
             return;
@@ -751,7 +751,7 @@ impl Run {
         Ok(one)
     }
 
-    /// What a sync that ended well says of a replica.
+    /// What a successful sync reports of a replica.
     fn synced(&mut self, which: usize, summary: &sync::Summary) -> String {
         let known = &mut self.world.replicas[which];
         if summary.trust != "tracked" && summary.trust != "seeded" && !summary.trust.starts_with("fuzzy") {
@@ -870,7 +870,7 @@ impl Run {
         Ok(format!("{} extents differ, trust {}", verified.differing.extents, verified.trust))
     }
 
-    /// What of a replica a refusal must leave alone; `None` where something is still to be recovered.
+    /// The part of a replica that a refusal must not change; `None` if something must still be recovered.
     fn digest(&self, which: usize) -> Option<Digest> {
         let folder = self.world.far.state().files.snapshot(&self.world.folder_of(which));
         let known = &self.world.replicas[which];
@@ -884,7 +884,7 @@ impl Run {
         Some((self.world.raw(which).map(|raw| content_of(&raw).0), lineage.collect()))
     }
 
-    /// What a replica says of itself, and what it holds.
+    /// A replica's status and content.
     fn check(&mut self, which: usize, from: usize, result: &Result<String, SyncError>) -> Checked {
         let known = self.world.replicas[which].clone();
         let (status, content) = match self.world.recover(which) {
@@ -935,8 +935,8 @@ impl Run {
         }
     }
 
-    /// A replica that says that it is whole holds a moment of the source: none before the one that it held, the one that its epoch
-    /// is bound to, and after a sync that ended well none from before that sync.
+    /// A replica that claims to be complete holds a state of the source: none before the previous one, the one that its epoch
+    /// is bound to, and after a successful sync none from before that sync.
     fn check_moment(
         &mut self,
         which: usize,
@@ -949,7 +949,7 @@ impl Run {
         let mut moments = lock(&self.world.moments);
         let content = content_of(held);
         let Some(place) = moments.last(&content) else {
-            return Err(format!("{} says that it is whole, and is no moment of the source", known.name));
+            return Err(format!("{} claims to be complete, and is not a state of the source", known.name));
         };
         if place < known.at {
             return Err(format!("{} went back, from moment {} to {place}", known.name, known.at));
@@ -1006,7 +1006,7 @@ impl Run {
         for _ in 0..4 {
             self.world.tell("at last, extract | merge");
             self.world.allow_shrink = last.contains("--allow-shrink");
-            // A first copy that did not arrive is asked for once more, as a whole.
+            // A first copy that did not arrive is requested once more, as a whole.
             let whole = last.contains("is incomplete") || last.contains("does not exist");
             let piped = self
                 .world
@@ -1022,7 +1022,7 @@ impl Run {
                 {
                     return Ok(());
                 }
-                Ok(merged) => last = format!("it stands at epoch {}, and is not the source", merged.epoch),
+                Ok(merged) => last = format!("it is at epoch {}, and differs from the source", merged.epoch),
                 Err(SyncError::Source(source::SourceError::Lost { .. })) => return Ok(()),
                 Err(error) => last = error.to_string(),
             }

@@ -95,7 +95,7 @@ impl ReplicaDigests {
                 file.wrote(0, header.size_after, None)?;
             }
             *slot = Some(file);
-            Ok((false, format!("made anew: {why}")))
+            Ok((false, format!("created: {why}")))
         })();
         (self.good, self.told) = begun.map_err(SyncError::io("write the digest file"))?;
         Ok(())
