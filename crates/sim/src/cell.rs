@@ -32,7 +32,7 @@ impl Origin {
     }
 }
 
-/// Where the replica lies.
+/// Where the replica is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Target {
     /// In a file.
@@ -46,7 +46,7 @@ pub enum Target {
 pub enum Way {
     /// In one process.
     Local,
-    /// Over a line to another machine.
+    /// Over a link to another machine.
     Far,
 }
 
@@ -80,11 +80,11 @@ pub enum Change {
     Grown,
     /// It shrinks.
     Shrunk,
-    /// Parts are given back.
+    /// Parts are trimmed.
     Trimmed,
 }
 
-/// How a replica steps.
+/// How a replica commits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Commit {
     /// Through the journal.
@@ -110,11 +110,11 @@ impl From<Commit> for sync::Commit {
 pub struct Cell {
     /// What is followed.
     pub origin: Origin,
-    /// Where the replica lies.
+    /// Where the replica is stored.
     pub target: Target,
     /// How they reach each other.
     pub way: Way,
-    /// How the replica steps.
+    /// How the replica commits.
     pub commit: Commit,
 }
 
