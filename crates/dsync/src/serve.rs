@@ -105,7 +105,7 @@ fn open_view(source: &Arc<Source>, name: &str, private: &str) -> Result<Export, 
 }
 
 const BITMAP: &str = "qemu:dirty-bitmap:";
-/// The dirty bitmap of a disk in use: what was written since the last checkpoint of any reader. Views have the named checkpoints instead.
+/// The dirty bitmap of a disk in use: the writes since the last checkpoint of any reader. Views have named checkpoints instead.
 const DIRTY: &str = "qemu:dirty-bitmap:dsync";
 
 /// What was written since the last checkpoint.

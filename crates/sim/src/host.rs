@@ -279,7 +279,7 @@ impl Host {
 
 /// Simulated time begins here, in nanoseconds since 1970.
 const BEGAN: i64 = 1_700_000_000_000_000_000;
-/// The duration of a step, in nanoseconds: so short that no thread that reads the clock from time to time, in real time, seems to have
+/// The duration of a step, in nanoseconds: so short that a thread that reads the clock now and then, in real time, never seems to have
 /// slept for long.
 const STEP: i64 = 5_000;
 /// What a boot takes, in nanoseconds.

@@ -1,7 +1,7 @@
 //! Batches: parts of an epoch, one after the other, each with the view of its end.
 //!
-//! Nothing of them is durable at the source, where the epoch's record has the same bits: a replica that cannot continue from a batch continues
-//! from the epoch, at the cost of a little more data.
+//! They are not durable at the source, where the epoch's record has the same bits: a replica that cannot continue from a batch
+//! continues from the epoch, at the cost of a little more data.
 
 use std::sync::Arc;
 

@@ -317,7 +317,7 @@ impl History {
         Ok(())
     }
 
-    /// Adds to `into` the blocks below the last position that a replica with these positions lacks, and returns the chain of epochs it may be at:
+    /// Adds to `into` the blocks below the last position that a replica with these positions lacks. Returns the epochs it may be at:
     /// from the oldest position to the last epoch. Blocks of `into` have `block_size` bytes and cover the source as it is.
     ///
     /// # Errors

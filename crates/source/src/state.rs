@@ -54,7 +54,7 @@ struct Known {
     mark: Option<String>,
 }
 
-/// The birth time of a file, which no other file with the same inode has; the identifier of the disk behind a device, whatever the kernel
+/// The birth time of a file, which no other file with the same inode has; the identifier of the disk behind a device, however the kernel
 /// calls it. `None` if there is none.
 fn mark(identity: &Identity) -> Option<String> {
     if identity.is_block() {

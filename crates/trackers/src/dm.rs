@@ -27,7 +27,7 @@ pub fn path(name: &str) -> PathBuf {
 }
 
 /// Maps `device` through dm-track as `/dev/mapper/NAME`, in blocks of `block_size` bytes, or of 4 KiB and more for disks
-/// above 4 TiB, with its metadata on the device `meta` if there is one. What is written to `device` itself from now on is not recorded: use the mapped one.
+/// above 4 TiB, with its metadata on the device `meta` if there is one. Writes to `device` itself are not recorded from now on.
 ///
 /// # Errors
 /// `Unable` without the module or `dmsetup`, `Refused` where the device is in use or the name is taken.

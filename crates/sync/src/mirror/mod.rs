@@ -209,7 +209,7 @@ impl Mirror<'_> {
     }
 }
 
-/// True for errors that another attempt cannot fix: another source, another replica, a source that shrank. What is merely in use may be free
+/// True if another attempt cannot help: another source, another replica, a source that shrank. What is merely in use may be free
 /// soon: the far side of a broken link releases the replica when it notices.
 fn is_final(error: &SyncError) -> bool {
     match error {
