@@ -6,6 +6,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use crate::error::DeviceError;
 use crate::identity::sysfs;
@@ -287,14 +288,25 @@ fn loop_over(is_it: impl Fn(&std::fs::Metadata) -> bool) -> Option<String> {
     })
 }
 
+/// How long a killed process may take to let go of a device: the kernel closes the files of its io_uring after it is gone.
+const LETS_GO: Duration = Duration::from_secs(2);
+
 fn opened_exclusively(path: &Path) -> Option<String> {
-    let error =
-        OpenOptions::new().read(true).custom_flags(libc::O_EXCL | libc::O_NONBLOCK).open(path).err()?;
-    if error.raw_os_error() != Some(libc::EBUSY) {
-        return None;
+    let until = Instant::now() + LETS_GO;
+    loop {
+        let error =
+            OpenOptions::new().read(true).custom_flags(libc::O_EXCL | libc::O_NONBLOCK).open(path).err()?;
+        if error.raw_os_error() != Some(libc::EBUSY) {
+            return None;
+        }
+        if let Some(who) = File::open(path).ok().and_then(|file| openers(&file)) {
+            return Some(format!("opened by {who}"));
+        }
+        if Instant::now() >= until {
+            return Some("opened exclusively by another program".into());
+        }
+        std::thread::sleep(Duration::from_millis(20));
     }
-    let who = File::open(path).ok().and_then(|file| openers(&file));
-    Some(who.map_or("opened exclusively by another program".to_string(), |who| format!("opened by {who}")))
 }
 
 /// The programs that have the same file or device open, as far as we may see. Slow: for messages only.
