@@ -288,11 +288,10 @@ impl Replica {
         }
         if self.destination().is_device() {
             let note = note::read(self.state());
-            let noted = note.is_some();
             let foreign =
                 note::foreign_to_device(&self.destination().boot(), note, self.lineage().stamp.as_ref(), now);
-            if noted && foreign.is_none() {
-                // From here on a bound is not enough.
+            if foreign.is_none() {
+                // From here on a bound is not enough. A power cut may have taken the note of a first copy, which has no other.
                 let _ = self.write_note(Some(now.clone().glance()));
             }
             return foreign;
