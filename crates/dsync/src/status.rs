@@ -40,6 +40,8 @@ struct Lacking {
     blocks: Option<u64>,
     /// Why that is not known.
     why: Option<String>,
+    /// Bytes that could not be read at its last sync: the next one sends them.
+    unread: u64,
     /// It will be compared: what changed between its epoch and the last one is not known.
     compared: bool,
 }
@@ -123,7 +125,15 @@ fn source_status(place: &Path, about: About, output: &Output) -> Result<()> {
             (Ok(_), Some(why)) => (None, Some(why.clone()), false),
             (Ok(_), None) => (Some(lacking.count()), None, false),
         };
-        Lacking { replica, epoch: bookmark.epoch.number, time: bookmark.time, blocks, why, compared }
+        Lacking {
+            replica,
+            epoch: bookmark.epoch.number,
+            time: bookmark.time,
+            blocks,
+            why,
+            unread: bookmark.unread,
+            compared,
+        }
     };
     let bookmarks = Bookmarks::read(&folder)?;
     let checkpoints = checkpoint::listed(&history, &bookmarks, block_size);
@@ -251,8 +261,12 @@ fn say(status: &SourceStatus, output: &Output) {
                 format!("later writes are not known: {}", why.as_deref().unwrap_or("nothing records them"))
             }
         };
+        let unread = match replica.unread {
+            0 => String::new(),
+            bytes => format!(", but for {} that could not be read", units::size(bytes)),
+        };
         output.say(&format!(
-            "  {} at epoch {}, up to date as of {}; {lacks}",
+            "  {} at epoch {}, up to date as of {}{unread}; {lacks}",
             replica.replica,
             replica.epoch,
             device::moment(replica.time)

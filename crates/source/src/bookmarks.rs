@@ -25,6 +25,13 @@ pub struct Bookmark {
     pub epoch: Epoch,
     /// When that was, in seconds since 1970.
     pub time: u64,
+    /// Bytes of a replica that could not be read here for that epoch.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub unread: u64,
+}
+
+fn is_zero(number: &u64) -> bool {
+    *number == 0
 }
 
 /// The bookmarks of a source, by the name of the replica or the checkpoint.
@@ -61,11 +68,16 @@ impl Bookmarks {
     }
 
     /// Moves a bookmark; durable on return.
-    pub(crate) fn set(folder: &dyn Folder, name: &str, epoch: Epoch) -> Result<Bookmarks, SourceError> {
+    pub(crate) fn set(
+        folder: &dyn Folder,
+        name: &str,
+        epoch: Epoch,
+        unread: u64,
+    ) -> Result<Bookmarks, SourceError> {
         let mut bookmarks = Self::read(folder)?;
         let time =
             std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs());
-        bookmarks.0.insert(name.to_owned(), Bookmark { epoch, time });
+        bookmarks.0.insert(name.to_owned(), Bookmark { epoch, time, unread });
         crate::json::write_json(folder, NAME, &bookmarks)?;
         Ok(bookmarks)
     }

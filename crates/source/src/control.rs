@@ -43,7 +43,12 @@ enum Request {
     /// What was written since the last checkpoint.
     Dirty,
     /// A replica is at this epoch now.
-    Acknowledge { replica: String, epoch: Epoch },
+    Acknowledge {
+        replica: String,
+        epoch: Epoch,
+        #[serde(default)]
+        unread: u64,
+    },
     /// Set a named checkpoint, at the present or at an epoch.
     NameCheckpoint { name: String, at: Option<Epoch> },
     /// Remove a bookmark.
@@ -324,8 +329,8 @@ fn answer(
             source.dirty().encode(&mut blob);
             return send(socket, &Response::Dirty, &blob, &[]).map(Ok);
         }
-        Request::Acknowledge { replica, epoch } => {
-            return answer_with(socket, source.acknowledge(&replica, epoch).map(|()| Response::Done));
+        Request::Acknowledge { replica, epoch, unread } => {
+            return answer_with(socket, source.acknowledge(&replica, epoch, unread).map(|()| Response::Done));
         }
         Request::NameCheckpoint { name, at } => {
             let named = source.name_checkpoint(&name, at);
@@ -523,8 +528,8 @@ impl Client {
     }
 
     /// Reports the epoch of a replica.
-    pub(crate) fn acknowledge(&self, replica: &str, epoch: Epoch) -> Result<(), SourceError> {
-        self.ask(&Request::Acknowledge { replica: replica.to_owned(), epoch }).map(|_| ())
+    pub(crate) fn acknowledge(&self, replica: &str, epoch: Epoch, unread: u64) -> Result<(), SourceError> {
+        self.ask(&Request::Acknowledge { replica: replica.to_owned(), epoch, unread }).map(|_| ())
     }
 
     /// Sets a named checkpoint.

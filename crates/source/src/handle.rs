@@ -299,11 +299,11 @@ impl Handle {
     }
 
     /// Records the epoch at which a replica is now.
-    pub fn acknowledge(&self, replica: &str, epoch: Epoch) -> Result<(), SourceError> {
+    pub fn acknowledge(&self, replica: &str, epoch: Epoch, unread: u64) -> Result<(), SourceError> {
         match &self.holder {
-            Holder::Here(source) => source.acknowledge(replica, epoch),
-            Holder::Live(live) => live.acknowledge(replica, epoch),
-            Holder::Server(client, _) => client.acknowledge(replica, epoch),
+            Holder::Here(source) => source.acknowledge(replica, epoch, unread),
+            Holder::Live(live) => live.acknowledge(replica, epoch, unread),
+            Holder::Server(client, _) => client.acknowledge(replica, epoch, unread),
         }
     }
 

@@ -494,9 +494,9 @@ impl Live {
     }
 
     /// Records the epoch of a replica, and tidies the history.
-    pub fn acknowledge(&self, replica: &str, epoch: Epoch) -> Result<(), SourceError> {
+    pub fn acknowledge(&self, replica: &str, epoch: Epoch, unread: u64) -> Result<(), SourceError> {
         let mut epochs = self.epochs();
-        let bookmarks = Bookmarks::set(&*self.folder, replica, epoch)?;
+        let bookmarks = Bookmarks::set(&*self.folder, replica, epoch, unread)?;
         epochs.history.tidy(&*self.folder, &bookmarks.epochs(), &[])
     }
 
@@ -512,7 +512,7 @@ impl Live {
                 self.write_down(&mut epochs, &changes)?
             }
         };
-        let bookmarks = Bookmarks::set(&*self.folder, name, epoch)?;
+        let bookmarks = Bookmarks::set(&*self.folder, name, epoch, 0)?;
         epochs.history.tidy(&*self.folder, &bookmarks.epochs(), &[])?;
         Ok(epoch)
     }

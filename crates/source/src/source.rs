@@ -749,10 +749,10 @@ impl Source {
     }
 
     /// Records the epoch of a replica, and tidies the history.
-    pub fn acknowledge(&self, replica: &str, epoch: Epoch) -> Result<(), SourceError> {
+    pub fn acknowledge(&self, replica: &str, epoch: Epoch, unread: u64) -> Result<(), SourceError> {
         let open = self.open_epochs();
         let mut epochs = self.epochs();
-        let bookmarks = Bookmarks::set(&*self.folder, replica, epoch)?;
+        let bookmarks = Bookmarks::set(&*self.folder, replica, epoch, unread)?;
         epochs.history.tidy(&*self.folder, &bookmarks.epochs(), &open)
     }
 
@@ -768,7 +768,7 @@ impl Source {
             Some(epoch) => epoch,
             None => self.end_epoch(&mut epochs, false, None)?.0.epoch,
         };
-        let bookmarks = Bookmarks::set(&*self.folder, name, epoch)?;
+        let bookmarks = Bookmarks::set(&*self.folder, name, epoch, 0)?;
         epochs.history.tidy(&*self.folder, &bookmarks.epochs(), &open)?;
         Ok(epoch)
     }

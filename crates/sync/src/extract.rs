@@ -107,7 +107,7 @@ pub fn extract(
     writer.flush()?;
     let epoch = view.epoch();
     if let Some(begins) = keeps(handle, since, from, epoch)? {
-        handle.acknowledge(BOOKMARK, begins)?;
+        handle.acknowledge(BOOKMARK, begins, 0)?;
     }
     Ok(Extracted {
         source: about.path.clone(),

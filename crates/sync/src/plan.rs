@@ -404,7 +404,7 @@ mod tests {
             name: "far:/replica",
             live: has("live").then(|| LiveDisk { resized: has("resized") }),
             history,
-            bookmark: has("remembered").then(|| Bookmark { epoch: epoch(4), time: 0 }),
+            bookmark: has("remembered").then(|| Bookmark { epoch: epoch(4), time: 0, unread: 0 }),
         };
         choose(&facts, status, &options(words))
     }

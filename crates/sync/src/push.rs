@@ -74,14 +74,14 @@ fn bring(handle: &Handle, transfer: &Transfer<'_>, status: Status) -> Result<Sum
         summary.trust.push_str(", without a cut: the disk was written to during the last pass");
     }
     if plan.is_done(&status) {
-        handle.acknowledge(&bookmark, view.epoch())?;
+        handle.acknowledge(&bookmark, view.epoch(), 0)?;
         summary.epoch = Some(view.epoch().number);
         return Ok(summary);
     }
     let committed = transfer.commit(&view, &plan)?;
-    handle.acknowledge(&bookmark, committed.epoch)?;
-    summary.epoch = Some(committed.epoch.number);
     summary.count(&transfer.totals);
+    handle.acknowledge(&bookmark, committed.epoch, summary.unreadable.bytes)?;
+    summary.epoch = Some(committed.epoch.number);
     if let Some(changed) = plan.changed.filter(|(blocks, ..)| *blocks < summary.blocks_changed) {
         (summary.blocks_changed, summary.extents, summary.bytes_changed) = changed;
     }

@@ -267,7 +267,7 @@ impl<'a> Proof<'a> {
         let committed = committed(receiver, to, sent)?;
         if self.to_view() {
             let bookmark = bookmark(&verified.destination, &self.status);
-            self.handle.acknowledge(&bookmark, committed.epoch)?;
+            self.handle.acknowledge(&bookmark, committed.epoch, 0)?;
         }
         verified.repaired = true;
         verified.epoch_after = committed.epoch.number;

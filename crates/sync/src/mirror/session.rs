@@ -437,7 +437,7 @@ impl<'a> MirrorSession<'a> {
         self.changed.notify_all();
         (self.tell)(MirrorEvent::Batch(&report));
         if sent.ends {
-            self.handle.acknowledge(&self.bookmark, sent.epoch)?;
+            self.handle.acknowledge(&self.bookmark, sent.epoch, 0)?;
         }
         Ok(())
     }
