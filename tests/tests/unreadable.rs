@@ -192,7 +192,8 @@ fn what_could_not_be_read_is_sent_later() {
             (&"incomplete".into(), 3 * BLOCK),
             "{unsure}"
         );
-        scene.site.dsync(["status"]).arg(&scene.image).ok().says(&["but for 12.0 KiB that could not be read"]);
+        let known = scene.site.dsync(["status"]).arg(&scene.image).ok().text();
+        assert!(known.contains("but for 12.0 KiB that could not be read"), "{known}");
         verify(&scene, &[]).code(4).says(&["incomplete"]);
         // Of what is written whole, the reading no longer matters; the rest is not lost over another sync, nor over a delta
         // that knows nothing of it.
