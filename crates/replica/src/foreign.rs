@@ -176,8 +176,7 @@ impl Replica {
             };
             self.set_working(working);
             if let Err(foreign) = self.untouched() {
-                self.set_working(None);
-                let _ = self.write_note(self.left().cloned());
+                self.end_work();
                 return Err(foreign);
             }
         }
@@ -207,12 +206,23 @@ impl Replica {
             others.map_or(Ok(()), |now| self.only_own(now, now.size))?;
             Ok(left)
         });
-        self.set_working(None);
-        self.set_left(left?);
-        if !self.is_timeless() {
-            let _ = self.write_note(self.left().cloned());
+        if left.is_err() {
+            self.set_working(None);
         }
+        self.set_left(left?);
+        self.end_work();
         Ok(())
+    }
+
+    /// Own writes have ended: notes how the destination was left.
+    fn end_work(&mut self) {
+        let left = self.left().cloned();
+        if let (Some(working), Some(left)) = (self.set_working(None), &left) {
+            working.end(left.changed);
+        }
+        if !self.is_timeless() {
+            let _ = self.write_note(left);
+        }
     }
 
     /// Makes the destination durable, and its stamp the lineage's, if no other program has written to it since it was left.

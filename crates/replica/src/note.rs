@@ -208,6 +208,23 @@ impl Working {
         Ok(Working { file, map, clock, over, thread: Some(thread) })
     }
 
+    /// Ends own writes, which left a file with the change time `left`: what is later is another program's. The note in memory
+    /// says so by itself, even where the next one cannot be written.
+    pub(crate) fn end(mut self, left: i64) {
+        self.join();
+        if self.clock.is_some() {
+            self.map[TIME].store((left.max(0) as u64).saturating_sub(DYING), SeqCst);
+        }
+    }
+
+    fn join(&mut self) {
+        self.over.store(true, SeqCst);
+        if let Some(thread) = self.thread.take() {
+            thread.thread().unpark();
+            let _ = thread.join();
+        }
+    }
+
     /// How many sectors were handed to a device since own writes began; `None` for a file.
     pub(crate) fn sectors(&self) -> Option<u64> {
         self.clock.is_none().then(|| self.map[TIME].load(SeqCst))
@@ -265,11 +282,7 @@ impl Keeping {
 
 impl Drop for Working {
     fn drop(&mut self) {
-        self.over.store(true, SeqCst);
-        if let Some(thread) = self.thread.take() {
-            thread.thread().unpark();
-            let _ = thread.join();
-        }
+        self.join();
     }
 }
 

@@ -233,8 +233,8 @@ impl Replica {
         self.known.working.as_ref()
     }
 
-    pub(crate) fn set_working(&mut self, working: Option<Working>) {
-        self.known.working = working;
+    pub(crate) fn set_working(&mut self, working: Option<Working>) -> Option<Working> {
+        std::mem::replace(&mut self.known.working, working)
     }
 }
 
