@@ -4,6 +4,7 @@ CARGO ?= cargo
 PREFIX ?= /usr/local
 DESTDIR ?=
 UNITS ?= /etc/systemd/system
+INSTALL_PROGRAM ?= install -s
 
 # rustup's folder is not in the PATH of every shell.
 export PATH := $(PATH):$(HOME)/.cargo/bin
@@ -11,7 +12,7 @@ export PATH := $(PATH):$(HOME)/.cargo/bin
 completions := bash-completion/completions/dsync zsh/site-functions/_dsync fish/vendor_completions.d/dsync.fish
 target := $(or $(CARGO_TARGET_DIR),target)
 
-.PHONY: all build bpf demo test test-vm check deny msrv soak bench install uninstall doc clean
+.PHONY: all build bpf demo test test-vm test-deb check deny msrv soak bench install uninstall deb doc clean
 
 all: build
 
@@ -36,7 +37,7 @@ test: check
 	@scripts/setup test
 	$(CARGO) build --workspace
 	DSYNC_BIN=$(abspath $(target))/debug/dsync $(CARGO) test --workspace --no-fail-fast
-	@echo 'SKIPPED: the campaigns ran as samples; run "make soak" for their full counts (hours), "make test-vm" for all guests'
+	@echo 'SKIPPED: the campaigns ran as samples; run "make soak" for their full counts (hours), "make test-vm" for all guests, "make test-deb" for the packages'
 
 # The kernel module, all of its tests, in guests with two of Debian's kernels.
 test-vm:
@@ -82,7 +83,7 @@ bench:
 # The command, under the paper's names too, and what it says of itself: man pages and completions.
 share := $(DESTDIR)$(PREFIX)/share
 install: build
-	install -s -Dm755 $(target)/release/dsync $(DESTDIR)$(PREFIX)/bin/dsync
+	$(INSTALL_PROGRAM) -Dm755 $(target)/release/dsync $(DESTDIR)$(PREFIX)/bin/dsync
 	ln -sf dsync $(DESTDIR)$(PREFIX)/bin/dmextract
 	ln -sf dsync $(DESTDIR)$(PREFIX)/bin/dmmerge
 	install -Dm644 systemd/dsync-track@.service $(DESTDIR)$(UNITS)/dsync-track@.service
@@ -97,6 +98,19 @@ uninstall:
 	rm -f $(addprefix $(DESTDIR)$(PREFIX)/bin/,dsync dmextract dmmerge)
 	rm -f $(DESTDIR)$(UNITS)/dsync-track@.service
 	rm -f $(addprefix $(share)/,$(completions)) $(share)/man/man1/dsync.1 $(share)/man/man1/dsync-*.1
+
+# Debian packages, in target/deb/packages. After the set-up this needs no network.
+packages := $(target)/deb/packages
+deb:
+	@scripts/setup build deb
+	rm -rf $(packages)
+	mkdir -p $(packages)
+	DEB_RULES_REQUIRES_ROOT=no debian/rules clean binary DESTINATION=$(packages)
+
+# What lintian says of them, and their life from installation to purge in a new root of Debian 12: some minutes.
+test-deb: deb
+	@scripts/setup test-deb
+	tests/package.sh $(packages)
 
 doc:
 	@scripts/setup build
