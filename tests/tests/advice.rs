@@ -130,7 +130,8 @@ fn two_disks_that_had_one_name_are_told_apart() {
     // The one that is gone can be named by it.
     site.dsync(["forget", &ids[0]]).ok();
     let status = site.dsync(["status"]).ok().text();
-    assert!(!status.contains(&ids[0]) && status.contains(&ids[1]), "{status}");
+    let lists = |id: &str| status.contains(&format!("id {id}\n"));
+    assert!(!lists(&ids[0]) && lists(&ids[1]), "{status}");
 }
 
 #[test]

@@ -112,7 +112,14 @@ pub(crate) enum Command {
     #[command(after_help = "Examples:\n  \
         dsync status\n  \
         dsync status -v /srv/vm.raw                        every epoch of its history\n  \
-        dsync status /srv/vm.raw --json")]
+        dsync status /srv/vm.raw --json\n  \
+        dsync status --check --max-age 1h                  for a monitor: problems only\n  \
+        dsync status --prometheus                          metrics for node_exporter\n\n\
+        --check reports sources whose changes are not known, so that the next sync compares; replicas that are out\n\
+        of date; and replicas on this host that are incomplete, fuzzy, missing, were changed by other programs, or were\n\
+        served or tracked for writing. --check and --prometheus change nothing and take no lock: they never make a\n\
+        sync fail. Of a replica on a block device they report changes by other programs after a dsync command noticed\n\
+        them.")]
     Status(Status),
 
     /// Write the changed blocks to standard output
@@ -648,8 +655,17 @@ pub(crate) enum With {
 /// `status`.
 #[derive(Debug, Args)]
 pub(crate) struct Status {
-    /// A source or a replica [default: all sources of the state directory]
+    /// A source or a replica [default: all sources and replicas that this host knows]
     pub path: Option<String>,
+    /// Print one line per problem, or "OK"; the exit code is 1 if there is a problem
+    #[arg(long)]
+    pub check: bool,
+    /// With --check, report replicas that were last brought up to date longer ago, if anything was written since
+    #[arg(long, value_name = "TIME", value_parser = parse_time, requires = "check")]
+    pub max_age: Option<Duration>,
+    /// Print metrics for the textfile collector of node_exporter
+    #[arg(long, conflicts_with_all = ["path", "check", "json", "quiet"])]
+    pub prometheus: bool,
 }
 
 /// `extract`.

@@ -3,12 +3,12 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
-use replica::Replica;
+use replica::{KnownReplicas, Replica};
 use serde::Serialize;
 use source::{About, Bookmarks, SourceError, StateDir};
 
-use crate::args;
 use crate::output::Output;
+use crate::{args, local};
 
 /// What was forgotten.
 #[derive(Serialize)]
@@ -107,9 +107,13 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
         devices: state.replicas_folder(),
         ..Default::default()
     };
+    let (known, listed) = (sync::known_replicas(state), local::path_of(&args.what)?);
     if replica::inspect(&path, &options).map_or(true, |lineage| lineage.is_none()) {
+        if known.lists(&listed)? {
+            return missing(&known, &listed, args.dry_run, output);
+        }
         bail!(SourceError::Unknown(format!(
-            "{} is neither a known source nor a replica on this host: \"dsync status\" lists the sources",
+            "{} is neither a known source nor a replica on this host: \"dsync status\" lists both",
             args.what
         )));
     }
@@ -125,7 +129,19 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
         format!("the file {state}; the next \"dsync sync\" to it needs --adopt and compares everything");
     if !args.dry_run {
         replica.disown()?;
+        known.remove(&listed)?;
     }
     Forgotten { kind: "replica", path: &path, bookmark: None, cost, dry_run: args.dry_run }.say(output);
+    Ok(())
+}
+
+/// Forgets a replica of which nothing but its entry in the list is left.
+fn missing(known: &KnownReplicas, path: &Path, dry_run: bool, output: &Output) -> Result<()> {
+    if !dry_run {
+        known.remove(path)?;
+    }
+    let cost =
+        "it is missing, and is no longer listed; if it comes back, the next \"dsync sync\" lists it again";
+    Forgotten { kind: "replica", path, bookmark: None, cost: cost.into(), dry_run }.say(output);
     Ok(())
 }

@@ -9,12 +9,15 @@ mod delta_files;
 mod demo;
 mod destination;
 mod effect;
+mod exposition;
 mod failure;
 mod far;
 mod forget;
 mod key;
+mod local;
 mod manual;
 mod mirror_command;
+mod monitor;
 mod output;
 mod pipes;
 mod serve;
@@ -131,6 +134,8 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
         Command::Mirror(args) => mirror_command::run(args, &state, output)?,
         Command::Serve(args) => serve::run(args, &state, output)?,
         Command::Track(args) => track::run(args, &state, output)?,
+        Command::Status(args) if args.check => return monitor::check(args, &state, output),
+        Command::Status(args) if args.prometheus => return monitor::prometheus(&state, output),
         Command::Status(args) => status::run(args, &state, output)?,
         Command::Extract(args) => pipes::extract(args, &state, output)?,
         Command::Checkpoint(args) => checkpoint::run(args, &state, output)?,

@@ -2,48 +2,56 @@
 
 use std::path::Path;
 
-use anyhow::{Result, bail};
+use anyhow::{Context as _, Result, bail};
+use extents::Bitmap;
 use replica::{Replica, State, Unsure};
 use serde::Serialize;
 use source::{About, Bookmark, Bookmarks, Client, History, Position, StateDir, Status};
 
 use crate::args;
 use crate::checkpoint::{self, Listed};
+use crate::local::LocalReplica;
 use crate::output::Output;
 use crate::{failure, track, units};
 
 /// What is known of a source.
 #[derive(Serialize)]
-struct SourceStatus {
+pub(crate) struct SourceStatus {
     kind: &'static str,
-    path: std::path::PathBuf,
-    uuid: uuid::Uuid,
-    block_size: u32,
-    size: Option<u64>,
+    pub path: std::path::PathBuf,
+    pub uuid: uuid::Uuid,
+    pub block_size: u32,
+    pub size: Option<u64>,
+    /// The same, or what it was when it was last seen.
+    #[serde(skip)]
+    tracked: u64,
     /// The last epoch.
-    epoch: Option<u64>,
+    pub epoch: Option<u64>,
     epochs: Vec<source::EpochInfo>,
+    /// Why what was written since the last epoch is not known: the next sync compares. `None` if it is known, and before the first
+    /// epoch.
+    pub lost: Option<String>,
     served: Option<Status>,
-    replicas: Vec<Lacking>,
+    pub replicas: Vec<Lacking>,
     /// The named checkpoints, as "dsync checkpoint --list" has them.
     checkpoints: Vec<Listed>,
 }
 
 /// A replica in its source's bookmarks.
 #[derive(Serialize)]
-struct Lacking {
-    replica: String,
-    epoch: u64,
+pub(crate) struct Lacking {
+    pub replica: String,
+    pub epoch: u64,
     /// Seconds since 1970 when it was last brought up to date, or found to be so.
-    time: u64,
+    pub time: u64,
     /// Blocks that it lacks; `None` if that is not known.
-    blocks: Option<u64>,
+    pub blocks: Option<u64>,
     /// Why that is not known.
-    why: Option<String>,
+    pub why: Option<String>,
     /// Bytes that could not be read at its last sync: the next one sends them.
-    unread: u64,
+    pub unread: u64,
     /// It will be compared: what changed between its epoch and the last one is not known.
-    compared: bool,
+    pub compared: bool,
 }
 
 /// Prints sources, trackers, and what each replica lacks.
@@ -68,7 +76,11 @@ pub(crate) fn run(args: &args::Status, state: &StateDir, output: &Output) -> Res
         Some(_) => 0,
         None => track::status(None, output)?,
     };
-    if sources.is_empty() && failed.is_empty() && trackers == 0 {
+    let replicas = match &args.path {
+        Some(_) => Vec::new(),
+        None => sync::known_replicas(state).all().context("cannot read the list of replicas")?,
+    };
+    if sources.is_empty() && failed.is_empty() && trackers == 0 && replicas.is_empty() {
         // Only root can see what is tracked in the kernel.
         let unseen =
             if rustix::process::geteuid().is_root() { "" } else { "; tracked disks are shown to root only" };
@@ -90,75 +102,91 @@ pub(crate) fn run(args: &args::Status, state: &StateDir, output: &Output) -> Res
             }
         }
     }
+    for replica in &replicas {
+        LocalReplica::of(replica).say(output);
+    }
     // An unreadable source must not hide the others.
     let Some(last) = failed.pop() else { return Ok(()) };
     failed.iter().for_each(|error| output.error(&failure::text(error), failure::code(error)));
     Err(last)
 }
 
-fn unreadable(place: &Path) -> String {
+pub(crate) fn unreadable(place: &Path) -> String {
     format!("cannot read the state of a source ({})", place.display())
 }
 
-fn source_status(place: &Path, about: About, output: &Output) -> Result<()> {
-    let folder = device::Dir::open(place)?;
-    let history = History::read(&folder)?;
-    let size = device::identity(&about.path).ok().map(|i| i.size);
-    let served = match Client::connect(place)? {
-        Some(client) => Some(client.status()?),
-        None => None,
-    };
-    let block_size = about.block_size;
-    // The server has its disk open, wherever the path leads now.
-    let served_size = served.as_ref().map(|served| served.size).filter(|size| *size > 0);
-    let tracked = served_size.or(size).unwrap_or(about.identity.size);
-    let blocks = || extents::Bitmap::new(tracked.div_ceil(u64::from(block_size)));
-    let written = blocks();
-    let unknown = source::written_since(place, &about, &history, &written)?;
-    let lacks = |replica: String, bookmark: Bookmark| {
-        let lacking = blocks();
-        let position = Position { epoch: bookmark.epoch, upto: u64::MAX };
-        let known = history.changes_since(&[position], block_size, &lacking);
-        lacking.union_with(&written);
-        let (blocks, why, compared) = match (known, &unknown) {
-            (Err(error), _) => (None, Some(error.to_string()), true),
-            (Ok(_), Some(why)) => (None, Some(why.clone()), false),
-            (Ok(_), None) => (Some(lacking.count()), None, false),
+impl SourceStatus {
+    /// Reads what is known of a source, without holding it.
+    pub(crate) fn read(place: &Path, about: About) -> Result<(SourceStatus, History)> {
+        let folder = device::Dir::open(place)?;
+        let history = History::read(&folder)?;
+        let size = device::identity(&about.path).ok().map(|i| i.size);
+        let served = match Client::connect(place)? {
+            Some(client) => Some(client.status()?),
+            None => None,
         };
-        Lacking {
-            replica,
-            epoch: bookmark.epoch.number,
-            time: bookmark.time,
-            blocks,
-            why,
-            unread: bookmark.unread,
-            compared,
-        }
-    };
-    let bookmarks = Bookmarks::read(&folder)?;
-    let checkpoints = checkpoint::listed(&history, &bookmarks, block_size);
-    let replicas = bookmarks.replicas().map(|(replica, bookmark)| lacks(replica.clone(), bookmark.clone()));
-    let replicas: Vec<Lacking> = replicas.collect();
-    let status = SourceStatus {
-        kind: "source",
-        path: about.path,
-        uuid: about.uuid,
-        block_size,
-        size,
-        epoch: history.last().map(|e| e.number),
-        epochs: history.epochs(),
-        served,
-        replicas,
-        checkpoints,
-    };
+        let block_size = about.block_size;
+        // The server has its disk open, wherever the path leads now.
+        let served_size = served.as_ref().map(|served| served.size).filter(|size| *size > 0);
+        let tracked = served_size.or(size).unwrap_or(about.identity.size);
+        let blocks = || Bitmap::new(tracked.div_ceil(u64::from(block_size)));
+        let written = blocks();
+        let lost = match history.last() {
+            Some(_) if size.is_some() || served.is_some() => source::lost(place, &about, &history)?,
+            _ => None,
+        };
+        let unknown = source::written_since(place, &about, &history, &written)?;
+        let lacks = |replica: String, bookmark: Bookmark| {
+            let lacking = blocks();
+            let position = Position { epoch: bookmark.epoch, upto: u64::MAX };
+            let known = history.changes_since(&[position], block_size, &lacking);
+            lacking.union_with(&written);
+            let (blocks, why, compared) = match (known, &unknown) {
+                (Err(error), _) => (None, Some(error.to_string()), true),
+                (Ok(_), Some(why)) => (None, Some(why.clone()), false),
+                (Ok(_), None) => (Some(lacking.count()), None, false),
+            };
+            let Bookmark { epoch, time, unread } = bookmark;
+            Lacking { replica, epoch: epoch.number, time, blocks, why, unread, compared }
+        };
+        let bookmarks = Bookmarks::read(&folder)?;
+        let checkpoints = checkpoint::listed(&history, &bookmarks, block_size);
+        let replicas =
+            bookmarks.replicas().map(|(replica, bookmark)| lacks(replica.clone(), bookmark.clone()));
+        let replicas: Vec<Lacking> = replicas.collect();
+        let status = SourceStatus {
+            kind: "source",
+            path: about.path,
+            uuid: about.uuid,
+            block_size,
+            size,
+            tracked,
+            epoch: history.last().map(|e| e.number),
+            epochs: history.epochs(),
+            lost,
+            served,
+            replicas,
+            checkpoints,
+        };
+        Ok((status, history))
+    }
+
+    /// Blocks of the disk, none of them set.
+    fn no_blocks(&self) -> Bitmap {
+        Bitmap::new(self.tracked.div_ceil(u64::from(self.block_size)))
+    }
+}
+
+fn source_status(place: &Path, about: About, output: &Output) -> Result<()> {
+    let (status, history) = SourceStatus::read(place, about)?;
     say(&status, output);
     if output.is_verbose() {
         say_epochs(
             &status.epochs,
             |since, upto| {
-                let changed = blocks();
-                history.changes_between(since, upto, block_size, &changed).ok()?;
-                Some(changed.count().saturating_mul(block_size.into()))
+                let changed = status.no_blocks();
+                history.changes_between(since, upto, status.block_size, &changed).ok()?;
+                Some(changed.count().saturating_mul(status.block_size.into()))
             },
             output,
         );
@@ -191,7 +219,7 @@ fn say_epochs(
 }
 
 /// What to do about a source that is not where it was.
-fn missing(status: &SourceStatus) -> String {
+pub(crate) fn missing(status: &SourceStatus) -> String {
     let path = status.path.display();
     match status.served {
         Some(_) => {
@@ -318,7 +346,9 @@ fn replica(
         && replica::inspect(&absolute, &options).map_or(true, |l| l.is_none())
     {
         let replica = no_replica(&absolute, state)?;
-        bail!(source::SourceError::Unknown(format!("{replica} (\"dsync status\" lists the sources)")));
+        bail!(source::SourceError::Unknown(format!(
+            "{replica} (\"dsync status\" lists sources and replicas)"
+        )));
     }
     let replica = match Replica::open(&absolute, &options) {
         Err(replica::ReplicaError::Busy { holder, .. }) if !recovering => {

@@ -48,6 +48,7 @@ mod open;
 mod receive;
 mod recover;
 
+mod known;
 mod promoted;
 mod settled;
 
@@ -58,6 +59,7 @@ pub use batches::{BatchLog, Batches};
 #[doc(hidden)]
 pub use destination::{Destination, DeviceDestination, Name};
 pub use error::{ReplicaError, Result};
+pub use known::{Condition, KnownReplica, KnownReplicas};
 pub use lineage::{Lineage, Position, Promoted, Stamp, State, Step, StepKind, Toward, Unsure, Use};
 pub use locate::inspect;
 pub use options::Options;

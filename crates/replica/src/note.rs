@@ -41,7 +41,7 @@ const KEPT_EVERY: Duration = Duration::from_secs(2);
 /// How often the time is noted while own writes are on their way.
 const EVERY: Duration = Duration::from_millis(5);
 
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Note {
     /// The boot it was written in.
     pub life: String,

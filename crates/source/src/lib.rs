@@ -56,7 +56,7 @@ pub use freeze::{Freeze, FreezeError, Prepared};
 pub use handle::{Changes, Handle};
 pub use history::{EpochInfo, History, Position};
 pub use live::{Cut, CutOptions, FreezeMode, Live, RESIZED};
-pub use peek::written_since;
+pub use peek::{lost, written_since};
 pub use source::{Backing, BatchChanges, Checkpoint, SharedView, Source, SourceOptions};
 pub use state::{About, StateDir, Survey, export_name};
 pub use view::View;

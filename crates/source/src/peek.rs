@@ -1,14 +1,44 @@
-//! What was written to a source since its last epoch, as far as that is known without holding it.
+//! What is known of a source without holding it: whether its record can be believed, and what was written since its last epoch.
 
 use std::path::Path;
 
 use extents::Bitmap;
+use trackers::Tracker;
 
 use crate::SourceError;
 use crate::control::Client;
 use crate::history::History;
 use crate::live::OTHER_HISTORY;
+use crate::source::Source;
 use crate::state::About;
+
+/// Why the next sync could not use what was recorded since the last epoch of a source, and would compare; `None` if it could.
+/// Ends nothing and takes no lock.
+///
+/// # Errors
+/// If its state cannot be read, or its server or its tracker fails.
+pub fn lost(place: &Path, about: &About, history: &History) -> Result<Option<String>, SourceError> {
+    if let Some(client) = Client::connect(place)? {
+        return Ok(client.status()?.lost);
+    }
+    match trackers::find(&about.path)? {
+        Some(tracker) => record_lost(&*tracker, about, history),
+        None => Source::doubt(place, about),
+    }
+}
+
+/// Why the record of a tracker does not say what was written since the last epoch of this history.
+fn record_lost(
+    tracker: &dyn Tracker,
+    about: &About,
+    history: &History,
+) -> Result<Option<String>, SourceError> {
+    if let Some(why) = tracker.lost()? {
+        return Ok(Some(why));
+    }
+    let follows = tracker.released()?.is_some_and(|id| history.knows(id));
+    Ok((!follows || tracker.block_size() != about.block_size).then(|| OTHER_HISTORY.into()))
+}
 
 /// Adds to `into`, in blocks of the source's block size, what was written since the last epoch of its history. Ends nothing and
 /// takes no lock.
@@ -33,11 +63,8 @@ pub fn written_since(
     let Some(tracker) = trackers::find(&about.path)? else {
         return Ok(Some("writes to the source are not recorded at present".into()));
     };
-    if let Some(why) = tracker.lost()? {
+    if let Some(why) = record_lost(&*tracker, about, history)? {
         return Ok(Some(why));
-    }
-    if tracker.released()?.is_none_or(|id| !history.knows(id)) || tracker.block_size() != about.block_size {
-        return Ok(Some(OTHER_HISTORY.into()));
     }
     for run in tracker.dirty()?.runs() {
         into.set(run.start.min(into.blocks())..run.end.min(into.blocks()));

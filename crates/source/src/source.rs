@@ -440,6 +440,28 @@ impl Source {
         Ok((verdict, was, served.foreign()))
     }
 
+    /// Why the record of a source that nobody holds could not be believed; `None` if it could. Takes no lock, and changes nothing.
+    pub(crate) fn doubt(place: &Path, about: &About) -> Result<Option<String>, SourceError> {
+        let folder = Dir::existing(place).map_err(SourceError::state("open", place))?;
+        if ImageStamp::read(&folder)?.is_none() {
+            return Ok(Some("writes to the source are not recorded at present".into()));
+        }
+        let backing = PathBacking::new(about.identity.clone(), place);
+        let look = || -> Result<Verdict, SourceError> {
+            let last = History::read(&folder)?.last().map_or(0, |e| e.number);
+            Ok(Self::verdict(&folder, &backing, &backing.identity()?, last, false)?.0)
+        };
+        let verdict = match look()? {
+            // A command that holds it may have ended an epoch between two looks.
+            Verdict::Lost(_) => look()?,
+            other => other,
+        };
+        Ok(match verdict {
+            Verdict::Lost(why) => Some(why),
+            Verdict::New | Verdict::Trusted { .. } => None,
+        })
+    }
+
     /// Opens a source from its parts: the disk, the folder of its state, and what is to know of the medium. Takes no lock.
     pub fn over(
         about: About,

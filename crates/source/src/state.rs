@@ -156,6 +156,11 @@ impl StateDir {
         self.root.join("replicas")
     }
 
+    /// The folder for the list of the other replicas on this host.
+    pub fn replica_list(&self) -> PathBuf {
+        self.root.join("known-replicas")
+    }
+
     /// The folder for the saved record of a tracked device, by its canonical path.
     pub fn tracker_folder(&self, device: &Path) -> PathBuf {
         self.root.join("trackers").join(device_name(device))

@@ -9,7 +9,7 @@ use compare::{DigestReport, Scope};
 use delta::Units;
 use device::{Disk, Storage};
 use link::{Link, Receiver, Sender};
-use replica::{Commit, DeltaReceiver, Replica};
+use replica::{Commit, DeltaReceiver, KnownReplicas, Replica};
 use serde::Serialize;
 use source::StateDir;
 
@@ -43,8 +43,18 @@ pub fn receive_within(link: Link, state: &StateDir, allowed: &AllowedPaths) -> R
             doubt: open.verify,
             ..open_options(open.journal_dir.as_deref(), state)
         };
-        Ok(Replica::open(&path, &options)?)
+        Ok((Replica::open(&path, &options)?, Some(known_replicas(state))))
     })
+}
+
+/// The replicas of the host whose state directory this is.
+pub fn known_replicas(state: &StateDir) -> KnownReplicas {
+    KnownReplicas::new(state.replica_list(), state.replicas_folder())
+}
+
+/// Lists a replica. Only `dsync status` reads that: a sync does not fail where it cannot be written.
+fn list(replica: &Replica, known: Option<&KnownReplicas>) {
+    let _ = known.map(|known| known.add(replica));
 }
 
 /// Refuses a destination that shares storage with the source, under whatever names, if both are on this host.
@@ -72,7 +82,7 @@ pub fn receive_over(
             doubt: asked.verify,
             ..Default::default()
         };
-        Ok(open(&options)?)
+        Ok((open(&options)?, None))
     })
 }
 
@@ -100,12 +110,15 @@ fn open_options(journal_dir: Option<&Path>, state: &StateDir) -> replica::Option
     }
 }
 
-/// Opens the requested replica.
-type Opener<'a> = &'a dyn Fn(&Open) -> Result<Replica, SyncError>;
+/// Opens the requested replica; with the list it belongs to, if there is one.
+type Opener<'a> = &'a dyn Fn(&Open) -> Result<(Replica, Option<KnownReplicas>), SyncError>;
 
 fn converse(sender: &Sender, receiver: &Receiver, opened: Opener<'_>) -> Result<(), SyncError> {
     let open = Open::hear(receiver)?;
-    let mut replica = opened(&open)?;
+    let (mut replica, known) = opened(&open)?;
+    if replica.status().source.is_some() {
+        list(&replica, known.as_ref());
+    }
     loop {
         say_status(sender, &mut replica, open.commit)?;
         let plan: Plan = match receiver.recv()? {
@@ -119,6 +132,7 @@ fn converse(sender: &Sender, receiver: &Receiver, opened: Opener<'_>) -> Result<
         let looks = plan.compare.is_some() && !plan.delta && plan.mirror.is_none();
         if !looks {
             replica.mergeable()?;
+            list(&replica, known.as_ref());
         }
         if let Some(mirror) = &plan.mirror {
             return receive_batches(sender, receiver, &mut replica, mirror);
@@ -325,8 +339,12 @@ pub fn merge(
 ) -> Result<Merged, SyncError> {
     let how =
         replica::Options { create: options.create, ..open_options(options.journal_dir.as_deref(), state) };
-    merge_over(|| Replica::open(path, &how), options.commit, input)
-        .map(|merged| Merged { destination: path.to_path_buf(), ..merged })
+    let open = || {
+        let replica = Replica::open(path, &how)?;
+        list(&replica, Some(&known_replicas(state)));
+        Ok(replica)
+    };
+    merge_over(open, options.commit, input).map(|merged| Merged { destination: path.to_path_buf(), ..merged })
 }
 
 /// The same for a replica that the caller opens, wherever it is.

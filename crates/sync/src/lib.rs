@@ -66,7 +66,7 @@ pub use delta::Method;
 pub use error::{Class, SyncError};
 pub use extents::{Extent, Extents};
 pub use extract::{Extracted, extract};
-pub use far::{MergeOptions, Merged, merge, receive, receive_within};
+pub use far::{MergeOptions, Merged, known_replicas, merge, receive, receive_within};
 #[doc(hidden)]
 pub use far::{merge_over, receive_over};
 pub use mirror::{BatchReport, Mirror, MirrorEvent, MirrorOptions, MirrorSummary};

@@ -1,0 +1,118 @@
+//! The replicas of this host, as far as that is written down: a replica that is only looked at is not opened, because that would
+//! refuse a sync to it meanwhile.
+
+use std::path::{Path, PathBuf};
+
+use replica::{Condition, KnownReplica, Unsure};
+use serde::Serialize;
+
+use crate::output::Output;
+use crate::units;
+
+/// What is written down of a replica of this host.
+#[derive(Serialize)]
+pub(crate) struct LocalReplica<'a> {
+    kind: &'static str,
+    pub path: &'a Path,
+    pub source: Option<uuid::Uuid>,
+    pub epoch: Option<u64>,
+    /// It is ahead of that epoch by batches of a mirror.
+    pub ahead: bool,
+    /// Bytes in which it may not be what that epoch was.
+    pub unsure: u64,
+    pub state: &'static str,
+    /// What is wrong, as the part of a sentence that begins with its path; `None` if nothing is.
+    pub problem: Option<String>,
+}
+
+/// A path as the list of replicas has it.
+pub(crate) fn path_of(what: &str) -> std::io::Result<PathBuf> {
+    match std::fs::canonicalize(what) {
+        Err(_) => std::path::absolute(what),
+        found => found,
+    }
+}
+
+/// The values of [`LocalReplica::state`].
+pub(crate) const STATES: [&str; 7] =
+    ["exact", "fuzzy", "incomplete", "changed", "promoted", "missing", "unreadable"];
+
+impl LocalReplica<'_> {
+    pub(crate) fn of(known: &KnownReplica) -> LocalReplica<'_> {
+        let lineage = known.lineage.as_ref();
+        let unsure = match lineage.map(|lineage| (&lineage.unsure, lineage.size)) {
+            Some((Unsure::Blocks { bytes, .. }, _)) => *bytes,
+            Some((Unsure::Everything, size)) => size,
+            Some((Unsure::Nothing, _)) | None => 0,
+        };
+        let (state, problem) = told(known, unsure);
+        LocalReplica {
+            kind: "replica",
+            path: &known.path,
+            source: lineage.and_then(|lineage| lineage.source),
+            epoch: lineage.and_then(|lineage| lineage.epoch).map(|epoch| epoch.number),
+            ahead: lineage.is_some_and(|lineage| lineage.is_ahead()),
+            unsure,
+            state,
+            problem,
+        }
+    }
+
+    /// Prints it as a part of `dsync status`.
+    pub(crate) fn say(&self, output: &Output) {
+        let at = match (self.epoch, self.source) {
+            (Some(epoch), Some(source)) if self.ahead => {
+                format!("at a batch of a mirror after epoch {epoch} of source {source}")
+            }
+            (Some(epoch), Some(source)) => format!("at epoch {epoch} of source {source}"),
+            _ => "at no epoch yet".into(),
+        };
+        let problem = self.problem.as_ref().map(|problem| format!("; it {problem}")).unwrap_or_default();
+        output.say(&format!("replica {}, {at}{problem}", self.path.display()));
+        output.summary(self);
+    }
+}
+
+/// The state's name, and what to do about it.
+fn told(known: &KnownReplica, unsure: u64) -> (&'static str, Option<String>) {
+    let path = known.path.display();
+    match &known.condition {
+        Condition::Exact => ("exact", None),
+        Condition::Fuzzy => {
+            ("fuzzy", Some("was copied from a disk in use without a freeze: sync it again with one".into()))
+        }
+        Condition::Incomplete if unsure > 0 => {
+            let what = format!(
+                "is incomplete: {} could not be read at the source, and the next sync sends them again",
+                units::size(unsure)
+            );
+            ("incomplete", Some(what))
+        }
+        Condition::Incomplete => {
+            let what = "is incomplete: a sync to it is under way or was interrupted; run it again";
+            ("incomplete", Some(what.into()))
+        }
+        Condition::Changed(why) => {
+            let what = format!(
+                "was changed by another program since its last commit ({why}), and syncs to it are refused: find out who \
+                 writes there; \"dsync sync --adopt\" overwrites what was written"
+            );
+            ("changed", Some(what))
+        }
+        Condition::Promoted => {
+            let how = known.lineage.as_ref().and_then(|lineage| lineage.promoted);
+            let how = how.map_or_else(|| "was opened for writing".into(), |promoted| promoted.said());
+            let what = format!(
+                "{how}, and syncs to it are refused: \"dsync sync --adopt\" overwrites what was written"
+            );
+            ("promoted", Some(what))
+        }
+        Condition::Missing => {
+            let what = format!(
+                "is missing: mount its file system or attach its disk; if it is gone for good: dsync forget {path}"
+            );
+            ("missing", Some(what))
+        }
+        Condition::Unreadable(why) => ("unreadable", Some(format!("cannot be looked at: {why}"))),
+    }
+}

@@ -1,0 +1,251 @@
+//! The replicas that this host has, as far as that is written down: those on devices have their state in one folder, and the others
+//! are in a list, because their state is beside them. For looking only: nothing here takes a lock, and a sync may go on meanwhile.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use device::{Dir, Folder};
+use serde::{Deserialize, Serialize};
+
+use crate::destination::{Destination, FileDestination, Name};
+use crate::error::{Result, io_error};
+use crate::journal::WHOLE;
+use crate::lineage::{Lineage, State, StepKind, Unsure};
+use crate::note;
+use crate::replica::Replica;
+
+/// The replicas that this host has.
+#[derive(Debug, Clone)]
+pub struct KnownReplicas {
+    /// One file a replica, so that two syncs that end at once do not overwrite each other's entry.
+    list: PathBuf,
+    devices: PathBuf,
+}
+
+/// An entry of the list.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Entry {
+    path: PathBuf,
+    /// The folder of its state.
+    folder: PathBuf,
+}
+
+impl Entry {
+    /// The name of its file.
+    fn name(&self) -> String {
+        format!("{:016x}", twox_hash::XxHash3_64::oneshot(self.folder.as_os_str().as_encoded_bytes()))
+    }
+}
+
+/// A replica of this host.
+#[derive(Debug)]
+pub struct KnownReplica {
+    /// Where it is, or was.
+    pub path: PathBuf,
+    /// What is written down of it; `None` if that is gone.
+    pub lineage: Option<Lineage>,
+    /// What that amounts to.
+    pub condition: Condition,
+}
+
+/// How a replica is. The first that applies, in this order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Condition {
+    /// Its state cannot be read, for this reason.
+    Unreadable(String),
+    /// Its file, its disk or its state is gone.
+    Missing,
+    /// dsync has opened it for writing.
+    Promoted,
+    /// Others have changed it since its last commit, in this way.
+    Changed(String),
+    /// A first copy or a commit in place has not ended, or parts of the source could not be read.
+    Incomplete,
+    /// It was copied from a disk in use, without a freeze.
+    Fuzzy,
+    /// It is one moment of its source.
+    Exact,
+}
+
+impl KnownReplicas {
+    /// Those in the folder `list`, and those on devices, whose folders are in [`Options::devices`](crate::Options::devices).
+    pub fn new(list: PathBuf, devices: PathBuf) -> KnownReplicas {
+        KnownReplicas { list, devices }
+    }
+
+    /// Adds a replica, if it is not among them.
+    ///
+    /// # Errors
+    /// If the list cannot be written.
+    pub fn add(&self, replica: &Replica) -> io::Result<()> {
+        let folder = std::fs::canonicalize(replica.folder())?;
+        if folder.parent() == std::fs::canonicalize(&self.devices).ok().as_deref() {
+            return Ok(());
+        }
+        let entry = Entry { path: replica.path().to_path_buf(), folder };
+        if read(&self.list.join(entry.name())).is_some_and(|known| known == entry) {
+            return Ok(());
+        }
+        device::replace(&Dir::open(&self.list)?, &entry.name(), &serde_json::to_vec_pretty(&entry)?)
+    }
+
+    /// Removes the entry of the replica at `path`. Returns whether there was one.
+    ///
+    /// # Errors
+    /// If the list cannot be read or written.
+    pub fn remove(&self, path: &Path) -> io::Result<bool> {
+        let entries = self.entries()?;
+        let mut named = entries.iter().filter(|entry| entry.path == path).peekable();
+        let found = named.peek().is_some();
+        for entry in named {
+            std::fs::remove_file(self.list.join(entry.name()))?;
+        }
+        Ok(found)
+    }
+
+    /// True if the replica at `path` is in the list.
+    ///
+    /// # Errors
+    /// If the list cannot be read.
+    pub fn lists(&self, path: &Path) -> io::Result<bool> {
+        Ok(self.entries()?.iter().any(|entry| entry.path == path))
+    }
+
+    fn entries(&self) -> io::Result<Vec<Entry>> {
+        Ok(files(&self.list)?.iter().filter_map(|file| read(file)).collect())
+    }
+
+    /// All of them, sorted by path.
+    ///
+    /// # Errors
+    /// If the list, or the folder for devices, cannot be read.
+    pub fn all(&self) -> io::Result<Vec<KnownReplica>> {
+        let listed = self.entries()?.into_iter();
+        let mut all: Vec<KnownReplica> =
+            listed.map(|entry| KnownReplica::at(&entry.folder, Some(entry.path))).collect();
+        for folder in files(&self.devices)? {
+            let replica = KnownReplica::at(&folder, None);
+            // Without a lineage it belongs to nothing.
+            if replica.condition != Condition::Missing || replica.lineage.is_some() {
+                all.push(replica);
+            }
+        }
+        all.sort_by(|a, b| a.path.cmp(&b.path));
+        Ok(all)
+    }
+}
+
+/// The entries of a folder, which need not exist.
+fn files(folder: &Path) -> io::Result<Vec<PathBuf>> {
+    match std::fs::read_dir(folder) {
+        Ok(entries) => entries.map(|entry| Ok(entry?.path())).collect(),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+        Err(e) => Err(e),
+    }
+}
+
+/// An entry; `None` for what is none, such as one that was cut off while it was written.
+fn read(file: &Path) -> Option<Entry> {
+    serde_json::from_slice(&std::fs::read(file).ok()?).ok()
+}
+
+impl KnownReplica {
+    /// The replica whose state is in `folder`; `path` is where it was when it was listed.
+    fn at(folder: &Path, path: Option<PathBuf>) -> KnownReplica {
+        let lineage = match Dir::existing(folder) {
+            Ok(dir) => Lineage::load(&dir),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(io_error("open", folder)(e)),
+        };
+        let otherwise = || path.clone().unwrap_or_else(|| folder.to_path_buf());
+        match lineage {
+            Err(error) => KnownReplica {
+                path: otherwise(),
+                lineage: None,
+                condition: Condition::Unreadable(error.to_string()),
+            },
+            Ok(None) => KnownReplica { path: otherwise(), lineage: None, condition: Condition::Missing },
+            Ok(Some(lineage)) => {
+                let path = if lineage.path.as_os_str().is_empty() { otherwise() } else { present(&lineage) };
+                let condition = condition(folder, &path, &lineage)
+                    .unwrap_or_else(|error| Condition::Unreadable(error.to_string()));
+                KnownReplica { path, lineage: Some(lineage), condition }
+            }
+        }
+    }
+}
+
+fn condition(folder: &Path, path: &Path, lineage: &Lineage) -> Result<Condition> {
+    let step = lineage.step.as_ref().map(|step| step.kind);
+    let begun = matches!(step, Some(StepKind::NewFile { .. }));
+    Ok(match lineage {
+        _ if !begun && !is_there(path, lineage) => Condition::Missing,
+        Lineage { promoted: Some(_), .. } => Condition::Promoted,
+        Lineage { unsure: Unsure::Everything, .. } => Condition::Changed("it was written to".into()),
+        _ => match (changed(folder, path)?, lineage.state) {
+            (Some(why), _) => Condition::Changed(why.into()),
+            (None, _) if step == Some(StepKind::InPlace) => Condition::Incomplete,
+            (None, State::Incomplete) => Condition::Incomplete,
+            (None, State::Fuzzy) => Condition::Fuzzy,
+            (None, State::Exact) => Condition::Exact,
+        },
+    })
+}
+
+/// True if the disk or the file at `path` is the replica's.
+fn is_there(path: &Path, lineage: &Lineage) -> bool {
+    match &lineage.disk {
+        Some(disk) => is_disk(path, disk),
+        None => path.exists(),
+    }
+}
+
+fn is_disk(path: &Path, disk: &str) -> bool {
+    device::identity(path).is_ok_and(|it| it.is_block() && device::disk_id(it.dev).as_deref() == Some(disk))
+}
+
+/// Where a replica is now: the kernel may have given its disk another name.
+fn present(lineage: &Lineage) -> PathBuf {
+    let Some(disk) = lineage.disk.as_ref().filter(|disk| !is_disk(&lineage.path, disk)) else {
+        return lineage.path.clone();
+    };
+    let devices = files(Path::new("/sys/class/block")).unwrap_or_default();
+    let mut named = devices.iter().filter_map(|at| Some(Path::new("/dev").join(at.file_name()?)));
+    named.find(|path| is_disk(path, disk)).unwrap_or_else(|| lineage.path.clone())
+}
+
+/// In what way others have changed the file of a replica since dsync left it, as far as that is certain without holding it.
+/// A device cannot be looked at while a sync has it open: of that, the lineage says what was noticed.
+///
+/// # Errors
+/// If the state or the file cannot be read.
+fn changed(folder: &Path, path: &Path) -> Result<Option<&'static str>> {
+    let dir = Dir::existing(folder).map_err(io_error("open", folder))?;
+    let seen = || -> Result<_> {
+        Ok((Lineage::load(&dir)?, note::read(&dir).map(|(note, _)| note), dir.open(WHOLE, false).is_ok()))
+    };
+    let before = seen()?;
+    let (Some(lineage), noted, merging) = &before else { return Ok(None) };
+    let Some(stamp) = lineage.stamp.as_ref().filter(|stamp| stamp.inode != 0 && lineage.step.is_none())
+    else {
+        return Ok(None);
+    };
+    let file = match FileDestination::new(path.to_path_buf()) {
+        Ok(file) => file,
+        Err(e) => return Err(io_error("open the folder of", path)(e)),
+    };
+    let left = match noted {
+        // At work, or of an earlier boot: the next command that opens the replica can tell.
+        Some(note) => {
+            note.stamp.as_ref().filter(|_| Destination::boot(&file).life(&note.life) == device::Life::This)
+        }
+        None if *merging => None,
+        None => Some(stamp),
+    };
+    let (Some(left), Some(now)) = (left, file.stamp(Name::Final).map_err(io_error("look at", path))?) else {
+        return Ok(None);
+    };
+    let Some(why) = left.differs(&now) else { return Ok(None) };
+    // A commit that came between the two looks has changed it.
+    Ok(Some(why).filter(|_| seen().is_ok_and(|after| after == before)))
+}

@@ -1,0 +1,396 @@
+//! `dsync status --check` and `--prometheus`: each problem is seen by a monitor, and gone when it is mended. And a monitor is never in
+//! the way.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::time::{Duration, Instant};
+
+use dsync_tests::far::Far;
+use dsync_tests::image::{self, BLOCK};
+use dsync_tests::mount::{Loop, Worn};
+use dsync_tests::{Run, Scene, Site, find, got, need, need_root, skipped};
+use serde_json::Value;
+
+const MIB: u64 = 1 << 20;
+const RSH: &str = env!("CARGO_BIN_EXE_rsh");
+
+/// What a check finds, by the words that name problems; sorted.
+fn problems(site: &Site, options: &[&str]) -> Vec<String> {
+    let plain = site.dsync(["status", "--check"]).args(options).output();
+    let output = site.dsync(["status", "--check", "--json"]).args(options).output();
+    let lines = output.json();
+    let (last, all) = lines.split_last().unwrap_or_else(|| panic!("nothing was found: {output}"));
+    assert_eq!((last["kind"].as_str(), last["problems"].as_u64()), (Some("check"), Some(all.len() as u64)));
+    // What is tracked in the kernel is seen by all sites of this machine.
+    let found: Vec<&Value> = all.iter().filter(|problem| problem["problem"] != "tracker-lost").collect();
+    if found.len() < all.len() || plain.text().contains("the tracker of") {
+        return sorted_words(&found);
+    }
+    let code = i32::from(!found.is_empty());
+    assert_eq!([plain.status.code(), output.status.code()], [Some(code); 2], "{plain}\n{output}");
+    let text = plain.text();
+    match found.is_empty() {
+        true => assert_eq!(text, "OK\n"),
+        false => assert_eq!(text.lines().count(), found.len(), "{plain}"),
+    }
+    for problem in &found {
+        let message = problem["message"].as_str().expect("a message");
+        assert!(text.contains(message), "{message} is not in {text}");
+    }
+    sorted_words(&found)
+}
+
+fn sorted_words(problems: &[&Value]) -> Vec<String> {
+    let mut words: Vec<String> =
+        problems.iter().map(|problem| problem["problem"].as_str().expect("a word").to_owned()).collect();
+    words.sort();
+    words
+}
+
+/// Writes to an image past its server, or to a replica.
+fn scribble(scene: &Scene, at: &Path) {
+    // The clock of files ticks a few times a second only.
+    std::thread::sleep(Duration::from_millis(50));
+    image::scribble(at, MIB, BLOCK, &mut scene.random.clone());
+}
+
+fn none() -> Vec<String> {
+    Vec::new()
+}
+
+#[test]
+fn lost_tracking_is_reported_until_it_is_made_good() {
+    let mut scene = Scene::synced("lost tracking", 8 * MIB);
+    let second = scene.site.path("second.raw");
+    scene.site.sync(&scene.image, &second, &[]).ok();
+    assert_eq!(problems(&scene.site, &[]), none());
+    // At rest it is as it was left, until another program writes there.
+    scene.stop();
+    assert_eq!(problems(&scene.site, &[]), none());
+    scribble(&scene, &scene.image);
+    assert_eq!(problems(&scene.site, &[]), ["tracking-lost"]);
+    scene.start();
+    assert_eq!(problems(&scene.site, &["vm"]), ["tracking-lost"]);
+    // The other replica is behind the gap.
+    scene.sync(&[]).ok();
+    assert_eq!(problems(&scene.site, &[]), ["history-gap"]);
+    scene.site.sync(&scene.image, &second, &[]).ok();
+    assert_eq!(problems(&scene.site, &[]), none());
+    // A source that is not there.
+    scene.stop();
+    let aside = scene.site.path("aside.raw");
+    std::fs::rename(&scene.image, &aside).expect("another name");
+    assert_eq!(problems(&scene.site, &[]), ["missing"]);
+    std::fs::rename(&aside, &scene.image).expect("its name");
+    // Renaming changed its times.
+    assert_eq!(problems(&scene.site, &[]), ["tracking-lost"]);
+}
+
+#[test]
+fn a_replica_that_is_out_of_date_is_reported() {
+    let mut scene = Scene::synced("out of date", 8 * MIB);
+    std::thread::sleep(Duration::from_millis(2100));
+    assert_eq!(problems(&scene.site, &["--max-age", "1s"]), none(), "nothing was written since");
+    scene.change(3);
+    assert_eq!(problems(&scene.site, &["--max-age", "1s"]), ["stale"]);
+    assert_eq!(problems(&scene.site, &["--max-age", "1h"]), none());
+    assert_eq!(problems(&scene.site, &[]), none());
+    scene.sync(&[]).ok();
+    assert_eq!(problems(&scene.site, &["--max-age", "1s"]), none());
+}
+
+#[test]
+fn replicas_of_this_host_are_reported_and_forgotten() {
+    let mut scene = Scene::new("replicas of this host", 8 * MIB);
+    let far = Far::new(RSH);
+    far.sync(&scene, &[], None).ok();
+    let (site, replica) = (&far.site, far.replica());
+    let status = || site.dsync(["status"]).ok().text();
+    assert!(status().contains(&format!("replica {}, at epoch 1", replica.display())), "{}", status());
+    assert_eq!(problems(site, &[]), none());
+    assert_eq!(problems(&scene.site, &[]), none());
+
+    // Changed by others.
+    scribble(&scene, &replica);
+    assert_eq!(problems(site, &[]), ["changed"]);
+    far.sync(&scene, &[], None).code(4);
+    assert_eq!(problems(site, &[replica.to_str().expect("a path")]), ["changed"]);
+    far.sync(&scene, &["--adopt"], None).ok();
+    assert_eq!(problems(site, &[]), none());
+
+    // Served, and written to.
+    let server = site.serve(&[&replica], &[]);
+    server.client("vm").write(0, &[7; 4096]).expect("a write");
+    server.stop();
+    assert!(problems(site, &[]).contains(&"promoted".to_owned()));
+    site.dsync(["forget", "vm"]).ok();
+    assert_eq!(problems(site, &[]), ["promoted"]);
+    far.sync(&scene, &["--adopt"], None).ok();
+    assert_eq!(problems(site, &[]), none());
+
+    // A copy of a disk that was in use, and could not be frozen.
+    let lineage = site.path(".vm.raw.dsync/lineage");
+    let text = std::fs::read_to_string(&lineage).expect("a lineage");
+    assert!(text.contains("\"exact\""), "{text}");
+    std::fs::write(&lineage, text.replace("\"exact\"", "\"fuzzy\"")).expect("a lineage");
+    assert_eq!(problems(site, &[]), ["fuzzy"]);
+    scene.change(1);
+    far.sync(&scene, &[], None).ok();
+    assert_eq!(problems(site, &[]), none());
+
+    // A commit in place that is cut off.
+    scene.change(500);
+    far.sync(&scene, &["--commit", "in-place"], Some(MIB)).output();
+    assert_eq!(problems(site, &[]), ["incomplete"]);
+    far.sync(&scene, &[], None).ok();
+    assert_eq!(problems(site, &[]), none());
+
+    // Missing, and back; and gone with its state.
+    let aside = site.path("aside");
+    std::fs::create_dir(&aside).expect("a folder");
+    std::fs::rename(&replica, aside.join("vm.raw")).expect("another place");
+    assert_eq!(problems(site, &[]), ["missing"]);
+    assert!(status().contains("is missing"), "{}", status());
+    std::fs::rename(site.path(".vm.raw.dsync"), aside.join(".vm.raw.dsync")).expect("another place");
+    assert_eq!(problems(site, &[]), ["missing"]);
+    for name in ["vm.raw", ".vm.raw.dsync"] {
+        std::fs::rename(aside.join(name), site.path(name)).expect("its place");
+    }
+    assert_eq!(problems(site, &[]), ["changed"], "its times changed");
+    for name in ["vm.raw", ".vm.raw.dsync"] {
+        std::fs::rename(site.path(name), aside.join(name)).expect("another place");
+    }
+    site.dsync(["forget", "-n"]).arg(&replica).ok();
+    assert_eq!(problems(site, &[]), ["missing"]);
+    site.dsync(["forget"]).arg(&replica).ok();
+    assert_eq!(problems(site, &[]), none());
+    site.dsync(["forget"]).arg(&replica).code(1).says(&["neither"]);
+
+    // A merge lists it too, and what is forgotten is not listed.
+    let delta = scene.site.dsync(["extract", "vm", "--since", "0"]).ok().stdout;
+    site.dsync(["merge"]).arg(&replica).input(delta).ok();
+    assert!(status().contains(&format!("replica {}", replica.display())), "{}", status());
+    site.dsync(["forget"]).arg(&replica).ok();
+    assert!(!status().contains("vm.raw"), "{}", status());
+}
+
+#[test]
+fn a_first_copy_that_was_cut_off_is_reported() {
+    let (scene, far) = (Scene::new("first copy", 32 * MIB), Far::new(RSH));
+    far.sync(&scene, &[], Some(2 * MIB)).output();
+    assert_eq!(problems(&far.site, &[]), ["incomplete"]);
+    far.sync(&scene, &[], None).ok();
+    assert_eq!(problems(&far.site, &[]), none());
+}
+
+#[test]
+fn blocks_that_the_source_could_not_read_are_reported() {
+    let what = "a check of a replica that lacks unreadable blocks";
+    if !need(&["losetup", "nbdkit", "nbdfuse"], what) || !need_root(what) {
+        return;
+    }
+    let mut scene = Scene::new(what, 8 * MIB);
+    image::random(&scene.image, 8 * MIB, &mut scene.random);
+    let Some(worn) = Worn::new(&scene.image) else {
+        return skipped(what, "there are no loop devices over FUSE here");
+    };
+    scene.stop();
+    scene.image = worn.device().to_path_buf();
+    scene.start();
+    worn.spoil(&[700 * BLOCK]);
+    scene.sync(&["--keep-going"]).code(1);
+    // The source's host and the replica's, which are one here, both know it.
+    assert_eq!(problems(&scene.site, &[]), ["incomplete", "incomplete"]);
+    let text = scene.site.dsync(["status", "--check"]).code(1).text();
+    assert!(text.contains("4.00 KiB could not be read"), "{text}");
+    worn.spoil(&[]);
+    scene.sync(&[]).ok();
+    assert_eq!(problems(&scene.site, &[]), none());
+}
+
+#[test]
+fn a_tracked_disk_that_lost_its_record_is_reported() {
+    let what = "a check of a tracked disk";
+    if !need_root(what) || !need(&["losetup"], what) {
+        return;
+    }
+    let site = Site::new();
+    let disk = site.image("disk.raw", 8 * MIB);
+    let Some(device) = Loop::new(&disk) else { return skipped(what, "loop devices are not allowed here") };
+    let path = device.device().to_path_buf();
+    let track = |action: &str| site.dsync(["track", action]).arg(&path).output();
+    let added = track("add");
+    let untrack = Untrack(&site, &path);
+    if !got(if added.status.success() { Ok(()) } else { Err(added.stderr) }, what) {
+        return;
+    }
+    let mine = path.to_str().expect("a path");
+    let copy = site.path("copy.raw");
+    site.sync(&path, &copy, &[]).ok();
+    assert_eq!(problems(&site, &[mine]), none());
+    // Another record begins.
+    track("remove");
+    assert_eq!(problems(&site, &[mine]), ["tracking-lost"]);
+    track("add");
+    assert_eq!(problems(&site, &[mine]), ["tracking-lost"]);
+    site.sync(&path, &copy, &[]).ok();
+    assert_eq!(problems(&site, &[mine]), none());
+    // Its disk is gone from under the tracker; another site does not know it as a source.
+    drop(device);
+    let other = Site::new();
+    let check = || other.dsync(["status", "--check"]).output().text();
+    let told = format!("tracking is lost: the tracker of {mine} ");
+    assert!(check().contains(&told), "{}", check());
+    drop(untrack);
+    assert!(!check().contains(&told), "{}", check());
+}
+
+/// Ends the tracking of a disk.
+struct Untrack<'a>(&'a Site, &'a Path);
+
+impl Drop for Untrack<'_> {
+    fn drop(&mut self) {
+        self.0.dsync(["track", "remove"]).arg(self.1).output();
+    }
+}
+
+/// All files of a site, with their content.
+fn files(folder: &Path) -> Vec<(std::path::PathBuf, Vec<u8>)> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(folder).expect("a folder") {
+        let path = entry.expect("a folder").path();
+        match path.is_dir() {
+            true => found.extend(files(&path)),
+            false if path.is_file() => {
+                let content = std::fs::read(&path).expect("a file");
+                found.push((path, content));
+            }
+            false => {}
+        }
+    }
+    found.sort();
+    found
+}
+
+#[test]
+fn a_monitor_changes_nothing_and_is_never_in_the_way() {
+    let mut scene = Scene::synced("a monitor beside syncs", 8 * MIB);
+    scene.stop();
+    let before = files(scene.site.dir());
+    for options in [&["--check"][..], &["--check", "--json"], &["--prometheus"]] {
+        scene.site.dsync(["status"]).args(options).output();
+    }
+    assert!(before == files(scene.site.dir()), "a monitor changed something");
+    scene.start();
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let site = &scene.site;
+        let monitor = scope.spawn(|| {
+            let mut rounds = 0;
+            while !over.load(SeqCst) {
+                assert_eq!(problems(site, &["--max-age", "1h"]), none());
+                site.dsync(["status", "--prometheus"]).ok();
+                rounds += 1;
+            }
+            rounds
+        });
+        let until = Instant::now() + Duration::from_secs(8);
+        while Instant::now() < until && !monitor.is_finished() {
+            let mut client = scene.client();
+            client.write(0, &[7; 1 << 20]).expect("a write");
+            client.close().expect("the end");
+            scene.sync(&[]).ok();
+        }
+        over.store(true, SeqCst);
+        assert!(monitor.join().expect("the monitor") > 3);
+    });
+    // While a sync holds the replica.
+    scene.change(1000);
+    let mut slow = scene.sync(&["--bwlimit", "1M"]).start();
+    std::thread::sleep(Duration::from_millis(1500));
+    assert!(slow.ended().is_none(), "the sync did not last");
+    assert_eq!(problems(&scene.site, &[]), none());
+    slow.kill();
+    scene.sync(&[]).ok();
+    scene.equal();
+}
+
+/// The value of a sample; `None` if there is none.
+fn sample(text: &str, name: &str, labels: &[&str]) -> Option<f64> {
+    let is_it = |line: &&str| {
+        line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' ']))
+            && labels.iter().all(|label| line.contains(label))
+    };
+    let mut found = text.lines().filter(is_it);
+    let value = found.next()?.rsplit(' ').next()?.parse().ok();
+    assert!(found.next().is_none(), "two samples of {name} {labels:?} in {text}");
+    value
+}
+
+#[test]
+fn metrics_are_those_of_the_status() {
+    let mut scene = Scene::synced("metrics", 8 * MIB);
+    let odd = scene.site.path("odd \"name\" \\ of\na replica.raw");
+    scene.site.sync(&scene.image, &odd, &[]).ok();
+    let blocks = scene.change(5).len() as u64;
+    let metrics = || scene.site.dsync(["status", "--prometheus"]).ok().text();
+    let (text, copy) = (metrics(), format!("replica=\"{}\"", scene.replica.display()));
+    let source = format!("source=\"{}\"", scene.image.display());
+    assert_eq!(sample(&text, "dsync_source_epoch", &[&source]), Some(1.0), "{text}");
+    assert_eq!(sample(&text, "dsync_source_tracking", &[&source]), Some(1.0));
+    assert_eq!(sample(&text, "dsync_replica_epoch", &[&source, &copy]), Some(1.0), "{text}");
+    let success = sample(&text, "dsync_replica_last_success_timestamp_seconds", &[&copy]).expect("a time");
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).expect("a time");
+    assert!((now.as_secs_f64() - success).abs() < 60.0, "{text}");
+    let escaped = "odd \\\"name\\\" \\\\ of\\na replica.raw\"";
+    let lacks = sample(&text, "dsync_replica_lacks_bytes", &[escaped]).expect("bytes");
+    assert_eq!(lacks, (blocks * BLOCK) as f64, "{text}");
+    for (state, value) in [("exact", 1.0), ("changed", 0.0)] {
+        let labels = [copy.as_str(), &format!("state=\"{state}\"")];
+        assert_eq!(sample(&text, "dsync_local_replica_state", &labels), Some(value), "{text}");
+    }
+    assert_eq!(sample(&text, "dsync_local_replica_unsure_bytes", &[&copy]), Some(0.0));
+    assert_eq!(sample(&text, "dsync_local_replica_ahead", &[&copy]), Some(0.0));
+    assert_eq!(sample(&text, "dsync_status_errors", &[]), Some(0.0));
+    match find("promtool") {
+        Some(promtool) => {
+            let checked = Run::new(promtool).args(["check", "metrics"]).input(text.into_bytes()).ok();
+            assert!(checked.text().is_empty() && checked.stderr.is_empty(), "{checked}");
+        }
+        None => skipped("the metrics, by promtool", "promtool is missing (Debian: prometheus)"),
+    }
+    // What is lost shows, and what a replica lacks is not known then.
+    scene.stop();
+    scribble(&scene, &scene.image);
+    let text = scene.site.dsync(["status", "--prometheus"]).ok().text();
+    assert_eq!(sample(&text, "dsync_source_tracking", &[&source]), Some(0.0), "{text}");
+    assert_eq!(sample(&text, "dsync_replica_lacks_bytes", &[&copy]), None, "{text}");
+    // A source that cannot be read is counted, and does not hide the others.
+    let other = scene.site.image("other.raw", MIB);
+    scene.site.sync(&other, &scene.site.path("copy of other.raw"), &[]).ok();
+    let sources = std::fs::read_dir(scene.site.state().join("sources")).expect("sources").flatten();
+    let about = sources
+        .map(|entry| entry.path().join("source"))
+        .find(|about| std::fs::read_to_string(about).is_ok_and(|text| text.contains("other.raw")));
+    std::fs::write(about.expect("its state"), "nonsense").expect("a file");
+    let output = scene.site.dsync(["status", "--prometheus"]).code(1);
+    assert_eq!(sample(&output.text(), "dsync_status_errors", &[]), Some(1.0), "{output}");
+    assert_eq!(sample(&output.text(), "dsync_source_tracking", &[&source]), Some(0.0), "{output}");
+    assert_eq!(problems(&scene.site, &[]), ["tracking-lost", "unreadable"]);
+}
+
+#[test]
+fn bad_usage_is_told_from_a_problem() {
+    let site = Site::new();
+    assert_eq!(problems(&site, &[]), none());
+    for words in [
+        &["--max-age", "1h"][..],
+        &["--check", "--max-age", "soon"],
+        &["--check", "--prometheus"],
+        &["--prometheus", "vm"],
+        &["--prometheus", "--json"],
+    ] {
+        site.dsync(["status"]).args(words).code(2);
+    }
+    site.dsync(["status", "--check", "nobody"]).code(2).says(&["nobody"]);
+}
