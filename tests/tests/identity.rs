@@ -247,9 +247,8 @@ fn a_write_to_a_replicas_device_or_partition_is_noticed() {
     let text = text.replace(boot.trim(), "before");
     std::fs::write(&lineage, &text).expect("a lineage");
     sync(&scene, &place, &[]).code(4).says(&["was written to", "--adopt"]);
-    let text = text
-        .replace("\"foreign\":true", "\"foreign\":false")
-        .replace("\"foreign\": true", "\"foreign\": false");
+    assert!(text.contains("\"everything\""), "{text}");
+    let text = text.replace("\"everything\"", "\"nothing\"");
     std::fs::write(&lineage, text).expect("a lineage");
     sync(&scene, &place, &[]).code(4).says(&["mounted or written to", "--adopt"]);
     sync(&scene, &place, &["--adopt"]).ok();
@@ -377,7 +376,7 @@ fn a_replica_that_is_away_is_not_made_anew() {
     to_far(&scene, &[]).ok();
     scene.change(10);
     std::fs::rename(&folder, &away).expect("a folder");
-    scene.sync(&[]).code(4).says(&["no folder", "mount"]);
+    scene.sync(&[]).code(4).says(&["does not exist", "mount"]);
     std::fs::create_dir(&folder).expect("a folder");
     for options in [&[][..], &["--adopt"], &["--method", "copy"], &["-n"]] {
         scene.sync(options).code(4).says(&["vm.raw", "last synced on", "epoch 1", "mounted", "--create"]);
@@ -410,7 +409,7 @@ fn a_replica_that_is_away_is_not_made_anew() {
     }
     // A device that is not attached.
     let missing = Path::new("/dev/dsync-test-missing");
-    scene.site.sync(&scene.image, missing, &[]).code(4).says(&["no device", "attach"]);
+    scene.site.sync(&scene.image, missing, &[]).code(4).says(&["does not exist", "attach"]);
 }
 
 /// Source and destination that are one storage are refused, whatever they are called.
