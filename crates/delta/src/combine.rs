@@ -97,6 +97,9 @@ fn join(first: &Header, second: &Header) -> Result<Header> {
     if first.batch {
         return refuse("first", "is a batch of a mirror and ends within an epoch");
     }
+    if first.partial {
+        return refuse("first", "mends a part of one replica");
+    }
     if first.method == Method::Rolling {
         return refuse("first", "may copy within the replica");
     }
@@ -141,6 +144,7 @@ fn join(first: &Header, second: &Header) -> Result<Header> {
         resumes: None,
         fuzzy: first.fuzzy || second.fuzzy,
         batch: false,
+        partial: false,
     })
 }
 

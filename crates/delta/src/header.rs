@@ -19,7 +19,8 @@ const RESUMES: u32 = 2;
 const FUZZY: u32 = 4;
 // 8 was in use before the first release.
 const BATCH: u32 = 16;
-const KNOWN: u32 = BINDS | RESUMES | FUZZY | BATCH;
+const PARTIAL: u32 = 32;
+const KNOWN: u32 = BINDS | RESUMES | FUZZY | BATCH | PARTIAL;
 
 /// How the changes were found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -96,6 +97,8 @@ pub struct Header {
     /// A batch of a mirror: the result is ahead of the chain's last epoch, at a moment within the next, which nothing names
     /// but this delta's stream id.
     pub batch: bool,
+    /// Found by comparing a part of the replica at its own epoch: what it does not name stays as it was.
+    pub partial: bool,
 }
 
 impl Header {
@@ -120,6 +123,7 @@ impl Header {
             resumes: None,
             fuzzy: false,
             batch: false,
+            partial: false,
         }
     }
 
@@ -163,6 +167,8 @@ impl Header {
             "its changes were found by looking at a replica, but it does not say which"
         } else if self.batch && (self.method != Method::Tracked || self.binds.is_none()) {
             "it is a batch, but does not say for which state of a replica"
+        } else if self.partial && self.method != Method::Compare {
+            "it is of a part, but was not found by comparing"
         } else if self.is_seed() && chain.len() > 1 {
             "a seed spans one epoch, not several"
         } else {
@@ -180,6 +186,7 @@ impl Header {
         flags |= if self.resumes.is_some() { RESUMES } else { 0 };
         flags |= if self.fuzzy { FUZZY } else { 0 };
         flags |= if self.batch { BATCH } else { 0 };
+        flags |= if self.partial { PARTIAL } else { 0 };
         head.extend(VERSION.to_le_bytes());
         head.extend([self.method as u8, 0]);
         head.extend(flags.to_le_bytes());
@@ -271,6 +278,7 @@ impl Header {
             resumes,
             fuzzy: flags & FUZZY != 0,
             batch: flags & BATCH != 0,
+            partial: flags & PARTIAL != 0,
         };
         header.check()?;
         Ok(header)

@@ -22,6 +22,7 @@
 //!     resumes: None,
 //!     fuzzy: false,
 //!     batch: false,
+//!     partial: false,
 //! };
 //! let mut writer = Writer::new(Vec::new());
 //! let (mut encoder, unit) = Encoder::new(&header, None)?;

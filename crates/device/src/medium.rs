@@ -207,8 +207,13 @@ fn id_at(place: &Path) -> Option<String> {
     }
     if let Some(backing) = read("loop/backing_file") {
         let backing = PathBuf::from(backing);
-        let ino = std::fs::metadata(&backing).ok()?.ino();
-        let site = rustix::fs::statvfs(&backing).ok()?.f_fsid;
+        let file = std::fs::metadata(&backing).ok()?;
+        let ino = file.ino();
+        // FUSE has no identifier that lasts: there, that of this mount. Two of them may have files of the same number.
+        let site = match rustix::fs::statvfs(&backing).ok()?.f_fsid {
+            0 => file.dev(),
+            lasting => lasting,
+        };
         let (offset, limit) = (read("loop/offset")?, read("loop/sizelimit")?);
         return Some(format!("loop-{site:x}-{ino}-{offset}-{limit}"));
     }

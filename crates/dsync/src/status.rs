@@ -368,7 +368,7 @@ fn replica(
         path: absolute.clone(),
         source: status.source,
         epoch: status.epoch.map(|e| e.number),
-        ahead: status.is_ahead(),
+        ahead: status.ahead,
         unsure: status.unsure.bytes(),
         state: status.state,
         size: status.size,
@@ -389,8 +389,7 @@ fn replica(
             format!("fuzzy, near epoch {epoch}: copied from a disk in use without a freeze")
         }
         (Some(epoch), State::Incomplete) if status.unsure > 0 && !status.partial => format!(
-            "at epoch {epoch}, but for {} that could not be read at the source: run \"dsync sync\" again, which sends only \
-             them and what changed",
+            "at epoch {epoch}, without {} that could not be read at the source (the next \"dsync sync\" sends it)",
             units::size(status.unsure)
         ),
         _ => "incomplete: run \"dsync sync\" again".to_owned(),

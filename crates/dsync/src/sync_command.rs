@@ -9,7 +9,7 @@ use sync::{Extents, Method, Summary, SyncError, SyncOptions, Unreadable};
 use crate::args::{self, FreezeArg, HashArg, MethodArg};
 use crate::destination::Destination;
 use crate::effect;
-use crate::failure::{self, FAILED, Failure};
+use crate::failure::{FAILED, Failure};
 use crate::output::Output;
 use crate::units;
 
@@ -69,8 +69,8 @@ pub(crate) fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Resul
     let mut summary = attempt(&options);
     // What will be lacking has to be known before the replica takes the first byte.
     let unreadable = |e: &anyhow::Error| e.downcast_ref::<SyncError>().is_some_and(SyncError::is_unreadable);
-    if let Some(error) = summary.as_ref().err().filter(|e| args.keep_going && unreadable(e)) {
-        output.warn(&failure::text(error));
+    if summary.as_ref().err().is_some_and(|e| args.keep_going && unreadable(e)) {
+        output.warn("parts of the source cannot be read: the sync begins again without them");
         summary = attempt(&SyncOptions { unreadable: Unreadable::LeaveOut, ..options });
     }
     output.more(&format!("source {} in {}", handle.about().uuid, state.path().display()));

@@ -193,8 +193,7 @@ impl Batches<'_> {
         let holes = self.replica.holes(u64::MAX)?;
         // Joined with those before at the commit.
         let before = if header.batch { UnsureSet::new() } else { self.unsure.clone() };
-        let lineage = self.replica.lineage();
-        self.passing = Some(Passing::new(before, lineage.unsure(), &header, lineage.epoch));
+        self.passing = Some(Passing::new(before, &header));
         self.batch = Some(Arriving { decoder, toward, frames, held: 0, contents, holes });
         Ok(())
     }
@@ -345,7 +344,8 @@ impl Batches<'_> {
         self.flush()?;
         let log = self.replica.new_log()?;
         self.file = log.file.file();
-        (self.end, self.closed) = (0, false);
+        // What an empty journal had reserved is given back.
+        (self.end, self.closed, self.room) = (0, false, 0);
         Ok(log)
     }
 

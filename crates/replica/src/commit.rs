@@ -1,6 +1,6 @@
 //! Committing: what was received becomes the destination's content, and the lineage moves.
 
-use delta::{Header, Method};
+use delta::Header;
 use uuid::Uuid;
 
 use crate::apply::Applier;
@@ -16,9 +16,8 @@ impl Replica {
     /// What a delta makes of this replica.
     pub(crate) fn toward(&self, header: &Header) -> Option<Toward> {
         let toward = Toward::of(header)?;
-        // Compared at its own epoch, leaving out what has changed since: that batches have changed some of these blocks stays.
-        let compared = header.method == Method::Compare && self.lineage().epoch == Some(toward.epoch);
-        Some(Toward { batch: toward.batch || compared && self.lineage().is_ahead(), ..toward })
+        // What a part leaves as it was may be of a batch.
+        Some(Toward { batch: toward.batch || header.partial && self.lineage().is_ahead(), ..toward })
     }
 
     /// True if the last commit was this very delta's: merging it again would change nothing, and the lineage would not say that it
@@ -56,14 +55,9 @@ impl Replica {
         let mut applier = Applier::new(disk.clone(), 0, false).map_err(failed("open"))?;
         applier.keep(keeping);
         let mut positions = self.positions();
-        let (mut set, was) = (self.unsure()?, self.lineage().unsure().clone());
+        let mut set = self.unsure()?;
         for contents in deltas {
-            let mut marking = Marking {
-                target: &mut applier,
-                was: (set, was.clone()),
-                at: self.lineage().epoch,
-                passing: None,
-            };
+            let mut marking = Marking { target: &mut applier, was: set, passing: None };
             journal::replay(self.state(), WHOLE, contents, &mut marking, &mut positions, failed("write to"))?;
             set = marking.end();
             let size = contents.segments.last().map_or(toward.size, |s| s.header.size_after);

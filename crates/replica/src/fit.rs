@@ -1,8 +1,9 @@
 //! Whether a delta fits what a replica is, by its header.
 
-use delta::{Epoch, Header, Method};
+use delta::{Epoch, Header};
 
 use crate::error::{ReplicaError, Result};
+use crate::journal::compares;
 use crate::lineage::{StepKind, Unsure};
 use crate::replica::Replica;
 
@@ -112,7 +113,7 @@ impl Replica {
             _ => ", and unsure in a part of it",
         };
         let has = format!("is at epoch {}{ahead}", at.number);
-        let given = if header.chain.iter().any(|e| e.number == at.number) {
+        let given = if header.chain.iter().any(|e| e.number == at.number && e != at) {
             format!(
                 "and the delta's epoch {} is another one, of a copied or restored source: run \"dsync sync\" from the right \
                  source",
@@ -148,8 +149,3 @@ const UNVERIFIED: &str = "was adopted but not compared to the end";
 
 /// What to do with a whole copy where a replica is.
 const SEED_ELSEWHERE: &str = "merge it at a path without a replica, or run \"dsync sync\"";
-
-/// A delta that was made by comparing all that the replica holds.
-pub(crate) fn compares(header: &Header) -> bool {
-    matches!(header.method, Method::Compare | Method::Rolling) && header.binds.is_some()
-}

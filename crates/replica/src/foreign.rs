@@ -22,9 +22,11 @@ use std::sync::Arc;
 
 use device::{Clock, StateFile};
 
+use uuid::Uuid;
+
 use crate::destination::Name;
 use crate::error::{ReplicaError, Result, SAFE, disk_error, io_error, is_full};
-use crate::journal::{Contents, WHOLE};
+use crate::journal::{self, Contents, WHOLE, compares};
 use crate::lineage::{self, Lineage, Stamp, StepKind, Unsure};
 use crate::note::{self, Evidence, Keeping, Note, WRITTEN, Working};
 use crate::replica::Replica;
@@ -50,7 +52,7 @@ impl Replica {
     /// device's name does not make the right one another.
     pub(crate) fn notice(&self, why: &str) {
         let marked = self.lineage().unsure == Unsure::Everything || self.lineage().promoted.is_some();
-        let tells = why == WRITTEN && self.destination().is_device() && self.is_kept();
+        let tells = self.is_noticed_by_lineage(why);
         if tells && !marked && !self.mark_noticed() {
             // In memory the lineage may be ahead by batches that only the journal has.
             if let Ok(Some(durable)) = Lineage::load(self.state()) {
@@ -60,8 +62,30 @@ impl Replica {
         }
     }
 
+    /// True if the lineage must say this, as nothing else does after a reboot.
+    fn is_noticed_by_lineage(&self, why: &str) -> bool {
+        why == WRITTEN && self.destination().is_device() && self.is_kept()
+    }
+
+    /// Gives the state another name: a delta that is sealed in the journal, and was found by comparing, was made before this
+    /// write. Only the name tells after a reboot.
+    fn outdate_sealed(&self) {
+        let sealed = journal::measure(self.state(), WHOLE).ok().flatten();
+        if !sealed.is_some_and(|delta| delta.segments.first().is_some_and(|s| compares(&s.header))) {
+            return;
+        }
+        if let Ok(Some(mut durable)) = Lineage::load(self.state()) {
+            durable.nonce = Uuid::new_v4();
+            durable.step.iter_mut().for_each(|step| step.nonce = Uuid::new_v4());
+            let _ = durable.store(self.state());
+        }
+    }
+
     pub(crate) fn touched(&self, why: &str) -> ReplicaError {
         self.notice(why);
+        if self.is_noticed_by_lineage(why) {
+            self.outdate_sealed();
+        }
         let found = self.destination().stamp(Name::Final).ok().flatten();
         let left = self.left().or(self.lineage().stamp.as_ref());
         let why = match found.filter(|_| why == WRITTEN).and_then(|now| Some((now.changed, now.written?))) {

@@ -339,6 +339,11 @@ impl Read for Input<'_> {
     }
 }
 
+/// A delta that was made by comparing all that the replica holds.
+pub(crate) fn compares(header: &Header) -> bool {
+    matches!(header.method, Method::Compare | Method::Rolling) && header.binds.is_some() && !header.partial
+}
+
 /// A journal that grows.
 pub(crate) struct Growing {
     file: Arc<dyn StateFile>,

@@ -92,8 +92,13 @@ impl Replica {
         if replica.is_kept() {
             let everything = replica.lineage().unsure == Unsure::Everything;
             replica.set_changed(everything.then_some(WRITTEN));
-            // A commit that was cut off after it had written its set has no room for another.
-            replica.sweep(replica.state().open(WHOLE, false).is_ok())?;
+            if let Err(ReplicaError::Damaged { .. }) = replica.unsure() {
+                // Not known where means anywhere.
+                replica.lineage_mut().unsure = Unsure::Everything;
+                replica.set_changed(Some(
+                    "the record of the blocks in which it is unsure is missing or damaged",
+                ));
+            }
             replica.refuse_promoted()?;
             replica.recover()?;
         } else {

@@ -301,6 +301,7 @@ impl Replica {
         self.status = Status {
             source: lineage.source.or(lineage.step.as_ref().map(|s| s.toward.source)),
             epoch: lineage.epoch,
+            ahead: lineage.is_ahead(),
             state: lineage.state,
             size: lineage.size,
             block_size: lineage.block_size,

@@ -14,6 +14,8 @@ pub struct Status {
     pub source: Option<Uuid>,
     /// The epoch of the last commit. `None` before the first.
     pub epoch: Option<Epoch>,
+    /// Batches of a mirror have brought it ahead of that epoch. For people: the unsure set tells what to send.
+    pub ahead: bool,
     /// How far the destination may be trusted. Incomplete if there is none.
     pub state: State,
     /// Bytes as of the last commit; of an adopted file those it has; 0 before the first seed is committed.
@@ -45,6 +47,7 @@ impl Status {
         Status {
             source: None,
             epoch: None,
+            ahead: false,
             state: State::Incomplete,
             size: 0,
             block_size: 0,
@@ -57,11 +60,6 @@ impl Status {
             recovered: None,
             changed: None,
         }
-    }
-
-    /// True if batches of a mirror have brought it ahead of its epoch, to a moment within the next.
-    pub fn is_ahead(&self) -> bool {
-        self.state != State::Incomplete && !self.unsure.is_empty()
     }
 
     /// A replica that is exactly at an epoch of its source, whose disk then had `size` bytes.

@@ -1,13 +1,13 @@
 //! The unsure set: the blocks in which a replica cannot vouch that they are of its epoch. A batch of a mirror has brought them
 //! further, or the source could not read them. The source adds them to the changes that it sends.
 //!
-//! The set is kept in a file of its own in the replica's folder, which the lineage names: `unsure-ID`, the XXH3-128 of what
+//! The set is kept in a file of its own in the replica's folder, which the lineage names: `unsure-ID`, the XXH3-128 of ID and what
 //! follows, then [`UnsureSet::encode`]. `unsure.new` is the room for the next.
 
 use std::ops::Range;
 use std::{fmt, io};
 
-use delta::{Epoch, Frame, Header, Method, Record};
+use delta::{Frame, Header, Record};
 use device::Folder;
 use extents::{Bitmap, Extents, varint};
 use twox_hash::XxHash3_128;
@@ -72,8 +72,8 @@ impl UnsureSet {
     }
 
     /// Makes room for the blocks of a disk of `size` bytes, tracked in blocks of `block_size` bytes.
-    fn reach(&mut self, size: u64, block_size: u32) {
-        let mut unit = if self.is_empty() { LEAST_UNIT.max(block_size.into()) } else { self.unit };
+    fn reach(&mut self, size: u64, block_size: u64) {
+        let mut unit = if self.is_empty() { LEAST_UNIT.max(block_size) } else { self.unit };
         while size.div_ceil(unit) > MOST_BLOCKS {
             unit *= 2;
         }
@@ -103,7 +103,7 @@ impl UnsureSet {
     pub(crate) fn join(&mut self, other: &UnsureSet) {
         if !other.is_empty() {
             let size = other.blocks.blocks().saturating_mul(other.unit);
-            self.reach(size, other.unit.try_into().unwrap_or(u32::MAX));
+            self.reach(size, other.unit);
             other.ranges().for_each(|range| self.insert(range));
         }
     }
@@ -129,6 +129,7 @@ impl UnsureSet {
         let unit = varint::get(&mut bytes).ok()?;
         let blocks = varint::get(&mut { bytes }).ok()?;
         let sound = unit.is_power_of_two() && (LEAST_UNIT..=1 << 40).contains(&unit) && blocks <= MOST_BLOCKS;
+        let sound = sound && blocks.saturating_mul(unit) <= 1 << 63;
         let set = sound.then(|| UnsureSet { unit, blocks: Bitmap::new(blocks) })?;
         set.blocks.decode_into(bytes).ok()?;
         Some(set)
@@ -180,7 +181,7 @@ pub(crate) fn load(folder: &dyn Folder, unsure: &Unsure) -> Result<UnsureSet> {
         found => found.unwrap_or_default(),
     };
     let (hash, encoded) = bytes.split_at_checked(16).unwrap_or_default();
-    let whole = XxHash3_128::oneshot(encoded).to_le_bytes() == *hash;
+    let whole = hash_of(file, encoded) == *hash;
     whole.then(|| UnsureSet::decode(encoded)).flatten().ok_or_else(|| ReplicaError::Damaged {
         path,
         why: "it does not say in which blocks the replica is unsure".into(),
@@ -197,7 +198,7 @@ pub(crate) fn store(folder: &dyn Folder, set: &UnsureSet, state: &'static str) -
         return Ok(Unsure::Nothing);
     }
     let (encoded, file) = (set.encode(), Uuid::new_v4());
-    let mut bytes = XxHash3_128::oneshot(&encoded).to_le_bytes().to_vec();
+    let mut bytes = hash_of(&file, &encoded).to_vec();
     bytes.extend(encoded);
     let written = (|| {
         let fresh = device::reserved(NAME);
@@ -252,6 +253,12 @@ pub(crate) fn sweep(folder: &dyn Folder, named: &[&Unsure], reuse: bool) -> Resu
     Ok(())
 }
 
+/// The hash of an encoded set, bound to its file.
+fn hash_of(file: &Uuid, encoded: &[u8]) -> [u8; 16] {
+    let seed = file.as_u64_pair().0;
+    XxHash3_128::oneshot_with_seed(seed, encoded).to_le_bytes()
+}
+
 fn name_of(file: &Uuid) -> String {
     format!("{NAME}-{}", file.simple())
 }
@@ -259,25 +266,23 @@ fn name_of(file: &Uuid) -> String {
 /// Brings a journal to a target, and marks what it makes of the unsure set.
 pub(crate) struct Marking<'a> {
     pub target: &'a mut dyn Target,
-    /// The set before it, and what the lineage says of that.
-    pub was: (UnsureSet, Unsure),
-    /// The epoch before it.
-    pub at: Option<Epoch>,
+    /// The set before it.
+    pub was: UnsureSet,
     pub passing: Option<Passing>,
 }
 
 impl Marking<'_> {
     /// The set after all of it.
     pub(crate) fn end(self) -> UnsureSet {
-        self.passing.map_or(self.was.0, Passing::end)
+        self.passing.map_or(self.was, Passing::end)
     }
 }
 
 impl Target for Marking<'_> {
     fn rewind(&mut self, header: &Header, known: u64) -> io::Result<()> {
-        let was = std::mem::take(&mut self.was.0);
+        let was = std::mem::take(&mut self.was);
         let was = self.passing.take().map_or(was, Passing::end);
-        self.passing = Some(Passing::new(was, &self.was.1, header, self.at));
+        self.passing = Some(Passing::new(was, header));
         self.target.rewind(header, known)
     }
 
@@ -310,27 +315,24 @@ enum Rule {
 }
 
 impl Rule {
-    fn of(header: &Header, at: Option<Epoch>, was: &Unsure) -> Rule {
-        if header.batch {
-            return Rule::Adds;
-        }
-        // A comparison at the replica's own epoch may be of a part, and leaves out what has changed since.
-        let partial = header.method == Method::Compare
-            && at.as_ref() == header.to()
-            && !matches!(was, Unsure::Everything);
+    fn of(header: &Header) -> Rule {
         let whole = header.is_seed() || header.binds.is_some();
-        if whole && !partial && header.resumes.is_none() { Rule::Renews } else { Rule::Mends }
+        match () {
+            () if header.batch => Rule::Adds,
+            () if whole && !header.partial && header.resumes.is_none() => Rule::Renews,
+            () => Rule::Mends,
+        }
     }
 }
 
 impl Passing {
-    /// A delta with this header comes to a replica at the epoch `at` with this set.
-    pub(crate) fn new(mut set: UnsureSet, was: &Unsure, header: &Header, at: Option<Epoch>) -> Passing {
-        let rule = Rule::of(header, at, was);
+    /// A delta with this header comes to a replica with this set.
+    pub(crate) fn new(mut set: UnsureSet, header: &Header) -> Passing {
+        let rule = Rule::of(header);
         if rule == Rule::Renews {
             set = UnsureSet::new();
         }
-        set.reach(header.size_after, header.block_size);
+        set.reach(header.size_after, header.block_size.into());
         Passing { set, rule, size: header.size_after, unread: false }
     }
 
@@ -353,9 +355,14 @@ impl Passing {
         self.set.extend(unread);
     }
 
-    /// True if the source could not read something, the first time that this is asked since.
-    pub(crate) fn take_unread(&mut self) -> bool {
-        std::mem::take(&mut self.unread)
+    /// True if the source could not read something since [`Passing::kept_unread`].
+    pub(crate) fn has_unread(&self) -> bool {
+        self.unread
+    }
+
+    /// What the source could not read was written down.
+    pub(crate) fn kept_unread(&mut self) {
+        self.unread = false;
     }
 
     /// True for a batch: the blocks before are in the set, too.
@@ -382,6 +389,7 @@ impl Passing {
 #[allow(clippy::single_range_in_vec_init)]
 #[cfg(test)]
 mod tests {
+    use delta::{Epoch, Method};
     use proptest::prelude::*;
 
     use super::*;
@@ -408,27 +416,25 @@ mod tests {
     }
 
     /// The set after a delta of 100 blocks, which is given in words, to a replica at epoch 5 that is unsure in 10..20.
-    fn after(delta: &str, was: &Unsure) -> Vec<Range<u64>> {
+    fn after(delta: &str) -> Vec<Range<u64>> {
         let has = |word: &str| delta.split_whitespace().any(|w| w == word);
         let method = match () {
             () if has("compare") => Method::Compare,
             () if has("seed") => Method::Copy,
             () => Method::Tracked,
         };
-        let to = if has("to5") { 5 } else { 6 };
-        let mut header = Header::new(Uuid::nil(), method, vec![epoch(to)], (100 * K, 100 * K), 4096);
+        let mut header = Header::new(Uuid::nil(), method, vec![epoch(6)], (100 * K, 100 * K), 4096);
         header.binds = has("bound").then(Uuid::nil);
-        header.batch = has("batch");
+        (header.batch, header.partial) = (has("batch"), has("partial"));
         header.resumes =
             has("resumes").then(|| delta::Resume { stream: Uuid::nil(), frames: 1, digest: [0; 32] });
-        let mut passing = Passing::new(set(&[10 * K..20 * K]), was, &header, Some(epoch(5)));
+        let mut passing = Passing::new(set(&[10 * K..20 * K]), &header);
         passing.records(&[record('d', 5..12), record('z', 14..15), record('u', 50..51)]);
         passing.end().ranges().map(|r| r.start / K..r.end / K).collect()
     }
 
     #[test]
     fn what_a_delta_makes_of_the_set() {
-        let blocks = Unsure::Blocks { file: Uuid::nil(), bytes: 1 };
         for (delta, expected) in [
             // What is written is no longer unsure; what was not read is.
             ("tracked", &[12..14, 15..20, 50..51][..]),
@@ -437,22 +443,20 @@ mod tests {
             ("tracked bound", &[50..51]),
             ("compare bound", &[50..51]),
             ("seed", &[50..51]),
-            // Of a part, perhaps.
-            ("compare bound to5", &[12..14, 15..20, 50..51]),
+            ("compare bound partial", &[12..14, 15..20, 50..51]),
             ("batch bound", &[5..20, 50..51]),
         ] {
-            assert_eq!(after(delta, &blocks), expected, "{delta}");
+            assert_eq!(after(delta), expected, "{delta}");
         }
-        assert_eq!(after("compare bound to5", &Unsure::Everything), [50..51], "all of it is compared");
     }
 
     #[test]
     fn what_is_cut_off_is_not_unsure() {
         let header = Header::new(Uuid::nil(), Method::Tracked, vec![epoch(6)], (100 * K, 15 * K - 7), 4096);
-        let passing = Passing::new(set(&[10 * K..20 * K]), &Unsure::Nothing, &header, None);
+        let passing = Passing::new(set(&[10 * K..20 * K]), &header);
         assert_eq!(passing.end().ranges().collect::<Vec<_>>(), [10 * K..15 * K]);
         // The disk's last block is written as a whole, however short it is.
-        let mut passing = Passing::new(set(&[10 * K..20 * K]), &Unsure::Nothing, &header, None);
+        let mut passing = Passing::new(set(&[10 * K..20 * K]), &header);
         passing.records(&[Record::Data { offset: 14 * K, len: K - 7 }]);
         assert_eq!(passing.end().ranges().collect::<Vec<_>>(), [10 * K..14 * K]);
     }

@@ -896,7 +896,7 @@ impl Run {
             "  {} says epoch {:?}, ahead {}, {:?}, under way {}",
             known.name,
             status.epoch.map(|epoch| epoch.number),
-            status.is_ahead(),
+            status.ahead,
             status.state,
             status.under_way
         ));
@@ -954,7 +954,7 @@ impl Run {
         if place < known.at {
             return Err(format!("{} went back, from moment {} to {place}", known.name, known.at));
         }
-        let epoch = status.epoch.filter(|_| !status.is_ahead());
+        let epoch = status.epoch.filter(|_| !status.ahead);
         if let Some(epoch) = epoch.filter(|epoch| !moments.bind(epoch.id, content, held)) {
             return Err(format!(
                 "{} says that it is epoch {}, which held something else",

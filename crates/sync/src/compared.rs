@@ -77,7 +77,10 @@ impl Comparison<'_> {
         });
         let heard_trouble = heard_trouble.into_inner().unwrap_or_else(PoisonError::into_inner);
         compared.map_err(|error| {
-            let own = || SyncError::io("compare the source")(error);
+            let own = || match device::is_unreadable(&error) {
+                true => reading(error),
+                false => SyncError::io("compare the source")(error),
+            };
             match (trouble, heard_trouble) {
                 // The link broke because of what the other side had said.
                 (Some(SyncError::Link(_)), Some(said @ SyncError::Far { .. })) => said,

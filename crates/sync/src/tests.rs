@@ -360,6 +360,7 @@ fn a_lying_source_is_found_out() {
         resumes: None,
         fuzzy: false,
         batch: false,
+        partial: false,
     };
     let nonce = lineage_nonce(&replica);
     for (nonce, frames, end) in

@@ -163,8 +163,6 @@ impl<'a> Proof<'a> {
             Some(_) => Bitmap::new(size.div_ceil(block)),
             None => handle.changes_since(&position, &view)?.blocks,
         };
-        // Batches of a mirror have brought it further there.
-        status.replica.unsure.mark(&since, block);
         if status.replica.size < size && lost.is_none() {
             since.set(status.replica.size / block..since.blocks());
         }
@@ -311,6 +309,7 @@ impl<'a> Proof<'a> {
         let sizes = (replica.size, size);
         Header {
             binds: Some(replica.nonce),
+            partial: !self.to_view(),
             // A part proves nothing for the rest.
             fuzzy: !self.to_view() && replica.state == State::Fuzzy,
             ..Header::new(about.uuid, Method::Compare, vec![epoch], sizes, about.block_size)
@@ -365,8 +364,7 @@ fn stands(handle: &Handle, status: &Status) -> Result<Position, SyncError> {
             about.path.display()
         )));
     }
-    let whole = !status.replica.under_way && status.replica.state != State::Incomplete;
-    match status.replica.epoch.filter(|_| whole) {
+    match status.replica.epoch.filter(|_| !status.replica.under_way) {
         Some(epoch) => Ok(Position { epoch, upto: status.replica.size }),
         None if status.replica.source.is_none() => {
             Err(SyncError::Refused(format!("no replica at {path} yet: create it with \"dsync sync\"")))

@@ -23,6 +23,7 @@ pub(crate) fn header(size_before: u64, size_after: u64, chain: &[u64]) -> Header
         resumes: None,
         fuzzy: false,
         batch: false,
+        partial: false,
     }
 }
 

@@ -231,7 +231,7 @@ impl Replica {
             end: 0,
             saved: Instant::now(),
             saved_bytes: 0,
-            passing: Passing::new(unsure.clone(), self.lineage().unsure(), header, self.lineage().epoch),
+            passing: Passing::new(unsure.clone(), header),
             unsure_before: unsure,
         })))
     }
@@ -255,6 +255,7 @@ impl Replica {
                 failed("write to"),
             )?;
             direct.passing.extend(&contents.unread);
+            direct.unsure_before.extend(&contents.unread);
             direct.base = contents.positions(&direct.base);
             direct.applier.rewind(kept(header, &direct.base)).map_err(failed("write to"))?;
             direct.save(self, toward)?;
@@ -280,11 +281,13 @@ impl Direct {
             return Ok(());
         }
         let positions = reached(&self.base, toward.epoch, upto, toward.size);
-        let unsure = match self.passing.take_unread() {
+        let unsure = match self.passing.has_unread() {
             true => {
                 let mut set = self.unsure_before.clone();
                 set.join(self.passing.set());
-                Some(replica.keep_unsure(&set, INTERRUPTED)?)
+                let kept = replica.keep_unsure(&set, INTERRUPTED)?;
+                self.passing.kept_unread();
+                Some(kept)
             }
             false => None,
         };

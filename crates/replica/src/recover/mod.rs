@@ -4,8 +4,7 @@ mod table;
 
 use crate::destination::Name;
 use crate::error::{ReplicaError, Result, SAFE, io_error};
-use crate::fit::compares;
-use crate::journal::{self, ARRIVING, Contents, WHOLE};
+use crate::journal::{self, ARRIVING, Contents, WHOLE, compares};
 use crate::lineage::{Lineage, Stamp, StepKind, Unsure};
 use crate::note::{self, WRITTEN};
 use crate::replica::Replica;
@@ -31,6 +30,8 @@ impl Replica {
     pub(crate) fn recover(&mut self) -> Result<()> {
         // After a kill, what is seen need not be durable yet; what is done now builds on it.
         self.state().sync().map_err(io_error("sync", self.folder()))?;
+        // A commit that was cut off after it had written its set has no room for another.
+        self.sweep(self.state().open(WHOLE, false).is_ok())?;
         let mut found = self.look()?;
         let end = loop {
             match decide(&found.situation) {

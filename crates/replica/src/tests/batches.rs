@@ -118,7 +118,7 @@ fn check(source: &Source, world: &World, sent: &Sent, what: &str) {
     assert!(at <= sent.confirmed + 1, "{what}: is batch {at}, and only {} was confirmed", sent.confirmed);
     let epoch = if at < EPOCH { 0 } else { EPOCH };
     assert_eq!(status.epoch, Some(source.epochs[epoch]), "{what}: batch {at}");
-    assert_eq!(status.is_ahead(), at != 0 && at != EPOCH, "{what}: batch {at}");
+    assert_eq!(status.ahead, at != 0 && at != EPOCH, "{what}: batch {at}");
     assert_eq!((status.state, status.under_way), (State::Exact, false), "{what}");
     // A sync goes on from the epoch.
     let next = world.fork();
