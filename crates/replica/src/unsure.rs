@@ -495,8 +495,17 @@ mod tests {
         }
 
         #[test]
-        fn nonsense_is_no_set(bytes: Vec<u8>) {
+        fn nonsense_is_no_set(bytes: Vec<u8>, unit in 12u32..63, blocks in 0u64..1 << 31) {
             let _ = UnsureSet::decode(&bytes);
+            // Of a peer, so nothing that it says may overflow.
+            let mut lie = Vec::new();
+            varint::put(&mut lie, 1 << unit);
+            let all = Bitmap::new(blocks.min(1 << 20));
+            all.set(0..blocks);
+            all.encode(&mut lie);
+            if let Some(set) = UnsureSet::decode(&lie) {
+                set.ranges().for_each(drop);
+            }
         }
     }
 }

@@ -6,4 +6,5 @@ mod fit;
 mod promoted;
 mod real;
 mod rolling;
+mod unread;
 pub(crate) mod world;

@@ -1,0 +1,304 @@
+//! Deltas of a source that cannot be read in part: whatever fails, a block that was left out is sent by a later sync.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+
+use delta::{Encoder, Frame, Header, Method, Record, Writer};
+use device::Buf;
+use testing::faulty::{Keep, Outage, Power};
+use testing::soak;
+
+use super::crash::{OUTAGES, on, replica_at};
+use super::world::*;
+use crate::{Commit, Replica, State, Status};
+
+/// A delta of these blocks, of which some could not be read.
+fn encode(s: &Source, header: &Header, to: usize, blocks: &BTreeSet<u64>, unread: &BTreeSet<u64>) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    let mut writer = Writer::new(&mut bytes);
+    let (mut encoder, unit) = Encoder::new(header, None).unwrap();
+    writer.unit(&unit).unwrap();
+    let blocks: Vec<u64> = blocks.iter().copied().collect();
+    for blocks in blocks.chunks(3) {
+        let (mut records, mut data) = (Vec::<Record>::new(), Vec::new());
+        for &b in blocks {
+            let (offset, len) = (b * BLOCK, BLOCK);
+            if unread.contains(&b) {
+                records.push(Record::Unsure { offset, len });
+                continue;
+            }
+            let content = &s.images[to][offset as usize..(offset + len) as usize];
+            if content.iter().all(|b| *b == 0) {
+                records.push(Record::Zero { offset, len });
+            } else {
+                records.push(Record::Data { offset, len });
+                data.extend_from_slice(content);
+            }
+        }
+        writer.unit(&encoder.frame(Frame { records, data: Buf::from(&data[..]) }).unwrap()).unwrap();
+    }
+    writer.unit(&encoder.trailer()).unwrap();
+    bytes
+}
+
+/// What a sync sends.
+fn lacks(s: &Source, status: &Status, content: Option<&[u8]>, to: usize, unread: &BTreeSet<u64>) -> Vec<u8> {
+    let size = s.size(to);
+    let known = status.positions.last().map_or(0, |p| p.upto);
+    let mut header = s.header(to, to, Method::Tracked);
+    header.size_before = status.size;
+    header.binds = Some(status.nonce);
+    header.resumes = status.resumes;
+    if status.positions.is_empty() {
+        header.method = Method::Copy;
+        header.size_before = 0;
+        header.binds = status.under_way.then_some(status.nonce);
+        header.resumes = None;
+        return encode(s, &header, to, &s.allocated(to), unread);
+    }
+    if status.positions.iter().any(|p| p.epoch.is_none()) {
+        header.method = Method::Compare;
+        header.resumes = None;
+        let content = content.expect("a content to compare");
+        let differs = |b: &u64| {
+            let place = (b * BLOCK) as usize..((b + 1) * BLOCK) as usize;
+            unread.contains(b) || content.get(place.clone()).is_none_or(|c| c != &s.images[to][place])
+        };
+        let blocks = (0..size / BLOCK).filter(differs).collect();
+        return encode(s, &header, to, &blocks, unread);
+    }
+    let mut wanted = BTreeSet::new();
+    let (mut start, mut oldest) = (0, to);
+    for position in &status.positions {
+        let at = s.index(&position.epoch.unwrap());
+        oldest = oldest.min(at);
+        wanted
+            .extend(s.changed(at, to).into_iter().filter(|b| (start..position.upto).contains(&(b * BLOCK))));
+        start = position.upto;
+    }
+    wanted.extend(s.allocated(to).into_iter().filter(|b| b * BLOCK >= known));
+    for r in status.unsure.ranges() {
+        wanted.extend((r.start / BLOCK..r.end.div_ceil(BLOCK)).filter(|b| b * BLOCK < size));
+    }
+    if !status.under_way && status.unsure.is_empty() {
+        header.binds = None;
+        header.chain = s.epochs[oldest..=to].to_vec();
+        header.size_before = s.size(oldest);
+    }
+    encode(s, &header, to, &wanted, unread)
+}
+
+/// Blocks outside of the set must be those of the epoch, of a replica that is not under way.
+fn sure_blocks(s: &Source, world: &World, status: &Status, what: &str) {
+    if status.under_way || status.resumes.is_some() {
+        return;
+    }
+    let Some(epoch) = status.epoch else { return };
+    let at = s.index(&epoch);
+    let raw = world.raw().unwrap();
+    for b in 0..s.size(at) / BLOCK {
+        let place = (b * BLOCK) as usize..((b + 1) * BLOCK) as usize;
+        let unsure = status.unsure.ranges().any(|r| r.contains(&(b * BLOCK)));
+        assert!(
+            unsure || raw.get(place.clone()) == Some(&s.images[at][place.clone()]),
+            "{what}: block {b} is not of epoch {at}, {status:?}"
+        );
+    }
+}
+
+/// A sync to an epoch by a commit; so many frames of it arrive, or all; and what cannot be read.
+type Sync = (usize, Commit, Option<usize>, Vec<u64>);
+
+/// One sync after another, each by a process that opens the replica; `again`: also after one that failed.
+fn run(s: &Source, world: &World, power: &Power, syncs: &[Sync], again: bool) -> crate::Result<()> {
+    let machine = world.machine(power);
+    let open = || match world.kind {
+        Kind::File => world.open_mortal(&machine, &Arc::new(AtomicU64::new(1 << 40))),
+        Kind::Device => world.open(power),
+    };
+    let mut replica = open()?;
+    for (to, commit, frames, unread) in syncs {
+        let unread: BTreeSet<u64> = unread.iter().copied().collect();
+        let delta = lacks(s, replica.status(), content(&replica).as_deref(), *to, &unread);
+        let mut units = units(&delta).into_iter();
+        let mut one = |replica: &mut Replica| -> crate::Result<()> {
+            let mut receipt = replica.receive(units.next().unwrap(), *commit)?;
+            match frames {
+                Some(frames) => {
+                    for unit in units.by_ref().take(*frames) {
+                        receipt.unit(unit)?;
+                    }
+                    receipt.keep()
+                }
+                None => {
+                    for unit in units.by_ref() {
+                        receipt.unit(unit)?;
+                    }
+                    receipt.finish().map(drop)
+                }
+            }
+        };
+        let done = one(&mut replica);
+        if !again {
+            done?;
+        }
+        drop(replica);
+        replica = open()?;
+    }
+    Ok(())
+}
+
+/// What is called exact is, and the next sync leaves it so.
+fn check(s: &Source, world: &World, what: &str) {
+    let status = world.open(&on()).unwrap_or_else(|e| panic!("{what}: does not open: {e}")).status().clone();
+    sure_blocks(s, world, &status, what);
+    if status.state == State::Exact && status.resumes.is_none() && !status.under_way {
+        assert!(status.unsure.is_empty(), "{what}: exact and unsure");
+    }
+    for commit in [Commit::Journal, Commit::InPlace] {
+        let next = world.fork();
+        let mut replica = next.open(&on()).unwrap();
+        let delta = lacks(s, replica.status(), content(&replica).as_deref(), 4, &BTreeSet::new());
+        merge(&mut replica, &delta, commit).unwrap_or_else(|e| panic!("{what}: next sync: {e}"));
+        let status = replica.status().clone();
+        drop(replica);
+        assert_eq!((status.state, status.unsure.is_empty()), (State::Exact, true), "{what}");
+        assert!(
+            next.holds(&s.images[4]),
+            "{what}: LOST: the next sync by {commit:?} says exact, and is not epoch 4"
+        );
+    }
+}
+
+fn source() -> Source {
+    Source::new(11, &[40, 48, 44, 44, 60])
+}
+
+/// Blocks that only the first epoch changes, so that nothing but the unsure set asks for them later.
+fn left_out(s: &Source) -> Vec<u64> {
+    s.changed(0, 1).into_iter().filter(|b| !s.changed(1, 4).contains(b)).collect()
+}
+
+/// Three syncs: one that leaves blocks out, whole or cut; one that is cut; one that leaves out the first of them again.
+fn campaigns(s: &Source) -> Vec<(String, Kind, Vec<Sync>)> {
+    use Commit::{InPlace, Journal, Reflink};
+    let blocks = left_out(s);
+    assert!(blocks.len() > 1, "{blocks:?}");
+    let pairs = [
+        (Journal, Journal),
+        (InPlace, InPlace),
+        (Journal, InPlace),
+        (InPlace, Journal),
+        (Reflink, Reflink),
+        (Journal, Reflink),
+    ];
+    let mut all = Vec::new();
+    for kind in [Kind::File, Kind::Device] {
+        for (first, then) in pairs.into_iter().filter(|pair| kind == Kind::File || pair.1 != Reflink) {
+            for cut in [None, Some(4)] {
+                let name = format!("{kind:?}, {first:?} cut at {cut:?}, {then:?}");
+                let syncs = vec![
+                    (1, first, cut, blocks.clone()),
+                    (2, then, Some(2), blocks[..1].to_vec()),
+                    (3, then, None, blocks[..1].to_vec()),
+                ];
+                all.push((name, kind, syncs));
+            }
+        }
+    }
+    all
+}
+
+/// An error at any step, of the destination or of the state's folder, loses no block.
+#[test]
+fn an_error_at_any_step() {
+    let s = source();
+    for (name, kind, syncs) in campaigns(&s) {
+        let start = replica_at(kind, &s, 0);
+        for errno in [28, 5] {
+            for step in 1.. {
+                if !soak() && step % 5 != errno as u64 % 5 && !(20..=27).contains(&step) {
+                    continue;
+                }
+                let (world, power) = (start.fork(), Power::new(Outage::Kill));
+                power.fail_at(step, 1, errno);
+                let _ = run(&s, &world, &power, &syncs, true);
+                check(&s, &world, &format!("{name}: error {errno} at step {step}"));
+                if power.steps() < step {
+                    break;
+                }
+            }
+        }
+    }
+}
+
+/// Nor does a kill or a power cut.
+#[test]
+fn cut_at_any_step() {
+    let s = source();
+    for (name, kind, syncs) in campaigns(&s) {
+        let start = replica_at(kind, &s, 0);
+        // The folder of a device's replica is opened anew each time, so that a cut tells nothing there.
+        let outages = if kind == Kind::Device { &OUTAGES[..1] } else { &OUTAGES[..] };
+        for (number, (outage, disks, folders)) in outages.iter().copied().enumerate() {
+            for step in 1.. {
+                if !soak() && step % 11 != number as u64 % 11 && step < 400 {
+                    continue;
+                }
+                let (world, power) = (start.fork(), Power::new(outage));
+                power.cut_at(step);
+                let _ = run(&s, &world, &power, &syncs, false);
+                power.crash(disks, folders, step * 7).unwrap();
+                check(&s, &world, &format!("{name}: {outage:?} {disks:?} {folders:?} at step {step}"));
+                if power.steps() < step {
+                    break;
+                }
+            }
+        }
+    }
+}
+
+/// A process is killed at some step, the next one opens the replica, and then the power is cut.
+#[test]
+fn killed_then_cut() {
+    const MANY: u64 = 1 << 20;
+    let s = source();
+    let blocks = left_out(&s);
+    let mut turn = 0;
+    for commit in [Commit::Journal, Commit::InPlace, Commit::Reflink] {
+        let start = replica_at(Kind::File, &s, 0);
+        run(&s, &start, &on(), &[(1, commit, None, blocks.clone())], false).unwrap();
+        let go = |world: &World, machine: &Machine, left: &Arc<AtomicU64>| -> crate::Result<()> {
+            let mut replica = world.open_mortal(machine, left)?;
+            let unread = blocks[..1].iter().copied().collect();
+            let delta = lacks(&s, replica.status(), content(&replica).as_deref(), 2, &unread);
+            merge(&mut replica, &delta, commit).map(drop)
+        };
+        let (world, left) = (start.fork(), Arc::new(AtomicU64::new(MANY)));
+        go(&world, &world.machine(&on()), &left).unwrap();
+        let steps = MANY - left.load(SeqCst);
+        for killed in (0..steps).filter(|step| soak() || step % 7 == 1 || step + 8 > steps) {
+            for cut in 1.. {
+                let mut recovered = false;
+                for keep in [Keep::LoseUnsynced, Keep::Random] {
+                    turn += 1;
+                    let (world, power) = (start.fork(), Power::new(Outage::PowerCut));
+                    let machine = world.machine(&power);
+                    let _ = go(&world, &machine, &Arc::new(AtomicU64::new(killed)));
+                    power.cut_at(power.steps() + cut);
+                    recovered = world.open_mortal(&machine, &Arc::new(AtomicU64::new(MANY))).is_ok();
+                    power.crash(keep, keep, turn).unwrap();
+                    check(
+                        &s,
+                        &world,
+                        &format!("{commit:?} killed at {killed}, {keep:?} at step {cut} of the recovery"),
+                    );
+                }
+                if recovered {
+                    break;
+                }
+            }
+        }
+    }
+}
