@@ -94,7 +94,9 @@ impl Replica {
             replica.set_changed(everything.then_some(WRITTEN));
             if let Err(ReplicaError::Damaged { .. }) = replica.unsure() {
                 // Not known where means anywhere.
-                replica.lineage_mut().unsure = Unsure::Everything;
+                let lineage = replica.lineage_mut();
+                lineage.unsure = Unsure::Everything;
+                lineage.step.iter_mut().for_each(|step| step.unsure = Unsure::Everything);
                 replica.set_changed(Some(
                     "the record of the blocks in which it is unsure is missing or damaged",
                 ));

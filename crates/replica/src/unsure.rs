@@ -164,7 +164,7 @@ impl fmt::Debug for UnsureSet {
     }
 }
 
-/// The set that a lineage names. Where that is everything, the set is empty: whoever asks looks at that first.
+/// The set that a lineage names. It is empty if the lineage says everything, which is to be asked first.
 ///
 /// # Errors
 /// If the file is missing or damaged.
@@ -296,7 +296,6 @@ impl Target for Marking<'_> {
 
 /// What a delta makes of the unsure set, as its records pass.
 pub(crate) struct Passing {
-    /// What the set is by now.
     set: UnsureSet,
     rule: Rule,
     size: u64,

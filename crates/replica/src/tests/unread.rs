@@ -302,3 +302,33 @@ fn killed_then_cut() {
         }
     }
 }
+
+/// A set that is gone or damaged is no reason to believe the replica, nor one to lose it: a comparison takes it over.
+#[test]
+fn a_damaged_set_means_everything() {
+    let s = source();
+    let blocks = left_out(&s);
+    for cut in [None, Some(4)] {
+        for spoil in [
+            |path: &std::path::Path| std::fs::remove_file(path).unwrap(),
+            |path: &std::path::Path| std::fs::write(path, [7; 40]).unwrap(),
+        ] {
+            let world = replica_at(Kind::File, &s, 0);
+            let syncs =
+                [(1, Commit::InPlace, None, blocks.clone()), (2, Commit::InPlace, cut, blocks.clone())];
+            run(&s, &world, &on(), &syncs, false).unwrap();
+            let folder = world.state();
+            let sets = world.names().into_iter().filter(|name| name.starts_with("unsure-"));
+            sets.for_each(|name| spoil(&folder.join(name)));
+            let refused = world.open(&on()).map(drop).unwrap_err();
+            assert!(refused.to_string().contains("--adopt"), "{refused}");
+            assert!(world.open_doubting(&on()).unwrap().status().changed.is_some());
+            let mut replica = world.open_with(&on(), true, false).unwrap();
+            let delta = lacks(&s, replica.status(), content(&replica).as_deref(), 4, &BTreeSet::new());
+            merge(&mut replica, &delta, Commit::Journal).unwrap();
+            drop(replica);
+            assert!(world.holds(&s.images[4]));
+            assert!(world.names().iter().all(|name| !name.starts_with("unsure")), "{:?}", world.names());
+        }
+    }
+}
