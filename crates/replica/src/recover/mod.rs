@@ -272,6 +272,9 @@ impl Replica {
         let Some((kind, toward)) = self.lineage().step.as_ref().map(|step| (step.kind, step.toward)) else {
             return Ok(());
         };
+        // The new name moves one of the file's times. The note says who did that, if the lineage finds no room after all.
+        self.reserve()?;
+        self.work(false)?;
         let copy = self.rename(kind.replaces())?;
         self.tell(format!("the copy of epoch {} was complete and has been put in place", toward.epoch));
         self.renamed(&toward, copy)
