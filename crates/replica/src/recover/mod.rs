@@ -98,7 +98,7 @@ impl Replica {
                 Ok(())
             }
             End::Adopt => {
-                found.why.iter().for_each(|why| self.notice(why));
+                found.why.map_or(Ok(()), |why| self.record(why))?;
                 found.now.clone().map_or(Ok(()), |now| self.take(now))
             }
             End::OpenInDoubt => {

@@ -641,6 +641,33 @@ fn a_foreign_write_that_the_system_holds_in_memory_is_noticed_at_the_opening() {
     assert!(matches!(opened, Some(ReplicaError::Changed { .. })), "{opened:?}");
 }
 
+/// After a device was attached anew, only the note tells of a foreign write. An adoption that cannot record that, and comes to
+/// nothing, must not take the note with it.
+#[test]
+fn an_adoption_that_comes_to_nothing_forgets_no_foreign_write() {
+    let _alone = alone();
+    let source = source();
+    let Some((temp, disk, options)) = on_device(&source) else { return };
+    let path = disk.device().to_path_buf();
+    drop(disk);
+    let disk = Loop::named(&path, &temp.path().join("image")).unwrap();
+    // The first look.
+    Replica::open(&path, &options).unwrap();
+    meddle(&disk, true);
+    let no_room = temp.path().join("state").join(device::reserved(crate::lineage::NAME));
+    std::fs::create_dir(&no_room).unwrap();
+    let adopting = Options { adopt: true, ..options.clone() };
+    let adopted = Replica::open(&path, &adopting).map(drop);
+    assert!(matches!(adopted, Err(ReplicaError::Io { .. })), "{adopted:?}");
+    std::fs::remove_dir(&no_room).unwrap();
+    let opened = Replica::open(&path, &options).map(drop);
+    assert!(matches!(opened, Err(ReplicaError::Changed { .. })), "{opened:?}");
+    // With room, it is recorded before the note goes.
+    Replica::open(&path, &adopting).unwrap();
+    let opened = Replica::open(&path, &options).map(drop);
+    assert!(matches!(opened, Err(ReplicaError::Changed { .. })), "{opened:?}");
+}
+
 /// A batch that was confirmed outlives the notice of a foreign write: until the device has it, the journal does.
 #[test]
 fn a_foreign_write_to_a_device_costs_no_confirmed_batch() {
