@@ -255,13 +255,15 @@ impl Replica {
     }
 
     /// What the destination holds, to be compared: without what is in a journal, so a delta that was found by comparing
-    /// must not go on from it.
+    /// must not go on from it. It is made durable first: a power cut must not take away what the delta takes for granted.
     ///
     /// # Errors
-    /// If there is nothing, or it cannot be opened.
+    /// If there is nothing, or it cannot be opened or flushed.
     pub fn content(&self) -> Result<Arc<dyn Disk>> {
         self.sound()?;
-        self.destination.open(self.writes_to())
+        let disk = self.destination.open(self.writes_to())?;
+        disk.flush().map_err(disk_error("flush", self.path(), "nothing was compared"))?;
+        Ok(disk)
     }
 
     /// Says how many bytes of data the next delta is likely to bring, so that the space for its journal can be checked first.

@@ -154,15 +154,22 @@ impl Replica {
     fn look_at_sealed(&self, found: &mut Found) -> Result<()> {
         let nothing = found.now.is_none() || found.situation.step == Step::NewFile;
         let deltas = if nothing { None } else { journal::measure_all(self.state(), WHOLE)? };
-        found.situation.sealed = match deltas.as_ref().map(|deltas| deltas.last().and_then(Contents::stream))
-        {
+        let last = deltas.as_ref().map(|deltas| deltas.last().and_then(Contents::stream));
+        found.situation.sealed = match last {
             None => Sealed::None,
             Some(None) => Sealed::Damaged,
             Some(last) if last == self.lineage().committed => Sealed::Merged,
+            Some(_) if deltas.as_ref().is_some_and(|deltas| self.outlives_adoption(deltas)) => Sealed::Merged,
             Some(_) => Sealed::Whole,
         };
         found.deltas = deltas.unwrap_or_default();
         Ok(())
+    }
+
+    /// True if these are from before the destination was adopted: only their removal was missing.
+    fn outlives_adoption(&self, deltas: &[Contents]) -> bool {
+        let first = deltas.first().and_then(|delta| delta.segments.first());
+        self.proven() == Content::Unproven && first.is_none_or(|s| s.header.binds != Some(self.nonce()))
     }
 
     fn look_at_content(&mut self, found: &mut Found) {

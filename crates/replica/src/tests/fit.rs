@@ -5,7 +5,9 @@ use testing::faulty::{FaultyFolder, Outage, Power};
 use testing::{Random, rounds};
 use uuid::Uuid;
 
+use super::crash::OUTAGES;
 use super::world::*;
+use crate::lineage::Lineage;
 use crate::{Commit, Options, Position, Replica, ReplicaError, State, Status};
 
 const MODES: [Commit; 3] = [Commit::Journal, Commit::InPlace, Commit::Reflink];
@@ -638,6 +640,39 @@ fn an_adoption_given_up_leaves_no_half_merged_replica() {
             }
             Err(ReplicaError::Unproven(_)) => unproven += 1,
             Err(e) => panic!("killed at {step}: {e}"),
+        }
+    }
+    assert!(unproven > 0);
+}
+
+/// Wherever an adoption of a half merged replica is cut off, the old journal proves nothing of what others wrote.
+#[test]
+fn a_journal_from_before_an_adoption_is_not_merged() {
+    let source = source();
+    let start = at(&source, 0);
+    let blocks = start.raw().unwrap().len() as u64 / BLOCK;
+    let others = (0..blocks).find(|block| !source.changed(0, 1).contains(block)).unwrap();
+    let power = on();
+    merge(&mut start.fork().open(&power).unwrap(), &source.tracked(0, 1), Commit::Journal).unwrap();
+    let mut unproven = 0;
+    for (number, (outage, disks, folders)) in OUTAGES.into_iter().enumerate() {
+        for (step, after) in (1..=power.steps()).flat_map(|step| (1..12).map(move |after| (step, after))) {
+            let (world, power) = (start.fork(), on());
+            power.cut_at(step);
+            let _ = world
+                .open(&power)
+                .and_then(|mut replica| merge(&mut replica, &source.tracked(0, 1), Commit::Journal));
+            world.tamper(others * BLOCK, 99);
+            let power = Power::new(outage);
+            power.cut_at(after);
+            let _ = world.open_with(&power, true, false);
+            power.crash(disks, folders, step + number as u64).unwrap();
+            let folder = FaultyFolder::new(&on(), &world.state()).unwrap();
+            let adopted = Lineage::load(&folder).unwrap().is_some_and(|lineage| lineage.epoch.is_none());
+            let opened = world.open(&on()).map(|replica| replica.status().clone());
+            let what = format!("killed at {step}, the adoption {outage:?} {disks:?} {folders:?} at {after}");
+            assert!(!adopted || matches!(opened, Err(ReplicaError::Unproven(_))), "{what}: {opened:?}");
+            unproven += usize::from(adopted);
         }
     }
     assert!(unproven > 0);

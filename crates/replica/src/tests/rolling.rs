@@ -20,7 +20,8 @@ fn source() -> Source {
 
 fn by_rolling(world: &World, power: &Power, source: &Source, to: usize, commit: Commit) -> crate::Result<()> {
     let mut replica = world.open(power)?;
-    let content = content(&replica).unwrap();
+    replica.content()?;
+    let content = content(&replica).unwrap_or_default();
     let delta = source.rolling(replica.status(), &content, to, replica.is_in_place(commit));
     merge(&mut replica, &delta, commit).map(drop)
 }
