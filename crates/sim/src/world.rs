@@ -646,7 +646,8 @@ impl World {
             let (far, name) = (&far, &name);
             let mut connect = || {
                 if !far.is_alive() || !near.is_alive() {
-                    return Err(SyncError::Refused("nobody is there".into()));
+                    stop.store(true, SeqCst);
+                    return Err(SyncError::Stopped);
                 }
                 let (here, there) = self.line(&near, far, first.take().unwrap_or(Cuts::NEVER));
                 scope.spawn(move || {
