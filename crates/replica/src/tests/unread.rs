@@ -1,93 +1,14 @@
 //! Deltas of a source that cannot be read in part: whatever fails, a block that was left out is sent by a later sync.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
-use delta::{Encoder, Frame, Header, Method, Record, Writer};
-use device::Buf;
 use testing::faulty::{Keep, Outage, Power};
 use testing::soak;
 
 use super::crash::{OUTAGES, on, replica_at};
 use super::world::*;
 use crate::{Commit, Replica, State, Status};
-
-/// A delta of these blocks, of which some could not be read.
-fn encode(s: &Source, header: &Header, to: usize, blocks: &BTreeSet<u64>, unread: &BTreeSet<u64>) -> Vec<u8> {
-    let mut bytes = Vec::new();
-    let mut writer = Writer::new(&mut bytes);
-    let (mut encoder, unit) = Encoder::new(header, None).unwrap();
-    writer.unit(&unit).unwrap();
-    let blocks: Vec<u64> = blocks.iter().copied().collect();
-    for blocks in blocks.chunks(3) {
-        let (mut records, mut data) = (Vec::<Record>::new(), Vec::new());
-        for &b in blocks {
-            let (offset, len) = (b * BLOCK, BLOCK);
-            if unread.contains(&b) {
-                records.push(Record::Unsure { offset, len });
-                continue;
-            }
-            let content = &s.images[to][offset as usize..(offset + len) as usize];
-            if content.iter().all(|b| *b == 0) {
-                records.push(Record::Zero { offset, len });
-            } else {
-                records.push(Record::Data { offset, len });
-                data.extend_from_slice(content);
-            }
-        }
-        writer.unit(&encoder.frame(Frame { records, data: Buf::from(&data[..]) }).unwrap()).unwrap();
-    }
-    writer.unit(&encoder.trailer()).unwrap();
-    bytes
-}
-
-/// What a sync sends.
-fn lacks(s: &Source, status: &Status, content: Option<&[u8]>, to: usize, unread: &BTreeSet<u64>) -> Vec<u8> {
-    let size = s.size(to);
-    let known = status.positions.last().map_or(0, |p| p.upto);
-    let mut header = s.header(to, to, Method::Tracked);
-    header.size_before = status.size;
-    header.binds = Some(status.nonce);
-    header.resumes = status.resumes;
-    if status.positions.is_empty() {
-        header.method = Method::Copy;
-        header.size_before = 0;
-        header.binds = status.under_way.then_some(status.nonce);
-        header.resumes = None;
-        return encode(s, &header, to, &s.allocated(to), unread);
-    }
-    if status.positions.iter().any(|p| p.epoch.is_none()) {
-        header.method = Method::Compare;
-        header.resumes = None;
-        let content = content.expect("a content to compare");
-        let differs = |b: &u64| {
-            let place = (b * BLOCK) as usize..((b + 1) * BLOCK) as usize;
-            unread.contains(b) || content.get(place.clone()).is_none_or(|c| c != &s.images[to][place])
-        };
-        let blocks = (0..size / BLOCK).filter(differs).collect();
-        return encode(s, &header, to, &blocks, unread);
-    }
-    let mut wanted = BTreeSet::new();
-    let (mut start, mut oldest) = (0, to);
-    for position in &status.positions {
-        let at = s.index(&position.epoch.unwrap());
-        oldest = oldest.min(at);
-        wanted
-            .extend(s.changed(at, to).into_iter().filter(|b| (start..position.upto).contains(&(b * BLOCK))));
-        start = position.upto;
-    }
-    wanted.extend(s.allocated(to).into_iter().filter(|b| b * BLOCK >= known));
-    for r in status.unsure.ranges() {
-        wanted.extend((r.start / BLOCK..r.end.div_ceil(BLOCK)).filter(|b| b * BLOCK < size));
-    }
-    if !status.under_way && status.unsure.is_empty() {
-        header.binds = None;
-        header.chain = s.epochs[oldest..=to].to_vec();
-        header.size_before = s.size(oldest);
-    }
-    encode(s, &header, to, &wanted, unread)
-}
 
 /// Blocks outside of the set must be those of the epoch, of a replica that is not under way.
 fn sure_blocks(s: &Source, world: &World, status: &Status, what: &str) {
@@ -119,8 +40,8 @@ fn run(s: &Source, world: &World, power: &Power, syncs: &[Sync], again: bool) ->
     };
     let mut replica = open()?;
     for (to, commit, frames, unread) in syncs {
-        let unread: BTreeSet<u64> = unread.iter().copied().collect();
-        let delta = lacks(s, replica.status(), content(&replica).as_deref(), *to, &unread);
+        s.cannot_read(unread.iter().copied());
+        let delta = s.lacks(replica.status(), content(&replica).as_deref(), *to);
         let mut units = units(&delta).into_iter();
         let mut one = |replica: &mut Replica| -> crate::Result<()> {
             let mut receipt = replica.receive(units.next().unwrap(), *commit)?;
@@ -156,10 +77,11 @@ fn check(s: &Source, world: &World, what: &str) {
     if status.state == State::Exact && status.resumes.is_none() && !status.under_way {
         assert!(status.unsure.is_empty(), "{what}: exact and unsure");
     }
+    s.cannot_read([]);
     for commit in [Commit::Journal, Commit::InPlace] {
         let next = world.fork();
         let mut replica = next.open(&on()).unwrap();
-        let delta = lacks(s, replica.status(), content(&replica).as_deref(), 4, &BTreeSet::new());
+        let delta = s.lacks(replica.status(), content(&replica).as_deref(), 4);
         merge(&mut replica, &delta, commit).unwrap_or_else(|e| panic!("{what}: next sync: {e}"));
         let status = replica.status().clone();
         drop(replica);
@@ -271,8 +193,8 @@ fn killed_then_cut() {
         run(&s, &start, &on(), &[(1, commit, None, blocks.clone())], false).unwrap();
         let go = |world: &World, machine: &Machine, left: &Arc<AtomicU64>| -> crate::Result<()> {
             let mut replica = world.open_mortal(machine, left)?;
-            let unread = blocks[..1].iter().copied().collect();
-            let delta = lacks(&s, replica.status(), content(&replica).as_deref(), 2, &unread);
+            s.cannot_read(blocks[..1].iter().copied());
+            let delta = s.lacks(replica.status(), content(&replica).as_deref(), 2);
             merge(&mut replica, &delta, commit).map(drop)
         };
         let (world, left) = (start.fork(), Arc::new(AtomicU64::new(MANY)));
@@ -324,7 +246,8 @@ fn a_damaged_set_means_everything() {
             assert!(refused.to_string().contains("--adopt"), "{refused}");
             assert!(world.open_doubting(&on()).unwrap().status().changed.is_some());
             let mut replica = world.open_with(&on(), true, false).unwrap();
-            let delta = lacks(&s, replica.status(), content(&replica).as_deref(), 4, &BTreeSet::new());
+            s.cannot_read([]);
+            let delta = s.lacks(replica.status(), content(&replica).as_deref(), 4);
             merge(&mut replica, &delta, Commit::Journal).unwrap();
             drop(replica);
             assert!(world.holds(&s.images[4]));

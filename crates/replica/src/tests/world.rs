@@ -1,5 +1,6 @@
 //! A small world: a destination whose power can be cut at every step, and a source with its history.
 
+use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::io;
 use std::ops::Range;
@@ -33,13 +34,16 @@ pub(crate) struct Source {
     pub epochs: Vec<Epoch>,
     pub images: Vec<Vec<u8>>,
     changes: Vec<BTreeSet<u64>>,
+    /// The blocks that cannot be read at present.
+    unread: RefCell<BTreeSet<u64>>,
 }
 
 impl Source {
     /// Epochs of sizes in blocks. The first image has content, zero blocks and holes.
     pub(crate) fn new(seed: u64, blocks: &[u64]) -> Source {
         let mut dice = Random::seeded(seed);
-        let mut source = Source { id: Uuid::new_v4(), epochs: vec![], images: vec![], changes: vec![] };
+        let (epochs, images, changes) = (vec![], vec![], vec![]);
+        let mut source = Source { id: Uuid::new_v4(), epochs, images, changes, unread: RefCell::default() };
         for (n, &size) in blocks.iter().enumerate() {
             let mut image = source.images.last().cloned().unwrap_or_default();
             let before = image.len() as u64 / BLOCK;
@@ -139,6 +143,11 @@ impl Source {
         bytes
     }
 
+    /// From now on, these blocks cannot be read, and no others.
+    pub(crate) fn cannot_read(&self, blocks: impl IntoIterator<Item = u64>) {
+        self.unread.replace(blocks.into_iter().collect());
+    }
+
     pub(crate) fn size(&self, at: usize) -> u64 {
         self.images[at].len() as u64
     }
@@ -182,15 +191,16 @@ impl Source {
             for &block in blocks {
                 let (offset, len) = (block * BLOCK, BLOCK);
                 let content = &self.images[to][offset as usize..(offset + len) as usize];
-                let zero = content.iter().all(|b| *b == 0);
-                match records.last_mut() {
-                    Some(Record::Data { offset: o, len: l }) if !zero && *o + *l == offset => *l += len,
-                    Some(Record::Zero { offset: o, len: l }) if zero && *o + *l == offset => *l += len,
-                    _ if zero => records.push(Record::Zero { offset, len }),
-                    _ => records.push(Record::Data { offset, len }),
-                }
-                if !zero {
+                let record = match content.iter().all(|b| *b == 0) {
+                    _ if self.unread.borrow().contains(&block) => Record::Unsure { offset, len },
+                    true => Record::Zero { offset, len },
+                    false => Record::Data { offset, len },
+                };
+                if matches!(record, Record::Data { .. }) {
                     data.extend_from_slice(content);
+                }
+                if !records.last_mut().is_some_and(|last| last.extend(record)) {
+                    records.push(record);
                 }
             }
             let unit = encoder.frame(Frame { records, data: Buf::from(&data[..]) }).unwrap();
@@ -230,6 +240,7 @@ impl Source {
             header.method = Method::Copy;
             header.size_before = 0;
             header.binds = status.under_way.then_some(status.nonce);
+            header.resumes = None;
             return self.encode(&header, to, &self.allocated(to));
         }
         if status.positions.iter().any(|p| p.epoch.is_none()) {
@@ -238,7 +249,8 @@ impl Source {
             let content = content.expect("a content to compare");
             let differs = |b: &u64| {
                 let place = (b * BLOCK) as usize..((b + 1) * BLOCK) as usize;
-                content.get(place.clone()).is_none_or(|c| c != &self.images[to][place])
+                self.unread.borrow().contains(b)
+                    || content.get(place.clone()).is_none_or(|c| c != &self.images[to][place])
             };
             let blocks = (0..size / BLOCK).filter(differs).collect();
             return self.encode(&header, to, &blocks);
@@ -255,7 +267,9 @@ impl Source {
             start = position.upto;
         }
         wanted.extend(self.allocated(to).into_iter().filter(|b| b * BLOCK >= known));
-        if !status.under_way {
+        let unsure = status.unsure.ranges().flat_map(|r| r.start / BLOCK..r.end.div_ceil(BLOCK));
+        wanted.extend(unsure.filter(|b| b * BLOCK < size));
+        if !status.under_way && status.unsure.is_empty() {
             header.binds = None;
             header.chain = self.epochs[oldest..=to].to_vec();
             header.size_before = self.size(oldest);
