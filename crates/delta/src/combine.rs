@@ -22,7 +22,7 @@ use crate::{
 ///
 /// # Errors
 /// Deltas that do not follow each other, that copy, or that go on from interrupted ones; and everything that reading them
-/// may refuse. What was written by then has no trailer, so nobody will take it for a delta.
+/// may refuse. What was written by then has no trailer, so it cannot be taken for a delta.
 pub fn combine<A: Read, B: Read + Seek, W: Write>(
     first: A,
     mut second: B,

@@ -328,12 +328,12 @@ impl Lineage {
         }
     }
 
-    /// The blocks in which what stands there, or the step under way, may not be what its positions say.
+    /// The blocks in which what is there, or the step under way, may not be what its positions say.
     pub(crate) fn unsure(&self) -> &Unsure {
         self.step.as_ref().map_or(&self.unsure, |step| &step.unsure)
     }
 
-    /// True if batches of a mirror have brought what stands there ahead of its epoch, to a moment within the next.
+    /// True if batches of a mirror have brought what is there ahead of its epoch, to a moment within the next.
     pub fn is_ahead(&self) -> bool {
         self.state != State::Incomplete && matches!(self.unsure, Unsure::Blocks { .. })
     }

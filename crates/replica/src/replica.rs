@@ -359,7 +359,7 @@ impl Replica {
         }
     }
 
-    /// The unsure set of what stands there, or of the step under way.
+    /// The unsure set of what is there, or of the step under way.
     pub(crate) fn unsure(&self) -> Result<UnsureSet> {
         unsure::load(&*self.folder, self.lineage.unsure())
     }

@@ -23,9 +23,9 @@ const NAME: &str = "unsure";
 const RANGE: u64 = 12;
 /// The most that everything else takes in a file.
 const REST: u64 = 64;
-/// The fewest bytes that a bit stands for.
+/// The fewest bytes that a bit covers.
 const LEAST_UNIT: u64 = 4096;
-/// The most bits of a set: of a larger disk, each stands for more.
+/// The most bits of a set: of a larger disk, each covers more.
 const MOST_BLOCKS: u64 = 1 << 30;
 
 /// Blocks of a replica, as a set of byte ranges.

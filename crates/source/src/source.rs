@@ -440,7 +440,7 @@ impl Source {
         Ok((verdict, was, served.foreign()))
     }
 
-    /// Why the record of a source that nobody holds could not be believed; `None` if it could. Takes no lock, and changes nothing.
+    /// Why the record of a source that no process holds could not be believed; `None` if it could. Takes no lock, and changes nothing.
     pub(crate) fn doubt(place: &Path, about: &About) -> Result<Option<String>, SourceError> {
         let folder = Dir::existing(place).map_err(SourceError::state("open", place))?;
         if ImageStamp::read(&folder)?.is_none() {

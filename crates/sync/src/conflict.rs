@@ -61,7 +61,7 @@ pub enum Conflict {
     /// A disk in use cannot be copied in part.
     #[error(
         "{} is a disk in use, and what a pass over it left out could not be told from what it sent: omit --keep-going, or \
-         copy the disk while nobody uses it", .0.display()
+         copy the disk while it is not in use", .0.display()
     )]
     LiveInPart(PathBuf),
     /// A disk in use cannot be searched for moved data.
