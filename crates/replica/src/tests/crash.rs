@@ -8,7 +8,8 @@ use testing::faulty::{Keep, Outage, Power};
 use testing::soak;
 
 use super::world::*;
-use crate::{Commit, ReplicaError, State};
+use crate::destination::Name;
+use crate::{Commit, Options, ReplicaError, State};
 
 /// Every outage that a run goes through. `KeepAll` and `LoseUnsynced` are also taken apart: data without metadata, and the
 /// other way round.
@@ -504,6 +505,42 @@ fn adopted() {
                 assert!(world.holds(&source.images[1]), "{what}: again");
                 assert_eq!(world.open(&on()).unwrap().status().state, State::Exact, "{what}");
             }
+        }
+    }
+}
+
+/// What others wrote just before a comparison is in memory only. The delta omits what is equal there, so it must not be taken
+/// away by a power cut once the delta is sealed.
+#[test]
+fn what_was_compared_outlives_a_power_cut() {
+    let source = source();
+    let start = replica_at(Kind::File, &source, 0);
+    let adopt = |world: &World, power: &Power| -> crate::Result<()> {
+        let (machine, steps) = (world.machine(power), Arc::new(AtomicU64::new(u64::MAX)));
+        let disk = world.open_mortal(&machine, &steps)?.destination().open(Name::Final)?;
+        for block in source.changed(0, 1).into_iter().filter(|block| (block + 1) * BLOCK <= disk.len()) {
+            let place = (block * BLOCK) as usize..((block + 1) * BLOCK) as usize;
+            let written = disk.write_at(block * BLOCK, &source.images[1][place]);
+            written.map_err(crate::error::io_error("write", &world.site()))?;
+        }
+        let adopt = Options { adopt: true, ..Options::default() };
+        let mut replica = world.open_mortal_with(&machine, &steps, &adopt)?;
+        let mut status = replica.status().clone();
+        status.positions.iter_mut().for_each(|position| position.epoch = None);
+        let delta = source.lacks(&status, Some(&content(&replica).unwrap_or_default()), 1);
+        merge(&mut replica, &delta, Commit::Journal).map(drop)
+    };
+    let power = on();
+    adopt(&start.fork(), &power).unwrap();
+    for step in 1..=power.steps() {
+        let (world, power) = (start.fork(), Power::new(Outage::PowerCut));
+        power.cut_at(step);
+        let _ = adopt(&world, &power);
+        power.crash(Keep::LoseUnsynced, Keep::LoseUnsynced, step).unwrap();
+        if let Ok(replica) = world.open(&on()) {
+            let at = replica.status().epoch.map(|epoch| source.index(&epoch));
+            let holds = at.is_some_and(|at| world.holds(&source.images[at]));
+            assert!(replica.status().state != State::Exact || holds, "cut at {step}: not epoch {at:?}");
         }
     }
 }

@@ -409,6 +409,15 @@ impl World {
 
     /// Opens the replica's file in a process that is killed after so many steps, on a machine that lives on.
     pub(crate) fn open_mortal(&self, machine: &Machine, steps: &Arc<AtomicU64>) -> Result<Replica> {
+        self.open_mortal_with(machine, steps, &Options::default())
+    }
+
+    pub(crate) fn open_mortal_with(
+        &self,
+        machine: &Machine,
+        steps: &Arc<AtomicU64>,
+        options: &Options,
+    ) -> Result<Replica> {
         let mortal = |folder: &Arc<FaultyFolder>| {
             let (folder, steps, syncs) = (folder.clone(), steps.clone(), machine.syncs.clone());
             Mortal { folder, steps, syncs }
@@ -419,8 +428,7 @@ impl World {
             inodes: self.inodes.clone(),
             room: self.room.clone(),
         };
-        let mut replica =
-            Replica::begin(Box::new(destination), Box::new(mortal(&machine.state)), &Options::default())?;
+        let mut replica = Replica::begin(Box::new(destination), Box::new(mortal(&machine.state)), options)?;
         replica.save_every(5 * BLOCK);
         Ok(replica)
     }
