@@ -1,6 +1,6 @@
 //! Another host behind TLS: a site with `dsync receive --listen` on loopback, which takes replicas into a folder.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use crate::{Background, Run, Scene, Site};
@@ -42,15 +42,7 @@ impl Listening {
             .arg(self.folder())
             .args(options)
             .start();
-        let until = Instant::now() + Duration::from_secs(30);
-        self.port = loop {
-            let said = process.stdout_so_far();
-            if let Some(address) = said.lines().find_map(|line| line.strip_prefix("listening on ")) {
-                break address.rsplit(':').next().and_then(|port| port.parse().ok()).expect("a port");
-            }
-            assert!(Instant::now() < until, "it does not listen: {said} {}", process.stderr_so_far());
-            std::thread::sleep(Duration::from_millis(5));
-        };
+        self.port = port(&process);
         self.process = Some(process);
     }
 
@@ -103,12 +95,56 @@ impl Listening {
 
     /// Waits until the log has a line with all these words.
     pub fn says(&self, words: &[&str]) {
-        let until = Instant::now() + Duration::from_secs(20);
-        let process = self.process();
-        while !process.stderr_so_far().lines().any(|line| words.iter().all(|word| line.contains(word))) {
-            assert!(Instant::now() < until, "it does not say {words:?}: {}", process.stderr_so_far());
-            std::thread::sleep(Duration::from_millis(5));
+        logs(self.process(), words);
+    }
+}
+
+/// `dsync send --listen` at the site of sources.
+pub struct Offering {
+    /// The process that listens.
+    pub process: Background,
+    port: u16,
+}
+
+impl Offering {
+    /// Offers images, folders of images, or devices.
+    pub fn start(site: &Site, offers: &[&Path], options: &[&str]) -> Offering {
+        let offers = offers.iter().flat_map(|offer| [Path::new("--offer"), offer]);
+        let run = site.dsync(["send", "--listen", &format!("{HOST}:0")]);
+        let process = run.args(offers).args(options).start();
+        let port = port(&process);
+        Offering { process, port }
+    }
+
+    /// What a path there is called from another site.
+    pub fn source(&self, path: &str) -> String {
+        format!("tls://{HOST}:{}/{path}", self.port)
+    }
+
+    /// Waits until the log has a line with all these words.
+    pub fn says(&self, words: &[&str]) {
+        logs(&self.process, words);
+    }
+}
+
+/// Waits until it listens, and gives the port.
+fn port(process: &Background) -> u16 {
+    let until = Instant::now() + Duration::from_secs(30);
+    loop {
+        let said = process.stdout_so_far();
+        if let Some(address) = said.lines().find_map(|line| line.strip_prefix("listening on ")) {
+            return address.rsplit(':').next().and_then(|port| port.parse().ok()).expect("a port");
         }
+        assert!(Instant::now() < until, "it does not listen: {said} {}", process.stderr_so_far());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn logs(process: &Background, words: &[&str]) {
+    let until = Instant::now() + Duration::from_secs(20);
+    while !process.stderr_so_far().lines().any(|line| words.iter().all(|word| line.contains(word))) {
+        assert!(Instant::now() < until, "it does not say {words:?}: {}", process.stderr_so_far());
+        std::thread::sleep(Duration::from_millis(5));
     }
 }
 

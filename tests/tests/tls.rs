@@ -304,7 +304,9 @@ fn wrong_usage_names_the_way_out() {
         .code(1)
         .says(&["cannot listen on", &address]);
     for wrong in ["tls://backup", "tls://:1/x", "tls://backup:x/y"] {
-        site.dsync(["sync", "file", wrong]).code(2).says(&["invalid destination", "tls://HOST/PATH"]);
+        site.dsync(["sync", "file", wrong])
+            .code(2)
+            .says(&["invalid source or destination", "tls://HOST/PATH"]);
     }
     site.dsync(["key", "trust", "backup", "ssh-ed25519 AAAA"]).code(1).says(&["invalid key"]);
     site.dsync(["key", "forget", "nobody"]).code(1).says(&["nobody"]);

@@ -61,9 +61,12 @@ pub(crate) enum Command {
         dsync sync --adopt /srv/vm.raw far:/srv/vm.raw     take over a copy made by other means\n  \
         dsync sync --method rolling dump.sql far:dump.sql  a file with inserted or moved content\n  \
         dsync sync --digests /srv/vm.raw far:/srv/vm.raw   compare without reading the replica\n  \
-        dsync sync /srv/vm.raw tls://far/vm.raw            without ssh: see \"dsync key\"\n\n\
-        A path with a slash before its colon is local. tls://HOST[:PORT]/PATH is a path in the first --into\n\
-        folder of \"dsync receive\" on that host; tls://HOST//PATH is an absolute path.\n\n\
+        dsync sync /srv/vm.raw tls://far/vm.raw            without ssh: see \"dsync key\"\n  \
+        dsync sync prod:/srv/vm.raw /backup/vm.raw         run by the host that has the replica\n  \
+        dsync sync --adopt backup:/srv/vm.raw /srv/vm.raw  restore a disk from its replica\n\n\
+        One end may be on another host, where dsync is installed too. A path with a slash before its colon is\n\
+        local. tls://HOST[:PORT]/PATH is a path in the first --into folder of \"dsync receive\" on that host, or\n\
+        in the first --offer folder of \"dsync send\" if it is the source; tls://HOST//PATH is an absolute path.\n\n\
         The summary says how changes were found: tracked, compared (and why), or copied.")]
     Sync(Sync),
 
@@ -219,6 +222,16 @@ pub(crate) enum Command {
         Without --listen it uses standard input and output; \"dsync sync\" runs it this way over ssh.")]
     Receive(Receive),
 
+    /// Let other hosts pull from sources on this one
+    #[command(after_help = "Examples:\n  \
+        dsync send --listen 0.0.0.0 --offer /srv/vm.raw\n  \
+        dsync send --listen 192.0.2.7:10874 --offer /srv/images --offer /dev/sdb --from backup\n\n\
+        Only peers whose keys are pinned here (see \"dsync key\") are accepted. They can read the images and devices\n\
+        given, and the images in the directories given, and reach nothing else:\n  \
+        dsync sync tls://prod//srv/vm.raw /srv/vm.raw      on the peer\n\n\
+        Without --listen it uses standard input and output; \"dsync sync HOST:SRC DST\" runs it this way over ssh.")]
+    Send(Send),
+
     /// Show this site's key, and manage the keys it trusts
     #[command(after_help = "Examples:\n  \
         dsync key                                          show this site's key; create it the first time\n  \
@@ -261,7 +274,7 @@ pub(crate) struct SourceArgs {
     pub allow_shrink: bool,
 }
 
-/// How the replica's side is reached.
+/// How the other host is reached.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct FarArgs {
     /// Send at most this much per second, such as 10M
@@ -276,7 +289,7 @@ pub(crate) struct FarArgs {
     /// Directory for the state and journal of the replica [default: beside a file, in the state directory for a device]
     #[arg(long, value_name = "DIR")]
     pub journal_dir: Option<PathBuf>,
-    /// Connections to a tls:// destination, 1 to 16 [default: one for every 20 ms of the round trip, 8 at most]
+    /// Connections to a tls:// host, 1 to 16 [default: one for every 20 ms of the round trip, 8 at most]
     #[arg(long, alias = "lanes", value_name = "COUNT", value_parser = clap::value_parser!(u8).range(1..=16))]
     pub connections: Option<u8>,
     /// Give up on the peer after this long without a reply; the shorter timeout of both sides applies [default: 30s]
@@ -433,8 +446,8 @@ impl From<StagesArg> for Stages {
 /// `sync`.
 #[derive(Debug, Args)]
 pub(crate) struct Sync {
-    /// Image, block device, or export name
-    #[arg(value_name = "SRC")]
+    /// Image, block device, or export name, on this host or on another
+    #[arg(value_name = "[[USER@]HOST:]SRC")]
     pub source: String,
     /// Path of the replica; tls://HOST[:PORT]/DST without ssh
     #[arg(value_name = "[[USER@]HOST:]DST")]
@@ -787,8 +800,8 @@ pub(crate) struct Combine {
 /// `verify`.
 #[derive(Debug, Args)]
 pub(crate) struct Verify {
-    /// Image, block device, or export name
-    #[arg(value_name = "SRC")]
+    /// Image, block device, or export name, on this host or on another
+    #[arg(value_name = "[[USER@]HOST:]SRC")]
     pub source: String,
     /// Path of the replica; tls://HOST[:PORT]/DST without ssh
     #[arg(value_name = "[[USER@]HOST:]DST")]
@@ -842,12 +855,29 @@ pub(crate) struct Demo {
 /// `receive`.
 #[derive(Debug, Args)]
 pub(crate) struct Receive {
-    /// Address to listen on, with or without a port [default port: 10873]
-    #[arg(long, value_name = "ADDRESS[:PORT]", requires = "into", value_parser = parse_listen)]
-    pub listen: Option<std::net::SocketAddr>,
+    #[command(flatten)]
+    pub listen: ListenArgs,
     /// Directory in which peers may create replicas, or a device for one; may be repeated
     #[arg(long, value_name = "PATH", requires = "listen")]
     pub into: Vec<PathBuf>,
+}
+
+/// `send`.
+#[derive(Debug, Args)]
+pub(crate) struct Send {
+    #[command(flatten)]
+    pub listen: ListenArgs,
+    /// Image or device that peers may read, or a directory of images; may be repeated
+    #[arg(long, value_name = "PATH", requires = "listen")]
+    pub offer: Vec<PathBuf>,
+}
+
+/// How peers reach this site without ssh.
+#[derive(Debug, Args)]
+pub(crate) struct ListenArgs {
+    /// Address to listen on, with or without a port [default port: 10873]
+    #[arg(long, value_name = "ADDRESS[:PORT]", value_parser = parse_listen)]
+    pub listen: Option<std::net::SocketAddr>,
     /// Accept only the key pinned under this name; may be repeated [default: all pinned keys]
     #[arg(long, value_name = "NAME", requires = "listen")]
     pub from: Vec<String>,

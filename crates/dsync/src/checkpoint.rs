@@ -75,7 +75,7 @@ pub(crate) fn run(args: &args::Checkpoint, state: &StateDir, output: &Output) ->
         _ => None,
     };
     let handle = attach(args, state)?;
-    effect::on_source(&handle, &args.open, &[], output);
+    effect::on_source(&(&handle).into(), &args.open, &[], output);
     let done = set(args, confirmed, &handle, output);
     crate::close(handle, done)
 }
@@ -209,7 +209,7 @@ fn changed(history: &History, since: &Epoch, block_size: u32) -> Result<u64, Sou
 /// Prints what changed since a checkpoint.
 pub(crate) fn changes(args: &args::Changes, state: &StateDir, output: &Output) -> Result<()> {
     let handle = crate::attach(state, &args.source, &args.open)?;
-    effect::on_source(&handle, &args.open, &[], output);
+    effect::on_source(&(&handle).into(), &args.open, &[], output);
     let found = find(args, &handle);
     let found = crate::close(handle, found)?;
     if args.format == args::ChangesFormat::Json || output.is_json() {

@@ -1,9 +1,10 @@
 //! Options that have no effect on the given source or destination are reported: their user expects an effect.
 
 use source::Handle;
+use sync::SourceInfo;
 
 use crate::args::{FarArgs, MethodArg, Mirror, SourceArgs, Sync};
-use crate::destination::Destination;
+use crate::location::Ends;
 use crate::output::Output;
 
 /// An option, and whether it was given.
@@ -21,17 +22,18 @@ fn without(options: &[Given], because: &str, output: &Output) {
     }
 }
 
-/// How a destination is reached, against the options for reaching one.
-pub(crate) fn on_destination(destination: &Destination, far: &FarArgs, output: &Output) {
+/// How the other host is reached, if there is one, against the options for reaching it.
+pub(crate) fn on_way(ends: &Ends, far: &FarArgs, output: &Output) {
     let ssh = [("--rsh", far.rsh.is_some()), ("--remote-dsync", far.remote_dsync.is_some())];
     let connections = ("--connections", far.connections.is_some());
-    match (&destination.host, destination.port) {
-        (None, _) => {
+    let end = if ends.source.host.is_some() { "source" } else { "destination" };
+    match ends.far().map(|far| far.port) {
+        None => {
             let timeout = ("--timeout", far.timeout.is_some());
             without(&[ssh[0], ssh[1], connections, timeout], "the destination is on this host", output);
         }
-        (Some(_), None) => without(&[connections], "the destination is reached over ssh, not tls://", output),
-        (Some(_), Some(_)) => without(&ssh, "the destination is reached over tls://, not ssh", output),
+        Some(None) => without(&[connections], &format!("the {end} is reached over ssh, not tls://"), output),
+        Some(Some(_)) => without(&ssh, &format!("the {end} is reached over tls://, not ssh"), output),
     }
 }
 
@@ -63,15 +65,15 @@ pub(crate) fn on_mirror(handle: &Handle, args: &Mirror, output: &Output) {
 }
 
 /// Who holds a source, against the options for opening one, and those for tracked disks alone.
-pub(crate) fn on_source(handle: &Handle, open: &SourceArgs, tracked_only: &[Given], output: &Output) {
-    let path = handle.about().path.display();
+pub(crate) fn on_source(info: &SourceInfo, open: &SourceArgs, tracked_only: &[Given], output: &Output) {
+    let path = info.path.display();
     let opening = [
-        ("--block-size", open.block_size.is_some_and(|size| size != u64::from(handle.about().block_size))),
+        ("--block-size", open.block_size.is_some_and(|size| size != u64::from(info.block_size))),
         ("--trust-device", open.trust_device),
         ("--allow-shrink", open.allow_shrink),
     ];
-    let tracked = handle.live().is_some();
-    if handle.is_served() {
+    let tracked = info.tracked;
+    if info.served {
         without(&opening, &format!("{path} is served, and its server has its own options"), output);
     } else if tracked {
         let because = format!("{path} is tracked, with what was given to \"dsync track add\"");

@@ -77,7 +77,7 @@ pub(crate) fn code(error: &anyhow::Error) -> u8 {
 
 fn of_class(class: sync::Class) -> u8 {
     match class {
-        sync::Class::Failed => FAILED,
+        sync::Class::Failed | sync::Class::Unreadable => FAILED,
         sync::Class::Lost => LOST,
         sync::Class::Refused | sync::Class::Busy | sync::Class::Away => REFUSED,
     }

@@ -1,21 +1,27 @@
-//! The far side: connecting to it, and `dsync receive`.
+//! The far side: connecting to it, and what runs there: `dsync receive` and `dsync send`.
 
 use std::time::Duration;
 
 use anyhow::Result;
-use link::{ConnectOptions, Keys, Limits, Link, Listener};
+use link::{ConnectOptions, Keys, Limits, Link, Listener, Peer};
 use source::StateDir;
 use sync::{AllowedPaths, SyncError};
 
-use crate::args::{FarArgs, Receive};
+use crate::args::{FarArgs, ListenArgs, Receive, Send};
 use crate::failure::Failure;
 use crate::output::Output;
 
 /// How long sessions may take to end when the listener stops.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// A link to the far side: to a listener if a port is given, otherwise through the remote shell.
-pub(crate) fn call(host: &str, port: Option<u16>, far: &FarArgs, state: &StateDir) -> Result<Link> {
+/// A link to the far side: to a listener if a port is given, otherwise through the remote shell, which runs `dsync VERB`.
+pub(crate) fn call(
+    host: &str,
+    port: Option<u16>,
+    verb: &str,
+    far: &FarArgs,
+    state: &StateDir,
+) -> Result<Link> {
     if let Some(port) = port {
         let connections = far.connections.map(usize::from);
         let options = ConnectOptions { connections, timeout: far.timeout(), ..ConnectOptions::default() };
@@ -23,21 +29,54 @@ pub(crate) fn call(host: &str, port: Option<u16>, far: &FarArgs, state: &StateDi
     }
     let rsh: Vec<String> = far.rsh().split_whitespace().map(str::to_owned).collect();
     let mut command: Vec<String> = far.remote_dsync().split_whitespace().map(str::to_owned).collect();
-    command.push("receive".into());
+    command.push(verb.into());
     Ok(Link::ssh(&rsh, host, &command, far.timeout())?)
 }
 
 /// Runs `dsync receive`.
 pub(crate) fn receive(args: &Receive, state: &StateDir, output: &Output) -> Result<()> {
-    let Some(address) = args.listen else {
-        return sync::receive(Link::stdio()?, state).map_err(|error| match error {
-            // If it is not dsync that connected, a person started this by hand: print the error.
-            SyncError::Link(ref link) if !link.is_cut() => error.into(),
-            // The near side prints other errors, which are sent over the link, and reports a cut itself.
-            told => Failure::told(&told).into(),
-        });
-    };
-    let allowed = AllowedPaths::within(&args.into)?;
+    if args.listen.listen.is_none() {
+        return over_stdio(|link| sync::receive(link, state));
+    }
+    if args.into.is_empty() {
+        return Err(Failure::usage("--listen needs --into PATH: a folder for the replicas of peers").into());
+    }
+    let allowed = AllowedPaths::replicas(&args.into)?;
+    let here = state.clone();
+    listen(&args.listen, state, output, move |link, _| sync::receive_within(link, &here, &allowed))
+}
+
+/// Runs `dsync send`.
+pub(crate) fn send(args: &Send, state: &StateDir, output: &Output) -> Result<()> {
+    if args.listen.listen.is_none() {
+        return over_stdio(|link| sync::send(link, state, &AllowedPaths::Anything, None));
+    }
+    if args.offer.is_empty() {
+        return Err(Failure::usage("--listen needs --offer PATH: a source that peers may read").into());
+    }
+    let allowed = AllowedPaths::sources(&args.offer)?;
+    let here = state.clone();
+    listen(&args.listen, state, output, move |link, peer| sync::send(link, &here, &allowed, Some(&peer.name)))
+}
+
+/// Serves one session over standard input and output, to whoever started this.
+fn over_stdio(serve: impl FnOnce(Link) -> Result<(), SyncError>) -> Result<()> {
+    serve(Link::stdio()?).map_err(|error| match error {
+        // If it is not dsync that connected, a person started this by hand: print the error.
+        SyncError::Link(ref link) if !link.is_cut() => error.into(),
+        // The near side prints other errors, which are sent over the link, and reports a cut itself.
+        told => Failure::told(&told).into(),
+    })
+}
+
+/// Serves sessions over TLS until a signal ends it.
+fn listen(
+    args: &ListenArgs,
+    state: &StateDir,
+    output: &Output,
+    serve: impl Fn(Link, &Peer) -> Result<(), SyncError> + std::marker::Send + Sync + 'static,
+) -> Result<()> {
+    let Some(address) = args.listen else { return Ok(()) };
     let keys = Keys::new(state.keys_folder());
     let limits = Limits { timeout: args.timeout, from: args.from.clone(), ..Limits::default() };
     // Before the first connection, so that a signal always ends everything in order.
@@ -48,11 +87,11 @@ pub(crate) fn receive(args: &Receive, state: &StateDir, output: &Output) -> Resu
     let stop = listener.stop()?;
     output.ready(&format!("listening on {}", listener.address()));
     output.more(&format!("with the key {}", keys.own()?));
-    let (state, log) = (state.clone(), output.alike());
+    let log = output.alike();
     let serving = std::thread::Builder::new().name("listener".into()).spawn(move || {
         listener.run(move |link, peer| {
             log.note(&format!("{peer}: session started"));
-            match sync::receive_within(link, &state, &allowed) {
+            match serve(link, peer) {
                 Ok(()) => log.note(&format!("{peer}: session ended")),
                 Err(error) => log.note(&format!("{peer}: session failed: {error}")),
             }

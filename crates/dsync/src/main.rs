@@ -7,7 +7,6 @@ mod checkpoint;
 mod container;
 mod delta_files;
 mod demo;
-mod destination;
 mod effect;
 mod exposition;
 mod failure;
@@ -15,6 +14,7 @@ mod far;
 mod forget;
 mod key;
 mod local;
+mod location;
 mod manual;
 mod mirror_command;
 mod monitor;
@@ -28,7 +28,6 @@ mod units;
 mod verify_command;
 
 use std::ffi::OsString;
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -111,9 +110,10 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
     let state = StateDir::find(cli.state_dir.as_deref());
     let interrupted = match cli.command {
         Command::Serve(_) | Command::Demo(_) | Command::Mirror(_) => None,
-        Command::Receive(args::Receive { listen: Some(_), .. }) => None,
+        Command::Receive(ref args) if args.listen.listen.is_some() => None,
+        Command::Send(ref args) if args.listen.listen.is_some() => None,
         // The near end says it.
-        Command::Receive(_) => Some(""),
+        Command::Receive(_) | Command::Send(_) => Some(""),
         Command::Sync(_) | Command::Merge(_) => {
             Some("interrupted: data received so far is kept, run the same command again to resume")
         }
@@ -148,6 +148,7 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
         Command::Recover(args) => status::recover(args, &state, output)?,
         Command::Demo(args) => demo::run(args, output)?,
         Command::Receive(args) => far::receive(args, &state, output)?,
+        Command::Send(args) => far::send(args, &state, output)?,
         Command::Key(args) => key::run(args, &state, output)?,
         Command::Man { folder } => manual::pages(folder)?,
         Command::Completions { shell } => manual::completions(*shell),
@@ -176,15 +177,9 @@ fn known(what: &str, state: &StateDir) -> Result<(std::path::PathBuf, source::Ab
     })
 }
 
-/// Attaches to what is to be read: a replica only when it holds what its source was.
+/// Attaches to what is to be read.
 fn attach(state: &StateDir, what: &str, open: &args::SourceArgs) -> Result<Handle> {
-    let known = state.source(what)?;
-    let path = known.map_or_else(|| PathBuf::from(what), |(_, about)| about.path);
-    if path.exists() {
-        let options = replica::Options { devices: state.replicas_folder(), ..Default::default() };
-        replica::settle(&path, &options)?;
-    }
-    Ok(Handle::attach(state, what, &source_options(open)?)?)
+    Ok(sync::attach(state, what, &source_options(open)?)?)
 }
 
 /// Closes a source after what was done with it, also if that failed: then its error is the one to report.

@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use source::{Handle, StateDir};
-use sync::{Batching, Mirror, MirrorEvent, MirrorOptions, MirrorSummary, SyncError, SyncOptions};
+use sync::{Batching, Mirror, MirrorEvent, MirrorOptions, MirrorSummary, SyncError, SyncOptions, Way};
 
 use crate::args::{self, LiveArgs};
-use crate::destination::Destination;
 use crate::effect;
-use crate::failure;
+use crate::failure::{self, Failure};
+use crate::location::Ends;
 use crate::output::Output;
 use crate::{sync_command, units};
 
@@ -58,7 +58,7 @@ fn options(args: &args::Mirror, is_far: bool) -> MirrorOptions {
             compress: args.compress.level,
             bwlimit: args.far.bwlimit,
             journal_dir: args.far.journal_dir.clone(),
-            may_be_cut: is_far,
+            way: Way::to(is_far),
             live: LiveArgs::default().options(),
             ..SyncOptions::default()
         },
@@ -79,11 +79,19 @@ fn options(args: &args::Mirror, is_far: bool) -> MirrorOptions {
 
 /// Runs the command until a signal ends it.
 pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()> {
-    let destination = Destination::parse(&args.destination)?;
+    let ends = Ends::parse(&args.source, &args.destination)?;
+    if let Some(host) = &ends.source.host {
+        return Err(Failure::usage(format!(
+            "a mirror runs on the host of its source: run \"dsync mirror\" on {host}, or repeat \"dsync sync {} {}\" here with a timer",
+            args.source, args.destination
+        ))
+        .into());
+    }
+    let destination = &ends.destination;
     units::check_rates(&[("--bwlimit", args.far.bwlimit), ("--rate", args.rate)])?;
     // A mirror runs in the background all the time: give priority to the disk's writers.
     let _ = rustix::process::nice(10);
-    effect::on_destination(&destination, &args.far, output);
+    effect::on_way(&ends, &args.far, output);
     let options = options(args, destination.host.is_some());
     let (stop, mirroring) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
     on_signals(stop.clone(), mirroring.clone(), output.alike())?;

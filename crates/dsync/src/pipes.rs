@@ -21,7 +21,7 @@ pub(crate) fn extract(args: &args::Extract, state: &StateDir, output: &Output) -
     }
     units::check_rates(&[("--bwlimit", args.bwlimit)])?;
     let handle = crate::attach(state, &args.source, &args.open)?;
-    effect::on_source(&handle, &args.open, &[], output);
+    effect::on_source(&(&handle).into(), &args.open, &[], output);
     let progress = |done, total| output.progress(done, total);
     let result = match args.bwlimit {
         Some(rate) => {

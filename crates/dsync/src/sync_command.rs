@@ -4,16 +4,16 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use source::StateDir;
-use sync::{Extents, Method, Summary, SyncError, SyncOptions, Unreadable};
+use sync::{Extents, Method, Pull, SourceInfo, Summary, SyncError, SyncOptions, Task, Unreadable, Way};
 
 use crate::args::{self, FreezeArg, HashArg, MethodArg};
-use crate::destination::Destination;
 use crate::effect;
 use crate::failure::{FAILED, Failure};
+use crate::location::Ends;
 use crate::output::Output;
 use crate::units;
 
-/// What the arguments ask for; `is_far`: the replica is on another host.
+/// What the arguments ask for; `is_far`: one end is on another host.
 fn options(args: &args::Sync, is_far: bool) -> Result<SyncOptions, Failure> {
     if args.begin.adopt && !matches!(args.method, MethodArg::Auto | MethodArg::Compare | MethodArg::Rolling) {
         return Err(Failure::usage("--adopt compares the copy: omit --method, or use compare or rolling"));
@@ -38,43 +38,24 @@ fn options(args: &args::Sync, is_far: bool) -> Result<SyncOptions, Failure> {
         compress: args.compress.level,
         bwlimit: args.far.bwlimit,
         journal_dir: args.far.journal_dir.clone(),
-        may_be_cut: is_far,
+        way: Way::to(is_far),
         live: args.live.options(),
     })
 }
 
 /// Runs the command; its exit code.
 pub(crate) fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Result<u8> {
-    let destination = Destination::parse(&args.destination)?;
+    let ends = Ends::parse(&args.source, &args.destination)?;
     units::check_rates(&[("--bwlimit", args.far.bwlimit)])?;
-    let options = options(args, destination.host.is_some())?;
-    effect::on_destination(&destination, &args.far, output);
+    let options = options(args, ends.far().is_some())?;
+    effect::on_way(&ends, &args.far, output);
     effect::on_method(args, output);
-    let handle = crate::attach(state, &args.source, &args.open)?;
-    effect::on_source(&handle, &args.open, &args.live.given(), output);
-    if args.live.freeze == Some(FreezeArg::Require) && handle.live().is_none() {
-        let why = "is not a tracked disk, so no file system on it can be frozen: omit --freeze require";
-        let path = handle.about().path.display().to_string();
-        handle.close()?;
-        return Err(Failure::refused(format!("{path} {why}")).into());
-    }
-    let attempt = |options: &SyncOptions| {
-        let progress = |done, total| output.progress(done, total);
-        let summary = destination.converse(&args.far, state, |link, path, name| {
-            Ok(sync::push(&handle, link, path, name, options, &progress)?)
-        });
-        output.finish();
-        summary
-    };
-    let mut summary = attempt(&options);
-    // What will be lacking has to be known before the replica takes the first byte.
-    let unreadable = |e: &anyhow::Error| e.downcast_ref::<SyncError>().is_some_and(SyncError::is_unreadable);
-    if summary.as_ref().err().is_some_and(|e| args.keep_going && unreadable(e)) {
-        output.warn("parts of the source cannot be read: the sync begins again without them");
-        summary = attempt(&SyncOptions { unreadable: Unreadable::LeaveOut, ..options });
-    }
-    output.more(&format!("source {} in {}", handle.about().uuid, state.path().display()));
-    let summary = crate::close(handle, summary)?;
+    let pulls = ends.source.host.is_some();
+    let summary = if pulls {
+        pull(args, &ends, options, state, output)
+    } else {
+        push(args, &ends, options, state, output)
+    }?;
     summary.recovered.iter().for_each(|recovered| output.warn(recovered));
     list("unreadable at the source", &summary.unreadable, output);
     list("unreadable at the replica, and sent again", &summary.unreadable_there, output);
@@ -82,6 +63,77 @@ pub(crate) fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Resul
     output.summary(&summary);
     let unread = summary.unreadable.extents + summary.unreadable_there.extents;
     Ok(if unread > 0 { FAILED } else { 0 })
+}
+
+/// Syncs from a source on this host.
+fn push(
+    args: &args::Sync,
+    ends: &Ends,
+    options: SyncOptions,
+    state: &StateDir,
+    output: &Output,
+) -> Result<Summary> {
+    let handle = crate::attach(state, &args.source, &args.open)?;
+    if let Err(refused) = check(&(&handle).into(), args, output) {
+        handle.close()?;
+        return Err(refused.into());
+    }
+    let summary = persist(args, options, output, |options| {
+        let progress = |done, total| output.progress(done, total);
+        let summary = ends.destination.converse(&args.far, state, |link, path, name| {
+            Ok(sync::push(&handle, link, path, name, options, &progress)?)
+        });
+        output.finish();
+        summary
+    });
+    output.more(&format!("source {} in {}", handle.about().uuid, state.path().display()));
+    crate::close(handle, summary)
+}
+
+/// Syncs from a source on another host, to a replica on this one.
+fn pull(
+    args: &args::Sync,
+    ends: &Ends,
+    options: SyncOptions,
+    state: &StateDir,
+    output: &Output,
+) -> Result<Summary> {
+    let begun = |info: &SourceInfo| {
+        output.more(&format!("source {} ({})", info.uuid, args.source));
+        check(info, args, output)
+    };
+    let summary = persist(args, options, output, |options| {
+        let task = (Task::Sync(options.clone()), &args.open, &args.far);
+        ends.pull(task, state, output, &begun, Pull::sync)
+    })?;
+    Ok(Summary { source: (&args.source).into(), ..summary })
+}
+
+/// Holds an open source against the options.
+fn check(info: &SourceInfo, args: &args::Sync, output: &Output) -> Result<(), SyncError> {
+    effect::on_source(info, &args.open, &args.live.given(), output);
+    if args.live.freeze == Some(FreezeArg::Require) && !info.tracked {
+        let why = "is not a tracked disk, so no file system on it can be frozen: omit --freeze require";
+        return Err(SyncError::Refused(format!("{} {why}", info.path.display())));
+    }
+    Ok(())
+}
+
+/// Makes an attempt, and with --keep-going another one if parts of the source cannot be read: what will be lacking has to be
+/// known before the replica takes the first byte.
+fn persist(
+    args: &args::Sync,
+    options: SyncOptions,
+    output: &Output,
+    attempt: impl Fn(&SyncOptions) -> Result<Summary>,
+) -> Result<Summary> {
+    let summary = attempt(&options);
+    let unreadable = |e: &anyhow::Error| e.downcast_ref::<SyncError>().is_some_and(SyncError::is_unreadable);
+    if !summary.as_ref().err().is_some_and(|e| args.keep_going && unreadable(e)) {
+        return summary;
+    }
+    output.warn("parts of the source cannot be read: the sync begins again without them");
+    attempt(&SyncOptions { unreadable: Unreadable::LeaveOut, ..options })
 }
 
 /// Extents that are shown to people who did not ask for more.

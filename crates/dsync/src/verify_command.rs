@@ -3,19 +3,19 @@
 use anyhow::Result;
 use compare::Scope;
 use source::StateDir;
-use sync::{Verified, VerifyOptions};
+use sync::{Pull, SourceInfo, Task, Verified, VerifyOptions, Way};
 
 use crate::args;
-use crate::destination::Destination;
 use crate::effect;
 use crate::failure::{DIFFERS, FAILED, Failure};
+use crate::location::Ends;
 use crate::output::Output;
 use crate::sync_command::list;
 use crate::units;
 
 /// Runs the command; its exit code.
 pub(crate) fn run(args: &args::Verify, state: &StateDir, output: &Output) -> Result<u8> {
-    let destination = Destination::parse(&args.destination)?;
+    let ends = Ends::parse(&args.source, &args.destination)?;
     units::check_rates(&[("--bwlimit", args.far.bwlimit), ("--rate", args.rate)])?;
     if args.rate.is_some_and(|rate| rate < Scope::LEAST_RATE) {
         return Err(Failure::usage(
@@ -32,17 +32,26 @@ pub(crate) fn run(args: &args::Verify, state: &StateDir, output: &Output) -> Res
         bwlimit: args.far.bwlimit,
         keep_going: args.keep_going,
         journal_dir: args.far.journal_dir.clone(),
-        may_be_cut: destination.host.is_some(),
+        way: Way::to(ends.far().is_some()),
     };
-    effect::on_destination(&destination, &args.far, output);
-    let handle = crate::attach(state, &args.source, &args.open)?;
-    effect::on_source(&handle, &args.open, &[], output);
-    let progress = |done, total| output.progress(done, total);
-    let verified = destination.converse(&args.far, state, |link, path, name| {
-        Ok(sync::verify(&handle, link, path, name, &options, &progress)?)
-    });
-    output.finish();
-    let verified = crate::close(handle, verified)?;
+    effect::on_way(&ends, &args.far, output);
+    let begun = |info: &SourceInfo| {
+        effect::on_source(info, &args.open, &[], output);
+        Ok(())
+    };
+    let verified = if ends.source.host.is_some() {
+        let task = (Task::Verify(options), &args.open, &args.far);
+        Verified { source: (&args.source).into(), ..ends.pull(task, state, output, &begun, Pull::verify)? }
+    } else {
+        let handle = crate::attach(state, &args.source, &args.open)?;
+        begun(&(&handle).into())?;
+        let progress = |done, total| output.progress(done, total);
+        let verified = ends.destination.converse(&args.far, state, |link, path, name| {
+            Ok(sync::verify(&handle, link, path, name, &options, &progress)?)
+        });
+        output.finish();
+        crate::close(handle, verified)?
+    };
     verified.recovered.iter().for_each(|recovered| output.warn(recovered));
     say(&verified, output);
     output.summary(&verified);

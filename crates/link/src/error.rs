@@ -202,7 +202,7 @@ pub enum Error {
     },
     /// The far side cannot be reached over the network.
     #[error(
-        "cannot reach {peer} ({why}): check that \"dsync receive --listen\" runs there and that no firewall is in the way"
+        "cannot reach {peer} ({why}): check that \"dsync receive --listen\" runs there, or \"dsync send --listen\" for a source, and that no firewall is in the way"
     )]
     Connect {
         /// What was to be reached.
@@ -211,7 +211,7 @@ pub enum Error {
         why: String,
     },
     /// The TLS handshake with the other end failed.
-    #[error("{peer} does not speak TLS as \"dsync receive --listen\" does: {why}")]
+    #[error("{peer} does not speak TLS as dsync does: {why}")]
     Tls {
         /// Who was at the other end.
         peer: String,
@@ -267,7 +267,12 @@ fn command_failed(rsh: &str, command: &str, host: &str, status: &str, said: &str
              by hand to see why, or choose another remote shell with --rsh"
         );
     }
-    format!("\"{command}\" on {host} failed ({status}): {said}")
+    let older = if said.contains("unrecognized subcommand") {
+        ": install the same version of dsync on both sides"
+    } else {
+        ""
+    };
+    format!("\"{command}\" on {host} failed ({status}): {said}{older}")
 }
 
 fn because(why: &str) -> String {

@@ -854,7 +854,7 @@ impl Run {
             repair,
             ranges,
             commit: self.world.cell.commit.into(),
-            may_be_cut: self.world.cell.way == Way::Far,
+            way: sync::Way::to(self.world.cell.way == Way::Far),
             ..sync::VerifyOptions::default()
         };
         let verified = self.world.verify(which, &options, cuts)?;

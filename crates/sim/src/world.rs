@@ -590,7 +590,7 @@ impl World {
         sync::SyncOptions {
             method,
             commit: self.cell.commit.into(),
-            may_be_cut: self.cell.way == Way::Far,
+            way: sync::Way::to(self.cell.way == Way::Far),
             live: sync::LiveOptions {
                 passes: 6,
                 cut: CutOptions { freeze: FreezeMode::Auto, limit: Duration::from_secs(10) },

@@ -12,6 +12,7 @@ use std::time::Duration;
 use delta::Epoch;
 use device::{Boot, Dir, Disk, Folder, FolderLock, Identity, Mount, Written};
 use extents::Bitmap;
+use serde::{Deserialize, Serialize};
 use trackers::{Tracker, TrackerLock};
 use uuid::Uuid;
 
@@ -28,7 +29,7 @@ use crate::state::{About, StateDir, write_about};
 use crate::view::View;
 
 /// Whether file systems may be frozen for the last pass.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum FreezeMode {
     /// Freeze what is mounted.
     #[default]
@@ -40,7 +41,7 @@ pub enum FreezeMode {
 }
 
 /// How the last pass is made.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub struct CutOptions {
     /// Whether to freeze.
     pub freeze: FreezeMode,

@@ -1,4 +1,4 @@
-//! Where a remote client may create replicas.
+//! What of this host a remote client may reach: where it may create replicas, or which sources it may read.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -13,56 +13,74 @@ pub enum AllowedPaths {
     Within {
         /// Without links in their paths.
         folders: Vec<PathBuf>,
-        /// As given, and with links resolved.
-        devices: Vec<(PathBuf, PathBuf)>,
+        /// Devices and files, as given, and with links resolved.
+        named: Vec<(PathBuf, PathBuf)>,
+        /// The option that names all of them.
+        option: &'static str,
     },
 }
 
+/// The option that names sources.
+const OFFER: &str = "--offer";
+
 impl AllowedPaths {
-    /// Only what is within the folders in `places`, or is one of its devices.
+    /// Replicas within the folders in `places`, or on one of its devices.
     ///
     /// # Errors
     /// [`SyncError::Refused`] if one of them is neither; [`SyncError::Io`] if it cannot be looked at.
-    pub fn within(places: &[PathBuf]) -> Result<AllowedPaths, SyncError> {
+    pub fn replicas(places: &[PathBuf]) -> Result<AllowedPaths, SyncError> {
+        AllowedPaths::within(places, "--into")
+    }
+
+    /// Sources within the folders in `places`, and those that it names: files and devices.
+    ///
+    /// # Errors
+    /// As [`AllowedPaths::replicas`].
+    pub fn sources(places: &[PathBuf]) -> Result<AllowedPaths, SyncError> {
+        AllowedPaths::within(places, OFFER)
+    }
+
+    fn within(places: &[PathBuf], option: &'static str) -> Result<AllowedPaths, SyncError> {
         use std::os::unix::fs::FileTypeExt;
-        let (mut folders, mut devices) = (Vec::new(), Vec::new());
+        let (mut folders, mut named) = (Vec::new(), Vec::new());
         for place in places {
             let found = std::fs::canonicalize(place).and_then(|path| Ok((std::fs::metadata(&path)?, path)));
             let (what, path) = found.map_err(SyncError::io(format!("find {}", place.display())))?;
             if what.is_dir() {
                 folders.push(path);
-            } else if what.file_type().is_block_device() {
-                devices.push((place.clone(), path));
+            } else if what.file_type().is_block_device() || (option == OFFER && what.is_file()) {
+                named.push((place.clone(), path));
             } else {
                 return Err(SyncError::Refused(format!(
-                    "{} is neither a folder nor a block device: name the folder that holds the replicas",
-                    place.display()
+                    "{} is neither a folder nor a block device: name the folder that holds the {}",
+                    place.display(),
+                    if option == OFFER { "sources" } else { "replicas" }
                 )));
             }
         }
-        Ok(AllowedPaths::Within { folders, devices })
+        Ok(AllowedPaths::Within { folders, named, option })
     }
 
-    /// The absolute path of the requested replica.
+    /// The absolute path of the requested replica or source.
     ///
     /// A relative path starts at the user's home if everything is allowed, as with every copy over ssh; otherwise at the first
-    /// folder. No symbolic link is followed between a folder and the replica.
+    /// folder. No symbolic link is followed between a folder and the file.
     pub(crate) fn find(&self, asked: &Path) -> Result<PathBuf, SyncError> {
-        let AllowedPaths::Within { folders, devices } = self else {
+        let AllowedPaths::Within { folders, named, option } = self else {
             return std::path::absolute(asked).map_err(SyncError::io(format!("find {}", asked.display())));
         };
         let refused = |why: &str| {
             Err(SyncError::Refused(format!("{} is not allowed for remote clients: {why}", asked.display())))
         };
-        if let Some((_, device)) = devices.iter().find(|(named, device)| asked == named || asked == device) {
-            return Ok(device.clone());
+        if let Some((_, path)) = named.iter().find(|(given, path)| asked == given || asked == path) {
+            return Ok(path.clone());
         }
         let found = match asked.is_absolute() {
             true => folders.iter().find_map(|folder| Some((folder, asked.strip_prefix(folder).ok()?))),
             false => folders.first().map(|folder| (folder, asked)),
         };
         let Some((folder, rest)) = found else {
-            return refused("it is neither in a folder nor a device that --into names there");
+            return refused(&format!("it is neither in a folder nor a device that {option} names there"));
         };
         let mut path = folder.clone();
         let mut parts = rest.components().peekable();
@@ -87,7 +105,7 @@ impl AllowedPaths {
                 (Ok(what), None) if !what.is_file() => return refused("it is not a file"),
                 (Err(_), Some(_)) => {
                     return Err(SyncError::Away(format!(
-                        "there is no folder {} for the replica: mount its file system, or create it there",
+                        "there is no folder {}: mount its file system, or create it there",
                         path.display()
                     )));
                 }
@@ -132,7 +150,7 @@ mod tests {
         symlink(at("into/a"), at("into/inside")).unwrap();
         symlink(at("into"), at("named")).unwrap();
         fifo(&at("into/pipe"));
-        let allowed = AllowedPaths::within(&[at("named"), at("other")]).unwrap();
+        let allowed = AllowedPaths::replicas(&[at("named"), at("other")]).unwrap();
         let find = |path: &str| allowed.find(Path::new(path));
         let inside = |path: &Path| path.to_str().unwrap().to_string();
         for (asked, found) in [
@@ -176,7 +194,8 @@ mod tests {
         assert!(allowed.only_beside("a journal in", Some(Path::new("/tmp"))).is_err());
         assert!(allowed.only_beside("a journal in", None).is_ok());
         assert!(
-            AllowedPaths::within(&[at("secret")]).is_err() && AllowedPaths::within(&[at("nothing")]).is_err()
+            AllowedPaths::replicas(&[at("secret")]).is_err()
+                && AllowedPaths::replicas(&[at("nothing")]).is_err()
         );
         assert_eq!(AllowedPaths::Anything.find(Path::new("/etc/passwd")).unwrap(), Path::new("/etc/passwd"));
     }

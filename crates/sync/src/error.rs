@@ -18,6 +18,8 @@ pub enum Class {
     Busy,
     /// The replica is not where it was: its disk or file system may come back.
     Away,
+    /// A part of the source cannot be read.
+    Unreadable,
 }
 
 /// Why a sync failed.
@@ -84,6 +86,8 @@ impl SyncError {
             SyncError::Far { class, .. } => return *class,
             SyncError::Replica(replica::ReplicaError::Busy { .. }) => return Class::Busy,
             SyncError::Replica(replica::ReplicaError::Away(_)) | SyncError::Away(_) => return Class::Away,
+            SyncError::Unreadable(_) => return Class::Unreadable,
+            SyncError::Io { error, .. } if device::is_unreadable(error) => return Class::Unreadable,
             SyncError::Source(e) => e.is_refusal(),
             SyncError::Replica(e) => e.is_refusal(),
             SyncError::Link(e) => e.is_refusal(),
@@ -95,11 +99,7 @@ impl SyncError {
 
     /// True if only a part of the source cannot be read.
     pub fn is_unreadable(&self) -> bool {
-        match self {
-            SyncError::Unreadable(_) => true,
-            SyncError::Io { error, .. } => device::is_unreadable(error),
-            _ => false,
-        }
+        self.class() == Class::Unreadable
     }
 
     /// The error of reading the replica.

@@ -2,10 +2,10 @@
 
 use std::ops::Range;
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// A range of bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Extent {
     /// First byte.
     pub offset: u64,
@@ -14,7 +14,7 @@ pub struct Extent {
 }
 
 /// Extents that were found: all are counted, the first ones listed.
-#[derive(Debug, Clone, Default, Serialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Extents {
     /// How many there are.
     pub extents: u64,

@@ -4,7 +4,7 @@ use source::{Handle, SourceError, View};
 
 use crate::error::SyncError;
 use crate::messages::Status;
-use crate::options::SyncOptions;
+use crate::options::{SyncOptions, Way};
 use crate::plan::{Changes, Choice, Facts, Knowledge, LiveDisk, Moment, positions};
 
 /// What the source knows before a checkpoint. `name` is how the user named the replica.
@@ -29,7 +29,7 @@ pub(crate) fn facts<'a>(
         name,
         live: handle.live().map(|live| LiveDisk { resized: live.is_resized() }),
         history,
-        bookmark: handle.bookmarks()?.0.remove(&bookmark(name, status)),
+        bookmark: handle.bookmarks()?.0.remove(&bookmark(name, status, &options.way)),
     })
 }
 
@@ -87,8 +87,15 @@ pub(crate) fn present<'a>(handle: &'a Handle, choice: &Choice) -> Result<Moment<
 /// The gap that a checkpoint would begin with.
 const NO_EPOCH: delta::Epoch = delta::Epoch { number: 0, id: uuid::Uuid::nil() };
 
-/// The name under which a source remembers a replica.
-pub(crate) fn bookmark(name: &str, status: &Status) -> String {
+/// Begins the name of a replica that is brought up to date from its own host.
+pub const PULLED: &str = "pull://";
+
+/// The name under which a source remembers a replica: where it is reached from the source, or `pull://HOST/PATH` if the
+/// replica's side reaches for the source. No destination has such a name.
+pub(crate) fn bookmark(name: &str, status: &Status, way: &Way) -> String {
+    if let Way::Pulled(host) = way {
+        return format!("{PULLED}{host}{}", status.path.display());
+    }
     let far = name.contains(':') && !name.starts_with('/');
     if far { name.to_owned() } else { status.path.display().to_string() }
 }

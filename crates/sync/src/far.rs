@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
+use compare::rolling::SumParams;
 use compare::{DigestReport, Scope};
-use delta::Units;
+use delta::{Frame, Units};
 use device::{Disk, Storage};
-use link::{Link, Receiver, Sender};
+use link::{Link, Message, Receiver, Sender};
 use replica::{Commit, DeltaReceiver, KnownReplicas, Replica};
 use serde::Serialize;
 use source::StateDir;
@@ -17,10 +18,11 @@ use crate::allowed_paths::AllowedPaths;
 use crate::digests::ReplicaDigests;
 use crate::error::{Class, SyncError};
 use crate::messages::{
-    COMMITTED, Committed, FAILED, Failed, Open, PLAN, Plan, Status, of_digest_report, of_sum_report, to_unit,
-    unexpected,
+    COMMITTED, Committed, FAILED, Failed, Open, PLAN, Plan, RESULT, Status, nonsense, of_digest_report,
+    of_sum_report, to_unit, unexpected,
 };
 use crate::mirror_receiver::receive_batches;
+use crate::report::Progress;
 
 /// Serves one sync as the replica's end of `link`. Errors are reported to the other end too.
 pub fn receive(link: Link, state: &StateDir) -> Result<(), SyncError> {
@@ -36,15 +38,20 @@ pub fn receive_within(link: Link, state: &StateDir, allowed: &AllowedPaths) -> R
             "the digest file",
             open.digests.as_ref().and_then(|digests| digests.file.as_deref()),
         )?;
-        refuse_source(open.source.as_ref(), &path)?;
-        let options = replica::Options {
-            adopt: open.adopt,
-            create: open.create,
-            doubt: open.verify,
-            ..open_options(open.journal_dir.as_deref(), state)
-        };
-        Ok((Replica::open(&path, &options)?, Some(known_replicas(state))))
+        open_here(open, &path, state)
     })
+}
+
+/// Opens a replica of this host.
+pub(crate) fn open_here(open: &Open, path: &Path, state: &StateDir) -> Result<Opened, SyncError> {
+    refuse_source(open.source.as_ref(), path)?;
+    let options = replica::Options {
+        adopt: open.adopt,
+        create: open.create,
+        doubt: open.verify,
+        ..open_options(open.journal_dir.as_deref(), state)
+    };
+    Ok((Replica::open(path, &options)?, Some(known_replicas(state))))
 }
 
 /// The replicas of the host whose state directory this is.
@@ -88,10 +95,17 @@ pub fn receive_over(
 
 fn receive_at(link: Link, opened: Opener<'_>) -> Result<(), SyncError> {
     let (sender, receiver) = link.split();
-    match converse(&sender, &receiver, opened) {
-        Ok(()) => {
+    let end = ReplicaEnd { sender: &sender, receiver: &receiver, progress: &|_, _| {}, writes: true };
+    let result = Open::hear(&receiver).and_then(|open| end.converse(&open, opened));
+    end_with(sender, result).map(drop)
+}
+
+/// Ends a conversation from the replica's end, whatever its result. The receiver must live until then.
+pub(crate) fn end_with<T>(sender: Sender, result: Result<T, SyncError>) -> Result<T, SyncError> {
+    match result {
+        Ok(done) => {
             sender.finish()?;
-            Ok(())
+            Ok(done)
         }
         Err(error) => {
             // The peer may be gone.
@@ -110,45 +124,84 @@ fn open_options(journal_dir: Option<&Path>, state: &StateDir) -> replica::Option
     }
 }
 
-/// Opens the requested replica; with the list it belongs to, if there is one.
-type Opener<'a> = &'a dyn Fn(&Open) -> Result<(Replica, Option<KnownReplicas>), SyncError>;
+/// A replica; with the list it belongs to, if there is one.
+pub(crate) type Opened = (Replica, Option<KnownReplicas>);
 
-fn converse(sender: &Sender, receiver: &Receiver, opened: Opener<'_>) -> Result<(), SyncError> {
-    let open = Open::hear(receiver)?;
-    let (mut replica, known) = opened(&open)?;
-    if replica.status().source.is_some() {
-        list(&replica, known.as_ref());
-    }
-    loop {
-        say_status(sender, &mut replica, open.commit)?;
-        let plan: Plan = match receiver.recv()? {
-            Some(message) if message.kind == PLAN => message.json()?,
-            Some(message) => return Err(unexpected(&message)),
-            // Nothing to be done: up to date, or a dry run.
-            None => return Ok(()),
-        };
-        plan.check()?;
-        // Comparing is always allowed; what follows writes.
-        let looks = plan.compare.is_some() && !plan.delta && plan.mirror.is_none();
-        if !looks {
-            replica.mergeable()?;
+/// Opens the requested replica.
+pub(crate) type Opener<'a> = &'a dyn Fn(&Open) -> Result<Opened, SyncError>;
+
+/// The replica's end of a conversation.
+#[derive(Clone, Copy)]
+pub(crate) struct ReplicaEnd<'a> {
+    pub sender: &'a Sender,
+    pub receiver: &'a Receiver,
+    /// Of what is received, or read to be compared.
+    pub progress: Progress<'a>,
+    /// False refuses whatever would write to the replica.
+    pub writes: bool,
+}
+
+impl ReplicaEnd<'_> {
+    /// The conversation, from the status of the requested replica to the source's goodbye. What the source reported, if it did.
+    pub(crate) fn converse(&self, open: &Open, opened: Opener<'_>) -> Result<Option<Message>, SyncError> {
+        let ReplicaEnd { sender, receiver, .. } = *self;
+        let (mut replica, known) = opened(open)?;
+        if replica.status().source.is_some() {
             list(&replica, known.as_ref());
         }
-        if let Some(mirror) = &plan.mirror {
-            return receive_batches(sender, receiver, &mut replica, mirror);
-        }
-        if let (Some(scope), false) = (&plan.compare, plan.delta) {
-            answer(sender, &replica.content()?, scope, None).map_err(SyncError::of_replica)?;
-            while receiver.recv()?.is_some() {}
-            return Ok(());
-        }
-        if let Some(committed) = take_delta(sender, receiver, &mut replica, &open, plan)? {
-            sender.send_json(COMMITTED, &committed)?;
-            // The other end says goodbye when it has recorded that.
-            while receiver.recv()?.is_some() {}
-            return Ok(());
+        loop {
+            say_status(sender, &mut replica, open.commit)?;
+            let plan: Plan = match receiver.recv()? {
+                Some(message) if message.kind == PLAN => message.json()?,
+                Some(message) if message.kind == RESULT => return self.last_word(Some(message)),
+                Some(message) => return Err(unexpected(&message)),
+                // Nothing to be done: up to date, or a dry run.
+                None => return Ok(None),
+            };
+            plan.check()?;
+            // Comparing is always allowed; what follows writes.
+            let looks = plan.compare.is_some() && !plan.delta && plan.mirror.is_none();
+            if !looks {
+                if !self.writes {
+                    return Err(nonsense("changes, although none were asked for"));
+                }
+                replica.mergeable()?;
+                list(&replica, known.as_ref());
+            }
+            if let Some(mirror) = &plan.mirror {
+                return receive_batches(sender, receiver, &mut replica, mirror).map(|()| None);
+            }
+            if let (Some(scope), false) = (&plan.compare, plan.delta) {
+                self.answer(&replica.content()?, scope, None).map_err(SyncError::of_replica)?;
+                return self.last_word(None);
+            }
+            if let Some(committed) = self.take_delta(&mut replica, open, plan)? {
+                sender.send_json(COMMITTED, &committed)?;
+                // The other end says goodbye when it has recorded that.
+                return self.last_word(None);
+            }
         }
     }
+
+    /// Receives to the source's goodbye.
+    fn last_word(&self, mut result: Option<Message>) -> Result<Option<Message>, SyncError> {
+        while let Some(message) = self.receiver.recv()? {
+            match message.kind {
+                RESULT => result = Some(message),
+                FAILED => return Err(unexpected(&message)),
+                _ => {}
+            }
+        }
+        Ok(result)
+    }
+}
+
+/// A path without symbolic links, the same before and after there is a file.
+fn canonical(path: &Path) -> std::io::Result<PathBuf> {
+    std::fs::canonicalize(path).or_else(|error| match (path.parent(), path.file_name()) {
+        (Some(folder), Some(name)) => Ok(std::fs::canonicalize(folder)?.join(name)),
+        _ => Err(error),
+    })
 }
 
 fn say_status(sender: &Sender, replica: &mut Replica, commit: Commit) -> Result<(), SyncError> {
@@ -160,25 +213,88 @@ fn say_status(sender: &Sender, replica: &mut Replica, commit: Commit) -> Result<
         _ => None,
     };
     let (size, mut said) = (status.size, Status::of(status));
-    said.path = std::fs::canonicalize(&path).unwrap_or(path);
+    said.path = canonical(&path).unwrap_or(path);
     said.wrong_size = len.filter(|len| *len != size);
     said.in_place = replica.is_in_place(commit);
     said.say(sender)
 }
 
-/// Receives a delta and commits it. `None` after a pass, which is only kept.
-fn take_delta(
-    sender: &Sender,
-    receiver: &Receiver,
-    replica: &mut Replica,
-    open: &Open,
-    plan: Plan,
-) -> Result<Option<Committed>, SyncError> {
-    replica.expect(plan.bytes);
-    if let Some(params) = &plan.rolling {
+impl ReplicaEnd<'_> {
+    /// Receives a delta and commits it. `None` after a pass, which is only kept.
+    fn take_delta(
+        &self,
+        replica: &mut Replica,
+        open: &Open,
+        plan: Plan,
+    ) -> Result<Option<Committed>, SyncError> {
+        let ReplicaEnd { sender, receiver, progress, .. } = *self;
+        replica.expect(plan.bytes);
+        if let Some(params) = &plan.rolling {
+            self.say_sums(&replica.content()?, params)?;
+        }
+        let message = receiver.recv()?.ok_or_else(|| SyncError::Far {
+            message: "the source ended the conversation early: run again".into(),
+            class: Class::Failed,
+        })?;
+        // Digests cannot be bound to what a pass leaves: it is not a state of the replica.
+        let asked = open.digests.as_ref().filter(|_| !plan.pass);
+        let mut kept = asked.map(|asked| ReplicaDigests::open(asked, replica)).transpose()?;
+        let status = replica.status().clone();
+        let disk = plan.compare.as_ref().map(|_| replica.content()).transpose()?;
+        let header = to_unit(message).map_err(|m| unexpected(&m))?;
+        let receipt = replica.receive(header, open.commit)?;
+        if let Some(kept) = &mut kept {
+            kept.begin(plan.compare.as_ref(), receipt.header(), &status)?;
+        }
+        let seen = kept.as_ref();
+        let committed = match (&plan.compare, disk) {
+            (Some(scope), Some(disk)) => std::thread::scope(|threads| {
+                let answering =
+                    std::thread::Builder::new().name("answer".into()).spawn_scoped(threads, move || {
+                        self.answer(&disk, scope, seen).map_err(|error| {
+                            let error = SyncError::of_replica(error);
+                            // The source waits for the rest, and this side for the source's reply.
+                            let _ = sender.send_json(FAILED, &Failed::of(&error));
+                            error
+                        })
+                    });
+                let answering = answering.map_err(SyncError::io("start a thread"))?;
+                let received = self.take_units(receipt, seen, plan.pass, |_| {});
+                match answering.join() {
+                    // A link that broke during the answers broke for the units too, with a better error there.
+                    Ok(Err(error)) if received.is_ok() => Err(error),
+                    Ok(_) => received,
+                    Err(panic) => std::panic::resume_unwind(panic),
+                }
+            })?,
+            _ => {
+                let mut done = 0;
+                self.take_units(receipt, seen, plan.pass, |frame| match &plan.rolling {
+                    // After the sums the source goes through its disk.
+                    Some(params) => {
+                        done = frame.records.last().map_or(done, |record| done.max(record.end()));
+                        progress(params.size + done, params.size * 2);
+                    }
+                    None => {
+                        done +=
+                            frame.records.iter().map(|record| record.end() - record.offset()).sum::<u64>();
+                        progress(done, plan.bytes);
+                    }
+                })?
+            }
+        };
+        Ok(committed.map(|mut committed| {
+            committed.digests = kept.map(|kept| kept.end(replica.status().nonce));
+            committed
+        }))
+    }
+
+    /// Sends the sums of the replica's blocks.
+    fn say_sums(&self, disk: &Arc<dyn Disk>, params: &SumParams) -> Result<(), SyncError> {
         let mut trouble = None;
-        let told = compare::rolling::block_sums(&replica.content()?, params, |(told, sums)| {
-            sender.send(of_sum_report(&told, &sums)?).map_err(|error| {
+        let told = compare::rolling::block_sums(disk, params, |(told, sums)| {
+            (self.progress)(told.range().end, params.size * 2);
+            self.sender.send(of_sum_report(&told, &sums)?).map_err(|error| {
                 trouble = Some(error);
                 std::io::Error::other("the source stopped")
             })
@@ -186,114 +302,80 @@ fn take_delta(
         told.map_err(|error| match trouble {
             Some(trouble) => trouble.into(),
             None => SyncError::of_replica(error),
-        })?;
+        })
     }
-    let (compare, pass) = (plan.compare, plan.pass);
-    let message = receiver.recv()?.ok_or_else(|| SyncError::Far {
-        message: "the source ended the conversation early: run again".into(),
-        class: Class::Failed,
-    })?;
-    // Digests cannot be bound to what a pass leaves: it is not a state of the replica.
-    let asked = open.digests.as_ref().filter(|_| !pass);
-    let mut kept = asked.map(|asked| ReplicaDigests::open(asked, replica)).transpose()?;
-    let status = replica.status().clone();
-    let disk = compare.as_ref().map(|_| replica.content()).transpose()?;
-    let header = to_unit(message).map_err(|m| unexpected(&m))?;
-    let receipt = replica.receive(header, open.commit)?;
-    if let Some(kept) = &mut kept {
-        kept.begin(compare.as_ref(), receipt.header(), &status)?;
-    }
-    let seen = kept.as_ref();
-    let committed = match (compare, disk) {
-        (Some(compare), Some(disk)) => std::thread::scope(|scope| {
-            let answering =
-                std::thread::Builder::new().name("answer".into()).spawn_scoped(scope, move || {
-                    answer(sender, &disk, &compare, seen).map_err(|error| {
-                        let error = SyncError::of_replica(error);
-                        // The source waits for the rest, and this side for the source's reply.
-                        let _ = sender.send_json(FAILED, &Failed::of(&error));
-                        error
-                    })
-                });
-            let answering = answering.map_err(SyncError::io("start a thread"))?;
-            let received = take_units(receipt, receiver, seen, pass);
-            match answering.join() {
-                // A link that broke during the answers broke for the units too, with a better error there.
-                Ok(Err(error)) if received.is_ok() => Err(error),
-                Ok(_) => received,
-                Err(panic) => std::panic::resume_unwind(panic),
-            }
-        })?,
-        _ => take_units(receipt, receiver, seen, pass)?,
-    };
-    Ok(committed.map(|mut committed| {
-        committed.digests = kept.map(|kept| kept.end(replica.status().nonce));
-        committed
-    }))
-}
 
-fn answer(
-    sender: &Sender,
-    disk: &Arc<dyn Disk>,
-    scope: &Scope,
-    kept: Option<&ReplicaDigests>,
-) -> std::io::Result<()> {
-    let say = |report: DigestReport, digests: Vec<u8>| {
-        sender.send(of_digest_report(&report, &digests)?).map_err(std::io::Error::other)
-    };
-    match kept {
-        Some(kept) => kept.answer(disk, scope, say),
-        None => compare::answer(disk, scope, say),
-    }
-}
-
-fn take_units(
-    mut receipt: DeltaReceiver<'_>,
-    receiver: &Receiver,
-    kept: Option<&ReplicaDigests>,
-    pass: bool,
-) -> Result<Option<Committed>, SyncError> {
-    loop {
-        let message = match receiver.recv() {
-            Ok(Some(message)) => message,
-            end => {
-                // What has arrived is kept: the next sync resumes there.
-                receipt.keep()?;
-                return Err(match end {
-                    Err(error) => error.into(),
-                    Ok(_) => SyncError::Far {
-                        message: "the source ended the transfer early: run again to resume it".into(),
-                        class: Class::Failed,
-                    },
-                });
-            }
+    /// Sends the digests of the replica's blocks.
+    fn answer(
+        &self,
+        disk: &Arc<dyn Disk>,
+        scope: &Scope,
+        kept: Option<&ReplicaDigests>,
+    ) -> std::io::Result<()> {
+        let mut done = 0;
+        let say = |report: DigestReport, digests: Vec<u8>| {
+            let range = report.range();
+            done += range.end - range.start;
+            (self.progress)(done, scope.bytes());
+            self.sender.send(of_digest_report(&report, &digests)?).map_err(std::io::Error::other)
         };
-        let unit = match to_unit(message) {
-            Ok(unit) => unit,
-            Err(message) => {
-                receipt.keep()?;
-                return Err(unexpected(&message));
-            }
-        };
-        let last = unit.kind == delta::UnitKind::Trailer;
-        if last && pass {
-            // Kept like an interrupted transfer: the next delta resumes it.
-            receipt.keep_pass()?;
-            return Ok(None);
+        match kept {
+            Some(kept) => kept.answer(disk, scope, say),
+            None => compare::answer(disk, scope, say),
         }
-        receipt.unit_seen(unit, |frame| {
-            if let Some(kept) = kept {
-                kept.frame(frame);
+    }
+
+    /// Receives the frames of a delta, and its trailer, which commits it.
+    fn take_units(
+        &self,
+        mut receipt: DeltaReceiver<'_>,
+        kept: Option<&ReplicaDigests>,
+        pass: bool,
+        mut seen: impl FnMut(&Frame),
+    ) -> Result<Option<Committed>, SyncError> {
+        loop {
+            let message = match self.receiver.recv() {
+                Ok(Some(message)) => message,
+                end => {
+                    // What has arrived is kept: the next sync resumes there.
+                    receipt.keep()?;
+                    return Err(match end {
+                        Err(error) => error.into(),
+                        Ok(_) => SyncError::Far {
+                            message: "the source ended the transfer early: run again to resume it".into(),
+                            class: Class::Failed,
+                        },
+                    });
+                }
+            };
+            let unit = match to_unit(message) {
+                Ok(unit) => unit,
+                Err(message) => {
+                    receipt.keep()?;
+                    return Err(unexpected(&message));
+                }
+            };
+            let last = unit.kind == delta::UnitKind::Trailer;
+            if last && pass {
+                // Kept like an interrupted transfer: the next delta resumes it.
+                receipt.keep_pass()?;
+                return Ok(None);
             }
-        })?;
-        if last {
-            let committed = receipt.finish()?;
-            return Ok(Some(Committed {
-                epoch: committed.epoch,
-                bytes_written: committed.bytes_written,
-                bytes_read: committed.bytes_read,
-                digests: None,
-            }));
+            receipt.unit_seen(unit, |frame| {
+                if let Some(kept) = kept {
+                    kept.frame(frame);
+                }
+                seen(frame);
+            })?;
+            if last {
+                let committed = receipt.finish()?;
+                return Ok(Some(Committed {
+                    epoch: committed.epoch,
+                    bytes_written: committed.bytes_written,
+                    bytes_read: committed.bytes_read,
+                    digests: None,
+                }));
+            }
         }
     }
 }

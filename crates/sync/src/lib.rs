@@ -33,6 +33,7 @@
 #![forbid(unsafe_code)]
 
 mod allowed_paths;
+mod attach;
 mod batching;
 mod compared;
 mod conflict;
@@ -51,6 +52,7 @@ mod options;
 mod pack;
 mod pipeline;
 mod plan;
+mod pull;
 mod push;
 mod read;
 mod report;
@@ -60,18 +62,21 @@ mod transfer;
 mod verify;
 
 pub use allowed_paths::AllowedPaths;
+pub use attach::attach;
 pub use batching::Batching;
 pub use conflict::Conflict;
 pub use delta::Method;
 pub use error::{Class, SyncError};
 pub use extents::{Extent, Extents};
 pub use extract::{Extracted, extract};
+pub use facts::PULLED;
 pub use far::{MergeOptions, Merged, known_replicas, merge, receive, receive_within};
 #[doc(hidden)]
 pub use far::{merge_over, receive_over};
 pub use mirror::{BatchReport, Mirror, MirrorEvent, MirrorOptions, MirrorSummary};
-pub use options::{LiveOptions, SyncOptions, Unreadable};
+pub use options::{LiveOptions, SyncOptions, Unreadable, Way};
 pub use pipeline::Stages;
+pub use pull::{Pull, PullContext, SourceInfo, SourceRequest, Task, send};
 pub use push::push;
 pub use replica::Commit;
 pub use report::{Progress, Summary};

@@ -10,6 +10,15 @@
 //!                                            ◀─ Committed, or after a pass over a live disk Status again
 //! ```
 //!
+//! If the replica's side began (see `pull`), the conversation has another beginning and end:
+//!
+//! ```text
+//!                                            ◀─ Pull: which source, and what is asked of it
+//!     SourceInfo: how the source is open     ─▶
+//!     … Open, and all of the above
+//!     Result: what the source's side reports ─▶
+//! ```
+//!
 //! A Plan for a mirror is followed by one delta after the other, each bound to the state that the previous one
 //! leaves; the replica answers each with Confirmed.
 //!
@@ -26,7 +35,7 @@ use compare::rolling::{SumParams, SumReport};
 use compare::{DigestReport, Scope};
 use delta::{Epoch, Unit, UnitKind};
 use device::{Buf, Storage};
-use link::{Link, Message, Received, Receiver, Sender};
+use link::{Message, Received, Receiver, Sender};
 use replica::{Commit, UnsureSet};
 use serde::{Deserialize, Serialize};
 use source::About;
@@ -48,6 +57,9 @@ pub(crate) const FAILED: u8 = 9;
 pub(crate) const SUMS: u8 = 10;
 pub(crate) const BATCH: u8 = 11;
 pub(crate) const UNSURE: u8 = 12;
+pub(crate) const PULL: u8 = 13;
+pub(crate) const SOURCE: u8 = 14;
+pub(crate) const RESULT: u8 = 15;
 
 /// Opens a replica.
 #[derive(Debug, Serialize, Deserialize)]
@@ -69,8 +81,8 @@ pub(crate) struct Open {
 }
 
 impl Open {
-    /// Neither to be adopted nor verified, and without digests.
-    pub(crate) fn new(path: &Path, journal_dir: &Option<PathBuf>, commit: Commit, source: &About) -> Open {
+    /// Neither to be adopted nor verified, without digests and without a source.
+    pub(crate) fn new(path: &Path, journal_dir: &Option<PathBuf>, commit: Commit) -> Open {
         Open {
             path: path.to_path_buf(),
             journal_dir: journal_dir.clone(),
@@ -79,8 +91,13 @@ impl Open {
             create: false,
             verify: false,
             digests: None,
-            source: Storage::of(&source.path),
+            source: None,
         }
+    }
+
+    /// The same, with what the source is stored on.
+    pub(crate) fn beside(self, source: &About) -> Open {
+        Open { source: Storage::of(&source.path), ..self }
     }
 }
 
@@ -196,7 +213,7 @@ const MAX_PATH: usize = 4096;
 /// The most parts of a replica. Each interrupted transfer adds one.
 const MAX_PARTS: usize = 1 << 16;
 /// The largest disk, in bytes.
-const MAX_SIZE: u64 = i64::MAX as u64;
+pub(crate) const MAX_SIZE: u64 = i64::MAX as u64;
 
 /// A peer's text, made safe to print: one line, of bounded length, without control characters.
 pub(crate) fn text(said: &str) -> String {
@@ -206,7 +223,7 @@ pub(crate) fn text(said: &str) -> String {
 }
 
 /// The error for an invalid message of the peer.
-fn nonsense(what: &str) -> SyncError {
+pub(crate) fn nonsense(what: &str) -> SyncError {
     SyncError::Far {
         message: format!(
             "the far side sent an invalid message ({what}): check that it runs the same version of dsync"
@@ -215,7 +232,7 @@ fn nonsense(what: &str) -> SyncError {
     }
 }
 
-fn check_path(what: &str, path: Option<&Path>) -> Result<(), SyncError> {
+pub(crate) fn check_path(what: &str, path: Option<&Path>) -> Result<(), SyncError> {
     use std::os::unix::ffi::OsStrExt;
     let sound = |path: &Path| {
         let bytes = path.as_os_str().as_bytes();
@@ -227,7 +244,7 @@ fn check_path(what: &str, path: Option<&Path>) -> Result<(), SyncError> {
 impl Open {
     /// Receives the request for a replica.
     pub(crate) fn hear(receiver: &Receiver) -> Result<Open, SyncError> {
-        let open: Open = expect(receiver, OPEN)?.json()?;
+        let open: Open = request(receiver, OPEN)?.json()?;
         check_path("the replica", Some(&open.path))?;
         check_path("the journal's folder", open.journal_dir.as_deref())?;
         check_path("the digest file", open.digests.as_ref().and_then(|digests| digests.file.as_deref()))?;
@@ -335,23 +352,48 @@ pub(crate) fn expect(receiver: &Receiver, kind: u8) -> Result<Message, SyncError
     }
 }
 
+/// The first message of a conversation, which must be of this kind.
+pub(crate) fn request(receiver: &Receiver, kind: u8) -> Result<Message, SyncError> {
+    let message = receiver.recv()?.ok_or_else(|| nonsense("nothing"))?;
+    match message.kind {
+        asked if asked == kind => Ok(message),
+        OPEN => Err(SyncError::Refused(
+            "this is \"dsync send\", which sends sources: to accept replicas, run \"dsync receive\" here"
+                .into(),
+        )),
+        PULL => Err(SyncError::Refused(
+            "this is \"dsync receive\", which accepts replicas: to send sources, run \"dsync send\" here"
+                .into(),
+        )),
+        _ => Err(unexpected(&message)),
+    }
+}
+
 /// Begins a conversation: requests a replica, and receives its status. `rate` limits what is sent, in bytes a second.
 pub(crate) fn open(
-    link: Link,
+    sender: &Sender,
+    receiver: &Receiver,
     replica: &Open,
     rate: Option<u64>,
-) -> Result<(Sender, Receiver, Status), SyncError> {
-    let (sender, receiver) = link.split();
+) -> Result<Status, SyncError> {
     if let Some(rate) = rate {
         sender.limit(rate);
     }
     sender.send_json(OPEN, replica)?;
-    let status = Status::hear(&receiver)?;
-    Ok((sender, receiver, status))
+    Status::hear(receiver)
 }
 
 /// How long a side has to answer an error.
 const LAST_WORD: Duration = Duration::from_secs(2);
+
+/// Ends a conversation with an error. Without that, the other side would report a cut.
+pub(crate) fn report(sender: Sender, receiver: &Receiver, error: &SyncError) {
+    // It may be busy: then do not wait for it.
+    let told = sender.send_json(FAILED, &Failed::of(error)).and_then(|()| sender.finish());
+    let until = Instant::now() + LAST_WORD;
+    let left = || until.saturating_duration_since(Instant::now());
+    while told.is_ok() && matches!(receiver.recv_within(left()), Ok(Received::Message(_))) {}
+}
 
 /// Ends a conversation from the source's end, whatever its result. A link that breaks after the last message does
 /// not matter; an error that the other side reports there does.
@@ -365,11 +407,7 @@ pub(crate) fn part<T>(
         // It knows already, or cannot be reached.
         Err(error @ (SyncError::Far { .. } | SyncError::Link(_))) => return Err(error),
         Err(error) => {
-            // Otherwise it would report a cut. It may be busy: then do not wait for it.
-            let told = sender.send_json(FAILED, &Failed::of(&error)).and_then(|()| sender.finish());
-            let until = Instant::now() + LAST_WORD;
-            let left = || until.saturating_duration_since(Instant::now());
-            while told.is_ok() && matches!(receiver.recv_within(left()), Ok(Received::Message(_))) {}
+            report(sender, receiver, &error);
             return Err(error);
         }
     };

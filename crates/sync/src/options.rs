@@ -6,10 +6,11 @@ use compare::Hash;
 use compare::rolling::InPlace;
 use delta::Method;
 use replica::Commit;
+use serde::{Deserialize, Serialize};
 use source::CutOptions;
 
 /// Options of a sync.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct SyncOptions {
     /// How to find the changes. `None`: the tracker's record, a comparison where it has a gap, a copy for a new replica.
     pub method: Option<Method>,
@@ -28,6 +29,7 @@ pub struct SyncOptions {
     /// What to do about blocks that cannot be read.
     pub unreadable: Unreadable,
     /// Keep digests of the replica from this sync to the next: in this file, or in the replica's folder.
+    #[serde(skip)]
     pub digests: Option<Option<PathBuf>>,
     /// How copies within the replica are ordered, where they are made in place.
     pub in_place: InPlace,
@@ -36,15 +38,41 @@ pub struct SyncOptions {
     /// The most to send, in bytes a second.
     pub bwlimit: Option<u64>,
     /// Where the replica keeps lineage and journal.
+    #[serde(skip)]
     pub journal_dir: Option<PathBuf>,
-    /// The link leads to another host, and may break.
-    pub may_be_cut: bool,
+    /// How the replica's side was reached.
+    #[serde(skip)]
+    pub way: Way,
     /// Passes and cut of a live disk.
     pub live: LiveOptions,
 }
 
+/// How the two sides reached each other.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Way {
+    /// Both are on this host.
+    #[default]
+    Local,
+    /// The source's side reached for another host.
+    Far,
+    /// The replica's side did, on the host of this name: a part of the name under which the source remembers the replica.
+    Pulled(String),
+}
+
+impl Way {
+    /// From the source's side, to another host or not.
+    pub fn to(another_host: bool) -> Way {
+        if another_host { Way::Far } else { Way::Local }
+    }
+
+    /// The link leads to another host, and may break.
+    pub fn may_be_cut(&self) -> bool {
+        *self != Way::Local
+    }
+}
+
 /// What to do about blocks that cannot be read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Serialize, Deserialize)]
 pub enum Unreadable {
     /// Fail.
     #[default]
@@ -56,7 +84,7 @@ pub enum Unreadable {
 }
 
 /// Passes and cut of a live disk.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct LiveOptions {
     /// The most passes to make over it before the cut.
     pub passes: u32,
@@ -67,6 +95,6 @@ pub struct LiveOptions {
 impl SyncOptions {
     /// On one host, without a journal, a dense region is copied whole: that costs less than picking blocks.
     pub(crate) fn fills(&self) -> bool {
-        !self.may_be_cut && self.commit == Commit::InPlace
+        !self.way.may_be_cut() && self.commit == Commit::InPlace
     }
 }

@@ -43,7 +43,7 @@ impl Packing {
     pub(crate) fn new(options: &SyncOptions, block_size: u32) -> Packing {
         Packing {
             compress: options.compress,
-            frames: FrameSize::new(options.may_be_cut, block_size.into()),
+            frames: FrameSize::new(options.way.may_be_cut(), block_size.into()),
             leave_out: options.unreadable == Unreadable::LeaveOut,
         }
     }

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use link::Link;
+use link::{Link, Receiver, Sender};
 use source::Handle;
 
 use crate::digests::Digests;
@@ -26,28 +26,44 @@ pub fn push(
     options: &SyncOptions,
     progress: Progress<'_>,
 ) -> Result<Summary, SyncError> {
-    let replica = Open {
+    let (sender, receiver) = link.split();
+    let pushed = push_over((&sender, &receiver), handle, destination, name, options, progress);
+    part(sender, &receiver, pushed)
+}
+
+/// The replica as a sync opens it.
+pub(crate) fn replica_for_sync(path: &Path, options: &SyncOptions) -> Open {
+    Open {
         adopt: options.adopt,
         create: options.create,
         digests: options.digests.clone().map(|file| Digests { file, hash: options.hash }),
-        ..Open::new(destination, &options.journal_dir, options.commit, handle.about())
-    };
-    let began = Instant::now();
-    let (sender, receiver, status) = open(link, &replica, options.bwlimit)?;
-    let traffic = sender.traffic();
+        ..Open::new(path, &options.journal_dir, options.commit)
+    }
+}
+
+/// The same without the goodbye.
+pub(crate) fn push_over(
+    (sender, receiver): (&Sender, &Receiver),
+    handle: &Handle,
+    destination: &Path,
+    name: &str,
+    options: &SyncOptions,
+    progress: Progress<'_>,
+) -> Result<Summary, SyncError> {
+    let replica = replica_for_sync(destination, options).beside(handle.about());
+    let (began, traffic) = (Instant::now(), sender.traffic());
+    let status = open(sender, receiver, &replica, options.bwlimit)?;
     let transfer = Transfer {
-        sender: &sender,
-        receiver: &receiver,
+        sender,
+        receiver,
         name,
         options,
         totals: Totals::new(progress),
         in_place: status.in_place,
     };
-    let summary = bring(handle, &transfer, status);
-    part(sender, &receiver, summary).map(|mut summary| {
-        summary.cost(&traffic, began);
-        summary
-    })
+    let mut summary = bring(handle, &transfer, status)?;
+    summary.cost(&traffic, began);
+    Ok(summary)
 }
 
 /// A sync, from the replica's status to the commit.
@@ -61,7 +77,7 @@ fn bring(handle: &Handle, transfer: &Transfer<'_>, status: Status) -> Result<Sum
         estimate(handle, choice, &status, options, &mut summary)?;
         return Ok(summary);
     }
-    let bookmark = bookmark(name, &status);
+    let bookmark = bookmark(name, &status, &options.way);
     let prepared = match handle.live() {
         None => at_view(handle, choice, status, options)?,
         Some(live) => heard(transfer.receiver, catch_up(handle, live, transfer, status, choice))?,

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use delta::{Frame, Method};
 use link::Traffic;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use source::About;
 
 use crate::extents::Extents;
@@ -19,7 +19,7 @@ pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
 /// What was found and how, what it cost, and what was committed.
 ///
 /// More than fifteen fields: they are the keys of its JSON object, which is flat.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Summary {
     /// The source.
     pub source: PathBuf,

@@ -413,7 +413,7 @@ fn what_no_source_plans_is_refused_where_it_is_heard() {
     let message = |plan: &Plan| {
         vec![Message { kind: PLAN, head: serde_json::to_vec(plan).unwrap(), ..Message::default() }]
     };
-    let open = |path: PathBuf| Open::new(&path, &None, Commit::Journal, handle.about());
+    let open = |path: PathBuf| Open::new(&path, &None, Commit::Journal);
     let params = SumParams { size: SIZE, block: 2048, key: [1; 32], keep_going: false };
     let rolling = |params: SumParams| Plan { rolling: Some(params), delta: true, ..Plan::default() };
     let ranges = (0..100_000).map(|n| n * 8192..n * 8192 + 4096).collect();
@@ -455,7 +455,7 @@ fn a_plan_for_more_threads_than_any_machine_has_is_carried_out_with_fewer() {
     let state = place.state.clone();
     let far = std::thread::spawn(move || receive(there, &state));
     let (sender, receiver) = here.split();
-    sender.send_json(OPEN, &Open::new(&replica, &None, Commit::Journal, handle.about())).unwrap();
+    sender.send_json(OPEN, &Open::new(&replica, &None, Commit::Journal)).unwrap();
     let _ = receiver.recv();
     sender.send_json(PLAN, &plan).unwrap();
     let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();

@@ -16,7 +16,7 @@ use device::Disk;
 use extents::Bitmap;
 use link::{Link, Receiver, Sender};
 use replica::{Commit, State};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use source::{Handle, Position, SourceError, View};
 
 use crate::compared::Comparison;
@@ -24,6 +24,7 @@ use crate::error::SyncError;
 use crate::extents::Extents;
 use crate::facts::bookmark;
 use crate::messages::{Open, PLAN, Plan, Status, open, part};
+use crate::options::Way;
 use crate::pack::{DeltaSender, Packing};
 use crate::plan::refuse_vanished;
 use crate::read::FrameSize;
@@ -31,7 +32,7 @@ use crate::report::{Progress, Totals};
 use crate::transfer::committed;
 
 /// Options of a verification.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct VerifyOptions {
     /// Send what differs, and commit it. Of the whole disk: the replica is then at the source's present epoch. Of
     /// ranges: it stays at its epoch.
@@ -49,15 +50,17 @@ pub struct VerifyOptions {
     /// Skip what cannot be read.
     pub keep_going: bool,
     /// Where the replica keeps lineage and journal.
+    #[serde(skip)]
     pub journal_dir: Option<PathBuf>,
-    /// The link leads to another host, and may be cut.
-    pub may_be_cut: bool,
+    /// How the replica's side was reached.
+    #[serde(skip)]
+    pub way: Way,
 }
 
 /// The result of a verification.
 ///
 /// More than fifteen fields: they are the keys of its JSON object, which is flat.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Verified {
     /// The source.
     pub source: PathBuf,
@@ -114,25 +117,38 @@ pub fn verify(
     options: &VerifyOptions,
     progress: Progress<'_>,
 ) -> Result<Verified, SyncError> {
-    let began = Instant::now();
-    let replica =
-        Open { verify: true, ..Open::new(destination, &options.journal_dir, options.commit, handle.about()) };
-    let (sender, receiver, status) = open(link, &replica, options.bwlimit)?;
-    let traffic = sender.traffic();
-    let begun = missing(handle, name, &status).and_then(|()| Proof::begin(handle, status, options));
-    let verified = begun.and_then(|proof| {
-        let totals = Totals::new(progress);
-        let mut verified = proof.verified(name);
-        proof.run(&sender, &receiver, &mut verified, &totals)?;
-        verified.bytes_read = totals.read.load(Relaxed);
-        Ok(verified)
-    });
-    part(sender, &receiver, verified).map(|mut verified| {
-        verified.bytes_sent = traffic.sent();
-        verified.bytes_received = traffic.received();
-        verified.seconds = began.elapsed().as_secs_f64();
-        verified
-    })
+    let (sender, receiver) = link.split();
+    let verified = verify_over((&sender, &receiver), handle, destination, name, options, progress);
+    part(sender, &receiver, verified)
+}
+
+/// The replica as a verification opens it.
+pub(crate) fn replica_for_verify(path: &Path, options: &VerifyOptions) -> Open {
+    Open { verify: true, ..Open::new(path, &options.journal_dir, options.commit) }
+}
+
+/// The same without the goodbye.
+pub(crate) fn verify_over(
+    (sender, receiver): (&Sender, &Receiver),
+    handle: &Handle,
+    destination: &Path,
+    name: &str,
+    options: &VerifyOptions,
+    progress: Progress<'_>,
+) -> Result<Verified, SyncError> {
+    let (began, traffic) = (Instant::now(), sender.traffic());
+    let replica = replica_for_verify(destination, options).beside(handle.about());
+    let status = open(sender, receiver, &replica, options.bwlimit)?;
+    missing(handle, name, &status, options)?;
+    let proof = Proof::begin(handle, status, options)?;
+    let totals = Totals::new(progress);
+    let mut verified = proof.verified(name);
+    proof.run(sender, receiver, &mut verified, &totals)?;
+    verified.bytes_read = totals.read.load(Relaxed);
+    verified.bytes_sent = traffic.sent();
+    verified.bytes_received = traffic.received();
+    verified.seconds = began.elapsed().as_secs_f64();
+    Ok(verified)
 }
 
 /// A comparison of a view with a replica.
@@ -264,7 +280,7 @@ impl<'a> Proof<'a> {
         let sent = self.send_repair(sender, &comparison, verified);
         let committed = committed(receiver, to, sent)?;
         if self.to_view() {
-            let bookmark = bookmark(&verified.destination, &self.status);
+            let bookmark = bookmark(&verified.destination, &self.status, &self.options.way);
             self.handle.acknowledge(&bookmark, committed.epoch, 0)?;
         }
         verified.repaired = true;
@@ -281,7 +297,7 @@ impl<'a> Proof<'a> {
     ) -> Result<(), SyncError> {
         let packing = Packing {
             compress: None,
-            frames: FrameSize::new(self.options.may_be_cut, self.block()),
+            frames: FrameSize::new(self.options.way.may_be_cut(), self.block()),
             leave_out: false,
         };
         let mut sending = DeltaSender::begin(sender, &self.header(), packing, comparison.totals)?;
@@ -318,9 +334,10 @@ impl<'a> Proof<'a> {
 }
 
 /// Refuses to verify a replica that is missing.
-fn missing(handle: &Handle, name: &str, status: &Status) -> Result<(), SyncError> {
+fn missing(handle: &Handle, name: &str, status: &Status, options: &VerifyOptions) -> Result<(), SyncError> {
     let bookmarks = handle.bookmarks()?.0;
-    Ok(refuse_vanished(name, status, bookmarks.get(&bookmark(name, status)))?)
+    let bookmark = bookmark(name, status, &options.way);
+    Ok(refuse_vanished(name, status, bookmarks.get(&bookmark))?)
 }
 
 /// Refuses what cannot be verified, or not repaired.

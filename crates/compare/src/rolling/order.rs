@@ -11,10 +11,12 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
+use serde::{Deserialize, Serialize};
+
 use super::scan::Move;
 
 /// How a cycle is broken.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum Cycles {
     /// Send the overlap of the copy that reads least of what the next one overwrites: the paper's trim-node.
     #[default]

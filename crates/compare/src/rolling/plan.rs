@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use device::{Buf, Disk};
 use extents::Extents;
+use serde::{Deserialize, Serialize};
 
 use super::index::Index;
 use super::order::{Cycles, order};
@@ -41,17 +42,23 @@ pub enum Change {
 }
 
 /// Options for a destination that is rebuilt in place.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub struct InPlace {
     /// How cycles are broken.
     pub cycles: Cycles,
-    /// Tokens ordered together, above zero. No window can read what an earlier one has overwritten.
+    /// Tokens ordered together, above zero. No window can read what an earlier one has overwritten. The memory of the side
+    /// that orders them, so another side does not choose it.
+    #[serde(skip, default = "usual_window")]
     pub window: usize,
+}
+
+fn usual_window() -> usize {
+    1 << 19
 }
 
 impl Default for InPlace {
     fn default() -> InPlace {
-        InPlace { cycles: Cycles::default(), window: 1 << 19 }
+        InPlace { cycles: Cycles::default(), window: usual_window() }
     }
 }
 

@@ -132,8 +132,9 @@ impl FollowedSource {
         let traffic = link.traffic();
         let options = mirror.options;
         let (folder, commit) = (&options.sync.journal_dir, options.sync.commit);
-        let replica = Open::new(mirror.destination, folder, commit, self.handle.about());
-        let (sender, receiver, status) = open(link, &replica, options.sync.bwlimit)?;
+        let replica = Open::new(mirror.destination, folder, commit).beside(self.handle.about());
+        let (sender, receiver) = link.split();
+        let status = open(&sender, &receiver, &replica, options.sync.bwlimit)?;
         let lacking = self.recognise(&status);
         let (Some(lacking), Some(batches)) = (lacking, &self.batches) else {
             return part(sender, &receiver, Ok(Ended::Apart));

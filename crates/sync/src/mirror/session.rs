@@ -113,8 +113,8 @@ impl<'a> MirrorSession<'a> {
             ended: false,
         };
         MirrorSession {
+            bookmark: bookmark(name, status, &context.options.sync.way),
             context,
-            bookmark: bookmark(name, status),
             nonce: status.replica.nonce,
             size: status.replica.size,
             state: Mutex::new(state),

@@ -1,4 +1,4 @@
-//! Destinations, as users write them, and how to connect to them.
+//! Sources and destinations, as users write them, and how to connect to them.
 
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
@@ -6,43 +6,58 @@ use std::thread::JoinHandle;
 use anyhow::{Context as _, Result};
 use link::Link;
 use source::StateDir;
+use sync::{Pull, PullContext, SourceInfo, SourceRequest, SyncError, Task};
 
-use crate::args::FarArgs;
+use crate::args::{FarArgs, SourceArgs};
 use crate::failure::Failure;
 use crate::far;
+use crate::output::Output;
 
-/// The location of a replica.
+/// The ends of a sync. At most one of them is on another host.
+#[derive(Debug)]
+pub(crate) struct Ends {
+    pub source: Location,
+    pub destination: Location,
+}
+
+/// The location of a source or a replica.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Destination {
+pub(crate) struct Location {
     /// As the user wrote it.
-    name: String,
+    pub name: String,
     /// `None` for this host.
     pub host: Option<String>,
-    /// The port of `dsync receive`; `None` for ssh.
+    /// The port of a listener; `None` for ssh.
     pub port: Option<u16>,
     /// The path there.
     path: PathBuf,
 }
 
-impl Destination {
-    /// Reads `[[USER@]HOST:]DST` and `tls://HOST[:PORT]/DST`. A path with a slash before its colon is local.
-    pub(crate) fn parse(text: &str) -> Result<Destination, Failure> {
+impl Location {
+    /// Reads `[[USER@]HOST:]PATH` and `tls://HOST[:PORT]/PATH`. A path with a slash before its colon is local.
+    pub(crate) fn parse(text: &str) -> Result<Location, Failure> {
         if text.starts_with("tls://") {
-            return Destination::parse_tls(text).ok_or_else(|| {
+            return Location::parse_tls(text).ok_or_else(|| {
                 Failure::usage(format!(
-                    "invalid destination \"{text}\": use tls://HOST/PATH or tls://HOST:PORT/PATH, where PATH is relative to the \
-                     --into folder there"
+                    "invalid source or destination \"{text}\": use tls://HOST/PATH or tls://HOST:PORT/PATH, where PATH is relative to the \
+                     --into or --offer folder there"
                 ))
             });
         }
-        let at = |host: Option<&str>, path: &str| Destination {
+        if text.starts_with(sync::PULLED) {
+            return Err(Failure::usage(format!(
+                "{text} is a replica that is brought up to date from its own host: run \"dsync sync HOST:SRC DST\" there, where \
+                 HOST is this one"
+            )));
+        }
+        let at = |host: Option<&str>, path: &str| Location {
             name: text.to_owned(),
             host: host.map(str::to_owned),
             port: None,
             path: path.into(),
         };
         match text.split_once(':') {
-            _ if text.is_empty() => Err(Failure::usage("the destination is empty")),
+            _ if text.is_empty() => Err(Failure::usage("a source or destination is empty")),
             Some((host, _)) if host.contains('/') => Ok(at(None, text)),
             Some((host, path)) if host.is_empty() || path.is_empty() => Err(Failure::usage(format!(
                 "the {} is missing in \"{text}\": use HOST:/path, or ./{text} for a local file of that name",
@@ -65,7 +80,7 @@ impl Destination {
     }
 
     /// Reads `tls://HOST[:PORT]/PATH`, with an IPv6 address in brackets.
-    fn parse_tls(text: &str) -> Option<Destination> {
+    fn parse_tls(text: &str) -> Option<Location> {
         let (place, path) = text.strip_prefix("tls://")?.split_once('/')?;
         let (host, port) = match place.rsplit_once(':') {
             Some((host, port)) if !port.ends_with(']') => (host, port.parse().ok().filter(|port| *port > 0)?),
@@ -74,7 +89,7 @@ impl Destination {
         let plain = host.strip_prefix('[').map_or(Some(host), |host| host.strip_suffix(']'))?;
         let whole = !plain.is_empty() && !path.is_empty() && !host.contains(char::is_whitespace);
         let named = !plain.contains(['[', ']', '@']) && (host != plain || !plain.contains(':'));
-        (whole && named).then(|| Destination {
+        (whole && named).then(|| Location {
             name: text.to_owned(),
             host: Some(host.to_owned()),
             port: Some(port),
@@ -111,8 +126,69 @@ impl Destination {
             let receiving = receiving.context("cannot start a thread")?;
             return Ok((here, Some(receiving)));
         };
-        Ok((far::call(host, self.port, far, state)?, None))
+        Ok((far::call(host, self.port, "receive", far, state)?, None))
     }
+}
+
+impl Ends {
+    /// Reads a source and a destination.
+    pub(crate) fn parse(source: &str, destination: &str) -> Result<Ends, Failure> {
+        let ends = Ends { source: Location::parse(source)?, destination: Location::parse(destination)? };
+        match (&ends.source.host, &ends.destination.host) {
+            (Some(host), Some(_)) => Err(Failure::usage(format!(
+                "{source} and {destination} are both on other hosts: run dsync on one of them, for example \"ssh {host} dsync sync {} \
+                 {destination}\"",
+                ends.source.path.display()
+            ))),
+            _ => Ok(ends),
+        }
+    }
+
+    /// The end that is on another host.
+    pub(crate) fn far(&self) -> Option<&Location> {
+        [&self.source, &self.destination].into_iter().find(|end| end.host.is_some())
+    }
+
+    /// Asks the source's host, which is another one, for a task, and receives at the destination on this one. `begun` gets what is known
+    /// of the source before anything is moved.
+    pub(crate) fn pull<T>(
+        &self,
+        (task, open, far): (Task, &SourceArgs, &FarArgs),
+        state: &StateDir,
+        output: &Output,
+        begun: &dyn Fn(&SourceInfo) -> Result<(), SyncError>,
+        run: impl FnOnce(&Pull, Link, PullContext<'_>) -> Result<T, SyncError>,
+    ) -> Result<T> {
+        let host = self.source.host.as_deref().unwrap_or_default();
+        let open = SourceRequest {
+            block_size: crate::block_size(open.block_size)?,
+            trust_device: open.trust_device,
+            allow_shrink: open.allow_shrink,
+        };
+        let (replica, _) = self.destination.place()?;
+        let source = self.source.path.to_string_lossy().into_owned();
+        let pull = Pull { source, open, replica, host: host_name(), task };
+        let link = far::call(host, self.source.port, "send", far, state)?;
+        let begun =
+            |info: &SourceInfo| begun(&SourceInfo { path: (&self.source.name).into(), ..info.clone() });
+        let progress = |done, total| output.progress(done, total);
+        let done = run(&pull, link, PullContext { state, begun: &begun, progress: &progress });
+        output.finish();
+        Ok(done.map_err(|error| match error {
+            SyncError::Far { message, class } => {
+                SyncError::Far { message: format!("{host}: {message}"), class }
+            }
+            own => own,
+        })?)
+    }
+}
+
+/// The name of this host, as sources on other hosts remember its replicas.
+fn host_name() -> String {
+    let system = rustix::system::uname();
+    let name = system.nodename().to_string_lossy();
+    let plain = |c: char| if c.is_ascii_alphanumeric() || ".-_".contains(c) { c } else { '-' };
+    if name.is_empty() { "localhost".into() } else { name.chars().map(plain).collect() }
 }
 
 #[cfg(test)]
@@ -129,11 +205,11 @@ mod tests {
             ("vm.raw", None, "vm.raw"),
         ] {
             let host = host.map(str::to_owned);
-            let destination = Destination { name: text.into(), host, port: None, path: path.into() };
-            assert_eq!(Destination::parse(text).unwrap(), destination);
+            let destination = Location { name: text.into(), host, port: None, path: path.into() };
+            assert_eq!(Location::parse(text).unwrap(), destination);
         }
         for wrong in ["", ":/srv", "host:"] {
-            assert!(Destination::parse(wrong).is_err(), "{wrong}");
+            assert!(Location::parse(wrong).is_err(), "{wrong}");
         }
     }
 
@@ -147,8 +223,8 @@ mod tests {
             ("tls://[2001:db8::7]:7000/vm.raw", "[2001:db8::7]", 7000, "vm.raw"),
         ] {
             let (host, port) = (Some(host.into()), Some(port));
-            let destination = Destination { name: text.into(), host, port, path: path.into() };
-            assert_eq!(Destination::parse(text).unwrap(), destination);
+            let destination = Location { name: text.into(), host, port, path: path.into() };
+            assert_eq!(Location::parse(text).unwrap(), destination);
         }
         for wrong in [
             "tls://",
@@ -162,7 +238,7 @@ mod tests {
             "tls://me@backup/x",
             "tls://[::1/x",
         ] {
-            assert!(Destination::parse(wrong).is_err(), "{wrong}");
+            assert!(Location::parse(wrong).is_err(), "{wrong}");
         }
     }
 }
