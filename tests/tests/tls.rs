@@ -66,17 +66,32 @@ fn who_is_not_known_is_refused_and_told_what_to_do() {
     far.says(&["near", "has expired", "dsync key trust near"]);
     trust(&far.site, "near", &scene.site, &["--expires", "1d"]);
     far.sync(&scene, &[]).ok();
-    // A mirror ends when its key is trusted no longer: asking again does not help.
-    let mut mirror = scene.site.dsync(["mirror"]).arg(&scene.image).arg(far.destination("vm.raw")).start();
-    mirror.wait_to_say("mirroring to");
-    far.site.dsync(["key", "forget", "near"]).ok();
-    far.kill();
-    far.start(&[]);
-    let ended = mirror.output(Duration::from_secs(60));
-    assert_eq!(ended.status.code(), Some(4), "{ended}");
-    ended.says(&["does not accept this host's key"]);
+    // A mirror ends when its key is trusted no longer, whether its session is open then or not: asking again does not help.
+    for open in [true, false] {
+        let mirror = scene.site.dsync(["mirror"]).arg(&scene.image).arg(far.destination("vm.raw"));
+        let mut mirror = mirror.start();
+        mirror.wait_to_say("mirroring to");
+        far.site.dsync(["key", "forget", "near"]).ok();
+        if !open {
+            far.kill();
+            far.start(&[]);
+        }
+        let ended = mirror.output(Duration::from_secs(60));
+        assert_eq!(ended.status.code(), Some(4), "{ended}");
+        ended.says(&["does not accept this host's key", "dsync key trust"]);
+        assert!(!ended.stderr.contains("retrying") || !open, "{ended}");
+        if open {
+            far.says(&["near", "session failed", "no longer trusted here", "dsync key trust near"]);
+        }
+        trust(&far.site, "near", &scene.site, &[]);
+        far.sync(&scene, &[]).ok();
+    }
+    // So does a transfer, when the time is over for which the key was trusted.
+    trust(&far.site, "near", &scene.site, &["--expires", "2s"]);
+    let slow = far.sync_to(&scene, &far.destination("slow.raw"), &["--bwlimit", "100K"]);
+    slow.code(4).says(&["does not accept this host's key"]);
+    far.says(&["near", "session failed", "has expired"]);
     trust(&far.site, "near", &scene.site, &[]);
-    far.sync(&scene, &[]).ok();
     trust(&scene.site, HOST, &far.site, &["--expires", "0s"]);
     far.sync(&scene, &[]).code(4).says(&["has expired", "dsync key trust 127.0.0.1"]);
     assert!(scene.site.dsync(["key", "list"]).ok().text().contains("EXPIRED"));

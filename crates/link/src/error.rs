@@ -182,6 +182,17 @@ pub enum Error {
         /// The key.
         key: Key,
     },
+    /// The key of a peer whose session is open was forgotten here.
+    #[error(
+        "the key of {name}, {}, is no longer trusted here, so the session was ended: to trust it again, run: dsync key trust {name} {key}",
+        key.fingerprint()
+    )]
+    Forgotten {
+        /// The name under which it was pinned.
+        name: String,
+        /// The key.
+        key: Key,
+    },
     /// The key is pinned, but this listener accepts only others.
     #[error("the key of {name}, {}, is not among those accepted here: add it with --from", key.fingerprint())]
     NotFrom {
@@ -252,6 +263,7 @@ impl Error {
             Error::Unknown { .. }
                 | Error::Swapped { .. }
                 | Error::Expired { .. }
+                | Error::Forgotten { .. }
                 | Error::NotFrom { .. }
                 | Error::NotTrusted { .. }
                 | Error::Pinned { .. }

@@ -120,7 +120,7 @@ impl Keys {
         self.write_pins(&pins)
     }
 
-    /// Stops trusting the key under `name`. Open sessions continue.
+    /// Stops trusting the key under `name`. Open sessions with it end within about a second.
     ///
     /// # Errors
     /// [`Error::NoPin`] if there is none; [`Error::Keys`].

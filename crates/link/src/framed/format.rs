@@ -1,8 +1,8 @@
 //! The bytes of a framed stream.
 //!
 //! Each side begins with a hello of 16 bytes: magic (8), version (u16), timeout in tenths of a second (u16), window in bytes
-//! (u32). Then come frames, each with a header of 12 bytes: what it is (u8: 0 message, 1 credit, 2 goodbye, 3 ping), the
-//! message's kind (u8), zero (u16), length of the head (u32), length of the body or bytes of credit (u32); a message's head
+//! (u32). Then come frames, each with a header of 12 bytes: what it is (u8: 0 message, 1 credit, 2 goodbye, 3 ping, 4
+//! distrust), the message's kind (u8), zero (u16), length of the head (u32), length of the body or bytes of credit (u32); a message's head
 //! and body follow. All little-endian. Pings may follow the goodbye: a side that has said goodbye still receives from the other.
 
 use std::time::Duration;
@@ -86,6 +86,8 @@ pub(super) enum Frame {
     Goodbye,
     /// A sign of life.
     Ping,
+    /// The receiver's key is no longer trusted: the link ends.
+    Distrust,
 }
 
 impl Frame {
@@ -96,6 +98,7 @@ impl Frame {
             Frame::Credit(bytes) => (1, 0, 0, bytes),
             Frame::Goodbye => (2, 0, 0, 0),
             Frame::Ping => (3, 0, 0, 0),
+            Frame::Distrust => (4, 0, 0, 0),
         };
         let mut bytes = [0; FRAMING];
         (bytes[0], bytes[1]) = (what, kind);
@@ -122,6 +125,7 @@ impl Frame {
             (1, 0, 0, bytes) => Ok(Frame::Credit(bytes)),
             (2, 0, 0, 0) => Ok(Frame::Goodbye),
             (3, 0, 0, 0) => Ok(Frame::Ping),
+            (4, 0, 0, 0) => Ok(Frame::Distrust),
             _ => Err("an unknown frame".into()),
         }
     }
@@ -152,6 +156,7 @@ mod tests {
             (Frame::Credit(0x0102_0304), *b"\x01\0\0\0\0\0\0\0\x04\x03\x02\x01"),
             (Frame::Goodbye, *b"\x02\0\0\0\0\0\0\0\0\0\0\0"),
             (Frame::Ping, *b"\x03\0\0\0\0\0\0\0\0\0\0\0"),
+            (Frame::Distrust, *b"\x04\0\0\0\0\0\0\0\0\0\0\0"),
         ] {
             assert_eq!(frame.to_bytes(), bytes);
             assert_eq!(Frame::parse(bytes), Ok(frame));

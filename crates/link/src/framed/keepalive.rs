@@ -14,6 +14,9 @@ use std::time::Duration;
 use super::FramedStream;
 use crate::flow::lock;
 
+/// How often the peer's key is judged again: after this long at most, a key that was forgotten or has expired ends the link.
+const TRUST_EVERY: Duration = Duration::from_secs(1);
+
 /// Pings in a timeout.
 const PINGS: u32 = 4;
 
@@ -63,7 +66,12 @@ type Work = fn(&FramedStream, Duration);
 /// Keeps a link alive once the peer's hello has come.
 pub(super) fn start(stream: &Arc<FramedStream>, timeout: Duration) -> io::Result<()> {
     let interval = (timeout / PINGS).max(Duration::from_millis(1));
-    for (name, run) in [("link pings", ping as Work), ("link watch", watch)] {
+    let works = [
+        ("link pings", ping as Work, interval),
+        ("link watch", watch, interval),
+        ("link trust", trust, TRUST_EVERY),
+    ];
+    for (name, run, interval) in works.into_iter().take(if stream.options.trust.is_some() { 3 } else { 2 }) {
         let stream = Arc::clone(stream);
         thread::Builder::new().name(name.into()).spawn(move || run(&stream, interval))?;
     }
@@ -93,6 +101,16 @@ fn watch(stream: &FramedStream, interval: Duration) {
         if silent == PINGS {
             let seconds = (interval * PINGS).as_secs_f64();
             return stream.give_up(&format!("nothing came from it for {seconds:.1} s"));
+        }
+    }
+}
+
+/// Ends the link when the peer's key is no longer trusted.
+fn trust(stream: &FramedStream, interval: Duration) {
+    let Some(trust) = &stream.options.trust else { return };
+    while stream.keepalive.rest(interval) {
+        if let Err(error) = trust.check() {
+            return stream.distrust(error);
         }
     }
 }

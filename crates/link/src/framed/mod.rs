@@ -11,7 +11,7 @@ mod tests;
 
 use std::io::{self, IoSlice, Read, Write};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError, mpsc};
 use std::thread;
 use std::time::Duration;
 
@@ -25,6 +25,9 @@ use crate::message::MAX_COST;
 use crate::rate::Rate;
 use crate::transport::{Shared, Transport, WINDOW};
 use crate::{Error, Message, Result};
+
+/// How long a peer that is no longer trusted may take to be told, and to end its side.
+const LAST_WORD: Duration = Duration::from_millis(500);
 
 type Reading = Box<dyn Read + Send>;
 type Writing = Box<dyn Write + Send>;
@@ -41,6 +44,18 @@ pub(crate) trait StreamOwner: Send + Sync {
     fn why_it_ended(&self, greeted: bool, why: String) -> Error;
 }
 
+/// Whether the two sides still trust each other, where that depends on keys.
+pub(crate) trait Trust: Send + Sync {
+    /// Judges the peer's key as it is pinned now.
+    ///
+    /// # Errors
+    /// Why it is no longer trusted.
+    fn check(&self) -> Result<()>;
+
+    /// The error for a peer that no longer trusts this side's key.
+    fn refused(&self) -> Error;
+}
+
 /// Options of one side.
 pub(crate) struct StreamOptions {
     /// What may be in transit to this end, in bytes; a single message may exceed it.
@@ -49,12 +64,14 @@ pub(crate) struct StreamOptions {
     pub(crate) timeout: Duration,
     /// Raised by layers below that hear of the peer before this one reads it.
     pub(crate) activity: Activity,
+    /// Checked while the link is open.
+    pub(crate) trust: Option<Arc<dyn Trust>>,
 }
 
 impl StreamOptions {
     /// Options of a side that hears of its peer only through the streams.
     pub(crate) fn of(timeout: Duration) -> StreamOptions {
-        StreamOptions { window: WINDOW, timeout, activity: Activity::default() }
+        StreamOptions { window: WINDOW, timeout, activity: Activity::default(), trust: None }
     }
 }
 
@@ -67,6 +84,8 @@ pub(crate) struct FramedStream {
     /// Bytes received and not yet credited: the peer must keep them bounded.
     inside: AtomicU64,
     abandoned: AtomicBool,
+    /// Why the peer is no longer trusted.
+    distrust: OnceLock<Error>,
     options: StreamOptions,
     keepalive: Keepalive,
     owner: Option<Arc<dyn StreamOwner>>,
@@ -94,6 +113,7 @@ impl FramedStream {
             owed: AtomicU64::new(0),
             inside: AtomicU64::new(0),
             abandoned: AtomicBool::new(false),
+            distrust: OnceLock::new(),
             keepalive: Keepalive::new(options.activity.clone()),
             options,
             owner,
@@ -128,6 +148,29 @@ impl FramedStream {
     fn give_up(&self, why: &str) {
         self.shared.fail(self.shared.cut(why));
         self.close(true);
+    }
+
+    /// The peer is no longer trusted: tells it, and ends the link whether it listens or not.
+    fn distrust(&self, error: Error) {
+        // First, as the peer's end of the link must not pass for the reason.
+        let error = self.distrust.get_or_init(|| error).clone();
+        let (told, wait) = mpsc::channel();
+        thread::scope(|scope| {
+            // A peer that does not read would block the write until the owner is killed below.
+            let tell = move || {
+                let _ = self.put(&mut lock(&self.out), [&Frame::Distrust.to_bytes(), &[], &[]]);
+                let _ = told.send(());
+            };
+            if thread::Builder::new().name("link distrust".into()).spawn_scoped(scope, tell).is_ok() {
+                let _ = wait.recv_timeout(LAST_WORD);
+            }
+            self.shared.fail(error);
+            if let Some(owner) = &self.owner {
+                // Time for the peer to read it: an end by force can overtake what was sent.
+                owner.settle(LAST_WORD);
+            }
+            self.close(true);
+        });
     }
 
     fn is_abandoned(&self) -> bool {

@@ -30,7 +30,7 @@ pub(super) fn run(stream: &Arc<FramedStream>, reader: Reading) {
     // Closed before the halves get the reason, so that the peer does not go on writing.
     drop(reader);
     stream.keepalive.end();
-    shared.fail(error);
+    shared.fail(stream.distrust.get().cloned().unwrap_or(error));
 }
 
 /// Counts activity of the peer.
@@ -145,6 +145,11 @@ fn read_frame(stream: &FramedStream, reader: &mut BufReader<ActivityReader>) -> 
         Frame::Credit(bytes) => shared.window.release(bytes.into()),
         Frame::Goodbye => shared.inbox.end(End::Goodbye),
         Frame::Ping => {}
+        Frame::Distrust => {
+            let trust = stream.options.trust.as_ref();
+            let refused = trust.map(|trust| Failure::Wrong(trust.refused()));
+            return Err(refused.unwrap_or_else(|| bad(shared, "an unknown frame")));
+        }
     }
     Ok(())
 }

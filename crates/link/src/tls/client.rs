@@ -91,7 +91,9 @@ impl Dialer<'_> {
         for other in others {
             connections.push(other?);
         }
-        session::open(self.client.peer(), connections, self.options.patience, self.options.timeout)
+        let key = connections[0].key().ok_or_else(|| self.unreached("it showed no key"))?;
+        let trust = self.client.trust(key);
+        session::open(self.client.peer(), connections, self.options.patience, self.options.timeout, trust)
     }
 
     fn unreached(&self, why: impl Into<String>) -> Error {

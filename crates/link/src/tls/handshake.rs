@@ -14,6 +14,7 @@ use rustls::{ClientConfig, ClientConnection, ServerConfig, ServerConnection};
 
 use super::connection::{Failed, TlsConnection};
 use super::verify::{Expected, KeyVerifier};
+use crate::framed::Trust;
 use crate::keys::{Own, host_name};
 use crate::{Error, Key, Keys, Result};
 
@@ -34,6 +35,7 @@ fn no_config(error: rustls::Error) -> Error {
 pub(super) struct Client {
     peer: String,
     own: Key,
+    verifier: Arc<KeyVerifier>,
     config: Arc<ClientConfig>,
 }
 
@@ -43,11 +45,12 @@ impl Client {
         let own = keys.own_with_secret()?;
         let peer = format!("{host}:{port}");
         let expected = Expected::Server { peer: peer.clone(), names: [peer.clone(), host.to_string()] };
+        let verifier = KeyVerifier::new(keys, expected);
         let config = (|| {
             let mut config = ClientConfig::builder_with_provider(provider())
                 .with_protocol_versions(&[&TLS13])?
                 .dangerous()
-                .with_custom_certificate_verifier(KeyVerifier::new(keys, expected))
+                .with_custom_certificate_verifier(Arc::clone(&verifier) as _)
                 .with_client_cert_resolver(Arc::new(AlwaysResolvesClientRawPublicKeys::new(certified(
                     &own,
                 )?)));
@@ -56,7 +59,7 @@ impl Client {
             config.resumption = Resumption::disabled();
             Ok(Arc::new(config))
         })();
-        Ok(Client { peer, own: own.key, config: config.map_err(no_config)? })
+        Ok(Client { peer, own: own.key, verifier, config: config.map_err(no_config)? })
     }
 
     /// `HOST:PORT`.
@@ -71,6 +74,12 @@ impl Client {
         TlsConnection::handshake(Arc::new(socket), tls.into(), until).map_err(|failed| self.error(failed))
     }
 
+    /// The trust in a server that has shown this key.
+    pub(super) fn trust(&self, shown: Key) -> Arc<dyn Trust> {
+        let (verifier, peer) = (Arc::clone(&self.verifier), self.peer.clone());
+        Arc::new(SessionTrust { verifier, peer, shown, own: self.own })
+    }
+
     /// What a failure means to the client.
     pub(super) fn error(&self, failed: Failed) -> Error {
         match failed.is_distrust() {
@@ -82,6 +91,8 @@ impl Client {
 
 /// A server's side of handshakes.
 pub(super) struct Server {
+    own: Key,
+    verifier: Arc<KeyVerifier>,
     config: Arc<ServerConfig>,
 }
 
@@ -89,19 +100,50 @@ impl Server {
     /// Presents the own key of `keys`, and accepts those that are pinned there; if `from` has names, only theirs.
     pub(super) fn new(keys: &Keys, from: Vec<String>) -> Result<Server> {
         let own = keys.own_with_secret()?;
+        let verifier = KeyVerifier::new(keys, Expected::Client { from });
         let config = (|| {
             let mut config = ServerConfig::builder_with_provider(provider())
                 .with_protocol_versions(&[&TLS13])?
-                .with_client_cert_verifier(KeyVerifier::new(keys, Expected::Client { from }))
+                .with_client_cert_verifier(Arc::clone(&verifier) as _)
                 .with_cert_resolver(Arc::new(AlwaysResolvesServerRawPublicKeys::new(certified(&own)?)));
             config.send_tls13_tickets = 0;
             Ok(Arc::new(config))
         })();
-        Ok(Server { config: config.map_err(no_config)? })
+        Ok(Server { own: own.key, verifier, config: config.map_err(no_config)? })
     }
 
     pub(super) fn handshake(&self, socket: Arc<TcpStream>, until: Instant) -> Result<TlsConnection, Failed> {
         let tls = ServerConnection::new(Arc::clone(&self.config)).map_err(Failed::Tls)?;
         TlsConnection::handshake(socket, tls.into(), until)
+    }
+
+    /// The trust in a client that was let in.
+    pub(super) fn trust(&self, name: &str, shown: Key) -> Arc<dyn Trust> {
+        let verifier = Arc::clone(&self.verifier);
+        Arc::new(SessionTrust { verifier, peer: name.to_owned(), shown, own: self.own })
+    }
+}
+
+/// The trust between the two sides of a session.
+struct SessionTrust {
+    verifier: Arc<KeyVerifier>,
+    peer: String,
+    /// The peer's key.
+    shown: Key,
+    own: Key,
+}
+
+impl Trust for SessionTrust {
+    fn check(&self) -> Result<()> {
+        self.verifier.trusted(self.shown).map_err(|error| match error {
+            Error::Unknown { .. } | Error::Swapped { .. } => {
+                Error::Forgotten { name: self.peer.clone(), key: self.shown }
+            }
+            other => other,
+        })
+    }
+
+    fn refused(&self) -> Error {
+        Error::NotTrusted { peer: self.peer.clone(), name: host_name(), key: self.own }
     }
 }

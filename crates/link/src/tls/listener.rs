@@ -214,7 +214,9 @@ impl ListenerState {
         let Some(connections) = place.gather(Instant::now() + self.limits.patience) else {
             return self.log.line(&format!("{peer}: the session's connections did not come in time"));
         };
-        match session::open(&peer.name, connections, self.limits.patience, self.limits.timeout) {
+        let (Limits { patience, timeout, .. }, trust) =
+            (&self.limits, self.server.trust(&peer.name, peer.key));
+        match session::open(&peer.name, connections, *patience, *timeout, trust) {
             Ok(link) if place.open(&link) => serve(link, &peer),
             Ok(_) => self.log.line(&format!("{peer}: cut, the listener is shutting down")),
             Err(error) => self.log.line(&format!("{peer}: {error}")),

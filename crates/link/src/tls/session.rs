@@ -19,7 +19,7 @@ use super::connection::TlsConnection;
 use super::queue::Queue;
 use super::reorder::Reorder;
 use crate::flow::lock;
-use crate::framed::{Activity, FramedStream, StreamOptions, StreamOwner};
+use crate::framed::{Activity, FramedStream, StreamOptions, StreamOwner, Trust};
 use crate::{Error, Link, Result};
 
 /// How long what was sent before a link is given up may take to go out.
@@ -33,12 +33,13 @@ type Work = fn(&TlsSession, &SessionConnection) -> Result<(), String>;
 type Count = fn(&mut Threads) -> &mut usize;
 
 /// Opens a link over connections whose other ends have shown the same key. The peer must say something within `patience`,
-/// and go on doing so within every `timeout`.
+/// and go on doing so within every `timeout`; the link ends when `trust` does.
 pub(super) fn open(
     peer: &str,
     connections: Vec<TlsConnection>,
     patience: Duration,
     timeout: Duration,
+    trust: Arc<dyn Trust>,
 ) -> Result<Link> {
     let count = connections.len();
     let carriers = connections
@@ -71,7 +72,8 @@ pub(super) fn open(
     }
     let reader = Reader { session: Arc::clone(&session), chunk: Vec::new(), at: 0 };
     let writer = Writer { session: Arc::clone(&session), chunk: Vec::new() };
-    let options = StreamOptions { window: WINDOW, timeout, activity: session.activity.clone() };
+    let options =
+        StreamOptions { window: WINDOW, timeout, activity: session.activity.clone(), trust: Some(trust) };
     Ok(Link::over(FramedStream::open(peer, reader, writer, options, Some(session))))
 }
 
@@ -167,6 +169,14 @@ impl StreamOwner for TlsSession {
 
 /// Encrypts and sends what the queue holds, to its end.
 fn send(session: &TlsSession, connection: &SessionConnection) -> Result<(), String> {
+    send_all(session, connection).inspect_err(|why| {
+        session.out.close(Some(why));
+        // The peer may have said why it closed: what has arrived is read before the session is cut.
+        session.wait(LAST_WORDS, |threads| threads.readers == 0);
+    })
+}
+
+fn send_all(session: &TlsSession, connection: &SessionConnection) -> Result<(), String> {
     let mut out = Vec::new();
     while let Some((number, mut chunk)) = session.out.take() {
         chunk::number(&mut chunk, number);

@@ -195,8 +195,11 @@ fn a_connection_joins_only_the_session_of_its_own_key() {
     // The session still waits for its second connection.
     let mut second = server.shaken(&near);
     assert_eq!(said(&mut second, join).1.what, WELCOME);
+    let client = Client::new(&near.keys, "127.0.0.1", server.address.port()).unwrap();
+    let trust = client.trust(far.keys.own().unwrap());
     let link =
-        sessions::open("far", vec![first, second], Duration::from_secs(20), Duration::from_secs(30)).unwrap();
+        sessions::open("far", vec![first, second], Duration::from_secs(20), Duration::from_secs(30), trust)
+            .unwrap();
     converse(link, 20).unwrap();
     assert_eq!(served.load(Ordering::SeqCst), 1);
     assert_eq!(answer(&near, join), NO_SESSION, "the session has all its connections");

@@ -113,6 +113,14 @@ pub(crate) fn over_tls(connections: usize) -> (Link, Link) {
     let there = ends.recv().unwrap();
     // The link does not need the listener any more; stopping it would cut what it serves.
     std::mem::forget(server);
+    // The keys stay for as long as the link does.
+    let ends = [&here, &there].map(|link| Arc::downgrade(link.endpoint()));
+    thread::spawn(move || {
+        while ends.iter().any(|end| end.strong_count() > 0) {
+            thread::sleep(Duration::from_millis(10));
+        }
+        drop((near, far));
+    });
     (here, there)
 }
 

@@ -67,6 +67,45 @@ fn an_expired_pin_is_refused_on_either_side() {
 }
 
 #[test]
+fn a_session_ends_at_both_ends_when_either_key_is_trusted_no_longer() {
+    let now = || std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
+    type Distrust = fn(&Site, &Site, u64);
+    let ways: [(&str, Distrust); 3] = [
+        ("forgotten by the server", |_, far, _| far.keys.forget("near").unwrap()),
+        ("forgotten by the client", |near, _, _| near.keys.forget("127.0.0.1").unwrap()),
+        ("expired", |near, far, now| {
+            far.keys.trust("near", near.keys.own().unwrap(), Some(now + 1)).unwrap()
+        }),
+    ];
+    for (way, distrust) in ways {
+        for busy in [false, true] {
+            let (near, far) = two();
+            let (server, ends) = ending(&far);
+            let (tx, rx) = server.call(&near, 2).unwrap().split();
+            let message = || Message { kind: 1, body: Buf::new(1 << 20), ..Message::default() };
+            tx.send(message()).unwrap();
+            let began = Instant::now();
+            distrust(&near, &far, now());
+            let sender = thread::spawn(move || {
+                while busy && tx.send(message()).is_ok() {}
+                // Kept until the other end is known: a half that is dropped would cut the link.
+                tx
+            });
+            let here = rx.recv().unwrap_err();
+            let there = ends.recv_timeout(Duration::from_secs(20)).unwrap();
+            assert!(began.elapsed() < Duration::from_secs(10), "{way}: {:?}", began.elapsed());
+            drop(sender.join().unwrap());
+            let client_forgot = matches!(here, Error::Forgotten { .. });
+            assert_eq!(client_forgot, way == "forgotten by the client", "{way}: {here}");
+            let (judge, judged) = if client_forgot { (here, there) } else { (there, here) };
+            assert!(matches!(judge, Error::Forgotten { .. } | Error::Expired { .. }), "{way}: {judge}");
+            assert!(judge.to_string().contains("dsync key trust "), "{way}: {judge}");
+            assert!(matches!(judged, Error::NotTrusted { .. }), "{way}, busy {busy}: {judged}");
+        }
+    }
+}
+
+#[test]
 fn a_listener_may_take_only_some_of_the_pinned() {
     let (near, far) = two();
     let limits = Limits { from: vec!["other".into()], ..Limits::default() };
