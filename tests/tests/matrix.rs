@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use dsync_tests::image::{self, BLOCK};
-use dsync_tests::listener::Listening;
+use dsync_tests::listener::{HOST, Listening, Offering, trust};
 use dsync_tests::mount::{Loop, Mount};
 use dsync_tests::nbd::Client;
 use dsync_tests::records::{self, Records};
@@ -44,7 +44,13 @@ macro_rules! axis {
 
 axis!(Source { Buffered = "file", Direct = "file, direct", Device = "device", Bpf = "bpf", Unserved = "unserved" });
 axis!(Destination { File = "file", Device = "device" });
-axis!(Way { Local = "local", Shell = "shell", Tls = "TLS" });
+axis!(Way {
+    Local = "local",
+    Shell = "shell",
+    Tls = "TLS",
+    PulledShell = "shell, pulled",
+    PulledTls = "TLS, pulled"
+});
 axis!(Commit { Journal = "journal", InPlace = "in-place", Reflink = "reflink" });
 axis!(Job { Sync = "sync", Mirror = "mirror", Merge = "extract, merge" });
 axis!(Change { Scattered = "scattered", Dense = "dense", Grown = "grown" });
@@ -71,7 +77,7 @@ impl fmt::Display for Cell {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{:12} | {:6} | {:5} | {:8} | {:14}",
+            "{:12} | {:6} | {:13} | {:8} | {:14}",
             self.source, self.destination, self.way, self.commit, self.job
         )
     }
@@ -97,14 +103,19 @@ impl Cell {
         }
     }
 
-    /// Devices cannot be cloned, a delta in a file takes no way, a mirror commits in its own way, and without a tracker there
-    /// is neither a mirror nor an extract.
+    /// Devices cannot be cloned, a delta in a file takes no way, a mirror commits in its own way and runs where the source is, and
+    /// without a tracker there is neither a mirror nor an extract.
     fn exists(&self) -> bool {
         let Cell { source, destination, way, commit, job } = *self;
         (commit != Commit::Reflink || destination == Destination::File)
             && (job != Job::Merge || way == Way::Local)
-            && (job != Job::Mirror || commit == Commit::Journal)
+            && (job != Job::Mirror || (commit == Commit::Journal && !self.pulled()))
             && (job == Job::Sync || source != Source::Unserved)
+    }
+
+    /// The host of the replica runs the command.
+    fn pulled(&self) -> bool {
+        matches!(self.way, Way::PulledShell | Way::PulledTls)
     }
 
     /// Writes go on while the replica is brought up to date.
@@ -127,7 +138,7 @@ impl Cell {
             Fault::None | Fault::KillNear => true,
             Fault::KillFar => self.way != Way::Local,
             Fault::KillServer => self.served(),
-            Fault::Cut => self.way == Way::Shell,
+            Fault::Cut => matches!(self.way, Way::Shell | Way::PulledShell),
             Fault::Full => self.destination == Destination::File,
             Fault::Unwritable => self.destination == Destination::Device,
         };
@@ -184,7 +195,9 @@ struct World {
     tracked: bool,
     place: Place,
     listening: Option<Listening>,
-    /// Behind the remote shell.
+    /// At the site of the source.
+    offering: Option<Offering>,
+    /// Behind the remote shell, or the site that pulls.
     far: Option<Site>,
     backing: Option<Loop>,
     near: Site,
@@ -211,7 +224,7 @@ impl World {
         };
         let source = backing.as_ref().map_or(image, |device| device.device().to_path_buf());
         let listening = (cell.way == Way::Tls).then(|| Listening::for_near(&near));
-        let far = (cell.way == Way::Shell).then(Site::new);
+        let far = (cell.pulled() || cell.way == Way::Shell).then(Site::new);
         let home = match (&listening, &far) {
             (Some(listening), _) => listening.folder(),
             (_, Some(far)) => far.path("into"),
@@ -236,6 +249,11 @@ impl World {
             Place::Device(device) => device.device().to_path_buf(),
             Place::Fragile(fragile) => fragile.device.device().to_path_buf(),
         };
+        let offering = far.as_ref().filter(|_| cell.way == Way::PulledTls).map(|far| {
+            trust(far, HOST, &near, &[]);
+            trust(&near, "far", far, &[]);
+            Offering::start(&near, &[&source], &[])
+        });
         let mut world = World {
             cell,
             random,
@@ -245,6 +263,7 @@ impl World {
             tracked: false,
             place,
             listening,
+            offering,
             far,
             backing,
             near,
@@ -301,18 +320,26 @@ impl World {
             (Some(listening), Destination::Device) => {
                 listening.destination(&self.replica.display().to_string())
             }
-            _ if self.far.is_some() => format!("far:{}", self.replica.display()),
+            _ if self.cell.way == Way::Shell => format!("far:{}", self.replica.display()),
             _ => self.replica.display().to_string(),
         }
     }
 
     /// A command with source and destination, over the cell's way.
     fn command(&self, name: &str, cut: Option<u64>) -> Run {
-        let mut run = self.near.dsync([name, "--json"]).arg(&self.source).arg(self.destination());
-        if let Some(far) = &self.far {
-            run = run.args(["--rsh", RSH]).env("RSH_STATE", far.state());
+        let source = self.source.display().to_string();
+        let (here, there, source) = match &self.offering {
+            Some(offering) => (self.far_site(), &self.near, offering.source(&source)),
+            None if self.cell.pulled() => (self.far_site(), &self.near, format!("near:{source}")),
+            None => (&self.near, self.far_site(), source),
+        };
+        let mut run = here.dsync([name, "--json"]).arg(source).arg(self.destination());
+        if matches!(self.cell.way, Way::Shell | Way::PulledShell) {
+            run = run.args(["--rsh", RSH]).env("RSH_STATE", there.state());
         }
         match cut {
+            // Most bytes come from the source.
+            Some(bytes) if self.cell.pulled() => run.env("RSH_DEAF", bytes.to_string()),
             Some(bytes) => run.env("RSH_CUT", bytes.to_string()),
             None => run,
         }
@@ -517,6 +544,9 @@ impl World {
             };
             listening.start(also);
         }
+        if let (Some(offering), Fault::KillFar) = (&mut self.offering, fault) {
+            *offering = Offering::start(&self.near, &[&self.source], &[]);
+        }
         self.look(what);
     }
 
@@ -524,10 +554,12 @@ impl World {
         match fault {
             Fault::None | Fault::Cut => {}
             Fault::KillNear => running.kill(),
-            Fault::KillFar => match &mut self.listening {
-                Some(listening) => listening.kill(),
-                None => {
-                    running.descendant("dsync", "receive").map(|far| kill_process(far, Signal::KILL));
+            Fault::KillFar => match (&mut self.listening, &mut self.offering) {
+                (Some(listening), _) => listening.kill(),
+                (_, Some(offering)) => offering.process.kill(),
+                _ => {
+                    let verb = if self.cell.pulled() { "send" } else { "receive" };
+                    running.descendant("dsync", verb).map(|far| kill_process(far, Signal::KILL));
                 }
             },
             Fault::KillServer => drop(self.server.take().map(Server::kill)),
@@ -556,6 +588,9 @@ impl Drop for World {
         // Sessions hold files below what is unmounted.
         if let Some(listening) = &mut self.listening {
             listening.kill();
+        }
+        if let Some(offering) = &mut self.offering {
+            offering.process.kill();
         }
     }
 }

@@ -205,7 +205,6 @@ fn what_is_no_replica_is_refused_here_and_taken_over_on_request() {
     refused.says(&["is not a dsync replica", "--adopt"]);
     assert_eq!(refused.stderr.lines().count(), 1, "{refused}");
     assert_eq!(fingerprints(&pulling.replica()), before);
-    // A source that nothing was taken from is not kept.
     let summary = pulling.sync(&["--adopt"]).ok().summary();
     assert_eq!(summary["method"], "compare", "{summary}");
     assert_eq!(number(&summary, "blocks_changed"), 1, "{summary}");
@@ -220,6 +219,83 @@ fn what_is_no_replica_is_refused_here_and_taken_over_on_request() {
     let itself = pulling.near.dsync(["sync", "--adopt", "--rsh", RSH]).arg(pulling.source());
     let refused = itself.arg(&pulling.scene.image).env("RSH_STATE", pulling.scene.site.state()).code(4);
     refused.says(&["is the source itself"]);
+}
+
+#[test]
+fn a_refused_pull_leaves_no_source_behind() {
+    let (far, near) = (Site::new(), Site::new());
+    let disk = far.image("vm.raw", MIB);
+    let sync = |options: &[&str], replica: &str| {
+        let run = near.dsync(["sync", "--rsh", RSH]).args(options).arg(format!("far:{}", disk.display()));
+        run.arg(replica).env("RSH_STATE", far.state())
+    };
+    let sources = || {
+        let Ok(entries) = std::fs::read_dir(far.state().join("sources")) else { return 0 };
+        entries.flatten().filter(|entry| entry.path().is_dir()).count()
+    };
+    std::fs::write(near.path("other.raw"), "somebody's file").expect("a file");
+    sync(&[], "other.raw").code(4).says(&["other.raw"]);
+    sync(&["-n"], "copy.raw").ok();
+    sync(&["--freeze", "require"], "copy.raw").code(4).says(&["is not a tracked disk"]);
+    assert_eq!(sources(), 0, "nothing was taken from it");
+    sync(&[], "copy.raw").ok();
+    assert_eq!(sources(), 1);
+}
+
+#[test]
+fn a_disk_is_restored_from_its_replica() {
+    let mut scene = Scene::new("a restore", 32 * MIB);
+    let backup = Site::new();
+    let replica = format!("backup:{}", backup.path("vm.raw").display());
+    let rsh = |run: Run| run.args(["--json", "--rsh", RSH]).env("RSH_STATE", backup.state());
+    let push = |scene: &Scene, options: &[&str]| {
+        rsh(scene.site.dsync(["sync"]).args(options).arg(&scene.image).arg(&replica))
+    };
+    let restore = |scene: &Scene, options: &[&str]| {
+        rsh(scene.site.dsync(["sync"]).args(options).arg(&replica).arg(&scene.image))
+    };
+    push(&scene, &[]).ok();
+    // In use, it is not overwritten.
+    restore(&scene, &["--adopt"]).code(4).says(&["has it open for writing"]);
+    scene.stop();
+    let whole = std::fs::read(&scene.image).expect("the disk");
+    image::scribble(&scene.image, 3 * MIB, MIB, &mut scene.random);
+    restore(&scene, &[]).code(4).says(&["is not a dsync replica", "--adopt"]);
+    let estimate = restore(&scene, &["--adopt", "-n"]).ok().summary();
+    assert_eq!(estimate["method"], "compare", "{estimate}");
+    let summary = restore(&scene, &["--adopt"]).ok().summary();
+    assert_eq!(number(&summary, "bytes_changed"), MIB, "only what was damaged: {summary}");
+    assert!(std::fs::read(&scene.image).expect("the disk") == whole);
+    // It is the disk that it was, and its replica is still its replica.
+    let image = scene.image.display().to_string();
+    scene.site.dsync(["forget", &image]).code(4).says(&["--replica", "a source and a replica"]);
+    scene.site.dsync(["forget", "--replica", &image]).ok();
+    scene.start();
+    scene.change(20);
+    let summary = push(&scene, &[]).ok().summary();
+    assert_eq!(
+        (&summary["method"], number(&summary, "blocks_changed")),
+        (&"compare".into(), 20),
+        "{summary}"
+    );
+    scene.site.dsync(["status", "--check"]).ok();
+    let changed = scene.change(20).len() as u64;
+    let summary = push(&scene, &[]).ok().summary();
+    assert_eq!(
+        (&summary["method"], number(&summary, "blocks_changed")),
+        (&"tracked".into(), changed),
+        "{summary}"
+    );
+    image::assert_equal(&scene.image, &backup.path("vm.raw"));
+    // A new disk, on a host that knows nothing any more.
+    scene.stop();
+    let new = Scene { site: Site::new(), image: scene.site.path("new.raw"), ..scene };
+    let summary = restore(&new, &[]).ok().summary();
+    assert_eq!(summary["method"], "copy", "{summary}");
+    image::assert_equal(&new.image, &backup.path("vm.raw"));
+    push(&new, &[]).code(4).says(&["is a copy of another source", "--adopt"]);
+    let summary = push(&new, &["--adopt"]).ok().summary();
+    assert_eq!(number(&summary, "blocks_changed"), 0, "{summary}");
 }
 
 #[test]

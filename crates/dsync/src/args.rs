@@ -172,7 +172,8 @@ pub(crate) enum Command {
         dsync forget vm backup:/srv/vm.raw                 a replica that no longer exists\n  \
         dsync forget vm backup                             a named checkpoint\n  \
         dsync forget -n /srv/vm.raw                        what it would cost to forget the source\n  \
-        dsync forget /backup/vm.raw                        a replica on this host: it becomes an ordinary file\n\n\
+        dsync forget /backup/vm.raw                        a replica on this host: it becomes an ordinary file\n  \
+        dsync forget --replica /srv/vm.raw                 a disk that was restored from its replica\n\n\
         Only the state kept by dsync is removed; disks and images are not touched. A source in use is refused.")]
     Forget(Forget),
 
@@ -731,6 +732,9 @@ pub(crate) struct Forget {
     /// Print what would be forgotten and what it costs, and change nothing
     #[arg(short = 'n', long)]
     pub dry_run: bool,
+    /// Of a disk that is a source and a replica, forget the replica: it becomes an ordinary disk, with its record
+    #[arg(long, conflicts_with = "bookmark")]
+    pub replica: bool,
     /// Directory for the state and journal of the replica
     #[arg(long, value_name = "DIR", conflicts_with = "bookmark")]
     pub journal_dir: Option<PathBuf>,

@@ -7,6 +7,7 @@ use replica::{KnownReplicas, Replica};
 use serde::Serialize;
 use source::{About, Bookmarks, SourceError, StateDir};
 
+use crate::failure::Failure;
 use crate::output::Output;
 use crate::{args, local};
 
@@ -40,11 +41,25 @@ pub(crate) fn run(args: &args::Forget, state: &StateDir, output: &Output) -> Res
         return bookmark(&args.what, name, args.dry_run, state, output);
     }
     match state.source(&args.what)? {
-        Some((place, about)) if args.journal_dir.is_none() => {
+        Some((place, about)) if args.journal_dir.is_none() && !args.replica => {
+            refuse_both(&args.what, &about, state)?;
             source(&place, &about, args.dry_run, state, output)
         }
         _ => replica(args, state, output),
     }
+}
+
+/// Refuses a path that is a source and a replica: one was meant, and the other is not to be lost.
+fn refuse_both(what: &str, about: &About, state: &StateDir) -> Result<()> {
+    let options = replica::Options { devices: state.replicas_folder(), ..Default::default() };
+    if replica::inspect(&std::path::absolute(what)?, &options).is_ok_and(|lineage| lineage.is_some()) {
+        bail!(Failure::refused(format!(
+            "{what} is a source and a replica: run \"dsync forget --replica {what}\" to forget that it is a replica, or \"dsync forget \
+             {}\" to forget the source",
+            about.uuid
+        )));
+    }
+    Ok(())
 }
 
 fn source(place: &Path, about: &About, dry_run: bool, state: &StateDir, output: &Output) -> Result<()> {
