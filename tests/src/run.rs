@@ -3,6 +3,7 @@
 use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::io::{Read, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -17,6 +18,7 @@ use rustix::process::{Pid, Signal};
 pub struct Run {
     command: Command,
     input: Option<Vec<u8>>,
+    stdin: Option<OwnedFd>,
     limit: Duration,
 }
 
@@ -42,7 +44,7 @@ impl Run {
         let mut command = Command::new(found);
         command.env("LC_ALL", "C");
         command.env("PATH", std::env::join_paths(crate::search_path()).expect("PATH"));
-        Run { command, input: None, limit: Duration::from_secs(60) }
+        Run { command, input: None, stdin: None, limit: Duration::from_secs(60) }
     }
 
     /// A line for `/bin/sh`.
@@ -77,6 +79,12 @@ impl Run {
     /// What standard input holds; without it, nothing.
     pub fn input(mut self, bytes: impl Into<Vec<u8>>) -> Run {
         self.input = Some(bytes.into());
+        self
+    }
+
+    /// What standard input is, such as a socket.
+    pub fn stdin(mut self, file: impl Into<OwnedFd>) -> Run {
+        self.stdin = Some(file.into());
         self
     }
 
@@ -124,7 +132,11 @@ impl Run {
     /// with the thread that started it, so that nothing outlives a test that is itself killed.
     pub fn start(mut self) -> Background {
         let text = self.text();
-        self.command.stdin(if self.input.is_some() { Stdio::piped() } else { Stdio::null() });
+        self.command.stdin(match self.stdin.take() {
+            Some(file) => file.into(),
+            None if self.input.is_some() => Stdio::piped(),
+            None => Stdio::null(),
+        });
         self.command.stdout(Stdio::piped()).stderr(Stdio::piped());
         spawn(self.command, text, self.input)
     }

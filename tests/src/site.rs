@@ -1,6 +1,7 @@
 //! A site as a user has it: a folder of images, a state folder, the `dsync` command, and servers.
 
 use std::ffi::OsStr;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
@@ -85,14 +86,29 @@ impl Site {
 
     /// The command, in this site's environment.
     pub fn dsync<A: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = A>) -> Run {
+        self.run(binary()).args(args)
+    }
+
+    /// The command, with a listening socket passed to it as a service manager does.
+    pub fn passed<A: AsRef<OsStr>>(
+        &self,
+        socket: impl Into<OwnedFd>,
+        args: impl IntoIterator<Item = A>,
+    ) -> Run {
+        let script = "exec 3<&0 </dev/null; export LISTEN_FDS=${LISTEN_FDS-1} LISTEN_PID=${LISTEN_PID-$$}; exec \"$@\"";
+        self.run("/bin/sh".as_ref()).stdin(socket).args(["-c", script, "sh"]).arg(binary()).args(args)
+    }
+
+    /// Another program, in this site's environment.
+    pub fn run(&self, program: &Path) -> Run {
         let mut path = vec![binary().parent().expect("a folder").to_path_buf()];
         path.extend(crate::search_path());
-        Run::new(binary())
+        Run::new(program)
             .env("PATH", std::env::join_paths(path).expect("PATH"))
             .env("DSYNC_STATE_DIR", self.state())
+            .env("DSYNC_CONF_DIR", self.path("conf"))
             .env("HOME", self.dir())
             .dir(self.dir())
-            .args(args)
     }
 
     /// `dsync sync SOURCE REPLICA --json` with more options.

@@ -23,6 +23,7 @@
 //!
 //! Streams of requests go through [`Disk::queue`], which keeps many of them in flight.
 
+mod bell;
 mod buffer;
 mod clock;
 mod disk;
@@ -45,6 +46,7 @@ mod threads;
 mod usage;
 mod written;
 
+pub use bell::Bell;
 pub use buffer::Buf;
 pub use clock::{Boot, Clock, Life};
 pub use disk::{Disk, Done, InlineQueue, Kind, Piece, Pieces, Queue, Request};

@@ -9,6 +9,7 @@ use compare::rolling::Cycles;
 use source::{CutOptions, FreezeMode};
 use sync::{Commit, LiveOptions, Stages};
 
+use crate::failure::Failure;
 use crate::units::{parse_expiry, parse_factor, parse_range, parse_size, parse_time, parse_timeout};
 
 /// Keep a copy of a disk up to date by moving only the blocks that changed.
@@ -93,6 +94,8 @@ pub(crate) enum Command {
             server.type=unix,server.path=/run/vm.sock,export=vm,reconnect-delay=30,discard=unmap\n  \
         nbdinfo --map=qemu:dirty-bitmap:dsync 'nbd+unix:///vm?socket=/run/vm.sock'\n  \
         nbdcopy 'nbd+unix:///vm@view?socket=/run/vm.sock' vm-now.raw    the disk as it is now\n\n\
+        Without --socket and --tcp it serves the socket that a service manager passes to it (LISTEN_FDS):\n  \
+        nbdinfo [ dsync serve /srv/vm.raw ]                serves for as long as nbdinfo runs\n\n\
         An export is named after its file, without the extension. NAME@view is a snapshot of the moment at which\n\
         the first client connected to it, and lasts until the last one disconnects. NAME@view.READER is a\n\
         private snapshot, shared by all connections that use this name. A snapshot offers the blocks changed\n\
@@ -220,7 +223,8 @@ pub(crate) enum Command {
         dsync receive --listen 192.0.2.7:10873 --into /srv/replicas --into /dev/vg0/vm --from alpha\n\n\
         Only peers whose keys are pinned here (see \"dsync key\") are accepted. They can create and update replicas\n\
         in the given folders and on the given devices, and reach nothing else.\n\n\
-        Without --listen it uses standard input and output; \"dsync sync\" runs it this way over ssh.")]
+        With --into but without --listen it serves the socket that a service manager passes to it (LISTEN_FDS).\n\
+        Without either it uses standard input and output; \"dsync sync\" runs it this way over ssh.")]
     Receive(Receive),
 
     /// Let other hosts pull from sources on this one
@@ -230,7 +234,8 @@ pub(crate) enum Command {
         Only peers whose keys are pinned here (see \"dsync key\") are accepted. They can read the images and devices\n\
         given, and the images in the directories given, and reach nothing else:\n  \
         dsync sync tls://prod//srv/vm.raw /srv/vm.raw      on the peer\n\n\
-        Without --listen it uses standard input and output; \"dsync sync HOST:SRC DST\" runs it this way over ssh.")]
+        With --offer but without --listen it serves the socket that a service manager passes to it (LISTEN_FDS).\n\
+        Without either it uses standard input and output; \"dsync sync HOST:SRC DST\" runs it this way over ssh.")]
     Send(Send),
 
     /// Show this site's key, and manage the keys it trusts
@@ -580,7 +585,7 @@ pub(crate) struct Serve {
     #[arg(required = true, value_name = "IMAGE")]
     pub images: Vec<PathBuf>,
     /// The Unix socket to listen on
-    #[arg(long, value_name = "PATH", required_unless_present = "tcp")]
+    #[arg(long, value_name = "PATH")]
     pub socket: Option<PathBuf>,
     /// A loopback address and port to listen on, such as 127.0.0.1:10809
     #[arg(long, value_name = "ADDRESS")]
@@ -862,7 +867,7 @@ pub(crate) struct Receive {
     #[command(flatten)]
     pub listen: ListenArgs,
     /// Directory in which peers may create replicas, or a device for one; may be repeated
-    #[arg(long, value_name = "PATH", requires = "listen")]
+    #[arg(long, value_name = "PATH")]
     pub into: Vec<PathBuf>,
 }
 
@@ -872,7 +877,7 @@ pub(crate) struct Send {
     #[command(flatten)]
     pub listen: ListenArgs,
     /// Image or device that peers may read, or a directory of images; may be repeated
-    #[arg(long, value_name = "PATH", requires = "listen")]
+    #[arg(long, value_name = "PATH")]
     pub offer: Vec<PathBuf>,
 }
 
@@ -883,11 +888,35 @@ pub(crate) struct ListenArgs {
     #[arg(long, value_name = "ADDRESS[:PORT]", value_parser = parse_listen)]
     pub listen: Option<std::net::SocketAddr>,
     /// Accept only the key pinned under this name; may be repeated [default: all pinned keys]
-    #[arg(long, value_name = "NAME", requires = "listen")]
+    #[arg(long, value_name = "NAME")]
     pub from: Vec<String>,
-    /// Give up on a peer after this long without a reply; the shorter timeout of both sides applies
-    #[arg(long, value_name = "TIME", value_parser = parse_timeout, default_value = "30s", requires = "listen")]
-    pub timeout: Duration,
+    /// Give up on a peer after this long without a reply; the shorter timeout of both sides applies [default: 30s]
+    #[arg(long, value_name = "TIME", value_parser = parse_timeout)]
+    pub timeout: Option<Duration>,
+}
+
+impl ListenArgs {
+    /// Refuses them where the peer is at standard input and output.
+    pub(crate) fn check_unused(&self) -> Result<(), Failure> {
+        match self.from.is_empty() && self.timeout.is_none() {
+            true => Ok(()),
+            false => Err(Failure::usage("--from and --timeout apply to peers over TLS: pass --listen")),
+        }
+    }
+}
+
+impl Receive {
+    /// True if it accepts peers over TLS, false if it talks to one over standard input and output.
+    pub(crate) fn listens(&self) -> bool {
+        self.listen.listen.is_some() || !self.into.is_empty()
+    }
+}
+
+impl Send {
+    /// The same.
+    pub(crate) fn listens(&self) -> bool {
+        self.listen.listen.is_some() || !self.offer.is_empty()
+    }
 }
 
 /// Reads an address with or without a port.

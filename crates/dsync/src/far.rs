@@ -10,6 +10,7 @@ use sync::{AllowedPaths, SyncError};
 use crate::args::{FarArgs, ListenArgs, Receive, Send};
 use crate::failure::Failure;
 use crate::output::Output;
+use crate::service::{self, Inherited, Manager};
 
 /// How long sessions may take to end when the listener stops.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -35,7 +36,8 @@ pub(crate) fn call(
 
 /// Runs `dsync receive`.
 pub(crate) fn receive(args: &Receive, state: &StateDir, output: &Output) -> Result<()> {
-    if args.listen.listen.is_none() {
+    if !args.listens() {
+        args.listen.check_unused()?;
         return over_stdio(|link| sync::receive(link, state));
     }
     if args.into.is_empty() {
@@ -48,7 +50,8 @@ pub(crate) fn receive(args: &Receive, state: &StateDir, output: &Output) -> Resu
 
 /// Runs `dsync send`.
 pub(crate) fn send(args: &Send, state: &StateDir, output: &Output) -> Result<()> {
-    if args.listen.listen.is_none() {
+    if !args.listens() {
+        args.listen.check_unused()?;
         return over_stdio(|link| sync::send(link, state, &AllowedPaths::Anything, None));
     }
     if args.offer.is_empty() {
@@ -76,16 +79,28 @@ fn listen(
     output: &Output,
     serve: impl Fn(Link, &Peer) -> Result<(), SyncError> + std::marker::Send + Sync + 'static,
 ) -> Result<()> {
-    let Some(address) = args.listen else { return Ok(()) };
+    // Before anything starts a thread.
+    let inherited = service::inherited()?;
+    let manager = Manager::find(output);
     let keys = Keys::new(state.keys_folder());
-    let limits = Limits { timeout: args.timeout, from: args.from.clone(), ..Limits::default() };
+    let limits = Limits {
+        timeout: args.timeout.unwrap_or(Limits::default().timeout),
+        from: args.from.clone(),
+        ..Limits::default()
+    };
     // Before the first connection, so that a signal always ends everything in order.
     let mut signals =
         signal_hook::iterator::Signals::new([signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM])?;
     let log = output.alike();
-    let listener = Listener::bind(address, &keys, limits, move |line| log.note(line))?;
-    let stop = listener.stop()?;
-    output.ready(&format!("listening on {}", listener.address()));
+    let log = move |line: &str| log.note(line);
+    let listener = match (args.listen, inherited) {
+        (Some(address), None) => Listener::bind(address, &keys, limits, log)?,
+        (None, Some(Inherited::Tcp(socket))) => Listener::on(socket, &keys, limits, log)?,
+        (_, given) => return Err(Failure::usage(wrong_socket(given.as_ref())).into()),
+    };
+    let stop = listener.stop();
+    let listening = format!("listening on {}", listener.address());
+    output.ready(&listening);
     output.more(&format!("with the key {}", keys.own()?));
     let log = output.alike();
     let serving = std::thread::Builder::new().name("listener".into()).spawn(move || {
@@ -97,8 +112,21 @@ fn listen(
             }
         });
     })?;
-    signals.forever().next();
+    manager.ready(&listening);
+    manager.watched(|| stop.is_awake(), || signals.forever().next())?;
+    manager.stopping();
     stop.stop(PATIENCE);
     let _ = serving.join();
     Ok(())
+}
+
+/// Why there is nothing to listen on, with what the service manager has passed.
+fn wrong_socket(inherited: Option<&Inherited>) -> &'static str {
+    match inherited {
+        None => "nothing to listen on: pass --listen, or start this from a socket unit",
+        Some(Inherited::Unix(_)) => {
+            "a Unix socket was passed in LISTEN_FDS, and peers come over TCP: use an address in the socket unit"
+        }
+        Some(Inherited::Tcp(_)) => "a socket was passed in LISTEN_FDS: omit --listen",
+    }
 }

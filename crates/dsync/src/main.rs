@@ -21,6 +21,7 @@ mod monitor;
 mod output;
 mod pipes;
 mod serve;
+mod service;
 mod status;
 mod sync_command;
 mod track;
@@ -110,8 +111,8 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
     let state = StateDir::find(cli.state_dir.as_deref());
     let interrupted = match cli.command {
         Command::Serve(_) | Command::Demo(_) | Command::Mirror(_) => None,
-        Command::Receive(ref args) if args.listen.listen.is_some() => None,
-        Command::Send(ref args) if args.listen.listen.is_some() => None,
+        Command::Receive(ref args) if args.listens() => None,
+        Command::Send(ref args) if args.listens() => None,
         // The near end says it.
         Command::Receive(_) | Command::Send(_) => Some(""),
         Command::Sync(_) | Command::Merge(_) => {

@@ -6,13 +6,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use source::{Handle, StateDir};
-use sync::{Batching, Mirror, MirrorEvent, MirrorOptions, MirrorSummary, SyncError, SyncOptions, Way};
+use sync::{Batching, Mirror, MirrorEvent, MirrorOptions, MirrorSummary, SyncError, SyncOptions, Turns, Way};
 
 use crate::args::{self, LiveArgs};
 use crate::effect;
 use crate::failure::{self, Failure};
 use crate::location::Ends;
 use crate::output::Output;
+use crate::service::Manager;
 use crate::{sync_command, units};
 
 /// How often -v prints the state.
@@ -25,7 +26,12 @@ const ONE_WORD: Duration = Duration::from_millis(500);
 
 /// The first signal requests an orderly end, the second ends at once. Before there is anything to end, the first
 /// one does.
-fn on_signals(stop: Arc<AtomicBool>, mirroring: Arc<AtomicBool>, output: Output) -> Result<()> {
+fn on_signals(
+    stop: Arc<AtomicBool>,
+    mirroring: Arc<AtomicBool>,
+    manager: Arc<Manager>,
+    output: Output,
+) -> Result<()> {
     use signal_hook::consts::{SIGINT, SIGTERM};
     let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM])?;
     std::thread::Builder::new().name("signals".into()).spawn(move || {
@@ -34,6 +40,7 @@ fn on_signals(stop: Arc<AtomicBool>, mirroring: Arc<AtomicBool>, output: Output)
             let begun = mirroring.load(SeqCst);
             if begun && first.get_or_insert_with(Instant::now).elapsed() < ONE_WORD {
                 stop.store(true, SeqCst);
+                manager.stopping();
             } else {
                 eprintln!();
                 let replica =
@@ -94,10 +101,16 @@ pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Res
     effect::on_way(&ends, &args.far, output);
     let options = options(args, destination.host.is_some());
     let (stop, mirroring) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
-    on_signals(stop.clone(), mirroring.clone(), output.alike())?;
+    let manager = Arc::new(Manager::find(output));
+    on_signals(stop.clone(), mirroring.clone(), manager.clone(), output.alike())?;
     let (path, name) = destination.place()?;
-    let teller = Teller { output, name: &name, mirroring: &mirroring, last: Mutex::new(None) };
-    let progress = |done, total| output.progress(done, total);
+    let teller =
+        Teller { output, name: &name, mirroring: &mirroring, manager: &manager, last: Mutex::new(None) };
+    let progress = |done, total| {
+        output.progress(done, total);
+        teller.progress(done, total);
+    };
+    let turns = Turns::default();
     // A replica on this host is released by its own thread.
     let mut receiving: Option<std::thread::JoinHandle<()>> = None;
     let mut attached = false;
@@ -128,8 +141,9 @@ pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Res
         stop: &stop,
         tell: &|event| teller.tell(event),
         progress: &progress,
+        turns: &turns,
     };
-    let summary = mirror.run();
+    let summary = manager.watched(|| turns.is_awake(), || mirror.run())?;
     // A refused command leaves nothing behind, if it may finish.
     if let Some(last) = receiving.take() {
         let _ = last.join();
@@ -157,6 +171,7 @@ struct Teller<'a> {
     output: &'a Output,
     name: &'a str,
     mirroring: &'a AtomicBool,
+    manager: &'a Manager,
     last: Mutex<Option<Instant>>,
 }
 
@@ -171,8 +186,32 @@ impl Teller<'_> {
         due
     }
 
+    /// Tells the service manager how far a sync is: nothing is refused any more.
+    fn progress(&self, done: u64, total: u64) {
+        if self.manager.is_due(STATUS_EVERY) {
+            let percent = done.saturating_mul(100) / total.max(1);
+            let (name, total) = (self.name, units::size(total));
+            self.manager.ready(&format!("bringing {name} up to date: {percent} % of {total}"));
+        }
+    }
+
+    /// Tells the service manager what happened.
+    fn report(&self, event: &MirrorEvent<'_>) {
+        let (manager, name) = (self.manager, self.name);
+        match event {
+            MirrorEvent::Synced(_) => manager.ready(&format!("{name} was brought up to date")),
+            MirrorEvent::Mirroring => manager.ready(&format!("mirroring to {name}")),
+            MirrorEvent::Batch(batch) if manager.is_due(TOLD_EVERY) => {
+                manager.status(&format!("mirroring to {name}, {} behind", units::seconds(batch.lag)));
+            }
+            MirrorEvent::Batch(_) => {}
+            MirrorEvent::Broken(error, _) => manager.status(&format!("not mirroring to {name}: {error}")),
+        }
+    }
+
     fn tell(&self, event: MirrorEvent<'_>) {
         let output = self.output;
+        self.report(&event);
         match event {
             MirrorEvent::Synced(summary) => {
                 output.finish();

@@ -16,6 +16,7 @@ use source::{ControlServer, SharedView, Source, StateDir, export_name};
 
 use crate::args;
 use crate::output::Output;
+use crate::service::{self, Inherited, Manager};
 use crate::{Failure, units};
 
 /// The suffix under which an export shows its view.
@@ -279,49 +280,109 @@ pub(crate) fn promote(
     Ok(promotion)
 }
 
+/// Where clients connect.
+#[derive(Default)]
+struct Places {
+    unix: Option<UnixListener>,
+    tcp: Option<std::net::TcpListener>,
+    /// The file of a socket that this server has made.
+    file: Option<SocketFile>,
+}
+
+impl Places {
+    /// A socket that the service manager has passed.
+    fn passed(socket: Inherited, args: &args::Serve) -> Result<Places, Failure> {
+        if args.socket.is_some() || args.tcp.is_some() {
+            return Err(Failure::usage("a socket was passed in LISTEN_FDS: omit --socket and --tcp"));
+        }
+        match socket {
+            Inherited::Unix(unix) => Ok(Places { unix: Some(unix), ..Places::default() }),
+            Inherited::Tcp(tcp) => {
+                tcp.local_addr().ok().map(check_loopback).transpose()?;
+                Ok(Places { tcp: Some(tcp), ..Places::default() })
+            }
+        }
+    }
+
+    /// Listens where the arguments say.
+    fn listen(args: &args::Serve) -> Result<Places> {
+        let unix = args.socket.as_deref().map(listen_unix).transpose()?;
+        let (unix, file) = unix.map_or((None, None), |(unix, file)| (Some(unix), Some(file)));
+        let bind = |address| {
+            std::net::TcpListener::bind(address).with_context(|| format!("cannot listen on {address}"))
+        };
+        Ok(Places { unix, tcp: args.tcp.map(bind).transpose()?, file })
+    }
+
+    /// The URIs of an export.
+    fn uris(&self, export: &str) -> Vec<String> {
+        let mut uris = Vec::new();
+        let bound = self.unix.as_ref().and_then(|unix| unix.local_addr().ok());
+        if let Some(path) = bound.as_ref().and_then(|address| address.as_pathname()) {
+            // Clients would resolve a relative path in their own directory.
+            let path = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
+            uris.push(format!("nbd+unix:///{}?socket={}", escaped(export), escaped(&path.to_string_lossy())));
+        }
+        if let Some(address) = self.tcp.as_ref().and_then(|tcp| tcp.local_addr().ok()) {
+            uris.push(format!("nbd://{address}/{}", escaped(export)));
+        }
+        uris
+    }
+
+    /// Accepts clients. The file is removed when what is returned is dropped.
+    fn serve(self, server: &nbd::Server) -> Result<Option<SocketFile>> {
+        self.unix.map(|unix| server.serve_unix(unix)).transpose()?;
+        self.tcp.map(|tcp| server.serve_tcp(tcp)).transpose()?;
+        Ok(self.file)
+    }
+}
+
+/// Refuses an address that other hosts can reach.
+fn check_loopback(address: std::net::SocketAddr) -> Result<(), Failure> {
+    if address.ip().to_canonical().is_loopback() {
+        return Ok(());
+    }
+    Err(Failure::usage(format!(
+        "{address} is reachable from other hosts, and NBD is not encrypted: use a loopback address (127.0.0.1:{}), and ssh to \
+         carry it further",
+        address.port()
+    )))
+}
+
 /// Runs the server until a signal ends it.
 pub(crate) fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Result<()> {
-    if let Some(address) = args.tcp.filter(|a| !a.ip().is_loopback()) {
-        return Err(Failure::usage(format!(
-            "{address} is reachable from other hosts, and NBD is not encrypted: use a loopback address (127.0.0.1:{}), and ssh \
-             to carry it further",
-            address.port()
-        ))
-        .into());
+    // Before anything starts a thread.
+    let passed = service::inherited()?.map(|socket| Places::passed(socket, args)).transpose()?;
+    let is_passed = passed.is_some();
+    args.tcp.map(check_loopback).transpose()?;
+    if !is_passed && args.socket.is_none() && args.tcp.is_none() {
+        let how = "nothing to listen on: pass --socket or --tcp, or start this from a socket unit";
+        return Err(Failure::usage(how).into());
     }
+    let manager = Manager::find(output);
     let (all, sources) = open_all(args, state, output)?;
     // Before the first connection, so that a signal always ends everything in order.
     let mut signals =
         signal_hook::iterator::Signals::new([signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM])?;
-    let unix = args.socket.as_deref().map(listen_unix).transpose()?;
-    let tcp = args
-        .tcp
-        .map(|address| {
-            std::net::TcpListener::bind(address).with_context(|| format!("cannot listen on {address}"))
-        })
-        .transpose()?;
+    let places = passed.map_or_else(|| Places::listen(args), Ok)?;
     let controls: Vec<ControlServer> =
         sources.iter().map(|(s, _)| ControlServer::start(s.clone())).collect::<Result<_, _>>()?;
-    let address = tcp.as_ref().and_then(|tcp| tcp.local_addr().ok());
-    let lines: Vec<String> = all.iter().map(|served| announcement(served, args, address)).collect();
+    let lines: Vec<String> = all.iter().map(|served| announcement(served, &places)).collect();
     let server = nbd::Server::new(Arc::new(All(all)));
     server
         .on_trouble(|trouble| eprintln!("dsync: warning: {trouble} (limits: \"ulimit -n\", \"ulimit -u\")"));
     raise_descriptor_limit();
-    let _socket = match unix {
-        Some((listener, file)) => {
-            server.serve_unix(listener)?;
-            Some(file)
+    let _file = places.serve(&server)?;
+    for line in &lines {
+        match is_passed {
+            // Standard output is that of a client which has started this.
+            true => output.note(line),
+            false => output.ready(line),
         }
-        None => None,
-    };
-    if let Some(tcp) = tcp {
-        server.serve_tcp(tcp)?;
     }
-    for line in lines {
-        output.ready(&line);
-    }
-    signals.forever().next();
+    manager.ready(&lines.join("; "));
+    manager.watched(|| server.is_awake(), || signals.forever().next())?;
+    manager.stopping();
     server.shutdown(PATIENCE);
     drop(server);
     drop(controls);
@@ -387,17 +448,7 @@ fn open_tracked(
 }
 
 /// The line printed when an export is ready.
-fn announcement(served: &ExportedImage, args: &args::Serve, tcp: Option<std::net::SocketAddr>) -> String {
-    let mut addresses = Vec::new();
-    if let Some(socket) = &args.socket {
-        // Clients would resolve a relative path in their own directory.
-        let socket = std::path::absolute(socket).unwrap_or_else(|_| socket.clone());
-        let socket = escaped(&socket.to_string_lossy());
-        addresses.push(format!("nbd+unix:///{}?socket={socket}", escaped(&served.name)));
-    }
-    if let Some(tcp) = tcp {
-        addresses.push(format!("nbd://{tcp}/{}", escaped(&served.name)));
-    }
+fn announcement(served: &ExportedImage, places: &Places) -> String {
     let about = match &served.what {
         What::ReadOnly(disk) => format!("{}, read-only", units::size(disk.len())),
         What::Tracked(source) => {
@@ -410,7 +461,9 @@ fn announcement(served: &ExportedImage, args: &args::Serve, tcp: Option<std::net
             format!("{}, blocks of {}, {trust}", units::size(size), units::size(block))
         }
     };
-    format!("serving {} on {} ({about})", served.name, addresses.join(" and "))
+    let uris = places.uris(&served.name);
+    let on = if uris.is_empty() { String::new() } else { format!(" on {}", uris.join(" and ")) };
+    format!("serving {}{on} ({about})", served.name)
 }
 
 /// Closes what was served. An error with one disk does not keep others from being closed: the first one is returned, and

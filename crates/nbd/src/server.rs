@@ -3,19 +3,18 @@
 use std::collections::HashMap;
 use std::io;
 use std::net::TcpListener;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixListener;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use device::Reserve;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
+use device::{Bell, Reserve};
 
 use crate::export::Exports;
 use crate::handshake::{negotiate, turn_away};
-use crate::socket::{Stream, wait};
+use crate::socket::Stream;
 use crate::transmission;
 
 /// Limits of a server.
@@ -79,7 +78,7 @@ type Tell = dyn Fn(&str) + Send + Sync;
 struct RegistryState {
     next: u64,
     /// Wakes each accepting thread.
-    listeners: HashMap<u64, Arc<OwnedFd>>,
+    listeners: HashMap<u64, Arc<Bell>>,
     connections: HashMap<u64, Arc<Stream>>,
     /// Connections over the limit that are getting an error.
     turned_away: HashMap<u64, Arc<Stream>>,
@@ -145,6 +144,13 @@ impl Server {
         self.shared.registry.lock().connections.len()
     }
 
+    /// True if every thread that accepts clients was awake since the last call, or was not asked before. For a watchdog.
+    pub fn is_awake(&self) -> bool {
+        let state = self.shared.registry.lock();
+        // Each of them is asked, whatever the others answer.
+        state.listeners.values().filter(|bell| !bell.ring()).count() == 0
+    }
+
     /// Ends the server: accepts no more, lets every connection finish the requests that have arrived, and closes it. A connection that
     /// is not done after `grace`, because its client does not take its replies, is cut off. Returns when no thread of
     /// the server uses the exports any more; for that, disks must complete their requests.
@@ -153,7 +159,7 @@ impl Server {
         let mut state = shared.registry.lock();
         shared.closing.store(true, Ordering::SeqCst);
         for bell in state.listeners.values() {
-            let _ = rustix::io::write(bell, &1u64.to_ne_bytes());
+            bell.ring();
         }
         state.streams().for_each(|stream| stream.end_input());
         let deadline = after(grace);
@@ -178,7 +184,7 @@ impl Server {
         L: AsFd + Send + 'static,
         A: Fn(&L) -> io::Result<Stream> + Send + 'static,
     {
-        let bell = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
+        let bell = Arc::new(Bell::new()?);
         let shared = self.shared.clone();
         let id = {
             let mut state = self.shared.registry.lock();
@@ -197,9 +203,10 @@ impl Server {
             let listener = listener;
             let mut reserve = Reserve::new();
             while !shared.closing.load(Ordering::SeqCst) {
-                let mut fds = [PollFd::new(&listener, PollFlags::IN), PollFd::new(&*bell, PollFlags::IN)];
-                if wait(&mut fds, None).is_err() {
-                    thread::sleep(EXHAUSTED);
+                match bell.wait_for_client(&listener) {
+                    Ok(true) => {}
+                    Ok(false) => bell.hear(),
+                    Err(_) => thread::sleep(EXHAUSTED),
                 }
                 match accept(&listener) {
                     // A refused client sees its connection closed.

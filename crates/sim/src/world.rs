@@ -10,7 +10,7 @@ use device::{DiskKind, Identity};
 use link::Link;
 use replica::{Destination, Replica, Status, UnsureSet};
 use source::{About, CutOptions, FreezeMode, Handle, Live, Source, SourceError};
-use sync::{Batching, Mirror, MirrorEvent, MirrorOptions, Stages, SyncError};
+use sync::{Batching, Mirror, MirrorEvent, MirrorOptions, Stages, SyncError, Turns};
 use testing::Random;
 use uuid::Uuid;
 
@@ -665,6 +665,7 @@ impl World {
                 stop,
                 tell: &tell,
                 progress: &|_, _| {},
+                turns: &Turns::default(),
             };
             let result = mirror.run();
             stop.store(true, SeqCst);

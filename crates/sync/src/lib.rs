@@ -73,7 +73,7 @@ pub use facts::PULLED;
 pub use far::{MergeOptions, Merged, known_replicas, merge, receive, receive_within};
 #[doc(hidden)]
 pub use far::{merge_over, receive_over};
-pub use mirror::{BatchReport, Mirror, MirrorEvent, MirrorOptions, MirrorSummary};
+pub use mirror::{BatchReport, Mirror, MirrorEvent, MirrorOptions, MirrorSummary, Turns};
 pub use options::{LiveOptions, SyncOptions, Unreadable, Way};
 pub use pipeline::Stages;
 pub use pull::{Pull, PullContext, SourceInfo, SourceRequest, Task, send};

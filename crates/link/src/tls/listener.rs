@@ -2,10 +2,13 @@
 //!
 //! Until a connection has presented such a key it may cost only little, for a short time, and there are few of them at once.
 
+use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use device::Bell;
 
 use super::connection::{Failed, TlsConnection, tune};
 use super::handshake::Server;
@@ -73,13 +76,14 @@ type Serve = dyn Fn(Link, &Peer) + Send + Sync;
 pub struct Listener {
     socket: TcpListener,
     address: SocketAddr,
+    bell: Arc<Bell>,
     state: Arc<ListenerState>,
 }
 
 /// Ends a [`Listener`] from another thread.
 #[derive(Clone)]
 pub struct Stop {
-    socket: Arc<TcpListener>,
+    bell: Arc<Bell>,
     state: Weak<ListenerState>,
 }
 
@@ -104,10 +108,24 @@ impl Listener {
         limits: Limits,
         log: impl Fn(&str) + Send + Sync + 'static,
     ) -> Result<Listener> {
+        let socket = TcpListener::bind(address).map_err(cannot_listen(address))?;
+        Listener::on(socket, keys, limits, log)
+    }
+
+    /// The same on a socket that listens already. It is not shut down at the end: other processes may hold it.
+    ///
+    /// # Errors
+    /// [`Error::Listen`], [`Error::Keys`].
+    pub fn on(
+        socket: TcpListener,
+        keys: &Keys,
+        limits: Limits,
+        log: impl Fn(&str) + Send + Sync + 'static,
+    ) -> Result<Listener> {
         let server = Server::new(keys, limits.from.clone())?;
-        let bound = TcpListener::bind(address).and_then(|socket| Ok((socket.local_addr()?, socket)));
-        let (address, socket) =
-            bound.map_err(|error| Error::Listen { address: address.to_string(), why: error.to_string() })?;
+        let address = socket.local_addr().map_err(cannot_listen("the given socket"))?;
+        let bell = socket.set_nonblocking(true).and_then(|()| Bell::new());
+        let bell = Arc::new(bell.map_err(cannot_listen(address))?);
         let state = ListenerState {
             server,
             keys: keys.clone(),
@@ -116,7 +134,7 @@ impl Listener {
             limits,
             log: RateLimitedLog::new(log),
         };
-        Ok(Listener { socket, address, state: Arc::new(state) })
+        Ok(Listener { socket, address, bell, state: Arc::new(state) })
     }
 
     /// Where it listens.
@@ -125,23 +143,26 @@ impl Listener {
     }
 
     /// A handle that stops it.
-    ///
-    /// # Errors
-    /// [`Error::Listen`] if the system has no descriptor left.
-    pub fn stop(&self) -> Result<Stop> {
-        let socket = self.socket.try_clone();
-        let socket = socket
-            .map_err(|error| Error::Listen { address: self.address.to_string(), why: error.to_string() })?;
-        Ok(Stop { socket: Arc::new(socket), state: Arc::downgrade(&self.state) })
+    pub fn stop(&self) -> Stop {
+        Stop { bell: Arc::clone(&self.bell), state: Arc::downgrade(&self.state) }
     }
 
     /// Accepts sessions until it is stopped, each in a thread that runs `serve`.
     pub fn run(self, serve: impl Fn(Link, &Peer) + Send + Sync + 'static) {
         let serve: Arc<Serve> = Arc::new(serve);
         while !self.state.sessions.is_closed() {
-            let (socket, address) = match self.socket.accept() {
+            let accepted = match self.bell.wait_for_client(&self.socket) {
+                Ok(true) => self.socket.accept(),
+                Ok(false) => {
+                    self.bell.hear();
+                    continue;
+                }
+                Err(error) => Err(error),
+            };
+            let (socket, address) = match accepted {
                 Ok(accepted) => accepted,
-                Err(_) if self.state.sessions.is_closed() => break,
+                // The client has left.
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
                 Err(error) => {
                     // Such as no descriptor left: connections free some when they end, and a silent one is dropped now.
                     self.state.log.line(&format!("cannot accept a connection: {error}"));
@@ -172,8 +193,13 @@ impl Stop {
         let Some(state) = self.state.upgrade() else { return };
         state.sessions.close();
         // Wakes the thread that accepts connections.
-        let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
+        self.bell.ring();
         state.sessions.end(patience);
+    }
+
+    /// True if the thread that accepts sessions was awake since the last call, or was not asked before. For a watchdog.
+    pub fn is_awake(&self) -> bool {
+        self.bell.ring()
     }
 
     /// True if something has come from a connection that belongs to no session yet.
@@ -266,6 +292,11 @@ impl ListenerState {
         self.log.line(&format!("{peer}: a connection: {why}"));
         connection.part(until);
     }
+}
+
+/// Why a listener cannot be.
+fn cannot_listen(address: impl ToString) -> impl FnOnce(io::Error) -> Error {
+    move |error| Error::Listen { address: address.to_string(), why: error.to_string() }
 }
 
 /// Why a connection ended before it belonged to a session.

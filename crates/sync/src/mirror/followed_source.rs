@@ -152,6 +152,7 @@ impl FollowedSource {
             options,
             stop: mirror.stop,
             tell: mirror.tell,
+            turns: mirror.turns,
             sender: &sender,
             receiver: &receiver,
         };

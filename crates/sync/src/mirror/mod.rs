@@ -6,6 +6,7 @@
 
 mod followed_source;
 mod session;
+mod turns;
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -16,6 +17,7 @@ use serde::Serialize;
 use source::{Handle, SourceError};
 
 use self::followed_source::FollowedSource;
+pub use self::turns::Turns;
 use crate::batching::Batching;
 use crate::error::{Class, SyncError};
 use crate::options::SyncOptions;
@@ -130,6 +132,8 @@ pub struct Mirror<'a> {
     pub tell: &'a (dyn Fn(MirrorEvent<'_>) + Sync),
     /// Gets the progress of syncs.
     pub progress: Progress<'a>,
+    /// Counts the turns of its loop.
+    pub turns: &'a Turns,
 }
 
 impl Mirror<'_> {

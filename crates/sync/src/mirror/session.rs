@@ -12,7 +12,7 @@ use link::{Received, Receiver, Sender};
 use source::{Batch, Batches, Handle};
 use uuid::Uuid;
 
-use super::{BatchReport, LOOK_EVERY, MirrorEvent, MirrorOptions, MirrorSummary};
+use super::{BatchReport, LOOK_EVERY, MirrorEvent, MirrorOptions, MirrorSummary, Turns};
 use crate::batching::Interval;
 use crate::error::{Class, SyncError};
 use crate::facts::bookmark;
@@ -45,6 +45,7 @@ pub(super) struct SessionContext<'a> {
     pub(super) options: &'a MirrorOptions,
     pub(super) stop: &'a AtomicBool,
     pub(super) tell: &'a (dyn Fn(MirrorEvent<'_>) + Sync),
+    pub(super) turns: &'a Turns,
     pub(super) sender: &'a Sender,
     pub(super) receiver: &'a Receiver,
 }
@@ -185,7 +186,7 @@ impl<'a> MirrorSession<'a> {
         let totals = Totals::new(&|_, _| {});
         let level = self.options.sync.compress;
         self.options.here.run(
-            |give| self.cut_batches(give, epoch_began, count, &totals),
+            |give| self.turns.within(|| self.cut_batches(give, epoch_began, count, &totals)),
             || level.and_then(|level| Compressor::new(level).ok()),
             |compressor, item| match item {
                 Item::Frame(stream, sequence, frame) => {
@@ -284,6 +285,7 @@ impl<'a> MirrorSession<'a> {
     /// Waits for the time of the next cut. `None` if there will be none; otherwise whether it is the last.
     fn await_interval(&self, cut_before: Instant, pause: Duration) -> Result<Option<bool>, SyncError> {
         loop {
+            self.turns.turn();
             let (interval, threshold, on_their_way) = {
                 let state = self.state();
                 if state.failed.is_some() {
@@ -371,6 +373,7 @@ impl<'a> MirrorSession<'a> {
         while let Some((frame, end)) = frames.next(None).map_err(reading)? {
             batch.view.taken(end);
             give(Item::Frame(stream, sequence, frame))?;
+            self.turns.turn();
             sequence += 1;
         }
         batch.view.verify().map_err(reading)

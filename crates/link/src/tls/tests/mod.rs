@@ -65,7 +65,7 @@ impl Server {
         let address = "127.0.0.1:0".parse().unwrap();
         let says = move |line: &str| lock(&says).push(line.to_string());
         let listener = Listener::bind(address, &site.keys, limits, says).unwrap();
-        let (address, stop) = (listener.address(), listener.stop().unwrap());
+        let (address, stop) = (listener.address(), listener.stop());
         let runs = Some(thread::spawn(move || listener.run(serve)));
         Server { address, said, stop, runs }
     }

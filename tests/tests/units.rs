@@ -1,0 +1,383 @@
+//! dsync as a service: sockets that a service manager has opened, what it is told, jobs, and the units.
+
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram, UnixListener};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use dsync_tests::listener::{HOST, Listening};
+use dsync_tests::nbd::{Address, Client};
+use dsync_tests::{Background, Run, Scene, Site, image, need};
+use rustix::process::Signal;
+
+const MIB: u64 = 1 << 20;
+
+/// A socket that listens, and a further descriptor of it for a service.
+fn unix(site: &Site, name: &str) -> (UnixListener, PathBuf) {
+    let path = site.socket(name);
+    (UnixListener::bind(&path).expect("a socket"), path)
+}
+
+fn copy_of(socket: &impl std::os::fd::AsFd) -> OwnedFd {
+    socket.as_fd().try_clone_to_owned().expect("a descriptor")
+}
+
+/// Ends a service as a service manager does; it must have ended well.
+fn stop(mut service: Background) {
+    service.signal(Signal::TERM);
+    let output = service.output(Duration::from_secs(60));
+    assert!(output.status.success(), "{output}");
+}
+
+#[test]
+fn a_socket_that_is_passed_survives_the_server() {
+    let site = Site::new();
+    let image = site.image("vm.raw", 16 * MIB);
+    let (socket, path) = unix(&site, "passed");
+    for (round, byte) in [0x11, 0x22].into_iter().enumerate() {
+        let server = site.passed(copy_of(&socket), ["serve"]).arg(&image).start();
+        // No wait for the server: the socket listens already.
+        let mut client = Client::connect(&Address::Unix(path.clone()), "vm").expect("a connection");
+        client.write(round as u64 * MIB, &[byte; 4096]).expect("a write");
+        client.close().expect("the end");
+        stop(server);
+        assert!(path.exists(), "the socket belongs to the service manager");
+    }
+    let content = std::fs::read(&image).expect("the image");
+    assert!((content[0], content[MIB as usize]) == (0x11, 0x22));
+    // The record has gone on: a stop and a start lose nothing.
+    let status = site.dsync(["status", "--json"]).arg(&image).ok().text();
+    assert!(!status.contains("\"gap\":true"), "{status}");
+}
+
+#[test]
+fn a_loopback_port_is_served_and_another_is_refused() {
+    let site = Site::new();
+    let image = site.image("vm.raw", 4 * MIB);
+    let socket = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = socket.local_addr().expect("an address");
+    let server = site.passed(copy_of(&socket), ["serve"]).arg(&image).start();
+    let client = Client::connect(&Address::Tcp(address.to_string()), "vm").expect("a connection");
+    assert_eq!(client.size, 4 * MIB);
+    drop(client);
+    stop(server);
+    let open = TcpListener::bind("0.0.0.0:0").expect("a port");
+    site.passed(open, ["serve"]).arg(&image).code(2).says(&["reachable from other hosts", "ssh"]);
+}
+
+#[test]
+fn a_socket_that_cannot_be_served_is_refused() {
+    let site = Site::new();
+    let image = site.image("vm.raw", 4 * MIB);
+    let (socket, _) = unix(&site, "passed");
+    let serve = |socket: OwnedFd| site.passed(socket, ["serve"]).arg(&image);
+    serve(copy_of(&socket)).args(["--socket", "mine"]).code(2).says(&["LISTEN_FDS", "omit --socket"]);
+    serve(copy_of(&socket)).env("LISTEN_FDS", "2").code(2).says(&["LISTEN_FDS is 2", "one socket"]);
+    serve(copy_of(&socket)).env("LISTEN_FDS", "99999999999").code(2).says(&["one socket"]);
+    // One that was meant for another process is none.
+    serve(copy_of(&socket))
+        .env("LISTEN_PID", "1")
+        .code(2)
+        .says(&["nothing to listen on", "--socket or --tcp"]);
+    let datagrams = UnixDatagram::bind(site.socket("datagrams")).expect("a socket");
+    serve(datagrams.into()).code(2).says(&["not a stream socket", "ListenStream="]);
+    let port = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let connected = TcpStream::connect(port.local_addr().expect("an address")).expect("a connection");
+    serve(connected.into()).code(2).says(&["connected, not listening", "Accept=no"]);
+    let receive = |socket: OwnedFd| site.passed(socket, ["receive", "--into"]).arg(site.dir());
+    receive(copy_of(&socket)).code(2).says(&["a Unix socket", "TCP"]);
+    receive(copy_of(&port)).args(["--listen", "127.0.0.1"]).code(2).says(&["omit --listen"]);
+    site.dsync(["receive", "--into"]).arg(site.dir()).code(2).says(&["pass --listen"]);
+    assert!(!site.state().join("sources").exists(), "nothing was opened");
+}
+
+#[test]
+fn libnbd_starts_a_server_for_itself() {
+    if !need(&["nbdinfo", "nbdcopy"], "a server that libnbd starts") {
+        return;
+    }
+    let site = Site::new();
+    let image = site.image("vm.raw", 8 * MIB);
+    image::scribble(&image, MIB, MIB, &mut dsync_tests::Random::new("libnbd"));
+    let server = |run: Run| run.args(["[", "dsync", "serve"]).arg(&image).arg("]");
+    let size = server(site.run("nbdinfo".as_ref()).arg("--size")).ok().text();
+    assert_eq!(size.trim(), (8 * MIB).to_string(), "standard output is the client's");
+    // The first server may still be closing its source.
+    let until = Instant::now() + Duration::from_secs(20);
+    while !site.dsync(["status", "--json"]).ok().text().contains("\"served\":null") && Instant::now() < until
+    {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let copy = site.path("copy.raw");
+    server(site.run("nbdcopy".as_ref())).arg(&copy).ok();
+    image::assert_equal(&image, &copy);
+}
+
+#[test]
+fn systemds_own_launcher_starts_a_server() {
+    if !need(&["systemd-socket-activate", "qemu-img"], "a server behind systemd-socket-activate") {
+        return;
+    }
+    let site = Site::new();
+    let image = site.image("vm.raw", 8 * MIB);
+    let path = site.socket("activated");
+    let launcher = site.run("systemd-socket-activate".as_ref()).arg("-l").arg(&path);
+    let environment = ["DSYNC_STATE_DIR", "PATH"].map(|name| ["-E", name]).concat();
+    let server = launcher.args(environment).arg(dsync_tests::site::binary()).arg("serve").arg(&image).start();
+    let until = Instant::now() + Duration::from_secs(20);
+    while !path.exists() && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let uri = format!("nbd+unix:///vm?socket={}", path.display());
+    let info = Run::new("qemu-img").args(["info", "--output=json", &uri]).ok().text();
+    assert!(info.contains("\"virtual-size\": 8388608"), "{info}");
+    stop(server);
+}
+
+#[test]
+fn a_guests_disk_waits_while_its_server_is_restarted() {
+    if !need(&["qemu-io"], "QEMU's reconnect to a server that is restarted") {
+        return;
+    }
+    let site = Site::new();
+    let image = site.image("vm.raw", 16 * MIB);
+    let (socket, path) = unix(&site, "passed");
+    let start = || Some(site.passed(copy_of(&socket), ["serve"]).arg(&image).start());
+    let mut server = start();
+    let disk =
+        format!("driver=nbd,server.type=unix,server.path={},export=vm,reconnect-delay=60", path.display());
+    let mut qemu = Run::new("qemu-io").args(["--image-opts", &disk]).start_talking();
+    let mut input = qemu.child.stdin.take().expect("its input");
+    let mut replies = std::io::BufReader::new(qemu.child.stdout.take().expect("its output"));
+    let mut said = |words: &str| {
+        use std::io::BufRead;
+        let mut all = String::new();
+        while !all.contains(words) {
+            assert!(replies.read_line(&mut all).expect("a reply") > 0, "qemu-io ended: {all}");
+            assert!(!all.contains("failed"), "{all}");
+        }
+    };
+    for round in 0..4u64 {
+        writeln!(input, "write -P {} {}M 64k", 0x41 + round, round).expect("a command");
+        if round > 0 {
+            // The write meets a socket that listens and has no server.
+            std::thread::sleep(Duration::from_millis(300));
+            server = start();
+        }
+        said("wrote 65536/65536");
+        let server = server.take().expect("a server");
+        match round % 2 {
+            0 => stop(server),
+            _ => drop(server.killed()),
+        }
+    }
+    let content = std::fs::read(&image).expect("the image");
+    for round in 0..4 {
+        let at = round * MIB as usize;
+        assert!(content[at..at + 65536].iter().all(|byte| *byte == 0x41 + round as u8), "round {round}");
+    }
+    qemu.kill();
+}
+
+#[test]
+fn a_listener_for_replicas_leaves_its_socket_open() {
+    let scene = Scene::new("a passed socket", 16 * MIB);
+    let mut far = Listening::for_near(&scene.site);
+    far.kill();
+    let socket = TcpListener::bind((HOST, 0)).expect("a port");
+    let to = format!("tls://{HOST}:{}/vm.raw", socket.local_addr().expect("an address").port());
+    for _ in 0..2 {
+        let listener = far.site.passed(copy_of(&socket), ["receive", "--into"]).arg(far.folder()).start();
+        far.sync_to(&scene, &to, &[]).ok();
+        stop(listener);
+    }
+    image::assert_equal(&scene.image, &far.replica());
+}
+
+/// The service manager's socket.
+struct Manager {
+    socket: UnixDatagram,
+    name: String,
+}
+
+impl Manager {
+    fn new(site: &Site) -> Manager {
+        let path = site.socket("notify");
+        let socket = UnixDatagram::bind(&path).expect("a socket");
+        Manager { socket, name: path.to_str().expect("a path").to_owned() }
+    }
+
+    /// What comes within the time.
+    fn hear(&self, within: Duration) -> Option<String> {
+        let mut bytes = [0; 4096];
+        self.socket.set_read_timeout(Some(within)).expect("a timeout");
+        let len = self.socket.recv(&mut bytes).ok()?;
+        Some(String::from_utf8(bytes[..len].to_vec()).expect("text"))
+    }
+
+    /// Waits for a message with these words.
+    fn wait_for(&self, words: &str) -> String {
+        let until = Instant::now() + Duration::from_secs(60);
+        loop {
+            match self.hear(Duration::from_secs(1)) {
+                Some(message) if message.contains(words) => return message,
+                _ => assert!(Instant::now() < until, "it does not say {words}"),
+            }
+        }
+    }
+
+    /// Waits until there was no sign of life for longer than two limits.
+    fn wait_for_silence(&self) {
+        let (until, mut last) = (Instant::now() + Duration::from_secs(60), Instant::now());
+        while last.elapsed() < 2 * LIMIT {
+            assert!(Instant::now() < until, "it goes on saying that it is well");
+            if self.hear(LIMIT / 4).is_some_and(|message| message.contains("WATCHDOG=1")) {
+                last = Instant::now();
+            }
+        }
+    }
+}
+
+/// The time without a sign of life after which a manager would end a service.
+const LIMIT: Duration = Duration::from_millis(500);
+
+#[test]
+fn a_manager_is_told_when_clients_can_connect_and_of_the_end() {
+    let mut scene = Scene::new("a service manager", 16 * MIB);
+    scene.stop();
+    let manager = Manager::new(&scene.site);
+    let socket = scene.site.socket("served");
+    let serve = scene.site.dsync(["serve"]).arg(&scene.image).arg("--socket").arg(&socket);
+    let server = serve.env("NOTIFY_SOCKET", &manager.name).start();
+    let ready = manager.wait_for("READY=1");
+    Client::connect(&Address::Unix(socket.clone()), "vm")
+        .expect("a connection at once")
+        .close()
+        .expect("the end");
+    assert!(ready.contains("\nSTATUS=serving vm on nbd+unix:///vm?socket="), "{ready}");
+
+    let mirror = scene.site.dsync(["mirror"]).arg(&scene.image).arg(&scene.replica);
+    let mirror = mirror.env("NOTIFY_SOCKET", &manager.name).start();
+    assert!(manager.wait_for("READY=1").contains("STATUS="));
+    manager.wait_for("STATUS=mirroring to ");
+    stop(mirror);
+    manager.wait_for("STOPPING=1");
+    stop(server);
+    manager.wait_for("STOPPING=1");
+
+    let listener = scene.site.dsync(["receive", "--listen", "127.0.0.1:0", "--into"]).arg(scene.site.dir());
+    let listener = listener.env("NOTIFY_SOCKET", &manager.name).start();
+    assert!(manager.wait_for("READY=1").contains("STATUS=listening on 127.0.0.1:"));
+    stop(listener);
+    manager.wait_for("STOPPING=1");
+
+    // One that fails never says that it is ready.
+    let missing = scene.site.path("missing.raw");
+    let serve = scene.site.dsync(["serve"]).arg(missing).arg("--socket").arg(&socket);
+    assert!(!serve.env("NOTIFY_SOCKET", &manager.name).output().status.success());
+    assert_eq!(manager.hear(Duration::from_millis(10)), None);
+}
+
+#[test]
+fn a_manager_may_have_an_abstract_name_or_be_gone() {
+    let site = Site::new();
+    let image = site.image("vm.raw", 4 * MIB);
+    let serve = |name: &str, at: &str| {
+        site.dsync(["serve"])
+            .arg(&image)
+            .arg("--socket")
+            .arg(site.socket(name))
+            .env("NOTIFY_SOCKET", at)
+            .start()
+    };
+    let name = format!("dsync-test-{}", std::process::id());
+    let address = SocketAddr::from_abstract_name(&name).expect("a name");
+    let socket = UnixDatagram::bind_addr(&address).expect("a socket");
+    let manager = Manager { socket, name: format!("@{name}") };
+    let server = serve("abstract", &manager.name);
+    manager.wait_for("READY=1");
+    stop(server);
+    let mut server = serve("gone", "/nowhere/notify");
+    server.wait_to_say("serving vm");
+    assert!(server.stderr_so_far().contains("cannot report to the service manager at /nowhere/notify"));
+    stop(server);
+}
+
+/// Threads of a process, stopped as a hang would stop them; they go on when this is dropped.
+struct Stopped(Vec<libc::pid_t>);
+
+impl Stopped {
+    fn new(process: &Background, name: &str) -> Stopped {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", process.child.id())).expect("a process");
+        let named = tasks.map(|task| task.expect("a thread").path()).filter(|task| {
+            std::fs::read_to_string(task.join("comm")).is_ok_and(|comm| comm.trim_end() == name)
+        });
+        let id = |task: PathBuf| task.file_name()?.to_str()?.parse().ok();
+        let ids: Vec<libc::pid_t> = named.map(|task| id(task).expect("a number")).collect();
+        assert!(!ids.is_empty(), "no thread {name}");
+        for id in &ids {
+            let none = std::ptr::null_mut::<libc::c_void>();
+            // SAFETY: the calls take no memory of this process.
+            unsafe {
+                assert_eq!(libc::ptrace(libc::PTRACE_SEIZE, *id, none, none), 0, "PTRACE_SEIZE");
+                assert_eq!(libc::ptrace(libc::PTRACE_INTERRUPT, *id, none, none), 0, "PTRACE_INTERRUPT");
+                assert_eq!(libc::waitpid(*id, std::ptr::null_mut(), libc::__WALL), *id, "waitpid");
+            }
+        }
+        Stopped(ids)
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        let none = std::ptr::null_mut::<libc::c_void>();
+        for id in &self.0 {
+            // SAFETY: as above.
+            unsafe { libc::ptrace(libc::PTRACE_DETACH, *id, none, none) };
+        }
+    }
+}
+
+/// A service says that it is well, does not while its loop hangs, and does again.
+fn watched(run: Run, manager: &Manager, ready: &str, thread: &str) {
+    let limit = LIMIT.as_micros().to_string();
+    let service = run.env("NOTIFY_SOCKET", &manager.name).env("WATCHDOG_USEC", limit).start();
+    manager.wait_for(ready);
+    (0..5).for_each(|_| drop(manager.wait_for("WATCHDOG=1")));
+    let stopped = Stopped::new(&service, thread);
+    manager.wait_for_silence();
+    drop(stopped);
+    (0..5).for_each(|_| drop(manager.wait_for("WATCHDOG=1")));
+    stop(service);
+}
+
+#[test]
+fn a_watchdog_hears_nothing_from_a_loop_that_hangs() {
+    let mut scene = Scene::new("a watchdog", 16 * MIB);
+    let manager = Manager::new(&scene.site);
+    let mirror = scene.site.dsync(["mirror"]).arg(&scene.image).arg(&scene.replica);
+    watched(mirror, &manager, "STATUS=mirroring to ", "produce");
+    scene.stop();
+    let serve =
+        scene.site.dsync(["serve"]).arg(&scene.image).arg("--socket").arg(scene.site.socket("served"));
+    watched(serve, &manager, "READY=1", "nbd-accept");
+    let receive = scene.site.dsync(["receive", "--listen", "127.0.0.1:0", "--into"]).arg(scene.site.dir());
+    watched(receive, &manager, "READY=1", "listener");
+}
+
+#[test]
+fn a_watchdog_of_another_process_is_not_answered() {
+    let site = Site::new();
+    let image = site.image("vm.raw", 4 * MIB);
+    let manager = Manager::new(&site);
+    let serve = site.dsync(["serve"]).arg(&image).arg("--socket").arg(site.socket("served"));
+    let serve =
+        serve.env("NOTIFY_SOCKET", &manager.name).env("WATCHDOG_USEC", "100000").env("WATCHDOG_PID", "1");
+    let server = serve.start();
+    manager.wait_for("READY=1");
+    assert_eq!(manager.hear(Duration::from_millis(300)), None);
+    stop(server);
+}
