@@ -2,6 +2,7 @@
 
 use std::fs::rename;
 
+use dsync_tests::far::Far;
 use dsync_tests::mount::{Loop, Mount};
 use dsync_tests::{Run, Scene, Site, image, need, need_root, skipped};
 
@@ -183,4 +184,138 @@ fn a_state_directory_that_was_removed_beneath_its_server_is_found_out() {
     scene.sync(&[]).code(4).says(&["another source", "--adopt"]);
     scene.sync(&["--adopt"]).ok();
     scene.equal();
+}
+
+/// The condition of the replicas of a host, as a monitor gets it.
+fn check(site: &Site) -> Run {
+    site.dsync(["status", "--check"])
+}
+
+#[test]
+fn a_larger_file_is_not_cut_to_be_adopted_unless_that_is_asked_for() {
+    let mut scene = Scene::new("a larger file", 4 * MIB);
+    let adopt = ["--adopt", "--allow-shrink"];
+    let larger = scene.random.bytes(6 << 20);
+    std::fs::write(&scene.replica, &larger).expect("another disk");
+    scene.sync(&adopt[..1]).code(4).says(&[
+        "4.00 MiB",
+        "6.00 MiB",
+        "wrong destination",
+        "--adopt --allow-shrink",
+    ]);
+    scene.sync(&["--adopt", "-n"]).code(4).says(&["wrong destination"]);
+    let text = |options: &[&str]| {
+        let run = scene.site.dsync(["sync"]).arg(&scene.image).arg(&scene.replica).args(adopt).args(options);
+        let output = run.ok();
+        assert!(!output.stderr.contains("no effect"), "{output}");
+        output.text()
+    };
+    let said = text(&["-n"]);
+    assert!(said.contains("would cut") && said.contains("from 6.00 MiB to 4.00 MiB"), "{said}");
+    assert!(std::fs::read(&scene.replica).expect("the other disk") == larger, "it was changed");
+    let said = text(&[]);
+    assert!(said.contains("cut ") && said.contains("from 6.00 MiB to 4.00 MiB"), "{said}");
+    scene.equal();
+}
+
+#[test]
+fn what_another_host_says_names_it_and_a_command_that_is_right_here() {
+    let scene = Scene::new("names of another host", 4 * MIB);
+    let far = Far::new(env!("CARGO_BIN_EXE_rsh"));
+    far.sync(&scene, &[], None).ok();
+    std::fs::write(far.replica(), "another content").expect("a write");
+    let destination = format!("far:{}", far.replica().display());
+    let commands = format!("dsync verify --repair {} {destination}\"", scene.image.display());
+    let refused = far.sync(&scene, &[], None).code(4);
+    refused.says(&["dsync: far: replica ", "was modified outside dsync", &commands]);
+    // The same words on one host, without the host.
+    let local = scene.site.dsync(["sync"]).arg(&scene.image).arg(far.replica()).code(4);
+    assert!(local.stderr.starts_with("dsync: replica "), "{local}");
+    let mirror = far.run("mirror", &scene, &[], None).code(4);
+    mirror.says(&["dsync: far: replica ", &commands]);
+    // A remote shell that fails is named with its options, to be tried by hand.
+    let failing = scene.site.dsync(["sync", "-e", "false -x"]).arg(&scene.image).arg("far:/vm.raw").code(1);
+    failing.says(&["\"false -x\"", "false -x far dsync receive"]);
+}
+
+#[test]
+fn a_chmod_or_a_move_is_told_from_a_write_and_cleared_by_a_verification() {
+    use std::os::unix::fs::PermissionsExt;
+    let mut scene = Scene::synced("a chmod", 4 * MIB);
+    let verify = |scene: &Scene, options: &[&str]| {
+        scene.site.dsync(["verify"]).arg(&scene.image).arg(&scene.replica).args(options)
+    };
+    std::fs::set_permissions(&scene.replica, std::fs::Permissions::from_mode(0o640)).expect("a chmod");
+    let why = "owner, mode, name or links were changed";
+    let refused = scene.sync(&[]).code(4);
+    refused.says(&[why, "dsync verify --repair "]);
+    let warned = verify(&scene, &[]).ok();
+    assert!(warned.stderr.contains(why) && !warned.stderr.contains("written to"), "{warned}");
+    let shown = scene.site.dsync(["status"]).arg(&scene.replica).code(4);
+    assert!(shown.text().contains("at epoch 1") || shown.text().contains("epoch 1 of"), "{shown}");
+    shown.says(&[why]);
+    scene.site.dsync(quoted(&refused.stderr, "dsync verify --repair")).ok();
+    scene.change(1);
+    scene.sync(&[]).ok();
+    scene.equal();
+
+    // Moved within its folder without its state.
+    let moved = scene.replica.with_file_name("moved.raw");
+    rename(&scene.replica, &moved).expect("a rename");
+    let state = |name: &str| scene.replica.with_file_name(format!(".{name}.dsync"));
+    let refused = scene.site.sync(&scene.image, &moved, &["--create"]).code(4);
+    refused.says(&["moved without its state", "dsync verify --repair "]);
+    rename(state("vm.raw"), state("moved.raw")).expect("a rename");
+    scene.site.dsync(quoted(&refused.stderr, "dsync verify --repair")).ok();
+    scene.site.sync(&scene.image, &moved, &[]).ok();
+    image::assert_equal(&scene.image, &moved);
+}
+
+#[test]
+fn a_merge_that_is_refused_makes_no_replica() {
+    let mut scene = Scene::synced("a refused merge", 4 * MIB);
+    scene.change(1);
+    let delta = scene.site.dsync(["extract", "vm", "--since", "1"]).ok().stdout;
+    let far = Site::new();
+    let merge = |delta: &[u8]| far.dsync(["merge"]).arg(far.path("vm.raw")).input(delta);
+    merge(&delta).code(4).says(&["does not exist yet"]);
+    let listed = far.dsync(["status"]).ok().text();
+    assert!(!listed.contains("vm.raw"), "{listed}");
+    let whole = scene.site.dsync(["extract", "vm", "--since", "0"]).ok().stdout;
+    merge(&whole).ok();
+    let checked = check(&far).ok().text();
+    assert_eq!(checked, "OK\n");
+    let listed = far.dsync(["status"]).ok().text();
+    assert!(listed.contains("vm.raw"), "{listed}");
+}
+
+#[test]
+fn a_state_folder_that_was_given_once_is_named_when_it_is_not_given() {
+    let scene = Scene::new("a folder for state", 4 * MIB);
+    let folder = scene.site.path("journals");
+    let given = ["--journal-dir", folder.to_str().expect("a path")];
+    scene.sync(&given).ok();
+    let forgotten = ["is a replica whose state is in", given[1], "--journal-dir"];
+    scene.sync(&[]).code(4).says(&forgotten);
+    scene.site.dsync(["status"]).arg(&scene.replica).code(4).says(&forgotten);
+    scene.site.dsync(["verify"]).arg(&scene.image).arg(&scene.replica).code(4).says(&forgotten);
+    let delta = scene.site.dsync(["extract", "vm"]).ok().stdout;
+    scene.site.dsync(["merge"]).arg(&scene.replica).input(delta).code(4).says(&forgotten);
+    scene.sync(&given).ok();
+}
+
+#[test]
+fn a_device_with_something_in_its_middle_is_not_blank() {
+    let what = "a first copy to a device that is not blank";
+    if !need_root(what) {
+        return;
+    }
+    let mut scene = Scene::new("a device in use", 4 * MIB);
+    let backing = scene.site.image("backing", 64 * MIB);
+    // As much as the gap between two samples.
+    image::scribble(&backing, 20 * MIB, 2 * MIB, &mut scene.random);
+    let Some(device) = Loop::new(&backing) else { return skipped(what, "loop devices are not allowed here") };
+    scene.site.sync(&scene.image, device.device(), &[]).code(4).says(&["not a dsync replica", "--adopt"]);
+    std::fs::write(&backing, vec![0; 64 << 20]).expect("zeroes");
+    scene.site.sync(&scene.image, device.device(), &[]).ok();
 }

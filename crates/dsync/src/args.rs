@@ -68,6 +68,8 @@ pub(crate) enum Command {
         One end may be on another host, where dsync is installed too. A path with a slash before its colon is\n\
         local. tls://HOST[:PORT]/PATH is a path in the first --into folder of \"dsync receive\" on that host, or\n\
         in the first --offer folder of \"dsync send\" if it is the source; tls://HOST//PATH is an absolute path.\n\n\
+        A block device is a new destination only if it looks blank, at its first and last MiB and at 64 places between\n\
+        them. Take over one with other content with --adopt.\n\n\
         The summary says how changes were found: tracked, compared (and why), or copied.")]
     Sync(Sync),
 
@@ -265,7 +267,7 @@ pub(crate) enum Command {
 }
 
 /// How a source is opened.
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 pub(crate) struct SourceArgs {
     /// Block size of the record: a power of two from 4K to 1M [default: 4K, more for disks over 4 TiB]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
@@ -275,7 +277,7 @@ pub(crate) struct SourceArgs {
     #[arg(long)]
     pub trust_device: bool,
 
-    /// Accept that the source has become smaller
+    /// Accept that the source has become smaller; with --adopt, also that the copy is larger than the source, and is cut
     #[arg(long)]
     pub allow_shrink: bool,
 }
@@ -324,7 +326,8 @@ impl FarArgs {
 /// How a replica begins where there is a copy already, or where one is missing.
 #[derive(Debug, Args)]
 pub(crate) struct BeginArgs {
-    /// Take over an existing copy: compare all of it, and overwrite what differs
+    /// Take over an existing copy: compare all of it, and overwrite what differs. A file larger than the source is refused
+    /// without --allow-shrink
     #[arg(long)]
     pub adopt: bool,
     /// Create a new replica where one is missing for good

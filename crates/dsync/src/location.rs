@@ -97,23 +97,6 @@ impl Location {
         })
     }
 
-    /// Connects to the replica's side, which runs in a thread or on another host, and calls a function with the link, the
-    /// destination's path there, and its name as the user wrote it.
-    pub(crate) fn converse<T>(
-        &self,
-        far: &FarArgs,
-        state: &StateDir,
-        talk: impl FnOnce(Link, &Path, &str) -> Result<T>,
-    ) -> Result<T> {
-        let (path, name) = self.place()?;
-        let (link, receiving) = self.connect(far, state)?;
-        let result = talk(link, &path, &name);
-        if let Some(receiving) = receiving {
-            let _ = receiving.join();
-        }
-        result
-    }
-
     /// A link to the replica's side, and its thread, if it is local.
     pub(crate) fn connect(&self, far: &FarArgs, state: &StateDir) -> Result<(Link, Option<JoinHandle<()>>)> {
         let Some(host) = &self.host else {
@@ -149,6 +132,42 @@ impl Ends {
         [&self.source, &self.destination].into_iter().find(|end| end.host.is_some())
     }
 
+    /// Connects to the replica's side, which runs in a thread or on another host, and calls a function with the link, the
+    /// destination's path there, and its name as the user wrote it.
+    pub(crate) fn converse<T>(
+        &self,
+        far: &FarArgs,
+        state: &StateDir,
+        talk: impl FnOnce(Link, &Path, &str) -> Result<T, SyncError>,
+    ) -> Result<T> {
+        let (path, name) = self.destination.place()?;
+        let (link, receiving) = self.destination.connect(far, state)?;
+        let result = talk(link, &path, &name);
+        if let Some(receiving) = receiving {
+            let _ = receiving.join();
+        }
+        Ok(result.map_err(|error| self.named(error))?)
+    }
+
+    /// An error as it helps here: what another host said is marked as its, and the commands that it names get both ends as
+    /// the user wrote them, because paths there may mean something else here.
+    pub(crate) fn named(&self, error: SyncError) -> SyncError {
+        match error {
+            SyncError::Far { message, class } => SyncError::Far { message: self.told(&message), class },
+            own => own,
+        }
+    }
+
+    /// What the other side said, in the same way.
+    pub(crate) fn told(&self, message: &str) -> String {
+        let ends = format!("{} {}", self.source.name, self.destination.name);
+        let message = message.replace("SRC DST", &ends);
+        match self.far().and_then(|far| far.host.as_deref()) {
+            Some(host) => format!("{host}: {message}"),
+            None => message,
+        }
+    }
+
     /// Asks the source's host, which is another one, for a task, and receives at the destination on this one. `begun` gets what is known
     /// of the source before anything is moved.
     pub(crate) fn pull<T>(
@@ -174,12 +193,7 @@ impl Ends {
         let progress = |done, total| output.progress(done, total);
         let done = run(&pull, link, PullContext { state, begun: &begun, progress: &progress });
         output.finish();
-        Ok(done.map_err(|error| match error {
-            SyncError::Far { message, class } => {
-                SyncError::Far { message: format!("{host}: {message}"), class }
-            }
-            own => own,
-        })?)
+        Ok(done.map_err(|error| self.named(error))?)
     }
 }
 

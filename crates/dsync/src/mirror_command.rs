@@ -104,8 +104,14 @@ pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Res
     let manager = Arc::new(Manager::find(output));
     on_signals(stop.clone(), mirroring.clone(), manager.clone(), output.alike())?;
     let (path, name) = destination.place()?;
-    let teller =
-        Teller { output, name: &name, mirroring: &mirroring, manager: &manager, last: Mutex::new(None) };
+    let teller = Teller {
+        output,
+        ends: &ends,
+        name: &name,
+        mirroring: &mirroring,
+        manager: &manager,
+        last: Mutex::new(None),
+    };
     let progress = |done, total| {
         output.progress(done, total);
         teller.progress(done, total);
@@ -149,7 +155,7 @@ pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Res
         let _ = last.join();
     }
     output.finish();
-    let summary = summary?;
+    let summary = summary.map_err(|error| ends.named(error))?;
     say(&summary, &name, output);
     output.summary(&summary);
     Ok(())
@@ -169,6 +175,7 @@ fn say(summary: &MirrorSummary, name: &str, output: &Output) {
 /// Reports events as text or JSON.
 struct Teller<'a> {
     output: &'a Output,
+    ends: &'a Ends,
     name: &'a str,
     mirroring: &'a AtomicBool,
     manager: &'a Manager,
@@ -242,7 +249,11 @@ impl Teller<'_> {
                 }
             }
             MirrorEvent::Broken(error, wait) => {
-                output.warn(&format!("{error}; retrying in {}", units::seconds(wait.as_secs_f64())))
+                let text = match error {
+                    SyncError::Far { message, .. } => self.ends.told(message),
+                    own => own.to_string(),
+                };
+                output.warn(&format!("{text}; retrying in {}", units::seconds(wait.as_secs_f64())))
             }
         }
     }

@@ -4,9 +4,10 @@ use std::path::Path;
 
 use anyhow::{Context as _, Result, bail};
 use extents::Bitmap;
-use replica::{Replica, State, Unsure};
+use replica::{State, Unsure};
 use serde::Serialize;
 use source::{About, Bookmark, Bookmarks, Client, History, Position, StateDir, Status};
+use sync::SyncError;
 
 use crate::args;
 use crate::checkpoint::{self, Listed};
@@ -350,12 +351,17 @@ fn replica(
             "{replica} (\"dsync status\" lists sources and replicas)"
         )));
     }
-    let replica = match Replica::open(&absolute, &options) {
-        Err(replica::ReplicaError::Busy { holder, .. }) if !recovering => {
+    let replica = match sync::open_replica(&absolute, &options, state) {
+        Err(SyncError::Replica(replica::ReplicaError::Busy { holder, .. })) if !recovering => {
             return written_down(absolute, &options, Some(holder), output);
         }
-        Err(replica::ReplicaError::Promoted { .. }) if !recovering => {
+        Err(SyncError::Replica(replica::ReplicaError::Promoted { .. })) if !recovering => {
             return written_down(absolute, &options, None, output);
+        }
+        // It is shown, and refused all the same.
+        Err(error @ SyncError::Replica(replica::ReplicaError::Changed { .. })) if !recovering => {
+            written_down(absolute, &options, None, output)?;
+            return Err(error.into());
         }
         other => other?,
     };

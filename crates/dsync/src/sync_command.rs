@@ -6,7 +6,7 @@ use anyhow::Result;
 use source::StateDir;
 use sync::{Extents, Method, Pull, SourceInfo, Summary, SyncError, SyncOptions, Task, Unreadable, Way};
 
-use crate::args::{self, FreezeArg, HashArg, MethodArg};
+use crate::args::{self, FreezeArg, HashArg, MethodArg, SourceArgs};
 use crate::effect;
 use crate::failure::{FAILED, Failure};
 use crate::location::Ends;
@@ -33,6 +33,7 @@ fn options(args: &args::Sync, is_far: bool) -> Result<SyncOptions, Failure> {
         unreadable: if args.keep_going { Unreadable::SendAnew } else { Unreadable::Fail },
         dry_run: args.dry_run,
         adopt: args.begin.adopt,
+        shrink: args.open.allow_shrink,
         create: args.begin.create,
         at_view: args.at_view,
         compress: args.compress.level,
@@ -80,8 +81,8 @@ fn push(
     }
     let summary = persist(args, options, output, |options| {
         let progress = |done, total| output.progress(done, total);
-        let summary = ends.destination.converse(&args.far, state, |link, path, name| {
-            Ok(sync::push(&handle, link, path, name, options, &progress)?)
+        let summary = ends.converse(&args.far, state, |link, path, name| {
+            sync::push(&handle, link, path, name, options, &progress)
         });
         output.finish();
         summary
@@ -111,7 +112,10 @@ fn pull(
 
 /// Holds an open source against the options.
 fn check(info: &SourceInfo, args: &args::Sync, output: &Output) -> Result<(), SyncError> {
-    effect::on_source(info, &args.open, &args.live.given(), output);
+    // With --adopt this one is about the destination, too.
+    let allow_shrink = args.open.allow_shrink && !args.begin.adopt;
+    let open = SourceArgs { allow_shrink, ..args.open.clone() };
+    effect::on_source(info, &open, &args.live.given(), output);
     if args.live.freeze == Some(FreezeArg::Require) && !info.tracked {
         let why = "is not a tracked disk, so no file system on it can be frozen: omit --freeze require";
         return Err(SyncError::Refused(format!("{} {why}", info.path.display())));
@@ -164,6 +168,15 @@ pub(crate) fn say(summary: &Summary, output: &Output) {
         copied => format!("{found} ({} of that copied at the destination)", units::size(copied)),
     };
     let of = format!("of {}", units::size(summary.disk_size));
+    if summary.bytes_cut > 0 {
+        output.say(&format!(
+            "{} {} from {} to {}",
+            if summary.dry_run { "would cut" } else { "cut" },
+            summary.destination,
+            device::exact_size(summary.disk_size + summary.bytes_cut),
+            device::exact_size(summary.disk_size)
+        ));
+    }
     if summary.dry_run {
         output.say(&match summary.method {
             delta::Method::Compare | delta::Method::Rolling => format!(

@@ -46,8 +46,8 @@ pub(crate) fn run(args: &args::Verify, state: &StateDir, output: &Output) -> Res
         let handle = crate::attach(state, &args.source, &args.open)?;
         begun(&(&handle).into())?;
         let progress = |done, total| output.progress(done, total);
-        let verified = ends.destination.converse(&args.far, state, |link, path, name| {
-            Ok(sync::verify(&handle, link, path, name, &options, &progress)?)
+        let verified = ends.converse(&args.far, state, |link, path, name| {
+            sync::verify(&handle, link, path, name, &options, &progress)
         });
         output.finish();
         crate::close(handle, verified)?

@@ -70,7 +70,7 @@ fn start(rsh: &[String], host: &str, command: &[String]) -> Result<(Arc<Remote>,
     let said = Arc::new(Stderr::default());
     let remote = Arc::new(Remote {
         host: host.to_string(),
-        rsh: Path::new(program).file_name().unwrap_or_default().to_string_lossy().into_owned(),
+        rsh: rsh.join(" "),
         command: command.to_vec(),
         child: Mutex::new(child),
         wake,

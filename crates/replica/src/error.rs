@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 
 use uuid::Uuid;
 
-/// An error of this crate. Unless the text says otherwise, the destination is as it was.
+/// An error of this crate. In the commands that a text names, SRC and DST are the source and the replica: who knows their names puts
+/// them in. Unless the text says otherwise, the destination is as it was.
 #[derive(Debug, thiserror::Error)]
 pub enum ReplicaError {
     /// Another process uses the replica.
@@ -17,13 +18,13 @@ pub enum ReplicaError {
         holder: String,
     },
     /// What is at the path was never a replica.
-    #[error("{} exists but is not a dsync replica: choose another path, or run \"dsync sync --adopt SRC {}\", which compares it in full and overwrites what differs", .0.display(), .0.display())]
+    #[error("{} exists but is not a dsync replica: choose another path, or run \"dsync sync --adopt SRC DST\", which compares it in full and overwrites what differs", .0.display())]
     NotAReplica(PathBuf),
     /// A file was adopted, and the compare did not complete.
-    #[error("the adoption of {} was interrupted before all of it was compared: run \"dsync sync --adopt SRC {}\" again, which compares it in full", .0.display(), .0.display())]
+    #[error("the adoption of {} was interrupted before all of it was compared: run \"dsync sync --adopt SRC DST\" again, which compares it in full", .0.display())]
     Unproven(PathBuf),
     /// A replica's file was moved, and its state was not.
-    #[error("{} is the replica that was at {}, moved without its state: move {} to {} as well", path.display(), was.display(), from.display(), to.display())]
+    #[error("{} is the replica that was at {}, moved without its state: move {} to {} as well, then run \"dsync verify --repair SRC DST\", which compares it: its times do not tell a move from a write", path.display(), was.display(), from.display(), to.display())]
     Moved {
         /// Where the file is.
         path: PathBuf,
@@ -38,9 +39,9 @@ pub enum ReplicaError {
     #[error("{} is in the way of the new copy and was not created by dsync: move it aside", .0.display())]
     PartialTaken(PathBuf),
     /// The destination is not as the last commit left it.
-    #[error("replica {} was modified outside dsync since its last commit ({why}): find out who writes there first; \"dsync verify\" \
-             shows what differs and changes nothing; \"dsync sync --adopt SRC {}\" would overwrite those changes with the source",
-             path.display(), path.display())]
+    #[error("replica {} was modified outside dsync since its last commit ({why}): find out who writes there first; \"dsync verify SRC DST\" \
+             shows what differs and changes nothing; \"dsync verify --repair SRC DST\" overwrites what differs with the source and \
+             accepts the rest, as \"dsync sync --adopt SRC DST\" does", path.display())]
     Changed {
         /// The destination.
         path: PathBuf,

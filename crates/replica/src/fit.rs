@@ -95,10 +95,9 @@ impl Replica {
                 path: path(),
                 has: lineage.size,
                 given: format!(
-                    "the delta begins with {} at the same epoch: \"dsync sync --adopt SRC {}\" compares all of it with its \
+                    "the delta begins with {} at the same epoch: \"dsync sync --adopt SRC DST\" compares all of it with its \
                      source and overwrites what differs",
-                    device::exact_size(header.size_before),
-                    self.path().display()
+                    device::exact_size(header.size_before)
                 ),
             });
         }

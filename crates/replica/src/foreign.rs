@@ -95,9 +95,14 @@ impl Replica {
         if self.is_noticed_by_lineage(why) {
             self.outdate_sealed();
         }
+        ReplicaError::Changed { path: self.path().to_path_buf(), why: self.how_changed(why) }
+    }
+
+    /// In what way others have changed the destination, as exactly as its times tell.
+    pub(crate) fn how_changed(&self, why: &str) -> String {
         let found = self.destination().stamp(Name::Final).ok().flatten();
         let left = self.left().or(self.lineage().stamp.as_ref());
-        let why = match found.filter(|_| why == WRITTEN).and_then(|now| Some((now.changed, now.written?))) {
+        match found.filter(|_| why == WRITTEN).and_then(|now| Some((now.changed, now.written?))) {
             // A write moves both times, but any program may set this one back.
             Some((changed, written)) if left.and_then(|left| left.written) == Some(written) => format!(
                 "its owner, mode, name or links were changed {}; its times do not tell whether its content was changed too",
@@ -105,8 +110,7 @@ impl Replica {
             ),
             Some((_, written)) => format!("content written {}", ago(written, &self.destination().clock())),
             None => why.into(),
-        };
-        ReplicaError::Changed { path: self.path().to_path_buf(), why }
+        }
     }
 
     fn gone(&self) -> ReplicaError {

@@ -111,6 +111,15 @@ impl KnownReplicas {
         Ok(self.entries()?.iter().any(|entry| entry.path == path))
     }
 
+    /// Where the state of the replica at `path` is, if it is in the list and still has its state there.
+    ///
+    /// # Errors
+    /// If the list cannot be read.
+    pub fn folder_of(&self, path: &Path) -> io::Result<Option<PathBuf>> {
+        let mut entries = self.entries()?.into_iter().filter(|entry| entry.path == path);
+        Ok(entries.find(|entry| entry.folder.is_dir()).map(|entry| entry.folder))
+    }
+
     fn entries(&self) -> io::Result<Vec<Entry>> {
         Ok(files(&self.list)?.iter().filter_map(|file| read(file)).collect())
     }

@@ -15,6 +15,9 @@ use crate::note::{self, WRITTEN};
 use crate::options::Options;
 use crate::replica::Replica;
 
+/// Places at which a device is looked at before a first copy to it.
+const SAMPLES: u64 = 64;
+
 impl Replica {
     /// Opens the replica at `path`, or the path for a new one. Completes or rolls back what a crash left; [`Status::recovered`] tells.
     ///
@@ -131,12 +134,13 @@ impl Replica {
         if free { Ok(()) } else { Err(ReplicaError::NotAReplica(self.destination().path().to_path_buf())) }
     }
 
-    /// True if a device is blank: its first and last MiB are zeroes.
+    /// True if a device seems blank: its first and last MiB, and 4 KiB at [`SAMPLES`] places between them, are zeroes.
     fn is_blank(&self) -> Result<bool> {
         let disk = self.destination().open(Name::Final)?;
-        let len = disk.len().min(1 << 20);
-        let mut buf = device::Buf::new(len as usize);
-        for offset in [0, disk.len() - len] {
+        let (len, sample) = (disk.len().min(1 << 20), disk.len().min(4096));
+        let between = (1..=SAMPLES).map(|at| (disk.len() / (SAMPLES + 1) * at / 4096 * 4096, sample));
+        for (offset, len) in [(0, len), (disk.len() - len, len)].into_iter().chain(between) {
+            let mut buf = device::Buf::new(len as usize);
             // Sector by sector, so that an unreadable one is named.
             for (at, sector) in (offset..).step_by(4096).zip(buf.chunks_mut(4096)) {
                 let read = disk.read_at(at, sector).map_err(|e| device::unreadable(at, e));

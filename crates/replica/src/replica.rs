@@ -314,7 +314,7 @@ impl Replica {
             under_way: lineage.step.is_some(),
             resumes: self.journal.as_ref().and_then(Contents::resume),
             recovered: (!self.known.recovered.is_empty()).then(|| self.known.recovered.join("; ")),
-            changed: self.known.changed.map(str::to_owned),
+            changed: self.known.changed.map(|why| self.how_changed(why)),
         };
         Ok(())
     }

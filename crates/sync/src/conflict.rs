@@ -34,6 +34,22 @@ pub enum Conflict {
         /// The source given.
         path: PathBuf,
     },
+    /// What is to be adopted is larger than the source.
+    #[error(
+        "{} has {}, and source {} only {}: it may be the wrong destination. If what it has beyond that can be lost, \"dsync sync \
+         --adopt --allow-shrink\" cuts it to the size of the source", replica.display(), device::exact_size(*has), path.display(),
+        device::exact_size(*size)
+    )]
+    Larger {
+        /// What is to be adopted.
+        replica: PathBuf,
+        /// Its size in bytes.
+        has: u64,
+        /// The source.
+        path: PathBuf,
+        /// The size of the source in bytes.
+        size: u64,
+    },
     /// `tracked` was demanded, and there is no replica yet.
     #[error("no replica at {} yet: run the first sync without --method tracked", .0.display())]
     NoReplica(PathBuf),

@@ -64,6 +64,11 @@ pub enum SyncError {
         "the source cannot be read ({0}), so nothing was committed: \"dsync sync --keep-going\" copies the rest and leaves the replica incomplete"
     )]
     Unreadable(String),
+    /// A part of the source cannot be read to verify a replica.
+    #[error(
+        "the source cannot be read ({0}), so the replica was not verified: --keep-going compares the rest"
+    )]
+    Unverifiable(String),
     /// A part of the replica cannot be read.
     #[error("the replica cannot be read: {0}: --keep-going skips what cannot be read")]
     UnreadableReplica(#[source] std::io::Error),
@@ -86,7 +91,7 @@ impl SyncError {
             SyncError::Far { class, .. } => return *class,
             SyncError::Replica(replica::ReplicaError::Busy { .. }) => return Class::Busy,
             SyncError::Replica(replica::ReplicaError::Away(_)) | SyncError::Away(_) => return Class::Away,
-            SyncError::Unreadable(_) => return Class::Unreadable,
+            SyncError::Unreadable(_) | SyncError::Unverifiable(_) => return Class::Unreadable,
             SyncError::Io { error, .. } if device::is_unreadable(error) => return Class::Unreadable,
             SyncError::Source(e) => e.is_refusal(),
             SyncError::Replica(e) => e.is_refusal(),

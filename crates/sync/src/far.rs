@@ -10,7 +10,7 @@ use compare::{DigestReport, Scope};
 use delta::{Frame, Units};
 use device::{Disk, Storage};
 use link::{Link, Message, Receiver, Sender};
-use replica::{Commit, DeltaReceiver, KnownReplicas, Replica};
+use replica::{Commit, DeltaReceiver, KnownReplicas, Replica, ReplicaError};
 use serde::Serialize;
 use source::StateDir;
 
@@ -51,7 +51,25 @@ pub(crate) fn open_here(open: &Open, path: &Path, state: &StateDir) -> Result<Op
         doubt: open.verify,
         ..open_options(open.journal_dir.as_deref(), state)
     };
-    Ok((Replica::open(path, &options)?, Some(known_replicas(state))))
+    Ok((open_replica(path, &options, state)?, Some(known_replicas(state))))
+}
+
+/// Opens a replica. One whose state is in another folder than is said is told from what is none.
+///
+/// # Errors
+/// As [`Replica::open`].
+pub fn open_replica(path: &Path, options: &replica::Options, state: &StateDir) -> Result<Replica, SyncError> {
+    Replica::open(path, options).map_err(|error| match error {
+        ReplicaError::NotAReplica(path) => match known_replicas(state).folder_of(&path) {
+            Ok(Some(folder)) => SyncError::Refused(format!(
+                "{} is a replica whose state is in {}: pass --journal-dir {1}",
+                path.display(),
+                folder.display()
+            )),
+            _ => ReplicaError::NotAReplica(path).into(),
+        },
+        other => other.into(),
+    })
 }
 
 /// The replicas of the host whose state directory this is.
@@ -421,12 +439,10 @@ pub fn merge(
 ) -> Result<Merged, SyncError> {
     let how =
         replica::Options { create: options.create, ..open_options(options.journal_dir.as_deref(), state) };
-    let open = || {
-        let replica = Replica::open(path, &how)?;
-        list(&replica, Some(&known_replicas(state)));
-        Ok(replica)
-    };
-    merge_over(open, options.commit, input).map(|merged| Merged { destination: path.to_path_buf(), ..merged })
+    let (merged, replica) = merge_into(|| open_replica(path, &how, state), options.commit, input)?;
+    // Not before: a merge that is refused makes no replica.
+    list(&replica, Some(&known_replicas(state)));
+    Ok(Merged { destination: path.to_path_buf(), ..merged })
 }
 
 /// The same for a replica that the caller opens, wherever it is.
@@ -436,6 +452,14 @@ pub fn merge_over(
     commit: Commit,
     input: impl Read,
 ) -> Result<Merged, SyncError> {
+    merge_into(|| Ok(open()?), commit, input).map(|(merged, _)| merged)
+}
+
+fn merge_into(
+    open: impl FnOnce() -> Result<Replica, SyncError>,
+    commit: Commit,
+    input: impl Read,
+) -> Result<(Merged, Replica), SyncError> {
     let began = Instant::now();
     let mut units = Units::new(input);
     let no_delta = || delta::Error::NoTrailer { units: 0 };
@@ -467,7 +491,7 @@ pub fn merge_over(
         }
         receipt.unit(unit)?;
     };
-    Ok(Merged {
+    let merged = Merged {
         destination,
         source: replica.status().source.unwrap_or_default(),
         epoch: committed.epoch.number,
@@ -476,5 +500,6 @@ pub fn merge_over(
         bytes_written: committed.bytes_written,
         seconds: began.elapsed().as_secs_f64(),
         recovered,
-    })
+    };
+    Ok((merged, replica))
 }

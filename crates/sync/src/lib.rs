@@ -70,7 +70,7 @@ pub use error::{Class, SyncError};
 pub use extents::{Extent, Extents};
 pub use extract::{Extracted, extract};
 pub use facts::PULLED;
-pub use far::{MergeOptions, Merged, known_replicas, merge, receive, receive_within};
+pub use far::{MergeOptions, Merged, known_replicas, merge, open_replica, receive, receive_within};
 #[doc(hidden)]
 pub use far::{merge_over, receive_over};
 pub use mirror::{BatchReport, Mirror, MirrorEvent, MirrorOptions, MirrorSummary, Turns};

@@ -20,6 +20,8 @@ pub struct SyncOptions {
     pub dry_run: bool,
     /// Take over a file or device that is not a replica of this source, after comparing all of it.
     pub adopt: bool,
+    /// Adopt also a file that is larger than the source, and cut off what it has beyond.
+    pub shrink: bool,
     /// Create a new replica although the source knows of one that is not found.
     pub create: bool,
     /// Send the view that is open as `@view`.

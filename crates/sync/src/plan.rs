@@ -161,6 +161,27 @@ pub(crate) fn refuse_vanished(name: &str, status: &Status, known: Option<&Bookma
     }
 }
 
+/// Bytes that a destination has beyond the end of a source of `size` bytes, and that a commit cuts off. A device keeps them.
+pub(crate) fn cut_off(status: &Status, size: u64) -> u64 {
+    let has = status.wrong_size.unwrap_or(status.replica.size);
+    if status.replica.capacity.is_some() { 0 } else { has.saturating_sub(size) }
+}
+
+/// Refuses to adopt a file that is larger than the source: its size is the best sign of a wrong destination.
+pub(crate) fn refuse_larger(
+    (path, uuid, size): (&Path, Uuid, u64),
+    status: &Status,
+    options: &SyncOptions,
+) -> Result<(), Conflict> {
+    let beyond = cut_off(status, size);
+    // A replica of this source may be from before the source was shrunk.
+    if !options.adopt || options.shrink || beyond == 0 || status.replica.source == Some(uuid) {
+        return Ok(());
+    }
+    let (replica, path) = (status.path.clone(), path.to_path_buf());
+    Err(Conflict::Larger { replica, has: size + beyond, path, size })
+}
+
 /// Refuses what cannot be done with a disk in use.
 fn allow_live(facts: &Facts<'_>, options: &SyncOptions) -> Result<(), Conflict> {
     let path = facts.path.to_path_buf();
@@ -478,6 +499,31 @@ mod tests {
         ];
         for (situation, expected) in situations {
             assert_eq!(choice(situation), expected, "{situation}");
+        }
+    }
+
+    #[test]
+    fn a_file_larger_than_the_source_is_adopted_only_if_it_may_be_cut() {
+        let size = BLOCKS * BLOCK;
+        let larger = |words: &str, asked: SyncOptions, size: u64| {
+            let mut status = replica(words);
+            if words.contains("device") {
+                status.replica.capacity = Some(1 << 40);
+            }
+            refuse_larger((Path::new("/source"), SOURCE, size), &status, &asked)
+        };
+        let adopt = || options("--adopt");
+        for words in ["file", "other at 5"] {
+            let refused = larger(words, adopt(), size - BLOCK).unwrap_err().to_string();
+            for told in ["/replica", "/source", "32.0 KiB", "28.0 KiB", "--adopt --allow-shrink"] {
+                assert!(refused.contains(told), "{words}: {told}: {refused}");
+            }
+            assert_eq!(larger(words, adopt(), size), Ok(()), "{words}");
+            assert_eq!(larger(words, adopt(), size + 1), Ok(()), "{words}");
+            assert_eq!(larger(words, SyncOptions { shrink: true, ..adopt() }, 0), Ok(()), "{words}");
+        }
+        for words in ["at 5", "unknown", "file device", "none"] {
+            assert_eq!(larger(words, adopt(), size - BLOCK), Ok(()), "{words}");
         }
     }
 

@@ -13,7 +13,7 @@ use crate::facts::{bookmark, facts, moment, present};
 use crate::live::catch_up;
 use crate::messages::{Open, Status, open, part, text};
 use crate::options::SyncOptions;
-use crate::plan::{Choice, choose};
+use crate::plan::{Choice, choose, cut_off, refuse_larger};
 use crate::report::{Progress, Summary, Totals};
 use crate::transfer::{Prepared, Transfer, heard};
 
@@ -73,6 +73,10 @@ fn bring(handle: &Handle, transfer: &Transfer<'_>, status: Status) -> Result<Sum
     summary.resumed = status.replica.under_way || status.replica.resumes.is_some();
     summary.recovered.clone_from(&status.replica.recovered);
     let choice = choose(&facts(handle, &status, name, options)?, &status, options)?;
+    if options.adopt {
+        let about = handle.about();
+        refuse_larger((&about.path, about.uuid, handle.reader()?.len()), &status, options)?;
+    }
     if options.dry_run {
         estimate(handle, choice, &status, options, &mut summary)?;
         return Ok(summary);
@@ -85,6 +89,7 @@ fn bring(handle: &Handle, transfer: &Transfer<'_>, status: Status) -> Result<Sum
     let Prepared { view, plan, status, first, freeze_ms } = prepared;
     summary.freeze_ms = freeze_ms;
     summary.disk_size = plan.header.size_after;
+    summary.bytes_cut = cut_off(&status, summary.disk_size);
     (summary.method, summary.trust) = first.unwrap_or((plan.header.method, plan.trust.clone()));
     if plan.header.fuzzy {
         summary.trust.push_str(", without a cut: the disk was written to during the last pass");
@@ -133,6 +138,7 @@ fn estimate(
     summary.method = plan.header.method;
     summary.trust = plan.trust;
     summary.disk_size = plan.header.size_after;
+    summary.bytes_cut = cut_off(status, summary.disk_size);
     let disk = handle.reader()?;
     let looked = plan.wanted.count(&*disk);
     let count = looked.map_err(SyncError::io(format!("look at {}", summary.source.display())))?;

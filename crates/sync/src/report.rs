@@ -42,6 +42,8 @@ pub struct Summary {
     pub bytes_changed: u64,
     /// Those of them that the replica had elsewhere.
     pub bytes_copied: u64,
+    /// Bytes that the destination had beyond the end of the source, and that were cut off.
+    pub bytes_cut: u64,
     /// Bytes read from the source.
     pub bytes_read: u64,
     /// Bytes sent over the link, framing included.
@@ -86,6 +88,7 @@ impl Summary {
             extents: 0,
             bytes_changed: 0,
             bytes_copied: 0,
+            bytes_cut: 0,
             bytes_read: 0,
             bytes_sent: 0,
             bytes_received: 0,

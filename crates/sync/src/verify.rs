@@ -310,7 +310,7 @@ impl<'a> Proof<'a> {
             }
         })?;
         match verified.unreadable.list.first() {
-            Some(first) => Err(SyncError::Unreadable(format!("at byte {}", first.offset))),
+            Some(first) => Err(SyncError::Unverifiable(format!("at byte {}", first.offset))),
             None => sending.end(),
         }
     }
