@@ -379,7 +379,7 @@ fn replica(
         state: status.state,
         size: status.size,
         recovered: status.recovered.clone(),
-        partial: status.under_way || status.resumes.is_some(),
+        partial: status.under_way() || status.resumes.is_some(),
         in_use: None,
         promoted: None,
     };

@@ -7,6 +7,7 @@ use crate::apply::Applier;
 use crate::destination::Name;
 use crate::error::{INTERRUPTED, ReplicaError, Result, SAFE, disk_error, io_error};
 use crate::journal::{self, Contents, WHOLE};
+use crate::last_writes::{LastWrites, WrittenLast};
 use crate::lineage::{Stamp, StepKind, Toward, Unsure, overlay};
 use crate::note::WRITTEN;
 use crate::replica::Replica;
@@ -56,8 +57,10 @@ impl Replica {
         applier.keep(keeping);
         let mut positions = self.positions();
         let mut set = self.unsure()?;
-        for contents in deltas {
-            let mut marking = Marking { target: &mut applier, was: set, passing: None };
+        let last = LastWrites::of(self.state(), WHOLE, deltas)?;
+        for (delta, contents) in deltas.iter().enumerate() {
+            let mut written = WrittenLast { target: &mut applier, last: last.as_ref(), delta };
+            let mut marking = Marking { target: &mut written, was: set, passing: None };
             journal::replay(self.state(), WHOLE, contents, &mut marking, &mut positions, failed("write to"))?;
             set = marking.end();
             let size = contents.segments.last().map_or(toward.size, |s| s.header.size_after);

@@ -51,24 +51,15 @@ impl Replica {
     /// Keeps in mind that others have written to a device. The times of a file tell by themselves, and another disk under the
     /// device's name does not make the right one another.
     pub(crate) fn notice(&self, why: &str) {
-        // If this cannot be recorded, the note tells until the next reboot.
-        let _ = self.record(why);
-    }
-
-    /// The same, before the note is removed, which tells as well.
-    ///
-    /// # Errors
-    /// If it cannot be recorded.
-    pub(crate) fn record(&self, why: &str) -> Result<()> {
         let marked = self.lineage().unsure == Unsure::Everything || self.lineage().promoted.is_some();
         let tells = self.is_noticed_by_lineage(why);
         if tells && !marked && !self.mark_noticed() {
             // In memory the lineage may be ahead by batches that only the journal has.
-            if let Some(durable) = Lineage::load(self.state())? {
-                Lineage { unsure: Unsure::Everything, ..durable }.store(self.state())?;
+            if let Ok(Some(durable)) = Lineage::load(self.state()) {
+                // If this cannot be recorded, the kernel's count tells until the next reboot.
+                let _ = Lineage { unsure: Unsure::Everything, ..durable }.store(self.state());
             }
         }
-        Ok(())
     }
 
     /// True if the lineage must say this, as nothing else does after a reboot.

@@ -16,6 +16,7 @@ use crate::apply;
 use crate::destination::Name;
 use crate::error::{ReplicaError, Result, disk_error, io_error, is_full};
 use crate::journal::{self, Contents, Target};
+use crate::last_writes::{LastWrites, WrittenLast};
 use crate::replica::Replica;
 
 /// Holes that a delta will fill.
@@ -117,9 +118,21 @@ impl Replica {
 
     /// The holes that a journal's delta will fill.
     pub(crate) fn holes_of(&self, name: &str, contents: &Contents) -> Result<Option<Holes>> {
+        self.holes_of_one(name, contents, 0, None)
+    }
+
+    /// The same of the delta of a number among several, after which later ones come.
+    pub(crate) fn holes_of_one(
+        &self,
+        name: &str,
+        contents: &Contents,
+        delta: usize,
+        last: Option<&LastWrites>,
+    ) -> Result<Option<Holes>> {
         let Some(mut holes) = self.holes(0)? else { return Ok(None) };
         let failed = io_error("look for holes in", self.path());
-        journal::replay(self.state(), name, contents, &mut holes, &mut self.positions(), failed)?;
+        let mut written = WrittenLast { target: &mut holes, last, delta };
+        journal::replay(self.state(), name, contents, &mut written, &mut self.positions(), failed)?;
         Ok(Some(holes))
     }
 

@@ -28,6 +28,7 @@ mod lineage;
 
 mod destination;
 mod journal;
+mod last_writes;
 mod locate;
 mod note;
 

@@ -302,6 +302,7 @@ impl Lineage {
         let mut lineage: Lineage = serde_json::from_slice(&bytes).map_err(|e| damaged(e.to_string()))?;
         if version.version < Self::VERSION && is_unsure(&bytes) {
             lineage.unsure = Unsure::Everything;
+            lineage.step.iter_mut().for_each(|step| step.unsure = Unsure::Everything);
         }
         if let Some(step) = &lineage.step {
             if step.positions.windows(2).any(|w| w[0].upto >= w[1].upto) {

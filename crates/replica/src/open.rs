@@ -128,7 +128,8 @@ impl Replica {
         }
         let Some(stamp) = self.stamp(Name::Final)? else { return Ok(()) };
         if self.options().adopt {
-            return self.take(stamp);
+            self.take(stamp);
+            return Ok(());
         }
         let free = self.options().replace || (self.destination().is_device() && self.is_blank()?);
         if free { Ok(()) } else { Err(ReplicaError::NotAReplica(self.destination().path().to_path_buf())) }
@@ -153,25 +154,40 @@ impl Replica {
         Ok(true)
     }
 
-    /// Adopts what is there: nothing is known of it until a compare has proven it.
-    pub(crate) fn take(&mut self, stamp: Stamp) -> Result<()> {
-        let partial = self.writes_to() == Name::Temporary;
+    /// Adopts what is there: nothing is known of it until a compare has proven it. The folder stays as it is until a delta
+    /// comes ([`Replica::take_over`]), so an adoption that comes to nothing forgets nothing.
+    pub(crate) fn take(&mut self, stamp: Stamp) {
+        self.adopt(self.writes_to());
         self.set_journal(None);
         self.set_changed(None);
         self.clear_noticed();
-        let was_kept = self.start_over(Lineage { size: stamp.size, stamp: Some(stamp), ..Lineage::new() });
-        // Without its journal, what was half merged is no longer what the lineage said, even if the adoption comes to nothing.
-        let names = self.state().list().map_err(io_error("look into", self.folder()))?;
-        if was_kept && names.iter().any(|name| name == WHOLE) {
-            self.store()?;
+        self.start_over(Lineage { size: stamp.size, stamp: Some(stamp), ..Lineage::new() });
+    }
+
+    /// A delta comes to what was adopted: from here on nothing counts that was known of it before.
+    pub(crate) fn take_over(&mut self) -> Result<()> {
+        let Some(wrote) = self.adopted() else { return Ok(()) };
+        if wrote == Name::Temporary {
+            // As long as the lineage names its step, it is known for ours.
+            self.remove_partial()?;
         }
+        // Until it is removed, the old journal is told by the state to which its deltas are bound.
+        self.store()?;
         for name in [ARRIVING, WHOLE, note::NAME] {
             self.remove(name)?;
         }
-        if partial {
-            self.remove_partial()?;
-        }
         Ok(())
+    }
+
+    /// Before a delta comes to what others have changed: from here on its times are moved by own writes, too, and tell nothing.
+    pub(crate) fn keep_doubt(&mut self) -> Result<()> {
+        if self.changed().is_none() || !self.is_kept() || self.lineage().unsure == Unsure::Everything {
+            return Ok(());
+        }
+        let lineage = self.lineage_mut();
+        lineage.unsure = Unsure::Everything;
+        lineage.step.iter_mut().for_each(|step| step.unsure = Unsure::Everything);
+        self.store()
     }
 
     /// Refuses a replica that dsync itself has opened for writing: nothing is merged over those writes unasked.

@@ -11,7 +11,7 @@ use crate::destination::{Destination, Name};
 use crate::error::{ReplicaError, Result, disk_error, io_error};
 use crate::journal::{ARRIVING, Contents, WHOLE};
 use crate::lineage::{Lineage, Position, Stamp, State, StepKind, Unsure};
-use crate::note::Working;
+use crate::note::{WRITTEN, Working};
 use crate::options::Options;
 use crate::status::Status;
 use crate::unsure::{self, UnsureSet};
@@ -51,6 +51,8 @@ struct Known {
     changed: Option<&'static str>,
     /// From the next store on [`Lineage::unsure`] is to say everything.
     noticed: AtomicBool,
+    /// Where the replica wrote that this process adopts, while the state in the folder is still that replica's.
+    adopts: Option<Name>,
     /// Unsure sets were kept since the lineage was stored.
     named: bool,
     /// What the file looked like when this process left it alone ([`crate::foreign`]); `None` if it has no say.
@@ -125,10 +127,9 @@ impl Replica {
         self.kept
     }
 
-    /// Goes on from another lineage, without the one on disk, which stays until the next store. Returns whether there was one.
-    pub(crate) fn start_over(&mut self, lineage: Lineage) -> bool {
-        self.lineage = lineage;
-        std::mem::take(&mut self.kept)
+    /// Goes on from another lineage, without the one on disk, which stays until the next store.
+    pub(crate) fn start_over(&mut self, lineage: Lineage) {
+        (self.lineage, self.kept) = (lineage, false);
     }
 
     /// The part of a delta in the journal.
@@ -206,6 +207,16 @@ impl Replica {
         self.known.noticed = AtomicBool::new(false);
     }
 
+    /// Keeps in mind that nothing in the folder is of what was adopted: `wrote` is where the step before would have written.
+    pub(crate) fn adopt(&mut self, wrote: Name) {
+        self.known.adopts = Some(wrote);
+    }
+
+    /// Where the replica wrote whose state the folder still has.
+    pub(crate) fn adopted(&mut self) -> Option<Name> {
+        self.known.adopts.take()
+    }
+
     /// Goes on from another lineage, of what others have not changed, with the destination as it was `left`.
     pub(crate) fn advance(&mut self, lineage: Lineage, left: Stamp) -> Result<()> {
         self.clear_noticed();
@@ -215,7 +226,8 @@ impl Replica {
             self.lineage = before;
             return Err(e);
         }
-        (self.known.left, self.known.changed) = (Some(left), None);
+        let everything = self.lineage.unsure == Unsure::Everything;
+        (self.known.left, self.known.changed) = (Some(left), everything.then_some(WRITTEN));
         Ok(())
     }
 
@@ -311,7 +323,7 @@ impl Replica {
             positions: self.journal.as_ref().map_or(positions.clone(), |j| j.positions(&positions)),
             unsure,
             nonce: self.nonce(),
-            under_way: lineage.step.is_some(),
+            toward: lineage.step.as_ref().map(|step| step.toward.epoch),
             resumes: self.journal.as_ref().and_then(Contents::resume),
             recovered: (!self.known.recovered.is_empty()).then(|| self.known.recovered.join("; ")),
             changed: self.known.changed.map(|why| self.how_changed(why)),

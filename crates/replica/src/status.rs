@@ -31,8 +31,9 @@ pub struct Status {
     pub unsure: UnsureSet,
     /// Names this very state, for deltas that fit nothing else.
     pub nonce: Uuid,
-    /// A step was begun and not finished: what continues it is bound to the nonce.
-    pub under_way: bool,
+    /// The epoch to which a step leads that was begun and not finished: what continues it is bound to the nonce. Parts of that
+    /// epoch may be anywhere, so a source that does not know it cannot tell what to send.
+    pub toward: Option<Epoch>,
     /// The interrupted delta in the journal. What goes on from it says so; anything else drops it.
     pub resumes: Option<Resume>,
     /// What opening the replica had to mend, as a text.
@@ -55,11 +56,16 @@ impl Status {
             positions: Vec::new(),
             unsure: UnsureSet::new(),
             nonce: Uuid::nil(),
-            under_way: false,
+            toward: None,
             resumes: None,
             recovered: None,
             changed: None,
         }
+    }
+
+    /// True if a step was begun and not finished.
+    pub fn under_way(&self) -> bool {
+        self.toward.is_some()
     }
 
     /// A replica that is exactly at an epoch of its source, whose disk then had `size` bytes.

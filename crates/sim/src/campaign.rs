@@ -898,9 +898,9 @@ impl Run {
             status.epoch.map(|epoch| epoch.number),
             status.ahead,
             status.state,
-            status.under_way
+            status.under_way()
         ));
-        self.world.replicas[which].settled = !status.under_way;
+        self.world.replicas[which].settled = !status.under_way();
         if let Some(why) = &status.changed {
             self.world.replicas[which].noticed |= self.has_room();
             return if known.touched {
@@ -910,12 +910,12 @@ impl Run {
             };
         }
         let claims = status.state == State::Exact && status.epoch.is_some();
-        let in_place = status.under_way && self.world.cell.commit == Commit::InPlace;
+        let in_place = status.under_way() && self.world.cell.commit == Commit::InPlace;
         if !claims || known.tainted || in_place {
             return Ok(());
         }
         // The destination itself, and not the copy that is to take its place.
-        let held = if status.under_way { self.world.raw(which) } else { content };
+        let held = if status.under_way() { self.world.raw(which) } else { content };
         let Some(held) = held else { return Err("it says that it is whole, and cannot be read".into()) };
         let held = &held[..(status.size as usize).min(held.len())];
         self.check_moment(which, &status, held, from, result)
@@ -961,7 +961,7 @@ impl Run {
                 known.name, epoch.number
             ));
         }
-        let at = status.epoch.filter(|_| !status.under_way && status.resumes.is_none());
+        let at = status.epoch.filter(|_| !status.under_way() && status.resumes.is_none());
         if let Some(stray) = at.and_then(|at| moments.stray(at.id, &status.unsure, held)) {
             return Err(format!("{} is not at its epoch at byte {stray}, where it is sure", known.name));
         }

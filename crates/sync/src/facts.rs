@@ -1,6 +1,6 @@
 //! The facts for plans, queried from the source.
 
-use source::{Handle, SourceError, View};
+use source::{Handle, Position, SourceError, View};
 
 use crate::error::SyncError;
 use crate::messages::Status;
@@ -16,9 +16,19 @@ pub(crate) fn facts<'a>(
 ) -> Result<Facts<'a>, SyncError> {
     let about = handle.about();
     let asked = positions(status).filter(|positions| !positions.is_empty() && !options.adopt);
+    // Where a step was left off, blocks may be of the epoch to which it led, also where no position says so yet. What was
+    // received since was made for them as well.
+    let left_off = status.replica.toward.filter(|_| status.replica.resumes.is_none());
+    let unknown = left_off.filter(|epoch| handle.reaches(&[Position { epoch: *epoch, upto: 0 }]).is_err());
     let history = match asked.map(|positions| handle.reaches(&positions)) {
         None => Knowledge::NotAsked,
-        Some(Ok(())) => Knowledge::Known,
+        Some(Ok(())) => match unknown {
+            None => Knowledge::Known,
+            Some(epoch) => Knowledge::Lost(format!(
+                "parts of the replica may be of epoch {}, which this source does not know: its state is older",
+                epoch.number
+            )),
+        },
         Some(Err(SourceError::Lost { why, .. })) => Knowledge::Lost(why),
         Some(Err(SourceError::Foreign(why))) => Knowledge::Foreign(why),
         Some(Err(other)) => return Err(other.into()),

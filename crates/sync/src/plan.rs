@@ -282,7 +282,7 @@ fn copy(trust: String, moment: &Moment<'_>, status: &Status) -> SyncPlan {
     let (replica, block_size) = (&status.replica, u64::from(moment.block_size));
     let seed = replica.positions.is_empty();
     let header = header(Method::Copy, moment, if seed { 0 } else { replica.size });
-    let binds = (!seed || replica.under_way).then_some(replica.nonce);
+    let binds = (!seed || replica.under_way()).then_some(replica.nonce);
     let wanted = match seed {
         true => Wanted::allocated(moment.size, block_size),
         // The destination has content: the source's zeroes must be named.
@@ -301,7 +301,7 @@ fn tracked(positions: &[Position], changes: Changes, moment: &Moment<'_>, status
     let Changes { blocks, chain, size_before } = changes;
     let mut header = header(Method::Tracked, moment, size_before);
     header.resumes = replica.resumes;
-    if replica.under_way || !replica.unsure.is_empty() {
+    if replica.under_way() || !replica.unsure.is_empty() {
         // Only this replica, in this very state, can use it.
         header.binds = Some(replica.nonce);
         header.size_before = replica.size;
@@ -332,7 +332,7 @@ impl SyncPlan {
         header.method == Method::Tracked
             && replica.positions == [at]
             && replica.unsure.is_empty()
-            && !replica.under_way
+            && !replica.under_way()
             && replica.resumes.is_none()
     }
 
@@ -388,7 +388,7 @@ mod tests {
             (replica.positions, replica.size) = (vec![Position { epoch: None, upto: size }], size);
         }
         if has("partly") {
-            replica.under_way = true;
+            replica.toward = replica.epoch;
             replica.positions[0].upto = size / 2;
         }
         if has("cut") {

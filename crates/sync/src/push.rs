@@ -70,7 +70,7 @@ pub(crate) fn push_over(
 fn bring(handle: &Handle, transfer: &Transfer<'_>, status: Status) -> Result<Summary, SyncError> {
     let (name, options) = (transfer.name, transfer.options);
     let mut summary = Summary::new(handle.about(), name, options.dry_run);
-    summary.resumed = status.replica.under_way || status.replica.resumes.is_some();
+    summary.resumed = status.replica.under_way() || status.replica.resumes.is_some();
     summary.recovered.clone_from(&status.replica.recovered);
     let choice = choose(&facts(handle, &status, name, options)?, &status, options)?;
     if options.adopt {

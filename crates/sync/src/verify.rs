@@ -381,7 +381,7 @@ fn stands(handle: &Handle, status: &Status) -> Result<Position, SyncError> {
             about.path.display()
         )));
     }
-    match status.replica.epoch.filter(|_| !status.replica.under_way) {
+    match status.replica.epoch.filter(|_| !status.replica.under_way()) {
         Some(epoch) => Ok(Position { epoch, upto: status.replica.size }),
         None if status.replica.source.is_none() => {
             Err(SyncError::Refused(format!("no replica at {path} yet: create it with \"dsync sync\"")))

@@ -58,10 +58,6 @@ impl Replica {
             let state = "the replica is unchanged";
             return Err(ReplicaError::Full { place, missing: Some(self.expected() - free), state });
         }
-        if !self.is_kept() {
-            // What was adopted: its journal means nothing without the state it is bound to.
-            self.store()?;
-        }
         self.reserve().inspect_err(|_| drop(self.drop_journal()))?;
         let before = match header.resumes {
             Some(_) => self.set_journal(None).unwrap_or_default(),

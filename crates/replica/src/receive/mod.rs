@@ -92,6 +92,8 @@ impl Replica {
         } else {
             fit?;
         }
+        self.take_over()?;
+        self.keep_doubt()?;
         let seeds =
             header.is_seed() && header.resumes.is_none() && self.lineage().epoch != Some(toward.epoch);
         let sink = match self.lineage().step.as_ref().map(|s| s.kind) {

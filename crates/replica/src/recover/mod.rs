@@ -5,6 +5,7 @@ mod table;
 use crate::destination::Name;
 use crate::error::{ReplicaError, Result, SAFE, io_error};
 use crate::journal::{self, ARRIVING, Contents, WHOLE, compares};
+use crate::last_writes::LastWrites;
 use crate::lineage::{Lineage, Stamp, StepKind, Unsure};
 use crate::note::{self, WRITTEN};
 use crate::replica::Replica;
@@ -98,8 +99,9 @@ impl Replica {
                 Ok(())
             }
             End::Adopt => {
-                found.why.map_or(Ok(()), |why| self.record(why))?;
-                found.now.clone().map_or(Ok(()), |now| self.take(now))
+                found.why.iter().for_each(|why| self.notice(why));
+                found.now.clone().into_iter().for_each(|now| self.take(now));
+                Ok(())
             }
             End::OpenInDoubt => {
                 self.notice(why);
@@ -333,10 +335,12 @@ impl Replica {
         self.redo(&deltas)
     }
 
-    /// The first delta of a journal for which there is no room. If the very first lacks it, the merge will say so.
+    /// The first delta of a journal for which there is no room. If the very first lacks it, the merge will say so. A batch that
+    /// was confirmed had its room, which only a later one of the journal can have trimmed.
     fn first_without_room(&mut self, deltas: &[Contents]) -> Result<Option<usize>> {
+        let last = LastWrites::of(self.state(), WHOLE, deltas)?;
         for (number, contents) in deltas.iter().enumerate() {
-            let holes = self.holes_of(WHOLE, contents)?;
+            let holes = self.holes_of_one(WHOLE, contents, number, last.as_ref())?;
             match self.make_room(holes, true, SAFE) {
                 Err(ReplicaError::Full { .. }) => return Ok((number > 0).then_some(number)),
                 made => made?,

@@ -210,6 +210,8 @@ pub(super) fn decide(situation: &Situation) -> Action {
             // There is nothing at NAME.partial any more that could be looked at in doubt.
             (_, File::InPlace, Content::Changed) => adopt_or(End::Refuse(Refusal::Changed)),
             (_, File::InPlace, _) => Action::Change(Change::FinishRename),
+            // Another file has got its name first.
+            (Step::NewFileFinished, _, Content::Unknown) => adopt_or(End::Refuse(Refusal::NotAReplica)),
             (Step::CloneFinished, _, Content::Changed) => changed(),
             _ => Action::Change(Change::PutInPlace),
         };

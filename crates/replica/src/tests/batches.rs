@@ -119,7 +119,7 @@ fn check(source: &Source, world: &World, sent: &Sent, what: &str) {
     let epoch = if at < EPOCH { 0 } else { EPOCH };
     assert_eq!(status.epoch, Some(source.epochs[epoch]), "{what}: batch {at}");
     assert_eq!(status.ahead, at != 0 && at != EPOCH, "{what}: batch {at}");
-    assert_eq!((status.state, status.under_way), (State::Exact, false), "{what}");
+    assert_eq!((status.state, status.under_way()), (State::Exact, false), "{what}");
     // A sync goes on from the epoch.
     let next = world.fork();
     let mut replica = next.open(&on()).unwrap();

@@ -466,7 +466,7 @@ fn reflink_where_the_file_system_can() {
         drop(replica);
         let mut replica = open(&path).unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), source.images[1]);
-        assert!(replica.status().under_way && replica.status().state == State::Exact);
+        assert!(replica.status().under_way() && replica.status().state == State::Exact);
         let delta = source.lacks(replica.status(), None, 3);
         merge(&mut replica, &delta, Commit::Reflink).unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), source.images[3]);
@@ -641,8 +641,8 @@ fn a_foreign_write_that_the_system_holds_in_memory_is_noticed_at_the_opening() {
     assert!(matches!(opened, Some(ReplicaError::Changed { .. })), "{opened:?}");
 }
 
-/// After a device was attached anew, only the note tells of a foreign write. An adoption that cannot record that, and comes to
-/// nothing, must not take the note with it.
+/// After a device was attached anew, only the note tells of a foreign write. An adoption that comes to nothing must not take it
+/// away, also where the lineage cannot be written.
 #[test]
 fn an_adoption_that_comes_to_nothing_forgets_no_foreign_write() {
     let _alone = alone();
@@ -655,17 +655,18 @@ fn an_adoption_that_comes_to_nothing_forgets_no_foreign_write() {
     Replica::open(&path, &options).unwrap();
     meddle(&disk, true);
     let no_room = temp.path().join("state").join(device::reserved(crate::lineage::NAME));
-    std::fs::create_dir(&no_room).unwrap();
-    let adopting = Options { adopt: true, ..options.clone() };
-    let adopted = Replica::open(&path, &adopting).map(drop);
-    assert!(matches!(adopted, Err(ReplicaError::Io { .. })), "{adopted:?}");
-    std::fs::remove_dir(&no_room).unwrap();
-    let opened = Replica::open(&path, &options).map(drop);
-    assert!(matches!(opened, Err(ReplicaError::Changed { .. })), "{opened:?}");
-    // With room, it is recorded before the note goes.
-    Replica::open(&path, &adopting).unwrap();
-    let opened = Replica::open(&path, &options).map(drop);
-    assert!(matches!(opened, Err(ReplicaError::Changed { .. })), "{opened:?}");
+    for full in [true, false] {
+        if full {
+            std::fs::create_dir(&no_room).unwrap();
+        }
+        let adopting = Options { adopt: true, ..options.clone() };
+        Replica::open(&path, &adopting).unwrap();
+        if full {
+            std::fs::remove_dir(&no_room).unwrap();
+        }
+        let opened = Replica::open(&path, &options).map(drop);
+        assert!(matches!(opened, Err(ReplicaError::Changed { .. })), "{opened:?}");
+    }
 }
 
 /// A batch that was confirmed outlives the notice of a foreign write: until the device has it, the journal does.
@@ -749,4 +750,149 @@ fn a_comparison_that_was_killed_while_it_mended_a_device_can_be_made_again() {
         }
     }
     assert!(merged > 1);
+}
+
+/// A file's replica in the boot after this one.
+fn open_after_a_reboot(path: &Path, options: &Options) -> crate::Result<Replica> {
+    let mut destination = FileDestination::new(path.to_path_buf()).unwrap();
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+    destination.boot = Boot { id: "the next".into(), began: now.as_nanos() as u64 + 1_000_000_000 };
+    let folder = device::Dir::open(&path.with_file_name("state")).unwrap();
+    Replica::begin(Box::new(destination), Box::new(folder), options)
+}
+
+/// A block that no epoch changes, in which another program writes.
+fn write_elsewhere(source: &Source, path: &Path) {
+    std::thread::sleep(Duration::from_millis(12));
+    let quiet = (0..400).rev().find(|block| !source.changed(0, 4).contains(block)).unwrap();
+    let file = std::fs::File::options().write(true).open(path).unwrap();
+    file.write_at(b"FOREIGN", quiet * BLOCK + 5).unwrap();
+}
+
+/// In the midst of a step in place others write to a file, and only the note tells: an adoption that comes to nothing leaves it.
+#[test]
+fn an_adoption_that_comes_to_nothing_leaves_the_note_of_a_file() {
+    let _alone = alone();
+    let source = source();
+    let temp = tempfile::tempdir().unwrap();
+    let path = temp.path().join("vm.raw");
+    let options = Options { folder: Some(temp.path().join("state")), ..Options::default() };
+    let mut replica = Replica::open(&path, &options).unwrap();
+    merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+    let delta = source.lacks(replica.status(), None, 1);
+    receive_part(&mut replica, &delta, Commit::InPlace, 5).unwrap();
+    drop(replica);
+    write_elsewhere(&source, &path);
+    Replica::open(&path, &Options { adopt: true, ..options.clone() }).unwrap();
+    let here = Replica::open(&path, &options).map(drop);
+    assert!(matches!(here, Err(ReplicaError::Changed { .. })), "{here:?}");
+    let later = open_after_a_reboot(&path, &options).map(drop);
+    assert!(matches!(later, Err(ReplicaError::Changed { .. })), "{later:?}");
+}
+
+/// Wherever a comparison is killed that mends what others wrote to a file: until it is done, the file is refused.
+#[test]
+fn a_repair_that_was_killed_forgives_no_foreign_write() {
+    let _alone = alone();
+    let source = source();
+    let temp = testing::in_memory();
+    let path = temp.path().join("vm.raw");
+    for (outage, keep) in [(Outage::Kill, Keep::KeepAll), (Outage::PowerCut, Keep::LoseUnsynced)] {
+        for commit in [Commit::Journal, Commit::InPlace] {
+            let mut refused = 0;
+            for step in (1..).filter(|step| testing::soak() || *step < 24 || step % 17 == 0) {
+                let _ = (std::fs::remove_file(&path), std::fs::remove_dir_all(temp.path().join("state")));
+                let seeded = open_frail(&path, &Power::new(Outage::Kill), None);
+                merge(&mut seeded.unwrap(), &source.seed(0), Commit::Journal).unwrap();
+                write_elsewhere(&source, &path);
+                let power = Power::new(outage);
+                power.cut_at(step);
+                let folder = FaultyFolder::new(&power, &temp.path().join("state")).unwrap();
+                let destination = FileDestination::new(path.clone()).unwrap();
+                let destination = Frail { destination, power: power.clone(), meddled: Arc::default() };
+                let doubting = Options { doubt: true, ..Options::default() };
+                let opened = Replica::begin(Box::new(destination), Box::new(folder), &doubting);
+                if let Ok(mut replica) = opened {
+                    replica.save_every(40 * BLOCK);
+                    let mut status = replica.status().clone();
+                    status.positions.iter_mut().for_each(|position| position.epoch = None);
+                    let delta = source.lacks(&status, Some(&std::fs::read(&path).unwrap()), 1);
+                    let _ = merge(&mut replica, &delta, commit);
+                }
+                let done = power.steps() < step;
+                power.crash(keep, keep, step).unwrap();
+                match Replica::open(
+                    &path,
+                    &Options { folder: Some(temp.path().join("state")), ..Options::default() },
+                ) {
+                    Ok(mut replica) => {
+                        let delta = source.lacks(replica.status(), None, 4);
+                        merge(&mut replica, &delta, Commit::Journal).unwrap();
+                        let what = format!("{commit:?}, {outage:?} at step {step}");
+                        assert!(
+                            std::fs::read(&path).unwrap() == source.images[4],
+                            "{what}: not what it says"
+                        );
+                    }
+                    Err(ReplicaError::Changed { .. }) => refused += 1,
+                    Err(e) => panic!("{commit:?}, {outage:?} at step {step}: {e}"),
+                }
+                if done {
+                    break;
+                }
+            }
+            assert!(refused > 3, "{commit:?}, {outage:?}: refused {refused} times");
+        }
+    }
+}
+
+/// A batch writes into a hole and the next one trims it; the process is killed, and others fill the file system. What was
+/// confirmed is merged all the same.
+#[test]
+fn confirmed_batches_need_no_room_for_what_was_trimmed_since() {
+    let _alone = alone();
+    let temp = on_disk();
+    let Some((_mount, place)) = mounted("ext4", temp.path()) else {
+        return skipped("batches on a full file system", "ext4 or mounting needs root");
+    };
+    let path = place.join("vm.raw");
+    let mut source = Source::new(5, &[600; 4]);
+    let mut image = vec![0; (600 * BLOCK) as usize];
+    image[..20 * BLOCK as usize].fill(1);
+    let hole = 200..456;
+    let changed: [Vec<u64>; 4] =
+        [vec![], vec![0], (1..2).chain(hole.clone()).collect(), (0..1).chain(hole.clone()).collect()];
+    for (at, blocks) in changed.iter().enumerate() {
+        for block in blocks {
+            let trims = at == 3 && hole.contains(block);
+            let byte = if trims { 0 } else { 0xa0 + at as u8 };
+            image[(block * BLOCK) as usize..((block + 1) * BLOCK) as usize].fill(byte);
+        }
+        source.images[at] = image.clone();
+    }
+    let mut replica = open(&path).unwrap();
+    merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+    let mut nonce = replica.status().nonce;
+    let (mut log, mut running) = replica.batches().unwrap();
+    for (to, blocks) in changed.iter().enumerate().skip(1) {
+        let header = delta::Header {
+            chain: vec![source.epochs[0]],
+            binds: Some(nonce),
+            batch: true,
+            ..source.header(to - 1, to, delta::Method::Tracked)
+        };
+        nonce = header.stream;
+        let bytes = source.encode(&header, to, &blocks.iter().copied().collect());
+        batches::send(&mut log, &mut running, &bytes, nonce).unwrap();
+        running.apply().unwrap();
+    }
+    drop((log, running));
+    drop(replica);
+    let mut filler = std::fs::File::create(place.join("filler")).unwrap();
+    for len in [1 << 20, 4096, 1] {
+        while std::io::Write::write_all(&mut filler, &vec![1u8; len]).is_ok() {}
+    }
+    let replica = open(&path).unwrap();
+    assert_eq!(replica.status().nonce, nonce, "{:?}", replica.status());
+    assert!(std::fs::read(&path).unwrap() == source.images[3], "not the last batch that was confirmed");
 }

@@ -88,7 +88,7 @@ fn what_was_cut_in_place_is_mended_by_rolling() {
                 let delta = source.rolling(replica.status(), &content(&replica).unwrap(), 1, true);
                 receive_part(&mut replica, &delta, Commit::InPlace, frames).unwrap();
                 let status = replica.status().clone();
-                assert_eq!((status.state, status.under_way), (State::Incomplete, true));
+                assert_eq!((status.state, status.under_way()), (State::Incomplete, true));
                 assert!(status.positions.iter().all(|p| p.epoch.is_none()), "{status:?}");
                 // Nothing but a comparison will do.
                 let tracked = source.tracked(0, 1);

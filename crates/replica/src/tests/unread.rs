@@ -8,11 +8,11 @@ use testing::soak;
 
 use super::crash::{OUTAGES, on, replica_at};
 use super::world::*;
-use crate::{Commit, Replica, State, Status};
+use crate::{Commit, Replica, ReplicaError, State, Status};
 
 /// Blocks outside of the set must be those of the epoch, of a replica that is not under way.
 fn sure_blocks(s: &Source, world: &World, status: &Status, what: &str) {
-    if status.under_way || status.resumes.is_some() {
+    if status.under_way() || status.resumes.is_some() {
         return;
     }
     let Some(epoch) = status.epoch else { return };
@@ -74,7 +74,7 @@ fn run(s: &Source, world: &World, power: &Power, syncs: &[Sync], again: bool) ->
 fn check(s: &Source, world: &World, what: &str) {
     let status = world.open(&on()).unwrap_or_else(|e| panic!("{what}: does not open: {e}")).status().clone();
     sure_blocks(s, world, &status, what);
-    if status.state == State::Exact && status.resumes.is_none() && !status.under_way {
+    if status.state == State::Exact && status.resumes.is_none() && !status.under_way() {
         assert!(status.unsure.is_empty(), "{what}: exact and unsure");
     }
     s.cannot_read([]);
@@ -254,4 +254,67 @@ fn a_damaged_set_means_everything() {
             assert!(world.names().iter().all(|name| !name.starts_with("unsure")), "{:?}", world.names());
         }
     }
+}
+
+/// The same where only the names of a copy were still to be changed.
+#[test]
+fn a_set_that_is_lost_with_a_finished_step_means_everything() {
+    let s = source();
+    for (start, commit) in
+        [(World::new(Kind::File), Commit::Journal), (replica_at(Kind::File, &s, 0), Commit::Reflink)]
+    {
+        let mut finished = 0;
+        for step in 1.. {
+            let (world, power) = (start.fork(), Power::new(Outage::Kill));
+            power.cut_at(step);
+            let _ = run(&s, &world, &power, &[(1, commit, None, left_out(&s))], false);
+            let done = power.steps() < step;
+            power.crash(Keep::KeepAll, Keep::KeepAll, 1).unwrap();
+            let folder = world.state();
+            let said = std::fs::read_to_string(folder.join("lineage")).unwrap_or_default();
+            if said.contains("\"finished\": true") {
+                finished += 1;
+                let sets = world.names().into_iter().filter(|name| name.starts_with("unsure-"));
+                sets.for_each(|name| std::fs::remove_file(folder.join(name)).unwrap());
+                let opened = world.open(&on()).map(|replica| replica.status().clone());
+                assert!(matches!(opened, Err(ReplicaError::Changed { .. })), "step {step}: {opened:?}");
+            }
+            if done {
+                break;
+            }
+        }
+        assert!(finished > 3, "{commit:?}: {finished}");
+        s.cannot_read([]);
+    }
+}
+
+/// A first copy is finished, and its last name is taken meanwhile: the file that has it can be adopted.
+#[test]
+fn a_name_that_was_taken_can_be_adopted() {
+    let s = source();
+    let mut taken = 0;
+    for step in 1.. {
+        let (world, power) = (World::new(Kind::File), Power::new(Outage::Kill));
+        power.cut_at(step);
+        let _ = run(&s, &world, &power, &[(1, Commit::Journal, None, vec![])], false);
+        let done = power.steps() < step;
+        power.crash(Keep::KeepAll, Keep::KeepAll, 1).unwrap();
+        let said = std::fs::read_to_string(world.state().join("lineage")).unwrap_or_default();
+        if said.contains("\"finished\": true") && world.raw().is_none() {
+            taken += 1;
+            world.put(&[7; 4096]);
+            let refused = world.open(&on()).map(drop);
+            assert!(matches!(refused, Err(ReplicaError::NotAReplica(_))), "step {step}: {refused:?}");
+            let mut replica = world.open_with(&on(), true, false).unwrap();
+            let delta = s.lacks(replica.status(), content(&replica).as_deref(), 2);
+            merge(&mut replica, &delta, Commit::Journal).unwrap();
+            drop(replica);
+            assert!(world.holds(&s.images[2]), "step {step}");
+            assert_eq!(world.open(&on()).unwrap().status().state, State::Exact, "step {step}");
+        }
+        if done {
+            break;
+        }
+    }
+    assert!(taken > 0);
 }

@@ -239,7 +239,7 @@ impl Source {
         if status.positions.is_empty() {
             header.method = Method::Copy;
             header.size_before = 0;
-            header.binds = status.under_way.then_some(status.nonce);
+            header.binds = status.under_way().then_some(status.nonce);
             header.resumes = None;
             return self.encode(&header, to, &self.allocated(to));
         }
@@ -269,7 +269,7 @@ impl Source {
         wanted.extend(self.allocated(to).into_iter().filter(|b| b * BLOCK >= known));
         let unsure = status.unsure.ranges().flat_map(|r| r.start / BLOCK..r.end.div_ceil(BLOCK));
         wanted.extend(unsure.filter(|b| b * BLOCK < size));
-        if !status.under_way && status.unsure.is_empty() {
+        if !status.under_way() && status.unsure.is_empty() {
             header.binds = None;
             header.chain = self.epochs[oldest..=to].to_vec();
             header.size_before = self.size(oldest);

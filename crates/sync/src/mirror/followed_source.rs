@@ -174,7 +174,7 @@ impl FollowedSource {
     /// The sent batches that the replica lacks, if it is where a batch left it.
     fn recognise(&mut self, status: &Status) -> Option<Vec<Arc<Bitmap>>> {
         let status = &status.replica;
-        if status.under_way || status.resumes.is_some() || status.changed.is_some() {
+        if status.under_way() || status.resumes.is_some() || status.changed.is_some() {
             return None;
         }
         let sent = std::mem::take(&mut self.unconfirmed);
