@@ -381,3 +381,57 @@ fn a_watchdog_of_another_process_is_not_answered() {
     assert_eq!(manager.hear(Duration::from_millis(300)), None);
     stop(server);
 }
+
+/// Writes a job.
+fn job(site: &Site, name: &str, text: &str) {
+    let folder = site.path("conf");
+    std::fs::create_dir_all(&folder).expect("a folder");
+    std::fs::write(folder.join(name).with_extension("conf"), text).expect("a job");
+}
+
+#[test]
+fn a_job_runs_its_command() {
+    let site = Site::new();
+    let image = site.image("vm.raw", 8 * MIB);
+    image::scribble(&image, MIB, MIB, &mut dsync_tests::Random::new("a job"));
+    job(&site, "vm", "command = sync\nsource = vm.raw\ndestination = copy.raw\njson = yes\n");
+    let printed = site.dsync(["run", "vm", "--print"]).ok().text();
+    assert_eq!(printed, "dsync sync vm.raw copy.raw --json\n");
+    let copy = site.path("copy.raw");
+    let dry = site.dsync(["run", "vm", "--dry-run"]).ok().summary();
+    assert!(dry["dry_run"] == true && !copy.exists(), "an option behind the name: {dry}");
+    site.dsync(["run", "vm"]).ok().summary();
+    image::assert_equal(&image, &copy);
+    // A replica that is there is up to date; the method given here replaces that of the file.
+    job(&site, "vm", "command = sync\nsource = vm.raw\ndestination = copy.raw\nmethod = copy\njson = yes\n");
+    assert_eq!(site.dsync(["run", "vm"]).ok().summary()["method"], "copy");
+    assert_eq!(site.dsync(["run", "vm", "--method", "compare"]).ok().summary()["method"], "compare");
+    let elsewhere = site.dsync(["run", "--config"]).arg(site.path("conf")).args(["vm", "--print"]);
+    assert!(elsewhere.env("DSYNC_CONF_DIR", "/nowhere").ok().text().contains("--method=copy"));
+    // Exit codes are those of the command.
+    job(&site, "check", "command = verify\nsource = vm.raw\ndestination = copy.raw\n");
+    site.dsync(["run", "check"]).ok();
+    image::scribble(&copy, 2 * MIB, 4096, &mut dsync_tests::Random::new("a difference"));
+    site.dsync(["run", "check"]).code(5);
+}
+
+#[test]
+fn a_job_that_is_wrong_is_refused_with_its_place() {
+    let site = Site::new();
+    site.image("vm.raw", 8 * MIB);
+    let sync = "command = sync\nsource = vm.raw\ndestination = copy.raw\n";
+    job(&site, "vm", &format!("{sync}bwlimt = 10M\n"));
+    let refused = site.dsync(["run", "vm"]).code(2);
+    refused.says(&["conf/vm.conf:4: unknown key \"bwlimt\"", "did you mean \"bwlimit\"?"]);
+    job(&site, "vm", &format!("{sync}bwlimit = quick\n"));
+    site.dsync(["run", "vm"]).code(2).says(&["conf/vm.conf:4: invalid value 'quick'", "2GiB"]);
+    job(&site, "other", sync);
+    site.dsync(["run", "wm"]).code(2).says(&["no job \"wm\"", "conf/wm.conf does not exist", "other, vm"]);
+    site.dsync(["run", "../vm"]).code(2).says(&["invalid job name"]);
+    std::fs::write(site.path("conf/bytes.conf"), [0xff, 0xfe]).expect("a job");
+    site.dsync(["run", "bytes"]).code(2).says(&["conf/bytes.conf: not text"]);
+    // With --json, as an object.
+    let lines = site.dsync(["--json", "run", "wm"]).code(2).json();
+    assert!(lines[0]["message_type"] == "error" && lines[0]["code"] == 2, "{lines:?}");
+    assert!(!site.path("copy.raw").exists());
+}

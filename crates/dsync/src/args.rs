@@ -251,6 +251,25 @@ pub(crate) enum Command {
         On the side that runs receive, it is any name, used in the log and with --from.")]
     Key(KeyArgs),
 
+    /// Run a job: a command whose source, destination and options are in a file
+    #[command(after_help = "Examples:\n  \
+        dsync run vm                                       what /etc/dsync/vm.conf says\n  \
+        dsync run vm --print                               the command line that it stands for\n  \
+        dsync run vm -n --bwlimit 10M                      options given here replace those of the file\n  \
+        systemctl enable --now dsync-sync@vm.timer         daily; see docs/guide.md\n\n\
+        The file /etc/dsync/vm.conf:\n  \
+        # a copy at the other site\n  \
+        command = sync\n  \
+        source = /srv/vm.raw\n  \
+        destination = backup:/srv/vm.raw\n  \
+        bwlimit = 20M\n  \
+        compress = yes\n\n\
+        The command is serve, sync, mirror, verify, receive or send. Keys are its long options without the dashes;\n\
+        source and destination are its arguments. \"yes\" sets an option that needs no value, \"no\" leaves it out. A key\n\
+        whose option may be repeated may be, too; for serve, each source is an image. A line that begins with # is a\n\
+        comment.")]
+    Run(Run),
+
     /// Write man pages into a folder
     #[command(hide = true)]
     Man {
@@ -933,6 +952,23 @@ fn parse_listen(text: &str) -> Result<std::net::SocketAddr, String> {
             link::PORT
         )),
     }
+}
+
+/// `run`.
+#[derive(Debug, Args)]
+pub(crate) struct Run {
+    /// Name of the job: that of its file, without ".conf"
+    #[arg(value_name = "JOB")]
+    pub job: String,
+    /// Print the command line that the job stands for, and run nothing
+    #[arg(long)]
+    pub print: bool,
+    /// Directory of the jobs [default: $DSYNC_CONF_DIR, else /etc/dsync]
+    #[arg(long, value_name = "DIR")]
+    pub config: Option<PathBuf>,
+    /// Options of the job's command
+    #[arg(value_name = "OPTION", trailing_var_arg = true, allow_hyphen_values = true)]
+    pub options: Vec<std::ffi::OsString>,
 }
 
 /// `key`.

@@ -12,6 +12,7 @@ mod exposition;
 mod failure;
 mod far;
 mod forget;
+mod job;
 mod key;
 mod local;
 mod location;
@@ -54,6 +55,14 @@ fn main() -> ExitCode {
     // Bad usage ends here, with clap's own message and code 2.
     let cli = Cli::try_parse_from(&words).unwrap_or_else(|error| bad_usage(error, &words));
     let output = Output::new(&cli);
+    let (cli, output) = match job::resolve(cli) {
+        Ok(Some(cli)) => {
+            let output = Output::new(&cli);
+            (cli, output)
+        }
+        Ok(None) => return ExitCode::SUCCESS,
+        Err(error) => return failed(&error, &output),
+    };
     let output = match cli.command {
         Command::Extract(_) | Command::Combine(_) => output.on_stderr(),
         _ => output,
@@ -63,12 +72,15 @@ fn main() -> ExitCode {
             output.finish();
             ExitCode::from(code)
         }
-        Err(error) => {
-            let code = failure::code(&error);
-            output.error(&failure::text(&error), code);
-            ExitCode::from(code)
-        }
+        Err(error) => failed(&error, &output),
     }
+}
+
+/// Reports the error that ends the program.
+fn failed(error: &anyhow::Error, output: &Output) -> ExitCode {
+    let code = failure::code(error);
+    output.error(&failure::text(error), code);
+    ExitCode::from(code)
 }
 
 /// Options whose value may be omitted, so that it must follow a `=`.
@@ -151,6 +163,7 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
         Command::Receive(args) => far::receive(args, &state, output)?,
         Command::Send(args) => far::send(args, &state, output)?,
         Command::Key(args) => key::run(args, &state, output)?,
+        Command::Run(_) => return Err(Failure::usage("a job cannot run a job").into()),
         Command::Man { folder } => manual::pages(folder)?,
         Command::Completions { shell } => manual::completions(*shell),
     }
