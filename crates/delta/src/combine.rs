@@ -1,91 +1,182 @@
-//! Two deltas into one.
+//! Several deltas into one.
 
-use std::io::{Read, Seek, SeekFrom, Write};
-use std::iter::Peekable;
+use std::io::Read;
 use std::ops::Range;
 
 use device::Buf;
-use extents::Extents;
 use uuid::Uuid;
 
 use crate::{
     Encoder, Error, Event, Frame, Header, MAX_CHAIN, MAX_DATA, MAX_RECORDS, Method, Reader, Record, Result,
-    Totals, Writer,
+    Totals, Unit,
 };
 
-/// Writes to `out` the delta that does what `first` and then `second` do. Where both name a byte, the second wins.
+/// The delta that does what several do, one after the other, unit by unit. Where two name a byte, the later one wins.
 ///
-/// The second must be tracked and begin, or pass, where the first ends. What the first is bound to, or if it is a seed, the
-/// result is too; it is fuzzy if either is. `compression` is a zstd level.
+/// Each must begin, or pass, where the one before ends, and be tracked; one that is bound to a state must be bound to that
+/// which the one before leaves. What the first is bound to, or if it is a seed, the result is too; it is fuzzy if any is.
 ///
-/// The second is read twice, from where it stands. Memory holds the extents of the second, and a frame of each.
-///
-/// # Errors
-/// Deltas that do not follow each other, that copy, or that go on from interrupted ones; and everything that reading them
-/// may refuse. What was written by then has no trailer, so it cannot be taken for a delta.
-pub fn combine<A: Read, B: Read + Seek, W: Write>(
-    first: A,
-    mut second: B,
-    out: &mut Writer<W>,
-    compression: Option<i32>,
-) -> Result<Totals> {
-    let unseekable = |error| of("second", Error::Read { unit: 0, error });
-    let begin = second.stream_position().map_err(unseekable)?;
-    let mut first = Reader::new(first);
-    let earlier = first.header().map_err(|e| of("first", e))?;
-    let mut survey = Reader::new(&mut second);
-    let later = survey.header().map_err(|e| of("second", e))?.clone();
-    let header = join(earlier, &later)?;
-    let mut covered = coverage(&mut survey).map_err(|e| of("second", e))?;
-    let digest = survey.decoder().digest();
-    second.seek(SeekFrom::Start(begin)).map_err(unseekable)?;
-    // What the second adds to the disk begins as zeroes, whatever stood there before the first cut it off.
-    let grown = match earlier.size_after {
-        between if between < later.size_after => covered.complement(between..later.size_after),
-        _ => Extents::new(),
-    };
-    // What the first writes does not show where the second writes too, nor behind the end.
-    covered.insert(later.size_after..u64::MAX);
-    let nothing = Extents::new();
-
-    let mut first = Feed::new("first", first, &covered);
-    let mut grown = grown.iter().peekable();
-    let mut second = Feed::new("second", Reader::new(second), &nothing);
-    let (encoder, unit) = Encoder::new(&header, compression)?;
-    out.unit(&unit)?;
-    let mut packer = Packer { encoder, out, frame: Frame::default() };
-    loop {
-        // All three ascend, and none has a byte that another has.
-        let starts =
-            [first.next()?, grown.peek().cloned(), second.next()?].map(|run| run.map(|run| run.start));
-        let Some(least) = starts.iter().flatten().min() else { break };
-        if starts[0] == Some(*least) {
-            first.give(&mut packer)?;
-        } else if starts[2] == Some(*least) {
-            second.give(&mut packer)?;
-        } else if let Some(zeroes) = grown.next() {
-            packer.add(zeroes, None)?;
-        }
-    }
-    if second.reader.decoder().digest() != digest {
-        return Err(Error::Changed);
-    }
-    packer.finish()
+/// All are read once, in parallel: memory holds a frame of each. They are verified to their ends: after an error there is no
+/// trailer, so what has come out is not taken for a delta.
+pub struct Combined<R> {
+    /// The later above the earlier ones.
+    layers: Vec<Layer<R>>,
+    /// All before it is done.
+    at: u64,
+    header: Option<Unit>,
+    /// `None` after the trailer.
+    encoder: Option<Encoder>,
+    frame: Frame,
+    totals: Totals,
 }
+
+/// What hides everything beneath it.
+enum Layer<R> {
+    /// What a delta writes, up to the least size that the disk has from then on.
+    Delta(Feed<R>, u64),
+    /// What a delta adds to the disk begins as zeroes, whatever was there before an earlier one cut it off.
+    Grown(Range<u64>),
+}
+
+impl<R: Read> Combined<R> {
+    /// Combines deltas, the earliest first. `compression` is a zstd level.
+    ///
+    /// # Errors
+    /// Deltas that do not follow each other, that copy, or that go on from interrupted ones; and what reading their headers
+    /// may refuse.
+    pub fn new(deltas: Vec<R>, compression: Option<i32>) -> Result<Combined<R>> {
+        let (mut layers, mut joined) = (Vec::with_capacity(2 * deltas.len()), None::<Header>);
+        for (number, delta) in deltas.into_iter().enumerate() {
+            let which = ORDINALS.get(number).copied().unwrap_or("later");
+            let mut reader = Reader::new(delta);
+            let header = reader.header().map_err(|e| of(which, e))?;
+            let size = header.size_after;
+            joined = Some(match &joined {
+                None => header.clone(),
+                Some(before) => {
+                    if before.size_after < size {
+                        layers.push(Layer::Grown(before.size_after..size));
+                    }
+                    join(before, header)?
+                }
+            });
+            layers.push(Layer::Delta(Feed::new(which, reader), size));
+        }
+        // What is cut off later does not return.
+        let mut least = u64::MAX;
+        for layer in layers.iter_mut().rev() {
+            match layer {
+                Layer::Delta(_, size) => {
+                    least = least.min(*size);
+                    *size = least;
+                }
+                Layer::Grown(zeroes) => zeroes.end = zeroes.end.min(least),
+            }
+        }
+        let header = joined.ok_or(Error::Header { why: "there is none" })?;
+        let (encoder, unit) = Encoder::new(&header, compression)?;
+        let (header, encoder) = (Some(unit), Some(encoder));
+        Ok(Combined { layers, at: 0, header, encoder, frame: Frame::default(), totals: Totals::default() })
+    }
+
+    /// The next unit; `None` after the trailer.
+    ///
+    /// # Errors
+    /// Everything that reading the deltas may refuse.
+    #[expect(
+        clippy::should_implement_trait,
+        reason = "an iterator's result would hide the error that ends it"
+    )]
+    pub fn next(&mut self) -> Result<Option<Unit>> {
+        if let Some(header) = self.header.take() {
+            return Ok(Some(header));
+        }
+        while let Some((layer, run)) = self.run()? {
+            if self.is_full() {
+                return self.flush();
+            }
+            // Runs are kept whole unless that would leave frames half empty.
+            let room = (MAX_DATA - self.frame.data.len()) as u64;
+            let len = run.end - run.start;
+            let taken = match &mut self.layers[layer] {
+                Layer::Delta(feed, _) if feed.is_data() => {
+                    let len = if len <= room { len } else { room & !(64 * 1024 - 1) };
+                    if len == 0 {
+                        return self.flush();
+                    }
+                    feed.give(run.start, len, &mut self.frame)?;
+                    len
+                }
+                Layer::Delta(feed, _) => {
+                    feed.give(run.start, len, &mut self.frame)?;
+                    len
+                }
+                Layer::Grown(_) => {
+                    add(&mut self.frame, Record::Zero { offset: run.start, len });
+                    len
+                }
+            };
+            self.at = run.start + taken;
+        }
+        if !self.frame.records.is_empty() {
+            return self.flush();
+        }
+        Ok(self.encoder.take().map(|encoder| {
+            self.totals = encoder.totals();
+            encoder.trailer()
+        }))
+    }
+
+    /// What the delta holds, once all of it has come.
+    pub fn totals(&self) -> Totals {
+        self.totals
+    }
+
+    /// The next run of bytes that come from one layer.
+    fn run(&mut self) -> Result<Option<(usize, Range<u64>)>> {
+        let mut found: Option<(usize, Range<u64>)> = None;
+        for (number, layer) in self.layers.iter_mut().enumerate().rev() {
+            let run = match layer {
+                Layer::Delta(feed, limit) => feed.run(self.at, *limit)?,
+                Layer::Grown(zeroes) => {
+                    Some(zeroes.start.max(self.at)..zeroes.end).filter(|run| !run.is_empty())
+                }
+            };
+            let Some(run) = run else { continue };
+            found = Some(match found {
+                // What is beneath shows up to where the upper one begins.
+                Some((_, upper)) if run.start < upper.start => {
+                    (number, run.start..run.end.min(upper.start))
+                }
+                Some(upper) => upper,
+                None => (number, run),
+            });
+        }
+        Ok(found)
+    }
+
+    fn is_full(&self) -> bool {
+        self.frame.records.len() == MAX_RECORDS || self.frame.data.len() == MAX_DATA
+    }
+
+    fn flush(&mut self) -> Result<Option<Unit>> {
+        let frame = std::mem::take(&mut self.frame);
+        self.encoder.as_mut().map(|encoder| encoder.frame(frame)).transpose()
+    }
+}
+
+/// The names of deltas in errors.
+const ORDINALS: [&str; 4] = ["first", "second", "third", "fourth"];
 
 fn of(which: &'static str, error: Error) -> Error {
     Error::Of { which, error: Box::new(error) }
 }
 
-/// Reads a delta through, for the bytes that it writes.
-fn coverage<R: Read>(reader: &mut Reader<R>) -> Result<Extents> {
-    let mut covered = Extents::new();
-    while let Some(event) = reader.next()? {
-        if let Event::Frame(frame) = event {
-            covered.extend(frame.records.iter().map(|r| r.offset()..r.end()));
-        }
+/// Adds a record, to the one before if it goes on from there.
+fn add(frame: &mut Frame, record: Record) {
+    if !frame.records.last_mut().is_some_and(|last| last.extend(record)) {
+        frame.records.push(record);
     }
-    Ok(covered)
 }
 
 /// The header of both in one.
@@ -94,7 +185,9 @@ fn join(first: &Header, second: &Header) -> Result<Header> {
     if first.source != second.source {
         return Err(Error::Sources { first: first.source, second: second.source });
     }
-    if first.batch {
+    // Made for the very state that the first leaves.
+    let continues = first.binds.is_some() && second.binds == Some(first.stream);
+    if first.batch && !continues {
         return refuse("first", "is a batch of a mirror and ends within an epoch");
     }
     if first.partial {
@@ -103,7 +196,7 @@ fn join(first: &Header, second: &Header) -> Result<Header> {
     if first.method == Method::Rolling {
         return refuse("first", "may copy within the replica");
     }
-    if second.method != Method::Tracked || second.binds.is_some() {
+    if second.method != Method::Tracked || second.binds.is_some() && !continues {
         return refuse("second", "was not tracked and fits one replica only");
     }
     for (which, header) in [("first", first), ("second", second)] {
@@ -114,7 +207,8 @@ fn join(first: &Header, second: &Header) -> Result<Header> {
     let (Some(&to), Some(&begins), Some(&ends)) = (first.to(), second.chain.first(), second.to()) else {
         return Err(Error::Header { why: "its chain of epochs is empty" });
     };
-    let Some(at) = second.position(&to) else {
+    let at = if continues { Some(0) } else { second.position(&to) };
+    let Some(at) = at else {
         return Err(Error::Apart { to, begins, ends });
     };
     // Further on in its chain the second does not say which size it expects.
@@ -133,7 +227,8 @@ fn join(first: &Header, second: &Header) -> Result<Header> {
         chain.drain(1..chain.len() - MAX_CHAIN + 1);
     }
     Ok(Header {
-        stream: Uuid::new_v4(),
+        // The state that it leaves has this name.
+        stream: if continues { second.stream } else { Uuid::new_v4() },
         source: first.source,
         chain,
         size_before: first.size_before,
@@ -142,17 +237,16 @@ fn join(first: &Header, second: &Header) -> Result<Header> {
         method: first.method,
         binds: first.binds,
         resumes: None,
-        fuzzy: first.fuzzy || second.fuzzy,
-        batch: false,
+        fuzzy: second.fuzzy || first.fuzzy && !continues,
+        batch: second.batch,
         partial: false,
     })
 }
 
-/// The runs of bytes that a delta writes, one by one, without what is hidden.
-struct Feed<'a, R> {
+/// The runs of bytes that a delta writes, one by one.
+struct Feed<R> {
     which: &'static str,
     reader: Reader<R>,
-    hidden: Peekable<extents::Iter<'a>>,
     frame: Frame,
     /// The record in the frame, how far into it, and where its data is.
     record: usize,
@@ -160,14 +254,13 @@ struct Feed<'a, R> {
     data: usize,
 }
 
-impl<'a, R: Read> Feed<'a, R> {
-    fn new(which: &'static str, reader: Reader<R>, hidden: &'a Extents) -> Self {
-        let hidden = hidden.iter().peekable();
-        Feed { which, reader, hidden, frame: Frame::default(), record: 0, within: 0, data: 0 }
+impl<R: Read> Feed<R> {
+    fn new(which: &'static str, reader: Reader<R>) -> Self {
+        Feed { which, reader, frame: Frame::default(), record: 0, within: 0, data: 0 }
     }
 
-    /// The next run; `None` after a trailer in order.
-    fn next(&mut self) -> Result<Option<Range<u64>>> {
+    /// What of it comes next from `at` on and below `limit`; `None` after a trailer in order.
+    fn run(&mut self, at: u64, limit: u64) -> Result<Option<Range<u64>>> {
         loop {
             let Some(record) = self.frame.records.get(self.record) else {
                 match self.reader.next().map_err(|e| of(self.which, e))? {
@@ -181,38 +274,40 @@ impl<'a, R: Read> Feed<'a, R> {
                 continue;
             };
             let (start, end) = (record.offset() + self.within, record.end());
-            while self.hidden.next_if(|h| h.end <= start).is_some() {}
-            match self.hidden.peek() {
-                Some(h) if h.start <= start => {
-                    let skip = h.end.min(end) - start;
-                    self.advance(skip);
-                }
-                Some(h) => return Ok(Some(start..end.min(h.start))),
-                None => return Ok(Some(start..end)),
+            if start >= limit {
+                self.advance(end - start);
+            } else if start < at {
+                self.advance(at.min(end) - start);
+            } else {
+                return Ok(Some(start..end.min(limit)));
             }
         }
     }
 
-    /// Hands the next run over.
-    fn give<W: Write>(&mut self, packer: &mut Packer<'_, W>) -> Result<()> {
-        if let Some(run) = self.next()? {
-            let len = run.end - run.start;
-            let data = match self.frame.records[self.record] {
-                Record::Data { .. } => Some(&self.frame.data[self.data..self.data + len as usize]),
-                Record::Zero { .. } => None,
-                Record::Unsure { .. } => {
-                    packer.record(Record::Unsure { offset: run.start, len })?;
-                    self.advance(len);
-                    return Ok(());
+    /// True if the next run is of data.
+    fn is_data(&self) -> bool {
+        matches!(self.frame.records.get(self.record), Some(Record::Data { .. }))
+    }
+
+    /// Hands over the first `len` bytes of the run at `offset`.
+    fn give(&mut self, offset: u64, len: u64, to: &mut Frame) -> Result<()> {
+        match self.frame.records[self.record] {
+            Record::Data { .. } => {
+                add(to, Record::Data { offset, len });
+                let at = to.data.len();
+                if to.data.capacity() < MAX_DATA {
+                    to.data = Buf::scratch(MAX_DATA);
                 }
-                // Not in a delta of any method that came so far; for those who change that.
-                Record::Copy { .. } => {
-                    let why = "copies within the replica";
-                    return Err(Error::Uncombinable { which: self.which, why });
-                }
-            };
-            packer.add(run, data)?;
-            self.advance(len);
+                to.data.set_len(at + len as usize);
+                to.data[at..].copy_from_slice(&self.frame.data[self.data..self.data + len as usize]);
+            }
+            Record::Zero { .. } => add(to, Record::Zero { offset, len }),
+            Record::Unsure { .. } => add(to, Record::Unsure { offset, len }),
+            // Not in a delta of any method that came so far; for those who change that.
+            Record::Copy { .. } => {
+                let why = "copies within the replica";
+                return Err(Error::Uncombinable { which: self.which, why });
+            }
         }
         Ok(())
     }
@@ -226,70 +321,5 @@ impl<'a, R: Read> Feed<'a, R> {
         if self.within == record.len() {
             (self.record, self.within) = (self.record + 1, 0);
         }
-    }
-}
-
-/// Fills frames with runs.
-struct Packer<'a, W> {
-    encoder: Encoder,
-    out: &'a mut Writer<W>,
-    frame: Frame,
-}
-
-impl<W: Write> Packer<'_, W> {
-    /// Adds bytes of data, or zeroes.
-    fn add(&mut self, run: Range<u64>, data: Option<&[u8]>) -> Result<()> {
-        let Some(mut data) = data else {
-            self.record(Record::Zero { offset: run.start, len: run.end - run.start })?;
-            return Ok(());
-        };
-        let mut offset = run.start;
-        while !data.is_empty() {
-            let room = MAX_DATA - self.frame.data.len();
-            // Runs are kept whole unless that would leave frames half empty.
-            let take = if data.len() <= room { data.len() } else { room & !(64 * 1024 - 1) };
-            if take == 0 {
-                self.flush()?;
-                continue;
-            }
-            // First the record: it may need a new frame.
-            self.record(Record::Data { offset, len: take as u64 })?;
-            let at = self.frame.data.len();
-            if self.frame.data.capacity() < MAX_DATA {
-                self.frame.data = Buf::scratch(MAX_DATA);
-            }
-            self.frame.data.set_len(at + take);
-            self.frame.data[at..].copy_from_slice(&data[..take]);
-            data = &data[take..];
-            offset += take as u64;
-        }
-        Ok(())
-    }
-
-    /// Adds a record, to the one before if it goes on from there.
-    fn record(&mut self, record: Record) -> Result<()> {
-        if self.frame.records.last_mut().is_some_and(|last| last.extend(record)) {
-            return Ok(());
-        }
-        if self.frame.records.len() == MAX_RECORDS {
-            self.flush()?;
-        }
-        self.frame.records.push(record);
-        Ok(())
-    }
-
-    fn flush(&mut self) -> Result<()> {
-        if !self.frame.records.is_empty() {
-            let unit = self.encoder.frame(std::mem::take(&mut self.frame))?;
-            self.out.unit(&unit)?;
-        }
-        Ok(())
-    }
-
-    fn finish(mut self) -> Result<Totals> {
-        self.flush()?;
-        let totals = self.encoder.totals();
-        self.out.unit(&self.encoder.trailer())?;
-        Ok(totals)
     }
 }

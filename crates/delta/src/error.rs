@@ -177,7 +177,4 @@ pub enum Error {
         #[source]
         error: Box<Error>,
     },
-    /// A delta was not the same when read again.
-    #[error("the second delta changed while it was read: combine the deltas again")]
-    Changed,
 }

@@ -2,7 +2,7 @@
 //!
 //! A delta is a header, frames of records, and a trailer; `docs/delta-format.md` specifies every byte. [`Encoder`] and [`Decoder`] turn
 //! frames into [`Unit`]s and back without copying data, and reject whatever is out of order. [`Writer`] and [`Reader`] carry units
-//! over byte streams. [`combine`] makes one delta of two.
+//! over byte streams. [`Combined`] makes one delta of several.
 //!
 //! ```
 //! use delta::{Encoder, Epoch, Event, Frame, Header, Method, Reader, Record, Writer};
@@ -62,7 +62,7 @@ mod stream;
 mod unit;
 mod unit_kind;
 
-pub use combine::combine;
+pub use combine::Combined;
 pub use decoder::{Decoder, Event};
 pub use encoder::Encoder;
 pub use epoch::Epoch;

@@ -5,7 +5,7 @@ use std::io::{BufReader, IsTerminal, Read, stdin, stdout};
 use std::path::Path;
 
 use anyhow::{Context as _, Result};
-use delta::{Event, Frame, Header, Reader, Record, Totals, Writer};
+use delta::{Combined, Event, Frame, Header, Reader, Record, Totals, Writer};
 use serde::Serialize;
 
 use crate::args;
@@ -97,18 +97,18 @@ pub(crate) fn combine(args: &args::Combine, output: &Output) -> Result<()> {
         );
     }
     let mut writer = Writer::new(stdout().lock());
-    let totals = delta::combine(
-        BufReader::with_capacity(1 << 20, open(&args.first)?),
-        BufReader::with_capacity(1 << 20, open(&args.second)?),
-        &mut writer,
-        None,
-    )
-    .map_err(|e| match e {
+    let reader = |path| Ok::<_, anyhow::Error>(BufReader::with_capacity(1 << 20, open(path)?));
+    let deltas = vec![reader(&args.first)?, reader(&args.second)?];
+    let mut combined = Combined::new(deltas, None).map_err(|e| match e {
         delta::Error::Sources { .. } | delta::Error::Apart { .. } => {
             anyhow::Error::from(Failure::refused(e.to_string()))
         }
         other => other.into(),
     })?;
+    while let Some(unit) = combined.next()? {
+        writer.unit(&unit)?;
+    }
+    let totals = combined.totals();
     writer.flush()?;
     output.say(&format!("{} of data, {} of zeros", units::size(totals.data), units::size(totals.zero)));
     Ok(())

@@ -1,8 +1,6 @@
 //! Combining and then merging is merging one after the other.
 
-use std::io::Cursor;
-
-use delta::{Error, Frame, Header, Method, Record, Resume, Writer, combine};
+use delta::{Combined, Error, Frame, Header, Method, Record, Resume, Totals, Writer};
 use device::Buf;
 use proptest::prelude::*;
 use uuid::Uuid;
@@ -10,12 +8,24 @@ use uuid::Uuid;
 use crate::model::{Change, changes, delta, epoch, frames, header, merge, read};
 
 fn fold(first: &[u8], second: &[u8], level: Option<i32>) -> delta::Result<Vec<u8>> {
+    fold_all(&[first, second], level)
+}
+
+fn fold_all(deltas: &[&[u8]], level: Option<i32>) -> delta::Result<Vec<u8>> {
     let mut writer = Writer::new(Vec::new());
-    let totals = combine(first, Cursor::new(second), &mut writer, level)?;
+    let totals = combine(deltas, level, &mut writer)?;
     let bytes = writer.into_inner();
     let (_, frames) = read(&bytes)?;
     assert_eq!(totals.frames, frames.len() as u64);
     Ok(bytes)
+}
+
+fn combine(deltas: &[&[u8]], level: Option<i32>, writer: &mut Writer<Vec<u8>>) -> delta::Result<Totals> {
+    let mut combined = Combined::new(deltas.to_vec(), level)?;
+    while let Some(unit) = combined.next()? {
+        writer.unit(&unit)?;
+    }
+    Ok(combined.totals())
 }
 
 fn sizes() -> impl Strategy<Value = [u64; 4]> {
@@ -47,8 +57,12 @@ proptest! {
         merge(&mut disk, &pair);
         prop_assert!(disk == expected);
         merge(&mut expected, &three);
-        // Three fold either way.
-        for all in [fold(&pair, &three, level).unwrap(), fold(&one, &fold(&two, &three, None).unwrap(), level).unwrap()] {
+        // Three fold either way, and at once.
+        for all in [
+            fold(&pair, &three, level).unwrap(),
+            fold(&one, &fold(&two, &three, None).unwrap(), level).unwrap(),
+            fold_all(&[&one, &two, &three], level).unwrap(),
+        ] {
             let mut disk = start.clone();
             merge(&mut disk, &all);
             prop_assert!(disk == expected);
@@ -190,7 +204,7 @@ fn damage_in_either_leaves_no_delta() {
             let Some(byte) = damaged.get_mut(at) else { continue };
             *byte ^= 4;
             let mut writer = Writer::new(Vec::new());
-            let error = combine(&first[..], Cursor::new(&second), &mut writer, None).unwrap_err();
+            let error = combine(&[&first, &second], None, &mut writer).unwrap_err();
             let which = if flip_first { "first" } else { "second" };
             assert!(matches!(&error, Error::Of { which: w, .. } if *w == which), "{error}");
             assert!(read(&writer.into_inner()).is_err(), "what was written is taken for a delta");
@@ -198,34 +212,26 @@ fn damage_in_either_leaves_no_delta() {
     }
 }
 
-/// Shows another delta the second time it is read.
-struct Changing {
-    reads: [Cursor<Vec<u8>>; 2],
-    now: usize,
-}
-
-impl std::io::Read for Changing {
-    fn read(&mut self, buf: &mut [u8]) -> std::io::Result<usize> {
-        self.reads[self.now].read(buf)
-    }
-}
-
-impl std::io::Seek for Changing {
-    fn seek(&mut self, to: std::io::SeekFrom) -> std::io::Result<u64> {
-        if matches!(to, std::io::SeekFrom::Start(_)) {
-            self.now = 1;
-        }
-        self.reads[self.now].seek(to)
-    }
-}
-
+/// Deltas that are bound to one another's states, as those that lead a replica back: the result leads to the state of the last.
 #[test]
-fn a_delta_that_changes_while_it_is_read() {
-    let first = delta(&header(10_000, 10_000, &[1, 2]), vec![zero(0, 10)], None);
-    let second = |at| Cursor::new(delta(&header(10_000, 10_000, &[2, 3]), vec![zero(at, 10)], None));
-    let changing = Changing { reads: [second(5), second(500)], now: 0 };
-    let mut writer = Writer::new(Vec::new());
-    let error = combine(&first[..], changing, &mut writer, None).unwrap_err();
-    assert!(matches!(error, Error::Changed), "{error}");
-    assert!(read(&writer.into_inner()).is_err());
+fn what_is_bound_to_the_state_before_continues_it() {
+    let state = |n: u128| Uuid::from_u128(n);
+    let step = |from: u128, to: u128, epoch_number: u64, sizes: (u64, u64)| {
+        let mut header = header(sizes.0, sizes.1, &[epoch_number]);
+        (header.stream, header.binds) = (state(to), Some(state(from)));
+        header
+    };
+    let first = step(9, 8, 5, (10_000, 8000));
+    let second = step(8, 7, 4, (8000, 12_000));
+    let (one, two) = (delta(&first, vec![zero(0, 10)], None), delta(&second, vec![zero(5, 10)], None));
+    let (both, frames) = read(&fold(&one, &two, None).unwrap()).unwrap();
+    assert_eq!((both.binds, both.stream, &both.chain[..]), (Some(state(9)), state(7), &[epoch(4)][..]));
+    assert_eq!((both.size_before, both.size_after), (10_000, 12_000));
+    let zeroes = [Record::Zero { offset: 0, len: 15 }, Record::Zero { offset: 8000, len: 4000 }];
+    assert_eq!(frames[0].records, zeroes);
+    // Another state, or another size of the same.
+    for wrong in [step(6, 7, 4, (8000, 12_000)), step(8, 7, 4, (8001, 12_000))] {
+        let wrong = delta(&wrong, vec![zero(5, 10)], None);
+        assert!(matches!(fold(&one, &wrong, None), Err(Error::Uncombinable { which: "second", .. })));
+    }
 }

@@ -1,8 +1,6 @@
 //! One input for everything that reads deltas; `fuzz/` includes this file.
 
-use std::io::Cursor;
-
-use delta::{Encoder, Event, MAX_DATA, MAX_RECORDS, Method, Reader, Record, Writer, combine};
+use delta::{Combined, Decoder, Encoder, Event, MAX_DATA, MAX_RECORDS, Method, Reader, Record, Writer};
 
 /// Reads `bytes` as a delta, and holds what was taken to what every delta promises. True if it was a whole one.
 ///
@@ -69,10 +67,12 @@ pub(crate) fn fuzz_reader(bytes: &[u8]) -> bool {
     assert!(!plain || encoder.digest() == digest);
     writer.unit(&encoder.trailer()).expect("memory takes all");
 
-    let mut out = Writer::new(Vec::new());
-    if combine(bytes, Cursor::new(&writer.into_inner()), &mut out, None).is_ok() {
-        let mut reader = Reader::new(Cursor::new(out.into_inner()));
-        while reader.next().expect("what combines can be read").is_some() {}
+    let again = writer.into_inner();
+    if let Ok(mut combined) = Combined::new(vec![bytes, &again], None) {
+        let mut decoder = Decoder::new();
+        while let Ok(Some(unit)) = combined.next() {
+            decoder.push(unit).expect("what combines can be read");
+        }
     }
     true
 }
