@@ -6,8 +6,8 @@
 
 use std::sync::Arc;
 
-use delta::{Decoded, Decoder, Event, Frame, Unit};
-use device::{Folder, StateFile};
+use delta::{Decoded, Decoder, Event, Frame, Unit, UnitKind};
+use device::{Buf, Folder, StateFile};
 use uuid::Uuid;
 
 use crate::apply::Applier;
@@ -17,6 +17,7 @@ use crate::holes::Holes;
 use crate::journal::{self, ARRIVING, Contents, Growing, WHOLE};
 use crate::lineage::{State, Toward, Unsure};
 use crate::replica::Replica;
+use crate::undo_log::UndoLog;
 use crate::unsure::{self, Passing, UnsureSet};
 
 /// Bytes of the journal at which it is begun anew, where there is room for as many.
@@ -36,6 +37,9 @@ const RANGES_AHEAD: u64 = 1024;
 pub struct BatchLog {
     file: Growing,
     folder: Arc<dyn Folder>,
+    /// Where an epoch has ended, the journal is begun anew: its past is kept.
+    keeps: bool,
+    ended: bool,
 }
 
 impl BatchLog {
@@ -44,6 +48,11 @@ impl BatchLog {
     /// # Errors
     /// If it cannot be written.
     pub fn unit(&mut self, unit: &Unit) -> Result<()> {
+        if self.keeps && unit.kind == UnitKind::Header {
+            let head = Unit { kind: unit.kind, head: unit.head.clone(), body: Buf::default() };
+            // What is wrong with it is said where it is committed.
+            self.ended = matches!(Decoder::new().push(head), Ok(Event::Header(header)) if !header.batch);
+        }
         self.file.unit(unit).map_err(|e| self.failed(e))
     }
 
@@ -56,10 +65,10 @@ impl BatchLog {
         Ok(self.file.len())
     }
 
-    /// True if it has grown long, and should be begun anew with [`Batches::settle`] before the next batch.
+    /// True if it has grown long or an epoch has ended whose past is kept, and should be begun anew with [`Batches::settle`] before the next batch.
     pub fn is_long(&self) -> bool {
         let room = self.folder.free().map_or(LONG, |free| free / SHARE);
-        self.file.len() >= room.clamp(1, LONG)
+        self.ended || self.file.len() >= room.clamp(1, LONG)
     }
 
     fn failed(&self, error: std::io::Error) -> ReplicaError {
@@ -84,6 +93,8 @@ pub struct Batches<'a> {
     /// For so many ranges of the set there is room, and so many may be in it.
     room: u64,
     ranges: u64,
+    /// Keeps what is replaced.
+    undo: Option<UndoLog>,
     /// Committed, and not brought to the destination.
     committed: Option<Arriving>,
     /// A batch could not be taken: what follows it in the journal counts for nothing, so no other is, until that is begun anew.
@@ -120,10 +131,12 @@ impl Replica {
         }
         self.sound()?;
         self.untouched()?;
+        self.set_keep()?;
         self.set_journal(None);
         let disk = self.destination().open(Name::Final)?;
         let applier = Applier::new(disk, u64::MAX, false);
         let applier = applier.map_err(io_error("open", self.destination().path()))?;
+        let undo = self.begin_log()?;
         let log = self.new_log()?;
         let (file, unsure) = (log.file.file(), self.unsure()?);
         let batches = Batches {
@@ -137,6 +150,7 @@ impl Replica {
             room: 0,
             ranges: unsure.count(),
             unsure,
+            undo,
             committed: None,
             closed: false,
         };
@@ -148,7 +162,8 @@ impl Replica {
         let path = self.folder().join(ARRIVING);
         let file =
             Growing::open(self.state(), 0).map_err(disk_error("write the journal", &path, CONFIRMED))?;
-        Ok(BatchLog { file, folder: self.shared_state() })
+        let keeps = self.settings().is_some();
+        Ok(BatchLog { file, folder: self.shared_state(), keeps, ended: false })
     }
 }
 
@@ -194,6 +209,9 @@ impl Batches<'_> {
         // Joined with those before at the commit.
         let before = if header.batch { UnsureSet::new() } else { self.unsure.clone() };
         self.passing = Some(Passing::new(before, &header));
+        if let Some(undo) = &mut self.undo {
+            undo.begin();
+        }
         self.batch = Some(Arriving { decoder, toward, frames, held: 0, contents, holes });
         Ok(())
     }
@@ -216,6 +234,9 @@ impl Batches<'_> {
                 if let Some(passing) = &mut self.passing {
                     passing.records(&frame.records);
                     self.ranges += frame.records.len() as u64;
+                }
+                if let Some(undo) = &mut self.undo {
+                    undo.records(&frame.records);
                 }
                 let path = self.replica.destination().path();
                 let looked = batch.holes.as_mut().map(|holes| holes.records(&frame.records));
@@ -311,6 +332,8 @@ impl Batches<'_> {
         self.replica.begin_commit();
         let path = self.replica.destination().path().to_path_buf();
         let failed = |what| disk_error(what, &path, SAFE);
+        let undo = self.undo.take();
+        self.undo = self.replica.keep_replaced(undo, batch.toward.stream, !batch.toward.batch)?;
         self.applier.keep(self.replica.work(false)?);
         self.applier.rewind(u64::MAX).map_err(failed("write to"))?;
         match batch.frames {
@@ -342,6 +365,11 @@ impl Batches<'_> {
     pub fn settle(&mut self) -> Result<BatchLog> {
         self.apply()?;
         self.flush()?;
+        if self.undo.as_ref().is_none_or(UndoLog::has_ended) {
+            self.undo = None;
+            self.replica.age_past();
+            self.undo = self.replica.begin_log()?;
+        }
         let log = self.replica.new_log()?;
         self.file = log.file.file();
         // What an empty journal had reserved is given back.
@@ -384,6 +412,8 @@ impl Batches<'_> {
     pub fn finish(mut self) -> Result<()> {
         self.apply()?;
         self.flush()?;
+        self.undo = None;
+        self.replica.age_past();
         self.replica.refresh()
     }
 }

@@ -78,6 +78,7 @@ impl Replica {
         self.forget_note()?;
         self.remove(WHOLE)?;
         self.end_commit();
+        self.age_past();
         Ok(counts)
     }
 
@@ -133,7 +134,9 @@ impl Replica {
         else {
             self.still_there(toward.size)?;
             self.moved(toward, unsure)?;
-            return self.forget_note();
+            self.forget_note()?;
+            self.age_past();
+            return Ok(());
         };
         if let StepKind::Clone { .. } = kind {
             // Once it is finished, what it replaces is not looked at again.
@@ -150,6 +153,7 @@ impl Replica {
         let copy = self.rename(kind.replaces())?;
         self.renamed(toward, copy)?;
         self.end_commit();
+        self.age_past();
         Ok(())
     }
 }

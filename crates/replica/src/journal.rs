@@ -8,6 +8,7 @@
 //! is changed, and says by itself that the destination may be half merged.
 
 use std::io::{self, IoSlice, Read, Write};
+use std::ops::Deref;
 use std::sync::Arc;
 
 use delta::{Decoder, Epoch, Event, Frame, Header, Method, Record, Resume, Unit, UnitKind, Units, Writer};
@@ -138,7 +139,7 @@ fn existing(folder: &dyn Folder, name: &str) -> Result<Option<Box<dyn StateFile>
     }
 }
 
-fn measure_at(file: &dyn StateFile, start: u64) -> io::Result<Contents> {
+pub(crate) fn measure_at(file: &Kept, start: u64) -> io::Result<Contents> {
     let mut contents = Contents { start, ..Contents::default() };
     // Whatever is wrong ends what is in order; what follows is then sent again.
     let _ = walk(&mut Input::new(file, start)?, &mut contents, None);
@@ -215,7 +216,7 @@ impl From<delta::Error> for Trouble {
 
 /// Goes through the units of a journal, verifies them, and applies them if asked to.
 fn walk(
-    input: &mut Input<'_>,
+    input: &mut Input<&Kept>,
     contents: &mut Contents,
     mut onto: Option<(&mut dyn Target, &mut Vec<Position>)>,
 ) -> std::result::Result<(), Trouble> {
@@ -280,9 +281,12 @@ fn walk(
     }
 }
 
+/// A state file that is open for as long as that takes.
+type Kept = dyn StateFile + 'static;
+
 /// Reads a state file from front to back.
-struct Input<'a> {
-    file: &'a dyn StateFile,
+pub(crate) struct Input<F> {
+    file: F,
     at: u64,
     end: u64,
     /// The page cache is left without what was read.
@@ -293,8 +297,8 @@ struct Input<'a> {
     left: std::ops::Range<usize>,
 }
 
-impl<'a> Input<'a> {
-    fn new(file: &'a dyn StateFile, start: u64) -> io::Result<Input<'a>> {
+impl<F: Deref<Target = Kept>> Input<F> {
+    pub(crate) fn new(file: F, start: u64) -> io::Result<Input<F>> {
         let end = file.len()?.max(start);
         let buf = Buf::scratch(SMALL);
         Ok(Input { file, at: start, end, forget: false, forgotten: start, buf, left: 0..0 })
@@ -312,7 +316,7 @@ impl<'a> Input<'a> {
     }
 }
 
-impl Read for Input<'_> {
+impl<F: Deref<Target = Kept>> Read for Input<F> {
     fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
         if self.left.is_empty() {
             let most = usize::try_from(self.end - self.at).unwrap_or(usize::MAX);
@@ -357,13 +361,23 @@ impl Growing {
     /// Opens the journal of a folder to add to it after `bytes`; what follows is dropped. 0 begins a new one.
     pub(crate) fn open(folder: &dyn Folder, bytes: u64) -> io::Result<Growing> {
         if bytes == 0 {
-            folder.remove(ARRIVING)?;
+            return Growing::begin(folder, ARRIVING);
         }
         let file = folder.open(ARRIVING, true)?;
-        if bytes > 0 {
-            file.set_len(bytes)?;
-        }
+        file.set_len(bytes)?;
         Ok(Growing { file: file.into(), pending: Vec::new(), written: bytes, started: bytes })
+    }
+
+    /// Begins a file of units of another name.
+    pub(crate) fn begin(folder: &dyn Folder, name: &str) -> io::Result<Growing> {
+        folder.remove(name)?;
+        let file = folder.open(name, true)?.into();
+        Ok(Growing { file, pending: Vec::new(), written: 0, started: 0 })
+    }
+
+    /// Goes on with a file of units behind `bytes`.
+    pub(crate) fn after(file: Arc<dyn StateFile>, bytes: u64) -> Growing {
+        Growing { file, pending: Vec::new(), written: bytes, started: bytes }
     }
 
     /// Adds a unit.
@@ -415,6 +429,15 @@ impl Growing {
     pub(crate) fn close(mut self, folder: &dyn Folder) -> io::Result<()> {
         self.empty()?;
         seal(&*self.file, folder)
+    }
+
+    /// The file is whole: makes it durable, and gives it the name that says so.
+    pub(crate) fn name(mut self, folder: &dyn Folder, from: &str, to: &str) -> io::Result<()> {
+        self.empty()?;
+        self.file.sync()?;
+        self.file.uncache(0, self.written);
+        folder.rename(from, to)?;
+        folder.sync()
     }
 }
 

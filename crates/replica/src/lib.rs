@@ -22,6 +22,8 @@
 // A file imports only files of the groups above its own.
 mod copies;
 mod error;
+mod keep;
+
 mod options;
 
 mod lineage;
@@ -34,6 +36,8 @@ mod note;
 
 mod unsure;
 
+mod past;
+
 mod status;
 
 mod apply;
@@ -43,6 +47,10 @@ mod fit;
 mod foreign;
 mod holes;
 
+mod undo;
+
+mod undo_log;
+
 mod batches;
 mod commit;
 mod open;
@@ -51,6 +59,7 @@ mod recover;
 
 mod known;
 mod promoted;
+mod rewind;
 mod settled;
 
 #[cfg(test)]
@@ -60,13 +69,16 @@ pub use batches::{BatchLog, Batches};
 #[doc(hidden)]
 pub use destination::{Destination, DeviceDestination, Name};
 pub use error::{ReplicaError, Result};
+pub use keep::{Keep, Span};
 pub use known::{Condition, KnownReplica, KnownReplicas};
 pub use lineage::{Lineage, Position, Promoted, Stamp, State, Step, StepKind, Toward, Unsure, Use};
 pub use locate::inspect;
 pub use options::Options;
+pub use past::Moment;
 pub use promoted::{Promotion, promote};
 pub use receive::{Commit, Committed, DeltaReceiver};
 pub use replica::Replica;
+pub use rewind::{History, history};
 pub use settled::settle;
 pub use status::Status;
 pub use unsure::UnsureSet;

@@ -13,6 +13,7 @@ use crate::lineage::{Lineage, Stamp, Unsure};
 use crate::locate::{locate, moved_from, name_after_disk, refuse_others_state};
 use crate::note::{self, WRITTEN};
 use crate::options::Options;
+use crate::past::Settings;
 use crate::replica::Replica;
 
 /// Places at which a device is looked at before a first copy to it.
@@ -91,7 +92,9 @@ impl Replica {
         options: &Options,
     ) -> Result<Replica> {
         let lineage = Lineage::load(&*folder)?;
+        let settings = Settings::load(&*folder);
         let mut replica = Replica::new(destination, folder, lineage, options);
+        replica.set_settings(settings);
         if replica.is_kept() {
             let everything = replica.lineage().unsure == Unsure::Everything;
             replica.set_changed(everything.then_some(WRITTEN));

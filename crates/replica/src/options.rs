@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use crate::keep::Keep;
+
 /// How to open a replica.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
@@ -17,4 +19,6 @@ pub struct Options {
     pub create: bool,
     /// Let it pass that others changed the destination, which [`Status::changed`] then says: only a compare fits it.
     pub doubt: bool,
+    /// What of its past is to be kept from the next commit on. `None`: what was kept before; nothing of a new replica.
+    pub keep: Option<Keep>,
 }

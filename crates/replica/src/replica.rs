@@ -13,6 +13,7 @@ use crate::journal::{ARRIVING, Contents, WHOLE};
 use crate::lineage::{Lineage, Position, Stamp, State, StepKind, Unsure};
 use crate::note::{WRITTEN, Working};
 use crate::options::Options;
+use crate::past::Settings;
 use crate::status::Status;
 use crate::unsure::{self, UnsureSet};
 
@@ -30,6 +31,8 @@ pub struct Replica {
     /// The part of a delta in the journal.
     journal: Option<Contents>,
     options: Options,
+    /// What of its past is kept; `None` if nothing is.
+    settings: Option<Settings>,
     /// Bytes that the next delta is expected to bring.
     expected: u64,
     /// A step in place is made durable every so many bytes.
@@ -61,6 +64,8 @@ struct Known {
     working: Option<Working>,
     /// What opening it had to mend.
     recovered: Vec<String>,
+    /// What its user should know of a commit.
+    warnings: Vec<String>,
 }
 
 /// What keeps others away.
@@ -86,6 +91,7 @@ impl Replica {
             lineage: lineage.unwrap_or_else(Lineage::new),
             journal: None,
             options: options.clone(),
+            settings: None,
             expected: 0,
             save_bytes: SAVE_BYTES,
             known: Known::default(),
@@ -146,6 +152,15 @@ impl Replica {
         &self.options
     }
 
+    /// What of its past is kept; `None` if nothing is.
+    pub(crate) fn settings(&self) -> Option<&Settings> {
+        self.settings.as_ref()
+    }
+
+    pub(crate) fn set_settings(&mut self, settings: Option<Settings>) {
+        self.settings = settings;
+    }
+
     /// Bytes that the next delta is expected to bring.
     pub(crate) fn expected(&self) -> u64 {
         self.expected
@@ -186,6 +201,11 @@ impl Replica {
     /// Keeps in mind what opening the replica had to mend.
     pub(crate) fn tell(&mut self, mended: String) {
         self.known.recovered.push(mended);
+    }
+
+    /// Keeps in mind what the user should know of a commit.
+    pub(crate) fn warn(&mut self, warning: String) {
+        self.known.warnings.push(warning);
     }
 
     /// In what way others have changed the destination.
@@ -254,6 +274,11 @@ impl Replica {
     /// What its source must know of it to find what it lacks.
     pub fn status(&self) -> &Status {
         &self.status
+    }
+
+    /// What its user should know of the commits since this was asked last.
+    pub fn take_warnings(&mut self) -> Vec<String> {
+        std::mem::take(&mut self.known.warnings)
     }
 
     /// The destination's path, without links.

@@ -72,7 +72,7 @@ impl UnsureSet {
     }
 
     /// Makes room for the blocks of a disk of `size` bytes, tracked in blocks of `block_size` bytes.
-    fn reach(&mut self, size: u64, block_size: u64) {
+    pub(crate) fn reach(&mut self, size: u64, block_size: u64) {
         let mut unit = if self.is_empty() { LEAST_UNIT.max(block_size) } else { self.unit };
         while size.div_ceil(unit) > MOST_BLOCKS {
             unit *= 2;
@@ -86,8 +86,22 @@ impl UnsureSet {
     }
 
     /// Adds the blocks of a range of bytes, as far as there is room for them.
-    fn insert(&mut self, range: Range<u64>) {
+    pub(crate) fn insert(&mut self, range: Range<u64>) {
         self.blocks.set(range.start / self.unit..range.end.div_ceil(self.unit));
+    }
+
+    /// The parts of a range of bytes, in whole blocks of a disk of `size` bytes, that are not in the set.
+    pub(crate) fn missing(&self, range: Range<u64>, size: u64) -> Vec<Range<u64>> {
+        let blocks = range.start / self.unit..range.end.min(size).div_ceil(self.unit);
+        let (mut missing, mut at) = (Vec::new(), blocks.start);
+        let end = std::iter::once(blocks.end..blocks.end);
+        for run in self.blocks.runs_in(blocks.clone()).chain(end) {
+            if at < run.start {
+                missing.push(at * self.unit..(run.start * self.unit).min(size));
+            }
+            at = run.end;
+        }
+        missing
     }
 
     /// Takes out the blocks that a range of bytes covers, on a disk of `size` bytes.

@@ -17,6 +17,7 @@ use crate::journal::{self, ARRIVING, kept};
 use crate::lineage::{Lineage, Position, State, Step, StepKind, Toward, known, reached, whole_blocks};
 use crate::note::{self, Keeping};
 use crate::replica::Replica;
+use crate::undo::Touched;
 use crate::unsure::{Passing, UnsureSet};
 
 /// How much time may pass before what has come is made durable: as much is sent again after a crash.
@@ -38,6 +39,8 @@ pub(super) struct Direct {
     saved_bytes: u64,
     /// The unsure set of the destination before, and what becomes of it.
     unsure_before: UnsureSet,
+    /// What the delta replaces, if that is to be kept.
+    touched: Option<Touched>,
     passing: Passing,
 }
 
@@ -111,13 +114,26 @@ impl Replica {
         }
         // What others wrote must not get into the clone.
         self.untouched()?;
-        let base = self.positions();
+        let (base, mut touched) = (self.positions(), self.touched_by());
+        let held = self.journal().cloned().filter(|_| header.resumes.is_some());
+        if let Some(held) = &held {
+            touched = self.touched_of(ARRIVING, held)?;
+        }
+        touched = touched.filter(|_| !self.options().doubt);
+        if let Some(touched) = &mut touched {
+            touched.header(header, kept(header, &held.map_or_else(|| base.clone(), |h| h.positions(&base))));
+        }
         let inode = self.create()?;
         // The intent first, so that a crash leaves nothing unknown. It says what the clone holds once that is durable.
         let begun = self.step(StepKind::Clone { inode }, Vec::new(), toward);
         let cloned = begun.and_then(|()| self.clone_final());
         let made = cloned.and_then(|()| self.direct(Name::Final, base, toward, header, false));
-        let begun = made.and_then(|sink| self.take_journal(sink, toward, header));
+        let begun = made.and_then(|mut sink| {
+            if let Sink::Direct(direct) = &mut sink {
+                direct.touched = touched;
+            }
+            self.take_journal(sink, toward, header)
+        });
         if begun.is_err() {
             self.drop_unknown_clone()?;
         }
@@ -158,7 +174,14 @@ impl Replica {
     pub(super) fn go_on(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
         let Some(step) = self.lineage().step.clone() else { return Ok(Sink::Closed) };
         let base = while_made(header, step.positions);
-        let sink = self.begin_step(step.kind, base, toward, header, false)?;
+        let mut touched = self.touched_before();
+        if let Some(touched) = &mut touched {
+            touched.header(header, kept(header, &base));
+        }
+        let mut sink = self.begin_step(step.kind, base, toward, header, false)?;
+        if let Sink::Direct(direct) = &mut sink {
+            direct.touched = touched;
+        }
         self.take_journal(sink, toward, header)
     }
 
@@ -231,6 +254,7 @@ impl Replica {
             end: 0,
             saved: Instant::now(),
             saved_bytes: 0,
+            touched: None,
             passing: Passing::new(unsure.clone(), header),
             unsure_before: unsure,
         })))
@@ -291,12 +315,14 @@ impl Direct {
             }
             false => None,
         };
-        match &mut replica.lineage_mut().step {
-            Some(step) if step.positions != positions || unsure.is_some() => {
-                step.positions = positions;
-                step.unsure = unsure.unwrap_or_else(|| step.unsure.clone());
-            }
-            _ => return Ok(()),
+        let step = replica.lineage().step.as_ref();
+        if step.is_none_or(|step| step.positions == positions && unsure.is_none()) {
+            return Ok(());
+        }
+        self.touched.as_ref().map_or(Ok(()), |touched| touched.store(replica))?;
+        if let Some(step) = &mut replica.lineage_mut().step {
+            step.positions = positions;
+            step.unsure = unsure.unwrap_or_else(|| step.unsure.clone());
         }
         replica.store()
     }
@@ -308,6 +334,9 @@ impl Direct {
         let all = frame.is_none();
         if let Some(frame) = &frame {
             self.passing.records(&frame.records);
+            if let Some(touched) = &mut self.touched {
+                touched.records(&frame.records);
+            }
         }
         let Some(copies) = &mut self.copies else {
             return frame.map_or(Ok(()), |frame| self.applier.frame(frame)).map_err(Stop::Disk);
@@ -331,7 +360,7 @@ impl Direct {
 
     /// Commits the delta, once its trailer was taken. Returns the bytes written and read.
     pub(super) fn finish(self, replica: &mut Replica, toward: &Toward) -> Result<(u64, u64)> {
-        let Direct { disk, mut applier, copies, passing, .. } = self;
+        let Direct { disk, mut applier, copies, passing, touched, .. } = self;
         let size = toward.size;
         {
             let failed = |what| disk_error(what, replica.destination().path(), INTERRUPTED);
@@ -343,6 +372,7 @@ impl Direct {
         }
         let counts = (applier.written, applier.read + copies.as_ref().map_or(0, |c| c.read));
         drop((applier, copies, disk));
+        replica.keep_past(touched, toward)?;
         let unsure = replica.keep_unsure(&passing.end(), INTERRUPTED)?;
         replica.commit_step(toward, unsure)?;
         Ok(counts)

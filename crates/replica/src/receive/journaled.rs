@@ -13,6 +13,7 @@ use crate::holes::Holes;
 use crate::journal::{self, ARRIVING, Contents, Growing, Segment, Target, kept};
 use crate::lineage::Toward;
 use crate::replica::Replica;
+use crate::undo::Touched;
 
 /// A delta on its way to the journal.
 pub(super) struct ToJournal {
@@ -25,6 +26,8 @@ pub(super) struct ToJournal {
     unread: Extents,
     /// Holes of the destination that the delta will fill.
     holes: Option<Holes>,
+    /// What the delta replaces, if that is to be kept.
+    touched: Option<Touched>,
     /// For a delta that copies.
     rolling: Option<Box<Resolved>>,
 }
@@ -84,10 +87,18 @@ impl Replica {
             0 => self.holes(0)?,
             _ => self.holes_of(ARRIVING, &before)?,
         };
+        let touched = match before.bytes {
+            0 => self.touched_by(),
+            _ => self.touched_of(ARRIVING, &before)?,
+        };
+        let touched = touched.filter(|_| !self.options().doubt);
         let unread = before.unread.clone();
-        let mut sink = ToJournal { file, bytes: before.bytes, unread, before, holes, rolling };
+        let mut sink = ToJournal { file, bytes: before.bytes, unread, before, holes, touched, rolling };
+        let known = kept(header, &sink.before.positions(&self.positions()));
+        if let Some(touched) = &mut sink.touched {
+            touched.header(header, known);
+        }
         if let Some(holes) = &mut sink.holes {
-            let known = kept(header, &sink.before.positions(&self.positions()));
             holes.rewind(header, known).map_err(io_error("look for holes in", self.path()))?;
         }
         Ok(Sink::Journal(Box::new(sink)))
@@ -104,8 +115,15 @@ impl Replica {
     }
 }
 
-/// Looks for holes that a frame will fill.
-fn look(holes: &mut Option<Holes>, frame: &Frame) -> std::result::Result<(), Stop> {
+/// Looks at what a frame will replace, and for holes that it will fill.
+fn look(
+    holes: &mut Option<Holes>,
+    touched: &mut Option<Touched>,
+    frame: &Frame,
+) -> std::result::Result<(), Stop> {
+    if let Some(touched) = touched {
+        touched.records(&frame.records);
+    }
     holes.as_mut().map_or(Ok(()), |holes| holes.records(&frame.records)).map_err(Stop::Disk)
 }
 
@@ -122,7 +140,7 @@ impl ToJournal {
             if let Event::Frame(frame) = decoder.push(unit)? {
                 seen(&frame);
                 journal::note_unread(&mut self.unread, &frame.records);
-                look(&mut self.holes, &frame)?;
+                look(&mut self.holes, &mut self.touched, &frame)?;
             }
             self.bytes = self.file.len();
             return Ok(());
@@ -137,7 +155,7 @@ impl ToJournal {
         };
         while let Some(frame) = rolling.copies.next(whole)? {
             let Some(encoder) = &mut rolling.encoder else { break };
-            look(&mut self.holes, &frame)?;
+            look(&mut self.holes, &mut self.touched, &frame)?;
             self.file.unit(&encoder.frame(frame)?).map_err(Stop::Journal)?;
             (rolling.frames, rolling.upto) = (encoder.frames(), encoder.end());
             rolling.digest = encoder.digest();
@@ -174,6 +192,7 @@ impl ToJournal {
             return Err(e);
         }
         replica.note_compared()?;
+        replica.keep_past(self.touched, toward)?;
         if let Err(e) = self.file.close(replica.state()) {
             return Err(replica.journal_failed(e));
         }

@@ -96,11 +96,15 @@ impl Replica {
         self.keep_doubt()?;
         let seeds =
             header.is_seed() && header.resumes.is_none() && self.lineage().epoch != Some(toward.epoch);
+        self.set_keep()?;
         let sink = match self.lineage().step.as_ref().map(|s| s.kind) {
             _ if seeds => self.seed(&toward, &header)?,
             Some(StepKind::NewFile { .. } | StepKind::Clone { .. }) => self.go_on(&toward, &header)?,
             _ => match commit {
                 Commit::Journal => self.journal_sink(&header, &raw)?,
+                Commit::InPlace if self.settings().is_some() && self.lineage().step.is_none() => {
+                    return Err(self.keeps_nothing_in_place());
+                }
                 Commit::InPlace => self.in_place(&toward, &header)?,
                 Commit::Reflink => self.reflink(&toward, &header)?,
             },
@@ -133,6 +137,14 @@ impl Replica {
             resumes.frames, resumes.stream
         );
         Err(ReplicaError::WrongEpoch { path: self.path().to_path_buf(), has, given })
+    }
+
+    fn keeps_nothing_in_place(&self) -> ReplicaError {
+        ReplicaError::Refused(format!(
+            "the past of {} is kept, and a commit in place overwrites it as the delta comes: pass --commit journal, or \
+             --keep none, which drops the moments kept so far",
+            self.path().display()
+        ))
     }
 
     fn given_up(&self) -> ReplicaError {
@@ -239,6 +251,13 @@ impl DeltaReceiver<'_> {
             direct.save_now_and_then(self.replica, &self.toward)?;
         }
         Ok(())
+    }
+
+    /// Ends a delta that cannot be completed: nothing of it is kept.
+    pub(crate) fn give_up(mut self) {
+        if let Sink::Journal(_) = std::mem::replace(&mut self.sink, Sink::Closed) {
+            self.replica.give_up_journal();
+        }
     }
 
     /// Commits the delta, once its trailer was taken: durable when this returns.

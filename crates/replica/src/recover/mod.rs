@@ -314,6 +314,10 @@ impl Replica {
     }
 
     fn seal_and_merge(&mut self, contents: Contents) -> Result<()> {
+        let touched = self.touched_of(ARRIVING, &contents)?;
+        if let Some(toward) = contents.segments.last().and_then(|s| self.toward(&s.header)) {
+            self.keep_past(touched, &toward)?;
+        }
         let failed = |what| io_error(what, self.folder());
         let file = self.state().open(ARRIVING, false).map_err(failed("open"))?;
         journal::seal(&*file, self.state()).map_err(failed("sync"))?;
@@ -332,6 +336,7 @@ impl Replica {
             file.sync()
         });
         file.map_err(io_error("sync", &self.folder().join(WHOLE)))?;
+        self.complete_log(&deltas)?;
         self.redo(&deltas)
     }
 

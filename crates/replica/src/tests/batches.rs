@@ -15,8 +15,8 @@ use super::world::*;
 use crate::{BatchLog, Batches, Commit, Options, Replica, ReplicaError, State};
 
 /// The images that batches lead to; that of the fourth is an epoch.
-const LAST: usize = 6;
-const EPOCH: usize = 4;
+pub(super) const LAST: usize = 6;
+pub(super) const EPOCH: usize = 4;
 
 pub(super) fn source() -> Source {
     Source::new(5, &[40; LAST + 2])
@@ -26,8 +26,8 @@ pub(super) fn source() -> Source {
 #[derive(Default)]
 pub(super) struct Sent {
     /// Streams, by the image that they lead to.
-    streams: Vec<(Uuid, usize)>,
-    confirmed: usize,
+    pub streams: Vec<(Uuid, usize)>,
+    pub confirmed: usize,
 }
 
 pub(super) fn header(source: &Source, to: usize, nonce: Uuid) -> Header {

@@ -395,6 +395,13 @@ impl World {
         self.open_in(power, Box::new(folder), &Options { adopt, replace, ..Options::default() })
     }
 
+    /// Opens it with this kept of its past from the next commit on.
+    pub(crate) fn open_keeping(&self, power: &Power, keep: &crate::Keep) -> Result<Replica> {
+        let folder = FaultyFolder::new(power, &self.state()).unwrap();
+        let options = Options { keep: Some(keep.clone()), ..Options::default() };
+        self.open_in(power, Box::new(folder), &options)
+    }
+
     pub(crate) fn open_doubting(&self, power: &Power) -> Result<Replica> {
         let folder = FaultyFolder::new(power, &self.state()).unwrap();
         self.open_in(power, Box::new(folder), &Options { doubt: true, ..Options::default() })

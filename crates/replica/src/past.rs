@@ -1,0 +1,434 @@
+//! The past of a replica: the undo deltas that lead it back to earlier states.
+//!
+//! ```text
+//!     undo-TIME-FROM-TO       an ordinary delta, bound to the state FROM; its stream is the state TO
+//!     undo-TIME-FROM-TO-via   the same; TO is no moment of the source, and only leads on
+//!
+//!     present ◀── lineage.nonce
+//!        │ undo-…-present-C
+//!        ▼
+//!        C ──undo-…-C-B──▶ B ──undo-…-B-A──▶ A
+//! ```
+//!
+//! A state has the name of the stream that led to it, which the lineage keeps as its nonce. So what can be reached is found by
+//! following the names from the present state, and whatever else changes the destination gives its state another name, from which
+//! no undo delta leads: nothing has to be marked as void. A name is given once the file is whole and durable.
+//!
+//! After a rewind the states that came later are reached in the same way, by the undo delta of the rewind.
+
+use std::io;
+
+use delta::{Combined, Epoch, Header, Reader};
+use device::{Folder, StateFile};
+use serde::{Deserialize, Serialize};
+use twox_hash::XxHash3_128;
+use uuid::Uuid;
+
+use crate::error::{ReplicaError, Result, io_error, is_full};
+use crate::journal::{self, Growing, Input};
+use crate::keep::Keep;
+use crate::lineage::{self, Lineage};
+use crate::unsure::UnsureSet;
+
+/// An undo delta that is being written.
+pub(crate) const GROWING: &str = "undo";
+/// The blocks that an interrupted copy has replaced in its clone.
+const BLOCKS: &str = "undo-blocks";
+/// What the names of logs begin with.
+const LOG: &str = "undo-log-";
+/// What is kept, and when the replica came to a state to which it was rewound.
+const SETTINGS: &str = "past";
+/// The most undo deltas that are combined at once: memory holds a frame of each.
+const WIDEST: usize = 32;
+
+/// A step back.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Undo {
+    pub name: String,
+    /// Where it is in its file, and how long; 0 for a file of its own.
+    pub start: u64,
+    pub bytes: u64,
+    /// When the replica came to the state that this leads to, in seconds since 1970.
+    pub at: u64,
+    /// The state before and after.
+    pub from: Uuid,
+    pub to: Uuid,
+    /// The state that it leads to is not at an epoch: it is never offered, and only leads on.
+    pub via: bool,
+}
+
+impl Undo {
+    pub(crate) fn new(at: u64, from: Uuid, to: Uuid, via: bool) -> Undo {
+        let end = if via { "-via" } else { "" };
+        let name = format!("undo-{at:011}-{}-{}{end}", from.simple(), to.simple());
+        Undo { name, start: 0, bytes: 0, at, from, to, via }
+    }
+
+    fn parse(name: &str) -> Option<Undo> {
+        let mut parts = name.strip_prefix("undo-")?.split('-');
+        let (at, from, to) = (parts.next()?, parts.next()?, parts.next()?);
+        let (from, to) = (Uuid::try_parse(from).ok()?, Uuid::try_parse(to).ok()?);
+        let undo = Undo::new(at.parse().ok()?, from, to, parts.next().is_some());
+        (undo.name == name).then_some(undo)
+    }
+}
+
+/// An earlier state that a replica can be brought back to.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Moment {
+    /// When the replica came to it, in seconds since 1970: its content is no newer.
+    pub at: u64,
+    /// The epoch of the source.
+    pub epoch: Epoch,
+    /// Bytes of the disk.
+    pub size: u64,
+    /// It was copied from a live disk without a cut.
+    pub fuzzy: bool,
+    /// Bytes on disk that keep it.
+    pub bytes: u64,
+    /// Names the state.
+    pub state: Uuid,
+}
+
+/// What can be reached from the present state.
+#[derive(Debug, Default)]
+pub(crate) struct Past {
+    /// Each leads on from the present state or from one before it in this list, and each to another state.
+    pub undos: Vec<Undo>,
+    /// Names of files that lead nowhere.
+    pub rest: Vec<String>,
+}
+
+impl Past {
+    pub(crate) fn load(folder: &dyn Folder, present: Uuid) -> io::Result<Past> {
+        let names = folder.list()?;
+        let mut left: Vec<Undo> = names.iter().filter_map(|name| Undo::parse(name)).collect();
+        for log in names.iter().filter(|name| name.starts_with(LOG)) {
+            left.extend(entries(folder, log)?);
+        }
+        let mut past = Past::default();
+        let (mut reached, mut next) = (vec![present], 0);
+        while let Some(state) = reached.get(next).copied() {
+            next += 1;
+            let (onward, others): (Vec<Undo>, Vec<Undo>) = left.into_iter().partition(|u| u.from == state);
+            left = others;
+            for undo in onward {
+                if reached.contains(&undo.to) {
+                    past.rest.push(undo.name);
+                } else {
+                    reached.push(undo.to);
+                    past.undos.push(undo);
+                }
+            }
+        }
+        // Logs are closed by those who write them.
+        past.rest.extend(left.into_iter().map(|undo| undo.name));
+        past.rest.retain(|name| !name.starts_with(LOG));
+        Ok(past)
+    }
+
+    /// The undo deltas that lead to a state, in order.
+    pub(crate) fn path(&self, to: Uuid) -> Vec<&Undo> {
+        let mut path: Vec<&Undo> = Vec::new();
+        let mut state = to;
+        while let Some(undo) = self.undos.iter().find(|undo| undo.to == state) {
+            path.push(undo);
+            state = undo.from;
+        }
+        path.reverse();
+        path
+    }
+
+    fn leads_on(&self, state: Uuid) -> impl Iterator<Item = &Undo> {
+        self.undos.iter().filter(move |undo| undo.from == state)
+    }
+
+    /// The oldest state behind which there is no other.
+    pub(crate) fn oldest(&self) -> Option<&Undo> {
+        let last = |undo: &&Undo| undo.bytes == 0 && self.leads_on(undo.to).next().is_none();
+        self.undos.iter().rev().filter(last).min_by_key(|undo| undo.at)
+    }
+
+    pub(crate) fn forget(&mut self, name: &str) {
+        self.undos.retain(|undo| undo.name != name);
+    }
+
+    /// What is to be thinned out: states that are not kept, whose undo deltas are to be removed; and the first run of those
+    /// through which others are reached, whose undo deltas are to become one.
+    fn thin(&self, keep: &Keep, now: u64) -> (Vec<String>, Vec<Undo>) {
+        let mut order: Vec<&Undo> = self.undos.iter().filter(|undo| !undo.via).collect();
+        // Of one second, those nearer to the present are later.
+        order.reverse();
+        order.sort_by_key(|undo| undo.at);
+        let times: Vec<u64> = order.iter().map(|undo| undo.at).chain([now]).collect();
+        let kept = keep.kept(&times);
+        let is_kept = |undo: &Undo| order.iter().zip(&kept).any(|(other, kept)| *kept && other.to == undo.to);
+        let mut thinned = Past { undos: self.undos.clone(), rest: Vec::new() };
+        let mut removed = Vec::new();
+        while let Some(last) =
+            thinned.undos.iter().find(|u| thinned.leads_on(u.to).next().is_none() && !is_kept(u)).cloned()
+        {
+            thinned.forget(&last.name);
+            removed.push(last.name);
+        }
+        let single = |state| thinned.leads_on(state).count() == 1;
+        let first = thinned.undos.iter().find(|u| !is_kept(u) && single(u.to));
+        let mut run: Vec<Undo> = first.into_iter().cloned().collect();
+        while let Some(last) = run.last().filter(|u| run.len() < WIDEST && !is_kept(u) && single(u.to)) {
+            let Some(next) = thinned.leads_on(last.to).next().cloned() else { break };
+            run.push(next);
+        }
+        (removed, run)
+    }
+}
+
+/// What the settings file says.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub(crate) struct Settings {
+    pub version: u32,
+    pub keep: Keep,
+    /// A state to which the replica was rewound, and when it had come to it first.
+    #[serde(default)]
+    pub rewound: Option<(Uuid, u64)>,
+}
+
+impl Settings {
+    /// The settings of a folder; `None` if nothing is kept. What is damaged, or of a newer version, keeps nothing.
+    pub(crate) fn load(folder: &dyn Folder) -> Option<Settings> {
+        let file = folder.open(SETTINGS, false).ok()?;
+        let mut bytes = vec![0; file.len().ok()?.min(1 << 16) as usize];
+        file.read_at(0, &mut bytes).ok()?;
+        let settings: Settings = serde_json::from_slice(&bytes).ok()?;
+        (settings.version == 1 && !settings.keep.is_nothing()).then_some(settings)
+    }
+
+    pub(crate) fn new(keep: Keep) -> Settings {
+        Settings { version: 1, keep, rewound: None }
+    }
+
+    pub(crate) fn store(&self, folder: &dyn Folder) -> Result<()> {
+        let path = folder.path().join(SETTINGS);
+        let bytes = serde_json::to_vec(self).map_err(|e| io_error("write", &path)(e.into()))?;
+        device::replace(folder, SETTINGS, &bytes).map_err(io_error("write", &path))
+    }
+
+    /// Keeps nothing from now on.
+    pub(crate) fn remove(folder: &dyn Folder) -> Result<()> {
+        let removed = folder.remove(SETTINGS).and_then(|()| folder.sync());
+        removed.map_err(io_error("remove", &folder.path().join(SETTINGS)))
+    }
+}
+
+/// When a replica came to its present state, in seconds since 1970; `None` if that is not known.
+pub(crate) fn since(folder: &dyn Folder, lineage: &Lineage, settings: Option<&Settings>) -> Option<u64> {
+    let rewound = settings.and_then(|settings| settings.rewound);
+    if let Some((_, at)) = rewound.filter(|(state, _)| *state == lineage.nonce) {
+        return Some(at);
+    }
+    let written = lineage.stamp.as_ref().and_then(|stamp| stamp.written);
+    let written = written.and_then(|written| u64::try_from(written).ok());
+    Some(written.or_else(|| folder.modified(lineage::NAME))? / 1_000_000_000)
+}
+
+/// Reads undo deltas as one stream each.
+fn open(folder: &dyn Folder, undos: &[Undo]) -> io::Result<Vec<Input<Box<dyn StateFile>>>> {
+    undos.iter().map(|undo| Input::new(folder.open(&undo.name, false)?, undo.start)).collect()
+}
+
+/// The delta that several undo deltas make, one after the other. Of more than [`WIDEST`], intermediate ones are written.
+pub(crate) fn combine(
+    folder: &dyn Folder,
+    mut undos: Vec<Undo>,
+) -> Result<Combined<Input<Box<dyn StateFile>>>> {
+    while undos.len() > WIDEST {
+        let groups: Vec<Vec<Undo>> = undos.chunks(WIDEST).map(<[Undo]>::to_vec).collect();
+        undos = groups.into_iter().map(|group| fold(folder, &group)).collect::<Result<_>>()?;
+    }
+    let inputs = open(folder, &undos).map_err(io_error("read the undo deltas in", folder.path()))?;
+    Combined::new(inputs, None).map_err(|e| damaged(folder, &undos, &e))
+}
+
+/// The error of undo deltas that cannot be combined.
+pub(crate) fn damaged(folder: &dyn Folder, undos: &[Undo], error: &delta::Error) -> ReplicaError {
+    let (number, error) = match error {
+        delta::Error::Of { number, error } => (*number, &**error),
+        error => (1, error),
+    };
+    let name = number.checked_sub(1).and_then(|at| undos.get(at)).map_or(GROWING, |undo| &undo.name);
+    ReplicaError::Damaged {
+        path: folder.path().join(name),
+        why: error.to_string(),
+        way_out: "no moment behind it can be reached: choose a later one; the replica is unchanged".into(),
+    }
+}
+
+/// Writes what adjacent undo deltas make as one, durably and under its name.
+fn fold(folder: &dyn Folder, undos: &[Undo]) -> Result<Undo> {
+    let ([first, .., last] | [first @ last]) = undos else {
+        return Err(damaged(folder, undos, &delta::Error::NoTrailer { units: 0 }));
+    };
+    let folded = Undo::new(last.at, first.from, last.to, last.via);
+    if undos.len() == 1 && first.bytes == 0 {
+        return Ok(folded);
+    }
+    let path = folder.path().join(GROWING);
+    let failed = |e| io_error("write", &path)(e);
+    let mut combined = combine(folder, undos.to_vec())?;
+    let mut file = Growing::begin(folder, GROWING).map_err(failed)?;
+    while let Some(unit) = combined.next().map_err(|e| damaged(folder, undos, &e))? {
+        file.unit(&unit).map_err(failed)?;
+    }
+    file.name(folder, GROWING, &folded.name).map_err(failed)?;
+    Ok(folded)
+}
+
+/// The name of the log of a mirror's batches that begins at a state.
+pub(crate) fn log_name(at: u64, state: Uuid) -> String {
+    format!("{LOG}{at:011}-{}", state.simple())
+}
+
+/// The state at which a log begins.
+pub(crate) fn began_at(name: &str) -> Option<Uuid> {
+    Uuid::try_parse(name.strip_prefix(LOG)?.split_once('-')?.1).ok()
+}
+
+/// The names of logs: one, or none.
+pub(crate) fn logs(folder: &dyn Folder) -> io::Result<Vec<String>> {
+    Ok(folder.list()?.into_iter().filter(|name| name.starts_with(LOG)).collect())
+}
+
+/// The undo deltas of a log, in the order in which they came. What is torn ends it.
+pub(crate) fn entries(folder: &dyn Folder, name: &str) -> io::Result<Vec<Undo>> {
+    let at = name.strip_prefix(LOG).and_then(|name| name.split_once('-')?.0.parse().ok()).unwrap_or(0);
+    let file = folder.open(name, false)?;
+    let mut entries: Vec<Undo> = Vec::new();
+    loop {
+        let start = entries.last().map_or(0, |last| last.start + last.bytes);
+        let contents = journal::measure_at(&*file, start)?;
+        let header = contents.segments.first().filter(|_| contents.whole).map(|segment| &segment.header);
+        let Some((header, from)) = header.and_then(|header| Some((header, header.binds?))) else {
+            return Ok(entries);
+        };
+        let (name, bytes, to, via) = (name.to_owned(), contents.bytes, header.stream, header.batch);
+        entries.push(Undo { name, start, bytes, at, from, to, via });
+    }
+}
+
+/// Makes one undo delta of what a log holds, durably.
+pub(crate) fn fold_logs(folder: &dyn Folder, present: Uuid) -> Result<()> {
+    let past = Past::load(folder, present).map_err(io_error("look into", folder.path()))?;
+    let entries: Vec<Undo> = past.undos.into_iter().filter(|undo| undo.bytes > 0).collect();
+    if entries.is_empty() { Ok(()) } else { fold(folder, &entries).map(drop) }
+}
+
+/// Writes down which blocks a clone has replaced so far; `of` names the clone and the state that it was made from.
+pub(crate) fn store_blocks(folder: &dyn Folder, of: (u64, Uuid), set: &UnsureSet) -> io::Result<()> {
+    let encoded = set.encode();
+    let mut bytes = hash_of(of, &encoded).to_vec();
+    bytes.extend(encoded);
+    device::replace(folder, BLOCKS, &bytes)
+}
+
+/// Reads that again; `None` if it is not known.
+pub(crate) fn load_blocks(folder: &dyn Folder, of: (u64, Uuid)) -> Option<UnsureSet> {
+    let file = folder.open(BLOCKS, false).ok()?;
+    let mut bytes = vec![0; file.len().ok()?.min(UnsureSet::LONGEST as u64) as usize];
+    file.read_at(0, &mut bytes).ok()?;
+    let (hash, encoded) = bytes.split_at_checked(16)?;
+    (hash_of(of, encoded) == *hash).then(|| UnsureSet::decode(encoded)).flatten()
+}
+
+fn hash_of((inode, state): (u64, Uuid), encoded: &[u8]) -> [u8; 16] {
+    XxHash3_128::oneshot_with_seed(inode ^ state.as_u64_pair().0, encoded).to_le_bytes()
+}
+
+/// How the past is aged.
+pub(crate) struct Ageing<'a> {
+    pub folder: &'a dyn Folder,
+    pub keep: &'a Keep,
+    /// The present state, and the time by now in seconds since 1970.
+    pub present: Uuid,
+    pub now: u64,
+}
+
+impl Ageing<'_> {
+    /// Removes what leads nowhere, what is too old or too large, and folds one run of what the grid thins out.
+    pub(crate) fn run(&self) -> Result<()> {
+        let Ageing { folder, keep, .. } = *self;
+        let failed = |e| io_error("age the past in", folder.path())(e);
+        let mut past = Past::load(folder, self.present).map_err(failed)?;
+        let (removed, run) = past.thin(keep, self.now);
+        let unfinished =
+            [GROWING.into(), BLOCKS.into(), device::reserved(SETTINGS), device::reserved(BLOCKS)];
+        for name in past.rest.iter().chain(&removed).chain(&unfinished) {
+            folder.remove(name).map_err(failed)?;
+        }
+        removed.iter().for_each(|name| past.forget(name));
+        if run.len() > 1 {
+            match fold(folder, &run) {
+                Ok(_) => run.iter().try_for_each(|undo| folder.remove(&undo.name)).map_err(failed)?,
+                // It stays finer than it needs to be.
+                Err(ReplicaError::Io { error, .. }) if is_full(&error) => {
+                    folder.remove(GROWING).map_err(failed)?;
+                }
+                Err(e) => return Err(e),
+            }
+        }
+        self.bound().map_err(failed)
+    }
+
+    /// Removes the oldest until the rest takes no more than it may.
+    fn bound(&self) -> io::Result<()> {
+        let mut past = Past::load(self.folder, self.present)?;
+        let len = |undo: &Undo| self.folder.open(&undo.name, false).and_then(|file| file.len());
+        let mut bytes = past.undos.iter().map(len).sum::<io::Result<u64>>()?;
+        while let Some(oldest) = past.oldest().cloned() {
+            let most = self.keep.bytes.or_else(|| self.folder.free()).unwrap_or(u64::MAX);
+            if bytes <= most {
+                break;
+            }
+            bytes -= len(&oldest)?;
+            self.folder.remove(&oldest.name)?;
+            past.forget(&oldest.name);
+        }
+        Ok(())
+    }
+}
+
+/// Removes the oldest undo delta, to make room. False if there is none.
+pub(crate) fn drop_oldest(folder: &dyn Folder, present: Uuid) -> io::Result<bool> {
+    let past = Past::load(folder, present)?;
+    let Some(name) = past.rest.first().or(past.oldest().map(|undo| &undo.name)) else { return Ok(false) };
+    folder.remove(name)?;
+    folder.sync()?;
+    Ok(true)
+}
+
+/// The moments that can be reached from the present state, the latest first. What is damaged is left out, with all behind it.
+pub(crate) fn moments(folder: &dyn Folder, present: Uuid) -> io::Result<Vec<Moment>> {
+    let past = Past::load(folder, present)?;
+    let mut reached = vec![present];
+    let mut moments = Vec::new();
+    for undo in &past.undos {
+        let Some((header, bytes)) = header_of(folder, undo) else { continue };
+        if !reached.contains(&undo.from) {
+            continue;
+        }
+        reached.push(undo.to);
+        let Some(epoch) = header.to().copied().filter(|_| !undo.via) else { continue };
+        let (size, fuzzy) = (header.size_after, header.fuzzy);
+        moments.push(Moment { at: undo.at, epoch, size, fuzzy, bytes, state: undo.to });
+    }
+    moments.sort_by_key(|moment| std::cmp::Reverse(moment.at));
+    Ok(moments)
+}
+
+/// The header of an undo delta and its length, if it is what its name says.
+fn header_of(folder: &dyn Folder, undo: &Undo) -> Option<(Header, u64)> {
+    let file = folder.open(&undo.name, false).ok()?;
+    let bytes = file.len().ok()?;
+    let mut reader = Reader::new(Input::new(file, undo.start).ok()?);
+    let header = reader.header().ok()?.clone();
+    let names = (header.binds, header.stream, header.batch) == (Some(undo.from), undo.to, undo.via);
+    names.then_some((header, bytes))
+}

@@ -1,0 +1,131 @@
+//! Rewinding: a replica goes back to an earlier moment by the undo deltas since, as one delta that is committed like any other.
+
+use std::path::Path;
+
+use delta::Epoch;
+use device::Folder;
+use serde::Serialize;
+use uuid::Uuid;
+
+use crate::error::{ReplicaError, Result, io_error};
+use crate::keep::Keep;
+use crate::lineage::{Lineage, StepKind, Unsure};
+use crate::locate::{inspect, state_folder};
+use crate::options::Options;
+use crate::past::{self, Moment, Past, Settings};
+use crate::receive::{Commit, Committed};
+use crate::replica::Replica;
+
+/// The past of a replica.
+#[derive(Debug, Clone, Serialize)]
+pub struct History {
+    /// The epoch of the present state.
+    pub epoch: Option<Epoch>,
+    /// Names the present state.
+    pub state: Uuid,
+    /// When the replica came to it, in seconds since 1970. `None` if that is not known.
+    pub at: Option<u64>,
+    /// What is kept.
+    pub keep: Keep,
+    /// The moments that the replica can be brought to, the latest first.
+    pub moments: Vec<Moment>,
+}
+
+/// The past of the replica at `path`. Takes no lock and changes nothing.
+///
+/// # Errors
+/// If there is no replica, or its state cannot be read.
+pub fn history(path: &Path, options: &Options) -> Result<History> {
+    let Some(lineage) = inspect(path, options)? else {
+        return Err(ReplicaError::NotAReplica(path.to_path_buf()));
+    };
+    let folder = state_folder(path, options)?;
+    let folder = device::Dir::existing(&folder).map_err(io_error("open", &folder))?;
+    of(&folder, &lineage)
+}
+
+fn of(folder: &dyn Folder, lineage: &Lineage) -> Result<History> {
+    let settings = Settings::load(folder);
+    // An interrupted step, or another program, has changed what they go back from.
+    let moments = match in_place(lineage) || lineage.unsure == Unsure::Everything {
+        true => Vec::new(),
+        false => past::moments(folder, lineage.nonce).map_err(io_error("look into", folder.path()))?,
+    };
+    Ok(History {
+        epoch: lineage.epoch,
+        state: lineage.nonce,
+        at: past::since(folder, lineage, settings.as_ref()),
+        keep: settings.map(|settings| settings.keep).unwrap_or_default(),
+        moments,
+    })
+}
+
+fn in_place(lineage: &Lineage) -> bool {
+    lineage.step.as_ref().is_some_and(|step| step.kind == StepKind::InPlace)
+}
+
+impl Replica {
+    /// Its past.
+    ///
+    /// # Errors
+    /// If its state cannot be read.
+    pub fn history(&self) -> Result<History> {
+        of(self.state(), self.lineage())
+    }
+
+    /// Brings it back to the moment of this [state](Moment::state). Durable when this returns; if it is interrupted, opening the
+    /// replica completes it or leaves the replica as it was. The way forth again is kept as another undo delta.
+    ///
+    /// # Errors
+    /// Refused if it was changed by others or promoted, or a commit was interrupted; if there is no such moment, or an undo
+    /// delta on the way is damaged: then the replica is unchanged. As for [`crate::DeltaReceiver::finish`].
+    pub fn rewind(&mut self, state: Uuid) -> Result<Committed> {
+        self.sound()?;
+        self.mergeable()?;
+        let refuse = |why: &str| Err(ReplicaError::Refused(format!("{} {why}", self.path().display())));
+        if in_place(self.lineage()) {
+            return refuse(
+                "has a commit under way that was interrupted: complete it first, with \"dsync sync\"",
+            );
+        }
+        if let Some(why) = self.changed() {
+            return Err(self.touched(why));
+        }
+        let found = self.history()?.moments.into_iter().find(|moment| moment.state == state);
+        let Some(moment) = found else {
+            return refuse(
+                "cannot be brought back to that moment: \"dsync rewind\" without --to lists those that it can",
+            );
+        };
+        self.note_rewind(&moment)?;
+        let folder = self.shared_state();
+        let past = Past::load(&*folder, self.lineage().nonce);
+        let past = past.map_err(io_error("look into", folder.path()))?;
+        let path: Vec<_> = past.path(state).into_iter().cloned().collect();
+        let mut combined = past::combine(&*folder, path.clone())?;
+        let damaged = |e: delta::Error| past::damaged(&*folder, &path, &e);
+        let Some(header) = combined.next().map_err(damaged)? else {
+            return Err(damaged(delta::Error::NoTrailer { units: 0 }));
+        };
+        let mut receiver = self.receive(header, Commit::Journal)?;
+        while let Some(unit) = combined.next().map_err(damaged).transpose() {
+            match unit.and_then(|unit| receiver.unit(unit)) {
+                Ok(()) => {}
+                Err(error) => {
+                    receiver.give_up();
+                    return Err(error);
+                }
+            }
+        }
+        receiver.finish()
+    }
+
+    /// Writes down when it came to the moment first: that is still the age of what it holds then.
+    fn note_rewind(&mut self, moment: &Moment) -> Result<()> {
+        let Some(settings) = self.settings() else { return Ok(()) };
+        let settings = Settings { rewound: Some((moment.state, moment.at)), ..settings.clone() };
+        settings.store(self.state())?;
+        self.set_settings(Some(settings));
+        Ok(())
+    }
+}

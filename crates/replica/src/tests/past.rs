@@ -1,0 +1,412 @@
+//! The past: every moment that is offered is what its source was then, whatever crashes when.
+
+use testing::faulty::{Outage, Power};
+use testing::{Random, soak};
+
+use std::cell::RefCell;
+
+use super::batches::{self, EPOCH, LAST, Sent};
+use super::crash::{OUTAGES, on, replica_at};
+use super::world::*;
+use crate::{Commit, Keep, Moment, Replica, ReplicaError, Result, State};
+
+fn last(last: u64) -> Keep {
+    Keep { last, bytes: Some(u64::MAX), ..Keep::default() }
+}
+
+/// Sizes that stay, grow and shrink.
+fn source() -> Source {
+    Source::new(77, &[40, 40, 56, 31, 31, 64, 48, 48])
+}
+
+/// Commits the epochs up to this one, one by one, with what is kept.
+fn replica_after(kind: Kind, source: &Source, upto: usize, keep: &Keep, commit: Commit) -> World {
+    let world = World::new(kind);
+    let mut replica = world.open_keeping(&on(), keep).unwrap();
+    merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+    for to in 1..=upto {
+        merge(&mut replica, &source.tracked(to - 1, to), commit).unwrap();
+    }
+    drop(replica);
+    world
+}
+
+fn epochs(source: &Source, moments: &[Moment]) -> Vec<usize> {
+    let mut epochs: Vec<usize> = moments.iter().map(|moment| source.index(&moment.epoch)).collect();
+    epochs.sort_unstable();
+    epochs
+}
+
+/// The replica must say what it holds, and hold it.
+fn assert_exact(source: &Source, world: &World, replica: &Replica, what: &str) -> usize {
+    let status = replica.status();
+    let at = source.index(&status.epoch.unwrap_or_else(|| panic!("{what}: no epoch")));
+    assert_eq!((status.state, status.size), (State::Exact, source.size(at)), "{what}");
+    assert!(world.holds(&source.images[at]), "{what}: is not epoch {at} as it says");
+    at
+}
+
+/// Rewinds a copy of the world to each moment. Returns their epochs.
+fn assert_moments(source: &Source, world: &World, what: &str) -> Vec<usize> {
+    let moments = world.open(&on()).unwrap().history().unwrap().moments;
+    for moment in &moments {
+        let other = world.fork();
+        let mut replica = other.open(&on()).unwrap();
+        replica.rewind(moment.state).unwrap_or_else(|e| panic!("{what}: to {:?}: {e}", moment.epoch));
+        let at = assert_exact(source, &other, &replica, what);
+        assert_eq!((source.epochs[at], moment.size), (moment.epoch, source.size(at)), "{what}");
+    }
+    epochs(source, &moments)
+}
+
+#[test]
+fn every_moment_is_what_the_source_was() {
+    let source = source();
+    for (kind, commit) in
+        [(Kind::File, Commit::Journal), (Kind::File, Commit::Reflink), (Kind::Device, Commit::Journal)]
+    {
+        let what = format!("{kind:?} {commit:?}");
+        let world = replica_after(kind, &source, 7, &last(100), commit);
+        assert_eq!(assert_moments(&source, &world, &what), (0..7).collect::<Vec<_>>(), "{what}");
+    }
+}
+
+#[test]
+fn nothing_is_kept_unasked() {
+    let source = source();
+    let world = World::new(Kind::File);
+    let mut replica = world.open(&on()).unwrap();
+    merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+    merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap();
+    assert!(replica.history().unwrap().moments.is_empty());
+    assert_eq!(world.names(), ["lineage", "vm.raw"]);
+    // It is kept on by commands that do not say so, until one says otherwise.
+    drop(replica);
+    merge(&mut world.open_keeping(&on(), &last(9)).unwrap(), &source.tracked(1, 2), Commit::Journal).unwrap();
+    merge(&mut world.open(&on()).unwrap(), &source.tracked(2, 3), Commit::Journal).unwrap();
+    assert_eq!(assert_moments(&source, &world, "kept on"), [1, 2]);
+    let mut replica = world.open_keeping(&on(), &Keep::default()).unwrap();
+    assert_eq!(replica.history().unwrap().moments.len(), 2, "opening changes nothing");
+    merge(&mut replica, &source.tracked(3, 4), Commit::Journal).unwrap();
+    assert!(replica.history().unwrap().moments.is_empty());
+    assert_eq!(world.names(), ["lineage", "vm.raw"]);
+}
+
+#[test]
+fn after_a_rewind_the_replica_goes_on_and_the_way_forth_remains() {
+    let source = source();
+    for kind in [Kind::File, Kind::Device] {
+        let world = replica_after(kind, &source, 5, &last(100), Commit::Journal);
+        let mut replica = world.open(&on()).unwrap();
+        let moments = replica.history().unwrap().moments;
+        let to = |epoch: usize| moments.iter().find(|m| m.epoch == source.epochs[epoch]).unwrap().state;
+        replica.rewind(to(2)).unwrap();
+        assert_eq!(assert_exact(&source, &world, &replica, "rewound"), 2);
+        drop(replica);
+        assert_eq!(assert_moments(&source, &world, "rewound"), [0, 1, 3, 4, 5]);
+        // What is already there is no moment to go back to.
+        assert!(matches!(world.open(&on()).unwrap().rewind(to(2)), Err(ReplicaError::Refused(_))));
+        // Forth, and back again, on the same deltas.
+        let again = world.fork();
+        let mut replica = again.open(&on()).unwrap();
+        let newest =
+            replica.history().unwrap().moments.iter().find(|m| m.epoch == source.epochs[5]).unwrap().state;
+        replica.rewind(newest).unwrap();
+        drop(replica);
+        assert_eq!(assert_moments(&source, &again, "forth"), [0, 1, 2, 3, 4]);
+        // The next sync goes on by the changes since the epoch.
+        let mut replica = world.open(&on()).unwrap();
+        merge(&mut replica, &source.tracked(2, 6), Commit::Journal).unwrap();
+        assert_eq!(assert_exact(&source, &world, &replica, "after it"), 6);
+        drop(replica);
+        assert_eq!(assert_moments(&source, &world, "after it"), [0, 1, 2, 3, 4, 5]);
+    }
+}
+
+/// Cuts the power at every step of `run`, at which the replica comes from one epoch to another, and rewinds to all that is left.
+fn cut_everywhere(
+    name: &str,
+    source: &Source,
+    world: &World,
+    (from, to): (usize, usize),
+    run: &dyn Fn(&World, &Power) -> Result<()>,
+) {
+    let before = epochs(source, &world.open(&on()).unwrap().history().unwrap().moments);
+    let (power, whole) = (on(), world.fork());
+    run(&whole, &power).unwrap();
+    let after = epochs(source, &whole.open(&on()).unwrap().history().unwrap().moments);
+    let steps = power.steps();
+    println!("{name}: {steps} steps, {before:?} to {after:?}");
+    for (number, (outage, disks, folders)) in OUTAGES.into_iter().enumerate() {
+        for step in 1..=steps + 1 {
+            let turn = step + number as u64;
+            if !soak() && number > 1 && turn % 3 != 0 {
+                continue;
+            }
+            let what = format!("{name}: {outage:?} {disks:?} {folders:?} at step {step} of {steps}");
+            let world = world.fork();
+            let power = Power::new(outage);
+            power.cut_at(step);
+            let result = run(&world, &power);
+            power.crash(disks, folders, step * 7 + number as u64).unwrap();
+            if turn % 2 == 0 {
+                let power = Power::new(outage);
+                power.cut_at(1 + step % 29);
+                let _ = world.open(&power);
+                power.crash(disks, folders, step * 11 + number as u64).unwrap();
+            }
+            let replica = world.open(&on()).unwrap_or_else(|e| panic!("{what}: {e}"));
+            let at = assert_exact(source, &world, &replica, &what);
+            // Ageing comes after the commit, which does not fail with it.
+            assert!(at == to || at == from && result.is_err(), "{what}: is at {at}: {result:?}");
+            assert!(result.is_ok() || step <= steps, "{what}: {result:?}");
+            drop(replica);
+            let found = assert_moments(source, &world, &what);
+            let all = if at == from { &before } else { &after };
+            assert!(all.iter().all(|epoch| found.contains(epoch)), "{what}: at {at}: {found:?}, not {all:?}");
+            // The next sync goes on, and leaves nothing but what is kept.
+            let delta = source.lacks(world.open(&on()).unwrap().status(), None, 7);
+            merge(&mut world.open(&on()).unwrap(), &delta, Commit::Journal).unwrap();
+            assert!(assert_moments(source, &world, &what).contains(&at), "{what}");
+            let left: Vec<String> = world.names();
+            let known = |name: &String| {
+                ["lineage", "vm.raw", "past"].contains(&&name[..]) || name.starts_with("undo-")
+            };
+            assert!(left.iter().all(known), "{what}: left over: {left:?}");
+        }
+    }
+}
+
+#[test]
+fn a_commit_that_is_cut_anywhere_keeps_the_past() {
+    let source = source();
+    for (kind, commit) in
+        [(Kind::File, Commit::Journal), (Kind::File, Commit::Reflink), (Kind::Device, Commit::Journal)]
+    {
+        for (from, keep) in [(2, last(100)), (3, last(2))] {
+            let world = replica_after(kind, &source, from, &keep, commit);
+            let name = format!("{kind:?} {commit:?} from {from}");
+            cut_everywhere(&name, &source, &world, (from, from + 1), &|world, power| {
+                let mut replica = world.open(power)?;
+                merge(&mut replica, &source.tracked(from, from + 1), commit).map(drop)
+            });
+        }
+    }
+}
+
+#[test]
+fn a_rewind_that_is_cut_anywhere_is_done_or_not_begun() {
+    let source = source();
+    for kind in [Kind::File, Kind::Device] {
+        let world = replica_after(kind, &source, 5, &last(100), Commit::Journal);
+        for to in [4, 1] {
+            cut_everywhere(&format!("{kind:?} to {to}"), &source, &world, (5, to), &|world, power| {
+                let mut replica = world.open(power)?;
+                let moments = replica.history()?.moments;
+                let moment = moments.iter().find(|moment| moment.epoch == source.epochs[to]).unwrap();
+                replica.rewind(moment.state).map(drop)
+            });
+        }
+    }
+}
+
+/// Something fails for a moment at every step: the commit goes on without a past, or fails, but no wrong moment is ever offered.
+#[test]
+fn what_fails_costs_the_past_at_most() {
+    let source = source();
+    for (kind, errno) in [(Kind::File, 28), (Kind::File, 5), (Kind::Device, 28), (Kind::Device, 5)] {
+        let world = replica_after(kind, &source, 3, &last(100), Commit::Journal);
+        for step in 1.. {
+            let (world, power) = (world.fork(), Power::new(Outage::PowerCut));
+            power.fail_at(step, 1, errno);
+            let what = format!("{kind:?}, error {errno} at step {step}");
+            let done = (|| {
+                let mut replica = world.open(&power)?;
+                merge(&mut replica, &source.tracked(3, 4), Commit::Journal)?;
+                let lost = replica.history()?.moments.len() < 4;
+                assert!(!lost || !replica.take_warnings().is_empty(), "{what}: lost without a word");
+                Ok::<_, ReplicaError>(())
+            })();
+            let over = power.steps() < step;
+            let (_, disks, folders) = OUTAGES[1];
+            power.crash(disks, folders, step).unwrap();
+            let replica = world.open(&on()).unwrap_or_else(|e| panic!("{what}: {e}"));
+            let at = assert_exact(&source, &world, &replica, &what);
+            assert!(at == 4 || done.is_err() && at == 3, "{what}: is at {at}");
+            drop(replica);
+            assert_moments(&source, &world, &what);
+            if over {
+                assert_eq!(at, 4);
+                break;
+            }
+        }
+    }
+}
+
+#[test]
+fn a_hundred_moments_are_each_reached_through_a_kill() {
+    let seed = testing::seed("a_hundred_moments");
+    let mut dice = Random::seeded(seed);
+    let sizes: Vec<u64> =
+        (0..101).map(|_| if dice.below(4) == 0 { 20 + dice.below(44) } else { 40 }).collect();
+    let source = Source::new(seed, &sizes);
+    let world = replica_after(Kind::File, &source, 100, &last(100), Commit::Journal);
+    let moments = world.open(&on()).unwrap().history().unwrap().moments;
+    assert_eq!(epochs(&source, &moments), (0..100).collect::<Vec<_>>());
+    for moment in moments {
+        let (world, power) = (world.fork(), Power::new(Outage::Kill));
+        power.cut_at(1 + dice.below(60));
+        let killed = world.open(&power).and_then(|mut replica| replica.rewind(moment.state));
+        let (_, disks, folders) = OUTAGES[0];
+        power.crash(disks, folders, dice.bits()).unwrap();
+        let mut replica = world.open(&on()).unwrap();
+        assert_exact(&source, &world, &replica, "after a kill");
+        if replica.status().epoch != Some(moment.epoch) {
+            assert!(killed.is_err());
+            replica.rewind(moment.state).unwrap();
+        }
+        let at = assert_exact(&source, &world, &replica, "rewound");
+        assert_eq!(source.epochs[at], moment.epoch);
+    }
+}
+
+#[test]
+fn what_others_changed_ends_the_past() {
+    let source = source();
+    let world = replica_after(Kind::File, &source, 3, &last(100), Commit::Journal);
+    world.tamper(5 * BLOCK, 0xee);
+    assert!(matches!(world.open(&on()), Err(ReplicaError::Changed { .. })));
+    let mut replica = world.open_with(&on(), true, false).unwrap();
+    assert!(replica.history().unwrap().moments.is_empty());
+    let delta = source.lacks(replica.status(), content(&replica).as_deref(), 4);
+    merge(&mut replica, &delta, Commit::Journal).unwrap();
+    assert_exact(&source, &world, &replica, "adopted");
+    assert!(replica.history().unwrap().moments.is_empty());
+    // From there on there is a past again.
+    merge(&mut replica, &source.tracked(4, 5), Commit::Journal).unwrap();
+    drop(replica);
+    assert_eq!(assert_moments(&source, &world, "after it"), [4]);
+}
+
+#[test]
+fn a_damaged_undo_delta_ends_the_past_behind_it() {
+    let source = source();
+    let world = replica_after(Kind::File, &source, 4, &last(100), Commit::Journal);
+    let moments = world.open(&on()).unwrap().history().unwrap().moments;
+    let named = |state: uuid::Uuid| format!("-{}", state.simple());
+    let names = world.names();
+    let name = names.iter().find(|name| name.ends_with(&named(moments[1].state))).unwrap();
+    let path = world.state().join(name);
+    let whole = std::fs::read(&path).unwrap();
+    // Within its data: it is found out when it is read, and nothing was changed then.
+    let mut bytes = whole.clone();
+    let at = bytes.len() - 300;
+    bytes[at] ^= 1;
+    std::fs::write(&path, &bytes).unwrap();
+    for moment in &moments[1..] {
+        let mut replica = world.open(&on()).unwrap();
+        assert!(matches!(replica.rewind(moment.state), Err(ReplicaError::Damaged { .. })));
+        drop(replica);
+        assert_eq!(assert_exact(&source, &world, &world.open(&on()).unwrap(), "refused"), 4);
+    }
+    world.fork().open(&on()).unwrap().rewind(moments[0].state).unwrap();
+    // In its header, or gone: what is behind it is not offered.
+    std::fs::write(&path, &whole[..50]).unwrap();
+    assert_eq!(assert_moments(&source, &world, "torn"), [3]);
+    std::fs::remove_file(&path).unwrap();
+    assert_eq!(assert_moments(&source, &world, "gone"), [3]);
+}
+
+#[test]
+fn a_commit_in_place_is_refused_where_the_past_is_kept() {
+    let source = source();
+    let world = replica_after(Kind::File, &source, 2, &last(100), Commit::Journal);
+    let mut replica = world.open(&on()).unwrap();
+    let refused = merge(&mut replica, &source.tracked(2, 3), Commit::InPlace).unwrap_err();
+    assert!(refused.to_string().contains("--keep none"), "{refused}");
+    drop(replica);
+    assert_eq!(assert_moments(&source, &world, "refused"), [0, 1]);
+}
+
+/// What a mirror leaves: the end of a batch, from which all epochs before it are reached.
+fn check_mirrored(source: &Source, world: &World, sent: &Sent, what: &str) {
+    let replica = world.open(&on()).unwrap_or_else(|e| panic!("{what}: does not open: {e}"));
+    let status = replica.status().clone();
+    drop(replica);
+    let at = sent.streams.iter().find(|(stream, _)| *stream == status.nonce).map_or(0, |(_, to)| *to);
+    assert!(world.holds(&source.images[at]), "{what}: is not batch {at} as it says");
+    assert!(at >= sent.confirmed, "{what}: is batch {at}, and {} was confirmed", sent.confirmed);
+    let epochs: Vec<usize> = [0, EPOCH].into_iter().filter(|epoch| *epoch < at).collect();
+    assert_eq!(assert_moments(source, world, what), epochs, "{what}: at batch {at}");
+    // A sync goes on from the epoch, and all are reached from there, but not what was between two.
+    let from = if at < EPOCH { 0 } else { EPOCH };
+    let mut replica = world.open(&on()).unwrap();
+    merge(&mut replica, &source.tracked(from, LAST + 1), Commit::Journal).unwrap();
+    drop(replica);
+    let settled = world.state().join("past").exists();
+    let at_epoch = (settled && (at == 0 || at == EPOCH)).then_some(at);
+    let epochs: Vec<usize> = epochs.into_iter().chain(at_epoch).collect();
+    assert_eq!(assert_moments(source, world, what), epochs, "{what}: after a sync, from batch {at}");
+}
+
+#[test]
+fn a_mirror_that_is_cut_anywhere_keeps_its_epochs() {
+    let source = batches::source();
+    for kind in [Kind::File, Kind::Device] {
+        let start = replica_at(kind, &source, 0);
+        let run = |world: &World, power: &Power, sent: &RefCell<Sent>| {
+            let mut replica = world.open_keeping(power, &last(100))?;
+            batches::mirror_to(&source, &mut replica, sent)
+        };
+        let (whole, power, sent) = (start.fork(), on(), RefCell::default());
+        run(&whole, &power, &sent).unwrap();
+        check_mirrored(&source, &whole, &sent.borrow(), "without a cut");
+        let steps = power.steps();
+        println!("{kind:?}: {steps} steps");
+        for (number, (outage, disks, folders)) in OUTAGES.into_iter().enumerate() {
+            for step in 1..=steps {
+                let turn = step + number as u64;
+                if !soak() && number > 1 && turn % 3 != 0 {
+                    continue;
+                }
+                let what = format!("{kind:?}: {outage:?} {disks:?} {folders:?} at step {step} of {steps}");
+                let (world, power, sent) = (start.fork(), Power::new(outage), RefCell::default());
+                power.cut_at(step);
+                let _ = run(&world, &power, &sent);
+                power.crash(disks, folders, step * 7 + number as u64).unwrap();
+                if turn % 2 == 0 {
+                    let power = Power::new(outage);
+                    power.cut_at(1 + step % 31);
+                    let _ = world.open(&power);
+                    power.crash(disks, folders, step * 11 + number as u64).unwrap();
+                }
+                check_mirrored(&source, &world, &sent.borrow(), &what);
+            }
+        }
+    }
+}
+
+/// Something fails for a moment at every step of a mirror: no wrong moment is ever offered.
+#[test]
+fn what_fails_costs_a_mirror_the_past_at_most() {
+    let source = batches::source();
+    for (kind, errno) in [(Kind::File, 28), (Kind::File, 5), (Kind::Device, 28)] {
+        let start = replica_at(kind, &source, 0);
+        for step in 1.. {
+            let (world, power) = (start.fork(), Power::new(Outage::PowerCut));
+            power.fail_at(step, 1, errno);
+            let what = format!("{kind:?}, error {errno} at step {step}");
+            let sent = RefCell::default();
+            let opened = world.open_keeping(&power, &last(100));
+            let _ = opened.and_then(|mut replica| batches::mirror_to(&source, &mut replica, &sent));
+            let over = power.steps() < step;
+            let (_, disks, folders) = OUTAGES[1];
+            power.crash(disks, folders, step).unwrap();
+            drop(world.open(&on()).unwrap_or_else(|e| panic!("{what}: {e}")));
+            assert_moments(&source, &world, &what);
+            if over {
+                break;
+            }
+        }
+    }
+}

@@ -1,0 +1,331 @@
+//! Making the undo delta of a commit: what the commit replaces is read and kept, durably, before the journal is sealed that lets
+//! it be overwritten. What is sealed without one never gets one: the destination may be half merged then.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+use delta::{Encoder, Frame, Header, MAX_DATA, Method, Record};
+use device::{Buf, Disk, Kind, Piece, Pieces, Queue, Request};
+use uuid::Uuid;
+
+use crate::destination::Name;
+use crate::error::{INTERRUPTED, Result, disk_error, io_error, is_full};
+use crate::journal::{self, Contents, Growing, Target};
+use crate::keep::Keep;
+use crate::lineage::{State, StepKind, Toward, Unsure};
+use crate::past::{self, Ageing, GROWING, Past, Settings, Undo};
+use crate::replica::Replica;
+use crate::unsure::UnsureSet;
+
+/// Reads kept on their way, of [`MAX_DATA`] each.
+const DEPTH: u32 = 8;
+/// Pieces of a read.
+const MOST_PIECES: usize = 1024;
+/// What reads as zeroes is found in parts of so many bytes.
+const GRAIN: usize = 4096;
+
+/// What a delta replaces of a replica.
+pub(crate) struct Touched {
+    set: UnsureSet,
+    /// Bytes of the replica before.
+    size: u64,
+}
+
+impl Touched {
+    /// Takes a delta's header. From `known` on, what it does not name becomes zero.
+    pub(crate) fn header(&mut self, header: &Header, known: u64) {
+        let rest = known.min(header.size_after)..self.size;
+        if !rest.is_empty() {
+            self.set.insert(rest);
+        }
+    }
+
+    /// Takes a frame's records.
+    pub(crate) fn records(&mut self, records: &[Record]) {
+        for record in records {
+            if record.offset() < self.size {
+                self.set.insert(record.offset()..record.end().min(self.size));
+            }
+        }
+    }
+
+    /// Writes down what a clone has replaced so far, before its step says how far that is.
+    pub(crate) fn store(&self, replica: &Replica) -> Result<()> {
+        let Some(clone) = replica.clone_of() else { return Ok(()) };
+        past::store_blocks(replica.state(), clone, &self.set).map_err(disk_error(
+            "write to",
+            replica.folder(),
+            INTERRUPTED,
+        ))
+    }
+
+    pub(crate) fn ranges(&self) -> impl Iterator<Item = Range<u64>> {
+        self.set.ranges().map(|range| range.start..range.end.min(self.size))
+    }
+}
+
+impl Target for Touched {
+    fn rewind(&mut self, header: &Header, known: u64) -> io::Result<()> {
+        self.header(header, known);
+        Ok(())
+    }
+
+    fn frame(&mut self, frame: Frame) -> io::Result<()> {
+        self.records(&frame.records);
+        Ok(())
+    }
+}
+
+/// What is to be kept.
+impl Replica {
+    /// Takes over what the user wants to be kept from now on.
+    pub(crate) fn set_keep(&mut self) -> Result<()> {
+        self.close_logs()?;
+        let Some(keep) = self.options().keep.clone() else { return Ok(()) };
+        let before = self.settings().map(|settings| &settings.keep);
+        if before == Some(&keep) || before.is_none() && keep.is_nothing() {
+            return Ok(());
+        }
+        if keep.is_nothing() {
+            Settings::remove(self.state())?;
+            self.set_settings(None);
+            return self.age();
+        }
+        let settings = match self.settings() {
+            Some(before) => Settings { keep, ..before.clone() },
+            None => Settings::new(keep),
+        };
+        settings.store(self.state())?;
+        self.set_settings(Some(settings));
+        Ok(())
+    }
+
+    /// Begins to note what a delta replaces, if that is to be kept.
+    pub(crate) fn touched_by(&self) -> Option<Touched> {
+        if self.settings().is_none() || self.no_way_back().is_some() {
+            return None;
+        }
+        let mut set = UnsureSet::new();
+        set.reach(self.lineage().size, self.lineage().block_size.into());
+        Some(Touched { set, size: self.lineage().size })
+    }
+
+    /// The same for what a journal holds.
+    pub(crate) fn touched_of(&self, name: &str, contents: &Contents) -> Result<Option<Touched>> {
+        let Some(mut touched) = self.touched_by() else { return Ok(None) };
+        let failed = io_error("read", self.path());
+        journal::replay(self.state(), name, contents, &mut touched, &mut self.positions(), failed)?;
+        Ok(Some(touched))
+    }
+
+    /// The same for a clone that an interrupted delta has written to.
+    pub(crate) fn touched_before(&self) -> Option<Touched> {
+        let set = past::load_blocks(self.state(), self.clone_of().filter(|_| self.settings().is_some())?)?;
+        Some(Touched { set, size: self.lineage().size })
+    }
+
+    /// The clone of the step under way, and the state that it was made from.
+    fn clone_of(&self) -> Option<(u64, Uuid)> {
+        match self.lineage().step.as_ref()?.kind {
+            StepKind::Clone { inode } => Some((inode, self.lineage().nonce)),
+            StepKind::InPlace | StepKind::NewFile { .. } => None,
+        }
+    }
+
+    /// Why the present state is none that an undo delta could lead back to.
+    fn no_way_back(&self) -> Option<&'static str> {
+        let lineage = self.lineage();
+        match () {
+            () if lineage.epoch.is_none() => Some("there was no complete replica"),
+            () if lineage.step.is_some() => Some("a commit had been cut off"),
+            () if self.changed().is_some() || lineage.unsure == Unsure::Everything => {
+                Some("another program had written to it")
+            }
+            () => None,
+        }
+    }
+
+    /// Seconds since 1970.
+    pub(crate) fn now(&self) -> u64 {
+        self.destination().clock().now() / 1_000_000_000
+    }
+}
+
+/// Keeping it.
+impl Replica {
+    /// Keeps what the commit of `toward` replaces, before that may begin. Where this fails, the commit goes on without: its
+    /// user is told.
+    pub(crate) fn keep_past(&mut self, touched: Option<Touched>, toward: &Toward) -> Result<()> {
+        let Some(touched) = touched else {
+            let lost = self.settings().is_some() && self.has_past();
+            let why = self.no_way_back().or(self.options().doubt.then_some("it was repaired"));
+            if let Some(why) = why.filter(|_| lost) {
+                self.warn(format!("its past is given up, because {why}"));
+            }
+            return Ok(());
+        };
+        let at = past::since(self.state(), self.lineage(), self.settings()).unwrap_or_else(|| self.now());
+        let lineage = self.lineage();
+        let via = lineage.state == State::Incomplete || !lineage.unsure.is_nothing();
+        let undo = Undo::new(at, toward.stream, lineage.nonce, via);
+        let failed = io_error("look into", self.folder());
+        let there = Past::load(self.state(), toward.stream).map_err(failed)?;
+        if there.undos.iter().any(|other| other.to == undo.to) {
+            // Of a commit that was interrupted before it was sealed, or a way back exists as the way forth was an undo delta.
+            return Ok(());
+        }
+        let mut dropped = 0;
+        while let Err(error) = self.write_undo(&touched, toward, &undo) {
+            let _ = self.state().remove(GROWING);
+            if is_full(&error) && past::drop_oldest(self.state(), self.lineage().nonce).unwrap_or(false) {
+                dropped += 1;
+                continue;
+            }
+            self.warn(format!(
+                "its past is given up, because what was to be replaced could not be kept: {error}"
+            ));
+            return self.untouched();
+        }
+        if dropped > 0 {
+            self.warn(format!("the oldest moments were dropped to make room for the last one: {dropped}"));
+        }
+        // Reading it took its time.
+        self.untouched()
+    }
+
+    fn write_undo(&self, touched: &Touched, toward: &Toward, undo: &Undo) -> io::Result<()> {
+        let lineage = self.lineage();
+        let epoch = lineage.epoch.ok_or(io::ErrorKind::InvalidInput)?;
+        let sizes = (toward.size, lineage.size);
+        let mut header = Header::new(toward.source, Method::Tracked, vec![epoch], sizes, lineage.block_size);
+        (header.stream, header.binds) = (undo.to, Some(undo.from));
+        header.fuzzy = lineage.state == State::Fuzzy;
+        header.batch = undo.via;
+        let (mut encoder, unit) = Encoder::new(&header, None).map_err(io::Error::other)?;
+        let mut file = Growing::begin(self.state(), GROWING)?;
+        file.unit(&unit)?;
+        let disk = self.destination().open(Name::Final).map_err(io::Error::other)?;
+        let mut old = Old::new(disk, touched.ranges())?;
+        while let Some(frame) = old.next()? {
+            file.unit(&encoder.frame(frame).map_err(io::Error::other)?)?;
+        }
+        file.unit(&encoder.trailer())?;
+        file.name(self.state(), GROWING, &undo.name)
+    }
+
+    fn has_past(&self) -> bool {
+        Past::load(self.state(), self.lineage().nonce).is_ok_and(|past| !past.undos.is_empty())
+    }
+
+    /// Ages the past after a commit, which does not fail if this does.
+    pub(crate) fn age_past(&mut self) {
+        if self.settings().is_some() {
+            if let Err(error) = self.close_logs().and_then(|()| self.age()) {
+                self.warn(error.to_string());
+            }
+        }
+    }
+
+    fn age(&self) -> Result<()> {
+        let nothing = Keep::default();
+        let keep = self.settings().map_or(&nothing, |settings| &settings.keep);
+        let (present, now) = (self.lineage().nonce, self.now());
+        Ageing { folder: self.state(), keep, present, now }.run()
+    }
+}
+
+/// Reads ranges of a disk in order, several at once.
+pub(crate) struct Old<I> {
+    queue: Box<dyn Queue>,
+    ranges: I,
+    /// What of the last range is still to be read.
+    left: Range<u64>,
+    flying: VecDeque<u64>,
+    done: BTreeMap<u64, (Pieces, Buf)>,
+    token: u64,
+}
+
+impl<I: Iterator<Item = Range<u64>>> Old<I> {
+    pub(crate) fn new(disk: Arc<dyn Disk>, ranges: I) -> io::Result<Old<I>> {
+        let queue = disk.queue(DEPTH)?;
+        let (flying, done) = (VecDeque::new(), BTreeMap::new());
+        Ok(Old { queue, ranges, left: 0..0, flying, done, token: 0 })
+    }
+
+    /// The pieces of the next read.
+    fn pieces(&mut self) -> Pieces {
+        let (mut pieces, mut bytes) = (Pieces::new(), 0);
+        while pieces.len() < MOST_PIECES && bytes < MAX_DATA as u64 {
+            if self.left.is_empty() {
+                match self.ranges.next() {
+                    Some(range) => self.left = range,
+                    None => break,
+                }
+                continue;
+            }
+            let len = (self.left.end - self.left.start).min(MAX_DATA as u64 - bytes);
+            pieces.push(Piece { offset: self.left.start, len });
+            self.left.start += len;
+            bytes += len;
+        }
+        pieces
+    }
+
+    /// The next frame.
+    pub(crate) fn next(&mut self) -> io::Result<Option<Frame>> {
+        while self.flying.len() < DEPTH as usize {
+            let pieces = self.pieces();
+            if pieces.is_empty() {
+                break;
+            }
+            let buf = Buf::scratch(pieces.iter().map(|piece| piece.len as usize).sum());
+            self.flying.push_back(self.token);
+            self.queue.submit(Request { kind: Kind::Read, pieces, buf, token: self.token });
+            self.token += 1;
+        }
+        self.queue.start();
+        let Some(first) = self.flying.pop_front() else { return Ok(None) };
+        loop {
+            if let Some((pieces, data)) = self.done.remove(&first) {
+                return Ok(Some(frame(&pieces, data)));
+            }
+            let lost = || io::Error::other("an earlier read has failed");
+            let done = self.queue.complete(true).ok_or_else(lost)?;
+            done.result?;
+            self.done.insert(done.request.token, (done.request.pieces, done.request.buf));
+        }
+    }
+}
+
+/// What was read, as a frame: zeroes without data.
+fn frame(pieces: &Pieces, data: Buf) -> Frame {
+    let mut records: Vec<Record> = Vec::new();
+    let (mut at, mut end) = (0, 0);
+    let mut kept = data;
+    for piece in pieces {
+        for start in (0..piece.len as usize).step_by(GRAIN) {
+            let len = GRAIN.min(piece.len as usize - start);
+            let (offset, part) = (piece.offset + start as u64, at..at + len);
+            at += len;
+            let zero = kept[part.clone()].iter().all(|byte| *byte == 0);
+            let record = match zero {
+                true => Record::Zero { offset, len: len as u64 },
+                false => Record::Data { offset, len: len as u64 },
+            };
+            if !records.last_mut().is_some_and(|last| last.extend(record)) {
+                records.push(record);
+            }
+            if !zero {
+                // What comes before has become shorter by its zeroes.
+                if end < part.start {
+                    kept.copy_within(part, end);
+                }
+                end += len;
+            }
+        }
+    }
+    kept.set_len(end);
+    Frame { records, data: kept }
+}
