@@ -33,7 +33,7 @@ pub struct Combined<R> {
 /// What hides everything beneath it.
 enum Layer<R> {
     /// What a delta writes, up to the least size that the disk has from then on.
-    Delta(Feed<R>, u64),
+    Delta(Box<Feed<R>>, u64),
     /// What a delta adds to the disk begins as zeroes, whatever was there before an earlier one cut it off.
     Grown(Range<u64>),
 }
@@ -46,10 +46,9 @@ impl<R: Read> Combined<R> {
     /// may refuse.
     pub fn new(deltas: Vec<R>, compression: Option<i32>) -> Result<Combined<R>> {
         let (mut layers, mut joined) = (Vec::with_capacity(2 * deltas.len()), None::<Header>);
-        for (number, delta) in deltas.into_iter().enumerate() {
-            let which = ORDINALS.get(number).copied().unwrap_or("later");
+        for (number, delta) in (1..).zip(deltas) {
             let mut reader = Reader::new(delta);
-            let header = reader.header().map_err(|e| of(which, e))?;
+            let header = reader.header().map_err(|e| of(number, e))?;
             let size = header.size_after;
             joined = Some(match &joined {
                 None => header.clone(),
@@ -57,10 +56,10 @@ impl<R: Read> Combined<R> {
                     if before.size_after < size {
                         layers.push(Layer::Grown(before.size_after..size));
                     }
-                    join(before, header)?
+                    join(before, header, number)?
                 }
             });
-            layers.push(Layer::Delta(Feed::new(which, reader), size));
+            layers.push(Layer::Delta(Box::new(Feed::new(number, reader)), size));
         }
         // What is cut off later does not return.
         let mut least = u64::MAX;
@@ -145,9 +144,7 @@ impl<R: Read> Combined<R> {
             let Some(run) = run else { continue };
             found = Some(match found {
                 // What is beneath shows up to where the upper one begins.
-                Some((_, upper)) if run.start < upper.start => {
-                    (number, run.start..run.end.min(upper.start))
-                }
+                Some((_, upper)) if run.start < upper.start => (number, run.start..run.end.min(upper.start)),
                 Some(upper) => upper,
                 None => (number, run),
             });
@@ -165,11 +162,8 @@ impl<R: Read> Combined<R> {
     }
 }
 
-/// The names of deltas in errors.
-const ORDINALS: [&str; 4] = ["first", "second", "third", "fourth"];
-
-fn of(which: &'static str, error: Error) -> Error {
-    Error::Of { which, error: Box::new(error) }
+fn of(number: usize, error: Error) -> Error {
+    Error::Of { number, error: Box::new(error) }
 }
 
 /// Adds a record, to the one before if it goes on from there.
@@ -179,29 +173,29 @@ fn add(frame: &mut Frame, record: Record) {
     }
 }
 
-/// The header of both in one.
-fn join(first: &Header, second: &Header) -> Result<Header> {
-    let refuse = |which, why| Err(Error::Uncombinable { which, why });
+/// The header of two deltas in one, of which the second has this number.
+fn join(first: &Header, second: &Header, number: usize) -> Result<Header> {
+    let refuse = |number, why| Err(Error::Uncombinable { number, why });
     if first.source != second.source {
         return Err(Error::Sources { first: first.source, second: second.source });
     }
     // Made for the very state that the first leaves.
     let continues = first.binds.is_some() && second.binds == Some(first.stream);
     if first.batch && !continues {
-        return refuse("first", "is a batch of a mirror and ends within an epoch");
+        return refuse(number - 1, "is a batch of a mirror and ends within an epoch");
     }
     if first.partial {
-        return refuse("first", "mends a part of one replica");
+        return refuse(number - 1, "mends a part of one replica");
     }
     if first.method == Method::Rolling {
-        return refuse("first", "may copy within the replica");
+        return refuse(number - 1, "may copy within the replica");
     }
     if second.method != Method::Tracked || second.binds.is_some() && !continues {
-        return refuse("second", "was not tracked and fits one replica only");
+        return refuse(number, "was not tracked and fits one replica only");
     }
-    for (which, header) in [("first", first), ("second", second)] {
+    for (number, header) in [(number - 1, first), (number, second)] {
         if header.resumes.is_some() {
-            return refuse(which, "continues an interrupted one");
+            return refuse(number, "continues an interrupted one");
         }
     }
     let (Some(&to), Some(&begins), Some(&ends)) = (first.to(), second.chain.first(), second.to()) else {
@@ -213,7 +207,7 @@ fn join(first: &Header, second: &Header) -> Result<Header> {
     };
     // Further on in its chain the second does not say which size it expects.
     if at == 0 && first.size_after != second.size_before {
-        return refuse("second", "starts with another disk size than the first ends with");
+        return refuse(number, "starts with another disk size than the first ends with");
     }
     let mut chain = first.chain.clone();
     if first.binds.is_some() || first.is_seed() {
@@ -245,7 +239,8 @@ fn join(first: &Header, second: &Header) -> Result<Header> {
 
 /// The runs of bytes that a delta writes, one by one.
 struct Feed<R> {
-    which: &'static str,
+    /// Of the deltas, counted from 1.
+    number: usize,
     reader: Reader<R>,
     frame: Frame,
     /// The record in the frame, how far into it, and where its data is.
@@ -255,15 +250,15 @@ struct Feed<R> {
 }
 
 impl<R: Read> Feed<R> {
-    fn new(which: &'static str, reader: Reader<R>) -> Self {
-        Feed { which, reader, frame: Frame::default(), record: 0, within: 0, data: 0 }
+    fn new(number: usize, reader: Reader<R>) -> Self {
+        Feed { number, reader, frame: Frame::default(), record: 0, within: 0, data: 0 }
     }
 
     /// What of it comes next from `at` on and below `limit`; `None` after a trailer in order.
     fn run(&mut self, at: u64, limit: u64) -> Result<Option<Range<u64>>> {
         loop {
             let Some(record) = self.frame.records.get(self.record) else {
-                match self.reader.next().map_err(|e| of(self.which, e))? {
+                match self.reader.next().map_err(|e| of(self.number, e))? {
                     Some(Event::Frame(frame)) => {
                         self.frame = frame;
                         (self.record, self.within, self.data) = (0, 0, 0);
@@ -306,7 +301,7 @@ impl<R: Read> Feed<R> {
             // Not in a delta of any method that came so far; for those who change that.
             Record::Copy { .. } => {
                 let why = "copies within the replica";
-                return Err(Error::Uncombinable { which: self.which, why });
+                return Err(Error::Uncombinable { number: self.number, why });
             }
         }
         Ok(())

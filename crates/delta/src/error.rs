@@ -161,20 +161,25 @@ pub enum Error {
         ends: Epoch,
     },
     /// Deltas of a kind that can't be combined.
-    #[error("the {which} delta {why}: merge the deltas one after the other instead")]
+    #[error("the {} delta {why}: merge the deltas one after the other instead", ordinal(*number))]
     Uncombinable {
         /// "first" or "second".
-        which: &'static str,
+        number: usize,
         /// What stands in the way.
         why: &'static str,
     },
     /// What is wrong with one of two deltas.
-    #[error("the {which} delta: {error}")]
+    #[error("the {} delta: {error}", ordinal(*number))]
     Of {
         /// "first" or "second".
-        which: &'static str,
+        number: usize,
         /// What is wrong.
         #[source]
         error: Box<Error>,
     },
+}
+
+fn ordinal(number: usize) -> String {
+    let word = number.checked_sub(1).and_then(|at| ["first", "second", "third"].get(at));
+    word.map_or_else(|| format!("{number}th"), |word| (*word).into())
 }

@@ -7,7 +7,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use compare::Hash;
 use compare::rolling::Cycles;
 use source::{CutOptions, FreezeMode};
-use sync::{Commit, LiveOptions, Stages};
+use sync::{Commit, Keep, LiveOptions, Stages};
 
 use crate::failure::Failure;
 use crate::units::{parse_expiry, parse_factor, parse_range, parse_size, parse_time, parse_timeout};
@@ -60,6 +60,7 @@ pub(crate) enum Command {
         dsync sync -n /srv/vm.raw backup:/srv/vm.raw       what would be sent\n  \
         dsync sync --bwlimit 10M --compress /srv/vm.raw root@far:/dev/vg0/vm\n  \
         dsync sync --adopt /srv/vm.raw far:/srv/vm.raw     take over a copy made by other means\n  \
+        dsync sync --keep 24h/10m,7d/1h vm backup:/srv/vm.raw    keep earlier moments: see \"dsync rewind\"\n  \
         dsync sync --method rolling dump.sql far:dump.sql  a file with inserted or moved content\n  \
         dsync sync --digests /srv/vm.raw far:/srv/vm.raw   compare without reading the replica\n  \
         dsync sync /srv/vm.raw tls://far/vm.raw            without ssh: see \"dsync key\"\n  \
@@ -216,6 +217,18 @@ pub(crate) enum Command {
     )]
     Recover(Recover),
 
+    /// Bring a replica back to an earlier moment, or list the moments that were kept
+    #[command(after_help = "Examples:\n  \
+        dsync sync --keep 24h/10m,7d/1h vm backup:/srv/vm.raw    keep moments from now on\n  \
+        dsync rewind /srv/vm.raw                           list them: time, epoch, space\n  \
+        dsync rewind /srv/vm.raw --to '10 minutes ago'\n  \
+        dsync rewind /srv/vm.raw --to '2026-11-22 13:05'   the last one that is not later\n  \
+        dsync rewind /srv/vm.raw --to 41                   the state of epoch 41\n\n\
+        The time of a moment is that of its commit at the replica: what it holds is no newer. A rewind can be\n\
+        interrupted at any time; run it again then. Later moments stay, so a rewind can be taken back.\n\n\
+        The next \"dsync sync\" sends what the source has now. Stop its timer, or its mirror, before you rewind.")]
+    Rewind(Rewind),
+
     /// Demonstrate dsync on a scratch disk, in under a minute
     Demo(Demo),
 
@@ -342,7 +355,40 @@ impl FarArgs {
     }
 }
 
-/// How a replica begins where there is a copy already, or where one is missing.
+/// What of a replica's past is kept.
+#[derive(Debug, Args)]
+pub(crate) struct KeepArgs {
+    /// Keep earlier moments of the replica for "dsync rewind": all of the last TIME, or with /TIME one of each such
+    /// period; "none" drops them [default: as before; a new replica keeps none]
+    #[arg(long, value_name = "TIME[/TIME],...")]
+    pub keep: Option<Keep>,
+    /// Keep the last COUNT moments too
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(1..=100_000))]
+    pub keep_last: Option<u64>,
+    /// Drop the oldest moments when all take more than this [default: as much as the file system has left free]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub keep_bytes: Option<u64>,
+}
+
+impl KeepArgs {
+    /// What is to be kept; `None` if nothing is said of it.
+    pub(crate) fn keep(&self) -> Result<Option<Keep>, Failure> {
+        let asked = self.keep.is_some() || self.keep_last.is_some();
+        if self.keep_bytes.is_some() && !asked {
+            return Err(Failure::usage(
+                "--keep-bytes bounds what --keep or --keep-last keeps: give one of them",
+            ));
+        }
+        let keep = Keep {
+            last: self.keep_last.unwrap_or(0),
+            bytes: self.keep_bytes,
+            ..self.keep.clone().unwrap_or_default()
+        };
+        Ok(asked.then_some(keep))
+    }
+}
+
+/// How a replica begins where there is a copy already, or where one is missing; and what it keeps of its past.
 #[derive(Debug, Args)]
 pub(crate) struct BeginArgs {
     /// Take over an existing copy: compare all of it, and overwrite what differs. A file larger than the source is refused
@@ -352,6 +398,8 @@ pub(crate) struct BeginArgs {
     /// Create a new replica where one is missing for good
     #[arg(long)]
     pub create: bool,
+    #[command(flatten)]
+    pub past: KeepArgs,
 }
 
 /// Whether data is compressed.
@@ -807,6 +855,8 @@ pub(crate) struct Merge {
     /// Create a new replica where the file of one is missing, from a delta of the whole disk
     #[arg(long)]
     pub create: bool,
+    #[command(flatten)]
+    pub past: KeepArgs,
     /// Directory for the state and journal of the replica
     #[arg(long, value_name = "DIR")]
     pub journal_dir: Option<PathBuf>,
@@ -867,6 +917,23 @@ pub(crate) struct Recover {
     /// Path of the replica
     #[arg(value_name = "DST")]
     pub destination: PathBuf,
+    /// Directory for the state and journal of the replica
+    #[arg(long, value_name = "DIR")]
+    pub journal_dir: Option<PathBuf>,
+}
+
+/// `rewind`.
+#[derive(Debug, Args)]
+pub(crate) struct Rewind {
+    /// Path of the replica
+    #[arg(value_name = "DST")]
+    pub destination: PathBuf,
+    /// Moment to go back to: an epoch, a time in UTC, or how long ago; omit it to list the moments
+    #[arg(long, value_name = "EPOCH|TIME")]
+    pub to: Option<String>,
+    /// Print what would be done, and change nothing
+    #[arg(short = 'n', long, requires = "to")]
+    pub dry_run: bool,
     /// Directory for the state and journal of the replica
     #[arg(long, value_name = "DIR")]
     pub journal_dir: Option<PathBuf>,

@@ -21,6 +21,7 @@ mod mirror_command;
 mod monitor;
 mod output;
 mod pipes;
+mod rewind;
 mod serve;
 mod service;
 mod status;
@@ -159,6 +160,7 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
         Command::Combine(args) => delta_files::combine(args, output)?,
         Command::Verify(args) => return verify_command::run(args, &state, output),
         Command::Recover(args) => status::recover(args, &state, output)?,
+        Command::Rewind(args) => rewind::run(args, &state, output)?,
         Command::Demo(args) => demo::run(args, output)?,
         Command::Receive(args) => far::receive(args, &state, output)?,
         Command::Send(args) => far::send(args, &state, output)?,

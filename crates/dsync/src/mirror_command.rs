@@ -57,14 +57,15 @@ fn on_signals(
 }
 
 /// Options from the arguments; `is_far`: the replica is on another host.
-fn options(args: &args::Mirror, is_far: bool) -> MirrorOptions {
-    MirrorOptions {
+fn options(args: &args::Mirror, is_far: bool) -> Result<MirrorOptions> {
+    Ok(MirrorOptions {
         sync: SyncOptions {
             adopt: args.begin.adopt,
             create: args.begin.create,
             compress: args.compress.level,
             bwlimit: args.far.bwlimit,
             journal_dir: args.far.journal_dir.clone(),
+            keep: args.begin.past.keep()?,
             way: Way::to(is_far),
             live: LiveArgs::default().options(),
             ..SyncOptions::default()
@@ -81,7 +82,7 @@ fn options(args: &args::Mirror, is_far: bool) -> MirrorOptions {
         here: args.stages.into(),
         there: args.stages.into(),
         epoch_every: args.epoch.unwrap_or(Duration::from_secs(60)),
-    }
+    })
 }
 
 /// Runs the command until a signal ends it.
@@ -99,7 +100,7 @@ pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Res
     // A mirror runs in the background all the time: give priority to the disk's writers.
     let _ = rustix::process::nice(10);
     effect::on_way(&ends, &args.far, output);
-    let options = options(args, destination.host.is_some());
+    let options = options(args, destination.host.is_some())?;
     let (stop, mirroring) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
     let manager = Arc::new(Manager::find(output));
     on_signals(stop.clone(), mirroring.clone(), manager.clone(), output.alike())?;
@@ -222,7 +223,7 @@ impl Teller<'_> {
         match event {
             MirrorEvent::Synced(summary) => {
                 output.finish();
-                summary.recovered.iter().for_each(|recovered| output.warn(recovered));
+                summary.recovered.iter().chain(&summary.warnings).for_each(|warning| output.warn(warning));
                 if self.mirroring.swap(true, SeqCst) && summary.freeze_ms.is_some() {
                     // Batches of a live disk: a line per second would be too many.
                     if !output.is_verbose() && !self.is_due(TOLD_EVERY) {

@@ -61,9 +61,10 @@ pub(crate) fn merge(args: &args::Merge, state: &StateDir, output: &Output) -> Re
         commit: args.commit.into(),
         journal_dir: args.journal_dir.clone(),
         create: args.create,
+        keep: args.past.keep()?,
     };
     let merged = sync::merge(&path, &options, state, stdin().lock())?;
-    merged.recovered.iter().for_each(|recovered| output.warn(recovered));
+    merged.recovered.iter().chain(&merged.warnings).for_each(|warning| output.warn(warning));
     output.say(&format!(
         "{} is at epoch {}: {} merged, {} written in {}",
         path.display(),

@@ -39,6 +39,7 @@ fn options(args: &args::Sync, is_far: bool) -> Result<SyncOptions, Failure> {
         compress: args.compress.level,
         bwlimit: args.far.bwlimit,
         journal_dir: args.far.journal_dir.clone(),
+        keep: args.begin.past.keep()?,
         way: Way::to(is_far),
         live: args.live.options(),
     })
@@ -57,7 +58,7 @@ pub(crate) fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Resul
     } else {
         push(args, &ends, options, state, output)
     }?;
-    summary.recovered.iter().for_each(|recovered| output.warn(recovered));
+    summary.recovered.iter().chain(&summary.warnings).for_each(|warning| output.warn(warning));
     list("unreadable at the source", &summary.unreadable, output);
     list("unreadable at the replica, and sent again", &summary.unreadable_there, output);
     say(&summary, output);

@@ -114,6 +114,40 @@ pub(crate) fn parse_expiry(text: &str) -> Result<u64, String> {
     if date(time) == format!("{year:04}-{month:02}-{day:02}") { Ok(time) } else { Err(wrong()) }
 }
 
+/// Reads `2026-11-22 13:05`, with or without seconds or a time, in UTC, or `10 minutes ago`; seconds since 1970.
+pub(crate) fn parse_moment(text: &str, now: u64) -> Result<u64, String> {
+    let wrong = || {
+        format!(
+            "invalid moment \"{text}\": use an epoch, a time in UTC such as \"2026-11-22 13:05\", or \"10 minutes ago\""
+        )
+    };
+    if let Some(ago) = text.trim().strip_suffix("ago") {
+        let ago = ago.trim();
+        let split = ago.find(|c: char| !c.is_ascii_digit()).ok_or_else(wrong)?;
+        let unit = ago[split..].trim();
+        let units = ["second", "minute", "hour", "day", "week"];
+        let found = units.iter().zip([1, 60, 3600, DAY, 7 * DAY]).find(|(name, _)| {
+            unit == **name
+                || unit.strip_suffix('s') == Some(name)
+                || (unit.len() == 1 && name.starts_with(unit))
+        });
+        let (number, (_, seconds)) =
+            (ago[..split].parse::<u64>().map_err(|_| wrong())?, found.ok_or_else(wrong)?);
+        return number.checked_mul(seconds).and_then(|ago| now.checked_sub(ago)).ok_or_else(wrong);
+    }
+    let text = text.trim().trim_end_matches("UTC").trim_end();
+    let (date, time) = text.split_once([' ', 'T']).unwrap_or((text, "00:00"));
+    let mut parts = time.split(':').map(|part| part.parse::<u64>().ok().filter(|_| part.len() == 2));
+    let (Some(Some(hour @ 0..24)), Some(Some(minute @ 0..60)), second, None) =
+        (parts.next(), parts.next(), parts.next().unwrap_or(Some(0)), parts.next())
+    else {
+        return Err(wrong());
+    };
+    let second = second.filter(|second| *second < 60).ok_or_else(wrong)?;
+    let day = Some(date).filter(|date| date.contains('-')).and_then(|date| parse_expiry(date).ok());
+    Ok(day.ok_or_else(wrong)? + hour * 3600 + minute * 60 + second)
+}
+
 const DAY: u64 = 86_400;
 
 /// Days from 1970 to a date. Years are counted from March, so that the leap day is the last of a year.
@@ -234,6 +268,41 @@ mod tests {
             "99999999999999999999d",
         ] {
             assert!(parse_expiry(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn moments_are_written_as_people_write_them() {
+        let now = 1_795_352_700;
+        for (text, time) in [
+            ("2026-11-22 13:05", 1_795_352_700),
+            ("2026-11-22 13:05:59 UTC", 1_795_352_759),
+            ("2026-11-22T13:05", 1_795_352_700),
+            ("2026-11-22", 1_795_305_600),
+            ("10 minutes ago", now - 600),
+            ("1 minute ago", now - 60),
+            ("2h ago", now - 7200),
+            (" 3 days ago ", now - 3 * DAY),
+        ] {
+            assert_eq!(parse_moment(text, now), Ok(time), "{text}");
+        }
+        for text in [
+            "",
+            "ago",
+            "10 ago",
+            "ten minutes ago",
+            "5 years ago",
+            "13:05",
+            "2026-11-22 25:00",
+            "2026-11-22 1:05",
+            "2026-02-30 13:05",
+            "2026-11-22 13:05:60",
+            "2026-11-22 13:05:00:00",
+            "99999999999999999 weeks ago",
+            "90d",
+            "90d 10:00",
+        ] {
+            assert!(parse_moment(text, now).is_err(), "{text}");
         }
     }
 

@@ -10,7 +10,7 @@ use compare::{DigestReport, Scope};
 use delta::{Frame, Units};
 use device::{Disk, Storage};
 use link::{Link, Message, Receiver, Sender};
-use replica::{Commit, DeltaReceiver, KnownReplicas, Replica, ReplicaError};
+use replica::{Commit, DeltaReceiver, Keep, KnownReplicas, Replica, ReplicaError};
 use serde::Serialize;
 use source::StateDir;
 
@@ -49,6 +49,7 @@ pub(crate) fn open_here(open: &Open, path: &Path, state: &StateDir) -> Result<Op
         adopt: open.adopt,
         create: open.create,
         doubt: open.verify,
+        keep: open.keep.clone(),
         ..open_options(open.journal_dir.as_deref(), state)
     };
     Ok((open_replica(path, &options, state)?, Some(known_replicas(state))))
@@ -105,6 +106,7 @@ pub fn receive_over(
             adopt: asked.adopt,
             create: asked.create,
             doubt: asked.verify,
+            keep: asked.keep.clone(),
             ..Default::default()
         };
         Ok((open(&options)?, None))
@@ -302,6 +304,7 @@ impl ReplicaEnd<'_> {
             }
         };
         Ok(committed.map(|mut committed| {
+            committed.warnings = replica.take_warnings();
             committed.digests = kept.map(|kept| kept.end(replica.status().nonce));
             committed
         }))
@@ -392,6 +395,7 @@ impl ReplicaEnd<'_> {
                     bytes_written: committed.bytes_written,
                     bytes_read: committed.bytes_read,
                     digests: None,
+                    warnings: Vec::new(),
                 }));
             }
         }
@@ -407,6 +411,8 @@ pub struct MergeOptions {
     pub journal_dir: Option<PathBuf>,
     /// Create a new replica if the file of one is gone.
     pub create: bool,
+    /// What of its past the replica is to keep from now on. `None`: what it kept before.
+    pub keep: Option<Keep>,
 }
 
 /// The result of a merge.
@@ -428,6 +434,8 @@ pub struct Merged {
     pub seconds: f64,
     /// What opening the replica recovered.
     pub recovered: Option<String>,
+    /// What the user should know of the commit.
+    pub warnings: Vec<String>,
 }
 
 /// Merges a delta from a byte stream into the replica at `path`.
@@ -437,8 +445,11 @@ pub fn merge(
     state: &StateDir,
     input: impl Read,
 ) -> Result<Merged, SyncError> {
-    let how =
-        replica::Options { create: options.create, ..open_options(options.journal_dir.as_deref(), state) };
+    let how = replica::Options {
+        create: options.create,
+        keep: options.keep.clone(),
+        ..open_options(options.journal_dir.as_deref(), state)
+    };
     let (merged, replica) = merge_into(|| open_replica(path, &how, state), options.commit, input)?;
     // Not before: a merge that is refused makes no replica.
     list(&replica, Some(&known_replicas(state)));
@@ -500,6 +511,7 @@ fn merge_into(
         bytes_written: committed.bytes_written,
         seconds: began.elapsed().as_secs_f64(),
         recovered,
+        warnings: replica.take_warnings(),
     };
     Ok((merged, replica))
 }

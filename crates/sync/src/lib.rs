@@ -78,6 +78,6 @@ pub use options::{LiveOptions, SyncOptions, Unreadable, Way};
 pub use pipeline::Stages;
 pub use pull::{Pull, PullContext, SourceInfo, SourceRequest, Task, send};
 pub use push::push;
-pub use replica::Commit;
+pub use replica::{Commit, Keep};
 pub use report::{Progress, Summary};
 pub use verify::{Verified, VerifyOptions, verify};

@@ -36,7 +36,7 @@ use compare::{DigestReport, Scope};
 use delta::{Epoch, Unit, UnitKind};
 use device::{Buf, Storage};
 use link::{Message, Received, Receiver, Sender};
-use replica::{Commit, UnsureSet};
+use replica::{Commit, Keep, UnsureSet};
 use serde::{Deserialize, Serialize};
 use source::About;
 use uuid::Uuid;
@@ -78,6 +78,9 @@ pub(crate) struct Open {
     /// The source's storage, for a replica's side on the same host.
     #[serde(default)]
     pub source: Option<Storage>,
+    /// What of its past the replica is to keep.
+    #[serde(default)]
+    pub keep: Option<Keep>,
 }
 
 impl Open {
@@ -92,6 +95,7 @@ impl Open {
             verify: false,
             digests: None,
             source: None,
+            keep: None,
         }
     }
 
@@ -159,6 +163,9 @@ pub(crate) struct Committed {
     pub bytes_read: u64,
     /// What became of the requested digests.
     pub digests: Option<String>,
+    /// What the user should know of the commit.
+    #[serde(default)]
+    pub warnings: Vec<String>,
 }
 
 /// The conversation failed.
@@ -248,6 +255,9 @@ impl Open {
         check_path("the replica", Some(&open.path))?;
         check_path("the journal's folder", open.journal_dir.as_deref())?;
         check_path("the digest file", open.digests.as_ref().and_then(|digests| digests.file.as_deref()))?;
+        if open.keep.as_ref().is_some_and(|keep| !keep.is_sound()) {
+            return Err(nonsense("what is to be kept of the past"));
+        }
         Ok(open)
     }
 }

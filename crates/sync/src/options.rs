@@ -5,11 +5,13 @@ use std::path::PathBuf;
 use compare::Hash;
 use compare::rolling::InPlace;
 use delta::Method;
-use replica::Commit;
+use replica::{Commit, Keep};
 use serde::{Deserialize, Serialize};
 use source::CutOptions;
 
 /// Options of a sync.
+///
+/// More than fifteen fields: they are the options of the command.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct SyncOptions {
     /// How to find the changes. `None`: the tracker's record, a comparison where it has a gap, a copy for a new replica.
@@ -45,6 +47,9 @@ pub struct SyncOptions {
     /// How the replica's side was reached.
     #[serde(skip)]
     pub way: Way,
+    /// What of its past the replica is to keep from now on. `None`: what it kept before.
+    #[serde(skip)]
+    pub keep: Option<Keep>,
     /// Passes and cut of a live disk.
     pub live: LiveOptions,
 }

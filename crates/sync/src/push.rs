@@ -36,6 +36,7 @@ pub(crate) fn replica_for_sync(path: &Path, options: &SyncOptions) -> Open {
     Open {
         adopt: options.adopt,
         create: options.create,
+        keep: options.keep.clone(),
         digests: options.digests.clone().map(|file| Digests { file, hash: options.hash }),
         ..Open::new(path, &options.journal_dir, options.commit)
     }
@@ -107,6 +108,7 @@ fn bring(handle: &Handle, transfer: &Transfer<'_>, status: Status) -> Result<Sum
         (summary.blocks_changed, summary.extents, summary.bytes_changed) = changed;
     }
     summary.digests = committed.digests.as_deref().map(text);
+    summary.warnings = committed.warnings.iter().map(|warning| text(warning)).collect();
     summary.bytes_written = committed.bytes_written;
     summary.view_bytes = view.kept_bytes();
     Ok(summary)

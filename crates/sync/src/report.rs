@@ -70,6 +70,8 @@ pub struct Summary {
     pub unreadable_there: Extents,
     /// What opening the replica had to mend.
     pub recovered: Option<String>,
+    /// What the replica's side says of the commit.
+    pub warnings: Vec<String>,
     /// Bytes that writers had to save for the view.
     pub view_bytes: u64,
 }
@@ -102,6 +104,7 @@ impl Summary {
             unreadable: Extents::default(),
             unreadable_there: Extents::default(),
             recovered: None,
+            warnings: Vec::new(),
             view_bytes: 0,
         }
     }

@@ -83,6 +83,7 @@ fn a_lying_replica_is_found_out() {
             bytes_written: 0,
             bytes_read: 0,
             digests: None,
+            warnings: Vec::new(),
         })
         .unwrap(),
         ..Message::default()
@@ -233,7 +234,8 @@ fn another_epoch_than_the_one_sent_is_not_taken_for_committed() {
         let _ = sender.send_json(STATUS, &nothing);
         while receiver.recv().is_ok_and(|message| message.is_some_and(|message| message.kind != TRAILER)) {}
         let epoch = Epoch { number: 9, id: Uuid::from_u128(9) };
-        let committed = Committed { epoch, bytes_written: 0, bytes_read: 0, digests: None };
+        let committed =
+            Committed { epoch, bytes_written: 0, bytes_read: 0, digests: None, warnings: Vec::new() };
         let _ = sender.send_json(COMMITTED, &committed);
         let _ = sender.finish();
         while let Ok(Some(_)) = receiver.recv() {}
@@ -318,6 +320,7 @@ fn a_lying_source_is_found_out() {
         verify,
         digests: None,
         source: None,
+        keep: None,
     };
     let plan = |scope: Scope, delta| Message {
         kind: PLAN,

@@ -1,0 +1,132 @@
+//! `dsync rewind`: the moments of a replica, and going back to one.
+
+use std::path::{Path, PathBuf};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use anyhow::Result;
+use replica::{History, Moment, Options};
+use serde::Serialize;
+use source::StateDir;
+use uuid::Uuid;
+
+use crate::args;
+use crate::failure::Failure;
+use crate::output::Output;
+use crate::units;
+
+/// The moments, for JSON.
+#[derive(Serialize)]
+struct Listed<'a> {
+    kind: &'static str,
+    path: &'a Path,
+    #[serde(flatten)]
+    history: &'a History,
+}
+
+/// What was done.
+#[derive(Serialize)]
+struct Rewound {
+    path: PathBuf,
+    epoch: u64,
+    epoch_id: Uuid,
+    /// When the replica first came to it, in seconds since 1970.
+    at: u64,
+    bytes_written: u64,
+    seconds: f64,
+    dry_run: bool,
+    /// What the user should know.
+    warnings: Vec<String>,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &args::Rewind, state: &StateDir, output: &Output) -> Result<()> {
+    let path = std::path::absolute(&args.destination)?;
+    let options =
+        Options { folder: args.journal_dir.clone(), devices: state.replicas_folder(), ..Options::default() };
+    let Some(to) = &args.to else {
+        list(&path, &replica::history(&path, &options)?, output);
+        return Ok(());
+    };
+    let began = Instant::now();
+    let mut replica = if args.dry_run { None } else { Some(sync::open_replica(&path, &options, state)?) };
+    let history = match &replica {
+        Some(replica) => replica.history()?,
+        None => replica::history(&path, &options)?,
+    };
+    let Some(moment) = choose(&history, to)? else {
+        output.say(&format!("{} is at that moment already", path.display()));
+        return Ok(());
+    };
+    let said = format!("epoch {} of {}", moment.epoch.number, device::moment(moment.at));
+    let mut rewound = Rewound {
+        path,
+        epoch: moment.epoch.number,
+        epoch_id: moment.epoch.id,
+        at: moment.at,
+        bytes_written: 0,
+        seconds: 0.0,
+        dry_run: args.dry_run,
+        warnings: Vec::new(),
+    };
+    if let Some(replica) = &mut replica {
+        replica.status().recovered.iter().for_each(|recovered| output.warn(recovered));
+        rewound.bytes_written = replica.rewind(moment.state)?.bytes_written;
+        rewound.seconds = began.elapsed().as_secs_f64();
+        rewound.warnings = replica.take_warnings();
+        rewound.warnings.iter().for_each(|warning| output.warn(warning));
+    }
+    let path = rewound.path.display();
+    output.say(&match args.dry_run {
+        true => format!("{path} would go back to {said}"),
+        false => format!(
+            "{path} is at {said} again: {} written in {}",
+            units::size(rewound.bytes_written),
+            units::seconds(rewound.seconds)
+        ),
+    });
+    output.summary(&rewound);
+    Ok(())
+}
+
+/// The moment that is meant: of an epoch, or the last one that is not later than a time. `None` if it is the present state.
+fn choose(history: &History, to: &str) -> Result<Option<Moment>, Failure> {
+    let refuse = |what: String| {
+        Failure::refused(format!("no moment {what} was kept: \"dsync rewind DST\" lists those that were"))
+    };
+    if let Ok(number) = to.parse::<u64>() {
+        if history.epoch.is_some_and(|epoch| epoch.number == number) {
+            return Ok(None);
+        }
+        let found = history.moments.iter().find(|moment| moment.epoch.number == number);
+        return found.cloned().map(Some).ok_or_else(|| refuse(format!("of epoch {number}")));
+    }
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+    let time = units::parse_moment(to, now).map_err(Failure::usage)?;
+    let found = history.moments.iter().find(|moment| moment.at <= time);
+    match (history.at.filter(|at| *at <= time), found) {
+        (Some(present), Some(moment)) if moment.at > present => Ok(Some(moment.clone())),
+        (Some(_), _) => Ok(None),
+        (None, Some(moment)) => Ok(Some(moment.clone())),
+        (None, None) => Err(refuse(format!("of {} or before", device::moment(time)))),
+    }
+}
+
+/// Lists the moments.
+fn list(path: &Path, history: &History, output: &Output) {
+    let at = match (history.epoch, history.at) {
+        (Some(epoch), Some(at)) => format!("at epoch {} of {}", epoch.number, device::moment(at)),
+        (Some(epoch), None) => format!("at epoch {}", epoch.number),
+        (None, _) => "incomplete".into(),
+    };
+    let keeps = match history.keep.is_nothing() {
+        true => "no moments are kept (\"dsync sync --keep\" does)".into(),
+        false => format!("keeps {}", history.keep),
+    };
+    output.say(&format!("replica {}: {at}; {keeps}", path.display()));
+    for moment in &history.moments {
+        let fuzzy = if moment.fuzzy { ", fuzzy" } else { "" };
+        let (at, epoch) = (device::moment(moment.at), moment.epoch.number);
+        output.say(&format!("  {at}  epoch {epoch}{fuzzy}, {}", units::size(moment.bytes)));
+    }
+    output.summary(&Listed { kind: "past", path, history });
+}

@@ -1,0 +1,208 @@
+//! The past of a replica: after everything was overwritten at the source and synced, the moments before are still there.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use dsync_tests::far::Far;
+use dsync_tests::mount::{Loop, Mount};
+use dsync_tests::scene::number;
+use dsync_tests::{Run, Scene, image, need, need_root, skipped};
+use rustix::process::Signal;
+use serde_json::Value;
+
+const MIB: u64 = 1 << 20;
+const SIZE: u64 = 16 * MIB;
+
+/// Where a replica is, and how it gets there.
+struct Place<'a> {
+    replica: PathBuf,
+    /// `dsync sync` with these options.
+    sync: &'a dyn Fn(&Scene, &[&str]) -> Run,
+    /// `dsync rewind` at the replica's site.
+    rewind: &'a dyn Fn(&Scene, &[&str]) -> Run,
+}
+
+fn rewind_here(scene: &Scene, replica: &Path, args: &[&str]) -> Run {
+    scene.site.dsync(["rewind", "--json"]).arg(replica).args(args)
+}
+
+/// The first bytes of a device are the disk.
+fn assert_holds(replica: &Path, expected: &Path) {
+    let found = std::fs::File::open(replica).expect("a replica");
+    let mut bytes = Vec::new();
+    std::io::Read::read_to_end(&mut std::io::Read::take(found, SIZE), &mut bytes).expect("a replica");
+    let expected = std::fs::read(expected).expect("a copy");
+    assert!(bytes == expected, "{} is not what it was then", replica.display());
+}
+
+fn moments(listed: &Value) -> Vec<(u64, u64)> {
+    let list = listed["moments"].as_array().expect("a list");
+    list.iter().map(|moment| (number(&moment["epoch"], "number"), number(moment, "at"))).collect()
+}
+
+/// Three epochs, then a disaster that is synced. Each epoch is gone back to, and the disaster itself.
+fn disaster(mut scene: Scene, place: &Place<'_>, options: &[&str]) {
+    let keep = [&["--keep", "24h/10m,7d/1h", "--keep-last", "9"], options].concat();
+    let sync = |scene: &Scene, options: &[&str]| {
+        let summary = (place.sync)(scene, options).ok().summary();
+        let epoch = number(&summary, "epoch");
+        let copy = scene.site.path(&format!("epoch-{epoch}.raw"));
+        image::copy(&scene.image, &copy);
+        (epoch, copy)
+    };
+    let mut epochs = vec![sync(&scene, &keep)];
+    for _ in 0..2 {
+        scene.change(100);
+        // What is kept is remembered.
+        epochs.push(sync(&scene, options));
+        // Times are told by the second.
+        std::thread::sleep(Duration::from_millis(1100));
+    }
+    let mut client = scene.client();
+    for at in (0..SIZE).step_by(MIB as usize) {
+        client.write(at, &scene.random.bytes(MIB as usize)).expect("a write");
+    }
+    client.close().expect("the end");
+    epochs.push(sync(&scene, options));
+    assert_holds(&place.replica, &epochs[3].1);
+
+    let listed = (place.rewind)(&scene, &[]).ok().summary();
+    let kept = moments(&listed);
+    let numbers: Vec<u64> = kept.iter().map(|(epoch, _)| *epoch).collect();
+    assert_eq!(numbers, [epochs[2].0, epochs[1].0, epochs[0].0]);
+    // By its epoch, and by its time; looking changes nothing.
+    let last = epochs[2].0.to_string();
+    (place.rewind)(&scene, &["--to", &last, "-n"]).ok();
+    assert_holds(&place.replica, &epochs[3].1);
+    let rewound = (place.rewind)(&scene, &["--to", &last]).ok().summary();
+    assert_eq!((number(&rewound, "epoch"), number(&rewound, "at")), kept[0]);
+    assert_holds(&place.replica, &epochs[2].1);
+    let then = Run::new("date").args(["-u", "-d", &format!("@{}", kept[1].1), "+%F %T"]).ok().stdout;
+    let then = String::from_utf8(then).expect("a date");
+    let rewound = (place.rewind)(&scene, &["--to", then.trim()]).ok().summary();
+    assert_eq!(number(&rewound, "epoch"), epochs[1].0);
+    assert_holds(&place.replica, &epochs[1].1);
+    // Forth again, and back to the first.
+    for at in [3, 0] {
+        (place.rewind)(&scene, &["--to", &epochs[at].0.to_string()]).ok();
+        assert_holds(&place.replica, &epochs[at].1);
+    }
+    (place.rewind)(&scene, &["--to", "77"]).code(4).says(&["epoch 77"]);
+    (place.rewind)(&scene, &["--to", "tomorrow"]).code(2).says(&["tomorrow", "10 minutes ago"]);
+    // The source goes on from that epoch, by what was written down since.
+    let summary = (place.sync)(&scene, options).ok().summary();
+    assert_eq!(summary["trust"], "tracked", "{summary}");
+    assert_holds(&place.replica, &epochs[3].1);
+}
+
+#[test]
+fn a_disaster_is_taken_back() {
+    let scene = Scene::new("past of a file", SIZE);
+    let replica = scene.replica.clone();
+    let rewind = |scene: &Scene, args: &[&str]| rewind_here(scene, &scene.replica, args);
+    disaster(scene, &Place { replica, sync: &|scene, options| scene.sync(options), rewind: &rewind }, &[]);
+}
+
+#[test]
+fn a_disaster_is_taken_back_at_another_host() {
+    let scene = Scene::new("past at another host", SIZE);
+    let far = Far::new(env!("CARGO_BIN_EXE_rsh"));
+    let rewind =
+        |_: &Scene, args: &[&str]| far.site.dsync(["rewind", "--json"]).arg(far.replica()).args(args);
+    let place = Place {
+        replica: far.replica(),
+        sync: &|scene, options| far.sync(scene, options, None),
+        rewind: &rewind,
+    };
+    disaster(scene, &place, &["--compress"]);
+}
+
+#[test]
+fn a_disaster_is_taken_back_on_a_device() {
+    let what = "the past of a replica on a loop device";
+    if !need_root(what) {
+        return;
+    }
+    let mut scene = Scene::new("past of a device", SIZE);
+    let Some(device) = Loop::new(&scene.site.image("device.img", SIZE + MIB)) else {
+        return skipped(what, "there is no loop device");
+    };
+    scene.replica = device.device().to_path_buf();
+    let replica = scene.replica.clone();
+    let rewind = |scene: &Scene, args: &[&str]| rewind_here(scene, &scene.replica, args);
+    disaster(scene, &Place { replica, sync: &|scene, options| scene.sync(options), rewind: &rewind }, &[]);
+}
+
+#[test]
+fn a_disaster_is_taken_back_by_reflinks() {
+    let what = "the past of a replica committed by reflink on XFS";
+    if !need(&["mkfs.xfs"], what) || !need_root(what) {
+        return;
+    }
+    let mut scene = Scene::new("past by reflink", SIZE);
+    let (disk, mount) = (scene.site.image("xfs.raw", 512 * MIB), scene.site.path("xfs"));
+    Run::new("mkfs.xfs").args(["-q", "-m", "reflink=1"]).arg(&disk).ok();
+    let Some(_mounted) = Mount::new(&["-o", "loop"], &disk, &mount) else {
+        return skipped(what, "XFS cannot be mounted from a loop device here");
+    };
+    scene.replica = mount.join("vm.raw");
+    let replica = scene.replica.clone();
+    let rewind = |scene: &Scene, args: &[&str]| rewind_here(scene, &scene.replica, args);
+    let place = Place { replica, sync: &|scene, options| scene.sync(options), rewind: &rewind };
+    disaster(scene, &place, &["--commit", "reflink"]);
+}
+
+/// The past gives way to the replica: on a full file system the oldest moments go, and the sync succeeds.
+#[test]
+fn a_full_file_system_costs_moments_and_no_sync() {
+    let what = "a past that fills a file system";
+    if !need_root(what) {
+        return;
+    }
+    let mut scene = Scene::new("full of the past", SIZE);
+    let mount = scene.site.path("small");
+    let Some(_mounted) = Mount::new(&["-t", "tmpfs", "-o", "size=44m"], Path::new("none"), &mount) else {
+        return skipped(what, "a tmpfs cannot be mounted here");
+    };
+    scene.replica = mount.join("vm.raw");
+    scene.sync(&["--keep-last", "100", "--keep-bytes", "1G"]).ok();
+    let mut warned = 0;
+    for _ in 0..12 {
+        scene.change(1000);
+        let summary = scene.sync(&[]).ok().summary();
+        warned += summary["warnings"].as_array().expect("a list").len();
+        scene.equal();
+    }
+    assert!(warned > 0, "the past never gave way");
+    let kept = moments(&rewind_here(&scene, &scene.replica, &[]).ok().summary());
+    assert!((1..12).contains(&kept.len()), "{kept:?}");
+}
+
+/// A rewind that was killed is completed, or was not begun.
+#[test]
+fn a_rewind_survives_its_death() {
+    let mut scene = Scene::new("killed rewind", 4 * SIZE);
+    scene.sync(&["--keep-last", "9"]).ok();
+    let before = scene.site.path("before.raw");
+    image::copy(&scene.image, &before);
+    scene.change(8000);
+    scene.sync(&[]).ok();
+    let after = scene.site.path("after.raw");
+    image::copy(&scene.image, &after);
+    for round in 0..10 {
+        let mut running = rewind_here(&scene, &scene.replica, &["--to", "1"]).start();
+        std::thread::sleep(Duration::from_millis(10 + 25 * round));
+        running.signal(Signal::KILL);
+        drop(running);
+        let recovered = scene.site.dsync(["recover", "--json"]).arg(&scene.replica).ok().summary();
+        match number(&recovered, "epoch") {
+            1 => image::assert_equal(&before, &scene.replica),
+            _ => image::assert_equal(&after, &scene.replica),
+        }
+        // Forth again.
+        rewind_here(&scene, &scene.replica, &["--to", "1"]).ok();
+        image::assert_equal(&before, &scene.replica);
+        rewind_here(&scene, &scene.replica, &["--to", "2"]).ok();
+        image::assert_equal(&after, &scene.replica);
+    }
+}
