@@ -80,14 +80,18 @@ bench:
 	@$(CARGO) build --release -p dsync -p dsync-bench
 	DSYNC_BIN=$(abspath $(target))/release/dsync $(target)/release/dsync-bench
 
+units := $(wildcard systemd/*.service systemd/*.socket systemd/*.timer)
+
 # The command, under the paper's names too, and what it says of itself: man pages and completions.
 share := $(DESTDIR)$(PREFIX)/share
 install: build
 	$(INSTALL_PROGRAM) -Dm755 $(target)/release/dsync $(DESTDIR)$(PREFIX)/bin/dsync
 	ln -sf dsync $(DESTDIR)$(PREFIX)/bin/dmextract
 	ln -sf dsync $(DESTDIR)$(PREFIX)/bin/dmmerge
-	install -Dm644 systemd/dsync-track@.service $(DESTDIR)$(UNITS)/dsync-track@.service
-	sed -i 's|/usr/local/bin|$(PREFIX)/bin|' $(DESTDIR)$(UNITS)/dsync-track@.service
+	install -d $(DESTDIR)$(UNITS) $(DESTDIR)/etc/dsync
+	install -m644 $(units) $(DESTDIR)$(UNITS)
+	sed -i 's|/usr/local/bin|$(PREFIX)/bin|' $(addprefix $(DESTDIR)$(UNITS)/,$(notdir $(units)))
+	install -Dm644 systemd/dsync.sysusers $(DESTDIR)$(PREFIX)/lib/sysusers.d/dsync.conf
 	install -d $(share)/man/man1 $(addprefix $(share)/,$(dir $(completions)))
 	$(target)/release/dsync man $(share)/man/man1
 	$(target)/release/dsync completions bash >$(share)/bash-completion/completions/dsync
@@ -96,7 +100,8 @@ install: build
 
 uninstall:
 	rm -f $(addprefix $(DESTDIR)$(PREFIX)/bin/,dsync dmextract dmmerge)
-	rm -f $(DESTDIR)$(UNITS)/dsync-track@.service
+	rm -f $(addprefix $(DESTDIR)$(UNITS)/,$(notdir $(units))) $(DESTDIR)$(PREFIX)/lib/sysusers.d/dsync.conf
+	-rmdir --ignore-fail-on-non-empty $(DESTDIR)/etc/dsync
 	rm -f $(addprefix $(share)/,$(completions)) $(share)/man/man1/dsync.1 $(share)/man/man1/dsync-*.1
 
 # Debian packages, in target/deb/packages. After the set-up this needs no network.

@@ -37,7 +37,10 @@ inside() {
     [ ! -e /usr/local/bin/dsync ] || fail "the program is in /usr/local"
     unit=/lib/systemd/system/dsync-track@.service
     grep -q '^ExecStart=/usr/bin/dsync ' $unit && grep -q '^ExecStop=/usr/bin/dsync ' $unit || fail "$unit has another path"
-    quietly systemd-analyze --man=no verify dsync-track@dev-sdz.service
+    quietly systemd-analyze --man=no verify dsync-track@dev-sdz.service dsync-serve@vm.service dsync-serve@vm.socket \
+        dsync-mirror@vm.service dsync-sync@vm.timer dsync-verify@vm.timer dsync-receive.service dsync-receive.socket
+    getent passwd dsync >/dev/null || fail "the user dsync is not there"
+    [ -z "$(find /etc/systemd/system -name 'dsync-*')" ] || fail "a unit is enabled that has no job"
     dkms status -m dm-track -k "$kernel" | grep -q ': installed' || fail "dm-track was not built for $kernel: $(dkms status)"
     [ "$(modinfo -k "$kernel" -F license dm-track)" = GPL ] || fail "modinfo does not find dm-track"
 
@@ -46,7 +49,9 @@ inside() {
     key=$(dsync key 2>/dev/null)
     quietly systemctl enable dsync-track@dev-sdz.service
     truncate -s 8M /root/from.raw
-    quietly dsync sync /root/from.raw /root/to.raw
+    printf '%s\n' 'command = sync' 'source = /root/from.raw' 'destination = /root/to.raw' >/etc/dsync/root.conf
+    quietly dsync run root
+    quietly systemctl enable dsync-sync@root.timer dsync-receive.socket
 
     say "upgrade"
     quietly dpkg -i /packages/next/*.deb
@@ -54,8 +59,9 @@ inside() {
     [ "$(dsync key 2>/dev/null)" = "$key" ] || fail "the upgrade lost the key"
     [ -L /etc/systemd/system/local-fs.target.wants/dsync-track@dev-sdz.service ] || fail "the upgrade disabled a unit"
     dkms status -m dm-track -k "$kernel" | grep -q ': installed' || fail "the upgrade lost dm-track: $(dkms status)"
-    quietly dsync sync /root/from.raw /root/to.raw
-    rm -r /root/from.raw /root/to.raw /root/.to.raw.dsync
+    [ -L /etc/systemd/system/timers.target.wants/dsync-sync@root.timer ] || fail "the upgrade disabled a timer"
+    quietly dsync run root
+    rm -r /etc/dsync/root.conf /root/from.raw /root/to.raw /root/.to.raw.dsync
 
     say "remove"
     quietly dpkg -r dsync-dkms dsync

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use dsync_tests::listener::{HOST, Listening};
 use dsync_tests::nbd::{Address, Client};
-use dsync_tests::{Background, Run, Scene, Site, image, need};
+use dsync_tests::{Background, Run, Scene, Site, image, need, skipped};
 use rustix::process::Signal;
 
 const MIB: u64 = 1 << 20;
@@ -434,4 +434,68 @@ fn a_job_that_is_wrong_is_refused_with_its_place() {
     let lines = site.dsync(["--json", "run", "wm"]).code(2).json();
     assert!(lines[0]["message_type"] == "error" && lines[0]["code"] == 2, "{lines:?}");
     assert!(!site.path("copy.raw").exists());
+}
+
+/// The units, in a folder of their own, with the program under test.
+fn unit_files(site: &Site) -> Vec<PathBuf> {
+    let folder = site.path("units");
+    std::fs::create_dir(&folder).expect("a folder");
+    let program = dsync_tests::site::binary().to_str().expect("a path");
+    let mut files = Vec::new();
+    for entry in dsync_tests::repository().join("systemd").read_dir().expect("the units") {
+        let from = entry.expect("a unit").path();
+        let is_unit = from.extension().is_some_and(|e| e == "service" || e == "socket" || e == "timer");
+        if is_unit {
+            let to = folder.join(from.file_name().expect("a name"));
+            let text = std::fs::read_to_string(&from).expect("a unit");
+            std::fs::write(&to, text.replace("/usr/local/bin/dsync", program)).expect("a unit");
+            files.push(to);
+        }
+    }
+    files.sort();
+    files
+}
+
+#[test]
+fn systemd_accepts_the_units() {
+    if !need(&["systemd-analyze"], "systemd's opinion of the units") {
+        return;
+    }
+    let site = Site::new();
+    let files = unit_files(&site);
+    assert!(files.len() >= 10, "{files:?}");
+    for file in &files {
+        // A template is checked as an instance.
+        let instance = file.to_str().expect("a path").replace("@.", "@vm.");
+        let folder = format!("{}:", site.path("units").display());
+        let verify = Run::new("systemd-analyze").env("SYSTEMD_UNIT_PATH", &folder);
+        let output = verify.args(["--man=no", "--recursive-errors=no", "verify", &instance]).ok();
+        assert_eq!(output.stderr, "", "{instance}");
+    }
+}
+
+#[test]
+fn the_guide_rates_the_units_as_systemd_does() {
+    if !need(&["systemd-analyze"], "the rating of the units' hardening") {
+        return;
+    }
+    let version = Run::new("systemd-analyze").arg("--version").ok().text();
+    if !version.starts_with("systemd 252") {
+        skipped("the rating of the units' hardening", "the guide has it for systemd 252");
+        return;
+    }
+    let site = Site::new();
+    let guide = dsync_tests::repository().join("docs/guide.md");
+    let guide = std::fs::read_to_string(guide).expect("the guide");
+    let services =
+        unit_files(&site).into_iter().filter(|file| file.extension().is_some_and(|e| e == "service"));
+    for file in services {
+        let name = file.file_name().and_then(|name| name.to_str()).expect("a name");
+        let row = guide.lines().find(|line| line.starts_with("| `dsync-") && line.contains(name));
+        let row = row.unwrap_or_else(|| panic!("the guide does not rate {name}"));
+        let rating = row.split('|').nth(3).expect("a rating").trim();
+        let rated = Run::new("systemd-analyze").args(["--no-pager", "--offline=yes", "security"]).arg(&file);
+        let rated = rated.ok().text();
+        assert!(rated.contains(&format!(": {rating} ")), "{name} is not rated {rating}: {rated}");
+    }
 }
