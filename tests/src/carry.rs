@@ -41,7 +41,13 @@ pub fn run(words: &[&str]) -> Done<()> {
         ["source", "ssh", host, seconds, command, rsh @ ..] => {
             let words = |words: &str| words.split(' ').map(str::to_string).collect::<Vec<_>>();
             send(
-                Link::ssh(&words(&rsh.join(" ")), host, &words(command), ConnectOptions::default().timeout)?,
+                Link::ssh(
+                    &words(&rsh.join(" ")),
+                    host,
+                    &words(command),
+                    ConnectOptions::default().timeout,
+                    None,
+                )?,
                 time(seconds)?,
             )
         }

@@ -332,7 +332,7 @@ pub(crate) struct FarArgs {
     /// Connections to a tls:// host, 1 to 16 [default: one for every 20 ms of the round trip, 8 at most]
     #[arg(long, alias = "lanes", value_name = "COUNT", value_parser = clap::value_parser!(u8).range(1..=16))]
     pub connections: Option<u8>,
-    /// Give up on the peer after this long without a reply; the shorter timeout of both sides applies [default: 30s]
+    /// Give up on the peer after this long without a reply; the shorter timeout of both sides applies. At a terminal, where ssh may ask for a password, the first connection may take longer [default: 30s]
     #[arg(long, value_name = "TIME", value_parser = parse_timeout)]
     pub timeout: Option<Duration>,
 }

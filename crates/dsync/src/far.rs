@@ -1,5 +1,7 @@
 //! The far side: connecting to it, and what runs there: `dsync receive` and `dsync send`.
 
+use std::io::IsTerminal;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::Result;
@@ -31,7 +33,12 @@ pub(crate) fn call(
     let rsh: Vec<String> = far.rsh().split_whitespace().map(str::to_owned).collect();
     let mut command: Vec<String> = far.remote_dsync().split_whitespace().map(str::to_owned).collect();
     command.push(verb.into());
-    Ok(Link::ssh(&rsh, host, &command, far.timeout())?)
+    // Somebody at a terminal may be asked for a password, at first.
+    static CALLED: AtomicBool = AtomicBool::new(false);
+    let waits = std::io::stdin().is_terminal() && !CALLED.load(Ordering::SeqCst);
+    let link = Link::ssh(&rsh, host, &command, far.timeout(), (!waits).then(|| far.timeout()))?;
+    CALLED.store(true, Ordering::SeqCst);
+    Ok(link)
 }
 
 /// Runs `dsync receive`.

@@ -149,6 +149,15 @@ impl Window {
         if lock(&self.state).credit.is_some() { Ok(()) } else { opened }
     }
 
+    /// True if the peer's hello came, or the link ended, within this time.
+    pub(crate) fn is_open_within(&self, patience: Duration) -> bool {
+        let state = lock(&self.state);
+        let waits = |state: &mut WindowState| state.closed.is_none() && state.credit.is_none();
+        let (_state, waited) =
+            self.changed.wait_timeout_while(state, patience, waits).unwrap_or_else(PoisonError::into_inner);
+        !waited.timed_out()
+    }
+
     /// Waits for the peer's hello, and fails if the link has ended since.
     pub(crate) fn wait_usable(&self) -> Result<()> {
         self.opened(|_| true).map(drop)

@@ -18,17 +18,27 @@ impl Link {
     /// Starts `command` on `host` through a remote shell (`["ssh"]`, perhaps with options), and waits for its hello. The
     /// command's words arrive unchanged, whatever is in them. What the far side writes to its standard error
     /// is shown once the link is open, and is part of the error if it fails. From then on a far side that sends nothing
-    /// for `timeout` is given up; the time until then is limited by the remote shell only.
+    /// for `timeout` is given up; until then, after `greeting`, or if that is `None` whenever the remote shell does: it may
+    /// wait for a password.
     ///
     /// # Errors
     /// [`Error::Start`], [`Error::Rsh`], [`Error::Absent`], [`Error::Command`], [`Error::NotDsync`], [`Error::Version`],
     /// each naming the host and a way out.
-    pub fn ssh(rsh: &[String], host: &str, command: &[String], timeout: Duration) -> Result<Link> {
+    pub fn ssh(
+        rsh: &[String],
+        host: &str,
+        command: &[String],
+        timeout: Duration,
+        greeting: Option<Duration>,
+    ) -> Result<Link> {
         let (remote, reader, writer) = start(rsh, host, command)?;
         widen(&reader);
         widen(&writer);
-        let link =
-            Link::over(FramedStream::open(host, reader, writer, StreamOptions::of(timeout), Some(remote)));
+        let stream = FramedStream::open(host, reader, writer, StreamOptions::of(timeout), Some(remote));
+        let link = Link::over(stream.clone());
+        if let Some(patience) = greeting {
+            stream.greeted_within(patience);
+        }
         link.ready()?;
         Ok(link)
     }
@@ -273,7 +283,7 @@ mod tests {
     }
 
     fn fails(script: &str, command: &[&str]) -> Error {
-        match Link::ssh(&local(script), "backup", &words(command), TIMEOUT) {
+        match Link::ssh(&local(script), "backup", &words(command), TIMEOUT, None) {
             Ok(_) => panic!("{script} should not work"),
             Err(error) => error,
         }
@@ -317,7 +327,7 @@ mod tests {
     #[test]
     fn a_process_carries_a_conversation() {
         // `cat` answers like a dsync that echoes everything.
-        let link = Link::ssh(&local("exec sh -c \"$2\""), "backup", &words(&["cat"]), TIMEOUT).unwrap();
+        let link = Link::ssh(&local("exec sh -c \"$2\""), "backup", &words(&["cat"]), TIMEOUT, None).unwrap();
         let (tx, rx) = link.split();
         for kind in 0..100 {
             tx.send(Message { kind, body: device::Buf::new(1 << 20), ..Message::default() }).unwrap();
@@ -329,9 +339,13 @@ mod tests {
 
     #[test]
     fn failures_name_the_host_and_a_way_out() {
+        let denied = "echo 'Permission denied (publickey).' >&2; exit 255";
+        let shell = local(denied).join(" ");
         assert_eq!(
-            fails("echo 'Permission denied (publickey).' >&2; exit 255", &["dsync"]).to_string(),
-            "sh to backup failed (exit 255): Permission denied (publickey).: try \"sh backup true\" by hand"
+            fails(denied, &["dsync"]).to_string(),
+            format!(
+                "{shell} to backup failed (exit 255): Permission denied (publickey).: try \"{shell} backup true\" by hand"
+            )
         );
         assert_eq!(
             fails("echo 'sh: 1: dsync: not found' >&2; exit 127", &["dsync", "receive"]).to_string(),
@@ -342,18 +356,22 @@ mod tests {
             "\"dsync receive\" on backup failed (exit 1): no disk"
         );
         let silent = fails("exit 1", &["dsync", "receive"]).to_string();
-        assert!(silent.starts_with("the remote shell \"sh\" ended (exit 1) without an answer"), "{silent}");
+        assert!(
+            silent.starts_with("the remote shell \"sh -c exit 1 rsh\" ended (exit 1) without an answer"),
+            "{silent}"
+        );
         assert!(
             matches!(fails("echo Welcome; sleep 100", &["dsync"]), Error::NotDsync { said, .. } if said == "Welcome")
         );
         assert!(matches!(fails("kill -9 $$", &["dsync"]), Error::Rsh { .. }));
-        let error = Link::ssh(&words(&["/no/such/ssh"]), "backup", &words(&["dsync"]), TIMEOUT)
+        let error = Link::ssh(&words(&["/no/such/ssh"]), "backup", &words(&["dsync"]), TIMEOUT, None)
             .map(drop)
             .unwrap_err();
         assert!(error.to_string().starts_with("cannot start \"/no/such/ssh\" (No such file"), "{error}");
-        assert!(matches!(Link::ssh(&[], "backup", &[], TIMEOUT).map(drop), Err(Error::Start { .. })));
+        assert!(matches!(Link::ssh(&[], "backup", &[], TIMEOUT, None).map(drop), Err(Error::Start { .. })));
         for host in ["", "-oProxyCommand=id"] {
-            let error = Link::ssh(&local("cat"), host, &words(&["dsync"]), TIMEOUT).map(drop).unwrap_err();
+            let error =
+                Link::ssh(&local("cat"), host, &words(&["dsync"]), TIMEOUT, None).map(drop).unwrap_err();
             assert_eq!(error, Error::Host(host.to_string()));
         }
     }
@@ -361,12 +379,12 @@ mod tests {
     #[test]
     fn a_process_that_dies_later_is_a_cut() {
         // The hello comes back, then nothing more.
-        let link =
-            Link::ssh(&local("head -c 16; echo 'Connection reset' >&2; exit 255"), "backup", &[], TIMEOUT)
-                .unwrap();
+        let shell = local("head -c 16; echo 'Connection reset' >&2; exit 255");
+        let link = Link::ssh(&shell, "backup", &[], TIMEOUT, None).unwrap();
         let (tx, rx) = link.split();
         let error = rx.recv().unwrap_err();
-        assert_eq!(error.to_string(), "the link to backup was cut: sh ended (exit 255): Connection reset");
+        let why = format!("{} ended (exit 255): Connection reset", shell.join(" "));
+        assert_eq!(error.to_string(), format!("the link to backup was cut: {why}"));
         assert_eq!(tx.send(Message::default()).unwrap_err(), error);
     }
 
@@ -375,11 +393,21 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("pid");
         let script = format!("echo $$ > {}; exec cat", file.display());
-        let link = Link::ssh(&local(&script), "backup", &[], TIMEOUT).unwrap();
+        let link = Link::ssh(&local(&script), "backup", &[], TIMEOUT, None).unwrap();
         let pid = std::fs::read_to_string(&file).unwrap();
         let process = format!("/proc/{}", pid.trim());
         assert!(Path::new(&process).exists());
         drop(link);
         assert!(!Path::new(&process).exists());
+    }
+
+    /// A shell that connects, and whose dsync then says nothing.
+    #[test]
+    fn a_far_side_that_does_not_greet_is_given_up() {
+        let (began, patience) = (Instant::now(), Duration::from_millis(300));
+        let mute = Link::ssh(&local("exec sleep 600"), "backup", &[], TIMEOUT, Some(patience));
+        let error = mute.map(drop).unwrap_err();
+        assert!(error.to_string().contains("did not answer there within 0.3 s"), "{error}");
+        assert!(error.is_cut() && began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
     }
 }

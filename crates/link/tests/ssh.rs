@@ -104,7 +104,7 @@ impl Sshd {
     fn connect(&self, host: &str, words: &[&str]) -> link::Result<Link> {
         let mut command = vec![std::env::current_exe().unwrap().to_str().unwrap().to_string(), "far".into()];
         command.extend(words.iter().map(|word| word.to_string()));
-        Link::ssh(&self.rsh(), host, &command, TIMEOUT)
+        Link::ssh(&self.rsh(), host, &command, TIMEOUT, None)
     }
 }
 
@@ -138,11 +138,12 @@ fn failures_are_told_apart(sshd: &Sshd) {
     let Err(error) = sshd.connect("down", &[]) else { panic!("nobody listens there") };
     assert!(error.to_string().contains("ssh to down failed (exit 255)"), "{error}");
     assert!(error.to_string().contains("Connection refused"), "{error}");
-    let Err(error) = Link::ssh(&sshd.rsh(), "backup", &["/no/such/dsync".into()], TIMEOUT) else {
+    let Err(error) = Link::ssh(&sshd.rsh(), "backup", &["/no/such/dsync".into()], TIMEOUT, None) else {
         panic!("not there")
     };
     assert!(matches!(&error, Error::Absent { .. }), "{error}");
-    let Err(error) = Link::ssh(&sshd.rsh(), "backup", &["echo".into(), "hello world".into()], TIMEOUT) else {
+    let Err(error) = Link::ssh(&sshd.rsh(), "backup", &["echo".into(), "hello world".into()], TIMEOUT, None)
+    else {
         panic!("echo is no dsync")
     };
     assert!(matches!(&error, Error::NotDsync { said, .. } if said == "hello world"), "{error}");
@@ -150,7 +151,7 @@ fn failures_are_told_apart(sshd: &Sshd) {
 
 fn a_dead_far_side_is_a_cut(sshd: &Sshd) {
     let command = ["sh", "-c", "head -c 16; sleep 0.2; kill -9 $PPID $$"].map(String::from);
-    let (tx, rx) = Link::ssh(&sshd.rsh(), "backup", &command, TIMEOUT).unwrap().split();
+    let (tx, rx) = Link::ssh(&sshd.rsh(), "backup", &command, TIMEOUT, None).unwrap().split();
     let error = rx.recv().unwrap_err();
     assert!(error.is_cut(), "{error}");
     assert!(tx.send(Message::default()).unwrap_err().is_cut());

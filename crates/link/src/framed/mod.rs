@@ -150,6 +150,13 @@ impl FramedStream {
         self.close(true);
     }
 
+    /// Gives the peer up if its hello does not come within this time.
+    pub(crate) fn greeted_within(&self, patience: Duration) {
+        if !self.shared.window.is_open_within(patience) {
+            self.give_up(&format!("dsync did not answer there within {:.1} s", patience.as_secs_f64()));
+        }
+    }
+
     /// The peer is no longer trusted: tells it, and ends the link whether it listens or not.
     fn distrust(&self, error: Error) {
         // First, as the peer's end of the link must not pass for the reason.
