@@ -1,4 +1,5 @@
-//! What it costs both sites to bring blocks to another host: a first copy, and scattered blocks, over TLS and over ssh.
+//! What it costs both sites to bring blocks to another host: a first copy, and scattered blocks, over TLS and over ssh, pushed and
+//! pulled.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -21,6 +22,10 @@ const HOST: &str = "127.0.0.1";
 /// Of so many blocks, one is changed.
 const SCATTERED: u64 = 10;
 
+/// The ways in which the site of the copy runs the command.
+const PULLED_TLS: &str = "dsync, TLS, pulled";
+const PULLED_SSH: &str = "dsync, ssh, pulled";
+
 /// What one run cost.
 struct Cost {
     seconds: f64,
@@ -38,9 +43,12 @@ type Replicas<'w> = Vec<(&'w str, PathBuf)>;
 struct Sites {
     folder: PathBuf,
     near: Dsync,
+    far: Dsync,
     keys: PathBuf,
     /// `dsync receive --listen`, and where it does.
     listener: (Daemon, String),
+    /// `dsync send --listen`.
+    offering: (Daemon, String),
     sshd: Option<Sshd>,
     image: PathBuf,
     bytes: u64,
@@ -56,8 +64,9 @@ pub(crate) fn far(bench: &Bench, report: &mut Report) -> Result<()> {
         "far: a first copy and scattered blocks to another host",
         &format!(
             "{} of random content, durable at the end; then one block of {SCATTERED} changed. Loopback, both sites on this \
-             machine's cores. Processor seconds and system calls are those of each site, a GiB moved; system calls are \
-             counted by strace in a run of their own. Medians of {rounds} rounds.",
+             machine's cores. The near site runs the command; it has the image, or, where it pulls, the copy. Processor \
+             seconds and system calls are those of each site, a GiB moved; system calls are counted by strace in a run of \
+             their own, not for pulls. Medians of {rounds} rounds.",
             size(bytes as f64)
         ),
     );
@@ -73,9 +82,9 @@ pub(crate) fn far(bench: &Bench, report: &mut Report) -> Result<()> {
     let socket = sockets.path().join("nbd");
     let server = sites.near.serve(&sites.image, &socket, &[])?;
 
-    let mut ways = vec!["dsync, TLS", "read, TLS, write"];
+    let mut ways = vec!["dsync, TLS", "read, TLS, write", PULLED_TLS];
     if sites.sshd.is_some() {
-        ways.extend(["dsync, ssh", "ssh into cat"]);
+        ways.extend(["dsync, ssh", PULLED_SSH, "ssh into cat"]);
     }
     let (mut first, replicas) = sites.first_copies(&ways, rounds, &content)?;
     let mut scattered: Vec<Vec<Cost>> = replicas.iter().map(|_| Vec::new()).collect();
@@ -92,7 +101,10 @@ pub(crate) fn far(bench: &Bench, report: &mut Report) -> Result<()> {
     match dsync_tests::find("strace") {
         None => report.left_out("system calls", "strace is not installed"),
         Some(_) => {
-            for (way, cost) in ways.iter().zip(first.iter_mut().filter_map(|costs| costs.last_mut())) {
+            let costs = first.iter_mut().filter_map(|costs| costs.last_mut());
+            for (way, cost) in
+                ways.iter().zip(costs).filter(|(way, _)| ![PULLED_TLS, PULLED_SSH].contains(way))
+            {
                 cost.calls = Some(sites.calls(way)?);
             }
         }
@@ -183,7 +195,25 @@ impl Sites {
         };
         let listener = listener(&near.binary, folder, None)?;
         let image = folder.join("disk.img");
-        Ok(Sites { folder: folder.into(), near, keys, listener, sshd, image, bytes, copies: 0 })
+        std::fs::write(&image, "")?;
+        let mut send = near.command("send");
+        send.args(["--listen", "127.0.0.1:0", "--offer"]).arg(&image);
+        let offering = listening(&mut send, "listening on ")?;
+        let far = Dsync::new(binary, folder.join("far-state"));
+        let key = run(&mut near.command("key"), LIMIT)?.stdout;
+        run(far.command("key").args(["trust", HOST, key.lines().next().context("a key")?]), LIMIT)?;
+        Ok(Sites {
+            folder: folder.into(),
+            near,
+            far,
+            keys,
+            listener,
+            offering,
+            sshd,
+            image,
+            bytes,
+            copies: 0,
+        })
     }
 
     fn fresh(&mut self) -> PathBuf {
@@ -194,8 +224,8 @@ impl Sites {
     /// The near site's command for a way; the server of the far site is there already, but for the bare program.
     fn command(&self, way: &str, copy: &Path, address: &str) -> Result<Command> {
         let name = copy.file_name().context("a file")?.to_string_lossy();
-        let far = |sshd: &Sshd| -> Result<(String, String)> {
-            let state = self.folder.join("far-state").display().to_string();
+        let far = |sshd: &Sshd, state: &str| -> Result<(String, String)> {
+            let state = self.folder.join(state).display().to_string();
             Ok((sshd.rsh.clone(), format!("env DSYNC_STATE_DIR={state} {}", self.near.binary.display())))
         };
         let mut sync = self.near.command("sync");
@@ -206,7 +236,7 @@ impl Sites {
                 sync
             }
             ("dsync, ssh", Some(sshd)) => {
-                let (rsh, dsync) = far(sshd)?;
+                let (rsh, dsync) = far(sshd, "far-state")?;
                 sync.arg(format!("backup:{}", copy.display())).args([
                     "--rsh",
                     &rsh,
@@ -214,6 +244,18 @@ impl Sites {
                     &dsync,
                 ]);
                 sync
+            }
+            (PULLED_TLS, _) => {
+                let mut pull = self.far.command("sync");
+                pull.arg("--quiet").arg(format!("tls://{address}/{}", self.image.display())).arg(copy);
+                pull
+            }
+            (PULLED_SSH, Some(sshd)) => {
+                let (rsh, dsync) = far(sshd, "near-state")?;
+                let mut pull = self.far.command("sync");
+                pull.args(["--quiet", "--rsh", &rsh, "--remote-dsync", &dsync]);
+                pull.arg(format!("backup:{}", self.image.display())).arg(copy);
+                pull
             }
             ("ssh into cat", Some(sshd)) => {
                 let copy = copy.display();
@@ -233,6 +275,7 @@ impl Sites {
                 (&bare.0, &bare.1)
             }
             ("dsync, TLS", _) => (&self.listener.0, &self.listener.1),
+            (PULLED_TLS, _) => (&self.offering.0, &self.offering.1),
             (_, Some(sshd)) => (sshd.daemon(), &self.listener.1),
             _ => anyhow::bail!("no such way: {way}"),
         };

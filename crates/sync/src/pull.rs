@@ -371,6 +371,7 @@ mod tests {
         assert!(status.path.ends_with("copy"), "{status:?}");
         if let Some(plan) = plan {
             sender.send_json(PLAN, &plan)?;
+            sender.finish()?;
             return Status::hear(&receiver).map(drop);
         }
         sender.finish()?;
