@@ -319,3 +319,98 @@ fn a_device_with_something_in_its_middle_is_not_blank() {
     std::fs::write(&backing, vec![0; 64 << 20]).expect("zeroes");
     scene.site.sync(&scene.image, device.device(), &[]).ok();
 }
+
+#[test]
+fn a_server_that_cannot_listen_leaves_no_source_behind() {
+    let site = Site::new();
+    let (image, other) = (site.image("vm.raw", MIB), site.path("other"));
+    std::fs::create_dir(&other).expect("a folder");
+    let namesake = other.join("vm.raw");
+    std::fs::write(&namesake, vec![0; 1 << 20]).expect("an image");
+    let server = site.serve(&[&image], &[]);
+    let serve = |socket: &std::path::Path| site.dsync(["serve"]).arg(&namesake).arg("--socket").arg(socket);
+    serve(server.socket()).code(4).says(&["already listening"]);
+    serve(&site.path("nowhere/s")).code(1).says(&["cannot listen on", "create its folder"]);
+    site.dsync(["serve", "--tcp", "127.0.0.1"]).arg(&namesake).code(2).says(&["127.0.0.1:10809"]);
+    // The name is not ambiguous.
+    let status = site.dsync(["status", "vm"]).ok().text();
+    assert!(status.contains(&image.display().to_string()), "{status}");
+    let second = site.serve(&[&namesake], &[]);
+    let ambiguous = site.dsync(["sync", "vm"]).arg(site.path("copy")).output();
+    ambiguous.says(&["is ambiguous", "dsync forget"]);
+    second.stop();
+    server.stop();
+}
+
+#[test]
+fn a_result_that_cannot_be_printed_is_a_failure() {
+    let scene = Scene::synced("a full disk", 4 * MIB);
+    let delta = scene.site.dsync(["extract", "vm", "--since", "0"]).ok().stdout;
+    let file = scene.site.path("vm.delta");
+    std::fs::write(&file, delta).expect("a delta");
+    let (image, replica) = (scene.image.display().to_string(), scene.replica.display().to_string());
+    let file = file.display().to_string();
+    for words in [
+        &["status"][..],
+        &["status", "--json"],
+        &["status", "--check"],
+        &["status", &replica],
+        &["sync", &image, &replica],
+        &["verify", &image, &replica],
+        &["recover", &replica],
+        &["inspect", &file],
+        &["checkpoint", "vm", "reader"],
+        &["key"],
+        &["forget", "vm", &replica, "-n"],
+    ] {
+        let shell = scene.site.run("/bin/sh".as_ref()).args(["-c", "exec dsync \"$@\" > /dev/full", "sh"]);
+        shell.args(words).code(1).says(&["cannot be printed", "No space left"]);
+    }
+}
+
+#[test]
+fn slips_are_named_as_what_they_are() {
+    let scene = Scene::synced("slips", 4 * MIB);
+    let image = scene.image.display().to_string();
+    let folder = format!("{}/", scene.site.path("nowhere").display());
+    scene.site.dsync(["sync", &image, &folder]).code(2).says(&["names a folder", "vm.raw"]);
+    scene
+        .site
+        .dsync(["sync", &image, "tsl://h/x"])
+        .code(2)
+        .says(&["\"tsl://\" is not known", "tls://HOST/PATH"]);
+    scene.site.dsync(["status", "nobody"]).code(1).says(&["no source is called \"nobody\""]);
+    let repaired = scene.site.dsync(["verify", "--repair", &image]).arg(&scene.replica).ok().text();
+    assert!(repaired.contains("nothing to repair") && !repaired.contains("repaired"), "{repaired}");
+    scene.site.dsync(["merge"]).arg(&scene.replica).input(Vec::new()).code(1).says(&["the delta is empty"]);
+    let replica = scene.replica.strip_prefix(scene.site.dir()).expect("beneath the site").to_owned();
+    scene.site.dsync(["forget", "vm"]).arg(replica).ok();
+    let status = scene.site.dsync(["status", "vm"]).ok().text();
+    assert!(!status.contains("up to date as of"), "{status}");
+}
+
+#[test]
+fn a_change_by_others_that_was_compared_is_not_found_again_after_a_kill() {
+    let mut scene = Scene::synced("a change that was compared", 4 * MIB);
+    scene.change(1);
+    scene.sync(&[]).ok();
+    // Another name for a moment changes the file's time, as a write by others does.
+    let change = |scene: &Scene| {
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        let name = scene.site.path("another name");
+        std::fs::hard_link(&scene.image, &name).expect("a link");
+        std::fs::remove_file(&name).expect("the end of it");
+    };
+    change(&scene);
+    let trust = |scene: &Scene| scene.sync(&[]).ok().summary()["trust"].as_str().expect("a word").to_owned();
+    let first = trust(&scene);
+    assert!(first.starts_with("compared: "), "{first}");
+    assert_eq!(trust(&scene), "tracked");
+    scene.server.take().expect("a server").kill();
+    assert_eq!(trust(&scene), "tracked");
+    // One that nobody has compared is found.
+    scene.start();
+    scene.server.take().expect("a server").kill();
+    change(&scene);
+    assert!(trust(&scene).contains("changed by another program"));
+}

@@ -29,7 +29,7 @@ pub enum Error {
     },
     /// The stream ends between two units, before the trailer.
     #[error(
-        "the delta ends after {units} units without its trailer, so it is incomplete: send or extract it again"
+        "{}: send or extract it again", incomplete(*units)
     )]
     NoTrailer {
         /// Units that are there.
@@ -182,4 +182,12 @@ pub enum Error {
 fn ordinal(number: usize) -> String {
     let word = number.checked_sub(1).and_then(|at| ["first", "second", "third"].get(at));
     word.map_or_else(|| format!("{number}th"), |word| (*word).into())
+}
+
+/// How much there is of a delta without its end.
+fn incomplete(units: u64) -> String {
+    match units {
+        0 => "the delta is empty".into(),
+        units => format!("the delta ends after {units} units without its trailer, so it is incomplete"),
+    }
 }

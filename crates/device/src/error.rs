@@ -29,8 +29,8 @@ pub struct DeviceError {
     path: PathBuf,
     why: String,
     way_out: String,
-    #[source]
-    source: Option<io::Error>,
+    /// The system's error, which `why` tells.
+    system: Option<io::Error>,
 }
 
 impl DeviceError {
@@ -42,7 +42,7 @@ impl DeviceError {
         way_out: impl Into<String>,
     ) -> DeviceError {
         let (why, way_out) = (why.into(), way_out.into());
-        DeviceError { kind, doing, path: path.to_path_buf(), why, way_out, source: None }
+        DeviceError { kind, doing, path: path.to_path_buf(), why, way_out, system: None }
     }
 
     pub(crate) fn from_io(doing: &'static str, path: &Path, error: io::Error) -> DeviceError {
@@ -81,7 +81,7 @@ impl DeviceError {
             ),
             _ => (DeviceErrorKind::Failed, error.to_string(), "see the kernel's log (dmesg)".into()),
         };
-        DeviceError { kind, doing, path: path.to_path_buf(), why, way_out, source: Some(error) }
+        DeviceError { kind, doing, path: path.to_path_buf(), why, way_out, system: Some(error) }
     }
 
     /// The kind of error.
@@ -102,7 +102,7 @@ impl DeviceError {
 
 impl From<DeviceError> for io::Error {
     fn from(error: DeviceError) -> io::Error {
-        let kind = match (&error.source, error.kind) {
+        let kind = match (&error.system, error.kind) {
             (Some(source), _) => source.kind(),
             (None, DeviceErrorKind::Missing) => io::ErrorKind::NotFound,
             (None, DeviceErrorKind::Denied) => io::ErrorKind::PermissionDenied,

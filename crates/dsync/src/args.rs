@@ -534,7 +534,8 @@ pub(crate) struct Sync {
     /// Checksum for comparing blocks [default: blake3]
     #[arg(long, value_enum)]
     pub hash: Option<HashArg>,
-    /// Keep digests of the replica, so that the next compare need not read it [default: in its state directory]
+    /// Keep digests of the replica, so that the next compare need not read it: in this file on the replica's host [default: in its
+    /// state directory]
     #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true, default_missing_value = "")]
     pub digests: Option<String>,
     /// How the replica is updated
@@ -658,7 +659,7 @@ pub(crate) struct Serve {
     #[arg(long, value_name = "PATH")]
     pub socket: Option<PathBuf>,
     /// A loopback address and port to listen on, such as 127.0.0.1:10809
-    #[arg(long, value_name = "ADDRESS")]
+    #[arg(long, value_name = "ADDRESS", value_parser = parse_tcp)]
     pub tcp: Option<std::net::SocketAddr>,
     /// Refuse writes, and record nothing
     #[arg(long, conflicts_with_all = ["block_size", "trust_device", "allow_shrink", "view_limit"])]
@@ -1067,4 +1068,11 @@ pub(crate) enum KeyAction {
         /// Name of the key
         name: String,
     },
+}
+
+/// An address and a port.
+fn parse_tcp(text: &str) -> Result<std::net::SocketAddr, String> {
+    let wrong =
+        || format!("invalid address \"{text}\": use a form with a port, like 127.0.0.1:10809 or [::1]:10809");
+    text.parse().map_err(|_| wrong())
 }

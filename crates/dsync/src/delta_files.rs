@@ -55,7 +55,14 @@ pub(crate) fn inspect(args: &args::Inspect, output: &Output) -> Result<()> {
     output.say(&if header.is_seed() {
         format!("  epochs   whole disk at epoch {last}")
     } else {
-        format!("  epochs   {first} to {last}, fits a replica at any of {} of them", header.chain.len())
+        let fits = header.chain.split_last().map_or(&[][..], |(_, fits)| fits);
+        let fits: Vec<String> = fits.iter().map(|epoch| epoch.number.to_string()).collect();
+        match fits.len() {
+            0..=8 => format!("  epochs   {first} to {last}, fits a replica at epoch {}", fits.join(" or ")),
+            many => format!(
+                "  epochs   {first} to {last}, fits a replica at any of {many} epochs from {first} on"
+            ),
+        }
     });
     let fuzzy = if header.fuzzy { ", fuzzy" } else { "" };
     output.say(&format!("  method   {}{fuzzy}", header.method));

@@ -10,6 +10,8 @@ pub(crate) const FAILED: u8 = 1;
 pub(crate) const USAGE: u8 = 2;
 /// Tracking was lost and `--method tracked` was demanded.
 pub(crate) const LOST: u8 = 3;
+/// A check has nothing to judge: "unknown" for monitors.
+pub(crate) const UNKNOWN: u8 = 3;
 /// Lineage, state, a lock or a key refuses.
 pub(crate) const REFUSED: u8 = 4;
 /// `verify` found differences.

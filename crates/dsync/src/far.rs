@@ -71,6 +71,10 @@ pub(crate) fn send(args: &Send, state: &StateDir, output: &Output) -> Result<()>
 
 /// Serves one session over standard input and output, to whoever started this.
 fn over_stdio(serve: impl FnOnce(Link) -> Result<(), SyncError>) -> Result<()> {
+    if std::io::stdout().is_terminal() {
+        let how = "without --listen this is started by dsync on another host, and speaks to that: pass --listen to serve a port";
+        return Err(Failure::usage(how).into());
+    }
     serve(Link::stdio()?).map_err(|error| match error {
         // If it is not dsync that connected, a person started this by hand: print the error.
         SyncError::Link(ref link) if !link.is_cut() => error.into(),

@@ -98,9 +98,16 @@ pub(crate) fn bookmark(
     output: &Output,
 ) -> Result<()> {
     let (place, about) = crate::known(what, state)?;
+    // A replica on this host is remembered by its path without links.
+    let remembered = Bookmarks::read(&device::Dir::open(&place)?)?;
+    let path = local::path_of(name).ok().map(|path| path.display().to_string());
+    let name = match path.as_deref().filter(|path| remembered.0.contains_key(*path)) {
+        Some(path) if !remembered.0.contains_key(name) => path,
+        _ => name,
+    };
     if !dry_run {
         source::forget_bookmark(&place, &about, name)?;
-    } else if !Bookmarks::read(&device::Dir::open(&place)?)?.0.contains_key(name) {
+    } else if !remembered.0.contains_key(name) {
         bail!(SourceError::Unknown(format!(
             "{} has no checkpoint or replica \"{name}\": \"dsync status {0}\" lists them",
             about.path.display()

@@ -56,6 +56,11 @@ impl Location {
             port: None,
             path: path.into(),
         };
+        if let Some((scheme, _)) = text.split_once("://").filter(|(scheme, _)| !scheme.contains('/')) {
+            return Err(Failure::usage(format!(
+                "\"{scheme}://\" is not known: use HOST:/path over ssh, tls://HOST/PATH over TLS, or ./{text} for a local file of that name"
+            )));
+        }
         match text.split_once(':') {
             _ if text.is_empty() => Err(Failure::usage("a source or destination is empty")),
             Some((host, _)) if host.contains('/') => Ok(at(None, text)),
@@ -117,6 +122,11 @@ impl Ends {
     /// Reads a source and a destination.
     pub(crate) fn parse(source: &str, destination: &str) -> Result<Ends, Failure> {
         let ends = Ends { source: Location::parse(source)?, destination: Location::parse(destination)? };
+        if destination.ends_with('/') {
+            return Err(Failure::usage(format!(
+                "{destination} names a folder: give the path of the replica in it, such as {destination}vm.raw"
+            )));
+        }
         match (&ends.source.host, &ends.destination.host) {
             (Some(host), Some(_)) => Err(Failure::usage(format!(
                 "{source} and {destination} are both on other hosts: run dsync on one of them, for example \"ssh {host} dsync sync {} \

@@ -68,11 +68,8 @@ fn main() -> ExitCode {
         Command::Extract(_) | Command::Combine(_) => output.on_stderr(),
         _ => output,
     };
-    match run(&cli, &output) {
-        Ok(code) => {
-            output.finish();
-            ExitCode::from(code)
-        }
+    match run(&cli, &output).and_then(|code| output.end().map(|()| code)) {
+        Ok(code) => ExitCode::from(code),
         Err(error) => failed(&error, &output),
     }
 }
@@ -179,7 +176,7 @@ fn block_size(size: Option<u64>) -> Result<Option<u32>> {
         Ok(size) if size.is_power_of_two() && (4096..=1 << 20).contains(&size) => Ok(Some(size)),
         _ => Err(Failure::usage(format!(
             "invalid --block-size {}: use a power of two from 4K to 1M",
-            units::size(size)
+            device::exact_size(size)
         ))
         .into()),
     }

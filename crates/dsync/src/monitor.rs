@@ -96,6 +96,10 @@ pub(crate) fn check(args: &args::Status, state: &StateDir, output: &Output) -> R
         problems.extend(of_trackers(&found.sources)?);
     }
     problems.extend(found.replicas.iter().filter_map(of_local));
+    let nothing = found.sources.is_empty() && found.replicas.is_empty() && problems.is_empty();
+    if nothing && trackers::list()?.is_empty() {
+        problems.push(Problem::of("nothing-known", nothing_known(state)));
+    }
     for problem in &problems {
         // One line, whatever the names in it are.
         output.say(&link::printable(&problem.message));
@@ -105,7 +109,23 @@ pub(crate) fn check(args: &args::Status, state: &StateDir, output: &Output) -> R
         output.say("OK");
     }
     output.summary(&Checked { kind: "check", problems: problems.len() });
-    Ok(if problems.is_empty() { 0 } else { failure::FAILED })
+    Ok(match problems.first() {
+        None => 0,
+        Some(Problem { problem: "nothing-known", .. }) => failure::UNKNOWN,
+        Some(_) => failure::FAILED,
+    })
+}
+
+/// Why there is nothing to judge: most likely it was looked for in the wrong place.
+fn nothing_known(state: &StateDir) -> String {
+    let path = state.path().display();
+    let what = match state.path().is_dir() {
+        true => format!("state directory {path} knows no source and no replica"),
+        false => format!("state directory {path} does not exist"),
+    };
+    format!(
+        "nothing is watched: {what}; run this as the user who runs dsync, or give the directory with --state-dir"
+    )
 }
 
 impl Problem {

@@ -1,7 +1,7 @@
 //! Output: lines of text, or one JSON object per line.
 
 use std::io::{IsTerminal, Write};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
@@ -19,6 +19,8 @@ pub(crate) struct Output {
     verbose: bool,
     /// The stream for results and summaries: standard output, or standard error if that carries a delta.
     to_stderr: bool,
+    /// The first error of printing, shared with copies.
+    failed: Arc<OnceLock<std::io::Error>>,
     bar: Mutex<Option<Bar>>,
 }
 
@@ -39,6 +41,7 @@ impl Output {
             quiet: cli.quiet,
             verbose: cli.verbose > 0,
             to_stderr: false,
+            failed: Arc::default(),
             bar: Mutex::new(None),
         }
     }
@@ -51,15 +54,37 @@ impl Output {
 
     /// A copy for another thread.
     pub(crate) fn alike(&self) -> Output {
-        Output { bar: Mutex::new(None), ..*self }
+        Output { bar: Mutex::new(None), failed: Arc::clone(&self.failed), ..*self }
     }
 
     fn line(&self, text: &str) {
-        // A closed pipe is not an error: the work is done.
         if self.to_stderr {
             let _ = writeln!(std::io::stderr(), "{text}");
         } else {
-            let _ = writeln!(std::io::stdout(), "{text}");
+            self.printed(writeln!(std::io::stdout(), "{text}"));
+        }
+    }
+
+    fn printed(&self, result: std::io::Result<()>) {
+        match result {
+            // A closed pipe is not an error: the work is done, and its reader wants no more.
+            Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => drop(self.failed.set(error)),
+            _ => {}
+        }
+    }
+
+    /// Ends the output of a command that succeeded.
+    ///
+    /// # Errors
+    /// If a part of the result could not be printed.
+    pub(crate) fn end(&self) -> anyhow::Result<()> {
+        self.finish();
+        self.printed(std::io::stdout().flush());
+        match self.failed.get() {
+            Some(error) => {
+                Err(anyhow::anyhow!("the command is done, but its result cannot be printed: {error}"))
+            }
+            None => Ok(()),
         }
     }
 
@@ -77,7 +102,7 @@ impl Output {
         } else if !self.quiet {
             self.line(&link::printable_lines(text));
         }
-        let _ = std::io::stdout().flush();
+        self.printed(std::io::stdout().flush());
     }
 
     /// A line of a log, while the program continues.

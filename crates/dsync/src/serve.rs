@@ -209,8 +209,12 @@ fn listen_unix(path: &Path) -> Result<(UnixListener, SocketFile)> {
         Ok(_) => bail!("cannot listen on {}: it exists and is not a socket", path.display()),
         Err(_) => {}
     }
-    let listener =
-        UnixListener::bind(path).with_context(|| format!("cannot listen on {}", path.display()))?;
+    let listener = UnixListener::bind(path).with_context(|| {
+        match path.parent().is_none_or(|folder| folder.as_os_str().is_empty() || folder.is_dir()) {
+            true => format!("cannot listen on {}", path.display()),
+            false => format!("cannot listen on {}: create its folder first", path.display()),
+        }
+    })?;
     Ok((listener, SocketFile(path.to_path_buf())))
 }
 
@@ -360,11 +364,12 @@ pub(crate) fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Resu
         return Err(Failure::usage(how).into());
     }
     let manager = Manager::find(output);
+    // First: a server that cannot listen leaves no source behind.
+    let places = passed.map_or_else(|| Places::listen(args), Ok)?;
     let (all, sources) = open_all(args, state, output)?;
     // Before the first connection, so that a signal always ends everything in order.
     let mut signals =
         signal_hook::iterator::Signals::new([signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM])?;
-    let places = passed.map_or_else(|| Places::listen(args), Ok)?;
     let controls: Vec<ControlServer> =
         sources.iter().map(|(s, _)| ControlServer::start(s.clone())).collect::<Result<_, _>>()?;
     let lines: Vec<String> = all.iter().map(|served| announcement(served, &places)).collect();

@@ -244,9 +244,10 @@ fn say(status: &SourceStatus, output: &Output) {
     match &status.served {
         Some(served) => {
             output.say(&format!(
-                "  served by process {}, {} written since the last checkpoint",
+                "  served by process {}, {} written since {}",
                 served.process,
-                units::many(served.dirty, "block")
+                units::many(served.dirty, "block"),
+                if status.epoch.is_some() { "the last checkpoint" } else { "it was first served" }
             ));
             if let Some(why) = &served.lost {
                 output.say(&format!("  earlier changes are not known: {why}"));
@@ -265,6 +266,9 @@ fn say(status: &SourceStatus, output: &Output) {
                     units::size(served.kept_bytes)
                 ));
             }
+        }
+        None if trackers::find(&status.path).is_ok_and(|tracker| tracker.is_some()) => {
+            output.say("  tracked in the kernel");
         }
         None => output.say("  not served"),
     }
@@ -347,6 +351,12 @@ fn replica(
         && replica::inspect(&absolute, &options).map_or(true, |l| l.is_none())
     {
         let replica = no_replica(&absolute, state)?;
+        let name = path.display().to_string();
+        let replica = if name.contains('/') || !replica.starts_with("no ") {
+            replica
+        } else {
+            format!("no source is called \"{name}\", and there is {replica}")
+        };
         bail!(source::SourceError::Unknown(format!(
             "{replica} (\"dsync status\" lists sources and replicas)"
         )));

@@ -85,7 +85,8 @@ fn say(verified: &Verified, output: &Output) {
     list("differs", &verified.differing, output);
     list("unreadable at the source", &verified.unreadable, output);
     list("unreadable at the replica", &verified.unreadable_there, output);
-    let compared = verified.bytes_compared - verified.bytes_changed_since;
+    let unread = verified.unreadable.bytes + verified.unreadable_there.bytes;
+    let compared = verified.bytes_compared.saturating_sub(verified.bytes_changed_since + unread);
     let found = match verified.differing.extents {
         0 => "no differences".to_owned(),
         extents => {
@@ -106,8 +107,13 @@ fn say(verified: &Verified, output: &Output) {
         units::seconds(verified.seconds)
     ));
     if verified.repaired {
+        let mended = verified.differing.extents > 0
+            || verified.unreadable_there.extents > 0
+            || verified.wrong_size.is_some()
+            || verified.changed.is_some();
         output.say(&format!(
-            "repaired: it is at epoch {} now, {} written",
+            "{}: it is at epoch {} now, {} written",
+            if mended { "repaired" } else { "nothing to repair" },
             verified.epoch_after,
             units::size(verified.bytes_written)
         ));

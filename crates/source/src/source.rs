@@ -326,7 +326,15 @@ impl Source {
         let user = if options.read_only { device::may_change(&path) } else { device::in_use(&path) };
         if let Some(user) = user {
             let why = if options.read_only {
-                "may change while it is read: track it with \"dsync track add\", mount it read-only or copy a snapshot"
+                match rustix::process::geteuid().is_root() {
+                    true => {
+                        "may change while it is read: track it with \"dsync track add\", mount it read-only or copy a snapshot"
+                    }
+                    false => {
+                        "may change while it is read: if it is tracked, run this as root, because other users cannot see that; else \
+                              track it with \"dsync track add\", mount it read-only or copy a snapshot"
+                    }
+                }
             } else {
                 "cannot be served at the same time: stop that use first"
             };
@@ -389,7 +397,8 @@ impl Source {
         last: u64,
     ) -> Result<Option<&'static str>, SourceError> {
         let Some(stamp) = stamp else {
-            let why = "the file that says how dsync left the image is missing from the state directory";
+            let why = "how dsync left the disk is not known: its writes were recorded in another way meanwhile, or a file is missing from the \
+                       state directory";
             return Ok((last > 0).then_some(why));
         };
         let recorded =

@@ -122,7 +122,9 @@ impl ImageStamp {
                 );
             }
             let grace = if last.in_flight { Boot::DYING } else { 0 };
-            if untouched || changed <= last.time.saturating_add(grace) {
+            // The process saw others change the image, and the history has that gap: nothing has changed it since.
+            let settled = changed == last.seen;
+            if untouched || settled || changed <= last.time.saturating_add(grace) {
                 return Verdict::Trusted { power_lost: false };
             }
             return Verdict::Lost(
@@ -169,5 +171,10 @@ mod tests {
         }
         let seen = LastWrite { foreign: true, ..last(changed) };
         assert_eq!(stamp(1).verdict(&now, &boot, seen, false), Verdict::Lost(FOREIGN.into()));
+        // A change by others later than every own write: compared, and nothing since; and one that nobody has seen.
+        let late = |seen| LastWrite { time: changed - 1, ..last(seen) };
+        assert_eq!(stamp(1).verdict(&now, &boot, late(changed), false), trusted);
+        let verdict = stamp(1).verdict(&now, &boot, late(changed - 1), false);
+        assert!(matches!(&verdict, Verdict::Lost(why) if why.contains("another program")), "{verdict:?}");
     }
 }

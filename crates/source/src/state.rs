@@ -140,8 +140,7 @@ impl StateDir {
             (None, Some(path), _) => path.into(),
             _ if rustix::process::geteuid().is_root() => "/var/lib/dsync".into(),
             (None, None, Some(path)) => Path::new(&path).join("dsync"),
-            _ => PathBuf::from(std::env::var_os("HOME").unwrap_or_else(|| "/".into()))
-                .join(".local/state/dsync"),
+            _ => PathBuf::from(variable("HOME").unwrap_or_else(|| "/".into())).join(".local/state/dsync"),
         };
         StateDir { root }
     }
@@ -231,7 +230,7 @@ impl StateDir {
         let mut named = sources.filter(|(_, a)| a.name() == what);
         match (named.next(), named.next()) {
             (Some(one), Some(other)) => Err(SourceError::Unknown(format!(
-                "\"{what}\" is ambiguous ({} or {}): give the path",
+                "\"{what}\" is ambiguous ({} or {}): give the path, or remove one that is not used any more with \"dsync forget PATH\"",
                 one.1.path.display(),
                 other.1.path.display()
             ))),

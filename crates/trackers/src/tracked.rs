@@ -511,10 +511,11 @@ impl TrackedDisk {
         }
         let foreign = looked.is_some_and(|(then, was)| then == noted && was != changed);
         *looked = Some((noted, changed));
-        s.served.see(changed);
         if foreign {
             s.served.doubt().map_err(self.failed("cannot record that the image was changed by others"))?;
         }
+        // Last: after a kill, what was seen and not doubted is what it should be.
+        s.served.see(changed);
         Ok(())
     }
 
