@@ -315,6 +315,24 @@ fn a_write_to_the_replica_is_noticed() {
     assert_eq!(pulling.sync(&[]).ok().summary()["method"], "tracked");
 }
 
+#[test]
+fn a_pulled_replica_keeps_its_past() {
+    let mut pulling = Pulling::new("the past of a pulled replica", 16 * MIB);
+    let mut epochs = vec![number(&pulling.sync(&["--keep-last", "9"]).ok().summary(), "epoch")];
+    for _ in 0..2 {
+        pulling.scene.change(50);
+        epochs.push(number(&pulling.sync(&[]).ok().summary(), "epoch"));
+    }
+    let listed = pulling.near.dsync(["rewind", "--json"]).arg(pulling.replica()).ok().summary();
+    let kept: Vec<u64> = listed["moments"]
+        .as_array()
+        .expect("moments")
+        .iter()
+        .map(|moment| number(&moment["epoch"], "number"))
+        .collect();
+    assert!(epochs[..2].iter().all(|epoch| kept.contains(epoch)), "{epochs:?}: {listed}");
+}
+
 /// The far process of a running pull.
 fn far_process(running: &Background) -> rustix::process::Pid {
     let until = Instant::now() + Duration::from_secs(20);
