@@ -279,15 +279,20 @@ impl Replica {
         self.forget_note()
     }
 
+    /// The note, which must not pass for missing where it cannot be read.
+    fn read_note(&self) -> Result<Option<(Note, u64)>> {
+        note::read(self.state()).map_err(io_error("read", &self.folder().join(note::NAME)))
+    }
+
     /// True if there is a note of own writes that were made since the lineage was stored, with no journal that says so: room was
     /// made for a delta, and that came to nothing.
-    pub(crate) fn has_note(&self) -> bool {
+    pub(crate) fn has_note(&self) -> Result<bool> {
         let since = self.lineage().stamp.as_ref().map(|stamp| stamp.changed);
         if self.lineage().step.is_some() || self.destination().is_device() || self.is_timeless() {
-            return false;
+            return Ok(false);
         }
-        note::read(self.state())
-            .is_some_and(|(note, _)| note.before.is_none() && note.since.is_some() && note.since == since)
+        let note = self.read_note()?;
+        Ok(note.is_some_and(|(note, _)| note.before.is_none() && note.since.is_some() && note.since == since))
     }
 
     /// Own writes are over, and the lineage says how they left the file.
@@ -298,15 +303,16 @@ impl Replica {
 
     /// In what way others have changed a device since it was first opened after a reboot, or after it was attached anew: the
     /// kernel's count begins anew with either.
-    pub(crate) fn since_attached(&self, now: &Stamp) -> Option<&'static str> {
+    pub(crate) fn since_attached(&self, now: &Stamp) -> Result<Option<&'static str>> {
         let attached =
             |stamp: &Stamp| stamp.medium.as_ref().map(|medium| (medium.boot.clone(), medium.diskseq));
         if !self.destination().is_device()
             || self.lineage().stamp.as_ref().and_then(attached) == attached(now)
         {
-            return None;
+            return Ok(None);
         }
-        match note::read(self.state()).filter(|(note, _)| note.life == self.destination().boot().id) {
+        let note = self.read_note()?;
+        Ok(match note.filter(|(note, _)| note.life == self.destination().boot().id) {
             Some((Note { stamp: None, .. }, _)) => None,
             Some((Note { stamp: Some(left), .. }, _)) if attached(&left) == attached(now) => {
                 left.differs(&now.clone().glance())
@@ -315,24 +321,24 @@ impl Replica {
                 let _ = self.write_note(Some(now.clone().glance()));
                 None
             }
-        }
+        })
     }
 
     /// In what way others have changed the file since the last own write, or may have, where that was later than the
     /// lineage: batches or a delta were merged from `journal`, a step in place was begun, or a copy was put in place.
-    pub(crate) fn since_own_writes(&self, now: &Stamp, journal: &[Contents]) -> Option<&'static str> {
+    pub(crate) fn since_own_writes(&self, now: &Stamp, journal: &[Contents]) -> Result<Option<&'static str>> {
         if self.is_timeless() {
-            return None;
+            return Ok(None);
         }
         if self.destination().is_device() {
-            let note = note::read(self.state());
+            let note = self.read_note()?;
             let foreign =
                 note::foreign_to_device(&self.destination().boot(), note, self.lineage().stamp.as_ref(), now);
             if foreign.is_none() {
                 // From here on a bound is not enough. A power cut may have taken the note of a first copy, which has no other.
                 let _ = self.write_note(Some(now.clone().glance()));
             }
-            return foreign;
+            return Ok(foreign);
         }
         let cloned = match self.lineage().step.as_ref().map(|step| step.kind) {
             // It has just got its name: whatever its time was before, that has changed it.
@@ -341,15 +347,15 @@ impl Replica {
             }
             _ => None,
         };
-        let before = cloned.as_ref().or(self.lineage().stamp.as_ref())?;
-        let note = note::read(self.state());
+        let Some(before) = cloned.as_ref().or(self.lineage().stamp.as_ref()) else { return Ok(None) };
+        let note = self.read_note()?;
         // A new name does not move the time of the content; a power cut may set it back.
         let copy = note
             .as_ref()
             .and_then(|(note, _)| Some((note.before.as_ref()?, note.life == self.destination().boot().id)));
         if let Some((copy, told)) = copy.filter(|(copy, _)| cloned.is_some() && copy.inode == now.inode) {
             if copy.size != now.size || now.written > copy.written || told && now.written != copy.written {
-                return Some(WRITTEN);
+                return Ok(Some(WRITTEN));
             }
         }
         let durable = if journal.is_empty() { lineage::NAME } else { WHOLE };
@@ -361,13 +367,13 @@ impl Replica {
             stream: journal.last().and_then(Contents::stream).or(self.lineage().committed),
         };
         if let Some(why) = evidence.foreign(&self.destination().boot()) {
-            return Some(why);
+            return Ok(Some(why));
         }
         let mut sizes = journal.iter().flat_map(|contents| &contents.segments).map(|s| s.header.size_after);
         // A step in place may have been given up at any size on the way.
         let possible =
             self.lineage().step.is_some() || before.size == now.size || sizes.any(|size| size == now.size);
-        (!possible).then_some("its size has changed")
+        Ok((!possible).then_some("its size has changed"))
     }
 }
 

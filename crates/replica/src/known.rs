@@ -231,7 +231,8 @@ fn present(lineage: &Lineage) -> PathBuf {
 fn changed(folder: &Path, path: &Path) -> Result<Option<&'static str>> {
     let dir = Dir::existing(folder).map_err(io_error("open", folder))?;
     let seen = || -> Result<_> {
-        Ok((Lineage::load(&dir)?, note::read(&dir).map(|(note, _)| note), dir.open(WHOLE, false).is_ok()))
+        let note = note::read(&dir).map_err(io_error("read", &folder.join(note::NAME)))?;
+        Ok((Lineage::load(&dir)?, note.map(|(note, _)| note), dir.open(WHOLE, false).is_ok()))
     };
     let before = seen()?;
     let (Some(lineage), noted, merging) = &before else { return Ok(None) };

@@ -286,15 +286,27 @@ impl Drop for Working {
     }
 }
 
-/// The note of a folder, and the time or the sectors in it.
-pub(crate) fn read(folder: &dyn Folder) -> Option<(Note, u64)> {
-    let file = folder.open(NAME, false).ok()?;
+/// The note of a folder, and the time or the sectors in it. `None` if there is none, or a power cut has left a part of one.
+///
+/// # Errors
+/// If it cannot be read. That must not pass for a folder without one.
+pub(crate) fn read(folder: &dyn Folder) -> io::Result<Option<(Note, u64)>> {
+    let file = match folder.open(NAME, false) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        opened => opened?,
+    };
     let mut bytes = vec![0; LEN];
-    file.read_at(0, &mut bytes).ok()?;
+    match file.read_at(0, &mut bytes) {
+        Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+        read => read?,
+    }
     let mut time = [0; 8];
     // One that was written before there was a time has none.
-    let _ = file.read_at(LEN as u64, &mut time);
-    Some((serde_json::from_slice(&bytes).ok()?, u64::from_ne_bytes(time)))
+    match file.read_at(LEN as u64, &mut time) {
+        Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => {}
+        read => read?,
+    }
+    Ok(serde_json::from_slice(&bytes).ok().map(|note| (note, u64::from_ne_bytes(time))))
 }
 
 /// Makes room for a folder's note.

@@ -37,7 +37,7 @@ impl Replica {
         let end = loop {
             match decide(&found.situation) {
                 Action::Look(Column::Sealed) => self.look_at_sealed(&mut found)?,
-                Action::Look(Column::Content) => self.look_at_content(&mut found),
+                Action::Look(Column::Content) => self.look_at_content(&mut found)?,
                 Action::Look(Column::Arriving) => self.look_at_arriving(&mut found)?,
                 Action::Change(change) => self.change(change, &mut found)?,
                 Action::End(end) => break end,
@@ -174,12 +174,12 @@ impl Replica {
         self.proven() == Content::Unproven && first.is_none_or(|s| s.header.binds != Some(self.nonce()))
     }
 
-    fn look_at_content(&mut self, found: &mut Found) {
+    fn look_at_content(&mut self, found: &mut Found) -> Result<()> {
         let Situation { step, file, sealed, .. } = found.situation;
         let known = self.lineage().epoch.is_some() || !self.positions().is_empty();
         let Some(now) = &found.now else {
             found.situation.content = if known { Content::Gone } else { Content::None };
-            return;
+            return Ok(());
         };
         let finished = matches!(step, Step::NewFileFinished | Step::CloneFinished);
         let seeds = matches!(step, Step::NewFile | Step::NewFileFinished);
@@ -188,37 +188,46 @@ impl Replica {
             None => !known && !self.destination().is_device() && !self.options().replace,
         };
         found.why = match (finished, file) {
-            (true, File::InPlace) => self.since_own_writes(now, &[]),
+            (true, File::InPlace) => self.since_own_writes(now, &[])?,
             _ if seeds => self.changed(),
             _ if unknown => None,
-            _ => self.changed_since(now, sealed, &found.deltas),
+            _ => self.changed_since(now, sealed, &found.deltas)?,
         };
         found.situation.content = match found.why {
             Some(_) => Content::Changed,
             None if unknown => Content::Unknown,
             None => {
                 self.set_left(Some(now.clone().glance()));
-                if self.has_note() { Content::Reserved } else { self.proven() }
+                if self.has_note()? { Content::Reserved } else { self.proven() }
             }
         };
+        Ok(())
     }
 
     /// In what way others have changed the destination since the lineage was stored, or since own writes that came later.
-    fn changed_since(&self, now: &Stamp, sealed: Sealed, deltas: &[Contents]) -> Option<&'static str> {
+    fn changed_since(
+        &self,
+        now: &Stamp,
+        sealed: Sealed,
+        deltas: &[Contents],
+    ) -> Result<Option<&'static str>> {
         let before = self.lineage().stamp.as_ref();
         if before.is_some_and(|before| before.inode != now.inode) {
-            return Some("another file has taken its place");
+            return Ok(Some("another file has taken its place"));
         }
         if let Some(why) = self.changed().filter(|_| !self.is_compared(deltas)) {
-            return Some(why);
+            return Ok(Some(why));
         }
         let in_place = self.lineage().step.as_ref().is_some_and(|step| step.kind == StepKind::InPlace);
         match sealed {
-            Sealed::Damaged => None,
+            Sealed::Damaged => Ok(None),
             Sealed::Whole => self.since_own_writes(now, deltas),
             // Own writes have changed it; all else leaves it alone.
-            _ if in_place || self.has_note() => self.since_own_writes(now, &[]),
-            _ => before.and_then(|before| before.differs(now)).or_else(|| self.since_attached(now)),
+            _ if in_place || self.has_note()? => self.since_own_writes(now, &[]),
+            _ => match before.and_then(|before| before.differs(now)) {
+                None => self.since_attached(now),
+                differs => Ok(differs),
+            },
         }
     }
 

@@ -411,7 +411,7 @@ fn what_others_did_is_told() {
     std::fs::File::options().write(true).open(&other).unwrap().write_at(b"x", 5).unwrap();
     let told = open(&other).err().unwrap().to_string();
     let order =
-        ["content written", "ago", "find out who", "overwrite those changes"].map(|words| told.find(words));
+        ["content written", "ago", "find out who", "overwrites what differs"].map(|words| told.find(words));
     assert!(order.iter().all(Option::is_some) && order.is_sorted(), "{told}");
     // An adoption that was cut off.
     let mut replica = Replica::open(&other, &Options { adopt: true, ..Options::default() }).unwrap();
