@@ -206,3 +206,51 @@ fn a_rewind_survives_its_death() {
         image::assert_equal(&after, &scene.replica);
     }
 }
+
+/// A mirror keeps its epochs, also when it is killed in the midst of one.
+#[test]
+fn a_mirror_keeps_its_epochs() {
+    let mut scene = Scene::new("past of a mirror", SIZE);
+    let start = |scene: &Scene| {
+        let run = scene.site.dsync(["mirror", "--epoch", "300ms", "--rpo", "400ms", "--keep-last", "50"]);
+        let mut running = run.arg(&scene.image).arg(&scene.replica).start();
+        running.wait_to_say("mirroring to");
+        running
+    };
+    let mut running = start(&scene);
+    let mut copies = Vec::new();
+    for round in 0..4 {
+        scene.change(300);
+        let until = std::time::Instant::now() + Duration::from_secs(60);
+        while image::first_difference(&scene.image, &scene.replica).is_some() {
+            assert!(std::time::Instant::now() < until, "waited for a minute");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        // The epoch ends with these changes.
+        std::thread::sleep(Duration::from_secs(1));
+        let epoch = number(&scene.site.dsync(["status", "--json"]).arg(&scene.image).ok().summary(), "epoch");
+        let copy = scene.site.path(&format!("mirrored-{round}.raw"));
+        image::copy(&scene.image, &copy);
+        copies.push((epoch, copy));
+        if round == 2 {
+            running.signal(Signal::KILL);
+            drop(running);
+            running = start(&scene);
+        }
+    }
+    // In the midst of an epoch.
+    scene.change(100);
+    running.signal(Signal::KILL);
+    drop(running);
+    scene.site.dsync(["recover"]).arg(&scene.replica).ok();
+    let kept = moments(&rewind_here(&scene, &scene.replica, &[]).ok().summary());
+    let numbers: Vec<u64> = kept.iter().map(|(epoch, _)| *epoch).collect();
+    for (epoch, copy) in copies {
+        assert!(numbers.contains(&epoch), "{epoch} is not one of {numbers:?}");
+        rewind_here(&scene, &scene.replica, &["--to", &epoch.to_string()]).ok();
+        image::assert_equal(&copy, &scene.replica);
+    }
+    // And the sync after it has all again.
+    scene.sync(&[]).ok();
+    scene.equal();
+}

@@ -212,7 +212,7 @@ impl Teller<'_> {
             MirrorEvent::Batch(batch) if manager.is_due(TOLD_EVERY) => {
                 manager.status(&format!("mirroring to {name}, {} behind", units::seconds(batch.lag)));
             }
-            MirrorEvent::Batch(_) => {}
+            MirrorEvent::Batch(_) | MirrorEvent::Warned(_) => {}
             MirrorEvent::Broken(error, _) => manager.status(&format!("not mirroring to {name}: {error}")),
         }
     }
@@ -249,6 +249,7 @@ impl Teller<'_> {
                     ));
                 }
             }
+            MirrorEvent::Warned(warning) => output.warn(warning),
             MirrorEvent::Broken(error, wait) => {
                 let text = match error {
                     SyncError::Far { message, .. } => self.ends.told(message),

@@ -321,6 +321,11 @@ impl Batches<'_> {
         Ok(())
     }
 
+    /// What the user should know, since this was asked last.
+    pub fn take_warnings(&mut self) -> Vec<String> {
+        self.replica.take_warnings()
+    }
+
     /// Brings what was committed to the destination. Not durable, as the journal has it.
     ///
     /// # Errors

@@ -20,6 +20,7 @@ use crate::last_writes::{LastWrites, WrittenLast};
 use crate::replica::Replica;
 
 /// Holes that a delta will fill.
+#[derive(Clone)]
 pub(crate) struct Holes {
     disk: Arc<dyn Disk>,
     /// Up to where the destination keeps what the delta does not name.

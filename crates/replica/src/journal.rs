@@ -16,7 +16,7 @@ use device::{Buf, Folder, StateFile};
 use extents::Extents;
 use uuid::Uuid;
 
-use crate::error::{ReplicaError, Result, io_error};
+use crate::error::{ReplicaError, Result, io_error, is_full};
 use crate::lineage::{Position, known, reached, whole_blocks};
 
 /// The name of a journal that grows.
@@ -355,7 +355,12 @@ pub(crate) struct Growing {
     pending: Vec<u8>,
     written: u64,
     started: u64,
+    /// Makes room where there is none, if it can.
+    relief: Option<Relief>,
 }
+
+/// Makes some room, and says whether it has.
+pub(crate) type Relief = Box<dyn FnMut() -> bool + Send>;
 
 impl Growing {
     /// Opens the journal of a folder to add to it after `bytes`; what follows is dropped. 0 begins a new one.
@@ -365,19 +370,19 @@ impl Growing {
         }
         let file = folder.open(ARRIVING, true)?;
         file.set_len(bytes)?;
-        Ok(Growing { file: file.into(), pending: Vec::new(), written: bytes, started: bytes })
+        Ok(Growing { file: file.into(), pending: Vec::new(), written: bytes, started: bytes, relief: None })
     }
 
     /// Begins a file of units of another name.
     pub(crate) fn begin(folder: &dyn Folder, name: &str) -> io::Result<Growing> {
         folder.remove(name)?;
         let file = folder.open(name, true)?.into();
-        Ok(Growing { file, pending: Vec::new(), written: 0, started: 0 })
+        Ok(Growing { file, pending: Vec::new(), written: 0, started: 0, relief: None })
     }
 
     /// Goes on with a file of units behind `bytes`.
     pub(crate) fn after(file: Arc<dyn StateFile>, bytes: u64) -> Growing {
-        Growing { file, pending: Vec::new(), written: bytes, started: bytes }
+        Growing { file, pending: Vec::new(), written: bytes, started: bytes, relief: None }
     }
 
     /// Adds a unit.
@@ -389,13 +394,22 @@ impl Growing {
         }
     }
 
+    /// Has room made from now on where there is none.
+    pub(crate) fn relieve(&mut self, relief: Option<Relief>) {
+        self.relief = relief;
+    }
+
     /// Bytes so far.
     pub(crate) fn len(&self) -> u64 {
         self.written + self.pending.len() as u64
     }
 
     fn put(&mut self, bytes: &[u8]) -> io::Result<()> {
-        self.file.write_at(self.written, bytes)?;
+        while let Err(error) = self.file.write_at(self.written, bytes) {
+            if !is_full(&error) || !self.relief.as_mut().is_some_and(|relief| relief()) {
+                return Err(error);
+            }
+        }
         self.written += bytes.len() as u64;
         if self.written - self.started >= WRITE_BACK {
             self.file.write_back(self.started, self.written - self.started);

@@ -205,7 +205,9 @@ impl Replica {
 
     /// Keeps in mind what the user should know of a commit.
     pub(crate) fn warn(&mut self, warning: String) {
-        self.known.warnings.push(warning);
+        if !self.known.warnings.contains(&warning) {
+            self.known.warnings.push(warning);
+        }
     }
 
     /// In what way others have changed the destination.

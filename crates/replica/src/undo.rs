@@ -5,14 +5,16 @@ use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
 use delta::{Encoder, Frame, Header, MAX_DATA, Method, Record};
 use device::{Buf, Disk, Kind, Piece, Pieces, Queue, Request};
 use uuid::Uuid;
 
 use crate::destination::Name;
-use crate::error::{INTERRUPTED, Result, disk_error, io_error, is_full};
-use crate::journal::{self, Contents, Growing, Target};
+use crate::error::{INTERRUPTED, ReplicaError, Result, disk_error, io_error, is_full};
+use crate::holes::Holes;
+use crate::journal::{self, Contents, Growing, Relief, Target};
 use crate::keep::Keep;
 use crate::lineage::{State, StepKind, Toward, Unsure};
 use crate::past::{self, Ageing, GROWING, Past, Settings, Undo};
@@ -176,11 +178,9 @@ impl Replica {
             // Of a commit that was interrupted before it was sealed, or a way back exists as the way forth was an undo delta.
             return Ok(());
         }
-        let mut dropped = 0;
         while let Err(error) = self.write_undo(&touched, toward, &undo) {
             let _ = self.state().remove(GROWING);
-            if is_full(&error) && past::drop_oldest(self.state(), self.lineage().nonce).unwrap_or(false) {
-                dropped += 1;
+            if is_full(&error) && self.past_gives_way() {
                 continue;
             }
             self.warn(format!(
@@ -188,11 +188,43 @@ impl Replica {
             ));
             return self.untouched();
         }
-        if dropped > 0 {
-            self.warn(format!("the oldest moments were dropped to make room for the last one: {dropped}"));
-        }
         // Reading it took its time.
         self.untouched()
+    }
+
+    /// Drops the oldest moment to make room. False if there is none.
+    pub(crate) fn past_gives_way(&mut self) -> bool {
+        let dropped = self.settings().is_some()
+            && past::drop_oldest(self.state(), self.lineage().nonce).unwrap_or(false);
+        if dropped {
+            self.warn_of_room();
+        }
+        dropped
+    }
+
+    pub(crate) fn warn_of_room(&mut self) {
+        self.warn("the oldest moments of its past were dropped to make room".into());
+    }
+
+    /// The same for a journal that grows, which notes in `gave` that it was done.
+    pub(crate) fn relief(&self, gave: Arc<AtomicBool>) -> Option<Relief> {
+        let (folder, present) = (self.shared_state(), self.lineage().nonce);
+        self.settings()?;
+        Some(Box::new(move || {
+            let dropped = past::drop_oldest(&*folder, present).unwrap_or(false);
+            gave.fetch_or(dropped, SeqCst);
+            dropped
+        }))
+    }
+
+    /// Makes room as [`Replica::make_room`] does, at the cost of the past.
+    pub(crate) fn make_room_of_past(&mut self, holes: Option<Holes>, state: &'static str) -> Result<()> {
+        loop {
+            match self.make_room(holes.clone(), false, state) {
+                Err(ReplicaError::Full { .. }) if self.past_gives_way() => {}
+                made => return made,
+            }
+        }
     }
 
     fn write_undo(&self, touched: &Touched, toward: &Toward, undo: &Undo) -> io::Result<()> {

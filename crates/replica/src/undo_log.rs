@@ -141,7 +141,7 @@ impl Replica {
             let arriving = log.arriving.clone();
             let Err(error) = log.keep(stream, ends) else { return Ok(Some(log)) };
             log.arriving = arriving;
-            if !is_full(&error) || !past::drop_oldest(self.state(), self.lineage().nonce).unwrap_or(false) {
+            if !is_full(&error) || !self.past_gives_way() {
                 self.warn(format!(
                     "its past is given up, because what was to be replaced could not be kept: {error}"
                 ));

@@ -153,6 +153,9 @@ pub(crate) struct Confirmed {
     pub stream: Uuid,
     /// From its first byte to its commit, in microseconds.
     pub micros: u64,
+    /// What the user should know of it, and of those before.
+    #[serde(default)]
+    pub warnings: Vec<String>,
 }
 
 /// The replica is at the new epoch.

@@ -147,7 +147,10 @@ impl Committing<'_> {
                 self.batches.commit(unit, end)?;
                 let Some((stream, began)) = self.begun.take() else { return Ok(()) };
                 let micros = began.elapsed().as_micros().try_into().unwrap_or(u64::MAX);
-                self.sender.send_json(BATCH, &Confirmed { stream, micros })?;
+                self.sender.send_json(
+                    BATCH,
+                    &Confirmed { stream, micros, warnings: self.batches.take_warnings() },
+                )?;
                 self.batches.apply()?;
                 let _ = self.done.send(());
             }

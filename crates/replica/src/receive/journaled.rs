@@ -1,6 +1,8 @@
 //! A delta on its way to the journal.
 
 use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
 use delta::{Decoder, Encoder, Event, Frame, Header, Method, Unit};
 
@@ -28,6 +30,8 @@ pub(super) struct ToJournal {
     holes: Option<Holes>,
     /// What the delta replaces, if that is to be kept.
     touched: Option<Touched>,
+    /// Moments were dropped to make room for the journal.
+    gave: Arc<AtomicBool>,
     /// For a delta that copies.
     rolling: Option<Box<Resolved>>,
 }
@@ -57,7 +61,10 @@ impl Replica {
     pub(super) fn journal_sink(&mut self, header: &Header, raw: &[u8]) -> Result<Sink> {
         let path = self.folder().join(ARRIVING);
         let place = format!("for the journal {}", path.display());
-        if let Some(free) = self.state().free().filter(|free| *free < self.expected()) {
+        while let Some(free) = self.state().free().filter(|free| *free < self.expected()) {
+            if self.past_gives_way() {
+                continue;
+            }
             let state = "the replica is unchanged";
             return Err(ReplicaError::Full { place, missing: Some(self.expected() - free), state });
         }
@@ -82,7 +89,9 @@ impl Replica {
             io::Write::write_all(&mut file, raw)?;
             Ok(file)
         });
-        let file = begun.map_err(|e| self.journal_failed(e))?;
+        let mut file = begun.map_err(|e| self.journal_failed(e))?;
+        let gave = Arc::<AtomicBool>::default();
+        file.relieve(self.relief(gave.clone()));
         let holes = match before.bytes {
             0 => self.holes(0)?,
             _ => self.holes_of(ARRIVING, &before)?,
@@ -93,7 +102,7 @@ impl Replica {
         };
         let touched = touched.filter(|_| !self.options().doubt);
         let unread = before.unread.clone();
-        let mut sink = ToJournal { file, bytes: before.bytes, unread, before, holes, touched, rolling };
+        let mut sink = ToJournal { file, bytes: before.bytes, unread, before, holes, touched, gave, rolling };
         let known = kept(header, &sink.before.positions(&self.positions()));
         if let Some(touched) = &mut sink.touched {
             touched.header(header, known);
@@ -186,7 +195,7 @@ impl ToJournal {
         }
         let state = "the replica is unchanged, and what had arrived of the delta is dropped";
         let room = replica.reserve_unsure(&contents, state);
-        if let Err(e) = room.and_then(|()| replica.make_room(self.holes, false, state)) {
+        if let Err(e) = room.and_then(|()| replica.make_room_of_past(self.holes, state)) {
             // Where room is short, the journal's is needed too.
             replica.give_up_journal();
             return Err(e);
@@ -195,6 +204,9 @@ impl ToJournal {
         replica.keep_past(self.touched, toward)?;
         if let Err(e) = self.file.close(replica.state()) {
             return Err(replica.journal_failed(e));
+        }
+        if self.gave.load(SeqCst) {
+            replica.warn_of_room();
         }
         let (written, read) = replica.merge(&[contents])?;
         Ok((bytes + written, copied + read))

@@ -8,7 +8,7 @@ use std::cell::RefCell;
 use super::batches::{self, EPOCH, LAST, Sent};
 use super::crash::{OUTAGES, on, replica_at};
 use super::world::*;
-use crate::{Commit, Keep, Moment, Replica, ReplicaError, Result, State};
+use crate::{Commit, Keep, Moment, Replica, ReplicaError, Result, Span, State};
 
 fn last(last: u64) -> Keep {
     Keep { last, bytes: Some(u64::MAX), ..Keep::default() }
@@ -409,4 +409,80 @@ fn what_fails_costs_a_mirror_the_past_at_most() {
             }
         }
     }
+}
+
+/// Gives moments other ages, the latest first: their files' names say when they were.
+fn age(world: &World, moments: &[Moment], mut seconds: impl FnMut() -> u64) -> Vec<u64> {
+    let mut at = moments[0].at;
+    let mut ages = Vec::new();
+    for moment in moments {
+        at -= seconds();
+        let end = moment.state.simple().to_string();
+        let old = world.names().into_iter().find(|name| name.ends_with(&end)).unwrap();
+        let rest = old.splitn(3, '-').nth(2).unwrap();
+        let new = format!("undo-{at:011}-{rest}");
+        std::fs::rename(world.state().join(&old), world.state().join(new)).unwrap();
+        ages.push(at);
+    }
+    ages
+}
+
+#[test]
+fn a_grid_folds_what_it_does_not_keep() {
+    let seed = testing::seed("a_grid_folds");
+    let mut dice = Random::seeded(seed);
+    for round in 0..if soak() { 60 } else { 8 } {
+        let count = 10 + dice.below(60) as usize;
+        let source = Source::new(seed ^ round, &vec![40; count + 2]);
+        let world = replica_after(Kind::File, &source, count, &last(1000), Commit::Journal);
+        let moments = world.open(&on()).unwrap().history().unwrap().moments;
+        let times = age(&world, &moments, || 1 + dice.below(3000));
+        let spans = vec![
+            Span { seconds: 1 + dice.below(20_000), every: 0 },
+            Span { seconds: 5000 + dice.below(90_000), every: 60 + dice.below(4000) },
+        ];
+        let keep = Keep { spans, last: dice.below(4), bytes: Some(u64::MAX) };
+        let what = format!("round {round}, {count} moments, {keep}");
+        // What the rules keep of them, with the present state and the one that a commit adds.
+        let mut all: Vec<u64> = times.into_iter().rev().chain([moments[0].at]).collect();
+        let kept = |all: &[u64], now| -> Vec<usize> {
+            let kept = keep.kept(&[all, &[now]].concat());
+            (0..all.len()).filter(|n| kept[*n]).collect()
+        };
+        let before = world.open(&on()).unwrap().now();
+        let mut replica = world.open_keeping(&on(), &keep).unwrap();
+        merge(&mut replica, &source.tracked(count, count + 1), Commit::Journal).unwrap();
+        // A commit does a part of the work.
+        let mut left = replica.history().unwrap().moments;
+        loop {
+            replica.age_past();
+            let now = replica.history().unwrap().moments;
+            if std::mem::replace(&mut left, now).len() == left.len() {
+                break;
+            }
+        }
+        *all.last_mut().unwrap() = left.iter().map(|moment| moment.at).max().unwrap_or(before);
+        let (most, least) = (kept(&all, before), kept(&all, replica.now()));
+        drop(replica);
+        let found = assert_moments(&source, &world, &what);
+        assert!(found.iter().all(|n| most.contains(n)), "{what}: {found:?}, and not more than {most:?}");
+        assert!(least.iter().all(|n| found.contains(n)), "{what}: {found:?}, and not less than {least:?}");
+    }
+}
+
+#[test]
+fn the_oldest_go_where_they_take_too_much() {
+    let source = Source::new(3, &[40; 42]);
+    let world = replica_after(Kind::File, &source, 40, &last(1000), Commit::Journal);
+    let moments = world.open(&on()).unwrap().history().unwrap().moments;
+    let newest: u64 = moments[..5].iter().map(|moment| moment.bytes).sum();
+    let keep = Keep { bytes: Some(newest + moments[5].bytes / 2), ..last(1000) };
+    let mut replica = world.open_keeping(&on(), &keep).unwrap();
+    merge(&mut replica, &source.tracked(40, 41), Commit::Journal).unwrap();
+    drop(replica);
+    let left = assert_moments(&source, &world, "bounded");
+    assert!(left.len() >= 3 && left.contains(&40), "{left:?}");
+    assert!(left.windows(2).all(|two| two[0] + 1 == two[1]), "{left:?}");
+    let bytes: u64 = world.open(&on()).unwrap().history().unwrap().moments.iter().map(|m| m.bytes).sum();
+    assert!(bytes <= keep.bytes.unwrap(), "{bytes}");
 }

@@ -66,6 +66,8 @@ pub enum MirrorEvent<'a> {
     Mirroring,
     /// A batch was confirmed.
     Batch(&'a BatchReport),
+    /// The replica's side has something to say.
+    Warned(&'a str),
     /// An attempt failed; another follows after a pause.
     Broken(&'a SyncError, Duration),
 }

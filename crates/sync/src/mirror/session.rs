@@ -16,7 +16,7 @@ use super::{BatchReport, LOOK_EVERY, MirrorEvent, MirrorOptions, MirrorSummary, 
 use crate::batching::Interval;
 use crate::error::{Class, SyncError};
 use crate::facts::bookmark;
-use crate::messages::{BATCH, Confirmed, Status, unexpected};
+use crate::messages::{BATCH, Confirmed, Status, text, unexpected};
 use crate::pack::{Sink, reading};
 use crate::read::{FrameReader, FrameSize, Wanted};
 use crate::report::Totals;
@@ -414,6 +414,7 @@ impl<'a> MirrorSession<'a> {
                 class: Class::Failed,
             });
         };
+        confirmed.warnings.iter().for_each(|warning| (self.tell)(MirrorEvent::Warned(&text(warning))));
         let whole = sent.cut.elapsed();
         // A peer's time cannot exceed the total.
         let backup = Duration::from_micros(confirmed.micros).min(whole);
