@@ -355,17 +355,24 @@ fn watched(run: Run, manager: &Manager, ready: &str, thread: &str) {
 }
 
 #[test]
-fn a_watchdog_hears_nothing_from_a_loop_that_hangs() {
-    let mut scene = Scene::new("a watchdog", 16 * MIB);
-    let manager = Manager::new(&scene.site);
+fn a_watchdog_hears_nothing_from_a_mirror_that_hangs() {
+    let scene = Scene::new("a watchdog of a mirror", 16 * MIB);
     let mirror = scene.site.dsync(["mirror"]).arg(&scene.image).arg(&scene.replica);
-    watched(mirror, &manager, "STATUS=mirroring to ", "produce");
-    scene.stop();
-    let serve =
-        scene.site.dsync(["serve"]).arg(&scene.image).arg("--socket").arg(scene.site.socket("served"));
-    watched(serve, &manager, "READY=1", "nbd-accept");
-    let receive = scene.site.dsync(["receive", "--listen", "127.0.0.1:0", "--into"]).arg(scene.site.dir());
-    watched(receive, &manager, "READY=1", "listener");
+    watched(mirror, &Manager::new(&scene.site), "STATUS=mirroring to ", "produce");
+}
+
+#[test]
+fn a_watchdog_hears_nothing_from_a_server_that_hangs() {
+    let site = Site::new();
+    let serve = site.dsync(["serve"]).arg(site.image("vm.raw", 4 * MIB));
+    watched(serve.arg("--socket").arg(site.socket("served")), &Manager::new(&site), "READY=1", "nbd-accept");
+}
+
+#[test]
+fn a_watchdog_hears_nothing_from_a_listener_that_hangs() {
+    let site = Site::new();
+    let receive = site.dsync(["receive", "--listen", "127.0.0.1:0", "--into"]).arg(site.dir());
+    watched(receive, &Manager::new(&site), "READY=1", "listener");
 }
 
 #[test]
