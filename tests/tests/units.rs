@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use dsync_tests::listener::{HOST, Listening};
 use dsync_tests::nbd::{Address, Client};
-use dsync_tests::{Background, Run, Scene, Site, image, need, skipped};
+use dsync_tests::{Background, Output, Run, Scene, Site, image, need, skipped};
 use rustix::process::Signal;
 
 const MIB: u64 = 1 << 20;
@@ -26,10 +26,11 @@ fn copy_of(socket: &impl std::os::fd::AsFd) -> OwnedFd {
 }
 
 /// Ends a service as a service manager does; it must have ended well.
-fn stop(mut service: Background) {
+fn stop(mut service: Background) -> Output {
     service.signal(Signal::TERM);
     let output = service.output(Duration::from_secs(60));
     assert!(output.status.success(), "{output}");
+    output
 }
 
 #[test]
@@ -170,7 +171,7 @@ fn a_guests_disk_waits_while_its_server_is_restarted() {
         said("wrote 65536/65536");
         let server = server.take().expect("a server");
         match round % 2 {
-            0 => stop(server),
+            0 => drop(stop(server)),
             _ => drop(server.killed()),
         }
     }
@@ -187,12 +188,13 @@ fn a_listener_for_replicas_leaves_its_socket_open() {
     let scene = Scene::new("a passed socket", 16 * MIB);
     let mut far = Listening::for_near(&scene.site);
     far.kill();
-    let socket = TcpListener::bind((HOST, 0)).expect("a port");
+    // As systemd listens on a port: for both kinds of addresses, where there are both.
+    let socket = TcpListener::bind("[::]:0").or_else(|_| TcpListener::bind((HOST, 0))).expect("a port");
     let to = format!("tls://{HOST}:{}/vm.raw", socket.local_addr().expect("an address").port());
     for _ in 0..2 {
         let listener = far.site.passed(copy_of(&socket), ["receive", "--into"]).arg(far.folder()).start();
         far.sync_to(&scene, &to, &[]).ok();
-        stop(listener);
+        stop(listener).says(&[", from 127.0.0.1): session ended"]);
     }
     image::assert_equal(&scene.image, &far.replica());
 }

@@ -171,6 +171,8 @@ impl Listener {
                     continue;
                 }
             };
+            // On a socket for both kinds of addresses: all of IPv4 would count as one network of IPv6.
+            let address = SocketAddr::new(address.ip().to_canonical(), address.port());
             let socket = Arc::new(socket);
             let (pending, full) = self.state.pending.enter(&socket, address.ip());
             if let Some(network) = full {
