@@ -423,3 +423,28 @@ fn bad_usage_is_told_from_a_problem() {
     }
     site.dsync(["status", "--check", "nobody"]).code(2).says(&["nobody"]);
 }
+
+#[test]
+fn a_mirror_keeps_its_replica_from_being_out_of_date() {
+    let mut scene = Scene::new("the age of a mirror", 4 * MIB);
+    let mirror = scene.site.dsync(["mirror", "--epoch", "1h"]).arg(&scene.image).arg(&scene.replica);
+    let mut mirror = mirror.start();
+    mirror.wait_to_say("mirroring to");
+    let stale = |site: &Site| problems(site, &["--max-age", "4s"]);
+    let until = Instant::now() + Duration::from_secs(9);
+    // Longer than that age after the epoch.
+    while Instant::now() < until {
+        scene.change(3);
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    assert_eq!(stale(&scene.site), none());
+    // At rest it stays up to date, although there are blocks that the epoch has not.
+    std::thread::sleep(Duration::from_secs(6));
+    assert_eq!(stale(&scene.site), none());
+    let status = scene.site.dsync(["status", "vm"]).ok().text();
+    assert!(status.contains("by a mirror"), "{status}");
+    mirror.killed();
+    scene.change(3);
+    std::thread::sleep(Duration::from_secs(6));
+    assert_eq!(stale(&scene.site), ["stale"]);
+}

@@ -45,7 +45,9 @@ pub(crate) struct Lacking {
     pub epoch: u64,
     /// Seconds since 1970 when it was last brought up to date, or found to be so.
     pub time: u64,
-    /// Blocks that it lacks; `None` if that is not known.
+    /// A mirror has brought it up to date since its epoch.
+    pub mirrored: bool,
+    /// Blocks that it lacks, of which a mirror may have brought it some; `None` if that is not known.
     pub blocks: Option<u64>,
     /// Why that is not known.
     pub why: Option<String>,
@@ -120,7 +122,7 @@ impl SourceStatus {
     /// Reads what is known of a source, without holding it.
     pub(crate) fn read(place: &Path, about: About) -> Result<(SourceStatus, History)> {
         let folder = device::Dir::open(place)?;
-        let history = History::read(&folder)?;
+        let (history, bookmarks) = read_both(&folder)?;
         let size = device::identity(&about.path).ok().map(|i| i.size);
         let served = match Client::connect(place)? {
             Some(client) => Some(client.status()?),
@@ -148,9 +150,10 @@ impl SourceStatus {
                 (Ok(_), None) => (Some(lacking.count()), None, false),
             };
             let Bookmark { epoch, time, unread } = bookmark;
-            Lacking { replica, epoch: epoch.number, time, blocks, why, unread, compared }
+            let mirror = served.as_ref().and_then(|served| served.mirrored.get(&replica).copied());
+            let (time, mirrored) = (mirror.unwrap_or(0).max(time), mirror.is_some_and(|upto| upto > time));
+            Lacking { replica, epoch: epoch.number, time, mirrored, blocks, why, unread, compared }
         };
-        let bookmarks = Bookmarks::read(&folder)?;
         let checkpoints = checkpoint::listed(&history, &bookmarks, block_size);
         let replicas =
             bookmarks.replicas().map(|(replica, bookmark)| lacks(replica.clone(), bookmark.clone()));
@@ -177,6 +180,22 @@ impl SourceStatus {
         Bitmap::new(self.tracked.div_ceil(u64::from(self.block_size)))
     }
 }
+
+/// The history and the bookmarks of one moment: a sync that ends in between would look like a gap.
+fn read_both(folder: &device::Dir) -> Result<(History, Bookmarks)> {
+    let mut bookmarks = Bookmarks::read(folder)?;
+    for _ in 0..ATTEMPTS {
+        let history = History::read(folder)?;
+        let before = std::mem::replace(&mut bookmarks, Bookmarks::read(folder)?);
+        if before == bookmarks {
+            return Ok((history, bookmarks));
+        }
+    }
+    Ok((History::read(folder)?, bookmarks))
+}
+
+/// How often a source that is synced without a pause is read again.
+const ATTEMPTS: u32 = 20;
 
 fn source_status(place: &Path, about: About, output: &Output) -> Result<()> {
     let (status, history) = SourceStatus::read(place, about)?;
@@ -284,6 +303,7 @@ fn say(status: &SourceStatus, output: &Output) {
     }
     for replica in &status.replicas {
         let lacks = match (replica.blocks, &replica.why) {
+            _ if replica.mirrored => "brought further than its epoch by a mirror".to_owned(),
             (Some(0), _) => "nothing written since".to_owned(),
             (Some(blocks), _) => {
                 let bytes = blocks.saturating_mul(status.block_size.into());

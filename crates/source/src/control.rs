@@ -49,6 +49,8 @@ enum Request {
         #[serde(default)]
         unread: u64,
     },
+    /// A mirror has brought a replica up to date as of this time, in seconds since 1970.
+    Reached { replica: String, time: u64 },
     /// Set a named checkpoint, at the present or at an epoch.
     NameCheckpoint { name: String, at: Option<Epoch> },
     /// Remove a bookmark.
@@ -87,6 +89,9 @@ pub struct Status {
     pub kept_bytes: u64,
     /// Why the changes before the next checkpoint are not known.
     pub lost: Option<String>,
+    /// Until when mirrors have brought replicas up to date since the server began, in seconds since 1970.
+    #[serde(default)]
+    pub mirrored: BTreeMap<String, u64>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -332,6 +337,10 @@ fn answer(
         Request::Acknowledge { replica, epoch, unread } => {
             return answer_with(socket, source.acknowledge(&replica, epoch, unread).map(|()| Response::Done));
         }
+        Request::Reached { replica, time } => {
+            source.reached(replica, time);
+            return send(socket, &Response::Done, &[], &[]).map(Ok);
+        }
         Request::NameCheckpoint { name, at } => {
             let named = source.name_checkpoint(&name, at);
             return answer_with(socket, named.map(|epoch| Response::Named { epoch }));
@@ -441,6 +450,7 @@ pub(crate) fn status(source: &Source) -> Status {
         views: views.len(),
         kept_bytes: views.iter().map(|v| v.kept_bytes()).sum(),
         lost: source.lost(),
+        mirrored: source.mirrored(),
     }
 }
 
@@ -530,6 +540,11 @@ impl Client {
     /// Reports the epoch of a replica.
     pub(crate) fn acknowledge(&self, replica: &str, epoch: Epoch, unread: u64) -> Result<(), SourceError> {
         self.ask(&Request::Acknowledge { replica: replica.to_owned(), epoch, unread }).map(|_| ())
+    }
+
+    /// A mirror has brought a replica up to date as of then, in seconds since 1970.
+    pub(crate) fn reached(&self, replica: &str, time: u64) -> Result<(), SourceError> {
+        self.ask(&Request::Reached { replica: replica.to_owned(), time }).map(|_| ())
     }
 
     /// Sets a named checkpoint.

@@ -167,6 +167,7 @@ impl Handle {
                 views: 0,
                 kept_bytes: 0,
                 lost: live.lost()?,
+                mirrored: Default::default(),
             }),
             Holder::Server(client, _) => client.status(),
         }
@@ -304,6 +305,17 @@ impl Handle {
             Holder::Here(source) => source.acknowledge(replica, epoch, unread),
             Holder::Live(live) => live.acknowledge(replica, epoch, unread),
             Holder::Server(client, _) => client.acknowledge(replica, epoch, unread),
+        }
+    }
+
+    /// A mirror has brought a replica up to date as of then, in seconds since 1970: for `dsync status`, until the server ends.
+    ///
+    /// # Errors
+    /// If the server does not answer.
+    pub fn reached(&self, replica: &str, time: u64) -> Result<(), SourceError> {
+        match &self.holder {
+            Holder::Server(client, _) => client.reached(replica, time),
+            Holder::Here(_) | Holder::Live(_) => Ok(()),
         }
     }
 

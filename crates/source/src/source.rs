@@ -216,6 +216,8 @@ pub struct Source {
     lost: Mutex<Option<String>>,
     /// An outer lock, taken before `epochs`. The views that are open as `@view` (the empty name) and `@view.NAME`.
     shared_views: Mutex<BTreeMap<String, Weak<SharedView>>>,
+    /// Until when mirrors have brought replicas up to date, in seconds since 1970. An inner lock.
+    mirrored: Mutex<BTreeMap<String, u64>>,
     tending: Option<(Arc<AtomicBool>, JoinHandle<()>)>,
     locks: Option<(FolderLock, Option<device::ImageLock>)>,
     /// Created by this command, which only reads: removed again if it has no epoch.
@@ -540,6 +542,7 @@ impl Source {
             epochs: Mutex::new(Epochs { history, stamp }),
             lost: Mutex::new(lost),
             shared_views: Mutex::default(),
+            mirrored: Mutex::default(),
             tending: Some(tending),
             locks: None,
             fresh: None,
@@ -787,6 +790,16 @@ impl Source {
         epochs.history.tidy(&*self.folder, &bookmarks.epochs(), &open)
     }
 
+    /// A mirror has brought a replica up to date as of then.
+    pub(crate) fn reached(&self, replica: String, time: u64) {
+        self.mirrored.lock().unwrap_or_else(|e| e.into_inner()).insert(replica, time);
+    }
+
+    /// Until when mirrors have brought replicas up to date, in seconds since 1970.
+    pub(crate) fn mirrored(&self) -> BTreeMap<String, u64> {
+        self.mirrored.lock().unwrap_or_else(|e| e.into_inner()).clone()
+    }
+
     /// Sets a named checkpoint at an epoch; without one at the present, which ends the epoch. See [`Bookmarks`].
     ///
     /// # Errors
@@ -807,6 +820,7 @@ impl Source {
     /// Removes the bookmark of a replica or a named checkpoint.
     pub fn forget_bookmark(&self, name: &str) -> Result<(), SourceError> {
         let _book = self.epochs();
+        self.mirrored.lock().unwrap_or_else(|e| e.into_inner()).remove(name);
         Bookmarks::remove(&*self.folder, &self.about.path, name)
     }
 

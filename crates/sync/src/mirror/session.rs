@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use delta::{Compressor, Encoder, Epoch, Frame, Header, Method, encode_frame};
 use extents::Bitmap;
@@ -20,6 +20,9 @@ use crate::messages::{BATCH, Confirmed, Status, text, unexpected};
 use crate::pack::{Sink, reading};
 use crate::read::{FrameReader, FrameSize, Wanted};
 use crate::report::Totals;
+
+/// How often the server is told where the replica is.
+const TELL_EVERY: Duration = Duration::from_secs(1);
 
 /// The most batches in transit.
 const WINDOW: usize = 16;
@@ -76,6 +79,8 @@ pub(super) struct SessionState {
     pub(super) interval: Interval,
     /// The last batch that was sent ends within an epoch.
     ahead: bool,
+    /// The moment of the source that the replica is known to have reached.
+    reached: Option<Instant>,
     /// The last batch that was confirmed.
     pub(super) confirmed: Option<Uuid>,
     pub(super) summary: MirrorSummary,
@@ -108,6 +113,7 @@ impl<'a> MirrorSession<'a> {
             unconfirmed: VecDeque::new(),
             interval,
             ahead: !status.replica.unsure.is_empty(),
+            reached: None,
             confirmed: None,
             summary: MirrorSummary::default(),
             failed: None,
@@ -255,6 +261,11 @@ impl<'a> MirrorSession<'a> {
             let Some(batch) = self.batches.next(ends)? else {
                 // Nothing was written: the next check may come later, as no write is waiting.
                 (pause, cut_before) = (Duration::ZERO, cut);
+                let mut state = self.state();
+                if state.unconfirmed.is_empty() {
+                    state.reached = Some(cut);
+                }
+                drop(state);
                 self.wait(LOOK_EVERY);
                 continue;
             };
@@ -381,12 +392,20 @@ impl<'a> MirrorSession<'a> {
 
     /// Receives confirmations, until all that was sent is confirmed and nothing more follows.
     fn hear(&self) -> Result<(), SyncError> {
+        let mut told = Instant::now();
         loop {
-            {
+            let reached = {
                 let state = self.state();
                 if state.failed.is_some() || (state.ended && state.unconfirmed.is_empty()) {
                     return Ok(());
                 }
+                state.reached
+            };
+            if let Some(reached) = reached.filter(|_| told.elapsed() >= TELL_EVERY) {
+                told = Instant::now();
+                let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+                // For people and monitors only: a server that is older does not know of it.
+                let _ = self.handle.reached(&self.bookmark, now.saturating_sub(reached.elapsed()).as_secs());
             }
             let message = match self.receiver.recv_within(self.options.look_every())? {
                 Received::Message(message) => message,
@@ -419,7 +438,7 @@ impl<'a> MirrorSession<'a> {
         // A peer's time cannot exceed the total.
         let backup = Duration::from_micros(confirmed.micros).min(whole);
         state.interval.backup(backup, whole, sent.blocks);
-        state.confirmed = Some(sent.stream);
+        (state.confirmed, state.reached) = (Some(sent.stream), Some(sent.cut));
         state.summary.batches += 1;
         state.summary.bytes_changed += sent.bytes;
         if sent.ends {
