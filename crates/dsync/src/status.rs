@@ -352,6 +352,29 @@ struct ReplicaStatus {
     promoted: Option<String>,
 }
 
+impl ReplicaStatus {
+    /// Where it is, and how far that may be trusted.
+    fn told(&self) -> String {
+        match (self.epoch, self.state) {
+            (Some(epoch), State::Exact) if self.ahead => format!(
+                "consistent, at the last batch of a mirror after epoch {epoch} of source {}",
+                self.source.unwrap_or_default()
+            ),
+            (Some(epoch), State::Exact) => {
+                format!("consistent, at epoch {epoch} of source {}", self.source.unwrap_or_default())
+            }
+            (Some(epoch), State::Fuzzy) => {
+                format!("fuzzy, near epoch {epoch}: copied from a disk in use without a freeze")
+            }
+            (Some(epoch), State::Incomplete) if self.unsure > 0 && !self.partial => format!(
+                "at epoch {epoch}, without {} that could not be read at the source (the next \"dsync sync\" sends it)",
+                units::size(self.unsure)
+            ),
+            _ => "incomplete: run \"dsync sync\" again".to_owned(),
+        }
+    }
+}
+
 fn replica(
     path: &Path,
     folder: Option<&Path>,
@@ -413,24 +436,8 @@ fn replica(
         in_use: None,
         promoted: None,
     };
-    let at = match (status.epoch, status.state) {
-        (Some(epoch), State::Exact) if status.ahead => format!(
-            "consistent, at the last batch of a mirror after epoch {epoch} of source {}",
-            status.source.unwrap_or_default()
-        ),
-        (Some(epoch), State::Exact) => {
-            format!("consistent, at epoch {epoch} of source {}", status.source.unwrap_or_default())
-        }
-        (Some(epoch), State::Fuzzy) => {
-            format!("fuzzy, near epoch {epoch}: copied from a disk in use without a freeze")
-        }
-        (Some(epoch), State::Incomplete) if status.unsure > 0 && !status.partial => format!(
-            "at epoch {epoch}, without {} that could not be read at the source (the next \"dsync sync\" sends it)",
-            units::size(status.unsure)
-        ),
-        _ => "incomplete: run \"dsync sync\" again".to_owned(),
-    };
-    output.say(&format!("replica {}: {at}, {}", absolute.display(), units::size(status.size)));
+    let (at, size) = (status.told(), units::size(status.size));
+    output.say(&format!("replica {}: {at}, {size}", absolute.display()));
     match &status.recovered {
         Some(recovered) => output.say(&format!("  {recovered}")),
         None if recovering => output.say("  nothing to recover"),
