@@ -240,6 +240,9 @@ fn a_mirror_keeps_its_epochs() {
     }
     // In the midst of an epoch.
     scene.change(100);
+    while image::first_difference(&scene.image, &scene.replica).is_some() {
+        std::thread::sleep(Duration::from_millis(5));
+    }
     running.signal(Signal::KILL);
     drop(running);
     scene.site.dsync(["recover"]).arg(&scene.replica).ok();

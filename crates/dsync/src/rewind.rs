@@ -94,7 +94,7 @@ fn choose(history: &History, to: &str) -> Result<Option<Moment>, Failure> {
         Failure::refused(format!("no moment {what} was kept: \"dsync rewind DST\" lists those that were"))
     };
     if let Ok(number) = to.parse::<u64>() {
-        if history.epoch.is_some_and(|epoch| epoch.number == number) {
+        if !history.ahead && history.epoch.is_some_and(|epoch| epoch.number == number) {
             return Ok(None);
         }
         let found = history.moments.iter().find(|moment| moment.epoch.number == number);
@@ -114,6 +114,7 @@ fn choose(history: &History, to: &str) -> Result<Option<Moment>, Failure> {
 /// Lists the moments.
 fn list(path: &Path, history: &History, output: &Output) {
     let at = match (history.epoch, history.at) {
+        (Some(epoch), _) if history.ahead => format!("ahead of epoch {}", epoch.number),
         (Some(epoch), Some(at)) => format!("at epoch {} of {}", epoch.number, device::moment(at)),
         (Some(epoch), None) => format!("at epoch {}", epoch.number),
         (None, _) => "incomplete".into(),

@@ -21,6 +21,8 @@ use crate::replica::Replica;
 pub struct History {
     /// The epoch of the present state.
     pub epoch: Option<Epoch>,
+    /// Batches of a mirror have brought it ahead of that epoch.
+    pub ahead: bool,
     /// Names the present state.
     pub state: Uuid,
     /// When the replica came to it, in seconds since 1970. `None` if that is not known.
@@ -53,6 +55,7 @@ fn of(folder: &dyn Folder, lineage: &Lineage) -> Result<History> {
     };
     Ok(History {
         epoch: lineage.epoch,
+        ahead: lineage.is_ahead(),
         state: lineage.nonce,
         at: past::since(folder, lineage, settings.as_ref()),
         keep: settings.map(|settings| settings.keep).unwrap_or_default(),
