@@ -63,12 +63,12 @@ fn sync(scene: &Scene, to: &Path, options: &[&str]) -> Run {
     scene.site.sync(&scene.image, to, options)
 }
 
-/// What is written to a replica that dsync serves is not overwritten by its source, on a device as in a file, after a clean
-/// end as after a kill.
+/// A replica is not served for writing. Promoted, what is written to it is not overwritten by its old source, on a device as in a
+/// file, after a clean end as after a kill.
 #[test]
-fn a_served_replica_is_no_silent_destination() {
+fn a_promoted_replica_is_no_silent_destination() {
     let what = "serving a replica on a device";
-    let mut scene = Scene::synced("a served replica", 16 * MIB);
+    let mut scene = Scene::synced("a promoted replica", 16 * MIB);
     let file = scene.site.image("device.img", 16 * MIB);
     let device = if need_root(what) { Loop::new(&file) } else { None };
     if device.is_none() {
@@ -80,28 +80,32 @@ fn a_served_replica_is_no_silent_destination() {
         sync(&scene, &place, &[]).ok();
         for kill in [false, true] {
             let name = place.file_stem().expect("a name").to_string_lossy().into_owned();
-            let mut server = scene.site.serve(&[&place], &[]);
-            let warned = server.process().stderr_so_far();
-            assert!(warned.contains("is a replica at epoch"), "{warned}");
+            let shown = place.display().to_string();
+            let refused = scene.site.dsync(["serve", "--socket", "s"]).arg(&place).code(4);
+            refused.says(&[&shown, "is a replica of source", "dsync promote --force", "--read-only"]);
+            scene.site.serve(&[&place], &["--read-only"]).stop();
+            scene.change(3);
+            assert_eq!(sync(&scene, &place, &[]).ok().summary()["method"], "tracked");
+            scene.site.dsync(["promote", "--force"]).arg(&place).ok();
+            let server = scene.site.serve(&[&place], &[]);
             let mut client = server.client(&name);
             client.write(5 * MIB, &[0xee; 4096]).and_then(|()| client.flush()).expect("a write");
             client.close().expect("the end");
             let _ = if kill { server.kill() } else { server.stop() };
             scene.change(10);
-            let shown = place.display().to_string();
             for command in ["sync", "mirror"] {
                 let run = scene.site.dsync([command]).arg(&scene.image).arg(&place);
-                run.code(4).says(&[&shown, "was served for writing", "overwrite", "--adopt"]);
+                run.code(4).says(&[&shown, "have diverged", "dsync demote"]);
             }
             let delta = scene.site.dsync(["extract", "--since", "1"]).arg(&scene.image).ok().stdout;
-            scene.site.dsync(["merge"]).arg(&place).input(delta).code(4).says(&["was served for writing"]);
-            scene.site.dsync(["recover"]).arg(&place).code(4).says(&["was served for writing"]);
+            scene.site.dsync(["merge"]).arg(&place).input(delta).code(4).says(&["was promoted", "overwrite"]);
+            scene.site.dsync(["recover"]).arg(&place).code(4).says(&["was promoted", "dsync demote"]);
             let status = scene.site.dsync(["status"]).arg(&place).ok().text();
-            assert!(status.contains("was served for writing") || status.contains("source "), "{status}");
+            assert!(status.contains("promoted: term 2"), "{status}");
             scene.site.dsync(["verify"]).arg(&scene.image).arg(&place).code(5);
             for options in [&["--repair"][..], &["--repair", "--commit", "in-place"]] {
                 let run = scene.site.dsync(["verify"]).args(options).arg(&scene.image).arg(&place);
-                run.code(4).says(&[&shown, "was served for writing", "overwrite", "--adopt"]);
+                run.code(4).says(&[&shown, "was promoted", "overwrite", "dsync demote"]);
             }
             sync(&scene, &place, &[]).code(4);
             assert_eq!(byte(&place, 5 * MIB), 0xee);
@@ -110,15 +114,11 @@ fn a_served_replica_is_no_silent_destination() {
             scene.change(10);
             assert_eq!(sync(&scene, &place, &[]).ok().summary()["method"], "tracked");
         }
-        // Served, and not written to.
-        scene.site.serve(&[&place], &[]).stop();
-        scene.change(10);
-        assert_eq!(sync(&scene, &place, &[]).ok().summary()["method"], "tracked");
         assert_same(&scene.image, &place);
     }
 }
 
-/// A replica between two epochs never was the disk of anybody: it is no source, and whoever serves it is told.
+/// A replica between two epochs never was the disk of anybody: it is no source, and cannot be made one.
 #[test]
 fn a_replica_that_is_not_complete_is_no_source() {
     let mut scene = Scene::synced("an incomplete source", 32 * MIB);
@@ -143,10 +143,8 @@ fn a_replica_that_is_not_complete_is_no_source() {
         run.code(4).says(&[&shown, "cut off between", "dsync sync", "dsync forget"]);
     }
     assert!(!second.exists(), "something was copied");
-    let mut server = site.serve(&[&replica], &[]);
-    let warned = server.process().stderr_so_far();
-    assert!(warned.contains("not complete") && warned.contains("cut off between"), "{warned}");
-    server.stop();
+    let refused = site.dsync(["promote", "--force"]).arg(&replica).code(4);
+    refused.says(&[&shown, "cut off between", "dsync sync", "dsync forget"]);
     // Completed, it is a source.
     far.sync(&scene, &[], None).ok();
     image::assert_equal(&scene.image, &replica);
@@ -171,12 +169,13 @@ fn one_disk_that_cannot_be_ended_leaves_the_others_in_order() {
         scene.site.sync(&other, &copy, &[]).ok();
         server.stop();
     }
+    scene.site.dsync(["promote", "--force"]).arg(&scene.replica).ok();
     let mut server = scene.site.serve(&[&scene.replica, &other], &[]);
     let mut client = server.client("other");
     client.write(MIB, &[7; 4096]).and_then(|()| client.flush()).expect("a write");
     client.close().expect("the end");
-    let lineage = scene.replica.with_file_name(".vm.raw.dsync").join("lineage");
-    std::fs::write(&lineage, "what no dsync wrote").expect("a lineage");
+    // The image of the first is gone when it is to be stamped.
+    std::fs::remove_file(&scene.replica).expect("an image");
     server.process().signal(Signal::TERM);
     let ended = server.process().wait_for(Duration::from_secs(60)).expect("the end");
     assert!(!ended.success(), "it failed, and did not say so");

@@ -122,15 +122,18 @@ fn replicas_of_this_host_are_reported_and_forgotten() {
     far.sync(&scene, &["--adopt"], None).ok();
     assert_eq!(problems(site, &[]), none());
 
-    // Served, and written to.
+    // Promoted: a source like any other, and then a replica again.
+    site.dsync(["promote", "--force"]).arg(&replica).ok();
+    assert_eq!(problems(site, &[]), none());
     let server = site.serve(&[&replica], &[]);
     server.client("vm").write(0, &[7; 4096]).expect("a write");
     server.stop();
-    assert!(problems(site, &[]).contains(&"promoted".to_owned()));
-    site.dsync(["forget", "vm"]).ok();
-    assert_eq!(problems(site, &[]), ["promoted"]);
-    far.sync(&scene, &["--adopt"], None).ok();
     assert_eq!(problems(site, &[]), none());
+    site.dsync(["demote", "--discard"]).arg(&replica).ok();
+    assert!(status().contains("the former source"), "{}", status());
+    assert_eq!(problems(site, &[]), none());
+    far.sync(&scene, &[], None).ok();
+    image::assert_equal(&scene.image, &replica);
 
     // A copy of a disk that was in use, and could not be frozen.
     let lineage = site.path(".vm.raw.dsync/lineage");

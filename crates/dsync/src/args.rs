@@ -125,8 +125,8 @@ pub(crate) enum Command {
         dsync status --check --max-age 1h                  for a monitor: problems only\n  \
         dsync status --prometheus                          metrics for node_exporter\n\n\
         --check reports sources whose changes are not known, so that the next sync compares; replicas that are out\n\
-        of date; and replicas on this host that are incomplete, fuzzy, missing, were changed by other programs, or were\n\
-        served or tracked for writing. --check and --prometheus change nothing and take no lock: they never make a\n\
+        of date; and replicas on this host that are incomplete, fuzzy, missing, were changed by other programs, or whose\n\
+        promotion was interrupted. --check and --prometheus change nothing and take no lock: they never make a\n\
         sync fail. Of a replica on a block device they report changes by other programs after a dsync command noticed\n\
         them.")]
     Status(Status),
@@ -228,6 +228,30 @@ pub(crate) enum Command {
         interrupted at any time; run it again then. Later moments stay, so a rewind can be taken back.\n\n\
         The next \"dsync sync\" sends what the source has now. Stop its timer, or its mirror, before you rewind.")]
     Rewind(Rewind),
+
+    /// Make a replica the source: it keeps the id and goes on with the history
+    #[command(after_help = "Examples:\n  \
+        dsync promote /srv/vm.raw                          after \"dsync demote\" where the source was\n  \
+        dsync promote --force /srv/vm.raw                  the source is gone, with what it wrote last\n  \
+        dsync promote -n --force /srv/vm.raw               which moment that would be\n  \
+        dsync serve /srv/vm.raw --socket /run/vm.sock      from then on it is a source like any other\n\n\
+        A promoted replica accepts no deltas. Its term, which status shows, is one higher than that of the source it\n\
+        followed; two sources with the same id that meet are told apart by it and refused, before anything is written.\n\n\
+        When the old source returns, run \"dsync demote\" there and sync to it: that sends what was written on either\n\
+        side since, and nothing else. docs/failover.md shows all of it.")]
+    Promote(Promote),
+
+    /// Make a source a replica, of the one that was or will be promoted
+    #[command(after_help = "Examples:\n  \
+        dsync demote /srv/vm.raw far:/srv/vm.raw           a planned switch: sync a last time, and tell the replica\n  \
+        dsync demote /srv/vm.raw --save lost.delta         the old source is back after a failover\n  \
+        dsync demote /srv/vm.raw --discard\n  \
+        dsync inspect lost.delta                           what was saved\n\n\
+        Nothing may have the disk open: stop its server first. With DST, the replica there is brought up to date and told\n\
+        that there was no more, so that it can be promoted without --force; if telling it fails, run the command again.\n\n\
+        Without DST, what was written here since the last epoch that the new source is known to have is named, and has to\n\
+        be saved or discarded. The next sync to this disk overwrites it, and sends the differences alone.")]
+    Demote(Demote),
 
     /// Demonstrate dsync on a scratch disk, in under a minute
     Demo(Demo),
@@ -938,6 +962,55 @@ pub(crate) struct Rewind {
     /// Directory for the state and journal of the replica
     #[arg(long, value_name = "DIR")]
     pub journal_dir: Option<PathBuf>,
+}
+
+/// `promote`.
+#[derive(Debug, Args)]
+pub(crate) struct Promote {
+    /// Path of the replica
+    #[arg(value_name = "REPLICA")]
+    pub replica: PathBuf,
+    /// Give up what the source wrote after the replica's epoch
+    #[arg(long)]
+    pub force: bool,
+    /// Print what would be done and change nothing
+    #[arg(short = 'n', long)]
+    pub dry_run: bool,
+    /// Directory for the state and journal of the replica
+    #[arg(long, value_name = "DIR")]
+    pub journal_dir: Option<PathBuf>,
+}
+
+/// `demote`.
+#[derive(Debug, Args)]
+pub(crate) struct Demote {
+    /// Image, block device, or export name
+    #[arg(value_name = "SRC")]
+    pub source: String,
+    /// Path of the replica that will be promoted; tls://HOST[:PORT]/DST without ssh
+    #[arg(value_name = "[[USER@]HOST:]DST", conflicts_with_all = ["save", "discard", "since"])]
+    pub destination: Option<String>,
+    /// Write what was written here since as a delta to this new file
+    #[arg(long, value_name = "FILE", conflicts_with = "discard")]
+    pub save: Option<PathBuf>,
+    /// Give up what was written here since
+    #[arg(long)]
+    pub discard: bool,
+    /// Last epoch in common with the new source, or name of a checkpoint [default: the oldest epoch of a replica]
+    #[arg(long, value_name = "EPOCH|NAME")]
+    pub since: Option<String>,
+    /// Print what would be done and change nothing
+    #[arg(short = 'n', long)]
+    pub dry_run: bool,
+    /// Directory for the state and journal of the replica that the source becomes
+    #[arg(long, value_name = "DIR")]
+    pub own_journal_dir: Option<PathBuf>,
+    #[command(flatten)]
+    pub compress: CompressArg,
+    #[command(flatten)]
+    pub far: FarArgs,
+    #[command(flatten)]
+    pub open: SourceArgs,
 }
 
 /// `demo`.

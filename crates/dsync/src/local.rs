@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use replica::{Condition, KnownReplica, Unsure};
+use replica::{Condition, KnownReplica};
 use serde::Serialize;
 
 use crate::output::Output;
@@ -21,6 +21,12 @@ pub(crate) struct LocalReplica<'a> {
     /// Bytes in which it may not be what that epoch was.
     pub unsure: u64,
     pub state: &'static str,
+    /// The term of its source, at the last commit.
+    pub term: u64,
+    /// Its source has ended at its epoch.
+    pub released: bool,
+    /// It was the source itself, and no sync has come since.
+    pub demoted: bool,
     /// What is wrong, as the part of a sentence that begins with its path; `None` if nothing is.
     pub problem: Option<String>,
 }
@@ -40,11 +46,7 @@ pub(crate) const STATES: [&str; 7] =
 impl LocalReplica<'_> {
     pub(crate) fn of(known: &KnownReplica) -> LocalReplica<'_> {
         let lineage = known.lineage.as_ref();
-        let unsure = match lineage.map(|lineage| (&lineage.unsure, lineage.size)) {
-            Some((Unsure::Blocks { bytes, .. }, _)) => *bytes,
-            Some((Unsure::Everything, size)) => size,
-            Some((Unsure::Nothing, _)) | None => 0,
-        };
+        let unsure = lineage.map_or(0, |lineage| lineage.unsure_bytes());
         let (state, problem) = told(known, unsure);
         LocalReplica {
             kind: "replica",
@@ -54,6 +56,9 @@ impl LocalReplica<'_> {
             ahead: lineage.is_some_and(|lineage| lineage.is_ahead()),
             unsure,
             state,
+            term: lineage.map_or(1, |lineage| lineage.role.term),
+            released: lineage.is_some_and(|lineage| lineage.role.released.is_some()),
+            demoted: lineage.is_some_and(|lineage| lineage.role.demoted.is_some()),
             problem,
         }
     }
@@ -61,8 +66,18 @@ impl LocalReplica<'_> {
     /// Prints it as a part of `dsync status`.
     pub(crate) fn say(&self, output: &Output) {
         let at = match (self.epoch, self.source) {
+            (Some(epoch), Some(source)) if self.demoted && self.unsure > 0 => format!(
+                "the former source {source}, at epoch {epoch}; {} written since will be overwritten by the next sync to it",
+                units::size(self.unsure)
+            ),
+            (Some(epoch), Some(source)) if self.demoted => {
+                format!("the former source {source}, at epoch {epoch}")
+            }
             (Some(epoch), Some(source)) if self.ahead => {
                 format!("at a batch of a mirror after epoch {epoch} of source {source}")
+            }
+            (Some(epoch), Some(source)) if self.released => {
+                format!("at epoch {epoch} of source {source}, the last one: it can be promoted")
             }
             (Some(epoch), Some(source)) => format!("at epoch {epoch} of source {source}"),
             _ => "at no epoch yet".into(),
@@ -81,6 +96,10 @@ fn told(known: &KnownReplica, unsure: u64) -> (&'static str, Option<String>) {
         Condition::Fuzzy => {
             ("fuzzy", Some("was copied from a disk in use without a freeze: sync it again with one".into()))
         }
+        Condition::Incomplete if known.lineage.as_ref().is_some_and(|l| l.role.demoted.is_some()) => (
+            "incomplete",
+            Some("is a former source that no sync has reached yet: sync to it from the present one".into()),
+        ),
         Condition::Incomplete if unsure > 0 => {
             let what = format!(
                 "is incomplete: {} could not be read at the source, and the next sync sends them again",
@@ -100,11 +119,13 @@ fn told(known: &KnownReplica, unsure: u64) -> (&'static str, Option<String>) {
             ("changed", Some(what))
         }
         Condition::Promoted => {
-            let how = known.lineage.as_ref().and_then(|lineage| lineage.promoted);
-            let how = how.map_or_else(|| "was opened for writing".into(), |promoted| promoted.said());
-            let what = format!(
-                "{how}, and syncs to it are refused: \"dsync sync --adopt\" overwrites what was written"
-            );
+            let promoted = known.lineage.as_ref().and_then(|lineage| lineage.role.promoted);
+            let how = promoted.map_or_else(|| "was opened for writing".into(), |promoted| promoted.said());
+            let way_out = match known.is_source() {
+                true => format!("its promotion was interrupted: \"dsync promote {path}\" completes it"),
+                false => "syncs to it are refused: \"dsync sync --adopt\" overwrites what was written".into(),
+            };
+            let what = format!("{how}, and {way_out}");
             ("promoted", Some(what))
         }
         Condition::Missing => {

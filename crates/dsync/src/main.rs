@@ -9,6 +9,7 @@ mod delta_files;
 mod demo;
 mod effect;
 mod exposition;
+mod failover;
 mod failure;
 mod far;
 mod forget;
@@ -158,6 +159,8 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
         Command::Verify(args) => return verify_command::run(args, &state, output),
         Command::Recover(args) => status::recover(args, &state, output)?,
         Command::Rewind(args) => rewind::run(args, &state, output)?,
+        Command::Promote(args) => failover::promote(args, &state, output)?,
+        Command::Demote(args) => failover::demote(args, &state, output)?,
         Command::Demo(args) => demo::run(args, output)?,
         Command::Receive(args) => far::receive(args, &state, output)?,
         Command::Send(args) => far::send(args, &state, output)?,

@@ -36,6 +36,7 @@ impl Found {
             survey.damaged.into_iter().for_each(|(place, error)| found.fail(&place, error.into()));
             survey.sources.into_iter().for_each(|(place, about)| found.read_source(&place, about));
             found.replicas = all;
+            found.drop_promoted();
             return Ok(found);
         };
         let path = path_of(what)?;
@@ -47,7 +48,15 @@ impl Found {
             ))),
             None => {}
         }
+        found.drop_promoted();
         Ok(found)
+    }
+
+    /// A replica that was promoted is among the sources.
+    fn drop_promoted(&mut self) {
+        let sources = &self.sources;
+        self.replicas
+            .retain(|replica| !(replica.is_source() && sources.iter().any(|s| s.path == replica.path)));
     }
 
     fn read_source(&mut self, place: &Path, about: About) {

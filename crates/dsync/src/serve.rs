@@ -11,7 +11,6 @@ use anyhow::{Context as _, Result, bail};
 use device::Disk;
 use extents::Bitmap;
 use nbd::{Context, Export, ExportInfo, Exports, Refusal, Status, state};
-use replica::Promotion;
 use source::{ControlServer, SharedView, Source, StateDir, export_name};
 
 use crate::args;
@@ -254,36 +253,6 @@ fn sweep_every() -> Duration {
     set.map_or(source::SourceOptions::SWEEP_EVERY, |ms: u64| Duration::from_millis(ms.max(1)))
 }
 
-/// Marks a replica that is about to be opened for writing as promoted, with a warning.
-pub(crate) fn promote(
-    path: &Path,
-    state: &StateDir,
-    by: replica::Use,
-    output: &Output,
-) -> Result<Option<Promotion>> {
-    let options = replica::Options { devices: state.replicas_folder(), ..Default::default() };
-    let promotion = match replica::promote(path, &options, by) {
-        // Opening it next reports a better error.
-        Err(_) if !path.exists() => return Ok(None),
-        other => other?,
-    };
-    if let Some(was) = promotion.as_ref().map(Promotion::was) {
-        let at = match (was.unsettled(), was.epoch, was.source) {
-            (Some(why), ..) => {
-                format!("that is not complete ({why}): its content never was the disk of its source")
-            }
-            (None, Some(epoch), Some(source)) => format!("at epoch {} of source {source}", epoch.number),
-            (None, ..) => "at no epoch".to_owned(),
-        };
-        output.warn(&format!(
-            "{} is a replica {at}; after a write to it, a sync from its source is refused, because it would overwrite what was \
-             written",
-            path.display()
-        ));
-    }
-    Ok(promotion)
-}
-
 /// Where clients connect.
 #[derive(Default)]
 struct Places {
@@ -366,12 +335,12 @@ pub(crate) fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Resu
     let manager = Manager::find(output);
     // First: a server that cannot listen leaves no source behind.
     let places = passed.map_or_else(|| Places::listen(args), Ok)?;
-    let (all, sources) = open_all(args, state, output)?;
+    let (all, sources) = open_all(args, state)?;
     // Before the first connection, so that a signal always ends everything in order.
     let mut signals =
         signal_hook::iterator::Signals::new([signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM])?;
     let controls: Vec<ControlServer> =
-        sources.iter().map(|(s, _)| ControlServer::start(s.clone())).collect::<Result<_, _>>()?;
+        sources.iter().map(|s| ControlServer::start(s.clone())).collect::<Result<_, _>>()?;
     let lines: Vec<String> = all.iter().map(|served| announcement(served, &places)).collect();
     let server = nbd::Server::new(Arc::new(All(all)));
     server
@@ -394,11 +363,8 @@ pub(crate) fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Resu
     end(sources, output)
 }
 
-/// The served sources, each with its promotion if it was a replica.
-type Sources = Vec<(Arc<Source>, Option<Promotion>)>;
-
 /// Opens everything to serve.
-fn open_all(args: &args::Serve, state: &StateDir, output: &Output) -> Result<(Vec<ExportedImage>, Sources)> {
+fn open_all(args: &args::Serve, state: &StateDir) -> Result<(Vec<ExportedImage>, Vec<Arc<Source>>)> {
     let mut all: Vec<ExportedImage> = Vec::new();
     let mut sources = Vec::new();
     for image in &args.images {
@@ -416,8 +382,8 @@ fn open_all(args: &args::Serve, state: &StateDir, output: &Output) -> Result<(Ve
             let options = device::Options { write: false, direct: args.direct, exclusive: false };
             What::ReadOnly(device::open(image, &options)?)
         } else {
-            let (source, promotion) = open_tracked(image, args, state, output)?;
-            sources.push((source.clone(), promotion));
+            let source = open_tracked(image, args, state)?;
+            sources.push(source.clone());
             What::Tracked(source)
         };
         all.push(ExportedImage { name, what });
@@ -425,13 +391,8 @@ fn open_all(args: &args::Serve, state: &StateDir, output: &Output) -> Result<(Ve
     Ok((all, sources))
 }
 
-/// Opens an image to be tracked; promotes it if it is a replica.
-fn open_tracked(
-    image: &Path,
-    args: &args::Serve,
-    state: &StateDir,
-    output: &Output,
-) -> Result<(Arc<Source>, Option<Promotion>)> {
+/// Opens an image to be tracked.
+fn open_tracked(image: &Path, args: &args::Serve, state: &StateDir) -> Result<Arc<Source>> {
     let options = source::SourceOptions {
         block_size: crate::block_size(args.open.block_size)?,
         read_only: false,
@@ -442,15 +403,15 @@ fn open_tracked(
         sweep_every: sweep_every(),
         ..source::SourceOptions::default()
     };
-    let promotion = promote(image, state, replica::Use::Served, output)?;
-    match Source::open(state, image, &options) {
-        Ok(source) => Ok((Arc::new(source), promotion)),
-        Err(error) => {
-            promotion.map(Promotion::revert).transpose()?;
-            Err(error.into())
-        }
-    }
+    sync::refuse_replica(image, state, READ_ONLY)?;
+    let source = Source::open(state, image, &options)?;
+    // Nothing makes it a replica from here on.
+    sync::refuse_replica(image, state, READ_ONLY)?;
+    Ok(Arc::new(source))
 }
+
+/// What else can be done with a replica.
+const READ_ONLY: &str = "; to read it, pass --read-only";
 
 /// The line printed when an export is ready.
 fn announcement(served: &ExportedImage, places: &Places) -> String {
@@ -473,17 +434,12 @@ fn announcement(served: &ExportedImage, places: &Places) -> String {
 
 /// Closes what was served. An error with one disk does not keep others from being closed: the first one is returned, and
 /// the others are printed.
-fn end(sources: Vec<(Arc<Source>, Option<Promotion>)>, output: &Output) -> Result<()> {
+fn end(sources: Vec<Arc<Source>>, output: &Output) -> Result<()> {
     let mut result = Ok(());
-    for (source, promotion) in sources {
+    for source in sources {
         let path = source.about().path.clone();
         let ended = match Arc::try_unwrap(source) {
-            Ok(source) => source.close().map_err(anyhow::Error::from).and_then(|()| {
-                if promotion.map(Promotion::end).transpose()? == Some(true) {
-                    output.more("nothing was written to the replica: it accepts syncs as before");
-                }
-                Ok(())
-            }),
+            Ok(source) => source.close().map_err(anyhow::Error::from),
             Err(_) => {
                 // A connection did not end in time: the next start will treat this as an unclean stop.
                 output.warn(&format!("a client still had {} open when the server stopped", path.display()));

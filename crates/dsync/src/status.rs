@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::{Context as _, Result, bail};
 use extents::Bitmap;
-use replica::{State, Unsure};
+use replica::State;
 use serde::Serialize;
 use source::{About, Bookmark, Bookmarks, Client, History, Position, StateDir, Status};
 use sync::SyncError;
@@ -21,6 +21,9 @@ pub(crate) struct SourceStatus {
     kind: &'static str,
     pub path: std::path::PathBuf,
     pub uuid: uuid::Uuid,
+    pub term: u64,
+    /// The epoch at which that term began.
+    began: Option<u64>,
     pub block_size: u32,
     pub size: Option<u64>,
     /// The same, or what it was when it was last seen.
@@ -92,6 +95,7 @@ pub(crate) fn run(args: &args::Status, state: &StateDir, output: &Output) -> Res
             state.path().display()
         ));
     }
+    let paths: Vec<_> = sources.iter().map(|(_, about)| about.path.clone()).collect();
     for (place, about) in sources {
         let path = about.path.clone();
         if let Err(error) = source_status(&place, about, output) {
@@ -100,12 +104,13 @@ pub(crate) fn run(args: &args::Status, state: &StateDir, output: &Output) -> Res
         if args.path.is_some() {
             track::status(Some(&path), output)?;
             let options = replica::Options { devices: state.replicas_folder(), ..Default::default() };
-            if replica::inspect(&path, &options)?.is_some() {
+            if replica::inspect(&path, &options)?.is_some_and(|lineage| lineage.role.promoted.is_none()) {
                 replica(&path, None, state, output, false)?;
             }
         }
     }
-    for replica in &replicas {
+    // One that was promoted is among the sources.
+    for replica in replicas.iter().filter(|replica| !(replica.is_source() && paths.contains(&replica.path))) {
         LocalReplica::of(replica).say(output);
     }
     // An unreadable source must not hide the others.
@@ -162,6 +167,8 @@ impl SourceStatus {
             kind: "source",
             path: about.path,
             uuid: about.uuid,
+            term: about.term,
+            began: about.began.map(|epoch| epoch.number),
             block_size,
             size,
             tracked,
@@ -260,6 +267,9 @@ fn say(status: &SourceStatus, output: &Output) {
         units::size(status.block_size.into()),
         status.uuid
     ));
+    if let Some(began) = status.began {
+        output.say(&format!("  promoted: term {}, which began at epoch {began}", status.term));
+    }
     match &status.served {
         Some(served) => {
             output.say(&format!(
@@ -348,20 +358,59 @@ struct ReplicaStatus {
     partial: bool,
     /// Its user: then the rest is what its lineage records.
     in_use: Option<String>,
-    /// dsync opened it for writing since: a sync to it is refused.
+    /// It was made the source itself since: a sync to it is refused.
     promoted: Option<String>,
+    /// The term of its source, at the last commit.
+    term: u64,
+    /// Its source has ended at its epoch.
+    released: bool,
+    /// It was the source itself until then, in seconds since 1970.
+    demoted: Option<u64>,
+}
+
+/// Prints what a replica was, or was told, where that decides what can be done with it.
+fn say_role(role: &replica::Role, unsure: u64, output: &Output) {
+    if let Some(demoted) = &role.demoted {
+        let also = demoted
+            .also
+            .last()
+            .map_or(String::new(), |last| format!(" (it went on to epoch {})", last.number));
+        let written = match unsure {
+            0 => String::new(),
+            bytes => {
+                format!(": {} written since will be overwritten by the next sync to it", units::size(bytes))
+            }
+        };
+        output.say(&format!(
+            "  demoted on {}, at the end of term {}{also}{written}",
+            device::moment(demoted.since),
+            role.term
+        ));
+    }
+    if let Some(released) = &role.released {
+        output.say(&format!(
+            "  released: its source ended at epoch {}, in term {}, and it can be promoted",
+            released.epoch.number, released.term
+        ));
+    }
 }
 
 impl ReplicaStatus {
     /// Where it is, and how far that may be trusted.
     fn told(&self) -> String {
+        let source = self.source.unwrap_or_default();
         match (self.epoch, self.state) {
-            (Some(epoch), State::Exact) if self.ahead => format!(
-                "consistent, at the last batch of a mirror after epoch {epoch} of source {}",
-                self.source.unwrap_or_default()
+            (Some(epoch), _) if self.demoted.is_some() => {
+                format!("the former source {source}, at epoch {epoch}")
+            }
+            (None, _) if self.demoted.is_some() => format!(
+                "the former source {source}, of which it is not known what was written: the next sync compares all of it"
             ),
+            (Some(epoch), State::Exact) if self.ahead => {
+                format!("consistent, at the last batch of a mirror after epoch {epoch} of source {source}")
+            }
             (Some(epoch), State::Exact) => {
-                format!("consistent, at epoch {epoch} of source {}", self.source.unwrap_or_default())
+                format!("consistent, at epoch {epoch} of source {source}")
             }
             (Some(epoch), State::Fuzzy) => {
                 format!("fuzzy, near epoch {epoch}: copied from a disk in use without a freeze")
@@ -435,7 +484,11 @@ fn replica(
         partial: status.under_way() || status.resumes.is_some(),
         in_use: None,
         promoted: None,
+        term: status.role.term,
+        released: status.role.released.is_some(),
+        demoted: status.role.demoted.as_ref().map(|demoted| demoted.since),
     };
+    let role = replica.status().role.clone();
     let (at, size) = (status.told(), units::size(status.size));
     output.say(&format!("replica {}: {at}, {size}", absolute.display()));
     match &status.recovered {
@@ -443,6 +496,7 @@ fn replica(
         None if recovering => output.say("  nothing to recover"),
         None => {}
     }
+    say_role(&role, status.unsure, output);
     if status.partial {
         output.say("  a transfer was interrupted: the next \"dsync sync\" resumes it");
     }
@@ -483,7 +537,7 @@ fn written_down(
     let at = epoch.map_or("no epoch yet".to_owned(), |epoch| {
         format!("epoch {epoch} of source {}", lineage.source.unwrap_or_default())
     });
-    let promoted = lineage.promoted.map(|promoted| promoted.said());
+    let promoted = lineage.role.promoted.map(|promoted| promoted.said());
     match (&in_use, &promoted) {
         (Some(holder), _) => {
             output.say(&format!("replica {}: in use by {holder}; last recorded at {at}", path.display()))
@@ -491,21 +545,25 @@ fn written_down(
         (None, _) => output.say(&format!("replica {}: {at}, and written to since", path.display())),
     }
     if let Some(promoted) = &promoted {
-        output.say(&format!("  it {promoted}: \"dsync sync\" to it is refused; with --adopt it overwrites what was written here"));
+        output.say(&format!("  it {promoted}, and takes no deltas; \"dsync promote\" completes a promotion that was interrupted"));
     }
+    say_role(&lineage.role, lineage.unsure_bytes(), output);
     output.summary(&ReplicaStatus {
         kind: "replica",
         path,
         source: lineage.source,
         epoch,
         ahead: lineage.is_ahead(),
-        unsure: if let Unsure::Blocks { bytes, .. } = lineage.unsure { bytes } else { 0 },
+        unsure: lineage.unsure_bytes(),
         state: lineage.state,
         size: lineage.size,
         recovered: None,
         partial: lineage.step.is_some(),
         in_use,
         promoted,
+        term: lineage.role.term,
+        released: lineage.role.released.is_some(),
+        demoted: lineage.role.demoted.as_ref().map(|demoted| demoted.since),
     });
     Ok(())
 }

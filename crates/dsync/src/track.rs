@@ -3,7 +3,6 @@
 use std::path::Path;
 
 use anyhow::Result;
-use replica::Promotion;
 use serde::Serialize;
 use source::StateDir;
 use trackers::bpf::{self, Restored};
@@ -12,7 +11,6 @@ use trackers::{TrackError, Tracker, dm};
 use crate::args::{Track, TrackAction, With};
 use crate::failure::Failure;
 use crate::output::Output;
-use crate::serve::promote;
 use crate::units;
 
 /// The status of a tracker.
@@ -42,8 +40,8 @@ pub(crate) fn run(args: &Track, state: &StateDir, output: &Output) -> Result<()>
                 }
             };
             let block_size = crate::block_size(*block_size)?;
-            let tracker =
-                marked(device, state, output, || dm::add(device, &name, block_size, meta.as_deref()))?;
+            sync::refuse_replica(device, state, "")?;
+            let tracker = dm::add(device, &name, block_size, meta.as_deref())?;
             let mapped = dm::path(&name);
             output.say(&format!(
                 "{} is now tracked as {}, in blocks of {}; writes to {0} itself are not recorded",
@@ -61,7 +59,8 @@ pub(crate) fn run(args: &Track, state: &StateDir, output: &Output) -> Result<()>
         }
         TrackAction::Add { device, block_size, .. } => {
             let block_size = crate::block_size(*block_size)?;
-            let tracker = marked(device, state, output, || bpf::add(device, block_size))?;
+            sync::refuse_replica(device, state, "")?;
+            let tracker = bpf::add(device, block_size)?;
             output.say(&format!(
                 "{} is tracked from now on, in blocks of {}; the next \"dsync sync\" compares or copies all of it, later ones \
                  send what changed",
@@ -98,21 +97,6 @@ pub(crate) fn run(args: &Track, state: &StateDir, output: &Output) -> Result<()>
             Ok(())
         }
     }
-}
-
-/// Starts tracking a device; marks it as promoted before, if it is a replica.
-fn marked<T>(
-    device: &Path,
-    state: &StateDir,
-    output: &Output,
-    add: impl FnOnce() -> Result<T, TrackError>,
-) -> Result<T> {
-    let promotion = promote(device, state, replica::Use::Tracked, output)?;
-    let added = add();
-    if added.is_err() {
-        promotion.map(Promotion::revert).transpose()?;
-    }
-    Ok(added?)
 }
 
 fn folder(device: &Path, state: &StateDir) -> Result<device::Dir> {

@@ -48,11 +48,11 @@ pub enum ReplicaError {
         /// In what way it differs.
         why: String,
     },
-    /// dsync itself has opened the destination for writing since the last commit.
+    /// The replica was made the source itself.
     #[error(
-        "replica {} {promoted}, after {at}: merging into it would overwrite what was written there since. To keep that, make \
-         it the source of another replica (\"dsync sync {} DST\"). To give it up, pass --adopt to \"dsync sync\": everything \
-         is compared, and what differs is overwritten", path.display(), path.display()
+        "{} {promoted}, after {at}: it is a source itself now, and merging into it would overwrite what was written there since. \
+         To make it a replica again, run \"dsync demote {}\" where it is: its writes are saved or given up, and the next sync \
+         sends the differences alone", path.display(), path.display()
     )]
     Promoted {
         /// The destination.

@@ -51,7 +51,7 @@ impl Replica {
     /// Keeps in mind that others have written to a device. The times of a file tell by themselves, and another disk under the
     /// device's name does not make the right one another.
     pub(crate) fn notice(&self, why: &str) {
-        let marked = self.lineage().unsure == Unsure::Everything || self.lineage().promoted.is_some();
+        let marked = self.lineage().unsure == Unsure::Everything || self.lineage().role.promoted.is_some();
         let tells = self.is_noticed_by_lineage(why);
         if tells && !marked && !self.mark_noticed() {
             // In memory the lineage may be ahead by batches that only the journal has.

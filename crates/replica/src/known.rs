@@ -13,6 +13,7 @@ use crate::journal::WHOLE;
 use crate::lineage::{Lineage, State, StepKind, Unsure};
 use crate::note;
 use crate::replica::Replica;
+use crate::role::Role;
 
 /// The replicas that this host has.
 #[derive(Debug, Clone)]
@@ -55,7 +56,7 @@ pub enum Condition {
     Unreadable(String),
     /// Its file, its disk or its state is gone.
     Missing,
-    /// dsync has opened it for writing.
+    /// It was made the source itself.
     Promoted,
     /// Others have changed it since its last commit, in this way.
     Changed(String),
@@ -159,6 +160,12 @@ fn read(file: &Path) -> Option<Entry> {
 }
 
 impl KnownReplica {
+    /// True if it was made the source itself.
+    pub fn is_source(&self) -> bool {
+        self.condition == Condition::Promoted
+            && self.lineage.as_ref().and_then(|l| l.role.promoted).is_some_and(|promoted| promoted.term > 0)
+    }
+
     /// The replica whose state is in `folder`; `path` is where it was when it was listed.
     fn at(folder: &Path, path: Option<PathBuf>) -> KnownReplica {
         let lineage = match Dir::existing(folder) {
@@ -189,7 +196,7 @@ fn condition(folder: &Path, path: &Path, lineage: &Lineage) -> Result<Condition>
     let begun = matches!(step, Some(StepKind::NewFile { .. }));
     Ok(match lineage {
         _ if !begun && !is_there(path, lineage) => Condition::Missing,
-        Lineage { promoted: Some(_), .. } => Condition::Promoted,
+        Lineage { role: Role { promoted: Some(_), .. }, .. } => Condition::Promoted,
         Lineage { unsure: Unsure::Everything, .. } => Condition::Changed("it was written to".into()),
         _ => match (changed(folder, path)?, lineage.state) {
             (Some(why), _) => Condition::Changed(why.into()),

@@ -25,6 +25,7 @@ mod error;
 mod keep;
 
 mod options;
+mod role;
 
 mod lineage;
 
@@ -57,6 +58,7 @@ mod open;
 mod receive;
 mod recover;
 
+mod demoted;
 mod known;
 mod promoted;
 mod rewind;
@@ -66,19 +68,21 @@ mod settled;
 mod tests;
 
 pub use batches::{BatchLog, Batches};
+pub use demoted::{Demotion, demote};
 #[doc(hidden)]
 pub use destination::{Destination, DeviceDestination, Name};
 pub use error::{ReplicaError, Result};
 pub use keep::{Keep, Span};
 pub use known::{Condition, KnownReplica, KnownReplicas};
-pub use lineage::{Lineage, Position, Promoted, Stamp, State, Step, StepKind, Toward, Unsure, Use};
+pub use lineage::{Lineage, Position, Stamp, State, Step, StepKind, Toward, Unsure};
 pub use locate::inspect;
 pub use options::Options;
 pub use past::Moment;
-pub use promoted::{Promotion, promote};
+pub use promoted::{Outlook, to_promote};
 pub use receive::{Commit, Committed, DeltaReceiver};
 pub use replica::Replica;
 pub use rewind::{History, history};
+pub use role::{Demoted, FIRST_TERM, Promoted, Released, Role};
 pub use settled::settle;
 pub use status::Status;
 pub use unsure::UnsureSet;

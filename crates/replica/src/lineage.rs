@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::error::{ReplicaError, Result, io_error};
+use crate::role::Role;
 
 /// The file's name in the replica's folder.
 pub(crate) const NAME: &str = "lineage";
@@ -46,9 +47,9 @@ pub struct Lineage {
     /// The blocks in which the destination may not be of that epoch.
     #[serde(default, skip_serializing_if = "Unsure::is_nothing")]
     pub unsure: Unsure,
-    /// dsync has opened it for writing: what it holds since is not an epoch of the source.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub promoted: Option<Promoted>,
+    /// What it is: the source itself, or a replica.
+    #[serde(flatten)]
+    pub role: Role,
 }
 
 /// In which blocks a destination may not be what it says.
@@ -197,39 +198,6 @@ pub struct Toward {
     pub stream: Uuid,
 }
 
-/// In what way dsync opened a replica for writing.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Use {
-    /// Served to NBD clients.
-    Served,
-    /// Followed by a tracker while others write to it.
-    Tracked,
-}
-
-/// What is noted of a replica that was opened for writing.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Promoted {
-    /// By what.
-    pub by: Use,
-    /// Since when, in seconds since 1970.
-    pub since: u64,
-    /// Names the last promotion: only that one may take the mark back. Nil where an older program set it.
-    #[serde(default)]
-    pub id: Uuid,
-}
-
-impl Promoted {
-    /// What happened to the replica, as the part of a sentence that begins with its name.
-    pub fn said(&self) -> String {
-        let how = match self.by {
-            Use::Served => "served for writing by \"dsync serve\"",
-            Use::Tracked => "tracked for writing by \"dsync track\"",
-        };
-        format!("was {how} on {}", device::moment(self.since))
-    }
-}
-
 impl Toward {
     /// What a delta makes of a replica.
     pub(crate) fn of(header: &Header) -> Option<Toward> {
@@ -265,7 +233,7 @@ impl Lineage {
             stamp: None,
             step: None,
             unsure: Unsure::Nothing,
-            promoted: None,
+            role: Role::default(),
         }
     }
 
@@ -334,13 +302,27 @@ impl Lineage {
         self.step.as_ref().map_or(&self.unsure, |step| &step.unsure)
     }
 
+    /// Bytes in which the destination may not be what it says.
+    pub fn unsure_bytes(&self) -> u64 {
+        match self.unsure {
+            Unsure::Nothing => 0,
+            Unsure::Blocks { bytes, .. } => bytes,
+            Unsure::Everything => self.size,
+        }
+    }
+
     /// True if batches of a mirror have brought what is there ahead of its epoch, to a moment within the next.
     pub fn is_ahead(&self) -> bool {
-        self.state != State::Incomplete && matches!(self.unsure, Unsure::Blocks { .. })
+        self.role.demoted.is_none()
+            && self.state != State::Incomplete
+            && matches!(self.unsure, Unsure::Blocks { .. })
     }
 
     /// The lineage after the commit of `toward`, with the blocks in which the destination is unsure then.
     pub(crate) fn after(&self, toward: &Toward, stamp: Stamp, unsure: Unsure) -> Lineage {
+        // A part was repaired, and the rest is what it was.
+        let still = self.epoch == Some(toward.epoch) && !unsure.is_nothing();
+        let demoted = self.role.demoted.clone().filter(|_| still);
         Lineage {
             version: Self::VERSION,
             path: self.path.clone(),
@@ -361,7 +343,7 @@ impl Lineage {
             stamp: Some(stamp),
             step: None,
             unsure,
-            promoted: None,
+            role: Role { demoted, ..Role::replica(self.role.term) },
         }
     }
 }
@@ -425,6 +407,7 @@ pub(crate) fn known(positions: &[Position]) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::role::{Demoted, Promoted, Released};
 
     fn at(number: u64) -> Epoch {
         Epoch { number, id: Uuid::from_u128(number.into()) }
@@ -487,12 +470,23 @@ mod tests {
         assert_eq!(Lineage::load(&folder).unwrap().as_ref(), Some(&lineage));
 
         let path = temp.path().join(NAME);
-        let promoted = Some(Promoted { by: crate::Use::Served, since: 7, id: Uuid::new_v4() });
-        let marked = Lineage { promoted, unsure: Unsure::Everything, ..lineage.clone() };
+        let role = Role {
+            term: 3,
+            promoted: Some(Promoted { since: 7, id: Uuid::new_v4(), term: 3 }),
+            released: Some(Released { epoch: at(2), term: 2 }),
+            demoted: Some(Demoted { since: 6, also: vec![at(3)] }),
+        };
+        let marked = Lineage { role, unsure: Unsure::Everything, ..lineage.clone() };
         marked.store(&folder).unwrap();
         assert_eq!(Lineage::load(&folder).unwrap().as_ref(), Some(&marked));
         lineage.store(&folder).unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
+        // Without a term; with the mark of an earlier version.
+        let mark = r#""promoted": {"by": "served", "since": 7}, "source""#;
+        std::fs::write(&path, text.replace("\"term\": 1", "\"then\": 1").replace("\"source\"", mark))
+            .unwrap();
+        let read = Lineage::load(&folder).unwrap().unwrap().role;
+        assert_eq!((read.term, read.promoted.unwrap().term), (1, 0));
         // What earlier versions said without naming blocks.
         let old = text.replace("\"version\": 4", "\"version\": 3");
         for (was, unsure) in [

@@ -193,21 +193,23 @@ impl Replica {
         self.store()
     }
 
-    /// Refuses a replica that dsync itself has opened for writing: nothing is merged over those writes unasked.
+    /// Refuses a replica that was promoted: nothing is merged over its writes unasked.
     fn refuse_promoted(&mut self) -> Result<()> {
-        if self.lineage().promoted.is_some() {
-            self.set_changed(Some("dsync served it or followed it for writing"));
+        if self.lineage().role.promoted.is_some() {
+            self.set_changed(Some("it was promoted"));
         }
         if self.options().doubt { Ok(()) } else { self.mergeable() }
     }
 
-    /// Fails if dsync let others write to it since the last commit, and it was not opened to be adopted. To be asked before a
+    /// Fails if it was promoted since the last commit, and not opened to be adopted. To be asked before a
     /// delta is taken where [`Options::doubt`] let that pass: doubt is for looking.
     ///
     /// # Errors
     /// [`ReplicaError::Promoted`].
     pub fn mergeable(&self) -> Result<()> {
-        let Some(promoted) = self.lineage().promoted.filter(|_| !self.options().adopt) else { return Ok(()) };
+        let Some(promoted) = self.lineage().role.promoted.filter(|_| !self.options().adopt) else {
+            return Ok(());
+        };
         let at = match (self.lineage().epoch, self.lineage().source) {
             (Some(epoch), Some(source)) => format!("epoch {} of source {source}", epoch.number),
             _ => "a copy that was not complete".into(),

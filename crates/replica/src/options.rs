@@ -21,4 +21,6 @@ pub struct Options {
     pub doubt: bool,
     /// What of its past is to be kept from the next commit on. `None`: what was kept before; nothing of a new replica.
     pub keep: Option<Keep>,
+    /// The source's term, to be remembered with what it sends; 0 where it is not known.
+    pub term: u64,
 }

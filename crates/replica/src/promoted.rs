@@ -1,136 +1,184 @@
-//! A replica that became a disk of its own: dsync serves it for writing or follows what is written to it. What is written then
-//! is in no source, so no delta of the old one may be merged over it without a word from the user. The mark is durable before
-//! the first write can go through, and ends with a compare that takes the destination over, or where nothing was written.
+//! A replica that becomes the source itself. The mark in the lineage is durable before anything else is made of it, and from then on
+//! no delta is merged: what is written to the disk is in no other source. Whoever promotes makes the source's state from the
+//! mark, while it holds the replica; after a crash the same command does so again.
 
-use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::path::Path;
 
-use device::{Dir, FolderLock};
+use delta::Epoch;
 use uuid::Uuid;
 
 use crate::destination::Name;
-use crate::error::{ReplicaError, Result, io_error};
-use crate::lineage::{Lineage, Promoted, Stamp, Use};
-use crate::locate::{inspect, state_folder};
+use crate::error::{ReplicaError, Result};
+use crate::lineage::{Lineage, State, StepKind, Unsure};
+use crate::locate::inspect;
 use crate::options::Options;
 use crate::replica::Replica;
+use crate::role::{Promoted, Released, Role, now};
 
-/// A replica that was marked.
-#[derive(Debug)]
-pub struct Promotion {
-    path: PathBuf,
-    options: Options,
-    /// Names the mark.
-    id: Uuid,
-    /// What the replica was.
-    was: Lineage,
-    /// The destination before anything could be written to it; `None` if it could not be looked at.
-    before: Option<Stamp>,
+/// What a promotion would make the present of the disk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Outlook {
+    /// The epoch of the last commit.
+    pub epoch: Epoch,
+    /// When that was written, in seconds since 1970; `None` on a device.
+    pub time: Option<u64>,
+    /// The source has said that there was no more.
+    pub released: bool,
+    /// A later epoch of the source, of which a part has come.
+    pub later: Option<Epoch>,
+    /// Its parts are of different moments.
+    pub fuzzy: bool,
 }
 
-/// Marks the replica at `path`, if it is one, as written to from now on; what a crash left of a commit is finished first.
-/// Durable when this returns. `None` if it is not a replica.
+/// Opens the replica at `path` to be promoted: what a crash left of a commit is completed first.
 ///
 /// # Errors
-/// If another process uses it, or its state cannot be read or written.
-pub fn promote(path: &Path, options: &Options, by: Use) -> Result<Option<Promotion>> {
-    if inspect(path, options)?.is_none() {
-        return Ok(None);
-    }
-    let id = Uuid::new_v4();
-    let promotion = |was, before| Promotion { path: path.into(), options: options.clone(), id, was, before };
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-    // A mark keeps its date, but from here on only this promotion may take it back.
-    let mark = |lineage: &mut Lineage| {
-        let was = lineage.clone();
-        lineage.promoted = Some(Promoted { id, ..was.promoted.unwrap_or(Promoted { by, since, id }) });
-        was
+/// As for [`Replica::open`]; refused if there is no replica.
+pub fn to_promote(path: &Path, options: &Options) -> Result<Replica> {
+    let none = || {
+        ReplicaError::Refused(format!(
+            "there is no replica at {}: \"dsync status\" lists the replicas of this host; pass --journal-dir if its state is in a \
+             folder of its own",
+            path.display()
+        ))
     };
-    match Replica::open(path, &Options { doubt: true, ..options.clone() }) {
-        Ok(mut replica) if replica.is_kept() => {
-            let before = match replica.lineage().promoted {
-                None => replica.stamp(Name::Final)?,
-                Some(_) => None,
-            };
-            let was = mark(replica.lineage_mut());
-            replica.store()?;
-            Ok(Some(promotion(was, before)))
+    let lineage = inspect(path, options)?.ok_or_else(none)?;
+    let doubt = lineage.role.promoted.is_some();
+    let replica = Replica::open(path, &Options { doubt, ..options.clone() })?;
+    if replica.is_kept() { Ok(replica) } else { Err(none()) }
+}
+
+impl Replica {
+    /// What is written down of it.
+    pub fn recorded(&self) -> &Lineage {
+        self.lineage()
+    }
+
+    /// What a promotion would make the present of the disk.
+    ///
+    /// # Errors
+    /// Refused if the replica holds what its source never was at one moment. Without `force` also if its source has not said that
+    /// there was no more, and if its parts are of different moments.
+    pub fn outlook(&self, force: bool) -> Result<Outlook> {
+        let lineage = self.lineage();
+        let path = self.path().display();
+        let refuse = |why: String| Err(ReplicaError::Refused(format!("cannot promote {path}: {why}")));
+        let whole = !matches!(lineage.state, State::Incomplete) && lineage.unsure != Unsure::Everything;
+        let step = lineage.step.as_ref();
+        let epoch = lineage.epoch.filter(|_| whole && step.is_none_or(|s| s.kind.is_beside()));
+        let Some(epoch) = epoch.filter(|_| lineage.source.is_some()) else {
+            let why = lineage.unsettled().unwrap_or_else(|| "its first copy was not completed".into());
+            return refuse(format!(
+                "{why}. Complete it with \"dsync sync\" from its source; if that is gone, \"dsync forget {path}\" makes it a plain \
+                 image, which never was the disk of its source at one moment"
+            ));
+        };
+        let fuzzy = lineage.state == State::Fuzzy;
+        let kept = self.journal().and_then(|journal| journal.segments.last());
+        let later = kept.and_then(|segment| segment.header.to().copied()).or(step.map(|s| s.toward.epoch));
+        let outlook = Outlook {
+            epoch,
+            time: lineage.stamp.as_ref().and_then(|stamp| u64::try_from(stamp.written? / 1_000_000_000).ok()),
+            released: lineage.role.released == Some(Released { epoch, term: lineage.role.term })
+                && lineage.unsure.is_nothing(),
+            later: later.filter(|later| later.number > epoch.number),
+            fuzzy,
+        };
+        match (force, outlook.released) {
+            (true, _) => Ok(outlook),
+            (false, _) if fuzzy => refuse(format!(
+                "it was copied from a disk in use without a freeze, so its parts are of different moments. Sync it once more; \
+                 \"dsync promote --force {path}\" takes it as it is"
+            )),
+            (false, true) => Ok(outlook),
+            (false, false) => refuse(format!(
+                "its source has not said that nothing was written after epoch {epoch}. Run \"dsync demote SRC {path}\" where the \
+                 source is, which sends the rest. If the source is gone, \"dsync promote --force {path}\" gives up what was \
+                 written there after this epoch{}",
+                lacks(&outlook)
+            )),
         }
-        // Its file was gone.
-        Ok(_) => Ok(None),
-        // It is mounted, or no longer what its last commit left: it is marked all the same.
-        Err(ReplicaError::Busy { .. } | ReplicaError::Changed { .. } | ReplicaError::Device(_)) => {
-            Ok(change_mark(path, options, mark)?.map(|was| promotion(was, None)))
+    }
+
+    /// In what way others have changed the disk since it was marked.
+    ///
+    /// # Errors
+    /// If it cannot be looked at.
+    pub fn changed_since_mark(&self) -> Result<Option<&'static str>> {
+        let now = self.stamp(Name::Final)?;
+        let (before, now) = (self.lineage().stamp.as_ref(), now.as_ref());
+        Ok(match before.zip(now) {
+            Some((before, now)) if before.is_proof_of(now) => None,
+            Some((before, now)) => {
+                Some(before.differs(now).unwrap_or("nothing tells whether it was written to"))
+            }
+            None => Some("nothing tells how it was"),
+        })
+    }
+
+    /// Marks the replica as the source; durable on return. An earlier mark stays as it is.
+    ///
+    /// # Errors
+    /// If others have changed the disk since it was opened, or the state cannot be written: then it is the replica that it was.
+    pub fn promote(&mut self) -> Result<Promoted> {
+        if let Some(promoted) = self.lineage().role.promoted {
+            return Ok(promoted);
         }
-        Err(error) => Err(error),
+        self.untouched()?;
+        self.drop_journal()?;
+        if self.lineage().step.as_ref().is_some_and(|step| step.kind.is_beside()) {
+            self.remove_partial()?;
+            self.lineage_mut().step = None;
+        }
+        self.note_stamp()?;
+        let role = self.lineage().role.clone();
+        let term = role.released.map_or(role.term, |released| released.term.max(role.term)) + 1;
+        let promoted = Promoted { since: now(), id: Uuid::new_v4(), term };
+        // What was kept of the past leads back from another state.
+        self.lineage_mut().nonce = Uuid::new_v4();
+        self.lineage_mut().role = Role { term, promoted: Some(promoted), released: None, ..role };
+        self.store()?;
+        self.forget_note()?;
+        self.refresh()?;
+        Ok(promoted)
+    }
+
+    /// Keeps the last word of the source, that nothing was written to it after `released`; durable on return.
+    ///
+    /// # Errors
+    /// Refused if the replica is not exactly that.
+    pub fn release(&mut self, released: Released) -> Result<()> {
+        self.sound()?;
+        self.mergeable()?;
+        let lineage = self.lineage();
+        let exact =
+            lineage.state != State::Incomplete && lineage.unsure.is_nothing() && lineage.step.is_none();
+        if !exact || self.changed().is_some() || lineage.epoch != Some(released.epoch) {
+            let at = lineage.epoch.map_or("no epoch".into(), |epoch| format!("epoch {epoch}"));
+            return Err(ReplicaError::Refused(format!(
+                "replica {} is at {at}, and its source ended at epoch {}: run the command again",
+                self.path().display(),
+                released.epoch
+            )));
+        }
+        let lineage = self.lineage_mut();
+        lineage.role.term = lineage.role.term.max(released.term);
+        lineage.role.released = Some(Released { term: lineage.role.term, ..released });
+        self.store()?;
+        self.refresh()
     }
 }
 
-/// Changes a lineage and nothing else: the destination may be in use.
-fn change_mark<T>(
-    path: &Path,
-    options: &Options,
-    change: impl FnOnce(&mut Lineage) -> T,
-) -> Result<Option<T>> {
-    let folder = state_folder(path, options)?;
-    let dir = Dir::open(&folder).map_err(io_error("open", &folder))?;
-    let _lock = match FolderLock::take(&folder).map_err(io_error("lock", &folder))? {
-        Ok(lock) => lock,
-        Err(holder) => return Err(ReplicaError::Busy { path: path.to_path_buf(), holder }),
-    };
-    let Some(mut lineage) = Lineage::load(&dir)? else { return Ok(None) };
-    let changed = change(&mut lineage);
-    lineage.store(&dir)?;
-    Ok(Some(changed))
+impl StepKind {
+    /// True if the destination itself is untouched by such a step.
+    fn is_beside(self) -> bool {
+        matches!(self, StepKind::Clone { .. })
+    }
 }
 
-impl Promotion {
-    /// What the replica was before it was marked.
-    pub fn was(&self) -> &Lineage {
-        &self.was
-    }
-
-    /// True if the replica was neither promoted nor adopted since.
-    fn is_last(&self, lineage: &Lineage) -> bool {
-        lineage.promoted.is_some_and(|promoted| promoted.id == self.id)
-    }
-
-    /// Takes the mark back: nothing was opened for writing. An earlier mark is restored, and one that another process has set
-    /// meanwhile stays.
-    ///
-    /// # Errors
-    /// If the state cannot be written: then the mark stays.
-    pub fn revert(self) -> Result<()> {
-        let revert = |lineage: &mut Lineage| {
-            if self.is_last(lineage) {
-                lineage.promoted = self.was.promoted;
-            }
-        };
-        change_mark(&self.path, &self.options, revert).map(drop)
-    }
-
-    /// Takes the mark back if nothing was written since, and the replica was not promoted again. To be called when this
-    /// promotion's clients cannot write any more. Returns whether it was.
-    ///
-    /// # Errors
-    /// If the destination cannot be looked at, or the state cannot be written: then the mark stays.
-    pub fn end(self) -> Result<bool> {
-        let Some(before) = &self.before else { return Ok(false) };
-        let mut replica = match Replica::open(&self.path, &Options { doubt: true, ..self.options.clone() }) {
-            // Another process uses it by now.
-            Err(error @ (ReplicaError::Busy { .. } | ReplicaError::Device(_))) if error.is_refusal() => {
-                return Ok(false);
-            }
-            opened => opened?,
-        };
-        // The replica is held from the look to the change: it cannot be promoted in between.
-        let now = replica.stamp(Name::Final)?;
-        let unwritten = now.is_some_and(|now| before.is_proof_of(&now));
-        if !unwritten || !replica.is_kept() || !self.is_last(replica.lineage()) {
-            return Ok(false);
-        }
-        replica.lineage_mut().promoted = None;
-        replica.store()?;
-        Ok(true)
-    }
+/// What a source is known to have had more than its replica.
+fn lacks(outlook: &Outlook) -> String {
+    outlook
+        .later
+        .map_or(String::new(), |later| format!(", of which it is known to have reached epoch {later}"))
 }

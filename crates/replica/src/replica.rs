@@ -14,6 +14,7 @@ use crate::lineage::{Lineage, Position, Stamp, State, StepKind, Unsure};
 use crate::note::{WRITTEN, Working};
 use crate::options::Options;
 use crate::past::Settings;
+use crate::role::{FIRST_TERM, Role};
 use crate::status::Status;
 use crate::unsure::{self, UnsureSet};
 
@@ -354,6 +355,7 @@ impl Replica {
             resumes: self.journal.as_ref().and_then(Contents::resume),
             recovered: (!self.known.recovered.is_empty()).then(|| self.known.recovered.join("; ")),
             changed: self.known.changed.map(|why| self.how_changed(why)),
+            role: lineage.role.clone(),
         };
         Ok(())
     }
@@ -480,6 +482,7 @@ impl Replica {
         let lineage = &mut self.lineage;
         (lineage.source, lineage.epoch, lineage.unsure) = (Some(source), None, Unsure::Nothing);
         lineage.state = State::Incomplete;
+        lineage.role = Role::replica(self.options.term.max(FIRST_TERM));
         self.store()?;
         self.refresh()
     }

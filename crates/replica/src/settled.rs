@@ -27,6 +27,9 @@ impl Lineage {
             (None, ..) if self.unsure == Unsure::Everything => {
                 Some("another program wrote to it since its last commit".into())
             }
+            (None, State::Incomplete, _) if self.role.demoted.is_some() => {
+                Some("it was demoted without knowing what was written to it".into())
+            }
             (None, State::Incomplete, _) => Some(
                 "its copy was never completed, or lacks blocks that were unreadable at its source".into(),
             ),
@@ -47,7 +50,7 @@ pub fn settle(path: &Path, options: &Options) -> Result<()> {
     let Some(lineage) = inspect(path, options)? else { return Ok(()) };
     let folder = state_folder(path, options)?;
     let merging = folder.join(WHOLE).exists();
-    if lineage.promoted.is_some() || (lineage.unsettled().is_none() && !merging) {
+    if lineage.role.promoted.is_some() || (lineage.unsettled().is_none() && !merging) {
         return Ok(());
     }
     let replica = match Replica::open(path, &Options { doubt: true, ..options.clone() }) {

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::lineage::{Position, State};
+use crate::role::Role;
 use crate::unsure::UnsureSet;
 
 /// The status of a replica: what its source must know to find what it lacks.
@@ -40,6 +41,9 @@ pub struct Status {
     pub recovered: Option<String>,
     /// In what way others changed the destination since the last commit, where [`Options::doubt`] let it pass.
     pub changed: Option<String>,
+    /// What it is, and the terms and epochs that go with that.
+    #[serde(flatten)]
+    pub role: Role,
 }
 
 impl Status {
@@ -60,6 +64,7 @@ impl Status {
             resumes: None,
             recovered: None,
             changed: None,
+            role: Role::default(),
         }
     }
 

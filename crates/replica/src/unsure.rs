@@ -44,6 +44,16 @@ impl UnsureSet {
         UnsureSet { unit: LEAST_UNIT, blocks: Bitmap::new(0) }
     }
 
+    /// The blocks of a bitmap, each of `block_size` bytes.
+    pub fn of_blocks(blocks: &Bitmap, block_size: u64) -> UnsureSet {
+        let mut set = UnsureSet::new();
+        set.reach(blocks.blocks().saturating_mul(block_size), block_size);
+        for run in blocks.runs() {
+            set.insert(run.start * block_size..run.end * block_size);
+        }
+        set
+    }
+
     /// True if no block is in the set.
     pub fn is_empty(&self) -> bool {
         self.blocks.is_clean()

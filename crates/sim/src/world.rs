@@ -280,7 +280,7 @@ impl World {
             mtime_ns: 0,
             ctime_ns: 0,
         };
-        About { version: About::VERSION, uuid: self.uuid, path, identity, block_size: BLOCK as u32 }
+        About { path, ..About::new(self.uuid, identity, BLOCK as u32) }
     }
 
     /// The lock of the source's state.

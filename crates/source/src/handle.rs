@@ -197,7 +197,8 @@ impl Handle {
         }
     }
 
-    fn history(&self) -> Result<History, SourceError> {
+    /// The history, as it is now.
+    pub fn history(&self) -> Result<History, SourceError> {
         History::read(&*self.folder)
     }
 
@@ -297,6 +298,28 @@ impl Handle {
             Holder::Server(client, _) => client.dirty(&changes)?,
         }
         Ok(changes)
+    }
+
+    /// What was written after an epoch, up to now, and the later epochs: the disk is each of them but for these blocks.
+    ///
+    /// # Errors
+    /// `Lost` where that is not known, `Unknown` or `Foreign` where the epoch is of another history.
+    pub fn written_after(&self, epoch: &Epoch) -> Result<(Bitmap, Vec<Epoch>), SourceError> {
+        let changes = self.estimate(&[Position { epoch: *epoch, upto: u64::MAX }])?;
+        let history = self.history()?;
+        let infos = history.epochs();
+        let spanned = infos.iter().filter(|info| info.epoch.number >= epoch.number);
+        let least = spanned.map(|info| info.size).min().unwrap_or(0);
+        if least < self.backing.identity()?.size {
+            changes.set(least / u64::from(self.about.block_size)..changes.blocks());
+        }
+        let scratch = Bitmap::new(changes.blocks());
+        let chain = history.changes_since(
+            &[Position { epoch: *epoch, upto: u64::MAX }],
+            self.about.block_size,
+            &scratch,
+        )?;
+        Ok((changes, chain.into_iter().filter(|later| later.number > epoch.number).collect()))
     }
 
     /// Records the epoch at which a replica is now.

@@ -50,6 +50,8 @@ struct Head {
 
 /// How the JSON of a head begins, after its entry's prefix.
 const HEAD: &[u8] = b"{\"epochs\":[";
+/// Why the changes before the first epoch of a promoted replica are not known.
+const BEGINS: &str = "the history begins here, with the replica that was promoted";
 /// Why the changes of the entry after damaged ones are not known.
 const DAMAGED: &str = "a part of the history is damaged";
 
@@ -266,6 +268,32 @@ impl History {
         self.entries.push(Entry { head, changes: end - encoded.len() as u64..end });
         self.end = end;
         Ok(())
+    }
+
+    /// Replaces the history in `folder`, if there is one: it knows what changed from `base` on. At the last of `moments` the source
+    /// differs from `base` in `changes`; the others are as true of it then, but for those. Durable on return.
+    pub(crate) fn begin(
+        folder: &dyn Folder,
+        base: Epoch,
+        moments: Vec<Epoch>,
+        size: u64,
+        block_size: u32,
+        changes: Result<&Bitmap, String>,
+    ) -> Result<(), SourceError> {
+        let path = folder.path().join(NAME);
+        let head = |epochs: Vec<Epoch>, lost: Option<String>, after: Option<Uuid>| {
+            let time = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+            Head { epochs, lost, size, block_size, time: time.map_or(0, |d| d.as_secs()), after }
+        };
+        let (lost, changes) = match changes {
+            Ok(changes) => (None, encoded(changes)),
+            Err(why) => (Some(why), Vec::new()),
+        };
+        let fail = |e| SourceError::State { what: "write", path: path.clone(), error: e };
+        let mut content = MAGIC.to_vec();
+        content.extend(entry_bytes(&head(vec![base], Some(BEGINS.into()), None), &[]).map_err(fail)?);
+        content.extend(entry_bytes(&head(moments, lost, Some(base.id)), &changes).map_err(fail)?);
+        device::replace(folder, NAME, &content).map_err(fail)
     }
 
     /// The place of an epoch, as the number of entries up to and including its own.

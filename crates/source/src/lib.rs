@@ -42,6 +42,7 @@ mod peek;
 mod source;
 mod stamp;
 mod state;
+mod succeed;
 mod view;
 mod watchdog;
 
@@ -56,7 +57,10 @@ pub use freeze::{Freeze, FreezeError, Prepared};
 pub use handle::{Changes, Handle};
 pub use history::{EpochInfo, History, Position};
 pub use live::{Cut, CutOptions, FreezeMode, Live, RESIZED};
-pub use peek::{lost, written_since};
+pub use peek::{doubt, lost, recorded_since, written_since};
 pub use source::{Backing, BatchChanges, Checkpoint, SharedView, Source, SourceOptions};
 pub use state::{About, StateDir, Survey, export_name};
+#[doc(hidden)]
+pub use succeed::succeed_in;
+pub use succeed::{Succession, succeed};
 pub use view::View;

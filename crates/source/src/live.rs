@@ -147,7 +147,7 @@ impl Live {
         let known = state.source(&path.to_string_lossy())?;
         let uuid = known.as_ref().map_or_else(Uuid::new_v4, |(_, about)| about.uuid);
         let fresh = known.is_none().then(|| state.clone());
-        let place = known.map_or_else(|| state.source_folder(uuid), |(place, _)| place);
+        let place = known.as_ref().map_or_else(|| state.source_folder(uuid), |(place, _)| place.clone());
         let folder = Dir::open(&place).map_err(SourceError::state("make", &place))?;
         let lock = match FolderLock::take(&place).map_err(SourceError::state("lock", &place))? {
             Ok(lock) => lock,
@@ -159,7 +159,9 @@ impl Live {
         };
         let disk = open_reader(&path, &identity, true)?;
         let block_size = tracker.block_size();
-        let about = About { version: About::VERSION, uuid, path, identity, block_size };
+        let about = About { path, ..About::new(uuid, identity, block_size) };
+        let about =
+            known.map_or(about.clone(), |(_, known)| About { term: known.term, began: known.began, ..about });
         let mut live = Self::over(about, disk, Arc::new(folder), tracker)?;
         drop(minting);
         live.locks = Some((lock, hold));

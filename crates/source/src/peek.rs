@@ -2,8 +2,9 @@
 
 use std::path::Path;
 
+use device::Dir;
 use extents::Bitmap;
-use trackers::Tracker;
+use trackers::{TrackedDisk, Tracker};
 
 use crate::SourceError;
 use crate::control::Client;
@@ -25,6 +26,35 @@ pub fn lost(place: &Path, about: &About, history: &History) -> Result<Option<Str
         Some(tracker) => record_lost(&*tracker, about, history),
         None => Source::doubt(place, about),
     }
+}
+
+/// Adds to `into`, in blocks of the source's block size, what was recorded since the last epoch of its history while something wrote
+/// to it. Ends nothing and takes no lock.
+///
+/// # Errors
+/// If its server, its tracker or its state cannot be read.
+pub fn recorded_since(
+    place: &Path,
+    about: &About,
+    history: &History,
+    into: &Bitmap,
+) -> Result<(), SourceError> {
+    if Client::connect(place)?.is_some() || trackers::find(&about.path)?.is_some() {
+        return written_since(place, about, history, into).map(drop);
+    }
+    let folder = Dir::existing(place).map_err(SourceError::state("open", place))?;
+    let last = history.last().map_or(0, |last| last.number);
+    TrackedDisk::add_recorded(&folder, last, about.block_size.into(), into)
+        .map_err(SourceError::state("read the records in", place))
+}
+
+/// Why the disk of a source that nobody holds may not be as the last command left it that did; `None` if it is. Changes nothing and
+/// takes no lock.
+///
+/// # Errors
+/// If its state or its disk cannot be looked at.
+pub fn doubt(place: &Path, about: &About) -> Result<Option<String>, SourceError> {
+    Source::doubt(place, about)
 }
 
 /// Why the record of a tracker does not say what was written since the last epoch of this history.

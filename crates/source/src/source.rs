@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use delta::Epoch;
-use device::{Boot, Clock, Dir, Disk, Folder, FolderLock, Identity, WriteWatch};
+use device::{Boot, Clock, Dir, Disk, Folder, FolderLock, Gauge, Identity, Medium, WriteWatch};
 use extents::Bitmap;
 use trackers::{CowStore, Follower, LastWriteTime, Settings, TrackedDisk};
 use uuid::Uuid;
@@ -96,6 +96,10 @@ pub trait Backing: Send + Sync {
     fn cached_reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
         self.reader()
     }
+    /// How a block device is, by the kernel's count of what was written to it; `None` for a file.
+    fn medium(&self) -> Option<Medium> {
+        None
+    }
     /// Detects writes by other programs from now on; `None` if the identity shows them.
     fn watch(&self) -> Result<Option<WriteWatch>, SourceError> {
         Ok(None)
@@ -158,6 +162,10 @@ impl Backing for PathBacking {
     }
     fn cached_reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
         self.open(false)
+    }
+    fn medium(&self) -> Option<Medium> {
+        let known = self.known();
+        known.is_block().then(|| Gauge::of(known.dev).read())
     }
     fn watch(&self) -> Result<Option<WriteWatch>, SourceError> {
         let known = self.known();
@@ -222,6 +230,16 @@ pub struct Source {
     locks: Option<(FolderLock, Option<device::ImageLock>)>,
     /// Created by this command, which only reads: removed again if it has no epoch.
     fresh: Option<StateDir>,
+}
+
+/// What a source is opened from.
+pub(crate) struct Parts {
+    pub about: About,
+    pub disk: Arc<dyn Disk>,
+    pub folder: Arc<dyn Folder>,
+    pub backing: Box<dyn Backing>,
+    pub history: History,
+    pub identity: Identity,
 }
 
 /// What a checkpoint changes, under one lock.
@@ -376,13 +394,9 @@ impl Source {
                 "invalid block size {block_size}: use a power of two from 4K to 1M"
             )));
         }
-        let about = About {
-            version: About::VERSION,
-            uuid,
-            path: path.clone(),
-            identity: identity.clone(),
-            block_size,
-        };
+        let about = About::new(uuid, identity.clone(), block_size);
+        let about =
+            known.map_or(about.clone(), |(_, known)| About { term: known.term, began: known.began, ..about });
         write_about(&folder, &about)?;
         drop(minting);
         let backing = Box::new(PathBacking::new(identity, folder.path()));
@@ -446,6 +460,9 @@ impl Source {
         let verdict = match (Self::missing(folder, stamp.as_ref(), last)?, stamp) {
             (Some(why), _) => Verdict::Lost(why.into()),
             (None, None) => Verdict::New,
+            (None, Some(stamp)) if stamp.is_proof_of(backing.medium().as_ref()) => {
+                Verdict::Trusted { power_lost: false }
+            }
             (None, Some(stamp)) => stamp.verdict(identity, &backing.boot(), last_write, trust_device),
         };
         Ok((verdict, was, served.foreign()))
@@ -485,8 +502,18 @@ impl Source {
         folder.sync().map_err(SourceError::state("sync", folder.path()))?;
         let identity = backing.identity()?;
         let last = history.last().map_or(0, |e| e.number);
-        let (verdict, was, foreign) =
-            Self::verdict(&*folder, &*backing, &identity, last, options.trust_device)?;
+        let found = Self::verdict(&*folder, &*backing, &identity, last, options.trust_device)?;
+        Self::begin(Parts { about, disk, folder, backing, history, identity }, found, options)
+    }
+
+    /// Opens a source by a verdict on its record, the size that its image had, and the times of a foreign write.
+    pub(crate) fn begin(
+        parts: Parts,
+        (verdict, was, foreign): (Verdict, u64, Option<u64>),
+        options: &SourceOptions,
+    ) -> Result<Source, SourceError> {
+        let Parts { about, disk, folder, backing, history, identity } = parts;
+        let last = history.last().map_or(0, |e| e.number);
         if was > identity.size && !options.allow_shrink {
             return Err(shrank(&about.path, was, identity.size));
         }
@@ -505,6 +532,7 @@ impl Source {
             epoch: last,
             // A server continues with the smaller disk at once.
             larger: Some(was).filter(|was| options.read_only && *was > identity.size),
+            medium: None,
         };
         let settings = Settings {
             block_size: about.block_size,
@@ -833,7 +861,7 @@ impl Source {
     pub fn close(mut self) -> Result<(), SourceError> {
         self.stop_tending();
         self.disk.close()?;
-        let identity = settled(&*self.backing)?;
+        let (identity, medium) = (settled(&*self.backing)?, self.backing.medium());
         self.disk.look(|| changed(&identity))?;
         let epochs = self.epochs();
         let replaced = !identity.same_object(&epochs.stamp.identity);
@@ -841,7 +869,7 @@ impl Source {
         let epoch = epochs.history.last().map_or(0, |e| e.number);
         let boot = self.backing.boot().id;
         let larger = epochs.stamp.larger;
-        ImageStamp { clean: true, lost, identity, boot, epoch, larger }.write(&*self.folder)
+        ImageStamp { clean: true, lost, identity, boot, epoch, larger, medium }.write(&*self.folder)
     }
 
     fn stop_tending(&mut self) {

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use delta::Epoch;
 use device::{Dir, Folder, FolderLock, Identity};
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use serde::{Deserialize, Serialize};
@@ -33,11 +34,28 @@ pub struct About {
     pub identity: Identity,
     /// Block size in bytes.
     pub block_size: u32,
+    /// Rises at each promotion of one of its replicas, from 1.
+    #[serde(default = "first_term")]
+    pub term: u64,
+    /// The epoch at which that term began: the last one that it has in common with the source of the term before. `None` in
+    /// the first term.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub began: Option<Epoch>,
+}
+
+fn first_term() -> u64 {
+    1
 }
 
 impl About {
     /// The version this program writes.
     pub const VERSION: u32 = 1;
+
+    /// A source in its first term.
+    pub fn new(uuid: Uuid, identity: Identity, block_size: u32) -> About {
+        let path = identity.path.clone();
+        About { version: About::VERSION, uuid, path, identity, block_size, term: first_term(), began: None }
+    }
 
     /// The name under which the source is served: the stem of its file name.
     pub fn name(&self) -> String {
@@ -207,8 +225,9 @@ impl StateDir {
     pub fn source(&self, what: &str) -> Result<Option<(PathBuf, About)>, SourceError> {
         let (sources, damaged) = self.known()?;
         if let Ok(id) = what.parse::<Uuid>() {
-            let mut sources = sources.into_iter().map(|(place, known)| (place, known.about));
-            return Ok(sources.find(|(_, about)| about.uuid == id));
+            let sources = sources.into_iter().map(|(place, known)| (place, known.about));
+            // Two have one id where a replica was promoted on the host of its source.
+            return Ok(sources.filter(|(_, about)| about.uuid == id).max_by_key(|(_, about)| about.term));
         }
         if let Ok(path) = std::fs::canonicalize(what) {
             match device::identity(&path) {
@@ -263,6 +282,11 @@ impl StateDir {
     /// The folder for a source of this UUID.
     pub(crate) fn source_folder(&self, uuid: Uuid) -> PathBuf {
         self.root.join("sources").join(uuid.to_string())
+    }
+
+    /// The same for a term of it, where another disk may be the source of an earlier term.
+    pub(crate) fn folder_of_term(&self, uuid: Uuid, term: u64) -> PathBuf {
+        self.root.join("sources").join(format!("{uuid}-{term}"))
     }
 }
 

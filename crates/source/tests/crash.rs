@@ -65,11 +65,8 @@ impl Machine {
         let folder = FaultyFolder::new(power, &self.temp.path().join("state"))
             .map_err(|error| SourceError::State { what: "open", path: self.temp.path().into(), error })?;
         let about = About {
-            version: About::VERSION,
-            uuid: self.uuid,
             path: self.temp.path().join("image"),
-            identity: self.identity.clone(),
-            block_size: BLOCK as u32,
+            ..About::new(self.uuid, self.identity.clone(), BLOCK as u32)
         };
         let backing = Still {
             identity: self.identity.clone(),

@@ -1,5 +1,6 @@
 //! Why a sync cannot be planned.
 
+use std::fmt;
 use std::path::PathBuf;
 
 use uuid::Uuid;
@@ -63,6 +64,9 @@ pub enum Conflict {
         /// What does not fit.
         why: String,
     },
+    /// Source and destination were written to apart from each other, or follow sources that were.
+    #[error("{0}")]
+    Diverged(Box<Diverged>),
     /// `tracked` was demanded, and what changed is not known.
     #[error("what changed on {} is not known ({why}): omit --method tracked to compare everything", path.display())]
     Lost {
@@ -94,4 +98,89 @@ pub enum Conflict {
         /// Why.
         why: String,
     },
+}
+
+/// How a source and a destination have diverged.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Diverged {
+    /// The source.
+    pub path: PathBuf,
+    /// Its term.
+    pub term: u64,
+    /// The destination, as the user named it.
+    pub destination: String,
+    /// The term there.
+    pub other_term: u64,
+    /// The last epoch in common, if that is known.
+    pub common: Option<u64>,
+    /// What the destination is.
+    pub divergence: Divergence,
+}
+
+/// What a destination is that has diverged from a source.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Divergence {
+    /// The same source itself.
+    TwoSources {
+        /// Bytes written to the source since the epoch in common.
+        here: Option<u64>,
+        /// Bytes written to the destination since, at least.
+        there: Option<u64>,
+    },
+    /// A replica of a later term of the source.
+    Superseded,
+    /// A replica, at an epoch of another term, which this one does not have.
+    OtherBranch {
+        /// The epoch.
+        epoch: u64,
+        /// It is a former source.
+        demoted: bool,
+    },
+}
+
+impl fmt::Display for Diverged {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Diverged { path, term, destination, other_term, common, .. } = self;
+        let path = path.display();
+        let since = common.map_or("an epoch that is not known".into(), |epoch| format!("epoch {epoch}"));
+        match self.divergence {
+            Divergence::TwoSources { here, there } => {
+                let bytes = |bytes: Option<u64>, least| match bytes {
+                    Some(bytes) => format!("{least}{}", device::human_size(bytes)),
+                    None => "an unknown amount".into(),
+                };
+                let option = common.map_or(String::new(), |epoch| format!("--since {epoch} "));
+                write!(
+                    f,
+                    "{path} (term {term}) and {destination} (term {other_term}) have diverged: both are sources with the same \
+                     id, apart since {since}. Nothing was changed. Since then {} was written to {path}, and {} to \
+                     {destination}; one of the two has to be given up, or saved. To keep {path}, run \"dsync demote {option}--save \
+                     FILE\" on {destination} where it is, then sync again. To keep {destination}, run \"dsync demote \
+                     {option}--save FILE {path}\" here, then sync from there. Either sync sends the differences alone",
+                    bytes(here, ""),
+                    bytes(there, "at least ")
+                )
+            }
+            Divergence::Superseded => write!(
+                f,
+                "{destination} follows a later term of this source (term {other_term}) than {path} (term {term}): a replica was \
+                 promoted meanwhile. Nothing was changed. Run \"dsync demote {path}\" here and sync to it from the source of \
+                 term {other_term}; it names what was written to {path} since, and saves it with --save FILE. If that term was \
+                 given up, \"dsync sync --adopt\" compares everything and overwrites what differs in {destination}"
+            ),
+            Divergence::OtherBranch { epoch, demoted: true } => write!(
+                f,
+                "{destination} was demoted at epoch {epoch}, which {path} (term {term}) does not have. Nothing was changed. Promote \
+                 it with \"dsync promote --force\", and demote it again with --since and an epoch that \"dsync status -v {path}\" \
+                 lists; or pass --adopt to \"dsync sync\", which compares everything and overwrites what differs"
+            ),
+            Divergence::OtherBranch { epoch, demoted: false } => write!(
+                f,
+                "{destination} has diverged from {path}: it is at epoch {epoch} of term {other_term}, and term {term} goes on \
+                 from {since}. Nothing was changed. What the source of term {other_term} wrote after that is lost with it: if \
+                 it is wanted, copy {destination} first. Then \"dsync sync --adopt\" compares everything, overwrites what \
+                 differs, and makes it a replica of {path}; or go on syncing to it from the source of term {other_term}"
+            ),
+        }
+    }
 }

@@ -148,7 +148,7 @@ fn begin(handle: &Handle, since: Option<&str>) -> Result<Option<Epoch>, SyncErro
 }
 
 /// The epochs of replicas, without the checkpoints of other readers.
-fn fed(bookmarks: &Bookmarks) -> impl Iterator<Item = Epoch> {
+pub(crate) fn fed(bookmarks: &Bookmarks) -> impl Iterator<Item = Epoch> {
     bookmarks.replicas().chain(bookmarks.0.get_key_value(BOOKMARK)).map(|(_, bookmark)| bookmark.epoch)
 }
 

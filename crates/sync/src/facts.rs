@@ -6,6 +6,7 @@ use crate::error::SyncError;
 use crate::messages::Status;
 use crate::options::{SyncOptions, Way};
 use crate::plan::{Changes, Choice, Facts, Knowledge, LiveDisk, Moment, positions};
+use crate::primary::common;
 
 /// What the source knows before a checkpoint. `name` is how the user named the replica.
 pub(crate) fn facts<'a>(
@@ -15,12 +16,13 @@ pub(crate) fn facts<'a>(
     options: &SyncOptions,
 ) -> Result<Facts<'a>, SyncError> {
     let about = handle.about();
+    let history = handle.history()?;
     let asked = positions(status).filter(|positions| !positions.is_empty() && !options.adopt);
     // Where a step was left off, blocks may be of the epoch to which it led, also where no position says so yet. What was
     // received since was made for them as well.
     let left_off = status.replica.toward.filter(|_| status.replica.resumes.is_none());
     let unknown = left_off.filter(|epoch| handle.reaches(&[Position { epoch: *epoch, upto: 0 }]).is_err());
-    let history = match asked.map(|positions| handle.reaches(&positions)) {
+    let knowledge = match asked.map(|positions| handle.reaches(&positions)) {
         None => Knowledge::NotAsked,
         Some(Ok(())) => match unknown {
             None => Knowledge::Known,
@@ -33,14 +35,37 @@ pub(crate) fn facts<'a>(
         Some(Err(SourceError::Foreign(why))) => Knowledge::Foreign(why),
         Some(Err(other)) => return Err(other.into()),
     };
+    // Only another source of the same id asks for what this one would lose.
+    let common = status.primary.and_then(|theirs| common(&history, theirs.common, about.began));
+    let ours = common.and_then(|since| Some((since, handle.written_after(&since).ok()?.0.count())));
     Ok(Facts {
         path: &about.path,
         uuid: about.uuid,
+        term: about.term,
+        began: about.began,
+        ours: ours.map(|(since, blocks)| (since, blocks.saturating_mul(about.block_size.into()))),
         name,
         live: handle.live().map(|live| LiveDisk { resized: live.is_resized() }),
-        history,
+        history: knowledge,
         bookmark: handle.bookmarks()?.0.remove(&bookmark(name, status, &options.way)),
     })
+}
+
+/// A demoted source is any of several epochs, but for the blocks that it is unsure of: takes the newest that this source knows.
+pub(crate) fn newest_known(handle: &Handle, mut status: Status) -> Result<Status, SyncError> {
+    let replica = &mut status.replica;
+    if replica.role.also().is_empty() {
+        return Ok(status);
+    }
+    let history = handle.history()?;
+    let whole = |epoch| vec![replica::Position { epoch: Some(epoch), upto: replica.size }];
+    let stands = replica.epoch.is_some_and(|epoch| replica.positions == whole(epoch));
+    let known = |epoch: &&delta::Epoch| history.size_at(epoch).is_some();
+    if let Some(newest) = replica.role.also().iter().rev().find(known).copied().filter(|_| stands) {
+        replica.positions = whole(newest);
+        replica.epoch = Some(newest);
+    }
+    Ok(status)
 }
 
 /// The moment of a view, for a delta to the replica of `choice`.

@@ -18,10 +18,11 @@ use crate::allowed_paths::AllowedPaths;
 use crate::digests::ReplicaDigests;
 use crate::error::{Class, SyncError};
 use crate::messages::{
-    COMMITTED, Committed, FAILED, Failed, Open, PLAN, Plan, RESULT, Status, nonsense, of_digest_report,
-    of_sum_report, to_unit, unexpected,
+    COMMITTED, Committed, FAILED, Failed, Open, PLAN, Plan, Primary, RESULT, Status, nonsense,
+    of_digest_report, of_sum_report, to_unit, unexpected,
 };
 use crate::mirror_receiver::receive_batches;
+use crate::primary::primary_at;
 use crate::report::Progress;
 
 /// Serves one sync as the replica's end of `link`. Errors are reported to the other end too.
@@ -50,9 +51,15 @@ pub(crate) fn open_here(open: &Open, path: &Path, state: &StateDir) -> Result<Op
         create: open.create,
         doubt: open.verify,
         keep: open.keep.clone(),
+        term: open.origin.map_or(0, |origin| origin.term),
         ..open_options(open.journal_dir.as_deref(), state)
     };
-    Ok((open_replica(path, &options, state)?, Some(known_replicas(state))))
+    if let Some(origin) = open.origin.filter(|_| !open.adopt && !open.verify) {
+        if let Some(primary) = primary_at(path, &options, state, &origin)? {
+            return Ok(Opened::Primary(path.to_path_buf(), primary));
+        }
+    }
+    Ok(Opened::Replica(Box::new(open_replica(path, &options, state)?), Some(state.clone())))
 }
 
 /// Opens a replica. One whose state is in another folder than is said is told from what is none.
@@ -79,8 +86,15 @@ pub fn known_replicas(state: &StateDir) -> KnownReplicas {
 }
 
 /// Lists a replica. Only `dsync status` reads that: a sync does not fail where it cannot be written.
-fn list(replica: &Replica, known: Option<&KnownReplicas>) {
+pub(crate) fn list(replica: &Replica, known: Option<&KnownReplicas>) {
     let _ = known.map(|known| known.add(replica));
+}
+
+/// Forgets the source that an adopted disk was before. What is left if that fails is not trusted: the disk has changed.
+fn forget_former(state: &StateDir, replica: &Replica) {
+    if let Ok(Some((place, about))) = state.source(&replica.path().to_string_lossy()) {
+        let _ = source::forget_source(state, &place, &about);
+    }
 }
 
 /// Refuses a destination that shares storage with the source, under whatever names, if both are on this host.
@@ -107,9 +121,10 @@ pub fn receive_over(
             create: asked.create,
             doubt: asked.verify,
             keep: asked.keep.clone(),
+            term: asked.origin.map_or(0, |origin| origin.term),
             ..Default::default()
         };
-        Ok((open(&options)?, None))
+        Ok(Opened::Replica(Box::new(open(&options)?), None))
     })
 }
 
@@ -136,7 +151,7 @@ pub(crate) fn end_with<T>(sender: Sender, result: Result<T, SyncError>) -> Resul
     }
 }
 
-fn open_options(journal_dir: Option<&Path>, state: &StateDir) -> replica::Options {
+pub(crate) fn open_options(journal_dir: Option<&Path>, state: &StateDir) -> replica::Options {
     replica::Options {
         folder: journal_dir.map(Path::to_path_buf),
         devices: state.replicas_folder(),
@@ -144,8 +159,13 @@ fn open_options(journal_dir: Option<&Path>, state: &StateDir) -> replica::Option
     }
 }
 
-/// A replica; with the list it belongs to, if there is one.
-pub(crate) type Opened = (Replica, Option<KnownReplicas>);
+/// What was opened.
+pub(crate) enum Opened {
+    /// The requested replica; with the state directory of its host, if it has one.
+    Replica(Box<Replica>, Option<StateDir>),
+    /// The same source as the one at the other end of the link.
+    Primary(PathBuf, Primary),
+}
 
 /// Opens the requested replica.
 pub(crate) type Opener<'a> = &'a dyn Fn(&Open) -> Result<Opened, SyncError>;
@@ -165,7 +185,11 @@ impl ReplicaEnd<'_> {
     /// The conversation, from the status of the requested replica to the source's goodbye. What the source reported, if it did.
     pub(crate) fn converse(&self, open: &Open, opened: Opener<'_>) -> Result<Option<Message>, SyncError> {
         let ReplicaEnd { sender, receiver, .. } = *self;
-        let (mut replica, known) = opened(open)?;
+        let (mut replica, state) = match opened(open)? {
+            Opened::Replica(replica, state) => (replica, state),
+            Opened::Primary(path, primary) => return self.refuse(path, primary),
+        };
+        let known = state.as_ref().map(known_replicas);
         if replica.status().source.is_some() {
             list(&replica, known.as_ref());
         }
@@ -188,6 +212,21 @@ impl ReplicaEnd<'_> {
                 replica.mergeable()?;
                 list(&replica, known.as_ref());
             }
+            if let Some(released) = plan.release {
+                replica.release(released)?;
+                let epoch = released.epoch;
+                sender.send_json(
+                    COMMITTED,
+                    &Committed {
+                        epoch,
+                        bytes_written: 0,
+                        bytes_read: 0,
+                        digests: None,
+                        warnings: Vec::new(),
+                    },
+                )?;
+                return self.last_word(None);
+            }
             if let Some(mirror) = &plan.mirror {
                 return receive_batches(sender, receiver, &mut replica, mirror).map(|()| None);
             }
@@ -196,10 +235,27 @@ impl ReplicaEnd<'_> {
                 return self.last_word(None);
             }
             if let Some(committed) = self.take_delta(&mut replica, open, plan)? {
+                state.iter().filter(|_| open.adopt).for_each(|state| forget_former(state, &replica));
                 sender.send_json(COMMITTED, &committed)?;
                 // The other end says goodbye when it has recorded that.
                 return self.last_word(None);
             }
+        }
+    }
+
+    /// Says that the destination is a source itself: nothing is received.
+    fn refuse(&self, path: PathBuf, primary: Primary) -> Result<Option<Message>, SyncError> {
+        let status = Status::of(replica::Status::nothing());
+        let shown = path.display().to_string();
+        Status { path, primary: Some(primary), ..status }.say(self.sender)?;
+        match self.receiver.recv()? {
+            None => Ok(None),
+            Some(message) if message.kind == FAILED => Err(unexpected(&message)),
+            // An earlier version, which does not know what it was told.
+            Some(_) => Err(SyncError::Refused(format!(
+                "{shown} is a source itself (term {}): run \"dsync demote {shown}\" there first",
+                primary.term
+            ))),
         }
     }
 

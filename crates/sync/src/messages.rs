@@ -22,6 +22,8 @@
 //! A Plan for a mirror is followed by one delta after the other, each bound to the state that the previous one
 //! leaves; the replica answers each with Confirmed.
 //!
+//! A source that was demoted has a conversation of its own, in which its Plan says that nothing follows any more.
+//!
 //! Either side may end the conversation with Failed at any time. Otherwise it ends with a goodbye from each: the source's when it
 //! is done, then the replica's, for which the source waits.
 //!
@@ -36,7 +38,7 @@ use compare::{DigestReport, Scope};
 use delta::{Epoch, Unit, UnitKind};
 use device::{Buf, Storage};
 use link::{Message, Received, Receiver, Sender};
-use replica::{Commit, Keep, UnsureSet};
+use replica::{Commit, Demoted, Keep, Released, UnsureSet};
 use serde::{Deserialize, Serialize};
 use source::About;
 use uuid::Uuid;
@@ -81,6 +83,36 @@ pub(crate) struct Open {
     /// What of its past the replica is to keep.
     #[serde(default)]
     pub keep: Option<Keep>,
+    /// Which source it is. `None` from earlier versions.
+    #[serde(default)]
+    pub origin: Option<Origin>,
+}
+
+/// Which source a replica is opened for.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub(crate) struct Origin {
+    pub uuid: Uuid,
+    pub term: u64,
+    /// The epoch at which its term began.
+    pub began: Option<Epoch>,
+}
+
+impl Origin {
+    pub(crate) fn of(about: &About) -> Origin {
+        Origin { uuid: about.uuid, term: about.term, began: about.began }
+    }
+}
+
+/// What is at the replica's path where that is the same source itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Primary {
+    pub term: u64,
+    /// Its last epoch.
+    pub epoch: Option<Epoch>,
+    /// The epoch that both have in common, as far as it knows: where the term of one of them began.
+    pub common: Option<Epoch>,
+    /// Bytes written to it since, at least; `None` if that is not known.
+    pub written: Option<u64>,
 }
 
 impl Open {
@@ -96,12 +128,13 @@ impl Open {
             digests: None,
             source: None,
             keep: None,
+            origin: None,
         }
     }
 
-    /// The same, with what the source is stored on.
+    /// The same, with which source it is and what it is stored on.
     pub(crate) fn beside(self, source: &About) -> Open {
-        Open { source: Storage::of(&source.path), ..self }
+        Open { source: Storage::of(&source.path), origin: Some(Origin::of(source)), ..self }
     }
 }
 
@@ -119,6 +152,9 @@ pub(crate) struct Status {
     pub in_place: bool,
     /// Bytes of its encoded unsure set, which follows as [`UNSURE`].
     pub unsure_bytes: usize,
+    /// It is no replica, but the same source itself: nothing will be received.
+    #[serde(default)]
+    pub primary: Option<Primary>,
 }
 
 /// What will follow.
@@ -137,6 +173,9 @@ pub(crate) struct Plan {
     pub pass: bool,
     /// Batches of a mirror follow, until the source says goodbye.
     pub mirror: Option<MirrorPlan>,
+    /// Nothing follows, now or later: the source has ended with this epoch. Answered with Committed.
+    #[serde(default)]
+    pub release: Option<Released>,
 }
 
 /// How a mirror sends batches.
@@ -268,7 +307,14 @@ impl Open {
 impl Status {
     /// A status with defaults for all but the replica.
     pub(crate) fn of(replica: replica::Status) -> Status {
-        Status { path: PathBuf::new(), replica, wrong_size: None, in_place: false, unsure_bytes: 0 }
+        Status {
+            path: PathBuf::new(),
+            replica,
+            wrong_size: None,
+            in_place: false,
+            unsure_bytes: 0,
+            primary: None,
+        }
     }
 
     /// Says where the replica is.
@@ -313,10 +359,11 @@ impl Status {
     /// Refuses an invalid status.
     fn check(&self) -> Result<(), SyncError> {
         check_path("the replica", Some(&self.path))?;
-        let replica::Status { positions, size, .. } = &self.replica;
+        let replica::Status { positions, size, role, .. } = &self.replica;
         let ascend = positions.windows(2).all(|two| matches!(two, [a, b] if a.upto < b.upto));
         let within = positions.iter().all(|part| part.upto <= MAX_SIZE);
         let bounded = self.unsure_bytes <= UnsureSet::LONGEST;
+        let bounded = bounded && role.also().len() <= Demoted::MOST;
         match positions.len() <= MAX_PARTS && ascend && within && bounded && *size <= MAX_SIZE {
             true => Ok(()),
             false => Err(nonsense("the parts of the replica")),

@@ -16,7 +16,7 @@ use extents::Bitmap;
 use source::{Bookmark, Position, RESIZED};
 use uuid::Uuid;
 
-use crate::conflict::Conflict;
+use crate::conflict::{Conflict, Diverged, Divergence};
 use crate::messages::Status;
 use crate::options::{SyncOptions, Unreadable};
 use crate::read::Wanted;
@@ -25,6 +25,11 @@ use crate::read::Wanted;
 pub(crate) struct Facts<'a> {
     pub path: &'a Path,
     pub uuid: Uuid,
+    /// Its term, and the epoch at which that began.
+    pub term: u64,
+    pub began: Option<Epoch>,
+    /// Where another source of the same id is found: the last epoch in common, and the bytes written here since.
+    pub ours: Option<(Epoch, u64)>,
     /// The replica, as the user named it.
     pub name: &'a str,
     /// It is a disk in use, tracked in the kernel.
@@ -94,6 +99,7 @@ pub(crate) fn choose(facts: &Facts<'_>, status: &Status, options: &SyncOptions) 
     if facts.live.is_some() {
         allow_live(facts, options)?;
     }
+    refuse_diverged(facts, status, options)?;
     let replica = &status.replica;
     let nothing = replica.positions.is_empty();
     if !options.create {
@@ -127,6 +133,9 @@ pub(crate) fn choose(facts: &Facts<'_>, status: &Status, options: &SyncOptions) 
     }
     let why = match positions(status).filter(|_| !options.adopt) {
         None if options.adopt || replica.source.is_none() => "the replica was adopted".to_owned(),
+        None if replica.role.demoted.is_some() => {
+            "it was demoted without knowing what had been written to it".to_owned()
+        }
         None => "moving its parts in place was cut off".to_owned(),
         Some(positions) => match &facts.history {
             Knowledge::Known => return Ok(Choice::tracked(positions)),
@@ -145,6 +154,45 @@ pub(crate) fn choose(facts: &Facts<'_>, status: &Status, options: &SyncOptions) 
     match options.method {
         Some(Method::Tracked) => Err(Conflict::Lost { path: facts.path.to_path_buf(), why }),
         _ => Ok(Choice::compare(&why)),
+    }
+}
+
+/// Refuses a destination that was written to as the same source, or follows another that was: neither has what the other wrote since.
+fn refuse_diverged(facts: &Facts<'_>, status: &Status, options: &SyncOptions) -> Result<(), Conflict> {
+    let diverged = |term, common: Option<Epoch>, divergence| {
+        Err(Conflict::Diverged(Box::new(Diverged {
+            path: facts.path.to_path_buf(),
+            term: facts.term,
+            destination: facts.name.to_owned(),
+            other_term: term,
+            common: common.map(|epoch| epoch.number),
+            divergence,
+        })))
+    };
+    if let Some(theirs) = &status.primary {
+        let common = facts.ours.map(|(common, _)| common).or(theirs.common);
+        let divergence =
+            Divergence::TwoSources { here: facts.ours.map(|(_, bytes)| bytes), there: theirs.written };
+        return diverged(theirs.term, common, divergence);
+    }
+    let replica = &status.replica;
+    let term = replica.role.term;
+    let Some(epoch) = replica.epoch.filter(|_| replica.source == Some(facts.uuid) && !options.adopt) else {
+        return Ok(());
+    };
+    let other_branch =
+        Divergence::OtherBranch { epoch: epoch.number, demoted: replica.role.demoted.is_some() };
+    match &facts.history {
+        // A former source was given up for whichever goes on from an epoch of it.
+        Knowledge::Foreign(_) if replica.role.demoted.is_some() => diverged(term, None, other_branch),
+        _ if replica.role.demoted.is_some() || term == facts.term => Ok(()),
+        _ if term > facts.term => diverged(term, None, Divergence::Superseded),
+        Knowledge::Foreign(_) => diverged(term, facts.began, other_branch),
+        // Past the beginning of this term, it is of the earlier one.
+        Knowledge::Lost(_) if facts.began.is_some_and(|began| epoch.number > began.number) => {
+            diverged(term, facts.began, other_branch)
+        }
+        _ => Ok(()),
     }
 }
 
@@ -301,7 +349,7 @@ fn tracked(positions: &[Position], changes: Changes, moment: &Moment<'_>, status
     let Changes { blocks, chain, size_before } = changes;
     let mut header = header(Method::Tracked, moment, size_before);
     header.resumes = replica.resumes;
-    if replica.under_way() || !replica.unsure.is_empty() {
+    if replica.under_way() || !replica.unsure.is_empty() || !replica.role.also().is_empty() {
         // Only this replica, in this very state, can use it.
         header.binds = Some(replica.nonce);
         header.size_before = replica.size;
@@ -350,6 +398,7 @@ mod tests {
     use replica::{Position, State};
 
     use super::*;
+    use crate::messages::Primary;
 
     const BLOCK: u64 = 4096;
     /// Blocks of the disk.
@@ -362,7 +411,8 @@ mod tests {
     }
 
     /// A replica in words: "none", "at 5", "other at 5", "empty at 5", "unknown", "file"; "unsure" in its first block and its
-    /// last; with "partly" it is at 5 in its first half only, with "cut off" the rest of a transfer can be resumed.
+    /// last; with "partly" it is at 5 in its first half only, with "cut off" the rest of a transfer can be resumed. "demoted": a
+    /// former source that went on to 7; "term2": it has heard of that term; "source1": the source itself, in that term.
     fn replica(words: &str) -> Status {
         let has = |word: &str| words.split_whitespace().any(|w| w == word);
         let number =
@@ -394,7 +444,18 @@ mod tests {
         if has("cut") {
             replica.resumes = Some(delta::Resume { stream: OTHER, frames: 3, digest: [0; 32] });
         }
-        Status { path: "/replica".into(), ..Status::of(replica) }
+        if has("demoted") {
+            let also = if has("at") { vec![epoch(6), epoch(7)] } else { Vec::new() };
+            replica.role.demoted = Some(replica::Demoted { since: 0, also });
+        }
+        replica.role.term = (1..4).find(|term| has(&format!("term{term}"))).unwrap_or(1);
+        let primary = (1..4).find(|term| has(&format!("source{term}"))).map(|term| Primary {
+            term,
+            epoch: Some(epoch(9)),
+            common: has("common").then(|| epoch(5)),
+            written: has("common").then_some(3 * BLOCK),
+        });
+        Status { path: "/replica".into(), primary, ..Status::of(replica) }
     }
 
     /// Options in words, as on the command line.
@@ -422,6 +483,9 @@ mod tests {
         let facts = Facts {
             path: Path::new("/source"),
             uuid: SOURCE,
+            term: (2..4).find(|term| has(&format!("term{term}"))).unwrap_or(1),
+            began: (2..4).find(|term| has(&format!("term{term}"))).map(|_| epoch(5)),
+            ours: has("wrote").then(|| (epoch(5), 2 * BLOCK)),
             name: "far:/replica",
             live: has("live").then(|| LiveDisk { resized: has("resized") }),
             history,
@@ -487,6 +551,39 @@ mod tests {
             ("file; --adopt", "compare, compared: the replica was adopted"),
             ("file; --adopt --tracked", "Lost"),
             ("at 5; --adopt", "compare, compared: the replica was adopted"),
+            // A former source, of any epoch from 5 to 7 but for what it is unsure of.
+            ("unsure demoted at 5; term2", "tracked"),
+            ("unsure demoted at 7; term2", "tracked"),
+            (
+                "demoted unknown; term2",
+                "compare, compared: it was demoted without knowing what had been written to it",
+            ),
+            ("demoted unknown; term2 --tracked", "Lost"),
+            ("unsure demoted at 7; term2 foreign", "Diverged"),
+            // It was of a later term, and was given up.
+            ("unsure demoted at 5 term2", "tracked"),
+            ("unsure demoted at 5 term2; gap", "compare, compared: the host crashed"),
+            ("unsure demoted at 5 term2; foreign", "Diverged"),
+            // A replica that has heard of another term than its source's.
+            ("at 5; term2", "tracked"),
+            ("at 5 term2; term2", "tracked"),
+            ("at 5 term2", "Diverged"),
+            ("at 5 term2; gap", "Diverged"),
+            ("at 5 term2; --copy", "Diverged"),
+            ("at 5 term3; term2", "Diverged"),
+            ("at 5 term2; --adopt", "compare, compared: the replica was adopted"),
+            ("at 7; term2 foreign", "Diverged"),
+            ("at 7; term2 foreign --compare", "Diverged"),
+            ("at 7; term2 foreign --adopt", "compare, compared: the replica was adopted"),
+            ("at 7; term2 gap", "Diverged"),
+            ("at 5; term2 gap", "compare, compared: the host crashed"),
+            ("at 4; term2 gap", "compare, compared: the host crashed"),
+            ("other at 5 term3", "OtherSource"),
+            // The same source itself.
+            ("none source1; term2", "Diverged"),
+            ("none source2", "Diverged"),
+            ("none source2; --copy", "Diverged"),
+            ("none source2; remembered --create", "Diverged"),
             // A disk in use.
             ("at 5; live", "tracked"),
             ("none; live", "copy, seeded"),
@@ -539,6 +636,24 @@ mod tests {
             ("at 5; live --keep-going", ["/source", "omit --keep-going"]),
             ("at 5; live --at-view", ["/source", "omit --at-view"]),
             ("at 5; live resized", ["/source", "dsync track add /source"]),
+            ("at 5 term2", ["dsync demote /source", "term 2) than /source (term 1"]),
+            ("at 7; term2 foreign", ["at epoch 7 of term 1", "goes on from epoch 5"]),
+            ("at 7; term2 foreign", ["far:/replica", "--adopt"]),
+            ("unsure demoted at 5; foreign", ["--since", "was demoted at epoch 5"]),
+            ("none source1; term2", ["/source (term 2)", "far:/replica (term 1)"]),
+            (
+                "none source1; term2",
+                ["apart since an epoch that is not known", "an unknown amount was written"],
+            ),
+            ("none source1 common; term2", ["apart since epoch 5", "12.0 KiB to far:/replica"]),
+            (
+                "none source1 common; term2 wrote",
+                ["8.00 KiB was written to /source", "12.0 KiB to far:/replica"],
+            ),
+            (
+                "none source1; term2 wrote",
+                ["demote --since 5 --save FILE\" on far:/replica", "demote --since 5 --save FILE /source"],
+            ),
         ] {
             let (replica_words, words) = situation.split_once(';').unwrap_or((situation, ""));
             let text = chosen(&replica(replica_words), words).unwrap_err().to_string();
@@ -600,6 +715,9 @@ mod tests {
             ("unsure at 5", 8, 5, "tracked 7 8>8 bound: 0-0 2-3 7-7"),
             ("unsure at 7", 8, 7, "tracked 7 8>8 bound: 0-0 2-3 7-7"),
             ("unsure at 5", 6, 5, "tracked 7 8>6 bound: 0-0 2-3"),
+            // A former source gets what it is unsure of, too; where that is nothing, no other replica may take the delta.
+            ("unsure demoted at 5; term2", 8, 5, "tracked 7 8>8 bound: 0-0 2-3 7-7"),
+            ("demoted at 5; term2", 8, 5, "tracked 7 8>8 bound: 2-3"),
             // Its journal has come to 7.
             ("ahead at 7 cut off", 8, 7, "tracked 7 8>8 resumes: 2-3"),
             ("at 5 cut off", 8, 5, "tracked 5,6,7 8>8 resumes: 2-3"),

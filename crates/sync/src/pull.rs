@@ -157,7 +157,8 @@ impl Pull {
             Task::Sync(options) => (replica_for_sync(&self.replica, options), !options.dry_run),
             Task::Verify(options) => (replica_for_verify(&self.replica, options), options.repair),
         };
-        let open = Open { source: Open::hear(receiver)?.source, ..own };
+        let Open { source, origin, .. } = Open::hear(receiver)?;
+        let open = Open { source, origin, ..own };
         let end = ReplicaEnd { sender, receiver, progress, writes };
         let told = end.converse(&open, &|open| open_here(open, &open.path, state))?;
         told.ok_or_else(|| nonsense("no result"))

@@ -9,7 +9,7 @@ use source::Handle;
 
 use crate::digests::Digests;
 use crate::error::SyncError;
-use crate::facts::{bookmark, facts, moment, present};
+use crate::facts::{bookmark, facts, moment, newest_known, present};
 use crate::live::catch_up;
 use crate::messages::{Open, Status, open, part, text};
 use crate::options::SyncOptions;
@@ -70,6 +70,7 @@ pub(crate) fn push_over(
 /// A sync, from the replica's status to the commit.
 fn bring(handle: &Handle, transfer: &Transfer<'_>, status: Status) -> Result<Summary, SyncError> {
     let (name, options) = (transfer.name, transfer.options);
+    let status = newest_known(handle, status)?;
     let mut summary = Summary::new(handle.about(), name, options.dry_run);
     summary.resumed = status.replica.under_way() || status.replica.resumes.is_some();
     summary.recovered.clone_from(&status.replica.recovered);

@@ -321,6 +321,7 @@ fn a_lying_source_is_found_out() {
         digests: None,
         source: None,
         keep: None,
+        origin: None,
     };
     let plan = |scope: Scope, delta| Message {
         kind: PLAN,
@@ -331,6 +332,7 @@ fn a_lying_source_is_found_out() {
             delta,
             pass: false,
             mirror: None,
+            release: None,
         })
         .unwrap(),
         ..Message::default()

@@ -200,8 +200,7 @@ impl Scene {
         let disk = device::open(&path, &options).unwrap();
         let disk = Arc::new(Seen { disk, world: self.world.clone() });
         let identity = device::identity(&path).unwrap();
-        let (version, uuid) = (About::VERSION, Uuid::from_u128(5));
-        let about = About { version, uuid, path, identity, block_size: BLOCK as u32 };
+        let about = About { path, ..About::new(Uuid::from_u128(5), identity, BLOCK as u32) };
         let folder = Arc::new(Dir::open(&folder).unwrap());
         Live::over(about, disk, folder, self.standin()).unwrap().into()
     }

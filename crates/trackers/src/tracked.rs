@@ -304,6 +304,28 @@ impl TrackedDisk {
         Ok(false)
     }
 
+    /// Adds to `into`, in blocks of `block_size` bytes, what the records in `folder` say that come after `last_epoch`. For a disk
+    /// that nothing writes to; changes nothing.
+    ///
+    /// # Errors
+    /// If the folder or a record cannot be read.
+    pub fn add_recorded(
+        folder: &dyn Folder,
+        last_epoch: u64,
+        block_size: u64,
+        into: &Bitmap,
+    ) -> io::Result<()> {
+        for number in BitmapFile::list(folder)?.into_iter().filter(|n| *n > last_epoch) {
+            let Some(record) = BitmapFile::open(folder, number)? else { continue };
+            let unit = u64::from(record.block_size());
+            for run in record.runs_in(0..record.size().div_ceil(unit)) {
+                let end = (run.end * unit).div_ceil(block_size).min(into.blocks());
+                into.set((run.start * unit / block_size).min(end)..end);
+            }
+        }
+        Ok(())
+    }
+
     /// Ends the record and begins the next, atomically for the writers; waits for the writes in flight; makes the source
     /// durable. What was frozen stays on disk, and is part of every later answer, until [`TrackedDisk::release`]. At the same
     /// moment a `follower` is cut.

@@ -17,6 +17,7 @@ use crate::journal::{self, ARRIVING, kept};
 use crate::lineage::{Lineage, Position, State, Step, StepKind, Toward, known, reached, whole_blocks};
 use crate::note::{self, Keeping};
 use crate::replica::Replica;
+use crate::role::Role;
 use crate::undo::Touched;
 use crate::unsure::{Passing, UnsureSet};
 
@@ -63,7 +64,7 @@ impl Replica {
             self.remove_partial()?;
         }
         // An old replica is forgotten from here on; its file stays until the rename.
-        let lineage = Lineage::new();
+        let lineage = Lineage { role: Role::replica(self.lineage().role.term), ..Lineage::new() };
         if self.destination().is_device() {
             *self.lineage_mut() = lineage;
             return self.begin_step(StepKind::InPlace, Vec::new(), toward, header, false);

@@ -94,6 +94,7 @@ impl Replica {
         }
         self.take_over()?;
         self.keep_doubt()?;
+        self.hear_term()?;
         let seeds =
             header.is_seed() && header.resumes.is_none() && self.lineage().epoch != Some(toward.epoch);
         self.set_keep()?;
@@ -110,6 +111,16 @@ impl Replica {
             },
         };
         Ok(DeltaReceiver { replica: self, decoder, toward, sink, failed: false })
+    }
+
+    /// Remembers the source's term before anything of it is taken.
+    fn hear_term(&mut self) -> Result<()> {
+        let term = self.options().term;
+        if term == 0 || term == self.lineage().role.term {
+            return Ok(());
+        }
+        self.lineage_mut().role.term = term;
+        if self.is_kept() { self.store() } else { Ok(()) }
     }
 
     /// True if a delta that is committed this way is made within the destination's content, so that its copies must be in an

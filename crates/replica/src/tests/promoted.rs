@@ -1,10 +1,16 @@
-//! A replica as a disk of its own: who may take the mark of a promotion back, and what may be read.
+//! A replica that becomes the source, and a source that becomes a replica.
 
+use std::collections::BTreeSet;
 use std::path::Path;
+
+use extents::Bitmap;
 
 use super::real::alone;
 use super::world::*;
-use crate::{Commit, Options, Replica, ReplicaError, Use, inspect, promote, settle};
+use crate::{
+    Commit, Demotion, Lineage, Options, Released, Replica, ReplicaError, State, UnsureSet, demote, inspect,
+    settle, to_promote,
+};
 
 fn options() -> Options {
     Options::default()
@@ -18,66 +24,181 @@ fn seeded(path: &Path, source: &Source) {
     merge(&mut Replica::open(path, &options()).unwrap(), &source.seed(0), Commit::Journal).unwrap();
 }
 
-fn is_marked(path: &Path) -> bool {
-    inspect(path, &options()).unwrap().unwrap().promoted.is_some()
+fn lineage(path: &Path) -> Lineage {
+    inspect(path, &options()).unwrap().unwrap()
 }
 
-/// The mark goes with the promotion that set it, and with no other.
+fn promoted(path: &Path) -> Replica {
+    let mut replica = to_promote(path, &options()).unwrap();
+    replica.outlook(true).unwrap();
+    replica.promote().unwrap();
+    replica
+}
+
+/// Where the source says that there was no more, nothing has to be forced; a later commit takes that back.
 #[test]
-fn a_mark_is_taken_back_only_by_who_set_it_last() {
+fn a_promotion_wants_the_last_word_of_the_source() {
     let _alone = alone();
     let temp = tempfile::tempdir().unwrap();
     let path = temp.path().join("vm.raw");
-    seeded(&path, &source());
-    let promoted = || promote(&path, &options(), Use::Served).unwrap().unwrap();
-    assert!(promoted().end().unwrap());
-    assert!(!is_marked(&path));
-    // Another begins before the first has ended.
-    for revert in [false, true] {
-        let (first, second) = (promoted(), promoted());
-        if revert {
-            first.revert().unwrap();
-        } else {
-            assert!(!first.end().unwrap());
-        }
-        assert!(is_marked(&path), "the second serves");
-        assert!(!second.end().unwrap());
-        assert!(is_marked(&path), "nobody knows what was written before the second");
-        let adopt = Options { adopt: true, ..options() };
-        let mut replica = Replica::open(&path, &adopt).unwrap();
-        let source = source();
-        let delta = source.lacks(replica.status(), std::fs::read(&path).ok().as_deref(), 0);
-        merge(&mut replica, &delta, Commit::Journal).unwrap();
-        drop(replica);
-        assert!(!is_marked(&path));
+    let source = source();
+    let none = to_promote(&path, &options()).err().expect("nothing is there");
+    assert!(none.is_refusal() && none.to_string().contains("there is no replica"), "{none}");
+    seeded(&path, &source);
+    let refused = to_promote(&path, &options()).unwrap().outlook(false).unwrap_err();
+    for word in ["dsync demote SRC", "--force", "epoch 40"] {
+        assert!(refused.to_string().contains(word), "{refused}");
     }
-    // The second could not begin: the first ends as if it had never been.
-    let (first, second) = (promoted(), promoted());
-    second.revert().unwrap();
-    assert!(is_marked(&path));
-    assert!(first.end().unwrap());
-    assert!(!is_marked(&path));
-    // Another has it in use when the first ends.
-    let first = promoted();
-    let held = Replica::open(&path, &Options { doubt: true, ..options() }).unwrap();
-    assert!(!first.end().unwrap());
-    drop(held);
-    assert!(is_marked(&path));
+    let forced = to_promote(&path, &options()).unwrap().outlook(true).unwrap();
+    assert_eq!((forced.epoch, forced.released, forced.later), (source.epochs[0], false, None));
+    let mut replica = Replica::open(&path, &options()).unwrap();
+    let other = Released { epoch: source.epochs[1], term: 1 };
+    assert!(replica.release(other).unwrap_err().is_refusal(), "it is not at that epoch");
+    replica.release(Released { epoch: source.epochs[0], term: 3 }).unwrap();
+    drop(replica);
+    let released = to_promote(&path, &options()).unwrap().outlook(false).unwrap();
+    assert!(released.released);
+    let mut replica = Replica::open(&path, &options()).unwrap();
+    merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap();
+    assert!(replica.outlook(false).is_err(), "its source went on");
+    replica.release(Released { epoch: source.epochs[1], term: 3 }).unwrap();
+    drop(replica);
+    let mut replica = to_promote(&path, &options()).unwrap();
+    replica.outlook(false).unwrap();
+    let mark = replica.promote().unwrap();
+    assert_eq!(mark.term, 4);
+    drop(replica);
+    let role = lineage(&path).role;
+    assert_eq!((role.term, role.promoted, role.released), (4, Some(mark), None));
+    // The same command again, after a crash.
+    assert_eq!(promoted(&path).recorded().role.promoted, Some(mark));
+    assert_eq!(promoted(&path).changed_since_mark().unwrap(), None);
+    std::fs::File::options().write(true).open(&path).unwrap().set_len(4096).unwrap();
+    assert!(promoted(&path).changed_since_mark().unwrap().is_some());
 }
 
-/// What may be looked at may not be merged into.
+/// No delta is merged over what is written to a source, whatever it was before.
 #[test]
-fn doubt_does_not_make_a_promoted_replica_mergeable() {
+fn a_promoted_replica_takes_no_delta() {
     let _alone = alone();
     let temp = tempfile::tempdir().unwrap();
     let path = temp.path().join("vm.raw");
-    seeded(&path, &source());
+    let source = source();
+    seeded(&path, &source);
+    // A part of a delta has come, of an epoch that the source is known to have had.
+    let mut replica = Replica::open(&path, &options()).unwrap();
+    receive_part(&mut replica, &source.tracked(0, 1), Commit::Journal, 1).unwrap();
+    drop(replica);
+    assert_eq!(to_promote(&path, &options()).unwrap().outlook(true).unwrap().later, Some(source.epochs[1]));
     let doubting = Options { doubt: true, ..options() };
     Replica::open(&path, &doubting).unwrap().mergeable().unwrap();
-    promote(&path, &options(), Use::Served).unwrap().unwrap();
-    let refused = Replica::open(&path, &doubting).unwrap().mergeable();
-    assert!(matches!(refused, Err(ReplicaError::Promoted { .. })), "{refused:?}");
-    Replica::open(&path, &Options { adopt: true, ..options() }).unwrap().mergeable().unwrap();
+    drop(promoted(&path));
+    assert!(matches!(Replica::open(&path, &options()), Err(ReplicaError::Promoted { .. })));
+    let mut replica = Replica::open(&path, &doubting).unwrap();
+    assert!(matches!(replica.mergeable(), Err(ReplicaError::Promoted { .. })));
+    assert!(replica.release(Released { epoch: source.epochs[0], term: 1 }).is_err());
+    assert!(merge(&mut replica, &source.tracked(0, 1), Commit::Journal).is_err());
+    drop(replica);
+    assert!(std::fs::read(&path).unwrap() == source.images[0]);
+    // Adopted, it is a replica again.
+    let mut replica = Replica::open(&path, &Options { adopt: true, ..options() }).unwrap();
+    let delta = source.lacks(replica.status(), std::fs::read(&path).ok().as_deref(), 1);
+    merge(&mut replica, &delta, Commit::Journal).unwrap();
+    drop(replica);
+    assert_eq!(lineage(&path).role.promoted, None);
+}
+
+/// A clone that was not put in place yet has not touched the replica.
+#[test]
+fn what_is_not_one_moment_of_its_source_is_not_promoted() {
+    let _alone = alone();
+    let temp = tempfile::tempdir().unwrap();
+    let path = temp.path().join("vm.raw");
+    let source = source();
+    seeded(&path, &source);
+    let mut replica = Replica::open(&path, &options()).unwrap();
+    receive_part(&mut replica, &source.tracked(0, 1), Commit::InPlace, 1).unwrap();
+    drop(replica);
+    let refused = to_promote(&path, &options()).unwrap().outlook(true).unwrap_err().to_string();
+    for word in ["cut off between", "dsync sync", "dsync forget"] {
+        assert!(refused.contains(word), "{refused}");
+    }
+    assert_eq!(lineage(&path).role.promoted, None);
+}
+
+fn demotion(source: &Source, size: u64, blocks: &[u64]) -> Demotion {
+    let unsure = Bitmap::new(size / BLOCK);
+    blocks.iter().for_each(|block| {
+        unsure.set(*block..*block + 1);
+    });
+    let since = (source.epochs[0], vec![source.epochs[1]], UnsureSet::of_blocks(&unsure, BLOCK));
+    Demotion { source: source.id, term: 2, block_size: BLOCK as u32, size, since: Some(since) }
+}
+
+/// What was written to a former source is sent again, with what the new one has written, and nothing else.
+#[test]
+fn a_former_source_is_unsure_of_what_was_written_to_it() {
+    let _alone = alone();
+    let temp = tempfile::tempdir().unwrap();
+    let path = temp.path().join("vm.raw");
+    let source = source();
+    std::fs::write(&path, &source.images[0]).unwrap();
+    scribble(&path, &[3, 70, 71]);
+    let demotion = demotion(&source, source.size(0), &[3, 70, 71]);
+    let refused = demote(&path, &options(), &demotion, &|_| false).err().expect("it was written to");
+    assert!(refused.is_refusal() && refused.to_string().contains("run the command again"), "{refused}");
+    assert_eq!(inspect(&path, &options()).unwrap(), None, "it is the source that it was");
+    let replica = demote(&path, &options(), &demotion, &|_| true).unwrap();
+    let status = replica.status().clone();
+    assert_eq!((status.epoch, status.state), (Some(source.epochs[0]), State::Exact));
+    assert_eq!((status.unsure.bytes(), status.role.also()), (3 * BLOCK, &source.epochs[1..]));
+    assert!(!status.ahead, "no batch has come");
+    drop(replica);
+    // It may be promoted again as it is.
+    let outlook = to_promote(&path, &options()).unwrap();
+    assert!(outlook.outlook(false).is_err());
+    outlook.outlook(true).unwrap();
+    drop(outlook);
+    let mut replica = Replica::open(&path, &options()).unwrap();
+    let status = replica.status().clone();
+    let lacking: BTreeSet<u64> =
+        status.unsure.ranges().flat_map(|r| r.start / BLOCK..r.end / BLOCK).collect();
+    assert_eq!(lacking, BTreeSet::from([3, 70, 71]));
+    merge(&mut replica, &source.lacks(&status, None, 1), Commit::Journal).unwrap();
+    let status = replica.status().clone();
+    assert_eq!((status.epoch, status.role.demoted), (Some(source.epochs[1]), None));
+    assert!(status.unsure.is_empty());
+    drop(replica);
+    assert!(std::fs::read(&path).unwrap() == source.images[1]);
+}
+
+/// Where it is not known what was written, the next sync compares, without another word.
+#[test]
+fn a_former_source_of_which_nothing_is_known_is_compared() {
+    let _alone = alone();
+    let temp = tempfile::tempdir().unwrap();
+    let path = temp.path().join("vm.raw");
+    let source = source();
+    seeded(&path, &source);
+    drop(promoted(&path));
+    scribble(&path, &[1, 2]);
+    let demotion = Demotion { since: None, ..demotion(&source, source.size(0), &[]) };
+    drop(demote(&path, &options(), &demotion, &|_| true).unwrap());
+    let mut replica = Replica::open(&path, &options()).unwrap();
+    assert!(replica.outlook(true).is_err(), "it is of no moment that is known");
+    let status = replica.status().clone();
+    assert_eq!((status.epoch, status.state, status.positions[0].epoch), (None, State::Incomplete, None));
+    assert!(merge(&mut replica, &source.tracked(0, 1), Commit::Journal).is_err());
+    let delta = source.lacks(&status, std::fs::read(&path).ok().as_deref(), 1);
+    merge(&mut replica, &delta, Commit::Journal).unwrap();
+    drop(replica);
+    assert!(std::fs::read(&path).unwrap() == source.images[1]);
+}
+
+fn scribble(path: &Path, blocks: &[u64]) {
+    use std::os::unix::fs::FileExt;
+    let file = std::fs::File::options().write(true).open(path).unwrap();
+    blocks.iter().for_each(|block| file.write_all_at(&[0xa5; BLOCK as usize], block * BLOCK).unwrap());
 }
 
 /// What a crash left in the midst of a merge is merged before it is read.
@@ -119,9 +240,6 @@ fn a_replica_between_two_epochs_is_not_read() {
     for word in ["cut off between", "dsync sync", "dsync forget"] {
         assert!(said.contains(word), "{said}");
     }
-    let promotion = promote(&path, &options(), Use::Served).unwrap().unwrap();
-    assert!(promotion.was().unsettled().is_some());
-    promotion.revert().unwrap();
     let mut replica = Replica::open(&path, &options()).unwrap();
     let delta = source.lacks(replica.status(), None, 1);
     merge(&mut replica, &delta, Commit::InPlace).unwrap();

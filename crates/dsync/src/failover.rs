@@ -1,0 +1,201 @@
+//! `dsync promote` and `dsync demote`.
+
+use anyhow::Result;
+use source::{Handle, StateDir};
+use sync::{DemoteOptions, DemoteSummary, PromoteOptions, Promotion, Summary, SyncError, SyncOptions};
+
+use crate::args;
+use crate::failure::Failure;
+use crate::location::Ends;
+use crate::output::Output;
+use crate::{sync_command, units};
+
+/// Makes a replica the source.
+pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -> Result<()> {
+    let path = std::path::absolute(&args.replica)?;
+    let options =
+        PromoteOptions { force: args.force, dry_run: args.dry_run, journal_dir: args.journal_dir.clone() };
+    let promotion = sync::promote(state, &path, &options)?;
+    promotion.recovered.iter().for_each(|recovered| output.warn(recovered));
+    say_promotion(&promotion, output);
+    output.summary(&promotion);
+    Ok(())
+}
+
+fn say_promotion(promotion: &Promotion, output: &Output) {
+    let done = match (promotion.dry_run, promotion.completed) {
+        (true, _) => "would become",
+        (false, true) => "is now (its promotion was interrupted)",
+        (false, false) => "is now",
+    };
+    output.say(&format!(
+        "{} {done} the source {} in term {}, from epoch {}{} on",
+        promotion.path.display(),
+        promotion.source,
+        promotion.term,
+        promotion.epoch,
+        promotion.time.map_or(String::new(), |time| format!(" ({}, {})", device::moment(time), age(time)))
+    ));
+    if promotion.bytes_ahead > 0 {
+        output.say(&format!(
+            "  it is ahead of that epoch: {} are of a later moment",
+            units::size(promotion.bytes_ahead)
+        ));
+    }
+    if promotion.fuzzy {
+        output.say("  it was copied from a disk in use without a freeze: check its file systems");
+    }
+    if promotion.released {
+        output.say("  its old source has ended there: nothing is lost");
+        return;
+    }
+    let more = match promotion.lacks_epoch {
+        Some(epoch) => format!("it is known to have reached epoch {epoch}, which is not here"),
+        None => "nothing is known of that".into(),
+    };
+    output.say(&format!(
+        "  what its old source wrote after that is given up: {more}. If it returns, run \"dsync demote\" there before anything \
+         uses it"
+    ));
+}
+
+fn age(time: u64) -> String {
+    let now =
+        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |now| now.as_secs());
+    match now.saturating_sub(time) {
+        seconds @ 0..120 => format!("{seconds} s ago"),
+        seconds @ 120..7200 => format!("{} minutes ago", seconds / 60),
+        seconds @ 7200..172_800 => format!("{} hours ago", seconds / 3600),
+        seconds => format!("{} days ago", seconds / 86_400),
+    }
+}
+
+/// Makes a source a replica.
+pub(crate) fn demote(args: &args::Demote, state: &StateDir, output: &Output) -> Result<()> {
+    units::check_rates(&[("--bwlimit", args.far.bwlimit)])?;
+    let ends = args.destination.as_deref().map(|there| Ends::parse(&args.source, there)).transpose()?;
+    if let Some(host) = ends.as_ref().and_then(|ends| ends.source.host.as_ref()) {
+        return Err(Failure::usage(format!("{} is on another host: run this on {host}", args.source)).into());
+    }
+    let options = DemoteOptions {
+        since: args.since.clone(),
+        save: args.save.clone(),
+        discard: args.discard,
+        dry_run: args.dry_run,
+        journal_dir: args.own_journal_dir.clone(),
+        open: crate::source_options(&args.open)?,
+    };
+    let progress = |done, total| output.progress(done, total);
+    let Some(ends) = ends else {
+        let summary = sync::demote(state, &args.source, &options, None, &progress);
+        output.finish();
+        let summary = summary?;
+        say_demotion(&summary, output);
+        output.summary(&summary);
+        return Ok(());
+    };
+    let mut failed = None;
+    let mut last_sync = |handle: &Handle| {
+        let synced = push(handle, &ends, args, state, output);
+        output.finish();
+        synced.map_err(|error| {
+            failed = Some(error);
+            SyncError::Stopped
+        })
+    };
+    let summary = sync::demote(state, &args.source, &options, Some(&mut last_sync), &progress);
+    if let Some(error) = failed {
+        return Err(error);
+    }
+    let summary = summary?;
+    say_demotion(&summary, output);
+    if !summary.dry_run {
+        tell(&summary, &ends, args, state, output)?;
+    }
+    output.summary(&summary);
+    Ok(())
+}
+
+/// The last sync.
+fn push(
+    handle: &Handle,
+    ends: &Ends,
+    args: &args::Demote,
+    state: &StateDir,
+    output: &Output,
+) -> Result<Summary> {
+    let options = SyncOptions {
+        dry_run: args.dry_run,
+        compress: args.compress.level,
+        bwlimit: args.far.bwlimit,
+        journal_dir: args.far.journal_dir.clone(),
+        way: sync::Way::to(ends.destination.host.is_some()),
+        ..SyncOptions::default()
+    };
+    let progress = |done, total| output.progress(done, total);
+    let summary = ends.converse(&args.far, state, |link, path, name| {
+        sync::push(handle, link, path, name, &options, &progress)
+    })?;
+    summary.recovered.iter().for_each(|recovered| output.warn(recovered));
+    sync_command::say(&summary, output);
+    Ok(summary)
+}
+
+/// Tells the replica that there was no more.
+fn tell(
+    summary: &DemoteSummary,
+    ends: &Ends,
+    args: &args::Demote,
+    state: &StateDir,
+    output: &Output,
+) -> Result<()> {
+    let (_, name) = ends.destination.place()?;
+    let Some(released) = summary.released else {
+        return Err(Failure::refused(format!(
+            "{} is demoted, with writes that {name} does not have: promote {name} with --force, then sync from it",
+            summary.path.display()
+        ))
+        .into());
+    };
+    let told = ends.converse(&args.far, state, |link, path, _| {
+        sync::release(link, &summary.path, summary.source, released, path, &args.far.journal_dir)
+    });
+    let promoted = told.map_err(|error| {
+        error.context(format!(
+            "{} is demoted, but {name} could not be told: run the command again, so that it can be promoted without --force",
+            summary.path.display()
+        ))
+    })?;
+    output.say(&match promoted {
+        Some(term) => format!("{name} was promoted already (term {term})"),
+        None => {
+            format!("{name} can be promoted: it has all of epoch {}, the last one", released.epoch.number)
+        }
+    });
+    Ok(())
+}
+
+fn say_demotion(summary: &DemoteSummary, output: &Output) {
+    let path = summary.path.display();
+    let done = match (summary.dry_run, summary.again) {
+        (true, _) => "would become",
+        (false, true) => "is already",
+        (false, false) => "is now",
+    };
+    let since = match (summary.epoch, summary.bytes_unsure) {
+        (Some(epoch), Some(0)) => format!("at epoch {epoch}"),
+        (Some(epoch), Some(bytes)) => {
+            format!("at epoch {epoch}, with {} written since", units::size(bytes))
+        }
+        _ => {
+            "and the next sync to it compares everything, because what was written to it is not known".into()
+        }
+    };
+    output.say(&format!(
+        "{path} {done} a replica of source {}, {since} (term {} has ended)",
+        summary.source, summary.term
+    ));
+    if let Some(file) = &summary.saved {
+        output.say(&format!("  what was written since is saved in {0}: dsync inspect {0}", file.display()));
+    }
+}

@@ -1,0 +1,83 @@
+//! A source that becomes a replica: all that was written to it after an epoch is what it is unsure of, so that the next sync sends
+//! the differences alone. The lineage is made in one step: before it the disk is a source, after it a replica.
+
+use std::path::Path;
+
+use delta::Epoch;
+use uuid::Uuid;
+
+use crate::error::{ReplicaError, Result, io_error};
+use crate::lineage::{Lineage, Stamp, State};
+use crate::options::Options;
+use crate::replica::Replica;
+use crate::role::{Demoted, Role, now};
+use crate::unsure::UnsureSet;
+
+/// What a source was.
+#[derive(Debug, Clone)]
+pub struct Demotion {
+    /// Its UUID.
+    pub source: Uuid,
+    /// Its term.
+    pub term: u64,
+    /// Its block size in bytes.
+    pub block_size: u32,
+    /// Bytes of its disk.
+    pub size: u64,
+    /// An epoch of it, later ones, ascending, and the blocks written after the first. `None` if it is not known what was
+    /// written: then the next sync compares.
+    pub since: Option<(Epoch, Vec<Epoch>, UnsureSet)>,
+}
+
+/// Makes the source at `path` a replica. `unwritten` tells if the disk, as it is found and then held, is what the source's state was
+/// read for. Durable on return.
+///
+/// # Errors
+/// Refused if it is in use, or written to meanwhile; then it is the source that it was.
+pub fn demote(
+    path: &Path,
+    options: &Options,
+    demotion: &Demotion,
+    unwritten: &dyn Fn(&Stamp) -> bool,
+) -> Result<Replica> {
+    let mut replica = Replica::open(path, &Options { adopt: true, ..options.clone() })?;
+    replica.demote(demotion, unwritten)?;
+    Ok(replica)
+}
+
+impl Replica {
+    /// The same for a disk that was opened to be adopted.
+    pub(crate) fn demote(&mut self, demotion: &Demotion, unwritten: &dyn Fn(&Stamp) -> bool) -> Result<()> {
+        let stamp = self.destination().settle().map_err(io_error("flush", self.path()))?;
+        if !unwritten(&stamp) {
+            return Err(ReplicaError::Refused(format!(
+                "{} was written to while it was demoted: stop what writes to it, and run the command again",
+                self.path().display()
+            )));
+        }
+        self.untouched()?;
+        let (epoch, also, unsure) = match &demotion.since {
+            Some((epoch, also, unsure)) => (Some(*epoch), also.as_slice(), unsure.clone()),
+            None => (None, &[][..], UnsureSet::new()),
+        };
+        let unsure = self.keep_unsure(&unsure, "the disk is the source that it was")?;
+        let also = also[also.len().saturating_sub(Demoted::MOST)..].to_vec();
+        let demoted = Some(Demoted { since: now(), also });
+        *self.lineage_mut() = Lineage {
+            source: Some(demotion.source),
+            epoch,
+            state: if epoch.is_some() { State::Exact } else { State::Incomplete },
+            size: demotion.size,
+            block_size: demotion.block_size,
+            stamp: Some(stamp),
+            unsure,
+            role: Role { demoted, ..Role::replica(demotion.term) },
+            ..Lineage::new()
+        };
+        self.take_over()?;
+        if !self.is_kept() {
+            self.store()?;
+        }
+        self.refresh()
+    }
+}

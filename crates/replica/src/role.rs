@@ -1,0 +1,105 @@
+//! What a disk is among the copies of a source: the source itself, or a replica, and by whose word. A disk without a lineage is
+//! an ordinary source.
+//!
+//! ```text
+//!     replica ── promote ──▶ promoted (a source, its term one higher) ── demote ──▶ demoted (a replica) ── commit ──▶ replica
+//! ```
+
+use delta::Epoch;
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+/// The term of a source before any promotion.
+pub const FIRST_TERM: u64 = 1;
+
+fn first_term() -> u64 {
+    FIRST_TERM
+}
+
+/// What a disk with a lineage is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Role {
+    /// The term of the source that it last took something from, or was itself.
+    #[serde(default = "first_term")]
+    pub term: u64,
+    /// It is the source itself, and takes no deltas.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub promoted: Option<Promoted>,
+    /// The source has ended at the epoch of the last commit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub released: Option<Released>,
+    /// It was the source until then; the next commit ends this.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub demoted: Option<Demoted>,
+}
+
+/// A promotion.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Promoted {
+    /// When, in seconds since 1970.
+    pub since: u64,
+    /// Names it: the id of the epoch with which it begins.
+    #[serde(default)]
+    pub id: Uuid,
+    /// Its term. 0: an earlier dsync opened the replica for writing, as a source with an id of its own.
+    #[serde(default)]
+    pub term: u64,
+}
+
+/// The last word of a source that was demoted: nothing was written to it after this epoch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Released {
+    /// Its last epoch.
+    pub epoch: Epoch,
+    /// Its term.
+    pub term: u64,
+}
+
+/// A demotion.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Demoted {
+    /// When, in seconds since 1970.
+    pub since: u64,
+    /// Later epochs than the lineage's that are as true of the disk, ascending: all that was written after the lineage's is in the
+    /// unsure set. The new source may know only one of them, if an acknowledgement of it was lost.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub also: Vec<Epoch>,
+}
+
+impl Demoted {
+    /// The most epochs that are kept; of more, the newest.
+    pub const MOST: usize = 4096;
+}
+
+impl Role {
+    /// A replica, of a source with that term.
+    pub fn replica(term: u64) -> Role {
+        Role { term, promoted: None, released: None, demoted: None }
+    }
+
+    /// The later epochs that are as true as the lineage's.
+    pub fn also(&self) -> &[Epoch] {
+        self.demoted.as_ref().map_or(&[], |demoted| &demoted.also)
+    }
+}
+
+impl Default for Role {
+    fn default() -> Role {
+        Role::replica(FIRST_TERM)
+    }
+}
+
+impl Promoted {
+    /// What happened to the replica, as the part of a sentence that begins with its name.
+    pub fn said(&self) -> String {
+        match self.term {
+            0 => format!("was opened for writing on {}", device::moment(self.since)),
+            term => format!("was promoted on {} (term {term})", device::moment(self.since)),
+        }
+    }
+}
+
+/// Seconds since 1970.
+pub(crate) fn now() -> u64 {
+    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |time| time.as_secs())
+}

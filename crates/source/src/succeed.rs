@@ -1,0 +1,132 @@
+//! The source that a promoted replica becomes: the id of the one it followed, a history that begins with the replica's epoch, and a
+//! record that is clean.
+//!
+//! The description of the source is written last. So what a crash leaves is not a source, and is made anew.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use delta::Epoch;
+use device::{Dir, Disk, Folder, FolderLock};
+use extents::Bitmap;
+use uuid::Uuid;
+
+use crate::SourceError;
+use crate::history::History;
+use crate::source::{Backing, Parts, PathBacking, Source, SourceOptions};
+use crate::stamp::Verdict;
+use crate::state::{ABOUT, About, StateDir, write_about};
+
+/// What a replica takes over from its source.
+#[derive(Debug)]
+pub struct Succession {
+    /// The source's UUID.
+    pub uuid: Uuid,
+    /// The new term.
+    pub term: u64,
+    /// The replica's epoch.
+    pub base: Epoch,
+    /// The epoch of the promotion, and before it those that are as true of the disk but for `changes`; ascending.
+    pub moments: Vec<Epoch>,
+    /// Block size in bytes.
+    pub block_size: u32,
+    /// The blocks in which the disk differs from `base`; or why that is not known.
+    pub changes: Result<Bitmap, String>,
+}
+
+impl Succession {
+    /// True if the source whose state is in `folder` is this one, made to the end.
+    fn is_done(&self, folder: &dyn Folder, about: &About) -> Result<bool, SourceError> {
+        let known = self.moments.last().is_some_and(|moment| {
+            (about.uuid, about.term) == (self.uuid, self.term)
+                && History::read(folder).is_ok_and(|history| history.knows(moment.id))
+        });
+        Ok(known)
+    }
+}
+
+/// Makes the disk at `path` the source that succeeds the one it followed. The caller holds the disk: nothing else writes to it. Returns
+/// false if that was done before.
+///
+/// # Errors
+/// `Busy` if another program holds the state of that source; `Refused` if the disk cannot be a source. Nothing is a source then
+/// that was not one before.
+pub fn succeed(state: &StateDir, path: &Path, succession: &Succession) -> Result<bool, SourceError> {
+    let identity = device::identity(path)?;
+    let _minting = state.lock()?;
+    let known = state.source(&identity.path.to_string_lossy())?;
+    if let Some((place, about)) = &known {
+        let folder = Dir::open(place).map_err(SourceError::state("open", place))?;
+        if succession.is_done(&folder, about)? {
+            return Ok(false);
+        }
+    }
+    let place = match known {
+        // What this disk was as a source before: the new one is found by the same path.
+        Some((place, _)) => place,
+        None => free_place(state, succession)?,
+    };
+    let folder = Dir::open(&place).map_err(SourceError::state("make", &place))?;
+    let lock = match FolderLock::take(&place).map_err(SourceError::state("lock", &place))? {
+        Ok(lock) => lock,
+        Err(holder) => return Err(SourceError::Busy { path: identity.path, holder }),
+    };
+    let disk =
+        device::open(&identity.path, &device::Options { write: false, direct: false, exclusive: false })?;
+    let backing = Box::new(PathBacking::new(identity, folder.path()));
+    succeed_in(succession, disk, Arc::new(folder), backing)?;
+    drop(lock);
+    Ok(true)
+}
+
+/// A folder that belongs to no source yet, or to one that was not made to the end.
+fn free_place(state: &StateDir, succession: &Succession) -> Result<PathBuf, SourceError> {
+    let first = state.source_folder(succession.uuid);
+    if !first.join(ABOUT).exists() {
+        return Ok(first);
+    }
+    // On the host of the old source.
+    let place = state.folder_of_term(succession.uuid, succession.term);
+    match place.join(ABOUT).exists() {
+        false => Ok(place),
+        true => Err(SourceError::Refused(format!(
+            "another disk of this host is already the source {} in term {}: \"dsync status\" shows which",
+            succession.uuid, succession.term
+        ))),
+    }
+}
+
+/// The same with the parts of the source. Takes no lock.
+#[doc(hidden)]
+pub fn succeed_in(
+    succession: &Succession,
+    disk: Arc<dyn Disk>,
+    folder: Arc<dyn Folder>,
+    backing: Box<dyn Backing>,
+) -> Result<(), SourceError> {
+    wipe(&*folder).map_err(SourceError::state("clear", folder.path()))?;
+    let identity = backing.identity()?;
+    let Succession { uuid, term, base, block_size, .. } = *succession;
+    let about = About { term, began: Some(base), ..About::new(uuid, identity.clone(), block_size) };
+    let changes = succession.changes.as_ref().map_err(String::clone);
+    History::begin(&*folder, base, succession.moments.clone(), disk.len(), block_size, changes)?;
+    let history = History::read(&*folder)?;
+    let parts = Parts { about: about.clone(), disk, folder: folder.clone(), backing, history, identity };
+    let options = SourceOptions { read_only: true, ..SourceOptions::default() };
+    // The replica was just seen to be what its lineage says, and is held.
+    let found = (Verdict::Trusted { power_lost: false }, 0, None);
+    Source::begin(parts, found, &options)?.close()?;
+    write_about(&*folder, &about)
+}
+
+/// Removes all but the lock; first what makes it a source.
+fn wipe(folder: &dyn Folder) -> std::io::Result<()> {
+    folder.remove(ABOUT)?;
+    folder.sync()?;
+    for name in folder.list()? {
+        if name != FolderLock::NAME {
+            folder.remove(&name)?;
+        }
+    }
+    folder.sync()
+}

@@ -1,0 +1,363 @@
+//! Making a source a replica of the one that succeeds it, and telling that one that there was no more.
+//!
+//! What was written after the epoch in common becomes the unsure set of the replica, so the next sync sends that, and what the new
+//! source has written since, and nothing else. First the lineage is durable, then the source's state is removed; the same
+//! command completes what a crash left in between.
+
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use delta::Epoch;
+use device::Storage;
+use extents::Bitmap;
+use link::Link;
+use replica::{Commit, Demotion, Lineage, Released, UnsureSet};
+use serde::Serialize;
+use source::{About, Handle, SourceError, SourceOptions, StateDir};
+use uuid::Uuid;
+
+use crate::error::SyncError;
+use crate::extract::{extract, fed};
+use crate::far::{known_replicas, list, open_options};
+use crate::messages::{COMMITTED, Committed, Open, Origin, PLAN, Plan, expect, open, part};
+use crate::report::{Progress, Summary};
+use crate::roles::refuse_unfinished;
+
+/// How to demote.
+#[derive(Debug, Clone, Default)]
+pub struct DemoteOptions {
+    /// The epoch in common, by its number or as a checkpoint. Without it, the oldest at which a replica is known to be; where none is
+    /// known, the one at which the source was promoted.
+    pub since: Option<String>,
+    /// Write what was written since as a delta to this file, which must not exist.
+    pub save: Option<PathBuf>,
+    /// Give up what was written since.
+    pub discard: bool,
+    /// Only report what would be done.
+    pub dry_run: bool,
+    /// Where the new replica keeps lineage and journal.
+    pub journal_dir: Option<PathBuf>,
+    /// How the source is opened.
+    pub open: SourceOptions,
+}
+
+/// What a demotion did.
+#[derive(Debug, Clone, Serialize)]
+pub struct DemoteSummary {
+    /// The disk.
+    pub path: PathBuf,
+    /// The source that it was, and now follows.
+    pub source: Uuid,
+    /// Its last term as that.
+    pub term: u64,
+    /// The epoch in common; `None` if what was written is not known.
+    pub epoch: Option<u64>,
+    /// The last epoch.
+    pub last_epoch: Option<u64>,
+    /// Bytes written after the epoch in common; `None` if that is not known.
+    pub bytes_unsure: Option<u64>,
+    /// Where they were saved.
+    pub saved: Option<PathBuf>,
+    /// It was demoted before.
+    pub again: bool,
+    /// Nothing was done.
+    pub dry_run: bool,
+    /// What is to be told to the replica that succeeds it: nothing was written after this epoch.
+    #[serde(skip)]
+    pub released: Option<Released>,
+}
+
+/// The last sync of a source.
+pub type LastSync<'a> = &'a mut dyn FnMut(&Handle) -> Result<Summary, SyncError>;
+
+/// Makes the source `what` a replica. With `last_sync`, of the replica that this brings up to date.
+///
+/// # Errors
+/// Refused if it is in use or is no source, and if it was written to after the epoch in common and the options say neither to save
+/// nor to discard that. It is the source that it was then.
+pub fn demote(
+    state: &StateDir,
+    what: &str,
+    options: &DemoteOptions,
+    last_sync: Option<LastSync<'_>>,
+    progress: Progress<'_>,
+) -> Result<DemoteSummary, SyncError> {
+    let known = state.source(what)?;
+    let path = known.as_ref().map_or_else(|| PathBuf::from(what), |(_, about)| about.path.clone());
+    let path = std::fs::canonicalize(&path).unwrap_or(path);
+    let opening = open_options(options.journal_dir.as_deref(), state);
+    let lineage = if path.exists() { replica::inspect(&path, &opening)? } else { None };
+    if let Some(lineage) = lineage.filter(|lineage| lineage.role.promoted.is_none()) {
+        return again(state, &path, known, &lineage);
+    }
+    refuse_unfinished(&path, state)?;
+    let Some((place, _)) = known else {
+        return Err(SyncError::Refused(format!(
+            "{what} is not a source: \"dsync status\" lists them; an interrupted promotion is completed by \"dsync promote {what}\""
+        )));
+    };
+    let handle = Handle::attach(state, what, &options.open)?;
+    let found = follow(&handle, options, last_sync, progress);
+    let about = handle.about().clone();
+    handle.close()?;
+    let (mut summary, demotion) = found?;
+    if options.dry_run {
+        return Ok(summary);
+    }
+    let unwritten =
+        || demotion.since.is_none() || source::doubt(&place, &about).is_ok_and(|doubt| doubt.is_none());
+    let replica = replica::demote(&about.path, &opening, &demotion, &|_| unwritten())?;
+    list(&replica, Some(&known_replicas(state)));
+    drop(replica);
+    source::forget_source(state, &place, &about)?;
+    summary.released = released(summary.term, &demotion);
+    Ok(summary)
+}
+
+fn released(term: u64, demotion: &Demotion) -> Option<Released> {
+    let exact = demotion.since.as_ref().filter(|(_, also, unsure)| also.is_empty() && unsure.is_empty());
+    exact.map(|(epoch, ..)| Released { epoch: *epoch, term })
+}
+
+/// A source that was demoted before; what a crash left of its state goes.
+fn again(
+    state: &StateDir,
+    path: &Path,
+    known: Option<(PathBuf, About)>,
+    lineage: &Lineage,
+) -> Result<DemoteSummary, SyncError> {
+    let (Some(source), Some(_)) = (lineage.source, &lineage.role.demoted) else {
+        return Err(SyncError::Refused(format!(
+            "{} is a replica already: \"dsync status {0}\" says of what",
+            path.display()
+        )));
+    };
+    if let Some((place, about)) = known.filter(|(_, about)| about.uuid == source) {
+        source::forget_source(state, &place, &about)?;
+    }
+    let term = lineage.role.term;
+    let exact = lineage.unsure.is_nothing() && lineage.role.also().is_empty();
+    Ok(DemoteSummary {
+        path: path.to_path_buf(),
+        source,
+        term,
+        epoch: lineage.epoch.map(|epoch| epoch.number),
+        last_epoch: lineage.role.also().last().copied().or(lineage.epoch).map(|epoch| epoch.number),
+        bytes_unsure: lineage.epoch.map(|_| lineage.unsure_bytes()),
+        saved: None,
+        again: true,
+        dry_run: false,
+        released: lineage.epoch.filter(|_| exact).map(|epoch| Released { epoch, term }),
+    })
+}
+
+/// Finds what the replica will be, and saves what was written.
+fn follow(
+    handle: &Handle,
+    options: &DemoteOptions,
+    last_sync: Option<LastSync<'_>>,
+    progress: Progress<'_>,
+) -> Result<(DemoteSummary, Demotion), SyncError> {
+    let about = handle.about();
+    let path = about.path.display();
+    refuse_in_use(handle)?;
+    let planned = last_sync.is_some();
+    let epoch = match last_sync {
+        Some(last_sync) => {
+            let synced = last_sync(handle)?;
+            match synced.epoch {
+                Some(epoch) => handle.epoch(&epoch.to_string())?,
+                // A dry run.
+                None => in_common(handle, options)?,
+            }
+        }
+        None => in_common(handle, options)?,
+    };
+    let mut written = written(handle, &epoch)?;
+    let clean = written.as_ref().is_ok_and(|(blocks, _)| blocks.is_clean());
+    let mut saved = None;
+    match (&options.save, clean || options.dry_run) {
+        _ if planned && !clean && !options.dry_run => {
+            return Err(SyncError::Refused(format!(
+                "{path} was written to after its last sync: stop what writes to it, and run the command again"
+            )));
+        }
+        (_, true) => {}
+        (Some(_), false) if written.is_err() => {
+            return Err(SyncError::Refused(format!(
+                "what was written to {path} since epoch {epoch} is not known ({}), so it cannot be saved as a delta: copy the \
+                 disk first if it is wanted, and pass --discard instead of --save",
+                written.err().unwrap_or_default()
+            )));
+        }
+        (Some(file), false) => {
+            save(handle, &epoch, file, progress)?;
+            saved = Some(file.clone());
+            // The delta has ended an epoch.
+            written = self::written(handle, &epoch)?;
+        }
+        (None, false) if options.discard => {}
+        (None, false) => return Err(unsaved(handle, &epoch, &written)),
+    }
+    let block_size = u64::from(about.block_size);
+    let since = written.ok();
+    let summary = DemoteSummary {
+        path: about.path.clone(),
+        source: about.uuid,
+        term: about.term,
+        epoch: since.as_ref().map(|_| epoch.number),
+        last_epoch: handle.last_epoch()?.map(|last| last.number),
+        bytes_unsure: since.as_ref().map(|(blocks, _)| blocks.count().saturating_mul(block_size)),
+        saved,
+        again: false,
+        dry_run: options.dry_run,
+        released: None,
+    };
+    let demotion = Demotion {
+        source: about.uuid,
+        term: about.term,
+        block_size: about.block_size,
+        size: handle.reader()?.len(),
+        since: since.map(|(blocks, also)| (epoch, also, UnsureSet::of_blocks(&blocks, block_size))),
+    };
+    Ok((summary, demotion))
+}
+
+fn refuse_in_use(handle: &Handle) -> Result<(), SyncError> {
+    let path = handle.about().path.display();
+    let why = match (handle.is_served(), handle.live()) {
+        (true, _) => {
+            format!("{path} is being served: stop its server first, so that nothing writes to it any more")
+        }
+        (false, Some(_)) => format!(
+            "{path} is tracked in the kernel, and may be written to: unmount it, sync it a last time, and stop tracking it with \
+             \"dsync track remove {path}\""
+        ),
+        (false, None) => return Ok(()),
+    };
+    Err(SyncError::Refused(why))
+}
+
+/// The epoch that the source has in common with what succeeds it.
+fn in_common(handle: &Handle, options: &DemoteOptions) -> Result<Epoch, SyncError> {
+    if let Some(what) = &options.since {
+        return Ok(handle.epoch(what)?);
+    }
+    let oldest = fed(&handle.bookmarks()?).min_by_key(|epoch| epoch.number);
+    // No replica has anything of this term.
+    oldest.or(handle.about().began).ok_or_else(|| {
+        SyncError::Refused(format!(
+            "no replica of {} is known, so there is no epoch in common with another source: name it with --since EPOCH, as \
+             \"dsync status\" shows it for the replica that was promoted",
+            handle.about().path.display()
+        ))
+    })
+}
+
+/// Blocks written after an epoch, and the later epochs.
+type Written = (Bitmap, Vec<Epoch>);
+
+/// What was written after an epoch; or why that is not known.
+fn written(handle: &Handle, epoch: &Epoch) -> Result<Result<Written, String>, SyncError> {
+    match handle.written_after(epoch) {
+        Ok(written) => Ok(Ok(written)),
+        Err(SourceError::Lost { why, .. }) => Ok(Err(why)),
+        Err(other) => Err(other.into()),
+    }
+}
+
+fn unsaved(handle: &Handle, epoch: &Epoch, written: &Result<Written, String>) -> SyncError {
+    let about = handle.about();
+    let path = about.path.display();
+    let when = handle.history().ok().and_then(|history| {
+        let entry = history.epochs().into_iter().find(|entry| entry.epoch == *epoch)?;
+        Some(format!(" ({})", device::moment(entry.time)))
+    });
+    let when = when.unwrap_or_default();
+    SyncError::Refused(match written {
+        Ok((blocks, _)) => {
+            let bytes = device::human_size(blocks.count().saturating_mul(about.block_size.into()));
+            let count = blocks.count();
+            format!(
+                "{count} block{} ({bytes}) written to {path} since epoch {}{when}, the last one in common, will be overwritten by \
+                 the next sync to it: pass --save FILE to keep them as a delta, or --discard to give them up",
+                if count == 1 { "" } else { "s" },
+                epoch.number
+            )
+        }
+        Err(why) => format!(
+            "what was written to {path} since epoch {}{when}, the last one in common, is not known ({why}): the next sync \
+             to it compares everything, and overwrites what differs. Copy the disk first if it is wanted; then pass --discard",
+            epoch.number
+        ),
+    })
+}
+
+/// Writes what changed since an epoch to a new file, durably.
+fn save(handle: &Handle, since: &Epoch, file: &Path, progress: Progress<'_>) -> Result<(), SyncError> {
+    let fail = |what: &str| SyncError::io(format!("{what} {}", file.display()));
+    if file.exists() {
+        return Err(SyncError::Refused(format!(
+            "{} exists: give --save the name of a new file",
+            file.display()
+        )));
+    }
+    let mut name = file.as_os_str().to_owned();
+    name.push(".partial");
+    let partial = PathBuf::from(name);
+    let mut out = BufWriter::with_capacity(1 << 20, File::create(&partial).map_err(fail("create"))?);
+    let written = extract(handle, Some(&since.number.to_string()), None, &mut out, progress).and_then(|_| {
+        out.flush().map_err(fail("write"))?;
+        out.get_ref().sync_all().map_err(fail("sync"))
+    });
+    if let Err(error) = written {
+        let _ = std::fs::remove_file(&partial);
+        return Err(error);
+    }
+    std::fs::rename(&partial, file).map_err(fail("create"))?;
+    let folder = std::path::absolute(file).map_err(fail("find"))?;
+    let folder = folder.parent().unwrap_or(Path::new("/"));
+    File::open(folder).and_then(|folder| folder.sync_all()).map_err(fail("sync the folder of"))
+}
+
+/// Tells the replica at the other end of `link` that nothing was written to its source, once at `path`, after `released`. Returns its
+/// term if it was promoted already.
+///
+/// # Errors
+/// Refused if it is not at that epoch.
+pub fn release(
+    link: Link,
+    path: &Path,
+    source: Uuid,
+    released: Released,
+    destination: &Path,
+    journal_dir: &Option<PathBuf>,
+) -> Result<Option<u64>, SyncError> {
+    let origin = Origin { uuid: source, term: released.term, began: None };
+    let request = Open {
+        source: Storage::of(path),
+        origin: Some(origin),
+        ..Open::new(destination, journal_dir, Commit::default())
+    };
+    let (sender, receiver) = link.split();
+    let told = (|| {
+        let status = open(&sender, &receiver, &request, None)?;
+        if let Some(primary) = status.primary {
+            return Ok(Some(primary.term));
+        }
+        let at = status.replica.epoch.filter(|_| status.replica.source == Some(source));
+        if at != Some(released.epoch) {
+            return Err(SyncError::Refused(format!(
+                "{} is not at epoch {} of {}: give the replica of the last sync",
+                destination.display(),
+                released.epoch,
+                path.display()
+            )));
+        }
+        sender.send_json(PLAN, &Plan { release: Some(released), ..Plan::default() })?;
+        let _: Committed = expect(&receiver, COMMITTED)?.json()?;
+        Ok(None)
+    })();
+    part(sender, &receiver, told)
+}

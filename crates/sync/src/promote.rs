@@ -1,0 +1,150 @@
+//! Making a replica the source.
+//!
+//! The mark in the lineage comes first: from then on no delta is merged. Then the state of the source is made, whose description is
+//! written last. The same command completes what a crash left in between.
+
+use std::path::{Path, PathBuf};
+
+use delta::Epoch;
+use extents::Bitmap;
+use replica::{Outlook, Promoted, Replica};
+use serde::Serialize;
+use source::{StateDir, Succession};
+use uuid::Uuid;
+
+use crate::error::SyncError;
+use crate::far::{known_replicas, open_options};
+
+/// How to promote.
+#[derive(Debug, Clone, Default)]
+pub struct PromoteOptions {
+    /// Without the word of its source that there was no more.
+    pub force: bool,
+    /// Only report what would be done.
+    pub dry_run: bool,
+    /// Where the replica keeps lineage and journal.
+    pub journal_dir: Option<PathBuf>,
+}
+
+/// What a promotion did.
+#[derive(Debug, Clone, Serialize)]
+pub struct Promotion {
+    /// The disk.
+    pub path: PathBuf,
+    /// The source that it followed, and now is.
+    pub source: Uuid,
+    /// Its term as that.
+    pub term: u64,
+    /// The epoch of the replica's last commit.
+    pub epoch: u64,
+    /// When that was, in seconds since 1970, if it is known.
+    pub time: Option<u64>,
+    /// Bytes in which the disk is at a later moment than that epoch.
+    pub bytes_ahead: u64,
+    /// A later epoch that the old source is known to have had.
+    pub lacks_epoch: Option<u64>,
+    /// The old source has said that there was no more.
+    pub released: bool,
+    /// Its parts are of different moments.
+    pub fuzzy: bool,
+    /// An interrupted promotion was completed.
+    pub completed: bool,
+    /// Nothing was done.
+    pub dry_run: bool,
+    /// What opening the replica had to mend.
+    pub recovered: Option<String>,
+}
+
+/// Makes the replica at `path` the source.
+///
+/// # Errors
+/// Refused if the replica is not one moment of its source, is in use, was changed by others, or is the source already; without
+/// `force` also if its source has not said that there was no more. It is the replica that it was then.
+pub fn promote(state: &StateDir, path: &Path, options: &PromoteOptions) -> Result<Promotion, SyncError> {
+    let opening = open_options(options.journal_dir.as_deref(), state);
+    if replica::inspect(path, &opening)?.is_none() {
+        if let Some((_, about)) = state.source(&path.to_string_lossy())? {
+            return Err(already(path, about.term));
+        }
+    }
+    let mut replica = replica::to_promote(path, &opening)?;
+    let before = replica.recorded().role.promoted;
+    let outlook = match before {
+        Some(Promoted { term: 0, .. }) => return Err(already(path, 0)),
+        // It was allowed then.
+        Some(_) => replica.outlook(true)?,
+        None => replica.outlook(options.force)?,
+    };
+    let mut promotion = told(&replica, &outlook);
+    promotion.dry_run = options.dry_run;
+    promotion.completed = before.is_some();
+    if options.dry_run {
+        return Ok(promotion);
+    }
+    let mark = replica.promote()?;
+    promotion.term = mark.term;
+    if !source::succeed(state, replica.path(), &succession(&replica, &outlook, mark, before.is_some())?)? {
+        return Err(already(path, mark.term));
+    }
+    // Those of devices are found by their folders, and all by their lineage.
+    let _ = known_replicas(state).remove(replica.path());
+    Ok(promotion)
+}
+
+fn already(path: &Path, term: u64) -> SyncError {
+    let term = if term > 0 { format!(" (term {term})") } else { String::new() };
+    SyncError::Refused(format!(
+        "{} is a source already{term}: serve it with \"dsync serve\", or sync from it",
+        path.display()
+    ))
+}
+
+fn told(replica: &Replica, outlook: &Outlook) -> Promotion {
+    let (status, recorded) = (replica.status(), replica.recorded());
+    Promotion {
+        path: replica.path().to_path_buf(),
+        source: status.source.unwrap_or_default(),
+        term: recorded.role.promoted.map_or(recorded.role.term + 1, |promoted| promoted.term),
+        epoch: outlook.epoch.number,
+        time: outlook.time,
+        bytes_ahead: status.unsure.bytes(),
+        lacks_epoch: outlook.later.map(|later| later.number),
+        released: outlook.released,
+        fuzzy: outlook.fuzzy,
+        completed: false,
+        dry_run: false,
+        recovered: status.recovered.clone(),
+    }
+}
+
+/// What the replica takes over from its source. `completes`: it was marked by an earlier command, and not held since.
+fn succession(
+    replica: &Replica,
+    outlook: &Outlook,
+    mark: Promoted,
+    completes: bool,
+) -> Result<Succession, SyncError> {
+    let (status, recorded) = (replica.status(), replica.recorded());
+    let block_size = if status.block_size.is_power_of_two() { status.block_size.max(4096) } else { 4096 };
+    let size = device::identity(replica.path()).map_err(replica::ReplicaError::from)?.size;
+    let changed = if completes { replica.changed_since_mark()? } else { None };
+    let changes = match changed {
+        Some(why) => Err(format!("the disk was changed while its promotion was interrupted: {why}")),
+        None => {
+            let blocks = Bitmap::new(size.div_ceil(block_size.into()));
+            status.unsure.mark(&blocks, block_size.into());
+            Ok(blocks)
+        }
+    };
+    let mut moments = recorded.role.also().to_vec();
+    let last = moments.last().unwrap_or(&outlook.epoch).number;
+    moments.push(Epoch { number: last + 1, id: mark.id });
+    Ok(Succession {
+        uuid: status.source.unwrap_or_default(),
+        term: mark.term,
+        base: outlook.epoch,
+        moments,
+        block_size,
+        changes,
+    })
+}

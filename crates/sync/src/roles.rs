@@ -1,0 +1,74 @@
+//! What a disk may be used for, by what it is: a source is read and written to, a replica is neither by the way.
+
+use std::path::Path;
+
+use replica::Lineage;
+use source::StateDir;
+
+use crate::error::SyncError;
+
+/// What is written down of a replica at `path`; `None` if there is none, or nothing at all.
+fn lineage(path: &Path, state: &StateDir) -> Result<Option<Lineage>, SyncError> {
+    let options = replica::Options { devices: state.replicas_folder(), ..Default::default() };
+    match replica::inspect(path, &options) {
+        // Opening it next reports a better error.
+        Err(_) if !path.exists() => Ok(None),
+        other => Ok(other?),
+    }
+}
+
+/// Refuses a replica whose promotion was interrupted: it is neither.
+pub(crate) fn refuse_unfinished(path: &Path, state: &StateDir) -> Result<(), SyncError> {
+    let Some(lineage) = lineage(path, state)? else { return Ok(()) };
+    let Some(promoted) = lineage.role.promoted.filter(|promoted| promoted.term > 0) else { return Ok(()) };
+    let known = state.source(&path.to_string_lossy())?;
+    let done =
+        known.is_some_and(|(_, about)| (Some(about.uuid), about.term) == (lineage.source, promoted.term));
+    if done {
+        return Ok(());
+    }
+    let path = path.display();
+    Err(SyncError::Refused(format!(
+        "the promotion of {path} was interrupted, or its state directory is another one: run \"dsync promote {path}\" again, \
+         which completes it"
+    )))
+}
+
+/// Refuses to open a replica for writing: what is written to it is in no source. `otherwise` is what else can be done.
+///
+/// # Errors
+/// [`SyncError::Refused`], or if its state cannot be read.
+pub fn refuse_replica(path: &Path, state: &StateDir, otherwise: &str) -> Result<(), SyncError> {
+    refuse_unfinished(path, state)?;
+    let Some(lineage) = lineage(path, state)?.filter(|lineage| lineage.role.promoted.is_none()) else {
+        return Ok(());
+    };
+    let path = path.display();
+    let at = match (lineage.epoch, lineage.source) {
+        (Some(epoch), Some(source)) => format!("a replica of source {source} at epoch {epoch}"),
+        (None, Some(source)) => format!("a replica of source {source} that is not complete"),
+        (_, None) => "a replica that is not complete".into(),
+    };
+    let force = if lineage.role.released.is_some() { "" } else { " --force" };
+    Err(SyncError::Refused(format!(
+        "{path} is {at}: the next sync would overwrite what is written to it. To take over from its source, run \"dsync \
+         promote{force} {path}\" first{otherwise}"
+    )))
+}
+
+/// Refuses a source that was demoted: it has nothing that is newer than what it follows.
+pub(crate) fn refuse_demoted(path: &Path, state: &StateDir) -> Result<(), SyncError> {
+    refuse_unfinished(path, state)?;
+    let Some(lineage) = lineage(path, state)?.filter(|lineage| lineage.role.promoted.is_none()) else {
+        return Ok(());
+    };
+    let Some(demoted) = lineage.role.demoted else { return Ok(()) };
+    Err(SyncError::Refused(format!(
+        "{0} was demoted on {1}, and is a replica of source {2} since: sync to it from the disk that was promoted. To make it \
+         the source again, run \"dsync promote{3} {0}\"",
+        path.display(),
+        device::moment(demoted.since),
+        lineage.source.unwrap_or_default(),
+        if lineage.role.released.is_some() { "" } else { " --force" }
+    )))
+}

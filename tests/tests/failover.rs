@@ -1,0 +1,597 @@
+//! Roles: a replica takes over from its source, the source comes back, and two sources meet.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use dsync_tests::load::{Load, Options};
+use dsync_tests::mount::Loop;
+use dsync_tests::scene::{fingerprints, number};
+use dsync_tests::{Output, Random, Run, Site, image, need_root, rounds, say, skipped};
+
+const MIB: u64 = 1 << 20;
+const BLOCK: u64 = image::BLOCK;
+const RSH: &str = env!("CARGO_BIN_EXE_rsh");
+
+/// A host with one disk.
+struct Host {
+    site: Site,
+    disk: PathBuf,
+    /// Makes names of files.
+    files: std::cell::Cell<u32>,
+}
+
+impl Host {
+    fn new() -> Host {
+        let site = Site::new();
+        let disk = site.path("vm.raw");
+        Host { site, disk, files: Default::default() }
+    }
+
+    /// With a disk that has some content.
+    fn with_disk(size: u64, random: &mut Random) -> Host {
+        let host = Host::new();
+        image::sparse(&host.disk, size);
+        image::scribble(&host.disk, 0, size / 8, random);
+        host
+    }
+
+    /// A command on this host's disk.
+    fn run(&self, words: &[&str]) -> Run {
+        self.site.dsync([words[0]]).arg(&self.disk).args(&words[1..])
+    }
+
+    /// The same, towards the disk of another host.
+    fn towards(&self, other: &Host, words: &[&str]) -> Run {
+        let destination = format!("far:{}", other.disk.display());
+        let run = self.site.dsync([words[0]]).arg(&self.disk).arg(destination).args(&words[1..]);
+        run.args(["--rsh", RSH]).env("RSH_STATE", other.site.state())
+    }
+
+    fn sync(&self, other: &Host, options: &[&str]) -> Run {
+        self.towards(other, &[&["sync", "--json"][..], options].concat())
+    }
+
+    /// Writes random bytes to blocks through a server.
+    fn write(&self, blocks: impl IntoIterator<Item = u64>, random: &mut Random) {
+        let server = self.site.serve(&[&self.disk], &[]);
+        let mut client = server.client("vm");
+        for block in blocks {
+            client.write(block * BLOCK, &random.bytes(BLOCK as usize)).expect("a write");
+        }
+        client.flush().and_then(|()| client.close()).expect("the end");
+        server.stop();
+    }
+
+    fn copy(&self, name: &str) -> PathBuf {
+        let copy = self.site.path(name);
+        image::copy(&self.disk, &copy);
+        copy
+    }
+
+    fn new_file(&self) -> PathBuf {
+        self.files.set(self.files.get() + 1);
+        self.site.path(&format!("saved-{}.delta", self.files.get()))
+    }
+
+    /// The file of this name in the state of its source.
+    fn state_file(&self, name: &str) -> PathBuf {
+        let folders = std::fs::read_dir(self.site.state().join("sources")).expect("sources").flatten();
+        let mut found = folders.map(|folder| folder.path().join(name)).filter(|path| path.is_file());
+        found.next().expect("a source")
+    }
+}
+
+fn equal(a: &Host, b: &Host) {
+    image::assert_equal(&a.disk, &b.disk);
+}
+
+/// The files beside a host's disk, and the disk: what a refused sync must leave alone. Its state is that of a source, which may be
+/// looked into.
+fn touchable(host: &Host) -> Vec<(PathBuf, (u64, u64, i64, i64))> {
+    let all = fingerprints(&host.disk).into_iter();
+    all.filter(|(path, _)| !path.starts_with(host.site.state()) && !path.ends_with("log")).collect()
+}
+
+/// Fails the test unless standard output has all of these words.
+fn tells(output: &Output, words: &[&str]) {
+    let text = output.text();
+    assert!(words.iter().all(|word| text.contains(word)), "not all of {words:?}: {output}");
+}
+
+/// The last line of JSON.
+fn summary(run: Run) -> serde_json::Value {
+    run.ok().summary()
+}
+
+/// A source and its replica, which has all of it.
+fn pair(size: u64, random: &mut Random) -> (Host, Host) {
+    let (near, far) = (Host::with_disk(size, random), Host::new());
+    near.sync(&far, &[]).ok();
+    equal(&near, &far);
+    (near, far)
+}
+
+/// Ends `from` in good order and makes `to` the source.
+fn switch(from: &Host, to: &Host) {
+    from.towards(to, &["demote"]).ok();
+    to.run(&["promote"]).ok();
+}
+
+#[test]
+fn a_planned_switch_there_and_back() {
+    let mut random = Random::new("a planned switch");
+    let (near, far) = pair(16 * MIB, &mut random);
+    near.write([1, 2, 900], &mut random);
+    // Neither may be used as what it is not.
+    far.run(&["promote"]).code(4).says(&["dsync demote SRC", "--force"]);
+    let refused = far.run(&["serve", "--socket", "s"]).code(4);
+    refused.says(&["a replica of source", "dsync promote --force", "--read-only"]);
+    let socket = near.site.serve(&[&near.disk], &[]);
+    near.towards(&far, &["demote"]).code(4).says(&["is being served", "stop its server"]);
+    socket.stop();
+    near.towards(&far, &["demote"]).ok();
+    equal(&near, &far);
+    near.run(&["serve", "--socket", "s"]).code(4).says(&["dsync promote"]);
+    near.sync(&far, &[]).code(4).says(&["was demoted on", "dsync promote"]);
+    let status = far.run(&["status"]).ok().text();
+    assert!(status.contains("released") && status.contains("can be promoted"), "{status}");
+    // Told once more, it says the same.
+    near.towards(&far, &["demote"]).ok();
+    assert_eq!(summary(far.run(&["promote", "-n", "--json"]))["dry_run"], true);
+    let promoted = summary(far.run(&["promote", "--json"]));
+    assert_eq!((number(&promoted, "term"), &promoted["released"]), (2, &true.into()));
+    far.run(&["promote"]).code(4).says(&["is a source already (term 2)"]);
+    tells(&near.towards(&far, &["demote"]).ok(), &["was promoted already (term 2)"]);
+    let id = |host: &Host| summary(host.run(&["status", "--json"]))["uuid"].clone();
+    assert_eq!(id(&far), promoted["source"]);
+    // What is written to it from the first write on is what the old source lacks.
+    far.write([5, 6, 7, 1], &mut random);
+    let back = summary(far.sync(&near, &[]));
+    assert_eq!((&back["method"], number(&back, "blocks_changed")), (&"tracked".into(), 4));
+    equal(&near, &far);
+    // And back. The old folder is taken over, with a history of its own.
+    far.write([8], &mut random);
+    switch(&far, &near);
+    equal(&near, &far);
+    assert_eq!(id(&near), promoted["source"]);
+    assert_eq!(number(&summary(near.run(&["status", "--json"])), "term"), 3);
+    near.write([9, 10], &mut random);
+    assert_eq!(number(&summary(near.sync(&far, &[])), "blocks_changed"), 2);
+    equal(&near, &far);
+    near.run(&["status", "--check"]).ok();
+    far.site.dsync(["status", "--check"]).ok();
+}
+
+/// A commit after the last word takes it back.
+#[test]
+fn the_last_word_is_of_one_epoch() {
+    let mut random = Random::new("the last word");
+    let (near, far) = pair(8 * MIB, &mut random);
+    near.towards(&far, &["demote"]).ok();
+    near.run(&["promote", "--force"]).ok();
+    near.write([3], &mut random);
+    near.sync(&far, &[]).ok();
+    far.run(&["promote"]).code(4).says(&["has not said"]);
+    // To another replica than that of the last sync nothing is told.
+    let other = Host::new();
+    near.sync(&other, &[]).ok();
+    near.write([4], &mut random);
+    near.towards(&far, &["demote"]).ok();
+    near.towards(&other, &["demote"]).code(4).says(&["is not at epoch"]);
+    other.run(&["promote"]).code(4).says(&["has not said"]);
+    far.run(&["promote"]).ok();
+}
+
+/// The old source returns, with writes that nobody has: they are named, saved, and given up; what moves is what either side wrote.
+#[test]
+fn a_failback_moves_what_either_side_wrote() {
+    let mut random = Random::new("a failback");
+    let (near, far) = pair(64 * MIB, &mut random);
+    near.write([100], &mut random);
+    near.sync(&far, &[]).ok();
+    let keeper = Host::new();
+    near.sync(&keeper, &[]).ok();
+    let ours: BTreeSet<u64> = (0..500).map(|_| random.below(16384)).collect();
+    near.write(ours.iter().copied(), &mut random);
+    let lost = near.copy("lost.raw");
+    let forced = far.run(&["promote", "--force"]).ok();
+    tells(&forced, &["is now the source", "in term 2", "given up", "dsync demote"]);
+    let theirs: BTreeSet<u64> = (0..700).map(|_| random.below(16384)).collect();
+    far.write(theirs.iter().copied(), &mut random);
+    // Before anything is done, both are told apart, and nothing is touched.
+    let before = (touchable(&near), touchable(&far));
+    for (one, other) in [(&near, &far), (&far, &near)] {
+        let bytes = |blocks: &BTreeSet<u64>| format!("{:.2} MiB", blocks.len() as f64 / 256.0);
+        let (near, far) = (bytes(&ours), bytes(&theirs));
+        let refused = one.sync(other, &[]).code(4);
+        refused.says(&[
+            "have diverged",
+            "(term 1)",
+            "(term 2)",
+            "apart since epoch",
+            "dsync demote --since",
+            &near,
+            &far,
+        ]);
+        one.sync(other, &["--method", "compare"]).code(4).says(&["have diverged"]);
+        one.towards(other, &["mirror"]).code(4);
+    }
+    assert_eq!((touchable(&near), touchable(&far)), before, "a refused sync wrote");
+    let count = format!("{} blocks", ours.len());
+    near.run(&["demote"]).code(4).says(&[&count, "since epoch", "--save FILE", "--discard"]);
+    near.site.serve(&[&near.disk], &[]).stop();
+    let saved = near.new_file();
+    let shown = saved.to_str().expect("a path");
+    let demoted = summary(near.run(&["demote", "--json", "--save", shown]));
+    assert_eq!(number(&demoted, "bytes_unsure"), ours.len() as u64 * BLOCK);
+    tells(&near.site.dsync(["inspect", shown]).ok(), &["complete"]);
+    let status = near.run(&["status"]).ok().text();
+    assert!(status.contains("demoted on") && status.contains("will be overwritten"), "{status}");
+    let union = ours.union(&theirs).count() as u64;
+    let back = summary(far.sync(&near, &[]));
+    assert_eq!((&back["method"], &back["trust"]), (&"tracked".into(), &"tracked".into()));
+    assert_eq!(number(&back, "blocks_changed"), union);
+    let sent = number(&back, "bytes_sent");
+    assert!(sent * 100 <= union * BLOCK * 105, "{sent} bytes were sent for {union} blocks");
+    assert!(number(&back, "bytes_read") * 100 <= union * BLOCK * 105, "{back}");
+    say(&format!(
+        "failback: {union} blocks, {:.3} of their bytes sent",
+        sent as f64 / (union * BLOCK) as f64
+    ));
+    equal(&near, &far);
+    // What was saved is what was lost.
+    keeper.run(&["merge"]).input(std::fs::read(&saved).expect("a delta")).ok();
+    image::assert_equal(&lost, &keeper.disk);
+}
+
+/// Whichever of two sources is kept, the other takes the differences; the kept one may be that of the earlier term.
+#[test]
+fn either_of_two_sources_may_be_kept() {
+    let mut random = Random::new("two sources");
+    let (near, far) = pair(16 * MIB, &mut random);
+    near.write([1, 2], &mut random);
+    far.run(&["promote", "--force"]).ok();
+    far.write([2, 3, 4], &mut random);
+    // The later term has a replica that knows nothing of the earlier one.
+    let other = Host::new();
+    far.sync(&other, &[]).ok();
+    near.sync(&other, &[]).code(4).says(&["follows a later term", "--adopt"]);
+    let refused = near.sync(&far, &[]).code(4);
+    let since =
+        refused.stderr.split("--since ").nth(1).and_then(|rest| rest.split(' ').next()).expect("an epoch");
+    far.run(&["demote", "--discard", "--since", since]).ok();
+    let kept = summary(near.sync(&far, &[]));
+    assert_eq!((&kept["method"], number(&kept, "blocks_changed")), (&"tracked".into(), 4));
+    equal(&near, &far);
+    near.write([9], &mut random);
+    assert_eq!(number(&summary(near.sync(&far, &[])), "blocks_changed"), 1);
+    // A promotion by mistake, taken back.
+    far.run(&["promote", "--force"]).ok();
+    far.run(&["demote"]).ok();
+    assert_eq!(summary(near.sync(&far, &[]))["method"], "tracked");
+    switch(&near, &far);
+    equal(&near, &far);
+}
+
+/// The replica had committed, and its source did not hear of it: the former source stands at either epoch.
+#[test]
+fn a_lost_acknowledgement_costs_no_comparison() {
+    for (further, name) in [(false, "at the last epoch"), (true, "with writes since")] {
+        let mut random = Random::new(name);
+        let (near, far) = pair(16 * MIB, &mut random);
+        near.write([1, 2], &mut random);
+        let bookmarks = near.state_file("bookmarks");
+        let before = std::fs::read(&bookmarks).expect("bookmarks");
+        near.sync(&far, &[]).ok();
+        std::fs::write(&bookmarks, &before).expect("bookmarks");
+        if further {
+            near.write([3], &mut random);
+        }
+        far.run(&["promote", "--force"]).ok();
+        far.write([10, 11], &mut random);
+        let demoted = summary(near.run(&["demote", "--discard", "--json"]));
+        let unsure = if further { 3 } else { 2 };
+        assert_eq!(number(&demoted, "bytes_unsure"), unsure * BLOCK);
+        assert!(number(&demoted, "last_epoch") > number(&demoted, "epoch"), "{demoted}");
+        let back = summary(far.sync(&near, &[]));
+        assert_eq!((&back["method"], number(&back, "blocks_changed")), (&"tracked".into(), unsure + 2));
+        equal(&near, &far);
+    }
+}
+
+/// Where it is not known what was written to the former source, the next sync compares, without another word.
+#[test]
+fn a_former_source_of_which_nothing_is_known_is_compared() {
+    let mut random = Random::new("an unknown former source");
+    let (near, far) = pair(8 * MIB, &mut random);
+    far.run(&["promote", "--force"]).ok();
+    far.write([1], &mut random);
+    image::scribble(&near.disk, 5 * MIB, 4096, &mut random);
+    near.run(&["demote"]).code(4).says(&["is not known", "compares everything", "--discard"]);
+    near.run(&["demote", "--save", "x"]).code(4).says(&["cannot be saved", "--discard"]);
+    tells(&near.run(&["demote", "--discard"]).ok(), &["compares everything"]);
+    near.run(&["promote", "--force"]).code(4).says(&["demoted without knowing"]);
+    let back = summary(far.sync(&near, &[]));
+    assert_eq!(back["method"], "compare");
+    assert_eq!(number(&back, "blocks_changed"), 2);
+    equal(&near, &far);
+    far.write([2], &mut random);
+    assert_eq!(summary(far.sync(&near, &[]))["method"], "tracked");
+}
+
+/// A third replica goes on from the new source, from the epoch at which it is.
+#[test]
+fn another_replica_goes_on_from_the_new_source() {
+    let mut random = Random::new("a third host");
+    let (a, b) = pair(16 * MIB, &mut random);
+    let (c, behind) = (Host::new(), Host::new());
+    a.sync(&behind, &[]).ok();
+    a.write([1], &mut random);
+    a.sync(&b, &[]).ok();
+    a.sync(&c, &[]).ok();
+    // One replica of which it was known that it is ahead follows the old source.
+    let ahead = Host::new();
+    a.write([2], &mut random);
+    a.sync(&ahead, &[]).ok();
+    b.run(&["promote", "--force"]).ok();
+    b.write([3, 4], &mut random);
+    let went_on = summary(b.sync(&c, &[]));
+    assert_eq!((&went_on["method"], number(&went_on, "blocks_changed")), (&"tracked".into(), 2));
+    equal(&b, &c);
+    // It has heard of the new term, and the old source is refused.
+    let before = touchable(&c);
+    a.sync(&c, &[]).code(4).says(&["follows a later term", "term 2", "dsync demote"]);
+    assert_eq!(touchable(&c), before);
+    // One that is behind is compared; one that is ahead has diverged.
+    assert_eq!(summary(b.sync(&behind, &[]))["method"], "compare");
+    equal(&b, &behind);
+    let before = touchable(&ahead);
+    b.sync(&ahead, &[]).code(4).says(&["has diverged", "of term 1", "--adopt"]);
+    b.sync(&ahead, &["--method", "compare"]).code(4).says(&["has diverged"]);
+    assert_eq!(touchable(&ahead), before);
+    b.sync(&ahead, &["--adopt"]).ok();
+    equal(&b, &ahead);
+    // The old source is a replica again, and then a third source.
+    a.run(&["demote", "--discard"]).ok();
+    b.sync(&a, &[]).ok();
+    equal(&a, &b);
+    switch(&b, &c);
+    c.write([9], &mut random);
+    for host in [&a, &b] {
+        assert_eq!(summary(c.sync(host, &[]))["method"], "tracked");
+        equal(&c, host);
+    }
+}
+
+/// On one host, with one state directory.
+#[test]
+fn a_replica_on_the_host_of_its_source_is_promoted() {
+    let mut random = Random::new("one host");
+    let host = Host::with_disk(8 * MIB, &mut random);
+    let replica = host.site.path("copy.raw");
+    host.site.sync(&host.disk, &replica, &[]).ok();
+    host.site.dsync(["promote", "--force"]).arg(&replica).ok();
+    let id = summary(host.site.dsync(["status", "--json"]).arg(&replica))["uuid"].clone();
+    let id = id.as_str().expect("an id");
+    // Of two with one id, that of the later term is meant.
+    tells(&host.site.dsync(["status", id]).ok(), &["copy.raw", "term 2"]);
+    host.site.sync(&replica, &host.disk, &[]).code(4).says(&["have diverged"]);
+    host.run(&["demote", "--discard"]).ok();
+    let server = host.site.serve(&[&replica], &[]);
+    server.client("copy").write(0, &[1; 4096]).expect("a write");
+    server.stop();
+    let back = summary(host.site.sync(&replica, &host.disk, &[]));
+    assert_eq!((&back["method"], number(&back, "blocks_changed")), (&"tracked".into(), 1));
+    image::assert_equal(&replica, &host.disk);
+    // And back, to the path that was the source before.
+    host.site.dsync(["demote"]).arg(&replica).arg(&host.disk).ok();
+    host.run(&["promote"]).ok();
+    assert_eq!(summary(host.site.sync(&host.disk, &replica, &[]))["method"], "tracked");
+}
+
+/// A mirror had brought the replica ahead of its last epoch: that is what it goes on with.
+#[test]
+fn a_replica_that_batches_brought_ahead_is_promoted_as_it_is() {
+    let mut random = Random::new("batches");
+    let (near, far) = pair(16 * MIB, &mut random);
+    let server = near.site.serve(&[&near.disk], &[]);
+    let mut mirror = near.towards(&far, &["mirror", "--json", "-v", "--epoch", "1h"]).start();
+    let mut client = server.client("vm");
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let mut block = 0;
+    while !mirror.stdout_so_far().contains("\"batch\"") || block < 20 {
+        assert!(Instant::now() < deadline, "no batch: {}", mirror.stdout_so_far());
+        client.write(block * 3 * BLOCK, &random.bytes(BLOCK as usize)).expect("a write");
+        block = (block + 1) % 1000;
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    // All of it has arrived.
+    let same = || image::first_difference(&near.disk, &far.disk).is_none();
+    client.flush().expect("a flush");
+    while !same() {
+        assert!(Instant::now() < deadline, "the mirror does not catch up");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    mirror.kill();
+    drop(client);
+    server.kill();
+    through(&mut random, 1, || far.run(&["promote", "--force", "-n"]), |_| false);
+    let promoted = summary(far.run(&["promote", "--force", "--json"]));
+    let ahead = number(&promoted, "bytes_ahead") / BLOCK;
+    assert!(ahead >= 15, "{promoted}");
+    equal(&near, &far);
+    far.write([4000], &mut random);
+    near.run(&["demote", "--discard"]).ok();
+    let back = summary(far.sync(&near, &[]));
+    assert_eq!(back["method"], "tracked");
+    // Each block of the batches was written to both.
+    assert!(
+        (ahead + 1..=block + ahead + 1).contains(&number(&back, "blocks_changed")),
+        "{ahead} ahead: {back}"
+    );
+    equal(&near, &far);
+}
+
+/// A device is trusted as long as the kernel has counted that nothing was written to it.
+#[test]
+fn a_replica_on_a_device_is_promoted() {
+    let what = "a promoted replica on a device";
+    if !need_root(what) {
+        return;
+    }
+    let same = |a: &Host, b: &Host| {
+        let read = |host: &Host| std::fs::read(&host.disk).expect("a disk");
+        assert!(read(a) == read(b), "the disks differ");
+    };
+    let mut random = Random::new(what);
+    let near = Host::with_disk(16 * MIB, &mut random);
+    let mut far = Host::new();
+    let file = far.site.image("device.img", 16 * MIB);
+    let Some(device) = Loop::new(&file) else { return skipped(what, "there is no loop device") };
+    far.disk = device.device().to_path_buf();
+    let name = far.disk.file_name().expect("a name").to_string_lossy().into_owned();
+    near.sync(&far, &[]).ok();
+    near.towards(&far, &["demote"]).ok();
+    far.run(&["promote"]).ok();
+    let server = far.site.serve(&[&far.disk], &[]);
+    server.client(&name).write(0, &[7; 8192]).expect("a write");
+    server.stop();
+    let back = summary(far.sync(&near, &[]));
+    assert_eq!((&back["method"], number(&back, "blocks_changed")), (&"tracked".into(), 2));
+    same(&near, &far);
+    far.towards(&near, &["demote"]).ok();
+    near.run(&["promote"]).ok();
+    near.write([77], &mut random);
+    assert_eq!(number(&summary(near.sync(&far, &[])), "blocks_changed"), 1);
+    same(&near, &far);
+    // Another program writes while nothing counts for dsync.
+    far.run(&["promote", "--force"]).ok();
+    image::scribble(&far.disk, 3 * MIB, 4096, &mut random);
+    near.run(&["demote", "--discard"]).ok();
+    assert_eq!(summary(far.sync(&near, &[]))["method"], "compare");
+    same(&near, &far);
+}
+
+/// Nothing in a promotion is proportional to the disk.
+#[test]
+fn a_large_replica_is_promoted_in_less_than_a_second() {
+    let near = Host::new();
+    image::sparse(&near.disk, 1 << 40);
+    let mut random = Random::new("a large replica");
+    image::scribble(&near.disk, 5 << 30, MIB, &mut random);
+    let far = Host::new();
+    let synced = near.sync(&far, &[]).output();
+    if !synced.status.success() {
+        return skipped("a replica of 1 TiB", &format!("this file system cannot hold it: {}", synced.stderr));
+    }
+    let promoted = far.run(&["promote", "--force"]).ok();
+    say(&format!("promotion of a sparse replica of 1 TiB: {} ms", promoted.time.as_millis()));
+    assert!(promoted.time < Duration::from_secs(1), "{:?}", promoted.time);
+    let demoted = near.run(&["demote", "--discard"]).ok();
+    say(&format!("demotion of its source: {} ms", demoted.time.as_millis()));
+    assert!(demoted.time < Duration::from_secs(2), "{:?}", demoted.time);
+}
+
+/// The disk moves between two hosts, and is written to in between by several clients at once.
+#[test]
+fn roles_are_swapped_under_load() {
+    let mut random = Random::new("swaps under load");
+    let hosts = pair(32 * MIB, &mut random);
+    let (mut here, mut there) = (&hosts.0, &hosts.1);
+    let options = Options { connections: 2, depth: 8, ..Options::default() };
+    for round in 0..25 {
+        let server = here.site.serve(&[&here.disk], &[]);
+        let load = Load::start(&server.address(), "vm", &options, &mut random);
+        load.wait_for(100);
+        if random.coin() {
+            here.sync(there, &[]).ok();
+            load.wait_for(50);
+        }
+        let written = load.stop();
+        let _ = if random.one_in(4) { server.kill() } else { server.stop() };
+        switch(here, there);
+        equal(here, there);
+        written.check(&there.disk);
+        (here, there) = (there, here);
+        assert_eq!(number(&summary(here.run(&["status", "--json"])), "term"), round + 2);
+    }
+}
+
+/// Runs a command, which may be killed, until it ends well; it may have to be said differently the next time.
+fn through(
+    random: &mut Random,
+    limit: u64,
+    command: impl Fn() -> Run,
+    done: impl Fn(&Output) -> bool,
+) -> u32 {
+    let mut kills = 0;
+    for _ in 0..random.below(3) {
+        let mut process = command().start();
+        std::thread::sleep(Duration::from_micros(random.below(limit)));
+        kills += u32::from(process.ended().is_none());
+        process.kill();
+    }
+    // What was killed is let go of a moment later.
+    let until = Instant::now() + Duration::from_secs(30);
+    loop {
+        let output = command().output();
+        if output.status.success() || done(&output) {
+            return kills;
+        }
+        assert!(output.stderr.contains("in use") && Instant::now() < until, "{output}");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+/// Whatever is killed when, the same command leads to the end; the disk of the source is what was last written to it; two sources
+/// that meet are refused; and a failback compares nothing.
+#[test]
+fn any_command_may_be_killed() {
+    let mut random = Random::new("kills of a failover");
+    let hosts = pair(8 * MIB, &mut random);
+    let (mut here, mut there) = (&hosts.0, &hosts.1);
+    let (mut kills, rounds) = (0, rounds(12, 500));
+    let limit = 150_000;
+    let blocks =
+        |random: &mut Random| (0..1 + random.below(20)).map(|_| random.below(2048)).collect::<Vec<u64>>();
+    for round in 0..rounds {
+        here.write(blocks(&mut random), &mut random);
+        if random.coin() {
+            kills += through(&mut random, limit, || here.sync(there, &[]), |_| false);
+            here.write(blocks(&mut random), &mut random);
+        }
+        if random.coin() {
+            let content = here.copy("content.raw");
+            kills += through(&mut random, limit, || here.towards(there, &["demote"]), |_| false);
+            let already = |output: &Output| output.stderr.contains("is a source already");
+            kills += through(&mut random, limit, || there.run(&["promote"]), already);
+            image::assert_equal(&content, &there.disk);
+        } else {
+            let already = |output: &Output| output.stderr.contains("is a source already");
+            kills += through(&mut random, limit, || there.run(&["promote", "--force"]), already);
+            let both = random.coin();
+            if both {
+                here.write(blocks(&mut random), &mut random);
+            }
+            there.write(blocks(&mut random), &mut random);
+            let before = (touchable(here), touchable(there));
+            there.sync(here, &[]).code(4).says(&["have diverged"]);
+            assert_eq!((touchable(here), touchable(there)), before, "round {round}");
+            let save = random.coin();
+            let demote = || match save {
+                true => here.run(&["demote", "--save", here.new_file().to_str().expect("a path")]),
+                false => here.run(&["demote", "--discard"]),
+            };
+            kills += through(&mut random, limit, demote, |_| false);
+        }
+        let content = there.copy("content.raw");
+        let first = there.sync(here, &["--dry-run"]).ok().summary();
+        assert_eq!(first["method"], "tracked", "round {round}: {first}");
+        kills += through(&mut random, limit, || there.sync(here, &[]), |_| false);
+        image::assert_equal(&content, &here.disk);
+        equal(here, there);
+        (here, there) = (there, here);
+    }
+    say(&format!("{rounds} changes of roles, {kills} commands killed"));
+}
