@@ -76,12 +76,16 @@ impl Replica {
         let fuzzy = lineage.state == State::Fuzzy;
         let kept = self.journal().and_then(|journal| journal.segments.last());
         let later = kept.and_then(|segment| segment.header.to().copied()).or(step.map(|s| s.toward.epoch));
+        let later = later.filter(|later| later.number > epoch.number);
+        let released = Released { epoch, term: lineage.role.term };
         let outlook = Outlook {
             epoch,
             time: lineage.stamp.as_ref().and_then(|stamp| u64::try_from(stamp.written? / 1_000_000_000).ok()),
-            released: lineage.role.released == Some(Released { epoch, term: lineage.role.term })
-                && lineage.unsure.is_nothing(),
-            later: later.filter(|later| later.number > epoch.number),
+            // A source that sent more later took its word back.
+            released: lineage.role.released == Some(released)
+                && lineage.unsure.is_nothing()
+                && later.is_none(),
+            later,
             fuzzy,
         };
         match (force, outlook.released) {

@@ -4,7 +4,9 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use extents::Bitmap;
+use testing::faulty::Power;
 
+use super::crash::{OUTAGES, on};
 use super::real::alone;
 use super::world::*;
 use crate::{
@@ -59,6 +61,8 @@ fn a_promotion_wants_the_last_word_of_the_source() {
     let released = to_promote(&path, &options()).unwrap().outlook(false).unwrap();
     assert!(released.released);
     let mut replica = Replica::open(&path, &options()).unwrap();
+    receive_part(&mut replica, &source.tracked(0, 1), Commit::Journal, 1).unwrap();
+    assert!(replica.outlook(false).is_err(), "its source goes on");
     merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap();
     assert!(replica.outlook(false).is_err(), "its source went on");
     replica.release(Released { epoch: source.epochs[1], term: 3 }).unwrap();
@@ -199,6 +203,74 @@ fn scribble(path: &Path, blocks: &[u64]) {
     use std::os::unix::fs::FileExt;
     let file = std::fs::File::options().write(true).open(path).unwrap();
     blocks.iter().for_each(|block| file.write_all_at(&[0xa5; BLOCK as usize], block * BLOCK).unwrap());
+}
+
+/// A crash leaves what was, or what is to be; the same command does the rest.
+#[test]
+fn a_promotion_and_a_demotion_are_cut_at_every_step() {
+    let source = Source::new(11, &[40, 40]);
+    type Act<'a> = &'a dyn Fn(&World, &Power) -> crate::Result<()>;
+    let promote: Act<'_> = &|world, power| world.open_doubting(power)?.promote().map(drop);
+    let demotion = demotion(&source, source.size(0), &[3, 7]);
+    let demote: Act<'_> = &|world, power| world.open_with(power, true, false)?.demote(&demotion, &|_| true);
+    for (name, act) in [("promote", promote), ("demote", demote)] {
+        for kind in [Kind::File, Kind::Device] {
+            let before = World::new(kind);
+            merge(&mut before.open(&on()).unwrap(), &source.seed(0), Commit::Journal).unwrap();
+            // A part of a delta, which goes.
+            let mut replica = before.open(&on()).unwrap();
+            receive_part(&mut replica, &source.tracked(0, 1), Commit::Journal, 1).unwrap();
+            drop(replica);
+            if name == "demote" {
+                promote(&before, &on()).unwrap();
+            }
+            let power = on();
+            act(&before.fork(), &power).unwrap();
+            let steps = power.steps();
+            assert!(steps > 3, "what is cut is not counted");
+            for (number, (outage, disks, folders)) in OUTAGES.into_iter().enumerate() {
+                for step in 1..=steps + 1 {
+                    let what = format!(
+                        "{name} of a {kind:?} cut by {outage:?} {disks:?} {folders:?} at {step} of {steps}"
+                    );
+                    let world = before.fork();
+                    let power = Power::new(outage);
+                    power.cut_at(step);
+                    let ended = act(&world, &power);
+                    assert_eq!(ended.is_ok(), step > steps, "{what}: {ended:?}");
+                    power.crash(disks, folders, step * 7 + number as u64).unwrap();
+                    let marked = world.open_doubting(&on()).unwrap().lineage().role.promoted;
+                    if name == "demote" && marked.is_some() {
+                        act(&world, &on()).unwrap_or_else(|e| panic!("{what}, again: {e}"));
+                    }
+                    if name == "promote" {
+                        act(&world, &on()).unwrap_or_else(|e| panic!("{what}, again: {e}"));
+                        let replica = world.open_doubting(&on()).unwrap();
+                        let role = &replica.lineage().role;
+                        assert!(marked.is_none() || role.promoted == marked, "{what}: another mark");
+                        assert_eq!(
+                            (role.term, replica.lineage().epoch),
+                            (2, Some(source.epochs[0])),
+                            "{what}"
+                        );
+                    } else {
+                        let replica = world.open(&on()).unwrap();
+                        let (status, lineage) = (replica.status(), replica.lineage());
+                        assert_eq!(
+                            (status.epoch, status.role.also()),
+                            (Some(source.epochs[0]), &source.epochs[1..])
+                        );
+                        assert!(
+                            lineage.role.promoted.is_none() && status.unsure.bytes() == 2 * BLOCK,
+                            "{what}"
+                        );
+                        assert!(status.resumes.is_none(), "{what}: a part of a delta is left");
+                    }
+                    assert!(world.holds(&source.images[0]), "{what}: it was written to");
+                }
+            }
+        }
+    }
 }
 
 /// What a crash left in the midst of a merge is merged before it is read.
