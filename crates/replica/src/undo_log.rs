@@ -194,11 +194,8 @@ impl Replica {
             // Of another life.
             None => return self.drop_logs(),
         };
-        let (Some(last), Some(mut touched)) =
-            (streams.last().filter(|_| known < streams.len()), self.touched_by())
-        else {
-            return Ok(());
-        };
+        let Some(last) = streams.last().filter(|_| known < streams.len()) else { return Ok(()) };
+        let Some(mut touched) = self.touched_by() else { return self.drop_logs() };
         for contents in &deltas[known..] {
             let read = io_error("read", self.path());
             crate::journal::replay(self.state(), WHOLE, contents, &mut touched, &mut self.positions(), read)?;

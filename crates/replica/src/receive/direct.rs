@@ -175,7 +175,7 @@ impl Replica {
     pub(super) fn go_on(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
         let Some(step) = self.lineage().step.clone() else { return Ok(Sink::Closed) };
         let base = while_made(header, step.positions);
-        let mut touched = self.touched_before();
+        let mut touched = self.touched_before().filter(|_| !self.options().doubt);
         if let Some(touched) = &mut touched {
             touched.header(header, kept(header, &base));
         }
@@ -310,9 +310,7 @@ impl Direct {
             true => {
                 let mut set = self.unsure_before.clone();
                 set.join(self.passing.set());
-                let kept = replica.keep_unsure(&set, INTERRUPTED)?;
-                self.passing.kept_unread();
-                Some(kept)
+                Some(replica.keep_unsure(&set, INTERRUPTED)?)
             }
             false => None,
         };
@@ -324,6 +322,8 @@ impl Direct {
         if let Some(step) = &mut replica.lineage_mut().step {
             step.positions = positions;
             step.unsure = unsure.unwrap_or_else(|| step.unsure.clone());
+            // Not before the step says so: if what comes in between fails, the next save must say it.
+            self.passing.kept_unread();
         }
         replica.store()
     }

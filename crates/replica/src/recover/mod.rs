@@ -2,6 +2,8 @@
 
 mod table;
 
+use delta::Method;
+
 use crate::destination::Name;
 use crate::error::{ReplicaError, Result, SAFE, io_error};
 use crate::journal::{self, ARRIVING, Contents, WHOLE, compares};
@@ -159,6 +161,8 @@ impl Replica {
         let last = deltas.as_ref().map(|deltas| deltas.last().and_then(Contents::stream));
         found.situation.sealed = match last {
             None => Sealed::None,
+            // Nothing was merged from it: it was made durable before it got its name, and then emptied.
+            Some(None) if self.is_empty(WHOLE)? => Sealed::Merged,
             Some(None) => Sealed::Damaged,
             Some(last) if last == self.lineage().committed => Sealed::Merged,
             Some(_) if deltas.as_ref().is_some_and(|deltas| self.outlives_adoption(deltas)) => Sealed::Merged,
@@ -166,6 +170,12 @@ impl Replica {
         };
         found.deltas = deltas.unwrap_or_default();
         Ok(())
+    }
+
+    /// True if a file of the state has nothing in it.
+    fn is_empty(&self, name: &str) -> Result<bool> {
+        let len = self.state().open(name, false).and_then(|file| file.len());
+        Ok(len.map_err(io_error("look at", &self.folder().join(name)))? == 0)
     }
 
     /// True if these are from before the destination was adopted: only their removal was missing.
@@ -323,7 +333,12 @@ impl Replica {
     }
 
     fn seal_and_merge(&mut self, contents: Contents) -> Result<()> {
-        let touched = self.touched_of(ARRIVING, &contents)?;
+        // What is kept from here on, a mirror's log does not know of.
+        self.close_logs()?;
+        // A comparison may be a repair: what it replaces is then none of the source's states.
+        let repairs =
+            contents.segments.iter().any(|s| s.header.method != Method::Tracked || s.header.partial);
+        let touched = if repairs { None } else { self.touched_of(ARRIVING, &contents)? };
         if let Some(toward) = contents.segments.last().and_then(|s| self.toward(&s.header)) {
             self.keep_past(touched, &toward)?;
         }

@@ -3,6 +3,7 @@
 mod batches;
 mod crash;
 mod fit;
+mod lives;
 mod past;
 mod promoted;
 mod real;
