@@ -433,7 +433,7 @@ fn a_replica_that_batches_brought_ahead_is_promoted_as_it_is() {
     equal(&near, &far);
 }
 
-/// A device is trusted as long as the kernel has counted that nothing was written to it.
+/// The record of a device is trusted across a stop where the user says so; without that, all of it is compared.
 #[test]
 fn a_replica_on_a_device_is_promoted() {
     let what = "a promoted replica on a device";
@@ -454,13 +454,13 @@ fn a_replica_on_a_device_is_promoted() {
     near.sync(&far, &[]).ok();
     near.towards(&far, &["demote"]).ok();
     far.run(&["promote"]).ok();
-    let server = far.site.serve(&[&far.disk], &[]);
+    let server = far.site.serve(&[&far.disk], &["--trust-device"]);
     server.client(&name).write(0, &[7; 8192]).expect("a write");
     server.stop();
-    let back = summary(far.sync(&near, &[]));
+    let back = summary(far.sync(&near, &["--trust-device"]));
     assert_eq!((&back["method"], number(&back, "blocks_changed")), (&"tracked".into(), 2));
     same(&near, &far);
-    far.towards(&near, &["demote"]).ok();
+    far.towards(&near, &["demote", "--trust-device"]).ok();
     near.run(&["promote"]).ok();
     near.write([77], &mut random);
     assert_eq!(number(&summary(near.sync(&far, &[])), "blocks_changed"), 1);

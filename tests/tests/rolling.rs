@@ -277,7 +277,8 @@ fn a_device_and_a_copy_carried_by_hand() {
         return dsync_tests::skipped(what, "no loop device");
     };
     let to = |plain: &Plain, options: &[&str]| plain.site.sync(&plain.source, device.device(), options).ok();
-    to(&plain, &[]);
+    // It is not blank.
+    to(&plain, &["--adopt"]);
     for commit in ["journal", "in-place"] {
         // It grows over what a device held before.
         let size = plain.edit(|bytes, random| drop(bytes.splice(7..7, random.bytes(600_001))));

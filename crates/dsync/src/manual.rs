@@ -183,7 +183,7 @@ mod tests {
             "[\\fB\\-\\-method\\fR\\ \\fIMETHOD\\fR]",
             "[\\fB\\-\\-compress\\fR[=\\fILEVEL\\fR]]",
             "[\\fB\\-\\-dry\\-run\\fR]",
-            "\n\\fISRC\\fR\n",
+            "\n\\fI[[USER@]HOST:]SRC\\fR\n",
         ] {
             assert!(synopsis.contains(term), "{term}: {synopsis}");
         }

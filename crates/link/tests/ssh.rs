@@ -136,7 +136,7 @@ fn failures_are_told_apart(sshd: &Sshd) {
     assert!(matches!(&error, Error::Rsh { status, .. } if status == "exit 255"), "{error}");
     assert!(error.to_string().contains("Permission denied"), "{error}");
     let Err(error) = sshd.connect("down", &[]) else { panic!("nobody listens there") };
-    assert!(error.to_string().contains("ssh to down failed (exit 255)"), "{error}");
+    assert!(error.to_string().contains(" to down failed (exit 255)"), "{error}");
     assert!(error.to_string().contains("Connection refused"), "{error}");
     let Err(error) = Link::ssh(&sshd.rsh(), "backup", &["/no/such/dsync".into()], TIMEOUT, None) else {
         panic!("not there")

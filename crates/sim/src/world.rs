@@ -591,6 +591,8 @@ impl World {
             method,
             commit: self.cell.commit.into(),
             way: sync::Way::to(self.cell.way == Way::Far),
+            // What an adopted copy has beyond the source may go.
+            shrink: true,
             live: sync::LiveOptions {
                 passes: 6,
                 cut: CutOptions { freeze: FreezeMode::Auto, limit: Duration::from_secs(10) },

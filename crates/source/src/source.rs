@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use delta::Epoch;
-use device::{Boot, Clock, Dir, Disk, Folder, FolderLock, Gauge, Identity, Medium, WriteWatch};
+use device::{Boot, Clock, Dir, Disk, Folder, FolderLock, Identity, WriteWatch};
 use extents::Bitmap;
 use trackers::{CowStore, Follower, LastWriteTime, Settings, TrackedDisk};
 use uuid::Uuid;
@@ -96,10 +96,6 @@ pub trait Backing: Send + Sync {
     fn cached_reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
         self.reader()
     }
-    /// How a block device is, by the kernel's count of what was written to it; `None` for a file.
-    fn medium(&self) -> Option<Medium> {
-        None
-    }
     /// Detects writes by other programs from now on; `None` if the identity shows them.
     fn watch(&self) -> Result<Option<WriteWatch>, SourceError> {
         Ok(None)
@@ -162,10 +158,6 @@ impl Backing for PathBacking {
     }
     fn cached_reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
         self.open(false)
-    }
-    fn medium(&self) -> Option<Medium> {
-        let known = self.known();
-        known.is_block().then(|| Gauge::of(known.dev).read())
     }
     fn watch(&self) -> Result<Option<WriteWatch>, SourceError> {
         let known = self.known();
@@ -460,9 +452,6 @@ impl Source {
         let verdict = match (Self::missing(folder, stamp.as_ref(), last)?, stamp) {
             (Some(why), _) => Verdict::Lost(why.into()),
             (None, None) => Verdict::New,
-            (None, Some(stamp)) if stamp.is_proof_of(backing.medium().as_ref()) => {
-                Verdict::Trusted { power_lost: false }
-            }
             (None, Some(stamp)) => stamp.verdict(identity, &backing.boot(), last_write, trust_device),
         };
         Ok((verdict, was, served.foreign()))
@@ -532,7 +521,6 @@ impl Source {
             epoch: last,
             // A server continues with the smaller disk at once.
             larger: Some(was).filter(|was| options.read_only && *was > identity.size),
-            medium: None,
         };
         let settings = Settings {
             block_size: about.block_size,
@@ -861,7 +849,7 @@ impl Source {
     pub fn close(mut self) -> Result<(), SourceError> {
         self.stop_tending();
         self.disk.close()?;
-        let (identity, medium) = (settled(&*self.backing)?, self.backing.medium());
+        let identity = settled(&*self.backing)?;
         self.disk.look(|| changed(&identity))?;
         let epochs = self.epochs();
         let replaced = !identity.same_object(&epochs.stamp.identity);
@@ -869,7 +857,7 @@ impl Source {
         let epoch = epochs.history.last().map_or(0, |e| e.number);
         let boot = self.backing.boot().id;
         let larger = epochs.stamp.larger;
-        ImageStamp { clean: true, lost, identity, boot, epoch, larger, medium }.write(&*self.folder)
+        ImageStamp { clean: true, lost, identity, boot, epoch, larger }.write(&*self.folder)
     }
 
     fn stop_tending(&mut self) {

@@ -1,7 +1,7 @@
 //! Whether the image matches its record: a stamp is taken at the end of writing, and compared before the record is
 //! trusted again.
 
-use device::{Boot, Folder, Identity, Life, Medium};
+use device::{Boot, Folder, Identity, Life};
 use serde::{Deserialize, Serialize};
 
 use crate::SourceError;
@@ -27,9 +27,6 @@ pub(crate) struct ImageStamp {
     /// allowed to read the smaller one, and failed, has not agreed to it for others.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub larger: Option<u64>,
-    /// Of a block device that was closed: what the kernel had counted by then.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub medium: Option<Medium>,
 }
 
 /// What the next process finds of the last served write.
@@ -74,12 +71,6 @@ impl ImageStamp {
 
     pub(crate) fn write(&self, folder: &dyn Folder) -> Result<(), SourceError> {
         crate::json::write_json(folder, NAME, self)
-    }
-
-    /// True if a block device was closed in order, and the kernel has counted throughout that nothing was written to it since.
-    pub(crate) fn is_proof_of(&self, now: Option<&Medium>) -> bool {
-        let counted = self.medium.as_ref().zip(now).is_some_and(|(before, now)| before.is_proof_of(now));
-        counted && self.clean && self.lost.is_none()
     }
 
     /// Whether the record of this stamp can be trusted for the image as it is.
@@ -169,7 +160,6 @@ mod tests {
             boot: boot.id.clone(),
             epoch: 1,
             larger: None,
-            medium: None,
         };
         let last = |seen| LastWrite { time: changed, in_flight: false, seen, foreign: false };
         let trusted = Verdict::Trusted { power_lost: false };

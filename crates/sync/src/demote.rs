@@ -105,8 +105,10 @@ pub fn demote(
     if options.dry_run {
         return Ok(summary);
     }
-    let unwritten =
-        || demotion.since.is_none() || source::doubt(&place, &about).is_ok_and(|doubt| doubt.is_none());
+    // Of a device that was closed only its user can know.
+    let trusted = options.open.trust_device && about.identity.is_block();
+    let undoubted = || source::doubt(&place, &about).is_ok_and(|doubt| doubt.is_none());
+    let unwritten = || demotion.since.is_none() || trusted || undoubted();
     let replica = replica::demote(&about.path, &opening, &demotion, &|_| unwritten())?;
     list(&replica, Some(&known_replicas(state)));
     drop(replica);

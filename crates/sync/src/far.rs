@@ -90,10 +90,13 @@ pub(crate) fn list(replica: &Replica, known: Option<&KnownReplicas>) {
     let _ = known.map(|known| known.add(replica));
 }
 
-/// Forgets the source that an adopted disk was before. What is left if that fails is not trusted: the disk has changed.
+/// Forgets the source that an adopted disk was before, if it follows that source's other self now. One that was restored from
+/// its replica goes on as its own source. What is left if this fails is not trusted: the disk has changed.
 fn forget_former(state: &StateDir, replica: &Replica) {
     if let Ok(Some((place, about))) = state.source(&replica.path().to_string_lossy()) {
-        let _ = source::forget_source(state, &place, &about);
+        if replica.status().source == Some(about.uuid) {
+            let _ = source::forget_source(state, &place, &about);
+        }
     }
 }
 
