@@ -247,8 +247,8 @@ fn in_common(handle: &Handle, options: &DemoteOptions) -> Result<Epoch, SyncErro
         return Ok(handle.epoch(what)?);
     }
     let oldest = fed(&handle.bookmarks()?).min_by_key(|epoch| epoch.number);
-    // No replica has anything of this term.
-    oldest.or(handle.about().began).ok_or_else(|| {
+    // What succeeds a promoted source may be another branch, with nothing of this term.
+    handle.about().began.or(oldest).ok_or_else(|| {
         SyncError::Refused(format!(
             "no replica of {} is known, so there is no epoch in common with another source: name it with --since EPOCH, as \
              \"dsync status\" shows it for the replica that was promoted",

@@ -183,6 +183,14 @@ fn refuse_diverged(facts: &Facts<'_>, status: &Status, options: &SyncOptions) ->
     let other_branch =
         Divergence::OtherBranch { epoch: epoch.number, demoted: replica.role.demoted.is_some() };
     match &facts.history {
+        // Before this term there may have been other branches, and its history does not tell them apart. Only the first term
+        // has none.
+        Knowledge::Lost(_)
+            if facts.began.is_some_and(|began| epoch.number < began.number)
+                && !(term <= 1 && facts.term == 2) =>
+        {
+            diverged(term, facts.began, other_branch)
+        }
         // A former source was given up for whichever goes on from an epoch of it.
         Knowledge::Foreign(_) if replica.role.demoted.is_some() => diverged(term, None, other_branch),
         _ if replica.role.demoted.is_some() || term == facts.term => Ok(()),
@@ -578,6 +586,9 @@ mod tests {
             ("at 7; term2 gap", "Diverged"),
             ("at 5; term2 gap", "compare, compared: the host crashed"),
             ("at 4; term2 gap", "compare, compared: the host crashed"),
+            // Another branch of the same term, or an older one.
+            ("at 4 term2; term2 gap", "Diverged"),
+            ("at 4; term3 gap", "Diverged"),
             ("other at 5 term3", "OtherSource"),
             // The same source itself.
             ("none source1; term2", "Diverged"),
