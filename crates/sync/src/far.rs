@@ -46,20 +46,25 @@ pub fn receive_within(link: Link, state: &StateDir, allowed: &AllowedPaths) -> R
 /// Opens a replica of this host.
 pub(crate) fn open_here(open: &Open, path: &Path, state: &StateDir) -> Result<Opened, SyncError> {
     refuse_source(open.source.as_ref(), path)?;
-    let options = replica::Options {
-        adopt: open.adopt,
-        create: open.create,
-        doubt: open.verify,
-        keep: open.keep.clone(),
-        term: open.origin.map_or(0, |origin| origin.term),
-        ..open_options(open.journal_dir.as_deref(), state)
-    };
+    let options = asked_for(open, open_options(open.journal_dir.as_deref(), state));
     if let Some(origin) = open.origin.filter(|_| !open.adopt && !open.verify) {
         if let Some(primary) = primary_at(path, &options, state, &origin)? {
             return Ok(Opened::Primary(path.to_path_buf(), primary));
         }
     }
     Ok(Opened::Replica(Box::new(open_replica(path, &options, state)?), Some(state.clone())))
+}
+
+/// What the source's side asks for, beside what is said here.
+fn asked_for(open: &Open, here: replica::Options) -> replica::Options {
+    replica::Options {
+        adopt: open.adopt,
+        create: open.create,
+        doubt: open.verify,
+        keep: open.keep.clone(),
+        term: open.origin.map_or(0, |origin| origin.term),
+        ..here
+    }
 }
 
 /// Opens a replica. One whose state is in another folder than is said is told from what is none.
@@ -119,14 +124,7 @@ pub fn receive_over(
     open: &dyn Fn(&replica::Options) -> replica::Result<Replica>,
 ) -> Result<(), SyncError> {
     receive_at(link, &|asked| {
-        let options = replica::Options {
-            adopt: asked.adopt,
-            create: asked.create,
-            doubt: asked.verify,
-            keep: asked.keep.clone(),
-            term: asked.origin.map_or(0, |origin| origin.term),
-            ..Default::default()
-        };
+        let options = asked_for(asked, replica::Options::default());
         Ok(Opened::Replica(Box::new(open(&options)?), None))
     })
 }
