@@ -34,7 +34,7 @@ impl Bell {
         }
     }
 
-    /// Rings it. Returns false if nobody has heard the ring before.
+    /// Rings it. Returns false if an earlier ring has not been heard yet.
     pub fn ring(&self) -> bool {
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         let heard = poll(&mut [PollFd::new(&self.0, PollFlags::IN)], Some(&now)) == Ok(0);

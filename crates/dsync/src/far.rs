@@ -69,7 +69,7 @@ pub(crate) fn send(args: &Send, state: &StateDir, output: &Output) -> Result<()>
     listen(&args.listen, state, output, move |link, peer| sync::send(link, &here, &allowed, Some(&peer.name)))
 }
 
-/// Serves one session over standard input and output, to whoever started this.
+/// Serves one session over standard input and output, to the program that started this.
 fn over_stdio(serve: impl FnOnce(Link) -> Result<(), SyncError>) -> Result<()> {
     if std::io::stdout().is_terminal() {
         let how = "without --listen this is started by dsync on another host, and speaks to that: pass --listen to serve a port";

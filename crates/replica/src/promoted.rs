@@ -1,5 +1,5 @@
 //! A replica that becomes the source itself. The mark in the lineage is durable before anything else is made of it, and from then on
-//! no delta is merged: what is written to the disk is in no other source. Whoever promotes makes the source's state from the
+//! no delta is merged: what is written to the disk is in no other source. The command that promotes makes the source's state from the
 //! mark, while it holds the replica; after a crash the same command does so again.
 
 use std::path::Path;

@@ -113,7 +113,7 @@ impl Replica {
         }
     }
 
-    /// An empty log. The lineage stands where it begins.
+    /// An empty log. It begins at the lineage's state.
     fn log_of(&self, file: Arc<dyn StateFile>) -> Result<UndoLog> {
         let lineage = self.lineage();
         let (source, chain) = (lineage.source.unwrap_or_default(), lineage.epoch.into_iter().collect());

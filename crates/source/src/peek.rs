@@ -48,7 +48,7 @@ pub fn recorded_since(
         .map_err(SourceError::state("read the records in", place))
 }
 
-/// Why the disk of a source that nobody holds may not be as the last command left it that did; `None` if it is. Changes nothing and
+/// Why the disk of a source that no process holds may not be as the last command left it that did; `None` if it is. Changes nothing and
 /// takes no lock.
 ///
 /// # Errors

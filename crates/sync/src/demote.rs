@@ -74,7 +74,7 @@ pub type LastSync<'a> = &'a mut dyn FnMut(&Handle) -> Result<Summary, SyncError>
 /// Makes the source `what` a replica. With `last_sync`, of the replica that this brings up to date.
 ///
 /// # Errors
-/// Refused if it is in use or is no source, and if it was written to after the epoch in common and the options say neither to save
+/// Refused if it is in use or not a source, and if it was written to after the epoch in common and the options say neither to save
 /// nor to discard that. It is the source that it was then.
 pub fn demote(
     state: &StateDir,

@@ -59,9 +59,9 @@ pub(crate) fn newest_known(handle: &Handle, mut status: Status) -> Result<Status
     }
     let history = handle.history()?;
     let whole = |epoch| vec![replica::Position { epoch: Some(epoch), upto: replica.size }];
-    let stands = replica.epoch.is_some_and(|epoch| replica.positions == whole(epoch));
+    let whole_at = replica.epoch.is_some_and(|epoch| replica.positions == whole(epoch));
     let known = |epoch: &&delta::Epoch| history.size_at(epoch).is_some();
-    if let Some(newest) = replica.role.also().iter().rev().find(known).copied().filter(|_| stands) {
+    if let Some(newest) = replica.role.also().iter().rev().find(known).copied().filter(|_| whole_at) {
         replica.positions = whole(newest);
         replica.epoch = Some(newest);
     }

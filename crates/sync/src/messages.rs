@@ -152,7 +152,7 @@ pub(crate) struct Status {
     pub in_place: bool,
     /// Bytes of its encoded unsure set, which follows as [`UNSURE`].
     pub unsure_bytes: usize,
-    /// It is no replica, but the same source itself: nothing will be received.
+    /// It is not a replica, but the same source itself: nothing will be received.
     #[serde(default)]
     pub primary: Option<Primary>,
 }
