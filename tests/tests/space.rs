@@ -87,7 +87,9 @@ fn holes_that_do_not_fit_are_refused_before_the_merge() {
             assert_eq!(std::fs::read(&scene.replica).expect("a replica"), before);
             // Nothing is left of the attempt.
             assert!(small.free() + 64 * 1024 >= free, "{free} bytes were free, {}", small.free());
-            assert_eq!(image::space(&scene.replica), space);
+            // A file system may keep an extent block of the room that was taken and given back.
+            let now = image::space(&scene.replica);
+            assert!(now <= space + 64 * 1024, "the replica took {space} bytes, then {now}");
         }
         small.make_room();
         let summary = scene.sync(&[]).ok().summary();
