@@ -12,7 +12,7 @@ export PATH := $(PATH):$(HOME)/.cargo/bin
 completions := bash-completion/completions/dsync zsh/site-functions/_dsync fish/vendor_completions.d/dsync.fish
 target := $(or $(CARGO_TARGET_DIR),target)
 
-.PHONY: all build bpf demo test test-vm test-deb check deny msrv soak bench install uninstall deb doc clean
+.PHONY: all build bpf demo test test-vm test-deb check deny msrv soak bench figures install uninstall deb doc clean
 
 all: build
 
@@ -79,6 +79,12 @@ bench:
 	@scripts/setup build bench
 	@$(CARGO) build --release -p dsync -p dsync-bench
 	DSYNC_BIN=$(abspath $(target))/release/dsync $(target)/release/dsync-bench
+
+# The first paper's figures on two hosts of network namespaces; CSV, SVG and tables go to bench/results/. Hours.
+figures:
+	@scripts/setup build bench
+	@$(CARGO) build --release -p dsync -p dsync-bench
+	DSYNC_BIN=$(abspath $(target))/release/dsync $(target)/release/dsync-bench paper
 
 units := $(wildcard systemd/*.service systemd/*.socket systemd/*.timer)
 

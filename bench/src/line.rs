@@ -70,7 +70,7 @@ fn keygen(file: &Path) -> Result<()> {
 
 /// Two namespaces with a sshd on the far side.
 fn network(rate: u64, folder: &Path, far: &Path) -> Result<Line> {
-    let network = Network::new(rate)?;
+    let network = Network::new(Some(rate))?;
     let mut sshd = Sshd::start(&network.far(), Network::FAR, folder)?;
     let rsh = format!("{} {}", network.near().join(" "), sshd.rsh);
     sshd.wait(&rsh)?;
@@ -95,7 +95,7 @@ impl Sshd {
         std::fs::copy(folder.join("key.pub"), folder.join("authorized_keys"))?;
         let config = format!(
             "Port 2222\nListenAddress {address}\nHostKey {here}/host_key\nAuthorizedKeysFile {here}/authorized_keys\nPidFile none\n\
-             StrictModes no\nUsePAM no\nPasswordAuthentication no\n"
+             StrictModes no\nUsePAM no\nPasswordAuthentication no\nSubsystem sftp internal-sftp\n"
         );
         std::fs::write(folder.join("sshd_config"), config)?;
         let config = format!(

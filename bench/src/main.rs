@@ -6,6 +6,8 @@ mod compress;
 mod content;
 mod dsync;
 mod far;
+mod figures;
+mod hosts;
 mod idle;
 mod limit;
 mod line;
@@ -17,6 +19,7 @@ mod plot;
 mod process;
 mod report;
 mod rolling;
+mod rows;
 mod serve;
 mod sync;
 mod track;
@@ -109,6 +112,9 @@ enum What {
     Link,
     /// A first copy and scattered blocks to another host: processor time and system calls of both sites
     Far,
+    /// Two hosts and a line of 1 Gbit/s: the first paper's figures 2 to 7, from 1 GiB to 32 GiB as far as the disk has room;
+    /// hours, so not part of all
+    Paper,
     /// The limit: move blocks that are known, or all of them, with io_uring and bypassing the page cache
     Limit {
         /// The file to read
@@ -186,7 +192,7 @@ fn scenarios(mut bench: Bench, what: What) -> Result<bool> {
     let out = out.unwrap_or_else(|| Path::new("bench/results").join(format!("{}.md", report::date())));
     let mut report = Report::new(bench.dsync.as_deref(), &bench.dir, bench.quick);
     type Scenario = fn(&Bench, &mut Report) -> Result<()>;
-    let all: [(&str, Scenario); 10] = [
+    let all: [(&str, Scenario); 11] = [
         ("sync", sync::sync),
         ("compare", compare::compare),
         ("rolling", rolling::rolling),
@@ -197,6 +203,7 @@ fn scenarios(mut bench: Bench, what: What) -> Result<bool> {
         ("link", link::link),
         ("far", far::far),
         ("mirror", mirror::mirror),
+        ("paper", figures::figures),
     ];
     let chosen = match what {
         What::Sync => "sync",
@@ -209,9 +216,11 @@ fn scenarios(mut bench: Bench, what: What) -> Result<bool> {
         What::Link => "link",
         What::Mirror => "mirror",
         What::Far => "far",
+        What::Paper => "paper",
         _ => "",
     };
-    for (name, scenario) in all.into_iter().filter(|(name, _)| chosen.is_empty() || *name == chosen) {
+    let wanted = |name: &str| if chosen.is_empty() { name != "paper" } else { name == chosen };
+    for (name, scenario) in all.into_iter().filter(|(name, _)| wanted(name)) {
         if let Err(error) = scenario(&bench, &mut report) {
             report.failed(name, &error);
         }

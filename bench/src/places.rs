@@ -1,6 +1,7 @@
 //! Places that must be given back: folders, loop devices, mounts, network namespaces. Dropping one gives it back.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -102,10 +103,11 @@ impl Network {
     /// The far side's address.
     pub(crate) const FAR: &str = "10.213.7.2";
 
-    /// A link of so many bits a second each way. Needs root.
-    pub(crate) fn new(bits_per_second: u64) -> Result<Network> {
+    /// A link of so many bits a second each way, or of what the machine can carry. Needs root.
+    pub(crate) fn new(bits_per_second: Option<u64>) -> Result<Network> {
         ensure!(root(), "network namespaces need root");
-        let id = std::process::id();
+        static MADE: AtomicU32 = AtomicU32::new(0);
+        let id = format!("{}-{}", std::process::id(), MADE.fetch_add(1, Ordering::Relaxed));
         let network = Network { near: format!("dsync-near-{id}"), far: format!("dsync-far-{id}") };
         let ip = |line: &str| process::run(command("ip").args(line.split_whitespace()), QUICK).map(drop);
         let (near, far) = (&network.near, &network.far);
@@ -118,10 +120,11 @@ impl Network {
             ip(&format!("-n {space} address add {address}/24 dev {device}"))?;
             ip(&format!("-n {space} link set {device} up"))?;
             ip(&format!("-n {space} link set lo up"))?;
+            let Some(rate) = bits_per_second else { continue };
             // Enough for 4 ms, or a fast link would wait for the clock.
-            let burst = (bits_per_second / 8 / 250).max(64 << 10);
+            let burst = (rate / 8 / 250).max(64 << 10);
             let shape = format!(
-                "-n {space} qdisc add dev {device} root tbf rate {bits_per_second}bit burst {burst} latency 100ms"
+                "-n {space} qdisc add dev {device} root tbf rate {rate}bit burst {burst} latency 100ms"
             );
             process::run(command("tc").args(shape.split_whitespace()), QUICK)?;
         }
@@ -163,7 +166,7 @@ mod tests {
             return println!("skipped: this needs root, ip, tc and bash");
         }
         // A kernel may lack namespaces, veth or tbf.
-        let network = match Network::new(100_000_000) {
+        let network = match Network::new(Some(100_000_000)) {
             Ok(network) => network,
             Err(error) => return println!("skipped: {error:#}"),
         };

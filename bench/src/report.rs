@@ -9,6 +9,7 @@ use anyhow::{Context, Result};
 /// What a run of the bench found out.
 pub(crate) struct Report {
     text: String,
+    machine: String,
     goals: Vec<(bool, String)>,
     quick: bool,
     /// What went wrong on the way.
@@ -66,9 +67,17 @@ impl Table {
 impl Report {
     /// Begins with the machine.
     pub(crate) fn new(dsync: Option<&Path>, dir: &Path, quick: bool) -> Report {
-        let mut report = Report { text: String::new(), goals: Vec::new(), quick, failures: Vec::new() };
-        report.add(&format!("# dsync-bench, {}\n\n{}\n", date(), machine(dsync, dir)));
+        let machine = machine(dsync, dir);
+        let begin = format!("# dsync-bench, {}\n\n{machine}\n", date());
+        let mut report =
+            Report { text: String::new(), machine, goals: Vec::new(), quick, failures: Vec::new() };
+        report.add(&begin);
         report
+    }
+
+    /// The day and the machine, a line each.
+    pub(crate) fn about(&self) -> String {
+        format!("{}\n{}", date(), self.machine)
     }
 
     fn add(&mut self, text: &str) {
