@@ -451,3 +451,41 @@ fn a_mirror_keeps_its_replica_from_being_out_of_date() {
     std::thread::sleep(Duration::from_secs(6));
     assert_eq!(stale(&scene.site), ["stale"]);
 }
+
+#[test]
+fn a_watch_shows_problems_first_and_what_is_at_work() {
+    let mut scene = Scene::synced("a watch", 16 * MIB);
+    scene.change(1500);
+    std::thread::sleep(Duration::from_millis(2100));
+    let mut slow = scene.sync(&["--bwlimit", "256K"]).start();
+    let mut watch = scene.site.dsync(["status", "--watch=1", "--max-age", "1s"]).start();
+    let names = format!("{} to {}", scene.image.display(), scene.replica.display());
+    watch.wait_to_say(&format!("sync {names}: "));
+    watch.wait_to_say("KiB/s, for ");
+    let said = watch.stdout_so_far();
+    // The page that shows it.
+    let at = said.find("\nat work:\n").expect("it is at work");
+    let said = &said[said[..at].rfind("! replica").expect("problems first")..];
+    let place = |words: &str| said.find(words).unwrap_or_else(|| panic!("no '{words}' in {said}"));
+    assert!(place("! replica is out of date: ") < place("\nreplicas of sources here:\n"), "{said}");
+    assert!(place("\nat work:\n") < place("\nreplicas on this host:\n"), "{said}");
+    assert!(said.contains(&format!("{names} at epoch 1: ")) && said.contains(" behind, "), "{said}");
+    assert!(!said.contains('\x1b'), "it is not a terminal");
+    // What is killed is not at work.
+    slow.kill();
+    let before = watch.stdout_so_far().matches("no problems\n").count();
+    scene.sync(&[]).ok();
+    let until = Instant::now() + Duration::from_secs(20);
+    while watch.stdout_so_far().matches("no problems\n").count() == before {
+        assert!(Instant::now() < until, "{}", watch.stdout_so_far());
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let last = watch.stdout_so_far();
+    let last = &last[last.rfind("no problems\n").expect("a page")..];
+    assert!(last.contains(": up to date") && !last.contains("at work:"), "{last}");
+    watch.signal(rustix::process::Signal::INT);
+    let ended = watch.output(Duration::from_secs(10));
+    assert!(ended.status.code() == Some(130) && ended.stderr.is_empty(), "{ended}");
+    scene.site.dsync(["status", "--watch", "--check"]).code(2);
+    scene.site.dsync(["status", "--max-age", "1h"]).code(2).says(&["--check or --watch"]);
+}

@@ -214,13 +214,13 @@ fn a_destination_in_use() {
     let mut slow = scene.sync(&["--bwlimit", "8K"]).start();
     std::thread::sleep(Duration::from_millis(700));
     assert!(slow.ended().is_none(), "the first sync did not last");
-    scene.sync(&[]).code(4).says(&[&replica]);
+    scene.sync(&[]).code(6).says(&[&replica]);
     slow.kill();
     scene.sync(&[]).ok();
     scene.equal();
     // A source is served once.
     let socket = scene.site.socket("second");
-    let second = scene.site.dsync(["serve"]).arg(&scene.image).arg("--socket").arg(&socket).code(4);
+    let second = scene.site.dsync(["serve"]).arg(&scene.image).arg("--socket").arg(&socket).code(6);
     second.says(&["vm.raw"]);
 }
 
@@ -266,14 +266,14 @@ fn devices_that_are_mounted_looped_or_too_small() {
     scene
         .site
         .sync(&scene.image, &scene.site.path("fitting.raw"), &["--adopt"])
-        .code(4)
+        .code(6)
         .says(&["fitting.raw"]);
     {
         let Some(_mount) = Mount::new(&[], fitting.device(), &scene.site.path("mount")) else {
             return skipped(what, "loop devices cannot be mounted here");
         };
         let before = image::fingerprint(&scene.site.path("fitting.raw"));
-        to(&scene, fitting.device(), &["--adopt"]).code(4).says(&[&name(&fitting), "mounted"]);
+        to(&scene, fitting.device(), &["--adopt"]).code(6).says(&[&name(&fitting), "mounted"]);
         assert_eq!(before.0, image::fingerprint(&scene.site.path("fitting.raw")).0);
         // Nor is a live disk copied as if it stood still, nor served beside those who write to it.
         let from = || scene.site.sync(fitting.device(), &scene.site.path("from.raw"), &[]);

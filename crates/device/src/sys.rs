@@ -4,6 +4,19 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 
+/// The minute of the day by the system's local time (TZ, else /etc/localtime), as it is now.
+pub fn local_minute() -> u16 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    let seconds = now.as_secs() as libc::time_t;
+    // SAFETY: tm is plain data, for which zeroes are a valid value.
+    let mut local: libc::tm = unsafe { std::mem::zeroed() };
+    // SAFETY: both pointers are to values that outlive the call.
+    if unsafe { libc::localtime_r(&raw const seconds, &raw mut local) }.is_null() {
+        return (now.as_secs() % 86_400 / 60) as u16;
+    }
+    (local.tm_hour * 60 + local.tm_min) as u16
+}
+
 /// Discards a range of a block device (BLKDISCARD). Offset and length are whole sectors.
 pub(crate) fn block_discard(file: &File, offset: u64, len: u64) -> io::Result<()> {
     const BLKDISCARD: u32 = 0x1277;

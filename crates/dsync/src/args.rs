@@ -9,6 +9,8 @@ use compare::rolling::Cycles;
 use source::{CutOptions, FreezeMode};
 use sync::{Commit, Keep, LiveOptions, Stages};
 
+use crate::address::Address;
+use crate::bandwidth::Bandwidth;
 use crate::failure::Failure;
 use crate::units::{parse_expiry, parse_factor, parse_range, parse_size, parse_time, parse_timeout};
 
@@ -25,7 +27,8 @@ use crate::units::{parse_expiry, parse_factor, parse_range, parse_size, parse_ti
         A demonstration on a scratch disk, in under a minute:\n  \
         dsync demo\n\n\
         Exit codes: 0 done, 1 failed, 2 bad usage, 3 tracking lost where it is required,\n\
-        4 refused (replica, state, lock or key), 5 verify found differences, 130 interrupted."
+        4 refused (replica, state or key), 5 verify found differences, 6 in use by another program\n\
+        (--wait waits), 130 interrupted."
 )]
 pub(crate) struct Cli {
     /// State directory: records, keys, state of replicas on devices [default: $DSYNC_STATE_DIR, else /var/lib/dsync for root, else
@@ -63,6 +66,8 @@ pub(crate) enum Command {
         dsync sync --keep 24h/10m,7d/1h vm backup:/srv/vm.raw    keep earlier moments: see \"dsync rewind\"\n  \
         dsync sync --method rolling dump.sql far:dump.sql  a file with inserted or moved content\n  \
         dsync sync --digests /srv/vm.raw far:/srv/vm.raw   compare without reading the replica\n  \
+        dsync sync --wait=1h vm backup:/srv/vm.raw         let another sync of it end first\n  \
+        dsync sync --hook /etc/dsync/hold-guest vm backup:/srv/vm.raw    a database is told of the cut\n  \
         dsync sync /srv/vm.raw tls://far/vm.raw            without ssh: see \"dsync key\"\n  \
         dsync sync prod:/srv/vm.raw /backup/vm.raw         run by the host that has the replica\n  \
         dsync sync --adopt backup:/srv/vm.raw /srv/vm.raw  restore a disk from its replica\n\n\
@@ -71,6 +76,10 @@ pub(crate) enum Command {
         in the first --offer folder of \"dsync send\" if it is the source; tls://HOST//PATH is an absolute path.\n\n\
         A block device is a new destination only if it looks blank, at its first and last MiB and at 64 places between\n\
         them. Take over one with other content with --adopt.\n\n\
+        --hook starts a command before the cut, the moment that the copy shows. It reads \"begin\" from standard input,\n\
+        and prints \"ready\" when the disk may be cut; it reads \"cut\" after that, and \"end\" after the commit (\"failed\"\n\
+        if there is none). If it ends before it is ready, or takes too long, the sync ends before the cut. See\n\
+        docs/guide.md.\n\n\
         The summary says how changes were found: tracked, compared (and why), or copied.")]
     Sync(Sync),
 
@@ -79,6 +88,7 @@ pub(crate) enum Command {
         dsync mirror vm backup:/srv/vm.raw                 a served disk, over ssh\n  \
         dsync mirror --rpo 30s --compress vm backup:/srv/vm.raw    a slow link: fewer and larger batches\n  \
         dsync mirror --rate 20M vm /mnt/copy/vm.raw        move no more than 20 MiB of changes a second\n  \
+        dsync mirror --bwlimit 08:00-18:00=10M,22:00-23:00=pause,else=off vm backup:/srv/vm.raw\n  \
         dsync mirror --json -v vm backup:/srv/vm.raw       one JSON object a batch: blocks, times, lag\n\n\
         The mirror begins with a sync. After that, changes are sent in batches. The replica commits each batch\n\
         whole or not at all, so it is always the disk as it was at one moment. The interval between batches\n\
@@ -96,7 +106,8 @@ pub(crate) enum Command {
         qemu-system-x86_64 … -device virtio-blk-pci,drive=vm -blockdev driver=nbd,node-name=vm,\\\n    \
             server.type=unix,server.path=/run/vm.sock,export=vm,reconnect-delay=30,discard=unmap\n  \
         nbdinfo --map=qemu:dirty-bitmap:dsync 'nbd+unix:///vm?socket=/run/vm.sock'\n  \
-        nbdcopy 'nbd+unix:///vm@view?socket=/run/vm.sock' vm-now.raw    the disk as it is now\n\n\
+        nbdcopy 'nbd+unix:///vm@view?socket=/run/vm.sock' vm-now.raw    the disk as it is now\n  \
+        dsync serve /srv/vm.raw --socket /run/vm.sock --metrics 9750    for Prometheus, on loopback\n\n\
         Without --socket and --tcp it serves the socket that a service manager passes to it (LISTEN_FDS):\n  \
         nbdinfo [ dsync serve /srv/vm.raw ]                serves for as long as nbdinfo runs\n\n\
         An export is named after its file, without the extension. NAME@view is a snapshot of the moment at which\n\
@@ -123,6 +134,7 @@ pub(crate) enum Command {
         dsync status -v /srv/vm.raw                        every epoch of its history\n  \
         dsync status /srv/vm.raw --json\n  \
         dsync status --check --max-age 1h                  for a monitor: problems only\n  \
+        dsync status --watch                               what is wrong, running and behind, until Ctrl-C\n  \
         dsync status --prometheus                          metrics for node_exporter\n\n\
         --check reports sources whose changes are not known, so that the next sync compares; replicas that are out\n\
         of date; and replicas on this host that are incomplete, fuzzy, missing, were changed by other programs, or whose\n\
@@ -338,12 +350,40 @@ pub(crate) struct SourceArgs {
     pub allow_shrink: bool,
 }
 
+/// Where metrics are served.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct MetricsArg {
+    /// Serve the metrics of this host to Prometheus over HTTP, those of "dsync status --prometheus": at a port on loopback,
+    /// an address and a port, or unix:PATH
+    #[arg(long, value_name = "ADDRESS", value_parser = Address::parse)]
+    pub metrics: Option<Address>,
+}
+
+/// Whether a command waits for what is in use.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct WaitArg {
+    /// If another program uses the source or the replica, wait until it is free, up to this long [10m without a value]
+    #[arg(long, value_name = "TIME", num_args = 0..=1, require_equals = true, default_missing_value = "10m",
+          value_parser = parse_time)]
+    pub wait: Option<Duration>,
+}
+
+/// What a command does about what it depends on, and if it fails.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct RunArgs {
+    #[command(flatten)]
+    pub wait: WaitArg,
+    /// If this fails, run a command: DSYNC_JOB, DSYNC_EXIT_CODE and DSYNC_MESSAGE are in its environment
+    #[arg(long, value_name = "COMMAND")]
+    pub on_failure: Option<String>,
+}
+
 /// How the other host is reached.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct FarArgs {
-    /// Send at most this much per second, such as 10M
-    #[arg(long, value_name = "RATE", value_parser = parse_size)]
-    pub bwlimit: Option<u64>,
+    /// Send at most this much per second, such as 10M; by the hour, in local time: 08:00-18:00=10M,else=off
+    #[arg(long, value_name = "RATE|HOURS=RATE,...", value_parser = Bandwidth::parse)]
+    pub bwlimit: Option<Bandwidth>,
     /// Remote shell with its options [default: $DSYNC_RSH, else ssh]
     #[arg(short = 'e', long, value_name = "COMMAND")]
     pub rsh: Option<String>,
@@ -435,7 +475,18 @@ pub(crate) struct CompressArg {
     pub level: Option<i32>,
 }
 
-/// How a disk tracked in the kernel is followed and cut.
+/// What is held open around the cut.
+#[derive(Debug, Clone, Default, Args)]
+pub(crate) struct HookArgs {
+    /// Hold a command open around the cut: it reads "begin", answers "ready", and reads "cut" and "end" (or "failed")
+    #[arg(long, value_name = "COMMAND")]
+    pub hook: Option<String>,
+    /// End the sync if the hook is not ready after this long [default: 60s]
+    #[arg(long, value_name = "TIME", value_parser = parse_time, requires = "hook")]
+    pub hook_limit: Option<Duration>,
+}
+
+/// How a disk is followed and cut; most of it is for those tracked in the kernel.
 #[derive(Debug, Default, Args)]
 pub(crate) struct LiveArgs {
     /// For a tracked disk: whether to freeze its file systems for the last, short pass [default: auto]
@@ -447,6 +498,11 @@ pub(crate) struct LiveArgs {
     /// For a tracked disk: most passes over changed blocks before the last one [default: 8]
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..=100))]
     pub passes: Option<u32>,
+    /// Send the snapshot that is open as NAME@view instead of the present state
+    #[arg(long)]
+    pub at_view: bool,
+    #[command(flatten)]
+    pub hook: HookArgs,
 }
 
 impl LiveArgs {
@@ -471,18 +527,9 @@ impl LiveArgs {
     }
 }
 
-/// `mirror`.
-#[derive(Debug, Args)]
-pub(crate) struct Mirror {
-    /// Served image or its export name, or a tracked device
-    #[arg(value_name = "SRC")]
-    pub source: String,
-    /// Path of the replica; tls://HOST[:PORT]/DST without ssh
-    #[arg(value_name = "[[USER@]HOST:]DST")]
-    pub destination: String,
-    /// How far the replica may fall behind while the link keeps up
-    #[arg(long, value_name = "TIME", value_parser = parse_time, default_value = "5s")]
-    pub rpo: Duration,
+/// When a mirror cuts batches.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct IntervalArgs {
     /// The first interval between batches [default: 30ms]
     #[arg(long, value_name = "TIME", value_parser = parse_time)]
     pub interval: Option<Duration>,
@@ -495,6 +542,22 @@ pub(crate) struct Mirror {
     /// How fast the interval adapts to the time the replica's site needs, 0 to 1 [default: 0.5]
     #[arg(long, value_name = "FACTOR", value_parser = parse_factor)]
     pub beta: Option<f64>,
+}
+
+/// `mirror`.
+#[derive(Debug, Args)]
+pub(crate) struct Mirror {
+    /// Served image or its export name, or a tracked device
+    #[arg(value_name = "SRC")]
+    pub source: String,
+    /// Path of the replica; tls://HOST[:PORT]/DST without ssh
+    #[arg(value_name = "[[USER@]HOST:]DST")]
+    pub destination: String,
+    /// How far the replica may fall behind while the link keeps up
+    #[arg(long, value_name = "TIME", value_parser = parse_time, default_value = "5s")]
+    pub rpo: Duration,
+    #[command(flatten)]
+    pub batches: IntervalArgs,
     /// Send at most this much of changed blocks per second, by longer intervals; blocks written repeatedly are sent once
     #[arg(long, value_name = "RATE", value_parser = parse_size)]
     pub rate: Option<u64>,
@@ -511,6 +574,10 @@ pub(crate) struct Mirror {
     /// Keep the first interval
     #[arg(long, hide = true)]
     pub fixed_interval: bool,
+    #[command(flatten)]
+    pub metrics: MetricsArg,
+    #[command(flatten)]
+    pub run: RunArgs,
     /// How the replica's side is reached
     #[command(flatten)]
     pub far: FarArgs,
@@ -577,13 +644,12 @@ pub(crate) struct Sync {
     pub dry_run: bool,
     #[command(flatten)]
     pub begin: BeginArgs,
-    /// Send the snapshot that is open as NAME@view instead of the present state
-    #[arg(long)]
-    pub at_view: bool,
     #[command(flatten)]
     pub compress: CompressArg,
     #[command(flatten)]
     pub live: LiveArgs,
+    #[command(flatten)]
+    pub run: RunArgs,
     #[command(flatten)]
     pub far: FarArgs,
     #[command(flatten)]
@@ -698,6 +764,10 @@ pub(crate) struct Serve {
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "16G")]
     pub view_limit: u64,
     #[command(flatten)]
+    pub metrics: MetricsArg,
+    #[command(flatten)]
+    pub run: RunArgs,
+    #[command(flatten)]
     pub open: SourceArgs,
 }
 
@@ -774,9 +844,13 @@ pub(crate) struct Status {
     /// Print one line per problem, or "OK"; the exit code is 1 if there is a problem
     #[arg(long)]
     pub check: bool,
-    /// With --check, report replicas that were last brought up to date longer ago, if anything was written since
-    #[arg(long, value_name = "TIME", value_parser = parse_time, requires = "check")]
+    /// With --check or --watch, report replicas that were last brought up to date longer ago, if anything was written since
+    #[arg(long, value_name = "TIME", value_parser = parse_time)]
     pub max_age: Option<Duration>,
+    /// Print problems, what is at work, and how far each replica is, every SECONDS until interrupted [2 without a value]
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = "2",
+          value_parser = parse_timeout, conflicts_with_all = ["check", "prometheus", "json", "quiet"])]
+    pub watch: Option<Duration>,
     /// Print metrics for the textfile collector of node_exporter
     #[arg(long, conflicts_with_all = ["path", "check", "json", "quiet"])]
     pub prometheus: bool,
@@ -796,6 +870,8 @@ pub(crate) struct Extract {
     /// Write at most this much per second
     #[arg(long, value_name = "RATE", value_parser = parse_size)]
     pub bwlimit: Option<u64>,
+    #[command(flatten)]
+    pub wait: WaitArg,
     #[command(flatten)]
     pub open: SourceArgs,
 }
@@ -817,6 +893,8 @@ pub(crate) struct Checkpoint {
     /// Delete a checkpoint, and the changes kept for it
     #[arg(long, value_name = "NAME", conflicts_with_all = ["name", "block_size", "trust_device", "allow_shrink"])]
     pub delete: Option<String>,
+    #[command(flatten)]
+    pub wait: WaitArg,
     #[command(flatten)]
     pub open: SourceArgs,
 }
@@ -855,6 +933,8 @@ pub(crate) struct Changes {
     /// Output format
     #[arg(long, value_enum, default_value_t = ChangesFormat::Ranges)]
     pub format: ChangesFormat,
+    #[command(flatten)]
+    pub wait: WaitArg,
     #[command(flatten)]
     pub open: SourceArgs,
 }
@@ -931,6 +1011,8 @@ pub(crate) struct Verify {
     #[arg(long, value_enum, requires = "repair")]
     pub commit: Option<CommitArg>,
     #[command(flatten)]
+    pub run: RunArgs,
+    #[command(flatten)]
     pub far: FarArgs,
     #[command(flatten)]
     pub open: SourceArgs,
@@ -959,6 +1041,8 @@ pub(crate) struct Rewind {
     /// Print what would be done, and change nothing
     #[arg(short = 'n', long, requires = "to")]
     pub dry_run: bool,
+    #[command(flatten)]
+    pub wait: WaitArg,
     /// Directory for the state and journal of the replica
     #[arg(long, value_name = "DIR")]
     pub journal_dir: Option<PathBuf>,
@@ -976,6 +1060,8 @@ pub(crate) struct Promote {
     /// Print what would be done and change nothing
     #[arg(short = 'n', long)]
     pub dry_run: bool,
+    #[command(flatten)]
+    pub wait: WaitArg,
     /// Directory for the state and journal of the replica
     #[arg(long, value_name = "DIR")]
     pub journal_dir: Option<PathBuf>,
@@ -1005,6 +1091,8 @@ pub(crate) struct Demote {
     /// Directory for the state and journal of the replica that the source becomes
     #[arg(long, value_name = "DIR")]
     pub own_journal_dir: Option<PathBuf>,
+    #[command(flatten)]
+    pub wait: WaitArg,
     #[command(flatten)]
     pub compress: CompressArg,
     #[command(flatten)]
@@ -1056,15 +1144,38 @@ pub(crate) struct ListenArgs {
     /// Give up on a peer after this long without a reply; the shorter timeout of both sides applies [default: 30s]
     #[arg(long, value_name = "TIME", value_parser = parse_timeout)]
     pub timeout: Option<Duration>,
+    #[command(flatten)]
+    pub metrics: MetricsArg,
+    /// If this fails, run a command: DSYNC_JOB, DSYNC_EXIT_CODE and DSYNC_MESSAGE are in its environment
+    #[arg(long, value_name = "COMMAND")]
+    pub on_failure: Option<String>,
 }
 
 impl ListenArgs {
     /// Refuses them where the peer is at standard input and output.
     pub(crate) fn check_unused(&self) -> Result<(), Failure> {
-        match self.from.is_empty() && self.timeout.is_none() {
+        match self.from.is_empty() && self.timeout.is_none() && self.metrics.metrics.is_none() {
             true => Ok(()),
-            false => Err(Failure::usage("--from and --timeout apply to peers over TLS: pass --listen")),
+            false => {
+                Err(Failure::usage("--from, --timeout and --metrics apply to peers over TLS: pass --listen"))
+            }
         }
+    }
+}
+
+impl Command {
+    /// What is to be run if it fails.
+    pub(crate) fn on_failure(&self) -> Option<&str> {
+        let command = match self {
+            Command::Sync(args) => &args.run.on_failure,
+            Command::Mirror(args) => &args.run.on_failure,
+            Command::Verify(args) => &args.run.on_failure,
+            Command::Serve(args) => &args.run.on_failure,
+            Command::Receive(args) => &args.listen.on_failure,
+            Command::Send(args) => &args.listen.on_failure,
+            _ => return None,
+        };
+        command.as_deref()
     }
 }
 

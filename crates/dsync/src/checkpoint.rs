@@ -1,7 +1,7 @@
 //! `dsync checkpoint` and `dsync changes`: what changed, for readers other than replicas.
 
 use std::io::{BufWriter, Read, Write, stdin, stdout};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail};
 use delta::Epoch;
@@ -10,12 +10,13 @@ use source::{Bookmarks, Handle, History, Position, SourceError, StateDir};
 use sync::SyncError;
 use uuid::Uuid;
 
-use crate::args;
+use crate::args::{self, WaitArg};
 use crate::effect;
 use crate::failure::Failure;
 use crate::forget;
 use crate::output::Output;
 use crate::units;
+use crate::wait::until_free;
 
 /// How long a command waits until the previous one in a pipeline releases a source that is not served.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -74,23 +75,16 @@ pub(crate) fn run(args: &args::Checkpoint, state: &StateDir, output: &Output) ->
         Some("-") => Some(confirmed(&mut stdin().lock())?),
         _ => None,
     };
-    let handle = attach(args, state)?;
+    let attach = || crate::attach(state, &args.source, &args.open);
+    let handle = until_free(&patience(args), output, attach)?;
     effect::on_source(&(&handle).into(), &args.open, &[], output);
     let done = set(args, confirmed, &handle, output);
     crate::close(handle, done)
 }
 
-fn attach(args: &args::Checkpoint, state: &StateDir) -> Result<Handle> {
-    let until = Instant::now() + PATIENCE;
-    let busy = |error: &anyhow::Error| matches!(error.downcast_ref(), Some(SourceError::Busy { .. }));
-    loop {
-        match crate::attach(state, &args.source, &args.open) {
-            Err(error) if busy(&error) && args.at.is_some() && Instant::now() < until => {
-                std::thread::sleep(Duration::from_millis(50));
-            }
-            attached => return attached,
-        }
-    }
+/// How long a checkpoint waits for its source.
+fn patience(args: &args::Checkpoint) -> WaitArg {
+    WaitArg { wait: args.wait.wait.or_else(|| args.at.is_some().then_some(PATIENCE)) }
 }
 
 fn set(

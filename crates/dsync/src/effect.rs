@@ -18,7 +18,7 @@ fn without(options: &[Given], because: &str, output: &Output) {
             [] => ((*last).to_owned(), "has"),
             others => (format!("{} and {last}", others.join(", ")), "have"),
         };
-        output.warn(&format!("{names} {have} no effect: {because}"));
+        output.warn_once(&format!("{names} {have} no effect: {because}"));
     }
 }
 
@@ -50,10 +50,10 @@ pub(crate) fn on_method(args: &Sync, output: &Output) {
 /// A disk that is mirrored by one sync after another, against the options for batches.
 pub(crate) fn on_mirror(handle: &Handle, args: &Mirror, output: &Output) {
     let batches = [
-        ("--interval", args.interval.is_some()),
-        ("--min-interval", args.min_interval.is_some()),
-        ("--alpha", args.alpha.is_some()),
-        ("--beta", args.beta.is_some()),
+        ("--interval", args.batches.interval.is_some()),
+        ("--min-interval", args.batches.min_interval.is_some()),
+        ("--alpha", args.batches.alpha.is_some()),
+        ("--beta", args.batches.beta.is_some()),
         ("--rate", args.rate.is_some()),
         ("--epoch", args.epoch.is_some()),
     ];

@@ -8,6 +8,7 @@ use crate::args;
 use crate::failure::Failure;
 use crate::location::Ends;
 use crate::output::Output;
+use crate::steering::Steering;
 use crate::{sync_command, units};
 
 /// Makes a replica the source.
@@ -71,8 +72,12 @@ fn age(time: u64) -> String {
 }
 
 /// Makes a source a replica.
-pub(crate) fn demote(args: &args::Demote, state: &StateDir, output: &Output) -> Result<()> {
-    units::check_rates(&[("--bwlimit", args.far.bwlimit)])?;
+pub(crate) fn demote(
+    args: &args::Demote,
+    steering: &Steering,
+    state: &StateDir,
+    output: &Output,
+) -> Result<()> {
     let ends = args.destination.as_deref().map(|there| Ends::parse(&args.source, there)).transpose()?;
     if let Some(host) = ends.as_ref().and_then(|ends| ends.source.host.as_ref()) {
         return Err(Failure::usage(format!("{} is on another host: run this on {host}", args.source)).into());
@@ -96,7 +101,7 @@ pub(crate) fn demote(args: &args::Demote, state: &StateDir, output: &Output) -> 
     };
     let mut failed = None;
     let mut last_sync = |handle: &Handle| {
-        let synced = push(handle, &ends, args, state, output);
+        let synced = push(handle, &ends, (args, steering), state, output);
         output.finish();
         synced.map_err(|error| {
             failed = Some(error);
@@ -120,20 +125,20 @@ pub(crate) fn demote(args: &args::Demote, state: &StateDir, output: &Output) -> 
 fn push(
     handle: &Handle,
     ends: &Ends,
-    args: &args::Demote,
+    (args, steering): (&args::Demote, &Steering),
     state: &StateDir,
     output: &Output,
 ) -> Result<Summary> {
     let options = SyncOptions {
         dry_run: args.dry_run,
         compress: args.compress.level,
-        bwlimit: args.far.bwlimit,
+        bwlimit: steering.pace.clone(),
         journal_dir: args.far.journal_dir.clone(),
         way: sync::Way::to(ends.destination.host.is_some()),
         ..SyncOptions::default()
     };
     let progress = |done, total| output.progress(done, total);
-    let summary = ends.converse(&args.far, state, |link, path, name| {
+    let summary = ends.converse(&args.far, state, Some(handle), |link, path, name| {
         sync::push(handle, link, path, name, &options, &progress)
     })?;
     summary.recovered.iter().for_each(|recovered| output.warn(recovered));
@@ -157,7 +162,7 @@ fn tell(
         ))
         .into());
     };
-    let told = ends.converse(&args.far, state, |link, path, _| {
+    let told = ends.converse(&args.far, state, None, |link, path, _| {
         sync::release(link, &summary.path, summary.source, released, path, &args.far.journal_dir)
     });
     let promoted = told.map_err(|error| {

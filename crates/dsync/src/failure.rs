@@ -12,10 +12,12 @@ pub(crate) const USAGE: u8 = 2;
 pub(crate) const LOST: u8 = 3;
 /// A check has nothing to judge: "unknown" for monitors.
 pub(crate) const UNKNOWN: u8 = 3;
-/// Lineage, state, a lock or a key refuses.
+/// Lineage, state or a key refuses.
 pub(crate) const REFUSED: u8 = 4;
 /// `verify` found differences.
 pub(crate) const DIFFERS: u8 = 5;
+/// Another program uses the source or the replica, which may be free soon.
+pub(crate) const BUSY: u8 = 6;
 /// Interrupted by a signal.
 pub(crate) const INTERRUPTED: u8 = 130;
 
@@ -60,6 +62,12 @@ pub(crate) fn code(error: &anyhow::Error) -> u8 {
         if let Some(error) = cause.downcast_ref::<sync::SyncError>() {
             return of_class(error.class());
         }
+        let busy = cause.downcast_ref::<source::SourceError>().is_some_and(|e| e.is_busy())
+            || cause.downcast_ref::<replica::ReplicaError>().is_some_and(|e| e.is_busy())
+            || cause.downcast_ref::<link::Error>().is_some_and(|e| e.is_busy());
+        if busy {
+            return BUSY;
+        }
         let refused = cause.downcast_ref::<source::SourceError>().map(|e| e.is_refusal()).or_else(|| {
             cause
                 .downcast_ref::<replica::ReplicaError>()
@@ -81,7 +89,8 @@ fn of_class(class: sync::Class) -> u8 {
     match class {
         sync::Class::Failed | sync::Class::Unreadable => FAILED,
         sync::Class::Lost => LOST,
-        sync::Class::Refused | sync::Class::Busy | sync::Class::Away => REFUSED,
+        sync::Class::Refused | sync::Class::Away => REFUSED,
+        sync::Class::Busy => BUSY,
     }
 }
 

@@ -4,6 +4,7 @@
 use std::ffi::OsString;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use anyhow::{Context as _, Result};
 use clap::error::{ContextKind, ContextValue};
@@ -17,6 +18,39 @@ const COMMANDS: [&str; 6] = ["serve", "sync", "mirror", "verify", "receive", "se
 
 /// Where jobs are, unless the user says otherwise.
 const FOLDER: &str = "/etc/dsync";
+
+/// A job that this process runs.
+#[derive(Debug)]
+pub(crate) struct Running {
+    folder: PathBuf,
+    name: String,
+    /// The options that replace those of the file.
+    given: Vec<OsString>,
+}
+
+static RUNNING: OnceLock<Running> = OnceLock::new();
+
+/// The job that this process runs, if it was started by `dsync run`.
+pub(crate) fn running() -> Option<&'static Running> {
+    RUNNING.get()
+}
+
+impl Running {
+    /// Its name.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The command line for which its file stands now.
+    ///
+    /// # Errors
+    /// Bad usage, with the file and the line.
+    pub(crate) fn read_again(&self) -> Result<Cli> {
+        let job = Job::read(&self.folder, &self.name)?;
+        Ok(Cli::try_parse_from(job.words(&self.given)?)
+            .map_err(|error| job.bad_value(&error, &self.given))?)
+    }
+}
 
 /// Replaces `dsync run` by the command of its job. `None` if the user wants to see it only: it was printed.
 ///
@@ -36,7 +70,9 @@ pub(crate) fn resolve(cli: Cli) -> Result<Option<Cli>> {
         let _ = writeln!(std::io::stdout(), "{}", words.join(" "));
         return Ok(None);
     }
-    Ok(Some(Cli::try_parse_from(&words).map_err(|error| job.bad_value(&error, &given))?))
+    let resolved = Cli::try_parse_from(&words).map_err(|error| job.bad_value(&error, &given))?;
+    let _ = RUNNING.set(Running { folder: folder(run), name: run.job.clone(), given });
+    Ok(Some(resolved))
 }
 
 fn folder(run: &args::Run) -> PathBuf {

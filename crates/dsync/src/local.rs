@@ -21,6 +21,11 @@ pub(crate) struct LocalReplica<'a> {
     /// Bytes in which it may not be what that epoch was.
     pub unsure: u64,
     pub state: &'static str,
+    /// `replica`; `released` if its source has ended at its epoch; `demoted` if it was the source itself, and no sync has come
+    /// since; `promoted`.
+    pub role: &'static str,
+    /// When its state was last written, in seconds since 1970: with the last commit of an epoch, or since.
+    pub written: Option<u64>,
     /// The term of its source, at the last commit.
     pub term: u64,
     /// Its source has ended at its epoch.
@@ -39,6 +44,9 @@ pub(crate) fn path_of(what: &str) -> std::io::Result<PathBuf> {
     }
 }
 
+/// The values of [`LocalReplica::role`].
+pub(crate) const ROLES: [&str; 4] = ["replica", "released", "demoted", "promoted"];
+
 /// The values of [`LocalReplica::state`].
 pub(crate) const STATES: [&str; 7] =
     ["exact", "fuzzy", "incomplete", "changed", "promoted", "missing", "unreadable"];
@@ -56,6 +64,13 @@ impl LocalReplica<'_> {
             ahead: lineage.is_some_and(|lineage| lineage.is_ahead()),
             unsure,
             state,
+            role: match lineage.map(|lineage| &lineage.role) {
+                Some(role) if role.promoted.is_some() => "promoted",
+                Some(role) if role.demoted.is_some() => "demoted",
+                Some(role) if role.released.is_some() => "released",
+                _ => "replica",
+            },
+            written: known.written.map(|nanoseconds| nanoseconds / 1_000_000_000),
             term: lineage.map_or(1, |lineage| lineage.role.term),
             released: lineage.is_some_and(|lineage| lineage.role.released.is_some()),
             demoted: lineage.is_some_and(|lineage| lineage.role.demoted.is_some()),

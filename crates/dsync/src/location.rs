@@ -5,11 +5,11 @@ use std::thread::JoinHandle;
 
 use anyhow::{Context as _, Result};
 use link::Link;
-use source::StateDir;
-use sync::{Pull, PullContext, SourceInfo, SourceRequest, SyncError, Task};
+use source::{Handle, StateDir};
+use sync::{Pull, PullContext, SourceInfo, SourceRequest, SyncError, Task, Way};
 
 use crate::args::{FarArgs, SourceArgs};
-use crate::failure::Failure;
+use crate::failure::{self, Failure};
 use crate::far;
 use crate::output::Output;
 
@@ -143,15 +143,20 @@ impl Ends {
     }
 
     /// Connects to the replica's side, which runs in a thread or on another host, and calls a function with the link, the
-    /// destination's path there, and its name as the user wrote it.
+    /// destination's path there, and its name as the user wrote it. That the replica's side is not reached counts as a failure
+    /// of the source `counts`.
     pub(crate) fn converse<T>(
         &self,
         far: &FarArgs,
         state: &StateDir,
+        counts: Option<&Handle>,
         talk: impl FnOnce(Link, &Path, &str) -> Result<T, SyncError>,
     ) -> Result<T> {
         let (path, name) = self.destination.place()?;
-        let (link, receiving) = self.destination.connect(far, state)?;
+        let (link, receiving) = self.destination.connect(far, state).inspect_err(|error| {
+            let way = Way::to(self.destination.host.is_some());
+            counts.inspect(|handle| sync::count_failure(handle, &path, &name, &way, &failure::text(error)));
+        })?;
         let result = talk(link, &path, &name);
         if let Some(receiving) = receiving {
             let _ = receiving.join();

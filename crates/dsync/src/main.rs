@@ -2,7 +2,9 @@
 
 #![forbid(unsafe_code)]
 
+mod address;
 mod args;
+mod bandwidth;
 mod checkpoint;
 mod container;
 mod delta_files;
@@ -12,12 +14,15 @@ mod exposition;
 mod failover;
 mod failure;
 mod far;
+mod far_side;
 mod forget;
+mod hook;
 mod job;
 mod key;
 mod local;
 mod location;
 mod manual;
+mod metrics;
 mod mirror_command;
 mod monitor;
 mod output;
@@ -26,10 +31,14 @@ mod rewind;
 mod serve;
 mod service;
 mod status;
+mod steering;
 mod sync_command;
 mod track;
 mod units;
+mod unix_socket;
 mod verify_command;
+mod wait;
+mod watch;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -42,6 +51,8 @@ use source::{Handle, StateDir};
 use args::{Cli, Command};
 use failure::Failure;
 use output::Output;
+use steering::Steering;
+use wait::until_free;
 
 fn main() -> ExitCode {
     // A file beyond "ulimit -f" is an error that can be told then, and no sudden death. A handler, because a signal that is
@@ -69,10 +80,18 @@ fn main() -> ExitCode {
         Command::Extract(_) | Command::Combine(_) => output.on_stderr(),
         _ => output,
     };
-    match run(&cli, &output).and_then(|code| output.end().map(|()| code)) {
-        Ok(code) => ExitCode::from(code),
-        Err(error) => failed(&error, &output),
+    let ended = run(&cli, &output).and_then(|code| output.end().map(|()| code));
+    let (code, message) = match &ended {
+        Ok(code) => (*code, String::new()),
+        Err(error) => (failure::code(error), failure::text(error)),
+    };
+    if ended.is_err() {
+        output.error(&message, code);
     }
+    if let Some(command) = cli.command.on_failure().filter(|_| code != 0) {
+        hook::on_failure(command, code, &message, &output);
+    }
+    ExitCode::from(code)
 }
 
 /// Reports the error that ends the program.
@@ -83,7 +102,7 @@ fn failed(error: &anyhow::Error, output: &Output) -> ExitCode {
 }
 
 /// Options whose value may be omitted, so that it must follow a `=`.
-const OPTIONAL_VALUES: [&str; 2] = ["--compress", "--digests"];
+const OPTIONAL_VALUES: [&str; 4] = ["--compress", "--digests", "--wait", "--watch"];
 
 /// Ends the program with the parser's message. A value that was meant for an option, and was taken for a path, is named.
 fn bad_usage(error: clap::Error, words: &[OsString]) -> ! {
@@ -126,6 +145,8 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
         Command::Send(ref args) if args.listens() => None,
         // The near end says it.
         Command::Receive(_) | Command::Send(_) => Some(""),
+        // It has no other end.
+        Command::Status(ref args) if args.watch.is_some() => Some(""),
         Command::Sync(_) | Command::Merge(_) => {
             Some("interrupted: data received so far is kept, run the same command again to resume")
         }
@@ -142,28 +163,47 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
         })?;
     }
     match &cli.command {
-        Command::Sync(args) => return sync_command::run(args, &state, output),
+        Command::Sync(args) => {
+            let steering = Steering::begin(args.far.bwlimit.as_ref(), false, output)?;
+            return until_free(&args.run.wait, output, || sync_command::run(args, &steering, &state, output));
+        }
         Command::Mirror(args) => mirror_command::run(args, &state, output)?,
         Command::Serve(args) => serve::run(args, &state, output)?,
         Command::Track(args) => track::run(args, &state, output)?,
         Command::Status(args) if args.check => return monitor::check(args, &state, output),
+        Command::Status(args::Status { max_age: Some(_), check: false, watch: None, .. }) => {
+            return Err(Failure::usage("--max-age needs --check or --watch").into());
+        }
         Command::Status(args) if args.prometheus => return monitor::prometheus(&state, output),
-        Command::Status(args) => status::run(args, &state, output)?,
-        Command::Extract(args) => pipes::extract(args, &state, output)?,
+        Command::Status(args) => match args.watch {
+            Some(every) => watch::run(args, every, &state)?,
+            None => status::run(args, &state, output)?,
+        },
+        Command::Extract(args) => until_free(&args.wait, output, || pipes::extract(args, &state, output))?,
         Command::Checkpoint(args) => checkpoint::run(args, &state, output)?,
         Command::Forget(args) => forget::run(args, &state, output)?,
-        Command::Changes(args) => checkpoint::changes(args, &state, output)?,
+        Command::Changes(args) => {
+            until_free(&args.wait, output, || checkpoint::changes(args, &state, output))?
+        }
         Command::Merge(args) => pipes::merge(args, &state, output)?,
         Command::Inspect(args) => delta_files::inspect(args, output)?,
         Command::Combine(args) => delta_files::combine(args, output)?,
-        Command::Verify(args) => return verify_command::run(args, &state, output),
+        Command::Verify(args) => {
+            let steering = Steering::begin(args.far.bwlimit.as_ref(), false, output)?;
+            return until_free(&args.run.wait, output, || {
+                verify_command::run(args, &steering, &state, output)
+            });
+        }
         Command::Recover(args) => status::recover(args, &state, output)?,
-        Command::Rewind(args) => rewind::run(args, &state, output)?,
-        Command::Promote(args) => failover::promote(args, &state, output)?,
-        Command::Demote(args) => failover::demote(args, &state, output)?,
+        Command::Rewind(args) => until_free(&args.wait, output, || rewind::run(args, &state, output))?,
+        Command::Promote(args) => until_free(&args.wait, output, || failover::promote(args, &state, output))?,
+        Command::Demote(args) => {
+            let steering = Steering::begin(args.far.bwlimit.as_ref(), false, output)?;
+            until_free(&args.wait, output, || failover::demote(args, &steering, &state, output))?;
+        }
         Command::Demo(args) => demo::run(args, output)?,
-        Command::Receive(args) => far::receive(args, &state, output)?,
-        Command::Send(args) => far::send(args, &state, output)?,
+        Command::Receive(args) => far_side::receive(args, &state, output)?,
+        Command::Send(args) => far_side::send(args, &state, output)?,
         Command::Key(args) => key::run(args, &state, output)?,
         Command::Run(_) => return Err(Failure::usage("a job cannot run a job").into()),
         Command::Man { folder } => manual::pages(folder)?,

@@ -14,7 +14,8 @@ use crate::failure::{self, Failure};
 use crate::location::Ends;
 use crate::output::Output;
 use crate::service::Manager;
-use crate::{sync_command, units};
+use crate::steering::Steering;
+use crate::{metrics, sync_command, units, wait};
 
 /// How often -v prints the state.
 const TOLD_EVERY: Duration = Duration::from_secs(10);
@@ -57,13 +58,13 @@ fn on_signals(
 }
 
 /// Options from the arguments; `is_far`: the replica is on another host.
-fn options(args: &args::Mirror, is_far: bool) -> Result<MirrorOptions> {
+fn options(args: &args::Mirror, steering: &Steering, is_far: bool) -> Result<MirrorOptions> {
     Ok(MirrorOptions {
         sync: SyncOptions {
             adopt: args.begin.adopt,
             create: args.begin.create,
             compress: args.compress.level,
-            bwlimit: args.far.bwlimit,
+            bwlimit: steering.pace.clone(),
             journal_dir: args.far.journal_dir.clone(),
             keep: args.begin.past.keep()?,
             way: Way::to(is_far),
@@ -71,10 +72,10 @@ fn options(args: &args::Mirror, is_far: bool) -> Result<MirrorOptions> {
             ..SyncOptions::default()
         },
         batching: Batching {
-            alpha: args.alpha.unwrap_or(0.5),
-            beta: args.beta.unwrap_or(0.5),
-            first: args.interval.unwrap_or(Duration::from_millis(30)),
-            least: args.min_interval.unwrap_or(Duration::from_millis(10)),
+            alpha: args.batches.alpha.unwrap_or(0.5),
+            beta: args.batches.beta.unwrap_or(0.5),
+            first: args.batches.interval.unwrap_or(Duration::from_millis(30)),
+            least: args.batches.min_interval.unwrap_or(Duration::from_millis(10)),
             rpo: args.rpo,
             rate: args.rate,
             adaptive: !args.fixed_interval,
@@ -82,6 +83,7 @@ fn options(args: &args::Mirror, is_far: bool) -> Result<MirrorOptions> {
         here: args.stages.into(),
         there: args.stages.into(),
         epoch_every: args.epoch.unwrap_or(Duration::from_secs(60)),
+        busy_for: args.run.wait.wait.unwrap_or_default(),
     })
 }
 
@@ -96,11 +98,13 @@ pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Res
         .into());
     }
     let destination = &ends.destination;
-    units::check_rates(&[("--bwlimit", args.far.bwlimit), ("--rate", args.rate)])?;
+    units::check_rates(&[("--rate", args.rate)])?;
+    let steering = Steering::begin(args.far.bwlimit.as_ref(), true, output)?;
     // A mirror runs in the background all the time: give priority to the disk's writers.
     let _ = rustix::process::nice(10);
     effect::on_way(&ends, &args.far, output);
-    let options = options(args, destination.host.is_some())?;
+    let options = options(args, &steering, destination.host.is_some())?;
+    let _metrics = metrics::serve(args.metrics.metrics.as_ref(), state, output)?;
     let (stop, mirroring) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
     let manager = Arc::new(Manager::find(output));
     on_signals(stop.clone(), mirroring.clone(), manager.clone(), output.alike())?;
@@ -146,6 +150,7 @@ pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Res
         name: &name,
         options: &options,
         stop: &stop,
+        pause: &steering.pause,
         tell: &|event| teller.tell(event),
         progress: &progress,
         turns: &turns,
@@ -194,6 +199,14 @@ impl Teller<'_> {
         due
     }
 
+    /// An error, with the other host's name if it is from there.
+    fn text(&self, error: &SyncError) -> String {
+        match error {
+            SyncError::Far { message, .. } => self.ends.told(message),
+            own => own.to_string(),
+        }
+    }
+
     /// Tells the service manager how far a sync is: nothing is refused any more.
     fn progress(&self, done: u64, total: u64) {
         if self.manager.is_due(STATUS_EVERY) {
@@ -212,7 +225,9 @@ impl Teller<'_> {
             MirrorEvent::Batch(batch) if manager.is_due(TOLD_EVERY) => {
                 manager.status(&format!("mirroring to {name}, {} behind", units::seconds(batch.lag)));
             }
+            MirrorEvent::Paused => manager.ready(&format!("not mirroring to {name}: paused by --bwlimit")),
             MirrorEvent::Batch(_) | MirrorEvent::Warned(_) => {}
+            MirrorEvent::Waiting(error, _) => manager.status(&format!("waiting: {error}")),
             MirrorEvent::Broken(error, _) => manager.status(&format!("not mirroring to {name}: {error}")),
         }
     }
@@ -233,6 +248,8 @@ impl Teller<'_> {
                 sync_command::say(summary, output);
                 output.status(summary);
             }
+            // What changes the limit says so.
+            MirrorEvent::Paused => {}
             MirrorEvent::Mirroring => output.ready(&format!("mirroring to {}", self.name)),
             MirrorEvent::Batch(batch) => {
                 if output.is_json() && (output.is_verbose() || self.is_due(STATUS_EVERY)) {
@@ -250,12 +267,10 @@ impl Teller<'_> {
                 }
             }
             MirrorEvent::Warned(warning) => output.warn(warning),
+            MirrorEvent::Waiting(error, left) => output.note(&wait::waiting(&self.text(error), left)),
             MirrorEvent::Broken(error, wait) => {
-                let text = match error {
-                    SyncError::Far { message, .. } => self.ends.told(message),
-                    own => own.to_string(),
-                };
-                output.warn(&format!("{text}; retrying in {}", units::seconds(wait.as_secs_f64())))
+                let (text, wait) = (self.text(error), units::seconds(wait.as_secs_f64()));
+                output.warn(&format!("{text}; retrying in {wait}"))
             }
         }
     }

@@ -12,23 +12,23 @@ use source::{About, StateDir};
 
 use crate::exposition::{Exposition, Metric};
 use crate::failure::Failure;
-use crate::local::{LocalReplica, STATES, path_of};
+use crate::local::{LocalReplica, ROLES, STATES, path_of};
 use crate::output::Output;
 use crate::status::{Lacking, SourceStatus, missing, unreadable};
 use crate::{args, failure, units};
 
 /// What this host knows of sources and replicas.
 #[derive(Default)]
-struct Found {
-    sources: Vec<SourceStatus>,
-    replicas: Vec<KnownReplica>,
+pub(crate) struct Found {
+    pub sources: Vec<SourceStatus>,
+    pub replicas: Vec<KnownReplica>,
     /// What could not be read.
     errors: Vec<String>,
 }
 
 impl Found {
     /// Everything; or the source or the replica that is meant.
-    fn read(what: Option<&str>, state: &StateDir) -> Result<Found> {
+    pub(crate) fn read(what: Option<&str>, state: &StateDir) -> Result<Found> {
         let mut found = Found::default();
         let all = sync::known_replicas(state).all().context("cannot read the list of replicas")?;
         let Some(what) = what else {
@@ -73,13 +73,13 @@ impl Found {
 
 /// Something that needs attention.
 #[derive(Serialize)]
-struct Problem {
+pub(crate) struct Problem {
     kind: &'static str,
     /// A word that does not change between versions.
     problem: &'static str,
     source: Option<PathBuf>,
     replica: Option<String>,
-    message: String,
+    pub message: String,
 }
 
 /// The last line of a check.
@@ -92,19 +92,7 @@ struct Checked {
 /// Prints one line per problem, or that there is none. Returns the exit code.
 pub(crate) fn check(args: &args::Status, state: &StateDir, output: &Output) -> Result<u8> {
     let found = Found::read(args.path.as_deref(), state)?;
-    let mut problems: Vec<Problem> = Vec::new();
-    for error in found.errors {
-        problems.push(Problem::of("unreadable", error));
-    }
-    for source in &found.sources {
-        problems.extend(of_source(source));
-        let replicas = source.replicas.iter().filter_map(|r| of_replica(source, r, args.max_age));
-        problems.extend(replicas);
-    }
-    if args.path.is_none() {
-        problems.extend(of_trackers(&found.sources)?);
-    }
-    problems.extend(found.replicas.iter().filter_map(of_local));
+    let mut problems = problems(&found, args)?;
     let nothing = found.sources.is_empty() && found.replicas.is_empty() && problems.is_empty();
     if nothing && trackers::list()?.is_empty() {
         problems.push(Problem::of("nothing-known", nothing_known(state)));
@@ -123,6 +111,22 @@ pub(crate) fn check(args: &args::Status, state: &StateDir, output: &Output) -> R
         Some(Problem { problem: "nothing-known", .. }) => failure::UNKNOWN,
         Some(_) => failure::FAILED,
     })
+}
+
+/// What needs attention, of all that was found.
+pub(crate) fn problems(found: &Found, args: &args::Status) -> Result<Vec<Problem>> {
+    let mut problems: Vec<Problem> =
+        found.errors.iter().map(|error| Problem::of("unreadable", error.clone())).collect();
+    for source in &found.sources {
+        problems.extend(of_source(source));
+        let replicas = source.replicas.iter().filter_map(|r| of_replica(source, r, args.max_age));
+        problems.extend(replicas);
+    }
+    if args.path.is_none() {
+        problems.extend(of_trackers(&found.sources)?);
+    }
+    problems.extend(found.replicas.iter().filter_map(of_local));
+    Ok(problems)
 }
 
 /// Why there is nothing to judge: most likely it was looked for in the wrong place.
@@ -217,46 +221,98 @@ fn now() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
+/// What this host knows, as metrics, and what could not be read.
+pub(crate) struct Metrics {
+    pub text: String,
+    errors: Vec<String>,
+}
+
+impl Metrics {
+    /// Reads all of it.
+    ///
+    /// # Errors
+    /// If the state directory cannot be read at all.
+    pub(crate) fn read(state: &StateDir) -> Result<Metrics> {
+        let found = Found::read(None, state)?;
+        let mut out = Exposition::default();
+        found.sources.iter().for_each(|source| add_source(source, &mut out));
+        found.replicas.iter().for_each(|known| add_local(&LocalReplica::of(known), &mut out));
+        out.add(Metric::Errors, &[], found.errors.len());
+        Ok(Metrics { text: out.text(), errors: found.errors })
+    }
+}
+
+/// What a host knows of its source, and of the replicas of that.
+fn add_source(source: &SourceStatus, out: &mut Exposition) {
+    let (path, id) = (source.path.display().to_string(), source.uuid.to_string());
+    let labels = [("source", path.as_str()), ("source_id", &id)];
+    if let Some(epoch) = source.epoch {
+        out.add(Metric::SourceEpoch, &labels, epoch);
+        out.add(Metric::SourceTracking, &labels, u64::from(source.lost.is_none()));
+    }
+    out.add(Metric::SourceTerm, &labels, source.term);
+    for replica in &source.replicas {
+        let (tally, labels) = (&replica.tally, [labels[0], labels[1], ("replica", &replica.replica)]);
+        out.add(Metric::ReplicaEpoch, &labels, replica.epoch);
+        out.add(Metric::ReplicaLastSuccess, &labels, replica.time);
+        out.add(Metric::ReplicaLag, &labels, replica.lag(now().as_secs()));
+        if let Some(blocks) = replica.blocks {
+            out.add(Metric::ReplicaLacks, &labels, blocks.saturating_mul(source.block_size.into()));
+        }
+        out.add(Metric::ReplicaSyncs, &labels, tally.syncs);
+        out.add(Metric::ReplicaFailures, &labels, tally.failures);
+        out.add(Metric::ReplicaSent, &labels, tally.bytes_sent);
+        if let Some(ms) = tally.freeze_ms {
+            out.add(Metric::ReplicaFreeze, &labels, Duration::from_millis(ms).as_secs_f64());
+        }
+        if let Some(verified) = &tally.verified {
+            let differing = if verified.repaired { 0 } else { verified.bytes_differing };
+            out.add(Metric::ReplicaLastVerify, &labels, verified.time);
+            out.add(Metric::ReplicaDiffering, &labels, differing);
+        }
+        for what in ["sync", "mirror", "verify"] {
+            let [source, id, replica_label] = labels;
+            let is_it = replica.work().is_some_and(|work| work.what == what);
+            out.add(Metric::ReplicaWork, &[source, id, replica_label, ("command", what)], u64::from(is_it));
+        }
+    }
+}
+
+/// What a host knows of a replica that it has.
+fn add_local(local: &LocalReplica<'_>, out: &mut Exposition) {
+    let path = local.path.display().to_string();
+    let id = local.source.map(|id| id.to_string()).unwrap_or_default();
+    let labels = [("replica", path.as_str()), ("source_id", &id)];
+    for state in STATES {
+        out.add(
+            Metric::LocalState,
+            &[labels[0], labels[1], ("state", state)],
+            u64::from(state == local.state),
+        );
+    }
+    for role in ROLES {
+        out.add(Metric::LocalRole, &[labels[0], labels[1], ("role", role)], u64::from(role == local.role));
+    }
+    if let Some(epoch) = local.epoch {
+        out.add(Metric::LocalEpoch, &labels, epoch);
+    }
+    if let Some(written) = local.written {
+        out.add(Metric::LocalTerm, &labels, local.term);
+        out.add(Metric::LocalCommitted, &labels, written);
+    }
+    out.add(Metric::LocalUnsure, &labels, local.unsure);
+    out.add(Metric::LocalAhead, &labels, u64::from(local.ahead));
+}
+
 /// Prints metrics. Returns the exit code.
 pub(crate) fn prometheus(state: &StateDir, output: &Output) -> Result<u8> {
-    let found = Found::read(None, state)?;
-    let mut out = Exposition::default();
-    for source in &found.sources {
-        let (path, id) = (source.path.display().to_string(), source.uuid.to_string());
-        let labels = [("source", path.as_str()), ("source_id", &id)];
-        if let Some(epoch) = source.epoch {
-            out.add(Metric::SourceEpoch, &labels, epoch);
-            out.add(Metric::SourceTracking, &labels, u64::from(source.lost.is_none()));
-        }
-        for replica in &source.replicas {
-            let labels = [labels[0], labels[1], ("replica", &replica.replica)];
-            out.add(Metric::ReplicaEpoch, &labels, replica.epoch);
-            out.add(Metric::ReplicaLastSuccess, &labels, replica.time);
-            if let Some(blocks) = replica.blocks {
-                let bytes = blocks.saturating_mul(source.block_size.into());
-                out.add(Metric::ReplicaLacks, &labels, bytes);
-            }
-        }
-    }
-    for known in &found.replicas {
-        let local = LocalReplica::of(known);
-        let path = local.path.display().to_string();
-        let id = local.source.map(|id| id.to_string()).unwrap_or_default();
-        let labels = [("replica", path.as_str()), ("source_id", &id)];
-        for state in STATES {
-            let labels = [labels[0], labels[1], ("state", state)];
-            out.add(Metric::LocalState, &labels, u64::from(state == local.state));
-        }
-        out.add(Metric::LocalUnsure, &labels, local.unsure);
-        out.add(Metric::LocalAhead, &labels, u64::from(local.ahead));
-    }
-    out.add(Metric::Errors, &[], found.errors.len() as u64);
+    let metrics = Metrics::read(state)?;
     let mut stdout = std::io::stdout().lock();
-    let printed = stdout.write_all(out.text().as_bytes()).and_then(|()| stdout.flush());
+    let printed = stdout.write_all(metrics.text.as_bytes()).and_then(|()| stdout.flush());
     // A part would be taken for the whole.
     printed.context("cannot print the metrics")?;
-    for error in &found.errors {
+    for error in &metrics.errors {
         output.error(error, failure::FAILED);
     }
-    Ok(if found.errors.is_empty() { 0 } else { failure::FAILED })
+    Ok(if metrics.errors.is_empty() { 0 } else { failure::FAILED })
 }

@@ -1,7 +1,8 @@
 //! Output: lines of text, or one JSON object per line.
 
+use std::collections::HashSet;
 use std::io::{IsTerminal, Write};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
@@ -19,6 +20,8 @@ pub(crate) struct Output {
     verbose: bool,
     /// The stream for results and summaries: standard output, or standard error if that carries a delta.
     to_stderr: bool,
+    /// Warnings that are printed once, although a command makes several attempts.
+    warned: Arc<Mutex<HashSet<String>>>,
     /// The first error of printing, shared with copies.
     failed: Arc<OnceLock<std::io::Error>>,
     bar: Mutex<Option<Bar>>,
@@ -41,6 +44,7 @@ impl Output {
             quiet: cli.quiet,
             verbose: cli.verbose > 0,
             to_stderr: false,
+            warned: Arc::default(),
             failed: Arc::default(),
             bar: Mutex::new(None),
         }
@@ -54,7 +58,12 @@ impl Output {
 
     /// A copy for another thread.
     pub(crate) fn alike(&self) -> Output {
-        Output { bar: Mutex::new(None), failed: Arc::clone(&self.failed), ..*self }
+        Output {
+            bar: Mutex::new(None),
+            failed: Arc::clone(&self.failed),
+            warned: Arc::clone(&self.warned),
+            ..*self
+        }
     }
 
     fn line(&self, text: &str) {
@@ -132,6 +141,13 @@ impl Output {
             self.line(&json!({"message_type": "status", "warning": text}).to_string());
         } else {
             to_stderr(&format!("dsync: warning: {text}"));
+        }
+    }
+
+    /// A warning that another attempt would repeat.
+    pub(crate) fn warn_once(&self, text: &str) {
+        if self.warned.lock().unwrap_or_else(PoisonError::into_inner).insert(text.to_owned()) {
+            self.warn(text);
         }
     }
 

@@ -2,20 +2,23 @@
 
 use std::io;
 use std::ops::Range;
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::os::unix::net::UnixListener;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result};
 use device::Disk;
 use extents::Bitmap;
 use nbd::{Context, Export, ExportInfo, Exports, Refusal, Status, state};
 use source::{ControlServer, SharedView, Source, StateDir, export_name};
 
 use crate::args;
+use crate::metrics;
 use crate::output::Output;
 use crate::service::{self, Inherited, Manager};
+use crate::unix_socket::{self, SocketFile};
+use crate::wait::until_free;
 use crate::{Failure, units};
 
 /// The suffix under which an export shows its view.
@@ -184,39 +187,6 @@ fn runs_of(
     statuses
 }
 
-/// A Unix socket's file, removed with the server.
-struct SocketFile(PathBuf);
-
-impl Drop for SocketFile {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
-    }
-}
-
-fn listen_unix(path: &Path) -> Result<(UnixListener, SocketFile)> {
-    if UnixStream::connect(path).is_ok() {
-        return Err(
-            Failure::refused(format!("another server is already listening on {}", path.display())).into()
-        );
-    }
-    use std::os::unix::fs::FileTypeExt;
-    match std::fs::symlink_metadata(path) {
-        Ok(meta) if meta.file_type().is_socket() => {
-            std::fs::remove_file(path)
-                .with_context(|| format!("cannot remove the stale socket {}", path.display()))?;
-        }
-        Ok(_) => bail!("cannot listen on {}: it exists and is not a socket", path.display()),
-        Err(_) => {}
-    }
-    let listener = UnixListener::bind(path).with_context(|| {
-        match path.parent().is_none_or(|folder| folder.as_os_str().is_empty() || folder.is_dir()) {
-            true => format!("cannot listen on {}", path.display()),
-            false => format!("cannot listen on {}: create its folder first", path.display()),
-        }
-    })?;
-    Ok((listener, SocketFile(path.to_path_buf())))
-}
-
 /// Refuses an image that is a container of a disk, unless it is a known source already: what a guest writes to the first
 /// block of its disk must not keep the disk from being served again.
 fn check_format(image: &Path, state: &StateDir) -> Result<()> {
@@ -279,7 +249,7 @@ impl Places {
 
     /// Listens where the arguments say.
     fn listen(args: &args::Serve) -> Result<Places> {
-        let unix = args.socket.as_deref().map(listen_unix).transpose()?;
+        let unix = args.socket.as_deref().map(unix_socket::listen).transpose()?;
         let (unix, file) = unix.map_or((None, None), |(unix, file)| (Some(unix), Some(file)));
         let bind = |address| {
             std::net::TcpListener::bind(address).with_context(|| format!("cannot listen on {address}"))
@@ -335,7 +305,8 @@ pub(crate) fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Resu
     let manager = Manager::find(output);
     // First: a server that cannot listen leaves no source behind.
     let places = passed.map_or_else(|| Places::listen(args), Ok)?;
-    let (all, sources) = open_all(args, state)?;
+    let _metrics = metrics::serve(args.metrics.metrics.as_ref(), state, output)?;
+    let (all, sources) = until_free(&args.run.wait, output, || open_all(args, state))?;
     // Before the first connection, so that a signal always ends everything in order.
     let mut signals =
         signal_hook::iterator::Signals::new([signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM])?;

@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result, bail};
 use extents::Bitmap;
 use replica::State;
 use serde::Serialize;
-use source::{About, Bookmark, Bookmarks, Client, History, Position, StateDir, Status};
+use source::{About, Bookmark, Bookmarks, Client, History, Position, StateDir, Status, Tally, Work};
 use sync::SyncError;
 
 use crate::args;
@@ -58,6 +58,20 @@ pub(crate) struct Lacking {
     pub unread: u64,
     /// It will be compared: what changed between its epoch and the last one is not known.
     pub compared: bool,
+    /// What was done for it so far.
+    pub tally: Tally,
+}
+
+impl Lacking {
+    /// How long ago it was last up to date, in seconds; 0 if nothing was written since.
+    pub(crate) fn lag(&self, now: u64) -> u64 {
+        if self.blocks == Some(0) { 0 } else { now.saturating_sub(self.time) }
+    }
+
+    /// What is under way for it.
+    pub(crate) fn work(&self) -> Option<&Work> {
+        self.tally.work.as_ref().filter(|work| work.is_alive())
+    }
 }
 
 /// Prints sources, trackers, and what each replica lacks.
@@ -157,7 +171,8 @@ impl SourceStatus {
             let Bookmark { epoch, time, unread } = bookmark;
             let mirror = served.as_ref().and_then(|served| served.mirrored.get(&replica).copied());
             let (time, mirrored) = (mirror.unwrap_or(0).max(time), mirror.is_some_and(|upto| upto > time));
-            Lacking { replica, epoch: epoch.number, time, mirrored, blocks, why, unread, compared }
+            let tally = Tally::read(place, &replica);
+            Lacking { replica, epoch: epoch.number, time, mirrored, blocks, why, unread, compared, tally }
         };
         let checkpoints = checkpoint::listed(&history, &bookmarks, block_size);
         let replicas =

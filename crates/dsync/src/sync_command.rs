@@ -1,20 +1,29 @@
 //! `dsync sync`.
 
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Result;
 use source::StateDir;
-use sync::{Extents, Method, Pull, SourceInfo, Summary, SyncError, SyncOptions, Task, Unreadable, Way};
+use sync::{
+    CutHook, Extents, Method, Pull, SourceInfo, Summary, SyncError, SyncOptions, Task, Unreadable, Way,
+};
 
 use crate::args::{self, FreezeArg, HashArg, MethodArg, SourceArgs};
 use crate::effect;
 use crate::failure::{FAILED, Failure};
+use crate::hook::Hook;
 use crate::location::Ends;
 use crate::output::Output;
+use crate::steering::{self, Steering};
 use crate::units;
 
+/// How long a hook may take, unless its user says otherwise.
+const HOOK_LIMIT: Duration = Duration::from_secs(60);
+
 /// What the arguments ask for; `is_far`: one end is on another host.
-fn options(args: &args::Sync, is_far: bool) -> Result<SyncOptions, Failure> {
+fn options(args: &args::Sync, steering: &Steering, is_far: bool) -> Result<SyncOptions, Failure> {
     if args.begin.adopt && !matches!(args.method, MethodArg::Auto | MethodArg::Compare | MethodArg::Rolling) {
         return Err(Failure::usage("--adopt compares the copy: omit --method, or use compare or rolling"));
     }
@@ -35,29 +44,40 @@ fn options(args: &args::Sync, is_far: bool) -> Result<SyncOptions, Failure> {
         adopt: args.begin.adopt,
         shrink: args.open.allow_shrink,
         create: args.begin.create,
-        at_view: args.at_view,
+        at_view: args.live.at_view,
         compress: args.compress.level,
-        bwlimit: args.far.bwlimit,
+        bwlimit: steering.pace.clone(),
         journal_dir: args.far.journal_dir.clone(),
         keep: args.begin.past.keep()?,
         way: Way::to(is_far),
         live: args.live.options(),
+        hook: None,
     })
 }
 
 /// Runs the command; its exit code.
-pub(crate) fn run(args: &args::Sync, state: &StateDir, output: &Output) -> Result<u8> {
+pub(crate) fn run(args: &args::Sync, steering: &Steering, state: &StateDir, output: &Output) -> Result<u8> {
     let ends = Ends::parse(&args.source, &args.destination)?;
-    units::check_rates(&[("--bwlimit", args.far.bwlimit)])?;
-    let options = options(args, ends.far().is_some())?;
+    let options = options(args, steering, ends.far().is_some())?;
+    steering::refuse_hours(&args.far, &ends)?;
     effect::on_way(&ends, &args.far, output);
     effect::on_method(args, output);
+    if let Some(host) = ends.source.host.as_ref().filter(|_| args.live.hook.hook.is_some()) {
+        let how = format!("the hook is run where the source is: run \"dsync sync\" with it on {host}");
+        return Err(Failure::usage(how).into());
+    }
+    let limit = args.live.hook.hook_limit.unwrap_or(HOOK_LIMIT);
+    let hook = args.live.hook.hook.as_deref();
+    let hook = hook.map(|command| Arc::new(Hook::new(command, limit, &args.source, &args.destination)));
+    let options = SyncOptions { hook: hook.clone().map(|hook| hook as Arc<dyn CutHook>), ..options };
     let pulls = ends.source.host.is_some();
     let summary = if pulls {
         pull(args, &ends, options, state, output)
     } else {
         push(args, &ends, options, state, output)
-    }?;
+    };
+    hook.inspect(|hook| hook.end(summary.is_ok(), output));
+    let summary = summary?;
     summary.recovered.iter().chain(&summary.warnings).for_each(|warning| output.warn(warning));
     list("unreadable at the source", &summary.unreadable, output);
     list("unreadable at the replica, and sent again", &summary.unreadable_there, output);
@@ -82,7 +102,7 @@ fn push(
     }
     let summary = persist(args, options, output, |options| {
         let progress = |done, total| output.progress(done, total);
-        let summary = ends.converse(&args.far, state, |link, path, name| {
+        let summary = ends.converse(&args.far, state, Some(&handle), |link, path, name| {
             sync::push(&handle, link, path, name, options, &progress)
         });
         output.finish();

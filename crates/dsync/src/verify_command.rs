@@ -10,13 +10,15 @@ use crate::effect;
 use crate::failure::{DIFFERS, FAILED, Failure};
 use crate::location::Ends;
 use crate::output::Output;
+use crate::steering::{self, Steering};
 use crate::sync_command::list;
 use crate::units;
 
 /// Runs the command; its exit code.
-pub(crate) fn run(args: &args::Verify, state: &StateDir, output: &Output) -> Result<u8> {
+pub(crate) fn run(args: &args::Verify, steering: &Steering, state: &StateDir, output: &Output) -> Result<u8> {
     let ends = Ends::parse(&args.source, &args.destination)?;
-    units::check_rates(&[("--bwlimit", args.far.bwlimit), ("--rate", args.rate)])?;
+    units::check_rates(&[("--rate", args.rate)])?;
+    steering::refuse_hours(&args.far, &ends)?;
     if args.rate.is_some_and(|rate| rate < Scope::LEAST_RATE) {
         return Err(Failure::usage(
             "--rate needs 16K or more: a slower reader could not be stopped for minutes",
@@ -29,7 +31,7 @@ pub(crate) fn run(args: &args::Verify, state: &StateDir, output: &Output) -> Res
         ranges: args.ranges.clone(),
         hash: args.hash.into(),
         rate: args.rate,
-        bwlimit: args.far.bwlimit,
+        bwlimit: steering.pace.clone(),
         keep_going: args.keep_going,
         journal_dir: args.far.journal_dir.clone(),
         way: Way::to(ends.far().is_some()),
@@ -46,7 +48,7 @@ pub(crate) fn run(args: &args::Verify, state: &StateDir, output: &Output) -> Res
         let handle = crate::attach(state, &args.source, &args.open)?;
         begun(&(&handle).into())?;
         let progress = |done, total| output.progress(done, total);
-        let verified = ends.converse(&args.far, state, |link, path, name| {
+        let verified = ends.converse(&args.far, state, Some(&handle), |link, path, name| {
             sync::verify(&handle, link, path, name, &options, &progress)
         });
         output.finish();

@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use crate::flow::{End, Received};
-use crate::rate::Rate;
+use crate::rate::{Pace, Rate};
 use crate::transport::{Shared, Traffic, Transport};
 use crate::{Error, Message, Result};
 
@@ -126,6 +126,11 @@ impl Sender {
     /// Limits sending to this many bytes per second, smoothly; 0 removes the limit.
     pub fn limit(&self, bytes_per_second: u64) {
         self.end.transport.limit((bytes_per_second > 0).then(|| Rate::new(bytes_per_second)));
+    }
+
+    /// Limits sending by a pace that others may change meanwhile.
+    pub fn pace(&self, pace: &Pace) {
+        self.end.transport.limit(Some(Rate::at(pace.clone())));
     }
 
     /// The counters, readable while the link works.

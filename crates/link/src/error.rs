@@ -256,6 +256,11 @@ impl Error {
         matches!(self, Error::Cut { .. })
     }
 
+    /// True if the far side has as many sessions as it accepts.
+    pub fn is_busy(&self) -> bool {
+        matches!(self, Error::Busy { .. })
+    }
+
     /// True if one side does not trust the other's key: trying again does not help until the key is pinned.
     pub fn is_refusal(&self) -> bool {
         matches!(

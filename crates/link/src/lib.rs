@@ -61,7 +61,7 @@ pub use key::{InvalidKey, Key};
 pub use keys::{Keys, Pin, host_name};
 pub use message::{MAX_BODY, MAX_HEAD, Message};
 pub use pipe::widen;
-pub use rate::{Limited, Rate};
+pub use rate::{Limited, Pace, Rate};
 pub use text::{printable, printable_lines};
 #[doc(hidden)]
 pub use tls::read_connection;

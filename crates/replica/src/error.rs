@@ -156,6 +156,11 @@ pub enum ReplicaError {
 pub type Result<T> = std::result::Result<T, ReplicaError>;
 
 impl ReplicaError {
+    /// True if another program uses the replica, and may release it soon.
+    pub fn is_busy(&self) -> bool {
+        matches!(self, ReplicaError::Busy { .. })
+    }
+
     /// True if lineage, state or a lock refuses, and nothing failed.
     pub fn is_refusal(&self) -> bool {
         match self {

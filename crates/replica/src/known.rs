@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::destination::{Destination, FileDestination, Name};
 use crate::error::{Result, io_error};
 use crate::journal::WHOLE;
-use crate::lineage::{Lineage, State, StepKind, Unsure};
+use crate::lineage::{self, Lineage, State, StepKind, Unsure};
 use crate::note;
 use crate::replica::Replica;
 use crate::role::Role;
@@ -47,6 +47,8 @@ pub struct KnownReplica {
     pub lineage: Option<Lineage>,
     /// What that amounts to.
     pub condition: Condition,
+    /// When that was last written, in nanoseconds since 1970: with the last commit of an epoch, or since.
+    pub written: Option<u64>,
 }
 
 /// How a replica is. The first that applies, in this order.
@@ -168,26 +170,25 @@ impl KnownReplica {
 
     /// The replica whose state is in `folder`; `path` is where it was when it was listed.
     fn at(folder: &Path, path: Option<PathBuf>) -> KnownReplica {
-        let lineage = match Dir::existing(folder) {
-            Ok(dir) => Lineage::load(&dir),
+        let dir = match Dir::existing(folder) {
+            Ok(dir) => Ok(Some(dir)),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(e) => Err(io_error("open", folder)(e)),
         };
+        let written = dir.as_ref().ok().and_then(|dir| dir.as_ref()?.modified(lineage::NAME));
+        let lineage = dir.and_then(|dir| dir.map_or(Ok(None), |dir| Lineage::load(&dir)));
         let otherwise = || path.clone().unwrap_or_else(|| folder.to_path_buf());
-        match lineage {
-            Err(error) => KnownReplica {
-                path: otherwise(),
-                lineage: None,
-                condition: Condition::Unreadable(error.to_string()),
-            },
-            Ok(None) => KnownReplica { path: otherwise(), lineage: None, condition: Condition::Missing },
+        let (path, condition) = match &lineage {
+            Err(error) => (otherwise(), Condition::Unreadable(error.to_string())),
+            Ok(None) => (otherwise(), Condition::Missing),
             Ok(Some(lineage)) => {
-                let path = if lineage.path.as_os_str().is_empty() { otherwise() } else { present(&lineage) };
-                let condition = condition(folder, &path, &lineage)
+                let path = if lineage.path.as_os_str().is_empty() { otherwise() } else { present(lineage) };
+                let condition = condition(folder, &path, lineage)
                     .unwrap_or_else(|error| Condition::Unreadable(error.to_string()));
-                KnownReplica { path, lineage: Some(lineage), condition }
+                (path, condition)
             }
-        }
+        };
+        KnownReplica { path, lineage: lineage.unwrap_or_default(), condition, written }
     }
 }
 

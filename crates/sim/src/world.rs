@@ -626,6 +626,7 @@ impl World {
             here: Stages::SERIAL,
             there: Stages::SERIAL,
             epoch_every,
+            busy_for: Duration::ZERO,
         };
         let (stop, working) = (AtomicBool::new(false), AtomicBool::new(false));
         let result = std::thread::scope(|scope| {
@@ -665,6 +666,7 @@ impl World {
                 name: &format!("far:{name}"),
                 options: &options,
                 stop,
+                pause: &AtomicBool::new(false),
                 tell: &tell,
                 progress: &|_, _| {},
                 turns: &Turns::default(),

@@ -86,6 +86,11 @@ impl SourceError {
         move |error| SourceError::State { what, path, error }
     }
 
+    /// True if another program holds the source, and may release it soon.
+    pub fn is_busy(&self) -> bool {
+        matches!(self, SourceError::Busy { .. })
+    }
+
     /// True if lineage, state or a lock forbids it, rather than a failure.
     pub fn is_refusal(&self) -> bool {
         match self {

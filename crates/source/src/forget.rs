@@ -9,6 +9,7 @@ use crate::bookmarks::Bookmarks;
 use crate::control::Client;
 use crate::discard::remove;
 use crate::state::{About, StateDir};
+use crate::tally::Tally;
 
 /// Forgets the source whose folder is `place`: its history, its bookmarks and its record. Its disk is not touched.
 ///
@@ -43,11 +44,14 @@ pub fn in_use(place: &Path, about: &About) -> Result<Option<String>, SourceError
 /// `Unknown` if there is none of that name; `Busy` while a command holds the source.
 pub fn forget_bookmark(place: &Path, about: &About, name: &str) -> Result<(), SourceError> {
     if let Some(client) = Client::connect(place)? {
-        return client.forget_bookmark(name);
+        client.forget_bookmark(name)?;
+    } else {
+        let _lock = held(place, about)?;
+        let folder = Dir::open(place).map_err(SourceError::state("open", place))?;
+        Bookmarks::remove(&folder, &about.path, name)?;
     }
-    let _lock = held(place, about)?;
-    let folder = Dir::open(place).map_err(SourceError::state("open", place))?;
-    Bookmarks::remove(&folder, &about.path, name)
+    Tally::forget(place, name);
+    Ok(())
 }
 
 fn held(place: &Path, about: &About) -> Result<FolderLock, SourceError> {

@@ -15,6 +15,7 @@ use crate::history::{History, Position};
 use crate::live::Live;
 use crate::source::{Backing, PathBacking, Source, SourceOptions};
 use crate::state::{About, StateDir};
+use crate::tally::Counter;
 use crate::view::View;
 
 /// A source, to be copied from.
@@ -329,6 +330,11 @@ impl Handle {
             Holder::Live(live) => live.acknowledge(replica, epoch, unread),
             Holder::Server(client, _) => client.acknowledge(replica, epoch, unread),
         }
+    }
+
+    /// Counts what is done for a replica, for people and monitors.
+    pub fn counter(&self, replica: String) -> Counter {
+        Counter::new(self.folder.path(), replica)
     }
 
     /// A mirror has brought a replica up to date as of then, in seconds since 1970: for `dsync status`, until the server ends.

@@ -43,6 +43,7 @@ mod source;
 mod stamp;
 mod state;
 mod succeed;
+mod tally;
 mod view;
 mod watchdog;
 
@@ -63,4 +64,5 @@ pub use state::{About, StateDir, Survey, export_name};
 #[doc(hidden)]
 pub use succeed::succeed_in;
 pub use succeed::{Succession, succeed};
+pub use tally::{Counter, LastFailure, LastVerify, Tally, Work};
 pub use view::View;

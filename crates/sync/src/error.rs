@@ -14,7 +14,7 @@ pub enum Class {
     Lost,
     /// Lineage, state or a lock forbids it.
     Refused,
-    /// Another program uses the replica: it may be free soon.
+    /// Another program uses the source or the replica, which may be free soon.
     Busy,
     /// The replica is not where it was: its disk or file system may come back.
     Away,
@@ -72,6 +72,9 @@ pub enum SyncError {
     /// A part of the replica cannot be read.
     #[error("the replica cannot be read: {0}: --keep-going skips what cannot be read")]
     UnreadableReplica(#[source] std::io::Error),
+    /// What is held open around the cut has failed before it.
+    #[error("{0}")]
+    Hook(String),
     /// Something is in the way.
     #[error("{0}")]
     Refused(String),
@@ -89,7 +92,9 @@ impl SyncError {
             SyncError::Conflict(Conflict::Vanished { .. }) => return Class::Away,
             SyncError::Conflict(_) => true,
             SyncError::Far { class, .. } => return *class,
-            SyncError::Replica(replica::ReplicaError::Busy { .. }) => return Class::Busy,
+            SyncError::Source(e) if e.is_busy() => return Class::Busy,
+            SyncError::Replica(e) if e.is_busy() => return Class::Busy,
+            SyncError::Link(e) if e.is_busy() => return Class::Busy,
             SyncError::Replica(replica::ReplicaError::Away(_)) | SyncError::Away(_) => return Class::Away,
             SyncError::Unreadable(_) | SyncError::Unverifiable(_) => return Class::Unreadable,
             SyncError::Io { error, .. } if device::is_unreadable(error) => return Class::Unreadable,

@@ -1,5 +1,7 @@
 //! The facts for plans, queried from the source.
 
+use std::path::Path;
+
 use source::{Handle, Position, SourceError, View};
 
 use crate::error::SyncError;
@@ -128,9 +130,14 @@ pub const PULLED: &str = "pull://";
 /// The name under which a source remembers a replica: where it is reached from the source, or `pull://HOST/PATH` if the
 /// replica's side reaches for the source. No destination has such a name.
 pub(crate) fn bookmark(name: &str, status: &Status, way: &Way) -> String {
+    known_as(name, &status.path, way)
+}
+
+/// The same, of a replica at this path.
+pub(crate) fn known_as(name: &str, path: &Path, way: &Way) -> String {
     if let Way::Pulled(host) = way {
-        return format!("{PULLED}{host}{}", status.path.display());
+        return format!("{PULLED}{host}{}", path.display());
     }
     let far = name.contains(':') && !name.starts_with('/');
-    if far { name.to_owned() } else { status.path.display().to_string() }
+    if far { name.to_owned() } else { path.display().to_string() }
 }

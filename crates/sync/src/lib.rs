@@ -32,11 +32,13 @@
 
 #![forbid(unsafe_code)]
 
+mod account;
 mod allowed_paths;
 mod attach;
 mod batching;
 mod compared;
 mod conflict;
+mod cut_hook;
 mod demote;
 mod dense;
 mod digests;
@@ -65,10 +67,12 @@ mod tests;
 mod transfer;
 mod verify;
 
+pub use account::count_failure;
 pub use allowed_paths::AllowedPaths;
 pub use attach::attach;
 pub use batching::Batching;
 pub use conflict::{Conflict, Diverged, Divergence};
+pub use cut_hook::CutHook;
 pub use delta::Method;
 pub use demote::{DemoteOptions, DemoteSummary, LastSync, demote, release};
 pub use error::{Class, SyncError};

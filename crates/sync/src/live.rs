@@ -10,6 +10,7 @@ use delta::Method;
 use source::{Convergence, Handle, Live};
 
 use crate::conflict::Conflict;
+use crate::cut_hook::around;
 use crate::error::SyncError;
 use crate::facts::{facts, moment};
 use crate::messages::Status;
@@ -65,7 +66,7 @@ pub(crate) fn catch_up(
         choice = choose(&facts(handle, &status, transfer.name, &later)?, &status, &later)?;
         pass += 1;
     };
-    let cut = live.cut(&lacking, &options.live.cut)?;
+    let cut = around(&options.hook, || Ok(live.cut(&lacking, &options.live.cut)?))?;
     let view = Arc::new(cut.view.clone());
     let moment = moment(handle, &view, &choice, &status, options)?;
     // Only what was read at the cut may be sent, and only the record determines what that must be.

@@ -37,7 +37,7 @@ use compare::rolling::{SumParams, SumReport};
 use compare::{DigestReport, Scope};
 use delta::{Epoch, Unit, UnitKind};
 use device::{Buf, Storage};
-use link::{Message, Received, Receiver, Sender};
+use link::{Message, Pace, Received, Receiver, Sender};
 use replica::{Commit, Demoted, Keep, Released, UnsureSet};
 use serde::{Deserialize, Serialize};
 use source::About;
@@ -429,15 +429,15 @@ pub(crate) fn request(receiver: &Receiver, kind: u8) -> Result<Message, SyncErro
     }
 }
 
-/// Begins a conversation: requests a replica, and receives its status. `rate` limits what is sent, in bytes a second.
+/// Begins a conversation: requests a replica, and receives its status. `pace` limits what is sent.
 pub(crate) fn open(
     sender: &Sender,
     receiver: &Receiver,
     replica: &Open,
-    rate: Option<u64>,
+    pace: Option<&Pace>,
 ) -> Result<Status, SyncError> {
-    if let Some(rate) = rate {
-        sender.limit(rate);
+    if let Some(pace) = pace {
+        sender.pace(pace);
     }
     sender.send_json(OPEN, replica)?;
     Status::hear(receiver)

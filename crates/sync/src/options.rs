@@ -1,13 +1,17 @@
 //! Options of a sync.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use compare::Hash;
 use compare::rolling::InPlace;
 use delta::Method;
+use link::Pace;
 use replica::{Commit, Keep};
 use serde::{Deserialize, Serialize};
 use source::CutOptions;
+
+use crate::cut_hook::CutHook;
 
 /// Options of a sync.
 ///
@@ -40,7 +44,7 @@ pub struct SyncOptions {
     /// A zstd level.
     pub compress: Option<i32>,
     /// The most to send, in bytes a second.
-    pub bwlimit: Option<u64>,
+    pub bwlimit: Option<Pace>,
     /// Where the replica keeps lineage and journal.
     #[serde(skip)]
     pub journal_dir: Option<PathBuf>,
@@ -52,6 +56,9 @@ pub struct SyncOptions {
     pub keep: Option<Keep>,
     /// Passes and cut of a live disk.
     pub live: LiveOptions,
+    /// What is held open around the cut.
+    #[serde(skip)]
+    pub hook: Option<Arc<dyn CutHook>>,
 }
 
 /// How the two sides reached each other.

@@ -7,6 +7,8 @@ use std::time::Instant;
 use link::{Link, Receiver, Sender};
 use source::Handle;
 
+use crate::account::Account;
+use crate::cut_hook::around;
 use crate::digests::Digests;
 use crate::error::SyncError;
 use crate::facts::{bookmark, facts, moment, newest_known, present};
@@ -51,20 +53,25 @@ pub(crate) fn push_over(
     options: &SyncOptions,
     progress: Progress<'_>,
 ) -> Result<Summary, SyncError> {
-    let replica = replica_for_sync(destination, options).beside(handle.about());
-    let (began, traffic) = (Instant::now(), sender.traffic());
-    let status = open(sender, receiver, &replica, options.bwlimit)?;
-    let transfer = Transfer {
-        sender,
-        receiver,
-        name,
-        options,
-        totals: Totals::new(progress),
-        in_place: status.in_place,
+    let account = Account::begin(handle, (destination, name), &options.way, "sync");
+    let account = if options.dry_run { account.dry() } else { account };
+    let progress = |done, total| {
+        account.progress(done, total);
+        progress(done, total);
     };
-    let mut summary = bring(handle, &transfer, status)?;
-    summary.cost(&traffic, began);
-    Ok(summary)
+    let pushed = (|| {
+        let replica = replica_for_sync(destination, options).beside(handle.about());
+        let (began, traffic) = (Instant::now(), sender.traffic());
+        let status = open(sender, receiver, &replica, options.bwlimit.as_ref())?;
+        account.opened();
+        let in_place = status.in_place;
+        let transfer = Transfer { sender, receiver, name, options, totals: Totals::new(&progress), in_place };
+        let mut summary = bring(handle, &transfer, status)?;
+        summary.cost(&traffic, began);
+        Ok(summary)
+    })();
+    account.synced(&pushed);
+    pushed
 }
 
 /// A sync, from the replica's status to the commit.
@@ -122,7 +129,7 @@ fn at_view(
     status: Status,
     options: &SyncOptions,
 ) -> Result<Prepared, SyncError> {
-    let view = Arc::new(handle.view(options.at_view)?);
+    let view = Arc::new(around(&options.hook, || Ok(handle.view(options.at_view)?))?);
     let moment = moment(handle, &view, &choice, &status, options)?;
     let plan = choice.at(moment, &status, options)?;
     Ok(Prepared { view, plan, status, first: None, freeze_ms: None })

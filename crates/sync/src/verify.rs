@@ -14,11 +14,12 @@ use compare::{Finding, Hash, Scope};
 use delta::{Epoch, Header, Method};
 use device::Disk;
 use extents::Bitmap;
-use link::{Link, Receiver, Sender};
+use link::{Link, Pace, Receiver, Sender};
 use replica::{Commit, State};
 use serde::{Deserialize, Serialize};
-use source::{Handle, Position, SourceError, View};
+use source::{Handle, LastVerify, Position, SourceError, View};
 
+use crate::account::Account;
 use crate::compared::Comparison;
 use crate::error::SyncError;
 use crate::extents::Extents;
@@ -46,7 +47,7 @@ pub struct VerifyOptions {
     /// The most bytes read per second, on each side.
     pub rate: Option<u64>,
     /// The most bytes sent per second.
-    pub bwlimit: Option<u64>,
+    pub bwlimit: Option<Pace>,
     /// Skip what cannot be read.
     pub keep_going: bool,
     /// Where the replica keeps lineage and journal.
@@ -136,19 +137,32 @@ pub(crate) fn verify_over(
     options: &VerifyOptions,
     progress: Progress<'_>,
 ) -> Result<Verified, SyncError> {
-    let (began, traffic) = (Instant::now(), sender.traffic());
-    let replica = replica_for_verify(destination, options).beside(handle.about());
-    let status = open(sender, receiver, &replica, options.bwlimit)?;
-    missing(handle, name, &status, options)?;
-    let proof = Proof::begin(handle, status, options)?;
-    let totals = Totals::new(progress);
-    let mut verified = proof.verified(name);
-    proof.run(sender, receiver, &mut verified, &totals)?;
-    verified.bytes_read = totals.read.load(Relaxed);
-    verified.bytes_sent = traffic.sent();
-    verified.bytes_received = traffic.received();
-    verified.seconds = began.elapsed().as_secs_f64();
-    Ok(verified)
+    let account = Account::begin(handle, (destination, name), &options.way, "verify");
+    let progress = |done, total| {
+        account.progress(done, total);
+        progress(done, total);
+    };
+    let verified = (|| {
+        let (began, traffic) = (Instant::now(), sender.traffic());
+        let replica = replica_for_verify(destination, options).beside(handle.about());
+        let status = open(sender, receiver, &replica, options.bwlimit.as_ref())?;
+        account.opened();
+        missing(handle, name, &status, options)?;
+        let proof = Proof::begin(handle, status, options)?;
+        let totals = Totals::new(&progress);
+        let mut verified = proof.verified(name);
+        proof.run(sender, receiver, &mut verified, &totals)?;
+        verified.bytes_read = totals.read.load(Relaxed);
+        verified.bytes_sent = traffic.sent();
+        verified.bytes_received = traffic.received();
+        verified.seconds = began.elapsed().as_secs_f64();
+        Ok(verified)
+    })();
+    account.ended(&verified, |tally, verified: &Verified| {
+        tally.bytes_sent += verified.bytes_sent;
+        tally.verified = Some(LastVerify::now(verified.differing.bytes, verified.repaired));
+    });
+    verified
 }
 
 /// A comparison of a view with a replica.

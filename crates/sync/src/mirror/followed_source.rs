@@ -7,11 +7,13 @@ use std::time::{Duration, Instant};
 
 use delta::Epoch;
 use extents::Bitmap;
+use link::Link;
 use source::{Batches, Handle, SourceError};
 use uuid::Uuid;
 
 use super::session::{MirrorSession, Sent, SessionContext};
 use super::{Ended, Mirror, MirrorEvent, MirrorSummary};
+use crate::account::{Account, count_failure};
 use crate::batching::Interval;
 use crate::error::SyncError;
 use crate::messages::{MirrorPlan, Open, PLAN, Plan, Status, open, part};
@@ -44,9 +46,17 @@ enum At {
     Batch(Uuid),
 }
 
+/// Reaches the replica's side.
+fn connect(handle: &Handle, mirror: &mut Mirror<'_>) -> Result<Link, SyncError> {
+    let way = &mirror.options.sync.way;
+    (mirror.connect)().inspect_err(|error| {
+        count_failure(handle, mirror.destination, mirror.name, way, &error.to_string());
+    })
+}
+
 /// Brings the replica to the source's present state.
 fn sync(handle: &Handle, mirror: &mut Mirror<'_>, summary: &mut MirrorSummary) -> Result<Summary, SyncError> {
-    let link = (mirror.connect)()?;
+    let link = connect(handle, mirror)?;
     let options = &mirror.options.sync;
     // --adopt and --create apply to the first sync only.
     let first = summary.syncs == 0;
@@ -113,6 +123,9 @@ impl FollowedSource {
     fn round(&mut self, mirror: &mut Mirror<'_>, summary: &mut MirrorSummary) -> Result<Ended, SyncError> {
         // A freeze stalls writers: no more than one a second.
         mirror.rest_until(self.epoch_began + self.interval.current().max(Duration::from_secs(1)));
+        if mirror.pause.load(SeqCst) && !mirror.stop.load(SeqCst) {
+            return Ok(Ended::Paused);
+        }
         // The last one begins after the stop was requested: it has all that was written before.
         let last = mirror.stop.load(SeqCst);
         let began = Instant::now();
@@ -128,14 +141,30 @@ impl FollowedSource {
     /// Resumes batches where the replica is, until stopped or an error.
     fn converse(&mut self, mirror: &mut Mirror<'_>, summary: &mut MirrorSummary) -> Result<Ended, SyncError> {
         self.stood = Duration::ZERO;
-        let link = (mirror.connect)()?;
-        let traffic = link.traffic();
+        let link = connect(&self.handle, mirror)?;
+        let (traffic, way) = (link.traffic(), &mirror.options.sync.way);
+        let account = Account::begin(&self.handle, (mirror.destination, mirror.name), way, "mirror");
+        let ended = self.converse_over(link, mirror, summary, &account);
+        summary.bytes_sent += traffic.sent();
+        account.mirrored(&ended, traffic.sent());
+        ended
+    }
+
+    /// The same over a link.
+    fn converse_over(
+        &mut self,
+        link: Link,
+        mirror: &mut Mirror<'_>,
+        summary: &mut MirrorSummary,
+        account: &Account,
+    ) -> Result<Ended, SyncError> {
         let options = mirror.options;
         let (folder, commit) = (&options.sync.journal_dir, options.sync.commit);
         let replica = Open::new(mirror.destination, folder, commit).beside(self.handle.about());
         let replica = Open { keep: options.sync.keep.clone(), ..replica };
         let (sender, receiver) = link.split();
-        let status = open(&sender, &receiver, &replica, options.sync.bwlimit)?;
+        let status = open(&sender, &receiver, &replica, options.sync.bwlimit.as_ref())?;
+        account.opened();
         let lacking = self.recognise(&status);
         let (Some(lacking), Some(batches)) = (lacking, &self.batches) else {
             return part(sender, &receiver, Ok(Ended::Apart));
@@ -152,8 +181,10 @@ impl FollowedSource {
             batches,
             options,
             stop: mirror.stop,
+            pause: mirror.pause,
             tell: mirror.tell,
             turns: mirror.turns,
+            account,
             sender: &sender,
             receiver: &receiver,
         };
@@ -167,9 +198,8 @@ impl FollowedSource {
         summary.batches += left.summary.batches;
         summary.bytes_changed += left.summary.bytes_changed;
         summary.epoch = left.summary.epoch.or(summary.epoch);
-        summary.bytes_sent += traffic.sent();
         result?;
-        part(sender, &receiver, Ok(Ended::Stopped))
+        part(sender, &receiver, Ok(if left.paused { Ended::Paused } else { Ended::Stopped }))
     }
 
     /// The sent batches that the replica lacks, if it is where a batch left it.

@@ -33,8 +33,9 @@ const LAST_RETRY: Duration = Duration::from_secs(30);
 const CLOSE_RETRY: Duration = Duration::from_secs(1);
 /// After this many cut conversations without a confirmed batch, a sync takes its place.
 const FRUITLESS: u32 = 3;
-/// How often a replica that is in use is requested again at once.
-const BUSY_LOOKS: u32 = 40;
+/// For how long a replica that is in use is requested again at once, and how often after that.
+const BUSY_AT_ONCE: Duration = Duration::from_secs(2);
+const BUSY_RETRY: Duration = Duration::from_secs(1);
 
 /// How to mirror.
 #[derive(Debug, Clone)]
@@ -49,6 +50,9 @@ pub struct MirrorOptions {
     pub there: Stages,
     /// How often an epoch ends: after a crash of the source, what was written since is sent again.
     pub epoch_every: Duration,
+    /// For how long to wait for a source or a replica that another program uses, before that counts as a failure. It is
+    /// two seconds at least: the far side of a link that broke, or of a killed mirror, may not have noticed yet.
+    pub busy_for: Duration,
 }
 
 impl MirrorOptions {
@@ -64,10 +68,14 @@ pub enum MirrorEvent<'a> {
     Synced(&'a Summary),
     /// Batches follow.
     Mirroring,
+    /// Nothing is moved until it is told to go on.
+    Paused,
     /// A batch was confirmed.
     Batch(&'a BatchReport),
     /// The replica's side has something to say.
     Warned(&'a str),
+    /// The source or the replica is in use; it is requested again for that long.
+    Waiting(&'a SyncError, Duration),
     /// An attempt failed; another follows after a pause.
     Broken(&'a SyncError, Duration),
 }
@@ -130,6 +138,8 @@ pub struct Mirror<'a> {
     pub options: &'a MirrorOptions,
     /// Stops it when true: the epoch ends, and the replica gets it.
     pub stop: &'a AtomicBool,
+    /// Keeps it from moving anything while true: a conversation ends after what was sent, and another begins later.
+    pub pause: &'a AtomicBool,
     /// Gets the events.
     pub tell: &'a (dyn Fn(MirrorEvent<'_>) + Sync),
     /// Gets the progress of syncs.
@@ -150,10 +160,11 @@ impl Mirror<'_> {
         let mut wait = FIRST_RETRY;
         // Until both ends were reached once, an error is most likely a mistake of the user.
         let mut worked = false;
-        let (mut busy, mut stopped) = (0, false);
+        let (mut busy, mut stopped): (Option<Instant>, bool) = (None, false);
         // Consecutive conversations that were cut with nothing confirmed.
         let mut fruitless = 0;
         loop {
+            self.rest_while_paused();
             let before = summary.batches;
             let ended = match &mut followed {
                 None => FollowedSource::begin(&mut self, &mut summary).map(|begun| {
@@ -181,12 +192,8 @@ impl Mirror<'_> {
             }
             match ended {
                 Ok(Ended::Stopped) => break,
-                Ok(Ended::Apart | Ended::Round) => (wait, busy) = (FIRST_RETRY, 0),
-                // The far side may not have noticed the end of the previous conversation yet, or of a killed mirror.
-                Err(error) if error.class() == Class::Busy && busy < BUSY_LOOKS => {
-                    busy += 1;
-                    std::thread::sleep(LOOK_EVERY);
-                }
+                Ok(Ended::Apart | Ended::Round | Ended::Paused) => (wait, busy) = (FIRST_RETRY, None),
+                Err(error) if error.class() == Class::Busy && self.waits(&mut busy, &error) => {}
                 Err(error) if is_final(&error) || !(worked || is_outage(&error)) => return Err(error),
                 // After a stop was requested, make one more attempt only.
                 Err(error) if stopped => return Err(error),
@@ -205,6 +212,36 @@ impl Mirror<'_> {
             follow.close()?;
         }
         Ok(summary)
+    }
+
+    /// Sleeps as long as it is to pause, or until stopped.
+    fn rest_while_paused(&self) {
+        if self.pause.load(SeqCst) && !self.stop.load(SeqCst) {
+            (self.tell)(MirrorEvent::Paused);
+            while self.pause.load(SeqCst) && !self.stop.load(SeqCst) {
+                std::thread::sleep(self.options.look_every());
+            }
+        }
+    }
+
+    /// Sleeps before the next request for what is in use, unless it was requested for long enough. `since` is when it was
+    /// first found in use.
+    fn waits(&self, since: &mut Option<Instant>, error: &SyncError) -> bool {
+        let waited = since.get_or_insert_with(Instant::now).elapsed();
+        let left = self.options.busy_for.max(BUSY_AT_ONCE).saturating_sub(waited);
+        let at_once = waited < BUSY_AT_ONCE;
+        if left.is_zero() || (!at_once && self.stop.load(SeqCst)) {
+            return false;
+        }
+        if at_once {
+            std::thread::sleep(LOOK_EVERY);
+            return true;
+        }
+        if waited < BUSY_AT_ONCE + BUSY_RETRY {
+            (self.tell)(MirrorEvent::Waiting(error, left));
+        }
+        self.rest_until(Instant::now() + BUSY_RETRY.min(left));
+        true
     }
 
     /// Sleeps until then, or until stopped.
@@ -243,4 +280,6 @@ enum Ended {
     Apart,
     /// A live disk's batch is done.
     Round,
+    /// All that was sent is confirmed, and a pause has begun.
+    Paused,
 }

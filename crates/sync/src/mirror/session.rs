@@ -13,6 +13,7 @@ use source::{Batch, Batches, Handle};
 use uuid::Uuid;
 
 use super::{BatchReport, LOOK_EVERY, MirrorEvent, MirrorOptions, MirrorSummary, Turns};
+use crate::account::Account;
 use crate::batching::Interval;
 use crate::error::{Class, SyncError};
 use crate::facts::bookmark;
@@ -47,8 +48,10 @@ pub(super) struct SessionContext<'a> {
     pub(super) batches: &'a Batches,
     pub(super) options: &'a MirrorOptions,
     pub(super) stop: &'a AtomicBool,
+    pub(super) pause: &'a AtomicBool,
     pub(super) tell: &'a (dyn Fn(MirrorEvent<'_>) + Sync),
     pub(super) turns: &'a Turns,
+    pub(super) account: &'a Account,
     pub(super) sender: &'a Sender,
     pub(super) receiver: &'a Receiver,
 }
@@ -87,6 +90,8 @@ pub(super) struct SessionState {
     failed: Option<SyncError>,
     /// No batch will follow.
     ended: bool,
+    /// That is because of a pause.
+    pub(super) paused: bool,
 }
 
 /// What passes through the stages.
@@ -118,6 +123,7 @@ impl<'a> MirrorSession<'a> {
             summary: MirrorSummary::default(),
             failed: None,
             ended: false,
+            paused: false,
         };
         MirrorSession {
             bookmark: bookmark(name, status, &context.options.sync.way),
@@ -307,6 +313,10 @@ impl<'a> MirrorSession<'a> {
             if self.stop.load(SeqCst) {
                 return Ok(Some(true));
             }
+            if self.pause.load(SeqCst) {
+                self.state().paused = true;
+                return Ok(None);
+            }
             let past = cut_before.elapsed();
             let due = interval.max(pause);
             if on_their_way >= WINDOW {
@@ -458,6 +468,7 @@ impl<'a> MirrorSession<'a> {
         };
         drop(state);
         self.changed.notify_all();
+        self.account.batch(report.bytes, report.sent, report.lag);
         (self.tell)(MirrorEvent::Batch(&report));
         if sent.ends {
             self.handle.acknowledge(&self.bookmark, sent.epoch, 0)?;

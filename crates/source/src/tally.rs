@@ -1,0 +1,252 @@
+//! What was done for each replica of a source so far: counts, the last verification, the last failure, and the work that is
+//! under way. For people and monitors alone: nothing decides by it.
+//!
+//! One small file a replica, replaced as a whole and not flushed: a power cut may lose the latest of it, or all. So it does not
+//! go through [`Folder`](device::Folder), whose every call is a durable step.
+
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use serde::{Deserialize, Serialize};
+
+use crate::bookmarks::Bookmarks;
+
+/// Begins the names of the files.
+const PREFIX: &str = "tally-";
+/// A file that was begun so long ago is of a process that was killed.
+const ABANDONED: Duration = Duration::from_secs(5);
+/// Bytes of a failure's message that are kept.
+const MESSAGE_MAX: usize = 1000;
+
+/// What was done for a replica. Times are in seconds since 1970.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Tally {
+    /// Its name, as in the bookmarks.
+    pub replica: String,
+    /// Syncs that succeeded, those of a mirror included.
+    pub syncs: u64,
+    /// Batches of mirrors that were confirmed.
+    pub batches: u64,
+    /// Syncs, conversations of a mirror and verifications that failed.
+    pub failures: u64,
+    /// Bytes sent over the link, framing included.
+    pub bytes_sent: u64,
+    /// How long the last freeze of a file system took, in milliseconds; `None` if there was none.
+    pub freeze_ms: Option<u64>,
+    /// The last verification that came to its end.
+    pub verified: Option<LastVerify>,
+    /// The last failure.
+    pub failed: Option<LastFailure>,
+    /// What is under way. That the process lives is to be checked with [`Work::is_alive`].
+    pub work: Option<Work>,
+}
+
+/// The end of a verification.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct LastVerify {
+    /// When.
+    pub time: u64,
+    /// Bytes that differed, or could not be read at the replica.
+    pub bytes_differing: u64,
+    /// What differed was sent and committed.
+    pub repaired: bool,
+}
+
+impl LastVerify {
+    /// One that ends now.
+    pub fn now(bytes_differing: u64, repaired: bool) -> LastVerify {
+        LastVerify { time: now(), bytes_differing, repaired }
+    }
+}
+
+/// A failure.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct LastFailure {
+    /// When.
+    pub time: u64,
+    /// What was reported.
+    pub message: String,
+}
+
+/// What is under way.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Work {
+    /// The command: `sync`, `mirror` or `verify`.
+    pub what: String,
+    /// The process.
+    pub process: u32,
+    /// When the process began, as the kernel counts: numbers of processes are used again.
+    born: u64,
+    /// When the work began.
+    pub since: u64,
+    /// Bytes done so far; of a mirror, bytes of changes.
+    pub bytes_done: u64,
+    /// Bytes to do; 0 where there is no end.
+    pub bytes_total: u64,
+    /// Bytes a second, over the last seconds.
+    pub rate: u64,
+    /// Of a mirror: how far the replica was behind at the last batch, in seconds.
+    pub lag: Option<f64>,
+}
+
+impl Work {
+    /// Work of this process that begins now.
+    pub fn begin(what: &str) -> Work {
+        let process = std::process::id();
+        Work {
+            what: what.to_owned(),
+            process,
+            born: born(process).unwrap_or(0),
+            since: now(),
+            bytes_done: 0,
+            bytes_total: 0,
+            rate: 0,
+            lag: None,
+        }
+    }
+
+    /// True if its process lives, as far as that can be seen from here.
+    pub fn is_alive(&self) -> bool {
+        born(self.process) == Some(self.born)
+    }
+}
+
+/// When a process began, in ticks since the boot.
+fn born(process: u32) -> Option<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
+    // The name of the program, in parentheses, may hold anything.
+    stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()
+}
+
+/// Seconds since 1970.
+fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs())
+}
+
+impl Tally {
+    /// The tally of a replica; empty if there is none, or it cannot be read.
+    pub fn read(folder: &Path, replica: &str) -> Tally {
+        let text = std::fs::read(file(folder, replica)).unwrap_or_default();
+        let tally: Tally = serde_json::from_slice(&text).unwrap_or_default();
+        // Two names of one hash, which no one has seen yet.
+        let is_it = tally.replica == replica;
+        if is_it { tally } else { Tally { replica: replica.to_owned(), ..Tally::default() } }
+    }
+
+    /// Changes the tally of a replica. What cannot be written is left as it was.
+    fn change(folder: &Path, replica: &str, change: impl FnOnce(&mut Tally)) {
+        let path = file(folder, replica);
+        let fresh = path.with_extension("new");
+        let create = || OpenOptions::new().write(true).create_new(true).open(&fresh);
+        let abandoned = || {
+            let age = std::fs::metadata(&fresh).ok()?.modified().ok()?.elapsed().ok()?;
+            (age > ABANDONED).then(|| std::fs::remove_file(&fresh)).and_then(Result::ok)
+        };
+        let Ok(mut out) = create().or_else(|error| abandoned().map_or(Err(error), |()| create())) else {
+            return;
+        };
+        let mut tally = Tally::read(folder, replica);
+        change(&mut tally);
+        let written = serde_json::to_vec(&tally).is_ok_and(|text| out.write_all(&text).is_ok());
+        if !(written && std::fs::rename(&fresh, &path).is_ok()) {
+            let _ = std::fs::remove_file(&fresh);
+        }
+    }
+
+    /// Removes the tally of a replica.
+    pub(crate) fn forget(folder: &Path, replica: &str) {
+        let _ = std::fs::remove_file(file(folder, replica));
+    }
+
+    /// Counts a failure.
+    pub fn fail(&mut self, message: &str) {
+        self.failures += 1;
+        let ends = message.char_indices().map(|(at, _)| at).chain([message.len()]);
+        let end = ends.take_while(|at| *at <= MESSAGE_MAX).last().unwrap_or(0);
+        self.failed = Some(LastFailure { time: now(), message: message[..end].to_owned() });
+    }
+}
+
+/// What counts for a replica.
+#[derive(Debug, Clone)]
+pub struct Counter {
+    folder: PathBuf,
+    replica: String,
+}
+
+impl Counter {
+    /// Counts for the replica of this name, in the source's folder.
+    pub(crate) fn new(folder: &Path, replica: String) -> Counter {
+        Counter { folder: folder.to_path_buf(), replica }
+    }
+
+    /// Changes its tally. That it cannot be written is not an error.
+    pub fn count(&self, change: impl FnOnce(&mut Tally)) {
+        Tally::change(&self.folder, &self.replica, change);
+    }
+
+    /// Work for it ended with a failure. Of a replica that its source does not know, nothing is kept.
+    pub fn fail(&self, message: &str) {
+        let bookmarks = device::Dir::existing(&self.folder).map(|folder| Bookmarks::read(&folder));
+        match bookmarks {
+            Ok(Ok(known)) if known.0.contains_key(&self.replica) => self.count(|tally| {
+                tally.work = None;
+                tally.fail(message);
+            }),
+            _ => Tally::forget(&self.folder, &self.replica),
+        }
+    }
+}
+
+fn file(folder: &Path, replica: &str) -> PathBuf {
+    folder.join(format!("{PREFIX}{:016x}", twox_hash::XxHash3_64::oneshot(replica.as_bytes())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tally_adds_up_and_is_forgotten() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path();
+        for _ in 0..3 {
+            Tally::change(at, "far:/a", |tally| tally.syncs += 1);
+        }
+        Tally::change(at, "far:/a", |tally| tally.fail(&"é".repeat(MESSAGE_MAX)));
+        let tally = Tally::read(at, "far:/a");
+        assert_eq!((tally.syncs, tally.failures), (3, 1));
+        assert!(tally.failed.unwrap().message.len() <= MESSAGE_MAX);
+        assert_eq!(Tally::read(at, "far:/b").syncs, 0);
+        Tally::forget(at, "far:/a");
+        assert_eq!(Tally::read(at, "far:/a").syncs, 0);
+        assert_eq!(std::fs::read_dir(at).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_file_that_a_kill_left_is_in_the_way_for_seconds_only() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path();
+        Tally::change(at, "a", |tally| tally.syncs += 1);
+        let fresh = file(at, "a").with_extension("new");
+        let left = std::fs::File::create(&fresh).unwrap();
+        Tally::change(at, "a", |tally| tally.syncs += 1);
+        assert_eq!(Tally::read(at, "a").syncs, 1);
+        left.set_modified(SystemTime::now() - 2 * ABANDONED).unwrap();
+        Tally::change(at, "a", |tally| tally.syncs += 1);
+        assert_eq!(Tally::read(at, "a").syncs, 2);
+        // Cut off by a power cut.
+        std::fs::write(file(at, "a"), b"{\"sy").unwrap();
+        assert_eq!(Tally::read(at, "a").syncs, 0);
+    }
+
+    #[test]
+    fn work_ends_with_its_process() {
+        let work = Work::begin("sync");
+        assert!(work.is_alive());
+        assert!(!Work { born: work.born.wrapping_sub(1), ..work }.is_alive());
+    }
+}

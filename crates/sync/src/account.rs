@@ -1,0 +1,155 @@
+//! What syncs, mirrors and verifications did, as it is counted at the source: see [`source::Tally`].
+
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use source::{Counter, Handle, Work};
+
+use crate::error::{Class, SyncError};
+use crate::facts::known_as;
+use crate::options::Way;
+use crate::report::Summary;
+
+/// How often work under way is written down, and over how long its rate is measured.
+const TOLD_EVERY: Duration = Duration::from_secs(1);
+
+/// Work for a replica, from its beginning to its end.
+pub(crate) struct Account {
+    /// `None` for a dry run.
+    counter: Option<Counter>,
+    told: Mutex<Told>,
+}
+
+/// What was last written down.
+struct Told {
+    work: Work,
+    at: Instant,
+    /// Bytes sent over this link, as far as they are counted.
+    sent: u64,
+    batches: u64,
+}
+
+/// Counts for the replica at `destination`, which the user calls `name`.
+fn counter(handle: &Handle, destination: &Path, name: &str, way: &Way) -> Counter {
+    let found = std::fs::canonicalize(destination).ok().or_else(|| {
+        let folder = std::fs::canonicalize(destination.parent()?).ok()?;
+        Some(folder.join(destination.file_name()?))
+    });
+    let path = match way {
+        Way::Local => found.as_deref().unwrap_or(destination),
+        // On another host.
+        Way::Far | Way::Pulled(_) => destination,
+    };
+    handle.counter(known_as(name, path, way))
+}
+
+/// Counts a failure to reach the replica's side.
+pub fn count_failure(handle: &Handle, destination: &Path, name: &str, way: &Way, message: &str) {
+    counter(handle, destination, name, way).fail(message);
+}
+
+impl Account {
+    /// Work that begins now.
+    pub(crate) fn begin(handle: &Handle, place: (&Path, &str), way: &Way, what: &str) -> Account {
+        // Not written down yet: the replica may be refused, or another command be at work for it.
+        let told = Told { work: Work::begin(what), at: Instant::now(), sent: 0, batches: 0 };
+        Account { counter: Some(counter(handle, place.0, place.1, way)), told: Mutex::new(told) }
+    }
+
+    /// The same for a dry run, of which nothing is kept.
+    pub(crate) fn dry(self) -> Account {
+        Account { counter: None, ..self }
+    }
+
+    /// The replica is open, and the work is under way.
+    pub(crate) fn opened(&self) {
+        let Some(counter) = &self.counter else { return };
+        let work = self.told.lock().unwrap_or_else(PoisonError::into_inner).work.clone();
+        counter.count(|tally| tally.work = Some(work));
+    }
+
+    /// Progress in bytes.
+    pub(crate) fn progress(&self, done: u64, total: u64) {
+        self.tell(|told, past| {
+            let more = done.saturating_sub(told.work.bytes_done);
+            (told.work.bytes_done, told.work.bytes_total) = (done, total);
+            told.work.rate = (more as f64 / past.as_secs_f64()) as u64;
+        });
+    }
+
+    /// Writes down what changed, if it is time to.
+    fn tell(&self, change: impl FnOnce(&mut Told, Duration)) {
+        let Some(counter) = &self.counter else { return };
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        let past = told.at.elapsed();
+        if past < TOLD_EVERY {
+            return;
+        }
+        told.at = Instant::now();
+        change(&mut told, past);
+        let work = told.work.clone();
+        counter.count(|tally| tally.work = Some(work));
+    }
+
+    /// A sync has ended.
+    pub(crate) fn synced(&self, result: &Result<Summary, SyncError>) {
+        self.ended(result, |tally, summary| {
+            tally.syncs += 1;
+            tally.bytes_sent += summary.bytes_sent;
+            tally.freeze_ms = summary.freeze_ms.or(tally.freeze_ms);
+        });
+    }
+
+    /// A batch was confirmed: bytes of changes, and of all that was sent over this link; how far the replica was behind.
+    pub(crate) fn batch(&self, bytes: u64, all_sent: u64, lag: f64) {
+        let Some(counter) = &self.counter else { return };
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        let past = told.at.elapsed();
+        told.work.bytes_done += bytes;
+        told.work.lag = Some(lag);
+        told.batches += 1;
+        if past < TOLD_EVERY {
+            return;
+        }
+        let sent = all_sent.saturating_sub(std::mem::replace(&mut told.sent, all_sent));
+        let batches = std::mem::take(&mut told.batches);
+        told.work.rate = (sent as f64 / past.as_secs_f64()) as u64;
+        told.at = Instant::now();
+        let work = told.work.clone();
+        counter.count(|tally| {
+            tally.work = Some(work);
+            tally.bytes_sent += sent;
+            tally.batches += batches;
+        });
+    }
+
+    /// A conversation of a mirror has ended; `sent` is what it sent in all.
+    pub(crate) fn mirrored<T>(&self, result: &Result<T, SyncError>, sent: u64) {
+        let (before, batches) = {
+            let told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+            (told.sent, told.batches)
+        };
+        if let Some(counter) = &self.counter {
+            counter.count(|tally| {
+                tally.bytes_sent += sent.saturating_sub(before);
+                tally.batches += batches;
+            });
+        }
+        self.ended(result, |_, _| {});
+    }
+
+    /// Work has ended: what is to be counted if it succeeded.
+    pub(crate) fn ended<T>(&self, result: &Result<T, SyncError>, done: impl FnOnce(&mut source::Tally, &T)) {
+        let Some(counter) = &self.counter else { return };
+        match result {
+            Ok(result) => counter.count(|tally| {
+                tally.work = None;
+                done(tally, result);
+            }),
+            // Another command is at work for the replica: what is written down is its work.
+            Err(error) if error.class() == Class::Busy => {}
+            Err(error) => counter.fail(&error.to_string()),
+        }
+    }
+}
