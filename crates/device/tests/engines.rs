@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use device::{
-    Access, Buf, DeviceErrorKind, Disk, Kind, Options, Piece, RamDisk, Request, adopt, identity, in_use,
-    lock_image, open, open_without_uring,
+    Access, Buf, DeviceErrorKind, Disk, Kind, Options, Overlay, Piece, RamDisk, Request, adopt, identity,
+    in_use, lock_image, open, open_without_uring,
 };
 use testing::faulty::{FaultyDisk, Outage, Power};
 use testing::{Loop, Mount, contract, run, skipped};
@@ -73,6 +73,27 @@ fn skip(why: &str) {
 #[test]
 fn ram_keeps_the_contract() {
     contract(|size| Arc::new(RamDisk::new(size)));
+}
+
+#[test]
+fn overlays_keep_the_contract_and_what_is_beneath() {
+    let folder = testing::on_disk();
+    contract(|size| Arc::new(Overlay::new(Arc::new(RamDisk::new(size)), folder.path()).unwrap()));
+    let base = Arc::new(RamDisk::from_bytes(&[9; 70_000]));
+    let disk = Overlay::new(base.clone(), folder.path()).unwrap();
+    disk.write_at(5000, &[1; 10_000]).unwrap();
+    disk.zero(40_000, 20_000, true, false).unwrap();
+    let mut bytes = vec![0; 70_000];
+    disk.read_at(0, &mut bytes).unwrap();
+    let mut expected = vec![9; 70_000];
+    expected[5000..15_000].fill(1);
+    expected[40_000..60_000].fill(0);
+    assert!(bytes == expected);
+    base.read_at(0, &mut bytes).unwrap();
+    assert!(bytes.iter().all(|byte| *byte == 9));
+    assert!(std::fs::read_dir(folder.path()).unwrap().next().is_none());
+    disk.give_up().unwrap();
+    assert!(disk.read_at(5000, &mut bytes[..10]).is_err() && disk.read_at(0, &mut bytes[..10]).is_ok());
 }
 
 #[test]

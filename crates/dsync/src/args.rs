@@ -107,13 +107,18 @@ pub(crate) enum Command {
             server.type=unix,server.path=/run/vm.sock,export=vm,reconnect-delay=30,discard=unmap\n  \
         nbdinfo --map=qemu:dirty-bitmap:dsync 'nbd+unix:///vm?socket=/run/vm.sock'\n  \
         nbdcopy 'nbd+unix:///vm@view?socket=/run/vm.sock' vm-now.raw    the disk as it is now\n  \
-        dsync serve /srv/vm.raw --socket /run/vm.sock --metrics 9750    for Prometheus, on loopback\n\n\
+        dsync serve /srv/vm.raw --socket /run/vm.sock --metrics 9750    for Prometheus, on loopback\n  \
+        dsync serve /srv/vm.raw@now --writable --socket /run/try.sock   a rehearsal on a replica\n  \
+        dsync serve /srv/vm.raw@41 --socket /run/41.sock   a replica as it was at epoch 41\n\n\
         Without --socket and --tcp it serves the socket that a service manager passes to it (LISTEN_FDS):\n  \
         nbdinfo [ dsync serve /srv/vm.raw ]                serves for as long as nbdinfo runs\n\n\
         An export is named after its file, without the extension. NAME@view is a snapshot of the moment at which\n\
         the first client connected to it, and lasts until the last one disconnects. NAME@view.READER is a\n\
         private snapshot, shared by all connections that use this name. A snapshot offers the blocks changed\n\
-        since each named checkpoint as qemu:dirty-bitmap:CHECKPOINT (see \"dsync checkpoint --help\").")]
+        since each named checkpoint as qemu:dirty-bitmap:CHECKPOINT (see \"dsync checkpoint --help\").\n\n\
+        REPLICA@now is a replica at its present moment, REPLICA@EPOCH or 'REPLICA@10 minutes ago' at one that\n\
+        --keep has kept (\"dsync rewind REPLICA\" lists them). Syncs and mirrors go on beneath: they never wait for it\n\
+        or fail because of it. If what they replace cannot be kept for it, its clients get I/O errors.")]
     Serve(Serve),
 
     /// Record the writes to a block device in use
@@ -742,7 +747,7 @@ impl From<CommitArg> for Commit {
 /// `serve`.
 #[derive(Debug, Args)]
 pub(crate) struct Serve {
-    /// Raw images or block devices
+    /// Raw images or block devices; REPLICA@now or REPLICA@EPOCH for a replica at one moment
     #[arg(required = true, value_name = "IMAGE")]
     pub images: Vec<PathBuf>,
     /// The Unix socket to listen on
@@ -754,6 +759,12 @@ pub(crate) struct Serve {
     /// Refuse writes, and record nothing
     #[arg(long, conflicts_with_all = ["block_size", "trust_device", "allow_shrink", "view_limit"])]
     pub read_only: bool,
+    /// Let clients write to REPLICA@MOMENT: to a scratch file, which is thrown away at the end
+    #[arg(long, conflicts_with = "read_only")]
+    pub writable: bool,
+    /// Folder of the scratch file [default: the folder of the replica's state]
+    #[arg(long, value_name = "DIR", requires = "writable")]
+    pub overlay: Option<PathBuf>,
     /// Serve the bytes of the file as they are, even if it looks like qcow2 or another container
     #[arg(long, value_enum, value_name = "FORMAT")]
     pub format: Option<Format>,

@@ -29,6 +29,11 @@ pub(crate) struct Failure {
 }
 
 impl Failure {
+    /// It was tried, and failed.
+    pub(crate) fn failed(message: impl Into<String>) -> Failure {
+        Failure { message: message.into(), code: FAILED }
+    }
+
     /// Bad usage.
     pub(crate) fn usage(message: impl Into<String>) -> Failure {
         Failure { message: message.into(), code: USAGE }

@@ -27,6 +27,7 @@ mod mirror_command;
 mod monitor;
 mod output;
 mod pipes;
+mod rehearsal;
 mod rewind;
 mod serve;
 mod service;

@@ -89,7 +89,7 @@ pub(crate) fn run(args: &args::Rewind, state: &StateDir, output: &Output) -> Res
 }
 
 /// The moment that is meant: of an epoch, or the last one that is not later than a time. `None` if it is the present state.
-fn choose(history: &History, to: &str) -> Result<Option<Moment>, Failure> {
+pub(crate) fn choose(history: &History, to: &str) -> Result<Option<Moment>, Failure> {
     let refuse = |what: String| {
         Failure::refused(format!("no moment {what} was kept: \"dsync rewind DST\" lists those that were"))
     };

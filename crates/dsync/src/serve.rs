@@ -16,6 +16,7 @@ use source::{ControlServer, SharedView, Source, StateDir, export_name};
 use crate::args;
 use crate::metrics;
 use crate::output::Output;
+use crate::rehearsal::{self, Rehearsal};
 use crate::service::{self, Inherited, Manager};
 use crate::unix_socket::{self, SocketFile};
 use crate::wait::until_free;
@@ -35,6 +36,7 @@ struct ExportedImage {
 enum What {
     Tracked(Arc<Source>),
     ReadOnly(Arc<dyn Disk>),
+    Rehearsed(Rehearsal),
 }
 
 struct All(Vec<ExportedImage>);
@@ -44,6 +46,7 @@ impl Exports for All {
         let describe = |s: &ExportedImage| match &s.what {
             What::Tracked(source) => format!("{}, tracked", source.about().path.display()),
             What::ReadOnly(_) => "read-only".to_owned(),
+            What::Rehearsed(rehearsal) => rehearsal.moment(),
         };
         self.0.iter().map(|s| ExportInfo { name: s.name.clone(), description: describe(s) }).collect()
     }
@@ -68,6 +71,12 @@ impl Exports for All {
             (What::ReadOnly(disk), _) => {
                 let mut export = Export::new(name, disk.clone());
                 export.read_only = true;
+                Ok(export)
+            }
+            (What::Rehearsed(rehearsal), _) => {
+                let mut export = Export::new(name, rehearsal.disk());
+                export.description = rehearsal.moment();
+                export.read_only = !rehearsal.is_writable();
                 Ok(export)
             }
         }
@@ -313,6 +322,11 @@ pub(crate) fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Resu
     let controls: Vec<ControlServer> =
         sources.iter().map(|s| ControlServer::start(s.clone())).collect::<Result<_, _>>()?;
     let lines: Vec<String> = all.iter().map(|served| announcement(served, &places)).collect();
+    let rehearsals = all.iter().filter_map(|served| match &served.what {
+        What::Rehearsed(rehearsal) => Some(rehearsal.clone()),
+        What::Tracked(_) | What::ReadOnly(_) => None,
+    });
+    let watch = rehearsal::Watch::start(rehearsals.collect(), output)?;
     let server = nbd::Server::new(Arc::new(All(all)));
     server
         .on_trouble(|trouble| eprintln!("dsync: warning: {trouble} (limits: \"ulimit -n\", \"ulimit -u\")"));
@@ -331,7 +345,7 @@ pub(crate) fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Resu
     server.shutdown(PATIENCE);
     drop(server);
     drop(controls);
-    end(sources, output)
+    end(sources, output).and(watch.end())
 }
 
 /// Opens everything to serve.
@@ -340,9 +354,23 @@ fn open_all(args: &args::Serve, state: &StateDir) -> Result<(Vec<ExportedImage>,
     let mut sources = Vec::new();
     for image in &args.images {
         let name = export_name(image);
+        let rehearsed = rehearsal::parts(image);
+        let name = rehearsed.as_ref().map_or(name, |(replica, _)| export_name(replica));
         if all.iter().any(|s| s.name == name) {
             return Err(Failure::usage(format!(
                 "two images have the export name \"{name}\": serve them from separate servers, or rename one"
+            ))
+            .into());
+        }
+        if let Some((replica, moment)) = rehearsed {
+            let rehearsal = Rehearsal::open(&replica, &moment, args, state)?;
+            all.push(ExportedImage { name, what: What::Rehearsed(rehearsal) });
+            continue;
+        }
+        if args.writable {
+            return Err(Failure::usage(format!(
+                "--writable is for a replica at a moment, such as {}@now; what is written to a served image is kept",
+                image.display()
             ))
             .into());
         }
@@ -382,12 +410,13 @@ fn open_tracked(image: &Path, args: &args::Serve, state: &StateDir) -> Result<Ar
 }
 
 /// What else can be done with a replica.
-const READ_ONLY: &str = "; to read it, pass --read-only";
+const READ_ONLY: &str = "; to read it, serve it as REPLICA@now, or pass --read-only";
 
 /// The line printed when an export is ready.
 fn announcement(served: &ExportedImage, places: &Places) -> String {
     let about = match &served.what {
         What::ReadOnly(disk) => format!("{}, read-only", units::size(disk.len())),
+        What::Rehearsed(rehearsal) => rehearsal.about(),
         What::Tracked(source) => {
             let trust = match (source.lost(), source.with_history(|h| h.last())) {
                 (Some(why), _) => format!("tracking starts now: {why}"),

@@ -4,6 +4,7 @@
 //!
 //! Two threads may share the work: one appends what arrives to the [`BatchLog`], the other commits with [`Batches`].
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use delta::{Decoded, Decoder, Event, Frame, Unit, UnitKind};
@@ -19,6 +20,7 @@ use crate::lineage::{State, Toward, Unsure};
 use crate::replica::Replica;
 use crate::undo_log::UndoLog;
 use crate::unsure::{self, Passing, UnsureSet};
+use crate::views;
 
 /// Bytes of the journal at which it is begun anew, where there is room for as many.
 const LONG: u64 = 256 << 20;
@@ -113,6 +115,19 @@ struct Arriving {
     holes: Option<Holes>,
 }
 
+impl Arriving {
+    /// What it replaces.
+    fn replaced(&self, replica: &Replica) -> Result<Vec<Range<u64>>> {
+        let Some(frames) = &self.frames else {
+            let mut contents = self.contents.clone();
+            contents.segments.clear();
+            return replica.replaced_by(WHOLE, &[contents]);
+        };
+        let records = frames.iter().flat_map(|frame| &frame.records);
+        Ok(records.map(|record| record.offset()..record.end()).collect())
+    }
+}
+
 impl Replica {
     /// Begins to receive batches: deltas that are each bound to the state that the one before left.
     ///
@@ -160,10 +175,12 @@ impl Replica {
     fn new_log(&self) -> Result<BatchLog> {
         self.reserve()?;
         let path = self.folder().join(ARRIVING);
-        let file =
+        let mut file =
             Growing::open(self.state(), 0).map_err(disk_error("write the journal", &path, CONFIRMED))?;
-        let keeps = self.settings().is_some();
-        Ok(BatchLog { file, folder: self.shared_state(), keeps, ended: false })
+        let (keeps, folder) = (self.settings().is_some(), self.shared_state());
+        let readers = folder.clone();
+        file.relieve(Some(Box::new(move || views::give_way(&*readers))));
+        Ok(BatchLog { file, folder, keeps, ended: false })
     }
 }
 
@@ -315,7 +332,8 @@ impl Batches<'_> {
     fn reserve_unsure(&mut self) -> Result<()> {
         if self.ranges > self.room {
             let more = self.ranges + RANGES_AHEAD;
-            unsure::reserve(self.replica.state(), more, CONFIRMED)?;
+            let replica = &*self.replica;
+            replica.at_readers_cost(|| unsure::reserve(replica.state(), more, CONFIRMED))?;
             self.room = more;
         }
         Ok(())
@@ -334,7 +352,8 @@ impl Batches<'_> {
     pub fn apply(&mut self) -> Result<()> {
         self.replica.sound()?;
         let Some(batch) = self.committed.take() else { return Ok(()) };
-        self.replica.begin_commit();
+        self.replica.begin_commit()?;
+        self.replica.keep_for_readers(|replica| batch.replaced(replica))?;
         let path = self.replica.destination().path().to_path_buf();
         let failed = |what| disk_error(what, &path, SAFE);
         let undo = self.undo.take();
@@ -384,7 +403,7 @@ impl Batches<'_> {
 
     fn flush(&mut self) -> Result<()> {
         self.replica.sound()?;
-        self.replica.begin_commit();
+        self.replica.begin_commit()?;
         if self.sealed {
             self.make_durable()?;
         } else {
@@ -427,7 +446,7 @@ impl Drop for Batches<'_> {
     fn drop(&mut self) {
         // The lineage says what the journal holds, and only its next opening brings both together.
         if self.sealed {
-            self.replica.begin_commit();
+            let _ = self.replica.begin_commit();
         }
         self.replica.set_working(None);
     }

@@ -48,7 +48,8 @@ impl Replica {
         let disk = self.destination().open(Name::Final)?;
         let segments = deltas.iter().flat_map(|contents| &contents.segments);
         let longest = segments.map(|s| s.header.size_after).max().unwrap_or(toward.size);
-        self.begin_commit();
+        self.begin_commit()?;
+        self.keep_for_readers(|replica| replica.replaced_by(WHOLE, deltas))?;
         let keeping = self.work(true)?;
         if !self.destination().is_device() && disk.len() < longest {
             disk.resize(longest).map_err(failed("grow"))?;
@@ -143,7 +144,7 @@ impl Replica {
             self.untouched()?;
         }
         self.work(false)?;
-        self.begin_commit();
+        self.begin_commit()?;
         if let Some(step) = &mut self.lineage_mut().step {
             step.positions = overlay(&[], toward.epoch, toward.size);
             step.unsure = unsure;

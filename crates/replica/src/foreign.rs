@@ -30,6 +30,7 @@ use crate::journal::{self, Contents, WHOLE, compares};
 use crate::lineage::{self, Lineage, Stamp, StepKind, Unsure};
 use crate::note::{self, Evidence, Keeping, Note, WRITTEN, Working};
 use crate::replica::Replica;
+use crate::views;
 
 /// The path leads elsewhere by now.
 pub(crate) fn covered(path: &Path) -> ReplicaError {
@@ -82,6 +83,8 @@ impl Replica {
     }
 
     pub(crate) fn touched(&self, why: &str) -> ReplicaError {
+        // What is read of it is no state of the source any more.
+        let _ = views::lose_all(self.state(), "the replica was modified outside dsync");
         self.notice(why);
         if self.is_noticed_by_lineage(why) {
             self.outdate_sealed();

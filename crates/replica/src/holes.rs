@@ -148,7 +148,10 @@ impl Replica {
     ) -> Result<()> {
         let Some(holes) = holes.filter(|holes| !holes.found.is_empty()) else { return Ok(()) };
         self.work(true)?;
-        let reserved = holes.reserve();
+        let mut reserved = holes.clone().reserve();
+        if matches!(reserved, Ok(Some(_))) && self.readers_give_way() {
+            reserved = holes.reserve();
+        }
         self.rest()?;
         if let Ok(None) = reserved {
             return Ok(());

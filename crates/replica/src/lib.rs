@@ -22,6 +22,7 @@
 // A file imports only files of the groups above its own.
 mod copies;
 mod error;
+mod index;
 mod keep;
 
 mod options;
@@ -37,7 +38,13 @@ mod note;
 
 mod unsure;
 
+mod old;
+mod present;
+
 mod past;
+mod saving;
+
+mod views;
 
 mod status;
 
@@ -51,6 +58,7 @@ mod holes;
 mod undo;
 
 mod undo_log;
+mod viewed;
 
 mod batches;
 mod commit;
@@ -63,6 +71,7 @@ mod known;
 mod promoted;
 mod rewind;
 mod settled;
+mod view;
 
 #[cfg(test)]
 mod tests;
@@ -86,3 +95,4 @@ pub use role::{Demoted, FIRST_TERM, Promoted, Released, Role};
 pub use settled::settle;
 pub use status::Status;
 pub use unsure::UnsureSet;
+pub use view::View;

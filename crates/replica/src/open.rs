@@ -15,6 +15,7 @@ use crate::note::{self, WRITTEN};
 use crate::options::Options;
 use crate::past::Settings;
 use crate::replica::Replica;
+use crate::views::Views;
 
 /// Places at which a device is looked at before a first copy to it.
 const SAMPLES: u64 = 64;
@@ -67,7 +68,9 @@ impl Replica {
             if !folder.is_at_path().map_err(io_error("look at", &folder_path))? {
                 return Err(covered(&path));
             }
-            Ok((Replica::begin(destination, Box::new(folder), options)?, image))
+            // Before anything is completed that a crash left.
+            let views = Views::of(&folder).map_err(io_error("write to", &folder_path))?;
+            Ok((Replica::begin_read(destination, Box::new(folder), options, views)?, image))
         })();
         match opened {
             Ok((mut replica, image)) => {
@@ -91,10 +94,22 @@ impl Replica {
         folder: Box<dyn Folder>,
         options: &Options,
     ) -> Result<Replica> {
+        Replica::begin_read(destination, folder, options, Views::default())
+    }
+
+    /// The same of a replica that may have readers.
+    pub(crate) fn begin_read(
+        destination: Box<dyn Destination>,
+        folder: Box<dyn Folder>,
+        options: &Options,
+        views: Views,
+    ) -> Result<Replica> {
         let lineage = Lineage::load(&*folder)?;
         let settings = Settings::load(&*folder);
         let mut replica = Replica::new(destination, folder, lineage, options);
+        *replica.views_mut() = views;
         replica.set_settings(settings);
+        replica.find_readers()?;
         if replica.is_kept() {
             let everything = replica.lineage().unsure == Unsure::Everything;
             replica.set_changed(everything.then_some(WRITTEN));

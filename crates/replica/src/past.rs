@@ -424,7 +424,7 @@ pub(crate) fn moments(folder: &dyn Folder, present: Uuid) -> io::Result<Vec<Mome
 }
 
 /// The header of an undo delta and its length, if it is what its name says.
-fn header_of(folder: &dyn Folder, undo: &Undo) -> Option<(Header, u64)> {
+pub(crate) fn header_of(folder: &dyn Folder, undo: &Undo) -> Option<(Header, u64)> {
     let file = folder.open(&undo.name, false).ok()?;
     let bytes = file.len().ok()?;
     let mut reader = Reader::new(Input::new(file, undo.start).ok()?);

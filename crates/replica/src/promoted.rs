@@ -129,6 +129,8 @@ impl Replica {
             return Ok(promoted);
         }
         self.untouched()?;
+        self.announce()?;
+        self.lose_readers("the replica was promoted")?;
         self.drop_journal()?;
         if self.lineage().step.as_ref().is_some_and(|step| step.kind.is_beside()) {
             self.remove_partial()?;

@@ -17,6 +17,7 @@ use crate::past::Settings;
 use crate::role::{FIRST_TERM, Role};
 use crate::status::Status;
 use crate::unsure::{self, UnsureSet};
+use crate::views::Views;
 
 /// How many bytes may be written before what has come is made durable: as much is sent again after a crash.
 pub(crate) const SAVE_BYTES: u64 = 64 << 20;
@@ -40,6 +41,8 @@ pub struct Replica {
     save_bytes: u64,
     known: Known,
     status: Status,
+    /// What is kept for readers.
+    views: Views,
     locks: Locks,
 }
 
@@ -97,6 +100,7 @@ impl Replica {
             save_bytes: SAVE_BYTES,
             known: Known::default(),
             status: Status::nothing(),
+            views: Views::default(),
             locks: Locks::default(),
         }
     }
@@ -108,6 +112,15 @@ impl Replica {
 
     pub(crate) fn destination(&self) -> &dyn Destination {
         &*self.destination
+    }
+
+    /// What is kept for readers.
+    pub(crate) fn views(&self) -> &Views {
+        &self.views
+    }
+
+    pub(crate) fn views_mut(&mut self) -> &mut Views {
+        &mut self.views
     }
 
     /// The files of the replica's state.
@@ -190,13 +203,16 @@ impl Replica {
     }
 
     /// A commit has come to where it can only be completed.
-    pub(crate) fn begin_commit(&mut self) {
+    pub(crate) fn begin_commit(&mut self) -> Result<()> {
+        self.announce()?;
         self.known.half_done = true;
+        Ok(())
     }
 
     /// It was completed.
     pub(crate) fn end_commit(&mut self) {
         self.known.half_done = false;
+        self.publish();
     }
 
     /// Keeps in mind what opening the replica had to mend.
@@ -357,6 +373,7 @@ impl Replica {
             changed: self.known.changed.map(|why| self.how_changed(why)),
             role: lineage.role.clone(),
         };
+        self.publish();
         Ok(())
     }
 
@@ -377,13 +394,12 @@ impl Replica {
 
     /// Makes room for the next lineage, before a journal takes what there is: without it, that could never be merged.
     pub(crate) fn reserve(&self) -> Result<()> {
-        let state = "the replica is unchanged";
-        device::reserve(&*self.folder, crate::lineage::NAME, crate::lineage::ROOM).map_err(disk_error(
-            "write the lineage",
-            &self.folder.path().join(crate::lineage::NAME),
-            state,
-        ))?;
-        self.reserve_note()
+        let (name, state) = (crate::lineage::NAME, "the replica is unchanged");
+        self.at_readers_cost(|| {
+            let reserved = device::reserve(&*self.folder, name, crate::lineage::ROOM);
+            reserved.map_err(disk_error("write the lineage", &self.folder.path().join(name), state))?;
+            self.reserve_note()
+        })
     }
 
     pub(crate) fn store(&mut self) -> Result<()> {
@@ -417,7 +433,7 @@ impl Replica {
         let batch = contents.segments.last().is_some_and(|segment| segment.header.batch);
         let ranges = self.unsure()?.count() + contents.unread.count() as u64;
         match ranges > 0 || batch {
-            true => unsure::reserve(&*self.folder, ranges + contents.records, state),
+            true => self.at_readers_cost(|| unsure::reserve(&*self.folder, ranges + contents.records, state)),
             false => Ok(()),
         }
     }
@@ -429,6 +445,8 @@ impl Replica {
 
     /// Forgets the replica: its lineage, its journal and a copy that was begun. The destination stays as it is.
     pub fn disown(mut self) -> Result<()> {
+        self.announce()?;
+        self.lose_readers("the replica was forgotten")?;
         // First what makes it a replica: what is left after a crash belongs to nothing.
         self.remove(crate::lineage::NAME)?;
         self.folder.sync().map_err(io_error("sync", self.folder.path()))?;

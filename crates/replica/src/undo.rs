@@ -1,14 +1,12 @@
 //! Making the undo delta of a commit: what the commit replaces is read and kept, durably, before the journal is sealed that lets
 //! it be overwritten. What is sealed without one never gets one: the destination may be half merged then.
 
-use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
-use delta::{Encoder, Frame, Header, MAX_DATA, Method, Record};
-use device::{Buf, Disk, Kind, Piece, Pieces, Queue, Request};
+use delta::{Encoder, Frame, Header, Method, Record};
 use uuid::Uuid;
 
 use crate::destination::Name;
@@ -16,17 +14,12 @@ use crate::error::{INTERRUPTED, ReplicaError, Result, disk_error, io_error, is_f
 use crate::holes::Holes;
 use crate::journal::{self, Contents, Growing, Relief, Target};
 use crate::keep::Keep;
-use crate::lineage::{State, StepKind, Toward, Unsure};
+use crate::lineage::{Lineage, State, StepKind, Toward, Unsure};
+use crate::old::Old;
 use crate::past::{self, Ageing, GROWING, Past, Settings, Undo};
 use crate::replica::Replica;
 use crate::unsure::UnsureSet;
-
-/// Reads kept on their way, of [`MAX_DATA`] each.
-const DEPTH: u32 = 8;
-/// Pieces of a read.
-const MOST_PIECES: usize = 1024;
-/// What reads as zeroes is found in parts of so many bytes.
-const GRAIN: usize = 4096;
+use crate::views;
 
 /// What a delta replaces of a replica.
 pub(crate) struct Touched {
@@ -36,6 +29,13 @@ pub(crate) struct Touched {
 }
 
 impl Touched {
+    /// Nothing yet, of a replica of this lineage.
+    pub(crate) fn new(lineage: &Lineage) -> Touched {
+        let mut set = UnsureSet::new();
+        set.reach(lineage.size, lineage.block_size.into());
+        Touched { set, size: lineage.size }
+    }
+
     /// Takes a delta's header. From `known` on, what it does not name becomes zero.
     pub(crate) fn header(&mut self, header: &Header, known: u64) {
         let rest = known.min(header.size_after)..self.size;
@@ -109,9 +109,7 @@ impl Replica {
         if self.settings().is_none() || self.no_way_back().is_some() {
             return None;
         }
-        let mut set = UnsureSet::new();
-        set.reach(self.lineage().size, self.lineage().block_size.into());
-        Some(Touched { set, size: self.lineage().size })
+        Some(Touched::new(self.lineage()))
     }
 
     /// The same for what a journal holds.
@@ -192,8 +190,11 @@ impl Replica {
         self.untouched()
     }
 
-    /// Drops the oldest moment to make room. False if there is none.
+    /// Ends what is kept for readers, else drops the oldest moment, to make room. False if there is neither.
     pub(crate) fn past_gives_way(&mut self) -> bool {
+        if self.readers_give_way() {
+            return true;
+        }
         let dropped = self.settings().is_some()
             && past::drop_oldest(self.state(), self.lineage().nonce).unwrap_or(false);
         if dropped {
@@ -209,9 +210,12 @@ impl Replica {
     /// The same for a journal that grows, which notes in `gave` that it was done.
     pub(crate) fn relief(&self, gave: Arc<AtomicBool>) -> Option<Relief> {
         let (folder, present) = (self.shared_state(), self.lineage().nonce);
-        self.settings()?;
+        let keeps = self.settings().is_some();
         Some(Box::new(move || {
-            let dropped = past::drop_oldest(&*folder, present).unwrap_or(false);
+            if views::give_way(&*folder) {
+                return true;
+            }
+            let dropped = keeps && past::drop_oldest(&*folder, present).unwrap_or(false);
             gave.fetch_or(dropped, SeqCst);
             dropped
         }))
@@ -266,98 +270,4 @@ impl Replica {
         let (present, now) = (self.lineage().nonce, self.now());
         Ageing { folder: self.state(), keep, present, now }.run()
     }
-}
-
-/// Reads ranges of a disk in order, several at once.
-pub(crate) struct Old<I> {
-    queue: Box<dyn Queue>,
-    ranges: I,
-    /// What of the last range is still to be read.
-    left: Range<u64>,
-    flying: VecDeque<u64>,
-    done: BTreeMap<u64, (Pieces, Buf)>,
-    token: u64,
-}
-
-impl<I: Iterator<Item = Range<u64>>> Old<I> {
-    pub(crate) fn new(disk: Arc<dyn Disk>, ranges: I) -> io::Result<Old<I>> {
-        let queue = disk.queue(DEPTH)?;
-        let (flying, done) = (VecDeque::new(), BTreeMap::new());
-        Ok(Old { queue, ranges, left: 0..0, flying, done, token: 0 })
-    }
-
-    /// The pieces of the next read.
-    fn pieces(&mut self) -> Pieces {
-        let (mut pieces, mut bytes) = (Pieces::new(), 0);
-        while pieces.len() < MOST_PIECES && bytes < MAX_DATA as u64 {
-            if self.left.is_empty() {
-                match self.ranges.next() {
-                    Some(range) => self.left = range,
-                    None => break,
-                }
-                continue;
-            }
-            let len = (self.left.end - self.left.start).min(MAX_DATA as u64 - bytes);
-            pieces.push(Piece { offset: self.left.start, len });
-            self.left.start += len;
-            bytes += len;
-        }
-        pieces
-    }
-
-    /// The next frame.
-    pub(crate) fn next(&mut self) -> io::Result<Option<Frame>> {
-        while self.flying.len() < DEPTH as usize {
-            let pieces = self.pieces();
-            if pieces.is_empty() {
-                break;
-            }
-            let buf = Buf::scratch(pieces.iter().map(|piece| piece.len as usize).sum());
-            self.flying.push_back(self.token);
-            self.queue.submit(Request { kind: Kind::Read, pieces, buf, token: self.token });
-            self.token += 1;
-        }
-        self.queue.start();
-        let Some(first) = self.flying.pop_front() else { return Ok(None) };
-        loop {
-            if let Some((pieces, data)) = self.done.remove(&first) {
-                return Ok(Some(frame(&pieces, data)));
-            }
-            let lost = || io::Error::other("an earlier read has failed");
-            let done = self.queue.complete(true).ok_or_else(lost)?;
-            done.result?;
-            self.done.insert(done.request.token, (done.request.pieces, done.request.buf));
-        }
-    }
-}
-
-/// What was read, as a frame: zeroes without data.
-fn frame(pieces: &Pieces, data: Buf) -> Frame {
-    let mut records: Vec<Record> = Vec::new();
-    let (mut at, mut end) = (0, 0);
-    let mut kept = data;
-    for piece in pieces {
-        for start in (0..piece.len as usize).step_by(GRAIN) {
-            let len = GRAIN.min(piece.len as usize - start);
-            let (offset, part) = (piece.offset + start as u64, at..at + len);
-            at += len;
-            let zero = kept[part.clone()].iter().all(|byte| *byte == 0);
-            let record = match zero {
-                true => Record::Zero { offset, len: len as u64 },
-                false => Record::Data { offset, len: len as u64 },
-            };
-            if !records.last_mut().is_some_and(|last| last.extend(record)) {
-                records.push(record);
-            }
-            if !zero {
-                // What comes before has become shorter by its zeroes.
-                if end < part.start {
-                    kept.copy_within(part, end);
-                }
-                end += len;
-            }
-        }
-    }
-    kept.set_len(end);
-    Frame { records, data: kept }
 }

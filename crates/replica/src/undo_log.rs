@@ -9,30 +9,22 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use delta::{Encoder, Event, Header, Method, Reader, Record};
-use device::{Disk, StateFile};
+use delta::{Header, Method, Record};
+use device::StateFile;
 use extents::Extents;
 use uuid::Uuid;
 
 use crate::destination::Name;
 use crate::error::{Result, SAFE, disk_error, io_error, is_full};
-use crate::journal::{Contents, Growing, Input, WHOLE};
+use crate::journal::{Contents, WHOLE};
 use crate::lineage::{State, Unsure};
-use crate::past::{self, Undo};
+use crate::past;
 use crate::replica::Replica;
-use crate::undo::Old;
-use crate::unsure::UnsureSet;
+use crate::saving::Saving;
 
 /// A log that grows.
 pub(crate) struct UndoLog {
-    file: Arc<dyn StateFile>,
-    disk: Arc<dyn Disk>,
-    /// Bytes that are durable.
-    end: u64,
-    /// Of its undo deltas, but for what each leads from and to.
-    header: Header,
-    /// What the log holds.
-    saved: UnsureSet,
+    saving: Saving,
     /// The last state that it leads back from.
     state: Uuid,
     /// What the batch that arrives replaces.
@@ -66,23 +58,11 @@ impl UndoLog {
     }
 
     fn append(&mut self, replaced: impl Iterator<Item = Range<u64>>, from: Uuid) -> io::Result<()> {
-        let size = self.header.size_after;
-        let missing: Vec<Range<u64>> = replaced.flat_map(|range| self.saved.missing(range, size)).collect();
-        let header = Header { stream: self.state, binds: Some(from), ..self.header.clone() };
-        let (mut encoder, unit) = Encoder::new(&header, None).map_err(io::Error::other)?;
-        let mut file = Growing::after(self.file.clone(), self.end);
-        file.unit(&unit)?;
-        let mut old = Old::new(self.disk.clone(), missing.iter().cloned())?;
-        while let Some(frame) = old.next()? {
-            file.unit(&encoder.frame(frame).map_err(io::Error::other)?)?;
-        }
-        file.unit(&encoder.trailer())?;
-        file.keep()?;
-        self.file.sync()?;
-        missing.into_iter().for_each(|range| self.saved.insert(range));
-        (self.end, self.state) = (file.len(), from);
+        let missing = self.saving.missing(replaced);
+        self.saving.append(missing, from, self.state)?;
+        self.state = from;
         // The first one leads to where the log began; those before it only lead on.
-        self.header.batch = true;
+        self.saving.header.batch = true;
         Ok(())
     }
 }
@@ -121,11 +101,9 @@ impl Replica {
         let mut header = Header::new(source, Method::Tracked, chain, sizes, lineage.block_size);
         header.fuzzy = lineage.state == State::Fuzzy;
         header.batch = lineage.state == State::Incomplete || lineage.unsure != Unsure::Nothing;
-        let mut saved = UnsureSet::new();
-        saved.reach(lineage.size, lineage.block_size.into());
         let (disk, state) = (self.destination().open(Name::Final)?, lineage.nonce);
-        let arriving = Extents::new();
-        Ok(UndoLog { file, disk, end: 0, header, saved, state, arriving, ended: false })
+        let saving = Saving::new(file, disk, 0, header, true);
+        Ok(UndoLog { saving, state, arriving: Extents::new(), ended: false })
     }
 
     /// Keeps what a batch replaces, before it is written. Where that fails the past is given up, and the log is gone: it must
@@ -184,9 +162,9 @@ impl Replica {
         let begun = past::began_at(&name).unwrap_or_default();
         let mut log = self.log_of(file)?;
         log.state = entries.last().map_or(begun, |entry| entry.from);
-        log.end = entries.last().map_or(0, |entry| entry.start + entry.bytes);
-        log.header.batch |= !entries.is_empty();
-        log.cover(&entries).map_err(failed)?;
+        log.saving.end = entries.last().map_or(0, |entry| entry.start + entry.bytes);
+        log.saving.header.batch |= !entries.is_empty();
+        entries.iter().try_for_each(|entry| log.saving.cover(entry.start).map(drop)).map_err(failed)?;
         let streams: Vec<Uuid> = deltas.iter().filter_map(Contents::stream).collect();
         let known = match streams.iter().position(|stream| *stream == log.state) {
             Some(at) => at + 1,
@@ -200,7 +178,7 @@ impl Replica {
             let read = io_error("read", self.path());
             crate::journal::replay(self.state(), WHOLE, contents, &mut touched, &mut self.positions(), read)?;
         }
-        let cut = log.file.set_len(log.end).and_then(|()| log.append(touched.ranges(), *last));
+        let cut = log.saving.file.set_len(log.saving.end).and_then(|()| log.append(touched.ranges(), *last));
         match cut {
             Ok(()) => Ok(()),
             Err(error) => {
@@ -210,20 +188,5 @@ impl Replica {
                 self.drop_logs()
             }
         }
-    }
-}
-
-impl UndoLog {
-    /// Notes what is in the log already.
-    fn cover(&mut self, entries: &[Undo]) -> io::Result<()> {
-        for entry in entries {
-            let mut reader = Reader::new(Input::new(&*self.file, entry.start)?);
-            while let Some(event) = reader.next().map_err(io::Error::other)? {
-                if let Event::Frame(frame) = event {
-                    frame.records.iter().for_each(|r| self.saved.insert(r.offset()..r.end()));
-                }
-            }
-        }
-        Ok(())
     }
 }

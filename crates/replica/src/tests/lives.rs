@@ -35,7 +35,7 @@ fn check_moments(source: &Source, world: &World, what: &str) {
 }
 
 /// The replica is what it says, and a sync to the last epoch leaves that.
-fn check(source: &Source, world: &World, what: &str) {
+pub(super) fn check(source: &Source, world: &World, what: &str) {
     check_moments(source, world, what);
     let status = world.open(&on()).unwrap().status().clone();
     if status.state == State::Exact && !status.ahead && !status.under_way() {

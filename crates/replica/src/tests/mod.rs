@@ -6,6 +6,7 @@ mod fit;
 mod lives;
 mod past;
 mod promoted;
+mod readers;
 mod real;
 mod rolling;
 mod unread;

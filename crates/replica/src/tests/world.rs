@@ -2,15 +2,17 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
+use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use delta::{Encoder, Epoch, Frame, Header, Method, Record, Unit, Units, Writer};
-use device::{Buf, Disk, Folder, InlineQueue, Queue, RamDisk, StateFile};
+use device::{Buf, Dir, Disk, Folder, InlineQueue, Queue, RamDisk, StateFile};
 use tempfile::TempDir;
 use testing::Random;
 use testing::faulty::{FaultyDisk, FaultyFolder, Power};
@@ -19,7 +21,8 @@ use uuid::Uuid;
 use crate::destination::{Destination, Name, fingerprint};
 use crate::error::Result;
 use crate::lineage::Stamp;
-use crate::{Commit, Committed, Options, Replica, Status};
+use crate::views::Views;
+use crate::{Commit, Committed, Options, Replica, Status, View};
 
 /// Bytes of a block.
 pub(crate) const BLOCK: u64 = 4096;
@@ -332,6 +335,8 @@ pub(crate) struct World {
     pub room: Arc<AtomicU64>,
     /// How long each write to a device takes.
     pub delay: Duration,
+    /// It is said what the destination holds, for readers.
+    pub read: bool,
 }
 
 /// A device's size in the tests.
@@ -350,6 +355,7 @@ impl World {
             inodes: Arc::new(AtomicU64::new(1)),
             room: Arc::new(AtomicU64::new(u64::MAX)),
             delay: Duration::ZERO,
+            read: false,
         }
     }
 
@@ -463,9 +469,28 @@ impl World {
                 Box::new(ModelDevice { path: "/dev/model".into(), disk: Arc::new(disk) })
             }
         };
-        let mut replica = Replica::begin(destination, folder, options)?;
+        let views = match self.read {
+            true => Views::of(&Dir::existing(&self.state()).unwrap()).unwrap(),
+            false => Views::default(),
+        };
+        let mut replica = Replica::begin_read(destination, folder, options, views)?;
         replica.save_every(5 * BLOCK);
         Ok(replica)
+    }
+
+    /// Begins to read the replica, as it is now or was in a state. `None` where it is written to.
+    pub(crate) fn reader(&self, to: Option<Uuid>) -> Result<Option<View>> {
+        let path = self.site().join(NAME);
+        let raw = || -> Result<(Arc<dyn Disk>, u64)> {
+            if self.kind == Kind::Device {
+                return Ok((self.ram.clone(), 0));
+            }
+            let file = File::open(&path).map_err(crate::error::io_error("open", &path))?;
+            let mut inode = [0; 8];
+            file.read_exact_at(&mut inode, 0).unwrap();
+            Ok((Arc::new(OpenFile(file)), u64::from_le_bytes(inode)))
+        };
+        View::over(&path, &Dir::existing(&self.state()).unwrap(), &raw, to)
     }
 
     /// What the destination holds, `None` if there is none.
@@ -495,7 +520,6 @@ impl World {
     pub(crate) fn tamper(&self, offset: u64, byte: u8) {
         match self.kind {
             Kind::File => {
-                use std::os::unix::fs::FileExt;
                 let file = std::fs::File::options().write(true).open(self.site().join(NAME)).unwrap();
                 file.write_at(&[byte], HEAD + offset).unwrap();
             }
@@ -661,6 +685,39 @@ impl Disk for ModelDisk {
 
     fn resize(&self, len: u64) -> io::Result<()> {
         self.file.set_len(HEAD + len)
+    }
+
+    fn queue(self: Arc<Self>, _depth: u32) -> io::Result<Box<dyn Queue>> {
+        Ok(Box::new(InlineQueue::new(self)))
+    }
+}
+
+/// A modelled file's content, as another process sees it.
+struct OpenFile(File);
+
+impl Disk for OpenFile {
+    fn len(&self) -> u64 {
+        self.0.metadata().unwrap().len() - HEAD
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.0.read_exact_at(buf, HEAD + offset)
+    }
+
+    fn write_at(&self, _offset: u64, _buf: &[u8]) -> io::Result<()> {
+        unreachable!()
+    }
+
+    fn zero(&self, _offset: u64, _len: u64, _unmap: bool, _fast: bool) -> io::Result<()> {
+        unreachable!()
+    }
+
+    fn discard(&self, _offset: u64, _len: u64) -> io::Result<()> {
+        unreachable!()
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        Ok(())
     }
 
     fn queue(self: Arc<Self>, _depth: u32) -> io::Result<Box<dyn Queue>> {

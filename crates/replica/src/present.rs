@@ -1,0 +1,220 @@
+//! What a destination holds at present, for readers in other processes: they take no lock, so that no commit ever waits for them or
+//! fails because of them.
+//!
+//! The file has a number, and what the destination holds. The number is odd while the destination is written to, or may be half
+//! written, and even while it rests; it rises with each change. A process that commits makes it odd *before* it looks for readers and
+//! writes; a reader leaves its claim *before* it looks at the number again:
+//!
+//! ```text
+//!     who commits                          who reads
+//!     A  the number becomes odd            C  the claim is there, and asks to be seen
+//!     F  fence                             G  fence
+//!     B  look for claims                   D  is the number still the even one?
+//!     W  write to the destination
+//! ```
+//!
+//! If D finds the even number, A comes after it and so B finds the claim: all that is written from the reader's moment on is kept for it.
+//! If not, the reader drops its claim and begins anew. What is kept for a claim in vain harms nobody.
+//!
+//! The file says in which boot it was written: after a power cut it may say anything. A process that is killed leaves it odd, or
+//! even where the destination rests; the next one goes on with the same file.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{Ordering::SeqCst, fence};
+
+use delta::Epoch;
+use device::{Boot, Dir};
+use rustix::fs::{Mode, OFlags, openat};
+use serde::{Deserialize, Serialize};
+use twox_hash::XxHash3_128;
+use uuid::Uuid;
+
+/// The file's name.
+const NAME: &str = "present";
+/// Its length.
+const LEN: u64 = 4096;
+/// Where readers leave a number of their own, by which it is seen that there are more.
+const ASKED: u64 = 8;
+/// Where what the destination holds begins: a hash, a length, and that in JSON.
+const TEXT: u64 = 16;
+
+/// What a destination holds.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Shown {
+    pub source: Uuid,
+    pub epoch: Epoch,
+    /// A moment within the next epoch.
+    pub ahead: bool,
+    /// It was copied from a live disk without a cut.
+    pub fuzzy: bool,
+    /// When it came to this, in seconds since 1970; `None` if that is not known.
+    pub at: Option<u64>,
+    /// Bytes.
+    pub size: u64,
+    /// Bytes.
+    pub block_size: u32,
+    /// Names the state.
+    pub state: Uuid,
+    /// Of its file; 0 for a device.
+    pub inode: u64,
+}
+
+/// What it holds, or why that cannot be shown.
+pub(crate) type Held = Result<Shown, String>;
+
+#[derive(Serialize, Deserialize)]
+struct Page {
+    boot: String,
+    held: Held,
+}
+
+fn open(folder: &Dir, flags: OFlags) -> io::Result<File> {
+    Ok(openat(folder.held(), NAME, flags | OFlags::CLOEXEC, Mode::from_raw_mode(0o600))?.into())
+}
+
+fn number(file: &File, at: u64) -> io::Result<u64> {
+    let mut bytes = [0; 8];
+    file.read_exact_at(&mut bytes, at)?;
+    Ok(u64::from_le_bytes(bytes))
+}
+
+/// Makes room for all of it.
+fn fill(file: &File) -> io::Result<()> {
+    file.write_all_at(&[0; LEN as usize], 0)
+}
+
+/// The side that commits.
+pub(crate) struct Present {
+    file: File,
+    folder: Dir,
+    sequence: u64,
+    /// What the file says.
+    held: Option<Held>,
+    asked: u64,
+    boot: String,
+}
+
+impl Present {
+    /// Takes the file of a folder whose lock is held, and says that the destination may be half written. `None` where there is none,
+    /// and with `create` none can be made.
+    pub(crate) fn take(folder: &Dir, create: bool) -> io::Result<Option<Present>> {
+        let file = match open(folder, OFlags::RDWR) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound && !create => return Ok(None),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => match Present::make(folder) {
+                Ok(file) => file,
+                Err(_) => return Ok(None),
+            },
+            // Nothing can be committed there either.
+            Err(e) if e.kind() == io::ErrorKind::ReadOnlyFilesystem => return Ok(None),
+            opened => opened?,
+        };
+        if file.metadata()?.len() < LEN && fill(&file).is_err() {
+            return Ok(None);
+        }
+        let (sequence, asked) = (number(&file, 0)? & !1, number(&file, ASKED)?);
+        let (folder, boot) = (folder.clone(), Boot::current().id);
+        let mut present = Present { file, folder, sequence, held: None, asked, boot };
+        present.begin()?;
+        Ok(Some(present))
+    }
+
+    fn make(folder: &Dir) -> io::Result<File> {
+        let file = open(folder, OFlags::RDWR | OFlags::CREATE)?;
+        if let Err(error) = fill(&file) {
+            let _ = device::Folder::remove(folder, NAME);
+            return Err(error);
+        }
+        Ok(file)
+    }
+
+    /// The destination will be written to. Returns whether there may be readers that were not seen yet.
+    pub(crate) fn begin(&mut self) -> io::Result<bool> {
+        if self.sequence % 2 != 0 {
+            return Ok(false);
+        }
+        if let Err(error) = self.file.write_all_at(&(self.sequence + 1).to_le_bytes(), 0) {
+            // No reader must believe it.
+            self.file
+                .set_len(0)
+                .or_else(|_| device::Folder::remove(&self.folder, NAME))
+                .map_err(|_| error)?;
+        }
+        self.sequence += 1;
+        // F: what readers ask for is looked at after the number was changed.
+        fence(SeqCst);
+        let asked = number(&self.file, ASKED).unwrap_or(0);
+        Ok(std::mem::replace(&mut self.asked, asked) != asked)
+    }
+
+    /// The destination rests, and holds this. Where it cannot be said, readers wait.
+    pub(crate) fn rest(&mut self, held: Held) -> io::Result<()> {
+        if self.sequence % 2 == 0 {
+            if self.held.as_ref() == Some(&held) {
+                return Ok(());
+            }
+            // The same moment by another name.
+            self.file.write_all_at(&(self.sequence + 1).to_le_bytes(), 0)?;
+            self.sequence += 1;
+        }
+        let page = Page { boot: self.boot.clone(), held: held.clone() };
+        let text = serde_json::to_vec(&page)?;
+        let mut bytes = XxHash3_128::oneshot(&text).to_le_bytes().to_vec();
+        bytes.extend((text.len() as u32).to_le_bytes());
+        bytes.extend(text);
+        if bytes.len() as u64 > LEN - TEXT {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        self.file.write_all_at(&bytes, TEXT)?;
+        fence(SeqCst);
+        self.file.write_all_at(&(self.sequence + 1).to_le_bytes(), 0)?;
+        (self.sequence, self.held) = (self.sequence + 1, Some(held));
+        Ok(())
+    }
+}
+
+/// The side that reads.
+pub(crate) struct Watched {
+    file: File,
+}
+
+impl Watched {
+    /// Opens the file of a folder; `None` if there is none.
+    pub(crate) fn open(folder: &Dir) -> io::Result<Option<Watched>> {
+        match open(folder, OFlags::RDWR) {
+            Ok(file) => Ok(Some(Watched { file })),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// What the destination holds, and the number of that; `None` while it is written to, or may be half written, or if that
+    /// is not known in this boot.
+    pub(crate) fn look(&self) -> Option<(u64, Held)> {
+        let sequence = number(&self.file, 0).ok().filter(|number| number % 2 == 0)?;
+        let mut bytes = vec![0; (LEN - TEXT) as usize];
+        self.file.read_exact_at(&mut bytes, TEXT).ok()?;
+        let (hash, rest) = bytes.split_at(16);
+        let (len, text) = rest.split_at(4);
+        let text = text.get(..u32::from_le_bytes(len.try_into().ok()?) as usize)?;
+        if XxHash3_128::oneshot(text).to_le_bytes() != *hash || !self.is_at(sequence) {
+            return None;
+        }
+        let page: Page = serde_json::from_slice(text).ok()?;
+        (page.boot == Boot::current().id).then_some((sequence, page.held))
+    }
+
+    /// Asks who commits to look for claims.
+    pub(crate) fn ask(&self) -> io::Result<()> {
+        let asked = Uuid::new_v4().as_u64_pair().0;
+        self.file.write_all_at(&asked.to_le_bytes(), ASKED)
+    }
+
+    /// True if the destination still rests as it did with this number.
+    pub(crate) fn is_at(&self, sequence: u64) -> bool {
+        // G: after the claim, and after what was read.
+        fence(SeqCst);
+        number(&self.file, 0).is_ok_and(|now| now == sequence)
+    }
+}

@@ -1,0 +1,402 @@
+//! A replica as it is at one moment, or was at an earlier one, to be read while others commit to it. Reading never makes a commit wait or fail:
+//! where what a reader needs cannot be kept for it, the reader loses, and says so.
+//!
+//! What is read is the destination, over it what was replaced since the reader's moment ([`crate::views`]), and for an earlier moment
+//! over both what the undo deltas hold that lead there. Their files are held open: they may be folded or dropped meanwhile.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+use std::time::{Duration, Instant};
+
+use delta::Epoch;
+use device::{Dir, Disk, Folder, Queue, StateFile, ThreadQueue};
+use rustix::fs::{AtFlags, FileType, FlockOperation, Mode, OFlags, flock, openat, statat};
+use rustix::io::Errno;
+use uuid::Uuid;
+
+use crate::destination::{Destination, FileDestination, Name};
+use crate::error::{ReplicaError, Result, io_error};
+use crate::index::Index;
+use crate::lineage::Lineage;
+use crate::locate::locate;
+use crate::options::Options;
+use crate::past::{self, Past};
+use crate::present::{Shown, Watched};
+use crate::replica::Replica;
+use crate::views::{Claim, HEAD, NAME, reach};
+
+/// How long a commit under way is waited for.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// How long that goes on before it is looked whether it was killed.
+const KILLED_AFTER: Duration = Duration::from_millis(500);
+/// How often it is looked whether it has come to rest.
+const LOOK_EVERY: Duration = Duration::from_micros(300);
+
+/// A replica at a moment, read-only.
+pub struct View {
+    path: PathBuf,
+    shown: Shown,
+    disk: Arc<dyn Disk>,
+    log: Log,
+    /// What an earlier moment had instead.
+    past: Option<Index>,
+}
+
+/// What came of an attempt.
+enum Attempt {
+    Made(Box<View>),
+    /// The destination is written to, or was just then.
+    NotNow,
+    /// The moment is not among those that can be reached.
+    NoSuchMoment,
+}
+
+/// Opens the destination, and says which inode it is; 0 for a device.
+type OpenRaw<'a> = dyn Fn() -> Result<(Arc<dyn Disk>, u64)> + 'a;
+
+impl View {
+    /// Opens the replica at `path` as it is now, or as it was in this [state](crate::Moment::state). Takes no lock, unless a commit was
+    /// killed, which is completed then. A commit under way is waited for.
+    ///
+    /// # Errors
+    /// Refused if there is no replica, it is incomplete, was changed by others, or is a source itself; if there is no such
+    /// moment; if a commit goes on for longer than two minutes.
+    pub fn open(path: &Path, options: &Options, to: Option<Uuid>) -> Result<View> {
+        let (path, kind, folder) = locate(path, options)?;
+        let device = match kind {
+            Some(kind @ (FileType::RegularFile | FileType::BlockDevice)) => kind == FileType::BlockDevice,
+            _ => return Err(ReplicaError::NotAReplica(path)),
+        };
+        if !folder.is_dir() {
+            return Err(ReplicaError::NotAReplica(path));
+        }
+        let dir = Dir::existing(&folder).map_err(io_error("open", &folder))?;
+        let raw = || {
+            let file = File::open(&path).map_err(io_error("open", &path))?;
+            let inode = file.metadata().map_err(io_error("look at", &path))?.ino();
+            let reading = device::Options { write: false, direct: true, exclusive: false };
+            Ok((device::adopt(file, &path, &reading)?, if device { 0 } else { inode }))
+        };
+        let (began, mut looked) = (Instant::now(), None::<Instant>);
+        if is_doubtful(&path, device, &dir)? {
+            rests(Replica::open(&path, options))?;
+        }
+        loop {
+            match View::attempt(&path, &dir, &raw, to)? {
+                Attempt::Made(view) => return Ok(*view),
+                Attempt::NoSuchMoment => {
+                    return Err(ReplicaError::Refused(format!(
+                        "{} cannot be shown as it was then: \"dsync rewind {0}\" lists the moments that it can",
+                        path.display()
+                    )));
+                }
+                Attempt::NotNow => {}
+            }
+            if looked.map_or(began, |looked| looked).elapsed() >= KILLED_AFTER {
+                looked = Some(Instant::now());
+                let rests = rests(Replica::open(&path, options));
+                match rests {
+                    Ok(Some(busy)) if began.elapsed() >= PATIENCE => return Err(busy),
+                    Ok(None) if began.elapsed() >= PATIENCE => {
+                        return Err(ReplicaError::Refused(format!(
+                            "{} says not what it holds: is there room in {}?",
+                            path.display(),
+                            folder.display()
+                        )));
+                    }
+                    other => other.map(drop)?,
+                }
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    /// Tries for a while to show a destination that rests now and then.
+    #[cfg(test)]
+    pub(crate) fn over(path: &Path, dir: &Dir, raw: &OpenRaw<'_>, to: Option<Uuid>) -> Result<Option<View>> {
+        match View::attempt(path, dir, raw, to)? {
+            Attempt::Made(view) => Ok(Some(*view)),
+            Attempt::NotNow | Attempt::NoSuchMoment => Ok(None),
+        }
+    }
+
+    fn attempt(path: &Path, dir: &Dir, raw: &OpenRaw<'_>, to: Option<Uuid>) -> Result<Attempt> {
+        let failed = |e| io_error("read", dir.path())(e);
+        let Some(watched) = Watched::open(dir).map_err(failed)? else { return Ok(Attempt::NotNow) };
+        let Some((sequence, held)) = watched.look() else { return Ok(Attempt::NotNow) };
+        let refused = |why| ReplicaError::Refused(format!("{} cannot be shown: {why}", path.display()));
+        let shown = held.map_err(refused)?;
+        let (disk, inode) = raw()?;
+        if inode != shown.inode {
+            return Ok(Attempt::NotNow);
+        }
+        let log = Log::make(dir, &shown).map_err(io_error("make a log in", dir.path()))?;
+        watched.ask().map_err(failed)?;
+        if !watched.is_at(sequence) {
+            return Ok(Attempt::NotNow);
+        }
+        let view = View { path: path.to_path_buf(), shown, disk, log, past: None };
+        match to.filter(|to| *to != view.shown.state) {
+            Some(to) => view.go_back(dir, to),
+            None => Ok(Attempt::Made(Box::new(view))),
+        }
+    }
+
+    /// Goes back to an earlier state.
+    fn go_back(mut self, dir: &Dir, to: Uuid) -> Result<Attempt> {
+        let past = Past::load(dir, self.shown.state).map_err(io_error("look into", dir.path()))?;
+        let undos = past.path(to);
+        let Some(last) = undos.last() else { return Ok(Attempt::NoSuchMoment) };
+        let mut index = Index::default();
+        for undo in &undos {
+            let file = match dir.open(&undo.name, false) {
+                // It was folded just now.
+                Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Attempt::NotNow),
+                opened => opened.map_err(io_error("open", &dir.path().join(&undo.name)))?,
+            };
+            let number = index.file(file.into());
+            index.take(number, undo.start).map_err(|e| ReplicaError::Damaged {
+                path: dir.path().join(&undo.name),
+                why: e.to_string(),
+                way_out: "no moment behind it can be shown: choose a later one".into(),
+            })?;
+        }
+        let Some(header) = past::header_of(dir, last).map(|(header, _)| header) else {
+            return Ok(Attempt::NotNow);
+        };
+        let Some(epoch) = header.to().copied() else { return Ok(Attempt::NoSuchMoment) };
+        let (at, size, fuzzy) = (Some(last.at), header.size_after, header.fuzzy);
+        self.shown = Shown { epoch, at, fuzzy, ahead: last.via, ..self.shown };
+        self.past = Some(index);
+        self.log.size = self.shown.size;
+        self.shown.size = size;
+        Ok(Attempt::Made(Box::new(self)))
+    }
+
+    /// The path of the replica, without links.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The folder of the replica's state.
+    pub fn folder(&self) -> &Path {
+        self.log.folder.path()
+    }
+
+    /// The epoch of the source that it shows.
+    pub fn epoch(&self) -> Epoch {
+        self.shown.epoch
+    }
+
+    #[cfg(test)]
+    pub(crate) fn state(&self) -> Uuid {
+        self.shown.state
+    }
+
+    /// True for a moment after that epoch, to which batches of a mirror have brought the replica.
+    pub fn is_ahead(&self) -> bool {
+        self.shown.ahead
+    }
+
+    /// True if it was copied from a live disk without a cut.
+    pub fn is_fuzzy(&self) -> bool {
+        self.shown.fuzzy
+    }
+
+    /// When the replica came to this, in seconds since 1970; `None` if that is not known.
+    pub fn at(&self) -> Option<u64> {
+        self.shown.at
+    }
+
+    /// Why it can be read no more; `None` while it can.
+    pub fn lost(&self) -> Option<String> {
+        reach(&self.log.file).err()
+    }
+
+    fn lost_error(&self, why: &str) -> io::Error {
+        io::Error::other(format!("the moment of {} that is read is lost: {why}", self.path.display()))
+    }
+
+    /// The log, with all that was kept before what was read last could be overwritten.
+    fn kept(&self) -> io::Result<RwLockReadGuard<'_, Index>> {
+        let end = reach(&self.log.file).map_err(|why| self.lost_error(&why))?;
+        if self.log.taken.load(SeqCst) < end {
+            self.log.take(end).map_err(|e| self.lost_error(&format!("its log is damaged: {e}")))?;
+        }
+        Ok(self.log.index.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Reads what the replica had when the reader began.
+    fn read_present(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        let read = self.disk.read_at(offset, buf);
+        let mut kept = self.kept()?;
+        if let Err(error) = read {
+            // It was cut off since, or a part cannot be read: that does not matter where it was kept.
+            let missing = kept.missing(offset..offset + buf.len() as u64);
+            drop(kept);
+            for part in missing {
+                let within = (part.start - offset) as usize..(part.end - offset) as usize;
+                if within.len() == buf.len() {
+                    return Err(error);
+                }
+                self.disk.read_at(part.start, &mut buf[within])?;
+            }
+            kept = self.kept()?;
+        }
+        kept.read(offset, buf).map_err(|error| self.lost().map_or(error, |why| self.lost_error(&why)))
+    }
+}
+
+/// True if another program may have written to the destination since dsync left it alone, or the file does not tell.
+fn is_doubtful(path: &Path, device: bool, dir: &Dir) -> Result<bool> {
+    if device {
+        return Ok(false);
+    }
+    let Some(lineage) = Lineage::load(dir)? else {
+        return Err(ReplicaError::NotAReplica(path.to_path_buf()));
+    };
+    let failed = |e| io_error("look at", path)(e);
+    let now =
+        FileDestination::new(path.to_path_buf()).and_then(|file| file.stamp(Name::Final)).map_err(failed)?;
+    Ok(match (&lineage.stamp, now) {
+        (Some(left), Some(now)) => left.differs(&now).is_some(),
+        _ => true,
+    })
+}
+
+/// Completes what was interrupted, and has it said what the replica holds. Returns the error of one that is in use.
+fn rests(opened: Result<Replica>) -> Result<Option<ReplicaError>> {
+    match opened {
+        Ok(replica) => replica.showable().map(|()| None),
+        Err(busy @ ReplicaError::Busy { .. }) => Ok(Some(busy)),
+        Err(error) => Err(error),
+    }
+}
+
+/// What was kept for this reader.
+struct Log {
+    name: String,
+    folder: Dir,
+    /// Locked as long as the reader lives.
+    file: File,
+    /// Bytes of the disk at its moment.
+    size: u64,
+    /// Bytes of the log that are in the index.
+    taken: AtomicU64,
+    index: RwLock<Index>,
+}
+
+impl Log {
+    /// Makes a log with its claim.
+    fn make(folder: &Dir, shown: &Shown) -> io::Result<Log> {
+        loop {
+            let name = format!("{NAME}{}", Uuid::new_v4().simple());
+            let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+            let file: File = openat(folder.held(), &name, flags, Mode::from_raw_mode(0o600))?.into();
+            let mut log = Log {
+                name,
+                folder: folder.clone(),
+                file,
+                size: shown.size,
+                taken: AtomicU64::new(HEAD),
+                index: RwLock::default(),
+            };
+            match flock(&log.file, FlockOperation::NonBlockingLockExclusive) {
+                // Somebody looks whether its reader is gone.
+                Err(Errno::WOULDBLOCK) => continue,
+                locked => locked?,
+            }
+            let ours = log.file.metadata()?;
+            let here = statat(folder.held(), &log.name, AtFlags::SYMLINK_NOFOLLOW);
+            if !here.is_ok_and(|here| (here.st_dev, here.st_ino) == (ours.dev(), ours.ino())) {
+                continue;
+            }
+            let file: Arc<dyn StateFile> = Folder::open(folder, &log.name, false)?.into();
+            log.index.get_mut().unwrap_or_else(PoisonError::into_inner).file(file);
+            let claim = Claim { shown: shown.clone(), process: std::process::id() };
+            log.file.write_all_at(&claim.head()?, 0)?;
+            return Ok(log);
+        }
+    }
+
+    /// Takes what was appended, up to this byte.
+    fn take(&self, end: u64) -> io::Result<()> {
+        let mut index = self.index.write().unwrap_or_else(PoisonError::into_inner);
+        let mut taken = self.taken.load(SeqCst);
+        while taken < end {
+            taken = index.take(0, taken)?;
+        }
+        self.taken.store(taken, SeqCst);
+        Ok(())
+    }
+}
+
+impl Drop for Log {
+    fn drop(&mut self) {
+        let _ = self.folder.remove(&self.name);
+    }
+}
+
+fn read_only() -> io::Error {
+    io::Error::new(io::ErrorKind::PermissionDenied, "a moment of a replica is read-only")
+}
+
+impl Disk for View {
+    fn len(&self) -> u64 {
+        self.shown.size
+    }
+
+    fn align(&self) -> u32 {
+        self.disk.align()
+    }
+
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        if offset.checked_add(buf.len() as u64).is_none_or(|end| end > self.len()) {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        let present = self.log.size.saturating_sub(offset).min(buf.len() as u64) as usize;
+        let (there, beyond) = buf.split_at_mut(present);
+        beyond.fill(0);
+        if !there.is_empty() {
+            self.read_present(offset, there)?;
+        }
+        self.past.as_ref().map_or(Ok(()), |past| past.read(offset, buf))
+    }
+
+    fn write_at(&self, _offset: u64, _buf: &[u8]) -> io::Result<()> {
+        Err(read_only())
+    }
+
+    fn zero(&self, _offset: u64, _len: u64, _unmap: bool, _fast: bool) -> io::Result<()> {
+        Err(read_only())
+    }
+
+    fn discard(&self, _offset: u64, _len: u64) -> io::Result<()> {
+        Err(read_only())
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    /// The destination is asked before what was kept: a hole that is filled or made in between was kept before.
+    fn allocated(&self, from: u64) -> io::Result<Option<Range<u64>>> {
+        let raw = self.disk.allocated(from.min(self.disk.len()))?;
+        let kept = self.kept()?.next(from);
+        let past = self.past.as_ref().and_then(|past| past.next(from));
+        // Overlapping runs are returned as one, up to the end of the first: the next call finds the rest.
+        let first = [raw, kept, past].into_iter().flatten().map(|run| run.start.max(from)..run.end);
+        let first = first.filter(|run| run.start < run.end).min_by_key(|run| run.start);
+        let size = self.len();
+        Ok(first.map(|run| run.start..run.end.min(size)).filter(|run| !run.is_empty()))
+    }
+
+    fn queue(self: Arc<Self>, depth: u32) -> io::Result<Box<dyn Queue>> {
+        Ok(Box::new(ThreadQueue::new(Arc::new(move |request| request.run(&*self)), depth)?))
+    }
+}

@@ -1,0 +1,319 @@
+//! What is kept for the readers of a replica while others commit to it: for each the blocks that were replaced since its moment, in a
+//! log of its own, `view-ID`. A reader makes the file with its claim in the head, and holds a lock on it as long as it lives; who
+//! commits appends what is about to be replaced, *then* says in the head how far the log reaches, *then* writes to the destination.
+//!
+//! A reader reads the destination *first*, and then the log. If a block that it has read was already overwritten, the log holds it, and
+//! holds it as it was at the reader's moment; if the log does not, what was read is of that moment. So neither waits for the other.
+//! Nothing is synced: no reader outlives a power cut.
+//!
+//! Whatever fails for a reader ends its log, never the commit: the head says that it is lost before the first block is
+//! overwritten that was not kept. The logs give way first where space is short.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::sync::atomic::{Ordering::SeqCst, fence};
+use std::time::{Duration, Instant};
+
+use delta::{Header, Method};
+use device::{Dir, Disk, Folder, StateFile};
+use rustix::fs::{FlockOperation, flock};
+use serde::{Deserialize, Serialize};
+use twox_hash::XxHash3_128;
+use uuid::Uuid;
+
+use crate::present::{Held, Present, Shown};
+use crate::saving::Saving;
+
+/// What the names of logs begin with.
+pub(crate) const NAME: &str = "view-";
+/// Bytes of a log's head: how far it reaches, why it was lost, and the claim of its reader.
+pub(crate) const HEAD: u64 = 4096;
+/// Where the head says that it is lost, and why, and where the claim is. How far it reaches is written elsewhere than that it is lost:
+/// the one never takes the other back.
+const LOST: u64 = 8;
+const WHY: u64 = 16;
+const CLAIM: u64 = 512;
+/// How often it is looked whether readers live.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// What a reader claims.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Claim {
+    pub shown: Shown,
+    /// For messages.
+    pub process: u32,
+}
+
+impl Claim {
+    /// The head of a log that begins.
+    pub(crate) fn head(&self) -> io::Result<Vec<u8>> {
+        let text = serde_json::to_vec(self)?;
+        let mut head = HEAD.to_le_bytes().to_vec();
+        head.resize(CLAIM as usize, 0);
+        head.extend(XxHash3_128::oneshot(&text).to_le_bytes());
+        head.extend((text.len() as u32).to_le_bytes());
+        head.extend(text);
+        if head.len() as u64 > HEAD {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        head.resize(HEAD as usize, 0);
+        Ok(head)
+    }
+
+    /// The claim of a head; `None` if there is none yet.
+    fn of(head: &[u8]) -> Option<Claim> {
+        let (hash, rest) = head.get(CLAIM as usize..)?.split_at_checked(16)?;
+        let (len, rest) = rest.split_at_checked(4)?;
+        let text = rest.get(..u32::from_le_bytes(len.try_into().ok()?) as usize)?;
+        let sound = XxHash3_128::oneshot(text).to_le_bytes() == *hash;
+        serde_json::from_slice(text).ok().filter(|_| sound)
+    }
+}
+
+/// How far a log reaches, or why it is lost.
+pub(crate) fn reach(file: &File) -> Result<u64, String> {
+    // G: after the destination was read.
+    fence(SeqCst);
+    let mut bytes = [0; WHY as usize];
+    if file.read_exact_at(&mut bytes, 0).is_err() {
+        return Err("what commits replaced could not be kept".into());
+    }
+    let (end, lost) = bytes.split_at(LOST as usize);
+    if lost.iter().all(|byte| *byte == 0) {
+        return Ok(end.iter().rev().fold(0, |end, byte| end << 8 | u64::from(*byte)));
+    }
+    let mut why = vec![0; (CLAIM - WHY) as usize];
+    let read = file.read_exact_at(&mut why, WHY);
+    let why = String::from_utf8_lossy(&why).trim_end_matches('\0').to_owned();
+    Err(if read.is_err() || why.is_empty() { "what commits replaced could not be kept".into() } else { why })
+}
+
+/// A reader's log, as who commits sees it.
+struct ViewLog {
+    name: String,
+    saving: Saving,
+    shown: Shown,
+    /// The same file, to see whether the reader lives.
+    probe: File,
+}
+
+/// All that is kept for readers.
+#[derive(Default)]
+pub(crate) struct Views {
+    /// Where it is said what the destination holds, as soon as that is something.
+    folder: Option<Dir>,
+    present: Option<Present>,
+    logs: Vec<ViewLog>,
+    looked: Option<Instant>,
+}
+
+impl Views {
+    /// For a folder whose lock is held, whose destination may be half written until [`Views::rest`].
+    pub(crate) fn of(folder: &Dir) -> io::Result<Views> {
+        let present = Present::take(folder, false)?;
+        Ok(Views { folder: Some(folder.clone()), present, ..Views::default() })
+    }
+
+    /// Nobody is known to read.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.logs.is_empty()
+    }
+
+    /// The destination will be written to. Returns whether readers are to be looked for.
+    pub(crate) fn begin(&mut self) -> io::Result<bool> {
+        match &mut self.present {
+            Some(present) => present.begin(),
+            None => Ok(false),
+        }
+    }
+
+    /// The destination rests.
+    pub(crate) fn rest(&mut self, held: Held) {
+        if let (None, Some(folder), Ok(_)) = (&self.present, &self.folder, &held) {
+            self.present = Present::take(folder, true).unwrap_or_default();
+        }
+        // Where it cannot be said, readers wait.
+        let _ = self.present.as_mut().map(|present| present.rest(held));
+    }
+
+    /// Looks for readers. Logs of readers that are gone are removed.
+    pub(crate) fn look(
+        &mut self,
+        folder: &dyn Folder,
+        disk: &dyn Fn() -> io::Result<Arc<dyn Disk>>,
+    ) -> io::Result<()> {
+        self.looked = Some(Instant::now());
+        for name in folder.list()?.into_iter().filter(|name| name.starts_with(NAME)) {
+            if self.logs.iter().any(|log| log.name == name) {
+                continue;
+            }
+            match ViewLog::open(folder, &name, disk) {
+                Ok(Some(log)) => self.logs.push(log),
+                Ok(None) => {}
+                Err(error) => lose(folder, &name, &format!("it could not be read: {error}"))?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Forgets those of whom nothing is to be kept any more: the reader is gone, or reads another file than that of this inode.
+    pub(crate) fn refresh(&mut self, folder: &dyn Folder, inode: u64) {
+        self.logs.retain(|log| log.shown.inode == inode);
+        if self.looked.is_some_and(|looked| looked.elapsed() < LOOK_EVERY) {
+            return;
+        }
+        self.looked = Some(Instant::now());
+        self.logs.retain(|log| {
+            let gone = is_gone(&log.probe);
+            if gone {
+                let _ = folder.remove(&log.name);
+            }
+            !gone
+        });
+    }
+
+    /// Keeps what is about to be replaced, for everybody who reads.
+    ///
+    /// # Errors
+    /// If something could be neither kept nor said to be lost.
+    pub(crate) fn keep(
+        &mut self,
+        folder: &dyn Folder,
+        replaced: &[Range<u64>],
+        from: Uuid,
+    ) -> io::Result<()> {
+        let mut failed = Ok(());
+        self.logs.retain_mut(|log| match log.keep(folder, replaced, from) {
+            Ok(()) => true,
+            Err(why) => {
+                let lost = lose(folder, &log.name, &why);
+                // Whoever is not told must not be forgotten.
+                let told = lost.is_ok();
+                failed = std::mem::replace(&mut failed, Ok(())).and(lost);
+                !told
+            }
+        });
+        // F: a reader that sees what is written next sees what was kept.
+        fence(SeqCst);
+        failed
+    }
+
+    /// Everybody who reads loses.
+    pub(crate) fn lose(&mut self, folder: &dyn Folder, why: &str) -> io::Result<()> {
+        lose_all(folder, why)?;
+        self.logs.clear();
+        Ok(())
+    }
+}
+
+impl ViewLog {
+    fn open(
+        folder: &dyn Folder,
+        name: &str,
+        disk: &dyn Fn() -> io::Result<Arc<dyn Disk>>,
+    ) -> io::Result<Option<ViewLog>> {
+        let Ok(probe) = File::open(folder.path().join(name)) else {
+            // Of another machine's life, or removed by its reader.
+            return folder.remove(name).map(|()| None);
+        };
+        if is_gone(&probe) {
+            return folder.remove(name).map(|()| None);
+        }
+        let file: Arc<dyn StateFile> = match folder.open(name, false) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            opened => opened?.into(),
+        };
+        let mut head = vec![0; HEAD as usize];
+        if file.len()? < HEAD {
+            return Ok(None);
+        }
+        file.read_at(0, &mut head)?;
+        let Some(claim) = Claim::of(&head) else { return Ok(None) };
+        // One that is lost stays so, and is removed with its reader.
+        let Ok(end) = reach(&probe) else { return Ok(None) };
+        let shown = claim.shown;
+        let sizes = (shown.size, shown.size);
+        let header = Header::new(shown.source, Method::Tracked, vec![shown.epoch], sizes, shown.block_size);
+        let mut saving = Saving::new(file, disk()?, HEAD, header, false);
+        while saving.end < end {
+            saving.end = saving.cover(saving.end)?;
+        }
+        Ok(Some(ViewLog { name: name.into(), saving, shown, probe }))
+    }
+
+    /// Keeps what of these ranges it does not hold. Fails with the reason why it is lost.
+    fn keep(&mut self, folder: &dyn Folder, replaced: &[Range<u64>], from: Uuid) -> Result<(), String> {
+        // It has given way, in another thread.
+        reach(&self.probe)?;
+        let size = self.shown.size;
+        let within = |range: &Range<u64>| range.start < size;
+        let missing =
+            self.saving.missing(replaced.iter().filter(|r| within(r)).map(|r| r.start..r.end.min(size)));
+        if missing.is_empty() {
+            return Ok(());
+        }
+        let bytes: u64 = missing.iter().map(|range| range.end - range.start).sum();
+        // At most half of what there would be without it.
+        if folder.free().is_some_and(|free| self.saving.end + bytes > free.saturating_sub(bytes)) {
+            return Err(no_room(folder));
+        }
+        let failed = |error: io::Error| match crate::error::is_full(&error) {
+            true => no_room(folder),
+            false => format!("what was to be replaced could not be kept: {error}"),
+        };
+        self.saving.append(missing, from, self.shown.state).map_err(failed)?;
+        self.saving.file.write_at(0, &self.saving.end.to_le_bytes()).map_err(failed)
+    }
+}
+
+fn no_room(folder: &dyn Folder) -> String {
+    format!("there was no room in {} to keep what commits replaced", folder.path().display())
+}
+
+/// True if nobody holds the lock on a log.
+fn is_gone(probe: &File) -> bool {
+    match flock(probe, FlockOperation::NonBlockingLockShared) {
+        Ok(()) => flock(probe, FlockOperation::Unlock).is_ok(),
+        Err(_) => false,
+    }
+}
+
+/// Ends a log, and gives its room back. Fails if nothing tells its reader.
+fn lose(folder: &dyn Folder, name: &str, why: &str) -> io::Result<()> {
+    let mut told = Ok(());
+    match folder.open(name, false) {
+        Ok(file) => {
+            let mut text = why.as_bytes().to_vec();
+            text.resize((CLAIM - WHY) as usize, 0);
+            let said = file.write_at(WHY, &text).and_then(|()| file.write_at(LOST, &[1; 8]));
+            // What is shorter than its head is lost as well.
+            told = file.set_len(if said.is_ok() { HEAD } else { 0 }).or(said);
+        }
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+        Err(e) => told = Err(e),
+    }
+    // F: before anything is written that was not kept.
+    fence(SeqCst);
+    if told.is_ok() {
+        let _ = folder.remove(name);
+    }
+    told
+}
+
+/// Ends all logs of a folder. Returns whether there was one.
+pub(crate) fn lose_all(folder: &dyn Folder, why: &str) -> io::Result<bool> {
+    let mut told = Ok(false);
+    for name in folder.list()?.into_iter().filter(|name| name.starts_with(NAME)) {
+        let lost = lose(folder, &name, why);
+        told = told.and_then(|_| lost.map(|()| true));
+    }
+    told
+}
+
+/// Ends all logs to make room. True if that may have made some.
+pub(crate) fn give_way(folder: &dyn Folder) -> bool {
+    lose_all(folder, &no_room(folder)).unwrap_or(false)
+}

@@ -1,0 +1,306 @@
+//! Rehearsals: a replica is served as it is at one moment, while mirrors, syncs, rewinds and kills go on beneath.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use dsync_tests::image::BLOCK;
+use dsync_tests::mount::{Loop, Mount};
+use dsync_tests::nbd::Client;
+use dsync_tests::records::{self, Records};
+use dsync_tests::{Background, Random, Run, Scene, Server, need, need_root, skipped};
+use rustix::process::Signal;
+
+const MIB: u64 = 1 << 20;
+const SIZE: u64 = 32 * MIB;
+/// What a mirror says when its batches begin.
+const MIRRORING: &str = "mirroring to";
+
+/// A replica at a moment, as the command line names it.
+fn at(replica: &Path, moment: &str) -> PathBuf {
+    PathBuf::from(format!("{}@{moment}", replica.display()))
+}
+
+fn rehearse(scene: &Scene, moment: &str, options: &[&str]) -> Server {
+    scene.site.serve(&[&at(&scene.replica, moment)], options)
+}
+
+/// The name of its export.
+fn export(scene: &Scene) -> String {
+    scene.replica.file_stem().expect("a name").to_string_lossy().into_owned()
+}
+
+/// Reads all of an export in random order.
+fn read(client: &mut Client, random: &mut Random) -> Vec<u8> {
+    const PART: u64 = 128 << 10;
+    let mut bytes = vec![0; client.size as usize];
+    let mut parts: Vec<u64> = (0..client.size.div_ceil(PART)).collect();
+    while !parts.is_empty() {
+        let start = parts.swap_remove(random.index(parts.len())) * PART;
+        let end = (start + PART).min(client.size);
+        let read = client.read(start, (end - start) as u32).expect("a read");
+        bytes[start as usize..end as usize].copy_from_slice(&read);
+    }
+    bytes
+}
+
+fn mirror(scene: &Scene, options: &[&str]) -> Background {
+    let run = scene.site.dsync(["mirror", "--json"]).arg(&scene.image).arg(&scene.replica);
+    let mut running = run.args(["--epoch", "400ms"]).args(options).start();
+    running.wait_to_say(MIRRORING);
+    running
+}
+
+fn stop(mut mirror: Background) {
+    mirror.signal(Signal::TERM);
+    let output = mirror.output(Duration::from_secs(60));
+    assert!(output.status.success(), "{output}");
+}
+
+/// The files of the replica's state.
+fn state_of(scene: &Scene) -> Vec<String> {
+    let status = scene.site.dsync(["recover", "--json"]).arg(&scene.replica).ok();
+    drop(status);
+    let beside = scene
+        .replica
+        .with_file_name(format!(".{}.dsync", scene.replica.file_name().expect("a name").to_string_lossy()));
+    let folders = match beside.is_dir() {
+        true => vec![beside],
+        false => {
+            let all = std::fs::read_dir(scene.site.state().join("replicas")).expect("replicas");
+            all.map(|entry| entry.expect("a folder").path()).collect()
+        }
+    };
+    let files = folders.iter().flat_map(|folder| std::fs::read_dir(folder).expect("a state"));
+    files.map(|entry| entry.expect("a file").file_name().to_string_lossy().into_owned()).collect()
+}
+
+/// Waits until a server has said these words on standard error.
+fn waits_to_warn(server: &mut Server, words: &str) {
+    let until = Instant::now() + Duration::from_secs(60);
+    while !server.process().stderr_so_far().contains(words) {
+        assert!(Instant::now() < until, "it does not say \"{words}\": {}", server.process().stderr_so_far());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Everything that goes on beneath a reader, and what it sees.
+fn beside(mut scene: Scene, commit: &[&str]) {
+    let mut random = Random::new("reading");
+    scene.sync(commit).ok();
+    let name = export(&scene);
+    let saved = scene.site.path("read.raw");
+    let mut expected = std::fs::read(&scene.image).expect("the source");
+    // At an epoch.
+    let still = rehearse(&scene, "now", &[]);
+    let mut client = still.client(&name);
+    assert!(read(&mut client, &mut random) == expected, "the moment at which it was opened");
+    scene.change(500);
+    scene.sync(commit).ok();
+    assert!(read(&mut client, &mut random) == expected, "after a sync");
+    // Within epochs, beneath a mirror with a load.
+    let running = mirror(&scene, &["--rpo", "200ms"]);
+    let load = Records::start(&scene.server().address(), "vm", None, 100);
+    load.wait_for(200);
+    let moving = rehearse(&scene, "now", &[]);
+    let mut other = moving.client(&name);
+    let moment = read(&mut other, &mut random);
+    std::fs::write(&saved, &moment).expect("a copy");
+    let had = records::check(&saved, "the moment of a mirror");
+    load.wait_for(400);
+    for what in ["beneath the mirror", "beneath the mirror, once more"] {
+        assert!(read(&mut other, &mut random) == moment, "{what}");
+        assert!(read(&mut client, &mut random) == expected, "{what}");
+        load.wait_for(200);
+    }
+    // Who commits is killed, and another one completes what it left.
+    let mut running = running;
+    running.kill();
+    assert!(read(&mut other, &mut random) == moment, "after the mirror was killed");
+    scene.site.dsync(["recover"]).arg(&scene.replica).ok();
+    assert!(read(&mut other, &mut random) == moment, "after what it left was completed");
+    let running = mirror(&scene, &[]);
+    let last = load.stop();
+    stop(running);
+    assert!(last >= had);
+    for what in ["at the end", "at the end, once more"] {
+        assert!(read(&mut other, &mut random) == moment, "{what}");
+        assert!(read(&mut client, &mut random) == expected, "{what}");
+    }
+    // Who reads is killed.
+    drop((client, other));
+    still.stop();
+    moving.kill();
+    scene.change(200);
+    scene.sync(commit).ok();
+    let left = state_of(&scene);
+    assert!(!left.iter().any(|name| name.starts_with("view-") || name.starts_with("undo")), "{left:?}");
+    expected.clear();
+    scene.stop();
+    let found = std::fs::read(&scene.replica).expect("the replica");
+    assert!(found[..] == std::fs::read(&scene.image).expect("the source"), "the replica is not the source");
+}
+
+#[test]
+fn a_moment_stays_as_it_is_beneath_everything() {
+    beside(Scene::new("rehearsal of a file", SIZE), &[]);
+}
+
+#[test]
+fn a_moment_of_a_device_stays_as_it_is() {
+    let what = "a rehearsal of a replica on a loop device";
+    if !need_root(what) {
+        return;
+    }
+    let mut scene = Scene::new("rehearsal of a device", SIZE);
+    let Some(device) = Loop::new(&scene.site.image("device.img", SIZE)) else {
+        return skipped(what, "no loop device can be made here");
+    };
+    scene.replica = device.device().to_path_buf();
+    beside(scene, &[]);
+}
+
+#[test]
+fn a_moment_stays_as_it_is_where_files_are_replaced() {
+    let what = "a rehearsal of a replica committed by reflink on XFS";
+    if !need(&["mkfs.xfs"], what) || !need_root(what) {
+        return;
+    }
+    let mut scene = Scene::new("rehearsal by reflink", SIZE);
+    let (disk, mount) = (scene.site.image("xfs.raw", 512 * MIB), scene.site.path("xfs"));
+    Run::new("mkfs.xfs").args(["-q", "-m", "reflink=1"]).arg(&disk).ok();
+    let Some(_mounted) = Mount::new(&["-o", "loop"], &disk, &mount) else {
+        return skipped(what, "XFS cannot be mounted from a loop device here");
+    };
+    scene.replica = mount.join("vm.raw");
+    beside(scene, &["--commit", "reflink"]);
+}
+
+#[test]
+fn what_is_written_to_a_rehearsal_is_thrown_away() {
+    let mut scene = Scene::synced("writable rehearsal", SIZE);
+    let mut random = Random::new("writing");
+    let before = std::fs::read(&scene.replica).expect("the replica");
+    let server = rehearse(&scene, "now", &["--writable"]);
+    let mut client = server.client("vm");
+    let mut model = before.clone();
+    for round in 0..400 {
+        let offset = random.below(SIZE - 70_000);
+        let most = if random.coin() { 3000 } else { 66_000 };
+        let len = 1 + random.below(most);
+        let place = offset as usize..(offset + len) as usize;
+        match random.below(5) {
+            0 => {
+                client.zero(offset, len as u32, 0).expect("a zeroing");
+                model[place].fill(0);
+            }
+            _ => {
+                let bytes = random.bytes(len as usize);
+                client.write(offset, &bytes).expect("a write");
+                model[place].copy_from_slice(&bytes);
+            }
+        }
+        if round == 200 {
+            scene.change(800);
+            scene.sync(&[]).ok();
+            client.flush().expect("a flush");
+        }
+    }
+    // Another connection sees the same.
+    let mut other = server.client("vm");
+    assert!(read(&mut other, &mut random) == model && read(&mut client, &mut random) == model);
+    drop((client, other));
+    server.stop();
+    scene.equal();
+    let again = rehearse(&scene, "2", &[]);
+    drop(again);
+}
+
+#[test]
+fn earlier_moments_are_served_while_they_are_dropped() {
+    let mut scene = Scene::new("rehearsal of the past", SIZE);
+    let mut random = Random::new("the past");
+    let mut epochs = Vec::new();
+    for _ in 0..4 {
+        let summary = scene.sync(&["--keep-last", "9"]).ok().summary();
+        epochs.push((summary["epoch"].to_string(), std::fs::read(&scene.image).expect("the source")));
+        scene.change(300);
+    }
+    let servers: Vec<Server> = epochs.iter().map(|(epoch, _)| rehearse(&scene, epoch, &[])).collect();
+    let check = |random: &mut Random, what: &str| {
+        for (server, (epoch, image)) in servers.iter().zip(&epochs) {
+            assert!(read(&mut server.client("vm"), random) == *image, "epoch {epoch} {what}");
+        }
+    };
+    check(&mut random, "at first");
+    scene.site.dsync(["rewind", "--to", &epochs[1].0]).arg(&scene.replica).ok();
+    check(&mut random, "after a rewind");
+    scene.sync(&["--keep", "none"]).ok();
+    check(&mut random, "after all moments were dropped");
+    let gone = scene.site.dsync(["serve"]).arg(at(&scene.replica, &epochs[0].0)).args(["--socket", "s"]);
+    gone.code(4).says(&["no moment of epoch", "dsync rewind"]);
+    drop(servers);
+    let left = state_of(&scene);
+    assert!(!left.iter().any(|name| name.starts_with("view-") || name.starts_with("undo")), "{left:?}");
+}
+
+#[test]
+fn who_reads_loses_and_who_commits_does_not() {
+    let mut scene = Scene::synced("a rehearsal that is lost", SIZE);
+    let refused = |scene: &Scene, moment: &str, words: &[&str]| {
+        let run = scene.site.dsync(["serve"]).arg(at(&scene.replica, moment)).args(["--socket", "s"]);
+        run.output().says(words);
+    };
+    refused(&scene, "7", &["no moment of epoch 7"]);
+    refused(&scene, "never", &["invalid moment"]);
+    let plain = scene.site.dsync(["serve", "--writable", "--socket", "s"]).arg(&scene.replica).code(2);
+    plain.says(&["@now"]);
+    let mut server = rehearse(&scene, "now", &["--writable"]);
+    let mut client = server.client("vm");
+    client.write(0, &[7; 4096]).expect("a write");
+    // A commit in place overwrites blocks as they come.
+    scene.change(300);
+    scene.sync(&["--commit", "in-place"]).ok();
+    scene.equal();
+    assert!(client.read(0, BLOCK as u32).is_err() || client.read(16 * MIB, BLOCK as u32).is_err());
+    waits_to_warn(&mut server, "can no longer be served: a commit in place");
+    drop(server);
+    // So does a promotion.
+    let mut server = rehearse(&scene, "now", &[]);
+    scene.site.dsync(["promote", "--force"]).arg(&scene.replica).ok();
+    waits_to_warn(&mut server, "the replica was promoted");
+    refused(&scene, "now", &["promoted"]);
+    drop(server);
+}
+
+/// A small file system with a replica: there is room for a sync, and not for what a reader needs besides.
+#[test]
+fn where_space_is_short_the_reader_loses() {
+    let what = "a rehearsal on a small file system";
+    if !need_root(what) {
+        return;
+    }
+    let mut scene = Scene::new("a full rehearsal", SIZE);
+    let mount = scene.site.path("small");
+    let Some(_mounted) = Mount::new(&["-t", "tmpfs", "-o", "size=56m"], Path::new("none"), &mount) else {
+        return skipped(what, "a tmpfs cannot be mounted here");
+    };
+    scene.replica = mount.join("vm.raw");
+    scene.sync(&[]).ok();
+    let mut server = rehearse(&scene, "now", &["--writable"]);
+    let mut client = server.client("vm");
+    // Writes fail before they take what commits need.
+    let mut written = 0;
+    while client.write(written, &scene.random.bytes(MIB as usize)).is_ok() {
+        written += MIB;
+        assert!(written < SIZE, "nothing bounds what is written");
+    }
+    let mut lost = false;
+    for _ in 0..8 {
+        scene.change(1200);
+        scene.sync(&[]).ok();
+        scene.equal();
+        lost = lost || client.read(20 * MIB, BLOCK as u32).is_err();
+    }
+    assert!(lost, "there was room for everything");
+    waits_to_warn(&mut server, "there was no room in");
+}
