@@ -290,13 +290,14 @@ impl Batches<'_> {
             Ok(_) => return Err(self.wrong("a batch does not end with its trailer")),
             Err(e) => return Err(self.wrong(e)),
         }
-        self.replica.untouched()?;
         if let Err(e) = self
-            .reserve_unsure()
+            .replica
+            .untouched()
+            .and_then(|()| self.reserve_unsure())
             .and_then(|()| self.replica.make_room(batch.holes.take(), self.sealed, CONFIRMED))
         {
-            // Whoever opens the journal next must not merge it.
-            let _ = self.file.set_len(self.end);
+            // Whoever opens the journal next must not merge it, and must see which delta the destination has got last.
+            let _ = self.file.set_len(self.end).and_then(|()| self.file.sync());
             return Err(e);
         }
         let folder = self.replica.state();

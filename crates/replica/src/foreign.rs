@@ -89,6 +89,7 @@ impl Replica {
         if self.is_noticed_by_lineage(why) {
             self.outdate_sealed();
         }
+        self.keep_note();
         ReplicaError::Changed { path: self.path().to_path_buf(), why: self.how_changed(why) }
     }
 
@@ -208,6 +209,7 @@ impl Replica {
             self.set_working(working);
             if let Err(foreign) = self.untouched() {
                 self.end_work();
+                self.keep_note();
                 return Err(foreign);
             }
         }
@@ -253,6 +255,19 @@ impl Replica {
         }
         if !self.is_timeless() {
             let _ = self.write_note(left);
+        }
+    }
+
+    /// Makes the note of a file durable, as others have changed that: after a power cut an older note would take what they wrote
+    /// for own.
+    fn keep_note(&self) {
+        if !self.destination().is_device() && !self.is_timeless() {
+            // Where there is none, or it cannot be kept, the times tell alone.
+            let _ = self
+                .state()
+                .open(note::NAME, false)
+                .and_then(|note| note.sync())
+                .and_then(|()| self.state().sync());
         }
     }
 

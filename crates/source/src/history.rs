@@ -124,6 +124,13 @@ impl History {
         Ok(history)
     }
 
+    /// Makes durable what was read, for the process that holds the state. A process that was killed may have left an epoch in memory
+    /// only, and what a replica is brought to must still be known after a power cut.
+    pub(crate) fn make_durable(&self, folder: &dyn Folder) -> Result<(), SourceError> {
+        self.file.sync().map_err(SourceError::state("sync", &self.path))?;
+        folder.sync().map_err(SourceError::state("sync", folder.path()))
+    }
+
     /// Adds an entry that was read. If it does not follow the previous one, there is a gap between them.
     fn link(&mut self, mut entry: Entry, adjoins: bool) {
         let follows = match (self.last(), entry.head.epochs.first()) {

@@ -181,7 +181,7 @@ impl Live {
         // A stamp of a server is not valid from here on.
         ImageStamp::forget(&*folder)?;
         let history = History::read(&*folder)?;
-        folder.sync().map_err(SourceError::state("sync", folder.path()))?;
+        history.make_durable(&*folder)?;
         let since = tracker.released()?;
         let lost = match since {
             _ if tracker.size() != disk.len() => Some(RESIZED.into()),

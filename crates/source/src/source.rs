@@ -488,7 +488,7 @@ impl Source {
         options: &SourceOptions,
     ) -> Result<Source, SourceError> {
         let history = History::read(&*folder)?;
-        folder.sync().map_err(SourceError::state("sync", folder.path()))?;
+        history.make_durable(&*folder)?;
         let identity = backing.identity()?;
         let last = history.last().map_or(0, |e| e.number);
         let found = Self::verdict(&*folder, &*backing, &identity, last, options.trust_device)?;

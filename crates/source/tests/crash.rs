@@ -7,7 +7,7 @@ use std::sync::Arc;
 use delta::Epoch;
 use device::{Disk, Identity, RamDisk};
 use extents::Bitmap;
-use source::{About, Backing, Boot, Position, Source, SourceError, SourceOptions};
+use source::{About, Backing, Boot, History, Position, Source, SourceError, SourceOptions};
 use testing::faulty::{FaultyDisk, FaultyFolder, Keep, Outage, Power, is_cut};
 use testing::{Random, rounds, seed};
 use uuid::Uuid;
@@ -61,9 +61,19 @@ impl Machine {
     }
 
     fn start(&self, power: &Power, intents: bool) -> Result<(Source, Arc<FaultyDisk>), SourceError> {
-        let disk = Arc::new(FaultyDisk::new(power, self.ram.clone()));
         let folder = FaultyFolder::new(power, &self.temp.path().join("state"))
             .map_err(|error| SourceError::State { what: "open", path: self.temp.path().into(), error })?;
+        self.start_in(Arc::new(folder), power, intents)
+    }
+
+    /// The same over a folder that outlives the process.
+    fn start_in(
+        &self,
+        folder: Arc<FaultyFolder>,
+        power: &Power,
+        intents: bool,
+    ) -> Result<(Source, Arc<FaultyDisk>), SourceError> {
+        let disk = Arc::new(FaultyDisk::new(power, self.ram.clone()));
         let about = About {
             path: self.temp.path().join("image"),
             ..About::new(self.uuid, self.identity.clone(), BLOCK as u32)
@@ -74,7 +84,7 @@ impl Machine {
             disk: self.ram.clone(),
         };
         let options = SourceOptions { intents, ..SourceOptions::default() };
-        let source = Source::over(about, disk.clone(), Arc::new(folder), Box::new(backing), &options)?;
+        let source = Source::over(about, disk.clone(), folder, Box::new(backing), &options)?;
         Ok((source, disk))
     }
 
@@ -264,4 +274,38 @@ fn a_checkpoint_cut_at_any_step_loses_nothing() {
         println!("{outage:?}, {disks:?}, {folders:?}: {step} steps");
         assert!(step > 5);
     }
+}
+
+/// A process is stopped at any step of a checkpoint, and what it left in memory is what the next one finds. What that one calls an
+/// epoch is one, also after a power cut.
+#[test]
+fn an_epoch_that_a_dying_process_left_in_memory_is_not_built_on() {
+    // Unlike what fails, it is not even begun.
+    const EINTR: i32 = 4;
+    let mut found = 0;
+    for step in 1..40 {
+        let machine = Machine::new();
+        let power = Power::new(Outage::PowerCut);
+        let folder = Arc::new(FaultyFolder::new(&power, &machine.temp.path().join("state")).unwrap());
+        let (source, _disk) = machine.start_in(folder.clone(), &power, true).unwrap();
+        source.disk().write_at(BLOCK, &[1; 2 * BLOCK as usize]).unwrap();
+        source.checkpoint(false).unwrap();
+        source.disk().write_at(2 * BLOCK, &[2; 3 * BLOCK as usize]).unwrap();
+        // From here on nothing that it does comes about.
+        power.fail_at(power.steps() + step, 1000, EINTR);
+        let stopped = source.checkpoint(false).is_err();
+        drop(source);
+        power.fail_at(0, 0, 0);
+        let (source, _disk) = machine.start_in(folder.clone(), &power, true).unwrap();
+        let epoch = source.checkpoint(false).unwrap().epoch;
+        power.cut();
+        drop(source);
+        power.crash(Keep::KeepAll, Keep::LoseUnsynced, step).unwrap();
+        let power = Power::new(Outage::PowerCut);
+        let folder = FaultyFolder::new(&power, &machine.temp.path().join("state")).unwrap();
+        let known = History::read(&folder).unwrap().by_number(epoch.number);
+        assert_eq!(known, Some(epoch), "stopped at step {step}");
+        found += u32::from(stopped);
+    }
+    assert!(found > 5, "{found}");
 }

@@ -268,6 +268,31 @@ fn a_write_during_the_flush_of_batches_is_noticed() {
     assert!(matches!(open_frail(&path, &power, None), Err(ReplicaError::Changed { .. })));
 }
 
+/// A batch is refused because somebody has written meanwhile, and then the power is cut: that it was noticed is not forgotten.
+#[test]
+fn a_write_that_was_noticed_outlives_a_power_cut() {
+    let _alone = alone();
+    let temp = testing::in_memory();
+    let (path, source) = (temp.path().join("vm.raw"), batches::source());
+    let power = Power::new(Outage::PowerCut);
+    let mut replica = open_frail(&path, &power, None).unwrap();
+    merge(&mut replica, &source.seed(0), Commit::Journal).unwrap();
+    let nonce = replica.status().nonce;
+    let (mut log, mut running) = replica.batches().unwrap();
+    let next = batches::send_one(&source, &mut log, &mut running, 1, nonce).unwrap();
+    running.apply().unwrap();
+    std::fs::File::options().write(true).open(&path).unwrap().write_at(b"x", 17 * BLOCK).unwrap();
+    let refused = batches::send_one(&source, &mut log, &mut running, 2, next);
+    assert!(matches!(refused, Err(ReplicaError::Changed { .. })), "{refused:?}");
+    let _ = running.finish();
+    drop((log, replica));
+    power.crash(Keep::KeepAll, Keep::LoseUnsynced, 0).unwrap();
+    let clock = Clock::system();
+    std::thread::sleep(Duration::from_nanos(2 * clock.tick()));
+    let opened = open_frail(&path, &Power::new(Outage::Kill), Some(clock.now()));
+    assert!(matches!(opened, Err(ReplicaError::Changed { .. })), "{:?}", opened.map(|r| r.status().clone()));
+}
+
 /// A copy is put in place, the process is killed before its lineage says so, and somebody writes to it at once.
 #[test]
 fn a_copy_just_put_in_place_covers_no_foreign_write() {

@@ -348,7 +348,8 @@ impl StateFile for FaultyFile {
 
     fn sync(&self) -> io::Result<()> {
         let _step = self.power.step().inspect_err(|error| {
-            if !is_cut(error) {
+            // The kernel drops what it could not write; what was interrupted was not begun.
+            if !is_cut(error) && error.kind() != io::ErrorKind::Interrupted {
                 lock(&self.content.state).changed.clear();
             }
         })?;

@@ -123,7 +123,7 @@ impl Power {
 
     /// The `count` steps from number `step` on, counted from 1, fail with this error number and have no effect; what follows
     /// succeeds again. A flush or sync among them forgets what was written since the last one: that stays visible, and is lost
-    /// with the power unless it is written again.
+    /// with the power unless it is written again. With EINTR it was not begun, and forgets nothing.
     pub fn fail_at(&self, step: u64, count: u64, errno: i32) {
         *lock(&self.0.passing) = (step..step.saturating_add(count), errno);
     }
