@@ -364,6 +364,224 @@ fn another_replica_goes_on_from_the_new_source() {
     }
 }
 
+/// What a command says is refused, leaves both disks, and all that is beside them, as they were.
+fn refused(hosts: [&Host; 2], run: Run, words: &[&str]) -> Output {
+    let before = hosts.map(touchable);
+    let output = run.code(4);
+    output.says(words);
+    assert_eq!(hosts.map(touchable), before, "it was refused, and wrote: {output}");
+    output
+}
+
+/// The epoch of a host's disk, as a source or as a replica.
+fn epoch_of(host: &Host) -> u64 {
+    number(&summary(host.run(&["status", "--json"])), "epoch")
+}
+
+/// A source is not overwritten by the way: not where it is adopted, repaired or merged into, whatever it was before.
+#[test]
+fn a_source_is_never_adopted_repaired_or_merged_into() {
+    let mut random = Random::new("two sources, adopted");
+    let (near, far) = pair(8 * MIB, &mut random);
+    let since = epoch_of(&far).to_string();
+    near.write([1, 2], &mut random);
+    far.run(&["promote", "--force"]).ok();
+    far.write([2, 3, 4], &mut random);
+    for (one, other) in [(&near, &far), (&far, &near)] {
+        let both = ["have diverged", "apart since epoch", "dsync demote --since"];
+        let adopt = ["sync", "--adopt"];
+        for words in [&adopt[..], &["sync", "--adopt", "--method", "rolling"], &["verify"]] {
+            let said = refused([one, other], one.towards(other, words), &both);
+            assert!(!said.stderr.contains("--adopt"), "{said}");
+        }
+        let server = one.site.serve(&[&one.disk], &[]);
+        refused([one, other], one.towards(other, &["mirror", "--adopt"]), &both);
+        server.stop();
+        refused([one, other], one.towards(other, &["verify", "--repair"]), &both);
+        let delta = one.run(&["extract", "--since", &since]).ok().stdout;
+        let merge = refused([one, other], other.run(&["merge"]).input(delta), &["dsync demote"]);
+        assert!(!merge.stderr.contains("--adopt"), "{merge}");
+    }
+    // Of another source it is not the replica either; a disk that was never promoted may be restored.
+    let other = Host::with_disk(8 * MIB, &mut random);
+    let words = ["is a source itself (term 2)", "dsync demote"];
+    refused([&other, &far], other.towards(&far, &["sync", "--adopt"]), &words);
+    far.run(&["demote", "--discard", "--since", &since]).ok();
+    assert_eq!(summary(near.sync(&far, &[]))["method"], "tracked");
+    equal(&near, &far);
+    other.sync(&far, &["--adopt"]).ok();
+    equal(&other, &far);
+    other.sync(&near, &["--adopt"]).ok();
+    equal(&other, &near);
+}
+
+/// The epoch in common of two sources is the last that is in the past of both, also where one of them no longer knows it.
+#[test]
+fn two_sources_name_the_last_epoch_in_common() {
+    let mut random = Random::new("the epoch in common");
+    let (a, b) = pair(8 * MIB, &mut random);
+    a.write([1], &mut random);
+    switch(&a, &b);
+    let common = epoch_of(&a);
+    b.write([2], &mut random);
+    let c = Host::new();
+    b.sync(&c, &[]).ok();
+    b.write([3], &mut random);
+    switch(&b, &c);
+    c.write([4], &mut random);
+    a.run(&["promote", "--force"]).ok();
+    a.write([5], &mut random);
+    let apart = format!("apart since epoch {common}.");
+    // The history of c begins later.
+    let at_a = format!("dsync demote --since {common} --save FILE\" on ");
+    let adopt = "sync from there with --adopt, which compares everything";
+    refused([&c, &a], c.sync(&a, &[]), &[&apart, "(term 3)", "(term 2)", &at_a, "--save FILE /", adopt]);
+    let there = format!("dsync demote --since {common} --save FILE {}", a.disk.display());
+    refused(
+        [&a, &c],
+        a.sync(&c, &[]),
+        &[&apart, &there, "sync again with --adopt, which compares everything"],
+    );
+    // As it says.
+    c.run(&["demote", "--save", c.new_file().to_str().expect("a path")]).ok();
+    a.sync(&c, &[]).code(4).says(&["--adopt"]);
+    assert_eq!(summary(a.sync(&c, &["--adopt"]))["method"], "compare");
+    equal(&a, &c);
+    // Both have gone on from epochs of b's term: the earlier one counts.
+    let (d, e) = (Host::new(), Host::new());
+    for replica in [&d, &e] {
+        a.sync(replica, &[]).ok();
+    }
+    d.run(&["promote", "--force"]).ok();
+    let earlier = format!("apart since epoch {}.", epoch_of(&e));
+    a.write([6], &mut random);
+    a.sync(&e, &[]).ok();
+    e.run(&["promote", "--force"]).ok();
+    for (one, other) in [(&d, &e), (&e, &d), (&a, &d), (&d, &a)] {
+        refused([one, other], one.sync(other, &[]), &[&earlier]);
+    }
+}
+
+/// One replica has the last word of its source. Another one that is at the same epoch is not told the same.
+#[test]
+fn the_last_word_is_given_once() {
+    let mut random = Random::new("the last word, twice");
+    let (a, b) = pair(8 * MIB, &mut random);
+    let c = Host::new();
+    a.sync(&c, &[]).ok();
+    a.towards(&b, &["demote"]).ok();
+    let said = refused([&a, &c], a.towards(&c, &["demote"]), &["was told", "--force"]);
+    assert!(said.stderr.contains(&format!("far:{}", b.disk.display())), "{said}");
+    a.towards(&b, &["demote"]).ok();
+    c.run(&["promote"]).code(4).says(&["has not said"]);
+    b.run(&["promote"]).ok();
+    refused([&a, &c], a.towards(&c, &["demote"]), &["was told"]);
+    // Taken back by force, the replica that has the word is named; a later demotion has a word of its own.
+    let (a, b) = pair(8 * MIB, &mut random);
+    a.towards(&b, &["demote"]).ok();
+    tells(
+        &a.run(&["promote", "--force"]).ok(),
+        &["its last word was given to", &b.disk.display().to_string()],
+    );
+    a.write([1], &mut random);
+    let c = Host::new();
+    a.sync(&c, &[]).ok();
+    a.towards(&c, &["demote"]).ok();
+    c.run(&["promote"]).ok();
+}
+
+/// A demotion that was killed after its delta had a name goes on with that.
+#[test]
+fn a_saved_delta_is_recognised() {
+    let mut random = Random::new("a saved delta");
+    let (near, far) = pair(8 * MIB, &mut random);
+    let since = epoch_of(&far).to_string();
+    near.write([1, 2], &mut random);
+    far.run(&["promote", "--force"]).ok();
+    let (saved, early) = (near.new_file(), near.new_file());
+    let save = |file: &PathBuf| near.run(&["demote", "--save", file.to_str().expect("a path")]);
+    let delta = |file: &PathBuf| {
+        std::fs::write(file, near.run(&["extract", "--since", &since]).ok().stdout).expect("a delta");
+    };
+    delta(&early);
+    near.write([3], &mut random);
+    delta(&saved);
+    let bytes = std::fs::read(&saved).expect("a delta");
+    let new_name = ["exists", "new file"];
+    refused([&near, &far], save(&early), &new_name);
+    for other in
+        [&bytes[..bytes.len() - 1], &bytes[..100], b"", b"no delta at all", &[&bytes[..], b"x"].concat()]
+    {
+        std::fs::write(&saved, other).expect("a file");
+        refused([&near, &far], save(&saved), &new_name);
+    }
+    std::fs::write(&saved, &bytes).expect("a delta");
+    let demoted = summary(save(&saved).args(["--json"]));
+    assert_eq!((number(&demoted, "bytes_unsure"), &demoted["saved"]), (3 * BLOCK, &saved.to_str().into()));
+    assert!(std::fs::read(&saved).expect("a delta") == bytes, "it was written anew");
+    assert_eq!(summary(far.sync(&near, &[]))["method"], "tracked");
+    equal(&near, &far);
+}
+
+/// What a delta in a file leaves of a former source's writes was not unreadable anywhere.
+#[test]
+fn a_delta_that_is_merged_into_a_former_source_leaves_what_it_does_not_have() {
+    let mut random = Random::new("a delta for a former source");
+    let (near, far) = pair(8 * MIB, &mut random);
+    let since = epoch_of(&far).to_string();
+    near.write([1, 2], &mut random);
+    far.run(&["promote", "--force"]).ok();
+    far.write([2, 3], &mut random);
+    near.run(&["demote", "--discard"]).ok();
+    let delta = far.run(&["extract", "--since", &since]).ok().stdout;
+    near.run(&["merge"]).input(delta).ok();
+    for words in [&["status"][..], &["recover"]] {
+        tells(&near.run(words).ok(), &["4.00 KiB", "was not in what was merged", "dsync sync"]);
+    }
+    let status = near.site.dsync(["status"]).ok().text();
+    assert!(status.contains("not in what was merged"), "{status}");
+    near.run(&["promote", "--force"]).code(4).says(&["not in what was merged"]);
+    assert_eq!(number(&summary(far.sync(&near, &[])), "blocks_changed"), 1);
+    equal(&near, &far);
+}
+
+/// Promotions follow one another. A replica that is further back than the last of them, on the way to it, goes on; one of another
+/// branch is refused, with both ways out.
+#[test]
+fn a_replica_goes_on_from_before_several_promotions() {
+    let mut random = Random::new("a line of promotions");
+    let (a, b) = pair(16 * MIB, &mut random);
+    let [first, second, demoted, astray] = std::array::from_fn(|_| Host::new());
+    a.sync(&first, &[]).ok();
+    a.write([1], &mut random);
+    a.sync(&b, &[]).ok();
+    // Written by the first source after what the second knows.
+    a.write([2], &mut random);
+    a.sync(&astray, &[]).ok();
+    b.run(&["promote", "--force"]).ok();
+    b.write([3], &mut random);
+    for replica in [&second, &demoted] {
+        b.sync(replica, &[]).ok();
+    }
+    a.run(&["demote", "--discard"]).ok();
+    for round in 0..3 {
+        let (from, to) = if round % 2 == 0 { (&b, &a) } else { (&a, &b) };
+        from.write([10 + round, 20 + round], &mut random);
+        switch(from, to);
+    }
+    a.write([30], &mut random);
+    for replica in [&first, &second, &demoted] {
+        let went_on = summary(a.sync(replica, &[]));
+        assert_ne!(went_on["method"], "copy");
+        assert!(number(&went_on, "blocks_changed") <= 9, "{went_on}");
+        equal(&a, replica);
+    }
+    refused([&a, &astray], a.sync(&astray, &[]), &["has diverged", "of term 1", "--adopt", "go on syncing"]);
+    assert_eq!(summary(a.sync(&first, &[]))["method"], "tracked");
+    a.sync(&astray, &["--adopt"]).ok();
+    equal(&a, &astray);
+}
+
 /// On one host, with one state directory.
 #[test]
 fn a_replica_on_the_host_of_its_source_is_promoted() {

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use dsync_tests::far::Far;
 use dsync_tests::image::{self, BLOCK};
 use dsync_tests::load::{Load, Options};
-use dsync_tests::mount::Loop;
+use dsync_tests::mount::{Loop, Mount};
 use dsync_tests::scene::{fingerprints, number};
 use dsync_tests::{Random, Run, Scene, Site, need, need_root, rounds, skipped};
 
@@ -282,4 +282,52 @@ fn sectors_that_cannot_be_read() {
     let found = verify(&["--keep-going"]).code(1).summary();
     assert_eq!(number(&found["unreadable"], "bytes"), 3 * BLOCK, "{found}");
     assert_eq!(number(&found["differing"], "bytes"), 2 * BLOCK, "{found}");
+}
+
+/// What others have changed is repaired, the repair is cut off, and every word on the way leads to its end.
+#[test]
+fn a_repair_by_reflink_that_is_killed_is_completed() {
+    let what = "a repair by reflink that is killed";
+    if !need_root(what) || !need(&["mkfs.xfs"], what) {
+        return;
+    }
+    let mut scene = Scene::new(what, 64 * MIB);
+    let (fs, place) = (scene.site.image("fs.img", 400 * MIB), scene.site.path("place"));
+    Run::new("mkfs.xfs").args(["-q", "-m", "reflink=1"]).arg(&fs).ok();
+    let Some(_mount) = Mount::new(&["-o", "loop"], &fs, &place) else {
+        return skipped(what, "XFS cannot be mounted from a loop device here");
+    };
+    scene.replica = place.join("vm.raw");
+    let mut client = scene.client();
+    for at in 0..32 {
+        client.write(at * MIB, &scene.random.bytes(MIB as usize)).expect("a write");
+    }
+    client.close().expect("the end");
+    scene.sync(&[]).ok();
+    for in_the_clone in [false, true] {
+        image::scribble(&scene.replica, 0, 32 * MIB, &mut scene.random);
+        let slowly = ["--repair", "--commit", "reflink", "--bwlimit", "4M"];
+        let mut repair = verify(&scene, &slowly).start();
+        let partial = place.join("vm.raw.partial");
+        let until = Instant::now() + Duration::from_secs(60);
+        while !partial.exists() && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        std::thread::sleep(Duration::from_millis(if in_the_clone { 3000 } else { 300 }));
+        repair.kill();
+        assert!(partial.exists(), "it was not cut off");
+        scene.sync(&[]).code(4).says(&["was modified outside dsync", "dsync verify --repair"]);
+        let looked = verify(&scene, &[]).output();
+        if !looked.status.success() {
+            assert!(
+                looked.status.code() == Some(5) || looked.stderr.contains("dsync verify --repair"),
+                "{looked}"
+            );
+        }
+        verify(&scene, &["--repair", "--commit", "reflink"]).ok();
+        scene.equal();
+        scene.change(3);
+        assert_eq!(number(&scene.sync(&[]).ok().summary(), "blocks_changed"), 3);
+        scene.equal();
+    }
 }

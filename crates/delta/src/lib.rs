@@ -58,6 +58,7 @@ mod frame;
 mod header;
 mod ledger;
 mod limits;
+mod line;
 mod stream;
 mod unit;
 mod unit_kind;
@@ -71,6 +72,7 @@ pub use frame::{Compressor, Decoded, Decompressor, Encoded, Frame, Record, decod
 pub use header::{Header, Method, Resume, VERSION};
 pub use ledger::Totals;
 pub use limits::{MAX_CHAIN, MAX_DATA, MAX_RECORDS};
+pub use line::{Line, Term};
 pub use stream::{Reader, Units, Writer};
 pub use unit::Unit;
 pub use unit_kind::UnitKind;

@@ -4,12 +4,12 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
 
 use rustix::fs::{AtFlags, Mode, OFlags, openat, renameat, statat, unlinkat};
 use rustix::io::Errno;
@@ -62,7 +62,8 @@ pub trait StateFile: Send + Sync {
     fn failed(&self) -> io::Result<()> {
         Ok(())
     }
-    /// Maps the first `len` bytes, a multiple of 8, shared.
+    /// Maps the first `len` bytes, a multiple of 8, shared. Where a store to a mapping may find no room, the mapping is a copy in
+    /// memory, which [`Mapping::put`] brings to the file.
     fn map(&self, len: u64) -> io::Result<Mapping>;
     /// Starts writing a range back without waiting, so that a later [`StateFile::sync`] finds little to do. A hint.
     fn write_back(&self, _offset: u64, _len: u64) {}
@@ -237,7 +238,10 @@ impl StateFile for RealFile {
     }
     fn map(&self, len: u64) -> io::Result<Mapping> {
         self.writable()?;
-        Mapping::new(&self.file, len)
+        match copies_on_write(&self.file)? {
+            true => Mapping::copy(&self.file, len),
+            false => Mapping::new(&self.file, len),
+        }
     }
     fn write_back(&self, offset: u64, len: u64) {
         if let (Ok(offset), Ok(len)) = (offset.try_into(), len.try_into()) {
@@ -251,13 +255,35 @@ impl StateFile for RealFile {
     }
 }
 
-/// A shared, writable mapping of a file, seen as atomic words. What was stored is durable after [`StateFile::sync`].
+/// Whether the file system of a file may need room for a write to what is allocated, and has none: then a store to a mapping raises
+/// SIGBUS. Attributes against that (`chattr +C`) do not hold for what a snapshot shares.
+fn copies_on_write(file: &File) -> io::Result<bool> {
+    const BTRFS: i64 = 0x9123_683e;
+    const BCACHEFS: i64 = 0xca45_1a4e;
+    const F2FS: i64 = 0xf2f5_2010;
+    const NILFS: i64 = 0x3434;
+    const ZFS: i64 = 0x2fc1_2fc1;
+    /// Its upper layer may be any of them.
+    const OVERLAYFS: i64 = 0x794c_7630;
+    // The type is an unsigned number of 32 bits, extended in different ways.
+    let kind = rustix::fs::fstatfs(file)?.f_type as i64 & 0xffff_ffff;
+    Ok([BTRFS, BCACHEFS, F2FS, NILFS, ZFS, OVERLAYFS].contains(&kind))
+}
+
+/// The words of a file, shared by all who map it: a writable mapping, or a copy in memory where a mapping could not be written to
+/// on a full file system.
+///
+/// What is stored in a mapping outlives the process, and is durable after [`StateFile::sync`]. For a copy both are true of what
+/// [`Mapping::put`] has brought to the file, so whoever must find a word after a kill puts it.
 #[derive(Clone)]
 pub struct Mapping(Arc<Mapped>);
 
 struct Mapped {
     start: *mut std::ffi::c_void,
     len: usize,
+    /// Of a copy, where it belongs. Held while words are brought there: of two who put one word, the later one must not be
+    /// overtaken.
+    file: Option<Mutex<File>>,
 }
 
 // SAFETY: the memory is only reached as atomics, and unmapped once, by the last holder.
@@ -268,13 +294,7 @@ unsafe impl Sync for Mapped {}
 impl Mapping {
     /// Maps the first `len` bytes of a file, a multiple of 8, shared.
     pub fn new(file: &File, len: u64) -> io::Result<Mapping> {
-        let len = usize::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?;
-        if len == 0 || len % 8 != 0 || file.metadata()?.len() < len as u64 {
-            return Err(io::Error::new(
-                io::ErrorKind::InvalidInput,
-                "a mapping has whole words within the file",
-            ));
-        }
+        let len = Mapping::check(file, len)?;
         // SAFETY: a fresh mapping at an address of the kernel's choice aliases no Rust memory.
         let start = unsafe {
             rustix::mm::mmap(
@@ -286,11 +306,67 @@ impl Mapping {
                 0,
             )?
         };
-        let mapped = Mapped { start, len };
+        let mapped = Mapped { start, len, file: None };
         // Access is random, so reading ahead is useless. Only a hint.
         // SAFETY: the advice changes no content, and the range is the mapping just made.
         let _ = unsafe { rustix::mm::madvise(start, len, rustix::mm::Advice::Random) };
         Ok(Mapping(Arc::new(mapped)))
+    }
+
+    /// Copies the first `len` bytes of a file, a multiple of 8, to memory.
+    pub fn copy(file: &File, len: u64) -> io::Result<Mapping> {
+        let len = Mapping::check(file, len)?;
+        let (read_write, private) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
+        // SAFETY: as above. Memory that is not touched is never allocated.
+        let start = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, read_write, private)? };
+        let file = file.try_clone()?;
+        let mapping = Mapping(Arc::new(Mapped { start, len, file: Some(Mutex::new(file.try_clone()?)) }));
+        let (mut at, mut chunk) = (0, vec![0; 1 << 16]);
+        while at < len as u64 {
+            at = match rustix::fs::seek(&file, rustix::fs::SeekFrom::Data(at)) {
+                Ok(data) => data & !7,
+                Err(Errno::NXIO) => break,
+                Err(Errno::INVAL | Errno::OPNOTSUPP) => at,
+                Err(e) => return Err(e.into()),
+            };
+            let bytes = &mut chunk[..(len as u64).saturating_sub(at).min(1 << 16) as usize];
+            file.read_exact_at(bytes, at)?;
+            for (word, bytes) in mapping[at as usize / 8..].iter().zip(bytes.chunks_exact(8)) {
+                let content = u64::from_ne_bytes(bytes.try_into().unwrap_or_default());
+                if content != 0 {
+                    word.store(content, SeqCst);
+                }
+            }
+            at += bytes.len() as u64;
+        }
+        Ok(mapping)
+    }
+
+    fn check(file: &File, len: u64) -> io::Result<usize> {
+        let len = usize::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?;
+        match len == 0 || len % 8 != 0 || file.metadata()?.len() < len as u64 {
+            true => {
+                Err(io::Error::new(io::ErrorKind::InvalidInput, "a mapping has whole words within the file"))
+            }
+            false => Ok(len),
+        }
+    }
+
+    /// True for a copy in memory.
+    pub fn is_copy(&self) -> bool {
+        self.0.file.is_some()
+    }
+
+    /// Brings these words of a copy to the file, as they are now; does nothing for a mapping.
+    ///
+    /// # Errors
+    /// If they cannot be written: the file may have older ones, and another try may succeed.
+    pub fn put(&self, words: Range<usize>) -> io::Result<()> {
+        let Some(file) = &self.0.file else { return Ok(()) };
+        let file = file.lock().unwrap_or_else(|e| e.into_inner());
+        let bytes: Vec<u8> =
+            self[words.clone()].iter().flat_map(|word| word.load(SeqCst).to_ne_bytes()).collect();
+        file.write_all_at(&bytes, words.start as u64 * 8)
     }
 }
 
@@ -305,7 +381,32 @@ impl Deref for Mapping {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        // SAFETY: mapped in `new` with this length; no reference is left.
+        // SAFETY: mapped by `Mapping` with this length; no reference is left.
         let _ = unsafe { rustix::mm::munmap(self.start, self.len) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_copy_is_brought_to_the_file_word_by_word() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(1 << 20).unwrap();
+        file.write_all_at(&7u64.to_ne_bytes(), 8).unwrap();
+        file.write_all_at(&9u64.to_ne_bytes(), (1 << 20) - 8).unwrap();
+        let (copy, mapped) = (Mapping::copy(&file, 1 << 20).unwrap(), Mapping::new(&file, 1 << 20).unwrap());
+        let last = (1 << 17) - 1;
+        assert!(copy.is_copy() && !mapped.is_copy() && copy.len() == last + 1);
+        assert_eq!([0, 1, 2, last].map(|at| copy[at].load(SeqCst)), [0, 7, 0, 9]);
+        copy[1].store(70, SeqCst);
+        copy[last].store(90, SeqCst);
+        assert_eq!([1, last].map(|at| mapped[at].load(SeqCst)), [7, 9]);
+        copy.put(last..last + 1).unwrap();
+        assert_eq!([1, last].map(|at| mapped[at].load(SeqCst)), [7, 90]);
+        mapped[2].store(5, SeqCst);
+        mapped.put(0..3).unwrap();
+        assert_eq!(copy[2].load(SeqCst), 0);
     }
 }

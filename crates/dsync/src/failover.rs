@@ -2,7 +2,9 @@
 
 use anyhow::Result;
 use source::{Handle, StateDir};
-use sync::{DemoteOptions, DemoteSummary, PromoteOptions, Promotion, Summary, SyncError, SyncOptions};
+use sync::{
+    DemoteOptions, DemoteSummary, LastWord, PromoteOptions, Promotion, Summary, SyncError, SyncOptions,
+};
 
 use crate::args;
 use crate::failure::Failure;
@@ -45,6 +47,13 @@ fn say_promotion(promotion: &Promotion, output: &Output) {
     }
     if promotion.fuzzy {
         output.say("  it was copied from a disk in use without a freeze: check its file systems");
+    }
+    if let Some(told) = &promotion.told {
+        output.say(&format!(
+            "  its last word was given to {told}, which can be promoted without --force, or was: sync to it before that, or keep it \
+             from being used"
+        ));
+        return;
     }
     if promotion.released {
         output.say("  its old source has ended there: nothing is lost");
@@ -162,8 +171,10 @@ fn tell(
         ))
         .into());
     };
-    let told = ends.converse(&args.far, state, None, |link, path, _| {
-        sync::release(link, &summary.path, summary.source, released, path, &args.far.journal_dir)
+    let word =
+        LastWord { demoted: summary, released, state, own_journal_dir: args.own_journal_dir.as_deref() };
+    let told = ends.converse(&args.far, state, None, |link, path, name| {
+        word.give(link, path, name, &args.far.journal_dir)
     });
     let promoted = told.map_err(|error| {
         error.context(format!(

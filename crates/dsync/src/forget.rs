@@ -130,7 +130,8 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
         ..Default::default()
     };
     let (known, listed) = (sync::known_replicas(state), local::path_of(&args.what)?);
-    if replica::inspect(&path, &options).map_or(true, |lineage| lineage.is_none()) {
+    let lineage = replica::inspect(&path, &options).unwrap_or(None);
+    if lineage.is_none() {
         if known.lists(&listed)? {
             return missing(&known, &listed, args.dry_run, output);
         }
@@ -139,10 +140,12 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
             args.what
         )));
     }
-    // Opening it completes an interrupted commit, so that the file that stays is consistent if possible.
-    let replica = Replica::open(&path, &options)?;
+    let promoted = lineage.is_some_and(|lineage| lineage.role.promoted.is_some());
+    // Opening it completes an interrupted commit, so that the file that stays is consistent if possible. What was promoted has none.
+    let replica = Replica::open(&path, &replica::Options { doubt: promoted, ..options })?;
     let status = replica.status();
     let state = match status.epoch {
+        _ if !path.exists() => "is gone".to_owned(),
         _ if status.state == replica::State::Incomplete => "remains incomplete".to_owned(),
         Some(epoch) => format!("remains as it is, at epoch {}", epoch.number),
         None => "remains as it is".to_owned(),

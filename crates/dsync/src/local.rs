@@ -117,7 +117,8 @@ fn told(known: &KnownReplica, unsure: u64) -> (&'static str, Option<String>) {
         ),
         Condition::Incomplete if unsure > 0 => {
             let what = format!(
-                "is incomplete: {} could not be read at the source, and the next sync sends them again",
+                "is incomplete: {} are not of its epoch (unreadable at the source, or not in what was merged), and the next sync \
+                 sends them",
                 units::size(unsure)
             );
             ("incomplete", Some(what))

@@ -431,7 +431,8 @@ impl ReplicaStatus {
                 format!("fuzzy, near epoch {epoch}: copied from a disk in use without a freeze")
             }
             (Some(epoch), State::Incomplete) if self.unsure > 0 && !self.partial => format!(
-                "at epoch {epoch}, without {} that could not be read at the source (the next \"dsync sync\" sends it)",
+                "at epoch {epoch}, without {} that could not be read at the source or was not in what was merged (the next \"dsync \
+                 sync\" sends it)",
                 units::size(self.unsure)
             ),
             _ => "incomplete: run \"dsync sync\" again".to_owned(),

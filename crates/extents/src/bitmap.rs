@@ -81,6 +81,11 @@ impl<S> Bitmap<S> {
         groups * GROUP_WORDS as u64 + groups.div_ceil(64)
     }
 
+    /// How many of these words are leaves: the first. The rest is the summary.
+    pub const fn leaf_words(blocks: u64) -> u64 {
+        blocks.div_ceil(GROUP_BLOCKS) * GROUP_WORDS as u64
+    }
+
     /// Blocks it has a bit for.
     pub fn blocks(&self) -> u64 {
         self.blocks

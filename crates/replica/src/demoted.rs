@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use delta::Epoch;
+use delta::{Epoch, Line};
 use uuid::Uuid;
 
 use crate::error::{ReplicaError, Result, io_error};
@@ -20,6 +20,8 @@ pub struct Demotion {
     pub source: Uuid,
     /// Its term.
     pub term: u64,
+    /// The promotions that led to that.
+    pub line: Line,
     /// Its block size in bytes.
     pub block_size: u32,
     /// Bytes of its disk.
@@ -62,7 +64,7 @@ impl Replica {
         };
         let unsure = self.keep_unsure(&unsure, "the disk is the source that it was")?;
         let also = also[also.len().saturating_sub(Demoted::MOST)..].to_vec();
-        let demoted = Some(Demoted { since: now(), also });
+        let demoted = Some(Demoted { since: now(), also, told: None });
         *self.lineage_mut() = Lineage {
             source: Some(demotion.source),
             epoch,
@@ -71,7 +73,7 @@ impl Replica {
             block_size: demotion.block_size,
             stamp: Some(stamp),
             unsure,
-            role: Role { demoted, ..Role::replica(demotion.term) },
+            role: Role { demoted, ..Role::replica(demotion.term, demotion.line.clone()) },
             ..Lineage::new()
         };
         self.take_over()?;
@@ -79,5 +81,32 @@ impl Replica {
             self.store()?;
         }
         self.refresh()
+    }
+
+    /// Keeps in mind which replica is told that nothing more was written to this former source; durable on return. `to` is the name
+    /// that its user gives it.
+    ///
+    /// # Errors
+    /// Refused if another one was told, or if it is not a former source.
+    pub fn promise(&mut self, to: &str) -> Result<()> {
+        let path = self.path().display().to_string();
+        let refuse = |why: String| Err(ReplicaError::Refused(why));
+        let epoch = self.lineage().epoch.map_or(0, |epoch| epoch.number);
+        match self.lineage_mut().role.demoted.as_mut().map(|demoted| &mut demoted.told) {
+            None => {
+                refuse(format!("{path} is not a former source: run \"dsync demote\" where the source is"))
+            }
+            Some(Some(told)) if told == to => Ok(()),
+            Some(Some(told)) => refuse(format!(
+                "{told} was told that it has all of {path}, so it can be promoted without --force, and may have been: the same \
+                 cannot be said to {to}. If {told} is lost, \"dsync promote --force\" on {to} loses nothing, as long as {told} was \
+                 not written to after epoch {epoch}"
+            )),
+            Some(told) => {
+                *told = Some(to.to_owned());
+                self.store()?;
+                self.refresh()
+            }
+        }
     }
 }

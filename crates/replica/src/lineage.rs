@@ -343,7 +343,7 @@ impl Lineage {
             stamp: Some(stamp),
             step: None,
             unsure,
-            role: Role { demoted, ..Role::replica(self.role.term) },
+            role: Role { demoted, ..Role::replica(self.role.term, self.role.line.clone()) },
         }
     }
 }
@@ -472,9 +472,10 @@ mod tests {
         let path = temp.path().join(NAME);
         let role = Role {
             term: 3,
+            line: delta::Line::first().and(delta::Term { number: 2, id: Uuid::new_v4(), began: at(1) }),
             promoted: Some(Promoted { since: 7, id: Uuid::new_v4(), term: 3 }),
             released: Some(Released { epoch: at(2), term: 2 }),
-            demoted: Some(Demoted { since: 6, also: vec![at(3)] }),
+            demoted: Some(Demoted { since: 6, also: vec![at(3)], told: Some("far:/vm.raw".into()) }),
         };
         let marked = Lineage { role, unsure: Unsure::Everything, ..lineage.clone() };
         marked.store(&folder).unwrap();

@@ -195,6 +195,7 @@ impl Working {
     pub(crate) fn begin(file: Arc<dyn StateFile>, clock: Option<Clock>) -> io::Result<Working> {
         let (map, over) = (file.map(WHOLE_LEN)?, Arc::new(AtomicBool::new(false)));
         map[TIME].store(clock.as_ref().map_or(0, Clock::now), Relaxed);
+        map.put(TIME..TIME + 1)?;
         let Some(time) = clock.clone() else { return Ok(Working { file, map, clock, over, thread: None }) };
         let (noted, ended) = (map.clone(), over.clone());
         let thread = std::thread::Builder::new().name("at work".into()).spawn(move || {
@@ -202,6 +203,7 @@ impl Working {
                 // A thread that sleeps after it read the clock must not overwrite a writer's newer time.
                 let before = noted[TIME].load(Relaxed);
                 let _ = noted[TIME].compare_exchange(before, time.now(), Relaxed, Relaxed);
+                put(&noted);
                 std::thread::park_timeout(EVERY);
             }
         })?;
@@ -214,6 +216,7 @@ impl Working {
         self.join();
         if self.clock.is_some() {
             self.map[TIME].store((left.max(0) as u64).saturating_sub(DYING), SeqCst);
+            put(&self.map);
         }
     }
 
@@ -248,6 +251,12 @@ impl Working {
     }
 }
 
+/// Brings the time to the file where the note is not mapped. If there is no room for it, the older one makes a file doubted that need not
+/// be.
+fn put(map: &Mapping) {
+    let _ = map.put(TIME..TIME + 1);
+}
+
 /// Keeps a note up to date: for the writer. That of a file is made durable now and then.
 #[derive(Default)]
 pub(crate) struct Keeping(Option<Kept>);
@@ -265,6 +274,7 @@ impl Keeping {
     pub(crate) fn hands_over(&mut self, sectors: u64, zeroes: bool) {
         let Some(kept) = self.0.as_ref().filter(|kept| kept.clock.is_none()) else { return };
         kept.map[TIME].fetch_add(if zeroes { ZEROED * sectors } else { sectors }, SeqCst);
+        put(&kept.map);
     }
 
     /// A write is about to go down, or has just come back.
@@ -272,6 +282,7 @@ impl Keeping {
         let Some(kept) = &mut self.0 else { return };
         let Some(clock) = &kept.clock else { return };
         kept.map[TIME].store(clock.now(), Relaxed);
+        put(&kept.map);
         if kept.last.elapsed() >= KEPT_EVERY {
             // An older note makes a file doubted that need not be, after a power cut.
             let _ = kept.file.sync();

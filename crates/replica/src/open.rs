@@ -210,10 +210,25 @@ impl Replica {
 
     /// Refuses a replica that was promoted: nothing is merged over its writes unasked.
     fn refuse_promoted(&mut self) -> Result<()> {
-        if self.lineage().role.promoted.is_some() {
-            self.set_changed(Some("it was promoted"));
+        let Some(promoted) = self.lineage().role.promoted else { return Ok(()) };
+        let is_there = self.destination().is_device() || self.stamp(Name::Final)?.is_some();
+        self.set_changed(is_there.then_some("it was promoted"));
+        if self.options().doubt {
+            return Ok(());
         }
-        if self.options().doubt { Ok(()) } else { self.mergeable() }
+        if is_there {
+            return self.mergeable();
+        }
+        // Nothing is overwritten where nothing is, but it may only be away.
+        match self.options().create {
+            true => Ok(()),
+            false => Err(ReplicaError::Away(format!(
+                "{0} {1}, and is gone. If its file system is not mounted, mount it and run again; if it is gone for good, \"dsync \
+                 sync --create\" begins a new replica there, and \"dsync forget --replica {0}\" forgets it",
+                self.path().display(),
+                promoted.said()
+            ))),
+        }
     }
 
     /// Fails if it was promoted since the last commit, and not opened to be adopted. To be asked before a

@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use delta::Line;
+
 use crate::keep::Keep;
 
 /// How to open a replica.
@@ -23,4 +25,6 @@ pub struct Options {
     pub keep: Option<Keep>,
     /// The source's term, to be remembered with what it sends; 0 where it is not known.
     pub term: u64,
+    /// The promotions that led to that term.
+    pub line: Line,
 }

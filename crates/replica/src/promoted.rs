@@ -4,7 +4,7 @@
 
 use std::path::Path;
 
-use delta::Epoch;
+use delta::{Epoch, Term};
 use uuid::Uuid;
 
 use crate::destination::Name;
@@ -140,9 +140,13 @@ impl Replica {
         let role = self.lineage().role.clone();
         let term = role.released.map_or(role.term, |released| released.term.max(role.term)) + 1;
         let promoted = Promoted { since: now(), id: Uuid::new_v4(), term };
+        let line = match self.lineage().epoch {
+            Some(began) => role.line.and(Term { number: term, id: promoted.id, began }),
+            None => role.line.clone(),
+        };
         // What was kept of the past leads back from another state.
         self.lineage_mut().nonce = Uuid::new_v4();
-        self.lineage_mut().role = Role { term, promoted: Some(promoted), released: None, ..role };
+        self.lineage_mut().role = Role { term, line, promoted: Some(promoted), released: None, ..role };
         self.store()?;
         self.forget_note()?;
         self.refresh()?;

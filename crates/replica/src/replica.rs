@@ -500,7 +500,7 @@ impl Replica {
         let lineage = &mut self.lineage;
         (lineage.source, lineage.epoch, lineage.unsure) = (Some(source), None, Unsure::Nothing);
         lineage.state = State::Incomplete;
-        lineage.role = Role::replica(self.options.term.max(FIRST_TERM));
+        lineage.role = Role::replica(self.options.term.max(FIRST_TERM), self.options.line.clone());
         self.store()?;
         self.refresh()
     }

@@ -5,7 +5,7 @@
 //!     replica ── promote ──▶ promoted (a source, its term one higher) ── demote ──▶ demoted (a replica) ── commit ──▶ replica
 //! ```
 
-use delta::Epoch;
+use delta::{Epoch, Line};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -22,6 +22,9 @@ pub struct Role {
     /// The term of the source that it last took something from, or was itself.
     #[serde(default = "first_term")]
     pub term: u64,
+    /// The promotions that led to that term.
+    #[serde(default, skip_serializing_if = "Line::is_unknown")]
+    pub line: Line,
     /// It is the source itself, and takes no deltas.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub promoted: Option<Promoted>,
@@ -64,6 +67,9 @@ pub struct Demoted {
     /// unsure set. The new source may know only one of them, if an acknowledgement of it was lost.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub also: Vec<Epoch>,
+    /// Which replica was told that this was all, by the name that its user gives it. No other is told so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub told: Option<String>,
 }
 
 impl Demoted {
@@ -72,9 +78,9 @@ impl Demoted {
 }
 
 impl Role {
-    /// A replica, of a source with that term.
-    pub fn replica(term: u64) -> Role {
-        Role { term, promoted: None, released: None, demoted: None }
+    /// A replica, of a source with that term and line.
+    pub fn replica(term: u64, line: Line) -> Role {
+        Role { term, line, promoted: None, released: None, demoted: None }
     }
 
     /// The later epochs that are as true as the lineage's.
@@ -85,7 +91,7 @@ impl Role {
 
 impl Default for Role {
     fn default() -> Role {
-        Role::replica(FIRST_TERM)
+        Role::replica(FIRST_TERM, Line::default())
     }
 }
 

@@ -31,7 +31,8 @@ impl Lineage {
                 Some("it was demoted without knowing what was written to it".into())
             }
             (None, State::Incomplete, _) => Some(
-                "its copy was never completed, or lacks blocks that were unreadable at its source".into(),
+                "its copy was never completed, or lacks blocks that were unreadable at its source or not in what was merged"
+                    .into(),
             ),
             (None, State::Fuzzy, _) => {
                 Some("it was copied from a disk in use, so its parts are of different moments".into())

@@ -160,8 +160,10 @@ impl Live {
         let disk = open_reader(&path, &identity, true)?;
         let block_size = tracker.block_size();
         let about = About { path, ..About::new(uuid, identity, block_size) };
-        let about =
-            known.map_or(about.clone(), |(_, known)| About { term: known.term, began: known.began, ..about });
+        let about = match known {
+            Some((_, known)) => about.in_term_of(known),
+            None => about,
+        };
         let mut live = Self::over(about, disk, Arc::new(folder), tracker)?;
         drop(minting);
         live.locks = Some((lock, hold));

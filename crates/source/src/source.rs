@@ -387,8 +387,10 @@ impl Source {
             )));
         }
         let about = About::new(uuid, identity.clone(), block_size);
-        let about =
-            known.map_or(about.clone(), |(_, known)| About { term: known.term, began: known.began, ..about });
+        let about = match known {
+            Some((_, known)) => about.in_term_of(known),
+            None => about,
+        };
         write_about(&folder, &about)?;
         drop(minting);
         let backing = Box::new(PathBacking::new(identity, folder.path()));

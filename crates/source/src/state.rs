@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use delta::Epoch;
+use delta::{Epoch, Line};
 use device::{Dir, Folder, FolderLock, Identity};
 use rustix::fs::{AtFlags, CWD, StatxFlags, statx};
 use serde::{Deserialize, Serialize};
@@ -41,6 +41,9 @@ pub struct About {
     /// the first term.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub began: Option<Epoch>,
+    /// The promotions that led to that term. Not known of a term that an earlier version began.
+    #[serde(default, skip_serializing_if = "Line::is_unknown")]
+    pub line: Line,
 }
 
 fn first_term() -> u64 {
@@ -54,7 +57,13 @@ impl About {
     /// A source in its first term.
     pub fn new(uuid: Uuid, identity: Identity, block_size: u32) -> About {
         let path = identity.path.clone();
-        About { version: About::VERSION, uuid, path, identity, block_size, term: first_term(), began: None }
+        let (term, line) = (first_term(), Line::first());
+        About { version: About::VERSION, uuid, path, identity, block_size, term, began: None, line }
+    }
+
+    /// The same disk in the term that another description has.
+    pub(crate) fn in_term_of(self, known: About) -> About {
+        About { term: known.term, began: known.began, line: known.line, ..self }
     }
 
     /// The name under which the source is served: the stem of its file name.
@@ -304,7 +313,12 @@ fn read_about(place: &Path) -> Result<Option<Known>, SourceError> {
             About::VERSION
         ))),
         _ => serde_json::from_value(said)
-            .map(Some)
+            .map(|mut known: Known| {
+                if known.about.term == first_term() {
+                    known.about.line = Line::first();
+                }
+                Some(known)
+            })
             .map_err(|e| SourceError::Damaged { path: place.join(ABOUT), why: e.to_string() }),
     }
 }

@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use delta::Epoch;
+use delta::{Epoch, Line};
 use device::{Dir, Disk, Folder, FolderLock};
 use extents::Bitmap;
 use uuid::Uuid;
@@ -24,6 +24,8 @@ pub struct Succession {
     pub uuid: Uuid,
     /// The new term.
     pub term: u64,
+    /// The promotions that led to it.
+    pub line: Line,
     /// The replica's epoch.
     pub base: Epoch,
     /// The epoch of the promotion, and before it those that are as true of the disk but for `changes`; ascending.
@@ -107,7 +109,12 @@ pub fn succeed_in(
     wipe(&*folder).map_err(SourceError::state("clear", folder.path()))?;
     let identity = backing.identity()?;
     let Succession { uuid, term, base, block_size, .. } = *succession;
-    let about = About { term, began: Some(base), ..About::new(uuid, identity.clone(), block_size) };
+    let about = About {
+        term,
+        began: Some(base),
+        line: succession.line.clone(),
+        ..About::new(uuid, identity.clone(), block_size)
+    };
     let changes = succession.changes.as_ref().map_err(String::clone);
     History::begin(&*folder, base, succession.moments.clone(), disk.len(), block_size, changes)?;
     let history = History::read(&*folder)?;

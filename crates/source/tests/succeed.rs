@@ -103,7 +103,8 @@ fn succession(uuid: Uuid) -> Succession {
     let changes = Bitmap::new(BLOCKS);
     changes.set(3..5);
     let moments = vec![epoch(6), epoch(7), epoch(8)];
-    Succession { uuid, term: 3, base: epoch(5), moments, block_size: BLOCK as u32, changes: Ok(changes) }
+    let (line, block_size) = (delta::Line::default(), BLOCK as u32);
+    Succession { uuid, term: 3, line, base: epoch(5), moments, block_size, changes: Ok(changes) }
 }
 
 #[test]

@@ -122,10 +122,10 @@ pub struct Diverged {
 pub enum Divergence {
     /// The same source itself.
     TwoSources {
-        /// Bytes written to the source since the epoch in common.
-        here: Option<u64>,
-        /// Bytes written to the destination since, at least.
-        there: Option<u64>,
+        /// The source.
+        here: Since,
+        /// The destination.
+        there: Since,
     },
     /// A replica of a later term of the source.
     Superseded,
@@ -138,6 +138,29 @@ pub enum Divergence {
     },
 }
 
+/// What one of two sources has since the epoch in common.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Since {
+    /// Its history goes back to that epoch.
+    pub reaches: bool,
+    /// Bytes written to it since, as far as that is known.
+    pub bytes: Option<u64>,
+}
+
+impl Since {
+    /// `None`: its history does not go back so far.
+    pub(crate) fn of(bytes: Option<Option<u64>>) -> Since {
+        Since { reaches: bytes.is_some(), bytes: bytes.flatten() }
+    }
+
+    fn told(&self, least: &str) -> String {
+        match self.bytes {
+            Some(bytes) => format!("{least}{}", device::human_size(bytes)),
+            None => "an unknown amount".into(),
+        }
+    }
+}
+
 impl fmt::Display for Diverged {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Diverged { path, term, destination, other_term, common, .. } = self;
@@ -145,20 +168,33 @@ impl fmt::Display for Diverged {
         let since = common.map_or("an epoch that is not known".into(), |epoch| format!("epoch {epoch}"));
         match self.divergence {
             Divergence::TwoSources { here, there } => {
-                let bytes = |bytes: Option<u64>, least| match bytes {
-                    Some(bytes) => format!("{least}{}", device::human_size(bytes)),
-                    None => "an unknown amount".into(),
+                // Where a history does not go back so far, nothing tells what is to be sent.
+                let option = |side: Since| match common.filter(|_| side.reaches) {
+                    Some(epoch) => format!("--since {epoch} "),
+                    None => String::new(),
                 };
-                let option = common.map_or(String::new(), |epoch| format!("--since {epoch} "));
+                let adopt = |side: Since| match side.reaches {
+                    true => "",
+                    false => " with --adopt, which compares everything",
+                };
+                let cost = if here.reaches && there.reaches {
+                    ". Either sync sends the differences alone"
+                } else {
+                    ""
+                };
                 write!(
                     f,
                     "{path} (term {term}) and {destination} (term {other_term}) have diverged: both are sources with the same \
                      id, apart since {since}. Nothing was changed. Since then {} was written to {path}, and {} to \
-                     {destination}; one of the two has to be given up, or saved. To keep {path}, run \"dsync demote {option}--save \
-                     FILE\" on {destination} where it is, then sync again. To keep {destination}, run \"dsync demote \
-                     {option}--save FILE {path}\" here, then sync from there. Either sync sends the differences alone",
-                    bytes(here, ""),
-                    bytes(there, "at least ")
+                     {destination}; one of the two has to be given up, or saved. To keep {path}, run \"dsync demote {}--save \
+                     FILE\" on {destination} where it is, then sync again{}. To keep {destination}, run \"dsync demote \
+                     {}--save FILE {path}\" here, then sync from there{}{cost}",
+                    here.told(""),
+                    there.told("at least "),
+                    option(there),
+                    adopt(there),
+                    option(here),
+                    adopt(here),
                 )
             }
             Divergence::Superseded => write!(

@@ -4,25 +4,21 @@
 //! source has written since, and nothing else. First the lineage is durable, then the source's state is removed; the same
 //! command completes what a crash left in between.
 
-use std::fs::File;
-use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use delta::Epoch;
-use device::Storage;
+use delta::{Epoch, Line};
 use extents::Bitmap;
-use link::Link;
-use replica::{Commit, Demotion, Lineage, Released, UnsureSet};
+use replica::{Demotion, Lineage, Released, UnsureSet};
 use serde::Serialize;
 use source::{About, Handle, SourceError, SourceOptions, StateDir};
 use uuid::Uuid;
 
 use crate::error::SyncError;
-use crate::extract::{extract, fed};
+use crate::extract::fed;
 use crate::far::{known_replicas, list, open_options};
-use crate::messages::{COMMITTED, Committed, Open, Origin, PLAN, Plan, expect, open, part};
 use crate::report::{Progress, Summary};
 use crate::roles::refuse_unfinished;
+use crate::saved::save;
 
 /// How to demote.
 #[derive(Debug, Clone, Default)]
@@ -30,7 +26,7 @@ pub struct DemoteOptions {
     /// The epoch in common, by its number or as a checkpoint. Without it, the oldest at which a replica is known to be; where none is
     /// known, the one at which the source was promoted.
     pub since: Option<String>,
-    /// Write what was written since as a delta to this file, which must not exist.
+    /// Write what was written since as a delta to this file, which must not exist, or be what an interrupted demotion has written.
     pub save: Option<PathBuf>,
     /// Give up what was written since.
     pub discard: bool,
@@ -51,6 +47,9 @@ pub struct DemoteSummary {
     pub source: Uuid,
     /// Its last term as that.
     pub term: u64,
+    /// The promotions that led to it.
+    #[serde(skip)]
+    pub line: Line,
     /// The epoch in common; `None` if what was written is not known.
     pub epoch: Option<u64>,
     /// The last epoch.
@@ -144,6 +143,7 @@ fn again(
         path: path.to_path_buf(),
         source,
         term,
+        line: lineage.role.line.clone(),
         epoch: lineage.epoch.map(|epoch| epoch.number),
         last_epoch: lineage.role.also().last().copied().or(lineage.epoch).map(|epoch| epoch.number),
         bytes_unsure: lineage.epoch.map(|_| lineage.unsure_bytes()),
@@ -208,6 +208,7 @@ fn follow(
         path: about.path.clone(),
         source: about.uuid,
         term: about.term,
+        line: about.line.clone(),
         epoch: since.as_ref().map(|_| epoch.number),
         last_epoch: handle.last_epoch()?.map(|last| last.number),
         bytes_unsure: since.as_ref().map(|(blocks, _)| blocks.count().saturating_mul(block_size)),
@@ -219,6 +220,7 @@ fn follow(
     let demotion = Demotion {
         source: about.uuid,
         term: about.term,
+        line: about.line.clone(),
         block_size: about.block_size,
         size: handle.reader()?.len(),
         since: since.map(|(blocks, also)| (epoch, also, UnsureSet::of_blocks(&blocks, block_size))),
@@ -294,72 +296,4 @@ fn unsaved(handle: &Handle, epoch: &Epoch, written: &Result<Written, String>) ->
             epoch.number
         ),
     })
-}
-
-/// Writes what changed since an epoch to a new file, durably.
-fn save(handle: &Handle, since: &Epoch, file: &Path, progress: Progress<'_>) -> Result<(), SyncError> {
-    let fail = |what: &str| SyncError::io(format!("{what} {}", file.display()));
-    if file.exists() {
-        return Err(SyncError::Refused(format!(
-            "{} exists: give --save the name of a new file",
-            file.display()
-        )));
-    }
-    let mut name = file.as_os_str().to_owned();
-    name.push(".partial");
-    let partial = PathBuf::from(name);
-    let mut out = BufWriter::with_capacity(1 << 20, File::create(&partial).map_err(fail("create"))?);
-    let written = extract(handle, Some(&since.number.to_string()), None, &mut out, progress).and_then(|_| {
-        out.flush().map_err(fail("write"))?;
-        out.get_ref().sync_all().map_err(fail("sync"))
-    });
-    if let Err(error) = written {
-        let _ = std::fs::remove_file(&partial);
-        return Err(error);
-    }
-    std::fs::rename(&partial, file).map_err(fail("create"))?;
-    let folder = std::path::absolute(file).map_err(fail("find"))?;
-    let folder = folder.parent().unwrap_or(Path::new("/"));
-    File::open(folder).and_then(|folder| folder.sync_all()).map_err(fail("sync the folder of"))
-}
-
-/// Tells the replica at the other end of `link` that nothing was written to its source, once at `path`, after `released`. Returns its
-/// term if it was promoted already.
-///
-/// # Errors
-/// Refused if it is not at that epoch.
-pub fn release(
-    link: Link,
-    path: &Path,
-    source: Uuid,
-    released: Released,
-    destination: &Path,
-    journal_dir: &Option<PathBuf>,
-) -> Result<Option<u64>, SyncError> {
-    let origin = Origin { uuid: source, term: released.term, began: None };
-    let request = Open {
-        source: Storage::of(path),
-        origin: Some(origin),
-        ..Open::new(destination, journal_dir, Commit::default())
-    };
-    let (sender, receiver) = link.split();
-    let told = (|| {
-        let status = open(&sender, &receiver, &request, None)?;
-        if let Some(primary) = status.primary {
-            return Ok(Some(primary.term));
-        }
-        let at = status.replica.epoch.filter(|_| status.replica.source == Some(source));
-        if at != Some(released.epoch) {
-            return Err(SyncError::Refused(format!(
-                "{} is not at epoch {} of {}: give the replica of the last sync",
-                destination.display(),
-                released.epoch,
-                path.display()
-            )));
-        }
-        sender.send_json(PLAN, &Plan { release: Some(released), ..Plan::default() })?;
-        let _: Committed = expect(&receiver, COMMITTED)?.json()?;
-        Ok(None)
-    })();
-    part(sender, &receiver, told)
 }

@@ -8,7 +8,7 @@ use crate::error::SyncError;
 use crate::messages::Status;
 use crate::options::{SyncOptions, Way};
 use crate::plan::{Changes, Choice, Facts, Knowledge, LiveDisk, Moment, positions};
-use crate::primary::common;
+use crate::primary::two_sources;
 
 /// What the source knows before a checkpoint. `name` is how the user named the replica.
 pub(crate) fn facts<'a>(
@@ -18,7 +18,6 @@ pub(crate) fn facts<'a>(
     options: &SyncOptions,
 ) -> Result<Facts<'a>, SyncError> {
     let about = handle.about();
-    let history = handle.history()?;
     let asked = positions(status).filter(|positions| !positions.is_empty() && !options.adopt);
     // Where a step was left off, blocks may be of the epoch to which it led, also where no position says so yet. What was
     // received since was made for them as well.
@@ -37,15 +36,14 @@ pub(crate) fn facts<'a>(
         Some(Err(SourceError::Foreign(why))) => Knowledge::Foreign(why),
         Some(Err(other)) => return Err(other.into()),
     };
-    // Only another source of the same id asks for what this one would lose.
-    let common = status.primary.and_then(|theirs| common(&history, theirs.common, about.began));
-    let ours = common.and_then(|since| Some((since, handle.written_after(&since).ok()?.0.count())));
+    let two = status.primary.as_ref().map(|theirs| two_sources(handle, theirs)).transpose()?;
     Ok(Facts {
         path: &about.path,
         uuid: about.uuid,
         term: about.term,
         began: about.began,
-        ours: ours.map(|(since, blocks)| (since, blocks.saturating_mul(about.block_size.into()))),
+        line: &about.line,
+        two: two.unwrap_or_default(),
         name,
         live: handle.live().map(|live| LiveDisk { resized: live.is_resized() }),
         history: knowledge,

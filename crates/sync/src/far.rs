@@ -22,7 +22,7 @@ use crate::messages::{
     of_digest_report, of_sum_report, to_unit, unexpected,
 };
 use crate::mirror_receiver::receive_batches;
-use crate::primary::primary_at;
+use crate::primary::{primary_at, refuse_adoption, refuse_merge};
 use crate::report::Progress;
 
 /// Serves one sync as the replica's end of `link`. Errors are reported to the other end too.
@@ -47,10 +47,13 @@ pub fn receive_within(link: Link, state: &StateDir, allowed: &AllowedPaths) -> R
 pub(crate) fn open_here(open: &Open, path: &Path, state: &StateDir) -> Result<Opened, SyncError> {
     refuse_source(open.source.as_ref(), path)?;
     let options = asked_for(open, open_options(open.journal_dir.as_deref(), state));
-    if let Some(origin) = open.origin.filter(|_| !open.adopt && !open.verify) {
-        if let Some(primary) = primary_at(path, &options, state, &origin)? {
+    if let Some(origin) = &open.origin {
+        if let Some(primary) = primary_at(path, &options, state, origin)? {
             return Ok(Opened::Primary(path.to_path_buf(), primary));
         }
+    }
+    if open.adopt {
+        refuse_adoption(path, &options, state)?;
     }
     Ok(Opened::Replica(Box::new(open_replica(path, &options, state)?), Some(state.clone())))
 }
@@ -62,7 +65,8 @@ fn asked_for(open: &Open, here: replica::Options) -> replica::Options {
         create: open.create,
         doubt: open.verify,
         keep: open.keep.clone(),
-        term: open.origin.map_or(0, |origin| origin.term),
+        term: open.origin.as_ref().map_or(0, |origin| origin.term),
+        line: open.origin.as_ref().map(|origin| origin.line.clone()).unwrap_or_default(),
         ..here
     }
 }
@@ -248,14 +252,14 @@ impl ReplicaEnd<'_> {
     fn refuse(&self, path: PathBuf, primary: Primary) -> Result<Option<Message>, SyncError> {
         let status = Status::of(replica::Status::nothing());
         let shown = path.display().to_string();
+        let term = primary.term;
         Status { path, primary: Some(primary), ..status }.say(self.sender)?;
         match self.receiver.recv()? {
             None => Ok(None),
             Some(message) if message.kind == FAILED => Err(unexpected(&message)),
             // An earlier version, which does not know what it was told.
             Some(_) => Err(SyncError::Refused(format!(
-                "{shown} is a source itself (term {}): run \"dsync demote {shown}\" there first",
-                primary.term
+                "{shown} is a source itself (term {term}): run \"dsync demote {shown}\" there first"
             ))),
         }
     }
@@ -507,7 +511,11 @@ pub fn merge(
         keep: options.keep.clone(),
         ..open_options(options.journal_dir.as_deref(), state)
     };
-    let (merged, replica) = merge_into(|| open_replica(path, &how, state), options.commit, input)?;
+    let open = || {
+        refuse_merge(path, &how, state)?;
+        open_replica(path, &how, state)
+    };
+    let (merged, replica) = merge_into(open, options.commit, input)?;
     // Not before: a merge that is refused makes no replica.
     list(&replica, Some(&known_replicas(state)));
     Ok(Merged { destination: path.to_path_buf(), ..merged })

@@ -35,7 +35,7 @@ use std::time::{Duration, Instant};
 
 use compare::rolling::{SumParams, SumReport};
 use compare::{DigestReport, Scope};
-use delta::{Epoch, Unit, UnitKind};
+use delta::{Epoch, Line, Unit, UnitKind};
 use device::{Buf, Storage};
 use link::{Message, Pace, Received, Receiver, Sender};
 use replica::{Commit, Demoted, Keep, Released, UnsureSet};
@@ -89,30 +89,41 @@ pub(crate) struct Open {
 }
 
 /// Which source a replica is opened for.
-#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Origin {
     pub uuid: Uuid,
     pub term: u64,
     /// The epoch at which its term began.
     pub began: Option<Epoch>,
+    /// The promotions that led to it.
+    #[serde(default)]
+    pub line: Line,
 }
 
 impl Origin {
     pub(crate) fn of(about: &About) -> Origin {
-        Origin { uuid: about.uuid, term: about.term, began: about.began }
+        Origin { uuid: about.uuid, term: about.term, began: about.began, line: about.line.clone() }
     }
 }
 
 /// What is at the replica's path where that is the same source itself.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Primary {
     pub term: u64,
     /// Its last epoch.
     pub epoch: Option<Epoch>,
-    /// The epoch that both have in common, as far as it knows: where the term of one of them began.
+    /// The last epoch that both have in common, as far as it knows.
     pub common: Option<Epoch>,
     /// Bytes written to it since, at least; `None` if that is not known.
     pub written: Option<u64>,
+    /// The epoch at which its term began, and the promotions that led to it.
+    #[serde(default)]
+    pub began: Option<Epoch>,
+    #[serde(default)]
+    pub line: Line,
+    /// Its history goes back to the epoch in common.
+    #[serde(default)]
+    pub reaches: bool,
 }
 
 impl Open {
@@ -297,6 +308,9 @@ impl Open {
         check_path("the replica", Some(&open.path))?;
         check_path("the journal's folder", open.journal_dir.as_deref())?;
         check_path("the digest file", open.digests.as_ref().and_then(|digests| digests.file.as_deref()))?;
+        if open.origin.as_ref().is_some_and(|origin| !origin.line.is_sound()) {
+            return Err(nonsense("the promotions of the source"));
+        }
         if open.keep.as_ref().is_some_and(|keep| !keep.is_sound()) {
             return Err(nonsense("what is to be kept of the past"));
         }
@@ -363,7 +377,8 @@ impl Status {
         let ascend = positions.windows(2).all(|two| matches!(two, [a, b] if a.upto < b.upto));
         let within = positions.iter().all(|part| part.upto <= MAX_SIZE);
         let bounded = self.unsure_bytes <= UnsureSet::LONGEST;
-        let bounded = bounded && role.also().len() <= Demoted::MOST;
+        let bounded = bounded && role.also().len() <= Demoted::MOST && role.line.is_sound();
+        let bounded = bounded && self.primary.as_ref().is_none_or(|primary| primary.line.is_sound());
         match positions.len() <= MAX_PARTS && ascend && within && bounded && *size <= MAX_SIZE {
             true => Ok(()),
             false => Err(nonsense("the parts of the replica")),

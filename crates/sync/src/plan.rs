@@ -11,7 +11,7 @@
 
 use std::path::Path;
 
-use delta::{Epoch, Header, Method};
+use delta::{Epoch, Header, Line, Method};
 use extents::Bitmap;
 use source::{Bookmark, Position, RESIZED};
 use uuid::Uuid;
@@ -19,6 +19,7 @@ use uuid::Uuid;
 use crate::conflict::{Conflict, Diverged, Divergence};
 use crate::messages::Status;
 use crate::options::{SyncOptions, Unreadable};
+use crate::primary::TwoSources;
 use crate::read::Wanted;
 
 /// What is known of a source before a checkpoint is taken.
@@ -28,8 +29,10 @@ pub(crate) struct Facts<'a> {
     /// Its term, and the epoch at which that began.
     pub term: u64,
     pub began: Option<Epoch>,
-    /// Where another source of the same id is found: the last epoch in common, and the bytes written here since.
-    pub ours: Option<(Epoch, u64)>,
+    /// The promotions that led to it.
+    pub line: &'a Line,
+    /// What is known of two sources, where the destination is one of the same id.
+    pub two: TwoSources,
     /// The replica, as the user named it.
     pub name: &'a str,
     /// It is a disk in use, tracked in the kernel.
@@ -158,7 +161,11 @@ pub(crate) fn choose(facts: &Facts<'_>, status: &Status, options: &SyncOptions) 
 }
 
 /// Refuses a destination that was written to as the same source, or follows another that was: neither has what the other wrote since.
-fn refuse_diverged(facts: &Facts<'_>, status: &Status, options: &SyncOptions) -> Result<(), Conflict> {
+pub(crate) fn refuse_diverged(
+    facts: &Facts<'_>,
+    status: &Status,
+    options: &SyncOptions,
+) -> Result<(), Conflict> {
     let diverged = |term, common: Option<Epoch>, divergence| {
         Err(Conflict::Diverged(Box::new(Diverged {
             path: facts.path.to_path_buf(),
@@ -170,10 +177,8 @@ fn refuse_diverged(facts: &Facts<'_>, status: &Status, options: &SyncOptions) ->
         })))
     };
     if let Some(theirs) = &status.primary {
-        let common = facts.ours.map(|(common, _)| common).or(theirs.common);
-        let divergence =
-            Divergence::TwoSources { here: facts.ours.map(|(_, bytes)| bytes), there: theirs.written };
-        return diverged(theirs.term, common, divergence);
+        let TwoSources { common, here, there } = facts.two;
+        return diverged(theirs.term, common, Divergence::TwoSources { here, there });
     }
     let replica = &status.replica;
     let term = replica.role.term;
@@ -183,11 +188,14 @@ fn refuse_diverged(facts: &Facts<'_>, status: &Status, options: &SyncOptions) ->
     let other_branch =
         Divergence::OtherBranch { epoch: epoch.number, demoted: replica.role.demoted.is_some() };
     match &facts.history {
-        // Before this term there may have been other branches, and its history does not tell them apart. Only the first term
-        // has none.
+        // Before this term there may have been other branches, which its history does not tell apart. The promotions do; where
+        // they are not known, only the first term has no branches before it.
         Knowledge::Lost(_)
             if facts.began.is_some_and(|began| epoch.number < began.number)
-                && !(term <= 1 && facts.term == 2) =>
+                && !facts
+                    .line
+                    .leads_from(&replica.role.line, &epoch)
+                    .unwrap_or(term <= 1 && facts.term == 2) =>
         {
             diverged(term, facts.began, other_branch)
         }
@@ -406,6 +414,7 @@ mod tests {
     use replica::{Position, State};
 
     use super::*;
+    use crate::conflict::Since;
     use crate::messages::Primary;
 
     const BLOCK: u64 = 4096;
@@ -454,16 +463,32 @@ mod tests {
         }
         if has("demoted") {
             let also = if has("at") { vec![epoch(6), epoch(7)] } else { Vec::new() };
-            replica.role.demoted = Some(replica::Demoted { since: 0, also });
+            replica.role.demoted = Some(replica::Demoted { since: 0, also, told: None });
         }
         replica.role.term = (1..4).find(|term| has(&format!("term{term}"))).unwrap_or(1);
+        replica.role.line = line(words);
         let primary = (1..4).find(|term| has(&format!("source{term}"))).map(|term| Primary {
             term,
             epoch: Some(epoch(9)),
-            common: has("common").then(|| epoch(5)),
-            written: has("common").then_some(3 * BLOCK),
+            common: None,
+            written: None,
+            began: None,
+            line: Line::default(),
+            reaches: false,
         });
         Status { path: "/replica".into(), primary, ..Status::of(replica) }
+    }
+
+    /// A line in words: "line:2a5,3b9" is promotion a to term 2, from epoch 5 on, and promotion b to term 3, from epoch 9 on.
+    fn line(words: &str) -> Line {
+        let Some(terms) = words.split_whitespace().find_map(|word| word.strip_prefix("line:")) else {
+            return Line::default();
+        };
+        terms.split(',').filter(|term| !term.is_empty()).fold(Line::first(), |line, term| {
+            let id = Uuid::from_u128(term.as_bytes()[1].into());
+            let (number, began) = (term[..1].parse().unwrap(), epoch(term[2..].parse().unwrap()));
+            line.and(delta::Term { number, id, began })
+        })
     }
 
     /// Options in words, as on the command line.
@@ -493,7 +518,12 @@ mod tests {
             uuid: SOURCE,
             term: (2..4).find(|term| has(&format!("term{term}"))).unwrap_or(1),
             began: (2..4).find(|term| has(&format!("term{term}"))).map(|_| epoch(5)),
-            ours: has("wrote").then(|| (epoch(5), 2 * BLOCK)),
+            line: &line(words),
+            two: TwoSources {
+                common: has("common").then(|| epoch(5)),
+                here: Since::of(has("wrote").then_some(Some(2 * BLOCK))),
+                there: Since::of(has("theirs").then_some(Some(3 * BLOCK))),
+            },
             name: "far:/replica",
             live: has("live").then(|| LiveDisk { resized: has("resized") }),
             history,
@@ -586,9 +616,17 @@ mod tests {
             ("at 7; term2 gap", "Diverged"),
             ("at 5; term2 gap", "compare, compared: the host crashed"),
             ("at 4; term2 gap", "compare, compared: the host crashed"),
-            // Another branch of the same term, or an older one.
+            // Another branch of the same term, or an older one, as far as is known.
             ("at 4 term2; term2 gap", "Diverged"),
             ("at 4; term3 gap", "Diverged"),
+            // The promotions tell whether it is further back on the way to this term.
+            ("at 4 line:; term3 gap line:2a3,3b5", "Diverged"),
+            ("at 4 term2 line:2a3; term3 gap line:2a3,3b5", "compare, compared: the host crashed"),
+            ("at 3 line:; term3 gap line:2a3,3b5", "compare, compared: the host crashed"),
+            ("at 4 term2 line:2c3; term3 gap line:2a3,3b5", "Diverged"),
+            ("at 4 term2 line:2a3; term2 gap line:2c4", "Diverged"),
+            ("at 4 term3 line:2a3,3b5; term2 gap line:2a3", "Diverged"),
+            ("unsure demoted at 4 line:; term3 gap line:2a4,3b5", "compare, compared: the host crashed"),
             ("other at 5 term3", "OtherSource"),
             // The same source itself.
             ("none source1; term2", "Diverged"),
@@ -656,15 +694,21 @@ mod tests {
                 "none source1; term2",
                 ["apart since an epoch that is not known", "an unknown amount was written"],
             ),
-            ("none source1 common; term2", ["apart since epoch 5", "12.0 KiB to far:/replica"]),
+            ("none source1; term2 common theirs", ["apart since epoch 5", "12.0 KiB to far:/replica"]),
             (
-                "none source1 common; term2 wrote",
+                "none source1; term2 common wrote theirs",
                 ["8.00 KiB was written to /source", "12.0 KiB to far:/replica"],
             ),
             (
-                "none source1; term2 wrote",
+                "none source1; term2 common wrote theirs",
                 ["demote --since 5 --save FILE\" on far:/replica", "demote --since 5 --save FILE /source"],
             ),
+            // The history of one of them does not go back to that epoch.
+            (
+                "none source1; term2 common theirs",
+                ["demote --since 5 --save FILE\" on far:/replica", "demote --save FILE /source"],
+            ),
+            ("none source1; term2 common theirs", ["apart since epoch 5", "sync from there with --adopt"]),
         ] {
             let (replica_words, words) = situation.split_once(';').unwrap_or((situation, ""));
             let text = chosen(&replica(replica_words), words).unwrap_err().to_string();

@@ -4,10 +4,50 @@ use std::path::Path;
 
 use delta::Epoch;
 use extents::Bitmap;
-use source::{About, History, Position, SourceError, StateDir};
+use replica::FIRST_TERM;
+use source::{About, Handle, History, Position, SourceError, StateDir};
 
+use crate::conflict::Since;
 use crate::error::SyncError;
 use crate::messages::{Origin, Primary};
+
+/// Refuses to adopt a disk that was promoted, whatever source it is to follow: what was written to it since is in no other.
+pub(crate) fn refuse_adoption(
+    path: &Path,
+    options: &replica::Options,
+    state: &StateDir,
+) -> Result<(), SyncError> {
+    let lineage = replica::inspect(path, options).unwrap_or(None);
+    let marked = lineage.and_then(|lineage| lineage.role.promoted).map(|promoted| promoted.term);
+    let known = state.source(&path.to_string_lossy()).unwrap_or(None).map(|(_, about)| about.term);
+    // The mark of an earlier version has no term; a source in its first term may be restored from a replica.
+    match marked.or(known).filter(|term| *term > FIRST_TERM) {
+        Some(term) => Err(SyncError::Refused(is_source(path, term))),
+        None => Ok(()),
+    }
+}
+
+/// Refuses a delta for a disk that is a source, and was never a replica.
+pub(crate) fn refuse_merge(
+    path: &Path,
+    options: &replica::Options,
+    state: &StateDir,
+) -> Result<(), SyncError> {
+    let replica = replica::inspect(path, options).map_or(true, |lineage| lineage.is_some());
+    match state.source(&path.to_string_lossy()).unwrap_or(None).filter(|_| path.exists() && !replica) {
+        Some((_, about)) => Err(SyncError::Refused(is_source(path, about.term))),
+        None => Ok(()),
+    }
+}
+
+/// Why nothing is written to a source, and the way out.
+fn is_source(path: &Path, term: u64) -> String {
+    let path = path.display();
+    format!(
+        "{path} is a source itself (term {term}), and what was written to it would be overwritten. To make it a replica, run \
+         \"dsync demote {path}\" where it is: that says how much was written to it, and saves it or gives it up"
+    )
+}
 
 /// What is at `path`, if that is the source of `origin` itself: a source without a lineage, or a replica that was promoted.
 pub(crate) fn primary_at(
@@ -28,8 +68,10 @@ pub(crate) fn primary_at(
         (Some((place, about)), _) => Ok(Some(primary(&place, &about, origin)?)),
         // Its promotion was interrupted.
         (None, Some(promoted)) => {
-            let epoch = lineage.and_then(|lineage| lineage.epoch);
-            Ok(Some(Primary { term: promoted.term, epoch, common: epoch, written: None }))
+            let epoch = lineage.as_ref().and_then(|lineage| lineage.epoch);
+            let line = lineage.map(|lineage| lineage.role.line).unwrap_or_default();
+            let (term, began) = (promoted.term, epoch);
+            Ok(Some(Primary { term, epoch, common: None, written: None, began, line, reaches: false }))
         }
         (None, None) => Ok(None),
     }
@@ -38,15 +80,43 @@ pub(crate) fn primary_at(
 fn primary(place: &Path, about: &About, origin: &Origin) -> Result<Primary, SyncError> {
     let folder = device::Dir::existing(place).map_err(SyncError::io(format!("open {}", place.display())))?;
     let history = History::read(&folder)?;
-    let common = common(&history, origin.began, about.began);
-    let written = common.and_then(|common| written_after(place, about, &history, &common).unwrap_or(None));
-    Ok(Primary { term: about.term, epoch: history.last(), common, written })
+    let (term, began, line) = (about.term, about.began, about.line.clone());
+    let theirs = origin.began.filter(|began| knows(&history, began));
+    let common = theirs.or(line.common(&origin.line));
+    // Where this side does not know the one in common, the other may know the beginning of this one's term.
+    let since = common.or(began).filter(|epoch| knows(&history, epoch));
+    let written = since.and_then(|since| written_after(place, about, &history, &since).unwrap_or(None));
+    Ok(Primary { term, epoch: history.last(), common, written, began, line, reaches: since.is_some() })
 }
 
-/// The epoch that two sources have in common: where the term of one of them began, if the history of this one has it.
-pub(crate) fn common(history: &History, theirs: Option<Epoch>, ours: Option<Epoch>) -> Option<Epoch> {
-    let known = |epoch: &Epoch| history.size_at(epoch).is_some();
-    theirs.filter(known).or(ours.filter(known))
+fn knows(history: &History, epoch: &Epoch) -> bool {
+    history.size_at(epoch).is_some()
+}
+
+/// Two sources of one id.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(crate) struct TwoSources {
+    /// The last epoch that they have in common, if that is known.
+    pub common: Option<Epoch>,
+    /// What the source that is asked has since.
+    pub here: Since,
+    /// What the other has.
+    pub there: Since,
+}
+
+/// Compares this source with another one of its id.
+pub(crate) fn two_sources(handle: &Handle, theirs: &Primary) -> Result<TwoSources, SyncError> {
+    let (about, history) = (handle.about(), handle.history()?);
+    // The beginning of either's term, where the other knows that, is the last of the branch that they share.
+    let known = [theirs.began, theirs.common].into_iter().flatten().filter(|epoch| knows(&history, epoch));
+    let common = known.max_by_key(|epoch| epoch.number).or(about.line.common(&theirs.line));
+    let here = common.filter(|common| knows(&history, common)).map(|common| {
+        let blocks = handle.written_after(&common).ok().map(|(blocks, _)| blocks.count());
+        blocks.map(|blocks| blocks.saturating_mul(about.block_size.into()))
+    });
+    let counted = common.is_some() && common == theirs.common.or(theirs.began);
+    let there = (counted && (theirs.reaches || theirs.written.is_some())).then_some(theirs.written);
+    Ok(TwoSources { common, here: Since::of(here), there: Since::of(there) })
 }
 
 /// Bytes written to a source after an epoch, at least: those are not counted that another program wrote. `None` if that is not known.

@@ -45,6 +45,8 @@ pub struct Promotion {
     pub lacks_epoch: Option<u64>,
     /// The old source has said that there was no more.
     pub released: bool,
+    /// It is a former source, and this replica was told that it had ended.
+    pub told: Option<String>,
     /// Its parts are of different moments.
     pub fuzzy: bool,
     /// An interrupted promotion was completed.
@@ -110,6 +112,7 @@ fn told(replica: &Replica, outlook: &Outlook) -> Promotion {
         bytes_ahead: status.unsure.bytes(),
         lacks_epoch: outlook.later.map(|later| later.number),
         released: outlook.released,
+        told: recorded.role.demoted.as_ref().and_then(|demoted| demoted.told.clone()),
         fuzzy: outlook.fuzzy,
         completed: false,
         dry_run: false,
@@ -142,6 +145,7 @@ fn succession(
     Ok(Succession {
         uuid: status.source.unwrap_or_default(),
         term: mark.term,
+        line: recorded.role.line.clone(),
         base: outlook.epoch,
         moments,
         block_size,

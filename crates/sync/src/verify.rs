@@ -23,11 +23,11 @@ use crate::account::Account;
 use crate::compared::Comparison;
 use crate::error::SyncError;
 use crate::extents::Extents;
-use crate::facts::bookmark;
+use crate::facts::{bookmark, facts};
 use crate::messages::{Open, PLAN, Plan, Status, open, part};
-use crate::options::Way;
+use crate::options::{SyncOptions, Way};
 use crate::pack::{DeltaSender, Packing};
-use crate::plan::refuse_vanished;
+use crate::plan::{refuse_diverged, refuse_vanished};
 use crate::read::FrameSize;
 use crate::report::{Progress, Totals};
 use crate::transfer::committed;
@@ -147,6 +147,7 @@ pub(crate) fn verify_over(
         let replica = replica_for_verify(destination, options).beside(handle.about());
         let status = open(sender, receiver, &replica, options.bwlimit.as_ref())?;
         account.opened();
+        refuse_sources(handle, name, &status, options)?;
         missing(handle, name, &status, options)?;
         let proof = Proof::begin(handle, status, options)?;
         let totals = Totals::new(&progress);
@@ -182,8 +183,11 @@ struct Proof<'a> {
 
 impl<'a> Proof<'a> {
     fn begin(handle: &'a Handle, status: Status, options: &'a VerifyOptions) -> Result<Proof<'a>, SyncError> {
-        let position = [stands(handle, &status)?];
-        let lost = known(handle, &position, &status)?;
+        let position = [stands(handle, &status, options)?];
+        let lost = match status.replica.under_way() {
+            true => Some(INTERRUPTED.to_owned()),
+            false => known(handle, &position, &status)?,
+        };
         refuse(handle, &status, options, lost.as_deref())?;
         // The view first, then what changed up to it: no write can fall between.
         let view = Arc::new(handle.view(false)?);
@@ -354,6 +358,20 @@ fn missing(handle: &Handle, name: &str, status: &Status, options: &VerifyOptions
     Ok(refuse_vanished(name, status, bookmarks.get(&bookmark))?)
 }
 
+/// Refuses to compare with another source of the same id, and to repair what has diverged.
+fn refuse_sources(
+    handle: &Handle,
+    name: &str,
+    status: &Status,
+    options: &VerifyOptions,
+) -> Result<(), SyncError> {
+    if status.primary.is_none() && !options.repair {
+        return Ok(());
+    }
+    let sync = SyncOptions { way: options.way.clone(), ..SyncOptions::default() };
+    Ok(refuse_diverged(&facts(handle, status, name, &sync)?, status, &sync)?)
+}
+
 /// Refuses what cannot be verified, or not repaired.
 fn refuse(
     handle: &Handle,
@@ -386,8 +404,11 @@ impl Verified {
     }
 }
 
-/// The replica's epoch, if it is whole.
-fn stands(handle: &Handle, status: &Status) -> Result<Position, SyncError> {
+/// Why differences may be changes where a repair goes on from an interrupted one.
+const INTERRUPTED: &str = "a transfer to it was interrupted";
+
+/// The replica's epoch, if it is whole, or if the rest is repaired.
+fn stands(handle: &Handle, status: &Status, options: &VerifyOptions) -> Result<Position, SyncError> {
     let (path, about) = (status.path.display(), handle.about());
     if let Some(other) = status.replica.source.filter(|source| *source != about.uuid) {
         return Err(SyncError::Refused(format!(
@@ -395,12 +416,23 @@ fn stands(handle: &Handle, status: &Status) -> Result<Position, SyncError> {
             about.path.display()
         )));
     }
-    match status.replica.epoch.filter(|_| !status.replica.under_way()) {
-        Some(epoch) => Ok(Position { epoch, upto: status.replica.size }),
-        None if status.replica.source.is_none() => {
+    // A sync refuses what others have changed, and leaves it to this.
+    let repairs = options.repair && options.ranges.is_empty() && status.replica.changed.is_some();
+    match (status.replica.epoch, &status.replica.changed) {
+        (Some(epoch), _) if !status.replica.under_way() || repairs => {
+            Ok(Position { epoch, upto: status.replica.size })
+        }
+        (None, None) if status.replica.source.is_none() => {
             Err(SyncError::Refused(format!("no replica at {path} yet: create it with \"dsync sync\"")))
         }
-        None => Err(SyncError::Refused(format!("replica {path} is incomplete: run \"dsync sync\" first"))),
+        (_, None) => {
+            Err(SyncError::Refused(format!("replica {path} is incomplete: run \"dsync sync\" first")))
+        }
+        (epoch, Some(why)) => Err(SyncError::Refused(format!(
+            "replica {path} is incomplete, and was modified outside dsync ({why}): {} compares all of it with the source, and \
+             overwrites what differs",
+            if epoch.is_some() { "\"dsync verify --repair\"" } else { "\"dsync sync --adopt\"" }
+        ))),
     }
 }
 

@@ -6,11 +6,15 @@
 //! Linux reports a failed write-back once and then treats the pages as clean: it does not write them again, and may drop
 //! them from memory. So a record with one such failure is *damaged* for the rest of its life, and marked so in its file: it
 //! never counts as durable again, and no intent is dropped because of it.
+//!
+//! Where the file cannot be mapped ([`StateFile::map`]), the record is in memory, and [`BitmapFile::sync`] brings it to the file: a file
+//! that *lags*. Of one that was left behind a kill tells no more than a power cut does: what was active is dirty.
 
 use std::io;
 use std::ops::{Deref, Range};
+use std::sync::Mutex;
 use std::sync::atomic::{
-    AtomicU64,
+    AtomicBool, AtomicU64,
     Ordering::{Relaxed, SeqCst},
 };
 
@@ -22,6 +26,10 @@ const HEAD: u64 = 4096;
 const MAGIC: u64 = u64::from_le_bytes(*b"dsyncrec");
 /// The word of the head that is set once the file could not be written. After magic, number, size and block size.
 const DAMAGED: usize = 4;
+/// The word that is set in a file which lags.
+const LAGS: usize = 5;
+/// Words that are brought to the file at once.
+const PAGE: usize = 512;
 
 /// Words of a mapping.
 pub(crate) struct Section {
@@ -48,8 +56,19 @@ pub struct BitmapFile {
     size: u64,
     block_size: u32,
     file: Box<dyn StateFile>,
+    mapping: Mapping,
     head: Section,
     bits: Bitmap<Section>,
+    /// Of a file that lags.
+    ahead: Option<Ahead>,
+}
+
+/// What a file lags behind.
+struct Ahead {
+    /// The pages of leaves with marks that it may not have.
+    pages: Box<[AtomicBool]>,
+    /// Held while they are brought there.
+    turn: Mutex<()>,
 }
 
 impl BitmapFile {
@@ -86,7 +105,12 @@ impl BitmapFile {
         file.write_at(0, &head)?;
         file.sync()?;
         folder.sync()?;
-        Self::over(file, number, size, block_size)
+        let record = Self::over(file, number, size, block_size)?;
+        if record.mapping.is_copy() {
+            record.head[LAGS].store(1, SeqCst);
+            record.mapping.put(0..PAGE)?;
+        }
+        Ok(record)
     }
 
     /// Opens a record left by an earlier run. `None` if the file is incomplete: then it was never used.
@@ -119,7 +143,10 @@ impl BitmapFile {
         let bits = Bitmap::over(Section::new(&mapping, first..first + words as usize), blocks)
             .map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))?;
         let head = Section::new(&mapping, 0..first);
-        Ok(BitmapFile { number, size, block_size, file, head, bits })
+        let leaves = Bitmap::<Section>::leaf_words(blocks);
+        let pages = || (0..leaves.div_ceil(PAGE as u64)).map(|_| AtomicBool::new(false)).collect();
+        let ahead = mapping.is_copy().then(|| Ahead { pages: pages(), turn: Mutex::new(()) });
+        Ok(BitmapFile { number, size, block_size, file, mapping, head, bits, ahead })
     }
 
     /// Removes the file. Durable after the folder's sync.
@@ -147,8 +174,39 @@ impl BitmapFile {
         let shift = self.block_size.trailing_zeros();
         let end = if len > 0 { ((offset + len - 1) >> shift) + 1 } else { offset >> shift };
         let blocks = offset >> shift..end;
-        self.bits.set(blocks.clone());
+        let fresh = self.bits.set(blocks.clone());
+        // After the marks: who brings them to the file waits for their writer first, and clears this before it looks.
+        if let Some(ahead) = self.ahead.as_ref().filter(|_| fresh) {
+            let page = PAGE as u64 * 64;
+            let touched = ahead.pages.iter().take(((blocks.end - 1) / page + 1) as usize);
+            touched.skip((blocks.start / page) as usize).for_each(|page| page.store(true, SeqCst));
+        }
         blocks
+    }
+
+    /// Brings what a file that lags does not have to it.
+    fn catch_up(&self, ahead: &Ahead) -> io::Result<()> {
+        let _turn = ahead.turn.lock().unwrap_or_else(|e| e.into_inner());
+        let (first, leaves) =
+            ((HEAD / 8) as usize, Bitmap::<Section>::leaf_words(self.bits.blocks()) as usize);
+        let pages: Vec<usize> =
+            (0..ahead.pages.len()).filter(|page| ahead.pages[*page].swap(false, SeqCst)).collect();
+        if pages.is_empty() {
+            return Ok(());
+        }
+        // The summary first: a leaf without it is never found.
+        let put = self.mapping.put(first + leaves..self.mapping.len()).and_then(|()| {
+            pages.iter().try_for_each(|page| {
+                let leaf = page * PAGE;
+                self.mapping.put(first + leaf..first + (leaf + PAGE).min(leaves))
+            })
+        });
+        put.inspect_err(|_| pages.iter().for_each(|page| ahead.pages[*page].store(true, SeqCst)))
+    }
+
+    /// True if the file may have less than its process had when it died: all of that lies in what was active.
+    pub(crate) fn lags(&self) -> bool {
+        self.head[LAGS].load(SeqCst) != 0
     }
 
     /// Marks everything that another record has marked; its block size may differ, and its disk may be smaller.
@@ -194,6 +252,7 @@ impl BitmapFile {
                 Self::name(self.number)
             )));
         }
+        self.ahead.as_ref().map_or(Ok(()), |ahead| self.catch_up(ahead))?;
         self.file.sync().inspect_err(|_| self.head[DAMAGED].store(1, SeqCst))
     }
 
@@ -221,5 +280,90 @@ impl std::fmt::Debug for BitmapFile {
 pub(crate) fn raise(word: &AtomicU64, to: u64) {
     if word.load(Relaxed) < to {
         word.fetch_max(to, Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::{Path, PathBuf};
+
+    /// A folder whose files are copied to memory, as on a file system that copies on write.
+    struct Copying(device::Dir);
+
+    struct Copied(Box<dyn StateFile>, PathBuf);
+
+    impl Folder for Copying {
+        fn open(&self, name: &str, create: bool) -> io::Result<Box<dyn StateFile>> {
+            Ok(Box::new(Copied(self.0.open(name, create)?, self.0.path().join(name))))
+        }
+        fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+            self.0.rename(from, to)
+        }
+        fn remove(&self, name: &str) -> io::Result<()> {
+            self.0.remove(name)
+        }
+        fn sync(&self) -> io::Result<()> {
+            self.0.sync()
+        }
+        fn list(&self) -> io::Result<Vec<String>> {
+            self.0.list()
+        }
+        fn path(&self) -> &Path {
+            self.0.path()
+        }
+    }
+
+    impl StateFile for Copied {
+        fn len(&self) -> io::Result<u64> {
+            self.0.len()
+        }
+        fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+            self.0.read_at(offset, buf)
+        }
+        fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+            self.0.write_at(offset, buf)
+        }
+        fn set_len(&self, len: u64) -> io::Result<()> {
+            self.0.set_len(len)
+        }
+        fn reserve(&self, len: u64) -> io::Result<()> {
+            self.0.reserve(len)
+        }
+        fn sync(&self) -> io::Result<()> {
+            self.0.sync()
+        }
+        fn map(&self, len: u64) -> io::Result<Mapping> {
+            Mapping::copy(&std::fs::File::options().read(true).write(true).open(&self.1)?, len)
+        }
+    }
+
+    #[test]
+    fn a_file_that_lags_has_all_that_was_marked_before_a_sync() {
+        let temp = tempfile::tempdir().unwrap();
+        let dir = device::Dir::open(temp.path()).unwrap();
+        let (size, block) = (64 << 30, 4096u64);
+        let marked = |record: &BitmapFile| record.runs_in(0..size / block).collect::<Vec<_>>();
+        let record = BitmapFile::create(&Copying(dir.clone()), 3, size, block as u32).unwrap();
+        assert!(record.lags());
+        let last = size / block - 1;
+        record.mark(7 * block, block);
+        record.mark(5 << 30, 3 << 20);
+        record.sync().unwrap();
+        let durable = [7..8, (5 << 18)..(5 << 18) + 768];
+        record.mark(last * block, block);
+        record.mark(7 * block, 2 * block);
+        // Another process finds what was synced, by a mapping as well as by a copy.
+        let left: [&dyn Folder; 2] = [&dir, &Copying(dir.clone())];
+        for folder in left {
+            let left = BitmapFile::open(folder, 3).unwrap().unwrap();
+            assert_eq!(marked(&left), durable);
+            assert!(left.lags() && left.is_sound());
+        }
+        record.sync().unwrap();
+        let all = [7..9, durable[1].clone(), last..last + 1];
+        assert_eq!(marked(&BitmapFile::open(&dir, 3).unwrap().unwrap()), all);
+        assert_eq!(marked(&record), all);
+        assert!(!BitmapFile::create(&dir, 4, size, block as u32).unwrap().lags());
     }
 }

@@ -18,6 +18,9 @@ pub(crate) struct Gate {
 /// The words of the two counts: cache lines apart, as both are touched by every write of every connection.
 const LANES: [usize; 2] = [32, 64];
 
+/// The words up to the last of them.
+pub(crate) const WORDS: usize = 65;
+
 /// Writes that are inside, or were when the process died.
 pub(crate) fn inside(words: &[AtomicU64]) -> u64 {
     LANES.iter().map(|lane| words[*lane].load(SeqCst)).sum()

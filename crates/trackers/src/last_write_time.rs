@@ -55,6 +55,17 @@ impl LastWriteTime {
                 word.fetch_add(1, Relaxed);
             }
         }
+        self.keep();
+    }
+
+    /// Brings the words, and those of the gate, to the file where it is not mapped. If there is no room, older ones stay there, which
+    /// after a kill make an image doubted that need not be.
+    pub(crate) fn keep(&self) {
+        let _ = self.put();
+    }
+
+    fn put(&self) -> io::Result<()> {
+        self.mapping.put(NOTED..crate::gate::WORDS)
     }
 
     /// Nanoseconds since 1970 at the last served write; 0 if there was none.
@@ -74,6 +85,7 @@ impl LastWriteTime {
 
     pub(crate) fn see(&self, changed: u64) {
         self.mapping[SEEN].store(changed, Relaxed);
+        self.keep();
     }
 
     /// How often another program was seen to have changed the image, if the history does not say so yet.
@@ -87,17 +99,20 @@ impl LastWriteTime {
         self.mapping[FOREIGN].fetch_add(1, SeqCst);
         // Makes the next sync write, whatever the last note is.
         self.durable.store(0, Relaxed);
+        self.keep();
     }
 
     /// The same, durably.
     pub(crate) fn doubt(&self) -> io::Result<()> {
         self.count_foreign();
+        self.put()?;
         self.file.sync()
     }
 
     /// The history has this, up to an earlier answer of [`LastWriteTime::foreign`].
     pub(crate) fn settle(&self, times: u64) {
         self.mapping[SETTLED].store(times, SeqCst);
+        self.keep();
     }
 
     /// The words of the gate, shared with it.
@@ -114,6 +129,7 @@ impl LastWriteTime {
     pub fn sync(&self) -> io::Result<()> {
         let last = self.last();
         if last != self.durable.load(Relaxed) {
+            self.put()?;
             self.file.sync()?;
             self.durable.store(last, Relaxed);
         }

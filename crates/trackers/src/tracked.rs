@@ -271,7 +271,7 @@ impl TrackedDisk {
         if let Some(was) = was.filter(|was| *was < size) {
             record.mark(was, size - was);
         }
-        let damaged = || old.iter().any(|earlier| !earlier.is_sound());
+        let damaged = || old.iter().any(|earlier| !earlier.is_sound() || earlier.lags());
         if !old.is_empty() && (power_lost || damaged()) {
             match Intents::left_active(folder).map_err(failed("cannot read the write-intent log"))? {
                 Some(active) if settings.intents => active.iter().for_each(|r| {
@@ -321,6 +321,11 @@ impl TrackedDisk {
             for run in record.runs_in(0..record.size().div_ceil(unit)) {
                 let end = (run.end * unit).div_ceil(block_size).min(into.blocks());
                 into.set((run.start * unit / block_size).min(end)..end);
+            }
+            if record.lags() {
+                for range in Intents::left_active(folder)?.unwrap_or_default() {
+                    into.set(range.start / block_size..range.end.div_ceil(block_size).min(into.blocks()));
+                }
             }
         }
         Ok(())
@@ -682,6 +687,7 @@ impl Shared {
     fn end(&self, side: usize) {
         self.served.note();
         self.gate.leave(side);
+        self.served.keep();
     }
 
     fn check(&self, offset: u64, len: u64) -> io::Result<()> {

@@ -64,7 +64,8 @@ impl Replica {
             self.remove_partial()?;
         }
         // An old replica is forgotten from here on; its file stays until the rename.
-        let lineage = Lineage { role: Role::replica(self.lineage().role.term), ..Lineage::new() };
+        let role = self.lineage().role.clone();
+        let lineage = Lineage { role: Role::replica(role.term, role.line), ..Lineage::new() };
         if self.destination().is_device() {
             *self.lineage_mut() = lineage;
             return self.begin_step(StepKind::InPlace, Vec::new(), toward, header, false);

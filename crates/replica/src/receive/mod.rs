@@ -113,13 +113,16 @@ impl Replica {
         Ok(DeltaReceiver { replica: self, decoder, toward, sink, failed: false })
     }
 
-    /// Remembers the source's term before anything of it is taken.
+    /// Remembers the source's term, and what led to it, before anything of it is taken. A delta in a file does not tell.
     fn hear_term(&mut self) -> Result<()> {
-        let term = self.options().term;
-        if term == 0 || term == self.lineage().role.term {
+        let (term, line) = (self.options().term, self.options().line.clone());
+        let role = &self.lineage().role;
+        let term = if term == 0 { role.term } else { term };
+        if (term, &line) == (role.term, &role.line) {
             return Ok(());
         }
-        self.lineage_mut().role.term = term;
+        let role = &mut self.lineage_mut().role;
+        (role.term, role.line) = (term, line);
         if self.is_kept() { self.store() } else { Ok(()) }
     }
 

@@ -136,7 +136,8 @@ fn demotion(source: &Source, size: u64, blocks: &[u64]) -> Demotion {
         unsure.set(*block..*block + 1);
     });
     let since = (source.epochs[0], vec![source.epochs[1]], UnsureSet::of_blocks(&unsure, BLOCK));
-    Demotion { source: source.id, term: 2, block_size: BLOCK as u32, size, since: Some(since) }
+    let (line, block_size) = (delta::Line::first(), BLOCK as u32);
+    Demotion { source: source.id, term: 2, line, block_size, size, since: Some(since) }
 }
 
 /// What was written to a former source is sent again, with what the new one has written, and nothing else.

@@ -1,0 +1,182 @@
+//! The promotions that led to a source. By them two disks with one id are known to be of one branch, or of two.
+//!
+//! ```text
+//!     term 1 ──1──2──3──4──5──▶            Each later term begins at an epoch of the term before it. The line of term 3 is
+//!                 ╰─ term 2 ──4──5──▶      (2, from epoch 3), (3, from epoch 4): epochs 1 to 3 of term 1 and epoch 4 of
+//!                             ╰─ term 3    term 2 are in its past, and epochs 4 and 5 of term 1 are not.
+//! ```
+
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use crate::Epoch;
+
+/// A term that began with a promotion.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Term {
+    /// Its number, one above that of the term before.
+    pub number: u64,
+    /// Names the promotion: two may have led to terms of one number.
+    pub id: Uuid,
+    /// The epoch of the term before at which it began.
+    pub began: Epoch,
+}
+
+/// The promotions that led to a source, oldest first; or that they are not known.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Line {
+    /// From the first term on.
+    #[serde(default)]
+    whole: bool,
+    #[serde(default)]
+    terms: Vec<Term>,
+}
+
+/// The terms in which two lines go apart; `None` for one that has no later term.
+type Fork<'a> = (Option<&'a Term>, Option<&'a Term>);
+
+impl Line {
+    /// The most promotions that are kept; of more, the last.
+    pub const MOST: usize = 32;
+
+    /// The line of a source that is in its first term.
+    pub fn first() -> Line {
+        Line { whole: true, terms: Vec::new() }
+    }
+
+    /// The line after another promotion.
+    pub fn and(&self, term: Term) -> Line {
+        let mut terms = self.terms.clone();
+        terms.push(term);
+        let dropped = terms.len().saturating_sub(Line::MOST);
+        terms.drain(..dropped);
+        Line { whole: self.whole && dropped == 0, terms }
+    }
+
+    /// True if nothing is known of it.
+    pub fn is_unknown(&self) -> bool {
+        !self.whole && self.terms.is_empty()
+    }
+
+    /// False for a line that no dsync writes.
+    pub fn is_sound(&self) -> bool {
+        self.terms.len() <= Line::MOST
+    }
+
+    /// Where the two go apart; `None` if that is not known.
+    fn fork<'a>(&'a self, other: &'a Line) -> Option<Fork<'a>> {
+        let shared =
+            self.terms.iter().enumerate().rev().find_map(|(at, term)| {
+                Some((at, other.terms.iter().position(|theirs| theirs.id == term.id)?))
+            });
+        match shared {
+            Some((ours, theirs)) => Some((self.terms.get(ours + 1), other.terms.get(theirs + 1))),
+            None => (self.whole && other.whole).then(|| (self.terms.first(), other.terms.first())),
+        }
+    }
+
+    /// The last epoch that two sources have in common, each of which has gone on since; `None` if that is not known.
+    pub fn common(&self, other: &Line) -> Option<Epoch> {
+        let (ours, theirs) = self.fork(other)?;
+        [ours, theirs].into_iter().flatten().map(|term| term.began).min_by_key(|epoch| epoch.number)
+    }
+
+    /// Whether an epoch of a disk that follows `other` is in the past of a source with this line; `None` if the lines do not
+    /// tell.
+    pub fn leads_from(&self, other: &Line, epoch: &Epoch) -> Option<bool> {
+        let (ours, theirs) = self.fork(other)?;
+        let upto = |term: &Term| match epoch.number.cmp(&term.began.number) {
+            std::cmp::Ordering::Equal => *epoch == term.began,
+            order => order.is_lt(),
+        };
+        match (ours, theirs) {
+            // Of the term that the source is in, its history tells.
+            (None, None) => None,
+            _ => Some([ours, theirs].into_iter().flatten().all(upto)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn epoch(number: u64) -> Epoch {
+        Epoch { number, id: Uuid::from_u128(number.into()) }
+    }
+
+    /// A line in words: "2a5 3b9" is term 2, promotion a, from epoch 5 on, and so forth.
+    fn line(words: &str) -> Line {
+        words.split_whitespace().fold(Line::first(), |line, word| {
+            let (number, rest) = word.split_at(1);
+            let (id, began) = rest.split_at(1);
+            let id = Uuid::from_u128(id.as_bytes()[0].into());
+            line.and(Term { number: number.parse().unwrap(), id, began: epoch(began.parse().unwrap()) })
+        })
+    }
+
+    #[test]
+    fn two_sources_have_in_common_what_was_before_the_earlier_fork() {
+        for (one, other, common) in [
+            ("", "", None),
+            ("", "2a5", Some(5)),
+            ("2a5", "2b7", Some(5)),
+            ("2a5", "2a5", None),
+            ("2a5 3b9", "2a5", Some(9)),
+            ("2a5 3b9", "2a5 3c8", Some(8)),
+            ("2a5 3b9 4d12", "", Some(5)),
+            ("2a5 3b9 4d12", "2c4", Some(4)),
+        ] {
+            let (one, other) = (line(one), line(other));
+            let found = |a: &Line, b: &Line| a.common(b).map(|epoch| epoch.number);
+            assert_eq!(found(&one, &other), common, "{one:?} {other:?}");
+            assert_eq!(found(&other, &one), common, "{one:?} {other:?}");
+            assert_eq!(found(&one, &Line::default()), None);
+        }
+    }
+
+    #[test]
+    fn an_epoch_is_in_the_past_of_a_line_or_of_another_branch() {
+        for (source, replica, at, past) in [
+            // The first promotion: the replica follows the first term.
+            ("2a5", "", 4, Some(true)),
+            ("2a5", "", 5, Some(true)),
+            ("2a5", "", 6, Some(false)),
+            // Further back than the last promotion.
+            ("2a5 3b9", "", 4, Some(true)),
+            ("2a5 3b9", "", 7, Some(false)),
+            ("2a5 3b9", "2a5", 7, Some(true)),
+            ("2a5 3b9", "2a5", 4, Some(true)),
+            ("2a5 3b9", "2a5", 10, Some(false)),
+            // It followed another branch, from before the fork or after it.
+            ("2a5 3b9", "2c7", 4, Some(true)),
+            ("2a5 3b9", "2c7", 6, Some(false)),
+            ("2a5", "2c3", 4, Some(false)),
+            // It has heard of a later term, or of the same.
+            ("2a5", "2a5 3b9", 8, Some(true)),
+            ("2a5", "2a5 3b9", 10, Some(false)),
+            ("2a5", "2a5", 4, None),
+        ] {
+            let told = line(source).leads_from(&line(replica), &epoch(at));
+            assert_eq!(told, past, "{source} from {at} of {replica}");
+            assert_eq!(line(source).leads_from(&Line::default(), &epoch(at)), None);
+        }
+        let other = Epoch { number: 5, id: Uuid::from_u128(77) };
+        assert_eq!(line("2a5").leads_from(&Line::first(), &other), Some(false));
+    }
+
+    #[test]
+    fn a_long_line_forgets_its_beginning() {
+        let long = |count: u64, id: u128| {
+            (0..count).fold(Line::first(), |line, at| {
+                let id = Uuid::from_u128(id + u128::from(at));
+                line.and(Term { number: at + 2, id, began: epoch(at * 10 + 5) })
+            })
+        };
+        let line = long(40, 100);
+        assert!(line.is_sound() && line.terms.len() == Line::MOST && !line.is_unknown());
+        assert_eq!(line.common(&Line::first()), None);
+        assert_eq!(line.common(&long(38, 100)), Some(epoch(385)));
+        assert_eq!(line.common(&long(38, 1000)), None);
+    }
+}

@@ -1,0 +1,79 @@
+//! The last word of a source: one replica is told that there was no more, and can be promoted without losing anything. What is told
+//! to one is never told to another, which would be promoted as well.
+
+use std::path::{Path, PathBuf};
+
+use device::Storage;
+use link::Link;
+use replica::{Commit, Options, Released, Replica};
+use source::StateDir;
+
+use crate::demote::DemoteSummary;
+use crate::error::SyncError;
+use crate::facts::bookmark;
+use crate::far::open_options;
+use crate::messages::{COMMITTED, Committed, Open, Origin, PLAN, Plan, expect, open, part};
+use crate::options::Way;
+
+/// A demoted source that has a last word.
+pub struct LastWord<'a> {
+    /// What its demotion said.
+    pub demoted: &'a DemoteSummary,
+    /// Its last epoch.
+    pub released: Released,
+    /// The state directory of its host.
+    pub state: &'a StateDir,
+    /// Where it keeps lineage and journal, as a replica.
+    pub own_journal_dir: Option<&'a Path>,
+}
+
+impl LastWord<'_> {
+    /// Tells the replica at the other end of `link`, which its user calls `name`, that nothing was written to its source after its
+    /// last epoch. Returns its term if it was promoted already.
+    ///
+    /// # Errors
+    /// Refused if it is not at that epoch, and if another one was told.
+    pub fn give(
+        &self,
+        link: Link,
+        destination: &Path,
+        name: &str,
+        journal_dir: &Option<PathBuf>,
+    ) -> Result<Option<u64>, SyncError> {
+        let (source, path, released) = (self.demoted.source, &self.demoted.path, self.released);
+        let origin =
+            Origin { uuid: source, term: released.term, began: None, line: self.demoted.line.clone() };
+        let request = Open {
+            source: Storage::of(path),
+            origin: Some(origin),
+            ..Open::new(destination, journal_dir, Commit::default())
+        };
+        let (sender, receiver) = link.split();
+        let told = (|| {
+            let status = open(&sender, &receiver, &request, None)?;
+            if let Some(primary) = status.primary {
+                return Ok(Some(primary.term));
+            }
+            let at = status.replica.epoch.filter(|_| status.replica.source == Some(source));
+            if at != Some(released.epoch) {
+                return Err(SyncError::Refused(format!(
+                    "{} is not at epoch {} of {}: give the replica of the last sync",
+                    destination.display(),
+                    released.epoch,
+                    path.display()
+                )));
+            }
+            // First: after a crash the word may have been heard.
+            self.promise(&bookmark(name, &status, &Way::default()))?;
+            sender.send_json(PLAN, &Plan { release: Some(released), ..Plan::default() })?;
+            let _: Committed = expect(&receiver, COMMITTED)?.json()?;
+            Ok(None)
+        })();
+        part(sender, &receiver, told)
+    }
+
+    fn promise(&self, name: &str) -> Result<(), SyncError> {
+        let options = Options { ..open_options(self.own_journal_dir, self.state) };
+        Ok(Replica::open(&self.demoted.path, &options)?.promise(name)?)
+    }
+}
