@@ -76,6 +76,8 @@ pub struct State {
     /// The power is off.
     pub is_down: bool,
     processes: Vec<Weak<Process>>,
+    /// Processes so far.
+    started: u64,
     /// What happened, for the report of a failure.
     pub told: Vec<String>,
     /// What the kernel's trackers of live disks know, by inode.
@@ -184,6 +186,7 @@ impl Host {
             booted: BEGAN as u64,
             is_down: false,
             processes: Vec::new(),
+            started: 0,
             files: FileSystem::new(dice.one_in(2)),
             told: Vec::new(),
             trackers: HashMap::new(),
@@ -203,7 +206,9 @@ impl Host {
     /// Starts a process.
     pub fn process(self: &Arc<Host>) -> Arc<Process> {
         let mut state = self.state();
-        let number = state.processes.len() as u64 + 1;
+        state.processes.retain(|process| process.strong_count() > 0);
+        state.started += 1;
+        let number = state.started;
         let process = Arc::new(Process {
             host: self.clone(),
             alive: AtomicBool::new(true),
