@@ -23,8 +23,10 @@ use rustix::net::{
 };
 use serde::{Deserialize, Serialize};
 use trackers::{CowFiles, CowStore, Follower};
+use uuid::Uuid;
 
 use crate::SourceError;
+use crate::group::SourceGroup;
 use crate::source::{Checkpoint, SharedView, Source};
 
 const NAME: &str = "control";
@@ -38,6 +40,9 @@ const MOST: u32 = 256 << 20;
 enum Request {
     /// End the epoch; with a view.
     Checkpoint,
+    /// End the epochs of all members of the source's group at one moment; these must be all of them. With a view of each, in this
+    /// order.
+    CutTogether { members: Vec<Uuid> },
     /// The view that is open as `@view`.
     HeldView,
     /// What was written since the last checkpoint.
@@ -97,17 +102,40 @@ pub struct Status {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 enum Response {
-    Checkpoint { epoch: Epoch, size: u64 },
-    Following { direct: bool },
-    Pending { blocks: u64 },
-    Batch { epoch: Epoch, size: u64, view: u64 },
+    Checkpoint {
+        epoch: Epoch,
+        size: u64,
+    },
+    /// A Checkpoint for each member follows.
+    Cut {
+        cut: Epoch,
+    },
+    Following {
+        direct: bool,
+    },
+    Pending {
+        blocks: u64,
+    },
+    Batch {
+        epoch: Epoch,
+        size: u64,
+        view: u64,
+    },
     NoBatch,
     Dirty,
     Done,
-    Named { epoch: Epoch },
+    Named {
+        epoch: Epoch,
+    },
     Status(Status),
-    Error { message: String, refusal: bool },
-    Lost { since: u64, why: String },
+    Error {
+        message: String,
+        refusal: bool,
+    },
+    Lost {
+        since: u64,
+        why: String,
+    },
 }
 
 fn send(
@@ -198,6 +226,14 @@ pub struct ControlServer {
 impl ControlServer {
     /// Starts answering for a source.
     pub fn start(source: Arc<Source>) -> Result<ControlServer, SourceError> {
+        ControlServer::start_in(source, None)
+    }
+
+    /// Starts answering for a source, and for its group.
+    pub fn start_in(
+        source: Arc<Source>,
+        group: Option<Arc<SourceGroup>>,
+    ) -> Result<ControlServer, SourceError> {
         let folder = source.folder().path().to_path_buf();
         let listen = || -> io::Result<UnixListener> {
             // Only the holder of the source's lock gets here, so an existing socket is left over.
@@ -231,10 +267,10 @@ impl ControlServer {
                         }
                     };
                     let Ok(ours) = socket.try_clone() else { continue };
-                    let source = source.clone();
+                    let (source, group) = (source.clone(), group.clone());
                     let answering = std::thread::Builder::new().name("control".into()).spawn(move || {
                         // A client that disconnects or sends garbage ends only its own connection.
-                        let _ = answer_all(&source, &socket);
+                        let _ = answer_all(&source, group.as_deref(), &socket);
                     });
                     let mut all = connections.lock().unwrap_or_else(|e| e.into_inner());
                     all.retain(|(_, thread)| !thread.is_finished());
@@ -270,6 +306,8 @@ impl Drop for ControlServer {
 #[derive(Default)]
 struct ConnectionState {
     own: Vec<Checkpoint>,
+    /// Of all members of the group.
+    together: Vec<(Arc<Source>, Checkpoint)>,
     shared: Vec<Arc<SharedView>>,
     follower: Option<Follower>,
     /// Views of batches, by number.
@@ -277,11 +315,15 @@ struct ConnectionState {
     next_batch: u64,
 }
 
-fn answer_all(source: &Source, socket: &UnixStream) -> io::Result<()> {
+fn answer_all(source: &Source, group: Option<&SourceGroup>, socket: &UnixStream) -> io::Result<()> {
     let mut holding = ConnectionState::default();
     let result = (|| {
         while let Some((ask, blob, _)) = receive::<Request>(socket)? {
-            if let Err(error) = answer(source, socket, &mut holding, ask, &blob)? {
+            let answered = match ask {
+                Request::CutTogether { members } => answer_cut(source, group, socket, &mut holding, &members),
+                ask => answer(source, socket, &mut holding, ask, &blob),
+            };
+            if let Err(error) = answered? {
                 let answer = match error {
                     SourceError::Lost { since, why } => Response::Lost { since, why },
                     error => Response::Error { refusal: error.is_refusal(), message: error.to_string() },
@@ -298,7 +340,48 @@ fn answer_all(source: &Source, socket: &UnixStream) -> io::Result<()> {
     for saved in own.chain(holding.batches.values()) {
         source.disk().drop_view(saved);
     }
+    for (member, checkpoint) in &holding.together {
+        checkpoint.saved.iter().for_each(|saved| member.disk().drop_view(saved));
+    }
     result
+}
+
+/// Ends the epochs of a group's members at one moment.
+fn answer_cut(
+    source: &Source,
+    group: Option<&SourceGroup>,
+    socket: &UnixStream,
+    holding: &mut ConnectionState,
+    members: &[Uuid],
+) -> io::Result<Result<(), SourceError>> {
+    let name = || source.about().path.display().to_string();
+    let Some(group) = group else {
+        return Ok(Err(SourceError::Refused(format!(
+            "the server of {} does not serve it as a member of a group: restart it with --group and all members",
+            name()
+        ))));
+    };
+    let is_one = |uuid: &Uuid| group.members().iter().any(|member| member.about().uuid == *uuid);
+    if members.len() != group.members().len() || !members.iter().all(is_one) {
+        return Ok(Err(SourceError::Refused(format!(
+            "the server of {} does not serve all members of its group: restart it with --group and all of them",
+            name()
+        ))));
+    }
+    let (cut, ended) = match group.checkpoint() {
+        Ok(done) => done,
+        Err(error) => return Ok(Err(error)),
+    };
+    holding.together.extend(ended.iter().cloned());
+    send(socket, &Response::Cut { cut }, &[], &[])?;
+    for uuid in members {
+        if let Some((member, checkpoint)) = ended.iter().find(|(member, _)| member.about().uuid == *uuid) {
+            if let Err(error) = answer_view(member, socket, checkpoint)? {
+                return Ok(Err(error));
+            }
+        }
+    }
+    Ok(Ok(()))
 }
 
 fn answer(
@@ -316,6 +399,8 @@ fn answer(
             }
             Err(error) => return Ok(Err(error)),
         },
+        // Answered by the caller, who has the group.
+        Request::CutTogether { .. } => return Ok(Err(SourceError::Server("it is in no group".into()))),
         Request::HeldView => match source.held_view() {
             Some(shared) => {
                 let checkpoint = shared.checkpoint().clone();
@@ -454,6 +539,16 @@ pub(crate) fn status(source: &Source) -> Status {
     }
 }
 
+/// The error of a server that does not answer.
+fn gone(error: io::Error) -> SourceError {
+    match rustix::io::Errno::from_io_error(&error) {
+        Some(rustix::io::Errno::MFILE) => SourceError::Server(format!(
+            "too many open files to receive a snapshot from the server ({error}): raise the limit (\"ulimit -n\")"
+        )),
+        _ => SourceError::Server(format!("the server of the source ended ({error}): run again")),
+    }
+}
+
 /// A connection to the server of a source.
 pub struct Client {
     socket: Arc<UnixStream>,
@@ -481,7 +576,7 @@ impl Client {
         let (ours, theirs) = UnixStream::pair().map_err(failed())?;
         let source = source.clone();
         let answering = move || {
-            let _ = answer_all(&source, &theirs);
+            let _ = answer_all(&source, None, &theirs);
         };
         let thread = std::thread::Builder::new().name("control".into()).spawn(answering);
         thread.map_err(SourceError::state("start a thread for", Path::new("a conversation")))?;
@@ -493,13 +588,12 @@ impl Client {
     }
 
     fn ask_with(&self, ask: &Request, blob: &[u8]) -> Result<Received<Response>, SourceError> {
-        let gone = |e: io::Error| match rustix::io::Errno::from_io_error(&e) {
-            Some(rustix::io::Errno::MFILE) => SourceError::Server(format!(
-                "too many open files to receive a snapshot from the server ({e}): raise the limit (\"ulimit -n\")"
-            )),
-            _ => SourceError::Server(format!("the server of the source ended ({e}): run again")),
-        };
         send(&self.socket, ask, blob, &[]).map_err(gone)?;
+        self.hear()
+    }
+
+    /// The next answer.
+    fn hear(&self) -> Result<Received<Response>, SourceError> {
         match receive(&self.socket).map_err(gone)? {
             None => Err(gone(io::ErrorKind::UnexpectedEof.into())),
             Some((Response::Error { message, refusal: true }, ..)) => Err(SourceError::Refused(message)),
@@ -518,7 +612,23 @@ impl Client {
 
     /// A checkpoint with its view, or the view that is held open as `@view`.
     pub(crate) fn view(&self, held: bool) -> Result<(Epoch, u64, CowStore), SourceError> {
-        let (answer, _, fds) = self.ask(if held { &Request::HeldView } else { &Request::Checkpoint })?;
+        Self::view_of(self.ask(if held { &Request::HeldView } else { &Request::Checkpoint })?)
+    }
+
+    /// Ends the epochs of all members of a group, with a view of each. The views last as long as this connection.
+    #[allow(clippy::type_complexity)]
+    pub(crate) fn cut_together(
+        &self,
+        members: &[Uuid],
+    ) -> Result<(Epoch, Vec<(Epoch, u64, CowStore)>), SourceError> {
+        let Response::Cut { cut } = self.ask(&Request::CutTogether { members: members.to_vec() })?.0 else {
+            return Self::confused();
+        };
+        let views = members.iter().map(|_| Self::view_of(self.hear()?));
+        Ok((cut, views.collect::<Result<_, _>>()?))
+    }
+
+    fn view_of((answer, _, fds): Received<Response>) -> Result<(Epoch, u64, CowStore), SourceError> {
         let mut fds = fds.into_iter();
         match (answer, fds.next(), fds.next()) {
             (Response::Checkpoint { epoch, size }, Some(map), Some(data)) => {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use delta::Epoch;
 use device::{Dir, Disk, Folder};
 use extents::Bitmap;
+use trackers::CowStore;
 
 use crate::SourceError;
 use crate::batches::Batches;
@@ -187,15 +188,42 @@ impl Handle {
             ))),
             Holder::Here(source) => source.still_view(&source.checkpoint(false)?),
             Holder::Server(client, _) => {
-                let (epoch, size, saved) = client.view(held)?;
-                let disk = self.backing.reader()?;
-                if disk.len() < size {
-                    return Err(SourceError::Moved(self.about.path.clone()));
-                }
-                let view = View::new(epoch, disk, size, Some(Arc::new(saved)), client.alive());
+                let view = self.view_over(client, client.view(held)?)?;
                 Ok(if held { view.shared() } else { view })
             }
         }
+    }
+
+    /// The view that a server has made: an epoch, a size, and what is saved.
+    fn view_over(
+        &self,
+        client: &Client,
+        (epoch, size, saved): (Epoch, u64, CowStore),
+    ) -> Result<View, SourceError> {
+        let disk = self.backing.reader()?;
+        if disk.len() < size {
+            return Err(SourceError::Moved(self.about.path.clone()));
+        }
+        Ok(View::new(epoch, disk, size, Some(Arc::new(saved)), client.alive()))
+    }
+
+    /// Has the server of this source end the epochs of these members of its group, all of them served there, at one moment. The
+    /// views last until all are dropped.
+    pub(crate) fn cut_together(&self, members: &[Handle]) -> Result<(Epoch, Vec<View>), SourceError> {
+        let Holder::Server(_, connect) = &self.holder else {
+            return Err(SourceError::Server("it is not served".into()));
+        };
+        let client = connect()?
+            .ok_or_else(|| SourceError::Server("the server of the source ended: run again".into()))?;
+        let asked: Vec<_> = members.iter().map(|member| member.about.uuid).collect();
+        let (cut, views) = client.cut_together(&asked)?;
+        let views = members.iter().zip(views).map(|(member, view)| member.view_over(&client, view));
+        Ok((cut, views.collect::<Result<_, _>>()?))
+    }
+
+    /// The folder of the source's state.
+    pub(crate) fn folder(&self) -> &dyn Folder {
+        &*self.folder
     }
 
     /// The history, as it is now.

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use delta::Epoch;
 use device::{Boot, Clock, Dir, Disk, Folder, FolderLock, Identity, WriteWatch};
 use extents::Bitmap;
-use trackers::{CowStore, Follower, LastWriteTime, Settings, TrackedDisk};
+use trackers::{CowStore, Follower, Frozen, LastWriteTime, Settings, TrackedDisk};
 use uuid::Uuid;
 
 use crate::SourceError;
@@ -238,6 +238,18 @@ pub(crate) struct Parts {
 struct Epochs {
     history: History,
     stamp: ImageStamp,
+}
+
+/// What a checkpoint finds of a source before it swaps the record.
+struct Present {
+    /// Why what was written is not known.
+    lost: Option<String>,
+    /// The count of foreign writes, to be settled.
+    foreign: Option<u64>,
+    /// Bytes of the disk.
+    size: u64,
+    /// The last epoch, if it is still the present one where nothing was written.
+    stands: Option<Epoch>,
 }
 
 /// A view that is open as long as there is a reference to it.
@@ -684,10 +696,7 @@ impl Source {
         follower: Option<&Follower>,
     ) -> Result<(Checkpoint, Option<Arc<Bitmap>>), SourceError> {
         self.look(epochs)?;
-        let (lost, foreign) = self.doubted();
-        let size = self.disk.len();
-        let stands =
-            epochs.history.last().filter(|last| lost.is_none() && epochs.history.size_at(last) == Some(size));
+        let Present { lost, foreign, size, stands } = self.present(epochs);
         // What a follower has may be older than the epoch, so its batch may not be empty although nothing was written since.
         if let Some(epoch) = stands.filter(|_| follower.is_none_or(|f| f.pending() == 0)) {
             let saved = if view { Some(self.new_view()?) } else { None };
@@ -698,7 +707,20 @@ impl Source {
             }
         }
         let saved = if view { Some(self.new_view()?) } else { None };
-        let frozen = self.disk.checkpoint(saved.clone(), follower)?;
+        let frozen = self.disk.checkpoint(saved, follower)?;
+        self.record_epoch(epochs, Present { lost, foreign, size, stands }, frozen, follower)
+    }
+
+    /// Writes down the epoch that ended with what a checkpoint froze.
+    fn record_epoch(
+        &self,
+        epochs: &mut Epochs,
+        present: Present,
+        frozen: Frozen,
+        follower: Option<&Follower>,
+    ) -> Result<(Checkpoint, Option<Arc<Bitmap>>), SourceError> {
+        let Present { lost, foreign, size, stands } = present;
+        let saved = frozen.view.clone();
         let same = stands.filter(|_| frozen.changes.is_clean());
         let epoch = match same {
             Some(last) => last,
@@ -732,6 +754,41 @@ impl Source {
         }
         let changes = lost.is_none().then(|| Arc::new(frozen.changes));
         Ok((Checkpoint { epoch, saved, changes }, frozen.followed))
+    }
+
+    /// Ends the epochs of several sources at one moment, with a view of each; see [`TrackedDisk::checkpoint_together`]. All callers
+    /// name their sources in one order.
+    ///
+    /// # Errors
+    /// Then no view is left open. A source may have one more epoch.
+    pub(crate) fn checkpoint_together(sources: &[Arc<Source>]) -> Result<Vec<Checkpoint>, SourceError> {
+        let mut all: Vec<_> = sources.iter().map(|source| source.epochs()).collect();
+        let mut presents = Vec::new();
+        for (source, epochs) in sources.iter().zip(&mut all) {
+            source.look(epochs)?;
+            presents.push(source.present(epochs));
+        }
+        let views = sources.iter().map(|source| source.new_view()).collect::<Result<Vec<_>, _>>()?;
+        let members: Vec<_> = sources.iter().zip(views).map(|(source, view)| (&source.disk, view)).collect();
+        let frozen = TrackedDisk::checkpoint_together(&members)?;
+        let parts = sources.iter().zip(&mut all).zip(presents.into_iter().zip(frozen));
+        let ended = parts.map(|((source, epochs), (present, frozen))| {
+            source.record_epoch(epochs, present, frozen, None).map(|(checkpoint, _)| checkpoint)
+        });
+        let ended: Result<Vec<_>, _> = ended.collect();
+        if ended.is_err() {
+            members.iter().for_each(|(disk, view)| disk.drop_view(view));
+        }
+        ended
+    }
+
+    /// What a checkpoint finds.
+    fn present(&self, epochs: &Epochs) -> Present {
+        let (lost, foreign) = self.doubted();
+        let size = self.disk.len();
+        let stands =
+            epochs.history.last().filter(|last| lost.is_none() && epochs.history.size_at(last) == Some(size));
+        Present { lost, foreign, size, stands }
     }
 
     fn new_view(&self) -> Result<Arc<CowStore>, SourceError> {

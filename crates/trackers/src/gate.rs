@@ -15,6 +15,9 @@ pub(crate) struct Gate {
     turn: Mutex<()>,
 }
 
+/// Set in the generation while the gate is closed.
+const CLOSED: usize = 1 << (usize::BITS - 1);
+
 /// The words of the two counts: cache lines apart, as both are touched by every write of every connection.
 const LANES: [usize; 2] = [32, 64];
 
@@ -47,15 +50,46 @@ impl Gate {
     /// Sequentially consistent throughout: what a waiter published before [`Gate::drain`] is seen by every write that the
     /// waiter does not wait for. A write that counts itself into a generation which has just been closed may have missed
     /// the waiter's last look, so it looks again and moves over.
+    ///
+    /// Waits while the gate is closed.
     pub(crate) fn enter(&self) -> usize {
         loop {
-            let side = self.generation.load(SeqCst) & 1;
+            let now = self.generation.load(SeqCst);
+            if now & CLOSED != 0 {
+                self.wait_for_opening();
+                continue;
+            }
+            let side = now & 1;
             self.lane(side).fetch_add(1, SeqCst);
-            if self.generation.load(SeqCst) & 1 == side {
+            if self.generation.load(SeqCst) & (CLOSED | 1) == side {
                 return side;
             }
             self.leave(side);
         }
+    }
+
+    #[cold]
+    fn wait_for_opening(&self) {
+        let mut looks = 0u32;
+        while self.generation.load(SeqCst) & CLOSED != 0 {
+            looks += 1;
+            if looks < 64 {
+                std::thread::yield_now();
+            } else {
+                std::thread::sleep(Duration::from_micros(20));
+            }
+        }
+    }
+
+    /// Keeps every write out until the gate is opened. Those inside stay, and are not waited for: whoever closes the gate must not
+    /// wait for a write until it has opened it again.
+    pub(crate) fn close(&self) {
+        self.generation.fetch_or(CLOSED, SeqCst);
+    }
+
+    /// Opens a closed gate.
+    pub(crate) fn open(&self) {
+        self.generation.fetch_and(!CLOSED, SeqCst);
     }
 
     /// Leaves by the side that [`Gate::enter`] gave.
@@ -79,11 +113,52 @@ impl Gate {
     }
 }
 
+/// Several gates, closed as long as this lives.
+pub(crate) struct ClosedGates<'a>(Vec<&'a Gate>);
+
+impl<'a> ClosedGates<'a> {
+    /// Closes the gates, one after the other.
+    pub(crate) fn close(gates: impl Iterator<Item = &'a Gate>) -> ClosedGates<'a> {
+        ClosedGates(gates.inspect(|gate| gate.close()).collect())
+    }
+}
+
+impl Drop for ClosedGates<'_> {
+    fn drop(&mut self) {
+        self.0.iter().for_each(|gate| gate.open());
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::sync::Arc;
     use std::sync::atomic::AtomicBool;
+
+    #[test]
+    fn nobody_enters_a_closed_gate_and_who_is_inside_may_leave() {
+        let words: Box<[AtomicU64]> = (0..128).map(|_| AtomicU64::new(0)).collect();
+        let gate = Arc::new(Gate::new(words));
+        let early = gate.enter();
+        let closed = ClosedGates::close(std::iter::once(&*gate));
+        let entered = Arc::new(AtomicBool::new(false));
+        let late = std::thread::spawn({
+            let (gate, entered) = (gate.clone(), entered.clone());
+            move || {
+                let side = gate.enter();
+                entered.store(true, SeqCst);
+                gate.leave(side);
+            }
+        });
+        std::thread::sleep(Duration::from_millis(20));
+        assert!(!entered.load(SeqCst));
+        gate.leave(early);
+        gate.drain();
+        assert!(!entered.load(SeqCst));
+        drop(closed);
+        late.join().unwrap();
+        assert!(entered.load(SeqCst) && !gate.is_busy());
+    }
 
     /// Writers read a published number inside the gate; after a drain none may still be working with an old one.
     #[test]

@@ -14,6 +14,7 @@
 //! - *Outer* locks may be held while the gate is drained: those of the caller that ends an epoch, then `Shared::ending`, then
 //!   `Intents::sweeping`, then the gate's own turn. Only threads that have no write inside the gate take them: those that
 //!   make checkpoints, cuts and sweeps.
+//!   The locks of several disks that end their epochs at one moment are taken in one order.
 //! - *Inner* locks are held for memory and file operations alone, never while the gate is drained and never while an outer
 //!   lock is being taken: `Shared::current`, `Shared::spare`, `Shared::looked`, the write-intent log, and the stripes of a
 //!   view. Every thread may take them.
@@ -32,7 +33,7 @@ use extents::Bitmap;
 
 use crate::bitmap_file::BitmapFile;
 use crate::cow_store::CowStore;
-use crate::gate::Gate;
+use crate::gate::{ClosedGates, Gate};
 use crate::intent::Intents;
 use crate::last_write_time::LastWriteTime;
 
@@ -339,25 +340,53 @@ impl TrackedDisk {
         view: Option<Arc<CowStore>>,
         follower: Option<&Follower>,
     ) -> Result<Frozen, TrackError> {
-        let s = &self.shared;
         let _alone = self.alone();
+        let swapped = self.next()?.swap(view, follower);
+        self.end_swap(swapped, follower)
+    }
+
+    /// The same for several disks at one moment, each with a view: a write to one of them that began after a write to another had
+    /// been answered is never in its view without that one. So the gates of all are closed before the first record is swapped,
+    /// and opened after the last; meanwhile nothing is waited for. In the order of `members`, which must be the same for all
+    /// callers.
+    ///
+    /// # Errors
+    /// Then no view is left open, and what was frozen is part of the next answer.
+    pub fn checkpoint_together(members: &[(&TrackedDisk, Arc<CowStore>)]) -> Result<Vec<Frozen>, TrackError> {
+        let _alone: Vec<_> = members.iter().map(|(disk, _)| disk.alone()).collect();
+        let nexts = members.iter().map(|(disk, _)| disk.next()).collect::<Result<Vec<_>, _>>()?;
+        let closed = ClosedGates::close(members.iter().map(|(disk, _)| &disk.shared.gate));
+        let swapped: Vec<_> = nexts
+            .into_iter()
+            .zip(members)
+            .map(|(next, (_, view))| next.swap(Some(view.clone()), None))
+            .collect();
+        drop(closed);
+        let settled: Result<Vec<_>, _> =
+            members.iter().zip(swapped).map(|((disk, _), swapped)| disk.end_swap(swapped, None)).collect();
+        if settled.is_err() {
+            members.iter().for_each(|(disk, view)| disk.drop_view(view));
+        }
+        settled
+    }
+
+    /// The record that comes next, made if there is none yet.
+    fn next(&self) -> Result<Next<'_>, TrackError> {
         // Held until the record is in use: the next spare gets its number from it.
-        let mut spare = s.spare.lock().unwrap_or_else(|e| e.into_inner());
-        let next = match spare.take() {
-            Some(next) => next,
-            None => self.next_record()?,
-        };
-        let (frozen, followed) = s.replace(|current| {
-            current.views.extend(view.clone());
-            let last = std::mem::replace(&mut current.record, Arc::new(next));
-            current.frozen.push(last);
-            (current.frozen.clone(), follower.and_then(|f| current.begin_anew(f)))
-        });
-        drop(spare);
-        s.gate.drain();
+        let mut spare = self.shared.spare.lock().unwrap_or_else(|e| e.into_inner());
+        if spare.is_none() {
+            *spare = Some(self.next_record()?);
+        }
+        Ok(Next { disk: self, spare })
+    }
+
+    /// After a swap: waits for the writes in flight, and makes the source durable.
+    fn end_swap(&self, swapped: Swapped, follower: Option<&Follower>) -> Result<Frozen, TrackError> {
+        let Swapped { frozen, followed, view } = swapped;
+        self.shared.gate.drain();
         // The frozen record itself need not be durable: until it is released, no intent is dropped before it is, and what
         // was active counts as written.
-        if let Err(error) = s.disk.flush().map_err(self.failed("cannot flush the source; state")) {
+        if let Err(error) = self.shared.disk.flush().map_err(self.failed("cannot flush the source; state")) {
             if let Some(view) = view {
                 self.drop_view(&view);
             }
@@ -613,6 +642,35 @@ impl TrackedDisk {
     /// The errors of what is tried with the state in its folder.
     fn failed(&self, what: &'static str) -> impl Fn(io::Error) -> TrackError + use<> {
         TrackError::state(what, self.shared.folder.path())
+    }
+}
+
+/// The record that a checkpoint puts in use, and the lock under which it does.
+struct Next<'a> {
+    disk: &'a TrackedDisk,
+    spare: MutexGuard<'a, Option<BitmapFile>>,
+}
+
+/// What a swap has taken out of use.
+struct Swapped {
+    frozen: Vec<Arc<BitmapFile>>,
+    followed: Option<Arc<Bitmap>>,
+    view: Option<Arc<CowStore>>,
+}
+
+impl Next<'_> {
+    /// Puts the record in use, and with it a view, in one step for the writers. Waits for none of them.
+    fn swap(mut self, view: Option<Arc<CowStore>>, follower: Option<&Follower>) -> Swapped {
+        let next = self.spare.take();
+        let (frozen, followed) = self.disk.shared.replace(|current| {
+            current.views.extend(view.clone());
+            if let Some(next) = next {
+                let last = std::mem::replace(&mut current.record, Arc::new(next));
+                current.frozen.push(last);
+            }
+            (current.frozen.clone(), follower.and_then(|f| current.begin_anew(f)))
+        });
+        Swapped { frozen, followed, view }
     }
 }
 

@@ -1,0 +1,193 @@
+//! Groups: sources whose epochs end at one moment, so that their replicas can be brought to that moment together.
+//!
+//! A source belongs to at most one group, by a file in its folder, which also says where the group's last cut found it. A
+//! **cut** has a number and an id, like an epoch. It is common if all members name the same one and are still at the epochs that
+//! they had there: then nothing was written since, and the next cut is the same.
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+
+use delta::Epoch;
+use device::{Dir, Folder, FolderLock};
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use crate::SourceError;
+use crate::bookmarks::is_plain;
+use crate::source::{Checkpoint, Source};
+use crate::state::{About, StateDir};
+
+const NAME: &str = "group";
+
+/// The group of a source.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Membership {
+    /// The name of the group.
+    pub name: String,
+    /// The last cut, and the epoch of this source there. `None` before the first.
+    #[serde(default)]
+    pub cut: Option<(Epoch, Epoch)>,
+}
+
+impl Membership {
+    /// The group of the source whose folder this is; `None` if it has none.
+    pub fn read(folder: &dyn Folder) -> Result<Option<Membership>, SourceError> {
+        crate::json::read_json(folder, NAME)
+    }
+
+    fn write(&self, folder: &dyn Folder) -> Result<(), SourceError> {
+        crate::json::write_json(folder, NAME, self)
+    }
+}
+
+/// The sources of a group, by path.
+///
+/// # Errors
+/// If a folder cannot be read: its source may be a member.
+pub fn group_members(state: &StateDir, name: &str) -> Result<Vec<(PathBuf, About)>, SourceError> {
+    let survey = state.survey()?;
+    if let Some((_, error)) = survey.damaged.into_iter().next() {
+        return Err(error);
+    }
+    let mut members = Vec::new();
+    for (place, about) in survey.sources {
+        let folder = Dir::open(&place).map_err(SourceError::state("open", &place))?;
+        if Membership::read(&folder)?.is_some_and(|group| group.name == name) {
+            members.push((place, about));
+        }
+    }
+    Ok(members)
+}
+
+/// Takes a source out of its group.
+///
+/// # Errors
+/// `Unknown` if it is in none of that name; `Busy` while a command or a server holds it.
+pub fn leave_group(place: &std::path::Path, about: &About, name: &str) -> Result<(), SourceError> {
+    let folder = Dir::open(place).map_err(SourceError::state("open", place))?;
+    if Membership::read(&folder)?.is_none_or(|group| group.name != name) {
+        return Err(SourceError::Unknown(format!(
+            "{} is not in a group \"{name}\": \"dsync status\" lists sources and their groups",
+            about.path.display()
+        )));
+    }
+    let taken = FolderLock::take(place).map_err(SourceError::state("lock", place))?;
+    let _lock = taken.map_err(|holder| SourceError::Busy { path: about.path.clone(), holder })?;
+    folder
+        .remove(NAME)
+        .and_then(|()| folder.sync())
+        .map_err(SourceError::state("remove the group of a source in", place))
+}
+
+/// The cut of these members at these epochs: the last one where nothing was written since, else the next. Written down in all of
+/// their folders.
+pub(crate) fn record_cut(name: &str, members: &[(&dyn Folder, Epoch)]) -> Result<Epoch, SourceError> {
+    let mut before = Vec::new();
+    for (folder, _) in members {
+        before
+            .push(Membership::read(*folder)?.filter(|group| group.name == name).and_then(|group| group.cut));
+    }
+    let first = before.first().copied().flatten();
+    let stands = first.filter(|(cut, _)| {
+        before.iter().zip(members).all(|(last, (_, epoch))| *last == Some((*cut, *epoch)))
+    });
+    if let Some((cut, _)) = stands {
+        return Ok(cut);
+    }
+    let last = before.iter().flatten().map(|(cut, _)| cut.number).max().unwrap_or(0);
+    let cut = Epoch { number: last + 1, id: Uuid::new_v4() };
+    for (folder, epoch) in members {
+        Membership { name: name.to_owned(), cut: Some((cut, *epoch)) }.write(*folder)?;
+    }
+    Ok(cut)
+}
+
+/// A group whose members this process serves.
+pub struct SourceGroup {
+    name: String,
+    members: Vec<Arc<Source>>,
+    /// One cut at a time.
+    cutting: Mutex<()>,
+}
+
+impl SourceGroup {
+    /// Makes a group of these sources, or takes up the one that they are. Writes that down in their folders.
+    ///
+    /// # Errors
+    /// `Refused` for an invalid name, if one of them is in another group, or if a known source is in this one and not among them:
+    /// a cut without it would tear the group.
+    pub fn new(state: &StateDir, name: &str, members: Vec<Arc<Source>>) -> Result<SourceGroup, SourceError> {
+        check_name(name)?;
+        for (_, about) in group_members(state, name)? {
+            if !members.iter().any(|member| member.about().uuid == about.uuid) {
+                let path = about.path.display();
+                return Err(SourceError::Refused(format!(
+                    "{path} is in the group {name} as well: serve it together with the others, or take it out with \"dsync forget \
+                     --group {name} {path}\""
+                )));
+            }
+        }
+        let mut names: Vec<_> = members.iter().map(|member| member.about().path.file_name()).collect();
+        names.sort();
+        if let Some(same) = names.windows(2).find(|two| two[0] == two[1]) {
+            return Err(SourceError::Refused(format!(
+                "two members of the group {name} are called {}, and so would be their replicas: rename one",
+                same[0].unwrap_or_default().to_string_lossy()
+            )));
+        }
+        let mut joining = Vec::new();
+        for member in &members {
+            match Membership::read(member.folder())? {
+                Some(group) if group.name == name => {}
+                Some(group) => {
+                    let path = member.about().path.display();
+                    return Err(SourceError::Refused(format!(
+                        "{path} is in the group {}: take it out first, with \"dsync forget --group {0} {path}\"",
+                        group.name
+                    )));
+                }
+                None => joining.push(member),
+            }
+        }
+        for member in joining {
+            Membership { name: name.to_owned(), cut: None }.write(member.folder())?;
+        }
+        Ok(SourceGroup { name: name.to_owned(), members, cutting: Mutex::new(()) })
+    }
+
+    /// Ends the epochs of all members at one moment. Returns the cut, and for each member its checkpoint, whose view is open until
+    /// it is dropped.
+    ///
+    /// # Errors
+    /// Then no view is left open.
+    #[allow(clippy::type_complexity)]
+    pub fn checkpoint(&self) -> Result<(Epoch, Vec<(Arc<Source>, Checkpoint)>), SourceError> {
+        let _alone = self.cutting.lock().unwrap_or_else(|e| e.into_inner());
+        let ended = Source::checkpoint_together(&self.members)?;
+        let folders: Vec<_> =
+            self.members.iter().zip(&ended).map(|(member, c)| (member.folder(), c.epoch)).collect();
+        let cut = record_cut(&self.name, &folders);
+        let ended: Vec<_> = self.members.iter().cloned().zip(ended).collect();
+        if cut.is_err() {
+            for (member, checkpoint) in &ended {
+                checkpoint.saved.iter().for_each(|saved| member.disk().drop_view(saved));
+            }
+        }
+        Ok((cut?, ended))
+    }
+
+    /// The members.
+    pub(crate) fn members(&self) -> &[Arc<Source>] {
+        &self.members
+    }
+}
+
+/// Refuses an invalid name of a group.
+pub fn check_name(name: &str) -> Result<(), SourceError> {
+    if is_plain(name) {
+        return Ok(());
+    }
+    Err(SourceError::Refused(format!(
+        "invalid group name \"{name}\": use a letter, then up to 63 letters, digits, dots, dashes or underscores"
+    )))
+}

@@ -1,0 +1,87 @@
+//! The sources of a group as a sync sees them: all served by one server, or all at rest and held by this process.
+
+use delta::Epoch;
+
+use crate::SourceError;
+use crate::group::{check_name, record_cut};
+use crate::handle::Handle;
+use crate::view::View;
+
+/// The sources of a group, to be copied from.
+pub struct GroupHandle {
+    name: String,
+    members: Vec<Handle>,
+}
+
+impl GroupHandle {
+    /// A group of these sources, which are its members by what their folders say.
+    ///
+    /// # Errors
+    /// `Refused` if they cannot be cut at one moment.
+    pub fn new(name: &str, members: Vec<Handle>) -> Result<GroupHandle, SourceError> {
+        check_name(name)?;
+        let group = GroupHandle { name: name.to_owned(), members };
+        match group.refusal() {
+            None => Ok(group),
+            Some(why) => {
+                group.close()?;
+                Err(SourceError::Refused(why))
+            }
+        }
+    }
+
+    fn refusal(&self) -> Option<String> {
+        let name = &self.name;
+        if let Some(live) = self.members.iter().find(|member| member.live().is_some()) {
+            return Some(format!(
+                "{} of the group {name} is tracked in the kernel, and groups of such disks are not supported: serve the members with \
+                 \"dsync serve --group {name}\", or sync them one by one",
+                live.about().path.display()
+            ));
+        }
+        let resting = self.members.iter().find(|member| !member.is_served())?;
+        let served = self.members.iter().find(|member| member.is_served())?;
+        Some(format!(
+            "{} of the group {name} is served, and {} is not: serve all of its members by one \"dsync serve --group {name}\"",
+            served.about().path.display(),
+            resting.about().path.display()
+        ))
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Its members.
+    pub fn members(&self) -> &[Handle] {
+        &self.members
+    }
+
+    /// Ends the epochs of all members at one moment: the cut, and a view of each member there, in the order of the members. Sources at
+    /// rest are at one moment as long as they are held.
+    ///
+    /// # Errors
+    /// `Refused` if a member is not served by the server of the others.
+    pub fn cut(&self) -> Result<(Epoch, Vec<View>), SourceError> {
+        let Some(first) = self.members.first() else {
+            return Err(SourceError::Unknown(format!("the group {} has no members", self.name)));
+        };
+        if first.is_served() {
+            return first.cut_together(&self.members);
+        }
+        let views = self.members.iter().map(|member| member.view(false)).collect::<Result<Vec<_>, _>>()?;
+        let folders = self.members.iter().map(Handle::folder);
+        let folders: Vec<_> = folders.zip(&views).map(|(folder, view)| (folder, view.epoch())).collect();
+        Ok((record_cut(&self.name, &folders)?, views))
+    }
+
+    /// Releases the sources cleanly.
+    pub fn close(self) -> Result<(), SourceError> {
+        let mut closed = Ok(());
+        for member in self.members {
+            closed = closed.and(member.close());
+        }
+        closed
+    }
+}
