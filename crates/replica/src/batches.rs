@@ -145,6 +145,7 @@ impl Replica {
             )));
         }
         self.sound()?;
+        self.admit_alone()?;
         self.untouched()?;
         self.set_keep()?;
         self.set_journal(None);

@@ -14,6 +14,7 @@ use rustix::io::Errno;
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::error::{Result, io_error};
+use crate::intent::Membership;
 use crate::lineage::Stamp;
 
 /// One of the two names of a destination.
@@ -81,6 +82,10 @@ pub trait Destination: Send {
     /// Bytes that the destination's file system has left; `None` where that is not known.
     fn free(&self) -> Option<u64> {
         None
+    }
+    /// The folder of the group of a replica.
+    fn group(&self, group: &Membership) -> io::Result<Box<dyn Folder>> {
+        Ok(Box::new(Dir::existing(&group.folder_for(self.path()))?))
     }
     /// Makes names durable.
     fn sync(&self) -> io::Result<()> {

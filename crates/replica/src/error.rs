@@ -62,6 +62,28 @@ pub enum ReplicaError {
         /// What it was at.
         at: String,
     },
+    /// The replica is committed with the others of a group.
+    #[error(
+        "{} is a replica of the group {group}, whose replicas are committed together: run \"dsync sync --group {group} DIR\" for \
+         all of them. \"dsync sync --leave-group SRC DST\" takes it out: it is no longer at the moment of the others then, until \
+         the next sync of the group", path.display()
+    )]
+    InGroup {
+        /// The destination.
+        path: PathBuf,
+        /// The group.
+        group: String,
+    },
+    /// Another process works on the replicas of a group.
+    #[error("group {group} in {} is in use ({holder}): wait for it, or stop it", dir.display())]
+    GroupBusy {
+        /// The name of the group.
+        group: String,
+        /// Where its replicas are.
+        dir: PathBuf,
+        /// Which process.
+        holder: String,
+    },
     /// A state file is damaged.
     #[error("{} is damaged ({why}): {way_out}", path.display())]
     Damaged {
@@ -158,7 +180,7 @@ pub type Result<T> = std::result::Result<T, ReplicaError>;
 impl ReplicaError {
     /// True if another program uses the replica, and may release it soon.
     pub fn is_busy(&self) -> bool {
-        matches!(self, ReplicaError::Busy { .. })
+        matches!(self, ReplicaError::Busy { .. } | ReplicaError::GroupBusy { .. })
     }
 
     /// True if lineage, state or a lock refuses, and nothing failed.

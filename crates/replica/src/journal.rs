@@ -72,6 +72,8 @@ pub(crate) struct Contents {
     pub start: u64,
     /// Bytes from there on that are in order.
     pub bytes: u64,
+    /// The same without the trailer.
+    pub frames_end: u64,
     /// The trailer is there.
     pub whole: bool,
     /// Records in all.
@@ -84,6 +86,15 @@ impl Contents {
     /// What a next delta may go on from.
     pub(crate) fn resume(&self) -> Option<Resume> {
         self.segments.last().map(Segment::resume)
+    }
+
+    /// The same without its trailer: something for the next delta to go on from.
+    pub(crate) fn without_trailer(mut self) -> Contents {
+        if self.whole {
+            self.segments.retain(|segment| segment.frames > 0);
+            (self.whole, self.bytes) = (false, self.frames_end);
+        }
+        self
     }
 
     /// The stream that the journal ends with.
@@ -275,6 +286,9 @@ fn walk(
             segment.digest = decoder.digest();
         }
         contents.bytes = units.bytes();
+        if !contents.whole {
+            contents.frames_end = contents.bytes;
+        }
         if contents.whole {
             return Ok(());
         }
@@ -437,6 +451,13 @@ impl Growing {
     /// The file, to make durable what was [kept](Growing::keep).
     pub(crate) fn file(&self) -> Arc<dyn StateFile> {
         self.file.clone()
+    }
+
+    /// The journal is whole: makes it durable, under the name that it has.
+    pub(crate) fn prepare(mut self, folder: &dyn Folder) -> io::Result<()> {
+        self.empty()?;
+        self.file.sync()?;
+        folder.sync()
     }
 
     /// The journal is whole: makes it durable, under the name that says so.

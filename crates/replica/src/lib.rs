@@ -25,6 +25,8 @@ mod error;
 mod index;
 mod keep;
 
+mod intent;
+
 mod options;
 mod role;
 
@@ -67,6 +69,7 @@ mod receive;
 mod recover;
 
 mod demoted;
+mod group;
 mod known;
 mod promoted;
 mod rewind;
@@ -81,6 +84,8 @@ pub use demoted::{Demotion, demote};
 #[doc(hidden)]
 pub use destination::{Destination, DeviceDestination, Name};
 pub use error::{ReplicaError, Result};
+pub use group::{Group, folder_of_replicas};
+pub use intent::{Intent, Member, Membership};
 pub use keep::{Keep, Span};
 pub use known::{Condition, KnownReplica, KnownReplicas};
 pub use lineage::{Lineage, Position, Stamp, State, Step, StepKind, Toward, Unsure};

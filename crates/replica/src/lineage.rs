@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::error::{ReplicaError, Result, io_error};
+use crate::intent::Membership;
 use crate::role::Role;
 
 /// The file's name in the replica's folder.
@@ -50,6 +51,9 @@ pub struct Lineage {
     /// What it is: the source itself, or a replica.
     #[serde(flatten)]
     pub role: Role,
+    /// The group whose replicas it is committed with.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<Membership>,
 }
 
 /// In which blocks a destination may not be what it says.
@@ -216,6 +220,8 @@ impl Toward {
 impl Lineage {
     /// The version that is written. Those from 1 on are read.
     pub const VERSION: u32 = 4;
+    /// The same of a member of a group, whose journal must not be merged by who knows nothing of groups.
+    pub const VERSION_OF_MEMBER: u32 = 5;
 
     /// A lineage before the first commit.
     pub(crate) fn new() -> Lineage {
@@ -234,6 +240,7 @@ impl Lineage {
             step: None,
             unsure: Unsure::Nothing,
             role: Role::default(),
+            group: None,
         }
     }
 
@@ -259,12 +266,12 @@ impl Lineage {
             version: u32,
         }
         let version: Version = serde_json::from_slice(&bytes).map_err(|e| damaged(e.to_string()))?;
-        if !(1..=Self::VERSION).contains(&version.version) {
+        if !(1..=Self::VERSION_OF_MEMBER).contains(&version.version) {
             return Err(ReplicaError::Refused(format!(
                 "{} has version {}, this dsync knows versions 1 to {}: use the dsync that wrote it, or a newer one",
                 path.display(),
                 version.version,
-                Self::VERSION
+                Self::VERSION_OF_MEMBER
             )));
         }
         let mut lineage: Lineage = serde_json::from_slice(&bytes).map_err(|e| damaged(e.to_string()))?;
@@ -283,7 +290,8 @@ impl Lineage {
     /// Puts this lineage in place of the folder's, durably.
     pub(crate) fn store(&self, folder: &dyn Folder) -> Result<()> {
         let path = folder.path().join(NAME);
-        let lineage = Lineage { version: Self::VERSION, ..self.clone() };
+        let version = if self.group.is_some() { Self::VERSION_OF_MEMBER } else { Self::VERSION };
+        let lineage = Lineage { version, ..self.clone() };
         let bytes = serde_json::to_vec_pretty(&lineage).map_err(|e| io_error("write", &path)(e.into()))?;
         device::replace(folder, NAME, &bytes).map_err(io_error("write", &path))
     }
@@ -344,6 +352,7 @@ impl Lineage {
             step: None,
             unsure,
             role: Role { demoted, ..Role::replica(self.role.term, self.role.line.clone()) },
+            group: self.group.clone(),
         }
     }
 }

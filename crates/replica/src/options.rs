@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use delta::Line;
 
+use crate::intent::Membership;
 use crate::keep::Keep;
 
 /// How to open a replica.
@@ -23,6 +24,10 @@ pub struct Options {
     pub doubt: bool,
     /// What of its past is to be kept from the next commit on. `None`: what was kept before; nothing of a new replica.
     pub keep: Option<Keep>,
+    /// The group with which what comes is committed.
+    pub group: Option<Membership>,
+    /// What comes is committed by itself, and the replica leaves its group.
+    pub leave: bool,
     /// The source's term, to be remembered with what it sends; 0 where it is not known.
     pub term: u64,
     /// The promotions that led to that term.

@@ -147,6 +147,7 @@ impl Replica {
         // What was kept of the past leads back from another state.
         self.lineage_mut().nonce = Uuid::new_v4();
         self.lineage_mut().role = Role { term, line, promoted: Some(promoted), released: None, ..role };
+        self.lineage_mut().group = None;
         self.store()?;
         self.forget_note()?;
         self.refresh()?;

@@ -10,7 +10,7 @@ use uuid::Uuid;
 use crate::destination::{Destination, Name};
 use crate::error::{ReplicaError, Result, disk_error, io_error};
 use crate::journal::{ARRIVING, Contents, WHOLE};
-use crate::lineage::{Lineage, Position, Stamp, State, StepKind, Unsure};
+use crate::lineage::{Lineage, Position, Stamp, State, StepKind, Toward, Unsure};
 use crate::note::{WRITTEN, Working};
 use crate::options::Options;
 use crate::past::Settings;
@@ -66,10 +66,22 @@ struct Known {
     left: Option<Stamp>,
     /// Own writes to the file are noted.
     working: Option<Working>,
+    /// Waits for the commit of the group.
+    prepared: Option<Prepared>,
     /// What opening it had to mend.
     recovered: Vec<String>,
     /// What its user should know of a commit.
     warnings: Vec<String>,
+}
+
+/// A whole delta in the journal that waits for the commit of the group.
+pub(crate) struct Prepared {
+    /// The journal.
+    pub contents: Contents,
+    /// What it makes of the replica.
+    pub toward: Toward,
+    /// Bytes written and read for it so far.
+    pub cost: (u64, u64),
 }
 
 /// What keeps others away.
@@ -213,6 +225,19 @@ impl Replica {
     pub(crate) fn end_commit(&mut self) {
         self.known.half_done = false;
         self.publish();
+    }
+
+    /// What waits for the commit of the group.
+    pub(crate) fn prepared(&self) -> Option<&Prepared> {
+        self.known.prepared.as_ref()
+    }
+
+    pub(crate) fn set_prepared(&mut self, prepared: Option<Prepared>) {
+        self.known.prepared = prepared;
+    }
+
+    pub(crate) fn take_prepared(&mut self) -> Option<Prepared> {
+        self.known.prepared.take()
     }
 
     /// Keeps in mind what opening the replica had to mend.
@@ -372,6 +397,7 @@ impl Replica {
             recovered: (!self.known.recovered.is_empty()).then(|| self.known.recovered.join("; ")),
             changed: self.known.changed.map(|why| self.how_changed(why)),
             role: lineage.role.clone(),
+            group: lineage.group.as_ref().map(|group| group.name.clone()),
         };
         self.publish();
         Ok(())

@@ -85,6 +85,7 @@ impl Replica {
     pub fn rewind(&mut self, state: Uuid) -> Result<Committed> {
         self.sound()?;
         self.mergeable()?;
+        self.admit_alone()?;
         let refuse = |why: &str| Err(ReplicaError::Refused(format!("{} {why}", self.path().display())));
         if in_place(self.lineage()) {
             return refuse(

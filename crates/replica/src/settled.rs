@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use crate::error::{ReplicaError, Result};
-use crate::journal::WHOLE;
+use crate::journal::{ARRIVING, WHOLE};
 use crate::lineage::{Lineage, State, StepKind, Unsure};
 use crate::locate::{inspect, state_folder};
 use crate::note::WRITTEN;
@@ -50,7 +50,8 @@ impl Lineage {
 pub fn settle(path: &Path, options: &Options) -> Result<()> {
     let Some(lineage) = inspect(path, options)? else { return Ok(()) };
     let folder = state_folder(path, options)?;
-    let merging = folder.join(WHOLE).exists();
+    // What its group has committed may not be merged yet.
+    let merging = folder.join(WHOLE).exists() || lineage.group.is_some() && folder.join(ARRIVING).exists();
     if lineage.role.promoted.is_some() || (lineage.unsettled().is_none() && !merging) {
         return Ok(());
     }

@@ -44,6 +44,9 @@ pub struct Status {
     /// What it is, and the terms and epochs that go with that.
     #[serde(flatten)]
     pub role: Role,
+    /// The group whose replicas it is committed with.
+    #[serde(default)]
+    pub group: Option<String>,
 }
 
 impl Status {
@@ -65,6 +68,7 @@ impl Status {
             recovered: None,
             changed: None,
             role: Role::default(),
+            group: None,
         }
     }
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
 use delta::{Decoder, Encoder, Event, Frame, Header, Method, Unit};
+use device::Folder;
 
 use super::{Sink, Stop};
 use extents::Extents;
@@ -14,7 +15,7 @@ use crate::error::{ReplicaError, Result, disk_error, io_error};
 use crate::holes::Holes;
 use crate::journal::{self, ARRIVING, Contents, Growing, Segment, Target, kept};
 use crate::lineage::Toward;
-use crate::replica::Replica;
+use crate::replica::{Prepared, Replica};
 use crate::undo::Touched;
 
 /// A delta on its way to the journal.
@@ -24,6 +25,8 @@ pub(super) struct ToJournal {
     before: Contents,
     /// Bytes of it that are in order.
     bytes: u64,
+    /// The same up to the last frame.
+    frames_end: u64,
     /// What of the delta and of what was held before its source could not read.
     unread: Extents,
     /// Holes of the destination that the delta will fill.
@@ -102,7 +105,8 @@ impl Replica {
         };
         let touched = touched.filter(|_| !self.options().doubt);
         let unread = before.unread.clone();
-        let mut sink = ToJournal { file, bytes: before.bytes, unread, before, holes, touched, gave, rolling };
+        let (bytes, frames_end) = (before.bytes, before.frames_end);
+        let mut sink = ToJournal { file, bytes, frames_end, unread, before, holes, touched, gave, rolling };
         let known = kept(header, &sink.before.positions(&self.positions()));
         if let Some(touched) = &mut sink.touched {
             touched.header(header, known);
@@ -150,6 +154,7 @@ impl ToJournal {
                 seen(&frame);
                 journal::note_unread(&mut self.unread, &frame.records);
                 look(&mut self.holes, &mut self.touched, &frame)?;
+                self.frames_end = self.file.len();
             }
             self.bytes = self.file.len();
             return Ok(());
@@ -169,6 +174,7 @@ impl ToJournal {
             (rolling.frames, rolling.upto) = (encoder.frames(), encoder.end());
             rolling.digest = encoder.digest();
             self.bytes = self.file.len();
+            self.frames_end = self.bytes;
         }
         if let Some(encoder) = rolling.encoder.take_if(|_| whole) {
             self.file.unit(&encoder.trailer()).map_err(Stop::Journal)?;
@@ -184,6 +190,27 @@ impl ToJournal {
         decoder: &Decoder,
         toward: &Toward,
     ) -> Result<(u64, u64)> {
+        let (whole, (bytes, copied)) = self.complete(replica, decoder, toward, Growing::close)?;
+        let Some(contents) = whole else { return Ok((bytes, copied)) };
+        let (written, read) = replica.merge(&[contents])?;
+        Ok((bytes + written, copied + read))
+    }
+
+    /// The same up to where the group's intent decides.
+    pub(super) fn prepare(self, replica: &mut Replica, decoder: &Decoder, toward: &Toward) -> Result<()> {
+        let (whole, cost) = self.complete(replica, decoder, toward, Growing::prepare)?;
+        replica.set_prepared(whole.map(|contents| Prepared { contents, toward: *toward, cost }));
+        Ok(())
+    }
+
+    /// Makes all durable that a merge needs. Returns what is to be merged, and the bytes written and read for it.
+    fn complete(
+        self,
+        replica: &mut Replica,
+        decoder: &Decoder,
+        toward: &Toward,
+        close: impl FnOnce(Growing, &dyn Folder) -> io::Result<()>,
+    ) -> Result<(Option<Contents>, (u64, u64))> {
         let bytes = self.file.len() - self.before.bytes;
         let contents = self.contents(decoder, true);
         let copied = self.rolling.as_ref().map_or(0, |r| r.copies.read);
@@ -191,7 +218,7 @@ impl ToJournal {
         if replica.has(toward.stream) {
             // If merged again and interrupted, nothing would tell that it had begun.
             replica.drop_journal()?;
-            return Ok((bytes, copied));
+            return Ok((None, (bytes, copied)));
         }
         let state = "the replica is unchanged, and what had arrived of the delta is dropped";
         let room = replica.reserve_unsure(&contents, state);
@@ -202,14 +229,13 @@ impl ToJournal {
         }
         replica.note_compared()?;
         replica.keep_past(self.touched, toward)?;
-        if let Err(e) = self.file.close(replica.state()) {
+        if let Err(e) = close(self.file, replica.state()) {
             return Err(replica.journal_failed(e));
         }
         if self.gave.load(SeqCst) {
             replica.warn_of_room();
         }
-        let (written, read) = replica.merge(&[contents])?;
-        Ok((bytes + written, copied + read))
+        Ok((Some(contents), (bytes, copied)))
     }
 
     /// Keeps what has come of a delta that was cut off.
@@ -232,7 +258,7 @@ impl ToJournal {
         let segment = segment.filter(|(_, frames, ..)| *frames > 0 || whole);
         if let Some((header, frames, upto, digest)) = segment {
             contents.segments.push(Segment { header: header.clone(), frames, upto, digest });
-            contents.bytes = self.bytes;
+            (contents.bytes, contents.frames_end) = (self.bytes, self.frames_end);
             contents.unread.clone_from(&self.unread);
             contents.records += decoder.totals().records;
         }

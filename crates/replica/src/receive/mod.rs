@@ -92,6 +92,10 @@ impl Replica {
         } else {
             fit?;
         }
+        // A part that is repaired stays at its epoch.
+        if !header.partial {
+            self.admit_alone()?;
+        }
         self.take_over()?;
         self.keep_doubt()?;
         self.hear_term()?;
@@ -110,6 +114,10 @@ impl Replica {
                 Commit::Reflink => self.reflink(&toward, &header)?,
             },
         };
+        if matches!(sink, Sink::Journal(_)) && self.lineage().step.is_none() {
+            // Before its end can be durable: from then on only the group commits it.
+            self.join_group()?;
+        }
         Ok(DeltaReceiver { replica: self, decoder, toward, sink, failed: false })
     }
 
@@ -279,12 +287,11 @@ impl DeltaReceiver<'_> {
     /// # Errors
     /// If the trailer is missing, or the place it goes to fails. What came is kept, and finished or gone on from later.
     pub fn finish(mut self) -> Result<Committed> {
-        self.sound()?;
-        if !self.decoder.is_complete() {
-            let error = delta::Error::NoTrailer { units: self.decoder.units() }.to_string();
-            return Err(ReplicaError::Delta { path: self.replica.path().to_path_buf(), error });
-        }
+        self.whole()?;
         let replica = &mut *self.replica;
+        if replica.lineage().group.is_some() && !self.decoder.header().is_some_and(|h| h.partial) {
+            return Err(replica.in_group());
+        }
         let (written, read) = match std::mem::replace(&mut self.sink, Sink::Closed) {
             Sink::Journal(journal) => journal.finish(replica, &self.decoder, &self.toward)?,
             Sink::Direct(direct) => direct.finish(replica, &self.toward)?,
@@ -292,6 +299,35 @@ impl DeltaReceiver<'_> {
         };
         replica.refresh()?;
         Ok(Committed { epoch: self.toward.epoch, bytes_written: written, bytes_read: read })
+    }
+
+    /// Prepares the delta for the commit of the group, once its trailer was taken: durable when this returns, and not merged.
+    ///
+    /// # Errors
+    /// As for [`DeltaReceiver::finish`]; refused if it does not go to the journal.
+    pub fn prepare(mut self) -> Result<Epoch> {
+        self.whole()?;
+        let replica = &mut *self.replica;
+        if let Some(refused) = replica.no_journal() {
+            return Err(refused);
+        }
+        match std::mem::replace(&mut self.sink, Sink::Closed) {
+            Sink::Journal(journal) if replica.lineage().group.is_some() => {
+                journal.prepare(replica, &self.decoder, &self.toward)?;
+            }
+            _ => return Err(replica.given_up()),
+        }
+        Ok(self.toward.epoch)
+    }
+
+    /// Fails if a unit was not taken, or has not come.
+    fn whole(&self) -> Result<()> {
+        self.sound()?;
+        if self.decoder.is_complete() {
+            return Ok(());
+        }
+        let error = delta::Error::NoTrailer { units: self.decoder.units() }.to_string();
+        Err(ReplicaError::Delta { path: self.replica.path().to_path_buf(), error })
     }
 
     /// Ends a delta that was cut off: what has come is kept, and a next delta may go on from it.

@@ -3,9 +3,11 @@
 mod table;
 
 use delta::Method;
+use uuid::Uuid;
 
 use crate::destination::Name;
 use crate::error::{ReplicaError, Result, SAFE, io_error};
+use crate::intent::Intent;
 use crate::journal::{self, ARRIVING, Contents, WHOLE, compares};
 use crate::last_writes::LastWrites;
 use crate::lineage::{Lineage, Stamp, StepKind, Unsure};
@@ -257,16 +259,68 @@ impl Replica {
 
     fn look_at_arriving(&self, found: &mut Found) -> Result<()> {
         found.arriving = journal::measure(self.state(), ARRIVING)?;
+        let group = match found.arriving.as_ref().and_then(Contents::stream) {
+            Some(stream) if !self.has(stream) => match self.committed_by_group(stream) {
+                // Its user has all of it compared.
+                Err(_) if self.options().adopt => Some(false),
+                committed => committed?,
+            },
+            _ => None,
+        };
         found.situation.arriving = match &found.arriving {
             None => Arriving::None,
+            Some(contents) if group == Some(true) => match contents.whole && self.fits_journal(contents) {
+                true => Arriving::Committed,
+                false if self.options().adopt => Arriving::Useless,
+                false => return Err(self.lost_journal()),
+            },
             Some(contents) if contents.segments.is_empty() || !self.fits_journal(contents) => {
                 Arriving::Useless
             }
             Some(contents) if !contents.whole => Arriving::Part,
             Some(contents) if contents.stream().is_some_and(|stream| self.has(stream)) => Arriving::Useless,
+            // The group has not committed it, and nobody else will.
+            Some(_) if group == Some(false) => Arriving::Part,
             Some(_) => Arriving::Complete,
         };
+        if found.situation.arriving == Arriving::Part {
+            found.arriving = found.arriving.take().map(Contents::without_trailer);
+        }
         Ok(())
+    }
+
+    /// Whether the replica's group has committed this delta; `None` if it is in none.
+    fn committed_by_group(&self, stream: Uuid) -> Result<Option<bool>> {
+        let Some(group) = &self.lineage().group else { return Ok(None) };
+        let path = group.folder_for(self.path());
+        let folder = self.destination().group(group).map_err(|e| match e.kind() {
+            std::io::ErrorKind::NotFound => ReplicaError::Away(format!(
+                "the folder of the group {}, {}, is missing: it says whether a commit of {} is to be completed. Put it back; if it is \
+                 gone for good, \"dsync sync --adopt --leave-group SRC DST\" compares all of the replica with its source and overwrites \
+                 what differs",
+                group.name,
+                path.display(),
+                self.path().display()
+            )),
+            _ => io_error("open", &path)(e),
+        })?;
+        let committed = Intent::read(&*folder)?.is_some_and(|intent| intent.commits(stream));
+        if committed {
+            // What is seen need not be durable yet, and what is merged now builds on it.
+            folder.sync().map_err(io_error("sync", &path))?;
+        }
+        Ok(Some(committed))
+    }
+
+    /// The error where the group has committed what the journal does not hold any more.
+    fn lost_journal(&self) -> ReplicaError {
+        ReplicaError::Damaged {
+            path: self.folder().join(ARRIVING),
+            why: "its group has committed what it held".into(),
+            way_out: "\"dsync sync --adopt --leave-group SRC DST\" compares all of the replica with its source and overwrites what \
+                      differs"
+                .into(),
+        }
     }
 
     fn fits_journal(&self, contents: &Contents) -> bool {

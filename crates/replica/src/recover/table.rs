@@ -81,6 +81,8 @@ pub(super) enum Arriving {
     Complete,
     /// The same, with room for what it writes.
     HasRoom,
+    /// A whole delta that its group has committed: there was room for what it writes.
+    Committed,
     /// Nothing that fits, or nothing new.
     Useless,
 }
@@ -242,9 +244,11 @@ pub(super) fn decide(situation: &Situation) -> Action {
         (Step::None | Step::InPlace, Content::AsLeft | Content::Unproven, Arriving::Complete) => {
             Action::Change(Change::MakeRoom)
         }
-        (Step::None | Step::InPlace, Content::AsLeft | Content::Unproven, Arriving::HasRoom) => {
-            Action::End(End::SealAndMerge)
-        }
+        (
+            Step::None | Step::InPlace,
+            Content::AsLeft | Content::Unproven,
+            Arriving::HasRoom | Arriving::Committed,
+        ) => Action::End(End::SealAndMerge),
         (_, Content::Unproven, Arriving::None | Arriving::Part) if asked != Asked::Adopt => {
             refuse(Refusal::Unproven)
         }
@@ -257,7 +261,9 @@ fn by_arriving(arriving: Arriving) -> Action {
         Arriving::Unseen => Action::Look(Column::Arriving),
         Arriving::None => Action::End(End::Open),
         Arriving::Part => Action::End(End::KeepArriving),
-        Arriving::Complete | Arriving::HasRoom | Arriving::Useless => Action::Change(Change::DropArriving),
+        Arriving::Complete | Arriving::HasRoom | Arriving::Committed | Arriving::Useless => {
+            Action::Change(Change::DropArriving)
+        }
     }
 }
 
@@ -294,12 +300,13 @@ mod tests {
         ("unproven", Content::Unproven),
         ("changed", Content::Changed),
     ];
-    const ARRIVING: [(&str, Arriving); 6] = [
+    const ARRIVING: [(&str, Arriving); 7] = [
         ("unseen", Arriving::Unseen),
         ("none", Arriving::None),
         ("part", Arriving::Part),
         ("complete", Arriving::Complete),
         ("has room", Arriving::HasRoom),
+        ("committed", Arriving::Committed),
         ("useless", Arriving::Useless),
     ];
     const ASKED: [(&str, Asked); 3] = [("adopt", Asked::Adopt), ("doubt", Asked::Doubt), ("use", Asked::Use)];
@@ -454,7 +461,7 @@ mod tests {
                 Action::Change(Change::TakeTimes) => content == Content::Reserved,
                 Action::Change(Change::MakeRoom) => arriving == Arriving::Complete,
                 Action::Change(Change::DropArriving) => {
-                    matches!(arriving, Arriving::Complete | Arriving::HasRoom | Arriving::Useless)
+                    !matches!(arriving, Arriving::Unseen | Arriving::None | Arriving::Part)
                 }
                 Action::End(_) => true,
             };

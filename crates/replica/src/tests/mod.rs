@@ -3,6 +3,7 @@
 mod batches;
 mod crash;
 mod fit;
+mod group;
 mod lives;
 mod past;
 mod promoted;

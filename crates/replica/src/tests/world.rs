@@ -22,7 +22,7 @@ use crate::destination::{Destination, Name, fingerprint};
 use crate::error::Result;
 use crate::lineage::Stamp;
 use crate::views::Views;
-use crate::{Commit, Committed, Options, Replica, Status, View};
+use crate::{Commit, Committed, Membership, Options, Replica, Status, View};
 
 /// Bytes of a block.
 pub(crate) const BLOCK: u64 = 4096;
@@ -337,6 +337,39 @@ pub(crate) struct World {
     pub delay: Duration,
     /// It is said what the destination holds, for readers.
     pub read: bool,
+    /// The folder of the replica's group, in this life.
+    pub group: Mutex<Option<Arc<FaultyFolder>>>,
+}
+
+/// A folder that several have open.
+pub(crate) struct SharedFolder(pub Arc<FaultyFolder>);
+
+impl Folder for SharedFolder {
+    fn open(&self, name: &str, create: bool) -> io::Result<Box<dyn StateFile>> {
+        self.0.open(name, create)
+    }
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        self.0.rename(from, to)
+    }
+    fn remove(&self, name: &str) -> io::Result<()> {
+        self.0.remove(name)
+    }
+    fn sync(&self) -> io::Result<()> {
+        self.0.sync()
+    }
+    fn list(&self) -> io::Result<Vec<String>> {
+        self.0.list()
+    }
+    fn path(&self) -> &Path {
+        self.0.path()
+    }
+}
+
+fn shared(group: &Option<Arc<FaultyFolder>>) -> io::Result<Box<dyn Folder>> {
+    match group {
+        Some(folder) => Ok(Box::new(SharedFolder(folder.clone()))),
+        None => Err(io::ErrorKind::NotFound.into()),
+    }
 }
 
 /// A device's size in the tests.
@@ -356,6 +389,7 @@ impl World {
             room: Arc::new(AtomicU64::new(u64::MAX)),
             delay: Duration::ZERO,
             read: false,
+            group: Mutex::default(),
         }
     }
 
@@ -440,6 +474,7 @@ impl World {
             folder: Box::new(mortal(&machine.site)),
             inodes: self.inodes.clone(),
             room: self.room.clone(),
+            group: None,
         };
         let mut replica = Replica::begin(Box::new(destination), Box::new(mortal(&machine.state)), options)?;
         replica.save_every(5 * BLOCK);
@@ -452,12 +487,14 @@ impl World {
         folder: Box<dyn Folder>,
         options: &Options,
     ) -> Result<Replica> {
+        let group = self.group.lock().unwrap().clone();
         let destination: Box<dyn Destination> = match self.kind {
             Kind::File => Box::new(ModelFile {
                 path: self.site().join(NAME),
                 folder: Box::new(FaultyFolder::new(power, &self.site()).unwrap()),
                 inodes: self.inodes.clone(),
                 room: self.room.clone(),
+                group,
             }),
             Kind::Device => {
                 let disk = FaultyDisk::new(power, self.ram.clone() as _);
@@ -466,7 +503,7 @@ impl World {
                 if self.room.load(SeqCst) != u64::MAX {
                     disk.full_after(self.room.load(SeqCst));
                 }
-                Box::new(ModelDevice { path: "/dev/model".into(), disk: Arc::new(disk) })
+                Box::new(ModelDevice { path: "/dev/model".into(), disk: Arc::new(disk), group })
             }
         };
         let views = match self.read {
@@ -557,6 +594,7 @@ struct ModelFile {
     folder: Box<dyn Folder>,
     inodes: Arc<AtomicU64>,
     room: Arc<AtomicU64>,
+    group: Option<Arc<FaultyFolder>>,
 }
 
 fn file_name(name: Name) -> &'static str {
@@ -636,6 +674,10 @@ impl Destination for ModelFile {
 
     fn sync(&self) -> io::Result<()> {
         self.folder.sync()
+    }
+
+    fn group(&self, _group: &Membership) -> io::Result<Box<dyn Folder>> {
+        shared(&self.group)
     }
 }
 
@@ -729,6 +771,7 @@ impl Disk for OpenFile {
 struct ModelDevice {
     path: PathBuf,
     disk: Arc<FaultyDisk>,
+    group: Option<Arc<FaultyFolder>>,
 }
 
 impl Destination for ModelDevice {
@@ -758,6 +801,10 @@ impl Destination for ModelDevice {
 
     fn open(&self, _name: Name) -> Result<Arc<dyn Disk>> {
         Ok(self.disk.clone())
+    }
+
+    fn group(&self, _group: &Membership) -> io::Result<Box<dyn Folder>> {
+        shared(&self.group)
     }
 }
 

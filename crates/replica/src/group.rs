@@ -1,0 +1,260 @@
+//! Groups: replicas that commit together. Each receives its delta, which is then *prepared*: whole and durable in its journal, and
+//! merged by nobody. Then the group's [`Intent`] names all of them, in one step: that is the commit. Then each is merged, now or
+//! when it is opened next.
+//!
+//! ```text
+//!     a.raw:  journal ── prepared ──┐                       ┌── merge ── lineage
+//!                                   ├── intent, durable ────┤
+//!     b.raw:  journal ── prepared ──┘                       └── merge ── lineage
+//! ```
+//!
+//! Whoever writes the intent holds the group's lock and all replicas of it, and has completed what the intent before says. So a
+//! delta in the journal of a member is committed if the intent names it, and otherwise is only something to go on from.
+
+use std::path::{Path, PathBuf};
+
+use delta::Epoch;
+use device::{Dir, Folder, FolderLock};
+
+use crate::error::{ReplicaError, Result, io_error};
+use crate::intent::{Intent, Member, Membership};
+use crate::journal::{ARRIVING, seal};
+use crate::lineage::{Lineage, StepKind, Toward};
+use crate::locate::locate;
+use crate::options::Options;
+use crate::receive::Committed;
+use crate::replica::{Prepared, Replica};
+use crate::role::now;
+
+/// The replicas of a group in a folder, held by this process.
+pub struct Group {
+    name: String,
+    folder: Box<dyn Folder>,
+    intent: Option<Intent>,
+    lock: Option<FolderLock>,
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        // A folder that was made only for the lock goes again.
+        if let Some(lock) = self.lock.take().filter(|_| self.intent.is_none()) {
+            lock.remove();
+        }
+    }
+}
+
+/// The folder that holds the replica at `path`, without links.
+///
+/// # Errors
+/// If there is no such folder.
+pub fn folder_of_replicas(path: &Path) -> Result<PathBuf> {
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    std::fs::canonicalize(parent).map_err(|e| match e.kind() {
+        std::io::ErrorKind::NotFound => ReplicaError::Away(format!(
+            "folder {} does not exist: mount its file system, or create it",
+            parent.display()
+        )),
+        _ => io_error("find", parent)(e),
+    })
+}
+
+impl Group {
+    /// Takes the group of this name whose replicas are in `dir`, a path without links, for this process alone.
+    ///
+    /// # Errors
+    /// Refused if another process holds it, or if `dir` does not outlive the boot.
+    pub fn open(dir: &Path, name: &str) -> Result<Group> {
+        if dir.starts_with("/dev") && !dir.starts_with("/dev/shm") {
+            return Err(ReplicaError::Refused(format!(
+                "{} does not survive a reboot, so a group cannot keep its state there: make a folder on a disk with a link to each \
+                 device, named after the source, and give that folder",
+                dir.display()
+            )));
+        }
+        let path = Membership::folder_in(dir, name);
+        let folder = Dir::open(&path).map_err(io_error("make", &path))?;
+        let lock = match FolderLock::of(&folder).map_err(io_error("lock", &path))? {
+            Ok(lock) => lock,
+            Err(holder) => {
+                return Err(ReplicaError::GroupBusy { group: name.into(), dir: dir.into(), holder });
+            }
+        };
+        let mut group = Group::begin(Box::new(folder), name)?;
+        group.lock = Some(lock);
+        Ok(group)
+    }
+
+    /// The same over its folder. Takes no lock.
+    ///
+    /// # Errors
+    /// If its intent cannot be read.
+    #[doc(hidden)]
+    pub fn begin(folder: Box<dyn Folder>, name: &str) -> Result<Group> {
+        let intent = Intent::read(&*folder)?;
+        Ok(Group { name: name.to_owned(), folder, intent, lock: None })
+    }
+
+    /// The last common commit.
+    pub fn intent(&self) -> Option<&Intent> {
+        self.intent.as_ref()
+    }
+
+    /// Makes sure that the last common commit is complete for replicas that do not take part in the next, and would find another
+    /// intent then. `members` are those that do, opened.
+    ///
+    /// # Errors
+    /// Refused if one has yet to be completed.
+    pub fn check_absent(&self, members: &[Replica], options: &Options) -> Result<()> {
+        let absent = self.intent.iter().flat_map(|intent| &intent.members);
+        for (path, member) in absent.filter(|(path, _)| !members.iter().any(|here| here.path() == *path)) {
+            let Some(stream) = member.stream else { continue };
+            let found = locate(path, options).ok().and_then(|(_, _, folder)| Dir::existing(&folder).ok());
+            let Some(lineage) = found.as_ref().map(|folder| Lineage::load(folder)).transpose()?.flatten()
+            else {
+                continue;
+            };
+            let waits = lineage.group.as_ref().is_some_and(|group| group.name == self.name);
+            let journal = found.is_some_and(|folder| folder.open(ARRIVING, false).is_ok());
+            if waits && journal && lineage.committed != Some(stream) {
+                return Err(ReplicaError::Refused(format!(
+                    "{0} has not completed the last commit of the group {1}, and is not among its members any more: complete it \
+                     first, with \"dsync recover {0}\"",
+                    path.display(),
+                    self.name
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// Commits what the members have prepared, together, as the cut of that number and id: when this returns, all of them are there,
+    /// durable. Those that have prepared nothing are there already.
+    ///
+    /// # Errors
+    /// Before the intent is durable none of them has moved. After that, all of them will: what fails here is completed when the
+    /// replica is opened next.
+    pub fn commit(&mut self, cut: Epoch, members: &mut [Replica]) -> Result<Vec<Option<Committed>>> {
+        let mut named = std::collections::BTreeMap::new();
+        for member in members.iter_mut() {
+            named.insert(member.path().to_path_buf(), member.stand(&self.name)?);
+        }
+        let stands = self.intent.as_ref().is_some_and(|intent| {
+            let same = |(path, is): (&PathBuf, &Member)| {
+                intent.members.get(path).is_some_and(|was| (was.source, was.epoch) == (is.source, is.epoch))
+            };
+            intent.cut == cut
+                && named.values().all(|member| member.stream.is_none())
+                && named.iter().all(same)
+        });
+        if !stands {
+            let intent = Intent {
+                version: Intent::VERSION,
+                group: self.name.clone(),
+                cut,
+                time: now(),
+                members: named,
+            };
+            intent.store(&*self.folder)?;
+            self.intent = Some(intent);
+        }
+        let mut done = Vec::new();
+        let mut failed = None;
+        for member in members {
+            match member.commit_prepared() {
+                Ok(committed) => done.push(committed),
+                // The others are where they belong all the same.
+                Err(error) => failed = failed.or(Some(error)),
+            }
+        }
+        failed.map_or(Ok(done), Err)
+    }
+}
+
+impl Replica {
+    /// Joins the group for which it was opened: from here on its journal is committed with those of the others only.
+    pub(crate) fn join_group(&mut self) -> Result<()> {
+        let Some(group) = self.options().group.clone() else { return Ok(()) };
+        if self.lineage().group.as_ref() == Some(&group) || !self.is_kept() {
+            return Ok(());
+        }
+        self.lineage_mut().group = Some(group);
+        self.store()
+    }
+
+    /// Before a delta is taken: a member of a group takes none but with its group, unless its user has it leave.
+    pub(crate) fn admit_alone(&mut self) -> Result<()> {
+        let Some(group) = &self.lineage().group else { return Ok(()) };
+        let other = self.options().group.as_ref().map(|with| &with.name);
+        if other == Some(&group.name) {
+            return Ok(());
+        }
+        if other.is_none() && self.options().leave {
+            self.lineage_mut().group = None;
+            return self.store();
+        }
+        Err(self.in_group())
+    }
+
+    /// The error of a command that would bring a member out of step.
+    pub(crate) fn in_group(&self) -> ReplicaError {
+        let name = self.lineage().group.as_ref().map(|group| group.name.clone()).unwrap_or_default();
+        ReplicaError::InGroup { path: self.path().to_path_buf(), group: name }
+    }
+
+    /// Why a commit with a group is not possible from here; `None` if it is.
+    pub(crate) fn no_journal(&self) -> Option<ReplicaError> {
+        let step = self.lineage().step.as_ref()?;
+        let what = match step.kind {
+            StepKind::InPlace => "a commit in place",
+            StepKind::NewFile { .. } => "a first copy",
+            StepKind::Clone { .. } => "a commit to a clone",
+        };
+        Some(ReplicaError::Refused(format!(
+            "{} has {what} under way that was interrupted: complete it by itself first, with \"dsync sync SRC DST\"",
+            self.path().display()
+        )))
+    }
+
+    /// What it will be at the common commit. Nothing but that commit may follow.
+    fn stand(&mut self, group: &str) -> Result<Member> {
+        self.sound()?;
+        self.untouched()?;
+        self.join_group()?;
+        let none = || {
+            ReplicaError::Refused(format!(
+                "{} is not a whole replica, so it cannot be committed with the group {group}: run \"dsync sync --group {group}\" again",
+                self.path().display()
+            ))
+        };
+        if let Some(prepared) = self.prepared() {
+            let Toward { source, epoch, stream, .. } = prepared.toward;
+            return Ok(Member { source, epoch, stream: Some(stream) });
+        }
+        let lineage = self.lineage();
+        let whole = lineage.step.is_none() && self.is_kept() && lineage.unsure.is_nothing();
+        match (lineage.source, lineage.epoch) {
+            (Some(source), Some(epoch)) if whole => Ok(Member { source, epoch, stream: None }),
+            _ => Err(none()),
+        }
+    }
+
+    /// After the intent: merges what was prepared. `None` if nothing was.
+    fn commit_prepared(&mut self) -> Result<Option<Committed>> {
+        let Some(Prepared { contents, toward, cost: (written, read) }) = self.take_prepared() else {
+            return Ok(None);
+        };
+        // From here on only opening it anew tells what it holds.
+        self.begin_commit()?;
+        self.untouched()?;
+        let failed = |what| io_error(what, self.folder());
+        let file = self.state().open(ARRIVING, false).map_err(failed("open"))?;
+        seal(&*file, self.state()).map_err(failed("sync"))?;
+        let (merged, filled) = self.merge(&[contents])?;
+        self.refresh()?;
+        Ok(Some(Committed {
+            epoch: toward.epoch,
+            bytes_written: written + merged,
+            bytes_read: read + filled,
+        }))
+    }
+}

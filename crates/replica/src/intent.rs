@@ -1,0 +1,123 @@
+//! The intent of a group: the one file that says which deltas its replicas commit together. Before it names them, none of them is
+//! merged; once it does, all of them are, by whoever opens the replicas next.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use delta::Epoch;
+use device::Folder;
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use crate::error::{ReplicaError, Result, io_error};
+
+/// The file's name in the group's folder.
+const NAME: &str = "intent";
+
+/// The group of a replica.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Membership {
+    /// The name of the group.
+    pub name: String,
+    /// The group's folder; `None` for the one beside the replica's file, which moves with it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub folder: Option<PathBuf>,
+}
+
+impl Membership {
+    /// The folder of a group whose replicas are in `dir`.
+    pub fn folder_in(dir: &Path, name: &str) -> PathBuf {
+        dir.join(format!(".{name}.dsync-group"))
+    }
+
+    /// That of a replica at this path, without links, in the group of that name whose replicas are in `dir`.
+    pub fn of(path: &Path, dir: &Path, name: &str) -> Membership {
+        let folder = (path.parent() != Some(dir)).then(|| Self::folder_in(dir, name));
+        Membership { name: name.to_owned(), folder }
+    }
+
+    /// Where the folder of the group is, for the replica at this path.
+    pub fn folder_for(&self, path: &Path) -> PathBuf {
+        let beside = || Self::folder_in(path.parent().unwrap_or(Path::new("/")), &self.name);
+        self.folder.clone().unwrap_or_else(beside)
+    }
+}
+
+/// What a replica is at a common commit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Member {
+    /// Its source.
+    pub source: Uuid,
+    /// The epoch of that source.
+    pub epoch: Epoch,
+    /// The delta that brings the replica there; `None` if it was there already.
+    pub stream: Option<Uuid>,
+}
+
+/// A common commit.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Intent {
+    /// Version of this format.
+    pub version: u32,
+    /// The name of the group.
+    pub group: String,
+    /// The cut of the sources: its number and its id.
+    pub cut: Epoch,
+    /// When that was committed, in seconds since 1970.
+    pub time: u64,
+    /// The replicas, by their paths without links.
+    pub members: BTreeMap<PathBuf, Member>,
+}
+
+impl Intent {
+    /// The version that is written.
+    pub const VERSION: u32 = 1;
+
+    /// The intent in a group's folder; `None` if nothing was committed yet.
+    ///
+    /// # Errors
+    /// If it cannot be read or understood: then nothing tells whether a delta was committed.
+    pub fn read(folder: &dyn Folder) -> Result<Option<Intent>> {
+        let path = folder.path().join(NAME);
+        let file = match folder.open(NAME, false) {
+            Ok(file) => file,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(io_error("open", &path)(e)),
+        };
+        let len = file.len().map_err(io_error("read", &path))?;
+        let mut bytes = vec![0; len.min(MOST) as usize];
+        file.read_at(0, &mut bytes).map_err(io_error("read", &path))?;
+        let damaged = |why: String| {
+            ReplicaError::Damaged {
+            path: path.clone(),
+            why,
+            way_out: "it says which commits of the group are to be completed: restore it, or run \"dsync sync --adopt \
+                      --leave-group SRC DST\" for each replica of the group, which compares all of it with its source"
+                .into(),
+        }
+        };
+        let intent: Intent = serde_json::from_slice(&bytes).map_err(|e| damaged(e.to_string()))?;
+        match intent.version {
+            Self::VERSION => Ok(Some(intent)),
+            other => {
+                Err(damaged(format!("version {other} is not known to this dsync: use the one that wrote it")))
+            }
+        }
+    }
+
+    /// Writes it down: durable on return, and all or nothing.
+    pub(crate) fn store(&self, folder: &dyn Folder) -> Result<()> {
+        let failed = || io_error("write", &folder.path().join(NAME));
+        let bytes = serde_json::to_vec_pretty(self).map_err(|e| failed()(e.into()))?;
+        device::replace(folder, NAME, &bytes).map_err(failed())
+    }
+
+    /// True if it commits this delta.
+    pub fn commits(&self, stream: Uuid) -> bool {
+        self.members.values().any(|member| member.stream == Some(stream))
+    }
+}
+
+/// The longest intent, in bytes.
+const MOST: u64 = 1 << 20;

@@ -1,0 +1,342 @@
+//! Replicas that commit together: whatever crashes when, all of them are at one moment, whoever opens them in which order.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
+
+use delta::Epoch;
+use tempfile::TempDir;
+use testing::faulty::{FaultyFolder, Outage, Power};
+use testing::soak;
+use uuid::Uuid;
+
+use super::crash::{OUTAGES, on, replica_at};
+use super::world::*;
+use crate::{Commit, Group, Membership, Options, Replica, ReplicaError, State};
+
+/// Two replicas of two sources, and the folder of their group.
+struct Pair {
+    worlds: [World; 2],
+    group: TempDir,
+}
+
+fn sources() -> [Source; 2] {
+    [Source::new(11, &[40, 48, 44, 44, 60]), Source::new(12, &[30, 30, 36, 20, 24])]
+}
+
+fn cut(number: u64) -> Epoch {
+    Epoch { number, id: Uuid::from_u128(number.into()) }
+}
+
+fn membership() -> Membership {
+    Membership { name: "db".into(), folder: None }
+}
+
+impl Pair {
+    /// Both at this epoch of their sources.
+    fn at(kinds: [Kind; 2], sources: &[Source; 2], epoch: usize) -> Pair {
+        let worlds = [0, 1].map(|at| replica_at(kinds[at], &sources[at], epoch));
+        Pair { worlds, group: testing::in_memory() }
+    }
+
+    fn fork(&self) -> Pair {
+        let group = testing::in_memory();
+        for entry in std::fs::read_dir(self.group.path()).unwrap() {
+            let entry = entry.unwrap();
+            std::fs::copy(entry.path(), group.path().join(entry.file_name())).unwrap();
+        }
+        Pair { worlds: [self.worlds[0].fork(), self.worlds[1].fork()], group }
+    }
+
+    /// The group's folder in this life.
+    fn begin(&self, power: &Power) -> Arc<FaultyFolder> {
+        let folder = Arc::new(FaultyFolder::new(power, self.group.path()).unwrap());
+        self.worlds.iter().for_each(|world| *world.group.lock().unwrap() = Some(folder.clone()));
+        folder
+    }
+
+    fn open_one(&self, at: usize, power: &Power, group: bool) -> crate::Result<Replica> {
+        let folder = FaultyFolder::new(power, &self.worlds[at].state()).unwrap();
+        let options = Options { group: group.then(membership), ..Options::default() };
+        self.worlds[at].open_in(power, Box::new(folder), &options)
+    }
+
+    /// Opens both as their group does.
+    fn open(&self, power: &Power) -> crate::Result<(Group, Vec<Replica>)> {
+        let folder = self.begin(power);
+        let group = Group::begin(Box::new(SharedFolder(folder)), "db")?;
+        Ok((group, vec![self.open_one(0, power, true)?, self.open_one(1, power, true)?]))
+    }
+
+    /// Brings both to an epoch of their sources, together.
+    fn sync(&self, power: &Power, sources: &[Source; 2], to: usize) -> crate::Result<()> {
+        let (mut group, mut replicas) = self.open(power)?;
+        for (replica, source) in replicas.iter_mut().zip(sources) {
+            let there = source.epochs[to];
+            if replica.status().epoch != Some(there) || replica.status().resumes.is_some() {
+                prepare(replica, &source.lacks(replica.status(), content(replica).as_deref(), to))?;
+            }
+        }
+        group.commit(cut(to as u64), &mut replicas)?;
+        Ok(())
+    }
+
+    /// Where each is when it is opened alone, in this order. Fails the test if one is not what it says.
+    fn stand(&self, sources: &[Source; 2], order: [usize; 2], what: &str) -> [usize; 2] {
+        let power = on();
+        self.begin(&power);
+        let mut at = [0; 2];
+        for one in order {
+            let replica = self.open_one(one, &power, false);
+            let replica = replica.unwrap_or_else(|e| panic!("{what}: {one} does not open: {e}"));
+            let status = replica.status();
+            assert_eq!(status.state, State::Exact, "{what}: {one}");
+            at[one] = sources[one].index(&status.epoch.unwrap());
+            assert!(self.worlds[one].holds(&sources[one].images[at[one]]), "{what}: {one} is not its epoch");
+        }
+        at
+    }
+}
+
+fn prepare(replica: &mut Replica, bytes: &[u8]) -> crate::Result<()> {
+    let mut units = units(bytes).into_iter();
+    let mut receipt = replica.receive(units.next().expect("a header"), Commit::Journal)?;
+    for unit in units {
+        receipt.unit(unit)?;
+    }
+    receipt.prepare().map(drop)
+}
+
+/// Both are at `from` or both at `to`, and the next syncs succeed.
+fn check(pair: &Pair, sources: &[Source; 2], (from, to): (usize, usize), turn: u64, what: &str) -> usize {
+    let order = if turn % 2 == 0 { [0, 1] } else { [1, 0] };
+    let at = pair.stand(sources, order, what);
+    assert!(at == [from; 2] || at == [to; 2], "{what}: torn: {at:?}");
+    for (n, next) in [to, to + 1].into_iter().enumerate() {
+        if soak() || turn % 3 == n as u64 {
+            let again = pair.fork();
+            again
+                .sync(&on(), sources, next)
+                .unwrap_or_else(|e| panic!("{what}: the next sync to {next}: {e}"));
+            assert_eq!(again.stand(sources, order, what), [next; 2], "{what}");
+        }
+    }
+    at[0]
+}
+
+fn cut_everywhere(name: &str, kinds: [Kind; 2], from: usize, to: usize) {
+    let sources = sources();
+    let world = Pair::at(kinds, &sources, from);
+    // A common commit before, so that an older intent is there.
+    world.sync(&on(), &sources, from).unwrap();
+    let power = on();
+    world.fork().sync(&power, &sources, to).unwrap();
+    let steps = power.steps();
+    println!("{name}: {steps} steps");
+    let mut ends = [0u64; 2];
+    for (number, (outage, disks, folders)) in OUTAGES.into_iter().enumerate() {
+        for step in 1..=steps + 1 {
+            let turn = step + number as u64;
+            if !soak() && !matches!(number, 0 | 1) && turn % 3 != 0 && step <= steps {
+                continue;
+            }
+            let what = format!("{name}: cut by {outage:?} {disks:?} {folders:?} at step {step} of {steps}");
+            let pair = world.fork();
+            let power = Power::new(outage);
+            power.cut_at(step);
+            let done = pair.sync(&power, &sources, to);
+            assert_eq!(done.is_ok(), step > steps, "{what}: {done:?}");
+            power.crash(disks, folders, step * 7 + number as u64).unwrap();
+            // The recovery of one of them is cut, too; then everything is judged.
+            let again = pair.fork();
+            let at = check(&pair, &sources, (from, to), turn, &what);
+            assert!(step <= steps || at == to, "{what}: what was committed is gone");
+            ends[usize::from(at == to)] += 1;
+            let power = Power::new(outage);
+            again.begin(&power);
+            power.cut_at(1 + step % 29);
+            let _ = again.open_one((turn % 2) as usize, &power, false);
+            power.crash(disks, folders, step * 11 + number as u64).unwrap();
+            check(
+                &again,
+                &sources,
+                (from, to),
+                turn / 2,
+                &format!("{what}, and a recovery at step {}", 1 + step % 29),
+            );
+        }
+    }
+    // Neither end was the only one.
+    assert!(ends.iter().all(|count| *count > 0), "{name}: {ends:?}");
+}
+
+#[test]
+fn two_files_are_at_one_moment_whatever_crashes() {
+    cut_everywhere("two files", [Kind::File, Kind::File], 0, 1);
+}
+
+#[test]
+fn a_file_and_a_device_are_at_one_moment_whatever_crashes() {
+    cut_everywhere("a file and a device", [Kind::File, Kind::Device], 1, 2);
+}
+
+/// A step fails once; whoever gets the error gives up, and after any crash the next finds both at one moment.
+#[test]
+fn errors_that_pass_tear_nothing() {
+    let sources = sources();
+    let (from, to) = (0, 1);
+    let world = Pair::at([Kind::File, Kind::Device], &sources, from);
+    world.sync(&on(), &sources, from).unwrap();
+    let power = on();
+    world.fork().sync(&power, &sources, to).unwrap();
+    for (number, (outage, disks, folders)) in
+        OUTAGES.into_iter().enumerate().filter(|(n, _)| [0, 1, 5].contains(n))
+    {
+        for step in 1..=power.steps() {
+            for errno in [5, 28] {
+                if !soak() && errno == 28 && step % 3 != 0 {
+                    continue;
+                }
+                let what = format!("{outage:?} {disks:?}, error {errno} at step {step}");
+                let (pair, power) = (world.fork(), Power::new(outage));
+                power.fail_at(step, 1, errno);
+                let done = pair.sync(&power, &sources, to).is_ok();
+                power.crash(disks, folders, step * 7 + number as u64).unwrap();
+                let at = check(&pair, &sources, (from, to), step + number as u64, &what);
+                assert!(!done || at == to, "{what}: what was committed is gone");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_was_not_committed_is_gone_on_from() {
+    let sources = sources();
+    let pair = Pair::at([Kind::File, Kind::File], &sources, 0);
+    let power = on();
+    {
+        let (_group, mut replicas) = pair.open(&power).unwrap();
+        for (replica, source) in replicas.iter_mut().zip(&sources) {
+            prepare(replica, &source.tracked(0, 1)).unwrap();
+            // Whole, and nobody's by itself.
+            assert_eq!(replica.status().epoch, Some(source.epochs[0]));
+        }
+    }
+    assert_eq!(pair.stand(&sources, [0, 1], "prepared"), [0, 0]);
+    let (mut group, mut replicas) = pair.open(&power).unwrap();
+    for (replica, source) in replicas.iter_mut().zip(&sources) {
+        let status = replica.status().clone();
+        assert!(status.resumes.is_some() && status.recovered.is_none(), "{status:?}");
+        // Nothing of the first is sent again.
+        let lacks = source.lacks(&status, None, 2);
+        assert!(lacks.len() < source.tracked(0, 2).len());
+        prepare(replica, &lacks).unwrap();
+    }
+    let done = group.commit(cut(2), &mut replicas).unwrap();
+    assert!(done.iter().all(Option::is_some));
+    drop(replicas);
+    assert_eq!(pair.stand(&sources, [0, 1], "committed"), [2, 2]);
+}
+
+#[test]
+fn a_member_takes_nothing_by_itself_unless_it_leaves() {
+    let sources = sources();
+    let pair = Pair::at([Kind::File, Kind::File], &sources, 0);
+    let power = on();
+    pair.sync(&power, &sources, 1).unwrap();
+    let delta = sources[0].tracked(1, 2);
+    let mut replica = pair.open_one(0, &power, false).unwrap();
+    assert_eq!(replica.status().group.as_deref(), Some("db"));
+    let refused = merge(&mut replica, &delta, Commit::Journal);
+    assert!(matches!(&refused, Err(ReplicaError::InGroup { group, .. }) if group == "db"), "{refused:?}");
+    assert!(matches!(replica.batches().err(), Some(ReplicaError::InGroup { .. })));
+    drop(replica);
+    // With its group, it is not committed alone either.
+    let mut replica = pair.open_one(0, &power, true).unwrap();
+    assert!(matches!(merge(&mut replica, &delta, Commit::Journal), Err(ReplicaError::InGroup { .. })));
+    drop(replica);
+    assert_eq!(pair.stand(&sources, [0, 1], "refused"), [1, 1]);
+    let folder = FaultyFolder::new(&power, &pair.worlds[0].state()).unwrap();
+    let options = Options { leave: true, ..Options::default() };
+    let mut replica = pair.worlds[0].open_in(&power, Box::new(folder), &options).unwrap();
+    let delta = sources[0].lacks(replica.status(), None, 2);
+    merge(&mut replica, &delta, Commit::Journal).unwrap();
+    assert_eq!(replica.status().group, None);
+    drop(replica);
+    assert_eq!(pair.stand(&sources, [0, 1], "left"), [2, 1]);
+    // The next common commit takes it in again.
+    pair.sync(&power, &sources, 3).unwrap();
+    assert_eq!(pair.stand(&sources, [0, 1], "together again"), [3, 3]);
+}
+
+#[test]
+fn a_foreign_write_to_one_commits_none() {
+    for victim in [0, 1] {
+        let sources = sources();
+        let pair = Pair::at([Kind::File, Kind::File], &sources, 0);
+        let power = on();
+        let (mut group, mut replicas) = pair.open(&power).unwrap();
+        for (replica, source) in replicas.iter_mut().zip(&sources) {
+            prepare(replica, &source.tracked(0, 1)).unwrap();
+        }
+        pair.worlds[victim].tamper(5 * BLOCK, 0xee);
+        let refused = group.commit(cut(1), &mut replicas);
+        assert!(matches!(refused, Err(ReplicaError::Changed { .. })), "{refused:?}");
+        drop((group, replicas));
+        pair.begin(&power);
+        assert!(matches!(pair.open_one(victim, &power, false), Err(ReplicaError::Changed { .. })));
+        let other = pair.open_one(1 - victim, &power, false).unwrap();
+        assert_eq!(other.status().epoch, Some(sources[1 - victim].epochs[0]));
+    }
+}
+
+/// Without its intent nobody knows what is to be done, so nothing is.
+#[test]
+fn a_missing_folder_of_the_group_is_no_answer() {
+    let sources = sources();
+    let pair = Pair::at([Kind::File, Kind::File], &sources, 0);
+    let power = on();
+    let (_group, mut replicas) = pair.open(&power).unwrap();
+    for (replica, source) in replicas.iter_mut().zip(&sources) {
+        prepare(replica, &source.tracked(0, 1)).unwrap();
+    }
+    drop(replicas);
+    *pair.worlds[0].group.lock().unwrap() = None;
+    let refused = pair.open_one(0, &power, false).err();
+    assert!(
+        matches!(&refused, Some(ReplicaError::Away(why)) if why.contains("--leave-group")),
+        "{refused:?}"
+    );
+    let folder = FaultyFolder::new(&power, &pair.worlds[0].state()).unwrap();
+    let options = Options { adopt: true, leave: true, ..Options::default() };
+    let mut replica = pair.worlds[0].open_in(&power, Box::new(folder), &options).unwrap();
+    let delta = sources[0].lacks(replica.status(), content(&replica).as_deref(), 1);
+    merge(&mut replica, &delta, Commit::Journal).unwrap();
+    assert_eq!(replica.status().epoch, Some(sources[0].epochs[1]));
+}
+
+/// There is no room any more for what the group has committed: nothing is dropped, and all is well when there is.
+#[test]
+fn what_was_committed_waits_for_room() {
+    let sources = sources();
+    let world = Pair::at([Kind::File, Kind::File], &sources, 0);
+    world.sync(&on(), &sources, 0).unwrap();
+    let power = on();
+    world.fork().sync(&power, &sources, 1).unwrap();
+    let mut waited = 0;
+    for step in 1..=power.steps() {
+        let pair = world.fork();
+        let power = Power::new(Outage::Kill);
+        power.cut_at(step);
+        let _ = pair.sync(&power, &sources, 1);
+        let power = on();
+        pair.begin(&power);
+        pair.worlds[1].room.store(0, SeqCst);
+        let full = pair.open_one(1, &power, false);
+        pair.worlds[1].room.store(u64::MAX, SeqCst);
+        waited += u64::from(matches!(full, Err(ReplicaError::Full { .. })));
+        drop(full);
+        let at = pair.stand(&sources, [1, 0], "with room again");
+        assert!(at == [0, 0] || at == [1, 1], "step {step}: {at:?}");
+    }
+    assert!(waited > 0);
+}
