@@ -70,7 +70,8 @@ pub(crate) enum Command {
         dsync sync --hook /etc/dsync/hold-guest vm backup:/srv/vm.raw    a database is told of the cut\n  \
         dsync sync /srv/vm.raw tls://far/vm.raw            without ssh: see \"dsync key\"\n  \
         dsync sync prod:/srv/vm.raw /backup/vm.raw         run by the host that has the replica\n  \
-        dsync sync --adopt backup:/srv/vm.raw /srv/vm.raw  restore a disk from its replica\n\n\
+        dsync sync --adopt backup:/srv/vm.raw /srv/vm.raw  restore a disk from its replica\n  \
+        dsync sync --group db backup:/srv                  all disks of a group, as they were at one moment\n\n\
         One end may be on another host, where dsync is installed too. A path with a slash before its colon is\n\
         local. tls://HOST[:PORT]/PATH is a path in the first --into folder of \"dsync receive\" on that host, or\n\
         in the first --offer folder of \"dsync send\" if it is the source; tls://HOST//PATH is an absolute path.\n\n\
@@ -80,7 +81,9 @@ pub(crate) enum Command {
         and prints \"ready\" when the disk may be cut; it reads \"cut\" after that, and \"end\" after the commit (\"failed\"\n\
         if there is none). If it ends before it is ready, or takes too long, the sync ends before the cut. See\n\
         docs/guide.md.\n\n\
-        The summary says how changes were found: tracked, compared (and why), or copied.")]
+        The summary says how changes were found: tracked, compared (and why), or copied.\n\n\
+        With --group, all members of a group (see \"dsync serve --help\") are cut at one moment, and their replicas are\n\
+        committed together: after any crash all of them are at the same moment. See docs/groups.md.")]
     Sync(Sync),
 
     /// Keep a replica seconds behind until stopped
@@ -89,7 +92,8 @@ pub(crate) enum Command {
         dsync mirror --rpo 30s --compress vm backup:/srv/vm.raw    a slow link: fewer and larger batches\n  \
         dsync mirror --rate 20M vm /mnt/copy/vm.raw        move no more than 20 MiB of changes a second\n  \
         dsync mirror --bwlimit 08:00-18:00=10M,22:00-23:00=pause,else=off vm backup:/srv/vm.raw\n  \
-        dsync mirror --json -v vm backup:/srv/vm.raw       one JSON object a batch: blocks, times, lag\n\n\
+        dsync mirror --json -v vm backup:/srv/vm.raw       one JSON object a batch: blocks, times, lag\n  \
+        dsync mirror --group db backup:/srv                all disks of a group, committed together\n\n\
         The mirror begins with a sync. After that, changes are sent in batches. The replica commits each batch\n\
         whole or not at all, so it is always the disk as it was at one moment. The interval between batches\n\
         adapts to the speed of both sites and is at most half of --rpo. If the link or the peer fails, the\n\
@@ -97,7 +101,8 @@ pub(crate) enum Command {
         While it mirrors, a first SIGINT or SIGTERM brings the replica up to date and stops; a second one\n\
         stops at once.\n\n\
         A disk tracked with \"dsync track\" is mirrored as one sync after another, each with a short freeze,\n\
-        at most one a second.")]
+        at most one a second.\n\n\
+        A group is mirrored by one common commit after another, at least two within --rpo and four a second at most.")]
     Mirror(Mirror),
 
     /// Serve disks to NBD clients and record their writes
@@ -112,6 +117,9 @@ pub(crate) enum Command {
         dsync serve /srv/vm.raw@41 --socket /run/41.sock   a replica as it was at epoch 41\n\n\
         Without --socket and --tcp it serves the socket that a service manager passes to it (LISTEN_FDS):\n  \
         nbdinfo [ dsync serve /srv/vm.raw ]                serves for as long as nbdinfo runs\n\n\
+        Several disks of one machine, whose replicas must be of one moment, are a group:\n  \
+        dsync serve /srv/data.raw /srv/log.raw --group db --socket /run/db.sock\n  \
+        dsync sync --group db backup:/srv\n\n\
         An export is named after its file, without the extension. NAME@view is a snapshot of the moment at which\n\
         the first client connected to it, and lasts until the last one disconnects. NAME@view.READER is a\n\
         private snapshot, shared by all connections that use this name. A snapshot offers the blocks changed\n\
@@ -196,7 +204,8 @@ pub(crate) enum Command {
         dsync forget vm backup                             a named checkpoint\n  \
         dsync forget -n /srv/vm.raw                        what it would cost to forget the source\n  \
         dsync forget /backup/vm.raw                        a replica on this host: it becomes an ordinary file\n  \
-        dsync forget --replica /srv/vm.raw                 a disk that was restored from its replica\n\n\
+        dsync forget --replica /srv/vm.raw                 a disk that was restored from its replica\n  \
+        dsync forget --group db /srv/log.raw               it is not in the group db any more\n\n\
         Only the state kept by dsync is removed; disks and images are not touched. A source in use is refused.")]
     Forget(Forget),
 
@@ -555,9 +564,12 @@ pub(crate) struct Mirror {
     /// Served image or its export name, or a tracked device
     #[arg(value_name = "SRC")]
     pub source: String,
-    /// Path of the replica; tls://HOST[:PORT]/DST without ssh
-    #[arg(value_name = "[[USER@]HOST:]DST")]
-    pub destination: String,
+    /// Path of the replica; tls://HOST[:PORT]/DST without ssh. With --group, which has no SRC, the folder of the replicas
+    #[arg(value_name = "[[USER@]HOST:]DST", required_unless_present = "group")]
+    pub destination: Option<String>,
+    /// Mirror all members of this group: their replicas are always of one moment
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["interval", "min_interval", "alpha", "beta", "rate", "epoch", "journal_dir"])]
+    pub group: Option<String>,
     /// How far the replica may fall behind while the link keeps up
     #[arg(long, value_name = "TIME", value_parser = parse_time, default_value = "5s")]
     pub rpo: Duration,
@@ -621,9 +633,15 @@ pub(crate) struct Sync {
     /// Image, block device, or export name, on this host or on another
     #[arg(value_name = "[[USER@]HOST:]SRC")]
     pub source: String,
-    /// Path of the replica; tls://HOST[:PORT]/DST without ssh
-    #[arg(value_name = "[[USER@]HOST:]DST")]
-    pub destination: String,
+    /// Path of the replica; tls://HOST[:PORT]/DST without ssh. With --group, which has no SRC, the folder of the replicas
+    #[arg(value_name = "[[USER@]HOST:]DST", required_unless_present = "group")]
+    pub destination: Option<String>,
+    /// Bring the replicas of all members of this group to one moment; they have the names of the members' files
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["at_view", "keep_going", "digests", "leave_group", "journal_dir"])]
+    pub group: Option<String>,
+    /// Bring a replica of a group up to date by itself: it leaves the group until the next sync of that
+    #[arg(long)]
+    pub leave_group: bool,
     /// How to find changed blocks
     #[arg(long, value_enum, default_value_t = MethodArg::Auto)]
     pub method: MethodArg,
@@ -771,6 +789,9 @@ pub(crate) struct Serve {
     /// Bypass the page cache (O_DIRECT)
     #[arg(long)]
     pub direct: bool,
+    /// Make these images a group: "dsync sync --group" brings replicas of all of them to one moment
+    #[arg(long, value_name = "NAME", conflicts_with = "read_only")]
+    pub group: Option<String>,
     /// Limit for old data kept for a snapshot; beyond it the snapshot fails
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "16G")]
     pub view_limit: u64,
@@ -921,6 +942,9 @@ pub(crate) struct Forget {
     /// Print what would be forgotten and what it costs, and change nothing
     #[arg(short = 'n', long)]
     pub dry_run: bool,
+    /// Forget only that the source is in this group
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["bookmark", "replica", "journal_dir"])]
+    pub group: Option<String>,
     /// Of a disk that is a source and a replica, forget the replica: it becomes an ordinary disk, with its record
     #[arg(long, conflicts_with = "bookmark")]
     pub replica: bool,

@@ -40,6 +40,9 @@ pub(crate) fn run(args: &args::Forget, state: &StateDir, output: &Output) -> Res
     if let Some(name) = &args.bookmark {
         return bookmark(&args.what, name, args.dry_run, state, output);
     }
+    if let Some(name) = &args.group {
+        return group(name, &args.what, args.dry_run, state, output);
+    }
     match state.source(&args.what)? {
         Some((place, about)) if args.journal_dir.is_none() && !args.replica => {
             refuse_both(&args.what, &about, state)?;
@@ -47,6 +50,18 @@ pub(crate) fn run(args: &args::Forget, state: &StateDir, output: &Output) -> Res
         }
         _ => replica(args, state, output),
     }
+}
+
+/// Takes a source out of its group.
+fn group(name: &str, what: &str, dry_run: bool, state: &StateDir, output: &Output) -> Result<()> {
+    let (place, about) = crate::known(what, state)?;
+    if !dry_run {
+        source::leave_group(&place, &about, name)?;
+    }
+    let cost = "its replica stays as it is, and the next \"dsync sync --group\" does without it";
+    let (kind, bookmark) = ("membership", Some(name));
+    Forgotten { kind, path: &about.path, bookmark, cost: cost.into(), dry_run }.say(output);
+    Ok(())
 }
 
 /// Refuses a path that is a source and a replica: one was meant, and the other is not to be lost.

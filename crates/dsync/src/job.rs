@@ -175,7 +175,8 @@ impl Job {
                 options.extend(self.option(line, arg)?);
             }
         }
-        if let Some((arg, _)) = places.iter().find(|(arg, values)| arg.is_required_set() && values.is_empty())
+        if let Some((arg, _)) =
+            places.iter().find(|(arg, values)| self.needs(arg, given) && values.is_empty())
         {
             let (path, key, command) = (self.path.display(), key_of(arg), self.command.get_name());
             return Err(Failure::usage(format!(
@@ -187,6 +188,17 @@ impl Job {
         words.extend(options);
         words.extend_from_slice(given);
         Ok(words)
+    }
+
+    /// True if a positional argument must be set. The members of a group are its sources.
+    fn needs(&self, arg: &Arg, given: &[OsString]) -> bool {
+        let is_group = |key: &str| key == "group";
+        let mut grouped = self.lines.iter().any(|line| is_group(&line.key));
+        grouped |= self.replaced(given).iter().any(|arg| is_group(key_of(arg)));
+        match (self.command.get_name(), arg.get_id().as_str()) {
+            ("sync" | "mirror", "source") => !grouped,
+            (_, id) => arg.is_required_set() || id == "destination",
+        }
     }
 
     /// The argument that a line sets.

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use replica::{Condition, KnownReplica};
 use serde::Serialize;
 
+use crate::membership::Group;
 use crate::output::Output;
 use crate::units;
 
@@ -32,6 +33,8 @@ pub(crate) struct LocalReplica<'a> {
     pub released: bool,
     /// It was the source itself, and no sync has come since.
     pub demoted: bool,
+    /// The group that it is committed with.
+    pub group: Option<Group>,
     /// What is wrong, as the part of a sentence that begins with its path; `None` if nothing is.
     pub problem: Option<String>,
 }
@@ -74,6 +77,7 @@ impl LocalReplica<'_> {
             term: lineage.map_or(1, |lineage| lineage.role.term),
             released: lineage.is_some_and(|lineage| lineage.role.released.is_some()),
             demoted: lineage.is_some_and(|lineage| lineage.role.demoted.is_some()),
+            group: lineage.and_then(|lineage| Group::of_replica(&known.path, lineage)),
             problem,
         }
     }
@@ -98,7 +102,8 @@ impl LocalReplica<'_> {
             _ => "at no epoch yet".into(),
         };
         let problem = self.problem.as_ref().map(|problem| format!("; it {problem}")).unwrap_or_default();
-        output.say(&format!("replica {}, {at}{problem}", self.path.display()));
+        let group = self.group.as_ref().map(|group| format!(", {}", group.told())).unwrap_or_default();
+        output.say(&format!("replica {}, {at}{group}{problem}", self.path.display()));
         output.summary(self);
     }
 }

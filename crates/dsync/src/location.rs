@@ -102,6 +102,16 @@ impl Location {
         })
     }
 
+    /// An error as it helps here; see [`Ends::named`].
+    pub(crate) fn named(&self, error: SyncError) -> SyncError {
+        match (error, self.host.as_deref()) {
+            (SyncError::Far { message, class }, Some(host)) => {
+                SyncError::Far { message: format!("{host}: {message}"), class }
+            }
+            (error, _) => error,
+        }
+    }
+
     /// A link to the replica's side, and its thread, if it is local.
     pub(crate) fn connect(&self, far: &FarArgs, state: &StateDir) -> Result<(Link, Option<JoinHandle<()>>)> {
         let Some(host) = &self.host else {

@@ -11,6 +11,7 @@ use sync::{Batching, Mirror, MirrorEvent, MirrorOptions, MirrorSummary, SyncErro
 use crate::args::{self, LiveArgs};
 use crate::effect;
 use crate::failure::{self, Failure};
+use crate::group_command;
 use crate::location::Ends;
 use crate::output::Output;
 use crate::service::Manager;
@@ -27,7 +28,7 @@ const ONE_WORD: Duration = Duration::from_millis(500);
 
 /// The first signal requests an orderly end, the second ends at once. Before there is anything to end, the first
 /// one does.
-fn on_signals(
+pub(crate) fn on_signals(
     stop: Arc<AtomicBool>,
     mirroring: Arc<AtomicBool>,
     manager: Arc<Manager>,
@@ -58,7 +59,7 @@ fn on_signals(
 }
 
 /// Options from the arguments; `is_far`: the replica is on another host.
-fn options(args: &args::Mirror, steering: &Steering, is_far: bool) -> Result<MirrorOptions> {
+pub(crate) fn options(args: &args::Mirror, steering: &Steering, is_far: bool) -> Result<MirrorOptions> {
     Ok(MirrorOptions {
         sync: SyncOptions {
             adopt: args.begin.adopt,
@@ -89,11 +90,15 @@ fn options(args: &args::Mirror, steering: &Steering, is_far: bool) -> Result<Mir
 
 /// Runs the command until a signal ends it.
 pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()> {
-    let ends = Ends::parse(&args.source, &args.destination)?;
+    if let Some(name) = &args.group {
+        return group_command::mirror(name, args, state, output);
+    }
+    let named = args.destination.as_deref().unwrap_or_default();
+    let ends = Ends::parse(&args.source, named)?;
     if let Some(host) = &ends.source.host {
         return Err(Failure::usage(format!(
             "a mirror runs on the host of its source: run \"dsync mirror\" on {host}, or repeat \"dsync sync {} {}\" here with a timer",
-            args.source, args.destination
+            args.source, named
         ))
         .into());
     }

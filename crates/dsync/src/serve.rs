@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result};
 use device::Disk;
 use extents::Bitmap;
 use nbd::{Context, Export, ExportInfo, Exports, Refusal, Status, state};
-use source::{ControlServer, SharedView, Source, StateDir, export_name};
+use source::{ControlServer, SharedView, Source, SourceGroup, StateDir, export_name};
 
 use crate::args;
 use crate::metrics;
@@ -319,8 +319,13 @@ pub(crate) fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Resu
     // Before the first connection, so that a signal always ends everything in order.
     let mut signals =
         signal_hook::iterator::Signals::new([signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM])?;
-    let controls: Vec<ControlServer> =
-        sources.iter().map(|s| ControlServer::start(s.clone())).collect::<Result<_, _>>()?;
+    let name = args.group.as_deref();
+    let group = name.map(|name| SourceGroup::new(state, name, sources.clone())).transpose()?.map(Arc::new);
+    let controls: Vec<ControlServer> = sources
+        .iter()
+        .map(|source| ControlServer::start_in(source.clone(), group.clone()))
+        .collect::<Result<_, _>>()?;
+    drop(group);
     let lines: Vec<String> = all.iter().map(|served| announcement(served, &places)).collect();
     let rehearsals = all.iter().filter_map(|served| match &served.what {
         What::Rehearsed(rehearsal) => Some(rehearsal.clone()),

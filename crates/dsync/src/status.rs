@@ -12,6 +12,7 @@ use sync::SyncError;
 use crate::args;
 use crate::checkpoint::{self, Listed};
 use crate::local::LocalReplica;
+use crate::membership::{Group, say_groups};
 use crate::output::Output;
 use crate::{failure, track, units};
 
@@ -39,6 +40,8 @@ pub(crate) struct SourceStatus {
     pub replicas: Vec<Lacking>,
     /// The named checkpoints, as "dsync checkpoint --list" has them.
     checkpoints: Vec<Listed>,
+    /// The group that it is in.
+    group: Option<Group>,
 }
 
 /// A replica in its source's bookmarks.
@@ -110,10 +113,12 @@ pub(crate) fn run(args: &args::Status, state: &StateDir, output: &Output) -> Res
         ));
     }
     let paths: Vec<_> = sources.iter().map(|(_, about)| about.path.clone()).collect();
+    let mut groups = Vec::new();
     for (place, about) in sources {
         let path = about.path.clone();
-        if let Err(error) = source_status(&place, about, output) {
-            failed.push(error.context(unreadable(&place)));
+        match source_status(&place, about, output) {
+            Ok(group) => groups.extend(group.map(|group| (path.clone(), group))),
+            Err(error) => failed.push(error.context(unreadable(&place))),
         }
         if args.path.is_some() {
             track::status(Some(&path), output)?;
@@ -122,6 +127,9 @@ pub(crate) fn run(args: &args::Status, state: &StateDir, output: &Output) -> Res
                 replica(&path, None, state, output, false)?;
             }
         }
+    }
+    if args.path.is_none() {
+        say_groups(&groups, output);
     }
     // One that was promoted is among the sources.
     for replica in replicas.iter().filter(|replica| !(replica.is_source() && paths.contains(&replica.path))) {
@@ -193,6 +201,7 @@ impl SourceStatus {
             served,
             replicas,
             checkpoints,
+            group: Group::of_source(&folder, history.last())?,
         };
         Ok((status, history))
     }
@@ -219,7 +228,7 @@ fn read_both(folder: &device::Dir) -> Result<(History, Bookmarks)> {
 /// How often a source that is synced without a pause is read again.
 const ATTEMPTS: u32 = 20;
 
-fn source_status(place: &Path, about: About, output: &Output) -> Result<()> {
+fn source_status(place: &Path, about: About, output: &Output) -> Result<Option<Group>> {
     let (status, history) = SourceStatus::read(place, about)?;
     say(&status, output);
     if output.is_verbose() {
@@ -234,7 +243,7 @@ fn source_status(place: &Path, about: About, output: &Output) -> Result<()> {
         );
     }
     output.summary(&status);
-    Ok(())
+    Ok(status.group)
 }
 
 /// Prints the history, one entry per line. `changed` counts the bytes that changed between two epochs, if known.
@@ -326,6 +335,14 @@ fn say(status: &SourceStatus, output: &Output) {
         (Some(epoch), _) => output.say(&format!("  at epoch {epoch}")),
         (None, _) => output.say("  no checkpoint yet"),
     }
+    if let Some(group) = &status.group {
+        let at = match (group.epoch, group.at_it) {
+            (None, _) => "before its first common epoch".to_owned(),
+            (Some(epoch), true) => format!("at its common epoch {epoch}"),
+            (Some(epoch), false) => format!("past its common epoch {epoch}"),
+        };
+        output.say(&format!("  in group {}, {at}", group.name));
+    }
     for replica in &status.replicas {
         let lacks = match (replica.blocks, &replica.why) {
             _ if replica.mirrored => "brought further than its epoch by a mirror".to_owned(),
@@ -356,6 +373,8 @@ fn say(status: &SourceStatus, output: &Output) {
 }
 
 /// What is known of a replica.
+///
+/// More than fifteen fields: they are the keys of its JSON object, which is flat.
 #[derive(Serialize)]
 struct ReplicaStatus {
     kind: &'static str,
@@ -381,6 +400,8 @@ struct ReplicaStatus {
     released: bool,
     /// It was the source itself until then, in seconds since 1970.
     demoted: Option<u64>,
+    /// The group that it is committed with.
+    group: Option<Group>,
 }
 
 /// Prints what a replica was, or was told, where that decides what can be done with it.
@@ -503,6 +524,7 @@ fn replica(
         term: status.role.term,
         released: status.role.released.is_some(),
         demoted: status.role.demoted.as_ref().map(|demoted| demoted.since),
+        group: Group::of_replica(replica.path(), replica.recorded()),
     };
     let role = replica.status().role.clone();
     let (at, size) = (status.told(), units::size(status.size));
@@ -513,6 +535,9 @@ fn replica(
         None => {}
     }
     say_role(&role, status.unsure, output);
+    if let Some(group) = &status.group {
+        output.say(&format!("  {}", group.told()));
+    }
     if status.partial {
         output.say("  a transfer was interrupted: the next \"dsync sync\" resumes it");
     }
@@ -564,6 +589,10 @@ fn written_down(
         output.say(&format!("  it {promoted}, and takes no deltas; \"dsync promote\" completes a promotion that was interrupted"));
     }
     say_role(&lineage.role, lineage.unsure_bytes(), output);
+    let group = Group::of_replica(&path, &lineage);
+    if let Some(group) = &group {
+        output.say(&format!("  {}", group.told()));
+    }
     output.summary(&ReplicaStatus {
         kind: "replica",
         path,
@@ -580,6 +609,7 @@ fn written_down(
         term: lineage.role.term,
         released: lineage.role.released.is_some(),
         demoted: lineage.role.demoted.as_ref().map(|demoted| demoted.since),
+        group,
     });
     Ok(())
 }

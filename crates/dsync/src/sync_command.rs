@@ -13,6 +13,7 @@ use sync::{
 use crate::args::{self, FreezeArg, HashArg, MethodArg, SourceArgs};
 use crate::effect;
 use crate::failure::{FAILED, Failure};
+use crate::group_command;
 use crate::hook::Hook;
 use crate::location::Ends;
 use crate::output::Output;
@@ -23,7 +24,7 @@ use crate::units;
 const HOOK_LIMIT: Duration = Duration::from_secs(60);
 
 /// What the arguments ask for; `is_far`: one end is on another host.
-fn options(args: &args::Sync, steering: &Steering, is_far: bool) -> Result<SyncOptions, Failure> {
+pub(crate) fn options(args: &args::Sync, steering: &Steering, is_far: bool) -> Result<SyncOptions, Failure> {
     if args.begin.adopt && !matches!(args.method, MethodArg::Auto | MethodArg::Compare | MethodArg::Rolling) {
         return Err(Failure::usage("--adopt compares the copy: omit --method, or use compare or rolling"));
     }
@@ -48,6 +49,7 @@ fn options(args: &args::Sync, steering: &Steering, is_far: bool) -> Result<SyncO
         compress: args.compress.level,
         bwlimit: steering.pace.clone(),
         journal_dir: args.far.journal_dir.clone(),
+        leave: args.leave_group,
         keep: args.begin.past.keep()?,
         way: Way::to(is_far),
         live: args.live.options(),
@@ -57,7 +59,11 @@ fn options(args: &args::Sync, steering: &Steering, is_far: bool) -> Result<SyncO
 
 /// Runs the command; its exit code.
 pub(crate) fn run(args: &args::Sync, steering: &Steering, state: &StateDir, output: &Output) -> Result<u8> {
-    let ends = Ends::parse(&args.source, &args.destination)?;
+    if let Some(name) = &args.group {
+        return group_command::sync(name, args, steering, state, output);
+    }
+    let named = args.destination.as_deref().unwrap_or_default();
+    let ends = Ends::parse(&args.source, named)?;
     let options = options(args, steering, ends.far().is_some())?;
     steering::refuse_hours(&args.far, &ends)?;
     effect::on_way(&ends, &args.far, output);
@@ -66,9 +72,7 @@ pub(crate) fn run(args: &args::Sync, steering: &Steering, state: &StateDir, outp
         let how = format!("the hook is run where the source is: run \"dsync sync\" with it on {host}");
         return Err(Failure::usage(how).into());
     }
-    let limit = args.live.hook.hook_limit.unwrap_or(HOOK_LIMIT);
-    let hook = args.live.hook.hook.as_deref();
-    let hook = hook.map(|command| Arc::new(Hook::new(command, limit, &args.source, &args.destination)));
+    let hook = hook(args, &args.source, named);
     let options = SyncOptions { hook: hook.clone().map(|hook| hook as Arc<dyn CutHook>), ..options };
     let pulls = ends.source.host.is_some();
     let summary = if pulls {
@@ -85,6 +89,13 @@ pub(crate) fn run(args: &args::Sync, steering: &Steering, state: &StateDir, outp
     output.summary(&summary);
     let unread = summary.unreadable.extents + summary.unreadable_there.extents;
     Ok(if unread > 0 { FAILED } else { 0 })
+}
+
+/// What is told of the cut of a source, for a destination.
+pub(crate) fn hook(args: &args::Sync, source: &str, destination: &str) -> Option<Arc<Hook>> {
+    let limit = args.live.hook.hook_limit.unwrap_or(HOOK_LIMIT);
+    let hook = args.live.hook.hook.as_deref();
+    hook.map(|command| Arc::new(Hook::new(command, limit, source, destination)))
 }
 
 /// Syncs from a source on this host.

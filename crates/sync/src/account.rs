@@ -101,6 +101,12 @@ impl Account {
         });
     }
 
+    /// The same of one that failed.
+    pub(crate) fn failed(&self, error: &SyncError) {
+        let failed = SyncError::Far { message: error.to_string(), class: error.class() };
+        self.synced(&Err(failed));
+    }
+
     /// A batch was confirmed: bytes of changes, and of all that was sent over this link; how far the replica was behind.
     pub(crate) fn batch(&self, bytes: u64, all_sent: u64, lag: f64) {
         let Some(counter) = &self.counter else { return };

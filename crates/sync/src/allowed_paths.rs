@@ -93,7 +93,8 @@ impl AllowedPaths {
         while let Some(part) = parts.next() {
             let Component::Normal(name) = part else { continue };
             let name = name.to_string_lossy();
-            if (name.starts_with('.') && name.ends_with(".dsync")) || name.ends_with(".partial") {
+            let state = [".dsync", ".dsync-group"].iter().any(|end| name.ends_with(end));
+            if (name.starts_with('.') && state) || name.ends_with(".partial") {
                 return refused("the name is reserved for dsync");
             }
             path.push(part);
@@ -176,6 +177,7 @@ mod tests {
             "pipe",
             "vm.raw/x",
             ".vm.raw.dsync/journal",
+            ".db.dsync-group/intent",
             "vm.raw.partial",
             "/etc/passwd",
             "/",

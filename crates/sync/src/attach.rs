@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use source::{Handle, SourceOptions, StateDir};
+use source::{GroupHandle, Handle, SourceOptions, StateDir};
 
 use crate::error::SyncError;
 use crate::roles::refuse_demoted;
@@ -16,6 +16,22 @@ pub fn attach(state: &StateDir, what: &str, options: &SourceOptions) -> Result<H
         replica::settle(&path, &options)?;
     }
     Ok(Handle::attach(state, what, options)?)
+}
+
+/// Attaches to the members of a group.
+pub fn attach_group(state: &StateDir, name: &str, options: &SourceOptions) -> Result<GroupHandle, SyncError> {
+    source::check_name(name)?;
+    let known = source::group_members(state, name)?;
+    if known.is_empty() {
+        return Err(SyncError::Refused(format!(
+            "there is no group {name}: make it with \"dsync serve --group {name} IMAGE...\""
+        )));
+    }
+    let mut members = Vec::new();
+    for (_, about) in known {
+        members.push(attach(state, &about.path.to_string_lossy(), options)?);
+    }
+    Ok(GroupHandle::new(name, members)?)
 }
 
 /// Closes a source after what was done with it, also if that failed: then its error is the one to report.

@@ -78,6 +78,14 @@ pub enum SyncError {
     /// Something is in the way.
     #[error("{0}")]
     Refused(String),
+    /// With one of a group.
+    #[error("{}: {error}", path.display())]
+    Member {
+        /// The source.
+        path: std::path::PathBuf,
+        /// What is wrong.
+        error: Box<SyncError>,
+    },
     /// The replica is not where it was.
     #[error("{0}")]
     Away(String),
@@ -95,6 +103,7 @@ impl SyncError {
             SyncError::Source(e) if e.is_busy() => return Class::Busy,
             SyncError::Replica(e) if e.is_busy() => return Class::Busy,
             SyncError::Link(e) if e.is_busy() => return Class::Busy,
+            SyncError::Member { error, .. } => return error.class(),
             SyncError::Replica(replica::ReplicaError::Away(_)) | SyncError::Away(_) => return Class::Away,
             SyncError::Unreadable(_) | SyncError::Unverifiable(_) => return Class::Unreadable,
             SyncError::Io { error, .. } if device::is_unreadable(error) => return Class::Unreadable,

@@ -9,12 +9,11 @@ use compare::rolling::SumParams;
 use compare::{DigestReport, Scope};
 use delta::{Frame, Units};
 use device::{Disk, Storage};
-use link::{Link, Message, Receiver, Sender};
+use link::{Message, Receiver, Sender};
 use replica::{Commit, DeltaReceiver, Keep, KnownReplicas, Replica, ReplicaError};
 use serde::Serialize;
 use source::StateDir;
 
-use crate::allowed_paths::AllowedPaths;
 use crate::digests::ReplicaDigests;
 use crate::error::{Class, SyncError};
 use crate::messages::{
@@ -25,28 +24,21 @@ use crate::mirror_receiver::receive_batches;
 use crate::primary::{primary_at, refuse_adoption, refuse_merge};
 use crate::report::Progress;
 
-/// Serves one sync as the replica's end of `link`. Errors are reported to the other end too.
-pub fn receive(link: Link, state: &StateDir) -> Result<(), SyncError> {
-    receive_within(link, state, &AllowedPaths::Anything)
-}
-
-/// The same, restricted to the allowed paths.
-pub fn receive_within(link: Link, state: &StateDir, allowed: &AllowedPaths) -> Result<(), SyncError> {
-    receive_at(link, &|open| {
-        let path = allowed.find(&open.path)?;
-        allowed.only_beside("a journal in", open.journal_dir.as_deref())?;
-        allowed.only_beside(
-            "the digest file",
-            open.digests.as_ref().and_then(|digests| digests.file.as_deref()),
-        )?;
-        open_here(open, &path, state)
-    })
-}
-
 /// Opens a replica of this host.
 pub(crate) fn open_here(open: &Open, path: &Path, state: &StateDir) -> Result<Opened, SyncError> {
+    open_member(open, path, state, None)
+}
+
+/// The same of a member of a group.
+pub(crate) fn open_member(
+    open: &Open,
+    path: &Path,
+    state: &StateDir,
+    group: Option<replica::Membership>,
+) -> Result<Opened, SyncError> {
     refuse_source(open.source.as_ref(), path)?;
-    let options = asked_for(open, open_options(open.journal_dir.as_deref(), state));
+    let here = replica::Options { group, ..open_options(open.journal_dir.as_deref(), state) };
+    let options = asked_for(open, here);
     if let Some(origin) = &open.origin {
         if let Some(primary) = primary_at(path, &options, state, origin)? {
             return Ok(Opened::Primary(path.to_path_buf(), primary));
@@ -59,12 +51,13 @@ pub(crate) fn open_here(open: &Open, path: &Path, state: &StateDir) -> Result<Op
 }
 
 /// What the source's side asks for, beside what is said here.
-fn asked_for(open: &Open, here: replica::Options) -> replica::Options {
+pub(crate) fn asked_for(open: &Open, here: replica::Options) -> replica::Options {
     replica::Options {
         adopt: open.adopt,
         create: open.create,
         doubt: open.verify,
         keep: open.keep.clone(),
+        leave: open.leave,
         term: open.origin.as_ref().map_or(0, |origin| origin.term),
         line: open.origin.as_ref().map(|origin| origin.line.clone()).unwrap_or_default(),
         ..here
@@ -119,25 +112,6 @@ fn refuse_source(source: Option<&Storage>, path: &Path) -> Result<(), SyncError>
         ))),
         _ => Ok(()),
     }
-}
-
-/// The same for a replica that the caller opens, wherever it is.
-#[doc(hidden)]
-pub fn receive_over(
-    link: Link,
-    open: &dyn Fn(&replica::Options) -> replica::Result<Replica>,
-) -> Result<(), SyncError> {
-    receive_at(link, &|asked| {
-        let options = asked_for(asked, replica::Options::default());
-        Ok(Opened::Replica(Box::new(open(&options)?), None))
-    })
-}
-
-fn receive_at(link: Link, opened: Opener<'_>) -> Result<(), SyncError> {
-    let (sender, receiver) = link.split();
-    let end = ReplicaEnd { sender: &sender, receiver: &receiver, progress: &|_, _| {}, writes: true };
-    let result = Open::hear(&receiver).and_then(|open| end.converse(&open, opened));
-    end_with(sender, result).map(drop)
 }
 
 /// Ends a conversation from the replica's end, whatever its result. The receiver must live until then.
@@ -239,7 +213,7 @@ impl ReplicaEnd<'_> {
                 self.answer(&replica.content()?, scope, None).map_err(SyncError::of_replica)?;
                 return self.last_word(None);
             }
-            if let Some(committed) = self.take_delta(&mut replica, open, plan)? {
+            if let Taken::Committed(committed) = self.take_delta(&mut replica, open, plan)? {
                 state.iter().filter(|_| open.adopt).for_each(|state| forget_former(state, &replica));
                 sender.send_json(COMMITTED, &committed)?;
                 // The other end says goodbye when it has recorded that.
@@ -277,6 +251,34 @@ impl ReplicaEnd<'_> {
     }
 }
 
+/// What a delta comes to that has come whole.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum AtEnd {
+    /// It is committed.
+    Commit,
+    /// It is kept, as a pass over a live disk.
+    Keep,
+    /// It waits for the commit of the group.
+    Prepare,
+}
+
+impl AtEnd {
+    fn of(plan: &Plan) -> AtEnd {
+        match (plan.pass, plan.prepare) {
+            (true, _) => AtEnd::Keep,
+            (false, true) => AtEnd::Prepare,
+            (false, false) => AtEnd::Commit,
+        }
+    }
+}
+
+/// What became of a delta.
+pub(crate) enum Taken {
+    Committed(Committed),
+    Kept,
+    Prepared,
+}
+
 /// A path without symbolic links, the same before and after there is a file.
 fn canonical(path: &Path) -> std::io::Result<PathBuf> {
     std::fs::canonicalize(path).or_else(|error| match (path.parent(), path.file_name()) {
@@ -285,7 +287,7 @@ fn canonical(path: &Path) -> std::io::Result<PathBuf> {
     })
 }
 
-fn say_status(sender: &Sender, replica: &mut Replica, commit: Commit) -> Result<(), SyncError> {
+pub(crate) fn say_status(sender: &Sender, replica: &mut Replica, commit: Commit) -> Result<(), SyncError> {
     let path = replica.path().to_path_buf();
     let status = replica.status().clone();
     // A device may be larger than its source.
@@ -301,13 +303,13 @@ fn say_status(sender: &Sender, replica: &mut Replica, commit: Commit) -> Result<
 }
 
 impl ReplicaEnd<'_> {
-    /// Receives a delta and commits it. `None` after a pass, which is only kept.
-    fn take_delta(
+    /// Receives a delta, and commits it if that is its end.
+    pub(crate) fn take_delta(
         &self,
         replica: &mut Replica,
         open: &Open,
         plan: Plan,
-    ) -> Result<Option<Committed>, SyncError> {
+    ) -> Result<Taken, SyncError> {
         let ReplicaEnd { sender, receiver, progress, .. } = *self;
         replica.expect(plan.bytes);
         if let Some(params) = &plan.rolling {
@@ -327,8 +329,8 @@ impl ReplicaEnd<'_> {
         if let Some(kept) = &mut kept {
             kept.begin(plan.compare.as_ref(), receipt.header(), &status)?;
         }
-        let seen = kept.as_ref();
-        let committed = match (&plan.compare, disk) {
+        let (seen, at_end) = (kept.as_ref(), AtEnd::of(&plan));
+        let taken = match (&plan.compare, disk) {
             (Some(scope), Some(disk)) => std::thread::scope(|threads| {
                 let answering =
                     std::thread::Builder::new().name("answer".into()).spawn_scoped(threads, move || {
@@ -340,7 +342,7 @@ impl ReplicaEnd<'_> {
                         })
                     });
                 let answering = answering.map_err(SyncError::io("start a thread"))?;
-                let received = self.take_units(receipt, seen, plan.pass, |_| {});
+                let received = self.take_units(receipt, seen, at_end, |_| {});
                 match answering.join() {
                     // A link that broke during the answers broke for the units too, with a better error there.
                     Ok(Err(error)) if received.is_ok() => Err(error),
@@ -350,7 +352,7 @@ impl ReplicaEnd<'_> {
             })?,
             _ => {
                 let mut done = 0;
-                self.take_units(receipt, seen, plan.pass, |frame| match &plan.rolling {
+                self.take_units(receipt, seen, at_end, |frame| match &plan.rolling {
                     // After the sums the source goes through its disk.
                     Some(params) => {
                         done = frame.records.last().map_or(done, |record| done.max(record.end()));
@@ -364,11 +366,14 @@ impl ReplicaEnd<'_> {
                 })?
             }
         };
-        Ok(committed.map(|mut committed| {
-            committed.warnings = replica.take_warnings();
-            committed.digests = kept.map(|kept| kept.end(replica.status().nonce));
-            committed
-        }))
+        Ok(match taken {
+            Taken::Committed(mut committed) => {
+                committed.warnings = replica.take_warnings();
+                committed.digests = kept.map(|kept| kept.end(replica.status().nonce));
+                Taken::Committed(committed)
+            }
+            other => other,
+        })
     }
 
     /// Sends the sums of the replica's blocks.
@@ -407,14 +412,14 @@ impl ReplicaEnd<'_> {
         }
     }
 
-    /// Receives the frames of a delta, and its trailer, which commits it.
+    /// Receives the frames of a delta, and its trailer.
     fn take_units(
         &self,
         mut receipt: DeltaReceiver<'_>,
         kept: Option<&ReplicaDigests>,
-        pass: bool,
+        at_end: AtEnd,
         mut seen: impl FnMut(&Frame),
-    ) -> Result<Option<Committed>, SyncError> {
+    ) -> Result<Taken, SyncError> {
         loop {
             let message = match self.receiver.recv() {
                 Ok(Some(message)) => message,
@@ -438,10 +443,10 @@ impl ReplicaEnd<'_> {
                 }
             };
             let last = unit.kind == delta::UnitKind::Trailer;
-            if last && pass {
+            if last && at_end == AtEnd::Keep {
                 // Kept like an interrupted transfer: the next delta resumes it.
                 receipt.keep_pass()?;
-                return Ok(None);
+                return Ok(Taken::Kept);
             }
             receipt.unit_seen(unit, |frame| {
                 if let Some(kept) = kept {
@@ -449,15 +454,12 @@ impl ReplicaEnd<'_> {
                 }
                 seen(frame);
             })?;
+            if last && at_end == AtEnd::Prepare {
+                receipt.prepare()?;
+                return Ok(Taken::Prepared);
+            }
             if last {
-                let committed = receipt.finish()?;
-                return Ok(Some(Committed {
-                    epoch: committed.epoch,
-                    bytes_written: committed.bytes_written,
-                    bytes_read: committed.bytes_read,
-                    digests: None,
-                    warnings: Vec::new(),
-                }));
+                return Ok(Taken::Committed(Committed::of(&receipt.finish()?)));
             }
         }
     }

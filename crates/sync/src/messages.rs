@@ -22,6 +22,17 @@
 //! A Plan for a mirror is followed by one delta after the other, each bound to the state that the previous one
 //! leaves; the replica answers each with Confirmed.
 //!
+//! The replicas of a group share one conversation:
+//!
+//! ```text
+//!     OpenGroup: an Open for each member     ─▶
+//!                                            ◀─ a Status for each, in order
+//!     Plan for a member, and its delta       ─▶
+//!                                            ◀─ Prepared; for a first copy, which is committed by itself, Committed and Status
+//!     CommitGroup: the cut                   ─▶
+//!                                            ◀─ GroupCommitted, and a Status for each
+//! ```
+//!
 //! A source that was demoted has a conversation of its own, in which its Plan says that nothing follows any more.
 //!
 //! Either side may end the conversation with Failed at any time. Otherwise it ends with a goodbye from each: the source's when it
@@ -62,6 +73,10 @@ pub(crate) const UNSURE: u8 = 12;
 pub(crate) const PULL: u8 = 13;
 pub(crate) const SOURCE: u8 = 14;
 pub(crate) const RESULT: u8 = 15;
+pub(crate) const OPEN_GROUP: u8 = 16;
+pub(crate) const PREPARED: u8 = 17;
+pub(crate) const COMMIT_GROUP: u8 = 18;
+pub(crate) const GROUP_COMMITTED: u8 = 19;
 
 /// Opens a replica.
 #[derive(Debug, Serialize, Deserialize)]
@@ -86,7 +101,20 @@ pub(crate) struct Open {
     /// Which source it is. `None` from earlier versions.
     #[serde(default)]
     pub origin: Option<Origin>,
+    /// A member of a group is brought up to date by itself, and leaves it.
+    #[serde(default)]
+    pub leave: bool,
 }
+
+/// Opens the replicas of a group, all in one folder.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct OpenGroup {
+    pub name: String,
+    pub members: Vec<Open>,
+}
+
+/// The most members of a group.
+const MAX_MEMBERS: usize = 256;
 
 /// Which source a replica is opened for.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -140,6 +168,7 @@ impl Open {
             source: None,
             keep: None,
             origin: None,
+            leave: false,
         }
     }
 
@@ -184,6 +213,12 @@ pub(crate) struct Plan {
     pub pass: bool,
     /// Batches of a mirror follow, until the source says goodbye.
     pub mirror: Option<MirrorPlan>,
+    /// The member of the group that the delta is for.
+    #[serde(default)]
+    pub member: usize,
+    /// The delta is prepared for the commit of the group. Answered with Prepared.
+    #[serde(default)]
+    pub prepare: bool,
     /// Nothing follows, now or later: the source has ended with this epoch. Answered with Committed.
     #[serde(default)]
     pub release: Option<Released>,
@@ -219,6 +254,19 @@ pub(crate) struct Committed {
     /// What the user should know of the commit.
     #[serde(default)]
     pub warnings: Vec<String>,
+}
+
+impl Committed {
+    /// What a replica says of a commit.
+    pub(crate) fn of(committed: &replica::Committed) -> Committed {
+        Committed {
+            epoch: committed.epoch,
+            bytes_written: committed.bytes_written,
+            bytes_read: committed.bytes_read,
+            digests: None,
+            warnings: Vec::new(),
+        }
+    }
 }
 
 /// The conversation failed.
@@ -305,6 +353,13 @@ impl Open {
     /// Receives the request for a replica.
     pub(crate) fn hear(receiver: &Receiver) -> Result<Open, SyncError> {
         let open: Open = request(receiver, OPEN)?.json()?;
+        open.check()?;
+        Ok(open)
+    }
+
+    /// Refuses an invalid request.
+    fn check(&self) -> Result<(), SyncError> {
+        let open = self;
         check_path("the replica", Some(&open.path))?;
         check_path("the journal's folder", open.journal_dir.as_deref())?;
         check_path("the digest file", open.digests.as_ref().and_then(|digests| digests.file.as_deref()))?;
@@ -314,7 +369,35 @@ impl Open {
         if open.keep.as_ref().is_some_and(|keep| !keep.is_sound()) {
             return Err(nonsense("what is to be kept of the past"));
         }
-        Ok(open)
+        Ok(())
+    }
+}
+
+/// What the replica's side is asked for first.
+pub(crate) enum Asked {
+    One(Box<Open>),
+    Group(OpenGroup),
+}
+
+impl Asked {
+    /// Receives the request for a replica, or for those of a group.
+    pub(crate) fn hear(receiver: &Receiver) -> Result<Asked, SyncError> {
+        let message = receiver.recv()?.ok_or_else(|| nonsense("nothing"))?;
+        if message.kind != OPEN_GROUP {
+            let open: Open = asked_for(message, OPEN)?.json()?;
+            open.check()?;
+            return Ok(Asked::One(Box::new(open)));
+        }
+        let asked: OpenGroup = message.json()?;
+        let folder = asked.members.first().map(|open| open.path.parent());
+        let together = asked.members.iter().all(|open| Some(open.path.parent()) == folder);
+        let plain = asked.members.iter().all(|open| open.journal_dir.is_none() && open.digests.is_none());
+        if asked.members.is_empty() || asked.members.len() > MAX_MEMBERS || !together || !plain {
+            return Err(nonsense("the members of a group"));
+        }
+        source::check_name(&asked.name)?;
+        asked.members.iter().try_for_each(Open::check)?;
+        Ok(Asked::Group(asked))
     }
 }
 
@@ -429,7 +512,10 @@ pub(crate) fn expect(receiver: &Receiver, kind: u8) -> Result<Message, SyncError
 
 /// The first message of a conversation, which must be of this kind.
 pub(crate) fn request(receiver: &Receiver, kind: u8) -> Result<Message, SyncError> {
-    let message = receiver.recv()?.ok_or_else(|| nonsense("nothing"))?;
+    asked_for(receiver.recv()?.ok_or_else(|| nonsense("nothing"))?, kind)
+}
+
+fn asked_for(message: Message, kind: u8) -> Result<Message, SyncError> {
     match message.kind {
         asked if asked == kind => Ok(message),
         OPEN => Err(SyncError::Refused(

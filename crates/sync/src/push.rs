@@ -38,6 +38,7 @@ pub(crate) fn replica_for_sync(path: &Path, options: &SyncOptions) -> Open {
     Open {
         adopt: options.adopt,
         create: options.create,
+        leave: options.leave,
         keep: options.keep.clone(),
         digests: options.digests.clone().map(|file| Digests { file, hash: options.hash }),
         ..Open::new(path, &options.journal_dir, options.commit)
@@ -65,7 +66,8 @@ pub(crate) fn push_over(
         let status = open(sender, receiver, &replica, options.bwlimit.as_ref())?;
         account.opened();
         let in_place = status.in_place;
-        let transfer = Transfer { sender, receiver, name, options, totals: Totals::new(&progress), in_place };
+        let totals = Totals::new(&progress);
+        let transfer = Transfer { sender, receiver, name, options, totals, in_place, member: (0, false) };
         let mut summary = bring(handle, &transfer, status)?;
         summary.cost(&traffic, began);
         Ok(summary)
@@ -75,7 +77,7 @@ pub(crate) fn push_over(
 }
 
 /// A sync, from the replica's status to the commit.
-fn bring(handle: &Handle, transfer: &Transfer<'_>, status: Status) -> Result<Summary, SyncError> {
+pub(crate) fn bring(handle: &Handle, transfer: &Transfer<'_>, status: Status) -> Result<Summary, SyncError> {
     let (name, options) = (transfer.name, transfer.options);
     let status = newest_known(handle, status)?;
     let mut summary = Summary::new(handle.about(), name, options.dry_run);
@@ -136,7 +138,7 @@ fn at_view(
 }
 
 /// What a sync would move, without taking a checkpoint.
-fn estimate(
+pub(crate) fn estimate(
     handle: &Handle,
     choice: Choice,
     status: &Status,

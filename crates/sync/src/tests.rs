@@ -322,6 +322,7 @@ fn a_lying_source_is_found_out() {
         source: None,
         keep: None,
         origin: None,
+        leave: false,
     };
     let plan = |scope: Scope, delta| Message {
         kind: PLAN,
@@ -332,6 +333,8 @@ fn a_lying_source_is_found_out() {
             delta,
             pass: false,
             mirror: None,
+            member: 0,
+            prepare: false,
             release: None,
         })
         .unwrap(),

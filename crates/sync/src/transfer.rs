@@ -14,7 +14,7 @@ use uuid::Uuid;
 
 use crate::compared::Comparison;
 use crate::error::{Class, SyncError};
-use crate::messages::{COMMITTED, Committed, FAILED, PLAN, Plan, SUMS, Status, expect, unexpected};
+use crate::messages::{COMMITTED, Committed, FAILED, PLAN, PREPARED, Plan, SUMS, Status, expect, unexpected};
 use crate::options::{SyncOptions, Unreadable};
 use crate::pack::{DeltaSender, Packing, pack, reading};
 use crate::plan::SyncPlan;
@@ -30,9 +30,25 @@ pub(crate) struct Transfer<'a> {
     pub totals: Totals<'a>,
     /// The replica's blocks are copied where they are, so that the order of copies counts.
     pub in_place: bool,
+    /// Which member of the group the replica is, and whether its delta waits for the commit of the group. 0 and false if it is in
+    /// none.
+    pub member: (usize, bool),
 }
 
 impl Transfer<'_> {
+    /// Sends a delta, and waits until it is prepared for the commit of the group. Returns what that has cost so far.
+    pub(crate) fn prepare(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<(), SyncError> {
+        let sent = self.send(view, plan);
+        let prepared = sent.and_then(|()| expect(self.receiver, PREPARED));
+        heard(self.receiver, prepared).map(drop)
+    }
+
+    /// What is said of every plan.
+    fn announced(&self, plan: &SyncPlan) -> Plan {
+        let (member, prepare) = self.member;
+        Plan { delta: true, pass: plan.pass, member, prepare, ..Plan::default() }
+    }
+
     /// Sends a pass over a live disk, and receives the replica's new status.
     pub(crate) fn pass(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<Status, SyncError> {
         self.send(view, plan)?;
@@ -63,7 +79,7 @@ impl Transfer<'_> {
     /// Sends what the plan wants.
     fn send_wanted(&self, view: &Arc<View>, plan: &SyncPlan) -> Result<(), SyncError> {
         let bytes = plan.wanted.count(&**view).map_err(SyncError::io("look for data in the source"))?.bytes;
-        self.sender.send_json(PLAN, &Plan { bytes, delta: true, pass: plan.pass, ..Plan::default() })?;
+        self.sender.send_json(PLAN, &Plan { bytes, ..self.announced(plan) })?;
         self.totals.expect(bytes);
         pack(self.sender, view, plan, self.packing(plan), &self.totals)
     }
@@ -76,7 +92,7 @@ impl Transfer<'_> {
             keep_going: unreadable >= Unreadable::SendAnew,
             ..Scope::whole(view.len(), plan.header.block_size)
         };
-        let said = Plan { compare: Some(scope.clone()), delta: true, pass: plan.pass, ..Plan::default() };
+        let said = Plan { compare: Some(scope.clone()), ..self.announced(plan) };
         self.sender.send_json(PLAN, &said)?;
         let mut sending = DeltaSender::begin(self.sender, &plan.header, self.packing(plan), &self.totals)?;
         let mut end = 0;
@@ -117,8 +133,7 @@ impl Transfer<'_> {
         let before = plan.header.size_before.min(view.len().saturating_mul(2).max(LEAST_ASKED));
         let keep_going = self.options.unreadable >= Unreadable::SendAnew;
         let params = SumParams { keep_going, ..SumParams::new(view.len().max(before), key()) };
-        self.sender
-            .send_json(PLAN, &Plan { rolling: Some(params.clone()), delta: true, ..Plan::default() })?;
+        self.sender.send_json(PLAN, &Plan { rolling: Some(params.clone()), ..self.announced(plan) })?;
         self.totals.expect(params.size + view.len());
         let index = self.hear_sums(&params, before)?;
         let mut sending = DeltaSender::begin(self.sender, &plan.header, self.packing(plan), &self.totals)?;

@@ -254,7 +254,7 @@ impl Mirror<'_> {
 
 /// True if another attempt cannot help: another source, another replica, a source that shrank. What is merely in use may be free
 /// soon: the far side of a broken link releases the replica when it notices.
-fn is_final(error: &SyncError) -> bool {
+pub(crate) fn is_final(error: &SyncError) -> bool {
     match error {
         // The far side of a source's restart.
         SyncError::Source(_) => false,
@@ -263,7 +263,7 @@ fn is_final(error: &SyncError) -> bool {
 }
 
 /// True if a link broke, or the source's server stopped.
-fn is_outage(error: &SyncError) -> bool {
+pub(crate) fn is_outage(error: &SyncError) -> bool {
     is_cut(error) || matches!(error, SyncError::Source(SourceError::Away(_)))
 }
 

@@ -1,0 +1,194 @@
+//! `dsync sync --group` and `dsync mirror --group`: all disks of a group, as they were at one moment.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use source::{GroupHandle, SourceError, StateDir};
+use sync::{CutHook, GroupEvent, GroupMirror, GroupSummary, Summary, SyncError, SyncOptions};
+
+use crate::args::{self, CommitArg, MethodArg};
+use crate::failure::{self, Failure};
+use crate::location::Location;
+use crate::output::Output;
+use crate::service::Manager;
+use crate::steering::Steering;
+use crate::{metrics, mirror_command, sync_command, units};
+
+const ALONE: &str =
+    "--group takes the folder of the replicas alone: the sources are the members of the group";
+
+/// How often -v and --json print where a mirror is.
+const TOLD_EVERY: Duration = Duration::from_secs(1);
+
+/// Refuses what a group cannot do.
+fn check(args: &args::Sync) -> Result<(), Failure> {
+    if args.destination.is_some() {
+        return Err(Failure::usage(ALONE));
+    }
+    if args.commit != CommitArg::Journal {
+        return Err(Failure::usage("the replicas of a group are committed by their journals: omit --commit"));
+    }
+    if matches!(args.method, MethodArg::Rolling | MethodArg::Copy) {
+        return Err(Failure::usage("with --group, --method is auto, tracked or compare"));
+    }
+    Ok(())
+}
+
+/// Where the replicas of a group are.
+pub(crate) fn folder(destination: &str) -> Result<Location, Failure> {
+    let location = Location::parse(destination)?;
+    let trimmed = destination.trim_end_matches('/');
+    if trimmed.is_empty() || trimmed.ends_with(':') { Ok(location) } else { Location::parse(trimmed) }
+}
+
+/// Attaches to the members of a group.
+fn attach(name: &str, args: &args::Sync, state: &StateDir) -> Result<GroupHandle> {
+    Ok(sync::attach_group(state, name, &crate::source_options(&args.open)?)?)
+}
+
+/// Runs the command; its exit code.
+pub(crate) fn sync(
+    name: &str,
+    args: &args::Sync,
+    steering: &Steering,
+    state: &StateDir,
+    output: &Output,
+) -> Result<u8> {
+    check(args)?;
+    let destination = folder(&args.source)?;
+    let hook = sync_command::hook(args, name, &args.source);
+    let options = sync_command::options(args, steering, destination.host.is_some())?;
+    let options = SyncOptions { hook: hook.clone().map(|hook| hook as Arc<dyn CutHook>), ..options };
+    let (dir, shown) = destination.place()?;
+    let group = attach(name, args, state)?;
+    let progress = |done, total| output.progress(done, total);
+    let pushed = (|| -> Result<_> {
+        let (link, receiving) = destination.connect(&args.far, state)?;
+        let pushed = sync::push_group(&group, link, &dir, &shown, &options, &progress);
+        if let Some(receiving) = receiving {
+            let _ = receiving.join();
+        }
+        Ok(pushed.map_err(|error| destination.named(error))?)
+    })();
+    output.finish();
+    hook.inspect(|hook| hook.end(pushed.is_ok(), output));
+    let closed: Result<(), SourceError> = group.close();
+    let (summary, members) = pushed?;
+    closed?;
+    tell(&summary, &members, output);
+    Ok(0)
+}
+
+/// Runs a mirror until a signal ends it.
+pub(crate) fn mirror(name: &str, args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()> {
+    if args.destination.is_some() {
+        return Err(Failure::usage(ALONE).into());
+    }
+    let destination = folder(&args.source)?;
+    let steering = Steering::begin(args.far.bwlimit.as_ref(), true, output)?;
+    let _ = rustix::process::nice(10);
+    let options = mirror_command::options(args, &steering, destination.host.is_some())?.sync;
+    let _metrics = metrics::serve(args.metrics.metrics.as_ref(), state, output)?;
+    let (dir, shown) = destination.place()?;
+    let (stop, mirroring) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+    let manager = Arc::new(Manager::find(output));
+    mirror_command::on_signals(stop.clone(), mirroring.clone(), manager.clone(), output.alike())?;
+    let mut receiving: Option<std::thread::JoinHandle<()>> = None;
+    let mut told: Option<Instant> = None;
+    let last = std::cell::RefCell::new(&mut told);
+    let tell = |event: GroupEvent<'_>| match event {
+        GroupEvent::Committed(group, members) => {
+            output.finish();
+            let first = !mirroring.swap(true, SeqCst);
+            let due = last.borrow().is_none_or(|last| last.elapsed() >= TOLD_EVERY);
+            let warnings = members.iter().flat_map(|member| member.recovered.iter().chain(&member.warnings));
+            warnings.for_each(|warning| output.warn(warning));
+            if first {
+                tell_members(members, output);
+                manager.ready(&format!("mirroring group {name} to {shown}"));
+                output
+                    .ready(&format!("mirroring group {name} to {shown}, at common epoch {}", number(group)));
+            } else if output.is_verbose() && due && !output.is_json() {
+                output.more(&format!("group {name} is at common epoch {}", number(group)));
+            }
+            if first || due {
+                **last.borrow_mut() = Some(Instant::now());
+                output.status(group);
+            }
+        }
+        GroupEvent::Broken(error, wait) => {
+            manager.status(&format!("not mirroring to {shown}: {error}"));
+            output.warn(&format!("{error}; retrying in {}", units::seconds(wait.as_secs_f64())));
+        }
+    };
+    let mirror = GroupMirror {
+        attach: &mut || sync::attach_group(state, name, &source::SourceOptions::default()),
+        connect: &mut || {
+            if let Some(before) = receiving.take() {
+                let _ = before.join();
+            }
+            let (link, next) = destination.connect(&args.far, state).map_err(|error| {
+                match error.downcast::<link::Error>() {
+                    Ok(error) => error.into(),
+                    Err(other) => SyncError::Refused(failure::text(&other)),
+                }
+            })?;
+            receiving = next;
+            Ok(link)
+        },
+        dir: &dir,
+        name: &shown,
+        options: &options,
+        rpo: args.rpo,
+        stop: &stop,
+        pause: &steering.pause,
+        tell: &tell,
+        progress: &|done, total| output.progress(done, total),
+    };
+    let summary = mirror.run();
+    if let Some(last) = receiving.take() {
+        let _ = last.join();
+    }
+    output.finish();
+    let summary = summary.map_err(|error| destination.named(error))?;
+    output.say(&format!(
+        "group {name} in {shown} is at common epoch {}: {} commits with {} of changes, sent {}, in {}",
+        summary.epoch.map_or_else(|| "none".to_owned(), |epoch| epoch.to_string()),
+        units::count(summary.commits),
+        units::size(summary.bytes_changed),
+        units::size(summary.bytes_sent),
+        units::seconds(summary.seconds.round())
+    ));
+    output.summary(&summary);
+    Ok(())
+}
+
+fn number(group: &GroupSummary) -> String {
+    group.epoch.map_or_else(|| "none".to_owned(), |epoch| epoch.to_string())
+}
+
+fn tell_members(members: &[Summary], output: &Output) {
+    members.iter().for_each(|member| sync_command::say(member, output));
+}
+
+/// Says what a sync of a group did.
+fn tell(group: &GroupSummary, members: &[Summary], output: &Output) {
+    for member in members {
+        member.recovered.iter().chain(&member.warnings).for_each(|warning| output.warn(warning));
+        sync_command::say(member, output);
+        output.summary(member);
+    }
+    match group.epoch {
+        Some(epoch) => output.say(&format!(
+            "group {} in {} is at common epoch {epoch}: {} at one moment ({})",
+            group.group,
+            group.destination,
+            units::many(members.len() as u64, "disk"),
+            units::seconds(group.seconds)
+        )),
+        None => output.say(&format!("group {}: {}", group.group, units::many(members.len() as u64, "disk"))),
+    }
+    output.summary(group);
+}

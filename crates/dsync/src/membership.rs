@@ -1,0 +1,78 @@
+//! What `dsync status` says of groups.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use serde::Serialize;
+
+use crate::output::Output;
+
+/// The group of a source or a replica.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Group {
+    /// Its name.
+    pub name: String,
+    /// The number of its last common epoch; `None` before the first.
+    pub epoch: Option<u64>,
+    /// The source has not ended an epoch since; the replica is there.
+    pub at_it: bool,
+}
+
+impl Group {
+    /// The group of a source whose last epoch this is.
+    pub(crate) fn of_source(folder: &device::Dir, last: Option<delta::Epoch>) -> Result<Option<Group>> {
+        let of = |group: source::Membership| Group {
+            epoch: group.cut.map(|(cut, _)| cut.number),
+            at_it: group.cut.is_some_and(|(_, epoch)| Some(epoch) == last),
+            name: group.name,
+        };
+        Ok(source::Membership::read(folder)?.map(of))
+    }
+
+    /// The group of a replica, and where its last common commit left that.
+    pub(crate) fn of_replica(path: &Path, lineage: &replica::Lineage) -> Option<Group> {
+        let group = lineage.group.as_ref()?;
+        let folder = device::Dir::existing(&group.folder_for(path)).ok();
+        let intent = folder.and_then(|folder| replica::Intent::read(&folder).ok()).flatten();
+        let member = intent.as_ref().and_then(|intent| intent.members.get(path));
+        Some(Group {
+            name: group.name.clone(),
+            epoch: intent.as_ref().map(|intent| intent.cut.number),
+            at_it: member.is_some_and(|member| Some(member.epoch) == lineage.epoch),
+        })
+    }
+
+    /// As the end of a sentence about a replica.
+    pub(crate) fn told(&self) -> String {
+        match (self.epoch, self.at_it) {
+            (None, _) => format!("in group {}, before its first common epoch", self.name),
+            (Some(epoch), true) => format!("at common epoch {epoch} of group {}", self.name),
+            (Some(epoch), false) => format!("in group {}, not at its common epoch {epoch}", self.name),
+        }
+    }
+}
+
+/// A group of sources on this host.
+#[derive(Serialize)]
+struct Listing<'a> {
+    kind: &'static str,
+    name: &'a str,
+    members: Vec<&'a Path>,
+    /// The number of its last common epoch.
+    epoch: Option<u64>,
+}
+
+/// Prints the groups of sources.
+pub(crate) fn say_groups(members: &[(PathBuf, Group)], output: &Output) {
+    let names: BTreeSet<&str> = members.iter().map(|(_, group)| group.name.as_str()).collect();
+    for name in names {
+        let of_it = members.iter().filter(|(_, group)| group.name == name);
+        let paths: Vec<&Path> = of_it.clone().map(|(path, _)| path.as_path()).collect();
+        let epoch = of_it.filter_map(|(_, group)| group.epoch).max();
+        let listed: Vec<String> = paths.iter().map(|path| path.display().to_string()).collect();
+        let at = epoch.map_or("no common epoch yet".to_owned(), |epoch| format!("last common epoch {epoch}"));
+        output.say(&format!("group {name}: {}; {at}", listed.join(", ")));
+        output.summary(&Listing { kind: "group", name, members: paths, epoch });
+    }
+}

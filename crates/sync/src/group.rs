@@ -1,0 +1,349 @@
+//! The sources' end of a sync of a group: one cut of all sources, a delta to each replica, one commit.
+//!
+//! ```text
+//!     statuses ──▶ first copies, each committed by itself ──▶ cut ──▶ a delta to each, prepared ──▶ commit of all
+//! ```
+//!
+//! Everything that refuses a member is asked before the cut. What a source may forget of its history is recorded after the commit.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+use delta::{Epoch, Method};
+use link::{Link, Receiver, Sender};
+use serde::Serialize;
+use source::{GroupHandle, Handle, View};
+
+use crate::account::Account;
+use crate::cut_hook::around;
+use crate::error::SyncError;
+use crate::facts::{bookmark, facts, moment, newest_known};
+use crate::messages::{
+    COMMIT_GROUP, Committed, GROUP_COMMITTED, OPEN_GROUP, Open, OpenGroup, Status, expect, nonsense, part,
+    text,
+};
+use crate::options::SyncOptions;
+use crate::plan::{Choice, SyncPlan, choose, cut_off, refuse_larger};
+use crate::push::{bring, estimate, replica_for_sync};
+use crate::report::{Progress, Summary, Totals};
+use crate::transfer::{Transfer, heard};
+
+/// What a sync of a group did, besides the summaries of its members.
+#[derive(Debug, Clone, Serialize)]
+pub struct GroupSummary {
+    kind: &'static str,
+    /// The name of the group.
+    pub group: String,
+    /// The folder of its replicas, as the user named it.
+    pub destination: String,
+    /// The number of the cut at which all replicas are. `None` after a dry run.
+    pub epoch: Option<u64>,
+    /// Its id.
+    pub epoch_id: Option<uuid::Uuid>,
+    /// The members that were copied for the first time.
+    pub seeded: Vec<String>,
+    /// Bytes sent over the link, framing included.
+    pub bytes_sent: u64,
+    /// Bytes received over the link.
+    pub bytes_received: u64,
+    /// Wall-clock time.
+    pub seconds: f64,
+    /// Nothing was sent, only counted.
+    pub dry_run: bool,
+}
+
+/// Brings the replicas of a group at the other end of `link` to one moment. They are in the folder `dir`, and have the names of
+/// the sources' files; `name` is how the user named the folder.
+pub fn push_group(
+    group: &GroupHandle,
+    link: Link,
+    dir: &Path,
+    name: &str,
+    options: &SyncOptions,
+    progress: Progress<'_>,
+) -> Result<(GroupSummary, Vec<Summary>), SyncError> {
+    let (sender, receiver) = link.split();
+    let began = Instant::now();
+    let traffic = sender.traffic();
+    let pushed = (|| {
+        let ends = (&sender, &receiver);
+        let mut session = GroupSession::begin(ends, group, dir, name, options, progress)?;
+        let (mut summary, members) = session.round()?;
+        summary.seconds = began.elapsed().as_secs_f64();
+        if !options.dry_run {
+            (summary.bytes_sent, summary.bytes_received) = (traffic.sent(), traffic.received());
+        }
+        Ok((summary, members))
+    })();
+    part(sender, &receiver, pushed)
+}
+
+/// A conversation about the replicas of a group, in which they may be brought to one moment again and again.
+pub(crate) struct GroupSession<'a> {
+    sender: &'a Sender,
+    receiver: &'a Receiver,
+    group: &'a GroupHandle,
+    destination: &'a str,
+    options: SyncOptions,
+    /// The same for a first copy, whose cut nobody is told of.
+    alone: SyncOptions,
+    progress: Progress<'a>,
+    /// What each member's sync is counted as.
+    accounts: Vec<Account>,
+    /// The replicas, as the user would name them.
+    names: Vec<String>,
+    /// Those of the round that comes next; none if they have not been heard yet.
+    statuses: Vec<Status>,
+}
+
+/// A member, with what is to be sent to its replica.
+struct Planned<'a> {
+    handle: &'a Handle,
+    view: Arc<View>,
+    plan: SyncPlan,
+    status: Status,
+    summary: Summary,
+}
+
+impl<'a> GroupSession<'a> {
+    /// Opens the replicas.
+    pub(crate) fn begin(
+        (sender, receiver): (&'a Sender, &'a Receiver),
+        group: &'a GroupHandle,
+        dir: &Path,
+        destination: &'a str,
+        options: &SyncOptions,
+        progress: Progress<'a>,
+    ) -> Result<GroupSession<'a>, SyncError> {
+        if let Some(pace) = &options.bwlimit {
+            sender.pace(pace);
+        }
+        let (mut names, mut members) = (Vec::new(), Vec::<Open>::new());
+        let mut accounts = Vec::new();
+        for handle in group.members() {
+            let file = handle.about().path.file_name().unwrap_or_default();
+            names.push(format!("{}/{}", destination.trim_end_matches('/'), file.to_string_lossy()));
+            members.push(replica_for_sync(&dir.join(file), options).beside(handle.about()));
+            let name = names.last().map_or("", String::as_str);
+            let account = Account::begin(handle, (&dir.join(file), name), &options.way, "sync");
+            accounts.push(if options.dry_run { account.dry() } else { account });
+        }
+        sender.send_json(OPEN_GROUP, &OpenGroup { name: group.name().to_owned(), members })?;
+        let (statuses, options) = (Vec::new(), options.clone());
+        let alone = SyncOptions { hook: None, ..options.clone() };
+        Ok(GroupSession {
+            sender,
+            receiver,
+            group,
+            destination,
+            options,
+            alone,
+            progress,
+            accounts,
+            names,
+            statuses,
+        })
+    }
+
+    /// Brings all replicas to one moment.
+    pub(crate) fn round(&mut self) -> Result<(GroupSummary, Vec<Summary>), SyncError> {
+        let done = self.bring_together();
+        match &done {
+            Ok((_, members)) => {
+                for (account, member) in self.accounts.iter().zip(members) {
+                    account.synced(&Ok(member.clone()));
+                }
+            }
+            // What it is about is not known of each.
+            Err(error) => self.accounts.iter().for_each(|account| account.failed(error)),
+        }
+        done
+    }
+
+    fn bring_together(&mut self) -> Result<(GroupSummary, Vec<Summary>), SyncError> {
+        self.statuses.clear();
+        for handle in self.group.members() {
+            self.statuses.push(newest_known(handle, Status::hear(self.receiver)?)?);
+        }
+        self.accounts.iter().for_each(Account::opened);
+        let choices = self.choose_all()?;
+        let mut done = GroupSummary {
+            kind: "group",
+            group: self.group.name().to_owned(),
+            destination: self.destination.to_owned(),
+            epoch: None,
+            epoch_id: None,
+            seeded: Vec::new(),
+            bytes_sent: 0,
+            bytes_received: 0,
+            seconds: 0.0,
+            dry_run: self.options.dry_run,
+        };
+        if self.options.dry_run {
+            return Ok((done, self.estimate_all(choices)?));
+        }
+        let seeded = self.seed(&choices)?;
+        done.seeded = seeded.iter().map(|(at, _)| self.names[*at].clone()).collect();
+        // What was seeded is at an epoch now.
+        let choices = if seeded.is_empty() { choices } else { self.choose_all()? };
+        let (cut, views) = around(&self.options.hook, || Ok(self.group.cut()?))?;
+        let mut members = self.plan_all(choices, views)?;
+        for (at, member) in members.iter_mut().enumerate() {
+            let handle = member.handle;
+            self.prepare(at, member).map_err(|error| of_member(handle, error))?;
+        }
+        self.commit(cut, &mut members)?;
+        (done.epoch, done.epoch_id) = (Some(cut.number), Some(cut.id));
+        // What was taken over or created is a replica like any other now.
+        for options in [&mut self.options, &mut self.alone] {
+            (options.adopt, options.create) = (false, false);
+        }
+        let mut summaries: Vec<Summary> = members.into_iter().map(|member| member.summary).collect();
+        for (at, seed) in seeded {
+            if let Some(summary) = summaries.get_mut(at).filter(|summary| summary.blocks_changed == 0) {
+                *summary = Summary { epoch: summary.epoch, ..seed };
+            }
+        }
+        Ok((done, summaries))
+    }
+
+    fn each(&self) -> impl Iterator<Item = (&'a Handle, &Status, &str)> {
+        let named = self.names.iter().map(String::as_str);
+        self.group
+            .members()
+            .iter()
+            .zip(&self.statuses)
+            .zip(named)
+            .map(|((handle, status), name)| (handle, status, name))
+    }
+
+    /// Picks a method for each member, or refuses all of them for one.
+    fn choose_all(&self) -> Result<Vec<Choice>, SyncError> {
+        let mut choices = Vec::new();
+        for (handle, status, name) in self.each() {
+            let (about, size) = (handle.about(), handle.reader()?.len());
+            choices.push(choose(&facts(handle, status, name, &self.options)?, status, &self.options)?);
+            if self.options.adopt {
+                refuse_larger((&about.path, about.uuid, size), status, &self.options)?;
+            }
+            if let Some(capacity) = status.replica.capacity.filter(|capacity| *capacity < size) {
+                return Err(SyncError::Refused(format!(
+                    "{name} has {}, and its source {} has {}: give a device at least that large",
+                    device::exact_size(capacity),
+                    about.path.display(),
+                    device::exact_size(size)
+                )));
+            }
+        }
+        Ok(choices)
+    }
+
+    fn estimate_all(&self, choices: Vec<Choice>) -> Result<Vec<Summary>, SyncError> {
+        let mut summaries = Vec::new();
+        for ((handle, status, name), choice) in self.each().zip(choices) {
+            let mut summary = Summary::new(handle.about(), name, true);
+            summary.recovered.clone_from(&status.replica.recovered);
+            estimate(handle, choice, status, &self.options, &mut summary)?;
+            summaries.push(summary);
+        }
+        Ok(summaries)
+    }
+
+    fn transfer(&self, at: usize, prepare: bool) -> Transfer<'_> {
+        Transfer {
+            sender: self.sender,
+            receiver: self.receiver,
+            name: &self.names[at],
+            options: if prepare { &self.options } else { &self.alone },
+            totals: Totals::new(self.progress),
+            in_place: self.statuses[at].in_place,
+            member: (at, prepare),
+        }
+    }
+
+    /// Makes the first copies, each of which is committed by itself.
+    fn seed(&mut self, choices: &[Choice]) -> Result<Vec<(usize, Summary)>, SyncError> {
+        let mut seeded = Vec::new();
+        for (at, (handle, choice)) in self.group.members().iter().zip(choices).enumerate() {
+            let status = &self.statuses[at];
+            if choice.method != Method::Copy && !status.replica.under_way() {
+                continue;
+            }
+            let summary = bring(handle, &self.transfer(at, false), status.clone());
+            seeded.push((at, summary.map_err(|error| of_member(handle, error))?));
+            self.statuses[at] = newest_known(handle, Status::hear(self.receiver)?)?;
+        }
+        Ok(seeded)
+    }
+
+    fn plan_all(&self, choices: Vec<Choice>, views: Vec<View>) -> Result<Vec<Planned<'a>>, SyncError> {
+        let mut members = Vec::new();
+        for (((handle, status, name), choice), view) in self.each().zip(choices).zip(views) {
+            let view = Arc::new(view);
+            let moment = moment(handle, &view, &choice, status, &self.options)?;
+            let plan = choice.at(moment, status, &self.options)?;
+            let mut summary = Summary::new(handle.about(), name, false);
+            summary.resumed = status.replica.resumes.is_some();
+            summary.recovered.clone_from(&status.replica.recovered);
+            summary.disk_size = plan.header.size_after;
+            summary.bytes_cut = cut_off(status, summary.disk_size);
+            (summary.method, summary.trust) = (plan.header.method, plan.trust.clone());
+            members.push(Planned { handle, view, plan, status: status.clone(), summary });
+        }
+        Ok(members)
+    }
+
+    /// Sends a member's delta, unless it is where it should be.
+    fn prepare(&self, at: usize, member: &mut Planned<'_>) -> Result<(), SyncError> {
+        if member.plan.is_done(&member.status) {
+            return Ok(());
+        }
+        let began = Instant::now();
+        let transfer = self.transfer(at, true);
+        let traffic = self.sender.traffic();
+        let before = (traffic.sent(), traffic.received());
+        transfer.prepare(&member.view, &member.plan)?;
+        let summary = &mut member.summary;
+        summary.count(&transfer.totals);
+        (summary.bytes_sent, summary.bytes_received) =
+            (traffic.sent() - before.0, traffic.received() - before.1);
+        summary.view_bytes = member.view.kept_bytes();
+        summary.seconds = began.elapsed().as_secs_f64();
+        Ok(())
+    }
+
+    /// Commits what all members have prepared, and records that at the sources.
+    fn commit(&self, cut: Epoch, members: &mut [Planned<'_>]) -> Result<(), SyncError> {
+        self.sender.send_json(COMMIT_GROUP, &cut)?;
+        let answer = heard(self.receiver, expect(self.receiver, GROUP_COMMITTED))?;
+        let committed: Vec<Option<Committed>> = answer.json()?;
+        if committed.len() != members.len() {
+            return Err(nonsense("the members of a group"));
+        }
+        for (member, committed) in members.iter_mut().zip(committed) {
+            let epoch = member.view.epoch();
+            if committed.as_ref().is_some_and(|committed| committed.epoch != epoch) {
+                return Err(nonsense("an epoch that was not sent"));
+            }
+            let name = bookmark(&member.summary.destination, &member.status, &self.options.way);
+            member.handle.acknowledge(&name, epoch, 0)?;
+            member.summary.epoch = Some(epoch.number);
+            if let Some(committed) = committed {
+                member.summary.bytes_written = committed.bytes_written;
+                member.summary.warnings = committed.warnings.iter().map(|warning| text(warning)).collect();
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Names the member in an error that does not.
+fn of_member(handle: &Handle, error: SyncError) -> SyncError {
+    match error {
+        error @ (SyncError::Io { .. } | SyncError::Unreadable(_)) => {
+            SyncError::Member { path: handle.about().path.clone(), error: Box::new(error) }
+        }
+        other => other,
+    }
+}

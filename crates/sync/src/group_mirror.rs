@@ -1,0 +1,205 @@
+//! A mirror of a group: one common commit after the other, over one conversation for as long as that lasts.
+//!
+//! Each commit is a cut of all sources, of what was written since the one before. Nothing is sent while nothing is written. After a
+//! failure the next conversation finds what the replicas lack in the histories of their sources.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::time::{Duration, Instant};
+
+use link::Link;
+use serde::Serialize;
+use source::{GroupHandle, Handle, SourceError};
+
+use crate::error::{Class, SyncError};
+use crate::group::{GroupSession, GroupSummary};
+use crate::messages::part;
+use crate::mirror::{is_final, is_outage};
+use crate::options::SyncOptions;
+use crate::report::{Progress, Summary};
+
+/// How often a wait is interrupted to check for events.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// The shortest time from one cut to the next.
+const LEAST: Duration = Duration::from_millis(250);
+/// The pause between attempts to connect, at first and at most.
+const FIRST_RETRY: Duration = Duration::from_millis(500);
+const LAST_RETRY: Duration = Duration::from_secs(30);
+/// How often replicas that are in use are requested again at once.
+const BUSY_LOOKS: u32 = 40;
+
+/// Events, for the caller to report.
+#[derive(Debug)]
+pub enum GroupEvent<'a> {
+    /// All replicas are at one moment.
+    Committed(&'a GroupSummary, &'a [Summary]),
+    /// An attempt failed; another follows after a pause.
+    Broken(&'a SyncError, Duration),
+}
+
+/// The totals of a mirror of a group.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct GroupMirrorSummary {
+    /// The name of the group.
+    pub group: String,
+    /// Common commits.
+    pub commits: u64,
+    /// Bytes of changed blocks in them.
+    pub bytes_changed: u64,
+    /// Bytes sent over links.
+    pub bytes_sent: u64,
+    /// How often the link, the other side or the server failed.
+    pub broken: u64,
+    /// The number of the cut at which all replicas are.
+    pub epoch: Option<u64>,
+    /// Wall-clock time.
+    pub seconds: f64,
+}
+
+/// A mirror of a group to run: its two ends, and its callbacks.
+pub struct GroupMirror<'a> {
+    /// Reaches the sources; called again when their server has failed.
+    pub attach: &'a mut dyn FnMut() -> Result<GroupHandle, SyncError>,
+    /// Reaches the replicas' side; called again when the link has failed.
+    pub connect: &'a mut dyn FnMut() -> Result<Link, SyncError>,
+    /// The folder of the replicas, as their side names it.
+    pub dir: &'a Path,
+    /// The folder, as the user names it.
+    pub name: &'a str,
+    /// How to sync; taking over and creating replicas apply to the first common commit.
+    pub options: &'a SyncOptions,
+    /// How far the replicas may fall behind while the link keeps up.
+    pub rpo: Duration,
+    /// Stops it when true: the replicas get what was written until then.
+    pub stop: &'a AtomicBool,
+    /// While it is true, nothing is sent.
+    pub pause: &'a AtomicBool,
+    /// Gets the events.
+    pub tell: &'a dyn Fn(GroupEvent<'_>),
+    /// Gets the progress of transfers.
+    pub progress: Progress<'a>,
+}
+
+impl GroupMirror<'_> {
+    /// Runs until stopped.
+    ///
+    /// # Errors
+    /// Any error at the beginning; later, only those that another attempt cannot fix.
+    pub fn run(mut self) -> Result<GroupMirrorSummary, SyncError> {
+        let began = Instant::now();
+        let mut summary = GroupMirrorSummary::default();
+        let (mut wait, mut busy, mut stopped) = (FIRST_RETRY, 0, false);
+        loop {
+            let before = summary.commits;
+            let ended = self.converse(&mut summary);
+            if summary.commits > before {
+                (wait, busy) = (FIRST_RETRY, 0);
+            }
+            match ended {
+                Ok(()) => break,
+                // The far side may not have noticed the end of the previous conversation yet, or of a killed mirror.
+                Err(error) if error.class() == Class::Busy && busy < BUSY_LOOKS => {
+                    busy += 1;
+                    std::thread::sleep(LOOK_EVERY);
+                }
+                Err(error) if is_final(&error) || !(summary.commits > 0 || is_outage(&error)) => {
+                    return Err(error);
+                }
+                // After a stop was requested, make one more attempt only.
+                Err(error) if stopped => return Err(error),
+                Err(error) => {
+                    summary.broken += 1;
+                    (self.tell)(GroupEvent::Broken(&error, wait));
+                    self.rest_until(Instant::now() + wait);
+                    wait = (wait * 2).min(self.rpo.clamp(FIRST_RETRY, LAST_RETRY));
+                    stopped = self.stop.load(SeqCst);
+                }
+            }
+        }
+        summary.seconds = began.elapsed().as_secs_f64();
+        Ok(summary)
+    }
+
+    /// One conversation, until stopped or an error.
+    fn converse(&mut self, summary: &mut GroupMirrorSummary) -> Result<(), SyncError> {
+        let group = (self.attach)()?;
+        if let Some(resting) = group.members().iter().find(|member| !member.is_served()) {
+            let path = resting.about().path.display().to_string();
+            let name = group.name().to_owned();
+            group.close()?;
+            return Err(SyncError::Refused(format!(
+                "{path} is not served, so its writes are not recorded: serve all members with \"dsync serve --group {name}\""
+            )));
+        }
+        summary.group = group.name().to_owned();
+        let (sender, receiver) = (self.connect)()?.split();
+        let traffic = sender.traffic();
+        let mirrored = (|| {
+            let first = summary.commits == 0;
+            let options = &self.options;
+            let options = SyncOptions {
+                adopt: options.adopt && first,
+                create: options.create && first,
+                ..SyncOptions::clone(options)
+            };
+            let ends = (&sender, &receiver);
+            let mut session =
+                GroupSession::begin(ends, &group, self.dir, self.name, &options, self.progress)?;
+            self.rounds(&group, &mut session, summary)
+        })();
+        summary.bytes_sent += traffic.sent();
+        let mirrored = part(sender, &receiver, mirrored);
+        mirrored.map_err(|error| match group.members().iter().find(|member| member.is_abandoned()) {
+            Some(gone) => SourceError::Away(gone.about().path.clone()).into(),
+            None => error,
+        })
+    }
+
+    fn rounds(
+        &self,
+        group: &GroupHandle,
+        session: &mut GroupSession<'_>,
+        summary: &mut GroupMirrorSummary,
+    ) -> Result<(), SyncError> {
+        // Also without a write now and then: another command may have ended an epoch.
+        let mut last: Option<Instant> = None;
+        loop {
+            // Asked first: what is written before the stop is in the last round.
+            let stops = self.stop.load(SeqCst);
+            let began = Instant::now();
+            let due = !self.pause.load(SeqCst) || stops;
+            if due && (last.is_none_or(|last| last.elapsed() >= self.rpo / 2) || has_changed(group)?) {
+                let (committed, members) = session.round()?;
+                last = Some(began);
+                summary.commits += 1;
+                summary.bytes_changed += members.iter().map(|member| member.bytes_changed).sum::<u64>();
+                summary.epoch = committed.epoch;
+                (self.tell)(GroupEvent::Committed(&committed, &members));
+            }
+            if stops {
+                return Ok(());
+            }
+            // As long as there is time for two rounds within the bound.
+            let interval = (began.elapsed() * 2).max(LEAST).min(self.rpo / 2);
+            self.rest_until(began + interval);
+        }
+    }
+
+    /// Sleeps until then, or until stopped.
+    fn rest_until(&self, until: Instant) {
+        while Instant::now() < until && !self.stop.load(SeqCst) {
+            std::thread::sleep(LOOK_EVERY.min(until.saturating_duration_since(Instant::now())));
+        }
+    }
+}
+
+/// True if something was written since the last cut, or that is not known.
+fn has_changed(group: &GroupHandle) -> Result<bool, SyncError> {
+    let changed = |member: &Handle| member.status().map(|status| status.dirty > 0 || status.lost.is_some());
+    for member in group.members() {
+        if changed(member)? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}

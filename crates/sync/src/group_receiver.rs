@@ -1,0 +1,107 @@
+//! The replicas' end of a sync of a group: all replicas are opened before anything is received, and commit together.
+
+use std::path::{Path, PathBuf};
+
+use delta::Epoch;
+use replica::{Commit, Group, KnownReplicas, Membership, Replica};
+use source::StateDir;
+
+use crate::error::SyncError;
+use crate::far::{Opened, ReplicaEnd, Taken, known_replicas, list, open_member, open_options, say_status};
+use crate::messages::{
+    COMMIT_GROUP, COMMITTED, Committed, GROUP_COMMITTED, Open, OpenGroup, PLAN, PREPARED, Plan, nonsense,
+    unexpected,
+};
+
+/// The replicas of a group.
+pub(crate) struct OpenedGroup {
+    group: Group,
+    replicas: Vec<Replica>,
+    known: KnownReplicas,
+}
+
+/// Opens the requested replicas of a group.
+pub(crate) type GroupOpener<'a> = &'a dyn Fn(&OpenGroup) -> Result<OpenedGroup, SyncError>;
+
+/// Opens the replicas of a group, at these paths of one folder.
+pub(crate) fn open_group(
+    asked: &OpenGroup,
+    paths: &[PathBuf],
+    state: &StateDir,
+) -> Result<OpenedGroup, SyncError> {
+    let dir = replica::folder_of_replicas(paths.first().map_or(Path::new("/"), |path| path))?;
+    let group = Group::open(&dir, &asked.name)?;
+    let mut replicas = Vec::new();
+    for (open, path) in asked.members.iter().zip(paths) {
+        let at =
+            std::fs::canonicalize(path).unwrap_or_else(|_| dir.join(path.file_name().unwrap_or_default()));
+        match open_member(open, path, state, Some(Membership::of(&at, &dir, &asked.name)))? {
+            Opened::Replica(replica, _) => replicas.push(*replica),
+            Opened::Primary(path, primary) => {
+                let path = path.display();
+                return Err(SyncError::Refused(format!(
+                    "{path} is a source itself (term {}): run \"dsync demote {path}\" there first",
+                    primary.term
+                )));
+            }
+        }
+    }
+    group.check_absent(&replicas, &open_options(None, state))?;
+    Ok(OpenedGroup { group, replicas, known: known_replicas(state) })
+}
+
+impl ReplicaEnd<'_> {
+    /// The conversation, from the statuses of the replicas to the source's goodbye.
+    pub(crate) fn converse_group(&self, asked: &OpenGroup, opened: GroupOpener<'_>) -> Result<(), SyncError> {
+        let OpenedGroup { mut group, mut replicas, known } = opened(asked)?;
+        let followed = replicas.iter().filter(|replica| replica.status().source.is_some());
+        followed.for_each(|replica| list(replica, Some(&known)));
+        loop {
+            for replica in &mut replicas {
+                say_status(self.sender, replica, Commit::Journal)?;
+            }
+            let Some(cut) = self.take_deltas(&asked.members, &mut replicas, &known)? else { return Ok(()) };
+            let done = group.commit(cut, &mut replicas)?;
+            let committed = done.iter().zip(&mut replicas).map(|(done, replica)| {
+                let warnings = replica.take_warnings();
+                done.as_ref().map(|done| Committed { warnings, ..Committed::of(done) })
+            });
+            self.sender.send_json(GROUP_COMMITTED, &committed.collect::<Vec<_>>())?;
+        }
+    }
+
+    /// Receives deltas until all are to be committed; `None` at the source's goodbye.
+    fn take_deltas(
+        &self,
+        members: &[Open],
+        replicas: &mut [Replica],
+        known: &KnownReplicas,
+    ) -> Result<Option<Epoch>, SyncError> {
+        loop {
+            let plan: Plan = match self.receiver.recv()? {
+                None => return Ok(None),
+                Some(message) if message.kind == COMMIT_GROUP => return Ok(Some(message.json()?)),
+                Some(message) if message.kind == PLAN => message.json()?,
+                Some(message) => return Err(unexpected(&message)),
+            };
+            plan.check()?;
+            let (Some(open), Some(replica)) = (members.get(plan.member), replicas.get_mut(plan.member))
+            else {
+                return Err(nonsense("a member of the group"));
+            };
+            if !plan.delta || plan.mirror.is_some() || plan.release.is_some() {
+                return Err(nonsense("what is to be done with a member of a group"));
+            }
+            replica.mergeable()?;
+            list(replica, Some(known));
+            match self.take_delta(replica, open, plan)? {
+                Taken::Prepared => self.sender.send_json(PREPARED, &())?,
+                Taken::Committed(committed) => {
+                    self.sender.send_json(COMMITTED, &committed)?;
+                    say_status(self.sender, replica, open.commit)?;
+                }
+                Taken::Kept => say_status(self.sender, replica, open.commit)?,
+            }
+        }
+    }
+}

@@ -1,0 +1,57 @@
+//! Serves one conversation as the replica's end: about one replica, or about those of a group.
+
+use link::Link;
+use replica::Replica;
+use source::StateDir;
+
+use crate::allowed_paths::AllowedPaths;
+use crate::error::SyncError;
+use crate::far::{Opened, Opener, ReplicaEnd, asked_for, end_with, open_here};
+use crate::group_receiver::{GroupOpener, open_group};
+use crate::messages::Asked;
+
+/// Serves one sync as the replica's end of `link`. Errors are reported to the other end too.
+pub fn receive(link: Link, state: &StateDir) -> Result<(), SyncError> {
+    receive_within(link, state, &AllowedPaths::Anything)
+}
+
+/// The same, restricted to the allowed paths.
+pub fn receive_within(link: Link, state: &StateDir, allowed: &AllowedPaths) -> Result<(), SyncError> {
+    let one: Opener<'_> = &|open| {
+        let path = allowed.find(&open.path)?;
+        allowed.only_beside("a journal in", open.journal_dir.as_deref())?;
+        allowed.only_beside(
+            "the digest file",
+            open.digests.as_ref().and_then(|digests| digests.file.as_deref()),
+        )?;
+        open_here(open, &path, state)
+    };
+    let group: GroupOpener<'_> = &|asked| {
+        let paths = asked.members.iter().map(|open| allowed.find(&open.path));
+        open_group(asked, &paths.collect::<Result<Vec<_>, _>>()?, state)
+    };
+    receive_at(link, one, group)
+}
+
+/// The same for a replica that the caller opens, wherever it is.
+#[doc(hidden)]
+pub fn receive_over(
+    link: Link,
+    open: &dyn Fn(&replica::Options) -> replica::Result<Replica>,
+) -> Result<(), SyncError> {
+    let one: Opener<'_> = &|asked| {
+        let options = asked_for(asked, replica::Options::default());
+        Ok(Opened::Replica(Box::new(open(&options)?), None))
+    };
+    receive_at(link, one, &|_| Err(SyncError::Refused("no group is received here".into())))
+}
+
+fn receive_at(link: Link, opened: Opener<'_>, group: GroupOpener<'_>) -> Result<(), SyncError> {
+    let (sender, receiver) = link.split();
+    let end = ReplicaEnd { sender: &sender, receiver: &receiver, progress: &|_, _| {}, writes: true };
+    let result = Asked::hear(&receiver).and_then(|asked| match asked {
+        Asked::One(open) => end.converse(&open, opened).map(drop),
+        Asked::Group(asked) => end.converse_group(&asked, group),
+    });
+    end_with(sender, result)
+}

@@ -1,0 +1,592 @@
+//! Groups: several disks of one machine that are cut at one moment, and whose replicas commit together.
+//!
+//! A writer leaves numbered records on two disks by turns: the record of a number goes to the second disk when that on the first
+//! was answered. So at every moment the second disk is at the number of the first, or one behind.
+
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use dsync_tests::far::Far;
+use dsync_tests::image::{self, BLOCK};
+use dsync_tests::nbd::{Address, Client};
+use dsync_tests::scene::fingerprints;
+use dsync_tests::{Output, Random, Run, Server, Site, need, need_root, rounds, skipped};
+
+const MIB: u64 = 1 << 20;
+const SIZE: u64 = 8 * MIB;
+const RSH: &str = env!("CARGO_BIN_EXE_rsh");
+
+/// Places for records on each disk: the last ones are all there.
+const RING: u64 = 101;
+const NAMES: [&str; 2] = ["data", "log"];
+
+fn record(number: u64, disk: u64) -> Vec<u8> {
+    let mut bytes = Random::seeded(number * 2 + disk).bytes(BLOCK as usize);
+    bytes[..8].copy_from_slice(&number.to_le_bytes());
+    bytes
+}
+
+fn place(number: u64) -> u64 {
+    (number % RING) * 7 * BLOCK
+}
+
+/// The writer.
+struct Pairs {
+    stop: Arc<AtomicBool>,
+    next: Arc<AtomicU64>,
+    thread: JoinHandle<()>,
+}
+
+impl Pairs {
+    /// Begins with a number.
+    fn start(address: &Address, first: u64) -> Pairs {
+        let (stop, next) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(first)));
+        let (stopped, counter, address) = (stop.clone(), next.clone(), address.clone());
+        let thread = std::thread::spawn(move || {
+            let connect = |name: &str| Client::connect(&address, name);
+            let (Ok(mut data), Ok(mut log)) = (connect(NAMES[0]), connect(NAMES[1])) else { return };
+            while !stopped.load(SeqCst) {
+                let number = counter.load(SeqCst);
+                // A server that was killed does not answer: the same pair is written again later.
+                if data.write(place(number), &record(number, 0)).is_err()
+                    || log.write(place(number), &record(number, 1)).is_err()
+                {
+                    return;
+                }
+                counter.store(number + 1, SeqCst);
+            }
+        });
+        Pairs { stop, next, thread }
+    }
+
+    fn wait_for(&self, more: u64) {
+        let (upto, until) = (self.next.load(SeqCst) + more, Instant::now() + Duration::from_secs(60));
+        while self.next.load(SeqCst) < upto && Instant::now() < until && !self.thread.is_finished() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Stops; the number that comes next.
+    fn stop(self) -> u64 {
+        self.stop.store(true, SeqCst);
+        self.thread.join().expect("the writer");
+        self.next.load(SeqCst)
+    }
+}
+
+/// The last record of a disk. Fails the test unless those before it are there.
+fn last(image: &Path, disk: u64, what: &str) -> u64 {
+    let file = std::fs::File::open(image).unwrap_or_else(|e| panic!("{}: {e}", image.display()));
+    let read = |number: u64| {
+        let mut bytes = vec![0; BLOCK as usize];
+        file.read_exact_at(&mut bytes, place(number)).expect("an image");
+        bytes
+    };
+    let numbers =
+        (0..RING).map(read).map(|bytes| (u64::from_le_bytes(bytes[..8].try_into().expect("eight")), bytes));
+    let found = numbers.filter(|(number, bytes)| *bytes == record(*number, disk)).map(|(number, _)| number);
+    let found = found.max().unwrap_or(0);
+    for number in found.saturating_sub(RING - 1).max(1)..=found {
+        assert!(read(number) == record(number, disk), "{what}: record {number} of {found} is not there");
+    }
+    found
+}
+
+/// The last record on the first of two disks, which must be of one moment.
+fn together(dir: &Path, what: &str) -> u64 {
+    let [data, log] = [0, 1].map(|at: u64| last(&dir.join(format!("{}.raw", NAMES[at as usize])), at, what));
+    assert!(
+        log <= data && data <= log + 1,
+        "{what}: torn: the first disk is at record {data}, the second at {log}"
+    );
+    data
+}
+
+/// Two disks, served as a group.
+struct Two {
+    random: Random,
+    site: Site,
+    images: [PathBuf; 2],
+    /// Of the replicas.
+    dir: PathBuf,
+    server: Option<Server>,
+}
+
+impl Two {
+    fn new(what: &str) -> Two {
+        let (mut random, site) = (Random::new(what), Site::new());
+        let images = NAMES.map(|name| site.image(&format!("{name}.raw"), SIZE));
+        for image in &images {
+            image::scribble(image, 5 * MIB, MIB, &mut random);
+        }
+        let dir = site.path("replicas");
+        std::fs::create_dir(&dir).expect("a folder");
+        let mut two = Two { random, site, images, dir, server: None };
+        two.start();
+        two
+    }
+
+    fn start(&mut self) {
+        let images = self.images.each_ref().map(PathBuf::as_path);
+        self.server = Some(self.site.serve(&images, &["--group", "db"]));
+    }
+
+    fn server(&self) -> &Server {
+        self.server.as_ref().expect("a server")
+    }
+
+    fn sync(&self, options: &[&str]) -> Run {
+        self.site.dsync(["sync", "--group", "db", "--json"]).arg(&self.dir).args(options)
+    }
+
+    fn pairs(&self, first: u64) -> Pairs {
+        Pairs::start(&self.server().address(), first)
+    }
+
+    fn change(&mut self, disk: usize, blocks: u64) {
+        let mut client = self.server().client(NAMES[disk]);
+        for _ in 0..blocks {
+            let block = 900 + self.random.below(300);
+            client.write(block * BLOCK, &self.random.bytes(BLOCK as usize)).expect("a write");
+        }
+        client.close().expect("the end");
+    }
+
+    fn replicas(&self) -> [PathBuf; 2] {
+        NAMES.map(|name| self.dir.join(format!("{name}.raw")))
+    }
+
+    fn equal(&self) {
+        for (image, replica) in self.images.iter().zip(self.replicas()) {
+            image::assert_equal(image, &replica);
+        }
+    }
+
+    /// Opens both replicas, each by itself and in some order.
+    fn recover(&mut self) {
+        let mut replicas = self.replicas();
+        if self.random.coin() {
+            replicas.reverse();
+        }
+        for replica in replicas {
+            self.site.dsync(["recover"]).arg(replica).ok();
+        }
+    }
+}
+
+/// Fails the test unless a command has printed these words.
+fn shows(output: &Output, words: &[&str]) {
+    let text = output.text();
+    words.iter().for_each(|word| assert!(text.contains(word), "\"{word}\" is not shown: {output}"));
+}
+
+/// The objects that a sync of a group prints: one for each member, and that of the group.
+fn summaries(output: &Output) -> (Vec<serde_json::Value>, serde_json::Value) {
+    let mut all: Vec<_> =
+        output.json().into_iter().filter(|object| object["message_type"] == "summary").collect();
+    let group = all.pop().expect("a summary");
+    assert_eq!(group["kind"], "group", "{output}");
+    (all, group)
+}
+
+#[test]
+fn a_group_is_brought_to_one_moment() {
+    let mut two = Two::new("a group");
+    let output = two.sync(&["-n"]).ok();
+    assert_eq!(std::fs::read_dir(&two.dir).expect("the folder").count(), 0, "{output}");
+    let (members, group) = summaries(&two.sync(&[]).ok());
+    assert!(members.iter().all(|member| member["method"] == "copy"), "{members:?}");
+    assert_eq!((group["epoch"].as_u64(), group["group"].as_str()), (Some(1), Some("db")));
+    two.equal();
+    // Nothing was written: the cut is the same.
+    let (members, group) = summaries(&two.sync(&[]).ok());
+    assert!(members.iter().all(|member| member["blocks_changed"] == 0), "{members:?}");
+    assert_eq!(group["epoch"], 1);
+    // Written to one: the other stays at its epoch, and is of the new moment all the same.
+    two.change(1, 5);
+    let (members, group) = summaries(&two.sync(&[]).ok());
+    assert_eq!((members[0]["blocks_changed"].as_u64(), group["epoch"].as_u64()), (Some(0), Some(2)));
+    assert_eq!(members[1]["method"], "tracked");
+    two.equal();
+    let shown = two.site.dsync(["status"]).ok();
+    shows(
+        &shown,
+        &["in group db, at its common epoch 2", "last common epoch 2", "at common epoch 2 of group db"],
+    );
+    shows(&two.site.dsync(["status"]).arg(&two.replicas()[1]).ok(), &["at common epoch 2 of group db"]);
+    two.change(0, 1);
+    let told = two.site.dsync(["sync", "--group", "db"]).arg(&two.dir).ok();
+    shows(&told, &["at common epoch 3: 2 disks at one moment"]);
+    shows(&two.site.dsync(["status", "data"]).ok(), &["at its common epoch 3"]);
+    // What is at rest is at one moment, too.
+    two.server.take().expect("a server").stop();
+    let (members, group) = summaries(&two.sync(&[]).ok());
+    assert!(members.iter().all(|member| member["method"] == "tracked"), "{members:?}");
+    assert_eq!(group["epoch"], 3);
+}
+
+#[test]
+fn the_second_disk_is_never_ahead() {
+    let mut two = Two::new("order");
+    two.sync(&[]).ok();
+    let pairs = two.pairs(1);
+    let mut before = 0;
+    for round in 0..rounds(6, 300) {
+        pairs.wait_for(1 + two.random.below(200));
+        two.sync(&[]).ok();
+        let at = together(&two.dir, &format!("round {round}"));
+        assert!(at > before, "nothing came in round {round}");
+        before = at;
+    }
+    pairs.stop();
+    two.sync(&[]).ok();
+    two.equal();
+}
+
+#[test]
+fn kills_tear_nothing() {
+    let mut two = Two::new("kills of a group");
+    two.sync(&[]).ok();
+    let mut next = 1;
+    let mut moved = 0;
+    let usual = {
+        let pairs = two.pairs(next);
+        pairs.wait_for(300);
+        let began = Instant::now();
+        two.sync(&[]).ok();
+        next = pairs.stop();
+        began.elapsed()
+    };
+    let mut before = together(&two.dir, "before");
+    for round in 0..rounds(12, 1000) {
+        let pairs = two.pairs(next);
+        pairs.wait_for(200);
+        let mut sync = two.sync(&[]).start();
+        std::thread::sleep(usual.mul_f64(two.random.below(1200) as f64 / 1000.0));
+        let server = two.random.one_in(3);
+        if server {
+            two.server.take().expect("a server").kill();
+            // The sync ends by itself, or is killed as well.
+            if two.random.coin() {
+                sync.wait_for(Duration::from_secs(30));
+            }
+        }
+        sync.kill();
+        next = pairs.stop();
+        if server {
+            two.start();
+        }
+        // Now and then a recovery is killed as well.
+        if two.random.one_in(3) {
+            let mut recover = two.site.dsync(["recover"]).arg(&two.replicas()[two.random.index(2)]).start();
+            std::thread::sleep(usual.mul_f64(two.random.below(500) as f64 / 1000.0));
+            recover.kill();
+        }
+        two.recover();
+        let at = together(&two.dir, &format!("round {round}"));
+        assert!(at >= before, "round {round}: went back");
+        moved += u64::from(at > before);
+        before = at;
+        if two.random.one_in(2) {
+            two.sync(&[]).ok();
+            before = together(&two.dir, &format!("round {round}, synced"));
+        }
+    }
+    println!("{moved} of the syncs that were killed had committed");
+    two.sync(&[]).ok();
+    two.equal();
+}
+
+/// A group on another host.
+struct FarGroup {
+    far: Far,
+    dir: PathBuf,
+}
+
+impl FarGroup {
+    fn new() -> FarGroup {
+        let far = Far::new(RSH);
+        let dir = far.site.path("replicas");
+        std::fs::create_dir(&dir).expect("a folder");
+        FarGroup { far, dir }
+    }
+
+    fn sync(&self, two: &Two, cut: Option<u64>) -> Run {
+        let run = two.site.dsync(["sync", "--group", "db", "--json", "--rsh", RSH]);
+        let run = run.arg(format!("far:{}", self.dir.display())).env("RSH_STATE", self.far.site.state());
+        match cut {
+            Some(bytes) => run.env("RSH_CUT", bytes.to_string()),
+            None => run,
+        }
+    }
+}
+
+#[test]
+fn a_far_group_is_cut_off_at_any_byte() {
+    let (mut two, there) = (Two::new("a far group"), FarGroup::new());
+    there.sync(&two, None).ok();
+    let pairs = two.pairs(1);
+    let mut before = 0;
+    for round in 0..rounds(7, 400) {
+        pairs.wait_for(200);
+        let (deaf, bytes) = (two.random.one_in(3), two.random.below(2 * RING * (BLOCK + 100)));
+        let run = match deaf {
+            true => there.sync(&two, None).env("RSH_DEAF", (bytes % 3000).to_string()),
+            false => there.sync(&two, Some(bytes)),
+        };
+        let output = run.output();
+        assert!(matches!(output.status.code(), Some(0 | 1)), "{output}");
+        for name in NAMES {
+            there.far.site.dsync(["recover"]).arg(there.dir.join(format!("{name}.raw"))).ok();
+        }
+        let at = together(&there.dir, &format!("round {round}"));
+        assert!(at >= before, "round {round}: went back");
+        before = at;
+    }
+    pairs.stop();
+    there.sync(&two, None).ok();
+    for (image, name) in two.images.iter().zip(NAMES) {
+        image::assert_equal(image, &there.dir.join(format!("{name}.raw")));
+    }
+    // The source remembers the replicas by their names there.
+    let name = format!("far:{}/log.raw", there.dir.display());
+    shows(&two.site.dsync(["status", "log"]).ok(), &[&name]);
+}
+
+/// Runs a sync that must be refused, with these words, and shows that nothing was changed.
+fn refused(two: &Two, options: &[&str], words: &[&str]) {
+    let before = fingerprints(&two.replicas()[0]);
+    let epoch = || two.site.dsync(["status", "data", "--json"]).ok().summary()["epoch"].clone();
+    let was = epoch();
+    let code = if words.contains(&"is in use") { 6 } else { 4 };
+    two.sync(options).code(code).says(words);
+    assert_eq!(before, fingerprints(&two.replicas()[0]), "{words:?}");
+    assert_eq!(was, epoch(), "a refused sync leaves no epoch: {words:?}");
+}
+
+#[test]
+fn what_refuses_one_refuses_all_before_anything_is_changed() {
+    let mut two = Two::new("refused");
+    two.sync(&[]).ok();
+    two.change(0, 3);
+    two.change(1, 3);
+    let [data, log] = two.replicas();
+    // Busy.
+    let held = std::fs::File::options().read(true).open(two.dir.join(".log.raw.dsync/lock")).expect("a lock");
+    rustix::fs::flock(&held, rustix::fs::FlockOperation::LockExclusive).expect("the lock");
+    refused(&two, &[], &["log.raw", "is in use"]);
+    drop(held);
+    // Missing.
+    let away = two.site.path("away.raw");
+    std::fs::rename(&log, &away).expect("a rename");
+    refused(&two, &[], &["log.raw is missing", "--create"]);
+    std::fs::rename(&away, &log).expect("a rename");
+    two.sync(&[]).code(4).says(&["log.raw", "modified outside dsync"]);
+    // Its times were changed by the renames: that is to be looked at.
+    two.site
+        .dsync(["verify", "--repair"])
+        .args([&two.images[1], &log])
+        .code(4)
+        .says(&["is a replica of the group db"]);
+    two.sync(&["--adopt"]).ok();
+    two.equal();
+    // Written to by others.
+    two.change(0, 3);
+    std::thread::sleep(Duration::from_millis(30));
+    image::scribble(&log, MIB, BLOCK, &mut two.random);
+    refused(&two, &[], &["log.raw", "modified outside dsync"]);
+    refused(&two, &["-n"], &["log.raw", "modified outside dsync"]);
+    two.sync(&["--adopt"]).ok();
+    two.equal();
+    // Bad usage.
+    two.sync(&["--commit", "in-place"]).code(2);
+    two.sync(&["--method", "rolling"]).code(2);
+    two.sync(&["--keep-going"]).code(2);
+    two.sync(&[data.to_str().expect("a path")]).code(2);
+    two.site
+        .dsync(["sync", "--group", "nobody"])
+        .arg(&two.dir)
+        .code(4)
+        .says(&["there is no group nobody", "dsync serve"]);
+    two.site.dsync(["sync", "--group", "a/b"]).arg(&two.dir).code(4).says(&["invalid group name"]);
+}
+
+#[test]
+fn a_member_alone_is_kept_in_step() {
+    let mut two = Two::new("alone");
+    two.sync(&[]).ok();
+    two.change(1, 4);
+    let log = two.replicas()[1].clone();
+    let alone = |options: &[&str]| two.site.sync(&two.images[1], &log, options);
+    alone(&[]).code(4).says(&["log.raw is a replica of the group db", "--leave-group"]);
+    alone(&["--leave-group"]).ok();
+    image::assert_equal(&two.images[1], &log);
+    two.site.dsync(["status"]).arg(&log).ok();
+    let (_, group) = summaries(&two.sync(&[]).ok());
+    assert_eq!(group["epoch"], 2);
+    two.equal();
+    // The group is all that was said to be in it.
+    let sole = two.server.take().expect("a server");
+    sole.stop();
+    let serve = |image: &Path, options: &[&str]| {
+        two.site.dsync(["serve"]).arg(image).arg("--socket").arg(two.site.socket("s")).args(options)
+    };
+    serve(&two.images[0], &["--group", "db"])
+        .code(4)
+        .says(&["log.raw is in the group db as well", "forget --group db"]);
+    serve(&two.images[0], &["--group", "other"]).code(4).says(&["data.raw is in the group db"]);
+    {
+        let _one = two.site.serve(&[&two.images[0]], &[]);
+        two.sync(&[]).code(4).says(&["data.raw of the group db is served, and", "log.raw is not"]);
+        let _other = two.site.serve(&[&two.images[1]], &[]);
+        two.sync(&[]).code(4).says(&["does not serve it as a member of a group"]);
+    }
+    two.site.dsync(["forget", "--group", "db"]).arg(&two.images[1]).ok();
+    let again = two.site.dsync(["forget", "--group", "db"]).arg(&two.images[1]).code(1);
+    again.says(&["is not in a group"]);
+    let (members, _) = summaries(&two.sync(&[]).ok());
+    assert_eq!(members.len(), 1);
+}
+
+#[test]
+fn a_new_member_is_copied_and_joins() {
+    let mut two = Two::new("a new member");
+    two.sync(&[]).ok();
+    two.server.take().expect("a server").stop();
+    let third = two.site.image("wal.raw", SIZE);
+    image::scribble(&third, 3 * MIB, MIB, &mut two.random);
+    let images: Vec<&Path> = two.images.iter().chain([&third]).map(PathBuf::as_path).collect();
+    two.server = Some(two.site.serve(&images, &["--group", "db"]));
+    let pairs = two.pairs(1);
+    pairs.wait_for(50);
+    let output = two.sync(&[]).ok();
+    let (members, group) = summaries(&output);
+    pairs.stop();
+    together(&two.dir, "with a third");
+    assert_eq!(members.len(), 3, "{output}");
+    assert!(group["seeded"][0].as_str().is_some_and(|name| name.ends_with("/wal.raw")), "{output}");
+    image::assert_equal(&third, &two.dir.join("wal.raw"));
+    let third = two.site.dsync(["status"]).arg(two.dir.join("wal.raw")).ok();
+    shows(&third, &["at common epoch 2 of group db"]);
+}
+
+#[test]
+fn replicas_on_devices_commit_together() {
+    let what = "a group on loop devices";
+    if !need_root(what) || !need(&["losetup"], what) {
+        return;
+    }
+    let mut two = Two::new(what);
+    let beneath = NAMES.map(|name| two.site.image(&format!("{name}-disk"), SIZE));
+    let small = two.site.image("small", SIZE / 2);
+    let loops = beneath.each_ref().map(|image| testing::Loop::new(image));
+    let ([Some(data), Some(log)], Some(tiny)) = (&loops, testing::Loop::new(&small)) else {
+        return skipped(what, "there is no loop device");
+    };
+    let link = |name: &str, device: &Path| {
+        let at = two.dir.join(format!("{name}.raw"));
+        let _ = std::fs::remove_file(&at);
+        std::os::unix::fs::symlink(device, at).expect("a link");
+    };
+    link(NAMES[0], data.device());
+    // Too small: refused before anything is written.
+    link(NAMES[1], tiny.device());
+    two.sync(&[]).code(4).says(&["log.raw has", "give a device at least that large"]);
+    assert!(image::is_zero(&std::fs::read(data.device()).expect("a device")));
+    link(NAMES[1], log.device());
+    two.sync(&[]).ok();
+    let mut next = 1;
+    for round in 0..rounds(3, 100) {
+        let pairs = two.pairs(next);
+        pairs.wait_for(100);
+        let mut sync = two.sync(&[]).start();
+        std::thread::sleep(Duration::from_millis(two.random.below(150)));
+        sync.kill();
+        next = pairs.stop();
+        two.recover();
+        together(&two.dir, &format!("round {round}"));
+        two.sync(&[]).ok();
+        together(&two.dir, &format!("round {round}, synced"));
+    }
+    // Folders of devices do not survive a reboot.
+    let dev = Path::new("/dev");
+    two.site.dsync(["sync", "--group", "db"]).arg(dev).code(4).says(&["does not survive a reboot"]);
+}
+
+#[test]
+fn a_mirror_of_a_group_is_at_one_moment_whenever_it_is_killed() {
+    let mut two = Two::new("a mirror of a group");
+    let mirror = |two: &Two| {
+        let mirror = two.site.dsync(["mirror", "--group", "db", "--rpo", "1s"]).arg(&two.dir);
+        let mut mirror = mirror.start();
+        mirror.wait_to_say("mirroring group db");
+        mirror
+    };
+    let (mut next, mut before) = (1, 0);
+    for round in 0..rounds(3, 100) {
+        let mut running = mirror(&two);
+        let pairs = two.pairs(next);
+        pairs.wait_for(300);
+        std::thread::sleep(Duration::from_millis(600 + two.random.below(900)));
+        running.kill();
+        next = pairs.stop();
+        two.recover();
+        let at = together(&two.dir, &format!("round {round}"));
+        assert!(at > before, "round {round}: the mirror brought nothing");
+        before = at;
+    }
+    // The server is killed under it, and comes back.
+    let mut running = mirror(&two);
+    let pairs = two.pairs(next);
+    pairs.wait_for(100);
+    two.server.take().expect("a server").kill();
+    next = pairs.stop();
+    two.start();
+    let pairs = two.pairs(next);
+    pairs.wait_for(300);
+    next = pairs.stop();
+    assert!(next > 1);
+    // What was written until it is stopped is there.
+    running.signal(rustix::process::Signal::TERM);
+    let output = running.output(Duration::from_secs(60));
+    assert!(output.status.success(), "{output}");
+    shows(&output, &["at common epoch", "commits with"]);
+    two.equal();
+}
+
+/// A mirror over a line that is cut goes on by itself.
+#[test]
+fn a_mirror_of_a_group_goes_on_over_another_line() {
+    let (two, there) = (Two::new("a mirror of a far group"), FarGroup::new());
+    let mirror = two.site.dsync(["mirror", "--group", "db", "--rpo", "1s", "--rsh", RSH]);
+    let mirror = mirror.arg(format!("far:{}", there.dir.display())).env("RSH_STATE", there.far.site.state());
+    let mut running = mirror.env("RSH_CUT", (6 * MIB).to_string()).start();
+    running.wait_to_say("mirroring group db");
+    let mut next = 1;
+    while !running.stderr_so_far().contains("retrying") {
+        let pairs = two.pairs(next);
+        pairs.wait_for(300);
+        next = pairs.stop();
+        assert!(running.ended().is_none(), "{}", running.stderr_so_far());
+    }
+    running.signal(rustix::process::Signal::TERM);
+    let output = running.output(Duration::from_secs(60));
+    assert!(output.status.success(), "{output}");
+    for (image, name) in two.images.iter().zip(NAMES) {
+        image::assert_equal(image, &there.dir.join(format!("{name}.raw")));
+    }
+}
+
+#[test]
+fn a_mirror_of_what_is_not_served_is_refused() {
+    let mut two = Two::new("a mirror of a group at rest");
+    two.server.take().expect("a server").stop();
+    let mirror = two.site.dsync(["mirror", "--group", "db"]).arg(&two.dir).code(4);
+    mirror.says(&["is not served", "dsync serve --group db"]);
+    two.site.dsync(["mirror", "--group", "db"]).args([&two.images[0], &two.dir]).code(2);
+    two.site.dsync(["mirror", "--group", "db", "--rate", "1M"]).arg(&two.dir).code(2);
+}
