@@ -473,6 +473,19 @@ fn a_watch_shows_problems_first_and_what_is_at_work() {
     assert!(!said.contains('\x1b'), "it is not a terminal");
     // What is killed is not at work.
     slow.kill();
+    let length = watch.stdout_so_far().len();
+    let until = Instant::now() + Duration::from_secs(20);
+    loop {
+        // Two pages later: the first one may have been begun before.
+        let said = watch.stdout_so_far()[length..].to_owned();
+        let pages: Vec<&str> = said.split("! replica is out of date").collect();
+        if pages.len() > 3 {
+            assert!(!pages[2].contains("at work:"), "{said}");
+            break;
+        }
+        assert!(Instant::now() < until, "{said}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
     let before = watch.stdout_so_far().matches("no problems\n").count();
     scene.sync(&[]).ok();
     let until = Instant::now() + Duration::from_secs(20);

@@ -26,6 +26,8 @@ use crate::units;
 
 /// What of a command's output is shown.
 const OUTPUT_MAX: usize = 4 << 10;
+/// How long the output of a command that has ended is waited for.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 /// How long the command of `--on-failure` may take.
 const NOTICE_LIMIT: Duration = Duration::from_secs(60);
 
@@ -77,6 +79,8 @@ impl Running {
         let until = Instant::now() + limit;
         while Instant::now() < until {
             if let Ok(Some(status)) = self.child.try_wait() {
+                // What it printed last may not have been read yet; what it left running may hold the pipes.
+                while self.ready.recv_timeout(LAST_WORDS).is_ok() {}
                 return Some(status);
             }
             std::thread::sleep(Duration::from_millis(10));
