@@ -142,3 +142,58 @@ fn a_guest_outlives_the_server_of_its_disk() {
     dsync_tests::Run::new("e2fsck").arg("-fn").arg(&replica).ok();
     server.stop();
 }
+
+/// Mounts a disk that was never its own, writes to it and reads that again.
+const REHEARSAL: &str = r#"set -e
+mkdir /tmp/disk
+mount /dev/vda /tmp/disk
+mark found $(cat /tmp/disk/name)
+read word
+dd if=/dev/urandom of=/tmp/disk/scratch bs=1M count=8 2>/dev/null
+sum=$(md5sum </tmp/disk/scratch)
+echo changed >/tmp/disk/name
+fstrim /tmp/disk 2>/dev/null || :
+umount /tmp/disk
+mount /dev/vda /tmp/disk
+[ "$sum" = "$(md5sum </tmp/disk/scratch)" ]
+mark wrote $(cat /tmp/disk/name)
+umount /tmp/disk
+"#;
+
+#[test]
+fn a_guest_rehearses_on_a_replica_that_goes_on() {
+    let what = "a Linux guest on a rehearsal of a replica";
+    if !guest::possible(what) || !need(&["mkfs.ext4", "e2fsck", "debugfs"], what) {
+        return;
+    }
+    let site = Site::new();
+    let (disk, replica) = (site.image("vm.raw", 64 * MIB), site.path("copy.raw"));
+    let name = site.path("name");
+    std::fs::write(&name, "replica\n").expect("a file");
+    dsync_tests::Run::new("mkfs.ext4").arg("-q").arg(&disk).ok();
+    let write = format!("write {} name", name.display());
+    dsync_tests::Run::new("debugfs").args(["-w", "-R", &write]).arg(&disk).ok();
+    let source = site.serve(&[&disk], &[]);
+    site.sync(&disk, &replica, &[]).ok();
+    let moment = std::path::PathBuf::from(format!("{}@now", replica.display()));
+    let server = site.serve(&[&moment], &["--writable"]);
+    let mut guest = Guest::boot(&guest::Options {
+        script: REHEARSAL.into(),
+        disks: vec![server.uri("copy")],
+        ..Default::default()
+    });
+    assert_eq!(guest.wait_for("found", Duration::from_secs(90)), "replica");
+    // The source goes on, and the replica with it: over all of the file system.
+    let mut client = source.client("vm");
+    for at in (0..64).step_by(2) {
+        client.write(at * MIB, &[at as u8 + 1; 256 << 10]).expect("a write");
+    }
+    client.close().expect("the end");
+    site.sync(&disk, &replica, &[]).ok();
+    guest.send("go on");
+    assert_eq!(guest.wait_for("wrote", Duration::from_secs(90)), "changed");
+    guest.finish(Duration::from_secs(60));
+    server.stop();
+    source.stop();
+    image::assert_equal(&disk, &replica);
+}

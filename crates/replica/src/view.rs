@@ -104,7 +104,7 @@ impl View {
                     Ok(Some(busy)) if began.elapsed() >= PATIENCE => return Err(busy),
                     Ok(None) if began.elapsed() >= PATIENCE => {
                         return Err(ReplicaError::Refused(format!(
-                            "{} says not what it holds: is there room in {}?",
+                            "{} cannot be shown: what it holds could not be written to {}: free some space there",
                             path.display(),
                             folder.display()
                         )));
