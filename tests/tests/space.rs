@@ -98,6 +98,45 @@ fn holes_that_do_not_fit_are_refused_before_the_merge() {
     }
 }
 
+/// A rewind that finds no room leaves the replica and its moments as they were, and works when there is some.
+#[test]
+fn a_rewind_without_room_is_refused_or_done() {
+    let what = "a rewind without room on ext4";
+    let mut scene = Scene::new(what, 16 * MIB);
+    let Some(small) = Small::new(&mut scene, "ext4", 96 * MIB, what) else { return };
+    fill_holes(&mut scene, 0..16 * MIB);
+    scene.sync(&["--keep-last", "9", "--keep-bytes", "1G"]).ok();
+    let before = std::fs::read(&scene.replica).expect("a replica");
+    scene.change(2000);
+    scene.sync(&[]).ok();
+    let after = std::fs::read(&scene.replica).expect("a replica");
+    let rewind = |to: &str| scene.site.dsync(["rewind", "--to", to]).arg(&scene.replica);
+    let (mut refused, mut done) = (0, 0);
+    for left in [1, 2, 4, 7, 9, 12] {
+        if refused > 0 {
+            small.make_room();
+        }
+        small.leave(left * MIB);
+        let output = rewind("1").output();
+        let now = std::fs::read(&scene.replica).expect("a replica");
+        if output.status.success() {
+            assert!(now == before, "{left} MiB left: it is not what it was");
+            done += 1;
+            break;
+        }
+        output.says(&["no space", "replica is unchanged"]);
+        assert!(now == after, "{left} MiB left: {output}");
+        recover(&scene, &scene.replica);
+        refused += 1;
+    }
+    small.make_room();
+    if done == 0 {
+        rewind("1").ok();
+    }
+    assert!(std::fs::read(&scene.replica).expect("a replica") == before);
+    assert!(refused > 0, "there was always room");
+}
+
 /// The same in the midst of a mirror.
 #[test]
 fn batches_whose_holes_do_not_fit_are_not_confirmed() {

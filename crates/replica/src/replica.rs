@@ -68,6 +68,8 @@ struct Known {
     working: Option<Working>,
     /// Waits for the commit of the group.
     prepared: Option<Prepared>,
+    /// It goes back to an earlier moment: none gives way.
+    rewinds: bool,
     /// What opening it had to mend.
     recovered: Vec<String>,
     /// What its user should know of a commit.
@@ -238,6 +240,15 @@ impl Replica {
 
     pub(crate) fn take_prepared(&mut self) -> Option<Prepared> {
         self.known.prepared.take()
+    }
+
+    /// True while it goes back to an earlier moment.
+    pub(crate) fn rewinds(&self) -> bool {
+        self.known.rewinds
+    }
+
+    pub(crate) fn set_rewinds(&mut self, rewinds: bool) {
+        self.known.rewinds = rewinds;
     }
 
     /// Keeps in mind what opening the replica had to mend.

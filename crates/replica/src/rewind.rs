@@ -102,6 +102,14 @@ impl Replica {
             );
         };
         self.note_rewind(&moment)?;
+        // To make room, the moment itself might be dropped.
+        self.set_rewinds(true);
+        let rewound = self.go_back(state);
+        self.set_rewinds(false);
+        rewound
+    }
+
+    fn go_back(&mut self, state: Uuid) -> Result<Committed> {
         let folder = self.shared_state();
         let past = Past::load(&*folder, self.lineage().nonce);
         let past = past.map_err(io_error("look into", folder.path()))?;

@@ -192,11 +192,16 @@ impl Replica {
 
     /// Ends what is kept for readers, else drops the oldest moment, to make room. False if there is neither.
     pub(crate) fn past_gives_way(&mut self) -> bool {
+        self.past_gives_way_from(self.lineage().nonce)
+    }
+
+    /// The same where undo deltas lead back from this state, as those to the present one are not written yet.
+    pub(crate) fn past_gives_way_from(&mut self, state: Uuid) -> bool {
         if self.readers_give_way() {
             return true;
         }
-        let dropped = self.settings().is_some()
-            && past::drop_oldest(self.state(), self.lineage().nonce).unwrap_or(false);
+        let gives = self.settings().is_some() && !self.rewinds();
+        let dropped = gives && past::drop_oldest(self.state(), state).unwrap_or(false);
         if dropped {
             self.warn_of_room();
         }
@@ -210,12 +215,12 @@ impl Replica {
     /// The same for a journal that grows, which notes in `gave` that it was done.
     pub(crate) fn relief(&self, gave: Arc<AtomicBool>) -> Option<Relief> {
         let (folder, present) = (self.shared_state(), self.lineage().nonce);
-        let keeps = self.settings().is_some();
+        let gives = self.settings().is_some() && !self.rewinds();
         Some(Box::new(move || {
             if views::give_way(&*folder) {
                 return true;
             }
-            let dropped = keeps && past::drop_oldest(&*folder, present).unwrap_or(false);
+            let dropped = gives && past::drop_oldest(&*folder, present).unwrap_or(false);
             gave.fetch_or(dropped, SeqCst);
             dropped
         }))

@@ -15,7 +15,7 @@ use extents::Extents;
 use uuid::Uuid;
 
 use crate::destination::Name;
-use crate::error::{Result, SAFE, disk_error, io_error, is_full};
+use crate::error::{ReplicaError, Result, SAFE, disk_error, io_error, is_full};
 use crate::journal::{Contents, WHOLE};
 use crate::lineage::{State, Unsure};
 use crate::past;
@@ -119,7 +119,8 @@ impl Replica {
             let arriving = log.arriving.clone();
             let Err(error) = log.keep(stream, ends) else { return Ok(Some(log)) };
             log.arriving = arriving;
-            if !is_full(&error) || !self.past_gives_way() {
+            // The batch that arrives leads nowhere yet.
+            if !is_full(&error) || !self.past_gives_way_from(log.state) {
                 self.warn(format!(
                     "its past is given up, because what was to be replaced could not be kept: {error}"
                 ));
@@ -139,13 +140,25 @@ impl Replica {
 
     /// Makes ordinary undo deltas of what a mirror's log holds, before anything but its batches is committed: what is written
     /// then, the log does not know of.
-    pub(crate) fn close_logs(&self) -> Result<()> {
+    pub(crate) fn close_logs(&mut self) -> Result<()> {
         let logs = past::logs(self.state()).map_err(io_error("look into", self.folder()))?;
         if logs.is_empty() {
             return Ok(());
         }
-        // What cannot be folded is given up.
-        let _ = past::fold_logs(self.state(), self.lineage().nonce);
+        while let Err(error) = past::fold_logs(self.state(), self.lineage().nonce) {
+            let full = matches!(&error, ReplicaError::Io { error, .. } if is_full(error));
+            if full && self.past_gives_way() {
+                continue;
+            }
+            if full && self.rewinds() {
+                let place = format!("to keep the moments in {}", self.folder().display());
+                return Err(ReplicaError::Full { place, missing: None, state: "the replica is unchanged" });
+            }
+            self.warn(format!(
+                "its past up to the present epoch is given up, because it could not be kept: {error}"
+            ));
+            break;
+        }
         self.drop_logs()
     }
 

@@ -1,6 +1,6 @@
 //! The past: every moment that is offered is what its source was then, whatever crashes when.
 
-use testing::faulty::{Outage, Power};
+use testing::faulty::{FaultyFolder, Outage, Power};
 use testing::{Random, soak};
 
 use std::cell::RefCell;
@@ -8,7 +8,7 @@ use std::cell::RefCell;
 use super::batches::{self, EPOCH, LAST, Sent};
 use super::crash::{OUTAGES, on, replica_at};
 use super::world::*;
-use crate::{Commit, Keep, Moment, Replica, ReplicaError, Result, Span, State};
+use crate::{Commit, Keep, Moment, Options, Replica, ReplicaError, Result, Span, State};
 
 fn last(last: u64) -> Keep {
     Keep { last, bytes: Some(u64::MAX), ..Keep::default() }
@@ -408,6 +408,41 @@ fn what_fails_costs_a_mirror_the_past_at_most() {
                 break;
             }
         }
+    }
+}
+
+/// Where a mirror finds no room for what a batch replaces, the oldest moments go, and none before them.
+#[test]
+fn a_mirror_without_room_drops_the_oldest_moments_first() {
+    let source = Source::new(testing::seed("a mirror without room"), &[40; 12]);
+    for kind in [Kind::File, Kind::Device] {
+        let world = replica_after(kind, &source, 8, &last(100), Commit::Journal);
+        let power = on();
+        let folder = FaultyFolder::new(&power, &world.state()).unwrap();
+        let options = Options { keep: Some(last(100)), ..Options::default() };
+        let mut replica = world.open_in(&power, Box::new(folder.clone()), &options).unwrap();
+        let mut nonce = replica.status().nonce;
+        let (mut log, mut batches) = replica.batches().unwrap();
+        for to in 9..=10 {
+            let chain = vec![source.epochs[8]];
+            let header = delta::Header {
+                chain,
+                binds: Some(nonce),
+                batch: true,
+                ..source.header(to - 1, to, delta::Method::Tracked)
+            };
+            nonce = header.stream;
+            let bytes = source.encode(&header, to, &source.changed(to - 1, to));
+            batches::send(&mut log, &mut batches, &bytes, nonce).unwrap();
+            folder.full_after(BLOCK);
+            batches.apply().unwrap();
+            folder.heal();
+        }
+        batches.finish().unwrap();
+        drop(replica);
+        let left = assert_moments(&source, &world, &format!("{kind:?}"));
+        assert!(left.ends_with(&[8]) && left.windows(2).all(|two| two[0] + 1 == two[1]), "{left:?}");
+        assert!((2..9).contains(&left.len()), "{left:?}");
     }
 }
 
