@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use dsync_tests::image::{self, BLOCK};
 use dsync_tests::mount::Mount;
-use dsync_tests::{Background, Run, Scene, need, need_root, skipped};
+use dsync_tests::{Background, Output, Random, Run, Scene, Site, need, need_root, rounds, skipped};
 
 const MIB: u64 = 1 << 20;
 
@@ -24,8 +24,12 @@ impl Small {
             return None;
         }
         let (image, place) = (scene.site.image("small.img", size), scene.site.path("small"));
-        // XFS of less than 300 MiB is not made without a word.
-        let options: &[&str] = if kind == "xfs" { &["-q", "--unsupported"] } else { &["-q", "-m", "0"] };
+        let options: &[&str] = match kind {
+            // XFS of less than 300 MiB is not made without a word.
+            "xfs" => &["-q", "--unsupported"],
+            "btrfs" => &["-q", "--mixed"],
+            _ => &["-q", "-m", "0"],
+        };
         Run::new(make).args(options).arg(&image).ok();
         let Some(mount) = Mount::new(&["-o", "loop"], &image, &place) else {
             skipped(what, &format!("{kind} cannot be mounted from a loop device here"));
@@ -46,8 +50,19 @@ impl Small {
         Run::new("fallocate").args(["-l", &len]).arg(&self.fill).ok();
     }
 
+    /// Leaves none, to the last block.
+    fn fill_up(&self) {
+        for unit in ["1M", "4K"] {
+            let fill = self.fill.display();
+            Run::shell(&format!("dd if=/dev/zero bs={unit} oflag=append conv=notrunc of={fill} 2>/dev/null; sync -f {fill}; true"))
+                .ok();
+        }
+    }
+
     fn make_room(&self) {
         std::fs::remove_file(&self.fill).expect("making room");
+        // Btrfs gives it back with its next commit.
+        Run::new("sync").arg("-f").arg(&self.place).ok();
     }
 }
 
@@ -204,6 +219,122 @@ fn a_mirror_with_a_small_journal_folder_on_xfs() {
     small.make_room();
     dsync(&["sync", "--commit", "in-place"]).arg(&scene.image).arg(&scene.replica).ok();
     scene.equal();
+}
+
+/// Fails the test unless a command ended by itself, and with a word where it failed.
+fn named(output: &Output) {
+    assert!(!output.was_killed(), "{output}");
+    assert!(output.status.success() || output.stderr.starts_with("dsync: "), "{output}");
+}
+
+/// On Btrfs even what is allocated is written elsewhere, and a snapshot shares what would not be: where nothing is left, a command
+/// says so. None dies of a page that cannot be written to.
+#[test]
+fn nothing_dies_of_a_full_btrfs() {
+    let what = "a replica on a full Btrfs";
+    let mut scene = Scene::new(what, 24 * MIB);
+    let Some(small) = Small::new(&mut scene, "btrfs", 130 * MIB, what) else { return };
+    let (volume, copy) = (small.place.join("volume"), small.place.join("copy"));
+    let btrfs =
+        |words: &[&str], paths: &[&Path]| Run::new("btrfs").args(["-q", "subvolume"]).args(words).args(paths);
+    btrfs(&["create"], &[&volume]).ok();
+    scene.replica = volume.join("vm.raw");
+    scene.sync(&["--keep-last", "3"]).ok();
+    for round in 0..rounds(6, 60) {
+        // One that is killed before all is full, or one that writes meanwhile: then its note of that is written to.
+        let (at_work, snapshot) = (round % 2 == 0, round % 3 > 0);
+        if at_work {
+            fill_holes(&mut scene, 0..8 * MIB);
+        } else {
+            scene.change(300);
+        }
+        let pause = Duration::from_millis(if at_work { 900 } else { 5 + scene.random.below(60) });
+        let run = |options: &[&str]| scene.sync(options);
+        let in_place = ["--commit", "in-place", "--bwlimit", "4M", "--keep", "none"];
+        let mut sync = run(if at_work { &in_place } else { &[] }).start();
+        std::thread::sleep(pause);
+        if !at_work {
+            sync.kill();
+        }
+        if snapshot {
+            btrfs(&["snapshot", "-r"], &[&volume, &copy]).ok();
+        }
+        small.fill_up();
+        if at_work {
+            named(&sync.output(Duration::from_secs(60)));
+        }
+        for _ in 0..2 {
+            named(&scene.site.dsync(["recover"]).arg(&scene.replica).output());
+            named(&run(&[]).output());
+        }
+        small.make_room();
+        if snapshot {
+            btrfs(&["delete", "-C"], &[&copy]).ok();
+        }
+        let synced = run(&["--keep-last", "3"]).output();
+        // Where own writes could not be noted, they may pass for others'.
+        if !synced.status.success() {
+            synced.says(&["was modified outside dsync", "verify --repair"]);
+            scene.site.dsync(["verify", "--repair"]).arg(&scene.image).arg(&scene.replica).ok();
+            run(&["--keep-last", "3"]).ok();
+        }
+        scene.equal();
+    }
+}
+
+/// The same for the state of a server: its guest goes on writing, and after a kill nothing is missed.
+#[test]
+fn a_server_outlives_a_full_btrfs_below_its_state() {
+    let what = "a server whose state is on a full Btrfs";
+    if !need_root(what) || !need(&["mkfs.btrfs", "btrfs"], what) {
+        return;
+    }
+    let (site, mut random) = (Site::new(), Random::new(what));
+    let (image, replica, fs) =
+        (site.image("vm.raw", 256 * MIB), site.path("copy.raw"), site.image("fs.img", 130 * MIB));
+    Run::new("mkfs.btrfs").args(["-q", "--mixed"]).arg(&fs).ok();
+    let Some(mount) = Mount::new(&["-o", "loop"], &fs, &site.state()) else {
+        return skipped(what, "Btrfs cannot be mounted from a loop device here");
+    };
+    let small = Small { fill: site.state().join("fill"), place: site.state(), _mount: mount };
+    site.sync(&image, &replica, &[]).ok();
+    for round in 0..rounds(4, 40) {
+        let mut server = Some(site.serve(&[&image], &[]));
+        let mut client = server.as_ref().expect("a server").client("vm");
+        // All of it in regions that are active already when no room is left, and in others.
+        let mut write = |blocks: std::ops::Range<u64>, random: &mut Random| {
+            let tried = (0..60)
+                .map(|_| client.write(random.within(blocks.clone()) * BLOCK, &random.bytes(BLOCK as usize)));
+            tried.filter(Result::is_ok).count()
+        };
+        assert_eq!(write(0..4096, &mut random), 60);
+        if round % 2 == 1 {
+            Run::new("btrfs")
+                .args(["-q", "subvolume", "snapshot", "-r"])
+                .args([&small.place, &small.place.join("snap")])
+                .ok();
+        }
+        small.fill_up();
+        assert!(write(0..4096, &mut random) > 0, "active regions can be written to");
+        write(4096..65536, &mut random);
+        std::thread::sleep(Duration::from_millis(1500));
+        write(0..4096, &mut random);
+        let running = server.as_mut().expect("a server").process().ended();
+        assert!(running.is_none(), "the server has died: {running:?}");
+        drop(client);
+        server.take().expect("a server").kill();
+        named(&site.sync(&image, &replica, &[]).output());
+        if round % 2 == 1 {
+            Run::new("btrfs").args(["-q", "subvolume", "delete", "-C"]).arg(small.place.join("snap")).ok();
+        }
+        small.make_room();
+        // Where the time of the last write could not be noted, all is compared.
+        let synced = site.sync(&image, &replica, &[]).ok().summary();
+        let told =
+            [&synced["method"], &synced["trust"]].map(|word| word.as_str().unwrap_or_default().to_owned());
+        assert!(told[0] == "tracked" || told[1].contains("after its server was killed"), "{synced}");
+        image::assert_equal(&image, &replica);
+    }
 }
 
 fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
