@@ -259,9 +259,9 @@ impl Replica {
     }
 
     /// Makes the note of a file durable, as others have changed that: after a power cut an older note would take what they wrote
-    /// for own.
+    /// for own. One that says that own writes go on does just that, and is replaced first.
     fn keep_note(&self) {
-        if !self.destination().is_device() && !self.is_timeless() {
+        if !self.destination().is_device() && !self.is_timeless() && self.working().is_none() {
             // Where there is none, or it cannot be kept, the times tell alone.
             let _ = self
                 .state()
