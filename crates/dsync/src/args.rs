@@ -628,6 +628,8 @@ impl From<StagesArg> for Stages {
 }
 
 /// `sync`.
+///
+/// More than fifteen fields: they are the options of the command.
 #[derive(Debug, Args)]
 pub(crate) struct Sync {
     /// Image, block device, or export name, on this host or on another

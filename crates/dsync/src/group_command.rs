@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use source::{GroupHandle, SourceError, StateDir};
-use sync::{CutHook, GroupEvent, GroupMirror, GroupSummary, Summary, SyncError, SyncOptions};
+use sync::{
+    CutHook, GroupEvent, GroupMirror, GroupMirrorSummary, GroupSummary, Summary, SyncError, SyncOptions,
+};
 
 use crate::args::{self, CommitArg, MethodArg};
 use crate::failure::{self, Failure};
@@ -153,6 +155,12 @@ pub(crate) fn mirror(name: &str, args: &args::Mirror, state: &StateDir, output: 
     }
     output.finish();
     let summary = summary.map_err(|error| destination.named(error))?;
+    say_end(name, &shown, &summary, output);
+    output.summary(&summary);
+    Ok(())
+}
+
+fn say_end(name: &str, shown: &str, summary: &GroupMirrorSummary, output: &Output) {
     output.say(&format!(
         "group {name} in {shown} is at common epoch {}: {} commits with {} of changes, sent {}, in {}",
         summary.epoch.map_or_else(|| "none".to_owned(), |epoch| epoch.to_string()),
@@ -161,8 +169,6 @@ pub(crate) fn mirror(name: &str, args: &args::Mirror, state: &StateDir, output: 
         units::size(summary.bytes_sent),
         units::seconds(summary.seconds.round())
     ));
-    output.summary(&summary);
-    Ok(())
 }
 
 fn number(group: &GroupSummary) -> String {

@@ -168,9 +168,15 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
     match &cli.command {
         Command::Sync(args) => {
             let steering = Steering::begin(args.far.bwlimit.as_ref(), false, output)?;
-            return until_free(&args.run.wait, output, || sync_command::run(args, &steering, &state, output));
+            return until_free(&args.run.wait, output, || match &args.group {
+                Some(group) => group_command::sync(group, args, &steering, &state, output),
+                None => sync_command::run(args, &steering, &state, output),
+            });
         }
-        Command::Mirror(args) => mirror_command::run(args, &state, output)?,
+        Command::Mirror(args) => match &args.group {
+            Some(group) => group_command::mirror(group, args, &state, output)?,
+            None => mirror_command::run(args, &state, output)?,
+        },
         Command::Serve(args) => serve::run(args, &state, output)?,
         Command::Track(args) => track::run(args, &state, output)?,
         Command::Status(args) if args.check => return monitor::check(args, &state, output),

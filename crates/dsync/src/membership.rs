@@ -43,6 +43,16 @@ impl Group {
         })
     }
 
+    /// Says where a source of it is.
+    pub(crate) fn say_of_source(&self, output: &Output) {
+        let at = match (self.epoch, self.at_it) {
+            (None, _) => "before its first common epoch".to_owned(),
+            (Some(epoch), true) => format!("at its common epoch {epoch}"),
+            (Some(epoch), false) => format!("past its common epoch {epoch}"),
+        };
+        output.say(&format!("  in group {}, {at}", self.name));
+    }
+
     /// As the end of a sentence about a replica.
     pub(crate) fn told(&self) -> String {
         match (self.epoch, self.at_it) {

@@ -11,7 +11,6 @@ use sync::{Batching, Mirror, MirrorEvent, MirrorOptions, MirrorSummary, SyncErro
 use crate::args::{self, LiveArgs};
 use crate::effect;
 use crate::failure::{self, Failure};
-use crate::group_command;
 use crate::location::Ends;
 use crate::output::Output;
 use crate::service::Manager;
@@ -90,9 +89,6 @@ pub(crate) fn options(args: &args::Mirror, steering: &Steering, is_far: bool) ->
 
 /// Runs the command until a signal ends it.
 pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()> {
-    if let Some(name) = &args.group {
-        return group_command::mirror(name, args, state, output);
-    }
     let named = args.destination.as_deref().unwrap_or_default();
     let ends = Ends::parse(&args.source, named)?;
     if let Some(host) = &ends.source.host {

@@ -335,14 +335,7 @@ fn say(status: &SourceStatus, output: &Output) {
         (Some(epoch), _) => output.say(&format!("  at epoch {epoch}")),
         (None, _) => output.say("  no checkpoint yet"),
     }
-    if let Some(group) = &status.group {
-        let at = match (group.epoch, group.at_it) {
-            (None, _) => "before its first common epoch".to_owned(),
-            (Some(epoch), true) => format!("at its common epoch {epoch}"),
-            (Some(epoch), false) => format!("past its common epoch {epoch}"),
-        };
-        output.say(&format!("  in group {}, {at}", group.name));
-    }
+    status.group.iter().for_each(|group| group.say_of_source(output));
     for replica in &status.replicas {
         let lacks = match (replica.blocks, &replica.why) {
             _ if replica.mirrored => "brought further than its epoch by a mirror".to_owned(),
@@ -405,7 +398,8 @@ struct ReplicaStatus {
 }
 
 /// Prints what a replica was, or was told, where that decides what can be done with it.
-fn say_role(role: &replica::Role, unsure: u64, output: &Output) {
+fn say_role(role: &replica::Role, unsure: u64, group: Option<&Group>, output: &Output) {
+    group.iter().for_each(|group| output.say(&format!("  {}", group.told())));
     if let Some(demoted) = &role.demoted {
         let also = demoted
             .also
@@ -534,10 +528,7 @@ fn replica(
         None if recovering => output.say("  nothing to recover"),
         None => {}
     }
-    say_role(&role, status.unsure, output);
-    if let Some(group) = &status.group {
-        output.say(&format!("  {}", group.told()));
-    }
+    say_role(&role, status.unsure, status.group.as_ref(), output);
     if status.partial {
         output.say("  a transfer was interrupted: the next \"dsync sync\" resumes it");
     }
@@ -588,11 +579,8 @@ fn written_down(
     if let Some(promoted) = &promoted {
         output.say(&format!("  it {promoted}, and takes no deltas; \"dsync promote\" completes a promotion that was interrupted"));
     }
-    say_role(&lineage.role, lineage.unsure_bytes(), output);
     let group = Group::of_replica(&path, &lineage);
-    if let Some(group) = &group {
-        output.say(&format!("  {}", group.told()));
-    }
+    say_role(&lineage.role, lineage.unsure_bytes(), group.as_ref(), output);
     output.summary(&ReplicaStatus {
         kind: "replica",
         path,

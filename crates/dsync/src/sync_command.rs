@@ -13,7 +13,6 @@ use sync::{
 use crate::args::{self, FreezeArg, HashArg, MethodArg, SourceArgs};
 use crate::effect;
 use crate::failure::{FAILED, Failure};
-use crate::group_command;
 use crate::hook::Hook;
 use crate::location::Ends;
 use crate::output::Output;
@@ -59,9 +58,6 @@ pub(crate) fn options(args: &args::Sync, steering: &Steering, is_far: bool) -> R
 
 /// Runs the command; its exit code.
 pub(crate) fn run(args: &args::Sync, steering: &Steering, state: &StateDir, output: &Output) -> Result<u8> {
-    if let Some(name) = &args.group {
-        return group_command::sync(name, args, steering, state, output);
-    }
     let named = args.destination.as_deref().unwrap_or_default();
     let ends = Ends::parse(&args.source, named)?;
     let options = options(args, steering, ends.far().is_some())?;

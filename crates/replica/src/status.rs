@@ -9,6 +9,8 @@ use crate::role::Role;
 use crate::unsure::UnsureSet;
 
 /// The status of a replica: what its source must know to find what it lacks.
+///
+/// More than fifteen fields: they are the keys of its message, which is flat.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
     /// The source it follows. `None` if there is no replica yet, or an adopted file.
