@@ -231,6 +231,7 @@ const ATTEMPTS: u32 = 20;
 fn source_status(place: &Path, about: About, output: &Output) -> Result<Option<Group>> {
     let (status, history) = SourceStatus::read(place, about)?;
     say(&status, output);
+    status.group.iter().for_each(|group| group.say_of_source(output));
     if output.is_verbose() {
         say_epochs(
             &status.epochs,
@@ -335,7 +336,6 @@ fn say(status: &SourceStatus, output: &Output) {
         (Some(epoch), _) => output.say(&format!("  at epoch {epoch}")),
         (None, _) => output.say("  no checkpoint yet"),
     }
-    status.group.iter().for_each(|group| group.say_of_source(output));
     for replica in &status.replicas {
         let lacks = match (replica.blocks, &replica.why) {
             _ if replica.mirrored => "brought further than its epoch by a mirror".to_owned(),
