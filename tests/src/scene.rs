@@ -127,8 +127,10 @@ pub fn fingerprints(replica: &Path) -> Vec<(PathBuf, (u64, u64, i64, i64))> {
             let path = entry.expect("a folder").path();
             if path.is_dir() {
                 folders.push(path);
-            } else if path.is_file() && path.file_name().is_some_and(|name| name != "lock") {
-                // A lock may be made and taken without a change to anything.
+            } else if path.is_file()
+                && path.file_name().is_some_and(|name| name != "lock" && name != "present")
+            {
+                // A lock may be made and taken, and readers told again what there is, without a change to anything.
                 found.push((path.clone(), image::fingerprint(&path)));
             }
         }

@@ -296,7 +296,7 @@ fn a_replica_in_use_is_refused_and_others_are_not() {
         std::thread::sleep(Duration::from_millis(5));
     }
     std::thread::sleep(Duration::from_millis(100));
-    far.sync(&scene, &[]).code(4);
+    far.sync(&scene, &[]).code(6);
     // Meanwhile somebody talks nonsense to the port, and another replica is made.
     let mut nonsense = TcpStream::connect((HOST, far.port())).expect("the listener");
     nonsense.write_all(b"GET / HTTP/1.1\r\n\r\n").expect("a write");

@@ -216,7 +216,8 @@ impl Disk for Overlay {
         let own =
             run.map(|run| (run.start * self.block).max(from)..(run.end * self.block).min(self.base.len()));
         // What was made zero is told as data, which it may be.
-        Ok([base, own].into_iter().flatten().min_by_key(|run| run.start))
+        let runs = [base, own].into_iter().flatten().filter(|run| run.start < run.end);
+        Ok(runs.min_by_key(|run| run.start))
     }
 
     fn queue(self: Arc<Self>, depth: u32) -> io::Result<Box<dyn Queue>> {

@@ -78,9 +78,10 @@ impl Queue for ThreadQueue {
         if self.in_flight == 0 {
             return None;
         }
-        let done = if wait { self.done.recv().ok() } else { self.done.try_recv().ok() };
-        // Takes one off the count even where nothing was found: the event may come after its completion was taken.
+        // Takes one off the count, also where nothing is found then: the event may come after its completion was taken. *Before* it is
+        // looked for one: the event of one that comes in between must stay, or nothing would wake who polls.
         let _ = rustix::io::read(&self.event, &mut [0; 8]);
+        let done = if wait { self.done.recv().ok() } else { self.done.try_recv().ok() };
         self.in_flight -= usize::from(done.is_some());
         done
     }
@@ -99,6 +100,32 @@ impl Drop for ThreadQueue {
         self.requests = None;
         for worker in self.workers.drain(..) {
             let _ = worker.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+    use super::*;
+    use crate::{Buf, Kind, Piece};
+
+    /// A completion comes at any moment of a look for it: who then polls is woken.
+    #[test]
+    fn who_polls_is_woken_for_each_completion() {
+        let mut queue = ThreadQueue::new(Arc::new(|_: &mut Request| Ok(())), 4).unwrap();
+        for token in 0..100_000 {
+            let pieces = [Piece { offset: 0, len: 1 }].into_iter().collect();
+            queue.submit(Request { kind: Kind::Read, pieces, buf: Buf::new(1), token });
+            // Now later, now sooner.
+            (0..token % 97).for_each(|_| std::hint::spin_loop());
+            while queue.complete(false).is_none() {
+                let fd = queue.wait_fd().unwrap();
+                let mut fds = [PollFd::new(&fd, PollFlags::IN)];
+                let limit = Timespec { tv_sec: 10, tv_nsec: 0 };
+                assert_eq!(poll(&mut fds, Some(&limit)).unwrap(), 1, "nobody wakes who waits for {token}");
+            }
         }
     }
 }

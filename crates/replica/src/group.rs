@@ -32,12 +32,14 @@ pub struct Group {
     folder: Box<dyn Folder>,
     intent: Option<Intent>,
     lock: Option<FolderLock>,
+    /// Replicas may have joined, which are not opened without the folder.
+    counts: bool,
 }
 
 impl Drop for Group {
     fn drop(&mut self) {
         // A folder that was made only for the lock goes again.
-        if let Some(lock) = self.lock.take().filter(|_| self.intent.is_none()) {
+        if let Some(lock) = self.lock.take().filter(|_| self.intent.is_none() && !self.counts) {
             lock.remove();
         }
     }
@@ -91,7 +93,12 @@ impl Group {
     #[doc(hidden)]
     pub fn begin(folder: Box<dyn Folder>, name: &str) -> Result<Group> {
         let intent = Intent::read(&*folder)?;
-        Ok(Group { name: name.to_owned(), folder, intent, lock: None })
+        Ok(Group { name: name.to_owned(), folder, intent, lock: None, counts: false })
+    }
+
+    /// A replica is about to take a delta as a member: from here on the folder stays, which says whether that was committed.
+    pub fn counts(&mut self) {
+        self.counts = true;
     }
 
     /// The last common commit.
@@ -219,6 +226,7 @@ impl Replica {
     fn stand(&mut self, group: &str) -> Result<Member> {
         self.sound()?;
         self.untouched()?;
+        self.admit_alone()?;
         self.join_group()?;
         let none = || {
             ReplicaError::Refused(format!(

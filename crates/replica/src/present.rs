@@ -71,7 +71,11 @@ struct Page {
 }
 
 fn open(folder: &Dir, flags: OFlags) -> io::Result<File> {
-    Ok(openat(folder.held(), NAME, flags | OFlags::CLOEXEC, Mode::from_raw_mode(0o600))?.into())
+    let file: File = openat(folder.held(), NAME, flags | OFlags::CLOEXEC, Mode::from_raw_mode(0o600))?.into();
+    if flags.contains(OFlags::CREATE) {
+        crate::views::share(&file, folder)?;
+    }
+    Ok(file)
 }
 
 fn number(file: &File, at: u64) -> io::Result<u64> {
@@ -131,21 +135,28 @@ impl Present {
 
     /// The destination will be written to. Returns whether there may be readers that were not seen yet.
     pub(crate) fn begin(&mut self) -> io::Result<bool> {
+        let asked_since = |present: &mut Present| {
+            let asked = number(&present.file, ASKED).unwrap_or(0);
+            std::mem::replace(&mut present.asked, asked) != asked
+        };
         if self.sequence % 2 != 0 {
-            return Ok(false);
+            // It may be odd because it could not be said what the destination held, after readers had begun.
+            return Ok(asked_since(self));
         }
+        let mut hidden = false;
         if let Err(error) = self.file.write_all_at(&(self.sequence + 1).to_le_bytes(), 0) {
             // No reader must believe it.
             self.file
                 .set_len(0)
                 .or_else(|_| device::Folder::remove(&self.folder, NAME))
                 .map_err(|_| error)?;
+            // And what they have asked for is not there any more either.
+            hidden = true;
         }
         self.sequence += 1;
         // F: what readers ask for is looked at after the number was changed.
         fence(SeqCst);
-        let asked = number(&self.file, ASKED).unwrap_or(0);
-        Ok(std::mem::replace(&mut self.asked, asked) != asked)
+        Ok(asked_since(self) || hidden)
     }
 
     /// The destination rests, and holds this. Where it cannot be said, readers wait.

@@ -14,7 +14,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant};
 
 use delta::Epoch;
-use device::{Dir, Disk, Folder, Queue, StateFile, ThreadQueue};
+use device::{Dir, Disk, Folder, FolderLock, Queue, StateFile, ThreadQueue};
 use rustix::fs::{AtFlags, FileType, FlockOperation, Mode, OFlags, flock, openat, statat};
 use rustix::io::Errno;
 use uuid::Uuid;
@@ -22,13 +22,14 @@ use uuid::Uuid;
 use crate::destination::{Destination, FileDestination, Name};
 use crate::error::{ReplicaError, Result, io_error};
 use crate::index::Index;
+use crate::journal::ARRIVING;
 use crate::lineage::Lineage;
 use crate::locate::locate;
 use crate::options::Options;
 use crate::past::{self, Past};
 use crate::present::{Shown, Watched};
 use crate::replica::Replica;
-use crate::views::{Claim, HEAD, NAME, reach};
+use crate::views::{Claim, HEAD, NAME, reach, share};
 
 /// How long a commit under way is waited for.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -84,7 +85,12 @@ impl View {
         };
         let (began, mut looked) = (Instant::now(), None::<Instant>);
         if is_doubtful(&path, device, &dir)? {
-            rests(Replica::open(&path, options))?;
+            // What another dsync has open, that one watches over.
+            if let Some(busy) = rests(Replica::open(&path, options))? {
+                if FolderLock::of(&dir).map_err(io_error("lock", &folder))?.is_ok() {
+                    return Err(busy);
+                }
+            }
         }
         loop {
             match View::attempt(&path, &dir, &raw, to)? {
@@ -248,14 +254,17 @@ impl View {
             }
             kept = self.kept()?;
         }
-        kept.read(offset, buf).map_err(|error| self.lost().map_or(error, |why| self.lost_error(&why)))
+        let read = kept.read(offset, buf);
+        // What was lost meanwhile may have been cut off while it was read.
+        self.lost().map_or(read, |why| Err(self.lost_error(&why)))
     }
 }
 
-/// True if another program may have written to the destination since dsync left it alone, or the file does not tell.
+/// True if another program may have written to the destination since dsync left it alone, or the file does not tell. Of a device
+/// only its opening tells.
 fn is_doubtful(path: &Path, device: bool, dir: &Dir) -> Result<bool> {
     if device {
-        return Ok(false);
+        return Ok(true);
     }
     let Some(lineage) = Lineage::load(dir)? else {
         return Err(ReplicaError::NotAReplica(path.to_path_buf()));
@@ -263,6 +272,10 @@ fn is_doubtful(path: &Path, device: bool, dir: &Dir) -> Result<bool> {
     let failed = |e| io_error("look at", path)(e);
     let now =
         FileDestination::new(path.to_path_buf()).and_then(|file| file.stamp(Name::Final)).map_err(failed)?;
+    // Its group may have committed what is not merged yet.
+    if lineage.group.is_some() && dir.open(ARRIVING, false).is_ok() {
+        return Ok(true);
+    }
     Ok(match (&lineage.stamp, now) {
         (Some(left), Some(now)) => left.differs(&now).is_some(),
         _ => true,
@@ -298,6 +311,7 @@ impl Log {
             let name = format!("{NAME}{}", Uuid::new_v4().simple());
             let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
             let file: File = openat(folder.held(), &name, flags, Mode::from_raw_mode(0o600))?.into();
+            share(&file, folder)?;
             let mut log = Log {
                 name,
                 folder: folder.clone(),

@@ -102,7 +102,11 @@ impl Replica {
         if self.views().is_empty() {
             return Ok(());
         }
-        let (folder, inode) = (self.shared_state(), self.inode().unwrap_or(u64::MAX));
+        let folder = self.shared_state();
+        let inode = match self.inode() {
+            Ok(inode) => inode,
+            Err(why) => return self.lose_readers(&format!("its file could not be looked at: {why}")),
+        };
         self.views_mut().refresh(&*folder, inode);
         if self.views().is_empty() {
             return Ok(());

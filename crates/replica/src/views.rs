@@ -12,7 +12,7 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::Arc;
 use std::sync::atomic::{Ordering::SeqCst, fence};
 use std::time::{Duration, Instant};
@@ -36,6 +36,8 @@ pub(crate) const HEAD: u64 = 4096;
 const LOST: u64 = 8;
 const WHY: u64 = 16;
 const CLAIM: u64 = 512;
+/// How soon a reader has seen that it lost, and given back what it took.
+const SEEN_WITHIN: Duration = Duration::from_millis(700);
 /// How often it is looked whether readers live.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
@@ -82,7 +84,9 @@ pub(crate) fn reach(file: &File) -> Result<u64, String> {
         return Err("what commits replaced could not be kept".into());
     }
     let (end, lost) = bytes.split_at(LOST as usize);
-    if lost.iter().all(|byte| *byte == 0) {
+    // One that was removed is nobody's who commits any more, whatever it says.
+    let removed = file.metadata().is_ok_and(|meta| meta.nlink() == 0);
+    if lost.iter().all(|byte| *byte == 0) && !removed {
         return Ok(end.iter().rev().fold(0, |end, byte| end << 8 | u64::from(*byte)));
     }
     let mut why = vec![0; (CLAIM - WHY) as usize];
@@ -215,9 +219,10 @@ impl ViewLog {
         name: &str,
         disk: &dyn Fn() -> io::Result<Arc<dyn Disk>>,
     ) -> io::Result<Option<ViewLog>> {
-        let Ok(probe) = File::open(folder.path().join(name)) else {
+        let probe = match File::open(folder.path().join(name)) {
             // Of another machine's life, or removed by its reader.
-            return folder.remove(name).map(|()| None);
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return folder.remove(name).map(|()| None),
+            opened => opened?,
         };
         if is_gone(&probe) {
             return folder.remove(name).map(|()| None);
@@ -273,6 +278,18 @@ fn no_room(folder: &dyn Folder) -> String {
     format!("there was no room in {} to keep what commits replaced", folder.path().display())
 }
 
+/// Lets the owner of the folder use a file that another user has made in it, such as root who reads a replica that is received by a
+/// user of its own. The folder itself is closed to all others.
+pub(crate) fn share(file: &File, folder: &Dir) -> io::Result<()> {
+    let owner = rustix::fs::fstat(folder.held())?;
+    if owner.st_uid != file.metadata()?.uid() {
+        let (user, group) =
+            (rustix::fs::Uid::from_raw(owner.st_uid), rustix::fs::Gid::from_raw(owner.st_gid));
+        rustix::fs::fchown(file, Some(user), Some(group))?;
+    }
+    Ok(())
+}
+
 /// True if nobody holds the lock on a log.
 fn is_gone(probe: &File) -> bool {
     match flock(probe, FlockOperation::NonBlockingLockShared) {
@@ -313,7 +330,12 @@ pub(crate) fn lose_all(folder: &dyn Folder, why: &str) -> io::Result<bool> {
     told
 }
 
-/// Ends all logs to make room. True if that may have made some.
+/// Ends all logs to make room. True if that may have made some: what a reader has written for itself it gives back once it has seen
+/// that it lost.
 pub(crate) fn give_way(folder: &dyn Folder) -> bool {
-    lose_all(folder, &no_room(folder)).unwrap_or(false)
+    let gave = lose_all(folder, &no_room(folder)).unwrap_or(false);
+    if gave {
+        std::thread::sleep(SEEN_WITHIN);
+    }
+    gave
 }

@@ -60,7 +60,9 @@ impl ReplicaEnd<'_> {
             for replica in &mut replicas {
                 say_status(self.sender, replica, Commit::Journal)?;
             }
-            let Some(cut) = self.take_deltas(&asked.members, &mut replicas, &known)? else { return Ok(()) };
+            let Some(cut) = self.take_deltas(&asked.members, &mut replicas, &known, &mut group)? else {
+                return Ok(());
+            };
             let done = group.commit(cut, &mut replicas)?;
             let committed = done.iter().zip(&mut replicas).map(|(done, replica)| {
                 let warnings = replica.take_warnings();
@@ -76,6 +78,7 @@ impl ReplicaEnd<'_> {
         members: &[Open],
         replicas: &mut [Replica],
         known: &KnownReplicas,
+        group: &mut Group,
     ) -> Result<Option<Epoch>, SyncError> {
         loop {
             let plan: Plan = match self.receiver.recv()? {
@@ -93,6 +96,7 @@ impl ReplicaEnd<'_> {
                 return Err(nonsense("what is to be done with a member of a group"));
             }
             replica.mergeable()?;
+            group.counts();
             list(replica, Some(known));
             match self.take_delta(replica, open, plan)? {
                 Taken::Prepared => self.sender.send_json(PREPARED, &())?,

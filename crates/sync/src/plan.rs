@@ -188,14 +188,11 @@ pub(crate) fn refuse_diverged(
     let other_branch =
         Divergence::OtherBranch { epoch: epoch.number, demoted: replica.role.demoted.is_some() };
     match &facts.history {
-        // Before this term there may have been other branches, which its history does not tell apart. The promotions do; where
-        // they are not known, only the first term has no branches before it.
+        // Before this term there may have been other branches, which its history does not tell apart. The promotions do, where
+        // they are known: a replica that got a delta from a file does not know whose it was.
         Knowledge::Lost(_)
             if facts.began.is_some_and(|began| epoch.number < began.number)
-                && !facts
-                    .line
-                    .leads_from(&replica.role.line, &epoch)
-                    .unwrap_or(term <= 1 && facts.term == 2) =>
+                && !facts.line.leads_from(&replica.role.line, &epoch).unwrap_or(false) =>
         {
             diverged(term, facts.began, other_branch)
         }
@@ -615,7 +612,8 @@ mod tests {
             ("at 7; term2 foreign --adopt", "compare, compared: the replica was adopted"),
             ("at 7; term2 gap", "Diverged"),
             ("at 5; term2 gap", "compare, compared: the host crashed"),
-            ("at 4; term2 gap", "compare, compared: the host crashed"),
+            ("at 4; term2 gap", "Diverged"),
+            ("at 4 line:; term2 gap line:2a5", "compare, compared: the host crashed"),
             // Another branch of the same term, or an older one, as far as is known.
             ("at 4 term2; term2 gap", "Diverged"),
             ("at 4; term3 gap", "Diverged"),

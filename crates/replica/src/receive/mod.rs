@@ -123,6 +123,9 @@ impl Replica {
 
     /// Remembers the source's term, and what led to it, before anything of it is taken. A delta in a file does not tell.
     fn hear_term(&mut self) -> Result<()> {
+        if self.rewinds() {
+            return Ok(());
+        }
         let (term, line) = (self.options().term, self.options().line.clone());
         let role = &self.lineage().role;
         let term = if term == 0 { role.term } else { term };

@@ -263,9 +263,15 @@ impl Replica {
             Some(stream) if !self.has(stream) => match self.committed_by_group(stream) {
                 // Its user has all of it compared.
                 Err(_) if self.options().adopt => Some(false),
+                // What is not whole was never committed, but for damage, of which nothing tells then.
+                Err(ReplicaError::Away(_)) if found.arriving.as_ref().is_some_and(|part| !part.whole) => {
+                    Some(false)
+                }
                 committed => committed?,
             },
-            _ => None,
+            Some(_) => None,
+            None if self.options().adopt => None,
+            None => self.missing_commit()?,
         };
         found.situation.arriving = match &found.arriving {
             None => Arriving::None,
@@ -310,6 +316,20 @@ impl Replica {
             folder.sync().map_err(io_error("sync", &path))?;
         }
         Ok(Some(committed))
+    }
+
+    /// Fails if the replica's group has committed a delta of which the journal has nothing any more.
+    fn missing_commit(&self) -> Result<Option<bool>> {
+        let Some(group) = &self.lineage().group else { return Ok(None) };
+        // Without its folder nothing can be missed that was there.
+        let Ok(folder) = self.destination().group(group) else { return Ok(None) };
+        let Some(intent) = Intent::read(&*folder)? else { return Ok(None) };
+        let named = intent.members.get(self.path()).filter(|member| {
+            Some(member.source) == self.lineage().source
+                && member.stream.is_some_and(|stream| !self.has(stream))
+                && self.lineage().epoch.is_some_and(|epoch| member.epoch.number > epoch.number)
+        });
+        if named.is_some() { Err(self.lost_journal()) } else { Ok(None) }
     }
 
     /// The error where the group has committed what the journal does not hold any more.
