@@ -210,7 +210,7 @@ fn blocks_that_the_source_could_not_read_are_reported() {
     // The source's host and the replica's, which are one here, both know it.
     assert_eq!(problems(&scene.site, &[]), ["incomplete", "incomplete"]);
     let text = scene.site.dsync(["status", "--check"]).code(1).text();
-    assert!(text.contains("4.00 KiB could not be read"), "{text}");
+    assert!(text.contains("4.00 KiB are not of its epoch"), "{text}");
     worn.spoil(&[]);
     scene.sync(&[]).ok();
     assert_eq!(problems(&scene.site, &[]), none());

@@ -508,7 +508,7 @@ mod tests {
             std::fs::write(&path, was).unwrap();
             assert_eq!(Lineage::load(&folder).unwrap().unwrap().unsure, unsure);
         }
-        std::fs::write(&path, text.replace("\"version\": 4", "\"version\": 5")).unwrap();
+        std::fs::write(&path, text.replace("\"version\": 4", "\"version\": 6")).unwrap();
         assert!(Lineage::load(&folder).unwrap_err().to_string().contains("newer"));
         std::fs::write(&path, &text[..text.len() / 2]).unwrap();
         assert!(matches!(Lineage::load(&folder), Err(ReplicaError::Damaged { .. })));
