@@ -21,7 +21,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::{Ordering::SeqCst, fence};
 
 use delta::Epoch;
@@ -73,9 +73,21 @@ struct Page {
 fn open(folder: &Dir, flags: OFlags) -> io::Result<File> {
     let file: File = openat(folder.held(), NAME, flags | OFlags::CLOEXEC, Mode::from_raw_mode(0o600))?.into();
     if flags.contains(OFlags::CREATE) {
-        crate::views::share(&file, folder)?;
+        share(&file, folder)?;
     }
     Ok(file)
+}
+
+/// Lets the owner of the folder use a file that another user has made in it, such as root who reads a replica that is received by a
+/// user of its own. The folder itself is closed to all others.
+pub(crate) fn share(file: &File, folder: &Dir) -> io::Result<()> {
+    let owner = rustix::fs::fstat(folder.held())?;
+    if owner.st_uid != file.metadata()?.uid() {
+        let (user, group) =
+            (rustix::fs::Uid::from_raw(owner.st_uid), rustix::fs::Gid::from_raw(owner.st_gid));
+        rustix::fs::fchown(file, Some(user), Some(group))?;
+    }
+    Ok(())
 }
 
 fn number(file: &File, at: u64) -> io::Result<u64> {

@@ -27,9 +27,9 @@ use crate::lineage::Lineage;
 use crate::locate::locate;
 use crate::options::Options;
 use crate::past::{self, Past};
-use crate::present::{Shown, Watched};
+use crate::present::{Shown, Watched, share};
 use crate::replica::Replica;
-use crate::views::{Claim, HEAD, NAME, reach, share};
+use crate::views::{Claim, HEAD, NAME, reach};
 
 /// How long a commit under way is waited for.
 const PATIENCE: Duration = Duration::from_secs(120);

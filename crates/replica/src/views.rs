@@ -278,18 +278,6 @@ fn no_room(folder: &dyn Folder) -> String {
     format!("there was no room in {} to keep what commits replaced", folder.path().display())
 }
 
-/// Lets the owner of the folder use a file that another user has made in it, such as root who reads a replica that is received by a
-/// user of its own. The folder itself is closed to all others.
-pub(crate) fn share(file: &File, folder: &Dir) -> io::Result<()> {
-    let owner = rustix::fs::fstat(folder.held())?;
-    if owner.st_uid != file.metadata()?.uid() {
-        let (user, group) =
-            (rustix::fs::Uid::from_raw(owner.st_uid), rustix::fs::Gid::from_raw(owner.st_gid));
-        rustix::fs::fchown(file, Some(user), Some(group))?;
-    }
-    Ok(())
-}
-
 /// True if nobody holds the lock on a log.
 fn is_gone(probe: &File) -> bool {
     match flock(probe, FlockOperation::NonBlockingLockShared) {
