@@ -177,7 +177,8 @@ fn batches_whose_holes_do_not_fit_are_not_confirmed() {
         small.make_room();
         wait_until("all of it arrives", || image::first_difference(&scene.image, &scene.replica).is_none());
         let before = sessions(&running);
-        small.leave(6 * MIB);
+        // What the journal gives back when it is begun anew comes on top.
+        small.leave(3 * MIB);
         fill_holes(&mut scene, 25 * MIB..32 * MIB);
         wait_until("it is refused once more", || sessions(&running) > before);
         running.kill();
@@ -340,7 +341,7 @@ fn a_server_outlives_a_full_btrfs_below_its_state() {
 fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
     let began = Instant::now();
     while !done() {
-        assert!(began.elapsed() < Duration::from_secs(60), "{what}: not within a minute");
+        assert!(began.elapsed() < Duration::from_secs(180), "{what}: not within three minutes");
         std::thread::sleep(Duration::from_millis(50));
     }
 }
