@@ -157,8 +157,8 @@ fn a_rewind_without_room_is_refused_or_done() {
 fn batches_whose_holes_do_not_fit_are_not_confirmed() {
     for kind in ["ext4", "xfs"] {
         let what = &format!("batches that do not fit on {kind}");
-        let mut scene = Scene::new(what, 32 * MIB);
-        let Some(small) = Small::new(&mut scene, kind, 64 * MIB, what) else { continue };
+        let mut scene = Scene::new(what, 64 * MIB);
+        let Some(small) = Small::new(&mut scene, kind, 192 * MIB, what) else { continue };
         scene.sync(&[]).ok();
         let run = scene
             .site
@@ -167,19 +167,19 @@ fn batches_whose_holes_do_not_fit_are_not_confirmed() {
             .arg(&scene.replica);
         let mut running = run.start();
         running.wait_to_say("mirroring to");
-        fill_holes(&mut scene, 16 * MIB..17 * MIB);
+        fill_holes(&mut scene, 32 * MIB..33 * MIB);
         wait_until("a batch arrives", || image::first_difference(&scene.image, &scene.replica).is_none());
         let sessions = |running: &Background| running.stdout_so_far().matches("mirroring to").count();
         small.leave(6 * MIB);
-        fill_holes(&mut scene, 18 * MIB..24 * MIB);
-        fill_holes(&mut scene, 18 * MIB..24 * MIB);
+        fill_holes(&mut scene, 34 * MIB..40 * MIB);
+        fill_holes(&mut scene, 34 * MIB..40 * MIB);
         wait_until("it is refused and tried again", || sessions(&running) > 2);
         small.make_room();
         wait_until("all of it arrives", || image::first_difference(&scene.image, &scene.replica).is_none());
         let before = sessions(&running);
-        // What the journal gives back when it is begun anew comes on top.
+        // More than fits into this and into what the journal gives back when it is begun anew.
         small.leave(3 * MIB);
-        fill_holes(&mut scene, 25 * MIB..32 * MIB);
+        fill_holes(&mut scene, 41 * MIB..64 * MIB);
         wait_until("it is refused once more", || sessions(&running) > before);
         running.kill();
         // Though there is as little room as before.
