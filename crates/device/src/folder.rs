@@ -274,7 +274,7 @@ fn copies_on_write(file: &File) -> io::Result<bool> {
 /// on a full file system.
 ///
 /// What is stored in a mapping outlives the process, and is durable after [`StateFile::sync`]. For a copy both are true of what
-/// [`Mapping::put`] has brought to the file, so whoever must find a word after a kill puts it.
+/// [`Mapping::put`] has brought to the file, so a word that must be found after a kill is put.
 #[derive(Clone)]
 pub struct Mapping(Arc<Mapped>);
 
@@ -319,11 +319,10 @@ impl Mapping {
         let (read_write, private) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
         // SAFETY: as above. Memory that is not touched is never allocated.
         let start = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, read_write, private)? };
-        let file = file.try_clone()?;
         let mapping = Mapping(Arc::new(Mapped { start, len, file: Some(Mutex::new(file.try_clone()?)) }));
         let (mut at, mut chunk) = (0, vec![0; 1 << 16]);
         while at < len as u64 {
-            at = match rustix::fs::seek(&file, rustix::fs::SeekFrom::Data(at)) {
+            at = match rustix::fs::seek(file, rustix::fs::SeekFrom::Data(at)) {
                 Ok(data) => data & !7,
                 Err(Errno::NXIO) => break,
                 Err(Errno::INVAL | Errno::OPNOTSUPP) => at,

@@ -14,7 +14,7 @@ const SLACK: Duration = Duration::from_millis(50);
 /// How long a sleep lasts at most before a changed limit is noticed.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
-/// A limit in bytes per second that may be changed while it applies, by whoever holds a copy. Zero is no limit.
+/// A limit in bytes per second that may be changed while it applies; copies share it. Zero is no limit.
 #[derive(Debug, Clone, Default)]
 pub struct Pace(Arc<AtomicU64>);
 

@@ -549,6 +549,12 @@ fn gone(error: io::Error) -> SourceError {
     }
 }
 
+/// An epoch that a server has ended, the size of the source, and the view of it.
+pub(crate) type ServedView = (Epoch, u64, CowStore);
+
+/// A batch that a server has ended: its epoch, the size of the source, the number of its view, the view, and the encoded changes.
+pub(crate) type ServedBatch = (Epoch, u64, u64, CowStore, Vec<u8>);
+
 /// A connection to the server of a source.
 pub struct Client {
     socket: Arc<UnixStream>,
@@ -611,16 +617,12 @@ impl Client {
     }
 
     /// A checkpoint with its view, or the view that is held open as `@view`.
-    pub(crate) fn view(&self, held: bool) -> Result<(Epoch, u64, CowStore), SourceError> {
+    pub(crate) fn view(&self, held: bool) -> Result<ServedView, SourceError> {
         Self::view_of(self.ask(if held { &Request::HeldView } else { &Request::Checkpoint })?)
     }
 
     /// Ends the epochs of all members of a group, with a view of each. The views last as long as this connection.
-    #[allow(clippy::type_complexity)]
-    pub(crate) fn cut_together(
-        &self,
-        members: &[Uuid],
-    ) -> Result<(Epoch, Vec<(Epoch, u64, CowStore)>), SourceError> {
+    pub(crate) fn cut_together(&self, members: &[Uuid]) -> Result<(Epoch, Vec<ServedView>), SourceError> {
         let Response::Cut { cut } = self.ask(&Request::CutTogether { members: members.to_vec() })?.0 else {
             return Self::confused();
         };
@@ -628,7 +630,7 @@ impl Client {
         Ok((cut, views.collect::<Result<_, _>>()?))
     }
 
-    fn view_of((answer, _, fds): Received<Response>) -> Result<(Epoch, u64, CowStore), SourceError> {
+    fn view_of((answer, _, fds): Received<Response>) -> Result<ServedView, SourceError> {
         let mut fds = fds.into_iter();
         match (answer, fds.next(), fds.next()) {
             (Response::Checkpoint { epoch, size }, Some(map), Some(data)) => {
@@ -686,12 +688,8 @@ impl Client {
         }
     }
 
-    /// Ends a batch. Returns its epoch, its size, the number of its view, the view, and the encoded changes.
-    #[allow(clippy::type_complexity)]
-    pub(crate) fn batch(
-        &self,
-        ends: bool,
-    ) -> Result<Option<(Epoch, u64, u64, CowStore, Vec<u8>)>, SourceError> {
+    /// Ends a batch, if there is anything in it.
+    pub(crate) fn batch(&self, ends: bool) -> Result<Option<ServedBatch>, SourceError> {
         let (answer, blob, fds) = self.ask(&Request::Batch { ends })?;
         let mut fds = fds.into_iter();
         match (answer, fds.next(), fds.next()) {

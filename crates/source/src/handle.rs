@@ -6,12 +6,11 @@ use std::sync::Arc;
 use delta::Epoch;
 use device::{Dir, Disk, Folder};
 use extents::Bitmap;
-use trackers::CowStore;
 
 use crate::SourceError;
 use crate::batches::Batches;
 use crate::bookmarks::Bookmarks;
-use crate::control::{Client, Status, status};
+use crate::control::{Client, ServedView, Status, status};
 use crate::history::{History, Position};
 use crate::live::Live;
 use crate::source::{Backing, PathBacking, Source, SourceOptions};
@@ -195,11 +194,7 @@ impl Handle {
     }
 
     /// The view that a server has made: an epoch, a size, and what is saved.
-    fn view_over(
-        &self,
-        client: &Client,
-        (epoch, size, saved): (Epoch, u64, CowStore),
-    ) -> Result<View, SourceError> {
+    fn view_over(&self, client: &Client, (epoch, size, saved): ServedView) -> Result<View, SourceError> {
         let disk = self.backing.reader()?;
         if disk.len() < size {
             return Err(SourceError::Moved(self.about.path.clone()));

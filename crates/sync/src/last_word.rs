@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use device::Storage;
 use link::Link;
-use replica::{Commit, Options, Released, Replica};
+use replica::{Commit, Released, Replica};
 use source::StateDir;
 
 use crate::demote::DemoteSummary;
@@ -73,7 +73,7 @@ impl LastWord<'_> {
     }
 
     fn promise(&self, name: &str) -> Result<(), SyncError> {
-        let options = Options { ..open_options(self.own_journal_dir, self.state) };
+        let options = open_options(self.own_journal_dir, self.state);
         Ok(Replica::open(&self.demoted.path, &options)?.promise(name)?)
     }
 }

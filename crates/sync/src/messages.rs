@@ -359,14 +359,13 @@ impl Open {
 
     /// Refuses an invalid request.
     fn check(&self) -> Result<(), SyncError> {
-        let open = self;
-        check_path("the replica", Some(&open.path))?;
-        check_path("the journal's folder", open.journal_dir.as_deref())?;
-        check_path("the digest file", open.digests.as_ref().and_then(|digests| digests.file.as_deref()))?;
-        if open.origin.as_ref().is_some_and(|origin| !origin.line.is_sound()) {
+        check_path("the replica", Some(&self.path))?;
+        check_path("the journal's folder", self.journal_dir.as_deref())?;
+        check_path("the digest file", self.digests.as_ref().and_then(|digests| digests.file.as_deref()))?;
+        if self.origin.as_ref().is_some_and(|origin| !origin.line.is_sound()) {
             return Err(nonsense("the promotions of the source"));
         }
-        if open.keep.as_ref().is_some_and(|keep| !keep.is_sound()) {
+        if self.keep.as_ref().is_some_and(|keep| !keep.is_sound()) {
             return Err(nonsense("what is to be kept of the past"));
         }
         Ok(())

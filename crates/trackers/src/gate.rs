@@ -81,8 +81,8 @@ impl Gate {
         }
     }
 
-    /// Keeps every write out until the gate is opened. Those inside stay, and are not waited for: whoever closes the gate must not
-    /// wait for a write until it has opened it again.
+    /// Keeps every write out until the gate is opened. Those inside stay, and are not waited for: no write may be
+    /// waited for until the gate is open again.
     pub(crate) fn close(&self) {
         self.generation.fetch_or(CLOSED, SeqCst);
     }

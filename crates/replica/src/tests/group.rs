@@ -1,4 +1,4 @@
-//! Replicas that commit together: whatever crashes when, all of them are at one moment, whoever opens them in which order.
+//! Replicas that commit together: after any crash all of them are at one moment, in whichever order they are opened.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
