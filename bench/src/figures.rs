@@ -4,68 +4,21 @@
 //! Runs are written to CSV files; tables and figures are made from those files and from nothing else.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::Arc;
-use std::time::Duration;
 
 use anyhow::{Context, Result};
-use dsync_tests::nbd::{Address, Client};
 
 use crate::Bench;
-use crate::content::{Content, drop_caches};
-use crate::dsync::{Dsync, export};
-use crate::hosts::{Carried, Hosts, Sample};
-use crate::link::{carry, listening};
-use crate::places::{free, scratch, sockets};
+use crate::content::Content;
+use crate::hosts::{Hosts, Sample};
+use crate::places::{free, own_mounts, root, scratch};
 use crate::plot::{Series, lines};
-use crate::process::{Daemon, go_on, quote, run, shell};
 use crate::report::{Report, Table, median, size};
 use crate::rows::{self, Row};
+use crate::scene::{Scene, Tool};
 
-const LIMIT: Duration = Duration::from_secs(3600);
 const RATE: u64 = 1_000_000_000;
 const GIB: f64 = (1u64 << 30) as f64;
-
-/// A way to bring the far host's copy up to date.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Tool {
-    /// What was recorded, over TLS and over ssh.
-    Tls,
-    Ssh,
-    /// Without the record: checksums of both copies, which is the paper's blockmd5sync.
-    Compare,
-    Rsync,
-    /// All of it.
-    Copy,
-}
-
-const TOOLS: [Tool; 5] = [Tool::Tls, Tool::Ssh, Tool::Compare, Tool::Rsync, Tool::Copy];
-
-impl Tool {
-    fn name(self) -> &'static str {
-        match self {
-            Tool::Tls => "dsync, TLS",
-            Tool::Ssh => "dsync, ssh",
-            Tool::Compare => "dsync compare, TLS",
-            Tool::Rsync => "rsync --inplace",
-            Tool::Copy => "scp",
-        }
-    }
-}
-
-/// An image on the near host that is served and written, and a copy for each tool on the far one.
-struct Scene<'a> {
-    hosts: &'a Arc<Hosts>,
-    dsync: Dsync,
-    far: Dsync,
-    folder: PathBuf,
-    address: String,
-    image: PathBuf,
-    socket: PathBuf,
-    content: Content,
-    _listener: Daemon,
-    _server: Daemon,
-}
 
 /// Runs the scenario.
 pub(crate) fn figures(bench: &Bench, report: &mut Report) -> Result<()> {
@@ -89,7 +42,8 @@ pub(crate) fn figures(bench: &Bench, report: &mut Report) -> Result<()> {
         return Ok(());
     };
     let folder = scratch(&bench.dir)?;
-    let hosts = match Hosts::new(Some(RATE), folder.path()) {
+    let own = if root() { own_mounts() } else { Ok(()) };
+    let hosts = match own.and_then(|()| Hosts::new(Some(RATE), folder.path())) {
         Ok(hosts) => Arc::new(hosts),
         Err(error) => {
             report.left_out("paper", &format!("{error:#}"));
@@ -103,12 +57,13 @@ pub(crate) fn figures(bench: &Bench, report: &mut Report) -> Result<()> {
     for &bytes in &sizes {
         let site = scratch(folder.path())?;
         let mut scene = Scene::new(&hosts, binary, site.path(), Content::new(bench.seed, bytes))?;
-        scene.first_copies(bench)?;
+        let mut tools = wanted(bench);
+        scene.first_copies(&mut tools, report)?;
         let percents = if bytes == largest { percents(bench) } else { vec![10] };
         for percent in percents {
             for round in 0..rounds {
                 let change = scene.change(percent)?;
-                for tool in rotated(bench, round) {
+                for tool in rotated(&tools, round) {
                     let (row, samples) = scene.measure(tool, percent, round)?;
                     scene.content.check_changed(&change, &scene.copy(tool))?;
                     if !bench.quiet {
@@ -142,7 +97,7 @@ fn sizes(bench: &Bench, report: &mut Report) -> Vec<u64> {
     }
     let all: Vec<u64> =
         if bench.quick { vec![64 << 20, 128 << 20] } else { (0..6).map(|power| 1 << (30 + power)).collect() };
-    let copies = TOOLS.iter().filter(|tool| bench.wants(tool.name())).count() as u64;
+    let copies = wanted(bench).len() as u64;
     let room = free(&bench.dir);
     let (fitting, others): (Vec<u64>, Vec<u64>) =
         all.into_iter().partition(|bytes| bytes * (copies + 2) < room);
@@ -153,12 +108,16 @@ fn sizes(bench: &Bench, report: &mut Report) -> Vec<u64> {
 }
 
 fn percents(bench: &Bench) -> Vec<u32> {
-    if bench.percent.is_empty() { vec![10, 50, 90] } else { bench.percent.clone() }
+    if bench.percent.is_empty() { vec![1, 10, 50, 90] } else { bench.percent.clone() }
+}
+
+fn wanted(bench: &Bench) -> Vec<Tool> {
+    Tool::ALL.into_iter().filter(|tool| bench.wants(tool.name())).collect()
 }
 
 /// The tools in another order each round.
-fn rotated(bench: &Bench, round: usize) -> Vec<Tool> {
-    let mut tools: Vec<Tool> = TOOLS.into_iter().filter(|tool| bench.wants(tool.name())).collect();
+fn rotated(tools: &[Tool], round: usize) -> Vec<Tool> {
+    let mut tools = tools.to_vec();
     if !tools.is_empty() {
         let by = round % tools.len();
         tools.rotate_left(by);
@@ -168,145 +127,6 @@ fn rotated(bench: &Bench, round: usize) -> Vec<Tool> {
 
 fn over_time(row: &Row, sample: &Sample) -> Row {
     Row { seconds: sample.at, near: sample.near, far: sample.far, ..row.clone() }
-}
-
-impl<'a> Scene<'a> {
-    fn new(hosts: &'a Arc<Hosts>, binary: &Path, folder: &Path, content: Content) -> Result<Scene<'a>> {
-        let keys = folder.join("keys").display().to_string();
-        run(&mut carry(&["keys", &keys, Hosts::FAR]), LIMIT)?;
-        for site in ["near", "far"] {
-            let state = folder.join(format!("{site}-state"));
-            std::fs::create_dir_all(&state)?;
-            let line = format!("cp -a {keys}/{site} {}/keys", quote(&state));
-            run(&mut shell(&line), LIMIT)?;
-        }
-        let into = folder.join("into");
-        std::fs::create_dir(&into)?;
-        let image = folder.join("disk.img");
-        content.write(&image)?;
-        let dsync = Dsync::new(binary, folder.join("near-state"));
-        let far = Dsync::new(binary, folder.join("far-state"));
-        let mut listen = far.command("receive");
-        listen.args(["--listen", &format!("{}:0", Hosts::FAR), "--into"]).arg(&into);
-        let (listener, address) = listening(&mut hosts.far.run(&listen), "listening on ")?;
-        let socket = sockets()?.keep().join("nbd");
-        let mut serve = dsync.command("serve");
-        serve.arg(&image).arg("--socket").arg(&socket);
-        let server = Daemon::start(hosts.near.run(&serve), &socket)?;
-        let folder = folder.to_path_buf();
-        Ok(Scene {
-            hosts,
-            dsync,
-            far,
-            folder,
-            address,
-            image,
-            socket,
-            content,
-            _listener: listener,
-            _server: server,
-        })
-    }
-
-    fn copy(&self, tool: Tool) -> PathBuf {
-        self.folder.join("into").join(match tool {
-            Tool::Tls => "tls.img",
-            Tool::Ssh => "ssh.img",
-            Tool::Compare => "compare.img",
-            Tool::Rsync => "rsync.img",
-            Tool::Copy => "copy.img",
-        })
-    }
-
-    /// The near host's command.
-    fn command(&self, tool: Tool) -> Result<Command> {
-        let (copy, rsh) = (self.copy(tool), &self.hosts.rsh);
-        let name = copy.file_name().context("a file")?.to_string_lossy();
-        let mut sync = self.dsync.command("sync");
-        sync.arg("--quiet").arg(&self.image);
-        let durable = format!("{rsh} backup 'sync {0}'", copy.display());
-        let command = match tool {
-            Tool::Tls | Tool::Compare => {
-                sync.arg(format!("tls://{}/{name}", self.address));
-                if tool == Tool::Compare && copy.exists() {
-                    sync.args(["--method", "compare"]);
-                }
-                sync
-            }
-            Tool::Ssh => {
-                let state = self.folder.join("far-state");
-                let far = format!("env DSYNC_STATE_DIR={} {}", state.display(), self.far.binary.display());
-                sync.args(["--rsh", rsh, "--remote-dsync", &far]).arg(format!("backup:{}", copy.display()));
-                sync
-            }
-            Tool::Rsync => shell(&format!(
-                "rsync --inplace --no-whole-file --rsh={0} {1} backup:{2} && {durable}",
-                quote(Path::new(rsh)),
-                quote(&self.image),
-                copy.display()
-            )),
-            Tool::Copy => shell(&format!(
-                "scp -q {} {} backup:{} && {durable}",
-                rsh.trim_start_matches("ssh "),
-                quote(&self.image),
-                copy.display()
-            )),
-        };
-        Ok(self.hosts.near.run(&command))
-    }
-
-    /// A copy for each tool, all alike.
-    fn first_copies(&self, bench: &Bench) -> Result<()> {
-        for tool in rotated(bench, 0) {
-            if tool == Tool::Rsync || tool == Tool::Copy {
-                std::fs::copy(&self.image, self.copy(tool))?;
-            } else {
-                run(&mut self.command(tool)?, LIMIT)?;
-            }
-            self.content.check(&self.copy(tool))?;
-        }
-        Ok(())
-    }
-
-    /// Changes so many of a hundred blocks.
-    fn change(&mut self, percent: u32) -> Result<crate::content::Change> {
-        go_on()?;
-        let change = self.content.change(self.content.blocks() * u64::from(percent) / 100);
-        let mut client =
-            Client::connect_with(&Address::Unix(self.socket.clone()), &export(&self.image), &[])?;
-        self.content.apply_through(&change, &mut client)?;
-        client.close()?;
-        Ok(change)
-    }
-
-    fn measure(&self, tool: Tool, percent: u32, round: usize) -> Result<(Row, Vec<Sample>)> {
-        drop_caches()?;
-        let before = Carried::by_the_disk_of(&self.folder);
-        let sampling = self.hosts.sample();
-        let outcome = run(&mut self.command(tool)?, LIMIT)?;
-        let samples = sampling.end();
-        let after = Carried::by_the_disk_of(&self.folder);
-        let last = samples.last().context("no sample")?;
-        let row = Row {
-            tool: tool.name().into(),
-            bytes: self.content.blocks() * 4096,
-            percent,
-            round,
-            seconds: outcome.seconds,
-            disk: Carried { read: after.read - before.read, written: after.written - before.written },
-            near: last.near,
-            far: last.far,
-        };
-        Ok((row, samples))
-    }
-}
-
-impl Drop for Scene<'_> {
-    fn drop(&mut self) {
-        if let Some(folder) = self.socket.parent() {
-            let _ = std::fs::remove_dir_all(folder);
-        }
-    }
 }
 
 /// Medians of a figure over the rounds, for each tool.

@@ -138,7 +138,7 @@ pub(crate) struct Host {
 }
 
 impl Host {
-    fn new(name: &str, space: &[&str], processor: Option<usize>) -> Result<Host> {
+    fn new(name: &str, space: &[String], processor: Option<usize>) -> Result<Host> {
         let groups = Groups::new(name)?;
         let enter: Vec<String> =
             groups.folders.iter().map(|f| format!("echo $$ >{}/cgroup.procs", f.display())).collect();
@@ -147,7 +147,7 @@ impl Host {
         if let Some(number) = processor {
             words.extend(["taskset", "-c", &number.to_string()].map(String::from));
         }
-        words.extend(space.iter().map(|word| word.to_string()));
+        words.extend_from_slice(space);
         let anchor = Daemon::start_bare(&mut wrapped(&words, command("sleep").arg("infinity")))?;
         Ok(Host { words, anchor, groups })
     }
@@ -203,7 +203,7 @@ impl Hosts {
     /// Hosts with a line of so many bits a second each way, or of what the machine can carry. What ssh needs lies in `folder`.
     pub(crate) fn new(rate: Option<u64>, folder: &Path) -> Result<Hosts> {
         ensure!(root(), "hosts need root");
-        for tool in ["ip", "tc", "ssh", "sshd", "ssh-keygen", "taskset"] {
+        for tool in ["ip", "tc", "ssh", "sshd", "ssh-keygen", "taskset", "nsenter"] {
             ensure!(dsync_tests::find(tool).is_some(), "{tool} is not installed");
         }
         let network = Network::new(rate)?;

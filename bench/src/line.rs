@@ -35,7 +35,7 @@ impl Line {
         let script = format!("#!/bin/sh\nDSYNC_STATE_DIR={state} exec {} \"$@\"\n", quote(binary));
         std::fs::write(&far, script)?;
         std::fs::set_permissions(&far, std::fs::Permissions::from_mode(0o755))?;
-        let tools = ["ip", "tc", "ssh", "sshd", "ssh-keygen"];
+        let tools = ["ip", "tc", "nsenter", "ssh", "sshd", "ssh-keygen"];
         let network = match tools.iter().find(|tool| dsync_tests::find(tool).is_none()) {
             Some(tool) => Err(anyhow::anyhow!("{tool} is not installed")),
             None if !root() => Err(anyhow::anyhow!("network namespaces need root")),
@@ -71,7 +71,7 @@ fn keygen(file: &Path) -> Result<()> {
 /// Two namespaces with a sshd on the far side.
 fn network(rate: u64, folder: &Path, far: &Path) -> Result<Line> {
     let network = Network::new(Some(rate))?;
-    let mut sshd = Sshd::start(&network.far(), Network::FAR, folder)?;
+    let mut sshd = Sshd::start(&network.far().each_ref().map(String::as_str), Network::FAR, folder)?;
     let rsh = format!("{} {}", network.near().join(" "), sshd.rsh);
     sshd.wait(&rsh)?;
     let about = "two network namespaces, veth, tbf, ssh";

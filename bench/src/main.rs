@@ -7,6 +7,7 @@ mod content;
 mod dsync;
 mod far;
 mod figures;
+mod harm;
 mod hosts;
 mod idle;
 mod limit;
@@ -17,9 +18,12 @@ mod paper;
 mod places;
 mod plot;
 mod process;
+mod qemu;
+mod record;
 mod report;
 mod rolling;
 mod rows;
+mod scene;
 mod serve;
 mod sync;
 mod track;
@@ -112,6 +116,10 @@ enum What {
     Link,
     /// A first copy and scattered blocks to another host: processor time and system calls of both sites
     Far,
+    /// Memory of the record of modified blocks: the bitmap beside a Bloom filter
+    Record,
+    /// What a writer feels while its disk is followed, viewed, synced, mirrored, or read by rsync; and the page cache
+    Harm,
     /// Two hosts and a line of 1 Gbit/s: the first paper's figures 2 to 7, from 1 GiB to 32 GiB as far as the disk has room;
     /// hours, so not part of all
     Paper,
@@ -192,7 +200,7 @@ fn scenarios(mut bench: Bench, what: What) -> Result<bool> {
     let out = out.unwrap_or_else(|| Path::new("bench/results").join(format!("{}.md", report::date())));
     let mut report = Report::new(bench.dsync.as_deref(), &bench.dir, bench.quick);
     type Scenario = fn(&Bench, &mut Report) -> Result<()>;
-    let all: [(&str, Scenario); 11] = [
+    let all: [(&str, Scenario); 13] = [
         ("sync", sync::sync),
         ("compare", compare::compare),
         ("rolling", rolling::rolling),
@@ -203,6 +211,8 @@ fn scenarios(mut bench: Bench, what: What) -> Result<bool> {
         ("link", link::link),
         ("far", far::far),
         ("mirror", mirror::mirror),
+        ("record", record::record),
+        ("harm", harm::harm),
         ("paper", figures::figures),
     ];
     let chosen = match what {
@@ -216,6 +226,8 @@ fn scenarios(mut bench: Bench, what: What) -> Result<bool> {
         What::Link => "link",
         What::Mirror => "mirror",
         What::Far => "far",
+        What::Record => "record",
+        What::Harm => "harm",
         What::Paper => "paper",
         _ => "",
     };

@@ -27,6 +27,15 @@ pub(crate) fn root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
+/// From now on mounts made by this thread and by what it runs are its own. A bpf file system is among them: what is pinned in it
+/// goes with the program, however that ends.
+pub(crate) fn own_mounts() -> Result<()> {
+    // SAFETY: no other thread works with files by relative paths or mounts.
+    unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWNS) }?;
+    let line = "mount --make-rprivate / && mount -t bpf bpf /sys/fs/bpf";
+    process::run(&mut process::shell(line), QUICK).map(drop)
+}
+
 /// Bytes free where a folder lies.
 pub(crate) fn free(folder: &Path) -> u64 {
     rustix::fs::statvfs(folder).map_or(0, |stat| stat.f_bavail.saturating_mul(stat.f_frsize))
@@ -50,7 +59,7 @@ pub(crate) fn sparse(path: &Path, size: u64) -> Result<()> {
     file.set_len(size).with_context(|| format!("{}: {size} bytes", path.display()))
 }
 
-/// A file system on a loop device over a file.
+/// A loop device over a file, and the file system on it if there is one.
 pub(crate) struct Loop {
     device: String,
     mounted: Option<PathBuf>,
@@ -61,9 +70,7 @@ impl Loop {
     pub(crate) fn btrfs(file: &Path, size: u64) -> Result<Loop> {
         sparse(file, size)?;
         process::run(command("mkfs.btrfs").args(["-q"]).arg(file), QUICK)?;
-        let attached =
-            process::run(command("losetup").args(["--find", "--show", "--direct-io=on"]).arg(file), QUICK)?;
-        let mut made = Loop { device: attached.stdout.trim().to_string(), mounted: None };
+        let mut made = Loop::over(file, true)?;
         let folder = file.with_extension("mounted");
         std::fs::create_dir_all(&folder)?;
         process::run(
@@ -72,6 +79,19 @@ impl Loop {
         )?;
         made.mounted = Some(folder);
         Ok(made)
+    }
+
+    /// A device over a file; a direct one bypasses the file's page cache.
+    pub(crate) fn over(file: &Path, direct: bool) -> Result<Loop> {
+        let mut attach = command("losetup");
+        attach.args(["--find", "--show"]).args(direct.then_some("--direct-io=on")).arg(file);
+        let attached = process::run(&mut attach, QUICK)?;
+        Ok(Loop { device: attached.stdout.trim().to_string(), mounted: None })
+    }
+
+    /// The device.
+    pub(crate) fn path(&self) -> &Path {
+        Path::new(&self.device)
     }
 
     /// Where it is mounted.
@@ -131,14 +151,19 @@ impl Network {
         Ok(network)
     }
 
-    /// The words before a command that runs it on the near side.
-    pub(crate) fn near(&self) -> [&str; 4] {
-        ["ip", "netns", "exec", &self.near]
+    /// The words before a command that runs it on the near side. Mounts stay as they are, and with them what is pinned in the bpf
+    /// file system.
+    pub(crate) fn near(&self) -> [String; 2] {
+        Self::enter(&self.near)
     }
 
     /// The words before a command that runs it on the far side.
-    pub(crate) fn far(&self) -> [&str; 4] {
-        ["ip", "netns", "exec", &self.far]
+    pub(crate) fn far(&self) -> [String; 2] {
+        Self::enter(&self.far)
+    }
+
+    fn enter(space: &str) -> [String; 2] {
+        ["nsenter".into(), format!("--net=/run/netns/{space}")]
     }
 }
 
@@ -161,18 +186,18 @@ mod tests {
 
     #[test]
     fn a_network_carries_and_is_given_back() {
-        let tools = ["ip", "tc", "bash"];
+        let tools = ["ip", "tc", "nsenter", "bash"];
         if !root() || tools.iter().any(|tool| dsync_tests::find(tool).is_none()) {
-            return println!("skipped: this needs root, ip, tc and bash");
+            return println!("skipped: this needs root, ip, tc, nsenter and bash");
         }
         // A kernel may lack namespaces, veth or tbf.
         let network = match Network::new(Some(100_000_000)) {
             Ok(network) => network,
             Err(error) => return println!("skipped: {error:#}"),
         };
-        let [ip, rest @ ..] = network.near();
+        let [enter, rest @ ..] = network.near();
         // A refusal is an answer too, and needs nobody who listens.
-        let mut knock = command(ip);
+        let mut knock = command(&enter);
         knock.args(rest).args(["bash", "-c", &format!("exec 3<>/dev/tcp/{}/9", Network::FAR)]);
         let error = process::run(&mut knock, QUICK).unwrap_err().to_string();
         assert!(error.contains("refused"), "{error}");

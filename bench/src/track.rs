@@ -8,29 +8,13 @@ use serde_json::Value;
 
 use crate::Bench;
 use crate::dsync::Dsync;
-use crate::places::{filled, root, scratch};
-use crate::process::{self, command, quote, run, shell};
+use crate::places::{Loop, filled, own_mounts, root, scratch};
+use crate::process::{self, quote, run, shell};
 use crate::report::{Report, Table, median};
 
 /// Writes a second that the capped device is let do.
 const CAP: u32 = 100_000;
 const STEP: Duration = Duration::from_secs(30);
-
-/// A loop device, given back when dropped.
-struct Loop(PathBuf);
-
-impl Loop {
-    fn over(file: &Path) -> Result<Loop> {
-        let outcome = run(command("losetup").args(["--find", "--show"]).arg(file), STEP)?;
-        Ok(Loop(outcome.stdout.trim().into()))
-    }
-}
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let _ = run(command("losetup").arg("--detach").arg(&self.0), STEP);
-    }
-}
 
 /// A cgroup whose members do so many writes a second to a device, removed when dropped.
 struct Cap(PathBuf);
@@ -94,18 +78,15 @@ pub(crate) fn track(bench: &Bench, report: &mut Report) -> Result<()> {
         report.left_out("track", "it takes root and fio");
         return Ok(());
     }
-    // Pins in a mount namespace of our own go with us, whatever happens.
-    // SAFETY: no other thread works with files by relative paths or mounts.
-    unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWNS) }?;
-    run(&mut shell("mount --make-rprivate / && mount -t bpf bpf /sys/fs/bpf"), STEP)?;
+    own_mounts()?;
     let (folder, memory) = (scratch(&bench.dir)?, scratch(&bench.memory_dir)?);
     let dsync = Dsync::new(binary, folder.path().join("state"));
     let image = memory.path().join("disk.img");
     filled(&image, bytes)?;
-    let disk = Loop::over(&image)?;
+    let disk = Loop::over(&image, false)?;
     let mut table = Table::new("Writes a second", &["", "untracked", "tracked", "ratio"]);
     for capped in [false, true] {
-        let cap = if capped { Cap::new(&disk.0) } else { None };
+        let cap = if capped { Cap::new(disk.path()) } else { None };
         if capped && cap.is_none() {
             report.left_out("the capped device", "no cgroup lets writes be counted out");
             continue;
@@ -116,11 +97,11 @@ pub(crate) fn track(bench: &Bench, report: &mut Report) -> Result<()> {
                 process::go_on()?;
                 let tracked = (at + round) % 2 == 1;
                 if tracked {
-                    run(dsync.command("track").arg("add").arg(&disk.0), STEP)?;
+                    run(dsync.command("track").arg("add").arg(disk.path()), STEP)?;
                 }
-                let figure = load(&disk.0, cap.as_ref(), seconds);
+                let figure = load(disk.path(), cap.as_ref(), seconds);
                 if tracked {
-                    run(dsync.command("track").arg("remove").arg(&disk.0), STEP)?;
+                    run(dsync.command("track").arg("remove").arg(disk.path()), STEP)?;
                 }
                 figures[usize::from(tracked)].push(figure?);
             }
