@@ -13,11 +13,13 @@
 pub mod carry;
 pub mod far;
 pub mod guest;
+pub mod host;
 pub mod image;
 pub mod listener;
 pub mod load;
 pub mod mount;
 pub use nbd::client as nbd;
+pub mod postgres;
 pub mod records;
 pub mod run;
 pub mod scene;

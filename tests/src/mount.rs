@@ -8,13 +8,58 @@ pub use testing::{Loop, Mount};
 
 use crate::{Background, Run};
 
+/// A block device of this machine over what an NBD server exports: a loop device over the one file of a FUSE mount.
+pub struct Attached {
+    device: Option<Loop>,
+    mount: PathBuf,
+    server: Background,
+}
+
+impl Attached {
+    /// Over an export; `mount` is a folder to be made. `None` where that cannot be had.
+    pub fn new(uri: &str, mount: &Path) -> Option<Attached> {
+        Attached::over(Run::new("nbdfuse").arg(mount).arg(uri), mount)
+    }
+
+    /// Over what this nbdfuse shows in `mount`.
+    fn over(nbdfuse: Run, mount: &Path) -> Option<Attached> {
+        std::fs::create_dir(mount).expect("a folder");
+        let mut server = nbdfuse.start();
+        let image = mount.join("nbd");
+        while !image.exists() {
+            if server.ended().is_some() {
+                return None;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let device = Loop::new(&image);
+        let attached = Attached { mount: mount.to_path_buf(), server, device };
+        attached.device.is_some().then_some(attached)
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Path {
+        self.device.as_ref().expect("a device").device()
+    }
+
+    /// Kills what brings its writes to the server: from now on the device fails.
+    pub fn kill(&mut self) {
+        self.server.kill();
+    }
+}
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        self.device = None;
+        Run::new("umount").arg("--lazy").arg(&self.mount).output();
+    }
+}
+
 /// A device over a file some of whose sectors cannot be read until they are written, as those of a worn disk.
 pub struct Worn {
-    device: Option<Loop>,
+    attached: Attached,
     content: PathBuf,
     bad: PathBuf,
-    mount: PathBuf,
-    _server: Background,
 }
 
 /// For nbdkit: serves the file CONTENT. BAD lists where its bad sectors begin.
@@ -51,24 +96,14 @@ impl Worn {
         std::fs::write(&bad, "").expect("a list of sectors");
         std::fs::write(&script, format!("#!/bin/sh{WORN}")).expect("a script");
         std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).expect("a script");
-        std::fs::create_dir(&mount).expect("a folder");
         let run = Run::new("nbdfuse").arg(&mount).args(["--command", "nbdkit", "-s", "sh"]).arg(&script);
-        let mut server = run.env("CONTENT", content).env("BAD", &bad).start();
-        let image = mount.join("nbd");
-        while !image.exists() {
-            if server.ended().is_some() {
-                return None;
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        let device = Loop::new(&image);
-        let worn = Worn { content: content.to_path_buf(), bad, mount, _server: server, device };
-        worn.device.is_some().then_some(worn)
+        let attached = Attached::over(run.env("CONTENT", content).env("BAD", &bad), &mount)?;
+        Some(Worn { attached, content: content.to_path_buf(), bad })
     }
 
     /// The device.
     pub fn device(&self) -> &Path {
-        self.device.as_ref().expect("a device").device()
+        self.attached.device()
     }
 
     /// The file beneath, all of which can be read.
@@ -82,14 +117,7 @@ impl Worn {
         let list: String = sectors.iter().map(|at| format!("{at}\n")).collect();
         std::fs::write(&self.bad, list).expect("a list of sectors");
         Run::new("blockdev").arg("--flushbufs").arg(self.device()).output();
-        let file = format!("if={}", self.mount.join("nbd").display());
+        let file = format!("if={}", self.attached.mount.join("nbd").display());
         Run::new("dd").arg(file).args(["iflag=nocache", "count=0"]).output();
-    }
-}
-
-impl Drop for Worn {
-    fn drop(&mut self) {
-        self.device = None;
-        Run::new("umount").arg("--lazy").arg(&self.mount).output();
     }
 }

@@ -4,83 +4,15 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use dsync_tests::host::Host;
 use dsync_tests::load::{Load, Options};
 use dsync_tests::mount::Loop;
+use dsync_tests::records::{self, Records};
 use dsync_tests::scene::{fingerprints, number};
-use dsync_tests::{Output, Random, Run, Site, image, need_root, rounds, say, skipped};
+use dsync_tests::{Output, Random, Run, image, need_root, rounds, say, skipped};
 
 const MIB: u64 = 1 << 20;
 const BLOCK: u64 = image::BLOCK;
-const RSH: &str = env!("CARGO_BIN_EXE_rsh");
-
-/// A host with one disk.
-struct Host {
-    site: Site,
-    disk: PathBuf,
-    /// Makes names of files.
-    files: std::cell::Cell<u32>,
-}
-
-impl Host {
-    fn new() -> Host {
-        let site = Site::new();
-        let disk = site.path("vm.raw");
-        Host { site, disk, files: Default::default() }
-    }
-
-    /// With a disk that has some content.
-    fn with_disk(size: u64, random: &mut Random) -> Host {
-        let host = Host::new();
-        image::sparse(&host.disk, size);
-        image::scribble(&host.disk, 0, size / 8, random);
-        host
-    }
-
-    /// A command on this host's disk.
-    fn run(&self, words: &[&str]) -> Run {
-        self.site.dsync([words[0]]).arg(&self.disk).args(&words[1..])
-    }
-
-    /// The same, towards the disk of another host.
-    fn towards(&self, other: &Host, words: &[&str]) -> Run {
-        let destination = format!("far:{}", other.disk.display());
-        let run = self.site.dsync([words[0]]).arg(&self.disk).arg(destination).args(&words[1..]);
-        run.args(["--rsh", RSH]).env("RSH_STATE", other.site.state())
-    }
-
-    fn sync(&self, other: &Host, options: &[&str]) -> Run {
-        self.towards(other, &[&["sync", "--json"][..], options].concat())
-    }
-
-    /// Writes random bytes to blocks through a server.
-    fn write(&self, blocks: impl IntoIterator<Item = u64>, random: &mut Random) {
-        let server = self.site.serve(&[&self.disk], &[]);
-        let mut client = server.client("vm");
-        for block in blocks {
-            client.write(block * BLOCK, &random.bytes(BLOCK as usize)).expect("a write");
-        }
-        client.flush().and_then(|()| client.close()).expect("the end");
-        server.stop();
-    }
-
-    fn copy(&self, name: &str) -> PathBuf {
-        let copy = self.site.path(name);
-        image::copy(&self.disk, &copy);
-        copy
-    }
-
-    fn new_file(&self) -> PathBuf {
-        self.files.set(self.files.get() + 1);
-        self.site.path(&format!("saved-{}.delta", self.files.get()))
-    }
-
-    /// The file of this name in the state of its source.
-    fn state_file(&self, name: &str) -> PathBuf {
-        let folders = std::fs::read_dir(self.site.state().join("sources")).expect("sources").flatten();
-        let mut found = folders.map(|folder| folder.path().join(name)).filter(|path| path.is_file());
-        found.next().expect("a source")
-    }
-}
 
 fn equal(a: &Host, b: &Host) {
     image::assert_equal(&a.disk, &b.disk);
@@ -735,6 +667,171 @@ fn roles_are_swapped_under_load() {
         (here, there) = (there, here);
         assert_eq!(number(&summary(here.run(&["status", "--json"])), "term"), round + 2);
     }
+}
+
+/// Everything at one site is killed at any moment, under load and a mirror; the other goes on from one moment of it. What comes back takes
+/// what either side wrote, and no more.
+#[test]
+fn sites_are_lost_under_load() {
+    let mut random = Random::new("sites lost under load");
+    let hosts = pair(32 * MIB, &mut random);
+    let (mut here, mut there) = (&hosts.0, &hosts.1);
+    let mut next = None;
+    for round in 0..rounds(6, 150) {
+        let server = here.site.serve(&[&here.disk], &[]);
+        let mut mirror = here.towards(there, &["mirror", "--json", "--epoch", "300ms"]).start();
+        let load = Records::start(&server.address(), "vm", next, 300);
+        if !random.one_in(3) {
+            mirror.wait_to_say("mirroring to");
+        }
+        std::thread::sleep(Duration::from_millis(random.below(700)));
+        if random.coin() {
+            mirror.kill();
+        }
+        server.kill();
+        mirror.kill();
+        let written = load.stop();
+        let since = number(&there.force(), "epoch").to_string();
+        let found = records::check(&there.disk, &format!("round {round}"));
+        assert!(found <= written, "{found:?} of {written:?}");
+        next = Some(found.map(|last| last + 1));
+        // Apart from the records.
+        let theirs: BTreeSet<u64> = (0..random.below(300)).map(|_| random.within(2000..8192)).collect();
+        there.write(theirs.iter().copied(), &mut random);
+        let demoted = summary(here.run(&["demote", "--json", "--discard", "--since", &since]));
+        let either = number(&demoted, "bytes_unsure") + theirs.len() as u64 * BLOCK;
+        let back = summary(there.sync(here, &[]));
+        assert_eq!(back["method"], "tracked", "{back}");
+        let sent = number(&back, "bytes_sent");
+        // A few messages are exchanged however little there is.
+        assert!(sent * 100 <= either * 105 + 800_000, "{sent} bytes were sent for {either}");
+        equal(here, there);
+        (here, there) = (there, here);
+    }
+}
+
+/// Whoever rehearses leaves no trace: a promotion does not wait for the rehearsal, and takes nothing of it.
+#[test]
+fn a_rehearsal_is_given_up_for_a_promotion() {
+    let mut random = Random::new("a rehearsal, then a promotion");
+    let (near, far) = pair(16 * MIB, &mut random);
+    let (mut here, mut there) = (&near, &far);
+    for still_running in [false, true] {
+        let moment = PathBuf::from(format!("{}@now", there.disk.display()));
+        let rehearsal = there.site.serve(&[&moment], &["--writable"]);
+        let mut client = rehearsal.client("vm");
+        for block in 0..300 {
+            client.write(block * 7 * BLOCK, &random.bytes(BLOCK as usize)).expect("a write");
+        }
+        client.flush().expect("a flush");
+        here.write([1, 2, 3], &mut random);
+        if !still_running {
+            client.close().expect("the end");
+            rehearsal.stop();
+            switch(here, there);
+        } else {
+            switch(here, there);
+            assert!(client.read(16 * BLOCK, BLOCK as u32).is_err(), "it reads on from what is a source now");
+        }
+        equal(here, there);
+        there.write([5], &mut random);
+        assert_eq!(number(&summary(there.sync(here, &[])), "blocks_changed"), 1);
+        (here, there) = (there, here);
+    }
+}
+
+/// What is met at night. Each refusal leaves everything as it was, and names the way out that loses nothing before any other.
+#[test]
+fn every_refusal_leads_out() {
+    let mut random = Random::new("refusals at night");
+    let (near, far) = pair(8 * MIB, &mut random);
+    near.write([1], &mut random);
+    // Nobody has promoted the replica.
+    let both = [
+        "is a replica itself",
+        "dsync promote --force",
+        "not a dsync replica but a source itself",
+        "--adopt",
+    ];
+    refused([&far, &near], far.sync(&near, &[]), &both);
+    // The wrong host, and the wrong side.
+    refused(
+        [&near, &far],
+        near.run(&["promote"]),
+        &["is a source already", "Its replica is promoted where that is"],
+    );
+    let there = format!("far:{}", far.disk.display());
+    near.site.dsync(["promote", &there]).code(2).says(&["is on another host", "\"dsync promote\" on far"]);
+    refused(
+        [&far, &near],
+        far.towards(&near, &["demote"]),
+        &["is a replica, and not the source", "dsync promote"],
+    );
+    // A mirror is under way.
+    let server = near.site.serve(&[&near.disk], &[]);
+    let mut mirror = near.towards(&far, &["mirror", "--json"]).start();
+    mirror.wait_to_say("mirroring to");
+    let busy = far.run(&["promote", "--force"]).code(6);
+    busy.says(&["stop that where its source is", "what it has committed stays", "in use"]);
+    mirror.kill();
+    server.stop();
+    // The switch was begun, and its last word given.
+    near.towards(&far, &["demote"]).ok();
+    refused(
+        [&near, &far],
+        near.run(&["promote"]),
+        &["was told that it can take over", &there, "sync from there"],
+    );
+    let other = Host::new();
+    let told = near.towards(&other, &["demote"]).code(4);
+    told.says(&["was not told so", "give the replica of the last sync, which was far:"]);
+    assert!(!told.stderr.contains("again"), "{told}");
+    let unpromoted =
+        refused([&far, &near], far.sync(&near, &[]), &["is a replica itself", "copy of another source"]);
+    assert!(
+        unpromoted.stderr.contains("\"dsync promote /"),
+        "it can be promoted without force: {unpromoted}"
+    );
+    far.run(&["promote"]).ok();
+    // A demotion without a successor is taken back.
+    let (near, far) = pair(8 * MIB, &mut random);
+    near.run(&["demote"]).ok();
+    refused(
+        [&near, &far],
+        near.run(&["promote"]),
+        &["it is the former source", "promote --force", "loses nothing"],
+    );
+    tells(&near.run(&["promote", "--force"]).ok(), &["nothing that was written to it is lost"]);
+    // The command for the old source's return is whole.
+    let since = format!("dsync demote --since {} --save FILE", epoch_of(&far));
+    tells(&far.run(&["promote", "--force", "-n"]).ok(), &[&since]);
+    // A replica that somebody has written to, whose source is gone.
+    image::scribble(&far.disk, 4 * MIB, 4096, &mut random);
+    refused([&far, &near], far.run(&["promote", "--force"]), &["modified outside dsync", "dsync forget"]);
+}
+
+/// The old site is gone for good. A new one takes its place, and then the source.
+#[test]
+fn a_failback_goes_to_a_new_and_empty_site() {
+    let mut random = Random::new("a new site");
+    let (near, far) = pair(16 * MIB, &mut random);
+    near.write([1, 2], &mut random);
+    drop(near);
+    far.run(&["promote", "--force"]).ok();
+    far.write([3], &mut random);
+    let new = Host::new();
+    // Only a replica that is there is told that it can take over: a mistyped name is no new one.
+    let refused = far.towards(&new, &["demote"]).code(4);
+    refused.says(&["there is no replica of", "dsync status", "dsync sync"]);
+    assert!(!new.disk.exists() && far.site.serve(&[&far.disk], &[]).stop().status.success());
+    assert_eq!(summary(far.sync(&new, &[]))["method"], "copy");
+    far.write([4], &mut random);
+    switch(&far, &new);
+    equal(&far, &new);
+    new.write([5, 6], &mut random);
+    let back = summary(new.sync(&far, &[]));
+    assert_eq!((&back["method"], number(&back, "blocks_changed")), (&"tracked".into(), 2));
+    equal(&far, &new);
 }
 
 /// Runs a command, which may be killed, until it ends well; it may have to be said differently the next time.
