@@ -1,14 +1,17 @@
 //! `dsync promote` and `dsync demote`.
 
+use std::path::Path;
+
 use anyhow::Result;
+use replica::ReplicaError;
 use source::{Handle, StateDir};
 use sync::{
-    DemoteOptions, DemoteSummary, LastWord, PromoteOptions, Promotion, Summary, SyncError, SyncOptions,
+    Class, DemoteOptions, DemoteSummary, LastWord, PromoteOptions, Promotion, Summary, SyncError, SyncOptions,
 };
 
 use crate::args;
-use crate::failure::Failure;
-use crate::location::Ends;
+use crate::failure::{self, Failure};
+use crate::location::{Ends, Location};
 use crate::output::Output;
 use crate::steering::Steering;
 use crate::{sync_command, units};
@@ -16,13 +19,38 @@ use crate::{sync_command, units};
 /// Makes a replica the source.
 pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -> Result<()> {
     let path = std::path::absolute(&args.replica)?;
+    let named = args.replica.to_str().filter(|_| !path.exists());
+    if let Some(host) = named.and_then(|named| Location::parse(named).ok()?.host) {
+        let how = format!("{} is on another host: run \"dsync promote\" on {host}", args.replica.display());
+        return Err(Failure::usage(how).into());
+    }
     let options =
         PromoteOptions { force: args.force, dry_run: args.dry_run, journal_dir: args.journal_dir.clone() };
-    let promotion = sync::promote(state, &path, &options)?;
+    let promotion = sync::promote(state, &path, &options).map_err(|error| not_promoted(error, &path))?;
     promotion.recovered.iter().for_each(|recovered| output.warn(recovered));
     say_promotion(&promotion, output);
     output.summary(&promotion);
     Ok(())
+}
+
+/// An error of a promotion, with what to do where the source is gone.
+fn not_promoted(error: SyncError, path: &Path) -> anyhow::Error {
+    let path = path.display();
+    let why = match &error {
+        SyncError::Replica(ReplicaError::Busy { .. }) => format!(
+            "{path} cannot be promoted while a sync or a mirror to it is under way: stop that where its source is. If that host is \
+             gone, end the process here: what it has committed stays"
+        ),
+        SyncError::Replica(ReplicaError::Changed { .. }) => format!(
+            "{path} cannot be promoted, because it may hold what its source never was. If its source is gone, \"dsync forget \
+             {path}\" makes it a plain disk as it is"
+        ),
+        error if error.class() == Class::Failed => format!(
+            "the promotion of {path} is not complete: run the command again once that is mended, which completes it"
+        ),
+        _ => return error.into(),
+    };
+    anyhow::Error::from(error).context(why)
 }
 
 fn say_promotion(promotion: &Promotion, output: &Output) {
@@ -59,13 +87,18 @@ fn say_promotion(promotion: &Promotion, output: &Output) {
         output.say("  its old source has ended there: nothing is lost");
         return;
     }
+    if promotion.former {
+        output.say("  nothing that was written to it is lost. If another disk was promoted meanwhile, demote one of the two");
+        return;
+    }
     let more = match promotion.lacks_epoch {
         Some(epoch) => format!("it is known to have reached epoch {epoch}, which is not here"),
         None => "nothing is known of that".into(),
     };
     output.say(&format!(
-        "  what its old source wrote after that is given up: {more}. If it returns, run \"dsync demote\" there before anything \
-         uses it"
+        "  what its old source wrote after that is given up: {more}. If it returns, run \"dsync demote --since {} --save FILE\" \
+         there before anything uses it",
+        promotion.epoch
     ));
 }
 
@@ -140,6 +173,7 @@ fn push(
 ) -> Result<Summary> {
     let options = SyncOptions {
         dry_run: args.dry_run,
+        existing: true,
         compress: args.compress.level,
         bwlimit: steering.pace.clone(),
         journal_dir: args.far.journal_dir.clone(),
@@ -177,10 +211,11 @@ fn tell(
         word.give(link, path, name, &args.far.journal_dir)
     });
     let promoted = told.map_err(|error| {
-        error.context(format!(
-            "{} is demoted, but {name} could not be told: run the command again, so that it can be promoted without --force",
-            summary.path.display()
-        ))
+        let again = match failure::code(&error) {
+            failure::REFUSED => "",
+            _ => ": run the command again, so that it can be promoted without --force",
+        };
+        error.context(format!("{} is demoted, but {name} was not told so{again}", summary.path.display()))
     })?;
     output.say(&match promoted {
         Some(term) => format!("{name} was promoted already (term {term})"),

@@ -12,7 +12,7 @@ use sync::{
 
 use crate::args::{self, FreezeArg, HashArg, MethodArg, SourceArgs};
 use crate::effect;
-use crate::failure::{FAILED, Failure};
+use crate::failure::{self, FAILED, Failure};
 use crate::hook::Hook;
 use crate::location::Ends;
 use crate::output::Output;
@@ -44,6 +44,7 @@ pub(crate) fn options(args: &args::Sync, steering: &Steering, is_far: bool) -> R
         adopt: args.begin.adopt,
         shrink: args.open.allow_shrink,
         create: args.begin.create,
+        existing: false,
         at_view: args.live.at_view,
         compress: args.compress.level,
         bwlimit: steering.pace.clone(),
@@ -116,7 +117,13 @@ fn push(
         summary
     });
     output.more(&format!("source {} in {}", handle.about().uuid, state.path().display()));
-    crate::close(handle, summary)
+    let path = handle.about().path.clone();
+    let summary = crate::close(handle, summary);
+    // The ways out that a refusal names are those of a restore.
+    summary.map_err(|error| match sync::unpromoted(&path, state) {
+        Some(what) if failure::code(&error) == failure::REFUSED => error.context(what),
+        _ => error,
+    })
 }
 
 /// Syncs from a source on another host, to a replica on this one.

@@ -95,12 +95,30 @@ impl Replica {
                  \"dsync promote --force {path}\" takes it as it is"
             )),
             (false, true) => Ok(outlook),
+            (false, false) if lineage.role.demoted.is_some() => refuse(self.former(&epoch)),
             (false, false) => refuse(format!(
                 "its source has not said that nothing was written after epoch {epoch}. Run \"dsync demote SRC {path}\" where the \
                  source is, which sends the rest. If the source is gone, \"dsync promote --force {path}\" gives up what was \
                  written there after this epoch{}",
                 lacks(&outlook)
             )),
+        }
+    }
+
+    /// Why a source that was demoted is not made the source again just so.
+    fn former(&self, epoch: &Epoch) -> String {
+        let path = self.path().display();
+        let told = self.lineage().role.demoted.as_ref().and_then(|demoted| demoted.told.as_ref());
+        match told {
+            Some(told) => format!(
+                "it is the former source, and {told} was told that it can take over. If it did, sync from there. If {told} \
+                 is lost, or is not promoted and never will be before a sync from here, \"dsync promote --force {path}\" loses \
+                 nothing that was written up to epoch {epoch}"
+            ),
+            None => format!(
+                "it is the former source. If another disk was promoted in its place, sync from that; if none was, \"dsync promote \
+                 --force {path}\" makes it the source again, and loses nothing"
+            ),
         }
     }
 

@@ -54,6 +54,17 @@ pub enum Conflict {
     /// `tracked` was demanded, and there is no replica yet.
     #[error("no replica at {} yet: run the first sync without --method tracked", .0.display())]
     NoReplica(PathBuf),
+    /// A source is to end with a last sync, and there is no replica.
+    #[error(
+        "there is no replica of {} at {name} that could take over: \"dsync status {0}\" lists those that it has. To give it a \
+         new one, run \"dsync sync {0} {name}\" before the switch", path.display()
+    )]
+    NoSuccessor {
+        /// The replica, as the user named it.
+        name: String,
+        /// The source.
+        path: PathBuf,
+    },
     /// The replica's epoch is not in the source's history.
     #[error("replica {} does not fit source {}: {why}", replica.display(), path.display())]
     Foreign {

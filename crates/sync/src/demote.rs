@@ -130,7 +130,8 @@ fn again(
 ) -> Result<DemoteSummary, SyncError> {
     let (Some(source), Some(_)) = (lineage.source, &lineage.role.demoted) else {
         return Err(SyncError::Refused(format!(
-            "{} is a replica already: \"dsync status {0}\" says of what",
+            "{} is a replica, and not the source: run this where its source is, as \"dsync status {0}\" shows. To make it the \
+             source, run \"dsync promote {0}\"",
             path.display()
         )));
     };

@@ -70,16 +70,29 @@ pub(crate) fn asked_for(open: &Open, here: replica::Options) -> replica::Options
 /// As [`Replica::open`].
 pub fn open_replica(path: &Path, options: &replica::Options, state: &StateDir) -> Result<Replica, SyncError> {
     Replica::open(path, options).map_err(|error| match error {
-        ReplicaError::NotAReplica(path) => match known_replicas(state).folder_of(&path) {
-            Ok(Some(folder)) => SyncError::Refused(format!(
-                "{} is a replica whose state is in {}: pass --journal-dir {1}",
-                path.display(),
-                folder.display()
-            )),
-            _ => ReplicaError::NotAReplica(path).into(),
-        },
+        ReplicaError::NotAReplica(path) => not_a_replica(path, state),
         other => other.into(),
     })
+}
+
+/// What is at a path that is not that of a replica with its state where it is looked for.
+fn not_a_replica(path: PathBuf, state: &StateDir) -> SyncError {
+    let shown = path.display();
+    if let Ok(Some(folder)) = known_replicas(state).folder_of(&path) {
+        return SyncError::Refused(format!(
+            "{shown} is a replica whose state is in {}: pass --journal-dir {0}",
+            folder.display()
+        ));
+    }
+    match state.source(&path.to_string_lossy()) {
+        Ok(Some((_, about))) => SyncError::Refused(format!(
+            "{shown} is not a dsync replica but a source itself (term {}), and what was written to it since its last sync is \
+             nowhere else. If a replica is to take over from it, run \"dsync promote\" on that. To restore it from a copy, run \
+             \"dsync sync --adopt SRC DST\", which compares it in full and overwrites what differs",
+            about.term
+        )),
+        _ => ReplicaError::NotAReplica(path).into(),
+    }
 }
 
 /// The replicas of the host whose state directory this is.

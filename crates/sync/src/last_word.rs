@@ -56,8 +56,9 @@ impl LastWord<'_> {
             }
             let at = status.replica.epoch.filter(|_| status.replica.source == Some(source));
             if at != Some(released.epoch) {
+                let told = self.told().map_or(String::new(), |told| format!(", which was {told}"));
                 return Err(SyncError::Refused(format!(
-                    "{} is not at epoch {} of {}: give the replica of the last sync",
+                    "{} is not at epoch {} of {}: give the replica of the last sync{told}",
                     destination.display(),
                     released.epoch,
                     path.display()
@@ -70,6 +71,12 @@ impl LastWord<'_> {
             Ok(None)
         })();
         part(sender, &receiver, told)
+    }
+
+    /// The replica that was told before.
+    fn told(&self) -> Option<String> {
+        let options = open_options(self.own_journal_dir, self.state);
+        replica::inspect(&self.demoted.path, &options).ok()??.role.demoted?.told
     }
 
     fn promise(&self, name: &str) -> Result<(), SyncError> {

@@ -102,5 +102,5 @@ pub use receive::receive_over;
 pub use receive::{receive, receive_within};
 pub use replica::{Commit, Keep};
 pub use report::{Progress, Summary};
-pub use roles::refuse_replica;
+pub use roles::{refuse_replica, unpromoted};
 pub use verify::{Verified, VerifyOptions, verify};

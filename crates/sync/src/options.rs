@@ -30,6 +30,9 @@ pub struct SyncOptions {
     pub shrink: bool,
     /// Create a new replica although the source knows of one that is not found.
     pub create: bool,
+    /// Only to a replica that is there.
+    #[serde(skip)]
+    pub existing: bool,
     /// Send the view that is open as `@view`.
     pub at_view: bool,
     /// The hash of blocks.

@@ -108,6 +108,9 @@ pub(crate) fn choose(facts: &Facts<'_>, status: &Status, options: &SyncOptions) 
     if !options.create {
         refuse_vanished(facts.name, status, facts.bookmark.as_ref())?;
     }
+    if options.existing && nothing && replica.source.is_none() {
+        return Err(Conflict::NoSuccessor { name: facts.name.to_owned(), path: facts.path.to_path_buf() });
+    }
     if let Some(other) = replica.source.filter(|source| *source != facts.uuid && !options.adopt) {
         return Err(Conflict::OtherSource {
             replica: status.path.clone(),

@@ -47,6 +47,9 @@ pub struct Promotion {
     pub released: bool,
     /// It is a former source, and this replica was told that it had ended.
     pub told: Option<String>,
+    /// It is a former source, which has taken nothing since.
+    #[serde(skip)]
+    pub former: bool,
     /// Its parts are of different moments.
     pub fuzzy: bool,
     /// An interrupted promotion was completed.
@@ -96,7 +99,7 @@ pub fn promote(state: &StateDir, path: &Path, options: &PromoteOptions) -> Resul
 fn already(path: &Path, term: u64) -> SyncError {
     let term = if term > 0 { format!(" (term {term})") } else { String::new() };
     SyncError::Refused(format!(
-        "{} is a source already{term}: serve it with \"dsync serve\", or sync from it",
+        "{} is a source already{term}: serve it with \"dsync serve\", or sync from it. Its replica is promoted where that is",
         path.display()
     ))
 }
@@ -113,6 +116,7 @@ fn told(replica: &Replica, outlook: &Outlook) -> Promotion {
         lacks_epoch: outlook.later.map(|later| later.number),
         released: outlook.released,
         told: recorded.role.demoted.as_ref().and_then(|demoted| demoted.told.clone()),
+        former: recorded.role.demoted.is_some(),
         fuzzy: outlook.fuzzy,
         completed: false,
         dry_run: false,

@@ -56,6 +56,22 @@ pub fn refuse_replica(path: &Path, state: &StateDir, otherwise: &str) -> Result<
     )))
 }
 
+/// What the disk at `path` is, and how it becomes the source, if it is a replica that was never promoted: syncing from it restores
+/// another disk.
+pub fn unpromoted(path: &Path, state: &StateDir) -> Option<String> {
+    let lineage = lineage(path, state).ok()??;
+    let (source, epoch) = (lineage.source?, lineage.epoch?);
+    let force = if lineage.role.released.is_some() { "" } else { " --force" };
+    lineage.role.promoted.is_none().then(|| {
+        let path = path.display();
+        format!(
+            "{path} is a replica itself, of source {source} at epoch {}, so this would restore another disk from it. To take over \
+             from its source, run \"dsync promote{force} {path}\" instead",
+            epoch.number
+        )
+    })
+}
+
 /// Refuses a source that was demoted: it has nothing that is newer than what it follows.
 pub(crate) fn refuse_demoted(path: &Path, state: &StateDir) -> Result<(), SyncError> {
     refuse_unfinished(path, state)?;
