@@ -1,6 +1,7 @@
 //! Whole programs side by side: dsync beside the limit of what is possible, and beside its peers. Medians of interleaved
 //! rounds, printed as tables and written to a file.
 
+mod artifact;
 mod compare;
 mod compress;
 mod content;
@@ -48,7 +49,7 @@ struct Cli {
 }
 
 /// What holds for every scenario.
-#[derive(Args)]
+#[derive(Args, Clone)]
 struct Bench {
     /// The dsync binary [default: the one beside this program]
     #[arg(long, global = true, env = "DSYNC_BIN", value_name = "FILE")]
@@ -123,6 +124,12 @@ enum What {
     /// Two hosts and a line of 1 Gbit/s: the first paper's figures 2 to 7, from 1 GiB to 32 GiB as far as the disk has room;
     /// hours, so not part of all
     Paper,
+    /// The claims of ARTIFACT.md, with a verdict for each: half an hour. Exit code 1 if one is missed
+    Artifact {
+        /// At the sizes and with the rounds of the results that are kept: hours
+        #[arg(long)]
+        full: bool,
+    },
     /// The limit: move blocks that are known, or all of them, with io_uring and bypassing the page cache
     Limit {
         /// The file to read
@@ -184,6 +191,48 @@ fn own(subcommand: &str) -> Command {
     command
 }
 
+type Scenario = fn(&Bench, &mut Report) -> Result<()>;
+
+/// All scenarios by name.
+const SCENARIOS: [(&str, Scenario); 13] = [
+    ("sync", sync::sync),
+    ("compare", compare::compare),
+    ("rolling", rolling::rolling),
+    ("serve", serve::serve),
+    ("idle", idle::idle),
+    ("compress", compress::compress),
+    ("track", track::track),
+    ("link", link::link),
+    ("far", far::far),
+    ("mirror", mirror::mirror),
+    ("record", record::record),
+    ("harm", harm::harm),
+    ("paper", figures::figures),
+];
+
+impl What {
+    /// The scenarios that are meant.
+    fn scenarios(&self) -> Vec<(&'static str, Scenario)> {
+        let name = match self {
+            What::Sync => "sync",
+            What::Compare => "compare",
+            What::Rolling => "rolling",
+            What::Serve => "serve",
+            What::Idle => "idle",
+            What::Compress => "compress",
+            What::Track => "track",
+            What::Link => "link",
+            What::Mirror => "mirror",
+            What::Far => "far",
+            What::Record => "record",
+            What::Harm => "harm",
+            What::Paper => "paper",
+            _ => return SCENARIOS.into_iter().filter(|(name, _)| *name != "paper").collect(),
+        };
+        SCENARIOS.into_iter().filter(|(other, _)| *other == name).collect()
+    }
+}
+
 fn scenarios(mut bench: Bench, what: What) -> Result<bool> {
     process::catch_signals()?;
     if bench.dsync.is_none() {
@@ -199,40 +248,11 @@ fn scenarios(mut bench: Bench, what: What) -> Result<bool> {
     let out = bench.out.clone();
     let out = out.unwrap_or_else(|| Path::new("bench/results").join(format!("{}.md", report::date())));
     let mut report = Report::new(bench.dsync.as_deref(), &bench.dir, bench.quick);
-    type Scenario = fn(&Bench, &mut Report) -> Result<()>;
-    let all: [(&str, Scenario); 13] = [
-        ("sync", sync::sync),
-        ("compare", compare::compare),
-        ("rolling", rolling::rolling),
-        ("serve", serve::serve),
-        ("idle", idle::idle),
-        ("compress", compress::compress),
-        ("track", track::track),
-        ("link", link::link),
-        ("far", far::far),
-        ("mirror", mirror::mirror),
-        ("record", record::record),
-        ("harm", harm::harm),
-        ("paper", figures::figures),
-    ];
-    let chosen = match what {
-        What::Sync => "sync",
-        What::Compare => "compare",
-        What::Rolling => "rolling",
-        What::Serve => "serve",
-        What::Idle => "idle",
-        What::Compress => "compress",
-        What::Track => "track",
-        What::Link => "link",
-        What::Mirror => "mirror",
-        What::Far => "far",
-        What::Record => "record",
-        What::Harm => "harm",
-        What::Paper => "paper",
-        _ => "",
+    let steps: Vec<(&str, Scenario, Bench)> = match what {
+        What::Artifact { full } => artifact::steps(&bench, full),
+        _ => what.scenarios().into_iter().map(|(name, run)| (name, run, bench.clone())).collect(),
     };
-    let wanted = |name: &str| if chosen.is_empty() { name != "paper" } else { name == chosen };
-    for (name, scenario) in all.into_iter().filter(|(name, _)| wanted(name)) {
+    for (name, scenario, bench) in steps {
         if let Err(error) = scenario(&bench, &mut report) {
             report.failed(name, &error);
         }
@@ -240,7 +260,8 @@ fn scenarios(mut bench: Bench, what: What) -> Result<bool> {
             break;
         }
     }
-    report.finish(&out)
+    let missed = matches!(what, What::Artifact { .. }) && report.misses();
+    Ok(report.finish(&out)? && !missed)
 }
 
 fn main() -> ExitCode {

@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 pub(crate) struct Report {
     text: String,
     machine: String,
-    goals: Vec<(bool, String)>,
+    goals: Vec<(Verdict, String)>,
     quick: bool,
     /// What went wrong on the way.
     pub failures: Vec<String>,
@@ -61,6 +61,27 @@ impl Table {
         }
         text.push('\n');
         text
+    }
+}
+
+/// Two runs on one machine differ by so much: a figure that exceeds its goal by less does not say that the goal is missed.
+const TOLERANCE: f64 = 1.1;
+
+/// What a figure says of its goal.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Verdict {
+    Met,
+    Near,
+    Missed,
+}
+
+impl Verdict {
+    fn word(self) -> &'static str {
+        match self {
+            Verdict::Met => "met",
+            Verdict::Near => "within the tolerance of 10 %",
+            Verdict::Missed => "MISSED",
+        }
     }
 }
 
@@ -115,23 +136,33 @@ impl Report {
 
     /// Compares a figure with what is asked of it: `ratio` is to be at most (or at least) `goal`.
     pub(crate) fn goal(&mut self, what: &str, ratio: f64, at_most: bool, goal: f64) {
-        let met = if at_most { ratio <= goal } else { ratio >= goal };
+        let over = if at_most { ratio / goal } else { goal / ratio.max(f64::MIN_POSITIVE) };
+        let verdict = match over {
+            over if over <= 1.0 => Verdict::Met,
+            over if over <= TOLERANCE => Verdict::Near,
+            _ => Verdict::Missed,
+        };
         let bound = if at_most { "at most" } else { "at least" };
-        self.goals.push((met, format!("{what}: {ratio:.2} ({bound} {goal})")));
+        self.goals.push((verdict, format!("{what}: {ratio:.2} ({bound} {goal})")));
     }
 
-    /// Ends with the goals, and writes everything to a file.
+    /// True if a figure misses its goal by more than the tolerance.
+    pub(crate) fn misses(&self) -> bool {
+        self.goals.iter().any(|goal| goal.0 == Verdict::Missed)
+    }
+
+    /// Ends with the goals, and writes everything to a file. True if nothing failed.
     pub(crate) fn finish(mut self, file: &Path) -> Result<bool> {
         if !self.goals.is_empty() {
-            let met = self.goals.iter().filter(|goal| goal.0).count();
+            let met = self.goals.iter().filter(|goal| goal.0 == Verdict::Met).count();
             let mut text = format!("\n## Goals: {met} of {} met\n\n", self.goals.len());
             if self.quick {
                 text.push_str(
                     "This was a quick run: sizes are too small, and rounds too few, to judge by.\n\n",
                 );
             }
-            for (met, goal) in &self.goals {
-                let _ = writeln!(text, "- {}: {goal}", if *met { "met" } else { "MISSED" });
+            for (verdict, goal) in &self.goals {
+                let _ = writeln!(text, "- {}: {goal}", verdict.word());
             }
             self.add(&text);
         }
@@ -250,6 +281,16 @@ mod tests {
         assert_eq!(median(&[3.0, 1.0, 2.0]), 2.0);
         assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), 2.5);
         assert_eq!(median(&[]), 0.0);
+    }
+
+    #[test]
+    fn a_goal_is_missed_beyond_the_tolerance() {
+        let mut report = Report::new(None, Path::new("."), true);
+        report.goal("at most", 1.05, true, 1.0);
+        report.goal("at least", 0.95, false, 1.0);
+        assert!(!report.misses());
+        report.goal("at least", 0.0, false, 1.0);
+        assert!(report.misses());
     }
 
     #[test]

@@ -343,7 +343,8 @@ fn late(seed: u64, at: u64, size: u64, buf: &mut [u8]) {
 
 fn hostile(place: &Place<'_>, report: &mut Report, old: &Path) -> Result<()> {
     let bench = place.bench;
-    let files: Vec<_> = HOSTILE.into_iter().filter(|(name, ..)| bench.wants(name)).collect();
+    let files: Vec<_> =
+        HOSTILE.into_iter().filter(|(name, ..)| bench.wants(name) || bench.wants("hostile")).collect();
     if files.is_empty() {
         return Ok(());
     }

@@ -117,6 +117,8 @@ pub(crate) fn track(bench: &Bench, report: &mut Report) -> Result<()> {
         ]);
         if capped {
             report.goal("track: tracked beside untracked, capped", ratio, false, 0.95);
+        } else {
+            report.goal("track: tracked beside untracked, uncapped", ratio, false, 0.92);
         }
     }
     report.table(&table);
