@@ -600,3 +600,75 @@ fn a_mirror_of_what_is_not_served_is_refused() {
     two.site.dsync(["mirror", "--group", "db"]).args([&two.images[0], &two.dir]).code(2);
     two.site.dsync(["mirror", "--group", "db", "--rate", "1M"]).arg(&two.dir).code(2);
 }
+
+/// What was cut and not committed is no common epoch, wherever it is asked for.
+#[test]
+fn a_cut_that_was_not_committed_is_not_counted() {
+    let (mut two, there) = (Two::new("a cut that comes to nothing"), FarGroup::new());
+    there.sync(&two, None).ok();
+    shows(&two.site.dsync(["status"]).ok(), &["at its common epoch 1", "last common epoch 1"]);
+    two.change(0, 200);
+    let epoch = || two.site.dsync(["status", "data", "--json"]).ok().summary()["epoch"].clone();
+    let before = epoch();
+    let output = there.sync(&two, Some(100_000)).output();
+    assert_eq!(output.status.code(), Some(1), "{output}");
+    assert_ne!(epoch(), before, "the cut has ended no epoch: {output}");
+    shows(&two.site.dsync(["status"]).ok(), &["past its common epoch 1", "last common epoch 1"]);
+    let (_, group) = summaries(&there.sync(&two, None).ok());
+    let told = format!("last common epoch {}", group["epoch"]);
+    shows(&two.site.dsync(["status"]).ok(), &[&told]);
+}
+
+/// What was sent of one member is exact until all are committed: what another program writes meanwhile is not in it, and may be in
+/// what is sent of the next.
+#[test]
+fn a_write_beneath_a_source_at_rest_ends_the_sync_of_all() {
+    let mut two = Two::new("a write beneath a source at rest");
+    two.sync(&[]).ok();
+    two.change(0, 300);
+    two.change(1, 300);
+    two.server.take().expect("a server").stop();
+    let mut sync = two.sync(&["--bwlimit", "512K"]).start();
+    let journals = NAMES.map(|name| two.dir.join(format!(".{name}.raw.dsync/journal")));
+    let has_come = |at: usize| std::fs::metadata(&journals[at]).is_ok_and(|file| file.len() > 0);
+    let until = Instant::now() + Duration::from_secs(60);
+    while !(has_come(0) && has_come(1)) && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    // The one that was prepared has its trailer: it is the older file.
+    let born =
+        |at: usize| std::fs::metadata(&journals[at]).and_then(|file| file.created()).expect("a journal");
+    let first = usize::from(born(1) < born(0));
+    assert!(sync.ended().is_none(), "{}", sync.stderr_so_far());
+    image::scribble(&two.images[first], MIB, BLOCK, &mut two.random);
+    let output = sync.output(Duration::from_secs(60));
+    assert_eq!(output.status.code(), Some(1), "{output}");
+    shows(&output, &[&format!("{}.raw", NAMES[first])]);
+    for replica in two.replicas() {
+        shows(&two.site.dsync(["status"]).arg(replica).ok(), &["at common epoch 1 of group db"]);
+    }
+    two.sync(&[]).ok();
+    two.equal();
+}
+
+#[test]
+fn a_mirror_of_a_group_waits_for_a_replica_in_use() {
+    let two = Two::new("a mirror of a group in use");
+    two.sync(&[]).ok();
+    let held = std::fs::File::options().read(true).open(two.dir.join(".log.raw.dsync/lock")).expect("a lock");
+    rustix::fs::flock(&held, rustix::fs::FlockOperation::LockExclusive).expect("the lock");
+    let mirror = |options: &[&str]| {
+        two.site.dsync(["mirror", "--group", "db", "--rpo", "1s"]).arg(&two.dir).args(options)
+    };
+    mirror(&[]).code(6).says(&["log.raw", "is in use"]);
+    let mut waiting = mirror(&["--wait=10min"]).start();
+    let until = Instant::now() + Duration::from_secs(60);
+    while !waiting.stderr_so_far().contains("waiting for up to") && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    drop(held);
+    waiting.wait_to_say("mirroring group db");
+    waiting.signal(rustix::process::Signal::TERM);
+    let output = waiting.output(Duration::from_secs(60));
+    assert!(output.status.success(), "{output}");
+}

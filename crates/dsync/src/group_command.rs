@@ -1,22 +1,24 @@
 //! `dsync sync --group` and `dsync mirror --group`: all disks of a group, as they were at one moment.
 
+use std::cell::Cell;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use source::{GroupHandle, SourceError, StateDir};
 use sync::{
     CutHook, GroupEvent, GroupMirror, GroupMirrorSummary, GroupSummary, Summary, SyncError, SyncOptions,
+    Turns,
 };
 
 use crate::args::{self, CommitArg, MethodArg};
-use crate::failure::{self, Failure};
+use crate::failure::Failure;
 use crate::location::Location;
+use crate::mirroring::{Mirroring, Receiving};
 use crate::output::Output;
-use crate::service::Manager;
 use crate::steering::Steering;
-use crate::{metrics, mirror_command, sync_command, units};
+use crate::{mirror_command, sync_command, units};
 
 const ALONE: &str =
     "--group takes the folder of the replicas alone: the sources are the members of the group";
@@ -89,75 +91,89 @@ pub(crate) fn mirror(name: &str, args: &args::Mirror, state: &StateDir, output: 
         return Err(Failure::usage(ALONE).into());
     }
     let destination = folder(&args.source)?;
-    let steering = Steering::begin(args.far.bwlimit.as_ref(), true, output)?;
-    let _ = rustix::process::nice(10);
-    let options = mirror_command::options(args, &steering, destination.host.is_some())?.sync;
-    let _metrics = metrics::serve(args.metrics.metrics.as_ref(), state, output)?;
+    let mirroring = Mirroring::begin(args, state, output)?;
+    let options = mirror_command::options(args, &mirroring.steering, destination.host.is_some())?;
     let (dir, shown) = destination.place()?;
-    let (stop, mirroring) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
-    let manager = Arc::new(Manager::find(output));
-    mirror_command::on_signals(stop.clone(), mirroring.clone(), manager.clone(), output.alike())?;
-    let mut receiving: Option<std::thread::JoinHandle<()>> = None;
-    let mut told: Option<Instant> = None;
-    let last = std::cell::RefCell::new(&mut told);
-    let tell = |event: GroupEvent<'_>| match event {
-        GroupEvent::Committed(group, members) => {
-            output.finish();
-            let first = !mirroring.swap(true, SeqCst);
-            let due = last.borrow().is_none_or(|last| last.elapsed() >= TOLD_EVERY);
-            let warnings = members.iter().flat_map(|member| member.recovered.iter().chain(&member.warnings));
-            warnings.for_each(|warning| output.warn(warning));
-            if first {
-                tell_members(members, output);
-                manager.ready(&format!("mirroring group {name} to {shown}"));
-                output
-                    .ready(&format!("mirroring group {name} to {shown}, at common epoch {}", number(group)));
-            } else if output.is_verbose() && due && !output.is_json() {
-                output.more(&format!("group {name} is at common epoch {}", number(group)));
-            }
-            if first || due {
-                **last.borrow_mut() = Some(Instant::now());
-                output.status(group);
-            }
-        }
-        GroupEvent::Broken(error, wait) => {
-            manager.status(&format!("not mirroring to {shown}: {error}"));
-            output.warn(&format!("{error}; retrying in {}", units::seconds(wait.as_secs_f64())));
-        }
+    let mut receiving = Receiving::default();
+    let teller = Teller {
+        output,
+        destination: &destination,
+        name,
+        shown: &shown,
+        mirroring: &mirroring,
+        last: None.into(),
     };
+    let turns = Turns::default();
     let mirror = GroupMirror {
         attach: &mut || sync::attach_group(state, name, &source::SourceOptions::default()),
-        connect: &mut || {
-            if let Some(before) = receiving.take() {
-                let _ = before.join();
-            }
-            let (link, next) = destination.connect(&args.far, state).map_err(|error| {
-                match error.downcast::<link::Error>() {
-                    Ok(error) => error.into(),
-                    Err(other) => SyncError::Refused(failure::text(&other)),
-                }
-            })?;
-            receiving = next;
-            Ok(link)
-        },
+        connect: &mut || receiving.connect(&destination, &args.far, state),
         dir: &dir,
         name: &shown,
-        options: &options,
+        options: &options.sync,
         rpo: args.rpo,
-        stop: &stop,
-        pause: &steering.pause,
-        tell: &tell,
+        busy_for: options.busy_for,
+        stop: &mirroring.stop,
+        pause: &mirroring.steering.pause,
+        tell: &|event| teller.tell(event),
         progress: &|done, total| output.progress(done, total),
+        turns: &turns,
     };
-    let summary = mirror.run();
-    if let Some(last) = receiving.take() {
-        let _ = last.join();
-    }
+    let summary = mirroring.manager.watched(|| turns.is_awake(), || mirror.run())?;
+    receiving.end();
     output.finish();
     let summary = summary.map_err(|error| destination.named(error))?;
     say_end(name, &shown, &summary, output);
     output.summary(&summary);
     Ok(())
+}
+
+/// Reports events as text or JSON.
+struct Teller<'a> {
+    output: &'a Output,
+    destination: &'a Location,
+    name: &'a str,
+    shown: &'a str,
+    mirroring: &'a Mirroring,
+    last: Cell<Option<Instant>>,
+}
+
+impl Teller<'_> {
+    /// An error, with the other host's name if it is from there.
+    fn text(&self, error: &SyncError) -> String {
+        match (error, self.destination.host.as_deref()) {
+            (SyncError::Far { message, .. }, Some(host)) => format!("{host}: {message}"),
+            (error, _) => error.to_string(),
+        }
+    }
+
+    fn tell(&self, event: GroupEvent<'_>) {
+        let Teller { output, mirroring, shown, .. } = *self;
+        match event {
+            GroupEvent::Committed(group, members) => self.committed(group, members),
+            GroupEvent::Waiting(error, left) => mirroring.waiting(&self.text(error), left, output),
+            GroupEvent::Broken(error, pause) => mirroring.broken(shown, &self.text(error), pause, output),
+        }
+    }
+
+    fn committed(&self, group: &GroupSummary, members: &[Summary]) {
+        let Teller { output, mirroring, name, shown, .. } = *self;
+        output.finish();
+        let first = !mirroring.begun.swap(true, SeqCst);
+        let due = self.last.get().is_none_or(|last| last.elapsed() >= TOLD_EVERY);
+        let warnings = members.iter().flat_map(|member| member.recovered.iter().chain(&member.warnings));
+        warnings.for_each(|warning| output.warn(warning));
+        if first {
+            tell_members(members, output);
+            mirroring.manager.ready(&format!("mirroring group {name} to {shown}"));
+            output.ready(&format!("mirroring group {name} to {shown}, at common epoch {}", number(group)));
+        } else if output.is_verbose() && due && !output.is_json() {
+            output.more(&format!("group {name} is at common epoch {}", number(group)));
+        }
+        if first || due {
+            self.last.set(Some(Instant::now()));
+            output.status(group);
+        }
+    }
 }
 
 fn say_end(name: &str, shown: &str, summary: &GroupMirrorSummary, output: &Output) {

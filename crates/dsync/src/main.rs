@@ -26,6 +26,7 @@ mod manual;
 mod membership;
 mod metrics;
 mod mirror_command;
+mod mirroring;
 mod monitor;
 mod output;
 mod pipes;

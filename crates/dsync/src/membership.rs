@@ -22,12 +22,13 @@ pub(crate) struct Group {
 impl Group {
     /// The group of a source whose last epoch this is.
     pub(crate) fn of_source(folder: &device::Dir, last: Option<delta::Epoch>) -> Result<Option<Group>> {
-        let of = |group: source::Membership| Group {
-            epoch: group.cut.map(|(cut, _)| cut.number),
-            at_it: group.cut.is_some_and(|(_, epoch)| Some(epoch) == last),
+        let Some(group) = source::Membership::read(folder)? else { return Ok(None) };
+        let committed = group.committed(folder)?;
+        Ok(Some(Group {
+            epoch: committed.map(|(cut, _)| cut.number),
+            at_it: committed.is_some_and(|(_, epoch)| Some(epoch) == last),
             name: group.name,
-        };
-        Ok(source::Membership::read(folder)?.map(of))
+        }))
     }
 
     /// The group of a replica, and where its last common commit left that.

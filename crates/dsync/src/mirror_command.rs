@@ -1,7 +1,7 @@
 //! `dsync mirror`.
 
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
@@ -10,52 +10,17 @@ use sync::{Batching, Mirror, MirrorEvent, MirrorOptions, MirrorSummary, SyncErro
 
 use crate::args::{self, LiveArgs};
 use crate::effect;
-use crate::failure::{self, Failure};
+use crate::failure::Failure;
 use crate::location::Ends;
+use crate::mirroring::{Mirroring, Receiving};
 use crate::output::Output;
-use crate::service::Manager;
 use crate::steering::Steering;
-use crate::{metrics, sync_command, units, wait};
+use crate::{sync_command, units};
 
 /// How often -v prints the state.
 const TOLD_EVERY: Duration = Duration::from_secs(10);
 /// How often --json prints the state, without -v.
 const STATUS_EVERY: Duration = Duration::from_secs(1);
-
-/// Signals within this time count as one: a supervisor may signal a process and its group.
-const ONE_WORD: Duration = Duration::from_millis(500);
-
-/// The first signal requests an orderly end, the second ends at once. Before there is anything to end, the first
-/// one does.
-pub(crate) fn on_signals(
-    stop: Arc<AtomicBool>,
-    mirroring: Arc<AtomicBool>,
-    manager: Arc<Manager>,
-    output: Output,
-) -> Result<()> {
-    use signal_hook::consts::{SIGINT, SIGTERM};
-    let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM])?;
-    std::thread::Builder::new().name("signals".into()).spawn(move || {
-        let mut first: Option<Instant> = None;
-        for _ in signals.forever() {
-            let begun = mirroring.load(SeqCst);
-            if begun && first.get_or_insert_with(Instant::now).elapsed() < ONE_WORD {
-                stop.store(true, SeqCst);
-                manager.stopping();
-            } else {
-                eprintln!();
-                let replica =
-                    if begun { "the replica is at its last batch" } else { "data copied so far is kept" };
-                output.error(
-                    &format!("interrupted: {replica}, and the same command resumes from there"),
-                    failure::INTERRUPTED,
-                );
-                std::process::exit(failure::INTERRUPTED.into());
-            }
-        }
-    })?;
-    Ok(())
-}
 
 /// Options from the arguments; `is_far`: the replica is on another host.
 pub(crate) fn options(args: &args::Mirror, steering: &Steering, is_far: bool) -> Result<MirrorOptions> {
@@ -100,31 +65,17 @@ pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Res
     }
     let destination = &ends.destination;
     units::check_rates(&[("--rate", args.rate)])?;
-    let steering = Steering::begin(args.far.bwlimit.as_ref(), true, output)?;
-    // A mirror runs in the background all the time: give priority to the disk's writers.
-    let _ = rustix::process::nice(10);
+    let mirroring = Mirroring::begin(args, state, output)?;
     effect::on_way(&ends, &args.far, output);
-    let options = options(args, &steering, destination.host.is_some())?;
-    let _metrics = metrics::serve(args.metrics.metrics.as_ref(), state, output)?;
-    let (stop, mirroring) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
-    let manager = Arc::new(Manager::find(output));
-    on_signals(stop.clone(), mirroring.clone(), manager.clone(), output.alike())?;
+    let options = options(args, &mirroring.steering, destination.host.is_some())?;
     let (path, name) = destination.place()?;
-    let teller = Teller {
-        output,
-        ends: &ends,
-        name: &name,
-        mirroring: &mirroring,
-        manager: &manager,
-        last: Mutex::new(None),
-    };
+    let teller = Teller { output, ends: &ends, name: &name, mirroring: &mirroring, last: Mutex::new(None) };
     let progress = |done, total| {
         output.progress(done, total);
         teller.progress(done, total);
     };
     let turns = Turns::default();
-    // A replica on this host is released by its own thread.
-    let mut receiving: Option<std::thread::JoinHandle<()>> = None;
+    let mut receiving = Receiving::default();
     let mut attached = false;
     let mirror = Mirror {
         attach: &mut || {
@@ -134,33 +85,19 @@ pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Res
             }
             Ok(handle)
         },
-        connect: &mut || {
-            if let Some(before) = receiving.take() {
-                let _ = before.join();
-            }
-            let (link, next) = destination.connect(&args.far, state).map_err(|error| {
-                match error.downcast::<link::Error>() {
-                    Ok(error) => error.into(),
-                    Err(other) => SyncError::Refused(failure::text(&other)),
-                }
-            })?;
-            receiving = next;
-            Ok(link)
-        },
+        connect: &mut || receiving.connect(destination, &args.far, state),
         destination: &path,
         name: &name,
         options: &options,
-        stop: &stop,
-        pause: &steering.pause,
+        stop: &mirroring.stop,
+        pause: &mirroring.steering.pause,
         tell: &|event| teller.tell(event),
         progress: &progress,
         turns: &turns,
     };
-    let summary = manager.watched(|| turns.is_awake(), || mirror.run())?;
+    let summary = mirroring.manager.watched(|| turns.is_awake(), || mirror.run())?;
     // A refused command leaves nothing behind, if it may finish.
-    if let Some(last) = receiving.take() {
-        let _ = last.join();
-    }
+    receiving.end();
     output.finish();
     let summary = summary.map_err(|error| ends.named(error))?;
     say(&summary, &name, output);
@@ -184,8 +121,7 @@ struct Teller<'a> {
     output: &'a Output,
     ends: &'a Ends,
     name: &'a str,
-    mirroring: &'a AtomicBool,
-    manager: &'a Manager,
+    mirroring: &'a Mirroring,
     last: Mutex<Option<Instant>>,
 }
 
@@ -210,16 +146,17 @@ impl Teller<'_> {
 
     /// Tells the service manager how far a sync is: nothing is refused any more.
     fn progress(&self, done: u64, total: u64) {
-        if self.manager.is_due(STATUS_EVERY) {
+        let manager = &self.mirroring.manager;
+        if manager.is_due(STATUS_EVERY) {
             let percent = done.saturating_mul(100) / total.max(1);
             let (name, total) = (self.name, units::size(total));
-            self.manager.ready(&format!("bringing {name} up to date: {percent} % of {total}"));
+            manager.ready(&format!("bringing {name} up to date: {percent} % of {total}"));
         }
     }
 
     /// Tells the service manager what happened.
     fn report(&self, event: &MirrorEvent<'_>) {
-        let (manager, name) = (self.manager, self.name);
+        let (manager, name) = (&self.mirroring.manager, self.name);
         match event {
             MirrorEvent::Synced(_) => manager.ready(&format!("{name} was brought up to date")),
             MirrorEvent::Mirroring => manager.ready(&format!("mirroring to {name}")),
@@ -228,8 +165,8 @@ impl Teller<'_> {
             }
             MirrorEvent::Paused => manager.ready(&format!("not mirroring to {name}: paused by --bwlimit")),
             MirrorEvent::Batch(_) | MirrorEvent::Warned(_) => {}
-            MirrorEvent::Waiting(error, _) => manager.status(&format!("waiting: {error}")),
-            MirrorEvent::Broken(error, _) => manager.status(&format!("not mirroring to {name}: {error}")),
+            // Said together with what people are told.
+            MirrorEvent::Waiting(..) | MirrorEvent::Broken(..) => {}
         }
     }
 
@@ -240,7 +177,7 @@ impl Teller<'_> {
             MirrorEvent::Synced(summary) => {
                 output.finish();
                 summary.recovered.iter().chain(&summary.warnings).for_each(|warning| output.warn(warning));
-                if self.mirroring.swap(true, SeqCst) && summary.freeze_ms.is_some() {
+                if self.mirroring.begun.swap(true, SeqCst) && summary.freeze_ms.is_some() {
                     // Batches of a live disk: a line per second would be too many.
                     if !output.is_verbose() && !self.is_due(TOLD_EVERY) {
                         return;
@@ -268,10 +205,9 @@ impl Teller<'_> {
                 }
             }
             MirrorEvent::Warned(warning) => output.warn(warning),
-            MirrorEvent::Waiting(error, left) => output.note(&wait::waiting(&self.text(error), left)),
-            MirrorEvent::Broken(error, wait) => {
-                let (text, wait) = (self.text(error), units::seconds(wait.as_secs_f64()));
-                output.warn(&format!("{text}; retrying in {wait}"))
+            MirrorEvent::Waiting(error, left) => self.mirroring.waiting(&self.text(error), left, output),
+            MirrorEvent::Broken(error, pause) => {
+                self.mirroring.broken(self.name, &self.text(error), pause, output);
             }
         }
     }

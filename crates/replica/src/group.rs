@@ -11,10 +11,12 @@
 //! Whoever writes the intent holds the group's lock and all replicas of it, and has completed what the intent before says. So a
 //! delta in the journal of a member is committed if the intent names it, and otherwise is only something to go on from.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use delta::Epoch;
 use device::{Dir, Folder, FolderLock};
+use uuid::Uuid;
 
 use crate::error::{ReplicaError, Result, io_error};
 use crate::intent::{Intent, Member, Membership};
@@ -106,32 +108,28 @@ impl Group {
         self.intent.as_ref()
     }
 
-    /// Makes sure that the last common commit is complete for replicas that do not take part in the next, and would find another
-    /// intent then. `members` are those that do, opened.
-    ///
-    /// # Errors
-    /// Refused if one has yet to be completed.
-    pub fn check_absent(&self, members: &[Replica], options: &Options) -> Result<()> {
-        let absent = self.intent.iter().flat_map(|intent| &intent.members);
-        for (path, member) in absent.filter(|(path, _)| !members.iter().any(|here| here.path() == *path)) {
-            let Some(stream) = member.stream else { continue };
-            let found = locate(path, options).ok().and_then(|(_, _, folder)| Dir::existing(&folder).ok());
-            let Some(lineage) = found.as_ref().map(|folder| Lineage::load(folder)).transpose()?.flatten()
-            else {
-                continue;
-            };
-            let waits = lineage.group.as_ref().is_some_and(|group| group.name == self.name);
-            let journal = found.is_some_and(|folder| folder.open(ARRIVING, false).is_ok());
-            if waits && journal && lineage.committed != Some(stream) {
-                return Err(ReplicaError::Refused(format!(
-                    "{0} has not completed the last commit of the group {1}, and is not among its members any more: complete it \
-                     first, with \"dsync recover {0}\"",
-                    path.display(),
-                    self.name
-                )));
-            }
-        }
-        Ok(())
+    /// What was committed before of replicas that are not among these, and may not have been completed: they may be away, and find
+    /// the next intent when they are back.
+    fn owed(&self, members: &[Replica]) -> BTreeMap<PathBuf, Member> {
+        let Some(intent) = &self.intent else { return BTreeMap::new() };
+        let options = members.first().map(|member| member.options().clone()).unwrap_or_default();
+        let absent = |(path, member): &(&PathBuf, &Member)| {
+            let Some(stream) = member.stream else { return false };
+            // One that was moved since has another path, and what the commit has made of it.
+            let here = |replica: &Replica| replica.path() == *path || replica.has(stream);
+            !members.iter().any(here) && !self.is_complete(path, stream, &options)
+        };
+        let all = intent.owed.iter().chain(&intent.members).filter(absent);
+        all.map(|(path, member)| (path.clone(), *member)).collect()
+    }
+
+    /// True if the replica at this path has what was committed of it, or nothing that could be completed.
+    fn is_complete(&self, path: &Path, stream: Uuid, options: &Options) -> bool {
+        let found = locate(path, options).ok().and_then(|(_, _, folder)| Dir::existing(&folder).ok());
+        let Some(folder) = found else { return false };
+        let Ok(Some(lineage)) = Lineage::load(&folder) else { return false };
+        let waits = lineage.group.is_some_and(|group| group.name == self.name);
+        !waits || lineage.committed == Some(stream) || folder.open(ARRIVING, false).is_err()
     }
 
     /// Commits what the members have prepared, together, as the cut of that number and id: when this returns, all of them are there,
@@ -141,7 +139,7 @@ impl Group {
     /// Before the intent is durable none of them has moved. After that, all of them will: what fails here is completed when the
     /// replica is opened next.
     pub fn commit(&mut self, cut: Epoch, members: &mut [Replica]) -> Result<Vec<Option<Committed>>> {
-        let mut named = std::collections::BTreeMap::new();
+        let mut named = BTreeMap::new();
         for member in members.iter_mut() {
             named.insert(member.path().to_path_buf(), member.stand(&self.name)?);
         }
@@ -159,6 +157,7 @@ impl Group {
                 group: self.name.clone(),
                 cut,
                 time: now(),
+                owed: self.owed(members),
                 members: named,
             };
             intent.store(&*self.folder)?;

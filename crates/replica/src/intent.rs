@@ -68,11 +68,16 @@ pub struct Intent {
     pub time: u64,
     /// The replicas, by their paths without links.
     pub members: BTreeMap<PathBuf, Member>,
+    /// What earlier commits owe to replicas that have taken no part since, and may not have completed theirs.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub owed: BTreeMap<PathBuf, Member>,
 }
 
 impl Intent {
-    /// The version that is written.
+    /// The version that is written where an earlier dsync understands all of it. Those from it on are read.
     pub const VERSION: u32 = 1;
+    /// The same where it would overlook a part, and take what was committed for what was not.
+    pub const VERSION_OF_MORE: u32 = 2;
 
     /// The intent in a group's folder; `None` if nothing was committed yet.
     ///
@@ -99,7 +104,7 @@ impl Intent {
         };
         let intent: Intent = serde_json::from_slice(&bytes).map_err(|e| damaged(e.to_string()))?;
         match intent.version {
-            Self::VERSION => Ok(Some(intent)),
+            Self::VERSION..=Self::VERSION_OF_MORE => Ok(Some(intent)),
             other => {
                 Err(damaged(format!("version {other} is not known to this dsync: use the one that wrote it")))
             }
@@ -107,15 +112,34 @@ impl Intent {
     }
 
     /// Writes it down: durable on return, and all or nothing.
+    ///
+    /// # Errors
+    /// Also if it is longer than what is read: it would commit what nobody could complete.
     pub(crate) fn store(&self, folder: &dyn Folder) -> Result<()> {
         let failed = || io_error("write", &folder.path().join(NAME));
-        let bytes = serde_json::to_vec_pretty(self).map_err(|e| failed()(e.into()))?;
+        let version = if self.owed.is_empty() { Self::VERSION } else { Self::VERSION_OF_MORE };
+        let intent = Intent { version, ..self.clone() };
+        let bytes = serde_json::to_vec_pretty(&intent).map_err(|e| failed()(e.into()))?;
+        if bytes.len() as u64 > MOST {
+            return Err(ReplicaError::Refused(format!(
+                "the group {} has too many replicas with long paths to be committed together: its intent would take {}, and at most {} \
+                 are read. Give a folder with a shorter path, or make smaller groups",
+                self.group,
+                device::human_size(bytes.len() as u64),
+                device::human_size(MOST)
+            )));
+        }
         device::replace(folder, NAME, &bytes).map_err(failed())
     }
 
-    /// True if it commits this delta.
+    /// True if it commits this delta, or owes it to a replica.
     pub fn commits(&self, stream: Uuid) -> bool {
-        self.members.values().any(|member| member.stream == Some(stream))
+        self.members.values().chain(self.owed.values()).any(|member| member.stream == Some(stream))
+    }
+
+    /// What was committed of the replica at this path.
+    pub(crate) fn of(&self, path: &Path) -> Option<&Member> {
+        self.members.get(path).or_else(|| self.owed.get(path))
     }
 }
 

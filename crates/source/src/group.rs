@@ -2,7 +2,8 @@
 //!
 //! A source belongs to at most one group, by a file in its folder, which also says where the group's last cut found it. A
 //! **cut** has a number and an id, like an epoch. It is common if all members name the same one and are still at the epochs that
-//! they had there: then nothing was written since, and the next cut is the same.
+//! they had there: then nothing was written since, and the next cut is the same. Another file says which cut replicas have
+//! committed last: who cuts writes the one, who copies the other.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
@@ -18,6 +19,7 @@ use crate::source::{Checkpoint, Source};
 use crate::state::{About, StateDir};
 
 const NAME: &str = "group";
+const COMMITTED: &str = "group-committed";
 
 /// The group of a source.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -38,6 +40,25 @@ impl Membership {
     fn write(&self, folder: &dyn Folder) -> Result<(), SourceError> {
         crate::json::write_json(folder, NAME, self)
     }
+
+    /// The last cut at which replicas are known to be, and the epoch of this source there. `None` before the first.
+    pub fn committed(&self, folder: &dyn Folder) -> Result<Option<(Epoch, Epoch)>, SourceError> {
+        let found = crate::json::read_json::<Membership>(folder, COMMITTED)?;
+        Ok(found.filter(|committed| committed.name == self.name).and_then(|committed| committed.cut))
+    }
+}
+
+/// Writes down that the replicas of these members, at these epochs, have committed a cut together.
+pub(crate) fn record_commit(
+    name: &str,
+    cut: Epoch,
+    members: &[(&dyn Folder, Epoch)],
+) -> Result<(), SourceError> {
+    for (folder, epoch) in members {
+        let committed = Membership { name: name.to_owned(), cut: Some((cut, *epoch)) };
+        crate::json::write_json(*folder, COMMITTED, &committed)?;
+    }
+    Ok(())
 }
 
 /// The sources of a group, by path.
@@ -75,6 +96,7 @@ pub fn leave_group(place: &std::path::Path, about: &About, name: &str) -> Result
     let _lock = taken.map_err(|holder| SourceError::Busy { path: about.path.clone(), holder })?;
     folder
         .remove(NAME)
+        .and_then(|()| folder.remove(COMMITTED))
         .and_then(|()| folder.sync())
         .map_err(SourceError::state("remove the group of a source in", place))
 }

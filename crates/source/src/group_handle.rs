@@ -3,7 +3,7 @@
 use delta::Epoch;
 
 use crate::SourceError;
-use crate::group::{check_name, record_cut};
+use crate::group::{check_name, record_commit, record_cut};
 use crate::handle::Handle;
 use crate::view::View;
 
@@ -74,6 +74,13 @@ impl GroupHandle {
         let folders = self.members.iter().map(Handle::folder);
         let folders: Vec<_> = folders.zip(&views).map(|(folder, view)| (folder, view.epoch())).collect();
         Ok((record_cut(&self.name, &folders)?, views))
+    }
+
+    /// Writes down that the replicas have committed a cut, with the members at these epochs, in their order.
+    pub fn committed(&self, cut: Epoch, epochs: &[Epoch]) -> Result<(), SourceError> {
+        let folders = self.members.iter().map(Handle::folder);
+        let members: Vec<_> = folders.zip(epochs.iter().copied()).collect();
+        record_commit(&self.name, cut, &members)
     }
 
     /// Releases the sources cleanly.

@@ -24,6 +24,7 @@ use crate::messages::{
     text,
 };
 use crate::options::SyncOptions;
+use crate::pack::reading;
 use crate::plan::{Choice, SyncPlan, choose, cut_off, refuse_larger};
 use crate::push::{bring, estimate, replica_for_sync};
 use crate::report::{Progress, Summary, Totals};
@@ -315,14 +316,20 @@ impl<'a> GroupSession<'a> {
 
     /// Commits what all members have prepared, and records that at the sources.
     fn commit(&self, cut: Epoch, members: &mut [Planned<'_>]) -> Result<(), SyncError> {
+        // A delta was exact when it was sent. What another program has written to a source at rest since may be in the delta of
+        // another member that was read later.
+        for member in members.iter() {
+            member.view.verify().map_err(reading).map_err(|error| of_member(member.handle, error))?;
+        }
         self.sender.send_json(COMMIT_GROUP, &cut)?;
         let answer = heard(self.receiver, expect(self.receiver, GROUP_COMMITTED))?;
         let committed: Vec<Option<Committed>> = answer.json()?;
         if committed.len() != members.len() {
             return Err(nonsense("the members of a group"));
         }
-        for (member, committed) in members.iter_mut().zip(committed) {
-            let epoch = member.view.epoch();
+        let epochs: Vec<Epoch> = members.iter().map(|member| member.view.epoch()).collect();
+        self.group.committed(cut, &epochs)?;
+        for ((member, committed), epoch) in members.iter_mut().zip(committed).zip(epochs) {
             if committed.as_ref().is_some_and(|committed| committed.epoch != epoch) {
                 return Err(nonsense("an epoch that was not sent"));
             }

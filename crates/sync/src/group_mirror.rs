@@ -11,30 +11,37 @@ use link::Link;
 use serde::Serialize;
 use source::{GroupHandle, Handle, SourceError};
 
-use crate::error::{Class, SyncError};
+use crate::attempts::{Attempts, Trouble};
+use crate::error::SyncError;
 use crate::group::{GroupSession, GroupSummary};
 use crate::messages::part;
-use crate::mirror::{is_final, is_outage};
+use crate::mirror::Turns;
 use crate::options::SyncOptions;
 use crate::report::{Progress, Summary};
 
-/// How often a wait is interrupted to check for events.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// The shortest time from one cut to the next.
 const LEAST: Duration = Duration::from_millis(250);
-/// The pause between attempts to connect, at first and at most.
-const FIRST_RETRY: Duration = Duration::from_millis(500);
-const LAST_RETRY: Duration = Duration::from_secs(30);
-/// How often replicas that are in use are requested again at once.
-const BUSY_LOOKS: u32 = 40;
+/// How long a turn of the loop takes at most.
+const TURN: Duration = Duration::from_secs(1);
 
 /// Events, for the caller to report.
 #[derive(Debug)]
 pub enum GroupEvent<'a> {
     /// All replicas are at one moment.
     Committed(&'a GroupSummary, &'a [Summary]),
+    /// A source or a replica is in use; it is requested again for that long.
+    Waiting(&'a SyncError, Duration),
     /// An attempt failed; another follows after a pause.
     Broken(&'a SyncError, Duration),
+}
+
+impl<'a> From<Trouble<'a>> for GroupEvent<'a> {
+    fn from(trouble: Trouble<'a>) -> GroupEvent<'a> {
+        match trouble {
+            Trouble::Waiting(error, left) => GroupEvent::Waiting(error, left),
+            Trouble::Broken(error, pause) => GroupEvent::Broken(error, pause),
+        }
+    }
 }
 
 /// The totals of a mirror of a group.
@@ -70,6 +77,8 @@ pub struct GroupMirror<'a> {
     pub options: &'a SyncOptions,
     /// How far the replicas may fall behind while the link keeps up.
     pub rpo: Duration,
+    /// For how long to wait for what another program uses, before that counts as a failure; two seconds at least.
+    pub busy_for: Duration,
     /// Stops it when true: the replicas get what was written until then.
     pub stop: &'a AtomicBool,
     /// While it is true, nothing is sent.
@@ -78,6 +87,8 @@ pub struct GroupMirror<'a> {
     pub tell: &'a dyn Fn(GroupEvent<'_>),
     /// Gets the progress of transfers.
     pub progress: Progress<'a>,
+    /// Counts the turns of its loop.
+    pub turns: &'a Turns,
 }
 
 impl GroupMirror<'_> {
@@ -88,31 +99,19 @@ impl GroupMirror<'_> {
     pub fn run(mut self) -> Result<GroupMirrorSummary, SyncError> {
         let began = Instant::now();
         let mut summary = GroupMirrorSummary::default();
-        let (mut wait, mut busy, mut stopped) = (FIRST_RETRY, 0, false);
+        let stop = self.stop;
+        let mut attempts = Attempts::new(stop, self.rpo, self.busy_for);
         loop {
             let before = summary.commits;
-            let ended = self.converse(&mut summary);
+            let ended = self.converse(&mut summary, &attempts);
             if summary.commits > before {
-                (wait, busy) = (FIRST_RETRY, 0);
+                attempts.succeeded();
             }
             match ended {
                 Ok(()) => break,
-                // The far side may not have noticed the end of the previous conversation yet, or of a killed mirror.
-                Err(error) if error.class() == Class::Busy && busy < BUSY_LOOKS => {
-                    busy += 1;
-                    std::thread::sleep(LOOK_EVERY);
-                }
-                Err(error) if is_final(&error) || !(summary.commits > 0 || is_outage(&error)) => {
-                    return Err(error);
-                }
-                // After a stop was requested, make one more attempt only.
-                Err(error) if stopped => return Err(error),
                 Err(error) => {
-                    summary.broken += 1;
-                    (self.tell)(GroupEvent::Broken(&error, wait));
-                    self.rest_until(Instant::now() + wait);
-                    wait = (wait * 2).min(self.rpo.clamp(FIRST_RETRY, LAST_RETRY));
-                    stopped = self.stop.load(SeqCst);
+                    let tell = |trouble: Trouble<'_>| (self.tell)(trouble.into());
+                    summary.broken += u64::from(attempts.failed(error, &tell)?);
                 }
             }
         }
@@ -121,7 +120,11 @@ impl GroupMirror<'_> {
     }
 
     /// One conversation, until stopped or an error.
-    fn converse(&mut self, summary: &mut GroupMirrorSummary) -> Result<(), SyncError> {
+    fn converse(
+        &mut self,
+        summary: &mut GroupMirrorSummary,
+        attempts: &Attempts<'_>,
+    ) -> Result<(), SyncError> {
         let group = (self.attach)()?;
         if let Some(resting) = group.members().iter().find(|member| !member.is_served()) {
             let path = resting.about().path.display().to_string();
@@ -145,7 +148,7 @@ impl GroupMirror<'_> {
             let ends = (&sender, &receiver);
             let mut session =
                 GroupSession::begin(ends, &group, self.dir, self.name, &options, self.progress)?;
-            self.rounds(&group, &mut session, summary)
+            self.rounds(&group, &mut session, summary, attempts)
         })();
         summary.bytes_sent += traffic.sent();
         let mirrored = part(sender, &receiver, mirrored);
@@ -160,6 +163,7 @@ impl GroupMirror<'_> {
         group: &GroupHandle,
         session: &mut GroupSession<'_>,
         summary: &mut GroupMirrorSummary,
+        attempts: &Attempts<'_>,
     ) -> Result<(), SyncError> {
         // Also without a write now and then: another command may have ended an epoch.
         let mut last: Option<Instant> = None;
@@ -168,7 +172,8 @@ impl GroupMirror<'_> {
             let stops = self.stop.load(SeqCst);
             let began = Instant::now();
             let due = !self.pause.load(SeqCst) || stops;
-            if due && (last.is_none_or(|last| last.elapsed() >= self.rpo / 2) || has_changed(group)?) {
+            let changed = || self.turns.within(|| has_changed(group));
+            if due && (last.is_none_or(|last| last.elapsed() >= self.rpo / 2) || changed()?) {
                 let (committed, members) = session.round()?;
                 last = Some(began);
                 summary.commits += 1;
@@ -181,14 +186,14 @@ impl GroupMirror<'_> {
             }
             // As long as there is time for two rounds within the bound.
             let interval = (began.elapsed() * 2).max(LEAST).min(self.rpo / 2);
-            self.rest_until(began + interval);
+            self.turns.within(|| self.rest_until(began + interval, attempts));
         }
     }
 
-    /// Sleeps until then, or until stopped.
-    fn rest_until(&self, until: Instant) {
+    fn rest_until(&self, until: Instant, attempts: &Attempts<'_>) {
         while Instant::now() < until && !self.stop.load(SeqCst) {
-            std::thread::sleep(LOOK_EVERY.min(until.saturating_duration_since(Instant::now())));
+            attempts.rest_until(until.min(Instant::now() + TURN));
+            self.turns.turn();
         }
     }
 }

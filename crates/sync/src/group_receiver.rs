@@ -7,7 +7,7 @@ use replica::{Commit, Group, KnownReplicas, Membership, Replica};
 use source::StateDir;
 
 use crate::error::SyncError;
-use crate::far::{Opened, ReplicaEnd, Taken, known_replicas, list, open_member, open_options, say_status};
+use crate::far::{Opened, ReplicaEnd, Taken, known_replicas, list, open_member, say_status};
 use crate::messages::{
     COMMIT_GROUP, COMMITTED, Committed, GROUP_COMMITTED, Open, OpenGroup, PLAN, PREPARED, Plan, nonsense,
     unexpected,
@@ -46,7 +46,6 @@ pub(crate) fn open_group(
             }
         }
     }
-    group.check_absent(&replicas, &open_options(None, state))?;
     Ok(OpenedGroup { group, replicas, known: known_replicas(state) })
 }
 

@@ -35,6 +35,7 @@
 mod account;
 mod allowed_paths;
 mod attach;
+mod attempts;
 mod batching;
 mod compared;
 mod conflict;

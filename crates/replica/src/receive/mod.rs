@@ -106,7 +106,14 @@ impl Replica {
             _ if seeds => self.seed(&toward, &header)?,
             Some(StepKind::NewFile { .. } | StepKind::Clone { .. }) => self.go_on(&toward, &header)?,
             _ => match commit {
-                Commit::Journal => self.journal_sink(&header, &raw)?,
+                Commit::Journal => {
+                    if self.lineage().step.is_none() {
+                        // Before its end can be durable: from then on only the group commits it. And before room is reserved for
+                        // the next lineage: this one would take it.
+                        self.join_group()?;
+                    }
+                    self.journal_sink(&header, &raw)?
+                }
                 Commit::InPlace if self.settings().is_some() && self.lineage().step.is_none() => {
                     return Err(self.keeps_nothing_in_place());
                 }
@@ -114,10 +121,6 @@ impl Replica {
                 Commit::Reflink => self.reflink(&toward, &header)?,
             },
         };
-        if matches!(sink, Sink::Journal(_)) && self.lineage().step.is_none() {
-            // Before its end can be durable: from then on only the group commits it.
-            self.join_group()?;
-        }
         Ok(DeltaReceiver { replica: self, decoder, toward, sink, failed: false })
     }
 

@@ -324,7 +324,7 @@ impl Replica {
         // Without its folder nothing can be missed that was there.
         let Ok(folder) = self.destination().group(group) else { return Ok(None) };
         let Some(intent) = Intent::read(&*folder)? else { return Ok(None) };
-        let named = intent.members.get(self.path()).filter(|member| {
+        let named = intent.of(self.path()).filter(|member| {
             Some(member.source) == self.lineage().source
                 && member.stream.is_some_and(|stream| !self.has(stream))
                 && self.lineage().epoch.is_some_and(|epoch| member.epoch.number > epoch.number)

@@ -1,5 +1,6 @@
 //! Replicas that commit together: after any crash all of them are at one moment, in whichever order they are opened.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
@@ -11,7 +12,7 @@ use uuid::Uuid;
 
 use super::crash::{OUTAGES, on, replica_at};
 use super::world::*;
-use crate::{Commit, Group, Membership, Options, Replica, ReplicaError, State};
+use crate::{Commit, Group, Intent, Member, Membership, Options, Replica, ReplicaError, State};
 
 /// Two replicas of two sources, and the folder of their group.
 struct Pair {
@@ -339,4 +340,85 @@ fn what_was_committed_waits_for_room() {
         assert!(at == [0, 0] || at == [1, 1], "step {step}: {at:?}");
     }
     assert!(waited > 0);
+}
+
+/// Both have prepared this epoch, and are committed; neither has been merged.
+fn committed_and_not_merged(pair: &Pair, sources: &[Source; 2], to: usize) {
+    let power = on();
+    let folder = pair.begin(&power);
+    let mut members = std::collections::BTreeMap::new();
+    for (at, source) in sources.iter().enumerate() {
+        let mut replica = pair.open_one(at, &power, true).unwrap();
+        let lacks = source.lacks(replica.status(), None, to);
+        prepare(&mut replica, &lacks).unwrap();
+        let stream = replica.prepared().unwrap().toward.stream;
+        let member = Member { source: source.id, epoch: source.epochs[to], stream: Some(stream) };
+        members.insert(Path::new(&format!("/of/{at}")).to_path_buf(), member);
+    }
+    let (group, owed) = ("db".into(), Default::default());
+    let intent = Intent { version: 1, group, cut: cut(to as u64), time: 0, members, owed };
+    intent.store(&SharedFolder(folder)).unwrap();
+}
+
+#[test]
+fn what_is_owed_to_an_absent_replica_outlives_the_commits_of_the_others() {
+    let sources = sources();
+    let pair = Pair::at([Kind::File, Kind::File], &sources, 0);
+    pair.sync(&on(), &sources, 0).unwrap();
+    committed_and_not_merged(&pair, &sources, 1);
+    // The second is away while the first goes on, twice.
+    for to in [2, 3] {
+        let power = on();
+        let folder = pair.begin(&power);
+        let mut group = Group::begin(Box::new(SharedFolder(folder)), "db").unwrap();
+        let mut replicas = [pair.open_one(0, &power, true).unwrap()];
+        assert_eq!(replicas[0].status().epoch, Some(sources[0].epochs[to - 1]));
+        let lacks = sources[0].lacks(replicas[0].status(), None, to);
+        prepare(&mut replicas[0], &lacks).unwrap();
+        group.commit(cut(to as u64), &mut replicas).unwrap();
+        assert_eq!(group.intent().unwrap().owed.len(), 1, "of the second alone");
+    }
+    assert_eq!(pair.stand(&sources, [1, 0], "the second is back"), [3, 1]);
+    pair.sync(&on(), &sources, 4).unwrap();
+    assert_eq!(pair.stand(&sources, [0, 1], "together again"), [4, 4]);
+}
+
+#[test]
+fn an_intent_that_could_not_be_read_again_is_not_written() {
+    let folder = testing::in_memory();
+    let folder = device::Dir::open(folder.path()).unwrap();
+    let member = |number: u128| {
+        let path = format!("/srv/{}/{number}.raw", "a".repeat(4000));
+        (path.into(), Member { source: Uuid::from_u128(number), epoch: cut(1), stream: None })
+    };
+    let intent = |members: u128| Intent {
+        version: 1,
+        group: "db".into(),
+        cut: cut(1),
+        time: 0,
+        members: (0..members).map(member).collect(),
+        owed: Default::default(),
+    };
+    intent(200).store(&folder).unwrap();
+    let refused = intent(300).store(&folder);
+    assert!(
+        matches!(&refused, Err(ReplicaError::Refused(why)) if why.contains("shorter path")),
+        "{refused:?}"
+    );
+    assert_eq!(Intent::read(&folder).unwrap(), Some(intent(200)));
+}
+
+/// The first delta of a member makes it one: that must not take the room in which its lineage is to say that it was merged.
+#[test]
+fn who_joins_a_group_has_room_for_the_commit() {
+    let sources = sources();
+    let pair = Pair::at([Kind::File, Kind::File], &sources, 0);
+    let power = on();
+    let (_group, mut replicas) = pair.open(&power).unwrap();
+    for (replica, source) in replicas.iter_mut().zip(&sources) {
+        assert_eq!(replica.status().group, None);
+        prepare(replica, &source.tracked(0, 1)).unwrap();
+        let reserved = replica.state().open(&device::reserved(crate::lineage::NAME), false);
+        assert!(reserved.is_ok(), "room for the lineage is not reserved any more");
+    }
 }

@@ -14,29 +14,19 @@ use std::time::{Duration, Instant};
 
 use link::Link;
 use serde::Serialize;
-use source::{Handle, SourceError};
+use source::Handle;
 
 use self::followed_source::FollowedSource;
 pub use self::turns::Turns;
+use crate::attempts::{Attempts, LOOK_EVERY, Trouble, is_cut, rest_until};
 use crate::batching::Batching;
-use crate::error::{Class, SyncError};
+use crate::error::SyncError;
 use crate::options::SyncOptions;
 use crate::pipeline::Stages;
 use crate::report::{Progress, Summary};
 
-/// How often a wait is interrupted to check for events, unless `--rpo` is shorter.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// The pause between attempts to connect, at first and at most.
-const FIRST_RETRY: Duration = Duration::from_millis(500);
-const LAST_RETRY: Duration = Duration::from_secs(30);
-/// The shortest such pause.
-const CLOSE_RETRY: Duration = Duration::from_secs(1);
 /// After this many cut conversations without a confirmed batch, a sync takes its place.
 const FRUITLESS: u32 = 3;
-/// For how long a replica that is in use is requested again at once, and how often after that.
-const BUSY_AT_ONCE: Duration = Duration::from_secs(2);
-const BUSY_RETRY: Duration = Duration::from_secs(1);
-
 /// How to mirror.
 #[derive(Debug, Clone)]
 pub struct MirrorOptions {
@@ -50,8 +40,8 @@ pub struct MirrorOptions {
     pub there: Stages,
     /// How often an epoch ends: after a crash of the source, what was written since is sent again.
     pub epoch_every: Duration,
-    /// For how long to wait for a source or a replica that another program uses, before that counts as a failure. It is
-    /// two seconds at least: the far side of a link that broke, or of a killed mirror, may not have noticed yet.
+    /// For how long to wait for a source or a replica that another program uses, before that counts as a failure; two seconds at
+    /// least.
     pub busy_for: Duration,
 }
 
@@ -157,10 +147,8 @@ impl Mirror<'_> {
         let began = Instant::now();
         let mut summary = MirrorSummary::default();
         let mut followed: Option<FollowedSource> = None;
-        let mut wait = FIRST_RETRY;
-        // Until both ends were reached once, an error is most likely a mistake of the user.
-        let mut worked = false;
-        let (mut busy, mut stopped): (Option<Instant>, bool) = (None, false);
+        let stop = self.stop;
+        let mut attempts = Attempts::new(stop, self.options.batching.rpo, self.options.busy_for);
         // Consecutive conversations that were cut with nothing confirmed.
         let mut fruitless = 0;
         loop {
@@ -169,7 +157,6 @@ impl Mirror<'_> {
             let ended = match &mut followed {
                 None => FollowedSource::begin(&mut self, &mut summary).map(|begun| {
                     followed = Some(begun);
-                    worked = true;
                     Ended::Apart
                 }),
                 Some(follow) => {
@@ -187,23 +174,16 @@ impl Mirror<'_> {
                 }
             };
             // A link that lasted longer than the pause works, even if there was nothing to send.
-            if summary.batches > before || followed.as_ref().is_some_and(|follow| follow.stood > wait) {
-                wait = FIRST_RETRY;
+            let lasted = followed.as_ref().is_some_and(|follow| follow.stood > attempts.pause());
+            if summary.batches > before || lasted {
+                attempts.progress();
             }
             match ended {
                 Ok(Ended::Stopped) => break,
-                Ok(Ended::Apart | Ended::Round | Ended::Paused) => (wait, busy) = (FIRST_RETRY, None),
-                Err(error) if error.class() == Class::Busy && self.waits(&mut busy, &error) => {}
-                Err(error) if is_final(&error) || !(worked || is_outage(&error)) => return Err(error),
-                // After a stop was requested, make one more attempt only.
-                Err(error) if stopped => return Err(error),
+                Ok(Ended::Apart | Ended::Round | Ended::Paused) => attempts.succeeded(),
                 Err(error) => {
-                    worked = true;
-                    summary.broken += 1;
-                    (self.tell)(MirrorEvent::Broken(&error, wait));
-                    self.rest_until(Instant::now() + wait);
-                    wait = (wait * 2).min(self.options.batching.rpo.clamp(CLOSE_RETRY, LAST_RETRY));
-                    stopped = self.stop.load(SeqCst);
+                    let tell = |trouble: Trouble<'_>| (self.tell)(trouble.into());
+                    summary.broken += u64::from(attempts.failed(error, &tell)?);
                 }
             }
         }
@@ -224,52 +204,19 @@ impl Mirror<'_> {
         }
     }
 
-    /// Sleeps before the next request for what is in use, unless it was requested for long enough. `since` is when it was
-    /// first found in use.
-    fn waits(&self, since: &mut Option<Instant>, error: &SyncError) -> bool {
-        let waited = since.get_or_insert_with(Instant::now).elapsed();
-        let left = self.options.busy_for.max(BUSY_AT_ONCE).saturating_sub(waited);
-        let at_once = waited < BUSY_AT_ONCE;
-        if left.is_zero() || (!at_once && self.stop.load(SeqCst)) {
-            return false;
-        }
-        if at_once {
-            std::thread::sleep(LOOK_EVERY);
-            return true;
-        }
-        if waited < BUSY_AT_ONCE + BUSY_RETRY {
-            (self.tell)(MirrorEvent::Waiting(error, left));
-        }
-        self.rest_until(Instant::now() + BUSY_RETRY.min(left));
-        true
-    }
-
     /// Sleeps until then, or until stopped.
     fn rest_until(&self, until: Instant) {
-        while Instant::now() < until && !self.stop.load(SeqCst) {
-            std::thread::sleep(self.options.look_every());
+        rest_until(until, self.stop, self.options.look_every());
+    }
+}
+
+impl<'a> From<Trouble<'a>> for MirrorEvent<'a> {
+    fn from(trouble: Trouble<'a>) -> MirrorEvent<'a> {
+        match trouble {
+            Trouble::Waiting(error, left) => MirrorEvent::Waiting(error, left),
+            Trouble::Broken(error, pause) => MirrorEvent::Broken(error, pause),
         }
     }
-}
-
-/// True if another attempt cannot help: another source, another replica, a source that shrank. What is merely in use may be free
-/// soon: the far side of a broken link releases the replica when it notices.
-pub(crate) fn is_final(error: &SyncError) -> bool {
-    match error {
-        // The far side of a source's restart.
-        SyncError::Source(_) => false,
-        _ => error.class() == Class::Refused,
-    }
-}
-
-/// True if a link broke, or the source's server stopped.
-pub(crate) fn is_outage(error: &SyncError) -> bool {
-    is_cut(error) || matches!(error, SyncError::Source(SourceError::Away(_)))
-}
-
-/// True if an established link broke.
-fn is_cut(error: &SyncError) -> bool {
-    matches!(error, SyncError::Link(link::Error::Cut { .. }))
 }
 
 /// The orderly end of a session.

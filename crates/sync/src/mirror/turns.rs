@@ -20,7 +20,7 @@ impl Turns {
     }
 
     /// Runs the loop.
-    pub(super) fn within<T>(&self, run: impl FnOnce() -> T) -> T {
+    pub(crate) fn within<T>(&self, run: impl FnOnce() -> T) -> T {
         self.turn();
         self.looping.store(true, Relaxed);
         let result = run();
@@ -29,7 +29,7 @@ impl Turns {
     }
 
     /// Counts a turn of the loop, or a step of a long one.
-    pub(super) fn turn(&self) {
+    pub(crate) fn turn(&self) {
         self.count.fetch_add(1, Relaxed);
     }
 }
