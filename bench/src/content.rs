@@ -56,7 +56,16 @@ impl Content {
             left -= u64::from(!*block);
             *block = true;
         }
-        let blocks: Vec<u64> = (0..total).filter(|&block| chosen[block as usize]).collect();
+        self.next((0..total).filter(|&block| chosen[block as usize]).collect())
+    }
+
+    /// The next round changes these, ascending.
+    pub(crate) fn change_blocks(&mut self, blocks: Vec<u64>) -> Change {
+        self.latest += 1;
+        self.next(blocks)
+    }
+
+    fn next(&mut self, blocks: Vec<u64>) -> Change {
         let before = blocks.iter().map(|&block| self.generations[block as usize]).collect();
         for &block in &blocks {
             self.generations[block as usize] = self.latest;

@@ -15,18 +15,14 @@ use crate::places::{free, own_mounts, root, scratch};
 use crate::plot::{Series, lines};
 use crate::report::{Report, Table, median, size};
 use crate::rows::{self, Row};
-use crate::scene::{Scene, Tool};
+use crate::scene::{Measured, Scene, Tool};
 
 const RATE: u64 = 1_000_000_000;
 const GIB: f64 = (1u64 << 30) as f64;
 
 /// Runs the scenario.
 pub(crate) fn figures(bench: &Bench, report: &mut Report) -> Result<()> {
-    let out = bench.out.clone().unwrap_or_default();
-    let results = match out.parent() {
-        Some(parent) if !out.as_os_str().is_empty() => parent.to_path_buf(),
-        _ => PathBuf::from("bench/results"),
-    };
+    let results = results(bench);
     let rounds = bench.rounds.unwrap_or(if bench.quick { 1 } else { 3 });
     report.section(
         "paper: two hosts and a line",
@@ -64,7 +60,7 @@ pub(crate) fn figures(bench: &Bench, report: &mut Report) -> Result<()> {
             for round in 0..rounds {
                 let change = scene.change(percent)?;
                 for tool in rotated(&tools, round) {
-                    let (row, samples) = scene.measure(tool, percent, round)?;
+                    let Measured { row, samples, .. } = scene.measure(tool, percent, round)?;
                     scene.content.check_changed(&change, &scene.copy(tool))?;
                     if !bench.quiet {
                         println!(
@@ -83,11 +79,19 @@ pub(crate) fn figures(bench: &Bench, report: &mut Report) -> Result<()> {
             }
         }
     }
-    std::fs::create_dir_all(&results).with_context(|| results.display().to_string())?;
     let (runs_file, usage_file) = (results.join("paper-runs.csv"), results.join("paper-usage.csv"));
     rows::write(&runs_file, &report.about(), &runs)?;
     rows::write(&usage_file, &report.about(), &usage)?;
     draw(report, &results, &rows::read(&runs_file)?, &rows::read(&usage_file)?)
+}
+
+/// Where runs and figures go: beside the file for the results.
+pub(crate) fn results(bench: &Bench) -> PathBuf {
+    let out = bench.out.clone().unwrap_or_default();
+    match out.parent() {
+        Some(parent) if !out.as_os_str().is_empty() => parent.to_path_buf(),
+        _ => PathBuf::from("bench/results"),
+    }
 }
 
 /// The sizes of the paper, as far as the disk has room for the image, the copies and what the tools need beside them.
@@ -100,7 +104,7 @@ fn sizes(bench: &Bench, report: &mut Report) -> Vec<u64> {
     let copies = wanted(bench).len() as u64;
     let room = free(&bench.dir);
     let (fitting, others): (Vec<u64>, Vec<u64>) =
-        all.into_iter().partition(|bytes| bytes * (copies + 2) < room);
+        all.into_iter().partition(|bytes| bytes * (copies + 3) < room);
     for bytes in others {
         report.left_out(&size(bytes as f64), "the disk has too little room for all copies");
     }
@@ -111,12 +115,13 @@ fn percents(bench: &Bench) -> Vec<u32> {
     if bench.percent.is_empty() { vec![1, 10, 50, 90] } else { bench.percent.clone() }
 }
 
-fn wanted(bench: &Bench) -> Vec<Tool> {
+/// The tools that `--only` names.
+pub(crate) fn wanted(bench: &Bench) -> Vec<Tool> {
     Tool::ALL.into_iter().filter(|tool| bench.wants(tool.name())).collect()
 }
 
 /// The tools in another order each round.
-fn rotated(tools: &[Tool], round: usize) -> Vec<Tool> {
+pub(crate) fn rotated(tools: &[Tool], round: usize) -> Vec<Tool> {
     let mut tools = tools.to_vec();
     if !tools.is_empty() {
         let by = round % tools.len();

@@ -27,6 +27,7 @@ mod rows;
 mod scene;
 mod serve;
 mod sync;
+mod trace;
 mod track;
 
 use std::path::{Path, PathBuf};
@@ -81,6 +82,10 @@ struct Bench {
     /// Only the peers whose name contains one of these words, and the limit; of rolling, only these parts
     #[arg(long, global = true, value_delimiter = ',', value_name = "WORD")]
     only: Vec<String>,
+    /// For trace: a block trace, as CSV of Timestamp,Hostname,DiskNumber,Type,Offset,Size,ResponseTime in the form of those
+    /// that Microsoft Research published [default: a generated week]
+    #[arg(long, global = true, value_name = "FILE")]
+    trace: Option<PathBuf>,
     /// No line for every run
     #[arg(long, global = true)]
     quiet: bool,
@@ -121,6 +126,8 @@ enum What {
     Record,
     /// What a writer feels while its disk is followed, viewed, synced, mirrored, or read by rsync; and the page cache
     Harm,
+    /// A week of a server on two hosts, day by day: times and bytes of each tool; run lengths
+    Trace,
     /// Two hosts and a line of 1 Gbit/s: the first paper's figures 2 to 7, from 1 GiB to 32 GiB as far as the disk has room;
     /// hours, so not part of all
     Paper,
@@ -194,7 +201,7 @@ fn own(subcommand: &str) -> Command {
 type Scenario = fn(&Bench, &mut Report) -> Result<()>;
 
 /// All scenarios by name.
-const SCENARIOS: [(&str, Scenario); 13] = [
+const SCENARIOS: [(&str, Scenario); 14] = [
     ("sync", sync::sync),
     ("compare", compare::compare),
     ("rolling", rolling::rolling),
@@ -207,6 +214,7 @@ const SCENARIOS: [(&str, Scenario); 13] = [
     ("mirror", mirror::mirror),
     ("record", record::record),
     ("harm", harm::harm),
+    ("trace", trace::trace),
     ("paper", figures::figures),
 ];
 
@@ -226,6 +234,7 @@ impl What {
             What::Far => "far",
             What::Record => "record",
             What::Harm => "harm",
+            What::Trace => "trace",
             What::Paper => "paper",
             _ => return SCENARIOS.into_iter().filter(|(name, _)| *name != "paper").collect(),
         };

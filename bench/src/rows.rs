@@ -49,6 +49,9 @@ pub(crate) fn write(file: &Path, about: &str, rows: &[Row]) -> Result<()> {
         }
         text.push('\n');
     }
+    if let Some(folder) = file.parent() {
+        std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
+    }
     std::fs::write(file, text).with_context(|| file.display().to_string())
 }
 

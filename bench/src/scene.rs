@@ -6,8 +6,9 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use dsync_tests::nbd::{Address, Client};
+use serde_json::Value;
 
 use crate::content::{Change, Content, drop_caches};
 use crate::dsync::{Dsync, export};
@@ -87,6 +88,14 @@ impl Tool {
     }
 }
 
+/// One run of a tool.
+pub(crate) struct Measured {
+    pub row: Row,
+    pub samples: Vec<Sample>,
+    /// Bytes that it read of the image, where it says so.
+    pub read: Option<u64>,
+}
+
 /// An image on the near host that is served and written, and a copy for each tool on the far one.
 pub(crate) struct Scene<'a> {
     hosts: &'a Arc<Hosts>,
@@ -95,6 +104,8 @@ pub(crate) struct Scene<'a> {
     folder: PathBuf,
     address: String,
     image: PathBuf,
+    /// The same content once more, for what follows writes elsewhere: to the server they would be foreign.
+    twin: PathBuf,
     sockets: PathBuf,
     socket: PathBuf,
     /// What the image holds.
@@ -145,6 +156,7 @@ impl<'a> Scene<'a> {
         std::fs::create_dir(&into)?;
         let image = folder.join("disk.img");
         content.write(&image)?;
+        let twin = folder.join("twin.img");
         let dsync = Dsync::new(binary, folder.join("near-state"));
         let far = Dsync::new(binary, folder.join("far-state"));
         let mut listen = far.command("receive");
@@ -163,6 +175,7 @@ impl<'a> Scene<'a> {
             folder,
             address,
             image,
+            twin,
             sockets,
             socket,
             content,
@@ -215,7 +228,7 @@ impl<'a> Scene<'a> {
     fn command(&self, tool: Tool) -> Result<Command> {
         let (copy, rsh) = (self.copy(tool), &self.hosts.rsh);
         let mut sync = self.dsync.command("sync");
-        sync.arg("--quiet");
+        sync.arg("--json");
         let durable = format!("{rsh} backup 'sync {0}'", copy.display());
         let command = match tool {
             Tool::Tls | Tool::Compare | Tool::Bpf => {
@@ -279,24 +292,36 @@ impl<'a> Scene<'a> {
         if let Some(name) = missing {
             anyhow::bail!("{name} is not installed");
         }
+        if [Tool::Bpf, Tool::Qemu].contains(&tool) && !self.twin.exists() {
+            std::fs::copy(&self.image, &self.twin)?;
+        }
         if tool == Tool::Bpf {
-            self.device = Some(Followed::new(&self.image, &self.dsync)?);
+            self.device = Some(Followed::new(&self.twin, &self.dsync)?);
         }
         if tool.follows() {
             return run(&mut self.near(&self.command(tool)?), LIMIT).map(drop);
         }
         std::fs::copy(&self.image, self.copy(tool))?;
         if tool == Tool::Qemu {
-            self.qemu = Some(Qemu::new(self.hosts, &self.image, &self.copy(tool), &self.sockets)?);
+            self.qemu = Some(Qemu::new(self.hosts, &self.twin, &self.copy(tool), &self.sockets)?);
         }
         Ok(())
     }
 
-    /// Changes so many of a hundred blocks. Each way of following hears of it by writes of its own, of the same content to the same
-    /// image.
+    /// Changes so many of a hundred blocks. Each way of following hears of it by writes of its own, of the same content.
     pub(crate) fn change(&mut self, percent: u32) -> Result<Change> {
-        go_on()?;
         let change = self.content.change(self.content.blocks() * u64::from(percent) / 100);
+        self.write(change)
+    }
+
+    /// Changes these blocks, ascending.
+    pub(crate) fn change_blocks(&mut self, blocks: Vec<u64>) -> Result<Change> {
+        let change = self.content.change_blocks(blocks);
+        self.write(change)
+    }
+
+    fn write(&self, change: Change) -> Result<Change> {
+        go_on()?;
         let address = Address::Unix(self.socket.clone());
         let mut client = Client::connect_with(&address, &export(&self.image), &[])?;
         self.content.apply_through(&change, &mut client)?;
@@ -313,7 +338,7 @@ impl<'a> Scene<'a> {
     }
 
     /// Brings one tool's copy up to date, from cold caches.
-    pub(crate) fn measure(&mut self, tool: Tool, percent: u32, round: usize) -> Result<(Row, Vec<Sample>)> {
+    pub(crate) fn measure(&mut self, tool: Tool, percent: u32, round: usize) -> Result<Measured> {
         drop_caches()?;
         let before = Carried::by_the_disk_of(&self.folder);
         let sampling = self.hosts.sample();
@@ -321,7 +346,7 @@ impl<'a> Scene<'a> {
         if let Some(qemu) = self.qemu.as_mut().filter(|_| tool == Tool::Qemu) {
             qemu.backup()?;
         }
-        run(&mut self.near(&self.command(tool)?), LIMIT)?;
+        let outcome = run(&mut self.near(&self.command(tool)?), LIMIT)?;
         let seconds = began.elapsed().as_secs_f64();
         let samples = sampling.end();
         let after = Carried::by_the_disk_of(&self.folder);
@@ -336,7 +361,14 @@ impl<'a> Scene<'a> {
             near: last.near,
             far: last.far,
         };
-        Ok((row, samples))
+        let mut lines = outcome.stdout.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+        let summary = lines.rfind(|line| line["message_type"] == "summary").unwrap_or_default();
+        if [Tool::Tls, Tool::Ssh, Tool::Bpf].contains(&tool) {
+            // Otherwise it is another tool that is measured.
+            ensure!(summary["method"] == "tracked", "{}: {summary}", tool.name());
+        }
+        let read = summary["bytes_read"].as_u64();
+        Ok(Measured { row, samples, read })
     }
 }
 

@@ -1,0 +1,232 @@
+//! A week of a server, day by day: the blocks that a trace writes are changed, and each tool brings its copy up to date every night.
+//! Figures 8, 10 and 11 and table 2 of "dsync: Efficient Block-wise Synchronization of Multi-Gigabyte Binary Data" (LISA 2013).
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::sync::Arc;
+
+use anyhow::{Context, Result, ensure};
+use dsync_tests::Random;
+
+use crate::Bench;
+use crate::content::Content;
+use crate::figures::{results, rotated, wanted};
+use crate::hosts::Hosts;
+use crate::limit::BLOCK;
+use crate::places::{own_mounts, root, scratch};
+use crate::process::go_on;
+use crate::report::{Report, Table, median, size};
+use crate::rows::{self, Row};
+use crate::scene::{Scene, Tool};
+
+const RATE: u64 = 1_000_000_000;
+const MIB: f64 = (1u64 << 20) as f64;
+/// A day in the units of the traces' clock, of 100 ns.
+const DAY: u64 = 864_000_000_000;
+
+/// The blocks written in each period, ascending.
+type Days = Vec<Vec<u64>>;
+
+/// A block trace as Microsoft Research published them: `Timestamp,Hostname,DiskNumber,Type,Offset,Size,ResponseTime`, a request a
+/// line, timestamps in units of 100 ns. Its writes to the first `bytes` of the volume, by days.
+fn recorded(trace: &mut dyn BufRead, bytes: u64) -> Result<Days> {
+    let (mut days, mut first): (Vec<Vec<u64>>, Option<u64>) = (Vec::new(), None);
+    for (at, line) in trace.lines().enumerate() {
+        let line = line?;
+        let fields: Vec<&str> = line.split(',').map(str::trim).collect();
+        let number = |at: usize| fields.get(at).and_then(|field| field.parse::<u64>().ok());
+        let (Some(time), Some(offset), Some(len)) = (number(0), number(4), number(5)) else {
+            ensure!(at == 0, "line {}: not a request: {line}", at + 1);
+            continue; // A head.
+        };
+        let day = (time.saturating_sub(*first.get_or_insert(time)) / DAY) as usize;
+        ensure!(day < 366, "line {}: more than a year after the first", at + 1);
+        if day >= days.len() {
+            days.resize_with(day + 1, Vec::new);
+        }
+        if fields[3].eq_ignore_ascii_case("write") && len > 0 {
+            let end = offset.saturating_add(len).min(bytes);
+            days[day].extend(offset / BLOCK..end.div_ceil(BLOCK).max(offset / BLOCK));
+        }
+    }
+    Ok(days.into_iter().map(in_order).collect())
+}
+
+/// A week with the statistics that the paper gives of its trace (the first 32 GiB of a print server's volume): between 1 and 2 % of
+/// all blocks a day, most of them in runs of 4 as in its figure 8, and most writes where others were.
+fn generated(bytes: u64, random: &mut Random) -> Days {
+    let blocks = bytes / BLOCK;
+    let day = |random: &mut Random| {
+        let wanted = blocks / 100 + random.below(blocks / 100);
+        let mut written = Vec::new();
+        while (written.len() as u64) < wanted {
+            let len = match random.below(10) {
+                0..=2 => 1,
+                3 => 2 + random.below(2),
+                4..=7 => 4,
+                8 => 8,
+                _ => 16,
+            };
+            // Four of five go to a fifth of the volume.
+            let within = if random.below(5) > 0 { blocks / 5 } else { blocks };
+            let first = random.below(within - len);
+            written.extend(first..first + len);
+        }
+        in_order(written)
+    };
+    (0..7).map(|_| day(random)).collect()
+}
+
+fn in_order(mut blocks: Vec<u64>) -> Vec<u64> {
+    blocks.sort_unstable();
+    blocks.dedup();
+    blocks
+}
+
+/// How many blocks lie in runs of each length.
+fn runs(blocks: &[u64]) -> BTreeMap<u64, u64> {
+    let mut found = BTreeMap::new();
+    for run in blocks.chunk_by(|a, b| a + 1 == *b) {
+        *found.entry(run.len() as u64).or_default() += run.len() as u64;
+    }
+    found
+}
+
+/// Runs the scenario.
+pub(crate) fn trace(bench: &Bench, report: &mut Report) -> Result<()> {
+    let bytes = bench.size.unwrap_or(if bench.quick { 256 << 20 } else { 4 << 30 }).next_multiple_of(1 << 20);
+    let mut random = Random::seeded(bench.seed);
+    let (days, what) = match &bench.trace {
+        Some(file) => {
+            let open = File::open(file).with_context(|| file.display().to_string())?;
+            let days = recorded(&mut BufReader::new(open), bytes);
+            (days.with_context(|| file.display().to_string())?, file.display().to_string())
+        }
+        None => (generated(bytes, &mut random), "a generated week".into()),
+    };
+    report.section(
+        "trace: a week of a server",
+        &format!(
+            "The first {} of {what}, day by day: what was written is changed through the server that follows it, then each tool \
+             brings its copy on another host up to date over 1 Gbit/s, from cold caches. Medians of the days.",
+            size(bytes as f64)
+        ),
+    );
+    let Some(binary) = &bench.dsync else {
+        report.left_out("trace", "no binary: build it, or name it with --dsync");
+        return Ok(());
+    };
+    let synthetic: Vec<u64> = {
+        let count = days.first().map_or(0, Vec::len) as u64;
+        in_order((0..count).map(|_| random.below(bytes / BLOCK)).collect())
+    };
+    lengths(report, &[("random", &synthetic), ("first day", days.first().unwrap_or(&synthetic))]);
+    let folder = scratch(&bench.dir)?;
+    let own = if root() { own_mounts() } else { Ok(()) };
+    let hosts = match own.and_then(|()| Hosts::new(Some(RATE), folder.path())) {
+        Ok(hosts) => Arc::new(hosts),
+        Err(error) => {
+            report.left_out("trace", &format!("{error:#}"));
+            return Ok(());
+        }
+    };
+    let mut scene = Scene::new(&hosts, binary, folder.path(), Content::new(bench.seed, bytes))?;
+    let mut tools = wanted(bench);
+    scene.first_copies(&mut tools, report)?;
+    let (mut all, mut reads) = (Vec::new(), Vec::new());
+    for (day, blocks) in days.iter().enumerate() {
+        go_on()?;
+        let change = scene.change_blocks(blocks.clone())?;
+        for tool in rotated(&tools, day) {
+            let measured = scene.measure(tool, 0, day)?;
+            scene.content.check_changed(&change, &scene.copy(tool))?;
+            if !bench.quiet {
+                println!("day {}: {}: {:.2} s", day + 1, tool.name(), measured.row.seconds);
+            }
+            if let Some(read) = measured.read.filter(|_| tool == Tool::Tls) {
+                reads.push(read as f64 / (blocks.len() as u64 * BLOCK) as f64);
+            }
+            all.push(measured.row);
+        }
+    }
+    let file = results(bench).join("trace-runs.csv");
+    rows::write(&file, &report.about(), &all)?;
+    report.table(&table(&tools, &rows::read(&file)?, &days));
+    if !reads.is_empty() {
+        report.goal("trace: bytes read, times bytes that were dirtied", median(&reads), true, 1.05);
+    }
+    Ok(())
+}
+
+/// Figure 8: how far what is written lies together.
+fn lengths(report: &mut Report, sets: &[(&str, &Vec<u64>)]) {
+    let mut table = Table::new(
+        "Of a hundred blocks so many lie in runs of",
+        &["", "1", "2", "3", "4", "5-8", "9-16", "more"],
+    );
+    for (name, blocks) in sets {
+        let found = runs(blocks);
+        let share = |lengths: std::ops::RangeInclusive<u64>| {
+            let count: u64 = found.range(lengths).map(|(_, count)| count).sum();
+            format!("{:.1}", 100.0 * count as f64 / blocks.len().max(1) as f64)
+        };
+        let mut row = vec![name.to_string()];
+        row.extend([1..=1, 2..=2, 3..=3, 4..=4, 5..=8, 9..=16, 17..=u64::MAX].map(share));
+        table.row(row);
+    }
+    report.table(&table);
+}
+
+/// Table 2.
+fn table(tools: &[Tool], all: &[Row], days: &Days) -> Table {
+    let dirtied: Vec<f64> = days.iter().map(|blocks| (blocks.len() as u64 * BLOCK) as f64 / MIB).collect();
+    let title = format!("{} days of {:.0} MiB", days.len(), median(&dirtied));
+    let mut table = Table::new(&title, &["tool", "seconds", "least", "most", "transferred, MiB"]);
+    for tool in tools {
+        let runs: Vec<&Row> = all.iter().filter(|row| row.tool == tool.name()).collect();
+        let seconds: Vec<f64> = runs.iter().map(|row| row.seconds).collect();
+        let carried: Vec<f64> = runs.iter().map(|row| (row.near.sent + row.near.received) / MIB).collect();
+        table.row(vec![
+            tool.name().into(),
+            format!("{:.2}", median(&seconds)),
+            format!("{:.2}", seconds.iter().copied().fold(f64::MAX, f64::min)),
+            format!("{:.2}", seconds.iter().copied().fold(0.0, f64::max)),
+            format!("{:.0}", median(&carried)),
+        ]);
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn days_of_a_trace() {
+        let text = format!(
+            "Timestamp,Hostname,DiskNumber,Type,Offset,Size,ResponseTime\n\
+             1000,host,0,Write,8192,4096,1\n1001,host,0,Read,0,4096,1\n1002,host,0,Write,12000,1000,1\n\
+             {},host,0,Write,0,8193,1\n{},host,0,Write,1048576,4096,1\n",
+            1000 + DAY,
+            1001 + DAY
+        );
+        let days = recorded(&mut text.as_bytes(), 1 << 20).unwrap();
+        assert_eq!(days, [vec![2, 3], vec![0, 1, 2]]);
+        let error = recorded(&mut "1,h,0,Write,0,4096,1\nnonsense\n".as_bytes(), 1 << 20).unwrap_err();
+        assert!(error.to_string().contains("line 2"), "{error}");
+    }
+
+    #[test]
+    fn a_generated_week_is_as_the_paper_says() {
+        let mut random = Random::seeded(1);
+        let days = generated(1 << 30, &mut random);
+        assert_eq!(days.len(), 7);
+        for day in &days {
+            let share = day.len() as f64 / f64::from(1 << 18);
+            assert!((0.009..0.021).contains(&share), "{share}");
+            let runs = runs(day);
+            assert!(runs[&4] > runs[&1], "{runs:?}");
+        }
+    }
+}
