@@ -39,10 +39,10 @@ test: check
 	DSYNC_BIN=$(abspath $(target))/debug/dsync $(CARGO) test --workspace --no-fail-fast
 	@echo 'SKIPPED: the campaigns ran as samples; run "make soak" for their full counts (hours), "make test-vm" for all guests, "make test-deb" for the packages'
 
-# The kernel module, all of its tests, in guests with two of Debian's kernels.
+# The kernel module, all of its tests, in guests with two of Debian's kernels; and docs/failover.md with a guest.
 test-vm:
 	@scripts/setup build test
-	DSYNC_VM=1 $(CARGO) test -p dsync-tests --test vm -- --nocapture
+	DSYNC_VM=1 $(CARGO) test -p dsync-tests --test vm --test failover_page -- --nocapture
 
 # A distribution's Rust may lack a part of cargo.
 lint = @if $(CARGO) $(1) --version >/dev/null 2>&1; then echo '$(2)'; $(2); \

@@ -286,14 +286,16 @@ fn unsaved(handle: &Handle, epoch: &Epoch, written: &Result<Written, String>) ->
             let count = blocks.count();
             format!(
                 "{count} block{} ({bytes}) written to {path} since epoch {}{when}, the last one in common, will be overwritten by \
-                 the next sync to it: pass --save FILE to keep them as a delta, or --discard to give them up",
+                 the next sync to it. In a planned switch name the replica that takes over, \"dsync demote {path} DST\", which sends \
+                 them to it. If it was promoted without them, pass --save FILE to keep them as a delta, or --discard to give them up",
                 if count == 1 { "" } else { "s" },
                 epoch.number
             )
         }
         Err(why) => format!(
             "what was written to {path} since epoch {}{when}, the last one in common, is not known ({why}): the next sync \
-             to it compares everything, and overwrites what differs. Copy the disk first if it is wanted; then pass --discard",
+             to it compares everything, and overwrites what differs. In a planned switch name the replica that takes over, \"dsync demote {path} DST\", \
+             which sends what it lacks. If it was promoted without that, copy the disk first if it is wanted; then pass --discard",
             epoch.number
         ),
     })
