@@ -357,6 +357,31 @@ fn a_far_group_is_cut_off_at_any_byte() {
     shows(&two.site.dsync(["status", "log"]).ok(), &[&name]);
 }
 
+/// The first common sync breaks off, when a member has its delta and the group has no commit yet: each can be opened, and the
+/// next sync goes on.
+#[test]
+fn a_first_common_sync_that_breaks_off_locks_nobody_out() {
+    let (mut two, there) = (Two::new("a first common sync"), FarGroup::new());
+    for name in NAMES {
+        let alone = two.site.dsync(["sync", "--rsh", RSH, name]);
+        let alone = alone.arg(format!("far:{}/{name}.raw", there.dir.display()));
+        alone.env("RSH_STATE", there.far.site.state()).ok();
+    }
+    [0, 1].into_iter().for_each(|disk| two.change(disk, 200));
+    let (mut bytes, mut broken) = (1500, 0);
+    while there.sync(&two, Some(bytes)).output().status.code() != Some(0) {
+        broken += 1;
+        for name in NAMES {
+            there.far.site.dsync(["recover"]).arg(there.dir.join(format!("{name}.raw"))).ok();
+        }
+        bytes = bytes * 3 / 2;
+    }
+    assert!(broken > 5, "only {broken} syncs broke off");
+    for (image, name) in two.images.iter().zip(NAMES) {
+        image::assert_equal(image, &there.dir.join(format!("{name}.raw")));
+    }
+}
+
 /// Runs a sync that must be refused, with these words, and shows that nothing was changed.
 fn refused(two: &Two, options: &[&str], words: &[&str]) {
     // What readers are told of a replica is written whenever it is opened.

@@ -8,7 +8,7 @@ use dsync_tests::mount::{Loop, Mount};
 use dsync_tests::nbd::Client;
 use dsync_tests::records::{self, Records};
 use dsync_tests::{Background, Random, Run, Scene, Server, need, need_root, skipped};
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal};
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 32 * MIB;
@@ -270,6 +270,82 @@ fn who_reads_loses_and_who_commits_does_not() {
     waits_to_warn(&mut server, "the replica was promoted");
     refused(&scene, "now", &["promoted"]);
     drop(server);
+}
+
+/// The files below a folder that a process holds open.
+fn holds(process: Pid, below: &Path) -> Vec<PathBuf> {
+    let open = std::fs::read_dir(format!("/proc/{}/fd", process.as_raw_nonzero())).expect("its files");
+    let paths = open.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok());
+    paths.filter(|path| path.starts_with(below)).collect()
+}
+
+/// A reader that has lost its moment holds nothing that takes space, though its server goes on.
+#[test]
+fn who_loses_lets_go_of_what_it_held() {
+    let mut scene = Scene::new("letting go", SIZE);
+    let epochs = [0, 1, 2].map(|_| {
+        let epoch = scene.sync(&["--keep-last", "9"]).ok().summary()["epoch"].to_string();
+        scene.change(300);
+        epoch
+    });
+    let mut server = rehearse(&scene, &epochs[0], &["--writable"]);
+    server.client("vm").write(0, &scene.random.bytes(MIB as usize)).expect("a write");
+    let folder = scene.replica.parent().expect("a folder").to_path_buf();
+    let process = server.process().pid();
+    let before = holds(process, &folder);
+    let undos = before.iter().filter(|path| path.to_string_lossy().contains("/undo-")).count();
+    assert!(undos == 2 && before.contains(&scene.replica), "{before:?}");
+    scene.site.dsync(["promote", "--force"]).arg(&scene.replica).ok();
+    waits_to_warn(&mut server, "the replica was promoted");
+    let until = Instant::now() + Duration::from_secs(60);
+    let is_small = |path: &PathBuf| path.is_dir() || path.to_string_lossy().contains("/view-");
+    loop {
+        // The scratch file has no name, and no length any more.
+        let left = holds(process, &folder);
+        let large = left.iter().filter(|path| !is_small(path));
+        let large: Vec<_> = large.filter(|path| !path.to_string_lossy().contains('#')).collect();
+        if large.is_empty() {
+            break;
+        }
+        assert!(Instant::now() < until, "it still holds {large:?}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// What another program has written to a replica is no moment of its source, and is not shown as one.
+#[test]
+fn what_others_write_to_is_not_shown() {
+    let scene = Scene::synced("rehearsal of a foreign write", SIZE);
+    let shows = || scene.site.dsync(["serve"]).arg(at(&scene.replica, "now")).args(["--socket", "s"]);
+    let file = std::fs::File::options().write(true).open(&scene.replica).expect("the replica");
+    std::os::unix::fs::FileExt::write_all_at(&file, &[7; 512], MIB).expect("a write");
+    // Somebody has it open for writing, as a guest has its disk: what it holds is not known.
+    let lock = device::lock_image(&scene.replica, device::Access::Write).expect("a lock");
+    shows().code(6).says(&["in use"]);
+    drop(lock);
+    shows().code(4).says(&["modified outside dsync"]);
+}
+
+#[test]
+fn what_others_write_to_a_device_is_not_shown() {
+    let what = "a rehearsal of a device that others have written to";
+    if !need_root(what) {
+        return;
+    }
+    let mut scene = Scene::new("rehearsal of a written device", SIZE);
+    let Some(device) = Loop::new(&scene.site.image("device.img", SIZE)) else {
+        return skipped(what, "no loop device can be made here");
+    };
+    scene.replica = device.device().to_path_buf();
+    scene.sync(&[]).ok();
+    let server = rehearse(&scene, "now", &[]);
+    drop(server);
+    let file = std::fs::File::options().write(true).open(&scene.replica).expect("the device");
+    std::os::unix::fs::FileExt::write_all_at(&file, &[7; 4096], MIB).expect("a write");
+    file.sync_all().expect("a sync");
+    drop(file);
+    let shows = scene.site.dsync(["serve"]).arg(at(&scene.replica, "now")).args(["--socket", "s"]);
+    shows.code(4).says(&["modified outside dsync"]);
 }
 
 /// A small file system with a replica: there is room for a sync, and not for what a reader needs besides.

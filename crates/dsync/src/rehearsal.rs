@@ -87,10 +87,11 @@ impl Rehearsal {
         format!("{}, {}, {writes}", units::size(self.view.len()), self.moment())
     }
 
-    /// Why it can be read no more. Its scratch file then gives its room back.
+    /// Why it can be read no more. All that it takes is then given back.
     fn lost(&self) -> Option<String> {
         let why = self.view.lost()?;
         let _ = self.overlay.as_ref().map(|overlay| overlay.give_up());
+        self.view.let_go();
         Some(format!(
             "{} can no longer be served: {why}. Its clients get I/O errors; the replica itself is not affected",
             self.moment()

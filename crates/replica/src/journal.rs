@@ -150,11 +150,21 @@ fn existing(folder: &dyn Folder, name: &str) -> Result<Option<Box<dyn StateFile>
     }
 }
 
+/// Reads and verifies the delta that begins at this byte of a file.
+///
+/// # Errors
+/// If the file cannot be read: what it holds there is not known then, and may well have been confirmed.
 pub(crate) fn measure_at(file: &Kept, start: u64) -> io::Result<Contents> {
     let mut contents = Contents { start, ..Contents::default() };
-    // Whatever is wrong ends what is in order; what follows is then sent again.
-    let _ = walk(&mut Input::new(file, start)?, &mut contents, None);
-    Ok(contents)
+    match walk(&mut Input::new(file, start)?, &mut contents, None) {
+        Err(Trouble::Delta(delta::Error::Read { error, .. }))
+            if error.kind() != io::ErrorKind::UnexpectedEof =>
+        {
+            Err(error)
+        }
+        // Whatever else is wrong ends what is in order; what follows is then sent again.
+        _ => Ok(contents),
+    }
 }
 
 /// What a journal's frames are brought to, in order.

@@ -238,6 +238,72 @@ impl Watched {
     pub(crate) fn is_at(&self, sequence: u64) -> bool {
         // G: after the claim, and after what was read.
         fence(SeqCst);
-        number(&self.file, 0).is_ok_and(|now| now == sequence)
+        let there = self.file.metadata().is_ok_and(|meta| meta.nlink() > 0);
+        there && number(&self.file, 0).is_ok_and(|now| now == sequence)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn held() -> Held {
+        Ok(Shown {
+            source: Uuid::from_u128(1),
+            epoch: Epoch { number: 4, id: Uuid::from_u128(4) },
+            ahead: false,
+            fuzzy: false,
+            at: Some(9),
+            size: 4096,
+            block_size: 4096,
+            state: Uuid::from_u128(2),
+            inode: 0,
+        })
+    }
+
+    fn taken() -> (tempfile::TempDir, Dir, Present) {
+        let temp = testing::in_memory();
+        let folder = Dir::open(temp.path()).unwrap();
+        let present = Present::take(&folder, true).unwrap().expect("there is room");
+        (temp, folder, present)
+    }
+
+    #[test]
+    fn a_reader_that_asks_is_seen_once() {
+        let (_temp, folder, mut present) = taken();
+        present.rest(held()).unwrap();
+        let reader = Watched::open(&folder).unwrap().expect("the file");
+        let (sequence, shown) = reader.look().expect("it rests");
+        assert_eq!(shown, held());
+        reader.ask().unwrap();
+        assert!(reader.is_at(sequence));
+        assert!(present.begin().unwrap(), "the reader is not seen");
+        assert!(!reader.is_at(sequence) && reader.look().is_none());
+        assert!(!present.begin().unwrap(), "it is seen already");
+    }
+
+    /// The number may have stayed odd from the commit before, as what the destination held could not be said.
+    #[test]
+    fn a_reader_is_seen_where_the_number_is_odd() {
+        let (_temp, folder, mut present) = taken();
+        assert_eq!(present.sequence % 2, 1);
+        assert!(!present.begin().unwrap());
+        Watched::open(&folder).unwrap().expect("the file").ask().unwrap();
+        assert!(present.begin().unwrap(), "the reader is not seen");
+    }
+
+    /// Where the number cannot be changed, the file goes, and with it what readers have asked for: they are looked for.
+    #[test]
+    fn readers_are_looked_for_where_the_number_cannot_be_written() {
+        let (temp, folder, mut present) = taken();
+        present.rest(held()).unwrap();
+        let reader = Watched::open(&folder).unwrap().expect("the file");
+        let (sequence, _) = reader.look().expect("it rests");
+        reader.ask().unwrap();
+        present.file = File::open(temp.path().join(NAME)).unwrap();
+        assert!(present.begin().unwrap(), "the reader is forgotten");
+        // And no other begins.
+        assert!(Watched::open(&folder).unwrap().is_none_or(|next| next.look().is_none()));
+        assert!(!reader.is_at(sequence), "it believes a file that is gone");
     }
 }

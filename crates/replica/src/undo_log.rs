@@ -170,7 +170,14 @@ impl Replica {
         if self.settings().is_none() {
             return self.drop_logs();
         }
-        let entries = past::entries(self.state(), &name).map_err(failed)?;
+        let entries = match past::entries(self.state(), &name) {
+            Ok(entries) => entries,
+            Err(error) => {
+                // What is behind may have been overwritten already, and would be kept as it is now.
+                self.warn(format!("its past is given up, because its undo log cannot be read: {error}"));
+                return self.drop_logs();
+            }
+        };
         let file: Arc<dyn StateFile> = self.state().open(&name, false).map_err(failed)?.into();
         let begun = past::began_at(&name).unwrap_or_default();
         let mut log = self.log_of(file)?;

@@ -2,7 +2,8 @@
 //! where what a reader needs cannot be kept for it, the reader loses, and says so.
 //!
 //! What is read is the destination, over it what was replaced since the reader's moment ([`crate::views`]), and for an earlier moment
-//! over both what the undo deltas hold that lead there. Their files are held open: they may be folded or dropped meanwhile.
+//! over both what the undo deltas hold that lead there. Their files are held open: they may be folded or dropped meanwhile. A reader that
+//! has lost its moment lets go of all of them ([`View::let_go`]), so that their space is free.
 
 use std::fs::File;
 use std::io;
@@ -29,7 +30,7 @@ use crate::options::Options;
 use crate::past::{self, Past};
 use crate::present::{Shown, Watched, share};
 use crate::replica::Replica;
-use crate::views::{Claim, HEAD, NAME, reach};
+use crate::views::{Claim, HEAD, NAME, let_go, reach};
 
 /// How long a commit under way is waited for.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -42,8 +43,15 @@ const LOOK_EVERY: Duration = Duration::from_micros(300);
 pub struct View {
     path: PathBuf,
     shown: Shown,
-    disk: Arc<dyn Disk>,
+    align: u32,
     log: Log,
+    /// `None` once it was let go.
+    held: RwLock<Option<Held>>,
+}
+
+/// What is read.
+struct Held {
+    disk: Arc<dyn Disk>,
     /// What an earlier moment had instead.
     past: Option<Index>,
 }
@@ -146,7 +154,8 @@ impl View {
         if !watched.is_at(sequence) {
             return Ok(Attempt::NotNow);
         }
-        let view = View { path: path.to_path_buf(), shown, disk, log, past: None };
+        let (align, held) = (disk.align(), RwLock::new(Some(Held { disk, past: None })));
+        let view = View { path: path.to_path_buf(), shown, align, log, held };
         match to.filter(|to| *to != view.shown.state) {
             Some(to) => view.go_back(dir, to),
             None => Ok(Attempt::Made(Box::new(view))),
@@ -178,7 +187,9 @@ impl View {
         let Some(epoch) = header.to().copied() else { return Ok(Attempt::NoSuchMoment) };
         let (at, size, fuzzy) = (Some(last.at), header.size_after, header.fuzzy);
         self.shown = Shown { epoch, at, fuzzy, ahead: last.via, ..self.shown };
-        self.past = Some(index);
+        if let Some(held) = self.held.get_mut().unwrap_or_else(PoisonError::into_inner) {
+            held.past = Some(index);
+        }
         self.log.size = self.shown.size;
         self.shown.size = size;
         Ok(Attempt::Made(Box::new(self)))
@@ -237,9 +248,26 @@ impl View {
         Ok(self.log.index.read().unwrap_or_else(PoisonError::into_inner))
     }
 
+    /// Lets go of all that it holds, once it is lost: the destination's file, which may have been replaced, and undo deltas, which may have
+    /// been dropped. Waits for reads under way. Who needs room waits for this: what else was held for the reader must have been let go
+    /// before.
+    pub fn let_go(&self) {
+        *self.held.write().unwrap_or_else(PoisonError::into_inner) = None;
+        let _ = let_go(&self.log.file);
+    }
+
+    fn held(&self) -> RwLockReadGuard<'_, Option<Held>> {
+        self.held.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The error where nothing is held any more.
+    fn gone(&self) -> io::Error {
+        self.lost_error(&self.lost().unwrap_or_else(|| "it was let go".into()))
+    }
+
     /// Reads what the replica had when the reader began.
-    fn read_present(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
-        let read = self.disk.read_at(offset, buf);
+    fn read_present(&self, disk: &dyn Disk, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        let read = disk.read_at(offset, buf);
         let mut kept = self.kept()?;
         if let Err(error) = read {
             // It was cut off since, or a part cannot be read: that does not matter where it was kept.
@@ -250,7 +278,7 @@ impl View {
                 if within.len() == buf.len() {
                     return Err(error);
                 }
-                self.disk.read_at(part.start, &mut buf[within])?;
+                disk.read_at(part.start, &mut buf[within])?;
             }
             kept = self.kept()?;
         }
@@ -366,7 +394,7 @@ impl Disk for View {
     }
 
     fn align(&self) -> u32 {
-        self.disk.align()
+        self.align
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
@@ -376,10 +404,12 @@ impl Disk for View {
         let present = self.log.size.saturating_sub(offset).min(buf.len() as u64) as usize;
         let (there, beyond) = buf.split_at_mut(present);
         beyond.fill(0);
+        let held = self.held();
+        let held = held.as_ref().ok_or_else(|| self.gone())?;
         if !there.is_empty() {
-            self.read_present(offset, there)?;
+            self.read_present(&*held.disk, offset, there)?;
         }
-        self.past.as_ref().map_or(Ok(()), |past| past.read(offset, buf))
+        held.past.as_ref().map_or(Ok(()), |past| past.read(offset, buf))
     }
 
     fn write_at(&self, _offset: u64, _buf: &[u8]) -> io::Result<()> {
@@ -400,9 +430,11 @@ impl Disk for View {
 
     /// The destination is asked before what was kept: a hole that is filled or made in between was kept before.
     fn allocated(&self, from: u64) -> io::Result<Option<Range<u64>>> {
-        let raw = self.disk.allocated(from.min(self.disk.len()))?;
+        let held = self.held();
+        let held = held.as_ref().ok_or_else(|| self.gone())?;
+        let raw = held.disk.allocated(from.min(held.disk.len()))?;
         let kept = self.kept()?.next(from);
-        let past = self.past.as_ref().and_then(|past| past.next(from));
+        let past = held.past.as_ref().and_then(|past| past.next(from));
         // Overlapping runs are returned as one, up to the end of the first: the next call finds the rest.
         let first = [raw, kept, past].into_iter().flatten().map(|run| run.start.max(from)..run.end);
         let first = first.filter(|run| run.start < run.end).min_by_key(|run| run.start);

@@ -7,7 +7,8 @@
 //! Nothing is synced: no reader outlives a power cut.
 //!
 //! Whatever fails for a reader ends its log, never the commit: the head says that it is lost before the first block is
-//! overwritten that was not kept. The logs give way first where space is short.
+//! overwritten that was not kept, or the log has no name any more, which says the same. The logs give way first where space is
+//! short: who needs it waits until the readers have let go of what they held.
 
 use std::fs::File;
 use std::io;
@@ -35,9 +36,13 @@ pub(crate) const HEAD: u64 = 4096;
 /// the one never takes the other back.
 const LOST: u64 = 8;
 const WHY: u64 = 16;
+/// Where a reader says, after it lost, that it holds nothing any more.
+const LET_GO: u64 = 496;
 const CLAIM: u64 = 512;
-/// How soon a reader has seen that it lost, and given back what it took.
-const SEEN_WITHIN: Duration = Duration::from_millis(700);
+/// How long it is waited for that. A reader looks twice a second.
+const LETS_GO_WITHIN: Duration = Duration::from_secs(5);
+/// How often it is looked whether it has.
+const POLL_EVERY: Duration = Duration::from_millis(5);
 /// How often it is looked whether readers live.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
@@ -89,10 +94,21 @@ pub(crate) fn reach(file: &File) -> Result<u64, String> {
     if lost.iter().all(|byte| *byte == 0) && !removed {
         return Ok(end.iter().rev().fold(0, |end, byte| end << 8 | u64::from(*byte)));
     }
-    let mut why = vec![0; (CLAIM - WHY) as usize];
+    let mut why = vec![0; (LET_GO - WHY) as usize];
     let read = file.read_exact_at(&mut why, WHY);
     let why = String::from_utf8_lossy(&why).trim_end_matches('\0').to_owned();
     Err(if read.is_err() || why.is_empty() { "what commits replaced could not be kept".into() } else { why })
+}
+
+/// Says that the reader of a log, who has lost, holds nothing any more.
+pub(crate) fn let_go(file: &File) -> io::Result<()> {
+    file.write_all_at(&[1], LET_GO)
+}
+
+/// True if a reader holds nothing any more: it has said so, or is gone.
+fn has_let_go(probe: &File) -> bool {
+    let mut said = [0];
+    probe.read_exact_at(&mut said, LET_GO).is_ok_and(|()| said != [0]) || is_gone(probe)
 }
 
 /// A reader's log, as who commits sees it.
@@ -157,7 +173,9 @@ impl Views {
             match ViewLog::open(folder, &name, disk) {
                 Ok(Some(log)) => self.logs.push(log),
                 Ok(None) => {}
-                Err(error) => lose(folder, &name, &format!("it could not be read: {error}"))?,
+                Err(error) => {
+                    lose(folder, &name, &format!("it could not be read: {error}"))?;
+                }
             }
         }
         Ok(())
@@ -196,7 +214,7 @@ impl Views {
                 let lost = lose(folder, &log.name, &why);
                 // Whoever is not told must not be forgotten.
                 let told = lost.is_ok();
-                failed = std::mem::replace(&mut failed, Ok(())).and(lost);
+                failed = std::mem::replace(&mut failed, Ok(())).and(lost.map(drop));
                 !told
             }
         });
@@ -286,44 +304,62 @@ fn is_gone(probe: &File) -> bool {
     }
 }
 
-/// Ends a log, and gives its room back. Fails if nothing tells its reader.
-fn lose(folder: &dyn Folder, name: &str, why: &str) -> io::Result<()> {
-    let mut told = Ok(());
-    match folder.open(name, false) {
-        Ok(file) => {
-            let mut text = why.as_bytes().to_vec();
-            text.resize((CLAIM - WHY) as usize, 0);
-            let said = file.write_at(WHY, &text).and_then(|()| file.write_at(LOST, &[1; 8]));
-            // What is shorter than its head is lost as well.
-            told = file.set_len(if said.is_ok() { HEAD } else { 0 }).or(said);
-        }
-        Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-        Err(e) => told = Err(e),
-    }
+/// Ends a log, and gives its room back. False if it was lost already. What its head says tells the reader, and so does its removal: where
+/// the log cannot be opened or written, that is enough.
+///
+/// # Errors
+/// If nothing tells the reader.
+fn lose(folder: &dyn Folder, name: &str, why: &str) -> io::Result<bool> {
+    let told = match say_lost(folder, name, why) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(_) => folder.remove(name).map(|()| true),
+        told => told,
+    };
     // F: before anything is written that was not kept.
     fence(SeqCst);
-    if told.is_ok() {
-        let _ = folder.remove(name);
-    }
     told
 }
 
-/// Ends all logs of a folder. Returns whether there was one.
+/// Says in a log's head that it is lost. It stays for as long as its reader, so that others see why.
+fn say_lost(folder: &dyn Folder, name: &str, why: &str) -> io::Result<bool> {
+    let file = folder.open(name, false)?;
+    if file.len()? < HEAD {
+        // Its reader is about to write the head over what is said there.
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    let mut said = [0; (WHY - LOST) as usize];
+    file.read_at(LOST, &mut said)?;
+    if said != [0; (WHY - LOST) as usize] {
+        return Ok(false);
+    }
+    let mut text = why.as_bytes().to_vec();
+    text.resize((LET_GO - WHY) as usize, 0);
+    file.write_at(WHY, &text)?;
+    file.write_at(LOST, &[1; (WHY - LOST) as usize])?;
+    file.set_len(HEAD)?;
+    Ok(true)
+}
+
+/// Ends all logs of a folder. Returns whether there was one that was not lost already.
 pub(crate) fn lose_all(folder: &dyn Folder, why: &str) -> io::Result<bool> {
     let mut told = Ok(false);
     for name in folder.list()?.into_iter().filter(|name| name.starts_with(NAME)) {
         let lost = lose(folder, &name, why);
-        told = told.and_then(|_| lost.map(|()| true));
+        told = told.and_then(|before| lost.map(|now| before || now));
     }
     told
 }
 
-/// Ends all logs to make room. True if that may have made some: what a reader has written for itself it gives back once it has seen
-/// that it lost.
+/// Ends all logs to make room, and waits until their readers have let go of what they held: their scratch files, and earlier moments
+/// and replaced files that have no name any more. True if that may have made some room.
 pub(crate) fn give_way(folder: &dyn Folder) -> bool {
+    let names = folder.list().unwrap_or_default().into_iter().filter(|name| name.starts_with(NAME));
+    let readers: Vec<File> =
+        names.filter_map(|name| File::open(folder.path().join(name)).ok()).collect();
     let gave = lose_all(folder, &no_room(folder)).unwrap_or(false);
-    if gave {
-        std::thread::sleep(SEEN_WITHIN);
+    let began = Instant::now();
+    while gave && began.elapsed() < LETS_GO_WITHIN && !readers.iter().all(has_let_go) {
+        std::thread::sleep(POLL_EVERY);
     }
     gave
 }

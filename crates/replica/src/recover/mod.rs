@@ -159,7 +159,15 @@ impl Replica {
 
     fn look_at_sealed(&self, found: &mut Found) -> Result<()> {
         let nothing = found.now.is_none() || found.situation.step == Step::NewFile;
-        let deltas = if nothing { None } else { journal::measure_all(self.state(), WHOLE)? };
+        let measured = if nothing { Ok(None) } else { journal::measure_all(self.state(), WHOLE) };
+        let deltas = match measured {
+            // Its user has all of it compared.
+            Err(_) if self.options().adopt => {
+                found.situation.sealed = Sealed::Damaged;
+                return Ok(());
+            }
+            measured => measured?,
+        };
         let last = deltas.as_ref().map(|deltas| deltas.last().and_then(Contents::stream));
         found.situation.sealed = match last {
             None => Sealed::None,
@@ -258,7 +266,14 @@ impl Replica {
     }
 
     fn look_at_arriving(&self, found: &mut Found) -> Result<()> {
-        found.arriving = journal::measure(self.state(), ARRIVING)?;
+        found.arriving = match journal::measure(self.state(), ARRIVING) {
+            // Its user has all of it compared.
+            Err(_) if self.options().adopt => {
+                found.situation.arriving = Arriving::Useless;
+                return Ok(());
+            }
+            measured => measured?,
+        };
         let group = match found.arriving.as_ref().and_then(Contents::stream) {
             Some(stream) if !self.has(stream) => match self.committed_by_group(stream) {
                 // Its user has all of it compared.

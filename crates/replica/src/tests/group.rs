@@ -422,3 +422,55 @@ fn who_joins_a_group_has_room_for_the_commit() {
         assert!(reserved.is_ok(), "room for the lineage is not reserved any more");
     }
 }
+
+/// The intent names what the journal of a member does not hold any more: it is not taken for one that has nothing to do.
+#[test]
+fn a_member_that_lost_its_commit_is_found() {
+    let sources = sources();
+    let world = Pair::at([Kind::File, Kind::File], &sources, 0);
+    world.sync(&on(), &sources, 0).unwrap();
+    let power = on();
+    world.fork().sync(&power, &sources, 1).unwrap();
+    let mut found = 0;
+    for step in 1..=power.steps() {
+        let pair = world.fork();
+        let power = Power::new(Outage::Kill);
+        power.cut_at(step);
+        let _ = pair.sync(&power, &sources, 1);
+        // Committed, if both are there; the second has not merged it yet, if it has its journal.
+        let waits = pair.worlds[1].names().iter().any(|name| name == "journal");
+        if !waits || pair.fork().stand(&sources, [0, 1], "committed") != [1, 1] {
+            continue;
+        }
+        found += 1;
+        std::fs::remove_file(pair.worlds[1].state().join("journal")).unwrap();
+        let power = on();
+        pair.begin(&power);
+        let refused = pair.open_one(1, &power, false).err();
+        assert!(matches!(refused, Some(ReplicaError::Damaged { .. })), "step {step}: {refused:?}");
+        // Its user may have all of it compared.
+        let folder = FaultyFolder::new(&power, &pair.worlds[1].state()).unwrap();
+        let options = Options { adopt: true, leave: true, ..Options::default() };
+        let mut replica = pair.worlds[1].open_in(&power, Box::new(folder), &options).unwrap();
+        let delta = sources[1].lacks(replica.status(), content(&replica).as_deref(), 1);
+        merge(&mut replica, &delta, Commit::Journal).unwrap();
+        assert_eq!(replica.status().epoch, Some(sources[1].epochs[1]));
+    }
+    assert!(found > 0);
+}
+
+/// What never arrived whole was committed by nobody: no folder of a group has to say so.
+#[test]
+fn a_part_of_a_delta_needs_no_group() {
+    let sources = sources();
+    let pair = Pair::at([Kind::File, Kind::File], &sources, 0);
+    let power = on();
+    let (group, mut replicas) = pair.open(&power).unwrap();
+    receive_part(&mut replicas[0], &sources[0].tracked(0, 1), Commit::Journal, 2).unwrap();
+    assert!(replicas[0].status().resumes.is_some());
+    drop((group, replicas));
+    *pair.worlds[0].group.lock().unwrap() = None;
+    let replica = pair.open_one(0, &power, false).unwrap();
+    assert_eq!(replica.status().epoch, Some(sources[0].epochs[0]));
+    assert!(replica.status().resumes.is_some());
+}

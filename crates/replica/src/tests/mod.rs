@@ -5,6 +5,7 @@ mod crash;
 mod fit;
 mod group;
 mod lives;
+mod lost;
 mod past;
 mod promoted;
 mod readers;

@@ -54,6 +54,7 @@ impl Reader {
             }
             (_, Err(error)) => {
                 let lost = self.view.lost();
+                self.view.let_go();
                 assert!(lost.is_some_and(|why| error.to_string().contains(&why)), "{what}: {error}");
                 false
             }
@@ -181,6 +182,9 @@ impl Life {
                             read.is_err() || bytes == *image,
                             "{what}: while that went on, it was read wrong"
                         );
+                        if view.lost().is_some() {
+                            view.let_go();
+                        }
                     }
                 }
             }
