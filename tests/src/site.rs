@@ -193,6 +193,11 @@ impl Server {
         Client::connect(&self.address(), export).unwrap_or_else(|e| panic!("cannot connect to {export}: {e}"))
     }
 
+    /// The id of its process.
+    pub fn id(&self) -> i32 {
+        self.process.as_ref().expect("a server").pid().as_raw_nonzero().get()
+    }
+
     /// The process.
     pub fn process(&mut self) -> &mut Background {
         self.process.as_mut().expect("a server")

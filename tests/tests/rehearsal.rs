@@ -8,7 +8,7 @@ use dsync_tests::mount::{Loop, Mount};
 use dsync_tests::nbd::Client;
 use dsync_tests::records::{self, Records};
 use dsync_tests::{Background, Random, Run, Scene, Server, need, need_root, skipped};
-use rustix::process::{Pid, Signal};
+use rustix::process::Signal;
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 32 * MIB;
@@ -126,6 +126,17 @@ fn beside(mut scene: Scene, commit: &[&str]) {
         assert!(read(&mut other, &mut random) == moment, "{what}");
         assert!(read(&mut client, &mut random) == expected, "{what}");
     }
+    // Others see who reads, and how it is.
+    let status = scene.site.dsync(["status", "--json"]).arg(&scene.replica).ok().summary();
+    let readers = status["readers"].as_array().expect("a list");
+    assert_eq!(readers.len(), 2, "{status}");
+    for (reader, server) in readers.iter().zip([&still, &moving]) {
+        assert_eq!(reader["process"], server.id(), "{status}");
+        assert!(reader["lost"].is_null() && reader["since"].as_u64() > Some(1 << 30), "{status}");
+        // Where files are replaced, nothing has to be kept.
+        assert!(reader["bytes"].as_u64() > Some(MIB) || !commit.is_empty(), "{status}");
+    }
+    assert!(readers[0]["epoch"] == 1 && readers[0]["ahead"] == false, "{status}");
     // Who reads is killed.
     drop((client, other));
     still.stop();
@@ -263,7 +274,11 @@ fn who_reads_loses_and_who_commits_does_not() {
     scene.equal();
     assert!(client.read(0, BLOCK as u32).is_err() || client.read(16 * MIB, BLOCK as u32).is_err());
     waits_to_warn(&mut server, "can no longer be served: a commit in place");
+    let status = scene.site.dsync(["status"]).arg(&scene.replica).ok();
+    let lost = format!("  process {} has lost epoch 1", server.id());
+    assert!(status.text().contains(&lost) && status.text().contains(": a commit in place"), "{status}");
     drop(server);
+    assert!(!scene.site.dsync(["status"]).arg(&scene.replica).ok().text().contains("process"));
     // So does a promotion.
     let mut server = rehearse(&scene, "now", &[]);
     scene.site.dsync(["promote", "--force"]).arg(&scene.replica).ok();
@@ -273,8 +288,8 @@ fn who_reads_loses_and_who_commits_does_not() {
 }
 
 /// The files below a folder that a process holds open.
-fn holds(process: Pid, below: &Path) -> Vec<PathBuf> {
-    let open = std::fs::read_dir(format!("/proc/{}/fd", process.as_raw_nonzero())).expect("its files");
+fn holds(process: i32, below: &Path) -> Vec<PathBuf> {
+    let open = std::fs::read_dir(format!("/proc/{process}/fd")).expect("its files");
     let paths = open.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok());
     paths.filter(|path| path.starts_with(below)).collect()
 }
@@ -291,7 +306,7 @@ fn who_loses_lets_go_of_what_it_held() {
     let mut server = rehearse(&scene, &epochs[0], &["--writable"]);
     server.client("vm").write(0, &scene.random.bytes(MIB as usize)).expect("a write");
     let folder = scene.replica.parent().expect("a folder").to_path_buf();
-    let process = server.process().pid();
+    let process = server.id();
     let before = holds(process, &folder);
     let undos = before.iter().filter(|path| path.to_string_lossy().contains("/undo-")).count();
     assert!(undos == 2 && before.contains(&scene.replica), "{before:?}");

@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use replica::{Condition, KnownReplica};
+use replica::{Condition, KnownReplica, Reader};
 use serde::Serialize;
 
 use crate::membership::Group;
@@ -37,6 +37,8 @@ pub(crate) struct LocalReplica<'a> {
     pub group: Option<Group>,
     /// What is wrong, as the part of a sentence that begins with its path; `None` if nothing is.
     pub problem: Option<String>,
+    /// Who reads it at a moment.
+    pub readers: &'a [Reader],
 }
 
 /// A path as the list of replicas has it.
@@ -79,6 +81,7 @@ impl LocalReplica<'_> {
             demoted: lineage.is_some_and(|lineage| lineage.role.demoted.is_some()),
             group: lineage.and_then(|lineage| Group::of_replica(&known.path, lineage)),
             problem,
+            readers: &known.readers,
         }
     }
 
@@ -104,7 +107,25 @@ impl LocalReplica<'_> {
         let problem = self.problem.as_ref().map(|problem| format!("; it {problem}")).unwrap_or_default();
         let group = self.group.as_ref().map(|group| format!(", {}", group.told())).unwrap_or_default();
         output.say(&format!("replica {}, {at}{group}{problem}", self.path.display()));
+        say_readers(self.readers, output);
         output.summary(self);
+    }
+}
+
+/// Prints who reads a replica at a moment.
+pub(crate) fn say_readers(readers: &[Reader], output: &Output) {
+    for reader in readers {
+        let after = if reader.ahead { "after epoch" } else { "epoch" };
+        let of = reader.at.map_or(String::new(), |at| format!(" ({})", device::moment(at)));
+        let what = format!("{after} {}{of}", reader.epoch);
+        let (process, since) = (reader.process, device::moment(reader.since));
+        output.say(&match &reader.lost {
+            None => format!(
+                "  process {process} reads {what} since {since}, {} kept for it",
+                units::size(reader.bytes)
+            ),
+            Some(why) => format!("  process {process} has lost {what}, which it read since {since}: {why}"),
+        });
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -35,6 +35,8 @@ pub(crate) struct Rehearsal {
     view: Arc<View>,
     /// Where clients write to.
     overlay: Option<Arc<Overlay>>,
+    /// What was last said of the bytes that this takes.
+    told: Arc<AtomicU64>,
 }
 
 impl Rehearsal {
@@ -54,7 +56,7 @@ impl Rehearsal {
             (false, _) => None,
             (true, folder) => Some(Arc::new(overlay(&view, folder.as_deref())?)),
         };
-        Ok(Rehearsal { view, overlay })
+        Ok(Rehearsal { view, overlay, told: Arc::default() })
     }
 
     /// What clients read and write.
@@ -85,6 +87,14 @@ impl Rehearsal {
             None => "read-only",
         };
         format!("{}, {}, {writes}", units::size(self.view.len()), self.moment())
+    }
+
+    /// Says what it takes, for "dsync status".
+    fn tell(&self) {
+        let taken = self.overlay.as_ref().and_then(|overlay| overlay.taken().ok()).unwrap_or(0);
+        if self.told.swap(taken, SeqCst) != taken {
+            self.view.tell(taken);
+        }
     }
 
     /// Why it can be read no more. All that it takes is then given back.
@@ -129,6 +139,8 @@ impl Watch {
                     if let Some(why) = &why {
                         noted.store(true, SeqCst);
                         output.warn(why);
+                    } else {
+                        rehearsal.tell();
                     }
                     why.is_none()
                 });

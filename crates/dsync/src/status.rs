@@ -11,7 +11,7 @@ use sync::SyncError;
 
 use crate::args;
 use crate::checkpoint::{self, Listed};
-use crate::local::LocalReplica;
+use crate::local::{LocalReplica, say_readers};
 use crate::membership::{Group, say_groups};
 use crate::output::Output;
 use crate::{failure, track, units};
@@ -395,6 +395,8 @@ struct ReplicaStatus {
     demoted: Option<u64>,
     /// The group that it is committed with.
     group: Option<Group>,
+    /// Who reads it at a moment.
+    readers: Vec<replica::Reader>,
 }
 
 /// Prints what a replica was, or was told, where that decides what can be done with it.
@@ -519,6 +521,7 @@ fn replica(
         released: status.role.released.is_some(),
         demoted: status.role.demoted.as_ref().map(|demoted| demoted.since),
         group: Group::of_replica(replica.path(), replica.recorded()),
+        readers: replica::readers(&absolute, &options)?,
     };
     let role = replica.status().role.clone();
     let (at, size) = (status.told(), units::size(status.size));
@@ -529,6 +532,7 @@ fn replica(
         None => {}
     }
     say_role(&role, status.unsure, status.group.as_ref(), output);
+    say_readers(&status.readers, output);
     if status.partial {
         output.say("  a transfer was interrupted: the next \"dsync sync\" resumes it");
     }
@@ -581,6 +585,8 @@ fn written_down(
     }
     let group = Group::of_replica(&path, &lineage);
     say_role(&lineage.role, lineage.unsure_bytes(), group.as_ref(), output);
+    let readers = replica::readers(&path, options)?;
+    say_readers(&readers, output);
     output.summary(&ReplicaStatus {
         kind: "replica",
         path,
@@ -598,6 +604,7 @@ fn written_down(
         released: lineage.role.released.is_some(),
         demoted: lineage.role.demoted.as_ref().map(|demoted| demoted.since),
         group,
+        readers,
     });
     Ok(())
 }

@@ -14,6 +14,7 @@ use crate::lineage::{self, Lineage, State, StepKind, Unsure};
 use crate::note;
 use crate::replica::Replica;
 use crate::role::Role;
+use crate::views::{self, Reader};
 
 /// The replicas that this host has.
 #[derive(Debug, Clone)]
@@ -49,6 +50,8 @@ pub struct KnownReplica {
     pub condition: Condition,
     /// When that was last written, in nanoseconds since 1970: with the last commit of an epoch, or since.
     pub written: Option<u64>,
+    /// Who reads it at a moment, as far as that can be looked at.
+    pub readers: Vec<Reader>,
 }
 
 /// How a replica is. The first that applies, in this order.
@@ -188,7 +191,8 @@ impl KnownReplica {
                 (path, condition)
             }
         };
-        KnownReplica { path, lineage: lineage.unwrap_or_default(), condition, written }
+        let readers = views::readers(folder).unwrap_or_default();
+        KnownReplica { path, lineage: lineage.unwrap_or_default(), condition, written, readers }
     }
 }
 

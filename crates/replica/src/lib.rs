@@ -100,4 +100,5 @@ pub use role::{Demoted, FIRST_TERM, Promoted, Released, Role};
 pub use settled::settle;
 pub use status::Status;
 pub use unsure::UnsureSet;
-pub use view::View;
+pub use view::{View, readers};
+pub use views::Reader;

@@ -25,12 +25,13 @@ use crate::error::{ReplicaError, Result, io_error};
 use crate::index::Index;
 use crate::journal::ARRIVING;
 use crate::lineage::Lineage;
-use crate::locate::locate;
+use crate::locate::{locate, state_folder};
 use crate::options::Options;
 use crate::past::{self, Past};
 use crate::present::{Shown, Watched, share};
 use crate::replica::Replica;
-use crate::views::{Claim, HEAD, NAME, let_go, reach};
+use crate::role::now;
+use crate::views::{self, About, Claim, HEAD, NAME, Reader, let_go, reach};
 
 /// How long a commit under way is waited for.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -44,6 +45,8 @@ pub struct View {
     path: PathBuf,
     shown: Shown,
     align: u32,
+    /// When it began, in seconds since 1970.
+    since: u64,
     log: Log,
     /// `None` once it was let go.
     held: RwLock<Option<Held>>,
@@ -155,11 +158,15 @@ impl View {
             return Ok(Attempt::NotNow);
         }
         let (align, held) = (disk.align(), RwLock::new(Some(Held { disk, past: None })));
-        let view = View { path: path.to_path_buf(), shown, align, log, held };
-        match to.filter(|to| *to != view.shown.state) {
-            Some(to) => view.go_back(dir, to),
-            None => Ok(Attempt::Made(Box::new(view))),
+        let view = View { path: path.to_path_buf(), shown, align, since: now(), log, held };
+        let made = match to.filter(|to| *to != view.shown.state) {
+            Some(to) => view.go_back(dir, to)?,
+            None => Attempt::Made(Box::new(view)),
+        };
+        if let Attempt::Made(view) = &made {
+            view.tell(0);
         }
+        Ok(made)
     }
 
     /// Goes back to an earlier state.
@@ -248,6 +255,14 @@ impl View {
         Ok(self.log.index.read().unwrap_or_else(PoisonError::into_inner))
     }
 
+    /// Says what it reads, for `dsync status`, and how many bytes its scratch file takes. Where that cannot be said, nobody misses it but
+    /// people.
+    pub fn tell(&self, scratch: u64) {
+        let Shown { epoch, ahead, at, .. } = self.shown;
+        let about = About { process: std::process::id(), since: self.since, epoch, ahead, at, scratch };
+        let _ = about.tell(&self.log.file);
+    }
+
     /// Lets go of all that it holds, once it is lost: the destination's file, which may have been replaced, and undo deltas, which may have
     /// been dropped. Waits for reads under way. Who needs room waits for this: what else was held for the reader must have been let go
     /// before.
@@ -286,6 +301,15 @@ impl View {
         // What was lost meanwhile may have been cut off while it was read.
         self.lost().map_or(read, |why| Err(self.lost_error(&why)))
     }
+}
+
+/// Who reads the replica at `path` at a moment, as [`View`] does. Takes no lock and changes nothing.
+///
+/// # Errors
+/// If its state cannot be read.
+pub fn readers(path: &Path, options: &Options) -> Result<Vec<Reader>> {
+    let folder = state_folder(path, options)?;
+    views::readers(&folder).map_err(io_error("look into", &folder))
 }
 
 /// True if another program may have written to the destination since dsync left it alone, or the file does not tell. Of a device

@@ -14,11 +14,12 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering::SeqCst, fence};
 use std::time::{Duration, Instant};
 
-use delta::{Header, Method};
+use delta::{Epoch, Header, Method};
 use device::{Dir, Disk, Folder, StateFile};
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
@@ -39,12 +40,35 @@ const WHY: u64 = 16;
 /// Where a reader says, after it lost, that it holds nothing any more.
 const LET_GO: u64 = 496;
 const CLAIM: u64 = 512;
+/// Where the reader says what it reads, for people: who commits does not look there.
+const ABOUT: u64 = 2560;
 /// How long it is waited for that. A reader looks twice a second.
 const LETS_GO_WITHIN: Duration = Duration::from_secs(5);
 /// How often it is looked whether it has.
 const POLL_EVERY: Duration = Duration::from_millis(5);
 /// How often it is looked whether readers live.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// Puts a text between two places of a head, with its length, and a hash that shows whether it is whole.
+fn put(head: &mut Vec<u8>, text: &[u8], (from, to): (u64, u64)) -> io::Result<()> {
+    head.resize(from as usize, 0);
+    head.extend(XxHash3_128::oneshot(text).to_le_bytes());
+    head.extend((text.len() as u32).to_le_bytes());
+    head.extend(text);
+    if head.len() as u64 > to {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    head.resize(to as usize, 0);
+    Ok(())
+}
+
+/// The text at a place of a head; `None` if there is none yet.
+fn text_at(head: &[u8], from: u64) -> Option<&[u8]> {
+    let (hash, rest) = head.get(from as usize..)?.split_at_checked(16)?;
+    let (len, rest) = rest.split_at_checked(4)?;
+    let text = rest.get(..u32::from_le_bytes(len.try_into().ok()?) as usize)?;
+    (XxHash3_128::oneshot(text).to_le_bytes() == *hash).then_some(text)
+}
 
 /// What a reader claims.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -57,27 +81,84 @@ pub(crate) struct Claim {
 impl Claim {
     /// The head of a log that begins.
     pub(crate) fn head(&self) -> io::Result<Vec<u8>> {
-        let text = serde_json::to_vec(self)?;
         let mut head = HEAD.to_le_bytes().to_vec();
-        head.resize(CLAIM as usize, 0);
-        head.extend(XxHash3_128::oneshot(&text).to_le_bytes());
-        head.extend((text.len() as u32).to_le_bytes());
-        head.extend(text);
-        if head.len() as u64 > HEAD {
-            return Err(io::ErrorKind::InvalidInput.into());
-        }
+        put(&mut head, &serde_json::to_vec(self)?, (CLAIM, ABOUT))?;
         head.resize(HEAD as usize, 0);
         Ok(head)
     }
 
     /// The claim of a head; `None` if there is none yet.
     fn of(head: &[u8]) -> Option<Claim> {
-        let (hash, rest) = head.get(CLAIM as usize..)?.split_at_checked(16)?;
-        let (len, rest) = rest.split_at_checked(4)?;
-        let text = rest.get(..u32::from_le_bytes(len.try_into().ok()?) as usize)?;
-        let sound = XxHash3_128::oneshot(text).to_le_bytes() == *hash;
-        serde_json::from_slice(text).ok().filter(|_| sound)
+        serde_json::from_slice(text_at(head, CLAIM)?).ok()
     }
+}
+
+/// What a reader says of itself.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct About {
+    pub process: u32,
+    /// When it began, in seconds since 1970.
+    pub since: u64,
+    /// The epoch that it reads, or the one before what it reads.
+    pub epoch: Epoch,
+    pub ahead: bool,
+    /// When the replica came to that, in seconds since 1970, if it is known.
+    pub at: Option<u64>,
+    /// Bytes of its scratch file.
+    pub scratch: u64,
+}
+
+impl About {
+    /// Writes it to the head of a log.
+    pub(crate) fn tell(&self, file: &File) -> io::Result<()> {
+        let mut text = Vec::new();
+        put(&mut text, &serde_json::to_vec(self)?, (0, HEAD - ABOUT))?;
+        file.write_all_at(&text, ABOUT)
+    }
+}
+
+/// Somebody who reads a replica at a moment.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Reader {
+    /// The id of its process.
+    pub process: u32,
+    /// When it began, in seconds since 1970.
+    pub since: u64,
+    /// The number of the epoch that it reads, or of the one before what it reads.
+    pub epoch: u64,
+    /// It reads a moment after that epoch, to which a mirror had brought the replica.
+    pub ahead: bool,
+    /// When the replica came to what is read, in seconds since 1970, if that is known.
+    pub at: Option<u64>,
+    /// Why it can read no more; `None` while it can.
+    pub lost: Option<String>,
+    /// Bytes that are kept for it beside the replica: what commits have replaced, and what its clients have written.
+    pub bytes: u64,
+}
+
+/// Who reads the replica of a folder, the first who began first. Takes no lock.
+pub(crate) fn readers(folder: &Path) -> io::Result<Vec<Reader>> {
+    let mut readers = Vec::new();
+    for entry in std::fs::read_dir(folder)? {
+        let path = entry?.path();
+        if path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(NAME)) {
+            // Those that end just now are none.
+            readers.extend(File::open(&path).ok().and_then(|file| reader(&file)));
+        }
+    }
+    readers.sort_by_key(|reader| (reader.since, reader.process));
+    Ok(readers)
+}
+
+fn reader(log: &File) -> Option<Reader> {
+    let mut head = vec![0; HEAD as usize];
+    log.read_exact_at(&mut head, 0).ok()?;
+    let about: About = serde_json::from_slice(text_at(&head, ABOUT)?).ok()?;
+    let kept = log.metadata().ok()?.len().saturating_sub(HEAD);
+    let About { process, since, epoch, ahead, at, scratch } = about;
+    let (lost, epoch) = (reach(log).err(), epoch.number);
+    let bytes = if lost.is_some() { 0 } else { kept + scratch };
+    (!is_gone(log)).then_some(Reader { process, since, epoch, ahead, at, lost, bytes })
 }
 
 /// How far a log reaches, or why it is lost.
