@@ -6,6 +6,7 @@ use std::time::Duration;
 use dsync_tests::far::Far;
 use dsync_tests::mount::{Loop, Mount};
 use dsync_tests::scene::number;
+use dsync_tests::records::{self, Records};
 use dsync_tests::{Run, Scene, image, need, need_root, skipped};
 use rustix::process::Signal;
 use serde_json::Value;
@@ -254,6 +255,57 @@ fn a_mirror_keeps_its_epochs() {
         image::assert_equal(&copy, &scene.replica);
     }
     // And the sync after it has all again.
+    scene.sync(&[]).ok();
+    scene.equal();
+}
+
+/// A mirror keeps a moment of each period of the grid, however seldom its epochs end otherwise, and each of them is one moment of its source.
+#[test]
+fn a_mirror_keeps_moments_as_close_as_the_grid_asks() {
+    const EVERY: u64 = 2;
+    let scene = Scene::new("grid of a mirror", SIZE);
+    let keep = format!("1h/{EVERY}s");
+    let run = scene.site.dsync(["mirror", "--epoch", "1h", "--rpo", "400ms", "--keep", &keep]);
+    let mut running = run.arg(&scene.image).arg(&scene.replica).start();
+    running.wait_to_say("mirroring to");
+    let load = Records::start(&scene.server().address(), "vm", None, 2000);
+    std::thread::sleep(Duration::from_secs(7 * EVERY));
+    load.stop();
+    running.signal(Signal::TERM);
+    let output = running.output(Duration::from_secs(60));
+    assert!(output.status.success(), "{output}");
+    let mut kept = moments(&rewind_here(&scene, &scene.replica, &[]).ok().summary());
+    kept.reverse();
+    println!("moments: {kept:?}");
+    // The first is that of the sync, and the present one is none.
+    assert!(kept.len() >= 5, "{kept:?}");
+    for pair in kept.windows(2) {
+        let periods = pair[1].1 / EVERY - pair[0].1 / EVERY;
+        // A busy machine may be late for one.
+        assert!((1..=2).contains(&periods), "{kept:?}: the moment after epoch {} is missing", pair[0].0);
+    }
+    let mut before = [0; 2];
+    let copies: Vec<(String, Vec<u8>)> = kept
+        .iter()
+        .map(|(epoch, _)| {
+            let moment = PathBuf::from(format!("{}@{epoch}", scene.replica.display()));
+            let server = scene.site.serve(&[&moment], &[]);
+            let mut client = server.client("vm");
+            let parts = (0..SIZE / MIB).map(|at| client.read(at * MIB, MIB as u32).expect("a read"));
+            let copy = parts.collect::<Vec<_>>().concat();
+            let path = scene.site.path("moment.raw");
+            std::fs::write(&path, &copy).expect("a copy");
+            let records = records::check(&path, &format!("the moment of epoch {epoch}"));
+            assert!(records[0] >= before[0] && records[1] >= before[1], "{records:?} after {before:?}");
+            before = records;
+            (epoch.to_string(), copy)
+        })
+        .collect();
+    assert!(before[0] > 0);
+    for (epoch, copy) in copies.iter().rev().step_by(2) {
+        rewind_here(&scene, &scene.replica, &["--to", epoch]).ok();
+        assert!(std::fs::read(&scene.replica).expect("the replica") == *copy, "epoch {epoch}");
+    }
     scene.sync(&[]).ok();
     scene.equal();
 }

@@ -578,7 +578,8 @@ pub(crate) struct Mirror {
     /// Send at most this much of changed blocks per second, by longer intervals; blocks written repeatedly are sent once
     #[arg(long, value_name = "RATE", value_parser = parse_size)]
     pub rate: Option<u64>,
-    /// How often an epoch ends; after a crash of the source, what was written since then is sent again [default: 60s]
+    /// How often an epoch ends, at least: after a crash of the source, what was written since then is sent again. One also ends in each period of
+    /// which --keep keeps a moment [default: 60s]
     #[arg(long, value_name = "TIME", value_parser = parse_time)]
     pub epoch: Option<Duration>,
     #[command(flatten)]

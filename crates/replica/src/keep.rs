@@ -35,6 +35,11 @@ impl Keep {
         self.spans.is_empty() && self.last == 0
     }
 
+    /// The shortest period, in seconds, of which a moment is kept; `None` if no rule says so.
+    pub fn every(&self) -> Option<u64> {
+        self.spans.iter().map(|span| span.every).filter(|every| *every > 0).min()
+    }
+
     /// True for what can be asked for; what a peer sends need not be.
     pub fn is_sound(&self) -> bool {
         let sound = |span: &Span| (1..1 << 40).contains(&span.seconds) && span.every < span.seconds;
@@ -137,6 +142,9 @@ mod tests {
         assert_eq!(keep("24h").spans, [span(86_400, 0)]);
         assert_eq!(keep("24h/10m, 7d/1h").spans, [span(86_400, 600), span(604_800, 3600)]);
         assert!(keep("none").is_nothing());
+        assert_eq!(keep("24h/10m, 7d/1h").every(), Some(600));
+        assert_eq!(keep("24h, 7d/1h").every(), Some(3600));
+        assert_eq!(keep("24h").every(), None);
         for text in ["24h", "1d/10m,7d/1h", "90s", "4w/1d", "none"] {
             assert_eq!(keep(&keep(text).to_string()), keep(text), "{text}");
         }

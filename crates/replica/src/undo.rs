@@ -104,6 +104,12 @@ impl Replica {
         Ok(())
     }
 
+    /// The shortest period, in seconds, of which a moment is kept from the next commit on; `None` if there is none.
+    pub fn keeps_every(&self) -> Option<u64> {
+        let kept = self.settings().map(|settings| &settings.keep);
+        self.options().keep.as_ref().or(kept).and_then(Keep::every)
+    }
+
     /// Begins to note what a delta replaces, if that is to be kept.
     pub(crate) fn touched_by(&self) -> Option<Touched> {
         if self.settings().is_none() || self.no_way_back().is_some() {

@@ -3,7 +3,7 @@
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use compare::rolling::SumParams;
 use compare::{DigestReport, Scope};
@@ -17,7 +17,7 @@ use source::StateDir;
 use crate::digests::ReplicaDigests;
 use crate::error::{Class, SyncError};
 use crate::messages::{
-    COMMITTED, Committed, FAILED, Failed, Open, PLAN, Plan, Primary, RESULT, Status, nonsense,
+    COMMITTED, Committed, FAILED, Failed, Moments, Open, PLAN, Plan, Primary, RESULT, Status, nonsense,
     of_digest_report, of_sum_report, to_unit, unexpected,
 };
 use crate::mirror_receiver::receive_batches;
@@ -312,6 +312,10 @@ pub(crate) fn say_status(sender: &Sender, replica: &mut Replica, commit: Commit)
     said.path = canonical(&path).unwrap_or(path);
     said.wrong_size = len.filter(|len| *len != size);
     said.in_place = replica.is_in_place(commit);
+    said.moments = replica.keeps_every().map(|every| {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Moments { every, now: now.as_micros().try_into().unwrap_or(u64::MAX) }
+    });
     said.say(sender)
 }
 

@@ -195,6 +195,18 @@ pub(crate) struct Status {
     /// It is not a replica, but the same source itself: nothing will be received.
     #[serde(default)]
     pub primary: Option<Primary>,
+    /// It keeps a moment of each of these periods.
+    #[serde(default)]
+    pub moments: Option<Moments>,
+}
+
+/// The periods of each of which a replica keeps a moment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Moments {
+    /// How long they are, in seconds; they are counted since 1970.
+    pub every: u64,
+    /// The time at the replica, in microseconds since 1970.
+    pub now: u64,
 }
 
 /// What will follow.
@@ -410,6 +422,7 @@ impl Status {
             in_place: false,
             unsure_bytes: 0,
             primary: None,
+            moments: None,
         }
     }
 

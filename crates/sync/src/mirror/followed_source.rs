@@ -188,7 +188,8 @@ impl FollowedSource {
             sender: &sender,
             receiver: &receiver,
         };
-        let session = MirrorSession::new(context, mirror.name, &status, self.interval.clone());
+        let timing = (self.interval.clone(), self.epoch_began);
+        let session = MirrorSession::new(context, mirror.name, &status, timing);
         let began = Instant::now();
         let (result, left) = session.run(&mut self.epoch_began, &mut self.count);
         self.stood = began.elapsed();

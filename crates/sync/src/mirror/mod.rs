@@ -5,6 +5,7 @@
 //! did not arrive. After any other failure, a sync finds what the replica lacks in the source's history.
 
 mod followed_source;
+mod grid;
 mod session;
 mod turns;
 
@@ -38,7 +39,8 @@ pub struct MirrorOptions {
     pub here: Stages,
     /// How the replica's end does.
     pub there: Stages,
-    /// How often an epoch ends: after a crash of the source, what was written since is sent again.
+    /// How often an epoch ends: after a crash of the source, what was written since is sent again. One ends more often where the replica
+    /// keeps a moment of each shorter period, because moments are epochs.
     pub epoch_every: Duration,
     /// For how long to wait for a source or a replica that another program uses, before that counts as a failure; two seconds at
     /// least.

@@ -12,6 +12,7 @@ use link::{Received, Receiver, Sender};
 use source::{Batch, Batches, Handle};
 use uuid::Uuid;
 
+use super::grid::Grid;
 use super::{BatchReport, LOOK_EVERY, MirrorEvent, MirrorOptions, MirrorSummary, Turns};
 use crate::account::Account;
 use crate::batching::Interval;
@@ -80,6 +81,8 @@ pub(super) struct SessionState {
     /// Batches that were sent and not confirmed, oldest first.
     pub(super) unconfirmed: VecDeque<Sent>,
     pub(super) interval: Interval,
+    /// When epochs end because the replica keeps moments.
+    grid: Option<Grid>,
     /// The last batch that was sent ends within an epoch.
     ahead: bool,
     /// The moment of the source that the replica is known to have reached.
@@ -112,11 +115,12 @@ impl<'a> MirrorSession<'a> {
         context: SessionContext<'a>,
         name: &str,
         status: &Status,
-        interval: Interval,
+        (interval, epoch_began): (Interval, Instant),
     ) -> MirrorSession<'a> {
         let state = SessionState {
             unconfirmed: VecDeque::new(),
             interval,
+            grid: Grid::new(status.moments, epoch_began.elapsed()),
             ahead: !status.replica.unsure.is_empty(),
             reached: None,
             confirmed: None,
@@ -259,7 +263,7 @@ impl<'a> MirrorSession<'a> {
         loop {
             let Some(last) = self.await_interval(cut_before, pause)? else { return Ok(()) };
             let due = epoch_began.elapsed() >= self.options.epoch_every && self.state().ahead;
-            let ends = last || due;
+            let ends = last || due || self.moment_is_due()?;
             if last && !self.state().ahead && self.batches.pending()? == 0 {
                 return Ok(());
             }
@@ -277,6 +281,7 @@ impl<'a> MirrorSession<'a> {
             };
             if ends {
                 *epoch_began = cut;
+                self.state().grid.iter_mut().for_each(Grid::ends);
             }
             *count += 1;
             let stream = Uuid::new_v4();
@@ -299,16 +304,27 @@ impl<'a> MirrorSession<'a> {
         }
     }
 
+    /// True if the replica keeps a moment of each period, another one has begun, and something has changed.
+    fn moment_is_due(&self) -> Result<bool, SyncError> {
+        let (due, ahead) = {
+            let state = self.state();
+            (state.grid.as_ref().is_some_and(Grid::is_due), state.ahead)
+        };
+        Ok(due && (ahead || self.batches.pending()? > 0))
+    }
+
     /// Waits for the time of the next cut. `None` if there will be none; otherwise whether it is the last.
     fn await_interval(&self, cut_before: Instant, pause: Duration) -> Result<Option<bool>, SyncError> {
         loop {
             self.turns.turn();
-            let (interval, threshold, on_their_way) = {
+            let (interval, threshold, on_their_way, next_moment) = {
                 let state = self.state();
                 if state.failed.is_some() {
                     return Ok(None);
                 }
-                (state.interval.current(), state.interval.threshold(), state.unconfirmed.len())
+                let next_moment = state.grid.as_ref().map_or(Duration::MAX, Grid::until_next);
+                let interval = &state.interval;
+                (interval.current(), interval.threshold(), state.unconfirmed.len(), next_moment)
             };
             if self.stop.load(SeqCst) {
                 return Ok(Some(true));
@@ -323,11 +339,13 @@ impl<'a> MirrorSession<'a> {
                 self.wait(LOOK_EVERY);
             } else if past >= due
                 || (past >= pause && on_their_way <= 1 && self.batches.pending()? >= threshold)
+                || (past >= pause && self.moment_is_due()?)
             {
                 return Ok(Some(false));
             } else {
                 // Wakes up in between: much may be written in a long interval.
-                self.wait((due - past).min((interval / 2).max(Duration::from_millis(5))));
+                let wait = (due - past).min((interval / 2).max(Duration::from_millis(5)));
+                self.wait(wait.min(next_moment.max(Duration::from_millis(1))));
             }
         }
     }
