@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use dsync_tests::far::Far;
 use dsync_tests::mount::{Loop, Mount};
-use dsync_tests::scene::number;
 use dsync_tests::records::{self, Records};
+use dsync_tests::scene::number;
 use dsync_tests::{Run, Scene, image, need, need_root, skipped};
 use rustix::process::Signal;
 use serde_json::Value;

@@ -435,8 +435,7 @@ pub(crate) fn lose_all(folder: &dyn Folder, why: &str) -> io::Result<bool> {
 /// and replaced files that have no name any more. True if that may have made some room.
 pub(crate) fn give_way(folder: &dyn Folder) -> bool {
     let names = folder.list().unwrap_or_default().into_iter().filter(|name| name.starts_with(NAME));
-    let readers: Vec<File> =
-        names.filter_map(|name| File::open(folder.path().join(name)).ok()).collect();
+    let readers: Vec<File> = names.filter_map(|name| File::open(folder.path().join(name)).ok()).collect();
     let gave = lose_all(folder, &no_room(folder)).unwrap_or(false);
     let began = Instant::now();
     while gave && began.elapsed() < LETS_GO_WITHIN && !readers.iter().all(has_let_go) {

@@ -3,12 +3,12 @@
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
 use delta::{Epoch, Line, Term};
 use device::{Dir, Disk, Folder, Mapping, StateFile};
-use testing::faulty::{FaultyFolder, Keep as Kept, Outage, Power};
+use testing::faulty::{FaultyFolder, Outage, Power};
 use uuid::Uuid;
 
 use super::crash::{on, replica_at};
@@ -90,12 +90,7 @@ impl StateFile for Unreadable {
     }
 }
 
-fn open(
-    world: &World,
-    names: &'static str,
-    fault: Fault,
-    adopt: bool,
-) -> crate::Result<Replica> {
+fn open(world: &World, names: &'static str, fault: Fault, adopt: bool) -> crate::Result<Replica> {
     let folder = FaultyFolder::new(&on(), &world.state()).unwrap();
     let options = Options { adopt, ..Options::default() };
     world.open_in(&on(), Box::new(Failing { folder, names, fault }), &options)
@@ -181,26 +176,19 @@ fn a_rewind_leaves_the_line_of_promotions_alone() {
 #[test]
 fn a_journal_that_cannot_be_read_is_an_error() {
     let source = Source::new(3, &[40, 60]);
-    let world = replica_at(Kind::File, &source, 0);
+    let before = replica_at(Kind::File, &source, 0);
     // Sealed, and not merged.
-    let (steps, machine) = (Arc::new(AtomicU64::new(u64::MAX)), world.machine(&on()));
-    let mut replica = world.open_mortal(&machine, &steps).unwrap();
-    let delta = source.tracked(0, 1);
-    let mut sealed = 0;
-    for most in 1..400 {
-        steps.store(most, SeqCst);
-        let merged = merge(&mut replica, &delta, Commit::Journal);
-        assert!(merged.is_err(), "it was never sealed");
-        steps.store(u64::MAX, SeqCst);
-        if world.names().iter().any(|name| name == WHOLE) {
-            sealed = most;
-            break;
-        }
-        drop(replica);
-        replica = world.open_mortal(&machine, &steps).unwrap();
-    }
-    assert!(sealed > 0);
-    drop(replica);
+    let cut = |step| {
+        let (world, power) = (before.fork(), Power::new(Outage::Kill));
+        power.cut_at(step);
+        let killed = world
+            .open(&power)
+            .and_then(|mut replica| merge(&mut replica, &source.tracked(0, 1), Commit::Journal));
+        assert!(killed.is_err(), "it was never sealed");
+        world
+    };
+    let mut worlds = (1..).map(cut);
+    let world = worlds.find(|world| world.names().iter().any(|name| name == WHOLE)).unwrap();
     let folder = Dir::existing(&world.state()).unwrap();
     let len = folder.open(WHOLE, false).unwrap().len().unwrap();
     for from in [0, 100, len / 2, len - 1] {
