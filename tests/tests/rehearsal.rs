@@ -134,7 +134,7 @@ fn beside(mut scene: Scene, commit: &[&str]) {
         assert_eq!(reader["process"], server.id(), "{status}");
         assert!(reader["lost"].is_null() && reader["since"].as_u64() > Some(1 << 30), "{status}");
         // Where files are replaced, nothing has to be kept.
-        assert!(reader["bytes"].as_u64() > Some(MIB) || !commit.is_empty(), "{status}");
+        assert!(reader["bytes"].as_u64() > Some(0) || !commit.is_empty(), "{status}");
     }
     assert!(readers[0]["epoch"] == 1 && readers[0]["ahead"] == false, "{status}");
     // Who reads is killed.
@@ -336,8 +336,18 @@ fn what_others_write_to_is_not_shown() {
     std::os::unix::fs::FileExt::write_all_at(&file, &[7; 512], MIB).expect("a write");
     // Somebody has it open for writing, as a guest has its disk: what it holds is not known.
     let lock = device::lock_image(&scene.replica, device::Access::Write).expect("a lock");
-    shows().code(6).says(&["in use"]);
+    shows().code(4).says(&["another program has it open for writing"]);
     drop(lock);
+    let what = "a rehearsal of a file beneath a loop device";
+    if need_root(what) {
+        match Loop::new(&scene.replica) {
+            Some(device) => {
+                shows().code(6).says(&["in use"]);
+                drop(device);
+            }
+            None => skipped(what, "no loop device can be made here"),
+        }
+    }
     shows().code(4).says(&["modified outside dsync"]);
 }
 

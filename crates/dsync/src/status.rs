@@ -523,21 +523,25 @@ fn replica(
         group: Group::of_replica(replica.path(), replica.recorded()),
         readers: replica::readers(&absolute, &options)?,
     };
-    let role = replica.status().role.clone();
+    say_replica(&status, &replica.status().role, recovering, output);
+    Ok(())
+}
+
+/// Prints how a replica is, and who reads it.
+fn say_replica(status: &ReplicaStatus, role: &replica::Role, recovering: bool, output: &Output) {
     let (at, size) = (status.told(), units::size(status.size));
-    output.say(&format!("replica {}: {at}, {size}", absolute.display()));
+    output.say(&format!("replica {}: {at}, {size}", status.path.display()));
     match &status.recovered {
         Some(recovered) => output.say(&format!("  {recovered}")),
         None if recovering => output.say("  nothing to recover"),
         None => {}
     }
-    say_role(&role, status.unsure, status.group.as_ref(), output);
+    say_role(role, status.unsure, status.group.as_ref(), output);
     say_readers(&status.readers, output);
     if status.partial {
         output.say("  a transfer was interrupted: the next \"dsync sync\" resumes it");
     }
-    output.summary(&status);
-    Ok(())
+    output.summary(status);
 }
 
 /// The message for a path without a replica, with what is known of a former one.
