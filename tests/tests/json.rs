@@ -115,6 +115,9 @@ fn what_is_printed_is_what_the_page_says() {
     page.holds("forget", &run(&["forget", "-n", "vm", "reader"]).ok().summary());
     page.source(&run(&["status", "vm"]).ok().summary());
     page.holds("replica", &run(&["recover", replica]).ok().summary());
+    let reading = site.serve(&[&std::path::PathBuf::from(format!("{replica}@now"))], &[]);
+    page.holds("reader", &run(&["status", replica]).ok().summary()["readers"][0]);
+    drop(reading);
 
     // Deltas.
     let extracted = run(&["extract", "vm", "--since", "0"]).ok();
