@@ -104,6 +104,36 @@ fn a_replica_that_is_out_of_date_is_reported() {
 }
 
 #[test]
+fn attempts_that_fail_and_a_replica_that_differs_are_reported() {
+    let mut scene = Scene::synced("failing and differing", 8 * MIB);
+    scene.change(3);
+    // The clock of tallies counts seconds.
+    std::thread::sleep(Duration::from_millis(1100));
+    let folder = scene.replica.parent().expect("a folder").to_path_buf();
+    let aside = folder.with_extension("aside");
+    std::fs::rename(&folder, &aside).expect("another name");
+    std::fs::write(&folder, "no folder").expect("a file");
+    scene.sync(&[]).code(1);
+    assert_eq!(problems(&scene.site, &["vm"]), ["failing"]);
+    let stale = scene.site.dsync(["status", "--check", "--max-age", "1s", "vm"]).code(1).text();
+    assert!(stale.contains("longer ago than 1") && stale.contains("attempt failed"), "{stale}");
+    std::fs::remove_file(&folder).expect("its place");
+    std::fs::rename(&aside, &folder).expect("its name");
+    scene.sync(&[]).ok();
+    assert_eq!(problems(&scene.site, &[]), none());
+
+    let verify =
+        |options: &[&str]| scene.site.dsync(["verify"]).args(options).args([&scene.image, &scene.replica]);
+    assert_eq!(verify(&[]).output().status.code(), Some(0));
+    assert_eq!(problems(&scene.site, &["vm"]), none());
+    scribble(&scene, &scene.replica);
+    verify(&[]).code(5);
+    assert_eq!(problems(&scene.site, &["vm"]), ["differs"]);
+    verify(&["--repair"]).ok();
+    assert_eq!(problems(&scene.site, &["vm"]), none());
+}
+
+#[test]
 fn replicas_of_this_host_are_reported_and_forgotten() {
     let mut scene = Scene::new("replicas of this host", 8 * MIB);
     let far = Far::new(RSH);

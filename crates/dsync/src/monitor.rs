@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use anyhow::{Context as _, Result, bail};
 use replica::KnownReplica;
 use serde::Serialize;
-use source::{About, StateDir};
+use source::{About, LastVerify, StateDir};
 
 use crate::exposition::{Exposition, Metric};
 use crate::failure::Failure;
@@ -165,36 +165,47 @@ fn of_source(source: &SourceStatus) -> Option<Problem> {
     Some(Problem { source: Some(source.path.clone()), ..problem })
 }
 
+/// The worst of what is wrong with a replica of a source here.
 fn of_replica(source: &SourceStatus, replica: &Lacking, max_age: Option<Duration>) -> Option<Problem> {
     let (path, name) = (source.path.display(), &replica.replica);
     let age = now().saturating_sub(Duration::from_secs(replica.time));
-    let problem = match max_age {
+    let failed = replica.tally.failed.as_ref().filter(|failed| failed.time > replica.time);
+    let differs = |verified: &&LastVerify| verified.bytes_differing > 0 && !verified.repaired;
+    let (word, message) = if let Some(verified) = replica.tally.verified.as_ref().filter(differs) {
+        let (bytes, time) = (units::size(verified.bytes_differing), device::moment(verified.time));
+        (
+            "differs",
+            format!("replica differs: {name} differed from {path} in {bytes} when it was verified on {time}"),
+        )
+    } else if let Some(max) = max_age.filter(|max| age > *max && replica.blocks != Some(0)) {
         // What was not written to since is not out of date.
-        Some(max) if age > max && replica.blocks != Some(0) => Problem::of(
-            "stale",
-            format!(
-                "replica is out of date: {name} of {path} was last brought up to date on {}, longer ago than {}",
-                device::moment(replica.time),
-                units::seconds(max.as_secs_f64())
-            ),
-        ),
-        _ if replica.compared => Problem::of(
-            "history-gap",
-            format!(
-                "history has a gap: the next sync of {path} to {name} compares all of it: {}",
-                replica.why.as_deref().unwrap_or_default()
-            ),
-        ),
-        _ if replica.unread > 0 => Problem::of(
-            "incomplete",
-            format!(
-                "replica is incomplete: {name} lacks {} of {path} that could not be read at its last sync; the next one sends them",
-                units::size(replica.unread)
-            ),
-        ),
-        _ => return None,
+        let why = failed.map_or(String::new(), |f| format!("; the last attempt failed: {}", f.message));
+        let (time, max) = (device::moment(replica.time), units::seconds(max.as_secs_f64()));
+        let late =
+            format!("{name} of {path} was last brought up to date on {time}, longer ago than {max}{why}");
+        ("stale", format!("replica is out of date: {late}"))
+    } else if replica.compared {
+        let why = replica.why.as_deref().unwrap_or_default();
+        let gap = format!("history has a gap: the next sync of {path} to {name} compares all of it: {why}");
+        ("history-gap", gap)
+    } else if replica.unread > 0 {
+        let lacks = units::size(replica.unread);
+        let part = format!(
+            "{name} lacks {lacks} of {path} that could not be read at its last sync; the next one sends them"
+        );
+        ("incomplete", format!("replica is incomplete: {part}"))
+    } else if let Some(failed) = failed {
+        let (time, why) = (device::moment(failed.time), &failed.message);
+        let last = format!("the last attempt for {name} of {path} failed on {time}: {why}");
+        ("failing", format!("replica is not brought up to date: {last}"))
+    } else {
+        return None;
     };
-    Some(Problem { source: Some(source.path.clone()), replica: Some(name.clone()), ..problem })
+    Some(Problem {
+        source: Some(source.path.clone()),
+        replica: Some(name.clone()),
+        ..Problem::of(word, message)
+    })
 }
 
 /// Trackers of disks that are not sources yet: those of the others are judged with them.
