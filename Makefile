@@ -93,6 +93,7 @@ artifact:
 	DSYNC_BIN=$(abspath $(target))/release/dsync $(target)/release/dsync-bench artifact
 
 units := $(wildcard systemd/*.service systemd/*.socket systemd/*.timer)
+hooks := $(wildcard hooks/*)
 
 # The command, under the paper's names too, and what it says of itself: man pages and completions.
 share := $(DESTDIR)$(PREFIX)/share
@@ -104,6 +105,8 @@ install: build
 	install -m644 $(units) $(DESTDIR)$(UNITS)
 	sed -i 's|/usr/local/bin|$(PREFIX)/bin|' $(addprefix $(DESTDIR)$(UNITS)/,$(notdir $(units)))
 	install -Dm644 systemd/dsync.sysusers $(DESTDIR)$(PREFIX)/lib/sysusers.d/dsync.conf
+	install -d $(share)/dsync/hooks
+	install -m755 $(hooks) $(share)/dsync/hooks
 	install -d $(share)/man/man1 $(addprefix $(share)/,$(dir $(completions)))
 	$(target)/release/dsync man $(share)/man/man1
 	$(target)/release/dsync completions bash >$(share)/bash-completion/completions/dsync
@@ -114,6 +117,8 @@ uninstall:
 	rm -f $(addprefix $(DESTDIR)$(PREFIX)/bin/,dsync dmextract dmmerge)
 	rm -f $(addprefix $(DESTDIR)$(UNITS)/,$(notdir $(units))) $(DESTDIR)$(PREFIX)/lib/sysusers.d/dsync.conf
 	-rmdir --ignore-fail-on-non-empty $(DESTDIR)/etc/dsync
+	rm -f $(addprefix $(share)/dsync/,$(hooks))
+	-rmdir --ignore-fail-on-non-empty $(share)/dsync/hooks $(share)/dsync
 	rm -f $(addprefix $(share)/,$(completions)) $(share)/man/man1/dsync.1 $(share)/man/man1/dsync-*.1
 
 # Debian packages, in target/deb/packages. After the set-up this needs no network.

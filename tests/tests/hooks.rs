@@ -1,13 +1,19 @@
 //! `--hook` is held open around the cut, and `--on-failure` is told of what failed.
 
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use dsync_tests::far::Far;
 use dsync_tests::image::{self, BLOCK};
 use dsync_tests::mount::{Loop, Mount};
 use dsync_tests::scene::number;
-use dsync_tests::{Run, Scene, Site, got, need, need_root, skipped};
+use dsync_tests::{Background, Run, Scene, Site, got, need, need_root, repository, skipped};
+use rustix::process::Signal;
 
 const RSH: &str = env!("CARGO_BIN_EXE_rsh");
 const MIB: u64 = 1 << 20;
@@ -183,4 +189,233 @@ fn a_failure_is_told_with_its_job_code_and_message() {
     // A command that fails itself changes no exit code.
     let run = scene.site.dsync(["verify", "--on-failure", "echo broken; exit 9", "vm"]).arg(&scene.replica);
     run.code(5).says(&["--on-failure \"echo broken; exit 9\" failed (exit status: 9): broken"]);
+}
+
+fn mirror(scene: &Scene, options: &[&str]) -> Background {
+    let mut mirror = scene.site.dsync(["mirror"]).arg(&scene.image).arg(&scene.replica).args(options).start();
+    mirror.wait_to_say("mirroring to");
+    mirror
+}
+
+fn stop(mut mirror: Background) -> dsync_tests::Output {
+    mirror.signal(Signal::TERM);
+    let ended = mirror.output(Duration::from_secs(60));
+    assert!(ended.status.success(), "{ended}");
+    ended
+}
+
+fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let limit = Instant::now() + Duration::from_secs(60);
+    while !is_so() {
+        assert!(Instant::now() < limit, "waited for a minute: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn a_mirror_holds_its_hook_around_the_end_of_each_epoch() {
+    let scene = Scene::new("hooks of a mirror", 16 * MIB);
+    let at = |name: &str| -> PathBuf { scene.site.path(name) };
+    // An application that writes two blocks one after the other. It stops between two such pairs while it is held.
+    let hook = script(
+        &scene.site,
+        "read word; touch hold; while ! test -e held; do sleep 0.01; done; echo ready\n\
+         read word; rm -f held hold; echo $word >> words\n\
+         read word; echo $word >> words\n",
+    );
+    let (tell, told) = channel();
+    let (hold, held) = (at("hold"), at("held"));
+    let mut client = scene.client();
+    let application = std::thread::spawn(move || {
+        for byte in (1..=255).cycle() {
+            client.write(7 * BLOCK, &[byte; BLOCK as usize]).expect("a write");
+            std::thread::sleep(Duration::from_millis(15));
+            client.write(9 * BLOCK, &[byte; BLOCK as usize]).expect("a write");
+            while hold.exists() {
+                if !held.exists() {
+                    std::fs::write(&held, "").expect("a file");
+                }
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            if told.try_recv().is_ok() {
+                client.close().expect("the end");
+                return;
+            }
+        }
+    });
+    let words = || std::fs::read_to_string(at("words")).unwrap_or_default();
+    let running = mirror(&scene, &["--epoch", "300ms", "--rpo", "1s", "--keep-last", "20", "--hook", &hook]);
+    until("the ends of three epochs", || words().matches("end\n").count() >= 4);
+    let ended = stop(running);
+    assert!(ended.stderr.is_empty(), "{ended}");
+    tell.send(()).expect("it writes");
+    application.join().expect("an application");
+    assert!(words().lines().collect::<Vec<_>>().chunks(2).all(|pair| pair == ["cut", "end"]), "{}", words());
+    let pair = |when: &str| {
+        let bytes = [byte_at(&scene.replica, 7), byte_at(&scene.replica, 9)];
+        assert_eq!(bytes[0], bytes[1], "{when}: not as the application was held");
+    };
+    pair("the last epoch");
+    // And those before it.
+    let moments = scene.site.dsync(["rewind", "--json"]).arg(&scene.replica).ok().json();
+    let moments = moments[0]["moments"].as_array().expect("moments");
+    let mut epochs: Vec<u64> = moments.iter().map(|moment| number(&moment["epoch"], "number")).collect();
+    epochs.sort();
+    assert!(epochs.len() >= 2, "{moments:?}");
+    for epoch in epochs.iter().rev().take(3) {
+        scene.site.dsync(["rewind"]).arg(&scene.replica).args(["--to", &epoch.to_string()]).ok();
+        pair(&format!("epoch {epoch}"));
+    }
+}
+
+#[test]
+fn a_hook_that_is_slow_or_fails_does_not_hold_up_a_mirror() {
+    let scene = Scene::synced("a slow hook of a mirror", 16 * MIB);
+    let at = |name: &str| -> PathBuf { scene.site.path(name) };
+    let hook = script(
+        &scene.site,
+        "read word; test ! -e broken || { echo no database; exit 3; }\n\
+         test ! -e slow || { touch waits; while test -e slow; do sleep 0.02; done; rm waits; }\n\
+         echo ready; read word; read word\n",
+    );
+    let options = ["--epoch", "200ms", "--rpo", "500ms", "--hook", &hook, "--hook-limit", "30s"];
+    let running = mirror(&scene, &options);
+    let arrives = |byte: u8| {
+        write(&scene, 5, byte);
+        until("what was written", || byte_at(&scene.replica, 5) == byte);
+    };
+    std::fs::write(at("slow"), "").expect("a file");
+    arrives(1);
+    until("a hook that gets ready", || at("waits").exists());
+    (2..6).for_each(arrives);
+    assert!(at("waits").exists(), "it was not waited for");
+    std::fs::remove_file(at("slow")).expect("a file");
+    until("the end of an epoch", || !at("waits").exists());
+    std::fs::write(at("broken"), "").expect("a file");
+    let mut byte = 10;
+    until("the failure is said", || {
+        byte += 1;
+        arrives(byte);
+        running.stderr_so_far().contains("no database")
+    });
+    (100..103).for_each(arrives);
+    let ended = stop(running);
+    assert!(ended.stderr.contains("exit status: 3") && ended.stderr.contains("warning"), "{ended}");
+    scene.equal();
+    // The first sync of a mirror has no replica to keep: it fails.
+    let refused = scene.site.dsync(["mirror", "--hook", &hook]).arg(&scene.image).arg(&scene.replica).code(1);
+    refused.says(&["no database", "before the cut"]);
+}
+
+/// A guest agent: what it is asked. While `holds`, a freeze does not end.
+fn agent(socket: &Path, holds: &Arc<AtomicBool>) -> Receiver<String> {
+    let holds = Arc::clone(holds);
+    let (tell, told) = channel();
+    let listener = UnixListener::bind(socket).expect("a socket");
+    std::thread::spawn(move || {
+        // One client at a time, as the channel of a guest.
+        for client in listener.incoming() {
+            let Ok(client) = client else { return };
+            let _ = converse(&client, &holds, &|word| tell.send(word.to_owned()).is_ok());
+        }
+    });
+    told
+}
+
+fn converse(mut client: &UnixStream, holds: &AtomicBool, tell: &dyn Fn(&str) -> bool) -> std::io::Result<()> {
+    // Somebody's answer that was never fetched.
+    client.write_all(b"{\"return\": 1}\n")?;
+    for line in BufReader::new(client.try_clone()?).split(b'\n') {
+        let line = line?;
+        let asked: serde_json::Value = serde_json::from_slice(line.strip_prefix(b"\xff").unwrap_or(&line))?;
+        let word = asked["execute"].as_str().unwrap_or_default().to_owned();
+        if word == "guest-sync-delimited" {
+            client.write_all(b"\xff")?;
+            writeln!(client, "{{\"return\": {}}}", asked["arguments"]["id"])?;
+            continue;
+        }
+        tell(&word);
+        while word == "guest-fsfreeze-freeze" && holds.load(SeqCst) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        client.write_all(b"{\"return\": 2}\n")?;
+    }
+    Ok(())
+}
+
+/// A hook that comes with dsync.
+fn shipped(name: &str, argument: &Path) -> String {
+    format!("{} {}", repository().join("hooks").join(name).display(), argument.display())
+}
+
+fn hears(told: &Receiver<String>, word: &str) {
+    let heard = told.recv_timeout(Duration::from_secs(60));
+    assert_eq!(heard.as_deref(), Ok(word));
+}
+
+#[test]
+fn the_guest_agent_thaws_whatever_happens() {
+    let what = "the hook for QEMU's guest agent";
+    if !need(&["python3"], what) {
+        return;
+    }
+    let scene = Scene::synced(what, 16 * MIB);
+    let (holds, socket) = (Arc::new(AtomicBool::new(false)), scene.site.socket("agent"));
+    let (told, hook) = (agent(&socket, &holds), shipped("qemu-guest-agent", &socket));
+    write(&scene, 7, 0xaa);
+    scene.sync(&["--hook", &hook]).ok();
+    scene.equal();
+    ["guest-fsfreeze-freeze", "guest-fsfreeze-thaw"].iter().for_each(|word| hears(&told, word));
+    // The hook is killed while the guest freezes: that ends later. On a busy machine it may not have come so far.
+    let mut limit = 1;
+    loop {
+        holds.store(true, SeqCst);
+        let given = format!("{limit}s");
+        scene
+            .sync(&["--hook", &hook, "--hook-limit", &given])
+            .code(1)
+            .says(&["did not say \"ready\" within"]);
+        if told.try_recv().is_ok() {
+            break;
+        }
+        assert!(limit < 60, "the agent is never asked");
+        limit *= 2;
+    }
+    holds.store(false, SeqCst);
+    hears(&told, "guest-fsfreeze-thaw");
+    // And all of it is.
+    holds.store(true, SeqCst);
+    let mut running = scene.sync(&["--hook", &hook]).start();
+    hears(&told, "guest-fsfreeze-freeze");
+    running.kill();
+    holds.store(false, SeqCst);
+    hears(&told, "guest-fsfreeze-thaw");
+    // Nobody is there.
+    let nobody = shipped("qemu-guest-agent", &scene.site.path("nobody"));
+    scene.sync(&["--hook", &nobody]).code(1).says(&["guest agent at", "No such file"]);
+    assert!(told.try_recv().is_err(), "it was asked for more");
+}
+
+#[test]
+fn a_guest_of_libvirt_is_thawed_whatever_happens() {
+    let scene = Scene::synced("the hook for libvirt", 16 * MIB);
+    let calls = scene.site.path("calls");
+    let virsh = scene.site.path("virsh");
+    let text =
+        format!("#!/bin/sh\n[ $2 != domfsfreeze ] || sleep 2\necho \"$2 $3\" >> {}\n", calls.display());
+    std::fs::write(&virsh, text).expect("a script");
+    Run::new("chmod").arg("755").arg(&virsh).ok();
+    let hook = shipped("libvirt", Path::new("vm"));
+    let hook = format!("PATH={}:$PATH {hook}", scene.site.dir().display());
+    let thawed = |what: &str| {
+        until(what, || {
+            std::fs::read_to_string(&calls).is_ok_and(|text| text == "domfsfreeze vm\ndomfsthaw vm\n")
+        });
+        std::fs::remove_file(&calls).expect("the calls");
+    };
+    scene.sync(&["--hook", &hook]).ok();
+    thawed("a sync");
+    // Killed before the freeze has ended.
+    scene.sync(&["--hook", &hook, "--hook-limit", "900ms"]).code(1);
+    until("a thaw", || std::fs::read_to_string(&calls).is_ok_and(|text| text.contains("domfsthaw vm")));
 }

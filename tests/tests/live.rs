@@ -242,21 +242,52 @@ fn a_sync_that_is_killed_leaves_a_disk_that_is_followed_and_thawed() {
     }
 }
 
+/// A host with one disk: dsync's own state is on the file system that is frozen.
 #[test]
-fn what_can_not_be_frozen_or_is_not_tracked_is_refused() {
-    let Some(tracked) = Tracked::new("refusals of syncs of live disks", 64 * MIB) else { return };
-    let (site, copy) = (&tracked.site, tracked.site.path("copy.raw"));
-    // State on the disk that is to be frozen.
-    let inside = tracked.place.join("state");
-    let place = tracked.place.display().to_string();
-    site.sync(tracked.device(), &copy, &[])
-        .env("DSYNC_STATE_DIR", &inside)
-        .code(4)
-        .says(&["--state-dir", &place]);
-    // It was thawed, or never frozen: a write goes through.
-    let began = Instant::now();
-    std::fs::write(tracked.place.join("file"), b"still here").expect("a write");
-    assert!(began.elapsed() < Duration::from_secs(5));
+fn the_state_may_be_on_the_disk_that_is_frozen() {
+    let what = "the state on a disk that is frozen";
+    let Some(tracked) = Tracked::new(what, 96 * MIB) else { return };
+    if !need(&["python3"], what) {
+        return;
+    }
+    let (place, site, copy) = (&tracked.place, &tracked.site, tracked.site.path("copy.raw"));
+    let (state, stop) = (tracked.place.join("state"), site.path("stop"));
+    let sync = || {
+        let options = ["--freeze", "require", "--freeze-limit", "5"];
+        site.sync(tracked.device(), &copy, &options).env("DSYNC_STATE_DIR", &state)
+    };
+    // An earlier sync may have to be finished.
+    let mut killed = sync().start();
+    std::thread::sleep(Duration::from_millis(300));
+    killed.kill();
+    let writer = database("write").arg(place.join("chain.db")).arg(&stop).start();
+    let mut last = 0;
+    for round in 0..rounds(2, 50) {
+        let synced = sync().arg("--wait").ok().summary();
+        assert!(number(&synced, "freeze_ms") < 5000, "{synced}");
+        assert!(round == 0 || synced["method"] == "tracked", "{synced}");
+        let look = Look::at(site, &copy);
+        let rows = database("check").arg(look.place().join("chain.db")).ok().text();
+        let rows: u64 = rows.trim().parse().expect("a number");
+        assert!(rows >= last, "round {round}: the database went back from {last} to {rows}");
+        last = rows;
+        // The state that was copied is that of a source one epoch before.
+        assert!(look.place().join("state/sources").is_dir());
+        look.check();
+    }
+    std::fs::write(&stop, "").expect("a file");
+    writer.output(Duration::from_secs(30));
+    // A mirror, whose every sync writes to its own source.
+    let mirror = ["mirror", "--rpo", "4s"];
+    let mut running =
+        site.dsync(mirror).arg(tracked.device()).arg(&copy).env("DSYNC_STATE_DIR", &state).start();
+    running.wait_to_say("is at epoch");
+    std::thread::sleep(Duration::from_secs(3));
+    running.signal(rustix::process::Signal::TERM);
+    let ended = running.output(Duration::from_secs(60));
+    assert!(ended.status.success() && ended.stderr.is_empty(), "{ended}");
+    let look = Look::at(site, &copy);
+    look.check();
 }
 
 /// A mount that only another mount namespace has, or nobody any more but the kernel, cannot be frozen from here.

@@ -101,7 +101,9 @@ pub(crate) enum Command {
         While it mirrors, a first SIGINT or SIGTERM brings the replica up to date and stops; a second one\n\
         stops at once.\n\n\
         A disk tracked with \"dsync track\" is mirrored as one sync after another, each with a short freeze,\n\
-        at most one a second.\n\n\
+        at most one a second, and no more than four within --rpo.\n\n\
+        --hook (see \"dsync sync --help\") is held around the cuts of these syncs, and of a served disk around the end of\n\
+        each epoch (--epoch), while batches go on. If it fails then, the mirror says so and tries again at the next.\n\n\
         A group is mirrored by one common commit after another, at least two within --rpo and four a second at most.")]
     Mirror(Mirror),
 
@@ -568,7 +570,7 @@ pub(crate) struct Mirror {
     #[arg(value_name = "[[USER@]HOST:]DST", required_unless_present = "group")]
     pub destination: Option<String>,
     /// Mirror all members of this group: their replicas are always of one moment
-    #[arg(long, value_name = "NAME", conflicts_with_all = ["interval", "min_interval", "alpha", "beta", "rate", "epoch", "journal_dir"])]
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["interval", "min_interval", "alpha", "beta", "rate", "epoch", "journal_dir", "hook"])]
     pub group: Option<String>,
     /// How far the replica may fall behind while the link keeps up
     #[arg(long, value_name = "TIME", value_parser = parse_time, default_value = "5s")]
@@ -586,6 +588,8 @@ pub(crate) struct Mirror {
     pub compress: CompressArg,
     #[command(flatten)]
     pub begin: BeginArgs,
+    #[command(flatten)]
+    pub hook: HookArgs,
     /// How both sites share their work among threads
     #[arg(long, value_enum, default_value_t = StagesArg::Adaptive, hide = true)]
     pub stages: StagesArg,

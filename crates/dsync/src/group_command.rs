@@ -62,7 +62,7 @@ pub(crate) fn sync(
 ) -> Result<u8> {
     check(args)?;
     let destination = folder(&args.source)?;
-    let hook = sync_command::hook(args, name, &args.source);
+    let hook = sync_command::hook(&args.live.hook, name, &args.source);
     let options = sync_command::options(args, steering, destination.host.is_some())?;
     let options = SyncOptions { hook: hook.clone().map(|hook| hook as Arc<dyn CutHook>), ..options };
     let (dir, shown) = destination.place()?;

@@ -15,6 +15,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process_group};
@@ -38,6 +39,8 @@ pub(crate) struct Hook {
     limit: Duration,
     environment: [(&'static str, String); 2],
     running: Mutex<Option<Running>>,
+    /// Waits for the end of the one before.
+    ending: Mutex<Option<JoinHandle<()>>>,
 }
 
 /// A command that runs, in a process group of its own.
@@ -123,7 +126,13 @@ impl Hook {
     /// A hook for a sync of `source` to `replica`.
     pub(crate) fn new(command: &str, limit: Duration, source: &str, replica: &str) -> Hook {
         let environment = [("DSYNC_SOURCE", source.to_owned()), ("DSYNC_REPLICA", replica.to_owned())];
-        Hook { command: command.to_owned(), limit, environment, running: Mutex::default() }
+        Hook {
+            command: command.to_owned(),
+            limit,
+            environment,
+            running: Mutex::default(),
+            ending: Mutex::default(),
+        }
     }
 
     fn running(&self) -> MutexGuard<'_, Option<Running>> {
@@ -132,7 +141,24 @@ impl Hook {
 
     /// The sync has ended. Warns if the hook has not ended well.
     pub(crate) fn end(&self, done: bool, output: &Output) {
-        let Some(mut running) = self.running().take() else { return };
+        let running = self.running().take();
+        running.into_iter().for_each(|running| self.dismiss(running, done, output));
+        let ending = self.ending.lock().unwrap_or_else(PoisonError::into_inner).take();
+        ending.map(JoinHandle::join);
+    }
+
+    /// The same without waiting for the hook's end: what is sent next goes on meanwhile.
+    pub(crate) fn end_later(self: &Arc<Hook>, done: bool, output: &Output) {
+        // One that gets ready is of the next cut.
+        let Ok(Some(running)) = self.running.try_lock().map(|mut slot| slot.take()) else { return };
+        let (hook, output) = (Arc::clone(self), output.alike());
+        let dismiss = move || hook.dismiss(running, done, &output);
+        // Without the thread the hook's standard input is closed.
+        let ending = std::thread::Builder::new().name("hook".into()).spawn(dismiss);
+        *self.ending.lock().unwrap_or_else(PoisonError::into_inner) = ending.ok();
+    }
+
+    fn dismiss(&self, mut running: Running, done: bool, output: &Output) {
         running.say(if done { "end" } else { "failed" });
         let ended = running.end(self.limit);
         let why = match ended {

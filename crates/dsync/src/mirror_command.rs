@@ -1,16 +1,19 @@
 //! `dsync mirror`.
 
 use std::sync::atomic::Ordering::SeqCst;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use source::{Handle, StateDir};
-use sync::{Batching, Mirror, MirrorEvent, MirrorOptions, MirrorSummary, SyncError, SyncOptions, Turns, Way};
+use sync::{
+    Batching, CutHook, Mirror, MirrorEvent, MirrorOptions, MirrorSummary, SyncError, SyncOptions, Turns, Way,
+};
 
 use crate::args::{self, LiveArgs};
 use crate::effect;
 use crate::failure::Failure;
+use crate::hook::Hook;
 use crate::location::Ends;
 use crate::mirroring::{Mirroring, Receiving};
 use crate::output::Output;
@@ -52,6 +55,12 @@ pub(crate) fn options(args: &args::Mirror, steering: &Steering, is_far: bool) ->
     })
 }
 
+/// The options with a hook that is held around cuts.
+fn held(options: MirrorOptions, hook: Option<Arc<Hook>>) -> MirrorOptions {
+    let hook = hook.map(|hook| hook as Arc<dyn CutHook>);
+    MirrorOptions { sync: SyncOptions { hook, ..options.sync }, ..options }
+}
+
 /// Runs the command until a signal ends it.
 pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Result<()> {
     let named = args.destination.as_deref().unwrap_or_default();
@@ -69,7 +78,10 @@ pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Res
     effect::on_way(&ends, &args.far, output);
     let options = options(args, &mirroring.steering, destination.host.is_some())?;
     let (path, name) = destination.place()?;
-    let teller = Teller { output, ends: &ends, name: &name, mirroring: &mirroring, last: Mutex::new(None) };
+    let hook = sync_command::hook(&args.hook, &args.source, named);
+    let options = held(options, hook.clone());
+    let (last, tell) = (Mutex::new(None), hook.as_ref());
+    let teller = Teller { output, hook: tell, ends: &ends, name: &name, mirroring: &mirroring, last };
     let progress = |done, total| {
         output.progress(done, total);
         teller.progress(done, total);
@@ -99,6 +111,7 @@ pub(crate) fn run(args: &args::Mirror, state: &StateDir, output: &Output) -> Res
     // A refused command leaves nothing behind, if it may finish.
     receiving.end();
     output.finish();
+    hook.inspect(|hook| hook.end(summary.is_ok(), output));
     let summary = summary.map_err(|error| ends.named(error))?;
     say(&summary, &name, output);
     output.summary(&summary);
@@ -119,6 +132,8 @@ fn say(summary: &MirrorSummary, name: &str, output: &Output) {
 /// Reports events as text or JSON.
 struct Teller<'a> {
     output: &'a Output,
+    /// What is told of cuts.
+    hook: Option<&'a Arc<Hook>>,
     ends: &'a Ends,
     name: &'a str,
     mirroring: &'a Mirroring,
@@ -164,7 +179,7 @@ impl Teller<'_> {
                 manager.status(&format!("mirroring to {name}, {} behind", units::seconds(batch.lag)));
             }
             MirrorEvent::Paused => manager.ready(&format!("not mirroring to {name}: paused by --bwlimit")),
-            MirrorEvent::Batch(_) | MirrorEvent::Warned(_) => {}
+            MirrorEvent::Batch(_) | MirrorEvent::Epoch(_) | MirrorEvent::Warned(_) => {}
             // Said together with what people are told.
             MirrorEvent::Waiting(..) | MirrorEvent::Broken(..) => {}
         }
@@ -173,8 +188,11 @@ impl Teller<'_> {
     fn tell(&self, event: MirrorEvent<'_>) {
         let output = self.output;
         self.report(&event);
+        let end = |done| self.hook.iter().for_each(|hook| hook.end_later(done, output));
         match event {
+            MirrorEvent::Epoch(_) => end(true),
             MirrorEvent::Synced(summary) => {
+                end(true);
                 output.finish();
                 summary.recovered.iter().chain(&summary.warnings).for_each(|warning| output.warn(warning));
                 if self.mirroring.begun.swap(true, SeqCst) && summary.freeze_ms.is_some() {
@@ -207,6 +225,7 @@ impl Teller<'_> {
             MirrorEvent::Warned(warning) => output.warn(warning),
             MirrorEvent::Waiting(error, left) => self.mirroring.waiting(&self.text(error), left, output),
             MirrorEvent::Broken(error, pause) => {
+                end(false);
                 self.mirroring.broken(self.name, &self.text(error), pause, output);
             }
         }

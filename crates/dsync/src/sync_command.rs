@@ -69,7 +69,7 @@ pub(crate) fn run(args: &args::Sync, steering: &Steering, state: &StateDir, outp
         let how = format!("the hook is run where the source is: run \"dsync sync\" with it on {host}");
         return Err(Failure::usage(how).into());
     }
-    let hook = hook(args, &args.source, named);
+    let hook = hook(&args.live.hook, &args.source, named);
     let options = SyncOptions { hook: hook.clone().map(|hook| hook as Arc<dyn CutHook>), ..options };
     let pulls = ends.source.host.is_some();
     let summary = if pulls {
@@ -89,10 +89,9 @@ pub(crate) fn run(args: &args::Sync, steering: &Steering, state: &StateDir, outp
 }
 
 /// What is told of the cut of a source, for a destination.
-pub(crate) fn hook(args: &args::Sync, source: &str, destination: &str) -> Option<Arc<Hook>> {
-    let limit = args.live.hook.hook_limit.unwrap_or(HOOK_LIMIT);
-    let hook = args.live.hook.hook.as_deref();
-    hook.map(|command| Arc::new(Hook::new(command, limit, source, destination)))
+pub(crate) fn hook(args: &args::HookArgs, source: &str, destination: &str) -> Option<Arc<Hook>> {
+    let limit = args.hook_limit.unwrap_or(HOOK_LIMIT);
+    args.hook.as_deref().map(|command| Arc::new(Hook::new(command, limit, source, destination)))
 }
 
 /// Syncs from a source on this host.

@@ -4,7 +4,6 @@
 //! next record. So repeated passes over the changes converge, and the last, small one makes the copy exact: nothing
 //! is written during it, because the file systems are frozen, or because there happened to be no writes.
 
-use std::fs::File;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -310,6 +309,9 @@ impl Live {
 
     /// The last pass: a checkpoint, and all changes up to it, and `also`, read while there are no writes.
     ///
+    /// The source's own state may be on a file system that is frozen: between freeze and thaw it is not written to, and nothing
+    /// is waited for that another thread may write there.
+    ///
     /// # Errors
     /// `Refused` if that is impossible: too much changes, a freeze ends early, or writes bypass the file systems.
     pub fn cut(&self, also: &Bitmap, options: &CutOptions) -> Result<Cut, SourceError> {
@@ -342,7 +344,6 @@ impl Live {
                 self.about.path.display()
             )));
         }
-        self.refuse_own_state(&mounts)?;
         Ok(mounts)
     }
 
@@ -481,21 +482,6 @@ impl Live {
             path.display(),
             MOST >> 20
         )))
-    }
-
-    /// Files on a frozen file system cannot be written, and perhaps not even read.
-    fn refuse_own_state(&self, mounts: &[Mount]) -> Result<(), SourceError> {
-        let place = self.folder.path();
-        let dev = File::open(place).and_then(|folder| device::file_system(&folder));
-        let dev = dev.map_err(SourceError::state("look at", place))?;
-        match mounts.iter().find(|m| m.dev == dev) {
-            Some(mount) => Err(SourceError::Refused(format!(
-                "state directory {} is on {}, the file system that this sync must freeze: move it with --state-dir",
-                place.display(),
-                mount.places.first().map(|place| place.display().to_string()).unwrap_or_default()
-            ))),
-            None => Ok(()),
-        }
     }
 
     /// Records the epoch of a replica, and tidies the history.

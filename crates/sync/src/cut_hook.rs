@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use crate::error::SyncError;
 
-/// Is told of the cut: the moment of the source that the replica will be.
+/// Is told of the cut: the moment of the source that the replica will be. A mirror tells it of the cuts of its syncs, and of those
+/// that end an epoch.
 pub trait CutHook: Debug + Send + Sync {
     /// The cut is about to be made.
     ///

@@ -121,8 +121,9 @@ impl FollowedSource {
 
     /// A batch of a live disk: a sync with its freeze.
     fn round(&mut self, mirror: &mut Mirror<'_>, summary: &mut MirrorSummary) -> Result<Ended, SyncError> {
-        // A freeze stalls writers: no more than one a second.
-        mirror.rest_until(self.epoch_began + self.interval.current().max(Duration::from_secs(1)));
+        // A freeze stalls writers: no more than one a second, and no more often than there is need to.
+        let least = (mirror.options.batching.rpo / 4).max(Duration::from_secs(1));
+        mirror.rest_until(self.epoch_began + self.interval.current().max(least));
         if mirror.pause.load(SeqCst) && !mirror.stop.load(SeqCst) {
             return Ok(Ended::Paused);
         }

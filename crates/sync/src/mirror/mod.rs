@@ -4,6 +4,7 @@
 //! at the replica. What was sent and is not confirmed is remembered, so that after a link broke the next batch includes what
 //! did not arrive. After any other failure, a sync finds what the replica lacks in the source's history.
 
+mod epoch_hook;
 mod followed_source;
 mod grid;
 mod session;
@@ -64,6 +65,8 @@ pub enum MirrorEvent<'a> {
     Paused,
     /// A batch was confirmed.
     Batch(&'a BatchReport),
+    /// A batch with the end of an epoch was confirmed: the replica has committed the epoch of this number.
+    Epoch(u64),
     /// The replica's side has something to say.
     Warned(&'a str),
     /// The source or the replica is in use; it is requested again for that long.

@@ -12,6 +12,7 @@ use link::{Received, Receiver, Sender};
 use source::{Batch, Batches, Handle};
 use uuid::Uuid;
 
+use super::epoch_hook::{EpochHook, Held};
 use super::grid::Grid;
 use super::{BatchReport, LOOK_EVERY, MirrorEvent, MirrorOptions, MirrorSummary, Turns};
 use crate::account::Account;
@@ -66,6 +67,8 @@ pub(super) struct MirrorSession<'a> {
     size: u64,
     state: Mutex<SessionState>,
     changed: Condvar,
+    /// Held around the end of each epoch.
+    hook: Option<EpochHook>,
 }
 
 impl<'a> Deref for MirrorSession<'a> {
@@ -129,7 +132,9 @@ impl<'a> MirrorSession<'a> {
             ended: false,
             paused: false,
         };
+        let hook = context.options.sync.hook.clone();
         MirrorSession {
+            hook: hook.map(|hook| EpochHook::new(hook, context.options.epoch_every)),
             bookmark: bookmark(name, status, &context.options.sync.way),
             context,
             nonce: status.replica.nonce,
@@ -260,15 +265,20 @@ impl<'a> MirrorSession<'a> {
         let block_size = u64::from(self.handle.about().block_size);
         let mut cut_before = Instant::now();
         let mut pause = Duration::ZERO;
+        let hook = self.hook.as_ref();
         loop {
             let Some(last) = self.await_interval(cut_before, pause)? else { return Ok(()) };
             let due = epoch_began.elapsed() >= self.options.epoch_every && self.state().ahead;
-            let ends = last || due || self.moment_is_due()?;
+            let due = due || self.moment_is_due()?;
             if last && !self.state().ahead && self.batches.pending()? == 0 {
                 return Ok(());
             }
+            let held = hook.filter(|hook| (last || due) && self.holds(hook, last));
+            let ends = last || (due && (held.is_some() || hook.is_none()));
             let cut = Instant::now();
-            let Some(batch) = self.batches.next(ends)? else {
+            let batch = self.batches.next(ends);
+            held.inspect(|hook| hook.cut(batch.as_ref().is_ok_and(Option::is_some)));
+            let Some(batch) = batch? else {
                 // Nothing was written: the next check may come later, as no write is waiting.
                 (pause, cut_before) = (Duration::ZERO, cut);
                 let mut state = self.state();
@@ -313,8 +323,28 @@ impl<'a> MirrorSession<'a> {
         Ok(due && (ahead || self.batches.pending()? > 0))
     }
 
+    /// True once the hook holds. If it fails, that is said, and it is asked again after the time of an epoch. Only for the last
+    /// batch this waits for it.
+    fn holds(&self, hook: &EpochHook, last: bool) -> bool {
+        loop {
+            match hook.hold(last) {
+                Held::Ready => return true,
+                Held::Failed(error) => {
+                    (self.tell)(MirrorEvent::Warned(&error.to_string()));
+                    return false;
+                }
+                Held::Waiting if last && self.state().failed.is_none() => {
+                    self.turns.turn();
+                    self.wait(LOOK_EVERY);
+                }
+                Held::Waiting => return false,
+            }
+        }
+    }
+
     /// Waits for the time of the next cut. `None` if there will be none; otherwise whether it is the last.
     fn await_interval(&self, cut_before: Instant, pause: Duration) -> Result<Option<bool>, SyncError> {
+        let hook = self.hook.as_ref();
         loop {
             self.turns.turn();
             let (interval, threshold, on_their_way, next_moment) = {
@@ -338,8 +368,9 @@ impl<'a> MirrorSession<'a> {
             if on_their_way >= WINDOW {
                 self.wait(LOOK_EVERY);
             } else if past >= due
+                || hook.is_some_and(EpochHook::has_answered)
                 || (past >= pause && on_their_way <= 1 && self.batches.pending()? >= threshold)
-                || (past >= pause && self.moment_is_due()?)
+                || (past >= pause && hook.is_none_or(EpochHook::may_be_asked) && self.moment_is_due()?)
             {
                 return Ok(Some(false));
             } else {
@@ -490,6 +521,8 @@ impl<'a> MirrorSession<'a> {
         (self.tell)(MirrorEvent::Batch(&report));
         if sent.ends {
             self.handle.acknowledge(&self.bookmark, sent.epoch, 0)?;
+            (self.tell)(MirrorEvent::Epoch(sent.epoch.number));
+            self.hook.iter().for_each(EpochHook::committed);
         }
         Ok(())
     }
