@@ -20,7 +20,8 @@ const FUZZY: u32 = 4;
 // 8 was in use before the first release.
 const BATCH: u32 = 16;
 const PARTIAL: u32 = 32;
-const KNOWN: u32 = BINDS | RESUMES | FUZZY | BATCH | PARTIAL;
+const REHEARSED: u32 = 64;
+const KNOWN: u32 = BINDS | RESUMES | FUZZY | BATCH | PARTIAL | REHEARSED;
 
 /// How the changes were found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -99,6 +100,8 @@ pub struct Header {
     pub batch: bool,
     /// Found by comparing a part of the replica at its own epoch: what it does not name stays as it was.
     pub partial: bool,
+    /// What was written over a replica's state in a rehearsal: no moment of its source. It makes that replica the source.
+    pub rehearsed: bool,
 }
 
 impl Header {
@@ -124,6 +127,7 @@ impl Header {
             fuzzy: false,
             batch: false,
             partial: false,
+            rehearsed: false,
         }
     }
 
@@ -169,6 +173,8 @@ impl Header {
             "it is a batch, but does not say for which state of a replica"
         } else if self.partial && self.method != Method::Compare {
             "it is of a part, but was not found by comparing"
+        } else if self.rehearsed && !self.batch {
+            "it is of a rehearsal, but does not say of which state of a replica"
         } else if self.is_seed() && chain.len() > 1 {
             "a seed spans one epoch, not several"
         } else {
@@ -187,6 +193,7 @@ impl Header {
         flags |= if self.fuzzy { FUZZY } else { 0 };
         flags |= if self.batch { BATCH } else { 0 };
         flags |= if self.partial { PARTIAL } else { 0 };
+        flags |= if self.rehearsed { REHEARSED } else { 0 };
         head.extend(VERSION.to_le_bytes());
         head.extend([self.method as u8, 0]);
         head.extend(flags.to_le_bytes());
@@ -279,6 +286,7 @@ impl Header {
             fuzzy: flags & FUZZY != 0,
             batch: flags & BATCH != 0,
             partial: flags & PARTIAL != 0,
+            rehearsed: flags & REHEARSED != 0,
         };
         header.check()?;
         Ok(header)

@@ -23,6 +23,7 @@
 //!     fuzzy: false,
 //!     batch: false,
 //!     partial: false,
+//!     rehearsed: false,
 //! };
 //! let mut writer = Writer::new(Vec::new());
 //! let (mut encoder, unit) = Encoder::new(&header, None)?;

@@ -77,6 +77,13 @@ impl Overlay {
         Ok(self.file.metadata()?.blocks() * 512)
     }
 
+    /// The ranges that were written, ascending: whole blocks.
+    pub fn changed(&self) -> Vec<Range<u64>> {
+        let blocks = self.base.len().div_ceil(self.block);
+        let bytes = |run: Range<u64>| self.bytes_of(run.start).start..self.bytes_of(run.end - 1).end;
+        self.written.runs_in(0..blocks).map(bytes).collect()
+    }
+
     /// Gives the room back that the scratch file takes. Nothing can be written or read that was written from then on.
     pub fn give_up(&self) -> io::Result<()> {
         self.scratch.resize(0)

@@ -116,6 +116,7 @@ pub(crate) enum Command {
         nbdcopy 'nbd+unix:///vm@view?socket=/run/vm.sock' vm-now.raw    the disk as it is now\n  \
         dsync serve /srv/vm.raw --socket /run/vm.sock --metrics 9750    for Prometheus, on loopback\n  \
         dsync serve /srv/vm.raw@now --writable --socket /run/try.sock   a rehearsal on a replica\n  \
+        dsync serve /srv/vm.raw@now --writable --save try.delta --socket /run/try.sock   one that may be kept\n  \
         dsync serve /srv/vm.raw@41 --socket /run/41.sock   a replica as it was at epoch 41\n\n\
         Without --socket and --tcp it serves the socket that a service manager passes to it (LISTEN_FDS):\n  \
         nbdinfo [ dsync serve /srv/vm.raw ]                serves for as long as nbdinfo runs\n\n\
@@ -262,6 +263,7 @@ pub(crate) enum Command {
         dsync promote /srv/vm.raw                          after \"dsync demote\" where the source was\n  \
         dsync promote --force /srv/vm.raw                  the source is gone, with what it wrote last\n  \
         dsync promote -n --force /srv/vm.raw               which moment that would be\n  \
+        dsync promote --force /srv/vm.raw --with try.delta   with what was written to a rehearsal\n  \
         dsync serve /srv/vm.raw --socket /run/vm.sock      from then on it is a source like any other\n\n\
         A promoted replica accepts no deltas. Its term, which status shows, is one higher than that of the source it\n\
         followed; two sources with the same id that meet are told apart by it and refused, before anything is written.\n\n\
@@ -784,12 +786,15 @@ pub(crate) struct Serve {
     /// Refuse writes, and record nothing
     #[arg(long, conflicts_with_all = ["block_size", "trust_device", "allow_shrink", "view_limit"])]
     pub read_only: bool,
-    /// Let clients write to REPLICA@MOMENT: to a scratch file, which is thrown away at the end
+    /// Let clients write to REPLICA@MOMENT: to a scratch file, which is thrown away at the end, but for --save
     #[arg(long, conflicts_with = "read_only")]
     pub writable: bool,
     /// Folder of the scratch file [default: the folder of the replica's state]
     #[arg(long, value_name = "DIR", requires = "writable")]
     pub overlay: Option<PathBuf>,
+    /// At the end, save what was written to REPLICA@MOMENT in this new file: "dsync promote REPLICA --with FILE" makes it real
+    #[arg(long, value_name = "FILE", requires = "writable")]
+    pub save: Option<PathBuf>,
     /// Serve the bytes of the file as they are, even if it looks like qcow2 or another container
     #[arg(long, value_enum, value_name = "FORMAT")]
     pub format: Option<Format>,
@@ -1099,6 +1104,9 @@ pub(crate) struct Promote {
     /// Give up what the source wrote after the replica's epoch
     #[arg(long)]
     pub force: bool,
+    /// With what was written to a rehearsal of it, which "dsync serve REPLICA@now --writable --save FILE" has saved
+    #[arg(long, value_name = "FILE")]
+    pub with: Option<PathBuf>,
     /// Print what would be done and change nothing
     #[arg(short = 'n', long)]
     pub dry_run: bool,

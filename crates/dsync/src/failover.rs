@@ -24,8 +24,12 @@ pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -
         let how = format!("{} is on another host: run \"dsync promote\" on {host}", args.replica.display());
         return Err(Failure::usage(how).into());
     }
-    let options =
-        PromoteOptions { force: args.force, dry_run: args.dry_run, journal_dir: args.journal_dir.clone() };
+    let options = PromoteOptions {
+        force: args.force,
+        dry_run: args.dry_run,
+        journal_dir: args.journal_dir.clone(),
+        with: args.with.clone(),
+    };
     let promotion = sync::promote(state, &path, &options).map_err(|error| not_promoted(error, &path))?;
     promotion.recovered.iter().for_each(|recovered| output.warn(recovered));
     say_promotion(&promotion, output);
@@ -67,7 +71,16 @@ fn say_promotion(promotion: &Promotion, output: &Output) {
         promotion.epoch,
         promotion.time.map_or(String::new(), |time| format!(" ({}, {})", device::moment(time), age(time)))
     ));
-    if promotion.bytes_ahead > 0 {
+    if let Some(file) = &promotion.with {
+        let file = file.display();
+        output.say(&match promotion.dry_run {
+            true => format!("  with what was written to the rehearsal that {file} holds"),
+            false => format!(
+                "  with what was written to the rehearsal that {file} holds: {} differ from that epoch",
+                units::size(promotion.bytes_ahead)
+            ),
+        });
+    } else if promotion.bytes_ahead > 0 {
         output.say(&format!(
             "  it is ahead of that epoch: {} are of a later moment",
             units::size(promotion.bytes_ahead)

@@ -1,5 +1,7 @@
 //! `dsync serve REPLICA@MOMENT`: a replica at one moment, for NBD clients, while syncs and mirrors go on beneath.
 
+use std::fs::File;
+use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
@@ -35,6 +37,8 @@ pub(crate) struct Rehearsal {
     view: Arc<View>,
     /// Where clients write to.
     overlay: Option<Arc<Overlay>>,
+    /// Where that is saved at the end.
+    save: Option<PathBuf>,
     /// What was last said of the bytes that this takes.
     told: Arc<AtomicU64>,
 }
@@ -56,7 +60,8 @@ impl Rehearsal {
             (false, _) => None,
             (true, folder) => Some(Arc::new(overlay(&view, folder.as_deref())?)),
         };
-        Ok(Rehearsal { view, overlay, told: Arc::default() })
+        args.save.as_deref().map(begin_saving).transpose()?;
+        Ok(Rehearsal { view, overlay, save: args.save.clone(), told: Arc::default() })
     }
 
     /// What clients read and write.
@@ -82,9 +87,12 @@ impl Rehearsal {
 
     /// What is said when it is served.
     pub(crate) fn about(&self) -> String {
-        let writes = match self.overlay {
-            Some(_) => "writable: what is written is thrown away at the end",
-            None => "read-only",
+        let writes = match (&self.overlay, &self.save) {
+            (Some(_), Some(file)) => {
+                format!("writable: what is written is saved in {} at the end", file.display())
+            }
+            (Some(_), None) => "writable: what is written is thrown away at the end".into(),
+            (None, _) => "read-only".into(),
         };
         format!("{}, {}, {writes}", units::size(self.view.len()), self.moment())
     }
@@ -107,6 +115,52 @@ impl Rehearsal {
             self.moment()
         ))
     }
+}
+
+impl Rehearsal {
+    /// Saves what clients have written, if that is wanted: none of them writes any more.
+    pub(crate) fn save(&self, output: &Output) -> Result<()> {
+        let (Some(overlay), Some(file)) = (&self.overlay, &self.save) else { return Ok(()) };
+        let partial = partial(file);
+        let saved = (|| {
+            let mut out = BufWriter::with_capacity(1 << 20, File::create(&partial)?);
+            let bytes = self.view.save(overlay.clone(), &overlay.changed(), &mut out)?;
+            out.flush()?;
+            out.get_ref().sync_all()?;
+            std::fs::rename(&partial, file)?;
+            let folder = std::path::absolute(file)?;
+            File::open(folder.parent().unwrap_or(Path::new("/")))?.sync_all()?;
+            std::io::Result::Ok(bytes)
+        })();
+        let (name, path) = (file.display(), self.view.path().display());
+        let bytes = saved.map_err(|error| {
+            let _ = std::fs::remove_file(&partial);
+            anyhow::Error::from(error).context(format!("cannot save what was written to {path} in {name}"))
+        })?;
+        output.note(&format!(
+            "what was written to {path} is saved in {name} ({}): \"dsync promote {path} --with {name}\" makes it real; delete the \
+             file to throw it away",
+            units::size(bytes)
+        ));
+        Ok(())
+    }
+}
+
+/// The name of a file that is being saved.
+fn partial(file: &Path) -> PathBuf {
+    let mut name = file.as_os_str().to_owned();
+    name.push(".partial");
+    name.into()
+}
+
+/// Makes sure that a file can be made, before anything is written that is to be saved there.
+fn begin_saving(file: &Path) -> Result<()> {
+    if file.symlink_metadata().is_ok() {
+        let exists = format!("{} exists: give --save the name of a new file", file.display());
+        return Err(Failure::refused(exists).into());
+    }
+    File::create(partial(file)).with_context(|| format!("cannot create {}", partial(file).display()))?;
+    Ok(())
 }
 
 fn overlay(view: &Arc<View>, folder: Option<&Path>) -> Result<Overlay> {

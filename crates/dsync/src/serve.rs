@@ -331,7 +331,8 @@ pub(crate) fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Resu
         What::Rehearsed(rehearsal) => Some(rehearsal.clone()),
         What::Tracked(_) | What::ReadOnly(_) => None,
     });
-    let watch = rehearsal::Watch::start(rehearsals.collect(), output)?;
+    let rehearsals: Vec<Rehearsal> = rehearsals.collect();
+    let watch = rehearsal::Watch::start(rehearsals.clone(), output)?;
     let server = nbd::Server::new(Arc::new(All(all)));
     server
         .on_trouble(|trouble| eprintln!("dsync: warning: {trouble} (limits: \"ulimit -n\", \"ulimit -u\")"));
@@ -350,7 +351,8 @@ pub(crate) fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Resu
     server.shutdown(PATIENCE);
     drop(server);
     drop(controls);
-    end(sources, output).and(watch.end())
+    let saved = rehearsals.iter().try_for_each(|rehearsal| rehearsal.save(output));
+    end(sources, output).and(watch.end()).and(saved)
 }
 
 /// Opens everything to serve.
@@ -368,6 +370,12 @@ fn open_all(args: &args::Serve, state: &StateDir) -> Result<(Vec<ExportedImage>,
             .into());
         }
         if let Some((replica, moment)) = rehearsed {
+            let others = all.iter().any(|other| matches!(other.what, What::Rehearsed(_)));
+            if args.save.is_some() && others {
+                let one =
+                    "--save is for one rehearsal: serve each of several replicas from a server of its own";
+                return Err(Failure::usage(one).into());
+            }
             let rehearsal = Rehearsal::open(&replica, &moment, args, state)?;
             all.push(ExportedImage { name, what: What::Rehearsed(rehearsal) });
             continue;

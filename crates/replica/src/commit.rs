@@ -49,7 +49,11 @@ impl Replica {
         let segments = deltas.iter().flat_map(|contents| &contents.segments);
         let longest = segments.map(|s| s.header.size_after).max().unwrap_or(toward.size);
         self.begin_commit()?;
-        self.keep_for_readers(|replica| replica.replaced_by(WHOLE, deltas))?;
+        match toward.rehearsed {
+            // What its clients write next is kept for nobody.
+            true => self.lose_readers("the replica was promoted")?,
+            false => self.keep_for_readers(|replica| replica.replaced_by(WHOLE, deltas))?,
+        }
         let keeping = self.work(true)?;
         if !self.destination().is_device() && disk.len() < longest {
             disk.resize(longest).map_err(failed("grow"))?;

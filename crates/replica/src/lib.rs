@@ -76,6 +76,8 @@ mod rewind;
 mod settled;
 mod view;
 
+mod rehearsed;
+
 #[cfg(test)]
 mod tests;
 
@@ -94,6 +96,7 @@ pub use options::Options;
 pub use past::Moment;
 pub use promoted::{Outlook, to_promote};
 pub use receive::{Commit, Committed, DeltaReceiver};
+pub use rehearsed::Rehearsed;
 pub use replica::Replica;
 pub use rewind::{History, history};
 pub use role::{Demoted, FIRST_TERM, Promoted, Released, Role};

@@ -198,6 +198,9 @@ pub struct Toward {
     /// The delta is a batch.
     #[serde(default)]
     pub batch: bool,
+    /// The delta is of a rehearsal: the replica becomes the source with it.
+    #[serde(default)]
+    pub rehearsed: bool,
     /// The delta's stream.
     pub stream: Uuid,
 }
@@ -212,6 +215,7 @@ impl Toward {
             block_size: header.block_size,
             fuzzy: header.fuzzy,
             batch: header.batch,
+            rehearsed: header.rehearsed,
             stream: header.stream,
         })
     }
@@ -331,6 +335,12 @@ impl Lineage {
         // A part was repaired, and the rest is what it was.
         let still = self.epoch == Some(toward.epoch) && !unsure.is_nothing();
         let demoted = self.role.demoted.clone().filter(|_| still);
+        let follows = || Role { demoted, ..Role::replica(self.role.term, self.role.line.clone()) };
+        // In one step with what was written to the rehearsal. No undo delta leads from there, and no group commits it.
+        let (nonce, role, group) = match toward.rehearsed {
+            true => (Uuid::new_v4(), self.role.promoted(Some(toward.epoch)).0, None),
+            false => (toward.stream, follows(), self.group.clone()),
+        };
         Lineage {
             version: Self::VERSION,
             path: self.path.clone(),
@@ -346,13 +356,13 @@ impl Lineage {
             },
             size: toward.size,
             block_size: toward.block_size,
-            nonce: toward.stream,
+            nonce,
             committed: Some(toward.stream),
             stamp: Some(stamp),
             step: None,
             unsure,
-            role: Role { demoted, ..Role::replica(self.role.term, self.role.line.clone()) },
-            group: self.group.clone(),
+            role,
+            group,
         }
     }
 }
@@ -471,6 +481,7 @@ mod tests {
                 block_size: 4096,
                 fuzzy: false,
                 batch: false,
+                rehearsed: false,
                 stream: Uuid::new_v4(),
             },
             finished: false,

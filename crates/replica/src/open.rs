@@ -123,7 +123,11 @@ impl Replica {
                 ));
             }
             replica.refuse_promoted()?;
+            let was_promoted = replica.lineage().role.promoted.is_some();
             replica.recover()?;
+            if !was_promoted {
+                replica.refuse_promoted()?;
+            }
         } else {
             replica.first()?;
         }

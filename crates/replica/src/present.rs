@@ -298,8 +298,8 @@ mod tests {
         let (temp, folder, mut present) = taken();
         present.rest(held()).unwrap();
         let reader = Watched::open(&folder).unwrap().expect("the file");
+        // Its claim is there, and it is about to ask.
         let (sequence, _) = reader.look().expect("it rests");
-        reader.ask().unwrap();
         present.file = File::open(temp.path().join(NAME)).unwrap();
         assert!(present.begin().unwrap(), "the reader is forgotten");
         // And no other begins.

@@ -4,7 +4,7 @@
 
 use std::path::Path;
 
-use delta::{Epoch, Term};
+use delta::Epoch;
 use uuid::Uuid;
 
 use crate::destination::Name;
@@ -13,7 +13,7 @@ use crate::lineage::{Lineage, State, StepKind, Unsure};
 use crate::locate::inspect;
 use crate::options::Options;
 use crate::replica::Replica;
-use crate::role::{Promoted, Released, Role, now};
+use crate::role::{Promoted, Released};
 
 /// What a promotion would make the present of the disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -43,8 +43,12 @@ pub fn to_promote(path: &Path, options: &Options) -> Result<Replica> {
         ))
     };
     let lineage = inspect(path, options)?.ok_or_else(none)?;
-    let doubt = lineage.role.promoted.is_some();
-    let replica = Replica::open(path, &Options { doubt, ..options.clone() })?;
+    let open = |doubt| Replica::open(path, &Options { doubt, ..options.clone() });
+    let replica = match open(lineage.role.promoted.is_some()) {
+        // Opening it has completed what a crash left of a promotion with what was written to a rehearsal.
+        Err(ReplicaError::Promoted { .. }) => open(true)?,
+        opened => opened?,
+    };
     if replica.is_kept() { Ok(replica) } else { Err(none()) }
 }
 
@@ -155,16 +159,10 @@ impl Replica {
             self.lineage_mut().step = None;
         }
         self.note_stamp()?;
-        let role = self.lineage().role.clone();
-        let term = role.released.map_or(role.term, |released| released.term.max(role.term)) + 1;
-        let promoted = Promoted { since: now(), id: Uuid::new_v4(), term };
-        let line = match self.lineage().epoch {
-            Some(began) => role.line.and(Term { number: term, id: promoted.id, began }),
-            None => role.line.clone(),
-        };
+        let (role, promoted) = self.lineage().role.promoted(self.lineage().epoch);
         // What was kept of the past leads back from another state.
         self.lineage_mut().nonce = Uuid::new_v4();
-        self.lineage_mut().role = Role { term, line, promoted: Some(promoted), released: None, ..role };
+        self.lineage_mut().role = role;
         self.lineage_mut().group = None;
         self.store()?;
         self.forget_note()?;

@@ -70,6 +70,8 @@ struct Known {
     prepared: Option<Prepared>,
     /// It goes back to an earlier moment: none gives way.
     rewinds: bool,
+    /// It takes over what was written to a rehearsal, and becomes the source.
+    promotes: bool,
     /// What opening it had to mend.
     recovered: Vec<String>,
     /// What its user should know of a commit.
@@ -249,6 +251,15 @@ impl Replica {
 
     pub(crate) fn set_rewinds(&mut self, rewinds: bool) {
         self.known.rewinds = rewinds;
+    }
+
+    /// True while it takes over what was written to a rehearsal.
+    pub(crate) fn promotes(&self) -> bool {
+        self.known.promotes
+    }
+
+    pub(crate) fn set_promotes(&mut self, promotes: bool) {
+        self.known.promotes = promotes;
     }
 
     /// Keeps in mind what opening the replica had to mend.

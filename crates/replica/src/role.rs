@@ -5,7 +5,7 @@
 //!     replica ── promote ──▶ promoted (a source, its term one higher) ── demote ──▶ demoted (a replica) ── commit ──▶ replica
 //! ```
 
-use delta::{Epoch, Line};
+use delta::{Epoch, Line, Term};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -81,6 +81,17 @@ impl Role {
     /// A replica, of a source with that term and line.
     pub fn replica(term: u64, line: Line) -> Role {
         Role { term, line, promoted: None, released: None, demoted: None }
+    }
+
+    /// What a replica at an epoch is when it becomes the source now.
+    pub(crate) fn promoted(&self, began: Option<Epoch>) -> (Role, Promoted) {
+        let term = self.released.map_or(self.term, |released| released.term.max(self.term)) + 1;
+        let promoted = Promoted { since: now(), id: Uuid::new_v4(), term };
+        let line = match began {
+            Some(began) => self.line.and(Term { number: term, id: promoted.id, began }),
+            None => self.line.clone(),
+        };
+        (Role { term, line, promoted: Some(promoted), released: None, ..self.clone() }, promoted)
     }
 
     /// The later epochs that are as true as the lineage's.

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use delta::Epoch;
 use extents::Bitmap;
-use replica::{Outlook, Promoted, Replica};
+use replica::{Outlook, Promoted, Rehearsed, Replica};
 use serde::Serialize;
 use source::{StateDir, Succession};
 use uuid::Uuid;
@@ -24,6 +24,8 @@ pub struct PromoteOptions {
     pub dry_run: bool,
     /// Where the replica keeps lineage and journal.
     pub journal_dir: Option<PathBuf>,
+    /// What was written to a rehearsal, which becomes its content: a file that `serve --save` has written.
+    pub with: Option<PathBuf>,
 }
 
 /// What a promotion did.
@@ -43,6 +45,8 @@ pub struct Promotion {
     pub bytes_ahead: u64,
     /// A later epoch that the old source is known to have had.
     pub lacks_epoch: Option<u64>,
+    /// What was written to a rehearsal of it is its content.
+    pub with: Option<PathBuf>,
     /// The old source has said that there was no more.
     pub released: bool,
     /// It is a former source, and this replica was told that it had ended.
@@ -72,7 +76,10 @@ pub fn promote(state: &StateDir, path: &Path, options: &PromoteOptions) -> Resul
             return Err(already(path, about.term));
         }
     }
-    let mut replica = replica::to_promote(path, &opening)?;
+    let rehearsed = options.with.as_deref().map(Rehearsed::open).transpose()?;
+    // A rehearsal is no common moment of a group.
+    let leave = rehearsed.is_some();
+    let mut replica = replica::to_promote(path, &replica::Options { leave, ..opening })?;
     let before = replica.recorded().role.promoted;
     let outlook = match before {
         Some(Promoted { term: 0, .. }) => return Err(already(path, 0)),
@@ -80,14 +87,21 @@ pub fn promote(state: &StateDir, path: &Path, options: &PromoteOptions) -> Resul
         Some(_) => replica.outlook(true)?,
         None => replica.outlook(options.force)?,
     };
+    if let Some(rehearsed) = &rehearsed {
+        replica.fits_rehearsal(rehearsed)?;
+    }
     let mut promotion = told(&replica, &outlook);
+    promotion.with.clone_from(&options.with);
     promotion.dry_run = options.dry_run;
     promotion.completed = before.is_some();
     if options.dry_run {
         return Ok(promotion);
     }
-    let mark = replica.promote()?;
-    promotion.term = mark.term;
+    let mark = match rehearsed {
+        Some(rehearsed) => replica.promote_with(rehearsed)?,
+        None => replica.promote()?,
+    };
+    (promotion.term, promotion.bytes_ahead) = (mark.term, replica.status().unsure.bytes());
     if !source::succeed(state, replica.path(), &succession(&replica, &outlook, mark, before.is_some())?)? {
         return Err(already(path, mark.term));
     }
@@ -114,6 +128,7 @@ fn told(replica: &Replica, outlook: &Outlook) -> Promotion {
         time: outlook.time,
         bytes_ahead: status.unsure.bytes(),
         lacks_epoch: outlook.later.map(|later| later.number),
+        with: None,
         released: outlook.released,
         told: recorded.role.demoted.as_ref().and_then(|demoted| demoted.told.clone()),
         former: recorded.role.demoted.is_some(),

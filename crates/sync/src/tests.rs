@@ -369,6 +369,7 @@ fn a_lying_source_is_found_out() {
         fuzzy: false,
         batch: false,
         partial: false,
+        rehearsed: false,
     };
     let nonce = lineage_nonce(&replica);
     for (nonce, frames, end) in

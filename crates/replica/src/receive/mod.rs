@@ -74,6 +74,9 @@ impl Replica {
             Ok(_) => return Err(wrong("it does not begin with its header".into())),
             Err(e) => return Err(wrong(e.to_string())),
         };
+        if header.rehearsed && !self.promotes() {
+            return Err(self.rehearsed());
+        }
         let toward = self.toward(&header).ok_or_else(|| wrong("it names no epoch".into()))?;
         if header.method == Method::Rolling && header.resumes.is_some() {
             return Err(wrong("a rolling delta cannot continue another one".into()));
@@ -126,7 +129,7 @@ impl Replica {
 
     /// Remembers the source's term, and what led to it, before anything of it is taken. A delta in a file does not tell.
     fn hear_term(&mut self) -> Result<()> {
-        if self.rewinds() {
+        if self.rewinds() || self.promotes() {
             return Ok(());
         }
         let (term, line) = (self.options().term, self.options().line.clone());
@@ -171,6 +174,15 @@ impl Replica {
         ReplicaError::Refused(format!(
             "the past of {} is kept, and a commit in place overwrites it as the delta comes: pass --commit journal, or \
              --keep none, which drops the moments kept so far",
+            self.path().display()
+        ))
+    }
+
+    /// The error of a delta that no sync and no merge takes.
+    pub(crate) fn rehearsed(&self) -> ReplicaError {
+        ReplicaError::Refused(format!(
+            "what was written to a rehearsal is no moment of the source of {0}: \"dsync promote {0} --with FILE\" makes the replica the \
+             source with it",
             self.path().display()
         ))
     }
@@ -324,6 +336,11 @@ impl DeltaReceiver<'_> {
             _ => return Err(replica.given_up()),
         }
         Ok(self.toward.epoch)
+    }
+
+    /// True if its trailer was taken.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.decoder.is_complete()
     }
 
     /// Fails if a unit was not taken, or has not come.

@@ -10,6 +10,7 @@ mod past;
 mod promoted;
 mod readers;
 mod real;
+mod rehearsed;
 mod rolling;
 mod unread;
 pub(crate) mod world;
