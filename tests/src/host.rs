@@ -1,6 +1,7 @@
 //! Hosts with one disk each, between which roles change.
 
 use std::cell::Cell;
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -67,6 +68,17 @@ impl Host {
             assert!(output.stderr.contains("in use") && Instant::now() < until, "{output}");
             std::thread::sleep(Duration::from_millis(20));
         }
+    }
+
+    /// The blocks that its source has written since an epoch.
+    pub fn changed(&self, since: &str) -> BTreeSet<u64> {
+        let text = self.run(&["changes", "--since", since]).ok().text();
+        let range = |line: &str| {
+            let mut numbers = line.split_whitespace().map(|number| number.parse::<u64>().expect("a number"));
+            let (offset, len) = (numbers.next().expect("an offset"), numbers.next().expect("a length"));
+            offset / BLOCK..(offset + len).div_ceil(BLOCK)
+        };
+        text.lines().flat_map(range).collect()
     }
 
     /// Writes random bytes to blocks through a server.

@@ -177,6 +177,7 @@ fn failback(
     if named > 0 {
         here.run(&["demote", "--since", &since]).code(4).says(&["written to", "--save FILE"]);
     }
+    let ours = here.changed(&since);
     let saved = here.new_file();
     let save = ["demote", "--json", "--since", &since, "--save", saved.to_str().expect("a path")];
     let demoted = here.run(&save).ok().summary();
@@ -185,8 +186,7 @@ fn failback(
     // At rest, so that it is known what was written.
     let AtWork { database, device, server, _place } = at_work;
     database.stop(random.coin());
-    let dirty = server.client("vm").dirty().expect("a dirty bitmap");
-    let either = named + dirty.iter().map(|range| range.end - range.start).sum::<u64>();
+    let either = ours.union(&there.changed(&since)).count() as u64 * image::BLOCK;
     let back = there.sync(here, &[]).ok().summary();
     assert_eq!(back["method"], "tracked", "{back}");
     let sent = number(&back, "bytes_sent");

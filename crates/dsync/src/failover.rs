@@ -149,7 +149,7 @@ pub(crate) fn demote(
     let Some(ends) = ends else {
         let summary = sync::demote(state, &args.source, &options, None, &progress);
         output.finish();
-        let summary = summary?;
+        let summary = summary.map_err(|error| not_demoted(error, &args.source))?;
         say_demotion(&summary, output);
         output.summary(&summary);
         return Ok(());
@@ -167,13 +167,24 @@ pub(crate) fn demote(
     if let Some(error) = failed {
         return Err(error);
     }
-    let summary = summary?;
+    let summary = summary.map_err(|error| not_demoted(error, &args.source))?;
     say_demotion(&summary, output);
     if !summary.dry_run {
         tell(&summary, &ends, args, state, output)?;
     }
     output.summary(&summary);
     Ok(())
+}
+
+/// An error of a demotion, with what to do about one that is not a refusal.
+fn not_demoted(error: SyncError, source: &str) -> anyhow::Error {
+    if error.class() != Class::Failed {
+        return error.into();
+    }
+    anyhow::Error::from(error).context(format!(
+        "the demotion of {source} is not complete: run the command again once that is mended, and let nothing write to it until \
+         then"
+    ))
 }
 
 /// The last sync.

@@ -413,8 +413,10 @@ fn say_role(role: &replica::Role, unsure: u64, group: Option<&Group>, output: &O
                 format!(": {} written since will be overwritten by the next sync to it", units::size(bytes))
             }
         };
+        let told = demoted.told.as_ref();
+        let told = told.map_or(String::new(), |told| format!("; {told} was told that it can take over"));
         output.say(&format!(
-            "  demoted on {}, at the end of term {}{also}{written}",
+            "  demoted on {}, at the end of term {}{also}{written}{told}",
             device::moment(demoted.since),
             role.term
         ));

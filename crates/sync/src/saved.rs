@@ -40,7 +40,10 @@ pub(crate) fn save(
     });
     if let Err(error) = written {
         let _ = std::fs::remove_file(&partial);
-        return Err(error);
+        return Err(match error {
+            SyncError::Delta(error) => fail("save what was written since in")(std::io::Error::other(error)),
+            other => other,
+        });
     }
     std::fs::rename(&partial, file).map_err(fail("create"))?;
     let folder = std::path::absolute(file).map_err(fail("find"))?;
