@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use dsync_tests::far::Far;
 use dsync_tests::image::{self, BLOCK};
+use dsync_tests::listener::Listening;
 use dsync_tests::nbd::{Address, Client};
 use dsync_tests::scene::fingerprints;
 use dsync_tests::{Output, Random, Run, Server, Site, need, need_root, rounds, skipped};
@@ -696,4 +697,376 @@ fn a_mirror_of_a_group_waits_for_a_replica_in_use() {
     waiting.signal(rustix::process::Signal::TERM);
     let output = waiting.output(Duration::from_secs(60));
     assert!(output.status.success(), "{output}");
+}
+
+/// Reads an export to a file.
+fn fetch(server: &Server, export: &str, to: &Path) {
+    let mut client = server.client(export);
+    let bytes = client.read(0, SIZE as u32).expect("an export");
+    std::fs::write(to, bytes).expect("a file");
+    client.close().expect("the end");
+}
+
+/// The last record on the first of two exports, which must be of one moment.
+fn shown_together(two: &Two, server: &Server, what: &str) -> u64 {
+    let dir = two.site.path("shown");
+    std::fs::create_dir_all(&dir).expect("a folder");
+    NAMES.iter().for_each(|name| fetch(server, name, &dir.join(format!("{name}.raw"))));
+    together(&dir, what)
+}
+
+impl Two {
+    fn command(&self, words: &[&str]) -> Run {
+        self.site.dsync(words)
+    }
+
+    fn stop(&mut self) {
+        self.server.take().expect("a server").stop();
+    }
+
+    /// The promoted replicas are the sources from now on, and the other way round.
+    fn exchange(&mut self) {
+        let dir = self.images[0].parent().expect("a folder").to_path_buf();
+        self.images = self.replicas();
+        self.dir = dir;
+    }
+
+    fn dir(&self) -> String {
+        self.dir.display().to_string()
+    }
+}
+
+#[test]
+fn a_group_switches_and_comes_back() {
+    let mut two = Two::new("a switch of a group");
+    two.sync(&[]).ok();
+    let mut next = 1;
+    for _ in 0..2 {
+        let pairs = two.pairs(next);
+        pairs.wait_for(200);
+        two.sync(&[]).ok();
+        pairs.wait_for(200);
+        next = pairs.stop();
+        let dir = two.dir();
+        two.command(&["demote", "--group", "db", &dir]).code(4).says(&["is being served"]);
+        two.stop();
+        two.command(&["promote", "--group", &dir]).code(4).says(&["its source has not said"]);
+        shows(&two.command(&["demote", "-n", "--group", "db", &dir]).ok(), &["would become a replica"]);
+        let demoted = two.command(&["demote", "--group", "db", &dir]).ok();
+        shows(&demoted, &["is now a replica of source", "group db in", "can be promoted"]);
+        assert_eq!(together(&two.dir, "demoted") + 1, next);
+        two.equal();
+        // What is given up can be used no more, and the same command says so again.
+        let given_up = two.command(&["serve"]).arg(&two.images[0]).arg("--socket").arg(two.site.socket("s"));
+        given_up.code(4).says(&["a replica of source"]);
+        let promoted = two.command(&["promote", "--group", &dir]).ok();
+        shows(&promoted, &["nothing is lost", "goes on from common epoch", "dsync serve --group db"]);
+        two.command(&["promote", "--group", &dir]).code(4).says(&["is a source already"]);
+        two.exchange();
+        two.start();
+        let pairs = two.pairs(next);
+        pairs.wait_for(200);
+        // The way back moves the differences alone.
+        let (members, _) = summaries(&two.sync(&[]).ok());
+        assert!(members.iter().all(|member| member["method"] == "tracked"), "{members:?}");
+        together(&two.dir, "back");
+        next = pairs.stop();
+        two.sync(&[]).ok();
+        two.equal();
+    }
+}
+
+/// The source is gone, and comes back with writes that nobody has.
+#[test]
+fn a_group_is_taken_over_by_force_and_the_old_one_comes_back() {
+    let (mut two, there) = (Two::new("a group by force"), FarGroup::new());
+    there.sync(&two, None).ok();
+    let pairs = two.pairs(1);
+    pairs.wait_for(200);
+    there.sync(&two, None).ok();
+    let at = together(&there.dir, "synced");
+    pairs.wait_for(100);
+    let next = pairs.stop();
+    assert!(next > at + 1);
+    two.server.take().expect("a server").kill();
+    let far = |words: &[&str]| there.far.site.dsync(words);
+    let dir = there.dir.display().to_string();
+    shows(&far(&["promote", "-n", "--force", "--group", &dir]).ok(), &["would go on from common epoch"]);
+    far(&["promote", "--force", "--group", &dir]).ok();
+    assert_eq!(together(&there.dir, "promoted"), at);
+    // It is back: what it wrote is named, saved, and given up on both disks.
+    let saved = two.site.path("saved");
+    std::fs::create_dir(&saved).expect("a folder");
+    two.command(&["demote", "--group", "db"]).code(4).says(&["will be overwritten", "--save"]);
+    two.command(&["demote", "--group", "db", "--save"]).arg(&saved).ok();
+    for name in NAMES {
+        let file = saved.join(format!("{name}.raw.delta"));
+        two.command(&["inspect"]).arg(&file).ok();
+    }
+    let images = NAMES.map(|name| there.dir.join(format!("{name}.raw")));
+    let _server = there.far.site.serve(&[&images[0], &images[1]], &["--group", "db"]);
+    let home = two.images[0].parent().expect("a folder").to_path_buf();
+    let back = far(&["sync", "--group", "db", "--json", "--rsh", RSH]).arg(format!("far:{}", home.display()));
+    let (members, _) = summaries(&back.env("RSH_STATE", two.site.state()).ok());
+    assert!(members.iter().all(|member| member["method"] == "tracked"), "{members:?}");
+    assert_eq!(together(&home, "back"), at);
+    for (image, name) in images.iter().zip(NAMES) {
+        image::assert_equal(image, &home.join(format!("{name}.raw")));
+    }
+}
+
+/// Whatever is killed when, all disks are sources, or none is, on either side.
+#[test]
+fn kills_of_a_switch_tear_nothing() {
+    let mut two = Two::new("kills of a switch");
+    two.sync(&[]).ok();
+    let (mut next, mut usual) = (1, [Duration::from_millis(300), Duration::from_millis(100)]);
+    let (mut given_up, mut taken_over) = (0, 0);
+    for round in 0..rounds(8, 300) {
+        let pairs = two.pairs(next);
+        pairs.wait_for(20 + two.random.below(100));
+        next = pairs.stop();
+        two.stop();
+        let dir = two.dir();
+        let what = |step: &str| format!("round {round}, {step}");
+        let commands = [vec!["demote", "--group", "db", &dir], vec!["promote", "--group", &dir]];
+        for (at, words) in commands.iter().enumerate() {
+            if round > 0 {
+                let mut killed = two.command(words).start();
+                std::thread::sleep(usual[at].mul_f64(two.random.below(1200) as f64 / 1000.0));
+                killed.kill();
+                // Asked in any order, each by itself.
+                let sources = |paths: &[PathBuf]| -> Vec<bool> {
+                    let one = |path: &PathBuf| {
+                        let output = two.command(&["checkpoint"]).arg(path).output();
+                        assert!(matches!(output.status.code(), Some(0 | 4)), "{}: {output}", what(words[0]));
+                        output.status.success()
+                    };
+                    paths.iter().map(one).collect()
+                };
+                let before = sources(&two.images);
+                assert!(before[0] == before[1], "{}: torn: {before:?}", what(words[0]));
+                given_up += u64::from(!before[0] && at == 0);
+                let recovered =
+                    two.replicas().map(|replica| two.command(&["recover"]).arg(&replica).output());
+                let [data, log] = recovered.each_ref().map(|output| output.status.code());
+                assert!(
+                    matches!(data, Some(0 | 4)) && data == log,
+                    "{}: torn: {data:?} and {log:?}",
+                    what(words[0])
+                );
+                taken_over += u64::from(data == Some(4));
+                together(&two.dir, &what("killed"));
+            }
+            let began = Instant::now();
+            let again = two.command(words).output();
+            let already = again.stderr.contains("is a source already");
+            assert!(again.status.success() || already, "{}: {again}", what(words[0]));
+            if round == 0 {
+                usual[at] = began.elapsed();
+            }
+        }
+        assert_eq!(together(&two.dir, &what("promoted")) + 1, next);
+        two.exchange();
+        two.start();
+        two.sync(&[]).ok();
+        together(&two.dir, &what("synced"));
+        two.equal();
+    }
+    println!("{given_up} demotions and {taken_over} promotions were killed after they were decided");
+}
+
+#[test]
+fn a_group_goes_back_to_what_it_was() {
+    let mut two = Two::new("a group goes back");
+    two.sync(&["--keep-last", "50"]).ok();
+    let pairs = two.pairs(1);
+    let mut were = Vec::new();
+    for round in 0..5 {
+        pairs.wait_for(30 + two.random.below(60));
+        let (_, group) = summaries(&two.sync(&[]).ok());
+        were.push((group["epoch"].to_string(), together(&two.dir, &format!("round {round}"))));
+    }
+    pairs.stop();
+    let dir = two.dir();
+    let listed = two.command(&["rewind", "--group", &dir]).ok();
+    shows(&listed, &["at common epoch", &format!("common epoch {}", were[0].0)]);
+    two.command(&["rewind", "--to", "1"])
+        .arg(&two.replicas()[0])
+        .code(4)
+        .says(&["is a replica of the group db"]);
+    two.command(&["rewind", "--group", &dir, "--to", "9999"]).code(4).says(&["no moment of epoch 9999"]);
+    // Each is shown, and gone back to, killed or not.
+    let moved = std::cell::Cell::new(0);
+    for turn in 0..rounds(6, 200) {
+        let (epoch, at) = &were[two.random.index(were.len())];
+        let shown = two.site.serve(&[], &["--group", &format!("{dir}@{epoch}")]);
+        assert_eq!(shown_together(&two, &shown, &format!("shown at {epoch}")), *at);
+        shown.stop();
+        let mut killed = two.command(&["rewind", "--group", &dir, "--to", epoch]).start();
+        std::thread::sleep(Duration::from_millis(two.random.below(40)));
+        killed.kill();
+        two.recover();
+        let now = together(&two.dir, &format!("turn {turn}, killed"));
+        assert!(
+            were.iter().any(|(_, at)| *at == now),
+            "turn {turn}: at {now}, which is no moment of the group"
+        );
+        moved.set(moved.get() + u64::from(now == *at));
+        two.command(&["rewind", "--group", &dir, "--to", epoch]).ok();
+        assert_eq!(together(&two.dir, &format!("turn {turn}")), *at);
+    }
+    println!("{} rewinds that were killed had committed", moved.get());
+    two.sync(&[]).ok();
+    two.equal();
+}
+
+#[test]
+fn readers_of_a_group_are_shown_one_moment() {
+    let mut two = Two::new("readers of a group");
+    two.sync(&[]).ok();
+    let mirror = two.command(&["mirror", "--group", "db", "--rpo", "1s"]).arg(&two.dir);
+    let mut mirror = mirror.start();
+    mirror.wait_to_say("mirroring group db");
+    let pairs = two.pairs(1);
+    pairs.wait_for(100);
+    let dir = two.dir();
+    for round in 0..rounds(6, 200) {
+        let server = match two.random.coin() {
+            true => two.site.serve(&[], &["--group", &format!("{dir}@now"), "--writable"]),
+            false => {
+                let paths = two.replicas().map(|replica| PathBuf::from(format!("{}@now", replica.display())));
+                two.site.serve(&[&paths[0], &paths[1]], &[])
+            }
+        };
+        std::thread::sleep(Duration::from_millis(two.random.below(300)));
+        shown_together(&two, &server, &format!("round {round}"));
+        server.stop();
+    }
+    pairs.stop();
+    mirror.signal(rustix::process::Signal::TERM);
+    let output = mirror.output(Duration::from_secs(60));
+    assert!(output.status.success(), "{output}");
+    // One that is not where the other is.
+    two.change(1, 4);
+    two.site.sync(&two.images[1], &two.replicas()[1], &["--leave-group"]).ok();
+    let apart = ["log.raw is at epoch", "and common epoch"];
+    let serve = |words: &[&str]| two.command(words).arg("--socket").arg(two.site.socket("s"));
+    serve(&["serve", "--group", &format!("{dir}@now")]).code(4).says(&apart);
+    two.command(&["promote", "--force", "--group", &dir]).code(4).says(&apart);
+    std::fs::rename(&two.replicas()[1], two.site.path("away.raw")).expect("a rename");
+    two.command(&["promote", "--force", "--group", &dir]).code(4).says(&["lacks its replica of source"]);
+    // There is no such group, or not one.
+    let nowhere = two.site.path("nowhere");
+    std::fs::create_dir_all(nowhere.join(".a.dsync-group")).expect("a folder");
+    two.command(&["promote", "--group"]).arg(&nowhere).code(4).says(&["has no common commit yet"]);
+    for name in ["a", "b"] {
+        std::fs::create_dir_all(nowhere.join(format!(".{name}.dsync-group"))).expect("a folder");
+    }
+    two.command(&["rewind", "--group"]).arg(&nowhere).code(4).says(&["several groups", "(a, b)"]);
+    two.command(&["rewind", "--group"]).arg(nowhere.join("x")).code(4).says(&["does not exist"]);
+    two.command(&["rewind", "--group"]).arg(two.site.socket("")).code(4).says(&["no replicas of a group"]);
+}
+
+/// A hook holds all disks: what was written to any before it is ready is in all replicas, and nothing that comes after the cut.
+#[test]
+fn a_hook_is_held_once_around_the_cut_of_all() {
+    let two = Two::new("a hook of a group");
+    let at = |name: &str| two.site.path(name);
+    let write = |byte: u8| {
+        for name in NAMES {
+            let mut client = two.server().client(name);
+            client.write(7 * BLOCK, &[byte; BLOCK as usize]).expect("a write");
+            client.close().expect("the end");
+        }
+    };
+    let wait_for = |path: &Path| {
+        let until = Instant::now() + Duration::from_secs(60);
+        while !path.exists() {
+            assert!(Instant::now() < until, "{} does not come", path.display());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    let script = "echo \"$DSYNC_SOURCE $DSYNC_REPLICA\" >> names; read word; echo $word >> begun; \
+                  while ! test -e go; do sleep 0.02; done; echo ready; \
+                  read word; echo $word > word-of-cut; read word; echo $word > word-of-end";
+    // With a first copy, which is no cut that anybody is told of.
+    let sync = two.sync(&["--hook", script, "--bwlimit", "4M"]).start();
+    wait_for(&at("begun"));
+    write(0xaa);
+    std::fs::write(at("go"), "").expect("a file");
+    wait_for(&at("word-of-cut"));
+    write(0xbb);
+    let ended = sync.output(Duration::from_secs(60));
+    assert!(ended.status.success(), "{ended}");
+    for replica in two.replicas() {
+        assert_eq!(
+            std::fs::read(&replica).expect("a replica")[7 * BLOCK as usize],
+            0xaa,
+            "{}",
+            replica.display()
+        );
+    }
+    let said = |name: &str| std::fs::read_to_string(at(name)).expect("a word");
+    assert_eq!([said("begun"), said("word-of-cut"), said("word-of-end")], ["begin\n", "cut\n", "end\n"]);
+    assert_eq!(said("names"), format!("db {}\n", two.dir()));
+    // One that fails ends the sync of all before the cut.
+    let before = two.site.dsync(["status", "data", "--json"]).ok().summary()["epoch"].clone();
+    two.sync(&["--hook", "echo no >&2; exit 3"]).code(1).says(&["exit status: 3"]);
+    assert_eq!(two.site.dsync(["status", "data", "--json"]).ok().summary()["epoch"], before);
+}
+
+#[test]
+fn a_group_goes_over_tls() {
+    let mut two = Two::new("a group over TLS");
+    let mut far = Listening::for_near(&two.site);
+    two.dir = far.folder().join("db");
+    std::fs::create_dir(&two.dir).expect("a folder");
+    let place = far.destination("db");
+    let sync = |two: &Two| two.site.dsync(["sync", "--group", "db", "--json"]).arg(&place);
+    sync(&two).ok();
+    let pairs = two.pairs(1);
+    let mut before = 0;
+    for round in 0..rounds(4, 100) {
+        pairs.wait_for(100);
+        let mut killed = sync(&two).start();
+        std::thread::sleep(Duration::from_millis(two.random.below(300)));
+        // Either end.
+        match two.random.coin() {
+            true => killed.kill(),
+            false => {
+                far.kill();
+                killed.wait_for(Duration::from_secs(60));
+                far.start(&[]);
+            }
+        }
+        for replica in two.replicas() {
+            // The session of what was killed may be there for a moment.
+            let recover = || far.site.dsync(["recover"]).arg(&replica).output();
+            let until = Instant::now() + Duration::from_secs(60);
+            while recover().status.code() == Some(6) && Instant::now() < until {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            let recovered = recover();
+            assert!(recovered.status.success(), "{recovered}");
+        }
+        let at = together(&two.dir, &format!("round {round}"));
+        assert!(at >= before, "round {round}: went back");
+        before = at;
+    }
+    let next = pairs.stop();
+    // A mirror, and a switch.
+    let mut mirror = two.site.dsync(["mirror", "--group", "db", "--rpo", "1s"]).arg(&place).start();
+    mirror.wait_to_say("mirroring group db");
+    let pairs = two.pairs(next);
+    pairs.wait_for(200);
+    let next = pairs.stop();
+    mirror.signal(rustix::process::Signal::TERM);
+    let output = mirror.output(Duration::from_secs(60));
+    assert!(output.status.success(), "{output}");
+    two.equal();
+    two.stop();
+    two.site.dsync(["demote", "--group", "db"]).arg(&place).ok();
+    far.site.dsync(["promote", "--group"]).arg(&two.dir).ok();
+    assert_eq!(together(&two.dir, "promoted") + 1, next);
 }

@@ -117,7 +117,8 @@ pub(crate) enum Command {
         dsync serve /srv/vm.raw --socket /run/vm.sock --metrics 9750    for Prometheus, on loopback\n  \
         dsync serve /srv/vm.raw@now --writable --socket /run/try.sock   a rehearsal on a replica\n  \
         dsync serve /srv/vm.raw@now --writable --save try.delta --socket /run/try.sock   one that may be kept\n  \
-        dsync serve /srv/vm.raw@41 --socket /run/41.sock   a replica as it was at epoch 41\n\n\
+        dsync serve /srv/vm.raw@41 --socket /run/41.sock   a replica as it was at epoch 41\n  \
+        dsync serve --group /srv/db@now --writable --socket /run/try.sock    the replicas of a group, at one moment\n\n\
         Without --socket and --tcp it serves the socket that a service manager passes to it (LISTEN_FDS):\n  \
         nbdinfo [ dsync serve /srv/vm.raw ]                serves for as long as nbdinfo runs\n\n\
         Several disks of one machine, whose replicas must be of one moment, are a group:\n  \
@@ -252,7 +253,8 @@ pub(crate) enum Command {
         dsync rewind /srv/vm.raw                           list them: time, epoch, space\n  \
         dsync rewind /srv/vm.raw --to '10 minutes ago'\n  \
         dsync rewind /srv/vm.raw --to '2026-11-22 13:05'   the last one that is not later\n  \
-        dsync rewind /srv/vm.raw --to 41                   the state of epoch 41\n\n\
+        dsync rewind /srv/vm.raw --to 41                   the state of epoch 41\n  \
+        dsync rewind --group /srv/db --to 41               all disks of a group, at common epoch 41\n\n\
         The time of a moment is that of its commit at the replica: what it holds is no newer. A rewind can be\n\
         interrupted at any time; run it again then. Later moments stay, so a rewind can be taken back.\n\n\
         The next \"dsync sync\" sends what the source has now. Stop its timer, or its mirror, before you rewind.")]
@@ -264,6 +266,7 @@ pub(crate) enum Command {
         dsync promote --force /srv/vm.raw                  the source is gone, with what it wrote last\n  \
         dsync promote -n --force /srv/vm.raw               which moment that would be\n  \
         dsync promote --force /srv/vm.raw --with try.delta   with what was written to a rehearsal\n  \
+        dsync promote --group /srv/db                      all disks of a group, or none\n  \
         dsync serve /srv/vm.raw --socket /run/vm.sock      from then on it is a source like any other\n\n\
         A promoted replica accepts no deltas. Its term, which status shows, is one higher than that of the source it\n\
         followed; two sources with the same id that meet are told apart by it and refused, before anything is written.\n\n\
@@ -276,6 +279,7 @@ pub(crate) enum Command {
         dsync demote /srv/vm.raw far:/srv/vm.raw           a planned switch: sync a last time, and tell the replica\n  \
         dsync demote /srv/vm.raw --save lost.delta         the old source is back after a failover\n  \
         dsync demote /srv/vm.raw --discard\n  \
+        dsync demote --group db far:/srv/db                all disks of a group\n  \
         dsync inspect lost.delta                           what was saved\n\n\
         Nothing may have the disk open: stop its server first. With DST, the replica there is brought up to date and told\n\
         that there was no more, so that it can be promoted without --force; if telling it fails, run the command again.\n\n\
@@ -775,7 +779,7 @@ impl From<CommitArg> for Commit {
 #[derive(Debug, Args)]
 pub(crate) struct Serve {
     /// Raw images or block devices; REPLICA@now or REPLICA@EPOCH for a replica at one moment
-    #[arg(required = true, value_name = "IMAGE")]
+    #[arg(required_unless_present = "group", value_name = "IMAGE")]
     pub images: Vec<PathBuf>,
     /// The Unix socket to listen on
     #[arg(long, value_name = "PATH")]
@@ -801,8 +805,9 @@ pub(crate) struct Serve {
     /// Bypass the page cache (O_DIRECT)
     #[arg(long)]
     pub direct: bool,
-    /// Make these images a group: "dsync sync --group" brings replicas of all of them to one moment
-    #[arg(long, value_name = "NAME", conflicts_with = "read_only")]
+    /// Make these images a group: "dsync sync --group" brings replicas of all of them to one moment. Without images, DIR@now or
+    /// DIR@EPOCH: the replicas of the group in this folder, as they were at one common epoch
+    #[arg(long, value_name = "NAME|DIR@EPOCH", conflicts_with = "read_only")]
     pub group: Option<String>,
     /// Limit for old data kept for a snapshot; beyond it the snapshot fails
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "16G")]
@@ -1079,9 +1084,12 @@ pub(crate) struct Recover {
 /// `rewind`.
 #[derive(Debug, Args)]
 pub(crate) struct Rewind {
-    /// Path of the replica
+    /// Path of the replica; with --group, the folder of the replicas
     #[arg(value_name = "DST")]
     pub destination: PathBuf,
+    /// Bring all replicas of the group in this folder back to a common epoch, or list those that were kept
+    #[arg(long, conflicts_with = "journal_dir")]
+    pub group: bool,
     /// Moment to go back to: an epoch, a time in UTC, or how long ago; omit it to list the moments
     #[arg(long, value_name = "EPOCH|TIME")]
     pub to: Option<String>,
@@ -1098,9 +1106,12 @@ pub(crate) struct Rewind {
 /// `promote`.
 #[derive(Debug, Args)]
 pub(crate) struct Promote {
-    /// Path of the replica
+    /// Path of the replica; with --group, the folder of the replicas
     #[arg(value_name = "REPLICA")]
     pub replica: PathBuf,
+    /// Promote all replicas of the group in this folder, which must be at one common epoch
+    #[arg(long, conflicts_with_all = ["journal_dir", "with"])]
+    pub group: bool,
     /// Give up what the source wrote after the replica's epoch
     #[arg(long)]
     pub force: bool,
@@ -1121,12 +1132,16 @@ pub(crate) struct Promote {
 #[derive(Debug, Args)]
 pub(crate) struct Demote {
     /// Image, block device, or export name
-    #[arg(value_name = "SRC")]
-    pub source: String,
-    /// Path of the replica that will be promoted; tls://HOST[:PORT]/DST without ssh
+    #[arg(value_name = "SRC", required_unless_present = "group")]
+    pub source: Option<String>,
+    /// Path of the replica that will be promoted; tls://HOST[:PORT]/DST without ssh. With --group, which has no SRC, the folder of the
+    /// replicas
     #[arg(value_name = "[[USER@]HOST:]DST", conflicts_with_all = ["save", "discard", "since"])]
     pub destination: Option<String>,
-    /// Write what was written here since as a delta to this new file
+    /// Demote all members of this group together
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["since", "own_journal_dir", "journal_dir"])]
+    pub group: Option<String>,
+    /// Write what was written here since as a delta to this new file; with --group, to DISK.delta for each disk in this folder
     #[arg(long, value_name = "FILE", conflicts_with = "discard")]
     pub save: Option<PathBuf>,
     /// Give up what was written here since

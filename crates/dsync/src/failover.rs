@@ -38,7 +38,7 @@ pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -
 }
 
 /// An error of a promotion, with what to do where the source is gone.
-fn not_promoted(error: SyncError, path: &Path) -> anyhow::Error {
+pub(crate) fn not_promoted(error: SyncError, path: &Path) -> anyhow::Error {
     let path = path.display();
     let why = match &error {
         SyncError::Replica(ReplicaError::Busy { .. }) => format!(
@@ -57,7 +57,7 @@ fn not_promoted(error: SyncError, path: &Path) -> anyhow::Error {
     anyhow::Error::from(error).context(why)
 }
 
-fn say_promotion(promotion: &Promotion, output: &Output) {
+pub(crate) fn say_promotion(promotion: &Promotion, output: &Output) {
     let done = match (promotion.dry_run, promotion.completed) {
         (true, _) => "would become",
         (false, true) => "is now (its promotion was interrupted)",
@@ -133,9 +133,10 @@ pub(crate) fn demote(
     state: &StateDir,
     output: &Output,
 ) -> Result<()> {
-    let ends = args.destination.as_deref().map(|there| Ends::parse(&args.source, there)).transpose()?;
+    let source = args.source.as_deref().unwrap_or_default();
+    let ends = args.destination.as_deref().map(|there| Ends::parse(source, there)).transpose()?;
     if let Some(host) = ends.as_ref().and_then(|ends| ends.source.host.as_ref()) {
-        return Err(Failure::usage(format!("{} is on another host: run this on {host}", args.source)).into());
+        return Err(Failure::usage(format!("{source} is on another host: run this on {host}")).into());
     }
     let options = DemoteOptions {
         since: args.since.clone(),
@@ -147,9 +148,9 @@ pub(crate) fn demote(
     };
     let progress = |done, total| output.progress(done, total);
     let Some(ends) = ends else {
-        let summary = sync::demote(state, &args.source, &options, None, &progress);
+        let summary = sync::demote(state, source, &options, None, &progress);
         output.finish();
-        let summary = summary.map_err(|error| not_demoted(error, &args.source))?;
+        let summary = summary.map_err(|error| not_demoted(error, source))?;
         say_demotion(&summary, output);
         output.summary(&summary);
         return Ok(());
@@ -163,11 +164,11 @@ pub(crate) fn demote(
             SyncError::Stopped
         })
     };
-    let summary = sync::demote(state, &args.source, &options, Some(&mut last_sync), &progress);
+    let summary = sync::demote(state, source, &options, Some(&mut last_sync), &progress);
     if let Some(error) = failed {
         return Err(error);
     }
-    let summary = summary.map_err(|error| not_demoted(error, &args.source))?;
+    let summary = summary.map_err(|error| not_demoted(error, source))?;
     say_demotion(&summary, output);
     if !summary.dry_run {
         tell(&summary, &ends, args, state, output)?;
@@ -250,7 +251,7 @@ fn tell(
     Ok(())
 }
 
-fn say_demotion(summary: &DemoteSummary, output: &Output) {
+pub(crate) fn say_demotion(summary: &DemoteSummary, output: &Output) {
     let path = summary.path.display();
     let done = match (summary.dry_run, summary.again) {
         (true, _) => "would become",

@@ -196,7 +196,7 @@ fn tell_members(members: &[Summary], output: &Output) {
 }
 
 /// Says what a sync of a group did.
-fn tell(group: &GroupSummary, members: &[Summary], output: &Output) {
+pub(crate) fn tell(group: &GroupSummary, members: &[Summary], output: &Output) {
     for member in members {
         member.recovered.iter().chain(&member.warnings).for_each(|warning| output.warn(warning));
         sync_command::say(member, output);

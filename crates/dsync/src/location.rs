@@ -102,6 +102,12 @@ impl Location {
         })
     }
 
+    /// A file in this folder.
+    pub(crate) fn within(&self, file: &Path) -> Location {
+        let name = format!("{}/{}", self.name.trim_end_matches('/'), file.display());
+        Location { name, host: self.host.clone(), port: self.port, path: self.path.join(file) }
+    }
+
     /// An error as it helps here; see [`Ends::named`].
     pub(crate) fn named(&self, error: SyncError) -> SyncError {
         match (error, self.host.as_deref()) {

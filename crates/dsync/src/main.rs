@@ -17,6 +17,8 @@ mod far;
 mod far_side;
 mod forget;
 mod group_command;
+mod group_failover;
+mod group_rewind;
 mod hook;
 mod job;
 mod key;
@@ -54,6 +56,7 @@ use source::{Handle, StateDir};
 
 use args::{Cli, Command};
 use failure::Failure;
+use group_failover::{demote, promote};
 use output::Output;
 use steering::Steering;
 use wait::until_free;
@@ -205,11 +208,11 @@ fn run(cli: &Cli, output: &Output) -> Result<u8> {
             });
         }
         Command::Recover(args) => status::recover(args, &state, output)?,
-        Command::Rewind(args) => until_free(&args.wait, output, || rewind::run(args, &state, output))?,
-        Command::Promote(args) => until_free(&args.wait, output, || failover::promote(args, &state, output))?,
+        Command::Rewind(args) => until_free(&args.wait, output, || group_rewind::run(args, &state, output))?,
+        Command::Promote(args) => until_free(&args.wait, output, || promote(args, &state, output))?,
         Command::Demote(args) => {
             let steering = Steering::begin(args.far.bwlimit.as_ref(), false, output)?;
-            until_free(&args.wait, output, || failover::demote(args, &steering, &state, output))?;
+            until_free(&args.wait, output, || demote(args, &steering, &state, output))?;
         }
         Command::Demo(args) => demo::run(args, output)?,
         Command::Receive(args) => far_side::receive(args, &state, output)?,

@@ -1,5 +1,6 @@
 //! `dsync serve REPLICA@MOMENT`: a replica at one moment, for NBD clients, while syncs and mirrors go on beneath.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -11,9 +12,10 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use device::{Disk, Overlay};
-use replica::{Options, View};
+use replica::{Options, View, Wanted};
 use source::StateDir;
 
+use crate::group_rewind::choose_common;
 use crate::output::Output;
 use crate::rewind::choose;
 use crate::{Failure, args, units};
@@ -29,6 +31,62 @@ pub(crate) fn parts(image: &Path) -> Option<(PathBuf, String)> {
     let (replica, moment) = image.to_str()?.rsplit_once('@')?;
     (!replica.is_empty() && !moment.is_empty() && !image.exists())
         .then(|| (PathBuf::from(replica), moment.to_owned()))
+}
+
+/// The folder and the moment of `DIR@MOMENT`, which `--group` names; `None` for the name of a group.
+pub(crate) fn group_parts(group: &str) -> Option<(PathBuf, String)> {
+    let (dir, moment) = group.rsplit_once('@')?;
+    (!dir.is_empty() && !moment.is_empty()).then(|| (PathBuf::from(dir), moment.to_owned()))
+}
+
+/// Opens the replicas of a group at one moment, with the paths that they have in their folder.
+pub(crate) fn open_group(
+    dir: &Path,
+    moment: &str,
+    args: &args::Serve,
+    state: &StateDir,
+) -> Result<Vec<(PathBuf, Rehearsal)>> {
+    let options = Options { devices: state.replicas_folder(), ..Options::default() };
+    let (dir, name) = replica::find_group(dir)?;
+    let moment = match moment {
+        NOW => None,
+        other => choose_common(&replica::group_history(&dir, &name, &options)?, other)?,
+    };
+    let wanted = Wanted { dir: &dir, name: &name, moment: moment.as_ref(), only: None };
+    rehearsed(wanted, args, &options)
+}
+
+fn rehearsed(wanted: Wanted<'_>, args: &args::Serve, options: &Options) -> Result<Vec<(PathBuf, Rehearsal)>> {
+    let views = replica::view_together(wanted, options)?;
+    views.into_iter().map(|(path, view)| Ok((path, Rehearsal::of(view, args)?))).collect()
+}
+
+/// Opens those of several replicas that are of one group, and are asked for at the present moment: all at one. Each with its name among
+/// the arguments.
+pub(crate) fn open_together(args: &args::Serve, state: &StateDir) -> Result<Vec<(PathBuf, Rehearsal)>> {
+    let options = Options { devices: state.replicas_folder(), ..Options::default() };
+    let mut groups: BTreeMap<PathBuf, (String, Vec<(PathBuf, PathBuf)>)> = BTreeMap::new();
+    for image in &args.images {
+        let Some((path, _)) = parts(image).filter(|(_, moment)| moment == NOW) else { continue };
+        // What cannot be looked at is reported when it is opened.
+        let Some(lineage) = replica::inspect(&path, &options).unwrap_or(None) else { continue };
+        let (Some(group), Ok(at)) = (lineage.group, std::fs::canonicalize(&path)) else { continue };
+        let of_group = groups.entry(group.folder_for(&at)).or_default();
+        of_group.0 = group.name;
+        of_group.1.push((at, image.clone()));
+    }
+    let mut all = Vec::new();
+    for (folder, (name, members)) in groups.iter().filter(|(_, (_, members))| members.len() > 1) {
+        let only: Vec<PathBuf> = members.iter().map(|(at, _)| at.clone()).collect();
+        let dir = folder.parent().unwrap_or(Path::new("/"));
+        let wanted = Wanted { dir, name, moment: None, only: Some(&only) };
+        for (path, rehearsal) in rehearsed(wanted, args, &options)? {
+            let at = std::fs::canonicalize(&path).unwrap_or(path);
+            let image = members.iter().find(|(member, _)| *member == at).map(|(_, image)| image.clone());
+            all.extend(image.map(|image| (image, rehearsal)));
+        }
+    }
+    Ok(all)
 }
 
 /// A replica at a moment.
@@ -55,7 +113,12 @@ impl Rehearsal {
             NOW => None,
             moment => choose(&replica::history(&path, &options)?, moment)?.map(|moment| moment.state),
         };
-        let view = Arc::new(View::open(&path, &options, to)?);
+        Rehearsal::of(View::open(&path, &options, to)?, args)
+    }
+
+    /// Of a replica that was opened at a moment.
+    fn of(view: View, args: &args::Serve) -> Result<Rehearsal> {
+        let view = Arc::new(view);
         let overlay = match (args.writable, &args.overlay) {
             (false, _) => None,
             (true, folder) => Some(Arc::new(overlay(&view, folder.as_deref())?)),

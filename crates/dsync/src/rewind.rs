@@ -90,23 +90,37 @@ pub(crate) fn run(args: &args::Rewind, state: &StateDir, output: &Output) -> Res
 
 /// The moment that is meant: of an epoch, or the last one that is not later than a time. `None` if it is the present state.
 pub(crate) fn choose(history: &History, to: &str) -> Result<Option<Moment>, Failure> {
+    let present = (history.epoch.filter(|_| !history.ahead).map(|epoch| epoch.number), history.at);
+    let moments: Vec<_> = history.moments.iter().map(|moment| (moment.epoch.number, moment.at)).collect();
+    let found = pick(to, present, &moments, "dsync rewind DST")?;
+    Ok(found.and_then(|at| history.moments.get(at)).cloned())
+}
+
+/// The same of the numbers and times of the present state and of earlier ones, the latest first. `list` is the command that lists them.
+pub(crate) fn pick(
+    to: &str,
+    (present, at): (Option<u64>, Option<u64>),
+    moments: &[(u64, u64)],
+    list: &str,
+) -> Result<Option<usize>, Failure> {
     let refuse = |what: String| {
-        Failure::refused(format!("no moment {what} was kept: \"dsync rewind DST\" lists those that were"))
+        Failure::refused(format!("no moment {what} was kept: \"{list}\" lists those that were"))
     };
     if let Ok(number) = to.parse::<u64>() {
-        if !history.ahead && history.epoch.is_some_and(|epoch| epoch.number == number) {
+        if present == Some(number) {
             return Ok(None);
         }
-        let found = history.moments.iter().find(|moment| moment.epoch.number == number);
-        return found.cloned().map(Some).ok_or_else(|| refuse(format!("of epoch {number}")));
+        let found = moments.iter().position(|(epoch, _)| *epoch == number);
+        return found.map(Some).ok_or_else(|| refuse(format!("of epoch {number}")));
     }
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
     let time = units::parse_moment(to, now).map_err(Failure::usage)?;
-    let found = history.moments.iter().find(|moment| moment.at <= time);
-    match (history.at.filter(|at| *at <= time), found) {
-        (Some(present), Some(moment)) if moment.at > present => Ok(Some(moment.clone())),
+    let found = moments.iter().position(|(_, at)| *at <= time);
+    let later = |found: usize, present| moments.get(found).is_some_and(|(_, at)| *at > present);
+    match (at.filter(|at| *at <= time), found) {
+        (Some(present), Some(found)) if later(found, present) => Ok(Some(found)),
         (Some(_), _) => Ok(None),
-        (None, Some(moment)) => Ok(Some(moment.clone())),
+        (None, Some(found)) => Ok(Some(found)),
         (None, None) => Err(refuse(format!("of {} or before", device::moment(time)))),
     }
 }

@@ -319,7 +319,7 @@ pub(crate) fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Resu
     // Before the first connection, so that a signal always ends everything in order.
     let mut signals =
         signal_hook::iterator::Signals::new([signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM])?;
-    let name = args.group.as_deref();
+    let name = args.group.as_deref().filter(|_| !sources.is_empty());
     let group = name.map(|name| SourceGroup::new(state, name, sources.clone())).transpose()?.map(Arc::new);
     let controls: Vec<ControlServer> = sources
         .iter()
@@ -355,10 +355,35 @@ pub(crate) fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Resu
     end(sources, output).and(watch.end()).and(saved)
 }
 
+fn one_saved() -> Failure {
+    Failure::usage("--save is for one rehearsal: serve each of several replicas from a server of its own")
+}
+
 /// Opens everything to serve.
 fn open_all(args: &args::Serve, state: &StateDir) -> Result<(Vec<ExportedImage>, Vec<Arc<Source>>)> {
     let mut all: Vec<ExportedImage> = Vec::new();
     let mut sources = Vec::new();
+    if let Some((dir, moment)) = args.group.as_deref().and_then(rehearsal::group_parts) {
+        if !args.images.is_empty() {
+            return Err(
+                Failure::usage("--group DIR@EPOCH serves the replicas in DIR: omit the images").into()
+            );
+        }
+        if args.save.is_some() {
+            return Err(one_saved().into());
+        }
+        for (path, rehearsal) in rehearsal::open_group(&dir, &moment, args, state)? {
+            all.push(ExportedImage { name: export_name(&path), what: What::Rehearsed(rehearsal) });
+        }
+        return Ok((all, sources));
+    }
+    if args.images.is_empty() {
+        return Err(Failure::usage("--group NAME makes a group of the images that follow: give them").into());
+    }
+    let mut together = match args.save {
+        Some(_) => Vec::new(),
+        None => rehearsal::open_together(args, state)?,
+    };
     for image in &args.images {
         let name = export_name(image);
         let rehearsed = rehearsal::parts(image);
@@ -372,11 +397,12 @@ fn open_all(args: &args::Serve, state: &StateDir) -> Result<(Vec<ExportedImage>,
         if let Some((replica, moment)) = rehearsed {
             let others = all.iter().any(|other| matches!(other.what, What::Rehearsed(_)));
             if args.save.is_some() && others {
-                let one =
-                    "--save is for one rehearsal: serve each of several replicas from a server of its own";
-                return Err(Failure::usage(one).into());
+                return Err(one_saved().into());
             }
-            let rehearsal = Rehearsal::open(&replica, &moment, args, state)?;
+            let rehearsal = match together.iter().position(|(of, _)| of == image) {
+                Some(at) => together.swap_remove(at).1,
+                None => Rehearsal::open(&replica, &moment, args, state)?,
+            };
             all.push(ExportedImage { name, what: What::Rehearsed(rehearsal) });
             continue;
         }

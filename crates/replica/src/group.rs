@@ -19,20 +19,25 @@ use device::{Dir, Folder, FolderLock};
 use uuid::Uuid;
 
 use crate::error::{ReplicaError, Result, io_error};
+use crate::group_past::{self, GroupMoment, find_members};
 use crate::intent::{Intent, Member, Membership};
 use crate::journal::{ARRIVING, seal};
 use crate::lineage::{Lineage, StepKind, Toward};
 use crate::locate::locate;
 use crate::options::Options;
+use crate::past::Past;
+use crate::past_commits::PastCommits;
 use crate::receive::Committed;
 use crate::replica::{Prepared, Replica};
-use crate::role::now;
+use crate::role::{Promoted, now};
 
 /// The replicas of a group in a folder, held by this process.
 pub struct Group {
     name: String,
     folder: Box<dyn Folder>,
     intent: Option<Intent>,
+    /// Those before it.
+    past: PastCommits,
     lock: Option<FolderLock>,
     /// Replicas may have joined, which are not opened without the folder.
     counts: bool,
@@ -95,7 +100,8 @@ impl Group {
     #[doc(hidden)]
     pub fn begin(folder: Box<dyn Folder>, name: &str) -> Result<Group> {
         let intent = Intent::read(&*folder)?;
-        Ok(Group { name: name.to_owned(), folder, intent, lock: None, counts: false })
+        let past = PastCommits::load(&*folder).map_err(io_error("look into", folder.path()))?;
+        Ok(Group { name: name.to_owned(), folder, intent, past, lock: None, counts: false })
     }
 
     /// A replica is about to take a delta as a member: from here on the folder stays, which says whether that was committed.
@@ -139,6 +145,16 @@ impl Group {
     /// Before the intent is durable none of them has moved. After that, all of them will: what fails here is completed when the
     /// replica is opened next.
     pub fn commit(&mut self, cut: Epoch, members: &mut [Replica]) -> Result<Vec<Option<Committed>>> {
+        self.commit_at(cut, now(), members)
+    }
+
+    /// The same at a time, in seconds since 1970.
+    fn commit_at(
+        &mut self,
+        cut: Epoch,
+        time: u64,
+        members: &mut [Replica],
+    ) -> Result<Vec<Option<Committed>>> {
         let mut named = BTreeMap::new();
         for member in members.iter_mut() {
             named.insert(member.path().to_path_buf(), member.stand(&self.name)?);
@@ -156,16 +172,17 @@ impl Group {
                 version: Intent::VERSION,
                 group: self.name.clone(),
                 cut,
-                time: now(),
+                time,
                 owed: self.owed(members),
                 members: named,
             };
+            self.keep_past(members);
             intent.store(&*self.folder)?;
             self.intent = Some(intent);
         }
         let mut done = Vec::new();
         let mut failed = None;
-        for member in members {
+        for member in members.iter_mut() {
             match member.commit_prepared() {
                 Ok(committed) => done.push(committed),
                 // The others are where they belong all the same.
@@ -174,9 +191,154 @@ impl Group {
         }
         failed.map_or(Ok(done), Err)
     }
+
+    /// Keeps the last common commit with those before it, before another takes its place, if the replicas keep their past. The
+    /// commit goes on without where this fails: its user is told.
+    fn keep_past(&mut self, members: &mut [Replica]) {
+        let Some(intent) = &self.intent else { return };
+        let folder = &*self.folder;
+        let kept = match members.iter().any(|member| member.settings().is_some()) {
+            false => self.past.remove(folder),
+            true => self.past.append(folder, intent),
+        };
+        let tidied = kept.and_then(|()| match self.past.is_long() {
+            false => Ok(()),
+            true => {
+                let reached = members.iter().map(|m| Ok((m.lineage().source, m.reached()?)));
+                let reached = reached.collect::<std::io::Result<Vec<_>>>()?;
+                self.past.retain(folder, |intent| is_reached(intent, &reached))
+            }
+        });
+        if let (Err(error), Some(first)) = (tidied, members.first_mut()) {
+            first.warn(format!("the common moments of the group {} are not kept: {error}", self.name));
+        }
+    }
+
+    /// Brings all members back to an earlier common commit, in one step. Durable when this returns.
+    ///
+    /// # Errors
+    /// As for [`Replica::rewind`]; before the intent is durable none of them has moved, and after that all of them will.
+    pub fn rewind(&mut self, to: &GroupMoment, members: &mut [Replica]) -> Result<Vec<Option<Committed>>> {
+        let prepared = members.iter_mut().try_for_each(|member| {
+            let at = to.member(member.lineage().source).and_then(|at| at.state);
+            match at {
+                Some(state) if state == member.lineage().nonce => Ok(()),
+                Some(state) => member.prepare_rewind(state).map(drop),
+                None => Err(ReplicaError::Refused(format!(
+                    "{} has no part in common epoch {} of the group {}",
+                    member.path().display(),
+                    to.epoch.number,
+                    self.name
+                ))),
+            }
+        });
+        if let Err(error) = prepared {
+            // Nobody asks for it again.
+            for member in members {
+                if member.take_prepared().is_some() {
+                    member.give_up_journal();
+                }
+            }
+            return Err(error);
+        }
+        self.commit_at(to.epoch, to.at, members)
+    }
+
+    /// Makes sources of all members, in one step. Durable when this returns.
+    ///
+    /// # Errors
+    /// As for [`Replica::promote`]; before the intent is durable none of them is a source, and after that all of them will be.
+    pub fn promote(&mut self, members: &mut [Replica]) -> Result<Vec<Promoted>> {
+        let Some(before) = &self.intent else { return Err(self.uncommitted()) };
+        let mut named = BTreeMap::new();
+        for member in members.iter_mut() {
+            member.untouched()?;
+            if member.lineage().role.promoted.is_none() {
+                // One that had left would not find what is decided.
+                member.join_group()?;
+            }
+            let lineage = member.lineage();
+            if let Some(why) = member.changed().filter(|_| lineage.role.promoted.is_none()) {
+                return Err(member.touched(why));
+            }
+            let (Some(source), Some(epoch)) = (lineage.source, lineage.epoch) else {
+                return Err(self.uncommitted());
+            };
+            let promoted = lineage.role.promoted.unwrap_or_else(|| lineage.role.next_promotion());
+            named.insert(
+                member.path().to_path_buf(),
+                Member { state: Some(lineage.nonce), promoted: Some(promoted), ..Member::at(source, epoch) },
+            );
+        }
+        let marks: Vec<Promoted> =
+            members.iter().filter_map(|member| named.get(member.path())?.promoted).collect();
+        if !members.iter().all(|member| member.lineage().role.promoted.is_some()) {
+            let intent = Intent { members: named, owed: self.owed(members), ..before.clone() };
+            intent.store(&*self.folder)?;
+            self.intent = Some(intent);
+        }
+        for (member, promoted) in members.iter_mut().zip(&marks) {
+            if member.lineage().role.promoted.is_none() {
+                member.become_source(*promoted)?;
+            }
+        }
+        Ok(marks)
+    }
+
+    /// Opens all replicas of the group, which is in this folder without links. An interrupted promotion is completed.
+    ///
+    /// # Errors
+    /// As for [`Replica::open`]; refused if one is missing, or is not at the last common commit, unless `apart` says that this
+    /// does not matter.
+    pub fn open_members(&self, dir: &Path, options: &Options, apart: bool) -> Result<Vec<Replica>> {
+        let (intent, found) = find_members(dir, &self.name, options)?;
+        let mut members = Vec::new();
+        for (path, lineage) in found {
+            // What others have written before an interrupted promotion was complete does not undo it.
+            let doubt = intent.promotes() || lineage.role.promoted.is_some();
+            let at = std::fs::canonicalize(&path).unwrap_or_else(|_| path.clone());
+            let group = lineage.role.promoted.is_none().then(|| Membership::of(&at, dir, &self.name));
+            members.push(Replica::open(&path, &Options { doubt, group, ..options.clone() })?);
+        }
+        let promoted = |member: &Replica| member.lineage().role.promoted.is_some();
+        let lineages = members.iter().filter(|m| !promoted(m)).map(|m| (m.path(), m.lineage()));
+        let lacking = group_past::apart(&intent, lineages);
+        if apart || lacking.is_empty() {
+            return Ok(members);
+        }
+        Err(ReplicaError::Refused(format!(
+            "the replicas of the group {} in {} are not of one moment: {}. Bring them to one with \"dsync sync --group {0} DIR\" where \
+             their sources are, or with \"dsync rewind --group {1} --to EPOCH\"; to take them as they are, promote each by itself",
+            self.name,
+            dir.display(),
+            lacking.join("; ")
+        )))
+    }
+
+    fn uncommitted(&self) -> ReplicaError {
+        ReplicaError::Refused(format!(
+            "the group {} has no common commit yet: run \"dsync sync --group {0} DIR\"",
+            self.name
+        ))
+    }
+}
+
+/// True if all replicas can still be brought to what they were there. Each has the states that it reaches.
+fn is_reached(intent: &Intent, reached: &[(Option<Uuid>, Vec<Uuid>)]) -> bool {
+    reached.iter().all(|(source, states)| {
+        let member = intent.members.values().find(|member| Some(member.source) == *source);
+        member.and_then(|member| member.state).is_some_and(|state| states.contains(&state))
+    })
 }
 
 impl Replica {
+    /// The states that it can be brought to, the present one among them.
+    fn reached(&self) -> std::io::Result<Vec<Uuid>> {
+        let present = self.lineage().nonce;
+        let past = Past::load(self.state(), present)?;
+        Ok(past.undos.iter().filter(|undo| !undo.via).map(|undo| undo.to).chain([present]).collect())
+    }
+
     /// Joins the group for which it was opened: from here on its journal is committed with those of the others only.
     pub(crate) fn join_group(&mut self) -> Result<()> {
         let Some(group) = self.options().group.clone() else { return Ok(()) };
@@ -235,12 +397,14 @@ impl Replica {
         };
         if let Some(prepared) = self.prepared() {
             let Toward { source, epoch, stream, .. } = prepared.toward;
-            return Ok(Member { source, epoch, stream: Some(stream) });
+            return Ok(Member { stream: Some(stream), state: Some(stream), ..Member::at(source, epoch) });
         }
         let lineage = self.lineage();
         let whole = lineage.step.is_none() && self.is_kept() && lineage.unsure.is_nothing();
         match (lineage.source, lineage.epoch) {
-            (Some(source), Some(epoch)) if whole => Ok(Member { source, epoch, stream: None }),
+            (Some(source), Some(epoch)) if whole => {
+                Ok(Member { state: Some(lineage.nonce), ..Member::at(source, epoch) })
+            }
             _ => Err(none()),
         }
     }

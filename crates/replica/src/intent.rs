@@ -11,9 +11,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::error::{ReplicaError, Result, io_error};
-
-/// The file's name in the group's folder.
-const NAME: &str = "intent";
+use crate::role::{Promoted, now};
 
 /// The group of a replica.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,6 +27,12 @@ impl Membership {
     /// The folder of a group whose replicas are in `dir`.
     pub fn folder_in(dir: &Path, name: &str) -> PathBuf {
         dir.join(format!(".{name}.dsync-group"))
+    }
+
+    /// The name of the group whose folder this is.
+    pub(crate) fn name_of(folder: &Path) -> Option<String> {
+        let name = folder.file_name()?.to_str()?.strip_prefix('.')?.strip_suffix(".dsync-group")?;
+        (!name.is_empty()).then(|| name.to_owned())
     }
 
     /// That of a replica at this path, without links, in the group of that name whose replicas are in `dir`.
@@ -53,6 +57,22 @@ pub struct Member {
     pub epoch: Epoch,
     /// The delta that brings the replica there; `None` if it was there already.
     pub stream: Option<Uuid>,
+    /// Names the state that this makes of the replica. `None` from earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub state: Option<Uuid>,
+    /// The replica becomes a source, of that term.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub promoted: Option<Promoted>,
+    /// The other way round: it was a source, and has ended in that term.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ended: Option<u64>,
+}
+
+impl Member {
+    /// At an epoch of a source, by no delta.
+    pub fn at(source: Uuid, epoch: Epoch) -> Member {
+        Member { source, epoch, stream: None, state: None, promoted: None, ended: None }
+    }
 }
 
 /// A common commit.
@@ -74,18 +94,32 @@ pub struct Intent {
 }
 
 impl Intent {
+    /// The file's name in the group's folder.
+    pub const NAME: &str = "intent";
     /// The version that is written where an earlier dsync understands all of it. Those from it on are read.
     pub const VERSION: u32 = 1;
     /// The same where it would overlook a part, and take what was committed for what was not.
     pub const VERSION_OF_MORE: u32 = 2;
+
+    /// Of these members, now.
+    pub fn new(group: &str, cut: Epoch, members: BTreeMap<PathBuf, Member>) -> Intent {
+        Intent {
+            version: Self::VERSION,
+            group: group.to_owned(),
+            cut,
+            time: now(),
+            members,
+            owed: BTreeMap::new(),
+        }
+    }
 
     /// The intent in a group's folder; `None` if nothing was committed yet.
     ///
     /// # Errors
     /// If it cannot be read or understood: then nothing tells whether a delta was committed.
     pub fn read(folder: &dyn Folder) -> Result<Option<Intent>> {
-        let path = folder.path().join(NAME);
-        let file = match folder.open(NAME, false) {
+        let path = folder.path().join(Self::NAME);
+        let file = match folder.open(Self::NAME, false) {
             Ok(file) => file,
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(e) => return Err(io_error("open", &path)(e)),
@@ -115,9 +149,10 @@ impl Intent {
     ///
     /// # Errors
     /// Also if it is longer than what is read: it would commit what nobody could complete.
-    pub(crate) fn store(&self, folder: &dyn Folder) -> Result<()> {
-        let failed = || io_error("write", &folder.path().join(NAME));
-        let version = if self.owed.is_empty() { Self::VERSION } else { Self::VERSION_OF_MORE };
+    pub fn store(&self, folder: &dyn Folder) -> Result<()> {
+        let failed = || io_error("write", &folder.path().join(Self::NAME));
+        let plain = self.owed.is_empty() && !self.promotes();
+        let version = if plain { Self::VERSION } else { Self::VERSION_OF_MORE };
         let intent = Intent { version, ..self.clone() };
         let bytes = serde_json::to_vec_pretty(&intent).map_err(|e| failed()(e.into()))?;
         if bytes.len() as u64 > MOST {
@@ -129,12 +164,17 @@ impl Intent {
                 device::human_size(MOST)
             )));
         }
-        device::replace(folder, NAME, &bytes).map_err(failed())
+        device::replace(folder, Self::NAME, &bytes).map_err(failed())
     }
 
     /// True if it commits this delta, or owes it to a replica.
     pub fn commits(&self, stream: Uuid) -> bool {
         self.members.values().chain(self.owed.values()).any(|member| member.stream == Some(stream))
+    }
+
+    /// True if it makes sources of the replicas.
+    pub fn promotes(&self) -> bool {
+        self.members.values().any(|member| member.promoted.is_some())
     }
 
     /// What was committed of the replica at this path.

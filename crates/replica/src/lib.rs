@@ -24,11 +24,12 @@ mod copies;
 mod error;
 mod index;
 mod keep;
+mod role;
 
 mod intent;
 
 mod options;
-mod role;
+mod past_commits;
 
 mod lineage;
 
@@ -69,7 +70,6 @@ mod receive;
 mod recover;
 
 mod demoted;
-mod group;
 mod known;
 mod promoted;
 mod rewind;
@@ -77,6 +77,11 @@ mod settled;
 mod view;
 
 mod rehearsed;
+
+mod group_past;
+
+mod group;
+mod view_together;
 
 #[cfg(test)]
 mod tests;
@@ -87,6 +92,7 @@ pub use demoted::{Demotion, demote};
 pub use destination::{Destination, DeviceDestination, Name};
 pub use error::{ReplicaError, Result};
 pub use group::{Group, folder_of_replicas};
+pub use group_past::{GroupHistory, GroupMoment, find_group, group_history};
 pub use intent::{Intent, Member, Membership};
 pub use keep::{Keep, Span};
 pub use known::{Condition, KnownReplica, KnownReplicas};
@@ -104,4 +110,5 @@ pub use settled::settle;
 pub use status::Status;
 pub use unsure::UnsureSet;
 pub use view::{View, readers};
+pub use view_together::{Wanted, view_together};
 pub use views::Reader;

@@ -128,6 +128,7 @@ impl Replica {
             if !was_promoted {
                 replica.refuse_promoted()?;
             }
+            replica.complete_promotion()?;
         } else {
             replica.first()?;
         }
@@ -213,7 +214,7 @@ impl Replica {
     }
 
     /// Refuses a replica that was promoted: nothing is merged over its writes unasked.
-    fn refuse_promoted(&mut self) -> Result<()> {
+    pub(crate) fn refuse_promoted(&mut self) -> Result<()> {
         let Some(promoted) = self.lineage().role.promoted else { return Ok(()) };
         let is_there = self.destination().is_device() || self.stamp(Name::Final)?.is_some();
         self.set_changed(is_there.then_some("it was promoted"));

@@ -155,14 +155,19 @@ impl Past {
 
     /// What is to be thinned out: states that are not kept, whose undo deltas are to be removed; and the first run of those
     /// through which others are reached, whose undo deltas are to become one.
-    fn thin(&self, keep: &Keep, now: u64) -> (Vec<String>, Vec<Undo>) {
+    fn thin(&self, keep: &Keep, now: u64, common: &[(u64, Uuid)]) -> (Vec<String>, Vec<Undo>) {
         let mut order: Vec<&Undo> = self.undos.iter().filter(|undo| !undo.via).collect();
         // Of one second, those nearer to the present are later.
         order.reverse();
         order.sort_by_key(|undo| undo.at);
         let times: Vec<u64> = order.iter().map(|undo| undo.at).chain([now]).collect();
         let kept = keep.kept(&times);
-        let is_kept = |undo: &Undo| order.iter().zip(&kept).any(|(other, kept)| *kept && other.to == undo.to);
+        let times: Vec<u64> = common.iter().map(|(time, _)| *time).chain([now]).collect();
+        let kept_by_all = keep.kept(&times);
+        let is_kept = |undo: &Undo| match common.iter().any(|(_, state)| *state == undo.to) {
+            true => common.iter().zip(&kept_by_all).any(|((_, state), kept)| *kept && *state == undo.to),
+            false => order.iter().zip(&kept).any(|(other, kept)| *kept && other.to == undo.to),
+        };
         let mut thinned = Past { undos: self.undos.clone(), rest: Vec::new() };
         let mut removed = Vec::new();
         while let Some(last) =
@@ -349,6 +354,9 @@ pub(crate) struct Ageing<'a> {
     /// The present state, and the time by now in seconds since 1970.
     pub present: Uuid,
     pub now: u64,
+    /// States at common commits of its group, and when those were: which of them are kept is one answer for all replicas of the
+    /// group.
+    pub common: Vec<(u64, Uuid)>,
 }
 
 impl Ageing<'_> {
@@ -357,7 +365,7 @@ impl Ageing<'_> {
         let Ageing { folder, keep, .. } = *self;
         let failed = |e| io_error("age the past in", folder.path())(e);
         let mut past = Past::load(folder, self.present).map_err(failed)?;
-        let (removed, run) = past.thin(keep, self.now);
+        let (removed, run) = past.thin(keep, self.now, &self.common);
         let unfinished =
             [GROWING.into(), BLOCKS.into(), device::reserved(SETTINGS), device::reserved(BLOCKS)];
         for name in past.rest.iter().chain(&removed).chain(&unfinished) {

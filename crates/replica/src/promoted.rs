@@ -8,7 +8,8 @@ use delta::Epoch;
 use uuid::Uuid;
 
 use crate::destination::Name;
-use crate::error::{ReplicaError, Result};
+use crate::error::{ReplicaError, Result, io_error};
+use crate::intent::Intent;
 use crate::lineage::{Lineage, State, StepKind, Unsure};
 use crate::locate::inspect;
 use crate::options::Options;
@@ -44,7 +45,7 @@ pub fn to_promote(path: &Path, options: &Options) -> Result<Replica> {
     };
     let lineage = inspect(path, options)?.ok_or_else(none)?;
     let open = |doubt| Replica::open(path, &Options { doubt, ..options.clone() });
-    let replica = match open(lineage.role.promoted.is_some()) {
+    let replica = match open(options.doubt || lineage.role.promoted.is_some()) {
         // Opening it has completed what a crash left of a promotion with what was written to a rehearsal.
         Err(ReplicaError::Promoted { .. }) => open(true)?,
         opened => opened?,
@@ -151,6 +152,35 @@ impl Replica {
             return Ok(promoted);
         }
         self.untouched()?;
+        let promoted = self.lineage().role.next_promotion();
+        self.become_source(promoted)?;
+        Ok(promoted)
+    }
+
+    /// Completes the promotion of its group, if that was interrupted.
+    pub(crate) fn complete_promotion(&mut self) -> Result<()> {
+        if self.options().adopt || self.lineage().role.promoted.is_some() {
+            return Ok(());
+        }
+        let Some(group) = &self.lineage().group else { return Ok(()) };
+        // Without its folder there is nothing to complete.
+        let Ok(folder) = self.destination().group(group) else { return Ok(()) };
+        let Some(intent) = Intent::read(&*folder)? else { return Ok(()) };
+        let (source, epoch, term) = (self.lineage().source, self.lineage().epoch, self.lineage().role.term);
+        let here = intent.members.values().find(|m| (Some(m.source), Some(m.epoch)) == (source, epoch));
+        // One of an earlier term has been made, and has ended since.
+        let Some(promoted) = here.and_then(|m| m.promoted).filter(|promoted| promoted.term > term) else {
+            return Ok(());
+        };
+        // What is seen need not be durable yet, and what is done now builds on it.
+        folder.sync().map_err(io_error("sync", folder.path()))?;
+        self.become_source(promoted)?;
+        self.tell(format!("the promotion of its group was interrupted: it {}", promoted.said()));
+        self.refuse_promoted()
+    }
+
+    /// Makes the mark.
+    pub(crate) fn become_source(&mut self, promoted: Promoted) -> Result<()> {
         self.announce()?;
         self.lose_readers("the replica was promoted")?;
         self.drop_journal()?;
@@ -158,16 +188,18 @@ impl Replica {
             self.remove_partial()?;
             self.lineage_mut().step = None;
         }
-        self.note_stamp()?;
-        let (role, promoted) = self.lineage().role.promoted(self.lineage().epoch);
+        // What others have changed before it was complete is to be seen after it.
+        if self.changed().is_none() {
+            self.note_stamp()?;
+        }
+        let role = self.lineage().role.promoted_so(promoted, self.lineage().epoch);
         // What was kept of the past leads back from another state.
         self.lineage_mut().nonce = Uuid::new_v4();
         self.lineage_mut().role = role;
         self.lineage_mut().group = None;
         self.store()?;
         self.forget_note()?;
-        self.refresh()?;
-        Ok(promoted)
+        self.refresh()
     }
 
     /// Keeps the last word of the source, that nothing was written to it after `released`; durable on return.

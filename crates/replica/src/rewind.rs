@@ -13,7 +13,7 @@ use crate::lineage::{Lineage, StepKind, Unsure};
 use crate::locate::{inspect, state_folder};
 use crate::options::Options;
 use crate::past::{self, Moment, Past, Settings};
-use crate::receive::{Commit, Committed};
+use crate::receive::{Commit, Committed, DeltaReceiver};
 use crate::replica::Replica;
 
 /// The past of a replica.
@@ -83,6 +83,18 @@ impl Replica {
     /// Refused if it was changed by others or promoted, or a commit was interrupted; if there is no such moment, or an undo
     /// delta on the way is damaged: then the replica is unchanged. As for [`crate::DeltaReceiver::finish`].
     pub fn rewind(&mut self, state: Uuid) -> Result<Committed> {
+        self.go_back(state, |receiver| receiver.finish())
+    }
+
+    /// The same up to where the commit of the group decides.
+    ///
+    /// # Errors
+    /// As for [`Replica::rewind`]. What was prepared is dropped with [`Replica::give_up_journal`].
+    pub(crate) fn prepare_rewind(&mut self, state: Uuid) -> Result<Epoch> {
+        self.go_back(state, |receiver| receiver.prepare())
+    }
+
+    fn go_back<T>(&mut self, state: Uuid, end: impl FnOnce(DeltaReceiver<'_>) -> Result<T>) -> Result<T> {
         self.sound()?;
         self.mergeable()?;
         self.admit_alone()?;
@@ -104,12 +116,16 @@ impl Replica {
         self.note_rewind(&moment)?;
         // To make room, the moment itself might be dropped.
         self.set_rewinds(true);
-        let rewound = self.go_back(state);
+        let rewound = self.receive_undo(state, end);
         self.set_rewinds(false);
         rewound
     }
 
-    fn go_back(&mut self, state: Uuid) -> Result<Committed> {
+    fn receive_undo<T>(
+        &mut self,
+        state: Uuid,
+        end: impl FnOnce(DeltaReceiver<'_>) -> Result<T>,
+    ) -> Result<T> {
         let folder = self.shared_state();
         let past = Past::load(&*folder, self.lineage().nonce);
         let past = past.map_err(io_error("look into", folder.path()))?;
@@ -129,7 +145,7 @@ impl Replica {
                 }
             }
         }
-        receiver.finish()
+        end(receiver)
     }
 
     /// Writes down when it came to the moment first: that is still the age of what it holds then.

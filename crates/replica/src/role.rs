@@ -83,15 +83,25 @@ impl Role {
         Role { term, line, promoted: None, released: None, demoted: None }
     }
 
+    /// The promotion that comes next.
+    pub(crate) fn next_promotion(&self) -> Promoted {
+        let term = self.released.map_or(self.term, |released| released.term.max(self.term)) + 1;
+        Promoted { since: now(), id: Uuid::new_v4(), term }
+    }
+
     /// What a replica at an epoch is when it becomes the source now.
     pub(crate) fn promoted(&self, began: Option<Epoch>) -> (Role, Promoted) {
-        let term = self.released.map_or(self.term, |released| released.term.max(self.term)) + 1;
-        let promoted = Promoted { since: now(), id: Uuid::new_v4(), term };
+        let promoted = self.next_promotion();
+        (self.promoted_so(promoted, began), promoted)
+    }
+
+    /// The same by this promotion.
+    pub(crate) fn promoted_so(&self, promoted: Promoted, began: Option<Epoch>) -> Role {
         let line = match began {
-            Some(began) => self.line.and(Term { number: term, id: promoted.id, began }),
+            Some(began) => self.line.and(Term { number: promoted.term, id: promoted.id, began }),
             None => self.line.clone(),
         };
-        (Role { term, line, promoted: Some(promoted), released: None, ..self.clone() }, promoted)
+        Role { term: promoted.term, line, promoted: Some(promoted), released: None, ..self.clone() }
     }
 
     /// The later epochs that are as true as the lineage's.

@@ -12,11 +12,13 @@ use uuid::Uuid;
 use crate::destination::Name;
 use crate::error::{INTERRUPTED, ReplicaError, Result, disk_error, io_error, is_full};
 use crate::holes::Holes;
+use crate::intent::Intent;
 use crate::journal::{self, Contents, Growing, Relief, Target};
 use crate::keep::Keep;
 use crate::lineage::{Lineage, State, StepKind, Toward, Unsure};
 use crate::old::Old;
 use crate::past::{self, Ageing, GROWING, Past, Settings, Undo};
+use crate::past_commits::PastCommits;
 use crate::replica::Replica;
 use crate::unsure::UnsureSet;
 use crate::views;
@@ -279,6 +281,20 @@ impl Replica {
         let nothing = Keep::default();
         let keep = self.settings().map_or(&nothing, |settings| &settings.keep);
         let (present, now) = (self.lineage().nonce, self.now());
-        Ageing { folder: self.state(), keep, present, now }.run()
+        Ageing { folder: self.state(), keep, present, now, common: self.common_states() }.run()
+    }
+
+    /// What it was at the common commits of its group, and when those were, ascending; of no group, nothing.
+    fn common_states(&self) -> Vec<(u64, Uuid)> {
+        let Some(group) = &self.lineage().group else { return Vec::new() };
+        let past = self.destination().group(group).and_then(|folder| PastCommits::load(&*folder));
+        let source = self.lineage().source;
+        let of_this = |intent: &Intent| {
+            let member = intent.members.values().find(|member| Some(member.source) == source)?;
+            Some((intent.time, member.state?))
+        };
+        let mut states: Vec<_> = past.unwrap_or_default().intents.iter().filter_map(of_this).collect();
+        states.sort_by_key(|(time, _)| *time);
+        states
     }
 }

@@ -80,6 +80,28 @@ pub fn group_members(state: &StateDir, name: &str) -> Result<Vec<(PathBuf, About
     Ok(members)
 }
 
+/// Makes the source at a path a member of a group, which goes on from a cut at which this source was at an epoch, if that is known.
+/// False if it is a member already.
+///
+/// # Errors
+/// If it is not a source, or its folder cannot be written.
+pub fn join_group(
+    state: &StateDir,
+    path: &std::path::Path,
+    name: &str,
+    cut: Option<(Epoch, Epoch)>,
+) -> Result<bool, SourceError> {
+    let Some((place, _)) = state.source(&path.to_string_lossy())? else {
+        return Err(SourceError::Unknown(format!("{} is not a known source", path.display())));
+    };
+    let folder = Dir::open(&place).map_err(SourceError::state("open", &place))?;
+    if Membership::read(&folder)?.is_some_and(|group| group.name == name) {
+        return Ok(false);
+    }
+    Membership { name: name.to_owned(), cut }.write(&folder)?;
+    Ok(true)
+}
+
 /// Takes a source out of its group.
 ///
 /// # Errors

@@ -57,7 +57,7 @@ pub use device::Boot;
 pub use error::SourceError;
 pub use forget::{forget_bookmark, forget_source, in_use};
 pub use freeze::{Freeze, FreezeError, Prepared};
-pub use group::{Membership, SourceGroup, check_name, group_members, leave_group};
+pub use group::{Membership, SourceGroup, check_name, group_members, join_group, leave_group};
 pub use group_handle::GroupHandle;
 pub use handle::{Changes, Handle};
 pub use history::{EpochInfo, History, Position};

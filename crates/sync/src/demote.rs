@@ -156,7 +156,7 @@ fn again(
 }
 
 /// Finds what the replica will be, and saves what was written.
-fn follow(
+pub(crate) fn follow(
     handle: &Handle,
     options: &DemoteOptions,
     last_sync: Option<LastSync<'_>>,
@@ -229,7 +229,7 @@ fn follow(
     Ok((summary, demotion))
 }
 
-fn refuse_in_use(handle: &Handle) -> Result<(), SyncError> {
+pub(crate) fn refuse_in_use(handle: &Handle) -> Result<(), SyncError> {
     let path = handle.about().path.display();
     let why = match (handle.is_served(), handle.live()) {
         (true, _) => {

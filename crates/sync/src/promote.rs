@@ -110,7 +110,7 @@ pub fn promote(state: &StateDir, path: &Path, options: &PromoteOptions) -> Resul
     Ok(promotion)
 }
 
-fn already(path: &Path, term: u64) -> SyncError {
+pub(crate) fn already(path: &Path, term: u64) -> SyncError {
     let term = if term > 0 { format!(" (term {term})") } else { String::new() };
     SyncError::Refused(format!(
         "{} is a source already{term}: serve it with \"dsync serve\", or sync from it. Its replica is promoted where that is",
@@ -118,7 +118,7 @@ fn already(path: &Path, term: u64) -> SyncError {
     ))
 }
 
-fn told(replica: &Replica, outlook: &Outlook) -> Promotion {
+pub(crate) fn told(replica: &Replica, outlook: &Outlook) -> Promotion {
     let (status, recorded) = (replica.status(), replica.recorded());
     Promotion {
         path: replica.path().to_path_buf(),
@@ -140,7 +140,7 @@ fn told(replica: &Replica, outlook: &Outlook) -> Promotion {
 }
 
 /// What the replica takes over from its source. `completes`: it was marked by an earlier command, and not held since.
-fn succession(
+pub(crate) fn succession(
     replica: &Replica,
     outlook: &Outlook,
     mark: Promoted,

@@ -5,6 +5,7 @@ use std::path::Path;
 use replica::Lineage;
 use source::StateDir;
 
+use crate::ended::ended_with;
 use crate::error::SyncError;
 
 /// What is written down of a replica at `path`; `None` if there is none, or nothing at all.
@@ -34,6 +35,18 @@ pub(crate) fn refuse_unfinished(path: &Path, state: &StateDir) -> Result<(), Syn
     )))
 }
 
+/// Refuses a source that has ended with its group, and is not demoted yet: it is neither.
+fn refuse_ended(path: &Path, state: &StateDir) -> Result<(), SyncError> {
+    let Some((_, about)) = state.source(&path.to_string_lossy())? else { return Ok(()) };
+    match ended_with(state, &about)? {
+        None => Ok(()),
+        Some(group) => Err(SyncError::Refused(format!(
+            "the demotion of {} with its group {group} was interrupted: run \"dsync demote --group {group}\" again, which completes it",
+            path.display()
+        ))),
+    }
+}
+
 /// Refuses to open a replica for writing: what is written to it is in no source. `otherwise` is what else can be done.
 ///
 /// # Errors
@@ -41,7 +54,7 @@ pub(crate) fn refuse_unfinished(path: &Path, state: &StateDir) -> Result<(), Syn
 pub fn refuse_replica(path: &Path, state: &StateDir, otherwise: &str) -> Result<(), SyncError> {
     refuse_unfinished(path, state)?;
     let Some(lineage) = lineage(path, state)?.filter(|lineage| lineage.role.promoted.is_none()) else {
-        return Ok(());
+        return refuse_ended(path, state);
     };
     let path = path.display();
     let at = match (lineage.epoch, lineage.source) {
@@ -76,7 +89,7 @@ pub fn unpromoted(path: &Path, state: &StateDir) -> Option<String> {
 pub(crate) fn refuse_demoted(path: &Path, state: &StateDir) -> Result<(), SyncError> {
     refuse_unfinished(path, state)?;
     let Some(lineage) = lineage(path, state)?.filter(|lineage| lineage.role.promoted.is_none()) else {
-        return Ok(());
+        return refuse_ended(path, state);
     };
     let Some(demoted) = lineage.role.demoted else { return Ok(()) };
     Err(SyncError::Refused(format!(

@@ -12,12 +12,16 @@ use uuid::Uuid;
 
 use super::crash::{OUTAGES, on, replica_at};
 use super::world::*;
-use crate::{Commit, Group, Intent, Member, Membership, Options, Replica, ReplicaError, State};
+use crate::group_past::GroupMoment;
+use crate::past_commits::PastCommits;
+use crate::{Commit, Group, Intent, Keep, Member, Membership, Options, Replica, ReplicaError, State};
 
 /// Two replicas of two sources, and the folder of their group.
 struct Pair {
     worlds: [World; 2],
     group: TempDir,
+    /// What the replicas keep of their past.
+    keep: Option<Keep>,
 }
 
 fn sources() -> [Source; 2] {
@@ -36,7 +40,7 @@ impl Pair {
     /// Both at this epoch of their sources.
     fn at(kinds: [Kind; 2], sources: &[Source; 2], epoch: usize) -> Pair {
         let worlds = [0, 1].map(|at| replica_at(kinds[at], &sources[at], epoch));
-        Pair { worlds, group: testing::in_memory() }
+        Pair { worlds, group: testing::in_memory(), keep: None }
     }
 
     fn fork(&self) -> Pair {
@@ -45,7 +49,8 @@ impl Pair {
             let entry = entry.unwrap();
             std::fs::copy(entry.path(), group.path().join(entry.file_name())).unwrap();
         }
-        Pair { worlds: [self.worlds[0].fork(), self.worlds[1].fork()], group }
+        let keep = self.keep.clone();
+        Pair { worlds: [self.worlds[0].fork(), self.worlds[1].fork()], group, keep }
     }
 
     /// The group's folder in this life.
@@ -57,7 +62,8 @@ impl Pair {
 
     fn open_one(&self, at: usize, power: &Power, group: bool) -> crate::Result<Replica> {
         let folder = FaultyFolder::new(power, &self.worlds[at].state()).unwrap();
-        let options = Options { group: group.then(membership), ..Options::default() };
+        let keep = self.keep.clone();
+        let options = Options { group: group.then(membership), keep, ..Options::default() };
         self.worlds[at].open_in(power, Box::new(folder), &options)
     }
 
@@ -79,6 +85,39 @@ impl Pair {
         }
         group.commit(cut(to as u64), &mut replicas)?;
         Ok(())
+    }
+
+    /// Makes sources of both.
+    fn promote(&self, power: &Power) -> crate::Result<()> {
+        let (mut group, mut replicas) = self.open(power)?;
+        group.promote(&mut replicas).map(drop)
+    }
+
+    /// The common commits that are kept, by the numbers of their cuts.
+    fn past(&self) -> Vec<Intent> {
+        PastCommits::load(&*self.begin(&on())).unwrap().intents
+    }
+
+    /// Brings both back to the commit of a cut.
+    fn rewind(&self, power: &Power, to: u64) -> crate::Result<()> {
+        let to = self.past().into_iter().find(|intent| intent.cut.number == to).expect("a moment");
+        let (mut group, mut replicas) = self.open(power)?;
+        group.rewind(&GroupMoment::of(&to), &mut replicas).map(drop)
+    }
+
+    /// Which of both are sources now. Fails the test if one cannot be opened for another reason.
+    fn promoted(&self, order: [usize; 2], what: &str) -> [bool; 2] {
+        let mut promoted = [false; 2];
+        for one in order {
+            let power = on();
+            self.begin(&power);
+            promoted[one] = match self.open_one(one, &power, false) {
+                Ok(_) => false,
+                Err(ReplicaError::Promoted { .. }) => true,
+                Err(other) => panic!("{what}: {one}: {other}"),
+            };
+        }
+        promoted
     }
 
     /// Where each is when it is opened alone, in this order. Fails the test if one is not what it says.
@@ -352,7 +391,7 @@ fn committed_and_not_merged(pair: &Pair, sources: &[Source; 2], to: usize) {
         let lacks = source.lacks(replica.status(), None, to);
         prepare(&mut replica, &lacks).unwrap();
         let stream = replica.prepared().unwrap().toward.stream;
-        let member = Member { source: source.id, epoch: source.epochs[to], stream: Some(stream) };
+        let member = Member { stream: Some(stream), ..Member::at(source.id, source.epochs[to]) };
         members.insert(Path::new(&format!("/of/{at}")).to_path_buf(), member);
     }
     let (group, owed) = ("db".into(), Default::default());
@@ -389,7 +428,7 @@ fn an_intent_that_could_not_be_read_again_is_not_written() {
     let folder = device::Dir::open(folder.path()).unwrap();
     let member = |number: u128| {
         let path = format!("/srv/{}/{number}.raw", "a".repeat(4000));
-        (path.into(), Member { source: Uuid::from_u128(number), epoch: cut(1), stream: None })
+        (path.into(), Member::at(Uuid::from_u128(number), cut(1)))
     };
     let intent = |members: u128| Intent {
         version: 1,
@@ -473,4 +512,158 @@ fn a_part_of_a_delta_needs_no_group() {
     let replica = pair.open_one(0, &power, false).unwrap();
     assert_eq!(replica.status().epoch, Some(sources[0].epochs[0]));
     assert!(replica.status().resumes.is_some());
+}
+
+/// Does something to a pair that is cut off at any step, in any way, and has the result judged.
+fn cut_off_anywhere(
+    name: &str,
+    world: &Pair,
+    act: impl Fn(&Pair, &Power) -> crate::Result<()>,
+    judge: impl Fn(&Pair, bool, [usize; 2], &str) -> bool,
+) {
+    let power = on();
+    act(&world.fork(), &power).unwrap();
+    let steps = power.steps();
+    println!("{name}: {steps} steps");
+    let mut ends = [0u64; 2];
+    for (number, (outage, disks, folders)) in OUTAGES.into_iter().enumerate() {
+        for step in 1..=steps + 1 {
+            let turn = step + number as u64;
+            if !soak() && step <= steps && turn % 3 != 0 {
+                continue;
+            }
+            let what = format!("{name}: cut by {outage:?} {disks:?} {folders:?} at step {step} of {steps}");
+            let (pair, power) = (world.fork(), Power::new(outage));
+            power.cut_at(step);
+            let done = act(&pair, &power);
+            // What only tidies up after a commit does not fail it.
+            assert!(done.is_ok() || step <= steps, "{what}: {done:?}");
+            power.crash(disks, folders, step * 7 + number as u64).unwrap();
+            let order = if turn % 2 == 0 { [0, 1] } else { [1, 0] };
+            ends[usize::from(judge(&pair, done.is_ok(), order, &what))] += 1;
+        }
+    }
+    assert!(ends.iter().all(|count| *count > 0), "{name}: {ends:?}");
+}
+
+#[test]
+fn both_are_promoted_or_none_whatever_crashes() {
+    let sources = sources();
+    let world = Pair::at([Kind::File, Kind::Device], &sources, 0);
+    world.sync(&on(), &sources, 1).unwrap();
+    cut_off_anywhere("a promotion", &world, Pair::promote, |pair, done, order, what| {
+        let promoted = pair.promoted(order, what);
+        assert!(promoted == [done; 2] || promoted == [true; 2], "{what}: torn: {promoted:?}");
+        if promoted[0] {
+            return true;
+        }
+        assert_eq!(pair.stand(&sources, order, what), [1, 1], "{what}");
+        pair.promote(&on()).unwrap_or_else(|e| panic!("{what}: the next promotion: {e}"));
+        assert_eq!(pair.promoted(order, what), [true; 2], "{what}");
+        false
+    });
+}
+
+/// What was promoted, and is a replica again since, is not promoted by what its group's folder still says.
+#[test]
+fn a_promotion_that_has_ended_is_not_completed_again() {
+    let sources = sources();
+    let pair = Pair::at([Kind::File, Kind::File], &sources, 0);
+    pair.sync(&on(), &sources, 1).unwrap();
+    let power = on();
+    pair.promote(&power).unwrap();
+    for (at, source) in sources.iter().enumerate() {
+        let world = &pair.worlds[at];
+        let folder = FaultyFolder::new(&power, &world.state()).unwrap();
+        let options = Options { adopt: true, ..Options::default() };
+        let mut replica = world.open_in(&power, Box::new(folder), &options).unwrap();
+        let demotion = crate::Demotion {
+            source: source.id,
+            term: 2,
+            line: delta::Line::first(),
+            block_size: BLOCK as u32,
+            size: source.images[1].len() as u64,
+            since: Some((source.epochs[1], Vec::new(), crate::UnsureSet::new())),
+        };
+        replica.demote(&demotion, &|_| true).unwrap();
+    }
+    // As members of the same group, at the epoch at which they were promoted.
+    let (_group, mut replicas) = pair.open(&power).unwrap();
+    for (replica, source) in replicas.iter_mut().zip(&sources) {
+        prepare(replica, &source.lacks(&replica.status().clone(), None, 2)).unwrap();
+        assert_eq!(replica.status().group.as_deref(), Some("db"));
+    }
+    drop(replicas);
+    assert_eq!(pair.promoted([0, 1], "demoted"), [false; 2]);
+}
+
+fn with_a_past(kinds: [Kind; 2], sources: &[Source; 2]) -> Pair {
+    let mut pair = Pair::at(kinds, sources, 0);
+    pair.keep = Some(Keep { last: 20, ..Keep::default() });
+    (0..4).for_each(|to| pair.sync(&on(), sources, to).unwrap());
+    assert_eq!(pair.past().iter().map(|intent| intent.cut.number).collect::<Vec<_>>(), [0, 1, 2]);
+    pair
+}
+
+#[test]
+fn both_go_back_or_none_whatever_crashes() {
+    let sources = sources();
+    let world = with_a_past([Kind::File, Kind::File], &sources);
+    let act = |pair: &Pair, power: &Power| pair.rewind(power, 1);
+    cut_off_anywhere("a rewind", &world, act, |pair, done, order, what| {
+        let at = pair.stand(&sources, order, what);
+        assert!(at == [1, 1] || (!done && at == [3, 3]), "{what}: torn: {at:?}");
+        pair.sync(&on(), &sources, 4).unwrap_or_else(|e| panic!("{what}: the next sync: {e}"));
+        assert_eq!(pair.stand(&sources, order, what), [4, 4], "{what}");
+        at == [1, 1]
+    });
+}
+
+#[test]
+fn a_group_goes_back_and_forth() {
+    let sources = sources();
+    let pair = with_a_past([Kind::File, Kind::Device], &sources);
+    for to in [0, 2, 1, 3, 0, 3] {
+        pair.rewind(&on(), to).unwrap();
+        assert_eq!(pair.stand(&sources, [0, 1], "rewound"), [to as usize; 2]);
+    }
+    pair.sync(&on(), &sources, 4).unwrap();
+    assert_eq!(pair.stand(&sources, [0, 1], "synced"), [4, 4]);
+    // A member alone does not go.
+    let power = on();
+    pair.begin(&power);
+    let mut replica = pair.open_one(0, &power, false).unwrap();
+    let state = replica.history().unwrap().moments[0].state;
+    assert!(matches!(replica.rewind(state), Err(ReplicaError::InGroup { .. })));
+}
+
+/// One replica changes at every commit, the other at the first and the last: what is thinned out is the same for both.
+#[test]
+fn the_moments_of_the_members_are_those_of_the_group() {
+    let sources = sources();
+    let mut pair = Pair::at([Kind::File, Kind::File], &sources, 0);
+    pair.keep = Some(Keep { last: 2, ..Keep::default() });
+    for to in 0..5 {
+        let power = on();
+        let (mut group, mut replicas) = pair.open(&power).unwrap();
+        for (at, (replica, source)) in replicas.iter_mut().zip(&sources).enumerate() {
+            let there = if at == 0 || to < 2 { to } else { 1 };
+            if replica.status().epoch != Some(source.epochs[there]) {
+                let lacks = source.lacks(&replica.status().clone(), None, there);
+                prepare(replica, &lacks).unwrap();
+            }
+        }
+        group.commit(cut(to as u64), &mut replicas).unwrap();
+    }
+    let kept = |at: usize| {
+        let power = on();
+        pair.begin(&power);
+        let replica = pair.open_one(at, &power, false).unwrap();
+        let moments = replica.history().unwrap().moments;
+        moments.iter().map(|moment| sources[at].index(&moment.epoch)).collect::<Vec<_>>()
+    };
+    // The last two common commits before the present one: of the other, that is what it still is.
+    assert_eq!(kept(0), [3, 2]);
+    pair.rewind(&on(), 2).unwrap();
+    assert_eq!(pair.stand(&sources, [0, 1], "rewound"), [2, 1]);
 }

@@ -1,0 +1,176 @@
+//! `dsync promote` and `dsync demote` of one disk or, with `--group`, of a group: all disks of a group take over, or are given up, together.
+
+use std::cell::RefCell;
+use std::path::Path;
+
+use anyhow::Result;
+use source::{GroupHandle, StateDir};
+use sync::{
+    DemoteOptions, DemoteSummary, GroupSummary, LastWord, PromoteOptions, Summary, SyncError, SyncOptions,
+};
+
+use crate::args;
+use crate::failover::{self, not_promoted, say_demotion, say_promotion};
+use crate::failure::Failure;
+use crate::group_command::{folder, tell};
+use crate::location::{Ends, Location};
+use crate::output::Output;
+use crate::steering::Steering;
+
+/// Makes a source of a replica, or of all those of a group in a folder.
+pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -> Result<()> {
+    if !args.group {
+        return failover::promote(args, state, output);
+    }
+    let dir = std::path::absolute(&args.replica)?;
+    let options = PromoteOptions { force: args.force, dry_run: args.dry_run, ..PromoteOptions::default() };
+    let promotion = sync::promote_group(state, &dir, &options).map_err(|error| not_promoted(error, &dir))?;
+    for member in &promotion.members {
+        member.recovered.iter().for_each(|recovered| output.warn(recovered));
+        say_promotion(member, output);
+        output.summary(member);
+    }
+    let disks: Vec<String> =
+        promotion.members.iter().map(|member| member.path.display().to_string()).collect();
+    let (name, epoch) = (&promotion.group, promotion.epoch);
+    output.say(&match args.dry_run {
+        true => format!("group {name} would go on from common epoch {epoch}"),
+        false => format!(
+            "group {name} goes on from common epoch {epoch}: serve it with \"dsync serve --group {name} {}\"",
+            disks.join(" ")
+        ),
+    });
+    output.summary(&promotion);
+    Ok(())
+}
+
+/// A demotion of a group, with the replicas that succeed it if they are named.
+struct Demoting<'a> {
+    name: &'a str,
+    args: &'a args::Demote,
+    destination: Option<Location>,
+    steering: &'a Steering,
+    state: &'a StateDir,
+    output: &'a Output,
+    /// An error that is not of the crate that is called.
+    failed: RefCell<Option<anyhow::Error>>,
+}
+
+/// Makes a replica of a source, or of all members of a group.
+pub(crate) fn demote(
+    args: &args::Demote,
+    steering: &Steering,
+    state: &StateDir,
+    output: &Output,
+) -> Result<()> {
+    let Some(name) = args.group.as_deref() else { return failover::demote(args, steering, state, output) };
+    let destination = args.source.as_deref().map(folder).transpose()?;
+    if args.destination.is_some() {
+        let how = "--group takes the folder of the replicas alone: the sources are the members of the group";
+        return Err(Failure::usage(how).into());
+    }
+    if destination.is_some() && (args.save.is_some() || args.discard) {
+        let how = "with the folder of the replicas, what was written is synced: omit --save and --discard";
+        return Err(Failure::usage(how).into());
+    }
+    let options = DemoteOptions {
+        save: args.save.clone(),
+        discard: args.discard,
+        dry_run: args.dry_run,
+        open: crate::source_options(&args.open)?,
+        ..DemoteOptions::default()
+    };
+    let failed = RefCell::default();
+    let demoting = Demoting { name, args, destination, steering, state, output, failed };
+    let mut last_sync = |group: &GroupHandle| demoting.told(demoting.sync(group));
+    let mut afterwards = |demoted: &[DemoteSummary]| demoting.told(demoting.tell(demoted));
+    let last_sync: Option<sync::LastGroupSync<'_>> =
+        demoting.destination.as_ref().map(|_| &mut last_sync as sync::LastGroupSync<'_>);
+    let progress = |done, total| output.progress(done, total);
+    let demoted = sync::demote_group(state, name, &options, last_sync, &mut afterwards, &progress);
+    output.finish();
+    if let Some(error) = demoting.failed.take() {
+        return Err(error);
+    }
+    for summary in demoted? {
+        say_demotion(&summary, output);
+        output.summary(&summary);
+    }
+    Ok(())
+}
+
+impl Demoting<'_> {
+    /// Keeps an error of this crate, and ends what has called.
+    fn told<T>(&self, done: Result<T>) -> Result<T, SyncError> {
+        done.map_err(|error| {
+            *self.failed.borrow_mut() = Some(error);
+            SyncError::Stopped
+        })
+    }
+
+    /// The last sync.
+    fn sync(&self, group: &GroupHandle) -> Result<(GroupSummary, Vec<Summary>)> {
+        let Demoting { args, state, output, .. } = *self;
+        let Some(destination) = &self.destination else { return Err(SyncError::Stopped.into()) };
+        let options = SyncOptions {
+            dry_run: args.dry_run,
+            existing: true,
+            compress: args.compress.level,
+            bwlimit: self.steering.pace.clone(),
+            way: sync::Way::to(destination.host.is_some()),
+            ..SyncOptions::default()
+        };
+        let (dir, shown) = destination.place()?;
+        let (link, receiving) = destination.connect(&args.far, state)?;
+        let progress = |done, total| output.progress(done, total);
+        let pushed = sync::push_group(group, link, &dir, &shown, &options, &progress);
+        if let Some(receiving) = receiving {
+            let _ = receiving.join();
+        }
+        output.finish();
+        let (summary, members) = pushed.map_err(|error| destination.named(error))?;
+        tell(&summary, &members, output);
+        Ok((summary, members))
+    }
+
+    /// Tells the replicas that there was no more.
+    fn tell(&self, demoted: &[DemoteSummary]) -> Result<()> {
+        let Some(destination) = &self.destination else { return Ok(()) };
+        let (_, shown) = destination.place()?;
+        for summary in demoted {
+            self.tell_one(summary, destination)?;
+        }
+        let name = self.name;
+        self.output.say(&format!(
+            "group {name} in {shown} can be promoted: \"dsync promote --group\" of that folder, where it is"
+        ));
+        Ok(())
+    }
+
+    fn tell_one(&self, summary: &DemoteSummary, destination: &Location) -> Result<()> {
+        let path = summary.path.display();
+        let file = summary.path.file_name().unwrap_or_default();
+        let destination = destination.within(Path::new(file));
+        let (_, name) = destination.place()?;
+        let Some(released) = summary.released else {
+            return Err(Failure::refused(format!(
+                "{path} is demoted, with writes that {name} does not have: promote the group there with --force, then sync from it"
+            ))
+            .into());
+        };
+        let ends = Ends { source: Location::parse(&format!("./{path}"))?, destination };
+        let word = LastWord { demoted: summary, released, state: self.state, own_journal_dir: None };
+        let told = ends.converse(&self.args.far, self.state, None, |link, path, name| {
+            word.give(link, path, name, &None)
+        });
+        let promoted = told.map_err(|error| {
+            error.context(format!(
+                "{path} is demoted, but {name} could not be told: run the command again, so that it can be promoted without --force"
+            ))
+        })?;
+        if let Some(term) = promoted {
+            self.output.say(&format!("{name} was promoted already (term {term})"));
+        }
+        Ok(())
+    }
+}

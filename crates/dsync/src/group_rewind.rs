@@ -1,0 +1,123 @@
+//! `dsync rewind --group`: the moments that all replicas of a group can be brought to, and going back to one.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use anyhow::Result;
+use replica::{Group, GroupHistory, GroupMoment, Options};
+use serde::Serialize;
+use source::StateDir;
+use uuid::Uuid;
+
+use crate::args;
+use crate::failure::Failure;
+use crate::output::Output;
+use crate::rewind::{self, pick};
+use crate::units;
+
+/// The moments, for JSON.
+#[derive(Serialize)]
+struct Listed<'a> {
+    kind: &'static str,
+    #[serde(flatten)]
+    history: &'a GroupHistory,
+}
+
+/// What was done.
+#[derive(Serialize)]
+struct Rewound {
+    kind: &'static str,
+    group: String,
+    dir: PathBuf,
+    epoch: u64,
+    epoch_id: Uuid,
+    /// When the replicas came to it first, in seconds since 1970.
+    at: u64,
+    bytes_written: u64,
+    seconds: f64,
+    dry_run: bool,
+    /// What the user should know.
+    warnings: Vec<String>,
+}
+
+/// The common epoch that is meant; `None` if it is the present one.
+pub(crate) fn choose_common(history: &GroupHistory, to: &str) -> Result<Option<GroupMoment>, Failure> {
+    let there = history.apart.is_empty();
+    let present = (there.then_some(history.present.epoch.number), there.then_some(history.present.at));
+    let moments: Vec<_> = history.moments.iter().map(|moment| (moment.epoch.number, moment.at)).collect();
+    let found = pick(to, present, &moments, "dsync rewind --group DIR")?;
+    Ok(found.and_then(|at| history.moments.get(at)).cloned())
+}
+
+/// Runs the command, of one replica or of a group.
+pub(crate) fn run(args: &args::Rewind, state: &StateDir, output: &Output) -> Result<()> {
+    if !args.group {
+        return rewind::run(args, state, output);
+    }
+    let options = Options { devices: state.replicas_folder(), ..Options::default() };
+    let (dir, name) = replica::find_group(&args.destination)?;
+    let Some(to) = &args.to else {
+        list(&replica::group_history(&dir, &name, &options)?, output);
+        return Ok(());
+    };
+    let began = Instant::now();
+    let mut held = match args.dry_run {
+        true => None,
+        false => {
+            let group = Group::open(&dir, &name)?;
+            let replicas = group.open_members(&dir, &options, true)?;
+            Some((group, replicas))
+        }
+    };
+    let history = replica::group_history(&dir, &name, &options)?;
+    let shown = dir.display();
+    let Some(moment) = choose_common(&history, to)? else {
+        output.say(&format!("group {name} in {shown} is at that moment already"));
+        return Ok(());
+    };
+    let mut rewound = Rewound {
+        kind: "group",
+        group: name.clone(),
+        dir: dir.clone(),
+        epoch: moment.epoch.number,
+        epoch_id: moment.epoch.id,
+        at: moment.at,
+        bytes_written: 0,
+        seconds: 0.0,
+        dry_run: args.dry_run,
+        warnings: Vec::new(),
+    };
+    if let Some((group, replicas)) = &mut held {
+        for replica in replicas.iter() {
+            replica.status().recovered.iter().for_each(|recovered| output.warn(recovered));
+        }
+        let done = group.rewind(&moment, replicas)?;
+        rewound.bytes_written = done.iter().flatten().map(|committed| committed.bytes_written).sum();
+        rewound.seconds = began.elapsed().as_secs_f64();
+        rewound.warnings = replicas.iter_mut().flat_map(|replica| replica.take_warnings()).collect();
+        rewound.warnings.iter().for_each(|warning| output.warn(warning));
+    }
+    let said = format!("common epoch {} of {}", rewound.epoch, device::moment(rewound.at));
+    output.say(&match args.dry_run {
+        true => format!("group {name} in {shown} would go back to {said}"),
+        false => format!(
+            "group {name} in {shown} is at {said} again: {} written in {}",
+            units::size(rewound.bytes_written),
+            units::seconds(rewound.seconds)
+        ),
+    });
+    output.summary(&rewound);
+    Ok(())
+}
+
+/// Lists the moments.
+fn list(history: &GroupHistory, output: &Output) {
+    let (name, epoch) = (&history.name, history.present.epoch.number);
+    let at = device::moment(history.present.at);
+    output.say(&format!("group {name} in {}: at common epoch {epoch} of {at}", history.dir.display()));
+    history.apart.iter().for_each(|apart| output.say(&format!("  but {apart}")));
+    for moment in &history.moments {
+        output.say(&format!("  {}  common epoch {}", device::moment(moment.at), moment.epoch.number));
+    }
+    output.summary(&Listed { kind: "past", history });
+}

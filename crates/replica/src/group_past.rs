@@ -1,0 +1,214 @@
+//! The replicas of a group as they are found in their folder, and the moments that all of them can be brought to.
+//!
+//! A replica is known by its source, not by its path: folders are moved, and devices get other names.
+
+use std::path::{Path, PathBuf};
+
+use delta::Epoch;
+use device::Dir;
+use serde::Serialize;
+use uuid::Uuid;
+
+use crate::error::{ReplicaError, Result, io_error};
+use crate::intent::{Intent, Member, Membership};
+use crate::lineage::Lineage;
+use crate::locate::inspect;
+use crate::options::Options;
+use crate::past_commits::PastCommits;
+use crate::rewind::{History, history};
+
+/// The past of a group.
+#[derive(Debug, Clone, Serialize)]
+pub struct GroupHistory {
+    /// Its name.
+    #[serde(rename = "group")]
+    pub name: String,
+    /// Where its replicas are, without links.
+    pub dir: PathBuf,
+    /// The last common commit: its cut.
+    #[serde(flatten)]
+    pub present: GroupMoment,
+    /// The replicas.
+    pub members: Vec<PathBuf>,
+    /// Replicas that are not at the last common commit, and what they lack: a sentence each.
+    pub apart: Vec<String>,
+    /// The moments that all can be brought to, the latest first.
+    pub moments: Vec<GroupMoment>,
+}
+
+/// A common commit.
+#[derive(Debug, Clone, Serialize)]
+pub struct GroupMoment {
+    /// The cut of the sources.
+    pub epoch: Epoch,
+    /// When it was committed, in seconds since 1970.
+    pub at: u64,
+    /// What the replicas were there.
+    #[serde(skip)]
+    pub(crate) members: Vec<Member>,
+}
+
+impl GroupMoment {
+    pub(crate) fn of(intent: &Intent) -> GroupMoment {
+        let members = intent.members.values().copied().collect();
+        GroupMoment { epoch: intent.cut, at: intent.time, members }
+    }
+
+    /// What the replica of a source was.
+    pub(crate) fn member(&self, source: Option<Uuid>) -> Option<&Member> {
+        self.members.iter().find(|member| Some(member.source) == source)
+    }
+}
+
+/// The folder without links, and the group, that are meant by the folder of replicas, or by that of the group in it.
+///
+/// # Errors
+/// Refused if there is none, or several.
+pub fn find_group(dir: &Path) -> Result<(PathBuf, String)> {
+    let dir = std::fs::canonicalize(dir).map_err(|e| match e.kind() {
+        std::io::ErrorKind::NotFound => ReplicaError::Away(format!(
+            "folder {} does not exist: mount its file system, or create it",
+            dir.display()
+        )),
+        _ => io_error("find", dir)(e),
+    })?;
+    if let (Some(name), Some(parent)) = (Membership::name_of(&dir), dir.parent()) {
+        return Ok((parent.to_path_buf(), name));
+    }
+    let failed = |e| io_error("look into", &dir)(e);
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(&dir).map_err(failed)? {
+        let path = entry.map_err(failed)?.path();
+        names.extend(Membership::name_of(&path).filter(|_| path.is_dir()));
+    }
+    names.sort();
+    match names.as_slice() {
+        [name] => Ok((dir, name.clone())),
+        [] => Err(ReplicaError::Refused(format!(
+            "there are no replicas of a group in {0}: \"dsync sync --group NAME {0}\" makes some",
+            dir.display()
+        ))),
+        [first, ..] => Err(ReplicaError::Refused(format!(
+            "there are replicas of several groups in {0} ({1}): name the folder of the group that is meant, such as {2}",
+            dir.display(),
+            names.join(", "),
+            Membership::folder_in(&dir, first).display()
+        ))),
+    }
+}
+
+/// The replicas of a group in a folder without links, and the last common commit. Takes no lock.
+///
+/// # Errors
+/// Refused if nothing was committed yet, or a replica is missing.
+pub(crate) fn find_members(
+    dir: &Path,
+    name: &str,
+    options: &Options,
+) -> Result<(Intent, Vec<(PathBuf, Lineage)>)> {
+    let path = Membership::folder_in(dir, name);
+    let folder = Dir::existing(&path).map_err(io_error("open", &path))?;
+    let Some(intent) = Intent::read(&folder)? else {
+        return Err(ReplicaError::Refused(format!(
+            "the group {name} in {0} has no common commit yet: run \"dsync sync --group {name} {0}\"",
+            dir.display()
+        )));
+    };
+    let failed = |e| io_error("look into", dir)(e);
+    let mut members = Vec::new();
+    for entry in std::fs::read_dir(dir).map_err(failed)? {
+        let path = entry.map_err(failed)?.path();
+        let hidden = path.file_name().is_none_or(|name| name.to_string_lossy().starts_with('.'));
+        if hidden || !path.exists() || path.is_dir() {
+            continue;
+        }
+        let Some(lineage) = inspect(&path, options)? else { continue };
+        let of_group = lineage.group.as_ref().is_some_and(|group| group.name == name);
+        let known = intent.members.values().any(|member| Some(member.source) == lineage.source);
+        if of_group || known {
+            members.push((path, lineage));
+        }
+    }
+    members.sort_by(|a, b| a.0.cmp(&b.0));
+    let there = |source: Uuid| members.iter().any(|(_, lineage)| lineage.source == Some(source));
+    match intent.members.iter().find(|(_, member)| !there(member.source)) {
+        None => Ok((intent, members)),
+        Some((path, member)) => Err(ReplicaError::Away(format!(
+            "the group {name} in {} lacks its replica of source {}, which was at {}: put it back, or bring the group to one moment \
+             without it with \"dsync sync --group {name} DIR\"",
+            dir.display(),
+            member.source,
+            path.display()
+        ))),
+    }
+}
+
+/// In what way replicas are not at a common commit: a sentence for each.
+pub(crate) fn apart<'a>(
+    intent: &Intent,
+    members: impl Iterator<Item = (&'a Path, &'a Lineage)>,
+) -> Vec<String> {
+    let told = |(path, lineage): (&Path, &Lineage)| {
+        let member = intent.members.values().find(|member| Some(member.source) == lineage.source);
+        let at = lineage.epoch.map_or("no epoch".into(), |epoch| format!("epoch {}", epoch.number));
+        match member {
+            Some(member) if lineage.epoch == Some(member.epoch) => None,
+            Some(member) => Some(format!(
+                "{} is at {at} of its source, and common epoch {} is epoch {}",
+                path.display(),
+                intent.cut.number,
+                member.epoch.number
+            )),
+            None => Some(format!(
+                "{} is at {at} of its source, and has no part in common epoch {}",
+                path.display(),
+                intent.cut.number
+            )),
+        }
+    };
+    members.filter_map(told).collect()
+}
+
+/// The past of the group of this name whose replicas are in `dir`, a path without links. Takes no lock and changes nothing.
+///
+/// # Errors
+/// Refused if nothing was committed yet, or a replica is missing.
+pub fn group_history(dir: &Path, name: &str, options: &Options) -> Result<GroupHistory> {
+    let (intent, members) = find_members(dir, name, options)?;
+    let path = Membership::folder_in(dir, name);
+    let folder = Dir::existing(&path).map_err(io_error("open", &path))?;
+    let past = PastCommits::load(&folder).map_err(io_error("look into", &path))?;
+    let mut histories = Vec::new();
+    for (path, lineage) in &members {
+        histories.push((lineage.source, history(path, options)?));
+    }
+    let present = GroupMoment::of(&intent);
+    let listed = members.iter().map(|(path, lineage)| (path.as_path(), lineage));
+    let apart = apart(&intent, listed);
+    let mut moments: Vec<GroupMoment> = Vec::new();
+    // Those that are not there may be able to go back to the last one, too.
+    let last = Some(&intent).filter(|_| !apart.is_empty());
+    for intent in last.into_iter().chain(past.intents.iter().rev()) {
+        let moment = GroupMoment::of(intent);
+        let is_present = apart.is_empty() && moment.epoch == present.epoch;
+        let known = is_present || moments.iter().any(|m| m.epoch == moment.epoch);
+        if !known && histories.iter().all(|(source, history)| reaches(history, moment.member(*source))) {
+            moments.push(moment);
+        }
+    }
+    moments.sort_by_key(|moment| std::cmp::Reverse((moment.at, moment.epoch.number)));
+    Ok(GroupHistory {
+        name: name.to_owned(),
+        dir: dir.to_path_buf(),
+        apart,
+        present,
+        members: members.into_iter().map(|(path, _)| path).collect(),
+        moments,
+    })
+}
+
+/// True if a replica with this past can be brought to what it was.
+fn reaches(history: &History, member: Option<&Member>) -> bool {
+    let Some(state) = member.and_then(|member| member.state) else { return false };
+    history.state == state || history.moments.iter().any(|moment| moment.state == state)
+}

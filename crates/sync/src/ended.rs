@@ -1,0 +1,89 @@
+//! The demotion of the sources of a group: an intent in the state directory names all of them. From the moment at which that is there,
+//! none of them is a source any more. It stays, so that the command can be repeated, until a group of that name is demoted next.
+
+use std::path::PathBuf;
+
+use device::{Dir, FolderLock};
+use replica::{Intent, Member};
+use source::{About, StateDir};
+
+use crate::error::SyncError;
+
+/// Where the intents of all groups are.
+fn root(state: &StateDir) -> PathBuf {
+    state.path().join("demoting")
+}
+
+/// The demotion of a group, held by this process.
+pub(crate) struct Ending {
+    folder: Dir,
+    lock: Option<FolderLock>,
+    /// The sources that have ended.
+    pub intent: Option<Intent>,
+}
+
+impl Ending {
+    /// Takes that of a group.
+    pub(crate) fn open(state: &StateDir, name: &str) -> Result<Ending, SyncError> {
+        let path = root(state).join(name);
+        let failed = |what: &str| SyncError::io(format!("{what} {}", path.display()));
+        let folder = Dir::open(&path).map_err(failed("make"))?;
+        let lock = FolderLock::of(&folder).map_err(failed("lock"))?.map_err(|holder| {
+            replica::ReplicaError::GroupBusy { group: name.into(), dir: path.clone(), holder }
+        })?;
+        let intent = Intent::read(&folder)?;
+        Ok(Ending { folder, lock: Some(lock), intent })
+    }
+
+    /// All of these have ended: durable on return.
+    pub(crate) fn begin(&mut self, intent: Intent) -> Result<(), SyncError> {
+        intent.store(&self.folder)?;
+        self.intent = Some(intent);
+        Ok(())
+    }
+
+    /// True if one of them is not demoted yet.
+    pub(crate) fn is_unfinished(&self, state: &StateDir) -> Result<bool, SyncError> {
+        let members = self.intent.iter().flat_map(|intent| &intent.members);
+        for (path, member) in members {
+            let known = state.source(&path.to_string_lossy())?;
+            if known.is_some_and(|(_, about)| has_ended(member, &about)) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+}
+
+/// True if this source has ended so. A later term of it has not.
+fn has_ended(member: &Member, about: &About) -> bool {
+    member.source == about.uuid && member.ended.is_some_and(|term| about.term <= term)
+}
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        // A folder that was made only for the lock goes again.
+        if let Some(lock) = self.lock.take().filter(|_| self.intent.is_none()) {
+            lock.remove();
+        }
+    }
+}
+
+/// The group whose demotion has ended this source, where it is not demoted yet.
+pub(crate) fn ended_with(state: &StateDir, about: &About) -> Result<Option<String>, SyncError> {
+    let root = root(state);
+    let failed = |e| SyncError::io(format!("look into {}", root.display()))(e);
+    let entries = match std::fs::read_dir(&root) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        entries => entries.map_err(failed)?,
+    };
+    for entry in entries {
+        let path = entry.map_err(failed)?.path();
+        let Ok(folder) = Dir::existing(&path) else { continue };
+        let Some(intent) = Intent::read(&folder)? else { continue };
+        if intent.members.values().any(|member| has_ended(member, about)) {
+            return Ok(Some(intent.group));
+        }
+    }
+    Ok(None)
+}

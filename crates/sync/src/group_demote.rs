@@ -1,0 +1,122 @@
+//! Making replicas of the sources of a group, all or none. All that could refuse one is asked of all first, with the last sync. Then
+//! an intent names all of them, in one step: from there on none is a source any more, and each is demoted by itself. The same command
+//! completes what a crash left in between, and says again what was done.
+
+use std::collections::BTreeMap;
+
+use delta::Epoch;
+use replica::{Intent, Member};
+use source::{GroupHandle, StateDir};
+use uuid::Uuid;
+
+use crate::attach::attach_group;
+use crate::demote::{DemoteOptions, DemoteSummary, demote, follow};
+use crate::ended::Ending;
+use crate::error::SyncError;
+use crate::group::GroupSummary;
+use crate::report::{Progress, Summary};
+
+/// The last sync of a group.
+pub type LastGroupSync<'a> =
+    &'a mut dyn FnMut(&GroupHandle) -> Result<(GroupSummary, Vec<Summary>), SyncError>;
+
+/// What is done when all are demoted, and repeated after a crash.
+pub type Afterwards<'a> = &'a mut dyn FnMut(&[DemoteSummary]) -> Result<(), SyncError>;
+
+/// Makes the sources of a group replicas. With `last_sync`, of those that this brings up to date. The folder that is given to save to
+/// gets a delta of each disk that was written to.
+///
+/// # Errors
+/// As for [`crate::demote`] of each. Unless they say otherwise, all of them are the sources that they were then.
+pub fn demote_group(
+    state: &StateDir,
+    name: &str,
+    options: &DemoteOptions,
+    last_sync: Option<LastGroupSync<'_>>,
+    afterwards: Afterwards<'_>,
+    progress: Progress<'_>,
+) -> Result<Vec<DemoteSummary>, SyncError> {
+    source::check_name(name)?;
+    let mut ending = Ending::open(state, name)?;
+    let mut saved = Vec::new();
+    let unfinished = ending.is_unfinished(state)?;
+    if options.dry_run && unfinished {
+        return Err(SyncError::Refused(format!(
+            "the demotion of the group {name} was interrupted: run \"dsync demote --group {name}\" again without -n, which completes it"
+        )));
+    }
+    // What was demoted is so again, until there is another group of that name.
+    let another = !unfinished && !source::group_members(state, name)?.is_empty();
+    if ending.intent.is_none() || another {
+        let group = attach_group(state, name, &options.open)?;
+        let planned = plan(&group, options, last_sync, progress);
+        let planned = match planned {
+            Ok((summaries, intent)) if !options.dry_run => {
+                saved =
+                    summaries.iter().map(|summary| (summary.path.clone(), summary.saved.clone())).collect();
+                // The sources are held until it is there: nobody serves one in between.
+                ending.begin(intent).map(|()| summaries)
+            }
+            planned => planned.map(|(summaries, _)| summaries),
+        };
+        let closed = group.close();
+        let summaries = planned?;
+        closed?;
+        if options.dry_run {
+            return Ok(summaries);
+        }
+    }
+    let members = ending.intent.iter().flat_map(|intent| &intent.members);
+    let mut summaries = Vec::new();
+    for (path, member) in members {
+        let how = DemoteOptions {
+            // What it is was decided, and said, for all of them.
+            since: Some(member.epoch.number.to_string()),
+            discard: true,
+            open: options.open.clone(),
+            ..DemoteOptions::default()
+        };
+        let mut summary = demote(state, &path.to_string_lossy(), &how, None, progress)?;
+        let of_it = saved.iter().find(|(saved, _)| *saved == summary.path);
+        summary.saved = of_it.and_then(|(_, file)| file.clone());
+        summaries.push(summary);
+    }
+    afterwards(&summaries)?;
+    Ok(summaries)
+}
+
+/// What each will be, and the intent that makes them that.
+fn plan(
+    group: &GroupHandle,
+    options: &DemoteOptions,
+    last_sync: Option<LastGroupSync<'_>>,
+    progress: Progress<'_>,
+) -> Result<(Vec<DemoteSummary>, Intent), SyncError> {
+    for handle in group.members() {
+        crate::demote::refuse_in_use(handle)?;
+    }
+    let synced = last_sync.map(|sync| sync(group)).transpose()?;
+    let (mut summaries, mut members) = (Vec::new(), BTreeMap::new());
+    for (at, handle) in group.members().iter().enumerate() {
+        let about = handle.about();
+        let file = about.path.file_name().unwrap_or_default().to_string_lossy();
+        let save = options.save.as_ref().map(|dir| dir.join(format!("{file}.delta")));
+        let own = DemoteOptions { save, ..options.clone() };
+        let member = synced.as_ref().and_then(|(_, members)| members.get(at)).cloned();
+        let (summary, demotion) = match member {
+            Some(member) => follow(handle, &own, Some(&mut |_| Ok(member.clone())), progress)?,
+            None => follow(handle, &own, None, progress)?,
+        };
+        let epoch = match &demotion.since {
+            Some((epoch, ..)) => *epoch,
+            // What was written is not known: any will do.
+            None => handle.last_epoch()?.unwrap_or(Epoch { number: 0, id: Uuid::nil() }),
+        };
+        let ended = Some(about.term);
+        members.insert(about.path.clone(), Member { ended, ..Member::at(about.uuid, epoch) });
+        summaries.push(summary);
+    }
+    let cut = synced.and_then(|(group, _)| Some(Epoch { number: group.epoch?, id: group.epoch_id? }));
+    let cut = cut.unwrap_or(Epoch { number: 0, id: Uuid::nil() });
+    Ok((summaries, Intent::new(group.name(), cut, members)))
+}
