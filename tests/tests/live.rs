@@ -457,3 +457,96 @@ fn two_first_syncs_at_once_agree_on_what_the_disk_is() {
         std::fs::remove_dir_all(site.state()).expect("the state");
     }
 }
+
+/// Stops to track a disk at the end of a test, however that ends.
+struct Untrack<'a>(&'a Site, &'a Path);
+
+impl Drop for Untrack<'_> {
+    fn drop(&mut self) {
+        self.0.dsync(["track", "remove"]).arg(self.1).output();
+    }
+}
+
+/// A number in a file, overwritten in place and durable.
+fn put(file: &std::fs::File, number: u64) {
+    use std::os::unix::fs::FileExt;
+    file.write_all_at(&number.to_le_bytes(), 0).expect("a write");
+    file.sync_data().expect("a sync");
+}
+
+fn taken(place: &Path) -> u64 {
+    let bytes = std::fs::read(place.join("number")).expect("a number");
+    u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes"))
+}
+
+/// The number goes to the second disk once it is durable on the first.
+#[test]
+fn two_mounted_disks_are_cut_at_one_moment() {
+    use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+    let what = "a group of mounted disks";
+    let Some(tracked) = Tracked::new(what, 48 * MIB) else { return };
+    let site = &tracked.site;
+    let image = site.image("second-disk.raw", 48 * MIB);
+    let device = Loop::new(&image);
+    if !got(device.as_ref().ok_or("there is no free loop device"), what) {
+        return;
+    }
+    let device = device.expect("a device");
+    Run::new("mkfs.ext4").arg("-q").arg(device.device()).ok();
+    let second = site.path("second");
+    let _mount = Mount::new(&[], device.device(), &second).expect("it mounts");
+    let _untrack = Untrack(site, device.device());
+    for device in [tracked.device(), device.device()] {
+        let joined = site.dsync(["track", "add", "--group", "db"]).arg(device).ok();
+        assert!(joined.text().contains("is in group db"), "{joined}");
+    }
+    let dir = site.path("replicas");
+    std::fs::create_dir(&dir).expect("a folder");
+    let sync = |options: &[&str]| site.dsync(["sync", "--group", "db", "--json"]).arg(&dir).args(options);
+    let files = [&tracked.place, &second].map(|place| {
+        let file = std::fs::File::create(place.join("number")).expect("a file");
+        put(&file, 0);
+        file
+    });
+    sync(&["--freeze", "never"]).code(4).says(&["not of one moment"]);
+    sync(&[]).ok();
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|threads| {
+        let writer = threads.spawn(|| {
+            let mut number = 0;
+            while !stop.load(SeqCst) {
+                number += 1;
+                files.iter().for_each(|file| put(file, number));
+            }
+            number
+        });
+        let mut before = 0;
+        for round in 0..rounds(4, 100) {
+            let synced = sync(&[]).output();
+            if !synced.status.success() {
+                stop.store(true, SeqCst);
+                panic!("round {round}: {synced}");
+            }
+            let at = [tracked.device(), device.device()].map(|device| {
+                let look = Look::at(site, &dir.join(device.file_name().expect("a name")));
+                let number = taken(look.place());
+                look.check();
+                number
+            });
+            let whole = at[1] <= at[0] && at[0] <= at[1] + 1 && at[0] > before;
+            if !whole {
+                stop.store(true, SeqCst);
+            }
+            assert!(
+                whole,
+                "round {round}: torn: the first disk is at {}, the second at {}, before {before}",
+                at[0], at[1]
+            );
+            before = at[0];
+        }
+        stop.store(true, SeqCst);
+        assert!(writer.join().expect("the writer") >= before);
+    });
+    let members = sync(&[]).ok().json();
+    assert!(members.iter().any(|member| member["method"] == "tracked"), "{members:?}");
+}

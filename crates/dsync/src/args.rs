@@ -138,6 +138,7 @@ pub(crate) enum Command {
         dsync track add /dev/sdb                           mounted or not; nothing is restarted\n  \
         dsync status /dev/sdb\n  \
         dsync track remove /dev/sdb\n  \
+        dsync track add --group db /dev/sdb; dsync track add --group db /dev/sdc; dsync sync --group db backup:/srv/db\n  \
         dsync track add --with dm --meta /dev/sdc1 /dev/sdb   as /dev/mapper/sdb-tracked\n\n\
         To keep the record across reboots (not for the disk of the root file system):\n  \
         systemctl enable --now \"dsync-track@$(systemd-escape -p /dev/sdb).service\"\n\n\
@@ -849,6 +850,9 @@ pub(crate) enum TrackAction {
         /// Block size of the record: a power of two from 4K to 1M [default: 4K, more for disks over 4 TiB]
         #[arg(long, value_name = "SIZE", value_parser = parse_size)]
         block_size: Option<u64>,
+        /// Take the disk into this group: "dsync sync --group" brings replicas of all its disks to one moment
+        #[arg(long, value_name = "NAME")]
+        group: Option<String>,
         /// With dm: name of the new device, /dev/mapper/NAME [default: name of the device and "-tracked"]
         #[arg(long, value_name = "NAME")]
         name: Option<String>,

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::Result;
 use serde::Serialize;
-use source::StateDir;
+use source::{Live, StateDir};
 use trackers::bpf::{self, Restored};
 use trackers::{TrackError, Tracker, dm};
 
@@ -28,8 +28,41 @@ struct TrackerStatus {
 
 /// Starts or stops tracking a disk; saves and restores its record.
 pub(crate) fn run(args: &Track, state: &StateDir, output: &Output) -> Result<()> {
+    let joins = match &args.action {
+        TrackAction::Add { device, group: Some(group), .. } => Some((device, group)),
+        _ => None,
+    };
+    if let Some((device, group)) = joins {
+        source::check_name(group)?;
+        if trackers::find(device)?.is_some() {
+            return join(device, group, state, output);
+        }
+    }
+    act(args, state, output)?;
+    // Another name is of the disk that dm-track has made.
+    joins.map_or(Ok(()), |(device, group)| join(device, group, state, output))
+}
+
+/// Takes a tracked disk into a group.
+fn join(device: &Path, group: &str, state: &StateDir, output: &Output) -> Result<()> {
+    let Some(tracker) = trackers::find(device)? else {
+        let why =
+            "is not tracked itself: run \"dsync track add --group\" again with the name of the new device";
+        return Err(Failure::refused(format!("{} {why}", device.display())).into());
+    };
+    let live = Live::open(state, device, tracker)?;
+    // With an epoch it is a source that stays.
+    live.checkpoint()?;
+    drop(live);
+    let path = std::fs::canonicalize(device)?;
+    source::join_group(state, &path, group, None)?;
+    output.say(&format!("{} is in group {group}", path.display()));
+    Ok(())
+}
+
+fn act(args: &Track, state: &StateDir, output: &Output) -> Result<()> {
     match &args.action {
-        TrackAction::Add { device, with: With::Dm, block_size, name, meta } => {
+        TrackAction::Add { device, with: With::Dm, block_size, name, meta, .. } => {
             let name = match (name, device.file_name()) {
                 (Some(name), _) => name.clone(),
                 (None, Some(file)) => format!("{}-tracked", file.to_string_lossy()),

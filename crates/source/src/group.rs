@@ -95,8 +95,10 @@ pub fn join_group(
         return Err(SourceError::Unknown(format!("{} is not a known source", path.display())));
     };
     let folder = Dir::open(&place).map_err(SourceError::state("open", &place))?;
-    if Membership::read(&folder)?.is_some_and(|group| group.name == name) {
-        return Ok(false);
+    match Membership::read(&folder)? {
+        Some(group) if group.name == name => return Ok(false),
+        Some(group) => return Err(in_another(path, &group.name)),
+        None => {}
     }
     Membership { name: name.to_owned(), cut }.write(&folder)?;
     Ok(true)
@@ -146,6 +148,13 @@ pub(crate) fn record_cut(name: &str, members: &[(&dyn Folder, Epoch)]) -> Result
     Ok(cut)
 }
 
+fn in_another(path: &std::path::Path, group: &str) -> SourceError {
+    let path = path.display();
+    SourceError::Refused(format!(
+        "{path} is in the group {group}: take it out first, with \"dsync forget --group {group} {path}\""
+    ))
+}
+
 /// A group whose members this process serves.
 pub struct SourceGroup {
     name: String,
@@ -183,13 +192,7 @@ impl SourceGroup {
         for member in &members {
             match Membership::read(member.folder())? {
                 Some(group) if group.name == name => {}
-                Some(group) => {
-                    let path = member.about().path.display();
-                    return Err(SourceError::Refused(format!(
-                        "{path} is in the group {}: take it out first, with \"dsync forget --group {0} {path}\"",
-                        group.name
-                    )));
-                }
+                Some(group) => return Err(in_another(&member.about().path, &group.name)),
                 None => joining.push(member),
             }
         }

@@ -1,10 +1,13 @@
-//! The sources of a group as a sync sees them: all served by one server, or all at rest and held by this process.
+//! The sources of a group as a sync sees them: all served by one server, all at rest and held by this process, or all tracked in the
+//! kernel.
 
 use delta::Epoch;
+use extents::Bitmap;
 
 use crate::SourceError;
 use crate::group::{check_name, record_commit, record_cut};
 use crate::handle::Handle;
+use crate::live::{Cut, CutOptions, Live};
 use crate::view::View;
 
 /// The sources of a group, to be copied from.
@@ -32,12 +35,18 @@ impl GroupHandle {
 
     fn refusal(&self) -> Option<String> {
         let name = &self.name;
-        if let Some(live) = self.members.iter().find(|member| member.live().is_some()) {
+        let live = self.members.iter().find(|member| member.live().is_some());
+        let other = self.members.iter().find(|member| member.live().is_none());
+        if let (Some(live), Some(other)) = (live, other) {
             return Some(format!(
-                "{} of the group {name} is tracked in the kernel, and groups of such disks are not supported: serve the members with \
-                 \"dsync serve --group {name}\", or sync them one by one",
-                live.about().path.display()
+                "{} of the group {name} is tracked in the kernel, and {} is not, so they cannot be cut at one moment: track all of them, or \
+                 serve all of them with \"dsync serve --group {name}\"",
+                live.about().path.display(),
+                other.about().path.display()
             ));
+        }
+        if live.is_some() {
+            return None;
         }
         let resting = self.members.iter().find(|member| !member.is_served())?;
         let served = self.members.iter().find(|member| member.is_served())?;
@@ -74,6 +83,24 @@ impl GroupHandle {
         let folders = self.members.iter().map(Handle::folder);
         let folders: Vec<_> = folders.zip(&views).map(|(folder, view)| (folder, view.epoch())).collect();
         Ok((record_cut(&self.name, &folders)?, views))
+    }
+
+    /// True if its members are tracked in the kernel: then [`GroupHandle::cut_live`] cuts them.
+    pub fn is_live(&self) -> bool {
+        self.members.iter().any(|member| member.live().is_some())
+    }
+
+    /// The same as [`GroupHandle::cut`] of live disks: the last pass of each, with what else is to be read of it, all as of one moment.
+    ///
+    /// # Errors
+    /// As for [`Live::cut`].
+    pub fn cut_live(&self, also: &[Bitmap], options: &CutOptions) -> Result<(Epoch, Vec<Cut>), SourceError> {
+        let lives: Vec<&Live> = self.members.iter().filter_map(Handle::live).collect();
+        let members: Vec<_> = lives.into_iter().zip(also).collect();
+        let cuts = Live::cut_together(&members, options)?;
+        let folders = self.members.iter().map(Handle::folder);
+        let folders: Vec<_> = folders.zip(&cuts).map(|(folder, cut)| (folder, cut.view.epoch())).collect();
+        Ok((record_cut(&self.name, &folders)?, cuts))
     }
 
     /// Writes down that the replicas have committed a cut, with the members at these epochs, in their order.

@@ -5,7 +5,7 @@
 //! is written during it, because the file systems are frozen, or because there happened to be no writes.
 
 use std::path::Path;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use delta::Epoch;
@@ -101,6 +101,13 @@ impl Drop for Live {
             discard::undo(state, self.folder.path(), Some(lock));
         }
     }
+}
+
+/// A disk whose last pass is being made.
+struct Held<'a> {
+    live: &'a Live,
+    epochs: MutexGuard<'a, Epochs>,
+    capture: MemoryReader,
 }
 
 struct Epochs {
@@ -218,7 +225,7 @@ impl Live {
         self.folder.clone()
     }
 
-    fn epochs(&self) -> std::sync::MutexGuard<'_, Epochs> {
+    fn epochs(&self) -> MutexGuard<'_, Epochs> {
         self.epochs.lock().unwrap_or_else(|e| e.into_inner())
     }
 
@@ -316,11 +323,35 @@ impl Live {
     /// `Refused` if that is impossible: too much changes, a freeze ends early, or writes bypass the file systems.
     pub fn cut(&self, also: &Bitmap, options: &CutOptions) -> Result<Cut, SourceError> {
         let mounts = self.mounts(options)?;
-        if mounts.is_empty() {
-            self.unfrozen_cut(also, options)
-        } else {
-            self.frozen_cut(also, &mounts, options)
+        let frozen = match mounts.is_empty() {
+            true => None,
+            false => Live::frozen_cut(&[(self, also)], &mounts, options)?.pop(),
+        };
+        frozen.map_or_else(|| self.unfrozen_cut(also, options), Ok)
+    }
+
+    /// The same of several disks, all as of one moment: all file systems are frozen before the first record is read.
+    ///
+    /// # Errors
+    /// As for [`Live::cut`]; refused without a freeze.
+    pub(crate) fn cut_together(
+        members: &[(&Live, &Bitmap)],
+        options: &CutOptions,
+    ) -> Result<Vec<Cut>, SourceError> {
+        if options.freeze == FreezeMode::Never {
+            return Err(SourceError::Refused(
+                "without a freeze the disks of a group are not of one moment: omit --freeze never".into(),
+            ));
         }
+        let mut mounts: Vec<Mount> = Vec::new();
+        for (live, _) in members {
+            for mount in live.mounts(options)? {
+                if !mounts.iter().any(|known| known.dev == mount.dev) {
+                    mounts.push(mount);
+                }
+            }
+        }
+        Live::frozen_cut(members, &mounts, options)
     }
 
     /// The file systems that a cut freezes, if it can.
@@ -355,39 +386,67 @@ impl Live {
         freeze::flush(&self.mounts(options)?).map_err(refused)
     }
 
-    fn frozen_cut(&self, also: &Bitmap, mounts: &[Mount], options: &CutOptions) -> Result<Cut, SourceError> {
-        let mut epochs = self.epochs();
-        let mut capture = self.begin_capture()?;
-        self.read_and_keep(&mut capture, also)?;
+    /// The last passes of disks whose file systems these are. A disk without any is of that moment if nothing writes to it.
+    fn frozen_cut(
+        members: &[(&Live, &Bitmap)],
+        mounts: &[Mount],
+        options: &CutOptions,
+    ) -> Result<Vec<Cut>, SourceError> {
+        let mut all = Vec::new();
+        for (live, also) in members {
+            let epochs = live.epochs();
+            let mut capture = live.begin_capture()?;
+            live.read_and_keep(&mut capture, also)?;
+            all.push(Held { live, epochs, capture });
+        }
+        // While one was read, others were written to.
+        let sweeps = if all.len() > 1 { 2 } else { 1 };
         for _ in 0..TRIES {
             let prepared = Freeze::prepare(mounts, options.limit).map_err(refused)?;
-            let left = self.read_while_it_shrinks(&mut epochs, &prepared, &mut capture)?;
-            // The freeze itself causes further writes.
-            capture.prepare(2 * left + (8 << 20));
+            for _ in 0..sweeps {
+                for held in &mut all {
+                    let left =
+                        held.live.read_while_it_shrinks(&mut held.epochs, &prepared, &mut held.capture)?;
+                    // The freeze itself causes further writes.
+                    held.capture.prepare(2 * left + (8 << 20));
+                }
+            }
             // Before the freeze, since it takes the kernel some time. What is written from here to the freeze is of
             // both epochs.
-            self.tracker.checkpoint()?;
+            all.iter().try_for_each(|held| held.live.tracker.checkpoint().map(drop))?;
             prepared.settle().map_err(refused)?;
             let freeze = prepared.freeze().map_err(refused)?;
-            let changes = self.tracker.dirty()?;
-            let written = self.written();
-            let read = capture.read(&changes);
-            // A write to a block that was marked before shows in the count only, once it has ended.
-            let still = written == self.written()
-                && written.is_none_or(|count| count.in_flight == 0)
-                && changes.count() == self.tracker.dirty()?.count();
+            // All records before the first disk is read: from here to the end nothing may be written to any.
+            let ended = all.iter().map(|held| Ok((held.live.tracker.dirty()?, held.live.written())));
+            let ended = ended.collect::<Result<Vec<_>, SourceError>>()?;
+            let read: Vec<_> =
+                all.iter_mut().zip(&ended).map(|(held, (changes, _))| held.capture.read(changes)).collect();
+            let mut still = true;
+            for (held, (changes, written)) in all.iter().zip(&ended) {
+                // A write to a block that was marked before shows in the count only, once it has ended.
+                still &= *written == held.live.written()
+                    && written.as_ref().is_none_or(|count| count.in_flight == 0)
+                    && changes.count() == held.live.tracker.dirty()?.count();
+            }
             let lasted = freeze.thaw().map_err(refused)?;
-            self.kept(read, &mut capture)?;
+            for (held, read) in all.iter_mut().zip(read) {
+                held.live.kept(read, &mut held.capture)?;
+            }
             if still {
-                let epoch = self.write_down(&mut epochs, &changes)?;
-                return Ok(self.cut_of(epoch, capture, Some(lasted), false));
+                let cuts = all.into_iter().zip(ended).map(|(mut held, (changes, _))| {
+                    let epoch = held.live.write_down(&mut held.epochs, &changes)?;
+                    Ok(held.live.cut_of(epoch, held.capture, Some(lasted), false))
+                });
+                return cuts.collect();
             }
         }
+        let paths: Vec<String> =
+            members.iter().map(|(live, _)| live.about.path.display().to_string()).collect();
         Err(SourceError::Refused(format!(
             "{} is being written to past its file systems while these are frozen: stop programs that write to the device itself, \
              or to a partition that is not mounted (\"swapoff\" for swap space), or pass --freeze never to take a copy that may \
              mix several moments",
-            self.about.path.display()
+            paths.join(" or ")
         )))
     }
 

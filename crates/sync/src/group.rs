@@ -19,6 +19,7 @@ use crate::account::Account;
 use crate::cut_hook::around;
 use crate::error::SyncError;
 use crate::facts::{bookmark, facts, moment, newest_known};
+use crate::live::Approach;
 use crate::messages::{
     COMMIT_GROUP, Committed, GROUP_COMMITTED, OPEN_GROUP, Open, OpenGroup, Status, expect, nonsense, part,
     text,
@@ -28,7 +29,7 @@ use crate::pack::reading;
 use crate::plan::{Choice, SyncPlan, choose, cut_off, refuse_larger};
 use crate::push::{bring, estimate, replica_for_sync};
 use crate::report::{Progress, Summary, Totals};
-use crate::transfer::{Transfer, heard};
+use crate::transfer::{Prepared, Transfer, heard};
 
 /// What a sync of a group did, besides the summaries of its members.
 #[derive(Debug, Clone, Serialize)]
@@ -101,6 +102,7 @@ pub(crate) struct GroupSession<'a> {
 /// A member, with what is to be sent to its replica.
 struct Planned<'a> {
     handle: &'a Handle,
+    transfer: Transfer<'a>,
     view: Arc<View>,
     plan: SyncPlan,
     status: Status,
@@ -188,19 +190,24 @@ impl<'a> GroupSession<'a> {
         done.seeded = seeded.iter().map(|(at, _)| self.names[*at].clone()).collect();
         // What was seeded is at an epoch now.
         let choices = if seeded.is_empty() { choices } else { self.choose_all()? };
-        let (cut, views) = around(&self.options.hook, || Ok(self.group.cut()?))?;
-        let mut members = self.plan_all(choices, views)?;
-        for (at, member) in members.iter_mut().enumerate() {
+        let (cut, mut members) = match self.group.is_live() {
+            true => self.cut_live(choices)?,
+            false => {
+                let (cut, views) = around(&self.options.hook, || Ok(self.group.cut()?))?;
+                (cut, self.plan_all(choices, views)?)
+            }
+        };
+        for member in &mut members {
             let handle = member.handle;
-            self.prepare(at, member).map_err(|error| of_member(handle, error))?;
+            self.prepare(member).map_err(|error| of_member(handle, error))?;
         }
         self.commit(cut, &mut members)?;
         (done.epoch, done.epoch_id) = (Some(cut.number), Some(cut.id));
+        let mut summaries: Vec<Summary> = members.into_iter().map(|member| member.summary).collect();
         // What was taken over or created is a replica like any other now.
         for options in [&mut self.options, &mut self.alone] {
             (options.adopt, options.create) = (false, false);
         }
-        let mut summaries: Vec<Summary> = members.into_iter().map(|member| member.summary).collect();
         for (at, seed) in seeded {
             if let Some(summary) = summaries.get_mut(at).filter(|summary| summary.blocks_changed == 0) {
                 *summary = Summary { epoch: summary.epoch, ..seed };
@@ -278,9 +285,49 @@ impl<'a> GroupSession<'a> {
         Ok(seeded)
     }
 
-    fn plan_all(&self, choices: Vec<Choice>, views: Vec<View>) -> Result<Vec<Planned<'a>>, SyncError> {
+    /// Makes passes over all disks until the rest can be read in a moment, and cuts them.
+    fn cut_live(&self, choices: Vec<Choice>) -> Result<(Epoch, Vec<Planned<'_>>), SyncError> {
+        let traffic = self.sender.traffic();
         let mut members = Vec::new();
-        for (((handle, status, name), choice), view) in self.each().zip(choices).zip(views) {
+        for (at, ((handle, status, name), choice)) in self.each().zip(choices).enumerate() {
+            let mut summary = Summary::new(handle.about(), name, false);
+            summary.resumed = status.replica.under_way() || status.replica.resumes.is_some();
+            summary.recovered.clone_from(&status.replica.recovered);
+            members.push((handle, self.transfer(at, true), summary, Approach::new(status.clone(), choice)));
+        }
+        let mut lacking = Vec::new();
+        // While one was copied, the others were written to: then little is left of all.
+        for _ in 0..2 {
+            lacking.clear();
+            for (handle, transfer, summary, approach) in &mut members {
+                let handle = *handle;
+                let Some(live) = handle.live() else { continue };
+                let before = (traffic.sent(), traffic.received());
+                let close = approach.come_close(handle, live, transfer);
+                lacking.push(heard(self.receiver, close).map_err(|error| of_member(handle, error))?);
+                summary.bytes_sent += traffic.sent() - before.0;
+                summary.bytes_received += traffic.received() - before.1;
+            }
+        }
+        let limits = &self.options.live.cut;
+        let (cut, cuts) = around(&self.options.hook, || Ok(self.group.cut_live(&lacking, limits)?))?;
+        let mut planned = Vec::new();
+        for ((handle, transfer, mut summary, approach), cut) in members.into_iter().zip(&cuts) {
+            let Prepared { view, plan, status, first, freeze_ms } =
+                approach.arrive(handle, cut, &self.options)?;
+            summary.freeze_ms = freeze_ms;
+            summary.disk_size = plan.header.size_after;
+            summary.bytes_cut = cut_off(&status, summary.disk_size);
+            (summary.method, summary.trust) = first.unwrap_or((plan.header.method, plan.trust.clone()));
+            planned.push(Planned { handle, transfer, view, plan, status, summary });
+        }
+        Ok((cut, planned))
+    }
+
+    fn plan_all(&self, choices: Vec<Choice>, views: Vec<View>) -> Result<Vec<Planned<'_>>, SyncError> {
+        let mut members = Vec::new();
+        for (at, (((handle, status, name), choice), view)) in self.each().zip(choices).zip(views).enumerate()
+        {
             let view = Arc::new(view);
             let moment = moment(handle, &view, &choice, status, &self.options)?;
             let plan = choice.at(moment, status, &self.options)?;
@@ -290,25 +337,26 @@ impl<'a> GroupSession<'a> {
             summary.disk_size = plan.header.size_after;
             summary.bytes_cut = cut_off(status, summary.disk_size);
             (summary.method, summary.trust) = (plan.header.method, plan.trust.clone());
-            members.push(Planned { handle, view, plan, status: status.clone(), summary });
+            let transfer = self.transfer(at, true);
+            members.push(Planned { handle, transfer, view, plan, status: status.clone(), summary });
         }
         Ok(members)
     }
 
     /// Sends a member's delta, unless it is where it should be.
-    fn prepare(&self, at: usize, member: &mut Planned<'_>) -> Result<(), SyncError> {
+    fn prepare(&self, member: &mut Planned<'_>) -> Result<(), SyncError> {
         if member.plan.is_done(&member.status) {
             return Ok(());
         }
         let began = Instant::now();
-        let transfer = self.transfer(at, true);
+        let transfer = &member.transfer;
         let traffic = self.sender.traffic();
         let before = (traffic.sent(), traffic.received());
         transfer.prepare(&member.view, &member.plan)?;
         let summary = &mut member.summary;
         summary.count(&transfer.totals);
-        (summary.bytes_sent, summary.bytes_received) =
-            (traffic.sent() - before.0, traffic.received() - before.1);
+        summary.bytes_sent += traffic.sent() - before.0;
+        summary.bytes_received += traffic.received() - before.1;
         summary.view_bytes = member.view.kept_bytes();
         summary.seconds = began.elapsed().as_secs_f64();
         Ok(())

@@ -21,6 +21,8 @@ use crate::report::{Progress, Summary};
 
 /// The shortest time from one cut to the next.
 const LEAST: Duration = Duration::from_millis(250);
+/// The same of live disks, whose file systems are frozen each time.
+const LEAST_LIVE: Duration = Duration::from_secs(1);
 /// How long a turn of the loop takes at most.
 const TURN: Duration = Duration::from_secs(1);
 
@@ -126,7 +128,8 @@ impl GroupMirror<'_> {
         attempts: &Attempts<'_>,
     ) -> Result<(), SyncError> {
         let group = (self.attach)()?;
-        if let Some(resting) = group.members().iter().find(|member| !member.is_served()) {
+        let rests = |member: &&Handle| !member.is_served() && member.live().is_none();
+        if let Some(resting) = group.members().iter().find(rests) {
             let path = resting.about().path.display().to_string();
             let name = group.name().to_owned();
             group.close()?;
@@ -185,7 +188,8 @@ impl GroupMirror<'_> {
                 return Ok(());
             }
             // As long as there is time for two rounds within the bound.
-            let interval = (began.elapsed() * 2).max(LEAST).min(self.rpo / 2);
+            let least = if group.is_live() { LEAST_LIVE } else { LEAST };
+            let interval = (began.elapsed() * 2).max(least).min((self.rpo / 2).max(least));
             self.turns.within(|| self.rest_until(began + interval, attempts));
         }
     }

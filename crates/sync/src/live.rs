@@ -7,7 +7,8 @@
 use std::sync::Arc;
 
 use delta::Method;
-use source::{Convergence, Handle, Live};
+use extents::Bitmap;
+use source::{Convergence, Cut, Handle, Live};
 
 use crate::conflict::Conflict;
 use crate::cut_hook::around;
@@ -22,63 +23,108 @@ use crate::transfer::{Prepared, Transfer};
 const FEW_BYTES: u64 = 16 << 20;
 const FEW_BLOCKS: u64 = 2048;
 
+/// How far passes have brought a replica.
+pub(crate) struct Approach {
+    status: Status,
+    choice: Choice,
+    /// How the first pass found its changes.
+    first: Option<(Method, String)>,
+}
+
 /// Makes passes until the rest can be read in a moment, and reads it.
 pub(crate) fn catch_up(
     handle: &Handle,
     live: &Live,
     transfer: &Transfer<'_>,
-    mut status: Status,
-    mut choice: Choice,
+    status: Status,
+    choice: Choice,
 ) -> Result<Prepared, SyncError> {
-    let (about, options) = (handle.about(), transfer.options);
-    // The requested method applies to the first pass.
-    let later = SyncOptions { method: None, adopt: false, ..options.clone() };
-    let block_size = u64::from(about.block_size);
-    let size = live.size();
-    let mut convergence = Convergence::new(FEW_BYTES.min(FEW_BLOCKS * block_size));
-    let (mut first, mut pass) = (None, 0);
-    let lacking = loop {
-        live.flush(&options.live.cut)?;
-        // Passes are made while they pay.
-        if choice.positions.last().is_some_and(|last| last.upto >= size) {
-            let lacking = handle.estimate(&choice.positions)?;
-            status.replica.unsure.mark(&lacking, block_size);
-            let pays = convergence.pays(lacking.count().saturating_mul(block_size));
-            if !pays || pass >= options.live.passes {
-                break lacking;
-            }
-        }
-        if pass > options.live.passes {
-            let why = "tracking was lost repeatedly during the copy".into();
-            return Err(Conflict::Lost { path: about.path.clone(), why }.into());
-        }
-        let view = Arc::new(live.checkpoint()?);
-        if let Some(why) = live.lost_for_good()? {
-            return Err(Conflict::Unfollowed { path: about.path.clone(), why }.into());
-        }
-        let moment = moment(handle, &view, &choice, &status, options)?;
-        let plan = choice.at(moment, &status, &later)?.into_pass();
-        status = transfer.pass(&view, &plan)?;
-        first.get_or_insert((plan.header.method, plan.trust));
-        // A larger replica is truncated at the commit: what is beyond the disk's end is not needed.
-        let parts = std::mem::take(&mut status.replica.positions);
-        status.replica.positions = within(parts, size);
-        choice = choose(&facts(handle, &status, transfer.name, &later)?, &status, &later)?;
-        pass += 1;
-    };
+    let options = transfer.options;
+    let mut approach = Approach::new(status, choice);
+    let lacking = approach.come_close(handle, live, transfer)?;
     let cut = around(&options.hook, || Ok(live.cut(&lacking, &options.live.cut)?))?;
-    let view = Arc::new(cut.view.clone());
-    let moment = moment(handle, &view, &choice, &status, options)?;
-    // Only what was read at the cut may be sent, and only the record determines what that must be.
-    let tracked = SyncOptions { method: Some(Method::Tracked), ..later };
-    let mut plan = choice.at(moment, &status, &tracked)?;
-    if plan.wanted.all_from < plan.header.size_after || !cut.holds(&plan.wanted.changes) {
-        let why = "more was missing at the end than had been read".into();
-        return Err(Conflict::Lost { path: about.path.clone(), why }.into());
+    approach.arrive(handle, &cut, options)
+}
+
+impl Approach {
+    /// From where a replica is.
+    pub(crate) fn new(status: Status, choice: Choice) -> Approach {
+        Approach { status, choice, first: None }
     }
-    plan.header.fuzzy = cut.fuzzy;
-    let freeze_ms = cut.freeze.map(|lasted| lasted.as_millis() as u64);
-    Ok(Prepared { view, plan, status, first, freeze_ms })
+
+    /// Makes passes until the rest can be read in a moment. Returns that.
+    pub(crate) fn come_close(
+        &mut self,
+        handle: &Handle,
+        live: &Live,
+        transfer: &Transfer<'_>,
+    ) -> Result<Bitmap, SyncError> {
+        let (about, options) = (handle.about(), transfer.options);
+        let later = later(options);
+        let block_size = u64::from(about.block_size);
+        let size = live.size();
+        let mut convergence = Convergence::new(FEW_BYTES.min(FEW_BLOCKS * block_size));
+        let mut pass = 0;
+        let lacking = loop {
+            live.flush(&options.live.cut)?;
+            // Passes are made while they pay.
+            if self.choice.positions.last().is_some_and(|last| last.upto >= size) {
+                let lacking = handle.estimate(&self.choice.positions)?;
+                self.status.replica.unsure.mark(&lacking, block_size);
+                let pays = convergence.pays(lacking.count().saturating_mul(block_size));
+                if !pays || pass >= options.live.passes {
+                    break lacking;
+                }
+            }
+            if pass > options.live.passes {
+                let why = "tracking was lost repeatedly during the copy".into();
+                return Err(Conflict::Lost { path: about.path.clone(), why }.into());
+            }
+            let view = Arc::new(live.checkpoint()?);
+            if let Some(why) = live.lost_for_good()? {
+                return Err(Conflict::Unfollowed { path: about.path.clone(), why }.into());
+            }
+            let moment = moment(handle, &view, &self.choice, &self.status, options)?;
+            // The requested method applies to the first pass.
+            let plan = self.choice.clone().at(moment, &self.status, &later)?.into_pass();
+            self.status = transfer.pass(&view, &plan)?;
+            self.first.get_or_insert((plan.header.method, plan.trust));
+            // A larger replica is truncated at the commit: what is beyond the disk's end is not needed.
+            let parts = std::mem::take(&mut self.status.replica.positions);
+            self.status.replica.positions = within(parts, size);
+            let facts = facts(handle, &self.status, transfer.name, &later)?;
+            self.choice = choose(&facts, &self.status, &later)?;
+            pass += 1;
+        };
+        Ok(lacking)
+    }
+
+    /// What is to be sent at the cut.
+    pub(crate) fn arrive(
+        self,
+        handle: &Handle,
+        cut: &Cut,
+        options: &SyncOptions,
+    ) -> Result<Prepared, SyncError> {
+        let Approach { status, choice, first, .. } = self;
+        let view = Arc::new(cut.view.clone());
+        let moment = moment(handle, &view, &choice, &status, options)?;
+        // Only what was read at the cut may be sent, and only the record determines what that must be.
+        let tracked = SyncOptions { method: Some(Method::Tracked), ..later(options) };
+        let mut plan = choice.at(moment, &status, &tracked)?;
+        if plan.wanted.all_from < plan.header.size_after || !cut.holds(&plan.wanted.changes) {
+            let why = "more was missing at the end than had been read".into();
+            return Err(Conflict::Lost { path: handle.about().path.clone(), why }.into());
+        }
+        plan.header.fuzzy = cut.fuzzy;
+        let freeze_ms = cut.freeze.map(|lasted| lasted.as_millis() as u64);
+        Ok(Prepared { view, plan, status, first, freeze_ms })
+    }
+}
+
+/// What applies to all but the first pass.
+fn later(options: &SyncOptions) -> SyncOptions {
+    SyncOptions { method: None, adopt: false, ..options.clone() }
 }
 
 /// The parts of a replica that begin before `size`.
