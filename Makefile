@@ -39,10 +39,12 @@ test: check
 	DSYNC_BIN=$(abspath $(target))/debug/dsync $(CARGO) test --workspace --no-fail-fast
 	@echo 'SKIPPED: the campaigns ran as samples; run "make soak" for their full counts (hours), "make test-vm" for all guests, "make test-deb" for the packages'
 
-# The kernel module, all of its tests, in guests with two of Debian's kernels; and docs/failover.md with a guest.
-test-vm:
-	@scripts/setup build test
-	DSYNC_VM=1 $(CARGO) test -p dsync-tests --test vm --test failover_page -- --nocapture
+# What needs guests: the kernel module, with all of its tests, on two of Debian's kernels; docs/failover.md; and the package,
+# installed and operated on two hosts.
+test-vm: deb
+	@scripts/setup build test test-deb
+	DSYNC_VM=1 DSYNC_DEB=$$(ls $(abspath $(packages))/dsync_*.deb) \
+		$(CARGO) test -p dsync-tests --test vm --test failover_page --test hosts -- --nocapture
 
 # A distribution's Rust may lack a part of cargo.
 lint = @if $(CARGO) $(1) --version >/dev/null 2>&1; then echo '$(2)'; $(2); \

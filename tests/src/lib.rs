@@ -17,6 +17,7 @@ pub mod host;
 pub mod image;
 pub mod listener;
 pub mod load;
+pub mod machine;
 pub mod mount;
 pub use nbd::client as nbd;
 pub mod postgres;

@@ -1,0 +1,225 @@
+//! dsync as it is installed and operated: Debian 12 machines with systemd, the packages, and the commands of the guide. Reboots
+//! and power cuts while writes go on; after each, what the monitors say is true and the replica is the source.
+//!
+//! It takes minutes under emulation: `make test-vm` builds the package and runs it, with `DSYNC_SOAK=1` for hours.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use dsync_tests::machine::{self, Machine};
+use dsync_tests::{Random, Site, got, left_out, repository, rounds, soak};
+
+const MIB: u64 = 1 << 20;
+/// What takes seconds, on a machine that is busy.
+const SOON: Duration = Duration::from_secs(600);
+
+/// The package, if the test is to run.
+fn package(what: &str) -> Option<PathBuf> {
+    if !(soak() || std::env::var_os("DSYNC_VM").is_some_and(|v| v == "1")) {
+        left_out(what, "make test-vm");
+        return None;
+    }
+    let found = std::env::var_os("DSYNC_DEB").map(PathBuf::from).filter(|path| path.is_file());
+    let found = found.ok_or("DSYNC_DEB names no package: \"make test-vm\" builds one");
+    (got(found.clone().map(drop), what) && machine::possible(what)).then(|| found.expect("asked"))
+}
+
+/// The commands of a section of the guide, each with the host that it is for.
+fn commands(section: &str) -> Vec<(usize, String)> {
+    let guide = std::fs::read_to_string(repository().join("docs/guide.md")).expect("the guide");
+    let (_, text) = guide.split_once(&format!("\n## {section}\n")).expect("the section");
+    let text = text.split("\n## ").next().unwrap_or_default();
+    let host = |line: &str| {
+        let (host, command) = line.strip_prefix("    ")?.split_once('#')?;
+        let host = ["near", "far"].iter().position(|name| *name == host)?;
+        // What is printed stands behind the command.
+        let command = command.split(" # ").next().unwrap_or_default().trim();
+        Some((host, command.to_owned()))
+    };
+    text.lines().filter_map(host).collect()
+}
+
+/// Two hosts with dsync on them.
+struct Hosts {
+    /// The one with the sources, and the one with their replicas.
+    machines: [Machine; 2],
+    /// The keys that they have printed.
+    keys: [String; 2],
+    random: Random,
+    _site: Site,
+}
+
+/// Writes to both sources, as long as the machine runs.
+const LOAD: &str = r#"
+cat >/usr/local/sbin/load <<'END'
+#!/bin/sh
+i=0
+while :; do
+    i=$((i + 1))
+    dd if=/dev/urandom of=/data/f$((i % 20)) bs=16k count=$((i % 8 + 1)) 2>/dev/null
+    dd if=/dev/urandom of=/dev/nbd0 bs=4k count=4 seek=$((i * 37 % 7000)) conv=notrunc oflag=direct 2>/dev/null
+    [ $((i % 5)) != 0 ] || sync -f /data
+    sleep 0.3
+done
+END
+chmod 755 /usr/local/sbin/load
+cat >/etc/systemd/system/load.service <<'END'
+[Unit]
+After=data.mount dsync-serve@vm.socket
+Requires=data.mount
+[Service]
+ExecStartPre=/sbin/modprobe nbd
+ExecStartPre=/sbin/nbd-client -unix /run/dsync/vm.sock /dev/nbd0 -N vm
+ExecStart=/usr/local/sbin/load
+ExecStopPost=/sbin/nbd-client -d /dev/nbd0
+[Install]
+WantedBy=multi-user.target
+END
+mkfs.ext4 -q /dev/vdb
+mkdir /data
+echo '/dev/vdb /data ext4 nofail 0 2' >>/etc/fstab
+systemctl daemon-reload
+systemctl start data.mount
+systemctl enable --now load
+"#;
+
+const MIRRORS: &str = "dsync-mirror@vm-far dsync-mirror@disk-far";
+
+impl Hosts {
+    fn new(what: &str, package: &Path) -> Hosts {
+        let site = Site::new();
+        let share = site.path("share");
+        std::fs::create_dir(&share).expect("a folder");
+        let to = share.join("dsync_0.1.0_amd64.deb");
+        std::fs::copy(package, to).expect("the package");
+        let near = Machine::new(&site, "near", &[64 * MIB], &share);
+        let far = Machine::new(&site, "far", &[], &share);
+        let mut machines = Machine::pair([near, far]);
+        machines.iter_mut().for_each(Machine::power);
+        machines.iter_mut().for_each(Machine::wait_up);
+        Hosts { machines, keys: Default::default(), random: Random::new(what), _site: site }
+    }
+
+    /// Runs the commands of a section of the guide. Returns how long they took.
+    fn follow(&mut self, section: &str) -> Duration {
+        let began = Instant::now();
+        let commands = commands(section);
+        assert!(!commands.is_empty(), "no commands in {section}");
+        for (host, command) in commands {
+            // What is not in the guide are the keys that its reader pastes.
+            let pasted = [("AAAA…", 1), ("BBBB…", 0)];
+            let command = pasted.iter().fold(command, |command, (shown, host)| {
+                command.replace(&format!("dsync-ed25519 {shown}"), &self.keys[*host])
+            });
+            let printed = self.machines[host].ok(&format!("cd /mnt\n{command}"));
+            if let Some(key) = printed.lines().find(|line| line.starts_with("dsync-ed25519 ")) {
+                self.keys[host] = key.split(' ').take(2).collect::<Vec<_>>().join(" ");
+            }
+        }
+        began.elapsed()
+    }
+
+    fn near(&mut self) -> &mut Machine {
+        &mut self.machines[0]
+    }
+
+    fn far(&mut self) -> &mut Machine {
+        &mut self.machines[1]
+    }
+
+    /// All that was enabled runs, nothing failed, and the monitors are content.
+    fn are_well(&mut self) {
+        let units =
+            format!("dsync-serve@vm.socket dsync-serve@vm.service dsync-track@dev-vdb load {MIRRORS}");
+        let active = format!("for unit in {units}; do systemctl is-active -q $unit || exit 1; done");
+        self.near().until(&active, SOON);
+        self.far().until("systemctl is-active dsync-receive.socket", SOON);
+        self.near().until("dsync status --check --max-age 1m", SOON);
+        self.far().until("sudo -u dsync dsync --state-dir /var/lib/dsync-receive status --check", SOON);
+        for machine in &mut self.machines {
+            let failed = machine.ok("systemctl list-units --failed --no-legend --plain 'dsync*'");
+            assert_eq!(failed, "");
+        }
+    }
+
+    /// Without writers, the replicas are the sources, and the metrics say so.
+    fn are_equal(&mut self) {
+        self.near().ok(&format!("systemctl stop load data.mount\nsystemctl stop {MIRRORS}"));
+        self.near().ok("dsync verify vm tls://far/vm.raw");
+        let sums = "sha256sum | cut -d' ' -f1";
+        let sources = self.near().ok(&format!(
+            "for f in /srv/vm.raw /dev/vdb; do dd if=$f bs=1M iflag=direct 2>/dev/null | {sums}; done"
+        ));
+        let replicas =
+            self.far().ok(&format!("cd /srv/replicas\nfor f in vm.raw disk.raw; do cat $f | {sums}; done"));
+        assert_eq!(sources, replicas, "the replicas are not the sources");
+        let metrics = self.near().ok("dsync status --prometheus");
+        let has = |metrics: &str, name: &str, value: &str, count: usize| {
+            let lines =
+                metrics.lines().filter(|line| line.starts_with(name) && line.ends_with(&format!(" {value}")));
+            assert_eq!(lines.count(), count, "{name} {value}: {metrics}");
+        };
+        has(&metrics, "dsync_source_tracking{", "1", 2);
+        has(&metrics, "dsync_replica_lag_seconds{", "0", 2);
+        has(&metrics, "dsync_replica_lacks_bytes{", "0", 2);
+        let metrics =
+            self.far().ok("sudo -u dsync dsync --state-dir /var/lib/dsync-receive status --prometheus");
+        let exact = metrics.lines().filter(|line| line.contains("state=\"exact\"") && line.ends_with(" 1"));
+        assert_eq!(exact.count(), 2, "{metrics}");
+        self.near().ok(&format!("systemctl start data.mount\nsystemctl start load {MIRRORS}"));
+    }
+
+    /// How the mirror of the tracked disk found what the replica lacks, since this boot.
+    fn found(&mut self) -> String {
+        self.near().ok("journalctl -b --no-pager -o cat -u dsync-mirror@disk-far | grep 'is at epoch\\|is up to date' | head -n 1")
+    }
+}
+
+#[test]
+fn installed_services_survive_reboots_and_power_cuts() {
+    let what = "the installed services over reboots and power cuts";
+    let Some(package) = package(what) else { return };
+    let mut hosts = Hosts::new(what, &package);
+    hosts
+        .near()
+        .ok("truncate -s 64M /srv/vm.raw\ndd if=/dev/urandom of=/srv/vm.raw bs=1M count=16 conv=notrunc");
+    let took = hosts.follow("Two hosts in five minutes");
+    println!("from the package to the first mirror, under emulation: {} s", took.as_secs());
+    hosts.near().ok(LOAD);
+    hosts.follow("A disk in use");
+    hosts.are_well();
+    hosts.are_equal();
+    monitors_notice(&mut hosts);
+    for round in 0..rounds(2, 40) {
+        // The sample has both of the host with the sources.
+        let host = if soak() { hosts.random.below(2) as usize } else { 0 };
+        std::thread::sleep(Duration::from_millis(hosts.random.below(5000)));
+        let name = ["near", "far"][host];
+        let Hosts { machines, random, .. } = &mut hosts;
+        let is_cut = round % 2 == 1;
+        println!("round {round}: {} of {name}", if is_cut { "a power cut" } else { "a reboot" });
+        if is_cut {
+            machines[host].cut(random);
+            machines[host].on();
+        } else {
+            machines[host].reboot();
+        }
+        hosts.are_well();
+        if host == 0 {
+            let found = hosts.found();
+            // The unit has saved the record at the end of one boot, and restored it at the beginning of the next.
+            assert_eq!(found.contains("(tracked"), !is_cut, "{found}");
+        }
+        hosts.are_equal();
+    }
+}
+
+/// A mirror that is stopped is noticed, and one that runs again is, too.
+fn monitors_notice(hosts: &mut Hosts) {
+    let near = hosts.near();
+    near.ok("systemctl stop dsync-mirror@vm-far");
+    let late = near.until("sleep 4; ! dsync status --check --max-age 2s /srv/vm.raw", SOON);
+    assert!(late.contains("out of date"), "{late}");
+    near.ok("systemctl start dsync-mirror@vm-far");
+    near.until("dsync status --check --max-age 1m", SOON);
+}
