@@ -219,8 +219,11 @@ fn partial(file: &Path) -> PathBuf {
 /// Makes sure that a file can be made, before anything is written that is to be saved there.
 fn begin_saving(file: &Path) -> Result<()> {
     if file.symlink_metadata().is_ok() {
-        let exists = format!("{} exists: give --save the name of a new file", file.display());
-        return Err(Failure::refused(exists).into());
+        return Err(Failure::refused(format!(
+            "{} exists: give --save the name of a new file",
+            file.display()
+        ))
+        .into());
     }
     File::create(partial(file)).with_context(|| format!("cannot create {}", partial(file).display()))?;
     Ok(())

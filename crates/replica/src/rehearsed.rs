@@ -107,37 +107,36 @@ impl Replica {
     pub fn fits_rehearsal<R>(&self, rehearsed: &Rehearsed<R>) -> Result<bool> {
         let lineage = self.lineage();
         let (path, file, header) = (self.path().display(), rehearsed.name.display(), &rehearsed.header);
-        let refuse = |why: String| Err(ReplicaError::Refused(why));
         if lineage.role.promoted.is_some() {
             return match lineage.committed == Some(header.stream) {
                 true => Ok(true),
-                false => refuse(format!(
+                false => Err(ReplicaError::Refused(format!(
                     "{path} was promoted already, without what {file} holds: \"dsync promote {path}\" completes that promotion if it \
                      was interrupted"
-                )),
+                ))),
             };
         }
         if lineage.source != Some(header.source) {
-            return refuse(format!(
+            return Err(ReplicaError::Refused(format!(
                 "{file} is of a rehearsal of another source, {}: {path} follows {}",
                 header.source,
                 lineage.source.unwrap_or_default()
-            ));
+            )));
         }
         self.showable()?;
         let epoch = header.to().map_or(0, |epoch| epoch.number);
         let Some(binds) = header.binds.filter(|binds| *binds != self.nonce()) else { return Ok(false) };
         let moments = self.history()?.moments;
-        refuse(match moments.iter().find(|moment| moment.state == binds) {
-            Some(moment) => format!(
+        Err(match moments.iter().find(|moment| moment.state == binds) {
+            Some(moment) => ReplicaError::Refused(format!(
                 "{path} has moved on since the rehearsal, which was of epoch {epoch} ({}). \"dsync rewind {path} --to {epoch}\" brings \
                  it back there and gives up what came after; stop its mirror and its syncs first, and run this again",
                 device::moment(moment.at)
-            ),
-            None => format!(
+            )),
+            None => ReplicaError::Refused(format!(
                 "{path} has moved on since the rehearsal, and the moment of that is not kept: what {file} holds cannot be promoted any \
                  more. Rehearse at a moment that --keep has kept ({path}@EPOCH), or stop its mirror and its syncs first"
-            ),
+            )),
         })
     }
 
