@@ -776,6 +776,40 @@ fn a_group_switches_and_comes_back() {
     }
 }
 
+/// A demotion that was carried out says nothing of what its disks became since: it is not carried out again.
+#[test]
+fn a_demotion_ends_no_later_term() {
+    let mut two = Two::new("a group that was demoted long ago");
+    two.sync(&[]).ok();
+    let dir = two.dir();
+    two.stop();
+    two.command(&["demote", "--group", "db", &dir]).ok();
+    let again = ["demote", "-n", "--group", "db", &dir];
+    two.command(&again).code(4).says(&["are demoted already"]);
+    // It is called off, and the disks are used by themselves.
+    for image in &two.images {
+        two.command(&["promote", "--force"]).arg(image).ok();
+    }
+    let held = |image: &PathBuf| std::fs::read(image).expect("an image");
+    for (at, image) in two.images.iter().enumerate() {
+        let server = two.site.serve(&[image], &[]);
+        server
+            .client(NAMES[at])
+            .write(900 * BLOCK, &two.random.clone().bytes(BLOCK as usize))
+            .expect("a write");
+        server.stop();
+    }
+    let before = two.images.each_ref().map(held);
+    two.command(&["demote", "--group", "db", &dir]).code(4).says(&["there is no group db"]);
+    assert!(two.images.each_ref().map(held) == before);
+    // They are sources still, and know what they have more.
+    for (image, replica) in two.images.iter().zip(two.replicas()) {
+        let synced = two.command(&["sync", "--leave-group", "--json"]).args([image, &replica]).ok();
+        assert_eq!(synced.summary()["method"], "tracked", "{synced}");
+    }
+    two.equal();
+}
+
 /// The source is gone, and comes back with writes that nobody has.
 #[test]
 fn a_group_is_taken_over_by_force_and_the_old_one_comes_back() {

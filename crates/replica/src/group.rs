@@ -121,8 +121,9 @@ impl Group {
         let options = members.first().map(|member| member.options().clone()).unwrap_or_default();
         let absent = |(path, member): &(&PathBuf, &Member)| {
             let Some(stream) = member.stream else { return false };
-            // One that was moved since has another path, and what the commit has made of it.
-            let here = |replica: &Replica| replica.path() == *path || replica.has(stream);
+            // By its source: folders are moved, and devices get other names.
+            let here =
+                |replica: &Replica| replica.lineage().source == Some(member.source) || replica.has(stream);
             !members.iter().any(here) && !self.is_complete(path, stream, &options)
         };
         let all = intent.owed.iter().chain(&intent.members).filter(absent);
@@ -135,7 +136,9 @@ impl Group {
         let Some(folder) = found else { return false };
         let Ok(Some(lineage)) = Lineage::load(&folder) else { return false };
         let waits = lineage.group.is_some_and(|group| group.name == self.name);
-        !waits || lineage.committed == Some(stream) || folder.open(ARRIVING, false).is_err()
+        // An error that passes hides nothing.
+        let gone = |e: std::io::Error| e.kind() == std::io::ErrorKind::NotFound;
+        !waits || lineage.committed == Some(stream) || folder.open(ARRIVING, false).is_err_and(gone)
     }
 
     /// Commits what the members have prepared, together, as the cut of that number and id: when this returns, all of them are there,
@@ -161,9 +164,13 @@ impl Group {
         }
         let stands = self.intent.as_ref().is_some_and(|intent| {
             let same = |(path, is): (&PathBuf, &Member)| {
-                intent.members.get(path).is_some_and(|was| (was.source, was.epoch) == (is.source, is.epoch))
+                let what = |member: &Member| (member.source, member.epoch, member.state);
+                intent.members.get(path).is_some_and(|was| what(was) == what(is))
             };
+            // What was decided since, of more or of other replicas, ends with this commit.
             intent.cut == cut
+                && !intent.promotes()
+                && intent.members.len() == named.len()
                 && named.values().all(|member| member.stream.is_none())
                 && named.iter().all(same)
         });
@@ -249,11 +256,13 @@ impl Group {
     /// # Errors
     /// As for [`Replica::promote`]; before the intent is durable none of them is a source, and after that all of them will be.
     pub fn promote(&mut self, members: &mut [Replica]) -> Result<Vec<Promoted>> {
+        self.check_promoted(members)?;
         let Some(before) = &self.intent else { return Err(self.uncommitted()) };
         let mut named = BTreeMap::new();
         for member in members.iter_mut() {
             member.untouched()?;
             if member.lineage().role.promoted.is_none() {
+                member.admit_alone()?;
                 // One that had left would not find what is decided.
                 member.join_group()?;
             }
@@ -283,6 +292,37 @@ impl Group {
             }
         }
         Ok(marks)
+    }
+
+    /// The promotion is complete: nobody is made a source by it any more, and those that it has made may follow another one.
+    ///
+    /// # Errors
+    /// If the intent cannot be written: then it is as it was.
+    pub fn end_promotion(&mut self) -> Result<()> {
+        let Some(mut intent) = self.intent.clone().filter(Intent::promotes) else { return Ok(()) };
+        intent.members.values_mut().for_each(|member| member.promoted = None);
+        intent.store(&*self.folder)?;
+        self.intent = Some(intent);
+        Ok(())
+    }
+
+    /// Refuses a group of which a replica was promoted by itself.
+    ///
+    /// # Errors
+    /// That.
+    pub fn check_promoted(&self, members: &[Replica]) -> Result<()> {
+        let alone = members.iter().find(|member| {
+            let lineage = member.lineage();
+            let with_it = |mark| self.intent.as_ref().is_some_and(|i| i.marks(lineage.source, mark));
+            lineage.role.promoted.as_ref().is_some_and(|mark| !with_it(mark))
+        });
+        let Some(member) = alone else { return Ok(()) };
+        Err(ReplicaError::Refused(format!(
+            "{} was promoted by itself, so it may not be at the common moment of the group {} any more: promote each of the others by \
+             itself, with \"dsync promote\", or make it a replica again first, with \"dsync demote\"",
+            member.path().display(),
+            self.name
+        )))
     }
 
     /// Opens all replicas of the group, which is in this folder without links. An interrupted promotion is completed.

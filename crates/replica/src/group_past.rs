@@ -130,6 +130,7 @@ pub(crate) fn find_members(
         }
     }
     members.sort_by(|a, b| a.0.cmp(&b.0));
+    let members = one_of_each(name, members)?;
     let there = |source: Uuid| members.iter().any(|(_, lineage)| lineage.source == Some(source));
     match intent.members.iter().find(|(_, member)| !there(member.source)) {
         None => Ok((intent, members)),
@@ -141,6 +142,28 @@ pub(crate) fn find_members(
             path.display()
         ))),
     }
+}
+
+/// The same without other replicas of the same sources, such as one that a single sync has made in this folder.
+fn one_of_each(name: &str, found: Vec<(PathBuf, Lineage)>) -> Result<Vec<(PathBuf, Lineage)>> {
+    let joined = |lineage: &Lineage| lineage.group.as_ref().is_some_and(|group| group.name == name);
+    let has_joined = |source| found.iter().any(|(_, lineage)| lineage.source == source && joined(lineage));
+    let (taken, _): (Vec<_>, Vec<_>) = found
+        .iter()
+        .map(|(path, lineage)| (path, lineage, joined(lineage) || !has_joined(lineage.source)))
+        .partition(|(.., is_taken)| *is_taken);
+    for (at, (path, lineage, _)) in taken.iter().enumerate() {
+        if let Some((other, ..)) = taken[..at].iter().find(|(_, other, _)| other.source == lineage.source) {
+            return Err(ReplicaError::Refused(format!(
+                "{} and {} are replicas of the same source, and either could be that of the group {name}: move one of them to \
+                 another folder",
+                other.display(),
+                path.display()
+            )));
+        }
+    }
+    let taken: Vec<PathBuf> = taken.into_iter().map(|(path, ..)| path.clone()).collect();
+    Ok(found.into_iter().filter(|(path, _)| taken.contains(path)).collect())
 }
 
 /// In what way replicas are not at a common commit: a sentence for each.

@@ -172,6 +172,11 @@ impl Intent {
         self.members.values().chain(self.owed.values()).any(|member| member.stream == Some(stream))
     }
 
+    /// True if it is what made a source of the replica of this one.
+    pub(crate) fn marks(&self, source: Option<Uuid>, mark: &Promoted) -> bool {
+        self.members.values().any(|m| Some(m.source) == source && m.promoted == Some(*mark))
+    }
+
     /// True if it makes sources of the replicas.
     pub fn promotes(&self) -> bool {
         self.members.values().any(|member| member.promoted.is_some())

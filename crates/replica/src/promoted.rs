@@ -159,12 +159,18 @@ impl Replica {
 
     /// Completes the promotion of its group, if that was interrupted.
     pub(crate) fn complete_promotion(&mut self) -> Result<()> {
-        if self.options().adopt || self.lineage().role.promoted.is_some() {
+        let role = &self.lineage().role;
+        // What was demoted since has been a source already, and may be on its way to what another one was then.
+        if self.options().adopt || role.promoted.is_some() || role.demoted.is_some() {
             return Ok(());
         }
         let Some(group) = &self.lineage().group else { return Ok(()) };
-        // Without its folder there is nothing to complete.
-        let Ok(folder) = self.destination().group(group) else { return Ok(()) };
+        let folder = match self.destination().group(group) {
+            Ok(folder) => folder,
+            // Without its folder there is nothing to complete.
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+            Err(e) => return Err(io_error("open", &group.folder_for(self.path()))(e)),
+        };
         let Some(intent) = Intent::read(&*folder)? else { return Ok(()) };
         let (source, epoch, term) = (self.lineage().source, self.lineage().epoch, self.lineage().role.term);
         let here = intent.members.values().find(|m| (Some(m.source), Some(m.epoch)) == (source, epoch));

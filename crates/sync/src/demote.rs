@@ -245,7 +245,7 @@ pub(crate) fn refuse_in_use(handle: &Handle) -> Result<(), SyncError> {
 }
 
 /// The epoch that the source has in common with what succeeds it.
-fn in_common(handle: &Handle, options: &DemoteOptions) -> Result<Epoch, SyncError> {
+pub(crate) fn in_common(handle: &Handle, options: &DemoteOptions) -> Result<Epoch, SyncError> {
     if let Some(what) = &options.since {
         return Ok(handle.epoch(what)?);
     }

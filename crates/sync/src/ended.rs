@@ -1,13 +1,15 @@
 //! The demotion of the sources of a group: an intent in the state directory names all of them. From the moment at which that is there,
 //! none of them is a source any more. It stays, so that the command can be repeated, until a group of that name is demoted next.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
+use delta::Epoch;
 use device::{Dir, FolderLock};
 use replica::{Intent, Member};
 use source::{About, StateDir};
 
 use crate::error::SyncError;
+use crate::far::open_options;
 
 /// Where the intents of all groups are.
 fn root(state: &StateDir) -> PathBuf {
@@ -42,17 +44,47 @@ impl Ending {
         Ok(())
     }
 
-    /// True if one of them is not demoted yet.
-    pub(crate) fn is_unfinished(&self, state: &StateDir) -> Result<bool, SyncError> {
-        let members = self.intent.iter().flat_map(|intent| &intent.members);
-        for (path, member) in members {
-            let known = state.source(&path.to_string_lossy())?;
-            if known.is_some_and(|(_, about)| has_ended(member, &about)) {
-                return Ok(true);
+    /// The disks that it has ended, or made replicas, and that are nothing else since, by their present paths: each with the epoch in
+    /// common, and whether it is a source still.
+    pub(crate) fn disks(&self, state: &StateDir) -> Result<Vec<Ended>, SyncError> {
+        let known = state.survey()?.sources;
+        let mut disks = Vec::new();
+        for (path, member) in self.intent.iter().flat_map(|intent| &intent.members) {
+            // By its source: a device may have another name by now, and another disk this one.
+            let source = known.iter().find(|(_, about)| about.uuid == member.source);
+            let ended = source.filter(|(_, about)| has_ended(member, about));
+            if let Some((_, about)) = ended {
+                disks.push(Ended { path: about.path.clone(), epoch: member.epoch, is_source: true });
+            } else if source.is_none() && was_demoted(path, member, state)? {
+                disks.push(Ended { path: path.clone(), epoch: member.epoch, is_source: false });
             }
         }
-        Ok(false)
+        Ok(disks)
     }
+}
+
+/// A disk that a demotion names.
+pub(crate) struct Ended {
+    pub path: PathBuf,
+    /// The epoch in common.
+    pub epoch: Epoch,
+    /// It is not demoted yet.
+    pub is_source: bool,
+}
+
+/// True if the disk at this path is a replica since this demotion.
+fn was_demoted(path: &Path, member: &Member, state: &StateDir) -> Result<bool, SyncError> {
+    if !path.exists() {
+        return Ok(false);
+    }
+    let lineage = replica::inspect(path, &open_options(None, state))?;
+    Ok(lineage.is_some_and(|lineage| {
+        let role = &lineage.role;
+        lineage.source == Some(member.source)
+            && role.promoted.is_none()
+            && role.demoted.is_some()
+            && Some(role.term) == member.ended
+    }))
 }
 
 /// True if this source has ended so. A later term of it has not.

@@ -10,7 +10,7 @@ use source::{GroupHandle, StateDir};
 use uuid::Uuid;
 
 use crate::attach::attach_group;
-use crate::demote::{DemoteOptions, DemoteSummary, demote, follow};
+use crate::demote::{DemoteOptions, DemoteSummary, demote, follow, in_common};
 use crate::ended::Ending;
 use crate::error::SyncError;
 use crate::group::GroupSummary;
@@ -39,7 +39,8 @@ pub fn demote_group(
     source::check_name(name)?;
     let mut ending = Ending::open(state, name)?;
     let mut saved = Vec::new();
-    let unfinished = ending.is_unfinished(state)?;
+    let mut ended = ending.disks(state)?;
+    let unfinished = ended.iter().any(|disk| disk.is_source);
     if options.dry_run && unfinished {
         return Err(SyncError::Refused(format!(
             "the demotion of the group {name} was interrupted: run \"dsync demote --group {name}\" again without -n, which completes it"
@@ -47,7 +48,7 @@ pub fn demote_group(
     }
     // What was demoted is so again, until there is another group of that name.
     let another = !unfinished && !source::group_members(state, name)?.is_empty();
-    if ending.intent.is_none() || another {
+    if ended.is_empty() || another {
         let group = attach_group(state, name, &options.open)?;
         let planned = plan(&group, options, last_sync, progress);
         let planned = match planned {
@@ -65,18 +66,22 @@ pub fn demote_group(
         if options.dry_run {
             return Ok(summaries);
         }
+        ended = ending.disks(state)?;
+    } else if options.dry_run {
+        return Err(SyncError::Refused(format!(
+            "the disks of the group {name} are demoted already: without -n the command tells the replicas again that they can take over"
+        )));
     }
-    let members = ending.intent.iter().flat_map(|intent| &intent.members);
     let mut summaries = Vec::new();
-    for (path, member) in members {
+    for disk in ended {
         let how = DemoteOptions {
             // What it is was decided, and said, for all of them.
-            since: Some(member.epoch.number.to_string()),
+            since: Some(disk.epoch.number.to_string()),
             discard: true,
             open: options.open.clone(),
             ..DemoteOptions::default()
         };
-        let mut summary = demote(state, &path.to_string_lossy(), &how, None, progress)?;
+        let mut summary = demote(state, &disk.path.to_string_lossy(), &how, None, progress)?;
         let of_it = saved.iter().find(|(saved, _)| *saved == summary.path);
         summary.saved = of_it.and_then(|(_, file)| file.clone());
         summaries.push(summary);
@@ -109,8 +114,8 @@ fn plan(
         };
         let epoch = match &demotion.since {
             Some((epoch, ..)) => *epoch,
-            // What was written is not known: any will do.
-            None => handle.last_epoch()?.unwrap_or(Epoch { number: 0, id: Uuid::nil() }),
+            // What was written since is not known, and will not be either when this is carried out.
+            None => in_common(handle, options)?,
         };
         let ended = Some(about.term);
         members.insert(about.path.clone(), Member { ended, ..Member::at(about.uuid, epoch) });

@@ -51,6 +51,14 @@ pub fn promote_group(
     let mut members: Vec<Promotion> =
         replicas.iter().zip(&outlooks).map(|(replica, outlook)| told(replica, outlook)).collect();
     let completes = before.iter().any(Option::is_some);
+    if let (true, false, Some(first)) = (
+        before.iter().all(Option::is_some),
+        group.intent().is_some_and(replica::Intent::promotes),
+        members.first(),
+    ) {
+        return Err(already(&first.path, first.term));
+    }
+    group.check_promoted(&replicas)?;
     for member in &mut members {
         (member.dry_run, member.completed) = (options.dry_run, completes);
     }
@@ -75,6 +83,7 @@ pub fn promote_group(
         made |= source::join_group(state, replica.path(), &name, cut.zip(Some(outlook.epoch)))?;
         let _ = known_replicas(state).remove(replica.path());
     }
+    group.end_promotion()?;
     match (made, members.first()) {
         (false, Some(first)) => Err(already(&first.path, first.term)),
         _ => Ok(GroupPromotion { members, ..done }),

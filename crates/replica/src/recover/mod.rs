@@ -338,8 +338,12 @@ impl Replica {
     /// Fails if the replica's group has committed a delta of which the journal has nothing any more.
     fn missing_commit(&self) -> Result<Option<bool>> {
         let Some(group) = &self.lineage().group else { return Ok(None) };
-        // Without its folder nothing can be missed that was there.
-        let Ok(folder) = self.destination().group(group) else { return Ok(None) };
+        let folder = match self.destination().group(group) {
+            Ok(folder) => folder,
+            // Without its folder nothing can be missed that was there.
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(io_error("open", &group.folder_for(self.path()))(e)),
+        };
         let Some(intent) = Intent::read(&*folder)? else { return Ok(None) };
         let named = intent.of(self.path()).filter(|member| {
             Some(member.source) == self.lineage().source

@@ -587,14 +587,42 @@ fn a_promotion_that_has_ended_is_not_completed_again() {
         };
         replica.demote(&demotion, &|_| true).unwrap();
     }
-    // As members of the same group, at the epoch at which they were promoted.
-    let (_group, mut replicas) = pair.open(&power).unwrap();
-    for (replica, source) in replicas.iter_mut().zip(&sources) {
-        prepare(replica, &source.lacks(&replica.status().clone(), None, 2)).unwrap();
-        assert_eq!(replica.status().group.as_deref(), Some("db"));
+    // As members of the same group, at the epoch at which they were promoted; and then, as if cut off, of a source of the term before.
+    for term in [0, 1] {
+        pair.begin(&power);
+        let open = |at: usize| {
+            let folder = FaultyFolder::new(&power, &pair.worlds[at].state()).unwrap();
+            let options = Options { group: Some(membership()), term, ..Options::default() };
+            pair.worlds[at].open_in(&power, Box::new(folder), &options).unwrap()
+        };
+        let mut replicas = [open(0), open(1)];
+        for (replica, source) in replicas.iter_mut().zip(&sources) {
+            prepare(replica, &source.lacks(&replica.status().clone(), None, 2)).unwrap();
+            assert_eq!(replica.status().group.as_deref(), Some("db"));
+        }
+        drop(replicas);
+        assert_eq!(pair.promoted([0, 1], "demoted"), [false; 2], "of term {term}");
     }
+}
+
+/// A common commit of the same cut ends what was decided since: it is not found by those who open the replicas next.
+#[test]
+fn the_commit_of_a_cut_that_stands_ends_a_promotion() {
+    let sources = sources();
+    let pair = Pair::at([Kind::File, Kind::File], &sources, 0);
+    pair.sync(&on(), &sources, 1).unwrap();
+    let power = on();
+    let folder = SharedFolder(pair.begin(&power));
+    let mut intent = Intent::read(&folder).unwrap().expect("a commit");
+    let mark = crate::Promoted { since: 1, id: Uuid::new_v4(), term: 2 };
+    intent.members.values_mut().for_each(|member| member.promoted = Some(mark));
+    let (_, mut replicas) = pair.open(&power).unwrap();
+    intent.store(&folder).unwrap();
+    let mut group = Group::begin(Box::new(folder), "db").unwrap();
+    group.commit(cut(1), &mut replicas).unwrap();
+    assert!(!group.intent().unwrap().promotes());
     drop(replicas);
-    assert_eq!(pair.promoted([0, 1], "demoted"), [false; 2]);
+    assert_eq!(pair.promoted([0, 1], "committed since"), [false; 2]);
 }
 
 fn with_a_past(kinds: [Kind; 2], sources: &[Source; 2]) -> Pair {
