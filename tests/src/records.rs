@@ -1,4 +1,4 @@
-//! Writers that leave numbered records, one after the other: whoever finds some of them can tell whether they are all that was
+//! Writers that leave numbered records, one after the other: some of them tell whether they are all that was
 //! there at one moment.
 
 use std::path::Path;

@@ -1,5 +1,5 @@
 //! The intent of a group: the one file that says which deltas its replicas commit together. Before it names them, none of them is
-//! merged; once it does, all of them are, by whoever opens the replicas next.
+//! merged; once it does, all of them are, as soon as the replicas are opened next.
 
 use std::collections::BTreeMap;
 use std::io;

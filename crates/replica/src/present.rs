@@ -6,7 +6,7 @@
 //! writes; a reader leaves its claim *before* it looks at the number again:
 //!
 //! ```text
-//!     who commits                          who reads
+//!     the process that commits             the reader
 //!     A  the number becomes odd            C  the claim is there, and asks to be seen
 //!     F  fence                             G  fence
 //!     B  look for claims                   D  is the number still the even one?
@@ -228,7 +228,7 @@ impl Watched {
         (page.boot == Boot::current().id).then_some((sequence, page.held))
     }
 
-    /// Asks who commits to look for claims.
+    /// Asks the processes that commit to look for claims.
     pub(crate) fn ask(&self) -> io::Result<()> {
         let asked = Uuid::new_v4().as_u64_pair().0;
         self.file.write_all_at(&asked.to_le_bytes(), ASKED)

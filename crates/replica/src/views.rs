@@ -192,7 +192,7 @@ fn has_let_go(probe: &File) -> bool {
     probe.read_exact_at(&mut said, LET_GO).is_ok_and(|()| said != [0]) || is_gone(probe)
 }
 
-/// A reader's log, as who commits sees it.
+/// A reader's log, as a process that commits sees it.
 struct ViewLog {
     name: String,
     saving: Saving,
@@ -278,7 +278,7 @@ impl Views {
         });
     }
 
-    /// Keeps what is about to be replaced, for everybody who reads.
+    /// Keeps what is about to be replaced, for all readers.
     ///
     /// # Errors
     /// If something could be neither kept nor said to be lost.
@@ -304,7 +304,7 @@ impl Views {
         failed
     }
 
-    /// Everybody who reads loses.
+    /// All readers lose.
     pub(crate) fn lose(&mut self, folder: &dyn Folder, why: &str) -> io::Result<()> {
         lose_all(folder, why)?;
         self.logs.clear();
