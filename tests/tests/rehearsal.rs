@@ -344,6 +344,11 @@ fn what_others_write_to_is_not_shown() {
             Some(device) => {
                 shows().code(6).says(&["in use"]);
                 drop(device);
+                // The kernel lets go of the file once nobody looks at the device any more.
+                let until = Instant::now() + Duration::from_secs(60);
+                while shows().output().status.code() == Some(6) && Instant::now() < until {
+                    std::thread::sleep(Duration::from_millis(20));
+                }
             }
             None => skipped(what, "no loop device can be made here"),
         }
