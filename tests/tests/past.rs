@@ -259,6 +259,42 @@ fn a_mirror_keeps_its_epochs() {
     scene.equal();
 }
 
+/// What a mirror has brought a replica to within an epoch may be the only copy of it: a rewind leaves it as a moment.
+#[test]
+fn a_rewind_of_a_replica_ahead_of_its_epoch_is_taken_back() {
+    let mut scene = Scene::new("rewound from within an epoch", SIZE);
+    let run = scene.site.dsync(["mirror", "--epoch", "1h", "--rpo", "400ms", "--keep", "24h/10m"]);
+    let mut running = run.arg(&scene.image).arg(&scene.replica).start();
+    running.wait_to_say("mirroring to");
+    scene.change(100);
+    while image::first_difference(&scene.image, &scene.replica).is_some() {
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    running.signal(Signal::KILL);
+    drop(running);
+    let copy = scene.site.path("last.raw");
+    image::copy(&scene.image, &copy);
+    scene.site.dsync(["recover"]).arg(&scene.replica).ok();
+    let rewind = |args: &[&str]| rewind_here(&scene, &scene.replica, args);
+    let listed = rewind(&[]).ok().summary();
+    let epoch = number(&listed["epoch"], "number").to_string();
+    assert_eq!(listed["ahead"], true, "{listed}");
+    assert_eq!(rewind(&["--to", &epoch]).ok().summary()["ahead"], false);
+    assert!(image::first_difference(&copy, &scene.replica).is_some());
+    let listed = rewind(&[]).ok().says(&[&format!("ahead of epoch {epoch} (--to {epoch}+)")]).summary();
+    assert_eq!((&listed["ahead"], &listed["moments"][0]["ahead"]), (&false.into(), &true.into()), "{listed}");
+    // The epoch itself is where it is.
+    rewind(&["--to", &epoch]).ok().says(&["at that moment already"]);
+    rewind(&["--to", &format!("{epoch}+")]).ok().says(&["the state ahead of epoch"]);
+    image::assert_equal(&copy, &scene.replica);
+    rewind(&["--to", &epoch]).ok();
+    rewind(&["--to", "0 seconds ago"]).ok();
+    image::assert_equal(&copy, &scene.replica);
+    let summary = scene.sync(&[]).ok().summary();
+    assert_eq!(summary["trust"], "tracked", "{summary}");
+    scene.equal();
+}
+
 /// A mirror keeps a moment of each period of the grid, however seldom its epochs end otherwise, and each of them is one moment of its source.
 #[test]
 fn a_mirror_keeps_moments_as_close_as_the_grid_asks() {

@@ -44,7 +44,8 @@ struct Rewound {
 pub(crate) fn choose_common(history: &GroupHistory, to: &str) -> Result<Option<GroupMoment>, Failure> {
     let there = history.apart.is_empty();
     let present = (there.then_some(history.present.epoch.number), there.then_some(history.present.at));
-    let moments: Vec<_> = history.moments.iter().map(|moment| (moment.epoch.number, moment.at)).collect();
+    let moments: Vec<_> =
+        history.moments.iter().map(|moment| (Some(moment.epoch.number), moment.at)).collect();
     let found = pick(to, present, &moments, "dsync rewind --group DIR")?;
     Ok(found.and_then(|at| history.moments.get(at)).cloned())
 }

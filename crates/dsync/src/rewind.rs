@@ -29,6 +29,8 @@ struct Rewound {
     path: PathBuf,
     epoch: u64,
     epoch_id: Uuid,
+    /// It is after that epoch, where batches of a mirror had brought it.
+    ahead: bool,
     /// When the replica first came to it, in seconds since 1970.
     at: u64,
     bytes_written: u64,
@@ -57,11 +59,13 @@ pub(crate) fn run(args: &args::Rewind, state: &StateDir, output: &Output) -> Res
         output.say(&format!("{} is at that moment already", path.display()));
         return Ok(());
     };
-    let said = format!("epoch {} of {}", moment.epoch.number, device::moment(moment.at));
+    let ahead = if moment.ahead { "the state ahead of " } else { "" };
+    let said = format!("{ahead}epoch {} of {}", moment.epoch.number, device::moment(moment.at));
     let mut rewound = Rewound {
         path,
         epoch: moment.epoch.number,
         epoch_id: moment.epoch.id,
+        ahead: moment.ahead,
         at: moment.at,
         bytes_written: 0,
         seconds: 0.0,
@@ -88,19 +92,32 @@ pub(crate) fn run(args: &args::Rewind, state: &StateDir, output: &Output) -> Res
     Ok(())
 }
 
-/// The moment that is meant: of an epoch, or the last one that is not later than a time. `None` if it is the present state.
+/// The moment that is meant: of an epoch, of a state ahead of it (`2+`), or the last one that is not later than a time. `None` if it
+/// is the present state.
 pub(crate) fn choose(history: &History, to: &str) -> Result<Option<Moment>, Failure> {
     let present = (history.epoch.filter(|_| !history.ahead).map(|epoch| epoch.number), history.at);
-    let moments: Vec<_> = history.moments.iter().map(|moment| (moment.epoch.number, moment.at)).collect();
+    if let Some(number) = to.strip_suffix('+').and_then(|epoch| epoch.parse::<u64>().ok()) {
+        if history.ahead && history.epoch.is_some_and(|epoch| epoch.number == number) {
+            return Ok(None);
+        }
+        let found = history.moments.iter().find(|moment| moment.ahead && moment.epoch.number == number);
+        return found.cloned().map(Some).ok_or_else(|| {
+            let what = format!("no moment ahead of epoch {number} was kept");
+            Failure::refused(format!("{what}: \"dsync rewind DST\" lists those that were"))
+        });
+    }
+    let of = |moment: &Moment| (Some(moment.epoch.number).filter(|_| !moment.ahead), moment.at);
+    let moments: Vec<_> = history.moments.iter().map(of).collect();
     let found = pick(to, present, &moments, "dsync rewind DST")?;
     Ok(found.and_then(|at| history.moments.get(at)).cloned())
 }
 
-/// The same of the numbers and times of the present state and of earlier ones, the latest first. `list` is the command that lists them.
+/// The same of the numbers and times of the present state and of earlier ones, the latest first; one that is ahead of its epoch has no
+/// number. `list` is the command that lists them.
 pub(crate) fn pick(
     to: &str,
     (present, at): (Option<u64>, Option<u64>),
-    moments: &[(u64, u64)],
+    moments: &[(Option<u64>, u64)],
     list: &str,
 ) -> Result<Option<usize>, Failure> {
     let refuse = |what: String| {
@@ -110,13 +127,17 @@ pub(crate) fn pick(
         if present == Some(number) {
             return Ok(None);
         }
-        let found = moments.iter().position(|(epoch, _)| *epoch == number);
+        let found = moments.iter().position(|(epoch, _)| *epoch == Some(number));
         return found.map(Some).ok_or_else(|| refuse(format!("of epoch {number}")));
     }
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
     let time = units::parse_moment(to, now).map_err(Failure::usage)?;
     let found = moments.iter().position(|(_, at)| *at <= time);
-    let later = |found: usize, present| moments.get(found).is_some_and(|(_, at)| *at > present);
+    let is_later = |(epoch, at): &(Option<u64>, u64), than: u64| {
+        // Of one second, the state ahead of an epoch is the later one.
+        *at > than || *at == than && epoch.is_none() && present.is_some()
+    };
+    let later = |found: usize, than| moments.get(found).is_some_and(|moment| is_later(moment, than));
     match (at.filter(|at| *at <= time), found) {
         (Some(present), Some(found)) if later(found, present) => Ok(Some(found)),
         (Some(_), _) => Ok(None),
@@ -140,8 +161,12 @@ fn list(path: &Path, history: &History, output: &Output) {
     output.say(&format!("replica {}: {at}; {keeps}", path.display()));
     for moment in &history.moments {
         let fuzzy = if moment.fuzzy { ", fuzzy" } else { "" };
-        let (at, epoch) = (device::moment(moment.at), moment.epoch.number);
-        output.say(&format!("  {at}  epoch {epoch}{fuzzy}, {}", units::size(moment.bytes)));
+        let (at, number) = (device::moment(moment.at), moment.epoch.number);
+        let epoch = match moment.ahead {
+            true => format!("ahead of epoch {number} (--to {number}+)"),
+            false => format!("epoch {number}"),
+        };
+        output.say(&format!("  {at}  {epoch}{fuzzy}, {}", units::size(moment.bytes)));
     }
     output.summary(&Listed { kind: "past", path, history });
 }

@@ -25,7 +25,7 @@ use crate::journal::{ARRIVING, seal};
 use crate::lineage::{Lineage, StepKind, Toward};
 use crate::locate::locate;
 use crate::options::Options;
-use crate::past::Past;
+use crate::past::{Kind, Past};
 use crate::past_commits::PastCommits;
 use crate::receive::Committed;
 use crate::replica::{Prepared, Replica};
@@ -376,7 +376,13 @@ impl Replica {
     fn reached(&self) -> std::io::Result<Vec<Uuid>> {
         let present = self.lineage().nonce;
         let past = Past::load(self.state(), present)?;
-        Ok(past.undos.iter().filter(|undo| !undo.via).map(|undo| undo.to).chain([present]).collect())
+        Ok(past
+            .undos
+            .iter()
+            .filter(|undo| undo.kind != Kind::Via)
+            .map(|undo| undo.to)
+            .chain([present])
+            .collect())
     }
 
     /// Joins the group for which it was opened: from here on its journal is committed with those of the others only.

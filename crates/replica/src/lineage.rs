@@ -349,7 +349,10 @@ impl Lineage {
             epoch: Some(toward.epoch),
             state: match toward {
                 // A batch takes a consistent replica to a consistent moment.
-                Toward { batch: true, .. } => self.state,
+                Toward { batch: true, epoch, .. } if self.epoch == Some(*epoch) => self.state,
+                // Back to where batches had brought it: the blocks in which it is unsure lack nothing.
+                Toward { batch: true, fuzzy: false, .. } => State::Exact,
+                Toward { batch: true, .. } => State::Fuzzy,
                 _ if !unsure.is_nothing() => State::Incomplete,
                 Toward { fuzzy: true, .. } => State::Fuzzy,
                 _ => State::Exact,

@@ -1,8 +1,9 @@
 //! The past of a replica: the undo deltas that lead it back to earlier states.
 //!
 //! ```text
-//!     undo-TIME-FROM-TO       an ordinary delta, bound to the state FROM; its stream is the state TO
-//!     undo-TIME-FROM-TO-via   the same; TO is no moment of the source, and only leads on
+//!     undo-TIME-FROM-TO        an ordinary delta, bound to the state FROM; its stream is the state TO
+//!     undo-TIME-FROM-TO-ahead  the same; a rewind left TO, to which batches of a mirror had brought it ahead of its epoch
+//!     undo-TIME-FROM-TO-via    the same; TO is no moment of the source, and only leads on
 //!
 //!     present ◀── lineage.nonce
 //!        │ undo-…-present-C
@@ -14,7 +15,8 @@
 //! following the names from the present state, and whatever else changes the destination gives its state another name, from which
 //! no undo delta leads: nothing has to be marked as void. A name is given once the file is whole and durable.
 //!
-//! After a rewind the states that came later are reached in the same way, by the undo delta of the rewind.
+//! After a rewind the states that came later are reached in the same way, by the undo delta of the rewind. Nothing of the past ages
+//! until the replica has gone on from there, so that the rewind can be taken back.
 
 use std::io;
 
@@ -41,6 +43,32 @@ const SETTINGS: &str = "past";
 /// The most undo deltas that are combined at once: memory holds a frame of each.
 const WIDEST: usize = 32;
 
+/// What an undo delta leads to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// An epoch of the source.
+    Epoch,
+    /// A moment within the next one, which a rewind left: what it writes may differ from the epoch.
+    Ahead,
+    /// Neither: it is never offered, and only leads on.
+    Via,
+}
+
+impl Kind {
+    fn suffix(self) -> &'static str {
+        match self {
+            Kind::Epoch => "",
+            Kind::Ahead => "-ahead",
+            Kind::Via => "-via",
+        }
+    }
+
+    /// True if what the delta writes joins the unsure set: it is marked as a batch.
+    pub(crate) fn is_batch(self) -> bool {
+        self != Kind::Epoch
+    }
+}
+
 /// A step back.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Undo {
@@ -53,22 +81,25 @@ pub(crate) struct Undo {
     /// The state before and after.
     pub from: Uuid,
     pub to: Uuid,
-    /// The state that it leads to is not at an epoch: it is never offered, and only leads on.
-    pub via: bool,
+    pub kind: Kind,
 }
 
 impl Undo {
-    pub(crate) fn new(at: u64, from: Uuid, to: Uuid, via: bool) -> Undo {
-        let end = if via { "-via" } else { "" };
-        let name = format!("undo-{at:011}-{}-{}{end}", from.simple(), to.simple());
-        Undo { name, start: 0, bytes: 0, at, from, to, via }
+    pub(crate) fn new(at: u64, from: Uuid, to: Uuid, kind: Kind) -> Undo {
+        let name = format!("undo-{at:011}-{}-{}{}", from.simple(), to.simple(), kind.suffix());
+        Undo { name, start: 0, bytes: 0, at, from, to, kind }
     }
 
     fn parse(name: &str) -> Option<Undo> {
         let mut parts = name.strip_prefix("undo-")?.split('-');
         let (at, from, to) = (parts.next()?, parts.next()?, parts.next()?);
         let (from, to) = (Uuid::try_parse(from).ok()?, Uuid::try_parse(to).ok()?);
-        let undo = Undo::new(at.parse().ok()?, from, to, parts.next().is_some());
+        let kind = match parts.next() {
+            None => Kind::Epoch,
+            Some("ahead") => Kind::Ahead,
+            Some(_) => Kind::Via,
+        };
+        let undo = Undo::new(at.parse().ok()?, from, to, kind);
         (undo.name == name).then_some(undo)
     }
 }
@@ -80,6 +111,8 @@ pub struct Moment {
     pub at: u64,
     /// The epoch of the source.
     pub epoch: Epoch,
+    /// It is after that epoch: batches of a mirror had brought the replica there when it was rewound.
+    pub ahead: bool,
     /// Bytes of the disk.
     pub size: u64,
     /// It was copied from a live disk without a cut.
@@ -156,7 +189,7 @@ impl Past {
     /// What is to be thinned out: states that are not kept, whose undo deltas are to be removed; and the first run of those
     /// through which others are reached, whose undo deltas are to become one.
     fn thin(&self, keep: &Keep, now: u64, common: &[(u64, Uuid)]) -> (Vec<String>, Vec<Undo>) {
-        let mut order: Vec<&Undo> = self.undos.iter().filter(|undo| !undo.via).collect();
+        let mut order: Vec<&Undo> = self.undos.iter().filter(|undo| undo.kind != Kind::Via).collect();
         // Of one second, those nearer to the present are later.
         order.reverse();
         order.sort_by_key(|undo| undo.at);
@@ -272,7 +305,7 @@ fn fold(folder: &dyn Folder, undos: &[Undo]) -> Result<Undo> {
     let ([first, .., last] | [first @ last]) = undos else {
         return Err(damaged(folder, undos, &delta::Error::NoTrailer { units: 0 }));
     };
-    let folded = Undo::new(last.at, first.from, last.to, last.via);
+    let folded = Undo::new(last.at, first.from, last.to, last.kind);
     if undos.len() == 1 && first.bytes == 0 {
         return Ok(folded);
     }
@@ -314,8 +347,9 @@ pub(crate) fn entries(folder: &dyn Folder, name: &str) -> io::Result<Vec<Undo>> 
         let Some((header, from)) = header.and_then(|header| Some((header, header.binds?))) else {
             return Ok(entries);
         };
-        let (name, bytes, to, via) = (name.to_owned(), contents.bytes, header.stream, header.batch);
-        entries.push(Undo { name, start, bytes, at, from, to, via });
+        let (name, bytes, to) = (name.to_owned(), contents.bytes, header.stream);
+        let kind = if header.batch { Kind::Via } else { Kind::Epoch };
+        entries.push(Undo { name, start, bytes, at, from, to, kind });
     }
 }
 
@@ -423,11 +457,11 @@ pub(crate) fn moments(folder: &dyn Folder, present: Uuid) -> io::Result<Vec<Mome
             continue;
         }
         reached.push(undo.to);
-        let Some(epoch) = header.to().copied().filter(|_| !undo.via) else { continue };
-        let (size, fuzzy) = (header.size_after, header.fuzzy);
-        moments.push(Moment { at: undo.at, epoch, size, fuzzy, bytes, state: undo.to });
+        let Some(epoch) = header.to().copied().filter(|_| undo.kind != Kind::Via) else { continue };
+        let (size, fuzzy, ahead) = (header.size_after, header.fuzzy, undo.kind == Kind::Ahead);
+        moments.push(Moment { at: undo.at, epoch, ahead, size, fuzzy, bytes, state: undo.to });
     }
-    moments.sort_by_key(|moment| std::cmp::Reverse(moment.at));
+    moments.sort_by_key(|moment| std::cmp::Reverse((moment.at, moment.ahead)));
     Ok(moments)
 }
 
@@ -437,6 +471,7 @@ pub(crate) fn header_of(folder: &dyn Folder, undo: &Undo) -> Option<(Header, u64
     let bytes = file.len().ok()?;
     let mut reader = Reader::new(Input::new(file, undo.start).ok()?);
     let header = reader.header().ok()?.clone();
-    let names = (header.binds, header.stream, header.batch) == (Some(undo.from), undo.to, undo.via);
+    let names =
+        (header.binds, header.stream, header.batch) == (Some(undo.from), undo.to, undo.kind.is_batch());
     names.then_some((header, bytes))
 }

@@ -17,7 +17,7 @@ use crate::journal::{self, Contents, Growing, Relief, Target};
 use crate::keep::Keep;
 use crate::lineage::{Lineage, State, StepKind, Toward, Unsure};
 use crate::old::Old;
-use crate::past::{self, Ageing, GROWING, Past, Settings, Undo};
+use crate::past::{self, Ageing, GROWING, Kind, Past, Settings, Undo};
 use crate::past_commits::PastCommits;
 use crate::replica::Replica;
 use crate::unsure::UnsureSet;
@@ -114,7 +114,7 @@ impl Replica {
 
     /// Begins to note what a delta replaces, if that is to be kept.
     pub(crate) fn touched_by(&self) -> Option<Touched> {
-        if self.settings().is_none() || self.no_way_back().is_some() {
+        if self.settings().is_none() && !self.rewinds() || self.no_way_back().is_some() {
             return None;
         }
         Some(Touched::new(self.lineage()))
@@ -176,8 +176,13 @@ impl Replica {
         };
         let at = past::since(self.state(), self.lineage(), self.settings()).unwrap_or_else(|| self.now());
         let lineage = self.lineage();
-        let via = lineage.state == State::Incomplete || !lineage.unsure.is_nothing();
-        let undo = Undo::new(at, toward.stream, lineage.nonce, via);
+        let kind = match () {
+            // It may be the only copy of what was written since the epoch.
+            () if self.rewinds() && lineage.is_ahead() => Kind::Ahead,
+            () if lineage.state == State::Incomplete || !lineage.unsure.is_nothing() => Kind::Via,
+            () => Kind::Epoch,
+        };
+        let undo = Undo::new(at, toward.stream, lineage.nonce, kind);
         let failed = io_error("look into", self.folder());
         let there = Past::load(self.state(), toward.stream).map_err(failed)?;
         if there.undos.iter().any(|other| other.to == undo.to) {
@@ -188,6 +193,11 @@ impl Replica {
             let _ = self.state().remove(GROWING);
             if is_full(&error) && self.past_gives_way() {
                 continue;
+            }
+            if self.rewinds() {
+                // It could not be taken back.
+                let state = "the replica is unchanged";
+                return Err(disk_error("write to", self.folder(), state)(error));
             }
             self.warn(format!(
                 "its past is given up, because what was to be replaced could not be kept: {error}"
@@ -251,7 +261,7 @@ impl Replica {
         let mut header = Header::new(toward.source, Method::Tracked, vec![epoch], sizes, lineage.block_size);
         (header.stream, header.binds) = (undo.to, Some(undo.from));
         header.fuzzy = lineage.state == State::Fuzzy;
-        header.batch = undo.via;
+        header.batch = undo.kind.is_batch();
         let (mut encoder, unit) = Encoder::new(&header, None).map_err(io::Error::other)?;
         let mut file = Growing::begin(self.state(), GROWING)?;
         file.unit(&unit)?;
@@ -268,12 +278,13 @@ impl Replica {
         Past::load(self.state(), self.lineage().nonce).is_ok_and(|past| !past.undos.is_empty())
     }
 
-    /// Ages the past after a commit, which does not fail if this does.
+    /// Ages the past after a commit, which does not fail if this does. Where that was a rewind, all stays until the next.
     pub(crate) fn age_past(&mut self) {
-        if self.settings().is_some() {
-            if let Err(error) = self.close_logs().and_then(|()| self.age()) {
-                self.warn(error.to_string());
-            }
+        let Some(rewound) = self.settings().map(|settings| settings.rewound) else { return };
+        let rewound = rewound.is_some_and(|(state, _)| state == self.lineage().nonce);
+        let aged = self.close_logs().and_then(|()| if rewound { Ok(()) } else { self.age() });
+        if let Err(error) = aged {
+            self.warn(error.to_string());
         }
     }
 

@@ -193,7 +193,7 @@ impl View {
         };
         let Some(epoch) = header.to().copied() else { return Ok(Attempt::NoSuchMoment) };
         let (at, size, fuzzy) = (Some(last.at), header.size_after, header.fuzzy);
-        self.shown = Shown { epoch, at, fuzzy, ahead: last.via, state: to, ..self.shown };
+        self.shown = Shown { epoch, at, fuzzy, ahead: last.kind.is_batch(), state: to, ..self.shown };
         if let Some(held) = self.held.get_mut().unwrap_or_else(PoisonError::into_inner) {
             held.past = Some(index);
         }

@@ -228,7 +228,12 @@ impl ToJournal {
             return Err(e);
         }
         replica.note_compared()?;
-        replica.keep_past(self.touched, toward)?;
+        if let Err(e) = replica.keep_past(self.touched, toward) {
+            if replica.rewinds() {
+                replica.give_up_journal();
+            }
+            return Err(e);
+        }
         if let Err(e) = close(self.file, replica.state()) {
             return Err(replica.journal_failed(e));
         }

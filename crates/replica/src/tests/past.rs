@@ -48,15 +48,45 @@ fn assert_exact(source: &Source, world: &World, replica: &Replica, what: &str) -
 
 /// Rewinds a copy of the world to each moment. Returns their epochs.
 fn assert_moments(source: &Source, world: &World, what: &str) -> Vec<usize> {
-    let moments = world.open(&on()).unwrap().history().unwrap().moments;
+    let replica = world.open(&on()).unwrap();
+    let (status, moments) = (replica.status().clone(), replica.history().unwrap().moments);
+    drop(replica);
     for moment in &moments {
         let other = world.fork();
         let mut replica = other.open(&on()).unwrap();
         replica.rewind(moment.state).unwrap_or_else(|e| panic!("{what}: to {:?}: {e}", moment.epoch));
         let at = assert_exact(source, &other, &replica, what);
         assert_eq!((source.epochs[at], moment.size), (moment.epoch, source.size(at)), "{what}");
+        if status.ahead {
+            let image = source.images.iter().find(|image| world.holds(image)).expect(what);
+            let ahead = ahead_of(&replica, status.nonce, what);
+            assert_eq!((ahead.epoch, ahead.size), (status.epoch.unwrap(), status.size), "{what}");
+            replica.rewind(ahead.state).unwrap_or_else(|e| panic!("{what}: back: {e}"));
+            assert_ahead(source, &other, &replica, image, what);
+        }
     }
     epochs(source, &moments)
+}
+
+/// The moment of a state that was ahead of its epoch.
+fn ahead_of(replica: &Replica, state: uuid::Uuid, what: &str) -> Moment {
+    let moments = replica.history().unwrap().moments;
+    let found = moments.iter().find(|moment| moment.ahead && moment.state == state).cloned();
+    found.unwrap_or_else(|| panic!("{what}: the state ahead is not one of {moments:?}"))
+}
+
+/// The replica must hold this image, and know in which blocks that may differ from its epoch.
+fn assert_ahead(source: &Source, world: &World, replica: &Replica, image: &[u8], what: &str) {
+    let status = replica.status();
+    assert_eq!((status.state, status.ahead), (State::Exact, true), "{what}");
+    assert!(world.holds(image), "{what}: is not what it was before it was rewound");
+    let epoch = &source.images[source.index(&status.epoch.expect(what))];
+    let unsure: Vec<_> = status.unsure.ranges().collect();
+    for (at, (now, then)) in image.chunks(BLOCK as usize).zip(epoch.chunks(BLOCK as usize)).enumerate() {
+        let at = at as u64 * BLOCK;
+        let known = unsure.iter().any(|range| range.contains(&at));
+        assert!(now == then || known, "{what}: byte {at} differs from its epoch, and is not in {unsure:?}");
+    }
 }
 
 #[test]
@@ -381,6 +411,93 @@ fn a_mirror_that_is_cut_anywhere_keeps_its_epochs() {
                     power.crash(disks, folders, step * 11 + number as u64).unwrap();
                 }
                 check_mirrored(&source, &world, &sent.borrow(), &what);
+            }
+        }
+    }
+}
+
+/// A replica that a mirror has left ahead of its epoch, and that may be the only copy, is rewound and taken back.
+#[test]
+fn a_state_ahead_of_its_epoch_outlives_every_cut_of_a_rewind() {
+    let source = batches::source();
+    for (kind, to) in [(Kind::File, 0), (Kind::File, EPOCH), (Kind::Device, 0)] {
+        // What the grid would drop at once: it is of the same period as the rewind.
+        let keep = Keep { last: 0, spans: vec![Span { seconds: 8 << 30, every: 4 << 30 }], ..last(0) };
+        let world = replica_at(kind, &source, 0);
+        let mut replica = world.open_keeping(&on(), &last(100)).unwrap();
+        batches::mirror_to(&source, &mut replica, &RefCell::default()).unwrap();
+        let (nonce, image) = (replica.status().nonce, &source.images[LAST]);
+        drop(replica);
+        let replica = world.open_keeping(&on(), &keep).unwrap();
+        let moments = replica.history().unwrap().moments;
+        let moment = moments.iter().find(|moment| moment.epoch == source.epochs[to]).unwrap().state;
+        drop(replica);
+        for back in [false, true] {
+            let (from, state) = if back { (moment, nonce) } else { (nonce, moment) };
+            let start = world.fork();
+            if back {
+                start.open_keeping(&on(), &keep).unwrap().rewind(moment).unwrap();
+            }
+            let run = |world: &World, power: &Power| -> Result<()> {
+                world.open_keeping(power, &keep)?.rewind(state).map(drop)
+            };
+            let power = on();
+            run(&start.fork(), &power).unwrap();
+            let steps = power.steps();
+            println!("{kind:?} to {to}, back {back}: {steps} steps");
+            for (number, (outage, disks, folders)) in OUTAGES.into_iter().enumerate() {
+                for step in 1..=steps + 1 {
+                    if !soak() && (step + number as u64) % 3 != 0 {
+                        continue;
+                    }
+                    let what = format!("{kind:?} to {to}, back {back}: {outage:?} at step {step} of {steps}");
+                    let (world, power) = (start.fork(), Power::new(outage));
+                    power.cut_at(step);
+                    let done = run(&world, &power);
+                    power.crash(disks, folders, step * 7 + number as u64).unwrap();
+                    let mut replica = world.open(&on()).unwrap_or_else(|e| panic!("{what}: {e}"));
+                    let at = replica.status().nonce;
+                    assert!(at == state || at == from && done.is_err(), "{what}: {done:?}");
+                    if at == moment {
+                        assert_eq!(assert_exact(&source, &world, &replica, &what), to);
+                        let ahead = ahead_of(&replica, nonce, &what);
+                        replica.rewind(ahead.state).unwrap_or_else(|e| panic!("{what}: {e}"));
+                    }
+                    assert_ahead(&source, &world, &replica, image, &what);
+                    // The next sync has all that the source has, and nothing else.
+                    let delta = source.lacks(replica.status(), None, LAST + 1);
+                    merge(&mut replica, &delta, Commit::Journal).unwrap();
+                    assert_eq!(assert_exact(&source, &world, &replica, &what), LAST + 1);
+                }
+            }
+        }
+    }
+}
+
+/// Without room for what a rewind leaves, there is no rewind.
+#[test]
+fn a_rewind_that_could_not_be_taken_back_is_not_made() {
+    let source = batches::source();
+    let start = replica_at(Kind::File, &source, 0);
+    let mut replica = start.open_keeping(&on(), &last(100)).unwrap();
+    batches::mirror_to(&source, &mut replica, &RefCell::default()).unwrap();
+    let (nonce, moments) = (replica.status().nonce, replica.history().unwrap().moments);
+    drop(replica);
+    for errno in [28, 5] {
+        for step in 1.. {
+            let (world, power) = (start.fork(), Power::new(Outage::Kill));
+            power.fail_at(step, 1, errno);
+            let what = format!("error {errno} at step {step}");
+            let _ = world.open(&power).and_then(|mut replica| replica.rewind(moments[0].state));
+            let over = power.steps() < step;
+            drop(power);
+            let replica = world.open(&on()).unwrap_or_else(|e| panic!("{what}: {e}"));
+            match replica.status().nonce == nonce {
+                true => assert_ahead(&source, &world, &replica, &source.images[LAST], &what),
+                false => drop(ahead_of(&replica, nonce, &what)),
+            }
+            if over {
+                break;
             }
         }
     }
