@@ -76,7 +76,7 @@ fn ahead_of(replica: &Replica, state: uuid::Uuid, what: &str) -> Moment {
 }
 
 /// The replica must hold this image, and know in which blocks that may differ from its epoch.
-fn assert_ahead(source: &Source, world: &World, replica: &Replica, image: &[u8], what: &str) {
+pub(super) fn assert_ahead(source: &Source, world: &World, replica: &Replica, image: &[u8], what: &str) {
     let status = replica.status();
     assert_eq!((status.state, status.ahead), (State::Exact, true), "{what}");
     assert!(world.holds(image), "{what}: is not what it was before it was rewound");

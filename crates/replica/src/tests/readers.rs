@@ -119,15 +119,15 @@ impl Life {
             let moments = replica.history().unwrap().moments;
             if !moments.is_empty() {
                 let moment = &moments[self.dice.index(moments.len())];
-                self.begin_at(Some((moment.state, self.source.index(&moment.epoch))));
+                self.begin_at(Some(moment.state));
             }
         }
     }
 
-    fn begin_at(&mut self, to: Option<(uuid::Uuid, usize)>) {
-        let Ok(Some(view)) = self.world.reader(to.map(|(state, _)| state)) else { return };
+    fn begin_at(&mut self, to: Option<uuid::Uuid>) {
+        let Ok(Some(view)) = self.world.reader(to) else { return };
         let batch = self.streams.iter().find(|(stream, _)| *stream == view.state()).map(|(_, image)| *image);
-        let image = to.map(|(_, image)| image).or(batch).unwrap_or_else(|| self.source.index(&view.epoch()));
+        let image = batch.unwrap_or_else(|| self.source.index(&view.epoch()));
         self.trace += &format!("; reads {image}");
         self.readers.push(Reader { view: Arc::new(view), image });
     }
