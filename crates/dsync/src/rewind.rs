@@ -102,8 +102,9 @@ pub(crate) fn choose(history: &History, to: &str) -> Result<Option<Moment>, Fail
         }
         let found = history.moments.iter().find(|moment| moment.ahead && moment.epoch.number == number);
         return found.cloned().map(Some).ok_or_else(|| {
-            let what = format!("no moment ahead of epoch {number} was kept");
-            Failure::refused(format!("{what}: \"dsync rewind DST\" lists those that were"))
+            Failure::refused(format!(
+                "no moment ahead of epoch {number} was kept: \"dsync rewind DST\" lists those that were"
+            ))
         });
     }
     let of = |moment: &Moment| (Some(moment.epoch.number).filter(|_| !moment.ahead), moment.at);
