@@ -4,7 +4,7 @@
 //! The delta is bound to the very state that the rehearsal began at, and is merged through the journal like any other. The step that
 //! moves the lineage to it also makes the replica the source: so after a crash the replica is the one that it was, or the source with all
 //! of it, and what was written is in its unsure set, which the source's first epoch takes over. What has arrived in the journal of such
-//! a delta is nothing that another may go on from; once it is sealed, whoever opens the replica completes it.
+//! a delta is nothing that another may go on from; once it is sealed, opening the replica completes it.
 
 use std::fs::File;
 use std::io::{self, BufReader, Read, Write};

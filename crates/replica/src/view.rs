@@ -268,7 +268,7 @@ impl View {
     }
 
     /// Lets go of all that it holds, once it is lost: the destination's file, which may have been replaced, and undo deltas, which may have
-    /// been dropped. Waits for reads under way. Who needs room waits for this: what else was held for the reader must have been let go
+    /// been dropped. Waits for reads under way. A commit that needs room waits for this: what else was held for the reader must have been let go
     /// before.
     pub fn let_go(&self) {
         *self.held.write().unwrap_or_else(PoisonError::into_inner) = None;

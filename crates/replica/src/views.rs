@@ -8,7 +8,7 @@
 //!
 //! Whatever fails for a reader ends its log, never the commit: the head says that it is lost before the first block is
 //! overwritten that was not kept, or the log has no name any more, which says the same. The logs give way first where space is
-//! short: who needs it waits until the readers have let go of what they held.
+//! short: a commit that needs it waits until the readers have let go of what they held.
 
 use std::fs::File;
 use std::io;
@@ -40,7 +40,7 @@ const WHY: u64 = 16;
 /// Where a reader says, after it lost, that it holds nothing any more.
 const LET_GO: u64 = 496;
 const CLAIM: u64 = 512;
-/// Where the reader says what it reads, for people: who commits does not look there.
+/// Where the reader says what it reads, for people: a commit does not look there.
 const ABOUT: u64 = 2560;
 /// How long it is waited for that. A reader looks twice a second.
 const LETS_GO_WITHIN: Duration = Duration::from_secs(5);

@@ -3,7 +3,7 @@
 //! A source belongs to at most one group, by a file in its folder, which also says where the group's last cut found it. A
 //! **cut** has a number and an id, like an epoch. It is common if all members name the same one and are still at the epochs that
 //! they had there: then nothing was written since, and the next cut is the same. Another file says which cut replicas have
-//! committed last: who cuts writes the one, who copies the other.
+//! committed last: the one is written at the cut, the other after the commit.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};

@@ -29,6 +29,7 @@ use crate::report::{Progress, Summary};
 
 /// After this many cut conversations without a confirmed batch, a sync takes its place.
 const FRUITLESS: u32 = 3;
+
 /// How to mirror.
 #[derive(Debug, Clone)]
 pub struct MirrorOptions {
