@@ -138,9 +138,10 @@ pub trait Queue: Send {
     /// Requests submitted and not yet returned.
     fn in_flight(&self) -> usize;
 
-    /// A descriptor that is readable whenever `complete(false)` may return something, so that one thread can
-    /// wait for a completion and for something else in one `poll`. `None` if there is none: because all
-    /// work is done as it is submitted, or because only `complete(true)` can wait.
+    /// A descriptor that is readable as soon as something completes after `complete(false)` has returned `None`, so that one thread
+    /// can wait for a completion and for something else in one `poll`. Whatever else was called in between, it must have returned
+    /// `None` last: one call may take several completions from the system, of which the others wake nobody. `None` if there is no
+    /// such descriptor: because all work is done as it is submitted, or because only `complete(true)` can wait.
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }

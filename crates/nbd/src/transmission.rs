@@ -616,6 +616,8 @@ impl<'a> Transmission<'a> {
             collected.into_iter().for_each(|done| self.completed(done));
             // A forced write may have become a flush.
             self.queue.start();
+            // Whoever waits for the queue has taken all that it holds: it wakes nobody for what it has found before.
+            self.collect(false);
         }
     }
 }

@@ -754,3 +754,28 @@ fn a_client_that_takes_no_replies_leaves_no_write_uncollected() {
     }
     client.bye();
 }
+
+/// A client that takes its replies slowly makes the server look for completions while it sends: none that it finds there is forgotten.
+#[test]
+fn a_client_that_takes_its_replies_slowly_gets_them_all() {
+    let mut dice = Random::new("slow client");
+    let folder = testing::on_disk();
+    let path = folder.path().join("disk.raw");
+    std::fs::write(&path, noise(16 << 20)).unwrap();
+    let options = device::Options { write: true, direct: true, ..Default::default() };
+    let server = serve(device::open(&path, &options).unwrap());
+    let mut client = Client::enter(&server, "disk", false, &[]);
+    for _ in 0..300 {
+        // So much that the socket does not hold it.
+        let requests = dice.within(6..24);
+        for _ in 0..requests {
+            client.request(READ, 0, dice.below(60) << 18, 256 << 10, &[]);
+        }
+        std::thread::sleep(Duration::from_micros(dice.below(2000)));
+        for _ in 0..requests {
+            assert_eq!(client.next().1.error, 0);
+            std::thread::sleep(Duration::from_micros(dice.below(100)));
+        }
+    }
+    client.bye();
+}

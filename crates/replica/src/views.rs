@@ -431,15 +431,16 @@ pub(crate) fn lose_all(folder: &dyn Folder, why: &str) -> io::Result<bool> {
     told
 }
 
-/// Ends all logs to make room, and waits until their readers have let go of what they held: their scratch files, and earlier moments
-/// and replaced files that have no name any more. True if that may have made some room.
+/// Ends all logs to make room, and waits until their readers, and those that had lost before, have let go of what they held: their
+/// scratch files, and earlier moments and replaced files that have no name any more. True if that may have made some room.
 pub(crate) fn give_way(folder: &dyn Folder) -> bool {
     let names = folder.list().unwrap_or_default().into_iter().filter(|name| name.starts_with(NAME));
-    let readers: Vec<File> = names.filter_map(|name| File::open(folder.path().join(name)).ok()).collect();
+    let logs = names.filter_map(|name| File::open(folder.path().join(name)).ok());
+    let holding: Vec<File> = logs.filter(|log| !has_let_go(log)).collect();
     let gave = lose_all(folder, &no_room(folder)).unwrap_or(false);
     let began = Instant::now();
-    while gave && began.elapsed() < LETS_GO_WITHIN && !readers.iter().all(has_let_go) {
+    while began.elapsed() < LETS_GO_WITHIN && !holding.iter().all(has_let_go) {
         std::thread::sleep(POLL_EVERY);
     }
-    gave
+    gave || holding.iter().any(has_let_go)
 }

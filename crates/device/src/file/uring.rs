@@ -476,7 +476,11 @@ impl Queue for UringQueue {
                 if self.started {
                     self.start();
                 }
-                return None;
+                // A kernel that takes nothing more in had its completions taken first: whoever polls would not be woken for them.
+                if self.done.is_empty() {
+                    return None;
+                }
+                continue;
             }
             self.started = true;
             let want = self.worth_waiting();
