@@ -24,6 +24,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, RwLock};
@@ -892,6 +893,11 @@ impl Queue for TrackedQueue {
 
     fn in_flight(&self) -> usize {
         self.refused.len() + self.inner.in_flight()
+    }
+
+    /// Whoever polls has collected what was refused: `complete` returns that first.
+    fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.inner.wait_fd()
     }
 }
 

@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use device::{Buf, Dir, Disk, Folder, InlineQueue, Kind, Piece, Queue, RamDisk, Request};
+use device::{Buf, Dir, Disk, Folder, InlineQueue, Kind, Piece, Queue, RamDisk, Request, ThreadQueue};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use testing::faulty::{FaultyDisk, FaultyFolder, Keep, Outage, Power};
 use testing::{Random, rounds};
 use trackers::{CowStore, Settings, TrackedDisk};
@@ -597,4 +598,65 @@ fn a_record_that_was_damaged_is_known_as_such_by_the_next_process() {
         let runs: Vec<_> = disk.checkpoint(None, None).unwrap().changes.runs().collect();
         assert_eq!(runs, what_may_have_been_written());
     }
+}
+
+/// A disk whose flushes wait for a lock.
+struct SlowFlush(RamDisk, Mutex<()>);
+
+impl Disk for SlowFlush {
+    fn len(&self) -> u64 {
+        self.0.len()
+    }
+    fn read_at(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.0.read_at(offset, buf)
+    }
+    fn write_at(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        self.0.write_at(offset, buf)
+    }
+    fn zero(&self, offset: u64, len: u64, unmap: bool, fast: bool) -> io::Result<()> {
+        self.0.zero(offset, len, unmap, fast)
+    }
+    fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.0.discard(offset, len)
+    }
+    fn flush(&self) -> io::Result<()> {
+        drop(self.1.lock().unwrap());
+        Ok(())
+    }
+    fn queue(self: Arc<Self>, depth: u32) -> io::Result<Box<dyn Queue>> {
+        Ok(Box::new(ThreadQueue::new(Arc::new(move |request| request.run(&*self)), depth)?))
+    }
+}
+
+/// Whoever serves a disk waits for its client and for its disk together: what comes after a slow flush is not held up by it.
+#[test]
+fn a_queue_can_be_waited_for_beside_something_else() {
+    let (_temp, folder) = scratch();
+    let slow = Arc::new(SlowFlush(RamDisk::new(64 * BLOCK), Mutex::new(())));
+    let disk = Arc::new(open(slow.clone(), &folder, 0));
+    let mut queue = disk.queue(8).unwrap();
+    let flushes = slow.1.lock().unwrap();
+    queue.submit(Request { kind: Kind::Flush, pieces: Default::default(), buf: Buf::default(), token: 1 });
+    queue.start();
+    assert!(queue.complete(false).is_none());
+    let pieces = [Piece { offset: 0, len: BLOCK }].into_iter().collect();
+    queue.submit(Request {
+        kind: Kind::Write { fua: false },
+        pieces,
+        buf: Buf::new(BLOCK as usize),
+        token: 2,
+    });
+    queue.start();
+    let mut next = || loop {
+        if let Some(done) = queue.complete(false) {
+            done.result.unwrap();
+            return done.request.token;
+        }
+        let fd = queue.wait_fd().expect("a descriptor");
+        let limit = Timespec { tv_sec: 30, tv_nsec: 0 };
+        assert_eq!(poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&limit)).unwrap(), 1);
+    };
+    assert_eq!(next(), 2);
+    drop(flushes);
+    assert_eq!(next(), 1);
 }
