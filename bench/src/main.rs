@@ -11,6 +11,7 @@ mod figures;
 mod harm;
 mod hosts;
 mod idle;
+mod keep;
 mod limit;
 mod line;
 mod link;
@@ -110,7 +111,8 @@ enum What {
     Serve,
     /// A disk of 64 TiB beside one of 1 GiB: idle, and with 1000 blocks changed; memory
     Idle,
-    /// The mirror: figures 3 to 8 of its paper, and what it costs the writer; --only fig3,…,fig8,cost for some of it
+    /// The mirror: figures 3 to 8 of its paper, and what it costs the writer, and a reader it; --only fig3,…,fig8,cost,reader
+    /// for some of it
     Mirror,
     /// Writing to a live disk that is tracked, beside one that is not
     Track,
@@ -122,6 +124,8 @@ enum What {
     Link,
     /// A first copy and scattered blocks to another host: processor time and system calls of both sites
     Far,
+    /// A commit that keeps the past beside one that does not
+    Keep,
     /// Memory of the record of modified blocks: the bitmap beside a Bloom filter
     Record,
     /// What a writer feels while its disk is followed, viewed, synced, mirrored, or read by rsync; and the page cache
@@ -201,7 +205,7 @@ fn own(subcommand: &str) -> Command {
 type Scenario = fn(&Bench, &mut Report) -> Result<()>;
 
 /// All scenarios by name.
-const SCENARIOS: [(&str, Scenario); 14] = [
+const SCENARIOS: [(&str, Scenario); 15] = [
     ("sync", sync::sync),
     ("compare", compare::compare),
     ("rolling", rolling::rolling),
@@ -212,6 +216,7 @@ const SCENARIOS: [(&str, Scenario); 14] = [
     ("link", link::link),
     ("far", far::far),
     ("mirror", mirror::mirror),
+    ("keep", keep::keep),
     ("record", record::record),
     ("harm", harm::harm),
     ("trace", trace::trace),
@@ -232,6 +237,7 @@ impl What {
             What::Link => "link",
             What::Mirror => "mirror",
             What::Far => "far",
+            What::Keep => "keep",
             What::Record => "record",
             What::Harm => "harm",
             What::Trace => "trace",

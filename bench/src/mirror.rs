@@ -45,11 +45,13 @@ struct How {
     compress: bool,
     encrypt: bool,
     options: Vec<String>,
+    /// Somebody reads the replica as it was when the mirror began.
+    read: bool,
 }
 
 impl How {
     fn new(stages: &'static str, compress: bool, encrypt: bool) -> How {
-        How { stages, compress, encrypt, options: Vec::new() }
+        How { stages, compress, encrypt, options: Vec::new(), read: false }
     }
 
     fn with(mut self, options: &[&str]) -> How {
@@ -196,6 +198,9 @@ impl Setting<'_> {
             (true, Some((_, pid))) => Some(pid),
             _ => receiver(mirror.id()),
         };
+        let moment = folder.path().join("replica.raw@now");
+        let reader = how.read.then(|| self.dsync.serve(&moment, &self.sockets.join("reader"), &[]));
+        let reader = reader.transpose()?;
         let (before, far_before) = (processor(mirror.id()), far.map_or(0.0, processor));
         let written = pressure(&socket, &export(&image), pattern, load, self)?;
         // Of the time in which the pressure was on, and of nothing that was confirmed after.
@@ -213,6 +218,10 @@ impl Setting<'_> {
         let lags: Vec<f64> = batches.iter().map(|batch| number(batch, "lag")).collect();
         mirror.stop()?;
         server.stop()?;
+        if let Some(mut reader) = reader {
+            reader.check()?;
+            reader.stop()?;
+        }
         let figures = Figures {
             written,
             mirrored: mirrored / self.seconds,
@@ -342,6 +351,9 @@ pub(crate) fn mirror(bench: &Bench, report: &mut Report) -> Result<()> {
     if wanted("cost") {
         cost(&setting, report)?;
     }
+    if wanted("reader") {
+        reader(&setting, report)?;
+    }
     if let Some((listener, _)) = listening {
         listener.stop()?;
     }
@@ -368,6 +380,30 @@ fn convergence(setting: &Setting, report: &mut Report, file: &Path) -> Result<()
     }
     report.table(&table);
     lines(file, "Figure 6: convergence of the interval", ("batch", "interval in ms"), &[], &series)
+}
+
+/// What somebody who reads the replica costs the mirror: its lag with a reader and without.
+fn reader(setting: &Setting, report: &mut Report) -> Result<()> {
+    let mut lags = [Vec::new(), Vec::new()];
+    for _ in 0..5 {
+        for (read, lags) in lags.iter_mut().enumerate() {
+            let how = How { read: read == 1, ..How::new("adaptive", false, false) };
+            lags.push(setting.run(Some(&how), RANDOM, (4 << 10, EASY))?.lag);
+        }
+    }
+    let mut table = Table::new(
+        "A rehearsal's cost: the lag of a mirror in ms, 4 KiB random writes at 40 MB/s, without a reader and with one at REPLICA@now",
+        &["", "median", "least", "most"],
+    );
+    for (name, lags) in ["without", "with a reader"].into_iter().zip(&lags) {
+        let bound = |pick: fn(f64, f64) -> f64| lags.iter().copied().reduce(pick).unwrap_or(0.0);
+        let row = [median(lags), bound(f64::min), bound(f64::max)].map(|lag| format!("{:.1}", lag * 1e3));
+        table.row([name.to_string()].into_iter().chain(row).collect());
+    }
+    report.table(&table);
+    let [without, with] = lags.map(|lags| median(&lags));
+    report.goal("a mirror's lag, with a reader : without", with / without, true, 1.2);
+    Ok(())
 }
 
 /// What a mirror costs the writer: operations a second at depth 1 and 32 with it and without.
