@@ -13,7 +13,7 @@ struct Step {
 
 const GIB: u64 = 1 << 30;
 
-const STEPS: [Step; 10] = [
+const STEPS: [Step; 11] = [
     Step { scenario: "paper", only: &[], percent: &[1, 10, 50], small: (GIB, 3) },
     Step { scenario: "sync", only: &["dsync"], percent: &[1, 10], small: (GIB, 5) },
     Step { scenario: "compare", only: &["dsync"], percent: &[1], small: (GIB, 3) },
@@ -21,7 +21,8 @@ const STEPS: [Step; 10] = [
     Step { scenario: "far", only: &[], percent: &[], small: (GIB, 3) },
     Step { scenario: "harm", only: &[], percent: &[], small: (GIB, 3) },
     Step { scenario: "track", only: &[], percent: &[], small: (GIB, 5) },
-    Step { scenario: "mirror", only: &["cost"], percent: &[], small: (GIB, 3) },
+    Step { scenario: "mirror", only: &["cost", "reader"], percent: &[], small: (GIB, 3) },
+    Step { scenario: "keep", only: &[], percent: &[], small: (GIB, 9) },
     Step { scenario: "trace", only: &["dsync"], percent: &[], small: (2 * GIB, 1) },
     Step { scenario: "record", only: &[], percent: &[], small: (128 * GIB, 1) },
 ];
