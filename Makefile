@@ -94,7 +94,7 @@ artifact:
 	@$(CARGO) build --release -p dsync -p dsync-bench
 	DSYNC_BIN=$(abspath $(target))/release/dsync $(target)/release/dsync-bench artifact
 
-units := $(wildcard systemd/*.service systemd/*.socket systemd/*.timer)
+units := $(wildcard systemd/*.service systemd/*.socket systemd/*.target systemd/*.timer)
 hooks := $(wildcard hooks/*)
 
 # The command, under the paper's names too, and what it says of itself: man pages and completions.
@@ -106,6 +106,7 @@ install: build
 	install -d $(DESTDIR)$(UNITS) $(DESTDIR)/etc/dsync
 	install -m644 $(units) $(DESTDIR)$(UNITS)
 	sed -i 's|/usr/local/bin|$(PREFIX)/bin|' $(addprefix $(DESTDIR)$(UNITS)/,$(notdir $(units)))
+	install -Dm755 systemd/dsync-generator $(DESTDIR)$(UNITS)-generators/dsync-generator
 	install -Dm644 systemd/dsync.sysusers $(DESTDIR)$(PREFIX)/lib/sysusers.d/dsync.conf
 	install -d $(share)/dsync/hooks
 	install -m755 $(hooks) $(share)/dsync/hooks
@@ -118,6 +119,7 @@ install: build
 uninstall:
 	rm -f $(addprefix $(DESTDIR)$(PREFIX)/bin/,dsync dmextract dmmerge)
 	rm -f $(addprefix $(DESTDIR)$(UNITS)/,$(notdir $(units))) $(DESTDIR)$(PREFIX)/lib/sysusers.d/dsync.conf
+	rm -f $(DESTDIR)$(UNITS)-generators/dsync-generator
 	-rmdir --ignore-fail-on-non-empty $(DESTDIR)/etc/dsync
 	rm -f $(addprefix $(share)/dsync/,$(hooks))
 	-rmdir --ignore-fail-on-non-empty $(share)/dsync/hooks $(share)/dsync

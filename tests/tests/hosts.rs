@@ -75,6 +75,9 @@ ExecStopPost=/sbin/nbd-client -d /dev/nbd0
 [Install]
 WantedBy=multi-user.target
 END
+# So that the end of a boot can be looked at in the next.
+mkdir -p /var/log/journal
+systemctl restart systemd-journald
 mkfs.ext4 -q /dev/vdb
 mkdir /data
 echo '/dev/vdb /data ext4 nofail 0 2' >>/etc/fstab
@@ -144,7 +147,10 @@ impl Hosts {
 
     /// Without writers, the replicas are the sources, and the metrics say so.
     fn are_equal(&mut self) {
-        self.near().ok(&format!("systemctl stop load data.mount\nsystemctl stop {MIRRORS}"));
+        self.near().ok("systemctl stop load");
+        // A mirror that freezes the file system has it open for a moment.
+        self.near().until("systemctl stop data.mount", SOON);
+        self.near().ok(&format!("systemctl stop {MIRRORS}"));
         self.near().ok("dsync verify vm tls://far/vm.raw");
         let sums = "sha256sum | cut -d' ' -f1";
         let sources = self.near().ok(&format!(
@@ -167,6 +173,19 @@ impl Hosts {
         let exact = metrics.lines().filter(|line| line.contains("state=\"exact\"") && line.ends_with(" 1"));
         assert_eq!(exact.count(), 2, "{metrics}");
         self.near().ok(&format!("systemctl start data.mount\nsystemctl start load {MIRRORS}"));
+    }
+
+    /// At the end of the last boot the mirrors ended before what they follow: the mount, and the server.
+    fn ended_in_order(&mut self) {
+        let journal = self.near().ok("journalctl -b -1 --no-pager -o cat -t systemd -t dsync");
+        let lines: Vec<&str> = journal.lines().collect();
+        let at = |what: &str| {
+            let found = lines.iter().rposition(|line| line.starts_with(what));
+            found.unwrap_or_else(|| panic!("no \"{what}\" in {journal}"))
+        };
+        assert!(at("Stopped dsync-mirror@disk-far") < at("Unmounting data.mount"), "{journal}");
+        assert!(at("Unmounted data.mount") < at("saved the record of /dev/vdb"), "{journal}");
+        assert!(at("Stopped dsync-mirror@vm-far") < at("Stopping dsync-serve@vm.service"), "{journal}");
     }
 
     /// How the mirror of the tracked disk found what the replica lacks, since this boot.
@@ -206,6 +225,9 @@ fn installed_services_survive_reboots_and_power_cuts() {
         }
         hosts.are_well();
         if host == 0 {
+            if !is_cut {
+                hosts.ended_in_order();
+            }
             let found = hosts.found();
             // The unit has saved the record at the end of one boot, and restored it at the beginning of the next.
             assert_eq!(found.contains("(tracked"), !is_cut, "{found}");

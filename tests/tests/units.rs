@@ -453,7 +453,8 @@ fn unit_files(site: &Site) -> Vec<PathBuf> {
     let mut files = Vec::new();
     for entry in dsync_tests::repository().join("systemd").read_dir().expect("the units") {
         let from = entry.expect("a unit").path();
-        let is_unit = from.extension().is_some_and(|e| e == "service" || e == "socket" || e == "timer");
+        let kinds = ["service", "socket", "target", "timer"];
+        let is_unit = from.extension().is_some_and(|e| kinds.iter().any(|kind| e == *kind));
         if is_unit {
             let to = folder.join(from.file_name().expect("a name"));
             let text = std::fs::read_to_string(&from).expect("a unit");
@@ -506,5 +507,34 @@ fn the_guide_rates_the_units_as_systemd_does() {
         let rated = Run::new("systemd-analyze").args(["--no-pager", "--offline=yes", "security"]).arg(&file);
         let rated = rated.ok().text();
         assert!(rated.contains(&format!(": {rating} ")), "{name} is not rated {rating}: {rated}");
+    }
+}
+
+#[test]
+fn mirrors_are_ordered_after_mounts_that_boot_does_not_wait_for() {
+    if !need(&["systemd-escape"], "the order of mirrors and mounts") {
+        return;
+    }
+    let site = Site::new();
+    let (fstab, folder) = (site.path("fstab"), site.path("generated"));
+    std::fs::create_dir(&folder).expect("a folder");
+    let generate = |content: &str| {
+        std::fs::write(&fstab, content).expect("an fstab");
+        let generator = dsync_tests::repository().join("systemd/dsync-generator");
+        Run::new(generator).arg(&folder).env("SYSTEMD_FSTAB", &fstab).ok();
+    };
+    // Those of local-fs.target, and those over the network.
+    generate(
+        "# a comment\n/dev/vda1 / ext4 defaults 0 1\nfar:/home /home nfs nofail 0 0\n/dev/vdc none swap nofail 0 0\n",
+    );
+    assert_eq!(folder.read_dir().expect("the folder").count(), 0);
+    generate(
+        "/dev/vdb\t/data ext4 noatime,nofail 0 2\nUUID=1 /a\\040disk-1 xfs x-systemd.automount\nLABEL=c /c ext4 nofail",
+    );
+    for unit in ["dsync-mirror@", "dsync-sync@"] {
+        let made = std::fs::read_to_string(folder.join(format!("{unit}.service.d/50-mounts.conf")));
+        let made = made.expect("what was generated");
+        let expected = "[Unit]\nAfter=data.mount\nAfter=a\\x20disk\\x2d1.mount\nAfter=c.mount\n";
+        assert!(made.ends_with(expected), "{made}");
     }
 }
