@@ -890,6 +890,27 @@ fn through(
     }
 }
 
+/// A former source whose last epochs its successor does not have is brought up to date by difference, also where the line breaks on the way.
+#[test]
+fn a_failback_that_was_cut_off_goes_on() {
+    let mut random = Random::new("a failback that is cut off");
+    let (near, far) = pair(32 * MIB, &mut random);
+    let common = near.sync(&far, &[]).ok().summary();
+    near.write(0..100, &mut random);
+    near.sync(&far, &[]).ok();
+    far.force();
+    far.write(1000..1600, &mut random);
+    near.write(50..300, &mut random);
+    // As its source knew it when the answer to its last sync was lost.
+    let since = number(&common, "epoch").to_string();
+    near.run(&["demote", "--discard", "--since", &since]).ok();
+    let cut = far.sync(&near, &[]).env("RSH_CUT", MIB.to_string()).output();
+    assert!(!cut.status.success(), "{cut}");
+    let back = summary(far.sync(&near, &[]));
+    assert_eq!((&back["method"], &back["resumed"]), (&"tracked".into(), &true.into()));
+    equal(&near, &far);
+}
+
 /// Whatever is killed when, the same command leads to the end; the disk of the source is what was last written to it; two sources
 /// that meet are refused; and a failback compares nothing.
 #[test]

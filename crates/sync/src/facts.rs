@@ -51,19 +51,19 @@ pub(crate) fn facts<'a>(
     })
 }
 
-/// A demoted source is any of several epochs, but for the blocks that it is unsure of: takes the newest that this source knows.
+/// A demoted source is any of several epochs, but for the blocks that it is unsure of: takes the newest that this source knows. What a sync
+/// that was cut off has brought to it stays at the epoch of that.
 pub(crate) fn newest_known(handle: &Handle, mut status: Status) -> Result<Status, SyncError> {
     let replica = &mut status.replica;
     if replica.role.also().is_empty() {
         return Ok(status);
     }
     let history = handle.history()?;
-    let whole = |epoch| vec![replica::Position { epoch: Some(epoch), upto: replica.size }];
-    let whole_at = replica.epoch.is_some_and(|epoch| replica.positions == whole(epoch));
     let known = |epoch: &&delta::Epoch| history.size_at(epoch).is_some();
-    if let Some(newest) = replica.role.also().iter().rev().find(known).copied().filter(|_| whole_at) {
-        replica.positions = whole(newest);
-        replica.epoch = Some(newest);
+    if let Some(newest) = replica.role.also().iter().rev().find(known).copied() {
+        let since = replica.epoch.replace(newest);
+        let rest = replica.positions.iter_mut().filter(|position| position.epoch == since);
+        rest.for_each(|position| position.epoch = Some(newest));
     }
     Ok(status)
 }
