@@ -890,6 +890,67 @@ fn through(
     }
 }
 
+/// Where the state of a promoted replica is lost, completing its promotion again does not give what it holds now the epoch that it had
+/// then: replicas that are at that one lack what was written since.
+#[test]
+fn a_promotion_that_is_made_again_has_an_epoch_of_its_own() {
+    let mut random = Random::new("a promotion made again");
+    let (near, far) = pair(16 * MIB, &mut random);
+    far.force();
+    near.run(&["demote", "--discard"]).ok();
+    far.sync(&near, &[]).ok();
+    // Of the history alone another program's word is enough to serve it again.
+    std::fs::remove_file(far.state_file("history")).expect("a history");
+    far.run(&["promote"]).code(4).says(&["is a source already"]);
+    far.write(10..20, &mut random);
+    std::fs::rename(far.site.state(), far.site.path("lost")).expect("its state");
+    far.site.dsync(["serve"]).arg(&far.disk).args(["--socket", "s"]).code(4).says(&["dsync promote"]);
+    assert_eq!(far.run(&["promote", "--json"]).ok().summary()["completed"], true);
+    let synced = summary(far.sync(&near, &[]));
+    assert_eq!(synced["method"], "compare", "{synced}");
+    equal(&near, &far);
+}
+
+/// A former source is its epoch in all but what it is unsure of: a part of it is not repaired alone.
+#[test]
+fn a_range_of_a_former_source_is_not_repaired_alone() {
+    let mut random = Random::new("a range of a former source");
+    let (near, far) = pair(16 * MIB, &mut random);
+    far.force();
+    near.write([1, 5], &mut random);
+    near.run(&["demote", "--discard"]).ok();
+    let repair = || far.towards(&near, &["verify", "--repair"]);
+    repair().args(["--range", "4K:4K"]).code(4).says(&["another moment than its epoch", "omit --range"]);
+    repair().ok();
+    equal(&near, &far);
+}
+
+/// A moment of another branch does not become one of the branch that the replica follows.
+#[test]
+fn a_moment_of_another_branch_stays_one() {
+    let mut random = Random::new("moments of two branches");
+    let (a, b) = pair(16 * MIB, &mut random);
+    let (r, c) = (Host::new(), Host::new());
+    a.sync(&c, &[]).ok();
+    let common = number(&a.sync(&r, &["--keep-last", "20"]).ok().summary(), "epoch");
+    let mut last = 0;
+    for block in 0..3 {
+        a.write([block], &mut random);
+        last = number(&a.sync(&r, &[]).ok().summary(), "epoch");
+    }
+    b.force();
+    r.run(&["rewind", "--to", &common.to_string()]).ok();
+    b.write([100], &mut random);
+    b.sync(&r, &[]).ok();
+    b.sync(&c, &[]).ok();
+    let content = c.copy("content.raw");
+    // What b wrote is nowhere but there.
+    r.run(&["rewind", "--to", &last.to_string()]).ok();
+    r.force();
+    r.sync(&c, &[]).code(4).says(&["has diverged"]);
+    image::assert_equal(&content, &c.disk);
+}
+
 /// A former source whose last epochs its successor does not have is brought up to date by difference, also where the line breaks on the way.
 #[test]
 fn a_failback_that_was_cut_off_goes_on() {

@@ -98,9 +98,9 @@ fn a_killed_mirror_leaves_a_batch() {
     scene.equal();
 }
 
-/// A range in which nothing is to be mended says nothing of the rest: the replica stays ahead of its epoch.
+/// What is mended would be of the epoch, and the rest of the batch: no moment of the source.
 #[test]
-fn a_range_that_is_repaired_leaves_the_replica_ahead() {
+fn a_range_of_a_replica_that_is_ahead_is_not_repaired_alone() {
     let mut scene = Scene::synced("mirror ahead", 32 * MIB);
     let mut running = mirror(&scene, &scene.replica, &["--epoch", "1h", "--rpo", "500ms"]).start();
     running.wait_to_say(MIRRORING);
@@ -110,9 +110,14 @@ fn a_range_that_is_repaired_leaves_the_replica_ahead() {
     running.kill();
     let ahead = || scene.site.dsync(["recover"]).arg(&scene.replica).ok().text().contains("the last batch");
     assert!(ahead());
-    let repair = ["verify", "--repair", "--range", "0:4K"];
-    scene.site.dsync(repair).arg(&scene.image).arg(&scene.replica).ok();
+    let repair = |options: &[&str]| {
+        let words = [&["verify", "--repair"][..], options].concat();
+        scene.site.dsync(words).arg(&scene.image).arg(&scene.replica)
+    };
+    repair(&["--range", "0:4K"]).code(4).says(&["another moment than its epoch", "omit --range"]);
     assert!(ahead());
+    repair(&[]).ok();
+    scene.equal();
 }
 
 #[test]

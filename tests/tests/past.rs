@@ -350,3 +350,32 @@ fn a_mirror_keeps_moments_as_close_as_the_grid_asks() {
     scene.sync(&[]).ok();
     scene.equal();
 }
+
+/// Where it cannot be read what is to be kept, nothing is taken for granted: the commit is refused, and no moment is lost.
+#[test]
+fn what_is_kept_is_not_forgotten_by_an_error() {
+    let mut scene = Scene::new("settings of the past", SIZE);
+    scene.sync(&["--keep-last", "9"]).ok();
+    for _ in 0..2 {
+        scene.change(10);
+        scene.sync(&[]).ok();
+    }
+    let kept = moments(&rewind_here(&scene, &scene.replica, &[]).ok().summary());
+    assert_eq!(kept.len(), 2);
+    let name = scene.replica.file_name().expect("a name").to_string_lossy();
+    let settings = scene.replica.with_file_name(format!(".{name}.dsync/past"));
+    let bytes = std::fs::read(&settings).expect("settings");
+    scene.change(10);
+    // A disk that fails, bit rot, a file of a newer version.
+    std::fs::remove_file(&settings).and_then(|()| std::fs::create_dir(&settings)).expect("a folder");
+    scene.sync(&[]).code(1).says(&["past"]);
+    std::fs::remove_dir(&settings).expect("its end");
+    for (content, why) in [("{\"versi", "EOF"), ("{\"version\":7,\"keep\":{}}", "version 7")] {
+        std::fs::write(&settings, content).expect("a file");
+        scene.sync(&[]).code(4).says(&["past", why, "remove it", "--keep"]);
+    }
+    std::fs::write(&settings, bytes).expect("settings");
+    scene.sync(&[]).ok();
+    let now = moments(&rewind_here(&scene, &scene.replica, &[]).ok().summary());
+    assert_eq!(now[1..], kept);
+}

@@ -1,6 +1,5 @@
 //! Committing: what was received becomes the destination's content, and the lineage moves.
 
-use delta::Header;
 use uuid::Uuid;
 
 use crate::apply::Applier;
@@ -14,13 +13,6 @@ use crate::replica::Replica;
 use crate::unsure::Marking;
 
 impl Replica {
-    /// What a delta makes of this replica.
-    pub(crate) fn toward(&self, header: &Header) -> Option<Toward> {
-        let toward = Toward::of(header)?;
-        // What a part leaves as it was may be of a batch.
-        Some(Toward { batch: toward.batch || header.partial && self.lineage().is_ahead(), ..toward })
-    }
-
     /// True if the last commit was this very delta's: merging it again would change nothing, and the lineage would not say that it
     /// had begun.
     pub(crate) fn has(&self, stream: Uuid) -> bool {
@@ -40,7 +32,7 @@ impl Replica {
     /// again after a crash, from any point. Returns the bytes written and read.
     pub(crate) fn merge(&mut self, deltas: &[Contents]) -> Result<(u64, u64)> {
         let last = deltas.last().and_then(|contents| contents.segments.last());
-        let Some(toward) = last.and_then(|s| self.toward(&s.header)) else {
+        let Some(toward) = last.and_then(|s| Toward::of(&s.header)) else {
             return Err(journal::damaged(&self.folder().join(WHOLE), "it has no header".into()));
         };
         let path = self.destination().path().to_path_buf();

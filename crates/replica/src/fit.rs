@@ -35,6 +35,10 @@ impl Replica {
         {
             return Err(ReplicaError::WrongSource { path: path(), has, given: header.source });
         }
+        if header.partial && (!lineage.unsure.is_nothing() || !lineage.role.also().is_empty()) {
+            let given = "a part of it cannot be repaired alone: omit --range";
+            return Err(self.at_another("has blocks that may be of another moment than its epoch", given));
+        }
         if let Some(binds) = header.binds {
             if binds != self.nonce() {
                 let given = "the delta was made for another state of it: run \"dsync sync\" again";

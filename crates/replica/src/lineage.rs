@@ -9,7 +9,7 @@ use uuid::Uuid;
 
 use crate::error::{ReplicaError, Result, io_error};
 use crate::intent::Membership;
-use crate::role::Role;
+use crate::role::{Demoted, Role};
 
 /// The file's name in the replica's folder.
 pub(crate) const NAME: &str = "lineage";
@@ -332,9 +332,11 @@ impl Lineage {
 
     /// The lineage after the commit of `toward`, with the blocks in which the destination is unsure then.
     pub(crate) fn after(&self, toward: &Toward, stamp: Stamp, unsure: Unsure) -> Lineage {
-        // A part was repaired, and the rest is what it was.
         let still = self.epoch == Some(toward.epoch) && !unsure.is_nothing();
-        let demoted = self.role.demoted.clone().filter(|_| still);
+        // Of the epochs that were as true of it only a batch leaves so, which adds what it writes to the unsure set.
+        let also =
+            |demoted: Demoted| if toward.batch { demoted } else { Demoted { also: Vec::new(), ..demoted } };
+        let demoted = self.role.demoted.clone().filter(|_| still).map(also);
         let follows = || Role { demoted, ..Role::replica(self.role.term, self.role.line.clone()) };
         // In one step with what was written to the rehearsal. No undo delta leads from there, and no group commits it.
         let (nonce, role, group) = match toward.rehearsed {

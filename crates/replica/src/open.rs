@@ -105,7 +105,7 @@ impl Replica {
         views: Views,
     ) -> Result<Replica> {
         let lineage = Lineage::load(&*folder)?;
-        let settings = Settings::load(&*folder);
+        let settings = Settings::load(&*folder)?;
         let mut replica = Replica::new(destination, folder, lineage, options);
         *replica.views_mut() = views;
         replica.set_settings(settings);

@@ -228,20 +228,43 @@ pub(crate) struct Settings {
     /// A state to which the replica was rewound, and when it had come to it first.
     #[serde(default)]
     pub rewound: Option<(Uuid, u64)>,
+    /// When the replica began to follow the source that it follows now, in seconds since 1970: what it was up to then may be of
+    /// another branch. Without it, it has followed one alone.
+    #[serde(default)]
+    pub turned: Option<u64>,
 }
 
 impl Settings {
-    /// The settings of a folder; `None` if nothing is kept. What is damaged, or of a newer version, keeps nothing.
-    pub(crate) fn load(folder: &dyn Folder) -> Option<Settings> {
-        let file = folder.open(SETTINGS, false).ok()?;
-        let mut bytes = vec![0; file.len().ok()?.min(1 << 16) as usize];
-        file.read_at(0, &mut bytes).ok()?;
-        let settings: Settings = serde_json::from_slice(&bytes).ok()?;
-        (settings.version == 1 && !settings.keep.is_nothing()).then_some(settings)
+    /// The settings of a folder; `None` if nothing is kept.
+    ///
+    /// # Errors
+    /// Also for what is damaged, or of a newer version: a commit that took it for nothing would drop the past.
+    pub(crate) fn load(folder: &dyn Folder) -> Result<Option<Settings>> {
+        let path = || folder.path().join(SETTINGS);
+        let mut bytes = Vec::new();
+        let read = folder.open(SETTINGS, false).and_then(|file| {
+            bytes.resize(file.len()?.min(1 << 16) as usize, 0);
+            file.read_at(0, &mut bytes)
+        });
+        match read {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            read => read.map_err(|e| io_error("read", &path())(e))?,
+        }
+        let why = match serde_json::from_slice::<Settings>(&bytes) {
+            Ok(settings) if settings.version == 1 => {
+                return Ok(Some(settings).filter(|settings| !settings.keep.is_nothing()));
+            }
+            Ok(settings) => format!("it is of version {}", settings.version),
+            Err(error) => error.to_string(),
+        };
+        let way_out = "it says what is kept of the past of the replica: remove it, and pass to the next sync what is to be kept, as in \
+                       \"dsync sync --keep 24h\""
+            .into();
+        Err(ReplicaError::Damaged { path: path(), why, way_out })
     }
 
     pub(crate) fn new(keep: Keep) -> Settings {
-        Settings { version: 1, keep, rewound: None }
+        Settings { version: 1, keep, rewound: None, turned: None }
     }
 
     pub(crate) fn store(&self, folder: &dyn Folder) -> Result<()> {

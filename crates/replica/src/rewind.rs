@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use delta::Epoch;
+use delta::{Epoch, Line};
 use device::Folder;
 use serde::Serialize;
 use uuid::Uuid;
@@ -47,7 +47,7 @@ pub fn history(path: &Path, options: &Options) -> Result<History> {
 }
 
 fn of(folder: &dyn Folder, lineage: &Lineage) -> Result<History> {
-    let settings = Settings::load(folder);
+    let settings = Settings::load(folder)?;
     // An interrupted step, or another program, has changed what they go back from.
     let moments = match in_place(lineage) || lineage.unsure == Unsure::Everything {
         true => Vec::new(),
@@ -148,10 +148,35 @@ impl Replica {
         end(receiver)
     }
 
-    /// Writes down when it came to the moment first: that is still the age of what it holds then.
+    /// Writes down when it came to the moment first: that is still the age of what it holds then. And that it is not known which
+    /// promotions led to it, where the moment may be of another branch than the source that the replica follows.
     fn note_rewind(&mut self, moment: &Moment) -> Result<()> {
         let Some(settings) = self.settings() else { return Ok(()) };
+        let before = settings.turned.is_some_and(|turned| moment.at <= turned);
+        let shared = self
+            .lineage()
+            .role
+            .line
+            .began()
+            .is_some_and(|began| moment.epoch.number + u64::from(moment.ahead) <= began.number);
         let settings = Settings { rewound: Some((moment.state, moment.at)), ..settings.clone() };
+        settings.store(self.state())?;
+        self.set_settings(Some(settings));
+        if !before || shared || self.lineage().role.line.is_unknown() {
+            return Ok(());
+        }
+        self.lineage_mut().role.line = Line::default();
+        self.store()
+    }
+
+    /// Writes down that it follows another branch from now on, or may do so.
+    pub(crate) fn note_turn(&mut self) -> Result<()> {
+        let Some(settings) = self.settings() else { return Ok(()) };
+        let past = self.history()?;
+        // The clock may have gone back since.
+        let latest = past.moments.iter().map(|moment| moment.at).chain(past.at).max();
+        let turned = latest.map(|latest| latest.max(self.now()));
+        let settings = Settings { turned: turned.or(settings.turned), ..settings.clone() };
         settings.store(self.state())?;
         self.set_settings(Some(settings));
         Ok(())

@@ -161,6 +161,10 @@ pub(crate) fn succession(
     let mut moments = recorded.role.also().to_vec();
     let last = moments.last().unwrap_or(&outlook.epoch).number;
     moments.push(Epoch { number: last + 1, id: mark.id });
+    if changes.is_err() {
+        // It may have been the source since, whose state is not to be had: replicas at the epoch of the mark lack what was written then.
+        moments.push(Epoch { number: last + 2, id: Uuid::new_v4() });
+    }
     Ok(Succession {
         uuid: status.source.unwrap_or_default(),
         term: mark.term,

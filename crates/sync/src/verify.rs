@@ -380,7 +380,11 @@ fn refuse(
     lost: Option<&str>,
 ) -> Result<(), SyncError> {
     if options.repair && !options.ranges.is_empty() {
-        if let Some(why) = status.replica.changed.as_deref().or(lost) {
+        let replica = &status.replica;
+        // What is mended would be of its epoch, and the rest of another moment.
+        let ahead = !replica.unsure.is_empty() || !replica.role.also().is_empty();
+        let ahead = ahead.then_some("some of its blocks may be of another moment than its epoch");
+        if let Some(why) = replica.changed.as_deref().or(ahead).or(lost) {
             return Err(SyncError::Refused(format!(
                 "a part of {} cannot be repaired alone ({why}): omit --range",
                 status.path.display()

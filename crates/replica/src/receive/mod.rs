@@ -77,7 +77,7 @@ impl Replica {
         if header.rehearsed && !self.promotes() {
             return Err(self.rehearsed());
         }
-        let toward = self.toward(&header).ok_or_else(|| wrong("it names no epoch".into()))?;
+        let toward = Toward::of(&header).ok_or_else(|| wrong("it names no epoch".into()))?;
         if header.method == Method::Rolling && header.resumes.is_some() {
             return Err(wrong("a rolling delta cannot continue another one".into()));
         }
@@ -138,6 +138,7 @@ impl Replica {
         if (term, &line) == (role.term, &role.line) {
             return Ok(());
         }
+        self.note_turn()?;
         let role = &mut self.lineage_mut().role;
         (role.term, role.line) = (term, line);
         if self.is_kept() { self.store() } else { Ok(()) }

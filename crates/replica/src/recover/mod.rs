@@ -10,7 +10,7 @@ use crate::error::{ReplicaError, Result, SAFE, io_error};
 use crate::intent::Intent;
 use crate::journal::{self, ARRIVING, Contents, WHOLE, compares};
 use crate::last_writes::LastWrites;
-use crate::lineage::{Lineage, Stamp, StepKind, Unsure};
+use crate::lineage::{Lineage, Stamp, StepKind, Toward, Unsure};
 use crate::note::{self, WRITTEN};
 use crate::replica::Replica;
 use table::{
@@ -434,7 +434,7 @@ impl Replica {
         let repairs =
             contents.segments.iter().any(|s| s.header.method != Method::Tracked || s.header.partial);
         let touched = if repairs { None } else { self.touched_of(ARRIVING, &contents)? };
-        if let Some(toward) = contents.segments.last().and_then(|s| self.toward(&s.header)) {
+        if let Some(toward) = contents.segments.last().and_then(|s| Toward::of(&s.header)) {
             self.keep_past(touched, &toward)?;
         }
         let failed = |what| io_error(what, self.folder());
