@@ -172,21 +172,7 @@ impl Setting<'_> {
             server.stop()?;
             return Ok(Figures { written, ..Figures::default() });
         };
-        let shell = folder.path().join("rsh");
-        std::fs::write(&shell, "#!/bin/sh\nshift\nexec sh -c \"exec $*\"\n")?;
-        rustix::fs::chmod(&shell, rustix::fs::Mode::from_bits_truncate(0o755))?;
-        let mut command = self.dsync.command("mirror");
-        let replica = folder.path().join("replica.raw");
-        let destination = match (how.encrypt, self.tls) {
-            (true, Some((port, _))) => format!(
-                "tls://127.0.0.1:{port}/{}/replica.raw",
-                folder.path().file_name().unwrap_or_default().to_string_lossy()
-            ),
-            _ => format!("far:{}", replica.display()),
-        };
-        command.arg(&image).arg(&destination).args(["--json", "-v", "--stages", how.stages]);
-        command.arg("--rsh").arg(&shell).arg("--remote-dsync").arg(&self.far.binary);
-        command.args(how.compress.then_some("--compress")).args(&how.options);
+        let mut command = self.command(how, folder.path(), &image)?;
         let mut mirror = Daemon::start_bare(&mut command)?;
         let until = Instant::now() + Duration::from_secs(20);
         while !mirror.so_far().contains("mirroring to") {
@@ -244,6 +230,26 @@ impl Setting<'_> {
             );
         }
         Ok(figures)
+    }
+
+    /// The mirror, from a source to a replica beside it.
+    fn command(&self, how: &How, folder: &Path, image: &Path) -> Result<std::process::Command> {
+        let shell = folder.join("rsh");
+        std::fs::write(&shell, "#!/bin/sh\nshift\nexec sh -c \"exec $*\"\n")?;
+        rustix::fs::chmod(&shell, rustix::fs::Mode::from_bits_truncate(0o755))?;
+        let mut command = self.dsync.command("mirror");
+        let replica = folder.join("replica.raw");
+        let destination = match (how.encrypt, self.tls) {
+            (true, Some((port, _))) => format!(
+                "tls://127.0.0.1:{port}/{}/replica.raw",
+                folder.file_name().unwrap_or_default().to_string_lossy()
+            ),
+            _ => format!("far:{}", replica.display()),
+        };
+        command.arg(image).arg(&destination).args(["--json", "-v", "--stages", how.stages]);
+        command.arg("--rsh").arg(&shell).arg("--remote-dsync").arg(&self.far.binary);
+        command.args(how.compress.then_some("--compress")).args(&how.options);
+        Ok(command)
     }
 
     /// Runs several ways over all request sizes, as a table and a figure.

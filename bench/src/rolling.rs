@@ -227,11 +227,17 @@ fn inserted(place: &Place<'_>, report: &mut Report, old: &Path) -> Result<()> {
             }
         }
     }
+    told(report, &ways.map(|(name, _)| name), &costs, (least, bytes));
+    Ok(())
+}
+
+/// The table of the ways, in the order of [`inserted`]. Of memory, the least that a sync takes, and the bytes of the file.
+fn told(report: &mut Report, names: &[&str; 5], costs: &[Vec<Cost>; 5], (least, bytes): (u64, u64)) {
     let middle = |costs: &[Cost], part: fn(&Cost) -> f64| median(&costs.iter().map(part).collect::<Vec<_>>());
     let mut table =
         Table::new("1 MiB inserted", &["program", "s", "processor s", "bytes", "of rsync's", "extra memory"]);
     let theirs = costs[0].first().map(|cost| cost.bytes);
-    for ((name, _), costs) in ways.iter().zip(&costs) {
+    for (name, costs) in names.iter().zip(costs) {
         let Some(first) = costs.first() else { continue };
         let peak = costs.iter().map(|c| c.peak).max().unwrap_or(0);
         let share = theirs.map_or("?".into(), |theirs| format!("{:.3}", first.bytes as f64 / theirs as f64));
@@ -247,7 +253,7 @@ fn inserted(place: &Place<'_>, report: &mut Report, old: &Path) -> Result<()> {
         table.row([name.to_string()].into_iter().chain(cost).chain(sent).chain([memory]).collect());
     }
     report.table(&table);
-    let [rsync, journal, in_place, _, limit] = &costs;
+    let [rsync, journal, in_place, _, limit] = costs;
     if let (Some(theirs), Some(ours)) = (rsync.first(), in_place.first()) {
         let bytes = ours.bytes as f64 / theirs.bytes as f64;
         report.goal("rolling: bytes, against rsync", bytes, true, 1.02);
@@ -266,7 +272,6 @@ fn inserted(place: &Place<'_>, report: &mut Report, old: &Path) -> Result<()> {
         let ratio = middle(in_place, |c| c.seconds) / middle(limit, |c| c.seconds);
         report.goal("rolling: --commit in-place : the limit", ratio, true, 1.25);
     }
-    Ok(())
 }
 
 /// What a file holds: a half at a time.
