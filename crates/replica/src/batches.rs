@@ -18,6 +18,7 @@ use crate::holes::Holes;
 use crate::journal::{self, ARRIVING, Contents, Growing, WHOLE};
 use crate::lineage::{State, Toward, Unsure};
 use crate::replica::Replica;
+use crate::trail::Footprint;
 use crate::undo_log::UndoLog;
 use crate::unsure::{self, Passing, UnsureSet};
 use crate::views;
@@ -92,6 +93,8 @@ pub struct Batches<'a> {
     unsure: UnsureSet,
     /// What the batch that arrives makes of them.
     passing: Option<Passing>,
+    /// What the delta that arrives adds to the trail, if it ends an epoch.
+    footprint: Option<Footprint>,
     /// For so many ranges of the set there is room, and so many may be in it.
     room: u64,
     ranges: u64,
@@ -163,6 +166,7 @@ impl Replica {
             end: 0,
             batch: None,
             passing: None,
+            footprint: None,
             room: 0,
             ranges: unsure.count(),
             unsure,
@@ -230,6 +234,11 @@ impl Batches<'_> {
         // Joined with those before at the commit.
         let before = if header.batch { UnsureSet::new() } else { self.unsure.clone() };
         self.passing = Some(Passing::new(before, &header));
+        self.footprint = (!header.batch).then(|| {
+            let mut footprint = Footprint::new(self.replica.lineage(), self.unsure.clone());
+            footprint.header(&header);
+            footprint
+        });
         if let Some(undo) = &mut self.undo {
             undo.begin();
         }
@@ -255,6 +264,9 @@ impl Batches<'_> {
                 if let Some(passing) = &mut self.passing {
                     passing.records(&frame.records);
                     self.ranges += frame.records.len() as u64;
+                }
+                if let Some(footprint) = &mut self.footprint {
+                    footprint.records(&frame.records);
                 }
                 if let Some(undo) = &mut self.undo {
                     undo.records(&frame.records);
@@ -322,6 +334,9 @@ impl Batches<'_> {
         match self.passing.take().map(|passing| (passing.adds(), passing.end())) {
             Some((true, written)) => self.unsure.join(&written),
             renewed => self.unsure = renewed.map(|(_, set)| set).unwrap_or_default(),
+        }
+        if let Some(mut footprint) = self.footprint.take() {
+            footprint.reach(self.replica.state(), &batch.toward, &self.unsure);
         }
         // Kept when the journal is begun anew: until then that tells which blocks these are.
         let unsure = match self.unsure.is_empty() {

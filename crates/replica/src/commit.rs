@@ -10,6 +10,7 @@ use crate::last_writes::{LastWrites, WrittenLast};
 use crate::lineage::{Stamp, StepKind, Toward, Unsure, overlay};
 use crate::note::WRITTEN;
 use crate::replica::Replica;
+use crate::trail::{Footprint, Noting};
 use crate::unsure::Marking;
 
 impl Replica {
@@ -54,13 +55,19 @@ impl Replica {
         applier.keep(keeping);
         let mut positions = self.positions();
         let mut set = self.unsure()?;
+        let mut footprint = Footprint::new(self.lineage(), set.clone());
         let last = LastWrites::of(self.state(), WHOLE, deltas)?;
         for (delta, contents) in deltas.iter().enumerate() {
             let mut written = WrittenLast { target: &mut applier, last: last.as_ref(), delta };
             let mut marking = Marking { target: &mut written, was: set, passing: None };
-            journal::replay(self.state(), WHOLE, contents, &mut marking, &mut positions, failed("write to"))?;
+            let mut noting = Noting { target: &mut marking, footprint: &mut footprint };
+            journal::replay(self.state(), WHOLE, contents, &mut noting, &mut positions, failed("write to"))?;
             set = marking.end();
-            let size = contents.segments.last().map_or(toward.size, |s| s.header.size_after);
+            let leads = contents.segments.last().and_then(|s| Toward::of(&s.header)).unwrap_or(toward);
+            if !self.rewinds() {
+                footprint.reach(self.state(), &leads, &set);
+            }
+            let size = leads.size;
             applier.finish(size).map_err(failed("write to"))?;
         }
         if !self.destination().is_device() && disk.len() != toward.size {

@@ -43,6 +43,7 @@ mod unsure;
 
 mod old;
 mod present;
+mod trail;
 
 mod past;
 mod saving;

@@ -127,6 +127,16 @@ impl Replica {
         }
     }
 
+    /// What it knows of the way to the epoch of its last commit: the changes of the commits before it, without a gap.
+    pub fn trail(&self) -> source::Trail {
+        let lineage = self.lineage();
+        match lineage.epoch {
+            // What a copy of several moments has that is later than its epoch, no commit says.
+            Some(epoch) if lineage.state != State::Fuzzy => source::Trail::leading_to(self.state(), &epoch),
+            _ => source::Trail::default(),
+        }
+    }
+
     /// In what way others have changed the disk since it was marked.
     ///
     /// # Errors

@@ -59,6 +59,11 @@ impl UnsureSet {
         self.blocks.is_clean()
     }
 
+    /// Bytes a block.
+    pub(crate) fn unit(&self) -> u64 {
+        self.unit
+    }
+
     /// Bytes of the blocks in the set, the last one whole.
     pub fn bytes(&self) -> u64 {
         self.blocks.count().saturating_mul(self.unit)

@@ -2,6 +2,7 @@
 
 use std::panic::AssertUnwindSafe;
 use std::path::Path;
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use device::Disk;
@@ -39,6 +40,9 @@ impl std::fmt::Display for Failure {
 pub fn cell(seed: u64) -> String {
     Cell::draw(&mut Random::seeded(seed)).to_string()
 }
+
+/// Earlier epochs for which trails were looked at, in all runs.
+pub static TRAILS: AtomicU64 = AtomicU64::new(0);
 
 /// Does the run of a seed.
 pub fn run(seed: u64, scratch: &Path) -> Result<Table, Failure> {
@@ -825,7 +829,7 @@ impl Run {
         let delta = match first {
             Err(SyncError::Refused(why)) if why.contains("--since") => {
                 // With the replica's own epoch, as one is told.
-                let status = self.world.recover(which).ok().and_then(|(status, _)| status.epoch);
+                let status = self.world.recover(which).ok().and_then(|(status, ..)| status.epoch);
                 self.world.extract(status.map(|epoch| epoch.number), breaks)?
             }
             other => other?,
@@ -887,7 +891,7 @@ impl Run {
     /// A replica's status and content.
     fn check(&mut self, which: usize, from: usize, result: &Result<String, SyncError>) -> Checked {
         let known = self.world.replicas[which].clone();
-        let (status, content) = match self.world.recover(which) {
+        let (status, content, trail) = match self.world.recover(which) {
             Ok(found) => found,
             Err(error) if self.may_refuse(which, &error) => return Ok(()),
             Err(error) => return Err(format!("{} cannot be opened: {error}", known.name)),
@@ -918,7 +922,21 @@ impl Run {
         let held = if status.under_way() { self.world.raw(which) } else { content };
         let Some(held) = held else { return Err("it says that it is whole, and cannot be read".into()) };
         let held = &held[..(status.size as usize).min(held.len())];
-        self.check_moment(which, &status, held, from, result)
+        self.check_moment(which, &status, held, from, result)?;
+        self.check_trail(which, &status, &trail)
+    }
+
+    /// What a replica knows of the way to its epoch names all in which that differs from the epochs before.
+    fn check_trail(&self, which: usize, status: &Status, trail: &source::Trail) -> Checked {
+        let Some(at) = status.epoch else { return Ok(()) };
+        let missed = lock(&self.world.moments).missed(trail, at.id, &TRAILS);
+        missed.map_or(Ok(()), |(epoch, byte)| {
+            let name = &self.world.replicas[which].name;
+            Err(format!(
+                "the trail of {name} to epoch {} misses a change since epoch {epoch}, at byte {byte}",
+                at.number
+            ))
+        })
     }
 
     /// A replica may refuse to be opened with this error, after what was done to it.

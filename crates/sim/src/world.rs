@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::io::{self, Write};
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -67,6 +67,29 @@ impl Moments {
     /// Says that an epoch holds a content. False if it holds another.
     pub fn bind(&mut self, epoch: Uuid, content: Content, held: &[u8]) -> bool {
         self.epochs.entry(epoch).or_insert_with(|| (content, held.to_vec())).0 == content
+    }
+
+    /// What a trail to an epoch leaves out: the first byte in which an earlier epoch differs, and which one that is. Adds the number of
+    /// epochs that were looked at to `looked`.
+    pub fn missed(&self, trail: &source::Trail, to: Uuid, looked: &AtomicU64) -> Option<(u64, usize)> {
+        let (_, held) = self.epochs.get(&to)?;
+        trail.epochs().iter().filter(|epoch| epoch.id != to).find_map(|epoch| {
+            let (_, before) = self.epochs.get(&epoch.id)?;
+            let ranges = trail.lacks(epoch)?;
+            looked.fetch_add(1, SeqCst);
+            let mut told = vec![false; held.len().div_ceil(PAGE)];
+            for range in ranges {
+                let pages = range.start as usize / PAGE..(range.end as usize).div_ceil(PAGE).min(told.len());
+                told[pages].fill(true);
+            }
+            let differs = |at: &usize| {
+                let page = *at..(*at + PAGE).min(held.len()).min(before.len());
+                before.get(page.clone()) != held.get(page)
+            };
+            let missed =
+                (0..held.len().min(before.len())).step_by(PAGE).find(|at| !told[at / PAGE] && differs(at));
+            missed.map(|at| (epoch.number, at))
+        })
     }
 
     /// The first byte in which something is not an epoch, blocks in which it is unsure left out; `None` if there is none, or
@@ -471,8 +494,8 @@ impl World {
         opened
     }
 
-    /// Opens a replica as `recover` does, and says where it stands, and what it holds.
-    pub fn recover(&self, which: usize) -> replica::Result<(Status, Option<Vec<u8>>)> {
+    /// Opens a replica as `recover` does, and says where it stands, what it holds, and what it knows of the way there.
+    pub fn recover(&self, which: usize) -> replica::Result<(Status, Option<Vec<u8>>, source::Trail)> {
         let process = self.far.process();
         let opened = Self::open_replica(
             &process,
@@ -485,7 +508,7 @@ impl World {
                 let mut bytes = vec![0; disk.len() as usize];
                 disk.read_at(0, &mut bytes).ok().map(|()| bytes)
             });
-            (replica.status().clone(), content)
+            (replica.status().clone(), content, replica.trail())
         });
         self.far.state().end(&process);
         found

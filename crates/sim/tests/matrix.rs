@@ -75,6 +75,12 @@ fn whatever_fails_a_replica_is_what_it_says() {
         workers.into_iter().for_each(|worker| worker.join().unwrap());
         done.store(true, SeqCst);
     });
+    let trails = campaign::TRAILS.load(SeqCst);
+    println!("{trails} earlier epochs were looked at in trails");
+    assert!(
+        count < 300 || only.is_some() || trails > count / 4,
+        "hardly any replica knows the way to its epoch"
+    );
     println!("{}{:.1} s", table.into_inner().unwrap(), began.elapsed().as_secs_f64());
     let failed = failed.into_inner().unwrap();
     assert!(failed.is_empty(), "{} runs failed:\n{}", failed.len(), failed.join("\n"));

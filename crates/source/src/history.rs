@@ -20,6 +20,10 @@ use uuid::Uuid;
 
 use crate::SourceError;
 
+pub(crate) mod trail;
+
+use trail::Trail;
+
 const NAME: &str = "history";
 const MAGIC: &[u8; 8] = b"dsynchis";
 /// Bytes of an entry before its head.
@@ -46,6 +50,9 @@ struct Head {
     /// The epoch in which the entry before ends. `None` for the very first, and in logs of older versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     after: Option<Uuid>,
+    /// It is of a replica's trail: there may have been epochs before it, back to the entry before, that it does not name.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    trail: bool,
 }
 
 /// How the JSON of a head begins, after its entry's prefix.
@@ -249,10 +256,9 @@ impl History {
         block_size: u32,
         changes: &Bitmap,
     ) -> Result<(), SourceError> {
-        let time =
-            std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs());
+        let time = now();
         let after = self.last().map(|e| e.id);
-        let head = Head { epochs: vec![epoch], lost, size, block_size, time, after };
+        let head = Head { epochs: vec![epoch], lost, size, block_size, time, after, trail: false };
         let mut encoded = Vec::new();
         if head.lost.is_none() {
             changes.encode(&mut encoded);
@@ -277,28 +283,37 @@ impl History {
         Ok(())
     }
 
-    /// Replaces the history in `folder`, if there is one: it knows what changed from `base` on. At the last of `moments` the source
-    /// differs from `base` in `changes`; the others are as true of it then, but for those. Durable on return.
+    /// Replaces the history in `folder`, if there is one: it knows what changed from `base` on, and what `trail`, which leads to `base`,
+    /// knows. At the last of `moments` the source differs from `base` in `changes`; the others are as true of it then, but for
+    /// those. Durable on return.
     pub(crate) fn begin(
         folder: &dyn Folder,
-        base: Epoch,
+        (trail, base): (&Trail, Epoch),
         moments: Vec<Epoch>,
         size: u64,
         block_size: u32,
         changes: Result<&Bitmap, String>,
     ) -> Result<(), SourceError> {
         let path = folder.path().join(NAME);
-        let head = |epochs: Vec<Epoch>, lost: Option<String>, after: Option<Uuid>| {
-            let time = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-            Head { epochs, lost, size, block_size, time: time.map_or(0, |d| d.as_secs()), after }
+        let head = |epochs: Vec<Epoch>, lost: Option<String>, after: Option<Uuid>| Head {
+            epochs,
+            lost,
+            size,
+            block_size,
+            time: now(),
+            after,
+            trail: false,
         };
         let (lost, changes) = match changes {
             Ok(changes) => (None, encoded(changes)),
             Err(why) => (Some(why), Vec::new()),
         };
         let fail = |e| SourceError::State { what: "write", path: path.clone(), error: e };
-        let mut content = MAGIC.to_vec();
-        content.extend(entry_bytes(&head(vec![base], Some(BEGINS.into()), None), &[]).map_err(fail)?);
+        let leads = trail.epochs().last() == Some(&base);
+        let mut content = if leads { trail.encode().map_err(fail)? } else { MAGIC.to_vec() };
+        if !leads {
+            content.extend(entry_bytes(&head(vec![base], Some(BEGINS.into()), None), &[]).map_err(fail)?);
+        }
         content.extend(entry_bytes(&head(moments, lost, Some(base.id)), &changes).map_err(fail)?);
         device::replace(folder, NAME, &content).map_err(fail)
     }
@@ -318,6 +333,11 @@ impl History {
             // It may be in the unreadable part.
             let why = next.lost.clone().unwrap_or_default();
             return Err(SourceError::Lost { since: epoch.number, why });
+        }
+        let unnamed = beyond.is_some_and(|at| self.entries[at].head.trail);
+        if unnamed && self.by_number(epoch.number).is_none() {
+            let why = "the replica that was promoted does not know what its source had at that epoch";
+            return Err(SourceError::Lost { since: epoch.number, why: why.into() });
         }
         let last = self.last().map_or(0, |e| e.number);
         let first = self.entries.first().and_then(|e| e.head.epochs.first()).map_or(0, |e| e.number);
@@ -505,7 +525,8 @@ impl History {
                 head.epochs.extend(&entry.head.epochs);
                 let extra = head.epochs.len().saturating_sub(IDS_KEPT);
                 head.epochs.drain(..extra);
-                let folded = Head { epochs: head.epochs, after: head.after, ..entry.head.clone() };
+                let trail = head.trail || entry.head.trail;
+                let folded = Head { epochs: head.epochs, after: head.after, trail, ..entry.head.clone() };
                 kept.push((folded, encoded(&changes)));
             } else {
                 kept.push((entry.head.clone(), encoded(&changes)));
@@ -525,6 +546,11 @@ impl History {
         *self = History::read(folder)?;
         Ok(())
     }
+}
+
+/// Seconds since 1970.
+fn now() -> u64 {
+    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |time| time.as_secs())
 }
 
 fn encoded(changes: &Bitmap) -> Vec<u8> {

@@ -60,6 +60,7 @@ pub use freeze::{Freeze, FreezeError, Prepared};
 pub use group::{Membership, SourceGroup, check_name, group_members, join_group, leave_group};
 pub use group_handle::GroupHandle;
 pub use handle::{Changes, Handle};
+pub use history::trail::{Step, Trail, leave_trail, note_step};
 pub use history::{EpochInfo, History, Position};
 pub use live::{Cut, CutOptions, FreezeMode, Live, RESIZED};
 pub use peek::{doubt, lost, recorded_since, written_since};

@@ -13,6 +13,7 @@ use uuid::Uuid;
 
 use crate::SourceError;
 use crate::history::History;
+use crate::history::trail::Trail;
 use crate::source::{Backing, Parts, PathBacking, Source, SourceOptions};
 use crate::stamp::Verdict;
 use crate::state::{ABOUT, About, StateDir, write_about};
@@ -28,6 +29,8 @@ pub struct Succession {
     pub line: Line,
     /// The replica's epoch.
     pub base: Epoch,
+    /// What the replica knows of the way to that epoch.
+    pub trail: Trail,
     /// The epoch of the promotion, and before it those that are as true of the disk but for `changes`; ascending.
     pub moments: Vec<Epoch>,
     /// Block size in bytes.
@@ -110,7 +113,8 @@ pub fn succeed_in(
         ..About::new(uuid, identity.clone(), block_size)
     };
     let changes = succession.changes.as_ref().map_err(String::clone);
-    History::begin(&*folder, base, succession.moments.clone(), disk.len(), block_size, changes)?;
+    let way = (&succession.trail, base);
+    History::begin(&*folder, way, succession.moments.clone(), disk.len(), block_size, changes)?;
     let history = History::read(&*folder)?;
     let parts = Parts { about: about.clone(), disk, folder: folder.clone(), backing, history, identity };
     let options = SourceOptions { read_only: true, ..SourceOptions::default() };

@@ -104,7 +104,16 @@ fn succession(uuid: Uuid) -> Succession {
     changes.set(3..5);
     let moments = vec![epoch(6), epoch(7), epoch(8)];
     let (line, block_size) = (delta::Line::default(), BLOCK as u32);
-    Succession { uuid, term: 3, line, base: epoch(5), moments, block_size, changes: Ok(changes) }
+    Succession {
+        uuid,
+        term: 3,
+        line,
+        base: epoch(5),
+        trail: Default::default(),
+        moments,
+        block_size,
+        changes: Ok(changes),
+    }
 }
 
 #[test]

@@ -7,10 +7,11 @@
 use std::path::{Path, PathBuf};
 
 use delta::{Epoch, Line};
+use device::Dir;
 use extents::Bitmap;
-use replica::{Demotion, Lineage, Released, UnsureSet};
+use replica::{Demotion, Lineage, Released, Replica, UnsureSet};
 use serde::Serialize;
-use source::{About, Handle, SourceError, SourceOptions, StateDir};
+use source::{About, Handle, History, SourceError, SourceOptions, StateDir};
 use uuid::Uuid;
 
 use crate::error::SyncError;
@@ -88,7 +89,7 @@ pub fn demote(
     let opening = open_options(options.journal_dir.as_deref(), state);
     let lineage = if path.exists() { replica::inspect(&path, &opening)? } else { None };
     if let Some(lineage) = lineage.filter(|lineage| lineage.role.promoted.is_none()) {
-        return again(state, &path, known, &lineage);
+        return again(state, &path, known, &lineage, &opening);
     }
     refuse_unfinished(&path, state)?;
     let Some((place, _)) = known else {
@@ -110,10 +111,20 @@ pub fn demote(
     let unwritten = || demotion.since.is_none() || trusted || undoubted();
     let replica = replica::demote(&about.path, &opening, &demotion, &|_| unwritten())?;
     list(&replica, Some(&known_replicas(state)));
+    leave_trail(&place, &replica);
     drop(replica);
     source::forget_source(state, &place, &about)?;
     summary.released = released(summary.term, &demotion);
     Ok(summary)
+}
+
+/// Leaves what the source knew to the replica that it is now, so that its history goes on where it is promoted again. Where that
+/// fails, it begins anew then.
+fn leave_trail(place: &Path, replica: &Replica) {
+    let folders = (Dir::existing(place), Dir::existing(replica.folder()));
+    if let (Ok(from), Ok(to)) = folders {
+        let _ = History::read(&from).and_then(|history| source::leave_trail(&history, &to));
+    }
 }
 
 fn released(term: u64, demotion: &Demotion) -> Option<Released> {
@@ -127,6 +138,7 @@ fn again(
     path: &Path,
     known: Option<(PathBuf, About)>,
     lineage: &Lineage,
+    opening: &replica::Options,
 ) -> Result<DemoteSummary, SyncError> {
     let (Some(source), Some(_)) = (lineage.source, &lineage.role.demoted) else {
         return Err(SyncError::Refused(format!(
@@ -136,6 +148,9 @@ fn again(
         )));
     };
     if let Some((place, about)) = known.filter(|(_, about)| about.uuid == source) {
+        if let Ok(replica) = Replica::open(path, opening) {
+            leave_trail(&place, &replica);
+        }
         source::forget_source(state, &place, &about)?;
     }
     let term = lineage.role.term;

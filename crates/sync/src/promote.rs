@@ -170,6 +170,7 @@ pub(crate) fn succession(
         term: mark.term,
         line: recorded.role.line.clone(),
         base: outlook.epoch,
+        trail: replica.trail(),
         moments,
         block_size,
         changes,

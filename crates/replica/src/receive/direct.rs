@@ -18,6 +18,7 @@ use crate::lineage::{Lineage, Position, State, Step, StepKind, Toward, known, re
 use crate::note::{self, Keeping};
 use crate::replica::Replica;
 use crate::role::Role;
+use crate::trail::Footprint;
 use crate::undo::Touched;
 use crate::unsure::{Passing, UnsureSet};
 
@@ -43,6 +44,8 @@ pub(super) struct Direct {
     /// What the delta replaces, if that is to be kept.
     touched: Option<Touched>,
     passing: Passing,
+    /// What it adds to the trail.
+    footprint: Option<Footprint>,
 }
 
 impl Replica {
@@ -259,6 +262,7 @@ impl Replica {
             saved: Instant::now(),
             saved_bytes: 0,
             touched: None,
+            footprint: None,
             passing: Passing::new(unsure.clone(), header),
             unsure_before: unsure,
         })))
@@ -294,6 +298,11 @@ impl Replica {
 }
 
 impl Direct {
+    /// What it adds to the trail is noted from here on: nothing was written yet.
+    pub(super) fn leaves(&mut self, footprint: Footprint) {
+        self.footprint = Some(footprint);
+    }
+
     /// Makes what has come durable if much has, or not for a while.
     pub(super) fn save_now_and_then(&mut self, replica: &mut Replica, toward: &Toward) -> Result<()> {
         let much = self.applier.written - self.saved_bytes >= replica.save_bytes();
@@ -338,6 +347,9 @@ impl Direct {
         let all = frame.is_none();
         if let Some(frame) = &frame {
             self.passing.records(&frame.records);
+            if let Some(footprint) = &mut self.footprint {
+                footprint.records(&frame.records);
+            }
             if let Some(touched) = &mut self.touched {
                 touched.records(&frame.records);
             }
@@ -364,7 +376,7 @@ impl Direct {
 
     /// Commits the delta, once its trailer was taken. Returns the bytes written and read.
     pub(super) fn finish(self, replica: &mut Replica, toward: &Toward) -> Result<(u64, u64)> {
-        let Direct { disk, mut applier, copies, passing, touched, .. } = self;
+        let Direct { disk, mut applier, copies, passing, touched, footprint, .. } = self;
         let size = toward.size;
         {
             let failed = |what| disk_error(what, replica.destination().path(), INTERRUPTED);
@@ -377,7 +389,11 @@ impl Direct {
         let counts = (applier.written, applier.read + copies.as_ref().map_or(0, |c| c.read));
         drop((applier, copies, disk));
         replica.keep_past(touched, toward)?;
-        let unsure = replica.keep_unsure(&passing.end(), INTERRUPTED)?;
+        let set = passing.end();
+        if let Some(mut footprint) = footprint {
+            footprint.reach(replica.state(), toward, &set);
+        }
+        let unsure = replica.keep_unsure(&set, INTERRUPTED)?;
         replica.commit_step(toward, unsure)?;
         Ok(counts)
     }

@@ -10,6 +10,7 @@ use crate::error::{INTERRUPTED, ReplicaError, Result, disk_error};
 use crate::journal::Contents;
 use crate::lineage::{Step, StepKind, Toward};
 use crate::replica::Replica;
+use crate::trail::Footprint;
 
 mod direct;
 mod journaled;
@@ -105,7 +106,8 @@ impl Replica {
         let seeds =
             header.is_seed() && header.resumes.is_none() && self.lineage().epoch != Some(toward.epoch);
         self.set_keep()?;
-        let sink = match self.lineage().step.as_ref().map(|s| s.kind) {
+        let footprint = self.footprint(&header)?;
+        let mut sink = match self.lineage().step.as_ref().map(|s| s.kind) {
             _ if seeds => self.seed(&toward, &header)?,
             Some(StepKind::NewFile { .. } | StepKind::Clone { .. }) => self.go_on(&toward, &header)?,
             _ => match commit {
@@ -124,7 +126,20 @@ impl Replica {
                 Commit::Reflink => self.reflink(&toward, &header)?,
             },
         };
+        if let Sink::Direct(direct) = &mut sink {
+            direct.leaves(footprint);
+        }
         Ok(DeltaReceiver { replica: self, decoder, toward, sink, failed: false })
+    }
+
+    /// What a delta with this header adds to the trail, if it goes where the destination is. A journal says it itself.
+    fn footprint(&self, header: &Header) -> Result<Footprint> {
+        let mut footprint = Footprint::new(self.lineage(), self.unsure()?);
+        footprint.header(header);
+        if header.resumes.is_some() {
+            footprint.is_late();
+        }
+        Ok(footprint)
     }
 
     /// Remembers the source's term, and what led to it, before anything of it is taken. A delta in a file does not tell.

@@ -107,6 +107,7 @@ fn check(s: &Scenario<'_>, world: &World, turn: u64, what: &str) {
         let status = replica.status();
         assert_eq!((status.epoch, status.state), (Some(source.epochs[to]), State::Exact));
         assert_eq!((status.under_way(), status.resumes), (false, None));
+        source.check_trail(&replica);
         drop(replica);
         let left: Vec<String> = next.names();
         assert!(

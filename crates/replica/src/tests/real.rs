@@ -60,7 +60,7 @@ fn a_file_is_seeded_and_kept_up_to_date() {
     let lineage = inspect(&path, &Options::default()).unwrap().unwrap();
     assert_eq!((lineage.epoch, lineage.state), (Some(source.epochs[3]), State::Exact));
     assert_eq!(names(temp.path()), [".vm.raw.dsync", "vm.raw"]);
-    assert_eq!(names(&temp.path().join(".vm.raw.dsync")), ["lineage", "lock", "present"]);
+    assert_eq!(names(&temp.path().join(".vm.raw.dsync")), ["history", "lineage", "lock", "present"]);
     assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
     // A single write by anybody, an instant later.
     let mut replica = open(&path).unwrap();

@@ -42,6 +42,28 @@ pub(crate) struct Source {
 }
 
 impl Source {
+    /// What a replica knows of the way to its epoch leaves out nothing that changed. Returns how many earlier epochs it knows.
+    pub(crate) fn check_trail(&self, replica: &Replica) -> usize {
+        let trail = replica.trail();
+        let Some(at) = replica.status().epoch.map(|epoch| self.index(&epoch)) else { return 0 };
+        let earlier = trail.epochs().into_iter().filter(|epoch| *epoch != self.epochs[at]);
+        let mut known = 0;
+        for epoch in earlier {
+            let Some(ranges) = trail.lacks(&epoch) else { continue };
+            known += 1;
+            let (then, now) = (&self.images[self.index(&epoch)], &self.images[at]);
+            for (block, (then, now)) in then.chunks(4096).zip(now.chunks(4096)).enumerate() {
+                let told = ranges.iter().any(|range| range.contains(&(block as u64 * 4096)));
+                let short = then.len().min(now.len());
+                assert!(
+                    told || then[..short] == now[..short],
+                    "block {block} since {epoch:?} is not in the trail to {at}"
+                );
+            }
+        }
+        known
+    }
+
     /// Epochs of sizes in blocks. The first image has content, zero blocks and holes.
     pub(crate) fn new(seed: u64, blocks: &[u64]) -> Source {
         let mut dice = Random::seeded(seed);
@@ -576,12 +598,14 @@ impl World {
         std::fs::remove_file(self.site().join(NAME)).unwrap();
     }
 
+    /// What lies in the site and in the folder of the state, but for the trail.
     pub(crate) fn names(&self) -> Vec<String> {
         let dirs = [self.site(), self.state()];
         let mut names: Vec<String> = dirs
             .iter()
             .flat_map(|d| std::fs::read_dir(d).unwrap())
             .map(|e| e.unwrap().file_name().into_string().unwrap())
+            .filter(|name| name != "history")
             .collect();
         names.sort();
         names
