@@ -217,8 +217,34 @@ fn a_first_copy_that_was_cut_off_is_reported() {
     let (scene, far) = (Scene::new("first copy", 32 * MIB), Far::new(RSH));
     far.sync(&scene, &[], Some(2 * MIB)).output();
     assert_eq!(problems(&far.site, &[]), ["incomplete"]);
+    // Neither host says that all is well, and the source's says what failed.
+    assert_eq!(problems(&scene.site, &[]), ["incomplete"]);
+    let told = |options: &[&str]| scene.site.dsync(["status"]).args(options).output().text();
+    assert!(told(&["--check"]).contains("the first copy of"), "{}", told(&["--check"]));
+    assert!(told(&[]).contains(": the first copy failed on"), "{}", told(&[]));
     far.sync(&scene, &[], None).ok();
     assert_eq!(problems(&far.site, &[]), none());
+    assert_eq!(problems(&scene.site, &[]), none());
+}
+
+#[test]
+fn a_first_copy_that_is_killed_is_reported_until_it_is_given_up() {
+    let (scene, far) = (Scene::new("killed first copy", 32 * MIB), Far::new(RSH));
+    let name = format!("far:{}", far.replica().display());
+    let copy = far.sync(&scene, &["--bwlimit", "1M"], None).start();
+    let until = Instant::now() + Duration::from_secs(120);
+    let told = || scene.site.dsync(["status", "--check"]).output().text();
+    while !told().contains("is under way") {
+        assert!(Instant::now() < until, "{}", told());
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    copy.killed();
+    assert!(told().contains("was interrupted"), "{}", told());
+    assert_eq!(problems(&scene.site, &[]), ["incomplete"]);
+    let forgotten = scene.site.dsync(["forget", "vm", &name]).ok().text();
+    assert!(forgotten.contains("its first copy was never completed"), "{forgotten}");
+    assert_eq!(problems(&scene.site, &[]), none());
+    scene.site.dsync(["forget", "vm", &name]).code(1);
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, bail};
 use replica::{KnownReplicas, Replica};
 use serde::Serialize;
-use source::{About, Bookmarks, SourceError, StateDir};
+use source::{About, Bookmarks, SourceError, StateDir, Tally};
 
 use crate::failure::Failure;
 use crate::output::Output;
@@ -113,16 +113,22 @@ pub(crate) fn bookmark(
     output: &Output,
 ) -> Result<()> {
     let (place, about) = crate::known(what, state)?;
+    let bookmarks = Bookmarks::read(&device::Dir::open(&place)?)?;
+    let begun: Vec<String> =
+        Tally::all(&place).into_iter().filter(Tally::is_first_copy).map(|tally| tally.replica).collect();
+    let is_remembered =
+        |name: &str| bookmarks.0.contains_key(name) || begun.iter().any(|known| known == name);
     // A replica on this host is remembered by its path without links.
-    let remembered = Bookmarks::read(&device::Dir::open(&place)?)?;
     let path = local::path_of(name).ok().map(|path| path.display().to_string());
-    let name = match path.as_deref().filter(|path| remembered.0.contains_key(*path)) {
-        Some(path) if !remembered.0.contains_key(name) => path,
+    let name = match path.as_deref().filter(|path| is_remembered(path)) {
+        Some(path) if !is_remembered(name) => path,
         _ => name,
     };
+    let is_known = bookmarks.0.contains_key(name);
+    let is_remembered = is_remembered(name);
     if !dry_run {
         source::forget_bookmark(&place, &about, name)?;
-    } else if !remembered.0.contains_key(name) {
+    } else if !is_remembered {
         bail!(SourceError::Unknown(format!(
             "{} has no checkpoint or replica \"{name}\": \"dsync status {0}\" lists them",
             about.path.display()
@@ -130,6 +136,7 @@ pub(crate) fn bookmark(
     }
     let cost = match source::is_plain(name) {
         true => "its reader must read everything the next time",
+        false if !is_known => "its first copy was never completed",
         false => "after the history is compacted, the next sync of that replica compares all of it",
     };
     let (kind, cost) = ("bookmark", cost.into());

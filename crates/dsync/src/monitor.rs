@@ -8,13 +8,13 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use anyhow::{Context as _, Result, bail};
 use replica::KnownReplica;
 use serde::Serialize;
-use source::{About, LastVerify, StateDir};
+use source::{About, LastVerify, StateDir, Tally};
 
 use crate::exposition::{Exposition, Metric};
 use crate::failure::Failure;
 use crate::local::{LocalReplica, ROLES, STATES, path_of};
 use crate::output::Output;
-use crate::status::{Lacking, SourceStatus, missing, unreadable};
+use crate::status::{Lacking, SourceStatus, first_copy, missing, unreadable};
 use crate::{args, failure, units};
 
 /// What this host knows of sources and replicas.
@@ -121,6 +121,10 @@ pub(crate) fn problems(found: &Found, args: &args::Status) -> Result<Vec<Problem
         problems.extend(of_source(source));
         let replicas = source.replicas.iter().filter_map(|r| of_replica(source, r, args.max_age));
         problems.extend(replicas);
+        // One on this host is judged by its own state.
+        let elsewhere = |name: &str| found.replicas.iter().all(|local| local.path != Path::new(name));
+        let begun = source.first_copies.iter().filter(|tally| elsewhere(&tally.replica));
+        problems.extend(begun.map(|tally| of_first_copy(source, tally)));
     }
     if args.path.is_none() {
         problems.extend(of_trackers(&found.sources)?);
@@ -206,6 +210,17 @@ fn of_replica(source: &SourceStatus, replica: &Lacking, max_age: Option<Duration
         replica: Some(name.clone()),
         ..Problem::of(word, message)
     })
+}
+
+/// A replica of which no copy was ever complete.
+fn of_first_copy(source: &SourceStatus, tally: &Tally) -> Problem {
+    let (path, name) = (source.path.display(), &tally.replica);
+    let how = first_copy(tally);
+    let message = format!(
+        "replica is incomplete: the first copy of {path} to {name} {how}; to give it up: dsync forget {path} {name}"
+    );
+    let problem = Problem::of("incomplete", message);
+    Problem { source: Some(source.path.clone()), replica: Some(name.clone()), ..problem }
 }
 
 /// Trackers of disks that are not sources yet: those of the others are judged with them.

@@ -17,6 +17,8 @@ use crate::output::Output;
 use crate::{failure, track, units};
 
 /// What is known of a source.
+///
+/// More than fifteen fields: they are the keys of its JSON object, which is flat.
 #[derive(Serialize)]
 pub(crate) struct SourceStatus {
     kind: &'static str,
@@ -38,6 +40,8 @@ pub(crate) struct SourceStatus {
     pub lost: Option<String>,
     served: Option<Status>,
     pub replicas: Vec<Lacking>,
+    /// Replicas of which no copy was ever complete.
+    pub first_copies: Vec<Tally>,
     /// The named checkpoints, as "dsync checkpoint --list" has them.
     checkpoints: Vec<Listed>,
     /// The group that it is in.
@@ -186,6 +190,10 @@ impl SourceStatus {
         let replicas =
             bookmarks.replicas().map(|(replica, bookmark)| lacks(replica.clone(), bookmark.clone()));
         let replicas: Vec<Lacking> = replicas.collect();
+        let mut first_copies = Tally::all(place);
+        first_copies.retain(|tally| {
+            tally.is_first_copy() && replicas.iter().all(|known| known.replica != tally.replica)
+        });
         let status = SourceStatus {
             kind: "source",
             path: about.path,
@@ -200,6 +208,7 @@ impl SourceStatus {
             lost,
             served,
             replicas,
+            first_copies,
             checkpoints,
             group: Group::of_source(&folder, history.last())?,
         };
@@ -284,6 +293,18 @@ pub(crate) fn missing(status: &SourceStatus) -> String {
     }
 }
 
+/// How far the first copy of a replica is.
+pub(crate) fn first_copy(tally: &Tally) -> String {
+    match (&tally.work, &tally.failed) {
+        (Some(work), _) if work.is_alive() => match work.bytes_total {
+            0 => "is under way".to_owned(),
+            total => format!("is under way, {} of {}", units::size(work.bytes_done), units::size(total)),
+        },
+        (None, Some(failed)) => format!("failed on {}: {}", device::moment(failed.time), failed.message),
+        _ => "was interrupted: run it again".to_owned(),
+    }
+}
+
 fn say(status: &SourceStatus, output: &Output) {
     let size = status.size.map_or_else(|| "not at this path".to_owned(), units::size);
     output.say(&format!(
@@ -295,37 +316,7 @@ fn say(status: &SourceStatus, output: &Output) {
     if let Some(began) = status.began {
         output.say(&format!("  promoted: term {}, which began at epoch {began}", status.term));
     }
-    match &status.served {
-        Some(served) => {
-            output.say(&format!(
-                "  served by process {}, {} written since {}",
-                served.process,
-                units::many(served.dirty, "block"),
-                if status.epoch.is_some() { "the last checkpoint" } else { "it was first served" }
-            ));
-            if let Some(why) = &served.lost {
-                output.say(&format!("  earlier changes are not known: {why}"));
-            }
-            if served.active_regions > 0 {
-                output.say(&format!(
-                    "  a power cut now would mark {} of {} as changed",
-                    units::many(served.active_regions, "region"),
-                    units::size(served.region)
-                ));
-            }
-            if served.views > 0 {
-                output.say(&format!(
-                    "  {} open, with {} of old data kept",
-                    units::many(served.views as u64, "snapshot"),
-                    units::size(served.kept_bytes)
-                ));
-            }
-        }
-        None if trackers::find(&status.path).is_ok_and(|tracker| tracker.is_some()) => {
-            output.say("  tracked in the kernel");
-        }
-        None => output.say("  not served"),
-    }
+    say_tracked(status, output);
     if status.size.is_none() {
         output.say(&format!("  {}", missing(status)));
     }
@@ -360,8 +351,46 @@ fn say(status: &SourceStatus, output: &Output) {
             device::moment(replica.time)
         ));
     }
+    for tally in &status.first_copies {
+        output.say(&format!("  {}: the first copy {}", tally.replica, first_copy(tally)));
+    }
     for checkpoint in &status.checkpoints {
         output.say(&format!("  checkpoint {}", checkpoint.told(status.block_size)));
+    }
+}
+
+/// Prints who records the writes to a source.
+fn say_tracked(status: &SourceStatus, output: &Output) {
+    match &status.served {
+        Some(served) => {
+            output.say(&format!(
+                "  served by process {}, {} written since {}",
+                served.process,
+                units::many(served.dirty, "block"),
+                if status.epoch.is_some() { "the last checkpoint" } else { "it was first served" }
+            ));
+            if let Some(why) = &served.lost {
+                output.say(&format!("  earlier changes are not known: {why}"));
+            }
+            if served.active_regions > 0 {
+                output.say(&format!(
+                    "  a power cut now would mark {} of {} as changed",
+                    units::many(served.active_regions, "region"),
+                    units::size(served.region)
+                ));
+            }
+            if served.views > 0 {
+                output.say(&format!(
+                    "  {} open, with {} of old data kept",
+                    units::many(served.views as u64, "snapshot"),
+                    units::size(served.kept_bytes)
+                ));
+            }
+        }
+        None if trackers::find(&status.path).is_ok_and(|tracker| tracker.is_some()) => {
+            output.say("  tracked in the kernel");
+        }
+        None => output.say("  not served"),
     }
 }
 

@@ -136,6 +136,25 @@ impl Tally {
         if is_it { tally } else { Tally { replica: replica.to_owned(), ..Tally::default() } }
     }
 
+    /// The tallies in a source's folder, by the names of the replicas.
+    pub fn all(folder: &Path) -> Vec<Tally> {
+        let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+        let files = entries.map(|entry| entry.path()).filter(|path| {
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            name.starts_with(PREFIX) && path.extension().is_none()
+        });
+        let read = |path: PathBuf| serde_json::from_slice(&std::fs::read(path).ok()?).ok();
+        let mut all: Vec<Tally> = files.filter_map(read).collect();
+        all.sort_by(|a, b| a.replica.cmp(&b.replica));
+        all
+    }
+
+    /// True if a copy to the replica has begun, and none has ever come to its end.
+    pub fn is_first_copy(&self) -> bool {
+        let copies = |work: &Work| work.what != "verify";
+        self.syncs == 0 && (self.failed.is_some() || self.work.as_ref().is_some_and(copies))
+    }
+
     /// Changes the tally of a replica. What cannot be written is left as it was.
     fn change(folder: &Path, replica: &str, change: impl FnOnce(&mut Tally)) {
         let path = file(folder, replica);
@@ -188,15 +207,18 @@ impl Counter {
         Tally::change(&self.folder, &self.replica, change);
     }
 
-    /// Work for it ended with a failure. Of a replica that its source does not know, nothing is kept.
+    /// Work for it ended with a failure. Of a replica that its source does not know, nothing is kept, unless a first copy to it has
+    /// begun.
     pub fn fail(&self, message: &str) {
         let bookmarks = device::Dir::existing(&self.folder).map(|folder| Bookmarks::read(&folder));
-        match bookmarks {
-            Ok(Ok(known)) if known.0.contains_key(&self.replica) => self.count(|tally| {
+        let is_known = matches!(bookmarks, Ok(Ok(known)) if known.0.contains_key(&self.replica));
+        if is_known || Tally::read(&self.folder, &self.replica).is_first_copy() {
+            self.count(|tally| {
                 tally.work = None;
                 tally.fail(message);
-            }),
-            _ => Tally::forget(&self.folder, &self.replica),
+            });
+        } else {
+            Tally::forget(&self.folder, &self.replica);
         }
     }
 }
