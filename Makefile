@@ -12,7 +12,7 @@ export PATH := $(PATH):$(HOME)/.cargo/bin
 completions := bash-completion/completions/dsync zsh/site-functions/_dsync fish/vendor_completions.d/dsync.fish
 target := $(or $(CARGO_TARGET_DIR),target)
 
-.PHONY: all build bpf demo test test-vm test-deb check deny msrv soak bench figures artifact install uninstall deb doc clean
+.PHONY: all build bpf demo test test-vm test-deb check deny msrv soak bench figures artifact install uninstall deb static test-static doc clean
 
 all: build
 
@@ -137,6 +137,18 @@ deb:
 test-deb: deb
 	@scripts/setup test-deb
 	tests/package.sh $(packages)
+
+# One file that runs on any Linux of this architecture, whatever its C library.
+musl := $(shell uname -m)-unknown-linux-musl
+static:
+	@scripts/setup build static
+	@if command -v rustup >/dev/null; then rustup -q target add $(musl); fi
+	$(CARGO) build --release -p dsync --target $(musl)
+	strip -o $(target)/dsync-static $(target)/$(musl)/release/dsync
+
+# It needs no file but itself: a demonstration in a root with nothing else.
+test-static: static
+	tests/static.sh $(target)/dsync-static
 
 doc:
 	@scripts/setup build

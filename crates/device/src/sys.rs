@@ -7,7 +7,8 @@ use std::os::fd::AsRawFd;
 /// The minute of the day by the system's local time (TZ, else /etc/localtime), as it is now.
 pub fn local_minute() -> u16 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-    let seconds = now.as_secs() as libc::time_t;
+    // `time_t` by its use: musl's is about to change.
+    let seconds = now.as_secs().try_into().unwrap_or_default();
     // SAFETY: tm is plain data, for which zeroes are a valid value.
     let mut local: libc::tm = unsafe { std::mem::zeroed() };
     // SAFETY: both pointers are to values that outlive the call.
