@@ -237,8 +237,8 @@ impl StateFile for RealFile {
         if failed != 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
     fn map(&self, len: u64) -> io::Result<Mapping> {
-        self.writable()?;
-        match copies_on_write(&self.file)? {
+        // What is only looked at may be a copy as well.
+        match self.read_only || copies_on_write(&self.file)? {
             true => Mapping::copy(&self.file, len),
             false => Mapping::new(&self.file, len),
         }

@@ -30,15 +30,29 @@ pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -
         journal_dir: args.journal_dir.clone(),
         with: args.with.clone(),
     };
-    let promotion = sync::promote(state, &path, &options).map_err(|error| not_promoted(error, &path))?;
+    let promotion = sync::promote(state, &path, &options)
+        .map_err(|error| not_promoted(error, &path, has_begun(&path, &options, state)))?;
     promotion.recovered.iter().for_each(|recovered| output.warn(recovered));
     say_promotion(&promotion, output);
     output.summary(&promotion);
     Ok(())
 }
 
+/// True unless it is certain that a promotion which failed has changed nothing.
+fn has_begun(path: &Path, options: &PromoteOptions, state: &StateDir) -> bool {
+    let opening = replica::Options {
+        folder: options.journal_dir.clone(),
+        devices: state.replicas_folder(),
+        ..Default::default()
+    };
+    // The mark is the first step. What is put into the replica before it, of a rehearsal, may be there in part.
+    let is_marked = |lineage: replica::Lineage| lineage.role.promoted.is_some();
+    let lineage = replica::inspect(path, &opening).ok().flatten();
+    options.with.is_some() || lineage.is_none_or(is_marked)
+}
+
 /// An error of a promotion, with what to do where the source is gone.
-pub(crate) fn not_promoted(error: SyncError, path: &Path) -> anyhow::Error {
+pub(crate) fn not_promoted(error: SyncError, path: &Path, has_begun: bool) -> anyhow::Error {
     let path = path.display();
     let why = match &error {
         SyncError::Replica(ReplicaError::Busy { .. }) => format!(
@@ -49,6 +63,9 @@ pub(crate) fn not_promoted(error: SyncError, path: &Path) -> anyhow::Error {
             "{path} cannot be promoted, because it may hold what its source never was. If its source is gone, \"dsync forget \
              {path}\" makes it a plain disk as it is"
         ),
+        error if error.class() == Class::Failed && !has_begun => {
+            format!("{path} was not promoted: it is a replica as before, and nothing was changed")
+        }
         error if error.class() == Class::Failed => format!(
             "the promotion of {path} is not complete: run the command again once that is mended, which completes it"
         ),

@@ -24,7 +24,8 @@ pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -
     }
     let dir = std::path::absolute(&args.replica)?;
     let options = PromoteOptions { force: args.force, dry_run: args.dry_run, ..PromoteOptions::default() };
-    let promotion = sync::promote_group(state, &dir, &options).map_err(|error| not_promoted(error, &dir))?;
+    let promotion =
+        sync::promote_group(state, &dir, &options).map_err(|error| not_promoted(error, &dir, true))?;
     for member in &promotion.members {
         member.recovered.iter().for_each(|recovered| output.warn(recovered));
         say_promotion(member, output);

@@ -94,6 +94,33 @@ pub struct Position {
     pub upto: u64,
 }
 
+/// In place of the file of a history that has not begun.
+struct Nothing;
+
+impl StateFile for Nothing {
+    fn len(&self) -> io::Result<u64> {
+        Ok(0)
+    }
+    fn read_at(&self, _offset: u64, _buf: &mut [u8]) -> io::Result<()> {
+        Err(io::ErrorKind::UnexpectedEof.into())
+    }
+    fn write_at(&self, _offset: u64, _buf: &[u8]) -> io::Result<()> {
+        Err(io::ErrorKind::ReadOnlyFilesystem.into())
+    }
+    fn set_len(&self, _len: u64) -> io::Result<()> {
+        Err(io::ErrorKind::ReadOnlyFilesystem.into())
+    }
+    fn reserve(&self, _len: u64) -> io::Result<()> {
+        Err(io::ErrorKind::ReadOnlyFilesystem.into())
+    }
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
+    fn map(&self, _len: u64) -> io::Result<device::Mapping> {
+        Err(io::ErrorKind::ReadOnlyFilesystem.into())
+    }
+}
+
 /// The history, read.
 pub struct History {
     path: PathBuf,
@@ -104,11 +131,32 @@ pub struct History {
 
 impl History {
     /// Reads the history in `folder`; an empty one if there is none. No lock is needed: a log only grows,
-    /// and is only ever replaced by an equivalent one.
+    /// and is only ever replaced by an equivalent one. Changes nothing, so the folder may be read-only.
     pub fn read(folder: &dyn Folder) -> Result<History, SourceError> {
         let path = folder.path().join(NAME);
+        match folder.open(NAME, false) {
+            Ok(file) => History::of(path, file),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                Ok(History { path, file: Box::new(Nothing), entries: Vec::new(), end: 8 })
+            }
+            Err(error) => Err(SourceError::state("open", &path)(error)),
+        }
+    }
+
+    /// The same for the process that holds the state, and appends to it: what was read is durable. A process that was killed may have
+    /// left an epoch in memory only, and what a replica is brought to must still be known after a power cut.
+    pub(crate) fn hold(folder: &dyn Folder) -> Result<History, SourceError> {
+        let path = folder.path().join(NAME);
+        let file = folder.open(NAME, true).map_err(SourceError::state("open", &path))?;
+        let history = History::of(path, file)?;
+        history.file.sync().map_err(SourceError::state("sync", &history.path))?;
+        folder.sync().map_err(SourceError::state("sync", folder.path()))?;
+        Ok(history)
+    }
+
+    /// Reads the entries in a file.
+    fn of(path: PathBuf, file: Box<dyn StateFile>) -> Result<History, SourceError> {
         let fail = |what| SourceError::state(what, &path);
-        let file = folder.open(NAME, true).map_err(fail("open"))?;
         let len = file.len().map_err(fail("read"))?;
         let mut history = History { path: path.clone(), file, entries: Vec::new(), end: 8 };
         if len < 8 {
@@ -129,13 +177,6 @@ impl History {
             (history.end, from) = (end, end);
         }
         Ok(history)
-    }
-
-    /// Makes durable what was read, for the process that holds the state. A process that was killed may have left an epoch in memory
-    /// only, and what a replica is brought to must still be known after a power cut.
-    pub(crate) fn make_durable(&self, folder: &dyn Folder) -> Result<(), SourceError> {
-        self.file.sync().map_err(SourceError::state("sync", &self.path))?;
-        folder.sync().map_err(SourceError::state("sync", folder.path()))
     }
 
     /// Adds an entry that was read. If it does not follow the previous one, there is a gap between them.
@@ -543,7 +584,7 @@ impl History {
             content.extend(entry_bytes(&entry.head, &changes).map_err(fail)?);
         }
         device::replace(folder, NAME, &content).map_err(fail)?;
-        *self = History::read(folder)?;
+        *self = History::hold(folder)?;
         Ok(())
     }
 }
@@ -581,6 +622,16 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::BTreeSet;
 
+    #[test]
+    fn a_reader_changes_nothing() {
+        let (temp, dir) = scratch();
+        let history = History::read(&dir).unwrap();
+        assert!(history.last().is_none() && history.epochs().is_empty());
+        assert_eq!(std::fs::read_dir(temp.path()).unwrap().count(), 0);
+        History::hold(&dir).unwrap();
+        assert_eq!(std::fs::read_dir(temp.path()).unwrap().count(), 1);
+    }
+
     fn scratch() -> (tempfile::TempDir, Dir) {
         let temp = tempfile::tempdir().unwrap();
         let dir = Dir::open(temp.path()).unwrap();
@@ -602,7 +653,7 @@ mod tests {
     const BLOCKS: u64 = 100;
 
     fn filled(dir: &Dir, epochs: &[Vec<u64>]) -> (History, Vec<Epoch>) {
-        let mut history = History::read(dir).unwrap();
+        let mut history = History::hold(dir).unwrap();
         let ids: Vec<Epoch> = (1..=epochs.len() as u64).map(|n| epoch(n * 3)).collect();
         for (id, set) in ids.iter().zip(epochs) {
             history.append(*id, None, BLOCKS * 4096, 4096, &bitmap(BLOCKS, set)).unwrap();
@@ -666,7 +717,7 @@ mod tests {
         let second_end = history.entries[1].changes.end;
         for cut in second_end..whole.len() as u64 {
             std::fs::write(temp.path().join(NAME), &whole[..cut as usize]).unwrap();
-            let mut history = History::read(&dir).unwrap();
+            let mut history = History::hold(&dir).unwrap();
             assert_eq!(history.last(), Some(ids[1]), "cut at {cut}");
             let next = epoch(50);
             history.append(next, None, BLOCKS * 4096, 4096, &bitmap(BLOCKS, &[9])).unwrap();
@@ -713,7 +764,7 @@ mod tests {
             (1..5).map(|n| (format!("without {n}"), [&whole[..ends[n - 1]], &whole[ends[n]..]].concat(), n));
         for (what, bytes, hurt) in flipped.chain(gone) {
             std::fs::write(&path, bytes).unwrap();
-            let mut history = History::read(&dir).unwrap();
+            let mut history = History::hold(&dir).unwrap();
             assert_eq!(history.last(), Some(ids[5]), "{what}: what came later still stands");
             for at in 0..6 {
                 assert_eq!(misses(&history, &ids, &epochs, at), None, "{what}");
@@ -844,7 +895,7 @@ mod tests {
     #[test]
     fn what_a_disk_grew_by_has_changed_even_if_it_had_been_larger() {
         let (_temp, dir) = scratch();
-        let mut history = History::read(&dir).unwrap();
+        let mut history = History::hold(&dir).unwrap();
         let ids: Vec<Epoch> = (1..=3).map(epoch).collect();
         for (id, (blocks, set)) in ids.iter().zip([(100, 1), (40, 2), (80, 3)]) {
             history.append(*id, None, blocks * 4096, 4096, &bitmap(blocks, &[set])).unwrap();

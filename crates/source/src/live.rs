@@ -188,8 +188,7 @@ impl Live {
         write_about(&*folder, &about)?;
         // A stamp of a server is not valid from here on.
         ImageStamp::forget(&*folder)?;
-        let history = History::read(&*folder)?;
-        history.make_durable(&*folder)?;
+        let history = History::hold(&*folder)?;
         let since = tracker.released()?;
         let lost = match since {
             _ if tracker.size() != disk.len() => Some(RESIZED.into()),

@@ -501,8 +501,7 @@ impl Source {
         backing: Box<dyn Backing>,
         options: &SourceOptions,
     ) -> Result<Source, SourceError> {
-        let history = History::read(&*folder)?;
-        history.make_durable(&*folder)?;
+        let history = History::hold(&*folder)?;
         let identity = backing.identity()?;
         let last = history.last().map_or(0, |e| e.number);
         let found = Self::verdict(&*folder, &*backing, &identity, last, options.trust_device)?;

@@ -31,9 +31,12 @@ pub struct LastWriteTime {
 }
 
 impl LastWriteTime {
-    /// Opens the file, or creates it. Values of an earlier run are kept.
+    /// Opens the file, or creates it. Values of an earlier run are kept. Where the folder is read-only, it can be looked at.
     pub fn open(folder: &dyn Folder, clock: Clock) -> io::Result<LastWriteTime> {
-        let file = folder.open(NAME, true)?;
+        let file = folder.open(NAME, true).or_else(|error| match error.kind() {
+            io::ErrorKind::ReadOnlyFilesystem => folder.open(NAME, false).map_err(|_| error),
+            _ => Err(error),
+        })?;
         if file.len()? < 4096 {
             file.reserve(4096)?;
             file.sync()?;
