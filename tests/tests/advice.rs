@@ -90,7 +90,19 @@ fn a_replica_on_a_read_only_mount_is_proven_and_not_changed() {
     };
     let (disk, replica) = (site.image("vm.raw", 4 * MIB), place.join("vm.raw"));
     site.sync(&disk, &replica, &[]).ok();
+    // A source whose state is there as well, and its replica.
+    let (state, other, kept) = (place.join("state"), site.image("other.raw", MIB), site.path("kept.raw"));
+    let of_state = |command: &[&str]| site.dsync(["--state-dir"]).arg(&state).args(command);
+    of_state(&["sync"]).args([&other, &kept]).ok();
     Run::new("mount").args(["-o", "remount,ro"]).arg(&place).ok();
+    let other = other.to_str().expect("a name");
+    of_state(&["status"]).ok();
+    for command in [&["status", "-v", other][..], &["status", "--check", other], &["status", "--prometheus"]]
+    {
+        of_state(command).ok();
+    }
+    let forced = site.dsync(["promote", "--force"]).arg(&replica).code(1);
+    assert!(forced.stderr.contains("nothing was changed"), "{forced}");
     let verify = || site.dsync(["verify"]).arg(&disk).arg(&replica);
     verify().ok();
     site.dsync(["status"]).arg(&replica).ok();
@@ -269,6 +281,15 @@ fn a_chmod_or_a_move_is_told_from_a_write_and_cleared_by_a_verification() {
     scene.site.dsync(quoted(&refused.stderr, "dsync verify --repair")).ok();
     scene.site.sync(&scene.image, &moved, &[]).ok();
     image::assert_equal(&scene.image, &moved);
+
+    // A write is told as one by each command, however often it was noticed.
+    std::thread::sleep(std::time::Duration::from_millis(50));
+    image::scribble(&moved, MIB, image::BLOCK, &mut scene.random);
+    scene.site.sync(&scene.image, &moved, &[]).code(4).says(&["content written "]);
+    for _ in 0..2 {
+        let warned = scene.site.dsync(["verify"]).arg(&scene.image).arg(&moved).code(5);
+        assert!(warned.stderr.contains("content written ") && !warned.stderr.contains(why), "{warned}");
+    }
 }
 
 #[test]

@@ -222,6 +222,9 @@ fn a_destination_in_use() {
     let socket = scene.site.socket("second");
     let second = scene.site.dsync(["serve"]).arg(&scene.image).arg("--socket").arg(&socket).code(6);
     second.says(&["vm.raw"]);
+    // And not overwritten meanwhile: a restore waits for the end of its server.
+    let restored = scene.site.sync(&scene.replica, &scene.image, &["--adopt"]).code(6);
+    restored.says(&["vm.raw is in use", "stop that server"]);
 }
 
 #[test]

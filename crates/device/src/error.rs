@@ -94,6 +94,12 @@ impl DeviceError {
         self.kind == DeviceErrorKind::InUse
     }
 
+    /// The process of dsync itself that has it open, if that is what forbids it.
+    pub fn dsync_holder(&self) -> Option<&str> {
+        let begins = self.why.find("(dsync").filter(|_| self.is_refusal())?;
+        self.why[begins + 1..].split(')').next()
+    }
+
     /// The file or device.
     pub fn path(&self) -> &Path {
         &self.path

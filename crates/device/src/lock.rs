@@ -46,7 +46,7 @@ pub struct ImageLock {
     _file: File,
 }
 
-/// The way out if dsync itself holds the lock: with the same state directory the source would have been reported as in use.
+/// The way out if dsync itself holds the lock: for a source with the same state directory, it would have been reported as in use.
 const OTHER_STATE: &str =
     "stop it, or pass its state directory with --state-dir; if that was removed, restart it";
 

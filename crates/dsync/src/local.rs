@@ -156,7 +156,7 @@ fn told(known: &KnownReplica, unsure: u64) -> (&'static str, Option<String>) {
         Condition::Changed(why) => {
             let what = format!(
                 "was changed by another program since its last commit ({why}), and syncs to it are refused: find out who \
-                 writes there; \"dsync sync --adopt\" overwrites what was written"
+                 writes there; \"dsync verify\" shows what differs, and \"dsync verify --repair\" overwrites it with the source"
             );
             ("changed", Some(what))
         }
@@ -173,6 +173,14 @@ fn told(known: &KnownReplica, unsure: u64) -> (&'static str, Option<String>) {
         Condition::Missing => {
             let what = format!(
                 "is missing: mount its file system or attach its disk; if it is gone for good: dsync forget {path}"
+            );
+            ("missing", Some(what))
+        }
+        Condition::Stateless(folder) => {
+            let what = format!(
+                "is there, but its state is missing: put {} back; without it, \"dsync sync --adopt\" compares all of it with its source, and \"dsync \
+                 forget {path}\" leaves it as a plain disk",
+                folder.display()
             );
             ("missing", Some(what))
         }

@@ -96,7 +96,9 @@ impl Replica {
     /// In what way others have changed the destination, as exactly as its times tell.
     pub(crate) fn how_changed(&self, why: &str) -> String {
         let found = self.destination().stamp(Name::Final).ok().flatten();
-        let left = self.left().or(self.lineage().stamp.as_ref());
+        let recorded = self.lineage().stamp.as_ref();
+        // In doubt, what it was left like is what others have left.
+        let left = if self.changed().is_some() { recorded } else { self.left().or(recorded) };
         match found.filter(|_| why == WRITTEN).and_then(|now| Some((now.changed, now.written?))) {
             // A write moves both times, but any program may set this one back.
             Some((changed, written)) if left.and_then(|left| left.written) == Some(written) => format!(

@@ -59,8 +59,10 @@ pub struct KnownReplica {
 pub enum Condition {
     /// Its state cannot be read, for this reason.
     Unreadable(String),
-    /// Its file, its disk or its state is gone.
+    /// Its file or its disk is gone, or its state with it.
     Missing,
+    /// Its file or its disk is there, and its state is not where it was.
+    Stateless(PathBuf),
     /// It was made the source itself.
     Promoted,
     /// Others have changed it since its last commit, in this way.
@@ -183,7 +185,10 @@ impl KnownReplica {
         let otherwise = || path.clone().unwrap_or_else(|| folder.to_path_buf());
         let (path, condition) = match &lineage {
             Err(error) => (otherwise(), Condition::Unreadable(error.to_string())),
-            Ok(None) => (otherwise(), Condition::Missing),
+            Ok(None) => match path.as_ref().filter(|path| path.exists()) {
+                Some(path) => (path.clone(), Condition::Stateless(folder.to_path_buf())),
+                None => (otherwise(), Condition::Missing),
+            },
             Ok(Some(lineage)) => {
                 let path = if lineage.path.as_os_str().is_empty() { otherwise() } else { present(lineage) };
                 let condition = condition(folder, &path, lineage)

@@ -58,7 +58,14 @@ impl Replica {
             let image =
                 kind.map(|_| device::lock_image(&path, device::Access::Write)).transpose().or_else(|e| {
                     // A file system without locks knows nothing of other users.
-                    if e.kind() == device::DeviceErrorKind::Unsupported { Ok(None) } else { Err(e) }
+                    match e.dsync_holder() {
+                        _ if e.kind() == device::DeviceErrorKind::Unsupported => Ok(None),
+                        Some(process) => {
+                            let holder = format!("{process}, has it open: if it serves it, stop that server");
+                            Err(ReplicaError::Busy { path: path.clone(), holder })
+                        }
+                        None => Err(e.into()),
+                    }
                 })?;
             let destination: Box<dyn Destination> = if device {
                 Box::new(DeviceDestination::new(path.clone())?)
