@@ -187,7 +187,7 @@ fn the_source_remembers_a_replica_that_is_pulled_by_its_own_name() {
     std::fs::rename(pulling.replica(), &away).expect("a replica");
     std::fs::rename(&folder, pulling.near.path("folder")).expect("its folder");
     let missing = pulling.sync(&[]).code(4);
-    missing.says(&[pulling.replica().to_str().expect("a name"), "is missing", "--create"]);
+    missing.says(&[&format!("dsync: the replica at {} is missing", pulling.replica().display()), "--create"]);
     assert!(!pulling.replica().exists());
     pulling.scene.site.dsync(["forget"]).arg(&pulling.scene.image).arg(&name).ok();
     assert_eq!(names(&pulling.status()), [(pushed, 10)]);
@@ -213,7 +213,9 @@ fn what_is_no_replica_is_refused_here_and_taken_over_on_request() {
     let other = pulling.scene.site.image("other.raw", 32 * MIB);
     let run = pulling.near.dsync(["sync", "--rsh", RSH]).arg(format!("far:{}", other.display()));
     let refused = run.arg(pulling.replica()).env("RSH_STATE", pulling.scene.site.state()).code(4);
-    refused.says(&["far: ", "is a copy of another source"]);
+    // It is here, and not there.
+    let here = format!("dsync: replica {} is a copy of another source", pulling.replica().display());
+    refused.says(&[&here]);
     pulling.equal();
     // The source itself, under whatever name, is no destination.
     let itself = pulling.near.dsync(["sync", "--adopt", "--rsh", RSH]).arg(pulling.source());
@@ -256,7 +258,7 @@ fn a_disk_is_restored_from_its_replica() {
     };
     push(&scene, &[]).ok();
     // In use, it is not overwritten.
-    restore(&scene, &["--adopt"]).code(4).says(&["has it open for writing"]);
+    restore(&scene, &["--adopt"]).code(6).says(&["has it open", "stop that server"]);
     scene.stop();
     let whole = std::fs::read(&scene.image).expect("the disk");
     image::scribble(&scene.image, 3 * MIB, MIB, &mut scene.random);

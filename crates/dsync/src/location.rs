@@ -194,9 +194,23 @@ impl Ends {
         let ends = format!("{} {}", self.source.name, self.destination.name);
         let message = message.replace("SRC DST", &ends);
         match self.far().and_then(|far| far.host.as_deref()) {
+            Some(_) if self.is_of_own_replica(&message) => message,
             Some(host) => format!("{host}: {message}"),
             None => message,
         }
+    }
+
+    /// True for what the source's host says of the replica that this host has: with the other's name before it, a replica that is not
+    /// here would be looked for there.
+    fn is_of_own_replica(&self, message: &str) -> bool {
+        let Ok((path, _)) = self.destination.place() else { return false };
+        let names = |subject: &str| {
+            let rest = message.strip_prefix(subject).and_then(|rest| rest.strip_prefix(path.to_str()?));
+            rest.is_some_and(|rest| rest.starts_with([' ', ':', ',']))
+        };
+        let subjects = ["the replica at ", "replica ", "no replica at "];
+        self.source.host.is_some()
+            && (subjects.into_iter().any(names) || path != self.source.path && names(""))
     }
 
     /// Asks the source's host, which is another one, for a task, and receives at the destination on this one. `begun` gets what is known
@@ -256,6 +270,29 @@ mod tests {
         for wrong in ["", ":/srv", "host:"] {
             assert!(Location::parse(wrong).is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn of_the_own_replica_the_other_host_is_not_named() {
+        let pull = Ends::parse("far:/srv/vm.raw", "/near/vm.raw").unwrap();
+        for own in [
+            "the replica at /near/vm.raw is missing",
+            "replica /near/vm.raw does not fit",
+            "/near/vm.raw has 1",
+        ] {
+            assert_eq!(pull.told(own), own);
+        }
+        for far in ["/srv/vm.raw is served", "replica /near/vm.rawer is", "no room"] {
+            assert_eq!(pull.told(far), format!("far: {far}"));
+        }
+        let same = Ends::parse("far:/srv/vm.raw", "/srv/vm.raw").unwrap();
+        assert_eq!(same.told("/srv/vm.raw has"), "far: /srv/vm.raw has");
+        assert_eq!(
+            same.told("the replica at /srv/vm.raw is missing"),
+            "the replica at /srv/vm.raw is missing"
+        );
+        let push = Ends::parse("/srv/vm.raw", "far:/srv/vm.raw").unwrap();
+        assert_eq!(push.told("replica /srv/vm.raw is"), "far: replica /srv/vm.raw is");
     }
 
     #[test]
