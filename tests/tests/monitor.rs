@@ -131,6 +131,19 @@ fn attempts_that_fail_and_a_replica_that_differs_are_reported() {
     assert_eq!(problems(&scene.site, &["vm"]), ["differs"]);
     verify(&["--repair"]).ok();
     assert_eq!(problems(&scene.site, &["vm"]), none());
+
+    // Taken over by another source, while nothing is written to this one.
+    let other = scene.site.image("other.raw", 8 * MIB);
+    scene.site.sync(&other, &scene.replica, &["--adopt"]).ok();
+    assert_eq!(problems(&scene.site, &["vm"]), ["taken-over"]);
+    let shown = scene.site.dsync(["status"]).arg(&scene.replica).ok().text();
+    assert!(shown.contains(&format!("it was a replica of {}", scene.image.display())), "{shown}");
+    std::thread::sleep(Duration::from_millis(1100));
+    scene.sync(&[]).code(4);
+    let shown = scene.site.dsync(["status", "vm"]).ok().text();
+    assert!(shown.contains("the last attempt failed on"), "{shown}");
+    scene.sync(&["--adopt"]).ok();
+    assert_eq!(problems(&scene.site, &["vm"]), none());
 }
 
 #[test]
@@ -194,6 +207,10 @@ fn replicas_of_this_host_are_reported_and_forgotten() {
         std::fs::rename(aside.join(name), site.path(name)).expect("its place");
     }
     assert_eq!(problems(site, &[]), ["changed"], "its times changed");
+    std::fs::rename(site.path(".vm.raw.dsync"), aside.join(".vm.raw.dsync")).expect("another place");
+    assert_eq!(problems(site, &[]), ["missing"]);
+    assert!(status().contains("is there, but its state is missing: put "), "{}", status());
+    std::fs::rename(aside.join(".vm.raw.dsync"), site.path(".vm.raw.dsync")).expect("its place");
     for name in ["vm.raw", ".vm.raw.dsync"] {
         std::fs::rename(site.path(name), aside.join(name)).expect("another place");
     }

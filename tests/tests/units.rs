@@ -405,6 +405,7 @@ fn a_job_runs_its_command() {
     image::scribble(&image, MIB, MIB, &mut dsync_tests::Random::new("a job"));
     job(&site, "vm", "command = sync\nsource = vm.raw\ndestination = copy.raw\njson = yes\n");
     let printed = site.dsync(["run", "vm", "--print"]).ok().text();
+    assert_eq!(site.dsync(["run", "vm.conf", "--print"]).ok().text(), printed);
     assert_eq!(printed, "dsync sync vm.raw copy.raw --json\n");
     let copy = site.path("copy.raw");
     let dry = site.dsync(["run", "vm", "--dry-run"]).ok().summary();
@@ -434,6 +435,8 @@ fn a_job_that_is_wrong_is_refused_with_its_place() {
     refused.says(&["conf/vm.conf:4: unknown key \"bwlimt\"", "did you mean \"bwlimit\"?"]);
     job(&site, "vm", &format!("{sync}bwlimit = quick\n"));
     site.dsync(["run", "vm"]).code(2).says(&["conf/vm.conf:4: invalid value 'quick'", "2GiB"]);
+    job(&site, "vm", &format!("{sync}bwlimit = 08:00-18:00=1M,else=pause\n"));
+    site.dsync(["run", "vm"]).code(2).says(&["conf/vm.conf:4: only a mirror can pause"]);
     job(&site, "other", sync);
     site.dsync(["run", "wm"]).code(2).says(&["no job \"wm\"", "conf/wm.conf does not exist", "other, vm"]);
     site.dsync(["run", "../vm"]).code(2).says(&["invalid job name"]);

@@ -182,6 +182,22 @@ fn restamp(scene: &Scene) {
 }
 
 #[test]
+fn what_a_verification_found_is_shown_until_it_is_mended() {
+    let mut scene = Scene::synced("rot", 8 * MIB);
+    flip(&scene.replica, 0..8 * MIB, 3, &mut scene.random);
+    restamp(&scene);
+    verify(&scene, &[]).code(5);
+    let is_shown = || scene.site.dsync(["status", "vm"]).ok().text().contains("when verified on");
+    assert!(is_shown());
+    let warned = scene.sync(&[]).ok();
+    let warning = warned.summary()["warnings"][0].as_str().expect("a warning").to_owned();
+    assert!(warning.contains("not repaired: run \"dsync verify --repair\""), "{warned}");
+    let compared = scene.sync(&["--method", "compare"]).ok();
+    assert!(compared.summary()["warnings"] == serde_json::json!([]) && !is_shown(), "{compared}");
+    scene.equal();
+}
+
+#[test]
 fn a_file_that_nobody_serves_is_verified_too() {
     let mut random = Random::new("plain file");
     let site = Site::new();

@@ -73,6 +73,11 @@ impl Bandwidth {
         self.hours.iter().find(holds).map_or(self.otherwise, |hours| hours.allowed)
     }
 
+    /// The next minute of the day at which something may be sent; `None` if there is none.
+    pub(crate) fn paused_until(&self, minute: u16) -> Option<u16> {
+        (1..=DAY).map(|later| (minute + later) % DAY).find(|at| self.at(*at) != Allowed::Nothing)
+    }
+
     /// True if it is not the same all day.
     pub(crate) fn varies(&self) -> bool {
         !self.hours.is_empty()
@@ -134,6 +139,15 @@ mod tests {
         assert_eq!(at("00:00-24:00=1K", "23:59"), Allowed::Rate(1024));
         assert_eq!(at("08:00-18:00=10M", "20:00"), Allowed::All, "without else");
         assert_eq!(at("08:00-18:00=1K,12:00-13:00=2K", "12:30"), Allowed::Rate(1024), "the first one");
+    }
+
+    #[test]
+    fn a_pause_has_an_end() {
+        let until = |text: &str, time| Bandwidth::parse(text).unwrap().paused_until(minute(time).unwrap());
+        assert_eq!(until("22:30-06:00=pause", "23:00"), minute("06:00"));
+        assert_eq!(until("22:30-06:00=pause,06:00-07:00=pause", "23:00"), minute("07:00"));
+        assert_eq!(until("08:00-18:00=1M,else=pause", "18:00"), minute("08:00"));
+        assert_eq!(until("00:00-24:00=pause", "18:00"), None);
     }
 
     #[test]

@@ -52,13 +52,27 @@ impl Running {
     }
 }
 
+/// An error of what an option of the running job says, at its line of the file.
+pub(crate) fn at_line(key: &str, error: Failure) -> Failure {
+    let from_file = || {
+        let running = running()?;
+        let job = Job::read(&running.folder, &running.name).ok()?;
+        let replaced = job.replaced(&running.given);
+        let line = job.lines.iter().find(|line| line.key == key)?;
+        let is_given = job.arg(line).is_ok_and(|arg| replaced.contains(&arg));
+        (!is_given).then(|| job.wrong(line, &error.to_string()))
+    };
+    from_file().unwrap_or(error)
+}
+
 /// Replaces `dsync run` by the command of its job. `None` if the user wants to see it only: it was printed.
 ///
 /// # Errors
 /// Bad usage, with the file and the line.
 pub(crate) fn resolve(cli: Cli) -> Result<Option<Cli>> {
     let args::Command::Run(run) = &cli.command else { return Ok(Some(cli)) };
-    let job = Job::read(&folder(run), &run.job)?;
+    let name = job_name(&folder(run), &run.job);
+    let job = Job::read(&folder(run), &name)?;
     let mut given = globals(&cli);
     // Behind the first option of the command, clap leaves it where it is.
     let print = |word: &OsString| word == "--print";
@@ -71,8 +85,14 @@ pub(crate) fn resolve(cli: Cli) -> Result<Option<Cli>> {
         return Ok(None);
     }
     let resolved = Cli::try_parse_from(&words).map_err(|error| job.bad_value(&error, &given))?;
-    let _ = RUNNING.set(Running { folder: folder(run), name: run.job.clone(), given });
+    let _ = RUNNING.set(Running { folder: folder(run), name, given });
     Ok(Some(resolved))
+}
+
+/// The name of a job, which may be given as that of its file.
+fn job_name(folder: &Path, given: &str) -> String {
+    let is_file = folder.join(format!("{given}.conf")).exists();
+    given.strip_suffix(".conf").filter(|_| !is_file).unwrap_or(given).to_owned()
 }
 
 fn folder(run: &args::Run) -> PathBuf {

@@ -1,6 +1,7 @@
 //! `dsync status --check` and `--prometheus`: what a monitor asks for. Nothing is changed, and no lock is taken, so that a monitor
 //! never makes a sync fail.
 
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -22,6 +23,8 @@ use crate::{args, failure, units};
 pub(crate) struct Found {
     pub sources: Vec<SourceStatus>,
     pub replicas: Vec<KnownReplica>,
+    /// The source that each replica on this host follows, those that are not asked for included.
+    follow: BTreeMap<PathBuf, uuid::Uuid>,
     /// What could not be read.
     errors: Vec<String>,
 }
@@ -31,6 +34,7 @@ impl Found {
     pub(crate) fn read(what: Option<&str>, state: &StateDir) -> Result<Found> {
         let mut found = Found::default();
         let all = sync::known_replicas(state).all().context("cannot read the list of replicas")?;
+        found.follow = follow(&all);
         let Some(what) = what else {
             let survey = state.survey()?;
             survey.damaged.into_iter().for_each(|(place, error)| found.fail(&place, error.into()));
@@ -69,6 +73,12 @@ impl Found {
     fn fail(&mut self, place: &Path, error: anyhow::Error) {
         self.errors.push(failure::text(&error.context(unreadable(place))));
     }
+}
+
+/// The sources that replicas follow, by their paths.
+pub(crate) fn follow(replicas: &[KnownReplica]) -> BTreeMap<PathBuf, uuid::Uuid> {
+    let source = |known: &KnownReplica| Some((known.path.clone(), known.lineage.as_ref()?.source?));
+    replicas.iter().filter_map(source).collect()
 }
 
 /// Something that needs attention.
@@ -119,7 +129,10 @@ pub(crate) fn problems(found: &Found, args: &args::Status) -> Result<Vec<Problem
         found.errors.iter().map(|error| Problem::of("unreadable", error.clone())).collect();
     for source in &found.sources {
         problems.extend(of_source(source));
-        let replicas = source.replicas.iter().filter_map(|r| of_replica(source, r, args.max_age));
+        let replicas = source.replicas.iter().filter_map(|r| {
+            let follows = found.follow.get(Path::new(&r.replica)).copied();
+            of_replica(source, r, args.max_age, follows.filter(|id| *id != source.uuid))
+        });
         problems.extend(replicas);
         // One on this host is judged by its own state.
         let elsewhere = |name: &str| found.replicas.iter().all(|local| local.path != Path::new(name));
@@ -170,12 +183,22 @@ fn of_source(source: &SourceStatus) -> Option<Problem> {
 }
 
 /// The worst of what is wrong with a replica of a source here.
-fn of_replica(source: &SourceStatus, replica: &Lacking, max_age: Option<Duration>) -> Option<Problem> {
+fn of_replica(
+    source: &SourceStatus,
+    replica: &Lacking,
+    max_age: Option<Duration>,
+    taken: Option<uuid::Uuid>,
+) -> Option<Problem> {
     let (path, name) = (source.path.display(), &replica.replica);
     let age = now().saturating_sub(Duration::from_secs(replica.time));
-    let failed = replica.tally.failed.as_ref().filter(|failed| failed.time > replica.time);
-    let differs = |verified: &&LastVerify| verified.bytes_differing > 0 && !verified.repaired;
-    let (word, message) = if let Some(verified) = replica.tally.verified.as_ref().filter(differs) {
+    let failed = replica.failed();
+    let differs = |verified: &&LastVerify| verified.differs();
+    let (word, message) = if let Some(other) = taken {
+        let now = format!("it follows source {other} now, and syncs of {path} to it are refused");
+        let out =
+            "give it another replica, and \"dsync forget\" this one; or \"dsync sync --adopt\" takes it back";
+        ("taken-over", format!("replica was taken over: {name} was a replica of {path}: {now}: {out}"))
+    } else if let Some(verified) = replica.tally.verified.as_ref().filter(differs) {
         let (bytes, time) = (units::size(verified.bytes_differing), device::moment(verified.time));
         (
             "differs",

@@ -6,7 +6,10 @@ use anyhow::{Context as _, Result, bail};
 use extents::Bitmap;
 use replica::State;
 use serde::Serialize;
-use source::{About, Bookmark, Bookmarks, Client, History, Position, StateDir, Status, Tally, Work};
+use source::{
+    About, Bookmark, Bookmarks, Client, History, LastFailure, LastVerify, Position, StateDir, Status, Tally,
+    Work,
+};
 use sync::SyncError;
 
 use crate::args;
@@ -73,6 +76,11 @@ impl Lacking {
     /// How long ago it was last up to date, in seconds; 0 if nothing was written since.
     pub(crate) fn lag(&self, now: u64) -> u64 {
         if self.blocks == Some(0) { 0 } else { now.saturating_sub(self.time) }
+    }
+
+    /// The failure of the last attempt.
+    pub(crate) fn failed(&self) -> Option<&LastFailure> {
+        self.tally.failed.as_ref().filter(|failed| failed.time > self.time)
     }
 
     /// What is under way for it.
@@ -145,6 +153,12 @@ pub(crate) fn run(args: &args::Status, state: &StateDir, output: &Output) -> Res
     Err(last)
 }
 
+/// What a verification found, which was not repaired since.
+pub(crate) fn differed(verified: &LastVerify) -> String {
+    let (bytes, time) = (units::size(verified.bytes_differing), device::moment(verified.time));
+    format!("differed in {bytes} when verified on {time}, not repaired")
+}
+
 pub(crate) fn unreadable(place: &Path) -> String {
     format!("cannot read the state of a source ({})", place.display())
 }
@@ -152,7 +166,7 @@ pub(crate) fn unreadable(place: &Path) -> String {
 impl SourceStatus {
     /// Reads what is known of a source, without holding it.
     pub(crate) fn read(place: &Path, about: About) -> Result<(SourceStatus, History)> {
-        let folder = device::Dir::open(place)?;
+        let folder = device::Dir::existing(place)?;
         let (history, bookmarks) = read_both(&folder)?;
         let size = device::identity(&about.path).ok().map(|i| i.size);
         let served = match Client::connect(place)? {
@@ -350,12 +364,30 @@ fn say(status: &SourceStatus, output: &Output) {
             replica.epoch,
             device::moment(replica.time)
         ));
+        say_tally(replica, output);
     }
     for tally in &status.first_copies {
         output.say(&format!("  {}: the first copy {}", tally.replica, first_copy(tally)));
     }
     for checkpoint in &status.checkpoints {
         output.say(&format!("  checkpoint {}", checkpoint.told(status.block_size)));
+    }
+}
+
+/// Prints what was counted for a replica and wants to be known.
+fn say_tally(replica: &Lacking, output: &Output) {
+    if let Some(verified) = replica.tally.verified.as_ref().filter(|verified| verified.differs()) {
+        output.say(&format!("    {}: dsync verify --repair", differed(verified)));
+    }
+    if let Some(failed) = replica.failed() {
+        output.say(&format!(
+            "    the last attempt failed on {}: {}",
+            device::moment(failed.time),
+            link::printable(&failed.message)
+        ));
+    }
+    if let Some(work) = replica.work().filter(|work| work.paused) {
+        output.say(&format!("    {}: paused by --bwlimit since {}", work.what, device::moment(work.since)));
     }
 }
 
@@ -555,6 +587,26 @@ fn replica(
         readers: replica::readers(&absolute, &options)?,
     };
     say_replica(&status, &replica.status().role, recovering, output);
+    say_former_sources(&status, state, output)
+}
+
+/// Prints which sources of this host had a replica there, before another one took it over.
+fn say_former_sources(status: &ReplicaStatus, state: &StateDir, output: &Output) -> Result<()> {
+    let name = status.path.display().to_string();
+    for (place, about) in state.survey()?.sources {
+        if Some(about.uuid) == status.source {
+            continue;
+        }
+        let bookmarks = Bookmarks::read(&device::Dir::existing(&place)?)?;
+        if let Some(known) = bookmarks.0.get(&name) {
+            output.say(&format!(
+                "  it was a replica of {} until {} (epoch {}): syncs from that are refused now",
+                about.path.display(),
+                device::moment(known.time),
+                known.epoch.number
+            ));
+        }
+    }
     Ok(())
 }
 
@@ -579,7 +631,7 @@ fn say_replica(status: &ReplicaStatus, role: &replica::Role, recovering: bool, o
 fn no_replica(path: &Path, state: &StateDir) -> Result<String> {
     let name = path.display().to_string();
     for (place, about) in state.survey()?.sources {
-        let bookmarks = Bookmarks::read(&device::Dir::open(&place)?)?;
+        let bookmarks = Bookmarks::read(&device::Dir::existing(&place)?)?;
         if let Some(known) = bookmarks.0.get(&name) {
             return Ok(format!(
                 "the replica at {name} is missing: it was last synced on {}, to epoch {}, from {}. If its file system is not \

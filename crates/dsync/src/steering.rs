@@ -40,6 +40,9 @@ impl Steering {
             Steering { pace: (limit.is_some() || job.is_some()).then(Pace::default), pause: Arc::default() };
         let follows = limit.is_some_and(Bandwidth::varies) || job.is_some();
         let mut now = apply(limit, &steering);
+        if now == Allowed::Nothing {
+            output.note(&paused(limit));
+        }
         if !follows {
             return Ok(steering);
         }
@@ -65,12 +68,20 @@ impl Steering {
                 output.note(&match now {
                     Allowed::All => "--bwlimit: no limit now".to_owned(),
                     Allowed::Rate(rate) => format!("--bwlimit: at most {}/s now", units::size(rate)),
-                    Allowed::Nothing => "--bwlimit: paused now".to_owned(),
+                    Allowed::Nothing => paused(limit.as_ref()),
                 });
             }
         };
         std::thread::Builder::new().name("bwlimit".into()).spawn(follow).context("cannot start a thread")?;
         Ok(steering)
+    }
+}
+
+/// Says that nothing is sent, and until when.
+fn paused(limit: Option<&Bandwidth>) -> String {
+    match limit.and_then(|limit| limit.paused_until(device::local_minute())) {
+        Some(minute) => format!("--bwlimit: paused now, until {:02}:{:02}", minute / 60, minute % 60),
+        None => "--bwlimit: paused now, at all hours".to_owned(),
     }
 }
 
@@ -97,8 +108,11 @@ pub(crate) fn refuse_hours(far: &FarArgs, ends: &Ends) -> Result<(), Failure> {
 
 fn check(limit: Option<&Bandwidth>, may_pause: bool) -> Result<()> {
     match limit.is_some_and(Bandwidth::pauses) && !may_pause {
-        true => Err(Failure::usage(
-            "only a mirror can pause: give a rate for these hours, or start the command at other times",
+        true => Err(job::at_line(
+            "bwlimit",
+            Failure::usage(
+                "only a mirror can pause: give a rate for these hours, or start the command at other times",
+            ),
         )
         .into()),
         false => Ok(()),

@@ -10,7 +10,7 @@ use source::{StateDir, Work};
 use crate::args;
 use crate::local::LocalReplica;
 use crate::monitor::{Found, problems};
-use crate::status::{Lacking, SourceStatus};
+use crate::status::{Lacking, SourceStatus, differed};
 use crate::units;
 
 /// Clears a terminal, and puts the cursor at its beginning.
@@ -82,6 +82,11 @@ fn section(heading: &str, lines: impl Iterator<Item = String>, page: &mut String
 /// A sync, a mirror or a verification.
 fn working(source: &SourceStatus, replica: &Lacking, work: &Work, now: u64) -> String {
     let mut line = format!("{} {} to {}: ", work.what, source.path.display(), replica.replica);
+    if work.paused {
+        let since = units::seconds(now.saturating_sub(work.since) as f64);
+        let _ = write!(line, "paused by --bwlimit, for {since}");
+        return line;
+    }
     match (work.bytes_done.saturating_mul(100).checked_div(work.bytes_total), work.lag) {
         (Some(percent), _) => {
             let _ = write!(line, "{percent} % of {}, ", units::size(work.bytes_total));
@@ -107,13 +112,17 @@ fn behind(source: &SourceStatus, replica: &Lacking, now: u64) -> String {
         (lag, None) if replica.compared => format!("{} behind, the next sync compares all of it", age(lag)),
         (lag, None) => format!("last up to date {} ago, later writes are not known", age(lag)),
     };
-    let failed = match &replica.tally.failed {
-        Some(failed) if failed.time > replica.time => {
-            format!("; failed {} ago: {}", age(now.saturating_sub(failed.time)), failed.message)
-        }
-        _ => String::new(),
-    };
-    format!("{} to {} at epoch {}: {how}{failed}", source.path.display(), replica.replica, replica.epoch)
+    let failed = replica.failed().map_or(String::new(), |failed| {
+        format!("; failed {} ago: {}", age(now.saturating_sub(failed.time)), failed.message)
+    });
+    let verified = replica.tally.verified.as_ref().filter(|verified| verified.differs());
+    let differs = verified.map_or(String::new(), |verified| format!("; {}", differed(verified)));
+    format!(
+        "{} to {} at epoch {}: {how}{differs}{failed}",
+        source.path.display(),
+        replica.replica,
+        replica.epoch
+    )
 }
 
 /// A replica of this host.

@@ -56,6 +56,11 @@ pub struct LastVerify {
 }
 
 impl LastVerify {
+    /// It differed, and was not repaired since.
+    pub fn differs(&self) -> bool {
+        self.bytes_differing > 0 && !self.repaired
+    }
+
     /// One that ends now.
     pub fn now(bytes_differing: u64, repaired: bool) -> LastVerify {
         LastVerify { time: now(), bytes_differing, repaired }
@@ -90,6 +95,9 @@ pub struct Work {
     pub rate: u64,
     /// Of a mirror: how far the replica was behind at the last batch, in seconds.
     pub lag: Option<f64>,
+    /// Of a mirror: nothing is moved at this hour.
+    #[serde(default)]
+    pub paused: bool,
 }
 
 impl Work {
@@ -105,6 +113,7 @@ impl Work {
             bytes_total: 0,
             rate: 0,
             lag: None,
+            paused: false,
         }
     }
 
@@ -205,6 +214,19 @@ impl Counter {
     /// Changes its tally. That it cannot be written is not an error.
     pub fn count(&self, change: impl FnOnce(&mut Tally)) {
         Tally::change(&self.folder, &self.replica, change);
+    }
+
+    /// Changes its tally if its source knows it: of others, nothing is kept.
+    pub fn count_known(&self, change: impl FnOnce(&mut Tally)) {
+        let bookmarks = device::Dir::existing(&self.folder).map(|folder| Bookmarks::read(&folder));
+        if matches!(bookmarks, Ok(Ok(known)) if known.0.contains_key(&self.replica)) {
+            self.count(change);
+        }
+    }
+
+    /// What was counted so far.
+    pub fn tally(&self) -> Tally {
+        Tally::read(&self.folder, &self.replica)
     }
 
     /// Work for it ended with a failure. Of a replica that its source does not know, nothing is kept, unless a first copy to it has

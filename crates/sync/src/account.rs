@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use delta::Method;
 use source::{Counter, Handle, Work};
 
 use crate::error::{Class, SyncError};
@@ -49,7 +50,21 @@ pub fn count_failure(handle: &Handle, destination: &Path, name: &str, way: &Way,
     counter(handle, destination, name, way).fail(message);
 }
 
+/// Writes down that a mirror to it moves nothing for a while, or that it goes on.
+pub(crate) fn note_pause(handle: &Handle, destination: &Path, name: &str, way: &Way, paused: bool) {
+    let mut work = Work::begin("mirror");
+    work.paused = paused;
+    let work = paused.then_some(work);
+    counter(handle, destination, name, way).count_known(|tally| tally.work = work);
+}
+
 impl Account {
+    /// What a verification found to differ in the replica, in bytes, and when, if that was not repaired since.
+    pub(crate) fn unrepaired(&self) -> Option<(u64, u64)> {
+        let verified = self.counter.as_ref()?.tally().verified?;
+        verified.differs().then_some((verified.bytes_differing, verified.time))
+    }
+
     /// Work that begins now.
     pub(crate) fn begin(handle: &Handle, place: (&Path, &str), way: &Way, what: &str) -> Account {
         // Not written down yet: the replica may be refused, or another command be at work for it.
@@ -98,6 +113,10 @@ impl Account {
             tally.syncs += 1;
             tally.bytes_sent += summary.bytes_sent;
             tally.freeze_ms = summary.freeze_ms.or(tally.freeze_ms);
+            // What compares or sends all of it leaves nothing that differs.
+            if matches!(summary.method, Method::Compare | Method::Rolling | Method::Copy) {
+                tally.verified.iter_mut().for_each(|verified| verified.repaired = true);
+            }
         });
     }
 

@@ -73,7 +73,16 @@ pub(crate) fn push_over(
         Ok(summary)
     })();
     account.synced(&pushed);
-    pushed
+    pushed.map(|mut summary| {
+        summary.warnings.extend(account.unrepaired().map(|(bytes, time)| {
+            format!(
+                "it differed from its source in {} when it was verified on {}, and that was not repaired: run \"dsync verify --repair\"",
+                device::human_size(bytes),
+                device::moment(time)
+            )
+        }));
+        summary
+    })
 }
 
 /// A sync, from the replica's status to the commit.

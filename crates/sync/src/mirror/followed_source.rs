@@ -79,6 +79,11 @@ fn or_away(handle: &Handle, error: SyncError) -> SyncError {
 }
 
 impl FollowedSource {
+    /// The source.
+    pub(super) fn source(&self) -> &Handle {
+        &self.handle
+    }
+
     /// Follows the source, and syncs: batches can continue from there.
     pub(super) fn begin(
         mirror: &mut Mirror<'_>,

@@ -20,6 +20,7 @@ use source::Handle;
 
 use self::followed_source::FollowedSource;
 pub use self::turns::Turns;
+use crate::account::note_pause;
 use crate::attempts::{Attempts, LOOK_EVERY, Trouble, is_cut, rest_until};
 use crate::batching::Batching;
 use crate::error::SyncError;
@@ -158,7 +159,7 @@ impl Mirror<'_> {
         // Consecutive conversations that were cut with nothing confirmed.
         let mut fruitless = 0;
         loop {
-            self.rest_while_paused();
+            self.rest_while_paused(followed.as_ref());
             let before = summary.batches;
             let ended = match &mut followed {
                 None => FollowedSource::begin(&mut self, &mut summary).map(|begun| {
@@ -201,11 +202,26 @@ impl Mirror<'_> {
     }
 
     /// Sleeps as long as it is to pause, or until stopped.
-    fn rest_while_paused(&self) {
+    fn rest_while_paused(&mut self, followed: Option<&FollowedSource>) {
         if self.pause.load(SeqCst) && !self.stop.load(SeqCst) {
             (self.tell)(MirrorEvent::Paused);
+            self.note_pause(followed, true);
             while self.pause.load(SeqCst) && !self.stop.load(SeqCst) {
                 std::thread::sleep(self.options.look_every());
+            }
+            self.note_pause(followed, false);
+        }
+    }
+
+    /// Writes down that nothing is moved, or that it goes on. Where the source cannot be reached now, the next attempt says why.
+    fn note_pause(&mut self, followed: Option<&FollowedSource>, paused: bool) {
+        let (destination, name, way) = (self.destination, self.name, &self.options.sync.way);
+        match followed {
+            Some(followed) => note_pause(followed.source(), destination, name, way, paused),
+            None => {
+                let Ok(handle) = (self.attach)() else { return };
+                note_pause(&handle, destination, name, way, paused);
+                let _ = handle.close();
             }
         }
     }
