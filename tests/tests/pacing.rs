@@ -135,6 +135,24 @@ fn a_limit_is_changed_and_a_mirror_paused_while_it_runs() {
 }
 
 #[test]
+fn a_mirror_that_begins_in_a_pause_says_so_and_a_hang_up_ends_nothing() {
+    let mut scene = Scene::synced("a pause at the beginning", 8 * MIB);
+    let limit = format!("{}=pause", hours(true));
+    let mirror = scene.site.dsync(["mirror", "vm"]).arg(&scene.replica);
+    let mut mirror = mirror.args(["--bwlimit", &limit]).env("TZ", "UTC").start();
+    wait_to_warn(&mut mirror, "--bwlimit: paused now, until ");
+    let mut watch = scene.site.dsync(["status", "--watch=1"]).start();
+    watch.wait_to_say("paused by --bwlimit, for ");
+    watch.kill();
+    mirror.signal(Signal::HUP);
+    scene.server.as_mut().expect("a server").process().signal(Signal::HUP);
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(mirror.ended().is_none(), "{}", mirror.stderr_so_far());
+    write(&scene, 1);
+    mirror.kill();
+}
+
+#[test]
 fn a_paused_mirror_that_is_stopped_brings_what_was_written() {
     let scene = Scene::synced("a stop in a pause", 8 * MIB);
     job(&scene, "off");

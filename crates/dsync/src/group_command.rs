@@ -160,8 +160,7 @@ impl Teller<'_> {
         output.finish();
         let first = !mirroring.begun.swap(true, SeqCst);
         let due = self.last.get().is_none_or(|last| last.elapsed() >= TOLD_EVERY);
-        let warnings = members.iter().flat_map(|member| member.recovered.iter().chain(&member.warnings));
-        warnings.for_each(|warning| output.warn(warning));
+        members.iter().for_each(|member| sync_command::warn(member, output));
         if first {
             tell_members(members, output);
             mirroring.manager.ready(&format!("mirroring group {name} to {shown}"));
@@ -198,7 +197,7 @@ fn tell_members(members: &[Summary], output: &Output) {
 /// Says what a sync of a group did.
 pub(crate) fn tell(group: &GroupSummary, members: &[Summary], output: &Output) {
     for member in members {
-        member.recovered.iter().chain(&member.warnings).for_each(|warning| output.warn(warning));
+        sync_command::warn(member, output);
         sync_command::say(member, output);
         output.summary(member);
     }

@@ -194,7 +194,7 @@ impl Teller<'_> {
             MirrorEvent::Synced(summary) => {
                 end(true);
                 output.finish();
-                summary.recovered.iter().chain(&summary.warnings).for_each(|warning| output.warn(warning));
+                sync_command::warn(summary, output);
                 if self.mirroring.begun.swap(true, SeqCst) && summary.freeze_ms.is_some() {
                     // Batches of a live disk: a line per second would be too many.
                     if !output.is_verbose() && !self.is_due(TOLD_EVERY) {
@@ -222,7 +222,7 @@ impl Teller<'_> {
                     ));
                 }
             }
-            MirrorEvent::Warned(warning) => output.warn(warning),
+            MirrorEvent::Warned(warning) => output.warn(&format!("{}: {warning}", self.name)),
             MirrorEvent::Waiting(error, left) => self.mirroring.waiting(&self.text(error), left, output),
             MirrorEvent::Broken(error, pause) => {
                 end(false);

@@ -1,5 +1,6 @@
 //! What the mirror of a disk and that of a group run with: the signals that end it, the service manager, the way to the replica's side.
 
+use std::io::IsTerminal as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::thread::JoinHandle;
@@ -15,7 +16,7 @@ use crate::failure;
 use crate::location::Location;
 use crate::metrics;
 use crate::output::Output;
-use crate::service::Manager;
+use crate::service::{self, Manager};
 use crate::steering::Steering;
 use crate::{units, wait};
 
@@ -39,6 +40,9 @@ impl Mirroring {
         let steering = Steering::begin(args.far.bwlimit.as_ref(), true, output)?;
         // A mirror runs in the background all the time: give priority to the disk's writers.
         let _ = rustix::process::nice(10);
+        if !std::io::stdin().is_terminal() {
+            service::outlive_terminal()?;
+        }
         let metrics = metrics::serve(args.metrics.metrics.as_ref(), state, output)?;
         let mirroring = Mirroring {
             steering,

@@ -316,6 +316,7 @@ pub(crate) fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Resu
     let places = passed.map_or_else(|| Places::listen(args), Ok)?;
     let _metrics = metrics::serve(args.metrics.metrics.as_ref(), state, output)?;
     let (all, sources) = until_free(&args.run.wait, output, || open_all(args, state))?;
+    service::outlive_terminal()?;
     // Before the first connection, so that a signal always ends everything in order.
     let mut signals =
         signal_hook::iterator::Signals::new([signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM])?;

@@ -7,7 +7,7 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram, UnixListener};
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
@@ -16,6 +16,13 @@ use rustix::net::sockopt::socket_acceptconn;
 
 use crate::failure::Failure;
 use crate::output::Output;
+
+/// The end of a terminal, or a SIGHUP that is meant for a program that reads its settings again, is not the end of this process: there is
+/// nothing to read again, and others use its disk. A handler, because a signal that is ignored stays so for the programs that this one starts.
+pub(crate) fn outlive_terminal() -> Result<()> {
+    signal_hook::flag::register(signal_hook::consts::SIGHUP, Arc::default())?;
+    Ok(())
+}
 
 /// A socket on which the service manager has begun to listen.
 pub(crate) enum Inherited {

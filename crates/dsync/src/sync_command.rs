@@ -79,7 +79,7 @@ pub(crate) fn run(args: &args::Sync, steering: &Steering, state: &StateDir, outp
     };
     hook.inspect(|hook| hook.end(summary.is_ok(), output));
     let summary = summary?;
-    summary.recovered.iter().chain(&summary.warnings).for_each(|warning| output.warn(warning));
+    warn(&summary, output);
     list("unreadable at the source", &summary.unreadable, output);
     list("unreadable at the replica, and sent again", &summary.unreadable_there, output);
     say(&summary, output);
@@ -187,6 +187,12 @@ pub(crate) fn list(what: &str, extents: &Extents, output: &Output) {
     if rest > 0 {
         output.say(&format!("{what}: {} more", units::many(rest, "extent")));
     }
+}
+
+/// Says what went wrong on the way, and what is wrong with the replica.
+pub(crate) fn warn(summary: &Summary, output: &Output) {
+    summary.recovered.iter().for_each(|recovered| output.warn(recovered));
+    summary.warnings.iter().for_each(|warning| output.warn(&format!("{}: {warning}", summary.destination)));
 }
 
 /// Says what a sync did.

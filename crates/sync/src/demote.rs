@@ -132,6 +132,16 @@ fn released(term: u64, demotion: &Demotion) -> Option<Released> {
     exact.map(|(epoch, ..)| Released { epoch: *epoch, term })
 }
 
+/// Where the source of a replica is, as far as that is known here.
+fn whereabouts(state: &StateDir, source: Option<Uuid>) -> String {
+    let Some(id) = source else { return "where its source is".into() };
+    let survey = state.survey().map(|survey| survey.sources).unwrap_or_default();
+    match survey.into_iter().find(|(_, about)| about.uuid == id) {
+        Some((_, about)) => format!("with its source, which is {} on this host", about.path.display()),
+        None => format!("on the host of its source, where \"dsync status\" lists the id {id}"),
+    }
+}
+
 /// A source that was demoted before; what a crash left of its state goes.
 fn again(
     state: &StateDir,
@@ -142,9 +152,9 @@ fn again(
 ) -> Result<DemoteSummary, SyncError> {
     let (Some(source), Some(_)) = (lineage.source, &lineage.role.demoted) else {
         return Err(SyncError::Refused(format!(
-            "{} is a replica, and not the source: run this where its source is, as \"dsync status {0}\" shows. To make it the \
-             source, run \"dsync promote {0}\"",
-            path.display()
+            "{} is a replica, and not the source: run this {}. To make it the source, run \"dsync promote {0}\"",
+            path.display(),
+            whereabouts(state, lineage.source)
         )));
     };
     if let Some((place, about)) = known.filter(|(_, about)| about.uuid == source) {
