@@ -763,7 +763,11 @@ fn every_refusal_leads_out() {
         &["is a source already", "Its replica is promoted where that is"],
     );
     let there = format!("far:{}", far.disk.display());
-    near.site.dsync(["promote", &there]).code(2).says(&["is on another host", "\"dsync promote\" on far"]);
+    near.site.dsync(["promote", &there]).code(2).says(&[
+        "is on another host",
+        "run \"dsync promote /",
+        "\" on far",
+    ]);
     refused(
         [&far, &near],
         far.towards(&near, &["demote"]),

@@ -201,10 +201,16 @@ fn a_group_is_brought_to_one_moment() {
     assert_eq!(std::fs::read_dir(&two.dir).expect("the folder").count(), 0, "{output}");
     let (members, group) = summaries(&two.sync(&[]).ok());
     assert!(members.iter().all(|member| member["method"] == "copy"), "{members:?}");
+    let sent = |of: &serde_json::Value| of["bytes_sent"].as_u64().expect("bytes");
+    let of_members: u64 = members.iter().map(sent).sum();
+    assert!(sent(&members[0]) > 0 && sent(&members[1]) > 0 && of_members <= sent(&group), "{members:?}");
     assert_eq!((group["epoch"].as_u64(), group["group"].as_str()), (Some(1), Some("db")));
     two.equal();
-    // Nothing was written: the cut is the same.
-    let (members, group) = summaries(&two.sync(&[]).ok());
+    // Nothing was written: the cut is the same, and what is to be kept applies.
+    let (members, group) = summaries(&two.sync(&["--keep-last", "6"]).ok());
+    for replica in two.replicas() {
+        shows(&two.site.dsync(["rewind"]).arg(replica).ok(), &["keeps the last 6"]);
+    }
     assert!(members.iter().all(|member| member["blocks_changed"] == 0), "{members:?}");
     assert_eq!(group["epoch"], 1);
     // Written to one: the other stays at its epoch, and is of the new moment all the same.
@@ -760,7 +766,14 @@ fn a_group_switches_and_comes_back() {
         let given_up = two.command(&["serve"]).arg(&two.images[0]).arg("--socket").arg(two.site.socket("s"));
         given_up.code(4).says(&["a replica of source"]);
         let promoted = two.command(&["promote", "--group", &dir]).ok();
-        shows(&promoted, &["nothing is lost", "goes on from common epoch", "dsync serve --group db"]);
+        shows(
+            &promoted,
+            &[
+                "nothing that was written to it is lost",
+                "goes on from common epoch",
+                "dsync serve --group db",
+            ],
+        );
         two.command(&["promote", "--group", &dir]).code(4).says(&["is a source already"]);
         two.exchange();
         two.start();

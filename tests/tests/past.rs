@@ -259,6 +259,82 @@ fn a_mirror_keeps_its_epochs() {
     scene.equal();
 }
 
+/// What is to be kept is taken over although nothing has to be sent, and not by a dry run.
+#[test]
+fn what_is_kept_is_changed_without_a_write() {
+    let mut scene = Scene::synced("keep", MIB);
+    let shown = |scene: &Scene| {
+        let listed = rewind_here(scene, &scene.replica, &[]).ok().summary();
+        (listed["keep"]["last"].clone(), moments(&listed).len())
+    };
+    assert_eq!(shown(&scene), (0.into(), 0));
+    scene.sync(&["--keep-last", "3", "-n"]).ok();
+    assert_eq!(shown(&scene), (0.into(), 0));
+    assert_eq!(number(&scene.sync(&["--keep-last", "3"]).ok().summary(), "blocks_changed"), 0);
+    assert_eq!(shown(&scene), (3.into(), 0));
+    for _ in 0..2 {
+        scene.change(3);
+        scene.sync(&[]).ok();
+    }
+    assert_eq!(shown(&scene), (3.into(), 2));
+    scene.sync(&["--keep-last", "5", "--keep-bytes", "1M"]).ok();
+    assert_eq!(shown(&scene), (5.into(), 2));
+    scene.sync(&[]).ok();
+    assert_eq!(shown(&scene), (5.into(), 2));
+    scene.sync(&["--keep", "none"]).ok();
+    assert_eq!(shown(&scene), (0.into(), 0));
+    // A mirror that has nothing to send either.
+    let mut mirror = scene.site.dsync(["mirror", "--keep-last", "4", "vm"]).arg(&scene.replica).start();
+    mirror.wait_to_say("mirroring to");
+    mirror.signal(Signal::TERM);
+    assert!(mirror.wait_for(Duration::from_secs(60)).is_some_and(|status| status.success()));
+    assert_eq!(shown(&scene).0, 4);
+}
+
+/// The past of a replica ends with its promotion, which says so before and after; what has none says why.
+#[test]
+fn a_promotion_says_which_moments_it_gives_up() {
+    let mut scene = Scene::synced("moments", MIB);
+    scene.sync(&["--keep-last", "3"]).ok();
+    for _ in 0..2 {
+        scene.change(3);
+        scene.sync(&[]).ok();
+    }
+    let promote = |options: &[&str]| scene.site.dsync(["promote"]).arg(&scene.replica).args(options);
+    promote(&[]).code(4).says(&["gives up", "the 2 moments that are kept", "dsync rewind "]);
+    let outlook = promote(&["-n", "--force"]).ok().text();
+    assert!(
+        outlook.contains("the 2 earlier moments that were kept could not be reached any more"),
+        "{outlook}"
+    );
+    assert_eq!(number(&promote(&["-n", "--force", "--json"]).ok().summary(), "moments_lost"), 2);
+    let told = promote(&["--force"]).ok().text();
+    assert!(told.contains("the 2 earlier moments that were kept cannot be reached any more"), "{told}");
+
+    // What is no replica has no past, and is told from one that is away.
+    let rewind = |path: &str| scene.site.dsync(["rewind", path]);
+    for source in [&scene.replica, &scene.image] {
+        let source = source.to_str().expect("a name");
+        rewind(source).code(4).says(&[source, "is a source", "dsync status"]);
+        rewind(source).args(["--to", "1"]).code(4).says(&[source, "dsync status"]);
+    }
+    let gone = scene.site.path("gone.raw");
+    rewind(gone.to_str().expect("a name")).code(1).says(&[
+        "no replica at ",
+        "gone.raw",
+        "\"dsync status\" lists",
+    ]);
+    let plain = scene.site.image("plain.raw", MIB);
+    rewind(plain.to_str().expect("a name")).code(4).says(&["plain.raw is not a replica", "--journal-dir"]);
+    for command in ["rewind", "recover", "status", "promote"] {
+        let refused = scene.site.dsync([command, "far:/srv/vm.raw"]).code(2);
+        refused.says(&[
+            "far:/srv/vm.raw is on another host",
+            &format!("\"dsync {command} /srv/vm.raw\" on far"),
+        ]);
+    }
+}
+
 /// What a mirror has brought a replica to within an epoch may be the only copy of it: a rewind leaves it as a moment.
 #[test]
 fn a_rewind_of_a_replica_ahead_of_its_epoch_is_taken_back() {

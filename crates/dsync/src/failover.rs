@@ -11,7 +11,7 @@ use sync::{
 
 use crate::args;
 use crate::failure::{self, Failure};
-use crate::location::{Ends, Location};
+use crate::location::{self, Ends};
 use crate::output::Output;
 use crate::steering::Steering;
 use crate::{sync_command, units};
@@ -19,11 +19,7 @@ use crate::{sync_command, units};
 /// Makes a replica the source.
 pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -> Result<()> {
     let path = std::path::absolute(&args.replica)?;
-    let named = args.replica.to_str().filter(|_| !path.exists());
-    if let Some(host) = named.and_then(|named| Location::parse(named).ok()?.host) {
-        let how = format!("{} is on another host: run \"dsync promote\" on {host}", args.replica.display());
-        return Err(Failure::usage(how).into());
-    }
+    location::refuse_host(&args.replica, "promote")?;
     let options = PromoteOptions {
         force: args.force,
         dry_run: args.dry_run,
@@ -106,6 +102,7 @@ pub(crate) fn say_promotion(promotion: &Promotion, output: &Output) {
     if promotion.fuzzy {
         output.say("  it was copied from a disk in use without a freeze: check its file systems");
     }
+    say_moments(promotion, output);
     if let Some(told) = &promotion.told {
         output.say(&format!(
             "  its last word was given to {told}, which can be promoted without --force, or was: sync to it before that, or keep it \
@@ -114,7 +111,7 @@ pub(crate) fn say_promotion(promotion: &Promotion, output: &Output) {
         return;
     }
     if promotion.released {
-        output.say("  its old source has ended there: nothing is lost");
+        output.say("  its old source has ended there: nothing that was written to it is lost");
         return;
     }
     if promotion.former {
@@ -130,6 +127,22 @@ pub(crate) fn say_promotion(promotion: &Promotion, output: &Output) {
          there before anything uses it",
         promotion.epoch
     ));
+}
+
+/// Prints what becomes of the moments that were kept.
+fn say_moments(promotion: &Promotion, output: &Output) {
+    let moments = match promotion.moments_lost {
+        0 => return,
+        1 => "the earlier moment that was kept".to_owned(),
+        number => format!("the {number} earlier moments that were kept"),
+    };
+    output.say(&match promotion.dry_run {
+        true => format!(
+            "  {moments} could not be reached any more: if one is wanted, go back to it before (dsync rewind {})",
+            promotion.path.display()
+        ),
+        false => format!("  {moments} cannot be reached any more"),
+    });
 }
 
 fn age(time: u64) -> String {

@@ -13,7 +13,7 @@ use crate::args;
 use crate::failover::{self, not_promoted, say_demotion, say_promotion};
 use crate::failure::Failure;
 use crate::group_command::{folder, tell};
-use crate::location::{Ends, Location};
+use crate::location::{self, Ends, Location};
 use crate::output::Output;
 use crate::steering::Steering;
 
@@ -22,6 +22,7 @@ pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -
     if !args.group {
         return failover::promote(args, state, output);
     }
+    location::refuse_host(&args.replica, "promote --group")?;
     let dir = std::path::absolute(&args.replica)?;
     let options = PromoteOptions { force: args.force, dry_run: args.dry_run, ..PromoteOptions::default() };
     let promotion =

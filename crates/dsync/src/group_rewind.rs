@@ -11,6 +11,7 @@ use uuid::Uuid;
 
 use crate::args;
 use crate::failure::Failure;
+use crate::location;
 use crate::output::Output;
 use crate::rewind::{self, pick};
 use crate::units;
@@ -46,7 +47,8 @@ pub(crate) fn choose_common(history: &GroupHistory, to: &str) -> Result<Option<G
     let present = (there.then_some(history.present.epoch.number), there.then_some(history.present.at));
     let moments: Vec<_> =
         history.moments.iter().map(|moment| (Some(moment.epoch.number), moment.at)).collect();
-    let found = pick(to, present, &moments, "dsync rewind --group DIR")?;
+    let list = format!("dsync rewind --group {}", history.dir.display());
+    let found = pick(to, present, &moments, &list)?;
     Ok(found.and_then(|at| history.moments.get(at)).cloned())
 }
 
@@ -55,6 +57,7 @@ pub(crate) fn run(args: &args::Rewind, state: &StateDir, output: &Output) -> Res
     if !args.group {
         return rewind::run(args, state, output);
     }
+    location::refuse_host(&args.destination, "rewind --group")?;
     let options = Options { devices: state.replicas_folder(), ..Options::default() };
     let (dir, name) = replica::find_group(&args.destination)?;
     let Some(to) = &args.to else {

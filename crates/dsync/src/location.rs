@@ -134,6 +134,23 @@ impl Location {
     }
 }
 
+/// Refuses a path of another host, for a command that works on this one.
+///
+/// # Errors
+/// That, with where to run it.
+pub(crate) fn refuse_host(path: &Path, command: &str) -> Result<(), Failure> {
+    let named = path.to_str().filter(|_| !path.exists());
+    let there = named.and_then(|named| Location::parse(named).ok());
+    match there.as_ref().and_then(|there| Some((there, there.host.as_ref()?))) {
+        Some((there, host)) => Err(Failure::usage(format!(
+            "{} is on another host: run \"dsync {command} {}\" on {host}",
+            there.name,
+            there.path.display()
+        ))),
+        None => Ok(()),
+    }
+}
+
 impl Ends {
     /// Reads a source and a destination.
     pub(crate) fn parse(source: &str, destination: &str) -> Result<Ends, Failure> {

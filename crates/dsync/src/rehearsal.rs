@@ -111,7 +111,7 @@ impl Rehearsal {
         }
         let to = match moment {
             NOW => None,
-            moment => choose(&replica::history(&path, &options)?, moment)?.map(|moment| moment.state),
+            moment => choose(&path, &replica::history(&path, &options)?, moment)?.map(|moment| moment.state),
         };
         Rehearsal::of(View::open(&path, &options, to)?, args)
     }

@@ -3,16 +3,17 @@
 use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use replica::{History, Moment, Options};
 use serde::Serialize;
-use source::StateDir;
+use source::{SourceError, StateDir};
 use uuid::Uuid;
 
 use crate::args;
 use crate::failure::Failure;
+use crate::location;
 use crate::output::Output;
-use crate::units;
+use crate::{status, units};
 
 /// The moments, for JSON.
 #[derive(Serialize)]
@@ -45,6 +46,8 @@ pub(crate) fn run(args: &args::Rewind, state: &StateDir, output: &Output) -> Res
     let path = std::path::absolute(&args.destination)?;
     let options =
         Options { folder: args.journal_dir.clone(), devices: state.replicas_folder(), ..Options::default() };
+    location::refuse_host(&args.destination, "rewind")?;
+    refuse_others(&path, &options, state)?;
     let Some(to) = &args.to else {
         list(&path, &replica::history(&path, &options)?, output);
         return Ok(());
@@ -55,7 +58,7 @@ pub(crate) fn run(args: &args::Rewind, state: &StateDir, output: &Output) -> Res
         Some(replica) => replica.history()?,
         None => replica::history(&path, &options)?,
     };
-    let Some(moment) = choose(&history, to)? else {
+    let Some(moment) = choose(&path, &history, to)? else {
         output.say(&format!("{} is at that moment already", path.display()));
         return Ok(());
     };
@@ -92,9 +95,39 @@ pub(crate) fn run(args: &args::Rewind, state: &StateDir, output: &Output) -> Res
     Ok(())
 }
 
+/// Refuses what is no replica, and so has no past.
+fn refuse_others(path: &Path, options: &Options, state: &StateDir) -> Result<()> {
+    let lineage = replica::inspect(path, options)?;
+    if lineage.as_ref().is_some_and(|lineage| lineage.role.promoted.is_none()) {
+        return Ok(());
+    }
+    let shown = path.display();
+    let is_source = lineage.is_some() || state.source(&path.to_string_lossy())?.is_some();
+    if !is_source && !path.exists() {
+        let none = status::no_replica(path, state)?;
+        bail!(SourceError::Unknown(format!("{none} (\"dsync status\" lists sources and replicas)")));
+    }
+    if !is_source {
+        // One whose state is elsewhere is told from what is none.
+        if sync::known_replicas(state).folder_of(path)?.is_some() {
+            sync::open_replica(path, options, state)?;
+        }
+        return Err(Failure::refused(format!(
+            "{shown} is not a replica, and only those keep moments: \"dsync status\" lists the replicas of this host; pass \
+             --journal-dir if its state is in a folder of its own"
+        ))
+        .into());
+    }
+    Err(Failure::refused(format!(
+        "{shown} is a source, and only replicas keep moments: \"dsync status {shown}\" lists its replicas. To go back, run \"dsync \
+         rewind\" on one of those, and promote it in place of {shown}, or restore {shown} from it"
+    ))
+    .into())
+}
+
 /// The moment that is meant: of an epoch, of a state ahead of it (`2+`), or the last one that is not later than a time. `None` if it
 /// is the present state.
-pub(crate) fn choose(history: &History, to: &str) -> Result<Option<Moment>, Failure> {
+pub(crate) fn choose(path: &Path, history: &History, to: &str) -> Result<Option<Moment>, Failure> {
     let present = (history.epoch.filter(|_| !history.ahead).map(|epoch| epoch.number), history.at);
     if let Some(number) = to.strip_suffix('+').and_then(|epoch| epoch.parse::<u64>().ok()) {
         if history.ahead && history.epoch.is_some_and(|epoch| epoch.number == number) {
@@ -103,13 +136,14 @@ pub(crate) fn choose(history: &History, to: &str) -> Result<Option<Moment>, Fail
         let found = history.moments.iter().find(|moment| moment.ahead && moment.epoch.number == number);
         return found.cloned().map(Some).ok_or_else(|| {
             Failure::refused(format!(
-                "no moment ahead of epoch {number} was kept: \"dsync rewind DST\" lists those that were"
+                "no moment ahead of epoch {number} was kept: \"dsync rewind {}\" lists those that were",
+                path.display()
             ))
         });
     }
     let of = |moment: &Moment| (Some(moment.epoch.number).filter(|_| !moment.ahead), moment.at);
     let moments: Vec<_> = history.moments.iter().map(of).collect();
-    let found = pick(to, present, &moments, "dsync rewind DST")?;
+    let found = pick(to, present, &moments, &format!("dsync rewind {}", path.display()))?;
     Ok(found.and_then(|at| history.moments.get(at)).cloned())
 }
 

@@ -15,6 +15,7 @@ use sync::SyncError;
 use crate::args;
 use crate::checkpoint::{self, Listed};
 use crate::local::{LocalReplica, say_readers};
+use crate::location;
 use crate::membership::{Group, say_groups};
 use crate::output::Output;
 use crate::{failure, track, units};
@@ -533,6 +534,7 @@ fn replica(
         devices: state.replicas_folder(),
         ..Default::default()
     };
+    location::refuse_host(path, if recovering { "recover" } else { "status" })?;
     // A replica whose first copy is incomplete has a lineage, but no file.
     if !recovering
         && !absolute.exists()
@@ -628,7 +630,7 @@ fn say_replica(status: &ReplicaStatus, role: &replica::Role, recovering: bool, o
 }
 
 /// The message for a path without a replica, with what is known of a former one.
-fn no_replica(path: &Path, state: &StateDir) -> Result<String> {
+pub(crate) fn no_replica(path: &Path, state: &StateDir) -> Result<String> {
     let name = path.display().to_string();
     for (place, about) in state.survey()?.sources {
         let bookmarks = Bookmarks::read(&device::Dir::existing(&place)?)?;

@@ -273,7 +273,7 @@ impl Group {
             let (Some(source), Some(epoch)) = (lineage.source, lineage.epoch) else {
                 return Err(self.uncommitted());
             };
-            let promoted = lineage.role.promoted.unwrap_or_else(|| lineage.role.next_promotion());
+            let promoted = lineage.role.promoted.unwrap_or_else(|| member.next_promotion());
             named.insert(
                 member.path().to_path_buf(),
                 Member { state: Some(lineage.nonce), promoted: Some(promoted), ..Member::at(source, epoch) },

@@ -9,7 +9,7 @@ use uuid::Uuid;
 
 use crate::error::{ReplicaError, Result, io_error};
 use crate::intent::Membership;
-use crate::role::{Demoted, Role};
+use crate::role::{Demoted, Released, Role};
 
 /// The file's name in the replica's folder.
 pub(crate) const NAME: &str = "lineage";
@@ -323,6 +323,12 @@ impl Lineage {
         }
     }
 
+    /// True if its source has said of what is there that there was no more.
+    pub(crate) fn has_last_word(&self) -> bool {
+        let here = self.epoch.map(|epoch| Released { epoch, term: self.role.term });
+        here.is_some() && self.role.released == here && self.unsure.is_nothing()
+    }
+
     /// True if batches of a mirror have brought what is there ahead of its epoch, to a moment within the next.
     pub fn is_ahead(&self) -> bool {
         self.role.demoted.is_none()
@@ -340,7 +346,10 @@ impl Lineage {
         let follows = || Role { demoted, ..Role::replica(self.role.term, self.role.line.clone()) };
         // In one step with what was written to the rehearsal. No undo delta leads from there, and no group commits it.
         let (nonce, role, group) = match toward.rehearsed {
-            true => (Uuid::new_v4(), self.role.promoted(Some(toward.epoch)).0, None),
+            true => {
+                let promoted = self.role.next_promotion(self.has_last_word());
+                (Uuid::new_v4(), self.role.promoted_so(promoted, Some(toward.epoch)), None)
+            }
             false => (toward.stream, follows(), self.group.clone()),
         };
         Lineage {
@@ -431,7 +440,7 @@ pub(crate) fn known(positions: &[Position]) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::role::{Demoted, Promoted, Released};
+    use crate::role::Promoted;
 
     fn at(number: u64) -> Epoch {
         Epoch { number, id: Uuid::from_u128(number.into()) }
@@ -498,7 +507,7 @@ mod tests {
         let role = Role {
             term: 3,
             line: delta::Line::first().and(delta::Term { number: 2, id: Uuid::new_v4(), began: at(1) }),
-            promoted: Some(Promoted { since: 7, id: Uuid::new_v4(), term: 3 }),
+            promoted: Some(Promoted { since: 7, id: Uuid::new_v4(), term: 3, released: false }),
             released: Some(Released { epoch: at(2), term: 2 }),
             demoted: Some(Demoted { since: 6, also: vec![at(3)], told: Some("far:/vm.raw".into()) }),
         };

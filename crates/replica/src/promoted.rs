@@ -13,6 +13,7 @@ use crate::intent::Intent;
 use crate::lineage::{Lineage, State, StepKind, Unsure};
 use crate::locate::inspect;
 use crate::options::Options;
+use crate::past;
 use crate::replica::Replica;
 use crate::role::{Promoted, Released};
 
@@ -21,7 +22,7 @@ use crate::role::{Promoted, Released};
 pub struct Outlook {
     /// The epoch of the last commit.
     pub epoch: Epoch,
-    /// When that was written, in seconds since 1970; `None` on a device.
+    /// When the replica came to it, in seconds since 1970, if that is known.
     pub time: Option<u64>,
     /// The source has said that there was no more.
     pub released: bool,
@@ -29,6 +30,8 @@ pub struct Outlook {
     pub later: Option<Epoch>,
     /// Its parts are of different moments.
     pub fuzzy: bool,
+    /// Earlier moments that are kept, of which none can be reached from then on.
+    pub moments: usize,
 }
 
 /// Opens the replica at `path` to be promoted: what a crash left of a commit is completed first.
@@ -79,19 +82,14 @@ impl Replica {
             ));
         };
         let fuzzy = lineage.state == State::Fuzzy;
-        let kept = self.journal().and_then(|journal| journal.segments.last());
-        let later = kept.and_then(|segment| segment.header.to().copied()).or(step.map(|s| s.toward.epoch));
-        let later = later.filter(|later| later.number > epoch.number);
-        let released = Released { epoch, term: lineage.role.term };
         let outlook = Outlook {
             epoch,
-            time: lineage.stamp.as_ref().and_then(|stamp| u64::try_from(stamp.written? / 1_000_000_000).ok()),
-            // A source that sent more later took its word back.
-            released: lineage.role.released == Some(released)
-                && lineage.unsure.is_nothing()
-                && later.is_none(),
-            later,
+            time: past::since(self.state(), lineage, self.settings()),
+            released: lineage.role.promoted.map_or_else(|| self.is_released(), |mark| mark.released),
+            later: self.later(),
             fuzzy,
+            // In an emergency, nothing fails because they cannot be counted.
+            moments: self.history().map_or(0, |history| history.moments.len()),
         };
         match (force, outlook.released) {
             (true, _) => Ok(outlook),
@@ -105,9 +103,27 @@ impl Replica {
                 "its source has not said that nothing was written after epoch {epoch}. Run \"dsync demote SRC {path}\" where the \
                  source is, which sends the rest. If the source is gone, \"dsync promote --force {path}\" gives up what was \
                  written there after this epoch{}",
-                lacks(&outlook)
+                lacks(&outlook) + &past_lost(&outlook, &path)
             )),
         }
+    }
+
+    /// A later epoch of the source, of which a part has come.
+    fn later(&self) -> Option<Epoch> {
+        let kept = self.journal().and_then(|journal| journal.segments.last());
+        let arriving = self.lineage().step.as_ref().map(|step| step.toward.epoch);
+        let later = kept.and_then(|segment| segment.header.to().copied()).or(arriving);
+        later.filter(|later| self.lineage().epoch.is_some_and(|epoch| later.number > epoch.number))
+    }
+
+    /// True if its source has said that there was no more. A source that sent more later took its word back.
+    fn is_released(&self) -> bool {
+        self.lineage().has_last_word() && self.later().is_none()
+    }
+
+    /// The promotion that comes next.
+    pub(crate) fn next_promotion(&self) -> Promoted {
+        self.lineage().role.next_promotion(self.is_released())
     }
 
     /// Why a source that was demoted is not made the source again just so.
@@ -162,7 +178,7 @@ impl Replica {
             return Ok(promoted);
         }
         self.untouched()?;
-        let promoted = self.lineage().role.next_promotion();
+        let promoted = self.next_promotion();
         self.become_source(promoted)?;
         Ok(promoted)
     }
@@ -256,4 +272,15 @@ fn lacks(outlook: &Outlook) -> String {
     outlook
         .later
         .map_or(String::new(), |later| format!(", of which it is known to have reached epoch {later}"))
+}
+
+/// What of its own past a promotion costs a replica.
+fn past_lost(outlook: &Outlook, path: &impl std::fmt::Display) -> String {
+    match outlook.moments {
+        0 => String::new(),
+        1 => format!(", and the moment that is kept of before (\"dsync rewind {path}\" shows it)"),
+        moments => format!(
+            ", and the {moments} moments that are kept of before (\"dsync rewind {path}\" lists them)"
+        ),
+    }
 }

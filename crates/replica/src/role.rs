@@ -47,6 +47,9 @@ pub struct Promoted {
     /// Its term. 0: an earlier dsync opened the replica for writing, as a source with an id of its own.
     #[serde(default)]
     pub term: u64,
+    /// Its source had said that there was no more.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub released: bool,
 }
 
 /// The last word of a source that was demoted: nothing was written to it after this epoch.
@@ -83,19 +86,13 @@ impl Role {
         Role { term, line, promoted: None, released: None, demoted: None }
     }
 
-    /// The promotion that comes next.
-    pub(crate) fn next_promotion(&self) -> Promoted {
+    /// The promotion that comes next. `released`: the source has said of what is there that there was no more.
+    pub(crate) fn next_promotion(&self, released: bool) -> Promoted {
         let term = self.released.map_or(self.term, |released| released.term.max(self.term)) + 1;
-        Promoted { since: now(), id: Uuid::new_v4(), term }
+        Promoted { since: now(), id: Uuid::new_v4(), term, released }
     }
 
-    /// What a replica at an epoch is when it becomes the source now.
-    pub(crate) fn promoted(&self, began: Option<Epoch>) -> (Role, Promoted) {
-        let promoted = self.next_promotion();
-        (self.promoted_so(promoted, began), promoted)
-    }
-
-    /// The same by this promotion.
+    /// What a replica at an epoch is when it becomes the source by this promotion.
     pub(crate) fn promoted_so(&self, promoted: Promoted, began: Option<Epoch>) -> Role {
         let line = match began {
             Some(began) => self.line.and(Term { number: promoted.term, id: promoted.id, began }),

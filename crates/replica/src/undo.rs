@@ -84,7 +84,19 @@ impl Target for Touched {
 
 /// What is to be kept.
 impl Replica {
-    /// Takes over what the user wants to be kept from now on.
+    /// Takes over what the user wants to be kept from now on, of a complete replica to which nothing has to be sent.
+    ///
+    /// # Errors
+    /// If it cannot be written down.
+    pub fn keep_as_asked(&mut self) -> Result<()> {
+        if self.options().keep.is_none() || !self.is_kept() || self.lineage().role.promoted.is_some() {
+            return Ok(());
+        }
+        self.sound()?;
+        self.set_keep()
+    }
+
+    /// The same of one that receives something.
     pub(crate) fn set_keep(&mut self) -> Result<()> {
         self.close_logs()?;
         let Some(keep) = self.options().keep.clone() else { return Ok(()) };

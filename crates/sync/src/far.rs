@@ -189,10 +189,12 @@ impl ReplicaEnd<'_> {
             say_status(sender, &mut replica, open.commit)?;
             let plan: Plan = match receiver.recv()? {
                 Some(message) if message.kind == PLAN => message.json()?,
-                Some(message) if message.kind == RESULT => return self.last_word(Some(message)),
-                Some(message) => return Err(unexpected(&message)),
                 // Nothing to be done: up to date, or a dry run.
-                None => return Ok(None),
+                end @ (None | Some(Message { kind: RESULT, .. })) => {
+                    self.keep(&mut replica, open)?;
+                    return end.map_or(Ok(None), |message| self.last_word(Some(message)));
+                }
+                Some(message) => return Err(unexpected(&message)),
             };
             plan.check()?;
             // Comparing is always allowed; what follows writes.
@@ -233,6 +235,14 @@ impl ReplicaEnd<'_> {
                 return self.last_word(None);
             }
         }
+    }
+
+    /// Takes over what the user wants to be kept, where nothing was sent.
+    fn keep(&self, replica: &mut Replica, open: &Open) -> Result<(), SyncError> {
+        if open.keep_anyway && self.writes {
+            replica.keep_as_asked()?;
+        }
+        Ok(())
     }
 
     /// Says that the destination is a source itself: nothing is received.

@@ -209,8 +209,17 @@ impl<'a> GroupSession<'a> {
             (options.adopt, options.create) = (false, false);
         }
         for (at, seed) in seeded {
-            if let Some(summary) = summaries.get_mut(at).filter(|summary| summary.blocks_changed == 0) {
-                *summary = Summary { epoch: summary.epoch, ..seed };
+            match summaries.get_mut(at) {
+                Some(summary) if summary.blocks_changed == 0 => {
+                    *summary = Summary { epoch: summary.epoch, ..seed };
+                }
+                // What was written meanwhile came by itself.
+                Some(summary) => {
+                    summary.bytes_sent += seed.bytes_sent;
+                    summary.bytes_received += seed.bytes_received;
+                    summary.seconds += seed.seconds;
+                }
+                None => {}
             }
         }
         Ok((done, summaries))
@@ -278,8 +287,14 @@ impl<'a> GroupSession<'a> {
             if choice.method != Method::Copy && !status.replica.under_way() {
                 continue;
             }
+            let (traffic, began) = (self.sender.traffic(), Instant::now());
+            let before = (traffic.sent(), traffic.received());
             let summary = bring(handle, &self.transfer(at, false), status.clone());
-            seeded.push((at, summary.map_err(|error| of_member(handle, error))?));
+            let mut summary = summary.map_err(|error| of_member(handle, error))?;
+            summary.bytes_sent = traffic.sent() - before.0;
+            summary.bytes_received = traffic.received() - before.1;
+            summary.seconds = began.elapsed().as_secs_f64();
+            seeded.push((at, summary));
             self.statuses[at] = newest_known(handle, Status::hear(self.receiver)?)?;
         }
         Ok(seeded)

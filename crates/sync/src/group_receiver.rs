@@ -63,6 +63,8 @@ impl ReplicaEnd<'_> {
                 return Ok(());
             };
             let done = group.commit(cut, &mut replicas)?;
+            // Of those to which nothing was sent as well.
+            replicas.iter_mut().try_for_each(Replica::keep_as_asked)?;
             let committed = done.iter().zip(&mut replicas).map(|(done, replica)| {
                 let warnings = replica.take_warnings();
                 done.as_ref().map(|done| Committed { warnings, ..Committed::of(done) })

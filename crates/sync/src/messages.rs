@@ -98,6 +98,9 @@ pub(crate) struct Open {
     /// What of its past the replica is to keep.
     #[serde(default)]
     pub keep: Option<Keep>,
+    /// That applies although nothing may have to be sent. False in a dry run, and from earlier versions.
+    #[serde(default)]
+    pub keep_anyway: bool,
     /// Which source it is. `None` from earlier versions.
     #[serde(default)]
     pub origin: Option<Origin>,
@@ -167,6 +170,7 @@ impl Open {
             digests: None,
             source: None,
             keep: None,
+            keep_anyway: false,
             origin: None,
             leave: false,
         }

@@ -29,6 +29,8 @@ pub struct PromoteOptions {
 }
 
 /// What a promotion did.
+///
+/// More than fifteen fields: they are the keys of its JSON object, which is flat.
 #[derive(Debug, Clone, Serialize)]
 pub struct Promotion {
     /// The disk.
@@ -43,6 +45,8 @@ pub struct Promotion {
     pub time: Option<u64>,
     /// Bytes in which the disk is at a later moment than that epoch.
     pub bytes_ahead: u64,
+    /// Earlier moments that were kept, of which none can be reached any more.
+    pub moments_lost: usize,
     /// A later epoch that the old source is known to have had.
     pub lacks_epoch: Option<u64>,
     /// What was written to a rehearsal of it is its content.
@@ -127,6 +131,7 @@ pub(crate) fn told(replica: &Replica, outlook: &Outlook) -> Promotion {
         epoch: outlook.epoch.number,
         time: outlook.time,
         bytes_ahead: status.unsure.bytes(),
+        moments_lost: outlook.moments,
         lacks_epoch: outlook.later.map(|later| later.number),
         with: None,
         released: outlook.released,

@@ -40,6 +40,7 @@ pub(crate) fn replica_for_sync(path: &Path, options: &SyncOptions) -> Open {
         create: options.create,
         leave: options.leave,
         keep: options.keep.clone(),
+        keep_anyway: !options.dry_run,
         digests: options.digests.clone().map(|file| Digests { file, hash: options.hash }),
         ..Open::new(path, &options.journal_dir, options.commit)
     }

@@ -321,6 +321,7 @@ fn a_lying_source_is_found_out() {
         digests: None,
         source: None,
         keep: None,
+        keep_anyway: false,
         origin: None,
         leave: false,
     };

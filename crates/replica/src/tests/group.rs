@@ -614,7 +614,7 @@ fn the_commit_of_a_cut_that_stands_ends_a_promotion() {
     let power = on();
     let folder = SharedFolder(pair.begin(&power));
     let mut intent = Intent::read(&folder).unwrap().expect("a commit");
-    let mark = crate::Promoted { since: 1, id: Uuid::new_v4(), term: 2 };
+    let mark = crate::Promoted { since: 1, id: Uuid::new_v4(), term: 2, released: false };
     intent.members.values_mut().for_each(|member| member.promoted = Some(mark));
     let (_, mut replicas) = pair.open(&power).unwrap();
     intent.store(&folder).unwrap();

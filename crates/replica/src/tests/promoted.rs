@@ -74,7 +74,8 @@ fn a_promotion_wants_the_last_word_of_the_source() {
     drop(replica);
     let role = lineage(&path).role;
     assert_eq!((role.term, role.promoted, role.released), (4, Some(mark), None));
-    // The same command again, after a crash.
+    // The same command again, after a crash: nothing is given up by that one either.
+    assert!(mark.released && promoted(&path).outlook(true).unwrap().released);
     assert_eq!(promoted(&path).recorded().role.promoted, Some(mark));
     assert_eq!(promoted(&path).changed_since_mark().unwrap(), None);
     std::fs::File::options().write(true).open(&path).unwrap().set_len(4096).unwrap();
