@@ -406,6 +406,14 @@ fn refused(two: &Two, options: &[&str], words: &[&str]) {
     assert_eq!(was, epoch(), "a refused sync leaves no epoch: {words:?}");
 }
 
+/// The command that a message names, as it stands there.
+fn advised(two: &Two, told: &Output, begins: &str) -> Run {
+    assert!(!told.stderr.contains("SRC") && !told.stderr.contains("DIR"), "{told}");
+    let (_, command) = told.stderr.split_once(&format!("\"dsync {begins}")).expect("a command");
+    let (rest, _) = command.split_once('"').expect("its end");
+    two.site.dsync(begins.split_whitespace().chain(rest.split_whitespace()))
+}
+
 #[test]
 fn what_refuses_one_refuses_all_before_anything_is_changed() {
     let mut two = Two::new("refused");
@@ -438,7 +446,14 @@ fn what_refuses_one_refuses_all_before_anything_is_changed() {
     image::scribble(&log, MIB, BLOCK, &mut two.random);
     refused(&two, &[], &["log.raw", "modified outside dsync"]);
     refused(&two, &["-n"], &["log.raw", "modified outside dsync"]);
-    two.sync(&["--adopt"]).ok();
+    // Each message leads to the next, and the last one out.
+    let told = two.sync(&[]).code(4);
+    advised(&two, &told, "verify ").code(5);
+    let alone = two.site.sync(&two.images[1], &log, &[]).code(4);
+    assert!(!alone.stderr.contains("--repair"), "{alone}");
+    let alone = two.site.dsync(["verify", "--repair"]).args([&two.images[1], &log]).code(4);
+    let told = advised(&two, &alone, "sync --group db ").code(4);
+    advised(&two, &told, "sync --group db --adopt ").ok();
     two.equal();
     // Bad usage.
     two.sync(&["--commit", "in-place"]).code(2);

@@ -59,7 +59,7 @@ pub use human::{exact_size, human_size};
 pub use identity::{DiskKind, Identity, identity};
 pub use lock::{Access, ImageLock, lock_image};
 pub use medium::{Gauge, Medium, agree, disk_id, hash_of};
-pub use moment::moment;
+pub use moment::{moment, moments};
 pub use overlay::Overlay;
 pub use ram::RamDisk;
 pub use reserve::Reserve;

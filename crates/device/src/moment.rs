@@ -1,5 +1,15 @@
 //! Human-readable times.
 
+/// Times in seconds since 1970, as [`moment`] says each; with the second where two are of one minute.
+pub fn moments(times: &[u64]) -> Vec<String> {
+    let shared = |time: &u64| times.iter().any(|other| other / 60 == time / 60 && other != time);
+    let exact = |time: &u64| {
+        let minute = moment(*time);
+        format!("{}:{:02} UTC", minute.trim_end_matches(" UTC"), *time % 60)
+    };
+    times.iter().map(|time| if shared(time) { exact(time) } else { moment(*time) }).collect()
+}
+
 /// A time in seconds since 1970: `2027-03-01 14:02 UTC`.
 pub fn moment(time: u64) -> String {
     const DAY: u64 = 86_400;
@@ -24,6 +34,13 @@ pub fn moment(time: u64) -> String {
 
 #[cfg(test)]
 mod tests {
+    #[test]
+    fn times_of_one_minute_are_told_apart() {
+        let said = super::moments(&[60, 61, 61, 180]);
+        let one = "1970-01-01 00:01:01 UTC";
+        assert_eq!(said, ["1970-01-01 00:01:00 UTC", one, one, "1970-01-01 00:03 UTC"]);
+    }
+
     #[test]
     fn moments_are_those_of_the_calendar() {
         for (time, said) in [

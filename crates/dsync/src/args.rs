@@ -537,7 +537,7 @@ impl LiveArgs {
             FreezeArg::Require => FreezeMode::Require,
         };
         let limit = Duration::from_secs(self.freeze_limit.unwrap_or(10));
-        LiveOptions { passes: self.passes.unwrap_or(8), cut: CutOptions { freeze, limit } }
+        LiveOptions { passes: self.passes.unwrap_or(8), cut: CutOptions { freeze, limit, together: false } }
     }
 
     /// Which of them were given.

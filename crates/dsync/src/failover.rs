@@ -55,9 +55,10 @@ pub(crate) fn not_promoted(error: SyncError, path: &Path, has_begun: bool) -> an
             "{path} cannot be promoted while a sync or a mirror to it is under way: stop that where its source is. If that host is \
              gone, end the process here: what it has committed stays"
         ),
-        SyncError::Replica(ReplicaError::Changed { .. }) => format!(
-            "{path} cannot be promoted, because it may hold what its source never was. If its source is gone, \"dsync forget \
-             {path}\" makes it a plain disk as it is"
+        SyncError::Replica(ReplicaError::Changed { path, .. }) => format!(
+            "{0} cannot be promoted, because it may hold what its source never was. If its source is gone, \"dsync forget {0}\" makes \
+             it a plain disk as it is",
+            path.display()
         ),
         error if error.class() == Class::Failed && !has_begun => {
             format!("{path} was not promoted: it is a replica as before, and nothing was changed")

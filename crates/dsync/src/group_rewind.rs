@@ -117,11 +117,14 @@ pub(crate) fn run(args: &args::Rewind, state: &StateDir, output: &Output) -> Res
 /// Lists the moments.
 fn list(history: &GroupHistory, output: &Output) {
     let (name, epoch) = (&history.name, history.present.epoch.number);
-    let at = device::moment(history.present.at);
+    let times: Vec<u64> =
+        [&history.present].into_iter().chain(&history.moments).map(|moment| moment.at).collect();
+    let times = device::moments(&times);
+    let at = &times[0];
     output.say(&format!("group {name} in {}: at common epoch {epoch} of {at}", history.dir.display()));
     history.apart.iter().for_each(|apart| output.say(&format!("  but {apart}")));
-    for moment in &history.moments {
-        output.say(&format!("  {}  common epoch {}", device::moment(moment.at), moment.epoch.number));
+    for (moment, at) in history.moments.iter().zip(&times[1..]) {
+        output.say(&format!("  {at}  common epoch {}", moment.epoch.number));
     }
     output.summary(&Listed { kind: "past", history });
 }

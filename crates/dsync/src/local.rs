@@ -154,9 +154,12 @@ fn told(known: &KnownReplica, unsure: u64) -> (&'static str, Option<String>) {
             ("incomplete", Some(what.into()))
         }
         Condition::Changed(why) => {
+            let group = known.lineage.as_ref().and_then(|lineage| Some(&lineage.group.as_ref()?.name));
+            let mends =
+                group.map_or("verify --repair".to_owned(), |name| format!("sync --group {name} --adopt"));
             let what = format!(
                 "was changed by another program since its last commit ({why}), and syncs to it are refused: find out who \
-                 writes there; \"dsync verify\" shows what differs, and \"dsync verify --repair\" overwrites it with the source"
+                 writes there; \"dsync verify\" shows what differs, and \"dsync {mends}\" overwrites it with the source"
             );
             ("changed", Some(what))
         }

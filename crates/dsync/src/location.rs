@@ -108,14 +108,15 @@ impl Location {
         Location { name, host: self.host.clone(), port: self.port, path: self.path.join(file) }
     }
 
-    /// An error as it helps here; see [`Ends::named`].
+    /// An error about the replicas of a group as it helps here; see [`Ends::named`].
     pub(crate) fn named(&self, error: SyncError) -> SyncError {
-        match (error, self.host.as_deref()) {
-            (SyncError::Far { message, class }, Some(host)) => {
-                SyncError::Far { message: format!("{host}: {message}"), class }
-            }
-            (error, _) => error,
-        }
+        let SyncError::Far { message, class } = error else { return error };
+        let message = with_folder(&message, &self.name);
+        let message = match self.host.as_deref() {
+            Some(host) => format!("{host}: {message}"),
+            None => message,
+        };
+        SyncError::Far { message, class }
     }
 
     /// A link to the replica's side, and its thread, if it is local.
@@ -132,6 +133,11 @@ impl Location {
         };
         Ok((far::call(host, self.port, "receive", far, state)?, None))
     }
+}
+
+/// A message with the folder of the replicas of a group in the commands that it names.
+fn with_folder(message: &str, folder: &str) -> String {
+    message.replace(" DIR\"", &format!(" {folder}\""))
 }
 
 /// Refuses a path of another host, for a command that works on this one.
@@ -209,7 +215,13 @@ impl Ends {
     /// What the other side said, in the same way.
     pub(crate) fn told(&self, message: &str) -> String {
         let ends = format!("{} {}", self.source.name, self.destination.name);
-        let message = message.replace("SRC DST", &ends);
+        let there = &self.destination.name;
+        let folder = match there.rsplit_once('/') {
+            Some(("", _)) => "/",
+            Some((folder, _)) => folder,
+            None => there.rsplit_once(':').map_or(".", |(host, _)| &there[..=host.len()]),
+        };
+        let message = with_folder(&message.replace("SRC DST", &ends), folder);
         match self.far().and_then(|far| far.host.as_deref()) {
             Some(_) if self.is_of_own_replica(&message) => message,
             Some(host) => format!("{host}: {message}"),

@@ -183,9 +183,12 @@ pub(crate) fn pick(
 
 /// Lists the moments.
 fn list(path: &Path, history: &History, output: &Output) {
-    let at = match (history.epoch, history.at) {
+    let moments = history.moments.iter().map(|moment| moment.at);
+    let times: Vec<u64> = moments.chain(history.at.filter(|_| !history.ahead)).collect();
+    let times = device::moments(&times);
+    let at = match (history.epoch, times.get(history.moments.len())) {
         (Some(epoch), _) if history.ahead => format!("ahead of epoch {}", epoch.number),
-        (Some(epoch), Some(at)) => format!("at epoch {} of {}", epoch.number, device::moment(at)),
+        (Some(epoch), Some(at)) => format!("at epoch {} of {at}", epoch.number),
         (Some(epoch), None) => format!("at epoch {}", epoch.number),
         (None, _) => "incomplete".into(),
     };
@@ -194,9 +197,9 @@ fn list(path: &Path, history: &History, output: &Output) {
         false => format!("keeps {}", history.keep),
     };
     output.say(&format!("replica {}: {at}; {keeps}", path.display()));
-    for moment in &history.moments {
+    for (moment, at) in history.moments.iter().zip(&times) {
         let fuzzy = if moment.fuzzy { ", fuzzy" } else { "" };
-        let (at, number) = (device::moment(moment.at), moment.epoch.number);
+        let number = moment.epoch.number;
         let epoch = match moment.ahead {
             true => format!("ahead of epoch {number} (--to {number}+)"),
             false => format!("epoch {number}"),

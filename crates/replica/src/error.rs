@@ -40,13 +40,14 @@ pub enum ReplicaError {
     PartialTaken(PathBuf),
     /// The destination is not as the last commit left it.
     #[error("replica {} was modified outside dsync since its last commit ({why}): find out who writes there first; \"dsync verify SRC DST\" \
-             shows what differs and changes nothing; \"dsync verify --repair SRC DST\" overwrites what differs with the source and \
-             accepts the rest, as \"dsync sync --adopt SRC DST\" does", path.display())]
+             shows what differs and changes nothing; {}", path.display(), mends(group.as_deref()))]
     Changed {
         /// The destination.
         path: PathBuf,
         /// In what way it differs.
         why: String,
+        /// The group that it is committed with.
+        group: Option<String>,
     },
     /// The replica was made the source itself.
     #[error(
@@ -172,6 +173,18 @@ pub enum ReplicaError {
         #[source]
         error: io::Error,
     },
+}
+
+/// What brings a replica that others have changed back to its source.
+fn mends(group: Option<&str>) -> String {
+    match group {
+        Some(group) => format!(
+            "\"dsync sync --group {group} --adopt DIR\" compares all replicas of the group with their sources and overwrites what differs"
+        ),
+        None => "\"dsync verify --repair SRC DST\" overwrites what differs with the source and accepts the rest, as \"dsync sync --adopt \
+                 SRC DST\" does"
+            .into(),
+    }
 }
 
 /// What this crate returns.

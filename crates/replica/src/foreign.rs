@@ -90,7 +90,8 @@ impl Replica {
             self.outdate_sealed();
         }
         self.keep_note();
-        ReplicaError::Changed { path: self.path().to_path_buf(), why: self.how_changed(why) }
+        let group = self.lineage().group.as_ref().map(|group| group.name.clone());
+        ReplicaError::Changed { path: self.path().to_path_buf(), why: self.how_changed(why), group }
     }
 
     /// In what way others have changed the destination, as exactly as its times tell.

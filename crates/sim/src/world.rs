@@ -618,7 +618,7 @@ impl World {
             shrink: true,
             live: sync::LiveOptions {
                 passes: 6,
-                cut: CutOptions { freeze: FreezeMode::Auto, limit: Duration::from_secs(10) },
+                cut: CutOptions { freeze: FreezeMode::Auto, ..CutOptions::default() },
             },
             ..sync::SyncOptions::default()
         }

@@ -46,12 +46,15 @@ pub struct CutOptions {
     pub freeze: FreezeMode,
     /// The longest time of a freeze.
     pub limit: Duration,
+    /// The disks of a group are cut together: without a freeze they would not be of one moment.
+    #[serde(default)]
+    pub together: bool,
 }
 
 impl Default for CutOptions {
     /// Freezes what is mounted, for at most ten seconds.
     fn default() -> CutOptions {
-        CutOptions { freeze: FreezeMode::Auto, limit: Duration::from_secs(10) }
+        CutOptions { freeze: FreezeMode::Auto, limit: Duration::from_secs(10), together: false }
     }
 }
 
@@ -360,10 +363,13 @@ impl Live {
             _ => device::mounts_on(&self.about.path)?,
         };
         if let Some(place) = device::hidden_mount(&self.about.path) {
+            let never = match options.together {
+                true => "",
+                false => "; --freeze never copies it without a freeze, as a power cut would leave it",
+            };
             return Err(SourceError::Refused(format!(
                 "{} is {place}, so this process cannot freeze its file system: run dsync in that mount namespace (\"nsenter \
-                 --mount --target PID\") or unmount it there; --freeze never copies it without a freeze, as a power cut \
-                 would leave it",
+                 --mount --target PID\") or unmount it there{never}",
                 self.about.path.display()
             )));
         }
@@ -441,10 +447,13 @@ impl Live {
         }
         let paths: Vec<String> =
             members.iter().map(|(live, _)| live.about.path.display().to_string()).collect();
+        let never = match options.together {
+            true => "",
+            false => ", or pass --freeze never to take a copy that may mix several moments",
+        };
         Err(SourceError::Refused(format!(
             "{} is being written to past its file systems while these are frozen: stop programs that write to the device itself, \
-             or to a partition that is not mounted (\"swapoff\" for swap space), or pass --freeze never to take a copy that may \
-             mix several moments",
+             or to a partition that is not mounted (\"swapoff\" for swap space){never}",
             paths.join(" or ")
         )))
     }

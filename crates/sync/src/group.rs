@@ -6,7 +6,7 @@
 //!
 //! Everything that refuses a member is asked before the cut. What a source may forget of its history is recorded after the commit.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -93,8 +93,9 @@ pub(crate) struct GroupSession<'a> {
     progress: Progress<'a>,
     /// What each member's sync is counted as.
     accounts: Vec<Account>,
-    /// The replicas, as the user would name them.
+    /// The replicas, as the user would name them, and their paths there.
     names: Vec<String>,
+    paths: Vec<PathBuf>,
     /// Those of the round that comes next; none if they have not been heard yet.
     statuses: Vec<Status>,
 }
@@ -122,18 +123,20 @@ impl<'a> GroupSession<'a> {
         if let Some(pace) = &options.bwlimit {
             sender.pace(pace);
         }
-        let (mut names, mut members) = (Vec::new(), Vec::<Open>::new());
+        let (mut names, mut paths, mut members) = (Vec::new(), Vec::new(), Vec::<Open>::new());
         let mut accounts = Vec::new();
         for handle in group.members() {
             let file = handle.about().path.file_name().unwrap_or_default();
             names.push(format!("{}/{}", destination.trim_end_matches('/'), file.to_string_lossy()));
+            paths.push(dir.join(file));
             members.push(replica_for_sync(&dir.join(file), options).beside(handle.about()));
             let name = names.last().map_or("", String::as_str);
             let account = Account::begin(handle, (&dir.join(file), name), &options.way, "sync");
             accounts.push(if options.dry_run { account.dry() } else { account });
         }
         sender.send_json(OPEN_GROUP, &OpenGroup { name: group.name().to_owned(), members })?;
-        let (statuses, options) = (Vec::new(), options.clone());
+        let (statuses, mut options) = (Vec::new(), options.clone());
+        options.live.cut.together = true;
         let alone = SyncOptions { hook: None, ..options.clone() };
         Ok(GroupSession {
             sender,
@@ -145,13 +148,14 @@ impl<'a> GroupSession<'a> {
             progress,
             accounts,
             names,
+            paths,
             statuses,
         })
     }
 
     /// Brings all replicas to one moment.
     pub(crate) fn round(&mut self) -> Result<(GroupSummary, Vec<Summary>), SyncError> {
-        let done = self.bring_together();
+        let done = self.bring_together().map_err(|error| self.named(error));
         match &done {
             Ok((_, members)) => {
                 for (account, member) in self.accounts.iter().zip(members) {
@@ -223,6 +227,24 @@ impl<'a> GroupSession<'a> {
             }
         }
         Ok((done, summaries))
+    }
+
+    /// What the other side said of a replica, with the ends of its sync in the commands that it names.
+    fn named(&self, error: SyncError) -> SyncError {
+        let SyncError::Far { message, class } = error else { return error };
+        let members = self.group.members().iter().zip(&self.paths).zip(&self.names);
+        let is_meant = |path: &PathBuf| {
+            let after = path.to_str().and_then(|path| Some(message.split_once(path)?.1));
+            after.is_some_and(|after| !after.starts_with(|c: char| c.is_alphanumeric() || ".-_/".contains(c)))
+        };
+        let meant = members.into_iter().find(|((_, path), _)| is_meant(path));
+        let message = match meant {
+            Some(((handle, _), name)) => {
+                message.replace("SRC DST", &format!("{} {name}", handle.about().path.display()))
+            }
+            None => message,
+        };
+        SyncError::Far { message, class }
     }
 
     fn each(&self) -> impl Iterator<Item = (&'a Handle, &Status, &str)> {

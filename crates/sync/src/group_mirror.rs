@@ -11,6 +11,7 @@ use link::Link;
 use serde::Serialize;
 use source::{GroupHandle, Handle, SourceError};
 
+use crate::account::count_failure;
 use crate::attempts::{Attempts, Trouble};
 use crate::error::SyncError;
 use crate::group::{GroupSession, GroupSummary};
@@ -138,7 +139,8 @@ impl GroupMirror<'_> {
             )));
         }
         summary.group = group.name().to_owned();
-        let (sender, receiver) = (self.connect)()?.split();
+        let connected = (self.connect)().inspect_err(|error| self.count_failure(&group, error));
+        let (sender, receiver) = connected?.split();
         let traffic = sender.traffic();
         let mirrored = (|| {
             let first = summary.commits == 0;
@@ -159,6 +161,15 @@ impl GroupMirror<'_> {
             Some(gone) => SourceError::Away(gone.about().path.clone()).into(),
             None => error,
         })
+    }
+
+    /// The other side could not be reached.
+    fn count_failure(&self, group: &GroupHandle, error: &SyncError) {
+        for handle in group.members() {
+            let file = handle.about().path.file_name().unwrap_or_default();
+            let name = format!("{}/{}", self.name.trim_end_matches('/'), file.to_string_lossy());
+            count_failure(handle, &self.dir.join(file), &name, &self.options.way, &error.to_string());
+        }
     }
 
     fn rounds(

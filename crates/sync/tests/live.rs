@@ -236,7 +236,7 @@ fn between(
 }
 
 fn options(freeze: FreezeMode) -> SyncOptions {
-    let cut = CutOptions { freeze, limit: Duration::from_secs(5) };
+    let cut = CutOptions { freeze, limit: Duration::from_secs(5), together: false };
     SyncOptions { live: LiveOptions { passes: 6, cut }, ..SyncOptions::default() }
 }
 
