@@ -877,6 +877,75 @@ fn a_group_is_taken_over_by_force_and_the_old_one_comes_back() {
     }
 }
 
+/// A replica that left the group is at the epoch of the common commit, with later writes: the group is not at one moment.
+#[test]
+fn a_member_that_is_ahead_is_not_at_the_common_epoch() {
+    let mut two = Two::new("a member that is ahead");
+    two.sync(&["--keep-last", "20"]).ok();
+    two.stop();
+    let ends = [two.images[0].clone(), two.replicas()[0].clone()];
+    two.command(&["sync", "--leave-group", "--method", "compare"]).args(&ends).ok();
+    two.start();
+    let mut mirror = two.command(&["mirror", "--rpo", "1s"]).args(&ends).start();
+    mirror.wait_to_say("mirroring");
+    let at = 77 * BLOCK;
+    for name in ["log", "data"] {
+        let mut client = two.server().client(name);
+        client.write(at, &[0xaa; BLOCK as usize]).expect("a write");
+        client.close().expect("the end");
+    }
+    let has = |replica: &PathBuf| std::fs::read(replica).expect("a replica")[at as usize] == 0xaa;
+    let until = Instant::now() + Duration::from_secs(60);
+    while !has(&ends[1]) {
+        assert!(Instant::now() < until, "no batch comes: {}", mirror.stderr_so_far());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    mirror.kill();
+    two.server.take().expect("a server").kill();
+    // The later write has come without the earlier one.
+    assert!(!has(&two.replicas()[1]));
+    let dir = two.dir();
+    let why = "data.raw is not as it was at common epoch 1";
+    shows(&two.command(&["rewind", "--group", &dir]).ok(), &[why, "common epoch 1"]);
+    two.command(&["promote", "--force", "--group", &dir]).code(4).says(&[why, "dsync rewind --group"]);
+    two.command(&["rewind", "--group", &dir, "--to", "1"]).ok();
+    two.command(&["promote", "--force", "--group", &dir]).ok();
+    assert_eq!(two.replicas().each_ref().map(has), [false, false]);
+}
+
+/// What is written to a disk between a demotion that failed half way and its completion is in no delta that was saved.
+#[test]
+fn a_demotion_that_failed_half_way_gives_up_no_later_write() {
+    let mut two = Two::new("a demotion that fails half way");
+    two.sync(&[]).ok();
+    (0..2).for_each(|disk| two.change(disk, 5));
+    two.stop();
+    let (saved, log) = (two.site.path("saved"), two.images[1].clone());
+    std::fs::create_dir(&saved).expect("a folder");
+    let in_the_way = two.site.path(".log.raw.dsync");
+    std::fs::write(&in_the_way, "").expect("a file");
+    let demote = |two: &Two| two.command(&["demote", "--group", "db", "--save"]).arg(&saved);
+    demote(&two).code(1);
+    std::fs::remove_file(&in_the_way).expect("a file");
+    // A disk that has ended is not opened, also where the record of that cannot be read.
+    let serve = |two: &Two| two.command(&["serve"]).arg(&log).arg("--socket").arg(two.site.socket("s"));
+    serve(&two).code(4).says(&["dsync demote --group db"]);
+    let (record, aside) = (two.site.state().join("demoting/db"), two.site.path("aside"));
+    std::fs::rename(&record, &aside).expect("a folder");
+    std::os::unix::fs::symlink("db", &record).expect("a link");
+    serve(&two).code(1).says(&["demoting/db"]);
+    std::fs::remove_file(&record).expect("a link");
+    std::fs::rename(&aside, &record).expect("a folder");
+    image::scribble(&log, MIB, BLOCK, &mut two.random);
+    let before = std::fs::read(&log).expect("an image");
+    demote(&two).code(4).says(&["log.raw", "is not known", "Copy the disk first", "--group db --discard"]);
+    two.command(&["demote", "--group", "db"]).code(4).says(&["is not known"]);
+    serve(&two).code(4).says(&["was interrupted"]);
+    two.command(&["demote", "--group", "db", "--discard"]).ok();
+    assert!(std::fs::read(&log).expect("an image") == before);
+    two.command(&["status"]).arg(&log).ok();
+}
+
 /// Whatever is killed when, all disks are sources, or none is, on either side.
 #[test]
 fn kills_of_a_switch_tear_nothing() {

@@ -171,25 +171,30 @@ pub(crate) fn apart<'a>(
     intent: &Intent,
     members: impl Iterator<Item = (&'a Path, &'a Lineage)>,
 ) -> Vec<String> {
-    let told = |(path, lineage): (&Path, &Lineage)| {
+    let members: Vec<_> = members.collect();
+    // What former sources have written since is theirs: together they can be the sources again.
+    let former = members.iter().all(|(_, lineage)| lineage.role.demoted.is_some());
+    let cut = intent.cut.number;
+    let told = |(path, lineage): &(&Path, &Lineage)| {
+        let path = path.display();
         let member = intent.members.values().find(|member| Some(member.source) == lineage.source);
         let at = lineage.epoch.map_or("no epoch".into(), |epoch| format!("epoch {}", epoch.number));
         match member {
-            Some(member) if lineage.epoch == Some(member.epoch) => None,
+            Some(member) if lineage.epoch == Some(member.epoch) => {
+                let bytes = device::human_size(lineage.unsure_bytes());
+                let is_there = former || lineage.unsure.is_nothing();
+                (!is_there).then(|| {
+                    format!("{path} is not as it was at common epoch {cut}: {bytes} in it are not of {at} of its source")
+                })
+            }
             Some(member) => Some(format!(
-                "{} is at {at} of its source, and common epoch {} is epoch {}",
-                path.display(),
-                intent.cut.number,
+                "{path} is at {at} of its source, and common epoch {cut} is epoch {}",
                 member.epoch.number
             )),
-            None => Some(format!(
-                "{} is at {at} of its source, and has no part in common epoch {}",
-                path.display(),
-                intent.cut.number
-            )),
+            None => Some(format!("{path} is at {at} of its source, and has no part in common epoch {cut}")),
         }
     };
-    members.filter_map(told).collect()
+    members.iter().filter_map(told).collect()
 }
 
 /// The past of the group of this name whose replicas are in `dir`, a path without links. Takes no lock and changes nothing.

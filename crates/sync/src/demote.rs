@@ -286,10 +286,10 @@ pub(crate) fn in_common(handle: &Handle, options: &DemoteOptions) -> Result<Epoc
 }
 
 /// Blocks written after an epoch, and the later epochs.
-type Written = (Bitmap, Vec<Epoch>);
+pub(crate) type Written = (Bitmap, Vec<Epoch>);
 
 /// What was written after an epoch; or why that is not known.
-fn written(handle: &Handle, epoch: &Epoch) -> Result<Result<Written, String>, SyncError> {
+pub(crate) fn written(handle: &Handle, epoch: &Epoch) -> Result<Result<Written, String>, SyncError> {
     match handle.written_after(epoch) {
         Ok(written) => Ok(Ok(written)),
         Err(SourceError::Lost { why, .. }) => Ok(Err(why)),

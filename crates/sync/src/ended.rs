@@ -1,6 +1,7 @@
 //! The demotion of the sources of a group: an intent in the state directory names all of them. From the moment at which that is there,
 //! none of them is a source any more. It stays, so that the command can be repeated, until a group of that name is demoted next.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use delta::Epoch;
@@ -106,12 +107,17 @@ pub(crate) fn ended_with(state: &StateDir, about: &About) -> Result<Option<Strin
     let root = root(state);
     let failed = |e| SyncError::io(format!("look into {}", root.display()))(e);
     let entries = match std::fs::read_dir(&root) {
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
         entries => entries.map_err(failed)?,
     };
     for entry in entries {
         let path = entry.map_err(failed)?.path();
-        let Ok(folder) = Dir::existing(&path) else { continue };
+        let folder = match Dir::existing(&path) {
+            Ok(folder) => folder,
+            // Another command has removed it, or it is none of ours.
+            Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => continue,
+            Err(e) => return Err(SyncError::io(format!("open {}", path.display()))(e)),
+        };
         let Some(intent) = Intent::read(&folder)? else { continue };
         if intent.members.values().any(|member| has_ended(member, about)) {
             return Ok(Some(intent.group));

@@ -6,13 +6,14 @@ use std::collections::BTreeMap;
 
 use delta::Epoch;
 use replica::{Intent, Member};
-use source::{GroupHandle, StateDir};
+use source::{GroupHandle, Handle, StateDir};
 use uuid::Uuid;
 
 use crate::attach::attach_group;
-use crate::demote::{DemoteOptions, DemoteSummary, demote, follow, in_common};
-use crate::ended::Ending;
+use crate::demote::{DemoteOptions, DemoteSummary, demote, follow, in_common, written};
+use crate::ended::{Ended, Ending};
 use crate::error::SyncError;
+use crate::far::open_options;
 use crate::group::GroupSummary;
 use crate::report::{Progress, Summary};
 
@@ -72,6 +73,11 @@ pub fn demote_group(
             "the disks of the group {name} are demoted already: without -n the command tells the replicas again that they can take over"
         )));
     }
+    if !options.discard {
+        for disk in ended.iter().filter(|disk| disk.is_source) {
+            still_known(state, name, disk, options)?;
+        }
+    }
     let mut summaries = Vec::new();
     for disk in ended {
         let how = DemoteOptions {
@@ -88,6 +94,30 @@ pub fn demote_group(
     }
     afterwards(&summaries)?;
     Ok(summaries)
+}
+
+/// Refuses to carry a demotion out where a disk may have been written to since it was decided: nothing would say what is given up, and
+/// nothing has saved it.
+fn still_known(state: &StateDir, name: &str, disk: &Ended, options: &DemoteOptions) -> Result<(), SyncError> {
+    let what = disk.path.to_string_lossy();
+    let is_done = || {
+        let lineage = replica::inspect(&disk.path, &open_options(None, state))?;
+        Ok::<_, SyncError>(lineage.is_some_and(|lineage| lineage.role.promoted.is_none()))
+    };
+    // The replica tells what was written to it.
+    if !disk.path.exists() || is_done()? {
+        return Ok(());
+    }
+    let handle = Handle::attach(state, &what, &options.open)?;
+    let written = written(&handle, &disk.epoch);
+    handle.close()?;
+    let Err(why) = written? else { return Ok(()) };
+    let (number, path) = (disk.epoch.number, disk.path.display());
+    Err(SyncError::Refused(format!(
+        "the demotion of the group {name} was interrupted, and what was written to {path} after epoch {number} is not known since ({why}), so \
+         none of it can be saved: the next sync to it compares everything, and overwrites what differs. Copy the disk first if it is wanted; then \
+         complete the demotion with \"dsync demote --group {name} --discard\""
+    )))
 }
 
 /// What each will be, and the intent that makes them that.
