@@ -838,6 +838,14 @@ fn a_demotion_ends_no_later_term() {
     two.equal();
 }
 
+/// The options that a promotion has named, with which the old sources of the group are demoted.
+fn given_since(promoted: &Output) -> Vec<String> {
+    let text = promoted.text();
+    let (_, command) = text.split_once("dsync demote --group db ").unwrap_or_else(|| panic!("{promoted}"));
+    let (since, _) = command.split_once(" --save DIR").unwrap_or_else(|| panic!("{promoted}"));
+    since.split_whitespace().map(str::to_owned).collect()
+}
+
 /// The source is gone, and comes back with writes that nobody has.
 #[test]
 fn a_group_is_taken_over_by_force_and_the_old_one_comes_back() {
@@ -854,13 +862,14 @@ fn a_group_is_taken_over_by_force_and_the_old_one_comes_back() {
     let far = |words: &[&str]| there.far.site.dsync(words);
     let dir = there.dir.display().to_string();
     shows(&far(&["promote", "-n", "--force", "--group", &dir]).ok(), &["would go on from common epoch"]);
-    far(&["promote", "--force", "--group", &dir]).ok();
+    let promoted = far(&["promote", "--force", "--group", &dir]).ok();
     assert_eq!(together(&there.dir, "promoted"), at);
     // It is back: what it wrote is named, saved, and given up on both disks.
     let saved = two.site.path("saved");
     std::fs::create_dir(&saved).expect("a folder");
-    two.command(&["demote", "--group", "db"]).code(4).says(&["will be overwritten", "--save"]);
-    two.command(&["demote", "--group", "db", "--save"]).arg(&saved).ok();
+    let since = given_since(&promoted);
+    two.command(&["demote", "--group", "db"]).args(&since).code(4).says(&["will be overwritten", "--save"]);
+    two.command(&["demote", "--group", "db", "--save"]).arg(&saved).args(&since).ok();
     for name in NAMES {
         let file = saved.join(format!("{name}.raw.delta"));
         two.command(&["inspect"]).arg(&file).ok();
@@ -902,6 +911,7 @@ fn a_member_that_is_ahead_is_not_at_the_common_epoch() {
     }
     mirror.kill();
     two.server.take().expect("a server").kill();
+    two.command(&["recover"]).arg(&ends[1]).ok();
     // The later write has come without the earlier one.
     assert!(!has(&two.replicas()[1]));
     let dir = two.dir();
@@ -924,7 +934,8 @@ fn a_demotion_that_failed_half_way_gives_up_no_later_write() {
     std::fs::create_dir(&saved).expect("a folder");
     let in_the_way = two.site.path(".log.raw.dsync");
     std::fs::write(&in_the_way, "").expect("a file");
-    let demote = |two: &Two| two.command(&["demote", "--group", "db", "--save"]).arg(&saved);
+    let since = ["--since", "data.raw=1", "--since", "log.raw=1"];
+    let demote = |two: &Two| two.command(&["demote", "--group", "db", "--save"]).arg(&saved).args(since);
     demote(&two).code(1);
     std::fs::remove_file(&in_the_way).expect("a file");
     // A disk that has ended is not opened, also where the record of that cannot be read.
@@ -944,6 +955,114 @@ fn a_demotion_that_failed_half_way_gives_up_no_later_write() {
     two.command(&["demote", "--group", "db", "--discard"]).ok();
     assert!(std::fs::read(&log).expect("an image") == before);
     two.command(&["status"]).arg(&log).ok();
+}
+
+/// The replicas go on from an earlier moment: what the old sources have since is in no epoch that they take for the one in common.
+#[test]
+fn what_came_after_the_moment_that_was_promoted_is_saved() {
+    let mut two = Two::new("a group that is rewound and promoted");
+    two.sync(&["--keep-last", "20"]).ok();
+    for byte in [0x57, 0x52] {
+        let mut client = two.server().client("data");
+        client.write(u64::from(byte) * BLOCK, &[byte; BLOCK as usize]).expect("a write");
+        client.close().expect("the end");
+        two.sync(&[]).ok();
+    }
+    two.stop();
+    let far = Site::new();
+    let dir = two.dir();
+    far.dsync(["rewind", "--to", "1", "--group", &dir]).ok();
+    let promoted = far.dsync(["promote", "--force", "--group", &dir]).ok();
+    let saved = two.site.path("saved");
+    std::fs::create_dir(&saved).expect("a folder");
+    // Nothing was written since the epoch that the sources know the replicas to have been at, which is another one.
+    let demote = |options: &[&str]| two.command(&["demote", "--group", "db"]).args(options);
+    let guess = ["is not known here", "--since data.raw=", "--since log.raw=", "demote --group db DIR"];
+    demote(&[]).code(4).says(&guess);
+    let saves = ["--save", &saved.display().to_string()];
+    demote(&saves).code(4).says(&guess);
+    demote(&["--since", "data.raw=1"]).code(4).says(&["log.raw", "is not known here"]);
+    demote(&["--since", "data.raw=1", "--since", "lag.raw=1"]).code(4).says(&["names lag.raw"]);
+    demote(&["--since", "1"]).code(2).says(&["DISK=EPOCH"]);
+    demote(&["--since", "data.raw=1", &dir]).code(2).says(&["omit --since"]);
+    let since = given_since(&promoted);
+    demote(&[]).args(&since).code(4).says(&["2 blocks", "will be overwritten"]);
+    let demoted = demote(&saves).args(&since).ok();
+    shows(&demoted, &["with 8.00 KiB written since", "data.raw.delta"]);
+    shows(&two.command(&["inspect"]).arg(saved.join("data.raw.delta")).ok(), &["8.00 KiB"]);
+    // The way back is the differences.
+    let home = two.images[0].parent().expect("a folder").to_path_buf();
+    let (members, _) = summaries(&far.dsync(["sync", "--group", "db", "--json"]).arg(&home).ok());
+    assert!(members.iter().all(|member| member["method"] == "tracked"), "{members:?}");
+    two.equal();
+}
+
+/// A promotion that was a mistake is taken back, the old sources go on, and are lost later: the next promotion has the number of the
+/// first one, and is another one all the same.
+#[test]
+fn a_promotion_that_was_taken_back_hinders_no_later_one() {
+    let mut two = Two::new("a promotion that is taken back");
+    let far = Site::new();
+    two.sync(&[]).ok();
+    let dir = two.dir();
+    far.dsync(["promote", "--force", "--group", &dir]).ok();
+    far.dsync(["demote", "--group", "db", "--discard"]).ok();
+    two.change(0, 5);
+    two.sync(&[]).ok();
+    two.server.take().expect("a server").kill();
+    let promoted = far.dsync(["promote", "--force", "--group", &dir]).ok();
+    shows(&promoted, &["in term 2"]);
+    let replicas = two.replicas();
+    far.serve(&[&replicas[0], &replicas[1]], &["--group", "db"]).stop();
+    let third = two.site.path("third");
+    std::fs::create_dir(&third).expect("a folder");
+    far.dsync(["sync", "--group", "db"]).arg(&third).ok();
+    // It ends in its turn, and says so again.
+    let third = third.display().to_string();
+    far.dsync(["demote", "--group", "db", &third]).ok();
+    far.dsync(["demote", "--group", "db", &third]).ok();
+    far.dsync(["serve"])
+        .arg(&replicas[0])
+        .arg("--socket")
+        .arg(far.socket("s"))
+        .code(4)
+        .says(&["a replica of source"]);
+    Site::new().dsync(["promote", "--group", &third]).ok();
+}
+
+/// The replicas take over on the host of their sources: a demotion of the group does not choose by itself.
+#[test]
+fn a_failover_on_one_host_gives_up_neither_side_by_mistake() {
+    let mut two = Two::new("a group that fails over on one host");
+    two.sync(&[]).ok();
+    two.change(0, 3);
+    two.stop();
+    let dir = two.dir();
+    two.command(&["promote", "--force", "--group", &dir]).ok();
+    let old = two.images.clone();
+    two.exchange();
+    two.start();
+    two.change(1, 3);
+    let home = two.dir();
+    two.command(&["sync", "--group", "db", &home])
+        .code(4)
+        .says(&["is a source itself (term 1)", "dsync demote"]);
+    two.stop();
+    let ways = old.each_ref().map(|image| format!("dsync demote --since 1 --save FILE {}", image.display()));
+    for options in [&["--discard"][..], &[], &["--save", &home]] {
+        let refused = two.command(&["demote", "--group", "db"]).args(options).code(4);
+        refused.says(&["(term 2)", &ways[0], &ways[1]]);
+    }
+    two.command(&["demote", "--since", "1", "--discard"]).arg(&old[0]).ok();
+    two.command(&["demote", "--since", "1"]).arg(&old[1]).ok();
+    two.start();
+    let (members, _) = summaries(&two.sync(&[]).ok());
+    assert!(members.iter().all(|member| member["method"] == "tracked"), "{members:?}");
+    two.equal();
+    // And back, by a switch.
+    two.stop();
+    two.command(&["demote", "--group", "db", &home]).ok();
+    two.command(&["promote", "--group", &home]).ok();
 }
 
 /// Whatever is killed when, all disks are sources, or none is, on either side.

@@ -281,6 +281,7 @@ pub(crate) enum Command {
         dsync demote /srv/vm.raw --save lost.delta         the old source is back after a failover\n  \
         dsync demote /srv/vm.raw --discard\n  \
         dsync demote --group db far:/srv/db                all disks of a group\n  \
+        dsync demote --group db --since data.raw=7 --since log.raw=5 --save /srv/lost\n  \
         dsync inspect lost.delta                           what was saved\n\n\
         Nothing may have the disk open: stop its server first. With DST, the replica there is brought up to date and told\n\
         that there was no more, so that it can be promoted without --force; if telling it fails, run the command again.\n\n\
@@ -1144,7 +1145,7 @@ pub(crate) struct Demote {
     #[arg(value_name = "[[USER@]HOST:]DST", conflicts_with_all = ["save", "discard", "since"])]
     pub destination: Option<String>,
     /// Demote all members of this group together
-    #[arg(long, value_name = "NAME", conflicts_with_all = ["since", "own_journal_dir", "journal_dir"])]
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["own_journal_dir", "journal_dir"])]
     pub group: Option<String>,
     /// Write what was written here since as a delta to this new file; with --group, to DISK.delta for each disk in this folder
     #[arg(long, value_name = "FILE", conflicts_with = "discard")]
@@ -1152,9 +1153,10 @@ pub(crate) struct Demote {
     /// Give up what was written here since
     #[arg(long)]
     pub discard: bool,
-    /// Last epoch in common with the new source, or name of a checkpoint [default: the oldest epoch of a replica]
+    /// Last epoch in common with the new source, or name of a checkpoint [default: the oldest epoch of a replica]; with --group,
+    /// DISK=EPOCH, once for each disk
     #[arg(long, value_name = "EPOCH|NAME")]
-    pub since: Option<String>,
+    pub since: Vec<String>,
     /// Print what would be done and change nothing
     #[arg(short = 'n', long)]
     pub dry_run: bool,

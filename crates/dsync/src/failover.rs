@@ -72,6 +72,11 @@ pub(crate) fn not_promoted(error: SyncError, path: &Path, has_begun: bool) -> an
 }
 
 pub(crate) fn say_promotion(promotion: &Promotion, output: &Output) {
+    say_promotion_with(promotion, &format!("dsync demote --since {} --save FILE", promotion.epoch), output);
+}
+
+/// The same with the command that makes a replica of the old source.
+pub(crate) fn say_promotion_with(promotion: &Promotion, demote: &str, output: &Output) {
     let done = match (promotion.dry_run, promotion.completed) {
         (true, _) => "would become",
         (false, true) => "is now (its promotion was interrupted)",
@@ -124,9 +129,7 @@ pub(crate) fn say_promotion(promotion: &Promotion, output: &Output) {
         None => "nothing is known of that".into(),
     };
     output.say(&format!(
-        "  what its old source wrote after that is given up: {more}. If it returns, run \"dsync demote --since {} --save FILE\" \
-         there before anything uses it",
-        promotion.epoch
+        "  what its old source wrote after that is given up: {more}. If it returns, run \"{demote}\" there before anything uses it"
     ));
 }
 
@@ -169,13 +172,19 @@ pub(crate) fn demote(
     if let Some(host) = ends.as_ref().and_then(|ends| ends.source.host.as_ref()) {
         return Err(Failure::usage(format!("{source} is on another host: run this on {host}")).into());
     }
+    let since = match args.since.as_slice() {
+        [] => None,
+        [one] => Some(one.clone()),
+        _ => return Err(Failure::usage("give --since once: several are for the disks of a group").into()),
+    };
     let options = DemoteOptions {
-        since: args.since.clone(),
+        since,
         save: args.save.clone(),
         discard: args.discard,
         dry_run: args.dry_run,
         journal_dir: args.own_journal_dir.clone(),
         open: crate::source_options(&args.open)?,
+        ..DemoteOptions::default()
     };
     let progress = |done, total| output.progress(done, total);
     let Some(ends) = ends else {

@@ -10,7 +10,7 @@ use sync::{
 };
 
 use crate::args;
-use crate::failover::{self, not_promoted, say_demotion, say_promotion};
+use crate::failover::{self, not_promoted, say_demotion, say_promotion_with};
 use crate::failure::Failure;
 use crate::group_command::{folder, tell};
 use crate::location::{self, Ends, Location};
@@ -27,9 +27,11 @@ pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -
     let options = PromoteOptions { force: args.force, dry_run: args.dry_run, ..PromoteOptions::default() };
     let promotion =
         sync::promote_group(state, &dir, &options).map_err(|error| not_promoted(error, &dir, true))?;
+    let epochs = promotion.members.iter().map(|member| (member.path.as_path(), member.epoch));
+    let way_back = sync::demotion_since(&promotion.group, epochs);
     for member in &promotion.members {
         member.recovered.iter().for_each(|recovered| output.warn(recovered));
-        say_promotion(member, output);
+        say_promotion_with(member, &way_back, output);
         output.summary(member);
     }
     let disks: Vec<String> =
@@ -71,11 +73,21 @@ pub(crate) fn demote(
         let how = "--group takes the folder of the replicas alone: the sources are the members of the group";
         return Err(Failure::usage(how).into());
     }
-    if destination.is_some() && (args.save.is_some() || args.discard) {
-        let how = "with the folder of the replicas, what was written is synced: omit --save and --discard";
+    if destination.is_some() && (args.save.is_some() || args.discard || !args.since.is_empty()) {
+        let how =
+            "with the folder of the replicas, what was written is synced: omit --since, --save and --discard";
         return Err(Failure::usage(how).into());
     }
+    let each = args.since.iter().map(|since| match since.rsplit_once('=') {
+        Some((disk, epoch)) => Ok((disk.to_owned(), epoch.to_owned())),
+        None => {
+            let how =
+                format!("--since {since} names no disk: with --group, give --since DISK=EPOCH for each disk");
+            Err(Failure::usage(how))
+        }
+    });
     let options = DemoteOptions {
+        each: each.collect::<Result<_, _>>()?,
         save: args.save.clone(),
         discard: args.discard,
         dry_run: args.dry_run,

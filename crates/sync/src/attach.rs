@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use source::{GroupHandle, Handle, SourceOptions, StateDir};
+use source::{About, GroupHandle, Handle, SourceOptions, StateDir};
 
 use crate::error::SyncError;
 use crate::roles::refuse_demoted;
@@ -28,7 +28,9 @@ pub fn attach_group(state: &StateDir, name: &str, options: &SourceOptions) -> Re
         )));
     }
     let mut members = Vec::new();
-    for (_, about) in known {
+    // A promotion on the host of the old sources leaves two of each disk, of which the later ones have gone on.
+    let later = |about: &About| known.iter().any(|(_, o)| o.uuid == about.uuid && o.term > about.term);
+    for (_, about) in known.iter().filter(|(_, about)| !later(about)) {
         members.push(attach(state, &about.path.to_string_lossy(), options)?);
     }
     Ok(GroupHandle::new(name, members)?)

@@ -27,6 +27,8 @@ pub struct DemoteOptions {
     /// The epoch in common, by its number or as a checkpoint. Without it, the oldest at which a replica is known to be; where none is
     /// known, the one at which the source was promoted.
     pub since: Option<String>,
+    /// The same for the disks of a group, by the names of their files.
+    pub each: Vec<(String, String)>,
     /// Write what was written since as a delta to this file, which must not exist, or be what an interrupted demotion has written.
     pub save: Option<PathBuf>,
     /// Give up what was written since.

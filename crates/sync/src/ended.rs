@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use delta::Epoch;
 use device::{Dir, FolderLock};
-use replica::{Intent, Member};
+use replica::{Intent, Member, Promoted};
 use source::{About, StateDir};
 
 use crate::error::SyncError;
@@ -52,11 +52,15 @@ impl Ending {
         let mut disks = Vec::new();
         for (path, member) in self.intent.iter().flat_map(|intent| &intent.members) {
             // By its source: a device may have another name by now, and another disk this one.
-            let source = known.iter().find(|(_, about)| about.uuid == member.source);
-            let ended = source.filter(|(_, about)| has_ended(member, about));
-            if let Some((_, about)) = ended {
+            let mut ended = None;
+            for (_, about) in &known {
+                if has_ended(member, about, state)? {
+                    ended = Some(about);
+                }
+            }
+            if let Some(about) = ended {
                 disks.push(Ended { path: about.path.clone(), epoch: member.epoch, is_source: true });
-            } else if source.is_none() && was_demoted(path, member, state)? {
+            } else if was_demoted(path, member, state)? {
                 disks.push(Ended { path: path.clone(), epoch: member.epoch, is_source: false });
             }
         }
@@ -88,9 +92,22 @@ fn was_demoted(path: &Path, member: &Member, state: &StateDir) -> Result<bool, S
     }))
 }
 
-/// True if this source has ended so. A later term of it has not.
-fn has_ended(member: &Member, about: &About) -> bool {
-    member.source == about.uuid && member.ended.is_some_and(|term| about.term <= term)
+/// The promotion that made a source of the disk at this path; `None` if there was none.
+pub(crate) fn promotion_of(state: &StateDir, path: &Path) -> Result<Option<Promoted>, SyncError> {
+    if !path.exists() {
+        return Ok(None);
+    }
+    Ok(replica::inspect(path, &open_options(None, state))?.and_then(|lineage| lineage.role.promoted))
+}
+
+/// True if this source has ended so. Another term of it has not, and neither has one of the same number that another promotion began:
+/// a source of an earlier term may have made a replica of it in between.
+fn has_ended(member: &Member, about: &About, state: &StateDir) -> Result<bool, SyncError> {
+    if (member.source, member.ended) != (about.uuid, Some(about.term)) {
+        return Ok(false);
+    }
+    let Some(then) = member.promoted else { return Ok(true) };
+    Ok(promotion_of(state, &about.path)?.is_none_or(|now| now.id == then.id))
 }
 
 impl Drop for Ending {
@@ -119,8 +136,10 @@ pub(crate) fn ended_with(state: &StateDir, about: &About) -> Result<Option<Strin
             Err(e) => return Err(SyncError::io(format!("open {}", path.display()))(e)),
         };
         let Some(intent) = Intent::read(&folder)? else { continue };
-        if intent.members.values().any(|member| has_ended(member, about)) {
-            return Ok(Some(intent.group));
+        for member in intent.members.values() {
+            if has_ended(member, about, state)? {
+                return Ok(Some(intent.group));
+            }
         }
     }
     Ok(None)

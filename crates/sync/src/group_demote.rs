@@ -3,15 +3,17 @@
 //! completes what a crash left in between, and says again what was done.
 
 use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::path::Path;
 
 use delta::Epoch;
 use replica::{Intent, Member};
-use source::{GroupHandle, Handle, StateDir};
+use source::{About, GroupHandle, Handle, StateDir};
 use uuid::Uuid;
 
 use crate::attach::attach_group;
 use crate::demote::{DemoteOptions, DemoteSummary, demote, follow, in_common, written};
-use crate::ended::{Ended, Ending};
+use crate::ended::{Ended, Ending, promotion_of};
 use crate::error::SyncError;
 use crate::far::open_options;
 use crate::group::GroupSummary;
@@ -50,8 +52,9 @@ pub fn demote_group(
     // What was demoted is so again, until there is another group of that name.
     let another = !unfinished && !source::group_members(state, name)?.is_empty();
     if ended.is_empty() || another {
+        refuse_two_of_one(state, name)?;
         let group = attach_group(state, name, &options.open)?;
-        let planned = plan(&group, options, last_sync, progress);
+        let planned = plan(state, &group, options, last_sync, progress);
         let planned = match planned {
             Ok((summaries, intent)) if !options.dry_run => {
                 saved =
@@ -96,6 +99,31 @@ pub fn demote_group(
     Ok(summaries)
 }
 
+/// Refuses a group with two sources of one disk, which a promotion on the host of the old ones leaves: it is not known which are meant.
+fn refuse_two_of_one(state: &StateDir, name: &str) -> Result<(), SyncError> {
+    let members = source::group_members(state, name)?;
+    let later = |about: &About| {
+        let known = members.iter().map(|(_, other)| other);
+        known.filter(|other| other.uuid == about.uuid).max_by_key(|other| other.term)
+    };
+    let (mut old, mut new) = (Vec::new(), Vec::new());
+    for (_, about) in &members {
+        let Some(other) = later(about).filter(|other| other.term > about.term) else { continue };
+        let since = other.began.map_or(String::new(), |began| format!(" --since {}", began.number));
+        old.push(format!("\"dsync demote{since} --save FILE {}\"", about.path.display()));
+        new.push(format!("{} (term {})", other.path.display(), other.term));
+    }
+    if old.is_empty() {
+        return Ok(());
+    }
+    Err(SyncError::Refused(format!(
+        "the group {name} has the promoted disks here as well as their old sources: {} went on from them. To make replicas of the old ones, \
+         run {}. To give up the promoted ones instead, demote each of them so",
+        new.join(", "),
+        old.join(" and ")
+    )))
+}
+
 /// Refuses to carry a demotion out where a disk may have been written to since it was decided: nothing would say what is given up, and
 /// nothing has saved it.
 fn still_known(state: &StateDir, name: &str, disk: &Ended, options: &DemoteOptions) -> Result<(), SyncError> {
@@ -120,8 +148,63 @@ fn still_known(state: &StateDir, name: &str, disk: &Ended, options: &DemoteOptio
     )))
 }
 
+/// What is given of a disk: its name and the epoch in common.
+fn since_of<'a>(about: &About, options: &'a DemoteOptions) -> Option<&'a (String, String)> {
+    let is_it = |disk: &str| about.path.file_name() == Some(disk.as_ref()) || about.path == Path::new(disk);
+    options.each.iter().find(|(disk, _)| is_it(disk))
+}
+
+/// The command that makes replicas of the sources of a group, with the epochs that they have in common with those that were promoted.
+pub fn demotion_since<'a>(
+    name: &str,
+    disks: impl Iterator<Item = (&'a Path, impl std::fmt::Display)>,
+) -> String {
+    let mut command = format!("dsync demote --group {name}");
+    for (path, epoch) in disks {
+        let _ =
+            write!(command, " --since {}={epoch}", path.file_name().unwrap_or_default().to_string_lossy());
+    }
+    command + " --save DIR"
+}
+
+/// Refuses to guess the epochs that the sources have in common with those that were promoted: replicas may have been rewound before,
+/// and what was written since would neither be named nor saved.
+fn check_since(group: &GroupHandle, options: &DemoteOptions) -> Result<(), SyncError> {
+    let (name, members) = (group.name(), group.members());
+    let abouts = || members.iter().map(|handle| handle.about());
+    let named = |(disk, _): &&(String, String)| {
+        let of_it = |about: &About| since_of(about, options).is_some_and(|(known, _)| known == disk);
+        !abouts().any(of_it)
+    };
+    if let Some((disk, _)) = options.each.iter().find(named) {
+        return Err(SyncError::Refused(format!(
+            "--since names {disk}, which is not a disk of the group {name}, or is named twice: give DISK=EPOCH once for each of its disks, as \
+             \"dsync promote --group\" has printed it"
+        )));
+    }
+    // What was promoted itself knows where.
+    let guessed = |handle: &&Handle| {
+        let about = handle.about();
+        about.began.is_none() && since_of(about, options).is_none()
+    };
+    let Some(unknown) = members.iter().find(guessed).filter(|_| !options.discard) else { return Ok(()) };
+    let last = members.iter().map(|handle| {
+        let known = in_common(handle, &DemoteOptions::default());
+        (handle.about().path.as_path(), known.map_or("EPOCH".into(), |epoch| epoch.number.to_string()))
+    });
+    Err(SyncError::Refused(format!(
+        "the epoch that {} has in common with the disk that was promoted is not known here. \"dsync promote --group\" has printed the \
+         command that names it for each disk. If the replicas were not rewound before that, it is \"{}\". In a planned switch name the folder \
+         of the replicas that take over, \"dsync demote --group {name} DIR\". --discard gives up what was written after the epochs of the \
+         oldest replicas",
+        unknown.about().path.display(),
+        demotion_since(name, last)
+    )))
+}
+
 /// What each will be, and the intent that makes them that.
 fn plan(
+    state: &StateDir,
     group: &GroupHandle,
     options: &DemoteOptions,
     last_sync: Option<LastGroupSync<'_>>,
@@ -130,13 +213,17 @@ fn plan(
     for handle in group.members() {
         crate::demote::refuse_in_use(handle)?;
     }
+    if last_sync.is_none() {
+        check_since(group, options)?;
+    }
     let synced = last_sync.map(|sync| sync(group)).transpose()?;
     let (mut summaries, mut members) = (Vec::new(), BTreeMap::new());
     for (at, handle) in group.members().iter().enumerate() {
         let about = handle.about();
         let file = about.path.file_name().unwrap_or_default().to_string_lossy();
         let save = options.save.as_ref().map(|dir| dir.join(format!("{file}.delta")));
-        let own = DemoteOptions { save, ..options.clone() };
+        let since = since_of(about, options).map(|(_, epoch)| epoch.clone());
+        let own = DemoteOptions { save, since, ..options.clone() };
         let member = synced.as_ref().and_then(|(_, members)| members.get(at)).cloned();
         let (summary, demotion) = match member {
             Some(member) => follow(handle, &own, Some(&mut |_| Ok(member.clone())), progress)?,
@@ -145,10 +232,10 @@ fn plan(
         let epoch = match &demotion.since {
             Some((epoch, ..)) => *epoch,
             // What was written since is not known, and will not be either when this is carried out.
-            None => in_common(handle, options)?,
+            None => in_common(handle, &own)?,
         };
-        let ended = Some(about.term);
-        members.insert(about.path.clone(), Member { ended, ..Member::at(about.uuid, epoch) });
+        let (ended, promoted) = (Some(about.term), promotion_of(state, &about.path)?);
+        members.insert(about.path.clone(), Member { ended, promoted, ..Member::at(about.uuid, epoch) });
         summaries.push(summary);
     }
     let cut = synced.and_then(|(group, _)| Some(Epoch { number: group.epoch?, id: group.epoch_id? }));

@@ -93,7 +93,7 @@ pub use facts::PULLED;
 pub use far::merge_over;
 pub use far::{MergeOptions, Merged, known_replicas, merge, open_replica};
 pub use group::{GroupSummary, push_group};
-pub use group_demote::{Afterwards, LastGroupSync, demote_group};
+pub use group_demote::{Afterwards, LastGroupSync, demote_group, demotion_since};
 pub use group_mirror::{GroupEvent, GroupMirror, GroupMirrorSummary};
 pub use group_promote::{GroupPromotion, promote_group};
 pub use last_word::LastWord;
