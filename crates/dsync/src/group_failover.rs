@@ -74,17 +74,16 @@ pub(crate) fn demote(
         return Err(Failure::usage(how).into());
     }
     if destination.is_some() && (args.save.is_some() || args.discard || !args.since.is_empty()) {
-        let how =
-            "with the folder of the replicas, what was written is synced: omit --since, --save and --discard";
-        return Err(Failure::usage(how).into());
+        return Err(Failure::usage(
+            "with the folder of the replicas, what was written is synced: omit --since, --save and --discard",
+        )
+        .into());
     }
     let each = args.since.iter().map(|since| match since.rsplit_once('=') {
         Some((disk, epoch)) => Ok((disk.to_owned(), epoch.to_owned())),
-        None => {
-            let how =
-                format!("--since {since} names no disk: with --group, give --since DISK=EPOCH for each disk");
-            Err(Failure::usage(how))
-        }
+        None => Err(Failure::usage(format!(
+            "--since {since} names no disk: with --group, give --since DISK=EPOCH for each disk"
+        ))),
     });
     let options = DemoteOptions {
         each: each.collect::<Result<_, _>>()?,
