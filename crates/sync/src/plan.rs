@@ -13,6 +13,7 @@ use std::path::Path;
 
 use delta::{Epoch, Header, Line, Method};
 use extents::Bitmap;
+use replica::State;
 use source::{Bookmark, Position, RESIZED};
 use uuid::Uuid;
 
@@ -143,6 +144,13 @@ pub(crate) fn choose(facts: &Facts<'_>, status: &Status, options: &SyncOptions) 
             "it was demoted without knowing what had been written to it".to_owned()
         }
         None => "moving its parts in place was cut off".to_owned(),
+        // It may hold what its source wrote later, and no other branch has.
+        Some(_)
+            if replica.state == State::Fuzzy && replica.epoch.is_some_and(|epoch| shared(facts, &epoch)) =>
+        {
+            "it was copied from a disk in use without a freeze, of which another replica was promoted since"
+                .to_owned()
+        }
         Some(positions) => match &facts.history {
             Knowledge::Known => return Ok(Choice::tracked(positions)),
             // Trusted only with --adopt.
@@ -161,6 +169,11 @@ pub(crate) fn choose(facts: &Facts<'_>, status: &Status, options: &SyncOptions) 
         Some(Method::Tracked) => Err(Conflict::Lost { path: facts.path.to_path_buf(), why }),
         _ => Ok(Choice::compare(&why)),
     }
+}
+
+/// True for an epoch from before the term of this source.
+fn shared(facts: &Facts<'_>, epoch: &Epoch) -> bool {
+    facts.began.is_some_and(|began| epoch.number <= began.number)
 }
 
 /// Refuses a destination that was written to as the same source, or follows another that was: neither has what the other wrote since.
@@ -411,7 +424,7 @@ impl SyncPlan {
 
 #[cfg(test)]
 mod tests {
-    use replica::{Position, State};
+    use replica::Position;
 
     use super::*;
     use crate::conflict::Since;
@@ -464,6 +477,9 @@ mod tests {
         if has("demoted") {
             let also = if has("at") { vec![epoch(6), epoch(7)] } else { Vec::new() };
             replica.role.demoted = Some(replica::Demoted { since: 0, also, told: None });
+        }
+        if has("fuzzy") {
+            replica.state = State::Fuzzy;
         }
         replica.role.term = (1..4).find(|term| has(&format!("term{term}"))).unwrap_or(1);
         replica.role.line = line(words);
@@ -558,6 +574,14 @@ mod tests {
             ("none; remembered --adopt", "Vanished"),
             ("none; remembered --create", "copy, seeded"),
             ("none; remembered --tracked", "Vanished"),
+            // What was copied without a freeze may hold what is in no other branch.
+            ("at 5 fuzzy", "tracked"),
+            (
+                "at 5 fuzzy; term2",
+                "compare, compared: it was copied from a disk in use without a freeze, of which another replica was promoted since",
+            ),
+            ("at 6 fuzzy term2; term2", "tracked"),
+            ("at 5; term2", "tracked"),
             // A replica of this source.
             ("at 5", "tracked"),
             ("at 5; remembered", "tracked"),

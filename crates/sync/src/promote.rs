@@ -157,6 +157,8 @@ pub(crate) fn succession(
     let changed = if completes { replica.changed_since_mark()? } else { None };
     let changes = match changed {
         Some(why) => Err(format!("the disk was changed while its promotion was interrupted: {why}")),
+        // Other replicas at its epoch need not hold what it holds of later moments.
+        None if outlook.fuzzy => Err("it was copied from a disk in use without a freeze".into()),
         None => {
             let blocks = Bitmap::new(size.div_ceil(block_size.into()));
             status.unsure.mark(&blocks, block_size.into());
