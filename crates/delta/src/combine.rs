@@ -7,8 +7,7 @@ use device::Buf;
 use uuid::Uuid;
 
 use crate::{
-    Encoder, Error, Event, Frame, Header, MAX_CHAIN, MAX_DATA, MAX_RECORDS, Method, Reader, Record, Result,
-    Totals, Unit,
+    Encoder, Error, Event, Frame, Header, MAX_DATA, MAX_RECORDS, Method, Reader, Record, Result, Totals, Unit,
 };
 
 /// The delta that does what several do, one after the other, unit by unit. Where two name a byte, the later one wins.
@@ -221,11 +220,7 @@ fn join(first: &Header, second: &Header, number: usize) -> Result<Header> {
     } else {
         chain.extend(&second.chain[at + 1..]);
     }
-    if chain.len() > MAX_CHAIN {
-        // The earliest position is the one that the first was asked for.
-        chain.drain(1..chain.len() - MAX_CHAIN + 1);
-    }
-    Ok(Header {
+    let mut header = Header {
         // The state that it leaves has this name.
         stream: if continues { second.stream } else { Uuid::new_v4() },
         source: first.source,
@@ -240,7 +235,9 @@ fn join(first: &Header, second: &Header, number: usize) -> Result<Header> {
         batch: second.batch,
         partial: false,
         rehearsed: false,
-    })
+    };
+    header.limit_chain();
+    Ok(header)
 }
 
 /// The runs of bytes that a delta writes, one by one.

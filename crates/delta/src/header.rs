@@ -137,6 +137,14 @@ impl Header {
         self.chain.last()
     }
 
+    /// Leaves epochs out of a chain that is too long for a delta: not its first, at which the replica is for which it was made, nor the latest.
+    pub fn limit_chain(&mut self) {
+        let excess = self.chain.len().saturating_sub(MAX_CHAIN);
+        if excess > 0 {
+            self.chain.drain(1..=excess);
+        }
+    }
+
     /// Where in the chain an epoch stands, by its id.
     pub fn position(&self, at: &Epoch) -> Option<usize> {
         self.chain.iter().position(|epoch| epoch == at)

@@ -151,6 +151,15 @@ pub(crate) fn choose(facts: &Facts<'_>, status: &Status, options: &SyncOptions) 
             "it was copied from a disk in use without a freeze, of which another replica was promoted since"
                 .to_owned()
         }
+        // As it comes from a disk in use, it may be newer than the epoch that it counts as.
+        Some(positions)
+            if positions
+                .iter()
+                .any(|part| Some(part.epoch) != replica.epoch && shared(facts, &part.epoch)) =>
+        {
+            "a transfer to it was interrupted, and another replica of its source was promoted since"
+                .to_owned()
+        }
         Some(positions) => match &facts.history {
             Knowledge::Known => return Ok(Choice::tracked(positions)),
             // Trusted only with --adopt.
@@ -393,6 +402,7 @@ fn tracked(positions: &[Position], changes: Changes, moment: &Moment<'_>, status
             }
             None => chain,
         };
+        header.limit_chain();
     }
     let upto = positions.last().map_or(0, |position| position.upto);
     replica.unsure.mark(&blocks, block_size);
@@ -470,6 +480,12 @@ mod tests {
         if has("partly") {
             replica.toward = replica.epoch;
             replica.positions[0].upto = size / 2;
+        }
+        if has("staged") {
+            // Of the next epoch, in the first half.
+            let next = replica.epoch.map(|at| epoch(at.number + 1));
+            replica.toward = next;
+            replica.positions.insert(0, Position { epoch: next, upto: size / 2 });
         }
         if has("cut") {
             replica.resumes = Some(delta::Resume { stream: OTHER, frames: 3, digest: [0; 32] });
@@ -582,6 +598,12 @@ mod tests {
             ),
             ("at 6 fuzzy term2; term2", "tracked"),
             ("at 5; term2", "tracked"),
+            (
+                "at 4 staged; term2",
+                "compare, compared: a transfer to it was interrupted, and another replica of its source was promoted since",
+            ),
+            ("at 5 staged; term2", "tracked"),
+            ("at 4 staged", "tracked"),
             // A replica of this source.
             ("at 5", "tracked"),
             ("at 5; remembered", "tracked"),

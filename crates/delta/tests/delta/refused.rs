@@ -198,6 +198,14 @@ fn headers_that_contradict_themselves() {
     let mut longest = header(4096, 4096, &[]);
     longest.chain = (0..delta::MAX_CHAIN as u64).map(epoch).collect();
     assert_eq!(read(&delta(&longest, vec![], None)).unwrap().0, longest);
+    // Of a longer one those in between are left out.
+    let mut longer = longest.clone();
+    longer.chain.extend((1 << 17..3 << 17).map(epoch));
+    longer.limit_chain();
+    assert_eq!((longer.chain.first(), longer.to()), (Some(&epoch(0)), Some(&epoch((3 << 17) - 1))));
+    assert_eq!(read(&delta(&longer, vec![], None)).unwrap().0, longer);
+    longest.limit_chain();
+    assert_eq!(longest.chain.len(), delta::MAX_CHAIN);
 }
 
 const STREAM: u128 = 0x5;

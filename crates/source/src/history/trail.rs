@@ -220,8 +220,8 @@ impl Trail {
     /// Forgets what is oldest, until the rest takes no more than so many bytes.
     fn shorten(mut self, most: usize) -> Trail {
         let mut bytes = 0;
-        let fits = |(head, changes): &&(Head, Vec<u8>)| {
-            bytes += changes.len() + head.epochs.len() * 64 + 256;
+        let fits = |entry: &&(Head, Vec<u8>)| {
+            bytes += size_of_entry(entry);
             bytes <= most
         };
         let keeps = self.entries.iter().rev().take_while(fits).count();
@@ -230,6 +230,11 @@ impl Trail {
         rest.into_iter().for_each(|(head, changes)| trail.push(head, changes));
         trail
     }
+}
+
+/// Bytes that an entry takes at most, its ids included.
+fn size_of_entry((head, changes): &(Head, Vec<u8>)) -> usize {
+    changes.len() + head.epochs.len() * 64 + 256
 }
 
 /// The entries of a log that lead to an epoch, each beginning where the one before it ends; oldest first. The first one is where the
@@ -271,10 +276,10 @@ fn tidy(folder: &dyn Folder, to: &Epoch) -> Result<(), SourceError> {
     write(&Trail::read(folder, to)?)?;
     History::read(folder)?.tidy(folder, &[], &[])?;
     let trail = Trail::read(folder, to)?;
-    if trail.entries.iter().map(|(_, changes)| changes.len()).sum::<usize>() > MOST_BYTES {
-        write(&trail.shorten(MOST_BYTES))?;
+    match trail.entries.iter().map(size_of_entry).sum::<usize>() > MOST_BYTES {
+        true => write(&trail.shorten(MOST_BYTES)),
+        false => Ok(()),
     }
-    Ok(())
 }
 
 #[cfg(test)]
