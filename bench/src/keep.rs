@@ -15,15 +15,6 @@ use crate::report::{Report, Table, median, seconds, size};
 const LIMIT: Duration = Duration::from_secs(600);
 /// Bytes of a write.
 const WRITE: u64 = 64 << 10;
-const COMMITS: [&str; 2] = ["journal", "in-place"];
-
-/// A replica that keeps nothing, beside one that keeps its last 100 moments, in each way of committing.
-struct Pair {
-    commit: &'static str,
-    /// Seconds of each sync.
-    plain: Vec<f64>,
-    kept: Vec<f64>,
-}
 
 /// Runs the scenario.
 pub(crate) fn keep(bench: &Bench, report: &mut Report) -> Result<()> {
@@ -48,7 +39,7 @@ pub(crate) fn keep(bench: &Bench, report: &mut Report) -> Result<()> {
     std::fs::write(&image, random.bytes(bytes as usize))?;
     let server = dsync.serve(&image, &socket, &[])?;
     let mut client = Client::connect_with(&Address::Unix(socket), &export(&image), &[])?;
-    let mut pairs = COMMITS.map(|commit| Pair { commit, plain: Vec::new(), kept: Vec::new() });
+    let (mut plain, mut kept) = (Vec::new(), Vec::new());
     // The first round is each replica's first copy.
     for round in 0..=rounds {
         for _ in 0..bytes / 10 / WRITE {
@@ -62,41 +53,34 @@ pub(crate) fn keep(bench: &Bench, report: &mut Report) -> Result<()> {
             client.finish()?;
         }
         client.flush()?;
-        for pair in &mut pairs {
-            for half in 0..2 {
-                process::go_on()?;
-                let keeps = (half + round) % 2 == 1;
-                let name = format!("{}-{}.raw", pair.commit, if keeps { "kept" } else { "plain" });
-                let mut options = vec!["--commit", pair.commit];
-                options.extend(if keeps { &["--keep-last", "100"][..] } else { &[] });
-                let replica = folder.path().join(name).display().to_string();
-                let synced = dsync.sync(&image, &replica, &options, LIMIT)?;
-                if round > 0 {
-                    let times = if keeps { &mut pair.kept } else { &mut pair.plain };
-                    times.push(synced.outcome.seconds);
-                }
+        for half in 0..2 {
+            process::go_on()?;
+            let keeps = (half + round) % 2 == 1;
+            let (name, options, times) = match keeps {
+                true => ("kept.raw", &["--keep-last", "100"][..], &mut kept),
+                false => ("plain.raw", &[][..], &mut plain),
+            };
+            let replica = folder.path().join(name).display().to_string();
+            let synced = dsync.sync(&image, &replica, options, LIMIT)?;
+            if round > 0 {
+                times.push(synced.outcome.seconds);
             }
         }
     }
     client.close()?;
     server.stop()?;
-    let mut table = Table::new(
-        "Seconds of a sync",
-        &["--commit", "without", "with --keep-last", "ratio", "of single rounds"],
-    );
-    for Pair { commit, plain, kept } in &pairs {
-        let ratio = median(kept) / median(plain);
-        let single: Vec<f64> = kept.iter().zip(plain).map(|(kept, plain)| kept / plain).collect();
-        let bound = |pick: fn(f64, f64) -> f64| single.iter().copied().reduce(pick).unwrap_or(0.0);
-        table.row(vec![
-            commit.to_string(),
-            seconds(median(plain)),
-            seconds(median(kept)),
-            format!("{ratio:.2}"),
-            format!("{:.2} to {:.2}", bound(f64::min), bound(f64::max)),
-        ]);
-        report.goal(&format!("a commit by {commit}, with --keep-last : without"), ratio, true, 1.5);
-    }
+    let ratio = median(&kept) / median(&plain);
+    let single: Vec<f64> = kept.iter().zip(&plain).map(|(kept, plain)| kept / plain).collect();
+    let bound = |pick: fn(f64, f64) -> f64| single.iter().copied().reduce(pick).unwrap_or(0.0);
+    let mut table =
+        Table::new("Seconds of a sync", &["without", "with --keep-last", "ratio", "of single rounds"]);
+    table.row(vec![
+        seconds(median(&plain)),
+        seconds(median(&kept)),
+        format!("{ratio:.2}"),
+        format!("{:.2} to {:.2}", bound(f64::min), bound(f64::max)),
+    ]);
     report.table(&table);
+    report.goal("a commit with --keep-last : without", ratio, true, 1.5);
     Ok(())
 }
