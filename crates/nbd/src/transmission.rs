@@ -616,7 +616,7 @@ impl<'a> Transmission<'a> {
             collected.into_iter().for_each(|done| self.completed(done));
             // A forced write may have become a flush.
             self.queue.start();
-            // Whoever waits for the queue has taken all that it holds: it wakes nobody for what it has found before.
+            // The queue is polled next, and reports only what completes from then on: all that it has found must be taken.
             self.collect(false);
         }
     }

@@ -169,7 +169,7 @@ pub(crate) fn succession(
     let last = moments.last().unwrap_or(&outlook.epoch).number;
     moments.push(Epoch { number: last + 1, id: mark.id });
     if changes.is_err() {
-        // It may have been the source since, whose state is not to be had: replicas at the epoch of the mark lack what was written then.
+        // The disk may differ from what it was at the mark, and replicas may be at that epoch: what it holds now gets one of its own.
         moments.push(Epoch { number: last + 2, id: Uuid::new_v4() });
     }
     Ok(Succession {

@@ -895,7 +895,7 @@ impl Queue for TrackedQueue {
         self.refused.len() + self.inner.in_flight()
     }
 
-    /// Whoever polls has collected what was refused: `complete` returns that first.
+    /// Refused requests need no descriptor: `complete` returns them first, and a poll comes after it has returned `None`.
     fn wait_fd(&self) -> Option<BorrowedFd<'_>> {
         self.inner.wait_fd()
     }

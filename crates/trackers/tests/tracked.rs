@@ -628,7 +628,7 @@ impl Disk for SlowFlush {
     }
 }
 
-/// Whoever serves a disk waits for its client and for its disk together: what comes after a slow flush is not held up by it.
+/// A server polls its client and the disk together: a request that comes after a slow flush is not held up by it.
 #[test]
 fn a_queue_can_be_waited_for_beside_something_else() {
     let (_temp, folder) = scratch();

@@ -476,7 +476,7 @@ impl Queue for UringQueue {
                 if self.started {
                     self.start();
                 }
-                // A kernel that takes nothing more in had its completions taken first: whoever polls would not be woken for them.
+                // A kernel that takes nothing more in had its completions taken first: a poll would not report them.
                 if self.done.is_empty() {
                     return None;
                 }
