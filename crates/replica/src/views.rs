@@ -436,7 +436,13 @@ pub(crate) fn lose_all(folder: &dyn Folder, why: &str) -> io::Result<bool> {
 pub(crate) fn give_way(folder: &dyn Folder) -> bool {
     let names = folder.list().unwrap_or_default().into_iter().filter(|name| name.starts_with(NAME));
     let logs = names.filter_map(|name| File::open(folder.path().join(name)).ok());
-    let holding: Vec<File> = logs.filter(|log| !has_let_go(log)).collect();
+    // One that has not let go in that time, as its process is stopped, is not waited for again.
+    let recent = |log: &File| {
+        let changed = log.metadata().and_then(|meta| meta.modified()).map(|time| time.elapsed());
+        changed.is_ok_and(|ago| ago.is_ok_and(|ago| ago < LETS_GO_WITHIN))
+    };
+    let may_let_go = |log: &File| !has_let_go(log) && (reach(log).is_ok() || recent(log));
+    let holding: Vec<File> = logs.filter(may_let_go).collect();
     let gave = lose_all(folder, &no_room(folder)).unwrap_or(false);
     let began = Instant::now();
     while began.elapsed() < LETS_GO_WITHIN && !holding.iter().all(has_let_go) {
