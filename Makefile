@@ -133,22 +133,30 @@ deb:
 	mkdir -p $(packages)
 	DEB_RULES_REQUIRES_ROOT=no debian/rules clean binary DESTINATION=$(packages)
 
-# What lintian says of them, and their life from installation to purge in a new root of Debian 12: some minutes.
+# What lintian says of them, their life from installation to purge in a new root of Debian 12, and whether another build gives the
+# same bytes: some minutes, and those of a build.
 test-deb: deb
 	@scripts/setup test-deb
 	tests/package.sh $(packages)
+	tests/reproducible.sh deb $(packages)/*.deb
 
-# One file that runs on any Linux of this architecture, whatever its C library.
+# One file that runs on any Linux of this architecture, whatever its C library. Names of folders are left out of it, also of the debug
+# information that is stripped: the linker's build id is made of that as well.
 musl := $(shell uname -m)-unknown-linux-musl
+cargo_home := $(or $(CARGO_HOME),$(HOME)/.cargo)
+static: export RUSTFLAGS += --remap-path-prefix=$(CURDIR)=/usr/src/dsync --remap-path-prefix=$(cargo_home)=/usr/src/cargo
+static: export CFLAGS += -ffile-prefix-map=$(CURDIR)=/usr/src/dsync -ffile-prefix-map=$(cargo_home)=/usr/src/cargo
 static:
 	@scripts/setup build static
 	@if command -v rustup >/dev/null; then rustup -q target add $(musl); fi
 	$(CARGO) build --release -p dsync --target $(musl)
 	strip -o $(target)/dsync-static $(target)/$(musl)/release/dsync
 
-# It needs no file but itself: a demonstration in a root with nothing else.
+# It needs no file but itself: a demonstration in a root with nothing else. And another build gives the same bytes. Not a part of
+# "make test", for its time: two builds of everything for another target.
 test-static: static
 	tests/static.sh $(target)/dsync-static
+	tests/reproducible.sh static $(target)/dsync-static
 
 doc:
 	@scripts/setup build

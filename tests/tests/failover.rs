@@ -59,7 +59,7 @@ fn a_planned_switch_there_and_back() {
     // Neither may be used as what it is not.
     far.run(&["promote"]).code(4).says(&["dsync demote SRC", "--force"]);
     let refused = far.run(&["serve", "--socket", "s"]).code(4);
-    refused.says(&["a replica of source", "dsync promote --force", "--read-only"]);
+    refused.says(&["a replica of source", "dsync promote /", "--read-only"]);
     let socket = near.site.serve(&[&near.disk], &[]);
     near.towards(&far, &["demote"]).code(4).says(&["is being served", "stop its server"]);
     socket.stop();
@@ -162,6 +162,8 @@ fn a_failback_moves_what_either_side_wrote() {
     tells(&near.site.dsync(["inspect", shown]).ok(), &["complete"]);
     let status = near.run(&["status"]).ok().text();
     assert!(status.contains("demoted on") && status.contains("will be overwritten"), "{status}");
+    let told = near.run(&["status", "--check"]).code(1).text();
+    assert!(told.contains("has diverged") && told.contains("--read-only"), "{told}");
     let union = ours.union(&theirs).count() as u64;
     let back = summary(far.sync(&near, &[]));
     assert_eq!((&back["method"], &back["trust"]), (&"tracked".into(), &"tracked".into()));
@@ -245,6 +247,7 @@ fn a_former_source_of_which_nothing_is_known_is_compared() {
     near.run(&["demote"]).code(4).says(&["is not known", "compares everything", "--discard"]);
     near.run(&["demote", "--save", "x"]).code(4).says(&["cannot be saved", "--discard"]);
     tells(&near.run(&["demote", "--discard"]).ok(), &["compares everything"]);
+    near.run(&["demote", "--save", "x"]).code(4).says(&["was demoted before", "copy the disk first"]);
     near.run(&["promote", "--force"]).code(4).says(&["demoted without knowing"]);
     let back = summary(far.sync(&near, &[]));
     assert_eq!(back["method"], "compare");
@@ -368,7 +371,7 @@ fn two_sources_name_the_last_epoch_in_common() {
     a.write([5], &mut random);
     let apart = format!("apart since epoch {common}.");
     // The history of c begins later.
-    let at_a = format!("dsync demote --since {common} --save FILE\" on ");
+    let at_a = format!("dsync demote --since {common} --save FILE {}\" where", a.disk.display());
     let adopt = "sync from there with --adopt, which compares everything";
     refused([&c, &a], c.sync(&a, &[]), &[&apart, "(term 3)", "(term 2)", &at_a, "--save FILE /", adopt]);
     let there = format!("dsync demote --since {common} --save FILE {}", a.disk.display());
@@ -456,6 +459,113 @@ fn a_saved_delta_is_recognised() {
     assert!(std::fs::read(&saved).expect("a delta") == bytes, "it was written anew");
     assert_eq!(summary(far.sync(&near, &[]))["method"], "tracked");
     equal(&near, &far);
+}
+
+/// What `--save` is asked for is in the file, or the command fails: also where the disk was demoted before, and its writes given up.
+#[test]
+fn what_was_given_up_is_not_said_to_be_saved() {
+    let mut random = Random::new("second thoughts");
+    let (near, far) = pair(8 * MIB, &mut random);
+    near.write([1, 2, 900], &mut random);
+    far.run(&["promote", "--force"]).ok();
+    far.write([2, 3], &mut random);
+    near.run(&["demote", "--discard"]).ok();
+    let since = epoch_of(&near).to_string();
+    let file = near.new_file();
+    let shown = file.to_str().expect("a path");
+    let promote = format!("dsync promote --force {}", near.disk.display());
+    let demote = format!("dsync demote --since {since} --save FILE {}", near.disk.display());
+    let words = ["was demoted before", "12.0 KiB written since", &promote, &demote];
+    refused([&near, &far], near.run(&["demote", "--save", shown]), &words);
+    assert!(!file.exists());
+    near.run(&["demote", "--since", "0"]).code(4).says(&["were not heeded"]);
+    // The way that it says.
+    near.run(&["promote", "--force"]).ok();
+    let save = ["demote", "--json", "--since", &since, "--save", shown];
+    for _ in 0..2 {
+        let saved = summary(near.run(&save));
+        assert_eq!((number(&saved, "bytes_unsure"), &saved["saved"]), (3 * BLOCK, &file.to_str().into()));
+    }
+    tells(&near.site.dsync(["inspect"]).arg(&file).ok(), &["complete", "12.0 KiB"]);
+    let other = near.new_file();
+    near.run(&["demote", "--save", other.to_str().expect("a path")]).code(4).says(&["nothing was saved"]);
+    assert!(!other.exists());
+    let back = summary(far.sync(&near, &[]));
+    assert_eq!((&back["method"], number(&back, "blocks_changed")), (&"tracked".into(), 4));
+    equal(&near, &far);
+}
+
+/// The replica that is promoted was rewound: what the old source has more than that is later than all that it knows to be in common.
+#[test]
+fn a_replica_that_was_rewound_and_promoted_gives_up_nothing_unsaved() {
+    let mut random = Random::new("rewound and promoted");
+    let (near, far) = pair(8 * MIB, &mut random);
+    let mut epochs = Vec::new();
+    for block in [5, 6] {
+        near.write([block], &mut random);
+        near.sync(&far, &["--keep-last", "9"]).ok();
+        epochs.push(epoch_of(&far));
+    }
+    let (to, last) = (epochs[0], epochs[1]);
+    far.run(&["rewind", "--to", &to.to_string()]).ok();
+    let promoted = far.run(&["promote", "--force"]).ok();
+    tells(&promoted, &[&format!("dsync demote --since {to} --save FILE SRC")]);
+    let saved = near.new_file();
+    let save = ["demote", "--save", saved.to_str().expect("a path")];
+    // Without the epoch it would be taken for the last one that the old source knows.
+    let since = format!("since epoch {last}");
+    refused([&near, &far], near.run(&save), &["nothing was written", &since, "--since EPOCH"]);
+    assert!(!saved.exists());
+    near.run(&["demote"]).ok();
+    let way = format!("dsync demote --since {to} --save FILE {}", near.disk.display());
+    refused([&far, &near], far.sync(&near, &[]), &["was demoted at epoch", &way, "without saving"]);
+    near.run(&["promote", "--force"]).ok();
+    let since = to.to_string();
+    let demoted = summary(near.run(&[&save[..], &["--json", "--since", &since]].concat()));
+    assert_eq!((number(&demoted, "epoch"), number(&demoted, "bytes_unsure")), (to, BLOCK));
+    tells(&near.site.dsync(["inspect"]).arg(&saved).ok(), &["complete", "4.00 KiB"]);
+    assert_eq!(summary(far.sync(&near, &[]))["method"], "tracked");
+    equal(&near, &far);
+}
+
+/// Where the history of the old source does not go back to the epoch in common, nothing leads to a file: it is not promoted for that.
+#[test]
+fn what_no_delta_can_save_is_to_be_copied() {
+    let mut random = Random::new("to be copied");
+    let (near, far) = pair(8 * MIB, &mut random);
+    let to = epoch_of(&far).to_string();
+    // What this wrote is in no record.
+    image::scribble(&near.disk, 5 * MIB, 4096, &mut random);
+    near.sync(&far, &["--keep-last", "9"]).ok();
+    far.run(&["rewind", "--to", &to]).ok();
+    far.run(&["promote", "--force"]).ok();
+    near.run(&["demote"]).ok();
+    let saved = near.new_file();
+    let save = ["demote", "--since", &to, "--save", saved.to_str().expect("a path")];
+    let why = format!("what was written after epoch {to} cannot be saved");
+    let here = refused([&near, &far], near.run(&save), &["was demoted before", &why, "copy the disk first"]);
+    let there =
+        refused([&far, &near], far.sync(&near, &[]), &["was demoted at epoch", "copy the disk there first"]);
+    for refusal in [here, there] {
+        assert!(!refusal.to_string().contains("promote"), "{refusal}");
+    }
+    assert!(!saved.exists());
+}
+
+/// A file that is asked for is there, also where nothing was written.
+#[test]
+fn a_delta_of_nothing_is_a_delta() {
+    let mut random = Random::new("nothing to save");
+    let (near, far) = pair(8 * MIB, &mut random);
+    far.run(&["promote", "--force"]).ok();
+    let saved = near.new_file();
+    let since = epoch_of(&near).to_string();
+    for _ in 0..2 {
+        let words = ["demote", "--json", "--since", &since, "--save", saved.to_str().expect("a path")];
+        assert_eq!(summary(near.run(&words))["saved"], saved.to_str().expect("a path"));
+        tells(&near.site.dsync(["inspect"]).arg(&saved).ok(), &["complete"]);
+    }
+    assert_eq!(summary(far.sync(&near, &[]))["method"], "tracked");
 }
 
 /// What a delta in a file leaves of a former source's writes was not unreadable anywhere.
@@ -584,6 +694,87 @@ fn a_replica_that_batches_brought_ahead_is_promoted_as_it_is() {
         "{ahead} ahead: {back}"
     );
     equal(&near, &far);
+}
+
+/// Brings a replica ahead of its epoch by a mirror, which is killed, and its source with it.
+fn bring_ahead(source: &Host, replica: &Host, random: &mut Random) {
+    let server = source.site.serve(&[&source.disk], &[]);
+    let options = ["mirror", "--json", "-v", "--epoch", "1h", "--keep-last", "20"];
+    let mut mirror = source.towards(replica, &options).start();
+    mirror.wait_to_say("mirroring to");
+    let mut client = server.client("vm");
+    for block in 0..20 {
+        client.write(block * 3 * BLOCK, &random.bytes(BLOCK as usize)).expect("a write");
+    }
+    client.flush().expect("a flush");
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while image::first_difference(&source.disk, &replica.disk).is_some() {
+        assert!(Instant::now() < deadline, "the mirror does not catch up");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    mirror.kill();
+    drop(client);
+    server.kill();
+    through(random, 1, || replica.run(&["recover"]), |_| false);
+}
+
+/// What a mirror brought to a replica may be nowhere else: it is not overwritten because another replica took over.
+#[test]
+fn what_only_a_mirror_brought_is_not_overwritten() {
+    let mut random = Random::new("a mirror ahead of who takes over");
+    let (a, b) = pair(8 * MIB, &mut random);
+    let c = Host::new();
+    let epoch = number(&a.sync(&c, &["--keep-last", "20"]).ok().summary(), "epoch").to_string();
+    bring_ahead(&a, &c, &mut random);
+    let last = c.copy("last.raw");
+    b.force();
+    b.write([100], &mut random);
+    let rewind = format!("dsync rewind --to {epoch}");
+    let words = ["has diverged", &format!("ahead of epoch {epoch} (80.0 KiB"), &rewind, "--adopt"];
+    for command in [&["sync"][..], &["sync", "--method", "compare"], &["verify", "--repair"], &["demote"]] {
+        refused([&b, &c], b.towards(&c, command), &words);
+    }
+    // Either way out leaves it as a moment, where moments are kept.
+    let moment = format!("--to {epoch}+");
+    c.run(&["rewind", "--to", &epoch]).ok();
+    assert_eq!(summary(b.sync(&c, &[]))["method"], "tracked");
+    equal(&b, &c);
+    for _ in 0..2 {
+        tells(&c.run(&["rewind"]).ok(), &[&moment]);
+        c.run(&["rewind", "--to", &format!("{epoch}+")]).ok();
+        image::assert_equal(&last, &c.disk);
+        refused([&b, &c], b.towards(&c, &["sync"]), &words[..1]);
+        b.sync(&c, &["--adopt"]).ok();
+        equal(&b, &c);
+        b.write([200], &mut random);
+        assert_eq!(summary(b.sync(&c, &[]))["method"], "tracked");
+    }
+    // It can take over from there.
+    c.run(&["rewind", "--to", &format!("{epoch}+")]).ok();
+    c.force();
+    image::assert_equal(&last, &c.disk);
+}
+
+/// After a planned switch all of it is in the new source as well.
+#[test]
+fn what_a_mirror_brought_before_a_planned_switch_is_gone_on_from() {
+    let mut random = Random::new("a mirror before a planned switch");
+    let (a, b) = pair(8 * MIB, &mut random);
+    let c = Host::new();
+    a.sync(&c, &[]).ok();
+    bring_ahead(&a, &c, &mut random);
+    switch(&a, &b);
+    b.write([100], &mut random);
+    assert_eq!(summary(b.sync(&c, &[]))["method"], "tracked");
+    equal(&b, &c);
+    assert_eq!(summary(b.sync(&a, &[]))["method"], "tracked");
+    // A switch that is taken back gives up nothing of it either.
+    bring_ahead(&b, &c, &mut random);
+    b.towards(&a, &["demote"]).ok();
+    b.run(&["promote", "--force"]).ok();
+    b.write([200], &mut random);
+    assert_eq!(summary(b.sync(&c, &[]))["method"], "tracked");
+    equal(&b, &c);
 }
 
 /// The record of a device is trusted across a stop where the user says so; without that, all of it is compared.
@@ -751,7 +942,7 @@ fn every_refusal_leads_out() {
     // Nobody has promoted the replica.
     let both = [
         "is a replica itself",
-        "dsync promote --force",
+        "run \"dsync promote /",
         "not a dsync replica but a source itself",
         "--adopt",
     ];
@@ -833,7 +1024,7 @@ fn a_demotion_without_room_says_what_it_left() {
     let saved = small.join("lost.delta");
     let words = ["demote", "--save", saved.to_str().expect("a path")];
     let full = near.run(&words).code(1);
-    full.says(&["is not complete: run the command again", "lost.delta", "No space left"]);
+    full.says(&["was not demoted: it is the source as before", "lost.delta", "No space left"]);
     assert!(std::fs::read_dir(&small).expect("a folder").next().is_none(), "half a delta is left");
     drop(mounted);
     // It is the source that it was.
@@ -1012,8 +1203,10 @@ fn any_command_may_be_killed() {
             there.sync(here, &[]).code(4).says(&["have diverged"]);
             assert_eq!((touchable(here), touchable(there)), before, "round {round}");
             let save = random.coin();
+            // A command that is run again finds its own file.
+            let file = here.new_file();
             let demote = || match save {
-                true => here.run(&["demote", "--save", here.new_file().to_str().expect("a path")]),
+                true => here.run(&["demote", "--save", file.to_str().expect("a path")]),
                 false => here.run(&["demote", "--discard"]),
             };
             kills += through(&mut random, limit, demote, |_| false);
@@ -1094,6 +1287,34 @@ fn a_rehearsal_is_kept_and_its_failback_moves_what_either_side_wrote() {
     assert_eq!((&back["method"], &back["trust"]), (&"tracked".into(), &"tracked".into()));
     assert_eq!(number(&back, "blocks_changed"), union);
     equal(&near, &far);
+}
+
+/// Two servers that are to save in one file: one of them is refused. A file that comes there by other means is not replaced either.
+#[test]
+fn no_rehearsal_is_saved_over_another() {
+    let mut random = Random::new("two rehearsals");
+    let (_near, far) = pair(8 * MIB, &mut random);
+    let (file, at) = (far.new_file(), PathBuf::from(format!("{}@now", far.disk.display())));
+    let save = ["--writable", "--save", file.to_str().expect("a path")];
+    let server = far.site.serve(&[&at], &save);
+    let again = far.site.dsync(["serve", "--socket", "s"]).args(save).arg(&at).code(4);
+    again.says(&["another process is saving in", "another file"]);
+    let mut client = server.client("vm");
+    client.write(5 * BLOCK, &random.bytes(BLOCK as usize)).expect("a write");
+    client.close().expect("the end");
+    std::fs::write(&file, b"of somebody else").expect("a file");
+    let other = format!("{}.1", file.display());
+    server.stop().says(&["was made by another program", &format!("is saved in {other} ")]);
+    assert!(std::fs::read(&file).expect("a file") == b"of somebody else");
+    promote_with(&far, Path::new(&other)).ok();
+    // What was killed is in the way of nobody.
+    let (near, far) = pair(8 * MIB, &mut random);
+    let file = far.new_file();
+    std::fs::write(format!("{}.partial", file.display()), b"a part").expect("a file");
+    near.write([1], &mut random);
+    far.run(&["promote", "--force"]).ok();
+    near.run(&["demote", "--save", file.to_str().expect("a path")]).ok();
+    assert!(!Path::new(&format!("{}.partial", file.display())).exists());
 }
 
 /// What was rehearsed belongs to one moment: a replica that has moved on is brought back there first, or it is refused.

@@ -527,6 +527,98 @@ fn a_new_member_is_copied_and_joins() {
     shows(&third, &["at common epoch 2 of group db"]);
 }
 
+/// The moments from before a disk joined are there for those that had a part in them.
+#[test]
+fn a_group_goes_back_to_before_a_disk_joined() {
+    let mut two = Two::new("a moment from before a disk joined");
+    two.sync(&["--keep-last", "20"]).ok();
+    let before = two.replicas().each_ref().map(|replica| std::fs::read(replica).expect("a replica"));
+    (0..2).for_each(|disk| two.change(disk, 5));
+    two.sync(&[]).ok();
+    two.stop();
+    let third = two.site.image("wal.raw", SIZE);
+    image::scribble(&third, 3 * MIB, MIB, &mut two.random);
+    let images: Vec<&Path> = two.images.iter().chain([&third]).map(PathBuf::as_path).collect();
+    let server = two.site.serve(&images, &["--group", "db"]);
+    two.sync(&["--keep-last", "20"]).ok();
+    server.stop();
+    let (dir, wal) = (two.dir(), two.dir.join("wal.raw"));
+    shows(&two.command(&["rewind", "--group", &dir]).ok(), &["common epoch 2 without wal.raw"]);
+    let rewound = two.command(&["rewind", "--group", &dir, "--to", "1"]).ok();
+    shows(&rewound, &["common epoch 1", "without wal.raw"]);
+    assert!(two.replicas().each_ref().map(|replica| std::fs::read(replica).expect("a replica")) == before);
+    image::assert_equal(&third, &wal);
+    // It is not at that moment, and nobody takes it for that.
+    two.command(&["promote", "--force", "--group", &dir]).code(4).says(&["was committed without", "wal.raw"]);
+    two.command(&["rewind", "--group", &dir, "--to", "3"]).ok();
+    let server = two.site.serve(&images, &["--group", "db"]);
+    let (members, _) = summaries(&two.sync(&[]).ok());
+    assert!(members.iter().all(|member| member["method"] == "tracked"), "{members:?}");
+    server.stop();
+    two.equal();
+    image::assert_equal(&third, &wal);
+}
+
+/// A disk is taken out of the group: the others take over by a switch once its replica is no member any more.
+#[test]
+fn a_group_switches_without_a_disk_that_was_taken_out() {
+    let mut two = Two::new("a disk is taken out");
+    two.sync(&[]).ok();
+    two.stop();
+    two.command(&["forget", "--group", "db"]).arg(&two.images[1]).ok();
+    image::scribble(&two.images[0], MIB, BLOCK, &mut two.random);
+    let (dir, log) = (two.dir(), two.replicas()[1].display().to_string());
+    two.command(&["demote", "--group", "db", &dir]).ok();
+    let why = ["was committed without", log.as_str(), "dsync forget REPLICA"];
+    two.command(&["promote", "--group", &dir]).code(4).says(&why);
+    two.command(&["forget", &log]).ok();
+    two.command(&["promote", "--group", &dir]).ok();
+    image::assert_equal(&two.images[0], &two.replicas()[0]);
+}
+
+/// Two hosts have groups of one name: each commit in one folder would leave out the disks of the other.
+#[test]
+fn two_groups_of_one_name_do_not_share_a_folder() {
+    let (two, other) = (Two::new("a group in a folder"), Site::new());
+    two.sync(&[]).ok();
+    let images = ["p.raw", "q.raw"].map(|name| other.image(name, MIB));
+    let server = other.serve(&images.each_ref().map(PathBuf::as_path), &["--group", "db"]);
+    let sync = || other.dsync(["sync", "--group", "db"]).arg(&two.dir);
+    sync().code(4).says(&["the replicas of another group db", "data.raw", "a folder of their own"]);
+    assert!(!two.dir.join("p.raw").exists());
+    two.sync(&[]).ok();
+    // What is given up is in nobody's way.
+    for replica in two.replicas() {
+        two.command(&["forget"]).arg(replica).ok();
+    }
+    sync().ok();
+    server.stop();
+}
+
+/// Nothing tells whether a device at rest was written to. What this command has just synced is taken as that.
+#[test]
+fn a_group_of_devices_at_rest_switches() {
+    let what = "a switch of devices at rest";
+    if !need_root(what) || !need(&["losetup"], what) {
+        return;
+    }
+    let (mut random, site) = (Random::new(what), Site::new());
+    let beneath = NAMES.map(|name| site.image(&format!("{name}-disk"), SIZE));
+    beneath.iter().for_each(|image| image::scribble(image, MIB, MIB, &mut random));
+    let loops = beneath.each_ref().map(|image| testing::Loop::new(image));
+    let [Some(data), Some(log)] = &loops else { return skipped(what, "there is no loop device") };
+    let dir = site.path("replicas");
+    std::fs::create_dir(&dir).expect("a folder");
+    site.serve(&[data.device(), log.device()], &["--group", "db"]).stop();
+    site.dsync(["sync", "--group", "db"]).arg(&dir).ok();
+    site.dsync(["demote", "--group", "db"]).arg(&dir).ok();
+    site.dsync(["promote", "--group"]).arg(&dir).ok();
+    for device in [data.device(), log.device()] {
+        let replica = dir.join(device.file_name().expect("a name"));
+        assert!(std::fs::read(device).expect("a device") == std::fs::read(replica).expect("a replica"));
+    }
+}
+
 #[test]
 fn replicas_on_devices_commit_together() {
     let what = "a group on loop devices";
@@ -1046,7 +1138,7 @@ fn a_failover_on_one_host_gives_up_neither_side_by_mistake() {
     let home = two.dir();
     two.command(&["sync", "--group", "db", &home])
         .code(4)
-        .says(&["is a source itself (term 1)", "dsync demote"]);
+        .says(&["(term 2) went on from them", "dsync demote"]);
     two.stop();
     let ways = old.each_ref().map(|image| format!("dsync demote --since 1 --save FILE {}", image.display()));
     for options in [&["--discard"][..], &[], &["--save", &home]] {
@@ -1063,6 +1155,95 @@ fn a_failover_on_one_host_gives_up_neither_side_by_mistake() {
     two.stop();
     two.command(&["demote", "--group", "db", &home]).ok();
     two.command(&["promote", "--group", &home]).ok();
+}
+
+/// Old sources and promoted disks are on one host: no sync takes one disk of each, or those that are not served.
+#[test]
+fn a_sync_mixes_no_promotions() {
+    let mut two = Two::new("a group of two promotions");
+    two.sync(&[]).ok();
+    two.stop();
+    let (dir, third) = (two.dir(), two.site.path("third"));
+    std::fs::create_dir(&third).expect("a folder");
+    two.command(&["promote", "--force", "--group", &dir]).ok();
+    let promoted = two.replicas();
+    let serve = |images: &[&PathBuf]| {
+        let socket = two.site.socket("again");
+        two.command(&["serve", "--group", "db"]).args(images).arg("--socket").arg(socket)
+    };
+    let sync = || two.command(&["sync", "--group", "db"]).arg(&third).code(4);
+    let [data, log] = two.images.each_ref();
+    // The old ones are not served as the group any more, and a sync does not choose.
+    serve(&[data, log]).code(4).says(&["was promoted in the place of", "dsync forget --group db"]);
+    sync().says(&["(term 2) went on from them", "dsync forget --group db DISK"]);
+    // One of each is neither.
+    two.command(&["demote", "--since", "1", "--discard"]).arg(&promoted[0]).ok();
+    sync().says(&["(term 2) went on from them"]);
+    two.command(&["demote", "--since", "1", "--discard"]).arg(log).ok();
+    let mixed = ["are of different moments", "log.raw was promoted with the group", "data.raw"];
+    sync().says(&mixed);
+    serve(&[data, &promoted[1]]).code(4).says(&mixed);
+    assert!(std::fs::read_dir(&third).expect("a folder").next().is_none());
+    // Unless its user says so.
+    two.command(&["forget", "--group", "db"]).arg(data).ok();
+    two.site.serve(&[data, &promoted[1]], &["--group", "db"]).stop();
+    two.command(&["sync", "--group", "db"]).arg(&third).ok();
+}
+
+/// A second set of replicas on the host of the first cannot take over in the same term: it stays what it is.
+#[test]
+fn a_term_that_is_taken_is_refused_before_anything_is_marked() {
+    let mut two = Two::new("a term that is taken");
+    let second = two.site.path("second");
+    std::fs::create_dir(&second).expect("a folder");
+    let (dir, other) = (two.dir(), second.display().to_string());
+    for _ in 0..2 {
+        two.sync(&[]).ok();
+        two.command(&["sync", "--group", "db", "--keep-last", "5", &other]).ok();
+        two.change(0, 3);
+    }
+    two.stop();
+    two.command(&["promote", "--force", "--group", &dir]).ok();
+    let promote = || two.command(&["promote", "--force", "--group", &other]).code(4);
+    promote().says(&["is already the source"]);
+    promote().says(&["is already the source"]);
+    shows(&two.command(&["rewind", "--group", &other]).ok(), &["common epoch 1"]);
+    // The state directory of those that took over is lost: the way out is named.
+    let elsewhere = Site::new();
+    elsewhere.dsync(["promote", "--force", "--group", &dir]).code(4).says(&["dsync promote DISK"]);
+}
+
+/// A promotion that has not made sources of all disks leaves none that can be used.
+#[test]
+fn a_group_that_is_half_promoted_is_not_used() {
+    let mut two = Two::new("a group that is half promoted");
+    two.sync(&[]).ok();
+    two.stop();
+    let (far, third) = (Site::new(), two.site.path("third"));
+    std::fs::create_dir(&third).expect("a folder");
+    let (dir, [data, log]) = (two.dir(), two.replicas());
+    let lineage = std::fs::read_to_string(two.dir.join(".log.raw.dsync/lineage")).expect("a lineage");
+    let lineage: serde_json::Value = serde_json::from_str(&lineage).expect("a lineage");
+    let place = far.state().join("sources").join(lineage["source"].as_str().expect("an id"));
+    // Where the second is to be made a source, something is in the way.
+    std::fs::create_dir_all(place.join("source.new/in the way")).expect("a folder");
+    far.dsync(["promote", "--force", "--group", &dir]).code(1).says(&["is not complete"]);
+    std::fs::remove_dir_all(&place).expect("a folder");
+    let complete = format!("dsync promote --group {dir}");
+    let way_out = ["was interrupted", complete.as_str()];
+    let to_third = third.display().to_string();
+    far.dsync(["sync", "--group", "db", &to_third]).code(4).says(&way_out);
+    far.dsync(["demote", "--group", "db", &to_third]).code(4).says(&way_out);
+    for image in [&data, &log] {
+        let socket = far.socket("s");
+        far.dsync(["serve", "--group", "db"]).arg(image).arg("--socket").arg(socket).code(4).says(&way_out);
+        far.dsync(["sync"]).arg(image).arg(third.join("one.raw")).code(4).says(&way_out);
+    }
+    shows(&far.dsync(["status"]).arg(&log).output(), &[&complete]);
+    far.dsync(["promote", "--group", &dir]).ok();
+    far.serve(&[&data, &log], &["--group", "db"]).stop();
+    far.dsync(["sync", "--group", "db", &to_third]).ok();
+    together(&third, "after the promotion is complete");
 }
 
 /// Whatever is killed when, all disks are sources, or none is, on either side.
@@ -1264,6 +1445,95 @@ fn a_hook_is_held_once_around_the_cut_of_all() {
     let before = two.site.dsync(["status", "data", "--json"]).ok().summary()["epoch"].clone();
     two.sync(&["--hook", "echo no >&2; exit 3"]).code(1).says(&["exit status: 3"]);
     assert_eq!(two.site.dsync(["status", "data", "--json"]).ok().summary()["epoch"], before);
+}
+
+fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let limit = Instant::now() + Duration::from_secs(120);
+    while !is_so() {
+        assert!(Instant::now() < limit, "waited for two minutes: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// An application that writes the same byte to both disks, one after the other. While the file `hold` is there, it stops between two
+/// such pairs, and says so with the file `held` for as long.
+fn held_application(two: &Two) -> (std::sync::mpsc::Sender<()>, JoinHandle<()>) {
+    let (tell, told) = std::sync::mpsc::channel();
+    let (hold, held) = (two.site.path("hold"), two.site.path("held"));
+    let mut clients = NAMES.map(|name| two.server().client(name));
+    let application = std::thread::spawn(move || {
+        for byte in (1..=255).cycle() {
+            for client in &mut clients {
+                client.write(7 * BLOCK, &[byte; BLOCK as usize]).expect("a write");
+                std::thread::sleep(Duration::from_millis(15));
+            }
+            if hold.exists() {
+                std::fs::write(&held, "").expect("a file");
+                while hold.exists() {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                std::fs::remove_file(&held).expect("the file");
+            }
+            if told.try_recv().is_ok() {
+                return clients.into_iter().for_each(|client| client.close().expect("the end"));
+            }
+        }
+    });
+    (tell, application)
+}
+
+/// The same around each common commit of a mirror, of which there are four within its bound at most. One that fails delays them.
+#[test]
+fn a_mirror_of_a_group_holds_its_hook_around_each_common_cut() {
+    let two = Two::new("a hook of a mirror of a group");
+    let mut random = two.random.clone();
+    two.sync(&[]).ok();
+    let (site, at) = (&two.site, |name: &str| two.site.path(name));
+    let script = "read word; test ! -e broken || { echo no database >&2; exit 3; }; touch hold; \
+                  while ! test -e held; do sleep 0.01; done; echo ready; \
+                  read word; test -z \"$word\" || rm hold; echo $word >> words; read word; echo $word >> words";
+    let words = |word: &str| {
+        let all = std::fs::read_to_string(at("words")).unwrap_or_default();
+        all.lines().filter(|line| *line == word).count()
+    };
+    let mirror = || site.dsync(["mirror", "--group", "db", "--rpo", "2s", "--hook", script]).arg(&two.dir);
+    std::fs::write(at("broken"), "").expect("a file");
+    mirror().code(1).says(&["exit status: 3", "before the cut", "no database"]);
+    std::fs::remove_file(at("broken")).expect("a file");
+    let (tell, application) = held_application(&two);
+    let pair = |what: &str| {
+        let bytes = two.replicas().map(|path| std::fs::read(path).expect("a replica")[7 * BLOCK as usize]);
+        assert_eq!(bytes[0], bytes[1], "{what}: not as the application was held");
+    };
+    for round in 0..rounds(2, 20) {
+        let (began, before) = (Instant::now(), words("cut"));
+        let mut running = mirror().start();
+        running.wait_to_say("mirroring group db");
+        until("two commits", || words("end") >= before + 2);
+        // Any moment of a round, the hook's included.
+        std::thread::sleep(Duration::from_millis(random.below(700)));
+        running.kill();
+        let (cuts, most) = (words("cut") - before, began.elapsed().as_secs() as usize + 2);
+        assert!(cuts <= most, "round {round}: {cuts} cuts within {:?}", began.elapsed());
+        two.replicas().iter().for_each(|replica| drop(site.dsync(["recover"]).arg(replica).ok()));
+        pair(&format!("round {round}"));
+        // What the hook of a killed mirror held.
+        let _ = std::fs::remove_file(at("hold"));
+    }
+    let mut running = mirror().start();
+    running.wait_to_say("mirroring group db");
+    std::fs::write(at("broken"), "").expect("a file");
+    until("the failure is said", || running.stderr_so_far().contains("no database"));
+    assert!(running.stderr_so_far().contains("retrying in"), "{}", running.stderr_so_far());
+    std::fs::remove_file(at("broken")).expect("a file");
+    let before = words("end");
+    until("it goes on", || words("end") > before + 1);
+    running.signal(rustix::process::Signal::TERM);
+    let ended = running.output(Duration::from_secs(60));
+    assert!(ended.status.success(), "{ended}");
+    pair("at the end");
+    tell.send(()).expect("it writes");
+    application.join().expect("an application");
 }
 
 #[test]

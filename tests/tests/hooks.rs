@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use dsync_tests::far::Far;
 use dsync_tests::image::{self, BLOCK};
-use dsync_tests::mount::{Loop, Mount};
+use dsync_tests::mount::{Attached, Loop, Mount};
 use dsync_tests::scene::number;
 use dsync_tests::{Background, Run, Scene, Site, got, need, need_root, repository, skipped};
 use rustix::process::Signal;
@@ -411,6 +411,96 @@ fn the_guest_agent_thaws_whatever_happens() {
     let nobody = shipped("qemu-guest-agent", &scene.site.path("nobody"));
     scene.sync(&["--hook", &nobody]).code(1).says(&["guest agent at", "No such file"]);
     assert!(told.try_recv().is_err(), "it was asked for more");
+}
+
+/// Runs QEMU's guest agent as in a guest that has one disk: the agent freezes every file system on a disk that it sees mounted, so
+/// it gets a root in which there is no other, and is not started unless that is so.
+const GUEST: &str = r#"set -e
+mounted=$1 root=$2 agent=$3
+mount -t tmpfs guest "$root"
+mkdir "$root/proc" "$root/disk" "$root/old" "$root/run"
+umount=$(command -v umount)
+for program in "$umount" "$agent"; do
+    # shellcheck disable=SC2046 # a list of files
+    cp -L --parents "$program" $(ldd "$program" | grep -o '/[^ ]*') "$root"
+done
+mount --bind "$mounted" "$root/disk"
+mount -t proc proc "$root/proc"
+cd "$root"
+pivot_root . old
+cd /
+"$umount" -l /old
+while read -r line; do
+    rest=${line#* - }
+    case ${rest%% *}/$line in
+    tmpfs/* | proc/* | ext4/*" / /disk "*) ;;
+    *) echo "the agent would freeze another file system: $line" >&2; exit 1 ;;
+    esac
+done </proc/self/mountinfo
+exec "$agent" --method=unix-listen --path=/guest.agent --statedir=/run --pidfile=/run/agent.pid
+"#;
+
+/// The agent of a guest that has this file system mounted, and its socket as this host sees it; what it says if it does not start.
+fn real_agent(site: &Site, mounted: &Path) -> Result<(Background, PathBuf), String> {
+    let (script, root) = (site.path("guest.sh"), site.path("guest"));
+    std::fs::write(&script, GUEST).expect("a script");
+    std::fs::create_dir(&root).expect("a folder");
+    let agent = dsync_tests::find("qemu-ga").expect("an agent");
+    let guest = Run::new("unshare").args(["--mount", "sh"]).arg(&script).args([mounted, &root, &agent]);
+    let mut guest = guest.start();
+    let socket = PathBuf::from(format!("/proc/{}/root/guest.agent", guest.pid().as_raw_nonzero()));
+    let limit = Instant::now() + Duration::from_secs(60);
+    while !socket.exists() {
+        if guest.ended().is_some() || Instant::now() > limit {
+            return Err(guest.killed().stderr);
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    Ok((guest, socket))
+}
+
+/// True if the file system in an image was cut off at work, so that its journal is to be replayed.
+fn needs_recovery(image: &Path) -> bool {
+    let features = Run::new("dumpe2fs").arg("-h").arg(image).ok().text();
+    features.lines().any(|line| line.starts_with("Filesystem features:") && line.contains("needs_recovery"))
+}
+
+#[test]
+fn qemus_own_agent_freezes_the_guests_file_system_around_the_cut() {
+    let what = "the hook for QEMU's guest agent, with the agent itself";
+    if !need(&["qemu-ga", "nbdfuse", "losetup", "mkfs.ext4"], what) || !need_root(what) {
+        return;
+    }
+    let scene = Scene::new(what, 64 * MIB);
+    let Some(disk) = Attached::new(&scene.server().uri("vm"), &scene.site.path("disk")) else {
+        return skipped(what, "there are no loop devices over FUSE here");
+    };
+    Run::new("mkfs.ext4").arg("-q").arg(disk.device()).ok();
+    let place = scene.site.path("mounted");
+    let Some(_mount) = Mount::new(&[], disk.device(), &place) else {
+        return skipped(what, "mounts are not allowed here");
+    };
+    let (guest, socket) = match real_agent(&scene.site, &place) {
+        Ok(guest) => guest,
+        Err(why) => return skipped(what, &why),
+    };
+    let hook = shipped("qemu-guest-agent", &socket);
+    // Nothing is flushed by the guest itself.
+    std::fs::write(place.join("before"), "without a hook").expect("a write");
+    scene.sync(&[]).ok();
+    assert!(needs_recovery(&scene.replica), "a copy of a file system at work");
+    for round in 0..3 {
+        let said = format!("round {round}");
+        std::fs::write(place.join("said"), &said).expect("a write");
+        scene.sync(&["--hook", &hook]).ok();
+        assert!(!needs_recovery(&scene.replica), "{said}: it was not frozen at the cut");
+        let found = Run::new("debugfs").args(["-R", "cat /said"]).arg(&scene.replica).ok();
+        assert_eq!(String::from_utf8_lossy(&found.stdout), said, "what was written before the freeze");
+    }
+    let (tell, thawed) = channel();
+    std::thread::spawn(move || tell.send(std::fs::write(place.join("after"), "thawed").is_ok()));
+    assert!(thawed.recv_timeout(Duration::from_secs(60)).expect("a guest that is thawed"));
+    drop(guest);
 }
 
 #[test]

@@ -82,7 +82,7 @@ fn a_promoted_replica_is_no_silent_destination() {
             let name = place.file_stem().expect("a name").to_string_lossy().into_owned();
             let shown = place.display().to_string();
             let refused = scene.site.dsync(["serve", "--socket", "s"]).arg(&place).code(4);
-            refused.says(&[&shown, "is a replica of source", "dsync promote --force", "--read-only"]);
+            refused.says(&[&shown, "is a replica of source", "dsync promote ", "--read-only"]);
             scene.site.serve(&[&place], &["--read-only"]).stop();
             scene.change(3);
             assert_eq!(sync(&scene, &place, &[]).ok().summary()["method"], "tracked");

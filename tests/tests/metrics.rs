@@ -169,6 +169,14 @@ fn each_metric_moves_with_what_it_measures() {
     });
     sync(&[]).ok();
 
+    // A job whose copy never began.
+    here.moves("dsync_job_copied", &[], || {
+        let jobs = scene.site.path("conf");
+        std::fs::create_dir_all(&jobs).expect("a folder");
+        let job = "command = sync\nsource = vm\ndestination = far:/nowhere\n";
+        std::fs::write(jobs.join("new.conf"), job).expect("a job");
+    });
+
     // Roles and terms.
     drop(scene.server.take().expect("a server").stop());
     let to = format!("far:{}", copy.display());

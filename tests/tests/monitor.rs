@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use dsync_tests::far::Far;
 use dsync_tests::image::{self, BLOCK};
-use dsync_tests::mount::{Loop, Worn};
+use dsync_tests::mount::{Loop, Mount, Worn};
 use dsync_tests::{Run, Scene, Site, find, got, need, need_root, skipped};
 use serde_json::Value;
 
@@ -174,7 +174,7 @@ fn replicas_of_this_host_are_reported_and_forgotten() {
     assert_eq!(problems(site, &[]), none());
     site.dsync(["demote", "--discard"]).arg(&replica).ok();
     assert!(status().contains("the former source"), "{}", status());
-    assert_eq!(problems(site, &[]), none());
+    assert_eq!(problems(site, &[]), ["diverged"]);
     far.sync(&scene, &[], None).ok();
     image::assert_equal(&scene.image, &replica);
 
@@ -262,6 +262,128 @@ fn a_first_copy_that_is_killed_is_reported_until_it_is_given_up() {
     assert!(forgotten.contains("its first copy was never completed"), "{forgotten}");
     assert_eq!(problems(&scene.site, &[]), none());
     scene.site.dsync(["forget", "vm", &name]).code(1);
+}
+
+/// Writes a job of a site.
+fn job(site: &Site, name: &str, lines: &[(&str, &str)]) {
+    let folder = site.path("conf");
+    std::fs::create_dir_all(&folder).expect("a folder");
+    let text: String = lines.iter().map(|(key, value)| format!("{key} = {value}\n")).collect();
+    std::fs::write(folder.join(format!("{name}.conf")), text).expect("a job");
+}
+
+/// Whether each copy of a job is made, by the metric.
+fn copied(site: &Site, job: &str) -> Vec<bool> {
+    let text = site.dsync(["status", "--prometheus"]).output().text();
+    let begins = format!("dsync_job_copied{{job=\"{job}\",");
+    text.lines().filter(|line| line.starts_with(&begins)).map(|line| line.ends_with(" 1")).collect()
+}
+
+#[test]
+fn a_copy_that_a_job_never_began_is_reported() {
+    let (site, far) = (Site::new(), Far::new(RSH));
+    let (image, replica) = (site.image("vm.raw", 8 * MIB), far.replica().display().to_string());
+    let destination = format!("far:{replica}");
+    let written = |command: &str, source: &str| {
+        let lines = [("command", command), ("source", source), ("destination", &destination), ("rsh", RSH)];
+        job(&site, "vm-far", &lines);
+    };
+    // Its unit was never started, or failed before it knew its source.
+    written("mirror", "vm");
+    assert_eq!(problems(&site, &[]), ["never-copied"]);
+    assert_eq!(problems(&site, &["vm"]), ["never-copied"], "it is asked for by name");
+    assert_eq!(copied(&site, "vm-far"), [false]);
+    let told = site.dsync(["status", "--check"]).code(1).text();
+    assert!(told.contains(&format!("job vm-far is to mirror vm to {destination}, and no")), "{told}");
+    let run = || site.dsync(["run", "vm-far"]).env("RSH_STATE", far.site.state());
+    assert!(!run().output().status.success(), "nothing is served");
+    assert_eq!(problems(&site, &[]), ["never-copied"]);
+
+    // The far host is not reached, and a source that nothing follows leaves no trace of the attempt.
+    written("sync", &image.display().to_string());
+    run().env("RSH_CUT", "10").code(1);
+    assert_eq!(problems(&site, &[]), ["never-copied"]);
+    // Of one that is served, what failed is kept.
+    let server = site.serve(&[&image], &[]);
+    assert_eq!(problems(&site, &[]), ["never-copied"]);
+    run().env("RSH_CUT", "10").code(1);
+    assert_eq!(problems(&site, &[]), ["incomplete"]);
+    let told = site.dsync(["status", "--check"]).code(1).text();
+    assert!(told.contains("the first copy of") && told.contains("failed on"), "{told}");
+    run().env("RSH_CUT", "10").code(1);
+    assert_eq!((problems(&site, &[]), copied(&site, "vm-far")), (vec!["incomplete".into()], vec![false]));
+    // Without a job its user has seen that.
+    site.dsync(["sync", "--rsh", "false", "vm", "far:/other.raw"]).code(1);
+    assert_eq!(problems(&site, &[]), ["incomplete"]);
+
+    run().ok();
+    assert_eq!((problems(&site, &[]), copied(&site, "vm-far")), (none(), vec![true]));
+    // What it gave up is to be copied again.
+    site.dsync(["forget"]).arg(&image).arg(&destination).ok();
+    assert_eq!(problems(&site, &[]), ["never-copied"]);
+    assert_eq!(problems(&site, &[image.to_str().expect("a path")]), ["never-copied"]);
+    written("verify", "vm");
+    assert_eq!((problems(&site, &[]), copied(&site, "vm-far")), (none(), vec![]));
+    drop(server);
+}
+
+#[test]
+fn a_job_is_judged_by_the_state_directory_that_is_its_own() {
+    let site = Site::new();
+    let (image, copy) = (site.image("vm.raw", MIB), site.path("copy.raw").display().to_string());
+    let source = image.display().to_string();
+    let (state, elsewhere) =
+        (site.state().display().to_string(), site.path("elsewhere").display().to_string());
+    let lines = [("command", "sync"), ("source", &source), ("destination", &copy)];
+    let with = |state: &str| job(&site, "vm-copy", &[&lines[..], &[("state-dir", state)]].concat());
+    job(&site, "vm-copy", &lines);
+    assert_eq!(problems(&site, &[]), ["never-copied"]);
+    assert_eq!(problems(&site, &["--state-dir", &elsewhere]), ["nothing-known"]);
+    with(&elsewhere);
+    assert_eq!(problems(&site, &[]), ["nothing-known"]);
+    assert_eq!(problems(&site, &["--state-dir", &elsewhere]), ["never-copied"]);
+    with(&state);
+    assert_eq!(problems(&site, &[]), ["never-copied"]);
+    site.dsync(["run", "vm-copy"]).ok();
+    assert_eq!(problems(&site, &[]), none());
+
+    // What was the source waits as a replica for its return.
+    site.dsync(["demote"]).arg(&image).arg(&copy).ok();
+    assert_eq!(problems(&site, &[]), none());
+    site.dsync(["promote", &copy]).ok();
+    assert_eq!(problems(&site, &[]), none());
+    // A job that cannot be run makes nothing.
+    job(&site, "wrong", &[("command", "sync"), ("sauce", "vm")]);
+    assert_eq!(problems(&site, &[]), ["unreadable"]);
+    let told = site.dsync(["status", "--check"]).code(1).text();
+    assert!(told.contains("cannot run job wrong: ") && told.contains("unknown key \"sauce\""), "{told}");
+}
+
+#[test]
+fn jobs_of_groups_and_of_other_hosts_are_judged_by_each_replica() {
+    let (site, far) = (Site::new(), Far::new(RSH));
+    let images = ["data", "log"].map(|name| site.image(&format!("{name}.raw"), MIB));
+    let folder = site.path("copies");
+    std::fs::create_dir(&folder).expect("a folder");
+    let group = [("command", "mirror"), ("group", "db"), ("destination", folder.to_str().expect("a path"))];
+    job(&site, "db-far", &group);
+    assert_eq!(problems(&site, &[]), ["never-copied"]);
+    let paths = images.each_ref().map(|image| image.as_path());
+    let _server = site.serve(&paths, &["--group", "db"]);
+    assert_eq!(problems(&site, &[]), ["never-copied", "never-copied"]);
+    assert_eq!(problems(&site, &["log"]), none(), "it is the job of the group");
+    assert_eq!(copied(&site, "db-far"), [false, false]);
+    site.dsync(["sync", "--group", "db"]).arg(&folder).ok();
+    assert_eq!((problems(&site, &[]), copied(&site, "db-far")), (none(), vec![true, true]));
+
+    // Fetched by the host of the replica.
+    let copy = far.site.path("fetched.raw").display().to_string();
+    let source = format!("near:{}", images[0].display());
+    let lines = [("command", "sync"), ("source", &source), ("destination", &copy), ("rsh", RSH)];
+    job(&far.site, "fetch", &lines);
+    assert_eq!(problems(&far.site, &[]), ["never-copied"]);
+    far.site.dsync(["run", "fetch"]).env("RSH_STATE", site.state()).ok();
+    assert_eq!((problems(&far.site, &[]), copied(&far.site, "fetch")), (none(), vec![true]));
 }
 
 #[test]
@@ -574,4 +696,40 @@ fn a_watch_shows_problems_first_and_what_is_at_work() {
     assert!(ended.status.code() == Some(130) && ended.stderr.is_empty(), "{ended}");
     scene.site.dsync(["status", "--watch", "--check"]).code(2);
     scene.site.dsync(["status", "--max-age", "1h"]).code(2).says(&["--check or --watch"]);
+}
+
+/// What was kept could not be kept any more: a monitor says so long after the sync that warned of it.
+#[test]
+fn a_past_that_was_given_up_is_reported() {
+    let what = "a past that is given up";
+    if !need_root(what) {
+        return;
+    }
+    let mut scene = Scene::new("given up", 8 * MIB);
+    let mount = scene.site.path("small");
+    let Some(_mounted) = Mount::new(&["-t", "tmpfs", "-o", "size=15m"], Path::new("none"), &mount) else {
+        return skipped(what, "a tmpfs cannot be mounted here");
+    };
+    scene.replica = mount.join("vm.raw");
+    // Nothing of it is a hole.
+    scene.stop();
+    std::fs::write(&scene.image, scene.random.bytes(8 << 20)).expect("a content");
+    scene.start();
+    scene.sync(&["--keep-last", "9"]).ok();
+    scene.change(100);
+    scene.sync(&[]).ok();
+    assert_eq!(problems(&scene.site, &[]), none());
+    scene.stop();
+    let mut large = scene.random.bytes(5 << 20);
+    large.extend(std::fs::read(&scene.replica).expect("the replica").split_off(5 << 20));
+    std::fs::write(&scene.image, large).expect("another content");
+    assert!(scene.sync(&[]).ok().text().contains("its past is given up"));
+    scene.equal();
+    let told = scene.site.dsync(["status", "--check"]).arg(&scene.replica).code(1).text();
+    assert!(told.contains("past is given up") && told.contains("none is kept since"), "{told}");
+    // Kept again: it is still to be known for a day.
+    std::fs::write(&scene.image, std::fs::read(&scene.replica).expect("the replica")).expect("a touch");
+    // Whoever asks for something else has seen it.
+    scene.sync(&["--keep-last", "2"]).ok();
+    assert!(!problems(&scene.site, &[]).contains(&"past-given-up".to_owned()));
 }

@@ -487,6 +487,38 @@ fn systemd_accepts_the_units() {
     }
 }
 
+/// What the guide writes for a disk that is absent at times is understood by systemd, for the device that the unit waits for.
+#[test]
+fn the_guide_shortens_the_wait_for_an_absent_disk() {
+    let what = "the time that systemd waits for a device";
+    if !need(&["systemd-analyze", "systemd-escape"], what) {
+        return;
+    }
+    let site = Site::new();
+    unit_files(&site);
+    let units = site.path("units");
+    let guide = std::fs::read_to_string(dsync_tests::repository().join("docs/guide.md")).expect("the guide");
+    let commands = guide.lines().filter(|line| line.contains("--suffix=device /dev/vdb"));
+    let commands: Vec<&str> =
+        commands.map(|line| line.trim().strip_prefix("near# ").expect("a command")).collect();
+    assert_eq!(commands.len(), 2, "{commands:?}");
+    for command in commands {
+        Run::shell(&command.replace("/etc/systemd/system", &units.display().to_string())).ok();
+    }
+    let verify = |unit: &str| {
+        let verify = Run::new("systemd-analyze").env("SYSTEMD_UNIT_PATH", format!("{}:", units.display()));
+        verify.args(["--man=no", "--recursive-errors=yes", "verify"]).arg(units.join(unit)).output().stderr
+    };
+    let told = |text: &str| text.lines().filter(|line| line.contains("dev-vdb.device.d")).count();
+    assert_eq!(told(&verify("dsync-track@dev-vdb.service")), 0, "{}", verify("dsync-track@dev-vdb.service"));
+    // It is read: a mistake in it is named.
+    let file = units.join("dev-vdb.device.d/timeout.conf");
+    let text = std::fs::read_to_string(&file).expect("a drop-in");
+    assert!(text.contains("JobRunningTimeoutSec=5s"), "{text}");
+    std::fs::write(&file, text.replace("=5s", "=soon")).expect("a drop-in");
+    assert_ne!(told(&verify("dsync-track@dev-vdb.service")), 0);
+}
+
 #[test]
 fn the_guide_rates_the_units_as_systemd_does() {
     if !need(&["systemd-analyze"], "the rating of the units' hardening") {

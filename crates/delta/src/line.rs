@@ -20,6 +20,9 @@ pub struct Term {
     pub id: Uuid,
     /// The epoch of the term before at which it began.
     pub began: Epoch,
+    /// Nothing of the term before was given up: its source had ended at that epoch.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub planned: bool,
 }
 
 /// The promotions that led to a source, oldest first; or that they are not known.
@@ -32,8 +35,8 @@ pub struct Line {
     terms: Vec<Term>,
 }
 
-/// The terms in which two lines go apart; `None` for one that has no later term.
-type Fork<'a> = (Option<&'a Term>, Option<&'a Term>);
+/// The terms of two lines from where they go apart.
+type Fork<'a> = (&'a [Term], &'a [Term]);
 
 impl Line {
     /// The most promotions that are kept; of more, the last.
@@ -75,15 +78,16 @@ impl Line {
                 Some((at, other.terms.iter().position(|theirs| theirs.id == term.id)?))
             });
         match shared {
-            Some((ours, theirs)) => Some((self.terms.get(ours + 1), other.terms.get(theirs + 1))),
-            None => (self.whole && other.whole).then(|| (self.terms.first(), other.terms.first())),
+            Some((ours, theirs)) => Some((&self.terms[ours + 1..], &other.terms[theirs + 1..])),
+            None => (self.whole && other.whole).then_some((&self.terms, &other.terms)),
         }
     }
 
     /// The last epoch that two sources have in common, each of which has gone on since; `None` if that is not known.
     pub fn common(&self, other: &Line) -> Option<Epoch> {
         let (ours, theirs) = self.fork(other)?;
-        [ours, theirs].into_iter().flatten().map(|term| term.began).min_by_key(|epoch| epoch.number)
+        let first = [ours, theirs].into_iter().filter_map(<[Term]>::first);
+        first.map(|term| term.began).min_by_key(|epoch| epoch.number)
     }
 
     /// Whether an epoch of a disk that follows `other` is in the past of a source with this line; `None` if the lines do not
@@ -96,9 +100,23 @@ impl Line {
         };
         match (ours, theirs) {
             // Of the term that the source is in, its history tells.
-            (None, None) => None,
-            _ => Some([ours, theirs].into_iter().flatten().all(upto)),
+            ([], []) => None,
+            _ => Some([ours, theirs].into_iter().filter_map(<[Term]>::first).all(upto)),
         }
+    }
+
+    /// Whether all that was ever written in the last term of `other` is in the past of a source with this line; `None` if the lines do
+    /// not tell.
+    pub fn has_all_of(&self, other: &Line) -> Option<bool> {
+        let (ours, theirs) = self.fork(other)?;
+        Some(match ours.split_first() {
+            _ if !theirs.is_empty() => false,
+            None => true,
+            // A later one may have begun at an earlier epoch, to which a replica was rewound.
+            Some((next, later)) => {
+                next.planned && later.iter().all(|term| term.began.number >= next.began.number)
+            }
+        })
     }
 }
 
@@ -110,13 +128,16 @@ mod tests {
         Epoch { number, id: Uuid::from_u128(number.into()) }
     }
 
-    /// A line in words: "2a5 3b9" is term 2, promotion a, from epoch 5 on, and so forth.
+    /// A line in words: "2a5 3b9" is term 2, promotion a, from epoch 5 on, and so forth; "2a5!" was planned.
     fn line(words: &str) -> Line {
         words.split_whitespace().fold(Line::first(), |line, word| {
+            let planned = word.ends_with('!');
+            let word = word.trim_end_matches('!');
             let (number, rest) = word.split_at(1);
             let (id, began) = rest.split_at(1);
             let id = Uuid::from_u128(id.as_bytes()[0].into());
-            line.and(Term { number: number.parse().unwrap(), id, began: epoch(began.parse().unwrap()) })
+            let began = epoch(began.parse().unwrap());
+            line.and(Term { number: number.parse().unwrap(), id, began, planned })
         })
     }
 
@@ -171,11 +192,34 @@ mod tests {
     }
 
     #[test]
+    fn what_was_written_in_a_term_is_kept_by_a_planned_switch() {
+        for (source, replica, all) in [
+            ("", "", true),
+            ("2a5", "2a5", true),
+            ("2a5", "", false),
+            ("2a5!", "", true),
+            // What came after the switch was forced gave up nothing of the first term, unless it began before.
+            ("2a5! 3b9", "", true),
+            ("2a5! 3b4", "", false),
+            ("2a5! 3b9", "2a5!", false),
+            ("2a5 3b9!", "2a5", true),
+            ("2a5 3b9!", "", false),
+            // Of another branch, or of a later term.
+            ("2a5!", "2c5!", false),
+            ("2a5!", "2a5! 3b9", false),
+        ] {
+            let told = line(source).has_all_of(&line(replica));
+            assert_eq!(told, Some(all), "{source} of {replica}");
+            assert_eq!(line(source).has_all_of(&Line::default()), None);
+        }
+    }
+
+    #[test]
     fn a_long_line_forgets_its_beginning() {
         let long = |count: u64, id: u128| {
             (0..count).fold(Line::first(), |line, at| {
                 let id = Uuid::from_u128(id + u128::from(at));
-                line.and(Term { number: at + 2, id, began: epoch(at * 10 + 5) })
+                line.and(Term { number: at + 2, id, began: epoch(at * 10 + 5), planned: false })
             })
         };
         let line = long(40, 100);

@@ -104,7 +104,10 @@ pub(crate) enum Command {
         at most one a second, and no more than four within --rpo.\n\n\
         --hook (see \"dsync sync --help\") is held around the cuts of these syncs, and of a served disk around the end of\n\
         each epoch (--epoch), while batches go on. If it fails then, the mirror says so and tries again at the next.\n\n\
-        A group is mirrored by one common commit after another, at least two within --rpo and four a second at most.")]
+        A group is mirrored by one common commit after another, at least two within --rpo and four a second at most.\n\
+        With --hook, which is held around the common cut of all disks, they are a second apart at least, and no more than\n\
+        four within --rpo. A hook that fails delays them: the replicas stay at the commit before, and the mirror says so\n\
+        and tries again.")]
     Mirror(Mirror),
 
     /// Serve disks to NBD clients and record their writes
@@ -155,7 +158,7 @@ pub(crate) enum Command {
         dsync status --watch                               what is wrong, running and behind, until Ctrl-C\n  \
         dsync status --prometheus                          metrics for node_exporter\n\n\
         --check reports sources whose changes are not known, so that the next sync compares; replicas that are out\n\
-        of date; and replicas on this host that are incomplete, fuzzy, missing, were changed by other programs, or whose\n\
+        of date; copies that a job in /etc/dsync is to make and that never began; and replicas on this host that are incomplete, fuzzy, missing, were changed by other programs, or whose\n\
         promotion was interrupted. --check and --prometheus change nothing and take no lock: they never make a\n\
         sync fail. Of a replica on a block device they report changes by other programs after a dsync command noticed\n\
         them.")]
@@ -578,7 +581,7 @@ pub(crate) struct Mirror {
     #[arg(value_name = "[[USER@]HOST:]DST", required_unless_present = "group")]
     pub destination: Option<String>,
     /// Mirror all members of this group: their replicas are always of one moment
-    #[arg(long, value_name = "NAME", conflicts_with_all = ["interval", "min_interval", "alpha", "beta", "rate", "epoch", "journal_dir", "hook"])]
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["interval", "min_interval", "alpha", "beta", "rate", "epoch", "journal_dir"])]
     pub group: Option<String>,
     /// How far the replica may fall behind while the link keeps up
     #[arg(long, value_name = "TIME", value_parser = parse_time, default_value = "5s")]

@@ -27,6 +27,7 @@ pub(crate) enum Metric {
     LocalCommitted,
     LocalUnsure,
     LocalAhead,
+    JobCopied,
     Errors,
 }
 
@@ -129,7 +130,16 @@ impl Metric {
                 GAUGE,
                 "1 if batches of a mirror have brought a replica on this host ahead of its epoch.",
             ),
-            Metric::Errors => ("dsync_status_errors", GAUGE, "Sources whose state could not be read."),
+            Metric::JobCopied => (
+                "dsync_job_copied",
+                GAUGE,
+                "1 if a copy that a job of this host is to make was complete once, 0 if it never was.",
+            ),
+            Metric::Errors => (
+                "dsync_status_errors",
+                GAUGE,
+                "Sources whose state could not be read, and jobs that cannot be run.",
+            ),
         }
     }
 }
@@ -169,7 +179,7 @@ mod tests {
     use super::*;
 
     /// All metrics, in their order.
-    const ALL: [Metric; 22] = [
+    const ALL: [Metric; 23] = [
         Metric::SourceEpoch,
         Metric::SourceTracking,
         Metric::SourceTerm,
@@ -191,6 +201,7 @@ mod tests {
         Metric::LocalCommitted,
         Metric::LocalUnsure,
         Metric::LocalAhead,
+        Metric::JobCopied,
         Metric::Errors,
     ];
 

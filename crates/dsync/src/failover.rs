@@ -72,11 +72,13 @@ pub(crate) fn not_promoted(error: SyncError, path: &Path, has_begun: bool) -> an
 }
 
 pub(crate) fn say_promotion(promotion: &Promotion, output: &Output) {
-    say_promotion_with(promotion, &format!("dsync demote --since {} --save FILE", promotion.epoch), output);
+    let way_back = format!("dsync demote --since {} --save FILE SRC", promotion.epoch);
+    let rewind = format!("dsync rewind {}", promotion.path.display());
+    say_promotion_with(promotion, (&way_back, &rewind), output);
 }
 
-/// The same with the command that makes a replica of the old source.
-pub(crate) fn say_promotion_with(promotion: &Promotion, demote: &str, output: &Output) {
+/// The same with the commands that make a replica of the old source, and that list the moments that are kept.
+pub(crate) fn say_promotion_with(promotion: &Promotion, (demote, rewind): (&str, &str), output: &Output) {
     let done = match (promotion.dry_run, promotion.completed) {
         (true, _) => "would become",
         (false, true) => "is now (its promotion was interrupted)",
@@ -88,7 +90,11 @@ pub(crate) fn say_promotion_with(promotion: &Promotion, demote: &str, output: &O
         promotion.source,
         promotion.term,
         promotion.epoch,
-        promotion.time.map_or(String::new(), |time| format!(" ({}, {})", device::moment(time), age(time)))
+        promotion.time.map_or(String::new(), |time| format!(
+            " ({}, {})",
+            device::moment(time),
+            units::age(time)
+        ))
     ));
     if let Some(file) = &promotion.with {
         let file = file.display();
@@ -108,7 +114,7 @@ pub(crate) fn say_promotion_with(promotion: &Promotion, demote: &str, output: &O
     if promotion.fuzzy {
         output.say("  it was copied from a disk in use without a freeze: check its file systems");
     }
-    say_moments(promotion, output);
+    say_moments(promotion, rewind, output);
     if let Some(told) = &promotion.told {
         output.say(&format!(
             "  its last word was given to {told}, which can be promoted without --force, or was: sync to it before that, or keep it \
@@ -134,7 +140,7 @@ pub(crate) fn say_promotion_with(promotion: &Promotion, demote: &str, output: &O
 }
 
 /// Prints what becomes of the moments that were kept.
-fn say_moments(promotion: &Promotion, output: &Output) {
+fn say_moments(promotion: &Promotion, rewind: &str, output: &Output) {
     let moments = match promotion.moments_lost {
         0 => return,
         1 => "the earlier moment that was kept".to_owned(),
@@ -142,22 +148,10 @@ fn say_moments(promotion: &Promotion, output: &Output) {
     };
     output.say(&match promotion.dry_run {
         true => format!(
-            "  {moments} could not be reached any more: if one is wanted, go back to it before (dsync rewind {})",
-            promotion.path.display()
+            "  {moments} could not be reached any more: if one is wanted, go back to it before ({rewind})"
         ),
         false => format!("  {moments} cannot be reached any more"),
     });
-}
-
-fn age(time: u64) -> String {
-    let now =
-        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |now| now.as_secs());
-    match now.saturating_sub(time) {
-        seconds @ 0..120 => format!("{seconds} s ago"),
-        seconds @ 120..7200 => format!("{} minutes ago", seconds / 60),
-        seconds @ 7200..172_800 => format!("{} hours ago", seconds / 3600),
-        seconds => format!("{} days ago", seconds / 86_400),
-    }
 }
 
 /// Makes a source a replica.
@@ -190,7 +184,7 @@ pub(crate) fn demote(
     let Some(ends) = ends else {
         let summary = sync::demote(state, source, &options, None, &progress);
         output.finish();
-        let summary = summary.map_err(|error| not_demoted(error, source))?;
+        let summary = summary.map_err(|error| not_demoted(error, source, &options, state))?;
         say_demotion(&summary, output);
         output.summary(&summary);
         return Ok(());
@@ -208,7 +202,7 @@ pub(crate) fn demote(
     if let Some(error) = failed {
         return Err(error);
     }
-    let summary = summary.map_err(|error| not_demoted(error, source))?;
+    let summary = summary.map_err(|error| not_demoted(error, source, &options, state))?;
     say_demotion(&summary, output);
     if !summary.dry_run {
         tell(&summary, &ends, args, state, output)?;
@@ -218,14 +212,28 @@ pub(crate) fn demote(
 }
 
 /// An error of a demotion, with what to do about one that is not a refusal.
-fn not_demoted(error: SyncError, source: &str) -> anyhow::Error {
+fn not_demoted(error: SyncError, source: &str, options: &DemoteOptions, state: &StateDir) -> anyhow::Error {
     if error.class() != Class::Failed {
         return error.into();
     }
-    anyhow::Error::from(error).context(format!(
-        "the demotion of {source} is not complete: run the command again once that is mended, and let nothing write to it until \
-         then"
-    ))
+    let opening = replica::Options {
+        folder: options.journal_dir.clone(),
+        devices: state.replicas_folder(),
+        ..Default::default()
+    };
+    let known = state.source(source).ok().flatten();
+    let is_source = known.is_some_and(|(_, about)| {
+        // The lineage is the first step.
+        let lineage = replica::inspect(&about.path, &opening);
+        lineage.is_ok_and(|lineage| lineage.is_none_or(|lineage| lineage.role.promoted.is_some()))
+    });
+    anyhow::Error::from(error).context(match is_source {
+        true => format!("{source} was not demoted: it is the source as before"),
+        false => format!(
+            "the demotion of {source} is not complete: run the command again once that is mended, and let nothing write to it until \
+             then"
+        ),
+    })
 }
 
 /// The last sync.
@@ -313,5 +321,9 @@ pub(crate) fn say_demotion(summary: &DemoteSummary, output: &Output) {
     ));
     if let Some(file) = &summary.saved {
         output.say(&format!("  what was written since is saved in {0}: dsync inspect {0}", file.display()));
+    } else if summary.again && summary.bytes_unsure.is_some_and(|bytes| bytes > 0) {
+        output.say(&format!(
+            "  the next sync to it overwrites what was written since; \"dsync demote --save FILE {path}\" says how it can be kept"
+        ));
     }
 }

@@ -58,7 +58,8 @@ fn group(name: &str, what: &str, dry_run: bool, state: &StateDir, output: &Outpu
     if !dry_run {
         source::leave_group(&place, &about, name)?;
     }
-    let cost = "its replica stays as it is, and the next \"dsync sync --group\" does without it";
+    let cost = "its replica stays as it is, and the next \"dsync sync --group\" does without it; \"dsync forget\" of the replica takes it out of \
+                those that are promoted together";
     let (kind, bookmark) = ("membership", Some(name));
     Forgotten { kind, path: &about.path, bookmark, cost: cost.into(), dry_run }.say(output);
     Ok(())

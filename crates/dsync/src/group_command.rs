@@ -14,6 +14,7 @@ use sync::{
 
 use crate::args::{self, CommitArg, MethodArg};
 use crate::failure::Failure;
+use crate::hook::Hook;
 use crate::location::Location;
 use crate::mirroring::{Mirroring, Receiving};
 use crate::output::Output;
@@ -40,13 +41,6 @@ fn check(args: &args::Sync) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Where the replicas of a group are.
-pub(crate) fn folder(destination: &str) -> Result<Location, Failure> {
-    let location = Location::parse(destination)?;
-    let trimmed = destination.trim_end_matches('/');
-    if trimmed.is_empty() || trimmed.ends_with(':') { Ok(location) } else { Location::parse(trimmed) }
-}
-
 /// Attaches to the members of a group.
 fn attach(name: &str, args: &args::Sync, state: &StateDir) -> Result<GroupHandle> {
     Ok(sync::attach_group(state, name, &crate::source_options(&args.open)?)?)
@@ -61,7 +55,7 @@ pub(crate) fn sync(
     output: &Output,
 ) -> Result<u8> {
     check(args)?;
-    let destination = folder(&args.source)?;
+    let destination = Location::folder(&args.source)?;
     let hook = sync_command::hook(&args.live.hook, name, &args.source);
     let options = sync_command::options(args, steering, destination.host.is_some())?;
     let options = SyncOptions { hook: hook.clone().map(|hook| hook as Arc<dyn CutHook>), ..options };
@@ -90,13 +84,16 @@ pub(crate) fn mirror(name: &str, args: &args::Mirror, state: &StateDir, output: 
     if args.destination.is_some() {
         return Err(Failure::usage(ALONE).into());
     }
-    let destination = folder(&args.source)?;
+    let destination = Location::folder(&args.source)?;
     let mirroring = Mirroring::begin(args, state, output)?;
     let options = mirror_command::options(args, &mirroring.steering, destination.host.is_some())?;
+    let hook = sync_command::hook(&args.hook, name, &args.source);
+    let options = mirror_command::held(options, hook.clone());
     let (dir, shown) = destination.place()?;
     let mut receiving = Receiving::default();
     let teller = Teller {
         output,
+        hook: hook.as_ref(),
         destination: &destination,
         name,
         shown: &shown,
@@ -121,6 +118,7 @@ pub(crate) fn mirror(name: &str, args: &args::Mirror, state: &StateDir, output: 
     let summary = mirroring.manager.watched(|| turns.is_awake(), || mirror.run())?;
     receiving.end();
     output.finish();
+    hook.inspect(|hook| hook.end(summary.is_ok(), output));
     let summary = summary.map_err(|error| destination.named(error))?;
     say_end(name, &shown, &summary, output);
     output.summary(&summary);
@@ -130,6 +128,8 @@ pub(crate) fn mirror(name: &str, args: &args::Mirror, state: &StateDir, output: 
 /// Reports events as text or JSON.
 struct Teller<'a> {
     output: &'a Output,
+    /// What is told of cuts.
+    hook: Option<&'a Arc<Hook>>,
     destination: &'a Location,
     name: &'a str,
     shown: &'a str,
@@ -148,10 +148,20 @@ impl Teller<'_> {
 
     fn tell(&self, event: GroupEvent<'_>) {
         let Teller { output, mirroring, shown, .. } = *self;
+        let end = |done| self.hook.iter().for_each(|hook| hook.end_later(done, output));
         match event {
-            GroupEvent::Committed(group, members) => self.committed(group, members),
-            GroupEvent::Waiting(error, left) => mirroring.waiting(&self.text(error), left, output),
-            GroupEvent::Broken(error, pause) => mirroring.broken(shown, &self.text(error), pause, output),
+            GroupEvent::Committed(group, members) => {
+                end(true);
+                self.committed(group, members);
+            }
+            GroupEvent::Waiting(error, left) => {
+                end(false);
+                mirroring.waiting(&self.text(error), left, output);
+            }
+            GroupEvent::Broken(error, pause) => {
+                end(false);
+                mirroring.broken(shown, &self.text(error), pause, output);
+            }
         }
     }
 

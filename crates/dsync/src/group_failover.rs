@@ -12,7 +12,7 @@ use sync::{
 use crate::args;
 use crate::failover::{self, not_promoted, say_demotion, say_promotion_with};
 use crate::failure::Failure;
-use crate::group_command::{folder, tell};
+use crate::group_command::tell;
 use crate::location::{self, Ends, Location};
 use crate::output::Output;
 use crate::steering::Steering;
@@ -29,9 +29,10 @@ pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -
         sync::promote_group(state, &dir, &options).map_err(|error| not_promoted(error, &dir, true))?;
     let epochs = promotion.members.iter().map(|member| (member.path.as_path(), member.epoch));
     let way_back = sync::demotion_since(&promotion.group, epochs);
+    let rewind = format!("dsync rewind --group {}", dir.display());
     for member in &promotion.members {
         member.recovered.iter().for_each(|recovered| output.warn(recovered));
-        say_promotion_with(member, &way_back, output);
+        say_promotion_with(member, (&way_back, &rewind), output);
         output.summary(member);
     }
     let disks: Vec<String> =
@@ -68,7 +69,7 @@ pub(crate) fn demote(
     output: &Output,
 ) -> Result<()> {
     let Some(name) = args.group.as_deref() else { return failover::demote(args, steering, state, output) };
-    let destination = args.source.as_deref().map(folder).transpose()?;
+    let destination = args.source.as_deref().map(Location::folder).transpose()?;
     if args.destination.is_some() {
         let how = "--group takes the folder of the replicas alone: the sources are the members of the group";
         return Err(Failure::usage(how).into());

@@ -101,7 +101,8 @@ pub(crate) fn run(args: &args::Rewind, state: &StateDir, output: &Output) -> Res
         rewound.warnings = replicas.iter_mut().flat_map(|replica| replica.take_warnings()).collect();
         rewound.warnings.iter().for_each(|warning| output.warn(warning));
     }
-    let said = format!("common epoch {} of {}", rewound.epoch, device::moment(rewound.at));
+    let said =
+        format!("common epoch {} of {}{}", rewound.epoch, device::moment(rewound.at), without(&moment));
     output.say(&match args.dry_run {
         true => format!("group {name} in {shown} would go back to {said}"),
         false => format!(
@@ -114,6 +115,15 @@ pub(crate) fn run(args: &args::Rewind, state: &StateDir, output: &Output) -> Res
     Ok(())
 }
 
+/// The replicas that have no part in a moment, and stay as they are.
+fn without(moment: &GroupMoment) -> String {
+    let names: Vec<_> = moment.without.iter().filter_map(|path| path.file_name()?.to_str()).collect();
+    match names.is_empty() {
+        true => String::new(),
+        false => format!(" without {}", names.join(", ")),
+    }
+}
+
 /// Lists the moments.
 fn list(history: &GroupHistory, output: &Output) {
     let (name, epoch) = (&history.name, history.present.epoch.number);
@@ -124,7 +134,7 @@ fn list(history: &GroupHistory, output: &Output) {
     output.say(&format!("group {name} in {}: at common epoch {epoch} of {at}", history.dir.display()));
     history.apart.iter().for_each(|apart| output.say(&format!("  but {apart}")));
     for (moment, at) in history.moments.iter().zip(&times[1..]) {
-        output.say(&format!("  {at}  common epoch {}", moment.epoch.number));
+        output.say(&format!("  {at}  common epoch {}{}", moment.epoch.number, without(moment)));
     }
     output.summary(&Listed { kind: "past", history });
 }

@@ -96,9 +96,42 @@ fn job_name(folder: &Path, given: &str) -> String {
 }
 
 fn folder(run: &args::Run) -> PathBuf {
-    let variable =
-        || std::env::var_os("DSYNC_CONF_DIR").filter(|folder| !folder.is_empty()).map(PathBuf::from);
-    run.config.clone().or_else(variable).unwrap_or_else(|| FOLDER.into())
+    run.config.clone().unwrap_or_else(usual_folder)
+}
+
+/// The folder that `DSYNC_CONF_DIR` names.
+fn named_folder() -> Option<PathBuf> {
+    std::env::var_os("DSYNC_CONF_DIR").filter(|folder| !folder.is_empty()).map(PathBuf::from)
+}
+
+/// True if `DSYNC_CONF_DIR` says where jobs are.
+pub(crate) fn is_folder_named() -> bool {
+    named_folder().is_some()
+}
+
+/// Where jobs are, without another word.
+pub(crate) fn usual_folder() -> PathBuf {
+    named_folder().unwrap_or_else(|| FOLDER.into())
+}
+
+/// The jobs in a folder by their names, each with the command line for which it stands, or what is wrong with it.
+pub(crate) fn all(folder: &Path) -> Vec<(String, Result<Cli>)> {
+    let read = |name: &str| {
+        let job = Job::read(folder, name)?;
+        Ok(Cli::try_parse_from(job.words(&[])?).map_err(|error| job.bad_value(&error, &[]))?)
+    };
+    let jobs = known(folder).into_iter().filter(|name| is_plain(name));
+    jobs.map(|name| {
+        let cli = read(&name);
+        (name, cli)
+    })
+    .collect()
+}
+
+/// True for the name of a job.
+fn is_plain(name: &str) -> bool {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "_.-".contains(c);
+    name.chars().all(plain) && name.starts_with(|c: char| c.is_ascii_alphanumeric())
 }
 
 /// The options before the job's name that every command has.
@@ -129,8 +162,7 @@ struct Job {
 
 impl Job {
     fn read(folder: &Path, name: &str) -> Result<Job> {
-        let plain = |c: char| c.is_ascii_alphanumeric() || "_.-".contains(c);
-        if !name.chars().all(plain) || !name.starts_with(|c: char| c.is_ascii_alphanumeric()) {
+        if !is_plain(name) {
             return Err(Failure::usage(format!(
                 "invalid job name \"{name}\": use letters, digits, dots, dashes and underscores; the file is {}/NAME.conf",
                 folder.display()

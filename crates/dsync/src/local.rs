@@ -11,6 +11,8 @@ use crate::output::Output;
 use crate::units;
 
 /// What is written down of a replica of this host.
+///
+/// More than fifteen fields: they are the keys of its JSON object, which is flat.
 #[derive(Serialize)]
 pub(crate) struct LocalReplica<'a> {
     kind: &'static str,
@@ -27,6 +29,10 @@ pub(crate) struct LocalReplica<'a> {
     pub role: &'static str,
     /// When its state was last written, in seconds since 1970: with the last commit of an epoch, or since.
     pub written: Option<u64>,
+    /// When it came to what it holds, in seconds since 1970: that is no newer.
+    pub at: Option<u64>,
+    /// `dsync rewind` has brought it back to that, and no sync has come since.
+    pub rewound: bool,
     /// The term of its source, at the last commit.
     pub term: u64,
     /// Its source has ended at its epoch.
@@ -76,6 +82,8 @@ impl LocalReplica<'_> {
                 _ => "replica",
             },
             written: known.written.map(|nanoseconds| nanoseconds / 1_000_000_000),
+            at: known.past.at,
+            rewound: known.past.rewound,
             term: lineage.map_or(1, |lineage| lineage.role.term),
             released: lineage.is_some_and(|lineage| lineage.role.released.is_some()),
             demoted: lineage.is_some_and(|lineage| lineage.role.demoted.is_some()),
@@ -83,6 +91,16 @@ impl LocalReplica<'_> {
             problem,
             readers: &known.readers,
         }
+    }
+
+    /// Of when it is, of which term, and whether a rewind has brought it there.
+    fn age(&self) -> String {
+        if self.epoch.is_none() || self.demoted || self.role == "promoted" {
+            return String::new();
+        }
+        let at =
+            self.at.map_or(String::new(), |at| format!(", of {} ({})", device::moment(at), units::age(at)));
+        format!("{at}, term {}{}", self.term, if self.rewound { ", to which it was rewound" } else { "" })
     }
 
     /// Prints it as a part of `dsync status`.
@@ -106,7 +124,8 @@ impl LocalReplica<'_> {
         };
         let problem = self.problem.as_ref().map(|problem| format!("; it {problem}")).unwrap_or_default();
         let group = self.group.as_ref().map(|group| format!(", {}", group.told())).unwrap_or_default();
-        output.say(&format!("replica {}, {at}{group}{problem}", self.path.display()));
+        let age = self.age();
+        output.say(&format!("replica {}, {at}{age}{group}{problem}", self.path.display()));
         say_readers(self.readers, output);
         output.summary(self);
     }
@@ -126,6 +145,14 @@ pub(crate) fn say_readers(readers: &[Reader], output: &Output) {
             ),
             Some(why) => format!("  process {process} has lost {what}, which it read since {since}: {why}"),
         });
+    }
+}
+
+/// The command that completes an interrupted promotion of the replica at this path.
+pub(crate) fn completion(path: &std::path::Path, lineage: &replica::Lineage) -> String {
+    match replica::promotes_still(path, lineage) {
+        Ok(Some((_, dir))) => format!("dsync promote --group {}", dir.display()),
+        _ => format!("dsync promote {}", path.display()),
     }
 }
 
@@ -167,7 +194,11 @@ fn told(known: &KnownReplica, unsure: u64) -> (&'static str, Option<String>) {
             let promoted = known.lineage.as_ref().and_then(|lineage| lineage.role.promoted);
             let how = promoted.map_or_else(|| "was opened for writing".into(), |promoted| promoted.said());
             let way_out = match known.is_source() {
-                true => format!("its promotion was interrupted: \"dsync promote {path}\" completes it"),
+                true => {
+                    let command = known.lineage.as_ref().map(|lineage| completion(&known.path, lineage));
+                    let command = command.unwrap_or_else(|| format!("dsync promote {path}"));
+                    format!("its promotion was interrupted: \"{command}\" completes it")
+                }
                 false => "syncs to it are refused: \"dsync sync --adopt\" overwrites what was written".into(),
             };
             let what = format!("{how}, and {way_out}");

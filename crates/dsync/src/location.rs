@@ -73,6 +73,13 @@ impl Location {
         }
     }
 
+    /// Reads the folder in which the replicas of a group are.
+    pub(crate) fn folder(text: &str) -> Result<Location, Failure> {
+        let location = Location::parse(text)?;
+        let trimmed = text.trim_end_matches('/');
+        if trimmed.is_empty() || trimmed.ends_with(':') { Ok(location) } else { Location::parse(trimmed) }
+    }
+
     /// The path there, and what to call it.
     pub(crate) fn place(&self) -> Result<(PathBuf, String)> {
         if self.host.is_some() {

@@ -21,6 +21,7 @@ mod group_failover;
 mod group_rewind;
 mod hook;
 mod job;
+mod job_copies;
 mod key;
 mod local;
 mod location;
@@ -94,6 +95,10 @@ fn main() -> ExitCode {
     };
     if ended.is_err() {
         output.error(&message, code);
+        if !matches!(code, failure::BUSY | failure::USAGE) {
+            // For monitors; that it cannot be kept changes nothing.
+            let _ = job_copies::record(&message, &StateDir::find(cli.state_dir.as_deref()));
+        }
     }
     if let Some(command) = cli.command.on_failure().filter(|_| code != 0) {
         hook::on_failure(command, code, &message, &output);

@@ -56,7 +56,7 @@ pub(crate) fn options(args: &args::Mirror, steering: &Steering, is_far: bool) ->
 }
 
 /// The options with a hook that is held around cuts.
-fn held(options: MirrorOptions, hook: Option<Arc<Hook>>) -> MirrorOptions {
+pub(crate) fn held(options: MirrorOptions, hook: Option<Arc<Hook>>) -> MirrorOptions {
     let hook = hook.map(|hook| hook as Arc<dyn CutHook>);
     MirrorOptions { sync: SyncOptions { hook, ..options.sync }, ..options }
 }

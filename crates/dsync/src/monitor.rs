@@ -13,10 +13,11 @@ use source::{About, LastVerify, StateDir, Tally};
 
 use crate::exposition::{Exposition, Metric};
 use crate::failure::Failure;
+use crate::job_copies::{JobCopy, Known};
 use crate::local::{LocalReplica, ROLES, STATES, path_of};
 use crate::output::Output;
 use crate::status::{Lacking, SourceStatus, first_copy, missing, unreadable};
-use crate::{args, failure, units};
+use crate::{args, failure, job_copies, units};
 
 /// What this host knows of sources and replicas.
 #[derive(Default)]
@@ -25,6 +26,8 @@ pub(crate) struct Found {
     pub replicas: Vec<KnownReplica>,
     /// The source that each replica on this host follows, those that are not asked for included.
     follow: BTreeMap<PathBuf, uuid::Uuid>,
+    /// What the jobs of this host are to copy.
+    copies: Vec<JobCopy>,
     /// What could not be read.
     errors: Vec<String>,
 }
@@ -39,18 +42,21 @@ impl Found {
             let survey = state.survey()?;
             survey.damaged.into_iter().for_each(|(place, error)| found.fail(&place, error.into()));
             survey.sources.into_iter().for_each(|(place, about)| found.read_source(&place, about));
+            found.read_jobs(&all, state, None);
             found.replicas = all;
             found.drop_promoted();
             return Ok(found);
         };
         let path = path_of(what)?;
+        let source = state.source(what)?;
+        let is_source = source.is_some();
+        source.into_iter().for_each(|(place, about)| found.read_source(&place, about));
+        found.read_jobs(&all, state, Some(what));
         found.replicas = all.into_iter().filter(|replica| replica.path == path).collect();
-        match state.source(what)? {
-            Some((place, about)) => found.read_source(&place, about),
-            None if found.replicas.is_empty() => bail!(Failure::usage(format!(
+        if !is_source && found.replicas.is_empty() && found.copies.is_empty() {
+            bail!(Failure::usage(format!(
                 "{what} is neither a known source nor a listed replica: \"dsync status\" lists them"
-            ))),
-            None => {}
+            )));
         }
         found.drop_promoted();
         Ok(found)
@@ -67,6 +73,16 @@ impl Found {
         match SourceStatus::read(place, about) {
             Ok((status, _)) => self.sources.push(status),
             Err(error) => self.fail(place, error),
+        }
+    }
+
+    /// Reads what jobs are to copy; with `what`, that source or that replica alone.
+    fn read_jobs(&mut self, replicas: &[KnownReplica], state: &StateDir, what: Option<&str>) {
+        let known = Known { sources: &self.sources, replicas, is_part: what.is_some() };
+        let (copies, errors) = job_copies::all(&known, state, what);
+        self.copies = copies;
+        if what.is_none() {
+            self.errors.extend(errors);
         }
     }
 
@@ -143,6 +159,9 @@ pub(crate) fn problems(found: &Found, args: &args::Status) -> Result<Vec<Problem
         problems.extend(of_trackers(&found.sources)?);
     }
     problems.extend(found.replicas.iter().filter_map(of_local));
+    problems.extend(found.replicas.iter().filter_map(of_diverged));
+    problems.extend(found.replicas.iter().filter_map(of_past));
+    problems.extend(found.copies.iter().filter(|copy| !copy.made && !copy.begun).map(of_copy));
     Ok(problems)
 }
 
@@ -246,6 +265,17 @@ fn of_first_copy(source: &SourceStatus, tally: &Tally) -> Problem {
     Problem { source: Some(source.path.clone()), replica: Some(name.clone()), ..problem }
 }
 
+/// A copy that a job is to make, and that never began.
+fn of_copy(copy: &JobCopy) -> Problem {
+    let JobCopy { job, command, source, replica, .. } = copy;
+    let message = format!(
+        "replica was never made: job {job} is to {command} {source} to {replica}, and no copy has begun: \"dsync run {job}\", or \
+         \"systemctl status dsync-{command}@{job}\", says why; remove the job if it is not wanted"
+    );
+    let problem = Problem::of("never-copied", message);
+    Problem { source: Some(source.into()), replica: Some(replica.clone()), ..problem }
+}
+
 /// Trackers of disks that are not sources yet: those of the others are judged with them.
 fn of_trackers(sources: &[SourceStatus]) -> Result<Vec<Problem>> {
     let mut problems = Vec::new();
@@ -264,6 +294,36 @@ fn of_local(known: &KnownReplica) -> Option<Problem> {
     let LocalReplica { path, state, problem, .. } = LocalReplica::of(known);
     let message = format!("replica is {state}: {} {}", path.display(), problem?);
     Some(Problem { replica: Some(path.display().to_string()), ..Problem::of(state, message) })
+}
+
+/// A former source that holds what no other disk has.
+fn of_diverged(known: &KnownReplica) -> Option<Problem> {
+    let path = known.path.display();
+    let lineage = known.lineage.as_ref().filter(|lineage| lineage.role.demoted.is_some())?;
+    let written = Some(lineage.unsure_bytes()).filter(|bytes| *bytes > 0)?;
+    let message = format!(
+        "replica has diverged: {path} was demoted with {} that its new source does not have, and the next sync to it overwrites them: \
+         to look at them before, run \"dsync serve --read-only {path}\", or copy the disk",
+        units::size(written)
+    );
+    Some(Problem { replica: Some(path.to_string()), ..Problem::of("diverged", message) })
+}
+
+/// A past that is asked for, and was given up: that is told for a day, and for as long as there is no other.
+fn of_past(known: &KnownReplica) -> Option<Problem> {
+    let (path, given_up) = (known.path.display(), known.past.given_up.as_ref()?);
+    let recent = now().as_secs().saturating_sub(given_up.at) < 24 * 60 * 60;
+    if !recent && !known.past.is_empty {
+        return None;
+    }
+    let left = if known.past.is_empty { ", and none is kept since" } else { "" };
+    let message = format!(
+        "past is given up: what --keep had kept of {path} cannot be reached since {}{left}, because {}: free some space there, or keep \
+         less; what is synced from now on is kept again",
+        device::moment(given_up.at),
+        given_up.why
+    );
+    Some(Problem { replica: Some(path.to_string()), ..Problem::of("past-given-up", message) })
 }
 
 fn now() -> Duration {
@@ -286,6 +346,7 @@ impl Metrics {
         let mut out = Exposition::default();
         found.sources.iter().for_each(|source| add_source(source, &mut out));
         found.replicas.iter().for_each(|known| add_local(&LocalReplica::of(known), &mut out));
+        found.copies.iter().for_each(|copy| add_copy(copy, &mut out));
         out.add(Metric::Errors, &[], found.errors.len());
         Ok(Metrics { text: out.text(), errors: found.errors })
     }
@@ -351,6 +412,13 @@ fn add_local(local: &LocalReplica<'_>, out: &mut Exposition) {
     }
     out.add(Metric::LocalUnsure, &labels, local.unsure);
     out.add(Metric::LocalAhead, &labels, u64::from(local.ahead));
+}
+
+/// Whether a copy was ever complete that a job is to make.
+fn add_copy(copy: &JobCopy, out: &mut Exposition) {
+    let JobCopy { job, command, source, replica, .. } = copy;
+    let labels = [("job", job.as_str()), ("command", command), ("source", source), ("replica", replica)];
+    out.add(Metric::JobCopied, &labels, u64::from(copy.made));
 }
 
 /// Prints metrics. Returns the exit code.

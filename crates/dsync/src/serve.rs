@@ -333,6 +333,7 @@ pub(crate) fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Resu
         What::Tracked(_) | What::ReadOnly(_) => None,
     });
     let rehearsals: Vec<Rehearsal> = rehearsals.collect();
+    rehearsals.iter().filter_map(Rehearsal::doubt).for_each(|doubt| output.warn(&doubt));
     let watch = rehearsal::Watch::start(rehearsals.clone(), output)?;
     let server = nbd::Server::new(Arc::new(All(all)));
     server
@@ -352,8 +353,11 @@ pub(crate) fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Resu
     server.shutdown(PATIENCE);
     drop(server);
     drop(controls);
-    let saved = rehearsals.iter().try_for_each(|rehearsal| rehearsal.save(output));
-    end(sources, output).and(watch.end()).and(saved)
+    // It may be saving what was written, as the moment was lost.
+    let watched = watch.end();
+    let mut given_up = || signals.pending().next().is_some();
+    let saved = rehearsals.iter().try_for_each(|rehearsal| rehearsal.save(output, &mut given_up));
+    end(sources, output).and(watched).and(saved)
 }
 
 fn one_saved() -> Failure {
@@ -442,11 +446,27 @@ fn open_tracked(image: &Path, args: &args::Serve, state: &StateDir) -> Result<Ar
         sweep_every: sweep_every(),
         ..source::SourceOptions::default()
     };
+    refuse_partial(image, state)?;
     sync::refuse_replica(image, state, READ_ONLY)?;
     let source = Source::open(state, image, &options)?;
     // Nothing makes it a replica from here on.
     sync::refuse_replica(image, state, READ_ONLY)?;
     Ok(Arc::new(source))
+}
+
+/// Refuses the file of a copy that is not complete: the next sync writes to it, and gives it the name of its replica.
+fn refuse_partial(image: &Path, state: &StateDir) -> Result<()> {
+    let Some(name) = image.to_str().and_then(|name| name.strip_suffix(".partial")) else { return Ok(()) };
+    let options = replica::Options { devices: state.replicas_folder(), ..replica::Options::default() };
+    match replica::inspect(Path::new(name), &options) {
+        Ok(Some(lineage)) if lineage.step.is_some() => Err(Failure::refused(format!(
+            "{} is the file of a copy to {name} that is not complete: run \"dsync sync\" again, which completes it",
+            image.display()
+        ))
+        .into()),
+        // Whatever else is there is served as any image.
+        _ => Ok(()),
+    }
 }
 
 /// What else can be done with a replica.

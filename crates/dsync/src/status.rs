@@ -14,6 +14,7 @@ use sync::SyncError;
 
 use crate::args;
 use crate::checkpoint::{self, Listed};
+use crate::failure::Failure;
 use crate::local::{LocalReplica, say_readers};
 use crate::location;
 use crate::membership::{Group, say_groups};
@@ -49,7 +50,7 @@ pub(crate) struct SourceStatus {
     /// The named checkpoints, as "dsync checkpoint --list" has them.
     checkpoints: Vec<Listed>,
     /// The group that it is in.
-    group: Option<Group>,
+    pub group: Option<Group>,
 }
 
 /// A replica in its source's bookmarks.
@@ -449,6 +450,8 @@ struct ReplicaStatus {
     in_use: Option<String>,
     /// It was made the source itself since: a sync to it is refused.
     promoted: Option<String>,
+    /// When it came to what it holds, in seconds since 1970: that is no newer.
+    at: Option<u64>,
     /// The term of its source, at the last commit.
     term: u64,
     /// Its source has ended at its epoch.
@@ -558,6 +561,12 @@ fn replica(
         Err(SyncError::Replica(replica::ReplicaError::Promoted { .. })) if !recovering => {
             return written_down(absolute, &options, None, output);
         }
+        Err(SyncError::Replica(replica::ReplicaError::NotAReplica(path))) if !recovering => {
+            bail!(Failure::refused(format!(
+                "{} is neither a source nor a replica that dsync knows: \"dsync status\" lists them",
+                path.display()
+            )));
+        }
         // It is shown, and refused all the same.
         Err(error @ SyncError::Replica(replica::ReplicaError::Changed { .. })) if !recovering => {
             written_down(absolute, &options, None, output)?;
@@ -582,6 +591,7 @@ fn replica(
         partial: status.under_way() || status.resumes.is_some(),
         in_use: None,
         promoted: None,
+        at: replica.history().ok().and_then(|history| history.at).filter(|_| status.epoch.is_some()),
         term: status.role.term,
         released: status.role.released.is_some(),
         demoted: status.role.demoted.as_ref().map(|demoted| demoted.since),
@@ -616,6 +626,9 @@ fn say_former_sources(status: &ReplicaStatus, state: &StateDir, output: &Output)
 fn say_replica(status: &ReplicaStatus, role: &replica::Role, recovering: bool, output: &Output) {
     let (at, size) = (status.told(), units::size(status.size));
     output.say(&format!("replica {}: {at}, {size}", status.path.display()));
+    if let Some(at) = status.at.filter(|_| status.demoted.is_none()) {
+        output.say(&format!("  of {} ({}), term {}", device::moment(at), units::age(at), status.term));
+    }
     match &status.recovered {
         Some(recovered) => output.say(&format!("  {recovered}")),
         None if recovering => output.say("  nothing to recover"),
@@ -670,7 +683,10 @@ fn written_down(
         (None, _) => output.say(&format!("replica {}: {at}, and written to since", path.display())),
     }
     if let Some(promoted) = &promoted {
-        output.say(&format!("  it {promoted}, and takes no deltas; \"dsync promote\" completes a promotion that was interrupted"));
+        let command = crate::local::completion(&path, &lineage);
+        output.say(&format!(
+            "  it {promoted}, and takes no deltas; \"{command}\" completes a promotion that was interrupted"
+        ));
     }
     let group = Group::of_replica(&path, &lineage);
     say_role(&lineage.role, lineage.unsure_bytes(), group.as_ref(), output);
@@ -689,6 +705,7 @@ fn written_down(
         partial: lineage.step.is_some(),
         in_use,
         promoted,
+        at: lineage.at,
         term: lineage.role.term,
         released: lineage.role.released.is_some(),
         demoted: lineage.role.demoted.as_ref().map(|demoted| demoted.since),

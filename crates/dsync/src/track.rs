@@ -55,7 +55,7 @@ fn join(device: &Path, group: &str, state: &StateDir, output: &Output) -> Result
     live.checkpoint()?;
     drop(live);
     let path = std::fs::canonicalize(device)?;
-    source::join_group(state, &path, group, None)?;
+    source::join_group(state, &path, source::Membership::first(group))?;
     output.say(&format!("{} is in group {group}", path.display()));
     Ok(())
 }

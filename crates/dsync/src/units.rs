@@ -199,6 +199,17 @@ pub(crate) fn many(number: u64, what: &str) -> String {
     format!("{} {what}{plural}", count(number))
 }
 
+/// How long ago a time is, in seconds since 1970.
+pub(crate) fn age(time: u64) -> String {
+    let now = std::time::UNIX_EPOCH.elapsed().map_or(0, |now| now.as_secs());
+    match now.saturating_sub(time) {
+        seconds @ 0..120 => format!("{seconds} s ago"),
+        seconds @ 120..7200 => format!("{} minutes ago", seconds / 60),
+        seconds @ 7200..172_800 => format!("{} hours ago", seconds / 3600),
+        seconds => format!("{} days ago", seconds / 86_400),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -343,7 +343,8 @@ impl Batches<'_> {
             true => Unsure::Nothing,
             false => Unsure::Blocks { file: Uuid::nil(), bytes: 0 },
         };
-        *self.replica.lineage_mut() = self.replica.lineage().after(&batch.toward, stamp, unsure);
+        let at = self.replica.arrived(&batch.toward);
+        *self.replica.lineage_mut() = self.replica.lineage().after(&batch.toward, stamp, unsure, at);
         self.committed = Some(batch);
         Ok(())
     }

@@ -41,6 +41,8 @@ impl Replica {
         let disk = self.destination().open(Name::Final)?;
         let segments = deltas.iter().flat_map(|contents| &contents.segments);
         let longest = segments.map(|s| s.header.size_after).max().unwrap_or(toward.size);
+        // To bring it to the destination takes its time, and after a crash it may have lain for long.
+        self.note_arrival(WHOLE);
         self.begin_commit()?;
         match toward.rehearsed {
             // What its clients write next is kept for nobody.
@@ -86,6 +88,22 @@ impl Replica {
         Ok(counts)
     }
 
+    /// What is committed next had arrived when this file of the state was last written to, unless an earlier time was noted.
+    pub(crate) fn note_arrival(&mut self, name: &str) {
+        let written = self.state().modified(name).map(|nanoseconds| nanoseconds / 1_000_000_000);
+        let now = self.now();
+        let arrival = self.arrival_mut();
+        *arrival = arrival.or(written.map(|written| written.min(now)));
+    }
+
+    /// When the source was as `toward` makes the destination, or what that takes had all arrived, in seconds since 1970.
+    pub(crate) fn arrived(&mut self, toward: &Toward) -> u64 {
+        let arrived = self.arrival_mut().take();
+        let rewound = self.settings().and_then(|settings| settings.rewound);
+        let first = rewound.filter(|(state, _)| *state == toward.stream).map(|(_, at)| at);
+        first.or(arrived).unwrap_or_else(|| self.now())
+    }
+
     /// Moves the lineage: the destination is complete.
     pub(crate) fn moved(&mut self, toward: &Toward, unsure: Unsure) -> Result<()> {
         let stamp = self.settle()?;
@@ -96,7 +114,8 @@ impl Replica {
 
     fn moved_to(&mut self, toward: &Toward, stamp: Stamp, unsure: Unsure) -> Result<()> {
         let renamed = self.writes_to() == Name::Temporary;
-        let after = self.lineage().after(toward, stamp.clone(), unsure);
+        let at = self.arrived(toward);
+        let after = self.lineage().after(toward, stamp.clone(), unsure, at);
         self.advance(after, stamp.glance())?;
         if renamed { self.forget_note() } else { Ok(()) }
     }

@@ -4,10 +4,15 @@
 use std::path::Path;
 
 use delta::{Epoch, Line};
+use device::{Dir, Folder};
+use source::Trail;
 use uuid::Uuid;
 
+use crate::destination::{Destination, FileDestination, Name};
 use crate::error::{ReplicaError, Result, io_error};
-use crate::lineage::{Lineage, Stamp, State};
+use crate::journal::{ARRIVING, WHOLE};
+use crate::lineage::{Lineage, Stamp, State, Unsure};
+use crate::locate::locate;
 use crate::options::Options;
 use crate::replica::Replica;
 use crate::role::{Demoted, Role, now};
@@ -29,6 +34,8 @@ pub struct Demotion {
     /// An epoch of it, later ones, ascending, and the blocks written after the first. `None` if it is not known what was
     /// written: then the next sync compares.
     pub since: Option<(Epoch, Vec<Epoch>, UnsureSet)>,
+    /// What was written was saved as a delta that leads to this epoch.
+    pub saved: Option<Epoch>,
 }
 
 /// Makes the source at `path` a replica. `unwritten` tells if the disk, as it is found and then held, is what the source's state was
@@ -47,9 +54,54 @@ pub fn demote(
     Ok(replica)
 }
 
+/// The epochs at which a former source can be demoted anew once it is promoted again, oldest first: those after which its own history
+/// knows what was written. None if it would not be promoted as it is. Changes nothing, recovers nothing, and takes no lock.
+pub fn demotes_anew(path: &Path, options: &Options) -> Vec<Epoch> {
+    let read = || -> Option<Vec<Epoch>> {
+        let (path, _, folder) = locate(path, options).ok()?;
+        let folder = Dir::existing(&folder).ok()?;
+        let lineage = Lineage::load(&folder).ok()??;
+        // What has come would be merged.
+        if [ARRIVING, WHOLE].into_iter().any(|name| folder.open(name, false).is_ok()) {
+            return None;
+        }
+        if path.is_file() {
+            let now = FileDestination::new(path).ok()?.stamp(Name::Final).ok()??;
+            lineage.stamp.as_ref().filter(|stamp| stamp.differs(&now).is_none())?;
+        }
+        Some(lineage.demotes_anew(&folder))
+    };
+    read().unwrap_or_default()
+}
+
+impl Lineage {
+    fn demotes_anew(&self, folder: &dyn Folder) -> Vec<Epoch> {
+        let whole = self.state == State::Exact && self.unsure != Unsure::Everything && self.step.is_none();
+        let former = self.role.demoted.is_some() && self.role.promoted.is_none();
+        let Some(epoch) = self.epoch.filter(|_| whole && former) else { return Vec::new() };
+        let mut epochs = Trail::leading_to(folder, &epoch).epochs();
+        if epochs.last() != Some(&epoch) {
+            epochs = vec![epoch];
+        }
+        epochs
+    }
+}
+
 impl Replica {
+    /// As [`demotes_anew`].
+    pub fn demotes_anew(&self) -> Vec<Epoch> {
+        match self.changed() {
+            None => self.lineage().demotes_anew(self.state()),
+            Some(_) => Vec::new(),
+        }
+    }
+
     /// The same for a disk that was opened to be adopted.
-    pub(crate) fn demote(&mut self, demotion: &Demotion, unwritten: &dyn Fn(&Stamp) -> bool) -> Result<()> {
+    ///
+    /// # Errors
+    /// As for [`demote`].
+    #[doc(hidden)]
+    pub fn demote(&mut self, demotion: &Demotion, unwritten: &dyn Fn(&Stamp) -> bool) -> Result<()> {
         let stamp = self.destination().settle().map_err(io_error("flush", self.path()))?;
         if !unwritten(&stamp) {
             return Err(ReplicaError::Refused(format!(
@@ -64,7 +116,7 @@ impl Replica {
         };
         let unsure = self.keep_unsure(&unsure, "the disk is the source that it was")?;
         let also = also[also.len().saturating_sub(Demoted::MOST)..].to_vec();
-        let demoted = Some(Demoted { since: now(), also, told: None });
+        let demoted = Some(Demoted { since: now(), also, told: None, saved: demotion.saved });
         *self.lineage_mut() = Lineage {
             source: Some(demotion.source),
             epoch,

@@ -19,7 +19,7 @@ use device::{Dir, Folder, FolderLock};
 use uuid::Uuid;
 
 use crate::error::{ReplicaError, Result, io_error};
-use crate::group_past::{self, GroupMoment, find_members};
+use crate::group_past::{self, FoundMembers, GroupMoment, find_members};
 use crate::intent::{Intent, Member, Membership};
 use crate::journal::{ARRIVING, seal};
 use crate::lineage::{Lineage, StepKind, Toward};
@@ -221,11 +221,15 @@ impl Group {
         }
     }
 
-    /// Brings all members back to an earlier common commit, in one step. Durable when this returns.
+    /// Brings back to an earlier common commit, in one step, all members that had a part in it. Those that have joined since stay as they are,
+    /// and come after the others among the members. Durable when this returns.
     ///
     /// # Errors
     /// As for [`Replica::rewind`]; before the intent is durable none of them has moved, and after that all of them will.
     pub fn rewind(&mut self, to: &GroupMoment, members: &mut [Replica]) -> Result<Vec<Option<Committed>>> {
+        members.sort_by_key(|member| to.member(member.lineage().source).is_none());
+        let had_part = members.partition_point(|member| to.member(member.lineage().source).is_some());
+        let (members, _) = members.split_at_mut(had_part);
         let prepared = members.iter_mut().try_for_each(|member| {
             let at = to.member(member.lineage().source).and_then(|at| at.state);
             match at {
@@ -319,7 +323,7 @@ impl Group {
         let Some(member) = alone else { return Ok(()) };
         Err(ReplicaError::Refused(format!(
             "{} was promoted by itself, so it may not be at the common moment of the group {} any more: promote each of the others by \
-             itself, with \"dsync promote\", or make it a replica again first, with \"dsync demote\"",
+             itself, with \"dsync promote --force\", or make it a replica again first, with \"dsync demote\"",
             member.path().display(),
             self.name
         )))
@@ -331,14 +335,29 @@ impl Group {
     /// As for [`Replica::open`]; refused if one is missing, or is not at the last common commit, unless `apart` says that this
     /// does not matter.
     pub fn open_members(&self, dir: &Path, options: &Options, apart: bool) -> Result<Vec<Replica>> {
-        let (intent, found) = find_members(dir, &self.name, options)?;
+        let found = find_members(dir, &self.name, options)?;
+        self.open_found(dir, found, (options, apart), &Replica::open)
+    }
+
+    /// The same of those that were found, which the caller opens.
+    ///
+    /// # Errors
+    /// As for [`Group::open_members`].
+    #[doc(hidden)]
+    pub fn open_found(
+        &self,
+        dir: &Path,
+        (intent, found): FoundMembers,
+        (options, apart): (&Options, bool),
+        open: &dyn Fn(&Path, &Options) -> Result<Replica>,
+    ) -> Result<Vec<Replica>> {
         let mut members = Vec::new();
         for (path, lineage) in found {
             // What others have written before an interrupted promotion was complete does not undo it.
             let doubt = intent.promotes() || lineage.role.promoted.is_some();
             let at = std::fs::canonicalize(&path).unwrap_or_else(|_| path.clone());
             let group = lineage.role.promoted.is_none().then(|| Membership::of(&at, dir, &self.name));
-            members.push(Replica::open(&path, &Options { doubt, group, ..options.clone() })?);
+            members.push(open(&path, &Options { doubt, group, ..options.clone() })?);
         }
         let promoted = |member: &Replica| member.lineage().role.promoted.is_some();
         let lineages = members.iter().filter(|m| !promoted(m)).map(|m| (m.path(), m.lineage()));
@@ -346,12 +365,46 @@ impl Group {
         if apart || lacking.is_empty() {
             return Ok(members);
         }
+        self.refuse_demoted(&members, dir)?;
+        let without = |member: &&Replica| !promoted(member) && !intent.names(member.lineage().source);
+        let others: Vec<_> = members.iter().filter(without).map(|m| m.path().display().to_string()).collect();
+        if others.len() == lacking.len() {
+            return Err(ReplicaError::Refused(format!(
+                "the group {} in {} was committed without {}: {}. If its source was taken out of the group, run \"dsync forget REPLICA\" here, which \
+                 leaves it as a plain disk; the others are promoted then. If it belongs to the group, \"dsync sync --group {0} DIR\" where the sources \
+                 are brings them to one moment",
+                self.name,
+                dir.display(),
+                others.join(", "),
+                lacking.join("; ")
+            )));
+        }
         Err(ReplicaError::Refused(format!(
             "the replicas of the group {} in {} are not of one moment: {}. Bring them to one with \"dsync sync --group {0} DIR\" where \
              their sources are, or with \"dsync rewind --group {1} --to EPOCH\"; to take them as they are, promote each by itself",
             self.name,
             dir.display(),
             lacking.join("; ")
+        )))
+    }
+
+    /// Refuses disks that were demoted: they are at no common epoch until the sources that took over are synced to them.
+    fn refuse_demoted(&self, members: &[Replica], dir: &Path) -> Result<()> {
+        let demoted = |member: &&Replica| member.lineage().role.demoted.is_some();
+        let Some(member) = members.iter().find(demoted) else { return Ok(()) };
+        let each: Vec<String> = members
+            .iter()
+            .filter(demoted)
+            .map(|member| format!("\"dsync promote --force {}\"", member.path().display()))
+            .collect();
+        Err(ReplicaError::Refused(format!(
+            "{} was demoted with the group {} in {}, and has taken nothing since from the disks that were to take over. If those did, run \
+             \"dsync sync --group {1} [HOST:]{2}\" where they are. If they are lost, or never took over, make the disks here the sources again: \
+             {}; then \"dsync serve --group {1}\" with all of them",
+            member.path().display(),
+            self.name,
+            dir.display(),
+            each.join(", ")
         )))
     }
 
@@ -363,12 +416,12 @@ impl Group {
     }
 }
 
-/// True if all replicas can still be brought to what they were there. Each has the states that it reaches.
+/// True if all replicas that had a part in it can still be brought to what they were there. Each has the states that it reaches.
 fn is_reached(intent: &Intent, reached: &[(Option<Uuid>, Vec<Uuid>)]) -> bool {
-    reached.iter().all(|(source, states)| {
-        let member = intent.members.values().find(|member| Some(member.source) == *source);
-        member.and_then(|member| member.state).is_some_and(|state| states.contains(&state))
-    })
+    let of = |source: &Option<Uuid>| intent.members.values().find(|member| Some(member.source) == *source);
+    let mut had_part = reached.iter().filter_map(|(source, states)| Some((of(source)?, states))).peekable();
+    had_part.peek().is_some()
+        && had_part.all(|(member, states)| member.state.is_some_and(|state| states.contains(&state)))
 }
 
 impl Replica {

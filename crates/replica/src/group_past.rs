@@ -5,7 +5,7 @@
 use std::path::{Path, PathBuf};
 
 use delta::Epoch;
-use device::Dir;
+use device::{Dir, Folder};
 use serde::Serialize;
 use uuid::Uuid;
 
@@ -43,6 +43,9 @@ pub struct GroupMoment {
     pub epoch: Epoch,
     /// When it was committed, in seconds since 1970.
     pub at: u64,
+    /// Replicas that have joined since, and stay as they are.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub without: Vec<PathBuf>,
     /// What the replicas were there.
     #[serde(skip)]
     pub(crate) members: Vec<Member>,
@@ -51,7 +54,7 @@ pub struct GroupMoment {
 impl GroupMoment {
     pub(crate) fn of(intent: &Intent) -> GroupMoment {
         let members = intent.members.values().copied().collect();
-        GroupMoment { epoch: intent.cut, at: intent.time, members }
+        GroupMoment { epoch: intent.cut, at: intent.time, without: Vec::new(), members }
     }
 
     /// What the replica of a source was.
@@ -97,23 +100,16 @@ pub fn find_group(dir: &Path) -> Result<(PathBuf, String)> {
     }
 }
 
+/// The last common commit, and replicas by their paths.
+pub type FoundMembers = (Intent, Vec<(PathBuf, Lineage)>);
+
 /// The replicas of a group in a folder without links, and the last common commit. Takes no lock.
 ///
 /// # Errors
 /// Refused if nothing was committed yet, or a replica is missing.
-pub(crate) fn find_members(
-    dir: &Path,
-    name: &str,
-    options: &Options,
-) -> Result<(Intent, Vec<(PathBuf, Lineage)>)> {
+pub(crate) fn find_members(dir: &Path, name: &str, options: &Options) -> Result<FoundMembers> {
     let path = Membership::folder_in(dir, name);
     let folder = Dir::existing(&path).map_err(io_error("open", &path))?;
-    let Some(intent) = Intent::read(&folder)? else {
-        return Err(ReplicaError::Refused(format!(
-            "the group {name} in {0} has no common commit yet: run \"dsync sync --group {name} {0}\"",
-            dir.display()
-        )));
-    };
     let failed = |e| io_error("look into", dir)(e);
     let mut members = Vec::new();
     for entry in std::fs::read_dir(dir).map_err(failed)? {
@@ -122,7 +118,30 @@ pub(crate) fn find_members(
         if hidden || !path.exists() || path.is_dir() {
             continue;
         }
-        let Some(lineage) = inspect(&path, options)? else { continue };
+        members.extend(inspect(&path, options)?.map(|lineage| (path, lineage)));
+    }
+    choose_members(dir, name, &folder, members)
+}
+
+/// The same of the replicas that are in its folder, by what is written down in that of the group.
+///
+/// # Errors
+/// As for [`find_members`].
+#[doc(hidden)]
+pub fn choose_members(
+    dir: &Path,
+    name: &str,
+    folder: &dyn Folder,
+    all: Vec<(PathBuf, Lineage)>,
+) -> Result<FoundMembers> {
+    let Some(intent) = Intent::read(folder)? else {
+        return Err(ReplicaError::Refused(format!(
+            "the group {name} in {0} has no common commit yet: run \"dsync sync --group {name} {0}\"",
+            dir.display()
+        )));
+    };
+    let mut members = Vec::new();
+    for (path, lineage) in all {
         let of_group = lineage.group.as_ref().is_some_and(|group| group.name == name);
         let known = intent.members.values().any(|member| Some(member.source) == lineage.source);
         if of_group || known {
@@ -202,13 +221,28 @@ pub(crate) fn apart<'a>(
 /// # Errors
 /// Refused if nothing was committed yet, or a replica is missing.
 pub fn group_history(dir: &Path, name: &str, options: &Options) -> Result<GroupHistory> {
-    let (intent, members) = find_members(dir, name, options)?;
+    let found = find_members(dir, name, options)?;
     let path = Membership::folder_in(dir, name);
     let folder = Dir::existing(&path).map_err(io_error("open", &path))?;
-    let past = PastCommits::load(&folder).map_err(io_error("look into", &path))?;
+    past_of(dir, name, &folder, found, &|path| history(path, options))
+}
+
+/// The same of members that were found, by the past of each.
+///
+/// # Errors
+/// As for [`group_history`].
+#[doc(hidden)]
+pub fn past_of(
+    dir: &Path,
+    name: &str,
+    folder: &dyn Folder,
+    (intent, members): FoundMembers,
+    past_of_one: &dyn Fn(&Path) -> Result<History>,
+) -> Result<GroupHistory> {
+    let past = PastCommits::load(folder).map_err(io_error("look into", folder.path()))?;
     let mut histories = Vec::new();
     for (path, lineage) in &members {
-        histories.push((lineage.source, history(path, options)?));
+        histories.push((lineage.source, past_of_one(path)?));
     }
     let present = GroupMoment::of(&intent);
     let listed = members.iter().map(|(path, lineage)| (path.as_path(), lineage));
@@ -218,10 +252,22 @@ pub fn group_history(dir: &Path, name: &str, options: &Options) -> Result<GroupH
     let last = Some(&intent).filter(|_| !apart.is_empty());
     for intent in last.into_iter().chain(past.intents.iter().rev()) {
         let moment = GroupMoment::of(intent);
-        let is_present = apart.is_empty() && moment.epoch == present.epoch;
-        let known = is_present || moments.iter().any(|m| m.epoch == moment.epoch);
-        if !known && histories.iter().all(|(source, history)| reaches(history, moment.member(*source))) {
-            moments.push(moment);
+        // Who has joined since stays as it is.
+        let joined = |source: Option<Uuid>| moment.member(source).is_none();
+        let is_reached = histories
+            .iter()
+            .all(|(source, history)| joined(*source) || reaches(history, moment.member(*source)));
+        let since = members.iter().filter(|(_, lineage)| joined(lineage.source));
+        let without: Vec<PathBuf> = since.map(|(path, _)| path.clone()).collect();
+        let is_present = moment.epoch == present.epoch && (apart.is_empty() || !without.is_empty());
+        if is_present || !is_reached || without.len() == members.len() {
+            continue;
+        }
+        // One cut may have been committed by more of them, and by fewer.
+        match moments.iter_mut().find(|m| m.epoch == moment.epoch) {
+            Some(known) if known.without.len() <= without.len() => {}
+            Some(known) => *known = GroupMoment { without, ..moment },
+            None => moments.push(GroupMoment { without, ..moment }),
         }
     }
     moments.sort_by_key(|moment| std::cmp::Reverse((moment.at, moment.epoch.number)));

@@ -37,6 +37,11 @@ impl Holes {
         Holes { disk, known: 0, looked: u64::MAX, data: 0..0, found: Vec::new() }
     }
 
+    /// Bytes of all.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.found.iter().map(|range| range.end - range.start).sum()
+    }
+
     /// Looks at what records will write.
     pub(crate) fn records(&mut self, records: &[Record]) -> io::Result<()> {
         for range in apply::written(records, self.known) {
@@ -69,7 +74,7 @@ impl Holes {
         // What was a hole when its frame passed may have been written since.
         let mut now = Holes { known: self.known, ..Holes::new(self.disk.clone()) };
         self.found.into_iter().try_for_each(|range| now.range(range))?;
-        let needed = now.found.iter().map(|range| range.end - range.start).sum();
+        let needed = now.bytes();
         for (count, range) in now.found.iter().enumerate() {
             match now.disk.reserve(range.start, range.end - range.start) {
                 Err(e) if is_full(&e) => {
@@ -149,8 +154,11 @@ impl Replica {
         let Some(holes) = holes.filter(|holes| !holes.found.is_empty()) else { return Ok(()) };
         self.work(true)?;
         let mut reserved = holes.clone().reserve();
-        if matches!(reserved, Ok(Some(_))) && self.readers_give_way() {
-            reserved = holes.reserve();
+        if let Ok(Some(needed)) = reserved {
+            let free = self.destination().free().unwrap_or(u64::MAX);
+            if self.may_find(needed, free) && self.readers_give_way() {
+                reserved = holes.reserve();
+            }
         }
         self.rest()?;
         if let Ok(None) = reserved {

@@ -41,6 +41,11 @@ impl Membership {
         Membership { name: name.to_owned(), folder }
     }
 
+    /// The folder of the group: a name beside the replica's file, or a path.
+    pub(crate) fn folder(&self) -> PathBuf {
+        self.folder.clone().unwrap_or_else(|| Self::folder_in(Path::new(""), &self.name))
+    }
+
     /// Where the folder of the group is, for the replica at this path.
     pub fn folder_for(&self, path: &Path) -> PathBuf {
         let beside = || Self::folder_in(path.parent().unwrap_or(Path::new("/")), &self.name);
@@ -175,6 +180,11 @@ impl Intent {
     /// True if it is what made a source of the replica of this one.
     pub(crate) fn marks(&self, source: Option<Uuid>, mark: &Promoted) -> bool {
         self.members.values().any(|m| Some(m.source) == source && m.promoted == Some(*mark))
+    }
+
+    /// True if the replica of this source has a part in it.
+    pub(crate) fn names(&self, source: Option<Uuid>) -> bool {
+        self.members.values().any(|member| Some(member.source) == source)
     }
 
     /// True if it makes sources of the replicas.

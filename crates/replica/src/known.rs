@@ -12,6 +12,7 @@ use crate::error::{Result, io_error};
 use crate::journal::WHOLE;
 use crate::lineage::{self, Lineage, State, StepKind, Unsure};
 use crate::note;
+use crate::past::{self, GivenUp, Settings};
 use crate::replica::Replica;
 use crate::role::Role;
 use crate::views::{self, Reader};
@@ -50,8 +51,37 @@ pub struct KnownReplica {
     pub condition: Condition,
     /// When that was last written, in nanoseconds since 1970: with the last commit of an epoch, or since.
     pub written: Option<u64>,
+    /// How old it is, and what was kept.
+    pub past: KnownPast,
     /// Who reads it at a moment, as far as that can be looked at.
     pub readers: Vec<Reader>,
+}
+
+/// How old a replica is, and what was kept of it before.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct KnownPast {
+    /// When it came to what it holds, in seconds since 1970: its content is no newer.
+    pub at: Option<u64>,
+    /// It was brought back to that, and no sync has come since.
+    pub rewound: bool,
+    /// A past that is asked for was given up, and when and why that was last.
+    pub given_up: Option<GivenUp>,
+    /// Nothing of it is kept.
+    pub is_empty: bool,
+}
+
+impl KnownPast {
+    fn of(dir: &Dir, lineage: &Lineage) -> KnownPast {
+        // Damaged settings are reported by the next sync, which fails.
+        let settings = Settings::load(dir).unwrap_or_default();
+        let rewound = settings.as_ref().and_then(|settings| settings.rewound);
+        KnownPast {
+            at: lineage.epoch.and_then(|_| past::since(dir, lineage, settings.as_ref())),
+            rewound: rewound.is_some_and(|(state, _)| state == lineage.nonce),
+            given_up: settings.and_then(|settings| settings.given_up),
+            is_empty: past::is_empty(dir),
+        }
+    }
 }
 
 /// How a replica is. The first that applies, in this order.
@@ -181,7 +211,13 @@ impl KnownReplica {
             Err(e) => Err(io_error("open", folder)(e)),
         };
         let written = dir.as_ref().ok().and_then(|dir| dir.as_ref()?.modified(lineage::NAME));
-        let lineage = dir.and_then(|dir| dir.map_or(Ok(None), |dir| Lineage::load(&dir)));
+        let mut past = KnownPast::default();
+        let lineage = dir.and_then(|dir| {
+            let Some(dir) = dir else { return Ok(None) };
+            let lineage = Lineage::load(&dir)?;
+            past = lineage.as_ref().map(|lineage| KnownPast::of(&dir, lineage)).unwrap_or_default();
+            Ok(lineage)
+        });
         let otherwise = || path.clone().unwrap_or_else(|| folder.to_path_buf());
         let (path, condition) = match &lineage {
             Err(error) => (otherwise(), Condition::Unreadable(error.to_string())),
@@ -197,7 +233,7 @@ impl KnownReplica {
             }
         };
         let readers = views::readers(folder).unwrap_or_default();
-        KnownReplica { path, lineage: lineage.unwrap_or_default(), condition, written, readers }
+        KnownReplica { path, lineage: lineage.unwrap_or_default(), condition, written, past, readers }
     }
 }
 

@@ -47,6 +47,7 @@ mod trail;
 
 mod past;
 mod saving;
+mod undo_writer;
 
 mod views;
 
@@ -59,6 +60,7 @@ mod fit;
 mod foreign;
 mod holes;
 
+mod given_up;
 mod undo;
 
 mod undo_log;
@@ -88,20 +90,24 @@ mod view_together;
 mod tests;
 
 pub use batches::{BatchLog, Batches};
-pub use demoted::{Demotion, demote};
+pub use demoted::{Demotion, demote, demotes_anew};
 #[doc(hidden)]
 pub use destination::{Destination, DeviceDestination, Name};
 pub use error::{ReplicaError, Result};
 pub use group::{Group, folder_of_replicas};
+#[doc(hidden)]
+pub use group_past::{FoundMembers, choose_members, past_of};
 pub use group_past::{GroupHistory, GroupMoment, find_group, group_history};
 pub use intent::{Intent, Member, Membership};
 pub use keep::{Keep, Span};
-pub use known::{Condition, KnownReplica, KnownReplicas};
+pub use known::{Condition, KnownPast, KnownReplica, KnownReplicas};
 pub use lineage::{Lineage, Position, Stamp, State, Step, StepKind, Toward, Unsure};
 pub use locate::inspect;
 pub use options::Options;
-pub use past::Moment;
-pub use promoted::{Outlook, to_promote};
+pub use past::{GivenUp, Moment};
+pub use promoted::{Outlook, promotes_still, to_promote};
+#[doc(hidden)]
+pub use promoted::{promotes_still_by, to_promote_by};
 pub use receive::{Commit, Committed, DeltaReceiver};
 pub use rehearsed::Rehearsed;
 pub use replica::Replica;

@@ -17,6 +17,8 @@ pub(crate) const NAME: &str = "lineage";
 pub(crate) const ROOM: u64 = 16 << 10;
 
 /// What a replica knows of itself.
+///
+/// More than fifteen fields: they are the keys of its JSON object, which earlier versions read.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lineage {
     /// Version of this format.
@@ -54,6 +56,10 @@ pub struct Lineage {
     /// The group whose replicas it is committed with.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub group: Option<Membership>,
+    /// When what the last commit made of the destination had all arrived, in seconds since 1970: a commit that a later process
+    /// completed is as old as that. Of a rewind, when it was first at that moment.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub at: Option<u64>,
 }
 
 /// In which blocks a destination may not be what it says.
@@ -245,11 +251,16 @@ impl Lineage {
             unsure: Unsure::Nothing,
             role: Role::default(),
             group: None,
+            at: None,
         }
     }
 
     /// Reads the lineage of a folder, `None` if it has none.
-    pub(crate) fn load(folder: &dyn Folder) -> Result<Option<Lineage>> {
+    ///
+    /// # Errors
+    /// If it cannot be read or understood.
+    #[doc(hidden)]
+    pub fn load(folder: &dyn Folder) -> Result<Option<Lineage>> {
         let path = folder.path().join(NAME);
         let file = match folder.open(NAME, false) {
             Ok(file) => file,
@@ -336,9 +347,11 @@ impl Lineage {
             && matches!(self.unsure, Unsure::Blocks { .. })
     }
 
-    /// The lineage after the commit of `toward`, with the blocks in which the destination is unsure then.
-    pub(crate) fn after(&self, toward: &Toward, stamp: Stamp, unsure: Unsure) -> Lineage {
-        let still = self.epoch == Some(toward.epoch) && !unsure.is_nothing();
+    /// The lineage after the commit of `toward`, with the blocks in which the destination is unsure then, and when it had arrived.
+    pub(crate) fn after(&self, toward: &Toward, stamp: Stamp, unsure: Unsure, at: u64) -> Lineage {
+        // What a batch brings to a former source that had nothing of its own is of the source that it follows.
+        let own = !toward.batch || !self.unsure.is_nothing();
+        let still = self.epoch == Some(toward.epoch) && !unsure.is_nothing() && own;
         // Of the epochs that were as true of it only a batch leaves so, which adds what it writes to the unsure set.
         let also =
             |demoted: Demoted| if toward.batch { demoted } else { Demoted { also: Vec::new(), ..demoted } };
@@ -377,6 +390,7 @@ impl Lineage {
             unsure,
             role,
             group,
+            at: Some(at),
         }
     }
 }
@@ -506,10 +520,21 @@ mod tests {
         let path = temp.path().join(NAME);
         let role = Role {
             term: 3,
-            line: delta::Line::first().and(delta::Term { number: 2, id: Uuid::new_v4(), began: at(1) }),
+            line: delta::Line::first().and(delta::Term {
+                number: 2,
+                id: Uuid::new_v4(),
+                began: at(1),
+                planned: true,
+            }),
             promoted: Some(Promoted { since: 7, id: Uuid::new_v4(), term: 3, released: false }),
+            promoted_in: Some(".db.dsync-group".into()),
             released: Some(Released { epoch: at(2), term: 2 }),
-            demoted: Some(Demoted { since: 6, also: vec![at(3)], told: Some("far:/vm.raw".into()) }),
+            demoted: Some(Demoted {
+                since: 6,
+                also: vec![at(3)],
+                told: Some("far:/vm.raw".into()),
+                saved: None,
+            }),
         };
         let marked = Lineage { role, unsure: Unsure::Everything, ..lineage.clone() };
         marked.store(&folder).unwrap();

@@ -15,56 +15,80 @@ const MOST_PIECES: usize = 1024;
 /// What reads as zeroes is found in parts of so many bytes.
 const GRAIN: usize = 4096;
 
-/// Reads ranges of a disk in order, several at once.
-pub(crate) struct Old<I> {
+/// Reads ranges of a disk, several at once, and returns what they hold in the order in which they came.
+pub(crate) struct Old {
     queue: Box<dyn Queue>,
-    ranges: I,
-    /// What of the last range is still to be read.
-    left: Range<u64>,
+    /// The pieces of the next read, and their bytes.
+    gathered: Pieces,
+    bytes: u64,
     flying: VecDeque<u64>,
     done: BTreeMap<u64, (Pieces, Buf)>,
     token: u64,
 }
 
-impl<I: Iterator<Item = Range<u64>>> Old<I> {
-    pub(crate) fn new(disk: Arc<dyn Disk>, ranges: I) -> io::Result<Old<I>> {
+impl Old {
+    pub(crate) fn new(disk: Arc<dyn Disk>) -> io::Result<Old> {
         let queue = disk.queue(DEPTH)?;
         let (flying, done) = (VecDeque::new(), BTreeMap::new());
-        Ok(Old { queue, ranges, left: 0..0, flying, done, token: 0 })
+        Ok(Old { queue, gathered: Pieces::new(), bytes: 0, flying, done, token: 0 })
     }
 
-    /// The pieces of the next read.
-    fn pieces(&mut self) -> Pieces {
-        let (mut pieces, mut bytes) = (Pieces::new(), 0);
-        while pieces.len() < MOST_PIECES && bytes < MAX_DATA as u64 {
-            if self.left.is_empty() {
-                match self.ranges.next() {
-                    Some(range) => self.left = range,
-                    None => break,
+    /// Reads these ranges, and hands over what they hold, until nothing is left.
+    pub(crate) fn each(
+        disk: Arc<dyn Disk>,
+        ranges: impl Iterator<Item = Range<u64>>,
+        mut take: impl FnMut(Frame) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let mut old = Old::new(disk)?;
+        for range in ranges {
+            old.read(range, &mut take)?;
+        }
+        old.finish(take)
+    }
+
+    /// Takes a range, and hands over what earlier ones held where too many reads are on their way.
+    pub(crate) fn read(
+        &mut self,
+        mut range: Range<u64>,
+        mut take: impl FnMut(Frame) -> io::Result<()>,
+    ) -> io::Result<()> {
+        while !range.is_empty() {
+            let len = (range.end - range.start).min(MAX_DATA as u64 - self.bytes);
+            self.gathered.push(Piece { offset: range.start, len });
+            range.start += len;
+            self.bytes += len;
+            if self.gathered.len() == MOST_PIECES || self.bytes == MAX_DATA as u64 {
+                self.start();
+                if self.flying.len() >= DEPTH as usize {
+                    self.first()?.map_or(Ok(()), &mut take)?;
                 }
-                continue;
             }
-            let len = (self.left.end - self.left.start).min(MAX_DATA as u64 - bytes);
-            pieces.push(Piece { offset: self.left.start, len });
-            self.left.start += len;
-            bytes += len;
         }
-        pieces
+        Ok(())
     }
 
-    /// The next frame.
-    pub(crate) fn next(&mut self) -> io::Result<Option<Frame>> {
-        while self.flying.len() < DEPTH as usize {
-            let pieces = self.pieces();
-            if pieces.is_empty() {
-                break;
-            }
-            let buf = Buf::scratch(pieces.iter().map(|piece| piece.len as usize).sum());
-            self.flying.push_back(self.token);
-            self.queue.submit(Request { kind: Kind::Read, pieces, buf, token: self.token });
-            self.token += 1;
+    /// Hands over what is left.
+    pub(crate) fn finish(&mut self, mut take: impl FnMut(Frame) -> io::Result<()>) -> io::Result<()> {
+        if self.bytes > 0 {
+            self.start();
         }
+        while let Some(frame) = self.first()? {
+            take(frame)?;
+        }
+        Ok(())
+    }
+
+    fn start(&mut self) {
+        let (pieces, bytes) = (std::mem::take(&mut self.gathered), std::mem::take(&mut self.bytes));
+        self.flying.push_back(self.token);
+        let buf = Buf::scratch(bytes as usize);
+        self.queue.submit(Request { kind: Kind::Read, pieces, buf, token: self.token });
         self.queue.start();
+        self.token += 1;
+    }
+
+    /// What the first of the reads on their way has found; `None` if there is none.
+    fn first(&mut self) -> io::Result<Option<Frame>> {
         let Some(first) = self.flying.pop_front() else { return Ok(None) };
         loop {
             if let Some((pieces, data)) = self.done.remove(&first) {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!     undo-TIME-FROM-TO        an ordinary delta, bound to the state FROM; its stream is the state TO
-//!     undo-TIME-FROM-TO-ahead  the same; a rewind left TO, to which batches of a mirror had brought it ahead of its epoch
+//!     undo-TIME-FROM-TO-ahead  the same; a rewind left TO, or the first delta of another branch, ahead of its epoch by batches of a mirror
 //!     undo-TIME-FROM-TO-via    the same; TO is no moment of the source, and only leads on
 //!
 //!     present ◀── lineage.nonce
@@ -48,7 +48,7 @@ const WIDEST: usize = 32;
 pub(crate) enum Kind {
     /// An epoch of the source.
     Epoch,
-    /// A moment within the next one, which a rewind left: what it writes may differ from the epoch.
+    /// A moment within the next one, which a rewind left, or who follows another branch: what it writes may differ from the epoch.
     Ahead,
     /// Neither: it is never offered, and only leads on.
     Via,
@@ -186,20 +186,47 @@ impl Past {
         self.undos.retain(|undo| undo.name != name);
     }
 
+    /// The states in the order in which the replica was last at them, with the times since when. That is the order on the way back, as
+    /// the clock may have been set back meanwhile; `returned` says when it was brought back to a state.
+    fn in_order(&self, now: u64, returned: &[(Uuid, u64)]) -> Vec<(u64, &Undo)> {
+        let since = |undo: &Undo| {
+            let back = returned.iter().filter(|(state, _)| *state == undo.to).map(|(_, at)| *at);
+            back.chain([undo.at]).max().unwrap_or(undo.at)
+        };
+        let onward = |state| {
+            let mut onward: Vec<&Undo> = self.leads_on(state).collect();
+            onward.sort_by_key(|undo| since(undo));
+            onward
+        };
+        let mut left = self.undos.first().map_or(Vec::new(), |first| onward(first.from));
+        let (mut order, mut latest) = (Vec::new(), now);
+        while let Some(undo) = left.pop() {
+            left.extend(onward(undo.to));
+            latest = latest.min(since(undo));
+            order.push((latest, undo));
+        }
+        order.reverse();
+        order
+    }
+
     /// What is to be thinned out: states that are not kept, whose undo deltas are to be removed; and the first run of those
     /// through which others are reached, whose undo deltas are to become one.
-    fn thin(&self, keep: &Keep, now: u64, common: &[(u64, Uuid)]) -> (Vec<String>, Vec<Undo>) {
-        let mut order: Vec<&Undo> = self.undos.iter().filter(|undo| undo.kind != Kind::Via).collect();
-        // Of one second, those nearer to the present are later.
-        order.reverse();
-        order.sort_by_key(|undo| undo.at);
-        let times: Vec<u64> = order.iter().map(|undo| undo.at).chain([now]).collect();
+    fn thin(
+        &self,
+        keep: &Keep,
+        now: u64,
+        returned: &[(Uuid, u64)],
+        common: &[(u64, Uuid)],
+    ) -> (Vec<String>, Vec<Undo>) {
+        let mut order = self.in_order(now, returned);
+        order.retain(|(_, undo)| undo.kind != Kind::Via);
+        let times: Vec<u64> = order.iter().map(|(since, _)| *since).chain([now]).collect();
         let kept = keep.kept(&times);
         let times: Vec<u64> = common.iter().map(|(time, _)| *time).chain([now]).collect();
         let kept_by_all = keep.kept(&times);
         let is_kept = |undo: &Undo| match common.iter().any(|(_, state)| *state == undo.to) {
             true => common.iter().zip(&kept_by_all).any(|((_, state), kept)| *kept && *state == undo.to),
-            false => order.iter().zip(&kept).any(|(other, kept)| *kept && other.to == undo.to),
+            false => order.iter().zip(&kept).any(|((_, other), kept)| *kept && other.to == undo.to),
         };
         let mut thinned = Past { undos: self.undos.clone(), rest: Vec::new() };
         let mut removed = Vec::new();
@@ -228,10 +255,28 @@ pub(crate) struct Settings {
     /// A state to which the replica was rewound, and when it had come to it first.
     #[serde(default)]
     pub rewound: Option<(Uuid, u64)>,
+    /// States to which it was rewound, and when that was, in seconds since 1970: what it was then is as late as that.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub returned: Vec<(Uuid, u64)>,
     /// When the replica began to follow the source that it follows now, in seconds since 1970: what it was up to then may be of
     /// another branch. Without it, it has followed one alone.
     #[serde(default)]
     pub turned: Option<u64>,
+    /// The state in which it was then.
+    #[serde(default)]
+    pub left: Option<Uuid>,
+    /// When what was kept last was given up, in seconds since 1970, and why.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub given_up: Option<GivenUp>,
+}
+
+/// A past that could not be kept.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GivenUp {
+    /// When it was given up, in seconds since 1970.
+    pub at: u64,
+    /// Why, as the part of a sentence after "because".
+    pub why: String,
 }
 
 impl Settings {
@@ -264,7 +309,7 @@ impl Settings {
     }
 
     pub(crate) fn new(keep: Keep) -> Settings {
-        Settings { version: 1, keep, rewound: None, turned: None }
+        Settings { version: 1, keep, ..Settings::default() }
     }
 
     pub(crate) fn store(&self, folder: &dyn Folder) -> Result<()> {
@@ -286,6 +331,10 @@ pub(crate) fn since(folder: &dyn Folder, lineage: &Lineage, settings: Option<&Se
     if let Some((_, at)) = rewound.filter(|(state, _)| *state == lineage.nonce) {
         return Some(at);
     }
+    if lineage.at.is_some() {
+        return lineage.at;
+    }
+    // Of an earlier version.
     let written = lineage.stamp.as_ref().and_then(|stamp| stamp.written);
     let written = written.and_then(|written| u64::try_from(written).ok());
     Some(written.or_else(|| folder.modified(lineage::NAME))? / 1_000_000_000)
@@ -411,8 +460,10 @@ pub(crate) struct Ageing<'a> {
     /// The present state, and the time by now in seconds since 1970.
     pub present: Uuid,
     pub now: u64,
-    /// States at common commits of its group, and when those were: which of them are kept is one answer for all replicas of the
-    /// group.
+    /// States to which it was brought back, and when.
+    pub returned: &'a [(Uuid, u64)],
+    /// States at common commits of its group, in order, and when those were: which of them are kept is one answer for all replicas of
+    /// the group.
     pub common: Vec<(u64, Uuid)>,
 }
 
@@ -422,7 +473,7 @@ impl Ageing<'_> {
         let Ageing { folder, keep, .. } = *self;
         let failed = |e| io_error("age the past in", folder.path())(e);
         let mut past = Past::load(folder, self.present).map_err(failed)?;
-        let (removed, run) = past.thin(keep, self.now, &self.common);
+        let (removed, run) = past.thin(keep, self.now, self.returned, &self.common);
         let unfinished =
             [GROWING.into(), BLOCKS.into(), device::reserved(SETTINGS), device::reserved(BLOCKS)];
         for name in past.rest.iter().chain(&removed).chain(&unfinished) {
@@ -469,6 +520,18 @@ pub(crate) fn drop_oldest(folder: &dyn Folder, present: Uuid) -> io::Result<bool
     Ok(true)
 }
 
+/// Bytes of the files that keep the past.
+pub(crate) fn bytes(folder: &dyn Folder) -> io::Result<u64> {
+    let names = folder.list()?.into_iter().filter(|name| Undo::parse(name).is_some());
+    names.map(|name| folder.open(&name, false)?.len()).sum()
+}
+
+/// True if no moment has a file that leads to it.
+pub(crate) fn is_empty(folder: &dyn Folder) -> bool {
+    let led_to = |name: &String| Undo::parse(name).is_some_and(|undo| undo.kind != Kind::Via);
+    folder.list().is_ok_and(|names| !names.iter().any(|name| led_to(name) || name.starts_with(LOG)))
+}
+
 /// The moments that can be reached from the present state, the latest first. What is damaged is left out, with all behind it.
 pub(crate) fn moments(folder: &dyn Folder, present: Uuid) -> io::Result<Vec<Moment>> {
     let past = Past::load(folder, present)?;
@@ -497,4 +560,50 @@ pub(crate) fn header_of(folder: &dyn Folder, undo: &Undo) -> Option<(Header, u64
     let names =
         (header.binds, header.stream, header.batch) == (Some(undo.from), undo.to, undo.kind.is_batch());
     names.then_some((header, bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The states that are kept, of these undo deltas: from one state to another, and when the replica came to that first.
+    fn kept(
+        undos: &[(u128, u128, u64)],
+        keep: &str,
+        last: u64,
+        now: u64,
+        returned: &[(u128, u64)],
+    ) -> Vec<u128> {
+        let state = Uuid::from_u128;
+        let all = undos.iter().map(|(from, to, at)| Undo::new(*at, state(*from), state(*to), Kind::Epoch));
+        let past = Past { undos: all.collect(), rest: Vec::new() };
+        let returned: Vec<_> = returned.iter().map(|(to, at)| (state(*to), *at)).collect();
+        let keep = Keep { last, ..keep.parse().unwrap() };
+        let (removed, _) = past.thin(&keep, now, &returned, &[]);
+        let kept = past.undos.iter().filter(|undo| !removed.contains(&undo.name));
+        kept.map(|undo| undo.to.as_u128()).collect()
+    }
+
+    #[test]
+    fn a_state_that_was_left_last_is_the_latest() {
+        let straight = [(4, 3, 30), (3, 2, 20), (2, 1, 10)];
+        assert_eq!(kept(&straight, "none", 2, 40, &[]), [3, 2]);
+        // From 5 it was brought back to 2, and has gone on from there.
+        let back = [(6, 2, 20), (2, 5, 50), (2, 1, 10), (5, 4, 40), (4, 3, 30)];
+        for returned in [&[][..], &[(2, 60)]] {
+            assert_eq!(kept(&back, "none", 1, 70, returned), [2]);
+            assert_eq!(kept(&back, "none", 3, 70, returned), [2, 5, 4]);
+        }
+        // It was there until now, and at 5 until it was brought back.
+        assert_eq!(kept(&back, "8s", 0, 70, &[(2, 60)]), [2]);
+        assert_eq!(kept(&back, "10s", 0, 70, &[(2, 60)]), [2, 5]);
+    }
+
+    #[test]
+    fn a_clock_that_is_set_back_drops_nothing_new() {
+        let undos = [(9, 8, 12), (8, 7, 11), (7, 6, 1001), (6, 5, 1000)];
+        assert_eq!(kept(&undos, "none", 2, 13, &[]), [8, 7]);
+        assert_eq!(kept(&undos, "1h/2s", 0, 13, &[]), [8, 7]);
+        assert_eq!(kept(&undos, "20s", 0, 40, &[]), [8]);
+    }
 }

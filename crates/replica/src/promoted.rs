@@ -2,20 +2,21 @@
 //! no delta is merged: what is written to the disk is in no other source. The command that promotes makes the source's state from the
 //! mark, while it holds the replica; after a crash the same command does so again.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use delta::Epoch;
+use device::{Dir, Folder};
 use uuid::Uuid;
 
 use crate::destination::Name;
 use crate::error::{ReplicaError, Result, io_error};
-use crate::intent::Intent;
+use crate::intent::{Intent, Membership};
 use crate::lineage::{Lineage, State, StepKind, Unsure};
 use crate::locate::inspect;
 use crate::options::Options;
 use crate::past;
 use crate::replica::Replica;
-use crate::role::{Promoted, Released};
+use crate::role::{Promoted, Released, Role};
 
 /// What a promotion would make the present of the disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,6 +40,20 @@ pub struct Outlook {
 /// # Errors
 /// As for [`Replica::open`]; refused if there is no replica.
 pub fn to_promote(path: &Path, options: &Options) -> Result<Replica> {
+    to_promote_by(path, inspect(path, options)?, options, &|options| Replica::open(path, options))
+}
+
+/// The same of a replica with that lineage, which the caller opens.
+///
+/// # Errors
+/// As for [`to_promote`].
+#[doc(hidden)]
+pub fn to_promote_by(
+    path: &Path,
+    lineage: Option<Lineage>,
+    options: &Options,
+    open: &dyn Fn(&Options) -> Result<Replica>,
+) -> Result<Replica> {
     let none = || {
         ReplicaError::Refused(format!(
             "there is no replica at {}: \"dsync status\" lists the replicas of this host; pass --journal-dir if its state is in a \
@@ -46,8 +61,8 @@ pub fn to_promote(path: &Path, options: &Options) -> Result<Replica> {
             path.display()
         ))
     };
-    let lineage = inspect(path, options)?.ok_or_else(none)?;
-    let open = |doubt| Replica::open(path, &Options { doubt, ..options.clone() });
+    let lineage = lineage.ok_or_else(none)?;
+    let open = |doubt| open(&Options { doubt, ..options.clone() });
     let replica = match open(options.doubt || lineage.role.promoted.is_some()) {
         // Opening it has completed what a crash left of a promotion with what was written to a rehearsal.
         Err(ReplicaError::Promoted { .. }) => open(true)?,
@@ -99,13 +114,32 @@ impl Replica {
             )),
             (false, true) => Ok(outlook),
             (false, false) if lineage.role.demoted.is_some() => refuse(self.former(&epoch)),
+            (false, false) if lineage.group.is_some() => refuse(self.of_unfinished_group(&epoch, &outlook)),
             (false, false) => refuse(format!(
-                "its source has not said that nothing was written after epoch {epoch}. Run \"dsync demote SRC {path}\" where the \
+                "its source has not said that nothing was written after epoch {epoch}. Run \"dsync demote SRC [HOST:]{path}\" where the \
                  source is, which sends the rest. If the source is gone, \"dsync promote --force {path}\" gives up what was \
                  written there after this epoch{}",
                 lacks(&outlook) + &past_lost(&outlook, &path)
             )),
         }
+    }
+
+    /// Why a member of a group is not promoted just so: its sources have not ended.
+    fn of_unfinished_group(&self, epoch: &Epoch, outlook: &Outlook) -> String {
+        let name = self.lineage().group.as_ref().map_or("", |group| &group.name);
+        let dir = self.path().parent().unwrap_or(Path::new("/")).display();
+        let moments = match outlook.moments {
+            0 => String::new(),
+            _ => format!(
+                ", and the moments that are kept of before (\"dsync rewind --group {dir}\" lists them)"
+            ),
+        };
+        format!(
+            "its source has not said that nothing was written after epoch {epoch}. It belongs to the group {name}: run \"dsync demote \
+             --group {name} [HOST:]{dir}\" where the sources are, which sends the rest of all disks. If the sources are gone, \"dsync promote \
+             --force --group {dir}\" gives up what was written there after the common epoch{}{moments}",
+            lacks(outlook)
+        )
     }
 
     /// A later epoch of the source, of which a part has come.
@@ -151,6 +185,14 @@ impl Replica {
             Some(epoch) if lineage.state != State::Fuzzy => source::Trail::leading_to(self.state(), &epoch),
             _ => source::Trail::default(),
         }
+    }
+
+    /// Takes over what a source knew that it was before, as its trail. Durable on return.
+    ///
+    /// # Errors
+    /// As for [`source::leave_trail`].
+    pub fn take_trail(&self, history: &source::History) -> std::result::Result<(), source::SourceError> {
+        source::leave_trail(history, self.state())
     }
 
     /// In what way others have changed the disk since it was marked.
@@ -224,7 +266,9 @@ impl Replica {
         if self.changed().is_none() {
             self.note_stamp()?;
         }
-        let role = self.lineage().role.promoted_so(promoted, self.lineage().epoch);
+        let lineage = self.lineage();
+        let promoted_in = lineage.group.as_ref().map(Membership::folder);
+        let role = Role { promoted_in, ..lineage.role.promoted_so(promoted, lineage.epoch) };
         // What was kept of the past leads back from another state.
         self.lineage_mut().nonce = Uuid::new_v4();
         self.lineage_mut().role = role;
@@ -258,6 +302,38 @@ impl Replica {
         self.store()?;
         self.refresh()
     }
+}
+
+/// The group that is being promoted, and the folder of its replicas, where the disk at this path, without links, is one of those
+/// that became sources, and not all of them are.
+///
+/// # Errors
+/// If the folder of the group is there and cannot be read.
+pub fn promotes_still(path: &Path, lineage: &Lineage) -> Result<Option<(String, PathBuf)>> {
+    let role = &lineage.role;
+    let (Some(_), Some(folder)) = (&role.promoted, &role.promoted_in) else { return Ok(None) };
+    let folder = path.parent().unwrap_or(Path::new("/")).join(folder);
+    let group = match Dir::existing(&folder) {
+        Ok(dir) => promotes_still_by(&dir, lineage)?,
+        // Nothing completes it.
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => None,
+        Err(e) => return Err(io_error("open", &folder)(e)),
+    };
+    let dir = folder.parent().unwrap_or(Path::new("/"));
+    Ok(group.map(|group| (group, dir.to_path_buf())))
+}
+
+/// The name of the group by what is written down in its folder, as for [`promotes_still`].
+///
+/// # Errors
+/// As there.
+#[doc(hidden)]
+pub fn promotes_still_by(folder: &dyn Folder, lineage: &Lineage) -> Result<Option<String>> {
+    let role = &lineage.role;
+    let (Some(promoted), Some(_)) = (&role.promoted, &role.promoted_in) else { return Ok(None) };
+    let intent = Intent::read(folder)?;
+    let under_way = intent.filter(|intent| intent.marks(lineage.source, promoted));
+    Ok(under_way.map(|intent| intent.group))
 }
 
 impl StepKind {

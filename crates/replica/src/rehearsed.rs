@@ -31,7 +31,8 @@ impl View {
     /// If the disk cannot be read, or the delta cannot be written.
     pub fn save(&self, disk: Arc<dyn Disk>, written: &[Range<u64>], out: impl Write) -> io::Result<u64> {
         let shown = self.shown();
-        let block = u64::from(shown.block_size.max(512));
+        // No finer than what clients write to, and no coarser: what they have not written is not read, as it may be lost by now.
+        let block = u64::from(shown.block_size.clamp(512, 4096));
         let mut blocks = Extents::new();
         for range in written {
             blocks.insert(range.start / block * block..(range.end.div_ceil(block) * block).min(shown.size));
@@ -49,10 +50,7 @@ impl View {
             })
         };
         put(&unit)?;
-        let mut old = Old::new(disk, blocks.iter())?;
-        while let Some(frame) = old.next()? {
-            put(&encoder.frame(frame).map_err(io::Error::other)?)?;
-        }
+        Old::each(disk, blocks.iter(), |frame| put(&encoder.frame(frame).map_err(io::Error::other)?))?;
         put(&encoder.trailer())?;
         Ok(blocks.iter().map(|range| range.end - range.start).sum())
     }

@@ -72,6 +72,8 @@ struct Known {
     rewinds: bool,
     /// It takes over what was written to a rehearsal, and becomes the source.
     promotes: bool,
+    /// When the last of what is committed arrived, in seconds since 1970, if that was earlier than now.
+    arrived: Option<u64>,
     /// What opening it had to mend.
     recovered: Vec<String>,
     /// What its user should know of a commit.
@@ -251,6 +253,11 @@ impl Replica {
 
     pub(crate) fn set_rewinds(&mut self, rewinds: bool) {
         self.known.rewinds = rewinds;
+    }
+
+    /// When the last of what is committed arrived, if that was noted; it is then noted anew.
+    pub(crate) fn arrival_mut(&mut self) -> &mut Option<u64> {
+        &mut self.known.arrived
     }
 
     /// True while it takes over what was written to a rehearsal.

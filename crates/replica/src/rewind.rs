@@ -16,6 +16,9 @@ use crate::past::{self, Moment, Past, Settings};
 use crate::receive::{Commit, Committed, DeltaReceiver};
 use crate::replica::Replica;
 
+/// The most rewinds whose times are kept.
+const RETURNED: usize = 256;
+
 /// The past of a replica.
 #[derive(Debug, Clone, Serialize)]
 pub struct History {
@@ -153,13 +156,18 @@ impl Replica {
     fn note_rewind(&mut self, moment: &Moment) -> Result<()> {
         let Some(settings) = self.settings() else { return Ok(()) };
         let before = settings.turned.is_some_and(|turned| moment.at <= turned);
-        let shared = self
-            .lineage()
-            .role
-            .line
-            .began()
-            .is_some_and(|began| moment.epoch.number + u64::from(moment.ahead) <= began.number);
-        let settings = Settings { rewound: Some((moment.state, moment.at)), ..settings.clone() };
+        let began = self.lineage().role.line.began();
+        // What batches brought may be later than the next epoch.
+        let shared = !moment.ahead && began.is_some_and(|began| moment.epoch.number <= began.number);
+        let there = self.history()?.moments;
+        let is_there = |state: &Uuid| there.iter().any(|moment| moment.state == *state);
+        let mut returned = settings.returned.clone();
+        let present = self.lineage().nonce;
+        returned.retain(|(state, _)| *state != moment.state && (*state == present || is_there(state)));
+        returned.truncate(RETURNED - 1);
+        returned.insert(0, (moment.state, self.now()));
+        let rewound = Some((moment.state, moment.at));
+        let settings = Settings { rewound, returned, ..settings.clone() };
         settings.store(self.state())?;
         self.set_settings(Some(settings));
         if !before || shared || self.lineage().role.line.is_unknown() {
@@ -169,6 +177,11 @@ impl Replica {
         self.store()
     }
 
+    /// True if its present state is the last before it followed another branch, or may be: no sync brings back what that has.
+    pub(crate) fn turns(&self) -> bool {
+        self.settings().is_some_and(|settings| settings.left == Some(self.lineage().nonce))
+    }
+
     /// Writes down that it follows another branch from now on, or may do so.
     pub(crate) fn note_turn(&mut self) -> Result<()> {
         let Some(settings) = self.settings() else { return Ok(()) };
@@ -176,7 +189,8 @@ impl Replica {
         // The clock may have gone back since.
         let latest = past.moments.iter().map(|moment| moment.at).chain(past.at).max();
         let turned = latest.map(|latest| latest.max(self.now()));
-        let settings = Settings { turned: turned.or(settings.turned), ..settings.clone() };
+        let left = Some(self.lineage().nonce);
+        let settings = Settings { turned: turned.or(settings.turned), left, ..settings.clone() };
         settings.store(self.state())?;
         self.set_settings(Some(settings));
         Ok(())

@@ -5,6 +5,8 @@
 //!     replica ── promote ──▶ promoted (a source, its term one higher) ── demote ──▶ demoted (a replica) ── commit ──▶ replica
 //! ```
 
+use std::path::PathBuf;
+
 use delta::{Epoch, Line, Term};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -28,6 +30,9 @@ pub struct Role {
     /// It is the source itself, and takes no deltas.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub promoted: Option<Promoted>,
+    /// The folder of the group with which it was promoted: a name beside the disk's file, or a path.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub promoted_in: Option<PathBuf>,
     /// The source has ended at the epoch of the last commit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub released: Option<Released>,
@@ -73,6 +78,9 @@ pub struct Demoted {
     /// Which replica was told that this was all, by the name that its user gives it. No other is told so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub told: Option<String>,
+    /// What was written to it was saved as a delta that leads to this epoch.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub saved: Option<Epoch>,
 }
 
 impl Demoted {
@@ -83,7 +91,7 @@ impl Demoted {
 impl Role {
     /// A replica, of a source with that term and line.
     pub fn replica(term: u64, line: Line) -> Role {
-        Role { term, line, promoted: None, released: None, demoted: None }
+        Role { term, line, promoted: None, promoted_in: None, released: None, demoted: None }
     }
 
     /// The promotion that comes next. `released`: the source has said of what is there that there was no more.
@@ -94,8 +102,10 @@ impl Role {
 
     /// What a replica at an epoch is when it becomes the source by this promotion.
     pub(crate) fn promoted_so(&self, promoted: Promoted, began: Option<Epoch>) -> Role {
+        // A former source has all of its own term.
+        let planned = promoted.released || self.demoted.is_some();
         let line = match began {
-            Some(began) => self.line.and(Term { number: promoted.term, id: promoted.id, began }),
+            Some(began) => self.line.and(Term { number: promoted.term, id: promoted.id, began, planned }),
             None => self.line.clone(),
         };
         Role { term: promoted.term, line, promoted: Some(promoted), released: None, ..self.clone() }

@@ -64,10 +64,9 @@ impl Saving {
         let (mut encoder, unit) = Encoder::new(&header, None).map_err(io::Error::other)?;
         let mut file = Growing::after(self.file.clone(), self.end);
         file.unit(&unit)?;
-        let mut old = Old::new(self.disk.clone(), missing.iter().cloned())?;
-        while let Some(frame) = old.next()? {
-            file.unit(&encoder.frame(frame).map_err(io::Error::other)?)?;
-        }
+        Old::each(self.disk.clone(), missing.iter().cloned(), |frame| {
+            file.unit(&encoder.frame(frame).map_err(io::Error::other)?)
+        })?;
         file.unit(&encoder.trailer())?;
         file.keep()?;
         if self.durable {

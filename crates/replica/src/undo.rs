@@ -6,20 +6,20 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
-use delta::{Encoder, Frame, Header, Method, Record};
+use delta::{Frame, Header, Method, Record};
 use uuid::Uuid;
 
 use crate::destination::Name;
 use crate::error::{INTERRUPTED, ReplicaError, Result, disk_error, io_error, is_full};
 use crate::holes::Holes;
 use crate::intent::Intent;
-use crate::journal::{self, Contents, Growing, Relief, Target};
+use crate::journal::{self, Contents, Relief, Target};
 use crate::keep::Keep;
 use crate::lineage::{Lineage, State, StepKind, Toward, Unsure};
-use crate::old::Old;
-use crate::past::{self, Ageing, GROWING, Kind, Past, Settings, Undo};
+use crate::past::{self, Ageing, Kind, Past, Settings, Undo};
 use crate::past_commits::PastCommits;
 use crate::replica::Replica;
+use crate::undo_writer::UndoWriter;
 use crate::unsure::UnsureSet;
 use crate::views;
 
@@ -28,6 +28,10 @@ pub(crate) struct Touched {
     set: UnsureSet,
     /// Bytes of the replica before.
     size: u64,
+    /// What is read while the delta arrives.
+    writer: Option<UndoWriter>,
+    /// What the writer takes at the end, behind all that the delta names.
+    rest: Vec<Range<u64>>,
 }
 
 impl Touched {
@@ -35,7 +39,11 @@ impl Touched {
     pub(crate) fn new(lineage: &Lineage) -> Touched {
         let mut set = UnsureSet::new();
         set.reach(lineage.size, lineage.block_size.into());
-        Touched { set, size: lineage.size }
+        Touched::of(set, lineage.size)
+    }
+
+    fn of(set: UnsureSet, size: u64) -> Touched {
+        Touched { set, size, writer: None, rest: Vec::new() }
     }
 
     /// Takes a delta's header. From `known` on, what it does not name becomes zero.
@@ -50,9 +58,47 @@ impl Touched {
     pub(crate) fn records(&mut self, records: &[Record]) {
         for record in records {
             if record.offset() < self.size {
-                self.set.insert(record.offset()..record.end().min(self.size));
+                let range = record.offset()..record.end().min(self.size);
+                self.read(range.clone());
+                self.set.insert(range);
             }
         }
+    }
+
+    /// Has what the set does not name yet read. Where that fails, all is read at the end.
+    fn read(&mut self, range: Range<u64>) {
+        let Some(writer) = &mut self.writer else { return };
+        let mut fresh = self.set.missing(range, self.size).into_iter();
+        if fresh.try_for_each(|part| writer.read(part)).is_err() {
+            self.writer = None;
+        }
+    }
+
+    /// Writes the undo delta from now on, as the delta arrives, whose header was taken.
+    pub(crate) fn write_early(&mut self, replica: &Replica, toward: &Toward) {
+        self.rest = self.ranges().collect();
+        self.writer = replica.undo_writer(toward).ok();
+    }
+
+    /// A way to make room: what was written early goes before `next` is asked.
+    pub(crate) fn gives_way_before(&self, next: Option<Relief>) -> Option<Relief> {
+        match &self.writer {
+            Some(writer) => writer.gives_way_before(next),
+            None => next,
+        }
+    }
+
+    /// Gives up what was written early. False if there was nothing.
+    pub(crate) fn give_way(&mut self) -> bool {
+        self.writer.take().is_some()
+    }
+
+    /// What was written early, if it is of this header and holds all.
+    fn written(&mut self, header: &Header) -> Option<UndoWriter> {
+        let mut writer = self.writer.take().filter(|writer| writer.header() == header)?;
+        std::mem::take(&mut self.rest).into_iter().try_for_each(|range| writer.read(range)).ok()?;
+        let bytes = self.ranges().map(|range| range.end - range.start).sum::<u64>();
+        (writer.bytes() == bytes).then_some(writer)
     }
 
     /// Writes down what a clone has replaced so far, before its step says how far that is.
@@ -110,7 +156,7 @@ impl Replica {
             return self.age();
         }
         let settings = match self.settings() {
-            Some(before) => Settings { keep, ..before.clone() },
+            Some(before) => Settings { keep, given_up: None, ..before.clone() },
             None => Settings::new(keep),
         };
         settings.store(self.state())?;
@@ -143,7 +189,7 @@ impl Replica {
     /// The same for a clone that an interrupted delta has written to.
     pub(crate) fn touched_before(&self) -> Option<Touched> {
         let set = past::load_blocks(self.state(), self.clone_of().filter(|_| self.settings().is_some())?)?;
-        Some(Touched { set, size: self.lineage().size })
+        Some(Touched::of(set, self.lineage().size))
     }
 
     /// The clone of the step under way, and the state that it was made from.
@@ -178,31 +224,27 @@ impl Replica {
     /// Keeps what the commit of `toward` replaces, before that may begin. Where this fails, the commit goes on without: its
     /// user is told.
     pub(crate) fn keep_past(&mut self, touched: Option<Touched>, toward: &Toward) -> Result<()> {
-        let Some(touched) = touched else {
+        let Some(mut touched) = touched else {
             let lost = self.settings().is_some() && self.has_past();
             let why = self.no_way_back().or(self.options().doubt.then_some("it was repaired"));
             if let Some(why) = why.filter(|_| lost) {
-                self.warn(format!("its past is given up, because {why}"));
+                self.give_up_past(why);
             }
             return Ok(());
         };
         let at = past::since(self.state(), self.lineage(), self.settings()).unwrap_or_else(|| self.now());
-        let lineage = self.lineage();
-        let kind = match () {
-            // It may be the only copy of what was written since the epoch.
-            () if self.rewinds() && lineage.is_ahead() => Kind::Ahead,
-            () if lineage.state == State::Incomplete || !lineage.unsure.is_nothing() => Kind::Via,
-            () => Kind::Epoch,
-        };
-        let undo = Undo::new(at, toward.stream, lineage.nonce, kind);
+        let undo = Undo::new(at, toward.stream, self.lineage().nonce, self.kind());
+        if undo.kind == Kind::Ahead {
+            // On the way forth, all of it is to join the unsure set, also what a comparison found equal.
+            touched.set.join(&self.unsure()?);
+        }
         let failed = io_error("look into", self.folder());
         let there = Past::load(self.state(), toward.stream).map_err(failed)?;
         if there.undos.iter().any(|other| other.to == undo.to) {
             // Of a commit that was interrupted before it was sealed, or a way back exists as the way forth was an undo delta.
             return Ok(());
         }
-        while let Err(error) = self.write_undo(&touched, toward, &undo) {
-            let _ = self.state().remove(GROWING);
+        while let Err(error) = self.write_undo(&mut touched, toward, &undo) {
             if is_full(&error) && self.past_gives_way() {
                 continue;
             }
@@ -211,9 +253,7 @@ impl Replica {
                 let state = "the replica is unchanged";
                 return Err(disk_error("write to", self.folder(), state)(error));
             }
-            self.warn(format!(
-                "its past is given up, because what was to be replaced could not be kept: {error}"
-            ));
+            self.give_up_past(&format!("what was to be replaced could not be kept: {error}"));
             return self.untouched();
         }
         // Reading it took its time.
@@ -260,30 +300,50 @@ impl Replica {
     pub(crate) fn make_room_of_past(&mut self, holes: Option<Holes>, state: &'static str) -> Result<()> {
         loop {
             match self.make_room(holes.clone(), false, state) {
-                Err(ReplicaError::Full { .. }) if self.past_gives_way() => {}
+                // Rounded up where it was told.
+                Err(ReplicaError::Full { missing, .. })
+                    if self.may_find(missing.unwrap_or(0).saturating_sub(2 << 20), 0)
+                        && self.past_gives_way() => {}
                 made => return made,
             }
         }
     }
 
-    fn write_undo(&self, touched: &Touched, toward: &Toward, undo: &Undo) -> io::Result<()> {
+    fn write_undo(&self, touched: &mut Touched, toward: &Toward, undo: &Undo) -> io::Result<()> {
+        let early = touched.written(&self.undo_header(toward)?);
+        if early.is_some_and(|writer| writer.finish(&undo.name).is_ok()) {
+            return Ok(());
+        }
+        let mut writer = self.undo_writer(toward)?;
+        touched.ranges().try_for_each(|range| writer.read(range))?;
+        writer.finish(&undo.name)
+    }
+
+    fn undo_writer(&self, toward: &Toward) -> io::Result<UndoWriter> {
+        let disk = self.destination().open(Name::Final).map_err(io::Error::other)?;
+        UndoWriter::begin(self.shared_state(), disk, self.undo_header(toward)?)
+    }
+
+    fn undo_header(&self, toward: &Toward) -> io::Result<Header> {
         let lineage = self.lineage();
         let epoch = lineage.epoch.ok_or(io::ErrorKind::InvalidInput)?;
         let sizes = (toward.size, lineage.size);
         let mut header = Header::new(toward.source, Method::Tracked, vec![epoch], sizes, lineage.block_size);
-        (header.stream, header.binds) = (undo.to, Some(undo.from));
+        (header.stream, header.binds) = (lineage.nonce, Some(toward.stream));
         header.fuzzy = lineage.state == State::Fuzzy;
-        header.batch = undo.kind.is_batch();
-        let (mut encoder, unit) = Encoder::new(&header, None).map_err(io::Error::other)?;
-        let mut file = Growing::begin(self.state(), GROWING)?;
-        file.unit(&unit)?;
-        let disk = self.destination().open(Name::Final).map_err(io::Error::other)?;
-        let mut old = Old::new(disk, touched.ranges())?;
-        while let Some(frame) = old.next()? {
-            file.unit(&encoder.frame(frame).map_err(io::Error::other)?)?;
+        header.batch = self.kind().is_batch();
+        Ok(header)
+    }
+
+    /// What a way back to the present state leads to.
+    fn kind(&self) -> Kind {
+        let lineage = self.lineage();
+        match () {
+            // It may be the only copy of what was written since the epoch.
+            () if (self.rewinds() || self.turns()) && lineage.is_ahead() => Kind::Ahead,
+            () if lineage.state == State::Incomplete || !lineage.unsure.is_nothing() => Kind::Via,
+            () => Kind::Epoch,
         }
-        file.unit(&encoder.trailer())?;
-        file.name(self.state(), GROWING, &undo.name)
     }
 
     fn has_past(&self) -> bool {
@@ -293,6 +353,7 @@ impl Replica {
     /// Ages the past after a commit, which does not fail if this does. Where that was a rewind, all stays until the next.
     pub(crate) fn age_past(&mut self) {
         let Some(rewound) = self.settings().map(|settings| settings.rewound) else { return };
+        self.record_given_up();
         let rewound = rewound.is_some_and(|(state, _)| state == self.lineage().nonce);
         let aged = self.close_logs().and_then(|()| if rewound { Ok(()) } else { self.age() });
         if let Err(error) = aged {
@@ -304,20 +365,20 @@ impl Replica {
         let nothing = Keep::default();
         let keep = self.settings().map_or(&nothing, |settings| &settings.keep);
         let (present, now) = (self.lineage().nonce, self.now());
-        Ageing { folder: self.state(), keep, present, now, common: self.common_states() }.run()
+        let returned = self.settings().map_or(&[][..], |settings| &settings.returned);
+        Ageing { folder: self.state(), keep, present, now, returned, common: self.common_states() }.run()
     }
 
-    /// What it was at the common commits of its group, and when those were, ascending; of no group, nothing.
+    /// What it was at the common commits of its group, in order, and when those were; of no group, nothing.
     fn common_states(&self) -> Vec<(u64, Uuid)> {
         let Some(group) = &self.lineage().group else { return Vec::new() };
         let past = self.destination().group(group).and_then(|folder| PastCommits::load(&*folder));
         let source = self.lineage().source;
-        let of_this = |intent: &Intent| {
+        let of_this = |(intent, time): (&Intent, u64)| {
             let member = intent.members.values().find(|member| Some(member.source) == source)?;
-            Some((intent.time, member.state?))
+            Some((time, member.state?))
         };
-        let mut states: Vec<_> = past.unwrap_or_default().intents.iter().filter_map(of_this).collect();
-        states.sort_by_key(|(time, _)| *time);
-        states
+        let past = past.unwrap_or_default();
+        past.intents.iter().zip(past.times(self.now())).filter_map(of_this).collect()
     }
 }

@@ -86,7 +86,7 @@ impl Replica {
         match made {
             Ok(file) => self.log_of(file.into()).map(Some),
             Err(e) if is_full(&e) => {
-                self.warn("its past is given up, because there is no room to keep what is replaced".into());
+                self.give_up_past("there is no room to keep what is replaced");
                 self.drop_logs().map(|()| None)
             }
             Err(e) => Err(io_error("make", &path)(e)),
@@ -121,9 +121,7 @@ impl Replica {
             log.arriving = arriving;
             // The batch that arrives leads nowhere yet.
             if !is_full(&error) || !self.past_gives_way_from(log.state) {
-                self.warn(format!(
-                    "its past is given up, because what was to be replaced could not be kept: {error}"
-                ));
+                self.give_up_past(&format!("what was to be replaced could not be kept: {error}"));
                 return self.drop_logs().map(|()| None);
             }
         }
@@ -174,7 +172,7 @@ impl Replica {
             Ok(entries) => entries,
             Err(error) => {
                 // What is behind may have been overwritten already, and would be kept as it is now.
-                self.warn(format!("its past is given up, because its undo log cannot be read: {error}"));
+                self.give_up_past(&format!("its undo log cannot be read: {error}"));
                 return self.drop_logs();
             }
         };
@@ -202,9 +200,7 @@ impl Replica {
         match cut {
             Ok(()) => Ok(()),
             Err(error) => {
-                self.warn(format!(
-                    "its past is given up, because what was to be replaced could not be kept: {error}"
-                ));
+                self.give_up_past(&format!("what was to be replaced could not be kept: {error}"));
                 self.drop_logs()
             }
         }

@@ -56,10 +56,11 @@ impl Replica {
                 "it was promoted, and is a source itself now: \"dsync serve\" serves it, and its present moment as NAME@view"
                     .into(),
             ),
-            () if lineage.role.demoted.is_some() => Err(
-                "it was a source until it was demoted, and holds what was written there since: run \"dsync sync\" to it first"
-                    .into(),
-            ),
+            () if lineage.role.demoted.is_some() => Err(format!(
+                "it was a source until it was demoted, and is at no moment of the one that it follows until the next sync to it, which \
+                 overwrites what that does not have. \"dsync serve --read-only {}\" shows it as it is",
+                self.path().display()
+            )),
             () if self.changed().is_some() || lineage.unsure == Unsure::Everything => Err(
                 "it was modified outside dsync: \"dsync verify SRC DST\" shows what differs, and --repair overwrites it".into(),
             ),
@@ -140,6 +141,15 @@ impl Replica {
             Err(ReplicaError::Full { .. }) if self.readers_give_way() => make(),
             made => made,
         }
+    }
+
+    /// True if `needed` bytes may find room where `free` are, once readers have lost and the past was dropped; also where that cannot be
+    /// told. Otherwise neither is to be given up in vain.
+    pub(crate) fn may_find(&self, needed: u64, free: u64) -> bool {
+        let Some(readers) = views::may_give(self.state(), self.lineage().nonce) else { return true };
+        let gives = self.settings().is_some() && !self.rewinds();
+        let past = if gives { past::bytes(self.state()).unwrap_or(u64::MAX) } else { 0 };
+        free.saturating_add(readers).saturating_add(past) >= needed
     }
 
     /// Makes room at the cost of readers. True if that may have made some.

@@ -431,6 +431,23 @@ pub(crate) fn lose_all(folder: &dyn Folder, why: &str) -> io::Result<bool> {
     told
 }
 
+/// Bytes that the readers of a folder would let go of if they lost. `None` if that cannot be told: one of them reads another moment than the
+/// present state, and may hold files that have no name any more, or has lost and is about to let go.
+pub(crate) fn may_give(folder: &dyn Folder, present: Uuid) -> Option<u64> {
+    let names = folder.list().ok()?.into_iter().filter(|name| name.starts_with(NAME));
+    let logs = names.filter_map(|name| File::open(folder.path().join(name)).ok());
+    logs.map(|log| if has_let_go(&log) { Some(0) } else { held_by(&log, present) }).sum()
+}
+
+fn held_by(log: &File, present: Uuid) -> Option<u64> {
+    let mut head = vec![0; HEAD as usize];
+    log.read_exact_at(&mut head, 0).ok()?;
+    let (shown, reader) = (Claim::of(&head)?.shown, reader(log)?);
+    let is_present =
+        shown.state == present && (shown.epoch.number, shown.ahead) == (reader.epoch, reader.ahead);
+    (is_present && reader.lost.is_none()).then_some(reader.bytes)
+}
+
 /// Ends all logs to make room, and waits until their readers, and those that had lost before, have let go of what they held: their
 /// scratch files, and earlier moments and replaced files that have no name any more. True if that may have made some room.
 pub(crate) fn give_way(folder: &dyn Folder) -> bool {

@@ -5,40 +5,32 @@ use std::path::Path;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
-use device::Disk;
+use device::Disk as _;
 use replica::{ReplicaError, State, Status};
 use sync::{Class, Method, SyncError, Unreadable};
 use testing::Random;
 
 use crate::cell::{Cell, Change, Commit, Origin, Table, Target, Verb, Way};
+use crate::failure::Failure;
 use crate::host::{Event, lock};
 use crate::inode::content_of;
 use crate::kernel::BLOCK;
+use crate::roles::{self, Scene};
 use crate::world::{Cuts, DISK, IMAGES, SPARE, World};
-
-/// A failed run: what is wrong, and its steps.
-#[derive(Debug)]
-pub struct Failure {
-    /// The run's seed.
-    pub seed: u64,
-    /// Its cell.
-    pub cell: String,
-    /// What is wrong.
-    pub why: String,
-    /// What was done.
-    pub steps: Vec<String>,
-}
-
-impl std::fmt::Display for Failure {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        writeln!(f, "DSYNC_SEED={} {}: {}", self.seed, self.cell, self.why)?;
-        self.steps.iter().try_for_each(|step| writeln!(f, "    {step}"))
-    }
-}
+use crate::write::Write;
 
 /// The cell of a seed.
 pub fn cell(seed: u64) -> String {
-    Cell::draw(&mut Random::seeded(seed)).to_string()
+    let mut dice = Random::seeded(seed);
+    match changes_roles(seed) {
+        true => Scene::draw(&mut dice).to_string(),
+        false => Cell::draw(&mut dice).to_string(),
+    }
+}
+
+/// True if disks change roles in the run of this seed.
+fn changes_roles(seed: u64) -> bool {
+    seed % 3 == 0
 }
 
 /// Earlier epochs for which trails were looked at, in all runs.
@@ -47,6 +39,10 @@ pub static TRAILS: AtomicU64 = AtomicU64::new(0);
 /// Does the run of a seed.
 pub fn run(seed: u64, scratch: &Path) -> Result<Table, Failure> {
     let mut dice = Random::seeded(seed);
+    if changes_roles(seed) {
+        let scene = Scene::draw(&mut dice);
+        return roles::run(seed, scene, &mut dice, scratch).map_err(|failure| *failure);
+    }
     let cell = Cell::draw(&mut dice);
     let world = World::new(cell, &mut dice, scratch);
     let pipes = dice.one_in(16) && !cell.origin.is_live();
@@ -1101,54 +1097,5 @@ impl Run {
             "nothing fails, and no sync brings {} up to date: {last}",
             self.world.replicas[which].name
         ))
-    }
-}
-
-/// A write to the source.
-#[derive(Debug, Clone)]
-enum Write {
-    Data { offset: u64, bytes: Vec<u8> },
-    Zero { offset: u64, len: u64, unmap: bool },
-}
-
-impl Write {
-    fn draw(dice: &mut Random, len: u64) -> Write {
-        if dice.one_in(6) {
-            return Write::trim(dice, len);
-        }
-        let sectors = len / 512;
-        let first = dice.below(sectors);
-        let count = match dice.below(4) {
-            0 => 1,
-            1 => dice.within(1..40),
-            _ => 8,
-        };
-        let count = count.min(sectors - first);
-        let byte = dice.bits() as u8;
-        let mut bytes = vec![byte; (count * 512) as usize];
-        bytes.chunks_mut(512).for_each(|sector| sector[..8].copy_from_slice(&dice.bits().to_le_bytes()));
-        Write::Data { offset: first * 512, bytes }
-    }
-
-    fn trim(dice: &mut Random, len: u64) -> Write {
-        let first = dice.below(len / BLOCK);
-        let count = dice.within(1..12).min(len / BLOCK - first);
-        Write::Zero { offset: first * BLOCK, len: count * BLOCK, unmap: dice.one_in(2) }
-    }
-
-    /// Through the served disk.
-    fn through(&self, disk: &impl Disk) -> std::io::Result<()> {
-        match self {
-            Write::Data { offset, bytes } => disk.write_at(*offset, bytes),
-            Write::Zero { offset, len, unmap } => disk.zero(*offset, *len, *unmap, false),
-        }
-    }
-
-    /// To a disk in use.
-    fn queue(&self, state: &mut crate::host::State, disk: u64) {
-        match self {
-            Write::Data { offset, bytes } => state.tracker(disk).begin(*offset, bytes.clone()),
-            Write::Zero { offset, len, .. } => state.tracker(disk).begin(*offset, vec![0; *len as usize]),
-        }
     }
 }

@@ -4,10 +4,10 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use device::{Boot, Clock, Disk, Medium, Written};
-use replica::{Destination, Name, Stamp};
+use device::{Boot, Clock, Disk, Folder, Medium, Written};
+use replica::{Destination, Membership, Name, Stamp};
 
-use crate::files::{SimDisk, settle};
+use crate::files::{SimDisk, SimFolder, group_folder, settle};
 use crate::host::{Call, Held, Process, State};
 use crate::inode::EIO;
 
@@ -140,6 +140,10 @@ impl Destination for SimFile {
         })
     }
 
+    fn group(&self, group: &Membership) -> io::Result<Box<dyn Folder>> {
+        Ok(Box::new(SimFolder::new(&self.process, &group_folder(&group.name))))
+    }
+
     fn sync(&self) -> io::Result<()> {
         self.call(Call::Sync, |state| {
             state.files.sync_names(&self.folder);
@@ -223,6 +227,10 @@ impl Destination for SimDevice {
     fn settle(&self) -> io::Result<Stamp> {
         self.disk().flush()?;
         self.stamp(Name::Final)?.ok_or_else(|| io::ErrorKind::NotFound.into())
+    }
+
+    fn group(&self, group: &Membership) -> io::Result<Box<dyn Folder>> {
+        Ok(Box::new(SimFolder::new(&self.process, &group_folder(&group.name))))
     }
 
     fn open(&self, _name: Name) -> replica::Result<Arc<dyn Disk>> {

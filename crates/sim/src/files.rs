@@ -7,15 +7,21 @@ use std::sync::Arc;
 
 use device::{Disk, Folder, InlineQueue, Mapping, Queue, StateFile};
 
-use crate::host::{Call, Process, State};
+use crate::host::{Call, Held, Process, State};
 use crate::inode::{EIO, Inode, PAGE};
 
 fn eio() -> io::Error {
     io::Error::from_raw_os_error(EIO)
 }
 
+/// The folder of the state of a group.
+pub(crate) fn group_folder(name: &str) -> String {
+    format!("group {name}")
+}
+
 /// A folder of state files.
 pub struct SimFolder {
+    _held: Option<Arc<Held>>,
     process: Arc<Process>,
     name: String,
     path: PathBuf,
@@ -25,7 +31,17 @@ impl SimFolder {
     /// The folder of that name on the process's machine.
     pub fn new(process: &Arc<Process>, name: &str) -> SimFolder {
         // Some calls need a real folder.
-        SimFolder { process: process.clone(), name: name.into(), path: process.host.scratch.clone() }
+        SimFolder {
+            _held: None,
+            process: process.clone(),
+            name: name.into(),
+            path: process.host.scratch.clone(),
+        }
+    }
+
+    /// The same, with its lock.
+    pub(crate) fn held(self, held: Arc<Held>) -> SimFolder {
+        SimFolder { _held: Some(held), ..self }
     }
 
     fn call<T>(&self, call: Call, act: impl FnOnce(&mut State) -> io::Result<T>) -> io::Result<T> {

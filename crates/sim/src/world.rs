@@ -25,7 +25,7 @@ use crate::pipe::far_link;
 use crate::tracker::SimTracker;
 
 /// Bytes of a region of the write-intent log.
-const REGION: u64 = 64 << 10;
+pub(crate) const REGION: u64 = 64 << 10;
 /// The folder of images.
 pub const IMAGES: &str = "images";
 /// The source's name.

@@ -16,7 +16,7 @@ const PATIENCE: Duration = Duration::from_secs(120);
 fn whatever_fails_a_replica_is_what_it_says() {
     let scratch = testing::in_memory();
     std::fs::write(scratch.path().join("disk"), b"").unwrap();
-    let all = if number("DSYNC_SEED").is_some() { 1 } else { rounds(600, 1_000_000) };
+    let all = if number("DSYNC_SEED").is_some() { 1 } else { rounds(900, 1_000_000) };
     let count = number("DSYNC_ROUNDS").unwrap_or(all);
     let first = testing::seed("the matrix");
     println!("DSYNC_ROUNDS={count}");

@@ -10,20 +10,25 @@ use crate::state::{ABOUT, StateDir};
 
 /// Removes a source's folder. To be called with the state directory locked, so that no process opens it meanwhile.
 pub(crate) fn remove(folder: &dyn Folder, lock: FolderLock) -> Result<(), SourceError> {
-    let gone = || -> std::io::Result<()> {
-        // First the file that makes it a source: what a crash leaves is then not a source.
-        folder.remove(ABOUT)?;
-        folder.sync()?;
-        for name in folder.list()? {
-            if name != FolderLock::NAME {
-                folder.remove(&name)?;
-            }
-        }
-        Ok(())
-    };
-    gone().map_err(SourceError::state("remove", folder.path()))?;
+    clear(folder).map_err(SourceError::state("remove", folder.path()))?;
     lock.remove();
     Ok(())
+}
+
+/// Removes all of a source's folder but the lock; first what makes it a source, so what a crash leaves is not one.
+///
+/// # Errors
+/// If a file cannot be removed.
+#[doc(hidden)]
+pub fn clear(folder: &dyn Folder) -> std::io::Result<()> {
+    folder.remove(ABOUT)?;
+    folder.sync()?;
+    for name in folder.list()? {
+        if name != FolderLock::NAME {
+            folder.remove(&name)?;
+        }
+    }
+    folder.sync()
 }
 
 /// Removes a source that this command has created, if it has no epoch: a refused command leaves no trace.

@@ -29,9 +29,17 @@ pub struct Membership {
     /// The last cut, and the epoch of this source there. `None` before the first.
     #[serde(default)]
     pub cut: Option<(Epoch, Epoch)>,
+    /// Names the last promotion of the group, with which the members took over from others. `None` before the first.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub promotion: Option<Uuid>,
 }
 
 impl Membership {
+    /// That of a member that joins.
+    pub fn first(name: &str) -> Membership {
+        Membership { name: name.to_owned(), cut: None, promotion: None }
+    }
+
     /// The group of the source whose folder this is; `None` if it has none.
     pub fn read(folder: &dyn Folder) -> Result<Option<Membership>, SourceError> {
         crate::json::read_json(folder, NAME)
@@ -55,17 +63,20 @@ pub(crate) fn record_commit(
     members: &[(&dyn Folder, Epoch)],
 ) -> Result<(), SourceError> {
     for (folder, epoch) in members {
-        let committed = Membership { name: name.to_owned(), cut: Some((cut, *epoch)) };
+        let committed = Membership { cut: Some((cut, *epoch)), ..Membership::first(name) };
         crate::json::write_json(*folder, COMMITTED, &committed)?;
     }
     Ok(())
 }
 
-/// The sources of a group, by path.
+/// Sources of a group: where the state of each is, and what it knows of the group.
+pub type Members = Vec<(PathBuf, About, Membership)>;
+
+/// The sources of a group.
 ///
 /// # Errors
 /// If a folder cannot be read: its source may be a member.
-pub fn group_members(state: &StateDir, name: &str) -> Result<Vec<(PathBuf, About)>, SourceError> {
+pub fn group_members(state: &StateDir, name: &str) -> Result<Members, SourceError> {
     let survey = state.survey()?;
     if let Some((_, error)) = survey.damaged.into_iter().next() {
         return Err(error);
@@ -73,34 +84,47 @@ pub fn group_members(state: &StateDir, name: &str) -> Result<Vec<(PathBuf, About
     let mut members = Vec::new();
     for (place, about) in survey.sources {
         let folder = Dir::open(&place).map_err(SourceError::state("open", &place))?;
-        if Membership::read(&folder)?.is_some_and(|group| group.name == name) {
-            members.push((place, about));
+        if let Some(group) = Membership::read(&folder)?.filter(|group| group.name == name) {
+            members.push((place, about, group));
         }
     }
     Ok(members)
 }
 
-/// Makes the source at a path a member of a group, which goes on from a cut at which this source was at an epoch, if that is known.
-/// False if it is a member already.
+/// Makes the source at a path a member of a group, which goes on from a cut at which this source was at an epoch, if that is known. One
+/// that joins belongs to the promotion of the others. False if it is a member already.
 ///
 /// # Errors
 /// If it is not a source, or its folder cannot be written.
-pub fn join_group(
-    state: &StateDir,
-    path: &std::path::Path,
-    name: &str,
-    cut: Option<(Epoch, Epoch)>,
-) -> Result<bool, SourceError> {
+pub fn join_group(state: &StateDir, path: &std::path::Path, group: Membership) -> Result<bool, SourceError> {
     let Some((place, _)) = state.source(&path.to_string_lossy())? else {
         return Err(SourceError::Unknown(format!("{} is not a known source", path.display())));
     };
     let folder = Dir::open(&place).map_err(SourceError::state("open", &place))?;
-    match Membership::read(&folder)? {
-        Some(group) if group.name == name => return Ok(false),
-        Some(group) => return Err(in_another(path, &group.name)),
-        None => {}
+    join_in(&folder, path, group, &|name| group_members(state, name))
+}
+
+/// The same by the folder of the source's state, and what says which sources a group has.
+///
+/// # Errors
+/// As for [`join_group`].
+#[doc(hidden)]
+pub fn join_in(
+    folder: &dyn Folder,
+    path: &std::path::Path,
+    group: Membership,
+    members: &dyn Fn(&str) -> Result<Members, SourceError>,
+) -> Result<bool, SourceError> {
+    match Membership::read(folder)? {
+        Some(known) if known.name != group.name => return Err(in_another(path, &known.name)),
+        Some(known) if group.promotion.is_none() || known.promotion == group.promotion => return Ok(false),
+        _ => {}
     }
-    Membership { name: name.to_owned(), cut }.write(&folder)?;
+    let promotion = match group.promotion {
+        None => members(&group.name)?.first().and_then(|(.., other)| other.promotion),
+        known => known,
+    };
+    Membership { promotion, ..group }.write(folder)?;
     Ok(true)
 }
 
@@ -130,20 +154,20 @@ pub fn leave_group(place: &std::path::Path, about: &About, name: &str) -> Result
 pub(crate) fn record_cut(name: &str, members: &[(&dyn Folder, Epoch)]) -> Result<Epoch, SourceError> {
     let mut before = Vec::new();
     for (folder, _) in members {
-        before
-            .push(Membership::read(*folder)?.filter(|group| group.name == name).and_then(|group| group.cut));
+        let known = Membership::read(*folder)?.filter(|group| group.name == name);
+        before.push(known.unwrap_or_else(|| Membership::first(name)));
     }
-    let first = before.first().copied().flatten();
+    let first = before.first().and_then(|group| group.cut);
     let stands = first.filter(|(cut, _)| {
-        before.iter().zip(members).all(|(last, (_, epoch))| *last == Some((*cut, *epoch)))
+        before.iter().zip(members).all(|(last, (_, epoch))| last.cut == Some((*cut, *epoch)))
     });
     if let Some((cut, _)) = stands {
         return Ok(cut);
     }
-    let last = before.iter().flatten().map(|(cut, _)| cut.number).max().unwrap_or(0);
+    let last = before.iter().filter_map(|group| group.cut).map(|(cut, _)| cut.number).max().unwrap_or(0);
     let cut = Epoch { number: last + 1, id: Uuid::new_v4() };
-    for (folder, epoch) in members {
-        Membership { name: name.to_owned(), cut: Some((cut, *epoch)) }.write(*folder)?;
+    for (group, (folder, epoch)) in before.into_iter().zip(members) {
+        Membership { cut: Some((cut, *epoch)), ..group }.write(*folder)?;
     }
     Ok(cut)
 }
@@ -153,6 +177,51 @@ fn in_another(path: &std::path::Path, group: &str) -> SourceError {
     SourceError::Refused(format!(
         "{path} is in the group {group}: take it out first, with \"dsync forget --group {group} {path}\""
     ))
+}
+
+/// Refuses a group whose sources, which are these, are not those of one promotion: each would be at the end of another history. That
+/// happens on one host only, where the replicas take over beside their old sources.
+///
+/// # Errors
+/// That.
+pub fn check_promotion(name: &str, members: &[(PathBuf, About, Membership)]) -> Result<(), SourceError> {
+    let later = |about: &About| {
+        let known = members.iter().map(|(_, other, _)| other);
+        known.filter(|other| other.uuid == about.uuid).max_by_key(|other| other.term)
+    };
+    let (mut old, mut new) = (Vec::new(), Vec::new());
+    for (_, about, _) in members {
+        let Some(other) = later(about).filter(|other| other.term > about.term) else { continue };
+        let since = other.began.map_or(String::new(), |began| format!(" --since {}", began.number));
+        old.push(format!("\"dsync demote{since} --save FILE {}\"", about.path.display()));
+        new.push(format!("{} (term {})", other.path.display(), other.term));
+    }
+    if old.is_empty() {
+        return one_promotion(name, members);
+    }
+    Err(SourceError::Refused(format!(
+        "the group {name} has the promoted disks here as well as their old sources: {} went on from them. To make replicas of the old ones, \
+         run {}. To give up the promoted ones instead, demote each of them so. \"dsync forget --group {name} DISK\" leaves one as it is",
+        new.join(", "),
+        old.join(" and ")
+    )))
+}
+
+/// Refuses these members if some of them took over without the others.
+fn one_promotion(name: &str, members: &[(PathBuf, About, Membership)]) -> Result<(), SourceError> {
+    let last = members.iter().max_by_key(|(_, about, group)| (group.promotion.is_some(), about.term));
+    let Some((_, first, group)) = last else { return Ok(()) };
+    let others = members.iter().filter(|(.., other)| other.promotion != group.promotion);
+    let others: Vec<_> = others.map(|(_, about, _)| about.path.display().to_string()).collect();
+    if others.is_empty() {
+        return Ok(());
+    }
+    Err(SourceError::Refused(format!(
+        "the disks of the group {name} are of different moments: {} was promoted with the group, and not together with {}. Demote what was given up, or \
+         take it out with \"dsync forget --group {name} DISK\"; \"dsync serve --group {name}\" adds it again as it is then",
+        first.path.display(),
+        others.join(", ")
+    )))
 }
 
 /// A group whose members this process serves.
@@ -171,9 +240,19 @@ impl SourceGroup {
     /// a cut without it would tear the group.
     pub fn new(state: &StateDir, name: &str, members: Vec<Arc<Source>>) -> Result<SourceGroup, SourceError> {
         check_name(name)?;
-        for (_, about) in group_members(state, name)? {
-            if !members.iter().any(|member| member.about().uuid == about.uuid) {
-                let path = about.path.display();
+        let known = group_members(state, name)?;
+        for (_, about, _) in &known {
+            let path = about.path.display();
+            let served = members.iter().find(|member| member.about().uuid == about.uuid);
+            if let Some(old) = served.filter(|member| member.about().term < about.term) {
+                let old = old.about().path.display();
+                return Err(SourceError::Refused(format!(
+                    "{path} was promoted in the place of {old} (term {}), and is in the group {name}: a sync of the group would not know which is meant. \
+                     Serve {path}; or give it up first, with \"dsync demote {path}\", or leave it as it is, with \"dsync forget --group {name} {path}\"",
+                    about.term
+                )));
+            }
+            if served.is_none() {
                 return Err(SourceError::Refused(format!(
                     "{path} is in the group {name} as well: serve it together with the others, or take it out with \"dsync forget \
                      --group {name} {path}\""
@@ -188,6 +267,14 @@ impl SourceGroup {
                 same[0].unwrap_or_default().to_string_lossy()
             )));
         }
+        let is_served = |(_, about, _): &(PathBuf, About, Membership)| {
+            members
+                .iter()
+                .any(|member| (member.about().uuid, member.about().term) == (about.uuid, about.term))
+        };
+        let known: Vec<_> = known.into_iter().filter(is_served).collect();
+        one_promotion(name, &known)?;
+        let promotion = known.first().and_then(|(.., group)| group.promotion);
         let mut joining = Vec::new();
         for member in &members {
             match Membership::read(member.folder())? {
@@ -197,7 +284,7 @@ impl SourceGroup {
             }
         }
         for member in joining {
-            Membership { name: name.to_owned(), cut: None }.write(member.folder())?;
+            Membership { promotion, ..Membership::first(name) }.write(member.folder())?;
         }
         Ok(SourceGroup { name: name.to_owned(), members, cutting: Mutex::new(()) })
     }

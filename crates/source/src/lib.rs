@@ -54,10 +54,16 @@ pub use bookmarks::{Bookmark, Bookmarks, is_plain};
 pub use control::{Client, ControlServer, Status};
 pub use convergence::Convergence;
 pub use device::Boot;
+#[doc(hidden)]
+pub use discard::clear;
 pub use error::SourceError;
 pub use forget::{forget_bookmark, forget_source, in_use};
 pub use freeze::{Freeze, FreezeError, Prepared};
-pub use group::{Membership, SourceGroup, check_name, group_members, join_group, leave_group};
+#[doc(hidden)]
+pub use group::join_in;
+pub use group::{
+    Members, Membership, SourceGroup, check_name, check_promotion, group_members, join_group, leave_group,
+};
 pub use group_handle::GroupHandle;
 pub use handle::{Changes, Handle};
 pub use history::trail::{Step, Trail, leave_trail, note_step};
@@ -67,7 +73,9 @@ pub use peek::{doubt, lost, recorded_since, written_since};
 pub use source::{Backing, BatchChanges, Checkpoint, SharedView, Source, SourceOptions};
 pub use state::{About, StateDir, Survey, export_name};
 #[doc(hidden)]
+pub use state::{about_in, write_about};
+#[doc(hidden)]
 pub use succeed::succeed_in;
-pub use succeed::{Succession, succeed};
+pub use succeed::{Succession, check_term, succeed};
 pub use tally::{Counter, LastFailure, LastVerify, Tally, Work};
 pub use view::View;

@@ -474,13 +474,18 @@ impl Source {
     /// Why the record of a source that no process holds could not be believed; `None` if it could. Takes no lock, and changes nothing.
     pub(crate) fn doubt(place: &Path, about: &About) -> Result<Option<String>, SourceError> {
         let folder = Dir::existing(place).map_err(SourceError::state("open", place))?;
-        if ImageStamp::read(&folder)?.is_none() {
+        Self::doubt_in(&folder, &PathBacking::new(about.identity.clone(), place))
+    }
+
+    /// The same by the folder of its state.
+    #[doc(hidden)]
+    pub fn doubt_in(folder: &dyn Folder, backing: &dyn Backing) -> Result<Option<String>, SourceError> {
+        if ImageStamp::read(folder)?.is_none() {
             return Ok(Some("writes to the source are not recorded at present".into()));
         }
-        let backing = PathBacking::new(about.identity.clone(), place);
         let look = || -> Result<Verdict, SourceError> {
-            let last = History::read(&folder)?.last().map_or(0, |e| e.number);
-            Ok(Self::verdict(&folder, &backing, &backing.identity()?, last, false)?.0)
+            let last = History::read(folder)?.last().map_or(0, |e| e.number);
+            Ok(Self::verdict(folder, backing, &backing.identity()?, last, false)?.0)
         };
         let verdict = match look()? {
             // A command that holds it may have ended an epoch between two looks.

@@ -299,13 +299,31 @@ impl StateDir {
     }
 }
 
-pub(crate) fn write_about(folder: &dyn Folder, about: &About) -> Result<(), SourceError> {
+/// Writes the description of a source into its folder.
+///
+/// # Errors
+/// If that fails.
+#[doc(hidden)]
+pub fn write_about(folder: &dyn Folder, about: &About) -> Result<(), SourceError> {
     write_json(folder, ABOUT, &Known { about: about.clone(), mark: mark(&about.identity) })
 }
 
 fn read_about(place: &Path) -> Result<Option<Known>, SourceError> {
-    let folder = Dir::open(place).map_err(SourceError::state("open", place))?;
-    let Some(said) = read_json::<serde_json::Value>(&folder, ABOUT)? else { return Ok(None) };
+    read_known(&Dir::open(place).map_err(SourceError::state("open", place))?)
+}
+
+/// The description in a source's folder; `None` if it is not one.
+///
+/// # Errors
+/// If it cannot be read.
+#[doc(hidden)]
+pub fn about_in(folder: &dyn Folder) -> Result<Option<About>, SourceError> {
+    Ok(read_known(folder)?.map(|known| known.about))
+}
+
+fn read_known(folder: &dyn Folder) -> Result<Option<Known>, SourceError> {
+    let place = folder.path();
+    let Some(said) = read_json::<serde_json::Value>(folder, ABOUT)? else { return Ok(None) };
     match said.get("version").and_then(serde_json::Value::as_u64) {
         Some(version) if version != u64::from(About::VERSION) => Err(SourceError::Refused(format!(
             "the state in {} has version {version}, and this dsync knows version {}: use the dsync that wrote it",

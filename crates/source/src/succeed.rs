@@ -12,6 +12,7 @@ use extents::Bitmap;
 use uuid::Uuid;
 
 use crate::SourceError;
+use crate::discard::clear;
 use crate::history::History;
 use crate::history::trail::Trail;
 use crate::source::{Backing, Parts, PathBacking, Source, SourceOptions};
@@ -42,7 +43,8 @@ pub struct Succession {
 impl Succession {
     /// True if this is the source that it makes, made to the end: the promotion is the last that led to it. What its history still
     /// knows does not tell.
-    fn is_done(&self, about: &About) -> bool {
+    #[doc(hidden)]
+    pub fn is_done(&self, about: &About) -> bool {
         (about.uuid, about.term, &about.line) == (self.uuid, self.term, &self.line)
     }
 }
@@ -63,7 +65,7 @@ pub fn succeed(state: &StateDir, path: &Path, succession: &Succession) -> Result
     let place = match known {
         // What this disk was as a source before: the new one is found by the same path.
         Some((place, _)) => place,
-        None => free_place(state, succession)?,
+        None => free_place(state, succession.uuid, succession.term)?,
     };
     let folder = Dir::open(&place).map_err(SourceError::state("make", &place))?;
     let lock = match FolderLock::take(&place).map_err(SourceError::state("lock", &place))? {
@@ -78,19 +80,30 @@ pub fn succeed(state: &StateDir, path: &Path, succession: &Succession) -> Result
     Ok(true)
 }
 
+/// Refuses to make the disk at `path` that source in that term where another disk of this host is that already. Changes nothing.
+///
+/// # Errors
+/// That.
+pub fn check_term(state: &StateDir, path: &Path, uuid: Uuid, term: u64) -> Result<(), SourceError> {
+    let path = device::identity(path)?.path;
+    match state.source(&path.to_string_lossy())? {
+        Some(_) => Ok(()),
+        None => free_place(state, uuid, term).map(drop),
+    }
+}
+
 /// A folder that belongs to no source yet, or to one that was not made to the end.
-fn free_place(state: &StateDir, succession: &Succession) -> Result<PathBuf, SourceError> {
-    let first = state.source_folder(succession.uuid);
+fn free_place(state: &StateDir, uuid: Uuid, term: u64) -> Result<PathBuf, SourceError> {
+    let first = state.source_folder(uuid);
     if !first.join(ABOUT).exists() {
         return Ok(first);
     }
     // On the host of the old source.
-    let place = state.folder_of_term(succession.uuid, succession.term);
+    let place = state.folder_of_term(uuid, term);
     match place.join(ABOUT).exists() {
         false => Ok(place),
         true => Err(SourceError::Refused(format!(
-            "another disk of this host is already the source {} in term {}: \"dsync status\" shows which",
-            succession.uuid, succession.term
+            "another disk of this host is already the source {uuid} in term {term}: \"dsync status\" shows which",
         ))),
     }
 }
@@ -103,7 +116,7 @@ pub fn succeed_in(
     folder: Arc<dyn Folder>,
     backing: Box<dyn Backing>,
 ) -> Result<(), SourceError> {
-    wipe(&*folder).map_err(SourceError::state("clear", folder.path()))?;
+    clear(&*folder).map_err(SourceError::state("clear", folder.path()))?;
     let identity = backing.identity()?;
     let Succession { uuid, term, base, block_size, .. } = *succession;
     let about = About {
@@ -122,16 +135,4 @@ pub fn succeed_in(
     let found = (Verdict::Trusted { power_lost: false }, 0, None);
     Source::begin(parts, found, &options)?.close()?;
     write_about(&*folder, &about)
-}
-
-/// Removes all but the lock; first what makes it a source.
-fn wipe(folder: &dyn Folder) -> std::io::Result<()> {
-    folder.remove(ABOUT)?;
-    folder.sync()?;
-    for name in folder.list()? {
-        if name != FolderLock::NAME {
-            folder.remove(&name)?;
-        }
-    }
-    folder.sync()
 }

@@ -164,6 +164,15 @@ impl Tally {
         self.syncs == 0 && (self.failed.is_some() || self.work.as_ref().is_some_and(copies))
     }
 
+    /// Counts a failure of what is to make a first copy, and ended before that began. One that has begun counts its own.
+    pub fn fail_first(folder: &Path, replica: &str, message: &str) {
+        Tally::change(folder, replica, |tally| {
+            if tally.syncs == 0 && !tally.is_first_copy() {
+                tally.fail(message);
+            }
+        });
+    }
+
     /// Changes the tally of a replica. What cannot be written is left as it was.
     fn change(folder: &Path, replica: &str, change: impl FnOnce(&mut Tally)) {
         let path = file(folder, replica);

@@ -2,35 +2,36 @@
 
 use std::path::PathBuf;
 
-use source::{About, GroupHandle, Handle, SourceOptions, StateDir};
+use source::{GroupHandle, Handle, SourceOptions};
 
 use crate::error::SyncError;
-use crate::roles::refuse_demoted;
+use crate::roles::{refuse_demoted, refuse_unfinished};
+use crate::site::Site;
 
 /// Attaches to a source. A replica is read only when it holds what its source was: an interrupted step is completed first.
-pub fn attach(state: &StateDir, what: &str, options: &SourceOptions) -> Result<Handle, SyncError> {
+pub fn attach(state: &dyn Site, what: &str, options: &SourceOptions) -> Result<Handle, SyncError> {
     let path = state.source(what)?.map_or_else(|| PathBuf::from(what), |(_, about)| about.path);
-    if path.exists() {
+    if state.exists(&path) {
         refuse_demoted(&path, state)?;
-        let options = replica::Options { devices: state.replicas_folder(), ..Default::default() };
-        replica::settle(&path, &options)?;
+        state.settle(&path)?;
     }
-    Ok(Handle::attach(state, what, options)?)
+    Ok(state.attach(what, options)?)
 }
 
-/// Attaches to the members of a group.
-pub fn attach_group(state: &StateDir, name: &str, options: &SourceOptions) -> Result<GroupHandle, SyncError> {
+/// Attaches to the members of a group, which have to be of one promotion.
+pub fn attach_group(state: &dyn Site, name: &str, options: &SourceOptions) -> Result<GroupHandle, SyncError> {
     source::check_name(name)?;
-    let known = source::group_members(state, name)?;
+    let known = state.group_members(name)?;
     if known.is_empty() {
         return Err(SyncError::Refused(format!(
             "there is no group {name}: make it with \"dsync serve --group {name} IMAGE...\""
         )));
     }
+    // What completes a promotion comes before what ends it.
+    known.iter().try_for_each(|(_, about, _)| refuse_unfinished(&about.path, state))?;
+    source::check_promotion(name, &known)?;
     let mut members = Vec::new();
-    // A promotion on the host of the old sources leaves two of each disk, of which the later ones have gone on.
-    let later = |about: &About| known.iter().any(|(_, o)| o.uuid == about.uuid && o.term > about.term);
-    for (_, about) in known.iter().filter(|(_, about)| !later(about)) {
+    for (_, about, _) in &known {
         members.push(attach(state, &about.path.to_string_lossy(), options)?);
     }
     Ok(GroupHandle::new(name, members)?)

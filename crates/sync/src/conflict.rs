@@ -120,6 +120,8 @@ pub struct Diverged {
     pub term: u64,
     /// The destination, as the user named it.
     pub destination: String,
+    /// Its path where it is.
+    pub there: PathBuf,
     /// The term there.
     pub other_term: u64,
     /// The last epoch in common, if that is known.
@@ -147,6 +149,13 @@ pub enum Divergence {
         /// It is a former source.
         demoted: bool,
     },
+    /// A replica, which a mirror brought ahead of an epoch of another term.
+    Ahead {
+        /// The epoch.
+        epoch: u64,
+        /// Bytes of a later moment.
+        bytes: u64,
+    },
 }
 
 /// What one of two sources has since the epoch in common.
@@ -173,9 +182,10 @@ impl Since {
 }
 
 impl fmt::Display for Diverged {
+    /// Longer than a screen: one sentence for each way to have diverged.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Diverged { path, term, destination, other_term, common, .. } = self;
-        let path = path.display();
+        let (path, place) = (path.display(), self.there.display());
         let since = common.map_or("an epoch that is not known".into(), |epoch| format!("epoch {epoch}"));
         match self.divergence {
             Divergence::TwoSources { here, there } => {
@@ -198,7 +208,7 @@ impl fmt::Display for Diverged {
                     "{path} (term {term}) and {destination} (term {other_term}) have diverged: both are sources with the same \
                      id, apart since {since}. Nothing was changed. Since then {} was written to {path}, and {} to \
                      {destination}; one of the two has to be given up, or saved. To keep {path}, run \"dsync demote {}--save \
-                     FILE\" on {destination} where it is, then sync again{}. To keep {destination}, run \"dsync demote \
+                     FILE {place}\" where {destination} is, then sync again{}. To keep {destination}, run \"dsync demote \
                      {}--save FILE {path}\" here, then sync from there{}{cost}",
                     here.told(""),
                     there.told("at least "),
@@ -211,16 +221,41 @@ impl fmt::Display for Diverged {
             Divergence::Superseded => write!(
                 f,
                 "{destination} follows a later term of this source (term {other_term}) than {path} (term {term}): a replica was \
-                 promoted meanwhile. Nothing was changed. Run \"dsync demote {path}\" here and sync to it from the source of \
+                 promoted meanwhile. Nothing was changed. Run \"dsync demote {}{path}\" here and sync to it from the source of \
                  term {other_term}; it names what was written to {path} since, and saves it with --save FILE. If that term was \
-                 given up, \"dsync sync --adopt\" compares everything and overwrites what differs in {destination}"
+                 given up, \"dsync sync --adopt\" compares everything and overwrites what differs in {destination}",
+                common.map_or(String::new(), |epoch| format!("--since {epoch} "))
             ),
-            Divergence::OtherBranch { epoch, demoted: true } => write!(
+            Divergence::Ahead { epoch, bytes } => write!(
                 f,
-                "{destination} was demoted at epoch {epoch}, which {path} (term {term}) does not have. Nothing was changed. Promote \
-                 it with \"dsync promote --force\", and demote it again with --since and an epoch that \"dsync status -v {path}\" \
-                 lists; or pass --adopt to \"dsync sync\", which compares everything and overwrites what differs"
+                "{destination} has diverged from {path}: a mirror of term {other_term} brought it ahead of epoch {epoch} ({} are \
+                 of a later moment), and term {term}, which goes on from {since}, need not have that. Nothing was changed. It may \
+                 be the only copy of what was written last: to go on with it, run \"dsync promote --force\" where it is. To give it \
+                 up, run \"dsync rewind --to {epoch}\" there if its past is kept (\"dsync rewind\" lists it), and sync again, which sends \
+                 the differences; otherwise \"dsync sync --adopt\" compares everything, and overwrites what differs",
+                device::human_size(bytes)
             ),
+            Divergence::OtherBranch { epoch, demoted: true } => {
+                write!(
+                    f,
+                    "{destination} was demoted at epoch {epoch}, which {path} (term {term}) does not have. Nothing was changed. "
+                )?;
+                match common {
+                    Some(common) => write!(
+                        f,
+                        "Epoch {common} is in the past of both. Where {destination} is, promote it with \"dsync promote --force \
+                         {place}\", and demote it again with \"dsync demote --since {common} --save FILE {place}\", which saves what \
+                         was written there since. Then sync again. \"dsync sync --adopt\" would compare everything, and overwrite \
+                         that without saving it"
+                    ),
+                    None => write!(
+                        f,
+                        "No earlier epoch is known to be in the past of both, so what was written there cannot be saved as a delta: \
+                         copy the disk there first if it is wanted. Then \"dsync sync --adopt\" compares everything, and overwrites \
+                         what differs"
+                    ),
+                }
+            }
             Divergence::OtherBranch { epoch, demoted: false } => write!(
                 f,
                 "{destination} has diverged from {path}: it is at epoch {epoch} of term {other_term}, and term {term} goes on \

@@ -7,19 +7,19 @@
 use std::path::{Path, PathBuf};
 
 use delta::{Epoch, Line};
-use device::Dir;
 use extents::Bitmap;
-use replica::{Demotion, Lineage, Released, Replica, UnsureSet};
+use replica::{Demoted, Demotion, Lineage, Released, Replica, UnsureSet};
 use serde::Serialize;
-use source::{About, Handle, History, SourceError, SourceOptions, StateDir};
+use source::{About, Handle, History, SourceError, SourceOptions};
 use uuid::Uuid;
 
 use crate::error::SyncError;
 use crate::extract::fed;
-use crate::far::{known_replicas, list, open_options};
+use crate::far::list;
 use crate::report::{Progress, Summary};
 use crate::roles::refuse_unfinished;
-use crate::saved::save;
+use crate::saved::{save, whole_delta};
+use crate::site::Site;
 
 /// How to demote.
 #[derive(Debug, Clone, Default)]
@@ -79,7 +79,7 @@ pub type LastSync<'a> = &'a mut dyn FnMut(&Handle) -> Result<Summary, SyncError>
 /// Refused if it is in use or not a source, and if it was written to after the epoch in common and the options say neither to save
 /// nor to discard that. It is the source that it was then.
 pub fn demote(
-    state: &StateDir,
+    state: &dyn Site,
     what: &str,
     options: &DemoteOptions,
     last_sync: Option<LastSync<'_>>,
@@ -87,11 +87,11 @@ pub fn demote(
 ) -> Result<DemoteSummary, SyncError> {
     let known = state.source(what)?;
     let path = known.as_ref().map_or_else(|| PathBuf::from(what), |(_, about)| about.path.clone());
-    let path = std::fs::canonicalize(&path).unwrap_or(path);
-    let opening = open_options(options.journal_dir.as_deref(), state);
-    let lineage = if path.exists() { replica::inspect(&path, &opening)? } else { None };
+    let path = state.real(&path);
+    let opening = state.opening(options.journal_dir.as_deref());
+    let lineage = if state.exists(&path) { state.lineage(&path, &opening)? } else { None };
     if let Some(lineage) = lineage.filter(|lineage| lineage.role.promoted.is_none()) {
-        return again(state, &path, known, &lineage, &opening);
+        return again(state, &path, known, &lineage, (options, &opening));
     }
     refuse_unfinished(&path, state)?;
     let Some((place, _)) = known else {
@@ -99,7 +99,7 @@ pub fn demote(
             "{what} is not a source: \"dsync status\" lists them; an interrupted promotion is completed by \"dsync promote {what}\""
         )));
     };
-    let handle = Handle::attach(state, what, &options.open)?;
+    let handle = state.attach(what, &options.open)?;
     let found = follow(&handle, options, last_sync, progress);
     let about = handle.about().clone();
     handle.close()?;
@@ -109,23 +109,23 @@ pub fn demote(
     }
     // Of a device that was closed only its user can know.
     let trusted = options.open.trust_device && about.identity.is_block();
-    let undoubted = || source::doubt(&place, &about).is_ok_and(|doubt| doubt.is_none());
+    let undoubted = || state.doubt(&place, &about).is_ok_and(|doubt| doubt.is_none());
     let unwritten = || demotion.since.is_none() || trusted || undoubted();
-    let replica = replica::demote(&about.path, &opening, &demotion, &|_| unwritten())?;
-    list(&replica, Some(&known_replicas(state)));
-    leave_trail(&place, &replica);
+    let mut replica = state.open(&about.path, &replica::Options { adopt: true, ..opening })?;
+    replica.demote(&demotion, &|_| unwritten())?;
+    list(&replica, state.known().as_ref());
+    leave_trail(state, &place, &replica);
     drop(replica);
-    source::forget_source(state, &place, &about)?;
+    state.forget(&place, &about)?;
     summary.released = released(summary.term, &demotion);
     Ok(summary)
 }
 
 /// Leaves what the source knew to the replica that it is now, so that its history goes on where it is promoted again. Where that
 /// fails, it begins anew then.
-fn leave_trail(place: &Path, replica: &Replica) {
-    let folders = (Dir::existing(place), Dir::existing(replica.folder()));
-    if let (Ok(from), Ok(to)) = folders {
-        let _ = History::read(&from).and_then(|history| source::leave_trail(&history, &to));
+fn leave_trail(state: &dyn Site, place: &Path, replica: &Replica) {
+    if let Ok(from) = state.folder(place) {
+        let _ = History::read(&*from).and_then(|history| replica.take_trail(&history));
     }
 }
 
@@ -135,24 +135,23 @@ fn released(term: u64, demotion: &Demotion) -> Option<Released> {
 }
 
 /// Where the source of a replica is, as far as that is known here.
-fn whereabouts(state: &StateDir, source: Option<Uuid>) -> String {
+fn whereabouts(state: &dyn Site, source: Option<Uuid>) -> String {
     let Some(id) = source else { return "where its source is".into() };
-    let survey = state.survey().map(|survey| survey.sources).unwrap_or_default();
-    match survey.into_iter().find(|(_, about)| about.uuid == id) {
-        Some((_, about)) => format!("with its source, which is {} on this host", about.path.display()),
+    match state.sources().unwrap_or_default().into_iter().find(|about| about.uuid == id) {
+        Some(about) => format!("with its source, which is {} on this host", about.path.display()),
         None => format!("on the host of its source, where \"dsync status\" lists the id {id}"),
     }
 }
 
 /// A source that was demoted before; what a crash left of its state goes.
 fn again(
-    state: &StateDir,
+    state: &dyn Site,
     path: &Path,
     known: Option<(PathBuf, About)>,
     lineage: &Lineage,
-    opening: &replica::Options,
+    (options, opening): (&DemoteOptions, &replica::Options),
 ) -> Result<DemoteSummary, SyncError> {
-    let (Some(source), Some(_)) = (lineage.source, &lineage.role.demoted) else {
+    let (Some(source), Some(demoted)) = (lineage.source, &lineage.role.demoted) else {
         return Err(SyncError::Refused(format!(
             "{} is a replica, and not the source: run this {}. To make it the source, run \"dsync promote {0}\"",
             path.display(),
@@ -160,11 +159,13 @@ fn again(
         )));
     };
     if let Some((place, about)) = known.filter(|(_, about)| about.uuid == source) {
-        if let Ok(replica) = Replica::open(path, opening) {
-            leave_trail(&place, &replica);
+        if let Ok(replica) = state.open(path, opening) {
+            leave_trail(state, &place, &replica);
         }
-        source::forget_source(state, &place, &about)?;
+        state.forget(&place, &about)?;
     }
+    let saved =
+        still_saved(path, (source, lineage, demoted), options, &|| state.demotes_anew(path, opening))?;
     let term = lineage.role.term;
     let exact = lineage.unsure.is_nothing() && lineage.role.also().is_empty();
     Ok(DemoteSummary {
@@ -175,11 +176,55 @@ fn again(
         epoch: lineage.epoch.map(|epoch| epoch.number),
         last_epoch: lineage.role.also().last().copied().or(lineage.epoch).map(|epoch| epoch.number),
         bytes_unsure: lineage.epoch.map(|_| lineage.unsure_bytes()),
-        saved: None,
+        saved,
         again: true,
         dry_run: false,
         released: lineage.epoch.filter(|_| exact).map(|epoch| Released { epoch, term }),
     })
+}
+
+/// The file of `--save`, if the demotion has written it. A disk that was demoted without it, or at another epoch than is asked for, is refused:
+/// what was written to it is there until the next sync, and nothing says that it is not wanted.
+fn still_saved(
+    path: &Path,
+    (source, lineage, demoted): (Uuid, &Lineage, &Demoted),
+    options: &DemoteOptions,
+    anew: &dyn Fn() -> Vec<Epoch>,
+) -> Result<Option<PathBuf>, SyncError> {
+    let here = lineage.epoch.map(|epoch| epoch.number);
+    let asked = options.since.as_ref().and_then(|since| since.parse::<u64>().ok());
+    let elsewhere = asked.is_some() && asked != here;
+    let file = options.save.as_ref();
+    if file.is_none() && (!elsewhere || options.discard) {
+        return Ok(None);
+    }
+    if let (Some(file), Some(epoch), false) = (file.filter(|file| file.exists()), lineage.epoch, elsewhere) {
+        if demoted.saved.is_some() && whole_delta(file, source, &epoch)? == demoted.saved {
+            return Ok(Some(file.clone()));
+        }
+    }
+    // A promotion for nothing would leave a second source.
+    let since = asked.or(here).filter(|number| anew().iter().any(|epoch| epoch.number == *number));
+    let path = path.display();
+    let way = match (since, asked.or(here)) {
+        (Some(since), _) => format!(
+            "\"dsync promote --force {path}\" makes it the source again, which nothing may use, and \"dsync demote --since {since} --save \
+             FILE {path}\" then saves it in a new file and demotes it at epoch {since}"
+        ),
+        (None, Some(number)) => format!(
+            "what was written after epoch {number} cannot be saved as a delta, so copy the disk first if it is wanted"
+        ),
+        (None, None) => "copy the disk first if it is wanted".into(),
+    };
+    Err(SyncError::Refused(format!(
+        "{path} was demoted before, {}, so --save and --since were not heeded, and nothing was saved now. Until the next sync to it, what \
+         was written to it is there: {way}",
+        match here {
+            Some(epoch) =>
+                format!("at epoch {epoch}, with {} written since", device::human_size(lineage.unsure_bytes())),
+            None => "without knowing what was written to it".into(),
+        },
+    )))
 }
 
 /// Finds what the replica will be, and saves what was written.
@@ -207,28 +252,33 @@ pub(crate) fn follow(
     let mut written = written(handle, &epoch)?;
     let clean = written.as_ref().is_ok_and(|(blocks, _)| blocks.is_clean());
     let mut saved = None;
-    match (&options.save, clean || options.dry_run) {
+    match &options.save {
         _ if planned && !clean && !options.dry_run => {
             return Err(SyncError::Refused(format!(
                 "{path} was written to after its last sync: stop what writes to it, and run the command again"
             )));
         }
-        (_, true) => {}
-        (Some(_), false) if written.is_err() => {
+        _ if planned => {}
+        // A promotion is of a certain epoch, and that of a replica that was rewound is an earlier one.
+        Some(file) if clean && options.since.is_none() && about.began.is_none() => {
+            return Err(nothing_to_save(handle, &epoch, file));
+        }
+        _ if options.dry_run => {}
+        Some(_) if written.is_err() => {
             return Err(SyncError::Refused(format!(
                 "what was written to {path} since epoch {epoch} is not known ({}), so it cannot be saved as a delta: copy the \
                  disk first if it is wanted, and pass --discard instead of --save",
                 written.err().unwrap_or_default()
             )));
         }
-        (Some(file), false) => {
+        Some(file) => {
             save(handle, &epoch, file, progress)?;
             saved = Some(file.clone());
             // The delta has ended an epoch.
             written = self::written(handle, &epoch)?;
         }
-        (None, false) if options.discard => {}
-        (None, false) => return Err(unsaved(handle, &epoch, &written)),
+        None if clean || options.discard => {}
+        None => return Err(unsaved(handle, &epoch, &written)),
     }
     let block_size = u64::from(about.block_size);
     let since = written.ok();
@@ -252,6 +302,7 @@ pub(crate) fn follow(
         block_size: about.block_size,
         size: handle.reader()?.len(),
         since: since.map(|(blocks, also)| (epoch, also, UnsureSet::of_blocks(&blocks, block_size))),
+        saved: summary.saved.as_ref().and(handle.last_epoch()?),
     };
     Ok((summary, demotion))
 }
@@ -312,7 +363,7 @@ fn unsaved(handle: &Handle, epoch: &Epoch, written: &Result<Written, String>) ->
             let bytes = device::human_size(blocks.count().saturating_mul(about.block_size.into()));
             let count = blocks.count();
             format!(
-                "{count} block{} ({bytes}) written to {path} since epoch {}{when}, the last one in common, will be overwritten by \
+                "{count} block{} ({bytes}) written to {path} since epoch {}{when}, the last one known here to be in common, will be overwritten by \
                  the next sync to it. In a planned switch name the replica that takes over, \"dsync demote {path} DST\", which sends \
                  them to it. If it was promoted without them, pass --save FILE to keep them as a delta, or --discard to give them up",
                 if count == 1 { "" } else { "s" },
@@ -320,10 +371,22 @@ fn unsaved(handle: &Handle, epoch: &Epoch, written: &Result<Written, String>) ->
             )
         }
         Err(why) => format!(
-            "what was written to {path} since epoch {}{when}, the last one in common, is not known ({why}): the next sync \
+            "what was written to {path} since epoch {}{when}, the last one known here to be in common, is not known ({why}): the next sync \
              to it compares everything, and overwrites what differs. In a planned switch name the replica that takes over, \"dsync demote {path} DST\", \
              which sends what it lacks. If it was promoted without that, copy the disk first if it is wanted; then pass --discard",
             epoch.number
         ),
     })
+}
+
+/// With an epoch that is guessed, there is nothing to be saved: a file that is asked for is not left out without a word.
+fn nothing_to_save(handle: &Handle, epoch: &Epoch, file: &Path) -> SyncError {
+    SyncError::Refused(format!(
+        "nothing was written to {} since epoch {}, the last one known here to be in common, so there is nothing to save in {}. \
+         If the replica that was promoted had been rewound, the one in common is earlier: name it with --since EPOCH, as \
+         \"dsync promote\" has said it. Otherwise omit --save",
+        handle.about().path.display(),
+        epoch.number,
+        file.display(),
+    ))
 }

@@ -1,25 +1,19 @@
 //! The demotion of the sources of a group: an intent in the state directory names all of them. From the moment at which that is there,
 //! none of them is a source any more. It stays, so that the command can be repeated, until a group of that name is demoted next.
 
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use delta::Epoch;
-use device::{Dir, FolderLock};
+use device::{Folder, FolderLock};
 use replica::{Intent, Member, Promoted};
-use source::{About, StateDir};
+use source::About;
 
 use crate::error::SyncError;
-use crate::far::open_options;
-
-/// Where the intents of all groups are.
-fn root(state: &StateDir) -> PathBuf {
-    state.path().join("demoting")
-}
+use crate::site::Site;
 
 /// The demotion of a group, held by this process.
 pub(crate) struct Ending {
-    folder: Dir,
+    folder: Box<dyn Folder>,
     lock: Option<FolderLock>,
     /// The sources that have ended.
     pub intent: Option<Intent>,
@@ -27,33 +21,28 @@ pub(crate) struct Ending {
 
 impl Ending {
     /// Takes that of a group.
-    pub(crate) fn open(state: &StateDir, name: &str) -> Result<Ending, SyncError> {
-        let path = root(state).join(name);
-        let failed = |what: &str| SyncError::io(format!("{what} {}", path.display()));
-        let folder = Dir::open(&path).map_err(failed("make"))?;
-        let lock = FolderLock::of(&folder).map_err(failed("lock"))?.map_err(|holder| {
-            replica::ReplicaError::GroupBusy { group: name.into(), dir: path.clone(), holder }
-        })?;
-        let intent = Intent::read(&folder)?;
-        Ok(Ending { folder, lock: Some(lock), intent })
+    pub(crate) fn open(state: &dyn Site, name: &str) -> Result<Ending, SyncError> {
+        let (folder, lock) = state.demoting(name)?;
+        let intent = Intent::read(&*folder)?;
+        Ok(Ending { folder, lock, intent })
     }
 
     /// All of these have ended: durable on return.
     pub(crate) fn begin(&mut self, intent: Intent) -> Result<(), SyncError> {
-        intent.store(&self.folder)?;
+        intent.store(&*self.folder)?;
         self.intent = Some(intent);
         Ok(())
     }
 
     /// The disks that it has ended, or made replicas, and that are nothing else since, by their present paths: each with the epoch in
     /// common, and whether it is a source still.
-    pub(crate) fn disks(&self, state: &StateDir) -> Result<Vec<Ended>, SyncError> {
-        let known = state.survey()?.sources;
+    pub(crate) fn disks(&self, state: &dyn Site) -> Result<Vec<Ended>, SyncError> {
+        let known = state.sources()?;
         let mut disks = Vec::new();
         for (path, member) in self.intent.iter().flat_map(|intent| &intent.members) {
             // By its source: a device may have another name by now, and another disk this one.
             let mut ended = None;
-            for (_, about) in &known {
+            for about in &known {
                 if has_ended(member, about, state)? {
                     ended = Some(about);
                 }
@@ -78,11 +67,11 @@ pub(crate) struct Ended {
 }
 
 /// True if the disk at this path is a replica since this demotion.
-fn was_demoted(path: &Path, member: &Member, state: &StateDir) -> Result<bool, SyncError> {
-    if !path.exists() {
+fn was_demoted(path: &Path, member: &Member, state: &dyn Site) -> Result<bool, SyncError> {
+    if !state.exists(path) {
         return Ok(false);
     }
-    let lineage = replica::inspect(path, &open_options(None, state))?;
+    let lineage = state.lineage(path, &state.opening(None))?;
     Ok(lineage.is_some_and(|lineage| {
         let role = &lineage.role;
         lineage.source == Some(member.source)
@@ -93,16 +82,16 @@ fn was_demoted(path: &Path, member: &Member, state: &StateDir) -> Result<bool, S
 }
 
 /// The promotion that made a source of the disk at this path; `None` if there was none.
-pub(crate) fn promotion_of(state: &StateDir, path: &Path) -> Result<Option<Promoted>, SyncError> {
-    if !path.exists() {
+pub(crate) fn promotion_of(state: &dyn Site, path: &Path) -> Result<Option<Promoted>, SyncError> {
+    if !state.exists(path) {
         return Ok(None);
     }
-    Ok(replica::inspect(path, &open_options(None, state))?.and_then(|lineage| lineage.role.promoted))
+    Ok(state.lineage(path, &state.opening(None))?.and_then(|lineage| lineage.role.promoted))
 }
 
 /// True if this source has ended so. Another term of it has not, and neither has one of the same number that another promotion began:
 /// a source of an earlier term may have made a replica of it in between.
-fn has_ended(member: &Member, about: &About, state: &StateDir) -> Result<bool, SyncError> {
+fn has_ended(member: &Member, about: &About, state: &dyn Site) -> Result<bool, SyncError> {
     if (member.source, member.ended) != (about.uuid, Some(about.term)) {
         return Ok(false);
     }
@@ -120,22 +109,8 @@ impl Drop for Ending {
 }
 
 /// The group whose demotion has ended this source, where it is not demoted yet.
-pub(crate) fn ended_with(state: &StateDir, about: &About) -> Result<Option<String>, SyncError> {
-    let root = root(state);
-    let failed = |e| SyncError::io(format!("look into {}", root.display()))(e);
-    let entries = match std::fs::read_dir(&root) {
-        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
-        entries => entries.map_err(failed)?,
-    };
-    for entry in entries {
-        let path = entry.map_err(failed)?.path();
-        let folder = match Dir::existing(&path) {
-            Ok(folder) => folder,
-            // Another command has removed it, or it is none of ours.
-            Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => continue,
-            Err(e) => return Err(SyncError::io(format!("open {}", path.display()))(e)),
-        };
-        let Some(intent) = Intent::read(&folder)? else { continue };
+pub(crate) fn ended_with(state: &dyn Site, about: &About) -> Result<Option<String>, SyncError> {
+    for intent in state.endings()? {
         for member in intent.members.values() {
             if has_ended(member, about, state)? {
                 return Ok(Some(intent.group));

@@ -23,9 +23,10 @@ use crate::messages::{
 use crate::mirror_receiver::receive_batches;
 use crate::primary::{primary_at, refuse_adoption, refuse_merge};
 use crate::report::Progress;
+use crate::site::Site;
 
 /// Opens a replica of this host.
-pub(crate) fn open_here(open: &Open, path: &Path, state: &StateDir) -> Result<Opened, SyncError> {
+pub(crate) fn open_here(open: &Open, path: &Path, state: &dyn Site) -> Result<Opened, SyncError> {
     open_member(open, path, state, None)
 }
 
@@ -33,11 +34,11 @@ pub(crate) fn open_here(open: &Open, path: &Path, state: &StateDir) -> Result<Op
 pub(crate) fn open_member(
     open: &Open,
     path: &Path,
-    state: &StateDir,
+    state: &dyn Site,
     group: Option<replica::Membership>,
 ) -> Result<Opened, SyncError> {
-    refuse_source(open.source.as_ref(), path)?;
-    let here = replica::Options { group, ..open_options(open.journal_dir.as_deref(), state) };
+    refuse_source(open.source.as_ref(), path, state)?;
+    let here = replica::Options { group, ..state.opening(open.journal_dir.as_deref()) };
     let options = asked_for(open, here);
     if let Some(origin) = &open.origin {
         if let Some(primary) = primary_at(path, &options, state, origin)? {
@@ -47,7 +48,7 @@ pub(crate) fn open_member(
     if open.adopt {
         refuse_adoption(path, &options, state)?;
     }
-    Ok(Opened::Replica(Box::new(open_replica(path, &options, state)?), Some(state.clone())))
+    Ok(Opened::Replica(Box::new(open_replica(path, &options, state)?)))
 }
 
 /// What the source's side asks for, beside what is said here.
@@ -68,17 +69,17 @@ pub(crate) fn asked_for(open: &Open, here: replica::Options) -> replica::Options
 ///
 /// # Errors
 /// As [`Replica::open`].
-pub fn open_replica(path: &Path, options: &replica::Options, state: &StateDir) -> Result<Replica, SyncError> {
-    Replica::open(path, options).map_err(|error| match error {
+pub fn open_replica(path: &Path, options: &replica::Options, state: &dyn Site) -> Result<Replica, SyncError> {
+    state.open(path, options).map_err(|error| match error {
         ReplicaError::NotAReplica(path) => not_a_replica(path, state),
         other => other.into(),
     })
 }
 
 /// What is at a path that is not that of a replica with its state where it is looked for.
-fn not_a_replica(path: PathBuf, state: &StateDir) -> SyncError {
+fn not_a_replica(path: PathBuf, state: &dyn Site) -> SyncError {
     let shown = path.display();
-    if let Ok(Some(folder)) = known_replicas(state).folder_of(&path) {
+    if let Some(Ok(Some(folder))) = state.known().map(|known| known.folder_of(&path)) {
         return SyncError::Refused(format!(
             "{shown} is a replica whose state is in {}: pass --journal-dir {0}",
             folder.display()
@@ -107,17 +108,17 @@ pub(crate) fn list(replica: &Replica, known: Option<&KnownReplicas>) {
 
 /// Forgets the source that an adopted disk was before, if it follows that source's other self now. One that was restored from
 /// its replica goes on as its own source. What is left if this fails is not trusted: the disk has changed.
-fn forget_former(state: &StateDir, replica: &Replica) {
+fn forget_former(state: &dyn Site, replica: &Replica) {
     if let Ok(Some((place, about))) = state.source(&replica.path().to_string_lossy()) {
         if replica.status().source == Some(about.uuid) {
-            let _ = source::forget_source(state, &place, &about);
+            let _ = state.forget(&place, &about);
         }
     }
 }
 
 /// Refuses a destination that shares storage with the source, under whatever names, if both are on this host.
-fn refuse_source(source: Option<&Storage>, path: &Path) -> Result<(), SyncError> {
-    match (source, Storage::of(path)) {
+fn refuse_source(source: Option<&Storage>, path: &Path, state: &dyn Site) -> Result<(), SyncError> {
+    match (source, state.storage(path)) {
         (Some(source), Some(here)) if source.overlaps(&here) => Err(SyncError::Refused(format!(
             "{} is the source itself under some name, or shares storage with it: what is written to the one changes the \
              other. Give a destination on another disk or in another file",
@@ -153,8 +154,8 @@ pub(crate) fn open_options(journal_dir: Option<&Path>, state: &StateDir) -> repl
 
 /// What was opened.
 pub(crate) enum Opened {
-    /// The requested replica; with the state directory of its host, if it has one.
-    Replica(Box<Replica>, Option<StateDir>),
+    /// The requested replica.
+    Replica(Box<Replica>),
     /// The same source as the one at the other end of the link.
     Primary(PathBuf, Primary),
 }
@@ -167,6 +168,8 @@ pub(crate) type Opener<'a> = &'a dyn Fn(&Open) -> Result<Opened, SyncError>;
 pub(crate) struct ReplicaEnd<'a> {
     pub sender: &'a Sender,
     pub receiver: &'a Receiver,
+    /// The host, if the caller opens its replicas by that.
+    pub site: Option<&'a dyn Site>,
     /// Of what is received, or read to be compared.
     pub progress: Progress<'a>,
     /// False refuses whatever would write to the replica.
@@ -177,11 +180,11 @@ impl ReplicaEnd<'_> {
     /// The conversation, from the status of the requested replica to the source's goodbye. What the source reported, if it did.
     pub(crate) fn converse(&self, open: &Open, opened: Opener<'_>) -> Result<Option<Message>, SyncError> {
         let ReplicaEnd { sender, receiver, .. } = *self;
-        let (mut replica, state) = match opened(open)? {
-            Opened::Replica(replica, state) => (replica, state),
+        let mut replica = match opened(open)? {
+            Opened::Replica(replica) => replica,
             Opened::Primary(path, primary) => return self.refuse(path, primary),
         };
-        let known = state.as_ref().map(known_replicas);
+        let known = self.site.and_then(Site::known);
         if replica.status().source.is_some() {
             list(&replica, known.as_ref());
         }
@@ -229,7 +232,7 @@ impl ReplicaEnd<'_> {
                 return self.last_word(None);
             }
             if let Taken::Committed(committed) = self.take_delta(&mut replica, open, plan)? {
-                state.iter().filter(|_| open.adopt).for_each(|state| forget_former(state, &replica));
+                self.site.iter().filter(|_| open.adopt).for_each(|site| forget_former(*site, &replica));
                 sender.send_json(COMMITTED, &committed)?;
                 // The other end says goodbye when it has recorded that.
                 return self.last_word(None);
@@ -322,6 +325,8 @@ pub(crate) fn say_status(sender: &Sender, replica: &mut Replica, commit: Commit)
     said.path = canonical(&path).unwrap_or(path);
     said.wrong_size = len.filter(|len| *len != size);
     said.in_place = replica.is_in_place(commit);
+    let anew = replica.demotes_anew();
+    said.demotes_anew = anew[anew.len().saturating_sub(Status::MOST_ANEW)..].to_vec();
     said.moments = replica.keeps_every().map(|every| {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Moments { every, now: now.as_micros().try_into().unwrap_or(u64::MAX) }
@@ -447,6 +452,9 @@ impl ReplicaEnd<'_> {
         at_end: AtEnd,
         mut seen: impl FnMut(&Frame),
     ) -> Result<Taken, SyncError> {
+        if at_end == AtEnd::Keep {
+            receipt.is_pass();
+        }
         loop {
             let message = match self.receiver.recv() {
                 Ok(Some(message)) => message,

@@ -4,20 +4,20 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use delta::Epoch;
 use replica::{Intent, Member};
-use source::{About, GroupHandle, Handle, StateDir};
+use source::{About, GroupHandle, Handle};
 use uuid::Uuid;
 
 use crate::attach::attach_group;
 use crate::demote::{DemoteOptions, DemoteSummary, demote, follow, in_common, written};
 use crate::ended::{Ended, Ending, promotion_of};
 use crate::error::SyncError;
-use crate::far::open_options;
 use crate::group::GroupSummary;
 use crate::report::{Progress, Summary};
+use crate::site::Site;
 
 /// The last sync of a group.
 pub type LastGroupSync<'a> =
@@ -32,7 +32,7 @@ pub type Afterwards<'a> = &'a mut dyn FnMut(&[DemoteSummary]) -> Result<(), Sync
 /// # Errors
 /// As for [`crate::demote`] of each. Unless they say otherwise, all of them are the sources that they were then.
 pub fn demote_group(
-    state: &StateDir,
+    state: &dyn Site,
     name: &str,
     options: &DemoteOptions,
     last_sync: Option<LastGroupSync<'_>>,
@@ -40,8 +40,12 @@ pub fn demote_group(
     progress: Progress<'_>,
 ) -> Result<Vec<DemoteSummary>, SyncError> {
     source::check_name(name)?;
+    if let (Some(dir), false) = (&options.save, options.dry_run) {
+        make_folder(dir)?;
+    }
+    // What was synced and planned by this command has been held until then.
+    let mut seen = options.clone();
     let mut ending = Ending::open(state, name)?;
-    let mut saved = Vec::new();
     let mut ended = ending.disks(state)?;
     let unfinished = ended.iter().any(|disk| disk.is_source);
     if options.dry_run && unfinished {
@@ -50,18 +54,13 @@ pub fn demote_group(
         )));
     }
     // What was demoted is so again, until there is another group of that name.
-    let another = !unfinished && !source::group_members(state, name)?.is_empty();
+    let another = !unfinished && !state.group_members(name)?.is_empty();
     if ended.is_empty() || another {
-        refuse_two_of_one(state, name)?;
         let group = attach_group(state, name, &options.open)?;
         let planned = plan(state, &group, options, last_sync, progress);
         let planned = match planned {
-            Ok((summaries, intent)) if !options.dry_run => {
-                saved =
-                    summaries.iter().map(|summary| (summary.path.clone(), summary.saved.clone())).collect();
-                // The sources are held until it is there: nobody serves one in between.
-                ending.begin(intent).map(|()| summaries)
-            }
+            // The sources are held until it is there: nobody serves one in between.
+            Ok((summaries, intent)) if !options.dry_run => ending.begin(intent).map(|()| summaries),
             planned => planned.map(|(summaries, _)| summaries),
         };
         let closed = group.close();
@@ -71,11 +70,13 @@ pub fn demote_group(
             return Ok(summaries);
         }
         ended = ending.disks(state)?;
+        seen.open.trust_device = true;
     } else if options.dry_run {
         return Err(SyncError::Refused(format!(
             "the disks of the group {name} are demoted already: without -n the command tells the replicas again that they can take over"
         )));
     }
+    let options = &seen;
     if !options.discard {
         for disk in ended.iter().filter(|disk| disk.is_source) {
             still_known(state, name, disk, options)?;
@@ -83,60 +84,45 @@ pub fn demote_group(
     }
     let mut summaries = Vec::new();
     for disk in ended {
+        let save = save_of(&disk.path, options);
+        let given = since_of(&disk.path, options).filter(|_| !disk.is_source);
         let how = DemoteOptions {
             // What it is was decided, and said, for all of them.
-            since: Some(disk.epoch.number.to_string()),
-            discard: true,
+            since: Some(given.map_or_else(|| disk.epoch.number.to_string(), |(_, epoch)| epoch.clone())),
+            discard: save.is_none(),
+            save,
             open: options.open.clone(),
             ..DemoteOptions::default()
         };
-        let mut summary = demote(state, &disk.path.to_string_lossy(), &how, None, progress)?;
-        let of_it = saved.iter().find(|(saved, _)| *saved == summary.path);
-        summary.saved = of_it.and_then(|(_, file)| file.clone());
-        summaries.push(summary);
+        summaries.push(demote(state, &disk.path.to_string_lossy(), &how, None, progress)?);
     }
     afterwards(&summaries)?;
     Ok(summaries)
 }
 
-/// Refuses a group with two sources of one disk, which a promotion on the host of the old ones leaves: it is not known which are meant.
-fn refuse_two_of_one(state: &StateDir, name: &str) -> Result<(), SyncError> {
-    let members = source::group_members(state, name)?;
-    let later = |about: &About| {
-        let known = members.iter().map(|(_, other)| other);
-        known.filter(|other| other.uuid == about.uuid).max_by_key(|other| other.term)
-    };
-    let (mut old, mut new) = (Vec::new(), Vec::new());
-    for (_, about) in &members {
-        let Some(other) = later(about).filter(|other| other.term > about.term) else { continue };
-        let since = other.began.map_or(String::new(), |began| format!(" --since {}", began.number));
-        old.push(format!("\"dsync demote{since} --save FILE {}\"", about.path.display()));
-        new.push(format!("{} (term {})", other.path.display(), other.term));
+/// Makes the folder that what was written is saved in, in one that is there.
+fn make_folder(dir: &Path) -> Result<(), SyncError> {
+    match std::fs::create_dir(dir) {
+        Err(e) if e.kind() != std::io::ErrorKind::AlreadyExists => {
+            Err(SyncError::io(format!("make the folder {}", dir.display()))(e))
+        }
+        _ => Ok(()),
     }
-    if old.is_empty() {
-        return Ok(());
-    }
-    Err(SyncError::Refused(format!(
-        "the group {name} has the promoted disks here as well as their old sources: {} went on from them. To make replicas of the old ones, \
-         run {}. To give up the promoted ones instead, demote each of them so",
-        new.join(", "),
-        old.join(" and ")
-    )))
 }
 
 /// Refuses to carry a demotion out where a disk may have been written to since it was decided: nothing would say what is given up, and
 /// nothing has saved it.
-fn still_known(state: &StateDir, name: &str, disk: &Ended, options: &DemoteOptions) -> Result<(), SyncError> {
+fn still_known(state: &dyn Site, name: &str, disk: &Ended, options: &DemoteOptions) -> Result<(), SyncError> {
     let what = disk.path.to_string_lossy();
     let is_done = || {
-        let lineage = replica::inspect(&disk.path, &open_options(None, state))?;
+        let lineage = state.lineage(&disk.path, &state.opening(None))?;
         Ok::<_, SyncError>(lineage.is_some_and(|lineage| lineage.role.promoted.is_none()))
     };
     // The replica tells what was written to it.
-    if !disk.path.exists() || is_done()? {
+    if !state.exists(&disk.path) || is_done()? {
         return Ok(());
     }
-    let handle = Handle::attach(state, &what, &options.open)?;
+    let handle = state.attach(&what, &options.open)?;
     let written = written(&handle, &disk.epoch);
     handle.close()?;
     let Err(why) = written? else { return Ok(()) };
@@ -148,9 +134,15 @@ fn still_known(state: &StateDir, name: &str, disk: &Ended, options: &DemoteOptio
     )))
 }
 
+/// Where what was written to a disk is saved.
+fn save_of(path: &Path, options: &DemoteOptions) -> Option<PathBuf> {
+    let file = path.file_name().unwrap_or_default().to_string_lossy();
+    options.save.as_ref().map(|dir| dir.join(format!("{file}.delta")))
+}
+
 /// What is given of a disk: its name and the epoch in common.
-fn since_of<'a>(about: &About, options: &'a DemoteOptions) -> Option<&'a (String, String)> {
-    let is_it = |disk: &str| about.path.file_name() == Some(disk.as_ref()) || about.path == Path::new(disk);
+fn since_of<'a>(path: &Path, options: &'a DemoteOptions) -> Option<&'a (String, String)> {
+    let is_it = |disk: &str| path.file_name() == Some(disk.as_ref()) || path == Path::new(disk);
     options.each.iter().find(|(disk, _)| is_it(disk))
 }
 
@@ -173,7 +165,7 @@ fn check_since(group: &GroupHandle, options: &DemoteOptions) -> Result<(), SyncE
     let (name, members) = (group.name(), group.members());
     let abouts = || members.iter().map(|handle| handle.about());
     let named = |(disk, _): &&(String, String)| {
-        let of_it = |about: &About| since_of(about, options).is_some_and(|(known, _)| known == disk);
+        let of_it = |about: &About| since_of(&about.path, options).is_some_and(|(known, _)| known == disk);
         !abouts().any(of_it)
     };
     if let Some((disk, _)) = options.each.iter().find(named) {
@@ -185,7 +177,7 @@ fn check_since(group: &GroupHandle, options: &DemoteOptions) -> Result<(), SyncE
     // What was promoted itself knows where.
     let guessed = |handle: &&Handle| {
         let about = handle.about();
-        about.began.is_none() && since_of(about, options).is_none()
+        about.began.is_none() && since_of(&about.path, options).is_none()
     };
     let Some(unknown) = members.iter().find(guessed).filter(|_| !options.discard) else { return Ok(()) };
     let last = members.iter().map(|handle| {
@@ -204,7 +196,7 @@ fn check_since(group: &GroupHandle, options: &DemoteOptions) -> Result<(), SyncE
 
 /// What each will be, and the intent that makes them that.
 fn plan(
-    state: &StateDir,
+    state: &dyn Site,
     group: &GroupHandle,
     options: &DemoteOptions,
     last_sync: Option<LastGroupSync<'_>>,
@@ -220,9 +212,8 @@ fn plan(
     let (mut summaries, mut members) = (Vec::new(), BTreeMap::new());
     for (at, handle) in group.members().iter().enumerate() {
         let about = handle.about();
-        let file = about.path.file_name().unwrap_or_default().to_string_lossy();
-        let save = options.save.as_ref().map(|dir| dir.join(format!("{file}.delta")));
-        let since = since_of(about, options).map(|(_, epoch)| epoch.clone());
+        let save = save_of(&about.path, options);
+        let since = since_of(&about.path, options).map(|(_, epoch)| epoch.clone());
         let own = DemoteOptions { save, since, ..options.clone() };
         let member = synced.as_ref().and_then(|(_, members)| members.get(at)).cloned();
         let (summary, demotion) = match member {

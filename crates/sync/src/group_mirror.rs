@@ -22,8 +22,8 @@ use crate::report::{Progress, Summary};
 
 /// The shortest time from one cut to the next.
 const LEAST: Duration = Duration::from_millis(250);
-/// The same of live disks, whose file systems are frozen each time.
-const LEAST_LIVE: Duration = Duration::from_secs(1);
+/// The same where a cut costs those who write: file systems of live disks are frozen each time, and a hook holds what it holds.
+const LEAST_HELD: Duration = Duration::from_secs(1);
 /// How long a turn of the loop takes at most.
 const TURN: Duration = Duration::from_secs(1);
 
@@ -199,9 +199,18 @@ impl GroupMirror<'_> {
                 return Ok(());
             }
             // As long as there is time for two rounds within the bound.
-            let least = if group.is_live() { LEAST_LIVE } else { LEAST };
+            let least = self.least(group);
             let interval = (began.elapsed() * 2).max(least).min((self.rpo / 2).max(least));
             self.turns.within(|| self.rest_until(began + interval, attempts));
+        }
+    }
+
+    /// The shortest time from one cut to the next. A hook is asked four times within the bound at most.
+    fn least(&self, group: &GroupHandle) -> Duration {
+        match &self.options.hook {
+            Some(_) => (self.rpo / 4).max(LEAST_HELD),
+            None if group.is_live() => LEAST_HELD,
+            None => LEAST,
         }
     }
 

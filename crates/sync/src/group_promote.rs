@@ -3,13 +3,13 @@
 
 use std::path::{Path, PathBuf};
 
-use replica::{Group, Replica, find_group};
+use replica::Replica;
 use serde::Serialize;
-use source::StateDir;
+use source::Membership;
 
 use crate::error::SyncError;
-use crate::far::{known_replicas, open_options};
 use crate::promote::{PromoteOptions, Promotion, already, succession, told};
+use crate::site::Site;
 
 /// What the promotion of a group did.
 #[derive(Debug, Clone, Serialize)]
@@ -34,13 +34,14 @@ pub struct GroupPromotion {
 /// As for [`crate::promote`] of each; refused if one is missing, or they are not at one common epoch. They are the replicas that they
 /// were then.
 pub fn promote_group(
-    state: &StateDir,
+    state: &dyn Site,
     dir: &Path,
     options: &PromoteOptions,
 ) -> Result<GroupPromotion, SyncError> {
-    let (dir, name) = find_group(dir)?;
-    let mut group = Group::open(&dir, &name)?;
-    let mut replicas = group.open_members(&dir, &open_options(None, state), false)?;
+    let (dir, name) = state.find_group(dir)?;
+    // Whatever its replicas are called.
+    let (dir, mut group) = state.group(&dir.join("replica"), &name)?;
+    let mut replicas = state.members(&group, &dir, false)?;
     let cut = group.intent().map(|intent| intent.cut);
     let before: Vec<_> = replicas.iter().map(|replica| replica.recorded().role.promoted).collect();
     let mut outlooks = Vec::new();
@@ -56,7 +57,16 @@ pub fn promote_group(
         group.intent().is_some_and(replica::Intent::promotes),
         members.first(),
     ) {
-        return Err(already(&first.path, first.term));
+        let lost = |member: &&Promotion| {
+            let known = state.source(&member.path.to_string_lossy());
+            known.is_ok_and(|known| known.is_none())
+        };
+        let Some(lost) = members.iter().find(lost) else { return Err(already(&first.path, first.term)) };
+        return Err(SyncError::Refused(format!(
+            "{} was promoted, and what it is as a source is not in this state directory: run \"dsync promote DISK\" for each disk of the group {name}, \
+             which makes that anew, and then \"dsync serve --group {name}\" with all of them",
+            lost.path.display()
+        )));
     }
     group.check_promoted(&replicas)?;
     for member in &mut members {
@@ -70,18 +80,27 @@ pub fn promote_group(
         dry_run: options.dry_run,
         members: Vec::new(),
     };
+    // Before any of them is marked, which nothing takes back.
+    for (member, before) in members.iter().zip(&before) {
+        if before.is_none() {
+            state.check_term(&member.path, member.source, member.term)?;
+        }
+    }
     if options.dry_run {
         return Ok(GroupPromotion { members, ..done });
     }
     let marks = group.promote(&mut replicas)?;
+    // The same for all of them, also where the command is run again.
+    let promotion = marks.iter().map(|mark| mark.id).min();
     let mut made = false;
     for (at, mark) in marks.iter().enumerate() {
         let (replica, outlook, member): (&Replica, _, _) = (&replicas[at], &outlooks[at], &mut members[at]);
         member.term = mark.term;
         let completes = before[at].is_some();
-        made |= source::succeed(state, replica.path(), &succession(replica, outlook, *mark, completes)?)?;
-        made |= source::join_group(state, replica.path(), &name, cut.zip(Some(outlook.epoch)))?;
-        let _ = known_replicas(state).remove(replica.path());
+        made |= state.succeed(replica.path(), &succession(state, replica, outlook, *mark, completes)?)?;
+        let (name, cut) = (name.clone(), cut.zip(Some(outlook.epoch)));
+        made |= state.join_group(replica.path(), Membership { name, cut, promotion })?;
+        let _ = state.known().map(|known| known.remove(replica.path()));
     }
     group.end_promotion()?;
     match (made, members.first()) {

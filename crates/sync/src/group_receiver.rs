@@ -4,20 +4,20 @@ use std::path::{Path, PathBuf};
 
 use delta::Epoch;
 use replica::{Commit, Group, KnownReplicas, Membership, Replica};
-use source::StateDir;
 
 use crate::error::SyncError;
-use crate::far::{Opened, ReplicaEnd, Taken, known_replicas, list, open_member, say_status};
+use crate::far::{Opened, ReplicaEnd, Taken, list, open_member, say_status};
 use crate::messages::{
     COMMIT_GROUP, COMMITTED, Committed, GROUP_COMMITTED, Open, OpenGroup, PLAN, PREPARED, Plan, nonsense,
     unexpected,
 };
+use crate::site::Site;
 
 /// The replicas of a group.
 pub(crate) struct OpenedGroup {
     group: Group,
     replicas: Vec<Replica>,
-    known: KnownReplicas,
+    known: Option<KnownReplicas>,
 }
 
 /// Opens the requested replicas of a group.
@@ -27,16 +27,18 @@ pub(crate) type GroupOpener<'a> = &'a dyn Fn(&OpenGroup) -> Result<OpenedGroup, 
 pub(crate) fn open_group(
     asked: &OpenGroup,
     paths: &[PathBuf],
-    state: &StateDir,
+    state: &dyn Site,
 ) -> Result<OpenedGroup, SyncError> {
-    let dir = replica::folder_of_replicas(paths.first().map_or(Path::new("/"), |path| path))?;
-    let group = Group::open(&dir, &asked.name)?;
+    let (dir, group) = state.group(paths.first().map_or(Path::new("/"), |path| path), &asked.name)?;
+    refuse_another(&group, asked, &dir, state)?;
     let mut replicas = Vec::new();
     for (open, path) in asked.members.iter().zip(paths) {
-        let at =
-            std::fs::canonicalize(path).unwrap_or_else(|_| dir.join(path.file_name().unwrap_or_default()));
+        let at = match state.exists(path) {
+            true => state.real(path),
+            false => dir.join(path.file_name().unwrap_or_default()),
+        };
         match open_member(open, path, state, Some(Membership::of(&at, &dir, &asked.name)))? {
-            Opened::Replica(replica, _) => replicas.push(*replica),
+            Opened::Replica(replica) => replicas.push(*replica),
             Opened::Primary(path, primary) => {
                 let path = path.display();
                 return Err(SyncError::Refused(format!(
@@ -46,7 +48,35 @@ pub(crate) fn open_group(
             }
         }
     }
-    Ok(OpenedGroup { group, replicas, known: known_replicas(state) })
+    Ok(OpenedGroup { group, replicas, known: state.known() })
+}
+
+/// Refuses a folder in which the replicas of another group of that name are: each commit would leave out those of the other.
+fn refuse_another(group: &Group, asked: &OpenGroup, dir: &Path, state: &dyn Site) -> Result<(), SyncError> {
+    let Some(intent) = group.intent() else { return Ok(()) };
+    let (mut ours, mut others) = (false, Vec::new());
+    for (path, member) in &intent.members {
+        let is_asked = |open: &Open| {
+            // From an earlier version nothing tells.
+            open.path.file_name() == path.file_name()
+                || open.origin.as_ref().is_none_or(|origin| origin.uuid == member.source)
+        };
+        ours |= asked.members.iter().any(is_asked);
+        let there = state.exists(path).then(|| state.lineage(path, &state.opening(None))).transpose()?;
+        if there.flatten().is_some_and(|lineage| lineage.source == Some(member.source)) {
+            others.push(path.display().to_string());
+        }
+    }
+    if ours || others.is_empty() {
+        return Ok(());
+    }
+    Err(SyncError::Refused(format!(
+        "{} has the replicas of another group {}: {}. Give these a folder of their own, or serve their sources as a group of another name. If \
+         those are given up, \"dsync forget\" each of them first",
+        dir.display(),
+        asked.name,
+        others.join(", ")
+    )))
 }
 
 impl ReplicaEnd<'_> {
@@ -54,12 +84,13 @@ impl ReplicaEnd<'_> {
     pub(crate) fn converse_group(&self, asked: &OpenGroup, opened: GroupOpener<'_>) -> Result<(), SyncError> {
         let OpenedGroup { mut group, mut replicas, known } = opened(asked)?;
         let followed = replicas.iter().filter(|replica| replica.status().source.is_some());
-        followed.for_each(|replica| list(replica, Some(&known)));
+        followed.for_each(|replica| list(replica, known.as_ref()));
         loop {
             for replica in &mut replicas {
                 say_status(self.sender, replica, Commit::Journal)?;
             }
-            let Some(cut) = self.take_deltas(&asked.members, &mut replicas, &known, &mut group)? else {
+            let Some(cut) = self.take_deltas(&asked.members, &mut replicas, known.as_ref(), &mut group)?
+            else {
                 return Ok(());
             };
             let done = group.commit(cut, &mut replicas)?;
@@ -78,7 +109,7 @@ impl ReplicaEnd<'_> {
         &self,
         members: &[Open],
         replicas: &mut [Replica],
-        known: &KnownReplicas,
+        known: Option<&KnownReplicas>,
         group: &mut Group,
     ) -> Result<Option<Epoch>, SyncError> {
         loop {
@@ -98,7 +129,7 @@ impl ReplicaEnd<'_> {
             }
             replica.mergeable()?;
             group.counts();
-            list(replica, Some(known));
+            list(replica, known);
             match self.take_delta(replica, open, plan)? {
                 Taken::Prepared => self.sender.send_json(PREPARED, &())?,
                 Taken::Committed(committed) => {

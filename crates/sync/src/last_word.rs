@@ -5,15 +5,14 @@ use std::path::{Path, PathBuf};
 
 use device::Storage;
 use link::Link;
-use replica::{Commit, Released, Replica};
-use source::StateDir;
+use replica::{Commit, Released};
 
 use crate::demote::DemoteSummary;
 use crate::error::SyncError;
 use crate::facts::bookmark;
-use crate::far::open_options;
 use crate::messages::{COMMITTED, Committed, Open, Origin, PLAN, Plan, expect, open, part};
 use crate::options::Way;
+use crate::site::Site;
 
 /// A demoted source that has a last word.
 pub struct LastWord<'a> {
@@ -22,7 +21,7 @@ pub struct LastWord<'a> {
     /// Its last epoch.
     pub released: Released,
     /// The state directory of its host.
-    pub state: &'a StateDir,
+    pub state: &'a dyn Site,
     /// Where it keeps lineage and journal, as a replica.
     pub own_journal_dir: Option<&'a Path>,
 }
@@ -75,12 +74,12 @@ impl LastWord<'_> {
 
     /// The replica that was told before.
     fn told(&self) -> Option<String> {
-        let options = open_options(self.own_journal_dir, self.state);
-        replica::inspect(&self.demoted.path, &options).ok()??.role.demoted?.told
+        let options = self.state.opening(self.own_journal_dir);
+        self.state.lineage(&self.demoted.path, &options).ok()??.role.demoted?.told
     }
 
     fn promise(&self, name: &str) -> Result<(), SyncError> {
-        let options = open_options(self.own_journal_dir, self.state);
-        Ok(Replica::open(&self.demoted.path, &options)?.promise(name)?)
+        let options = self.state.opening(self.own_journal_dir);
+        Ok(self.state.open(&self.demoted.path, &options)?.promise(name)?)
     }
 }

@@ -54,6 +54,7 @@ mod group_demote;
 mod group_mirror;
 mod group_promote;
 mod group_receiver;
+mod host;
 mod last_word;
 mod live;
 mod messages;
@@ -72,6 +73,7 @@ mod receive;
 mod report;
 mod roles;
 mod saved;
+mod site;
 #[cfg(test)]
 mod tests;
 mod transfer;
@@ -103,10 +105,12 @@ pub use pipeline::Stages;
 pub use promote::{PromoteOptions, Promotion, promote};
 pub use pull::{Pull, PullContext, SourceInfo, SourceRequest, Task, send};
 pub use push::push;
-#[doc(hidden)]
-pub use receive::receive_over;
 pub use receive::{receive, receive_within};
+#[doc(hidden)]
+pub use receive::{receive_on, receive_over};
 pub use replica::{Commit, Keep};
 pub use report::{Progress, Summary};
 pub use roles::{refuse_replica, unpromoted};
+#[doc(hidden)]
+pub use site::Site;
 pub use verify::{Verified, VerifyOptions, verify};

@@ -202,6 +202,14 @@ pub(crate) struct Status {
     /// It keeps a moment of each of these periods.
     #[serde(default)]
     pub moments: Option<Moments>,
+    /// A former source: the latest epochs at which it can be demoted anew, ascending.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub demotes_anew: Vec<delta::Epoch>,
+}
+
+impl Status {
+    /// The most of [`Status::demotes_anew`]: one that is further back is taken for one that its history does not reach.
+    pub(crate) const MOST_ANEW: usize = 256;
 }
 
 /// The periods of each of which a replica keeps a moment.
@@ -427,6 +435,7 @@ impl Status {
             unsure_bytes: 0,
             primary: None,
             moments: None,
+            demotes_anew: Vec::new(),
         }
     }
 

@@ -125,6 +125,7 @@ pub(crate) fn choose(facts: &Facts<'_>, status: &Status, options: &SyncOptions) 
             _ => Ok(Choice::copy("seeded")),
         };
     }
+    refuse_foreign(facts, status, options)?;
     let something = replica.epoch.is_some() || !nothing;
     match options.method {
         Some(Method::Compare) => return Ok(Choice::compare("asked for")),
@@ -164,19 +165,23 @@ pub(crate) fn choose(facts: &Facts<'_>, status: &Status, options: &SyncOptions) 
             Knowledge::Known => return Ok(Choice::tracked(positions)),
             // Trusted only with --adopt.
             Knowledge::NotAsked => "its history was not queried".to_owned(),
-            Knowledge::Lost(why) => why.clone(),
-            Knowledge::Foreign(why) => {
-                return Err(Conflict::Foreign {
-                    replica: status.path.clone(),
-                    path: facts.path.to_path_buf(),
-                    why: why.clone(),
-                });
-            }
+            Knowledge::Lost(why) | Knowledge::Foreign(why) => why.clone(),
         },
     };
     match options.method {
         Some(Method::Tracked) => Err(Conflict::Lost { path: facts.path.to_path_buf(), why }),
         _ => Ok(Choice::compare(&why)),
+    }
+}
+
+/// Refuses a replica of another history: what that has is not overwritten by the way, however the differences are found.
+fn refuse_foreign(facts: &Facts<'_>, status: &Status, options: &SyncOptions) -> Result<(), Conflict> {
+    match &facts.history {
+        Knowledge::Foreign(why) if !options.adopt => {
+            let (replica, path) = (status.path.clone(), facts.path.to_path_buf());
+            Err(Conflict::Foreign { replica, path, why: why.clone() })
+        }
+        _ => Ok(()),
     }
 }
 
@@ -196,6 +201,7 @@ pub(crate) fn refuse_diverged(
             path: facts.path.to_path_buf(),
             term: facts.term,
             destination: facts.name.to_owned(),
+            there: status.path.clone(),
             other_term: term,
             common: common.map(|epoch| epoch.number),
             divergence,
@@ -210,21 +216,40 @@ pub(crate) fn refuse_diverged(
     let Some(epoch) = replica.epoch.filter(|_| replica.source == Some(facts.uuid) && !options.adopt) else {
         return Ok(());
     };
-    let other_branch =
-        Divergence::OtherBranch { epoch: epoch.number, demoted: replica.role.demoted.is_some() };
+    let demoted = replica.role.demoted.is_some();
+    let other_branch = Divergence::OtherBranch { epoch: epoch.number, demoted };
+    let leads = || facts.line.leads_from(&replica.role.line, &epoch);
+    // Where the lines do not tell, a source that no replica took over from has all of it.
+    let alone = term == facts.term && (facts.began.is_none() || facts.line.is_unknown());
+    let has_all = facts.line.has_all_of(&replica.role.line).unwrap_or(alone);
     match &facts.history {
         // Before this term there may have been other branches, which its history does not tell apart. The promotions do, where
         // they are known: a replica that got a delta from a file does not know whose it was.
         Knowledge::Lost(_)
-            if facts.began.is_some_and(|began| epoch.number < began.number)
-                && !facts.line.leads_from(&replica.role.line, &epoch).unwrap_or(false) =>
+            if facts.began.is_some_and(|began| epoch.number < began.number) && !leads().unwrap_or(false) =>
         {
-            diverged(term, facts.began, other_branch)
+            diverged(term, facts.began.filter(|_| !demoted), other_branch)
         }
         // A former source was given up for whichever goes on from an epoch of it.
-        Knowledge::Foreign(_) if replica.role.demoted.is_some() => diverged(term, None, other_branch),
-        _ if replica.role.demoted.is_some() || term == facts.term => Ok(()),
-        _ if term > facts.term => diverged(term, None, Divergence::Superseded),
+        Knowledge::Foreign(_) if demoted => {
+            let next = facts.began.filter(|_| term + 1 == facts.term);
+            let common = facts.line.common(&replica.role.line).or(next);
+            // What its own history does not reach, it could not be demoted at.
+            diverged(term, common.filter(|common| status.demotes_anew.contains(common)), other_branch)
+        }
+        // Of one number there may be two terms.
+        Knowledge::Lost(_) if term == facts.term && !demoted && leads() == Some(false) => {
+            diverged(term, facts.began, other_branch)
+        }
+        // Which of the batches the source has is not known.
+        Knowledge::Known | Knowledge::Lost(_) if term <= facts.term && replica.ahead && !has_all => {
+            let bytes = replica.unsure.bytes();
+            diverged(term, facts.began, Divergence::Ahead { epoch: epoch.number, bytes })
+        }
+        _ if demoted || term == facts.term => Ok(()),
+        _ if term > facts.term => {
+            diverged(term, facts.line.common(&replica.role.line), Divergence::Superseded)
+        }
         Knowledge::Foreign(_) => diverged(term, facts.began, other_branch),
         // Past the beginning of this term, it is of the earlier one.
         Knowledge::Lost(_) if facts.began.is_some_and(|began| epoch.number > began.number) => {
@@ -452,7 +477,7 @@ mod tests {
 
     /// A replica in words: "none", "at 5", "other at 5", "empty at 5", "unknown", "file"; "unsure" in its first block and its
     /// last; with "partly" it is at 5 in its first half only, with "cut off" the rest of a transfer can be resumed. "demoted": a
-    /// former source that went on to 7; "term2": it has heard of that term; "source1": the source itself, in that term.
+    /// former source that went on to 7; "batches": a mirror brought it ahead; "term2": it has heard of that term; "source1": the source itself, in that term.
     fn replica(words: &str) -> Status {
         let has = |word: &str| words.split_whitespace().any(|w| w == word);
         let number =
@@ -492,8 +517,9 @@ mod tests {
         }
         if has("demoted") {
             let also = if has("at") { vec![epoch(6), epoch(7)] } else { Vec::new() };
-            replica.role.demoted = Some(replica::Demoted { since: 0, also, told: None });
+            replica.role.demoted = Some(replica::Demoted { since: 0, also, told: None, saved: None });
         }
+        replica.ahead = has("batches");
         if has("fuzzy") {
             replica.state = State::Fuzzy;
         }
@@ -519,7 +545,7 @@ mod tests {
         terms.split(',').filter(|term| !term.is_empty()).fold(Line::first(), |line, term| {
             let id = Uuid::from_u128(term.as_bytes()[1].into());
             let (number, began) = (term[..1].parse().unwrap(), epoch(term[2..].parse().unwrap()));
-            line.and(delta::Term { number, id, began })
+            line.and(delta::Term { number, id, began, planned: words.contains("planned") })
         })
     }
 
@@ -624,7 +650,11 @@ mod tests {
             ("at 5; gap --tracked", "Lost"),
             ("at 5; gap --copy", "copy, copied: asked for"),
             ("at 5; foreign", "Foreign"),
-            ("at 5; foreign --compare", "compare, compared: asked for"),
+            ("at 5; foreign --compare", "Foreign"),
+            ("at 5; foreign --copy", "Foreign"),
+            ("at 5; foreign --rolling", "Foreign"),
+            ("at 5 term2; term2 foreign --compare", "Foreign"),
+            ("at 5; foreign --adopt", "compare, compared: the replica was adopted"),
             ("unknown", "compare, compared: moving its parts in place was cut off"),
             ("unknown; --tracked", "Lost"),
             // Something that is not a replica of this source.
@@ -666,6 +696,28 @@ mod tests {
             // Another branch of the same term, or an older one, as far as is known.
             ("at 4 term2; term2 gap", "Diverged"),
             ("at 4; term3 gap", "Diverged"),
+            // Of one number, and of another branch.
+            ("at 7 term2 line:2a5; term2 gap line:2c5", "Diverged"),
+            ("at 7 term2 line:2a5; term2 gap line:2c5 --compare", "Diverged"),
+            ("at 7 term2 line:2a5; term2 gap line:2a5", "compare, compared: the host crashed"),
+            // A mirror brought it to what may be in no other branch, at whatever epoch.
+            ("unsure batches at 5 line:; line:", "tracked"),
+            ("unsure batches at 5; term2", "Diverged"),
+            ("unsure batches at 5 line:; term2 line:2a5", "Diverged"),
+            ("unsure batches at 4 line:; term2 line:2a5", "Diverged"),
+            ("unsure batches at 5 line:; term2 line:2a5 --compare", "Diverged"),
+            ("unsure batches at 4 line:; term2 line:2a5 gap", "Diverged"),
+            (
+                "unsure batches at 5 line:; term2 line:2a5 --adopt",
+                "compare, compared: the replica was adopted",
+            ),
+            ("unsure batches at 5 line:; term2 line:2a5 planned", "tracked"),
+            ("unsure batches at 6 term2 line:2a5; term2 line:2a5", "tracked"),
+            ("unsure batches at 5 term2 line:2b5; term2 line:2a5", "Diverged"),
+            // It was rewound to what it was on another branch.
+            ("unsure batches at 5 term2; term2 line:2a5", "Diverged"),
+            ("unsure batches at 5 term2; term2", "tracked"),
+            ("unsure batches at 5 term3; term2", "Diverged"),
             // The promotions tell whether it is further back on the way to this term.
             ("at 4 line:; term3 gap line:2a3,3b5", "Diverged"),
             ("at 4 term2 line:2a3; term3 gap line:2a3,3b5", "compare, compared: the host crashed"),
@@ -735,7 +787,9 @@ mod tests {
             ("at 5 term2", ["dsync demote /source", "term 2) than /source (term 1"]),
             ("at 7; term2 foreign", ["at epoch 7 of term 1", "goes on from epoch 5"]),
             ("at 7; term2 foreign", ["far:/replica", "--adopt"]),
-            ("unsure demoted at 5; foreign", ["--since", "was demoted at epoch 5"]),
+            ("unsure batches at 5; term2", ["ahead of epoch 5 (8.00 KiB", "goes on from epoch 5"]),
+            ("unsure batches at 5; term2", ["dsync rewind --to 5", "dsync promote --force"]),
+            ("unsure demoted at 5; foreign", ["copy the disk there", "was demoted at epoch 5"]),
             ("none source1; term2", ["/source (term 2)", "far:/replica (term 1)"]),
             (
                 "none source1; term2",
@@ -748,12 +802,18 @@ mod tests {
             ),
             (
                 "none source1; term2 common wrote theirs",
-                ["demote --since 5 --save FILE\" on far:/replica", "demote --since 5 --save FILE /source"],
+                [
+                    "demote --since 5 --save FILE /replica\" where far:/replica is",
+                    "demote --since 5 --save FILE /source",
+                ],
             ),
             // The history of one of them does not go back to that epoch.
             (
                 "none source1; term2 common theirs",
-                ["demote --since 5 --save FILE\" on far:/replica", "demote --save FILE /source"],
+                [
+                    "demote --since 5 --save FILE /replica\" where far:/replica is",
+                    "demote --save FILE /source",
+                ],
             ),
             ("none source1; term2 common theirs", ["apart since epoch 5", "sync from there with --adopt"]),
         ] {

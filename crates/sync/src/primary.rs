@@ -5,19 +5,20 @@ use std::path::Path;
 use delta::Epoch;
 use extents::Bitmap;
 use replica::FIRST_TERM;
-use source::{About, Handle, History, Position, SourceError, StateDir};
+use source::{About, Handle, History, Position, SourceError};
 
 use crate::conflict::Since;
 use crate::error::SyncError;
 use crate::messages::{Origin, Primary};
+use crate::site::Site;
 
 /// Refuses to adopt a disk that was promoted, whatever source it is to follow: what was written to it since is in no other.
 pub(crate) fn refuse_adoption(
     path: &Path,
     options: &replica::Options,
-    state: &StateDir,
+    state: &dyn Site,
 ) -> Result<(), SyncError> {
-    let lineage = replica::inspect(path, options).unwrap_or(None);
+    let lineage = state.lineage(path, options).unwrap_or(None);
     let marked = lineage.and_then(|lineage| lineage.role.promoted).map(|promoted| promoted.term);
     let known = state.source(&path.to_string_lossy()).unwrap_or(None).map(|(_, about)| about.term);
     // The mark of an earlier version has no term; a source in its first term may be restored from a replica.
@@ -31,10 +32,10 @@ pub(crate) fn refuse_adoption(
 pub(crate) fn refuse_merge(
     path: &Path,
     options: &replica::Options,
-    state: &StateDir,
+    state: &dyn Site,
 ) -> Result<(), SyncError> {
-    let replica = replica::inspect(path, options).map_or(true, |lineage| lineage.is_some());
-    match state.source(&path.to_string_lossy()).unwrap_or(None).filter(|_| path.exists() && !replica) {
+    let replica = state.lineage(path, options).map_or(true, |lineage| lineage.is_some());
+    match state.source(&path.to_string_lossy()).unwrap_or(None).filter(|_| state.exists(path) && !replica) {
         Some((_, about)) => Err(SyncError::Refused(is_source(path, about.term))),
         None => Ok(()),
     }
@@ -53,19 +54,19 @@ fn is_source(path: &Path, term: u64) -> String {
 pub(crate) fn primary_at(
     path: &Path,
     options: &replica::Options,
-    state: &StateDir,
+    state: &dyn Site,
     origin: &Origin,
 ) -> Result<Option<Primary>, SyncError> {
     // What cannot be looked at is reported when it is opened.
-    let lineage = replica::inspect(path, options).unwrap_or(None);
+    let lineage = state.lineage(path, options).unwrap_or(None);
     let promoted = lineage.as_ref().and_then(|l| l.role.promoted).filter(|promoted| promoted.term > 0);
-    if (lineage.is_some() && promoted.is_none()) || !path.exists() {
+    if (lineage.is_some() && promoted.is_none()) || !state.exists(path) {
         return Ok(None);
     }
     let follows = lineage.as_ref().is_some_and(|lineage| lineage.source == Some(origin.uuid));
     let known = state.source(&path.to_string_lossy()).unwrap_or(None);
     match (known.filter(|(_, about)| about.uuid == origin.uuid), promoted.filter(|_| follows)) {
-        (Some((place, about)), _) => Ok(Some(primary(&place, &about, origin)?)),
+        (Some((place, about)), _) => Ok(Some(primary(state, (&place, &about), origin)?)),
         // Its promotion was interrupted.
         (None, Some(promoted)) => {
             let epoch = lineage.as_ref().and_then(|lineage| lineage.epoch);
@@ -77,15 +78,16 @@ pub(crate) fn primary_at(
     }
 }
 
-fn primary(place: &Path, about: &About, origin: &Origin) -> Result<Primary, SyncError> {
-    let folder = device::Dir::existing(place).map_err(SyncError::io(format!("open {}", place.display())))?;
-    let history = History::read(&folder)?;
+fn primary(state: &dyn Site, (place, about): (&Path, &About), origin: &Origin) -> Result<Primary, SyncError> {
+    let folder = state.folder(place).map_err(SyncError::io(format!("open {}", place.display())))?;
+    let history = History::read(&*folder)?;
     let (term, began, line) = (about.term, about.began, about.line.clone());
     let theirs = origin.began.filter(|began| knows(&history, began));
     let common = theirs.or(line.common(&origin.line));
     // Where this side does not know the one in common, the other may know the beginning of this one's term.
     let since = common.or(began).filter(|epoch| knows(&history, epoch));
-    let written = since.and_then(|since| written_after(place, about, &history, &since).unwrap_or(None));
+    let written =
+        since.and_then(|since| written_after(state, (place, about), &history, &since).unwrap_or(None));
     Ok(Primary { term, epoch: history.last(), common, written, began, line, reaches: since.is_some() })
 }
 
@@ -120,9 +122,9 @@ pub(crate) fn two_sources(handle: &Handle, theirs: &Primary) -> Result<TwoSource
 }
 
 /// Bytes written to a source after an epoch, at least: those are not counted that another program wrote. `None` if that is not known.
-pub(crate) fn written_after(
-    place: &Path,
-    about: &About,
+fn written_after(
+    state: &dyn Site,
+    (place, about): (&Path, &About),
     history: &History,
     epoch: &Epoch,
 ) -> Result<Option<u64>, SourceError> {
@@ -133,6 +135,6 @@ pub(crate) fn written_after(
     if history.changes_since(&[position], about.block_size, &blocks).is_err() {
         return Ok(None);
     }
-    source::recorded_since(place, about, history, &blocks)?;
+    state.recorded_since(place, about, history, &blocks)?;
     Ok(Some(blocks.count().saturating_mul(block_size)))
 }

@@ -9,11 +9,11 @@ use delta::Epoch;
 use extents::Bitmap;
 use replica::{Outlook, Promoted, Rehearsed, Replica};
 use serde::Serialize;
-use source::{StateDir, Succession};
+use source::Succession;
 use uuid::Uuid;
 
 use crate::error::SyncError;
-use crate::far::{known_replicas, open_options};
+use crate::site::Site;
 
 /// How to promote.
 #[derive(Debug, Clone, Default)]
@@ -73,9 +73,9 @@ pub struct Promotion {
 /// # Errors
 /// Refused if the replica is not one moment of its source, is in use, was changed by others, or is the source already; without
 /// `force` also if its source has not said that there was no more. It is the replica that it was then.
-pub fn promote(state: &StateDir, path: &Path, options: &PromoteOptions) -> Result<Promotion, SyncError> {
-    let opening = open_options(options.journal_dir.as_deref(), state);
-    if replica::inspect(path, &opening)?.is_none() {
+pub fn promote(state: &dyn Site, path: &Path, options: &PromoteOptions) -> Result<Promotion, SyncError> {
+    let opening = state.opening(options.journal_dir.as_deref());
+    if state.lineage(path, &opening)?.is_none() {
         if let Some((_, about)) = state.source(&path.to_string_lossy())? {
             return Err(already(path, about.term));
         }
@@ -83,7 +83,9 @@ pub fn promote(state: &StateDir, path: &Path, options: &PromoteOptions) -> Resul
     let rehearsed = options.with.as_deref().map(Rehearsed::open).transpose()?;
     // A rehearsal is no common moment of a group.
     let leave = rehearsed.is_some();
-    let mut replica = replica::to_promote(path, &replica::Options { leave, ..opening })?;
+    let opening = replica::Options { leave, ..opening };
+    let lineage = state.lineage(path, &opening)?;
+    let mut replica = replica::to_promote_by(path, lineage, &opening, &|options| state.open(path, options))?;
     let before = replica.recorded().role.promoted;
     let outlook = match before {
         Some(Promoted { term: 0, .. }) => return Err(already(path, 0)),
@@ -106,11 +108,11 @@ pub fn promote(state: &StateDir, path: &Path, options: &PromoteOptions) -> Resul
         None => replica.promote()?,
     };
     (promotion.term, promotion.bytes_ahead) = (mark.term, replica.status().unsure.bytes());
-    if !source::succeed(state, replica.path(), &succession(&replica, &outlook, mark, before.is_some())?)? {
+    if !state.succeed(replica.path(), &succession(state, &replica, &outlook, mark, before.is_some())?)? {
         return Err(already(path, mark.term));
     }
     // Those of devices are found by their folders, and all by their lineage.
-    let _ = known_replicas(state).remove(replica.path());
+    let _ = state.known().map(|known| known.remove(replica.path()));
     Ok(promotion)
 }
 
@@ -146,6 +148,7 @@ pub(crate) fn told(replica: &Replica, outlook: &Outlook) -> Promotion {
 
 /// What the replica takes over from its source. `completes`: it was marked by an earlier command, and not held since.
 pub(crate) fn succession(
+    state: &dyn Site,
     replica: &Replica,
     outlook: &Outlook,
     mark: Promoted,
@@ -153,7 +156,7 @@ pub(crate) fn succession(
 ) -> Result<Succession, SyncError> {
     let (status, recorded) = (replica.status(), replica.recorded());
     let block_size = if status.block_size.is_power_of_two() { status.block_size.max(4096) } else { 4096 };
-    let size = device::identity(replica.path()).map_err(replica::ReplicaError::from)?.size;
+    let size = state.size(replica.path())?;
     let changed = if completes { replica.changed_since_mark()? } else { None };
     let changes = match changed {
         Some(why) => Err(format!("the disk was changed while its promotion was interrupted: {why}")),

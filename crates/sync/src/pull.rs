@@ -159,7 +159,7 @@ impl Pull {
         };
         let Open { source, origin, .. } = Open::hear(receiver)?;
         let open = Open { source, origin, ..own };
-        let end = ReplicaEnd { sender, receiver, progress, writes };
+        let end = ReplicaEnd { sender, receiver, site: Some(state), progress, writes };
         let told = end.converse(&open, &|open| open_here(open, &open.path, state))?;
         told.ok_or_else(|| nonsense("no result"))
     }

@@ -9,6 +9,7 @@ use crate::error::SyncError;
 use crate::far::{Opened, Opener, ReplicaEnd, asked_for, end_with, open_here};
 use crate::group_receiver::{GroupOpener, open_group};
 use crate::messages::Asked;
+use crate::site::Site;
 
 /// Serves one sync as the replica's end of `link`. Errors are reported to the other end too.
 pub fn receive(link: Link, state: &StateDir) -> Result<(), SyncError> {
@@ -30,7 +31,7 @@ pub fn receive_within(link: Link, state: &StateDir, allowed: &AllowedPaths) -> R
         let paths = asked.members.iter().map(|open| allowed.find(&open.path));
         open_group(asked, &paths.collect::<Result<Vec<_>, _>>()?, state)
     };
-    receive_at(link, one, group)
+    receive_at(link, Some(state), one, group)
 }
 
 /// The same for a replica that the caller opens, wherever it is.
@@ -41,14 +42,30 @@ pub fn receive_over(
 ) -> Result<(), SyncError> {
     let one: Opener<'_> = &|asked| {
         let options = asked_for(asked, replica::Options::default());
-        Ok(Opened::Replica(Box::new(open(&options)?), None))
+        Ok(Opened::Replica(Box::new(open(&options)?)))
     };
-    receive_at(link, one, &|_| Err(SyncError::Refused("no group is received here".into())))
+    receive_at(link, None, one, &|_| Err(SyncError::Refused("no group is received here".into())))
 }
 
-fn receive_at(link: Link, opened: Opener<'_>, group: GroupOpener<'_>) -> Result<(), SyncError> {
+/// The same as [`receive`] for any host.
+#[doc(hidden)]
+pub fn receive_on(link: Link, site: &dyn Site) -> Result<(), SyncError> {
+    let one: Opener<'_> = &|open| open_here(open, &open.path, site);
+    let group: GroupOpener<'_> = &|asked| {
+        let paths: Vec<_> = asked.members.iter().map(|open| open.path.clone()).collect();
+        open_group(asked, &paths, site)
+    };
+    receive_at(link, Some(site), one, group)
+}
+
+fn receive_at(
+    link: Link,
+    site: Option<&dyn Site>,
+    opened: Opener<'_>,
+    group: GroupOpener<'_>,
+) -> Result<(), SyncError> {
     let (sender, receiver) = link.split();
-    let end = ReplicaEnd { sender: &sender, receiver: &receiver, progress: &|_, _| {}, writes: true };
+    let end = ReplicaEnd { sender: &sender, receiver: &receiver, site, progress: &|_, _| {}, writes: true };
     let result = Asked::hear(&receiver).and_then(|asked| match asked {
         Asked::One(open) => end.converse(&open, opened).map(drop),
         Asked::Group(asked) => end.converse_group(&asked, group),

@@ -3,25 +3,32 @@
 use std::path::Path;
 
 use replica::Lineage;
-use source::StateDir;
 
 use crate::ended::ended_with;
 use crate::error::SyncError;
+use crate::site::Site;
 
 /// What is written down of a replica at `path`; `None` if there is none, or nothing at all.
-fn lineage(path: &Path, state: &StateDir) -> Result<Option<Lineage>, SyncError> {
-    let options = replica::Options { devices: state.replicas_folder(), ..Default::default() };
-    match replica::inspect(path, &options) {
+fn lineage(path: &Path, state: &dyn Site) -> Result<Option<Lineage>, SyncError> {
+    match state.lineage(path, &state.opening(None)) {
         // Opening it next reports a better error.
-        Err(_) if !path.exists() => Ok(None),
+        Err(_) if !state.exists(path) => Ok(None),
         other => Ok(other?),
     }
 }
 
 /// Refuses a replica whose promotion was interrupted: it is neither.
-pub(crate) fn refuse_unfinished(path: &Path, state: &StateDir) -> Result<(), SyncError> {
+pub(crate) fn refuse_unfinished(path: &Path, state: &dyn Site) -> Result<(), SyncError> {
     let Some(lineage) = lineage(path, state)? else { return Ok(()) };
     let Some(promoted) = lineage.role.promoted.filter(|promoted| promoted.term > 0) else { return Ok(()) };
+    if let Some((group, dir)) = state.promotes_still(&state.real(path), &lineage)? {
+        return Err(SyncError::Refused(format!(
+            "the promotion of {} with its group {group} was interrupted, and the others may not be sources yet: run \"dsync promote --group \
+             {}\" again, which completes it",
+            path.display(),
+            dir.display()
+        )));
+    }
     let known = state.source(&path.to_string_lossy())?;
     let done =
         known.is_some_and(|(_, about)| (Some(about.uuid), about.term) == (lineage.source, promoted.term));
@@ -36,7 +43,7 @@ pub(crate) fn refuse_unfinished(path: &Path, state: &StateDir) -> Result<(), Syn
 }
 
 /// Refuses a source that has ended with its group, and is not demoted yet: it is neither.
-fn refuse_ended(path: &Path, state: &StateDir) -> Result<(), SyncError> {
+fn refuse_ended(path: &Path, state: &dyn Site) -> Result<(), SyncError> {
     let Some((_, about)) = state.source(&path.to_string_lossy())? else { return Ok(()) };
     match ended_with(state, &about)? {
         None => Ok(()),
@@ -51,53 +58,71 @@ fn refuse_ended(path: &Path, state: &StateDir) -> Result<(), SyncError> {
 ///
 /// # Errors
 /// [`SyncError::Refused`], or if its state cannot be read.
-pub fn refuse_replica(path: &Path, state: &StateDir, otherwise: &str) -> Result<(), SyncError> {
+pub fn refuse_replica(path: &Path, state: &dyn Site, otherwise: &str) -> Result<(), SyncError> {
     refuse_unfinished(path, state)?;
     let Some(lineage) = lineage(path, state)?.filter(|lineage| lineage.role.promoted.is_none()) else {
         return refuse_ended(path, state);
     };
+    let restored =
+        state.source(&path.to_string_lossy())?.filter(|(_, about)| Some(about.uuid) != lineage.source);
     let path = path.display();
     let at = match (lineage.epoch, lineage.source) {
         (Some(epoch), Some(source)) => format!("a replica of source {source} at epoch {epoch}"),
         (None, Some(source)) => format!("a replica of source {source} that is not complete"),
         (_, None) => "a replica that is not complete".into(),
     };
-    let force = if lineage.role.released.is_some() { "" } else { " --force" };
+    let way = match (&lineage.role.demoted, restored) {
+        (_, Some((_, about))) => format!(
+            "It was restored as one, and is the source {} of this host as well: \"dsync forget --replica {path}\" makes it that alone",
+            about.uuid
+        ),
+        (Some(demoted), None) => format!(
+            "It was the source until it was demoted on {}. If another disk was promoted in its place, use that; \"dsync promote {path}\" says \
+             what it takes to make it the source again",
+            device::moment(demoted.since)
+        ),
+        (None, None) if lineage.epoch.is_none() => format!(
+            "Complete its first copy with \"dsync sync\" from its source; if that is gone, \"dsync forget {path}\" makes it a plain disk"
+        ),
+        (None, None) if lineage.role.released.is_some() => {
+            format!("To take over from its source, run \"dsync promote {path}\" first")
+        }
+        (None, None) => format!(
+            "To take over from its source, run \"dsync promote {path}\" first: it says what that gives up, and how to have it"
+        ),
+    };
     Err(SyncError::Refused(format!(
-        "{path} is {at}: the next sync would overwrite what is written to it. To take over from its source, run \"dsync \
-         promote{force} {path}\" first{otherwise}"
+        "{path} is {at}: the next sync would overwrite what is written to it. {way}{otherwise}"
     )))
 }
 
 /// What the disk at `path` is, and how it becomes the source, if it is a replica that was never promoted: syncing from it restores
 /// another disk.
-pub fn unpromoted(path: &Path, state: &StateDir) -> Option<String> {
+pub fn unpromoted(path: &Path, state: &dyn Site) -> Option<String> {
     let lineage = lineage(path, state).ok()??;
     let (source, epoch) = (lineage.source?, lineage.epoch?);
-    let force = if lineage.role.released.is_some() { "" } else { " --force" };
     lineage.role.promoted.is_none().then(|| {
         let path = path.display();
         format!(
             "{path} is a replica itself, of source {source} at epoch {}, so this would restore another disk from it. To take over \
-             from its source, run \"dsync promote{force} {path}\" instead",
+             from its source, run \"dsync promote {path}\" instead",
             epoch.number
         )
     })
 }
 
 /// Refuses a source that was demoted: it has nothing that is newer than what it follows.
-pub(crate) fn refuse_demoted(path: &Path, state: &StateDir) -> Result<(), SyncError> {
+pub(crate) fn refuse_demoted(path: &Path, state: &dyn Site) -> Result<(), SyncError> {
     refuse_unfinished(path, state)?;
     let Some(lineage) = lineage(path, state)?.filter(|lineage| lineage.role.promoted.is_none()) else {
         return refuse_ended(path, state);
     };
     let Some(demoted) = lineage.role.demoted else { return Ok(()) };
     Err(SyncError::Refused(format!(
-        "{0} was demoted on {1}, and is a replica of source {2} since: sync to it from the disk that was promoted. To make it \
-         the source again, run \"dsync promote{3} {0}\"",
+        "{0} was demoted on {1}, and is a replica of source {2} since: sync to it from the disk that was promoted. \
+         \"dsync promote {0}\" says what it takes to make it the source again",
         path.display(),
         device::moment(demoted.since),
         lineage.source.unwrap_or_default(),
-        if lineage.role.released.is_some() { "" } else { " --force" }
     )))
 }

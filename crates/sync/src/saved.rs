@@ -1,11 +1,13 @@
 //! What was written to a source before it is given up: a delta in a file of its own.
 
 use std::fs::File;
-use std::io::{BufReader, BufWriter, Write};
-use std::path::{Path, PathBuf};
+use std::io::{BufReader, BufWriter, ErrorKind, Write};
+use std::path::Path;
 
 use delta::{Epoch, Reader};
+use device::NewFile;
 use source::Handle;
+use uuid::Uuid;
 
 use crate::error::SyncError;
 use crate::extract::extract;
@@ -19,57 +21,59 @@ pub(crate) fn save(
     progress: Progress<'_>,
 ) -> Result<(), SyncError> {
     let fail = |what: &str| SyncError::io(format!("{what} {}", file.display()));
-    if file.exists() {
-        if has_all(handle, since, file)? {
-            return Ok(());
-        }
-        return Err(SyncError::Refused(format!(
+    let exists = || {
+        SyncError::Refused(format!(
             "{} exists, and is not a delta of all that was written to {} since epoch {}: give --save the name of a new file",
             file.display(),
             handle.about().path.display(),
             since.number
-        )));
-    }
-    let mut name = file.as_os_str().to_owned();
-    name.push(".partial");
-    let partial = PathBuf::from(name);
-    let mut out = BufWriter::with_capacity(1 << 20, File::create(&partial).map_err(fail("create"))?);
-    let written = extract(handle, Some(&since.number.to_string()), None, &mut out, progress).and_then(|_| {
-        out.flush().map_err(fail("write"))?;
-        out.get_ref().sync_all().map_err(fail("sync"))
-    });
-    if let Err(error) = written {
-        let _ = std::fs::remove_file(&partial);
-        return Err(match error {
-            SyncError::Delta(error) => fail("save what was written since in")(std::io::Error::other(error)),
-            other => other,
-        });
-    }
-    std::fs::rename(&partial, file).map_err(fail("create"))?;
-    let folder = std::path::absolute(file).map_err(fail("find"))?;
-    let folder = folder.parent().unwrap_or(Path::new("/"));
-    File::open(folder).and_then(|folder| folder.sync_all()).map_err(fail("sync the folder of"))
+        ))
+    };
+    let mut new = match NewFile::begin(file) {
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+            return if has_all(handle, since, file)? { Ok(()) } else { Err(exists()) };
+        }
+        Err(error) if error.kind() == ErrorKind::WouldBlock => {
+            return Err(SyncError::Refused(format!(
+                "another process is saving in {0} ({0}.partial is locked): give --save the name of another file",
+                file.display()
+            )));
+        }
+        begun => begun.map_err(fail("create"))?,
+    };
+    let mut out = BufWriter::with_capacity(1 << 20, new.file());
+    let written = extract(handle, Some(&since.number.to_string()), None, &mut out, progress);
+    written.and_then(|_| out.flush().map_err(fail("write"))).map_err(|error| match error {
+        SyncError::Delta(error) => fail("save what was written since in")(std::io::Error::other(error)),
+        other => other,
+    })?;
+    drop(out);
+    new.name(file).map_err(|error| match error.kind() {
+        ErrorKind::AlreadyExists => exists(),
+        _ => fail("create")(error),
+    })
 }
 
 /// True if a file is a whole delta of this source from that epoch on, to one after which nothing was written.
 fn has_all(handle: &Handle, since: &Epoch, file: &Path) -> Result<bool, SyncError> {
+    let Some(to) = whole_delta(file, handle.about().uuid, since)? else { return Ok(false) };
+    Ok(handle.written_after(&to).is_ok_and(|(blocks, later)| blocks.is_clean() && later.is_empty()))
+}
+
+/// The epoch to which a file leads, if it is a whole delta of this source from that epoch on.
+pub(crate) fn whole_delta(file: &Path, source: Uuid, since: &Epoch) -> Result<Option<Epoch>, SyncError> {
     let input = File::open(file).map_err(SyncError::io(format!("open {}", file.display())))?;
     let mut reader = Reader::new(BufReader::with_capacity(1 << 20, input));
-    let Ok(header) = reader.header().cloned() else { return Ok(false) };
-    let to = header.to().copied().filter(|to| to.number > since.number);
-    let (true, Some(to)) =
-        (header.source == handle.about().uuid && header.chain.first() == Some(since) && !header.partial, to)
-    else {
-        return Ok(false);
-    };
-    if !handle.written_after(&to).is_ok_and(|(blocks, later)| blocks.is_clean() && later.is_empty()) {
-        return Ok(false);
+    let Ok(header) = reader.header().cloned() else { return Ok(None) };
+    let to = header.to().copied().filter(|to| to.number >= since.number);
+    if header.source != source || header.chain.first() != Some(since) || header.partial {
+        return Ok(None);
     }
     loop {
         match reader.next() {
             Ok(Some(_)) => {}
-            Ok(None) => return Ok(reader.expect_end().is_ok()),
-            Err(_) => return Ok(false),
+            Ok(None) => return Ok(to.filter(|_| reader.expect_end().is_ok())),
+            Err(_) => return Ok(None),
         }
     }
 }

@@ -275,7 +275,8 @@ fn sums_of_more_than_the_source_could_use_are_refused() {
         let _ = sender.finish();
         while let Ok(Some(_)) = receiver.recv() {}
     });
-    let options = SyncOptions { method: Some(Method::Rolling), ..SyncOptions::default() };
+    // What it holds is of no history that the source knows.
+    let options = SyncOptions { method: Some(Method::Rolling), adopt: true, ..SyncOptions::default() };
     let pushed = push(&handle, here, &PathBuf::from("/replica"), "/replica", &options, &|_, _| {});
     far.join().unwrap();
     let error = pushed.unwrap_err().to_string();

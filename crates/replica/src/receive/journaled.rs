@@ -18,6 +18,9 @@ use crate::lineage::Toward;
 use crate::replica::{Prepared, Replica};
 use crate::undo::Touched;
 
+/// Bytes that a file system may need besides what is reserved.
+const MARGIN: u64 = 1 << 20;
+
 /// A delta on its way to the journal.
 pub(super) struct ToJournal {
     file: Growing,
@@ -65,7 +68,7 @@ impl Replica {
         let path = self.folder().join(ARRIVING);
         let place = format!("for the journal {}", path.display());
         while let Some(free) = self.state().free().filter(|free| *free < self.expected()) {
-            if self.past_gives_way() {
+            if self.may_find(self.expected(), free) && self.past_gives_way() {
                 continue;
             }
             let state = "the replica is unchanged";
@@ -92,9 +95,8 @@ impl Replica {
             io::Write::write_all(&mut file, raw)?;
             Ok(file)
         });
-        let mut file = begun.map_err(|e| self.journal_failed(e))?;
+        let file = begun.map_err(|e| self.journal_failed(e))?;
         let gave = Arc::<AtomicBool>::default();
-        file.relieve(self.relief(gave.clone()));
         let holes = match before.bytes {
             0 => self.holes(0)?,
             _ => self.holes_of(ARRIVING, &before)?,
@@ -108,9 +110,16 @@ impl Replica {
         let (bytes, frames_end) = (before.bytes, before.frames_end);
         let mut sink = ToJournal { file, bytes, frames_end, unread, before, holes, touched, gave, rolling };
         let known = kept(header, &sink.before.positions(&self.positions()));
+        let mut relief = self.relief(sink.gave.clone());
         if let Some(touched) = &mut sink.touched {
             touched.header(header, known);
+            // A delta that goes on from another begins at the disk's start again.
+            if let (0, Some(toward)) = (sink.before.bytes, Toward::of(header)) {
+                touched.write_early(self, &toward);
+                relief = touched.gives_way_before(relief);
+            }
         }
+        sink.file.relieve(relief);
         if let Some(holes) = &mut sink.holes {
             holes.rewind(header, known).map_err(io_error("look for holes in", self.path()))?;
         }
@@ -205,7 +214,7 @@ impl ToJournal {
 
     /// Makes all durable that a merge needs. Returns what is to be merged, and the bytes written and read for it.
     fn complete(
-        self,
+        mut self,
         replica: &mut Replica,
         decoder: &Decoder,
         toward: &Toward,
@@ -221,6 +230,10 @@ impl ToJournal {
             return Ok((None, (bytes, copied)));
         }
         let state = "the replica is unchanged, and what had arrived of the delta is dropped";
+        let needed = self.holes.as_ref().map_or(0, Holes::bytes);
+        if replica.destination().free().is_some_and(|free| free < needed + MARGIN) {
+            self.touched.as_mut().map(Touched::give_way);
+        }
         let room = replica.reserve_unsure(&contents, state);
         if let Err(e) = room.and_then(|()| replica.make_room_of_past(self.holes, state)) {
             // Where room is short, the journal's is needed too.
@@ -241,6 +254,11 @@ impl ToJournal {
             replica.warn_of_room();
         }
         Ok((Some(contents), (bytes, copied)))
+    }
+
+    /// Nothing is committed until another delta has come.
+    pub(super) fn is_pass(&mut self) {
+        self.touched.as_mut().map(Touched::give_way);
     }
 
     /// Keeps what has come of a delta that was cut off.

@@ -10,7 +10,7 @@ use crate::error::{ReplicaError, Result, SAFE, io_error};
 use crate::intent::Intent;
 use crate::journal::{self, ARRIVING, Contents, WHOLE, compares};
 use crate::last_writes::LastWrites;
-use crate::lineage::{Lineage, Stamp, StepKind, Toward, Unsure};
+use crate::lineage::{self, Lineage, Stamp, StepKind, Toward, Unsure};
 use crate::note::{self, WRITTEN};
 use crate::replica::Replica;
 use table::{
@@ -61,7 +61,9 @@ impl Replica {
             Change::RemoveStray => self.remove_partial()?,
             Change::DropStep => self.drop_step(found.situation.file)?,
             Change::FinishRename => self.finish_rename(found.now.clone())?,
+            Change::FinishInDoubt => self.finish_in_doubt()?,
             Change::PutInPlace => self.put_in_place()?,
+            Change::GiveUpSealed => self.give_up_sealed(found)?,
             Change::DropMerged => {
                 self.remove(note::NAME)?;
                 self.remove(WHOLE)?;
@@ -387,7 +389,39 @@ impl Replica {
     fn finish_rename(&mut self, copy: Option<Stamp>) -> Result<()> {
         let Some(toward) = self.lineage().step.as_ref().map(|step| step.toward) else { return Ok(()) };
         self.tell(format!("epoch {} was in place; its commit has been completed", toward.epoch));
+        self.note_arrival(lineage::NAME);
         self.renamed(&toward, copy)
+    }
+
+    /// The same where others have written to the file since: what it holds has to be compared.
+    fn finish_in_doubt(&mut self) -> Result<()> {
+        let Some(toward) = self.lineage().step.as_ref().map(|step| step.toward) else { return Ok(()) };
+        self.destination().sync().map_err(io_error("sync the folder of", self.path()))?;
+        let stamp = self.destination().settle().map_err(io_error("flush", self.path()))?;
+        self.note_arrival(lineage::NAME);
+        let at = self.arrived(&toward);
+        let after = self.lineage().after(&toward, stamp.clone(), Unsure::Nothing, at);
+        self.advance(Lineage { unsure: Unsure::Everything, ..after }, stamp.glance())?;
+        self.forget_note()
+    }
+
+    /// Gives up what may be half merged into what others have written to since: all of that has to be compared.
+    fn give_up_sealed(&mut self, found: &Found) -> Result<()> {
+        let compared = found.deltas.first().and_then(|delta| delta.segments.first());
+        let compared = compared.is_some_and(|segment| compares(&segment.header));
+        // The mark first: without the journal nothing else says that it is half merged.
+        let lineage = self.lineage_mut();
+        lineage.unsure = Unsure::Everything;
+        lineage.step.iter_mut().for_each(|step| step.unsure = Unsure::Everything);
+        if compared {
+            // Bound to this state, it would pass for what mends what the mark says.
+            lineage.nonce = Uuid::new_v4();
+            lineage.step.iter_mut().for_each(|step| step.nonce = Uuid::new_v4());
+        }
+        self.store()?;
+        self.set_changed(Some(found.why.unwrap_or(WRITTEN)));
+        self.remove(WHOLE)?;
+        self.remove(note::NAME)
     }
 
     /// Ends a step whose file is complete.
@@ -395,6 +429,7 @@ impl Replica {
         let Some((kind, toward)) = self.lineage().step.as_ref().map(|step| (step.kind, step.toward)) else {
             return Ok(());
         };
+        self.note_arrival(lineage::NAME);
         // The new name moves one of the file's times. The note says who did that, if the lineage finds no room after all.
         self.reserve()?;
         self.work(false)?;
@@ -450,8 +485,12 @@ impl Replica {
         }
         // A process that was killed may not have synced what it appended last; what was never confirmed may be too long.
         let end = deltas.last().map_or(0, |last| last.start + last.bytes);
+        // Its time says when it arrived, and is left alone where nothing is cut off.
+        self.note_arrival(WHOLE);
         let file = self.state().open(WHOLE, false).and_then(|file| {
-            file.set_len(end)?;
+            if file.len()? != end {
+                file.set_len(end)?;
+            }
             file.sync()
         });
         file.map_err(io_error("sync", &self.folder().join(WHOLE)))?;

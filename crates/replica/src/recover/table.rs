@@ -140,10 +140,14 @@ pub(super) enum Change {
     DropStep,
     /// Move the lineage: the step's file is at its name.
     FinishRename,
+    /// The same, with all of it marked as unsure.
+    FinishInDoubt,
     /// Rename NAME.partial to NAME, and move the lineage.
     PutInPlace,
     /// Remove `journal-whole`.
     DropMerged,
+    /// Mark all of the destination as unsure, then remove `journal-whole`.
+    GiveUpSealed,
     /// Take over the times that the destination has now.
     TakeTimes,
     /// Reserve room for what `journal` writes.
@@ -209,7 +213,10 @@ pub(super) fn decide(situation: &Situation) -> Action {
     if finished {
         return match (step, file, content) {
             (.., Content::Unseen) => Action::Look(Column::Content),
-            // There is nothing at NAME.partial any more that could be looked at in doubt.
+            // There is nothing at NAME.partial any more that could be looked at.
+            (_, File::InPlace, Content::Changed) if asked == Asked::Doubt => {
+                Action::Change(Change::FinishInDoubt)
+            }
             (_, File::InPlace, Content::Changed) => adopt_or(End::Refuse(Refusal::Changed)),
             (_, File::InPlace, _) => Action::Change(Change::FinishRename),
             // Another file has got its name first.
@@ -227,6 +234,8 @@ pub(super) fn decide(situation: &Situation) -> Action {
         (_, Content::Unseen) => return Action::Look(Column::Content),
         (_, Content::Unknown) => return adopt_or(End::Refuse(Refusal::NotAReplica)),
         (Sealed::None, _) | (_, Content::None | Content::Gone) => {}
+        // A merge would overwrite what others wrote before anybody has seen it.
+        (_, Content::Changed) if asked == Asked::Doubt => return Action::Change(Change::GiveUpSealed),
         (_, Content::Changed) => return refuse(Refusal::Changed),
         (Sealed::Damaged, _) => return refuse(Refusal::Damaged),
         (Sealed::Whole, _) => return Action::End(End::Merge),
@@ -310,15 +319,17 @@ mod tests {
         ("useless", Arriving::Useless),
     ];
     const ASKED: [(&str, Asked); 3] = [("adopt", Asked::Adopt), ("doubt", Asked::Doubt), ("use", Asked::Use)];
-    const ACTIONS: [(&str, Action); 22] = [
+    const ACTIONS: [(&str, Action); 24] = [
         ("look at `journal-whole`", Action::Look(Column::Sealed)),
         ("look at the destination", Action::Look(Column::Content)),
         ("look at `journal`", Action::Look(Column::Arriving)),
         ("remove the stray file", Action::Change(Change::RemoveStray)),
         ("drop the step", Action::Change(Change::DropStep)),
         ("finish the rename", Action::Change(Change::FinishRename)),
+        ("finish the rename in doubt", Action::Change(Change::FinishInDoubt)),
         ("put the file in place", Action::Change(Change::PutInPlace)),
         ("drop `journal-whole`", Action::Change(Change::DropMerged)),
+        ("give up `journal-whole`", Action::Change(Change::GiveUpSealed)),
         ("take over the times", Action::Change(Change::TakeTimes)),
         ("make room", Action::Change(Change::MakeRoom)),
         ("drop `journal`", Action::Change(Change::DropArriving)),
@@ -454,9 +465,10 @@ mod tests {
                 Action::Look(Column::Content) => content == Content::Unseen,
                 Action::Look(Column::Arriving) => arriving == Arriving::Unseen,
                 Action::Change(Change::RemoveStray) => file == File::Stray,
-                Action::Change(Change::DropStep | Change::FinishRename | Change::PutInPlace) => {
-                    !matches!(step, Step::None | Step::InPlace)
-                }
+                Action::Change(
+                    Change::DropStep | Change::FinishRename | Change::FinishInDoubt | Change::PutInPlace,
+                ) => !matches!(step, Step::None | Step::InPlace),
+                Action::Change(Change::GiveUpSealed) => matches!(sealed, Sealed::Whole | Sealed::Damaged),
                 Action::Change(Change::DropMerged) => sealed == Sealed::Merged,
                 Action::Change(Change::TakeTimes) => content == Content::Reserved,
                 Action::Change(Change::MakeRoom) => arriving == Arriving::Complete,

@@ -156,7 +156,7 @@ fn a_rewind_leaves_the_line_of_promotions_alone() {
     let source = Source::new(3, &[40, 40, 40]);
     let world = World::new(Kind::File);
     let began = Epoch { number: 7, id: Uuid::from_u128(7) };
-    let line = Line::first().and(Term { number: 2, id: Uuid::from_u128(2), began });
+    let line = Line::first().and(Term { number: 2, id: Uuid::from_u128(2), began, planned: false });
     let keep = Some(Keep { last: 5, bytes: Some(u64::MAX), ..Keep::default() });
     let options = Options { term: 2, line: line.clone(), keep, ..Options::default() };
     let folder = || Box::new(FaultyFolder::new(&on(), &world.state()).unwrap());

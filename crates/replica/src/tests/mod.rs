@@ -12,5 +12,6 @@ mod readers;
 mod real;
 mod rehearsed;
 mod rolling;
+mod times;
 mod unread;
 pub(crate) mod world;

@@ -250,11 +250,14 @@ fn what_fails_costs_the_past_at_most() {
             let (world, power) = (world.fork(), Power::new(Outage::PowerCut));
             power.fail_at(step, 1, errno);
             let what = format!("{kind:?}, error {errno} at step {step}");
+            let mut told = false;
             let done = (|| {
                 let mut replica = world.open(&power)?;
                 merge(&mut replica, &source.tracked(3, 4), Commit::Journal)?;
                 let lost = replica.history()?.moments.len() < 4;
-                assert!(!lost || !replica.take_warnings().is_empty(), "{what}: lost without a word");
+                let warnings = replica.take_warnings();
+                assert!(!lost || !warnings.is_empty(), "{what}: lost without a word");
+                told = warnings.iter().any(|warning| warning.contains("its past is given up"));
                 Ok::<_, ReplicaError>(())
             })();
             let over = power.steps() < step;
@@ -263,6 +266,8 @@ fn what_fails_costs_the_past_at_most() {
             let replica = world.open(&on()).unwrap_or_else(|e| panic!("{what}: {e}"));
             let at = assert_exact(&source, &world, &replica, &what);
             assert!(at == 4 || done.is_err() && at == 3, "{what}: is at {at}");
+            let given_up = replica.settings().is_some_and(|settings| settings.given_up.is_some());
+            assert!(given_up || !told, "{what}: nobody is told of it later");
             drop(replica);
             assert_moments(&source, &world, &what);
             if over {
@@ -416,6 +421,22 @@ fn a_mirror_that_is_cut_anywhere_keeps_its_epochs() {
     }
 }
 
+/// The moment that it was brought back to, which may be the last good one, is not the first to go when it goes on.
+#[test]
+fn the_moment_that_was_gone_back_to_is_kept() {
+    let source = source();
+    let world = replica_after(Kind::File, &source, 5, &last(3), Commit::Journal);
+    let mut replica = world.open(&on()).unwrap();
+    let moments = replica.history().unwrap().moments;
+    let moment = moments.iter().find(|moment| moment.epoch == source.epochs[2]).unwrap().state;
+    replica.rewind(moment).unwrap();
+    merge(&mut replica, &source.tracked(2, 6), Commit::Journal).unwrap();
+    drop(replica);
+    let mut kept = assert_moments(&source, &world, "gone on");
+    kept.sort_unstable();
+    assert_eq!(kept, [2, 4, 5]);
+}
+
 /// A replica that a mirror has left ahead of its epoch, and that may be the only copy, is rewound and taken back.
 #[test]
 fn a_state_ahead_of_its_epoch_outlives_every_cut_of_a_rewind() {
@@ -563,8 +584,63 @@ fn a_mirror_without_room_drops_the_oldest_moments_first() {
     }
 }
 
+/// What is kept while the delta arrives gives way to the journal: wherever a commit has room that keeps nothing, it has room.
+#[test]
+fn what_is_kept_early_gives_way_to_the_journal() {
+    let source = Source::new(testing::seed("an undo delta without room"), &[40; 12]);
+    for (kind, upto) in [(Kind::File, 1), (Kind::File, 6), (Kind::Device, 1), (Kind::Device, 6)] {
+        let [plain, kept] = [Keep::default(), last(100)]
+            .map(|keep| replica_after(kind, &source, upto, &keep, Commit::Journal));
+        let commit = |world: &World, room: u64| {
+            let (world, power) = (world.fork(), on());
+            let folder = FaultyFolder::new(&power, &world.state()).unwrap();
+            let mut replica = world.open_in(&power, Box::new(folder.clone()), &Options::default()).unwrap();
+            folder.full_after(room);
+            let done = merge(&mut replica, &source.tracked(upto, upto + 1), Commit::Journal);
+            folder.heal();
+            let warned = !replica.take_warnings().is_empty();
+            drop(replica);
+            (world, done, warned)
+        };
+        let least = (0..).map(|n| n * 1024).find(|room| commit(&plain, *room).1.is_ok()).unwrap();
+        let mut all = 0;
+        for room in (least..least * 4).step_by(1024) {
+            let what = format!("{kind:?} at {upto}, room for {room} of {least}");
+            let (world, done, warned) = commit(&kept, room);
+            done.unwrap_or_else(|e| panic!("{what}: {e}"));
+            let replica = world.open(&on()).unwrap();
+            assert_eq!(assert_exact(&source, &world, &replica, &what), upto + 1);
+            drop(replica);
+            let left = assert_moments(&source, &world, &what);
+            assert!(left.len() > upto || warned, "{what}: lost without a word");
+            assert!(!world.state().join("undo").exists(), "{what}: it is still there");
+            all += usize::from(left.len() > upto);
+        }
+        assert!(all > 0, "{kind:?} at {upto}: it never had room");
+    }
+}
+
+/// The same of a delta of many frames: the journal runs out of room while both grow.
+#[test]
+fn what_is_kept_early_gives_way_while_the_journal_grows() {
+    let source = Source::new(testing::seed("a long undo delta without room"), &[40, 10_000, 10_000]);
+    let world = replica_after(Kind::File, &source, 1, &last(100), Commit::Journal);
+    let power = on();
+    let folder = FaultyFolder::new(&power, &world.state()).unwrap();
+    let mut replica = world.open_in(&power, Box::new(folder.clone()), &Options::default()).unwrap();
+    let delta = source.tracked(1, 2);
+    // Enough for the journal once the earlier moment is gone, and not for what it replaces as well.
+    folder.full_after(delta.len() as u64 + (256 << 10));
+    merge(&mut replica, &delta, Commit::Journal).unwrap();
+    folder.heal();
+    assert!(!replica.take_warnings().is_empty());
+    drop(replica);
+    let replica = world.open(&on()).unwrap();
+    assert_exact(&source, &world, &replica, "without room");
+}
+
 /// Gives moments other ages, the latest first: their files' names say when they were.
-fn age(world: &World, moments: &[Moment], mut seconds: impl FnMut() -> u64) -> Vec<u64> {
+pub(super) fn age(world: &World, moments: &[Moment], mut seconds: impl FnMut() -> u64) -> Vec<u64> {
     let mut at = moments[0].at;
     let mut ages = Vec::new();
     for moment in moments {

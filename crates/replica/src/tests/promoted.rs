@@ -138,7 +138,7 @@ fn demotion(source: &Source, size: u64, blocks: &[u64]) -> Demotion {
     });
     let since = (source.epochs[0], vec![source.epochs[1]], UnsureSet::of_blocks(&unsure, BLOCK));
     let (line, block_size) = (delta::Line::first(), BLOCK as u32);
-    Demotion { source: source.id, term: 2, line, block_size, size, since: Some(since) }
+    Demotion { source: source.id, term: 2, line, block_size, size, since: Some(since), saved: None }
 }
 
 /// What was written to a former source is sent again, with what the new one has written, and nothing else.

@@ -212,6 +212,14 @@ fn open_frail(path: &Path, power: &Power, began: Option<u64>) -> crate::Result<R
     open_meddled(path, power, began, &Arc::default())
 }
 
+/// Opens a replica otherwise.
+fn open_frail_with(path: &Path, power: &Power, options: &Options) -> crate::Result<Replica> {
+    let destination = FileDestination::new(path.to_path_buf()).unwrap();
+    let folder = FaultyFolder::new(power, &path.with_file_name("state")).unwrap();
+    let destination = Frail { destination, power: power.clone(), meddled: Arc::default() };
+    Replica::begin(Box::new(destination), Box::new(folder), options)
+}
+
 fn open_meddled(
     path: &Path,
     power: &Power,
@@ -832,12 +840,8 @@ fn a_repair_that_was_killed_forgives_no_foreign_write() {
                 write_elsewhere(&source, &path);
                 let power = Power::new(outage);
                 power.cut_at(step);
-                let folder = FaultyFolder::new(&power, &temp.path().join("state")).unwrap();
-                let destination = FileDestination::new(path.clone()).unwrap();
-                let destination = Frail { destination, power: power.clone(), meddled: Arc::default() };
                 let doubting = Options { doubt: true, ..Options::default() };
-                let opened = Replica::begin(Box::new(destination), Box::new(folder), &doubting);
-                if let Ok(mut replica) = opened {
+                if let Ok(mut replica) = open_frail_with(&path, &power, &doubting) {
                     replica.save_every(40 * BLOCK);
                     let mut status = replica.status().clone();
                     status.positions.iter_mut().for_each(|position| position.epoch = None);
@@ -869,6 +873,97 @@ fn a_repair_that_was_killed_forgives_no_foreign_write() {
             assert!(refused > 3, "{commit:?}, {outage:?}: refused {refused} times");
         }
     }
+}
+
+/// Wherever a commit is killed, and others write then: who doubts sees what is there, and a comparison mends it. Wherever that is killed in
+/// turn, the file is refused until it is done.
+#[test]
+fn what_was_half_committed_and_then_changed_is_mended_by_a_comparison() {
+    let _alone = alone();
+    let source = source();
+    let temp = testing::in_memory();
+    let (path, state) = (temp.path().join("vm.raw"), temp.path().join("state"));
+    let options = Options { folder: Some(state.clone()), ..Options::default() };
+    let doubting = Options { doubt: true, ..options.clone() };
+    let refused = |what: &str| {
+        let opened = Replica::open(&path, &options).map(|replica| replica.status().clone());
+        assert!(matches!(opened, Err(ReplicaError::Changed { .. })), "{what}: {opened:?}");
+    };
+    let repair = |replica: &mut Replica| {
+        let mut status = replica.status().clone();
+        status.positions.iter_mut().for_each(|position| position.epoch = None);
+        let delta = source.lacks(&status, Some(&std::fs::read(&path).unwrap()), 2);
+        merge(replica, &delta, Commit::Journal).map(drop)
+    };
+    // How often a journal was half merged, of deltas of either kind, and a new file had its name and was not known by it.
+    let (mut half, mut renamed) = ([0, 0], 0);
+    for (kind, delta) in [source.seed(0), source.tracked(0, 1), Vec::new()].iter().enumerate() {
+        for step in (1..).filter(|step| testing::soak() || *step < 12 || step % 19 == 0 || kind == 0) {
+            for file in [&path, &temp.path().join("vm.raw.partial")] {
+                let _ = std::fs::remove_file(file);
+            }
+            let _ = std::fs::remove_dir_all(&state);
+            if kind > 0 {
+                merge(&mut Replica::open(&path, &options).unwrap(), &source.seed(0), Commit::Journal)
+                    .unwrap();
+            }
+            if kind == 2 {
+                write_elsewhere(&source, &path);
+            }
+            let power = Power::new(Outage::Kill);
+            power.cut_at(step);
+            if let Ok(mut replica) =
+                open_frail_with(&path, &power, &Options { doubt: kind == 2, ..Options::default() })
+            {
+                let _ = if kind == 2 {
+                    repair(&mut replica)
+                } else {
+                    merge(&mut replica, delta, Commit::Journal).map(drop)
+                };
+            }
+            let done = power.steps() < step;
+            if !path.exists() {
+                assert!(!done, "delta {kind} was not committed");
+                continue;
+            }
+            later(&path);
+            write_elsewhere(&source, &path);
+            let what = format!("delta {kind} killed at {step}");
+            if kind > 0 {
+                half[kind - 1] += usize::from(state.join("journal-whole").exists());
+            } else {
+                renamed += usize::from(!done);
+            }
+            refused(&what);
+            let content = std::fs::read(&path).unwrap();
+            assert!(Replica::open(&path, &doubting).unwrap().status().changed.is_some(), "{what}");
+            assert!(std::fs::read(&path).unwrap() == content, "{what}: to look has changed it");
+            refused(&what);
+            // Killed again.
+            let power = Power::new(Outage::Kill);
+            power.cut_at(1 + step % 41);
+            let repaired = open_frail_with(&path, &power, &Options { doubt: true, ..Options::default() })
+                .and_then(|mut replica| repair(&mut replica));
+            match Replica::open(&path, &options).map(|replica| replica.status().epoch) {
+                Ok(epoch) => assert_eq!(epoch, Some(source.epochs[2]), "{what}: {repaired:?}"),
+                Err(ReplicaError::Changed { .. }) => {
+                    repair(&mut Replica::open(&path, &doubting).unwrap())
+                        .unwrap_or_else(|e| panic!("{what}: {e}"));
+                }
+                Err(e) => panic!("{what}: {e}"),
+            }
+            assert_eq!(
+                Replica::open(&path, &options).unwrap().status().epoch,
+                Some(source.epochs[2]),
+                "{what}"
+            );
+            assert!(std::fs::read(&path).unwrap() == source.images[2], "{what}: not what it says");
+            if done {
+                break;
+            }
+        }
+    }
+    assert!(half.iter().all(|times| *times > 2) && renamed > 0, "{half:?} {renamed}");
 }
 
 /// A batch writes into a hole and the next one trims it; the process is killed, and others fill the file system. What was

@@ -1,0 +1,195 @@
+//! The copies that the jobs of this host are to make, for monitors. One that never began leaves no trace but its job: the unit was not
+//! started, or failed from its first second on.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use replica::KnownReplica;
+use source::{StateDir, Tally};
+
+use crate::args::{Cli, Command};
+use crate::location::{Ends, Location};
+use crate::status::SourceStatus;
+use crate::{failure, job, local};
+
+/// Where the units of a host keep their state.
+const STATE: &str = "/var/lib/dsync";
+
+/// A copy that a job is to make.
+#[derive(Debug)]
+pub(crate) struct JobCopy {
+    pub job: String,
+    /// `sync` or `mirror`.
+    pub command: &'static str,
+    /// The path of the source; what the job calls it, where that is not known here or is on another host.
+    pub source: String,
+    /// The replica, as its source remembers it; its path, where the source is on another host.
+    pub replica: String,
+    /// It was complete once.
+    pub made: bool,
+    /// It has begun, so what is known of it says how it is.
+    pub begun: bool,
+    /// The folder of the source.
+    place: Option<PathBuf>,
+}
+
+/// What is known of sources and replicas.
+pub(crate) struct Known<'a> {
+    pub sources: &'a [SourceStatus],
+    /// All replicas of this host.
+    pub replicas: &'a [KnownReplica],
+    /// There may be other sources: one was asked for.
+    pub is_part: bool,
+}
+
+impl Known<'_> {
+    /// True if this, which may be called by the name of its export, is a replica here.
+    fn is_replica(&self, named: &str) -> bool {
+        let path = local::path_of(named).ok();
+        let is_it = |replica: &&KnownReplica| {
+            Some(&replica.path) == path.as_ref() || source::export_name(&replica.path) == named
+        };
+        let mut replicas = self.replicas.iter().filter(is_it);
+        replicas.any(|replica| replica.lineage.as_ref().is_some_and(|lineage| lineage.source.is_some()))
+    }
+}
+
+/// What a job copies.
+struct Aim<'a> {
+    command: &'static str,
+    /// A source, or the name of a group.
+    source: &'a str,
+    /// Its replica, or the folder of those of the group.
+    destination: &'a str,
+    is_group: bool,
+}
+
+impl<'a> Aim<'a> {
+    /// `None` for a job that copies nothing.
+    fn of(cli: &'a Cli) -> Option<Aim<'a>> {
+        let (command, source, destination, group) = match &cli.command {
+            Command::Sync(args) if !args.dry_run => ("sync", &args.source, &args.destination, &args.group),
+            Command::Mirror(args) => ("mirror", &args.source, &args.destination, &args.group),
+            _ => return None,
+        };
+        match (group, destination) {
+            // With a group, the one place is the folder of the replicas.
+            (Some(group), _) => Some(Aim { command, source: group, destination: source, is_group: true }),
+            (None, Some(destination)) => Some(Aim { command, source, destination, is_group: false }),
+            (None, None) => None,
+        }
+    }
+}
+
+/// The copies that the jobs of this host are to make with this state directory, and what is wrong with jobs that cannot be run.
+///
+/// With `what`, those alone that are about this source, or this replica on this host.
+pub(crate) fn all(known: &Known<'_>, state: &StateDir, what: Option<&str>) -> (Vec<JobCopy>, Vec<String>) {
+    let (mut copies, mut errors) = (Vec::new(), Vec::new());
+    let folder = job::usual_folder();
+    for (name, cli) in job::all(&folder) {
+        let own = cli.as_ref().ok().and_then(|cli| cli.state_dir.as_deref());
+        if !same(&state_of(own), state.path()) {
+            continue;
+        }
+        match cli.and_then(|cli| of_job(&name, &cli, known, state)) {
+            Ok(mine) => copies.extend(mine),
+            Err(error) => errors.push(format!("cannot run job {name}: {}", failure::text(&error))),
+        }
+    }
+    if let Some(what) = what {
+        let is_here = |copy: &JobCopy| copy.replica.starts_with('/') && is_meant(&copy.replica, what);
+        copies.retain(|copy| is_meant(&copy.source, what) || is_here(copy));
+    }
+    (copies, errors)
+}
+
+/// Where a job keeps its state. A folder of jobs that is named has the state directory that is named with it.
+fn state_of(own: Option<&Path>) -> PathBuf {
+    let usual = (!job::is_folder_named()).then_some(Path::new(STATE));
+    StateDir::find(own.or(usual)).path().to_path_buf()
+}
+
+fn same(a: &Path, b: &Path) -> bool {
+    let whole = |path: &Path| local::path_of(&path.to_string_lossy()).ok();
+    whole(a) == whole(b)
+}
+
+fn is_meant(name: &str, what: &str) -> bool {
+    name == what || same(Path::new(name), Path::new(what))
+}
+
+/// The copies that one job is to make.
+fn of_job(name: &str, cli: &Cli, known: &Known<'_>, state: &StateDir) -> Result<Vec<JobCopy>> {
+    let Some(aim) = Aim::of(cli) else { return Ok(Vec::new()) };
+    let copy = |source: &str, replica: &str| JobCopy {
+        job: name.to_owned(),
+        command: aim.command,
+        source: source.to_owned(),
+        replica: replica.to_owned(),
+        made: false,
+        begun: false,
+        place: None,
+    };
+    if aim.is_group {
+        let folder = Location::folder(aim.destination)?;
+        let is_member =
+            |source: &&SourceStatus| source.group.as_ref().is_some_and(|group| group.name == aim.source);
+        let mut copies = Vec::new();
+        for member in known.sources.iter().filter(is_member) {
+            let path = member.path.display().to_string();
+            let replica = folder.within(Path::new(member.path.file_name().unwrap_or_default()));
+            copies.extend(of_source(copy(&path, &remembered(&replica)?), &path, known, state));
+        }
+        return Ok(match copies.is_empty() && !known.is_part {
+            true => vec![copy(&format!("group {}", aim.source), &folder.name)],
+            false => copies,
+        });
+    }
+    let ends = Ends::parse(aim.source, aim.destination)?;
+    let replica = remembered(&ends.destination)?;
+    let copy = copy(aim.source, &replica);
+    if ends.source.host.is_some() {
+        // The replica is on this host, and knows itself how it is.
+        let here = known.replicas.iter().find(|here| here.path == Path::new(&replica));
+        let made = here.is_some_and(|here| here.lineage.as_ref().is_some_and(|l| l.epoch.is_some()));
+        return Ok(vec![JobCopy { made, begun: here.is_some(), ..copy }]);
+    }
+    Ok(of_source(copy, aim.source, known, state).into_iter().collect())
+}
+
+/// The name under which its source remembers a replica.
+fn remembered(replica: &Location) -> Result<String> {
+    let (path, name) = replica.place()?;
+    Ok(match replica.host {
+        Some(_) => name,
+        None => local::path_of(&path.to_string_lossy())?.display().to_string(),
+    })
+}
+
+/// A copy of a source on this host. `None` if nothing can be said of it: the source cannot be read, which is reported by itself, or it
+/// is a replica now, so that the job waits for the day on which it is the source again.
+fn of_source(copy: JobCopy, named: &str, known: &Known<'_>, state: &StateDir) -> Option<JobCopy> {
+    let Ok(Some((place, about))) = state.source(named) else {
+        return (!known.is_replica(named)).then_some(copy);
+    };
+    let source =
+        known.sources.iter().find(|source| source.uuid == about.uuid && source.path == about.path)?;
+    let made = source.replicas.iter().any(|replica| replica.replica == copy.replica);
+    let begun = source.first_copies.iter().any(|tally| tally.replica == copy.replica);
+    Some(JobCopy { source: about.path.display().to_string(), made, begun, place: Some(place), ..copy })
+}
+
+/// Keeps why the job that this process runs has failed, of copies that never began: there is nothing else that would show it.
+pub(crate) fn record(message: &str, state: &StateDir) -> Result<()> {
+    let Some(job) = job::running() else { return Ok(()) };
+    let cli = job.read_again()?;
+    let sources = state.survey()?.sources.into_iter();
+    let sources: Vec<SourceStatus> =
+        sources.filter_map(|(place, about)| Some(SourceStatus::read(&place, about).ok()?.0)).collect();
+    let known = Known { sources: &sources, replicas: &sync::known_replicas(state).all()?, is_part: false };
+    for copy in of_job(job.name(), &cli, &known, state)?.iter().filter(|copy| !copy.made && !copy.begun) {
+        copy.place.iter().for_each(|place| Tally::fail_first(place, &copy.replica, message));
+    }
+    Ok(())
+}

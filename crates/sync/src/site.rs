@@ -1,0 +1,144 @@
+//! What the role of a disk depends on at its host: the states of its sources, and what is written down of its replicas.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use delta::Epoch;
+use device::{Folder, FolderLock, Storage};
+use extents::Bitmap;
+use replica::{Group, Intent, KnownReplicas, Lineage, Replica};
+use source::{About, Handle, History, Members, Membership, SourceError, SourceOptions, Succession};
+use uuid::Uuid;
+
+use crate::error::SyncError;
+
+/// A host, as commands that ask for the role of a disk or change it see it: [`source::StateDir`]. A trait, so that the simulator can
+/// stop the machine before each of their steps.
+pub trait Site: Sync {
+    /// A path without links, the same before and after there is a file.
+    fn real(&self, path: &Path) -> PathBuf;
+    /// True if a disk is at the path.
+    fn exists(&self, path: &Path) -> bool;
+    /// Bytes of the disk at a path.
+    ///
+    /// # Errors
+    /// If it cannot be looked at.
+    fn size(&self, path: &Path) -> Result<u64, SyncError>;
+    /// What the disk at a path is stored on, if that is known.
+    fn storage(&self, path: &Path) -> Option<Storage>;
+    /// How replicas are opened whose state is in that folder, or in the usual one.
+    fn opening(&self, journal_dir: Option<&Path>) -> replica::Options;
+    /// As [`replica::inspect`].
+    ///
+    /// # Errors
+    /// As there.
+    fn lineage(&self, path: &Path, options: &replica::Options) -> replica::Result<Option<Lineage>>;
+    /// As [`Replica::open`].
+    ///
+    /// # Errors
+    /// As there.
+    fn open(&self, path: &Path, options: &replica::Options) -> replica::Result<Replica>;
+    /// As [`replica::settle`].
+    ///
+    /// # Errors
+    /// As there.
+    fn settle(&self, path: &Path) -> replica::Result<()>;
+    /// As [`source::StateDir::source`].
+    ///
+    /// # Errors
+    /// As there.
+    fn source(&self, what: &str) -> Result<Option<(PathBuf, About)>, SourceError>;
+    /// All known sources whose state can be read.
+    ///
+    /// # Errors
+    /// If their folders cannot be listed.
+    fn sources(&self) -> Result<Vec<About>, SourceError>;
+    /// The folder of a source's state.
+    ///
+    /// # Errors
+    /// If it is not there.
+    fn folder(&self, place: &Path) -> io::Result<Box<dyn Folder>>;
+    /// As [`Handle::attach`].
+    ///
+    /// # Errors
+    /// As there.
+    fn attach(&self, what: &str, options: &SourceOptions) -> Result<Handle, SourceError>;
+    /// As [`source::succeed`].
+    ///
+    /// # Errors
+    /// As there.
+    fn succeed(&self, path: &Path, succession: &Succession) -> Result<bool, SourceError>;
+    /// As [`source::doubt`].
+    ///
+    /// # Errors
+    /// As there.
+    fn doubt(&self, place: &Path, about: &About) -> Result<Option<String>, SourceError>;
+    /// As [`source::recorded_since`].
+    ///
+    /// # Errors
+    /// As there.
+    fn recorded_since(
+        &self,
+        place: &Path,
+        about: &About,
+        history: &History,
+        into: &Bitmap,
+    ) -> Result<(), SourceError>;
+    /// As [`source::forget_source`].
+    ///
+    /// # Errors
+    /// As there.
+    fn forget(&self, place: &Path, about: &About) -> Result<(), SourceError>;
+    /// The list of replicas, if the host has one.
+    fn known(&self) -> Option<KnownReplicas>;
+    /// The group of that name among the replicas in the folder of this one, and that folder, held.
+    ///
+    /// # Errors
+    /// As for [`Group::open`].
+    fn group(&self, replica: &Path, name: &str) -> replica::Result<(PathBuf, Group)>;
+    /// As [`replica::find_group`].
+    ///
+    /// # Errors
+    /// As there.
+    fn find_group(&self, dir: &Path) -> replica::Result<(PathBuf, String)>;
+    /// As [`Group::open_members`].
+    ///
+    /// # Errors
+    /// As there.
+    fn members(&self, group: &Group, dir: &Path, apart: bool) -> replica::Result<Vec<Replica>>;
+    /// As [`source::group_members`].
+    ///
+    /// # Errors
+    /// As there.
+    fn group_members(&self, name: &str) -> Result<Members, SourceError>;
+    /// As [`source::check_term`].
+    ///
+    /// # Errors
+    /// As there.
+    fn check_term(&self, path: &Path, source: Uuid, term: u64) -> Result<(), SourceError>;
+    /// As [`source::join_group`].
+    ///
+    /// # Errors
+    /// As there.
+    fn join_group(&self, path: &Path, group: Membership) -> Result<bool, SourceError>;
+    /// The folder of the demotion of a group, with its lock.
+    ///
+    /// # Errors
+    /// If it cannot be made, or another process holds it.
+    fn demoting(&self, name: &str) -> Result<(Box<dyn Folder>, Option<FolderLock>), SyncError>;
+    /// What the demotions of groups have ended.
+    ///
+    /// # Errors
+    /// If that cannot be read.
+    fn endings(&self) -> Result<Vec<Intent>, SyncError>;
+    /// As [`replica::promotes_still`].
+    ///
+    /// # Errors
+    /// As there.
+    fn promotes_still(&self, path: &Path, lineage: &Lineage) -> replica::Result<Option<(String, PathBuf)>>;
+
+    /// As [`replica::demotes_anew`].
+    fn demotes_anew(&self, path: &Path, options: &replica::Options) -> Vec<Epoch> {
+        replica::demotes_anew(path, options)
+    }
+}
