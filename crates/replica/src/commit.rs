@@ -165,7 +165,8 @@ impl Replica {
             // Once it is finished, what it replaces is not looked at again.
             self.untouched()?;
         }
-        self.work(false)?;
+        // The new name moves one of the file's times. The note says who did that, if the lineage finds no room after all.
+        self.work_noted(false, INTERRUPTED)?;
         self.begin_commit()?;
         if let Some(step) = &mut self.lineage_mut().step {
             step.positions = overlay(&[], toward.epoch, toward.size);

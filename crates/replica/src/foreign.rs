@@ -222,6 +222,17 @@ impl Replica {
         Ok(self.working().map(Working::keeping).unwrap_or_default())
     }
 
+    /// The same where nothing but the note will tell own writes from others': none are made without it. `state` is what becomes of
+    /// the replica then.
+    pub(crate) fn work_noted(&mut self, durable: bool, state: &'static str) -> Result<Keeping> {
+        let keeping = self.work(durable)?;
+        if self.is_timeless() || self.working().is_some() {
+            return Ok(keeping);
+        }
+        let place = format!("to write {}", self.folder().join(note::NAME).display());
+        Err(ReplicaError::Full { place, missing: None, state })
+    }
+
     /// Makes room for the note.
     pub(crate) fn reserve_note(&self) -> Result<()> {
         if self.is_timeless() {

@@ -152,7 +152,10 @@ impl Replica {
         state: &'static str,
     ) -> Result<()> {
         let Some(holes) = holes.filter(|holes| !holes.found.is_empty()) else { return Ok(()) };
-        self.work(true)?;
+        match sealed {
+            true => self.work(true)?,
+            false => self.work_noted(true, state)?,
+        };
         let mut reserved = holes.clone().reserve();
         if let Ok(Some(needed)) = reserved {
             let free = self.destination().free().unwrap_or(u64::MAX);

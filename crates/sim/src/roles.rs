@@ -226,10 +226,10 @@ impl Run {
         SimSite { process: process.clone(), served: served.collect::<BTreeMap<_, _>>(), fresh }
     }
 
-    /// What is written down, read without a step that may fail.
+    /// What is written down.
     pub(crate) fn recorded(&self, at: usize) -> (Option<Lineage>, Option<source::About>, Vec<delta::Epoch>) {
         let disk = &self.disks[at];
-        let process = disk.host.process();
+        let process = disk.host.judge();
         let lineage = Lineage::load(&SimFolder::new(&process, &folder_of(disk.name))).ok().flatten();
         let state = SimFolder::new(&process, &source_folder(disk.name));
         let about = source::about_in(&state).ok().flatten();
@@ -372,8 +372,6 @@ impl Run {
             let steps = self.dice.within(1..60);
             let (what, event) = match self.dice.below(9) {
                 0 => ("one failure", Event::Fails),
-                // At the commit of a group one may leave a replica that others are said to have written to.
-                1 if self.scene.group => ("one failure", Event::Fails),
                 1 => ("one failed read", Event::Unreadable),
                 2 => ("no space for a while", Event::Full(steps)),
                 3 => ("failures for a while", Event::Broken(steps)),

@@ -6,7 +6,7 @@ use delta::Method;
 use uuid::Uuid;
 
 use crate::destination::Name;
-use crate::error::{ReplicaError, Result, SAFE, io_error};
+use crate::error::{INTERRUPTED, ReplicaError, Result, SAFE, io_error};
 use crate::intent::Intent;
 use crate::journal::{self, ARRIVING, Contents, WHOLE, compares};
 use crate::last_writes::LastWrites;
@@ -430,9 +430,8 @@ impl Replica {
             return Ok(());
         };
         self.note_arrival(lineage::NAME);
-        // The new name moves one of the file's times. The note says who did that, if the lineage finds no room after all.
         self.reserve()?;
-        self.work(false)?;
+        self.work_noted(false, INTERRUPTED)?;
         let copy = self.rename(kind.replaces())?;
         self.tell(format!("the copy of epoch {} was complete and has been put in place", toward.epoch));
         self.renamed(&toward, copy)
