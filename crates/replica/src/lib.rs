@@ -47,7 +47,6 @@ mod trail;
 
 mod past;
 mod saving;
-mod undo_writer;
 
 mod views;
 

@@ -27,7 +27,7 @@ pub(crate) struct Old {
 }
 
 impl Old {
-    pub(crate) fn new(disk: Arc<dyn Disk>) -> io::Result<Old> {
+    fn new(disk: Arc<dyn Disk>) -> io::Result<Old> {
         let queue = disk.queue(DEPTH)?;
         let (flying, done) = (VecDeque::new(), BTreeMap::new());
         Ok(Old { queue, gathered: Pieces::new(), bytes: 0, flying, done, token: 0 })
@@ -47,7 +47,7 @@ impl Old {
     }
 
     /// Takes a range, and hands over what earlier ones held where too many reads are on their way.
-    pub(crate) fn read(
+    fn read(
         &mut self,
         mut range: Range<u64>,
         mut take: impl FnMut(Frame) -> io::Result<()>,
@@ -68,7 +68,7 @@ impl Old {
     }
 
     /// Hands over what is left.
-    pub(crate) fn finish(&mut self, mut take: impl FnMut(Frame) -> io::Result<()>) -> io::Result<()> {
+    fn finish(&mut self, mut take: impl FnMut(Frame) -> io::Result<()>) -> io::Result<()> {
         if self.bytes > 0 {
             self.start();
         }

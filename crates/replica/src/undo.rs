@@ -6,20 +6,20 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
-use delta::{Frame, Header, Method, Record};
+use delta::{Encoder, Frame, Header, Method, Record};
 use uuid::Uuid;
 
 use crate::destination::Name;
 use crate::error::{INTERRUPTED, ReplicaError, Result, disk_error, io_error, is_full};
 use crate::holes::Holes;
 use crate::intent::Intent;
-use crate::journal::{self, Contents, Relief, Target};
+use crate::journal::{self, Contents, Growing, Relief, Target};
 use crate::keep::Keep;
 use crate::lineage::{Lineage, State, StepKind, Toward, Unsure};
-use crate::past::{self, Ageing, Kind, Past, Settings, Undo};
+use crate::old::Old;
+use crate::past::{self, Ageing, GROWING, Kind, Past, Settings, Undo};
 use crate::past_commits::PastCommits;
 use crate::replica::Replica;
-use crate::undo_writer::UndoWriter;
 use crate::unsure::UnsureSet;
 use crate::views;
 
@@ -28,10 +28,6 @@ pub(crate) struct Touched {
     set: UnsureSet,
     /// Bytes of the replica before.
     size: u64,
-    /// What is read while the delta arrives.
-    writer: Option<UndoWriter>,
-    /// What the writer takes at the end, behind all that the delta names.
-    rest: Vec<Range<u64>>,
 }
 
 impl Touched {
@@ -39,11 +35,7 @@ impl Touched {
     pub(crate) fn new(lineage: &Lineage) -> Touched {
         let mut set = UnsureSet::new();
         set.reach(lineage.size, lineage.block_size.into());
-        Touched::of(set, lineage.size)
-    }
-
-    fn of(set: UnsureSet, size: u64) -> Touched {
-        Touched { set, size, writer: None, rest: Vec::new() }
+        Touched { set, size: lineage.size }
     }
 
     /// Takes a delta's header. From `known` on, what it does not name becomes zero.
@@ -58,47 +50,9 @@ impl Touched {
     pub(crate) fn records(&mut self, records: &[Record]) {
         for record in records {
             if record.offset() < self.size {
-                let range = record.offset()..record.end().min(self.size);
-                self.read(range.clone());
-                self.set.insert(range);
+                self.set.insert(record.offset()..record.end().min(self.size));
             }
         }
-    }
-
-    /// Has what the set does not name yet read. Where that fails, all is read at the end.
-    fn read(&mut self, range: Range<u64>) {
-        let Some(writer) = &mut self.writer else { return };
-        let mut fresh = self.set.missing(range, self.size).into_iter();
-        if fresh.try_for_each(|part| writer.read(part)).is_err() {
-            self.writer = None;
-        }
-    }
-
-    /// Writes the undo delta from now on, as the delta arrives, whose header was taken.
-    pub(crate) fn write_early(&mut self, replica: &Replica, toward: &Toward) {
-        self.rest = self.ranges().collect();
-        self.writer = replica.undo_writer(toward).ok();
-    }
-
-    /// A way to make room: what was written early goes before `next` is asked.
-    pub(crate) fn gives_way_before(&self, next: Option<Relief>) -> Option<Relief> {
-        match &self.writer {
-            Some(writer) => writer.gives_way_before(next),
-            None => next,
-        }
-    }
-
-    /// Gives up what was written early. False if there was nothing.
-    pub(crate) fn give_way(&mut self) -> bool {
-        self.writer.take().is_some()
-    }
-
-    /// What was written early, if it is of this header and holds all.
-    fn written(&mut self, header: &Header) -> Option<UndoWriter> {
-        let mut writer = self.writer.take().filter(|writer| writer.header() == header)?;
-        std::mem::take(&mut self.rest).into_iter().try_for_each(|range| writer.read(range)).ok()?;
-        let bytes = self.ranges().map(|range| range.end - range.start).sum::<u64>();
-        (writer.bytes() == bytes).then_some(writer)
     }
 
     /// Writes down what a clone has replaced so far, before its step says how far that is.
@@ -189,7 +143,7 @@ impl Replica {
     /// The same for a clone that an interrupted delta has written to.
     pub(crate) fn touched_before(&self) -> Option<Touched> {
         let set = past::load_blocks(self.state(), self.clone_of().filter(|_| self.settings().is_some())?)?;
-        Some(Touched::of(set, self.lineage().size))
+        Some(Touched { set, size: self.lineage().size })
     }
 
     /// The clone of the step under way, and the state that it was made from.
@@ -244,7 +198,8 @@ impl Replica {
             // Of a commit that was interrupted before it was sealed, or a way back exists as the way forth was an undo delta.
             return Ok(());
         }
-        while let Err(error) = self.write_undo(&mut touched, toward, &undo) {
+        while let Err(error) = self.write_undo(&touched, toward, &undo) {
+            let _ = self.state().remove(GROWING);
             if is_full(&error) && self.past_gives_way() {
                 continue;
             }
@@ -309,30 +264,23 @@ impl Replica {
         }
     }
 
-    fn write_undo(&self, touched: &mut Touched, toward: &Toward, undo: &Undo) -> io::Result<()> {
-        let early = touched.written(&self.undo_header(toward)?);
-        if early.is_some_and(|writer| writer.finish(&undo.name).is_ok()) {
-            return Ok(());
-        }
-        let mut writer = self.undo_writer(toward)?;
-        touched.ranges().try_for_each(|range| writer.read(range))?;
-        writer.finish(&undo.name)
-    }
-
-    fn undo_writer(&self, toward: &Toward) -> io::Result<UndoWriter> {
-        let disk = self.destination().open(Name::Final).map_err(io::Error::other)?;
-        UndoWriter::begin(self.shared_state(), disk, self.undo_header(toward)?)
-    }
-
-    fn undo_header(&self, toward: &Toward) -> io::Result<Header> {
+    fn write_undo(&self, touched: &Touched, toward: &Toward, undo: &Undo) -> io::Result<()> {
         let lineage = self.lineage();
         let epoch = lineage.epoch.ok_or(io::ErrorKind::InvalidInput)?;
         let sizes = (toward.size, lineage.size);
         let mut header = Header::new(toward.source, Method::Tracked, vec![epoch], sizes, lineage.block_size);
-        (header.stream, header.binds) = (lineage.nonce, Some(toward.stream));
+        (header.stream, header.binds) = (undo.to, Some(undo.from));
         header.fuzzy = lineage.state == State::Fuzzy;
-        header.batch = self.kind().is_batch();
-        Ok(header)
+        header.batch = undo.kind.is_batch();
+        let (mut encoder, unit) = Encoder::new(&header, None).map_err(io::Error::other)?;
+        let mut file = Growing::begin(self.state(), GROWING)?;
+        file.unit(&unit)?;
+        let disk = self.destination().open(Name::Final).map_err(io::Error::other)?;
+        Old::each(disk, touched.ranges(), |frame| {
+            file.unit(&encoder.frame(frame).map_err(io::Error::other)?)
+        })?;
+        file.unit(&encoder.trailer())?;
+        file.name(self.state(), GROWING, &undo.name)
     }
 
     /// What a way back to the present state leads to.

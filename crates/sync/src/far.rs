@@ -452,9 +452,6 @@ impl ReplicaEnd<'_> {
         at_end: AtEnd,
         mut seen: impl FnMut(&Frame),
     ) -> Result<Taken, SyncError> {
-        if at_end == AtEnd::Keep {
-            receipt.is_pass();
-        }
         loop {
             let message = match self.receiver.recv() {
                 Ok(Some(message)) => message,

@@ -18,9 +18,6 @@ use crate::lineage::Toward;
 use crate::replica::{Prepared, Replica};
 use crate::undo::Touched;
 
-/// Bytes that a file system may need besides what is reserved.
-const MARGIN: u64 = 1 << 20;
-
 /// A delta on its way to the journal.
 pub(super) struct ToJournal {
     file: Growing,
@@ -95,8 +92,9 @@ impl Replica {
             io::Write::write_all(&mut file, raw)?;
             Ok(file)
         });
-        let file = begun.map_err(|e| self.journal_failed(e))?;
+        let mut file = begun.map_err(|e| self.journal_failed(e))?;
         let gave = Arc::<AtomicBool>::default();
+        file.relieve(self.relief(gave.clone()));
         let holes = match before.bytes {
             0 => self.holes(0)?,
             _ => self.holes_of(ARRIVING, &before)?,
@@ -110,16 +108,9 @@ impl Replica {
         let (bytes, frames_end) = (before.bytes, before.frames_end);
         let mut sink = ToJournal { file, bytes, frames_end, unread, before, holes, touched, gave, rolling };
         let known = kept(header, &sink.before.positions(&self.positions()));
-        let mut relief = self.relief(sink.gave.clone());
         if let Some(touched) = &mut sink.touched {
             touched.header(header, known);
-            // A delta that goes on from another begins at the disk's start again.
-            if let (0, Some(toward)) = (sink.before.bytes, Toward::of(header)) {
-                touched.write_early(self, &toward);
-                relief = touched.gives_way_before(relief);
-            }
         }
-        sink.file.relieve(relief);
         if let Some(holes) = &mut sink.holes {
             holes.rewind(header, known).map_err(io_error("look for holes in", self.path()))?;
         }
@@ -214,7 +205,7 @@ impl ToJournal {
 
     /// Makes all durable that a merge needs. Returns what is to be merged, and the bytes written and read for it.
     fn complete(
-        mut self,
+        self,
         replica: &mut Replica,
         decoder: &Decoder,
         toward: &Toward,
@@ -230,10 +221,6 @@ impl ToJournal {
             return Ok((None, (bytes, copied)));
         }
         let state = "the replica is unchanged, and what had arrived of the delta is dropped";
-        let needed = self.holes.as_ref().map_or(0, Holes::bytes);
-        if replica.destination().free().is_some_and(|free| free < needed + MARGIN) {
-            self.touched.as_mut().map(Touched::give_way);
-        }
         let room = replica.reserve_unsure(&contents, state);
         if let Err(e) = room.and_then(|()| replica.make_room_of_past(self.holes, state)) {
             // Where room is short, the journal's is needed too.
@@ -254,11 +241,6 @@ impl ToJournal {
             replica.warn_of_room();
         }
         Ok((Some(contents), (bytes, copied)))
-    }
-
-    /// Nothing is committed until another delta has come.
-    pub(super) fn is_pass(&mut self) {
-        self.touched.as_mut().map(Touched::give_way);
     }
 
     /// Keeps what has come of a delta that was cut off.

@@ -354,14 +354,6 @@ impl DeltaReceiver<'_> {
         Ok(self.toward.epoch)
     }
 
-    /// Says that it is a pass over a live disk, which [`DeltaReceiver::keep_pass`] ends. What it replaces is kept with the rest, when
-    /// the delta of the cut is committed.
-    pub fn is_pass(&mut self) {
-        if let Sink::Journal(journal) = &mut self.sink {
-            journal.is_pass();
-        }
-    }
-
     /// True if its trailer was taken.
     pub(crate) fn is_whole(&self) -> bool {
         self.decoder.is_complete()

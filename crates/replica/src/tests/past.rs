@@ -584,9 +584,9 @@ fn a_mirror_without_room_drops_the_oldest_moments_first() {
     }
 }
 
-/// What is kept while the delta arrives gives way to the journal: wherever a commit has room that keeps nothing, it has room.
+/// Wherever a commit has room that keeps nothing, it has room with a past as well, which gives way where there is no room for both.
 #[test]
-fn what_is_kept_early_gives_way_to_the_journal() {
+fn a_past_hinders_no_commit() {
     let source = Source::new(testing::seed("an undo delta without room"), &[40; 12]);
     for (kind, upto) in [(Kind::File, 1), (Kind::File, 6), (Kind::Device, 1), (Kind::Device, 6)] {
         let [plain, kept] = [Keep::default(), last(100)]
@@ -618,25 +618,6 @@ fn what_is_kept_early_gives_way_to_the_journal() {
         }
         assert!(all > 0, "{kind:?} at {upto}: it never had room");
     }
-}
-
-/// The same of a delta of many frames: the journal runs out of room while both grow.
-#[test]
-fn what_is_kept_early_gives_way_while_the_journal_grows() {
-    let source = Source::new(testing::seed("a long undo delta without room"), &[40, 10_000, 10_000]);
-    let world = replica_after(Kind::File, &source, 1, &last(100), Commit::Journal);
-    let power = on();
-    let folder = FaultyFolder::new(&power, &world.state()).unwrap();
-    let mut replica = world.open_in(&power, Box::new(folder.clone()), &Options::default()).unwrap();
-    let delta = source.tracked(1, 2);
-    // Enough for the journal once the earlier moment is gone, and not for what it replaces as well.
-    folder.full_after(delta.len() as u64 + (256 << 10));
-    merge(&mut replica, &delta, Commit::Journal).unwrap();
-    folder.heal();
-    assert!(!replica.take_warnings().is_empty());
-    drop(replica);
-    let replica = world.open(&on()).unwrap();
-    assert_exact(&source, &world, &replica, "without room");
 }
 
 /// Gives moments other ages, the latest first: their files' names say when they were.
