@@ -508,7 +508,7 @@ impl Run {
         let path = self.path(to);
         let said = std::thread::scope(|scope| {
             let site = &site;
-            scope.spawn(move || sync::receive_on(there, site));
+            scope.spawn(move || sync::receive(there, site));
             say(here, &path, &name)
         });
         self.disks[to].host.state().end(&far);

@@ -404,7 +404,7 @@ impl Run {
                 }
                 let Cuts(out, back) = first.take().unwrap_or(Cuts::NEVER);
                 let (ours, theirs) = crate::pipe::far_link(&near, &far, out, back);
-                scope.spawn(move || sync::receive_on(theirs, there));
+                scope.spawn(move || sync::receive(theirs, there));
                 Ok(ours)
             };
             let what = self.path(from);

@@ -105,9 +105,9 @@ pub use pipeline::Stages;
 pub use promote::{PromoteOptions, Promotion, promote};
 pub use pull::{Pull, PullContext, SourceInfo, SourceRequest, Task, send};
 pub use push::push;
-pub use receive::{receive, receive_within};
 #[doc(hidden)]
-pub use receive::{receive_on, receive_over};
+pub use receive::receive_over;
+pub use receive::{receive, receive_within};
 pub use replica::{Commit, Keep};
 pub use report::{Progress, Summary};
 pub use roles::{refuse_replica, unpromoted};

@@ -2,7 +2,6 @@
 
 use link::Link;
 use replica::Replica;
-use source::StateDir;
 
 use crate::allowed_paths::AllowedPaths;
 use crate::error::SyncError;
@@ -12,12 +11,12 @@ use crate::messages::Asked;
 use crate::site::Site;
 
 /// Serves one sync as the replica's end of `link`. Errors are reported to the other end too.
-pub fn receive(link: Link, state: &StateDir) -> Result<(), SyncError> {
-    receive_within(link, state, &AllowedPaths::Anything)
+pub fn receive(link: Link, site: &dyn Site) -> Result<(), SyncError> {
+    receive_within(link, site, &AllowedPaths::Anything)
 }
 
 /// The same, restricted to the allowed paths.
-pub fn receive_within(link: Link, state: &StateDir, allowed: &AllowedPaths) -> Result<(), SyncError> {
+pub fn receive_within(link: Link, site: &dyn Site, allowed: &AllowedPaths) -> Result<(), SyncError> {
     let one: Opener<'_> = &|open| {
         let path = allowed.find(&open.path)?;
         allowed.only_beside("a journal in", open.journal_dir.as_deref())?;
@@ -25,13 +24,13 @@ pub fn receive_within(link: Link, state: &StateDir, allowed: &AllowedPaths) -> R
             "the digest file",
             open.digests.as_ref().and_then(|digests| digests.file.as_deref()),
         )?;
-        open_here(open, &path, state)
+        open_here(open, &path, site)
     };
     let group: GroupOpener<'_> = &|asked| {
         let paths = asked.members.iter().map(|open| allowed.find(&open.path));
-        open_group(asked, &paths.collect::<Result<Vec<_>, _>>()?, state)
+        open_group(asked, &paths.collect::<Result<Vec<_>, _>>()?, site)
     };
-    receive_at(link, Some(state), one, group)
+    receive_at(link, Some(site), one, group)
 }
 
 /// The same for a replica that the caller opens, wherever it is.
@@ -45,17 +44,6 @@ pub fn receive_over(
         Ok(Opened::Replica(Box::new(open(&options)?)))
     };
     receive_at(link, None, one, &|_| Err(SyncError::Refused("no group is received here".into())))
-}
-
-/// The same as [`receive`] for any host.
-#[doc(hidden)]
-pub fn receive_on(link: Link, site: &dyn Site) -> Result<(), SyncError> {
-    let one: Opener<'_> = &|open| open_here(open, &open.path, site);
-    let group: GroupOpener<'_> = &|asked| {
-        let paths: Vec<_> = asked.members.iter().map(|open| open.path.clone()).collect();
-        open_group(asked, &paths, site)
-    };
-    receive_at(link, Some(site), one, group)
 }
 
 fn receive_at(
