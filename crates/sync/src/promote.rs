@@ -75,7 +75,8 @@ pub struct Promotion {
 /// `force` also if its source has not said that there was no more. It is the replica that it was then.
 pub fn promote(state: &dyn Site, path: &Path, options: &PromoteOptions) -> Result<Promotion, SyncError> {
     let opening = state.opening(options.journal_dir.as_deref());
-    if state.lineage(path, &opening)?.is_none() {
+    let lineage = state.lineage(path, &opening)?;
+    if lineage.is_none() {
         if let Some((_, about)) = state.source(&path.to_string_lossy())? {
             return Err(already(path, about.term));
         }
@@ -84,7 +85,6 @@ pub fn promote(state: &dyn Site, path: &Path, options: &PromoteOptions) -> Resul
     // A rehearsal is no common moment of a group.
     let leave = rehearsed.is_some();
     let opening = replica::Options { leave, ..opening };
-    let lineage = state.lineage(path, &opening)?;
     let mut replica = replica::to_promote_by(path, lineage, &opening, &|options| state.open(path, options))?;
     let before = replica.recorded().role.promoted;
     let outlook = match before {
