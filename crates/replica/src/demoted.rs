@@ -38,22 +38,6 @@ pub struct Demotion {
     pub saved: Option<Epoch>,
 }
 
-/// Makes the source at `path` a replica. `unwritten` tells if the disk, as it is found and then held, is what the source's state was
-/// read for. Durable on return.
-///
-/// # Errors
-/// Refused if it is in use, or written to meanwhile; then it is the source that it was.
-pub fn demote(
-    path: &Path,
-    options: &Options,
-    demotion: &Demotion,
-    unwritten: &dyn Fn(&Stamp) -> bool,
-) -> Result<Replica> {
-    let mut replica = Replica::open(path, &Options { adopt: true, ..options.clone() })?;
-    replica.demote(demotion, unwritten)?;
-    Ok(replica)
-}
-
 /// The epochs at which a former source can be demoted anew once it is promoted again, oldest first: those after which its own history
 /// knows what was written. None if it would not be promoted as it is. Changes nothing, recovers nothing, and takes no lock.
 pub fn demotes_anew(path: &Path, options: &Options) -> Vec<Epoch> {
@@ -96,11 +80,11 @@ impl Replica {
         }
     }
 
-    /// The same for a disk that was opened to be adopted.
+    /// Makes a source, which was opened to be adopted, a replica. `unwritten` tells if the disk, as it is found and then held, is what
+    /// the source's state was read for. Durable on return.
     ///
     /// # Errors
-    /// As for [`demote`].
-    #[doc(hidden)]
+    /// Refused if it is written to meanwhile; then it is the source that it was.
     pub fn demote(&mut self, demotion: &Demotion, unwritten: &dyn Fn(&Stamp) -> bool) -> Result<()> {
         let stamp = self.destination().settle().map_err(io_error("flush", self.path()))?;
         if !unwritten(&stamp) {

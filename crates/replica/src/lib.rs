@@ -89,7 +89,7 @@ mod view_together;
 mod tests;
 
 pub use batches::{BatchLog, Batches};
-pub use demoted::{Demotion, demote, demotes_anew};
+pub use demoted::{Demotion, demotes_anew};
 #[doc(hidden)]
 pub use destination::{Destination, DeviceDestination, Name};
 pub use error::{ReplicaError, Result};

@@ -10,8 +10,8 @@ use super::crash::{OUTAGES, on};
 use super::real::alone;
 use super::world::*;
 use crate::{
-    Commit, Demotion, Lineage, Options, Released, Replica, ReplicaError, State, UnsureSet, demote, inspect,
-    settle, to_promote,
+    Commit, Demotion, Lineage, Options, Released, Replica, ReplicaError, State, UnsureSet, inspect, settle,
+    to_promote,
 };
 
 fn options() -> Options {
@@ -141,6 +141,12 @@ fn demotion(source: &Source, size: u64, blocks: &[u64]) -> Demotion {
     Demotion { source: source.id, term: 2, line, block_size, size, since: Some(since), saved: None }
 }
 
+fn demote(path: &Path, demotion: &Demotion, is_unwritten: bool) -> crate::Result<Replica> {
+    let mut replica = Replica::open(path, &Options { adopt: true, ..options() })?;
+    replica.demote(demotion, &|_| is_unwritten)?;
+    Ok(replica)
+}
+
 /// What was written to a former source is sent again, with what the new one has written, and nothing else.
 #[test]
 fn a_former_source_is_unsure_of_what_was_written_to_it() {
@@ -151,10 +157,10 @@ fn a_former_source_is_unsure_of_what_was_written_to_it() {
     std::fs::write(&path, &source.images[0]).unwrap();
     scribble(&path, &[3, 70, 71]);
     let demotion = demotion(&source, source.size(0), &[3, 70, 71]);
-    let refused = demote(&path, &options(), &demotion, &|_| false).err().expect("it was written to");
+    let refused = demote(&path, &demotion, false).err().expect("it was written to");
     assert!(refused.is_refusal() && refused.to_string().contains("run the command again"), "{refused}");
     assert_eq!(inspect(&path, &options()).unwrap(), None, "it is the source that it was");
-    let replica = demote(&path, &options(), &demotion, &|_| true).unwrap();
+    let replica = demote(&path, &demotion, true).unwrap();
     let status = replica.status().clone();
     assert_eq!((status.epoch, status.state), (Some(source.epochs[0]), State::Exact));
     assert_eq!((status.unsure.bytes(), status.role.also()), (3 * BLOCK, &source.epochs[1..]));
@@ -189,7 +195,7 @@ fn a_former_source_of_which_nothing_is_known_is_compared() {
     drop(promoted(&path));
     scribble(&path, &[1, 2]);
     let demotion = Demotion { since: None, ..demotion(&source, source.size(0), &[]) };
-    drop(demote(&path, &options(), &demotion, &|_| true).unwrap());
+    drop(demote(&path, &demotion, true).unwrap());
     let mut replica = Replica::open(&path, &options()).unwrap();
     assert!(replica.outlook(true).is_err(), "it is of no moment that is known");
     let status = replica.status().clone();
