@@ -11,7 +11,7 @@ use sync::{Class, Method, SyncError, Unreadable};
 use testing::Random;
 
 use crate::cell::{Cell, Change, Commit, Origin, Table, Target, Verb, Way};
-use crate::failure::Failure;
+use crate::failure::{self, Failure};
 use crate::host::{Event, lock};
 use crate::inode::content_of;
 use crate::kernel::BLOCK;
@@ -59,15 +59,7 @@ pub fn run(seed: u64, scratch: &Path) -> Result<Table, Failure> {
     };
     run.table.run();
     let done = std::panic::catch_unwind(AssertUnwindSafe(|| run.all()));
-    let why = match done {
-        Ok(Ok(())) => return Ok(run.table),
-        Ok(Err(why)) => why,
-        Err(panic) => {
-            let text = panic.downcast_ref::<String>().cloned();
-            let text = text.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).into()));
-            format!("panic: {}", text.unwrap_or_default())
-        }
-    };
+    let Some(why) = failure::why(done) else { return Ok(run.table) };
     run.world.bury();
     Err(Failure { seed, cell: cell.to_string(), why, steps: run.world.told.clone() })
 }

@@ -25,6 +25,7 @@ pub mod foreign;
 pub mod host;
 pub mod inode;
 pub mod kernel;
+mod mirror;
 pub mod pipe;
 mod roles;
 mod roles_group;

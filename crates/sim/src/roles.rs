@@ -6,7 +6,6 @@ use std::collections::BTreeMap;
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 use device::Disk as _;
 use link::Link;
@@ -17,7 +16,7 @@ use testing::Random;
 use uuid::Uuid;
 
 use crate::cell::{Commit, Table};
-use crate::failure::Failure;
+use crate::failure::{self, Failure};
 use crate::files::SimFolder;
 use crate::host::{Event, Host, Process};
 use crate::inode::PAGE;
@@ -25,7 +24,7 @@ use crate::kernel::BLOCK;
 use crate::pipe::far_link;
 use crate::roles_model::{Epochs, Place};
 use crate::site::{Served, SimSite, source_folder};
-use crate::world::{Cuts, IMAGES, folder_of};
+use crate::world::{self, Cuts, IMAGES, folder_of};
 use crate::write::Write;
 
 /// What a run of roles is about.
@@ -78,15 +77,7 @@ pub(crate) fn run(seed: u64, scene: Scene, dice: &mut Random, scratch: &Path) ->
     for file in std::mem::take(&mut run.saved) {
         let _ = std::fs::remove_file(&file).or_else(|_| std::fs::remove_dir_all(file));
     }
-    let why = match done {
-        Ok(Ok(())) => return Ok(run.table),
-        Ok(Err(why)) => why,
-        Err(panic) => {
-            let text = panic.downcast_ref::<String>().cloned();
-            let text = text.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).into()));
-            format!("panic: {}", text.unwrap_or_default())
-        }
-    };
+    let Some(why) = failure::why(done) else { return Ok(run.table) };
     run.bury();
     Err(Box::new(Failure { seed, cell: scene.to_string(), why, steps: run.told.clone() }))
 }
@@ -408,25 +399,7 @@ impl Run {
 
     fn end_process(&mut self, at: usize, cleanly: bool) {
         let Some(Served { process, source, .. }) = self.disks[at].server.take() else { return };
-        let host = self.disks[at].host.clone();
-        let mut held = Some(source);
-        for _ in 0..10_000 {
-            match held.take().map(Arc::try_unwrap) {
-                Some(Ok(source)) if cleanly => drop(source.close()),
-                Some(Ok(source)) => {
-                    host.state().end(&process);
-                    drop(source);
-                }
-                Some(Err(shared)) => {
-                    held = Some(shared);
-                    std::thread::sleep(Duration::from_micros(50));
-                    continue;
-                }
-                None => {}
-            }
-            break;
-        }
-        host.state().end(&process);
+        let _ = world::end_server(&process, source, cleanly);
     }
 
     /// A server of the source, if one can be started.
@@ -560,6 +533,11 @@ impl Run {
         self.disks[from].host.state().end(&near);
         done
     }
+}
+
+/// The first word of a text.
+pub(crate) fn short(text: &str) -> &str {
+    text.split([' ', ',', ':']).next().unwrap_or_default()
 }
 
 pub(crate) fn open_options() -> SourceOptions {

@@ -4,7 +4,7 @@ use replica::{Options, State};
 use sync::{PromoteOptions, Site as _};
 use uuid::Uuid;
 
-use crate::roles::{Checked, Role, Run, open_options};
+use crate::roles::{Checked, Role, Run, open_options, short};
 use crate::roles_model::{Pages, Place, differing};
 
 impl Run {
@@ -265,9 +265,4 @@ impl Run {
         }
         Err(format!("nothing fails, and no sync brings {} up to date: {last}", self.disks[to].name))
     }
-}
-
-/// The first word of a text.
-fn short(text: &str) -> &str {
-    text.split([' ', ',', ':']).next().unwrap_or_default()
 }

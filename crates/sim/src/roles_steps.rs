@@ -1,21 +1,19 @@
 //! The commands of a run of roles, and what must be true of what they say they did.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
 use delta::{Event, Record};
 use device::Disk as _;
 use replica::Options;
 use source::Handle;
-use sync::{
-    Batching, Class, DemoteOptions, LastWord, Mirror, MirrorEvent, MirrorOptions, PromoteOptions, Site as _,
-    Stages, SyncError, Turns,
-};
+use sync::{Class, DemoteOptions, LastWord, MirrorOptions, PromoteOptions, Site as _, SyncError};
 use uuid::Uuid;
 
 use crate::inode::PAGE;
-use crate::roles::{Checked, Role, Run, open_options};
+use crate::mirror::{self, Ends};
+use crate::pipe::far_link;
+use crate::roles::{Checked, Role, Run, open_options, short};
 use crate::roles_model::{Place, differing};
 use crate::world::Cuts;
 use crate::write::Write;
@@ -319,7 +317,8 @@ impl Run {
         self.acting = Some(from);
         self.apart[self.disks[to].site] = true;
         let writes = self.mirror_writes(from);
-        let options = self.mirror_options();
+        let every = Duration::from_millis(self.dice.pick(&[1, 1000]));
+        let options = mirror::options(self.sync_options(false), every);
         let cuts = self.draw_cuts();
         let (one, other) = (self.disks[from].name, self.disks[to].name);
         self.tell(format!("a mirror of {one} to {other}, {} writes", writes.len()));
@@ -352,25 +351,6 @@ impl Run {
         self.draw_writes(from, 20).into_iter().map(|write| (from, write)).collect()
     }
 
-    fn mirror_options(&mut self) -> MirrorOptions {
-        MirrorOptions {
-            sync: self.sync_options(false),
-            batching: Batching {
-                alpha: 0.5,
-                beta: 1.0,
-                first: Duration::from_micros(200),
-                least: Duration::from_micros(100),
-                rpo: Duration::from_millis(1),
-                rate: None,
-                adaptive: true,
-            },
-            here: Stages::SERIAL,
-            there: Stages::SERIAL,
-            epoch_every: Duration::from_millis(self.dice.pick(&[1, 1000])),
-            busy_for: Duration::ZERO,
-        }
-    }
-
     fn mirror_over(
         &self,
         (from, to): (usize, usize),
@@ -380,62 +360,26 @@ impl Run {
     ) -> Result<sync::MirrorSummary, SyncError> {
         let (near, far) = (self.disks[from].host.process(), self.disks[to].host.process());
         let (here, there) = (self.site(&near), self.site(&far));
-        let (stop, working) = (AtomicBool::new(false), AtomicBool::new(false));
-        let result = std::thread::scope(|scope| {
-            let (stop, working, there) = (&stop, &working, &there);
-            scope.spawn(move || {
-                let patience = std::time::Instant::now() + Duration::from_secs(5);
-                while !working.load(SeqCst) && !stop.load(SeqCst) && std::time::Instant::now() < patience {
-                    std::thread::sleep(Duration::from_micros(100));
-                }
-                write(&|| stop.load(SeqCst));
-                stop.store(true, SeqCst);
-            });
-            let tell = |event: MirrorEvent<'_>| match event {
-                MirrorEvent::Mirroring => working.store(true, SeqCst),
-                MirrorEvent::Broken(..) => stop.store(true, SeqCst),
-                _ => {}
-            };
-            let mut first = Some(cuts);
-            let mut connect = || {
-                if !far.is_alive() || !near.is_alive() {
-                    stop.store(true, SeqCst);
-                    return Err(SyncError::Stopped);
-                }
+        let what = self.path(from);
+        let mut first = Some(cuts);
+        let ends = Ends {
+            near: &near,
+            far: &far,
+            line: &mut || {
                 let Cuts(out, back) = first.take().unwrap_or(Cuts::NEVER);
-                let (ours, theirs) = crate::pipe::far_link(&near, &far, out, back);
-                scope.spawn(move || sync::receive(theirs, there));
-                Ok(ours)
-            };
-            let what = self.path(from);
-            let mut attach = || sync::attach(&here, &what.to_string_lossy(), &open_options());
-            let name = format!("{0}:{0}", self.disks[to].name);
-            let mirror = Mirror {
-                attach: &mut attach,
-                connect: &mut connect,
-                destination: &self.path(to),
-                name: &name,
-                options,
-                stop,
-                pause: &AtomicBool::new(false),
-                tell: &tell,
-                progress: &|_, _| {},
-                turns: &Turns::default(),
-            };
-            let result = mirror.run();
-            stop.store(true, SeqCst);
-            result
-        });
+                far_link(&near, &far, out, back)
+            },
+            attach: &mut || sync::attach(&here, &what.to_string_lossy(), &open_options()),
+            receive: &|theirs| sync::receive(theirs, &there),
+            destination: &self.path(to),
+            name: &format!("{0}:{0}", self.disks[to].name),
+        };
+        let result = mirror::run(ends, options, write);
         drop((here, there));
         self.disks[from].host.state().end(&near);
         self.disks[to].host.state().end(&far);
         result
     }
-}
-
-/// The first word of a text.
-fn short(text: &str) -> &str {
-    text.split([' ', ',', ':']).next().unwrap_or_default()
 }
 
 /// A content with the delta in a file applied to it.

@@ -10,7 +10,7 @@ use device::{DiskKind, Identity};
 use link::Link;
 use replica::{Destination, Replica, Status, UnsureSet};
 use source::{About, CutOptions, FreezeMode, Handle, Live, Source, SourceError};
-use sync::{Batching, Mirror, MirrorEvent, MirrorOptions, Stages, SyncError, Turns};
+use sync::SyncError;
 use testing::Random;
 use uuid::Uuid;
 
@@ -21,6 +21,7 @@ use crate::files::{SimDisk, SimFolder};
 use crate::host::{Held, Host, Process, lock};
 use crate::inode::{Content, PAGE};
 use crate::kernel::{BLOCK, Kernel, Kind};
+use crate::mirror::{self, Ends};
 use crate::pipe::far_link;
 use crate::tracker::SimTracker;
 
@@ -111,6 +112,29 @@ pub struct Server {
     pub process: Arc<Process>,
     /// What it holds.
     pub source: Arc<Source>,
+}
+
+/// Ends a server: cleanly, or as a kill does.
+pub(crate) fn end_server(process: &Process, source: Arc<Source>, cleanly: bool) -> Result<(), SourceError> {
+    let (mut held, mut result) = (source, Ok(()));
+    // Conversations end a moment after their clients.
+    for _ in 0..10_000 {
+        match Arc::try_unwrap(held) {
+            Ok(source) if cleanly => result = source.close(),
+            Ok(source) => {
+                process.host.state().end(process);
+                drop(source);
+            }
+            Err(shared) => {
+                held = shared;
+                std::thread::sleep(Duration::from_micros(50));
+                continue;
+            }
+        }
+        break;
+    }
+    process.host.state().end(process);
+    result
 }
 
 /// What a test knows of a replica.
@@ -339,27 +363,7 @@ impl World {
     /// Ends the server: cleanly, or as a kill does.
     pub fn stop(&mut self, cleanly: bool) -> Result<(), SourceError> {
         let Some(Server { process, source }) = self.server.take() else { return Ok(()) };
-        let mut result = Ok(());
-        // Conversations end a moment after their clients.
-        let mut held = Some(source);
-        for _ in 0..10_000 {
-            match held.take().map(Arc::try_unwrap) {
-                Some(Ok(source)) if cleanly => result = source.close(),
-                Some(Ok(source)) => {
-                    self.near.state().end(&process);
-                    drop(source);
-                }
-                Some(Err(shared)) => {
-                    held = Some(shared);
-                    std::thread::sleep(Duration::from_micros(50));
-                    continue;
-                }
-                None => {}
-            }
-            break;
-        }
-        self.near.state().end(&process);
-        result
+        end_server(&process, source, cleanly)
     }
 
     /// Drops what died with its machine or its process.
@@ -635,69 +639,20 @@ impl World {
         let (near, far) = self.processes();
         let (name, target) = (self.replicas[which].name.clone(), self.cell.target);
         let path = self.far.scratch.join(&name);
-        let options = MirrorOptions {
-            sync: self.options(None),
-            batching: Batching {
-                alpha: 0.5,
-                beta: 1.0,
-                first: Duration::from_micros(200),
-                least: Duration::from_micros(100),
-                rpo: Duration::from_millis(1),
-                rate: None,
-                adaptive: true,
+        let options = mirror::options(self.options(None), epoch_every);
+        let mut first = Some(cuts);
+        let ends = Ends {
+            near: &near,
+            far: &far,
+            line: &mut || self.line(&near, &far, first.take().unwrap_or(Cuts::NEVER)),
+            attach: &mut || self.handle(&near),
+            receive: &|there| {
+                sync::receive_over(there, &|options| Self::open_replica(&far, target, &name, options))
             },
-            here: Stages::SERIAL,
-            there: Stages::SERIAL,
-            epoch_every,
-            busy_for: Duration::ZERO,
+            destination: &path,
+            name: &format!("far:{name}"),
         };
-        let (stop, working) = (AtomicBool::new(false), AtomicBool::new(false));
-        let result = std::thread::scope(|scope| {
-            let (stop, working) = (&stop, &working);
-            scope.spawn(move || {
-                // Batches begin after the first sync.
-                let patience = std::time::Instant::now() + Duration::from_secs(5);
-                while !working.load(SeqCst) && !stop.load(SeqCst) && std::time::Instant::now() < patience {
-                    std::thread::sleep(Duration::from_micros(100));
-                }
-                write(&|| stop.load(SeqCst));
-                stop.store(true, SeqCst);
-            });
-            let tell = |event: MirrorEvent<'_>| match event {
-                MirrorEvent::Mirroring => working.store(true, SeqCst),
-                MirrorEvent::Broken(..) => stop.store(true, SeqCst),
-                _ => {}
-            };
-            let mut first = Some(cuts);
-            let (far, name) = (&far, &name);
-            let mut connect = || {
-                if !far.is_alive() || !near.is_alive() {
-                    stop.store(true, SeqCst);
-                    return Err(SyncError::Stopped);
-                }
-                let (here, there) = self.line(&near, far, first.take().unwrap_or(Cuts::NEVER));
-                scope.spawn(move || {
-                    sync::receive_over(there, &|options| Self::open_replica(far, target, name, options))
-                });
-                Ok(here)
-            };
-            let mut attach = || self.handle(&near);
-            let mirror = Mirror {
-                attach: &mut attach,
-                connect: &mut connect,
-                destination: &path,
-                name: &format!("far:{name}"),
-                options: &options,
-                stop,
-                pause: &AtomicBool::new(false),
-                tell: &tell,
-                progress: &|_, _| {},
-                turns: &Turns::default(),
-            };
-            let result = mirror.run();
-            stop.store(true, SeqCst);
-            result
-        });
+        let result = mirror::run(ends, &options, write);
         self.exit(&near, &far);
         result
     }
