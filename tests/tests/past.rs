@@ -455,3 +455,57 @@ fn what_is_kept_is_not_forgotten_by_an_error() {
     let now = moments(&rewind_here(&scene, &scene.replica, &[]).ok().summary());
     assert_eq!(now[1..], kept);
 }
+
+/// What a disk has lost is mended at the replica's epoch: the moments before stay, and none of them has the damage.
+#[test]
+fn a_repair_keeps_the_past() {
+    let mut scene = Scene::new("a past that is repaired", SIZE);
+    scene.sync(&["--keep-last", "9"]).ok();
+    let mut epochs = Vec::new();
+    for n in 0..3 {
+        scene.change(50);
+        let epoch = number(&scene.sync(&[]).ok().summary(), "epoch");
+        let copy = scene.site.path(&format!("epoch-{n}.raw"));
+        image::copy(&scene.image, &copy);
+        epochs.push((epoch, copy));
+    }
+    let list = || moments(&rewind_here(&scene, &scene.replica, &[]).ok().summary());
+    let verify = |options: &[&str]| {
+        let run = scene.site.dsync(["verify", "--json"]).args(options);
+        run.args([&scene.image, &scene.replica])
+    };
+    let kept = list();
+    assert_eq!(kept.len(), 3);
+    assert!(verify(&["--repair"]).ok().summary()["warnings"] == serde_json::json!([]));
+    assert_eq!(list(), kept, "there was nothing to repair");
+    let contents: Vec<_> = epochs.iter().map(|(_, copy)| std::fs::read(copy).expect("a copy")).collect();
+    let same =
+        |at: &usize| contents.iter().all(|content| content[*at..at + 4096] == contents[0][*at..at + 4096]);
+    let block = (0..SIZE as usize).step_by(4096).find(same).expect("a block that was not written to");
+    let damage = || {
+        let file = std::fs::File::options().write(true).open(&scene.replica).expect("the replica");
+        std::os::unix::fs::FileExt::write_all_at(&file, &[0x5a; 4096], block as u64).expect("damage");
+    };
+    damage();
+    scene.restamp();
+    let mended = verify(&["--repair"]).ok().summary();
+    assert_eq!(number(&mended["differing"], "bytes"), 4096, "{mended}");
+    assert_eq!(number(&mended, "epoch_after"), number(&mended, "epoch"), "{mended}");
+    assert_eq!(list(), kept);
+    for at in [1, 0] {
+        rewind_here(&scene, &scene.replica, &["--to", &epochs[at].0.to_string()]).ok();
+        assert_holds(&scene.replica, &epochs[at].1);
+    }
+    scene.sync(&[]).ok();
+    assert!(!list().is_empty());
+    // What others have written is in no moment for certain: that is said, and a command that is refused costs nothing.
+    let kept = list();
+    damage();
+    verify(&["--repair", "--commit", "in-place"]).code(4).says(&["the past of", "--keep none"]);
+    let refused = scene.sync(&[]).code(4);
+    refused.says(&["the moments that --keep has kept are lost"]);
+    let taken = scene.sync(&["--adopt"]).ok().summary();
+    assert!(taken["warnings"].to_string().contains("its past is given up"), "{taken}");
+    assert!(list().is_empty(), "{kept:?}");
+    scene.equal();
+}

@@ -142,7 +142,7 @@ fn ranges_are_looked_at_and_mended_by_themselves() {
     // Damage that the system does not tell of: the file's times are set back to what the lineage knows.
     let inside = flip(&scene.replica, 8 * MIB..9 * MIB, 3, &mut scene.random);
     let outside = flip(&scene.replica, 20 * MIB..21 * MIB, 3, &mut scene.random);
-    restamp(&scene);
+    scene.restamp();
     let range = ["--range", "8M:1M", "--range", "3:5"];
     let found = verify(&scene, &range).code(5).summary();
     assert_eq!(listed(&found, "differing"), inside, "{found}");
@@ -170,22 +170,11 @@ fn ranges_are_looked_at_and_mended_by_themselves() {
     scene.equal();
 }
 
-/// Makes the replica's lineage believe that nothing was done to the file: as with damage by the disk itself.
-fn restamp(scene: &Scene) {
-    use std::os::unix::fs::MetadataExt;
-    let path = scene.site.path("replica/.vm.raw.dsync/lineage");
-    let mut lineage: serde_json::Value =
-        serde_json::from_slice(&std::fs::read(&path).expect("the lineage")).expect("JSON");
-    let file = std::fs::metadata(&scene.replica).expect("the replica");
-    lineage["stamp"]["changed"] = (file.ctime() * 1_000_000_000 + file.ctime_nsec()).into();
-    std::fs::write(&path, serde_json::to_vec(&lineage).expect("JSON")).expect("the lineage");
-}
-
 #[test]
 fn what_a_verification_found_is_shown_until_it_is_mended() {
     let mut scene = Scene::synced("rot", 8 * MIB);
     flip(&scene.replica, 0..8 * MIB, 3, &mut scene.random);
-    restamp(&scene);
+    scene.restamp();
     verify(&scene, &[]).code(5);
     let is_shown = || scene.site.dsync(["status", "vm"]).ok().text().contains("when verified on");
     assert!(is_shown());

@@ -56,6 +56,7 @@ pub(crate) fn run(args: &args::Verify, steering: &Steering, state: &StateDir, ou
     };
     verified.recovered.iter().for_each(|recovered| output.warn(recovered));
     say(&verified, output);
+    verified.warnings.iter().for_each(|warning| output.warn(&format!("{}: {warning}", verified.destination)));
     output.summary(&verified);
     let unread = verified.unreadable.extents > 0;
     let unmended = !verified.repaired && verified.unreadable_there.extents > 0;

@@ -41,6 +41,10 @@ impl Replica {
         let disk = self.destination().open(Name::Final)?;
         let segments = deltas.iter().flat_map(|contents| &contents.segments);
         let longest = segments.map(|s| s.header.size_after).max().unwrap_or(toward.size);
+        if deltas.iter().flat_map(|contents| &contents.segments).all(|segment| segment.header.partial) {
+            // What is repaired is as old as it was.
+            *self.arrival_mut() = self.lineage().at;
+        }
         // To bring it to the destination takes its time, and after a crash it may have lain for long.
         self.note_arrival(WHOLE);
         self.begin_commit()?;

@@ -201,6 +201,10 @@ impl Replica {
             // As long as the lineage names its step, it is known for ours.
             self.remove_partial()?;
         }
+        let before = Lineage::load(self.state()).ok().flatten();
+        if self.settings().is_some() && before.is_some_and(|before| self.has_past_of(before.nonce)) {
+            self.give_up_past("what others had changed was adopted");
+        }
         // Until it is removed, the old journal is told by the state to which its deltas are bound.
         self.store()?;
         for name in [ARRIVING, WHOLE, note::NAME] {

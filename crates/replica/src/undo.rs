@@ -28,6 +28,10 @@ pub(crate) struct Touched {
     set: UnsureSet,
     /// Bytes of the replica before.
     size: u64,
+    /// What a repair replaces was damaged, and is not kept: the way back leads past it.
+    mends: bool,
+    /// What it was before is not known to be a moment.
+    via: bool,
 }
 
 impl Touched {
@@ -35,11 +39,17 @@ impl Touched {
     pub(crate) fn new(lineage: &Lineage) -> Touched {
         let mut set = UnsureSet::new();
         set.reach(lineage.size, lineage.block_size.into());
-        Touched { set, size: lineage.size }
+        Touched::of(set, lineage.size)
+    }
+
+    fn of(set: UnsureSet, size: u64) -> Touched {
+        Touched { set, size, mends: false, via: false }
     }
 
     /// Takes a delta's header. From `known` on, what it does not name becomes zero.
     pub(crate) fn header(&mut self, header: &Header, known: u64) {
+        self.mends = header.partial;
+        self.via |= header.partial;
         let rest = known.min(header.size_after)..self.size;
         if !rest.is_empty() {
             self.set.insert(rest);
@@ -48,11 +58,16 @@ impl Touched {
 
     /// Takes a frame's records.
     pub(crate) fn records(&mut self, records: &[Record]) {
-        for record in records {
+        for record in records.iter().filter(|_| !self.mends) {
             if record.offset() < self.size {
                 self.set.insert(record.offset()..record.end().min(self.size));
             }
         }
+    }
+
+    /// What it was before is not known to be a moment.
+    pub(crate) fn is_no_moment(&mut self) {
+        self.via = true;
     }
 
     /// Writes down what a clone has replaced so far, before its step says how far that is.
@@ -118,6 +133,11 @@ impl Replica {
         Ok(())
     }
 
+    /// True if what a delta replaces is kept, by what is asked for now.
+    pub(crate) fn keeps_past(&self) -> bool {
+        self.options().keep.as_ref().map_or(self.settings().is_some(), |keep| !keep.is_nothing())
+    }
+
     /// The shortest period, in seconds, of which a moment is kept from the next commit on; `None` if there is none.
     pub fn keeps_every(&self) -> Option<u64> {
         let kept = self.settings().map(|settings| &settings.keep);
@@ -129,7 +149,8 @@ impl Replica {
         if self.settings().is_none() && !self.rewinds() || self.no_way_back().is_some() {
             return None;
         }
-        Some(Touched::new(self.lineage()))
+        // Who doubts a replica may find in it what its source never held.
+        Some(Touched { via: self.options().doubt, ..Touched::new(self.lineage()) })
     }
 
     /// The same for what a journal holds.
@@ -143,7 +164,7 @@ impl Replica {
     /// The same for a clone that an interrupted delta has written to.
     pub(crate) fn touched_before(&self) -> Option<Touched> {
         let set = past::load_blocks(self.state(), self.clone_of().filter(|_| self.settings().is_some())?)?;
-        Some(Touched { set, size: self.lineage().size })
+        Some(Touched { via: self.options().doubt, ..Touched::of(set, self.lineage().size) })
     }
 
     /// The clone of the step under way, and the state that it was made from.
@@ -180,14 +201,14 @@ impl Replica {
     pub(crate) fn keep_past(&mut self, touched: Option<Touched>, toward: &Toward) -> Result<()> {
         let Some(mut touched) = touched else {
             let lost = self.settings().is_some() && self.has_past();
-            let why = self.no_way_back().or(self.options().doubt.then_some("it was repaired"));
-            if let Some(why) = why.filter(|_| lost) {
+            if let Some(why) = self.no_way_back().filter(|_| lost) {
                 self.give_up_past(why);
             }
             return Ok(());
         };
         let at = past::since(self.state(), self.lineage(), self.settings()).unwrap_or_else(|| self.now());
-        let undo = Undo::new(at, toward.stream, self.lineage().nonce, self.kind());
+        let kind = if touched.via { Kind::Via } else { self.kind() };
+        let undo = Undo::new(at, toward.stream, self.lineage().nonce, kind);
         if undo.kind == Kind::Ahead {
             // On the way forth, all of it is to join the unsure set, also what a comparison found equal.
             touched.set.join(&self.unsure()?);
@@ -295,7 +316,12 @@ impl Replica {
     }
 
     fn has_past(&self) -> bool {
-        Past::load(self.state(), self.lineage().nonce).is_ok_and(|past| !past.undos.is_empty())
+        self.has_past_of(self.lineage().nonce)
+    }
+
+    /// True if undo deltas lead back from a state.
+    pub(crate) fn has_past_of(&self, state: Uuid) -> bool {
+        Past::load(self.state(), state).is_ok_and(|past| !past.undos.is_empty())
     }
 
     /// Ages the past after a commit, which does not fail if this does. Where that was a rewind, all stays until the next.

@@ -24,7 +24,7 @@ use crate::compared::Comparison;
 use crate::error::SyncError;
 use crate::extents::Extents;
 use crate::facts::{bookmark, facts};
-use crate::messages::{Open, PLAN, Plan, Status, open, part};
+use crate::messages::{Open, PLAN, Plan, Status, open, part, text};
 use crate::options::{SyncOptions, Way};
 use crate::pack::{DeltaSender, Packing};
 use crate::plan::{refuse_diverged, refuse_vanished};
@@ -35,8 +35,8 @@ use crate::transfer::committed;
 /// Options of a verification.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct VerifyOptions {
-    /// Send what differs, and commit it. Of the whole disk: the replica is then at the source's present epoch. Of
-    /// ranges: it stays at its epoch.
+    /// Send what differs, and commit it. A replica that is its epoch but for damage stays at it, and keeps its past. One of which
+    /// that is not known is brought to the source's present epoch, if the whole disk is compared.
     pub repair: bool,
     /// How a repair is committed.
     pub commit: Commit,
@@ -107,6 +107,9 @@ pub struct Verified {
     pub seconds: f64,
     /// What opening the replica had to mend.
     pub recovered: Option<String>,
+    /// What the user should know of the repair.
+    #[serde(default)]
+    pub warnings: Vec<String>,
 }
 
 /// Compares the replica at the other end of `link` with a view of the source. `name` is how the user named the destination.
@@ -179,6 +182,8 @@ struct Proof<'a> {
     /// Blocks that changed since.
     since: Bitmap,
     scope: Scope,
+    /// A repair brings the replica to the view. Otherwise only blocks count that have not changed since.
+    to_view: bool,
 }
 
 impl<'a> Proof<'a> {
@@ -216,16 +221,14 @@ impl<'a> Proof<'a> {
                 )));
             }
         }
-        let proof = Proof { handle, options, status, epoch: position[0].epoch, lost, view, since, scope };
-        if !proof.to_view() {
+        let known = lost.is_none() && is_one_moment(&status);
+        let to_view = options.repair && options.ranges.is_empty() && !known;
+        let proof =
+            Proof { handle, options, status, epoch: position[0].epoch, lost, view, since, scope, to_view };
+        if !proof.to_view {
             proof.narrow();
         }
         Ok(proof)
-    }
-
-    /// True for a repair of the whole disk, which brings the replica to the view. Otherwise only unchanged blocks count.
-    fn to_view(&self) -> bool {
-        self.options.repair && self.options.ranges.is_empty()
     }
 
     /// Block size in bytes.
@@ -274,6 +277,7 @@ impl<'a> Proof<'a> {
             bytes_written: 0,
             seconds: 0.0,
             recovered: replica.recovered.clone(),
+            warnings: Vec::new(),
         }
     }
 
@@ -294,16 +298,17 @@ impl<'a> Proof<'a> {
                 Ok(())
             });
         }
-        let to = if self.to_view() { self.view.epoch() } else { self.epoch };
+        let to = if self.to_view { self.view.epoch() } else { self.epoch };
         let sent = self.send_repair(sender, &comparison, verified);
         let committed = committed(receiver, to, sent)?;
-        if self.to_view() {
+        if self.to_view {
             let bookmark = bookmark(&verified.destination, &self.status, &self.options.way);
             self.handle.acknowledge(&bookmark, committed.epoch, 0)?;
         }
         verified.repaired = true;
         verified.epoch_after = committed.epoch.number;
         verified.bytes_written = committed.bytes_written;
+        verified.warnings = committed.warnings.iter().map(|warning| text(warning)).collect();
         Ok(())
     }
 
@@ -321,7 +326,7 @@ impl<'a> Proof<'a> {
         let mut sending = DeltaSender::begin(sender, &self.header(), packing, comparison.totals)?;
         comparison.run(|finding| {
             note(verified, &finding, &self.since, self.block());
-            if self.to_view() {
+            if self.to_view {
                 sending.add(&finding)
             } else {
                 outside(&finding, &self.since, self.block(), |part| sending.add(&part))
@@ -336,19 +341,26 @@ impl<'a> Proof<'a> {
     /// The header of a repair: to the view, or at the replica's own epoch.
     fn header(&self) -> Header {
         let (about, replica) = (self.handle.about(), &self.status.replica);
-        let (epoch, size) = match self.to_view() {
+        let (epoch, size) = match self.to_view {
             true => (self.view.epoch(), self.view.len()),
             false => (self.epoch, replica.size),
         };
         let sizes = (replica.size, size);
         Header {
             binds: Some(replica.nonce),
-            partial: !self.to_view(),
+            partial: !self.to_view,
             // A part proves nothing for the rest.
-            fuzzy: !self.to_view() && replica.state == State::Fuzzy,
+            fuzzy: !self.to_view && replica.state == State::Fuzzy,
             ..Header::new(about.uuid, Method::Compare, vec![epoch], sizes, about.block_size)
         }
     }
+}
+
+/// True if a replica was one moment of its source when it was left: what differs from that is damage.
+fn is_one_moment(status: &Status) -> bool {
+    let replica = &status.replica;
+    let whole = status.wrong_size.is_none() && replica.state != State::Fuzzy;
+    whole && replica.changed.is_none() && replica.unsure.is_empty() && replica.role.also().is_empty()
 }
 
 /// Refuses to verify a replica that is missing.

@@ -124,7 +124,6 @@ impl Replica {
         if let Some(held) = &held {
             touched = self.touched_of(ARRIVING, held)?;
         }
-        touched = touched.filter(|_| !self.options().doubt);
         if let Some(touched) = &mut touched {
             touched.header(header, kept(header, &held.map_or_else(|| base.clone(), |h| h.positions(&base))));
         }
@@ -179,7 +178,7 @@ impl Replica {
     pub(super) fn go_on(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
         let Some(step) = self.lineage().step.clone() else { return Ok(Sink::Closed) };
         let base = while_made(header, step.positions);
-        let mut touched = self.touched_before().filter(|_| !self.options().doubt);
+        let mut touched = self.touched_before();
         if let Some(touched) = &mut touched {
             touched.header(header, kept(header, &base));
         }

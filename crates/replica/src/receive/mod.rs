@@ -96,15 +96,19 @@ impl Replica {
         } else {
             fit?;
         }
-        // A part that is repaired stays at its epoch.
-        if !header.partial {
-            self.admit_alone()?;
+        let seeds =
+            header.is_seed() && header.resumes.is_none() && self.lineage().epoch != Some(toward.epoch);
+        if !seeds && commit == Commit::InPlace && self.lineage().step.is_none() && self.keeps_past() {
+            return Err(self.keeps_nothing_in_place());
+        }
+        match header.partial {
+            // What is repaired stays at its epoch, which is as old as it was.
+            true => *self.arrival_mut() = self.lineage().at,
+            false => self.admit_alone()?,
         }
         self.take_over()?;
         self.keep_doubt()?;
         self.hear_term()?;
-        let seeds =
-            header.is_seed() && header.resumes.is_none() && self.lineage().epoch != Some(toward.epoch);
         self.set_keep()?;
         let footprint = self.footprint(&header)?;
         let mut sink = match self.lineage().step.as_ref().map(|s| s.kind) {
@@ -118,9 +122,6 @@ impl Replica {
                         self.join_group()?;
                     }
                     self.journal_sink(&header, &raw)?
-                }
-                Commit::InPlace if self.settings().is_some() && self.lineage().step.is_none() => {
-                    return Err(self.keeps_nothing_in_place());
                 }
                 Commit::InPlace => self.in_place(&toward, &header)?,
                 Commit::Reflink => self.reflink(&toward, &header)?,

@@ -13,6 +13,7 @@ use crate::last_writes::LastWrites;
 use crate::lineage::{self, Lineage, Stamp, StepKind, Toward, Unsure};
 use crate::note::{self, WRITTEN};
 use crate::replica::Replica;
+use crate::undo::Touched;
 use table::{
     Action, Arriving, Asked, Change, Column, Content, End, File, Refusal, Sealed, Situation, Step, decide,
 };
@@ -464,10 +465,10 @@ impl Replica {
     fn seal_and_merge(&mut self, contents: Contents) -> Result<()> {
         // What is kept from here on, a mirror's log does not know of.
         self.close_logs()?;
-        // A comparison may be a repair: what it replaces is then none of the source's states.
-        let repairs =
-            contents.segments.iter().any(|s| s.header.method != Method::Tracked || s.header.partial);
-        let touched = if repairs { None } else { self.touched_of(ARRIVING, &contents)? };
+        let mut touched = self.touched_of(ARRIVING, &contents)?;
+        // A comparison may have been begun in doubt.
+        let compares = contents.segments.iter().any(|segment| segment.header.method != Method::Tracked);
+        touched.iter_mut().filter(|_| compares).for_each(Touched::is_no_moment);
         if let Some(toward) = contents.segments.last().and_then(|s| Toward::of(&s.header)) {
             self.keep_past(touched, &toward)?;
         }
