@@ -932,9 +932,9 @@ fn a_demotion_ends_no_later_term() {
 
 /// The options that a promotion has named, with which the old sources of the group are demoted.
 fn given_since(promoted: &Output) -> Vec<String> {
-    let text = promoted.text();
+    let text = promoted.text() + &promoted.stderr;
     let (_, command) = text.split_once("dsync demote --group db ").unwrap_or_else(|| panic!("{promoted}"));
-    let (since, _) = command.split_once(" --save DIR").unwrap_or_else(|| panic!("{promoted}"));
+    let (since, _) = command.split_once(" --save FOLDER").unwrap_or_else(|| panic!("{promoted}"));
     since.split_whitespace().map(str::to_owned).collect()
 }
 
@@ -956,10 +956,17 @@ fn a_group_is_taken_over_by_force_and_the_old_one_comes_back() {
     shows(&far(&["promote", "-n", "--force", "--group", &dir]).ok(), &["would go on from common epoch"]);
     let promoted = far(&["promote", "--force", "--group", &dir]).ok();
     assert_eq!(together(&there.dir, "promoted"), at);
-    // It is back: what it wrote is named, saved, and given up on both disks.
+    // It is back: what it wrote is named, saved, and given up on both disks, by the command that both have named.
+    let since = given_since(&promoted);
+    let refused = there.sync(&two, None).code(4);
+    refused.says(&["have diverged: both are sources", "on its host, and on no other"]);
+    assert_eq!(given_since(&refused), since);
+    far(&["promote", "--force", "--group"])
+        .arg(there.dir.join("data.raw"))
+        .code(4)
+        .says(&["is a disk", &dir]);
     let saved = two.site.path("saved");
     std::fs::create_dir(&saved).expect("a folder");
-    let since = given_since(&promoted);
     two.command(&["demote", "--group", "db"]).args(&since).code(4).says(&["will be overwritten", "--save"]);
     two.command(&["demote", "--group", "db", "--save"]).arg(&saved).args(&since).ok();
     for name in NAMES {
@@ -967,7 +974,11 @@ fn a_group_is_taken_over_by_force_and_the_old_one_comes_back() {
         two.command(&["inspect"]).arg(&file).ok();
     }
     let images = NAMES.map(|name| there.dir.join(format!("{name}.raw")));
-    let _server = there.far.site.serve(&[&images[0], &images[1]], &["--group", "db"]);
+    // Disks that took over are at no moment of the past, whatever is written down of that.
+    let listed = far(&["rewind", "--group", &dir, "--json"]).ok().summary();
+    let rewind = || far(&["rewind", "--group", &dir, "--to", &listed["epoch"]["number"].to_string()]);
+    rewind().code(4).says(&["is a source, and only replicas keep moments"]);
+    let server = there.far.site.serve(&[&images[0], &images[1]], &["--group", "db"]);
     let home = two.images[0].parent().expect("a folder").to_path_buf();
     let back = far(&["sync", "--group", "db", "--json", "--rsh", RSH]).arg(format!("far:{}", home.display()));
     let (members, _) = summaries(&back.env("RSH_STATE", two.site.state()).ok());
@@ -976,6 +987,13 @@ fn a_group_is_taken_over_by_force_and_the_old_one_comes_back() {
     for (image, name) in images.iter().zip(NAMES) {
         image::assert_equal(image, &home.join(format!("{name}.raw")));
     }
+    // Nor when they are given up with what was written to them.
+    let mut client = server.client(NAMES[0]);
+    client.write(SIZE - BLOCK, &two.random.bytes(BLOCK as usize)).expect("a write");
+    client.close().expect("the end");
+    server.stop();
+    far(&["demote", "--group", "db", "--discard"]).ok();
+    rewind().code(4).says(&["were written to it since"]);
 }
 
 /// A replica that left the group is at the epoch of the common commit, with later writes: the group is not at one moment.

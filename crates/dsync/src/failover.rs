@@ -44,7 +44,7 @@ fn has_begun(path: &Path, options: &PromoteOptions, state: &StateDir) -> bool {
     // The mark is the first step. What is put into the replica before it, of a rehearsal, may be there in part.
     let is_marked = |lineage: replica::Lineage| lineage.role.promoted.is_some();
     let lineage = replica::inspect(path, &opening).ok().flatten();
-    options.with.is_some() || lineage.is_none_or(is_marked)
+    options.with.as_ref().is_some_and(|file| file.exists()) || lineage.is_none_or(is_marked)
 }
 
 /// An error of a promotion, with what to do where the source is gone.

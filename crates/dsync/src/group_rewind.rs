@@ -75,7 +75,9 @@ pub(crate) fn run(args: &args::Rewind, state: &StateDir, output: &Output) -> Res
     };
     let history = replica::group_history(&dir, &name, &options)?;
     let shown = dir.display();
+    refuse_sources(&history, &options)?;
     let Some(moment) = choose_common(&history, to)? else {
+        refuse_written(&history, &options)?;
         output.say(&format!("group {name} in {shown} is at that moment already"));
         return Ok(());
     };
@@ -112,6 +114,40 @@ pub(crate) fn run(args: &args::Rewind, state: &StateDir, output: &Output) -> Res
         ),
     });
     output.summary(&rewound);
+    Ok(())
+}
+
+/// Refuses disks that were promoted: they are sources, and keep no moments.
+fn refuse_sources(history: &GroupHistory, options: &Options) -> Result<()> {
+    for path in &history.members {
+        let lineage = replica::inspect(path, options)?;
+        if lineage.is_some_and(|lineage| lineage.role.promoted.is_some()) {
+            let shown = path.display();
+            return Err(Failure::refused(format!(
+                "{shown} is a source, and only replicas keep moments: \"dsync status {shown}\" lists its replicas. To go back, run \"dsync \
+                 rewind --group\" on the group of those, and promote it in place of this one"
+            ))
+            .into());
+        }
+    }
+    Ok(())
+}
+
+/// Refuses to call a moment the present one of disks that were the sources and were written to since.
+fn refuse_written(history: &GroupHistory, options: &Options) -> Result<()> {
+    for path in &history.members {
+        let bytes = replica::inspect(path, options)?.map_or(0, |lineage| lineage.unsure_bytes());
+        if bytes > 0 {
+            return Err(Failure::refused(format!(
+                "{} is not as it was at common epoch {}: {} were written to it since, and nothing keeps what was there before. The next sync of \
+                 the group brings it back",
+                path.display(),
+                history.present.epoch.number,
+                units::size(bytes)
+            ))
+            .into());
+        }
+    }
     Ok(())
 }
 

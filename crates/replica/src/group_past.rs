@@ -78,6 +78,13 @@ pub fn find_group(dir: &Path) -> Result<(PathBuf, String)> {
     if let (Some(name), Some(parent)) = (Membership::name_of(&dir), dir.parent()) {
         return Ok((parent.to_path_buf(), name));
     }
+    if let (false, Some(parent)) = (dir.is_dir(), dir.parent()) {
+        return Err(ReplicaError::Refused(format!(
+            "{} is a disk, and a group is named by the folder of its disks: give {}",
+            dir.display(),
+            parent.display()
+        )));
+    }
     let failed = |e| io_error("look into", &dir)(e);
     let mut names = Vec::new();
     for entry in std::fs::read_dir(&dir).map_err(failed)? {

@@ -77,12 +77,12 @@ impl Replica {
         self.lineage()
     }
 
-    /// What a promotion would make the present of the disk.
+    /// What a promotion would make the present of the disk. `group` is the folder of the group that is promoted with it.
     ///
     /// # Errors
     /// Refused if the replica holds what its source never was at one moment. Without `force` also if its source has not said that
     /// there was no more, and if its parts are of different moments.
-    pub fn outlook(&self, force: bool) -> Result<Outlook> {
+    pub fn outlook(&self, force: bool, group: Option<&Path>) -> Result<Outlook> {
         let lineage = self.lineage();
         let path = self.path().display();
         let refuse = |why: String| Err(ReplicaError::Refused(format!("cannot promote {path}: {why}")));
@@ -113,7 +113,7 @@ impl Replica {
                  \"dsync promote --force {path}\" takes it as it is"
             )),
             (false, true) => Ok(outlook),
-            (false, false) if lineage.role.demoted.is_some() => refuse(self.former(&epoch)),
+            (false, false) if lineage.role.demoted.is_some() => refuse(self.former(&epoch, group)),
             (false, false) if lineage.group.is_some() => refuse(self.of_unfinished_group(&epoch, &outlook)),
             (false, false) => refuse(format!(
                 "its source has not said that nothing was written after epoch {epoch}. Run \"dsync demote SRC [HOST:]{path}\" where the \
@@ -161,18 +161,21 @@ impl Replica {
     }
 
     /// Why a source that was demoted is not made the source again just so.
-    fn former(&self, epoch: &Epoch) -> String {
-        let path = self.path().display();
+    fn former(&self, epoch: &Epoch, group: Option<&Path>) -> String {
+        let promote = match group {
+            Some(dir) => format!("dsync promote --force --group {}", dir.display()),
+            None => format!("dsync promote --force {}", self.path().display()),
+        };
         let told = self.lineage().role.demoted.as_ref().and_then(|demoted| demoted.told.as_ref());
         match told {
             Some(told) => format!(
                 "it is the former source, and {told} was told that it can take over. If it did, sync from there. If {told} \
-                 is lost, or is not promoted and never will be before a sync from here, \"dsync promote --force {path}\" loses \
+                 is lost, or is not promoted and never will be before a sync from here, \"{promote}\" loses \
                  nothing that was written up to epoch {epoch}"
             ),
             None => format!(
-                "it is the former source. If another disk was promoted in its place, sync from that; if none was, \"dsync promote \
-                 --force {path}\" makes it the source again, and loses nothing"
+                "it is the former source. If another disk was promoted in its place, sync from that; if none was, \"{promote}\" \
+                 makes it the source again, and loses nothing"
             ),
         }
     }

@@ -156,7 +156,7 @@ pub fn demotion_since<'a>(
         let _ =
             write!(command, " --since {}={epoch}", path.file_name().unwrap_or_default().to_string_lossy());
     }
-    command + " --save DIR"
+    command + " --save FOLDER"
 }
 
 /// Refuses to guess the epochs that the sources have in common with those that were promoted: replicas may have been rewound before,

@@ -47,7 +47,7 @@ pub fn promote_group(
     let mut outlooks = Vec::new();
     for (replica, before) in replicas.iter().zip(&before) {
         // What was marked was allowed then.
-        outlooks.push(replica.outlook(options.force || before.is_some())?);
+        outlooks.push(replica.outlook(options.force || before.is_some(), Some(&dir))?);
     }
     let mut members: Vec<Promotion> =
         replicas.iter().zip(&outlooks).map(|(replica, outlook)| told(replica, outlook)).collect();

@@ -7,10 +7,12 @@ use replica::{Commit, Group, KnownReplicas, Membership, Replica};
 
 use crate::error::SyncError;
 use crate::far::{Opened, ReplicaEnd, Taken, list, open_member, say_status};
+use crate::group_demote::demotion_since;
 use crate::messages::{
     COMMIT_GROUP, COMMITTED, Committed, GROUP_COMMITTED, Open, OpenGroup, PLAN, PREPARED, Plan, nonsense,
     unexpected,
 };
+use crate::primary::primary_at;
 use crate::site::Site;
 
 /// The replicas of a group.
@@ -39,16 +41,29 @@ pub(crate) fn open_group(
         };
         match open_member(open, path, state, Some(Membership::of(&at, &dir, &asked.name)))? {
             Opened::Replica(replica) => replicas.push(*replica),
-            Opened::Primary(path, primary) => {
-                let path = path.display();
-                return Err(SyncError::Refused(format!(
-                    "{path} is a source itself (term {}): run \"dsync demote {path}\" there first",
-                    primary.term
-                )));
-            }
+            Opened::Primary(_, primary) => return Err(diverged(asked, paths, primary.term, (&dir, state))),
         }
     }
     Ok(OpenedGroup { group, replicas, known: state.known() })
+}
+
+/// Why nothing is received for disks that are the sources of the group themselves, of this term.
+fn diverged(asked: &OpenGroup, paths: &[PathBuf], term: u64, (dir, state): (&Path, &dyn Site)) -> SyncError {
+    let in_common = |(open, path): (&Open, &PathBuf)| {
+        let primary = primary_at(path, &state.opening(None), state, open.origin.as_ref()?).ok()??;
+        Some(primary.common.or(primary.began)?.number)
+    };
+    let disks = asked.members.iter().zip(paths).map(|(open, path)| {
+        (path.as_path(), in_common((open, path)).map_or("EPOCH".into(), |epoch| epoch.to_string()))
+    });
+    let (name, demote) = (&asked.name, demotion_since(&asked.name, disks));
+    let other = asked.members.iter().find_map(|open| open.origin.as_ref()).map_or(0, |origin| origin.term);
+    SyncError::Refused(format!(
+        "the group {name} and its disks in {} have diverged: both are sources, of the terms {other} and {term}, and were apart since. Nothing was \
+         changed. One of the two has to be given up, or saved: on its host, and on no other, run \"{demote}\", then sync the group from \
+         the other one",
+        dir.display()
+    ))
 }
 
 /// Refuses a folder in which the replicas of another group of that name are: each commit would leave out those of the other.

@@ -90,8 +90,8 @@ pub fn promote(state: &dyn Site, path: &Path, options: &PromoteOptions) -> Resul
     let outlook = match before {
         Some(Promoted { term: 0, .. }) => return Err(already(path, 0)),
         // It was allowed then.
-        Some(_) => replica.outlook(true)?,
-        None => replica.outlook(options.force)?,
+        Some(_) => replica.outlook(true, None)?,
+        None => replica.outlook(options.force, None)?,
     };
     if let Some(rehearsed) = &rehearsed {
         replica.fits_rehearsal(rehearsed)?;

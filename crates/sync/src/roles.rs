@@ -65,6 +65,7 @@ pub fn refuse_replica(path: &Path, state: &dyn Site, otherwise: &str) -> Result<
     };
     let restored =
         state.source(&path.to_string_lossy())?.filter(|(_, about)| Some(about.uuid) != lineage.source);
+    let promote = promotion(path, &lineage);
     let path = path.display();
     let at = match (lineage.epoch, lineage.source) {
         (Some(epoch), Some(source)) => format!("a replica of source {source} at epoch {epoch}"),
@@ -85,10 +86,10 @@ pub fn refuse_replica(path: &Path, state: &dyn Site, otherwise: &str) -> Result<
             "Complete its first copy with \"dsync sync\" from its source; if that is gone, \"dsync forget {path}\" makes it a plain disk"
         ),
         (None, None) if lineage.role.released.is_some() => {
-            format!("To take over from its source, run \"dsync promote {path}\" first")
+            format!("To take over from its source, run \"{promote}\" first")
         }
         (None, None) => format!(
-            "To take over from its source, run \"dsync promote {path}\" first: it says what that gives up, and how to have it"
+            "To take over from its source, run \"{promote}\" first: it says what that gives up, and how to have it"
         ),
     };
     Err(SyncError::Refused(format!(
@@ -102,13 +103,22 @@ pub fn unpromoted(path: &Path, state: &dyn Site) -> Option<String> {
     let lineage = lineage(path, state).ok()??;
     let (source, epoch) = (lineage.source?, lineage.epoch?);
     lineage.role.promoted.is_none().then(|| {
-        let path = path.display();
         format!(
-            "{path} is a replica itself, of source {source} at epoch {}, so this would restore another disk from it. To take over \
-             from its source, run \"dsync promote {path}\" instead",
-            epoch.number
+            "{} is a replica itself, of source {source} at epoch {}, so this would restore another disk from it. To take over \
+             from its source, run \"{}\" instead",
+            path.display(),
+            epoch.number,
+            promotion(path, &lineage)
         )
     })
+}
+
+/// The command that makes a replica the source, together with those of its group.
+fn promotion(path: &Path, lineage: &Lineage) -> String {
+    match (&lineage.group, path.parent()) {
+        (Some(_), Some(dir)) => format!("dsync promote --group {}", dir.display()),
+        _ => format!("dsync promote {}", path.display()),
+    }
 }
 
 /// Refuses a source that was demoted: it has nothing that is newer than what it follows.

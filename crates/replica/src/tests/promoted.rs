@@ -32,7 +32,7 @@ fn lineage(path: &Path) -> Lineage {
 
 fn promoted(path: &Path) -> Replica {
     let mut replica = to_promote(path, &options()).unwrap();
-    replica.outlook(true).unwrap();
+    replica.outlook(true, None).unwrap();
     replica.promote().unwrap();
     replica
 }
@@ -47,35 +47,35 @@ fn a_promotion_wants_the_last_word_of_the_source() {
     let none = to_promote(&path, &options()).err().expect("nothing is there");
     assert!(none.is_refusal() && none.to_string().contains("there is no replica"), "{none}");
     seeded(&path, &source);
-    let refused = to_promote(&path, &options()).unwrap().outlook(false).unwrap_err();
+    let refused = to_promote(&path, &options()).unwrap().outlook(false, None).unwrap_err();
     for word in ["dsync demote SRC", "--force", "epoch 40"] {
         assert!(refused.to_string().contains(word), "{refused}");
     }
-    let forced = to_promote(&path, &options()).unwrap().outlook(true).unwrap();
+    let forced = to_promote(&path, &options()).unwrap().outlook(true, None).unwrap();
     assert_eq!((forced.epoch, forced.released, forced.later), (source.epochs[0], false, None));
     let mut replica = Replica::open(&path, &options()).unwrap();
     let other = Released { epoch: source.epochs[1], term: 1 };
     assert!(replica.release(other).unwrap_err().is_refusal(), "it is not at that epoch");
     replica.release(Released { epoch: source.epochs[0], term: 3 }).unwrap();
     drop(replica);
-    let released = to_promote(&path, &options()).unwrap().outlook(false).unwrap();
+    let released = to_promote(&path, &options()).unwrap().outlook(false, None).unwrap();
     assert!(released.released);
     let mut replica = Replica::open(&path, &options()).unwrap();
     receive_part(&mut replica, &source.tracked(0, 1), Commit::Journal, 1).unwrap();
-    assert!(replica.outlook(false).is_err(), "its source goes on");
+    assert!(replica.outlook(false, None).is_err(), "its source goes on");
     merge(&mut replica, &source.tracked(0, 1), Commit::Journal).unwrap();
-    assert!(replica.outlook(false).is_err(), "its source went on");
+    assert!(replica.outlook(false, None).is_err(), "its source went on");
     replica.release(Released { epoch: source.epochs[1], term: 3 }).unwrap();
     drop(replica);
     let mut replica = to_promote(&path, &options()).unwrap();
-    replica.outlook(false).unwrap();
+    replica.outlook(false, None).unwrap();
     let mark = replica.promote().unwrap();
     assert_eq!(mark.term, 4);
     drop(replica);
     let role = lineage(&path).role;
     assert_eq!((role.term, role.promoted, role.released), (4, Some(mark), None));
     // The same command again, after a crash: nothing is given up by that one either.
-    assert!(mark.released && promoted(&path).outlook(true).unwrap().released);
+    assert!(mark.released && promoted(&path).outlook(true, None).unwrap().released);
     assert_eq!(promoted(&path).recorded().role.promoted, Some(mark));
     assert_eq!(promoted(&path).changed_since_mark().unwrap(), None);
     std::fs::File::options().write(true).open(&path).unwrap().set_len(4096).unwrap();
@@ -94,7 +94,10 @@ fn a_promoted_replica_takes_no_delta() {
     let mut replica = Replica::open(&path, &options()).unwrap();
     receive_part(&mut replica, &source.tracked(0, 1), Commit::Journal, 1).unwrap();
     drop(replica);
-    assert_eq!(to_promote(&path, &options()).unwrap().outlook(true).unwrap().later, Some(source.epochs[1]));
+    assert_eq!(
+        to_promote(&path, &options()).unwrap().outlook(true, None).unwrap().later,
+        Some(source.epochs[1])
+    );
     let doubting = Options { doubt: true, ..options() };
     Replica::open(&path, &doubting).unwrap().mergeable().unwrap();
     drop(promoted(&path));
@@ -124,7 +127,7 @@ fn what_is_not_one_moment_of_its_source_is_not_promoted() {
     let mut replica = Replica::open(&path, &options()).unwrap();
     receive_part(&mut replica, &source.tracked(0, 1), Commit::InPlace, 1).unwrap();
     drop(replica);
-    let refused = to_promote(&path, &options()).unwrap().outlook(true).unwrap_err().to_string();
+    let refused = to_promote(&path, &options()).unwrap().outlook(true, None).unwrap_err().to_string();
     for word in ["cut off between", "dsync sync", "dsync forget"] {
         assert!(refused.contains(word), "{refused}");
     }
@@ -168,8 +171,8 @@ fn a_former_source_is_unsure_of_what_was_written_to_it() {
     drop(replica);
     // It may be promoted again as it is.
     let outlook = to_promote(&path, &options()).unwrap();
-    assert!(outlook.outlook(false).is_err());
-    outlook.outlook(true).unwrap();
+    assert!(outlook.outlook(false, None).is_err());
+    outlook.outlook(true, None).unwrap();
     drop(outlook);
     let mut replica = Replica::open(&path, &options()).unwrap();
     let status = replica.status().clone();
@@ -197,7 +200,7 @@ fn a_former_source_of_which_nothing_is_known_is_compared() {
     let demotion = Demotion { since: None, ..demotion(&source, source.size(0), &[]) };
     drop(demote(&path, &demotion, true).unwrap());
     let mut replica = Replica::open(&path, &options()).unwrap();
-    assert!(replica.outlook(true).is_err(), "it is of no moment that is known");
+    assert!(replica.outlook(true, None).is_err(), "it is of no moment that is known");
     let status = replica.status().clone();
     assert_eq!((status.epoch, status.state, status.positions[0].epoch), (None, State::Incomplete, None));
     assert!(merge(&mut replica, &source.tracked(0, 1), Commit::Journal).is_err());
