@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use device::Disk;
 use sim::cell::{Cell, Commit, Origin, Target, Way};
-use sim::world::{Cuts, World};
+use sim::world::{Cuts, Moments, World};
 use testing::{Random, number, rounds};
 
 /// The time between syncs, in nanoseconds.
@@ -24,11 +24,15 @@ fn kept(host: &sim::host::Host, folder: &str) -> (usize, usize) {
     (files.values().map(Vec::len).sum(), files.len())
 }
 
-/// Memory of this process, in bytes.
-fn memory() -> f64 {
-    let text = std::fs::read_to_string("/proc/self/statm").expect("statm");
-    let pages: f64 = text.split(' ').nth(1).and_then(|pages| pages.parse().ok()).expect("pages");
-    pages * 4096.0
+/// The most memory that this process has had since [`count_memory`], in bytes.
+fn most_memory() -> f64 {
+    let text = std::fs::read_to_string("/proc/self/status").expect("status");
+    let peak = text.lines().find_map(|line| line.strip_prefix("VmHWM:")?.strip_suffix("kB"));
+    peak.and_then(|peak| peak.trim().parse::<f64>().ok()).expect("VmHWM") * 1024.0
+}
+
+fn count_memory() {
+    std::fs::write("/proc/self/clear_refs", "5").expect("clear_refs");
 }
 
 /// Time that processors spent for this process: what else the machine does is not in it.
@@ -48,6 +52,7 @@ struct Span {
     times: Vec<Duration>,
     source: Kept,
     replica: Kept,
+    /// The most during a sync.
     memory: f64,
 }
 
@@ -109,9 +114,12 @@ fn a_year_of_syncs_costs_what_a_week_does() {
         }
         drop(source);
         world.near.state().pass(EVERY);
+        count_memory();
         let began = processor_time();
         world.sync(which, &options, Cuts::NEVER).unwrap_or_else(|error| panic!("sync {n}: {error}"));
         let time = processor_time().saturating_sub(began);
+        // What the judge remembers of a year is no memory of the syncs.
+        *world.moments.lock().expect("the moments") = Moments::default();
         world.near.state().files.sweep();
         let measured = match n {
             n if (2 * span..3 * span).contains(&n) => &mut early,
@@ -119,7 +127,7 @@ fn a_year_of_syncs_costs_what_a_week_does() {
             _ => continue,
         };
         measured.times.push(time);
-        measured.memory = memory();
+        measured.memory = measured.memory.max(most_memory());
         let kept = (kept(&world.near, &world.state), kept(&world.far, &world.folder_of(which)));
         measured.source.add(kept.0);
         measured.replica.add(kept.1);
@@ -139,7 +147,7 @@ fn a_year_of_syncs_costs_what_a_week_does() {
         let (before, after) = (mean(before), mean(after));
         assert!(after <= before * more, "{what}: {before} early, {after} late");
     }
-    assert!(late.memory <= early.memory * MORE + 2e6, "memory: {} early, {} late", early.memory, late.memory);
+    assert!(late.memory <= early.memory * MORE, "memory: {} early, {} late", early.memory, late.memory);
     let (before, after) = (median(early.times), median(late.times));
     assert!(after <= before * more, "a sync took {before} s early, {after} s late");
 }
