@@ -6,6 +6,7 @@
 use std::time::Duration;
 
 use device::Disk;
+use peak_alloc::PeakAlloc;
 use sim::cell::{Cell, Commit, Origin, Target, Way};
 use sim::world::{Cuts, Moments, World};
 use testing::{Random, number, rounds};
@@ -24,16 +25,9 @@ fn kept(host: &sim::host::Host, folder: &str) -> (usize, usize) {
     (files.values().map(Vec::len).sum(), files.len())
 }
 
-/// The most memory that this process has had since [`count_memory`], in bytes.
-fn most_memory() -> f64 {
-    let text = std::fs::read_to_string("/proc/self/status").expect("status");
-    let peak = text.lines().find_map(|line| line.strip_prefix("VmHWM:")?.strip_suffix("kB"));
-    peak.and_then(|peak| peak.trim().parse::<f64>().ok()).expect("VmHWM") * 1024.0
-}
-
-fn count_memory() {
-    std::fs::write("/proc/self/clear_refs", "5").expect("clear_refs");
-}
+/// What is held, and the most of it. What the allocator keeps beside that depends on which blocks met, and not on the syncs.
+#[global_allocator]
+static MEMORY: PeakAlloc = PeakAlloc;
 
 /// Time that processors spent for this process: what else the machine does is not in it.
 fn processor_time() -> Duration {
@@ -70,27 +64,8 @@ impl Kept {
     }
 }
 
-/// The allocator keeps memory apart for threads, of which each sync has its own: how much depends on which met, and not on what is
-/// held. So the test runs in a process of its own that does not do that.
-fn in_one_arena() -> bool {
-    if std::env::var_os(ARENAS).is_some() {
-        return true;
-    }
-    let program = std::env::current_exe().expect("this program");
-    let mut again = std::process::Command::new(program);
-    again.args(["--exact", "a_year_of_syncs_costs_what_a_week_does", "--nocapture"]).env(ARENAS, "1");
-    assert!(again.status().expect("the test in a process of its own").success());
-    false
-}
-
-/// The variable that sets how many such memories there are.
-const ARENAS: &str = "MALLOC_ARENA_MAX";
-
 #[test]
 fn a_year_of_syncs_costs_what_a_week_does() {
-    if !in_one_arena() {
-        return;
-    }
     let scratch = testing::in_memory();
     let mut random = Random::new("a year of syncs");
     let cell = Cell { origin: Origin::File, target: Target::File, way: Way::Local, commit: Commit::Journal };
@@ -114,10 +89,10 @@ fn a_year_of_syncs_costs_what_a_week_does() {
         }
         drop(source);
         world.near.state().pass(EVERY);
-        count_memory();
+        MEMORY.reset_peak_usage();
         let began = processor_time();
         world.sync(which, &options, Cuts::NEVER).unwrap_or_else(|error| panic!("sync {n}: {error}"));
-        let time = processor_time().saturating_sub(began);
+        let (time, most) = (processor_time().saturating_sub(began), MEMORY.peak_usage());
         // What the judge remembers of a year is no memory of the syncs.
         *world.moments.lock().expect("the moments") = Moments::default();
         world.near.state().files.sweep();
@@ -127,7 +102,7 @@ fn a_year_of_syncs_costs_what_a_week_does() {
             _ => continue,
         };
         measured.times.push(time);
-        measured.memory = measured.memory.max(most_memory());
+        measured.memory = measured.memory.max(most as f64);
         let kept = (kept(&world.near, &world.state), kept(&world.far, &world.folder_of(which)));
         measured.source.add(kept.0);
         measured.replica.add(kept.1);
