@@ -773,6 +773,12 @@ fn status_tells_what_a_replica_lacks_or_that_nobody_knows() {
     let unserved = lacking(&scene);
     assert!(unserved["blocks"].is_null() && unserved["why"].is_string(), "{unserved}");
     assert!(text(&scene).contains("later writes are not known"), "{}", text(&scene));
+    // What it was known to lack before is not forgotten.
+    scene.start();
+    scene.change(5);
+    scene.stop();
+    assert_eq!(lacking(&scene)["blocks_at_least"], 5);
+    assert!(text(&scene).contains("5 blocks (20.0 KiB) written since, and later writes"), "{}", text(&scene));
 }
 
 #[test]

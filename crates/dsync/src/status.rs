@@ -64,6 +64,8 @@ pub(crate) struct Lacking {
     pub mirrored: bool,
     /// Blocks that it lacks, of which a mirror may have brought it some; `None` if that is not known.
     pub blocks: Option<u64>,
+    /// Blocks that it is known to lack where there may be more.
+    pub blocks_at_least: u64,
     /// Why that is not known.
     pub why: Option<String>,
     /// Bytes that could not be read at its last sync: the next one sends them.
@@ -200,7 +202,9 @@ impl SourceStatus {
             let mirror = served.as_ref().and_then(|served| served.mirrored.get(&replica).copied());
             let (time, mirrored) = (mirror.unwrap_or(0).max(time), mirror.is_some_and(|upto| upto > time));
             let tally = Tally::read(place, &replica);
-            Lacking { replica, epoch: epoch.number, time, mirrored, blocks, why, unread, compared, tally }
+            let blocks_at_least = if compared { 0 } else { lacking.count() };
+            let epoch = epoch.number;
+            Lacking { replica, epoch, time, mirrored, blocks, blocks_at_least, why, unread, compared, tally }
         };
         let checkpoints = checkpoint::listed(&history, &bookmarks, block_size);
         let replicas =
@@ -353,7 +357,15 @@ fn say(status: &SourceStatus, output: &Output) {
             }
             (None, Some(why)) if replica.compared => format!("the next sync compares all of it: {why}"),
             (None, why) => {
-                format!("later writes are not known: {}", why.as_deref().unwrap_or("nothing records them"))
+                let bytes = units::size(replica.blocks_at_least.saturating_mul(status.block_size.into()));
+                let known = match replica.blocks_at_least {
+                    0 => String::new(),
+                    blocks => format!("{} ({bytes}) written since, and ", units::many(blocks, "block")),
+                };
+                format!(
+                    "{known}later writes are not known: {}",
+                    why.as_deref().unwrap_or("nothing records them")
+                )
             }
         };
         let unread = match replica.unread {

@@ -39,13 +39,7 @@ pub fn recorded_since(
     history: &History,
     into: &Bitmap,
 ) -> Result<(), SourceError> {
-    if Client::connect(place)?.is_some() || trackers::find(&about.path)?.is_some() {
-        return written_since(place, about, history, into).map(drop);
-    }
-    let folder = Dir::existing(place).map_err(SourceError::state("open", place))?;
-    let last = history.last().map_or(0, |last| last.number);
-    TrackedDisk::add_recorded(&folder, last, about.block_size.into(), into)
-        .map_err(SourceError::state("read the records in", place))
+    written_since(place, about, history, into).map(drop)
 }
 
 /// Why the disk of a source that no process holds may not be as the last command left it that did; `None` if it is. Changes nothing and
@@ -91,6 +85,10 @@ pub fn written_since(
         return Ok(lost);
     }
     let Some(tracker) = trackers::find(&about.path)? else {
+        let folder = Dir::existing(place).map_err(SourceError::state("open", place))?;
+        let last = history.last().map_or(0, |last| last.number);
+        TrackedDisk::add_recorded(&folder, last, about.block_size.into(), into)
+            .map_err(SourceError::state("read the records in", place))?;
         return Ok(Some("writes to the source are not recorded at present".into()));
     };
     if let Some(why) = record_lost(&*tracker, about, history)? {
