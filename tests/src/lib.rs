@@ -35,8 +35,18 @@ pub use testing::{
 };
 
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 /// The root of the repository.
 pub fn repository() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the tests lie in the repository")
+}
+
+/// Waits until that is so; fails the test after two minutes.
+pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let limit = Instant::now() + Duration::from_secs(120);
+    while !is_so() {
+        assert!(Instant::now() < limit, "waited for two minutes: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }

@@ -6,7 +6,16 @@ use std::time::Duration;
 
 pub use testing::{Loop, Mount};
 
-use crate::{Background, Run};
+use crate::{Background, Run, skipped};
+
+/// A new tmpfs of this size, such as "12m". `None` where none can be mounted: then `what` is reported as skipped.
+pub fn small(place: &Path, size: &str, what: &str) -> Option<Mount> {
+    let mounted = Mount::new(&["-t", "tmpfs", "-o", &format!("size={size}")], Path::new("none"), place);
+    if mounted.is_none() {
+        skipped(what, "a tmpfs cannot be mounted here");
+    }
+    mounted
+}
 
 /// A block device of this machine over what an NBD server exports: a loop device over the one file of a FUSE mount.
 pub struct Attached {

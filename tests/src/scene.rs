@@ -7,8 +7,9 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use crate::image::{self, BLOCK};
+use crate::mount::{self, Mount};
 use crate::nbd::Client;
-use crate::{Random, Run, Server, Site};
+use crate::{Random, Run, Server, Site, need_root};
 
 /// A site with a disk `vm.raw`, served as `vm`, and the path of a replica.
 pub struct Scene {
@@ -59,6 +60,27 @@ impl Scene {
         scene.sync(&[]).ok();
         image::assert_equal(&scene.image, &scene.replica);
         scene
+    }
+
+    /// A scene whose replica is to be on a tmpfs of the size `room`, such as "12m". `None` where none can be mounted: then `what` is
+    /// reported as skipped.
+    pub fn with_small_replica(name: &str, size: u64, room: &str, what: &str) -> Option<(Scene, Mount)> {
+        if !need_root(what) {
+            return None;
+        }
+        let mut scene = Scene::new(name, size);
+        let place = scene.site.path("small");
+        let mounted = mount::small(&place, room, what)?;
+        scene.replica = place.join("vm.raw");
+        Some((scene, mounted))
+    }
+
+    /// Fills the disk, so that nothing of it is a hole.
+    pub fn fill(&mut self) {
+        self.stop();
+        let size = std::fs::metadata(&self.image).expect("an image").len();
+        std::fs::write(&self.image, self.random.bytes(size as usize)).expect("a content");
+        self.start();
     }
 
     /// Serves the disk.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use dsync_tests::host::Host;
 use dsync_tests::load::{Load, Options};
-use dsync_tests::mount::{Loop, Mount};
+use dsync_tests::mount::{self, Loop};
 use dsync_tests::records::{self, Records};
 use dsync_tests::scene::{fingerprints, number};
 use dsync_tests::{Output, Random, Run, image, need_root, rounds, say, skipped};
@@ -1018,9 +1018,7 @@ fn a_demotion_without_room_says_what_it_left() {
     let (near, far) = pair(8 * MIB, &mut random);
     near.write(0..40, &mut random);
     let small = near.site.path("small");
-    let Some(mounted) = Mount::new(&["-t", "tmpfs", "-o", "size=64k"], Path::new("none"), &small) else {
-        return skipped(what, "a tmpfs cannot be mounted here");
-    };
+    let Some(mounted) = mount::small(&small, "64k", what) else { return };
     let saved = small.join("lost.delta");
     let words = ["demote", "--save", saved.to_str().expect("a path")];
     let full = near.run(&words).code(1);

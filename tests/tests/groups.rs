@@ -15,7 +15,7 @@ use dsync_tests::image::{self, BLOCK};
 use dsync_tests::listener::Listening;
 use dsync_tests::nbd::{Address, Client};
 use dsync_tests::scene::fingerprints;
-use dsync_tests::{Output, Random, Run, Server, Site, need, need_root, rounds, skipped};
+use dsync_tests::{Output, Random, Run, Server, Site, need, need_root, rounds, skipped, until};
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 8 * MIB;
@@ -1463,14 +1463,6 @@ fn a_hook_is_held_once_around_the_cut_of_all() {
     let before = two.site.dsync(["status", "data", "--json"]).ok().summary()["epoch"].clone();
     two.sync(&["--hook", "echo no >&2; exit 3"]).code(1).says(&["exit status: 3"]);
     assert_eq!(two.site.dsync(["status", "data", "--json"]).ok().summary()["epoch"], before);
-}
-
-fn until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let limit = Instant::now() + Duration::from_secs(120);
-    while !is_so() {
-        assert!(Instant::now() < limit, "waited for two minutes: {what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
 }
 
 /// An application that writes the same byte to both disks, one after the other. While the file `hold` is there, it stops between two

@@ -12,7 +12,7 @@ use dsync_tests::far::Far;
 use dsync_tests::image::{self, BLOCK};
 use dsync_tests::mount::{Attached, Loop, Mount};
 use dsync_tests::scene::number;
-use dsync_tests::{Background, Run, Scene, Site, got, need, need_root, repository, skipped};
+use dsync_tests::{Background, Run, Scene, Site, got, need, need_root, repository, skipped, until};
 use rustix::process::Signal;
 
 const RSH: &str = env!("CARGO_BIN_EXE_rsh");
@@ -202,14 +202,6 @@ fn stop(mut mirror: Background) -> dsync_tests::Output {
     let ended = mirror.output(Duration::from_secs(60));
     assert!(ended.status.success(), "{ended}");
     ended
-}
-
-fn until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let limit = Instant::now() + Duration::from_secs(60);
-    while !is_so() {
-        assert!(Instant::now() < limit, "waited for a minute: {what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use dsync_tests::far::Far;
 use dsync_tests::image::{self, BLOCK};
-use dsync_tests::mount::{Loop, Mount, Worn};
+use dsync_tests::mount::{Loop, Worn};
 use dsync_tests::{Run, Scene, Site, find, got, need, need_root, skipped};
 use serde_json::Value;
 
@@ -702,19 +702,10 @@ fn a_watch_shows_problems_first_and_what_is_at_work() {
 #[test]
 fn a_past_that_was_given_up_is_reported() {
     let what = "a past that is given up";
-    if !need_root(what) {
+    let Some((mut scene, _mounted)) = Scene::with_small_replica("given up", 8 * MIB, "15m", what) else {
         return;
-    }
-    let mut scene = Scene::new("given up", 8 * MIB);
-    let mount = scene.site.path("small");
-    let Some(_mounted) = Mount::new(&["-t", "tmpfs", "-o", "size=15m"], Path::new("none"), &mount) else {
-        return skipped(what, "a tmpfs cannot be mounted here");
     };
-    scene.replica = mount.join("vm.raw");
-    // Nothing of it is a hole.
-    scene.stop();
-    std::fs::write(&scene.image, scene.random.bytes(8 << 20)).expect("a content");
-    scene.start();
+    scene.fill();
     scene.sync(&["--keep-last", "9"]).ok();
     scene.change(100);
     scene.sync(&[]).ok();

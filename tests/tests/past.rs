@@ -157,15 +157,9 @@ fn a_disaster_is_taken_back_by_reflinks() {
 #[test]
 fn a_full_file_system_costs_moments_and_no_sync() {
     let what = "a past that fills a file system";
-    if !need_root(what) {
+    let Some((mut scene, _mounted)) = Scene::with_small_replica("full of the past", SIZE, "44m", what) else {
         return;
-    }
-    let mut scene = Scene::new("full of the past", SIZE);
-    let mount = scene.site.path("small");
-    let Some(_mounted) = Mount::new(&["-t", "tmpfs", "-o", "size=44m"], Path::new("none"), &mount) else {
-        return skipped(what, "a tmpfs cannot be mounted here");
     };
-    scene.replica = mount.join("vm.raw");
     scene.sync(&["--keep-last", "100", "--keep-bytes", "1G"]).ok();
     let mut warned = 0;
     for _ in 0..12 {

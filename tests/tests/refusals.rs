@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use dsync_tests::far::Far;
 use dsync_tests::image;
-use dsync_tests::mount::{Loop, Mount};
+use dsync_tests::mount::{self, Loop, Mount};
 use dsync_tests::scene::{fingerprints, number};
 use dsync_tests::{Output, Random, Run, Scene, Site, need, need_root, rounds, skipped};
 
@@ -335,17 +335,12 @@ fn a_delta_cut_off_or_with_a_flipped_bit() {
 #[test]
 fn no_space_beside_the_replica() {
     let what = "a full destination";
-    if !need_root(what) {
+    let Some((mut scene, _mounted)) = Scene::with_small_replica("full destination", 8 * MIB, "12m", what)
+    else {
         return;
-    }
-    let mut scene = Scene::new("full destination", 8 * MIB);
-    let place = scene.site.path("small");
-    let Some(_mount) = Mount::new(&["-t", "tmpfs", "-o", "size=12m"], Path::new("none"), &place) else {
-        return skipped(what, "no tmpfs can be mounted here");
     };
-    scene.replica = place.join("vm.raw");
     // The seed does not fit.
-    let fill = place.join("fill");
+    let fill = scene.replica.with_file_name("fill");
     std::fs::write(&fill, vec![1; 11 * MIB as usize + 900_000]).expect("filling");
     harmless(&scene, scene.sync(&[]), &["space"]);
     assert!(!scene.replica.exists());
@@ -370,9 +365,7 @@ fn a_mirror_with_a_small_journal_folder() {
     }
     let mut scene = Scene::synced("small journal", 32 * MIB);
     let place = scene.site.path("journal");
-    let Some(_mount) = Mount::new(&["-t", "tmpfs", "-o", "size=12m"], Path::new("none"), &place) else {
-        return skipped(what, "no tmpfs can be mounted here");
-    };
+    let Some(_mounted) = mount::small(&place, "12m", what) else { return };
     let dsync = |arguments: &[&str]| scene.site.dsync(arguments).arg("--journal-dir").arg(&place);
     std::fs::remove_file(&scene.replica).expect("a replica");
     let mut running = dsync(&["mirror", "--create"]).arg(&scene.image).arg(&scene.replica).arg("-v").start();
@@ -404,9 +397,7 @@ fn no_space_for_the_sources_state() {
     scene.stop();
     let state = scene.site.state();
     let _ = std::fs::remove_dir_all(&state);
-    let Some(_mount) = Mount::new(&["-t", "tmpfs", "-o", "size=1m"], Path::new("none"), &state) else {
-        return skipped(what, "no tmpfs can be mounted here");
-    };
+    let Some(_mounted) = mount::small(&state, "1m", what) else { return };
     scene.start();
     scene.sync(&[]).ok();
     scene.change(50);

@@ -382,15 +382,9 @@ fn what_others_write_to_a_device_is_not_shown() {
 #[test]
 fn where_space_is_short_the_reader_loses() {
     let what = "a rehearsal on a small file system";
-    if !need_root(what) {
+    let Some((mut scene, _mounted)) = Scene::with_small_replica("a full rehearsal", SIZE, "56m", what) else {
         return;
-    }
-    let mut scene = Scene::new("a full rehearsal", SIZE);
-    let mount = scene.site.path("small");
-    let Some(_mounted) = Mount::new(&["-t", "tmpfs", "-o", "size=56m"], Path::new("none"), &mount) else {
-        return skipped(what, "a tmpfs cannot be mounted here");
     };
-    scene.replica = mount.join("vm.raw");
     scene.sync(&[]).ok();
     let mut server = rehearse(&scene, "now", &["--writable"]);
     let mut client = server.client("vm");
@@ -415,25 +409,11 @@ fn where_space_is_short_the_reader_loses() {
 }
 
 /// A small file system with a replica and a rehearsal that is to be kept.
-fn kept_on_a_small_one(name: &str, size: u64, what: &str) -> Option<(Scene, Mount, Server, PathBuf)> {
-    if !need_root(what) {
-        return None;
-    }
-    let mut scene = Scene::new(name, 8 * MIB);
-    let mount = scene.site.path("small");
-    let Some(mounted) =
-        Mount::new(&["-t", "tmpfs", "-o", &format!("size={size}m")], Path::new("none"), &mount)
-    else {
-        skipped(what, "a tmpfs cannot be mounted here");
-        return None;
-    };
-    scene.replica = mount.join("vm.raw");
-    // Nothing of it is a hole.
-    scene.stop();
-    std::fs::write(&scene.image, scene.random.bytes(8 << 20)).expect("a content");
-    scene.start();
+fn kept_on_a_small_one(name: &str, room: &str, what: &str) -> Option<(Scene, Mount, Server, PathBuf)> {
+    let (mut scene, mounted) = Scene::with_small_replica(name, 8 * MIB, room, what)?;
+    scene.fill();
     scene.sync(&[]).ok();
-    let file = mount.join("try.delta");
+    let file = scene.replica.with_file_name("try.delta");
     let server = rehearse(&scene, "now", &["--writable", "--save", file.to_str().expect("a path")]);
     Some((scene, mounted, server, file))
 }
@@ -442,7 +422,7 @@ fn kept_on_a_small_one(name: &str, size: u64, what: &str) -> Option<(Scene, Moun
 #[test]
 fn a_sync_without_room_costs_no_rehearsal() {
     let what = "a rehearsal beside a sync that finds no room";
-    let Some((mut scene, _mounted, server, file)) = kept_on_a_small_one("no room for a sync", 15, what)
+    let Some((mut scene, _mounted, server, file)) = kept_on_a_small_one("no room for a sync", "15m", what)
     else {
         return;
     };
@@ -500,7 +480,7 @@ fn what_was_written_is_saved_where_the_moment_is_lost() {
 #[test]
 fn what_was_written_is_saved_once_there_is_room() {
     let what = "a rehearsal that is saved on a full file system";
-    let Some((mut scene, _mounted, server, file)) = kept_on_a_small_one("saved later", 40, what) else {
+    let Some((mut scene, _mounted, server, file)) = kept_on_a_small_one("saved later", "40m", what) else {
         return;
     };
     let mut client = server.client("vm");

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use dsync_tests::far::Far;
 use dsync_tests::image::{self, BLOCK};
 use dsync_tests::load::{Load, Options};
-use dsync_tests::mount::{Loop, Mount};
+use dsync_tests::mount::Loop;
 use dsync_tests::scene::number;
 use dsync_tests::{Random, Run, Scene, Site, got, need, need_root, rounds, skipped};
 use serde_json::Value;
@@ -418,24 +418,19 @@ fn reading_leaves_the_page_cache_as_it_was() {
 #[test]
 fn a_compare_without_space_for_it() {
     let what = "a full destination";
-    if !need_root(what) {
+    let Some((mut scene, _mounted)) = Scene::with_small_replica("full", 8 * MIB, "12m", what) else {
         return;
-    }
-    let mut scene = Scene::new("full", 8 * MIB);
-    let place = scene.site.path("small");
-    let Some(_mount) = Mount::new(&["-t", "tmpfs", "-o", "size=12m"], Path::new("none"), &place) else {
-        return skipped(what, "no tmpfs can be mounted here");
     };
-    scene.replica = place.join("vm.raw");
+    let fill = scene.replica.with_file_name("fill");
     scene.sync(&[]).ok();
     scene.change(1500);
     let room = 12 * MIB - image::space(&scene.replica);
-    std::fs::write(place.join("fill"), vec![1; room.saturating_sub(MIB) as usize]).expect("filling");
+    std::fs::write(&fill, vec![1; room.saturating_sub(MIB) as usize]).expect("filling");
     let before = image::fingerprint(&scene.replica);
     scene.sync(&["--method", "compare"]).code(1).says(&["space"]);
     scene.site.dsync(["verify", "--repair"]).arg(&scene.image).arg(&scene.replica).code(1).says(&["space"]);
     assert_eq!(image::fingerprint(&scene.replica), before);
-    std::fs::remove_file(place.join("fill")).expect("making room");
+    std::fs::remove_file(&fill).expect("making room");
     scene.sync(&["--method", "compare", "--commit", "in-place", "--digests"]).ok();
     scene.equal();
 }
