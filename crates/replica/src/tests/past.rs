@@ -426,8 +426,10 @@ fn a_mirror_that_is_cut_anywhere_keeps_its_epochs() {
 fn the_moment_that_was_gone_back_to_is_kept() {
     let source = source();
     let world = replica_after(Kind::File, &source, 5, &last(3), Commit::Journal);
+    let moments = world.open(&on()).unwrap().history().unwrap().moments;
+    // Of one second, the order of the files would tell.
+    age(&world, &moments, || 1000);
     let mut replica = world.open(&on()).unwrap();
-    let moments = replica.history().unwrap().moments;
     let moment = moments.iter().find(|moment| moment.epoch == source.epochs[2]).unwrap().state;
     replica.rewind(moment).unwrap();
     merge(&mut replica, &source.tracked(2, 6), Commit::Journal).unwrap();

@@ -3,12 +3,13 @@
 use std::fs::File;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use device::Dir;
 use testing::faulty::{Outage, Power};
 
 use super::crash::{OUTAGES, on};
 use super::world::*;
 use crate::journal::{ARRIVING, WHOLE};
-use crate::{Commit, Keep};
+use crate::{Commit, Keep, Lineage};
 
 /// A long time ago, in seconds since 1970.
 const THEN: u64 = 1_700_000_000;
@@ -37,7 +38,10 @@ fn now() -> u64 {
 fn what_is_recovered_is_as_old_as_its_arrival() {
     let source = Source::new(11, &[40, 40, 40]);
     let world = replica_after(&source, 1);
-    let mut recovered = 0;
+    let before = world.open(&on()).unwrap().history().unwrap().at.unwrap();
+    let at_last = Some(source.epochs[2]);
+    // How often it was completed by the one that was killed, by one of the two that came later, and not at all.
+    let (mut whole, mut recovered, mut lost) = (0, 0, 0);
     for step in 1.. {
         let (world, power) = (world.fork(), Power::new(Outage::Kill));
         power.cut_at(step);
@@ -50,6 +54,8 @@ fn what_is_recovered_is_as_old_as_its_arrival() {
                 file.set_modified(UNIX_EPOCH + Duration::from_secs(THEN)).unwrap();
             }
         }
+        let kept = Lineage::load(&Dir::existing(&world.state()).unwrap()).unwrap();
+        let committed = kept.is_some_and(|lineage| lineage.epoch == at_last);
         // The one that completes it may be killed in its turn.
         let power = Power::new(Outage::Kill);
         power.cut_at(1 + step % 23);
@@ -57,21 +63,26 @@ fn what_is_recovered_is_as_old_as_its_arrival() {
         power.crash(disks, folders, step).unwrap();
         let replica = world.open(&on()).unwrap();
         let (status, at) = (replica.status().clone(), replica.history().unwrap().at.unwrap());
-        let merged = status.recovered.as_ref().is_some_and(|told| told.contains("whole and"));
-        if merged && status.epoch == Some(source.epochs[2]) {
-            assert_eq!(at, THEN, "step {step}: {:?}", status.recovered);
-            recovered += 1;
-        } else {
-            assert!(at == THEN || at >= began.saturating_sub(60), "step {step}: {at}");
-        }
-        if done.is_ok() && power.steps() == 0 || step > 500 {
-            break;
+        let what = format!("step {step}: {:?}", status.recovered);
+        match status.epoch == at_last {
+            true if committed => {
+                assert!((began - 1..=now()).contains(&at), "{what}: {at}, and it began at {began}");
+                whole += 1;
+            }
+            true => {
+                assert_eq!(at, THEN, "{what}");
+                recovered += 1;
+            }
+            false => {
+                assert_eq!(at, before, "{what}");
+                lost += 1;
+            }
         }
         if done.is_ok() {
             break;
         }
     }
-    assert!(recovered > 3, "nothing was completed: {recovered}");
+    assert!(whole > 0 && recovered > 3 && lost > 3, "{whole} {recovered} {lost}");
 }
 
 /// To go back once more does not make the moment younger from which that is done.
