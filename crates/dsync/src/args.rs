@@ -158,10 +158,10 @@ pub(crate) enum Command {
         dsync status --watch                               what is wrong, running and behind, until Ctrl-C\n  \
         dsync status --prometheus                          metrics for node_exporter\n\n\
         --check reports sources whose changes are not known, so that the next sync compares; replicas that are out\n\
-        of date; copies that a job in /etc/dsync is to make and that never began; and replicas on this host that are incomplete, fuzzy, missing, were changed by other programs, or whose\n\
-        promotion was interrupted. --check and --prometheus change nothing and take no lock: they never make a\n\
-        sync fail. Of a replica on a block device they report changes by other programs after a dsync command noticed\n\
-        them.")]
+        of date; copies that a job in /etc/dsync is to make and that never began; and replicas on this host that are\n\
+        incomplete, fuzzy, missing, were changed by other programs, or whose promotion was interrupted. --check and\n\
+        --prometheus change nothing and take no lock: they never make a sync fail. Of a replica on a block device they\n\
+        report changes by other programs after a dsync command noticed them.")]
     Status(Status),
 
     /// Write the changed blocks to standard output

@@ -333,7 +333,7 @@ fn no_replica(path: &Path, state: &StateDir) -> Result<anyhow::Error> {
             "{shown} is a source, and no replica: a rehearsal is of a replica. \"dsync status {shown}\" lists those that it has"
         ),
         None => format!(
-            "{shown} is no replica that dsync knows: \"dsync status\" lists those of this host; an image is served by its path alone"
+            "{shown} is not a replica that dsync knows: \"dsync status\" lists those of this host; an image is served by its path alone"
         ),
     };
     Ok(Failure::refused(what).into())

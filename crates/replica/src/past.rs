@@ -48,7 +48,8 @@ const WIDEST: usize = 32;
 pub(crate) enum Kind {
     /// An epoch of the source.
     Epoch,
-    /// A moment within the next one, which a rewind left, or who follows another branch: what it writes may differ from the epoch.
+    /// A moment after an epoch and before the next one, where a rewind left it, or the first delta of another branch: what the undo delta
+    /// writes may differ from the epoch.
     Ahead,
     /// Neither: it is never offered, and only leads on.
     Via,

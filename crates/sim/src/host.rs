@@ -1,5 +1,5 @@
-//! A machine: its file system and devices, processes that are killed, a power supply that fails, and a list of faults by step.
-//! at which step.
+//! A machine: its file system and devices, processes that are killed, a power supply that fails, and a list of faults
+//! by step.
 //!
 //! Every call that reaches the machine is a step. Before it is executed, the events planned for it happen: it fails, the
 //! process is killed, the power fails, or another program does something.

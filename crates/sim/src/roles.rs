@@ -211,7 +211,7 @@ impl Run {
             let here = Arc::ptr_eq(&disk.host, &process.host);
             Some((disk.name.to_owned(), disk.server.clone().filter(|_| here)?))
         });
-        // As no other: what is read that is no source becomes one of its own.
+        // No two commands draw the same UUID: what is read and is not a source yet becomes one under it.
         let number = u128::from(self.told.len() as u64) << 8 | u128::from(process.number());
         let fresh = Uuid::from_u128(u128::from(self.seed) << 64 | number);
         SimSite { process: process.clone(), served: served.collect::<BTreeMap<_, _>>(), fresh }

@@ -208,8 +208,8 @@ fn still_saved(
     let path = path.display();
     let way = match (since, asked.or(here)) {
         (Some(since), _) => format!(
-            "\"dsync promote --force {path}\" makes it the source again, which nothing may use, and \"dsync demote --since {since} --save \
-             FILE {path}\" then saves it in a new file and demotes it at epoch {since}"
+            "\"dsync promote --force {path}\" makes it the source again; before anything uses it, \"dsync demote --since {since} --save \
+             FILE {path}\" saves what was written in a new file, and demotes it at epoch {since}"
         ),
         (None, Some(number)) => format!(
             "what was written after epoch {number} cannot be saved as a delta, so copy the disk first if it is wanted"

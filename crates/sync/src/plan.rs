@@ -477,7 +477,8 @@ mod tests {
 
     /// A replica in words: "none", "at 5", "other at 5", "empty at 5", "unknown", "file"; "unsure" in its first block and its
     /// last; with "partly" it is at 5 in its first half only, with "cut off" the rest of a transfer can be resumed. "demoted": a
-    /// former source that went on to 7; "batches": a mirror brought it ahead; "term2": it has heard of that term; "source1": the source itself, in that term.
+    /// former source that went on to 7; "batches": a mirror brought it ahead; "term2": it has heard of that term; "source1": the
+    /// source itself, in that term.
     fn replica(words: &str) -> Status {
         let has = |word: &str| words.split_whitespace().any(|w| w == word);
         let number =
