@@ -29,7 +29,7 @@ impl Scene {
     /// Makes the replica's lineage believe that nothing was done to the file: as with damage by the disk itself.
     pub fn restamp(&self) {
         use std::os::unix::fs::MetadataExt;
-        let path = self.site.path("replica/.vm.raw.dsync/lineage");
+        let path = self.replica.with_file_name(".vm.raw.dsync/lineage");
         let mut lineage: serde_json::Value =
             serde_json::from_slice(&std::fs::read(&path).expect("the lineage")).expect("JSON");
         let file = std::fs::metadata(&self.replica).expect("the replica");
