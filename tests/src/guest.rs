@@ -91,6 +91,11 @@ impl Kernel {
         self.fetch(&["--headers"]).map(|folder| folder.join("build"))
     }
 
+    /// The package itself.
+    pub fn package(self) -> Result<PathBuf, String> {
+        self.fetch(&["--package"]).map(|folder| folder.join("package.deb"))
+    }
+
     fn fetch(self, options: &[&str]) -> Result<PathBuf, String> {
         let backports = (self == Kernel::Backports).then_some("--backports");
         let script = crate::repository().join("scripts/guest-kernel");

@@ -51,6 +51,8 @@ pub struct Machine {
     pub qemu: Vec<String>,
     /// More of the kernel's command line.
     pub append: String,
+    /// A folder with the `vmlinuz` and the `initrd` that it boots, if those are not the ones that it was made with.
+    pub boots: Option<PathBuf>,
     /// The last part of its address on the line.
     address: Option<usize>,
     folder: PathBuf,
@@ -98,7 +100,7 @@ impl Machine {
         }
         let folder = site.socket(name).parent().expect("a folder").to_path_buf();
         let (share, append, qemu) = (share.to_path_buf(), String::new(), Vec::new());
-        Machine { name, disks: all, share, qemu, append, address: None, folder, life: None }
+        Machine { name, disks: all, share, qemu, append, boots: None, address: None, folder, life: None }
     }
 
     /// Two machines with a line between them, which lasts over the lives of both. In each the other is in `/etc/hosts`.
@@ -135,7 +137,7 @@ impl Machine {
     /// Turns it on.
     pub fn power(&mut self) {
         assert!(self.life.is_none(), "{} is on", self.name);
-        let base = base().expect("ask possible first");
+        let base = self.boots.as_deref().unwrap_or_else(|| base().expect("ask possible first"));
         let _ = fs::remove_file(self.folder.join(format!("{}-line", self.name)));
         let address = self.address.map_or(String::new(), |n| format!("machine.address={n}"));
         let power = Power::new(Outage::PowerCut);

@@ -7,6 +7,7 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use dsync_tests::guest::Kernel;
 use dsync_tests::machine::{self, Machine};
 use dsync_tests::{Random, Site, got, left_out, repository, rounds, soak};
 
@@ -283,9 +284,38 @@ fn root_is_mirrored(hosts: &mut Hosts, count: u32) {
     near.ok("dsync status --check --max-age 5m");
 }
 
+/// The host with one disk gets another release's kernel as any package, and runs it from then on: the tracker is the same program
+/// there. False, with a line that says why, if there is none at hand.
+fn new_kernel(hosts: &mut Hosts, count: u32) -> bool {
+    let package = Kernel::Backports.package();
+    if !got(package.clone().map(drop), "an upgrade of the kernel of a host with one disk") {
+        return false;
+    }
+    let boots = hosts._site.path("share/boots");
+    std::fs::create_dir(&boots).expect("a folder");
+    std::fs::copy(package.expect("asked"), boots.join("linux.deb")).expect("the package");
+    let near = hosts.near();
+    let began = Instant::now();
+    let before = near.ok("uname -r");
+    near.ok("systemctl start dsync-mirror@root-far");
+    near.ok("dpkg -i /mnt/boots/linux.deb");
+    for file in ["vmlinuz", "initrd"] {
+        near.ok(&format!("cp $(ls /boot/{file}* | sort -V | tail -n 1) /mnt/boots/{file}"));
+    }
+    near.off();
+    near.boots = Some(boots);
+    near.on();
+    root_is_mirrored(hosts, count);
+    let after = hosts.near().ok("uname -r");
+    println!("from {} to {} in {:?}", before.trim(), after.trim(), began.elapsed());
+    assert_ne!(before, after);
+    true
+}
+
 #[test]
 fn a_host_with_one_disk_is_mirrored_and_its_replica_boots() {
-    let what = "a host with one disk over a reboot, a power cut and another kernel command line";
+    let what =
+        "a host with one disk over a reboot, a power cut, another kernel command line and another kernel";
     let Some(package) = package(what) else { return };
     let mut hosts = Hosts::new(what, &package);
     let began = Instant::now();
@@ -323,6 +353,7 @@ fn a_host_with_one_disk_is_mirrored_and_its_replica_boots() {
             .ok("journalctl -b --no-pager -o cat -u dsync-track@dev-vda -u dsync-mirror@root-far");
         assert!(said.contains("earlier changes are lost") && said.contains("(compared"), "{said}");
     }
+    let upgraded = new_kernel(&mut hosts, rounds(2, 40) as u32 + 1);
     // The replica is a machine, which boots from it.
     let far = hosts.far();
     far.ok("cp --sparse=always /srv/replicas/root.raw /mnt/root.raw");
@@ -333,7 +364,7 @@ fn a_host_with_one_disk_is_mirrored_and_its_replica_boots() {
     let mut machine = Machine::new(&hosts._site, "again", &[], &share);
     std::fs::rename(copy, machine.disk(0)).expect("the replica");
     machine.on();
-    let last = rounds(2, 40);
+    let last = rounds(2, 40) + u64::from(upgraded);
     assert_eq!(machine.ok("cat /srv/marker").trim(), last.to_string());
     machine.ok("dsync status");
     machine.off();
