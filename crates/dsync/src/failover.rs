@@ -36,11 +36,7 @@ pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -
 
 /// True unless it is certain that a promotion which failed has changed nothing.
 fn has_begun(path: &Path, options: &PromoteOptions, state: &StateDir) -> bool {
-    let opening = replica::Options {
-        folder: options.journal_dir.clone(),
-        devices: state.replicas_folder(),
-        ..Default::default()
-    };
+    let opening = sync::open_options(options.journal_dir.as_deref(), state);
     // The mark is the first step. What is put into the replica before it, of a rehearsal, may be there in part.
     let is_marked = |lineage: replica::Lineage| lineage.role.promoted.is_some();
     let lineage = replica::inspect(path, &opening).ok().flatten();
@@ -216,11 +212,7 @@ fn not_demoted(error: SyncError, source: &str, options: &DemoteOptions, state: &
     if error.class() != Class::Failed {
         return error.into();
     }
-    let opening = replica::Options {
-        folder: options.journal_dir.clone(),
-        devices: state.replicas_folder(),
-        ..Default::default()
-    };
+    let opening = sync::open_options(options.journal_dir.as_deref(), state);
     let known = state.source(source).ok().flatten();
     let is_source = known.is_some_and(|(_, about)| {
         // The lineage is the first step.

@@ -67,7 +67,7 @@ fn group(name: &str, what: &str, dry_run: bool, state: &StateDir, output: &Outpu
 
 /// Refuses a path that is a source and a replica: one was meant, and the other is not to be lost.
 fn refuse_both(what: &str, about: &About, state: &StateDir) -> Result<()> {
-    let options = replica::Options { devices: state.replicas_folder(), ..Default::default() };
+    let options = sync::open_options(None, state);
     if replica::inspect(&std::path::absolute(what)?, &options).is_ok_and(|lineage| lineage.is_some()) {
         bail!(Failure::refused(format!(
             "{what} is a source and a replica: run \"dsync forget --replica {what}\" to forget that it is a replica, or \"dsync forget \
@@ -147,11 +147,7 @@ pub(crate) fn bookmark(
 
 fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()> {
     let path: PathBuf = std::path::absolute(&args.what)?;
-    let options = replica::Options {
-        folder: args.journal_dir.clone(),
-        devices: state.replicas_folder(),
-        ..Default::default()
-    };
+    let options = sync::open_options(args.journal_dir.as_deref(), state);
     let (known, listed) = (sync::known_replicas(state), local::path_of(&args.what)?);
     let lineage = replica::inspect(&path, &options).unwrap_or(None);
     if lineage.is_none() {

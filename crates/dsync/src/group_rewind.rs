@@ -58,7 +58,7 @@ pub(crate) fn run(args: &args::Rewind, state: &StateDir, output: &Output) -> Res
         return rewind::run(args, state, output);
     }
     location::refuse_host(&args.destination, "rewind --group")?;
-    let options = Options { devices: state.replicas_folder(), ..Options::default() };
+    let options = sync::open_options(None, state);
     let (dir, name) = replica::find_group(&args.destination)?;
     let Some(to) = &args.to else {
         list(&replica::group_history(&dir, &name, &options)?, output);

@@ -44,8 +44,7 @@ struct Rewound {
 /// Runs the command.
 pub(crate) fn run(args: &args::Rewind, state: &StateDir, output: &Output) -> Result<()> {
     let path = std::path::absolute(&args.destination)?;
-    let options =
-        Options { folder: args.journal_dir.clone(), devices: state.replicas_folder(), ..Options::default() };
+    let options = sync::open_options(args.journal_dir.as_deref(), state);
     location::refuse_host(&args.destination, "rewind")?;
     refuse_others(&path, &options, state)?;
     let Some(to) = &args.to else {

@@ -457,7 +457,7 @@ fn open_tracked(image: &Path, args: &args::Serve, state: &StateDir) -> Result<Ar
 /// Refuses the file of a copy that is not complete: the next sync writes to it, and gives it the name of its replica.
 fn refuse_partial(image: &Path, state: &StateDir) -> Result<()> {
     let Some(name) = image.to_str().and_then(|name| name.strip_suffix(".partial")) else { return Ok(()) };
-    let options = replica::Options { devices: state.replicas_folder(), ..replica::Options::default() };
+    let options = sync::open_options(None, state);
     match replica::inspect(Path::new(name), &options) {
         Ok(Some(lineage)) if lineage.step.is_some() => Err(Failure::refused(format!(
             "{} is the file of a copy to {name} that is not complete: run \"dsync sync\" again, which completes it",

@@ -138,7 +138,7 @@ pub(crate) fn run(args: &args::Status, state: &StateDir, output: &Output) -> Res
         }
         if args.path.is_some() {
             track::status(Some(&path), output)?;
-            let options = replica::Options { devices: state.replicas_folder(), ..Default::default() };
+            let options = sync::open_options(None, state);
             if replica::inspect(&path, &options)?.is_some_and(|lineage| lineage.role.promoted.is_none()) {
                 replica(&path, None, state, output, false)?;
             }
@@ -544,11 +544,7 @@ fn replica(
     recovering: bool,
 ) -> Result<()> {
     let absolute = std::path::absolute(path)?;
-    let options = replica::Options {
-        folder: folder.map(Path::to_path_buf),
-        devices: state.replicas_folder(),
-        ..Default::default()
-    };
+    let options = sync::open_options(folder, state);
     location::refuse_host(path, if recovering { "recover" } else { "status" })?;
     // A replica whose first copy is incomplete has a lineage, but no file.
     if !recovering

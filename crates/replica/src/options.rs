@@ -1,9 +1,12 @@
 //! How a replica is opened.
 
-use std::path::PathBuf;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use delta::Line;
 
+use crate::error::Result;
 use crate::intent::Membership;
 use crate::keep::Keep;
 
@@ -32,4 +35,30 @@ pub struct Options {
     pub term: u64,
     /// The promotions that led to that term.
     pub line: Line,
+    /// Asked before the first write to a block device.
+    pub herald: Option<Herald>,
+}
+
+/// Is asked before a replica writes to a block device for the first time, and keeps it from that if it fails. What else the device is on
+/// its host can be told so: a device has no times by which that would be seen.
+#[derive(Clone)]
+pub struct Herald(Arc<Ask>);
+
+type Ask = dyn Fn(&Path) -> Result<()> + Send + Sync;
+
+impl Herald {
+    /// One that calls `ask` with the path of the device.
+    pub fn new(ask: impl Fn(&Path) -> Result<()> + Send + Sync + 'static) -> Herald {
+        Herald(Arc::new(ask))
+    }
+
+    pub(crate) fn ask(&self, device: &Path) -> Result<()> {
+        (self.0)(device)
+    }
+}
+
+impl fmt::Debug for Herald {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Herald")
+    }
 }

@@ -184,6 +184,15 @@ impl Replica {
         &self.options
     }
 
+    /// Announces the first write to a device.
+    pub(crate) fn herald(&mut self) -> Result<()> {
+        if let Some(herald) = self.options.herald.as_ref().filter(|_| self.destination.is_device()) {
+            herald.ask(self.destination.path())?;
+        }
+        self.options.herald = None;
+        Ok(())
+    }
+
     /// What of its past is kept; `None` if nothing is.
     pub(crate) fn settings(&self) -> Option<&Settings> {
         self.settings.as_ref()

@@ -50,6 +50,9 @@ pub(crate) const REPLACED: &str = "another file or device is in its place";
 /// The result of checking a stamp.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Verdict {
+/// The loss after dsync itself has written to a block device, which was a replica then.
+pub(crate) const AS_REPLICA: &str = "dsync wrote to it as a replica";
+
     /// There is no record yet.
     New,
     /// The record is valid.
@@ -74,6 +77,17 @@ impl ImageStamp {
     }
 
     /// Whether the record of this stamp can be trusted for the image as it is.
+    /// Whatever its user says of the disk, its record does not hold any more. Durable on return.
+    pub(crate) fn outdate(folder: &dyn Folder, why: &str) -> Result<(), SourceError> {
+        match ImageStamp::read(folder)? {
+            Some(stamp) if stamp.lost.is_none() => {
+                ImageStamp { lost: Some(why.into()), ..stamp }.write(folder)
+            }
+            // It says so, or there is none to be trusted.
+            _ => Ok(()),
+        }
+    }
+
     pub(crate) fn verdict(
         &self,
         now: &Identity,

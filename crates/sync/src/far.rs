@@ -1,6 +1,6 @@
 //! The replica's end: report its status, receive, commit.
 
-use std::io::Read;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
@@ -10,9 +10,9 @@ use compare::{DigestReport, Scope};
 use delta::{Frame, Units};
 use device::{Disk, Storage};
 use link::{Message, Receiver, Sender};
-use replica::{Commit, DeltaReceiver, Keep, KnownReplicas, Replica, ReplicaError};
+use replica::{Commit, DeltaReceiver, Herald, Keep, KnownReplicas, Replica, ReplicaError};
 use serde::Serialize;
-use source::StateDir;
+use source::{SourceError, StateDir};
 
 use crate::digests::ReplicaDigests;
 use crate::error::{Class, SyncError};
@@ -144,11 +144,29 @@ pub(crate) fn end_with<T>(sender: Sender, result: Result<T, SyncError>) -> Resul
     }
 }
 
-pub(crate) fn open_options(journal_dir: Option<&Path>, state: &StateDir) -> replica::Options {
+/// How a replica of the host whose state directory this is is opened, with its state in a folder if one is given.
+pub fn open_options(journal_dir: Option<&Path>, state: &StateDir) -> replica::Options {
+    let here = state.clone();
+    let herald = move |device: &Path| source::overwritten(&here, device).map_err(|error| told(device, error));
     replica::Options {
         folder: journal_dir.map(Path::to_path_buf),
         devices: state.replicas_folder(),
+        herald: Some(Herald::new(herald)),
         ..replica::Options::default()
+    }
+}
+
+/// Why a device that is a source is not written to.
+fn told(device: &Path, error: SourceError) -> ReplicaError {
+    let path = device.to_path_buf();
+    match error {
+        SourceError::Busy { holder, .. } => ReplicaError::Busy { path, holder },
+        refusal if refusal.is_refusal() => ReplicaError::Refused(refusal.to_string()),
+        failed => ReplicaError::Io {
+            what: "note that a source is overwritten:",
+            path,
+            error: io::Error::other(failed),
+        },
     }
 }
 

@@ -93,7 +93,7 @@ pub use extract::{Extracted, extract};
 pub use facts::PULLED;
 #[doc(hidden)]
 pub use far::merge_over;
-pub use far::{MergeOptions, Merged, known_replicas, merge, open_replica};
+pub use far::{MergeOptions, Merged, known_replicas, merge, open_options, open_replica};
 pub use group::{GroupSummary, push_group};
 pub use group_demote::{Afterwards, LastGroupSync, demote_group, demotion_since};
 pub use group_mirror::{GroupEvent, GroupMirror, GroupMirrorSummary};

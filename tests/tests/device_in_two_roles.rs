@@ -1,0 +1,104 @@
+//! A block device that is a source and a replica at once: it passes on what it receives, or is restored from its own replica. What dsync
+//! itself writes there is never missed, whatever its user says of the device.
+
+use std::path::{Path, PathBuf};
+
+use dsync_tests::mount::Loop;
+use dsync_tests::{Random, Run, Site, image, need_root, skipped};
+
+const MIB: u64 = 1 << 20;
+const SIZE: u64 = 32 * MIB;
+const TRUST: &[&str] = &["--trust-device"];
+
+struct Disk {
+    site: Site,
+    random: Random,
+    device: Loop,
+}
+
+impl Disk {
+    fn new(what: &str) -> Option<Disk> {
+        if !need_root(what) {
+            return None;
+        }
+        let site = Site::new();
+        let device = Loop::new(&site.image("disk.img", SIZE));
+        if device.is_none() {
+            skipped(what, "losetup cannot attach a loop device");
+        }
+        Some(Disk { site, random: Random::new(what), device: device? })
+    }
+
+    fn path(&self) -> &Path {
+        self.device.device()
+    }
+
+    /// Writes to it through its server.
+    fn write(&mut self, at: u64) {
+        let server = self.site.serve(&[self.path()], TRUST);
+        let name = self.path().file_name().expect("a name").to_string_lossy().into_owned();
+        let mut client = server.client(&name);
+        client.write(at, &self.random.bytes(4096)).expect("a write");
+        client.close().expect("the end");
+        server.stop();
+    }
+
+    /// Its next sync to a replica, and how that found what differed.
+    fn sync(&self, to: &Path) -> String {
+        let method = self.site.sync(self.path(), to, TRUST).ok().summary()["method"].to_string();
+        Run::new("blockdev").arg("--flushbufs").arg(self.path()).output();
+        assert!(
+            std::fs::read(self.path()).expect("a disk") == std::fs::read(to).expect("a disk"),
+            "they differ"
+        );
+        method
+    }
+}
+
+#[test]
+fn a_device_that_passes_on_what_it_receives_misses_nothing() {
+    let Some(disk) = Disk::new("a chain over a device") else { return };
+    let (from, to) = (disk.site.image("from.raw", SIZE), disk.site.path("to.raw"));
+    let mut random = Random::new("what is passed on");
+    for at in [8 * MIB, 20 * MIB, 21 * MIB] {
+        image::scribble(&from, at, MIB, &mut random);
+        disk.site.sync(&from, disk.path(), &[]).ok();
+        assert_ne!(disk.sync(&to), "\"tracked\"");
+        // Nothing was written since.
+        assert_eq!(disk.sync(&to), "\"tracked\"");
+    }
+    image::assert_equal(&from, &to);
+}
+
+#[test]
+fn a_restore_is_not_missed_by_the_next_sync() {
+    let Some(mut disk) = Disk::new("a restored device") else { return };
+    let [restored_from, other] = ["one.raw", "other.raw"].map(|name| disk.site.path(name));
+    let all = |disk: &Disk| -> Vec<String> { [&restored_from, &other].map(|to| disk.sync(to)).into() };
+    disk.write(8 * MIB);
+    disk.site.sync(disk.path(), &restored_from, &["--keep-last", "5", "--trust-device"]).ok();
+    all(&disk);
+    disk.write(20 * MIB);
+    assert_eq!(all(&disk), ["\"tracked\""; 2]);
+    let moments = disk.site.dsync(["rewind", "--json"]).arg(&restored_from).ok().summary();
+    let moments = moments["moments"].as_array().expect("moments");
+    let to = moments
+        .iter()
+        .filter_map(|moment| moment["epoch"]["number"].as_u64())
+        .min()
+        .expect("a moment")
+        .to_string();
+    disk.site.dsync(["rewind"]).arg(&restored_from).arg("--to").arg(to).ok();
+    let device = disk.path().to_path_buf();
+    disk.site.sync(&restored_from, &device, &["--adopt"]).ok();
+    forget(&disk, &device);
+    // Tracked since then, by what its user says.
+    disk.write(9 * MIB);
+    assert_ne!(disk.sync(&other), "\"tracked\"");
+    disk.write(10 * MIB);
+    assert_eq!(disk.sync(&other), "\"tracked\"");
+}
+
+fn forget(disk: &Disk, device: &PathBuf) {
+    disk.site.dsync(["forget", "--replica"]).arg(device).ok();
+}
