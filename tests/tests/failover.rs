@@ -817,6 +817,43 @@ fn a_replica_on_a_device_is_promoted() {
     same(&near, &far);
 }
 
+/// A device whose user says nothing of it is compared, and then switched. What only looks, or is refused, leaves the record to a command that is
+/// told that it holds: it is all that says what was not sent.
+#[test]
+fn a_device_that_nothing_is_said_of_is_switched_and_keeps_its_record() {
+    let what = "a switch of a device that is not trusted";
+    if !need_root(what) {
+        return;
+    }
+    let mut random = Random::new(what);
+    let (mut near, far) = (Host::new(), Host::new());
+    let file = near.site.image("device.img", 16 * MIB);
+    image::scribble(&file, 0, 4 * MIB, &mut random);
+    let Some(device) = Loop::new(&file) else { return skipped(what, "there is no loop device") };
+    near.disk = device.device().to_path_buf();
+    let name = near.disk.file_name().expect("a name").to_string_lossy().into_owned();
+    near.sync(&far, &[]).ok();
+    let server = near.site.serve(&[&near.disk], &["--trust-device"]);
+    let epoch = number(&summary(near.sync(&far, &[])), "epoch").to_string();
+    server.client(&name).write(0, &[7; 8192]).expect("a write");
+    server.stop();
+    // Each of them is without a word of the device.
+    let lost = near.site.path("lost.delta");
+    let file = lost.to_str().expect("UTF-8");
+    let refused = near.run(&["demote", "--since", &epoch, "--save", file]).code(4);
+    assert!(refused.stderr.contains("--trust-device"), "{}", refused.stderr);
+    near.sync(&far, &["-n"]).ok();
+    near.run(&["demote", "-n", "--since", &epoch, "--save", file]).ok();
+    let saved =
+        near.run(&["demote", "--since", &epoch, "--trust-device", "--save", file, "--json"]).ok().summary();
+    assert_eq!(number(&saved, "bytes_unsure"), 8192, "{saved}");
+    assert!(lost.exists());
+    near.run(&["promote", "--force"]).ok();
+    near.towards(&far, &["demote"]).ok();
+    far.run(&["promote"]).ok();
+    assert!(std::fs::read(&near.disk).expect("a disk") == std::fs::read(&far.disk).expect("a disk"));
+}
+
 /// Nothing in a promotion is proportional to the disk.
 #[test]
 fn a_large_replica_is_promoted_in_less_than_a_second() {

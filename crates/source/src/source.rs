@@ -238,6 +238,8 @@ pub(crate) struct Parts {
 struct Epochs {
     history: History,
     stamp: ImageStamp,
+    /// Why the record is not believed that stands as it was found, until an epoch ends.
+    spared: Option<String>,
 }
 
 /// What a checkpoint finds of a source before it swaps the record.
@@ -489,11 +491,11 @@ impl Source {
         };
         let verdict = match look()? {
             // A command that holds it may have ended an epoch between two looks.
-            Verdict::Lost(_) => look()?,
+            Verdict::Lost(_) | Verdict::Unproven { .. } => look()?,
             other => other,
         };
         Ok(match verdict {
-            Verdict::Lost(why) => Some(why),
+            Verdict::Lost(why) | Verdict::Unproven { why, .. } => Some(why),
             Verdict::New | Verdict::Trusted { .. } => None,
         })
     }
@@ -525,15 +527,18 @@ impl Source {
             return Err(shrank(&about.path, was, identity.size));
         }
         let lost = match &verdict {
-            Verdict::Lost(why) => Some(why.clone()),
+            Verdict::Lost(why) | Verdict::Unproven { why, .. } => Some(why.clone()),
             Verdict::New => Some("the source was not tracked before".into()),
             Verdict::Trusted { .. } => None,
         };
+        // What only reads leaves the record to one that is told that it holds, as long as it ends no epoch.
+        let spared =
+            lost.clone().filter(|_| options.read_only && matches!(verdict, Verdict::Unproven { .. }));
         // Durable before the first write goes through: from here on a stop is unclean, and what was lost stays lost
         // until the history has it.
         let stamp = ImageStamp {
             clean: false,
-            lost: lost.clone(),
+            lost: lost.clone().filter(|_| spared.is_none()),
             identity: identity.clone(),
             boot: backing.boot().id,
             epoch: last,
@@ -549,6 +554,7 @@ impl Source {
         };
         let (trusted, power_lost) = match verdict {
             Verdict::Trusted { power_lost } => (true, power_lost),
+            Verdict::Unproven { power_lost, .. } if spared.is_some() => (true, power_lost),
             _ => (false, false),
         };
         if !trusted {
@@ -573,7 +579,7 @@ impl Source {
             disk,
             direct: options.direct,
             view_limit: options.view_limit,
-            epochs: Mutex::new(Epochs { history, stamp }),
+            epochs: Mutex::new(Epochs { history, stamp, spared }),
             lost: Mutex::new(lost),
             shared_views: Mutex::default(),
             mirrored: Mutex::default(),
@@ -737,6 +743,7 @@ impl Source {
                     // soon no record has what it lacks.
                     *self.lost.lock().unwrap_or_else(|e| e.into_inner()) = None;
                     (epochs.stamp.lost, epochs.stamp.larger, epochs.stamp.epoch) = (None, None, epoch.number);
+                    epochs.spared = None;
                     epochs.stamp.write(&*self.folder)
                 });
                 if let Err(error) = settled {
@@ -916,7 +923,8 @@ impl Source {
         self.disk.look(|| changed(&identity))?;
         let epochs = self.epochs();
         let replaced = !identity.same_object(&epochs.stamp.identity);
-        let lost = if replaced { Some(REPLACED.into()) } else { self.doubted().0 };
+        let doubted = self.doubted().0.filter(|why| epochs.spared.as_ref() != Some(why));
+        let lost = if replaced { Some(REPLACED.into()) } else { doubted };
         let epoch = epochs.history.last().map_or(0, |e| e.number);
         let boot = self.backing.boot().id;
         let larger = epochs.stamp.larger;

@@ -42,21 +42,26 @@ pub(crate) struct LastWrite {
     pub foreign: bool,
 }
 
+/// Why the record of a block device is not believed.
+const UNPROVEN: &str =
+    "the block device may have been written to while it was not served (pass --trust-device if it was not)";
 /// The loss after a write that bypassed the server.
 pub(crate) const FOREIGN: &str = "the image was changed by another program while dsync had it open";
 /// The loss if something else is at the path now.
 pub(crate) const REPLACED: &str = "another file or device is in its place";
 
-/// The result of checking a stamp.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Verdict {
 /// The loss after dsync itself has written to a block device, which was a replica then.
 pub(crate) const AS_REPLICA: &str = "dsync wrote to it as a replica";
 
+/// The result of checking a stamp.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Verdict {
     /// There is no record yet.
     New,
     /// The record is valid.
     Trusted { power_lost: bool },
+    /// The record is valid if nothing wrote to the device while dsync did not hold it, which nobody has said: why it is not believed.
+    Unproven { why: String, power_lost: bool },
     /// The record is not valid.
     Lost(String),
 }
@@ -72,11 +77,6 @@ impl ImageStamp {
         gone.map_err(SourceError::state("remove a stamp in", folder.path()))
     }
 
-    pub(crate) fn write(&self, folder: &dyn Folder) -> Result<(), SourceError> {
-        crate::json::write_json(folder, NAME, self)
-    }
-
-    /// Whether the record of this stamp can be trusted for the image as it is.
     /// Whatever its user says of the disk, its record does not hold any more. Durable on return.
     pub(crate) fn outdate(folder: &dyn Folder, why: &str) -> Result<(), SourceError> {
         match ImageStamp::read(folder)? {
@@ -88,6 +88,11 @@ impl ImageStamp {
         }
     }
 
+    pub(crate) fn write(&self, folder: &dyn Folder) -> Result<(), SourceError> {
+        crate::json::write_json(folder, NAME, self)
+    }
+
+    /// Whether the record of this stamp can be trusted for the image as it is.
     pub(crate) fn verdict(
         &self,
         now: &Identity,
@@ -106,12 +111,10 @@ impl ImageStamp {
         }
         let life = boot.life(&self.boot);
         if now.is_block() {
-            return if !trust_device {
-                Verdict::Lost(
-                    "the block device may have been written to while it was not served (pass --trust-device if it was not)".into(),
-                )
-            } else {
-                Verdict::Trusted { power_lost: !self.clean && life != Life::This }
+            let power_lost = !self.clean && life != Life::This;
+            return match trust_device {
+                true => Verdict::Trusted { power_lost },
+                false => Verdict::Unproven { why: UNPROVEN.into(), power_lost },
             };
         }
         if self.clean {

@@ -7,6 +7,7 @@
 use std::path::{Path, PathBuf};
 
 use delta::{Epoch, Line};
+use device::WriteWatch;
 use extents::Bitmap;
 use replica::{Demoted, Demotion, Lineage, Released, Replica, UnsureSet};
 use serde::Serialize;
@@ -100,6 +101,7 @@ pub fn demote(
         )));
     };
     let handle = state.attach(what, &options.open)?;
+    let watch = watch(&handle, options)?;
     let found = follow(&handle, options, last_sync, progress);
     let about = handle.about().clone();
     handle.close()?;
@@ -107,10 +109,13 @@ pub fn demote(
     if options.dry_run {
         return Ok(summary);
     }
-    // Of a device that was closed only its user can know.
-    let trusted = options.open.trust_device && about.identity.is_block();
-    let undoubted = || state.doubt(&place, &about).is_ok_and(|doubt| doubt.is_none());
-    let unwritten = || demotion.since.is_none() || trusted || undoubted();
+    let undoubted = || match &watch {
+        Some(watch) => watch.is_still(),
+        // Of a device that was closed only its user can know.
+        None if about.identity.is_block() => options.open.trust_device,
+        None => state.doubt(&place, &about).is_ok_and(|doubt| doubt.is_none()),
+    };
+    let unwritten = || demotion.since.is_none() || undoubted();
     let mut replica = state.open(&about.path, &replica::Options { adopt: true, ..opening })?;
     replica.demote(&demotion, &|_| unwritten())?;
     list(&replica, state.known().as_ref());
@@ -119,6 +124,14 @@ pub fn demote(
     state.forget(&place, &about)?;
     summary.released = released(summary.term, &demotion);
     Ok(summary)
+}
+
+/// Watches a device from now on, unless its user says that nothing else writes to it: it has no times that tell.
+fn watch(handle: &Handle, options: &DemoteOptions) -> Result<Option<WriteWatch>, SyncError> {
+    let identity = &handle.about().identity;
+    let watches = identity.is_block() && !options.open.trust_device && !options.dry_run;
+    let watch = watches.then(|| WriteWatch::begin(identity)).transpose();
+    watch.map_err(SyncError::io(format!("flush {}", identity.path.display())))
 }
 
 /// Leaves what the source knew to the replica that it is now, so that its history goes on where it is promoted again. Where that
