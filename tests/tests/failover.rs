@@ -817,6 +817,59 @@ fn a_replica_on_a_device_is_promoted() {
     same(&near, &far);
 }
 
+/// Nothing takes the mark of a promotion back, so one that cannot be completed is refused before it.
+#[test]
+fn a_second_promotion_on_a_host_leaves_the_replica_as_it_was() {
+    let mut random = Random::new("a second promotion");
+    let host = Host::with_disk(4 * MIB, &mut random);
+    let [one, other] = ["one.raw", "other.raw"].map(|name| host.site.path(name));
+    let sync = |from: &Path, to: &Path| host.site.sync(from, to, &["--keep-last", "5"]).ok();
+    let on = |what: &str, path: &Path, options: &[&str]| host.site.dsync([what]).arg(path).args(options);
+    let moments = || on("rewind", &other, &["--json"]).ok().summary()["moments"].as_array().map(Vec::len);
+    for block in [1, 2] {
+        host.write([block], &mut random);
+        sync(&host.disk, &one);
+        sync(&host.disk, &other);
+    }
+    on("promote", &one, &["--force"]).ok();
+    on("promote", &other, &["-n", "--force"]).code(4).says(&["is already the source"]);
+    on("promote", &other, &["--force"]).code(4).says(&["is already the source"]);
+    assert_eq!(moments(), Some(1));
+    sync(&one, &other);
+    // One that was marked, with a state directory that is gone, is told the way out.
+    let elsewhere = host.site.path("elsewhere");
+    on("forget", &other, &[]).ok();
+    host.site.sync(&host.disk, &other, &["--adopt"]).ok();
+    on("promote", &other, &["--force", "--state-dir", elsewhere.to_str().expect("UTF-8")]).ok();
+    std::fs::remove_dir_all(&elsewhere).expect("a state directory");
+    let way = format!("\"dsync forget {}\"", other.display());
+    on("promote", &other, &[]).code(4).says(&["cannot be completed", &way]);
+    on("forget", &other, &[]).ok();
+    sync_adopting(&host, &one, &other);
+}
+
+fn sync_adopting(host: &Host, from: &Path, to: &Path) {
+    host.site.sync(from, to, &["--adopt"]).ok();
+    image::assert_equal(from, to);
+}
+
+/// What a disk is as a source of its own is not given up by the way.
+#[test]
+fn a_disk_that_was_restored_is_not_promoted_over_the_source_that_it_is() {
+    let mut random = Random::new("a restored disk");
+    let host = Host::with_disk(4 * MIB, &mut random);
+    let replica = host.site.path("replica.raw");
+    host.site.sync(&host.disk, &replica, &[]).ok();
+    host.site.dsync(["checkpoint"]).arg(&host.disk).arg("nightly").ok();
+    sync_adopting(&host, &replica, &host.disk);
+    for options in [&["promote", "-n", "--force"][..], &["promote", "--force"]] {
+        host.run(options).code(4).says(&["is a source itself", "dsync forget --replica"]);
+    }
+    assert!(host.run(&["status"]).ok().text().contains("nightly"));
+    host.run(&["forget", "--replica"]).ok();
+    host.site.sync(&host.disk, &replica, &["--adopt"]).ok();
+}
+
 /// A device whose user says nothing of it is compared, and then switched. What only looks, or is refused, leaves the record to a command that is
 /// told that it holds: it is all that says what was not sent.
 #[test]

@@ -100,6 +100,7 @@ pub fn promote(state: &dyn Site, path: &Path, options: &PromoteOptions) -> Resul
     promotion.with.clone_from(&options.with);
     promotion.dry_run = options.dry_run;
     promotion.completed = before.is_some();
+    may_succeed(state, &replica, &promotion)?;
     if options.dry_run {
         return Ok(promotion);
     }
@@ -114,6 +115,28 @@ pub fn promote(state: &dyn Site, path: &Path, options: &PromoteOptions) -> Resul
     // Those of devices are found by their folders, and all by their lineage.
     let _ = state.known().map(|known| known.remove(replica.path()));
     Ok(promotion)
+}
+
+/// Refuses what could only be begun: nothing takes the mark back.
+fn may_succeed(state: &dyn Site, replica: &Replica, promotion: &Promotion) -> Result<(), SyncError> {
+    let path = replica.path();
+    let known = state.source(&path.to_string_lossy())?.filter(|(_, about)| about.uuid != promotion.source);
+    if let (Some((_, about)), false) = (known, promotion.completed) {
+        let path = path.display();
+        return Err(SyncError::Refused(format!(
+            "{path} is a source itself ({}), and was restored from a replica of another one: \"dsync forget --replica {path}\" makes it that source \
+             alone, and \"dsync forget {0}\" gives that up, with what it knows of its replicas, so that it can be promoted",
+            about.uuid
+        )));
+    }
+    state.check_term(path, promotion.source, promotion.term).map_err(|error| match promotion.completed {
+        true if error.is_refusal() => SyncError::Refused(format!(
+            "{error}. So the promotion of {0} cannot be completed: \"dsync forget {0}\" makes it a plain disk as it is, and \"dsync sync --adopt \
+             SRC {0}\" then compares it and makes it a replica again",
+            path.display()
+        )),
+        _ => error.into(),
+    })
 }
 
 pub(crate) fn already(path: &Path, term: u64) -> SyncError {
