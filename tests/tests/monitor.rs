@@ -386,6 +386,54 @@ fn jobs_of_groups_and_of_other_hosts_are_judged_by_each_replica() {
     assert_eq!((problems(&far.site, &[]), copied(&far.site, "fetch")), (none(), vec![true]));
 }
 
+/// If the source's host is gone, the replica's alone can tell.
+#[test]
+fn a_replica_that_is_fetched_no_more_is_reported_by_its_own_host() {
+    let (site, far) = (Site::new(), Far::new(RSH));
+    let [image, other] = ["vm.raw", "other.raw"].map(|name| site.image(name, MIB));
+    let copy = far.site.path("fetched.raw").display().to_string();
+    let fetch = |image: &Path| {
+        let source = format!("near:{}", image.display());
+        job(
+            &far.site,
+            "fetch",
+            &[("command", "sync"), ("source", &source), ("destination", &copy), ("rsh", RSH)],
+        );
+    };
+    let run = || far.site.dsync(["run", "fetch"]).env("RSH_STATE", site.state());
+    let aged = |age: &str| problems(&far.site, &["--max-age", age]);
+    fetch(&image);
+    run().env("RSH_CUT", "10").code(1);
+    assert_eq!(problems(&far.site, &[]), ["never-copied"]);
+    run().ok();
+    assert_eq!((problems(&far.site, &[]), aged("1h")), (none(), none()));
+    // The far host is not reached. What was tried only counts for nothing.
+    run().env("RSH_CUT", "10").code(1);
+    far.site.dsync(["run", "fetch", "-n"]).env("RSH_STATE", site.state()).ok();
+    assert_eq!((problems(&far.site, &[]), aged("1h")), (vec!["failing".into()], vec!["failing".into()]));
+    std::thread::sleep(Duration::from_secs(6));
+    assert_eq!(aged("5s"), ["stale"]);
+    let told = far.site.dsync(["status", "--check", "--max-age", "5s"]).code(1).text();
+    assert!(
+        told.contains("was last fetched from near:") && told.contains("the last attempt failed"),
+        "{told}"
+    );
+    // Nothing was written, and it is up to date.
+    run().ok();
+    assert_eq!((problems(&far.site, &[]), aged("5s")), (none(), none()));
+    // Of what the job names now, nothing was ever fetched.
+    fetch(&other);
+    run().code(4);
+    assert_eq!(
+        (problems(&far.site, &[]), copied(&far.site, "fetch")),
+        (vec!["never-copied".into()], vec![false])
+    );
+    let told = far.site.dsync(["status", "--check"]).code(1).text();
+    assert!(told.contains("none was ever complete") && told.contains("a copy of another source"), "{told}");
+    fetch(&image);
+    assert_eq!((problems(&far.site, &[]), copied(&far.site, "fetch")), (none(), vec![true]));
+}
+
 #[test]
 fn blocks_that_the_source_could_not_read_are_reported() {
     let what = "a check of a replica that lacks unreadable blocks";

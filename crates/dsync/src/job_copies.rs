@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use replica::KnownReplica;
-use source::{StateDir, Tally};
+use source::{LastFailure, StateDir, Tally};
 
 use crate::args::{Cli, Command};
 use crate::location::{Ends, Location};
@@ -29,8 +29,41 @@ pub(crate) struct JobCopy {
     pub made: bool,
     /// It has begun, so what is known of it says how it is.
     pub begun: bool,
+    /// Of a replica that is fetched from another host: how that went.
+    pub fetch: Option<Fetch>,
     /// The folder of the source.
     place: Option<PathBuf>,
+}
+
+/// A copy that this host fetches from another one, which alone knows how old it is otherwise.
+#[derive(Debug)]
+pub(crate) struct Fetch {
+    /// Names the copy: its source, as the job calls it, and the replica.
+    name: String,
+    /// When the last one came to its end, in seconds since 1970.
+    pub time: Option<u64>,
+    /// The last attempt failed.
+    pub failed: Option<LastFailure>,
+}
+
+impl Fetch {
+    fn name(source: &str, replica: &str) -> String {
+        format!("{source} {replica}")
+    }
+
+    /// Of the copy from the source that the job names now, which is not known to be the one of before. Returns also whether that was ever
+    /// complete.
+    fn of(source: &str, replica: &str, here: Option<&KnownReplica>, state: &StateDir) -> (Fetch, bool) {
+        let name = Fetch::name(source, replica);
+        let Tally { syncs, failed, fetched, .. } = Tally::read(&state.fetches_folder(), &name);
+        let has_epoch = here.and_then(|here| here.lineage.as_ref()?.epoch).is_some();
+        // One that was made by hand, or by an earlier version, is only judged by itself until the job fails.
+        let made = has_epoch && (syncs > 0 || failed.is_none());
+        let committed = here.and_then(|here| here.written).map(|nanoseconds| nanoseconds / 1_000_000_000);
+        let failed =
+            failed.filter(|failed| syncs == 0 || fetched.is_none_or(|fetched| failed.time >= fetched));
+        (Fetch { name, time: fetched.max(committed.filter(|_| made)), failed }, made)
+    }
 }
 
 /// What is known of sources and replicas.
@@ -129,6 +162,7 @@ fn of_job(name: &str, cli: &Cli, known: &Known<'_>, state: &StateDir) -> Result<
         replica: replica.to_owned(),
         made: false,
         begun: false,
+        fetch: None,
         place: None,
     };
     if aim.is_group {
@@ -152,8 +186,10 @@ fn of_job(name: &str, cli: &Cli, known: &Known<'_>, state: &StateDir) -> Result<
     if ends.source.host.is_some() {
         // The replica is on this host, and knows itself how it is.
         let here = known.replicas.iter().find(|here| here.path == Path::new(&replica));
-        let made = here.is_some_and(|here| here.lineage.as_ref().is_some_and(|l| l.epoch.is_some()));
-        return Ok(vec![JobCopy { made, begun: here.is_some(), ..copy }]);
+        let (fetch, made) = Fetch::of(aim.source, &replica, here, state);
+        // It is another source's otherwise.
+        let begun = here.is_some() && (made || fetch.failed.is_none());
+        return Ok(vec![JobCopy { made, begun, fetch: Some(fetch), ..copy }]);
     }
     Ok(of_source(copy, aim.source, known, state).into_iter().collect())
 }
@@ -188,8 +224,26 @@ pub(crate) fn record(message: &str, state: &StateDir) -> Result<()> {
     let sources: Vec<SourceStatus> =
         sources.filter_map(|(place, about)| Some(SourceStatus::read(&place, about).ok()?.0)).collect();
     let known = Known { sources: &sources, replicas: &sync::known_replicas(state).all()?, is_part: false };
-    for copy in of_job(job.name(), &cli, &known, state)?.iter().filter(|copy| !copy.made && !copy.begun) {
+    let copies = of_job(job.name(), &cli, &known, state)?;
+    for fetch in copies.iter().filter_map(|copy| copy.fetch.as_ref()) {
+        Tally::fetch(&state.fetches_folder(), &fetch.name, Err(message));
+    }
+    for copy in copies.iter().filter(|copy| !copy.made && !copy.begun) {
         copy.place.iter().for_each(|place| Tally::fail_first(place, &copy.replica, message));
+    }
+    Ok(())
+}
+
+/// Keeps that the job that this process runs has fetched a replica.
+pub(crate) fn succeeded(cli: &Cli, state: &StateDir) -> Result<()> {
+    let (Some(_), Some(aim)) = (job::running(), Aim::of(cli)) else { return Ok(()) };
+    if aim.is_group {
+        return Ok(());
+    }
+    let ends = Ends::parse(aim.source, aim.destination)?;
+    if ends.source.host.is_some() {
+        let name = Fetch::name(aim.source, &remembered(&ends.destination)?);
+        Tally::fetch(&state.fetches_folder(), &name, Ok(()));
     }
     Ok(())
 }

@@ -93,6 +93,9 @@ fn main() -> ExitCode {
         Ok(code) => (*code, String::new()),
         Err(error) => (failure::code(error), failure::text(error)),
     };
+    if ended.is_ok() && code == 0 {
+        let _ = job_copies::succeeded(&cli, &StateDir::find(cli.state_dir.as_deref()));
+    }
     if ended.is_err() {
         output.error(&message, code);
         if !matches!(code, failure::BUSY | failure::USAGE) {

@@ -13,7 +13,7 @@ use source::{About, LastVerify, StateDir, Tally};
 
 use crate::exposition::{Exposition, Metric};
 use crate::failure::Failure;
-use crate::job_copies::{JobCopy, Known};
+use crate::job_copies::{Fetch, JobCopy, Known};
 use crate::local::{LocalReplica, ROLES, STATES, path_of};
 use crate::output::Output;
 use crate::status::{Lacking, SourceStatus, first_copy, missing, unreadable};
@@ -162,6 +162,8 @@ pub(crate) fn problems(found: &Found, args: &args::Status) -> Result<Vec<Problem
     problems.extend(found.replicas.iter().filter_map(of_diverged));
     problems.extend(found.replicas.iter().filter_map(of_past));
     problems.extend(found.copies.iter().filter(|copy| !copy.made && !copy.begun).map(of_copy));
+    let made = found.copies.iter().filter(|copy| copy.made);
+    problems.extend(made.filter_map(|copy| of_fetch(copy, copy.fetch.as_ref()?, args.max_age)));
     Ok(problems)
 }
 
@@ -268,12 +270,44 @@ fn of_first_copy(source: &SourceStatus, tally: &Tally) -> Problem {
 /// A copy that a job is to make, and that never began.
 fn of_copy(copy: &JobCopy) -> Problem {
     let JobCopy { job, command, source, replica, .. } = copy;
+    let (what, failed) = match copy.fetch.as_ref().and_then(|fetch| fetch.failed.as_ref()) {
+        Some(failed) => (
+            "none was ever complete",
+            format!("; the last attempt failed on {}: {}", device::moment(failed.time), failed.message),
+        ),
+        None => ("no copy has begun", String::new()),
+    };
     let message = format!(
-        "replica was never made: job {job} is to {command} {source} to {replica}, and no copy has begun: \"dsync run {job}\", or \
-         \"systemctl status dsync-{command}@{job}\", says why; remove the job if it is not wanted"
+        "replica was never made: job {job} is to {command} {source} to {replica}, and {what}: \"dsync run {job}\", or \
+         \"systemctl status dsync-{command}@{job}\", says why; remove the job if it is not wanted{failed}"
     );
     let problem = Problem::of("never-copied", message);
     Problem { source: Some(source.into()), replica: Some(replica.clone()), ..problem }
+}
+
+/// A copy that a job of this host fetches from another one: if that cannot be asked, nobody else knows how old it is.
+fn of_fetch(copy: &JobCopy, fetch: &Fetch, max_age: Option<Duration>) -> Option<Problem> {
+    let JobCopy { job, command, source, replica, .. } = copy;
+    let age = |time: u64| now().saturating_sub(Duration::from_secs(time));
+    // A mirror that runs has not come to its end, and commits nothing where nothing is written.
+    let late = fetch.time.zip(max_age).filter(|(time, max)| *command == "sync" && age(*time) > *max);
+    let (word, message) = match (late, &fetch.failed) {
+        (Some((time, max)), failed) => {
+            let why = failed
+                .as_ref()
+                .map_or(String::new(), |f| format!("; the last attempt failed: {}", f.message));
+            let (time, max) = (device::moment(time), units::seconds(max.as_secs_f64()));
+            let late = format!("{replica} was last fetched from {source} on {time}, longer ago than {max}");
+            ("stale", format!("replica is out of date: {late} (job {job}){why}"))
+        }
+        (None, Some(failed)) => {
+            let (time, why) = (device::moment(failed.time), &failed.message);
+            let last = format!("job {job}, which fetches {replica} from {source}, failed on {time}: {why}");
+            ("failing", format!("replica is not brought up to date: {last}"))
+        }
+        (None, None) => return None,
+    };
+    Some(Problem { replica: Some(replica.clone()), ..Problem::of(word, message) })
 }
 
 /// Trackers of disks that are not sources yet: those of the others are judged with them.

@@ -192,6 +192,11 @@ impl StateDir {
         self.root.join("trackers").join(device_name(device))
     }
 
+    /// The folder for what is known of jobs that fetch replicas from other hosts.
+    pub fn fetches_folder(&self) -> PathBuf {
+        self.root.join("fetches")
+    }
+
     /// The folder for this site's key and those that it trusts.
     pub fn keys_folder(&self) -> PathBuf {
         self.root.join("keys")

@@ -40,6 +40,9 @@ pub struct Tally {
     pub verified: Option<LastVerify>,
     /// The last failure.
     pub failed: Option<LastFailure>,
+    /// When a copy came to its end last; only of one that is fetched, as its own host keeps no bookmark of it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fetched: Option<u64>,
     /// What is under way. That the process lives is to be checked with [`Work::is_alive`].
     pub work: Option<Work>,
 }
@@ -171,6 +174,16 @@ impl Tally {
                 tally.fail(message);
             }
         });
+    }
+
+    /// Counts what a host has fetched, or has failed to, in a folder of its own.
+    pub fn fetch(folder: &Path, what: &str, ended: Result<(), &str>) {
+        if std::fs::create_dir_all(folder).is_ok() {
+            Tally::change(folder, what, |tally| match ended {
+                Ok(()) => (tally.syncs, tally.failed, tally.fetched) = (tally.syncs + 1, None, Some(now())),
+                Err(message) => tally.fail(message),
+            });
+        }
     }
 
     /// Changes the tally of a replica. What cannot be written is left as it was.
