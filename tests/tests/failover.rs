@@ -1,6 +1,7 @@
 //! Roles: a replica takes over from its source, the source comes back, and two sources meet.
 
 use std::collections::BTreeSet;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -868,6 +869,59 @@ fn a_disk_that_was_restored_is_not_promoted_over_the_source_that_it_is() {
     assert!(host.run(&["status"]).ok().text().contains("nightly"));
     host.run(&["forget", "--replica"]).ok();
     host.site.sync(&host.disk, &replica, &["--adopt"]).ok();
+}
+
+/// The service that received a replica has a state directory of its own: a promotion with another one is told from one that was interrupted.
+#[test]
+fn a_disk_is_the_source_with_one_state_directory() {
+    let mut random = Random::new("two state directories");
+    let (_near, far) = pair(4 * MIB, &mut random);
+    let elsewhere = far.site.path("elsewhere");
+    let state = elsewhere.to_str().expect("UTF-8");
+    far.run(&["promote", "--force", "--state-dir", state]).ok();
+    assert_eq!(far.site.dsync(["status", "--check"]).ok().text(), "OK\n");
+    let status = far.site.dsync(["status"]).ok().text();
+    assert!(
+        status.contains(&format!("is the source itself now, with the state directory {state}")),
+        "{status}"
+    );
+    far.run(&["status"]).ok();
+    let there = format!("pass --state-dir {state}");
+    for options in
+        [&["promote", "-n"][..], &["promote"], &["promote", "--force"], &["serve", "--socket", "s"]]
+    {
+        far.run(options).code(4).says(&["is the source already (term 2)", &there]);
+    }
+    far.run(&["promote", "--state-dir", state]).code(4).says(&["is a source already"]);
+    // If that is lost, the source is made anew.
+    std::fs::remove_dir_all(&elsewhere).expect("a state directory");
+    let told = far.site.dsync(["status", "--check"]).code(1).text();
+    assert!(told.contains("or its state directory is another one"), "{told}");
+    far.run(&["promote"]).ok();
+    assert_eq!(
+        far.site.dsync(["status", "--check", &far.disk.display().to_string()]).output().status.code(),
+        Some(0)
+    );
+}
+
+/// The user of a receiver reads what root has promoted: the old source is told that the two have diverged.
+#[test]
+fn what_root_promotes_stays_with_the_user_of_its_receiver() {
+    if !need_root("a state of another user") {
+        return;
+    }
+    let mut random = Random::new("another user's replica");
+    let (_near, far) = pair(4 * MIB, &mut random);
+    let folder = far.disk.with_file_name(".vm.raw.dsync");
+    let all = || std::fs::read_dir(&folder).expect("a folder").map(|entry| entry.expect("a file").path());
+    let nobody = Some(65534);
+    all()
+        .chain([folder.clone()])
+        .for_each(|path| std::os::unix::fs::chown(path, nobody, nobody).expect("root"));
+    far.run(&["promote", "--force"]).ok();
+    for path in all() {
+        assert_eq!(std::fs::metadata(&path).expect("a file").uid(), 65534, "{}", path.display());
+    }
 }
 
 /// A device whose user says nothing of it is compared, and then switched. What only looks, or is refused, leaves the record to a command that is

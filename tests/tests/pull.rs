@@ -526,7 +526,7 @@ fn a_pull_over_tls_reads_what_is_offered_and_nothing_else() {
     let sync = |source: &str, options: &[&str]| {
         pulling.near.dsync(["sync", "--json"]).arg(source).arg(pulling.replica()).args(options)
     };
-    sync(&served, &[]).code(4).says(&["not pinned here", "dsync key trust 127.0.0.1"]);
+    sync(&served, &[]).code(4).says(&["not pinned here", "key trust 127.0.0.1"]);
     trust(&pulling.near, HOST, far, &[]);
     sync(&served, &[]).code(4).says(&["does not accept this host's key", "dsync key trust"]);
     far.dsync(["key", "trust", "vault", &key(&pulling.near)]).ok();

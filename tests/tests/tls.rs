@@ -49,10 +49,11 @@ fn who_is_not_known_is_refused_and_told_what_to_do() {
     let scene = Scene::new("unknown keys", 16 << 20);
     let mut far = Listening::new(&[]);
     let refused = far.sync(&scene, &[]).code(4);
-    refused.says(&["not pinned here", "SHA256:", "dsync key trust 127.0.0.1 dsync-ed25519 "]);
+    refused.says(&["not pinned here", "SHA256:", "key trust 127.0.0.1 dsync-ed25519 "]);
     paste(&scene.site, &refused.stderr);
     far.sync(&scene, &[]).code(4).says(&["does not accept this host's key", "dsync key trust"]);
-    far.says(&[HOST, "not pinned here", "SHA256:"]);
+    let own = format!("dsync --state-dir {} key trust NAME", far.site.state().display());
+    far.says(&[HOST, "not pinned here", "SHA256:", &own]);
     assert!(fingerprints(&far.replica()).is_empty(), "nothing was written");
     paste(&far.site, &far.process().stderr_so_far());
     far.sync(&scene, &[]).ok();
@@ -63,7 +64,7 @@ fn who_is_not_known_is_refused_and_told_what_to_do() {
     far.sync(&scene, &[]).code(4).says(&["does not accept"]);
     trust(&far.site, "near", &scene.site, &["--expires", "2001-09-09"]);
     far.sync(&scene, &[]).code(4).says(&["does not accept"]);
-    far.says(&["near", "has expired", "dsync key trust near"]);
+    far.says(&["near", "has expired", "key trust near"]);
     trust(&far.site, "near", &scene.site, &["--expires", "1d"]);
     far.sync(&scene, &[]).ok();
     // A mirror ends when its key is trusted no longer, whether its session is open then or not: asking again does not help.
@@ -81,7 +82,7 @@ fn who_is_not_known_is_refused_and_told_what_to_do() {
         ended.says(&["does not accept this host's key", "dsync key trust"]);
         assert!(!ended.stderr.contains("retrying") || !open, "{ended}");
         if open {
-            far.says(&["near", "session failed", "no longer trusted here", "dsync key trust near"]);
+            far.says(&["near", "session failed", "no longer trusted here", "key trust near"]);
         }
         trust(&far.site, "near", &scene.site, &[]);
         far.sync(&scene, &[]).ok();
@@ -93,7 +94,7 @@ fn who_is_not_known_is_refused_and_told_what_to_do() {
     far.says(&["near", "session failed", "has expired"]);
     trust(&far.site, "near", &scene.site, &[]);
     trust(&scene.site, HOST, &far.site, &["--expires", "0s"]);
-    far.sync(&scene, &[]).code(4).says(&["has expired", "dsync key trust 127.0.0.1"]);
+    far.sync(&scene, &[]).code(4).says(&["has expired", "key trust 127.0.0.1"]);
     assert!(scene.site.dsync(["key", "list"]).ok().text().contains("EXPIRED"));
 }
 
@@ -107,7 +108,7 @@ fn another_key_under_the_same_name_is_loud() {
     std::fs::remove_file(far.site.state().join("keys/own")).expect("a key");
     far.start(&[]);
     let refused = far.sync(&scene, &[]).code(4);
-    refused.says(&["THE KEY OF", "HAS CHANGED", "dsync key forget 127.0.0.1"]);
+    refused.says(&["THE KEY OF", "HAS CHANGED", "key forget 127.0.0.1"]);
     assert_eq!(before, fingerprints(&far.replica()));
     let theirs = key(&far.site);
     scene.site.dsync(["key", "trust", HOST, &theirs]).code(4).says(&["another key", "dsync key forget"]);

@@ -2,6 +2,7 @@
 //!
 //! A trait, so that a test can stop the world before each of them, and keep or lose what was not flushed.
 
+use std::ffi::OsStr;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::ops::{Deref, Range};
@@ -104,8 +105,15 @@ impl Dir {
     /// Opens a folder, creating it (for the owner only) and its parents if they are missing.
     pub fn open(path: &Path) -> io::Result<Dir> {
         use std::os::unix::fs::DirBuilderExt;
+        let parent = path.parent().filter(|_| !path.exists());
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path)?;
-        Dir::existing(path)
+        let dir = Dir::existing(path)?;
+        if let (Some(parent), Some(name)) = (parent, path.file_name()) {
+            // A relative one may have none.
+            let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
+            give(&dir.held, &File::open(parent)?, name);
+        }
+        Ok(dir)
     }
 
     /// Opens an existing folder.
@@ -138,8 +146,11 @@ impl Folder for Dir {
         let opened = open(flags);
         // Reading needs no check.
         let read_only = !create && matches!(opened, Err(Errno::ROFS));
-        let file = if read_only { open(OFlags::RDONLY)? } else { opened? };
-        Ok(Box::new(RealFile { file: file.into(), read_only }))
+        let file: File = if read_only { open(OFlags::RDONLY)? } else { opened? }.into();
+        if create {
+            give(&file, &self.held, name.as_ref());
+        }
+        Ok(Box::new(RealFile { file, read_only }))
     }
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {
         Ok(renameat(&self.held, from, &self.held, to)?)
@@ -180,6 +191,25 @@ impl Folder for Dir {
     fn free(&self) -> Option<u64> {
         let found = rustix::fs::fstatvfs(&self.held).ok()?;
         found.f_bavail.checked_mul(found.f_frsize)
+    }
+}
+
+/// Gives what root has made to whom its folder belongs: a service that runs as another user goes on with it. Where that is not possible, root
+/// has it.
+pub(crate) fn give(made: &File, folder: &File, name: &OsStr) {
+    use std::os::unix::fs::{MetadataExt, fchown};
+    if !rustix::process::geteuid().is_root() {
+        return;
+    }
+    let (Ok(made_by), Ok(owner)) = (made.metadata(), folder.metadata()) else { return };
+    if made_by.uid() != 0 || owner.uid() == 0 {
+        return;
+    }
+    // Nothing that is elsewhere as well, and was only put under this name.
+    let here = statat(folder, name, AtFlags::SYMLINK_NOFOLLOW);
+    let is_here = here.is_ok_and(|here| (here.st_dev, here.st_ino) == (made_by.dev(), made_by.ino()));
+    if is_here && (made_by.is_dir() || made_by.nlink() == 1) {
+        let _ = fchown(made, Some(owner.uid()), Some(owner.gid()));
     }
 }
 

@@ -8,7 +8,7 @@ use std::path::Path;
 use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, flock, openat, statat};
 use rustix::io::Errno;
 
-use crate::folder::{Dir, Folder};
+use crate::folder::{Dir, Folder, give};
 
 /// The lock on a folder of state, held as long as this lives.
 #[derive(Debug)]
@@ -36,6 +36,7 @@ impl FolderLock {
                 Err(Errno::ROFS) => return FolderLock::read_only(folder),
                 Err(e) => return Err(e.into()),
             };
+            give(&file, folder.held(), Self::NAME.as_ref());
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
                 Err(Errno::WOULDBLOCK) => return Ok(Err(holder(&mut file)?)),

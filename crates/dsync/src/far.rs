@@ -4,7 +4,7 @@ use std::io::IsTerminal;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Result;
-use link::{ConnectOptions, Keys, Link};
+use link::{ConnectOptions, Link};
 use source::StateDir;
 
 use crate::args::FarArgs;
@@ -20,7 +20,7 @@ pub(crate) fn call(
     if let Some(port) = port {
         let connections = far.connections.map(usize::from);
         let options = ConnectOptions { connections, timeout: far.timeout(), ..ConnectOptions::default() };
-        return Ok(Link::tls(&Keys::new(state.keys_folder()), host, port, &options)?);
+        return Ok(Link::tls(&crate::key::keys(state), host, port, &options)?);
     }
     let rsh: Vec<String> = far.rsh().split_whitespace().map(str::to_owned).collect();
     let mut command: Vec<String> = far.remote_dsync().split_whitespace().map(str::to_owned).collect();

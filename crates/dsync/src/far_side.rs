@@ -4,7 +4,7 @@ use std::io::IsTerminal;
 use std::time::Duration;
 
 use anyhow::Result;
-use link::{Keys, Limits, Link, Listener, Peer};
+use link::{Limits, Link, Listener, Peer};
 use source::StateDir;
 use sync::{AllowedPaths, SyncError};
 
@@ -69,7 +69,7 @@ fn listen(
     // Before anything starts a thread.
     let inherited = service::inherited()?;
     let manager = Manager::find(output);
-    let keys = Keys::new(state.keys_folder());
+    let keys = crate::key::keys(state);
     let limits = Limits {
         timeout: args.timeout.unwrap_or(Limits::default().timeout),
         from: args.from.clone(),

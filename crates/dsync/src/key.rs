@@ -32,9 +32,18 @@ impl Shown {
     }
 }
 
+/// This site's keys.
+pub(crate) fn keys(state: &StateDir) -> Keys {
+    let keys = Keys::new(state.keys_folder());
+    match state.option() {
+        Some(option) => keys.with_option(&option),
+        None => keys,
+    }
+}
+
 /// Runs the command.
 pub(crate) fn run(args: &KeyArgs, state: &StateDir, output: &Output) -> Result<()> {
-    let keys = Keys::new(state.keys_folder());
+    let keys = keys(state);
     match &args.action {
         None => {
             let shown = Shown::new(&link::host_name(), keys.own()?);

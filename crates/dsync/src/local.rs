@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use replica::{Condition, KnownReplica, Reader};
 use serde::Serialize;
+use source::StateDir;
 
 use crate::membership::Group;
 use crate::output::Output;
@@ -156,6 +157,12 @@ pub(crate) fn completion(path: &std::path::Path, lineage: &replica::Lineage) -> 
     }
 }
 
+/// The state directory with which a replica is the source itself, if that is another one.
+pub(crate) fn made_elsewhere(known: &KnownReplica, state: &StateDir) -> Option<PathBuf> {
+    let lineage = known.lineage.as_ref().filter(|_| known.is_source())?;
+    sync::made_elsewhere(&known.path, lineage, &state.absolute())
+}
+
 /// The state's name, and what to do about it.
 fn told(known: &KnownReplica, unsure: u64) -> (&'static str, Option<String>) {
     let path = known.path.display();
@@ -197,7 +204,10 @@ fn told(known: &KnownReplica, unsure: u64) -> (&'static str, Option<String>) {
                 true => {
                     let command = known.lineage.as_ref().map(|lineage| completion(&known.path, lineage));
                     let command = command.unwrap_or_else(|| format!("dsync promote {path}"));
-                    format!("its promotion was interrupted: \"{command}\" completes it")
+                    format!(
+                        "its promotion was interrupted, or its state directory is another one (pass that with --state-dir): \"{command}\" \
+                         completes it"
+                    )
                 }
                 false => "syncs to it are refused: \"dsync sync --adopt\" overwrites what was written".into(),
             };

@@ -14,7 +14,7 @@ use source::{About, LastVerify, StateDir, Tally};
 use crate::exposition::{Exposition, Metric};
 use crate::failure::Failure;
 use crate::job_copies::{Fetch, JobCopy, Known};
-use crate::local::{LocalReplica, ROLES, STATES, path_of};
+use crate::local::{LocalReplica, ROLES, STATES, made_elsewhere, path_of};
 use crate::output::Output;
 use crate::status::{Lacking, SourceStatus, first_copy, missing, unreadable};
 use crate::{args, failure, job_copies, units};
@@ -28,6 +28,8 @@ pub(crate) struct Found {
     follow: BTreeMap<PathBuf, uuid::Uuid>,
     /// What the jobs of this host are to copy.
     copies: Vec<JobCopy>,
+    /// Replicas that are sources with another state directory.
+    elsewhere: usize,
     /// What could not be read.
     errors: Vec<String>,
 }
@@ -44,7 +46,7 @@ impl Found {
             survey.sources.into_iter().for_each(|(place, about)| found.read_source(&place, about));
             found.read_jobs(&all, state, None);
             found.replicas = all;
-            found.drop_promoted();
+            found.drop_promoted(state);
             return Ok(found);
         };
         let path = path_of(what)?;
@@ -58,15 +60,18 @@ impl Found {
                 "{what} is neither a known source nor a listed replica: \"dsync status\" lists them"
             )));
         }
-        found.drop_promoted();
+        found.drop_promoted(state);
         Ok(found)
     }
 
-    /// A replica that was promoted is among the sources.
-    fn drop_promoted(&mut self) {
+    /// A replica that was promoted is among the sources: of this state directory, or of another one, where it is judged.
+    fn drop_promoted(&mut self, state: &StateDir) {
         let sources = &self.sources;
         self.replicas
             .retain(|replica| !(replica.is_source() && sources.iter().any(|s| s.path == replica.path)));
+        let listed = self.replicas.len();
+        self.replicas.retain(|replica| made_elsewhere(replica, state).is_none());
+        self.elsewhere = listed - self.replicas.len();
     }
 
     fn read_source(&mut self, place: &Path, about: About) {
@@ -119,7 +124,8 @@ struct Checked {
 pub(crate) fn check(args: &args::Status, state: &StateDir, output: &Output) -> Result<u8> {
     let found = Found::read(args.path.as_deref(), state)?;
     let mut problems = problems(&found, args)?;
-    let nothing = found.sources.is_empty() && found.replicas.is_empty() && problems.is_empty();
+    let nothing =
+        found.sources.is_empty() && found.replicas.is_empty() && problems.is_empty() && found.elsewhere == 0;
     if nothing && trackers::list()?.is_empty() {
         problems.push(Problem::of("nothing-known", nothing_known(state)));
     }

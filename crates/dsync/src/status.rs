@@ -15,7 +15,7 @@ use sync::SyncError;
 use crate::args;
 use crate::checkpoint::{self, Listed};
 use crate::failure::Failure;
-use crate::local::{LocalReplica, say_readers};
+use crate::local::{LocalReplica, completion, made_elsewhere, say_readers};
 use crate::location;
 use crate::membership::{Group, say_groups};
 use crate::output::Output;
@@ -149,7 +149,14 @@ pub(crate) fn run(args: &args::Status, state: &StateDir, output: &Output) -> Res
     }
     // One that was promoted is among the sources.
     for replica in replicas.iter().filter(|replica| !(replica.is_source() && paths.contains(&replica.path))) {
-        LocalReplica::of(replica).say(output);
+        match made_elsewhere(replica, state) {
+            Some(made) => output.say(&format!(
+                "replica {} is the source itself now, with the state directory {}",
+                replica.path.display(),
+                made.display()
+            )),
+            None => LocalReplica::of(replica).say(output),
+        }
     }
     // An unreadable source must not hide the others.
     let Some(last) = failed.pop() else { return Ok(()) };
@@ -564,10 +571,10 @@ fn replica(
     }
     let replica = match sync::open_replica(&absolute, &options, state) {
         Err(SyncError::Replica(replica::ReplicaError::Busy { holder, .. })) if !recovering => {
-            return written_down(absolute, &options, Some(holder), output);
+            return written_down(absolute, (&options, state), Some(holder), output);
         }
         Err(SyncError::Replica(replica::ReplicaError::Promoted { .. })) if !recovering => {
-            return written_down(absolute, &options, None, output);
+            return written_down(absolute, (&options, state), None, output);
         }
         Err(SyncError::Replica(replica::ReplicaError::NotAReplica(path))) if !recovering => {
             bail!(Failure::refused(format!(
@@ -577,7 +584,7 @@ fn replica(
         }
         // It is shown, and refused all the same.
         Err(error @ SyncError::Replica(replica::ReplicaError::Changed { .. })) if !recovering => {
-            written_down(absolute, &options, None, output)?;
+            written_down(absolute, (&options, state), None, output)?;
             return Err(error.into());
         }
         other => other?,
@@ -671,7 +678,7 @@ pub(crate) fn no_replica(path: &Path, state: &StateDir) -> Result<String> {
 /// Prints the lineage of a replica that is in use, or was promoted.
 fn written_down(
     path: std::path::PathBuf,
-    options: &replica::Options,
+    (options, state): (&replica::Options, &StateDir),
     in_use: Option<String>,
     output: &Output,
 ) -> Result<()> {
@@ -691,10 +698,14 @@ fn written_down(
         (None, _) => output.say(&format!("replica {}: {at}, and written to since", path.display())),
     }
     if let Some(promoted) = &promoted {
-        let command = crate::local::completion(&path, &lineage);
-        output.say(&format!(
-            "  it {promoted}, and takes no deltas; \"{command}\" completes a promotion that was interrupted"
-        ));
+        let what = match sync::made_elsewhere(&path, &lineage, &state.absolute()) {
+            Some(made) => format!("is the source itself, with the state directory {}", made.display()),
+            None => {
+                let command = completion(&path, &lineage);
+                format!("takes no deltas; \"{command}\" completes a promotion that was interrupted")
+            }
+        };
+        output.say(&format!("  it {promoted}, and {what}"));
     }
     let group = Group::of_replica(&path, &lineage);
     say_role(&lineage.role, lineage.unsure_bytes(), group.as_ref(), output);

@@ -143,7 +143,7 @@ pub enum Error {
     NoPin(String),
     /// The peer showed a key that is not pinned here.
     #[error(
-        "{peer} shows a key that is not pinned here, {}: if \"dsync key\" shows the same there, run: dsync key trust {name} {key}",
+        "{peer} shows a key that is not pinned here, {}: if \"dsync key\" shows the same there, run: {command} trust {name} {key}",
         key.fingerprint()
     )]
     Unknown {
@@ -153,27 +153,31 @@ pub enum Error {
         name: String,
         /// The key.
         key: Key,
+        /// The command for the keys that are pinned here.
+        command: Box<str>,
     },
     /// The peer showed a key other than the one pinned under its name.
     #[error(
         "THE KEY OF {peer} HAS CHANGED. Someone may be intercepting the connection to {name}. Pinned here is {}, shown was {}. \
-         Nothing was sent. Only if \"dsync key\" on {name} itself shows the new one, run: dsync key forget {name} && dsync key trust {name} {shown}",
+         Nothing was sent. Only if \"dsync key\" on {name} itself shows the new one, run: {command} forget {name} && {command} trust {name} {shown}",
         pinned.fingerprint(),
         shown.fingerprint()
     )]
     Swapped {
         /// Who showed it.
-        peer: String,
+        peer: Box<str>,
         /// The name under which another key is pinned.
-        name: String,
+        name: Box<str>,
         /// The key that is pinned.
         pinned: Key,
         /// The key that was shown.
         shown: Key,
+        /// The command for the keys that are pinned here.
+        command: Box<str>,
     },
     /// The peer's key is pinned, and the pin has expired.
     #[error(
-        "the pin of {name}'s key, {}, has expired: to trust it again, run: dsync key trust {name} {key}",
+        "the pin of {name}'s key, {}, has expired: to trust it again, run: {command} trust {name} {key}",
         key.fingerprint()
     )]
     Expired {
@@ -181,10 +185,12 @@ pub enum Error {
         name: String,
         /// The key.
         key: Key,
+        /// The command for the keys that are pinned here.
+        command: Box<str>,
     },
     /// The key of a peer whose session is open was forgotten here.
     #[error(
-        "the key of {name}, {}, is no longer trusted here, so the session was ended: to trust it again, run: dsync key trust {name} {key}",
+        "the key of {name}, {}, is no longer trusted here, so the session was ended: to trust it again, run: {command} trust {name} {key}",
         key.fingerprint()
     )]
     Forgotten {
@@ -192,6 +198,8 @@ pub enum Error {
         name: String,
         /// The key.
         key: Key,
+        /// The command for the keys that are pinned here.
+        command: Box<str>,
     },
     /// The key is pinned, but this listener accepts only others.
     #[error("the key of {name}, {}, is not among those accepted here: add it with --from", key.fingerprint())]
@@ -202,7 +210,10 @@ pub enum Error {
         key: Key,
     },
     /// The far side does not accept this side's key.
-    #[error("{peer} does not accept this host's key: on {peer}, run: dsync key trust {name} {key}")]
+    #[error(
+        "{peer} does not accept this host's key: on that host, run: dsync key trust {name} {key} (with the --state-dir and as the user of its \
+         receiver, if it has its own; its log names the command)"
+    )]
     NotTrusted {
         /// Who refused it.
         peer: String,

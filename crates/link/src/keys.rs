@@ -4,7 +4,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, fchown};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -49,12 +49,24 @@ pub(crate) struct Own {
 #[derive(Debug, Clone)]
 pub struct Keys {
     folder: PathBuf,
+    command: Box<str>,
 }
 
 impl Keys {
     /// The keys in `folder`, which is created with the first key.
     pub fn new(folder: impl Into<PathBuf>) -> Keys {
-        Keys { folder: folder.into() }
+        Keys { folder: folder.into(), command: "dsync key".into() }
+    }
+
+    /// The same, where they are not those of the usual state directory: messages name the command with this option.
+    #[must_use]
+    pub fn with_option(self, option: &str) -> Keys {
+        Keys { command: format!("dsync {option} key").into(), ..self }
+    }
+
+    /// The command that changes them.
+    pub(crate) fn command(&self) -> Box<str> {
+        self.command.clone()
     }
 
     /// This site's public key. Created the first time.
@@ -144,8 +156,12 @@ impl Keys {
     /// Locks the folder for a change.
     fn lock(&self) -> Result<File> {
         let failed = |error: io::Error| refused(&self.folder, error.to_string());
+        let made = !self.folder.exists();
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.folder).map_err(failed)?;
         let folder = File::open(&self.folder).map_err(failed)?;
+        if let Some(parent) = self.folder.parent().filter(|_| made) {
+            File::open(parent).and_then(|parent| give(&folder, &parent)).map_err(failed)?;
+        }
         rustix::fs::flock(&folder, FlockOperation::LockExclusive).map_err(|error| failed(error.into()))?;
         Ok(folder)
     }
@@ -177,8 +193,10 @@ impl Keys {
         let path = self.folder.join(name);
         let fresh = self.folder.join(format!("{name}.new"));
         let written = (|| {
-            let options = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).clone();
-            let mut file = options.open(&fresh)?;
+            // One that a crash left.
+            let _ = fs::remove_file(&fresh);
+            let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&fresh)?;
+            give(&file, &File::open(&self.folder)?)?;
             file.write_all(content)?;
             file.sync_all()?;
             fs::rename(&fresh, &path)?;
@@ -186,6 +204,15 @@ impl Keys {
         })();
         written.map_err(|error: io::Error| refused(&path, error.to_string()))
     }
+}
+
+/// What root makes belongs to whom the folder belongs: its receiver may run as that user.
+fn give(made: &File, folder: &File) -> io::Result<()> {
+    let (made_by, owner) = (made.metadata()?, folder.metadata()?);
+    if made_by.uid() == 0 && owner.uid() != 0 && rustix::process::geteuid().is_root() {
+        fchown(made, Some(owner.uid()), Some(owner.gid()))?;
+    }
+    Ok(())
 }
 
 fn refused(path: &Path, why: impl Into<String>) -> Error {

@@ -528,6 +528,7 @@ mod tests {
             }),
             promoted: Some(Promoted { since: 7, id: Uuid::new_v4(), term: 3, released: false }),
             promoted_in: Some(".db.dsync-group".into()),
+            made_in: Some("/var/lib/dsync".into()),
             released: Some(Released { epoch: at(2), term: 2 }),
             demoted: Some(Demoted {
                 since: 6,

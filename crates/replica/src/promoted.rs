@@ -56,8 +56,8 @@ pub fn to_promote_by(
 ) -> Result<Replica> {
     let none = || {
         ReplicaError::Refused(format!(
-            "there is no replica at {}: \"dsync status\" lists the replicas of this host; pass --journal-dir if its state is in a \
-             folder of its own",
+            "there is no replica at {}: \"dsync status\" lists the replicas of this host; pass --state-dir if another state directory \
+             has received it, as that of a service may, or --journal-dir if its state is in a folder of its own",
             path.display()
         ))
     };
@@ -226,6 +226,19 @@ impl Replica {
         let promoted = self.next_promotion();
         self.become_source(promoted)?;
         Ok(promoted)
+    }
+
+    /// Keeps in mind in which state directory it was made the source; durable on return.
+    ///
+    /// # Errors
+    /// If that cannot be written: then another state directory cannot know that it was.
+    pub fn made_in(&mut self, state_dir: &Path) -> Result<()> {
+        let promoted = self.lineage().role.promoted.is_some();
+        if promoted && self.lineage().role.made_in.as_deref() != Some(state_dir) {
+            self.lineage_mut().role.made_in = Some(state_dir.to_path_buf());
+            self.store()?;
+        }
+        Ok(())
     }
 
     /// Completes the promotion of its group, if that was interrupted.

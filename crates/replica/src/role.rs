@@ -33,6 +33,9 @@ pub struct Role {
     /// The folder of the group with which it was promoted: a name beside the disk's file, or a path.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub promoted_in: Option<PathBuf>,
+    /// The state directory in which it was made the source, to the end.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub made_in: Option<PathBuf>,
     /// The source has ended at the epoch of the last commit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub released: Option<Released>,
@@ -91,7 +94,7 @@ impl Demoted {
 impl Role {
     /// A replica, of a source with that term and line.
     pub fn replica(term: u64, line: Line) -> Role {
-        Role { term, line, promoted: None, promoted_in: None, released: None, demoted: None }
+        Role { term, line, promoted: None, promoted_in: None, made_in: None, released: None, demoted: None }
     }
 
     /// The promotion that comes next. `released`: the source has said of what is there that there was no more.
@@ -108,7 +111,14 @@ impl Role {
             Some(began) => self.line.and(Term { number: promoted.term, id: promoted.id, began, planned }),
             None => self.line.clone(),
         };
-        Role { term: promoted.term, line, promoted: Some(promoted), released: None, ..self.clone() }
+        Role {
+            term: promoted.term,
+            line,
+            promoted: Some(promoted),
+            made_in: None,
+            released: None,
+            ..self.clone()
+        }
     }
 
     /// The later epochs that are as true as the lineage's.

@@ -162,19 +162,39 @@ impl StateDir {
     pub fn find(given: Option<&Path>) -> StateDir {
         // An empty variable is one that is not set.
         let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty());
-        let root = match (given, variable("DSYNC_STATE_DIR"), variable("XDG_STATE_HOME")) {
-            (Some(path), ..) => path.to_path_buf(),
-            (None, Some(path), _) => path.into(),
-            _ if rustix::process::geteuid().is_root() => "/var/lib/dsync".into(),
-            (None, None, Some(path)) => Path::new(&path).join("dsync"),
-            _ => PathBuf::from(variable("HOME").unwrap_or_else(|| "/".into())).join(".local/state/dsync"),
+        let root = match (given, variable("DSYNC_STATE_DIR")) {
+            (Some(path), _) => path.to_path_buf(),
+            (None, Some(path)) => path.into(),
+            (None, None) => StateDir::usual(),
         };
         StateDir { root }
+    }
+
+    /// The one of this user, whatever is said.
+    fn usual() -> PathBuf {
+        let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty());
+        match variable("XDG_STATE_HOME") {
+            _ if rustix::process::geteuid().is_root() => "/var/lib/dsync".into(),
+            Some(path) => Path::new(&path).join("dsync"),
+            None => PathBuf::from(variable("HOME").unwrap_or_else(|| "/".into())).join(".local/state/dsync"),
+        }
     }
 
     /// The directory.
     pub fn path(&self) -> &Path {
         &self.root
+    }
+
+    /// The option that names it, where a command without one would take another: a service may have its own, in its environment.
+    pub fn option(&self) -> Option<String> {
+        let path = self.absolute();
+        (StateDir::usual() != path).then(|| format!("--state-dir {}", path.display()))
+    }
+
+    /// The directory from the root on.
+    pub fn absolute(&self) -> PathBuf {
+        let path = std::fs::canonicalize(&self.root).or_else(|_| std::path::absolute(&self.root));
+        path.unwrap_or_else(|_| self.root.clone())
     }
 
     /// Where the folders for replicas on block devices are.

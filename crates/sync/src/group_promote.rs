@@ -9,6 +9,7 @@ use source::Membership;
 
 use crate::error::SyncError;
 use crate::promote::{PromoteOptions, Promotion, already, succession, told};
+use crate::roles::refuse_made_elsewhere;
 use crate::site::Site;
 
 /// What the promotion of a group did.
@@ -81,7 +82,8 @@ pub fn promote_group(
         members: Vec::new(),
     };
     // Before any of them is marked, which nothing takes back.
-    for (member, before) in members.iter().zip(&before) {
+    for ((member, replica), before) in members.iter().zip(&replicas).zip(&before) {
+        refuse_made_elsewhere(&member.path, replica.recorded(), state)?;
         if before.is_none() {
             state.check_term(&member.path, member.source, member.term)?;
         }
@@ -103,6 +105,9 @@ pub fn promote_group(
         let _ = state.known().map(|known| known.remove(replica.path()));
     }
     group.end_promotion()?;
+    if let Some(place) = state.state_dir() {
+        replicas.iter_mut().for_each(|replica| drop(replica.made_in(&place)));
+    }
     match (made, members.first()) {
         (false, Some(first)) => Err(already(&first.path, first.term)),
         _ => Ok(GroupPromotion { members, ..done }),

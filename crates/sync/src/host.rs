@@ -18,6 +18,10 @@ impl Site for StateDir {
         std::fs::canonicalize(path).unwrap_or_else(|_| path.to_path_buf())
     }
 
+    fn state_dir(&self) -> Option<PathBuf> {
+        Some(self.absolute())
+    }
+
     fn exists(&self, path: &Path) -> bool {
         path.exists()
     }

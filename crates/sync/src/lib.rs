@@ -110,7 +110,7 @@ pub use receive::receive_over;
 pub use receive::{receive, receive_within};
 pub use replica::{Commit, Keep};
 pub use report::{Progress, Summary};
-pub use roles::{refuse_replica, unpromoted};
+pub use roles::{made_elsewhere, refuse_replica, unpromoted};
 #[doc(hidden)]
 pub use site::Site;
 pub use verify::{Verified, VerifyOptions, verify};

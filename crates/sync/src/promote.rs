@@ -13,6 +13,7 @@ use source::Succession;
 use uuid::Uuid;
 
 use crate::error::SyncError;
+use crate::roles::refuse_made_elsewhere;
 use crate::site::Site;
 
 /// How to promote.
@@ -112,6 +113,8 @@ pub fn promote(state: &dyn Site, path: &Path, options: &PromoteOptions) -> Resul
     if !state.succeed(replica.path(), &succession(state, &replica, &outlook, mark, before.is_some())?)? {
         return Err(already(path, mark.term));
     }
+    // For those who have another state directory, as the service may that received it.
+    let _ = state.state_dir().map(|place| replica.made_in(&place));
     // Those of devices are found by their folders, and all by their lineage.
     let _ = state.known().map(|known| known.remove(replica.path()));
     Ok(promotion)
@@ -120,6 +123,7 @@ pub fn promote(state: &dyn Site, path: &Path, options: &PromoteOptions) -> Resul
 /// Refuses what could only be begun: nothing takes the mark back.
 fn may_succeed(state: &dyn Site, replica: &Replica, promotion: &Promotion) -> Result<(), SyncError> {
     let path = replica.path();
+    refuse_made_elsewhere(path, replica.recorded(), state)?;
     let known = state.source(&path.to_string_lossy())?.filter(|(_, about)| about.uuid != promotion.source);
     if let (Some((_, about)), false) = (known, promotion.completed) {
         let path = path.display();

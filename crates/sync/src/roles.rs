@@ -1,8 +1,9 @@
 //! What a disk may be used for, by what it is: a source is read and written to, a replica is neither by the way.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use replica::Lineage;
+use source::StateDir;
 
 use crate::ended::ended_with;
 use crate::error::SyncError;
@@ -35,11 +36,44 @@ pub(crate) fn refuse_unfinished(path: &Path, state: &dyn Site) -> Result<(), Syn
     if done {
         return Ok(());
     }
+    refuse_made_elsewhere(path, &lineage, state)?;
     let path = path.display();
     Err(SyncError::Refused(format!(
         "the promotion of {path} was interrupted, or its state directory is another one: run \"dsync promote {path}\" again, \
          which completes it"
     )))
+}
+
+/// The state directory with which a disk is the source, if that is not the given one. One that cannot be read is believed.
+pub fn made_elsewhere(path: &Path, lineage: &Lineage, state_dir: &Path) -> Option<PathBuf> {
+    let (promoted, made_in) = (lineage.role.promoted?, lineage.role.made_in.clone()?);
+    if made_in == state_dir {
+        return None;
+    }
+    let is_there = match StateDir::find(Some(&made_in)).source(&path.to_string_lossy()) {
+        Ok(known) => {
+            known.is_some_and(|(_, about)| (Some(about.uuid), about.term) == (lineage.source, promoted.term))
+        }
+        Err(_) => true,
+    };
+    is_there.then_some(made_in)
+}
+
+/// Refuses a disk that is the source with another state directory: one disk would be the source twice.
+pub(crate) fn refuse_made_elsewhere(
+    path: &Path,
+    lineage: &Lineage,
+    state: &dyn Site,
+) -> Result<(), SyncError> {
+    let made = state.state_dir().and_then(|here| made_elsewhere(&state.real(path), lineage, &here));
+    made.map_or(Ok(()), |made| {
+        Err(SyncError::Refused(format!(
+            "{} is the source already (term {}), with the state directory {2}: pass --state-dir {2}, as a user who may write there",
+            path.display(),
+            lineage.role.term,
+            made.display()
+        )))
+    })
 }
 
 /// Refuses a source that has ended with its group, and is not demoted yet: it is neither.

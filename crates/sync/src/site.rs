@@ -17,6 +17,10 @@ use crate::error::SyncError;
 pub trait Site: Sync {
     /// A path without links, the same before and after there is a file.
     fn real(&self, path: &Path) -> PathBuf;
+    /// The state directory, if it is one that another process can find.
+    fn state_dir(&self) -> Option<PathBuf> {
+        None
+    }
     /// True if a disk is at the path.
     fn exists(&self, path: &Path) -> bool;
     /// Bytes of the disk at a path.

@@ -136,8 +136,8 @@ struct SessionTrust {
 impl Trust for SessionTrust {
     fn check(&self) -> Result<()> {
         self.verifier.trusted(self.shown).map_err(|error| match error {
-            Error::Unknown { .. } | Error::Swapped { .. } => {
-                Error::Forgotten { name: self.peer.clone(), key: self.shown }
+            Error::Unknown { command, .. } | Error::Swapped { command, .. } => {
+                Error::Forgotten { name: self.peer.clone(), key: self.shown, command }
             }
             other => other,
         })

@@ -306,8 +306,8 @@ fn refusal(from: IpAddr, failed: Failed) -> String {
     let distrust = failed.is_distrust();
     let why = match failed.error("the client") {
         _ if distrust => "left, it does not trust this host's key".into(),
-        Error::Unknown { key, .. } => format!(
-            "refused, its key is not pinned here: {}. To let it in, run: dsync key trust NAME {key}",
+        Error::Unknown { key, command, .. } => format!(
+            "refused, its key is not pinned here: {}. To let it in, run: {command} trust NAME {key}",
             key.fingerprint()
         ),
         Error::Tls { why, .. } | Error::Connect { why, .. } => format!("dropped: {why}"),

@@ -44,16 +44,17 @@ impl KeyVerifier {
 
     /// Judges a key by the pins as they are now.
     pub(super) fn trusted(&self, key: Key) -> Result<()> {
-        let pins = self.keys.pins()?;
+        let (pins, command) = (self.keys.pins()?, self.keys.command());
         let pin = match &self.expected {
             Expected::Server { peer, names } => {
                 // A pin of HOST:PORT comes before one of HOST.
                 let pin = names.iter().find_map(|name| pins.iter().find(|pin| pin.name == *name));
                 let [_, name] = names.clone();
-                let pin = pin.ok_or_else(|| Error::Unknown { peer: peer.clone(), name, key })?;
+                let unknown = || Error::Unknown { peer: peer.clone(), name, key, command: command.clone() };
+                let pin = pin.ok_or_else(unknown)?;
                 if pin.key != key {
-                    let (peer, name) = (peer.clone(), pin.name.clone());
-                    return Err(Error::Swapped { peer, name, pinned: pin.key, shown: key });
+                    let (peer, name) = (peer.clone().into(), pin.name.clone().into());
+                    return Err(Error::Swapped { peer, name, pinned: pin.key, shown: key, command });
                 }
                 pin
             }
@@ -62,7 +63,8 @@ impl KeyVerifier {
                 let of_key = || pins.iter().filter(|pin| pin.key == key);
                 // One key may be pinned under several names: the one that serves best counts.
                 let best = of_key().max_by_key(|pin| (ours(&pin.name), !pin.has_expired()));
-                let unknown = || Error::Unknown { peer: "the client".into(), name: "NAME".into(), key };
+                let (peer, name) = ("the client".into(), "NAME".into());
+                let unknown = || Error::Unknown { peer, name, key, command: command.clone() };
                 let pin = best.ok_or_else(unknown)?;
                 if !ours(&pin.name) {
                     return Err(Error::NotFrom { name: pin.name.clone(), key });
@@ -71,7 +73,7 @@ impl KeyVerifier {
             }
         };
         match pin.has_expired() {
-            true => Err(Error::Expired { name: pin.name.clone(), key }),
+            true => Err(Error::Expired { name: pin.name.clone(), key, command }),
             false => Ok(()),
         }
     }
