@@ -818,6 +818,25 @@ fn a_replica_on_a_device_is_promoted() {
     same(&near, &far);
 }
 
+/// A planned switch that was begun without its replica is gone on with, and loses nothing.
+#[test]
+fn a_switch_that_was_begun_with_save_is_told_the_way_that_loses_nothing() {
+    let mut random = Random::new("a switch begun with --save");
+    let (near, far) = pair(4 * MIB, &mut random);
+    near.write([3], &mut random);
+    let saved = near.new_file();
+    near.run(&["demote", "--save", saved.to_str().expect("UTF-8")]).ok();
+    let back = format!(
+        "If far:{} was not promoted, \"dsync promote --force {}\"",
+        far.disk.display(),
+        near.disk.display()
+    );
+    near.towards(&far, &["demote"]).code(4).says(&[&back, "loses nothing"]);
+    near.run(&["promote", "--force"]).ok();
+    switch(&near, &far);
+    equal(&near, &far);
+}
+
 /// Nothing takes the mark of a promotion back, so one that cannot be completed is refused before it.
 #[test]
 fn a_second_promotion_on_a_host_leaves_the_replica_as_it_was() {

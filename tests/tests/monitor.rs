@@ -386,6 +386,55 @@ fn jobs_of_groups_and_of_other_hosts_are_judged_by_each_replica() {
     assert_eq!((problems(&far.site, &[]), copied(&far.site, "fetch")), (none(), vec![true]));
 }
 
+/// What could not take over in an emergency is said before it.
+#[test]
+fn a_group_that_could_not_be_promoted_is_reported() {
+    let site = Site::new();
+    let images = ["data", "log"].map(|name| site.image(&format!("{name}.raw"), MIB));
+    let folder = site.path("copies");
+    std::fs::create_dir(&folder).expect("a folder");
+    let paths = images.each_ref().map(|image| image.as_path());
+    let server = site.serve(&paths, &["--group", "db"]);
+    let sync = || site.dsync(["sync", "--group", "db"]).arg(&folder).ok();
+    sync();
+    assert_eq!(problems(&site, &[]), none());
+    let copy = folder.join("data.raw");
+    let mut client = server.client("data");
+    client.write(0, &[7; 4096]).expect("a write");
+    client.close().expect("the end");
+    site.dsync(["sync", "--leave-group"]).arg(&images[0]).arg(&copy).ok();
+    assert_eq!(problems(&site, &[]), ["apart"]);
+    let told = site.dsync(["status", "--check"]).code(1).text();
+    assert!(told.contains("data.raw is at epoch") && told.contains("and common epoch"), "{told}");
+    sync();
+    assert_eq!(problems(&site, &[]), none());
+    // One of them alone.
+    let would = site.dsync(["promote", "-n", "--force"]).arg(&copy).ok().text();
+    assert!(would.contains("it belongs to the group db, whose other disks would stay replicas"), "{would}");
+    site.dsync(["promote", "--force"]).arg(&copy).ok();
+    assert!(problems(&site, &[]).contains(&"apart".into()));
+    let told = site.dsync(["status", "--check"]).code(1).text();
+    assert!(told.contains("data.raw was promoted, and ") && told.contains("log.raw was not"), "{told}");
+    // Taken back, it is told how all of them are promoted.
+    site.dsync(["demote", "--discard"]).arg(&copy).ok();
+    let all = format!("\"dsync promote --force --group {}\"", folder.display());
+    site.dsync(["promote", "--group"]).arg(&folder).code(4).says(&[&all]);
+}
+
+/// A source takes it for up to date until something is written.
+#[test]
+fn a_replica_that_was_rewound_and_left_is_reported() {
+    let mut scene = Scene::new("a rewound replica", 8 * MIB);
+    scene.sync(&["--keep-last", "5"]).ok();
+    scene.change(3);
+    scene.sync(&[]).ok();
+    assert_eq!(problems(&scene.site, &[]), none());
+    scene.site.dsync(["rewind"]).arg(&scene.replica).args(["--to", "1"]).ok();
+    assert_eq!(problems(&scene.site, &[]), ["rewound"]);
+    scene.sync(&[]).ok();
+    assert_eq!(problems(&scene.site, &[]), none());
+}
+
 /// If the source's host is gone, the replica's alone can tell.
 #[test]
 fn a_replica_that_is_fetched_no_more_is_reported_by_its_own_host() {

@@ -71,6 +71,17 @@ pub(crate) fn say_promotion(promotion: &Promotion, output: &Output) {
     let way_back = format!("dsync demote --since {} --save FILE SRC", promotion.epoch);
     let rewind = format!("dsync rewind {}", promotion.path.display());
     say_promotion_with(promotion, (&way_back, &rewind), output);
+    let Some(name) = &promotion.group else { return };
+    let dir = promotion.path.parent().unwrap_or(&promotion.path).display();
+    output.say(&match promotion.dry_run {
+        true => format!(
+            "  it belongs to the group {name}, whose other disks would stay replicas: \"dsync promote --group {dir}\" takes all of them"
+        ),
+        false => format!(
+            "  it belonged to the group {name}, whose other disks are still replicas: promote each of them by itself, or take this back with \"dsync \
+             demote\", and \"dsync promote --force --group {dir}\" takes all of them"
+        ),
+    });
 }
 
 /// The same with the commands that make a replica of the old source, and that list the moments that are kept.
@@ -265,7 +276,9 @@ fn tell(
     let (_, name) = ends.destination.place()?;
     let Some(released) = summary.released else {
         return Err(Failure::refused(format!(
-            "{} is demoted, with writes that {name} does not have: promote {name} with --force, then sync from it",
+            "{0} is demoted, with writes that {name} may not have. If {name} was not promoted, \"dsync promote --force {0}\" makes this the source again \
+             and loses nothing, and this command sends them then. If it was, or is to go on without them, promote it with --force, and sync from it, which \
+             overwrites them",
             summary.path.display()
         ))
         .into());

@@ -168,7 +168,9 @@ impl Demoting<'_> {
         let (_, name) = destination.place()?;
         let Some(released) = summary.released else {
             return Err(Failure::refused(format!(
-                "{path} is demoted, with writes that {name} does not have: promote the group there with --force, then sync from it"
+                "{path} is demoted, with writes that {name} may not have. If the group there was not promoted, \"dsync promote --force --group\" of the folder of \
+                 {path} makes this the source again and loses nothing, and this command sends them then. If it was, or is to go on without them, promote it \
+                 with --force, and sync from it, which overwrites them"
             ))
             .into());
         };

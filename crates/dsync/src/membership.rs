@@ -2,9 +2,13 @@
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::Result;
+use delta::Epoch;
+use replica::{Intent, KnownReplica, Lineage};
 use serde::Serialize;
+use source::StateDir;
 
 use crate::output::Output;
 
@@ -86,4 +90,67 @@ pub(crate) fn say_groups(members: &[(PathBuf, Group)], output: &Output) {
         output.say(&format!("group {name}: {}; {at}", listed.join(", ")));
         output.summary(&Listing { kind: "group", name, members: paths, epoch });
     }
+}
+
+/// Why the replicas of a group on this host could not take over together.
+pub(crate) struct Apart {
+    pub name: String,
+    pub dir: PathBuf,
+    pub why: String,
+}
+
+/// The groups in the folders of these replicas whose replicas are not of one moment, or of which a part was promoted.
+pub(crate) fn apart(replicas: &[KnownReplica], state: &StateDir) -> Vec<Apart> {
+    let parents: BTreeSet<&Path> = replicas.iter().filter_map(|replica| replica.path.parent()).collect();
+    let mut found = Vec::new();
+    for dir in parents {
+        for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+            let name = entry.file_name();
+            let name = name.to_str().and_then(|name| name.strip_prefix('.')?.strip_suffix(".dsync-group"));
+            // Where a commit is under way, the next look finds it done.
+            let why = name.and_then(|_| parted(dir, &entry.path(), state)).and_then(|_| {
+                std::thread::sleep(COMMITTING);
+                parted(dir, &entry.path(), state)
+            });
+            found.extend(name.zip(why).map(|(name, why)| Apart {
+                name: name.to_owned(),
+                dir: dir.into(),
+                why,
+            }));
+        }
+    }
+    found
+}
+
+/// How long the commit of the last replica of a group may come after that of the first.
+const COMMITTING: Duration = Duration::from_secs(2);
+
+/// The same of one group, as far as it can be looked at: what cannot is reported by itself.
+fn parted(dir: &Path, folder: &Path, state: &StateDir) -> Option<String> {
+    let intent = Intent::read(&device::Dir::existing(folder).ok()?).ok()??;
+    let options = sync::open_options(None, state);
+    let mut members: Vec<(PathBuf, Epoch, Lineage)> = Vec::new();
+    for (path, member) in &intent.members {
+        // Folders are moved.
+        let path =
+            path.file_name().map(|name| dir.join(name)).filter(|here| here.exists()).unwrap_or(path.clone());
+        let lineage = replica::inspect(&path, &options).ok()??;
+        (lineage.source == Some(member.source)).then(|| members.push((path, member.epoch, lineage)));
+    }
+    let is_promoted = |(_, _, lineage): &&(PathBuf, Epoch, Lineage)| lineage.role.promoted.is_some();
+    let promoted: Vec<_> = members.iter().filter(is_promoted).collect();
+    if let (Some((one, ..)), Some((other, ..))) = (promoted.first(), members.iter().find(|m| !is_promoted(m)))
+    {
+        return Some(format!("{} was promoted, and {} was not", one.display(), other.display()));
+    }
+    // What sources and former sources have written is theirs.
+    let own = !promoted.is_empty() || members.iter().any(|(_, _, lineage)| lineage.role.demoted.is_some());
+    let (path, at, lineage) = members.iter().find(|(_, at, lineage)| !own && lineage.epoch != Some(*at))?;
+    let is = lineage.epoch.map_or("no epoch".into(), |epoch| format!("epoch {}", epoch.number));
+    Some(format!(
+        "{} is at {is} of its source, and common epoch {} is epoch {}",
+        path.display(),
+        intent.cut.number,
+        at.number
+    ))
 }

@@ -15,6 +15,7 @@ use crate::exposition::{Exposition, Metric};
 use crate::failure::Failure;
 use crate::job_copies::{Fetch, JobCopy, Known};
 use crate::local::{LocalReplica, ROLES, STATES, made_elsewhere, path_of};
+use crate::membership::{self, Apart};
 use crate::output::Output;
 use crate::status::{Lacking, SourceStatus, first_copy, missing, unreadable};
 use crate::{args, failure, job_copies, units};
@@ -30,6 +31,8 @@ pub(crate) struct Found {
     copies: Vec<JobCopy>,
     /// Replicas that are sources with another state directory.
     elsewhere: usize,
+    /// Groups that could not be promoted as they are.
+    apart: Vec<Apart>,
     /// What could not be read.
     errors: Vec<String>,
 }
@@ -45,6 +48,7 @@ impl Found {
             survey.damaged.into_iter().for_each(|(place, error)| found.fail(&place, error.into()));
             survey.sources.into_iter().for_each(|(place, about)| found.read_source(&place, about));
             found.read_jobs(&all, state, None);
+            found.apart = membership::apart(&all, state);
             found.replicas = all;
             found.drop_promoted(state);
             return Ok(found);
@@ -167,6 +171,8 @@ pub(crate) fn problems(found: &Found, args: &args::Status) -> Result<Vec<Problem
     problems.extend(found.replicas.iter().filter_map(of_local));
     problems.extend(found.replicas.iter().filter_map(of_diverged));
     problems.extend(found.replicas.iter().filter_map(of_past));
+    problems.extend(found.replicas.iter().filter_map(of_rewound));
+    problems.extend(found.apart.iter().map(of_apart));
     problems.extend(found.copies.iter().filter(|copy| !copy.made && !copy.begun).map(of_copy));
     let made = found.copies.iter().filter(|copy| copy.made);
     problems.extend(made.filter_map(|copy| of_fetch(copy, copy.fetch.as_ref()?, args.max_age)));
@@ -364,6 +370,28 @@ fn of_past(known: &KnownReplica) -> Option<Problem> {
         given_up.why
     );
     Some(Problem { replica: Some(path.to_string()), ..Problem::of("past-given-up", message) })
+}
+
+/// A replica that stands still at an earlier moment.
+fn of_rewound(known: &KnownReplica) -> Option<Problem> {
+    let path = known.path.display();
+    let at = known.past.at.filter(|_| known.past.rewound && !known.is_source())?;
+    let message = format!(
+        "replica was rewound: {path} is of {}, to which \"dsync rewind\" has brought it, and no sync has come since: sync to it again, or promote it",
+        device::moment(at)
+    );
+    Some(Problem { replica: Some(path.to_string()), ..Problem::of("rewound", message) })
+}
+
+/// Replicas that were to take over together, and cannot.
+fn of_apart(apart: &Apart) -> Problem {
+    let Apart { name, dir, why } = apart;
+    let message = format!(
+        "group cannot be promoted: the replicas of the group {name} in {} are not of one moment, because {why}: \"dsync sync --group {name} DIR\" where \
+         the sources are brings them to one",
+        dir.display()
+    );
+    Problem { replica: Some(dir.display().to_string()), ..Problem::of("apart", message) }
 }
 
 fn now() -> Duration {

@@ -59,6 +59,9 @@ pub struct Promotion {
     /// It is a former source, which has taken nothing since.
     #[serde(skip)]
     pub former: bool,
+    /// The group with which it was committed.
+    #[serde(skip)]
+    pub group: Option<String>,
     /// Its parts are of different moments.
     pub fuzzy: bool,
     /// An interrupted promotion was completed.
@@ -166,6 +169,7 @@ pub(crate) fn told(replica: &Replica, outlook: &Outlook) -> Promotion {
         released: outlook.released,
         told: recorded.role.demoted.as_ref().and_then(|demoted| demoted.told.clone()),
         former: recorded.role.demoted.is_some(),
+        group: recorded.group.as_ref().map(|group| group.name.clone()),
         fuzzy: outlook.fuzzy,
         completed: false,
         dry_run: false,
