@@ -91,14 +91,15 @@ systemctl enable --now load
 const MIRRORS: &str = "dsync-mirror@vm-far dsync-mirror@disk-far";
 
 impl Hosts {
-    fn new(what: &str, package: &Path) -> Hosts {
+    /// `replicas` are the disks of the host that keeps them, beside its root.
+    fn new(what: &str, package: &Path, replicas: &[u64]) -> Hosts {
         let site = Site::new();
         let share = site.path("share");
         std::fs::create_dir(&share).expect("a folder");
         let to = share.join("dsync_0.1.0_amd64.deb");
         std::fs::copy(package, to).expect("the package");
         let near = Machine::new(&site, "near", &[64 * MIB], &share);
-        let far = Machine::new(&site, "far", &[], &share);
+        let far = Machine::new(&site, "far", replicas, &share);
         let mut machines = Machine::pair([near, far]);
         machines.iter_mut().for_each(Machine::power);
         machines.iter_mut().for_each(Machine::wait_up);
@@ -236,7 +237,7 @@ impl Hosts {
 fn installed_services_survive_reboots_and_power_cuts() {
     let what = "the installed services over reboots and power cuts";
     let Some(package) = package(what) else { return };
-    let mut hosts = Hosts::new(what, &package);
+    let mut hosts = Hosts::new(what, &package, &[]);
     hosts
         .near()
         .ok("truncate -s 64M /srv/vm.raw\ndd if=/dev/urandom of=/srv/vm.raw bs=1M count=16 conv=notrunc");
@@ -317,8 +318,10 @@ fn a_host_with_one_disk_is_mirrored_and_its_replica_boots() {
     let what =
         "a host with one disk over a reboot, a power cut, another kernel command line and another kernel";
     let Some(package) = package(what) else { return };
-    let mut hosts = Hosts::new(what, &package);
+    let mut hosts = Hosts::new(what, &package, &[3072 * MIB]);
     let began = Instant::now();
+    // Beside the replica it has room for a journal with all that a new kernel writes.
+    hosts.far().ok("mkfs.ext4 -q /dev/vdb\nmkdir -p /srv/replicas\necho '/dev/vdb /srv/replicas ext4 nofail 0 2' >>/etc/fstab\nmount /srv/replicas");
     hosts.near().ok("truncate -s 1M /srv/vm.raw");
     hosts.follow("Two hosts in five minutes");
     hosts
