@@ -415,6 +415,9 @@ fn a_group_that_could_not_be_promoted_is_reported() {
     assert!(problems(&site, &[]).contains(&"apart".into()));
     let told = site.dsync(["status", "--check"]).code(1).text();
     assert!(told.contains("data.raw was promoted, and ") && told.contains("log.raw was not"), "{told}");
+    assert!(told.contains("make the promoted one a replica again"), "{told}");
+    let refused = site.dsync(["sync", "--group", "db"]).arg(&folder).code(4);
+    refused.says(&["one was promoted without the others", &format!("--save FILE {}\"", copy.display())]);
     // Taken back, it is told how all of them are promoted.
     site.dsync(["demote", "--discard"]).arg(&copy).ok();
     let all = format!("\"dsync promote --force --group {}\"", folder.display());

@@ -97,6 +97,8 @@ pub(crate) struct Apart {
     pub name: String,
     pub dir: PathBuf,
     pub why: String,
+    /// One was promoted, and another one was not.
+    pub in_part: bool,
 }
 
 /// The groups in the folders of these replicas whose replicas are not of one moment, or of which a part was promoted.
@@ -112,10 +114,11 @@ pub(crate) fn apart(replicas: &[KnownReplica], state: &StateDir) -> Vec<Apart> {
                 std::thread::sleep(COMMITTING);
                 parted(dir, &entry.path(), state)
             });
-            found.extend(name.zip(why).map(|(name, why)| Apart {
+            found.extend(name.zip(why).map(|(name, (why, in_part))| Apart {
                 name: name.to_owned(),
                 dir: dir.into(),
                 why,
+                in_part,
             }));
         }
     }
@@ -126,7 +129,7 @@ pub(crate) fn apart(replicas: &[KnownReplica], state: &StateDir) -> Vec<Apart> {
 const COMMITTING: Duration = Duration::from_secs(2);
 
 /// The same of one group, as far as it can be looked at: what cannot is reported by itself.
-fn parted(dir: &Path, folder: &Path, state: &StateDir) -> Option<String> {
+fn parted(dir: &Path, folder: &Path, state: &StateDir) -> Option<(String, bool)> {
     let intent = Intent::read(&device::Dir::existing(folder).ok()?).ok()??;
     let options = sync::open_options(None, state);
     let mut members: Vec<(PathBuf, Epoch, Lineage)> = Vec::new();
@@ -141,16 +144,16 @@ fn parted(dir: &Path, folder: &Path, state: &StateDir) -> Option<String> {
     let promoted: Vec<_> = members.iter().filter(is_promoted).collect();
     if let (Some((one, ..)), Some((other, ..))) = (promoted.first(), members.iter().find(|m| !is_promoted(m)))
     {
-        return Some(format!("{} was promoted, and {} was not", one.display(), other.display()));
+        return Some((format!("{} was promoted, and {} was not", one.display(), other.display()), true));
     }
     // What sources and former sources have written is theirs.
     let own = !promoted.is_empty() || members.iter().any(|(_, _, lineage)| lineage.role.demoted.is_some());
-    let (path, at, lineage) = members.iter().find(|(_, at, lineage)| !own && lineage.epoch != Some(*at))?;
+    // What the next command completes will be there.
+    let committing = |path: &Path, lineage| replica::is_committing(path, lineage, &options).unwrap_or(true);
+    let (path, at, lineage) = members
+        .iter()
+        .find(|(path, at, lineage)| !own && lineage.epoch != Some(*at) && !committing(path, lineage))?;
     let is = lineage.epoch.map_or("no epoch".into(), |epoch| format!("epoch {}", epoch.number));
-    Some(format!(
-        "{} is at {is} of its source, and common epoch {} is epoch {}",
-        path.display(),
-        intent.cut.number,
-        at.number
-    ))
+    let (path, cut) = (path.display(), intent.cut.number);
+    Some((format!("{path} is at {is} of its source, and common epoch {cut} is epoch {}", at.number), false))
 }

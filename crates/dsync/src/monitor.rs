@@ -385,11 +385,19 @@ fn of_rewound(known: &KnownReplica) -> Option<Problem> {
 
 /// Replicas that were to take over together, and cannot.
 fn of_apart(apart: &Apart) -> Problem {
-    let Apart { name, dir, why } = apart;
+    let Apart { name, dir, why, in_part } = apart;
+    let shown = dir.display();
+    let way = match in_part {
+        true => format!(
+            "\"dsync promote --group {shown}\" completes a promotion of all of them that was interrupted; else promote each of the others by itself, \
+             or make the promoted one a replica again, with \"dsync demote\""
+        ),
+        false => {
+            format!("\"dsync sync --group {name} DIR\" where the sources are brings them to one")
+        }
+    };
     let message = format!(
-        "group cannot be promoted: the replicas of the group {name} in {} are not of one moment, because {why}: \"dsync sync --group {name} DIR\" where \
-         the sources are brings them to one",
-        dir.display()
+        "group cannot be promoted: the replicas of the group {name} in {shown} are not of one moment, because {why}: {way}"
     );
     Problem { replica: Some(dir.display().to_string()), ..Problem::of("apart", message) }
 }

@@ -112,7 +112,7 @@ pub use rehearsed::Rehearsed;
 pub use replica::Replica;
 pub use rewind::{History, history};
 pub use role::{Demoted, FIRST_TERM, Promoted, Released, Role};
-pub use settled::settle;
+pub use settled::{is_committing, settle};
 pub use status::Status;
 pub use unsure::UnsureSet;
 pub use view::{View, readers};

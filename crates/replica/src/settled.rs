@@ -42,6 +42,20 @@ impl Lineage {
     }
 }
 
+/// True if what its group has committed may not be merged yet.
+fn merges(folder: &Path, lineage: &Lineage) -> bool {
+    folder.join(WHOLE).exists() || lineage.group.is_some() && folder.join(ARRIVING).exists()
+}
+
+/// True if a commit to the replica at `path` may be under way, or was interrupted: its lineage does not say yet what the next command
+/// makes of it. Takes no lock.
+///
+/// # Errors
+/// As for [`inspect`].
+pub fn is_committing(path: &Path, lineage: &Lineage, options: &Options) -> Result<bool> {
+    Ok(merges(&state_folder(path, options)?, lineage))
+}
+
 /// Makes sure that what is at `path` may be read as a disk, where it is a replica: what a crash left of a commit is finished,
 /// if that is needed and can be done. One that dsync has opened for writing is a disk of its own.
 ///
@@ -50,9 +64,7 @@ impl Lineage {
 pub fn settle(path: &Path, options: &Options) -> Result<()> {
     let Some(lineage) = inspect(path, options)? else { return Ok(()) };
     let folder = state_folder(path, options)?;
-    // What its group has committed may not be merged yet.
-    let merging = folder.join(WHOLE).exists() || lineage.group.is_some() && folder.join(ARRIVING).exists();
-    if lineage.role.promoted.is_some() || (lineage.unsettled().is_none() && !merging) {
+    if lineage.role.promoted.is_some() || (lineage.unsettled().is_none() && !merges(&folder, &lineage)) {
         return Ok(());
     }
     let replica = match Replica::open(path, &Options { doubt: true, ..options.clone() }) {

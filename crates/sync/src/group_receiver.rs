@@ -49,14 +49,26 @@ pub(crate) fn open_group(
 
 /// Why nothing is received for disks that are the sources of the group themselves, of this term.
 fn diverged(asked: &OpenGroup, paths: &[PathBuf], term: u64, (dir, state): (&Path, &dyn Site)) -> SyncError {
-    let in_common = |(open, path): (&Open, &PathBuf)| {
-        let primary = primary_at(path, &state.opening(None), state, open.origin.as_ref()?).ok()??;
-        Some(primary.common.or(primary.began)?.number)
+    let primary = |open: &Open, path: &Path| {
+        primary_at(path, &state.opening(None), state, open.origin.as_ref()?).ok().flatten()
     };
-    let disks = asked.members.iter().zip(paths).map(|(open, path)| {
-        (path.as_path(), in_common((open, path)).map_or("EPOCH".into(), |epoch| epoch.to_string()))
+    let found: Vec<_> =
+        asked.members.iter().zip(paths).map(|(open, path)| (path, primary(open, path))).collect();
+    let disks = found.iter().map(|(path, primary)| {
+        let epoch = primary.as_ref().and_then(|primary| primary.common.or(primary.began));
+        (path.as_path(), epoch.map_or("EPOCH".into(), |epoch| epoch.number.to_string()))
     });
-    let (name, demote) = (&asked.name, demotion_since(&asked.name, disks));
+    let (name, demote) = (&asked.name, demotion_since(&asked.name, disks.clone()));
+    let alone = disks.zip(&found).find(|(_, (_, primary))| primary.is_some()).map(|(disk, _)| disk);
+    if let (true, Some((path, epoch))) = (found.iter().any(|(_, primary)| primary.is_none()), alone) {
+        let path = path.display();
+        return SyncError::Refused(format!(
+            "{path} is a source itself (term {term}), and other disks of the group {name} in {} are replicas: one was promoted without the others. \
+             Where it is, run \"dsync demote --since {epoch} --save FILE {path}\", which makes it a replica again and saves what was written to it; \
+             or promote each of the others by itself there",
+            dir.display()
+        ));
+    }
     let other = asked.members.iter().find_map(|open| open.origin.as_ref()).map_or(0, |origin| origin.term);
     SyncError::Refused(format!(
         "the group {name} and its disks in {} have diverged: both are sources, of the terms {other} and {term}, and were apart since. Nothing was \
