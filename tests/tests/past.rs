@@ -463,43 +463,54 @@ fn a_repair_keeps_the_past() {
         image::copy(&scene.image, &copy);
         epochs.push((epoch, copy));
     }
-    let list = || moments(&rewind_here(&scene, &scene.replica, &[]).ok().summary());
-    let verify = |options: &[&str]| {
+    let list = |scene: &Scene| moments(&rewind_here(&scene, &scene.replica, &[]).ok().summary());
+    let verify = |scene: &Scene, options: &[&str]| {
         let run = scene.site.dsync(["verify", "--json"]).args(options);
         run.args([&scene.image, &scene.replica])
     };
-    let kept = list();
+    let kept = list(&scene);
     assert_eq!(kept.len(), 3);
-    assert!(verify(&["--repair"]).ok().summary()["warnings"] == serde_json::json!([]));
-    assert_eq!(list(), kept, "there was nothing to repair");
+    assert!(verify(&scene, &["--repair"]).ok().summary()["warnings"] == serde_json::json!([]));
+    assert_eq!(list(&scene), kept, "there was nothing to repair");
     let contents: Vec<_> = epochs.iter().map(|(_, copy)| std::fs::read(copy).expect("a copy")).collect();
     let same =
         |at: &usize| contents.iter().all(|content| content[*at..at + 4096] == contents[0][*at..at + 4096]);
     let block = (0..SIZE as usize).step_by(4096).find(same).expect("a block that was not written to");
-    let damage = || {
+    let damage = |scene: &Scene| {
         let file = std::fs::File::options().write(true).open(&scene.replica).expect("the replica");
         std::os::unix::fs::FileExt::write_all_at(&file, &[0x5a; 4096], block as u64).expect("damage");
     };
-    damage();
+    damage(&scene);
     scene.restamp();
-    let mended = verify(&["--repair"]).ok().summary();
+    let mended = verify(&scene, &["--repair"]).ok().summary();
     assert_eq!(number(&mended["differing"], "bytes"), 4096, "{mended}");
     assert_eq!(number(&mended, "epoch_after"), number(&mended, "epoch"), "{mended}");
-    assert_eq!(list(), kept);
+    assert_eq!(list(&scene), kept);
     for at in [1, 0] {
         rewind_here(&scene, &scene.replica, &["--to", &epochs[at].0.to_string()]).ok();
         assert_holds(&scene.replica, &epochs[at].1);
     }
     scene.sync(&[]).ok();
-    assert!(!list().is_empty());
+    assert!(!list(&scene).is_empty());
     // What others have written is in no moment for certain: that is said, and a command that is refused costs nothing.
-    let kept = list();
-    damage();
-    verify(&["--repair", "--commit", "in-place"]).code(4).says(&["the past of", "--keep none"]);
+    let kept = list(&scene);
+    damage(&scene);
+    verify(&scene, &["--repair", "--commit", "in-place"]).code(4).says(&["the past of", "--keep none"]);
     let refused = scene.sync(&[]).code(4);
     refused.says(&["the moments that --keep has kept are lost"]);
     let taken = scene.sync(&["--adopt"]).ok().summary();
     assert!(taken["warnings"].to_string().contains("its past is given up"), "{taken}");
-    assert!(list().is_empty(), "{kept:?}");
+    assert!(list(&scene).is_empty(), "{kept:?}");
+    scene.equal();
+    // Nor is that known of damage where the source has no record of its own changes.
+    scene.change(50);
+    scene.sync(&[]).ok();
+    assert!(!list(&scene).is_empty());
+    scene.stop();
+    std::thread::sleep(Duration::from_millis(50));
+    image::scribble(&scene.image, MIB, 4096, &mut scene.random);
+    let repaired = verify(&scene, &["--repair"]).ok().summary();
+    assert!(repaired["warnings"].to_string().contains("its past is given up"), "{repaired}");
+    assert!(list(&scene).is_empty());
     scene.equal();
 }

@@ -65,11 +65,6 @@ impl Touched {
         }
     }
 
-    /// What it was before is not known to be a moment.
-    pub(crate) fn is_no_moment(&mut self) {
-        self.via = true;
-    }
-
     /// Writes down what a clone has replaced so far, before its step says how far that is.
     pub(crate) fn store(&self, replica: &Replica) -> Result<()> {
         let Some(clone) = replica.clone_of() else { return Ok(()) };
@@ -149,8 +144,12 @@ impl Replica {
         if self.settings().is_none() && !self.rewinds() || self.no_way_back().is_some() {
             return None;
         }
-        // Who doubts a replica may find in it what its source never held.
-        Some(Touched { via: self.options().doubt, ..Touched::new(self.lineage()) })
+        Some(Touched::new(self.lineage()))
+    }
+
+    /// False if the delta brings what is doubted to another moment: what it replaces may be damage, which no way back may bring again.
+    pub(crate) fn keeps_what_is_replaced(&self, header: &Header) -> bool {
+        header.partial || !self.options().doubt
     }
 
     /// The same for what a journal holds.
@@ -164,7 +163,7 @@ impl Replica {
     /// The same for a clone that an interrupted delta has written to.
     pub(crate) fn touched_before(&self) -> Option<Touched> {
         let set = past::load_blocks(self.state(), self.clone_of().filter(|_| self.settings().is_some())?)?;
-        Some(Touched { via: self.options().doubt, ..Touched::of(set, self.lineage().size) })
+        Some(Touched::of(set, self.lineage().size))
     }
 
     /// The clone of the step under way, and the state that it was made from.
@@ -201,7 +200,8 @@ impl Replica {
     pub(crate) fn keep_past(&mut self, touched: Option<Touched>, toward: &Toward) -> Result<()> {
         let Some(mut touched) = touched else {
             let lost = self.settings().is_some() && self.has_past();
-            if let Some(why) = self.no_way_back().filter(|_| lost) {
+            let repaired = self.options().doubt.then_some("what was repaired may be in earlier moments");
+            if let Some(why) = self.no_way_back().or(repaired).filter(|_| lost) {
                 self.give_up_past(why);
             }
             return Ok(());

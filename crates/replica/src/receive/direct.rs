@@ -124,6 +124,7 @@ impl Replica {
         if let Some(held) = &held {
             touched = self.touched_of(ARRIVING, held)?;
         }
+        touched = touched.filter(|_| self.keeps_what_is_replaced(header));
         if let Some(touched) = &mut touched {
             touched.header(header, kept(header, &held.map_or_else(|| base.clone(), |h| h.positions(&base))));
         }
@@ -178,7 +179,7 @@ impl Replica {
     pub(super) fn go_on(&mut self, toward: &Toward, header: &Header) -> Result<Sink> {
         let Some(step) = self.lineage().step.clone() else { return Ok(Sink::Closed) };
         let base = while_made(header, step.positions);
-        let mut touched = self.touched_before();
+        let mut touched = self.touched_before().filter(|_| self.keeps_what_is_replaced(header));
         if let Some(touched) = &mut touched {
             touched.header(header, kept(header, &base));
         }

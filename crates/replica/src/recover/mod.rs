@@ -2,7 +2,7 @@
 
 mod table;
 
-use delta::Method;
+use delta::{Header, Method};
 use uuid::Uuid;
 
 use crate::destination::Name;
@@ -13,7 +13,6 @@ use crate::last_writes::LastWrites;
 use crate::lineage::{self, Lineage, Stamp, StepKind, Toward, Unsure};
 use crate::note::{self, WRITTEN};
 use crate::replica::Replica;
-use crate::undo::Touched;
 use table::{
     Action, Arriving, Asked, Change, Column, Content, End, File, Refusal, Sealed, Situation, Step, decide,
 };
@@ -465,10 +464,12 @@ impl Replica {
     fn seal_and_merge(&mut self, contents: Contents) -> Result<()> {
         // What is kept from here on, a mirror's log does not know of.
         self.close_logs()?;
-        let mut touched = self.touched_of(ARRIVING, &contents)?;
-        // A comparison may have been begun in doubt.
-        let compares = contents.segments.iter().any(|segment| segment.header.method != Method::Tracked);
-        touched.iter_mut().filter(|_| compares).for_each(Touched::is_no_moment);
+        // A comparison may have been begun in doubt: what it replaces is then none of the source's states.
+        let doubts = |header: &Header| header.method != Method::Tracked && !header.partial;
+        let touched = match contents.segments.iter().any(|segment| doubts(&segment.header)) {
+            true => None,
+            false => self.touched_of(ARRIVING, &contents)?,
+        };
         if let Some(toward) = contents.segments.last().and_then(|s| Toward::of(&s.header)) {
             self.keep_past(touched, &toward)?;
         }
