@@ -490,7 +490,12 @@ fn a_repair_keeps_the_past() {
         rewind_here(&scene, &scene.replica, &["--to", &epochs[at].0.to_string()]).ok();
         assert_holds(&scene.replica, &epochs[at].1);
     }
+    // One that is repaired there is as rewound as before.
+    verify(&scene, &["--repair"]).ok();
+    let rewound = || scene.site.dsync(["status", "--check"]).output().text().contains("replica was rewound");
+    assert!(rewound());
     scene.sync(&[]).ok();
+    assert!(!rewound());
     assert!(!list(&scene).is_empty());
     // What others have written is in no moment for certain: that is said, and a command that is refused costs nothing.
     let kept = list(&scene);

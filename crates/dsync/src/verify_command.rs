@@ -114,8 +114,15 @@ fn say(verified: &Verified, output: &Output) {
             || verified.unreadable_there.extents > 0
             || verified.wrong_size.is_some()
             || verified.changed.is_some();
+        let rest = match verified.bytes_changed_since {
+            bytes if bytes > 0 && verified.epoch_after == verified.epoch => format!(
+                "; the {} that the source has changed since were not compared: the next sync sends them",
+                units::size(bytes)
+            ),
+            _ => String::new(),
+        };
         output.say(&format!(
-            "{}: it is at epoch {} now, {} written",
+            "{}: it is at epoch {} now, {} written{rest}",
             if mended { "repaired" } else { "nothing to repair" },
             verified.epoch_after,
             units::size(verified.bytes_written)

@@ -120,7 +120,12 @@ impl Replica {
         let renamed = self.writes_to() == Name::Temporary;
         let at = self.arrived(toward);
         let after = self.lineage().after(toward, stamp.clone(), unsure, at);
+        let (before, mends) =
+            (self.lineage().nonce, self.lineage().epoch == Some(toward.epoch) && !toward.batch);
         self.advance(after, stamp.glance())?;
+        if mends {
+            self.stays_rewound(before, toward.stream);
+        }
         if renamed { self.forget_note() } else { Ok(()) }
     }
 

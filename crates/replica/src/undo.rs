@@ -315,6 +315,18 @@ impl Replica {
         }
     }
 
+    /// A repair has given another name to the state to which it was rewound.
+    pub(crate) fn stays_rewound(&mut self, before: Uuid, now: Uuid) {
+        let settings =
+            self.settings().filter(|settings| settings.rewound.is_some_and(|(to, _)| to == before));
+        let Some(settings) = settings else { return };
+        let rewound = settings.rewound.map(|(_, at)| (now, at));
+        let settings = Settings { rewound, ..settings.clone() };
+        // Where it cannot be written, the past ages as after a sync.
+        let _ = settings.store(self.state());
+        self.set_settings(Some(settings));
+    }
+
     fn has_past(&self) -> bool {
         self.has_past_of(self.lineage().nonce)
     }

@@ -122,7 +122,7 @@ fn a_year_of_syncs_costs_what_a_week_does() {
         let (before, after) = (mean(before), mean(after));
         assert!(after <= before * more, "{what}: {before} early, {after} late");
     }
-    assert!(late.memory <= early.memory * MORE, "memory: {} early, {} late", early.memory, late.memory);
+    assert!(late.memory <= early.memory * more, "memory: {} early, {} late", early.memory, late.memory);
     let (before, after) = (median(early.times), median(late.times));
     assert!(after <= before * more, "a sync took {before} s early, {after} s late");
 }
