@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use dsync_tests::far::Far;
 use dsync_tests::image::{self, BLOCK};
 use dsync_tests::mount::{Loop, Mount};
-use dsync_tests::{Run, Scene, Site, find, got, need, need_root, skipped};
+use dsync_tests::{Run, Scene, Site, find, got, need, need_root, skipped, until};
 use rustix::process::Signal;
 
 const MIB: u64 = 1 << 20;
@@ -262,6 +262,7 @@ fn what_runs_long_serves_the_metrics_of_the_status() {
     let serve = scene.site.dsync(["serve"]).arg(&scene.image).arg("--socket").arg(&nbd);
     let mut server = serve.args(["--metrics", "0"]).start();
     server.wait_to_say("serving vm");
+    until("its address is said", || server.stderr_so_far().contains("metrics on http://"));
     let place = port(&server.stderr_so_far());
     assert!(place.starts_with("127.0.0.1:"), "loopback, unless another is given: {place}");
     let status = || scene.site.dsync(["status", "--prometheus"]).ok().text();

@@ -23,9 +23,9 @@ fn mirror(scene: &Scene, replica: &Path, options: &[&str]) -> Run {
 
 /// Waits until the replica, or what lies in its journal, has grown out of what it was.
 fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
-    let until = Instant::now() + Duration::from_secs(60);
+    let until = Instant::now() + Duration::from_secs(180);
     while !done() {
-        assert!(Instant::now() < until, "waited for a minute: {what}");
+        assert!(Instant::now() < until, "waited for three minutes: {what}");
         std::thread::sleep(Duration::from_millis(5));
     }
 }
