@@ -915,7 +915,7 @@ fn a_disk_is_the_source_with_one_state_directory() {
     // If that is lost, the source is made anew.
     std::fs::remove_dir_all(&elsewhere).expect("a state directory");
     let told = far.site.dsync(["status", "--check"]).code(1).text();
-    assert!(told.contains("or its state directory is another one"), "{told}");
+    assert!(told.contains("or it was made with another state directory"), "{told}");
     far.run(&["promote"]).ok();
     assert_eq!(
         far.site.dsync(["status", "--check", &far.disk.display().to_string()]).output().status.code(),

@@ -463,7 +463,7 @@ fn a_repair_keeps_the_past() {
         image::copy(&scene.image, &copy);
         epochs.push((epoch, copy));
     }
-    let list = |scene: &Scene| moments(&rewind_here(&scene, &scene.replica, &[]).ok().summary());
+    let list = |scene: &Scene| moments(&rewind_here(scene, &scene.replica, &[]).ok().summary());
     let verify = |scene: &Scene, options: &[&str]| {
         let run = scene.site.dsync(["verify", "--json"]).args(options);
         run.args([&scene.image, &scene.replica])
@@ -502,7 +502,7 @@ fn a_repair_keeps_the_past() {
     damage(&scene);
     verify(&scene, &["--repair", "--commit", "in-place"]).code(4).says(&["the past of", "--keep none"]);
     let refused = scene.sync(&[]).code(4);
-    refused.says(&["the moments that --keep has kept are lost"]);
+    refused.says(&["either way, the moments kept by --keep are lost"]);
     let taken = scene.sync(&["--adopt"]).ok().summary();
     assert!(taken["warnings"].to_string().contains("its past is given up"), "{taken}");
     assert!(list(&scene).is_empty(), "{kept:?}");

@@ -240,9 +240,9 @@ pub(crate) enum Command {
         dsync verify --repair vm backup:/srv/vm.raw        send and commit what differs\n\n\
         The source may be served and in use: blocks changed since the replica's epoch are left out. Where those\n\
         are not known (the output says why), every difference is reported, including new changes.\n\
-        With --repair the replica keeps its epoch, and the moments that --keep has kept. One that others have\n\
-        changed, or that is not known to be one moment of its source, is brought to the present epoch instead,\n\
-        and its earlier moments are given up.\n\n\
+        With --repair the replica keeps its epoch, and the moments that --keep has kept. Where the source's changes\n\
+        since that epoch are not known, or others have changed the replica, it is brought to the present epoch\n\
+        instead, and its earlier moments are given up. With --range it always keeps its epoch.\n\n\
         Exit code 0: no differences, or all repaired. 5: differences. 1: something could not be read.")]
     Verify(Verify),
 

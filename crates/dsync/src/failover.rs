@@ -79,7 +79,7 @@ pub(crate) fn say_promotion(promotion: &Promotion, output: &Output) {
         ),
         false => format!(
             "  it belonged to the group {name}, whose other disks are still replicas: promote each of them by itself, or take this back with \"dsync \
-             demote\", and \"dsync promote --force --group {dir}\" takes all of them"
+             demote\" and run \"dsync promote --force --group {dir}\""
         ),
     });
 }
@@ -277,8 +277,8 @@ fn tell(
     let Some(released) = summary.released else {
         return Err(Failure::refused(format!(
             "{0} is demoted, with writes that {name} may not have. If {name} was not promoted, \"dsync promote --force {0}\" makes this the source again \
-             and loses nothing, and this command sends them then. If it was, or is to go on without them, promote it with --force, and sync from it, which \
-             overwrites them",
+             and loses nothing; then run this command again, which sends them. If it was promoted, sync from it; if it is to take over without them, \
+             promote it with --force first. Either overwrites them",
             summary.path.display()
         ))
         .into());

@@ -168,9 +168,10 @@ impl Demoting<'_> {
         let (_, name) = destination.place()?;
         let Some(released) = summary.released else {
             return Err(Failure::refused(format!(
-                "{path} is demoted, with writes that {name} may not have. If the group there was not promoted, \"dsync promote --force --group\" of the folder of \
-                 {path} makes this the source again and loses nothing, and this command sends them then. If it was, or is to go on without them, promote it \
-                 with --force, and sync from it, which overwrites them"
+                "{path} is demoted, with writes that {name} may not have. If the group there was not promoted, \"dsync promote --force --group {}\" \
+                 makes this the source again and loses nothing; then run this command again, which sends them. If it was promoted, sync from it; if it is \
+                 to take over without them, promote it with --force first. Either overwrites them",
+                summary.path.parent().unwrap_or(Path::new("/")).display()
             ))
             .into());
         };

@@ -125,7 +125,7 @@ fn refuse_sources(history: &GroupHistory, options: &Options) -> Result<()> {
             let shown = path.display();
             return Err(Failure::refused(format!(
                 "{shown} is a source, and only replicas keep moments: \"dsync status {shown}\" lists its replicas. To go back, run \"dsync \
-                 rewind --group\" on the group of those, and promote it in place of this one"
+                 rewind --group\" on their folder, and promote it in place of this one"
             ))
             .into());
         }
@@ -133,7 +133,7 @@ fn refuse_sources(history: &GroupHistory, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Refuses to call a moment the present one of disks that were the sources and were written to since.
+/// Refuses where former sources were written to after the moment: they are not at it.
 fn refuse_written(history: &GroupHistory, options: &Options) -> Result<()> {
     for path in &history.members {
         let bytes = replica::inspect(path, options)?.map_or(0, |lineage| lineage.unsure_bytes());

@@ -205,8 +205,8 @@ fn told(known: &KnownReplica, unsure: u64) -> (&'static str, Option<String>) {
                     let command = known.lineage.as_ref().map(|lineage| completion(&known.path, lineage));
                     let command = command.unwrap_or_else(|| format!("dsync promote {path}"));
                     format!(
-                        "its promotion was interrupted, or its state directory is another one (pass that with --state-dir): \"{command}\" \
-                         completes it"
+                        "its promotion was interrupted (\"{command}\" completes it), or it was made with another state directory (pass that with \
+                         --state-dir)"
                     )
                 }
                 false => "syncs to it are refused: \"dsync sync --adopt\" overwrites what was written".into(),

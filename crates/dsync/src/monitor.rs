@@ -365,7 +365,7 @@ fn of_past(known: &KnownReplica) -> Option<Problem> {
     let left = if known.past.is_empty { ", and none is kept since" } else { "" };
     let message = format!(
         "past is given up: what --keep had kept of {path} cannot be reached since {}{left}, because {}; what is synced from now on is \
-         kept again: where it was room that lacked, free some space there, or keep less",
+         kept again: if the reason is lack of space, free some there or keep less",
         device::moment(given_up.at),
         given_up.why
     );

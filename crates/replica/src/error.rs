@@ -182,7 +182,7 @@ fn mends(group: Option<&str>) -> String {
             "\"dsync sync --group {group} --adopt DIR\" compares all replicas of the group with their sources and overwrites what differs"
         ),
         None => "\"dsync verify --repair SRC DST\" overwrites what differs with the source and accepts the rest, as \"dsync sync --adopt \
-                 SRC DST\" does; the moments that --keep has kept are lost with either"
+                 SRC DST\" does; either way, the moments kept by --keep are lost"
             .into(),
     }
 }

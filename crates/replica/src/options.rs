@@ -39,8 +39,8 @@ pub struct Options {
     pub herald: Option<Herald>,
 }
 
-/// Is asked before a replica writes to a block device for the first time, and keeps it from that if it fails. What else the device is on
-/// its host can be told so: a device has no times by which that would be seen.
+/// Called before a replica first writes to a block device; if it fails, nothing is written. It lets the host mark other uses of the
+/// device, which has no times to show the write.
 #[derive(Clone)]
 pub struct Herald(Arc<Ask>);
 

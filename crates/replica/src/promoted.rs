@@ -56,8 +56,8 @@ pub fn to_promote_by(
 ) -> Result<Replica> {
     let none = || {
         ReplicaError::Refused(format!(
-            "there is no replica at {}: \"dsync status\" lists the replicas of this host; pass --state-dir if another state directory \
-             has received it, as that of a service may, or --journal-dir if its state is in a folder of its own",
+            "there is no replica at {}: \"dsync status\" lists the replicas of this host; pass --state-dir if it was \
+             received with another one, such as a service's, or --journal-dir if its state is in a folder of its own",
             path.display()
         ))
     };

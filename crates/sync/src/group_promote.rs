@@ -92,6 +92,9 @@ pub fn promote_group(
         return Ok(GroupPromotion { members, ..done });
     }
     let marks = group.promote(&mut replicas)?;
+    if let Some(place) = state.state_dir() {
+        replicas.iter_mut().for_each(|replica| drop(replica.made_in(&place)));
+    }
     // The same for all of them, also where the command is run again.
     let promotion = marks.iter().map(|mark| mark.id).min();
     let mut made = false;
@@ -105,9 +108,6 @@ pub fn promote_group(
         let _ = state.known().map(|known| known.remove(replica.path()));
     }
     group.end_promotion()?;
-    if let Some(place) = state.state_dir() {
-        replicas.iter_mut().for_each(|replica| drop(replica.made_in(&place)));
-    }
     match (made, members.first()) {
         (false, Some(first)) => Err(already(&first.path, first.term)),
         _ => Ok(GroupPromotion { members, ..done }),

@@ -113,11 +113,12 @@ pub fn promote(state: &dyn Site, path: &Path, options: &PromoteOptions) -> Resul
         None => replica.promote()?,
     };
     (promotion.term, promotion.bytes_ahead) = (mark.term, replica.status().unsure.bytes());
+    // For those who have another state directory, as the service may that received it: before the source is there, so that it never has
+    // two.
+    let _ = state.state_dir().map(|place| replica.made_in(&place));
     if !state.succeed(replica.path(), &succession(state, &replica, &outlook, mark, before.is_some())?)? {
         return Err(already(path, mark.term));
     }
-    // For those who have another state directory, as the service may that received it.
-    let _ = state.state_dir().map(|place| replica.made_in(&place));
     // Those of devices are found by their folders, and all by their lineage.
     let _ = state.known().map(|known| known.remove(replica.path()));
     Ok(promotion)
