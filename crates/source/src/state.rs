@@ -152,6 +152,11 @@ pub fn export_name(path: &Path) -> String {
     path.file_stem().map_or_else(|| "disk".into(), |s| s.to_string_lossy().into_owned())
 }
 
+/// A variable of the environment. An empty one is one that is not set.
+fn variable(name: &str) -> Option<std::ffi::OsString> {
+    std::env::var_os(name).filter(|value| !value.is_empty())
+}
+
 /// A device's path as one name.
 fn device_name(device: &Path) -> String {
     device.to_string_lossy().trim_start_matches('/').replace('/', "-")
@@ -160,8 +165,6 @@ fn device_name(device: &Path) -> String {
 impl StateDir {
     /// The given directory, else the one of `DSYNC_STATE_DIR`, else `/var/lib/dsync` for root, else the user's own.
     pub fn find(given: Option<&Path>) -> StateDir {
-        // An empty variable is one that is not set.
-        let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty());
         let root = match (given, variable("DSYNC_STATE_DIR")) {
             (Some(path), _) => path.to_path_buf(),
             (None, Some(path)) => path.into(),
@@ -172,7 +175,6 @@ impl StateDir {
 
     /// The one of this user, whatever is said.
     fn usual() -> PathBuf {
-        let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty());
         match variable("XDG_STATE_HOME") {
             _ if rustix::process::geteuid().is_root() => "/var/lib/dsync".into(),
             Some(path) => Path::new(&path).join("dsync"),
