@@ -202,21 +202,22 @@ impl Site for SimSite {
         Source::doubt_in(&self.folder_named(&place), &backing)
     }
 
-    fn recorded_since(
+    fn written_since(
         &self,
         place: &Path,
         about: &About,
         history: &History,
         into: &Bitmap,
-    ) -> Result<(), SourceError> {
+    ) -> Result<Option<String>, SourceError> {
         if let Some(server) = self.served.get(&name_of(&about.path)) {
             into.union_with(&server.source.dirty());
-            return Ok(());
+            return Ok(None);
         }
         let last = history.last().map_or(0, |last| last.number);
         let folder = self.folder_named(&place.to_string_lossy());
         TrackedDisk::add_recorded(&folder, last, about.block_size.into(), into)
-            .map_err(|error| SourceError::State { what: "read the records in", path: place.into(), error })
+            .map_err(|error| SourceError::State { what: "read the records in", path: place.into(), error })?;
+        Ok(Some("nothing records its writes".into()))
     }
 
     fn forget(&self, place: &Path, about: &About) -> Result<(), SourceError> {

@@ -71,7 +71,7 @@ pub use history::trail::{Step, Trail, leave_trail, note_step};
 pub use history::{EpochInfo, History, Position};
 pub use live::{Cut, CutOptions, FreezeMode, Live, RESIZED};
 pub use overwritten::overwritten;
-pub use peek::{doubt, lost, recorded_since, written_since};
+pub use peek::{doubt, lost, written_since};
 pub use source::{Backing, BatchChanges, Checkpoint, SharedView, Source, SourceOptions};
 pub use state::{About, StateDir, Survey, export_name};
 #[doc(hidden)]

@@ -28,20 +28,6 @@ pub fn lost(place: &Path, about: &About, history: &History) -> Result<Option<Str
     }
 }
 
-/// Adds to `into`, in blocks of the source's block size, what was recorded since the last epoch of its history while something wrote
-/// to it. Ends nothing and takes no lock.
-///
-/// # Errors
-/// If its server, its tracker or its state cannot be read.
-pub fn recorded_since(
-    place: &Path,
-    about: &About,
-    history: &History,
-    into: &Bitmap,
-) -> Result<(), SourceError> {
-    written_since(place, about, history, into).map(drop)
-}
-
 /// Why the disk of a source that no process holds may not be as the last command left it that did; `None` if it is. Changes nothing and
 /// takes no lock.
 ///

@@ -74,14 +74,14 @@ impl Site for StateDir {
         source::doubt(place, about)
     }
 
-    fn recorded_since(
+    fn written_since(
         &self,
         place: &Path,
         about: &About,
         history: &History,
         into: &Bitmap,
-    ) -> Result<(), SourceError> {
-        source::recorded_since(place, about, history, into)
+    ) -> Result<Option<String>, SourceError> {
+        source::written_since(place, about, history, into)
     }
 
     fn forget(&self, place: &Path, about: &About) -> Result<(), SourceError> {

@@ -135,6 +135,7 @@ fn written_after(
     if history.changes_since(&[position], about.block_size, &blocks).is_err() {
         return Ok(None);
     }
-    state.recorded_since(place, about, history, &blocks)?;
+    // What is not known is not counted.
+    state.written_since(place, about, history, &blocks)?;
     Ok(Some(blocks.count().saturating_mul(block_size)))
 }

@@ -77,17 +77,17 @@ pub trait Site: Sync {
     /// # Errors
     /// As there.
     fn doubt(&self, place: &Path, about: &About) -> Result<Option<String>, SourceError>;
-    /// As [`source::recorded_since`].
+    /// As [`source::written_since`].
     ///
     /// # Errors
     /// As there.
-    fn recorded_since(
+    fn written_since(
         &self,
         place: &Path,
         about: &About,
         history: &History,
         into: &Bitmap,
-    ) -> Result<(), SourceError>;
+    ) -> Result<Option<String>, SourceError>;
     /// As [`source::forget_source`].
     ///
     /// # Errors
