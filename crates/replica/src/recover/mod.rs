@@ -467,7 +467,12 @@ impl Replica {
         // A comparison may have been begun in doubt: what it replaces is then none of the source's states.
         let doubts = |header: &Header| header.method != Method::Tracked && !header.partial;
         let touched = match contents.segments.iter().any(|segment| doubts(&segment.header)) {
-            true => None,
+            true => {
+                if !self.options().doubt && self.settings().is_some() && self.has_past_of(self.nonce()) {
+                    self.give_up_past("a comparison was interrupted at its end, and may have been a repair");
+                }
+                None
+            }
             false => self.touched_of(ARRIVING, &contents)?,
         };
         if let Some(toward) = contents.segments.last().and_then(|s| Toward::of(&s.header)) {

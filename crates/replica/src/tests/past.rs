@@ -323,6 +323,25 @@ fn what_others_changed_ends_the_past() {
     assert_eq!(assert_moments(&source, &world, "after it"), [4]);
 }
 
+/// Whether it was a repair is not known by the command that completes it: the past ends, and that is said.
+#[test]
+fn a_comparison_that_was_cut_off_at_its_end_ends_the_past() {
+    let source = source();
+    let world = replica_after(Kind::File, &source, 3, &last(100), Commit::Journal);
+    let mut replica = world.open(&on()).unwrap();
+    assert_eq!(replica.history().unwrap().moments.len(), 3);
+    let mut header = source.header(4, 4, delta::Method::Compare);
+    (header.size_before, header.binds) = (replica.status().size, Some(replica.status().nonce));
+    let all = (0..source.size(4) / BLOCK).collect();
+    receive_part(&mut replica, &source.encode(&header, 4, &all), Commit::Journal, usize::MAX).unwrap();
+    drop(replica);
+    let mut replica = world.open(&on()).unwrap();
+    assert_eq!(assert_exact(&source, &world, &replica, "completed"), 4);
+    assert!(replica.history().unwrap().moments.is_empty());
+    let warnings = replica.take_warnings();
+    assert!(warnings.iter().any(|warning| warning.contains("its past is given up")), "{warnings:?}");
+}
+
 #[test]
 fn a_damaged_undo_delta_ends_the_past_behind_it() {
     let source = source();
