@@ -5,6 +5,7 @@
 //! command completes what a crash left in between.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use delta::{Epoch, Line};
 use device::WriteWatch;
@@ -40,6 +41,8 @@ pub struct DemoteOptions {
     pub journal_dir: Option<PathBuf>,
     /// How the source is opened.
     pub open: SourceOptions,
+    /// Watches the device since before what was written to it was found; without it, one that begins with the demotion.
+    pub watch: Option<Arc<WriteWatch>>,
 }
 
 /// What a demotion did.
@@ -101,7 +104,7 @@ pub fn demote(
         )));
     };
     let handle = state.attach(what, &options.open)?;
-    let watch = watch(&handle, options)?;
+    let watch = options.watch.clone().map_or_else(|| watch(&handle, options), |watch| Ok(Some(watch)))?;
     let found = follow(&handle, options, last_sync, progress);
     let about = handle.about().clone();
     handle.close()?;
@@ -127,10 +130,10 @@ pub fn demote(
 }
 
 /// Watches a device from now on, unless its user says that nothing else writes to it: it has no times that tell.
-fn watch(handle: &Handle, options: &DemoteOptions) -> Result<Option<WriteWatch>, SyncError> {
+pub(crate) fn watch(handle: &Handle, options: &DemoteOptions) -> Result<Option<Arc<WriteWatch>>, SyncError> {
     let identity = &handle.about().identity;
     let watches = identity.is_block() && !options.open.trust_device && !options.dry_run;
-    let watch = watches.then(|| WriteWatch::begin(identity)).transpose();
+    let watch = watches.then(|| WriteWatch::begin(identity).map(Arc::new)).transpose();
     watch.map_err(SyncError::io(format!("flush {}", identity.path.display())))
 }
 

@@ -5,14 +5,16 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use delta::Epoch;
+use device::WriteWatch;
 use replica::{Intent, Member};
-use source::{About, GroupHandle, Handle};
+use source::{About, GroupHandle, Handle, SourceOptions};
 use uuid::Uuid;
 
 use crate::attach::attach_group;
-use crate::demote::{DemoteOptions, DemoteSummary, demote, follow, in_common, written};
+use crate::demote::{DemoteOptions, DemoteSummary, demote, follow, in_common, watch, written};
 use crate::ended::{Ended, Ending, promotion_of};
 use crate::error::SyncError;
 use crate::group::GroupSummary;
@@ -43,8 +45,7 @@ pub fn demote_group(
     if let (Some(dir), false) = (&options.save, options.dry_run) {
         make_folder(dir)?;
     }
-    // What was synced and planned by this command has been held until then.
-    let mut seen = options.clone();
+    let mut watches = Watches::new();
     let mut ending = Ending::open(state, name)?;
     let mut ended = ending.disks(state)?;
     let unfinished = ended.iter().any(|disk| disk.is_source);
@@ -57,12 +58,16 @@ pub fn demote_group(
     let another = !unfinished && !state.group_members(name)?.is_empty();
     if ended.is_empty() || another {
         let group = attach_group(state, name, &options.open)?;
-        let planned = plan(state, &group, options, last_sync, progress);
-        let planned = match planned {
-            // The sources are held until it is there: nobody serves one in between.
-            Ok((summaries, intent)) if !options.dry_run => ending.begin(intent).map(|()| summaries),
-            planned => planned.map(|(summaries, _)| summaries),
-        };
+        let planned = watch_all(&group, options).and_then(|begun| {
+            watches = begun;
+            let (summaries, intent) = plan(state, &group, options, last_sync, progress)?;
+            if !options.dry_run {
+                all_still(&watches)?;
+                // The sources are held until it is there: nobody serves one in between.
+                ending.begin(intent)?;
+            }
+            Ok(summaries)
+        });
         let closed = group.close();
         let summaries = planned?;
         closed?;
@@ -70,16 +75,14 @@ pub fn demote_group(
             return Ok(summaries);
         }
         ended = ending.disks(state)?;
-        seen.open.trust_device = true;
     } else if options.dry_run {
         return Err(SyncError::Refused(format!(
             "the disks of the group {name} are demoted already: without -n the command tells the replicas again that they can take over"
         )));
     }
-    let options = &seen;
     if !options.discard {
         for disk in ended.iter().filter(|disk| disk.is_source) {
-            still_known(state, name, disk, options)?;
+            still_known(state, name, disk, &opening(&disk.path, &watches, options))?;
         }
     }
     let mut summaries = Vec::new();
@@ -91,13 +94,42 @@ pub fn demote_group(
             since: Some(given.map_or_else(|| disk.epoch.number.to_string(), |(_, epoch)| epoch.clone())),
             discard: save.is_none(),
             save,
-            open: options.open.clone(),
+            open: opening(&disk.path, &watches, options),
+            watch: watches.get(&disk.path).cloned(),
             ..DemoteOptions::default()
         };
         summaries.push(demote(state, &disk.path.to_string_lossy(), &how, None, progress)?);
     }
     afterwards(&summaries)?;
     Ok(summaries)
+}
+
+/// Those of the members that are block devices, by their paths.
+type Watches = BTreeMap<PathBuf, Arc<WriteWatch>>;
+
+/// Watches the block devices of a group, unless their user says that nothing else writes to them.
+fn watch_all(group: &GroupHandle, options: &DemoteOptions) -> Result<Watches, SyncError> {
+    let mut watches = Watches::new();
+    for handle in group.members() {
+        watches.extend(watch(handle, options)?.map(|watch| (handle.about().path.clone(), watch)));
+    }
+    Ok(watches)
+}
+
+/// Refuses a demotion for which not all was seen that was written. Nothing is decided yet.
+fn all_still(watches: &Watches) -> Result<(), SyncError> {
+    let Some((path, _)) = watches.iter().find(|(_, watch)| !watch.is_still()) else { return Ok(()) };
+    Err(SyncError::Refused(format!(
+        "{} was written to while it was demoted: stop what writes to it, and run the command again",
+        path.display()
+    )))
+}
+
+/// How the source at a path is opened again. The record of a device is believed as long as nothing has written to that since it was
+/// watched.
+fn opening(path: &Path, watches: &Watches, options: &DemoteOptions) -> SourceOptions {
+    let is_still = watches.get(path).is_some_and(|watch| watch.is_still());
+    SourceOptions { trust_device: options.open.trust_device || is_still, ..options.open.clone() }
 }
 
 /// Makes the folder that what was written is saved in, in one that is there.
@@ -112,7 +144,7 @@ fn make_folder(dir: &Path) -> Result<(), SyncError> {
 
 /// Refuses to carry a demotion out where a disk may have been written to since it was decided: nothing would say what is given up, and
 /// nothing has saved it.
-fn still_known(state: &dyn Site, name: &str, disk: &Ended, options: &DemoteOptions) -> Result<(), SyncError> {
+fn still_known(state: &dyn Site, name: &str, disk: &Ended, open: &SourceOptions) -> Result<(), SyncError> {
     let what = disk.path.to_string_lossy();
     let is_done = || {
         let lineage = state.lineage(&disk.path, &state.opening(None))?;
@@ -122,7 +154,7 @@ fn still_known(state: &dyn Site, name: &str, disk: &Ended, options: &DemoteOptio
     if !state.exists(&disk.path) || is_done()? {
         return Ok(());
     }
-    let handle = state.attach(&what, &options.open)?;
+    let handle = state.attach(&what, open)?;
     let written = written(&handle, &disk.epoch);
     handle.close()?;
     let Err(why) = written? else { return Ok(()) };
