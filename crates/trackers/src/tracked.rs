@@ -911,3 +911,6 @@ impl Drop for TrackedQueue {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
