@@ -576,6 +576,27 @@ fn a_group_switches_without_a_disk_that_was_taken_out() {
     image::assert_equal(&two.images[0], &two.replicas()[0]);
 }
 
+/// One disk of a group is not demoted by itself: its replica could not take over with the others.
+#[test]
+fn a_member_is_not_demoted_alone() {
+    let mut two = Two::new("a member is demoted");
+    two.sync(&[]).ok();
+    two.stop();
+    let (disk, replica) = (two.images[1].display().to_string(), two.replicas()[1].display().to_string());
+    let words = ["log.raw is in the group db", "dsync demote --group db", "dsync forget --group db"];
+    for arguments in
+        [&["demote", &disk, &replica][..], &["demote", "--discard", &disk], &["demote", "-n", &disk]]
+    {
+        two.command(arguments).code(4).says(&words);
+    }
+    let dir = two.dir();
+    two.command(&["demote", "--group", "db", &dir]).ok();
+    two.command(&["promote", "--group", &dir]).ok();
+    for (image, replica) in two.images.iter().zip(two.replicas()) {
+        image::assert_equal(image, &replica);
+    }
+}
+
 /// Two hosts have groups of one name: each commit in one folder would leave out the disks of the other.
 #[test]
 fn two_groups_of_one_name_do_not_share_a_folder() {

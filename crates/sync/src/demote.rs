@@ -12,7 +12,7 @@ use device::WriteWatch;
 use extents::Bitmap;
 use replica::{Demoted, Demotion, Lineage, Released, Replica, UnsureSet};
 use serde::Serialize;
-use source::{About, Handle, History, SourceError, SourceOptions};
+use source::{About, Handle, History, Membership, SourceError, SourceOptions};
 use uuid::Uuid;
 
 use crate::error::SyncError;
@@ -89,6 +89,18 @@ pub fn demote(
     last_sync: Option<LastSync<'_>>,
     progress: Progress<'_>,
 ) -> Result<DemoteSummary, SyncError> {
+    demote_if(state, what, options, last_sync, progress, &|place, path| refuse_member(state, place, path))
+}
+
+/// The same, if nothing speaks against it for the source whose state is in this folder, at this path, and that is no replica yet.
+pub(crate) fn demote_if(
+    state: &dyn Site,
+    what: &str,
+    options: &DemoteOptions,
+    last_sync: Option<LastSync<'_>>,
+    progress: Progress<'_>,
+    admit: &dyn Fn(&Path, &Path) -> Result<(), SyncError>,
+) -> Result<DemoteSummary, SyncError> {
     let known = state.source(what)?;
     let path = known.as_ref().map_or_else(|| PathBuf::from(what), |(_, about)| about.path.clone());
     let path = state.real(&path);
@@ -103,6 +115,7 @@ pub fn demote(
             "{what} is not a source: \"dsync status\" lists them; an interrupted promotion is completed by \"dsync promote {what}\""
         )));
     };
+    admit(&place, &path)?;
     let handle = state.attach(what, &options.open)?;
     let watch = options.watch.clone().map_or_else(|| watch(&handle, options), |watch| Ok(Some(watch)))?;
     let found = follow(&handle, options, last_sync, progress);
@@ -127,6 +140,22 @@ pub fn demote(
     state.forget(&place, &about)?;
     summary.released = released(summary.term, &demotion);
     Ok(summary)
+}
+
+/// Refuses a member of a group whose disks are all sources together: without it their replicas could not take over. What is left of a group of which
+/// some were promoted is demoted one by one.
+fn refuse_member(state: &dyn Site, place: &Path, path: &Path) -> Result<(), SyncError> {
+    let folder = state.folder(place).map_err(SyncError::io(format!("open {}", place.display())))?;
+    let Some(group) = Membership::read(&*folder)? else { return Ok(()) };
+    let members = state.group_members(&group.name)?;
+    if members.len() < 2 || source::check_promotion(&group.name, &members).is_err() {
+        return Ok(());
+    }
+    let (name, path) = (&group.name, path.display());
+    Err(SyncError::Refused(format!(
+        "{path} is in the group {name}, whose disks take over together: demote all of them with \"dsync demote --group {name}\", or take this one \
+         out first, with \"dsync forget --group {name} {path}\""
+    )))
 }
 
 /// Watches a device from now on, unless its user says that nothing else writes to it: it has no times that tell.

@@ -14,7 +14,7 @@ use source::{About, GroupHandle, Handle, SourceOptions};
 use uuid::Uuid;
 
 use crate::attach::attach_group;
-use crate::demote::{DemoteOptions, DemoteSummary, demote, follow, in_common, watch, written};
+use crate::demote::{DemoteOptions, DemoteSummary, demote_if, follow, in_common, watch, written};
 use crate::ended::{Ended, Ending, promotion_of};
 use crate::error::SyncError;
 use crate::group::GroupSummary;
@@ -98,7 +98,7 @@ pub fn demote_group(
             watch: watches.get(&disk.path).cloned(),
             ..DemoteOptions::default()
         };
-        summaries.push(demote(state, &disk.path.to_string_lossy(), &how, None, progress)?);
+        summaries.push(demote_if(state, &disk.path.to_string_lossy(), &how, None, progress, &|_, _| Ok(()))?);
     }
     afterwards(&summaries)?;
     Ok(summaries)
