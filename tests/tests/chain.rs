@@ -378,8 +378,8 @@ impl Sites {
         let moments = listed.summary()["moments"].as_array().cloned().unwrap_or_default();
         if !moments.is_empty() {
             let moment = &moments[random.below(moments.len() as u64) as usize];
-            let to = number(&moment["epoch"], "number").to_string();
-            settled(|| host.run(&["rewind", "--to", &to]).output());
+            let to = moment["state"].as_str().expect("a state");
+            settled(|| host.run(&["rewind", "--to", to]).output());
         }
     }
 }

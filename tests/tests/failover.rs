@@ -1282,6 +1282,50 @@ fn a_range_of_a_former_source_is_not_repaired_alone() {
     equal(&near, &far);
 }
 
+/// Both branches count on from one number: no moment is chosen silently.
+#[test]
+fn a_number_that_two_branches_share_is_refused() {
+    let mut random = Random::new("one number of two branches");
+    let (a, b) = pair(16 * MIB, &mut random);
+    let r = Host::new();
+    let common = number(&a.sync(&r, &["--keep-last", "20"]).ok().summary(), "epoch");
+    let mut before = Vec::new();
+    for block in 0..8 {
+        a.write([block], &mut random);
+        let epoch = number(&a.sync(&r, &[]).ok().summary(), "epoch");
+        before.push((epoch, r.copy(&format!("{block}.raw"))));
+    }
+    b.force();
+    r.run(&["rewind", "--to", &common.to_string()]).ok();
+    for block in 100..105 {
+        b.write([block], &mut random);
+        b.sync(&r, &[]).ok();
+    }
+    let present = r.copy("present.raw");
+    let listed = r.run(&["rewind", "--json"]).ok().summary();
+    let moments = listed["moments"].as_array().expect("moments");
+    let epoch =
+        |moment: &serde_json::Value| (number(&moment["epoch"], "number"), moment["epoch"]["id"].to_string());
+    let (now, id) = epoch(&listed);
+    // Of the present state and of an earlier one, and of two earlier ones.
+    let earlier = moments.iter().map(epoch).find(|(number, _)| before.iter().any(|(old, _)| old == number));
+    for shared in [now, earlier.expect("a number of both").0] {
+        let ids = moments.iter().chain([&listed]).map(epoch).filter(|(number, _)| *number == shared);
+        let ids: Vec<String> = ids.map(|(_, id)| id.trim_matches('"').to_owned()).collect();
+        assert_eq!(ids.len(), 2, "{listed}");
+        let way = "by its id or its time";
+        refused([&r, &a], r.run(&["rewind", "--to", &shared.to_string()]), &[&ids[0], &ids[1], way]);
+        tells(&r.run(&["rewind"]).ok(), &[&format!("(--to {})", ids[0])]);
+    }
+    r.run(&["rewind", "--to", id.trim_matches('"')]).ok();
+    image::assert_equal(&present, &r.disk);
+    let (_, id) = moments.iter().map(epoch).find(|(number, _)| *number == now).expect("a moment");
+    r.run(&["rewind", "--to", id.trim_matches('"')]).ok();
+    let (_, then) = before.iter().find(|(epoch, _)| *epoch == now).expect("an epoch of both");
+    image::assert_equal(then, &r.disk);
+    r.run(&["rewind", "--to", "00000000-0000-0000-0000-000000000000"]).code(4).says(&["no moment with id"]);
+}
+
 /// A moment of another branch does not become one of the branch that the replica follows.
 #[test]
 fn a_moment_of_another_branch_stays_one() {

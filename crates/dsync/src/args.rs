@@ -1099,9 +1099,9 @@ pub(crate) struct Rewind {
     /// Bring all replicas of the group in this folder back to a common epoch, or list those that were kept
     #[arg(long, conflicts_with = "journal_dir")]
     pub group: bool,
-    /// Moment to go back to: an epoch (with "+", the state ahead of it that a rewind left), a time in UTC, or how long ago;
-    /// omit it to list the moments
-    #[arg(long, value_name = "EPOCH|TIME")]
+    /// Moment to go back to: an epoch (with "+", the state ahead of it that a rewind left), an id where several have that number, a
+    /// time in UTC, or how long ago; omit it to list the moments
+    #[arg(long, value_name = "EPOCH|ID|TIME")]
     pub to: Option<String>,
     /// Print what would be done, and change nothing
     #[arg(short = 'n', long, requires = "to")]

@@ -13,7 +13,7 @@ use crate::args;
 use crate::failure::Failure;
 use crate::location;
 use crate::output::Output;
-use crate::rewind::{self, pick};
+use crate::rewind::{self, Point, pick};
 use crate::units;
 
 /// The moments, for JSON.
@@ -44,11 +44,17 @@ struct Rewound {
 /// The common epoch that is meant; `None` if it is the present one.
 pub(crate) fn choose_common(history: &GroupHistory, to: &str) -> Result<Option<GroupMoment>, Failure> {
     let there = history.apart.is_empty();
-    let present = (there.then_some(history.present.epoch.number), there.then_some(history.present.at));
-    let moments: Vec<_> =
-        history.moments.iter().map(|moment| (Some(moment.epoch.number), moment.at)).collect();
+    let point = |moment: &GroupMoment| Point {
+        epoch: Some(moment.epoch),
+        ahead: false,
+        state: None,
+        at: Some(moment.at),
+    };
+    let nowhere = Point { epoch: None, ahead: false, state: None, at: None };
+    let present = if there { point(&history.present) } else { nowhere };
+    let moments: Vec<Point> = history.moments.iter().map(point).collect();
     let list = format!("dsync rewind --group {}", history.dir.display());
-    let found = pick(to, present, &moments, &list)?;
+    let found = pick(to, &present, &moments, &list)?;
     Ok(found.and_then(|at| history.moments.get(at)).cloned())
 }
 

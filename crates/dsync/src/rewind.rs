@@ -1,9 +1,11 @@
 //! `dsync rewind`: the moments of a replica, and going back to one.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Result, bail};
+use delta::Epoch;
 use replica::{History, Moment, Options};
 use serde::Serialize;
 use source::{SourceError, StateDir};
@@ -124,60 +126,141 @@ fn refuse_others(path: &Path, options: &Options, state: &StateDir) -> Result<()>
     .into())
 }
 
-/// The moment that is meant: of an epoch, of a state ahead of it (`2+`), or the last one that is not later than a time. `None` if it
-/// is the present state.
+/// The moment that is meant: of an epoch, of a state ahead of it (`2+`), of an id, or the last one that is not later than a time. `None`
+/// if it is the present state.
 pub(crate) fn choose(path: &Path, history: &History, to: &str) -> Result<Option<Moment>, Failure> {
-    let present = (history.epoch.filter(|_| !history.ahead).map(|epoch| epoch.number), history.at);
-    if let Some(number) = to.strip_suffix('+').and_then(|epoch| epoch.parse::<u64>().ok()) {
-        if history.ahead && history.epoch.is_some_and(|epoch| epoch.number == number) {
-            return Ok(None);
-        }
-        let found = history.moments.iter().find(|moment| moment.ahead && moment.epoch.number == number);
-        return found.cloned().map(Some).ok_or_else(|| {
-            Failure::refused(format!(
-                "no moment ahead of epoch {number} was kept: \"dsync rewind {}\" lists those that were",
-                path.display()
-            ))
-        });
-    }
-    let of = |moment: &Moment| (Some(moment.epoch.number).filter(|_| !moment.ahead), moment.at);
-    let moments: Vec<_> = history.moments.iter().map(of).collect();
-    let found = pick(to, present, &moments, &format!("dsync rewind {}", path.display()))?;
+    let moments: Vec<Point> = history.moments.iter().map(Point::of).collect();
+    let found = pick(to, &Point::present(history), &moments, &format!("dsync rewind {}", path.display()))?;
     Ok(found.and_then(|at| history.moments.get(at)).cloned())
 }
 
-/// The same of the numbers and times of the present state and of earlier ones, the latest first; one that is ahead of its epoch has no
-/// number. `list` is the command that lists them.
+/// A moment, or the present state, as [`pick`] sees it.
+#[derive(Debug)]
+pub(crate) struct Point {
+    /// `None` for an incomplete replica.
+    pub epoch: Option<Epoch>,
+    /// It is after that epoch.
+    pub ahead: bool,
+    /// Names the state of a single replica.
+    pub state: Option<Uuid>,
+    pub at: Option<u64>,
+}
+
+impl Point {
+    fn of(moment: &Moment) -> Point {
+        let Moment { at, epoch, ahead, state, .. } = *moment;
+        Point { epoch: Some(epoch), ahead, state: Some(state), at: Some(at) }
+    }
+
+    fn present(history: &History) -> Point {
+        let History { epoch, ahead, state, at, .. } = *history;
+        Point { epoch, ahead, state: Some(state), at }
+    }
+
+    /// What tells it from others of the same number: those of one epoch are the same content, those ahead of it need not be.
+    fn id(&self) -> Option<Uuid> {
+        if self.ahead { self.state } else { self.epoch.map(|epoch| epoch.id) }
+    }
+
+    /// True if `other` has the same number, and is another moment.
+    fn is_confused_with(&self, other: &Point) -> bool {
+        let number = |point: &Point| point.epoch.map(|epoch| (epoch.number, point.ahead));
+        number(self) == number(other) && self.id() != other.id()
+    }
+}
+
+/// The exact name of a moment.
+#[derive(Debug, Clone, Copy)]
+enum Name {
+    Epoch(u64),
+    Ahead(u64),
+    Id(Uuid),
+}
+
+impl Name {
+    /// `None` for what is to be a time.
+    fn parse(to: &str) -> Option<Name> {
+        let ahead = to.strip_suffix('+').and_then(|epoch| epoch.parse().ok()).map(Name::Ahead);
+        let epoch = || to.parse().ok().map(Name::Epoch);
+        ahead.or_else(epoch).or_else(|| Uuid::try_parse(to).ok().map(Name::Id))
+    }
+
+    fn is_of(self, point: &Point) -> bool {
+        let number = |ahead| point.epoch.filter(|_| point.ahead == ahead).map(|epoch| epoch.number);
+        match self {
+            Name::Epoch(epoch) => number(false) == Some(epoch),
+            Name::Ahead(epoch) => number(true) == Some(epoch),
+            Name::Id(id) => point.id() == Some(id) || point.state == Some(id),
+        }
+    }
+}
+
+impl fmt::Display for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Name::Epoch(number) => write!(f, "of epoch {number}"),
+            Name::Ahead(number) => write!(f, "ahead of epoch {number}"),
+            Name::Id(id) => write!(f, "with id {id}"),
+        }
+    }
+}
+
+/// The same of the present state and of earlier ones, the latest first. `list` is the command that lists them.
 pub(crate) fn pick(
     to: &str,
-    (present, at): (Option<u64>, Option<u64>),
-    moments: &[(Option<u64>, u64)],
+    present: &Point,
+    moments: &[Point],
     list: &str,
 ) -> Result<Option<usize>, Failure> {
     let refuse = |what: String| {
         Failure::refused(format!("no moment {what} was kept: \"{list}\" lists those that were"))
     };
-    if let Ok(number) = to.parse::<u64>() {
-        if present == Some(number) {
+    if let Some(name) = Name::parse(to) {
+        let mut meant: Vec<&Point> = Vec::new();
+        for point in [present].into_iter().chain(moments).filter(|point| name.is_of(point)) {
+            if !meant.iter().any(|other| other.id() == point.id()) {
+                meant.push(point);
+            }
+        }
+        if meant.len() > 1 {
+            return Err(ambiguous(name, &meant));
+        }
+        if name.is_of(present) {
             return Ok(None);
         }
-        let found = moments.iter().position(|(epoch, _)| *epoch == Some(number));
-        return found.map(Some).ok_or_else(|| refuse(format!("of epoch {number}")));
+        let found = moments.iter().position(|point| name.is_of(point));
+        return found.map(Some).ok_or_else(|| refuse(name.to_string()));
     }
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
     let time = units::parse_moment(to, now).map_err(Failure::usage)?;
-    let found = moments.iter().position(|(_, at)| *at <= time);
-    let is_later = |(epoch, at): &(Option<u64>, u64), than: u64| {
+    let not_later = |point: &Point| point.at.filter(|at| *at <= time);
+    let found = moments.iter().position(|point| not_later(point).is_some());
+    let is_later = |point: &Point, than: u64| {
         // Of one second, the state ahead of an epoch is the later one.
-        *at > than || *at == than && epoch.is_none() && present.is_some()
+        let ahead = point.ahead && present.epoch.is_some() && !present.ahead;
+        point.at.is_some_and(|at| at > than || at == than && ahead)
     };
     let later = |found: usize, than| moments.get(found).is_some_and(|moment| is_later(moment, than));
-    match (at.filter(|at| *at <= time), found) {
+    match (not_later(present), found) {
         (Some(present), Some(found)) if later(found, present) => Ok(Some(found)),
         (Some(_), _) => Ok(None),
         (None, Some(found)) => Ok(Some(found)),
         (None, None) => Err(refuse(format!("of {} or before", device::moment(time)))),
     }
+}
+
+/// Where a replica was promoted, both sources count on from one number; a replica that has followed both keeps moments of both.
+fn ambiguous(name: Name, meant: &[&Point]) -> Failure {
+    let times: Vec<u64> = meant.iter().map(|point| point.at.unwrap_or(0)).collect();
+    let each = meant.iter().zip(device::moments(&times)).map(|(point, at)| {
+        let at = if point.at.is_some() { at } else { "at an unknown time".into() };
+        point.id().map_or(at.clone(), |id| format!("{id} ({at})"))
+    });
+    let each: Vec<String> = each.collect();
+    Failure::refused(format!(
+        "several moments {name} were kept: {}; name the one that is meant by its id or its time",
+        each.join(", ")
+    ))
 }
 
 /// Lists the moments.
@@ -196,14 +279,21 @@ fn list(path: &Path, history: &History, output: &Output) {
         false => format!("keeps {}", history.keep),
     };
     output.say(&format!("replica {}: {at}; {keeps}", path.display()));
-    for (moment, at) in history.moments.iter().zip(&times) {
+    let points: Vec<Point> =
+        [Point::present(history)].into_iter().chain(history.moments.iter().map(Point::of)).collect();
+    for ((moment, at), point) in history.moments.iter().zip(&times).zip(&points[1..]) {
         let fuzzy = if moment.fuzzy { ", fuzzy" } else { "" };
         let number = moment.epoch.number;
         let epoch = match moment.ahead {
-            true => format!("ahead of epoch {number} (--to {number}+)"),
+            true => format!("ahead of epoch {number}"),
             false => format!("epoch {number}"),
         };
-        output.say(&format!("  {at}  {epoch}{fuzzy}, {}", units::size(moment.bytes)));
+        let to = match point.id().filter(|_| points.iter().any(|other| point.is_confused_with(other))) {
+            Some(id) => format!(" (--to {id})"),
+            None if moment.ahead => format!(" (--to {number}+)"),
+            None => String::new(),
+        };
+        output.say(&format!("  {at}  {epoch}{to}{fuzzy}, {}", units::size(moment.bytes)));
     }
     output.summary(&Listed { kind: "past", path, history });
 }
