@@ -1282,6 +1282,28 @@ fn a_range_of_a_former_source_is_not_repaired_alone() {
     equal(&near, &far);
 }
 
+/// Neither a copy that was never to be made nor its failure is told of.
+#[test]
+fn a_mistyped_replica_of_a_demotion_leaves_no_trace() {
+    let mut random = Random::new("a mistyped replica");
+    let (near, far) = pair(8 * MIB, &mut random);
+    let wrong = far.site.path("wrong.raw");
+    let mistyped = || near.run(&["demote"]).arg(&wrong);
+    mistyped().code(4).says(&["that could take over"]);
+    let told = near.site.dsync(["status"]).ok().text();
+    assert!(!told.contains("wrong.raw"), "{told}");
+    // Nor of a sync.
+    near.site
+        .dsync(["sync", "--method", "tracked"])
+        .arg(&near.disk)
+        .arg(&wrong)
+        .code(4)
+        .says(&["no replica at"]);
+    let told = near.site.dsync(["status"]).ok().text();
+    assert!(!told.contains("wrong.raw"), "{told}");
+    near.towards(&far, &["demote"]).ok();
+}
+
 /// Both branches count on from one number: no moment is chosen silently.
 #[test]
 fn a_number_that_two_branches_share_is_refused() {

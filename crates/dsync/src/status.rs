@@ -327,7 +327,13 @@ pub(crate) fn first_copy(tally: &Tally) -> String {
             0 => "is under way".to_owned(),
             total => format!("is under way, {} of {}", units::size(work.bytes_done), units::size(total)),
         },
-        (None, Some(failed)) => format!("failed on {}: {}", device::moment(failed.time), failed.message),
+        (None, Some(failed)) => {
+            format!(
+                "is not complete: the last attempt failed on {}: {}",
+                device::moment(failed.time),
+                failed.message
+            )
+        }
         _ => "was interrupted: run it again".to_owned(),
     }
 }

@@ -173,8 +173,8 @@ impl<'a> GroupSession<'a> {
         for handle in self.group.members() {
             self.statuses.push(newest_known(handle, Status::hear(self.receiver)?)?);
         }
-        self.accounts.iter().for_each(Account::opened);
         let choices = self.choose_all()?;
+        self.accounts.iter().for_each(Account::opened);
         let mut done = GroupSummary {
             kind: "group",
             group: self.group.name().to_owned(),
@@ -311,7 +311,7 @@ impl<'a> GroupSession<'a> {
             }
             let (traffic, began) = (self.sender.traffic(), Instant::now());
             let before = (traffic.sent(), traffic.received());
-            let summary = bring(handle, &self.transfer(at, false), status.clone());
+            let summary = bring(handle, &self.transfer(at, false), status.clone(), || ());
             let mut summary = summary.map_err(|error| of_member(handle, error))?;
             summary.bytes_sent = traffic.sent() - before.0;
             summary.bytes_received = traffic.received() - before.1;

@@ -65,11 +65,10 @@ pub(crate) fn push_over(
         let replica = replica_for_sync(destination, options).beside(handle.about());
         let (began, traffic) = (Instant::now(), sender.traffic());
         let status = open(sender, receiver, &replica, options.bwlimit.as_ref())?;
-        account.opened();
         let in_place = status.in_place;
         let totals = Totals::new(&progress);
         let transfer = Transfer { sender, receiver, name, options, totals, in_place, member: (0, false) };
-        let mut summary = bring(handle, &transfer, status)?;
+        let mut summary = bring(handle, &transfer, status, || account.opened())?;
         summary.cost(&traffic, began);
         Ok(summary)
     })();
@@ -86,8 +85,14 @@ pub(crate) fn push_over(
     })
 }
 
-/// A sync, from the replica's status to the commit.
-pub(crate) fn bring(handle: &Handle, transfer: &Transfer<'_>, status: Status) -> Result<Summary, SyncError> {
+/// A sync, from the replica's status to the commit. `begun` is called once it is known that it is not refused: nothing is kept of a first
+/// copy that never was.
+pub(crate) fn bring(
+    handle: &Handle,
+    transfer: &Transfer<'_>,
+    status: Status,
+    begun: impl FnOnce(),
+) -> Result<Summary, SyncError> {
     let (name, options) = (transfer.name, transfer.options);
     let status = newest_known(handle, status)?;
     let mut summary = Summary::new(handle.about(), name, options.dry_run);
@@ -102,6 +107,7 @@ pub(crate) fn bring(handle: &Handle, transfer: &Transfer<'_>, status: Status) ->
         estimate(handle, choice, &status, options, &mut summary)?;
         return Ok(summary);
     }
+    begun();
     let bookmark = bookmark(name, &status, &options.way);
     let prepared = match handle.live() {
         None => at_view(handle, choice, status, options)?,
