@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use replica::KnownReplica;
 use source::{LastFailure, StateDir, Tally};
+use sync::Site;
 
 use crate::args::{Cli, Command};
 use crate::location::{Ends, Location};
@@ -57,8 +58,12 @@ impl Fetch {
         let name = Fetch::name(source, replica);
         let Tally { syncs, failed, fetched, .. } = Tally::read(&state.fetches_folder(), &name);
         let has_epoch = here.and_then(|here| here.lineage.as_ref()?.epoch).is_some();
-        // One that was made by hand, or by an earlier version, is only judged by itself until the job fails.
-        let made = has_epoch && (syncs > 0 || failed.is_none());
+        // One that was made by hand, or by an earlier version, which kept no record, is only judged by itself and by the job's last run. It
+        // is another source's if a record says that the replica was fetched from that.
+        let of_replica = format!(" {replica}");
+        let is_recorded = |tally: &Tally| tally.syncs > 0 && tally.replica.ends_with(&of_replica);
+        let is_of_another = || Tally::all(&state.fetches_folder()).iter().any(is_recorded);
+        let made = has_epoch && (syncs > 0 || failed.is_none() || !is_of_another());
         let committed = here.and_then(|here| here.written).map(|nanoseconds| nanoseconds / 1_000_000_000);
         let failed =
             failed.filter(|failed| syncs == 0 || fetched.is_none_or(|fetched| failed.time >= fetched));
@@ -84,6 +89,14 @@ impl Known<'_> {
         };
         let mut replicas = self.replicas.iter().filter(is_it);
         replicas.any(|replica| replica.lineage.as_ref().is_some_and(|lineage| lineage.source.is_some()))
+    }
+
+    /// True if the sources of this group were demoted: its job waits for the day on which they are sources again.
+    fn is_demoted(&self, group: &str, state: &StateDir) -> Result<bool> {
+        let endings = state.endings()?;
+        let mut paths =
+            endings.iter().filter(|ended| ended.group == group).flat_map(|ended| ended.members.keys());
+        Ok(paths.any(|path| self.is_replica(&path.to_string_lossy())))
     }
 }
 
@@ -175,7 +188,7 @@ fn of_job(name: &str, cli: &Cli, known: &Known<'_>, state: &StateDir) -> Result<
             let replica = folder.within(Path::new(member.path.file_name().unwrap_or_default()));
             copies.extend(of_source(copy(&path, &remembered(&replica)?), &path, known, state));
         }
-        return Ok(match copies.is_empty() && !known.is_part {
+        return Ok(match copies.is_empty() && !known.is_part && !known.is_demoted(aim.source, state)? {
             true => vec![copy(&format!("group {}", aim.source), &folder.name)],
             false => copies,
         });

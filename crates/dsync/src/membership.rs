@@ -104,25 +104,24 @@ pub(crate) struct Apart {
 /// The groups in the folders of these replicas whose replicas are not of one moment, or of which a part was promoted.
 pub(crate) fn apart(replicas: &[KnownReplica], state: &StateDir) -> Vec<Apart> {
     let parents: BTreeSet<&Path> = replicas.iter().filter_map(|replica| replica.path.parent()).collect();
-    let mut found = Vec::new();
+    let mut suspects: Vec<(&Path, PathBuf, String)> = Vec::new();
     for dir in parents {
         for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
             let name = entry.file_name();
             let name = name.to_str().and_then(|name| name.strip_prefix('.')?.strip_suffix(".dsync-group"));
-            // Where a commit is under way, the next look finds it done.
-            let why = name.and_then(|_| parted(dir, &entry.path(), state)).and_then(|_| {
-                std::thread::sleep(COMMITTING);
-                parted(dir, &entry.path(), state)
-            });
-            found.extend(name.zip(why).map(|(name, (why, in_part))| Apart {
-                name: name.to_owned(),
-                dir: dir.into(),
-                why,
-                in_part,
-            }));
+            let name = name.filter(|_| parted(dir, &entry.path(), state).is_some());
+            suspects.extend(name.map(|name| (dir, entry.path(), name.to_owned())));
         }
     }
-    found
+    // Where a commit is under way, the next look finds it done.
+    if !suspects.is_empty() {
+        std::thread::sleep(COMMITTING);
+    }
+    let again = suspects.into_iter().filter_map(|(dir, folder, name)| {
+        let (why, in_part) = parted(dir, &folder, state)?;
+        Some(Apart { name, dir: dir.into(), why, in_part })
+    });
+    again.collect()
 }
 
 /// How long the commit of the last replica of a group may come after that of the first.

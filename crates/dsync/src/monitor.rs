@@ -299,18 +299,22 @@ fn of_copy(copy: &JobCopy) -> Problem {
 
 /// A copy that a job of this host fetches from another one: if that cannot be asked, nobody else knows how old it is.
 fn of_fetch(copy: &JobCopy, fetch: &Fetch, max_age: Option<Duration>) -> Option<Problem> {
-    let JobCopy { job, command, source, replica, .. } = copy;
+    let JobCopy { job, source, replica, .. } = copy;
     let age = |time: u64| now().saturating_sub(Duration::from_secs(time));
-    // A mirror that runs has not come to its end, and commits nothing where nothing is written.
-    let late = fetch.time.zip(max_age).filter(|(time, max)| *command == "sync" && age(*time) > *max);
+    let late = fetch.time.zip(max_age).filter(|(time, max)| age(*time) > *max);
     let (word, message) = match (late, &fetch.failed) {
         (Some((time, max)), failed) => {
             let why = failed
                 .as_ref()
                 .map_or(String::new(), |f| format!("; the last attempt failed: {}", f.message));
             let (time, max) = (device::moment(time), units::seconds(max.as_secs_f64()));
-            let late = format!("{replica} was last fetched from {source} on {time}, longer ago than {max}");
-            ("stale", format!("replica is out of date: {late} (job {job}){why}"))
+            let late = format!("was last brought up to date on {time}, longer ago than {max}");
+            (
+                "stale",
+                format!(
+                    "replica is out of date: {replica}, which job {job} fetches from {source}, {late}{why}"
+                ),
+            )
         }
         (None, Some(failed)) => {
             let (time, why) = (device::moment(failed.time), &failed.message);
