@@ -105,15 +105,17 @@ impl Dir {
     /// Opens a folder, creating it (for the owner only) and its parents if they are missing.
     pub fn open(path: &Path) -> io::Result<Dir> {
         use std::os::unix::fs::DirBuilderExt;
-        let parent = path.parent().filter(|_| !path.exists());
+        let missing = path.ancestors().take_while(|at| !at.as_os_str().is_empty() && !at.exists());
+        let missing: Vec<&Path> = missing.collect();
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path)?;
-        let dir = Dir::existing(path)?;
-        if let (Some(parent), Some(name)) = (parent, path.file_name()) {
+        // The outermost first: each belongs to whom the one around it belongs.
+        for made in missing.iter().rev() {
+            let (Some(parent), Some(name)) = (made.parent(), made.file_name()) else { continue };
             // A relative one may have none.
             let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
-            give(&dir.held, &File::open(parent)?, name);
+            let _ = give(&Dir::existing(made)?.held, &File::open(parent)?, name);
         }
-        Ok(dir)
+        Dir::existing(path)
     }
 
     /// Opens an existing folder.
@@ -148,7 +150,7 @@ impl Folder for Dir {
         let read_only = !create && matches!(opened, Err(Errno::ROFS));
         let file: File = if read_only { open(OFlags::RDONLY)? } else { opened? }.into();
         if create {
-            give(&file, &self.held, name.as_ref());
+            let _ = give(&file, &self.held, name.as_ref());
         }
         Ok(Box::new(RealFile { file, read_only }))
     }
@@ -194,23 +196,26 @@ impl Folder for Dir {
     }
 }
 
-/// Gives what root has made to whom its folder belongs: a service that runs as another user goes on with it. Where that is not possible, root
-/// has it.
-pub(crate) fn give(made: &File, folder: &File, name: &OsStr) {
+/// Gives what root has made to whom its folder belongs: a service that runs as another user goes on with it.
+///
+/// # Errors
+/// If that is not possible, as on some network file systems. Then root has it.
+pub fn give(made: &File, folder: &File, name: &OsStr) -> io::Result<()> {
     use std::os::unix::fs::{MetadataExt, fchown};
     if !rustix::process::geteuid().is_root() {
-        return;
+        return Ok(());
     }
-    let (Ok(made_by), Ok(owner)) = (made.metadata(), folder.metadata()) else { return };
+    let (made_by, owner) = (made.metadata()?, folder.metadata()?);
     if made_by.uid() != 0 || owner.uid() == 0 {
-        return;
+        return Ok(());
     }
     // Nothing that is elsewhere as well, and was only put under this name.
     let here = statat(folder, name, AtFlags::SYMLINK_NOFOLLOW);
     let is_here = here.is_ok_and(|here| (here.st_dev, here.st_ino) == (made_by.dev(), made_by.ino()));
     if is_here && (made_by.is_dir() || made_by.nlink() == 1) {
-        let _ = fchown(made, Some(owner.uid()), Some(owner.gid()));
+        fchown(made, Some(owner.uid()), Some(owner.gid()))?;
     }
+    Ok(())
 }
 
 struct RealFile {
@@ -418,6 +423,22 @@ impl Drop for Mapped {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn all_folders_that_root_makes_are_given_away() {
+        use std::os::unix::fs::{MetadataExt, chown};
+        if !testing::need_root("folders that root makes for another user") {
+            return;
+        }
+        let (temp, nobody) = (tempfile::tempdir().unwrap(), 65534);
+        chown(temp.path(), Some(nobody), Some(nobody)).unwrap();
+        let made = temp.path().join("a/b/c");
+        Dir::open(&made).unwrap().open("file", true).unwrap();
+        for path in [made.join("file"), made].iter().flat_map(|path| path.ancestors().take(3)) {
+            let found = std::fs::metadata(path).unwrap();
+            assert_eq!((found.uid(), found.gid()), (nobody, nobody), "{}", path.display());
+        }
+    }
 
     #[test]
     fn a_copy_is_brought_to_the_file_word_by_word() {

@@ -36,7 +36,7 @@ impl FolderLock {
                 Err(Errno::ROFS) => return FolderLock::read_only(folder),
                 Err(e) => return Err(e.into()),
             };
-            give(&file, folder.held(), Self::NAME.as_ref());
+            let _ = give(&file, folder.held(), Self::NAME.as_ref());
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => {}
                 Err(Errno::WOULDBLOCK) => return Ok(Err(holder(&mut file)?)),

@@ -4,10 +4,11 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, fchown};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use device::Dir;
 use ring::rand::SystemRandom;
 use ring::signature::{Ed25519KeyPair, KeyPair};
 use rustix::fs::FlockOperation;
@@ -156,12 +157,7 @@ impl Keys {
     /// Locks the folder for a change.
     fn lock(&self) -> Result<File> {
         let failed = |error: io::Error| refused(&self.folder, error.to_string());
-        let made = !self.folder.exists();
-        fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.folder).map_err(failed)?;
-        let folder = File::open(&self.folder).map_err(failed)?;
-        if let Some(parent) = self.folder.parent().filter(|_| made) {
-            File::open(parent).and_then(|parent| give(&folder, &parent)).map_err(failed)?;
-        }
+        let folder = Dir::open(&self.folder).and_then(|folder| folder.held().try_clone()).map_err(failed)?;
         rustix::fs::flock(&folder, FlockOperation::LockExclusive).map_err(|error| failed(error.into()))?;
         Ok(folder)
     }
@@ -196,7 +192,7 @@ impl Keys {
             // One that a crash left.
             let _ = fs::remove_file(&fresh);
             let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&fresh)?;
-            give(&file, &File::open(&self.folder)?)?;
+            device::give(&file, &File::open(&self.folder)?, fresh.file_name().unwrap_or_default())?;
             file.write_all(content)?;
             file.sync_all()?;
             fs::rename(&fresh, &path)?;
@@ -204,15 +200,6 @@ impl Keys {
         })();
         written.map_err(|error: io::Error| refused(&path, error.to_string()))
     }
-}
-
-/// What root makes belongs to whom the folder belongs: its receiver may run as that user.
-fn give(made: &File, folder: &File) -> io::Result<()> {
-    let (made_by, owner) = (made.metadata()?, folder.metadata()?);
-    if made_by.uid() == 0 && owner.uid() != 0 && rustix::process::geteuid().is_root() {
-        fchown(made, Some(owner.uid()), Some(owner.gid()))?;
-    }
-    Ok(())
 }
 
 fn refused(path: &Path, why: impl Into<String>) -> Error {

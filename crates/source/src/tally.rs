@@ -9,6 +9,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use device::Dir;
 use serde::{Deserialize, Serialize};
 
 use crate::bookmarks::Bookmarks;
@@ -178,7 +179,7 @@ impl Tally {
 
     /// Counts what a host has fetched, or has failed to, in a folder of its own.
     pub fn fetch(folder: &Path, what: &str, ended: Result<(), &str>) {
-        if std::fs::create_dir_all(folder).is_ok() {
+        if Dir::open(folder).is_ok() {
             Tally::change(folder, what, |tally| match ended {
                 Ok(()) => (tally.syncs, tally.failed, tally.fetched) = (tally.syncs + 1, None, Some(now())),
                 Err(message) => tally.fail(message),
@@ -200,6 +201,8 @@ impl Tally {
         };
         let mut tally = Tally::read(folder, replica);
         change(&mut tally);
+        let name = fresh.file_name().unwrap_or_default();
+        let _ = std::fs::File::open(folder).and_then(|folder| device::give(&out, &folder, name));
         let written = serde_json::to_vec(&tally).is_ok_and(|text| out.write_all(&text).is_ok());
         if !(written && std::fs::rename(&fresh, &path).is_ok()) {
             let _ = std::fs::remove_file(&fresh);
@@ -240,7 +243,7 @@ impl Counter {
 
     /// Changes its tally if its source knows it: of others, nothing is kept.
     pub fn count_known(&self, change: impl FnOnce(&mut Tally)) {
-        let bookmarks = device::Dir::existing(&self.folder).map(|folder| Bookmarks::read(&folder));
+        let bookmarks = Dir::existing(&self.folder).map(|folder| Bookmarks::read(&folder));
         if matches!(bookmarks, Ok(Ok(known)) if known.0.contains_key(&self.replica)) {
             self.count(change);
         }
@@ -254,7 +257,7 @@ impl Counter {
     /// Work for it ended with a failure. Of a replica that its source does not know, nothing is kept, unless a first copy to it has
     /// begun.
     pub fn fail(&self, message: &str) {
-        let bookmarks = device::Dir::existing(&self.folder).map(|folder| Bookmarks::read(&folder));
+        let bookmarks = Dir::existing(&self.folder).map(|folder| Bookmarks::read(&folder));
         let is_known = matches!(bookmarks, Ok(Ok(known)) if known.0.contains_key(&self.replica));
         if is_known || Tally::read(&self.folder, &self.replica).is_first_copy() {
             self.count(|tally| {
@@ -307,6 +310,21 @@ mod tests {
         // Cut off by a power cut.
         std::fs::write(file(at, "a"), b"{\"sy").unwrap();
         assert_eq!(Tally::read(at, "a").syncs, 0);
+    }
+
+    #[test]
+    fn what_root_notes_belongs_to_the_user_of_the_state() {
+        use std::os::unix::fs::{MetadataExt, chown};
+        if !testing::need_root("a tally of another user's state") {
+            return;
+        }
+        let (folder, nobody) = (tempfile::tempdir().unwrap(), 65534);
+        chown(folder.path(), Some(nobody), Some(nobody)).unwrap();
+        let at = folder.path().join("state/fetches");
+        Tally::fetch(&at, "near:vm /vm.raw", Err("it failed"));
+        for path in file(&at, "near:vm /vm.raw").ancestors().take(3) {
+            assert_eq!(std::fs::metadata(path).unwrap().uid(), nobody, "{}", path.display());
+        }
     }
 
     #[test]
