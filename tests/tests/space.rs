@@ -113,6 +113,37 @@ fn holes_that_do_not_fit_are_refused_before_the_merge() {
     }
 }
 
+/// Fewer moments are kept than were asked for before none is left, and the sync that drops some says so.
+#[test]
+fn moments_that_are_dropped_for_want_of_room_are_told_of() {
+    let what = "moments for which there is no room";
+    let mut scene = Scene::new(what, 16 * MIB);
+    let Some(small) = Small::new(&mut scene, "ext4", 64 * MIB, what) else { return };
+    fill_holes(&mut scene, 0..16 * MIB);
+    scene.sync(&["--keep-last", "10"]).ok();
+    for _ in 0..6 {
+        scene.change(300);
+        let warnings = scene.sync(&[]).ok().summary()["warnings"].to_string();
+        assert_eq!(warnings, "[]");
+    }
+    small.leave(5 * MIB);
+    scene.change(300);
+    let place = small.place.display().to_string();
+    let told = scene.sync(&[]).ok().summary()["warnings"].to_string();
+    for words in ["dropped and", "left of what is to be kept (the last 10)", &place, "keep less"] {
+        assert!(told.contains(words), "{told}");
+    }
+    let left = scene.site.dsync(["rewind", "--json"]).arg(&scene.replica).ok().summary()["moments"]
+        .as_array()
+        .map(Vec::len);
+    assert!(left.is_some_and(|left| (1..6).contains(&left)), "{left:?}");
+    // What a bound costs was asked for.
+    small.make_room();
+    scene.change(300);
+    let bounded = scene.sync(&["--keep-last", "10", "--keep-bytes", "2M"]).ok().summary();
+    assert_eq!(bounded["warnings"].to_string(), "[]");
+}
+
 /// A rewind that finds no room leaves the replica and its moments as they were, and works when there is some.
 #[test]
 fn a_rewind_without_room_is_refused_or_done() {

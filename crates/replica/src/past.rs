@@ -469,8 +469,9 @@ pub(crate) struct Ageing<'a> {
 }
 
 impl Ageing<'_> {
-    /// Removes what leads nowhere, what is too old or too large, and folds one run of what the grid thins out.
-    pub(crate) fn run(&self) -> Result<()> {
+    /// Removes what leads nowhere, what is too old or too large, and folds one run of what the grid thins out. Returns what lack of room
+    /// has cost.
+    pub(crate) fn run(&self) -> Result<Option<Squeezed>> {
         let Ageing { folder, keep, .. } = *self;
         let failed = |e| io_error("age the past in", folder.path())(e);
         let mut past = Past::load(folder, self.present).map_err(failed)?;
@@ -495,10 +496,12 @@ impl Ageing<'_> {
     }
 
     /// Removes the oldest until the rest takes no more than it may.
-    fn bound(&self) -> io::Result<()> {
+    fn bound(&self) -> io::Result<Option<Squeezed>> {
         let mut past = Past::load(self.folder, self.present)?;
         let len = |undo: &Undo| self.folder.open(&undo.name, false).and_then(|file| file.len());
         let mut bytes = past.undos.iter().map(len).sum::<io::Result<u64>>()?;
+        let moments = |past: &Past| past.undos.iter().filter(|undo| undo.kind != Kind::Via).count();
+        let before = moments(&past);
         while let Some(oldest) = past.oldest().cloned() {
             let most = self.keep.bytes.or_else(|| self.folder.free()).unwrap_or(u64::MAX);
             if bytes <= most {
@@ -508,8 +511,18 @@ impl Ageing<'_> {
             self.folder.remove(&oldest.name)?;
             past.forget(&oldest.name);
         }
-        Ok(())
+        let left = moments(&past);
+        // What --keep-bytes bounds is as its user has asked for.
+        Ok(Some(Squeezed { dropped: before - left, left })
+            .filter(|it| it.dropped > 0 && self.keep.bytes.is_none()))
     }
+}
+
+/// Moments that were to be kept, and for which there was no room.
+pub(crate) struct Squeezed {
+    pub dropped: usize,
+    /// How many are kept still.
+    pub left: usize,
 }
 
 /// Removes the oldest undo delta, to make room. False if there is none.

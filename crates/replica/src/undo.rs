@@ -17,7 +17,7 @@ use crate::journal::{self, Contents, Growing, Relief, Target};
 use crate::keep::Keep;
 use crate::lineage::{Lineage, State, StepKind, Toward, Unsure};
 use crate::old::Old;
-use crate::past::{self, Ageing, GROWING, Kind, Past, Settings, Undo};
+use crate::past::{self, Ageing, GROWING, Kind, Past, Settings, Squeezed, Undo};
 use crate::past_commits::PastCommits;
 use crate::replica::Replica;
 use crate::unsure::UnsureSet;
@@ -117,7 +117,7 @@ impl Replica {
         if keep.is_nothing() {
             Settings::remove(self.state())?;
             self.set_settings(None);
-            return self.age();
+            return self.age().map(drop);
         }
         let settings = match self.settings() {
             Some(before) => Settings { keep, given_up: None, ..before.clone() },
@@ -341,13 +341,28 @@ impl Replica {
         let Some(rewound) = self.settings().map(|settings| settings.rewound) else { return };
         self.record_given_up();
         let rewound = rewound.is_some_and(|(state, _)| state == self.lineage().nonce);
-        let aged = self.close_logs().and_then(|()| if rewound { Ok(()) } else { self.age() });
-        if let Err(error) = aged {
-            self.warn(error.to_string());
+        let aged = self.close_logs().and_then(|()| if rewound { Ok(None) } else { self.age() });
+        match aged {
+            Ok(None) => {}
+            Ok(Some(squeezed)) => self.warn_of(&squeezed),
+            Err(error) => self.warn(error.to_string()),
         }
     }
 
-    fn age(&self) -> Result<()> {
+    /// Fewer moments are kept than were asked for.
+    fn warn_of(&mut self, squeezed: &Squeezed) {
+        let Some(keep) = self.settings().map(|settings| settings.keep.to_string()) else { return };
+        let plural = if squeezed.dropped == 1 { "moment was" } else { "moments were" };
+        self.warn(format!(
+            "{} {plural} dropped and {} are left of what is to be kept ({keep}): together they may take no more than is free in {}; free some \
+             space there, or keep less",
+            squeezed.dropped,
+            squeezed.left,
+            self.folder().display()
+        ));
+    }
+
+    fn age(&self) -> Result<Option<Squeezed>> {
         let nothing = Keep::default();
         let keep = self.settings().map_or(&nothing, |settings| &settings.keep);
         let (present, now) = (self.lineage().nonce, self.now());
