@@ -587,3 +587,46 @@ fn two_replicas_share_no_folder() {
     std::fs::rename(&first, &other).expect("another name");
     sync(&other).code(4).says(&["modified outside dsync"]);
 }
+
+/// The owner of a replica's folder, such as the user of `dsync receive`, directs nothing that root does there: a link in the place of a
+/// state file is neither followed nor waited for.
+#[test]
+fn root_follows_no_link_of_the_owner_of_a_replica() {
+    if !need_root("links in the state of a replica that belongs to another user") {
+        return;
+    }
+    let nobody = Some(65534);
+    let scene = Scene::synced("links of another user", 8 * MIB);
+    let name = scene.replica.file_name().expect("a name").to_string_lossy();
+    let folder = scene.replica.with_file_name(format!(".{name}.dsync"));
+    let victim = scene.site.path("victim");
+    std::fs::write(&victim, [1; 8192]).expect("a file");
+    let names = std::fs::read_dir(&folder).expect("the state").map(|entry| entry.expect("an entry").path());
+    let names: Vec<_> = names.collect();
+    assert!(names.len() > 2, "{names:?}");
+    for file in names.iter().chain([&folder]) {
+        std::os::unix::fs::chown(file, nobody, nobody).expect("root may");
+    }
+    for file in &names {
+        let name = file.file_name().expect("a name").to_string_lossy().into_owned();
+        let kept = scene.site.path("kept");
+        std::fs::rename(file, &kept).expect("a name");
+        let link = |made: std::io::Result<()>| made.expect("a link");
+        link(std::os::unix::fs::symlink(&victim, file));
+        // What a command has no need of, it need not refuse.
+        let used = ["lineage", "lock", "present"].contains(&&*name);
+        for command in [&["recover"][..], &["promote", "-n", "--force"]] {
+            let output = scene.site.dsync(command).arg(&scene.replica).output();
+            let refused = output.stderr.contains("is a symbolic link, and not made by dsync: remove it");
+            assert!(refused || output.status.success() && !used, "{name}: {output}");
+        }
+        std::fs::remove_file(file).expect("the link");
+        link(std::fs::hard_link(&victim, file));
+        let output = scene.site.dsync(["recover"]).arg(&scene.replica).output();
+        let refused = output.stderr.contains("has another name as well, and not made by dsync: remove it");
+        assert!(refused || output.status.success() && !used, "{name}: {output}");
+        std::fs::rename(&kept, file).expect("a name");
+        assert_eq!(std::fs::read(&victim).expect("a file"), [1; 8192], "{name}");
+    }
+    scene.site.dsync(["recover"]).arg(&scene.replica).ok();
+}

@@ -118,9 +118,22 @@ impl Dir {
         Dir::existing(path)
     }
 
-    /// Opens an existing folder.
+    /// Opens an existing folder. Root follows no link of another user to it.
     pub fn existing(path: &Path) -> io::Result<Dir> {
-        let held = OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY).open(path)?;
+        use std::os::unix::fs::MetadataExt;
+        let open = |flags| OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY | flags).open(path);
+        let held = match open(libc::O_NOFOLLOW) {
+            Ok(held) => held,
+            Err(_) if !rustix::process::geteuid().is_root() => open(0)?,
+            Err(_) => {
+                let link = std::fs::symlink_metadata(path)?;
+                if link.is_symlink() && link.uid() != 0 {
+                    let text = format!("{} is a symbolic link of another user", path.display());
+                    return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+                }
+                open(0)?
+            }
+        };
         Ok(Dir { path: path.to_path_buf(), held: Arc::new(held) })
     }
 
@@ -135,6 +148,33 @@ impl Dir {
         }
     }
 
+    /// Opens a file of the folder, which may belong to a user with fewer rights than this process, who could have put anything under the
+    /// name: nothing is followed or opened but a file of its own. `mode` is for one that is created.
+    ///
+    /// # Errors
+    /// `InvalidData` for anything else.
+    pub fn file(&self, name: &str, flags: OFlags, mode: u32) -> io::Result<File> {
+        use std::os::unix::fs::MetadataExt;
+        let refused = |what: &str| {
+            let text = format!("{name} is {what}, and not made by dsync: remove it");
+            Err(io::Error::new(io::ErrorKind::InvalidData, text))
+        };
+        let flags = flags | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let file: File = match openat(&self.held, name, flags, Mode::from_raw_mode(mode)) {
+            Err(Errno::LOOP) => return refused("a symbolic link"),
+            opened => opened?.into(),
+        };
+        let (found, owner) = (file.metadata()?, self.held.metadata()?.uid());
+        if !found.is_file() {
+            return refused("not a file");
+        }
+        let is_foreign = found.nlink() > 1 || ![0, owner].contains(&found.uid());
+        if owner != 0 && rustix::process::geteuid().is_root() && is_foreign {
+            return refused("a file of another user, or has another name as well");
+        }
+        Ok(file)
+    }
+
     /// The open folder, for calls that take names within it.
     pub fn held(&self) -> &File {
         &self.held
@@ -144,11 +184,11 @@ impl Dir {
 impl Folder for Dir {
     fn open(&self, name: &str, create: bool) -> io::Result<Box<dyn StateFile>> {
         let flags = if create { OFlags::RDWR | OFlags::CREATE } else { OFlags::RDWR };
-        let open = |flags| openat(&self.held, name, flags | OFlags::CLOEXEC, Mode::from_raw_mode(0o666));
-        let opened = open(flags);
+        let opened = self.file(name, flags, 0o666);
         // Reading needs no check.
-        let read_only = !create && matches!(opened, Err(Errno::ROFS));
-        let file: File = if read_only { open(OFlags::RDONLY)? } else { opened? }.into();
+        let is_read_only = |error: &io::Error| error.kind() == io::ErrorKind::ReadOnlyFilesystem;
+        let read_only = !create && opened.as_ref().is_err_and(is_read_only);
+        let file = if read_only { self.file(name, OFlags::RDONLY, 0)? } else { opened? };
         if create {
             let _ = give(&file, &self.held, name.as_ref());
         }

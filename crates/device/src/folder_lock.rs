@@ -28,13 +28,13 @@ impl FolderLock {
 
     /// Takes the lock of a folder; an inner `Err` names the holder.
     pub fn of(folder: &Dir) -> io::Result<Result<FolderLock, String>> {
-        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC;
         loop {
-            let opened = openat(folder.held(), Self::NAME, flags, Mode::from_raw_mode(0o666));
-            let mut file: File = match opened {
-                Ok(file) => file.into(),
-                Err(Errno::ROFS) => return FolderLock::read_only(folder),
-                Err(e) => return Err(e.into()),
+            let opened = folder.file(Self::NAME, OFlags::RDWR | OFlags::CREATE, 0o666);
+            let mut file = match opened {
+                Err(e) if e.kind() == io::ErrorKind::ReadOnlyFilesystem => {
+                    return FolderLock::read_only(folder);
+                }
+                opened => opened?,
             };
             let _ = give(&file, folder.held(), Self::NAME.as_ref());
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
@@ -60,10 +60,11 @@ impl FolderLock {
 
     /// On a file system that is mounted read-only, where the file can be locked but not created: the folder is locked instead.
     fn read_only(folder: &Dir) -> io::Result<Result<FolderLock, String>> {
-        let open = |name| openat(folder.held(), name, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
-        let mut file: File = match open(Self::NAME) {
-            Err(Errno::NOENT) => open(".")?.into(),
-            opened => opened?.into(),
+        let mut file = match folder.file(Self::NAME, OFlags::RDONLY, 0) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                openat(folder.held(), ".", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?.into()
+            }
+            opened => opened?,
         };
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(Ok(FolderLock { file, folder: folder.clone() })),
@@ -92,6 +93,21 @@ fn holder(file: &mut File) -> io::Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// What lies under the name instead was put there by somebody else.
+    #[test]
+    fn only_a_file_of_the_folder_is_locked() {
+        let temp = tempfile::tempdir().unwrap();
+        let (name, other) = (temp.path().join(FolderLock::NAME), temp.path().join("other"));
+        std::fs::write(&other, "kept").unwrap();
+        std::os::unix::fs::symlink(&other, &name).unwrap();
+        let refused = FolderLock::take(temp.path()).unwrap_err();
+        assert!(refused.to_string().contains("lock is a symbolic link"), "{refused}");
+        std::fs::remove_file(&name).unwrap();
+        std::fs::create_dir(&name).unwrap();
+        FolderLock::take(temp.path()).unwrap_err();
+        assert_eq!(std::fs::read(&other).unwrap(), b"kept");
+    }
 
     #[test]
     fn one_holder_at_a_time() {

@@ -128,7 +128,9 @@ impl FileDestination {
     fn file(&self, name: Name, flags: OFlags) -> io::Result<File> {
         // A disk holds what its files' modes would hide: for the owner alone.
         let mode = Mode::from_raw_mode(0o600);
-        Ok(openat(self.folder.held(), self.file_name(name), flags | OFlags::CLOEXEC, mode)?.into())
+        // The path has no links; one that is here was put in the file's place.
+        let flags = flags | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        Ok(openat(self.folder.held(), self.file_name(name), flags, mode)?.into())
     }
 }
 
@@ -153,8 +155,7 @@ impl Destination for FileDestination {
 
     fn stamp(&self, name: Name) -> io::Result<Option<Stamp>> {
         // Looked at without being opened: it may be anything by now.
-        let flags = OFlags::PATH | OFlags::NOFOLLOW;
-        match self.file(name, flags).and_then(|file| file.metadata()) {
+        match self.file(name, OFlags::PATH).and_then(|file| file.metadata()) {
             Ok(found) => Ok(Some(stamp_of(&found))),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(e) => Err(e),

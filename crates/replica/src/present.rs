@@ -26,7 +26,7 @@ use std::sync::atomic::{Ordering::SeqCst, fence};
 
 use delta::Epoch;
 use device::{Boot, Dir};
-use rustix::fs::{Mode, OFlags, openat};
+use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_128;
 use uuid::Uuid;
@@ -71,7 +71,7 @@ struct Page {
 }
 
 fn open(folder: &Dir, flags: OFlags) -> io::Result<File> {
-    let file: File = openat(folder.held(), NAME, flags | OFlags::CLOEXEC, Mode::from_raw_mode(0o600))?.into();
+    let file = folder.file(NAME, flags, 0o600)?;
     if flags.contains(OFlags::CREATE) {
         share(&file, folder)?;
     }
