@@ -1,5 +1,6 @@
-//! A block device that is a source and a replica at once: it passes on what it receives, or is restored from its own replica. What dsync
-//! itself writes there is never missed, whatever its user says of the device.
+//! A block device whose user says that nothing writes to it beside its server. What dsync itself writes there as to a replica is not missed for
+//! that: where the device passes on what it receives, or is restored from its own replica. Nor is what the kernel has counted since, or what
+//! a copy of its state does not know.
 
 use std::path::{Path, PathBuf};
 
@@ -97,6 +98,56 @@ fn a_restore_is_not_missed_by_the_next_sync() {
     assert_ne!(disk.sync(&other), "\"tracked\"");
     disk.write(10 * MIB);
     assert_eq!(disk.sync(&other), "\"tracked\"");
+}
+
+/// Yesterday's state of a disk that was written to since. Without the kernel's count, as after a reboot, a replica tells.
+#[test]
+fn a_restored_state_is_not_believed() {
+    for counted in [true, false] {
+        let Some(mut disk) = Disk::new("a restored state of a device") else { return };
+        let [one, other] = ["one.raw", "other.raw"].map(|name| disk.site.path(name));
+        let (state, kept) = (disk.site.state(), disk.site.path("kept"));
+        disk.write(8 * MIB);
+        disk.sync(&one);
+        disk.sync(&other);
+        Run::new("cp").arg("-a").args([&state, &kept]).ok();
+        disk.write(20 * MIB);
+        disk.sync(&one);
+        std::fs::remove_dir_all(&state).expect("a folder");
+        Run::new("cp").arg("-a").args([&kept, &state]).ok();
+        if !counted {
+            forget_counts(&state);
+            disk.site.sync(disk.path(), &one, TRUST).code(4).says(&["its state was restored from a copy"]);
+        }
+        assert_ne!(disk.sync(&other), "\"tracked\"");
+        assert_eq!(disk.sync(&other), "\"tracked\"");
+    }
+}
+
+/// Leaves in the stamps of all sources what there is after a reboot, or was in earlier versions: nothing of the kernel's count.
+fn forget_counts(state: &Path) {
+    for folder in std::fs::read_dir(state.join("sources")).expect("sources") {
+        let stamp = folder.expect("a source").path().join("stamp");
+        let Ok(text) = std::fs::read(&stamp) else { continue };
+        let mut fields: serde_json::Value = serde_json::from_slice(&text).expect("a stamp");
+        assert!(fields.as_object_mut().expect("fields").remove("written").is_some(), "no count to forget");
+        std::fs::write(&stamp, fields.to_string()).expect("a stamp");
+    }
+}
+
+#[test]
+fn a_write_beside_the_server_is_counted() {
+    let Some(mut disk) = Disk::new("a write to a device that is not served") else { return };
+    let to = disk.site.path("to.raw");
+    disk.write(8 * MIB);
+    disk.sync(&to);
+    disk.write(9 * MIB);
+    assert_eq!(disk.sync(&to), "\"tracked\"");
+    let file = std::fs::File::options().write(true).open(disk.path()).expect("a device");
+    std::os::unix::fs::FileExt::write_all_at(&file, &[7; 4096], 20 * MIB).expect("a write");
+    file.sync_all().expect("a flush");
+    drop(file);
+    assert_ne!(disk.sync(&to), "\"tracked\"");
 }
 
 fn forget(disk: &Disk, device: &PathBuf) {

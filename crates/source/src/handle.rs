@@ -231,6 +231,14 @@ impl Handle {
         Ok(self.history()?.last())
     }
 
+    /// What was recorded since the last epoch does not hold: a replica knows later ones, so the state is an older copy. The next sync of any
+    /// replica compares. Of a source that is served or tracked the record is that of now, and stands.
+    pub fn outdate(&self, why: &str) {
+        if let Holder::Here(source) = &self.holder {
+            source.outdate(why);
+        }
+    }
+
     /// The epoch that a number or the name of a checkpoint means.
     ///
     /// # Errors

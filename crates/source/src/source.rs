@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use delta::Epoch;
-use device::{Boot, Clock, Dir, Disk, Folder, FolderLock, Identity, WriteWatch};
+use device::{Boot, Clock, Dir, Disk, Folder, FolderLock, Identity, WriteWatch, Written};
 use extents::Bitmap;
 use trackers::{CowStore, Follower, Frozen, LastWriteTime, Settings, TrackedDisk};
 use uuid::Uuid;
@@ -96,6 +96,10 @@ pub trait Backing: Send + Sync {
     fn cached_reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
         self.reader()
     }
+    /// The kernel's count of writes to a block device; `None` where there is none.
+    fn written(&self) -> Option<Written> {
+        None
+    }
     /// Detects writes by other programs from now on; `None` if the identity shows them.
     fn watch(&self) -> Result<Option<WriteWatch>, SourceError> {
         Ok(None)
@@ -158,6 +162,10 @@ impl Backing for PathBacking {
     }
     fn cached_reader(&self) -> Result<Arc<dyn Disk>, SourceError> {
         self.open(false)
+    }
+    fn written(&self) -> Option<Written> {
+        let now = self.identity().ok().filter(Identity::is_block)?;
+        Written::of(now.dev)
     }
     fn watch(&self) -> Result<Option<WriteWatch>, SourceError> {
         let known = self.known();
@@ -462,6 +470,7 @@ impl Source {
             in_flight: served.was_busy(),
             seen: served.seen(),
             foreign: served.foreign().is_some(),
+            written: backing.written(),
         };
         let stamp = ImageStamp::read(folder)?;
         let was = stamp.as_ref().map_or(0, |s| s.identity.size.max(s.larger.unwrap_or(0)));
@@ -544,6 +553,7 @@ impl Source {
             epoch: last,
             // A server continues with the smaller disk at once.
             larger: Some(was).filter(|was| options.read_only && *was > identity.size),
+            written: None,
         };
         let settings = Settings {
             block_size: about.block_size,
@@ -619,6 +629,13 @@ impl Source {
         let lost = self.lost.lock().unwrap_or_else(|e| e.into_inner()).clone();
         let foreign = self.disk.foreign();
         (lost.or_else(|| foreign.map(|_| FOREIGN.into())), foreign)
+    }
+
+    /// What was recorded since the last epoch does not hold, for this reason.
+    pub(crate) fn outdate(&self, why: &str) {
+        let mut epochs = self.epochs();
+        epochs.spared = None;
+        self.lost.lock().unwrap_or_else(|e| e.into_inner()).get_or_insert_with(|| why.into());
     }
 
     fn epochs(&self) -> std::sync::MutexGuard<'_, Epochs> {
@@ -928,7 +945,8 @@ impl Source {
         let epoch = epochs.history.last().map_or(0, |e| e.number);
         let boot = self.backing.boot().id;
         let larger = epochs.stamp.larger;
-        ImageStamp { clean: true, lost, identity, boot, epoch, larger }.write(&*self.folder)
+        let written = self.backing.written();
+        ImageStamp { clean: true, lost, identity, boot, epoch, larger, written }.write(&*self.folder)
     }
 
     fn stop_tending(&mut self) {

@@ -1,7 +1,7 @@
 //! Whether the image matches its record: a stamp is taken at the end of writing, and compared before the record is
 //! trusted again.
 
-use device::{Boot, Folder, Identity, Life};
+use device::{Boot, Folder, Identity, Life, Written};
 use serde::{Deserialize, Serialize};
 
 use crate::SourceError;
@@ -27,9 +27,12 @@ pub(crate) struct ImageStamp {
     /// allowed to read the smaller one, and failed, has not agreed to it for others.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub larger: Option<u64>,
+    /// Of a block device whose record was closed, the kernel's count of writes then. `None` where there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub written: Option<Written>,
 }
 
-/// What the next process finds of the last served write.
+/// What the next process finds of the last write.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct LastWrite {
     /// Nanoseconds since 1970, and a tick of the clock that stamps the image; see [`trackers::LastWriteTime`].
@@ -40,11 +43,15 @@ pub(crate) struct LastWrite {
     pub seen: u64,
     /// The process saw that others had changed the image.
     pub foreign: bool,
+    /// Of a block device, the kernel's count of writes now.
+    pub written: Option<Written>,
 }
 
 /// Why the record of a block device is not believed.
 const UNPROVEN: &str =
     "the block device may have been written to while it was not served (pass --trust-device if it was not)";
+/// The loss where the kernel has counted writes since: of others, or of dsync with a later state than this one, which is a copy.
+const UNSERVED: &str = "the block device was written to after this state of it was saved";
 /// The loss after a write that bypassed the server.
 pub(crate) const FOREIGN: &str = "the image was changed by another program while dsync had it open";
 /// The loss if something else is at the path now.
@@ -112,6 +119,10 @@ impl ImageStamp {
         let life = boot.life(&self.boot);
         if now.is_block() {
             let power_lost = !self.clean && life != Life::This;
+            let counts = self.written.zip(last.written).filter(|_| self.clean && life == Life::This);
+            if counts.is_some_and(|(then, now)| then.has_moved(&now)) {
+                return Verdict::Lost(UNSERVED.into());
+            }
             return match trust_device {
                 true => Verdict::Trusted { power_lost },
                 false => Verdict::Unproven { why: UNPROVEN.into(), power_lost },
@@ -177,8 +188,9 @@ mod tests {
             boot: boot.id.clone(),
             epoch: 1,
             larger: None,
+            written: None,
         };
-        let last = |seen| LastWrite { time: changed, in_flight: false, seen, foreign: false };
+        let last = |seen| LastWrite { time: changed, in_flight: false, seen, foreign: false, written: None };
         let trusted = Verdict::Trusted { power_lost: false };
         assert_eq!(stamp(1).verdict(&now, &boot, last(changed), false), trusted);
         // Rolled back, even to the very state that was opened; or written to after the clock was set back.

@@ -18,7 +18,11 @@ pub(crate) fn facts<'a>(
     options: &SyncOptions,
 ) -> Result<Facts<'a>, SyncError> {
     let about = handle.about();
-    let asked = positions(status).filter(|positions| !positions.is_empty() && !options.adopt);
+    let positions = positions(status).filter(|positions| !positions.is_empty());
+    if positions.as_ref().is_some_and(|positions| is_later(handle, status, positions)) {
+        handle.outdate("its state was restored from a copy");
+    }
+    let asked = positions.filter(|_| !options.adopt);
     // Where a step was left off, blocks may be of the epoch to which it led, also where no position says so yet. What was
     // received since was made for them as well.
     let left_off = status.replica.toward.filter(|_| status.replica.resumes.is_none());
@@ -49,6 +53,15 @@ pub(crate) fn facts<'a>(
         history: knowledge,
         bookmark: handle.bookmarks()?.0.remove(&bookmark(name, status, &options.way)),
     })
+}
+
+/// True if a replica that follows this source in its present term is at an epoch that comes after all that this knows.
+fn is_later(handle: &Handle, status: &Status, positions: &[Position]) -> bool {
+    let (about, replica) = (handle.about(), &status.replica);
+    let last = handle.last_epoch().ok().flatten().map_or(0, |epoch| epoch.number);
+    replica.source == Some(about.uuid)
+        && replica.role.term == about.term
+        && positions.iter().any(|position| position.epoch.number > last)
 }
 
 /// A demoted source is any of several epochs, but for the blocks that it is unsure of: takes the newest that this source knows. What a sync
