@@ -203,6 +203,10 @@ impl Run {
             return Ok(());
         };
         for at in disks.iter().copied().filter(|at| *at != primary) {
+            if self.role(at) == Role::Source {
+                // A member would be demoted with the others, some of which may be the ones to stay.
+                self.leave_group(at)?;
+            }
             if self.role(at) == Role::Source && !self.demote(at, true)? && !self.demote_since_last(at)? {
                 return Err(format!("{} cannot be given up", self.disks[at].name));
             }
@@ -228,6 +232,20 @@ impl Run {
         if ended && !self.demote_group(site, true)? {
             return Err(format!("the demotion of the group at site {site} cannot be completed"));
         }
+        Ok(())
+    }
+
+    /// Takes a source out of its group, if it is in one.
+    fn leave_group(&mut self, at: usize) -> Checked {
+        let near = self.disks[at].host.process();
+        let site = self.site(&near);
+        let known = site.source(&self.path(at).to_string_lossy()).map_err(|error| error.to_string())?;
+        if let Some((place, _)) = known {
+            let folder = site.folder(&place).map_err(|error| error.to_string())?;
+            source::leave_in(&*folder).map_err(|error| error.to_string())?;
+        }
+        drop(site);
+        self.disks[at].host.state().end(&near);
         Ok(())
     }
 

@@ -142,11 +142,17 @@ pub fn leave_group(place: &std::path::Path, about: &About, name: &str) -> Result
     }
     let taken = FolderLock::take(place).map_err(SourceError::state("lock", place))?;
     let _lock = taken.map_err(|holder| SourceError::Busy { path: about.path.clone(), holder })?;
-    folder
-        .remove(NAME)
-        .and_then(|()| folder.remove(COMMITTED))
-        .and_then(|()| folder.sync())
-        .map_err(SourceError::state("remove the group of a source in", place))
+    leave_in(&folder)
+}
+
+/// The same by the folder of the source's state, whoever holds it, and whatever group it is in.
+///
+/// # Errors
+/// If the folder cannot be written.
+#[doc(hidden)]
+pub fn leave_in(folder: &dyn Folder) -> Result<(), SourceError> {
+    let left = folder.remove(NAME).and_then(|()| folder.remove(COMMITTED)).and_then(|()| folder.sync());
+    left.map_err(SourceError::state("remove the group of a source in", folder.path()))
 }
 
 /// The cut of these members at these epochs: the last one where nothing was written since, else the next. Written down in all of

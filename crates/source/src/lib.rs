@@ -60,11 +60,11 @@ pub use discard::clear;
 pub use error::SourceError;
 pub use forget::{forget_bookmark, forget_source, in_use};
 pub use freeze::{Freeze, FreezeError, Prepared};
-#[doc(hidden)]
-pub use group::join_in;
 pub use group::{
     Members, Membership, SourceGroup, check_name, check_promotion, group_members, join_group, leave_group,
 };
+#[doc(hidden)]
+pub use group::{join_in, leave_in};
 pub use group_handle::GroupHandle;
 pub use handle::{Changes, Handle};
 pub use history::trail::{Step, Trail, leave_trail, note_step};
