@@ -88,7 +88,11 @@ impl SourceError {
 
     /// True if another program holds the source, and may release it soon.
     pub fn is_busy(&self) -> bool {
-        matches!(self, SourceError::Busy { .. })
+        match self {
+            SourceError::Busy { .. } => true,
+            SourceError::Device(e) => e.is_busy(),
+            _ => false,
+        }
     }
 
     /// True if lineage, state or a lock forbids it, rather than a failure.

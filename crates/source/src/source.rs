@@ -535,17 +535,14 @@ impl Source {
         if was > identity.size && !options.allow_shrink {
             return Err(shrank(&about.path, was, identity.size));
         }
-        let lost = match &verdict {
-            Verdict::Lost(why) | Verdict::Unproven { why, .. } => Some(why.clone()),
-            Verdict::New => Some("the source was not tracked before".into()),
-            Verdict::Trusted { .. } => None,
-        };
+        let mut lost = verdict.loss();
         // What only reads leaves the record to one that is told that it holds, as long as it ends no epoch.
-        let spared =
+        let mut spared =
             lost.clone().filter(|_| options.read_only && matches!(verdict, Verdict::Unproven { .. }));
+        let closed = ImageStamp::read(&*folder)?;
         // Durable before the first write goes through: from here on a stop is unclean, and what was lost stays lost
         // until the history has it.
-        let stamp = ImageStamp {
+        let mut stamp = ImageStamp {
             clean: false,
             lost: lost.clone().filter(|_| spared.is_none()),
             identity: identity.clone(),
@@ -554,6 +551,7 @@ impl Source {
             // A server continues with the smaller disk at once.
             larger: Some(was).filter(|was| options.read_only && *was > identity.size),
             written: None,
+            marked: None,
         };
         let settings = Settings {
             block_size: about.block_size,
@@ -571,6 +569,13 @@ impl Source {
             stamp.write(&*folder)?;
         }
         let disk = TrackedDisk::open(disk, folder.clone(), settings, last, trusted, power_lost)?;
+        if let Some(why) =
+            closed.filter(|_| trusted).and_then(|c| c.is_damaged(disk.dirty().count(), identity.size))
+        {
+            spared = None;
+            stamp.lost = Some(why.clone());
+            lost = Some(why);
+        }
         // After the records: a power cut before this finds the old stamp and checks the regions again.
         stamp.write(&*folder)?;
         if let Some(times) = foreign {
@@ -946,7 +951,8 @@ impl Source {
         let boot = self.backing.boot().id;
         let larger = epochs.stamp.larger;
         let written = self.backing.written();
-        ImageStamp { clean: true, lost, identity, boot, epoch, larger, written }.write(&*self.folder)
+        let marked = Some(self.disk.dirty().count());
+        ImageStamp { clean: true, lost, identity, boot, epoch, larger, written, marked }.write(&*self.folder)
     }
 
     fn stop_tending(&mut self) {

@@ -30,6 +30,10 @@ pub(crate) struct ImageStamp {
     /// Of a block device whose record was closed, the kernel's count of writes then. `None` where there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub written: Option<Written>,
+    /// Blocks that the record had when it was closed: it has no checksum, because it is written through a mapping. `None` while a
+    /// source is open.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub marked: Option<u64>,
 }
 
 /// What the next process finds of the last write.
@@ -73,6 +77,17 @@ pub(crate) enum Verdict {
     Lost(String),
 }
 
+impl Verdict {
+    /// Why what was written is not known.
+    pub(crate) fn loss(&self) -> Option<String> {
+        match self {
+            Verdict::Lost(why) | Verdict::Unproven { why, .. } => Some(why.clone()),
+            Verdict::New => Some("the source was not tracked before".into()),
+            Verdict::Trusted { .. } => None,
+        }
+    }
+}
+
 impl ImageStamp {
     pub(crate) fn read(folder: &dyn Folder) -> Result<Option<ImageStamp>, SourceError> {
         crate::json::read_json(folder, NAME)
@@ -93,6 +108,14 @@ impl ImageStamp {
             // It says so, or there is none to be trusted.
             _ => Ok(()),
         }
+    }
+
+    /// Why a record is not believed that was opened with so many blocks, for a disk of this size.
+    pub(crate) fn is_damaged(&self, marked: u64, size: u64) -> Option<String> {
+        let then = self.marked.filter(|then| self.identity.size == size && *then != marked)?;
+        Some(format!(
+            "the record in the state directory is damaged: it had {then} changed blocks, and now has {marked}"
+        ))
     }
 
     pub(crate) fn write(&self, folder: &dyn Folder) -> Result<(), SourceError> {
@@ -189,6 +212,7 @@ mod tests {
             epoch: 1,
             larger: None,
             written: None,
+            marked: None,
         };
         let last = |seen| LastWrite { time: changed, in_flight: false, seen, foreign: false, written: None };
         let trusted = Verdict::Trusted { power_lost: false };

@@ -147,6 +147,34 @@ fn a_record_that_is_gone_is_a_gap() {
     assert!(matches!(since(&source, at), Err(SourceError::Lost { .. })));
 }
 
+/// Whatever is left of its bits: all of them gone, or those of a page.
+#[test]
+fn a_record_that_has_lost_bits_is_a_gap() {
+    for (kept, what) in [(4096, "all"), (4096 + 8, "some")] {
+        let scene = Scene::new();
+        let source = scene.open();
+        let at = first(&source);
+        for block in [3, 70, 200] {
+            source.disk().write_at(block * BLOCK, &[1; 10]).unwrap();
+        }
+        let folder = source.folder().path().to_path_buf();
+        source.close().unwrap();
+        let records = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+        for record in records.filter(|path| path.to_string_lossy().contains("/record-")) {
+            let file = std::fs::File::options().write(true).open(record).unwrap();
+            let zeroes = vec![0; (file.metadata().unwrap().len() - kept) as usize];
+            file.write_all_at(&zeroes, kept).unwrap();
+        }
+        let source = scene.open();
+        assert!(source.lost().is_some_and(|why| why.contains("had 3 changed blocks, and now has")), "{what}");
+        source.close().unwrap();
+        // Nor by a command that comes later.
+        let source = scene.open();
+        source.checkpoint(false).unwrap();
+        assert!(matches!(since(&source, at), Err(SourceError::Lost { .. })), "{what}");
+    }
+}
+
 #[test]
 fn another_file_in_its_place_and_another_size_are_gaps() {
     let scene = Scene::new();
