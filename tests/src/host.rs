@@ -65,7 +65,7 @@ impl Host {
             if output.status.success() {
                 return output.summary();
             }
-            assert!(output.stderr.contains("in use") && Instant::now() < until, "{output}");
+            assert!(output.status.code() == Some(6) && Instant::now() < until, "{output}");
             std::thread::sleep(Duration::from_millis(20));
         }
     }

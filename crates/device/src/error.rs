@@ -94,6 +94,11 @@ impl DeviceError {
         self.kind == DeviceErrorKind::InUse
     }
 
+    /// True if it is locked by a program that cannot be found: one that was killed, and is about to let go, or one of another host.
+    pub fn is_busy(&self) -> bool {
+        self.is_refusal() && self.doing == "lock" && !self.why.contains(" (")
+    }
+
     /// The process of dsync itself that has it open, if that is what forbids it.
     pub fn dsync_holder(&self) -> Option<&str> {
         let begins = self.why.find("(dsync").filter(|_| self.is_refusal())?;

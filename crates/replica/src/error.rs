@@ -193,7 +193,11 @@ pub type Result<T> = std::result::Result<T, ReplicaError>;
 impl ReplicaError {
     /// True if another program uses the replica, and may release it soon.
     pub fn is_busy(&self) -> bool {
-        matches!(self, ReplicaError::Busy { .. } | ReplicaError::GroupBusy { .. })
+        match self {
+            ReplicaError::Busy { .. } | ReplicaError::GroupBusy { .. } => true,
+            ReplicaError::Device(e) => e.is_busy(),
+            _ => false,
+        }
     }
 
     /// True if lineage, state or a lock refuses, and nothing failed.
