@@ -21,11 +21,13 @@ pub mod machine;
 pub mod mount;
 pub use nbd::client as nbd;
 pub mod postgres;
+mod promtool;
 pub mod records;
 pub mod run;
 pub mod scene;
 pub mod site;
 
+pub use promtool::promtool;
 pub use run::{Background, Output, Run};
 pub use scene::Scene;
 pub use site::{Server, Site};

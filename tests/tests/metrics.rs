@@ -1,5 +1,6 @@
 //! `--metrics`: what a scrape gets, what each metric measures, and clients that mean harm.
 
+use std::collections::BTreeSet;
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
@@ -9,7 +10,7 @@ use std::time::{Duration, Instant};
 use dsync_tests::far::Far;
 use dsync_tests::image::{self, BLOCK};
 use dsync_tests::mount::{Loop, Mount};
-use dsync_tests::{Run, Scene, Site, find, got, need, need_root, skipped, until};
+use dsync_tests::{Run, Scene, Site, got, need, need_root, promtool, repository, skipped, until};
 use rustix::process::Signal;
 
 const MIB: u64 = 1 << 20;
@@ -39,7 +40,7 @@ fn sample(text: &str, name: &str, labels: &[&str]) -> Option<f64> {
 
 /// The metrics that the manual describes.
 fn documented() -> Vec<String> {
-    let path = dsync_tests::repository().join("docs/monitoring.md");
+    let path = repository().join("docs/monitoring.md");
     let text = std::fs::read_to_string(path).expect("the manual");
     let rows = text.lines().filter(|line| line.starts_with("| `dsync_"));
     let names = rows.flat_map(|row| row.split('|').nth(1).expect("a name").split(", "));
@@ -348,12 +349,20 @@ fn clients_that_mean_harm_end_in_time() {
     assert!(server.ended().is_none(), "{}", server.stderr_so_far());
 }
 
+/// Each alert fires where it should, and is silent before and after: `tests/alerts.yml` says when.
 #[test]
-fn prometheus_accepts_the_rules() {
-    let what = "the alert rules, by promtool";
-    let Some(promtool) = find("promtool") else {
-        return skipped(what, "promtool is missing (Debian: prometheus)");
-    };
-    let rules = dsync_tests::repository().join("docs/alerts.yml");
-    Run::new(promtool).args(["check", "rules"]).arg(rules).ok();
+fn every_alert_fires_and_clears() {
+    let Some(promtool) = promtool("the alert rules, by promtool") else { return };
+    let (rules, cases) = (repository().join("docs/alerts.yml"), repository().join("tests/alerts.yml"));
+    Run::new(&promtool).args(["check", "rules"]).arg(&rules).ok();
+    Run::new(&promtool).args(["test", "rules"]).arg(&cases).ok();
+    let read = |path: &Path| std::fs::read_to_string(path).expect("a file");
+    let (rules, cases) = (read(&rules), read(&cases));
+    let names: BTreeSet<_> = rules.lines().filter_map(|line| line.trim().strip_prefix("- alert: ")).collect();
+    assert!(names.len() > 5, "{names:?}");
+    for name in names {
+        let silent = cases.matches(&format!("{{ alertname: {name}, ")).count();
+        let fires = cases.matches(&format!("- alertname: {name}\n")).count();
+        assert!(fires > 0 && silent > fires, "{name}: fires {fires} times, is silent {silent} times");
+    }
 }

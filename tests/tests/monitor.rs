@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use dsync_tests::far::Far;
 use dsync_tests::image::{self, BLOCK};
 use dsync_tests::mount::{Loop, Worn};
-use dsync_tests::{Run, Scene, Site, find, got, need, need_root, skipped};
+use dsync_tests::{Run, Scene, Site, got, need, need_root, promtool, skipped};
 use serde_json::Value;
 
 const MIB: u64 = 1 << 20;
@@ -665,12 +665,9 @@ fn metrics_are_those_of_the_status() {
     assert_eq!(sample(&text, "dsync_local_replica_unsure_bytes", &[&copy]), Some(0.0));
     assert_eq!(sample(&text, "dsync_local_replica_ahead", &[&copy]), Some(0.0));
     assert_eq!(sample(&text, "dsync_status_errors", &[]), Some(0.0));
-    match find("promtool") {
-        Some(promtool) => {
-            let checked = Run::new(promtool).args(["check", "metrics"]).input(text.into_bytes()).ok();
-            assert!(checked.text().is_empty() && checked.stderr.is_empty(), "{checked}");
-        }
-        None => skipped("the metrics, by promtool", "promtool is missing (Debian: prometheus)"),
+    if let Some(promtool) = promtool("the metrics, by promtool") {
+        let checked = Run::new(promtool).args(["check", "metrics"]).input(text.into_bytes()).ok();
+        assert!(checked.text().is_empty() && checked.stderr.is_empty(), "{checked}");
     }
     // What is lost shows, and what a replica lacks is not known then.
     scene.stop();
