@@ -372,3 +372,75 @@ fn a_host_with_one_disk_is_mirrored_and_its_replica_boots() {
     machine.ok("dsync status");
     machine.off();
 }
+
+/// A host whose state directory and replicas lie on NFS. Its own server stands for that of another host.
+const ON_NFS: &str = r#"
+set -e
+dpkg -i /mnt/dsync.deb
+mkdir -p /export/state /export/replicas /nfs
+echo '/export localhost(rw,no_root_squash,insecure,sync,no_subtree_check)' >/etc/exports
+systemctl start nfs-server
+mount -t nfs4 localhost:/export /nfs
+truncate -s 64M /srv/vm.raw
+dd if=/dev/urandom of=/srv/vm.raw bs=1M count=16 conv=notrunc 2>/dev/null
+modprobe nbd
+cat >/usr/local/sbin/write <<'END'
+#!/bin/sh
+# Through the server, and acknowledged.
+set -e
+nbd-client -unix /run/vm.sock /dev/nbd0 -N vm >/dev/null
+dd if=/dev/urandom of=/dev/nbd0 bs=4k count=3 seek="$1" oflag=direct conv=fsync 2>/dev/null
+nbd-client -d /dev/nbd0 >/dev/null
+END
+cat >/usr/local/sbin/serve <<'END'
+#!/bin/sh
+systemd-run -q --unit=served --setenv=DSYNC_STATE_DIR=/nfs/state -p Type=notify dsync serve /srv/vm.raw --socket /run/vm.sock
+END
+cat >/usr/local/sbin/bring <<'END'
+#!/bin/sh
+# How it was found, and whether it is right.
+set -e
+export DSYNC_STATE_DIR=/nfs/state
+for to in /srv/copy.raw /nfs/replicas/vm.raw; do
+    dsync sync /srv/vm.raw $to
+    cmp /srv/vm.raw $to
+done
+END
+chmod 755 /usr/local/sbin/*
+serve
+bring
+"#;
+
+/// Locks, mappings and renames of a state directory on NFS hold what they promise: over a kill of the server, a server of NFS that is
+/// away for a while, and beside another process.
+#[test]
+fn a_state_directory_on_nfs_keeps_its_word() {
+    let what = "a state directory and replicas on NFS";
+    let Some(package) = package(what) else { return };
+    let site = Site::new();
+    let share = site.path("share");
+    std::fs::create_dir(&share).expect("a folder");
+    std::fs::copy(package, share.join("dsync.deb")).expect("the package");
+    let mut machine = Machine::new(&site, "near", &[], &share);
+    machine.on();
+    println!("{}", machine.ok(ON_NFS));
+    let brought = |machine: &mut Machine, script: &str| {
+        let said = machine.ok(&format!("set -e\n{script}\nbring"));
+        println!("{said}");
+        assert_eq!(said.matches("(tracked").count(), 2, "{script}: {said}");
+    };
+    brought(&mut machine, "write 100");
+    brought(
+        &mut machine,
+        "write 200; systemctl kill -s KILL served; sleep 1; systemctl reset-failed served; serve",
+    );
+    brought(&mut machine, "write 300; systemctl stop served; serve; write 400");
+    // What was begun waits for the server of NFS.
+    brought(
+        &mut machine,
+        "write 500; systemctl stop nfs-server; (sleep 3; systemctl start nfs-server) & sleep 1",
+    );
+    let busy = machine.ok("DSYNC_STATE_DIR=/nfs/state dsync serve /srv/vm.raw --socket /run/other.sock 2>&1 || echo \"code $?\"");
+    assert!(busy.contains("is in use (dsync") && busy.contains("code 6"), "{busy}");
+    machine.off();
+}
