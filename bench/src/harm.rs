@@ -32,17 +32,20 @@ enum Beside {
     Open,
     View,
     Sync,
+    /// With the priority that its unit gives it.
+    Unit,
     Mirror,
     Rsync,
 }
 
 impl Beside {
-    const ALL: [Beside; 7] = [
+    const ALL: [Beside; 8] = [
         Beside::Untracked,
         Beside::Nothing,
         Beside::Open,
         Beside::View,
         Beside::Sync,
+        Beside::Unit,
         Beside::Mirror,
         Beside::Rsync,
     ];
@@ -54,6 +57,7 @@ impl Beside {
             Beside::Open => "and a view is open",
             Beside::View => "and a view is read",
             Beside::Sync => "and a sync runs",
+            Beside::Unit => "and a sync runs at nice 10, as its unit does",
             Beside::Mirror => "and a mirror runs",
             Beside::Rsync => "and rsync runs",
         }
@@ -199,6 +203,7 @@ fn beside(scene: &Scene, what: Beside) -> Result<Option<Daemon>> {
             scene.near(&again(format!("nbdcopy '{view}' null:")))
         }
         Beside::Sync => scene.near(&again(scene.line(Tool::Tls)?)),
+        Beside::Unit => scene.near(&again(format!("nice -n 10 {}", scene.line(Tool::Tls)?))),
         Beside::Rsync => scene.near(&again(scene.line(Tool::Rsync)?)),
         Beside::Mirror => scene.mirror(Tool::Tls),
     };
@@ -228,7 +233,7 @@ fn show(report: &mut Report, all: &[Runs]) {
         report.table(&table);
         let find = |beside| all.iter().find(|runs| runs.depth == depth && runs.beside == beside);
         let Some(alone) = find(Beside::Nothing) else { continue };
-        for beside in [Beside::Sync, Beside::Mirror] {
+        for beside in [Beside::Sync, Beside::Unit, Beside::Mirror] {
             if let Some(runs) = find(beside) {
                 let ratio = runs.of(|felt| felt.p99) / alone.of(|felt| felt.p99);
                 report.goal(
