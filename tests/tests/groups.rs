@@ -597,6 +597,41 @@ fn a_member_is_not_demoted_alone() {
     }
 }
 
+/// A rewind of a group is no step of the history that a promoted replica goes on from: one that followed another branch meanwhile, and has
+/// the only copy of it, has diverged.
+#[test]
+fn a_rewound_group_knows_nothing_of_the_branch_that_it_left() {
+    let mut two = Two::new("a rewound group is promoted");
+    let [b, c, d] = ["b", "c", "d"].map(|name| {
+        let dir = two.site.path(name);
+        std::fs::create_dir(&dir).expect("a folder");
+        dir
+    });
+    let brought = |site: &Site, dir: &Path| site.dsync(["sync", "--group", "db"]).arg(dir);
+    [&b, &d].into_iter().for_each(|dir| drop(brought(&two.site, dir).ok()));
+    brought(&two.site, &c).args(["--keep-last", "20"]).ok();
+    for _ in 0..3 {
+        [0, 1].into_iter().for_each(|disk| two.change(disk, 3));
+        brought(&two.site, &c).ok();
+    }
+    two.stop();
+    // The one in b takes over; those in c and d follow it.
+    let (at_b, at_c) = (Site::new(), Site::new());
+    at_b.dsync(["promote", "--force", "--group"]).arg(&b).ok();
+    for name in NAMES {
+        image::scribble(&b.join(format!("{name}.raw")), 3 * MIB, MIB, &mut two.random);
+    }
+    brought(&at_b, &d).ok();
+    at_c.dsync(["rewind", "--group", "--to", "1"]).arg(&c).ok();
+    brought(&at_b, &c).ok();
+    // It is lost, and the one in c takes over as it was before that.
+    at_c.dsync(["rewind", "--group", "--to", "4"]).arg(&c).ok();
+    at_c.dsync(["promote", "--force", "--group"]).arg(&c).ok();
+    let before = NAMES.map(|name| image::fingerprint(&d.join(format!("{name}.raw"))));
+    brought(&at_c, &d).code(4).says(&["has diverged", "of term 2, and term 3 goes on from"]);
+    assert_eq!(before, NAMES.map(|name| image::fingerprint(&d.join(format!("{name}.raw")))));
+}
+
 /// Two hosts have groups of one name: each commit in one folder would leave out the disks of the other.
 #[test]
 fn two_groups_of_one_name_do_not_share_a_folder() {

@@ -70,7 +70,7 @@ impl Replica {
             journal::replay(self.state(), WHOLE, contents, &mut noting, &mut positions, failed("write to"))?;
             set = marking.end();
             let leads = contents.segments.last().and_then(|s| Toward::of(&s.header)).unwrap_or(toward);
-            if !self.rewinds() {
+            if !self.leads_back(&leads) {
                 footprint.reach(self.state(), &leads, &set);
             }
             let size = leads.size;
@@ -106,6 +106,12 @@ impl Replica {
         let rewound = self.settings().and_then(|settings| settings.rewound);
         let first = rewound.filter(|(state, _)| *state == toward.stream).map(|(_, at)| at);
         first.or(arrived).unwrap_or_else(|| self.now())
+    }
+
+    /// True if a step leads back to a moment of the past. After a crash, and in a group, another call completes what a rewind has begun.
+    fn leads_back(&self, toward: &Toward) -> bool {
+        let rewound = self.settings().and_then(|settings| settings.rewound);
+        self.rewinds() || rewound.is_some_and(|(state, _)| state == toward.stream)
     }
 
     /// Moves the lineage: the destination is complete.
