@@ -129,6 +129,43 @@ fn a_mirrored_site_takes_over_for_one_that_was_synced() {
     assert!(differs > 20 && number(&went_on, "blocks_changed") >= differs, "{differs}: {went_on}");
 }
 
+/// A delta in a file does not say of which branch it is. A site that a mirror has brought ahead takes the one of its own source, which names
+/// all that was brought, and refuses the one of a site that took over at the epoch and has none of it.
+#[test]
+fn a_delta_in_a_file_overwrites_no_batches_that_it_does_not_have() {
+    let mut random = Random::new("a file for a mirrored site");
+    let size = 16 * MIB;
+    let (a, b, c) = (Host::with_disk(size, &mut random), Host::new(), Host::new());
+    sync(&a, &b, &[]);
+    let since = number(&sync(&a, &c, &[]), "epoch").to_string();
+    let server = a.site.serve(&[&a.disk], &[]);
+    let mut mirror = a.towards(&c, &["mirror", "--json", "--epoch", "1h"]).start();
+    mirror.wait_to_say("mirroring to");
+    let options = Options { connections: 1, depth: 4, ..Options::default() };
+    let load = Load::start(&server.address(), "vm", &options, &mut random);
+    let at_b = image::fingerprint(&b.disk).0;
+    dsync_tests::until("a batch has come", || image::fingerprint(&c.disk).0 != at_b);
+    load.stop();
+    mirror.kill();
+    server.kill();
+    let before = image::fingerprint(&c.disk).0;
+    b.force();
+    b.write(blocks(20, size, &mut random), &mut random);
+    let merge = |from: &Host, options: &[&str]| {
+        let delta = from.run(&["extract", "--since", &since]).ok().stdout;
+        c.run(&[&["merge"], options].concat()).input(delta)
+    };
+    merge(&b, &[]).code(4).says(&[
+        "was brought ahead of epoch",
+        "is of another branch",
+        "dsync promote --force",
+    ]);
+    merge(&a, &["--commit", "in-place"]).code(4).says(&["omit --commit"]);
+    assert_eq!(before, image::fingerprint(&c.disk).0);
+    merge(&a, &[]).ok();
+    equal(&a, &c);
+}
+
 /// Whatever makes the trail incomplete: a site that is behind the gap is compared, and gets all that it lacks; one that is at an epoch after it
 /// gets what changed.
 #[test]
@@ -217,6 +254,45 @@ fn a_rewound_site_takes_over() {
     b.run(&["promote", "--force"]).ok();
     b.write([4], &mut random);
     moved(&sync(&b, &first, &[]), &[1, 2, 3, 4].into());
+}
+
+/// A site that has followed two branches, and goes back to the one that was lost, has the only copy of it: the sites that have taken over from each
+/// other since do not know that branch, and say so.
+#[test]
+fn a_site_that_goes_back_to_a_lost_branch_has_diverged() {
+    let mut random = Random::new("a lost branch");
+    let size = 4 * MIB;
+    let (a, b) = (Host::with_disk(size, &mut random), Host::new());
+    let [c, d, e] = std::array::from_fn(|_| Host::new());
+    sync(&a, &b, &[]);
+    sync(&a, &c, &["--keep-last", "30"]);
+    let begin = c.run(&["rewind", "--json"]).ok().summary()["state"].as_str().expect("a state").to_owned();
+    for block in 0..7 {
+        a.write([block], &mut random);
+        sync(&a, &c, &[]);
+    }
+    let lost = c.run(&["rewind", "--json"]).ok().summary()["state"].as_str().expect("a state").to_owned();
+    let content = image::fingerprint(&c.disk).0;
+    b.run(&["promote", "--force"]).ok();
+    c.run(&["rewind", "--to", &begin]).ok();
+    for block in 10..23 {
+        b.write([block], &mut random);
+        sync(&b, &c, &[]);
+    }
+    let switch = |from: &Host, to: &Host| {
+        sync(from, to, &[]);
+        from.towards(to, &["demote"]).ok();
+        to.run(&["promote"]).ok();
+        to.write([30], &mut Random::new("after a switch"));
+    };
+    switch(&b, &d);
+    sync(&d, &c, &[]);
+    c.run(&["rewind", "--to", &lost]).ok();
+    switch(&d, &e);
+    e.sync(&c, &[]).code(4).says(&["has diverged"]);
+    assert_eq!(content, image::fingerprint(&c.disk).0);
+    e.sync(&c, &["--adopt"]).ok();
+    equal(&e, &c);
 }
 
 /// What a source knew while it was one, it still knows when it is one again, and so does who takes over from it.

@@ -478,6 +478,13 @@ fn a_member_alone_is_kept_in_step() {
     alone(&[]).code(4).says(&["log.raw is a replica of the group db", "--leave-group"]);
     alone(&["--leave-group"]).ok();
     image::assert_equal(&two.images[1], &log);
+    // Also where nothing has to be sent.
+    two.sync(&[]).ok();
+    let is_member = || two.site.dsync(["status"]).arg(&log).ok().text().contains("of group db");
+    alone(&["-n", "--leave-group"]).ok();
+    assert!(is_member());
+    alone(&["--leave-group"]).ok();
+    assert!(!is_member());
     two.site.dsync(["status"]).arg(&log).ok();
     let (_, group) = summaries(&two.sync(&[]).ok());
     assert_eq!(group["epoch"], 2);
@@ -563,6 +570,8 @@ fn a_group_goes_back_to_before_a_disk_joined() {
 #[test]
 fn a_group_switches_without_a_disk_that_was_taken_out() {
     let mut two = Two::new("a disk is taken out");
+    two.sync(&["--keep-last", "5"]).ok();
+    two.change(0, 5);
     two.sync(&[]).ok();
     two.stop();
     two.command(&["forget", "--group", "db"]).arg(&two.images[1]).ok();
@@ -572,6 +581,7 @@ fn a_group_switches_without_a_disk_that_was_taken_out() {
     let why = ["was committed without", log.as_str(), "dsync forget REPLICA"];
     two.command(&["promote", "--group", &dir]).code(4).says(&why);
     two.command(&["forget", &log]).ok();
+    shows(&two.command(&["rewind", "--group", &dir]).ok(), &["common epoch 1 without log.raw"]);
     two.command(&["promote", "--group", &dir]).ok();
     image::assert_equal(&two.images[0], &two.replicas()[0]);
 }
@@ -673,6 +683,85 @@ fn a_group_of_devices_at_rest_switches() {
         let replica = dir.join(device.file_name().expect("a name"));
         assert!(std::fs::read(device).expect("a device") == std::fs::read(replica).expect("a replica"));
     }
+}
+
+/// Block devices on both hosts, each behind a link in one folder, are called by their links throughout: over a forced promotion, back by difference, and
+/// over a planned switch.
+#[test]
+fn a_group_of_devices_behind_links_takes_over_and_back() {
+    let what = "devices behind links";
+    if !need_root(what) || !need(&["losetup"], what) {
+        return;
+    }
+    let (mut random, near, far) = (Random::new(what), Site::new(), Site::new());
+    let mut kept = Vec::new();
+    for site in [&near, &far] {
+        std::fs::create_dir(site.path("disks")).expect("a folder");
+        for name in NAMES {
+            let Some(device) = testing::Loop::new(&site.image(&format!("{name}-disk"), SIZE)) else {
+                return skipped(what, "there is no loop device");
+            };
+            std::os::unix::fs::symlink(device.device(), site.path(&format!("disks/{name}.raw")))
+                .expect("a link");
+            kept.push(device);
+        }
+    }
+    let disks = |site: &Site| NAMES.map(|name| site.path(&format!("disks/{name}.raw")));
+    let dir = |site: &Site| site.path("disks");
+    let mut write = |site: &Site, block: u64| {
+        let images = disks(site);
+        let server =
+            site.serve(&images.each_ref().map(PathBuf::as_path), &["--group", "db", "--trust-device"]);
+        for name in NAMES {
+            let mut client = Client::connect(&server.address(), name).expect("a client");
+            client.write(block * BLOCK, &random.bytes(BLOCK as usize)).expect("a write");
+            client.flush().expect("a flush");
+        }
+        server
+    };
+    let equal = || {
+        for (one, other) in disks(&near).iter().zip(&disks(&far)) {
+            assert!(
+                std::fs::read(one).expect("a disk") == std::fs::read(other).expect("a disk"),
+                "{}",
+                one.display()
+            );
+        }
+        for site in [&near, &far] {
+            let names = std::fs::read_dir(dir(site)).expect("a folder").flatten();
+            let names = names.filter(|entry| !entry.file_name().to_string_lossy().starts_with('.'));
+            assert_eq!(names.count(), NAMES.len(), "a disk was made under another name");
+        }
+    };
+    let towards = |from: &Site, to: &Site, words: &[&str]| {
+        let run = from.dsync(words).args(["--rsh", RSH]).arg(format!("far:{}", dir(to).display()));
+        run.env("RSH_STATE", to.state())
+    };
+    let brought = |from: &Site, to: &Site| {
+        let (members, _) = summaries(&towards(from, to, &["sync", "--json", "--group", "db"]).ok());
+        equal();
+        members.iter().map(|member| dsync_tests::scene::number(member, "blocks_changed")).collect::<Vec<_>>()
+    };
+    let server = write(&near, 1);
+    brought(&near, &far);
+    server.stop();
+    write(&near, 2).stop();
+    let forced = far.dsync(["promote", "--force", "--group"]).arg(dir(&far)).ok();
+    let way_back = "dsync demote --group db --since data.raw=1 --since log.raw=1 --save";
+    shows(&forced, &[way_back, &format!("dsync serve --group db {}/data.raw", dir(&far).display())]);
+    let server = write(&far, 3);
+    towards(&far, &near, &["sync", "--group", "db"]).code(4).says(&["have diverged", way_back]);
+    let lost = near.path("lost");
+    let since = NAMES.map(|name| format!("--since={name}.raw=1"));
+    near.dsync(["demote", "--group", "db", "--trust-device", "--save"]).arg(&lost).args(since).ok();
+    NAMES.iter().for_each(|name| assert!(lost.join(format!("{name}.raw.delta")).exists()));
+    assert_eq!(brought(&far, &near), [2, 2]);
+    server.stop();
+    towards(&far, &near, &["demote", "--group", "db", "--trust-device"]).ok();
+    near.dsync(["promote", "--group"]).arg(dir(&near)).ok();
+    let server = write(&near, 4);
+    assert_eq!(brought(&near, &far), [1, 1]);
+    server.stop();
 }
 
 #[test]

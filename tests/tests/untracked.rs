@@ -430,7 +430,7 @@ fn a_compare_without_space_for_it() {
     std::fs::write(&scene.replica, damaged).expect("damage");
     scene.restamp();
     let room = 12 * MIB - image::space(&scene.replica);
-    std::fs::write(&fill, vec![1; room.saturating_sub(MIB / 4) as usize]).expect("filling");
+    std::fs::write(&fill, vec![1; room.saturating_sub(MIB / 16) as usize]).expect("filling");
     let before = image::fingerprint(&scene.replica);
     scene.sync(&["--method", "compare"]).code(1).says(&["space"]);
     scene.site.dsync(["verify", "--repair"]).arg(&scene.image).arg(&scene.replica).code(1).says(&["space"]);

@@ -61,11 +61,6 @@ impl Line {
         !self.whole && self.terms.is_empty()
     }
 
-    /// The epoch at which the last of these promotions began; `None` if none is known.
-    pub fn began(&self) -> Option<Epoch> {
-        self.terms.last().map(|term| term.began)
-    }
-
     /// False for a line that no dsync writes.
     pub fn is_sound(&self) -> bool {
         self.terms.len() <= Line::MOST

@@ -27,7 +27,7 @@ pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -
     let options = PromoteOptions { force: args.force, dry_run: args.dry_run, ..PromoteOptions::default() };
     let promotion =
         sync::promote_group(state, &dir, &options).map_err(|error| not_promoted(error, &dir, true))?;
-    let epochs = promotion.members.iter().map(|member| (member.path.as_path(), member.epoch));
+    let epochs = promotion.members.iter().map(|member| (member.file.as_str(), member.epoch));
     let way_back = sync::demotion_since(&promotion.group, epochs);
     let rewind = format!("dsync rewind --group {}", dir.display());
     for member in &promotion.members {
@@ -35,8 +35,11 @@ pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -
         say_promotion_with(member, (&way_back, &rewind), output);
         output.summary(member);
     }
-    let disks: Vec<String> =
-        promotion.members.iter().map(|member| member.path.display().to_string()).collect();
+    let disks: Vec<String> = promotion
+        .members
+        .iter()
+        .map(|member| promotion.dir.join(&member.file).display().to_string())
+        .collect();
     let (name, epoch) = (&promotion.group, promotion.epoch);
     output.say(&match args.dry_run {
         true => format!("group {name} would go on from common epoch {epoch}"),
@@ -163,8 +166,7 @@ impl Demoting<'_> {
 
     fn tell_one(&self, summary: &DemoteSummary, destination: &Location) -> Result<()> {
         let path = summary.path.display();
-        let file = summary.path.file_name().unwrap_or_default();
-        let destination = destination.within(Path::new(file));
+        let destination = destination.within(Path::new(&summary.file));
         let (_, name) = destination.place()?;
         let Some(released) = summary.released else {
             return Err(Failure::refused(format!(

@@ -185,7 +185,8 @@ fn of_job(name: &str, cli: &Cli, known: &Known<'_>, state: &StateDir) -> Result<
         let mut copies = Vec::new();
         for member in known.sources.iter().filter(is_member) {
             let path = member.path.display().to_string();
-            let replica = folder.within(Path::new(member.path.file_name().unwrap_or_default()));
+            let file = member.group.as_ref().and_then(|group| group.file.clone());
+            let replica = folder.within(Path::new(&file.unwrap_or_else(|| source::file_name(&member.path))));
             copies.extend(of_source(copy(&path, &remembered(&replica)?), &path, known, state));
         }
         return Ok(match copies.is_empty() && !known.is_part && !known.is_demoted(aim.source, state)? {

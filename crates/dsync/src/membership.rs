@@ -21,6 +21,9 @@ pub(crate) struct Group {
     pub epoch: Option<u64>,
     /// The source has not ended an epoch since; the replica is there.
     pub at_it: bool,
+    /// What the replica of a source is called.
+    #[serde(skip)]
+    pub file: Option<String>,
 }
 
 impl Group {
@@ -32,6 +35,7 @@ impl Group {
             epoch: committed.map(|(cut, _)| cut.number),
             at_it: committed.is_some_and(|(_, epoch)| Some(epoch) == last),
             name: group.name,
+            file: group.file,
         }))
     }
 
@@ -45,6 +49,7 @@ impl Group {
             name: group.name.clone(),
             epoch: intent.as_ref().map(|intent| intent.cut.number),
             at_it: member.is_some_and(|member| Some(member.epoch) == lineage.epoch),
+            file: None,
         })
     }
 

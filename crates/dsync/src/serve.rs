@@ -3,7 +3,7 @@
 use std::io;
 use std::ops::Range;
 use std::os::unix::net::UnixListener;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -315,13 +315,17 @@ pub(crate) fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Resu
     // First: a server that cannot listen leaves no source behind.
     let places = passed.map_or_else(|| Places::listen(args), Ok)?;
     let _metrics = metrics::serve(args.metrics.metrics.as_ref(), state, output)?;
-    let (all, sources) = until_free(&args.run.wait, output, || open_all(args, state))?;
+    let (all, tracked) = until_free(&args.run.wait, output, || open_all(args, state))?;
     service::outlive_terminal()?;
     // Before the first connection, so that a signal always ends everything in order.
     let mut signals =
         signal_hook::iterator::Signals::new([signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM])?;
+    let sources: Vec<Arc<Source>> = tracked.iter().map(|(_, source)| source.clone()).collect();
     let name = args.group.as_deref().filter(|_| !sources.is_empty());
-    let group = name.map(|name| SourceGroup::new(state, name, sources.clone())).transpose()?.map(Arc::new);
+    let group = match name {
+        Some(name) => Some(Arc::new(SourceGroup::new(state, name, tracked)?)),
+        None => None,
+    };
     let controls: Vec<ControlServer> = sources
         .iter()
         .map(|source| ControlServer::start_in(source.clone(), group.clone()))
@@ -364,8 +368,11 @@ fn one_saved() -> Failure {
     Failure::usage("--save is for one rehearsal: serve each of several replicas from a server of its own")
 }
 
+/// The images of which writes are recorded, with their paths as the user gave them.
+type Tracked = Vec<(PathBuf, Arc<Source>)>;
+
 /// Opens everything to serve.
-fn open_all(args: &args::Serve, state: &StateDir) -> Result<(Vec<ExportedImage>, Vec<Arc<Source>>)> {
+fn open_all(args: &args::Serve, state: &StateDir) -> Result<(Vec<ExportedImage>, Tracked)> {
     let mut all: Vec<ExportedImage> = Vec::new();
     let mut sources = Vec::new();
     if let Some((dir, moment)) = args.group.as_deref().and_then(rehearsal::group_parts) {
@@ -426,7 +433,7 @@ fn open_all(args: &args::Serve, state: &StateDir) -> Result<(Vec<ExportedImage>,
             What::ReadOnly(device::open(image, &options)?)
         } else {
             let source = open_tracked(image, args, state)?;
-            sources.push(source.clone());
+            sources.push((image.clone(), source.clone()));
             What::Tracked(source)
         };
         all.push(ExportedImage { name, what });

@@ -54,9 +54,10 @@ fn join(device: &Path, group: &str, state: &StateDir, output: &Output) -> Result
     // With an epoch it is a source that stays.
     live.checkpoint()?;
     drop(live);
-    let path = std::fs::canonicalize(device)?;
-    source::join_group(state, &path, source::Membership::first(group))?;
-    output.say(&format!("{} is in group {group}", path.display()));
+    let identity = ::device::identity(device)?;
+    let member = source::Membership::first(group).called(device, &identity);
+    source::join_group(state, &identity.path, member)?;
+    output.say(&format!("{} is in group {group}", identity.path.display()));
     Ok(())
 }
 

@@ -67,6 +67,15 @@ pub fn folder_of_replicas(path: &Path) -> Result<PathBuf> {
     })
 }
 
+/// What the replica at `path`, without links, is called in the folder `dir` of its group: by the name of its file there, or of a link to it.
+pub fn name_in(dir: &Path, path: &Path) -> String {
+    let leads = |entry: &PathBuf| std::fs::canonicalize(entry).is_ok_and(|to| to == path);
+    let mut entries = std::fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
+    let link = if path.parent() == Some(dir) { None } else { entries.find(leads) };
+    let name = link.as_deref().unwrap_or(path).file_name();
+    name.unwrap_or_default().to_string_lossy().into_owned()
+}
+
 impl Group {
     /// Takes the group of this name whose replicas are in `dir`, a path without links, for this process alone.
     ///
@@ -182,6 +191,7 @@ impl Group {
                 time,
                 owed: self.owed(members),
                 members: named,
+                files: BTreeMap::new(),
             };
             self.keep_past(members);
             intent.store(&*self.folder)?;

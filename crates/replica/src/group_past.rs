@@ -43,7 +43,7 @@ pub struct GroupMoment {
     pub epoch: Epoch,
     /// When it was committed, in seconds since 1970.
     pub at: u64,
-    /// Replicas that have joined since, and stay as they are.
+    /// Replicas that have joined since, or that have left, and stay as they are.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub without: Vec<PathBuf>,
     /// What the replicas were there.
@@ -254,7 +254,8 @@ pub fn past_of(
     let present = GroupMoment::of(&intent);
     let listed = members.iter().map(|(path, lineage)| (path.as_path(), lineage));
     let apart = apart(&intent, listed);
-    let mut moments: Vec<GroupMoment> = Vec::new();
+    let is_member = |source: Uuid| members.iter().any(|(_, lineage)| lineage.source == Some(source));
+    let mut moments: Vec<(GroupMoment, Vec<PathBuf>)> = Vec::new();
     // Those that are not there may be able to go back to the last one, too.
     let last = Some(&intent).filter(|_| !apart.is_empty());
     for intent in last.into_iter().chain(past.intents.iter().rev()) {
@@ -271,12 +272,19 @@ pub fn past_of(
             continue;
         }
         // One cut may have been committed by more of them, and by fewer.
-        match moments.iter_mut().find(|m| m.epoch == moment.epoch) {
-            Some(known) if known.without.len() <= without.len() => {}
-            Some(known) => *known = GroupMoment { without, ..moment },
-            None => moments.push(GroupMoment { without, ..moment }),
+        let left = intent.members.iter().filter(|(_, member)| !is_member(member.source));
+        let left: Vec<PathBuf> = left.map(|(path, _)| path.clone()).collect();
+        match moments.iter_mut().find(|(m, _)| m.epoch == moment.epoch) {
+            Some((known, _)) if known.without.len() <= without.len() => {}
+            Some(known) => *known = (GroupMoment { without, ..moment }, left),
+            None => moments.push((GroupMoment { without, ..moment }, left)),
         }
     }
+    let told = |(mut moment, left): (GroupMoment, Vec<PathBuf>)| {
+        moment.without.extend(left);
+        moment
+    };
+    let mut moments: Vec<GroupMoment> = moments.into_iter().map(told).collect();
     moments.sort_by_key(|moment| std::cmp::Reverse((moment.at, moment.epoch.number)));
     Ok(GroupHistory {
         name: name.to_owned(),

@@ -96,6 +96,9 @@ pub struct Intent {
     /// What earlier commits owe to replicas that have taken no part since, and may not have completed theirs.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub owed: BTreeMap<PathBuf, Member>,
+    /// Of a demotion: what the replicas of the sources are called, in the place of the names of their files.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub files: BTreeMap<Uuid, String>,
 }
 
 impl Intent {
@@ -115,6 +118,7 @@ impl Intent {
             time: now(),
             members,
             owed: BTreeMap::new(),
+            files: BTreeMap::new(),
         }
     }
 

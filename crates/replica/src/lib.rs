@@ -93,7 +93,7 @@ pub use demoted::{Demotion, demotes_anew};
 #[doc(hidden)]
 pub use destination::{Destination, DeviceDestination, Name};
 pub use error::{ReplicaError, Result};
-pub use group::{Group, folder_of_replicas};
+pub use group::{Group, folder_of_replicas, name_in};
 #[doc(hidden)]
 pub use group_past::{FoundMembers, choose_members, past_of};
 pub use group_past::{GroupHistory, GroupMoment, find_group, group_history};

@@ -120,8 +120,7 @@ mod tests {
 
     fn intent(number: u64) -> Intent {
         let cut = Epoch { number, id: Uuid::from_u128(number.into()) };
-        let (members, owed) = Default::default();
-        Intent { version: 1, group: "db".into(), cut, time: number, members, owed }
+        Intent { time: number, ..Intent::new("db", cut, Default::default()) }
     }
 
     #[test]

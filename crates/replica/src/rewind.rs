@@ -12,7 +12,7 @@ use crate::keep::Keep;
 use crate::lineage::{Lineage, StepKind, Unsure};
 use crate::locate::{inspect, state_folder};
 use crate::options::Options;
-use crate::past::{self, Moment, Past, Settings};
+use crate::past::{self, Moment, Past, Settings, Turn};
 use crate::receive::{Commit, Committed, DeltaReceiver};
 use crate::replica::Replica;
 
@@ -155,10 +155,7 @@ impl Replica {
     /// promotions led to it, where the moment may be of another branch than the source that the replica follows.
     fn note_rewind(&mut self, moment: &Moment) -> Result<()> {
         let Some(settings) = self.settings() else { return Ok(()) };
-        let before = settings.turned.is_some_and(|turned| moment.at <= turned);
-        let began = self.lineage().role.line.began();
-        // What batches brought may be later than the next epoch.
-        let shared = !moment.ahead && began.is_some_and(|began| moment.epoch.number <= began.number);
+        let follows = settings.follows(moment);
         let there = self.history()?.moments;
         let is_there = |state: &Uuid| there.iter().any(|moment| moment.state == *state);
         let mut returned = settings.returned.clone();
@@ -170,7 +167,7 @@ impl Replica {
         let settings = Settings { rewound, returned, ..settings.clone() };
         settings.store(self.state())?;
         self.set_settings(Some(settings));
-        if !before || shared || self.lineage().role.line.is_unknown() {
+        if follows || self.lineage().role.line.is_unknown() {
             return Ok(());
         }
         self.lineage_mut().role.line = Line::default();
@@ -182,15 +179,17 @@ impl Replica {
         self.settings().is_some_and(|settings| settings.left == Some(self.lineage().nonce))
     }
 
-    /// Writes down that it follows another branch from now on, or may do so.
-    pub(crate) fn note_turn(&mut self) -> Result<()> {
+    /// Writes down that it follows the source with this line from now on, which may be another branch.
+    pub(crate) fn note_turn(&mut self, line: &Line) -> Result<()> {
         let Some(settings) = self.settings() else { return Ok(()) };
         let past = self.history()?;
         // The clock may have gone back since.
         let latest = past.moments.iter().map(|moment| moment.at).chain(past.at).max();
-        let turned = latest.map(|latest| latest.max(self.now()));
-        let left = Some(self.lineage().nonce);
-        let settings = Settings { turned: turned.or(settings.turned), left, ..settings.clone() };
+        let mut settings = Settings { left: Some(self.lineage().nonce), ..settings.clone() };
+        if let Some(latest) = latest {
+            let common = self.lineage().role.line.common(line).map(|epoch| epoch.number);
+            settings.turn(Turn { at: latest.max(self.now()), common });
+        }
         settings.store(self.state())?;
         self.set_settings(Some(settings));
         Ok(())

@@ -94,15 +94,21 @@ impl Target for Touched {
 
 /// What is to be kept.
 impl Replica {
-    /// Takes over what the user wants to be kept from now on, of a complete replica to which nothing has to be sent.
+    /// Takes over what the user wants from now on of a complete replica to which nothing has to be sent: what is to be kept, and that it leaves
+    /// its group.
     ///
     /// # Errors
     /// If it cannot be written down.
-    pub fn keep_as_asked(&mut self) -> Result<()> {
-        if self.options().keep.is_none() || !self.is_kept() || self.lineage().role.promoted.is_some() {
+    pub fn apply_options(&mut self) -> Result<()> {
+        let options = self.options();
+        let (keeps, leaves) = (options.keep.is_some(), options.leave && options.group.is_none());
+        if !(keeps || leaves) || !self.is_kept() || self.lineage().role.promoted.is_some() {
             return Ok(());
         }
         self.sound()?;
+        if leaves {
+            self.admit_alone()?;
+        }
         self.set_keep()
     }
 

@@ -258,6 +258,11 @@ impl Site for SimSite {
         group.open_found(dir, self.found(dir)?, options, &|path, options| self.open(path, options))
     }
 
+    fn name_in(&self, _dir: &Path, path: &Path) -> String {
+        // There are no links.
+        source::file_name(path)
+    }
+
     fn group_members(&self, name: &str) -> Result<Members, SourceError> {
         let mut members = Vec::new();
         for disk in self.disks() {

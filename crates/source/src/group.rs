@@ -5,18 +5,18 @@
 //! they had there: then nothing was written since, and the next cut is the same. Another file says which cut replicas have
 //! committed last: the one is written at the cut, the other after the commit.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use delta::Epoch;
-use device::{Dir, Folder, FolderLock};
+use device::{Dir, Folder, FolderLock, Identity};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::SourceError;
 use crate::bookmarks::is_plain;
 use crate::source::{Checkpoint, Source};
-use crate::state::{About, StateDir};
+use crate::state::{About, StateDir, file_name};
 
 const NAME: &str = "group";
 const COMMITTED: &str = "group-committed";
@@ -32,12 +32,28 @@ pub struct Membership {
     /// Names the last promotion of the group, with which the members took over from others. `None` before the first.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub promotion: Option<Uuid>,
+    /// What its replica is called, where that is not the name of its file: that of the link by which it joined. The kernel may give a device
+    /// another name at the next boot.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub file: Option<String>,
 }
 
 impl Membership {
     /// That of a member that joins.
     pub fn first(name: &str) -> Membership {
-        Membership { name: name.to_owned(), cut: None, promotion: None }
+        Membership { name: name.to_owned(), cut: None, promotion: None, file: None }
+    }
+
+    /// The same of a disk that its user calls so.
+    pub fn called(self, given: &Path, is: &Identity) -> Membership {
+        let other = is.is_block() || given.file_name() != is.path.file_name();
+        let file = given.file_name().filter(|_| other).map(|name| name.to_string_lossy().into_owned());
+        Membership { file, ..self }
+    }
+
+    /// What the replica of the source at a path without links is called.
+    pub fn file_of(&self, path: &Path) -> String {
+        self.file.clone().unwrap_or_else(|| file_name(path))
     }
 
     /// The group of the source whose folder this is; `None` if it has none.
@@ -96,7 +112,7 @@ pub fn group_members(state: &StateDir, name: &str) -> Result<Members, SourceErro
 ///
 /// # Errors
 /// If it is not a source, or its folder cannot be written.
-pub fn join_group(state: &StateDir, path: &std::path::Path, group: Membership) -> Result<bool, SourceError> {
+pub fn join_group(state: &StateDir, path: &Path, group: Membership) -> Result<bool, SourceError> {
     let Some((place, _)) = state.source(&path.to_string_lossy())? else {
         return Err(SourceError::Unknown(format!("{} is not a known source", path.display())));
     };
@@ -111,7 +127,7 @@ pub fn join_group(state: &StateDir, path: &std::path::Path, group: Membership) -
 #[doc(hidden)]
 pub fn join_in(
     folder: &dyn Folder,
-    path: &std::path::Path,
+    path: &Path,
     group: Membership,
     members: &dyn Fn(&str) -> Result<Members, SourceError>,
 ) -> Result<bool, SourceError> {
@@ -132,7 +148,7 @@ pub fn join_in(
 ///
 /// # Errors
 /// `Unknown` if it is in none of that name; `Busy` while a command or a server holds it.
-pub fn leave_group(place: &std::path::Path, about: &About, name: &str) -> Result<(), SourceError> {
+pub fn leave_group(place: &Path, about: &About, name: &str) -> Result<(), SourceError> {
     let folder = Dir::open(place).map_err(SourceError::state("open", place))?;
     if Membership::read(&folder)?.is_none_or(|group| group.name != name) {
         return Err(SourceError::Unknown(format!(
@@ -178,7 +194,7 @@ pub(crate) fn record_cut(name: &str, members: &[(&dyn Folder, Epoch)]) -> Result
     Ok(cut)
 }
 
-fn in_another(path: &std::path::Path, group: &str) -> SourceError {
+fn in_another(path: &Path, group: &str) -> SourceError {
     let path = path.display();
     SourceError::Refused(format!(
         "{path} is in the group {group}: take it out first, with \"dsync forget --group {group} {path}\""
@@ -239,13 +255,19 @@ pub struct SourceGroup {
 }
 
 impl SourceGroup {
-    /// Makes a group of these sources, or takes up the one that they are. Writes that down in their folders.
+    /// Makes a group of these sources, each with the path by which its user names it, or takes up the one that they are. Writes that down in
+    /// their folders.
     ///
     /// # Errors
     /// `Refused` for an invalid name, if one of them is in another group, or if a known source is in this one and not among them:
     /// a cut without it would tear the group.
-    pub fn new(state: &StateDir, name: &str, members: Vec<Arc<Source>>) -> Result<SourceGroup, SourceError> {
+    pub fn new(
+        state: &StateDir,
+        name: &str,
+        members: Vec<(PathBuf, Arc<Source>)>,
+    ) -> Result<SourceGroup, SourceError> {
         check_name(name)?;
+        let (given, members): (Vec<_>, Vec<_>) = members.into_iter().unzip();
         let known = group_members(state, name)?;
         for (_, about, _) in &known {
             let path = about.path.display();
@@ -265,14 +287,6 @@ impl SourceGroup {
                 )));
             }
         }
-        let mut names: Vec<_> = members.iter().map(|member| member.about().path.file_name()).collect();
-        names.sort();
-        if let Some(same) = names.windows(2).find(|two| two[0] == two[1]) {
-            return Err(SourceError::Refused(format!(
-                "two members of the group {name} are called {}, and so would be their replicas: rename one",
-                same[0].unwrap_or_default().to_string_lossy()
-            )));
-        }
         let is_served = |(_, about, _): &(PathBuf, About, Membership)| {
             members
                 .iter()
@@ -281,16 +295,29 @@ impl SourceGroup {
         let known: Vec<_> = known.into_iter().filter(is_served).collect();
         one_promotion(name, &known)?;
         let promotion = known.first().and_then(|(.., group)| group.promotion);
-        let mut joining = Vec::new();
-        for member in &members {
-            match Membership::read(member.folder())? {
-                Some(group) if group.name == name => {}
-                Some(group) => return Err(in_another(&member.about().path, &group.name)),
-                None => joining.push(member),
-            }
+        let (mut joining, mut names) = (Vec::new(), Vec::new());
+        for (member, given) in members.iter().zip(&given) {
+            let about = member.about();
+            let group = match Membership::read(member.folder())? {
+                Some(group) if group.name == name => group,
+                Some(group) => return Err(in_another(&about.path, &group.name)),
+                None => {
+                    let first = Membership::first(name).called(given, &about.identity);
+                    joining.push((member, Membership { promotion, ..first.clone() }));
+                    first
+                }
+            };
+            names.push(group.file_of(&about.path));
         }
-        for member in joining {
-            Membership { promotion, ..Membership::first(name) }.write(member.folder())?;
+        names.sort();
+        if let Some(same) = names.windows(2).find(|two| two[0] == two[1]) {
+            return Err(SourceError::Refused(format!(
+                "two members of the group {name} are called {}, and so would be their replicas: rename one",
+                same[0]
+            )));
+        }
+        for (member, group) in joining {
+            group.write(member.folder())?;
         }
         Ok(SourceGroup { name: name.to_owned(), members, cutting: Mutex::new(()) })
     }

@@ -5,7 +5,7 @@ use delta::Epoch;
 use extents::Bitmap;
 
 use crate::SourceError;
-use crate::group::{check_name, record_commit, record_cut};
+use crate::group::{Membership, check_name, record_commit, record_cut};
 use crate::handle::Handle;
 use crate::live::{Cut, CutOptions, Live};
 use crate::view::View;
@@ -14,6 +14,8 @@ use crate::view::View;
 pub struct GroupHandle {
     name: String,
     members: Vec<Handle>,
+    /// What the replica of each is called.
+    files: Vec<String>,
 }
 
 impl GroupHandle {
@@ -23,7 +25,12 @@ impl GroupHandle {
     /// `Refused` if they cannot be cut at one moment.
     pub fn new(name: &str, members: Vec<Handle>) -> Result<GroupHandle, SourceError> {
         check_name(name)?;
-        let group = GroupHandle { name: name.to_owned(), members };
+        let file = |member: &Handle| {
+            let group = Membership::read(member.folder())?.unwrap_or_else(|| Membership::first(name));
+            Ok::<_, SourceError>(group.file_of(&member.about().path))
+        };
+        let files = members.iter().map(file).collect::<Result<_, _>>()?;
+        let group = GroupHandle { name: name.to_owned(), members, files };
         match group.refusal() {
             None => Ok(group),
             Some(why) => {
@@ -65,6 +72,11 @@ impl GroupHandle {
     /// Its members.
     pub fn members(&self) -> &[Handle] {
         &self.members
+    }
+
+    /// What the replicas of its members are called in their folder, in the order of the members.
+    pub fn files(&self) -> &[String] {
+        &self.files
     }
 
     /// Ends the epochs of all members at one moment: the cut, and a view of each member there, in the order of the members. Sources at

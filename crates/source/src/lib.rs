@@ -73,7 +73,7 @@ pub use live::{Cut, CutOptions, FreezeMode, Live, RESIZED};
 pub use overwritten::overwritten;
 pub use peek::{doubt, lost, written_since};
 pub use source::{Backing, BatchChanges, Checkpoint, SharedView, Source, SourceOptions};
-pub use state::{About, StateDir, Survey, export_name};
+pub use state::{About, StateDir, Survey, export_name, file_name};
 #[doc(hidden)]
 pub use state::{about_in, write_about};
 #[doc(hidden)]

@@ -157,6 +157,11 @@ fn variable(name: &str) -> Option<std::ffi::OsString> {
     std::env::var_os(name).filter(|value| !value.is_empty())
 }
 
+/// The last part of a path.
+pub fn file_name(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
 /// A device's path as one name.
 fn device_name(device: &Path) -> String {
     device.to_string_lossy().trim_start_matches('/').replace('/', "-")

@@ -72,6 +72,9 @@ pub struct DemoteSummary {
     /// What is to be told to the replica that succeeds it: nothing was written after this epoch.
     #[serde(skip)]
     pub released: Option<Released>,
+    /// What its replica is called in the folder of a group.
+    #[serde(skip)]
+    pub file: String,
 }
 
 /// The last sync of a source.
@@ -225,6 +228,7 @@ fn again(
         again: true,
         dry_run: false,
         released: lineage.epoch.filter(|_| exact).map(|epoch| Released { epoch, term }),
+        file: source::file_name(path),
     })
 }
 
@@ -339,6 +343,7 @@ pub(crate) fn follow(
         again: false,
         dry_run: options.dry_run,
         released: None,
+        file: source::file_name(&about.path),
     };
     let demotion = Demotion {
         source: about.uuid,

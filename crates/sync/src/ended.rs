@@ -39,7 +39,8 @@ impl Ending {
     pub(crate) fn disks(&self, state: &dyn Site) -> Result<Vec<Ended>, SyncError> {
         let known = state.sources()?;
         let mut disks = Vec::new();
-        for (path, member) in self.intent.iter().flat_map(|intent| &intent.members) {
+        let members = self.intent.iter().flat_map(|intent| intent.members.iter().map(move |of| (intent, of)));
+        for (intent, (path, member)) in members {
             // By its source: a device may have another name by now, and another disk this one.
             let mut ended = None;
             for about in &known {
@@ -47,10 +48,12 @@ impl Ending {
                     ended = Some(about);
                 }
             }
+            let (epoch, file) = (member.epoch, intent.files.get(&member.source).cloned());
+            let file = file.unwrap_or_else(|| source::file_name(path));
             if let Some(about) = ended {
-                disks.push(Ended { path: about.path.clone(), epoch: member.epoch, is_source: true });
+                disks.push(Ended { path: about.path.clone(), file, epoch, is_source: true });
             } else if was_demoted(path, member, state)? {
-                disks.push(Ended { path: path.clone(), epoch: member.epoch, is_source: false });
+                disks.push(Ended { path: path.clone(), file, epoch, is_source: false });
             }
         }
         Ok(disks)
@@ -60,6 +63,8 @@ impl Ending {
 /// A disk that a demotion names.
 pub(crate) struct Ended {
     pub path: PathBuf,
+    /// What its replica is called.
+    pub file: String,
     /// The epoch in common.
     pub epoch: Epoch,
     /// It is not demoted yet.

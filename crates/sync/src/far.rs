@@ -212,7 +212,7 @@ impl ReplicaEnd<'_> {
                 Some(message) if message.kind == PLAN => message.json()?,
                 // Nothing to be done: up to date, or a dry run.
                 end @ (None | Some(Message { kind: RESULT, .. })) => {
-                    self.keep(&mut replica, open)?;
+                    self.apply(&mut replica, open)?;
                     return end.map_or(Ok(None), |message| self.last_word(Some(message)));
                 }
                 Some(message) => return Err(unexpected(&message)),
@@ -258,10 +258,10 @@ impl ReplicaEnd<'_> {
         }
     }
 
-    /// Takes over what the user wants to be kept, where nothing was sent.
-    fn keep(&self, replica: &mut Replica, open: &Open) -> Result<(), SyncError> {
+    /// Takes over what the user wants of the replica, where nothing was sent.
+    fn apply(&self, replica: &mut Replica, open: &Open) -> Result<(), SyncError> {
         if open.keep_anyway && self.writes {
-            replica.keep_as_asked()?;
+            replica.apply_options()?;
         }
         Ok(())
     }

@@ -56,7 +56,7 @@ pub struct GroupSummary {
 }
 
 /// Brings the replicas of a group at the other end of `link` to one moment. They are in the folder `dir`, and have the names of
-/// the sources' files; `name` is how the user named the folder.
+/// the sources; `name` is how the user named the folder.
 pub fn push_group(
     group: &GroupHandle,
     link: Link,
@@ -125,9 +125,8 @@ impl<'a> GroupSession<'a> {
         }
         let (mut names, mut paths, mut members) = (Vec::new(), Vec::new(), Vec::<Open>::new());
         let mut accounts = Vec::new();
-        for handle in group.members() {
-            let file = handle.about().path.file_name().unwrap_or_default();
-            names.push(format!("{}/{}", destination.trim_end_matches('/'), file.to_string_lossy()));
+        for (handle, file) in group.members().iter().zip(group.files()) {
+            names.push(format!("{}/{file}", destination.trim_end_matches('/')));
             paths.push(dir.join(file));
             members.push(replica_for_sync(&dir.join(file), options).beside(handle.about()));
             let name = names.last().map_or("", String::as_str);

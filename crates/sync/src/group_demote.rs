@@ -10,7 +10,7 @@ use std::sync::Arc;
 use delta::Epoch;
 use device::WriteWatch;
 use replica::{Intent, Member};
-use source::{About, GroupHandle, Handle, SourceOptions};
+use source::{GroupHandle, Handle, SourceOptions};
 use uuid::Uuid;
 
 use crate::attach::attach_group;
@@ -87,8 +87,8 @@ pub fn demote_group(
     }
     let mut summaries = Vec::new();
     for disk in ended {
-        let save = save_of(&disk.path, options);
-        let given = since_of(&disk.path, options).filter(|_| !disk.is_source);
+        let save = save_of(&disk.file, options);
+        let given = since_of((&disk.file, &disk.path), options).filter(|_| !disk.is_source);
         let how = DemoteOptions {
             // What it is was decided, and said, for all of them.
             since: Some(given.map_or_else(|| disk.epoch.number.to_string(), |(_, epoch)| epoch.clone())),
@@ -98,7 +98,8 @@ pub fn demote_group(
             watch: watches.get(&disk.path).cloned(),
             ..DemoteOptions::default()
         };
-        summaries.push(demote_if(state, &disk.path.to_string_lossy(), &how, None, progress, &|_, _| Ok(()))?);
+        let summary = demote_if(state, &disk.path.to_string_lossy(), &how, None, progress, &|_, _| Ok(()))?;
+        summaries.push(DemoteSummary { file: disk.file, ..summary });
     }
     afterwards(&summaries)?;
     Ok(summaries)
@@ -167,26 +168,24 @@ fn still_known(state: &dyn Site, name: &str, disk: &Ended, open: &SourceOptions)
 }
 
 /// Where what was written to a disk is saved.
-fn save_of(path: &Path, options: &DemoteOptions) -> Option<PathBuf> {
-    let file = path.file_name().unwrap_or_default().to_string_lossy();
+fn save_of(file: &str, options: &DemoteOptions) -> Option<PathBuf> {
     options.save.as_ref().map(|dir| dir.join(format!("{file}.delta")))
 }
 
 /// What is given of a disk: its name and the epoch in common.
-fn since_of<'a>(path: &Path, options: &'a DemoteOptions) -> Option<&'a (String, String)> {
-    let is_it = |disk: &str| path.file_name() == Some(disk.as_ref()) || path == Path::new(disk);
+fn since_of<'a>((file, path): (&str, &Path), options: &'a DemoteOptions) -> Option<&'a (String, String)> {
+    let is_it = |disk: &str| file == disk || path == Path::new(disk);
     options.each.iter().find(|(disk, _)| is_it(disk))
 }
 
 /// The command that makes replicas of the sources of a group, with the epochs that they have in common with those that were promoted.
 pub fn demotion_since<'a>(
     name: &str,
-    disks: impl Iterator<Item = (&'a Path, impl std::fmt::Display)>,
+    disks: impl Iterator<Item = (&'a str, impl std::fmt::Display)>,
 ) -> String {
     let mut command = format!("dsync demote --group {name}");
-    for (path, epoch) in disks {
-        let _ =
-            write!(command, " --since {}={epoch}", path.file_name().unwrap_or_default().to_string_lossy());
+    for (file, epoch) in disks {
+        let _ = write!(command, " --since {file}={epoch}");
     }
     command + " --save FOLDER"
 }
@@ -194,11 +193,13 @@ pub fn demotion_since<'a>(
 /// Refuses to guess the epochs that the sources have in common with those that were promoted: replicas may have been rewound before,
 /// and what was written since would neither be named nor saved.
 fn check_since(group: &GroupHandle, options: &DemoteOptions) -> Result<(), SyncError> {
-    let (name, members) = (group.name(), group.members());
-    let abouts = || members.iter().map(|handle| handle.about());
+    let name = group.name();
+    let members = || group.files().iter().map(String::as_str).zip(group.members());
+    let given = |file: &str, handle: &Handle| {
+        since_of((file, &handle.about().path), options).map(|(disk, _)| disk.clone())
+    };
     let named = |(disk, _): &&(String, String)| {
-        let of_it = |about: &About| since_of(&about.path, options).is_some_and(|(known, _)| known == disk);
-        !abouts().any(of_it)
+        !members().any(|(file, handle)| given(file, handle).is_some_and(|known| known == *disk))
     };
     if let Some((disk, _)) = options.each.iter().find(named) {
         return Err(SyncError::Refused(format!(
@@ -207,14 +208,12 @@ fn check_since(group: &GroupHandle, options: &DemoteOptions) -> Result<(), SyncE
         )));
     }
     // What was promoted itself knows where.
-    let guessed = |handle: &&Handle| {
-        let about = handle.about();
-        about.began.is_none() && since_of(&about.path, options).is_none()
-    };
-    let Some(unknown) = members.iter().find(guessed).filter(|_| !options.discard) else { return Ok(()) };
-    let last = members.iter().map(|handle| {
+    let guessed =
+        |(file, handle): &(&str, &Handle)| handle.about().began.is_none() && given(file, handle).is_none();
+    let Some((_, unknown)) = members().find(guessed).filter(|_| !options.discard) else { return Ok(()) };
+    let last = members().map(|(file, handle)| {
         let known = in_common(handle, &DemoteOptions::default());
-        (handle.about().path.as_path(), known.map_or("EPOCH".into(), |epoch| epoch.number.to_string()))
+        (file, known.map_or("EPOCH".into(), |epoch| epoch.number.to_string()))
     });
     Err(SyncError::Refused(format!(
         "the epoch that {} has in common with the disk that was promoted is not known here. \"dsync promote --group\" has printed the \
@@ -242,10 +241,12 @@ fn plan(
     }
     let synced = last_sync.map(|sync| sync(group)).transpose()?;
     let (mut summaries, mut members) = (Vec::new(), BTreeMap::new());
-    for (at, handle) in group.members().iter().enumerate() {
+    let mut files = BTreeMap::new();
+    for (at, (handle, file)) in group.members().iter().zip(group.files()).enumerate() {
         let about = handle.about();
-        let save = save_of(&about.path, options);
-        let since = since_of(&about.path, options).map(|(_, epoch)| epoch.clone());
+        files.insert(about.uuid, file.clone());
+        let save = save_of(file, options);
+        let since = since_of((file, &about.path), options).map(|(_, epoch)| epoch.clone());
         let own = DemoteOptions { save, since, ..options.clone() };
         let member = synced.as_ref().and_then(|(_, members)| members.get(at)).cloned();
         let (summary, demotion) = match member {
@@ -259,9 +260,9 @@ fn plan(
         };
         let (ended, promoted) = (Some(about.term), promotion_of(state, &about.path)?);
         members.insert(about.path.clone(), Member { ended, promoted, ..Member::at(about.uuid, epoch) });
-        summaries.push(summary);
+        summaries.push(DemoteSummary { file: file.clone(), ..summary });
     }
     let cut = synced.and_then(|(group, _)| Some(Epoch { number: group.epoch?, id: group.epoch_id? }));
     let cut = cut.unwrap_or(Epoch { number: 0, id: Uuid::nil() });
-    Ok((summaries, Intent::new(group.name(), cut, members)))
+    Ok((summaries, Intent { files, ..Intent::new(group.name(), cut, members) }))
 }

@@ -165,9 +165,8 @@ impl GroupMirror<'_> {
 
     /// The other side could not be reached.
     fn count_failure(&self, group: &GroupHandle, error: &SyncError) {
-        for handle in group.members() {
-            let file = handle.about().path.file_name().unwrap_or_default();
-            let name = format!("{}/{}", self.name.trim_end_matches('/'), file.to_string_lossy());
+        for (handle, file) in group.members().iter().zip(group.files()) {
+            let name = format!("{}/{file}", self.name.trim_end_matches('/'));
             count_failure(handle, &self.dir.join(file), &name, &self.options.way, &error.to_string());
         }
     }

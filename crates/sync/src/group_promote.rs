@@ -72,6 +72,7 @@ pub fn promote_group(
     group.check_promoted(&replicas)?;
     for member in &mut members {
         (member.dry_run, member.completed) = (options.dry_run, completes);
+        member.file = state.name_in(&dir, &member.path);
     }
     let done = GroupPromotion {
         kind: "group",
@@ -104,7 +105,8 @@ pub fn promote_group(
         let completes = before[at].is_some();
         made |= state.succeed(replica.path(), &succession(state, replica, outlook, *mark, completes)?)?;
         let (name, cut) = (name.clone(), cut.zip(Some(outlook.epoch)));
-        made |= state.join_group(replica.path(), Membership { name, cut, promotion })?;
+        let file = Some(member.file.clone()).filter(|_| replica.path().parent() != Some(&dir));
+        made |= state.join_group(replica.path(), Membership { name, cut, promotion, file })?;
         let _ = state.known().map(|known| known.remove(replica.path()));
     }
     group.end_promotion()?;

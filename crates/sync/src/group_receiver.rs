@@ -52,15 +52,24 @@ fn diverged(asked: &OpenGroup, paths: &[PathBuf], term: u64, (dir, state): (&Pat
     let primary = |open: &Open, path: &Path| {
         primary_at(path, &state.opening(None), state, open.origin.as_ref()?).ok().flatten()
     };
-    let found: Vec<_> =
-        asked.members.iter().zip(paths).map(|(open, path)| (path, primary(open, path))).collect();
-    let disks = found.iter().map(|(path, primary)| {
+    // Here they may be called otherwise.
+    let known = state.group_members(&asked.name).unwrap_or_default();
+    let file = |path: &Path| {
+        let member = known.iter().find(|(_, about, _)| about.path == state.real(path));
+        member.map_or_else(|| source::file_name(path), |(_, about, group)| group.file_of(&about.path))
+    };
+    // There may be none yet of a disk that has joined.
+    let there = asked.members.iter().zip(paths).filter(|(_, path)| state.exists(path));
+    let found: Vec<_> = there.map(|(open, path)| (path, file(path), primary(open, path))).collect();
+    let epochs = found.iter().map(|(.., primary)| {
         let epoch = primary.as_ref().and_then(|primary| primary.common.or(primary.began));
-        (path.as_path(), epoch.map_or("EPOCH".into(), |epoch| epoch.number.to_string()))
+        epoch.map_or("EPOCH".into(), |epoch| epoch.number.to_string())
     });
-    let (name, demote) = (&asked.name, demotion_since(&asked.name, disks.clone()));
-    let alone = disks.zip(&found).find(|(_, (_, primary))| primary.is_some()).map(|(disk, _)| disk);
-    if let (true, Some((path, epoch))) = (found.iter().any(|(_, primary)| primary.is_none()), alone) {
+    let epochs: Vec<String> = epochs.collect();
+    let named = found.iter().zip(&epochs).map(|((_, file, _), epoch)| (file.as_str(), epoch));
+    let (name, demote) = (&asked.name, demotion_since(&asked.name, named));
+    let alone = found.iter().zip(&epochs).find(|((.., primary), _)| primary.is_some());
+    if let (true, Some(((path, ..), epoch))) = (found.iter().any(|(.., primary)| primary.is_none()), alone) {
         let path = path.display();
         return SyncError::Refused(format!(
             "{path} is a source itself (term {term}), and other disks of the group {name} in {} are replicas: one was promoted without the others. \
@@ -122,7 +131,7 @@ impl ReplicaEnd<'_> {
             };
             let done = group.commit(cut, &mut replicas)?;
             // Of those to which nothing was sent as well.
-            replicas.iter_mut().try_for_each(Replica::keep_as_asked)?;
+            replicas.iter_mut().try_for_each(Replica::apply_options)?;
             let committed = done.iter().zip(&mut replicas).map(|(done, replica)| {
                 let warnings = replica.take_warnings();
                 done.as_ref().map(|done| Committed { warnings, ..Committed::of(done) })

@@ -106,6 +106,10 @@ impl Site for StateDir {
         group.open_members(dir, &open_options(None, self), apart)
     }
 
+    fn name_in(&self, dir: &Path, path: &Path) -> String {
+        replica::name_in(dir, path)
+    }
+
     fn group_members(&self, name: &str) -> Result<Members, SourceError> {
         source::group_members(self, name)
     }

@@ -98,7 +98,7 @@ pub(crate) struct Open {
     /// What of its past the replica is to keep.
     #[serde(default)]
     pub keep: Option<Keep>,
-    /// That applies although nothing may have to be sent. False in a dry run, and from earlier versions.
+    /// That and `leave` apply although nothing may have to be sent. False in a dry run, and from earlier versions.
     #[serde(default)]
     pub keep_anyway: bool,
     /// Which source it is. `None` from earlier versions.

@@ -62,6 +62,9 @@ pub struct Promotion {
     /// The group with which it was committed.
     #[serde(skip)]
     pub group: Option<String>,
+    /// What it is called there: for a disk behind a link, as that.
+    #[serde(skip)]
+    pub file: String,
     /// Its parts are of different moments.
     pub fuzzy: bool,
     /// An interrupted promotion was completed.
@@ -171,6 +174,7 @@ pub(crate) fn told(replica: &Replica, outlook: &Outlook) -> Promotion {
         told: recorded.role.demoted.as_ref().and_then(|demoted| demoted.told.clone()),
         former: recorded.role.demoted.is_some(),
         group: recorded.group.as_ref().map(|group| group.name.clone()),
+        file: source::file_name(replica.path()),
         fuzzy: outlook.fuzzy,
         completed: false,
         dry_run: false,

@@ -110,6 +110,8 @@ pub trait Site: Sync {
     /// # Errors
     /// As there.
     fn members(&self, group: &Group, dir: &Path, apart: bool) -> replica::Result<Vec<Replica>>;
+    /// As [`replica::name_in`].
+    fn name_in(&self, dir: &Path, path: &Path) -> String;
     /// As [`source::group_members`].
     ///
     /// # Errors

@@ -42,7 +42,8 @@ impl Host {
             Arc::new(Source::open(&host.state, device.device(), &SourceOptions::default()).unwrap())
         };
         let sources: Vec<_> = host.devices.iter().map(open).collect();
-        drop(SourceGroup::new(&host.state, "db", sources.clone()).unwrap());
+        let named = host.devices.iter().map(|device| device.device().to_path_buf());
+        drop(SourceGroup::new(&host.state, "db", named.zip(sources.iter().cloned()).collect()).unwrap());
         sources.into_iter().for_each(|source| Arc::into_inner(source).unwrap().close().unwrap());
         Some(host)
     }

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use delta::{Decoder, Epoch, Event, Header, Method, Unit};
+use delta::{Decoder, Epoch, Event, Header, Method, Record, Unit};
 use serde::{Deserialize, Serialize};
 
 use crate::copies::Trouble;
@@ -11,6 +11,7 @@ use crate::journal::Contents;
 use crate::lineage::{Step, StepKind, Toward};
 use crate::replica::Replica;
 use crate::trail::Footprint;
+use crate::unsure::Passing;
 
 mod direct;
 mod journaled;
@@ -50,6 +51,8 @@ pub struct DeltaReceiver<'a> {
     sink: Sink,
     /// A unit could not be taken: none that follows is, and nothing is committed.
     failed: bool,
+    /// Of a replica that batches of a mirror brought ahead, and a delta of unknown branch: what that has not named of them.
+    ahead: Option<Passing>,
 }
 
 enum Sink {
@@ -106,6 +109,7 @@ impl Replica {
             true => *self.arrival_mut() = self.lineage().at,
             false => self.admit_alone()?,
         }
+        let ahead = self.ahead_of(&header, seeds, commit)?;
         self.take_over()?;
         self.keep_doubt()?;
         self.hear_term()?;
@@ -130,7 +134,28 @@ impl Replica {
         if let Sink::Direct(direct) = &mut sink {
             direct.leaves(footprint);
         }
-        Ok(DeltaReceiver { replica: self, decoder, toward, sink, failed: false })
+        Ok(DeltaReceiver { replica: self, decoder, toward, sink, failed: false, ahead })
+    }
+
+    /// What batches of a mirror have brought, where a delta has to name all of it: one from a file may be of a branch that does not have
+    /// it, and this replica may be the only one that does.
+    fn ahead_of(&self, header: &Header, seeds: bool, commit: Commit) -> Result<Option<Passing>> {
+        let own = self.options().term != 0 || self.rewinds() || self.promotes();
+        if own || seeds || header.binds.is_some() || header.batch || !self.lineage().is_ahead() {
+            return Ok(None);
+        }
+        if commit != Commit::Journal {
+            return Err(
+                self.is_ahead("only a journal tells in time whether the delta has that: omit --commit")
+            );
+        }
+        Ok(Some(Passing::new(self.unsure()?, header)))
+    }
+
+    fn is_ahead(&self, given: impl Into<String>) -> ReplicaError {
+        let number = self.lineage().epoch.map_or(0, |epoch| epoch.number);
+        let has = format!("was brought ahead of epoch {number} by a mirror");
+        ReplicaError::WrongEpoch { path: self.path().to_path_buf(), has, given: given.into() }
     }
 
     /// What a delta with this header adds to the trail, if it goes where the destination is. A journal says it itself.
@@ -154,7 +179,7 @@ impl Replica {
         if (term, &line) == (role.term, &role.line) {
             return Ok(());
         }
-        self.note_turn()?;
+        self.note_turn(&line)?;
         let role = &mut self.lineage_mut().role;
         (role.term, role.line) = (term, line);
         if self.is_kept() { self.store() } else { Ok(()) }
@@ -259,7 +284,16 @@ impl DeltaReceiver<'_> {
     /// As for [`DeltaReceiver::unit`].
     pub fn unit_seen(&mut self, unit: Unit, seen: impl FnOnce(&delta::Frame)) -> Result<()> {
         self.sound()?;
-        let taken = self.take(unit, seen);
+        let mut ahead = self.ahead.take();
+        let taken = self.take(unit, |frame| {
+            // What its source could not read is not in it.
+            let named = frame.records.iter().filter(|record| !matches!(record, Record::Unsure { .. }));
+            if let Some(ahead) = &mut ahead {
+                named.for_each(|record| ahead.records(std::slice::from_ref(record)));
+            }
+            seen(frame);
+        });
+        self.ahead = ahead;
         self.failed = taken.is_err();
         taken
     }
@@ -323,6 +357,7 @@ impl DeltaReceiver<'_> {
     /// If the trailer is missing, or the place it goes to fails. What came is kept, and finished or gone on from later.
     pub fn finish(mut self) -> Result<Committed> {
         self.whole()?;
+        self.has_batches()?;
         let replica = &mut *self.replica;
         if replica.lineage().group.is_some() && !self.decoder.header().is_some_and(|h| h.partial) {
             return Err(replica.in_group());
@@ -342,6 +377,7 @@ impl DeltaReceiver<'_> {
     /// As for [`DeltaReceiver::finish`]; refused if it does not go to the journal.
     pub fn prepare(mut self) -> Result<Epoch> {
         self.whole()?;
+        self.has_batches()?;
         let replica = &mut *self.replica;
         if let Some(refused) = replica.no_journal() {
             return Err(refused);
@@ -368,6 +404,24 @@ impl DeltaReceiver<'_> {
         }
         let error = delta::Error::NoTrailer { units: self.decoder.units() }.to_string();
         Err(ReplicaError::Delta { path: self.replica.path().to_path_buf(), error })
+    }
+
+    /// Fails, and keeps nothing of the delta, if it lacks something that batches have brought.
+    fn has_batches(&mut self) -> Result<()> {
+        let lacks = self.ahead.take().map_or(0, |ahead| ahead.end().bytes());
+        if lacks == 0 {
+            return Ok(());
+        }
+        self.sink = Sink::Closed;
+        self.replica.give_up_journal();
+        let number = self.replica.lineage().epoch.map_or(0, |epoch| epoch.number);
+        Err(self.replica.is_ahead(format!(
+            "and the delta does not name {} of what that brought, so it is of another branch. It may be the only copy of what was \
+             written last: to go on with it, run \"dsync promote --force\". To give it up, run \"dsync rewind --to {number}\" if its past \
+             is kept (\"dsync rewind\" lists it), and merge again; otherwise \"dsync sync --adopt\" compares everything, and overwrites \
+             what differs",
+            device::human_size(lacks)
+        )))
     }
 
     /// Ends a delta that was cut off: what has come is kept, and a next delta may go on from it.

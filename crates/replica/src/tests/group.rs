@@ -394,8 +394,7 @@ fn committed_and_not_merged(pair: &Pair, sources: &[Source; 2], to: usize) {
         let member = Member { stream: Some(stream), ..Member::at(source.id, source.epochs[to]) };
         members.insert(Path::new(&format!("/of/{at}")).to_path_buf(), member);
     }
-    let (group, owed) = ("db".into(), Default::default());
-    let intent = Intent { version: 1, group, cut: cut(to as u64), time: 0, members, owed };
+    let intent = Intent { time: 0, ..Intent::new("db", cut(to as u64), members) };
     intent.store(&SharedFolder(folder)).unwrap();
 }
 
@@ -430,14 +429,7 @@ fn an_intent_that_could_not_be_read_again_is_not_written() {
         let path = format!("/srv/{}/{number}.raw", "a".repeat(4000));
         (path.into(), Member::at(Uuid::from_u128(number), cut(1)))
     };
-    let intent = |members: u128| Intent {
-        version: 1,
-        group: "db".into(),
-        cut: cut(1),
-        time: 0,
-        members: (0..members).map(member).collect(),
-        owed: Default::default(),
-    };
+    let intent = |members: u128| Intent::new("db", cut(1), (0..members).map(member).collect());
     intent(200).store(&folder).unwrap();
     let refused = intent(300).store(&folder);
     assert!(
