@@ -164,6 +164,7 @@ fn a_delta_in_a_file_overwrites_no_batches_that_it_does_not_have() {
     assert_eq!(before, image::fingerprint(&c.disk).0);
     merge(&a, &[]).ok();
     equal(&a, &c);
+    b.sync(&c, &[]).code(4).says(&["has diverged"]);
 }
 
 /// Whatever makes the trail incomplete: a site that is behind the gap is compared, and gets all that it lacks; one that is at an epoch after it

@@ -58,16 +58,7 @@ pub fn promote_group(
         group.intent().is_some_and(replica::Intent::promotes),
         members.first(),
     ) {
-        let lost = |member: &&Promotion| {
-            let known = state.source(&member.path.to_string_lossy());
-            known.is_ok_and(|known| known.is_none())
-        };
-        let Some(lost) = members.iter().find(lost) else { return Err(already(&first.path, first.term)) };
-        return Err(SyncError::Refused(format!(
-            "{} was promoted, and what it is as a source is not in this state directory: run \"dsync promote DISK\" for each disk of the group {name}, \
-             which makes that anew, and then \"dsync serve --group {name}\" with all of them",
-            lost.path.display()
-        )));
+        return Err(refuse_lost(state, &members, &name).unwrap_or_else(|| already(&first.path, first.term)));
     }
     group.check_promoted(&replicas)?;
     for member in &mut members {
@@ -114,4 +105,18 @@ pub fn promote_group(
         (false, Some(first)) => Err(already(&first.path, first.term)),
         _ => Ok(GroupPromotion { members, ..done }),
     }
+}
+
+/// Why disks that were promoted are not promoted again where what one of them is as a source is lost.
+fn refuse_lost(state: &dyn Site, members: &[Promotion], name: &str) -> Option<SyncError> {
+    let lost = |member: &&Promotion| {
+        let known = state.source(&member.path.to_string_lossy());
+        known.is_ok_and(|known| known.is_none())
+    };
+    let lost = members.iter().find(lost)?;
+    Some(SyncError::Refused(format!(
+        "{} was promoted, and what it is as a source is not in this state directory: run \"dsync promote DISK\" for each disk of the group {name}, \
+         which makes that anew, and then \"dsync serve --group {name}\" with all of them",
+        lost.path.display()
+    )))
 }

@@ -112,7 +112,9 @@ impl Replica {
         let ahead = self.ahead_of(&header, seeds, commit)?;
         self.take_over()?;
         self.keep_doubt()?;
-        self.hear_term()?;
+        if ahead.is_none() {
+            self.hear_term()?;
+        }
         self.set_keep()?;
         let footprint = self.footprint(&header)?;
         let mut sink = match self.lineage().step.as_ref().map(|s| s.kind) {
@@ -145,17 +147,12 @@ impl Replica {
             return Ok(None);
         }
         if commit != Commit::Journal {
-            return Err(
-                self.is_ahead("only a journal tells in time whether the delta has that: omit --commit")
-            );
+            return Err(ReplicaError::Refused(format!(
+                "{} was brought ahead of its epoch by a mirror, and only a journal tells in time whether the delta has that: omit --commit",
+                self.path().display()
+            )));
         }
         Ok(Some(Passing::new(self.unsure()?, header)))
-    }
-
-    fn is_ahead(&self, given: impl Into<String>) -> ReplicaError {
-        let number = self.lineage().epoch.map_or(0, |epoch| epoch.number);
-        let has = format!("was brought ahead of epoch {number} by a mirror");
-        ReplicaError::WrongEpoch { path: self.path().to_path_buf(), has, given: given.into() }
     }
 
     /// What a delta with this header adds to the trail, if it goes where the destination is. A journal says it itself.
@@ -408,18 +405,20 @@ impl DeltaReceiver<'_> {
 
     /// Fails, and keeps nothing of the delta, if it lacks something that batches have brought.
     fn has_batches(&mut self) -> Result<()> {
-        let lacks = self.ahead.take().map_or(0, |ahead| ahead.end().bytes());
+        let Some(ahead) = self.ahead.take() else { return Ok(()) };
+        let lacks = ahead.end().bytes();
         if lacks == 0 {
-            return Ok(());
+            return self.replica.hear_term();
         }
         self.sink = Sink::Closed;
         self.replica.give_up_journal();
-        let number = self.replica.lineage().epoch.map_or(0, |epoch| epoch.number);
-        Err(self.replica.is_ahead(format!(
-            "and the delta does not name {} of what that brought, so it is of another branch. It may be the only copy of what was \
-             written last: to go on with it, run \"dsync promote --force\". To give it up, run \"dsync rewind --to {number}\" if its past \
-             is kept (\"dsync rewind\" lists it), and merge again; otherwise \"dsync sync --adopt\" compares everything, and overwrites \
-             what differs",
+        let (path, epoch) = (self.replica.path().display(), self.replica.lineage().epoch);
+        let number = epoch.map_or(0, |epoch| epoch.number);
+        Err(ReplicaError::Refused(format!(
+            "{path} was brought ahead of epoch {number} by a mirror, and the delta does not name {} of what that brought, so it is of another \
+             branch. Nothing was changed. It may be the only copy of what was written last: to go on with it, run \"dsync promote --force {path}\". \
+             To give it up, run \"dsync rewind --to {number} {path}\" if its past is kept (\"dsync rewind\" lists it), and merge again; otherwise \
+             \"dsync sync --adopt\" from the other source compares everything, and overwrites what differs",
             device::human_size(lacks)
         )))
     }
