@@ -8,7 +8,7 @@ use std::time::Duration;
 use dsync_tests::host::Host;
 use dsync_tests::load::{Load, Options};
 use dsync_tests::scene::number;
-use dsync_tests::{Output, Random, image, rounds, say};
+use dsync_tests::{Output, Random, Run, image, rounds, say};
 use serde_json::Value;
 
 const MIB: u64 = 1 << 20;
@@ -129,10 +129,10 @@ fn a_mirrored_site_takes_over_for_one_that_was_synced() {
     assert!(differs > 20 && number(&went_on, "blocks_changed") >= differs, "{differs}: {went_on}");
 }
 
-/// A delta in a file does not say of which branch it is. A site that a mirror has brought ahead takes the one of its own source, which names
-/// all that was brought, and refuses the one of a site that took over at the epoch and has none of it.
+/// A delta in a file does not say of which branch it is. A site that a mirror has brought ahead takes none: that of a site that took over at the
+/// epoch has nothing of what was brought, and may name the same blocks.
 #[test]
-fn a_delta_in_a_file_overwrites_no_batches_that_it_does_not_have() {
+fn a_delta_in_a_file_overwrites_no_batches() {
     let mut random = Random::new("a file for a mirrored site");
     let size = 16 * MIB;
     let (a, b, c) = (Host::with_disk(size, &mut random), Host::new(), Host::new());
@@ -155,16 +155,14 @@ fn a_delta_in_a_file_overwrites_no_batches_that_it_does_not_have() {
         let delta = from.run(&["extract", "--since", &since]).ok().stdout;
         c.run(&[&["merge"], options].concat()).input(delta)
     };
-    merge(&b, &[]).code(4).says(&[
-        "was brought ahead of epoch",
-        "is of another branch",
-        "dsync promote --force",
-    ]);
-    merge(&a, &["--commit", "in-place"]).code(4).says(&["omit --commit"]);
+    for commit in ["journal", "in-place"] {
+        merge(&b, &["--commit", commit])
+            .code(4)
+            .says(&["was brought ahead of epoch", "dsync promote --force"]);
+    }
     assert_eq!(before, image::fingerprint(&c.disk).0);
-    merge(&a, &[]).ok();
-    equal(&a, &c);
     b.sync(&c, &[]).code(4).says(&["has diverged"]);
+    sync(&a, &c, &[]);
 }
 
 /// Whatever makes the trail incomplete: a site that is behind the gap is compared, and gets all that it lacks; one that is at an epoch after it
@@ -294,6 +292,65 @@ fn a_site_that_goes_back_to_a_lost_branch_has_diverged() {
     assert_eq!(content, image::fingerprint(&c.disk).0);
     e.sync(&c, &["--adopt"]).ok();
     equal(&e, &c);
+}
+
+/// A site takes over after a step back, and another one from that: a replica of the branch that was left is known to neither, and both say so.
+#[test]
+fn a_step_back_before_a_promotion_is_no_past_of_what_follows() {
+    let mut random = Random::new("a step back");
+    let size = 4 * MIB;
+    let (a, b) = (Host::with_disk(size, &mut random), Host::new());
+    let [d, e, r] = std::array::from_fn(|_| Host::new());
+    let epoch = number(&sync(&a, &d, &["--keep-last", "20"]), "epoch").to_string();
+    [&b, &r].into_iter().for_each(|host| drop(sync(&a, host, &[])));
+    a.write([5], &mut random);
+    [&b, &d, &r].into_iter().for_each(|host| drop(sync(&a, host, &[])));
+    b.force();
+    b.write([7], &mut random);
+    sync(&b, &d, &[]);
+    d.run(&["rewind", "--to", &epoch]).ok();
+    d.force();
+    for block in 10..16 {
+        d.write([block], &mut random);
+        d.run(&["checkpoint"]).ok();
+    }
+    let lost = image::fingerprint(&r.disk).0;
+    d.sync(&r, &[]).code(4).says(&["has diverged"]);
+    sync(&d, &e, &[]);
+    e.force();
+    e.sync(&r, &[]).code(4).says(&["has diverged"]);
+    assert_eq!(lost, image::fingerprint(&r.disk).0);
+}
+
+/// A source's host is restored from a backup, disk and state. A replica that it refuses, since that knows later epochs, is refused by the replica
+/// that takes over from it, too.
+#[test]
+fn what_a_restored_source_has_lost_is_not_overwritten_by_who_takes_over() {
+    let mut random = Random::new("a restored host");
+    let (a, first) = (Host::with_disk(4 * MIB, &mut random), Host::new());
+    let second = Host::new();
+    sync(&a, &first, &[]);
+    let state = a.site.path("state-before");
+    Run::new("cp").arg("-a").args([a.site.state(), state.clone()]).ok();
+    let disk = std::fs::read(&a.disk).expect("a disk");
+    a.write([5], &mut random);
+    sync(&a, &first, &[]);
+    std::fs::write(&a.disk, disk).expect("a disk");
+    std::fs::remove_dir_all(a.site.state()).expect("a state");
+    std::fs::rename(&state, a.site.state()).expect("a state");
+    a.sync(&first, &[]).code(4).says(&["restored"]);
+    for block in 11..16 {
+        a.write([block], &mut random);
+        a.run(&["checkpoint"]).ok();
+    }
+    a.sync(&first, &[]).code(4);
+    sync(&a, &second, &[]);
+    second.force();
+    let lost = image::fingerprint(&first.disk).0;
+    second.sync(&first, &[]).code(4).says(&["has diverged"]);
+    assert_eq!(lost, image::fingerprint(&first.disk).0);
+    second.sync(&first, &["--adopt"]).ok();
+    equal(&second, &first);
 }
 
 /// What a source knew while it was one, it still knows when it is one again, and so does who takes over from it.

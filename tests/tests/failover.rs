@@ -77,6 +77,9 @@ fn a_planned_switch_there_and_back() {
     let promoted = summary(far.run(&["promote", "--json"]));
     assert_eq!((number(&promoted, "term"), &promoted["released"]), (2, &true.into()));
     far.run(&["promote"]).code(4).says(&["is a source already (term 2)"]);
+    let server = far.site.serve(&[&far.disk], &[]);
+    far.run(&["promote"]).code(4).says(&["is a source already (term 2)"]);
+    server.stop();
     tells(&near.towards(&far, &["demote"]).ok(), &["was promoted already (term 2)"]);
     let id = |host: &Host| summary(host.run(&["status", "--json"]))["uuid"].clone();
     assert_eq!(id(&far), promoted["source"]);
@@ -969,7 +972,8 @@ fn a_device_that_nothing_is_said_of_is_switched_and_keeps_its_record() {
     let refused = near.run(&["demote", "--since", &epoch, "--save", file]).code(4);
     assert!(refused.stderr.contains("--trust-device"), "{}", refused.stderr);
     near.sync(&far, &["-n"]).ok();
-    near.run(&["demote", "-n", "--since", &epoch, "--save", file]).ok();
+    near.run(&["demote", "-n", "--since", &epoch, "--save", file]).code(4).says(&["--trust-device"]);
+    near.run(&["demote", "-n", "--since", &epoch, "--trust-device", "--save", file]).ok();
     let saved =
         near.run(&["demote", "--since", &epoch, "--trust-device", "--save", file, "--json"]).ok().summary();
     assert_eq!(number(&saved, "bytes_unsure"), 8192, "{saved}");
@@ -978,6 +982,26 @@ fn a_device_that_nothing_is_said_of_is_switched_and_keeps_its_record() {
     near.towards(&far, &["demote"]).ok();
     far.run(&["promote"]).ok();
     assert!(std::fs::read(&near.disk).expect("a disk") == std::fs::read(&far.disk).expect("a disk"));
+}
+
+/// What says that a replica was promoted is lost, with its folder restored from before: what was written to it since is not repaired away.
+#[test]
+fn a_repair_overwrites_no_promoted_disk() {
+    let mut random = Random::new("a repair of a promoted disk");
+    let (near, far) = (Host::with_disk(MIB, &mut random), Host::new());
+    near.sync(&far, &[]).ok();
+    let (folder, kept) = (far.disk.with_file_name(".vm.raw.dsync"), far.site.path("kept"));
+    Run::new("cp").arg("-a").args([&folder, &kept]).ok();
+    far.force();
+    far.write([1], &mut random);
+    far.run(&["checkpoint"]).ok();
+    std::fs::remove_dir_all(&folder).expect("a folder");
+    std::fs::rename(&kept, &folder).expect("a folder");
+    let written = image::fingerprint(&far.disk);
+    for command in [&["verify", "--repair"][..], &["sync", "--adopt"]] {
+        near.towards(&far, command).code(4).says(&["is a source itself (term 2)"]);
+    }
+    assert_eq!(written, image::fingerprint(&far.disk));
 }
 
 /// Nothing in a promotion is proportional to the disk.

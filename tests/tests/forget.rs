@@ -39,6 +39,23 @@ fn a_refused_command_leaves_no_source_behind() {
     assert_eq!(sources(&site), 1, "a known source is not forgotten by a refusal");
 }
 
+/// A copy of a replica takes no sync and is not promoted; where the source is gone, it becomes a plain disk, as the message says.
+#[test]
+fn a_copied_replica_may_be_forgotten() {
+    let scene = Scene::synced("copied", MIB);
+    let folder = scene.replica.parent().expect("a folder");
+    let copy = scene.site.path("copied");
+    dsync_tests::Run::new("cp").arg("-a").args([folder, &copy]).ok();
+    std::fs::remove_dir_all(folder).expect("the replica");
+    let replica = copy.join("vm.raw");
+    let run = |command: &[&str]| scene.site.dsync(command).arg(&replica);
+    run(&["promote", "--force"]).code(4).says(&["dsync forget /"]);
+    let before = image::fingerprint(&replica);
+    run(&["forget"]).ok();
+    assert_eq!(before, image::fingerprint(&replica));
+    scene.site.serve(&[&replica], &[]).stop();
+}
+
 #[test]
 fn a_refused_shrink_is_no_leave_for_another_replica() {
     let site = Site::new();

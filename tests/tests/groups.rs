@@ -746,6 +746,9 @@ fn a_group_of_devices_behind_links_takes_over_and_back() {
     brought(&near, &far);
     server.stop();
     write(&near, 2).stop();
+    let there = dir(&far).display().to_string();
+    let refused = far.dsync(["promote", "--group"]).arg(dir(&far)).code(4);
+    refused.says(&[&format!("[HOST:]{there}\""), &format!("dsync promote --force --group {there}\"")]);
     let forced = far.dsync(["promote", "--force", "--group"]).arg(dir(&far)).ok();
     let way_back = "dsync demote --group db --since data.raw=1 --since log.raw=1 --save";
     shows(&forced, &[way_back, &format!("dsync serve --group db {}/data.raw", dir(&far).display())]);
@@ -758,10 +761,24 @@ fn a_group_of_devices_behind_links_takes_over_and_back() {
     assert_eq!(brought(&far, &near), [2, 2]);
     server.stop();
     towards(&far, &near, &["demote", "--group", "db", "--trust-device"]).ok();
+    far.dsync(["sync", "--group", "db"])
+        .arg("/nowhere")
+        .code(4)
+        .says(&["were demoted here", "dsync promote --force /dev/"]);
+    // Not one without the other.
+    let alone = near.dsync(["promote"]).arg(&disks(&near)[0]).code(4);
+    alone.says(&[&format!("run \"dsync promote --group {}\"", dir(&near).display())]);
     near.dsync(["promote", "--group"]).arg(dir(&near)).ok();
     let server = write(&near, 4);
     assert_eq!(brought(&near, &far), [1, 1]);
+    // Whichever of the two is to be given up, both name the epochs at which they went apart.
+    let forced = far.dsync(["promote", "--force", "--group"]).arg(dir(&far)).ok().text();
+    let since = forced.split("dsync demote --group db ").nth(1).and_then(|rest| rest.split(" --save").next());
+    let since = since.expect("the way back");
+    towards(&near, &far, &["sync", "--group", "db"]).code(4).says(&["have diverged", since]);
+    towards(&far, &near, &["sync", "--group", "db"]).code(4).says(&["have diverged", since]);
     server.stop();
+    near.dsync(["demote", "--group", "db", "--save"]).arg(&lost).code(4).says(&["is not known here", since]);
 }
 
 #[test]

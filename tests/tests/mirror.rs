@@ -43,6 +43,39 @@ fn recover(scene: &Scene, replica: &Path) {
     scene.site.dsync(["recover"]).arg(replica).ok();
 }
 
+/// Ctrl-C goes to the remote shell as well. That is no failure of the link, and a success ends one anyway.
+#[test]
+fn an_interrupt_at_a_terminal_is_no_failure() {
+    let mut scene = Scene::new("ctrl-c", 8 * MIB);
+    let far = Far::new(RSH);
+    far.sync(&scene, &[], None).ok();
+    let mut running = far.run("mirror", &scene, &["-v"], None).start();
+    running.wait_to_say(MIRRORING);
+    scene.change(5);
+    let shells = running.descendants();
+    assert!(!shells.is_empty());
+    running.signal(Signal::INT);
+    for (shell, _) in shells {
+        let _ = kill_process(shell, Signal::INT);
+    }
+    let output = running.output(Duration::from_secs(60));
+    assert!(output.status.success() && !output.stderr.contains("retrying"), "{output}");
+    scene.site.dsync(["status", "--check"]).ok();
+    image::assert_equal(&scene.image, &far.replica());
+}
+
+/// The replica of a mirror is not forgotten under it.
+#[test]
+fn what_a_mirror_works_for_is_not_forgotten() {
+    let scene = Scene::new("forgotten", 8 * MIB);
+    let mut running = mirror(&scene, &scene.replica, &[]).start();
+    running.wait_to_say(MIRRORING);
+    let forget = || scene.site.dsync(["forget", "vm"]).arg(&scene.replica);
+    forget().code(6).says(&["a mirror to", "is under way", "stop it first"]);
+    stop(running);
+    forget().ok();
+}
+
 #[test]
 fn what_is_written_arrives_in_batches() {
     let mut scene = Scene::new("mirror", 64 * MIB);

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 /// What a message begins with in the sources: the text of a kind of error, a refusal that is made where it arises, and a
 /// reason that is put into a sentence.
-const BEGINS: [&str; 14] = [
+const BEGINS: [&str; 15] = [
     "#[error(",
     "ReplicaError::Refused(",
     "ReplicaError::Away(",
@@ -18,6 +18,7 @@ const BEGINS: [&str; 14] = [
     "TrackError::Refused(",
     "Failure::refused(",
     "Failure::usage(",
+    "Failure::busy(",
     "let why = ",
     "let how = ",
     "bail!(",

@@ -11,7 +11,8 @@ use uuid::Uuid;
 
 use crate::Epoch;
 
-/// A term that began with a promotion.
+/// A term that began with a promotion; or a part of a term, from where a source that was restored from a copy has gone another way than a
+/// replica of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Term {
     /// Its number, one above that of the term before.
@@ -61,6 +62,11 @@ impl Line {
         !self.whole && self.terms.is_empty()
     }
 
+    /// The last of these promotions; `None` if none is known.
+    pub fn last(&self) -> Option<&Term> {
+        self.terms.last()
+    }
+
     /// False for a line that no dsync writes.
     pub fn is_sound(&self) -> bool {
         self.terms.len() <= Line::MOST
@@ -81,8 +87,8 @@ impl Line {
     /// The last epoch that two sources have in common, each of which has gone on since; `None` if that is not known.
     pub fn common(&self, other: &Line) -> Option<Epoch> {
         let (ours, theirs) = self.fork(other)?;
-        let first = [ours, theirs].into_iter().filter_map(<[Term]>::first);
-        first.map(|term| term.began).min_by_key(|epoch| epoch.number)
+        // A later one may have begun at an earlier epoch, to which a replica was rewound.
+        ours.iter().chain(theirs).map(|term| term.began).min_by_key(|epoch| epoch.number)
     }
 
     /// Whether an epoch of a disk that follows `other` is in the past of a source with this line; `None` if the lines do not
@@ -96,7 +102,8 @@ impl Line {
         match (ours, theirs) {
             // Of the term that the source is in, its history tells.
             ([], []) => None,
-            _ => Some([ours, theirs].into_iter().filter_map(<[Term]>::first).all(upto)),
+            // A later one may have begun at an earlier epoch.
+            _ => Some(ours.iter().chain(theirs).all(upto)),
         }
     }
 
@@ -147,6 +154,9 @@ mod tests {
             ("2a5 3b9", "2a5 3c8", Some(8)),
             ("2a5 3b9 4d12", "", Some(5)),
             ("2a5 3b9 4d12", "2c4", Some(4)),
+            // It was rewound before its promotion.
+            ("2a6 3b1", "", Some(1)),
+            ("2a6 3b1", "2a6", Some(1)),
         ] {
             let (one, other) = (line(one), line(other));
             let found = |a: &Line, b: &Line| a.common(b).map(|epoch| epoch.number);
@@ -177,6 +187,11 @@ mod tests {
             ("2a5", "2a5 3b9", 8, Some(true)),
             ("2a5", "2a5 3b9", 10, Some(false)),
             ("2a5", "2a5", 4, None),
+            // It, or what it followed, was rewound before its promotion.
+            ("2a6 3b1", "", 1, Some(true)),
+            ("2a6 3b1", "", 4, Some(false)),
+            ("", "2a6 3b1", 4, Some(false)),
+            ("2a9 3b4 4c12", "2a9", 7, Some(false)),
         ] {
             let told = line(source).leads_from(&line(replica), &epoch(at));
             assert_eq!(told, past, "{source} from {at} of {replica}");

@@ -20,6 +20,13 @@ use crate::{sync_command, units};
 pub(crate) fn promote(args: &args::Promote, state: &StateDir, output: &Output) -> Result<()> {
     let path = std::path::absolute(&args.replica)?;
     location::refuse_host(&args.replica, "promote")?;
+    if path.is_dir() {
+        let path = path.display();
+        return Err(Failure::usage(format!(
+            "{path} is a folder: \"dsync promote --group {path}\" promotes the replicas of a group in it"
+        ))
+        .into());
+    }
     let options = PromoteOptions {
         force: args.force,
         dry_run: args.dry_run,
@@ -71,15 +78,15 @@ pub(crate) fn say_promotion(promotion: &Promotion, output: &Output) {
     let way_back = format!("dsync demote --since {} --save FILE SRC", promotion.epoch);
     let rewind = format!("dsync rewind {}", promotion.path.display());
     say_promotion_with(promotion, (&way_back, &rewind), output);
-    let Some(name) = &promotion.group else { return };
-    let dir = promotion.path.parent().unwrap_or(&promotion.path).display();
+    let Some((name, dir)) = &promotion.group else { return };
+    let (dir, path) = (dir.display(), promotion.path.display());
     output.say(&match promotion.dry_run {
         true => format!(
             "  it belongs to the group {name}, whose other disks would stay replicas: \"dsync promote --group {dir}\" takes all of them"
         ),
         false => format!(
             "  it belonged to the group {name}, whose other disks are still replicas: promote each of them by itself, or take this back with \"dsync \
-             demote\" and run \"dsync promote --force --group {dir}\""
+             demote {path}\" (of a block device, with --trust-device) and run \"dsync promote --force --group {dir}\""
         ),
     });
 }

@@ -44,6 +44,11 @@ impl Failure {
         Failure { message: String::new(), code: of_class(error.class()) }
     }
 
+    /// Another program is at work.
+    pub(crate) fn busy(message: impl Into<String>) -> Failure {
+        Failure { message: message.into(), code: BUSY }
+    }
+
     /// Lineage, state or a lock forbids it.
     pub(crate) fn refused(message: impl Into<String>) -> Failure {
         Failure { message: message.into(), code: REFUSED }

@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
-use replica::{KnownReplicas, Replica};
+use replica::{KnownReplicas, Replica, ReplicaError};
 use serde::Serialize;
-use source::{About, Bookmarks, SourceError, StateDir, Tally};
+use source::{About, Bookmarks, SourceError, StateDir, Tally, Work};
 
 use crate::failure::Failure;
 use crate::output::Output;
@@ -127,6 +127,13 @@ pub(crate) fn bookmark(
     };
     let is_known = bookmarks.0.contains_key(name);
     let is_remembered = is_remembered(name);
+    let work = Tally::read(&place, name).work.filter(Work::is_alive);
+    if let Some(work) = work {
+        bail!(Failure::busy(format!(
+            "a {} to {name} is under way (process {}): stop it first",
+            work.what, work.process
+        )));
+    }
     if !dry_run {
         source::forget_bookmark(&place, &about, name)?;
     } else if !is_remembered {
@@ -159,9 +166,14 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
             args.what
         )));
     }
-    let promoted = lineage.is_some_and(|lineage| lineage.role.promoted.is_some());
-    // Opening it completes an interrupted commit, so that the file that stays is consistent if possible. What was promoted has none.
-    let replica = Replica::open(&path, &replica::Options { doubt: promoted, ..options })?;
+    // Opening it completes an interrupted commit, so that the file that stays is consistent if possible. What others have written to it
+    // stays, too.
+    let open = |adopt| Replica::open(&path, &replica::Options { doubt: true, adopt, ..options.clone() });
+    let replica = match open(false) {
+        // What would say whether a commit is to be completed is lost: it stays as it was before that.
+        Err(ReplicaError::Away(_) | ReplicaError::Damaged { .. }) if path.exists() => open(true)?,
+        opened => opened?,
+    };
     let status = replica.status();
     let state = match status.epoch {
         _ if !path.exists() => "is gone".to_owned(),

@@ -170,10 +170,9 @@ impl Demoting<'_> {
         let (_, name) = destination.place()?;
         let Some(released) = summary.released else {
             return Err(Failure::refused(format!(
-                "{path} is demoted, with writes that {name} may not have. If the group there was not promoted, \"dsync promote --force --group {}\" \
-                 makes this the source again and loses nothing; then run this command again, which sends them. If it was promoted, sync from it; if it is \
-                 to take over without them, promote it with --force first. Either overwrites them",
-                summary.path.parent().unwrap_or(Path::new("/")).display()
+                "{path} is demoted, with writes that {name} may not have. If the group there was not promoted, \"dsync promote --force {path}\" \
+                 makes this the source again and loses nothing, and so for each disk of the group; then run this command again, which sends them. If it \
+                 was promoted, sync from it; if it is to take over without them, promote it with --force first. Either overwrites them"
             ))
             .into());
         };

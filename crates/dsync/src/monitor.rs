@@ -155,11 +155,14 @@ pub(crate) fn problems(found: &Found, args: &args::Status) -> Result<Vec<Problem
         found.errors.iter().map(|error| Problem::of("unreadable", error.clone())).collect();
     for source in &found.sources {
         problems.extend(of_source(source));
-        let replicas = source.replicas.iter().filter_map(|r| {
-            let follows = found.follow.get(Path::new(&r.replica)).copied();
-            of_replica(source, r, args.max_age, follows.filter(|id| *id != source.uuid))
-        });
-        problems.extend(replicas);
+        for replica in &source.replicas {
+            let follows = found.follow.get(Path::new(&replica.replica)).copied();
+            let worst = of_replica(source, replica, args.max_age, follows.filter(|id| *id != source.uuid));
+            // These two say it themselves.
+            let says = worst.as_ref().is_some_and(|worst| ["taken-over", "stale"].contains(&worst.problem));
+            problems.extend(worst);
+            problems.extend(of_failing(source, replica).filter(|_| !says));
+        }
         // One on this host is judged by its own state.
         let elsewhere = |name: &str| found.replicas.iter().all(|local| local.path != Path::new(name));
         let begun = source.first_copies.iter().filter(|tally| elsewhere(&tally.replica));
@@ -254,10 +257,6 @@ fn of_replica(
             "{name} lacks {lacks} of {path} that could not be read at its last sync; the next one sends them"
         );
         ("incomplete", format!("replica is incomplete: {part}"))
-    } else if let Some(failed) = failed {
-        let (time, why) = (device::moment(failed.time), &failed.message);
-        let last = format!("the last attempt for {name} of {path} failed on {time}: {why}");
-        ("failing", format!("replica is not brought up to date: {last}"))
     } else {
         return None;
     };
@@ -266,6 +265,18 @@ fn of_replica(
         replica: Some(name.clone()),
         ..Problem::of(word, message)
     })
+}
+
+/// A replica whose last sync failed.
+fn of_failing(source: &SourceStatus, replica: &Lacking) -> Option<Problem> {
+    let failed = replica.failed()?;
+    let (path, name) = (source.path.display(), &replica.replica);
+    let (time, why) = (device::moment(failed.time), &failed.message);
+    let message = format!(
+        "replica is not brought up to date: the last attempt for {name} of {path} failed on {time}: {why}"
+    );
+    let problem = Problem::of("failing", message);
+    Some(Problem { source: Some(source.path.clone()), replica: Some(name.clone()), ..problem })
 }
 
 /// A replica of which no copy was ever complete.

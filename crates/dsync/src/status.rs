@@ -84,7 +84,7 @@ impl Lacking {
 
     /// The failure of the last attempt.
     pub(crate) fn failed(&self) -> Option<&LastFailure> {
-        self.tally.failed.as_ref().filter(|failed| failed.time > self.time)
+        self.tally.failed.as_ref().filter(|failed| failed.time >= self.time && !failed.ended)
     }
 
     /// What is under way for it.

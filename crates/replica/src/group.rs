@@ -405,7 +405,8 @@ impl Group {
         let each: Vec<String> = members
             .iter()
             .filter(demoted)
-            .map(|member| format!("\"dsync promote --force {}\"", member.path().display()))
+            .map(|member| dir.join(name_in(dir, member.path())))
+            .map(|disk| format!("\"dsync promote --force {}\"", disk.display()))
             .collect();
         Err(ReplicaError::Refused(format!(
             "{} was demoted with the group {} in {}, and has taken nothing since from the disks that were to take over. If those did, run \

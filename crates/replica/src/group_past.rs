@@ -67,21 +67,21 @@ impl GroupMoment {
 ///
 /// # Errors
 /// Refused if there is none, or several.
-pub fn find_group(dir: &Path) -> Result<(PathBuf, String)> {
-    let dir = std::fs::canonicalize(dir).map_err(|e| match e.kind() {
+pub fn find_group(given: &Path) -> Result<(PathBuf, String)> {
+    let dir = std::fs::canonicalize(given).map_err(|e| match e.kind() {
         std::io::ErrorKind::NotFound => ReplicaError::Away(format!(
             "folder {} does not exist: mount its file system, or create it",
-            dir.display()
+            given.display()
         )),
-        _ => io_error("find", dir)(e),
+        _ => io_error("find", given)(e),
     })?;
     if let (Some(name), Some(parent)) = (Membership::name_of(&dir), dir.parent()) {
         return Ok((parent.to_path_buf(), name));
     }
-    if let (false, Some(parent)) = (dir.is_dir(), dir.parent()) {
+    if let (false, Some(parent)) = (dir.is_dir(), given.parent()) {
         return Err(ReplicaError::Refused(format!(
             "{} is a disk, and a group is named by the folder of its disks: give {}",
-            dir.display(),
+            given.display(),
             parent.display()
         )));
     }

@@ -46,6 +46,11 @@ impl Membership {
         self.folder.clone().unwrap_or_else(|| Self::folder_in(Path::new(""), &self.name))
     }
 
+    /// The folder of the replicas, for the one at this path.
+    pub fn dir_for(&self, path: &Path) -> PathBuf {
+        self.folder_for(path).parent().unwrap_or(Path::new("/")).to_path_buf()
+    }
+
     /// Where the folder of the group is, for the replica at this path.
     pub fn folder_for(&self, path: &Path) -> PathBuf {
         let beside = || Self::folder_in(path.parent().unwrap_or(Path::new("/")), &self.name);

@@ -112,6 +112,7 @@ impl Replica {
                 "it was copied from a disk in use without a freeze, so its parts are of different moments. Sync it once more; \
                  \"dsync promote --force {path}\" takes it as it is"
             )),
+            (false, true) if group.is_none() && lineage.group.is_some() => refuse(self.with_its_group()),
             (false, true) => Ok(outlook),
             (false, false) if lineage.role.demoted.is_some() => refuse(self.former(&epoch, group)),
             (false, false) if lineage.group.is_some() => refuse(self.of_unfinished_group(&epoch, &outlook)),
@@ -124,10 +125,24 @@ impl Replica {
         }
     }
 
+    /// Why a member of a group is not promoted by itself just so.
+    fn with_its_group(&self) -> String {
+        let Some(group) = &self.lineage().group else { return String::new() };
+        format!(
+            "it belongs to the group {}, whose disks take over together: run \"dsync promote --group {}\". \"dsync promote --force {}\" promotes it \
+             alone, and the others stay replicas",
+            group.name,
+            group.dir_for(self.path()).display(),
+            self.path().display()
+        )
+    }
+
     /// Why a member of a group is not promoted just so: its sources have not ended.
     fn of_unfinished_group(&self, epoch: &Epoch, outlook: &Outlook) -> String {
-        let name = self.lineage().group.as_ref().map_or("", |group| &group.name);
-        let dir = self.path().parent().unwrap_or(Path::new("/")).display();
+        let group = self.lineage().group.as_ref();
+        let name = group.map_or("", |group| &group.name);
+        let dir = group.map_or_else(PathBuf::new, |group| group.dir_for(self.path()));
+        let dir = dir.display();
         let moments = match outlook.moments {
             0 => String::new(),
             _ => format!(

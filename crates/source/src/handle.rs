@@ -3,9 +3,10 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use delta::Epoch;
+use delta::{Epoch, Term};
 use device::{Dir, Disk, Folder};
 use extents::Bitmap;
+use uuid::Uuid;
 
 use crate::SourceError;
 use crate::batches::Batches;
@@ -14,7 +15,7 @@ use crate::control::{Client, ServedView, Status, status};
 use crate::history::{History, Position};
 use crate::live::Live;
 use crate::source::{Backing, PathBacking, Source, SourceOptions};
-use crate::state::{About, StateDir};
+use crate::state::{About, StateDir, write_about};
 use crate::tally::Counter;
 use crate::view::View;
 
@@ -237,6 +238,21 @@ impl Handle {
         if let Holder::Here(source) = &self.holder {
             source.outdate(why);
         }
+    }
+
+    /// Notes that what follows its last epoch is a branch of its own: a replica knows others that followed it. So the two are told apart by who
+    /// takes over from either.
+    ///
+    /// # Errors
+    /// If it cannot be written down.
+    pub fn branch(&self) -> Result<(), SourceError> {
+        let about = self.about();
+        let Some(began) = self.last_epoch()? else { return Ok(()) };
+        if about.line.is_unknown() || about.line.last().is_some_and(|term| term.began == began) {
+            return Ok(());
+        }
+        let fork = Term { number: about.term, id: Uuid::new_v4(), began, planned: false };
+        write_about(&*self.folder, &About { line: about.line.and(fork), ..about.clone() })
     }
 
     /// The epoch that a number or the name of a checkpoint means.

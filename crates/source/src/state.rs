@@ -364,7 +364,7 @@ fn read_known(folder: &dyn Folder) -> Result<Option<Known>, SourceError> {
         ))),
         _ => serde_json::from_value(said)
             .map(|mut known: Known| {
-                if known.about.term == first_term() {
+                if known.about.term == first_term() && known.about.line.is_unknown() {
                     known.about.line = Line::first();
                 }
                 Some(known)

@@ -78,6 +78,9 @@ pub struct LastFailure {
     pub time: u64,
     /// What was reported.
     pub message: String,
+    /// Work has succeeded since.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub ended: bool,
 }
 
 /// What is under way.
@@ -140,6 +143,11 @@ fn now() -> u64 {
 }
 
 impl Tally {
+    /// A sync or a mirror has succeeded.
+    pub fn succeed(&mut self) {
+        self.failed.iter_mut().for_each(|failed| failed.ended = true);
+    }
+
     /// The tally of a replica; empty if there is none, or it cannot be read.
     pub fn read(folder: &Path, replica: &str) -> Tally {
         let text = std::fs::read(file(folder, replica)).unwrap_or_default();
@@ -219,7 +227,7 @@ impl Tally {
         self.failures += 1;
         let ends = message.char_indices().map(|(at, _)| at).chain([message.len()]);
         let end = ends.take_while(|at| *at <= MESSAGE_MAX).last().unwrap_or(0);
-        self.failed = Some(LastFailure { time: now(), message: message[..end].to_owned() });
+        self.failed = Some(LastFailure { time: now(), message: message[..end].to_owned(), ended: false });
     }
 }
 

@@ -110,6 +110,7 @@ impl Account {
     /// A sync has ended.
     pub(crate) fn synced(&self, result: &Result<Summary, SyncError>) {
         self.ended(result, |tally, summary| {
+            tally.succeed();
             tally.syncs += 1;
             tally.bytes_sent += summary.bytes_sent;
             tally.freeze_ms = summary.freeze_ms.or(tally.freeze_ms);
@@ -143,6 +144,7 @@ impl Account {
         told.at = Instant::now();
         let work = told.work.clone();
         counter.count(|tally| {
+            tally.succeed();
             tally.work = Some(work);
             tally.bytes_sent += sent;
             tally.batches += batches;
@@ -161,7 +163,7 @@ impl Account {
                 tally.batches += batches;
             });
         }
-        self.ended(result, |_, _| {});
+        self.ended(result, |tally, _| tally.succeed());
     }
 
     /// Work has ended: what is to be counted if it succeeded.

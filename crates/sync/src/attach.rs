@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use source::{GroupHandle, Handle, SourceOptions};
 
+use crate::ended::demoted_disks;
 use crate::error::SyncError;
 use crate::roles::{refuse_demoted, refuse_unfinished};
 use crate::site::Site;
@@ -23,6 +24,9 @@ pub fn attach_group(state: &dyn Site, name: &str, options: &SourceOptions) -> Re
     source::check_name(name)?;
     let known = state.group_members(name)?;
     if known.is_empty() {
+        if let Some(demoted) = demoted_group(state, name)? {
+            return Err(demoted);
+        }
         return Err(SyncError::Refused(format!(
             "there is no group {name}: make it with \"dsync serve --group {name} IMAGE...\""
         )));
@@ -35,6 +39,23 @@ pub fn attach_group(state: &dyn Site, name: &str, options: &SourceOptions) -> Re
         members.push(attach(state, &about.path.to_string_lossy(), options)?);
     }
     Ok(GroupHandle::new(name, members)?)
+}
+
+/// Why there is no group of a name any more, if its disks were demoted here.
+fn demoted_group(state: &dyn Site, name: &str) -> Result<Option<SyncError>, SyncError> {
+    let disks = demoted_disks(state, name)?;
+    if disks.is_empty() {
+        return Ok(None);
+    }
+    let each: Vec<String> =
+        disks.iter().map(|(path, _)| format!("\"dsync promote --force {}\"", path.display())).collect();
+    let files: Vec<&str> = disks.iter().map(|(_, file)| file.as_str()).collect();
+    Ok(Some(SyncError::Refused(format!(
+        "the disks of the group {name} were demoted here ({}). Sync the group from where it was promoted. If it was promoted nowhere, {} make \
+         them the sources again and lose nothing; then \"dsync serve --group {name}\" with all of them, by these names",
+        files.join(", "),
+        each.join(" and ")
+    ))))
 }
 
 /// Closes a source after what was done with it, also if that failed: then its error is the one to report.

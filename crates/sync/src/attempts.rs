@@ -76,7 +76,10 @@ impl<'a> Attempts<'a> {
             return Err(error);
         }
         self.worked = true;
-        tell(Trouble::Broken(&error, self.pause));
+        // The signal that stops a mirror ends its remote shell as well.
+        if !self.stop.load(SeqCst) {
+            tell(Trouble::Broken(&error, self.pause));
+        }
         self.rest_until(Instant::now() + self.pause);
         self.pause = (self.pause * 2).min(self.rpo.clamp(CLOSE_RETRY, LAST_RETRY));
         self.stopped = self.stop.load(SeqCst);

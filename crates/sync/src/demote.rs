@@ -312,14 +312,8 @@ pub(crate) fn follow(
         Some(file) if clean && options.since.is_none() && about.began.is_none() => {
             return Err(nothing_to_save(handle, &epoch, file));
         }
+        Some(_) if written.is_err() => return Err(unknown(handle, &epoch, options, written.err())),
         _ if options.dry_run => {}
-        Some(_) if written.is_err() => {
-            return Err(SyncError::Refused(format!(
-                "what was written to {path} since epoch {epoch} is not known ({}), so it cannot be saved as a delta: copy the \
-                 disk first if it is wanted, and pass --discard instead of --save",
-                written.err().unwrap_or_default()
-            )));
-        }
         Some(file) => {
             save(handle, &epoch, file, progress)?;
             saved = Some(file.clone());
@@ -388,6 +382,13 @@ pub(crate) fn in_common(handle: &Handle, options: &DemoteOptions) -> Result<Epoc
     })
 }
 
+/// The earliest epoch of this term at which a replica is known to be.
+pub(crate) fn last_fed(handle: &Handle) -> Option<Epoch> {
+    let bookmarks = handle.bookmarks().ok()?;
+    let began = handle.about().began.map_or(0, |began| began.number);
+    fed(&bookmarks).filter(|epoch| epoch.number > began).min_by_key(|epoch| epoch.number)
+}
+
 /// Blocks written after an epoch, and the later epochs.
 pub(crate) type Written = (Bitmap, Vec<Epoch>);
 
@@ -398,6 +399,21 @@ pub(crate) fn written(handle: &Handle, epoch: &Epoch) -> Result<Result<Written, 
         Err(SourceError::Lost { why, .. }) => Ok(Err(why)),
         Err(other) => Err(other.into()),
     }
+}
+
+/// Why what was written cannot be saved where it is not known.
+fn unknown(handle: &Handle, epoch: &Epoch, options: &DemoteOptions, why: Option<String>) -> SyncError {
+    let (about, why) = (handle.about(), why.unwrap_or_default());
+    // Its user may know better.
+    let trust = match about.identity.is_block() && !options.open.trust_device {
+        true => "if nothing else wrote to it since it was served, pass --trust-device; otherwise ",
+        false => "",
+    };
+    SyncError::Refused(format!(
+        "what was written to {} since epoch {epoch} is not known ({why}), so it cannot be saved as a delta: {trust}copy the disk first if it is \
+         wanted, and pass --discard instead of --save",
+        about.path.display()
+    ))
 }
 
 fn unsaved(handle: &Handle, epoch: &Epoch, written: &Result<Written, String>) -> SyncError {

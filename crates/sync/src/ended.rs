@@ -86,6 +86,20 @@ fn was_demoted(path: &Path, member: &Member, state: &dyn Site) -> Result<bool, S
     }))
 }
 
+/// The disks that the demotion of a group has made replicas, and that are that still, with what they were called in it.
+pub(crate) fn demoted_disks(state: &dyn Site, name: &str) -> Result<Vec<(PathBuf, String)>, SyncError> {
+    let mut disks = Vec::new();
+    for intent in state.endings()?.iter().filter(|intent| intent.group == name) {
+        for (path, member) in &intent.members {
+            if was_demoted(path, member, state)? {
+                let file = intent.files.get(&member.source).cloned();
+                disks.push((path.clone(), file.unwrap_or_else(|| source::file_name(path))));
+            }
+        }
+    }
+    Ok(disks)
+}
+
 /// The promotion that made a source of the disk at this path; `None` if there was none.
 pub(crate) fn promotion_of(state: &dyn Site, path: &Path) -> Result<Option<Promoted>, SyncError> {
     if !state.exists(path) {

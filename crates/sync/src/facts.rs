@@ -21,6 +21,7 @@ pub(crate) fn facts<'a>(
     let positions = positions(status).filter(|positions| !positions.is_empty());
     if positions.as_ref().is_some_and(|positions| is_later(handle, status, positions)) {
         handle.outdate("its state was restored from a copy");
+        handle.branch()?;
     }
     let asked = positions.filter(|_| !options.adopt);
     // Where a step was left off, blocks may be of the epoch to which it led, also where no position says so yet. What was

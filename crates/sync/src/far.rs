@@ -224,6 +224,9 @@ impl ReplicaEnd<'_> {
                 if !self.writes {
                     return Err(nonsense("changes, although none were asked for"));
                 }
+                if let (true, Some(site)) = (open.verify, self.site) {
+                    refuse_adoption(replica.path(), &site.opening(open.journal_dir.as_deref()), site)?;
+                }
                 replica.mergeable()?;
                 list(&replica, known.as_ref());
             }

@@ -83,7 +83,8 @@ fn primary(state: &dyn Site, (place, about): (&Path, &About), origin: &Origin) -
     let history = History::read(&*folder)?;
     let (term, began, line) = (about.term, about.began, about.line.clone());
     let theirs = origin.began.filter(|began| knows(&history, began));
-    let common = theirs.or(line.common(&origin.line));
+    // The beginning of their term need not be that of ours: they may have been promoted long before.
+    let common = line.common(&origin.line).or(theirs);
     // Where this side does not know the one in common, the other may know the beginning of this one's term.
     let since = common.or(began).filter(|epoch| knows(&history, epoch));
     let written =

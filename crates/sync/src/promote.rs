@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use delta::Epoch;
 use extents::Bitmap;
-use replica::{Outlook, Promoted, Rehearsed, Replica};
+use replica::{Outlook, Promoted, Rehearsed, Replica, ReplicaError};
 use serde::Serialize;
 use source::Succession;
 use uuid::Uuid;
@@ -59,9 +59,9 @@ pub struct Promotion {
     /// It is a former source, which has taken nothing since.
     #[serde(skip)]
     pub former: bool,
-    /// The group with which it was committed.
+    /// The group with which it was committed, and the folder of that.
     #[serde(skip)]
-    pub group: Option<String>,
+    pub group: Option<(String, PathBuf)>,
     /// What it is called there: for a disk behind a link, as that.
     #[serde(skip)]
     pub file: String,
@@ -92,7 +92,15 @@ pub fn promote(state: &dyn Site, path: &Path, options: &PromoteOptions) -> Resul
     // A rehearsal is no common moment of a group.
     let leave = rehearsed.is_some();
     let opening = replica::Options { leave, ..opening };
-    let mut replica = replica::to_promote_by(path, lineage, &opening, &|options| state.open(path, options))?;
+    let marked = lineage.as_ref().and_then(|lineage| lineage.role.promoted);
+    let opened = replica::to_promote_by(path, lineage, &opening, &|options| state.open(path, options));
+    let mut replica = opened.map_err(|error| match (&error, marked) {
+        // It is served, most likely.
+        (ReplicaError::Busy { .. }, Some(mark)) if is_source(state, path, mark.term) => {
+            already(path, mark.term)
+        }
+        _ => error.into(),
+    })?;
     let before = replica.recorded().role.promoted;
     let outlook = match before {
         Some(Promoted { term: 0, .. }) => return Err(already(path, 0)),
@@ -150,6 +158,12 @@ fn may_succeed(state: &dyn Site, replica: &Replica, promotion: &Promotion) -> Re
     })
 }
 
+/// True if the disk at a path is known as a source of this term.
+fn is_source(state: &dyn Site, path: &Path, term: u64) -> bool {
+    let known = state.source(&path.to_string_lossy()).unwrap_or(None);
+    known.is_some_and(|(_, about)| about.term == term)
+}
+
 pub(crate) fn already(path: &Path, term: u64) -> SyncError {
     let term = if term > 0 { format!(" (term {term})") } else { String::new() };
     SyncError::Refused(format!(
@@ -173,7 +187,7 @@ pub(crate) fn told(replica: &Replica, outlook: &Outlook) -> Promotion {
         released: outlook.released,
         told: recorded.role.demoted.as_ref().and_then(|demoted| demoted.told.clone()),
         former: recorded.role.demoted.is_some(),
-        group: recorded.group.as_ref().map(|group| group.name.clone()),
+        group: recorded.group.as_ref().map(|group| (group.name.clone(), group.dir_for(replica.path()))),
         file: source::file_name(replica.path()),
         fuzzy: outlook.fuzzy,
         completed: false,

@@ -149,9 +149,9 @@ pub fn unpromoted(path: &Path, state: &dyn Site) -> Option<String> {
 
 /// The command that makes a replica the source, together with those of its group.
 fn promotion(path: &Path, lineage: &Lineage) -> String {
-    match (&lineage.group, path.parent()) {
-        (Some(_), Some(dir)) => format!("dsync promote --group {}", dir.display()),
-        _ => format!("dsync promote {}", path.display()),
+    match &lineage.group {
+        Some(group) => format!("dsync promote --group {}", group.dir_for(path).display()),
+        None => format!("dsync promote {}", path.display()),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use delta::{Decoder, Epoch, Event, Header, Method, Record, Unit};
+use delta::{Decoder, Epoch, Event, Header, Method, Unit};
 use serde::{Deserialize, Serialize};
 
 use crate::copies::Trouble;
@@ -11,7 +11,6 @@ use crate::journal::Contents;
 use crate::lineage::{Step, StepKind, Toward};
 use crate::replica::Replica;
 use crate::trail::Footprint;
-use crate::unsure::Passing;
 
 mod direct;
 mod journaled;
@@ -51,8 +50,6 @@ pub struct DeltaReceiver<'a> {
     sink: Sink,
     /// A unit could not be taken: none that follows is, and nothing is committed.
     failed: bool,
-    /// Of a replica that batches of a mirror brought ahead, and a delta of unknown branch: what that has not named of them.
-    ahead: Option<Passing>,
 }
 
 enum Sink {
@@ -109,12 +106,10 @@ impl Replica {
             true => *self.arrival_mut() = self.lineage().at,
             false => self.admit_alone()?,
         }
-        let ahead = self.ahead_of(&header, seeds, commit)?;
+        self.refuse_ahead(&header, seeds)?;
         self.take_over()?;
         self.keep_doubt()?;
-        if ahead.is_none() {
-            self.hear_term()?;
-        }
+        self.hear_term()?;
         self.set_keep()?;
         let footprint = self.footprint(&header)?;
         let mut sink = match self.lineage().step.as_ref().map(|s| s.kind) {
@@ -136,23 +131,25 @@ impl Replica {
         if let Sink::Direct(direct) = &mut sink {
             direct.leaves(footprint);
         }
-        Ok(DeltaReceiver { replica: self, decoder, toward, sink, failed: false, ahead })
+        Ok(DeltaReceiver { replica: self, decoder, toward, sink, failed: false })
     }
 
-    /// What batches of a mirror have brought, where a delta has to name all of it: one from a file may be of a branch that does not have
-    /// it, and this replica may be the only one that does.
-    fn ahead_of(&self, header: &Header, seeds: bool, commit: Commit) -> Result<Option<Passing>> {
+    /// Refuses a delta from a file where batches of a mirror have brought the replica ahead: it may be of a branch that does not have them, even
+    /// if it names their blocks, and this replica may be the only one that does. Only a sync tells.
+    fn refuse_ahead(&self, header: &Header, seeds: bool) -> Result<()> {
         let own = self.options().term != 0 || self.rewinds() || self.promotes();
         if own || seeds || header.binds.is_some() || header.batch || !self.lineage().is_ahead() {
-            return Ok(None);
+            return Ok(());
         }
-        if commit != Commit::Journal {
-            return Err(ReplicaError::Refused(format!(
-                "{} was brought ahead of its epoch by a mirror, and only a journal tells in time whether the delta has that: omit --commit",
-                self.path().display()
-            )));
-        }
-        Ok(Some(Passing::new(self.unsure()?, header)))
+        let (path, epoch) = (self.path().display(), self.lineage().epoch);
+        let number = epoch.map_or(0, |epoch| epoch.number);
+        Err(ReplicaError::Refused(format!(
+            "{path} was brought ahead of epoch {number} by a mirror, and a delta in a file does not say whether it is of a source that has what \
+             was brought ({}). Nothing was changed. \"dsync sync\" from its source brings it to an epoch. If that is gone, \"dsync promote --force \
+             {path}\" goes on with what may be the only copy of what was written last. To give that up, run \"dsync rewind --to {number} {path}\" if \
+             its past is kept (\"dsync rewind\" lists it), and merge again",
+            device::human_size(self.lineage().unsure_bytes())
+        )))
     }
 
     /// What a delta with this header adds to the trail, if it goes where the destination is. A journal says it itself.
@@ -281,16 +278,7 @@ impl DeltaReceiver<'_> {
     /// As for [`DeltaReceiver::unit`].
     pub fn unit_seen(&mut self, unit: Unit, seen: impl FnOnce(&delta::Frame)) -> Result<()> {
         self.sound()?;
-        let mut ahead = self.ahead.take();
-        let taken = self.take(unit, |frame| {
-            // What its source could not read is not in it.
-            let named = frame.records.iter().filter(|record| !matches!(record, Record::Unsure { .. }));
-            if let Some(ahead) = &mut ahead {
-                named.for_each(|record| ahead.records(std::slice::from_ref(record)));
-            }
-            seen(frame);
-        });
-        self.ahead = ahead;
+        let taken = self.take(unit, seen);
         self.failed = taken.is_err();
         taken
     }
@@ -354,7 +342,6 @@ impl DeltaReceiver<'_> {
     /// If the trailer is missing, or the place it goes to fails. What came is kept, and finished or gone on from later.
     pub fn finish(mut self) -> Result<Committed> {
         self.whole()?;
-        self.has_batches()?;
         let replica = &mut *self.replica;
         if replica.lineage().group.is_some() && !self.decoder.header().is_some_and(|h| h.partial) {
             return Err(replica.in_group());
@@ -374,7 +361,6 @@ impl DeltaReceiver<'_> {
     /// As for [`DeltaReceiver::finish`]; refused if it does not go to the journal.
     pub fn prepare(mut self) -> Result<Epoch> {
         self.whole()?;
-        self.has_batches()?;
         let replica = &mut *self.replica;
         if let Some(refused) = replica.no_journal() {
             return Err(refused);
@@ -401,26 +387,6 @@ impl DeltaReceiver<'_> {
         }
         let error = delta::Error::NoTrailer { units: self.decoder.units() }.to_string();
         Err(ReplicaError::Delta { path: self.replica.path().to_path_buf(), error })
-    }
-
-    /// Fails, and keeps nothing of the delta, if it lacks something that batches have brought.
-    fn has_batches(&mut self) -> Result<()> {
-        let Some(ahead) = self.ahead.take() else { return Ok(()) };
-        let lacks = ahead.end().bytes();
-        if lacks == 0 {
-            return self.replica.hear_term();
-        }
-        self.sink = Sink::Closed;
-        self.replica.give_up_journal();
-        let (path, epoch) = (self.replica.path().display(), self.replica.lineage().epoch);
-        let number = epoch.map_or(0, |epoch| epoch.number);
-        Err(ReplicaError::Refused(format!(
-            "{path} was brought ahead of epoch {number} by a mirror, and the delta does not name {} of what that brought, so it is of another \
-             branch. Nothing was changed. It may be the only copy of what was written last: to go on with it, run \"dsync promote --force {path}\". \
-             To give it up, run \"dsync rewind --to {number} {path}\" if its past is kept (\"dsync rewind\" lists it), and merge again; otherwise \
-             \"dsync sync --adopt\" from the other source compares everything, and overwrites what differs",
-            device::human_size(lacks)
-        )))
     }
 
     /// Ends a delta that was cut off: what has come is kept, and a next delta may go on from it.
