@@ -122,7 +122,7 @@ fn check(source: &Source, world: &World, sent: &Sent, what: &str) {
     assert_eq!((status.state, status.under_way()), (State::Exact, false), "{what}");
     // A sync goes on from the epoch.
     let next = world.fork();
-    let mut replica = next.open(&on()).unwrap();
+    let mut replica = next.open_for_sync(&on()).unwrap();
     merge(&mut replica, &source.tracked(epoch, LAST + 1), Commit::Journal)
         .unwrap_or_else(|e| panic!("{what}: the next sync: {e}"));
     drop(replica);

@@ -394,7 +394,7 @@ fn check_mirrored(source: &Source, world: &World, sent: &Sent, what: &str) {
     assert_eq!(assert_moments(source, world, what), epochs, "{what}: at batch {at}");
     // A sync goes on from the epoch, and all are reached from there, but not what was between two.
     let from = if at < EPOCH { 0 } else { EPOCH };
-    let mut replica = world.open(&on()).unwrap();
+    let mut replica = world.open_for_sync(&on()).unwrap();
     merge(&mut replica, &source.tracked(from, LAST + 1), Commit::Journal).unwrap();
     drop(replica);
     let settled = world.state().join("past").exists();

@@ -457,6 +457,12 @@ impl World {
         self.open_in(power, Box::new(folder), &Options { adopt, replace, ..Options::default() })
     }
 
+    /// Opens it for a sync of its source.
+    pub(crate) fn open_for_sync(&self, power: &Power) -> Result<Replica> {
+        let folder = FaultyFolder::new(power, &self.state()).unwrap();
+        self.open_in(power, Box::new(folder), &Options { term: crate::FIRST_TERM, ..Options::default() })
+    }
+
     /// Opens it with this kept of its past from the next commit on.
     pub(crate) fn open_keeping(&self, power: &Power, keep: &crate::Keep) -> Result<Replica> {
         let folder = FaultyFolder::new(power, &self.state()).unwrap();
