@@ -25,16 +25,21 @@ pub struct Scene {
     pub site: Site,
 }
 
+/// Makes the state of a replica in a file named `vm.raw` believe that nothing has changed that since.
+pub fn restamp(replica: &Path) {
+    use std::os::unix::fs::MetadataExt;
+    let path = replica.with_file_name(".vm.raw.dsync/lineage");
+    let mut lineage: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(&path).expect("the lineage")).expect("JSON");
+    let file = std::fs::metadata(replica).expect("the replica");
+    lineage["stamp"]["changed"] = (file.ctime() * 1_000_000_000 + file.ctime_nsec()).into();
+    std::fs::write(&path, serde_json::to_vec(&lineage).expect("JSON")).expect("the lineage");
+}
+
 impl Scene {
     /// Makes the replica's lineage believe that nothing was done to the file: as with damage by the disk itself.
     pub fn restamp(&self) {
-        use std::os::unix::fs::MetadataExt;
-        let path = self.replica.with_file_name(".vm.raw.dsync/lineage");
-        let mut lineage: serde_json::Value =
-            serde_json::from_slice(&std::fs::read(&path).expect("the lineage")).expect("JSON");
-        let file = std::fs::metadata(&self.replica).expect("the replica");
-        lineage["stamp"]["changed"] = (file.ctime() * 1_000_000_000 + file.ctime_nsec()).into();
-        std::fs::write(&path, serde_json::to_vec(&lineage).expect("JSON")).expect("the lineage");
+        restamp(&self.replica);
     }
 
     /// A sparse disk of `size` bytes with some data in its first half, served.

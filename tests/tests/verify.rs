@@ -7,10 +7,11 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use dsync_tests::far::Far;
+use dsync_tests::host::Host;
 use dsync_tests::image::{self, BLOCK};
 use dsync_tests::load::{Load, Options};
 use dsync_tests::mount::{Loop, Mount};
-use dsync_tests::scene::{fingerprints, number};
+use dsync_tests::scene::{fingerprints, number, restamp};
 use dsync_tests::{Random, Run, Scene, Site, need, need_root, rounds, skipped};
 
 const MIB: u64 = 1 << 20;
@@ -184,6 +185,56 @@ fn what_a_verification_found_is_shown_until_it_is_mended() {
     let compared = scene.sync(&["--method", "compare"]).ok();
     assert!(compared.summary()["warnings"] == serde_json::json!([]) && !is_shown(), "{compared}");
     scene.equal();
+}
+
+/// What a verification found is known where the replica is, for the day on which its source is lost.
+#[test]
+fn a_replica_that_differs_is_not_promoted_without_a_word() {
+    let mut random = Random::new("a damaged replica");
+    let (near, far) = (Host::with_disk(8 * MIB, &mut random), Host::new());
+    near.sync(&far, &[]).ok();
+    let damage = |random: &mut Random| {
+        let before = std::fs::metadata(&far.disk).and_then(|file| file.modified()).expect("a time");
+        flip(&far.disk, 0..8 * MIB, 3, random);
+        let file = OpenOptions::new().write(true).open(&far.disk).expect("a replica");
+        file.set_modified(before).expect("its time");
+        drop(file);
+        restamp(&far.disk);
+    };
+    let is_shown = || {
+        let shown = far.run(&["status"]).ok().text();
+        let checked = far.site.dsync(["status", "--check"]).output().text();
+        assert_eq!(
+            shown.contains("when it was verified on"),
+            checked.contains("replica differs"),
+            "{shown}{checked}"
+        );
+        shown.contains("when it was verified on")
+    };
+    damage(&mut random);
+    near.towards(&far, &["verify"]).code(5);
+    assert!(is_shown());
+    // A sound part tells nothing of the rest.
+    near.towards(&far, &["verify", "--range", "0:4K"]).output();
+    near.sync(&far, &[]).ok();
+    assert!(is_shown());
+    near.towards(&far, &["verify", "--repair"]).ok();
+    assert!(!is_shown());
+    damage(&mut random);
+    near.towards(&far, &["verify"]).code(5);
+    near.sync(&far, &["--method", "compare"]).ok();
+    assert!(!is_shown());
+    damage(&mut random);
+    near.towards(&far, &["verify"]).code(5);
+    near.towards(&far, &["demote"]).ok();
+    far.run(&["promote"]).code(4).says(&["it differed from its source in 12.0 KiB", "dsync verify --repair"]);
+    // The way that it names.
+    near.run(&["promote", "--force"]).ok();
+    near.towards(&far, &["verify", "--repair"]).ok();
+    near.towards(&far, &["demote"]).ok();
+    let promoted = far.run(&["promote", "--json"]).ok().summary();
+    assert!(promoted["verdict"].is_null(), "{promoted}");
+    image::assert_equal(&near.disk, &far.disk);
 }
 
 #[test]

@@ -128,6 +128,13 @@ pub(crate) fn say_promotion_with(promotion: &Promotion, (demote, rewind): (&str,
     if promotion.fuzzy {
         output.say("  it was copied from a disk in use without a freeze: check its file systems");
     }
+    if let Some(found) = &promotion.verdict {
+        output.say(&format!(
+            "  it differed from its source in {} when it was verified on {}, which was not repaired: check its file systems",
+            units::size(found.bytes_differing),
+            device::moment(found.time)
+        ));
+    }
     say_moments(promotion, rewind, output);
     if let Some(told) = &promotion.told {
         output.say(&format!(

@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use replica::{Condition, KnownReplica, Reader};
+use replica::{Condition, KnownReplica, Reader, Verdict};
 use serde::Serialize;
 use source::StateDir;
 
@@ -46,6 +46,8 @@ pub(crate) struct LocalReplica<'a> {
     pub problem: Option<String>,
     /// Who reads it at a moment.
     pub readers: &'a [Reader],
+    /// A verification found that it differed from its source.
+    pub verdict: Option<Verdict>,
 }
 
 /// A path as the list of replicas has it.
@@ -91,6 +93,7 @@ impl LocalReplica<'_> {
             group: lineage.and_then(|lineage| Group::of_replica(&known.path, lineage)),
             problem,
             readers: &known.readers,
+            verdict: known.past.verdict,
         }
     }
 
@@ -127,8 +130,20 @@ impl LocalReplica<'_> {
         let group = self.group.as_ref().map(|group| format!(", {}", group.told())).unwrap_or_default();
         let age = self.age();
         output.say(&format!("replica {}, {at}{age}{group}{problem}", self.path.display()));
+        say_verdict(self.verdict, output);
         say_readers(self.readers, output);
         output.summary(self);
+    }
+}
+
+/// Prints what a verification found.
+pub(crate) fn say_verdict(verdict: Option<Verdict>, output: &Output) {
+    if let Some(found) = verdict {
+        output.say(&format!(
+            "  it differed from its source in {} when it was verified on {}, not repaired: \"dsync verify --repair\" where that is",
+            units::size(found.bytes_differing),
+            device::moment(found.time)
+        ));
     }
 }
 

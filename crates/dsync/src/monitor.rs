@@ -172,6 +172,8 @@ pub(crate) fn problems(found: &Found, args: &args::Status) -> Result<Vec<Problem
         problems.extend(of_trackers(&found.sources)?);
     }
     problems.extend(found.replicas.iter().filter_map(of_local));
+    problems
+        .extend(found.replicas.iter().filter_map(|known| of_differing(known, &problems)).collect::<Vec<_>>());
     problems.extend(found.replicas.iter().filter_map(of_diverged));
     problems.extend(found.replicas.iter().filter_map(of_past));
     problems.extend(found.replicas.iter().filter_map(of_rewound));
@@ -355,6 +357,20 @@ fn of_local(known: &KnownReplica) -> Option<Problem> {
     let LocalReplica { path, state, problem, .. } = LocalReplica::of(known);
     let message = format!("replica is {state}: {} {}", path.display(), problem?);
     Some(Problem { replica: Some(path.display().to_string()), ..Problem::of(state, message) })
+}
+
+/// A replica that a source on another host found to differ; one on this host says so itself.
+fn of_differing(known: &KnownReplica, others: &[Problem]) -> Option<Problem> {
+    let (path, found) = (known.path.display().to_string(), known.past.verdict?);
+    if others.iter().any(|other| other.problem == "differs" && other.replica.as_ref() == Some(&path)) {
+        return None;
+    }
+    let message = format!(
+        "replica differs: {path} differed from its source in {} when it was verified on {}",
+        units::size(found.bytes_differing),
+        device::moment(found.time)
+    );
+    Some(Problem { replica: Some(path), ..Problem::of("differs", message) })
 }
 
 /// A former source that holds what no other disk has.

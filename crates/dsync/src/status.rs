@@ -15,7 +15,7 @@ use sync::SyncError;
 use crate::args;
 use crate::checkpoint::{self, Listed};
 use crate::failure::Failure;
-use crate::local::{LocalReplica, completion, made_elsewhere, say_readers};
+use crate::local::{self, LocalReplica, completion, made_elsewhere, say_readers};
 use crate::location;
 use crate::membership::{Group, say_groups};
 use crate::output::Output;
@@ -487,6 +487,8 @@ struct ReplicaStatus {
     group: Option<Group>,
     /// Who reads it at a moment.
     readers: Vec<replica::Reader>,
+    /// A verification found that it differed from its source.
+    verdict: Option<replica::Verdict>,
 }
 
 /// Prints what a replica was, or was told, where that decides what can be done with it.
@@ -618,6 +620,7 @@ fn replica(
         demoted: status.role.demoted.as_ref().map(|demoted| demoted.since),
         group: Group::of_replica(replica.path(), replica.recorded()),
         readers: replica::readers(&absolute, &options)?,
+        verdict: replica.verdict(),
     };
     say_replica(&status, &replica.status().role, recovering, output);
     say_former_sources(&status, state, output)
@@ -656,6 +659,7 @@ fn say_replica(status: &ReplicaStatus, role: &replica::Role, recovering: bool, o
         None => {}
     }
     say_role(role, status.unsure, status.group.as_ref(), output);
+    local::say_verdict(status.verdict, output);
     say_readers(&status.readers, output);
     if status.partial {
         output.say("  a transfer was interrupted: the next \"dsync sync\" resumes it");
@@ -715,6 +719,8 @@ fn written_down(
     }
     let group = Group::of_replica(&path, &lineage);
     say_role(&lineage.role, lineage.unsure_bytes(), group.as_ref(), output);
+    let verdict = replica::verdict(&path, options).filter(|_| promoted.is_none());
+    local::say_verdict(verdict, output);
     let readers = replica::readers(&path, options)?;
     say_readers(&readers, output);
     output.summary(&ReplicaStatus {
@@ -736,6 +742,7 @@ fn written_down(
         demoted: lineage.role.demoted.as_ref().map(|demoted| demoted.since),
         group,
         readers,
+        verdict,
     });
     Ok(())
 }

@@ -15,6 +15,7 @@ use crate::note;
 use crate::past::{self, GivenUp, Settings};
 use crate::replica::Replica;
 use crate::role::Role;
+use crate::verdict::Verdict;
 use crate::views::{self, Reader};
 
 /// The replicas that this host has.
@@ -68,6 +69,8 @@ pub struct KnownPast {
     pub given_up: Option<GivenUp>,
     /// Nothing of it is kept.
     pub is_empty: bool,
+    /// A verification found that it differed from its source.
+    pub verdict: Option<Verdict>,
 }
 
 impl KnownPast {
@@ -80,6 +83,7 @@ impl KnownPast {
             rewound: rewound.is_some_and(|(state, _)| state == lineage.nonce),
             given_up: settings.and_then(|settings| settings.given_up),
             is_empty: past::is_empty(dir),
+            verdict: Verdict::load(dir).filter(|_| lineage.role.promoted.is_none()),
         }
     }
 }

@@ -76,6 +76,7 @@ mod known;
 mod promoted;
 mod rewind;
 mod settled;
+mod verdict;
 mod view;
 
 mod rehearsed;
@@ -115,6 +116,7 @@ pub use role::{Demoted, FIRST_TERM, Promoted, Released, Role};
 pub use settled::{is_committing, settle};
 pub use status::Status;
 pub use unsure::UnsureSet;
+pub use verdict::{Verdict, verdict};
 pub use view::{View, readers};
 pub use view_together::{Wanted, view_together};
 pub use views::Reader;

@@ -17,6 +17,7 @@ use crate::options::Options;
 use crate::past;
 use crate::replica::Replica;
 use crate::role::{Promoted, Released, Role};
+use crate::verdict::Verdict;
 
 /// What a promotion would make the present of the disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,6 +34,8 @@ pub struct Outlook {
     pub fuzzy: bool,
     /// Earlier moments that are kept, of which none can be reached from then on.
     pub moments: usize,
+    /// A verification found that it differed from its source.
+    pub verdict: Option<Verdict>,
 }
 
 /// Opens the replica at `path` to be promoted: what a crash left of a commit is completed first.
@@ -105,6 +108,7 @@ impl Replica {
             fuzzy,
             // In an emergency, nothing fails because they cannot be counted.
             moments: self.history().map_or(0, |history| history.moments.len()),
+            verdict: self.verdict(),
         };
         match (force, outlook.released) {
             (true, _) => Ok(outlook),
@@ -112,6 +116,7 @@ impl Replica {
                 "it was copied from a disk in use without a freeze, so its parts are of different moments. Sync it once more; \
                  \"dsync promote --force {path}\" takes it as it is"
             )),
+            (false, true) if outlook.verdict.is_some() => refuse(self.differing(outlook.verdict, group)),
             (false, true) if group.is_none() && lineage.group.is_some() => refuse(self.with_its_group()),
             (false, true) => Ok(outlook),
             (false, false) if lineage.role.demoted.is_some() => refuse(self.former(&epoch, group)),
@@ -123,6 +128,22 @@ impl Replica {
                 lacks(&outlook) + &past_lost(&outlook, &path)
             )),
         }
+    }
+
+    /// Why a replica is not promoted just so that was found to differ from its source.
+    fn differing(&self, verdict: Option<Verdict>, group: Option<&Path>) -> String {
+        let (bytes, time) = verdict.map_or((0, 0), |found| (found.bytes_differing, found.time));
+        let promote = match group {
+            Some(dir) => format!("dsync promote --force --group {}", dir.display()),
+            None => format!("dsync promote --force {}", self.path().display()),
+        };
+        format!(
+            "it differed from its source in {} when it was verified on {}, and that was not repaired. Make the old source the source again, with \
+             \"dsync promote --force\" where it is, which loses nothing; run \"dsync verify --repair\" there, and demote it again. If it is gone, \
+             \"{promote}\" takes the replica as it is",
+            device::human_size(bytes),
+            device::moment(time)
+        )
     }
 
     /// Why a member of a group is not promoted by itself just so.
@@ -293,6 +314,8 @@ impl Replica {
             self.remove_partial()?;
             self.lineage_mut().step = None;
         }
+        // From here on it is what its source is.
+        let _ = self.note_verdict(0);
         // What others have changed before it was complete is to be seen after it.
         if self.changed().is_none() {
             self.note_stamp()?;

@@ -19,9 +19,13 @@ pub(crate) fn facts<'a>(
 ) -> Result<Facts<'a>, SyncError> {
     let about = handle.about();
     let positions = positions(status).filter(|positions| !positions.is_empty());
-    if positions.as_ref().is_some_and(|positions| is_later(handle, status, positions)) {
+    if let Some(positions) = positions.as_ref().filter(|positions| is_later(handle, status, positions)) {
         handle.outdate("its state was restored from a copy");
-        handle.branch()?;
+        let theirs = &status.replica.role.line;
+        if positions.iter().any(|position| about.line.leads_from(theirs, &position.epoch) != Some(false)) {
+            // Where it cannot be written, this replica is refused all the same.
+            let _ = handle.branch();
+        }
     }
     let asked = positions.filter(|_| !options.adopt);
     // Where a step was left off, blocks may be of the epoch to which it led, also where no position says so yet. What was

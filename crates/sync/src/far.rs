@@ -17,8 +17,8 @@ use source::{SourceError, StateDir};
 use crate::digests::ReplicaDigests;
 use crate::error::{Class, SyncError};
 use crate::messages::{
-    COMMITTED, Committed, FAILED, Failed, Moments, Open, PLAN, Plan, Primary, RESULT, Status, nonsense,
-    of_digest_report, of_sum_report, to_unit, unexpected,
+    COMMITTED, Committed, FAILED, Failed, Found, Moments, Open, PLAN, Plan, Primary, RESULT, Status, VERDICT,
+    nonsense, of_digest_report, of_sum_report, to_unit, unexpected,
 };
 use crate::mirror_receiver::receive_batches;
 use crate::primary::{primary_at, refuse_adoption, refuse_merge};
@@ -213,7 +213,7 @@ impl ReplicaEnd<'_> {
                 // Nothing to be done: up to date, or a dry run.
                 end @ (None | Some(Message { kind: RESULT, .. })) => {
                     self.apply(&mut replica, open)?;
-                    return end.map_or(Ok(None), |message| self.last_word(Some(message)));
+                    return end.map_or(Ok(None), |message| self.last_word(Some(message), None));
                 }
                 Some(message) => return Err(unexpected(&message)),
             };
@@ -243,20 +243,20 @@ impl ReplicaEnd<'_> {
                         warnings: Vec::new(),
                     },
                 )?;
-                return self.last_word(None);
+                return self.last_word(None, None);
             }
             if let Some(mirror) = &plan.mirror {
                 return receive_batches(sender, receiver, &mut replica, mirror).map(|()| None);
             }
             if let (Some(scope), false) = (&plan.compare, plan.delta) {
                 self.answer(&replica.content()?, scope, None).map_err(SyncError::of_replica)?;
-                return self.last_word(None);
+                return self.last_word(None, Some(&replica));
             }
             if let Taken::Committed(committed) = self.take_delta(&mut replica, open, plan)? {
                 self.site.iter().filter(|_| open.adopt).for_each(|site| forget_former(*site, &replica));
                 sender.send_json(COMMITTED, &committed)?;
                 // The other end says goodbye when it has recorded that.
-                return self.last_word(None);
+                return self.last_word(None, Some(&replica));
             }
         }
     }
@@ -285,12 +285,20 @@ impl ReplicaEnd<'_> {
         }
     }
 
-    /// Receives to the source's goodbye.
-    fn last_word(&self, mut result: Option<Message>) -> Result<Option<Message>, SyncError> {
+    /// Receives to the source's goodbye, with what it may have found of a replica.
+    fn last_word(
+        &self,
+        mut result: Option<Message>,
+        replica: Option<&Replica>,
+    ) -> Result<Option<Message>, SyncError> {
         while let Some(message) = self.receiver.recv()? {
-            match message.kind {
-                RESULT => result = Some(message),
-                FAILED => return Err(unexpected(&message)),
+            match (message.kind, replica) {
+                (RESULT, _) => result = Some(message),
+                (VERDICT, Some(replica)) => {
+                    let found: Found = message.json()?;
+                    replica.note_verdict(found.bytes_differing)?;
+                }
+                (FAILED, _) => return Err(unexpected(&message)),
                 _ => {}
             }
         }

@@ -77,6 +77,14 @@ pub(crate) const OPEN_GROUP: u8 = 16;
 pub(crate) const PREPARED: u8 = 17;
 pub(crate) const COMMIT_GROUP: u8 = 18;
 pub(crate) const GROUP_COMMITTED: u8 = 19;
+pub(crate) const VERDICT: u8 = 20;
+
+/// What a verification found of which it is known what changed since. An earlier version passes over it.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Found {
+    /// Bytes that differ, now that it has ended; 0 if they were repaired.
+    pub bytes_differing: u64,
+}
 
 /// Opens a replica.
 #[derive(Debug, Serialize, Deserialize)]

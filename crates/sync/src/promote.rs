@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use delta::Epoch;
 use extents::Bitmap;
-use replica::{Outlook, Promoted, Rehearsed, Replica, ReplicaError};
+use replica::{Outlook, Promoted, Rehearsed, Replica, ReplicaError, Verdict};
 use serde::Serialize;
 use source::Succession;
 use uuid::Uuid;
@@ -67,6 +67,8 @@ pub struct Promotion {
     pub file: String,
     /// Its parts are of different moments.
     pub fuzzy: bool,
+    /// A verification found that it differed from its source, which was not repaired.
+    pub verdict: Option<Verdict>,
     /// An interrupted promotion was completed.
     pub completed: bool,
     /// Nothing was done.
@@ -190,6 +192,7 @@ pub(crate) fn told(replica: &Replica, outlook: &Outlook) -> Promotion {
         group: recorded.group.as_ref().map(|group| (group.name.clone(), group.dir_for(replica.path()))),
         file: source::file_name(replica.path()),
         fuzzy: outlook.fuzzy,
+        verdict: outlook.verdict,
         completed: false,
         dry_run: false,
         recovered: status.recovered.clone(),

@@ -24,7 +24,7 @@ use crate::compared::Comparison;
 use crate::error::SyncError;
 use crate::extents::Extents;
 use crate::facts::{bookmark, facts};
-use crate::messages::{Open, PLAN, Plan, Status, open, part, text};
+use crate::messages::{Found, Open, PLAN, Plan, Status, VERDICT, open, part, text};
 use crate::options::{SyncOptions, Way};
 use crate::pack::{DeltaSender, Packing};
 use crate::plan::{refuse_diverged, refuse_vanished};
@@ -156,6 +156,10 @@ pub(crate) fn verify_over(
         let totals = Totals::new(&progress);
         let mut verified = proof.verified(name);
         proof.run(sender, receiver, &mut verified, &totals)?;
+        if let Some(bytes_differing) = proof.found(&verified) {
+            // What was found is the result, whether the other side notes it or not.
+            let _ = sender.send_json(VERDICT, &Found { bytes_differing });
+        }
         verified.bytes_read = totals.read.load(Relaxed);
         verified.bytes_sent = traffic.sent();
         verified.bytes_received = traffic.received();
@@ -229,6 +233,14 @@ impl<'a> Proof<'a> {
             proof.narrow();
         }
         Ok(proof)
+    }
+
+    /// What the replica is to be told: how much of it is damaged. `None` if that is not known, because differences may be changes, or because
+    /// only a part was looked at.
+    fn found(&self, verified: &Verified) -> Option<u64> {
+        let left = if verified.repaired { 0 } else { verified.differing.bytes };
+        let says = self.lost.is_none() && (left > 0 || self.options.ranges.is_empty());
+        says.then_some(left)
     }
 
     /// Block size in bytes.

@@ -1,0 +1,68 @@
+//! What a verification found, where it was not repaired: its source knows it, and here it is known for the day on which that is lost.
+
+use std::path::Path;
+
+use device::{Dir, Folder};
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Result, io_error};
+use crate::locate::state_folder;
+use crate::options::Options;
+use crate::replica::Replica;
+use crate::role::now;
+
+/// The file's name in the replica's folder.
+const NAME: &str = "verdict";
+
+/// A replica differed from its source, and was not repaired since.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Verdict {
+    /// When it was verified, in seconds since 1970.
+    pub time: u64,
+    /// Bytes that differed.
+    pub bytes_differing: u64,
+}
+
+impl Verdict {
+    /// That of the replica with this folder; `None` if it was never verified, or nothing differed. One that is damaged is none: the next
+    /// verification finds it again.
+    pub(crate) fn load(folder: &dyn Folder) -> Option<Verdict> {
+        let file = folder.open(NAME, false).ok()?;
+        let mut bytes = vec![0; file.len().ok()?.min(1 << 10) as usize];
+        file.read_at(0, &mut bytes).ok()?;
+        serde_json::from_slice(&bytes).ok()
+    }
+}
+
+/// What the last verification of the replica at `path` found, and was not repaired. Takes no lock.
+pub fn verdict(path: &Path, options: &Options) -> Option<Verdict> {
+    let folder = state_folder(path, options).ok()?;
+    Verdict::load(&Dir::existing(&folder).ok()?)
+}
+
+impl Replica {
+    /// What the last verification found, and was not repaired.
+    pub fn verdict(&self) -> Option<Verdict> {
+        Verdict::load(self.state())
+    }
+
+    /// Notes what a verification found: so many bytes differ, or none any more.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn note_verdict(&self, bytes_differing: u64) -> Result<()> {
+        let (folder, path) = (self.state(), self.folder().join(NAME));
+        match (bytes_differing, Verdict::load(folder)) {
+            (0, None) => Ok(()),
+            (0, Some(_)) => {
+                let removed = folder.remove(NAME).and_then(|()| folder.sync());
+                removed.map_err(io_error("remove", &path))
+            }
+            _ => {
+                let found = Verdict { time: now(), bytes_differing };
+                let bytes = serde_json::to_vec(&found).map_err(|e| io_error("write", &path)(e.into()))?;
+                device::replace(folder, NAME, &bytes).map_err(io_error("write", &path))
+            }
+        }
+    }
+}
