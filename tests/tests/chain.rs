@@ -148,6 +148,8 @@ fn a_delta_in_a_file_overwrites_no_batches() {
     load.stop();
     mirror.kill();
     server.kill();
+    // The far side of the mirror ends by itself.
+    assert!(settled(|| c.run(&["recover"]).output()).status.success());
     let before = image::fingerprint(&c.disk).0;
     b.force();
     b.write(blocks(20, size, &mut random), &mut random);

@@ -322,10 +322,9 @@ pub(crate) fn run(args: &args::Serve, state: &StateDir, output: &Output) -> Resu
         signal_hook::iterator::Signals::new([signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM])?;
     let sources: Vec<Arc<Source>> = tracked.iter().map(|(_, source)| source.clone()).collect();
     let name = args.group.as_deref().filter(|_| !sources.is_empty());
-    let group = match name {
-        Some(name) => Some(Arc::new(SourceGroup::new(state, name, tracked)?)),
-        None => None,
-    };
+    // Nothing else may hold the sources when they are closed: without a group, these are dropped here.
+    let members = tracked.into_iter().filter(|_| name.is_some()).collect();
+    let group = name.map(|name| SourceGroup::new(state, name, members)).transpose()?.map(Arc::new);
     let controls: Vec<ControlServer> = sources
         .iter()
         .map(|source| ControlServer::start_in(source.clone(), group.clone()))
