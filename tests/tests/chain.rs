@@ -355,6 +355,69 @@ fn what_a_restored_source_has_lost_is_not_overwritten_by_who_takes_over() {
     equal(&second, &first);
 }
 
+/// The same where it is restored twice, to one and the same epoch: each time it is another branch.
+#[test]
+fn a_source_that_is_restored_twice_has_three_branches() {
+    let mut random = Random::new("a host restored twice");
+    let a = Host::with_disk(4 * MIB, &mut random);
+    let [first, second, third] = std::array::from_fn(|_| Host::new());
+    sync(&a, &third, &[]);
+    let disk = std::fs::read(&a.disk).expect("a disk");
+    let keep = |name: &str| {
+        Run::new("cp").arg("-a").arg(a.site.state()).arg(a.site.path(name)).ok();
+    };
+    let restore = |name: &str| {
+        std::fs::write(&a.disk, &disk).expect("a disk");
+        std::fs::remove_dir_all(a.site.state()).expect("a state");
+        Run::new("cp").arg("-a").arg(a.site.path(name)).arg(a.site.state()).ok();
+    };
+    keep("once");
+    a.write([5], &mut random);
+    sync(&a, &first, &[]);
+    restore("once");
+    a.sync(&first, &[]).code(4).says(&["restored"]);
+    keep("twice");
+    for block in 10..14 {
+        a.write([block], &mut random);
+        sync(&a, &second, &[]);
+    }
+    restore("twice");
+    a.sync(&second, &[]).code(4).says(&["restored"]);
+    a.write([20], &mut random);
+    sync(&a, &third, &[]);
+    second.force();
+    for block in 30..34 {
+        second.write([block], &mut random);
+        second.run(&["checkpoint"]).ok();
+    }
+    let lost = image::fingerprint(&third.disk).0;
+    second.sync(&third, &[]).code(4).says(&["has diverged"]);
+    assert_eq!(lost, image::fingerprint(&third.disk).0);
+}
+
+/// A site follows another one after a planned switch, goes back along that branch, and takes over: the first source, all of which is in its past, is
+/// taken back, however quickly all of it followed.
+#[test]
+fn a_step_back_on_ones_own_branch_leaves_all_that_was_before_known() {
+    let mut random = Random::new("a step back on one's own branch");
+    for _ in 0..3 {
+        let (a, b, c) = (Host::with_disk(MIB, &mut random), Host::new(), Host::new());
+        sync(&a, &b, &[]);
+        sync(&a, &c, &["--keep-last", "20"]);
+        std::thread::sleep(Duration::from_millis(1000 + random.below(1000)));
+        a.towards(&b, &["demote"]).ok();
+        b.run(&["promote"]).ok();
+        b.write([1], &mut random);
+        let epoch = number(&sync(&b, &c, &[]), "epoch").to_string();
+        b.write([2], &mut random);
+        sync(&b, &c, &[]);
+        c.run(&["rewind", "--to", &epoch]).ok();
+        c.force();
+        c.write([4], &mut random);
+        sync(&c, &a, &[]);
+    }
+}
+
 /// What a source knew while it was one, it still knows when it is one again, and so does who takes over from it.
 #[test]
 fn a_trail_leads_through_changes_of_roles() {

@@ -62,11 +62,6 @@ impl Line {
         !self.whole && self.terms.is_empty()
     }
 
-    /// The last of these promotions; `None` if none is known.
-    pub fn last(&self) -> Option<&Term> {
-        self.terms.last()
-    }
-
     /// False for a line that no dsync writes.
     pub fn is_sound(&self) -> bool {
         self.terms.len() <= Line::MOST

@@ -183,12 +183,13 @@ impl Replica {
     pub(crate) fn note_turn(&mut self, line: &Line) -> Result<()> {
         let Some(settings) = self.settings() else { return Ok(()) };
         let past = self.history()?;
-        // The clock may have gone back since.
-        let latest = past.moments.iter().map(|moment| moment.at).chain(past.at).max();
+        // The clock may have gone back since. What comes in this second is later, unless something came in it before.
+        let present = past.at.unwrap_or_else(|| self.now());
+        let latest = past.moments.iter().map(|moment| moment.at.max(present)).max().or(past.at);
         let mut settings = Settings { left: Some(self.lineage().nonce), ..settings.clone() };
         if let Some(latest) = latest {
             let common = self.lineage().role.line.common(line).map(|epoch| epoch.number);
-            settings.turn(Turn { at: latest.max(self.now()), common });
+            settings.turn(Turn { at: latest, common });
         }
         settings.store(self.state())?;
         self.set_settings(Some(settings));

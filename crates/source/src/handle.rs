@@ -248,7 +248,7 @@ impl Handle {
     pub fn branch(&self) -> Result<(), SourceError> {
         let about = self.about();
         let Some(began) = self.last_epoch()? else { return Ok(()) };
-        if about.line.is_unknown() || about.line.last().is_some_and(|term| term.began == began) {
+        if about.line.is_unknown() {
             return Ok(());
         }
         let fork = Term { number: about.term, id: Uuid::new_v4(), began, planned: false };
