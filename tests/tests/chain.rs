@@ -412,6 +412,9 @@ fn a_step_back_on_ones_own_branch_leaves_all_that_was_before_known() {
         b.write([2], &mut random);
         sync(&b, &c, &[]);
         c.run(&["rewind", "--to", &epoch]).ok();
+        let lineage = std::fs::read_to_string(folder(&c).join("lineage")).expect("a lineage");
+        let lineage: Value = serde_json::from_str(&lineage).expect("JSON");
+        assert_eq!(lineage["line"]["terms"].as_array().map(Vec::len), Some(1), "{lineage}");
         c.force();
         c.write([4], &mut random);
         sync(&c, &a, &[]);
