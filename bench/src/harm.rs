@@ -196,14 +196,16 @@ fn view(scene: &Scene) -> Result<Client> {
 /// What runs beside the writer until it is dropped, again and again.
 fn beside(scene: &Scene, what: Beside) -> Result<Option<Daemon>> {
     let again = |line: String| shell(&format!("while {line}; do :; done"));
+    // What was stopped before may not have let go of the replica yet.
+    let waiting = |line: String| format!("{line} --wait=30s");
     let mut command = match what {
         Beside::Untracked | Beside::Nothing | Beside::Open => return Ok(None),
         Beside::View => {
             let view = uri(&format!("{}@view", export(scene.image())), scene.socket());
             scene.near(&again(format!("nbdcopy '{view}' null:")))
         }
-        Beside::Sync => scene.near(&again(scene.line(Tool::Tls)?)),
-        Beside::Unit => scene.near(&again(format!("nice -n 10 {}", scene.line(Tool::Tls)?))),
+        Beside::Sync => scene.near(&again(waiting(scene.line(Tool::Tls)?))),
+        Beside::Unit => scene.near(&again(waiting(format!("nice -n 10 {}", scene.line(Tool::Tls)?)))),
         Beside::Rsync => scene.near(&again(scene.line(Tool::Rsync)?)),
         Beside::Mirror => scene.mirror(Tool::Tls),
     };
