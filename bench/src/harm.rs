@@ -207,7 +207,11 @@ fn beside(scene: &Scene, what: Beside) -> Result<Option<Daemon>> {
         Beside::Sync => scene.near(&again(waiting(scene.line(Tool::Tls)?))),
         Beside::Unit => scene.near(&again(waiting(format!("nice -n 10 {}", scene.line(Tool::Tls)?)))),
         Beside::Rsync => scene.near(&again(scene.line(Tool::Rsync)?)),
-        Beside::Mirror => scene.mirror(Tool::Tls),
+        Beside::Mirror => {
+            let mut mirror = scene.mirror(Tool::Tls);
+            mirror.arg("--wait=30s");
+            mirror
+        }
     };
     let mut started = Daemon::start_bare(&mut command)?;
     std::thread::sleep(Duration::from_millis(500));
