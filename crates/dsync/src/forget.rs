@@ -171,7 +171,13 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
     let open = |adopt| Replica::open(&path, &replica::Options { doubt: true, adopt, ..options.clone() });
     let replica = match open(false) {
         // What would say whether a commit is to be completed is lost: it stays as it was before that.
-        Err(ReplicaError::Away(_) | ReplicaError::Damaged { .. }) if path.exists() => open(true)?,
+        Err(ReplicaError::Away(_) | ReplicaError::Damaged { .. }) if path.exists() => {
+            // What was to be committed is dropped by that.
+            if args.dry_run {
+                return forgotten(&path, "remains as it is", true, output);
+            }
+            open(true)?
+        }
         opened => opened?,
     };
     let status = replica.status();
@@ -181,13 +187,18 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
         Some(epoch) => format!("remains as it is, at epoch {}", epoch.number),
         None => "remains as it is".to_owned(),
     };
-    let cost =
-        format!("the file {state}; the next \"dsync sync\" to it needs --adopt and compares everything");
     if !args.dry_run {
         replica.disown()?;
         known.remove(&listed)?;
     }
-    Forgotten { kind: "replica", path: &path, bookmark: None, cost, dry_run: args.dry_run }.say(output);
+    forgotten(&path, &state, args.dry_run, output)
+}
+
+/// Says that a replica is forgotten, and what becomes of its file.
+fn forgotten(path: &Path, state: &str, dry_run: bool, output: &Output) -> Result<()> {
+    let cost =
+        format!("the file {state}; the next \"dsync sync\" to it needs --adopt and compares everything");
+    Forgotten { kind: "replica", path, bookmark: None, cost, dry_run }.say(output);
     Ok(())
 }
 
