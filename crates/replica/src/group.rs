@@ -69,7 +69,10 @@ pub fn folder_of_replicas(path: &Path) -> Result<PathBuf> {
 
 /// What the replica at `path`, without links, is called in the folder `dir` of its group: by the name of its file there, or of a link to it.
 pub fn name_in(dir: &Path, path: &Path) -> String {
-    let leads = |entry: &PathBuf| std::fs::canonicalize(entry).is_ok_and(|to| to == path);
+    let leads = |entry: &PathBuf| {
+        let hidden = entry.file_name().is_none_or(|name| name.to_string_lossy().starts_with('.'));
+        !hidden && std::fs::canonicalize(entry).is_ok_and(|to| to == path)
+    };
     let mut entries = std::fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
     let link = if path.parent() == Some(dir) { None } else { entries.find(leads) };
     let name = link.as_deref().unwrap_or(path).file_name();

@@ -116,9 +116,11 @@ impl Replica {
                 "it was copied from a disk in use without a freeze, so its parts are of different moments. Sync it once more; \
                  \"dsync promote --force {path}\" takes it as it is"
             )),
-            (false, true) if outlook.verdict.is_some() => refuse(self.differing(outlook.verdict, group)),
-            (false, true) if group.is_none() && lineage.group.is_some() => refuse(self.with_its_group()),
-            (false, true) => Ok(outlook),
+            (false, true) => match &outlook.verdict {
+                Some(found) => refuse(self.differing(found, group)),
+                None if group.is_none() && lineage.group.is_some() => refuse(self.with_its_group()),
+                None => Ok(outlook),
+            },
             (false, false) if lineage.role.demoted.is_some() => refuse(self.former(&epoch, group)),
             (false, false) if lineage.group.is_some() => refuse(self.of_unfinished_group(&epoch, &outlook)),
             (false, false) => refuse(format!(
@@ -131,8 +133,7 @@ impl Replica {
     }
 
     /// Why a replica is not promoted just so that was found to differ from its source.
-    fn differing(&self, verdict: Option<Verdict>, group: Option<&Path>) -> String {
-        let (bytes, time) = verdict.map_or((0, 0), |found| (found.bytes_differing, found.time));
+    fn differing(&self, found: &Verdict, group: Option<&Path>) -> String {
         let promote = match group {
             Some(dir) => format!("dsync promote --force --group {}", dir.display()),
             None => format!("dsync promote --force {}", self.path().display()),
@@ -141,8 +142,8 @@ impl Replica {
             "it differed from its source in {} when it was verified on {}, and that was not repaired. Make the old source the source again, with \
              \"dsync promote --force\" where it is, which loses nothing; run \"dsync verify --repair\" there, and demote it again. If it is gone, \
              \"{promote}\" takes the replica as it is",
-            device::human_size(bytes),
-            device::moment(time)
+            device::human_size(found.bytes_differing),
+            device::moment(found.time)
         )
     }
 

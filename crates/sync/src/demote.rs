@@ -383,7 +383,7 @@ pub(crate) fn in_common(handle: &Handle, options: &DemoteOptions) -> Result<Epoc
 }
 
 /// The earliest epoch of this term at which a replica is known to be.
-pub(crate) fn last_fed(handle: &Handle) -> Option<Epoch> {
+pub(crate) fn first_fed(handle: &Handle) -> Option<Epoch> {
     let bookmarks = handle.bookmarks().ok()?;
     let began = handle.about().began.map_or(0, |began| began.number);
     fed(&bookmarks).filter(|epoch| epoch.number > began).min_by_key(|epoch| epoch.number)

@@ -14,7 +14,7 @@ use source::{GroupHandle, Handle, SourceOptions};
 use uuid::Uuid;
 
 use crate::attach::attach_group;
-use crate::demote::{DemoteOptions, DemoteSummary, demote_if, follow, in_common, last_fed, watch, written};
+use crate::demote::{DemoteOptions, DemoteSummary, demote_if, first_fed, follow, in_common, watch, written};
 use crate::ended::{Ended, Ending, promotion_of};
 use crate::error::SyncError;
 use crate::group::GroupSummary;
@@ -209,11 +209,11 @@ fn check_since(group: &GroupHandle, options: &DemoteOptions) -> Result<(), SyncE
     }
     // What was promoted itself knows where, unless a replica of it was promoted since.
     let guessed = |(file, handle): &(&str, &Handle)| {
-        (handle.about().began.is_none() || last_fed(handle).is_some()) && given(file, handle).is_none()
+        (handle.about().began.is_none() || first_fed(handle).is_some()) && given(file, handle).is_none()
     };
     let Some((_, unknown)) = members().find(guessed).filter(|_| !options.discard) else { return Ok(()) };
     let last = members().map(|(file, handle)| {
-        let known = last_fed(handle).map_or_else(|| in_common(handle, &DemoteOptions::default()), Ok);
+        let known = first_fed(handle).map_or_else(|| in_common(handle, &DemoteOptions::default()), Ok);
         (file, known.map_or("EPOCH".into(), |epoch| epoch.number.to_string()))
     });
     Err(SyncError::Refused(format!(
