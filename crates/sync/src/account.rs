@@ -114,8 +114,9 @@ impl Account {
             tally.syncs += 1;
             tally.bytes_sent += summary.bytes_sent;
             tally.freeze_ms = summary.freeze_ms.or(tally.freeze_ms);
-            // What compares or sends all of it leaves nothing that differs.
-            if matches!(summary.method, Method::Compare | Method::Rolling | Method::Copy) {
+            // What compares or sends all of it leaves nothing that differs, unless kept digests stood for the replica.
+            let whole = matches!(summary.method, Method::Compare | Method::Rolling | Method::Copy);
+            if whole && summary.digests.is_none() {
                 tally.verified.iter_mut().for_each(|verified| verified.repaired = true);
             }
         });

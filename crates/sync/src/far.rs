@@ -250,13 +250,13 @@ impl ReplicaEnd<'_> {
             }
             if let (Some(scope), false) = (&plan.compare, plan.delta) {
                 self.answer(&replica.content()?, scope, None).map_err(SyncError::of_replica)?;
-                return self.last_word(None, Some(&replica));
+                return self.last_word(None, open.verify.then_some(&replica));
             }
             if let Taken::Committed(committed) = self.take_delta(&mut replica, open, plan)? {
                 self.site.iter().filter(|_| open.adopt).for_each(|site| forget_former(*site, &replica));
                 sender.send_json(COMMITTED, &committed)?;
                 // The other end says goodbye when it has recorded that.
-                return self.last_word(None, Some(&replica));
+                return self.last_word(None, open.verify.then_some(&replica));
             }
         }
     }
@@ -285,18 +285,19 @@ impl ReplicaEnd<'_> {
         }
     }
 
-    /// Receives to the source's goodbye, with what it may have found of a replica.
+    /// Receives to the source's goodbye, with what a verification may have found of the replica.
     fn last_word(
         &self,
         mut result: Option<Message>,
-        replica: Option<&Replica>,
+        verified: Option<&Replica>,
     ) -> Result<Option<Message>, SyncError> {
         while let Some(message) = self.receiver.recv()? {
-            match (message.kind, replica) {
+            match (message.kind, verified) {
                 (RESULT, _) => result = Some(message),
                 (VERDICT, Some(replica)) => {
                     let found: Found = message.json()?;
-                    replica.note_verdict(found.bytes_differing)?;
+                    // The source knows it, whether it can be written down here or not.
+                    let _ = replica.note_verdict(found.bytes_differing);
                 }
                 (FAILED, _) => return Err(unexpected(&message)),
                 _ => {}
@@ -331,7 +332,10 @@ impl AtEnd {
 pub(crate) enum Taken {
     Committed(Committed),
     Kept,
-    Prepared,
+    /// `proven`: once it is committed, the replica does not differ from its source.
+    Prepared {
+        proven: bool,
+    },
 }
 
 /// A path without symbolic links, the same before and after there is a file.
@@ -391,6 +395,8 @@ impl ReplicaEnd<'_> {
             kept.begin(plan.compare.as_ref(), receipt.header(), &status)?;
         }
         let (seen, at_end) = (kept.as_ref(), AtEnd::of(&plan));
+        // By kept digests the source is compared with what the replica held once.
+        let proven = seen.is_none() && receipt.proves();
         let taken = match (&plan.compare, disk) {
             (Some(scope), Some(disk)) => std::thread::scope(|threads| {
                 let answering =
@@ -429,11 +435,15 @@ impl ReplicaEnd<'_> {
         };
         Ok(match taken {
             Taken::Committed(mut committed) => {
+                if proven {
+                    let _ = replica.note_verdict(0);
+                }
                 committed.warnings = replica.take_warnings();
                 committed.digests = kept.map(|kept| kept.end(replica.status().nonce));
                 Taken::Committed(committed)
             }
-            other => other,
+            Taken::Prepared { .. } => Taken::Prepared { proven },
+            Taken::Kept => Taken::Kept,
         })
     }
 
@@ -517,7 +527,7 @@ impl ReplicaEnd<'_> {
             })?;
             if last && at_end == AtEnd::Prepare {
                 receipt.prepare()?;
-                return Ok(Taken::Prepared);
+                return Ok(Taken::Prepared { proven: false });
             }
             if last {
                 return Ok(Taken::Committed(Committed::of(&receipt.finish()?)));
@@ -608,6 +618,7 @@ fn merge_into(
     let destination = replica.path().to_path_buf();
     let recovered = replica.status().recovered.clone();
     let mut receipt = replica.receive(header, commit)?;
+    let proven = receipt.proves();
     let committed = loop {
         let unit = match units.next() {
             Ok(Some(unit)) => unit,
@@ -630,6 +641,9 @@ fn merge_into(
         }
         receipt.unit(unit)?;
     };
+    if proven {
+        let _ = replica.note_verdict(0);
+    }
     let merged = Merged {
         destination,
         source: replica.status().source.unwrap_or_default(),

@@ -125,11 +125,16 @@ impl ReplicaEnd<'_> {
             for replica in &mut replicas {
                 say_status(self.sender, replica, Commit::Journal)?;
             }
-            let Some(cut) = self.take_deltas(&asked.members, &mut replicas, known.as_ref(), &mut group)?
+            let mut proven = vec![false; replicas.len()];
+            let Some(cut) =
+                self.take_deltas(&asked.members, &mut replicas, known.as_ref(), &mut group, &mut proven)?
             else {
                 return Ok(());
             };
             let done = group.commit(cut, &mut replicas)?;
+            for (replica, _) in replicas.iter().zip(&proven).filter(|(_, proven)| **proven) {
+                let _ = replica.note_verdict(0);
+            }
             // Of those to which nothing was sent as well.
             replicas.iter_mut().try_for_each(Replica::apply_options)?;
             let committed = done.iter().zip(&mut replicas).map(|(done, replica)| {
@@ -140,13 +145,15 @@ impl ReplicaEnd<'_> {
         }
     }
 
-    /// Receives deltas until all are to be committed; `None` at the source's goodbye.
+    /// Receives deltas until all are to be committed; `None` at the source's goodbye. `proven` are the members that will not differ from
+    /// their sources, once they are committed.
     fn take_deltas(
         &self,
         members: &[Open],
         replicas: &mut [Replica],
         known: Option<&KnownReplicas>,
         group: &mut Group,
+        proven: &mut [bool],
     ) -> Result<Option<Epoch>, SyncError> {
         loop {
             let plan: Plan = match self.receiver.recv()? {
@@ -156,7 +163,9 @@ impl ReplicaEnd<'_> {
                 Some(message) => return Err(unexpected(&message)),
             };
             plan.check()?;
-            let (Some(open), Some(replica)) = (members.get(plan.member), replicas.get_mut(plan.member))
+            let member = plan.member;
+            let (Some(open), Some(replica), Some(proven)) =
+                (members.get(member), replicas.get_mut(member), proven.get_mut(member))
             else {
                 return Err(nonsense("a member of the group"));
             };
@@ -167,7 +176,10 @@ impl ReplicaEnd<'_> {
             group.counts();
             list(replica, known);
             match self.take_delta(replica, open, plan)? {
-                Taken::Prepared => self.sender.send_json(PREPARED, &())?,
+                Taken::Prepared { proven: proves } => {
+                    *proven = proves;
+                    self.sender.send_json(PREPARED, &())?;
+                }
                 Taken::Committed(committed) => {
                     self.sender.send_json(COMMITTED, &committed)?;
                     say_status(self.sender, replica, open.commit)?;

@@ -267,6 +267,13 @@ impl DeltaReceiver<'_> {
         self.unit_seen(unit, |_| {})
     }
 
+    /// True if nothing differs from the source after its commit, as far as the replica was read for it: all of it was compared or copied.
+    pub fn proves(&self) -> bool {
+        let whole =
+            |h: &Header| !h.partial && (h.is_seed() || h.binds.is_some() && h.method != Method::Tracked);
+        self.decoder.header().is_some_and(whole)
+    }
+
     /// The delta's header.
     pub fn header(&self) -> Option<&Header> {
         self.decoder.header()
@@ -351,12 +358,6 @@ impl DeltaReceiver<'_> {
             Sink::Direct(direct) => direct.finish(replica, &self.toward)?,
             Sink::Closed => return Err(replica.given_up()),
         };
-        // What was compared or copied as a whole leaves nothing that differs.
-        let proves =
-            |h: &Header| !h.partial && (h.is_seed() || h.binds.is_some() && h.method != Method::Tracked);
-        if self.decoder.header().is_some_and(proves) {
-            let _ = replica.note_verdict(0);
-        }
         replica.refresh()?;
         Ok(Committed { epoch: self.toward.epoch, bytes_written: written, bytes_read: read })
     }
