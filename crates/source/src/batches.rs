@@ -8,9 +8,10 @@ use std::sync::Arc;
 use delta::Epoch;
 use device::Disk;
 use extents::Bitmap;
+use uuid::Uuid;
 
 use crate::SourceError;
-use crate::control::Client;
+use crate::control::{Client, ServedBatch};
 use crate::source::Backing;
 use crate::state::About;
 use crate::view::View;
@@ -24,6 +25,8 @@ pub struct Batches {
 
 /// What was written between two moments, and the source as it was at the second.
 pub struct Batch {
+    /// What its delta is to be called: a source that went back to an earlier state is told by it.
+    pub id: Uuid,
     /// The last epoch before its end; the one that ends with it, if one does.
     pub epoch: Epoch,
     /// Blocks written.
@@ -55,15 +58,17 @@ impl Batches {
     /// # Errors
     /// `Lost` if the writes are not known any more. After any error the batch's blocks may be gone: follow again.
     pub fn next(&self, ends: bool) -> Result<Option<Batch>, SourceError> {
-        let Some((epoch, size, number, saved, blob)) = self.client.batch(ends)? else { return Ok(None) };
+        let Some(served) = self.client.batch(ends)? else { return Ok(None) };
+        let ServedBatch { epoch, size, view: number, id, saved, changes: encoded } = served;
         if self.disk.len() < size {
             return Err(SourceError::Moved(self.about.path.clone()));
         }
         let changes = Bitmap::new(size.div_ceil(u64::from(self.about.block_size)));
         let wrong = |_| SourceError::Server("the server reported changes beyond the end of the disk".into());
-        changes.decode_into(&blob).map_err(wrong)?;
+        changes.decode_into(&encoded).map_err(wrong)?;
         let view = View::new(epoch, self.disk.clone(), size, Some(Arc::new(saved)), self.client.alive());
-        Ok(Some(Batch { epoch, changes: Arc::new(changes), view: Arc::new(view), number }))
+        let id = id.unwrap_or_else(Uuid::new_v4);
+        Ok(Some(Batch { id, epoch, changes: Arc::new(changes), view: Arc::new(view), number }))
     }
 
     /// Returns the blocks of a batch: they are part of the next one.

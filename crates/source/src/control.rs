@@ -120,6 +120,9 @@ enum Response {
         epoch: Epoch,
         size: u64,
         view: u64,
+        /// `None` from older servers.
+        #[serde(default)]
+        id: Option<Uuid>,
     },
     NoBatch,
     Dirty,
@@ -503,6 +506,8 @@ fn answer_batch(
             "a batch was requested, but the connection does not follow writes".into(),
         )));
     };
+    // Before the cut, for which writers save what they overwrite.
+    let id = (ends || follower.pending() > 0).then(|| source.batch_id());
     let batch_changes = match source.batch_changes(follower, ends) {
         Ok(Some(batch_changes)) => batch_changes,
         Ok(None) => return send(socket, &Response::NoBatch, &[], &[]).map(Ok),
@@ -518,7 +523,7 @@ fn answer_batch(
     };
     let mut blob = Vec::new();
     batch_changes.changes.encode(&mut blob);
-    let answer = Response::Batch { epoch: batch_changes.epoch, size: batch_changes.saved.size(), view };
+    let answer = Response::Batch { epoch: batch_changes.epoch, size: batch_changes.saved.size(), view, id };
     send(socket, &answer, &blob, &[parts.map.as_fd(), parts.data.as_fd()]).map(Ok)
 }
 
@@ -552,8 +557,18 @@ fn gone(error: io::Error) -> SourceError {
 /// An epoch that a server has ended, the size of the source, and the view of it.
 pub(crate) type ServedView = (Epoch, u64, CowStore);
 
-/// A batch that a server has ended: its epoch, the size of the source, the number of its view, the view, and the encoded changes.
-pub(crate) type ServedBatch = (Epoch, u64, u64, CowStore, Vec<u8>);
+/// A batch as the server describes it.
+pub(crate) struct ServedBatch {
+    pub epoch: Epoch,
+    /// Bytes of the disk.
+    pub size: u64,
+    /// The number of its view.
+    pub view: u64,
+    pub id: Option<Uuid>,
+    pub saved: CowStore,
+    /// The encoded bitmap of what was written.
+    pub changes: Vec<u8>,
+}
 
 /// A connection to the server of a source.
 pub struct Client {
@@ -694,11 +709,11 @@ impl Client {
         let mut fds = fds.into_iter();
         match (answer, fds.next(), fds.next()) {
             (Response::NoBatch, ..) => Ok(None),
-            (Response::Batch { epoch, size, view }, Some(map), Some(data)) => {
+            (Response::Batch { epoch, size, view, id }, Some(map), Some(data)) => {
                 let saved = CowStore::from_parts(CowFiles { map, data }).map_err(|e| {
                     SourceError::Server(format!("cannot use the snapshot of the server: {e}"))
                 })?;
-                Ok(Some((epoch, size, view, saved, blob)))
+                Ok(Some(ServedBatch { epoch, size, view, id, saved, changes: blob }))
             }
             _ => Self::confused(),
         }

@@ -9,13 +9,14 @@ use extents::Bitmap;
 use uuid::Uuid;
 
 use crate::SourceError;
+use crate::batch_ids;
 use crate::batches::Batches;
 use crate::bookmarks::Bookmarks;
 use crate::control::{Client, ServedView, Status, status};
 use crate::history::{History, Position};
 use crate::live::Live;
 use crate::source::{Backing, PathBacking, Source, SourceOptions};
-use crate::state::{About, StateDir, write_about};
+use crate::state::{About, StateDir, about_in, write_about};
 use crate::tally::Counter;
 use crate::view::View;
 
@@ -246,13 +247,23 @@ impl Handle {
     /// # Errors
     /// If it cannot be written down.
     pub fn branch(&self) -> Result<(), SourceError> {
-        let about = self.about();
-        let Some(began) = self.last_epoch()? else { return Ok(()) };
+        let (Some(began), Some(about)) = (self.last_epoch()?, about_in(&*self.folder)?) else {
+            return Ok(());
+        };
         if about.line.is_unknown() {
             return Ok(());
         }
         let fork = Term { number: about.term, id: Uuid::new_v4(), began, planned: false };
-        write_about(&*self.folder, &About { line: about.line.and(fork), ..about.clone() })
+        write_about(&*self.folder, &About { line: about.line.and(fork), ..about })
+    }
+
+    /// False if the state of a replica is that of a batch which this source would know if it had made it in its present term, and does not:
+    /// its own state is older.
+    ///
+    /// # Errors
+    /// If what it knows cannot be read.
+    pub fn may_have_made(&self, batch: &Uuid) -> Result<bool, SourceError> {
+        batch_ids::may_be_ours(batch, &*self.folder)
     }
 
     /// The epoch that a number or the name of a checkpoint means.

@@ -25,6 +25,7 @@
 //!
 //! `examples/changes.rs` queries the history.
 
+mod batch_ids;
 mod batches;
 mod bookmarks;
 mod control;

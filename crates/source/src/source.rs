@@ -18,11 +18,12 @@ use trackers::{CowStore, Follower, Frozen, LastWriteTime, Settings, TrackedDisk}
 use uuid::Uuid;
 
 use crate::SourceError;
+use crate::batch_ids::BatchIds;
 use crate::bookmarks::Bookmarks;
 use crate::discard;
 use crate::history::{History, Position};
 use crate::stamp::{FOREIGN, ImageStamp, LastWrite, REPLACED, Verdict};
-use crate::state::{About, StateDir, write_about};
+use crate::state::{About, StateDir, about_in, write_about};
 use crate::view::View;
 
 /// How to open a source.
@@ -226,6 +227,8 @@ pub struct Source {
     shared_views: Mutex<BTreeMap<String, Weak<SharedView>>>,
     /// Until when mirrors have brought replicas up to date, in seconds since 1970. An inner lock.
     mirrored: Mutex<BTreeMap<String, u64>>,
+    /// An inner lock.
+    batch_ids: Mutex<BatchIds>,
     tending: Option<(Arc<AtomicBool>, JoinHandle<()>)>,
     locks: Option<(FolderLock, Option<device::ImageLock>)>,
     /// Created by this command, which only reads: removed again if it has no epoch.
@@ -598,6 +601,7 @@ impl Source {
             lost: Mutex::new(lost),
             shared_views: Mutex::default(),
             mirrored: Mutex::default(),
+            batch_ids: Mutex::default(),
             tending: Some(tending),
             locks: None,
             fresh: None,
@@ -700,6 +704,11 @@ impl Source {
         Ok(Some(BatchChanges { epoch, saved, changes }))
     }
 
+    /// The id of the next batch. Durable is what a replica that has it is told by.
+    pub(crate) fn batch_id(&self) -> Uuid {
+        self.batch_ids.lock().unwrap_or_else(|e| e.into_inner()).next(&*self.folder)
+    }
+
     /// True if writes through the source bypass the page cache.
     pub(crate) fn is_direct(&self) -> bool {
         self.direct
@@ -712,7 +721,9 @@ impl Source {
             return Err(SourceError::Replaced(self.about.path.clone()));
         }
         if now.path != epochs.stamp.identity.path {
-            let about = About { path: now.path.clone(), identity: now.clone(), ..self.about.clone() };
+            // A branch may have been noted since it was opened.
+            let known = about_in(&*self.folder)?.unwrap_or_else(|| self.about.clone());
+            let about = About { path: now.path.clone(), identity: now.clone(), ..known };
             write_about(&*self.folder, &about)?;
             epochs.stamp.identity.path.clone_from(&now.path);
         }

@@ -19,10 +19,11 @@ pub(crate) fn facts<'a>(
 ) -> Result<Facts<'a>, SyncError> {
     let about = handle.about();
     let positions = positions(status).filter(|positions| !positions.is_empty());
-    if let Some(positions) = positions.as_ref().filter(|positions| is_later(handle, status, positions)) {
+    let batch = if options.adopt { None } else { unknown_batch(handle, status)? };
+    if batch.is_some() || positions.as_ref().is_some_and(|positions| is_later(handle, status, positions)) {
         handle.outdate("its state was restored from a copy");
-        let theirs = &status.replica.role.line;
-        if positions.iter().any(|position| about.line.leads_from(theirs, &position.epoch) != Some(false)) {
+        // Of others the line tells it already, or nothing is known.
+        if status.replica.role.line == about.line {
             // Where it cannot be written, this replica is refused all the same.
             let _ = handle.branch();
         }
@@ -34,6 +35,9 @@ pub(crate) fn facts<'a>(
     let unknown = left_off.filter(|epoch| handle.reaches(&[Position { epoch: *epoch, upto: 0 }]).is_err());
     let knowledge = match asked.map(|positions| handle.reaches(&positions)) {
         None => Knowledge::NotAsked,
+        Some(Ok(()) | Err(SourceError::Lost { .. })) if batch.is_some() => {
+            Knowledge::Foreign(batch.unwrap_or_default())
+        }
         Some(Ok(())) => match unknown {
             None => Knowledge::Known,
             Some(epoch) => Knowledge::Lost(format!(
@@ -58,6 +62,23 @@ pub(crate) fn facts<'a>(
         history: knowledge,
         bookmark: handle.bookmarks()?.0.remove(&bookmark(name, status, &options.way)),
     })
+}
+
+/// What there is to say of a replica that got a batch from this source in its present term of which that knows nothing. That its epoch is known
+/// does not help: the batch came after it.
+pub(crate) fn unknown_batch(handle: &Handle, status: &Status) -> Result<Option<String>, SyncError> {
+    let (about, replica) = (handle.about(), &status.replica);
+    let follows = replica.source == Some(about.uuid) && replica.role.term == about.term;
+    if !follows || handle.may_have_made(&replica.nonce)? {
+        return Ok(None);
+    }
+    let at = replica.epoch.map_or(String::new(), |epoch| format!(" past epoch {}", epoch.number));
+    let why = format!(
+        "a mirror has brought the replica{at}, and this source knows nothing of that: its state was restored from a copy, or its host \
+         rolled back. \"dsync promote --force\" where the replica is makes that the source, with all it has; \"dsync sync --adopt\" \
+         compares everything, overwrites what differs in the replica, and continues from here"
+    );
+    Ok(Some(why))
 }
 
 /// True if a replica that follows this source in its present term is at an epoch that comes after all that this knows.

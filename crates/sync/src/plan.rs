@@ -175,7 +175,11 @@ pub(crate) fn choose(facts: &Facts<'_>, status: &Status, options: &SyncOptions) 
 }
 
 /// Refuses a replica of another history: what that has is not overwritten by the way, however the differences are found.
-fn refuse_foreign(facts: &Facts<'_>, status: &Status, options: &SyncOptions) -> Result<(), Conflict> {
+pub(crate) fn refuse_foreign(
+    facts: &Facts<'_>,
+    status: &Status,
+    options: &SyncOptions,
+) -> Result<(), Conflict> {
     match &facts.history {
         Knowledge::Foreign(why) if !options.adopt => {
             let (replica, path) = (status.path.clone(), facts.path.to_path_buf());

@@ -27,7 +27,7 @@ use crate::facts::{bookmark, facts};
 use crate::messages::{Found, Open, PLAN, Plan, Status, VERDICT, open, part, text};
 use crate::options::{SyncOptions, Way};
 use crate::pack::{DeltaSender, Packing};
-use crate::plan::{refuse_diverged, refuse_vanished};
+use crate::plan::{refuse_diverged, refuse_foreign, refuse_vanished};
 use crate::read::FrameSize;
 use crate::report::{Progress, Totals};
 use crate::transfer::committed;
@@ -393,7 +393,9 @@ fn refuse_sources(
         return Ok(());
     }
     let sync = SyncOptions { way: options.way.clone(), ..SyncOptions::default() };
-    Ok(refuse_diverged(&facts(handle, status, name, &sync)?, status, &sync)?)
+    let facts = facts(handle, status, name, &sync)?;
+    refuse_diverged(&facts, status, &sync)?;
+    Ok(refuse_foreign(&facts, status, &sync)?)
 }
 
 /// Refuses what cannot be verified, or not repaired.

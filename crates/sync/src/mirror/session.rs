@@ -294,7 +294,7 @@ impl<'a> MirrorSession<'a> {
                 self.state().grid.iter_mut().for_each(Grid::ends);
             }
             *count += 1;
-            let stream = Uuid::new_v4();
+            let stream = batch.id;
             let blocks = batch.changes.count();
             let bytes = blocks * block_size;
             self.begin_batch(&batch, stream, ends, (blocks, bytes), (cut, cut_before));

@@ -1,0 +1,192 @@
+//! The ids of batches. Each says in which session of a server the batch was made, and as which of that: so a source whose disk and state
+//! went back together, as a hypervisor's snapshot does it, is told by a replica that got a later batch.
+//!
+//! What may have been sent is noted before it is: a crash leaves no replica with a batch that its source does not know.
+
+use std::time::{Duration, Instant};
+
+use device::Folder;
+use serde::{Deserialize, Serialize};
+use uuid::{Builder, Uuid};
+
+use crate::SourceError;
+use crate::json::{read_json, write_json};
+
+const NAME: &str = "batches";
+
+/// Sessions that are remembered; of a batch of an earlier one nothing is said.
+const MOST: usize = 256;
+
+/// Where batches follow each other in less than that, more of them are noted at once.
+const NOTED_EVERY: Duration = Duration::from_secs(1);
+
+/// The sessions in which a source was followed, oldest first.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Sessions(Vec<Session>);
+
+/// One session of a server, in the course of which it was followed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+struct Session {
+    /// Counts the source's sessions, from 1.
+    number: u32,
+    /// Random, 48 bits: after a step back, a number is given once more.
+    tag: u64,
+    /// Batches that may have been sent.
+    batches: u32,
+}
+
+/// Gives ids to the batches of this session.
+#[derive(Debug, Default)]
+pub(crate) struct BatchIds {
+    session: Option<Session>,
+    /// Ids given out.
+    given: u32,
+    /// How many were noted at once, and when.
+    noted: Option<(u32, Instant)>,
+}
+
+impl Session {
+    /// The id of the batch of this number. The variant takes two bits of the ninth byte, and the version four of the seventh.
+    fn id(&self, batch: u32) -> Uuid {
+        let mut bytes = [0; 16];
+        bytes[..6].copy_from_slice(&self.tag.to_be_bytes()[2..]);
+        bytes[9..12].copy_from_slice(&self.number.to_be_bytes()[1..]);
+        bytes[12..].copy_from_slice(&batch.to_be_bytes());
+        Builder::from_custom_bytes(bytes).into_uuid()
+    }
+
+    /// The session of an id, as of its batch; `None` if it is not one of these.
+    fn of(id: &Uuid) -> Option<Session> {
+        let bytes = id.as_bytes();
+        let number = |bytes: &[u8]| bytes.iter().fold(0, |number, byte| number << 8 | u64::from(*byte));
+        let batches = number(&bytes[12..]) as u32;
+        let session = Session { number: number(&bytes[9..12]) as u32, tag: number(&bytes[..6]), batches };
+        (session.id(batches) == *id).then_some(session)
+    }
+}
+
+impl Sessions {
+    const LAST: u32 = (1 << 24) - 1;
+
+    fn read(folder: &dyn Folder) -> Result<Sessions, SourceError> {
+        read_json(folder, NAME).map(Option::unwrap_or_default)
+    }
+
+    fn note(&mut self, session: Session, folder: &dyn Folder) -> Result<(), SourceError> {
+        self.0.retain(|known| known.number < session.number);
+        self.0.push(session);
+        self.0.drain(..self.0.len().saturating_sub(MOST));
+        write_json(folder, NAME, self)
+    }
+}
+
+impl BatchIds {
+    /// The id of the next batch. Where it cannot be noted it is a random one, which says nothing: replication goes on.
+    pub(crate) fn next(&mut self, folder: &dyn Folder) -> Uuid {
+        self.noted(folder).ok().flatten().unwrap_or_else(Uuid::new_v4)
+    }
+
+    /// `None` once there are no more numbers.
+    fn noted(&mut self, folder: &dyn Folder) -> Result<Option<Uuid>, SourceError> {
+        let session = match self.session.filter(|session| self.given < session.batches) {
+            Some(session) => session,
+            None => {
+                let mut sessions = Sessions::read(folder)?;
+                let last = sessions.0.last().map_or(0, |last| last.number);
+                let begun =
+                    || Session { number: last + 1, tag: Uuid::new_v4().as_u64_pair().0 >> 16, batches: 0 };
+                let mut session = self.session.unwrap_or_else(begun);
+                let soon = self.noted.filter(|(_, at)| at.elapsed() < NOTED_EVERY);
+                let more = soon.map_or(1, |(more, _)| more.saturating_mul(2));
+                session.batches = session.batches.saturating_add(more);
+                if session.number > Sessions::LAST || session.batches == self.given {
+                    return Ok(None);
+                }
+                sessions.note(session, folder)?;
+                self.noted = Some((more, Instant::now()));
+                *self.session.insert(session)
+            }
+        };
+        self.given += 1;
+        Ok(Some(session.id(self.given)))
+    }
+}
+
+/// False for the id of a batch that this source would know if it had made it, and does not.
+pub(crate) fn may_be_ours(id: &Uuid, folder: &dyn Folder) -> Result<bool, SourceError> {
+    let Some(theirs) = Session::of(id) else { return Ok(true) };
+    let known = Sessions::read(folder)?.0;
+    let forgotten = known.len() == MOST && known.first().is_some_and(|first| theirs.number < first.number);
+    let made = |ours: &Session| {
+        (ours.number, ours.tag) == (theirs.number, theirs.tag) && theirs.batches <= ours.batches
+    };
+    Ok(forgotten || known.iter().any(made))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use device::Dir;
+
+    fn folder() -> (tempfile::TempDir, Dir) {
+        let place = tempfile::tempdir().unwrap();
+        let folder = Dir::open(place.path()).unwrap();
+        (place, folder)
+    }
+
+    #[test]
+    fn an_id_says_of_which_session_it_is() {
+        let session = Session { number: 0xabcdef, tag: 0x1234_5678_9abc, batches: u32::MAX };
+        assert_eq!(Session::of(&session.id(u32::MAX)), Some(session));
+        assert_eq!(Session::of(&Uuid::new_v4()), None);
+        assert_eq!(Session::of(&Uuid::nil()), None);
+    }
+
+    #[test]
+    fn a_source_that_went_back_does_not_know_later_batches() {
+        let (_place, folder) = folder();
+        let ours = |id: &Uuid| may_be_ours(id, &folder).unwrap();
+        let mut first = BatchIds::default();
+        let one = first.next(&folder);
+        let before = std::fs::read(folder.path().join(NAME)).unwrap();
+        // Some are noted ahead, so it takes a few.
+        let later: Vec<Uuid> = (0..10).map(|_| first.next(&folder)).collect();
+        let another = BatchIds::default().next(&folder);
+        let ids: Vec<Uuid> =
+            [one].into_iter().chain(later.clone()).chain([another, Uuid::new_v4()]).collect();
+        assert!(ids.iter().all(ours), "{ids:?}");
+        assert_eq!(ids.iter().collect::<std::collections::BTreeSet<_>>().len(), ids.len());
+        // Back: what followed is unknown, also where the number of a session was given once more.
+        std::fs::write(folder.path().join(NAME), before).unwrap();
+        assert!(ours(&one) && !ours(&later[0]) && !ours(&later[9]) && !ours(&another));
+        let mut again = BatchIds::default();
+        let new: Vec<Uuid> = (0..10).map(|_| again.next(&folder)).collect();
+        assert!(ours(&one) && new.iter().all(ours) && !ours(&later[0]) && !ours(&another));
+        std::fs::remove_file(folder.path().join(NAME)).unwrap();
+        assert!(!ours(&one) && ours(&Uuid::new_v4()));
+    }
+
+    #[test]
+    fn of_forgotten_sessions_nothing_is_said() {
+        let (_place, folder) = folder();
+        let first = BatchIds::default().next(&folder);
+        for _ in 0..MOST {
+            assert!(may_be_ours(&first, &folder).unwrap());
+            BatchIds::default().next(&folder);
+        }
+        assert!(may_be_ours(&first, &folder).unwrap());
+        assert_eq!(Sessions::read(&folder).unwrap().0.len(), MOST);
+    }
+
+    #[test]
+    fn what_follows_quickly_is_noted_together() {
+        let (_place, folder) = folder();
+        let (mut ids, mut noted) = (BatchIds::default(), Vec::new());
+        for _ in 0..100 {
+            ids.next(&folder);
+            noted.push(Sessions::read(&folder).unwrap().0[0].batches);
+        }
+        noted.dedup();
+        assert!(noted.len() < 20, "{noted:?}");
+    }
+}

@@ -1,0 +1,123 @@
+//! A host that is rolled back, disk and state together, as a hypervisor's snapshot does it: what a mirror has brought to the replica since is the
+//! last there is of it.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use dsync_tests::host::Host;
+use dsync_tests::{Random, Run, Server, image, say};
+
+const MIB: u64 = 1 << 20;
+const BLOCK: u64 = image::BLOCK;
+
+/// A snapshot of a host.
+struct Snapshot {
+    disk: Vec<u8>,
+    state: PathBuf,
+}
+
+impl Snapshot {
+    fn take(host: &Host, name: &str) -> Snapshot {
+        let state = host.site.path(name);
+        Run::new("cp").arg("-a").args([host.site.state(), state.clone()]).ok();
+        Snapshot { disk: std::fs::read(&host.disk).expect("a disk"), state }
+    }
+
+    fn restore(&self, host: &Host) {
+        std::fs::write(&host.disk, &self.disk).expect("a disk");
+        std::fs::remove_dir_all(host.site.state()).expect("a state");
+        Run::new("cp").arg("-a").args([self.state.clone(), host.site.state()]).ok();
+    }
+}
+
+/// Writes to blocks, and waits until the mirror has brought that to the replica.
+fn write(server: &Server, (from, to): (&Host, &Host), blocks: &[u64], random: &mut Random) {
+    let mut client = server.client("vm");
+    for block in blocks {
+        client.write(block * BLOCK, &random.bytes(BLOCK as usize)).expect("a write");
+    }
+    client.flush().and_then(|()| client.close()).expect("the end");
+    let until = Instant::now() + Duration::from_secs(60);
+    while std::fs::read(&from.disk).ok() != std::fs::read(&to.disk).ok() {
+        assert!(Instant::now() < until, "not mirrored: {:?}", image::differing_blocks(&from.disk, &to.disk));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Mirrors from a to b in one epoch, with snapshots of a: before the mirror begins, and while it runs.
+fn mirrored(a: &Host, b: &Host, random: &mut Random) -> [Snapshot; 2] {
+    let server = a.site.serve(&[&a.disk], &[]);
+    a.sync(b, &[]).ok();
+    let before = Snapshot::take(a, "before");
+    let mut mirror = a.towards(b, &["mirror", "--json"]).start();
+    mirror.wait_to_say("mirroring to");
+    write(&server, (a, b), &[1, 2, 3], random);
+    // From here on each is noted by itself: the ones before were more than a second ago.
+    std::thread::sleep(Duration::from_millis(1200));
+    write(&server, (a, b), &[4], random);
+    let amidst = Snapshot::take(a, "amidst");
+    for block in [5, 6] {
+        std::thread::sleep(Duration::from_millis(1200));
+        write(&server, (a, b), &[block], random);
+    }
+    mirror.kill();
+    server.kill();
+    // The far side of the mirror ends by itself.
+    let until = Instant::now() + Duration::from_secs(60);
+    while !b.run(&["recover"]).output().status.success() {
+        assert!(Instant::now() < until, "the replica is not let go");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    [before, amidst]
+}
+
+#[test]
+fn a_rolled_back_host_does_not_overwrite_what_a_mirror_has_brought() {
+    let mut random = Random::new("a host that is rolled back");
+    let (a, b) = (Host::with_disk(4 * MIB, &mut random), Host::new());
+    let snapshots = mirrored(&a, &b, &mut random);
+    let has = image::fingerprint(&b.disk).0;
+    for (at, snapshot) in snapshots.iter().enumerate() {
+        say(&format!("snapshot {at}"));
+        snapshot.restore(&a);
+        for served in [false, true] {
+            let server = served.then(|| a.site.serve(&[&a.disk], &[]));
+            for options in [&[][..], &["--method", "compare"], &["--method", "tracked"], &["-n"]] {
+                let refused = a.sync(&b, options).code(4);
+                refused.says(&["rolled back", "dsync promote --force", "--adopt"]);
+            }
+            a.towards(&b, &["verify", "--repair"]).code(4).says(&["rolled back"]);
+            a.towards(&b, &["verify"]).code(5);
+            if served {
+                a.towards(&b, &["mirror"]).code(4).says(&["rolled back"]);
+            }
+            server.map(Server::stop);
+            assert_eq!(has, image::fingerprint(&b.disk).0);
+        }
+    }
+    // The way out that loses nothing.
+    b.force();
+    b.sync(&a, &[]).code(4).says(&["have diverged", "--save FILE"]);
+    a.run(&["demote", "--since", "1", "--discard"]).ok();
+    b.sync(&a, &[]).ok();
+    image::assert_equal(&a.disk, &b.disk);
+    assert_eq!(has, image::fingerprint(&b.disk).0);
+}
+
+/// The one that gives it up goes on as ever, with batches too.
+#[test]
+fn an_adopted_replica_is_mirrored_on() {
+    let mut random = Random::new("a host that is rolled back, and goes on");
+    let (a, b) = (Host::with_disk(4 * MIB, &mut random), Host::new());
+    let snapshots = mirrored(&a, &b, &mut random);
+    snapshots[1].restore(&a);
+    a.sync(&b, &[]).code(4);
+    a.sync(&b, &["--adopt"]).ok();
+    image::assert_equal(&a.disk, &b.disk);
+    let [again, amidst] = mirrored(&a, &b, &mut random);
+    // Nothing went back: what is left of the epoch is sent.
+    let synced = a.sync(&b, &[]).ok().summary();
+    assert_eq!(synced["method"], "tracked", "{synced}");
+    image::assert_equal(&a.disk, &b.disk);
+    drop((again, amidst));
+}
