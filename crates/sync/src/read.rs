@@ -1,8 +1,8 @@
 //! Reading: from the extents that are wanted to frames with their data.
 //!
 //! A frame's extents are one request of many pieces, and several frames are in flight, so that a
-//! scattered set of blocks is read at the disk's full depth. Where the wanted blocks are dense, the span is read whole and
-//! what is between them is dropped: above a quarter, one long read beats picking.
+//! scattered set of blocks is read at the disk's full depth. Where the wanted extents are many and close, the span is read whole and
+//! what is between them is dropped: one long read beats picking.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -25,6 +25,8 @@ const AHEAD: usize = 4;
 const DEPTH: u32 = 64;
 /// Wanted extents that are closer than this may be read as one span, if they fill it to a quarter.
 const NEAR: u64 = 256 << 10;
+/// Bytes that are read in the time that one more request takes: nor is there more than that between two of them, on average.
+const GAP: u64 = 16 << 10;
 /// Shorter extents are read without a check for holes.
 const WORTH_ASKING: u64 = 64 << 10;
 
@@ -254,7 +256,7 @@ struct Job {
 }
 
 impl Job {
-    /// Plans the reads of a frame: neighbours that fill their span to a quarter become one read.
+    /// Plans the reads of a frame: neighbours become one read where that saves more requests than it costs in bytes.
     fn new(wants: Vec<Want>) -> Job {
         let mut spans: Vec<Range<u64>> = Vec::with_capacity(wants.len());
         let reads: Vec<&Range<u64>> =
@@ -268,7 +270,9 @@ impl Job {
                 end += 1;
             }
             let span = reads[at].start..reads[end - 1].end;
-            if data >= WORTH_ASKING && data * 4 >= span.end - span.start {
+            let len = span.end - span.start;
+            let close = data * 4 >= len && len - data <= GAP * (end - at - 1) as u64;
+            if data >= WORTH_ASKING && close {
                 spans.push(span);
             } else {
                 for read in &reads[at..end] {
@@ -605,6 +609,25 @@ mod tests {
     use device::RamDisk;
 
     use super::*;
+
+    #[test]
+    fn what_is_between_extents_is_read_where_that_saves_requests() {
+        let spans = |extents: &[Range<u64>]| {
+            Job::new(extents.iter().map(|blocks| Want::Read(blocks.start << 12..blocks.end << 12)).collect())
+                .spans
+        };
+        let every = |step: u64, blocks: u64, count: u64| {
+            (0..count).map(|at| at * step..at * step + blocks).collect::<Vec<_>>()
+        };
+        // Two of three blocks, and every fourth, in one read; every tenth in as many as there are.
+        assert_eq!(spans(&every(3, 2, 100)).len(), 1);
+        assert_eq!(spans(&every(4, 1, 200)).len(), 1);
+        assert_eq!(spans(&every(10, 1, 200)).len(), 200);
+        // Long ones fill their span, but one request less is not worth what is between them.
+        assert_eq!(spans(&every(48, 16, 10)).len(), 10);
+        // What is adjacent is one read, and few are not worth it.
+        assert_eq!(spans(&[0..1, 1..2, 4..5]), [0..2 << 12, 4 << 12..5 << 12]);
+    }
 
     #[test]
     fn frames_grow_with_what_was_sent_also_within_one_long_extent() {
