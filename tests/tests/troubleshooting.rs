@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 /// What a message begins with in the sources: the text of a kind of error, a refusal that is made where it arises, and a
 /// reason that is put into a sentence.
-const BEGINS: [&str; 15] = [
+const BEGINS: [&str; 17] = [
     "#[error(",
     "ReplicaError::Refused(",
     "ReplicaError::Away(",
@@ -19,6 +19,8 @@ const BEGINS: [&str; 15] = [
     "Failure::refused(",
     "Failure::usage(",
     "Failure::busy(",
+    "refuse(",
+    "cannot_promote(",
     "let why = ",
     "let how = ",
     "bail!(",

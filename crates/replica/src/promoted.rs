@@ -88,13 +88,12 @@ impl Replica {
     pub fn outlook(&self, force: bool, group: Option<&Path>) -> Result<Outlook> {
         let lineage = self.lineage();
         let path = self.path().display();
-        let refuse = |why: String| Err(ReplicaError::Refused(format!("cannot promote {path}: {why}")));
         let whole = !matches!(lineage.state, State::Incomplete) && lineage.unsure != Unsure::Everything;
         let step = lineage.step.as_ref();
         let epoch = lineage.epoch.filter(|_| whole && step.is_none_or(|s| s.kind.is_beside()));
         let Some(epoch) = epoch.filter(|_| lineage.source.is_some()) else {
             let why = lineage.unsettled().unwrap_or_else(|| "its first copy was not completed".into());
-            return refuse(format!(
+            return self.cannot_promote(format!(
                 "{why}. Complete it with \"dsync sync\" from its source; if that is gone, \"dsync forget {path}\" makes it a plain \
                  image, which never was the disk of its source at one moment"
             ));
@@ -112,18 +111,18 @@ impl Replica {
         };
         match (force, outlook.released) {
             (true, _) => Ok(outlook),
-            (false, _) if fuzzy => refuse(format!(
+            (false, _) if fuzzy => self.cannot_promote(format!(
                 "it was copied from a disk in use without a freeze, so its parts are of different moments. Sync it once more; \
                  \"dsync promote --force {path}\" takes it as it is"
             )),
             (false, true) => match &outlook.verdict {
-                Some(found) => refuse(self.differing(found, group)),
-                None if group.is_none() && lineage.group.is_some() => refuse(self.with_its_group()),
+                Some(found) => self.refuse_differing(found, group),
+                None if group.is_none() && lineage.group.is_some() => self.refuse_without_its_group(),
                 None => Ok(outlook),
             },
-            (false, false) if lineage.role.demoted.is_some() => refuse(self.former(&epoch, group)),
-            (false, false) if lineage.group.is_some() => refuse(self.of_unfinished_group(&epoch, &outlook)),
-            (false, false) => refuse(format!(
+            (false, false) if lineage.role.demoted.is_some() => self.refuse_former(&epoch, group),
+            (false, false) if lineage.group.is_some() => self.refuse_of_unfinished_group(&epoch, &outlook),
+            (false, false) => self.cannot_promote(format!(
                 "its source has not said that nothing was written after epoch {epoch}. Run \"dsync demote SRC [HOST:]{path}\" where the \
                  source is, which sends the rest. If the source is gone, \"dsync promote --force {path}\" gives up what was \
                  written there after this epoch{}",
@@ -132,35 +131,40 @@ impl Replica {
         }
     }
 
-    /// Why a replica is not promoted just so that was found to differ from its source.
-    fn differing(&self, found: &Verdict, group: Option<&Path>) -> String {
+    fn cannot_promote<T>(&self, why: String) -> Result<T> {
+        Err(ReplicaError::Refused(format!("cannot promote {}: {why}", self.path().display())))
+    }
+
+    /// A replica is not promoted just so that was found to differ from its source.
+    fn refuse_differing<T>(&self, found: &Verdict, group: Option<&Path>) -> Result<T> {
         let promote = match group {
             Some(dir) => format!("dsync promote --force --group {}", dir.display()),
             None => format!("dsync promote --force {}", self.path().display()),
         };
-        format!(
+        self.cannot_promote(format!(
             "it differed from its source in {} when it was verified on {}, and that was not repaired. Make the old source the source again, with \
              \"dsync promote --force\" where it is, which loses nothing; run \"dsync verify --repair\" there, and demote it again. If it is gone, \
              \"{promote}\" takes the replica as it is",
             device::human_size(found.bytes_differing),
             device::moment(found.time)
-        )
+        ))
     }
 
-    /// Why a member of a group is not promoted by itself just so.
-    fn with_its_group(&self) -> String {
-        let Some(group) = &self.lineage().group else { return String::new() };
-        format!(
-            "it belongs to the group {}, whose disks take over together: run \"dsync promote --group {}\". \"dsync promote --force {}\" promotes it \
+    /// A member of a group is not promoted by itself just so.
+    fn refuse_without_its_group<T>(&self) -> Result<T> {
+        let group = self.lineage().group.as_ref();
+        let name = group.map_or("", |group| &group.name);
+        let dir = group.map_or_else(PathBuf::new, |group| group.dir_for(self.path()));
+        self.cannot_promote(format!(
+            "it belongs to the group {name}, whose disks take over together: run \"dsync promote --group {}\". \"dsync promote --force {}\" promotes it \
              alone, and the others stay replicas",
-            group.name,
-            group.dir_for(self.path()).display(),
+            dir.display(),
             self.path().display()
-        )
+        ))
     }
 
-    /// Why a member of a group is not promoted just so: its sources have not ended.
-    fn of_unfinished_group(&self, epoch: &Epoch, outlook: &Outlook) -> String {
+    /// A member of a group is not promoted just so: its sources have not ended.
+    fn refuse_of_unfinished_group<T>(&self, epoch: &Epoch, outlook: &Outlook) -> Result<T> {
         let group = self.lineage().group.as_ref();
         let name = group.map_or("", |group| &group.name);
         let dir = group.map_or_else(PathBuf::new, |group| group.dir_for(self.path()));
@@ -171,12 +175,12 @@ impl Replica {
                 ", and the moments that are kept of before (\"dsync rewind --group {dir}\" lists them)"
             ),
         };
-        format!(
+        self.cannot_promote(format!(
             "its source has not said that nothing was written after epoch {epoch}. It belongs to the group {name}: run \"dsync demote \
              --group {name} [HOST:]{dir}\" where the sources are, which sends the rest of all disks. If the sources are gone, \"dsync promote \
              --force --group {dir}\" gives up what was written there after the common epoch{}{moments}",
             lacks(outlook)
-        )
+        ))
     }
 
     /// A later epoch of the source, of which a part has come.
@@ -197,23 +201,23 @@ impl Replica {
         self.lineage().role.next_promotion(self.is_released())
     }
 
-    /// Why a source that was demoted is not made the source again just so.
-    fn former(&self, epoch: &Epoch, group: Option<&Path>) -> String {
+    /// A source that was demoted is not made the source again just so.
+    fn refuse_former<T>(&self, epoch: &Epoch, group: Option<&Path>) -> Result<T> {
         let promote = match group {
             Some(dir) => format!("dsync promote --force --group {}", dir.display()),
             None => format!("dsync promote --force {}", self.path().display()),
         };
         let told = self.lineage().role.demoted.as_ref().and_then(|demoted| demoted.told.as_ref());
         match told {
-            Some(told) => format!(
+            Some(told) => self.cannot_promote(format!(
                 "it is the former source, and {told} was told that it can take over. If it did, sync from there. If {told} \
                  is lost, or is not promoted and never will be before a sync from here, \"{promote}\" loses \
                  nothing that was written up to epoch {epoch}"
-            ),
-            None => format!(
+            )),
+            None => self.cannot_promote(format!(
                 "it is the former source. If another disk was promoted in its place, sync from that; if none was, \"{promote}\" \
                  makes it the source again, and loses nothing"
-            ),
+            )),
         }
     }
 
