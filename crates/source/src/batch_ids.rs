@@ -46,22 +46,23 @@ pub(crate) struct BatchIds {
 }
 
 impl Session {
-    /// The id of the batch of this number. The variant takes two bits of the ninth byte, and the version four of the seventh.
-    fn id(&self, batch: u32) -> Uuid {
+    /// The id of the batch of this number, made in this term. The version takes four bits of the seventh byte, and the variant two of the ninth.
+    fn id(&self, term: u64, batch: u32) -> Uuid {
         let mut bytes = [0; 16];
         bytes[..6].copy_from_slice(&self.tag.to_be_bytes()[2..]);
+        bytes[6..8].copy_from_slice(&term.to_be_bytes()[6..]);
         bytes[9..12].copy_from_slice(&self.number.to_be_bytes()[1..]);
         bytes[12..].copy_from_slice(&batch.to_be_bytes());
         Builder::from_custom_bytes(bytes).into_uuid()
     }
 
-    /// The session of an id, as of its batch; `None` if it is not one of these.
-    fn of(id: &Uuid) -> Option<Session> {
+    /// The session of an id, as of its batch; `None` if it is not one of these, or was not made in this term. (Of the term there are 12 bits.)
+    fn of(id: &Uuid, term: u64) -> Option<Session> {
         let bytes = id.as_bytes();
         let number = |bytes: &[u8]| bytes.iter().fold(0, |number, byte| number << 8 | u64::from(*byte));
         let batches = number(&bytes[12..]) as u32;
         let session = Session { number: number(&bytes[9..12]) as u32, tag: number(&bytes[..6]), batches };
-        (session.id(batches) == *id).then_some(session)
+        (session.id(term, batches) == *id).then_some(session)
     }
 }
 
@@ -82,12 +83,12 @@ impl Sessions {
 
 impl BatchIds {
     /// The id of the next batch. Where it cannot be noted it is a random one, which says nothing: replication goes on.
-    pub(crate) fn next(&mut self, folder: &dyn Folder) -> Uuid {
-        self.noted(folder).ok().flatten().unwrap_or_else(Uuid::new_v4)
+    pub(crate) fn next(&mut self, folder: &dyn Folder, term: u64) -> Uuid {
+        self.noted(folder, term).ok().flatten().unwrap_or_else(Uuid::new_v4)
     }
 
     /// `None` once there are no more numbers.
-    fn noted(&mut self, folder: &dyn Folder) -> Result<Option<Uuid>, SourceError> {
+    fn noted(&mut self, folder: &dyn Folder, term: u64) -> Result<Option<Uuid>, SourceError> {
         let session = match self.session.filter(|session| self.given < session.batches) {
             Some(session) => session,
             None => {
@@ -108,13 +109,13 @@ impl BatchIds {
             }
         };
         self.given += 1;
-        Ok(Some(session.id(self.given)))
+        Ok(Some(session.id(term, self.given)))
     }
 }
 
-/// False for the id of a batch that this source would know if it had made it, and does not.
-pub(crate) fn may_be_ours(id: &Uuid, folder: &dyn Folder) -> Result<bool, SourceError> {
-    let Some(theirs) = Session::of(id) else { return Ok(true) };
+/// False for the id of a batch of this term that the source would know if it had made it, and does not.
+pub(crate) fn may_be_ours(id: &Uuid, folder: &dyn Folder, term: u64) -> Result<bool, SourceError> {
+    let Some(theirs) = Session::of(id, term) else { return Ok(true) };
     let known = Sessions::read(folder)?.0;
     let forgotten = known.len() == MOST && known.first().is_some_and(|first| theirs.number < first.number);
     let made = |ours: &Session| {
@@ -137,21 +138,22 @@ mod tests {
     #[test]
     fn an_id_says_of_which_session_it_is() {
         let session = Session { number: 0xabcdef, tag: 0x1234_5678_9abc, batches: u32::MAX };
-        assert_eq!(Session::of(&session.id(u32::MAX)), Some(session));
-        assert_eq!(Session::of(&Uuid::new_v4()), None);
-        assert_eq!(Session::of(&Uuid::nil()), None);
+        assert_eq!(Session::of(&session.id(7, u32::MAX), 7), Some(session));
+        assert_eq!(Session::of(&session.id(7, 3), 8), None);
+        assert_eq!(Session::of(&Uuid::new_v4(), 7), None);
+        assert_eq!(Session::of(&Uuid::nil(), 0), None);
     }
 
     #[test]
     fn a_source_that_went_back_does_not_know_later_batches() {
         let (_place, folder) = folder();
-        let ours = |id: &Uuid| may_be_ours(id, &folder).unwrap();
+        let ours = |id: &Uuid| may_be_ours(id, &folder, 1).unwrap();
         let mut first = BatchIds::default();
-        let one = first.next(&folder);
+        let one = first.next(&folder, 1);
         let before = std::fs::read(folder.path().join(NAME)).unwrap();
         // Some are noted ahead, so it takes a few.
-        let later: Vec<Uuid> = (0..10).map(|_| first.next(&folder)).collect();
-        let another = BatchIds::default().next(&folder);
+        let later: Vec<Uuid> = (0..10).map(|_| first.next(&folder, 1)).collect();
+        let another = BatchIds::default().next(&folder, 1);
         let ids: Vec<Uuid> =
             [one].into_iter().chain(later.clone()).chain([another, Uuid::new_v4()]).collect();
         assert!(ids.iter().all(ours), "{ids:?}");
@@ -160,7 +162,7 @@ mod tests {
         std::fs::write(folder.path().join(NAME), before).unwrap();
         assert!(ours(&one) && !ours(&later[0]) && !ours(&later[9]) && !ours(&another));
         let mut again = BatchIds::default();
-        let new: Vec<Uuid> = (0..10).map(|_| again.next(&folder)).collect();
+        let new: Vec<Uuid> = (0..10).map(|_| again.next(&folder, 1)).collect();
         assert!(ours(&one) && new.iter().all(ours) && !ours(&later[0]) && !ours(&another));
         std::fs::remove_file(folder.path().join(NAME)).unwrap();
         assert!(!ours(&one) && ours(&Uuid::new_v4()));
@@ -169,12 +171,12 @@ mod tests {
     #[test]
     fn of_forgotten_sessions_nothing_is_said() {
         let (_place, folder) = folder();
-        let first = BatchIds::default().next(&folder);
+        let first = BatchIds::default().next(&folder, 1);
         for _ in 0..MOST {
-            assert!(may_be_ours(&first, &folder).unwrap());
-            BatchIds::default().next(&folder);
+            assert!(may_be_ours(&first, &folder, 1).unwrap());
+            BatchIds::default().next(&folder, 1);
         }
-        assert!(may_be_ours(&first, &folder).unwrap());
+        assert!(may_be_ours(&first, &folder, 1).unwrap());
         assert_eq!(Sessions::read(&folder).unwrap().0.len(), MOST);
     }
 
@@ -183,7 +185,7 @@ mod tests {
         let (_place, folder) = folder();
         let (mut ids, mut noted) = (BatchIds::default(), Vec::new());
         for _ in 0..100 {
-            ids.next(&folder);
+            ids.next(&folder, 1);
             noted.push(Sessions::read(&folder).unwrap().0[0].batches);
         }
         noted.dedup();

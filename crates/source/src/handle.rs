@@ -263,7 +263,7 @@ impl Handle {
     /// # Errors
     /// If what it knows cannot be read.
     pub fn may_have_made(&self, batch: &Uuid) -> Result<bool, SourceError> {
-        batch_ids::may_be_ours(batch, &*self.folder)
+        batch_ids::may_be_ours(batch, &*self.folder, self.about.term)
     }
 
     /// The epoch that a number or the name of a checkpoint means.

@@ -706,7 +706,7 @@ impl Source {
 
     /// The id of the next batch. Durable is what a replica that has it is told by.
     pub(crate) fn batch_id(&self) -> Uuid {
-        self.batch_ids.lock().unwrap_or_else(|e| e.into_inner()).next(&*self.folder)
+        self.batch_ids.lock().unwrap_or_else(|e| e.into_inner()).next(&*self.folder, self.about.term)
     }
 
     /// True if writes through the source bypass the page cache.
