@@ -319,8 +319,6 @@ impl Replica {
             self.remove_partial()?;
             self.lineage_mut().step = None;
         }
-        // From here on it is what its source is.
-        let _ = self.note_verdict(0);
         // What others have changed before it was complete is to be seen after it.
         if self.changed().is_none() {
             self.note_stamp()?;

@@ -21,6 +21,9 @@ pub struct Verdict {
     pub time: u64,
     /// Bytes that differed.
     pub bytes_differing: u64,
+    /// A later one found the rest to be equal, but for blocks that its source changed meanwhile: the next sync sends those.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub until_sync: bool,
 }
 
 impl Verdict {
@@ -46,23 +49,29 @@ impl Replica {
         Verdict::load(self.state())
     }
 
-    /// Notes what a verification found: so many bytes differ, or none any more.
+    /// Notes what a verification found: so many bytes differ, or none any more. `but_changed`: what its source changed since was not compared.
     ///
     /// # Errors
     /// If it cannot be written.
-    pub fn note_verdict(&self, bytes_differing: u64) -> Result<()> {
+    pub fn note_verdict(&self, bytes_differing: u64, but_changed: bool) -> Result<()> {
         let (folder, path) = (self.state(), self.folder().join(NAME));
-        match (bytes_differing, Verdict::load(folder)) {
-            (0, None) => Ok(()),
+        let found = match (bytes_differing, Verdict::load(folder)) {
+            (0, None) => return Ok(()),
+            (0, Some(before)) if but_changed => Verdict { until_sync: true, ..before },
             (0, Some(_)) => {
                 let removed = folder.remove(NAME).and_then(|()| folder.sync());
-                removed.map_err(io_error("remove", &path))
+                return removed.map_err(io_error("remove", &path));
             }
-            _ => {
-                let found = Verdict { time: now(), bytes_differing };
-                let bytes = serde_json::to_vec(&found).map_err(|e| io_error("write", &path)(e.into()))?;
-                device::replace(folder, NAME, &bytes).map_err(io_error("write", &path))
-            }
+            _ => Verdict { time: now(), bytes_differing, until_sync: false },
+        };
+        let bytes = serde_json::to_vec(&found).map_err(|e| io_error("write", &path)(e.into()))?;
+        device::replace(folder, NAME, &bytes).map_err(io_error("write", &path))
+    }
+
+    /// Notes that a sync was committed; `proven` if it has compared or copied all. What cannot be written is found again.
+    pub fn note_synced(&self, proven: bool) {
+        if proven || self.verdict().is_some_and(|found| found.until_sync) {
+            let _ = self.note_verdict(0, false);
         }
     }
 }

@@ -89,6 +89,12 @@ impl BatchIds {
 
     /// `None` once there are no more numbers.
     fn noted(&mut self, folder: &dyn Folder, term: u64) -> Result<Option<Uuid>, SourceError> {
+        if let (Some(session), Some((_, at))) = (&self.session, self.noted) {
+            // What was noted ahead lapses: a state that is restored to here would know it.
+            if at.elapsed() >= NOTED_EVERY {
+                self.given = session.batches;
+            }
+        }
         let session = match self.session.filter(|session| self.given < session.batches) {
             Some(session) => session,
             None => {
@@ -113,15 +119,22 @@ impl BatchIds {
     }
 }
 
-/// False for the id of a batch of this term that the source would know if it had made it, and does not.
-pub(crate) fn may_be_ours(id: &Uuid, folder: &dyn Folder, term: u64) -> Result<bool, SourceError> {
-    let Some(theirs) = Session::of(id, term) else { return Ok(true) };
-    let known = Sessions::read(folder)?.0;
+/// Whether a batch of this term is the source's: one that it would know if it had made it, and does not, is not. `None` where nothing tells.
+pub(crate) fn is_ours(id: &Uuid, folder: &dyn Folder, term: u64) -> Result<Option<bool>, SourceError> {
+    let Some(theirs) = Session::of(id, term) else { return Ok(None) };
+    let known = match Sessions::read(folder) {
+        // What was in it is not known, and syncs do not depend on it.
+        Err(SourceError::Damaged { .. }) => return Ok(None),
+        known => known?.0,
+    };
     let forgotten = known.len() == MOST && known.first().is_some_and(|first| theirs.number < first.number);
     let made = |ours: &Session| {
         (ours.number, ours.tag) == (theirs.number, theirs.tag) && theirs.batches <= ours.batches
     };
-    Ok(forgotten || known.iter().any(made))
+    match forgotten {
+        true => Ok(None),
+        false => Ok(Some(known.iter().any(made))),
+    }
 }
 
 #[cfg(test)]
@@ -147,7 +160,7 @@ mod tests {
     #[test]
     fn a_source_that_went_back_does_not_know_later_batches() {
         let (_place, folder) = folder();
-        let ours = |id: &Uuid| may_be_ours(id, &folder, 1).unwrap();
+        let ours = |id: &Uuid| is_ours(id, &folder, 1).unwrap() != Some(false);
         let mut first = BatchIds::default();
         let one = first.next(&folder, 1);
         let before = std::fs::read(folder.path().join(NAME)).unwrap();
@@ -169,14 +182,29 @@ mod tests {
     }
 
     #[test]
+    fn what_was_noted_ahead_lapses() {
+        let (_place, folder) = folder();
+        let mut ids = BatchIds::default();
+        (0..100).for_each(|_| drop(ids.next(&folder, 1)));
+        let before = std::fs::read(folder.path().join(NAME)).unwrap();
+        std::thread::sleep(NOTED_EVERY);
+        let later = ids.next(&folder, 1);
+        assert_eq!(is_ours(&later, &folder, 1).unwrap(), Some(true));
+        std::fs::write(folder.path().join(NAME), before).unwrap();
+        assert_eq!(is_ours(&later, &folder, 1).unwrap(), Some(false));
+        std::fs::write(folder.path().join(NAME), "nonsense").unwrap();
+        assert_eq!(is_ours(&later, &folder, 1).unwrap(), None);
+    }
+
+    #[test]
     fn of_forgotten_sessions_nothing_is_said() {
         let (_place, folder) = folder();
         let first = BatchIds::default().next(&folder, 1);
         for _ in 0..MOST {
-            assert!(may_be_ours(&first, &folder, 1).unwrap());
+            assert_eq!(is_ours(&first, &folder, 1).unwrap(), Some(true));
             BatchIds::default().next(&folder, 1);
         }
-        assert!(may_be_ours(&first, &folder, 1).unwrap());
+        assert_eq!(is_ours(&first, &folder, 1).unwrap(), None);
         assert_eq!(Sessions::read(&folder).unwrap().0.len(), MOST);
     }
 

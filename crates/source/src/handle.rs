@@ -257,13 +257,13 @@ impl Handle {
         write_about(&*self.folder, &About { line: about.line.and(fork), ..about })
     }
 
-    /// False if the state of a replica is that of a batch which this source would know if it had made it in its present term, and does not:
-    /// its own state is older.
+    /// Whether the state of a replica is that of a batch which this source has made in its present term. One that it would know and does not was
+    /// made after this state of the source was saved. `None` where nothing tells.
     ///
     /// # Errors
     /// If what it knows cannot be read.
-    pub fn may_have_made(&self, batch: &Uuid) -> Result<bool, SourceError> {
-        batch_ids::may_be_ours(batch, &*self.folder, self.about.term)
+    pub fn has_made(&self, batch: &Uuid) -> Result<Option<bool>, SourceError> {
+        batch_ids::is_ours(batch, &*self.folder, self.about.term)
     }
 
     /// The epoch that a number or the name of a checkpoint means.

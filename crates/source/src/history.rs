@@ -385,7 +385,8 @@ impl History {
         if epoch.number > last {
             return Err(SourceError::Foreign(format!(
                 "the replica is at epoch {}, but this source only knows epochs up to {last}: its state was restored from a \
-                 copy or created anew. \"dsync sync --adopt\" compares everything, overwrites what differs in the replica, and continues from here",
+                 copy, its host rolled back, or created anew. If what the replica has is wanted, \"dsync promote --force\" where it is makes that \
+                 the source; \"dsync sync --adopt\" compares everything, overwrites what differs in the replica, and continues from here",
                 epoch.number
             )));
         }

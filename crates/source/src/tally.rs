@@ -57,6 +57,9 @@ pub struct LastVerify {
     pub bytes_differing: u64,
     /// What differed was sent and committed.
     pub repaired: bool,
+    /// A later one found the rest to be equal, but for blocks that changed meanwhile: the next sync sends those.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub until_sync: bool,
 }
 
 impl LastVerify {
@@ -67,7 +70,7 @@ impl LastVerify {
 
     /// One that ends now.
     pub fn now(bytes_differing: u64, repaired: bool) -> LastVerify {
-        LastVerify { time: now(), bytes_differing, repaired }
+        LastVerify { time: now(), bytes_differing, repaired, until_sync: false }
     }
 }
 

@@ -60,9 +60,21 @@ pub(crate) fn note_pause(handle: &Handle, destination: &Path, name: &str, way: &
 
 impl Account {
     /// What a verification found to differ in the replica, in bytes, and when, if that was not repaired since.
-    pub(crate) fn unrepaired(&self) -> Option<(u64, u64)> {
+    fn unrepaired(&self) -> Option<(u64, u64)> {
         let verified = self.counter.as_ref()?.tally().verified?;
         verified.differs().then_some((verified.bytes_differing, verified.time))
+    }
+
+    /// Says in the summary of a sync what a verification found, if that was not repaired.
+    pub(crate) fn say_unrepaired(&self, summary: &mut Summary) {
+        summary.unrepaired = self.unrepaired();
+        summary.warnings.extend(summary.unrepaired.map(|(bytes, time)| {
+            format!(
+                "it differed from its source in {} when it was verified on {}, and that was not repaired: run \"dsync verify --repair\"",
+                device::human_size(bytes),
+                device::moment(time)
+            )
+        }));
     }
 
     /// Work that begins now.
@@ -116,8 +128,9 @@ impl Account {
             tally.freeze_ms = summary.freeze_ms.or(tally.freeze_ms);
             // What compares or sends all of it leaves nothing that differs, unless kept digests stood for the replica.
             let whole = matches!(summary.method, Method::Compare | Method::Rolling | Method::Copy);
-            if whole && summary.digests.is_none() {
-                tally.verified.iter_mut().for_each(|verified| verified.repaired = true);
+            let proven = whole && summary.digests.is_none();
+            for verified in tally.verified.iter_mut().filter(|verified| proven || verified.until_sync) {
+                (verified.repaired, verified.until_sync) = (true, false);
             }
         });
     }

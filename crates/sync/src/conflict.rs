@@ -189,33 +189,35 @@ impl fmt::Display for Diverged {
         let since = common.map_or("an epoch that is not known".into(), |epoch| format!("epoch {epoch}"));
         match self.divergence {
             Divergence::TwoSources { here, there } => {
-                // Where a history does not go back so far, nothing tells what is to be sent.
-                let option = |side: Since| match common.filter(|_| side.reaches) {
-                    Some(epoch) => format!("--since {epoch} "),
-                    None => String::new(),
+                // Where a history does not go back so far, nothing tells what is to be sent, nor what only the other has.
+                let both = here.reaches && there.reaches;
+                let demote = |side: Since| match common.filter(|_| side.reaches) {
+                    Some(epoch) if both => format!("dsync demote --since {epoch} --save FILE"),
+                    Some(epoch) => format!("dsync demote --since {epoch} --discard"),
+                    None => "dsync demote --discard".into(),
                 };
-                let adopt = |side: Since| match side.reaches {
-                    true => "",
-                    false => " with --adopt, which compares everything",
-                };
-                let cost = if here.reaches && there.reaches {
-                    ". Either sync sends the differences alone"
-                } else {
-                    ""
+                let (saved, adopt, cost) = match both {
+                    true => (
+                        "one of the two has to be given up, or saved",
+                        "",
+                        ". Either sync sends the differences alone",
+                    ),
+                    false => (
+                        "one of the two has to be given up. What only that has cannot be saved as a delta: copy it first if it is wanted",
+                        " with --adopt, which compares everything",
+                        "",
+                    ),
                 };
                 write!(
                     f,
                     "{path} (term {term}) and {destination} (term {other_term}) have diverged: both are sources with the same \
                      id, apart since {since}. Nothing was changed. Since then {} was written to {path}, and {} to \
-                     {destination}; one of the two has to be given up, or saved. To keep {path}, run \"dsync demote {}--save \
-                     FILE {place}\" where {destination} is, then sync again{}. To keep {destination}, run \"dsync demote \
-                     {}--save FILE {path}\" here, then sync from there{}{cost}",
+                     {destination}; {saved}. To keep {path}, run \"{} {place}\" where {destination} is, then sync \
+                     again{adopt}. To keep {destination}, run \"{} {path}\" here, then sync from there{adopt}{cost}",
                     here.told(""),
                     there.told("at least "),
-                    option(there),
-                    adopt(there),
-                    option(here),
-                    adopt(here),
+                    demote(there),
+                    demote(here),
                 )
             }
             Divergence::Superseded => write!(

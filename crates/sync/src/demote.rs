@@ -290,6 +290,15 @@ pub(crate) fn follow(
     let epoch = match last_sync {
         Some(last_sync) => {
             let synced = last_sync(handle)?;
+            if let Some((bytes, time)) = synced.unrepaired {
+                return Err(SyncError::Refused(format!(
+                    "{} differed from {path} in {} when it was verified on {}, and that was not repaired: run \"dsync verify --repair\" \
+                     before it takes over, or sync with --method compare. {path} is still the source",
+                    synced.destination,
+                    device::human_size(bytes),
+                    device::moment(time)
+                )));
+            }
             match synced.epoch {
                 Some(epoch) => handle.epoch(&epoch.to_string())?,
                 // A dry run.
@@ -369,7 +378,13 @@ pub(crate) fn refuse_in_use(handle: &Handle) -> Result<(), SyncError> {
 /// The epoch that the source has in common with what succeeds it.
 pub(crate) fn in_common(handle: &Handle, options: &DemoteOptions) -> Result<Epoch, SyncError> {
     if let Some(what) = &options.since {
-        return Ok(handle.epoch(what)?);
+        return handle.epoch(what).map_err(|error| match error {
+            SourceError::Unknown(why) => SyncError::Refused(format!(
+                "{why}. If it was restored from a copy, or its host rolled back, it need not have had that epoch: \"dsync sync\" to it from the \
+                 disk that was promoted names what the two have in common"
+            )),
+            other => other.into(),
+        });
     }
     let oldest = fed(&handle.bookmarks()?).min_by_key(|epoch| epoch.number);
     // What succeeds a promoted source may be another branch, with nothing of this term.

@@ -49,6 +49,8 @@ pub(crate) fn facts<'a>(
         Some(Err(SourceError::Foreign(why))) => Knowledge::Foreign(why),
         Some(Err(other)) => return Err(other.into()),
     };
+    let history = handle.history()?;
+    let known = |epoch: &delta::Epoch| history.size_at(epoch).is_some();
     let two = status.primary.as_ref().map(|theirs| two_sources(handle, theirs)).transpose()?;
     Ok(Facts {
         path: &about.path,
@@ -56,6 +58,9 @@ pub(crate) fn facts<'a>(
         term: about.term,
         began: about.began,
         line: &about.line,
+        made: handle.has_made(&status.replica.nonce)? == Some(true),
+        knows: status.replica.epoch.as_ref().is_some_and(known),
+        common: about.line.common(&status.replica.role.line).filter(known),
         two: two.unwrap_or_default(),
         name,
         live: handle.live().map(|live| LiveDisk { resized: live.is_resized() }),
@@ -69,7 +74,7 @@ pub(crate) fn facts<'a>(
 pub(crate) fn unknown_batch(handle: &Handle, status: &Status) -> Result<Option<String>, SyncError> {
     let (about, replica) = (handle.about(), &status.replica);
     let follows = replica.source == Some(about.uuid) && replica.role.term == about.term;
-    if !follows || handle.may_have_made(&replica.nonce)? {
+    if !follows || is_of_another_branch(handle, status) || handle.has_made(&replica.nonce)? != Some(false) {
         return Ok(None);
     }
     let at = replica.epoch.map_or(String::new(), |epoch| format!(" past epoch {}", epoch.number));
@@ -87,7 +92,14 @@ fn is_later(handle: &Handle, status: &Status, positions: &[Position]) -> bool {
     let last = handle.last_epoch().ok().flatten().map_or(0, |epoch| epoch.number);
     replica.source == Some(about.uuid)
         && replica.role.term == about.term
+        && !is_of_another_branch(handle, status)
         && positions.iter().any(|position| position.epoch.number > last)
+}
+
+/// True if the promotions tell that the replica is not in this source's past: then that says nothing of how old the source's state is.
+fn is_of_another_branch(handle: &Handle, status: &Status) -> bool {
+    let (ours, replica) = (&handle.about().line, &status.replica);
+    replica.epoch.is_some_and(|epoch| ours.leads_from(&replica.role.line, &epoch) == Some(false))
 }
 
 /// A demoted source is any of several epochs, but for the blocks that it is unsure of: takes the newest that this source knows. What a sync

@@ -297,7 +297,7 @@ impl ReplicaEnd<'_> {
                 (VERDICT, Some(replica)) => {
                     let found: Found = message.json()?;
                     // The source knows it, whether it can be written down here or not.
-                    let _ = replica.note_verdict(found.bytes_differing);
+                    let _ = replica.note_verdict(found.bytes_differing, found.but_changed);
                 }
                 (FAILED, _) => return Err(unexpected(&message)),
                 _ => {}
@@ -435,9 +435,7 @@ impl ReplicaEnd<'_> {
         };
         Ok(match taken {
             Taken::Committed(mut committed) => {
-                if proven {
-                    let _ = replica.note_verdict(0);
-                }
+                replica.note_synced(proven);
                 committed.warnings = replica.take_warnings();
                 committed.digests = kept.map(|kept| kept.end(replica.status().nonce));
                 Taken::Committed(committed)
@@ -641,9 +639,7 @@ fn merge_into(
         }
         receipt.unit(unit)?;
     };
-    if proven {
-        let _ = replica.note_verdict(0);
-    }
+    replica.note_synced(proven);
     let merged = Merged {
         destination,
         source: replica.status().source.unwrap_or_default(),

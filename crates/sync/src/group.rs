@@ -154,11 +154,12 @@ impl<'a> GroupSession<'a> {
 
     /// Brings all replicas to one moment.
     pub(crate) fn round(&mut self) -> Result<(GroupSummary, Vec<Summary>), SyncError> {
-        let done = self.bring_together().map_err(|error| self.named(error));
-        match &done {
+        let mut done = self.bring_together().map_err(|error| self.named(error));
+        match &mut done {
             Ok((_, members)) => {
                 for (account, member) in self.accounts.iter().zip(members) {
                     account.synced(&Ok(member.clone()));
+                    account.say_unrepaired(member);
                 }
             }
             // What it is about is not known of each.

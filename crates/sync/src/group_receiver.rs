@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use delta::Epoch;
-use replica::{Commit, Group, KnownReplicas, Membership, Replica};
+use replica::{Commit, Group, KnownReplicas, Lineage, Membership, Replica};
 
 use crate::error::SyncError;
 use crate::far::{Opened, ReplicaEnd, Taken, list, open_member, say_status};
@@ -37,7 +37,10 @@ pub(crate) fn open_group(
     for (open, path) in asked.members.iter().zip(paths) {
         let at = match state.exists(path) {
             true => state.real(path),
-            false => dir.join(path.file_name().unwrap_or_default()),
+            false => {
+                refuse_renamed(open, path, &dir, state)?;
+                dir.join(path.file_name().unwrap_or_default())
+            }
         };
         match open_member(open, path, state, Some(Membership::of(&at, &dir, &asked.name)))? {
             Opened::Replica(replica) => replicas.push(*replica),
@@ -87,6 +90,19 @@ fn diverged(asked: &OpenGroup, paths: &[PathBuf], term: u64, (dir, state): (&Pat
     ))
 }
 
+/// Refuses to begin another replica of a source that has one in the folder by another name.
+fn refuse_renamed(open: &Open, path: &Path, dir: &Path, state: &dyn Site) -> Result<(), SyncError> {
+    let Some(origin) = &open.origin else { return Ok(()) };
+    let follows = |(_, lineage): &(PathBuf, Lineage)| lineage.source == Some(origin.uuid);
+    let Some((other, _)) = state.replicas_in(dir).into_iter().find(follows) else { return Ok(()) };
+    let (other, name) = (source::file_name(&other), source::file_name(path));
+    Err(SyncError::Refused(format!(
+        "{} has no {name}, and {other} there is a replica of the same source: rename {other}, or the link by that name, to {name}. If it is not wanted any \
+         more, run \"dsync forget\" there first",
+        dir.display()
+    )))
+}
+
 /// Refuses a folder in which the replicas of another group of that name are: each commit would leave out those of the other.
 fn refuse_another(group: &Group, asked: &OpenGroup, dir: &Path, state: &dyn Site) -> Result<(), SyncError> {
     let Some(intent) = group.intent() else { return Ok(()) };
@@ -132,9 +148,7 @@ impl ReplicaEnd<'_> {
                 return Ok(());
             };
             let done = group.commit(cut, &mut replicas)?;
-            for (replica, _) in replicas.iter().zip(&proven).filter(|(_, proven)| **proven) {
-                let _ = replica.note_verdict(0);
-            }
+            replicas.iter().zip(proven).for_each(|(replica, proven)| replica.note_synced(proven));
             // Of those to which nothing was sent as well.
             replicas.iter_mut().try_for_each(Replica::apply_options)?;
             let committed = done.iter().zip(&mut replicas).map(|(done, replica)| {

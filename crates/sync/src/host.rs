@@ -106,6 +106,14 @@ impl Site for StateDir {
         group.open_members(dir, &open_options(None, self), apart)
     }
 
+    fn replicas_in(&self, dir: &Path) -> Vec<(PathBuf, Lineage)> {
+        let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+        let visible = entries.filter(|entry| !entry.file_name().to_string_lossy().starts_with('.'));
+        let paths = visible.map(|entry| entry.path()).filter(|path| path.exists() && !path.is_dir());
+        let found = paths.filter_map(|path| Some((self.lineage(&path, &self.opening(None)).ok()??, path)));
+        found.map(|(lineage, path)| (path, lineage)).collect()
+    }
+
     fn name_in(&self, dir: &Path, path: &Path) -> String {
         replica::name_in(dir, path)
     }

@@ -84,6 +84,9 @@ pub(crate) const VERDICT: u8 = 20;
 pub(crate) struct Found {
     /// Bytes that differ, now that it has ended; 0 if they were repaired.
     pub bytes_differing: u64,
+    /// Blocks that changed since the replica's epoch were not compared.
+    #[serde(default)]
+    pub but_changed: bool,
 }
 
 /// Opens a replica.

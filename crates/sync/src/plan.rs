@@ -32,6 +32,12 @@ pub(crate) struct Facts<'a> {
     pub began: Option<Epoch>,
     /// The promotions that led to it.
     pub line: &'a Line,
+    /// The last batch that the replica got is its own.
+    pub made: bool,
+    /// The replica's epoch is in its history.
+    pub knows: bool,
+    /// The last epoch that the promotions say both to have had, if it is in its history.
+    pub common: Option<Epoch>,
     /// What is known of two sources, where the destination is one of the same id.
     pub two: TwoSources,
     /// The replica, as the user named it.
@@ -225,7 +231,7 @@ pub(crate) fn refuse_diverged(
     let leads = || facts.line.leads_from(&replica.role.line, &epoch);
     // Where the lines do not tell, a source that no replica took over from has all of it.
     let alone = term == facts.term && (facts.began.is_none() || facts.line.is_unknown());
-    let has_all = facts.line.has_all_of(&replica.role.line).unwrap_or(alone);
+    let has_all = facts.made || facts.line.has_all_of(&replica.role.line).unwrap_or(alone);
     match &facts.history {
         // Before this term there may have been other branches, which its history does not tell apart. The promotions do, where
         // they are known: a replica that got a delta from a file does not know whose it was.
@@ -237,9 +243,13 @@ pub(crate) fn refuse_diverged(
         // A former source was given up for whichever goes on from an epoch of it.
         Knowledge::Foreign(_) if demoted => {
             let next = facts.began.filter(|_| term + 1 == facts.term);
-            let common = facts.line.common(&replica.role.line).or(next);
+            let common = facts.common.or(next);
             // What its own history does not reach, it could not be demoted at.
             diverged(term, common.filter(|common| status.demotes_anew.contains(common)), other_branch)
+        }
+        // One that was the source after this one, at an epoch that this one may never have had.
+        Knowledge::Lost(_) if demoted && term > facts.term && !facts.knows => {
+            diverged(term, None, other_branch)
         }
         // Of one number there may be two terms.
         Knowledge::Lost(_) if term == facts.term && !demoted && leads() == Some(false) => {
@@ -251,9 +261,7 @@ pub(crate) fn refuse_diverged(
             diverged(term, facts.began, Divergence::Ahead { epoch: epoch.number, bytes })
         }
         _ if demoted || term == facts.term => Ok(()),
-        _ if term > facts.term => {
-            diverged(term, facts.line.common(&replica.role.line), Divergence::Superseded)
-        }
+        _ if term > facts.term => diverged(term, facts.common, Divergence::Superseded),
         Knowledge::Foreign(_) => diverged(term, facts.began, other_branch),
         // Past the beginning of this term, it is of the earlier one.
         Knowledge::Lost(_) if facts.began.is_some_and(|began| epoch.number > began.number) => {
@@ -582,6 +590,9 @@ mod tests {
             term: (2..4).find(|term| has(&format!("term{term}"))).unwrap_or(1),
             began: (2..4).find(|term| has(&format!("term{term}"))).map(|_| epoch(5)),
             line: &line(words),
+            made: has("made"),
+            knows: !has("never"),
+            common: line(words).common(&status.replica.role.line).filter(|_| !has("never")),
             two: TwoSources {
                 common: has("common").then(|| epoch(5)),
                 here: Since::of(has("wrote").then_some(Some(2 * BLOCK))),
@@ -723,6 +734,12 @@ mod tests {
             ("unsure batches at 5 term2; term2 line:2a5", "Diverged"),
             ("unsure batches at 5 term2; term2", "tracked"),
             ("unsure batches at 5 term3; term2", "Diverged"),
+            // But the last batch that it got is known to be its own.
+            ("unsure batches at 5 term2; term2 line:2a5 made", "tracked"),
+            // It was the source after this one, from an epoch on that is not known to be of this one.
+            ("unsure demoted at 5 term2; gap", "compare, compared: the host crashed"),
+            ("unsure demoted at 5 term2; gap never", "Diverged"),
+            ("unsure demoted at 5 term2; gap never --adopt", "compare, compared: the replica was adopted"),
             // The promotions tell whether it is further back on the way to this term.
             ("at 4 line:; term3 gap line:2a3,3b5", "Diverged"),
             ("at 4 term2 line:2a3; term3 gap line:2a3,3b5", "compare, compared: the host crashed"),
@@ -815,12 +832,12 @@ mod tests {
             // The history of one of them does not go back to that epoch.
             (
                 "none source1; term2 common theirs",
-                [
-                    "demote --since 5 --save FILE /replica\" where far:/replica is",
-                    "demote --save FILE /source",
-                ],
+                ["demote --since 5 --discard /replica\" where far:/replica is", "demote --discard /source"],
             ),
-            ("none source1; term2 common theirs", ["apart since epoch 5", "sync from there with --adopt"]),
+            (
+                "none source1; term2 common theirs",
+                ["cannot be saved as a delta", "sync from there with --adopt"],
+            ),
         ] {
             let (replica_words, words) = situation.split_once(';').unwrap_or((situation, ""));
             let text = chosen(&replica(replica_words), words).unwrap_err().to_string();

@@ -215,6 +215,10 @@ pub(crate) fn succession(
         Some(why) => Err(format!("the disk was changed while its promotion was interrupted: {why}")),
         // Other replicas at its epoch need not hold what it holds of later moments.
         None if outlook.fuzzy => Err("it was copied from a disk in use without a freeze".into()),
+        // Where it differs is in no record.
+        None if outlook.verdict.is_some() => {
+            Err("it differed from its source when it was verified, before it was promoted".into())
+        }
         None => {
             let blocks = Bitmap::new(size.div_ceil(block_size.into()));
             status.unsure.mark(&blocks, block_size.into());

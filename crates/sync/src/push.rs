@@ -74,13 +74,7 @@ pub(crate) fn push_over(
     })();
     account.synced(&pushed);
     pushed.map(|mut summary| {
-        summary.warnings.extend(account.unrepaired().map(|(bytes, time)| {
-            format!(
-                "it differed from its source in {} when it was verified on {}, and that was not repaired: run \"dsync verify --repair\"",
-                device::human_size(bytes),
-                device::moment(time)
-            )
-        }));
+        account.say_unrepaired(&mut summary);
         summary
     })
 }

@@ -74,6 +74,9 @@ pub struct Summary {
     pub warnings: Vec<String>,
     /// Bytes that writers had to save for the view.
     pub view_bytes: u64,
+    /// Bytes in which the replica differed when it was verified last, and when, if that was not repaired since.
+    #[serde(skip)]
+    pub unrepaired: Option<(u64, u64)>,
 }
 
 impl Summary {
@@ -106,6 +109,7 @@ impl Summary {
             recovered: None,
             warnings: Vec::new(),
             view_bytes: 0,
+            unrepaired: None,
         }
     }
 

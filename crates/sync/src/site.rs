@@ -110,6 +110,10 @@ pub trait Site: Sync {
     /// # Errors
     /// As there.
     fn members(&self, group: &Group, dir: &Path, apart: bool) -> replica::Result<Vec<Replica>>;
+    /// The replicas in a folder, by the names and links that lead to them there, as far as they can be looked at.
+    fn replicas_in(&self, _dir: &Path) -> Vec<(PathBuf, Lineage)> {
+        Vec::new()
+    }
     /// As [`replica::name_in`].
     fn name_in(&self, dir: &Path, path: &Path) -> String;
     /// As [`source::group_members`].

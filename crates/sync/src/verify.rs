@@ -23,7 +23,7 @@ use crate::account::Account;
 use crate::compared::Comparison;
 use crate::error::SyncError;
 use crate::extents::Extents;
-use crate::facts::{bookmark, facts};
+use crate::facts::{bookmark, facts, unknown_batch};
 use crate::messages::{Found, Open, PLAN, Plan, Status, VERDICT, open, part, text};
 use crate::options::{SyncOptions, Way};
 use crate::pack::{DeltaSender, Packing};
@@ -93,6 +93,9 @@ pub struct Verified {
     pub unreadable_there: Extents,
     /// What differed was sent and committed.
     pub repaired: bool,
+    /// Blocks that changed since the replica's epoch were not compared.
+    #[serde(skip)]
+    pub passed_over: bool,
     /// The epoch of the replica afterwards.
     pub epoch_after: u64,
     /// Bytes read from the source.
@@ -156,9 +159,10 @@ pub(crate) fn verify_over(
         let totals = Totals::new(&progress);
         let mut verified = proof.verified(name);
         proof.run(sender, receiver, &mut verified, &totals)?;
-        if let Some(bytes_differing) = proof.found(&verified) {
+        verified.passed_over = proof.passes_over(&verified);
+        if let Some(found) = proof.found(&verified) {
             // What was found is the result, whether the other side notes it or not.
-            let _ = sender.send_json(VERDICT, &Found { bytes_differing });
+            let _ = sender.send_json(VERDICT, &found);
         }
         verified.bytes_read = totals.read.load(Relaxed);
         verified.bytes_sent = traffic.sent();
@@ -168,7 +172,14 @@ pub(crate) fn verify_over(
     })();
     account.ended(&verified, |tally, verified: &Verified| {
         tally.bytes_sent += verified.bytes_sent;
-        tally.verified = Some(LastVerify::now(verified.differing.bytes, verified.repaired));
+        let found = LastVerify::now(verified.differing.bytes, verified.repaired);
+        match &mut tally.verified {
+            // What was found before may be in blocks that were passed over.
+            Some(before) if before.differs() && verified.passed_over && !found.differs() => {
+                before.until_sync = true;
+            }
+            last => *last = Some(found),
+        }
     });
     verified
 }
@@ -237,10 +248,15 @@ impl<'a> Proof<'a> {
 
     /// What the replica is to be told: how much of it is damaged. `None` if that is not known, because differences may be changes, or because
     /// only a part was looked at.
-    fn found(&self, verified: &Verified) -> Option<u64> {
+    fn found(&self, verified: &Verified) -> Option<Found> {
         let left = if verified.repaired { 0 } else { verified.differing.bytes };
         let says = self.lost.is_none() && (left > 0 || self.options.ranges.is_empty());
-        says.then_some(left)
+        says.then(|| Found { bytes_differing: left, but_changed: self.passes_over(verified) })
+    }
+
+    /// True if blocks that changed since the replica's epoch were not compared: the next sync sends them.
+    fn passes_over(&self, verified: &Verified) -> bool {
+        !self.to_view && verified.bytes_changed_since > 0
     }
 
     /// Block size in bytes.
@@ -282,6 +298,7 @@ impl<'a> Proof<'a> {
             unreadable: Extents::default(),
             unreadable_there: Extents::default(),
             repaired: false,
+            passed_over: false,
             epoch_after: self.epoch.number,
             bytes_read: 0,
             bytes_sent: 0,
@@ -389,7 +406,7 @@ fn refuse_sources(
     status: &Status,
     options: &VerifyOptions,
 ) -> Result<(), SyncError> {
-    if status.primary.is_none() && !options.repair {
+    if status.primary.is_none() && !options.repair && unknown_batch(handle, status)?.is_none() {
         return Ok(());
     }
     let sync = SyncOptions { way: options.way.clone(), ..SyncOptions::default() };
