@@ -642,6 +642,31 @@ fn a_rewound_group_knows_nothing_of_the_branch_that_it_left() {
     assert_eq!(before, NAMES.map(|name| image::fingerprint(&d.join(format!("{name}.raw")))));
 }
 
+/// A replica under another name is no reason for a second copy of its source beside it.
+#[test]
+fn a_replica_of_another_name_is_not_copied_anew() {
+    let two = Two::new("a renamed replica");
+    two.sync(&[]).ok();
+    let rename = |from: &str, to: &str| {
+        for (from, to) in
+            [(from.to_owned(), to.to_owned()), (format!(".{from}.dsync"), format!(".{to}.dsync"))]
+        {
+            std::fs::rename(two.dir.join(from), two.dir.join(to)).expect("a replica");
+        }
+    };
+    rename("data.raw", "old.raw");
+    for options in [&[][..], &["-n"]] {
+        two.sync(options)
+            .code(4)
+            .says(&["has no data.raw", "rename old.raw, or the link by that name, to data.raw"]);
+    }
+    assert!(!two.dir.join("data.raw").exists());
+    rename("old.raw", "data.raw");
+    // The name is a part of what the file system says of it.
+    two.sync(&["--adopt"]).ok();
+    two.equal();
+}
+
 /// Two hosts have groups of one name: each commit in one folder would leave out the disks of the other.
 #[test]
 fn two_groups_of_one_name_do_not_share_a_folder() {

@@ -26,6 +26,8 @@ impl Snapshot {
     fn restore(&self, host: &Host) {
         std::fs::write(&host.disk, &self.disk).expect("a disk");
         std::fs::remove_dir_all(host.site.state()).expect("a state");
+        // What a demotion made of it.
+        let _ = std::fs::remove_dir_all(host.disk.with_file_name(".vm.raw.dsync"));
         Run::new("cp").arg("-a").args([self.state.clone(), host.site.state()]).ok();
     }
 }
@@ -120,4 +122,30 @@ fn an_adopted_replica_is_mirrored_on() {
     assert_eq!(synced["method"], "tracked", "{synced}");
     image::assert_equal(&a.disk, &b.disk);
     drop((again, amidst));
+}
+
+/// An old source is rolled back to before the epoch that it had in common with the one that took over: what is there and nowhere else is not
+/// overwritten, also after its demotion, which knows nothing of the part before.
+#[test]
+fn who_took_over_is_not_overwritten_by_a_source_that_is_older_than_that() {
+    let mut random = Random::new("an old source that is rolled back");
+    let (a, b) = (Host::with_disk(4 * MIB, &mut random), Host::new());
+    a.sync(&b, &[]).ok();
+    let snapshot = Snapshot::take(&a, "before");
+    a.write(100..120, &mut random);
+    a.towards(&b, &["demote"]).ok();
+    b.run(&["promote"]).ok();
+    b.write(200..205, &mut random);
+    snapshot.restore(&a);
+    a.write(300..303, &mut random);
+    let has = image::fingerprint(&b.disk).0;
+    a.sync(&b, &[]).code(4).says(&["have diverged", "cannot be saved as a delta", "copy it first"]);
+    let saved = b.new_file();
+    b.site.dsync(["demote", "--save"]).args([&saved, &b.disk]).ok();
+    for options in [&[][..], &["--method", "compare"], &["-n"]] {
+        a.sync(&b, options).code(4).says(&["does not have", "copy the disk there first", "--adopt"]);
+    }
+    assert_eq!(has, image::fingerprint(&b.disk).0);
+    a.sync(&b, &["--adopt"]).ok();
+    image::assert_equal(&a.disk, &b.disk);
 }

@@ -37,6 +37,16 @@ fn flip(path: &Path, within: std::ops::Range<u64>, count: usize, random: &mut Ra
     blocks
 }
 
+/// Flips bits of a host's disk as a fault beneath it does: nothing else shows it.
+fn damage(host: &Host, within: std::ops::Range<u64>, count: usize, random: &mut Random) {
+    let before = std::fs::metadata(&host.disk).and_then(|file| file.modified()).expect("a time");
+    flip(&host.disk, within, count, random);
+    let file = OpenOptions::new().write(true).open(&host.disk).expect("a replica");
+    file.set_modified(before).expect("its time");
+    drop(file);
+    restamp(&host.disk);
+}
+
 /// The blocks that a summary lists.
 fn listed(summary: &serde_json::Value, field: &str) -> BTreeSet<u64> {
     let list = summary[field]["list"].as_array().expect("a list");
@@ -193,14 +203,7 @@ fn a_replica_that_differs_is_not_promoted_without_a_word() {
     let mut random = Random::new("a damaged replica");
     let (near, far) = (Host::with_disk(8 * MIB, &mut random), Host::new());
     near.sync(&far, &[]).ok();
-    let damage = |random: &mut Random| {
-        let before = std::fs::metadata(&far.disk).and_then(|file| file.modified()).expect("a time");
-        flip(&far.disk, 0..8 * MIB, 3, random);
-        let file = OpenOptions::new().write(true).open(&far.disk).expect("a replica");
-        file.set_modified(before).expect("its time");
-        drop(file);
-        restamp(&far.disk);
-    };
+    let damage = |random: &mut Random| damage(&far, 0..8 * MIB, 3, random);
     let is_shown = || {
         let shown = far.run(&["status"]).ok().text();
         let checked = far.site.dsync(["status", "--check"]).output().text();
@@ -226,6 +229,17 @@ fn a_replica_that_differs_is_not_promoted_without_a_word() {
     assert!(!is_shown());
     damage(&mut random);
     near.towards(&far, &["verify"]).code(5);
+    near.towards(&far, &["demote"]).code(4).says(&[
+        "differed from",
+        "before it takes over",
+        "is still the source",
+    ]);
+    // Where the count of the source is lost, the replica knows it.
+    let counts =
+        std::fs::read_dir(near.state_file("source").parent().expect("a folder")).expect("a state").flatten();
+    for count in counts.filter(|file| file.file_name().to_string_lossy().starts_with("tally-")) {
+        std::fs::remove_file(count.path()).expect("a count");
+    }
     near.towards(&far, &["demote"]).ok();
     far.run(&["promote"]).code(4).says(&["it differed from its source in 12.0 KiB", "dsync verify --repair"]);
     // The way that it names.
@@ -234,6 +248,52 @@ fn a_replica_that_differs_is_not_promoted_without_a_word() {
     near.towards(&far, &["demote"]).ok();
     let promoted = far.run(&["promote", "--json"]).ok().summary();
     assert!(promoted["verdict"].is_null(), "{promoted}");
+    image::assert_equal(&near.disk, &far.disk);
+}
+
+/// Where it differs is in no record: the first sync from it looks at everything.
+#[test]
+fn a_replica_that_differs_and_takes_over_is_compared() {
+    let mut random = Random::new("a damaged replica takes over");
+    let (near, far, third) = (Host::with_disk(8 * MIB, &mut random), Host::new(), Host::new());
+    for host in [&far, &third] {
+        near.sync(host, &[]).ok();
+    }
+    damage(&far, 0..8 * MIB, 3, &mut random);
+    near.towards(&far, &["verify"]).code(5);
+    assert!(!far.force()["verdict"].is_null());
+    far.write([9], &mut random);
+    near.run(&["demote", "--since", "1", "--discard"]).ok();
+    for host in [&near, &third] {
+        assert_eq!(far.sync(host, &[]).ok().summary()["method"], "compare");
+        image::assert_equal(&far.disk, &host.disk);
+    }
+    far.write([9], &mut random);
+    assert_eq!(far.sync(&near, &[]).ok().summary()["method"], "tracked");
+    image::assert_equal(&far.disk, &near.disk);
+}
+
+/// What the source has changed since is not compared: what was found there stays known until a sync has sent that.
+#[test]
+fn what_was_not_compared_is_not_cleared() {
+    let mut random = Random::new("a damaged block that changes");
+    let (near, far) = (Host::with_disk(8 * MIB, &mut random), Host::new());
+    near.sync(&far, &[]).ok();
+    damage(&far, 7 * BLOCK..8 * BLOCK, 1, &mut random);
+    near.towards(&far, &["verify"]).code(5);
+    near.write([7], &mut random);
+    let is_known = || {
+        let there = far.run(&["status"]).ok().text().contains("when it was verified on");
+        let here = near.run(&["status"]).ok().text().contains("when verified on");
+        assert_eq!(there, here);
+        there
+    };
+    for options in [&["verify"][..], &["verify", "--repair"]] {
+        near.towards(&far, options).ok();
+        assert!(is_known());
+    }
+    assert_eq!(near.sync(&far, &[]).ok().summary()["method"], "tracked");
+    assert!(!is_known());
     image::assert_equal(&near.disk, &far.disk);
 }
 

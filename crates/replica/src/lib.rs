@@ -116,7 +116,7 @@ pub use role::{Demoted, FIRST_TERM, Promoted, Released, Role};
 pub use settled::{is_committing, settle};
 pub use status::Status;
 pub use unsure::UnsureSet;
-pub use verdict::{Verdict, verdict};
+pub use verdict::{Coverage, Verdict, verdict};
 pub use view::{View, readers};
 pub use view_together::{Wanted, view_together};
 pub use views::Reader;

@@ -26,6 +26,17 @@ pub struct Verdict {
     pub until_sync: bool,
 }
 
+/// How much of a replica a commit makes equal to its source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Coverage {
+    /// Some blocks.
+    Part,
+    /// What changed since its last epoch.
+    Changed,
+    /// All: it was compared or copied.
+    Whole,
+}
+
 impl Verdict {
     /// That of the replica with this folder; `None` if it was never verified, or nothing differed. One that is damaged is none: the next
     /// verification finds it again.
@@ -68,9 +79,10 @@ impl Replica {
         device::replace(folder, NAME, &bytes).map_err(io_error("write", &path))
     }
 
-    /// Notes that a sync was committed; `proven` if it has compared or copied all. What cannot be written is found again.
-    pub fn note_synced(&self, proven: bool) {
-        if proven || self.verdict().is_some_and(|found| found.until_sync) {
+    /// Notes that so much was committed. What cannot be written is found again.
+    pub fn note_committed(&self, coverage: Coverage) {
+        let least = |found: Verdict| if found.until_sync { Coverage::Changed } else { Coverage::Whole };
+        if self.verdict().is_some_and(|found| coverage >= least(found)) {
             let _ = self.note_verdict(0, false);
         }
     }

@@ -10,7 +10,7 @@ use compare::{DigestReport, Scope};
 use delta::{Frame, Units};
 use device::{Disk, Storage};
 use link::{Message, Receiver, Sender};
-use replica::{Commit, DeltaReceiver, Herald, Keep, KnownReplicas, Replica, ReplicaError};
+use replica::{Commit, Coverage, DeltaReceiver, Herald, Keep, KnownReplicas, Replica, ReplicaError};
 use serde::Serialize;
 use source::{SourceError, StateDir};
 
@@ -332,10 +332,7 @@ impl AtEnd {
 pub(crate) enum Taken {
     Committed(Committed),
     Kept,
-    /// `proven`: once it is committed, the replica does not differ from its source.
-    Prepared {
-        proven: bool,
-    },
+    Prepared(Coverage),
 }
 
 /// A path without symbolic links, the same before and after there is a file.
@@ -396,7 +393,7 @@ impl ReplicaEnd<'_> {
         }
         let (seen, at_end) = (kept.as_ref(), AtEnd::of(&plan));
         // By kept digests the source is compared with what the replica held once.
-        let proven = seen.is_none() && receipt.proves();
+        let covers = if seen.is_some() { receipt.covers().min(Coverage::Changed) } else { receipt.covers() };
         let taken = match (&plan.compare, disk) {
             (Some(scope), Some(disk)) => std::thread::scope(|threads| {
                 let answering =
@@ -435,12 +432,12 @@ impl ReplicaEnd<'_> {
         };
         Ok(match taken {
             Taken::Committed(mut committed) => {
-                replica.note_synced(proven);
+                replica.note_committed(covers);
                 committed.warnings = replica.take_warnings();
                 committed.digests = kept.map(|kept| kept.end(replica.status().nonce));
                 Taken::Committed(committed)
             }
-            Taken::Prepared { .. } => Taken::Prepared { proven },
+            Taken::Prepared(_) => Taken::Prepared(covers),
             Taken::Kept => Taken::Kept,
         })
     }
@@ -525,7 +522,7 @@ impl ReplicaEnd<'_> {
             })?;
             if last && at_end == AtEnd::Prepare {
                 receipt.prepare()?;
-                return Ok(Taken::Prepared { proven: false });
+                return Ok(Taken::Prepared(Coverage::Part));
             }
             if last {
                 return Ok(Taken::Committed(Committed::of(&receipt.finish()?)));
@@ -616,7 +613,8 @@ fn merge_into(
     let destination = replica.path().to_path_buf();
     let recovered = replica.status().recovered.clone();
     let mut receipt = replica.receive(header, commit)?;
-    let proven = receipt.proves();
+    // What changed after its end is not in it.
+    let whole = receipt.covers() == Coverage::Whole;
     let committed = loop {
         let unit = match units.next() {
             Ok(Some(unit)) => unit,
@@ -639,7 +637,7 @@ fn merge_into(
         }
         receipt.unit(unit)?;
     };
-    replica.note_synced(proven);
+    replica.note_committed(if whole { Coverage::Whole } else { Coverage::Part });
     let merged = Merged {
         destination,
         source: replica.status().source.unwrap_or_default(),

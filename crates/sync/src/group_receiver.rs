@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use delta::Epoch;
-use replica::{Commit, Group, KnownReplicas, Lineage, Membership, Replica};
+use replica::{Commit, Coverage, Group, KnownReplicas, Lineage, Membership, Replica};
 
 use crate::error::SyncError;
 use crate::far::{Opened, ReplicaEnd, Taken, list, open_member, say_status};
@@ -141,14 +141,14 @@ impl ReplicaEnd<'_> {
             for replica in &mut replicas {
                 say_status(self.sender, replica, Commit::Journal)?;
             }
-            let mut proven = vec![false; replicas.len()];
+            let mut covered = vec![Coverage::Part; replicas.len()];
             let Some(cut) =
-                self.take_deltas(&asked.members, &mut replicas, known.as_ref(), &mut group, &mut proven)?
+                self.take_deltas(&asked.members, &mut replicas, known.as_ref(), &mut group, &mut covered)?
             else {
                 return Ok(());
             };
             let done = group.commit(cut, &mut replicas)?;
-            replicas.iter().zip(proven).for_each(|(replica, proven)| replica.note_synced(proven));
+            replicas.iter().zip(covered).for_each(|(replica, covered)| replica.note_committed(covered));
             // Of those to which nothing was sent as well.
             replicas.iter_mut().try_for_each(Replica::apply_options)?;
             let committed = done.iter().zip(&mut replicas).map(|(done, replica)| {
@@ -167,7 +167,7 @@ impl ReplicaEnd<'_> {
         replicas: &mut [Replica],
         known: Option<&KnownReplicas>,
         group: &mut Group,
-        proven: &mut [bool],
+        covered: &mut [Coverage],
     ) -> Result<Option<Epoch>, SyncError> {
         loop {
             let plan: Plan = match self.receiver.recv()? {
@@ -178,8 +178,8 @@ impl ReplicaEnd<'_> {
             };
             plan.check()?;
             let member = plan.member;
-            let (Some(open), Some(replica), Some(proven)) =
-                (members.get(member), replicas.get_mut(member), proven.get_mut(member))
+            let (Some(open), Some(replica), Some(covered)) =
+                (members.get(member), replicas.get_mut(member), covered.get_mut(member))
             else {
                 return Err(nonsense("a member of the group"));
             };
@@ -190,8 +190,8 @@ impl ReplicaEnd<'_> {
             group.counts();
             list(replica, known);
             match self.take_delta(replica, open, plan)? {
-                Taken::Prepared { proven: proves } => {
-                    *proven = proves;
+                Taken::Prepared(covers) => {
+                    *covered = covers;
                     self.sender.send_json(PREPARED, &())?;
                 }
                 Taken::Committed(committed) => {

@@ -11,6 +11,7 @@ use crate::journal::Contents;
 use crate::lineage::{Step, StepKind, Toward};
 use crate::replica::Replica;
 use crate::trail::Footprint;
+use crate::verdict::Coverage;
 
 mod direct;
 mod journaled;
@@ -267,11 +268,15 @@ impl DeltaReceiver<'_> {
         self.unit_seen(unit, |_| {})
     }
 
-    /// True if nothing differs from the source after its commit, as far as the replica was read for it: all of it was compared or copied.
-    pub fn proves(&self) -> bool {
-        let whole =
-            |h: &Header| !h.partial && (h.is_seed() || h.binds.is_some() && h.method != Method::Tracked);
-        self.decoder.header().is_some_and(whole)
+    /// How much of the replica is equal to the source after its commit, as far as is known.
+    pub fn covers(&self) -> Coverage {
+        match self.decoder.header() {
+            None => Coverage::Part,
+            Some(header) if header.partial => Coverage::Part,
+            Some(header) if header.is_seed() => Coverage::Whole,
+            Some(header) if header.binds.is_some() && header.method != Method::Tracked => Coverage::Whole,
+            Some(_) => Coverage::Changed,
+        }
     }
 
     /// The delta's header.
