@@ -129,23 +129,39 @@ fn an_adopted_replica_is_mirrored_on() {
 #[test]
 fn who_took_over_is_not_overwritten_by_a_source_that_is_older_than_that() {
     let mut random = Random::new("an old source that is rolled back");
-    let (a, b) = (Host::with_disk(4 * MIB, &mut random), Host::new());
-    a.sync(&b, &[]).ok();
-    let snapshot = Snapshot::take(&a, "before");
-    a.write(100..120, &mut random);
-    a.towards(&b, &["demote"]).ok();
-    b.run(&["promote"]).ok();
-    b.write(200..205, &mut random);
-    snapshot.restore(&a);
-    a.write(300..303, &mut random);
-    let has = image::fingerprint(&b.disk).0;
-    a.sync(&b, &[]).code(4).says(&["have diverged", "cannot be saved as a delta", "copy it first"]);
-    let saved = b.new_file();
-    b.site.dsync(["demote", "--save"]).args([&saved, &b.disk]).ok();
-    for options in [&[][..], &["--method", "compare"], &["-n"]] {
-        a.sync(&b, options).code(4).says(&["does not have", "copy the disk there first", "--adopt"]);
+    // Its history leads back to the epoch in common, or it has never known the replica.
+    for later in [false, true] {
+        say(&format!("a replica made after the snapshot: {later}"));
+        let (a, b) = (Host::with_disk(4 * MIB, &mut random), Host::new());
+        if !later {
+            a.sync(&b, &[]).ok();
+        }
+        a.write(0..10, &mut random);
+        let snapshot = Snapshot::take(&a, "before");
+        if later {
+            a.sync(&b, &[]).ok();
+        }
+        a.write(100..120, &mut random);
+        a.towards(&b, &["demote"]).ok();
+        b.run(&["promote"]).ok();
+        b.write(200..205, &mut random);
+        snapshot.restore(&a);
+        let c = Host::new();
+        for block in 300..310 {
+            a.write([block], &mut random);
+            if block >= 308 {
+                a.sync(&c, &[]).ok();
+            }
+        }
+        let has = image::fingerprint(&b.disk).0;
+        a.sync(&b, &[]).code(4).says(&["have diverged", "cannot be saved as a delta", "copy it first"]);
+        let saved = b.new_file();
+        b.site.dsync(["demote", "--save"]).args([&saved, &b.disk]).ok();
+        for options in [&[][..], &["--method", "compare"], &["-n"]] {
+            a.sync(&b, options).code(4).says(&["does not have", "copy the disk there first", "--adopt"]);
+        }
+        assert_eq!(has, image::fingerprint(&b.disk).0);
+        a.sync(&b, &["--adopt"]).ok();
+        image::assert_equal(&a.disk, &b.disk);
     }
-    assert_eq!(has, image::fingerprint(&b.disk).0);
-    a.sync(&b, &["--adopt"]).ok();
-    image::assert_equal(&a.disk, &b.disk);
 }
