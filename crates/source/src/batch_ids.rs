@@ -185,7 +185,7 @@ mod tests {
     fn what_was_noted_ahead_lapses() {
         let (_place, folder) = folder();
         let mut ids = BatchIds::default();
-        (0..100).for_each(|_| drop(ids.next(&folder, 1)));
+        (0..100).for_each(|_| _ = ids.next(&folder, 1));
         let before = std::fs::read(folder.path().join(NAME)).unwrap();
         std::thread::sleep(NOTED_EVERY);
         let later = ids.next(&folder, 1);
