@@ -290,15 +290,7 @@ pub(crate) fn follow(
     let epoch = match last_sync {
         Some(last_sync) => {
             let synced = last_sync(handle)?;
-            if let Some((bytes, time)) = synced.unrepaired {
-                return Err(SyncError::Refused(format!(
-                    "{} differed from {path} in {} when it was verified on {}, and that was not repaired: run \"dsync verify --repair\" \
-                     before it takes over, or sync with --method compare. {path} is still the source",
-                    synced.destination,
-                    device::human_size(bytes),
-                    device::moment(time)
-                )));
-            }
+            refuse_unrepaired(&about.path, &synced)?;
             match synced.epoch {
                 Some(epoch) => handle.epoch(&epoch.to_string())?,
                 // A dry run.
@@ -358,6 +350,19 @@ pub(crate) fn follow(
         saved: summary.saved.as_ref().and(handle.last_epoch()?),
     };
     Ok((summary, demotion))
+}
+
+/// Refuses to hand over to a replica that verification found different.
+fn refuse_unrepaired(path: &Path, synced: &Summary) -> Result<(), SyncError> {
+    let Some((bytes, time)) = synced.unrepaired else { return Ok(()) };
+    Err(SyncError::Refused(format!(
+        "{} differed from {path} in {} when it was verified on {}, and that was not repaired: run \"dsync verify --repair\" \
+         before it takes over, or sync with --method compare. {path} is still the source",
+        synced.destination,
+        device::human_size(bytes),
+        device::moment(time),
+        path = path.display()
+    )))
 }
 
 pub(crate) fn refuse_in_use(handle: &Handle) -> Result<(), SyncError> {
