@@ -377,7 +377,11 @@ fn two_sources_name_the_last_epoch_in_common() {
     // The history of c begins later.
     let at_a = format!("dsync demote --since {common} --save FILE {}\" where", a.disk.display());
     let adopt = "sync from there with --adopt, which compares everything";
-    refused([&c, &a], c.sync(&a, &[]), &[&apart, "(term 3)", "(term 2)", &at_a, "--save FILE /", adopt]);
+    refused(
+        [&c, &a],
+        c.sync(&a, &[]),
+        &[&apart, "(term 3)", "(term 2)", &at_a, "copy /", "dsync demote --discard /", adopt],
+    );
     let there = format!("dsync demote --since {common} --save FILE {}", a.disk.display());
     refused(
         [&a, &c],
@@ -385,7 +389,7 @@ fn two_sources_name_the_last_epoch_in_common() {
         &[&apart, &there, "sync again with --adopt, which compares everything"],
     );
     // As it says.
-    c.run(&["demote", "--save", c.new_file().to_str().expect("a path")]).ok();
+    c.run(&["demote", "--discard"]).ok();
     a.sync(&c, &[]).code(4).says(&["--adopt"]);
     assert_eq!(summary(a.sync(&c, &["--adopt"]))["method"], "compare");
     equal(&a, &c);

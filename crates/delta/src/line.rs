@@ -86,6 +86,12 @@ impl Line {
         ours.iter().chain(theirs).map(|term| term.began).min_by_key(|epoch| epoch.number)
     }
 
+    /// True if one of the terms began at an epoch that two sources have in common, or later: it is in this one's past, whether its history goes
+    /// back so far or not.
+    pub fn has_begun_from(&self, common: &Epoch) -> bool {
+        self.terms.iter().any(|term| term.began.number >= common.number)
+    }
+
     /// Whether an epoch of a disk that follows `other` is in the past of a source with this line; `None` if the lines do not
     /// tell.
     pub fn leads_from(&self, other: &Line, epoch: &Epoch) -> Option<bool> {

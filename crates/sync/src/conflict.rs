@@ -163,6 +163,8 @@ pub enum Divergence {
 pub struct Since {
     /// Its history goes back to that epoch.
     pub reaches: bool,
+    /// That epoch is known to be in its past. Where it is not, it may be that of another branch, and the other source have more than it wrote since.
+    pub has: bool,
     /// Bytes written to it since, as far as that is known.
     pub bytes: Option<u64>,
 }
@@ -170,7 +172,7 @@ pub struct Since {
 impl Since {
     /// `None`: its history does not go back so far.
     pub(crate) fn of(bytes: Option<Option<u64>>) -> Since {
-        Since { reaches: bytes.is_some(), bytes: bytes.flatten() }
+        Since { reaches: bytes.is_some(), has: bytes.is_some(), bytes: bytes.flatten() }
     }
 
     fn told(&self, least: &str) -> String {
@@ -189,35 +191,34 @@ impl fmt::Display for Diverged {
         let since = common.map_or("an epoch that is not known".into(), |epoch| format!("epoch {epoch}"));
         match self.divergence {
             Divergence::TwoSources { here, there } => {
-                // Where a history does not go back so far, nothing tells what is to be sent, nor what only the other has.
-                let both = here.reaches && there.reaches;
-                let demote = |side: Since| match common.filter(|_| side.reaches) {
-                    Some(epoch) if both => format!("dsync demote --since {epoch} --save FILE"),
-                    Some(epoch) => format!("dsync demote --since {epoch} --discard"),
-                    None => "dsync demote --discard".into(),
-                };
-                let (saved, adopt, cost) = match both {
-                    true => (
-                        "one of the two has to be given up, or saved",
-                        "",
-                        ". Either sync sends the differences alone",
-                    ),
-                    false => (
-                        "one of the two has to be given up. What only that has cannot be saved as a delta: copy it first if it is wanted",
-                        " with --adopt, which compares everything",
-                        "",
+                // Its history has to go back to an epoch that the other has, too: nothing else tells what only it has.
+                let saves = |side: Since, other: Since| side.reaches && other.has;
+                let demote = |name: &dyn fmt::Display, side: Since, other: Since| match common
+                    .filter(|_| side.reaches)
+                {
+                    Some(epoch) if other.has => format!("run \"dsync demote --since {epoch} --save FILE"),
+                    since => format!(
+                        "copy {name} first if what only that has is wanted (it cannot be saved as a delta), run \"dsync demote {}--discard",
+                        since.map_or(String::new(), |epoch| format!("--since {epoch} "))
                     ),
                 };
+                let adopt = |saves: bool| if saves { "" } else { " with --adopt, which compares everything" };
+                let (saves_here, saves_there) = (saves(here, there), saves(there, here));
+                let cost =
+                    if saves_here && saves_there { ". Either sync sends the differences alone" } else { "" };
                 write!(
                     f,
                     "{path} (term {term}) and {destination} (term {other_term}) have diverged: both are sources with the same \
                      id, apart since {since}. Nothing was changed. Since then {} was written to {path}, and {} to \
-                     {destination}; {saved}. To keep {path}, run \"{} {place}\" where {destination} is, then sync \
-                     again{adopt}. To keep {destination}, run \"{} {path}\" here, then sync from there{adopt}{cost}",
+                     {destination}; one of the two has to be given up, or saved. To keep {path}, {} {place}\" \
+                     where {destination} is, then sync again{}. To keep {destination}, {} {path}\" here, then sync from \
+                     there{}{cost}",
                     here.told(""),
                     there.told("at least "),
-                    demote(there),
-                    demote(here),
+                    demote(destination, there, here),
+                    adopt(saves_there),
+                    demote(&path, here, there),
+                    adopt(saves_here),
                 )
             }
             Divergence::Superseded => write!(

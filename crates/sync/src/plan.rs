@@ -595,7 +595,10 @@ mod tests {
             common: line(words).common(&status.replica.role.line).filter(|_| !has("never")),
             two: TwoSources {
                 common: has("common").then(|| epoch(5)),
-                here: Since::of(has("wrote").then_some(Some(2 * BLOCK))),
+                here: Since {
+                    has: has("wrote") || has("begun"),
+                    ..Since::of(has("wrote").then_some(Some(2 * BLOCK)))
+                },
                 there: Since::of(has("theirs").then_some(Some(3 * BLOCK))),
             },
             name: "far:/replica",
@@ -836,7 +839,16 @@ mod tests {
             ),
             (
                 "none source1; term2 common theirs",
-                ["cannot be saved as a delta", "sync from there with --adopt"],
+                ["copy far:/replica first", "(it cannot be saved as a delta)"],
+            ),
+            (
+                "none source1; term2 common theirs",
+                ["sync again with --adopt", "sync from there with --adopt"],
+            ),
+            // Though that is in its past.
+            (
+                "none source1; term2 common theirs begun",
+                ["demote --since 5 --save FILE /replica\" where", "copy /source first"],
             ),
         ] {
             let (replica_words, words) = situation.split_once(';').unwrap_or((situation, ""));

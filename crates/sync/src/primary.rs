@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use delta::Epoch;
+use delta::{Epoch, Line};
 use extents::Bitmap;
 use replica::FIRST_TERM;
 use source::{About, Handle, History, Position, SourceError};
@@ -119,7 +119,11 @@ pub(crate) fn two_sources(handle: &Handle, theirs: &Primary) -> Result<TwoSource
     });
     let counted = common.is_some() && common == theirs.common.or(theirs.began);
     let there = (counted && (theirs.reaches || theirs.written.is_some())).then_some(theirs.written);
-    Ok(TwoSources { common, here: Since::of(here), there: Since::of(there) })
+    let since = |bytes: Option<Option<u64>>, line: &Line| {
+        let begun = common.is_some_and(|common| line.has_begun_from(&common));
+        Since { has: bytes.is_some() || begun, ..Since::of(bytes) }
+    };
+    Ok(TwoSources { common, here: since(here, &about.line), there: since(there, &theirs.line) })
 }
 
 /// Bytes written to a source after an epoch, at least: those are not counted that another program wrote. `None` if that is not known.
