@@ -154,7 +154,11 @@ fn who_took_over_is_not_overwritten_by_a_source_that_is_older_than_that() {
             }
         }
         let has = image::fingerprint(&b.disk).0;
-        a.sync(&b, &[]).code(4).says(&["have diverged", "cannot be saved as a delta", "first if what only that has is wanted"]);
+        a.sync(&b, &[]).code(4).says(&[
+            "have diverged",
+            "cannot be saved as a delta",
+            "first if what only that has is wanted",
+        ]);
         let saved = b.new_file();
         b.site.dsync(["demote", "--save"]).args([&saved, &b.disk]).ok();
         for options in [&[][..], &["--method", "compare"], &["-n"]] {
