@@ -658,7 +658,7 @@ fn a_replica_of_another_name_is_not_copied_anew() {
     for options in [&[][..], &["-n"]] {
         two.sync(options)
             .code(4)
-            .says(&["has no data.raw", "rename old.raw, or the link by that name, to data.raw"]);
+            .says(&["has no data.raw", "rename old.raw to data.raw", ".old.raw.dsync"]);
     }
     assert!(!two.dir.join("data.raw").exists());
     rename("old.raw", "data.raw");

@@ -219,6 +219,7 @@ fn a_replica_that_differs_is_not_promoted_without_a_word() {
     assert!(is_shown());
     // A sound part tells nothing of the rest.
     near.towards(&far, &["verify", "--range", "0:4K"]).output();
+    assert!(near.run(&["status"]).ok().text().contains("when verified on"));
     near.sync(&far, &[]).ok();
     assert!(is_shown());
     near.towards(&far, &["verify", "--repair"]).ok();
@@ -271,6 +272,47 @@ fn a_replica_that_differs_and_takes_over_is_compared() {
     far.write([9], &mut random);
     assert_eq!(far.sync(&near, &[]).ok().summary()["method"], "tracked");
     image::assert_equal(&far.disk, &near.disk);
+}
+
+/// After that the disk is what its sources say: what was found is of no use, neither where it is nor where it was.
+#[test]
+fn a_replica_that_was_the_source_meanwhile_is_handed_over_to() {
+    let mut random = Random::new("a damaged replica, there and back");
+    let (near, far) = (Host::with_disk(8 * MIB, &mut random), Host::new());
+    near.sync(&far, &[]).ok();
+    damage(&far, 0..8 * MIB, 3, &mut random);
+    near.towards(&far, &["verify"]).code(5);
+    far.force();
+    near.run(&["demote", "--since", "1", "--discard"]).ok();
+    far.sync(&near, &[]).ok();
+    for (from, to) in [(&far, &near), (&near, &far)] {
+        from.towards(to, &["demote"]).ok();
+        let promoted = to.run(&["promote", "--json"]).ok().summary();
+        assert!(promoted["verdict"].is_null(), "{promoted}");
+    }
+    image::assert_equal(&near.disk, &far.disk);
+}
+
+/// A moment from before it was mended has the damage.
+#[test]
+fn what_was_mended_is_known_again_after_a_rewind_to_before_that() {
+    let mut random = Random::new("a damaged moment");
+    let (near, far) = (Host::with_disk(8 * MIB, &mut random), Host::new());
+    near.sync(&far, &["--keep-last", "10"]).ok();
+    damage(&far, 0..8 * MIB, 3, &mut random);
+    near.towards(&far, &["verify"]).code(5);
+    near.write([9], &mut random);
+    let mended = number(&near.sync(&far, &["--method", "compare"]).ok().summary(), "epoch");
+    let is_known = || far.run(&["status"]).ok().text().contains("when it was verified on");
+    assert!(!is_known());
+    near.write([10], &mut random);
+    near.sync(&far, &[]).ok();
+    far.run(&["rewind", "--to", &mended.to_string()]).ok();
+    assert!(!is_known());
+    far.run(&["rewind", "--to", "1"]).ok();
+    assert!(is_known());
+    let promoted = far.force();
+    assert!(!promoted["verdict"].is_null(), "{promoted}");
 }
 
 /// What the source has changed since is not compared: what was found there stays known until a sync has sent that.

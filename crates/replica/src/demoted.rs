@@ -101,6 +101,8 @@ impl Replica {
         let unsure = self.keep_unsure(&unsure, "the disk is the source that it was")?;
         let also = also[also.len().saturating_sub(Demoted::MOST)..].to_vec();
         let demoted = Some(Demoted { since: now(), also, told: None, saved: demotion.saved });
+        // Where it was the replica that was found to differ, its history as a source begins with a gap.
+        self.forget_verdict()?;
         *self.lineage_mut() = Lineage {
             source: Some(demotion.source),
             epoch,

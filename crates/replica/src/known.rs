@@ -83,7 +83,7 @@ impl KnownPast {
             rewound: rewound.is_some_and(|(state, _)| state == lineage.nonce),
             given_up: settings.and_then(|settings| settings.given_up),
             is_empty: past::is_empty(dir),
-            verdict: Verdict::load(dir).filter(|_| lineage.role.promoted.is_none()),
+            verdict: Verdict::standing(dir).filter(|_| lineage.role.promoted.is_none()),
         }
     }
 }

@@ -116,6 +116,7 @@ impl Replica {
                 "cannot be brought back to that moment: \"dsync rewind\" without --to lists those that it can",
             );
         };
+        self.note_return(moment.epoch.number)?;
         self.note_rewind(&moment)?;
         // To make room, the moment itself might be dropped.
         self.set_rewinds(true);

@@ -24,6 +24,9 @@ pub struct Verdict {
     /// A later one found the rest to be equal, but for blocks that its source changed meanwhile: the next sync sends those.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub until_sync: bool,
+    /// The epoch at which it was mended. What is kept of earlier moments may bring it back.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    mended: Option<u64>,
 }
 
 /// How much of a replica a commit makes equal to its source.
@@ -38,9 +41,14 @@ pub enum Coverage {
 }
 
 impl Verdict {
-    /// That of the replica with this folder; `None` if it was never verified, or nothing differed. One that is damaged is none: the next
+    /// That of the replica with this folder; `None` if it was never verified, or nothing differs. One that is damaged is none: the next
     /// verification finds it again.
-    pub(crate) fn load(folder: &dyn Folder) -> Option<Verdict> {
+    pub(crate) fn standing(folder: &dyn Folder) -> Option<Verdict> {
+        Verdict::load(folder).filter(|found| found.mended.is_none())
+    }
+
+    /// Also one that was mended since.
+    fn load(folder: &dyn Folder) -> Option<Verdict> {
         let file = folder.open(NAME, false).ok()?;
         let mut bytes = vec![0; file.len().ok()?.min(1 << 10) as usize];
         file.read_at(0, &mut bytes).ok()?;
@@ -51,13 +59,13 @@ impl Verdict {
 /// What the last verification of the replica at `path` found, and was not repaired. Takes no lock.
 pub fn verdict(path: &Path, options: &Options) -> Option<Verdict> {
     let folder = state_folder(path, options).ok()?;
-    Verdict::load(&Dir::existing(&folder).ok()?)
+    Verdict::standing(&Dir::existing(&folder).ok()?)
 }
 
 impl Replica {
     /// What the last verification found, and was not repaired.
     pub fn verdict(&self) -> Option<Verdict> {
-        Verdict::load(self.state())
+        Verdict::standing(self.state())
     }
 
     /// Notes what a verification found: so many bytes differ, or none any more. `but_changed`: what its source changed since was not compared.
@@ -65,18 +73,41 @@ impl Replica {
     /// # Errors
     /// If it cannot be written.
     pub fn note_verdict(&self, bytes_differing: u64, but_changed: bool) -> Result<()> {
-        let (folder, path) = (self.state(), self.folder().join(NAME));
-        let found = match (bytes_differing, Verdict::load(folder)) {
-            (0, None) => return Ok(()),
-            (0, Some(before)) if but_changed => Verdict { until_sync: true, ..before },
-            (0, Some(_)) => {
-                let removed = folder.remove(NAME).and_then(|()| folder.sync());
-                return removed.map_err(io_error("remove", &path));
+        match (bytes_differing, self.verdict()) {
+            (0, None) => Ok(()),
+            (0, Some(before)) if but_changed => self.store_verdict(Verdict { until_sync: true, ..before }),
+            (0, Some(before)) => {
+                let mended = Some(self.status().epoch.map_or(0, |epoch| epoch.number));
+                self.store_verdict(Verdict { mended, ..before })
             }
-            _ => Verdict { time: now(), bytes_differing, until_sync: false },
-        };
+            _ => self.store_verdict(Verdict { time: now(), bytes_differing, until_sync: false, mended: None }),
+        }
+    }
+
+    fn store_verdict(&self, found: Verdict) -> Result<()> {
+        let (folder, path) = (self.state(), self.folder().join(NAME));
         let bytes = serde_json::to_vec(&found).map_err(|e| io_error("write", &path)(e.into()))?;
         device::replace(folder, NAME, &bytes).map_err(io_error("write", &path))
+    }
+
+    /// What was found before this moment comes back with it; durable on return.
+    pub(crate) fn note_return(&self, epoch: u64) -> Result<()> {
+        match Verdict::load(self.state()) {
+            Some(found) if found.mended.is_some_and(|mended| epoch < mended) => {
+                self.store_verdict(Verdict { mended: None, ..found })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Nothing is known of the disk any more as a replica: its own history begins anew.
+    pub(crate) fn forget_verdict(&self) -> Result<()> {
+        match self.state().remove(NAME) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(io_error("remove", &self.folder().join(NAME))(error))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Notes that so much was committed. What cannot be written is found again.

@@ -393,7 +393,8 @@ impl History {
         if epoch.number >= first {
             return Err(SourceError::Foreign(format!(
                 "the replica's epoch {} is not this source's epoch of that number: one of the two is a copy that has \
-                 diverged. \"dsync sync --adopt\" compares everything, overwrites what differs in the replica, and continues from here",
+                 diverged. If what the replica has is wanted, \"dsync promote --force\" where it is makes that the source; \"dsync sync --adopt\" \
+                 compares everything, overwrites what differs in the replica, and continues from here",
                 epoch.number
             )));
         }

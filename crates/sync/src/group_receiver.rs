@@ -97,8 +97,9 @@ fn refuse_renamed(open: &Open, path: &Path, dir: &Path, state: &dyn Site) -> Res
     let Some((other, _)) = state.replicas_in(dir).into_iter().find(follows) else { return Ok(()) };
     let (other, name) = (source::file_name(&other), source::file_name(path));
     Err(SyncError::Refused(format!(
-        "{} has no {name}, and {other} there is a replica of the same source: rename {other}, or the link by that name, to {name}. If it is not wanted any \
-         more, run \"dsync forget\" there first",
+        "{} has no {name}, and {other} there is a replica of the same source: rename {other} to {name}. A link is \
+         renamed by itself; a file together with its folder .{other}.dsync, and --adopt then compares it once. If it is not wanted any more, run \
+         \"dsync forget\" there first",
         dir.display()
     )))
 }

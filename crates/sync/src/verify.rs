@@ -174,8 +174,9 @@ pub(crate) fn verify_over(
         tally.bytes_sent += verified.bytes_sent;
         let found = LastVerify::now(verified.differing.bytes, verified.repaired);
         match &mut tally.verified {
-            // What was found before may be in blocks that were passed over.
-            Some(before) if before.differs() && verified.passed_over && !found.differs() => {
+            // What was found before may be in blocks that were not looked at.
+            Some(before) if before.differs() && !found.differs() && !options.ranges.is_empty() => {}
+            Some(before) if before.differs() && !found.differs() && verified.passed_over => {
                 before.until_sync = true;
             }
             last => *last = Some(found),
