@@ -656,9 +656,7 @@ fn a_replica_of_another_name_is_not_copied_anew() {
     };
     rename("data.raw", "old.raw");
     for options in [&[][..], &["-n"]] {
-        two.sync(options)
-            .code(4)
-            .says(&["has no data.raw", "rename old.raw to data.raw", ".old.raw.dsync"]);
+        two.sync(options).code(4).says(&["has no data.raw", "rename old.raw to data.raw", ".old.raw.dsync"]);
     }
     assert!(!two.dir.join("data.raw").exists());
     rename("old.raw", "data.raw");

@@ -124,6 +124,45 @@ fn an_adopted_replica_is_mirrored_on() {
     drop((again, amidst));
 }
 
+/// It hands over before it meets the replica that the mirror brought ahead: who takes over knows as much of its batches as it did.
+#[test]
+fn who_takes_over_from_a_rolled_back_host_overwrites_no_batches() {
+    let mut random = Random::new("a host that is rolled back, and hands over");
+    for (rolled_back, to_itself) in [(false, false), (true, false), (false, true), (true, true)] {
+        say(&format!("rolled back: {rolled_back}, taken back: {to_itself}"));
+        let (a, b, c) = (Host::with_disk(4 * MIB, &mut random), Host::new(), Host::new());
+        a.sync(&b, &[]).ok();
+        let [_, amidst] = mirrored(&a, &c, &mut random);
+        let has = image::fingerprint(&c.disk).0;
+        if rolled_back {
+            amidst.restore(&a);
+        }
+        let next = if to_itself {
+            let since = a.sync(&b, &[]).ok().summary()["epoch"].to_string();
+            a.run(&["demote", "--discard", "--since", &since]).ok();
+            a.force();
+            &a
+        } else {
+            a.towards(&b, &["demote"]).ok();
+            b.run(&["promote"]).ok();
+            &b
+        };
+        if rolled_back {
+            for options in [&[][..], &["--method", "compare"], &["-n"]] {
+                next.sync(&c, options).code(4).says(&[
+                    "has diverged",
+                    "the only copy",
+                    "dsync promote --force",
+                ]);
+            }
+            assert_eq!(has, image::fingerprint(&c.disk).0);
+        } else {
+            assert_eq!(next.sync(&c, &[]).ok().summary()["method"], "tracked");
+            image::assert_equal(&next.disk, &c.disk);
+        }
+    }
+}
+
 /// An old source is rolled back to before the epoch that it had in common with the one that took over: what is there and nowhere else is not
 /// overwritten, also after its demotion, which knows nothing of the part before.
 #[test]

@@ -239,6 +239,25 @@ impl Replica {
         source::leave_trail(history, self.state())
     }
 
+    /// Keeps what the source knew of its batches when it ended; durable on return.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn keep_batches(
+        &self,
+        batches: &source::BatchSessions,
+    ) -> std::result::Result<(), source::SourceError> {
+        batches.write(self.state())
+    }
+
+    /// What its sources knew of their batches, as far as it was told.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub fn told_batches(&self) -> std::result::Result<source::BatchSessions, source::SourceError> {
+        source::BatchSessions::read(self.state())
+    }
+
     /// In what way others have changed the disk since it was marked.
     ///
     /// # Errors

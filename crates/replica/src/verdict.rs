@@ -80,7 +80,9 @@ impl Replica {
                 let mended = Some(self.status().epoch.map_or(0, |epoch| epoch.number));
                 self.store_verdict(Verdict { mended, ..before })
             }
-            _ => self.store_verdict(Verdict { time: now(), bytes_differing, until_sync: false, mended: None }),
+            _ => {
+                self.store_verdict(Verdict { time: now(), bytes_differing, until_sync: false, mended: None })
+            }
         }
     }
 

@@ -1,5 +1,6 @@
 //! The ids of batches. Each says in which session of a server the batch was made, and as which of that: so a source whose disk and state
-//! went back together, as a hypervisor's snapshot does it, is told by a replica that got a later batch.
+//! went back together, as a hypervisor's snapshot does it, is told by a replica that got a later batch. A source that ends hands over what it knows to
+//! whichever takes over, which can then tell the same.
 //!
 //! What may have been sent is noted before it is: a crash leaves no replica with a batch that its source does not know.
 
@@ -17,17 +18,21 @@ const NAME: &str = "batches";
 /// Sessions that are remembered; of a batch of an earlier one nothing is said.
 const MOST: usize = 256;
 
+/// The bits of a term that are in an id.
+const TERM: u64 = (1 << 12) - 1;
+
 /// Where batches follow each other in less than that, more of them are noted at once.
 const NOTED_EVERY: Duration = Duration::from_secs(1);
 
-/// The sessions in which a source was followed, oldest first.
-#[derive(Debug, Default, Serialize, Deserialize)]
-struct Sessions(Vec<Session>);
+/// The sessions in which a source was followed, oldest first, in its own term and in those before of which it was told.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BatchSessions(Vec<Session>);
 
 /// One session of a server, in the course of which it was followed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 struct Session {
-    /// Counts the source's sessions, from 1.
+    term: u64,
+    /// 0 if there was none in this term. Counts the source's sessions, from 1.
     number: u32,
     /// Random, 48 bits: after a step back, a number is given once more.
     tag: u64,
@@ -46,38 +51,87 @@ pub(crate) struct BatchIds {
 }
 
 impl Session {
-    /// The id of the batch of this number, made in this term. The version takes four bits of the seventh byte, and the variant two of the ninth.
-    fn id(&self, term: u64, batch: u32) -> Uuid {
+    /// The id of the batch of this number. The version takes four bits of the seventh byte, and the variant two of the ninth.
+    fn id(&self, batch: u32) -> Uuid {
         let mut bytes = [0; 16];
         bytes[..6].copy_from_slice(&self.tag.to_be_bytes()[2..]);
-        bytes[6..8].copy_from_slice(&term.to_be_bytes()[6..]);
+        bytes[6..8].copy_from_slice(&self.term.to_be_bytes()[6..]);
         bytes[9..12].copy_from_slice(&self.number.to_be_bytes()[1..]);
         bytes[12..].copy_from_slice(&batch.to_be_bytes());
         Builder::from_custom_bytes(bytes).into_uuid()
     }
 
-    /// The session of an id, as of its batch; `None` if it is not one of these, or was not made in this term. (Of the term there are 12 bits.)
-    fn of(id: &Uuid, term: u64) -> Option<Session> {
+    /// The session of an id, as of its batch; `None` if it is not one of these. Of the term there are 12 bits.
+    fn of(id: &Uuid) -> Option<Session> {
         let bytes = id.as_bytes();
         let number = |bytes: &[u8]| bytes.iter().fold(0, |number, byte| number << 8 | u64::from(*byte));
         let batches = number(&bytes[12..]) as u32;
-        let session = Session { number: number(&bytes[9..12]) as u32, tag: number(&bytes[..6]), batches };
-        (session.id(term, batches) == *id).then_some(session)
+        let term = number(&bytes[6..8]) & TERM;
+        let session =
+            Session { term, number: number(&bytes[9..12]) as u32, tag: number(&bytes[..6]), batches };
+        (session.id(batches) == *id).then_some(session)
+    }
+
+    fn is_of(&self, term: u64) -> bool {
+        self.term & TERM == term & TERM
     }
 }
 
-impl Sessions {
+impl BatchSessions {
     const LAST: u32 = (1 << 24) - 1;
 
-    fn read(folder: &dyn Folder) -> Result<Sessions, SourceError> {
+    /// Those that are known in the folder of a source's state, or in that of a replica which was told.
+    ///
+    /// # Errors
+    /// If they cannot be read.
+    pub fn read(folder: &dyn Folder) -> Result<BatchSessions, SourceError> {
         read_json(folder, NAME).map(Option::unwrap_or_default)
     }
 
-    fn note(&mut self, session: Session, folder: &dyn Folder) -> Result<(), SourceError> {
-        self.0.retain(|known| known.number < session.number);
+    /// Durable on return.
+    ///
+    /// # Errors
+    /// If they cannot be written.
+    pub fn write(&self, folder: &dyn Folder) -> Result<(), SourceError> {
+        write_json(folder, NAME, self)
+    }
+
+    /// What a source knows in the end, of a term that has ended.
+    ///
+    /// # Errors
+    /// If that cannot be read.
+    pub fn of_ended(folder: &dyn Folder, term: u64) -> Result<BatchSessions, SourceError> {
+        let mut sessions = BatchSessions::read(folder)?;
+        if !sessions.0.iter().any(|session| session.is_of(term)) {
+            // That there was none tells as much.
+            sessions.push(Session { term, number: 0, tag: 0, batches: 0 });
+        }
+        Ok(sessions)
+    }
+
+    /// True if another host may have sent them.
+    pub fn is_sound(&self) -> bool {
+        self.0.len() <= MOST
+    }
+
+    fn push(&mut self, session: Session) {
+        self.0.retain(|known| !known.is_of(session.term) || known.number < session.number);
         self.0.push(session);
         self.0.drain(..self.0.len().saturating_sub(MOST));
-        write_json(folder, NAME, self)
+    }
+
+    /// Whether a batch is one of them. `None` where nothing tells.
+    fn have(&self, batch: &Session, term: u64) -> Option<bool> {
+        let mut known = self.0.iter().filter(|session| session.is_of(batch.term)).peekable();
+        match known.peek() {
+            None if batch.is_of(term) => Some(false),
+            None => None,
+            // Older ones are forgotten.
+            Some(first) if first.number > 1 && batch.number < first.number => None,
+            Some(_) => Some(known.any(|ours| {
+                (ours.number, ours.tag) == (batch.number, batch.tag) && batch.batches <= ours.batches
+            })),
+        }
     }
 }
 
@@ -98,42 +152,37 @@ impl BatchIds {
         let session = match self.session.filter(|session| self.given < session.batches) {
             Some(session) => session,
             None => {
-                let mut sessions = Sessions::read(folder)?;
-                let last = sessions.0.last().map_or(0, |last| last.number);
+                let mut sessions = BatchSessions::read(folder)?;
+                let last = sessions.0.iter().rev().find(|session| session.is_of(term));
+                let number = last.map_or(0, |last| last.number) + 1;
                 let begun =
-                    || Session { number: last + 1, tag: Uuid::new_v4().as_u64_pair().0 >> 16, batches: 0 };
+                    || Session { term, number, tag: Uuid::new_v4().as_u64_pair().0 >> 16, batches: 0 };
                 let mut session = self.session.unwrap_or_else(begun);
                 let soon = self.noted.filter(|(_, at)| at.elapsed() < NOTED_EVERY);
                 let more = soon.map_or(1, |(more, _)| more.saturating_mul(2));
                 session.batches = session.batches.saturating_add(more);
-                if session.number > Sessions::LAST || session.batches == self.given {
+                if session.number > BatchSessions::LAST || session.batches == self.given {
                     return Ok(None);
                 }
-                sessions.note(session, folder)?;
+                sessions.push(session);
+                sessions.write(folder)?;
                 self.noted = Some((more, Instant::now()));
                 *self.session.insert(session)
             }
         };
         self.given += 1;
-        Ok(Some(session.id(term, self.given)))
+        Ok(Some(session.id(self.given)))
     }
 }
 
-/// Whether a batch of this term is the source's: one that it would know if it had made it, and does not, is not. `None` where nothing tells.
+/// Whether a batch was made by the source in this term, or in one before of which it was told: one that it would know then, and does not, was not.
+/// `None` where nothing tells.
 pub(crate) fn is_ours(id: &Uuid, folder: &dyn Folder, term: u64) -> Result<Option<bool>, SourceError> {
-    let Some(theirs) = Session::of(id, term) else { return Ok(None) };
-    let known = match Sessions::read(folder) {
+    let Some(batch) = Session::of(id) else { return Ok(None) };
+    match BatchSessions::read(folder) {
         // What was in it is not known, and syncs do not depend on it.
-        Err(SourceError::Damaged { .. }) => return Ok(None),
-        known => known?.0,
-    };
-    let forgotten = known.len() == MOST && known.first().is_some_and(|first| theirs.number < first.number);
-    let made = |ours: &Session| {
-        (ours.number, ours.tag) == (theirs.number, theirs.tag) && theirs.batches <= ours.batches
-    };
-    match forgotten {
-        true => Ok(None),
-        false => Ok(Some(known.iter().any(made))),
+        Err(SourceError::Damaged { .. }) => Ok(None),
+        known => Ok(known?.have(&batch, term)),
     }
 }
 
@@ -150,11 +199,11 @@ mod tests {
 
     #[test]
     fn an_id_says_of_which_session_it_is() {
-        let session = Session { number: 0xabcdef, tag: 0x1234_5678_9abc, batches: u32::MAX };
-        assert_eq!(Session::of(&session.id(7, u32::MAX), 7), Some(session));
-        assert_eq!(Session::of(&session.id(7, 3), 8), None);
-        assert_eq!(Session::of(&Uuid::new_v4(), 7), None);
-        assert_eq!(Session::of(&Uuid::nil(), 0), None);
+        let session = Session { term: 7, number: 0xabcdef, tag: 0x1234_5678_9abc, batches: u32::MAX };
+        assert_eq!(Session::of(&session.id(u32::MAX)), Some(session));
+        assert_eq!(Session::of(&Session { term: 4096 + 7, ..session }.id(u32::MAX)), Some(session));
+        assert_eq!(Session::of(&Uuid::new_v4()), None);
+        assert_eq!(Session::of(&Uuid::nil()), None);
     }
 
     #[test]
@@ -205,7 +254,27 @@ mod tests {
             BatchIds::default().next(&folder, 1);
         }
         assert_eq!(is_ours(&first, &folder, 1).unwrap(), None);
-        assert_eq!(Sessions::read(&folder).unwrap().0.len(), MOST);
+        assert_eq!(BatchSessions::read(&folder).unwrap().0.len(), MOST);
+    }
+
+    #[test]
+    fn who_takes_over_knows_what_was_handed_over() {
+        let (_place, folder) = folder();
+        let one = BatchIds::default().next(&folder, 1);
+        let before = std::fs::read(folder.path().join(NAME)).unwrap();
+        let later = BatchIds::default().next(&folder, 1);
+        // In the second term nothing was mirrored, and of the third nothing is known.
+        std::fs::write(folder.path().join(NAME), before).unwrap();
+        BatchSessions::of_ended(&folder, 1).unwrap().write(&folder).unwrap();
+        BatchSessions::of_ended(&folder, 2).unwrap().write(&folder).unwrap();
+        let [of_two, of_three] = [2, 3].map(|term| Session { term, number: 1, tag: 7, batches: 1 }.id(1));
+        let made = |id: &Uuid| is_ours(id, &folder, 4).unwrap();
+        assert_eq!(
+            [&one, &later, &of_two, &of_three].map(made),
+            [Some(true), Some(false), Some(false), None]
+        );
+        let own = BatchIds::default().next(&folder, 4);
+        assert_eq!([&own, &one, &later].map(made), [Some(true), Some(true), Some(false)]);
     }
 
     #[test]
@@ -214,7 +283,7 @@ mod tests {
         let (mut ids, mut noted) = (BatchIds::default(), Vec::new());
         for _ in 0..100 {
             ids.next(&folder, 1);
-            noted.push(Sessions::read(&folder).unwrap().0[0].batches);
+            noted.push(BatchSessions::read(&folder).unwrap().0[0].batches);
         }
         noted.dedup();
         assert!(noted.len() < 20, "{noted:?}");

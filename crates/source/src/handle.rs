@@ -257,8 +257,8 @@ impl Handle {
         write_about(&*self.folder, &About { line: about.line.and(fork), ..about })
     }
 
-    /// Whether the state of a replica is that of a batch which this source has made in its present term. One that it would know and does not was
-    /// made after this state of the source was saved. `None` where nothing tells.
+    /// Whether the state of a replica is that of a batch which this source has made in its present term, or in one before of which it was told.
+    /// One that it would know and does not was made after this state of the source was saved, or that of its predecessor. `None` where nothing tells.
     ///
     /// # Errors
     /// If what it knows cannot be read.

@@ -51,6 +51,7 @@ mod tally;
 mod view;
 mod watchdog;
 
+pub use batch_ids::BatchSessions;
 pub use batches::{Batch, Batches};
 pub use bookmarks::{Bookmark, Bookmarks, is_plain};
 pub use control::{Client, ControlServer, Status};

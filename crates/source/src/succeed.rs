@@ -12,6 +12,7 @@ use extents::Bitmap;
 use uuid::Uuid;
 
 use crate::SourceError;
+use crate::batch_ids::BatchSessions;
 use crate::discard::clear;
 use crate::history::History;
 use crate::history::trail::Trail;
@@ -32,6 +33,8 @@ pub struct Succession {
     pub base: Epoch,
     /// What the replica knows of the way to that epoch.
     pub trail: Trail,
+    /// What the sources before it knew of their batches.
+    pub batches: BatchSessions,
     /// The epoch of the promotion, and before it those that are as true of the disk but for `changes`; ascending.
     pub moments: Vec<Epoch>,
     /// Block size in bytes.
@@ -125,6 +128,7 @@ pub fn succeed_in(
         line: succession.line.clone(),
         ..About::new(uuid, identity.clone(), block_size)
     };
+    succession.batches.write(&*folder)?;
     let changes = succession.changes.as_ref().map_err(String::clone);
     let way = (&succession.trail, base);
     History::begin(&*folder, way, succession.moments.clone(), disk.len(), block_size, changes)?;

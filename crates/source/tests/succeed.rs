@@ -110,6 +110,7 @@ fn succession(uuid: Uuid) -> Succession {
         line,
         base: epoch(5),
         trail: Default::default(),
+        batches: Default::default(),
         moments,
         block_size,
         changes: Ok(changes),

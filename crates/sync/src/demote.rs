@@ -12,7 +12,7 @@ use device::WriteWatch;
 use extents::Bitmap;
 use replica::{Demoted, Demotion, Lineage, Released, Replica, UnsureSet};
 use serde::Serialize;
-use source::{About, Handle, History, Membership, SourceError, SourceOptions};
+use source::{About, BatchSessions, Handle, History, Membership, SourceError, SourceOptions};
 use uuid::Uuid;
 
 use crate::error::SyncError;
@@ -138,7 +138,7 @@ pub(crate) fn demote_if(
     let mut replica = state.open(&about.path, &replica::Options { adopt: true, ..opening })?;
     replica.demote(&demotion, &|_| unwritten())?;
     list(&replica, state.known().as_ref());
-    leave_trail(state, &place, &replica);
+    leave_knowledge(state, (&place, &about), &replica);
     drop(replica);
     state.forget(&place, &about)?;
     summary.released = released(summary.term, &demotion);
@@ -171,9 +171,11 @@ pub(crate) fn watch(handle: &Handle, options: &DemoteOptions) -> Result<Option<A
 
 /// Leaves what the source knew to the replica that it is now, so that its history goes on where it is promoted again. Where that
 /// fails, it begins anew then.
-fn leave_trail(state: &dyn Site, place: &Path, replica: &Replica) {
+fn leave_knowledge(state: &dyn Site, (place, about): (&Path, &About), replica: &Replica) {
     if let Ok(from) = state.folder(place) {
         let _ = History::read(&*from).and_then(|history| replica.take_trail(&history));
+        let _ =
+            BatchSessions::of_ended(&*from, about.term).and_then(|batches| replica.keep_batches(&batches));
     }
 }
 
@@ -208,7 +210,7 @@ fn again(
     };
     if let Some((place, about)) = known.filter(|(_, about)| about.uuid == source) {
         if let Ok(replica) = state.open(path, opening) {
-            leave_trail(state, &place, &replica);
+            leave_knowledge(state, (&place, &about), &replica);
         }
         state.forget(&place, &about)?;
     }

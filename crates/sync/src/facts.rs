@@ -58,7 +58,7 @@ pub(crate) fn facts<'a>(
         term: about.term,
         began: about.began,
         line: &about.line,
-        made: handle.has_made(&status.replica.nonce)? == Some(true),
+        made: handle.has_made(&status.replica.nonce)?,
         knows: status.replica.epoch.as_ref().is_some_and(known),
         common: about.line.common(&status.replica.role.line).filter(known),
         two: two.unwrap_or_default(),

@@ -231,6 +231,7 @@ impl ReplicaEnd<'_> {
                 list(&replica, known.as_ref());
             }
             if let Some(released) = plan.release {
+                replica.keep_batches(&plan.batches)?;
                 replica.release(released)?;
                 let epoch = released.epoch;
                 sender.send_json(

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use device::Storage;
 use link::Link;
 use replica::{Commit, Released};
+use source::BatchSessions;
 
 use crate::demote::DemoteSummary;
 use crate::error::SyncError;
@@ -64,8 +65,8 @@ impl LastWord<'_> {
                 )));
             }
             // First: after a crash the word may have been heard.
-            self.promise(&bookmark(name, &status, &Way::default()))?;
-            sender.send_json(PLAN, &Plan { release: Some(released), ..Plan::default() })?;
+            let batches = self.promise(&bookmark(name, &status, &Way::default()))?;
+            sender.send_json(PLAN, &Plan { release: Some(released), batches, ..Plan::default() })?;
             let _: Committed = expect(&receiver, COMMITTED)?.json()?;
             Ok(None)
         })();
@@ -78,8 +79,11 @@ impl LastWord<'_> {
         self.state.lineage(&self.demoted.path, &options).ok()??.role.demoted?.told
     }
 
-    fn promise(&self, name: &str) -> Result<(), SyncError> {
+    /// What the source knew of its batches goes with the word.
+    fn promise(&self, name: &str) -> Result<BatchSessions, SyncError> {
         let options = self.state.opening(self.own_journal_dir);
-        Ok(self.state.open(&self.demoted.path, &options)?.promise(name)?)
+        let mut replica = self.state.open(&self.demoted.path, &options)?;
+        replica.promise(name)?;
+        Ok(replica.told_batches().unwrap_or_default())
     }
 }

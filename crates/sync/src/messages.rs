@@ -51,7 +51,7 @@ use device::{Buf, Storage};
 use link::{Message, Pace, Received, Receiver, Sender};
 use replica::{Commit, Demoted, Keep, Released, UnsureSet};
 use serde::{Deserialize, Serialize};
-use source::About;
+use source::{About, BatchSessions};
 use uuid::Uuid;
 
 use crate::digests::Digests;
@@ -257,6 +257,9 @@ pub(crate) struct Plan {
     /// Nothing follows, now or later: the source has ended with this epoch. Answered with Committed.
     #[serde(default)]
     pub release: Option<Released>,
+    /// What the source knew of its batches then.
+    #[serde(default)]
+    pub batches: BatchSessions,
 }
 
 /// How a mirror sends batches.
@@ -513,6 +516,9 @@ impl Plan {
         sense(self.rolling.as_ref().map_or(Ok(()), SumParams::check))?;
         if self.bytes > MAX_SIZE {
             return Err(nonsense("the bytes of changes"));
+        }
+        if !self.batches.is_sound() {
+            return Err(nonsense("the batches of the source"));
         }
         Ok(())
     }

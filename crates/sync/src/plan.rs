@@ -32,8 +32,8 @@ pub(crate) struct Facts<'a> {
     pub began: Option<Epoch>,
     /// The promotions that led to it.
     pub line: &'a Line,
-    /// The last batch that the replica got is its own.
-    pub made: bool,
+    /// Whether the last batch that the replica got is its own, or that of a source before it. `None` where nothing tells.
+    pub made: Option<bool>,
     /// The replica's epoch is in its history.
     pub knows: bool,
     /// The last epoch that the promotions say both to have had, if it is in its history.
@@ -231,7 +231,12 @@ pub(crate) fn refuse_diverged(
     let leads = || facts.line.leads_from(&replica.role.line, &epoch);
     // Where the lines do not tell, a source that no replica took over from has all of it.
     let alone = term == facts.term && (facts.began.is_none() || facts.line.is_unknown());
-    let has_all = facts.made || facts.line.has_all_of(&replica.role.line).unwrap_or(alone);
+    let has_all = match facts.made {
+        Some(true) if term == facts.term => true,
+        // Its host was rolled back: it took no later one for its own, and neither did who took over from it.
+        Some(false) => false,
+        _ => facts.line.has_all_of(&replica.role.line).unwrap_or(alone),
+    };
     match &facts.history {
         // Before this term there may have been other branches, which its history does not tell apart. The promotions do, where
         // they are known: a replica that got a delta from a file does not know whose it was.
@@ -590,7 +595,7 @@ mod tests {
             term: (2..4).find(|term| has(&format!("term{term}"))).unwrap_or(1),
             began: (2..4).find(|term| has(&format!("term{term}"))).map(|_| epoch(5)),
             line: &line(words),
-            made: has("made"),
+            made: (has("made") || has("unmade")).then(|| has("made")),
             knows: !has("never"),
             common: line(words).common(&status.replica.role.line).filter(|_| !has("never")),
             two: TwoSources {
@@ -737,6 +742,11 @@ mod tests {
             ("unsure batches at 5 term2; term2 line:2a5", "Diverged"),
             ("unsure batches at 5 term2; term2", "tracked"),
             ("unsure batches at 5 term3; term2", "Diverged"),
+            // A batch that the source before it did not know when it ended.
+            ("unsure batches at 5 line:; term2 line:2a5 planned unmade", "Diverged"),
+            ("unsure batches at 5 line:; term2 line:2a5 planned made", "tracked"),
+            // One that it knew, but which is not in what was promoted by force.
+            ("unsure batches at 5 line:; term2 line:2a5 made", "Diverged"),
             // But the last batch that it got is known to be its own.
             ("unsure batches at 5 term2; term2 line:2a5 made", "tracked"),
             // It was the source after this one, from an epoch on that is not known to be of this one.

@@ -238,6 +238,8 @@ pub(crate) fn succession(
         line: recorded.role.line.clone(),
         base: outlook.epoch,
         trail: replica.trail(),
+        // What is not known refuses nothing.
+        batches: replica.told_batches().unwrap_or_default(),
         moments,
         block_size,
         changes,

@@ -338,6 +338,7 @@ fn a_lying_source_is_found_out() {
             member: 0,
             prepare: false,
             release: None,
+            batches: Default::default(),
         })
         .unwrap(),
         ..Message::default()
