@@ -1544,6 +1544,17 @@ fn a_rehearsal_is_kept_and_its_failback_moves_what_either_side_wrote() {
     equal(&near, &far);
 }
 
+#[test]
+fn a_rehearsal_is_named_by_the_refusal_of_its_promotion() {
+    let mut random = Random::new("a rehearsal is promoted without force");
+    let (_near, far) = pair(8 * MIB, &mut random);
+    let (kept, _) = rehearse(&far, "now", [3], &mut random);
+    let named = format!("--with {} as well", kept.display());
+    far.run(&["promote", "--with", kept.to_str().expect("a path")])
+        .code(4)
+        .says(&["dsync promote --force", &named]);
+}
+
 /// Two servers that are to save in one file: one of them is refused. A file that comes there by other means is not replaced either.
 #[test]
 fn no_rehearsal_is_saved_over_another() {

@@ -131,7 +131,7 @@ pub(crate) fn say_promotion_with(promotion: &Promotion, (demote, rewind): (&str,
     if let Some(found) = &promotion.verdict {
         output.say(&format!(
             "  it differed from its source in {} when it was verified on {}, which was not repaired: check its file systems. The first sync to each \
-             disk, its old source among them, compares all of it and makes that the same",
+             disk, its old source among them, compares all of it and overwrites what differs: what is damaged here may be sound there, so copy that disk first",
             units::size(found.bytes_differing),
             device::moment(found.time)
         ));

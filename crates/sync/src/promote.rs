@@ -108,7 +108,7 @@ pub fn promote(state: &dyn Site, path: &Path, options: &PromoteOptions) -> Resul
         Some(Promoted { term: 0, .. }) => return Err(already(path, 0)),
         // It was allowed then.
         Some(_) => replica.outlook(true, None)?,
-        None => replica.outlook(options.force, None)?,
+        None => replica.outlook(options.force, None).map_err(|error| with_rehearsal(error, options))?,
     };
     if let Some(rehearsed) = &rehearsed {
         replica.fits_rehearsal(rehearsed)?;
@@ -196,6 +196,17 @@ pub(crate) fn told(replica: &Replica, outlook: &Outlook) -> Promotion {
         completed: false,
         dry_run: false,
         recovered: status.recovered.clone(),
+    }
+}
+
+/// A refusal names commands that promote the replica: without the rehearsal it could not take that any more.
+fn with_rehearsal(error: ReplicaError, options: &PromoteOptions) -> SyncError {
+    match (error, &options.with) {
+        (ReplicaError::Refused(why), Some(file)) => SyncError::Refused(format!(
+            "{why}. Give that command --with {} as well: a disk that was promoted without it cannot take it later",
+            file.display()
+        )),
+        (error, _) => error.into(),
     }
 }
 
