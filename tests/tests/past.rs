@@ -502,7 +502,7 @@ fn a_repair_keeps_the_past() {
     damage(&scene);
     verify(&scene, &["--repair", "--commit", "in-place"]).code(4).says(&["the past of", "--keep none"]);
     let refused = scene.sync(&[]).code(4);
-    refused.says(&["either way, the moments kept by --keep are lost"]);
+    refused.says(&["if nothing was written, the moments kept by --keep stay"]);
     let taken = scene.sync(&["--adopt"]).ok().summary();
     assert!(taken["warnings"].to_string().contains("its past is given up"), "{taken}");
     assert!(list(&scene).is_empty(), "{kept:?}");
@@ -515,6 +515,83 @@ fn a_repair_keeps_the_past() {
     std::thread::sleep(Duration::from_millis(50));
     image::scribble(&scene.image, MIB, 4096, &mut scene.random);
     let repaired = verify(&scene, &["--repair"]).ok().summary();
+    assert!(repaired["warnings"].to_string().contains("its past is given up"), "{repaired}");
+    assert!(list(&scene).is_empty());
+    scene.equal();
+}
+
+#[test]
+fn a_replica_that_was_not_written_to_keeps_its_past() {
+    use std::os::unix::fs::{FileExt, PermissionsExt};
+    let mut scene = Scene::synced("a chmod and its past", SIZE);
+    let keep = ["--keep", "1h/1s", "--keep-last", "9"];
+    let list = |scene: &Scene| moments(&rewind_here(scene, &scene.replica, &[]).ok().summary());
+    let verify = |scene: &Scene, options: &[&str]| {
+        scene.site.dsync(["verify", "--json"]).arg(&scene.image).arg(&scene.replica).args(options)
+    };
+    let open =
+        |scene: &Scene| std::fs::File::options().write(true).open(&scene.replica).expect("the replica");
+    let chmod = |scene: &Scene, mode| {
+        std::fs::set_permissions(&scene.replica, std::fs::Permissions::from_mode(mode)).expect("a chmod");
+    };
+    let touch = |scene: &Scene| {
+        let now = std::time::SystemTime::now();
+        open(scene).set_times(std::fs::FileTimes::new().set_modified(now)).expect("a touch");
+    };
+    let past = |scene: &mut Scene| {
+        scene.sync(&keep).ok();
+        scene.change(100);
+        scene.sync(&[]).ok();
+        std::thread::sleep(Duration::from_millis(1100));
+        list(scene)
+    };
+    let kept = past(&mut scene);
+    assert!(!kept.is_empty());
+    let then = number(&scene.sync(&[]).ok().summary(), "epoch");
+    let copy = scene.site.path("then.raw");
+    image::copy(&scene.image, &copy);
+
+    // While its source is unchanged, whatever its times say.
+    for change in [&|scene: &Scene| chmod(scene, 0o640), &touch as &dyn Fn(&Scene)] {
+        change(&scene);
+        scene.sync(&[]).code(4);
+        verify(&scene, &[]).ok();
+        scene.sync(&[]).code(4);
+        let accepted = verify(&scene, &["--repair"]).ok().summary();
+        assert_eq!(accepted["repaired"], true);
+        assert_eq!(number(&accepted, "bytes_written"), 0, "{accepted}");
+        assert_eq!(list(&scene), kept);
+        scene.sync(&[]).ok();
+    }
+    // After its source has changed, where the content is as old as it was.
+    scene.change(50);
+    chmod(&scene, 0o600);
+    let accepted = verify(&scene, &["--repair"]).ok().summary();
+    assert!(number(&accepted, "bytes_changed_since") > 0, "{accepted}");
+    assert_eq!(accepted["epoch_after"], accepted["epoch"]);
+    assert_eq!(list(&scene), kept);
+    scene.sync(&[]).ok();
+    scene.equal();
+    rewind_here(&scene, &scene.replica, &["--to", &then.to_string()]).ok();
+    assert_holds(&scene.replica, &copy);
+    scene.sync(&[]).ok();
+    assert!(list(&scene).len() > kept.len());
+
+    // Not where it may have been written to in what is not compared.
+    scene.change(50);
+    touch(&scene);
+    let repaired = verify(&scene, &["--repair"]).ok().summary();
+    assert!(repaired["warnings"].to_string().contains("its past is given up"), "{repaired}");
+    assert!(list(&scene).is_empty());
+    scene.equal();
+    // Nor where it was, and only looks as old as it was.
+    assert!(!past(&mut scene).is_empty());
+    let before = std::fs::metadata(&scene.replica).and_then(|known| known.modified()).expect("a time");
+    open(&scene).write_all_at(&[0x5a; 4096], MIB).expect("a write");
+    open(&scene).set_times(std::fs::FileTimes::new().set_modified(before)).expect("a time");
+    scene.sync(&[]).code(4).says(&["its times do not tell"]);
+    let repaired = verify(&scene, &["--repair"]).ok().summary();
+    assert_eq!(number(&repaired["differing"], "bytes"), 4096, "{repaired}");
     assert!(repaired["warnings"].to_string().contains("its past is given up"), "{repaired}");
     assert!(list(&scene).is_empty());
     scene.equal();

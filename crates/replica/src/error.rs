@@ -181,8 +181,8 @@ fn mends(group: Option<&str>) -> String {
         Some(group) => format!(
             "\"dsync sync --group {group} --adopt DIR\" compares all replicas of the group with their sources and overwrites what differs"
         ),
-        None => "\"dsync verify --repair SRC DST\" overwrites what differs with the source and accepts the rest, as \"dsync sync --adopt \
-                 SRC DST\" does; either way, the moments kept by --keep are lost"
+        None => "\"dsync verify --repair SRC DST\" overwrites what differs with the source and accepts the rest; if nothing was written, \
+                 the moments kept by --keep stay. \"dsync sync --adopt SRC DST\" does the same, and gives them up"
             .into(),
     }
 }

@@ -62,6 +62,7 @@ mod holes;
 mod given_up;
 mod undo;
 
+mod accept;
 mod undo_log;
 mod viewed;
 
@@ -89,6 +90,7 @@ mod view_together;
 #[cfg(test)]
 mod tests;
 
+pub use accept::Acceptable;
 pub use batches::{BatchLog, Batches};
 pub use demoted::{Demotion, demotes_anew};
 #[doc(hidden)]

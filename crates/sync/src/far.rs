@@ -219,7 +219,7 @@ impl ReplicaEnd<'_> {
             };
             plan.check()?;
             // Comparing is always allowed; what follows writes.
-            let looks = plan.compare.is_some() && !plan.delta && plan.mirror.is_none();
+            let looks = plan.compare.is_some() && !plan.delta && plan.mirror.is_none() && !plan.accept;
             if !looks {
                 if !self.writes {
                     return Err(nonsense("changes, although none were asked for"));
@@ -234,23 +234,23 @@ impl ReplicaEnd<'_> {
                 replica.keep_batches(&plan.batches)?;
                 replica.release(released)?;
                 let epoch = released.epoch;
-                sender.send_json(
-                    COMMITTED,
-                    &Committed {
-                        epoch,
-                        bytes_written: 0,
-                        bytes_read: 0,
-                        digests: None,
-                        warnings: Vec::new(),
-                    },
-                )?;
+                sender.send_json(COMMITTED, &Committed::nothing_written(epoch))?;
                 return self.last_word(None, None);
+            }
+            if plan.accept {
+                replica.accept()?;
+                let epoch = replica.status().epoch.ok_or_else(|| nonsense("an acceptance"))?;
+                sender.send_json(COMMITTED, &Committed::nothing_written(epoch))?;
+                return self.last_word(None, open.verify.then_some(&replica));
             }
             if let Some(mirror) = &plan.mirror {
                 return receive_batches(sender, receiver, &mut replica, mirror).map(|()| None);
             }
             if let (Some(scope), false) = (&plan.compare, plan.delta) {
                 self.answer(&replica.content()?, scope, None).map_err(SyncError::of_replica)?;
+                if plan.looks_first {
+                    continue;
+                }
                 return self.last_word(None, open.verify.then_some(&replica));
             }
             if let Taken::Committed(committed) = self.take_delta(&mut replica, open, plan)? {
@@ -358,6 +358,7 @@ pub(crate) fn say_status(sender: &Sender, replica: &mut Replica, commit: Commit)
     said.in_place = replica.is_in_place(commit);
     let anew = replica.demotes_anew();
     said.demotes_anew = anew[anew.len().saturating_sub(Status::MOST_ANEW)..].to_vec();
+    said.acceptable = replica.acceptable();
     said.moments = replica.keeps_every().map(|every| {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Moments { every, now: now.as_micros().try_into().unwrap_or(u64::MAX) }

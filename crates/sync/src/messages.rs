@@ -49,7 +49,7 @@ use compare::{DigestReport, Scope};
 use delta::{Epoch, Line, Unit, UnitKind};
 use device::{Buf, Storage};
 use link::{Message, Pace, Received, Receiver, Sender};
-use replica::{Commit, Demoted, Keep, Released, UnsureSet};
+use replica::{Acceptable, Commit, Demoted, Keep, Released, UnsureSet};
 use serde::{Deserialize, Serialize};
 use source::{About, BatchSessions};
 use uuid::Uuid;
@@ -216,6 +216,9 @@ pub(crate) struct Status {
     /// A former source: the latest epochs at which it can be demoted anew, ascending.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub demotes_anew: Vec<delta::Epoch>,
+    /// Others have changed it, and it keeps its past if so much of it is found to be as it was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub acceptable: Option<Acceptable>,
 }
 
 impl Status {
@@ -260,6 +263,12 @@ pub(crate) struct Plan {
     /// What the source knew of its batches then.
     #[serde(default)]
     pub batches: BatchSessions,
+    /// Only digests are needed for now: after them comes a new Status, and another plan.
+    #[serde(default)]
+    pub looks_first: bool,
+    /// The replica was found to be as it was, whatever its times say. Answered with Committed.
+    #[serde(default)]
+    pub accept: bool,
 }
 
 /// How a mirror sends batches.
@@ -295,6 +304,11 @@ pub(crate) struct Committed {
 }
 
 impl Committed {
+    /// It is at this epoch, and nothing was to be written.
+    pub(crate) fn nothing_written(epoch: Epoch) -> Committed {
+        Committed { epoch, bytes_written: 0, bytes_read: 0, digests: None, warnings: Vec::new() }
+    }
+
     /// What a replica says of a commit.
     pub(crate) fn of(committed: &replica::Committed) -> Committed {
         Committed {
@@ -450,6 +464,7 @@ impl Status {
             primary: None,
             moments: None,
             demotes_anew: Vec::new(),
+            acceptable: None,
         }
     }
 

@@ -15,7 +15,7 @@ use delta::{Epoch, Header, Method};
 use device::Disk;
 use extents::Bitmap;
 use link::{Link, Pace, Receiver, Sender};
-use replica::{Commit, State};
+use replica::{Acceptable, Commit, State};
 use serde::{Deserialize, Serialize};
 use source::{Handle, LastVerify, Position, SourceError, View};
 
@@ -35,8 +35,9 @@ use crate::transfer::committed;
 /// Options of a verification.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct VerifyOptions {
-    /// Send what differs, and commit it. A replica that is its epoch but for damage stays at it, and keeps its past. One of which
-    /// that is not known is brought to the source's present epoch, if the whole disk is compared.
+    /// Send what differs, and commit it. A replica that is its epoch but for damage stays at it, and keeps its past; so does one that
+    /// others have changed, if nothing differs. One of which that is not known is brought to the source's present epoch, if the whole
+    /// disk is compared.
     pub repair: bool,
     /// How a repair is committed.
     pub commit: Commit,
@@ -151,19 +152,26 @@ pub(crate) fn verify_over(
     let verified = (|| {
         let (began, traffic) = (Instant::now(), sender.traffic());
         let replica = replica_for_verify(destination, options).beside(handle.about());
-        let status = open(sender, receiver, &replica, options.bwlimit.as_ref())?;
+        let mut status = open(sender, receiver, &replica, options.bwlimit.as_ref())?;
         account.opened();
         refuse_sources(handle, name, &status, options)?;
         missing(handle, name, &status, options)?;
-        let proof = Proof::begin(handle, status, options)?;
         let totals = Totals::new(&progress);
-        let mut verified = proof.verified(name);
-        proof.run(sender, receiver, &mut verified, &totals)?;
-        verified.passed_over = proof.passes_over(&verified);
-        if let Some(found) = proof.found(&verified) {
-            // What was found is the result, whether the other side notes it or not.
-            let _ = sender.send_json(VERDICT, &found);
-        }
+        let looking = VerifyOptions { repair: false, ..options.clone() };
+        let accepted = match Proof::of_acceptable(handle, &status, options, &looking)? {
+            None => None,
+            Some(proof) => {
+                let accepted = proof.accept(sender, receiver, name, &totals)?;
+                if accepted.is_none() {
+                    status = Status::hear(receiver)?;
+                }
+                accepted
+            }
+        };
+        let mut verified = match accepted {
+            Some(verified) => verified,
+            None => Proof::begin(handle, status, options)?.conclude(sender, receiver, name, &totals)?,
+        };
         verified.bytes_read = totals.read.load(Relaxed);
         verified.bytes_sent = traffic.sent();
         verified.bytes_received = traffic.received();
@@ -247,6 +255,69 @@ impl<'a> Proof<'a> {
         Ok(proof)
     }
 
+    /// A comparison with a replica that others have changed, and that may be accepted as it was. `None` if a repair is not asked for, or nothing
+    /// could be accepted.
+    fn of_acceptable(
+        handle: &'a Handle,
+        status: &Status,
+        options: &VerifyOptions,
+        looking: &'a VerifyOptions,
+    ) -> Result<Option<Proof<'a>>, SyncError> {
+        let asked = options.repair && options.ranges.is_empty() && status.wrong_size.is_none();
+        let Some(acceptable) = status.acceptable.filter(|_| asked) else { return Ok(None) };
+        let proof = Proof::begin(handle, status.clone(), looking)?;
+        let known = proof.lost.is_none() && proof.view.len() == status.replica.size;
+        let enough = acceptable == Acceptable::Unchanged || proof.since.is_clean();
+        Ok(Some(proof).filter(|_| known && enough))
+    }
+
+    /// Compares, and has the replica accepted as it was if nothing differs. Otherwise `None`, and the replica says its status anew.
+    fn accept(
+        &self,
+        sender: &Sender,
+        receiver: &Receiver,
+        name: &str,
+        totals: &Totals<'_>,
+    ) -> Result<Option<Verified>, SyncError> {
+        let mut verified = self.verified(name);
+        self.compare(sender, receiver, &mut verified, totals, true)?;
+        let unread = verified.unreadable.extents + verified.unreadable_there.extents;
+        if verified.differing.extents + unread > 0 {
+            return Ok(None);
+        }
+        Status::hear(receiver)?;
+        committed(
+            receiver,
+            self.epoch,
+            Ok(sender.send_json(PLAN, &Plan { accept: true, ..Plan::default() })?),
+        )?;
+        verified.repaired = true;
+        self.tell(sender, &mut verified);
+        Ok(Some(verified))
+    }
+
+    /// Compares, repairs if requested, and tells the replica what was found.
+    fn conclude(
+        &self,
+        sender: &Sender,
+        receiver: &Receiver,
+        name: &str,
+        totals: &Totals<'_>,
+    ) -> Result<Verified, SyncError> {
+        let mut verified = self.verified(name);
+        self.run(sender, receiver, &mut verified, totals)?;
+        self.tell(sender, &mut verified);
+        Ok(verified)
+    }
+
+    fn tell(&self, sender: &Sender, verified: &mut Verified) {
+        verified.passed_over = self.passes_over(verified);
+        if let Some(found) = self.found(verified) {
+            // What was found is the result, whether the other side notes it or not.
+            let _ = sender.send_json(VERDICT, &found);
+        }
+    }
+
     /// What the replica is to be told: how much of it is damaged. `None` if that is not known, because differences may be changes, or because
     /// only a part was looked at.
     fn found(&self, verified: &Verified) -> Option<Found> {
@@ -319,15 +390,12 @@ impl<'a> Proof<'a> {
         verified: &mut Verified,
         totals: &Totals<'_>,
     ) -> Result<(), SyncError> {
-        let plan = Plan { compare: Some(self.scope.clone()), delta: self.options.repair, ..Plan::default() };
-        sender.send_json(PLAN, &plan)?;
-        let comparison = Comparison { receiver, view: &self.view, scope: &self.scope, fill: false, totals };
         if !self.options.repair {
-            return comparison.run(|finding| {
-                note(verified, &finding, &self.since, self.block());
-                Ok(())
-            });
+            return self.compare(sender, receiver, verified, totals, false);
         }
+        let plan = Plan { compare: Some(self.scope.clone()), delta: true, ..Plan::default() };
+        sender.send_json(PLAN, &plan)?;
+        let comparison = self.comparison(receiver, totals);
         let to = if self.to_view { self.view.epoch() } else { self.epoch };
         let sent = self.send_repair(sender, &comparison, verified);
         let committed = committed(receiver, to, sent)?;
@@ -340,6 +408,27 @@ impl<'a> Proof<'a> {
         verified.bytes_written = committed.bytes_written;
         verified.warnings = committed.warnings.iter().map(|warning| text(warning)).collect();
         Ok(())
+    }
+
+    fn comparison<'c>(&'c self, receiver: &'c Receiver, totals: &'c Totals<'c>) -> Comparison<'c> {
+        Comparison { receiver, view: &self.view, scope: &self.scope, fill: false, totals }
+    }
+
+    /// Notes what differs.
+    fn compare(
+        &self,
+        sender: &Sender,
+        receiver: &Receiver,
+        verified: &mut Verified,
+        totals: &Totals<'_>,
+        looks_first: bool,
+    ) -> Result<(), SyncError> {
+        sender
+            .send_json(PLAN, &Plan { compare: Some(self.scope.clone()), looks_first, ..Plan::default() })?;
+        self.comparison(receiver, totals).run(|finding| {
+            note(verified, &finding, &self.since, self.block());
+            Ok(())
+        })
     }
 
     fn send_repair(
