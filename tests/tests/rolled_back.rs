@@ -208,3 +208,50 @@ fn who_took_over_is_not_overwritten_by_a_source_that_is_older_than_that() {
         image::assert_equal(&a.disk, &b.disk);
     }
 }
+
+/// One that takes over knows what a rolled back source has forgotten by the numbers that are taken, also behind a comparison, and from before its
+/// own first copy.
+#[test]
+fn who_takes_over_does_not_overwrite_what_a_rolled_back_source_has_forgotten() {
+    for (served, seeded) in [(false, false), (false, true), (true, false), (true, true)] {
+        say(&format!("who takes over: served {served}, seeded after it {seeded}"));
+        let mut random = Random::new("a forgotten epoch");
+        let (a, b, c) = (Host::with_disk(4 * MIB, &mut random), Host::new(), Host::new());
+        let serve = || served.then(|| a.site.serve(&[&a.disk], &[]));
+        let change = |server: &Option<Server>, random: &mut Random, block: u64| match server {
+            Some(server) => {
+                let mut client = server.client("vm");
+                client.write(block * BLOCK, &random.bytes(BLOCK as usize)).expect("a write");
+                client.flush().and_then(|()| client.close()).expect("the end");
+            }
+            None => image::scribble(&a.disk, block * BLOCK, BLOCK, random),
+        };
+        let server = serve();
+        if !seeded {
+            a.sync(&b, &[]).ok();
+        }
+        a.sync(&c, &[]).ok();
+        let before = Snapshot::take(&a, "before");
+        change(&server, &mut random, 500);
+        a.sync(&c, &[]).ok();
+        let only = std::fs::read(&c.disk).expect("a replica");
+        if let Some(server) = server {
+            server.kill();
+        }
+        before.restore(&a);
+        let server = serve();
+        for block in [1, 2, 3] {
+            change(&server, &mut random, block);
+            a.sync(&b, &[]).ok();
+        }
+        drop(server);
+        a.towards(&b, &["demote"]).ok();
+        b.run(&["promote"]).ok();
+        b.sync(&c, &[]).code(4).says(&["has diverged", "Nothing was changed", "--adopt"]);
+        assert_eq!(std::fs::read(&c.disk).expect("a replica"), only);
+        // What is at an epoch of its line, and lags behind, is no such thing.
+        b.sync(&c, &["--adopt"]).ok();
+        b.sync(&a, &[]).ok();
+        assert_eq!(std::fs::read(&c.disk).ok(), std::fs::read(&b.disk).ok());
+    }
+}

@@ -79,7 +79,7 @@ pub struct Header {
     /// The source.
     pub source: Uuid,
     /// The epochs that the delta spans, ascending: it takes a replica at any of them to the last. A seed's chain has only
-    /// that one, as has the chain of a delta that is bound to a replica's state.
+    /// that one. A delta that is bound to a replica's state takes that to the last; the others are epochs that its source had before.
     pub chain: Vec<Epoch>,
     /// Size of the disk in bytes at the first epoch of the chain; 0 before a seed.
     pub size_before: u64,

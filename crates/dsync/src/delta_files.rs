@@ -56,6 +56,8 @@ pub(crate) fn inspect(args: &args::Inspect, output: &Output) -> Result<()> {
         format!("  epochs   a rehearsal after epoch {last}, for \"dsync promote REPLICA --with\"")
     } else if header.is_seed() {
         format!("  epochs   whole disk at epoch {last}")
+    } else if header.binds.is_some() {
+        format!("  epochs   to {last}, for the one replica that it was made for")
     } else {
         let fits = header.chain.split_last().map_or(&[][..], |(_, fits)| fits);
         let fits: Vec<String> = fits.iter().map(|epoch| epoch.number.to_string()).collect();

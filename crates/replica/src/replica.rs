@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
+use delta::Epoch;
 use device::{Disk, Folder, FolderLock, ImageLock};
 use uuid::Uuid;
 
@@ -74,6 +75,8 @@ struct Known {
     promotes: bool,
     /// When the last of what is committed arrived, in seconds since 1970, if that was earlier than now.
     arrived: Option<u64>,
+    /// Epochs of the source before that of the seed that comes.
+    before: Vec<Epoch>,
     /// What opening it had to mend.
     recovered: Vec<String>,
     /// What its user should know of a commit.
@@ -385,9 +388,16 @@ impl Replica {
         Ok(disk)
     }
 
-    /// Says how many bytes of data the next delta is likely to bring, so that the space for its journal can be checked first.
-    pub fn expect(&mut self, bytes: u64) {
+    /// Says how many bytes of data the next delta is likely to bring, so that the space for its journal can be checked first; and, of a seed, the
+    /// epochs that its source had before.
+    pub fn expect(&mut self, bytes: u64, before: &[Epoch]) {
         self.expected = bytes;
+        self.known.before = before.to_vec();
+    }
+
+    /// Epochs of the source before that of the next delta, if that is a seed.
+    pub(crate) fn before(&self) -> &[Epoch] {
+        &self.known.before
     }
 
     /// Where the step under way writes, or the next will.

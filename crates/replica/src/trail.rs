@@ -12,7 +12,7 @@
 //! The delta's chain names the epochs of the source between F and T. What was recorded after one of them was recorded after F, so
 //! the same blocks hold for a replica that stands there.
 //!
-//! **Everything else is a gap**, written down as one: the entry says only that the replica came to T.
+//! **Everything else is a gap**, written down as one: the entry says only that the replica came to T, and which epochs its source had before.
 //!
 //! - What was found by comparing, or copied, names what differed from *this* replica's disk, which another program may have changed, or a
 //!   live copy brought ahead, before.
@@ -90,6 +90,11 @@ impl Footprint {
         self.lost = Some(why);
     }
 
+    /// The delta is a seed: its source had these epochs before.
+    pub(crate) fn begins_after(&mut self, before: &[Epoch]) {
+        self.through = before.to_vec();
+    }
+
     /// Takes a frame's records.
     pub(crate) fn records(&mut self, records: &[Record]) {
         records.iter().for_each(|record| self.set.insert(record.offset()..record.end()));
@@ -121,7 +126,8 @@ impl Footprint {
             }
         }
         let same = before.is_some_and(|(_, before)| before == size) && self.least == size;
-        let through = if same { &self.through[..] } else { &[] };
+        // What leads from one of them to a disk of another size is not told.
+        let through = if same || lost.is_some() { &self.through[..] } else { &[] };
         let changes = lost.map_or(Ok(&changes), Err);
         let step = Step { from: before, through, to, size, block_size, changes };
         // Without it there is a gap in the trail.

@@ -33,11 +33,16 @@ const TIDY_AT: usize = 512;
 const TIDY_KEEPS: usize = 256;
 /// Ids that a folded entry remembers; older ones are forgotten, and a replica there is compared.
 const IDS_KEPT: usize = 4096;
+/// Epochs that a replica is told of which come before all that it knows.
+const TOLD_OF_BEFORE: usize = 256;
+/// The most that it is told.
+const MOST_TOLD: usize = 4096;
 
 /// One epoch's entry, or several epochs' folded into one.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Head {
-    /// The epochs, ascending; the last one is where the entry ends.
+    /// The epochs, ascending; the last one is where the entry ends. Where a history begins with a trail, the others are
+    /// nothing but names.
     epochs: Vec<Epoch>,
     /// Why the changes are not known; `None` if they are.
     lost: Option<String>,
@@ -50,7 +55,7 @@ struct Head {
     /// The epoch in which the entry before ends. `None` for the very first, and in logs of older versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     after: Option<Uuid>,
-    /// It is of a replica's trail: there may have been epochs before it, back to the entry before, that it does not name.
+    /// It is of a replica's trail: there may have been epochs in it, or before it, back to the entry before, that it does not name.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     trail: bool,
 }
@@ -61,6 +66,15 @@ const HEAD: &[u8] = b"{\"epochs\":[";
 const BEGINS: &str = "the history begins here, with the replica that was promoted";
 /// Why the changes of the entry after damaged ones are not known.
 const DAMAGED: &str = "a part of the history is damaged";
+
+impl Head {
+    /// The epochs of which more than the name is known.
+    fn known(&self) -> &[Epoch] {
+        let begins = self.lost.as_deref() == Some(BEGINS);
+        let named = if begins { self.epochs.len().saturating_sub(1) } else { 0 };
+        self.epochs.get(named..).unwrap_or_default()
+    }
+}
 
 #[derive(Debug, Clone)]
 struct Entry {
@@ -265,7 +279,27 @@ impl History {
 
     /// The size of the source at an epoch.
     pub fn size_at(&self, epoch: &Epoch) -> Option<u64> {
-        self.entries.iter().find(|e| e.head.epochs.contains(epoch)).map(|e| e.head.size)
+        self.entries.iter().find(|e| e.head.known().contains(epoch)).map(|e| e.head.size)
+    }
+
+    /// The epochs that led to `to`, ascending, with that itself: from `since` on if it is one of them, else the latest ones.
+    pub fn way(&self, since: Option<&Epoch>, to: &Epoch) -> Vec<Epoch> {
+        let names = self.entries.iter().flat_map(|e| &e.head.epochs);
+        let mut way: Vec<Epoch> = names.filter(|epoch| epoch.number < to.number).copied().collect();
+        let begins = match since {
+            Some(since) if since == to => way.len(),
+            Some(since) => way
+                .iter()
+                .position(|epoch| epoch == since)
+                .unwrap_or(way.len().saturating_sub(TOLD_OF_BEFORE)),
+            None => way.len().saturating_sub(TOLD_OF_BEFORE),
+        };
+        way.drain(..begins);
+        if way.len() > MOST_TOLD {
+            way.drain(1..=way.len() - MOST_TOLD);
+        }
+        way.push(*to);
+        way
     }
 
     /// The epoch of a number.
@@ -275,7 +309,7 @@ impl History {
 
     /// The epoch of an id.
     pub(crate) fn by_id(&self, id: Uuid) -> Option<Epoch> {
-        self.entries.iter().flat_map(|e| &e.head.epochs).find(|e| e.id == id).copied()
+        self.entries.iter().flat_map(|e| e.head.known()).find(|e| e.id == id).copied()
     }
 
     /// True if the log has an epoch with this id.

@@ -146,6 +146,7 @@ pub(crate) fn moment<'a>(
         path: &about.path,
         source: about.uuid,
         epoch: view.epoch(),
+        way: handle.history()?.way(status.replica.epoch.as_ref(), &view.epoch()),
         size: device::Disk::len(view),
         block_size: about.block_size,
         fill: options.fills() && handle.live().is_none(),
@@ -166,8 +167,8 @@ pub(crate) fn present<'a>(handle: &'a Handle, choice: &Choice) -> Result<Moment<
         changes = Some(Ok(Changes { blocks, chain: Vec::new(), size_before: 0 }));
     }
     let size = handle.reader()?.len();
-    let (source, block_size) = (about.uuid, about.block_size);
-    Ok(Moment { path: &about.path, source, epoch, size, block_size, fill: false, changes })
+    let (source, block_size, way) = (about.uuid, about.block_size, vec![epoch]);
+    Ok(Moment { path: &about.path, source, epoch, way, size, block_size, fill: false, changes })
 }
 
 /// The gap that a checkpoint would begin with.

@@ -375,7 +375,7 @@ impl ReplicaEnd<'_> {
         plan: Plan,
     ) -> Result<Taken, SyncError> {
         let ReplicaEnd { sender, receiver, progress, .. } = *self;
-        replica.expect(plan.bytes);
+        replica.expect(plan.bytes, &plan.before);
         if let Some(params) = &plan.rolling {
             self.say_sums(&replica.content()?, params)?;
         }

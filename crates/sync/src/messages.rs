@@ -263,6 +263,9 @@ pub(crate) struct Plan {
     /// What the source knew of its batches then.
     #[serde(default)]
     pub batches: BatchSessions,
+    /// The delta is a seed: epochs of the source that came before its own, ascending.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub before: Vec<Epoch>,
     /// Only digests are needed for now: after them comes a new Status, and another plan.
     #[serde(default)]
     pub looks_first: bool,

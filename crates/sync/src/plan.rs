@@ -333,6 +333,8 @@ pub(crate) struct Moment<'a> {
     pub path: &'a Path,
     pub source: Uuid,
     pub epoch: Epoch,
+    /// The epochs of the source that led to it, ascending, with that itself: from the replica's on, if that is one of them.
+    pub way: Vec<Epoch>,
     /// Bytes of the disk.
     pub size: u64,
     /// Block size in bytes.
@@ -356,6 +358,8 @@ pub(crate) struct Changes {
 pub(crate) struct SyncPlan {
     pub trust: String,
     pub header: Header,
+    /// A seed: epochs of the source that came before its own, ascending.
+    pub before: Vec<Epoch>,
     pub wanted: Wanted,
     /// Blocks, extents and bytes that changed, if that is less than what is sent.
     pub changed: Option<(u64, u64, u64)>,
@@ -393,7 +397,7 @@ impl Choice {
 /// A delta to that moment.
 fn header(method: Method, moment: &Moment<'_>, size_before: u64) -> Header {
     let sizes = (size_before, moment.size);
-    Header::new(moment.source, method, vec![moment.epoch], sizes, moment.block_size)
+    Header::new(moment.source, method, moment.way.clone(), sizes, moment.block_size)
 }
 
 /// What a comparison finds. It replaces an interrupted transfer, as the digests are those of the destination.
@@ -402,7 +406,7 @@ fn compare(method: Method, trust: String, moment: &Moment<'_>, status: &Status) 
     let header = Header { binds: Some(replica.nonce), ..header(method, moment, replica.size) };
     // The most that it can be.
     let wanted = Wanted::allocated(moment.size, moment.block_size.into());
-    SyncPlan { trust, header, wanted, changed: None, pass: false }
+    SyncPlan { trust, header, before: Vec::new(), wanted, changed: None, pass: false }
 }
 
 /// Everything that is allocated.
@@ -420,7 +424,12 @@ fn copy(trust: String, moment: &Moment<'_>, status: &Status) -> SyncPlan {
             Wanted::marked(all, moment.size, block_size)
         }
     };
-    SyncPlan { trust, header: Header { binds, ..header }, wanted, changed: None, pass: false }
+    let mut header = Header { binds, ..header };
+    let mut before = Vec::new();
+    if header.is_seed() {
+        before = header.chain.drain(..header.chain.len() - 1).collect();
+    }
+    SyncPlan { trust, header, before, wanted, changed: None, pass: false }
 }
 
 /// What changed since the replica's positions, where it is unsure of what it holds, and what is beyond the last position.
@@ -433,6 +442,10 @@ fn tracked(positions: &[Position], changes: Changes, moment: &Moment<'_>, status
         // Only this replica, in this very state, can use it.
         header.binds = Some(replica.nonce);
         header.size_before = replica.size;
+        if replica.epoch.as_ref() != moment.way.first() {
+            // Of what lies behind what it knows, the source cannot say that it changed in these blocks.
+            header.chain = vec![moment.epoch];
+        }
     } else {
         // All parts of a journal may be past the last commit, at which the replica still is. A commit that is
         // not below the chain is of another history, and must not hide where this delta leads.
@@ -450,7 +463,7 @@ fn tracked(positions: &[Position], changes: Changes, moment: &Moment<'_>, status
     replica.unsure.mark(&blocks, block_size);
     let mut wanted = Wanted::marked(blocks, moment.size, block_size).and_beyond(upto);
     let changed = moment.fill.then(|| wanted.fill_dense());
-    SyncPlan { trust: "tracked".into(), header, wanted, changed, pass: false }
+    SyncPlan { trust: "tracked".into(), header, before: Vec::new(), wanted, changed, pass: false }
 }
 
 impl SyncPlan {
@@ -883,6 +896,7 @@ mod tests {
             path: Path::new("/source"),
             source: SOURCE,
             epoch: epoch(7),
+            way: (since..=7).map(epoch).collect(),
             size: blocks_now * BLOCK,
             block_size: BLOCK as u32,
             fill: false,
@@ -918,23 +932,23 @@ mod tests {
             // The last commit is of another history than the chain.
             ("at 9", 8, 5, "tracked 5,6,7 8>8: 2-3"),
             // Where it is unsure is sent again, even if nothing changed; nothing else may be at that.
-            ("unsure at 5", 8, 5, "tracked 7 8>8 bound: 0-0 2-3 7-7"),
+            ("unsure at 5", 8, 5, "tracked 5,6,7 8>8 bound: 0-0 2-3 7-7"),
             ("unsure at 7", 8, 7, "tracked 7 8>8 bound: 0-0 2-3 7-7"),
-            ("unsure at 5", 6, 5, "tracked 7 8>6 bound: 0-0 2-3"),
+            ("unsure at 5", 6, 5, "tracked 5,6,7 8>6 bound: 0-0 2-3"),
             // A former source gets what it is unsure of, too; where that is nothing, no other replica may take the delta.
-            ("unsure demoted at 5; term2", 8, 5, "tracked 7 8>8 bound: 0-0 2-3 7-7"),
-            ("demoted at 5; term2", 8, 5, "tracked 7 8>8 bound: 2-3"),
+            ("unsure demoted at 5; term2", 8, 5, "tracked 5,6,7 8>8 bound: 0-0 2-3 7-7"),
+            ("demoted at 5; term2", 8, 5, "tracked 5,6,7 8>8 bound: 2-3"),
             // Its journal has come to 7.
             ("ahead at 7 cut off", 8, 7, "tracked 7 8>8 resumes: 2-3"),
             ("at 5 cut off", 8, 5, "tracked 5,6,7 8>8 resumes: 2-3"),
-            ("at 5 partly", 8, 5, "tracked 7 8>8 bound: 2-7"),
+            ("at 5 partly", 8, 5, "tracked 5,6,7 8>8 bound: 2-7"),
             ("at 5", 10, 5, "tracked 5,6,7 8>10: 2-3 8-9"),
             ("at 5", 6, 5, "tracked 5,6,7 8>6: 2-3"),
-            ("at 5; late", 8, 5, "compare 7 8>8 bound: all"),
-            ("at 5; --compare", 8, 5, "compare 7 8>8 bound: all"),
-            ("at 5 cut off; --compare", 8, 5, "compare 7 8>8 bound: all"),
-            ("at 5; --rolling", 8, 5, "rolling 7 8>8 bound: all"),
-            ("at 5; --copy", 8, 5, "copy 7 8>8 bound: 0-7"),
+            ("at 5; late", 8, 5, "compare 5,6,7 8>8 bound: all"),
+            ("at 5; --compare", 8, 5, "compare 5,6,7 8>8 bound: all"),
+            ("at 5 cut off; --compare", 8, 5, "compare 5,6,7 8>8 bound: all"),
+            ("at 5; --rolling", 8, 5, "rolling 5,6,7 8>8 bound: all"),
+            ("at 5; --copy", 8, 5, "copy 5,6,7 8>8 bound: 0-7"),
             ("none", 8, 5, "copy 7 0>8: all"),
         ];
         for (situation, blocks, since, expected) in situations {

@@ -339,6 +339,9 @@ fn a_lying_source_is_found_out() {
             prepare: false,
             release: None,
             batches: Default::default(),
+            before: Vec::new(),
+            looks_first: false,
+            accept: false,
         })
         .unwrap(),
         ..Message::default()

@@ -46,7 +46,8 @@ impl Transfer<'_> {
     /// What is said of every plan.
     fn announced(&self, plan: &SyncPlan) -> Plan {
         let (member, prepare) = self.member;
-        Plan { delta: true, pass: plan.pass, member, prepare, ..Plan::default() }
+        let before = plan.before.clone();
+        Plan { delta: true, pass: plan.pass, member, prepare, before, ..Plan::default() }
     }
 
     /// Sends a pass over a live disk, and receives the replica's new status.

@@ -157,6 +157,9 @@ impl Replica {
     fn footprint(&self, header: &Header) -> Result<Footprint> {
         let mut footprint = Footprint::new(self.lineage(), self.unsure()?);
         footprint.header(header);
+        if header.is_seed() {
+            footprint.begins_after(self.before());
+        }
         if header.resumes.is_some() {
             footprint.is_late();
         }

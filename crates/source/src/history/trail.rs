@@ -16,6 +16,10 @@
 //! in which no entry ends; and a log of another moment or another replica leads to other epochs, and says nothing. What the promoted
 //! disk holds beyond the epoch of its last commit is its unsure set, which is the change of the next entry of its history.
 //!
+//! **Behind a gap only names are known**: which epochs the source had. A replica at one of them is compared. One at another epoch of a
+//! number that is taken was at a moment that its source has forgotten, because its state went back: it has diverged, and may be the only one that
+//! holds what was written then.
+//!
 //! Appending looks at nothing that the log holds and makes nothing durable: an entry that is torn fails its checksum.
 
 use std::collections::HashMap;
@@ -42,7 +46,7 @@ const MOST_BYTES: usize = 16 << 20;
 pub struct Step<'a> {
     /// The epoch before, and the bytes of the disk then.
     pub from: Option<(Epoch, u64)>,
-    /// Epochs of the source between that and `to`, ascending.
+    /// Epochs of the source between that and `to`, ascending; those that led to `to` where `from` is not one of them.
     pub through: &'a [Epoch],
     /// The epoch after.
     pub to: Epoch,
@@ -79,19 +83,20 @@ fn write_step(folder: &dyn Folder, step: &Step<'_>) -> io::Result<Range<u64>> {
             bytes.extend(entry_bytes(&head(&[from], Some(BEGINS), size, step.block_size, None), &[])?);
         }
     }
-    let entry = match (step.changes, step.from) {
-        (Ok(changes), Some((from, _))) => {
-            let between = step.through.iter().filter(|e| from.number < e.number && e.number < step.to.number);
-            let mut epochs: Vec<Epoch> = between.copied().collect();
-            epochs.push(step.to);
-            epochs.drain(..epochs.len().saturating_sub(IDS_KEPT));
-            entry_bytes(&head(&epochs, None, step.size, step.block_size, Some(from.id)), &encoded(changes))?
-        }
-        (why, _) => {
-            let why = why.err().unwrap_or(BEGINS);
-            entry_bytes(&head(&[step.to], Some(why), step.size, step.block_size, None), &[])?
-        }
-    };
+    let (from, block_size) = (step.from.map(|(from, _)| from), step.block_size);
+    // Only where the source names the epoch before is that one of its own, and are all in between known.
+    let names_all = from.is_none_or(|from| step.through.contains(&from));
+    let begins = from.filter(|_| names_all || step.changes.is_ok()).map_or(0, |from| from.number + 1);
+    let named = step.through.iter().filter(|e| (begins..step.to.number).contains(&e.number));
+    let mut epochs: Vec<Epoch> = named.copied().collect();
+    epochs.push(step.to);
+    epochs.drain(..epochs.len().saturating_sub(IDS_KEPT));
+    let lost = step.changes.err().or(from.is_none().then_some(BEGINS));
+    let after = from.filter(|_| names_all || lost.is_none()).map(|from| from.id);
+    let entry =
+        Head { trail: !names_all && lost.is_none(), ..head(&epochs, lost, step.size, block_size, after) };
+    let changes = step.changes.ok().filter(|_| lost.is_none()).map_or_else(Vec::new, encoded);
+    let entry = entry_bytes(&entry, &changes)?;
     bytes.extend(entry);
     let at = if begin < 8 { 0 } else { begin };
     file.write_at(at, &bytes)?;
@@ -106,7 +111,7 @@ fn head(epochs: &[Epoch], lost: Option<&str>, size: u64, block_size: u32, after:
         block_size,
         time: now(),
         after,
-        trail: true,
+        trail: false,
     }
 }
 
@@ -127,6 +132,8 @@ pub fn leave_trail(history: &History, to: &dyn Folder) -> Result<(), SourceError
 /// The unbroken end of a trail.
 #[derive(Debug, Default)]
 pub struct Trail {
+    /// The epochs before the first entry, ascending. What has changed since is not known.
+    names: Vec<Epoch>,
     /// Heads and changes, oldest first. The first is what the chain begins after, and has no changes.
     entries: Vec<(Head, Vec<u8>)>,
 }
@@ -160,8 +167,8 @@ impl Trail {
             at = end;
         }
         log.end = at;
-        let chain = chain(&entries, to);
-        let mut trail = Trail::default();
+        let (names, chain) = chain(&entries, to);
+        let mut trail = Trail { names, entries: Vec::new() };
         for entry in &chain {
             let mut changes = vec![0; (entry.changes.end - entry.changes.start) as usize];
             log.file.read_at(entry.changes.start, &mut changes).map_err(fail("read"))?;
@@ -172,11 +179,10 @@ impl Trail {
 
     /// Adds the next entry of the chain. The first is known by its end alone.
     fn push(&mut self, mut head: Head, changes: Vec<u8>) {
-        head.trail = true;
         match self.entries.last().and_then(|(last, _)| last.epochs.last()) {
             None => {
                 head.epochs.drain(..head.epochs.len() - 1);
-                (head.lost, head.after) = (Some(BEGINS.into()), None);
+                (head.lost, head.after, head.trail) = (Some(BEGINS.into()), None, false);
                 self.entries.push((head, Vec::new()));
             }
             Some(_) => self.entries.push((head, changes)),
@@ -211,8 +217,10 @@ impl Trail {
     /// As the beginning of a log.
     pub(super) fn encode(&self) -> io::Result<Vec<u8>> {
         let mut content = MAGIC.to_vec();
+        let mut names = &self.names[..];
         for (head, changes) in &self.entries {
-            content.extend(entry_bytes(head, changes)?);
+            let epochs = [std::mem::take(&mut names), &head.epochs].concat();
+            content.extend(entry_bytes(&Head { epochs, ..head.clone() }, changes)?);
         }
         Ok(content)
     }
@@ -238,8 +246,8 @@ fn size_of_entry((head, changes): &(Head, Vec<u8>)) -> usize {
 }
 
 /// The entries of a log that lead to an epoch, each beginning where the one before it ends; oldest first. The first one is where the
-/// chain begins: what came before that is not known.
-fn chain<'a>(entries: &'a [Entry], to: &Epoch) -> Vec<&'a Entry> {
+/// chain begins: of what came before that only the epochs are known, which come with it.
+fn chain<'a>(entries: &'a [Entry], to: &Epoch) -> (Vec<Epoch>, Vec<&'a Entry>) {
     let mut ends: HashMap<Uuid, &Entry> = HashMap::new();
     for entry in entries {
         let Some(last) = entry.head.epochs.last() else { continue };
@@ -250,20 +258,29 @@ fn chain<'a>(entries: &'a [Entry], to: &Epoch) -> Vec<&'a Entry> {
     }
     let Some(mut entry) = ends.get(&to.id).copied().filter(|entry| entry.head.epochs.last() == Some(to))
     else {
-        return Vec::new();
+        return (Vec::new(), Vec::new());
+    };
+    let before = |entry: &Entry| {
+        let first = entry.head.epochs.first().map_or(0, |first| first.number);
+        let before = ends.get(&entry.head.after?).copied();
+        before.filter(|e| e.head.epochs.last().is_some_and(|e| e.number < first))
     };
     let mut chain = vec![entry];
-    while let (None, Some(after)) = (&entry.head.lost, entry.head.after) {
-        let first = entry.head.epochs.first().map_or(0, |first| first.number);
-        let before = ends.get(&after).copied();
-        let Some(before) = before.filter(|e| e.head.epochs.last().is_some_and(|e| e.number < first)) else {
-            break;
-        };
-        entry = before;
+    while let (None, Some(earlier)) = (&entry.head.lost, before(entry)) {
+        entry = earlier;
         chain.push(entry);
     }
     chain.reverse();
-    chain
+    // Back to where one may be missing.
+    let inside = |entry: &Entry| if entry.head.trail { 1 } else { usize::MAX };
+    let mut names: Vec<Epoch> = entry.head.epochs.iter().rev().take(inside(entry)).skip(1).copied().collect();
+    while let Some(earlier) = before(entry).filter(|_| !entry.head.trail && names.len() < IDS_KEPT) {
+        entry = earlier;
+        names.extend(entry.head.epochs.iter().rev().take(inside(entry)));
+    }
+    names.truncate(IDS_KEPT);
+    names.reverse();
+    (names, chain)
 }
 
 /// Keeps of a long trail what leads to its last epoch, with old neighbours folded.
@@ -385,6 +402,71 @@ mod tests {
         note(&dir, 5, &[], 11, &[40]);
         assert_eq!(lacks(&dir, 11, 3), Ok(vec![1, 2, 40, 63]));
         lacks(&dir, 11, 8).unwrap_err();
+    }
+
+    /// What its source has named behind a gap is compared; another epoch of a number that is taken has diverged.
+    #[test]
+    fn behind_a_gap_epochs_are_known_by_name() {
+        let (_temp, dir) = scratch();
+        let gap = |from: Option<u64>, through: &[u64], to: u64| {
+            let through: Vec<Epoch> = through.iter().map(|n| epoch(*n)).collect();
+            let from = from.map(|from| (epoch(from), SIZE));
+            let changes = Err("test");
+            let step = Step { from, through: &through, to: epoch(to), size: SIZE, block_size: 4096, changes };
+            note_step(&dir, &step).unwrap();
+        };
+        let other = |number| Epoch { number, id: Uuid::from_u128(7) };
+        let says = |base: u64, at: Epoch| {
+            let (_temp, place) = scratch();
+            let trail = Trail::leading_to(&dir, &epoch(base));
+            assert!(!trail.epochs().contains(&at));
+            History::begin(
+                &place,
+                (&trail, epoch(base)),
+                vec![epoch(base + 1)],
+                SIZE,
+                4096,
+                Err(String::new()),
+            )
+            .unwrap();
+            let history = History::read(&place).unwrap();
+            assert_eq!(history.size_at(&at), None);
+            match history.reaches(&[Position { epoch: at, upto: SIZE }]) {
+                Ok(()) => "known",
+                Err(SourceError::Foreign(_)) => "diverged",
+                Err(_) => "not known",
+            }
+        };
+        gap(None, &[2, 3], 4);
+        note(&dir, 4, &[4], 5, &[1]);
+        gap(Some(5), &[5, 7], 8);
+        note(&dir, 8, &[8, 9], 10, &[2]);
+        for (at, expected) in [
+            (epoch(1), "not known"),
+            (epoch(2), "not known"),
+            (epoch(4), "not known"),
+            (epoch(5), "not known"),
+            (epoch(7), "not known"),
+            (other(1), "not known"),
+            (other(2), "diverged"),
+            (other(3), "diverged"),
+            (other(4), "diverged"),
+            (other(5), "diverged"),
+            (other(6), "diverged"),
+            (other(7), "diverged"),
+            (other(9), "diverged"),
+        ] {
+            assert_eq!(says(10, at), expected, "{at:?}");
+        }
+        assert_eq!(lacks(&dir, 10, 8), Ok(vec![2, 63]));
+        assert_eq!(lacks(&dir, 10, 9), Ok(vec![2, 63]));
+        // Its epoch is not one of a source that does not name it: what was before that is nothing to this one.
+        gap(Some(10), &[12, 13], 14);
+        assert_eq!(says(14, other(9)), "not known");
+        assert_eq!(says(14, other(12)), "diverged");
+        gap(Some(14), &[14], 15);
+        tidy(&dir, &epoch(15)).unwrap();
+        assert_eq!(says(15, other(12)), "diverged");
     }
 
     /// Each kind of gap: what lies behind it is not known, what follows it is.

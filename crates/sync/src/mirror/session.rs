@@ -88,6 +88,8 @@ pub(super) struct SessionState {
     grid: Option<Grid>,
     /// The last batch that was sent ends within an epoch.
     ahead: bool,
+    /// The last epoch that one has ended.
+    at: Option<Epoch>,
     /// The moment of the source that the replica is known to have reached.
     reached: Option<Instant>,
     /// The last batch that was confirmed.
@@ -125,6 +127,7 @@ impl<'a> MirrorSession<'a> {
             interval,
             grid: Grid::new(status.moments, epoch_began.elapsed()),
             ahead: !status.replica.unsure.is_empty(),
+            at: status.replica.epoch,
             reached: None,
             confirmed: None,
             summary: MirrorSummary::default(),
@@ -300,7 +303,7 @@ impl<'a> MirrorSession<'a> {
             self.begin_batch(&batch, stream, ends, (blocks, bytes), (cut, cut_before));
             pause = self.state().interval.at_least(bytes);
             cut_before = cut;
-            give(Item::Header(Box::new(self.header(&batch, stream, nonce, ends))))?;
+            give(Item::Header(Box::new(self.header(&batch, stream, nonce, ends)?)))?;
             nonce = stream;
             self.read(&batch, (stream, bytes), give, totals)?;
             self.batches.done(&batch)?;
@@ -419,11 +422,18 @@ impl<'a> MirrorSession<'a> {
         });
     }
 
-    fn header(&self, batch: &Batch, stream: Uuid, nonce: Uuid, ends: bool) -> Header {
+    fn header(&self, batch: &Batch, stream: Uuid, nonce: Uuid, ends: bool) -> Result<Header, SyncError> {
         let about = self.handle.about();
         let sizes = (self.size, device::Disk::len(&*batch.view));
-        let header = Header::new(about.uuid, Method::Tracked, vec![batch.epoch], sizes, about.block_size);
-        Header { stream, binds: Some(nonce), batch: !ends, ..header }
+        let mut chain = vec![batch.epoch];
+        let at = self.state().at;
+        if ends {
+            let way = self.handle.history()?.way(at.as_ref(), &batch.epoch);
+            chain = if way.first() == at.as_ref() { way } else { chain };
+            self.state().at = Some(batch.epoch);
+        }
+        let header = Header::new(about.uuid, Method::Tracked, chain, sizes, about.block_size);
+        Ok(Header { stream, binds: Some(nonce), batch: !ends, ..header })
     }
 
     /// Reads a batch from its view.
