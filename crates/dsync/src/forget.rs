@@ -174,7 +174,7 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
         Err(ReplicaError::Away(_) | ReplicaError::Damaged { .. }) if path.exists() => {
             // What was to be committed is dropped by that.
             if args.dry_run {
-                return forgotten(&path, "remains as it is", true, output);
+                return forgotten(&path, "remains as it is", 0, true, output);
             }
             open(true)?
         }
@@ -187,17 +187,24 @@ fn replica(args: &args::Forget, state: &StateDir, output: &Output) -> Result<()>
         Some(epoch) => format!("remains as it is, at epoch {}", epoch.number),
         None => "remains as it is".to_owned(),
     };
+    let moments = replica.history().map_or(0, |history| history.moments.len());
     if !args.dry_run {
         replica.disown()?;
         known.remove(&listed)?;
     }
-    forgotten(&path, &state, args.dry_run, output)
+    forgotten(&path, &state, moments, args.dry_run, output)
 }
 
-/// Says that a replica is forgotten, and what becomes of its file.
-fn forgotten(path: &Path, state: &str, dry_run: bool, output: &Output) -> Result<()> {
-    let cost =
-        format!("the file {state}; the next \"dsync sync\" to it needs --adopt and compares everything");
+/// Says that a replica is forgotten, and what becomes of its file and of the moments that are kept.
+fn forgotten(path: &Path, state: &str, moments: usize, dry_run: bool, output: &Output) -> Result<()> {
+    let past = match moments {
+        0 => "",
+        1 => "; the moment kept by --keep is lost",
+        _ => "; the moments kept by --keep are lost",
+    };
+    let cost = format!(
+        "the file {state}; the next \"dsync sync\" to it needs --adopt and compares everything{past}"
+    );
     Forgotten { kind: "replica", path, bookmark: None, cost, dry_run }.say(output);
     Ok(())
 }

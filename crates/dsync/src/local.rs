@@ -208,7 +208,12 @@ fn told(known: &KnownReplica, unsure: u64) -> (&'static str, Option<String>) {
                 group.map_or("verify --repair".to_owned(), |name| format!("sync --group {name} --adopt"));
             let what = format!(
                 "was changed by another program since its last commit ({why}), and syncs to it are refused: find out who \
-                 writes there; \"dsync verify\" shows what differs, and \"dsync {mends}\" overwrites it with the source"
+                 writes there; \"dsync verify\" shows what differs, and \"dsync {mends}\" overwrites it with the source{}",
+                match group.is_none() && !known.past.is_empty {
+                    true =>
+                        ". If nothing was written, the moments kept by --keep stay; otherwise they are lost",
+                    false => "",
+                }
             );
             ("changed", Some(what))
         }

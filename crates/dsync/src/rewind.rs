@@ -50,7 +50,11 @@ pub(crate) fn run(args: &args::Rewind, state: &StateDir, output: &Output) -> Res
     location::refuse_host(&args.destination, "rewind")?;
     refuse_others(&path, &options, state)?;
     let Some(to) = &args.to else {
-        list(&path, &replica::history(&path, &options)?, output);
+        let history = replica::history(&path, &options)?;
+        list(&path, &history, output);
+        if !history.moments.is_empty() {
+            warn_if_changed(&path, state, output)?;
+        }
         return Ok(());
     };
     let began = Instant::now();
@@ -93,6 +97,23 @@ pub(crate) fn run(args: &args::Rewind, state: &StateDir, output: &Output) -> Res
         ),
     });
     output.summary(&rewound);
+    Ok(())
+}
+
+/// Says that none of the moments can be gone back to just now, as another program has changed the replica.
+fn warn_if_changed(path: &Path, state: &StateDir, output: &Output) -> Result<()> {
+    let known = sync::known_replicas(state).all()?;
+    let changed = known.iter().filter(|known| known.path == path).find_map(|known| match &known.condition {
+        replica::Condition::Changed(why) => Some(why),
+        _ => None,
+    });
+    if let Some(why) = changed {
+        output.warn(&format!(
+            "{} was changed by another program since its last commit ({why}), and cannot go back to any of these before it is compared: \"dsync verify \
+             --repair SRC DST\" keeps them if nothing was written",
+            path.display()
+        ));
+    }
     Ok(())
 }
 

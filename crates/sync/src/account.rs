@@ -19,6 +19,8 @@ const TOLD_EVERY: Duration = Duration::from_secs(1);
 pub(crate) struct Account {
     /// `None` for a dry run.
     counter: Option<Counter>,
+    /// The source and the replica, as they are named on this host.
+    ends: String,
     told: Mutex<Told>,
 }
 
@@ -81,7 +83,8 @@ impl Account {
     pub(crate) fn begin(handle: &Handle, place: (&Path, &str), way: &Way, what: &str) -> Account {
         // Not written down yet: the replica may be refused, or another command be at work for it.
         let told = Told { work: Work::begin(what), at: Instant::now(), sent: 0, batches: 0 };
-        Account { counter: Some(counter(handle, place.0, place.1, way)), told: Mutex::new(told) }
+        let ends = format!("{} {}", handle.about().path.display(), place.1);
+        Account { counter: Some(counter(handle, place.0, place.1, way)), ends, told: Mutex::new(told) }
     }
 
     /// The same for a dry run, of which nothing is kept.
@@ -190,7 +193,7 @@ impl Account {
             }),
             // Another command is at work for the replica: what is written down is its work.
             Err(error) if error.class() == Class::Busy => {}
-            Err(error) => counter.fail(&error.to_string()),
+            Err(error) => counter.fail(&error.to_string().replace("SRC DST", &self.ends)),
         }
     }
 }

@@ -177,6 +177,8 @@ impl Since {
 
     fn told(&self, least: &str) -> String {
         match self.bytes {
+            Some(0) if least.is_empty() => "nothing".into(),
+            Some(0) => "nothing that is known of".into(),
             Some(bytes) => format!("{least}{}", device::human_size(bytes)),
             None => "an unknown amount".into(),
         }

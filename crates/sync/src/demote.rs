@@ -31,6 +31,8 @@ pub struct DemoteOptions {
     pub since: Option<String>,
     /// The same for the disks of a group, by the names of their files.
     pub each: Vec<(String, String)>,
+    /// The group that is demoted with it.
+    pub group: Option<String>,
     /// Write what was written since as a delta to this file, which must not exist, or be what an interrupted demotion has written.
     pub save: Option<PathBuf>,
     /// Give up what was written since.
@@ -324,7 +326,7 @@ pub(crate) fn follow(
             written = self::written(handle, &epoch)?;
         }
         None if clean || options.discard => {}
-        None => return Err(unsaved(handle, &epoch, &written)),
+        None => return Err(unsaved(handle, &epoch, &written, options.group.as_deref())),
     }
     let block_size = u64::from(about.block_size);
     let since = written.ok();
@@ -438,7 +440,12 @@ fn unknown(handle: &Handle, epoch: &Epoch, options: &DemoteOptions, why: Option<
     ))
 }
 
-fn unsaved(handle: &Handle, epoch: &Epoch, written: &Result<Written, String>) -> SyncError {
+fn unsaved(
+    handle: &Handle,
+    epoch: &Epoch,
+    written: &Result<Written, String>,
+    group: Option<&str>,
+) -> SyncError {
     let about = handle.about();
     let path = about.path.display();
     let when = handle.history().ok().and_then(|history| {
@@ -446,22 +453,27 @@ fn unsaved(handle: &Handle, epoch: &Epoch, written: &Result<Written, String>) ->
         Some(format!(" ({})", device::moment(entry.time)))
     });
     let when = when.unwrap_or_default();
+    let (planned, save) = match group {
+        Some(name) => {
+            (format!("folder of the replicas that take over, \"dsync demote --group {name} DIR\""), "FOLDER")
+        }
+        None => (format!("replica that takes over, \"dsync demote {path} DST\""), "FILE"),
+    };
     SyncError::Refused(match written {
         Ok((blocks, _)) => {
             let bytes = device::human_size(blocks.count().saturating_mul(about.block_size.into()));
             let count = blocks.count();
             format!(
                 "{count} block{} ({bytes}) written to {path} since epoch {}{when}, the last one known here to be in common, will be overwritten by \
-                 the next sync to it. In a planned switch name the replica that takes over, \"dsync demote {path} DST\", which sends \
-                 them to it. If it was promoted without them, pass --save FILE to keep them as a delta, or --discard to give them up",
+                 the next sync to it. In a planned switch name the {planned}, which sends them. If it was promoted without them, pass --save {save} to \
+                 keep them as a delta, or --discard to give them up",
                 if count == 1 { "" } else { "s" },
                 epoch.number
             )
         }
         Err(why) => format!(
             "what was written to {path} since epoch {}{when}, the last one known here to be in common, is not known ({why}): the next sync \
-             to it compares everything, and overwrites what differs. In a planned switch name the replica that takes over, \"dsync demote {path} DST\", \
-             which sends what it lacks. If it was promoted without that, copy the disk first if it is wanted; then pass --discard",
+             to it compares everything, and overwrites what differs. In a planned switch name the {planned}, which sends what is lacking. If it was promoted without that, copy the disk first if it is wanted; then pass --discard",
             epoch.number
         ),
     })

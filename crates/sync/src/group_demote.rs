@@ -248,7 +248,7 @@ fn plan(
         files.insert(about.uuid, file.clone());
         let save = save_of(file, options);
         let since = since_of((file, &about.path), options).map(|(_, epoch)| epoch.clone());
-        let own = DemoteOptions { save, since, ..options.clone() };
+        let own = DemoteOptions { save, since, group: Some(group.name().to_owned()), ..options.clone() };
         let member = synced.as_ref().and_then(|(_, members)| members.get(at)).cloned();
         let (summary, demotion) = match member {
             Some(member) => follow(handle, &own, Some(&mut |_| Ok(member.clone())), progress)?,

@@ -180,6 +180,10 @@ pub(crate) fn verify_over(
     })();
     account.ended(&verified, |tally, verified: &Verified| {
         tally.bytes_sent += verified.bytes_sent;
+        if verified.repaired && options.ranges.is_empty() {
+            // What had been refused is accepted.
+            tally.succeed();
+        }
         let found = LastVerify::now(verified.differing.bytes, verified.repaired);
         match &mut tally.verified {
             // What was found before may be in blocks that were not looked at.
