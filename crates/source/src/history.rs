@@ -284,8 +284,15 @@ impl History {
 
     /// The epochs that led to `to`, ascending, with that itself: from `since` on if it is one of them, else the latest ones.
     pub fn way(&self, since: Option<&Epoch>, to: &Epoch) -> Vec<Epoch> {
-        let names = self.entries.iter().flat_map(|e| &e.head.epochs);
-        let mut way: Vec<Epoch> = names.filter(|epoch| epoch.number < to.number).copied().collect();
+        let mut way: Vec<Epoch> = Vec::new();
+        for Head { epochs, lost, trail, .. } in self.entries.iter().map(|entry| &entry.head) {
+            // Before one that may be missing nothing is named: what is not would be taken for another branch's.
+            if *trail || lost.as_deref() == Some(DAMAGED) {
+                way.clear();
+            }
+            let from = if *trail { epochs.len().saturating_sub(1) } else { 0 };
+            way.extend(epochs[from..].iter().filter(|epoch| epoch.number < to.number));
+        }
         let begins = match since {
             Some(since) if since == to => way.len(),
             Some(since) => way
