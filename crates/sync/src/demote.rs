@@ -465,8 +465,8 @@ fn unsaved(
             let count = blocks.count();
             format!(
                 "{count} block{} ({bytes}) written to {path} since epoch {}{when}, the last one known here to be in common, will be overwritten by \
-                 the next sync to it. In a planned switch name the {planned}, which sends them. If it was promoted without them, pass --save {save} to \
-                 keep them as a delta, or --discard to give them up",
+                 the next sync to it. In a planned switch name the {planned}, which sends them to it. If it was promoted without them, pass \
+                 --save {save} to keep them as a delta, or --discard to give them up",
                 if count == 1 { "" } else { "s" },
                 epoch.number
             )
