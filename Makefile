@@ -82,11 +82,11 @@ bench:
 	@$(CARGO) build --release -p dsync -p dsync-bench
 	DSYNC_BIN=$(abspath $(target))/release/dsync $(target)/release/dsync-bench
 
-# The first paper's figures on two hosts of network namespaces; CSV, SVG and tables go to bench/results/. Hours.
+# What the papers measured, again, most of it on two hosts of network namespaces; CSV, SVG and tables go to bench/results/. Hours.
 figures:
 	@scripts/setup build bench
 	@$(CARGO) build --release -p dsync -p dsync-bench
-	DSYNC_BIN=$(abspath $(target))/release/dsync $(target)/release/dsync-bench paper
+	DSYNC_BIN=$(abspath $(target))/release/dsync $(target)/release/dsync-bench figures
 
 # The claims of ARTIFACT.md, with a verdict for each: half an hour on two quiet cores. Fails if one is missed.
 artifact:

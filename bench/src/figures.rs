@@ -120,8 +120,8 @@ pub(crate) fn wanted(bench: &Bench) -> Vec<Tool> {
     Tool::ALL.into_iter().filter(|tool| bench.wants(tool.name())).collect()
 }
 
-/// The tools in another order each round.
-pub(crate) fn rotated(tools: &[Tool], round: usize) -> Vec<Tool> {
+/// The tools, or what else is compared, in another order each round.
+pub(crate) fn rotated<T: Clone>(tools: &[T], round: usize) -> Vec<T> {
     let mut tools = tools.to_vec();
     if !tools.is_empty() {
         let by = round % tools.len();

@@ -165,12 +165,15 @@ impl Host {
     }
 }
 
-/// A command behind other words; what it has in its environment stays.
+/// A command behind other words; what it has in its environment stays, and where it begins.
 fn wrapped(words: &[String], program: &Command) -> Command {
     let mut outer = command(&words[0]);
     outer.args(&words[1..]).arg(program.get_program()).args(program.get_args());
     for (name, value) in program.get_envs() {
         value.map(|value| outer.env(name, value));
+    }
+    if let Some(folder) = program.get_current_dir() {
+        outer.current_dir(folder);
     }
     outer
 }

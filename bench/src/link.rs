@@ -94,8 +94,8 @@ pub(crate) fn link(bench: &Bench, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Bytes a second.
-fn rate(way: &mut Command) -> Result<f64> {
+/// Bytes a second, as `carry` tells.
+pub(crate) fn rate(way: &mut Command) -> Result<f64> {
     let said = run(way, LIMIT)?.stdout;
     let mut words = said.split_whitespace().map(str::parse::<f64>);
     match (words.next(), words.next()) {

@@ -2,34 +2,49 @@
 //! rounds, printed as tables and written to a file.
 
 mod artifact;
+mod churn;
 mod compare;
 mod compress;
 mod content;
 mod dsync;
 mod far;
+mod fec;
 mod figures;
 mod harm;
 mod hosts;
 mod idle;
+mod inplace;
 mod keep;
+mod lengths;
 mod limit;
+mod limit_commit;
 mod line;
 mod link;
 mod mirror;
+mod packages;
+mod pair;
 mod paper;
 mod places;
 mod plot;
+mod postgres;
 mod process;
 mod qemu;
 mod record;
+mod relay;
 mod report;
 mod rolling;
 mod rows;
 mod scene;
 mod serve;
+mod sheet;
+mod sites;
+mod snapshots;
 mod sync;
 mod trace;
 mod track;
+mod vm;
+mod vscsi;
+mod wan;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -84,7 +99,7 @@ struct Bench {
     #[arg(long, global = true, value_delimiter = ',', value_name = "WORD")]
     only: Vec<String>,
     /// For trace: a block trace, as CSV of Timestamp,Hostname,DiskNumber,Type,Offset,Size,ResponseTime in the form of those
-    /// that Microsoft Research published [default: a generated week]
+    /// that Microsoft Research published, or as vscsiStats writes it (.vscsi), in either version [default: a generated week]
     #[arg(long, global = true, value_name = "FILE")]
     trace: Option<PathBuf>,
     /// No line for every run
@@ -111,8 +126,8 @@ enum What {
     Serve,
     /// A disk of 64 TiB beside one of 1 GiB: idle, and with 1000 blocks changed; memory
     Idle,
-    /// The mirror: figures 3 to 8 of its paper, and what it costs the writer, and a reader it; --only fig3,…,fig8,cost,reader
-    /// for some of it
+    /// The mirror: figures 3 to 8 of its paper, the destination's writes, limits, and what it costs the writer, and a reader it; --only
+    /// fig3,…,fig8,destination,limits,cost,reader for some of it
     Mirror,
     /// Writing to a live disk that is tracked, beside one that is not
     Track,
@@ -132,9 +147,19 @@ enum What {
     Harm,
     /// A week of a server on two hosts, day by day: times and bytes of each tool; run lengths
     Trace,
+    /// A far line that loses packets: plain TCP beside dsync's link; when an erasure code would pay, computed
+    Wan,
+    /// A snapshot a day on btrfs beneath a copy: what each takes, for each way to bring the copy up to date
+    Snapshots,
+    /// Versions of binaries, file by file and joined: in place and not, beside rsync; over slow lines too
+    InPlace,
+    /// A machine with PostgreSQL and a file server on a live disk: twenty runs, each with a sync to another host
+    Vm,
     /// Two hosts and a line of 1 Gbit/s: the first paper's figures 2 to 7, from 1 GiB to 32 GiB as far as the disk has room;
     /// hours, so not part of all
     Paper,
+    /// What the papers measured, one scenario after the other; hours
+    Figures,
     /// The claims of ARTIFACT.md, with a verdict for each: half an hour. Exit code 1 if one is missed
     Artifact {
         /// At the sizes and with the rounds of the results that are kept: hours
@@ -156,6 +181,17 @@ enum What {
         /// The files
         #[arg(required = true)]
         files: Vec<PathBuf>,
+    },
+    /// The limit of a commit: the same by way of a journal, with what the blocks replace kept in another file
+    #[command(hide = true)]
+    LimitCommit {
+        source: PathBuf,
+        destination: PathBuf,
+        list: PathBuf,
+        #[arg(long)]
+        journal: Option<PathBuf>,
+        #[arg(long)]
+        undo: Option<PathBuf>,
     },
     /// The paper's way: listed blocks to standard output, one at a time
     #[command(hide = true)]
@@ -205,7 +241,7 @@ fn own(subcommand: &str) -> Command {
 type Scenario = fn(&Bench, &mut Report) -> Result<()>;
 
 /// All scenarios by name.
-const SCENARIOS: [(&str, Scenario); 15] = [
+const SCENARIOS: [(&str, Scenario); 19] = [
     ("sync", sync::sync),
     ("compare", compare::compare),
     ("rolling", rolling::rolling),
@@ -220,8 +256,16 @@ const SCENARIOS: [(&str, Scenario); 15] = [
     ("record", record::record),
     ("harm", harm::harm),
     ("trace", trace::trace),
+    ("vm", vm::vm),
+    ("in-place", inplace::inplace),
+    ("snapshots", snapshots::snapshots),
+    ("wan", wan::wan),
     ("paper", figures::figures),
 ];
+
+/// Those that show what the papers show.
+const FIGURES: [&str; 9] =
+    ["paper", "vm", "trace", "record", "rolling", "in-place", "snapshots", "mirror", "wan"];
 
 impl What {
     /// The scenarios that are meant.
@@ -241,7 +285,15 @@ impl What {
             What::Record => "record",
             What::Harm => "harm",
             What::Trace => "trace",
+            What::Vm => "vm",
+            What::InPlace => "in-place",
+            What::Snapshots => "snapshots",
+            What::Wan => "wan",
             What::Paper => "paper",
+            What::Figures => {
+                let named = |name: &&str| SCENARIOS.into_iter().find(|(other, _)| other == name);
+                return FIGURES.iter().filter_map(named).collect();
+            }
             _ => return SCENARIOS.into_iter().filter(|(name, _)| *name != "paper").collect(),
         };
         SCENARIOS.into_iter().filter(|(other, _)| *other == name).collect()
@@ -284,6 +336,10 @@ fn main() -> ExitCode {
     let result = match cli.what.unwrap_or(What::All) {
         What::Limit { source, destination, list } => {
             limit::run(&source, &destination, list.as_deref()).map(|()| true)
+        }
+        What::LimitCommit { source, destination, list, journal, undo } => {
+            limit_commit::run(&source, &destination, &list, journal.as_deref(), undo.as_deref())
+                .map(|()| true)
         }
         What::Read { files } => limit::read(&files).map(|_| true),
         What::Extract { source, list } => paper::extract(&source, &list).map(|()| true),

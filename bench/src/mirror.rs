@@ -4,6 +4,8 @@
 //! Both sites share this machine's processors, and the writer too. So the figures say what the models are worth to each other
 //! here, and the processor time is told for each site; they do not say what two machines would do.
 
+mod pace;
+
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -13,6 +15,7 @@ use serde_json::Value;
 
 use crate::Bench;
 use crate::dsync::{Dsync, export};
+use crate::figures::results;
 use crate::places::{scratch, sockets, sparse};
 use crate::plot::{Series, lines};
 use crate::process::{self, Daemon};
@@ -47,11 +50,42 @@ struct How {
     options: Vec<String>,
     /// Somebody reads the replica as it was when the mirror began.
     read: bool,
+    /// Where the replica is to lie, if not beside the source.
+    replica: Option<PathBuf>,
+}
+
+/// A batch, as the mirror tells of it: times in seconds.
+#[derive(Clone, Copy)]
+struct Batch {
+    blocks: f64,
+    bytes: f64,
+    interval: f64,
+    /// What each site took.
+    primary: f64,
+    backup: f64,
+    lag: f64,
+    /// Bytes sent so far.
+    sent: f64,
+}
+
+impl Batch {
+    fn of(line: &Value) -> Batch {
+        let number = |field: &str| line[field].as_f64().unwrap_or(0.0);
+        Batch {
+            blocks: number("blocks"),
+            bytes: number("bytes"),
+            interval: number("interval"),
+            primary: number("primary"),
+            backup: number("backup"),
+            lag: number("lag"),
+            sent: number("sent"),
+        }
+    }
 }
 
 impl How {
     fn new(stages: &'static str, compress: bool, encrypt: bool) -> How {
-        How { stages, compress, encrypt, options: Vec::new(), read: false }
+        How { stages, compress, encrypt, options: Vec::new(), read: false, replica: None }
     }
 
     fn with(mut self, options: &[&str]) -> How {
@@ -69,11 +103,11 @@ struct Figures {
     /// Seconds of processor time a GiB, at the source's site and at the replica's.
     here: f64,
     there: f64,
-    /// Blocks and intervals (in milliseconds) of the batches.
-    batches: Vec<(f64, f64)>,
+    batches: Vec<Batch>,
     lag: f64,
 }
 
+#[derive(Clone)]
 struct Setting<'a> {
     dsync: &'a Dsync,
     far: Dsync,
@@ -83,6 +117,8 @@ struct Setting<'a> {
     bytes: u64,
     quiet: bool,
     seed: u64,
+    /// Of what finds its pace.
+    rounds: usize,
     /// Port and process of the listener for the encrypted runs.
     tls: Option<(u16, u32)>,
 }
@@ -190,32 +226,23 @@ impl Setting<'_> {
         let (before, far_before) = (processor(mirror.id()), far.map_or(0.0, processor));
         let written = pressure(&socket, &export(&image), pattern, load, self)?;
         // Of the time in which the pressure was on, and of nothing that was confirmed after.
-        let batches: Vec<Value> = mirror
-            .so_far()
-            .lines()
-            .filter_map(|line| serde_json::from_str::<Value>(line).ok())
-            .filter(|value| value.get("batch").is_some())
-            .collect();
-        let number = |batch: &Value, field: &str| batch[field].as_f64().unwrap_or(0.0);
-        let mirrored: f64 = batches.iter().map(|batch| number(batch, "bytes")).sum();
+        let said = mirror.so_far();
+        let lines = said.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+        let batches: Vec<Batch> =
+            lines.filter(|value| value.get("batch").is_some()).map(|line| Batch::of(&line)).collect();
+        let mirrored: f64 = batches.iter().map(|batch| batch.bytes).sum();
         let gib = (mirrored / (1u64 << 30) as f64).max(1e-6);
         let here = (processor(mirror.id()) - before) / gib;
         let there = far.map_or(0.0, |far| (processor(far) - far_before) / gib);
-        let lags: Vec<f64> = batches.iter().map(|batch| number(batch, "lag")).collect();
+        let lags: Vec<f64> = batches.iter().map(|batch| batch.lag).collect();
         mirror.stop()?;
         server.stop()?;
         if let Some(mut reader) = reader {
             reader.check()?;
             reader.stop()?;
         }
-        let figures = Figures {
-            written,
-            mirrored: mirrored / self.seconds,
-            here,
-            there,
-            batches: batches.iter().map(|b| (number(b, "blocks"), number(b, "interval") * 1e3)).collect(),
-            lag: median(&lags),
-        };
+        let figures =
+            Figures { written, mirrored: mirrored / self.seconds, here, there, lag: median(&lags), batches };
         if !self.quiet {
             eprintln!(
                 "{} {}{}, {} KiB, {}: {:.0} MB/s of {:.0} written, lag {:.3} s",
@@ -238,7 +265,7 @@ impl Setting<'_> {
         std::fs::write(&shell, "#!/bin/sh\nshift\nexec sh -c \"exec $*\"\n")?;
         rustix::fs::chmod(&shell, rustix::fs::Mode::from_bits_truncate(0o755))?;
         let mut command = self.dsync.command("mirror");
-        let replica = folder.join("replica.raw");
+        let replica = how.replica.clone().unwrap_or_else(|| folder.join("replica.raw"));
         let destination = match (how.encrypt, self.tls) {
             (true, Some((port, _))) => format!(
                 "tls://127.0.0.1:{port}/{}/replica.raw",
@@ -305,11 +332,7 @@ pub(crate) fn mirror(bench: &Bench, report: &mut Report) -> Result<()> {
     let sockets = sockets()?;
     let dsync = Dsync::new(binary, place.path().join("state"));
     let far = Dsync::new(binary, place.path().join("far"));
-    let figures = bench
-        .out
-        .as_deref()
-        .and_then(Path::parent)
-        .map_or_else(|| PathBuf::from("bench/results"), Path::to_path_buf);
+    let figures = results(bench);
     std::fs::create_dir_all(&figures)?;
     let listening = listen(&dsync, &far, place.path(), report);
     let setting = Setting {
@@ -321,6 +344,7 @@ pub(crate) fn mirror(bench: &Bench, report: &mut Report) -> Result<()> {
         bytes: bench.size.unwrap_or(if bench.quick { 256 << 20 } else { 2 << 30 }),
         quiet: bench.quiet,
         seed: bench.seed,
+        rounds: bench.rounds.unwrap_or(if bench.quick { 1 } else { 3 }),
         tls: listening.as_ref().map(|(listener, port)| (*port, listener.id())),
     };
     let at = |name: &str| figures.join(name);
@@ -352,7 +376,13 @@ pub(crate) fn mirror(bench: &Bench, report: &mut Report) -> Result<()> {
         }
     }
     if wanted("fig6") {
-        convergence(&setting, report, &at("mirror-fig6.svg"))?;
+        pace::convergence(&setting, report, &figures, &bench.memory_dir)?;
+    }
+    if wanted("destination") {
+        pace::destination(&setting, report, &figures, &bench.memory_dir)?;
+    }
+    if wanted("limits") {
+        pace::limits(&setting, report, &figures)?;
     }
     if wanted("cost") {
         cost(&setting, report)?;
@@ -364,28 +394,6 @@ pub(crate) fn mirror(bench: &Bench, report: &mut Report) -> Result<()> {
         listener.stop()?;
     }
     Ok(())
-}
-
-/// The interval's first steps, from 15 and from 30 ms.
-fn convergence(setting: &Setting, report: &mut Report, file: &Path) -> Result<()> {
-    let mut table = Table::new(
-        "Figure 6: the interval of the first 20 batches in ms, 4 KiB requests, 40 MB/s",
-        &["begun at", "1", "5", "10", "15", "20", "blocks of the 20th"],
-    );
-    let mut series = Vec::new();
-    for first in ["15ms", "30ms"] {
-        let how = How::new("adaptive", true, false).with(&["--interval", first, "--min-interval", "1ms"]);
-        let figures = setting.run(Some(&how), SEQUENTIAL, (4 << 10, EASY))?;
-        let step = |at: usize| figures.batches.get(at - 1).copied().unwrap_or_default();
-        let mut row = vec![first.to_string()];
-        row.extend([1, 5, 10, 15, 20].map(|at| format!("{:.1}", step(at).1)));
-        row.push(format!("{:.0}", step(20).0));
-        table.row(row);
-        let points = (1..=20.min(figures.batches.len())).map(|at| (at as f64, step(at).1)).collect();
-        series.push(Series { name: format!("from {first}"), points });
-    }
-    report.table(&table);
-    lines(file, "Figure 6: convergence of the interval", ("batch", "interval in ms"), &[], &series)
 }
 
 /// What somebody who reads the replica costs the mirror: its lag with a reader and without.

@@ -2,13 +2,17 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use tempfile::TempDir;
 
 use crate::process::{self, command};
 
+/// Below so many bits a second a line is slow.
+const SLOW: u64 = 50_000_000;
+/// Bytes that wait for a slow line.
+const QUEUE: u64 = 16 << 10;
 const QUICK: Duration = Duration::from_secs(60);
 
 /// A temporary folder.
@@ -71,14 +75,31 @@ impl Loop {
         sparse(file, size)?;
         process::run(command("mkfs.btrfs").args(["-q"]).arg(file), QUICK)?;
         let mut made = Loop::over(file, true)?;
-        let folder = file.with_extension("mounted");
-        std::fs::create_dir_all(&folder)?;
-        process::run(
-            command("mount").args(["-t", "btrfs", "-o", "noatime", &made.device]).arg(&folder),
-            QUICK,
-        )?;
-        made.mounted = Some(folder);
+        made.mount("btrfs", &file.with_extension("mounted"))?;
         Ok(made)
+    }
+
+    /// Mounts its file system, of this kind, on a folder.
+    pub(crate) fn mount(&mut self, kind: &str, folder: &Path) -> Result<()> {
+        std::fs::create_dir_all(folder)?;
+        let mut mount = command("mount");
+        mount.args(["-t", kind, "-o", "noatime", &self.device]).arg(folder);
+        process::run(&mut mount, QUICK)?;
+        self.mounted = Some(folder.to_path_buf());
+        Ok(())
+    }
+
+    /// Unmounts it, and what is in no file any more is on the device.
+    pub(crate) fn unmount(&mut self) -> Result<()> {
+        let Some(folder) = &self.mounted else { return Ok(()) };
+        // What was killed lets go of its files a moment later.
+        let until = Instant::now() + QUICK;
+        while let Err(error) = process::run(command("umount").arg(folder), QUICK) {
+            ensure!(Instant::now() < until, "{} stays in use: {error:#}", folder.display());
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        self.mounted = None;
+        Ok(())
     }
 
     /// A device over a file; a direct one bypasses the file's page cache.
@@ -141,14 +162,21 @@ impl Network {
             ip(&format!("-n {space} link set {device} up"))?;
             ip(&format!("-n {space} link set lo up"))?;
             let Some(rate) = bits_per_second else { continue };
-            // Enough for 4 ms, or a fast link would wait for the clock.
-            let burst = (rate / 8 / 250).max(64 << 10);
+            // Enough for 4 ms, or a fast link would wait for the clock; a slow one would not be slow with as much.
+            let burst = (rate / 8 / 250).max(if rate < SLOW { 3000 } else { 64 << 10 });
+            // A queue as modems have them, which holds some packets.
+            let latency = if rate < SLOW { (QUEUE * 8000 / rate).max(100) } else { 100 };
             let shape = format!(
-                "-n {space} qdisc add dev {device} root tbf rate {rate}bit burst {burst} latency 100ms"
+                "-n {space} qdisc add dev {device} root tbf rate {rate}bit burst {burst} latency {latency}ms"
             );
             process::run(command("tc").args(shape.split_whitespace()), QUICK)?;
         }
         Ok(network)
+    }
+
+    /// The names of both sides.
+    pub(crate) fn spaces(&self) -> [&str; 2] {
+        [&self.near, &self.far]
     }
 
     /// The words before a command that runs it on the near side. Mounts stay as they are, and with them what is pinned in the bpf

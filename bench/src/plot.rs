@@ -17,9 +17,24 @@ pub(crate) struct Series {
 pub(crate) fn lines(
     file: &Path,
     title: &str,
+    axes: (&str, &str),
+    ticks: &[String],
+    series: &[Series],
+) -> Result<()> {
+    draw((file, title), axes, ticks, series, true)
+}
+
+/// Draws points that nothing joins.
+pub(crate) fn points(file: &Path, title: &str, axes: (&str, &str), series: &[Series]) -> Result<()> {
+    draw((file, title), axes, &[], series, false)
+}
+
+fn draw(
+    (file, title): (&Path, &str),
     (x, y): (&str, &str),
     ticks: &[String],
     series: &[Series],
+    joined: bool,
 ) -> Result<()> {
     let points = || series.iter().flat_map(|s| &s.points);
     let most = |part: fn(&(f64, f64)) -> f64| points().map(part).fold(1e-9, f64::max);
@@ -42,8 +57,9 @@ pub(crate) fn lines(
         chart.configure_mesh().x_desc(x).y_desc(y).x_labels(labels).x_label_formatter(&tick).draw()?;
         for (at, line) in series.iter().enumerate() {
             let color = Palette99::pick(at).to_rgba();
+            let joining = line.points.iter().copied().filter(|_| joined);
             chart
-                .draw_series(LineSeries::new(line.points.iter().copied(), color.stroke_width(2)))?
+                .draw_series(LineSeries::new(joining, color.stroke_width(2)))?
                 .label(&line.name)
                 .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], color.stroke_width(2)));
             chart.draw_series(line.points.iter().map(|point| Circle::new(*point, 3, color.filled())))?;

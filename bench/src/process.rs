@@ -101,6 +101,8 @@ pub(crate) struct Outcome {
     pub peak: u64,
     /// Bytes that it and its children had read from storage.
     pub read: u64,
+    /// Bytes that they wrote to files, whether the page cache took them or storage.
+    pub written: u64,
 }
 
 /// Runs a program to its end; an error if it fails, or takes longer than `limit`.
@@ -148,7 +150,9 @@ pub(crate) fn run_always(command: &mut Command, limit: Duration) -> Result<Outco
     let time = |t: libc::timeval| t.tv_sec as f64 + t.tv_usec as f64 / 1e6;
     let processor = time(usage.ru_utime) + time(usage.ru_stime);
     let peak = usage.ru_maxrss as u64 * 1024;
-    Ok(Outcome { seconds, processor, stdout, peak, read: own_io()?.saturating_sub(read_before) })
+    let read = own_io()?.saturating_sub(read_before);
+    let written = usage.ru_oublock as u64 * 512;
+    Ok(Outcome { seconds, processor, stdout, peak, read, written })
 }
 
 /// The last lines of a text.

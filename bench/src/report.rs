@@ -250,11 +250,12 @@ fn machine(dsync: Option<&Path>, dir: &Path) -> String {
             output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
         text.lines().nth(1).unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" on ")
     };
+    let options = said("findmnt", &["--noheadings", "--output", "OPTIONS", "--target", &place]);
     let processor = field("/proc/cpuinfo", "model name");
     let mut lines = vec![
         format!("{version}; Linux {}", said("uname", &["-r"])),
         format!("{cores} x {processor}, {} of memory", size(memory * 1024.0)),
-        format!("files on {lies_on}"),
+        format!("files on {lies_on} ({options})"),
     ];
     let tools: Vec<String> = [
         ("rsync", "--version"),

@@ -2,117 +2,22 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use dsync_tests::Random;
 
-use crate::dsync::{Dsync, Synced};
+use crate::Bench;
+use crate::dsync::Dsync;
+use crate::packages::{KERNELS, PACKAGES, versions};
+use crate::pair::{Cost, LIMIT, Pair};
 use crate::places::{free, scratch};
-use crate::process::{self, command, quote, run, shell};
+use crate::process;
 use crate::report::{Report, Table, median, seconds, size};
-use crate::{Bench, own};
 
-const LIMIT: Duration = Duration::from_secs(600);
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
-
-/// Packages of binaries of which the archives have two versions, and kernels with their modules.
-const PACKAGES: [&str; 6] = ["git", "libc6", "libssl3", "libcurl4", "libxml2", "libpython3.11-minimal"];
-const KERNELS: &str = "^linux-image-6.1.0-[0-9]+-cloud-amd64$";
-
-/// A folder with a source and the copy that is brought up to date.
-struct Place<'a> {
-    bench: &'a Bench,
-    dsync: Dsync,
-    source: PathBuf,
-    copy: PathBuf,
-}
-
-/// What a run cost.
-struct Cost {
-    seconds: f64,
-    /// Seconds of processor time.
-    processor: f64,
-    /// Both ways.
-    bytes: u64,
-    peak: u64,
-}
-
-impl Place<'_> {
-    /// Puts an older state in the copy's place, as if it had been carried there.
-    fn restore(&self, old: &Path) -> Result<()> {
-        let state = self.copy.with_file_name(".copy.dsync");
-        if state.exists() {
-            std::fs::remove_dir_all(state)?;
-        }
-        run(command("cp").args(["--sparse=always", "--"]).arg(old).arg(&self.copy), LIMIT)?;
-        rustix::fs::sync();
-        Ok(())
-    }
-
-    fn check(&self) -> Result<()> {
-        run(command("cmp").arg(&self.source).arg(&self.copy), LIMIT).context("WRONG CONTENT").map(drop)
-    }
-
-    fn dsync(&self, options: &[&str]) -> Result<Cost> {
-        let copy = self.copy.display().to_string();
-        let options = [&["--method", "rolling", "--adopt", "--create", "--allow-shrink"], options].concat();
-        let synced: Synced = self.dsync.sync(&self.source, &copy, &options, LIMIT)?;
-        self.check()?;
-        Ok(Cost {
-            seconds: synced.outcome.seconds,
-            processor: synced.outcome.processor,
-            bytes: synced.number("bytes_sent") + synced.number("bytes_received"),
-            peak: synced.outcome.peak,
-        })
-    }
-
-    /// `None` if it took longer than `limit`.
-    fn rsync(&self, options: &str, limit: Duration) -> Result<Option<Cost>> {
-        let line = format!(
-            "rsync --no-whole-file --stats {options} {} {} && sync {}",
-            quote(&self.source),
-            quote(&self.copy),
-            quote(&self.copy)
-        );
-        let outcome = match process::run(&mut shell(&line), limit) {
-            Err(error) if error.to_string().contains("still running") => return Ok(None),
-            other => other?,
-        };
-        self.check()?;
-        let number = |name: &str| {
-            let line = outcome.stdout.lines().find_map(|line| line.strip_prefix(name));
-            let digits: String = line.unwrap_or("").chars().filter(char::is_ascii_digit).collect();
-            digits.parse::<u64>().unwrap_or(0)
-        };
-        let bytes = number("Total bytes sent:") + number("Total bytes received:");
-        let (seconds, processor) = (outcome.seconds, outcome.processor);
-        Ok(Some(Cost { seconds, processor, bytes, peak: outcome.peak }))
-    }
-
-    /// The copy is read, then the source is read while the copy is written, all of it past the page cache.
-    fn limit(&self) -> Result<Cost> {
-        let read = run(own("read").arg(&self.copy), LIMIT)?;
-        let moved = run(own("limit").args([&self.source, &self.copy]), LIMIT)?;
-        self.check()?;
-        let (seconds, processor) = (read.seconds + moved.seconds, read.processor + moved.processor);
-        Ok(Cost { seconds, processor, bytes: 0, peak: 0 })
-    }
-
-    /// The most memory that a sync of nothing takes.
-    fn least(&self) -> Result<u64> {
-        std::fs::write(&self.source, "")?;
-        std::fs::write(&self.copy, "")?;
-        let _ = std::fs::remove_dir_all(self.copy.with_file_name(".copy.dsync"));
-        Ok(self.dsync(&["--commit", "in-place"])?.peak)
-    }
-
-    fn has_rsync(&self) -> bool {
-        dsync_tests::find("rsync").is_some()
-    }
-}
 
 /// Memory beyond that of a sync of nothing, and its share of a file in per cent.
 fn extra(peak: u64, least: u64, bytes: u64) -> (String, f64) {
@@ -157,7 +62,7 @@ pub(crate) fn rolling(bench: &Bench, report: &mut Report) -> Result<()> {
     let folder = scratch(&bench.dir)?;
     let path = |name: &str| folder.path().join(name);
     let place =
-        Place { bench, dsync: Dsync::new(binary, path("state")), source: path("source"), copy: path("copy") };
+        Pair { bench, dsync: Dsync::new(binary, path("state")), source: path("source"), copy: path("copy") };
     if !place.has_rsync() {
         report.left_out("rsync", "it is not installed");
     }
@@ -175,7 +80,7 @@ pub(crate) fn rolling(bench: &Bench, report: &mut Report) -> Result<()> {
 }
 
 /// 1 MiB inserted at the front.
-fn inserted(place: &Place<'_>, report: &mut Report, old: &Path) -> Result<()> {
+fn inserted(place: &Pair<'_>, report: &mut Report, old: &Path) -> Result<()> {
     let bench = place.bench;
     let bytes = bench.size.unwrap_or(if bench.quick { 256 * MIB } else { 4 * GIB }) / MIB * MIB;
     report.section(
@@ -377,7 +282,7 @@ fn late(seed: u64, at: u64, size: u64, buf: &mut [u8]) {
     }
 }
 
-fn hostile(place: &Place<'_>, report: &mut Report, old: &Path) -> Result<()> {
+fn hostile(place: &Pair<'_>, report: &mut Report, old: &Path) -> Result<()> {
     let bench = place.bench;
     let files: Vec<_> =
         HOSTILE.into_iter().filter(|(name, ..)| bench.wants(name) || bench.wants("hostile")).collect();
@@ -455,7 +360,7 @@ fn patience(bench: &Bench) -> f64 {
 
 /// What a file of so many bytes costs dsync, and its row in the table.
 fn hostile_row(
-    place: &Place<'_>,
+    place: &Pair<'_>,
     old: &Path,
     name: &str,
     bytes: u64,
@@ -494,50 +399,8 @@ fn hostile_row(
     Ok((ours, cells))
 }
 
-/// Two versions of a package of binaries, unpacked and joined to one file each, with the number of files.
-fn versions(folder: &Path, name: &str) -> Result<Option<(PathBuf, PathBuf, usize)>> {
-    let wanted: Vec<String> = if name.starts_with('^') {
-        let found = run(command("apt-cache").args(["search", "--names-only", name]), LIMIT)?;
-        let mut names: Vec<String> =
-            found.stdout.lines().filter_map(|line| Some(line.split(' ').next()?.to_string())).collect();
-        names.sort_by_key(|name| (name.len(), name.clone()));
-        names.split_off(names.len().saturating_sub(2))
-    } else {
-        let found = run(command("apt-cache").args(["madison", name]), LIMIT)?;
-        let mut versions: Vec<&str> =
-            found.stdout.lines().filter_map(|line| line.split('|').nth(1)).map(str::trim).collect();
-        // The newest stands first.
-        versions.dedup();
-        versions.truncate(2);
-        versions.into_iter().rev().map(|version| format!("{name}={version}")).collect()
-    };
-    let [old, new] = &wanted[..] else { return Ok(None) };
-    let mut joined = Vec::new();
-    let mut count = 0;
-    for (at, package) in [old, new].into_iter().enumerate() {
-        let place = folder.join(format!("package-{at}"));
-        if place.exists() {
-            std::fs::remove_dir_all(&place)?;
-        }
-        std::fs::create_dir_all(&place)?;
-        run(command("apt-get").args(["-qq", "download", package]).current_dir(&place), LIMIT)?;
-        let file = folder.join(format!("joined-{at}"));
-        // In the order of their names, as an archive has them.
-        let line = format!(
-            "cd {} && dpkg -x *.deb all && rm *.deb && find all -type f \\( -name '*.ko' -o -name '*.so*' -o -perm /111 \\) \
-             | LC_ALL=C sort | tee list | xargs -d '\\n' cat > {} && wc -l < list",
-            quote(&place),
-            quote(&file)
-        );
-        count = run(&mut shell(&line), LIMIT)?.stdout.trim().parse().unwrap_or(0);
-        joined.push(file);
-    }
-    let mut joined = joined.into_iter();
-    Ok(joined.next().zip(joined.next()).map(|(old, new)| (old, new, count)))
-}
-
 /// The size of a file, and the bytes that each way to send it to where its older version is takes; 0 without rsync.
-fn traffic(place: &Place<'_>, old: &Path, total: u64) -> Result<[u64; 6]> {
+fn traffic(place: &Pair<'_>, old: &Path, total: u64) -> Result<[u64; 6]> {
     let mut bytes = [total, 0, 0, 0, 0, 0];
     for (options, to) in [
         &["--commit", "journal"][..],
@@ -558,7 +421,7 @@ fn traffic(place: &Place<'_>, old: &Path, total: u64) -> Result<[u64; 6]> {
 }
 
 /// Successive versions of kernel modules and other binaries.
-fn real(place: &Place<'_>, report: &mut Report, folder: &Path) -> Result<()> {
+fn real(place: &Pair<'_>, report: &mut Report, folder: &Path) -> Result<()> {
     ensure!(dsync_tests::find("apt-get").is_some(), "apt-get is not installed");
     report.section(
         "rolling: two versions of packages of binaries",

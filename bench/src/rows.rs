@@ -38,8 +38,7 @@ fn used(fields: &[f64]) -> Option<Used> {
 
 /// Writes rows below comment lines that say where they were taken.
 pub(crate) fn write(file: &Path, about: &str, rows: &[Row]) -> Result<()> {
-    let mut text: String =
-        about.lines().map(|line| format!("# {}\n", line.trim_start_matches("- "))).collect();
+    let mut text = head(about);
     let _ = writeln!(text, "{COLUMNS}");
     for row in rows {
         let _ = write!(text, "{};{};{};{};{:.4}", row.tool, row.bytes, row.percent, row.round, row.seconds);
@@ -49,6 +48,16 @@ pub(crate) fn write(file: &Path, about: &str, rows: &[Row]) -> Result<()> {
         }
         text.push('\n');
     }
+    store(file, &text)
+}
+
+/// The machine and the day as comments.
+pub(crate) fn head(about: &str) -> String {
+    about.lines().map(|line| format!("# {}\n", line.trim_start_matches("- "))).collect()
+}
+
+/// Writes a file of results, and its folder if that is not there.
+pub(crate) fn store(file: &Path, text: &str) -> Result<()> {
     if let Some(folder) = file.parent() {
         std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
     }

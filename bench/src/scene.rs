@@ -11,14 +11,14 @@ use dsync_tests::nbd::{Address, Client};
 use serde_json::Value;
 
 use crate::content::{Change, Content, drop_caches};
-use crate::dsync::{Dsync, export};
+use crate::dsync::export;
 use crate::hosts::{Carried, Hosts, Sample};
-use crate::link::{carry, listening};
 use crate::places::{Loop, sockets};
 use crate::process::{Daemon, go_on, quote, run, shell};
 use crate::qemu::Qemu;
 use crate::report::Report;
 use crate::rows::Row;
+use crate::sites::{Followed, Sites};
 
 const LIMIT: Duration = Duration::from_secs(3600);
 
@@ -99,10 +99,8 @@ pub(crate) struct Measured {
 /// An image on the near host that is served and written, and a copy for each tool on the far one.
 pub(crate) struct Scene<'a> {
     hosts: &'a Arc<Hosts>,
-    dsync: Dsync,
-    far: Dsync,
+    sites: Sites,
     folder: PathBuf,
-    address: String,
     image: PathBuf,
     /// The same content once more, for what follows writes elsewhere: to the server they would be foreign.
     twin: PathBuf,
@@ -112,28 +110,7 @@ pub(crate) struct Scene<'a> {
     pub content: Content,
     qemu: Option<Qemu>,
     device: Option<Followed>,
-    _listener: Daemon,
     _server: Daemon,
-}
-
-/// A loop device over the image, followed by the bpf tracker until it is dropped.
-struct Followed {
-    device: Loop,
-    dsync: Dsync,
-}
-
-impl Followed {
-    fn new(image: &Path, dsync: &Dsync) -> Result<Followed> {
-        let followed = Followed { device: Loop::over(image, true)?, dsync: dsync.clone() };
-        run(dsync.command("track").arg("add").arg(followed.device.path()), LIMIT)?;
-        Ok(followed)
-    }
-}
-
-impl Drop for Followed {
-    fn drop(&mut self) {
-        let _ = run(self.dsync.command("track").arg("remove").arg(self.device.path()), LIMIT);
-    }
 }
 
 impl<'a> Scene<'a> {
@@ -144,36 +121,20 @@ impl<'a> Scene<'a> {
         folder: &Path,
         content: Content,
     ) -> Result<Scene<'a>> {
-        let keys = folder.join("keys").display().to_string();
-        run(&mut carry(&["keys", &keys, Hosts::FAR]), LIMIT)?;
-        for site in ["near", "far"] {
-            let state = folder.join(format!("{site}-state"));
-            std::fs::create_dir_all(&state)?;
-            let line = format!("cp -a {keys}/{site} {}/keys", quote(&state));
-            run(&mut shell(&line), LIMIT)?;
-        }
-        let into = folder.join("into");
-        std::fs::create_dir(&into)?;
+        let sites = Sites::new(hosts, binary, folder)?;
         let image = folder.join("disk.img");
         content.write(&image)?;
         let twin = folder.join("twin.img");
-        let dsync = Dsync::new(binary, folder.join("near-state"));
-        let far = Dsync::new(binary, folder.join("far-state"));
-        let mut listen = far.command("receive");
-        listen.args(["--listen", &format!("{}:0", Hosts::FAR), "--into"]).arg(&into);
-        let (listener, address) = listening(&mut hosts.far.run(&listen), "listening on ")?;
         let sockets = sockets()?.keep();
         let socket = sockets.join("nbd");
-        let mut serve = dsync.command("serve");
+        let mut serve = sites.near.command("serve");
         serve.arg(&image).arg("--socket").arg(&socket);
         let server = Daemon::start(hosts.near.run(&serve), &socket)?;
         let folder = folder.to_path_buf();
         Ok(Scene {
             hosts,
-            dsync,
-            far,
+            sites,
             folder,
-            address,
             image,
             twin,
             sockets,
@@ -181,7 +142,6 @@ impl<'a> Scene<'a> {
             content,
             qemu: None,
             device: None,
-            _listener: listener,
             _server: server,
         })
     }
@@ -203,8 +163,8 @@ impl<'a> Scene<'a> {
 
     /// A mirror of the image to the far host, in the place of a tool's copy.
     pub(crate) fn mirror(&self, tool: Tool) -> Command {
-        let mut mirror = self.dsync.command("mirror");
-        mirror.arg(&self.image).arg(format!("tls://{}/{}", self.address, tool.file()));
+        let mut mirror = self.sites.near.command("mirror");
+        mirror.arg(&self.image).arg(self.sites.url(tool.file()));
         self.near(&mirror)
     }
 
@@ -221,20 +181,20 @@ impl<'a> Scene<'a> {
 
     /// The far host's copy of a tool.
     pub(crate) fn copy(&self, tool: Tool) -> PathBuf {
-        self.folder.join("into").join(tool.file())
+        self.sites.copy(tool.file())
     }
 
     /// A tool's command, for the near host.
     fn command(&self, tool: Tool) -> Result<Command> {
         let (copy, rsh) = (self.copy(tool), &self.hosts.rsh);
-        let mut sync = self.dsync.command("sync");
+        let mut sync = self.sites.near.command("sync");
         sync.arg("--json");
         let durable = format!("{rsh} backup 'sync {0}'", copy.display());
         let command = match tool {
             Tool::Tls | Tool::Compare | Tool::Bpf => {
-                let device = self.device.as_ref().map(|followed| followed.device.path());
+                let device = self.device.as_ref().map(|followed| followed.path());
                 sync.arg(if tool == Tool::Bpf { device.context("no device")? } else { &self.image });
-                sync.arg(format!("tls://{}/{}", self.address, tool.file()));
+                sync.arg(self.sites.url(tool.file()));
                 if tool == Tool::Compare && copy.exists() {
                     sync.args(["--method", "compare"]);
                 }
@@ -242,7 +202,8 @@ impl<'a> Scene<'a> {
             }
             Tool::Ssh => {
                 let state = self.folder.join("far-state");
-                let far = format!("env DSYNC_STATE_DIR={} {}", state.display(), self.far.binary.display());
+                let far =
+                    format!("env DSYNC_STATE_DIR={} {}", state.display(), self.sites.far.binary.display());
                 sync.arg(&self.image).args(["--rsh", rsh, "--remote-dsync", &far]);
                 sync.arg(format!("backup:{}", copy.display()));
                 sync
@@ -296,7 +257,7 @@ impl<'a> Scene<'a> {
             std::fs::copy(&self.image, &self.twin)?;
         }
         if tool == Tool::Bpf {
-            self.device = Some(Followed::new(&self.twin, &self.dsync)?);
+            self.device = Some(Followed::new(Loop::over(&self.twin, true)?, &self.sites.near)?);
         }
         if tool.follows() {
             return run(&mut self.near(&self.command(tool)?), LIMIT).map(drop);
@@ -332,7 +293,7 @@ impl<'a> Scene<'a> {
             client.close()?;
         }
         if let Some(followed) = &self.device {
-            self.content.apply(&change, followed.device.path())?;
+            self.content.apply(&change, followed.path())?;
         }
         Ok(change)
     }

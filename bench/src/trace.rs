@@ -1,9 +1,8 @@
 //! A week of a server, day by day: the blocks that a trace writes are changed, and each tool brings its copy up to date every night.
 //! Figures 8, 10 and 11 and table 2 of "dsync: Efficient Block-wise Synchronization of Multi-Gigabyte Binary Data" (LISA 2013).
 
-use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
@@ -13,12 +12,14 @@ use crate::Bench;
 use crate::content::Content;
 use crate::figures::{results, rotated, wanted};
 use crate::hosts::Hosts;
+use crate::lengths::lengths;
 use crate::limit::BLOCK;
 use crate::places::{own_mounts, root, scratch};
 use crate::process::go_on;
 use crate::report::{Report, Table, median, size};
 use crate::rows::{self, Row};
 use crate::scene::{Scene, Tool};
+use crate::vscsi::{self, Version};
 
 const RATE: u64 = 1_000_000_000;
 const MIB: f64 = (1u64 << 20) as f64;
@@ -28,69 +29,114 @@ const DAY: u64 = 864_000_000_000;
 /// The blocks written in each period, ascending.
 type Days = Vec<Vec<u64>>;
 
-/// A block trace as Microsoft Research published them: `Timestamp,Hostname,DiskNumber,Type,Offset,Size,ResponseTime`, a request a
-/// line, timestamps in units of 100 ns. Its writes to the first `bytes` of the volume, by days.
-fn recorded(trace: &mut dyn BufRead, bytes: u64) -> Result<Days> {
-    let (mut days, mut first): (Vec<Vec<u64>>, Option<u64>) = (Vec::new(), None);
-    for (at, line) in trace.lines().enumerate() {
-        let line = line?;
+/// The writes to the first bytes of a volume, as they are gathered from a trace.
+struct Calendar {
+    bytes: u64,
+    days: Days,
+    first: Option<u64>,
+}
+
+impl Calendar {
+    fn new(bytes: u64) -> Calendar {
+        Calendar { bytes, days: Vec::new(), first: None }
+    }
+
+    /// A request at a time in units of 100 ns; of a read, only the day counts. False if it is more than a year after the first.
+    fn request(&mut self, time: u64, write: bool, offset: u64, len: u64) -> bool {
+        let day = (time.saturating_sub(*self.first.get_or_insert(time)) / DAY) as usize;
+        if day >= 366 {
+            return false;
+        }
+        if day >= self.days.len() {
+            self.days.resize_with(day + 1, Vec::new);
+        }
+        if write && len > 0 {
+            let end = offset.saturating_add(len).min(self.bytes);
+            self.days[day].extend(offset / BLOCK..end.div_ceil(BLOCK).max(offset / BLOCK));
+        }
+        true
+    }
+
+    fn days(self) -> Days {
+        self.days.into_iter().map(in_order).collect()
+    }
+}
+
+/// The writes to the first `bytes` of a volume, by days, of a block trace: what kind it is, its content says.
+fn recorded(mut trace: impl BufRead, bytes: u64) -> Result<Days> {
+    // More than two records of either version.
+    let mut head = Vec::new();
+    trace.by_ref().take(128).read_to_end(&mut head)?;
+    let version = Version::of(&head);
+    let whole = head.chain(trace);
+    match version {
+        Some(version) => recorded_by_vscsi(vscsi::Trace::new(whole, version), bytes),
+        None => recorded_as_csv(whole, bytes),
+    }
+}
+
+/// As Microsoft Research published them: `Timestamp,Hostname,DiskNumber,Type,Offset,Size,ResponseTime`, a request a line, timestamps in
+/// units of 100 ns.
+fn recorded_as_csv(trace: impl BufRead, bytes: u64) -> Result<Days> {
+    let mut calendar = Calendar::new(bytes);
+    let mut at = 0;
+    for (number, line) in trace.split(b'\n').enumerate() {
+        let (began, line) = (at, line?);
+        at += line.len() as u64 + 1;
+        let line = String::from_utf8_lossy(&line).into_owned();
         let fields: Vec<&str> = line.split(',').map(str::trim).collect();
-        let number = |at: usize| fields.get(at).and_then(|field| field.parse::<u64>().ok());
-        let (Some(time), Some(offset), Some(len)) = (number(0), number(4), number(5)) else {
-            ensure!(at == 0, "line {}: not a request: {line}", at + 1);
+        let field = |at: usize| fields.get(at).and_then(|field| field.parse::<u64>().ok());
+        let (Some(time), Some(offset), Some(len)) = (field(0), field(4), field(5)) else {
+            ensure!(number == 0, "byte {began}, line {}: not a request: {line}", number + 1);
             continue; // A head.
         };
-        let day = (time.saturating_sub(*first.get_or_insert(time)) / DAY) as usize;
-        ensure!(day < 366, "line {}: more than a year after the first", at + 1);
-        if day >= days.len() {
-            days.resize_with(day + 1, Vec::new);
-        }
-        if fields[3].eq_ignore_ascii_case("write") && len > 0 {
-            let end = offset.saturating_add(len).min(bytes);
-            days[day].extend(offset / BLOCK..end.div_ceil(BLOCK).max(offset / BLOCK));
-        }
+        let within = calendar.request(time, fields[3].eq_ignore_ascii_case("write"), offset, len);
+        ensure!(within, "byte {began}, line {}: more than a year after the first", number + 1);
     }
-    Ok(days.into_iter().map(in_order).collect())
+    Ok(calendar.days())
+}
+
+fn recorded_by_vscsi(mut trace: vscsi::Trace<impl Read>, bytes: u64) -> Result<Days> {
+    let mut calendar = Calendar::new(bytes);
+    loop {
+        let at = trace.at();
+        let Some(request) = trace.next()? else { return Ok(calendar.days()) };
+        let time = request.time.saturating_mul(10);
+        let within = calendar.request(time, request.write, request.offset, request.len);
+        ensure!(within, "byte {at}: more than a year after the first");
+    }
 }
 
 /// A week with the statistics that the paper gives of its trace (the first 32 GiB of a print server's volume): between 1 and 2 % of
 /// all blocks a day, most of them in runs of 4 as in its figure 8, and most writes where others were.
 fn generated(bytes: u64, random: &mut Random) -> Days {
-    let blocks = bytes / BLOCK;
-    let day = |random: &mut Random| {
-        let wanted = blocks / 100 + random.below(blocks / 100);
-        let mut written = Vec::new();
-        while (written.len() as u64) < wanted {
-            let len = match random.below(10) {
-                0..=2 => 1,
-                3 => 2 + random.below(2),
-                4..=7 => 4,
-                8 => 8,
-                _ => 16,
-            };
-            // Four of five go to a fifth of the volume.
-            let within = if random.below(5) > 0 { blocks / 5 } else { blocks };
-            let first = random.below(within - len);
-            written.extend(first..first + len);
-        }
-        in_order(written)
-    };
-    (0..7).map(|_| day(random)).collect()
+    (0..7).map(|_| generated_day(bytes / BLOCK, random)).collect()
+}
+
+/// One day of that, of a disk of so many blocks.
+pub(crate) fn generated_day(blocks: u64, random: &mut Random) -> Vec<u64> {
+    let wanted = blocks / 100 + random.below(blocks / 100);
+    let mut written = Vec::new();
+    while (written.len() as u64) < wanted {
+        let len = match random.below(10) {
+            0..=2 => 1,
+            3 => 2 + random.below(2),
+            4..=7 => 4,
+            8 => 8,
+            _ => 16,
+        };
+        // Four of five go to a fifth of the volume.
+        let within = if random.below(5) > 0 { blocks / 5 } else { blocks };
+        let first = random.below(within - len);
+        written.extend(first..first + len);
+    }
+    in_order(written)
 }
 
 fn in_order(mut blocks: Vec<u64>) -> Vec<u64> {
     blocks.sort_unstable();
     blocks.dedup();
     blocks
-}
-
-/// How many blocks lie in runs of each length.
-fn runs(blocks: &[u64]) -> BTreeMap<u64, u64> {
-    let mut found = BTreeMap::new();
-    for run in blocks.chunk_by(|a, b| a + 1 == *b) {
-        *found.entry(run.len() as u64).or_default() += run.len() as u64;
-    }
-    found
 }
 
 /// Runs the scenario.
@@ -100,7 +146,7 @@ pub(crate) fn trace(bench: &Bench, report: &mut Report) -> Result<()> {
     let (days, what) = match &bench.trace {
         Some(file) => {
             let open = File::open(file).with_context(|| file.display().to_string())?;
-            let days = recorded(&mut BufReader::new(open), bytes);
+            let days = recorded(BufReader::new(open), bytes);
             (days.with_context(|| file.display().to_string())?, file.display().to_string())
         }
         None => (generated(bytes, &mut random), "a generated week".into()),
@@ -121,7 +167,8 @@ pub(crate) fn trace(bench: &Bench, report: &mut Report) -> Result<()> {
         let count = days.first().map_or(0, Vec::len) as u64;
         in_order((0..count).map(|_| random.below(bytes / BLOCK)).collect())
     };
-    lengths(report, &[("random", &synthetic), ("first day", days.first().unwrap_or(&synthetic))]);
+    let first = days.first().unwrap_or(&synthetic);
+    lengths(report, &results(bench), "trace", &[("random", &synthetic), ("the first day", first)])?;
     let folder = scratch(&bench.dir)?;
     let own = if root() { own_mounts() } else { Ok(()) };
     let hosts = match own.and_then(|()| Hosts::new(Some(RATE), folder.path())) {
@@ -159,25 +206,6 @@ pub(crate) fn trace(bench: &Bench, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Figure 8: how far what is written lies together.
-fn lengths(report: &mut Report, sets: &[(&str, &Vec<u64>)]) {
-    let mut table = Table::new(
-        "Of a hundred blocks so many lie in runs of",
-        &["", "1", "2", "3", "4", "5-8", "9-16", "more"],
-    );
-    for (name, blocks) in sets {
-        let found = runs(blocks);
-        let share = |lengths: std::ops::RangeInclusive<u64>| {
-            let count: u64 = found.range(lengths).map(|(_, count)| count).sum();
-            format!("{:.1}", 100.0 * count as f64 / blocks.len().max(1) as f64)
-        };
-        let mut row = vec![name.to_string()];
-        row.extend([1..=1, 2..=2, 3..=3, 4..=4, 5..=8, 9..=16, 17..=u64::MAX].map(share));
-        table.row(row);
-    }
-    report.table(&table);
-}
-
 /// Table 2.
 fn table(tools: &[Tool], all: &[Row], days: &Days) -> Table {
     let dirtied: Vec<f64> = days.iter().map(|blocks| (blocks.len() as u64 * BLOCK) as f64 / MIB).collect();
@@ -201,6 +229,7 @@ fn table(tools: &[Tool], all: &[Row], days: &Days) -> Table {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::lengths::runs;
 
     #[test]
     fn days_of_a_trace() {
@@ -211,10 +240,36 @@ mod tests {
             1000 + DAY,
             1001 + DAY
         );
-        let days = recorded(&mut text.as_bytes(), 1 << 20).unwrap();
+        let days = recorded(text.as_bytes(), 1 << 20).unwrap();
         assert_eq!(days, [vec![2, 3], vec![0, 1, 2]]);
-        let error = recorded(&mut "1,h,0,Write,0,4096,1\nnonsense\n".as_bytes(), 1 << 20).unwrap_err();
-        assert!(error.to_string().contains("line 2"), "{error}");
+        let error = recorded(&b"1,h,0,Write,0,4096,1\nnonsense\n"[..], 1 << 20).unwrap_err();
+        assert!(error.to_string().starts_with("byte 21, line 2: not a request"), "{error}");
+    }
+
+    #[test]
+    fn days_of_a_binary_trace() {
+        let day = DAY / 10;
+        let record = |time: u64, command: u16, block: u64, len: u32| {
+            let mut record = [command.to_le_bytes(), [0, 2]].concat();
+            record.extend([1u32, len, 1].map(u32::to_le_bytes).concat());
+            record.extend([block, time, 0].map(u64::to_le_bytes).concat());
+            record
+        };
+        let mut trace = [
+            record(1000, 0x2a, 16, 4096),
+            record(1001, 0x28, 64, 4096),
+            record(1000 + day, 0x8a, 0, 8193),
+            record(1001 + day, 0x2a, 1 << 11, 4096),
+        ]
+        .concat();
+        assert_eq!(recorded(&trace[..], 1 << 20).unwrap(), [vec![2], vec![0, 1, 2]]);
+        trace.extend(record(1000 + 400 * day, 0x2a, 0, 512));
+        let error = recorded(&trace[..], 1 << 20).unwrap_err().to_string();
+        assert!(error.starts_with("byte 160: more than a year"), "{error}");
+        trace.truncate(170);
+        assert!(
+            recorded(&trace[..], 1 << 20).unwrap_err().to_string().starts_with("byte 160: the last record")
+        );
     }
 
     #[test]
